@@ -1,0 +1,240 @@
+"""Every file kvcal writes between two stages, and the only file that touches the safetensors container.
+
+An artifact is one safetensors file with exactly one metadata key, ``kvcal``, whose value is canonical JSON
+(sorted keys, no spaces, ASCII, finite numbers): ``{"body", "digest", "inputs", "kind", "schema"}``. One key,
+because safetensors orders several keys at random per process, and then equal content would give unequal
+files. ``digest`` is the sha256 over that JSON without the digest, then, for every tensor in sorted name
+order, the canonical JSON of [name, dtype, shape] and the tensor's bytes (little-endian, row-major): it covers
+all that a reader gets, so a flipped bit is refused and never read as another plan. ``inputs`` says what the
+artifact was made from; a stage is skipped when they equal what it would use now.
+
+The finite check, the atomic rename and one error per way to be wrong follow safetensors' own rule of
+validating before use. Left out: lazy loading (reading verifies all bytes, so all bytes are read) and
+compression.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from kvcal.errors import ArtifactError
+
+METADATA_KEY = "kvcal"
+_FIELDS = {"kind", "schema", "inputs", "body", "digest"}
+_MAKE_AGAIN = "delete the file and run the stage that makes it again"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """``kind`` and ``schema`` (a version, counted up per kind) say how to read it; ``inputs`` is a flat dict
+    from field to JSON value, what it was made from; ``body`` is JSON; ``tensors`` any dtypes and shapes."""
+
+    kind: str
+    schema: int
+    inputs: dict[str, Any]
+    body: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def canonical_json(obj: Any) -> str:
+    """The one spelling of a JSON value: sorted keys, no spaces, ASCII. ArtifactError on NaN or infinity."""
+    try:
+        return json.dumps(obj, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    except ValueError as error:
+        raise ArtifactError(f"cannot write this value as JSON: {error}; allowed: finite numbers") from error
+
+
+def sha256_json(obj: Any) -> str:
+    """Hex sha256 of ``canonical_json(obj)``."""
+    return hashlib.sha256(canonical_json(obj).encode("ascii")).hexdigest()
+
+
+def to_bytes(artifact: Artifact) -> bytes:
+    """The file's bytes: the same in any process for the same content. ArtifactError on non-finite content."""
+    _check_finite(artifact.tensors, f"the {artifact.kind} artifact to write")
+    head = {
+        "kind": artifact.kind,
+        "schema": artifact.schema,
+        "inputs": artifact.inputs,
+        "body": artifact.body,
+    }
+    # Cloned: safetensors refuses tensors that share memory, and a view would otherwise depend on its base.
+    tensors = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in artifact.tensors.items()
+    }
+    metadata = canonical_json(head | {"digest": _digest(head, tensors)})
+    return safetensors.torch.save(tensors, {METADATA_KEY: metadata})
+
+
+def write(path: str | Path, artifact: Artifact) -> None:
+    """Writes the artifact whole or not at all. ArtifactError on non-finite content or when the system refuses
+    (full disk, no permission, no such folder); the file that was there before then stays as it was."""
+    write_bytes_atomic(path, to_bytes(artifact))
+
+
+def write_text_atomic(path: str | Path, text: str) -> None:
+    """``write_bytes_atomic`` of the text in UTF-8."""
+    write_bytes_atomic(path, text.encode("utf-8"))
+
+
+def write_bytes_atomic(path: str | Path, data: bytes) -> None:
+    """Writes a temporary file beside ``path``, syncs it and renames it over ``path``; on any failure,
+    Ctrl-C included, the temporary file is removed. ArtifactError with the path and the system's reason."""
+    path = Path(path)
+    temporary = path.parent / f".kvcal-{secrets.token_hex(8)}.tmp"
+    try:
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)  # already gone once it was renamed
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        raise ArtifactError(
+            f"cannot write {path} ({len(data)} bytes): {error.strerror}; nothing was left half-written",
+            hint="free some space" if full else "check that the folder exists and can be written to",
+        ) from error
+
+
+def read(path: str | Path, kind: str, schema: int) -> Artifact:
+    """Reads and verifies an artifact of this ``kind`` and ``schema``; tensors come on the CPU, in own memory.
+
+    ArtifactError, each with its own message, when the file is missing or unreadable, is not safetensors,
+    has other metadata than the one key, its JSON is not canonical, its kind, schema version or digest
+    differs, or a tensor holds NaN or infinity.
+    """
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise ArtifactError(
+            f"no {kind} artifact at {path}: the file does not exist", hint="run the stage that makes it"
+        ) from error
+    except OSError as error:
+        raise ArtifactError(f"cannot read {path}: {error.strerror}", hint="check the path") from error
+    try:
+        tensors = safetensors.torch.load(data)
+    except safetensors.SafetensorError as error:
+        raise ArtifactError(
+            f"{path} is truncated or is not a safetensors file ({len(data)} bytes): {error}", hint=_MAKE_AGAIN
+        ) from error
+    head = _read_head(path, data)
+    _check_head(path, head, kind, schema)
+    digest = head.pop("digest")
+    actual = _digest(head, tensors)
+    if digest != actual:
+        raise ArtifactError(
+            f"{path} is corrupt: its content has the digest {actual[:16]}…, "
+            f"expected {_shorten(canonical_json(digest), 0)}",
+            hint=_MAKE_AGAIN,
+        )
+    _check_finite(tensors, str(path))
+    return Artifact(head["kind"], head["schema"], head["inputs"], head["body"], tensors)
+
+
+def differing_input(expected: dict[str, Any], found: dict[str, Any]) -> str | None:
+    """The first field, in sorted order, in which two ``inputs`` differ, with both values shortened to where
+    they part, such as ``seq_len is 512, expected 2048``; None when they are the same JSON."""
+    for field in sorted(expected.keys() | found.keys()):
+        want = canonical_json(expected[field]) if field in expected else "absent"
+        have = canonical_json(found[field]) if field in found else "absent"
+        if want != have:
+            start = len(os.path.commonprefix([want, have]))
+            return f"{field} is {_shorten(have, start)}, expected {_shorten(want, start)}"
+    return None
+
+
+def _digest(head: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(canonical_json(head).encode("ascii"))
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        about = [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        digest.update(canonical_json(about).encode("ascii"))
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _read_head(path: Path, data: bytes) -> dict[str, Any]:
+    """The metadata's JSON; the container around it was validated, so its header is sound."""
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    metadata = header.get("__metadata__") or {}  # safetensors takes null for none
+    if set(metadata) != {METADATA_KEY}:
+        raise ArtifactError(
+            f"{path} is not a kvcal artifact: its metadata keys are {sorted(metadata)}, "
+            f"expected exactly ['{METADATA_KEY}']",
+            hint="was it written by another program, such as a model's checkpoint?",
+        )
+    text = metadata[METADATA_KEY]
+    try:
+        head = json.loads(text)
+        canonical = isinstance(head, dict) and canonical_json(head) == text
+    except (ValueError, RecursionError, ArtifactError):
+        canonical = False
+    if not canonical:
+        raise ArtifactError(
+            f"{path} is corrupt: its '{METADATA_KEY}' metadata ({_shorten(text, 0)}) is not canonical JSON "
+            "of an object (sorted keys, no spaces, ASCII, finite numbers)",
+            hint=_MAKE_AGAIN,
+        )
+    return head
+
+
+def _check_head(path: Path, head: dict[str, Any], kind: str, schema: int) -> None:
+    mappings = all(isinstance(head.get(field), dict) for field in ("inputs", "body"))
+    if set(head) != _FIELDS or not mappings:
+        raise ArtifactError(
+            f"{path} is corrupt: its metadata has the fields {sorted(head)}, expected {sorted(_FIELDS)} with "
+            "objects for 'inputs' and 'body'",
+            hint=_MAKE_AGAIN,
+        )
+    if head["kind"] != kind:
+        found = _shorten(canonical_json(head["kind"]), 0)
+        raise ArtifactError(
+            f'{path} is an artifact of the kind {found}, expected "{kind}"', hint="was another file given?"
+        )
+    if canonical_json(head["schema"]) != canonical_json(schema):
+        found = _shorten(canonical_json(head["schema"]), 0)
+        raise ArtifactError(
+            f"{path} has the {kind} schema version {found}; this kvcal reads version {schema} only",
+            hint="make it again with this version of kvcal, or use the version that wrote it",
+        )
+
+
+def _check_finite(tensors: dict[str, Tensor], where: str) -> None:
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if not tensor.is_floating_point():
+            continue
+        # fp8 has no isfinite of its own; widening it is exact.
+        finite = torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor)
+        if not bool(finite.all()):
+            raise ArtifactError(
+                f"{where}: the tensor '{name}' holds NaN or infinity in {int((~finite).sum())} of "
+                f"{tensor.numel()} values; allowed: finite values",
+                hint="find the stage that produced them: the statistics or the model overflowed",
+            )
+
+
+def _shorten(text: str, start: int, width: int = 40) -> str:
+    """At most ``width`` characters of ``text``, around position ``start``."""
+    if len(text) <= width:
+        return text
+    begin = max(0, min(start - width // 4, len(text) - width))
+    end = begin + width
+    return ("…" if begin else "") + text[begin:end] + ("…" if end < len(text) else "")

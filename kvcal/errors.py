@@ -1,0 +1,51 @@
+"""Every error a user can meet, one class per kind, each with a stable exit code.
+
+A message names the value, the place and the allowed set; the optional hint says what to do next.
+"""
+
+from __future__ import annotations
+
+
+class KvcalError(Exception):
+    """Base class; never raised itself."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(KvcalError):
+    """A wrong argument, recipe key, path or data source."""
+
+    exit_code = 2
+
+
+class InfeasibleBudget(KvcalError):
+    """No allocation fits; ``smallest_bytes`` is the smallest budget (bytes) that would."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, smallest_bytes: int, hint: str | None = None) -> None:
+        super().__init__(message, hint)
+        self.smallest_bytes = smallest_bytes
+
+
+class UnsupportedModel(KvcalError):
+    """The model's attention or cache is one that kvcal refuses, with the reason."""
+
+    exit_code = 4
+
+
+class ArtifactError(KvcalError):
+    """A stale, mismatched, truncated or corrupt file, or one that could not be written."""
+
+    exit_code = 5
+
+
+class NonFiniteActivations(KvcalError):
+    """NaN or infinity in keys, values, gradients or logits."""
+
+    exit_code = 4

@@ -1,0 +1,69 @@
+"""Byte quantities as a user writes and reads them, one spelling for the whole program.
+
+A budget decides what fits on a device, so decimal and binary units must never be mixed up silently: GB is
+10^9 bytes and GiB is 2^30, units are case-sensitive (a lower-case ``b`` could mean bits), and a fraction is
+computed exactly and rounded down, so that a parsed budget never exceeds what was written. Left out on
+purpose: exponents (``1e9``), thousands separators and bit units.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from kvcal.errors import UsageError
+
+UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+_QUANTITY = re.compile(r"([0-9]{1,18})(\.[0-9]{1,18})? ?([A-Za-z]*)")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of ``24GB``, ``1.5GiB``, ``800MB``, ``123456B`` or ``123456``; at least 1, rounded down.
+
+    Raises UsageError, naming the text and what is allowed, on anything else.
+    """
+    match = _QUANTITY.fullmatch(text.strip(" "))
+    if match is None:
+        raise _refusal(text, "not a positive decimal number with an optional unit")
+    whole, fraction, unit = match.group(1), match.group(2) or "", match.group(3) or "B"
+    if unit not in UNITS:
+        raise _refusal(text, f"unknown unit '{unit}'")
+    if unit == "B" and fraction:
+        raise _refusal(text, "a fraction of a byte")
+    nbytes = int(Fraction(whole + fraction) * UNITS[unit])
+    if nbytes < 1:
+        raise _refusal(text, "less than one byte")
+    return nbytes
+
+
+def format_bytes(nbytes: int) -> str:
+    """``nbytes`` for people: exact below 100,000 (``12345 B``), else 4 digits and a decimal unit.
+
+    ``parse_bytes`` reads the result back, within half a unit of the last digit. Where a user will copy the
+    figure as a budget, print the exact bytes beside it: a rounded figure may be just too small.
+    """
+    if abs(nbytes) < 100_000:
+        return f"{nbytes} B"
+    for unit in ("KB", "MB", "GB"):
+        if float(f"{abs(nbytes) / UNITS[unit]:.4g}") < 1000:
+            return f"{nbytes / UNITS[unit]:.4g} {unit}"
+    terabytes = nbytes / UNITS["TB"]
+    return f"{terabytes:.4g} TB" if abs(terabytes) < 1000 else f"{terabytes:.0f} TB"
+
+
+def _refusal(text: str, reason: str) -> UsageError:
+    return UsageError(
+        f"cannot read '{text}' as a number of bytes: {reason}; allowed: a positive number, then one of "
+        f"{', '.join(UNITS)} or nothing (bytes)",
+        hint="for example 24GB (10^9 bytes each), 1.5GiB (2^30 bytes each) or 123456",
+    )

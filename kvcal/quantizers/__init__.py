@@ -1,0 +1,1 @@
+"""Quantizers: how a block of keys or values becomes codes, and how codes become bytes."""

@@ -1,0 +1,1 @@
+"""The runtime: a plan's cache. It imports neither solvers nor data sets nor the command line."""

@@ -1,0 +1,99 @@
+"""Which columns of a padded batch hold tokens.
+
+A cache is handed whole columns [B, ..., T, ...]; of a ragged batch some of them are padding, which must enter no
+group, no page and no byte count. The prompt's attention mask says which: each row is one contiguous run of tokens
+(left or right padding, or both); every column after the prompt holds a token.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from kvcal.errors import UsageError
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive rows with the same padding, treated as one: tokens of the prompt fill columns [start, stop)."""
+
+    rows: slice
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Padding of a batch. ``runs`` holds [start, stop) of the tokens in the prompt's ``width`` columns, a pair a row."""
+
+    runs: tuple[Interval, ...]
+    width: int
+
+    @classmethod
+    def dense(cls, batch: int) -> Rows:
+        """A batch without padding."""
+        return cls(((0, 0),) * batch, 0)
+
+    @classmethod
+    def from_mask(cls, attention_mask: Tensor) -> Rows:
+        """attention_mask [B, width] of 0 and 1.
+
+        Raises:
+            UsageError: not two-dimensional, or a row whose tokens are not one contiguous run.
+        """
+        if attention_mask.dim() != 2:
+            raise UsageError(
+                f"attention_mask has shape {list(attention_mask.shape)}, expected [batch, columns] of 0 and 1"
+            )
+        runs = []
+        for row, mask in enumerate(attention_mask.bool().tolist()):
+            start = mask.index(True) if True in mask else 0
+            stop = start + sum(mask)
+            if not all(mask[start:stop]):
+                raise UsageError(
+                    f"attention_mask row {row} has holes; expected one run of 1s",
+                    hint="pad on the left or on the right",
+                )
+            runs.append((start, stop))
+        return cls(tuple(runs), attention_mask.shape[1])
+
+    @property
+    def batch(self) -> int:
+        return len(self.runs)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Runs of equal rows: one for a batch without padding."""
+        blocks, first = [], 0
+        for (start, stop), equal in itertools.groupby(self.runs):
+            count = len(list(equal))
+            blocks.append(Block(slice(first, first + count), start, stop))
+            first += count
+        return blocks
+
+    def intervals(self, block: Block, begin: int, end: int) -> list[Interval]:
+        """Columns of [begin, end) that hold tokens, as at most two intervals."""
+        prompt = (max(begin, block.start), min(end, block.stop))
+        rest = (max(begin, self.width), end)
+        if prompt[1] == rest[0] and prompt[0] < prompt[1] and rest[0] < rest[1]:
+            return [(prompt[0], end)]
+        return [interval for interval in (prompt, rest) if interval[0] < interval[1]]
+
+    def num_tokens(self, block: Block, columns: int) -> int:
+        """Tokens of each row of the block among the first ``columns`` columns."""
+        return sum(stop - start for start, stop in self.intervals(block, 0, columns))
+
+    def lengths(self, columns: int) -> list[int]:
+        """Tokens of every row among the first ``columns`` columns."""
+        return [
+            self.num_tokens(block, columns)
+            for block in self.blocks
+            for _ in range(block.rows.stop - block.rows.start)
+        ]
+
+    def select(self, indices: list[int]) -> Rows:
+        return replace(self, runs=tuple(self.runs[index] for index in indices))
