@@ -1,0 +1,64 @@
+# make demo: environment, pinned packages, then the whole pipeline on the embedded model; prints the result table.
+# make check: environment, then format, lint, types and all tests. This is what CI runs.
+# Another interpreter: make demo PYTHON=python3.12
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
+READY := $(VENV)/ready
+DEMO := artifacts/demo
+
+# One thread a process: two test workers share two cores, and torch's own threads only get in the way.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo check format lint types test bench clean
+
+help:
+	@echo "make demo    set up, run the pipeline on the embedded model, print the table"
+	@echo "make check   set up, then format, lint, types and tests (what CI runs)"
+	@echo "make test    set up, then the tests alone"
+	@echo "make format  rewrite the sources in the house format"
+	@echo "make lint    format and lint, reading only"
+	@echo "make bench   measure time and memory (tests/bench)"
+	@echo "make clean   remove caches, the demo's output and the environment"
+
+setup: $(READY)
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "kvcal needs Python 3.11 or newer; '$(PYTHON)' is" \
+	    "$$($(PYTHON) --version 2>&1 | head -n 1). hint: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
+	@echo "setting up $(VENV): pinned packages, some minutes the first time" >&2
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) "$$(grep '^torch==' requirements.lock)"
+	@$(PIP) --requirement requirements.lock
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/kvcal run recipes/default.toml --out $(DEMO)
+
+check: lint types test
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+test: $(READY)
+	$(PYTEST) -n 2 --dist loadfile
+
+bench: $(READY)
+	$(PYTEST) tests/bench -m bench -s
+
+clean:
+	rm -rf $(VENV) $(DEMO) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find kvcal tests -name __pycache__ -type d -prune -exec rm -rf {} +

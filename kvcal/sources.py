@@ -1,0 +1,245 @@
+"""Where calibration text comes from: a file, a folder or a hub id, read as a stream through ``datasets``.
+
+Yields three kinds of item: a ``Piece`` of a plain document, a ``Record`` with a prompt and a completion,
+and a ``Chat``. Which one is decided once per source, by the kind of file or by the columns of its first
+record. Nothing is read before it is asked for: a text file comes in pieces of some 16 KiB, a JSONL or
+parquet file in ``datasets``' own chunks, so sixteen samples of a 10 GB file cost what sixteen samples cost.
+``datasets`` is imported on first use: it takes seconds, and the embedded tasks do not need it. Left out:
+CSV, images, and ShareGPT's from/value messages.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from kvcal.errors import UsageError
+
+EXTENSIONS = {
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".tex": "text",
+    ".raw": "text",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+}
+KNOWN_COLUMNS = (("messages",), ("text",), ("content",), ("question", "answer"))
+PIECE_CHARS = 1 << 14  # a piece is cut at a line's end, so that hardly any token straddles two pieces
+MAX_OPEN_FILES = 16
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of whole lines of a plain document; ``ends``: what comes next is not its continuation."""
+
+    text: str
+    ends: bool
+
+
+@dataclass(frozen=True)
+class Record:
+    """A prompt and the completion that a model should give."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages for ``tokenizer.apply_chat_template``: mappings with role and content; ``index`` counts
+    records."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    index: int
+
+
+Item = Piece | Record | Chat
+
+
+def describe_source(source: str) -> str:
+    """The source's name for people and provenance: a path's last part, a hub id or "tasks" as it is."""
+    path = Path(source).expanduser()
+    return path.resolve().name if path.exists() else source
+
+
+def read_source(
+    source: str, columns: tuple[str, ...], split: str | None, config: str | None, seed: int
+) -> Iterator[Item]:
+    """Stream the items of a file, folder or hub id; ``seed`` orders the files of a folder.
+
+    Raises UsageError (while iterating): missing path, unsupported or mixed extensions, ``split`` or
+    ``config`` with a path, an unreachable hub id, unreadable content, an unknown column, a column of the
+    wrong type, no item at all.
+    """
+    path = Path(source).expanduser()
+    if path.exists():
+        for name, value in (("split", split), ("config", config)):
+            if value is not None:
+                raise UsageError(
+                    f"{name} = {value!r} with the local source {source}", hint=f"{name} is for hub ids"
+                )
+        kind, files = _local_files(path, seed)
+        items = _text_pieces(files) if kind == "text" else _items(_file_records(kind, files), source, columns)
+    elif _looks_like_path(source):
+        raise UsageError(f"source = {source}: no such file or folder", hint="check the path")
+    else:
+        items = _items(_hub_records(source, split, config), source, columns)
+    is_empty = True
+    for item in items:
+        is_empty = False
+        yield item
+    if is_empty:
+        raise UsageError(f"source = {source} is empty", hint="it needs at least one text that is not blank")
+
+
+def _looks_like_path(source: str) -> bool:
+    return (
+        source.startswith((".", "/", "~"))
+        or "\\" in source
+        or source.count("/") > 1
+        or _kind(source) is not None
+    )
+
+
+def _kind(name: str | Path) -> str | None:
+    suffixes = Path(name).suffixes
+    if suffixes and suffixes[-1].lower() == ".gz":
+        suffixes = suffixes[:-1]
+    return EXTENSIONS.get(suffixes[-1].lower()) if suffixes else None
+
+
+def _local_files(path: Path, seed: int) -> tuple[str, list[Path]]:
+    """The kind and the files of a path; hidden files, READMEs and unknown extensions in a folder are passed
+    over."""
+    allowed = f"supported: {', '.join(EXTENSIONS)} (also with .gz)"
+    if path.is_file():
+        kind = _kind(path)
+        if kind is None:
+            raise UsageError(f"source = {path}: extension {path.suffix!r} is not supported", hint=allowed)
+        return kind, [path]
+    relative = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
+    visible = [file for file in relative if not any(part.startswith(".") for part in file.parts)]
+    data = sorted(f.as_posix() for f in visible if _kind(f) is not None and f.stem.lower() != "readme")
+    kinds = Counter(str(_kind(name)) for name in data)
+    if not data:
+        raise UsageError(f"source = {path}: the folder holds no supported file", hint=allowed)
+    if len(kinds) > 1:
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        raise UsageError(
+            f"source = {path} mixes kinds of files: {counts}", hint="name one file or a subfolder"
+        )
+    random.Random(f"files:{seed}").shuffle(data)
+    return next(iter(kinds)), [path / name for name in data]
+
+
+def _stream(kind: str, file: Path) -> Iterator[dict[str, Any]]:
+    """The records of one file; what ``datasets`` cannot read becomes a UsageError that names the file."""
+    from datasets import load_dataset
+
+    if file.stat().st_size == 0:
+        return
+    try:
+        if kind == "text":
+            yield from load_dataset(
+                kind, data_files=str(file), split="train", streaming=True, keep_linebreaks=True
+            )
+        else:
+            yield from load_dataset(kind, data_files=str(file), split="train", streaming=True)
+    except (ValueError, OSError) as error:  # pyarrow's and unicode's errors are ValueErrors
+        raise UsageError(
+            f"source = {file} cannot be read as {kind}: {error}", hint="check the file"
+        ) from error
+
+
+def _text_pieces(files: list[Path]) -> Iterator[Piece]:
+    """Pieces of the files in turn, so that a folder's first book does not make up the whole sample."""
+    waiting = iter(files)
+    active: deque[Iterator[str]] = deque()
+    while True:
+        active.extend(_file_pieces(file) for file in islice(waiting, MAX_OPEN_FILES - len(active)))
+        if not active:
+            return
+        pieces = active.popleft()
+        text = next(pieces, None)
+        if text is not None:
+            active.append(pieces)
+            yield Piece(text, ends=len(files) > 1)
+
+
+def _file_pieces(file: Path) -> Iterator[str]:
+    lines: list[str] = []
+    num_chars = 0
+    for record in _stream("text", file):
+        lines.append(record["text"])
+        num_chars += len(record["text"])
+        if num_chars >= PIECE_CHARS:
+            yield "".join(lines)
+            lines, num_chars = [], 0
+    if "".join(lines).strip():
+        yield "".join(lines)
+
+
+def _file_records(kind: str, files: list[Path]) -> Iterator[dict[str, Any]]:
+    for file in files:
+        yield from _stream(kind, file)
+
+
+def _hub_records(source: str, split: str | None, config: str | None) -> Iterator[dict[str, Any]]:
+    import datasets
+
+    try:
+        # Offline, a stream cannot be opened, but a data set that is in the local cache can.
+        yield from datasets.load_dataset(
+            source, name=config, split=split or "train", streaming=not datasets.config.HF_HUB_OFFLINE
+        )
+    except (ValueError, OSError) as error:  # not found, no such split or config, no connection
+        raise UsageError(
+            f"source = {source} is no file or folder here, and as a hub id it cannot be opened: {error}",
+            hint="check the name, its config and split, and the network",
+        ) from error
+
+
+def _items(records: Iterator[dict[str, Any]], source: str, columns: tuple[str, ...]) -> Iterator[Item]:
+    for index, record in enumerate(records):
+        if index == 0:
+            columns = _choose_columns(record, source, columns)
+        values = [record.get(column) for column in columns]
+        if any(value in (None, []) or (isinstance(value, str) and not value.strip()) for value in values):
+            continue
+        match values:
+            case [list() as messages] if all(isinstance(message, dict) for message in messages):
+                yield Chat(tuple(messages), index)
+            case [str() as text]:
+                yield Piece(text, ends=True)
+            case [str() as prompt, str() as completion]:
+                yield Record(prompt + "\n", completion)
+            case _:
+                found = ", ".join(f"{n}: {type(v).__name__}" for n, v in zip(columns, values, strict=True))
+                raise UsageError(
+                    f"source = {source}, record {index}: {found}",
+                    hint="a column must hold text, or a list of messages",
+                )
+
+
+def _choose_columns(record: dict[str, Any], source: str, columns: tuple[str, ...]) -> tuple[str, ...]:
+    present = ", ".join(record)
+    missing = [column for column in columns if column not in record]
+    if missing:
+        raise UsageError(f"source = {source} has no column {missing[0]!r}", hint=f"its columns: {present}")
+    candidates = (columns,) if columns else KNOWN_COLUMNS
+    for names in candidates:
+        if all(name in record for name in names):
+            return names
+    expected = ", ".join(" + ".join(names) for names in KNOWN_COLUMNS)
+    raise UsageError(
+        f"source = {source}: none of the known columns ({expected}) is among its columns: {present}",
+        hint="name the column (text or messages) or two (prompt, completion)",
+    )

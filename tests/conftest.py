@@ -1,0 +1,38 @@
+"""Shared by all tests: the embedded tokenizer, and text that is there only on some machines."""
+
+from __future__ import annotations
+
+import os
+
+# Before the libraries read it: a test that would need the hub fails at once instead of waiting for a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from transformers import AutoTokenizer, PreTrainedTokenizerBase  # noqa: E402
+
+from kvcal.embedded import model_folder  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(model_folder())
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """A folder of real text: $KVCAL_DATA, else ../shared/data beside the repository; skips when absent."""
+    folder = Path(os.environ.get("KVCAL_DATA") or Path(__file__).parents[2] / "shared" / "data")
+    if not folder.is_dir():
+        pytest.skip("no real text here: set KVCAL_DATA")
+    return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
