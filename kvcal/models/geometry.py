@@ -1,0 +1,207 @@
+"""What a loaded model caches, measured rather than guessed from the names in its configuration.
+
+Three forwards of one or two tokens, through the official ``DynamicCache(config=...)`` with a subclass that
+notes what the model hands to ``Cache.update``: head counts and dimensions are those of the real tensors, the
+kind of each layer (full attention, sliding window, state) is the class of the official cache layer, and the
+bytes of a state layer are those of the tensors that it holds.
+
+What does not fit is refused, with the layer: multi-head latent attention (the cache holds latents,
+DeepSeek-V2/V3), encoder-decoders, layers that reuse another layer's keys, layers that hold both keys and a
+state (Falcon-H1), indexed or compressed caches (DeepSeek-V3.2/V4), models that are not causal. Chunked
+attention (Llama-4) counts as bounded, as transformers itself caches it: a window of one chunk.
+
+Left out: latent plans for MLA, and query heads that differ from layer to layer (the taps refuse those).
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, Geometry, LayerGeometry, StateGeometry
+
+# Layer types without any attention: transformers gives them a placeholder for a cache layer.
+_LAYERS_WITHOUT_ATTENTION = ("moe", "mlp")
+
+
+class RecordingCache(DynamicCache):
+    """The official cache, which also keeps what each layer handed to ``update``: ``new_kv[index]`` lists
+    (k_post_BNTD, v_BNTD), one entry a call. For tiny forwards only: it holds every tensor."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        self.new_kv: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Record, then do what DynamicCache does. UnsupportedModel for a layer the configuration lacks."""
+        if layer_idx >= len(self.layers):
+            raise UnsupportedModel(
+                f"layer {layer_idx} calls Cache.update, but the configuration lists {len(self.layers)} layers"
+            )
+        self.new_kv.setdefault(layer_idx, []).append((key_states, value_states))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def geometry_of(model: PreTrainedModel, cache_dtype: str | None = None) -> Geometry:
+    """Measure ``model``'s caching layers by running it on two tokens (batch 1, no gradient).
+
+    ``cache_dtype`` (a key of CACHE_DTYPES) names the dtype of unquantized tokens; None takes the
+    configuration's dtype, float32 if it has none. A state layer's ``bytes_per_sequence`` is the bytes of the
+    tensors that its official cache layer holds after a forward at batch 1, in the dtypes of this run: a model
+    computing in float32 holds float32 states. Raises UnsupportedModel for what the module docstring lists,
+    UsageError for a model in training mode.
+    """
+    _refuse_by_interface(model)
+    config = model.config.get_text_config(decoder=True)
+    cache = _probed_cache(model, config)
+    if len(cache.layers) < config.num_hidden_layers:
+        raise UnsupportedModel(
+            f"{config.model_type}: the cache has {len(cache.layers)} layers for the model's "
+            f"{config.num_hidden_layers}; the others reuse their keys and values"
+        )
+    measured = (_layer_geometry(config, cache, index) for index in range(len(cache.layers)))
+    layers = tuple(layer for layer in measured if layer is not None)
+    if not layers:
+        raise UnsupportedModel(f"{config.model_type}: no layer uses the cache")
+    return Geometry(
+        model_type=config.model_type, cache_dtype=cache_dtype or checkpoint_dtype(model.config), layers=layers
+    )
+
+
+def checkpoint_dtype(config: PreTrainedConfig) -> str:
+    """The name of the dtype that the checkpoint is stored in, float32 if the configuration names none."""
+    dtype = config.dtype or config.get_text_config(decoder=True).dtype or torch.float32
+    name = str(dtype).removeprefix("torch.")
+    if name not in CACHE_DTYPES:
+        raise UnsupportedModel(f"checkpoint dtype {name}; supported: {', '.join(CACHE_DTYPES)}")
+    return name
+
+
+def attention_layers(geometry: Geometry) -> tuple[AttentionGeometry, ...]:
+    """The attention layers, sliding-window ones included, in cache order."""
+    return tuple(layer for layer in geometry.layers if isinstance(layer, AttentionGeometry))
+
+
+def probe_ids(model: PreTrainedModel, batch: int, length: int) -> torch.Tensor:
+    """Token ids (batch, length), int64, for a forward whose text does not matter: counted up from 3."""
+    num_tokens = model.get_input_embeddings().get_parameter("weight").shape[0]
+    ids = torch.arange(3, 3 + batch * length, device=model.device) % num_tokens
+    return ids.view(batch, length)
+
+
+def _refuse_by_interface(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModel(f"{name} is an encoder-decoder; supported: decoder-only language models")
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModel(f"{name}.forward takes no past_key_values: it has no key-value cache")
+    if model.training:
+        raise UsageError(f"{name} is in training mode", hint="call model.eval() first")
+
+
+def _probed_cache(model: PreTrainedModel, config: PreTrainedConfig) -> RecordingCache:
+    try:
+        cache = RecordingCache(config)
+        with torch.no_grad():
+            _run_probe(model, cache)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise UnsupportedModel(
+            f"{type(model).__name__} does not run with transformers' DynamicCache: {error}"
+        ) from error
+    return cache
+
+
+def _run_probe(model: PreTrainedModel, cache: RecordingCache) -> None:
+    """Two tokens into the cache, then one more; and two tokens of which the last differs, for causality."""
+    ids = probe_ids(model, 1, 3)
+    ids, other_ids = ids[:, :2], ids[:, ::2]
+    logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    state_bytes = [_state_bytes(layer) for layer in cache.layers]
+    other_logits = model(input_ids=other_ids, use_cache=False).logits
+    model(input_ids=other_ids[:, 1:], past_key_values=cache, use_cache=True)
+
+    if state_bytes != [_state_bytes(layer) for layer in cache.layers]:
+        raise UnsupportedModel(f"{type(model).__name__}: a state layer's cache grows with the tokens")
+    # A change of the last token moves the first token's logits by O(1) of their size when attention is
+    # bidirectional, and by rounding at most (grouped expert products) when it is causal.
+    tolerance = 1e-3 if logits.dtype == torch.float32 else 5e-2
+    change = (logits[:, 0] - other_logits[:, 0]).abs().max()
+    if change > tolerance * logits[:, 0].abs().max():
+        raise UnsupportedModel(f"{type(model).__name__} is not causal: a later token changes earlier logits")
+
+
+def _layer_geometry(config: PreTrainedConfig, cache: RecordingCache, index: int) -> LayerGeometry | None:
+    """One layer's geometry; None for a layer without attention."""
+    layer = cache.layers[index]
+    place = f"layer {index} of {config.model_type}"
+    if not isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin):  # a placeholder
+        layer_types = getattr(config, "layer_types", None) or []
+        if index < len(layer_types) and layer_types[index] in _LAYERS_WITHOUT_ATTENTION:
+            return None
+        raise UnsupportedModel(f"{place} reuses another layer's keys and values")
+    if type(layer) is LinearAttentionLayer:
+        num_bytes = _state_bytes(layer)  # none in a layer without attention, up to transformers 5.16
+        return StateGeometry(index=index, bytes_per_sequence=num_bytes) if num_bytes else None
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        raise UnsupportedModel(
+            f"{place} is cached by {type(layer).__name__}; supported: DynamicLayer, "
+            "DynamicSlidingWindowLayer, LinearAttentionLayer"
+        )
+    calls = cache.new_kv.get(index, [])
+    if len(calls) != 2:
+        raise UnsupportedModel(
+            f"{place} called Cache.update {len(calls)} times in 2 forwards: it reuses another layer's keys, "
+            "or holds several caches"
+        )
+    window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+    return _attention_geometry(config, index, *calls[0], window)
+
+
+def _attention_geometry(
+    config: PreTrainedConfig, index: int, k_post_BNTD: torch.Tensor, v_BNTD: torch.Tensor, window: int | None
+) -> AttentionGeometry:
+    place = f"layer {index} of {config.model_type}"
+    k_shape, v_shape = tuple(k_post_BNTD.shape), tuple(v_BNTD.shape)
+    latent_dim = config.to_dict().get("kv_lora_rank")
+    if latent_dim is not None and latent_dim in (k_shape[-1], v_shape[-1]):
+        raise UnsupportedModel(
+            f"{place} caches latents of {latent_dim} channels (multi-head latent attention), not keys "
+            "and values"
+        )
+    is_four_dim = len(k_shape) == len(v_shape) == 4
+    if not is_four_dim or (k_shape[0], k_shape[2]) != (1, 2) or k_shape[:3] != v_shape[:3]:
+        raise UnsupportedModel(f"{place} caches shapes {k_shape}, {v_shape}; supported: (B, N, T, D) alike")
+    num_query_heads, num_kv_heads = config.num_attention_heads, k_shape[1]
+    if not isinstance(num_query_heads, int) or num_query_heads % num_kv_heads:
+        raise UnsupportedModel(f"{place}: {num_query_heads} query heads over {num_kv_heads} KV heads")
+    return AttentionGeometry(
+        index=index,
+        num_query_heads=num_query_heads,
+        num_kv_heads=num_kv_heads,
+        k_head_dim=k_shape[-1],
+        v_head_dim=v_shape[-1],
+        window=window,
+    )
+
+
+def _state_bytes(layer: object) -> int:
+    """Bytes of a LinearAttentionLayer's convolution and recurrent states; 0 for any other layer."""
+    if type(layer) is not LinearAttentionLayer:
+        return 0
+    states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    return sum(state.nbytes for state in states if state is not None)

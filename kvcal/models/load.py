@@ -1,0 +1,224 @@
+"""From a name to a loaded model: a local folder, an embedded model, or a hub id.
+
+One place decides what may be loaded, in which dtype it computes, and what its identity is, so that every
+stage refuses the same things with the same words. transformers does the loading; remote code is never run,
+and a checkpoint that lacks weights is refused (transformers would fill them with random numbers).
+
+After loading, ``model.config.dtype`` is the dtype the checkpoint is stored in, whatever dtype the parameters
+compute in: the cache's unquantized dtype and the weights' bytes on the target device follow from it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from kvcal.embedded import model_folder
+from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.geometry import CACHE_DTYPES, Geometry, ModelIdentity
+from kvcal.models.geometry import checkpoint_dtype, geometry_of
+from kvcal.models.identity import identity_of, read_json, tokenizer_files, weight_files
+
+EMBEDDED_FOLDER = model_folder().parent
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in eval mode on its device; ``tokenizer`` is None only if none was needed and there is none."""
+
+    model: PreTrainedModel
+    tokenizer: Tokenizer | None
+    identity: ModelIdentity
+    geometry: Geometry
+    source: str
+
+
+@dataclass(frozen=True)
+class _Location:
+    """Where a source was found: its id, what transformers is given, and the folder that holds its files (or
+    will, once the hub has sent them). ``commit`` is the hub's, None for a local folder."""
+
+    id: str
+    pretrained: str
+    folder: Path
+    commit: str | None = None
+
+
+def load(
+    source: str, *, dtype: str = "auto", device: str = "auto", need_tokenizer: bool = True
+) -> LoadedModel:
+    """Load ``source``: the name of an embedded model, else a local folder, else a hub id.
+
+    ``dtype``: auto (the checkpoint's on CUDA, float32 on the CPU), or a key of CACHE_DTYPES. ``device``: auto
+    (CUDA if there is one), cpu, cuda, cuda:N. Raises UsageError for a source that is not there, cannot be
+    read or lacks weights or a tokenizer, and for a wrong dtype or device; UnsupportedModel for a model that
+    is not a causal language model of transformers, or that ``geometry_of`` refuses.
+    """
+    target = _device(device)
+    if dtype != "auto" and dtype not in CACHE_DTYPES:
+        raise UsageError(f"dtype {dtype!r}; allowed: auto, {', '.join(CACHE_DTYPES)}")
+    location = _locate(source)
+    config = _config(location)
+    if location.commit is None:
+        weight_files(location.folder, location.id)  # refuse before transformers looks elsewhere
+    tokenizer = _tokenizer(location, need_tokenizer)  # before the weights: fail early
+    stored_dtype = checkpoint_dtype(config)
+    if dtype == "auto":
+        dtype = stored_dtype if target.type == "cuda" else "float32"
+    model = _model(location, config, CACHE_DTYPES[dtype], target)
+    model.config.dtype = CACHE_DTYPES[stored_dtype]
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        identity=identity_of(location.folder, location.id),
+        geometry=geometry_of(model, stored_dtype),
+        source=source,
+    )
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of parameters and buffers as the checkpoint's dtype stores them; a tied parameter counts once.
+
+    Parameters that compute in another dtype than the checkpoint's (``model.config.dtype``) count at the
+    checkpoint's; buffers (rotary frequencies) and integer parameters count as they are.
+    """
+    stored = CACHE_DTYPES[checkpoint_dtype(model.config)]
+    parameters = sum(
+        tensor.numel() * (stored.itemsize if tensor.dtype == model.dtype else tensor.itemsize)
+        for tensor in model.parameters()
+    )
+    return parameters + sum(buffer.nbytes for buffer in model.buffers())
+
+
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise UsageError(f"device {device!r}; allowed: auto, cpu, cuda, cuda:N")
+    target = torch.device(device)
+    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"device {device!r}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return target
+
+
+def embedded_models() -> tuple[str, ...]:
+    """Names of the models inside the package."""
+    return tuple(sorted(path.parent.name for path in EMBEDDED_FOLDER.glob("*/config.json")))
+
+
+def _locate(source: str) -> _Location:
+    if source in embedded_models():
+        folder = EMBEDDED_FOLDER / source
+        return _Location(source, str(folder), folder)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UsageError(
+                f"folder {source!r} has no config.json",
+                hint="give the folder that save_pretrained or a hub download wrote",
+            )
+        return _Location(path.resolve().name, str(path), path)
+    if path.exists():
+        raise UsageError(
+            f"{source!r} is a file", hint="give the folder that holds config.json and the weights"
+        )
+    return _locate_on_hub(source)
+
+
+def _locate_on_hub(source: str) -> _Location:
+    looked_for = f"no folder {source!r}, no embedded model of that name ({', '.join(embedded_models())})"
+    if not _HUB_ID.fullmatch(source):
+        raise UsageError(
+            f"model {source!r} was not found: {looked_for}, and it is no hub id",
+            hint="check the path, or give a hub id such as owner/name",
+        )
+    try:
+        config_path = Path(hf_hub_download(source, "config.json"))
+    except (HFValidationError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(
+            f"model {source!r} was not found: {looked_for}, and the hub gives no config.json ({reason})",
+            hint="check the name, the network, and HF_TOKEN for a gated model",
+        ) from error
+    # The snapshot's folder is named after its commit: pin it, so that every file is of one version.
+    return _Location(source, source, config_path.parent, commit=config_path.parent.name)
+
+
+def _config(location: _Location) -> PreTrainedConfig:
+    read_json(location.folder / "config.json", location.id)
+    try:
+        config = AutoConfig.from_pretrained(location.pretrained, revision=location.commit or "main")
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModel(f"{location.id}: {_first_line(error)}") from error
+    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel(
+            f"{location.id}: model type {config.model_type!r} has no decoder-only causal language model in "
+            "transformers"
+        )
+    return config
+
+
+def _model(
+    location: _Location, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            location.pretrained,
+            revision=location.commit or "main",
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+        )
+    except (OSError, SafetensorError) as error:
+        raise UsageError(
+            f"{location.id}: the weights cannot be read: {_first_line(error)}",
+            hint="a file is missing, truncated or corrupt; copy or download the model again",
+        ) from error
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise UnsupportedModel(f"{location.id}: {_first_line(error)}") from error
+    model, report = loaded
+    lacking = sorted({*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])})
+    if lacking:
+        raise UsageError(
+            f"{location.id}: the checkpoint lacks {len(lacking)} of the model's tensors, first {lacking[0]}",
+            hint="the weights do not belong to this config.json, or a file is missing",
+        )
+    return model.to(device).eval()
+
+
+def _tokenizer(location: _Location, needed: bool) -> Tokenizer | None:
+    hint = "save the tokenizer next to the weights (tokenizer.json)"
+    tokenizer, reason = None, "no tokenizer.json or vocabulary file"
+    if location.commit is not None or tokenizer_files(location.folder):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(location.pretrained, revision=location.commit or "main")
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
+            reason = _first_line(error)
+    if tokenizer_files(location.folder):  # the hub's are here once from_pretrained has asked for them
+        if tokenizer is None:
+            raise UsageError(f"{location.id}: the tokenizer cannot be read: {reason}", hint=hint)
+        return tokenizer
+    if needed:
+        raise UsageError(f"{location.id} has no tokenizer: {reason}", hint=hint)
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,1 @@
+"""The stages of a run: each takes an artifact and gives an artifact."""
