@@ -8,6 +8,7 @@ docs/plan-format.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,6 +88,9 @@ class LayerPlan:
     v: tuple[Format, ...] = ()
 
     def __post_init__(self) -> None:
+        sizes = asdict(self.geometry)
+        if sizes.pop("index") < 0 or any(size is not None and size < 1 for size in sizes.values()):
+            raise ValueError(f"layer {self.geometry.index} has a size that is not positive: {sizes}")
         for side in SIDES:
             count, formats = len(self.formats(side)), self.formats(side)
             if not self.is_paged:
@@ -94,7 +98,8 @@ class LayerPlan:
                     raise ValueError(f"layer {self.geometry.index} is bounded and takes no {side} formats")
             elif count not in (1, self.attention.num_kv_heads):
                 raise ValueError(
-                    f"layer {self.geometry.index} has {count} {side} formats, expected 1 or {self.attention.num_kv_heads}"
+                    f"layer {self.geometry.index} has {count} {side} formats, "
+                    f"expected 1 or {self.attention.num_kv_heads}"
                 )
             for fmt in formats:
                 if fmt.num_bits != RAW_BITS and fmt.axis not in AXES[side]:
@@ -138,6 +143,16 @@ class LayerPlan:
         assert window is not None
         values = self.geometry.num_kv_heads * (self.geometry.k_head_dim + self.geometry.v_head_dim)
         return len(lengths) * min(columns, window - 1) * values * CACHE_DTYPES[cache_dtype].itemsize
+
+
+def bare_layers(geometry: Geometry) -> tuple[LayerPlan, ...]:
+    """Every layer unquantized: what the model caches by itself, in the cache's dtype."""
+    return tuple(
+        LayerPlan(layer, (RAW,), (RAW,))
+        if isinstance(layer, AttentionGeometry) and layer.window is None
+        else LayerPlan(layer)
+        for layer in geometry.layers
+    )
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -220,6 +235,10 @@ def load_plan(path: str | Path) -> Plan:
     body = dict(stored.body)
     predicted = body.pop("predicted_bytes", None)
     plan = parse(Plan, body, str(path), ArtifactError, hint="compile the plan again with this version of kvcal")
-    if predicted != plan.predicted_bytes:
+    # One spelling only: 2.0 or true for an integer, or a key left to its default, is not what this version writes.
+    difference = artifact.differing_input(dump(plan), body)
+    if difference is not None:
+        raise ArtifactError(f"{path}: {difference}", hint="compile the plan again with this version of kvcal")
+    if type(predicted) is not int or predicted != plan.predicted_bytes:
         raise ArtifactError(f"{path}: predicted_bytes = {predicted!r}, but its layers take {plan.predicted_bytes}")
     return plan

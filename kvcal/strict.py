@@ -20,7 +20,11 @@ Record = TypeVar("Record")
 
 
 def parse(
-    record: type[Record], value: Mapping[str, Any], place: str, error: type[KvcalError], hint: str | None = None
+    record: type[Record],
+    value: Mapping[str, Any],
+    place: str,
+    error: type[KvcalError],
+    hint: str | None = None,
 ) -> Record:
     """Build ``record`` from JSON-like data (lists for tuples).
 

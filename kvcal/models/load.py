@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from kvcal.embedded import model_folder
 from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.geometry import CACHE_DTYPES, Geometry, ModelIdentity
+from kvcal.geometry import CACHE_DTYPES, Geometry, ModelIdentity, StateGeometry
 from kvcal.models.geometry import checkpoint_dtype, geometry_of
 from kvcal.models.identity import identity_of, read_json, tokenizer_files, weight_files
 
@@ -66,10 +66,10 @@ def load(
 ) -> LoadedModel:
     """Load ``source``: the name of an embedded model, else a local folder, else a hub id.
 
-    ``dtype``: auto (the checkpoint's on CUDA, float32 on the CPU), or a key of CACHE_DTYPES. ``device``: auto
-    (CUDA if there is one), cpu, cuda, cuda:N. Raises UsageError for a source that is not there, cannot be
-    read or lacks weights or a tokenizer, and for a wrong dtype or device; UnsupportedModel for a model that
-    is not a causal language model of transformers, or that ``geometry_of`` refuses.
+    ``dtype``: auto (float32 on a CPU unless the model keeps states, else the checkpoint's), or a key of
+    CACHE_DTYPES. ``device``: auto (CUDA if there is one), cpu, cuda, cuda:N. Raises UsageError for a source that is
+    not there, cannot be read or lacks weights or a tokenizer, and for a wrong dtype or device; UnsupportedModel for
+    a model that is not a causal language model of transformers, or that ``geometry_of`` refuses.
     """
     target = _device(device)
     if dtype != "auto" and dtype not in CACHE_DTYPES:
@@ -80,15 +80,21 @@ def load(
         weight_files(location.folder, location.id)  # refuse before transformers looks elsewhere
     tokenizer = _tokenizer(location, need_tokenizer)  # before the weights: fail early
     stored_dtype = checkpoint_dtype(config)
-    if dtype == "auto":
+    automatic = dtype == "auto"
+    if automatic:
         dtype = stored_dtype if target.type == "cuda" else "float32"
     model = _model(location, config, CACHE_DTYPES[dtype], target)
     model.config.dtype = CACHE_DTYPES[stored_dtype]
+    geometry = geometry_of(model, stored_dtype)
+    if automatic and dtype != stored_dtype and any(isinstance(layer, StateGeometry) for layer in geometry.layers):
+        # States are kept in the dtype that computes them: in another one their bytes would not be the plan's.
+        model = model.to(CACHE_DTYPES[stored_dtype])
+        geometry = geometry_of(model, stored_dtype)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         identity=identity_of(location.folder, location.id),
-        geometry=geometry_of(model, stored_dtype),
+        geometry=geometry,
         source=source,
     )
 

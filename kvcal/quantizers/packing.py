@@ -12,10 +12,13 @@ interleaved so that the 16 bytes a thread loads hold whole segments of its own r
 
     byte order  [block][g = 0..7][quad thread = 0..3][r = 0..R-1][segment bytes],   row = (block R + r) 8 + g
 
-with R = 16 / segment_bytes. Then a warp's 512-byte load gives the A operands of ``mma.m16n8k16`` by AND with
-0x00030003 << 2e alone: rows g and g + 8 of a tile are two of the thread's rows, and the two halves of a 32-bit
-register are columns 8 apart. (The order in which columns enter the contraction is free as long as the other
-operand follows it.) Where the sizes do not allow it, rows follow one another.
+with R = 16 / segment_bytes. Then a warp's 512-byte loads give the A operands of ``mma.m16n8k16`` by AND alone: rows
+g and g + 8 of a tile are two of the thread's rows, and the two halves of a 32-bit register are columns 16 / w apart.
+The masks are 0x00030003 << 2e for e = 0 .. 4 (2 bits) and 0x00010001 << e for e = 0 .. 9 (1 bit): the result is an
+fp16 subnormal, code 2^(w e - 24). One shift of the register by 10 bits brings the rest down. Segments of 2 bytes
+(1 bit at 64 columns) need one byte permute a row first, so that both halves of a word are of one row. (The order in
+which columns enter the contraction is free as long as the other operand follows it.) Where the sizes do not allow
+it, rows follow one another.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -23,12 +25,15 @@ from transformers.cache_utils import (
 )
 
 from kvcal.errors import ArtifactError
+from kvcal.geometry import AttentionGeometry, StateGeometry
 from kvcal.plan import LayerPlan, Plan
 from kvcal.runtime.layers import BoundedLayer, Padding, PagedLayer
 
 
 class PlanCache(Cache):
-    """The packed cache of one plan. ``nbytes`` always equals ``plan.nbytes(lengths, columns)``."""
+    """The packed cache of one plan. ``nbytes`` equals ``plan.nbytes(lengths, columns)`` at any time, but for one case:
+    while past recording is on (assisted decoding), sliding-window layers hold the tokens of the last update on top,
+    until the next crop or update."""
 
     def __init__(self, plan: Plan, config: PretrainedConfig, attention_mask: Tensor | None = None) -> None:
         """config: the model's; attention_mask [B, columns] of the prompt, 0 at padding.
@@ -37,6 +42,7 @@ class PlanCache(Cache):
             ArtifactError: the plan's layers are not the model's.
         """
         self.plan = plan
+        self.config = config
         self.padding = Padding(attention_mask)
         model_type = config.get_text_config(decoder=True).model_type
         if model_type != plan.model.model_type:
@@ -44,8 +50,12 @@ class PlanCache(Cache):
                 f"the plan is for model type {plan.model.model_type!r}, the model is {model_type!r}",
                 hint="compile a plan for this model, or load the model the plan names: " + plan.model.id,
             )
-        layers = DynamicCache(config=config).layers
-        by_index = {layer.geometry.index: layer for layer in plan.layers}
+        super().__init__(layers=self._empty_layers())
+
+    def _empty_layers(self) -> list[Any]:
+        """The layers that the model's configuration asks for, those of the plan in their places."""
+        layers: list[Any] = DynamicCache(config=self.config).layers
+        by_index = {layer.geometry.index: layer for layer in self.plan.layers}
         for index, native in enumerate(layers):
             if index in by_index:
                 layers[index] = self._layer(index, native, by_index.pop(index))
@@ -53,24 +63,25 @@ class PlanCache(Cache):
                 raise ArtifactError(f"the model caches layer {index}, which the plan does not know")
         if by_index:
             raise ArtifactError(f"the plan has layer {min(by_index)}, the model caches only {len(layers)} layers")
-        super().__init__(layers=layers)
+        return layers
 
     def _layer(self, index: int, native: object, layer: LayerPlan) -> object:
         """What stores layer ``index``: ours for attention, the native one for states."""
         if type(native) is DynamicLayer and layer.is_paged:
             return PagedLayer(layer, self.plan.cache_dtype, self.padding)
-        if type(native) is DynamicSlidingWindowLayer and not layer.is_paged:
-            if layer.attention.window == native.sliding_window:
-                return BoundedLayer(native.sliding_window, self.plan.cache_dtype)
+        geometry = layer.geometry
+        if type(native) is DynamicSlidingWindowLayer and isinstance(geometry, AttentionGeometry) and geometry.window:
+            if geometry.window == native.sliding_window:
+                return BoundedLayer(native.sliding_window, self.plan.cache_dtype, self.padding)
             raise ArtifactError(
-                f"layer {index} has a sliding window of {native.sliding_window} tokens, the plan says "
-                f"{layer.attention.window}"
+                f"layer {index} has a sliding window of {native.sliding_window} tokens, the plan says {geometry.window}"
             )
-        if not isinstance(native, DynamicLayer) and not layer.is_paged:
+        if not isinstance(native, DynamicLayer) and isinstance(geometry, StateGeometry):
             return native
+        kind = "a state" if isinstance(geometry, StateGeometry) else "a sliding window"
         raise ArtifactError(
             f"layer {index} of the model is a {type(native).__name__}, the plan has "
-            f"{'full attention' if layer.is_paged else 'a bounded layer'} there"
+            f"{'full attention' if layer.is_paged else kind} there"
         )
 
     @property
@@ -96,7 +107,9 @@ class PlanCache(Cache):
         self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._select(torch.arange(len(self.lengths))[indices.cpu()].tolist())
+        rows = self.padding.rows
+        if rows is not None:
+            self._select(torch.arange(rows.batch)[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         rows = self.padding.rows
@@ -105,16 +118,17 @@ class PlanCache(Cache):
 
     def reset(self) -> None:
         """Forget all sequences; the next update may bring another batch (without padding, or with the same mask)."""
-        super().reset()
         self.padding.reset()
+        self.layers = self._empty_layers()
 
     def _select(self, indices: list[int]) -> None:
         rows = self.padding.rows
         if rows is None:
             return
         self.padding.rows = rows.select(indices)
+        row_indices = torch.LongTensor(indices)
         for layer in self.layers:
-            layer.reorder_cache(torch.tensor(indices))
+            layer.reorder_cache(row_indices)
 
 
 def _tensors(layer: object) -> list[Tensor]:

@@ -9,6 +9,7 @@ that ends where a page fills see exactly what its tokens would have seen one by 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +19,15 @@ from kvcal.errors import ArtifactError, UsageError
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.plan import LayerPlan, Side
 from kvcal.runtime.paged import PagedTensor
-from kvcal.runtime.rows import Rows
+from kvcal.runtime.rows import Block, Rows
 
 
 class Padding:
-    """The batch's rows, shared by all layers; known once the first layer sees the batch."""
+    """The batch's rows, shared by all layers; known once the first layer sees the batch. Of the mask only the runs are
+    kept, a pair of numbers a row."""
 
     def __init__(self, attention_mask: Tensor | None) -> None:
-        self._mask = attention_mask
+        self._prompt = None if attention_mask is None else Rows.from_mask(attention_mask)
         self.rows: Rows | None = None
 
     def resolve(self, batch: int) -> Rows:
@@ -35,7 +37,7 @@ class Padding:
             UsageError: the mask's rows do not divide the batch.
         """
         if self.rows is None:
-            rows = Rows.dense(batch) if self._mask is None else Rows.from_mask(self._mask)
+            rows = self._prompt or Rows.dense(batch)
             if batch % rows.batch:
                 raise UsageError(f"attention_mask has {rows.batch} rows, but the batch has {batch}")
             self.rows = rows.select([row for row in range(rows.batch) for _ in range(batch // rows.batch)])
@@ -100,8 +102,9 @@ class PagedLayer(CacheLayerMixin):
             self.sides[side] = side_tensors(self.plan, side, self.cache_dtype, batch, device)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Store new tokens [B, N, T, D]; return all of them [B, N, S + T, D], padding columns zero, in the dtype given."""
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store new tokens [B, N, T, D]; return all of them [B, N, S + T, D] in the dtype given. Padding columns of the
+        past are zero, those of the new tokens as they came."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows = self.padding.resolve(key_states.shape[0])
@@ -117,13 +120,22 @@ class PagedLayer(CacheLayerMixin):
             past = self._read_side(side, rows, states)
             past[:, :, self.columns :] = result
             result = past
-        for paged, block in itertools.product(self.sides[side], rows.blocks):
-            num_tokens = rows.num_tokens(block, self.columns)
+        self._store_side(side, new, rows)
+        return result
+
+    def _store_side(self, side: Side, new: Tensor, rows: Rows) -> None:
+        """Append new [B, N, T, D], in the cache's dtype, behind what every row holds."""
+        if new.shape[2] == 1 and self.columns >= rows.width:
+            num_tokens = rows.lengths(self.columns)
+            ragged = [part for part in self.sides[side] if not part.append_step(num_tokens, new[:, part.heads])]
+        else:
+            ragged = self.sides[side]
+        for paged, block in itertools.product(ragged, rows.blocks):
+            held = rows.num_tokens(block, self.columns)
             for start, stop in rows.intervals(block, self.columns, self.columns + new.shape[2]):
                 chunk = new[block.rows, paged.heads, start - self.columns : stop - self.columns]
-                paged.append(block.rows, num_tokens, chunk)
-                num_tokens += stop - start
-        return result
+                paged.append(block.rows, held, chunk)
+                held += stop - start
 
     def _read_side(self, side: Side, rows: Rows, states: Tensor) -> Tensor:
         """[B, N, S + T, D]: the past at its columns, zero at padding; the last T columns are left to the caller."""
@@ -132,19 +144,23 @@ class PagedLayer(CacheLayerMixin):
         allocate = torch.zeros if padded else torch.empty
         out = allocate(batch, heads, self.columns + new, dim, dtype=states.dtype, device=states.device)
         for paged in self.sides[side]:
-            decoded = paged.decode_pages()
+            decoded = paged.layout.decode(paged.pages)
             for block in rows.blocks:
-                view = out[block.rows, paged.heads]
-                intervals = rows.intervals(block, 0, self.columns)
-                if len(intervals) == 1:
-                    (start, stop) = intervals[0]
-                    paged.read(block.rows, stop - start, decoded, view[:, :, start:stop])
-                elif intervals:
-                    tokens = view.new_empty(*view.shape[:2], rows.num_tokens(block, self.columns), dim)
-                    paged.read(block.rows, tokens.shape[2], decoded, tokens)
-                    for start, stop in intervals:
-                        view[:, :, start:stop], tokens = tokens[:, :, : stop - start], tokens[:, :, stop - start :]
+                self._read_block(paged, block, rows, decoded[paged.page_range(block.rows)], out)
         return out
+
+    def _read_block(self, paged: PagedTensor, block: Block, rows: Rows, decoded: Tensor, out: Tensor) -> None:
+        """Write the past of one block's rows to its columns of out [B, N, columns, D]; ``decoded``: their pages."""
+        view = out[block.rows, paged.heads]
+        intervals = rows.intervals(block, 0, self.columns)
+        if len(intervals) == 1:
+            (start, stop) = intervals[0]
+            paged.read(block.rows, stop - start, decoded, view[:, :, start:stop])
+        elif intervals:
+            tokens = view.new_empty(*view.shape[:2], rows.num_tokens(block, self.columns), view.shape[3])
+            paged.read(block.rows, tokens.shape[2], decoded, tokens)
+            for start, stop in intervals:
+                view[:, :, start:stop], tokens = tokens[:, :, : stop - start], tokens[:, :, stop - start :]
 
     def tokens_to_next_page(self) -> int:
         """New tokens after which a page of some row is written (evaluation cuts its chunks there)."""
@@ -196,18 +212,47 @@ class PagedLayer(CacheLayerMixin):
 
 class BoundedLayer(DynamicSlidingWindowLayer):
     """A sliding-window layer at 16 bits: the parent's behaviour, in the cache's dtype, without the parent's hold on
-    the whole prompt (its slices keep the full tensors alive)."""
+    the whole prompt."""
 
-    def __init__(self, sliding_window: int, cache_dtype: str) -> None:
+    def __init__(self, sliding_window: int, cache_dtype: str, padding: Padding) -> None:
         super().__init__(sliding_window=sliding_window)
         self.cache_dtype = CACHE_DTYPES[cache_dtype]
+        self.padding = padding
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.keys, self.values] if self.is_initialized else []
+        return [tensor for tensor in (self.keys, self.values) if tensor is not None]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         dtype = key_states.dtype
+        self.padding.resolve(key_states.shape[0])
+        if self.record_past:
+            self.crop(0)  # what the last update kept for a crop is not needed any more
         keys, values = super().update(key_states.to(self.cache_dtype), value_states.to(self.cache_dtype))
-        self.keys, self.values = self.keys.clone(), self.values.clone()
+        self._own()
         return keys.to(dtype), values.to(dtype)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last -n tokens (n negative or 0).
+
+        Raises:
+            UsageError: the tokens that would come back into the window are gone: once it is full, only tokens of the
+                last update can be removed, and only if ``activate_past_recording`` was called before that update.
+        """
+        if self.keys is None:
+            return
+        spare = max(0, self.keys.shape[2] - self.sliding_window + 1)
+        if self.cumulative_length >= self.sliding_window and -tokens_to_remove > spare:
+            raise UsageError(
+                f"cannot remove {-tokens_to_remove} tokens: the window of {self.sliding_window} tokens is full, "
+                f"with {spare} tokens beyond it",
+                hint="call activate_past_recording() before the update, or reset() and start again",
+            )
+        if self.record_past or tokens_to_remove:
+            super().crop(tokens_to_remove)
+            self._own()
+
+    def _own(self) -> None:
+        """Copy what is kept out of the larger tensors that the parent's slices keep alive."""
+        assert self.keys is not None and self.values is not None
+        self.keys, self.values = self.keys.clone(), self.values.clone()

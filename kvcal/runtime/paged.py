@@ -4,8 +4,9 @@ A row's tokens run: ``num_sink_tokens`` unquantized, then pages of 128, then the
 full-precision copy of a packed token exists once ``append`` returns. Pages are written once; they lie in one pool
 [all pages of row 0, all pages of row 1, ...], so rows of different lengths waste nothing.
 
-The only exception to "written once": cropping into a page (assisted decoding that rejects more tokens than the
-buffer holds) moves what is left of that page back into the buffer, as decoded.
+How many pages there are is a function of the number of tokens alone, after ``crop`` too, so that bytes stay exact.
+Hence the only exception to "written once": cropping below the token count at which a page was written (assisted
+decoding that rejects tokens) moves what is left of that page back into the buffer, as decoded.
 """
 
 from __future__ import annotations
@@ -74,32 +75,41 @@ class PagedTensor:
             x, held = x[:, :, due * PAGE_TOKENS :], 0
         self.buffer[rows, :, held : held + x.shape[2]] = x
 
-    def decode_pages(self) -> Tensor:
-        """All pages of all rows: [sum of rows' pages, n, 128, D]."""
-        return self.layout.decode(self.pages)
+    def append_step(self, num_tokens: list[int], x: Tensor) -> bool:
+        """Store one token x [B, n, 1, D] of every row, as :meth:`append` would, if that only fills buffers; else do
+        nothing and return False. One indexed write instead of a loop over the rows of a ragged batch."""
+        held = [self.num_buffered(row, count) for row, count in enumerate(num_tokens)]
+        if min(num_tokens) < self.format.num_sink_tokens or max(held) + 1 >= self.format.buffer_tokens:
+            return False
+        every_row = torch.arange(len(held), device=x.device)
+        self.buffer[every_row, :, torch.tensor(held, device=x.device)] = x[:, :, 0]
+        return True
+
+    def page_range(self, rows: slice) -> slice:
+        """Where the pages of ``rows`` lie in ``pages``."""
+        return slice(sum(self.num_pages[: rows.start]), sum(self.num_pages[: rows.stop]))
 
     def read(self, rows: slice, num_tokens: int, decoded: Tensor, out: Tensor) -> None:
         """Write the ``num_tokens`` tokens of each of ``rows`` (equal ones) to out [b, n, num_tokens, D];
-        ``decoded`` is what :meth:`decode_pages` gave."""
+        ``decoded`` [pages of these rows, n, 128, D] is ``layout.decode`` of their ``page_range``."""
         sinks, pages = min(self.format.num_sink_tokens, num_tokens), self.num_pages[rows.start]
-        first, batch = sum(self.num_pages[: rows.start]), rows.stop - rows.start
         paged = sinks + pages * PAGE_TOKENS
         out[:, :, :sinks] = self.sinks[rows, :, :sinks]
         if pages:
-            of_rows = decoded[first : first + batch * pages].unflatten(0, (batch, pages)).transpose(1, 2)
+            of_rows = decoded.unflatten(0, (-1, pages)).transpose(1, 2)
             out[:, :, sinks:paged].unflatten(2, (pages, PAGE_TOKENS)).copy_(of_rows)
         out[:, :, paged:] = self.buffer[rows, :, : num_tokens - paged]
 
     def crop(self, rows: slice, num_tokens: int) -> None:
         """Keep the first ``num_tokens`` tokens of each of ``rows`` (equal ones)."""
-        behind_sinks = max(0, num_tokens - self.format.num_sink_tokens)
-        whole, rest = divmod(behind_sinks, PAGE_TOKENS)
-        if self.num_pages[rows.start] <= whole:
+        whole = self.format.num_pages(num_tokens)
+        if self.num_pages[rows.start] == whole:
             return
+        rest = max(0, num_tokens - self.format.num_sink_tokens) - PAGE_TOKENS * whole
         by_row = list(self.pages.split(self.num_pages))
         for row in range(rows.start, rows.stop):
-            cut = self.layout.decode(by_row[row][whole])
-            self.buffer[row, :, :rest] = cut[:, :rest].to(self.buffer.dtype)
+            decoded = self.layout.decode(by_row[row][whole:]).to(self.buffer.dtype)
+            self.buffer[row, :, :rest] = torch.cat([*decoded, self.buffer[row]], dim=1)[:, :rest]
             by_row[row] = by_row[row][:whole]
             self.num_pages[row] = whole
         self.pages = torch.cat(by_row)

@@ -7,6 +7,7 @@ group, no page and no byte count. The prompt's attention mask says which: each r
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, replace
 
@@ -28,7 +29,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Rows:
-    """Padding of a batch. ``runs`` holds [start, stop) of the tokens in the prompt's ``width`` columns, a pair a row."""
+    """Padding of a batch. ``runs`` holds [start, stop) of the tokens in the prompt's ``width`` columns, one a row."""
 
     runs: tuple[Interval, ...]
     width: int
@@ -65,7 +66,7 @@ class Rows:
     def batch(self) -> int:
         return len(self.runs)
 
-    @property
+    @functools.cached_property
     def blocks(self) -> list[Block]:
         """Runs of equal rows: one for a batch without padding."""
         blocks, first = [], 0
@@ -90,9 +91,7 @@ class Rows:
     def lengths(self, columns: int) -> list[int]:
         """Tokens of every row among the first ``columns`` columns."""
         return [
-            self.num_tokens(block, columns)
-            for block in self.blocks
-            for _ in range(block.rows.stop - block.rows.start)
+            self.num_tokens(block, columns) for block in self.blocks for _ in range(block.rows.stop - block.rows.start)
         ]
 
     def select(self, indices: list[int]) -> Rows:

@@ -1,0 +1,223 @@
+"""A plan that is wrong is refused, one test per way (those of the container are in test_artifact), and the document
+says what readers say."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from test_plan import body_of, example
+
+from kvcal import artifact, load_plan
+from kvcal.artifact import Artifact
+from kvcal.errors import ArtifactError
+from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, ModelIdentity, StateGeometry
+from kvcal.plan import KIND, SCHEMA, Format, LayerPlan, Plan, Workload, plan_bytes
+from kvcal.quantizers.pages import GROUP_SIZES, NUM_BITS, PARAM_DTYPES
+
+DOCUMENT = (Path(__file__).parents[1] / "docs" / "plan-format.md").read_text(encoding="utf-8")
+
+
+def write_body(path: Path, body: dict, schema: int = SCHEMA, kind: str = KIND, tensors: dict | None = None) -> None:
+    """A container whose digest is right, whatever the body says."""
+    artifact.write(path, Artifact(kind, schema, {}, body, tensors or {}))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "plan.safetensors"
+
+
+def refusal(path: Path) -> ArtifactError:
+    with pytest.raises(ArtifactError) as caught:
+        load_plan(path)
+    assert caught.value.exit_code == 5
+    return caught.value
+
+
+def test_flipped_bits_are_refused(path):
+    small = Plan(ModelIdentity("m", "t", "", "", ""), "float16", (LayerPlan(StateGeometry(0, 8)),), Workload(1, 1), {})
+    raw = plan_bytes(small)
+    every_bit_of_the_start = [*range(72 * 8)]
+    a_bit_of_each_byte = [8 * byte + byte % 8 for byte in range(72, len(raw))]
+    for position in every_bit_of_the_start + a_bit_of_each_byte:
+        flipped = bytearray(raw)
+        flipped[position // 8] ^= 1 << position % 8
+        path.write_bytes(flipped)
+        with pytest.raises(ArtifactError):
+            load_plan(path)
+    path.write_bytes(raw)
+    assert load_plan(path) == small
+
+
+def test_truncated_files_are_refused(path):
+    raw = plan_bytes(example())
+    for length in [*range(0, len(raw), 37), len(raw) - 1]:
+        path.write_bytes(raw[:length])
+        assert "truncated" in refusal(path).message
+    path.unlink()
+    assert "does not exist" in refusal(path).message
+
+
+def test_another_kind_and_version(path):
+    write_body(path, body_of(example()), schema=SCHEMA + 1)
+    assert f"schema version {SCHEMA + 1}; this kvcal reads version {SCHEMA} only" in refusal(path).message
+    write_body(path, body_of(example()), kind="profile")
+    assert 'of the kind "profile", expected "kv-quantization-plan"' in refusal(path).message
+
+
+def test_unknown_tensors(path):
+    write_body(path, body_of(example()), tensors={"layers.1.k.rotation": torch.eye(2)})
+    assert "unknown tensor 'layers.1.k.rotation'; a version 1 plan holds none" in refusal(path).message
+    path.write_bytes(safetensors.torch.save({"w": torch.zeros(1)}, {"format": "pt"}))
+    assert "not a kvcal artifact" in refusal(path).message
+
+
+def at(body: dict, place: str):
+    """(container, key) of a dotted place such as layers.1.k.0.num_bits."""
+    *parents, last = [int(part) if part.isdigit() else part for part in place.split(".")]
+    for part in parents:
+        body = body[part]
+    return body, last
+
+
+ADDED = ["x", "model.x", "layers.1.x", "layers.1.geometry.x", "layers.1.k.0.x", "workload.x"]
+
+
+@pytest.mark.parametrize("place", ADDED)
+def test_unknown_keys(path, place):
+    body = body_of(example())
+    container, key = at(body, place)
+    container[key] = 1
+    write_body(path, body)
+    assert "unknown key" in refusal(path).message and ".x'" in refusal(path).message.replace("'x'", ".x'")
+
+
+REMOVED = ["model", "model.weights_sha256", "cache_dtype", "layers", "layers.1.geometry", "layers.0.geometry.index"]
+REMOVED += ["layers.1.geometry.k_head_dim", "layers.1.k.0.num_bits", "workload", "workload.context", "provenance"]
+
+
+@pytest.mark.parametrize("place", REMOVED)
+def test_missing_keys(path, place):
+    body = body_of(example())
+    container, key = at(body, place)
+    del container[key]
+    write_body(path, body)
+    assert "missing key" in refusal(path).message and place.split(".")[-1] in refusal(path).message
+
+
+CHANGED = [
+    ("layers.1.k.0.num_bits", 5, "num_bits = 5: Input should be 1, 2, 3, 4, 8 or 16"),
+    ("layers.1.k.0.num_bits", "2", "num_bits = '2'"),
+    ("layers.1.k.0.num_bits", 2.0, 'um_bits":2.0,'),
+    ("layers.1.k.0.num_bits", True, '_bits":true,'),
+    ("layers.1.k.0.group_size", 16, "group_size = 16: Input should be 32, 64 or 128"),
+    ("layers.1.k.0.axis", "row", "Input should be 'channel' or 'token'"),
+    ("layers.1.k.0.param_dtype", "int8", "Input should be 'float16', 'bfloat16' or 'float32'"),
+    ("layers.1.k.0.num_sink_tokens", -1, "num_sink_tokens = -1 and recent_window = 64 must be 0 or more"),
+    ("layers.1.k.0.recent_window", 1.5, "recent_window = 1.5"),
+    ("layers.1.v.0.group_size", 64, "16-bit heads take no axis, group_size, num_sink_tokens or recent_window"),
+    ("layers.4.v.0.axis", "channel", "layer 4 has v axis 'channel', expected one of ('token',)"),
+    ("cache_dtype", "int8", "cache_dtype = 'int8'"),
+    ("workload.batch", 0, "batch = 0 and context = 4096 must be 1 or more"),
+    ("workload.context", True, "context = True"),
+    ("layers.1.geometry.index", 0, "layers must be present, unique and in order, found indices [0, 0, 3, 4]"),
+    ("layers.1.geometry.index", 9, "layers must be present, unique and in order"),
+    ("layers.1.geometry.window", 512, "layer 1 is bounded and takes no k formats"),
+    ("layers.1.geometry.num_kv_heads", 3, "layer 1 has 2 k formats, expected 1 or 3"),
+    ("layers.1.geometry.k_head_dim", 0, "layer 1 has a size that is not positive"),
+    ("layers.1.geometry.num_kv_heads", -2, "layer 1 has a size that is not positive"),
+    ("layers.0.geometry.bytes_per_sequence", -1, "layer 0 has a size that is not positive"),
+    ("layers.0.geometry.index", -1, "layer -1 has a size that is not positive"),
+    ("layers", [], "layers must be present"),
+    ("layers", {}, "layers = {}"),
+    ("layers.1.k", [], "layer 1 has 0 k formats, expected 1 or 2"),
+    ("model.id", 7, "model.id = 7"),
+    ("provenance", [], "provenance = []"),
+]
+
+
+@pytest.mark.parametrize(("place", "value", "message"), CHANGED)
+def test_values_out_of_range(path, place, value, message):
+    body = body_of(example())
+    container, key = at(body, place.replace("layers.4", "layers.3"))
+    container[key] = value
+    write_body(path, body)
+    assert message in refusal(path).message
+    assert str(path) in refusal(path).message
+
+
+@pytest.mark.parametrize("value", [0, None, "1", 1e300, -1])
+def test_predicted_bytes_that_are_not_what_the_layers_take(path, value):
+    expected = example().predicted_bytes
+    write_body(path, body_of(example()) | {"predicted_bytes": value})
+    assert f"predicted_bytes = {value!r}, but its layers take {expected}" in refusal(path).message
+    write_body(path, body_of(example()) | {"predicted_bytes": float(expected)})
+    assert f"predicted_bytes = {expected}.0, but its layers take {expected}" in refusal(path).message
+
+
+@pytest.mark.parametrize("place", ["layers.1.k.0.axis", "layers.2.geometry.window", "layers.0.k"])
+def test_keys_are_never_left_to_their_defaults(path, place):
+    body = body_of(example())
+    container, key = at(body, place)
+    del container[key]
+    write_body(path, body)
+    assert refusal(path).exit_code == 5
+
+
+def test_non_finite_numbers(path):
+    """Neither written nor read, wherever they stand."""
+    with pytest.raises(ArtifactError, match="finite numbers"):
+        write_body(path, body_of(example()) | {"provenance": {"kl": float("nan")}})
+    raw = plan_bytes(example())
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    for number in ("NaN", "Infinity", "1e999"):
+        text = header["__metadata__"]["kvcal"].replace('"context":4096', f'"context":{number}')
+        path.write_bytes(safetensors.torch.save({}, {"kvcal": text}))
+        assert "not canonical JSON" in refusal(path).message
+
+
+RESERVED_IN = {
+    "": ["schedule"],
+    "layers.1.": ["k_rescale", "k_offset", "k_rotation", "v_rotation", "k_predictor", "v_predictor"],
+    "layers.1.k.0.": ["start_bits", "window_rule", "boost"],
+}
+RESERVED = [prefix + name for prefix, names in RESERVED_IN.items() for name in names]
+
+
+@pytest.mark.parametrize("place", RESERVED)
+def test_reserved_fields_are_documented_and_refused(path, place):
+    assert f"`{place.split('.')[-1]}`" in DOCUMENT.split("## Reserved")[1]
+    body = body_of(example())
+    container, key = at(body, place)
+    container[key] = {}
+    write_body(path, body)
+    assert refusal(path).message == f"{path}: unknown key {place!r}"
+
+
+def test_the_document_quotes_the_real_messages(path):
+    body = body_of(example())
+    refusals = []
+    for changes in ({"schema": 2}, {"tensors": {"layers.1.k_offset": torch.zeros(2, 64)}}):
+        write_body(path, body, **changes)
+        refusals.append(refusal(path).message)
+    body["layers"][1]["k"][0]["boost"] = {}
+    write_body(path, body)
+    refusals.append(refusal(path).message)
+    for message in refusals:
+        assert "    " + message.replace(str(path), path.name) + "\n" in DOCUMENT
+
+
+def test_every_field_is_documented():
+    records = (Plan, LayerPlan, Format, Workload, ModelIdentity, AttentionGeometry, StateGeometry)
+    for name in [field.name for record in records for field in fields(record)] + ["predicted_bytes"]:
+        assert f"`{name}`" in DOCUMENT or f'"{name}"' in DOCUMENT, name
+    for dtype in (*PARAM_DTYPES, *CACHE_DTYPES):
+        assert f'`"{dtype}"`' in DOCUMENT
+    for number in (*NUM_BITS, *GROUP_SIZES):
+        assert re.search(rf"\b{number}\b", DOCUMENT)
