@@ -1,0 +1,100 @@
+"""The terminal: messages and progress on stderr, data on stdout, plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from kvcal.errors import KvcalError
+
+# Without a terminal, a line of progress at most this often.
+PLAIN_SECONDS = 15.0
+# Wider than any table: without a terminal nothing is wrapped.
+PIPED_WIDTH = 1000
+
+stdout = Console()
+stderr = Console(stderr=True)
+
+
+class TerminalReporter:
+    """A Reporter: a bar with the remaining time on a terminal, else a line now and then."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=stderr,
+            transient=True,
+            disable=quiet or not stderr.is_terminal,
+        )
+        self._task: Any = None
+        self._label = ""
+        self._started = self._printed = time.monotonic()
+
+    def say(self, message: str) -> None:
+        if not self._quiet:
+            stderr.print(message, highlight=False, markup=False, soft_wrap=True)
+
+    def __call__(self, done: int, total: int, label: str) -> None:
+        if label != self._label:
+            self._label, self._started = label, time.monotonic()
+            if self._task is not None:
+                self._bars.remove_task(self._task)
+            self._task = self._bars.add_task(label, total=total)
+        self._bars.update(self._task, completed=done, total=total)
+        now = time.monotonic()
+        if not stderr.is_terminal and (now - self._printed > PLAIN_SECONDS) and done:
+            left = (now - self._started) / done * (total - done)
+            self.say(f"{label}: {done} of {total}, about {left:.0f} s left")
+            self._printed = now
+
+    @contextmanager
+    def running(self) -> Iterator[TerminalReporter]:
+        with self._bars:
+            yield self
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    sys.stdout.write(json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on stdout; the first column is left-aligned, the others right-aligned. A narrow terminal wraps cells;
+    piped output is as wide as it needs to be."""
+    table = Table(title=title, title_justify="left")
+    for number, header in enumerate(headers):
+        table.add_column(header, justify="left" if number == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console = stdout if stdout.is_terminal else Console(width=PIPED_WIDTH)
+    console.print(table)
+
+
+def print_error(error: KvcalError) -> None:
+    """What went wrong and what to do, on stderr."""
+    stderr.print("error: ", style="bold red", end="")
+    stderr.print(error.message, highlight=False, markup=False, soft_wrap=True)
+    if error.hint:
+        stderr.print("hint: ", style="bold cyan", end="")
+        stderr.print(error.hint, highlight=False, markup=False, soft_wrap=True)

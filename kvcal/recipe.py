@@ -1,0 +1,195 @@
+"""A recipe: every knob of a compilation in one strict TOML file.
+
+A recipe either fixes the formats ([formats]: the baselines) or lets the solver choose them ([allocate], from what
+[profile] measured). The command line overrides few knobs; unknown keys are errors. ``Recipe.sha256`` identifies
+the recipe by content, not by name or comments.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from kvcal.artifact import sha256_json
+from kvcal.data import DataSpec
+from kvcal.errors import UsageError
+from kvcal.plan import RAW, Format, LayerPlan, Side
+from kvcal.quantizers.pages import AXES
+from kvcal.strict import STRICT, dump, parse
+from kvcal.tasks import TASKS
+
+RECIPE_FOLDERS = (Path(__file__).parent / "recipes", Path(__file__).parent.parent / "recipes")
+
+
+@dataclass(frozen=True, config=STRICT)
+class ProfileSpec:
+    """What is measured. Candidates are ``num_bits`` x axis x ``group_sizes`` (V: per token only) and 16 bits.
+
+    ``kl_num_bits`` x ``kl_group_size`` x the first of ``k_axes``: candidates whose KL to the 16-bit cache is measured
+    too, one layer's K or V alone, through the packed cache, on ``kl_samples`` sequences of ``kl_tokens`` tokens.
+    """
+
+    num_bits: tuple[Literal[1, 2, 3, 4, 8], ...] = (1, 2, 3, 4, 8)
+    k_axes: tuple[Literal["channel", "token"], ...] = ("channel", "token")
+    group_sizes: tuple[Literal[32, 64, 128], ...] = (32, 64, 128)
+    kl_num_bits: tuple[Literal[1, 2, 3, 4, 8], ...] = (2, 3, 4)
+    kl_group_size: Literal[32, 64, 128] = 64
+    kl_samples: int = 2
+    kl_tokens: int = 768
+
+
+@dataclass(frozen=True, config=STRICT)
+class CacheSpec:
+    """What all chosen formats share; windows and sinks in tokens."""
+
+    num_sink_tokens: int = 4
+    k_recent_window: int = 64
+    v_recent_window: int = 64
+    param_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
+
+    def format(self, side: Side, num_bits: int, axis: str, group_size: int) -> Format:
+        """The Format of a candidate under this cache."""
+        if num_bits == RAW.num_bits:
+            return RAW
+        window = self.k_recent_window if side == "k" else self.v_recent_window
+        return Format(num_bits, axis, group_size, self.num_sink_tokens, window, self.param_dtype)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, config=STRICT)
+class AllocateSpec:
+    """The budget, in exactly one of four ways, for ``batch`` sequences of ``context`` tokens.
+
+    ``budget``: the whole device (weights + workspace + cache); ``kv_budget``: the cache; ``bits``: all-in bits per
+    cached value; ``same_bytes_as``: what the named recipe's cache takes.
+    """
+
+    budget: str | None = None
+    kv_budget: str | None = None
+    bits: float | None = None
+    same_bytes_as: str | None = None
+    batch: int = 8
+    context: int = 4096
+    workspace: str = "auto"
+    granularity: Literal["layer", "head"] = "layer"
+    objective: Literal["sensitivity", "kl"] = "sensitivity"
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.context < 1:
+            raise ValueError(f"batch = {self.batch} and context = {self.context} must be 1 or more")
+        given = [name for name in BUDGET_KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"{' and '.join(given) or 'no budget'} given; expected exactly one of {BUDGET_KINDS}")
+
+
+BUDGET_KINDS = ("budget", "kv_budget", "bits", "same_bytes_as")
+
+
+@dataclass(frozen=True, config=STRICT)
+class FormatsSpec:
+    """Fixed formats for every layer."""
+
+    k: Format
+    v: Format
+
+    def __post_init__(self) -> None:
+        sides: tuple[tuple[Side, Format], ...] = (("k", self.k), ("v", self.v))
+        for side, fmt in sides:
+            if fmt != RAW and fmt.axis not in AXES[side]:
+                raise ValueError(f"{side} axis {fmt.axis!r}, expected one of {AXES[side]}")
+
+
+@dataclass(frozen=True, config=STRICT)
+class EvaluateSpec:
+    """Perplexity, KL and top-1 on ``data``; exact match by greedy generation on ``num_problems`` problems a task.
+
+    ``max_steps``, ``max_size``, ``max_hops`` and ``max_digits`` bound the tasks' lengths. ``against`` names recipes to
+    evaluate beside the plan.
+    """
+
+    data: DataSpec = DataSpec(seed=1)
+    tasks: tuple[str, ...] = tuple(TASKS)
+    num_problems: int = 16
+    max_steps: int = 70
+    max_size: int = 160
+    max_hops: int = 40
+    max_digits: int = 7
+    max_new_tokens: int = 2048
+    batch: int = 16
+    seed: int = 1
+    against: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.tasks) - set(TASKS))
+        if unknown:
+            raise ValueError(f"tasks {unknown} unknown, expected some of {sorted(TASKS)}")
+
+
+@dataclass(frozen=True, config=STRICT)
+class Recipe:
+    """See the module's docstring."""
+
+    name: str
+    description: str = ""
+    model: str = "reasoner-10m"
+    formats: FormatsSpec | None = None
+    data: DataSpec = DataSpec()
+    profile: ProfileSpec = ProfileSpec()
+    cache: CacheSpec = CacheSpec()
+    allocate: AllocateSpec | None = None
+    evaluate: EvaluateSpec = EvaluateSpec()
+
+    def __post_init__(self) -> None:
+        if (self.formats is None) == (self.allocate is None):
+            raise ValueError("expected exactly one of [formats] and [allocate]")
+
+    @property
+    def sha256(self) -> str:
+        """Content hash of every knob (name and description left out)."""
+        knobs = dump(self)
+        return sha256_json({key: knobs[key] for key in knobs if key not in ("name", "description")})
+
+
+def find_recipe(name: str) -> Path:
+    """A path, or the name of a recipe that comes with kvcal.
+
+    Raises:
+        UsageError: neither a file nor a known name.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    if name.endswith(".toml") or "/" in name:
+        name = Path(name).stem if Path(name).parent in (Path("recipes"), Path(".")) else name
+    for folder in RECIPE_FOLDERS:
+        if (folder / f"{name}.toml").is_file():
+            return folder / f"{name}.toml"
+    raise UsageError(
+        f"recipe {name!r} is neither a file nor one of {list(recipe_names())}",
+        hint="give the path of a TOML file or one of these names",
+    )
+
+
+def recipe_names() -> tuple[str, ...]:
+    """Names of the recipes that come with kvcal."""
+    return tuple(sorted({path.stem for folder in RECIPE_FOLDERS for path in folder.glob("*.toml")}))
+
+
+def load_recipe(name: str) -> Recipe:
+    """Read and check a recipe.
+
+    Raises:
+        UsageError: not found, not TOML, unknown key or value out of range, with its place.
+    """
+    path = find_recipe(name)
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as broken:
+        raise UsageError(f"{path}: not TOML: {broken}") from None
+    return parse(Recipe, {"name": path.stem, **content}, str(path), UsageError)
+
+
+def fixed_layers(formats: FormatsSpec, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
+    """The given layers with every paged one in the recipe's formats."""
+    return tuple(LayerPlan(layer.geometry, (formats.k,), (formats.v,)) if layer.is_paged else layer for layer in layers)

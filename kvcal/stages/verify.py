@@ -1,0 +1,96 @@
+"""Verification: a plan is this model's, and its cache allocates the bytes that it predicts, on real decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvcal.errors import ArtifactError
+from kvcal.models.load import LoadedModel
+from kvcal.plan import Plan
+from kvcal.progress import Reporter
+from kvcal.runtime.cache import PlanCache
+
+# A page boundary and its neighbours are where a byte count would first go wrong.
+AROUND_A_PAGE = (1, 127, 128, 129)
+RAGGED = (1, 64, 129)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that holds, with the figures that show it."""
+
+    name: str
+    detail: str
+
+
+def require_same_model(plan: Plan, loaded: LoadedModel) -> None:
+    """ArtifactError, naming the first difference, when the plan was compiled for another model."""
+    for field in ("model_type", "config_sha256", "weights_sha256", "tokenizer_sha256"):
+        planned, found = getattr(plan.model, field), getattr(loaded.identity, field)
+        if planned != found:
+            raise ArtifactError(
+                f"the plan is for {plan.model.id!r} with {field} {planned[:16]}, {loaded.source!r} has {found[:16]}",
+                hint="compile a plan for this model, or name the model the plan was made for",
+            )
+    if plan.geometry != loaded.geometry:
+        raise ArtifactError(f"the plan's layers are not those that {loaded.source!r} caches")
+
+
+def verify_plan(plan: Plan, loaded: LoadedModel, max_context: int | None, reporter: Reporter) -> list[Check]:
+    """Everything that ``kvcal verify`` checks; the plan file itself was checked by reading it.
+
+    Raises:
+        ArtifactError: the plan is another model's, or the cache's bytes are not the predicted ones.
+    """
+    require_same_model(plan, loaded)
+    checks = [
+        Check("file", f"digest, keys, values and predicted bytes ({plan.predicted_bytes}) are sound"),
+        Check("model", f"{plan.model.id}: configuration, weights, tokenizer and layers match"),
+    ]
+    longest = max((fmt.num_sink_tokens + fmt.buffer_tokens for p in plan.layers for fmt in (*p.k, *p.v)), default=0)
+    counts = sorted({*AROUND_A_PAGE, longest - 1, longest, longest + 128})
+    counts = [count for count in counts if 0 < count <= (max_context or count)]
+    for batch in (1, 3):
+        checks.append(_check_bytes(plan, loaded, batch, counts, reporter))
+    checks.append(_check_ragged(plan, loaded, max_context))
+    return checks
+
+
+@torch.inference_mode()
+def _check_bytes(plan: Plan, loaded: LoadedModel, batch: int, counts: list[int], reporter: Reporter) -> Check:
+    """Feed random tokens up to each count and compare allocated with predicted bytes."""
+    cache = PlanCache(plan, loaded.model.config)
+    tokens = _random_tokens(loaded, batch, counts[-1])
+    fed = 0
+    for number, count in enumerate(counts):
+        if count > fed:
+            loaded.model(tokens[:, fed:count], past_key_values=cache)
+            fed = count
+        _compare(cache, plan, [count] * batch)
+        reporter(number + 1, len(counts), f"verify: batch {batch}")
+    return Check("bytes", f"batch {batch}: allocated = predicted at {', '.join(map(str, counts))} tokens")
+
+
+@torch.inference_mode()
+def _check_ragged(plan: Plan, loaded: LoadedModel, max_context: int | None) -> Check:
+    lengths = [length for length in RAGGED if length <= (max_context or length)]
+    width = max(lengths)
+    mask = torch.tensor([[0] * (width - length) + [1] * length for length in lengths], device=loaded.model.device)
+    cache = PlanCache(plan, loaded.model.config, attention_mask=mask)
+    loaded.model(_random_tokens(loaded, len(lengths), width), attention_mask=mask, past_key_values=cache)
+    _compare(cache, plan, lengths)
+    return Check("bytes", f"ragged batch of {', '.join(map(str, lengths))} tokens: allocated = predicted")
+
+
+def _compare(cache: PlanCache, plan: Plan, lengths: list[int]) -> None:
+    predicted = plan.nbytes(lengths)
+    if cache.nbytes != predicted:
+        raise ArtifactError(f"sequences of {lengths} tokens: {cache.nbytes} bytes allocated, {predicted} predicted")
+
+
+def _random_tokens(loaded: LoadedModel, batch: int, length: int) -> torch.Tensor:
+    vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocab_size, (batch, length), generator=generator).to(loaded.model.device)
