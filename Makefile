@@ -57,7 +57,7 @@ test: $(READY)
 	$(PYTEST) -n 2 --dist loadfile
 
 bench: $(READY)
-	$(PYTEST) tests/bench -m bench -s
+	$(PYTEST) tests/bench/bench_*.py -m bench -s
 
 clean:
 	rm -rf $(VENV) $(DEMO) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

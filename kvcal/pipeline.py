@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +159,7 @@ def evaluate_plan(recipe: Recipe, loaded: LoadedModel, plan: Plan, folder: Folde
     data = _sequences(recipe.evaluate.data, loaded)
     inputs = {
         **model_inputs(loaded),
-        **_flat("evaluate", dump(recipe.evaluate)),
+        **_flat("evaluate", dump(replace(recipe.evaluate, against=()))),  # rows are kept one by one
         "data.fingerprint": data.fingerprint,
         "compute_dtype": str(loaded.model.dtype).removeprefix("torch."),
     }

@@ -1,0 +1,194 @@
+"""The evaluation of several plans of one model: text quality and task accuracy beside exact bytes, saved row by row.
+
+Every number comes through the packed cache (text_quality, generation). The file is rewritten atomically after each
+plan, so an interrupted run loses one row at most; a row is kept for the next run if its plan (formats, workload and
+model, not its name or provenance) and the evaluation's inputs are the same, and when the inputs differ the file starts
+anew. Plans that are equal under two names are measured once.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic.dataclasses import dataclass
+
+from kvcal.artifact import differing_input, sha256_json, write_text_atomic
+from kvcal.data import TokenDataset
+from kvcal.errors import ArtifactError
+from kvcal.models.load import LoadedModel
+from kvcal.plan import Plan, Workload
+from kvcal.progress import Reporter
+from kvcal.recipe import EvaluateSpec
+from kvcal.stages.generation import TaskResult, measure_tasks
+from kvcal.stages.text_quality import Reference, TextQuality, measure_text
+from kvcal.stages.verify import require_same_model
+from kvcal.strict import STRICT, dump, parse
+
+KIND = "evaluation"
+SCHEMA = 1
+
+
+@dataclass(frozen=True, config=STRICT)
+class Row:
+    """One plan. ``bits_per_value`` counts everything and ``total_bytes`` is the whole cache, both at ``workload``;
+    ``seconds`` is what measuring took, on whatever else the machine was doing."""
+
+    name: str
+    plan_sha256: str
+    workload: Workload
+    bits_per_value: float
+    total_bytes: int
+    text: TextQuality
+    tasks: tuple[TaskResult, ...]
+    seconds: float
+
+    @property
+    def accuracy(self) -> float | None:
+        """Mean accuracy over tasks, None without tasks."""
+        return sum(task.accuracy for task in self.tasks) / len(self.tasks) if self.tasks else None
+
+    @property
+    def accuracy_se(self) -> float | None:
+        """Standard error of ``accuracy``: the tasks' errors are independent."""
+        if not self.tasks:
+            return None
+        return sum(task.accuracy_se**2 for task in self.tasks) ** 0.5 / len(self.tasks)
+
+
+@dataclass(frozen=True, config=STRICT)
+class Evaluation:
+    """``inputs``: what it was measured with (model, data and settings), flat. ``data`` describes the text for people;
+    ``task_seed`` seeds the problems. ``rows`` in the order the plans were given."""
+
+    inputs: dict[str, Any]
+    data: str
+    data_fingerprint: str
+    task_seed: int
+    rows: tuple[Row, ...]
+
+
+def evaluate(
+    loaded: LoadedModel,
+    plans: Sequence[tuple[str, Plan]],
+    spec: EvaluateSpec,
+    data: TokenDataset,
+    inputs: dict[str, Any],
+    path: str | Path,
+    reporter: Reporter,
+) -> Evaluation:
+    """Measure every (name, plan) that ``path`` does not hold yet, saving after each.
+
+    ``inputs`` must name everything but the plans that the numbers depend on; fields of the model begin with "model.".
+
+    Raises:
+        ArtifactError: ``path`` is corrupt, another model's, or cannot be written; a plan is another model's; a cache
+            whose bytes are not the predicted ones.
+        NonFiniteActivations, UsageError: see measure_text and measure_tasks.
+    """
+    path = Path(path)
+    for _, plan in plans:
+        require_same_model(plan, loaded)
+    digests = [plan_sha256(plan) for _, plan in plans]
+    found = _reusable(path, inputs, reporter)
+    reference = Reference(loaded, data, spec.batch)
+
+    def save() -> Evaluation:
+        named = zip(plans, digests, strict=True)
+        rows = tuple(replace(found[digest], name=name) for (name, _), digest in named if digest in found)
+        evaluation = Evaluation(inputs, data.description, data.fingerprint, spec.seed, rows)
+        save_evaluation(evaluation, path)
+        return evaluation
+
+    for number, ((name, plan), digest) in enumerate(zip(plans, digests, strict=True)):
+        if digest in found:
+            reporter.say(f"evaluate: {name} is measured already, kept")
+            continue
+        reporter.say(f"evaluate: {name} ({number + 1} of {len(plans)})")
+        found[digest] = _measure(loaded, name, plan, spec, data, reference, reporter)
+        save()
+    return save()
+
+
+def plan_sha256(plan: Plan) -> str:
+    """What identifies a plan's numbers: everything but its provenance."""
+    return sha256_json({key: value for key, value in dump(plan).items() if key != "provenance"})
+
+
+def save_evaluation(evaluation: Evaluation, path: str | Path) -> None:
+    """Write the JSON file whole or not at all; ArtifactError when the system refuses."""
+    body = dump(evaluation)
+    content = {"kind": KIND, "schema": SCHEMA, "digest": sha256_json(body), "body": body}
+    write_text_atomic(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n")
+
+
+def load_evaluation(path: str | Path) -> Evaluation:
+    """Read what ``save_evaluation`` wrote.
+
+    Raises:
+        ArtifactError: missing, unreadable, not JSON, of another kind or version, or corrupt.
+    """
+    hint = "delete the file and run the evaluation again"
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ArtifactError(f"no evaluation at {path}: the file does not exist") from None
+    except OSError as refused:
+        raise ArtifactError(f"cannot read {path}: {refused.strerror}", "check the path") from None
+    except ValueError as broken:
+        raise ArtifactError(f"{path} is truncated or not JSON: {broken}", hint) from None
+    if not isinstance(content, Mapping) or content.get("kind") != KIND or content.get("schema") != SCHEMA:
+        raise ArtifactError(f"{path} is not an evaluation of version {SCHEMA}", hint)
+    body = content.get("body")
+    if not isinstance(body, Mapping) or content.get("digest") != sha256_json(body):
+        raise ArtifactError(f"{path} is corrupt: its content does not have the digest it states", hint)
+    return parse(Evaluation, body, str(path), ArtifactError, hint)
+
+
+def _reusable(path: Path, inputs: dict[str, Any], reporter: Reporter) -> dict[str, Row]:
+    """Rows of an earlier run with the same inputs, by plan; says why there are none."""
+    if not path.exists():
+        return {}
+    earlier = load_evaluation(path)
+    model, earlier_model = _of_model(inputs), _of_model(earlier.inputs)
+    if (difference := differing_input(model, earlier_model)) is not None:
+        raise ArtifactError(
+            f"{path} was made from another model: {difference}",
+            hint="choose another --out, or delete the folder if its artifacts are not needed",
+        )
+    if (difference := differing_input(inputs, earlier.inputs)) is not None:
+        reporter.say(f"evaluate: starts anew, {difference}")
+        return {}
+    return {row.plan_sha256: row for row in earlier.rows}
+
+
+def _of_model(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in inputs.items() if key.startswith("model.")}
+
+
+def _measure(
+    loaded: LoadedModel,
+    name: str,
+    plan: Plan,
+    spec: EvaluateSpec,
+    data: TokenDataset,
+    reference: Reference,
+    reporter: Reporter,
+) -> Row:
+    started = time.monotonic()
+    text = measure_text(loaded, plan, data, spec.batch, reporter, reference)
+    tasks = measure_tasks(loaded, plan, spec, reporter)
+    return Row(
+        name=name,
+        plan_sha256=plan_sha256(plan),
+        workload=plan.workload,
+        bits_per_value=plan.bits_per_value(),
+        total_bytes=plan.predicted_bytes,
+        text=text,
+        tasks=tasks,
+        seconds=round(time.monotonic() - started, 3),
+    )

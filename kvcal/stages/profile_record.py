@@ -1,0 +1,184 @@
+"""The profile: what every candidate costs in every layer's keys and values, measured on calibration data.
+
+Three measures, of which the allocator may take either of the first two:
+
+- sensitivity: PM-KVQ Eq. 5, per KV head and candidate, to first order in the error (``observers.sensitivity``);
+- KL to the 16-bit cache when one layer's keys or values alone are quantized, through the packed cache: direct, but
+  for few candidates, and per layer only (``stages.divergence``);
+- KVmix's score, the norm of the projection weight's gradient, per layer.
+
+The file holds sums in fp64 and their counts, so that profiles of parts of the data could be merged. 16 bits is no
+candidate here: it costs nothing, by definition. Layers with a sliding window or a state are not profiled: they
+stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from torch import Tensor
+
+from kvcal import artifact
+from kvcal.errors import ArtifactError, UsageError
+from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
+from kvcal.observers.mean import Mean
+from kvcal.observers.sensitivity import Candidate, candidates
+from kvcal.plan import SIDES, Side
+from kvcal.recipe import CacheSpec, ProfileSpec
+from kvcal.strict import STRICT, dump, parse
+
+KIND = "profile"
+SCHEMA = 1
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
+class Subject:
+    """What was profiled and how. ``weight_bytes``: of the model in its checkpoint's dtype; ``num_tokens`` and
+    ``num_loss_tokens``: of the ``num_samples`` sequences behind the gradients."""
+
+    identity: ModelIdentity
+    geometry: Geometry
+    weight_bytes: int
+    vocab_size: int
+    spec: ProfileSpec
+    cache: CacheSpec
+    data_fingerprint: str
+    data_description: str
+    num_samples: int
+    num_tokens: int
+    num_loss_tokens: int
+
+    @property
+    def layers(self) -> tuple[AttentionGeometry, ...]:
+        """The profiled layers, in cache order."""
+        attention = (layer for layer in self.geometry.layers if isinstance(layer, AttentionGeometry))
+        return tuple(layer for layer in attention if layer.window is None)
+
+    def candidates(self, side: Side) -> tuple[Candidate, ...]:
+        """Whose sensitivity is measured: the columns of ``Profile.sensitivity``."""
+        return candidates(side, self.spec.num_bits, self.spec.k_axes, self.spec.group_sizes)
+
+    def kl_candidates(self, side: Side) -> tuple[Candidate, ...]:
+        """Whose KL is measured: the columns of ``Profile.kl``; none without ``kl_samples``."""
+        if self.spec.kl_samples == 0:
+            return ()
+        return candidates(side, self.spec.kl_num_bits, self.spec.k_axes[:1], (self.spec.kl_group_size,))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every statistic by name, with its shape."""
+        shapes: dict[str, tuple[int, ...]] = {"loss": ()}
+        for layer, side in product(self.layers, SIDES):
+            shapes[f"sensitivity.{side}.{layer.index}"] = (layer.num_kv_heads, len(self.candidates(side)))
+            shapes[f"grad_norm.{side}.{layer.index}"] = ()
+            if self.kl_candidates(side):
+                shapes[f"kl.{side}.{layer.index}"] = (len(self.kl_candidates(side)),)
+        return shapes
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """Measured costs. ``means``: a statistic for each of ``subject.shapes()``."""
+
+    subject: Subject
+    means: Mapping[str, Mean]
+
+    @property
+    def identity(self) -> ModelIdentity:
+        return self.subject.identity
+
+    @property
+    def geometry(self) -> Geometry:
+        return self.subject.geometry
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.subject.weight_bytes
+
+    @property
+    def vocab_size(self) -> int:
+        return self.subject.vocab_size
+
+    @property
+    def cache(self) -> CacheSpec:
+        return self.subject.cache
+
+    @property
+    def data_fingerprint(self) -> str:
+        return self.subject.data_fingerprint
+
+    @property
+    def loss(self) -> float:
+        """The model's own next-token loss on the data, in nats per loss token, as a mean over samples."""
+        return float(self.means["loss"].result())
+
+    def sensitivity(self, index: int, side: Side) -> Tensor:
+        """PM-KVQ Eq. 5, mean over samples, [N, C] fp64: KV heads x ``subject.candidates(side)``, for the layer of
+        cache index ``index``."""
+        return self.means[f"sensitivity.{side}.{index}"].result()
+
+    def grad_norm(self, index: int, side: Side) -> float:
+        """KVmix's score: the norm of the projection weight's gradient, mean over samples."""
+        return float(self.means[f"grad_norm.{side}.{index}"].result())
+
+    def kl(self, index: int, side: Side) -> Tensor:
+        """KL to 16 bits in nats per loss token, [C] fp64 for ``subject.kl_candidates(side)``.
+
+        Raises:
+            UsageError: the profile was made with kl_samples = 0.
+        """
+        if not self.subject.kl_candidates(side):
+            raise UsageError(
+                "the profile holds no KL: it was made with kl_samples = 0",
+                hint="use objective = 'sensitivity', or profile again with kl_samples = 1 or more",
+            )
+        return self.means[f"kl.{side}.{index}"].result()
+
+    def losses(self, objective: Literal["sensitivity", "kl"], index: int, side: Side) -> dict[Candidate, list[float]]:
+        """Each candidate's cost: one for each KV head ("sensitivity"), or one for the layer ("kl")."""
+        if objective == "kl":
+            values = self.kl(index, side).unsqueeze(-1)
+            return dict(zip(self.subject.kl_candidates(side), values.tolist(), strict=True))
+        values = self.sensitivity(index, side).T
+        return dict(zip(self.subject.candidates(side), values.tolist(), strict=True))
+
+
+def save(profile: Profile, inputs: dict[str, Any], path: Path) -> None:
+    """Write the profile. ArtifactError when it cannot be written."""
+    tensors = {name: mean.total for name, mean in profile.means.items()}
+    counts = {name: mean.count for name, mean in profile.means.items()}
+    body = {"subject": dump(profile.subject), "counts": counts}
+    artifact.write(path, artifact.Artifact(KIND, SCHEMA, inputs, body, tensors))
+
+
+def load(path: Path) -> Profile:
+    """Read and check a profile.
+
+    Raises:
+        ArtifactError: missing, corrupt or foreign file; unknown, missing or mis-shaped content.
+    """
+    stored = artifact.read(path, KIND, SCHEMA)
+    content = parse(_Body, stored.body, str(path), ArtifactError)
+    shapes = content.subject.shapes()
+    for what, names in (("tensors", stored.tensors.keys()), ("counts", content.counts.keys())):
+        if names != shapes.keys():
+            raise ArtifactError(f"{path}: {what} {sorted(names ^ shapes.keys())[:3]} are unknown or missing")
+    for name, total in stored.tensors.items():
+        if total.dtype != torch.float64 or tuple(total.shape) != shapes[name] or content.counts[name] < 1:
+            raise ArtifactError(
+                f"{path}: {name} is {total.dtype} {list(total.shape)} with count {content.counts[name]}, expected "
+                f"torch.float64 {list(shapes[name])} with a count of 1 or more"
+            )
+    means = {name: Mean(total, content.counts[name]) for name, total in stored.tensors.items()}
+    return Profile(content.subject, means)
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
+class _Body:
+    subject: Subject
+    counts: dict[str, int]

@@ -1,0 +1,196 @@
+"""The evaluation as a table and as one picture: where the bits went, and what they bought.
+
+Matplotlib is imported when a picture is drawn, on its Agg canvas without pyplot: no window, no global state. The PNG
+carries no date and no version, so the same evaluation gives the same bytes with the same matplotlib.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcal.artifact import write_bytes_atomic
+from kvcal.plan import Plan
+from kvcal.quantities import format_bytes
+from kvcal.stages.allocation_chart import draw_allocation
+from kvcal.stages.evaluate import Evaluation, Row, plan_sha256
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PLAN_COLOUR, BASELINE_COLOUR = "#c0392b", "#4d4d4d"
+# KL below this is rounding (a 16-bit cache against the model without it); the logarithmic axis ends here.
+SMALLEST_KL = 1e-6
+# Where a point's label may stand, best first: (dx, dy) in points, horizontal and vertical alignment.
+LABEL_PLACES = [
+    (dx * far, dy * far, horizontal, vertical)
+    for far in (1, 2, 3, 5, 8)
+    for dx, dy, horizontal, vertical in (
+        (9, 0, "left", "center"),
+        (-9, 0, "right", "center"),
+        (7, 7, "left", "bottom"),
+        (7, -7, "left", "top"),
+        (-7, 7, "right", "bottom"),
+        (-7, -7, "right", "top"),
+        (0, 9, "center", "bottom"),
+        (0, -9, "center", "top"),
+    )
+]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A row in a chart; ``below`` and ``above`` are the lengths of its error bar."""
+
+    row: Row
+    y: float
+    below: float
+    above: float
+
+
+def table_rows(evaluation: Evaluation) -> list[tuple[str, tuple[str, ...]]]:
+    """The table as (header, one cell a row) columns: text, ready to print."""
+    rows = evaluation.rows
+    tasks = [task.task for task in rows[0].tasks] if rows else []
+    columns = [
+        ("plan", [row.name for row in rows]),
+        ("all-in bits", [f"{row.bits_per_value:.3f}" for row in rows]),
+        ("cache", [format_bytes(row.total_bytes) for row in rows]),
+        ("KL to 16 bits", [_with_error(row.text.kl, row.text.kl_se, 5) for row in rows]),
+        ("top-1 %", [_percent(row.text.top1_agreement, row.text.top1_se) for row in rows]),
+        ("perplexity", [_with_error(row.text.perplexity, row.text.perplexity_se, 4) for row in rows]),
+    ]
+    for number, name in enumerate(tasks):
+        results = [row.tasks[number] for row in rows]
+        columns.append((f"{name} %", [_percent(task.accuracy, task.accuracy_se) for task in results]))
+    if tasks:
+        columns.append(("all tasks %", [_percent(row.accuracy or 0.0, row.accuracy_se) for row in rows]))
+        columns.append(("generated", [str(sum(task.generated_tokens for task in row.tasks)) for row in rows]))
+    return [(header, tuple(cells)) for header, cells in columns]
+
+
+def draw(evaluation: Evaluation, plan: Plan, path: str | Path) -> None:
+    """Write the picture of ``plan``'s allocation and of all rows' quality against bytes, whole or not at all.
+
+    Raises:
+        ArtifactError: the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13.5, 7.2), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(2, 2, width_ratios=(1, 1.9))
+    draw_allocation(figure.add_subplot(grid[:, 0]), plan)
+    rows = evaluation.rows
+    digest = plan_sha256(plan)
+    has_tasks = any(row.tasks for row in rows)
+    charts = [(_draw_kl, grid[0, 1] if has_tasks else grid[:, 1])] if rows else []
+    charts += [(_draw_accuracy, grid[1, 1])] if has_tasks else []
+    drawn = []
+    for chart, place in charts:
+        axes = figure.add_subplot(place)
+        drawn.append((axes, chart(axes, rows, digest)))
+    workload = plan.workload
+    name = next((row.name for row in rows if row.plan_sha256 == digest), "plan")
+    figure.suptitle(
+        f"{name} on {plan.model.id}: {plan.bits_per_value():.2f} bits per cached value with everything counted, "
+        f"{format_bytes(plan.predicted_bytes)} at batch {workload.batch} x {workload.context} tokens",
+        fontsize=12,
+    )
+    figure.draw_without_rendering()
+    for axes, points in drawn:
+        _label(axes, points, digest)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", metadata={"Software": None})
+    write_bytes_atomic(path, picture.getvalue())
+
+
+def _draw_kl(axes: Axes, rows: Sequence[Row], digest: str) -> list[Point]:
+    points = []
+    for row in rows:
+        kl, error = max(row.text.kl, SMALLEST_KL), row.text.kl_se or 0.0
+        # On a logarithmic axis the lower end of an error bar must stay above zero.
+        points.append(Point(row, kl, min(error, 0.7 * kl), error))
+    axes.set_yscale("log")
+    axes.set_ylim(min(p.y - p.below for p in points) / 2, 2 * max(p.y + p.above for p in points))
+    axes.set_ylabel(f"KL to 16 bits (nats per token)\nbelow {SMALLEST_KL:g} drawn there")
+    axes.set_title("KL on text against size (lower left is better)")
+    return _plot(axes, points, digest)
+
+
+def _draw_accuracy(axes: Axes, rows: Sequence[Row], digest: str) -> list[Point]:
+    points = [Point(row, 100 * (row.accuracy or 0), *[100 * (row.accuracy_se or 0)] * 2) for row in rows if row.tasks]
+    axes.set_ylim(-8, 116)
+    axes.set_ylabel("exact match (%)")
+    axes.set_title("Accuracy, mean over tasks, against size (upper left is better)")
+    return _plot(axes, points, digest)
+
+
+def _plot(axes: Axes, points: list[Point], digest: str) -> list[Point]:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    for point in points:
+        is_plan = point.row.plan_sha256 == digest
+        axes.errorbar(
+            point.row.total_bytes,
+            point.y,
+            yerr=[[point.below], [point.above]],
+            color=PLAN_COLOUR if is_plan else BASELINE_COLOUR,
+            marker="D" if is_plan else "o",
+            markersize=6,
+            elinewidth=1,
+            capsize=3,
+        )
+    sizes = [point.row.total_bytes for point in points]
+    axes.set_xscale("log")
+    axes.set_xlim(min(sizes) / 1.35, max(sizes) * 1.35)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(int(size))))
+    axes.set_xlabel("whole cache (bytes, logarithmic); bars: 1 standard error")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return points
+
+
+def _label(axes: Axes, points: Sequence[Point], digest: str) -> None:
+    """Name every point, at the first place around it where nothing else is. After the layout is final."""
+    from matplotlib.transforms import Bbox
+
+    taken = []
+    for point in points:
+        x, low = axes.transData.transform((point.row.total_bytes, point.y - point.below))
+        y, high = axes.transData.transform([(point.row.total_bytes, v) for v in (point.y, point.y + point.above)])[:, 1]
+        taken.append(Bbox([[x - 4, min(low, y - 6)], [x + 4, max(high, y + 6)]]))
+    for point in points:
+        is_plan = point.row.plan_sha256 == digest
+        text = axes.annotate(
+            point.row.name,
+            (point.row.total_bytes, point.y),
+            xytext=(0, 0),
+            textcoords="offset points",
+            fontsize=9,
+            weight="bold" if is_plan else "normal",
+            color=PLAN_COLOUR if is_plan else "black",
+        )
+        text.set_in_layout(False)
+        for dx, dy, horizontal, vertical in LABEL_PLACES:
+            text.set(ha=horizontal, va=vertical)
+            text.xyann = (dx, dy)
+            box = text.get_window_extent()
+            inside = axes.bbox.containsx(box.x0) and axes.bbox.containsx(box.x1) and axes.bbox.containsy(box.y0)
+            if inside and not any(box.overlaps(other) for other in taken):
+                break
+        taken.append(text.get_window_extent())
+
+
+def _with_error(value: float, error: float | None, digits: int) -> str:
+    return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+
+
+def _percent(share: float, error: float | None) -> str:
+    return f"{100 * share:.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
