@@ -1,6 +1,6 @@
 """kvcal compiles one KV-cache quantization plan for a model and runs it.
 
-    from kvcal import PlanCache, load_plan
+from kvcal import PlanCache, load_plan
 """
 
 from kvcal.plan import Plan, load_plan, save_plan

@@ -134,7 +134,9 @@ def allocate(
     context: Annotated[int, typer.Option(help="Tokens of each sequence.", min=1)] = 4096,
     workspace: Annotated[str, typer.Option(help="Bytes kept free with --budget, or auto.")] = "auto",
     granularity: Annotated[str, typer.Option(help="layer or head.")] = "layer",
-    objective: Annotated[str, typer.Option(help="sensitivity or kl.")] = "sensitivity",
+    objective: Annotated[
+        str | None, typer.Option(help="sensitivity, kl or combined; default: combined, for heads sensitivity.")
+    ] = None,
     sweep: Annotated[
         bool, typer.Option("--sweep", help="Print the whole Pareto front instead; no budget needed.")
     ] = False,
@@ -152,7 +154,8 @@ def allocate(
 
     knobs: dict[str, Any] = {"budget": budget, "kv_budget": kv_budget, "bits": bits, "same_bytes_as": same_bytes_as}
     knobs |= {"batch": batch, "context": context, "workspace": workspace}
-    knobs |= {"granularity": granularity, "objective": objective}
+    knobs |= {"granularity": granularity}
+    knobs |= {"objective": objective or ("sensitivity" if granularity == "head" else "combined")}
     if sweep and not any((budget, kv_budget, bits, same_bytes_as)):
         knobs["bits"] = 16.0
     spec = parse(AllocateSpec, knobs, "allocate", UsageError)

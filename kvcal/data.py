@@ -67,17 +67,11 @@ class DataSpec:
         if self.num_samples < 1:
             raise UsageError(f"num_samples = {self.num_samples}", hint="ask for at least 1")
         if self.seq_len < 2:
-            raise UsageError(
-                f"seq_len = {self.seq_len}", hint="at least 2 tokens: the first predicts the second"
-            )
+            raise UsageError(f"seq_len = {self.seq_len}", hint="at least 2 tokens: the first predicts the second")
         if len(self.columns) > 2:
-            raise UsageError(
-                f"columns = {list(self.columns)}", hint="name one column, or a prompt and a completion"
-            )
+            raise UsageError(f"columns = {list(self.columns)}", hint="name one column, or a prompt and a completion")
         if self.source.startswith("tasks:") and self.source not in TASK_SOURCES:
-            raise UsageError(
-                f"source = {self.source!r} is unknown", hint=f"choose one of: {', '.join(TASK_SOURCES)}"
-            )
+            raise UsageError(f"source = {self.source!r} is unknown", hint=f"choose one of: {', '.join(TASK_SOURCES)}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,9 +101,7 @@ class _Sequence:
     loss_mask_T: Tensor
 
 
-def load_sequences(
-    spec: DataSpec, tokenizer: PreTrainedTokenizerBase, max_context: int | None = None
-) -> TokenDataset:
+def load_sequences(spec: DataSpec, tokenizer: PreTrainedTokenizerBase, max_context: int | None = None) -> TokenDataset:
     """Read, tokenize and sample. ``max_context``: the model's context in tokens, None if it has no limit.
 
     Raises UsageError: ``seq_len`` beyond the context, a missing path, an unsupported or mixed kind of file,

@@ -21,6 +21,8 @@ from kvcal.quantizers.pages import AXES
 from kvcal.strict import STRICT, dump, parse
 from kvcal.tasks import TASKS
 
+Objective = Literal["sensitivity", "kl", "combined"]
+
 RECIPE_FOLDERS = (Path(__file__).parent / "recipes", Path(__file__).parent.parent / "recipes")
 
 
@@ -36,9 +38,16 @@ class ProfileSpec:
     k_axes: tuple[Literal["channel", "token"], ...] = ("channel", "token")
     group_sizes: tuple[Literal[32, 64, 128], ...] = (32, 64, 128)
     kl_num_bits: tuple[Literal[1, 2, 3, 4, 8], ...] = (2, 3, 4)
-    kl_group_size: Literal[32, 64, 128] = 64
-    kl_samples: int = 2
-    kl_tokens: int = 768
+    kl_group_size: Literal[32, 64, 128] = 128
+    kl_samples: int = 3
+    kl_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("num_bits", "k_axes", "group_sizes", "kl_num_bits"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty, expected one or more")
+        if self.kl_samples < 0 or self.kl_tokens < 2:
+            raise ValueError(f"expected kl_samples = {self.kl_samples} >= 0 and kl_tokens = {self.kl_tokens} >= 2")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -74,7 +83,7 @@ class AllocateSpec:
     context: int = 4096
     workspace: str = "auto"
     granularity: Literal["layer", "head"] = "layer"
-    objective: Literal["sensitivity", "kl"] = "sensitivity"
+    objective: Objective = "combined"
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.context < 1:

@@ -83,9 +83,7 @@ def read_source(
     if path.exists():
         for name, value in (("split", split), ("config", config)):
             if value is not None:
-                raise UsageError(
-                    f"{name} = {value!r} with the local source {source}", hint=f"{name} is for hub ids"
-                )
+                raise UsageError(f"{name} = {value!r} with the local source {source}", hint=f"{name} is for hub ids")
         kind, files = _local_files(path, seed)
         items = _text_pieces(files) if kind == "text" else _items(_file_records(kind, files), source, columns)
     elif _looks_like_path(source):
@@ -101,12 +99,7 @@ def read_source(
 
 
 def _looks_like_path(source: str) -> bool:
-    return (
-        source.startswith((".", "/", "~"))
-        or "\\" in source
-        or source.count("/") > 1
-        or _kind(source) is not None
-    )
+    return source.startswith((".", "/", "~")) or "\\" in source or source.count("/") > 1 or _kind(source) is not None
 
 
 def _kind(name: str | Path) -> str | None:
@@ -133,9 +126,7 @@ def _local_files(path: Path, seed: int) -> tuple[str, list[Path]]:
         raise UsageError(f"source = {path}: the folder holds no supported file", hint=allowed)
     if len(kinds) > 1:
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        raise UsageError(
-            f"source = {path} mixes kinds of files: {counts}", hint="name one file or a subfolder"
-        )
+        raise UsageError(f"source = {path} mixes kinds of files: {counts}", hint="name one file or a subfolder")
     random.Random(f"files:{seed}").shuffle(data)
     return next(iter(kinds)), [path / name for name in data]
 
@@ -148,15 +139,11 @@ def _stream(kind: str, file: Path) -> Iterator[dict[str, Any]]:
         return
     try:
         if kind == "text":
-            yield from load_dataset(
-                kind, data_files=str(file), split="train", streaming=True, keep_linebreaks=True
-            )
+            yield from load_dataset(kind, data_files=str(file), split="train", streaming=True, keep_linebreaks=True)
         else:
             yield from load_dataset(kind, data_files=str(file), split="train", streaming=True)
     except (ValueError, OSError) as error:  # pyarrow's and unicode's errors are ValueErrors
-        raise UsageError(
-            f"source = {file} cannot be read as {kind}: {error}", hint="check the file"
-        ) from error
+        raise UsageError(f"source = {file} cannot be read as {kind}: {error}", hint="check the file") from error
 
 
 def _text_pieces(files: list[Path]) -> Iterator[Piece]:

@@ -195,9 +195,7 @@ def problems(
             raise UsageError(f"{name} = {value} is out of range", hint=f"choose {smallest} to {largest}")
     if count < 1:
         raise UsageError(f"number of problems = {count}", hint="ask for at least 1")
-    rng = random.Random(
-        f"evaluation:{task}:{seed}"
-    )  # a string seed: hashed by sha512, equal in every process
+    rng = random.Random(f"evaluation:{task}:{seed}")  # a string seed: hashed by sha512, equal in every process
     if task == "ledger":
         return tuple(ledger(rng, max_steps) for _ in range(count))
     if task == "chain":

@@ -109,7 +109,9 @@ def test_allocate_whole_device(finished: Run, tmp_path: Path, capsys: pytest.Cap
     assert "weights" in table and "workspace" in table and "left over" in table
 
 
-def test_infeasible_budget_names_the_smallest(finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_infeasible_budget_names_the_smallest(
+    finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     copy = shutil.copytree(finished[2], tmp_path / "out")
     done = run_kvcal(capsys, "allocate", copy, "--kv-budget", "20KB", "--batch", 2, "--context", 512)
     assert done.code == 3 and "too small" in done.err
@@ -183,15 +185,24 @@ def test_generate(finished: Run, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_eval(finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, recipe, out = finished
-    arguments = ("eval", out / "plan.safetensors", "--model", model, "--recipe", recipe, "--out", tmp_path, "--task", "none")
+    arguments = (
+        "eval",
+        out / "plan.safetensors",
+        "--model",
+        model,
+        "--recipe",
+        recipe,
+        "--out",
+        tmp_path,
+        "--task",
+        "none",
+    )
     done: Outcome = run_kvcal(capsys, *arguments, "--against", "16-bit", "--json")
     assert done.code == 0, done.err
     assert [row["name"] for row in json.loads(done.out)["rows"]] == ["16-bit", "plan"]
 
 
-@pytest.mark.parametrize(
-    "command", ["run", "profile", "allocate", "compile", "inspect", "verify", "eval", "generate"]
-)
+@pytest.mark.parametrize("command", ["run", "profile", "allocate", "compile", "inspect", "verify", "eval", "generate"])
 def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     done = run_kvcal(capsys, command, "--help")
     assert done.code == 0 and "Example" in done.out

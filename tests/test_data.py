@@ -93,9 +93,7 @@ def test_one_text_file_is_one_document(tmp_path: Path, tokenizer: PreTrainedToke
     check_invariants(replace(spec, num_samples=5), tokenizer)
 
 
-def joined_windows(
-    source: str, num_tokens: int, seq_len: int, tokenizer: PreTrainedTokenizerBase
-) -> list[int]:
+def joined_windows(source: str, num_tokens: int, seq_len: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """All windows of a source of ``num_tokens`` tokens, put together again without their opening token."""
     spec = DataSpec(source, num_samples=num_tokens // (seq_len - 1), seq_len=seq_len)
     return torch.cat([tokens_T[1:] for tokens_T in load_sequences(spec, tokenizer).sequences]).tolist()
@@ -110,9 +108,7 @@ def test_documents_are_separated_by_eos(tmp_path: Path, tokenizer: PreTrainedTok
     assert joined == expected[: len(joined)]
 
 
-@pytest.mark.parametrize(
-    "name", ["a.txt", "a.jsonl", "a.json", "a.ndjson", "a.parquet", "a.txt.gz", "a.jsonl.gz"]
-)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.ndjson", "a.parquet", "a.txt.gz", "a.jsonl.gz"])
 def test_the_same_text_gives_the_same_tokens_from_every_format(
     name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -169,9 +165,7 @@ def test_question_and_answer(tmp_path: Path, tokenizer: PreTrainedTokenizerBase)
 
 
 def test_named_columns(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    records = [
-        {"text": "wrong", "body": f"right {i}", "problem": f"p{i}", "solution": f"s{i}"} for i in range(50)
-    ]
+    records = [{"text": "wrong", "body": f"right {i}", "problem": f"p{i}", "solution": f"s{i}"} for i in range(50)]
     source = write_jsonl(tmp_path / "a.jsonl", records)
     packed = load_sequences(DataSpec(source, num_samples=2, seq_len=32, columns=("body",)), tokenizer)
     assert all("right" in tokenizer.decode(tokens_T) for tokens_T in packed.sequences)
@@ -191,9 +185,7 @@ def chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerBase:
 
 def test_chat_messages_go_through_the_template(tmp_path: Path) -> None:
     user, reply = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
-    source = write_jsonl(
-        tmp_path / "a.jsonl", [{"messages": [user, reply]}, {"messages": [user, reply, user]}]
-    )
+    source = write_jsonl(tmp_path / "a.jsonl", [{"messages": [user, reply]}, {"messages": [user, reply, user]}])
     tokenizer = chat_tokenizer()
     dataset = load_sequences(DataSpec(source, num_samples=2, seq_len=64), tokenizer)
     answered, unanswered = dataset.sequences
@@ -377,6 +369,4 @@ def test_real_text(real_data: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 def test_answers_survive_tokenization(tokenizer: PreTrainedTokenizerBase) -> None:
     for task in ("ledger", "chain", "times"):
         for problem in problems(task, 10, seed=0):
-            assert (
-                extract_answer(tokenizer.decode(tokenizer(problem.completion)["input_ids"])) == problem.answer
-            )
+            assert extract_answer(tokenizer.decode(tokenizer(problem.completion)["input_ids"])) == problem.answer

@@ -180,8 +180,7 @@ def _attention_geometry(
     latent_dim = config.to_dict().get("kv_lora_rank")
     if latent_dim is not None and latent_dim in (k_shape[-1], v_shape[-1]):
         raise UnsupportedModel(
-            f"{place} caches latents of {latent_dim} channels (multi-head latent attention), not keys "
-            "and values"
+            f"{place} caches latents of {latent_dim} channels (multi-head latent attention), not keys and values"
         )
     is_four_dim = len(k_shape) == len(v_shape) == 4
     if not is_four_dim or (k_shape[0], k_shape[2]) != (1, 2) or k_shape[:3] != v_shape[:3]:

@@ -60,9 +60,7 @@ def weight_files(folder: Path, model_id: str) -> list[Path]:
             names = sorted(set(read_json(index, model_id).get("weight_map", {}).values()))
             missing = [name for name in names if not (folder / name).is_file()]
             if missing or not names:
-                raise UsageError(
-                    f"{model_id}: {index.name} names {len(missing)} missing files: {missing[:3]}"
-                )
+                raise UsageError(f"{model_id}: {index.name} names {len(missing)} missing files: {missing[:3]}")
             return [folder / name for name in names]
     raise UsageError(
         f"{model_id} has no weights: looked for {', '.join(_WEIGHT_FILES)} and their .index.json",

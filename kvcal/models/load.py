@@ -61,9 +61,7 @@ class _Location:
     commit: str | None = None
 
 
-def load(
-    source: str, *, dtype: str = "auto", device: str = "auto", need_tokenizer: bool = True
-) -> LoadedModel:
+def load(source: str, *, dtype: str = "auto", device: str = "auto", need_tokenizer: bool = True) -> LoadedModel:
     """Load ``source``: the name of an embedded model, else a local folder, else a hub id.
 
     ``dtype``: auto (float32 on a CPU unless the model keeps states, else the checkpoint's), or a key of
@@ -88,7 +86,7 @@ def load(
     geometry = geometry_of(model, stored_dtype)
     if automatic and dtype != stored_dtype and any(isinstance(layer, StateGeometry) for layer in geometry.layers):
         # States are kept in the dtype that computes them: in another one their bytes would not be the plan's.
-        model = model.to(CACHE_DTYPES[stored_dtype])
+        model = model.to(dtype=CACHE_DTYPES[stored_dtype])
         geometry = geometry_of(model, stored_dtype)
     return LoadedModel(
         model=model,
@@ -142,9 +140,7 @@ def _locate(source: str) -> _Location:
             )
         return _Location(path.resolve().name, str(path), path)
     if path.exists():
-        raise UsageError(
-            f"{source!r} is a file", hint="give the folder that holds config.json and the weights"
-        )
+        raise UsageError(f"{source!r} is a file", hint="give the folder that holds config.json and the weights")
     return _locate_on_hub(source)
 
 
@@ -175,15 +171,12 @@ def _config(location: _Location) -> PreTrainedConfig:
         raise UnsupportedModel(f"{location.id}: {_first_line(error)}") from error
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(
-            f"{location.id}: model type {config.model_type!r} has no decoder-only causal language model in "
-            "transformers"
+            f"{location.id}: model type {config.model_type!r} has no decoder-only causal language model in transformers"
         )
     return config
 
 
-def _model(
-    location: _Location, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
-) -> PreTrainedModel:
+def _model(location: _Location, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             location.pretrained,

@@ -82,7 +82,7 @@ def quantization_error(
     grouped: Tensor, offset: Tensor, zero: Tensor, step: Tensor, levels: float, out: Tensor
 ) -> Tensor:
     """|Q(x) - x| into ``out``, fp32: what quantizers.uniform does, the same operations in the same order (a test
-    compares bit for bit), but without codes and with the minima and ``offset`` = x - zero shared by all bits: 3.3
+    compares bit for bit), but without codes and with the minima and ``offset`` = x - zero shared by all bits: 2.4
     times faster for the default candidates."""
     torch.div(offset, torch.where(step == 0, torch.inf, step), out=out)
     return out.round_().clamp_(0.0, levels).mul_(step).add_(zero).sub_(grouped).abs_()
@@ -112,7 +112,7 @@ def _group_errors(
     found = []
     for num_bits in all_bits:
         levels = float(2**num_bits - 1)
-        step = ((maximum - minimum) / levels).to(param_dtype).float()
+        step = ((maximum - minimum) / maximum.new_full((), levels)).to(param_dtype).float()
         if not torch.isfinite(step.sum(dtype=torch.float64) + zero.sum(dtype=torch.float64)):
             raise NonFiniteActivations(
                 f"a group of {group_size} values holds NaN, infinity, or a range beyond "

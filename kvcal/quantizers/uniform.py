@@ -54,7 +54,9 @@ def _quantize_equal(
     """grouped [..., G, g, ...], the pair (G, g) standing where ``dim`` of the result is."""
     inner = dim  # counted from the end, unflattening leaves the group's members at the same negative index
     grouped = grouped.float()
-    levels = float(2**num_bits - 1)
+    # On the device, not a Python number: CUDA divides by a number as a product with its rounded reciprocal, and the
+    # codes would differ from a CPU's.
+    levels = grouped.new_full((), 2**num_bits - 1)
     minimum, maximum = torch.aminmax(grouped, dim=inner, keepdim=True)
     zero = minimum.to(param_dtype)
     scale = ((maximum - minimum) / levels).to(param_dtype)
@@ -67,7 +69,7 @@ def _quantize_equal(
         )
     step = scale.float()
     steps = (grouped - zero.float()) / torch.where(step == 0, torch.inf, step)
-    codes = steps.round_().clamp_(0.0, levels).to(torch.uint8)
+    codes = steps.round_().clamp_(0.0, 2.0**num_bits - 1).to(torch.uint8)
     return codes.flatten(dim - 1, dim), scale.squeeze(inner), zero.squeeze(inner)
 
 

@@ -27,7 +27,7 @@ from transformers.cache_utils import (
 from kvcal.errors import ArtifactError
 from kvcal.geometry import AttentionGeometry, StateGeometry
 from kvcal.plan import LayerPlan, Plan
-from kvcal.runtime.layers import BoundedLayer, Padding, PagedLayer
+from kvcal.runtime.layers import NO_PAGE, BoundedLayer, Padding, PagedLayer
 
 
 class PlanCache(Cache):
@@ -100,8 +100,8 @@ class PlanCache(Cache):
         return [] if rows is None else rows.lengths(self.get_seq_length())
 
     def tokens_to_next_page(self) -> int:
-        """New tokens until some page is written; a chunk of at most this many is exactly like single steps."""
-        return min((layer.tokens_to_next_page() for layer in self.paged_layers), default=1 << 30)
+        """New tokens until some page is quantized; a chunk of at most this many is exactly like single steps."""
+        return min((layer.tokens_to_next_page() for layer in self.paged_layers), default=NO_PAGE)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx.tolist())

@@ -17,9 +17,12 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.geometry import CACHE_DTYPES
-from kvcal.plan import LayerPlan, Side
+from kvcal.plan import RAW, LayerPlan, Side
 from kvcal.runtime.paged import PagedTensor
 from kvcal.runtime.rows import Block, Rows
+
+# A distance in tokens beyond any context: 16-bit pages lose nothing, whenever they are written.
+NO_PAGE = 1 << 30
 
 
 class Padding:
@@ -163,13 +166,14 @@ class PagedLayer(CacheLayerMixin):
                 view[:, :, start:stop], tokens = tokens[:, :, : stop - start], tokens[:, :, stop - start :]
 
     def tokens_to_next_page(self) -> int:
-        """New tokens after which a page of some row is written (evaluation cuts its chunks there)."""
+        """New tokens after which a page of some row is quantized (evaluation cuts its chunks there)."""
         rows = self.padding.rows
         if rows is None:
-            formats = [*self.plan.k, *self.plan.v]
-            return min(fmt.num_sink_tokens + fmt.buffer_tokens for fmt in formats)
-        distances = []
-        for paged, block in itertools.product([*self.sides["k"], *self.sides["v"]], rows.blocks):
+            formats = [fmt for fmt in (*self.plan.k, *self.plan.v) if fmt != RAW]
+            return min((fmt.num_sink_tokens + fmt.buffer_tokens for fmt in formats), default=NO_PAGE)
+        distances = [NO_PAGE]
+        quantized = [paged for paged in (*self.sides["k"], *self.sides["v"]) if paged.format != RAW]
+        for paged, block in itertools.product(quantized, rows.blocks):
             num_tokens = rows.num_tokens(block, self.columns)
             missing_sinks = max(0, paged.format.num_sink_tokens - num_tokens)
             free = paged.format.buffer_tokens - paged.num_buffered(block.rows.start, num_tokens)

@@ -149,9 +149,9 @@ class _Problem:
     """Units of the integer program, with the format behind every option."""
 
     def __init__(self, profile: Profile, spec: AllocateSpec, cache: CacheSpec) -> None:
-        if spec.granularity == "head" and spec.objective == "kl":
+        if spec.granularity == "head" and spec.objective != "sensitivity":
             raise UsageError(
-                "objective = 'kl' is measured per layer, and granularity = 'head' was asked for",
+                f"objective = {spec.objective!r} is measured per layer, and granularity = 'head' was asked for",
                 hint="use objective = 'sensitivity' for heads",
             )
         self.workload = Workload(spec.batch, spec.context)

@@ -1,6 +1,8 @@
 """The profile: what every candidate costs in every layer's keys and values, measured on calibration data.
 
-Three measures, of which the allocator may take either of the first two:
+Three measures, of which the allocator takes the first, the second, or the sum of their shares ("combined": the first
+spreads over all layers and sees nothing that the loss's gradient does not; the second sees the few layers that break
+a prediction alone, and nothing of what several break together):
 
 - sensitivity: PM-KVQ Eq. 5, per KV head and candidate, to first order in the error (``observers.sensitivity``);
 - KL to the 16-bit cache when one layer's keys or values alone are quantized, through the packed cache: direct, but
@@ -16,9 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -30,10 +33,12 @@ from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
 from kvcal.observers.mean import Mean
 from kvcal.observers.sensitivity import Candidate, candidates
 from kvcal.plan import SIDES, Side
-from kvcal.recipe import CacheSpec, ProfileSpec
+from kvcal.recipe import CacheSpec, Objective, ProfileSpec
 from kvcal.strict import STRICT, dump, parse
 
 KIND = "profile"
+# Keeps a share defined where nothing was lost at all.
+TINY = 1e-300
 SCHEMA = 1
 
 
@@ -139,13 +144,30 @@ class Profile:
             )
         return self.means[f"kl.{side}.{index}"].result()
 
-    def losses(self, objective: Literal["sensitivity", "kl"], index: int, side: Side) -> dict[Candidate, list[float]]:
-        """Each candidate's cost: one for each KV head ("sensitivity"), or one for the layer ("kl")."""
+    def losses(self, objective: Objective, index: int, side: Side) -> dict[Candidate, list[float]]:
+        """Each candidate's cost: one for each KV head ("sensitivity"), or one for the layer ("kl", "combined")."""
+        if objective == "sensitivity":
+            values = self.sensitivity(index, side).T
+            return dict(zip(self.subject.candidates(side), values.tolist(), strict=True))
+        kl = dict(zip(self.subject.kl_candidates(side), self.kl(index, side).tolist(), strict=True))
         if objective == "kl":
-            values = self.kl(index, side).unsqueeze(-1)
-            return dict(zip(self.subject.kl_candidates(side), values.tolist(), strict=True))
-        values = self.sensitivity(index, side).T
-        return dict(zip(self.subject.candidates(side), values.tolist(), strict=True))
+            return {candidate: [value] for candidate, value in kl.items()}
+        sensitivity = self.losses("sensitivity", index, side)
+        total_sensitivity, total_kl = self._totals
+        return {
+            candidate: [sum(sensitivity[candidate]) / total_sensitivity + value / total_kl]
+            for candidate, value in kl.items()
+        }
+
+    @cached_property
+    def _totals(self) -> tuple[float, float]:
+        """Sums over all layers, sides and KL candidates of (sensitivity, KL): what "combined" measures them by."""
+        sensitivity = kl = 0.0
+        for layer, side in product(self.subject.layers, SIDES):
+            measured = self.losses("sensitivity", layer.index, side)
+            sensitivity += sum(sum(measured[candidate]) for candidate in self.subject.kl_candidates(side))
+            kl += float(self.kl(layer.index, side).sum())
+        return max(sensitivity, TINY), max(kl, TINY)
 
 
 def save(profile: Profile, inputs: dict[str, Any], path: Path) -> None:

@@ -76,7 +76,10 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         step += 1
         if step % 200 == 0:
-            print(f"step {step} {elapsed:.0f} s loss {loss.item():.4f} {step * BATCH * SEQ_LEN / 1e6:.0f} M tokens", flush=True)
+            print(
+                f"step {step} {elapsed:.0f} s loss {loss.item():.4f} {step * BATCH * SEQ_LEN / 1e6:.0f} M tokens",
+                flush=True,
+            )
     model.to(torch.bfloat16).save_pretrained(args.out)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED / name, args.out / name)
