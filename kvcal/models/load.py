@@ -86,7 +86,8 @@ def load(source: str, *, dtype: str = "auto", device: str = "auto", need_tokeniz
     geometry = geometry_of(model, stored_dtype)
     if automatic and dtype != stored_dtype and any(isinstance(layer, StateGeometry) for layer in geometry.layers):
         # States are kept in the dtype that computes them: in another one their bytes would not be the plan's.
-        model = model.to(dtype=CACHE_DTYPES[stored_dtype])
+        model = _model(location, config, CACHE_DTYPES[stored_dtype], target)
+        model.config.dtype = CACHE_DTYPES[stored_dtype]
         geometry = geometry_of(model, stored_dtype)
     return LoadedModel(
         model=model,
