@@ -52,6 +52,23 @@ def main() -> None:
         raise
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(version("kvcal"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Compile a KV-cache quantization plan for a language model, and run it."""
+
+
 @app.command()
 def run(
     recipe: Annotated[str, typer.Argument(help="A recipe's path, or the name of one that comes with kvcal.")],
@@ -248,7 +265,7 @@ def eval_command(
     plan: PlanArgument,
     model: ModelOption,
     recipe: Annotated[str, typer.Option(help="Recipe whose [evaluate] is used.")] = "default",
-    against: Annotated[list[str] | None, typer.Option(help="Baseline recipes; default: the recipe's.")] = None,
+    against: Annotated[list[str] | None, typer.Option(help="Baseline recipe to measure too; may be repeated.")] = None,
     data: Annotated[
         str | None, typer.Option(help="tasks, a text, JSONL or parquet file or folder, or a hub id.")
     ] = None,
@@ -278,8 +295,7 @@ def eval_command(
         spec = replace(spec, tasks=() if task == ["none"] else tuple(task))
     if problems is not None:
         spec = replace(spec, num_problems=problems)
-    if against is not None:
-        spec = replace(spec, against=tuple(against))
+    spec = replace(spec, against=tuple(against or ()))
     folder = pipeline.Folder.create(out)
     with console.TerminalReporter(quiet).running() as reporter:
         loaded = _load(model, dtype, device)

@@ -25,7 +25,7 @@ from kvcal import PlanCache
 from kvcal.errors import NonFiniteActivations
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.plan import RAW, SIDES, Format, Plan
-from kvcal.runtime.paged import ENCODE_PAGES
+from kvcal.runtime.paged_tensor import ENCODE_PAGES
 
 HEADS = 4
 EVERY_KIND = llama_plan(*per_head(HEADS), num_kv_heads=HEADS, num_layers=1)
@@ -137,6 +137,7 @@ def test_tokens_to_next_page_counts_down_to_every_page():
         [oracles.num_pages(count, fmt.num_sink_tokens, fmt.recent_window) for count in counts]
         for side in SIDES
         for fmt in plan.layers[0].head_formats(side)
+        if fmt != RAW  # 16-bit pages lose nothing, whenever they are written
     ]
     step = random_states(1, HEADS, 1)
     for count in range(400):

@@ -27,7 +27,9 @@ from transformers.cache_utils import (
 from kvcal.errors import ArtifactError
 from kvcal.geometry import AttentionGeometry, StateGeometry
 from kvcal.plan import LayerPlan, Plan
-from kvcal.runtime.layers import NO_PAGE, BoundedLayer, Padding, PagedLayer
+from kvcal.runtime.bounded_layer import BoundedLayer
+from kvcal.runtime.paged_layer import NO_PAGE, PagedLayer
+from kvcal.runtime.rows import Padding
 
 
 class PlanCache(Cache):

@@ -96,3 +96,33 @@ class Rows:
 
     def select(self, indices: list[int]) -> Rows:
         return replace(self, runs=tuple(self.runs[index] for index in indices))
+
+
+class Padding:
+    """The batch's rows, shared by all layers; known once the first layer sees the batch. Of the mask only the runs are
+    kept, a pair of numbers a row."""
+
+    def __init__(self, attention_mask: Tensor | None) -> None:
+        self._prompt = None if attention_mask is None else Rows.from_mask(attention_mask)
+        self.rows: Rows | None = None
+
+    def resolve(self, batch: int) -> Rows:
+        """Rows for ``batch``; a mask of fewer rows is repeated as ``generate`` repeats its inputs for beams.
+
+        Raises:
+            UsageError: the mask's rows do not divide the batch.
+        """
+        if self.rows is None:
+            rows = self._prompt or Rows.dense(batch)
+            if batch % rows.batch:
+                raise UsageError(f"attention_mask has {rows.batch} rows, but the batch has {batch}")
+            self.rows = rows.select([row for row in range(rows.batch) for _ in range(batch // rows.batch)])
+        if self.rows.batch != batch:
+            raise UsageError(
+                f"the cache holds {self.rows.batch} sequences and was given {batch}",
+                hint="call cache.reset() or build a new PlanCache for another batch",
+            )
+        return self.rows
+
+    def reset(self) -> None:
+        self.rows = None

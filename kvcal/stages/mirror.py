@@ -20,9 +20,9 @@ from kvcal.errors import ArtifactError
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.plan import SIDES, LayerPlan, Side
 from kvcal.runtime.cache import PlanCache
-from kvcal.runtime.layers import Padding, PagedLayer
-from kvcal.runtime.paged import PagedTensor
-from kvcal.runtime.rows import Block, Rows
+from kvcal.runtime.paged_layer import PagedLayer
+from kvcal.runtime.paged_tensor import PagedTensor
+from kvcal.runtime.rows import Block, Padding, Rows
 
 # Columns that the mirror grows by: each growth copies it.
 GROWTH = 256

@@ -1,4 +1,4 @@
-"""Cache layers behind the interface of transformers: paged ones, and sliding-window ones at 16 bits.
+"""A full-attention layer behind the interface of transformers, stored as its plan says.
 
 A layer's ``update`` returns dense keys and values, as every attention implementation expects: the past as it is
 stored, the new tokens unquantized (rounded to the cache's dtype). So a prompt attends to itself at full precision,
@@ -13,46 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin
 
-from kvcal.errors import ArtifactError, UsageError
+from kvcal.errors import ArtifactError
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.plan import RAW, LayerPlan, Side
-from kvcal.runtime.paged import PagedTensor
-from kvcal.runtime.rows import Block, Rows
+from kvcal.runtime.paged_tensor import PagedTensor
+from kvcal.runtime.rows import Block, Padding, Rows
 
 # A distance in tokens beyond any context: 16-bit pages lose nothing, whenever they are written.
 NO_PAGE = 1 << 30
-
-
-class Padding:
-    """The batch's rows, shared by all layers; known once the first layer sees the batch. Of the mask only the runs are
-    kept, a pair of numbers a row."""
-
-    def __init__(self, attention_mask: Tensor | None) -> None:
-        self._prompt = None if attention_mask is None else Rows.from_mask(attention_mask)
-        self.rows: Rows | None = None
-
-    def resolve(self, batch: int) -> Rows:
-        """Rows for ``batch``; a mask of fewer rows is repeated as ``generate`` repeats its inputs for beams.
-
-        Raises:
-            UsageError: the mask's rows do not divide the batch.
-        """
-        if self.rows is None:
-            rows = self._prompt or Rows.dense(batch)
-            if batch % rows.batch:
-                raise UsageError(f"attention_mask has {rows.batch} rows, but the batch has {batch}")
-            self.rows = rows.select([row for row in range(rows.batch) for _ in range(batch // rows.batch)])
-        if self.rows.batch != batch:
-            raise UsageError(
-                f"the cache holds {self.rows.batch} sequences and was given {batch}",
-                hint="call cache.reset() or build a new PlanCache for another batch",
-            )
-        return self.rows
-
-    def reset(self) -> None:
-        self.rows = None
 
 
 def side_tensors(layer: LayerPlan, side: Side, cache_dtype: str, batch: int, device: torch.device) -> list[PagedTensor]:
@@ -212,51 +182,3 @@ class PagedLayer(CacheLayerMixin):
         self.columns = 0
         self.sides = {"k": [], "v": []}
         self.is_initialized = False
-
-
-class BoundedLayer(DynamicSlidingWindowLayer):
-    """A sliding-window layer at 16 bits: the parent's behaviour, in the cache's dtype, without the parent's hold on
-    the whole prompt."""
-
-    def __init__(self, sliding_window: int, cache_dtype: str, padding: Padding) -> None:
-        super().__init__(sliding_window=sliding_window)
-        self.cache_dtype = CACHE_DTYPES[cache_dtype]
-        self.padding = padding
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.keys, self.values) if tensor is not None]
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        dtype = key_states.dtype
-        self.padding.resolve(key_states.shape[0])
-        if self.record_past:
-            self.crop(0)  # what the last update kept for a crop is not needed any more
-        keys, values = super().update(key_states.to(self.cache_dtype), value_states.to(self.cache_dtype))
-        self._own()
-        return keys.to(dtype), values.to(dtype)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last -n tokens (n negative or 0).
-
-        Raises:
-            UsageError: the tokens that would come back into the window are gone: once it is full, only tokens of the
-                last update can be removed, and only if ``activate_past_recording`` was called before that update.
-        """
-        if self.keys is None:
-            return
-        spare = max(0, self.keys.shape[2] - self.sliding_window + 1)
-        if self.cumulative_length >= self.sliding_window and -tokens_to_remove > spare:
-            raise UsageError(
-                f"cannot remove {-tokens_to_remove} tokens: the window of {self.sliding_window} tokens is full, "
-                f"with {spare} tokens beyond it",
-                hint="call activate_past_recording() before the update, or reset() and start again",
-            )
-        if self.record_past or tokens_to_remove:
-            super().crop(tokens_to_remove)
-            self._own()
-
-    def _own(self) -> None:
-        """Copy what is kept out of the larger tensors that the parent's slices keep alive."""
-        assert self.keys is not None and self.values is not None
-        self.keys, self.values = self.keys.clone(), self.values.clone()
