@@ -38,7 +38,7 @@ $(READY): requirements.lock pyproject.toml
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/kvcal run recipes/default.toml --out $(DEMO)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/kvcal run recipes/default.toml --out $(DEMO)
 
 check: lint types test
 

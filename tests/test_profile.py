@@ -27,7 +27,9 @@ from kvcal.stages import checkpoint as checkpoint_module
 from kvcal.stages import divergence, profile
 from kvcal.stages.divergence import divergences, one_side_plan, unquantized_plan
 
-SPEC = ProfileSpec(num_bits=(2, 4), group_sizes=(32, 64), kl_num_bits=(2, 4), kl_samples=2, kl_tokens=175)
+SPEC = ProfileSpec(
+    num_bits=(2, 4), group_sizes=(32, 64), kl_group_size=64, kl_num_bits=(2, 4), kl_samples=2, kl_tokens=175
+)
 CACHE = CacheSpec(num_sink_tokens=4, k_recent_window=16, v_recent_window=8)
 INPUTS = {"data.fingerprint": "f", "profile.num_bits": [2, 4]}
 
@@ -306,3 +308,22 @@ def test_more_plans_and_texts_at_once_change_nothing(finished, tmp_path: Path, m
     found = run(tmp_path)
     for index, side in product(range(2), SIDES):
         torch.testing.assert_close(found.kl(index, side), finished[0].kl(index, side), rtol=1e-3, atol=0)
+
+
+def test_combined_is_the_sum_of_both_costs_as_shares_of_their_totals(tmp_path: Path) -> None:
+    """Also where a KL candidate's group size is not among ``group_sizes``: its sensitivity is measured with the rest."""
+    spec = replace(SPEC, kl_group_size=128)
+    found = run(tmp_path, spec=spec)
+    cells = [(layer.index, side) for layer in found.subject.layers for side in ("k", "v")]
+    sensitivity = {cell: found.losses("sensitivity", *cell) for cell in cells}
+    kl = {cell: found.losses("kl", *cell) for cell in cells}
+    assert all(kl[cell].keys() <= sensitivity[cell].keys() for cell in cells)
+    total_sensitivity = sum(sum(sensitivity[cell][candidate]) for cell in cells for candidate in kl[cell])
+    total_kl = sum(value for cell in cells for (value,) in kl[cell].values())
+    shares = 0.0
+    for cell in cells:
+        for candidate, (share,) in found.losses("combined", *cell).items():
+            expected = sum(sensitivity[cell][candidate]) / total_sensitivity + kl[cell][candidate][0] / total_kl
+            assert share == pytest.approx(expected)
+            shares += share
+    assert shares == pytest.approx(2)

@@ -66,8 +66,10 @@ class Subject:
         return tuple(layer for layer in attention if layer.window is None)
 
     def candidates(self, side: Side) -> tuple[Candidate, ...]:
-        """Whose sensitivity is measured: the columns of ``Profile.sensitivity``."""
-        return candidates(side, self.spec.num_bits, self.spec.k_axes, self.spec.group_sizes)
+        """Whose sensitivity is measured: the columns of ``Profile.sensitivity``. All of ``kl_candidates`` are among
+        them, so that both costs of one are known."""
+        wanted = candidates(side, self.spec.num_bits, self.spec.k_axes, self.spec.group_sizes)
+        return wanted + tuple(candidate for candidate in self.kl_candidates(side) if candidate not in wanted)
 
     def kl_candidates(self, side: Side) -> tuple[Candidate, ...]:
         """Whose KL is measured: the columns of ``Profile.kl``; none without ``kl_samples``."""
