@@ -311,7 +311,7 @@ def test_more_plans_and_texts_at_once_change_nothing(finished, tmp_path: Path, m
 
 
 def test_combined_is_the_sum_of_both_costs_as_shares_of_their_totals(tmp_path: Path) -> None:
-    """Also where a KL candidate's group size is not among ``group_sizes``: its sensitivity is measured with the rest."""
+    """Also where the KL has a group size of its own: its sensitivity is measured with the rest."""
     spec = replace(SPEC, kl_group_size=128)
     found = run(tmp_path, spec=spec)
     cells = [(layer.index, side) for layer in found.subject.layers for side in ("k", "v")]
