@@ -1,9 +1,28 @@
 """kvcal compiles one KV-cache quantization plan for a model and runs it.
 
-from kvcal import PlanCache, load_plan
+    from kvcal import PlanCache, load_plan
+
+Names are imported on first use: the command line's help should not wait for torch.
 """
 
-from kvcal.plan import Plan, load_plan, save_plan
-from kvcal.runtime.cache import PlanCache
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvcal.plan import Plan, load_plan, save_plan
+    from kvcal.runtime.cache import PlanCache
 
 __all__ = ["Plan", "PlanCache", "load_plan", "save_plan"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PlanCache":
+        from kvcal.runtime.cache import PlanCache
+
+        return PlanCache
+    if name in __all__:
+        from kvcal import plan
+
+        return getattr(plan, name)
+    raise AttributeError(f"module 'kvcal' has no attribute {name!r}")
