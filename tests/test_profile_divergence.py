@@ -138,7 +138,7 @@ def test_one_side_of_one_layer_alone_is_quantized() -> None:
 def test_on_a_trained_model_kl_is_zero_at_16_bits_and_grows_as_bits_fall() -> None:
     """One layer's keys, then values, of the embedded model on a task."""
     torch.set_num_threads(1)
-    loaded = load("reasoner-10m")
+    loaded = load("reasoner-10m", device="cpu")
     data = load_sequences(DataSpec(num_samples=1, seq_len=256, seed=3), loaded.tokenizer)
     tokens_T = data.sequences[0].flip(0)  # nonsense: the next token is not certain, and small errors show
     mask_T = torch.arange(len(tokens_T)) > 140
