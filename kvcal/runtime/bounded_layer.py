@@ -43,6 +43,7 @@ class BoundedLayer(DynamicSlidingWindowLayer):
         """
         if self.keys is None:
             return
+        tokens_to_remove = int(tokens_to_remove)  # older transformers hand over a tensor
         spare = max(0, self.keys.shape[2] - self.sliding_window + 1)
         if self.cumulative_length >= self.sliding_window and -tokens_to_remove > spare:
             raise UsageError(

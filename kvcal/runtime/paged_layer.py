@@ -164,6 +164,7 @@ class PagedLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -n columns (n negative), or, as older transformers ask, keep the first n (n positive)."""
+        tokens_to_remove = int(tokens_to_remove)  # older transformers hand over a tensor
         columns = tokens_to_remove if tokens_to_remove > 0 else self.columns + tokens_to_remove
         if not self.is_initialized or columns >= self.columns:
             return
