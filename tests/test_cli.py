@@ -120,6 +120,15 @@ def test_infeasible_budget_names_the_smallest(
     assert run_kvcal(capsys, "allocate", copy, "--kv-budget", smallest - 1, "--batch", 2, "--context", 512).code == 3
 
 
+def test_infeasible_bits_name_the_smallest(finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = shutil.copytree(finished[2], tmp_path / "out")
+    done = run_kvcal(capsys, "allocate", copy, "--bits", 2, "--batch", 1, "--context", 4096)
+    assert done.code == 3
+    smallest = float(done.err.split(" bits per cached value")[0].split(", ")[-1])
+    assert run_kvcal(capsys, "allocate", copy, "--bits", smallest, "--batch", 1, "--context", 4096).code == 0
+    assert run_kvcal(capsys, "allocate", copy, "--bits", smallest - 0.002, "--batch", 1, "--context", 4096).code == 3
+
+
 def test_budget_below_weights(finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = shutil.copytree(finished[2], tmp_path / "out")
     before = sha256(copy / "allocation.safetensors")

@@ -8,6 +8,7 @@ with loss 0.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,7 +89,8 @@ def allocate(profile: Profile, spec: AllocateSpec, cache: CacheSpec, provenance:
     overhead = fixed + (weights or 0) + (workspace or 0)
     smallest = sum(min(option.nbytes for option in unit.options) for unit in problem.units)
     if budget - overhead < smallest:
-        raise _infeasible(spec, budget, overhead + smallest, weights, workspace)
+        bits = 8 * smallest / _num_values(profile.geometry, problem.workload)
+        raise _infeasible(spec, budget, overhead + smallest, bits, weights, workspace)
     solution = solve(problem.units, budget - overhead)
     layers = problem.layers_of(solution.choice)
     split = Split(budget, weights, workspace, fixed, _bytes(layers, profile.geometry.cache_dtype, problem.workload)[1])
@@ -256,12 +258,14 @@ def _resolve_budget(
 
 
 def _infeasible(
-    spec: AllocateSpec, budget: int, smallest: int, weights: int | None, workspace: int | None
+    spec: AllocateSpec, budget: int, smallest: int, bits: float, weights: int | None, workspace: int | None
 ) -> InfeasibleBudget:
+    """``smallest`` in bytes, ``bits`` what that is per cached value (shown rounded up, so that it is feasible)."""
+    rounded_up = math.ceil(bits * 1000) / 1000
     device = f" ({format_bytes(weights)} weights + {format_bytes(workspace or 0)} workspace)" if weights else ""
     return InfeasibleBudget(
         f"a budget of {format_bytes(budget)} is too small for batch {spec.batch} x {spec.context} tokens: the smallest "
-        f"feasible one is {format_bytes(smallest)} = {smallest} bytes{device}",
+        f"feasible one is {format_bytes(smallest)} = {smallest} bytes{device}, {rounded_up:.3f} bits per cached value",
         smallest,
         hint="raise the budget, lower --batch or --context, or profile fewer bits or larger groups",
     )
