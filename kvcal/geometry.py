@@ -6,11 +6,14 @@ a model of another shape without loading anything else.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from pydantic.dataclasses import dataclass
 
 from kvcal.strict import STRICT
 
+CacheDtype = Literal["bfloat16", "float16", "float32"]
 CACHE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -43,7 +46,7 @@ class Geometry:
     unquantized tokens (the checkpoint's dtype), a key of CACHE_DTYPES."""
 
     model_type: str
-    cache_dtype: str
+    cache_dtype: CacheDtype
     layers: tuple[LayerGeometry, ...]
 
 

@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from kvcal import artifact
 from kvcal.errors import ArtifactError
-from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, Geometry, ModelIdentity, StateGeometry
+from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype, Geometry, ModelIdentity, StateGeometry
 from kvcal.quantizers.pages import AXES, PAGE_TOKENS, RAW_BITS, PageLayout
 from kvcal.strict import STRICT, dump, parse
 
@@ -176,7 +176,7 @@ class Plan:
     """A validated plan. ``provenance`` says what it was made from: recipe, seeds, data, library versions."""
 
     model: ModelIdentity
-    cache_dtype: Literal["bfloat16", "float16", "float32"]
+    cache_dtype: CacheDtype
     layers: tuple[LayerPlan, ...]
     workload: Workload
     provenance: dict[str, Any]

@@ -16,7 +16,7 @@ Left out: latent plans for MLA, and query heads that differ from layer to layer 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -29,7 +29,7 @@ from transformers.cache_utils import (
 )
 
 from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, Geometry, LayerGeometry, StateGeometry
+from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype, Geometry, LayerGeometry, StateGeometry
 
 # Layer types without any attention: transformers gives them a placeholder for a cache layer.
 _LAYERS_WITHOUT_ATTENTION = ("moe", "mlp")
@@ -55,7 +55,7 @@ class RecordingCache(DynamicCache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-def geometry_of(model: PreTrainedModel, cache_dtype: str | None = None) -> Geometry:
+def geometry_of(model: PreTrainedModel, cache_dtype: CacheDtype | None = None) -> Geometry:
     """Measure ``model``'s caching layers by running it on two tokens (batch 1, no gradient).
 
     ``cache_dtype`` (a key of CACHE_DTYPES) names the dtype of unquantized tokens; None takes the
@@ -81,13 +81,13 @@ def geometry_of(model: PreTrainedModel, cache_dtype: str | None = None) -> Geome
     )
 
 
-def checkpoint_dtype(config: PreTrainedConfig) -> str:
+def checkpoint_dtype(config: PreTrainedConfig) -> CacheDtype:
     """The name of the dtype that the checkpoint is stored in, float32 if the configuration names none."""
     dtype = config.dtype or config.get_text_config(decoder=True).dtype or torch.float32
-    name = str(dtype).removeprefix("torch.")
-    if name not in CACHE_DTYPES:
-        raise UnsupportedModel(f"checkpoint dtype {name}; supported: {', '.join(CACHE_DTYPES)}")
-    return name
+    for name in get_args(CacheDtype):
+        if CACHE_DTYPES[name] == dtype or name == dtype:
+            return name
+    raise UnsupportedModel(f"checkpoint dtype {dtype}; supported: {', '.join(CACHE_DTYPES)}")
 
 
 def attention_layers(geometry: Geometry) -> tuple[AttentionGeometry, ...]:

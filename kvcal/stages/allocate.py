@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic.dataclasses import dataclass
 
 from kvcal import artifact
 from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
-from kvcal.geometry import CACHE_DTYPES, Geometry, ModelIdentity
+from kvcal.geometry import CACHE_DTYPES, CacheDtype, Geometry, ModelIdentity
 from kvcal.plan import RAW, SIDES, Format, LayerPlan, Side, Workload, bare_layers
 from kvcal.quantities import format_bytes, parse_bytes
 from kvcal.recipe import AllocateSpec, CacheSpec, FormatsSpec, Recipe, fixed_layers, load_recipe
@@ -50,7 +50,7 @@ class Allocation:
     ``proof`` are the solver's (see solver.Solution), None where a recipe fixed the formats."""
 
     model: ModelIdentity
-    cache_dtype: Literal["bfloat16", "float16", "float32"]
+    cache_dtype: CacheDtype
     layers: tuple[LayerPlan, ...]
     workload: Workload
     provenance: dict[str, Any]
@@ -72,7 +72,7 @@ def fixed_allocation(
     layers = fixed_layers(formats, bare_layers(geometry))
     fixed, paged = _bytes(layers, geometry.cache_dtype, workload)
     split = Split(fixed + paged, None, None, fixed, paged)
-    return Allocation(model, geometry.cache_dtype, layers, workload, provenance, split)  # type: ignore[arg-type]
+    return Allocation(model, geometry.cache_dtype, layers, workload, provenance, split)
 
 
 def allocate(profile: Profile, spec: AllocateSpec, cache: CacheSpec, provenance: dict[str, Any]) -> Allocation:
@@ -97,7 +97,7 @@ def allocate(profile: Profile, spec: AllocateSpec, cache: CacheSpec, provenance:
     assert split.paged == solution.nbytes, "the solver's bytes are not the plan's"
     return Allocation(
         model=profile.identity,
-        cache_dtype=profile.geometry.cache_dtype,  # type: ignore[arg-type]
+        cache_dtype=profile.geometry.cache_dtype,
         layers=layers,
         workload=problem.workload,
         provenance=provenance,

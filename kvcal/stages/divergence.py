@@ -34,7 +34,7 @@ MAX_COMPARED = 1 << 23
 def unquantized_plan(model: ModelIdentity, geometry: Geometry) -> Plan:
     """The 16-bit reference: what the model caches by itself, in the cache's dtype."""
     layers = bare_layers(geometry)
-    return Plan(model, geometry.cache_dtype, layers, Workload(1, 1), {})  # type: ignore[arg-type]
+    return Plan(model, geometry.cache_dtype, layers, Workload(1, 1), {})
 
 
 def one_side_plan(reference: Plan, index: int, side: Side, fmt: Format) -> Plan:
