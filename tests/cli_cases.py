@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as hf
 from transformers import FalconConfig, FalconForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from kvcal import cli
@@ -63,6 +64,27 @@ def save_llama(
         pad_token_id=1,
     )  # fmt: skip
     LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_family(folder: Path, tokenizer: PreTrainedTokenizerBase, family: str) -> Path:
+    """A random model of another family: biased keys, QK-norm, or sliding layers between full ones."""
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 1024, "bos_token_id": 0,
+        "eos_token_id": 0, "pad_token_id": 1,
+    }  # fmt: skip
+    configs = {
+        "qwen2": lambda: hf.Qwen2Config(**shape),
+        "qwen3": lambda: hf.Qwen3Config(**shape, head_dim=24),
+        "gemma3": lambda: hf.Gemma3TextConfig(
+            **shape, head_dim=16, sliding_window=40,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    }  # fmt: skip
+    hf.AutoModelForCausalLM.from_config(configs[family]()).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli_cases import RECIPE, Outcome, kvcal_process, run_kvcal, save_llama
+from cli_cases import RECIPE, Outcome, kvcal_process, run_kvcal, save_family, save_llama
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
@@ -209,6 +209,21 @@ def test_eval(finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     done: Outcome = run_kvcal(capsys, *arguments, "--against", "16-bit", "--json")
     assert done.code == 0, done.err
     assert [row["name"] for row in json.loads(done.out)["rows"]] == ["16-bit", "plan"]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3"])
+def test_other_families_go_through_the_same_commands(
+    family: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_family(tmp_path / family, tokenizer, family)
+    (tmp_path / "small.toml").write_text(RECIPE)
+    out = tmp_path / "out"
+    done = run_kvcal(capsys, "run", tmp_path / "small.toml", "--model", model, "--out", out, "--json")
+    assert done.code == 0, done.err
+    rows = {row["name"]: row for row in json.loads(done.out)["evaluation"]["rows"]}
+    assert rows["small"]["total_bytes"] <= rows["kivi-2"]["total_bytes"]
+    assert rows["16-bit"]["text"]["kl"] < 1e-9 < rows["small"]["text"]["kl"]  # fp32 checkpoints: nothing is rounded
+    assert run_kvcal(capsys, "verify", out / "plan.safetensors", "--model", model).code == 0
 
 
 @pytest.mark.parametrize("command", ["run", "profile", "allocate", "compile", "inspect", "verify", "eval", "generate"])
