@@ -159,9 +159,6 @@ class PagedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        return -1
-
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -n columns (n negative), or, as older transformers ask, keep the first n (n positive)."""
         tokens_to_remove = int(tokens_to_remove)  # older transformers hand over a tensor

@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kvcal.data import TokenDataset
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.models.load import LoadedModel, weight_bytes
+from kvcal.models.taps import check_taps
 from kvcal.observers.gradients import GradientObserver
 from kvcal.observers.mean import Mean
 from kvcal.plan import SIDES
@@ -79,7 +80,8 @@ def run_profile(
         data.num_tokens,
         data.num_loss_tokens,
     )
-    texts = _kl_texts(data, spec, cache) if subject.layers else []  # before the long part: it may refuse
+    check_taps(loaded.model, loaded.geometry)  # before the long part, as the next line: they may refuse
+    texts = _kl_texts(data, spec, cache) if subject.layers else []
     means = {name: Mean.empty(shape) for name, shape in subject.shapes().items()}
     start = State(means, {GRADIENTS: 0, DIVERGENCES: 0})
     with Checkpoint(path, KIND, inputs, start, reporter) as checkpoint:
