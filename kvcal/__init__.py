@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvcal.plan import Plan, load_plan, save_plan
     from kvcal.runtime.cache import PlanCache
+    from kvcal.runtime.queries import hear_queries
 
-__all__ = ["Plan", "PlanCache", "load_plan", "save_plan"]
+__all__ = ["Plan", "PlanCache", "hear_queries", "load_plan", "save_plan"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,6 +22,10 @@ def __getattr__(name: str) -> Any:
         from kvcal.runtime.cache import PlanCache
 
         return PlanCache
+    if name == "hear_queries":
+        from kvcal.runtime.queries import hear_queries
+
+        return hear_queries
     if name in __all__:
         from kvcal import plan
 

@@ -160,6 +160,11 @@ def differing_input(expected: dict[str, Any], found: dict[str, Any]) -> str | No
     return None
 
 
+def tensors_sha256(tensors: dict[str, Tensor]) -> str:
+    """Hex sha256 over names, dtypes, shapes and bytes, in order of the names."""
+    return _digest({}, {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+
+
 def _digest(head: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256(canonical_json(head).encode("ascii"))
     for name in sorted(tensors):
