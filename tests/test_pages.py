@@ -118,7 +118,7 @@ def test_codes_of_3_and_4_bits_are_two_planes(num_bits, parts):
     page = random_page(64)
     layout = layout_of("k", num_bits, "channel", 128, 64)
     record = layout.encode(page)
-    codes, _, _ = layout._fields(record)
+    codes, _, _ = layout.fields(record)
     offset = 0
     for shift, width in parts:
         expected = oracles.packed_plane(((codes >> shift) & (2**width - 1)).tolist(), width)

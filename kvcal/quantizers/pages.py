@@ -32,6 +32,48 @@ AXES = {"k": ("channel", "token"), "v": ("token",)}
 PARAM_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+def padded_channels(head_dim: int) -> int:
+    """Channels that a record has room for: ``head_dim`` rounded up to the tile of a tensor core."""
+    return -(-head_dim // CHANNEL_TILE) * CHANNEL_TILE
+
+
+def plane_sizes(rows: int, columns: int, num_bits: int) -> tuple[int, ...]:
+    """Bytes of each plane of ``rows`` x ``columns`` codes of ``num_bits``, low bits first."""
+    return tuple(packing.plane_bytes(rows, columns, width) for width in packing.plane_widths(num_bits))
+
+
+def pack_planes(codes: Tensor, num_bits: int) -> list[Tensor]:
+    """codes [..., rows, columns] uint8 below 2^num_bits -> its planes, low bits first, each [..., bytes] uint8."""
+    planes, shift = [], 0
+    for width in packing.plane_widths(num_bits):
+        planes.append(packing.pack_plane((codes >> shift) & (2**width - 1), width))
+        shift += width
+    return planes
+
+
+def unpack_planes(packed: Tensor, rows: int, columns: int, num_bits: int) -> Tensor:
+    """Inverse of :func:`pack_planes`, the planes one after the other [..., bytes] -> codes [..., rows, columns]."""
+    codes, offset, shift = None, 0, 0
+    for width in packing.plane_widths(num_bits):
+        size = packing.plane_bytes(rows, columns, width)
+        plane = packing.unpack_plane(packed[..., offset : offset + size], rows, columns, width)
+        codes = plane if codes is None else codes.add_(plane.mul_(1 << shift))
+        offset, shift = offset + size, shift + width
+    assert codes is not None
+    return codes
+
+
+def aligned_size(size: int) -> int:
+    """``size`` bytes rounded up to whole loads of 16 bytes."""
+    return -(-size // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+
+
+def join_fields(fields: list[Tensor]) -> Tensor:
+    """Fields [..., bytes] uint8 of a record, in order -> the record, padded with zeros to 16 bytes."""
+    record = torch.cat(fields, dim=-1)
+    return torch.nn.functional.pad(record, (0, aligned_size(record.shape[-1]) - record.shape[-1]))
+
+
 @dataclass(frozen=True)
 class PageLayout:
     """Shape of a page's record. ``side`` is "k" or "v"; ``axis`` is what shares no scale with its neighbour:
@@ -46,12 +88,8 @@ class PageLayout:
     cache_dtype: str
 
     @property
-    def _padded_dim(self) -> int:
-        return -(-self.head_dim // CHANNEL_TILE) * CHANNEL_TILE
-
-    @property
     def _plane_shape(self) -> tuple[int, int]:
-        shape = (PAGE_TOKENS, self._padded_dim)
+        shape = (PAGE_TOKENS, padded_channels(self.head_dim))
         return shape if self.side == "k" else shape[::-1]
 
     @property
@@ -64,13 +102,13 @@ class PageLayout:
     def _param_shape(self) -> tuple[int, int]:
         """[num_groups, other axis] of scale and of zero."""
         if self.axis == "channel":
-            return uniform.num_groups(PAGE_TOKENS, self.group_size), self._padded_dim
+            return uniform.num_groups(PAGE_TOKENS, self.group_size), padded_channels(self.head_dim)
         return uniform.num_groups(self.head_dim, self.group_size), PAGE_TOKENS
 
     @property
     def plane_sizes(self) -> tuple[int, ...]:
         """Bytes of each plane."""
-        return tuple(packing.plane_bytes(*self._plane_shape, w) for w in packing.plane_widths(self.num_bits))
+        return plane_sizes(*self._plane_shape, self.num_bits)
 
     @property
     def param_size(self) -> int:
@@ -85,7 +123,7 @@ class PageLayout:
             size = PAGE_TOKENS * self.head_dim * CACHE_DTYPES[self.cache_dtype].itemsize
         else:
             size = sum(self.plane_sizes) + 2 * self.param_size
-        return -(-size // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+        return aligned_size(size)
 
     def encode(self, x: Tensor) -> Tensor:
         """[..., 128, head_dim] -> records [..., record_bytes] uint8.
@@ -95,18 +133,25 @@ class PageLayout:
         """
         if self.num_bits == RAW_BITS:
             values = x.to(CACHE_DTYPES[self.cache_dtype]).contiguous()
-            return self._padded([values.view(torch.uint8).flatten(-2)])
+            return join_fields([values.view(torch.uint8).flatten(-2)])
+        return self.pack(*self.quantize(x))
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., 128, head_dim] -> codes [..., rows, columns] uint8 in the order of the planes, without padded channels;
+        scale and zero as ``uniform.dequantize`` wants them. Not for 16 bits, which have none.
+
+        Raises:
+            NonFiniteActivations: NaN or infinity, or a range that ``param_dtype`` cannot hold.
+        """
         plane_order = x if self.side == "k" else x.transpose(-1, -2)
-        codes, scale, zero = uniform.quantize(
-            plane_order, self.num_bits, self.group_size, self._group_dim, PARAM_DTYPES[self.param_dtype]
-        )
+        param_dtype = PARAM_DTYPES[self.param_dtype]
+        return uniform.quantize(plane_order, self.num_bits, self.group_size, self._group_dim, param_dtype)
+
+    def pack(self, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """Fields as :meth:`quantize` gives them -> records [..., record_bytes]."""
         rows, columns = self._plane_shape
         codes = torch.nn.functional.pad(codes, (0, columns - codes.shape[-1], 0, rows - codes.shape[-2]))
-        fields, shift = [], 0
-        for width in packing.plane_widths(self.num_bits):
-            fields.append(packing.pack_plane((codes >> shift) & (2**width - 1), width))
-            shift += width
-        return self._padded([*fields, self._param_bytes(scale), self._param_bytes(zero)])
+        return join_fields([*pack_planes(codes, self.num_bits), self._param_bytes(scale), self._param_bytes(zero)])
 
     def decode(self, records: Tensor) -> Tensor:
         """Records [..., record_bytes] -> [..., 128, head_dim]: fp32 from codes, the cache's dtype from 16-bit pages."""
@@ -114,19 +159,14 @@ class PageLayout:
             dtype = CACHE_DTYPES[self.cache_dtype]
             values = records[..., : PAGE_TOKENS * self.head_dim * dtype.itemsize].contiguous().view(dtype)
             return values.unflatten(-1, (PAGE_TOKENS, self.head_dim))
-        codes, scale, zero = self._fields(records)
+        codes, scale, zero = self.fields(records)
         values = uniform.dequantize(codes, scale, zero, self.group_size, self._group_dim)
         return values if self.side == "k" else values.transpose(-1, -2)
 
-    def _fields(self, records: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """codes [..., rows, columns] uint8 without padded channels; scale and zero as uniform.dequantize wants them."""
-        rows, columns = self._plane_shape
-        codes, offset, shift = None, 0, 0
-        for width, size in zip(packing.plane_widths(self.num_bits), self.plane_sizes, strict=True):
-            plane = packing.unpack_plane(records[..., offset : offset + size], rows, columns, width)
-            codes = plane if codes is None else codes.add_(plane.mul_(1 << shift))
-            offset, shift = offset + size, shift + width
-        assert codes is not None
+    def fields(self, records: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Inverse of :meth:`pack`: codes, scale and zero of records [..., record_bytes]."""
+        offset = sum(self.plane_sizes)
+        codes = unpack_planes(records[..., :offset], *self._plane_shape, self.num_bits)
         codes = codes[..., : self.head_dim] if self.side == "k" else codes[..., : self.head_dim, :]
         params = records[..., offset : offset + 2 * self.param_size].contiguous()
         scale, zero = params.view(PARAM_DTYPES[self.param_dtype]).unflatten(-1, (2, *self._param_shape)).unbind(-3)
@@ -141,7 +181,3 @@ class PageLayout:
             params = params.transpose(-1, -2)
         params = torch.nn.functional.pad(params, (0, self._param_shape[1] - params.shape[-1]))
         return params.contiguous().view(torch.uint8).flatten(-2)
-
-    def _padded(self, fields: list[Tensor]) -> Tensor:
-        record = torch.cat(fields, dim=-1)
-        return torch.nn.functional.pad(record, (0, self.record_bytes - record.shape[-1]))
