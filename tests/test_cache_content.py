@@ -25,7 +25,7 @@ from kvcal import PlanCache
 from kvcal.errors import NonFiniteActivations
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.plan import RAW, SIDES, Format, Plan
-from kvcal.runtime.paged_tensor import ENCODE_PAGES
+from kvcal.runtime.page_codec import ENCODE_PAGES
 
 HEADS = 4
 EVERY_KIND = llama_plan(*per_head(HEADS), num_kv_heads=HEADS, num_layers=1)

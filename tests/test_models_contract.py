@@ -12,10 +12,10 @@ import torch
 from tiny_models import SUPPORTED, TINY_MODELS, batch, built, captured_by, measured
 from transformers import DynamicCache, PreTrainedModel
 
+from kvcal.attention import _LISTENING
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry, StateGeometry
 from kvcal.models import Captured, attention_layers, check_taps, geometry_of, tap
-from kvcal.models.taps import _LISTENING
 
 # name -> (who refuses, a part of the reason)
 REFUSED = {

@@ -22,10 +22,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from kvcal.attention import attention_modules, layer_index
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.models.geometry import attention_layers, probe_ids
-from kvcal.models.taps import Captured, attention_modules, tap
+from kvcal.models.taps import Captured, tap
 
 Projection = nn.Linear | Conv1D
 
@@ -93,8 +94,8 @@ def kv_projections(model: PreTrainedModel, geometry: Geometry) -> tuple[KVProjec
 
 def _modules_by_layer(model: PreTrainedModel, layers: tuple[AttentionGeometry, ...]) -> dict[int, nn.Module]:
     """The attention modules by their ``layer_idx``, which must be the cache's indices."""
-    indexed = ((vars(module).get("layer_idx"), module) for module in attention_modules(model))
-    modules = {index: module for index, module in indexed if isinstance(index, int)}
+    indexed = ((layer_index(module), module) for module in attention_modules(model))
+    modules = {index: module for index, module in indexed if index is not None}
     if sorted(modules) != sorted(layer.index for layer in layers):
         raise UnsupportedModel(
             f"{type(model).__name__}: attention modules carry the layer indices {sorted(modules)}, the cache "

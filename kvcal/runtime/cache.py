@@ -26,9 +26,11 @@ from transformers.cache_utils import (
 
 from kvcal.errors import ArtifactError
 from kvcal.geometry import AttentionGeometry, StateGeometry
-from kvcal.plan import LayerPlan, Plan
+from kvcal.layer_plan import LayerPlan
+from kvcal.plan import Plan
 from kvcal.runtime.bounded_layer import BoundedLayer
 from kvcal.runtime.paged_layer import NO_PAGE, PagedLayer
+from kvcal.runtime.plan_state import PlanState
 from kvcal.runtime.rows import Padding
 
 
@@ -45,7 +47,7 @@ class PlanCache(Cache):
         """
         self.plan = plan
         self.config = config
-        self.padding = Padding(attention_mask)
+        self.state = PlanState(plan, attention_mask)
         model_type = config.get_text_config(decoder=True).model_type
         if model_type != plan.model.model_type:
             raise ArtifactError(
@@ -70,7 +72,7 @@ class PlanCache(Cache):
     def _layer(self, index: int, native: object, layer: LayerPlan) -> object:
         """What stores layer ``index``: ours for attention, the native one for states."""
         if type(native) is DynamicLayer and layer.is_paged:
-            return PagedLayer(layer, self.plan.cache_dtype, self.padding)
+            return PagedLayer(layer, self.state)
         geometry = layer.geometry
         if type(native) is DynamicSlidingWindowLayer and isinstance(geometry, AttentionGeometry) and geometry.window:
             if geometry.window == native.sliding_window:
@@ -87,13 +89,18 @@ class PlanCache(Cache):
         )
 
     @property
+    def padding(self) -> Padding:
+        return self.state.padding
+
+    @property
     def paged_layers(self) -> list[PagedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages of all tensors held, measured."""
-        return sum(tensor.untyped_storage().nbytes() for layer in self.layers for tensor in _tensors(layer))
+        """Bytes of the storages of all tensors held, measured, with those of the plan."""
+        held = [*self.state.tensors.values(), *(tensor for layer in self.layers for tensor in _tensors(layer))]
+        return sum(tensor.untyped_storage().nbytes() for tensor in held)
 
     @property
     def lengths(self) -> list[int]:
@@ -117,6 +124,12 @@ class PlanCache(Cache):
         rows = self.padding.rows
         if rows is not None:
             self._select([row for row in range(rows.batch) for _ in range(repeats)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As the layers'. The last layer first: a predicted layer needs its source's pages to cut its own."""
+        layers: list[Any] = self.layers  # of which a linear attention's has a crop of its own, or refuses
+        for layer in reversed(layers):
+            layer.crop(tokens_to_remove)
 
     def reset(self) -> None:
         """Forget all sequences; the next update may bring another batch (without padding, or with the same mask)."""

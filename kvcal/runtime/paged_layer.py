@@ -4,6 +4,9 @@ A layer's ``update`` returns dense keys and values, as every attention implement
 stored, the new tokens unquantized (rounded to the cache's dtype). So a prompt attends to itself at full precision,
 and a token becomes quantized for the tokens after the update that packs it. Reading before writing makes a chunk
 that ends where a page fills see exactly what its tokens would have seen one by one.
+
+Where pages are chosen with the help of queries, keys are stored once the attention of the same update has been heard
+(``observe_queries``): the queries of a chunk's tokens count for the pages that the chunk fills.
 """
 
 from __future__ import annotations
@@ -15,40 +18,43 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcal.errors import ArtifactError
+from kvcal.errors import ArtifactError, UsageError
+from kvcal.formats import RAW, SIDES, Side
 from kvcal.geometry import CACHE_DTYPES
-from kvcal.plan import RAW, LayerPlan, Side
+from kvcal.layer_plan import LayerPlan
+from kvcal.runtime.page_codec import PageCodec
 from kvcal.runtime.paged_tensor import PagedTensor
+from kvcal.runtime.plan_state import PlanState
+from kvcal.runtime.prediction import Prediction
 from kvcal.runtime.rows import Block, Padding, Rows
 
 # A distance in tokens beyond any context: 16-bit pages lose nothing, whenever they are written.
 NO_PAGE = 1 << 30
 
 
-def side_tensors(layer: LayerPlan, side: Side, cache_dtype: str, batch: int, device: torch.device) -> list[PagedTensor]:
-    """One PagedTensor for each run of neighbouring heads with the same format."""
-    tensors, first = [], 0
-    for fmt, run in itertools.groupby(layer.head_formats(side)):
-        heads = slice(first, first + len(list(run)))
-        tensors.append(PagedTensor(fmt, side, heads, layer.head_dim(side), cache_dtype, batch, device))
-        first = heads.stop
-    return tensors
-
-
 class PagedLayer(CacheLayerMixin):
-    """A full-attention layer stored as its plan says."""
+    """A full-attention layer stored as its plan says. ``state`` is the cache's: the plan, its tensors, the padding."""
 
     is_sliding = False
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, plan: LayerPlan, cache_dtype: str, padding: Padding) -> None:
+    def __init__(self, plan: LayerPlan, state: PlanState) -> None:
         super().__init__()
         self.plan = plan
-        self.cache_dtype = cache_dtype
-        self.padding = padding
+        self.state = state
         self.columns = 0
         self.sides: dict[Side, list[PagedTensor]] = {"k": [], "v": []}
+        self.prediction = Prediction(plan, state)
+        self.unheard: tuple[Tensor, Rows] | None = None
+
+    @property
+    def padding(self) -> Padding:
+        return self.state.padding
+
+    @property
+    def cache_dtype(self) -> str:
+        return self.state.plan.cache_dtype
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -71,33 +77,81 @@ class PagedLayer(CacheLayerMixin):
             )
         batch, device = key_states.shape[0], key_states.device
         self.padding.resolve(batch)
-        for side in self.sides:
-            self.sides[side] = side_tensors(self.plan, side, self.cache_dtype, batch, device)
+        tensors = self.state.tensors_on(device)
+        for side in SIDES:
+            predict = self.prediction.of(side)
+            codecs = [
+                PageCodec(self.plan, side, fmt, heads, self.cache_dtype, tensors, predict)
+                for fmt, heads in self.plan.runs(side)
+            ]
+            self.sides[side] = [PagedTensor(codec, batch, device) for codec in codecs]
+        self.prediction.attach(self.sides)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store new tokens [B, N, T, D]; return all of them [B, N, S + T, D] in the dtype given. Padding columns of the
-        past are zero, those of the new tokens as they came."""
+        past are zero, those of the new tokens as they came.
+
+        Raises:
+            UsageError: beyond what the plan's schedule was made for, or queries of the last update were not heard.
+            NonFiniteActivations: NaN or infinity in a page that is due.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        self.require_heard()
         rows = self.padding.resolve(key_states.shape[0])
-        keys = self._update_side("k", key_states, rows)
-        values = self._update_side("v", value_states, rows)
+        self.state.require_scheduled(key_states.shape[0], self.columns + key_states.shape[2])
+        cache_dtype = CACHE_DTYPES[self.cache_dtype]
+        new_keys, new_values = key_states.to(cache_dtype), value_states.to(cache_dtype)
+        keys = self._whole("k", new_keys, key_states.dtype, rows)
+        values = self._whole("v", new_values, value_states.dtype, rows)
+        if any(fmt.needs_queries for fmt in self.plan.k):
+            self.unheard = (new_keys, rows)
+        else:
+            self._store_side("k", new_keys, rows)
+        self._store_side("v", new_values, rows)
+        self.prediction.release()
         self.columns += key_states.shape[2]
         return keys, values
 
-    def _update_side(self, side: Side, states: Tensor, rows: Rows) -> Tensor:
-        new = states.to(CACHE_DTYPES[self.cache_dtype])
-        result = new.to(states.dtype)
-        if self.columns:
-            past = self._read_side(side, rows, states)
-            past[:, :, self.columns :] = result
-            result = past
-        self._store_side(side, new, rows)
-        return result
+    def observe_queries(self, q_post_BHTD: Tensor) -> None:
+        """Hear the queries of the last update, and store its keys."""
+        if self.unheard is None:
+            return
+        (new, rows), self.unheard = self.unheard, None
+        self.columns -= new.shape[2]
+        real_BT = rows.mask(self.columns, new.shape[2], q_post_BHTD.device)
+        magnitude = q_post_BHTD.float().abs() * real_BT[:, None, :, None]
+        per_head = magnitude.sum(2).unflatten(1, (new.shape[1], -1)).sum(2)  # the queries that share a KV head
+        group = q_post_BHTD.shape[1] // new.shape[1]
+        counts = [group * count for count in real_BT.sum(1).tolist()]
+        for paged in self.sides["k"]:
+            if paged.format.needs_queries:
+                paged.observe(per_head[:, paged.heads], counts)
+        self._store_side("k", new, rows)
+        self.columns += new.shape[2]
+
+    def require_heard(self) -> None:
+        """UsageError when the last update's queries were not heard: its keys would be lost."""
+        if self.unheard is not None:
+            raise UsageError(
+                f"layer {self.plan.geometry.index} chooses channels by queries, and hears none",
+                hint="call the model within `with kvcal.hear_queries(model):`",
+            )
+
+    def _whole(self, side: Side, new: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
+        """The past and new [B, N, T, D] together."""
+        if not self.columns:
+            return new.to(dtype)
+        whole = self._read_side(side, rows, new.shape[2], dtype)
+        whole[:, :, self.columns :] = new
+        return whole
 
     def _store_side(self, side: Side, new: Tensor, rows: Rows) -> None:
-        """Append new [B, N, T, D], in the cache's dtype, behind what every row holds."""
+        """Append new [B, N, T, D], in the cache's dtype, behind what every row holds. Pages shrink before: those of a
+        long prompt are written with the bits that they are to have, and never take more than they will."""
+        for paged in self.sides[side]:
+            paged.set_bits(paged.format.bits_at(self.columns + new.shape[2]))
         if new.shape[2] == 1 and self.columns >= rows.width:
             num_tokens = rows.lengths(self.columns)
             ragged = [part for part in self.sides[side] if not part.append_step(num_tokens, new[:, part.heads])]
@@ -107,19 +161,21 @@ class PagedLayer(CacheLayerMixin):
             held = rows.num_tokens(block, self.columns)
             for start, stop in rows.intervals(block, self.columns, self.columns + new.shape[2]):
                 chunk = new[block.rows, paged.heads, start - self.columns : stop - self.columns]
-                paged.append(block.rows, held, chunk)
+                self.prediction.written(side, paged.append(block.rows, held, chunk))
                 held += stop - start
 
-    def _read_side(self, side: Side, rows: Rows, states: Tensor) -> Tensor:
-        """[B, N, S + T, D]: the past at its columns, zero at padding; the last T columns are left to the caller."""
-        batch, heads, new, dim = states.shape
+    def _read_side(self, side: Side, rows: Rows, new: int, dtype: torch.dtype) -> Tensor:
+        """[B, N, S + new, D]: the past at its columns, zero at padding; the last columns are left to the caller."""
+        heads = self.plan.attention.num_kv_heads
         padded = any(block.start or block.stop < rows.width for block in rows.blocks)
         allocate = torch.zeros if padded else torch.empty
-        out = allocate(batch, heads, self.columns + new, dim, dtype=states.dtype, device=states.device)
+        shape = (rows.batch, heads, self.columns + new, self.plan.head_dim(side))
+        out = allocate(*shape, dtype=dtype, device=self.sides[side][0].pages.device)
         for paged in self.sides[side]:
-            decoded = paged.layout.decode(paged.pages)
-            for block in rows.blocks:
-                self._read_block(paged, block, rows, decoded[paged.page_range(block.rows)], out)
+            decoded = paged.decode(paged.spans(slice(0, rows.batch)))
+            parts = decoded.split([sum(paged.num_pages[block.rows]) for block in rows.blocks])
+            for block, part in zip(rows.blocks, parts, strict=True):
+                self._read_block(paged, block, rows, part, out)
         return out
 
     def _read_block(self, paged: PagedTensor, block: Block, rows: Rows, decoded: Tensor, out: Tensor) -> None:
@@ -136,19 +192,14 @@ class PagedLayer(CacheLayerMixin):
                 view[:, :, start:stop], tokens = tokens[:, :, : stop - start], tokens[:, :, stop - start :]
 
     def tokens_to_next_page(self) -> int:
-        """New tokens after which a page of some row is quantized (evaluation cuts its chunks there)."""
+        """New tokens after which a page of some row is written, or pages shrink (evaluation cuts its chunks there)."""
         rows = self.padding.rows
+        formats = {fmt for fmt in (*self.plan.k, *self.plan.v) if fmt != RAW}
         if rows is None:
-            formats = [fmt for fmt in (*self.plan.k, *self.plan.v) if fmt != RAW]
-            return min((fmt.num_sink_tokens + fmt.buffer_tokens for fmt in formats), default=NO_PAGE)
-        distances = [NO_PAGE]
-        quantized = [paged for paged in (*self.sides["k"], *self.sides["v"]) if paged.format != RAW]
-        for paged, block in itertools.product(quantized, rows.blocks):
-            num_tokens = rows.num_tokens(block, self.columns)
-            missing_sinks = max(0, paged.format.num_sink_tokens - num_tokens)
-            free = paged.format.buffer_tokens - paged.num_buffered(block.rows.start, num_tokens)
-            distances.append(missing_sinks + free)
-        return min(distances)
+            return min((fmt.tokens_to_next_event(0, 0) for fmt in formats), default=NO_PAGE)
+        lengths = set(rows.lengths(self.columns))
+        found = (fmt.tokens_to_next_event(n, self.columns) for fmt, n in itertools.product(formats, lengths))
+        return min(found, default=NO_PAGE)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.columns + query_length, 0
@@ -165,18 +216,27 @@ class PagedLayer(CacheLayerMixin):
         columns = tokens_to_remove if tokens_to_remove > 0 else self.columns + tokens_to_remove
         if not self.is_initialized or columns >= self.columns:
             return
+        self.require_heard()
         rows = self.padding.rows
         assert rows is not None
         self.columns = max(0, columns)
-        for paged, block in itertools.product([*self.sides["k"], *self.sides["v"]], rows.blocks):
-            paged.crop(block.rows, rows.num_tokens(block, self.columns))
+        for side in reversed(SIDES):  # predicted values are decoded with the help of the keys
+            for paged, block in itertools.product(self.sides[side], rows.blocks):
+                paged.crop(block.rows, rows.num_tokens(block, self.columns))
+        for paged in itertools.chain(*self.sides.values()):
+            paged.set_bits(paged.format.bits_at(self.columns))
+        self.prediction.forget()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep, repeat or reorder sequences; the cache does the same to the shared padding."""
+        self.require_heard()
         for paged in [*self.sides["k"], *self.sides["v"]]:
             paged.select(beam_idx.tolist())
+        self.prediction.forget()
 
     def reset(self) -> None:
         self.columns = 0
         self.sides = {"k": [], "v": []}
+        self.unheard = None
+        self.prediction = Prediction(self.plan, self.state)
         self.is_initialized = False

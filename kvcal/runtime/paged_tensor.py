@@ -5,93 +5,131 @@ full-precision copy of a packed token exists once ``append`` returns. Pages are 
 [all pages of row 0, all pages of row 1, ...], so rows of different lengths waste nothing.
 
 How many pages there are is a function of the number of tokens alone, after ``crop`` too, so that bytes stay exact.
-Hence the only exception to "written once": cropping below the token count at which a page was written (assisted
-decoding that rejects tokens) moves what is left of that page back into the buffer, as decoded.
+Hence two exceptions to "written once": cropping below the token count at which a page was written (assisted decoding
+that rejects tokens) moves what is left of that page back into the buffer, as decoded; and where the plan has pages
+shrink, all of them are converted at once (``set_bits``), down as tokens come, up after a crop.
 """
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
-from kvcal.plan import Format, Side
 from kvcal.quantizers.pages import PAGE_TOKENS
+from kvcal.runtime.page_codec import PageCodec, Span
 
-# Pages encoded at once: bounds the fp32 scratch of a long prefill to a few MB a head.
-ENCODE_PAGES = 64
+Keep = Callable[[Sequence[Span], Tensor], None]
 
 
 class PagedTensor:
-    """See the module's docstring. ``heads`` is the slice of the layer's KV heads held here (n of them).
+    """See the module's docstring. ``codec`` says which KV heads (n of them) are held here, and how.
 
     Tensors: sinks [B, n, num_sink_tokens, D] and buffer [B, n, buffer_tokens, D] in the cache's dtype;
-    pages [sum of rows' pages, n, record_bytes] uint8.
+    pages [sum of rows' pages, n (1 for a lattice), record_bytes] uint8; for query scores query_sum [B, n, D] fp32, the
+    sum of |q| over the ``query_count`` query vectors of each row since its last page. ``keep`` gets every page that
+    is decoded, before its transforms are undone.
     """
 
-    def __init__(
-        self,
-        fmt: Format,
-        side: Side,
-        heads: slice,
-        head_dim: int,
-        cache_dtype: str,
-        batch: int,
-        device: torch.device,
-    ) -> None:
-        self.format = fmt
-        self.heads = heads
-        self.layout = fmt.layout(side, head_dim, cache_dtype)
-        shape = (batch, heads.stop - heads.start)
-        dtype = CACHE_DTYPES[cache_dtype]
-        self.sinks = torch.zeros(*shape, fmt.num_sink_tokens, head_dim, dtype=dtype, device=device)
-        self.buffer = torch.zeros(*shape, fmt.buffer_tokens, head_dim, dtype=dtype, device=device)
-        self.pages = torch.empty(0, shape[1], self.layout.record_bytes, dtype=torch.uint8, device=device)
+    def __init__(self, codec: PageCodec, batch: int, device: torch.device) -> None:
+        fmt = codec.format
+        self.codec, self.format, self.heads = codec, fmt, codec.heads
+        self.num_bits = fmt.bits_at(0)
+        shape = (batch, codec.num_heads)
+        dtype = CACHE_DTYPES[codec.cache_dtype]
+        self.sinks = torch.zeros(*shape, fmt.num_sink_tokens, codec.head_dim, dtype=dtype, device=device)
+        self.buffer = torch.zeros(*shape, fmt.buffer_tokens, codec.head_dim, dtype=dtype, device=device)
+        records = (codec.records_per_page, codec.record_bytes(self.num_bits))
+        self.pages = torch.empty(0, *records, dtype=torch.uint8, device=device)
         self.num_pages = [0] * batch
+        channels = codec.head_dim if fmt.needs_queries else 0
+        self.query_sum = torch.zeros(*shape, channels, dtype=torch.float32, device=device)
+        self.query_count = [0] * batch
+        self.keep: Keep | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything this object holds on the device."""
-        return self.sinks, self.buffer, self.pages
+        return self.sinks, self.buffer, self.pages, self.query_sum
 
     def num_buffered(self, row: int, num_tokens: int) -> int:
         """Tokens in the buffer of a row that has seen ``num_tokens``."""
         return max(0, num_tokens - self.format.num_sink_tokens) - PAGE_TOKENS * self.num_pages[row]
 
-    def append(self, rows: slice, num_tokens: int, x: Tensor) -> None:
-        """Store x [b, n, T, D] behind the ``num_tokens`` tokens that each of ``rows`` (equal ones) has seen.
+    def spans(self, rows: slice) -> list[Span]:
+        """All pages of ``rows``, in the pool's order."""
+        return [(row, 0, self.num_pages[row]) for row in range(rows.start, rows.stop)]
+
+    def decode(self, spans: Sequence[Span]) -> Tensor:
+        """[M, n, 128, D]: these pages as keys after RoPE, or as values."""
+        stored = self.stored(spans)
+        if self.keep is not None:
+            self.keep(spans, stored)
+        return self.codec.restore(stored, spans)
+
+    def stored(self, spans: Sequence[Span]) -> Tensor:
+        """[M, n, 128, D]: these pages before their transforms are undone (see PageCodec.decode)."""
+        return self.codec.decode(self.records(spans), spans, self.num_bits)
+
+    def records(self, spans: Sequence[Span]) -> Tensor:
+        """[M, r, record_bytes]: these pages."""
+        first = [0, *itertools.accumulate(self.num_pages)]
+        if spans and all(start == 0 and stop == self.num_pages[row] for row, start, stop in spans):
+            rows = [row for row, _, _ in spans]
+            if rows == list(range(rows[0], rows[-1] + 1)):
+                return self.pages[first[rows[0]] : first[rows[-1] + 1]]
+        wanted = [first[row] + ordinal for row, start, stop in spans for ordinal in range(start, stop)]
+        return self.pages[torch.tensor(wanted, dtype=torch.int64, device=self.pages.device)]
+
+    def set_bits(self, num_bits: int) -> None:
+        """Shrink all pages to ``num_bits``, or widen them after a crop; pages to come are written with as many."""
+        if num_bits != self.num_bits:
+            self.pages = self.codec.convert(self.pages, self.num_bits, num_bits)
+            self.num_bits = num_bits
+
+    def append(self, rows: slice, num_tokens: int, x: Tensor) -> list[Span]:
+        """Store x [b, n, T, D] behind the ``num_tokens`` tokens that each of ``rows`` (equal ones) has seen; returns
+        the pages written.
 
         Raises:
             NonFiniteActivations: NaN or infinity in a page that is due.
         """
+        due = self.format.num_pages(num_tokens + x.shape[2]) - self.num_pages[rows.start]
         sinks = min(max(0, self.format.num_sink_tokens - num_tokens), x.shape[2])
         self.sinks[rows, :, num_tokens : num_tokens + sinks] = x[:, :, :sinks]
         x = x[:, :, sinks:]
         held = self.num_buffered(rows.start, num_tokens)
-        due = max(0, held + x.shape[2] - self.format.recent_window) // PAGE_TOKENS
-        if due:
+        written: list[Span] = []
+        if due > 0:
             x = torch.cat([self.buffer[rows, :, :held], x], dim=2)
-            self._add_pages(rows, self._encode(x[:, :, : due * PAGE_TOKENS]))
+            written = [(row, n, n + due) for row, n in enumerate(self.num_pages) if rows.start <= row < rows.stop]
+            self._add_pages(written, self._encode(written, x[:, :, : due * PAGE_TOKENS]))
             x, held = x[:, :, due * PAGE_TOKENS :], 0
         self.buffer[rows, :, held : held + x.shape[2]] = x
+        return written
 
     def append_step(self, num_tokens: list[int], x: Tensor) -> bool:
         """Store one token x [B, n, 1, D] of every row, as :meth:`append` would, if that only fills buffers; else do
         nothing and return False. One indexed write instead of a loop over the rows of a ragged batch."""
-        held = [self.num_buffered(row, count) for row, count in enumerate(num_tokens)]
-        if min(num_tokens) < self.format.num_sink_tokens or max(held) + 1 >= self.format.buffer_tokens:
+        counts = zip(num_tokens, self.num_pages, strict=True)
+        if min(num_tokens) < self.format.num_sink_tokens or any(self.format.num_pages(n + 1) > p for n, p in counts):
             return False
+        held = [self.num_buffered(row, count) for row, count in enumerate(num_tokens)]
         every_row = torch.arange(len(held), device=x.device)
         self.buffer[every_row, :, torch.tensor(held, device=x.device)] = x[:, :, 0]
         return True
 
-    def page_range(self, rows: slice) -> slice:
-        """Where the pages of ``rows`` lie in ``pages``."""
-        return slice(sum(self.num_pages[: rows.start]), sum(self.num_pages[: rows.stop]))
+    def observe(self, query_sum: Tensor, counts: list[int]) -> None:
+        """Add to the running query statistic: query_sum [B, n, D] is the sum of |q| over ``counts`` vectors a row."""
+        self.query_sum += query_sum
+        self.query_count = [old + new for old, new in zip(self.query_count, counts, strict=True)]
 
     def read(self, rows: slice, num_tokens: int, decoded: Tensor, out: Tensor) -> None:
         """Write the ``num_tokens`` tokens of each of ``rows`` (equal ones) to out [b, n, num_tokens, D];
-        ``decoded`` [pages of these rows, n, 128, D] is ``layout.decode`` of their ``page_range``."""
+        ``decoded`` [pages of these rows, n, 128, D] is :meth:`decode` of their spans."""
         sinks, pages = min(self.format.num_sink_tokens, num_tokens), self.num_pages[rows.start]
         paged = sinks + pages * PAGE_TOKENS
         out[:, :, :sinks] = self.sinks[rows, :, :sinks]
@@ -108,8 +146,9 @@ class PagedTensor:
         rest = max(0, num_tokens - self.format.num_sink_tokens) - PAGE_TOKENS * whole
         by_row = list(self.pages.split(self.num_pages))
         for row in range(rows.start, rows.stop):
-            decoded = self.layout.decode(by_row[row][whole:]).to(self.buffer.dtype)
+            decoded = self.decode([(row, whole, self.num_pages[row])]).to(self.buffer.dtype)
             self.buffer[row, :, :rest] = torch.cat([*decoded, self.buffer[row]], dim=1)[:, :rest]
+        for row in range(rows.start, rows.stop):
             by_row[row] = by_row[row][:whole]
             self.num_pages[row] = whole
         self.pages = torch.cat(by_row)
@@ -118,20 +157,30 @@ class PagedTensor:
         """Keep, repeat or reorder rows."""
         by_row = self.pages.split(self.num_pages)
         self.sinks, self.buffer = self.sinks[indices], self.buffer[indices]
+        self.query_sum, self.query_count = self.query_sum[indices], [self.query_count[index] for index in indices]
         self.pages = torch.cat([by_row[index] for index in indices])
         self.num_pages = [self.num_pages[index] for index in indices]
 
-    def _encode(self, x: Tensor) -> Tensor:
-        """x [b, n, P * 128, D] -> records [b, P, n, record_bytes]."""
+    def _encode(self, spans: list[Span], x: Tensor) -> Tensor:
+        """x [b, n, P * 128, D], P pages a row -> records [b * P, r, record_bytes] of ``spans``."""
         pages = x.unflatten(2, (-1, PAGE_TOKENS)).transpose(1, 2)
-        return torch.cat([self.layout.encode(part) for part in pages.split(ENCODE_PAGES, dim=1)], dim=1)
+        query_mean = None
+        if self.format.needs_queries:
+            rows = [row for row, first, stop in spans for _ in range(first, stop)]
+            counts = self.query_sum.new_tensor([self.query_count[row] for row in rows])
+            query_mean = self.query_sum[rows] / counts[:, None, None]
+            for row, _, _ in spans:
+                self.query_sum[row] = 0
+                self.query_count[row] = 0
+        return self.codec.encode(pages.flatten(0, 1), spans, self.num_bits, query_mean)
 
-    def _add_pages(self, rows: slice, records: Tensor) -> None:
-        """Append records [b, P, n, record_bytes] behind the pages of ``rows``."""
+    def _add_pages(self, spans: list[Span], records: Tensor) -> None:
+        """Append records, ordered as ``spans``, behind the pages of their rows."""
+        new = dict(zip([row for row, _, _ in spans], records.split([b - a for _, a, b in spans]), strict=True))
         parts = []
         for row, old in enumerate(self.pages.split(self.num_pages)):
             parts.append(old)
-            if rows.start <= row < rows.stop:
-                parts.append(records[row - rows.start])
-                self.num_pages[row] += records.shape[1]
+            if row in new:
+                parts.append(new[row])
+                self.num_pages[row] += len(new[row])
         self.pages = torch.cat(parts)

@@ -11,6 +11,7 @@ import functools
 import itertools
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from kvcal.errors import UsageError
@@ -93,6 +94,12 @@ class Rows:
         return [
             self.num_tokens(block, columns) for block in self.blocks for _ in range(block.rows.stop - block.rows.start)
         ]
+
+    def mask(self, begin: int, count: int, device: torch.device) -> Tensor:
+        """bool [B, count]: which of the columns from ``begin`` on hold tokens."""
+        columns = torch.arange(begin, begin + count, device=device)
+        starts, stops = torch.tensor(self.runs, device=device).unsqueeze(-1).unbind(1)
+        return ((columns >= starts) & (columns < stops)) | (columns >= self.width)
 
     def select(self, indices: list[int]) -> Rows:
         return replace(self, runs=tuple(self.runs[index] for index in indices))

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from kvcal.errors import ArtifactError
-from kvcal.geometry import CACHE_DTYPES
-from kvcal.plan import SIDES, LayerPlan, Side
+from kvcal.formats import SIDES, Side
+from kvcal.layer_plan import LayerPlan
 from kvcal.runtime.cache import PlanCache
 from kvcal.runtime.paged_layer import PagedLayer
 from kvcal.runtime.paged_tensor import PagedTensor
-from kvcal.runtime.rows import Block, Padding, Rows
+from kvcal.runtime.plan_state import PlanState
+from kvcal.runtime.rows import Block, Rows
 
 # Columns that the mirror grows by: each growth copies it.
 GROWTH = 256
@@ -35,28 +36,29 @@ class MirroredLayer(PagedLayer):
     not at once: the update that writes a page returns its tokens unquantized.
     """
 
-    def __init__(self, plan: LayerPlan, cache_dtype: str, padding: Padding) -> None:
-        super().__init__(plan, cache_dtype, padding)
+    def __init__(self, plan: LayerPlan, state: PlanState) -> None:
+        super().__init__(plan, state)
         self.dense: dict[Side, Tensor] = {}
         self.stale: list[tuple[Side, PagedTensor, Block]] = []
 
-    def _update_side(self, side: Side, states: Tensor, rows: Rows) -> Tensor:
+    def _whole(self, side: Side, new: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
         self._refresh(side, rows)
-        new = states.to(CACHE_DTYPES[self.cache_dtype])
         stop = self.columns + new.shape[2]
-        dense = self._with_room(side, states, stop)
+        dense = self._with_room(side, new.to(dtype), stop)
         if self.columns >= rows.width:
             dense[:, :, self.columns : stop] = new
         else:
             for block in rows.blocks:
                 for a, b in rows.intervals(block, self.columns, stop):
                     dense[block.rows, :, a:b] = new[block.rows, :, a - self.columns : b - self.columns]
-        before = [list(paged.num_pages) for paged in self.sides[side]]
-        self._store_side(side, new, rows)
-        for (paged, old), block in itertools.product(zip(self.sides[side], before, strict=True), rows.blocks):
-            if paged.num_pages[block.rows] != old[block.rows]:
-                self.stale.append((side, paged, block))
         return dense[:, :, :stop]
+
+    def _store_side(self, side: Side, new: Tensor, rows: Rows) -> None:
+        before = [(list(paged.num_pages), paged.num_bits) for paged in self.sides[side]]
+        super()._store_side(side, new, rows)
+        for (paged, (pages, bits)), block in itertools.product(zip(self.sides[side], before, strict=True), rows.blocks):
+            if paged.num_pages[block.rows] != pages[block.rows] or paged.num_bits != bits:
+                self.stale.append((side, paged, block))
 
     def _with_room(self, side: Side, states: Tensor, columns: int) -> Tensor:
         """The side's dense copy, grown if it has fewer ``columns``; new columns are zero, as padding must be."""
@@ -72,8 +74,7 @@ class MirroredLayer(PagedLayer):
     def _refresh(self, side: Side, rows: Rows) -> None:
         """Bring the stale rows of a side up to date."""
         for _, paged, block in [entry for entry in self.stale if entry[0] == side]:
-            decoded = paged.layout.decode(paged.pages[paged.page_range(block.rows)])
-            self._read_block(paged, block, rows, decoded, self.dense[side])
+            self._read_block(paged, block, rows, paged.decode(paged.spans(block.rows)), self.dense[side])
         self.stale = [entry for entry in self.stale if entry[0] != side]
 
     def difference(self, side: Side) -> float:
@@ -83,7 +84,7 @@ class MirroredLayer(PagedLayer):
             return 0.0
         self._refresh(side, rows)
         dense = self.dense[side][:, :, : self.columns]
-        fresh = self._read_side(side, rows, dense[:, :, :0])
+        fresh = self._read_side(side, rows, 0, dense.dtype)
         return float((dense - fresh).abs().max())
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -120,7 +121,7 @@ class MirroredCache(PlanCache):
     def _layer(self, index: int, native: object, layer: LayerPlan) -> object:
         made = super()._layer(index, native, layer)
         if isinstance(made, PagedLayer):
-            return MirroredLayer(made.plan, made.cache_dtype, made.padding)
+            return MirroredLayer(made.plan, made.state)
         return made
 
     @torch.inference_mode()

@@ -1,0 +1,176 @@
+"""Which channels a layer's rotary embedding turns, and how fast: measured on the model's own rotary function.
+
+Pairings differ between families (a channel with the one half a head away, or with its neighbour; all channels of a
+head, or its first few), and so do frequencies and amplitudes (linear, llama3 and YaRN scaling, two bases in one model).
+None of that is guessed from a configuration. A probe of a few tokens runs at chosen positions; for every layer, the
+call that turned its key is made once more, with unit vectors in place of the key and with the very cos and sin of the
+model. What comes back is the matrix of the rotation at each position: which channels mix, by which angle, times what.
+
+PM-KVQ needs the pairs (its λ must be equal within a pair, to pass through the rotation: Eq. 9-11), a plan that stores
+keys before RoPE needs the whole map. Angles are observed at powers of two, where position x frequency is exact even in
+fp32, so that a doubling position refines the frequency each time; the model's own ``inv_freq`` buffer is taken where it
+agrees with every angle observed.
+
+Refused: angles that are not position x frequency (dynamic and longrope scaling change frequencies with the length,
+multimodal rotation takes three positions), and rotations that cannot be observed. ``rotary_pairs`` serves the former.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvcal.errors import UnsupportedModel
+from kvcal.geometry import Geometry
+from kvcal.models.rotary_probe import FP32_EPS, Turn, observe_turns
+
+# Where a configuration names no context.
+DEFAULT_CONTEXT = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class RotaryMap:
+    """A layer's rotation. ``pairs`` int64 [P, 2]: channels (a, b) of a head, of which, at position p,
+
+        k_post_a = amplitude (k_pre_a cos(p f) - k_pre_b sin(p f)),   k_post_b = amplitude (k_pre_b cos + k_pre_a sin)
+
+    with f in ``frequency`` fp64 [P], radians per position, positive. Channels in no pair are not rotated; a layer
+    without RoPE has no pairs."""
+
+    pairs: Tensor
+    frequency: Tensor
+    amplitude: float
+
+    def tensor(self) -> Tensor:
+        """fp64 [P, 4]: a, b, frequency, amplitude; what a plan stores."""
+        amplitude = torch.full_like(self.frequency, self.amplitude)
+        return torch.stack([*self.pairs.double().unbind(1), self.frequency, amplitude], dim=1)
+
+
+def rotary_pairs(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tensor]:
+    """{layer: pairs int64 [P, 2]}, first channel below the second, for every attention layer; see ``RotaryMap``.
+
+    Raises:
+        UnsupportedModel: a layer's rotation cannot be observed, or mixes channels otherwise than in pairs.
+    """
+    turns = observe_turns(model, geometry, None)
+    return {index: _pairs(turn, f"layer {index} of {geometry.model_type}") for index, turn in turns.items()}
+
+
+def rotary_maps(model: PreTrainedModel, geometry: Geometry) -> dict[int, RotaryMap]:
+    """The rotation of every attention layer, by cache index.
+
+    Raises:
+        UnsupportedModel: as ``rotary_pairs``; or angles are not position x frequency; or they are known to less than
+            fp32 precision and no buffer of the model tells them.
+    """
+    small = observe_turns(model, geometry, None)
+    if all(not _pairs(turn, f"layer {index}").numel() for index, turn in small.items()):
+        nothing = torch.empty(0, dtype=torch.float64)
+        return {index: RotaryMap(torch.empty(0, 2, dtype=torch.int64), nothing, 1.0) for index in small}
+    config = model.config.get_text_config(decoder=True).to_dict()
+    if "mrope_section" in (config.get("rope_parameters") or {}):
+        raise UnsupportedModel(f"{geometry.model_type} rotates by three positions a token (mrope_section)")
+    context = config.get("max_position_embeddings") or DEFAULT_CONTEXT
+    ladder = sorted({0, 3, context // 3, context - 1, *(2**i for i in range(context.bit_length() - 1))})
+    try:
+        # Far positions first, small ones last: frequencies that grow with the length then show, and shrink back.
+        far = observe_turns(model, geometry, [0, 1, 3, context + 1, 2 * context])
+        near = observe_turns(model, geometry, ladder)
+    except torch.OutOfMemoryError:
+        raise
+    except (IndexError, RuntimeError) as error:
+        raise UnsupportedModel(f"{geometry.model_type} does not run at chosen positions: {error}") from error
+    finally:
+        small = observe_turns(model, geometry, None)
+    buffers = [buffer.double().cpu() for name, buffer in model.named_buffers() if "inv_freq" in name.split(".")[-1]]
+    return {
+        index: _map(near[index], [small[index], far[index]], buffers, f"layer {index} of {geometry.model_type}")
+        for index in small
+    }
+
+
+def _pairs(turn: Turn, place: str) -> Tensor:
+    """int64 [P, 2], ascending; refuses what is not a rotation of pairs."""
+    diagonal_TD = turn.matrices.diagonal(dim1=1, dim2=2)
+    linked_DD = (turn.matrices - diagonal_TD.diag_embed() != 0).any(0)
+    in_pairs = bool((linked_DD.sum(0) <= 1).all()) and torch.equal(linked_DD, linked_DD.T)
+    pairs = linked_DD.triu().nonzero()
+    a, b = pairs.unbind(1)
+    tolerance = 8 * turn.eps * float(turn.matrices.abs().max())
+    equal = (diagonal_TD[:, a] - diagonal_TD[:, b]).abs() <= tolerance
+    opposite = (turn.matrices[:, a, b] + turn.matrices[:, b, a]).abs() <= tolerance
+    alone = diagonal_TD[:, ~linked_DD.any(0)]
+    if not (in_pairs and bool(equal.all()) and bool(opposite.all()) and bool(((alone - 1).abs() <= tolerance).all())):
+        raise UnsupportedModel(f"{place}: its rotary function is not a rotation of pairs of channels")
+    return pairs
+
+
+def _map(near: Turn, others: Sequence[Turn], buffers: Sequence[Tensor], place: str) -> RotaryMap:
+    """From the observation at a ladder of positions, confirmed by all others."""
+    pairs = _pairs(near, place)
+    if not pairs.numel():
+        return RotaryMap(pairs, torch.empty(0, dtype=torch.float64), 1.0)
+    turns = [near, *others]
+    angles = [_angles(turn, pairs) for turn in turns]
+    amplitude = _amplitude(turns, pairs, place)
+    frequency = torch.zeros(len(pairs), dtype=torch.float64)
+    for position, angle in zip(near.positions.tolist(), angles[0], strict=True):
+        if position > 0 and math.log2(position).is_integer():
+            frequency = frequency + _wrapped(angle - position * frequency) / position
+    if not _explains(frequency, turns, angles):
+        raise UnsupportedModel(
+            f"{place}: its rotary angles are not position x frequency (dynamic or longrope scaling change them with "
+            "the length)"
+        )
+    own = [_nearest(buffer, frequency) for buffer in buffers if buffer.numel()]
+    own = [candidate for candidate in own if _explains(candidate, turns, angles)]
+    if not own and near.eps > FP32_EPS:
+        raise UnsupportedModel(
+            f"{place}: no inv_freq buffer agrees with its rotary angles, which are observed to {near.eps:.0e} only",
+            hint="load the model with dtype = float32",
+        )
+    frequency = own[0] if own else frequency
+    pairs = torch.where(frequency[:, None] < 0, pairs.flip(1), pairs)
+    return RotaryMap(pairs, frequency.abs(), amplitude)
+
+
+def _angles(turn: Turn, pairs: Tensor) -> Tensor:
+    """[T, P] in -π .. π."""
+    a, b = pairs.unbind(1)
+    return torch.atan2(turn.matrices[:, b, a], turn.matrices[:, a, a])
+
+
+def _amplitude(turns: Sequence[Turn], pairs: Tensor, place: str) -> float:
+    a, b = pairs.unbind(1)
+    found = torch.cat([torch.hypot(turn.matrices[:, a, a], turn.matrices[:, b, a]) for turn in turns])
+    amplitude = float(turns[0].matrices[0, a[0], a[0]])  # at position 0, where cos is 1
+    if not bool(((found - amplitude).abs() <= 8 * turns[0].eps * amplitude).all()):
+        raise UnsupportedModel(f"{place}: its rotation scales keys by {float(found.min())} to {float(found.max())}")
+    return amplitude
+
+
+def _explains(frequency: Tensor, turns: Sequence[Turn], angles: Sequence[Tensor]) -> bool:
+    """Whether all observed angles are position x frequency, to the rounding of an fp32 angle and of cos and sin."""
+    for turn, found_TP in zip(turns, angles, strict=True):
+        expected_TP = turn.positions[:, None] * frequency
+        tolerance_TP = 8 * turn.eps + 4 * FP32_EPS * expected_TP.abs()
+        if not bool((_wrapped(found_TP - expected_TP).abs() <= tolerance_TP).all()):
+            return False
+    return True
+
+
+def _nearest(values: Tensor, wanted: Tensor) -> Tensor:
+    """For each of ``wanted`` [P], the nearest of ± ``values``."""
+    nearest = values[(values.abs() - wanted.abs()[:, None]).abs().argmin(1)]
+    return torch.copysign(nearest, wanted)
+
+
+def _wrapped(angle: Tensor) -> Tensor:
+    """In -π .. π."""
+    return torch.remainder(angle + math.pi, 2 * math.pi) - math.pi

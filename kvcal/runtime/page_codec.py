@@ -1,0 +1,174 @@
+"""Pages of some KV heads as records of bytes, and back: the transforms of a layer around its quantizer.
+
+    encode   K_post -> [K_pre] -> [- offset] -> [/ λ] -> [- prediction] -> quantizer -> record        (V: the last two)
+    decode   the same in reverse
+
+Every transform is undone right after decoding, so that sinks and buffer hold K_post and V as the model made them, and
+whoever reads a page needs to know nothing about it. (The kernels fold λ and offset into the query instead.)
+
+A page is named by its row and its ordinal within the row: ``Span`` (row, first, stop) stands for consecutive ones. Its
+tokens are at positions num_sink_tokens + 128 ordinal + 0 .. 127 of the row, which is also their RoPE position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvcal.formats import Format, Layout, Side
+from kvcal.layer_plan import LayerPlan
+from kvcal.plan_tensors import lattice_name
+from kvcal.quantizers.lattice import LatticeLayout
+from kvcal.quantizers.pages import PAGE_TOKENS, PageLayout
+from kvcal.quantizers.scores import channel_scores
+from kvcal.quantizers.tiers import TieredLayout
+from kvcal.runtime.shrink import convert
+from kvcal.transforms.rotation import rotate, unrotate
+
+Span = tuple[int, int, int]
+Predict = Callable[[Sequence[Span]], Tensor]
+
+# Pages encoded at once: bounds the fp32 scratch of a long prefill to a few MB a head.
+ENCODE_PAGES = 64
+
+
+def ordinals_of(spans: Sequence[Span], device: torch.device) -> Tensor:
+    """int64 [M]: the ordinal of every page of the spans, in their order."""
+    return torch.tensor([i for _, first, stop in spans for i in range(first, stop)], dtype=torch.int64, device=device)
+
+
+class PageCodec:
+    """See the module's docstring. For the KV heads ``heads`` of a layer's ``side``, all in format ``fmt``.
+
+    ``tensors``: the plan's, on the device. ``predict``: gives what a predictor says about pages, [M, n, 128, D] fp32;
+    None without one.
+    """
+
+    def __init__(
+        self,
+        plan: LayerPlan,
+        side: Side,
+        fmt: Format,
+        heads: slice,
+        cache_dtype: str,
+        tensors: Mapping[str, Tensor],
+        predict: Predict | None,
+    ) -> None:
+        prefix = f"layers.{plan.geometry.index}"
+        self.format, self.side, self.predict = fmt, side, predict
+        self.heads, self.num_heads, self.head_dim = heads, heads.stop - heads.start, plan.head_dim(side)
+        self.cache_dtype = cache_dtype
+        is_k = side == "k"
+        self.rescale = tensors[f"{prefix}.k_rescale"][heads].unsqueeze(-2) if is_k and plan.k_rescale else None
+        self.offset = tensors[f"{prefix}.k_offset"][heads].unsqueeze(-2) if is_k and plan.k_offset else None
+        self.rotary = tensors.get(f"{prefix}.rotary") if is_k else None
+        self.is_pre = is_k and plan.k_pages == "pre"
+        self.grid = self.signs = None
+        if fmt.lattice_dim is not None:
+            self.grid = tensors[lattice_name(fmt.lattice_dim, fmt.num_bits)]
+            self.signs = tensors[f"{prefix}.{side}_signs"]
+
+    @property
+    def records_per_page(self) -> int:
+        """One record for each head, or one for all heads in a row."""
+        return 1 if self.format.lattice_dim is not None else self.num_heads
+
+    def record_bytes(self, num_bits: int) -> int:
+        return self._layout(num_bits).record_bytes
+
+    def encode(self, x: Tensor, spans: Sequence[Span], num_bits: int, query_mean: Tensor | None = None) -> Tensor:
+        """x [M, n, 128, D]: the pages of ``spans``, keys after RoPE or values -> records [M, r, record_bytes] uint8.
+        ``query_mean`` [M, n, D]: the mean |q| that the pages' channels meet, for query scores.
+
+        Raises:
+            NonFiniteActivations: NaN or infinity.
+        """
+        if x.shape[0] == 0:
+            return x.new_empty(0, self.records_per_page, self.record_bytes(num_bits), dtype=torch.uint8)
+        prediction = None if self.predict is None else self.predict(spans)
+        ordinals = ordinals_of(spans, x.device)
+        parts = []
+        for part in torch.arange(x.shape[0], device=x.device).split(ENCODE_PAGES):
+            page = self._transform(x[part], ordinals[part])
+            if prediction is not None:
+                page = page.float() - prediction[part]
+            query = None if query_mean is None else query_mean[part]
+            parts.append(self._quantize(page, ordinals[part], num_bits, query))
+        return torch.cat(parts)
+
+    def convert(self, records: Tensor, old_bits: int, new_bits: int) -> Tensor:
+        """Records [..., bytes] with codes of ``old_bits`` -> with codes of ``new_bits``, of the transformed values.
+        Only pages of formats that shrink have more than one number of bits.
+
+        Raises:
+            NonFiniteActivations: NaN or infinity in pages of 16 bits that shrink.
+        """
+        old, new = self._layout(old_bits), self._layout(new_bits)
+        assert isinstance(old, PageLayout) and isinstance(new, PageLayout)
+        return convert(records, old, new, self.format.shift)
+
+    def decode(self, records: Tensor, spans: Sequence[Span], num_bits: int) -> Tensor:
+        """Records [M, r, record_bytes] of the pages of ``spans`` -> [M, n, 128, D] with the prediction added and before
+        all other transforms are undone; fp32, or the cache's dtype from 16-bit pages without transforms."""
+        values = self._dequantize(records, num_bits)
+        return values if self.predict is None or not len(values) else values.float() + self.predict(spans)
+
+    def restore(self, stored: Tensor, spans: Sequence[Span]) -> Tensor:
+        """What :meth:`decode` gave -> keys after RoPE, or values."""
+        if self.is_pre:
+            return self._turned(stored, spans, rotate)
+        if self.rescale is not None:
+            stored = stored * self.rescale
+        return stored if self.offset is None else stored + self.offset
+
+    def before_rope(self, stored: Tensor, spans: Sequence[Span]) -> Tensor:
+        """What :meth:`decode` gave -> what a predictor reads: keys before RoPE, or values. fp32."""
+        if self.side == "v" or self.is_pre:
+            return stored.float()
+        return self._turned(self.restore(stored, spans), spans, unrotate)
+
+    def _turned(self, x: Tensor, spans: Sequence[Span], turn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """x [M, n, 128, D] turned to, or from, its positions."""
+        assert self.rotary is not None
+        return turn(x, self.rotary, self._positions(ordinals_of(spans, x.device)))
+
+    def _positions(self, ordinals: Tensor) -> Tensor:
+        """[M, 1, 128] int64."""
+        within = torch.arange(PAGE_TOKENS, device=ordinals.device)
+        return (self.format.num_sink_tokens + PAGE_TOKENS * ordinals)[:, None, None] + within
+
+    def _transform(self, x: Tensor, ordinals: Tensor) -> Tensor:
+        """All that comes before the prediction is subtracted; x unchanged without transforms."""
+        if self.is_pre:
+            assert self.rotary is not None
+            return unrotate(x, self.rotary, self._positions(ordinals))
+        if self.offset is not None:
+            x = x.float() - self.offset
+        return x if self.rescale is None else x.float() / self.rescale
+
+    def _quantize(self, page: Tensor, ordinals: Tensor, num_bits: int, query_mean: Tensor | None) -> Tensor:
+        layout = self._layout(num_bits)
+        if isinstance(layout, LatticeLayout):
+            assert self.grid is not None and self.signs is not None
+            return layout.encode(page.transpose(1, 2).flatten(-2), self.grid, self.signs).unsqueeze(1)
+        if isinstance(layout, TieredLayout):
+            assert self.format.boost is not None
+            if query_mean is not None and self.rescale is not None:
+                query_mean = query_mean * self.rescale.squeeze(-2)
+            heads = torch.arange(self.heads.start, self.heads.stop, device=page.device)
+            score = self.format.boost.score
+            return layout.encode(page, channel_scores(score, page, query_mean, ordinals.unsqueeze(-1), heads))
+        return layout.encode(page)
+
+    def _dequantize(self, records: Tensor, num_bits: int) -> Tensor:
+        layout = self._layout(num_bits)
+        if isinstance(layout, LatticeLayout):
+            assert self.grid is not None and self.signs is not None
+            values = layout.decode(records.squeeze(1), self.grid, self.signs)
+            return values.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        return layout.decode(records)
+
+    def _layout(self, num_bits: int) -> Layout:
+        return self.format.layout(self.side, self.num_heads, self.head_dim, self.cache_dtype, num_bits)

@@ -1,0 +1,58 @@
+"""What the layers of one PlanCache share: the plan, its tensors on the device, the batch's padding, the predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvcal.errors import UsageError
+from kvcal.formats import SIDES, Side
+from kvcal.layer_plan import LayerPlan
+from kvcal.plan import Plan
+from kvcal.runtime.page_codec import Span
+from kvcal.runtime.rows import Padding
+
+
+class Source(Protocol):
+    """A layer as others see it that are predicted from it (kvcal.runtime.prediction)."""
+
+    plan: LayerPlan
+
+    def before_rope(self, side: Side, spans: Sequence[Span]) -> Tensor:
+        """[M, n, 128, D] fp32: these pages as predictors read them."""
+
+    def forget(self) -> None:
+        """Drop what was kept for readers."""
+
+
+class PlanState:
+    """``sources``: the indices of layers that another layer, or their own values, are predicted from;
+    ``predictions``: every layer's, by its index."""
+
+    def __init__(self, plan: Plan, attention_mask: Tensor | None) -> None:
+        self.plan = plan
+        self.padding = Padding(attention_mask)
+        self.tensors: Mapping[str, Tensor] = plan.tensors
+        predictors = [(layer, layer.predictor(side)) for layer in plan.layers for side in SIDES]
+        self.sources = {predictor.source for _, predictor in predictors if predictor is not None}
+        self.predictions: dict[int, Source] = {}
+        self.is_scheduled = any(fmt.shrink_at for layer in plan.layers for fmt in (*layer.k, *layer.v))
+
+    def tensors_on(self, device: torch.device) -> Mapping[str, Tensor]:
+        """The plan's tensors on ``device``, moved there once."""
+        if any(tensor.device != device for tensor in self.tensors.values()):
+            self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return self.tensors
+
+    def require_scheduled(self, batch: int, columns: int) -> None:
+        """UsageError beyond the workload of a plan whose pages shrink: nothing is known to fit there."""
+        workload = self.plan.workload
+        if self.is_scheduled and (batch > workload.batch or columns > workload.context):
+            raise UsageError(
+                f"{batch} sequences of {columns} tokens: the plan's pages shrink on a schedule for at most "
+                f"{workload.batch} of {workload.context}",
+                hint="allocate again with the batch and context you need",
+            )

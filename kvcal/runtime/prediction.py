@@ -1,0 +1,104 @@
+"""Cross-layer prediction in the cache (AQUA-KV, Alg. 2-4, faithful mode): pages of a layer hold residuals.
+
+    K = f_key(K of the source layer) + residual,   V = f_value([V of the source layer; K of this layer]) + residual
+
+all of them as read back from pages, keys before RoPE, KV heads in a row. A layer is decoded after its source, every
+step: reconstructions are handed from layer to layer and dropped as soon as the next layer has used them, so that at any
+time two layers' are held. Where none was left (a crop, a layer read alone), the source is decoded again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvcal.errors import ArtifactError
+from kvcal.formats import Side
+from kvcal.layer_plan import LayerPlan
+from kvcal.plan_tensors import predictor_shape
+from kvcal.runtime.page_codec import Predict, Span
+from kvcal.runtime.paged_tensor import PagedTensor
+from kvcal.runtime.plan_state import PlanState
+from kvcal.transforms.linear_predictor import LinearPredictor
+
+
+class Prediction:
+    """One layer's part: what its pages are predicted to be, and what others predict from them."""
+
+    def __init__(self, plan: LayerPlan, state: PlanState) -> None:
+        self.plan = plan
+        self.state = state
+        self.is_source = plan.geometry.index in state.sources
+        self.sides: dict[Side, list[PagedTensor]] = {"k": [], "v": []}
+        self.kept: dict[tuple[Side, tuple[Span, ...]], Tensor] = {}
+        self._predictors: dict[Side, LinearPredictor] = {}
+        state.predictions[plan.geometry.index] = self
+
+    def of(self, side: Side) -> Predict | None:
+        """What the codec of ``side`` asks; None where nothing is predicted."""
+        return None if self.plan.predictor(side) is None else functools.partial(self._predict, side)
+
+    def attach(self, sides: dict[Side, list[PagedTensor]]) -> None:
+        """Where the layer's pages lie."""
+        self.sides = sides
+        if self.is_source or self.plan.v_predictor is not None:
+            for side in sides:
+                if self.is_source or side == "k":
+                    for paged in sides[side]:
+                        paged.keep = functools.partial(self._keep, side)
+
+    def before_rope(self, side: Side, spans: Sequence[Span]) -> Tensor:
+        """[M, n, 128, D] fp32: these pages as predictors read them, decoded unless they were kept."""
+        key = (side, tuple(spans))
+        if key not in self.kept:
+            (paged,) = self.sides[side]
+            self._keep(side, spans, paged.stored(spans))
+        return self.kept[key]
+
+    def written(self, side: Side, spans: Sequence[Span]) -> None:
+        """New pages: decode them at once where they are predicted from, before the next layer writes its own."""
+        if spans and (self.is_source or (side == "k" and self.plan.v_predictor is not None)):
+            self.before_rope(side, spans)
+
+    def release(self) -> None:
+        """After an update: nobody needs the source's reconstructions any more, nor this layer's without readers."""
+        for side in self.sides:
+            predictor = self.plan.predictor(side)
+            if predictor is not None:
+                self.state.predictions[predictor.source].forget()
+        if not self.is_source:
+            self.forget()
+
+    def forget(self) -> None:
+        self.kept = {}
+
+    def _keep(self, side: Side, spans: Sequence[Span], stored: Tensor) -> None:
+        (paged,) = self.sides[side]
+        self.kept[side, tuple(spans)] = paged.codec.before_rope(stored, spans)
+
+    def _predict(self, side: Side, spans: Sequence[Span]) -> Tensor:
+        """[M, n, 128, D] fp32: what the predictor says about these pages."""
+        predictor = self.plan.predictor(side)
+        assert predictor is not None
+        source = self.state.predictions.get(predictor.source)
+        if source is None:
+            raise ArtifactError(f"layer {predictor.source} comes after layer {self.plan.geometry.index} in the model")
+        inputs = [source.before_rope(side, spans)]
+        if side == "v":
+            inputs.append(self.before_rope("k", spans))
+        x = torch.cat([part.transpose(1, 2).flatten(-2) for part in inputs], dim=-1)
+        heads = self.plan.attention.num_kv_heads
+        return self._predictor(side, x.device).apply(x).unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    def _predictor(self, side: Side, device: torch.device) -> LinearPredictor:
+        if side not in self._predictors:
+            predictor = self.plan.predictor(side)
+            assert predictor is not None
+            source = self.state.predictions[predictor.source].plan
+            shape = predictor_shape(self.plan, source, side, self.state.plan.cache_dtype)
+            prefix = f"layers.{self.plan.geometry.index}.{side}_predictor"
+            self._predictors[side] = LinearPredictor.from_tensors(shape, self.state.tensors_on(device), prefix)
+        return self._predictors[side]
