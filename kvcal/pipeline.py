@@ -1,73 +1,52 @@
-"""The pipeline: profile -> allocate -> compile -> evaluate, each stage an artifact in one folder.
+"""The pipeline: choose formats -> progressive -> reparam -> predictors -> compile -> evaluate.
 
-A stage whose artifact was made from the same inputs is skipped; when they differ, the first differing field is
-named and the stage runs again. A folder made from another model is left alone. Reparameterization and predictor
-fitting will stand between allocate and compile, with artifacts of their own.
+Formats are fixed by the recipe, solved for a budget from a profile, assigned by importance, or searched; each stage
+then works on what the ones before chose, and leaves one artifact in one folder. A stage whose artifact was made from
+the same inputs is skipped; when they differ, the first differing field is named and the stage runs again. A folder made
+from another model is left alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from kvcal import artifact
-from kvcal.artifact import differing_input, sha256_json
+from kvcal.artifact import sha256_json
 from kvcal.data import DataSpec, TokenDataset, load_sequences
-from kvcal.errors import ArtifactError, UsageError
+from kvcal.errors import UsageError
+from kvcal.folder import Folder, compute_dtype, flat, is_current, model_inputs
+from kvcal.models.fold import fold, save_folded
 from kvcal.models.load import LoadedModel
-from kvcal.plan import Plan, Workload, plan_bytes, save_plan
+from kvcal.plan import LayerPlan, Plan, Workload, plan_bytes, save_plan
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes
 from kvcal.recipe import AllocateSpec, Recipe, load_recipe
+from kvcal.specs import ReparamSpec
 from kvcal.stages import allocate as allocation_stage
+from kvcal.stages import fit_predictors as predictor_stage
 from kvcal.stages import profile as profile_stage
+from kvcal.stages import reparam as reparam_stage
+from kvcal.stages import run_search as search_stage
 from kvcal.stages.allocate import Allocation
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate import Evaluation, evaluate
+from kvcal.stages.lattice_tensors import lattice_tensors
 from kvcal.stages.profile import Profile
 from kvcal.stages.report import draw
 from kvcal.strict import dump
 
+__all__ = ["Folder", "Result", "build_plan", "model_inputs", "run"]
+
+Reload = Callable[[str], LoadedModel]
+
 DEFAULT_WORKLOAD = Workload(batch=8, context=4096)
-
-
-@dataclass(frozen=True)
-class Folder:
-    """Where the stages' artifacts lie."""
-
-    path: Path
-
-    @classmethod
-    def create(cls, path: str | Path) -> Folder:
-        """Make the folder if needed. UsageError when that is impossible."""
-        try:
-            Path(path).mkdir(parents=True, exist_ok=True)
-        except OSError as refused:
-            raise UsageError(f"--out {path}: cannot make this folder: {refused.strerror}") from None
-        return cls(Path(path))
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile.safetensors"
-
-    @property
-    def allocation(self) -> Path:
-        return self.path / "allocation.safetensors"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.safetensors"
-
-    @property
-    def evaluation(self) -> Path:
-        return self.path / "evaluation.json"
-
-    @property
-    def picture(self) -> Path:
-        return self.path / "evaluation.png"
 
 
 @dataclass(frozen=True)
@@ -82,14 +61,69 @@ class Result:
 
 def run(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter: Reporter) -> Result:
     """All stages. Raises what the stages raise; whatever was finished stays and is reused by the next run."""
-    if recipe.allocate is None:
-        allocation = _fixed(recipe, loaded, folder, reporter)
-    else:
-        profile_recipe(recipe, loaded, folder, reporter)
-        allocation = allocate_folder(folder, recipe.allocate, provenance_of(recipe), reporter)
-    plan = compile_folder(folder, folder.plan, reporter)
+    plan = build_plan(recipe, loaded, folder, None, reporter)
     evaluation = evaluate_plan(recipe, loaded, plan, folder, reporter)
-    return Result(folder, allocation, plan, evaluation)
+    return Result(folder, allocation_stage.load(folder.allocation)[0], plan, evaluation)
+
+
+def build_plan(
+    recipe: Recipe, loaded: LoadedModel, folder: Folder, workload: Workload | None, reporter: Reporter
+) -> Plan:
+    """All stages of a recipe up to its plan, for ``workload`` (default: the recipe's, or 8 x 4,096 tokens).
+
+    Raises:
+        What the stages raise; whatever was finished stays.
+    """
+    if workload is not None and recipe.allocate is not None:
+        spec = replace(recipe.allocate, batch=workload.batch, context=workload.context)
+        recipe = replace(recipe, allocate=spec)
+    choose_formats(recipe, loaded, folder, workload or DEFAULT_WORKLOAD, reporter)
+    if recipe.search is not None:
+        return compile_folder(folder, folder.plan, reporter)
+    if recipe.reparam is not None:
+        reparam_folder(recipe, loaded, folder, reporter)
+    if recipe.predictors is not None:
+        fit_predictors_folder(recipe, loaded, folder, reporter)
+    return compile_folder(folder, folder.plan, reporter, recipe.reparam is not None, recipe.predictors is not None)
+
+
+def choose_formats(
+    recipe: Recipe, loaded: LoadedModel, folder: Folder, workload: Workload, reporter: Reporter
+) -> Allocation:
+    """The formats of every layer: the recipe's own, the solver's, or by importance; progressive if asked for."""
+    if recipe.search is not None:
+        return search_folder(recipe, loaded, folder, reporter)
+    if recipe.allocate is not None:
+        profile_recipe(recipe, loaded, folder, reporter)
+        return allocate_folder(folder, recipe.allocate, provenance_of(recipe), reporter, recipe)
+    inputs = {
+        **model_inputs(loaded),
+        **flat("workload", dump(workload)),
+        **flat("formats", dump(recipe.formats)),
+        **flat("importance", dump(recipe.importance)),
+        **flat("progressive", dump(recipe.progressive)),
+        "provenance": sha256_json(provenance_of(recipe)),
+    }
+    if recipe.importance is not None:
+        profile_recipe(recipe, loaded, folder, reporter)
+        inputs["profile.sha256"] = _sha256(folder.profile)
+    kind, schema = allocation_stage.KIND, allocation_stage.SCHEMA
+    if is_current("allocate", folder.allocation, kind, schema, inputs, reporter):
+        return allocation_stage.load(folder.allocation)[0]
+    if recipe.importance is not None:
+        profile = profile_stage.load(folder.profile)
+        allocation = allocation_stage.important_allocation(
+            profile, recipe.importance, profile.cache, workload, provenance_of(recipe)
+        )
+    else:
+        assert recipe.formats is not None
+        allocation = allocation_stage.fixed_allocation(
+            recipe.formats, loaded.identity, loaded.geometry, workload, provenance_of(recipe)
+        )
+    if recipe.progressive is not None:
+        allocation = allocation_stage.made_progressive(allocation, recipe.progressive, reserved=0)
+    allocation_stage.save(allocation, inputs, folder.allocation)
+    return allocation
 
 
 def profile_recipe(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter: Reporter) -> Profile:
@@ -97,40 +131,129 @@ def profile_recipe(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter
     data = _sequences(recipe.data, loaded)
     inputs = {
         **model_inputs(loaded),
-        **_flat("profile", dump(recipe.profile)),
-        **_flat("cache", dump(recipe.cache)),
+        **flat("profile", dump(recipe.profile)),
+        **flat("cache", dump(recipe.cache)),
         "data.fingerprint": data.fingerprint,
-        "compute_dtype": str(loaded.model.dtype).removeprefix("torch."),
+        **compute_dtype(loaded),
     }
     kind, schema = profile_stage.KIND, profile_stage.SCHEMA
-    if _is_current("profile", folder.profile, kind, schema, inputs, reporter):
+    if is_current("profile", folder.profile, kind, schema, inputs, reporter):
         return profile_stage.load(folder.profile)
     reporter.say(f"profile: {data.description}")
     return profile_stage.run_profile(loaded, data, recipe.profile, recipe.cache, inputs, folder.profile, reporter)
 
 
-def allocate_folder(folder: Folder, spec: AllocateSpec, provenance: dict[str, Any], reporter: Reporter) -> Allocation:
-    """The allocate stage, from the folder's profile."""
+def allocate_folder(
+    folder: Folder,
+    spec: AllocateSpec,
+    provenance: dict[str, Any],
+    reporter: Reporter,
+    recipe: Recipe | None = None,
+) -> Allocation:
+    """The allocate stage, from the folder's profile. ``recipe``: whose [progressive] and [reparam] follow, so that
+    their bytes are kept free."""
     profile = profile_stage.load(folder.profile)
+    progressive = None if recipe is None else recipe.progressive
+    reserved = 0 if recipe is None else allocation_stage.reserved_bytes(profile.geometry, recipe.reparam)
     inputs = {
-        **_flat("allocate", dump(spec)),
-        **_flat("cache", dump(profile.cache)),
-        "profile.sha256": hashlib.sha256(folder.profile.read_bytes()).hexdigest(),
+        **flat("allocate", dump(spec)),
+        **flat("cache", dump(profile.cache)),
+        **flat("progressive", dump(progressive)),
+        "reserved_bytes": reserved,
+        "profile.sha256": _sha256(folder.profile),
         "provenance": sha256_json(provenance),
     }
     if spec.same_bytes_as is not None:
         inputs["allocate.same_bytes_as.sha256"] = load_recipe(spec.same_bytes_as).sha256
     kind, schema = allocation_stage.KIND, allocation_stage.SCHEMA
-    if _is_current("allocate", folder.allocation, kind, schema, inputs, reporter):
+    if is_current("allocate", folder.allocation, kind, schema, inputs, reporter):
         return allocation_stage.load(folder.allocation)[0]
     details = {"objective": spec.objective, "granularity": spec.granularity, "data": profile.data_fingerprint}
-    allocation = allocation_stage.allocate(profile, spec, profile.cache, {**provenance, **details})
+    allocation = allocation_stage.allocate(profile, spec, profile.cache, {**provenance, **details}, reserved)
+    if progressive is not None:
+        allocation = allocation_stage.made_progressive(allocation, progressive, reserved)
     allocation_stage.save(allocation, inputs, folder.allocation)
     reporter.say(
         f"allocate: {format_bytes(allocation.split.cache)} of cache, loss {allocation.loss:.6g}, "
         f"gap {allocation.gap:.2g} ({allocation.proof} proof)"
     )
     return allocation
+
+
+def search_folder(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter: Reporter) -> Allocation:
+    """The search stage; its allocation has transforms, whose tensors are in its own artifact."""
+    data = _sequences(recipe.data, loaded)
+    assert recipe.allocate is not None and recipe.search is not None
+    takes_lambda = any(choice.rescale for choice in recipe.search.keys)
+    reparam_data = _reparam_data(recipe, loaded) if takes_lambda else None
+    inputs = {
+        **model_inputs(loaded),
+        **flat("search", sha256_json(dump(recipe.search))),
+        **flat("allocate", dump(recipe.allocate)),
+        **flat("cache", dump(recipe.cache)),
+        **flat("reparam", dump(recipe.reparam)),
+        **flat("predictors", dump(recipe.predictors)),
+        "data.fingerprint": data.fingerprint,
+        "reparam_data.fingerprint": reparam_data.fingerprint if reparam_data else None,
+        "provenance": sha256_json(provenance_of(recipe)),
+        **compute_dtype(loaded),
+    }
+    if recipe.allocate.same_bytes_as is not None:
+        inputs["allocate.same_bytes_as.sha256"] = load_recipe(recipe.allocate.same_bytes_as).sha256
+    if is_current("search", folder.search, search_stage.KIND, search_stage.SCHEMA, inputs, reporter):
+        found = search_stage.load(folder.search)
+    else:
+        reporter.say(f"search: {data.description}")
+        provenance = provenance_of(recipe)
+        found = search_stage.run_search(loaded, recipe, data, reparam_data, inputs, folder.search, provenance, reporter)
+    allocation_stage.save(found.allocation, {"search.sha256": _sha256(folder.search)}, folder.allocation)
+    return found.allocation
+
+
+def _reparam_data(recipe: Recipe, loaded: LoadedModel) -> TokenDataset:
+    """Calibration text for λ."""
+    reparam = recipe.reparam or ReparamSpec()
+    return _sequences(replace(recipe.data, num_samples=reparam.num_samples, seq_len=reparam.seq_len), loaded)
+
+
+def reparam_folder(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter: Reporter) -> None:
+    """The reparam stage: λ of every layer, for the folder's allocation."""
+    assert recipe.reparam is not None
+    layers = allocation_stage.load(folder.allocation)[0].layers
+    data = _reparam_data(recipe, loaded)
+    inputs = _transform_inputs("reparam", dump(recipe.reparam), layers, {}, data, loaded)
+    if not is_current("reparam", folder.reparam, reparam_stage.KIND, reparam_stage.SCHEMA, inputs, reporter):
+        reporter.say(f"reparam: {data.description}")
+        reparam_stage.run_reparam(loaded, layers, {}, data, recipe.reparam, inputs, folder.reparam, reporter)
+
+
+def fit_predictors_folder(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter: Reporter) -> None:
+    """The predictor stage, on the layers as the reparam stage left them."""
+    assert recipe.predictors is not None
+    allocation = allocation_stage.load(folder.allocation)[0]
+    layers, tensors = transformed(folder, allocation.layers, recipe.reparam is not None, predictors=False)
+    data = _sequences(recipe.data, loaded)
+    inputs = _transform_inputs("predictors", dump(recipe.predictors), layers, tensors, data, loaded)
+    inputs |= flat("workload", dump(allocation.workload))
+    if not is_current("predictors", folder.predictors, predictor_stage.KIND, predictor_stage.SCHEMA, inputs, reporter):
+        reporter.say(f"predictors: {data.description}")
+        predictor_stage.run_fit_predictors(
+            loaded, layers, tensors, data, recipe.predictors, allocation.workload, inputs, folder.predictors, reporter
+        )
+
+
+def transformed(
+    folder: Folder, layers: tuple[LayerPlan, ...], reparam: bool, predictors: bool
+) -> tuple[tuple[LayerPlan, ...], dict[str, Tensor]]:
+    """Layers and plan tensors with what the folder's reparam and predictor stages found."""
+    tensors = lattice_tensors(layers)
+    if reparam:
+        found = reparam_stage.load(folder.reparam)
+        layers, tensors = found.apply(layers), tensors | found.tensors()
+    if predictors:
+        fitted = predictor_stage.load(folder.predictors)
+        layers, tensors = fitted.apply(layers), tensors | fitted.tensors()
+    return layers, tensors
 
 
 def sweep_folder(folder: Folder, spec: AllocateSpec, num_points: int) -> tuple[str, list[dict[str, Any]]]:
@@ -142,14 +265,73 @@ def sweep_folder(folder: Folder, spec: AllocateSpec, num_points: int) -> tuple[s
     return found.method, rows
 
 
-def compile_folder(folder: Folder, path: Path, reporter: Reporter) -> Plan:
-    """The compile stage: writes the plan unless the same one lies there."""
-    plan = compile_plan(allocation_stage.load(folder.allocation)[0])
+def compile_folder(
+    folder: Folder, path: Path, reporter: Reporter, reparam: bool = False, predictors: bool = False
+) -> Plan:
+    """The compile stage, with the folder's λ and predictors if asked for, and always with the tensors of a search:
+    writes the plan unless the same one lies there."""
+    allocation, made_from = allocation_stage.load(folder.allocation)
+    if "search.sha256" in made_from:
+        found = search_stage.load(folder.search)
+        plan = compile_plan(found.allocation, found.layers, found.plan_tensors)
+    else:
+        plan = compile_plan(allocation, *transformed(folder, allocation.layers, reparam, predictors))
     if path.exists() and path.read_bytes() == plan_bytes(plan):
         reporter.say(f"compile: {path.name} is current, skipped")
         return plan
     save_plan(plan, path)
     reporter.say(f"compile: {path}")
+    return plan
+
+
+def found_transforms(folder: Folder, reporter: Reporter) -> tuple[bool, bool]:
+    """Whether the folder holds λ, and predictors, of its allocation; those of another are named and left out."""
+    allocation, made_from = allocation_stage.load(folder.allocation)
+    if "search.sha256" in made_from:
+        return False, False
+    layers, found = allocation.layers, []
+    for path, stage in ((folder.reparam, reparam_stage), (folder.predictors, predictor_stage)):
+        is_its = False
+        if path.exists():
+            made_for = artifact.read(path, stage.KIND, stage.SCHEMA).inputs.get("layers")
+            is_its = made_for == _layers_sha256(layers)
+            if not is_its:
+                reporter.say(f"compile: {path.name} is of other formats, left out")
+        if is_its and path == folder.reparam:
+            layers = reparam_stage.load(path).apply(layers)
+        found.append(is_its)
+    return found[0], found[1]
+
+
+def fold_folder(
+    folder: Folder, path: Path, loaded: LoadedModel, out_model: Path, reload: Reload, reporter: Reporter
+) -> Plan:
+    """Fold the folder's λ into ``loaded``'s weights, write that model to ``out_model``, and compile the plan for it to
+    ``path``, without a runtime λ. ``reload``: loads the written model, whose fingerprints the plan carries.
+
+    Raises:
+        UsageError: no λ in the folder, or ``out_model`` exists.
+        UnsupportedModel, ArtifactError: λ cannot be folded into this model.
+    """
+    allocation = allocation_stage.load(folder.allocation)[0]
+    reparam, predictors = found_transforms(folder, reporter)
+    layers, tensors = transformed(folder, allocation.layers, reparam, predictors)
+    lambdas = {
+        layer.geometry.index: tensors.pop(f"layers.{layer.geometry.index}.k_rescale")
+        for layer in layers
+        if layer.k_rescale
+    }
+    if not lambdas:
+        raise UsageError(f"{folder.path} holds no λ to fold", hint="run `kvcal reparam` first")
+    if out_model.exists():
+        raise UsageError(f"--fold {out_model} exists already", hint="name a folder that does not exist")
+    fold(loaded.model, lambdas, loaded.geometry)
+    save_folded(loaded, out_model)
+    reporter.say(f"compile: λ of {len(lambdas)} layers folded into {out_model}")
+    identity = reload(str(out_model)).identity
+    layers = tuple(replace(layer, k_rescale=False) for layer in layers)
+    plan = compile_plan(replace(allocation, model=identity), layers, tensors)
+    save_plan(plan, path)
     return plan
 
 
@@ -159,9 +341,9 @@ def evaluate_plan(recipe: Recipe, loaded: LoadedModel, plan: Plan, folder: Folde
     data = _sequences(recipe.evaluate.data, loaded)
     inputs = {
         **model_inputs(loaded),
-        **_flat("evaluate", dump(replace(recipe.evaluate, against=()))),  # rows are kept one by one
+        **flat("evaluate", dump(replace(recipe.evaluate, against=()))),  # rows are kept one by one
         "data.fingerprint": data.fingerprint,
-        "compute_dtype": str(loaded.model.dtype).removeprefix("torch."),
+        **compute_dtype(loaded),
     }
     evaluation = evaluate(
         loaded, [*plans, (recipe.name, plan)], recipe.evaluate, data, inputs, folder.evaluation, reporter
@@ -177,25 +359,15 @@ def baseline_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Pl
             f"recipe {recipe.name!r} in evaluate.against has no [formats]",
             hint="baselines are recipes with fixed formats; run the other one by itself",
         )
-    provenance = provenance_of(recipe)
-    return compile_plan(
-        allocation_stage.fixed_allocation(recipe.formats, loaded.identity, loaded.geometry, workload, provenance)
+    allocation = allocation_stage.fixed_allocation(
+        recipe.formats, loaded.identity, loaded.geometry, workload, provenance_of(recipe)
     )
+    return compile_plan(allocation, allocation.layers, lattice_tensors(allocation.layers))
 
 
 def provenance_of(recipe: Recipe) -> dict[str, Any]:
     """What of a recipe a plan carries."""
     return {"recipe": recipe.name, "recipe_sha256": recipe.sha256, "seed": recipe.data.seed}
-
-
-def model_inputs(loaded: LoadedModel) -> dict[str, Any]:
-    """The fingerprints that tie an artifact to its model."""
-    identity = loaded.identity
-    return {
-        "model.config_sha256": identity.config_sha256,
-        "model.weights_sha256": identity.weights_sha256,
-        "model.tokenizer_sha256": identity.tokenizer_sha256,
-    }
 
 
 def max_context(loaded: LoadedModel) -> int | None:
@@ -204,49 +376,33 @@ def max_context(loaded: LoadedModel) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def _fixed(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter: Reporter) -> Allocation:
-    assert recipe.formats is not None
-    inputs = {**model_inputs(loaded), **_flat("formats", dump(recipe.formats))}
-    kind, schema = allocation_stage.KIND, allocation_stage.SCHEMA
-    if _is_current("allocate", folder.allocation, kind, schema, inputs, reporter):
-        return allocation_stage.load(folder.allocation)[0]
-    allocation = allocation_stage.fixed_allocation(
-        recipe.formats, loaded.identity, loaded.geometry, DEFAULT_WORKLOAD, provenance_of(recipe)
-    )
-    allocation_stage.save(allocation, inputs, folder.allocation)
-    return allocation
+def _transform_inputs(
+    name: str,
+    spec: dict[str, Any],
+    layers: tuple[LayerPlan, ...],
+    tensors: dict[str, Tensor],
+    data: TokenDataset,
+    loaded: LoadedModel,
+) -> dict[str, Any]:
+    return {
+        **model_inputs(loaded),
+        **flat(name, spec),
+        "layers": _layers_sha256(layers),
+        "tensors": artifact.tensors_sha256(tensors),
+        "data.fingerprint": data.fingerprint,
+        **compute_dtype(loaded),
+    }
+
+
+def _layers_sha256(layers: tuple[LayerPlan, ...]) -> str:
+    return sha256_json([dump(layer) for layer in layers])
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _sequences(spec: DataSpec, loaded: LoadedModel) -> TokenDataset:
     if loaded.tokenizer is None:
         raise UsageError(f"{loaded.source}: no tokenizer", hint="data cannot be tokenized without one")
     return load_sequences(spec, loaded.tokenizer, max_context(loaded))
-
-
-def _is_current(stage: str, path: Path, kind: str, schema: int, inputs: dict[str, Any], reporter: Reporter) -> bool:
-    """Whether ``path`` was made from ``inputs``; says so, or which field differs.
-
-    Raises:
-        ArtifactError: the artifact is corrupt, or was made from another model.
-    """
-    if not path.exists():
-        return False
-    found = artifact.read(path, kind, schema).inputs
-    difference = differing_input(inputs, found)
-    if difference is None:
-        reporter.say(f"{stage}: {path.name} is current, skipped")
-        return True
-    if difference.startswith("model."):
-        raise ArtifactError(
-            f"{path} was made from another model: {difference}",
-            hint="choose another --out, or delete the folder if its artifacts are not needed",
-        )
-    reporter.say(f"{stage}: runs again, {difference}")
-    return False
-
-
-def _flat(prefix: str, value: Any) -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"prefix.a.b": 1}."""
-    if not isinstance(value, dict):
-        return {prefix: value}
-    return {name: leaf for key, item in value.items() for name, leaf in _flat(f"{prefix}.{key}", item).items()}

@@ -18,6 +18,7 @@ from kvcal.data import DataSpec
 from kvcal.errors import UsageError
 from kvcal.plan import RAW, Format, LayerPlan, Side
 from kvcal.quantizers.pages import AXES
+from kvcal.specs import ImportanceSpec, PredictorSpec, ProgressiveSpec, ReparamSpec, SearchSpec, TuneSpec
 from kvcal.strict import STRICT, dump, parse
 from kvcal.tasks import TASKS
 
@@ -69,7 +70,8 @@ class CacheSpec:
 
 @dataclass(frozen=True, config=STRICT)
 class AllocateSpec:
-    """The budget, in exactly one of four ways, for ``batch`` sequences of ``context`` tokens.
+    """The budget, in exactly one of four ways, for ``batch`` sequences of ``context`` tokens. ``granularity``: what
+    gets a format of its own: a layer's K and its V, a block (K and V alike, as in PM-KVQ), or every KV head.
 
     ``budget``: the whole device (weights + workspace + cache); ``kv_budget``: the cache; ``bits``: all-in bits per
     cached value; ``same_bytes_as``: what the named recipe's cache takes.
@@ -82,7 +84,7 @@ class AllocateSpec:
     batch: int = 8
     context: int = 4096
     workspace: str = "auto"
-    granularity: Literal["layer", "head"] = "layer"
+    granularity: Literal["layer", "block", "head"] = "layer"
     objective: Objective = "combined"
 
     def __post_init__(self) -> None:
@@ -98,16 +100,24 @@ BUDGET_KINDS = ("budget", "kv_budget", "bits", "same_bytes_as")
 
 @dataclass(frozen=True, config=STRICT)
 class FormatsSpec:
-    """Fixed formats for every layer."""
+    """Fixed formats for every layer; ``first_k`` and ``first_v`` for the first one, if it differs (AQUA-KV).
+    ``k_pages`` "pre": pages hold keys before RoPE."""
 
     k: Format
     v: Format
+    first_k: Format | None = None
+    first_v: Format | None = None
+    k_pages: Literal["post", "pre"] = "post"
 
     def __post_init__(self) -> None:
-        sides: tuple[tuple[Side, Format], ...] = (("k", self.k), ("v", self.v))
-        for side, fmt in sides:
-            if fmt != RAW and fmt.axis not in AXES[side]:
-                raise ValueError(f"{side} axis {fmt.axis!r}, expected one of {AXES[side]}")
+        sides: tuple[tuple[Side, tuple[Format | None, ...]], ...] = (
+            ("k", (self.k, self.first_k)),
+            ("v", (self.v, self.first_v)),
+        )
+        for side, formats in sides:
+            for fmt in formats:
+                if fmt is not None and fmt != RAW and fmt.axis not in AXES[side]:
+                    raise ValueError(f"{side} axis {fmt.axis!r}, expected one of {AXES[side]}")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -138,7 +148,8 @@ class EvaluateSpec:
 
 @dataclass(frozen=True, config=STRICT)
 class Recipe:
-    """See the module's docstring."""
+    """See the module's docstring. Exactly one of ``formats``, ``allocate``, ``importance`` and ``search`` chooses the
+    formats; ``progressive``, ``reparam`` and ``predictors`` then work on what was chosen."""
 
     name: str
     description: str = ""
@@ -148,11 +159,25 @@ class Recipe:
     profile: ProfileSpec = ProfileSpec()
     cache: CacheSpec = CacheSpec()
     allocate: AllocateSpec | None = None
+    importance: ImportanceSpec | None = None
+    search: SearchSpec | None = None
+    progressive: ProgressiveSpec | None = None
+    reparam: ReparamSpec | None = None
+    predictors: PredictorSpec | None = None
+    tune: TuneSpec | None = None
     evaluate: EvaluateSpec = EvaluateSpec()
 
     def __post_init__(self) -> None:
-        if (self.formats is None) == (self.allocate is None):
-            raise ValueError("expected exactly one of [formats] and [allocate]")
+        given = [name for name in ("formats", "importance") if getattr(self, name) is not None]
+        given += ["allocate"] if self.allocate is not None else []
+        if self.search is not None and given != ["allocate"]:
+            raise ValueError("[search] needs the budget of [allocate], and none of [formats] and [importance]")
+        if len(given) != 1:
+            raise ValueError(
+                f"{' and '.join(given) or 'nothing'} given; expected one of [formats], [importance], [allocate]"
+            )
+        if self.progressive is not None and self.predictors is not None:
+            raise ValueError("[progressive] and [predictors]: predictions of pages that shrink would change with them")
 
     @property
     def sha256(self) -> str:
@@ -201,4 +226,13 @@ def load_recipe(name: str) -> Recipe:
 
 def fixed_layers(formats: FormatsSpec, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
     """The given layers with every paged one in the recipe's formats."""
-    return tuple(LayerPlan(layer.geometry, (formats.k,), (formats.v,)) if layer.is_paged else layer for layer in layers)
+    first = next((layer.geometry.index for layer in layers if layer.is_paged), None)
+    found = []
+    for layer in layers:
+        k, v = formats.k, formats.v
+        if layer.geometry.index == first:
+            k, v = formats.first_k or k, formats.first_v or v
+        if layer.is_paged:
+            layer = LayerPlan(layer.geometry, (k,), (v,), k_pages=formats.k_pages)
+        found.append(layer)
+    return tuple(found)

@@ -7,12 +7,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from kvcal.pipeline import Result
-from kvcal.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, bare_layers
+from kvcal.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, bare_layers, plan_record
 from kvcal.quantities import format_bytes
 from kvcal.stages.allocate import Allocation
 from kvcal.stages.evaluate import Evaluation
 from kvcal.stages.profile import Profile
 from kvcal.stages.report import table_rows
+from kvcal.stages.search_record import SearchReport
 from kvcal.stages.verify import Check
 from kvcal.strict import dump
 
@@ -20,8 +21,28 @@ View = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 
 
 def format_name(fmt: Format) -> str:
-    """A Format in a table's cell: "3 channel g64", "16"."""
-    return "16" if fmt.num_bits == 16 else f"{fmt.num_bits} {fmt.axis} g{fmt.group_size}"
+    """A Format in a table's cell: "3 channel g64", "16", "2 channel g128 +12.5%@4 magnitude", "16>8>4>2 token g128"."""
+    if fmt.num_bits == 16:
+        return "16"
+    bits = ">".join(str(fmt.start_bits >> n) for n in range(len(fmt.shrink_at) + 1))
+    name = f"{bits} lattice d{fmt.lattice_dim}" if fmt.lattice_dim else f"{bits} {fmt.axis} g{fmt.group_size}"
+    if fmt.boost is not None:
+        name += "".join(
+            f" +{100 * tier.share:g}%@{tier.num_bits}" + ("" if tier.above is None else f">{tier.above:g}")
+            for tier in fmt.boost.tiers
+        )
+        name += f" {fmt.boost.score}"
+    return name
+
+
+def side_name(layer: LayerPlan, side: Side) -> str:
+    """The formats of a layer's K or V, and what is done to its pages."""
+    name = " | ".join(format_name(fmt) for fmt in layer.formats(side))
+    if side == "k":
+        name += (" λ" if layer.k_rescale else "") + (" offset" if layer.k_offset else "")
+        name += " before RoPE" if layer.k_pages == "pre" else ""
+    predictor = layer.predictor(side)
+    return name if predictor is None else f"{name}, {predictor.kind} from layer {predictor.source}"
 
 
 def layer_table(layers: Sequence[LayerPlan], cache_dtype: str, workload: Workload) -> View:
@@ -30,7 +51,7 @@ def layer_table(layers: Sequence[LayerPlan], cache_dtype: str, workload: Workloa
     for layer in layers:
         nbytes = layer.nbytes(cache_dtype, workload.lengths, workload.context)
         if layer.is_paged:
-            cells = [" | ".join(format_name(fmt) for fmt in layer.formats(side)) for side in SIDES]
+            cells = [side_name(layer, side) for side in SIDES]
             protected = " ".join(f"{side} {_protected(layer, side)}" for side in SIDES)
         else:
             window = layer.attention.window if hasattr(layer.geometry, "window") else None
@@ -43,13 +64,33 @@ def layer_table(layers: Sequence[LayerPlan], cache_dtype: str, workload: Workloa
 
 
 def _protected(layer: LayerPlan, side: Side) -> str:
-    pairs = sorted({(fmt.num_sink_tokens, fmt.recent_window) for fmt in layer.formats(side)})
-    return " | ".join(f"{sinks}+{window}" for sinks, window in pairs)
+    return " | ".join(sorted({f"{fmt.num_sink_tokens}+{_window(fmt)}" for fmt in layer.formats(side)}))
+
+
+def _window(fmt: Format) -> str:
+    rule = fmt.window_rule
+    return str(fmt.recent_window) if rule is None else f"{100 * rule.share:g}% {rule.kind}, at most {rule.max_tokens}"
+
+
+def search_table(report: SearchReport) -> View:
+    """What every layer's side got, and what each of its options would have cost in the background plan."""
+    rows = []
+    for unit in report.units:
+        order = sorted(range(len(unit.options)), key=lambda option: unit.nbytes[option])
+        costs = "  ".join(f"{unit.options[option]}: {unit.costs[option]:+.2g}" for option in order)
+        rows.append((unit.unit, unit.options[unit.chosen], format_bytes(unit.nbytes[unit.chosen]), costs))
+    correlation = report.proxy_correlation
+    proxy = (
+        "" if correlation is None else f", rank correlation of the proxy {correlation:.2f} ({len(report.proxy)} plans)"
+    )
+    kls = " -> ".join(f"{kl:.4g}" for kl in report.history)
+    title = f"Search: KL {kls}{proxy}; {report.num_plans} plans measured"
+    return title, ("unit", "chosen", "bytes", "change of KL in the background plan"), rows
 
 
 def plan_table(plan: Plan, workload: Workload) -> View:
     """A plan's totals and where it came from."""
-    raw_bytes = replace(plan, layers=bare_layers(plan.geometry)).nbytes(workload.lengths)
+    raw_bytes = replace(plan, layers=bare_layers(plan.geometry), tensors={}).nbytes(workload.lengths)
     total = plan.nbytes(workload.lengths)
     rows = [
         ("model", f"{plan.model.id} ({plan.model.model_type}, cache in {plan.cache_dtype})"),
@@ -163,7 +204,7 @@ def evaluation_json(evaluation: Evaluation) -> dict[str, Any]:
 def plan_json(plan: Plan, workload: Workload | None) -> dict[str, Any]:
     workload = workload or plan.workload
     return {
-        **dump(plan),
+        **plan_record(plan),
         "predicted_bytes": plan.predicted_bytes,
         "workload": dump(workload),
         "bytes": plan.nbytes(workload.lengths),

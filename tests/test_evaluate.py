@@ -14,7 +14,7 @@ from kvcal.errors import ArtifactError
 from kvcal.plan import Plan
 from kvcal.progress import Silent
 from kvcal.recipe import EvaluateSpec
-from kvcal.stages.evaluate import Evaluation, evaluate, load_evaluation, plan_sha256, save_evaluation
+from kvcal.stages.evaluate import Evaluation, evaluate, load_evaluation, save_evaluation
 from kvcal.stages.text_quality import measure_text
 
 SPEC = EvaluateSpec(tasks=(), batch=2)
@@ -82,7 +82,7 @@ def test_rows_follow_the_plans_and_equal_plans_are_measured_once(tmp_path: Path)
 
 def test_another_workload_is_another_plan() -> None:
     loaded = tiny()
-    assert plan_sha256(make_plan(loaded)) != plan_sha256(make_plan(loaded, context=513))
+    assert make_plan(loaded).sha256 != make_plan(loaded, context=513).sha256
 
 
 def test_other_inputs_start_anew(tmp_path: Path, whole: Evaluation) -> None:

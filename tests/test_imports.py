@@ -16,14 +16,20 @@ LEVELS = (
     {"errors", "numerics", "quantities", "progress"},
     {"strict"},
     {"artifact", "data", "sources", "tasks", "geometry", "embedded"},
-    {"quantizers", "observers", "transforms", "models", "kernels"},
-    {"plan", "recipe"},  # a recipe may fix a plan's formats
+    {"quantizers", "observers", "transforms", "models", "attention", "kernels"},
+    {"formats"},
+    {"layer_plan"},
+    {"plan_tensors"},
+    {"plan", "specs", "recipe", "folder"},  # a recipe may fix a plan's formats
     {"runtime"},
     {"stages"},
     {"pipeline"},
-    {"cli", "console", "views"},
+    {"commands", "cli", "console", "views"},
 )
-RUNTIME = ("errors", "strict", "geometry", "artifact", "quantizers", "kernels", "plan", "runtime")
+RUNTIME = (
+    "errors", "strict", "geometry", "artifact", "quantizers", "transforms", "attention", "kernels",
+    "formats", "layer_plan", "plan_tensors", "plan", "runtime",
+)  # fmt: skip
 TOO_HEAVY_FOR_THE_RUNTIME = {"cvxpy", "datasets", "highspy", "matplotlib", "optuna", "rich", "typer"}
 
 

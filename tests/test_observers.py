@@ -15,9 +15,9 @@ from tiny_models import built, measured
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from kvcal.attention import _LISTENING
 from kvcal.errors import NonFiniteActivations
 from kvcal.models import geometry_of
-from kvcal.models.taps import _LISTENING
 from kvcal.observers.gradients import GradientObserver, next_token_loss
 from kvcal.observers.mean import Mean
 from kvcal.observers.sensitivity import Candidate, candidates, weighted_errors

@@ -12,7 +12,7 @@ import pytest
 from kvcal.errors import ArtifactError
 from kvcal.geometry import AttentionGeometry, ModelIdentity, StateGeometry
 from kvcal.plan import RAW, Format, LayerPlan, Plan, Workload
-from kvcal.stages.evaluate import Evaluation, Row, plan_sha256
+from kvcal.stages.evaluate import Evaluation, Row
 from kvcal.stages.generation import TaskResult, wilson_se
 from kvcal.stages.report import draw, table_rows
 from kvcal.stages.text_quality import TextQuality
@@ -42,7 +42,7 @@ def row(name: str, plan: Plan, kl: float, correct: int | None, se: float | None 
     quality = TextQuality(1.25, se, kl, se, 0.975, se, 8, 4000, 3500)
     tasks = () if correct is None else (TaskResult("chain", correct / 8, wilson_se(correct, 8), 8, correct, 0, 900),)
     bits = plan.bits_per_value()
-    return Row(name, plan_sha256(plan), plan.workload, bits, plan.predicted_bytes, quality, tasks, 1.0)
+    return Row(name, plan.sha256, plan.workload, bits, plan.predicted_bytes, quality, tasks, 1.0)
 
 
 def evaluation(*rows: Row) -> Evaluation:

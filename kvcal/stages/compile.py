@@ -1,23 +1,29 @@
-"""Compilation: an allocation becomes the plan. Reparameterization and predictors will join here."""
+"""Compilation: the allocated layers, with their transforms and tensors, become the plan."""
 
 from __future__ import annotations
 
 from importlib.metadata import version
 
-from kvcal.plan import Plan
+from torch import Tensor
+
+from kvcal.plan import LayerPlan, Plan
 from kvcal.stages.allocate import Allocation
 
 # The libraries that can change what a plan does or how it was measured.
 LIBRARIES = ("cvxpy", "highspy", "kvcal", "safetensors", "torch", "transformers")
 
 
-def compile_plan(allocation: Allocation) -> Plan:
-    """The plan, with the versions of the libraries that made it (local build tags such as +cpu left out)."""
+def compile_plan(
+    allocation: Allocation, layers: tuple[LayerPlan, ...] | None = None, tensors: dict[str, Tensor] | None = None
+) -> Plan:
+    """The plan of an allocation, or of its ``layers`` with transforms and their ``tensors``, with the versions of the
+    libraries that made it (local build tags such as +cpu left out)."""
     libraries = {name: version(name).split("+")[0] for name in LIBRARIES}
     return Plan(
         model=allocation.model,
         cache_dtype=allocation.cache_dtype,
-        layers=allocation.layers,
+        layers=allocation.layers if layers is None else layers,
         workload=allocation.workload,
         provenance={**allocation.provenance, "libraries": libraries},
+        tensors=tensors or {},
     )

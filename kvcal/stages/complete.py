@@ -12,6 +12,7 @@ from kvcal.errors import UsageError
 from kvcal.models.load import LoadedModel
 from kvcal.plan import Plan, bare_layers
 from kvcal.runtime.cache import PlanCache
+from kvcal.runtime.queries import serving
 
 
 @torch.inference_mode()
@@ -41,15 +42,16 @@ def complete(
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     model: Any = loaded.model  # transformers declares no type for generate
-    output = model.generate(
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        past_key_values=cache,
-        max_new_tokens=max_new_tokens,
-        **sampling,
-    )
+    with serving(model, plan):
+        output = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            past_key_values=cache,
+            max_new_tokens=max_new_tokens,
+            **sampling,
+        )
     new = output[0, input_ids.shape[1] :]
-    raw = replace(plan, layers=bare_layers(plan.geometry))
+    raw = replace(plan, layers=bare_layers(plan.geometry), tensors={})
     assert loaded.tokenizer is not None
     return {
         "text": loaded.tokenizer.decode(new, skip_special_tokens=True),

@@ -22,6 +22,7 @@ from kvcal.errors import NonFiniteActivations
 from kvcal.geometry import Geometry, ModelIdentity
 from kvcal.plan import Format, LayerPlan, Plan, Side, Workload, bare_layers
 from kvcal.runtime.cache import PlanCache
+from kvcal.runtime.queries import serving
 
 # Tokens fed at once where no page ends sooner: bounds the logits and the attention's scratch.
 MAX_CHUNK_TOKENS = 256
@@ -66,14 +67,15 @@ def lockstep(
     """
     tokens_BT = tokens_BT.to(model.device)
     start, length = 0, tokens_BT.shape[1]
-    while start < length:
-        free = min(cache.tokens_to_next_page() for cache in caches)
-        stop = min(length, start + max(1, min(free, MAX_CHUNK_TOKENS)))
-        for number, cache in enumerate(caches):
-            with torch.no_grad():
-                logits_BTV = model(input_ids=tokens_BT[:, start:stop], past_key_values=cache, use_cache=True).logits
-            yield number, start, logits_BTV
-        start = stop
+    with serving(model, *(cache.plan for cache in caches)):
+        while start < length:
+            free = min(cache.tokens_to_next_page() for cache in caches)
+            stop = min(length, start + max(1, min(free, MAX_CHUNK_TOKENS)))
+            for number, cache in enumerate(caches):
+                with torch.no_grad():
+                    logits_BTV = model(input_ids=tokens_BT[:, start:stop], past_key_values=cache, use_cache=True).logits
+                yield number, start, logits_BTV
+            start = stop
 
 
 def divergences(

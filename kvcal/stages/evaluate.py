@@ -93,7 +93,7 @@ def evaluate(
     path = Path(path)
     for _, plan in plans:
         require_same_model(plan, loaded)
-    digests = [plan_sha256(plan) for _, plan in plans]
+    digests = [plan.sha256 for _, plan in plans]
     found = _reusable(path, inputs, reporter)
     reference = Reference(loaded, data, spec.batch)
 
@@ -112,11 +112,6 @@ def evaluate(
         found[digest] = _measure(loaded, name, plan, spec, data, reference, reporter)
         save()
     return save()
-
-
-def plan_sha256(plan: Plan) -> str:
-    """What identifies a plan's numbers: everything but its provenance."""
-    return sha256_json({key: value for key, value in dump(plan).items() if key != "provenance"})
 
 
 def save_evaluation(evaluation: Evaluation, path: str | Path) -> None:
@@ -184,7 +179,7 @@ def _measure(
     tasks = measure_tasks(loaded, plan, spec, reporter)
     return Row(
         name=name,
-        plan_sha256=plan_sha256(plan),
+        plan_sha256=plan.sha256,
         workload=plan.workload,
         bits_per_value=plan.bits_per_value(),
         total_bytes=plan.predicted_bytes,

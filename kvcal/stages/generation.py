@@ -30,6 +30,7 @@ from kvcal.models.load import LoadedModel
 from kvcal.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.recipe import EvaluateSpec
+from kvcal.runtime.queries import serving
 from kvcal.stages.mirror import MirroredCache
 from kvcal.stages.text_quality import require_predicted_bytes
 from kvcal.strict import STRICT
@@ -124,13 +125,14 @@ def _generate(
     while active and left:
         config.max_new_tokens = min(SEGMENT_TOKENS, left)
         width = input_ids.shape[1]
-        output = model.generate(
-            input_ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            generation_config=config,
-            logits_processor=LogitsProcessorList([RefuseNaN()]),
-        )
+        with serving(model, plan):
+            output = model.generate(
+                input_ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                generation_config=config,
+                logits_processor=LogitsProcessorList([RefuseNaN()]),
+            )
         left -= output.shape[1] - width
         require_predicted_bytes(cache, plan)
         cache.verify()

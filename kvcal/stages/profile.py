@@ -9,27 +9,24 @@ grows with the number of sequences. Left out: several devices (statistics merge,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from kvcal.data import TokenDataset
-from kvcal.errors import NonFiniteActivations, UsageError
+from kvcal.errors import NonFiniteActivations
 from kvcal.models.load import LoadedModel, weight_bytes
 from kvcal.models.taps import check_taps
 from kvcal.observers.gradients import GradientObserver
 from kvcal.observers.mean import Mean
 from kvcal.plan import SIDES
 from kvcal.progress import Reporter
-from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.recipe import CacheSpec, ProfileSpec
 from kvcal.stages.checkpoint import Checkpoint, State
 from kvcal.stages.divergence import LOCKSTEP, divergences, one_side_plan, unquantized_plan
+from kvcal.stages.kl_texts import Text, kl_texts, padded_texts
 from kvcal.stages.profile_record import KIND, SCHEMA, Profile, Subject, load, save
 
 __all__ = ["KIND", "SCHEMA", "Profile", "Subject", "load", "run_profile", "save"]
@@ -39,15 +36,6 @@ GRADIENTS, DIVERGENCES = "gradient samples", "divergence steps"
 KL_BATCH = 4
 
 Item = TypeVar("Item")
-
-
-@dataclass(frozen=True, eq=False)
-class Text:
-    """A calibration sequence for the KL, cut; ``sample`` is its number in the data."""
-
-    sample: int
-    tokens_T: Tensor
-    loss_mask_T: Tensor
 
 
 def run_profile(
@@ -81,7 +69,7 @@ def run_profile(
         data.num_loss_tokens,
     )
     check_taps(loaded.model, loaded.geometry)  # before the long part, as the next line: they may refuse
-    texts = _kl_texts(data, spec, cache) if subject.layers else []
+    texts = kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if subject.layers else []
     means = {name: Mean.empty(shape) for name, shape in subject.shapes().items()}
     start = State(means, {GRADIENTS: 0, DIVERGENCES: 0})
     with Checkpoint(path, KIND, inputs, start, reporter) as checkpoint:
@@ -112,25 +100,6 @@ def _measure_gradients(
     reporter(total, total, "profile: gradients")
 
 
-def _kl_texts(data: TokenDataset, spec: ProfileSpec, cache: CacheSpec) -> list[Text]:
-    """The first ``kl_samples`` sequences, cut at ``kl_tokens``, in which some loss token is predicted from a
-    quantized page. UsageError if there is none."""
-    if spec.kl_samples == 0:
-        return []
-    # The first page is written with this many tokens, the next token reads it, and the one after is predicted.
-    first = cache.num_sink_tokens + max(cache.k_recent_window, cache.v_recent_window) + PAGE_TOKENS + 1
-    pairs = zip(data.sequences, data.loss_masks, strict=True)
-    cut = [Text(i, tokens[: spec.kl_tokens], mask[: spec.kl_tokens]) for i, (tokens, mask) in enumerate(pairs)]
-    texts = [text for text in cut if bool(text.loss_mask_T[first:].any())][: spec.kl_samples]
-    if not texts:
-        raise UsageError(
-            f"none of {len(cut)} sequences has a loss token behind token {first} and within kl_tokens = "
-            f"{spec.kl_tokens}: nothing would be read from a quantized page, and every KL would be 0",
-            hint="give longer sequences, or set kl_samples = 0 to profile without KL",
-        )
-    return texts
-
-
 def _measure_divergences(
     loaded: LoadedModel, texts: Sequence[Text], subject: Subject, checkpoint: Checkpoint, reporter: Reporter
 ) -> None:
@@ -147,10 +116,8 @@ def _measure_divergences(
             for index, side in group
             for candidate in subject.kl_candidates(side)
         ]
-        tokens_BT = pad_sequence([text.tokens_T for text in batch], batch_first=True)
-        masks_BT = pad_sequence([text.loss_mask_T for text in batch], batch_first=True)
         try:
-            kl_Pn = divergences(loaded.model, reference, plans, tokens_BT, masks_BT)
+            kl_Pn = divergences(loaded.model, reference, plans, *padded_texts(batch))
         except NonFiniteActivations as error:
             place = ", ".join(f"{side} of layer {index}" for index, side in group)
             samples = [text.sample for text in batch]

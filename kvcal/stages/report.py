@@ -16,7 +16,8 @@ from kvcal.artifact import write_bytes_atomic
 from kvcal.plan import Plan
 from kvcal.quantities import format_bytes
 from kvcal.stages.allocation_chart import draw_allocation
-from kvcal.stages.evaluate import Evaluation, Row, plan_sha256
+from kvcal.stages.evaluate import Evaluation, Row
+from kvcal.stages.label_places import Label, Mark, place_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,21 +25,6 @@ if TYPE_CHECKING:
 PLAN_COLOUR, BASELINE_COLOUR = "#c0392b", "#4d4d4d"
 # KL below this is rounding (a 16-bit cache against the model without it); the logarithmic axis ends here.
 SMALLEST_KL = 1e-6
-# Where a point's label may stand, best first: (dx, dy) in points, horizontal and vertical alignment.
-LABEL_PLACES = [
-    (dx * far, dy * far, horizontal, vertical)
-    for far in (1, 2, 3, 5, 8)
-    for dx, dy, horizontal, vertical in (
-        (9, 0, "left", "center"),
-        (-9, 0, "right", "center"),
-        (7, 7, "left", "bottom"),
-        (7, -7, "left", "top"),
-        (-7, 7, "right", "bottom"),
-        (-7, -7, "right", "top"),
-        (0, 9, "center", "bottom"),
-        (0, -9, "center", "top"),
-    )
-]
 
 
 @dataclass(frozen=True)
@@ -86,7 +72,7 @@ def draw(evaluation: Evaluation, plan: Plan, path: str | Path) -> None:
     grid = figure.add_gridspec(2, 2, width_ratios=(1, 1.9))
     draw_allocation(figure.add_subplot(grid[:, 0]), plan)
     rows = evaluation.rows
-    digest = plan_sha256(plan)
+    digest = plan.sha256
     has_tasks = any(row.tasks for row in rows)
     charts = [(_draw_kl, grid[0, 1] if has_tasks else grid[:, 1])] if rows else []
     charts += [(_draw_accuracy, grid[1, 1])] if has_tasks else []
@@ -158,34 +144,13 @@ def _plot(axes: Axes, points: list[Point], digest: str) -> list[Point]:
 
 
 def _label(axes: Axes, points: Sequence[Point], digest: str) -> None:
-    """Name every point, at the first place around it where nothing else is. After the layout is final."""
-    from matplotlib.transforms import Bbox
-
-    taken = []
-    for point in points:
-        x, low = axes.transData.transform((point.row.total_bytes, point.y - point.below))
-        y, high = axes.transData.transform([(point.row.total_bytes, v) for v in (point.y, point.y + point.above)])[:, 1]
-        taken.append(Bbox([[x - 4, min(low, y - 6)], [x + 4, max(high, y + 6)]]))
-    for point in points:
+    """Name every point. After the layout is final."""
+    marks = [Mark(point.row.total_bytes, point.y, point.below, point.above) for point in points]
+    labels = []
+    for mark, point in zip(marks, points, strict=True):
         is_plan = point.row.plan_sha256 == digest
-        text = axes.annotate(
-            point.row.name,
-            (point.row.total_bytes, point.y),
-            xytext=(0, 0),
-            textcoords="offset points",
-            fontsize=9,
-            weight="bold" if is_plan else "normal",
-            color=PLAN_COLOUR if is_plan else "black",
-        )
-        text.set_in_layout(False)
-        for dx, dy, horizontal, vertical in LABEL_PLACES:
-            text.set(ha=horizontal, va=vertical)
-            text.xyann = (dx, dy)
-            box = text.get_window_extent()
-            inside = axes.bbox.containsx(box.x0) and axes.bbox.containsx(box.x1) and axes.bbox.containsy(box.y0)
-            if inside and not any(box.overlaps(other) for other in taken):
-                break
-        taken.append(text.get_window_extent())
+        labels.append(Label(mark, point.row.name, PLAN_COLOUR if is_plan else "black", is_plan))
+    place_labels(axes, marks, labels)
 
 
 def _with_error(value: float, error: float | None, digits: int) -> str:

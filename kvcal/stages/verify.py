@@ -11,6 +11,7 @@ from kvcal.models.load import LoadedModel
 from kvcal.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.runtime.cache import PlanCache
+from kvcal.runtime.queries import serving
 
 # A page boundary and its neighbours are where a byte count would first go wrong.
 AROUND_A_PAGE = (1, 127, 128, 129)
@@ -66,7 +67,8 @@ def _check_bytes(plan: Plan, loaded: LoadedModel, batch: int, counts: list[int],
     fed = 0
     for number, count in enumerate(counts):
         if count > fed:
-            loaded.model(tokens[:, fed:count], past_key_values=cache)
+            with serving(loaded.model, plan):
+                loaded.model(input_ids=tokens[:, fed:count], past_key_values=cache)
             fed = count
         _compare(cache, plan, [count] * batch)
         reporter(number + 1, len(counts), f"verify: batch {batch}")
@@ -79,7 +81,9 @@ def _check_ragged(plan: Plan, loaded: LoadedModel, max_context: int | None) -> C
     width = max(lengths)
     mask = torch.tensor([[0] * (width - length) + [1] * length for length in lengths], device=loaded.model.device)
     cache = PlanCache(plan, loaded.model.config, attention_mask=mask)
-    loaded.model(_random_tokens(loaded, len(lengths), width), attention_mask=mask, past_key_values=cache)
+    tokens = _random_tokens(loaded, len(lengths), width)
+    with serving(loaded.model, plan):
+        loaded.model(input_ids=tokens, attention_mask=mask, past_key_values=cache)
     _compare(cache, plan, lengths)
     return Check("bytes", f"ragged batch of {', '.join(map(str, lengths))} tokens: allocated = predicted")
 

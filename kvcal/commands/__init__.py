@@ -1,0 +1,1 @@
+"""Commands beyond the pipeline's own, one file each; ``kvcal.cli`` names them."""

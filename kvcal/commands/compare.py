@@ -1,0 +1,73 @@
+"""``kvcal compare``: recipes side by side on one model, at stated budgets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvcal.commands.options import Device, Dtype, Json, ModelOption, Quiet, load
+
+
+def compare(
+    recipes: Annotated[
+        list[str], typer.Argument(metavar="RECIPE...", help="Recipes: paths, or names of those that come with kvcal.")
+    ],
+    model: ModelOption,
+    bits: Annotated[
+        list[float] | None,
+        typer.Option(help="All-in bits per cached value for the recipes with [allocate]; may be repeated."),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences in the batch, for all plans.", min=1)] = 8,
+    context: Annotated[int, typer.Option(help="Tokens of each sequence, for all plans.", min=1)] = 4096,
+    recipe_evaluate: Annotated[str, typer.Option(help="Recipe whose [evaluate] is used for all.")] = "default",
+    out: Annotated[Path, typer.Option(help="Folder of the plans, the table and the picture.")] = Path(
+        "artifacts/compare"
+    ),
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Build and measure several recipes on one model, beside 16 bits, KIVI-2 and KIVI-4.
+
+    Recipes with [allocate] are built once for each --bits, others once. A recipe that is refused is a row with the
+    reason. What is finished is kept in --out: the same command goes on from there, and --bits or recipes may be added.
+
+    Example: `kvcal compare pm-kvq kitty best --model reasoner-10m --bits 2.25 --bits 2.5 --bits 3`
+
+    Example: `kvcal compare mine.toml --model Qwen/Qwen3-8B --bits 2.5 --batch 16 --context 32768 --json`
+    """
+    from kvcal import console, pipeline
+    from kvcal.data import load_sequences
+    from kvcal.errors import UsageError
+    from kvcal.plan import Workload
+    from kvcal.recipe import load_recipe
+    from kvcal.stages.compare import FILE
+    from kvcal.stages.compare import compare as compare_points
+    from kvcal.stages.compare_chart import draw_comparison
+    from kvcal.stages.compare_points import points_of
+    from kvcal.stages.compare_table import comparison_columns, comparison_title
+    from kvcal.strict import dump
+
+    points, spec = points_of(recipes, bits or ()), load_recipe(recipe_evaluate).evaluate
+    workload, folder = Workload(batch, context), pipeline.Folder.create(out)
+    with console.TerminalReporter(quiet).running() as reporter:
+        loaded = load(model, dtype, device)
+        if loaded.tokenizer is None:
+            raise UsageError(f"{loaded.source}: no tokenizer", hint="data cannot be tokenized without one")
+        data = load_sequences(spec.data, loaded.tokenizer, pipeline.max_context(loaded))
+        found = compare_points(loaded, points, workload, spec, data, folder, pipeline.build_plan, reporter)
+        picture = folder.path / "compare.png"
+        draw_comparison(found, picture)
+    if json:
+        console.print_json(dump(found))
+    else:
+        columns = comparison_columns(found)
+        headers, cells = [header for header, _ in columns], [column for _, column in columns]
+        console.print_table(comparison_title(found), headers, list(zip(*cells, strict=True)))
+        reporter.say(f"table: {folder.path / FILE}\npicture: {picture}")
+    refusals = [entry.refusal for entry in found.entries if entry.refusal is not None]
+    if refusals and not any(not entry.is_baseline for entry, _ in found.measured):
+        raise typer.Exit(refusals[0].exit_code)

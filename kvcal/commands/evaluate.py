@@ -1,0 +1,58 @@
+"""``kvcal eval``: a plan beside its baselines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvcal.commands.options import Device, Dtype, Json, ModelOption, PlanArgument, Quiet, load
+
+
+def eval_command(
+    plan: PlanArgument,
+    model: ModelOption,
+    recipe: Annotated[str, typer.Option(help="Recipe whose [evaluate] is used.")] = "default",
+    against: Annotated[list[str] | None, typer.Option(help="Baseline recipe to measure too; may be repeated.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="tasks, a text, JSONL or parquet file or folder, or a hub id.")
+    ] = None,
+    task: Annotated[list[str] | None, typer.Option(help="Tasks to generate; 'none' for no generation.")] = None,
+    problems: Annotated[int | None, typer.Option(help="Problems of each task.", min=1)] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the table and the picture.")] = Path("artifacts/eval"),
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Perplexity, KL to 16 bits, top-1 agreement and exact match, through the packed cache.
+
+    Example: `kvcal eval plan.safetensors --model reasoner-10m --against kivi-2`
+    """
+    from kvcal import console, pipeline, views
+    from kvcal.plan import load_plan
+    from kvcal.recipe import load_recipe
+    from kvcal.stages.verify import require_same_model
+
+    loaded_plan = load_plan(plan)
+    base = load_recipe(recipe)
+    spec = base.evaluate
+    if data is not None:
+        spec = replace(spec, data=replace(spec.data, source=data))
+    if task is not None:
+        spec = replace(spec, tasks=() if task == ["none"] else tuple(task))
+    if problems is not None:
+        spec = replace(spec, num_problems=problems)
+    spec = replace(spec, against=tuple(against or ()))
+    folder = pipeline.Folder.create(out)
+    with console.TerminalReporter(quiet).running() as reporter:
+        loaded = load(model, dtype, device)
+        require_same_model(loaded_plan, loaded)
+        named = replace(base, name=plan.stem, evaluate=spec)
+        evaluation = pipeline.evaluate_plan(named, loaded, loaded_plan, folder, reporter)
+    if json:
+        console.print_json(views.evaluation_json(evaluation))
+    else:
+        console.print_table(*views.evaluation_table(evaluation))

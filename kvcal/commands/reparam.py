@@ -1,0 +1,79 @@
+"""``kvcal reparam``: calibrate PM-KVQ's λ for a folder's allocation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from kvcal.commands.options import Device, Dtype, FolderArgument, Json, ModelOption, Quiet, load
+from kvcal.errors import UsageError
+
+
+def reparam(
+    folder: FolderArgument,
+    model: ModelOption,
+    recipe: Annotated[str, typer.Option(help="Recipe with [reparam] and the data.")] = "pm-kvq",
+    position_scale: Annotated[
+        float | None, typer.Option(help="Multiply positions, so that short text stands for long text.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of the grid of α from 0 to 1.", min=1)] = None,
+    offset: Annotated[
+        bool | None, typer.Option(help="Try a static offset of the keys, too.", show_default=False)
+    ] = None,
+    shared_heads: Annotated[
+        bool | None,
+        typer.Option(help="One λ for all KV heads: QK-norms need it to be folded.", show_default=False),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="tasks, a text, JSONL or parquet file or folder, or a hub id.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Calibration sequences.", min=1)] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.", min=2)] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Find the channel factors λ that make each layer's keys easiest to quantize, for the formats that DIR's allocation
+    chose, and say what they bring. `kvcal compile` then puts them into the plan, or into the weights with `--fold`.
+    Interrupted, it goes on where it stopped.
+
+    Example: `kvcal reparam artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl --samples 64`
+    """
+    from kvcal import console, pipeline
+    from kvcal.recipe import load_recipe
+    from kvcal.specs import ReparamSpec
+    from kvcal.stages.reparam_record import load as load_record
+    from kvcal.stages.reparam_record import table_rows
+    from kvcal.strict import dump, parse
+
+    base = load_recipe(recipe)
+    given: dict[str, Any] = {"position_scale": position_scale, "num_steps": steps, "offset": offset}
+    given |= {"shared_heads": shared_heads, "num_samples": samples, "seq_len": seq_len}
+    knobs = dump(base.reparam or ReparamSpec()) | {key: value for key, value in given.items() if value is not None}
+    base = replace(
+        base,
+        reparam=parse(ReparamSpec, knobs, "reparam", UsageError),
+        data=base.data if data is None else replace(base.data, source=data),
+    )
+    paths = pipeline.Folder(folder)
+    with console.TerminalReporter(quiet).running() as reporter:
+        pipeline.reparam_folder(base, load(model, dtype, device), paths, reporter)
+        record = load_record(paths.reparam)
+        for warning in record.warnings:
+            reporter.say(warning)
+    if json:
+        console.print_json(
+            {
+                "layers": [dump(layer) for layer in record.layers],
+                "position_scale": record.subject.position_scale,
+                "path": str(paths.reparam),
+            }
+        )
+        return
+    headers, rows = table_rows(record)
+    title = f"λ from {record.subject.num_tokens} tokens at positions x {record.subject.position_scale:.3g}"
+    console.print_table(title, headers, rows)
+    reporter.say(f"reparam: {paths.reparam}")

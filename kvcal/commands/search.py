@@ -1,0 +1,61 @@
+"""``kvcal search``: the combination, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvcal.commands.options import Batch, Context, Device, Dtype, Json, Quiet, load
+
+
+def search(
+    recipe: Annotated[str, typer.Argument(help="A recipe with [search].")] = "best",
+    model: Annotated[str | None, typer.Option(help="Folder, hub id or embedded name; default: the recipe's.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the artifacts; made if needed.")] = Path("artifacts/search"),
+    budget: Annotated[str | None, typer.Option(help="Whole device, such as 24GB.")] = None,
+    kv_budget: Annotated[str | None, typer.Option(help="The cache alone, such as 1.5GiB.")] = None,
+    bits: Annotated[float | None, typer.Option(help="All-in bits per cached value.", min=0.1)] = None,
+    batch: Batch = None,
+    context: Context = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of refinement at most.", min=0)] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Choose among compositions of all five systems for every layer, on measured KL, and write the plan.
+
+    Interrupted, it goes on after the last group of plans.
+    Example: `kvcal search best --model Qwen/Qwen3-8B --bits 2.5 --batch 8 --context 32768 --out artifacts/qwen3`
+    """
+    from kvcal import console, pipeline, views
+    from kvcal.errors import UsageError
+    from kvcal.recipe import load_recipe
+    from kvcal.stages.run_search import load as load_search
+    from kvcal.strict import dump
+
+    base = load_recipe(recipe)
+    if base.search is None or base.allocate is None:
+        raise UsageError(f"recipe {base.name!r} has no [search]", hint="use `kvcal run`, or the recipe best")
+    changes: dict[str, Any] = {"batch": batch, "context": context}
+    budgets: dict[str, Any] = {"budget": budget, "kv_budget": kv_budget, "bits": bits}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if any(value is not None for value in budgets.values()):
+        changes |= {**budgets, "same_bytes_as": None}
+    base = replace(base, allocate=replace(base.allocate, **changes))
+    if rounds is not None and base.search is not None:
+        base = replace(base, search=replace(base.search, refine_rounds=rounds))
+    folder = pipeline.Folder.create(out)
+    with console.TerminalReporter(quiet).running() as reporter:
+        loaded = load(model or base.model, dtype, device)
+        plan = pipeline.build_plan(base, loaded, folder, None, reporter)
+    found = load_search(folder.search)
+    if json:
+        console.print_json({"report": dump(found.report), "plan": views.plan_json(plan, None)})
+        return
+    console.print_table(*views.search_table(found.report))
+    console.print_table(*views.budget_table(found.allocation))
+    reporter.say(f"plan: {folder.plan}")

@@ -1,0 +1,152 @@
+"""The allocation: which Format every layer's K and V got, for which workload, and where the budget's bytes go.
+
+Formats come from the solver (stages.allocate), from a recipe that fixes them, or from KVmix's importance; what follows
+(progressive schedule, λ, predictors, compilation) does not care.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic.dataclasses import dataclass
+
+from kvcal import artifact
+from kvcal.errors import ArtifactError
+from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
+from kvcal.plan import LayerPlan, Workload, bare_layers
+from kvcal.recipe import CacheSpec, FormatsSpec, fixed_layers
+from kvcal.specs import ImportanceSpec, ProgressiveSpec, ReparamSpec
+from kvcal.stages.importance import importance_formats, importance_scores
+from kvcal.stages.profile_record import Profile
+from kvcal.stages.schedule import progressive_layers
+from kvcal.strict import STRICT, dump, parse
+
+KIND = "allocation"
+SCHEMA = 2
+
+
+@dataclass(frozen=True, config=STRICT)
+class Split:
+    """Where the bytes of a budget go. ``weights`` and ``workspace`` are None when only the cache was budgeted;
+    ``fixed`` are bounded layers and states, ``paged`` the chosen formats."""
+
+    budget: int
+    weights: int | None
+    workspace: int | None
+    fixed: int
+    paged: int
+
+    @property
+    def cache(self) -> int:
+        return self.fixed + self.paged
+
+
+@dataclass(frozen=True, config=STRICT)
+class Allocation:
+    """The chosen layers of a model. ``provenance`` says what they were chosen from; ``loss``, ``bound``, ``gap`` and
+    ``proof`` are the solver's (see solver.Solution), None where a recipe fixed the formats."""
+
+    model: ModelIdentity
+    cache_dtype: CacheDtype
+    layers: tuple[LayerPlan, ...]
+    workload: Workload
+    provenance: dict[str, Any]
+    split: Split
+    loss: float | None = None
+    bound: float | None = None
+    gap: float | None = None
+    proof: str | None = None
+
+
+def fixed_allocation(
+    formats: FormatsSpec,
+    model: ModelIdentity,
+    geometry: Geometry,
+    workload: Workload,
+    provenance: dict[str, Any],
+) -> Allocation:
+    """What a recipe with [formats] gives: no choice, no budget but its own bytes."""
+    layers = fixed_layers(formats, bare_layers(geometry))
+    return _unbudgeted(layers, model, geometry.cache_dtype, workload, provenance)
+
+
+def important_allocation(
+    profile: Profile, spec: ImportanceSpec, cache: CacheSpec, workload: Workload, provenance: dict[str, Any]
+) -> Allocation:
+    """KVmix: formats by the gradient norms of the profile."""
+    formats = importance_formats(importance_scores(profile), spec, cache.num_sink_tokens, cache.param_dtype)
+    layers = []
+    for layer in bare_layers(profile.geometry):
+        if layer.is_paged:
+            k, v = formats[layer.geometry.index]
+            layer = LayerPlan(layer.geometry, (k,), (v,))
+        layers.append(layer)
+    return _unbudgeted(tuple(layers), profile.identity, profile.geometry.cache_dtype, workload, provenance)
+
+
+def made_progressive(allocation: Allocation, spec: ProgressiveSpec, reserved: int) -> Allocation:
+    """The allocation with pages that begin at 16 bits and shrink when the budget for the tokens so far is used up;
+    ``reserved`` bytes of it are kept for the plan's tensors.
+
+    Raises:
+        InfeasibleBudget: the final formats do not fit.
+    """
+    layers = allocation.layers
+    budget = allocation.split.budget - (allocation.split.weights or 0) - (allocation.split.workspace or 0)
+    if spec.bits is not None:
+        values = num_values(layers, allocation.workload)
+        budget = int(spec.bits * values / 8) + allocation.split.fixed + reserved
+    layers = progressive_layers(
+        layers, allocation.workload, allocation.cache_dtype, budget - reserved, shift=spec.shift
+    )
+    fixed, paged = layer_bytes(layers, allocation.cache_dtype, allocation.workload)
+    split = replace(allocation.split, fixed=fixed, paged=paged)
+    if allocation.split.weights is None:
+        split = replace(split, budget=budget)
+    return replace(allocation, layers=layers, split=split)
+
+
+def reserved_bytes(geometry: Geometry, reparam: ReparamSpec | None) -> int:
+    """Bytes that λ, and the offset, of every layer will take; they have to fit the budget, too."""
+    if reparam is None:
+        return 0
+    paged = [layer.attention for layer in bare_layers(geometry) if layer.is_paged]
+    return sum(4 * layer.num_kv_heads * layer.k_head_dim for layer in paged) * (2 if reparam.offset else 1)
+
+
+def layer_bytes(layers: tuple[LayerPlan, ...], cache_dtype: str, workload: Workload) -> tuple[int, int]:
+    """Bytes of (bounded and state layers, paged layers)."""
+    sizes = {True: 0, False: 0}
+    for layer in layers:
+        sizes[layer.is_paged] += layer.nbytes(cache_dtype, workload.lengths, workload.context)
+    return sizes[False], sizes[True]
+
+
+def num_values(layers: tuple[LayerPlan, ...], workload: Workload) -> int:
+    """Values that the paged layers cache at the workload."""
+    paged = [layer.attention for layer in layers if layer.is_paged]
+    per_token = sum(layer.num_kv_heads * (layer.k_head_dim + layer.v_head_dim) for layer in paged)
+    return per_token * workload.batch * workload.context
+
+
+def _unbudgeted(
+    layers: tuple[LayerPlan, ...],
+    model: ModelIdentity,
+    cache_dtype: CacheDtype,
+    workload: Workload,
+    provenance: dict[str, Any],
+) -> Allocation:
+    fixed, paged = layer_bytes(layers, cache_dtype, workload)
+    return Allocation(model, cache_dtype, layers, workload, provenance, Split(fixed + paged, None, None, fixed, paged))
+
+
+def save(allocation: Allocation, inputs: dict[str, Any], path: Path) -> None:
+    artifact.write(path, artifact.Artifact(KIND, SCHEMA, inputs, dump(allocation), {}))
+
+
+def load(path: Path) -> tuple[Allocation, dict[str, Any]]:
+    """The allocation and its inputs. ArtifactError when missing, corrupt or foreign."""
+    stored = artifact.read(path, KIND, SCHEMA)
+    return parse(Allocation, stored.body, str(path), ArtifactError), stored.inputs

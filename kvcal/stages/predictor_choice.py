@@ -1,0 +1,159 @@
+"""Which regressions AQUA-KV's Alg. 1 makes for some layers, and which of the predictors pay.
+
+A predictor is worth 1/2 log2(1 / (1 - explained variance)) bits a value: the error of a scaled quantizer is a share of
+the variance that is left, and every bit divides it by 4. Where that, times the quantized values of the workload, is
+less than the predictor's own bytes, or the explained variance is at most ``min_explained``, it is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from kvcal.errors import UsageError
+from kvcal.formats import RAW, Side
+from kvcal.geometry import CacheDtype
+from kvcal.layer_plan import LayerPlan
+from kvcal.observers.normal_equations import LinearFit, NormalEquations
+from kvcal.plan import Workload
+from kvcal.plan_tensors import check_sources, predictor_shape
+from kvcal.quantities import format_bytes
+from kvcal.quantizers.pages import PAGE_TOKENS
+from kvcal.specs import PredictorSpec
+from kvcal.stages.compress_predictor import to_int4, to_linear, to_low_rank
+from kvcal.stages.predictor_record import Finding, Fit, with_predictor
+from kvcal.transforms.linear_predictor import LinearPredictor, PredictorShape
+
+# What a perfect predictor is said to save: no more bits are there to be saved.
+MAX_SAVED_BITS = 16.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """One regression: ``side`` of ``layer`` on the pages of ``source``, the paged layer before it. ``reason``: why
+    there is none, None if there is. ``shape``: of its predictor, None without one."""
+
+    layer: LayerPlan
+    source: LayerPlan | None
+    side: Side
+    reason: str | None
+    shape: PredictorShape | None
+
+    @property
+    def index(self) -> int:
+        return self.layer.geometry.index
+
+
+class Measured(NamedTuple):
+    """The variance of held-out tokens, and the shares that are explained (see predictor_record.Fit)."""
+
+    variance: float
+    explained: float
+    explained_whole: float
+    explained_nearest: float | None = None
+
+
+def find_targets(layers: Sequence[LayerPlan], spec: PredictorSpec, cache_dtype: CacheDtype) -> tuple[Target, ...]:
+    """Two for each paged layer, keys first. UsageError for a rank that a weight cannot have."""
+    targets, source = [], None
+    for layer in layers:
+        if not layer.is_paged:
+            continue
+        for side in ("k", "v"):
+            reason = _refusal(layers, layer, source, side, spec)
+            shape = None
+            if reason is None and source is not None:
+                predicted = with_predictor(layer, side, source.geometry.index, spec)
+                try:
+                    shape = predictor_shape(predicted, source, side, cache_dtype)
+                except ValueError as wrong:
+                    raise UsageError(f"predictors of layer {layer.geometry.index}: {wrong}") from None
+            targets.append(Target(layer, source, side, reason, shape))
+        source = layer
+    return tuple(targets)
+
+
+def _refusal(
+    layers: Sequence[LayerPlan], layer: LayerPlan, source: LayerPlan | None, side: Side, spec: PredictorSpec
+) -> str | None:
+    """Why ``side`` of ``layer`` cannot be predicted in these formats."""
+    if source is None:
+        return "there is no layer before it"
+    if side not in spec.sides:
+        return f"only {' and '.join(spec.sides)} were asked for"
+    if RAW in layer.formats(side):
+        return "16 bits leave no error to save"
+    if any(fmt.shrink_at for fmt in (*source.formats(side), *layer.k, *layer.v)):
+        return "pages that shrink would change what is predicted from them"
+    try:
+        predicted = with_predictor(layer, side, source.geometry.index, spec)
+        check_sources([predicted if other is layer else other for other in layers])
+    except ValidationError as refused:
+        return refused.errors()[0]["msg"].removeprefix("Value error, ")
+    except ValueError as refused:
+        return str(refused)
+    return None
+
+
+def compress(fit: LinearFit, spec: PredictorSpec, cache_dtype: CacheDtype) -> LinearPredictor:
+    """The predictor of the kind that ``spec`` asks for."""
+    if spec.kind == "low_rank":
+        assert spec.rank is not None
+        return to_low_rank(fit, spec.rank, cache_dtype)
+    if spec.kind == "int4":
+        assert spec.group_size is not None
+        return to_int4(fit, spec.group_size, cache_dtype)
+    return to_linear(fit, cache_dtype)
+
+
+def measure(fit: LinearFit, predictor: LinearPredictor, held_out: NormalEquations, spec: PredictorSpec) -> Measured:
+    """What ``predictor`` explains of held-out tokens."""
+    found = Measured(
+        held_out.result().y_variance_O.sum().item(),
+        held_out.explained_variance(*predictor.dense()),
+        held_out.explained_variance(fit.weight_OF, fit.bias_O),
+    )
+    if spec.group_size is None:
+        return found
+    nearest = to_int4(fit, spec.group_size, predictor.shape.cache_dtype, compensate=False)
+    return found._replace(explained_nearest=held_out.explained_variance(*nearest.dense()))
+
+
+def decide(target: Target, measured: Measured | None, spec: PredictorSpec, workload: Workload) -> Finding:
+    """Whether the predictor pays at ``workload``; without a measurement, that it was not tried."""
+    source = None if target.source is None else target.source.geometry.index
+    if measured is None or target.shape is None:
+        return Finding(target.index, target.side, source, target.reason or "was not fitted", None)
+    (fmt,) = target.layer.formats(target.side)
+    num_tokens = sum(PAGE_TOKENS * fmt.num_pages(length) for length in workload.lengths)
+    saved_bits = saved_bits_per_value(measured.explained)
+    saved_bytes = int(saved_bits * target.shape.num_outputs * num_tokens / 8)
+    fit = Fit(
+        target.shape.num_inputs,
+        target.shape.num_outputs,
+        measured.explained,
+        measured.explained_whole,
+        measured.explained_nearest,
+        target.shape.nbytes,
+        saved_bits,
+        saved_bytes,
+    )
+    reason = None
+    if spec.drop and measured.explained <= spec.min_explained:
+        reason = f"explains {measured.explained:.4f} of the variance, at most min_explained = {spec.min_explained:g}"
+    elif spec.drop and saved_bytes < target.shape.nbytes:
+        reason = (
+            f"saves {format_bytes(saved_bytes)} at {workload.batch} x {workload.context} tokens and takes "
+            f"{format_bytes(target.shape.nbytes)}"
+        )
+    return Finding(target.index, target.side, source, reason, fit)
+
+
+def saved_bits_per_value(explained: float) -> float:
+    """See the module's docstring; 0 for a predictor that explains nothing."""
+    left = 1.0 - max(explained, 0.0)
+    return MAX_SAVED_BITS if left <= 4.0**-MAX_SAVED_BITS else 0.5 * math.log2(1.0 / left)

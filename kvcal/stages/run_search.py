@@ -1,0 +1,190 @@
+"""The search stage: λ and predictors for the choices that need them, then the search itself, then its artifact.
+
+λ is calibrated for each choice with rescale on its own, with that choice's quantizer in every layer. Predictors are
+fitted on the first predicted choices, and once more on the layers that were chosen. Measured KLs are kept in a
+checkpoint: an interrupted search goes on after the last group of plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kvcal.data import TokenDataset
+from kvcal.models.load import LoadedModel, weight_bytes
+from kvcal.plan import SIDES, LayerPlan, Plan, Workload, bare_layers
+from kvcal.progress import Reporter
+from kvcal.recipe import CacheSpec, Recipe
+from kvcal.specs import PredictorSpec, ReparamSpec, SearchSpec
+from kvcal.stages import fit_predictors, reparam
+from kvcal.stages.allocation_record import Allocation, Split, layer_bytes
+from kvcal.stages.budget import ModelSizes, resolve_budget
+from kvcal.stages.checkpoint import Checkpoint, State
+from kvcal.stages.compositions import Materials, composed_layers, key_format, value_format
+from kvcal.stages.kl_meter import PHASE, KLMeter
+from kvcal.stages.kl_texts import kl_texts
+from kvcal.stages.lattice_tensors import lattice_tensors
+from kvcal.stages.search import Choice, Outcome, Problem, problem_of, search
+from kvcal.stages.search_record import KIND, SCHEMA, SearchRecord, SearchReport, UnitResult, load, save
+
+__all__ = ["KIND", "SCHEMA", "SearchRecord", "load", "run_search"]
+
+# Texts fed at once, as in the profile.
+KL_BATCH = 4
+
+
+def run_search(
+    loaded: LoadedModel,
+    recipe: Recipe,
+    data: TokenDataset,
+    reparam_data: TokenDataset | None,
+    inputs: dict[str, Any],
+    path: Path,
+    provenance: dict[str, Any],
+    reporter: Reporter,
+) -> SearchRecord:
+    """Search and write to ``path``. ``reparam_data``: for λ, where a choice takes it.
+
+    Raises:
+        UsageError: a choice that cannot be composed, or no text long enough.
+        InfeasibleBudget: nothing fits.
+        NonFiniteActivations, UnsupportedModel, ArtifactError: as the stages it calls.
+    """
+    spec, allocate = recipe.search, recipe.allocate
+    assert spec is not None and allocate is not None
+    workload = Workload(allocate.batch, allocate.context)
+    bare = bare_layers(loaded.geometry)
+    fixed, _ = layer_bytes(bare, loaded.geometry.cache_dtype, workload)
+    vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
+    budget = resolve_budget(ModelSizes(loaded.geometry, weight_bytes(loaded.model), vocab_size), allocate, bare, fixed)
+    paged_bytes = budget.cache - fixed
+    per_head = allocate.granularity == "head"
+    problem = problem_of(loaded.geometry, spec, recipe.cache, recipe.predictors, workload, paged_bytes, per_head)
+    materials = _materials(loaded, recipe, data, reparam_data, workload, inputs, path, reporter)
+    texts = kl_texts(data, spec.kl_samples, spec.kl_tokens, recipe.cache)
+
+    def plan_of(choice: Choice) -> Plan:
+        layers, tensors = composed_layers(loaded.geometry, problem.chosen(choice), materials)
+        return Plan(loaded.identity, loaded.geometry.cache_dtype, layers, workload, {}, tensors)
+
+    with Checkpoint(path, KIND, inputs, State({}, {PHASE: 0}), reporter) as checkpoint:
+        meter = KLMeter(loaded, texts, KL_BATCH, checkpoint, reporter)
+
+        def measure(choices: Sequence[Choice], what: str) -> list[float]:
+            return meter.kl([plan_of(choice) for choice in choices], what)
+
+        outcome = search(problem, spec, measure)
+        plan = plan_of(outcome.choice)
+        layers, tensors = _refitted(loaded, recipe, data, plan, workload, inputs, path, reporter)
+        num_plans = len(checkpoint.state.means)
+        paged = layer_bytes(layers, loaded.geometry.cache_dtype, workload)[1]
+        split = Split(budget.total, budget.weights, budget.workspace, fixed, paged)
+        allocation = Allocation(
+            loaded.identity, loaded.geometry.cache_dtype, layers, workload, provenance, split, outcome.kl
+        )
+        record = SearchRecord(allocation, _report(problem, outcome, num_plans), tensors)
+        save(record, inputs, path)
+    return record
+
+
+def _report(problem: Problem, outcome: Outcome, num_plans: int) -> SearchReport:
+    units = tuple(
+        UnitResult(str(unit), tuple(option.name for option in options), sizes, costs, chosen)
+        for unit, options, sizes, costs, chosen in zip(
+            problem.units, problem.options, problem.nbytes, outcome.costs, outcome.choice, strict=True
+        )
+    )
+    return SearchReport(units, outcome.kl, outcome.history, outcome.proxy, num_plans)
+
+
+def _materials(
+    loaded: LoadedModel,
+    recipe: Recipe,
+    data: TokenDataset,
+    reparam_data: TokenDataset | None,
+    workload: Workload,
+    inputs: dict[str, Any],
+    path: Path,
+    reporter: Reporter,
+) -> Materials:
+    """λ for every choice with rescale, and the first fit of the predictors."""
+    spec, cache = recipe.search, recipe.cache
+    assert spec is not None
+    value = value_format(spec.values[0], cache)
+    lambdas: dict[int, dict[int, Tensor]] = {}
+    for number, choice in enumerate(spec.keys):
+        if choice.rescale and reparam_data is not None:
+            layers = tuple(
+                LayerPlan(layer.geometry, (key_format(choice, cache),), (value,)) if layer.is_paged else layer
+                for layer in bare_layers(loaded.geometry)
+            )
+            part = path.with_name(f"{path.stem}.lambda-{number}{path.suffix}")
+            found = reparam.run_reparam(
+                loaded, layers, {}, reparam_data, recipe.reparam or ReparamSpec(), inputs, part, reporter
+            )
+            lambdas[number] = dict(found.lambdas)
+            part.unlink()
+    predicted = _predicted_layers(loaded, spec, cache, recipe.predictors)
+    if predicted is None or recipe.predictors is None:
+        return Materials(lambdas, {})
+    return Materials(lambdas, _fitted(loaded, predicted, data, recipe.predictors, workload, inputs, path, reporter))
+
+
+def _predicted_layers(
+    loaded: LoadedModel, spec: SearchSpec, cache: CacheSpec, predictors: PredictorSpec | None
+) -> tuple[LayerPlan, ...] | None:
+    """Layers in the first predicted choices of keys and values; None where nothing is predicted."""
+    keys = [choice for choice in spec.keys if choice.predicted]
+    values = [choice for choice in spec.values if choice.predicted]
+    if predictors is None or not (keys or values):
+        return None
+    k, v = key_format((keys or spec.keys)[0], cache), value_format((values or spec.values)[0], cache)
+    return tuple(
+        LayerPlan(layer.geometry, (k,), (v,), k_pages="pre") if layer.is_paged else layer
+        for layer in bare_layers(loaded.geometry)
+    )
+
+
+def _fitted(
+    loaded: LoadedModel,
+    layers: tuple[LayerPlan, ...],
+    data: TokenDataset,
+    spec: PredictorSpec,
+    workload: Workload,
+    inputs: dict[str, Any],
+    path: Path,
+    reporter: Reporter,
+) -> dict[str, Tensor]:
+    """The tensors of predictors for all sides of ``layers``, whether they pay or not: the search decides that."""
+    part = path.with_name(f"{path.stem}.predictors{path.suffix}")
+    tensors = lattice_tensors(layers)
+    keep_all = replace(spec, drop=False)
+    found = fit_predictors.run_fit_predictors(loaded, layers, tensors, data, keep_all, workload, inputs, part, reporter)
+    part.unlink()
+    return found.tensors()
+
+
+def _refitted(
+    loaded: LoadedModel,
+    recipe: Recipe,
+    data: TokenDataset,
+    plan: Plan,
+    workload: Workload,
+    inputs: dict[str, Any],
+    path: Path,
+    reporter: Reporter,
+) -> tuple[tuple[LayerPlan, ...], dict[str, Tensor]]:
+    """The chosen layers with predictors fitted on what they read now; unchanged without predictors."""
+    wanted: set[tuple[int, str]] = {
+        (layer.geometry.index, side) for layer in plan.layers for side in SIDES if layer.predictor(side) is not None
+    }
+    if not wanted or recipe.predictors is None:
+        return plan.layers, plan.tensors
+    bare = tuple(replace(layer, k_predictor=None, v_predictor=None) for layer in plan.layers)
+    fitted = _fitted(loaded, bare, data, recipe.predictors, workload, inputs, path, reporter)
+    tensors = {name: fitted.get(name, tensor) for name, tensor in plan.tensors.items()}
+    return plan.layers, tensors

@@ -1,0 +1,82 @@
+"""What a search found, and how: the artifact that the plan is compiled from, and its tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic.dataclasses import dataclass as record
+from torch import Tensor
+
+from kvcal import artifact
+from kvcal.errors import ArtifactError
+from kvcal.plan import LayerPlan
+from kvcal.stages.allocation_record import Allocation
+from kvcal.stages.importance import rank_correlation
+from kvcal.strict import STRICT, dump, parse
+
+KIND = "search"
+SCHEMA = 1
+
+
+@record(frozen=True, config=STRICT)
+class UnitResult:
+    """One unit's options: names, bytes, and the change of KL (nats per loss token) when it alone takes the option in
+    the background plan; ``chosen`` is the number of the one that the final plan takes."""
+
+    unit: str
+    options: tuple[str, ...]
+    nbytes: tuple[int, ...]
+    costs: tuple[float, ...]
+    chosen: int
+
+
+@record(frozen=True, config=STRICT)
+class SearchReport:
+    """``kl``: of the final plan on the search's texts. ``history``: of the background, the solver's plan, and the best
+    after every round of refinement. ``proxy``: (predicted, measured) KL of random plans."""
+
+    units: tuple[UnitResult, ...]
+    kl: float
+    history: tuple[float, ...]
+    proxy: tuple[tuple[float, float], ...]
+    num_plans: int
+
+    @property
+    def proxy_correlation(self) -> float | None:
+        """Spearman's rank correlation of predicted and measured KL; None for fewer than three plans, or equal ones."""
+        predicted, measured = [p for p, _ in self.proxy], [m for _, m in self.proxy]
+        if len(self.proxy) < 3 or len(set(predicted)) == 1 or len(set(measured)) == 1:
+            return None
+        return rank_correlation(predicted, measured)
+
+
+@dataclass(frozen=True, eq=False)
+class SearchRecord:
+    """The chosen layers with their transforms, and the tensors that these need."""
+
+    allocation: Allocation
+    report: SearchReport
+    plan_tensors: dict[str, Tensor]
+
+    @property
+    def layers(self) -> tuple[LayerPlan, ...]:
+        return self.allocation.layers
+
+
+def save(found: SearchRecord, inputs: dict[str, Any], path: Path) -> None:
+    """ArtifactError when the file cannot be written."""
+    body = {"allocation": dump(found.allocation), "report": dump(found.report)}
+    artifact.write(path, artifact.Artifact(KIND, SCHEMA, inputs, body, found.plan_tensors))
+
+
+def load(path: Path) -> SearchRecord:
+    """ArtifactError when missing, corrupt or foreign."""
+    stored = artifact.read(path, KIND, SCHEMA)
+    parts = [stored.body.get(name) for name in ("allocation", "report")]
+    if stored.body.keys() != {"allocation", "report"} or not all(isinstance(part, dict) for part in parts):
+        raise ArtifactError(f"{path}: expected an allocation and a report", hint="delete the file and search again")
+    allocation = parse(Allocation, stored.body["allocation"], f"{path}: allocation", ArtifactError)
+    report = parse(SearchReport, stored.body["report"], f"{path}: report", ArtifactError)
+    return SearchRecord(allocation, report, stored.tensors)

@@ -1,0 +1,84 @@
+"""What the tests of the predictor stage and of prefixes share: a tiny loaded model, data, formats, and one run."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from cache_cases import VOCAB_SIZE, tiny_llama
+from transformers import PreTrainedModel
+
+from kvcal.data import TokenDataset
+from kvcal.formats import Format
+from kvcal.geometry import ModelIdentity
+from kvcal.layer_plan import LayerPlan, bare_layers
+from kvcal.models.geometry import geometry_of
+from kvcal.models.load import LoadedModel
+from kvcal.plan import Plan, Workload
+from kvcal.progress import Silent
+from kvcal.specs import PredictorSpec
+from kvcal.stages.fit_predictors import run_fit_predictors
+from kvcal.stages.predictor_record import PredictorRecord
+
+FIRST = Format(4, "token", 64, num_sink_tokens=4)
+REST = Format(2, "token", 64, num_sink_tokens=4)
+WORKLOAD = Workload(8, 4096)
+
+
+def as_loaded(model: PreTrainedModel, cache_dtype: str = "float32") -> LoadedModel:
+    identity = ModelIdentity("tiny", model.config.model_type, "0", "1", "2")
+    return LoadedModel(model, None, identity, geometry_of(model, cache_dtype), "tiny")
+
+
+@functools.cache
+def loaded_llama(num_layers: int = 3) -> LoadedModel:
+    return as_loaded(tiny_llama(2, num_layers))
+
+
+def sequences(lengths: Sequence[int], seed: int = 0, vocab_size: int = VOCAB_SIZE) -> TokenDataset:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = tuple(torch.randint(3, vocab_size, (length,), generator=generator) for length in lengths)
+    masks = tuple(torch.arange(length) > 0 for length in lengths)
+    return TokenDataset(tokens, masks, f"print-{seed}-{list(lengths)}", "random tokens")
+
+
+def aqua_layers(loaded: LoadedModel, k_pages: str = "post", first: Format = FIRST) -> tuple[LayerPlan, ...]:
+    """The first paged layer in ``first``, others in ``REST``."""
+    found, fmt = [], first
+    for layer in bare_layers(loaded.geometry):
+        if layer.is_paged:
+            layer, fmt = LayerPlan(layer.geometry, (fmt,), (fmt,), k_pages=k_pages), REST
+        found.append(layer)
+    return tuple(found)
+
+
+def fit(
+    loaded: LoadedModel,
+    layers: tuple[LayerPlan, ...],
+    data: TokenDataset,
+    spec: PredictorSpec | None = None,
+    workload: Workload = WORKLOAD,
+    path: Path | None = None,
+) -> PredictorRecord:
+    spec = spec or PredictorSpec(drop=False)
+    with tempfile.TemporaryDirectory() as folder:
+        target = path or Path(folder) / "predictors.safetensors"
+        return run_fit_predictors(
+            loaded, layers, {}, data, spec, workload, {"data": data.fingerprint}, target, Silent()
+        )
+
+
+def plan_with(loaded: LoadedModel, layers: tuple[LayerPlan, ...], record: PredictorRecord | None = None) -> Plan:
+    """A plan of ``layers``, with the record's predictors."""
+    applied, tensors = (layers, {}) if record is None else (record.apply(layers), record.tensors())
+    return Plan(loaded.identity, loaded.geometry.cache_dtype, applied, WORKLOAD, {}, tensors)
+
+
+@functools.cache
+def fitted_llama(k_pages: str = "post") -> tuple[tuple[LayerPlan, ...], PredictorRecord]:
+    """Layers of ``loaded_llama`` and their predictors; ``k_pages`` of the layers without one."""
+    layers = aqua_layers(loaded_llama(), k_pages)
+    return layers, fit(loaded_llama(), layers, sequences([260] * 6))

@@ -1,0 +1,502 @@
+"""The predictor stage (AQUA-KV, Alg. 1) against numbers computed apart: quantizer by loops, regression by least
+squares, keys before RoPE as the model has them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cache_cases import assert_exact_bytes, feed
+from cli_cases import save_llama
+from oracles import dequantize_code, quantize_group
+from predictor_runs import (
+    FIRST,
+    REST,
+    WORKLOAD,
+    aqua_layers,
+    as_loaded,
+    fit,
+    fitted_llama,
+    loaded_llama,
+    plan_with,
+    sequences,
+)
+from tiny_models import VOCAB_SIZE as TINY_VOCAB
+from tiny_models import built
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from kvcal import PlanCache, artifact, load_plan
+from kvcal.commands.fit_predictors import fit_predictors as fit_command
+from kvcal.errors import ArtifactError, NonFiniteActivations, UnsupportedModel, UsageError
+from kvcal.formats import RAW, Boost, Format, Tier
+from kvcal.layer_plan import LayerPlan
+from kvcal.models.load import load as load_model
+from kvcal.models.taps import Captured, tap
+from kvcal.pipeline import Folder, build_plan
+from kvcal.plan import Workload
+from kvcal.progress import Silent
+from kvcal.recipe import load_recipe
+from kvcal.specs import PredictorSpec
+from kvcal.stages.fit_predictors import run_fit_predictors
+from kvcal.stages.predictor_chart import draw_predictors
+from kvcal.stages.predictor_choice import find_targets, saved_bits_per_value
+from kvcal.stages.predictor_record import KIND, SCHEMA, PredictorRecord, load, save, table_rows
+from kvcal.stages.predictor_sums import FIT, HELD_OUT, split_sequences
+from kvcal.stages.reconstruct import Reconstruction, Wanted, read_pages
+
+SINKS = 4
+
+
+def captured_rows(tokens_T: Tensor) -> list[dict[str, np.ndarray]]:
+    """Per layer {"k", "v"}: fp64 [tokens of whole pages, N D], keys before RoPE as the model itself has them."""
+    loaded, seen = loaded_llama(), []
+    with torch.no_grad(), tap(loaded.model, seen.append, loaded.geometry):
+        loaded.model(input_ids=tokens_T.unsqueeze(0), use_cache=False)
+    stop = SINKS + (len(tokens_T) - SINKS) // 128 * 128
+    rows = []
+    for captured in seen:
+        sides = {"k": captured.k_pre_BNTD, "v": captured.v_BNTD}
+        rows.append({s: x[0, :, SINKS:stop].transpose(0, 1).flatten(1).double().numpy() for s, x in sides.items()})
+    return rows
+
+
+def quantized(rows: np.ndarray, num_bits: int, head_dim: int = 8) -> np.ndarray:
+    """Per token and head, one number after the other (a head of 8 is one group)."""
+    result = np.empty_like(rows)
+    for token, row in enumerate(rows.astype(np.float32).tolist()):
+        for start in range(0, len(row), head_dim):
+            codes, scale, zero = quantize_group(row[start : start + head_dim], num_bits, "float16")
+            result[token, start : start + head_dim] = [dequantize_code(code, scale, zero) for code in codes]
+    return result
+
+
+def regress(x: np.ndarray, y: np.ndarray, ridge: float) -> tuple[np.ndarray, np.ndarray]:
+    """Ridge regression by least squares on data with the penalty appended as rows. (W, b)."""
+    x_mean, y_mean = x.mean(0), y.mean(0)
+    penalty = ridge * (x - x_mean).var(0).mean() * len(x)
+    stacked = np.vstack([x - x_mean, math.sqrt(penalty) * np.eye(x.shape[1])])
+    weight = np.linalg.lstsq(stacked, np.vstack([y - y_mean, np.zeros((x.shape[1], y.shape[1]))]), rcond=None)[0].T
+    return weight, y_mean - weight @ x_mean
+
+
+def test_every_layer_is_fitted_on_what_the_cache_reads_back() -> None:
+    """Alg. 1 line by line, all pages before RoPE. Keys that go through RoPE and back, and products of rounded weights,
+    differ in the last bits, so a code may flip: weights agree to a hundredth of the largest."""
+    layers, record = fitted_llama("pre")
+    data = sequences([260] * 6)
+    splits = split_sequences(data, layers, 0.25)
+    rows = {i: captured_rows(tokens) for i, tokens in enumerate(data.sequences)}
+    kept = {(f.layer, f.side): f for f in record.findings}
+    held_out = [i for i in rows if splits[i] == HELD_OUT]
+    before = {i: {side: quantized(rows[i][0][side], FIRST.num_bits) for side in "kv"} for i in rows}
+    for layer in (1, 2):
+        read_back: dict[int, dict[str, np.ndarray]] = {i: {} for i in rows}
+        for side in "kv":
+            inputs = {
+                i: before[i]["k"] if side == "k" else np.hstack([before[i]["v"], read_back[i]["k"]]) for i in rows
+            }
+            x = {s: np.vstack([inputs[i] for i in rows if splits[i] == s]) for s in (FIT, HELD_OUT)}
+            y = {s: np.vstack([rows[i][layer][side] for i in rows if splits[i] == s]) for s in (FIT, HELD_OUT)}
+            weight, bias = regress(x[FIT], y[FIT], 1e-3)
+            found = record.stored[f"layers.{layer}.{side}_predictor.weight"].double().numpy()
+            assert np.abs(found - weight).max() < 1e-2 * np.abs(weight).max()
+            error = ((y[HELD_OUT] - x[HELD_OUT] @ weight.T - bias) ** 2).sum()
+            spread = ((y[HELD_OUT] - y[HELD_OUT].mean(0)) ** 2).sum()
+            measured = kept[layer, side].fit
+            assert measured is not None and measured.explained == pytest.approx(1 - error / spread, abs=2e-3)
+            assert measured.explained_whole == pytest.approx(measured.explained, abs=1e-5)
+            for i in rows:
+                predicted = inputs[i] @ weight.T + bias
+                read_back[i][side] = predicted + quantized(rows[i][layer][side] - predicted, REST.num_bits)
+            measured_error = sum(((read_back[i][side] - rows[i][layer][side]) ** 2).sum() for i in held_out) / spread
+            assert measured.error == pytest.approx(measured_error, rel=0.02)
+        before = read_back
+    assert record.subject.num_fit_tokens == 256 * 4 and record.subject.num_held_out_tokens == 256 * 2
+
+
+@pytest.mark.parametrize("k_pages", ["post", "pre"])
+def test_pages_are_read_back_as_the_cache_reads_them(k_pages: str) -> None:
+    """Bit for bit what Prediction hands on in a PlanCache that was given the same keys and values."""
+    loaded, (layers, record) = loaded_llama(), fitted_llama(k_pages)
+    plan = plan_with(loaded, layers, record)
+    tokens_T = sequences([300], seed=5).sequences[0]
+    cache, expected = PlanCache(plan, loaded.model.config), {}
+
+    def store(captured: Captured) -> None:
+        layer = cache.layers[captured.layer]
+        layer.update(captured.k_post_BNTD, captured.v_BNTD)
+        for side in ("k", "v"):
+            pages = layer.prediction.before_rope(side, [(0, 0, 2)])
+            expected[captured.layer, side] = pages.transpose(1, 2).flatten(2).flatten(0, 1)
+
+    with torch.no_grad(), tap(loaded.model, store, loaded.geometry):
+        loaded.model(input_ids=tokens_T.unsqueeze(0), use_cache=False)
+    found = {}
+
+    def receive(index, exact, read_back) -> None:
+        found[index, "k"], found[index, "v"] = read_back[0].k, read_back[0].v
+        assert exact.k.shape == read_back[0].k.shape == (256, 16)
+
+    tables = {i: record.stored[f"layers.{i}.rotary"] for i in range(3)}
+    way = Reconstruction(plan.layers, plan.tensors, "float32")
+    wanted = [Wanted(layer, ("k", "v")) for layer in plan.layers]
+    read_pages(loaded.model, loaded.geometry, wanted, [way], tables, tokens_T, receive)
+    assert found.keys() == expected.keys() and len(found) == 6
+    for key, pages in expected.items():
+        assert torch.equal(found[key], pages), key
+
+
+def test_predictors_lower_the_error_of_the_cache_as_foretold() -> None:
+    """What is read back errs less with predictors, in every side of every layer; the plan is this model's."""
+    loaded, (layers, record) = loaded_llama(), fitted_llama()
+    assert [(f.layer, f.side) for f in record.kept] == [(1, "k"), (1, "v"), (2, "k"), (2, "v")]
+    for finding in record.kept:
+        assert finding.fit is not None and finding.fit.error is not None and finding.fit.plain_error is not None
+        assert finding.fit.explained > 0.1 and finding.fit.error < finding.fit.plain_error
+        assert finding.fit.measured_bits == 0.5 * math.log2(finding.fit.plain_error / finding.fit.error) > 0
+    plan = plan_with(loaded, layers, record)
+    assert [layer.k_pages for layer in plan.layers] == ["post", "pre", "pre"]
+    assert record.nbytes == sum(f.fit.nbytes for f in record.kept if f.fit) + 3 * 4 * 4 * 8
+    cache = PlanCache(plan, loaded.model.config)
+    feed(loaded.model, cache, sequences([400]).sequences[0].unsqueeze(0), cuts=(100, 260, 261))
+    assert_exact_bytes(cache, [400])
+
+
+def test_fitting_on_exact_inputs_is_another_fit() -> None:
+    """The ablation: predictors that were never shown a quantized input."""
+    loaded, (layers, record) = loaded_llama(), fitted_llama()
+    spec = PredictorSpec(drop=False, inputs="exact")
+    exact = fit(loaded, layers, sequences([260] * 6), spec)
+    rows = np.vstack([captured_rows(tokens)[0]["k"] for tokens in sequences([260] * 6).sequences])
+    assert rows.shape == (6 * 256, 16)
+    name = "layers.1.k_predictor.weight"
+    assert not torch.allclose(exact.stored[name], record.stored[name], atol=1e-3)
+    by_side = {(f.layer, f.side): f.fit for f in record.kept}
+    for finding in exact.kept:
+        fit_, other = finding.fit, by_side[finding.layer, finding.side]
+        assert fit_ is not None and other is not None and fit_.explained > other.explained
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_one_side_alone(side) -> None:
+    loaded = loaded_llama()
+    layers = aqua_layers(loaded)
+    record = fit(loaded, layers, sequences([140] * 4), PredictorSpec(drop=False, sides=(side,)))
+    assert {f.side for f in record.kept} == {side}
+    assert all("only" in (f.reason or "") for f in record.findings if f.side != side and f.layer > 0)
+    plan_with(loaded, layers, record)
+
+
+@pytest.mark.parametrize("spec", [PredictorSpec(kind="low_rank", rank=6, drop=False), PredictorSpec("int4", None, 8)])
+def test_other_kinds(spec: PredictorSpec) -> None:
+    loaded = loaded_llama()
+    layers, linear = fitted_llama()
+    record = fit(loaded, layers, sequences([260] * 6), replace(spec, drop=False))
+    plan = plan_with(loaded, layers, record)
+    whole = {(f.layer, f.side): f.fit for f in linear.kept}
+    for finding in record.kept:
+        found, other = finding.fit, whole[finding.layer, finding.side]
+        assert found is not None and other is not None
+        assert 0 < found.explained < found.explained_whole + 0.01 and found.nbytes < other.nbytes
+        assert (found.explained_nearest is None) == (spec.kind == "low_rank")
+    cache = PlanCache(plan, loaded.model.config)
+    feed(loaded.model, cache, sequences([200]).sequences[0].unsqueeze(0))
+    assert_exact_bytes(cache, [200])
+
+
+# --- what pays ---
+
+
+def test_saved_bits() -> None:
+    assert saved_bits_per_value(0.75) == 1.0 and saved_bits_per_value(1 - 4.0**-3) == pytest.approx(3.0)
+    assert saved_bits_per_value(0.0) == saved_bits_per_value(-5.0) == 0.0
+    assert saved_bits_per_value(1.0) == 16.0
+
+
+def test_predictors_that_do_not_pay_are_left_out_with_the_reason() -> None:
+    loaded = loaded_llama()
+    layers, data = aqua_layers(loaded), sequences([140] * 4)
+    short = fit(loaded, layers, data, PredictorSpec(min_explained=-1.0), Workload(1, 400))
+    for finding in short.findings[2:]:
+        # 3 pages of 128 tokens; 16 outputs; F x 16 weights and 16 biases of 4 bytes.
+        assert finding.fit is not None
+        assert finding.fit.saved_bytes == int(finding.fit.saved_bits * 16 * 384 / 8)
+        assert finding.fit.nbytes == 4 * (16 * (16 if finding.side == "k" else 32) + 16)
+        pays = finding.fit.saved_bytes >= finding.fit.nbytes
+        assert finding.is_kept == pays and ("1 x 400 tokens and takes" in (finding.reason or "")) == (not pays)
+    assert not all(f.is_kept for f in short.findings[2:])
+    strict = fit(loaded, layers, data, PredictorSpec(min_explained=0.999999))
+    assert not strict.kept and not strict.tensors() and strict.apply(layers) == layers
+    assert all("of the variance, at most min_explained = 0.999999" in (f.reason or "") for f in strict.findings[2:])
+    assert all(f.fit is not None and f.fit.error is None for f in strict.findings[2:])
+
+
+def test_layers_behind_a_left_out_predictor_are_fitted_without_it() -> None:
+    """With nothing kept, layer 2's keys are regressed on layer 1's as quantized by themselves."""
+    loaded = loaded_llama()
+    layers, data = aqua_layers(loaded, "pre"), sequences([260] * 6)
+    record = fit(loaded, layers, data, PredictorSpec(min_explained=0.999999))
+    kept = fitted_llama("pre")[1]
+    found, other = (next(f.fit for f in r.findings if (f.layer, f.side) == (2, "k")) for r in (record, kept))
+    splits = split_sequences(data, layers, 0.25)
+    rows = {i: captured_rows(tokens) for i, tokens in enumerate(data.sequences)}
+    x = {s: np.vstack([quantized(rows[i][1]["k"], 2) for i in rows if splits[i] == s]) for s in (FIT, HELD_OUT)}
+    y = {s: np.vstack([rows[i][2]["k"] for i in rows if splits[i] == s]) for s in (FIT, HELD_OUT)}
+    weight, bias = regress(x[FIT], y[FIT], 1e-3)
+    explained = (
+        1
+        - ((y[HELD_OUT] - x[HELD_OUT] @ weight.T - bias) ** 2).sum() / ((y[HELD_OUT] - y[HELD_OUT].mean(0)) ** 2).sum()
+    )
+    assert found is not None and other is not None
+    assert found.explained == pytest.approx(explained, abs=1e-3)
+    assert abs(other.explained - found.explained) > 2e-3
+
+
+def changed(layers: tuple[LayerPlan, ...], index: int, **changes) -> tuple[LayerPlan, ...]:
+    return tuple(replace(layer, **changes) if layer.geometry.index == index else layer for layer in layers)
+
+
+@pytest.mark.parametrize(
+    "changes, refused",
+    [
+        ({1: {"k": (RAW,), "v": (RAW,)}}, {(1, "k"): "16 bits", (1, "v"): "16 bits", (2, "k"): "other tokens"}),
+        (
+            {1: {"k": (REST, replace(REST, num_bits=3))}},
+            {(1, "k"): "formats per head", (1, "v"): "one format", (2, "k"): "one format"},
+        ),
+        ({1: {"k_rescale": True}}, {(1, "k"): "k_rescale"}),
+        ({2: {"v": (replace(REST, recent_window=64),)}}, {(2, "v"): "other tokens"}),
+        (
+            {2: {"k": (Format(2, "channel", 32, 4, boost=Boost("query_magnitude", (Tier(4, 0.5),))),)}},
+            {(2, "k"): "query score"},
+        ),
+        (
+            {1: {"v": (replace(REST, param_dtype="float32", shrink_at=(200, 300)),)}},
+            {(1, "k"): "shrink", (1, "v"): "shrink", (2, "v"): "shrink"},
+        ),
+    ],
+)
+def test_what_cannot_be_predicted_is_named(changes: dict, refused: dict) -> None:
+    layers = aqua_layers(loaded_llama())
+    for index, change in changes.items():
+        layers = changed(layers, index, **change)
+    targets = {(t.index, t.side): t for t in find_targets(layers, PredictorSpec(), "float32")}
+    for key, message in {(0, "k"): "no layer before", (0, "v"): "no layer before", **refused}.items():
+        assert targets[key].shape is None and message in (targets[key].reason or ""), (key, targets[key].reason)
+    for key, target in targets.items():
+        if key not in refused and key[0] > 0 and key != (2, "v"):
+            assert target.reason is None, (key, target.reason)
+
+
+def test_a_query_score_is_no_hindrance_for_the_source() -> None:
+    """Layer 0 chooses channels by queries; its pages are read back with the queries of the sequence."""
+    loaded = loaded_llama(2)
+    boosted = Format(2, "channel", 32, 4, boost=Boost("query_magnitude", (Tier(4, 0.5),)))
+    layers = changed(aqua_layers(loaded), 0, k=(boosted,))
+    record = fit(loaded, layers, sequences([140] * 4))
+    assert [f.is_kept for f in record.findings] == [False, False, True, True]
+    plan_with(loaded, layers, record)
+
+
+def test_a_rank_beyond_the_weight_is_refused() -> None:
+    with pytest.raises(UsageError, match="layer 1: rank = 17: expected 1 to 16"):
+        fit(loaded_llama(), aqua_layers(loaded_llama()), sequences([140] * 4), PredictorSpec("low_rank", 17))
+
+
+# --- other models ---
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4", "smollm3", "llama_mha_yarn"])
+def test_other_families(name: str) -> None:
+    """QK-norm, partial and interleaved RoPE, layers without RoPE, YaRN; bf16 caches."""
+    loaded = as_loaded(built(name), "bfloat16")
+    layers = aqua_layers(loaded)
+    record = fit(loaded, layers, sequences([270] * 4, vocab_size=TINY_VOCAB))
+    assert len(record.kept) == 4
+    for finding in record.kept:
+        assert finding.fit is not None and finding.fit.error is not None and finding.fit.plain_error is not None
+        assert finding.fit.error < 1.5 * finding.fit.plain_error
+    plan = plan_with(loaded, layers, record)
+    cache = PlanCache(plan, loaded.model.config)
+    feed(loaded.model, cache, sequences([300], vocab_size=TINY_VOCAB).sequences[0].unsqueeze(0), cuts=(140,))
+    assert_exact_bytes(cache, [300])
+
+
+def test_sliding_windows_are_passed_over() -> None:
+    """One layer of full attention has nothing before it: no model is run, nothing is kept."""
+    loaded = as_loaded(built("gemma3"))
+    record = fit(loaded, aqua_layers(loaded), sequences([10]))
+    assert [f.layer for f in record.findings] == [2, 2] and not record.kept and record.subject.num_fit_tokens == 0
+
+
+def test_keys_changed_after_rope_are_refused() -> None:
+    """Llama-4 normalizes its keys once they are rotated."""
+    config = copy.deepcopy(built("llama4").config)
+    config.layer_types = ["full_attention"] * config.num_hidden_layers
+    loaded = as_loaded(type(built("llama4"))(config).eval())
+    with pytest.raises(UnsupportedModel, match="changes its keys|unknown means|before RoPE"):
+        fit(loaded, aqua_layers(loaded), sequences([140] * 4, vocab_size=TINY_VOCAB))
+
+
+# --- runs ---
+
+
+class Interrupted(Silent):
+    """Stops before a step of a pass."""
+
+    def __init__(self, label: str, step: int) -> None:
+        self.label, self.step = label, step
+        self.said: list[str] = []
+
+    def say(self, message: str) -> None:
+        self.said.append(message)
+
+    def __call__(self, done: int, total: int, label: str) -> None:
+        if label == self.label and done == self.step:
+            raise KeyboardInterrupt
+
+
+def run(path: Path, reporter: Silent, lengths: list[int]) -> PredictorRecord:
+    loaded, data = loaded_llama(), sequences(lengths)
+    spec, inputs = PredictorSpec(drop=False), {"data": data.fingerprint}
+    return run_fit_predictors(loaded, aqua_layers(loaded), {}, data, spec, WORKLOAD, inputs, path, reporter)
+
+
+@pytest.mark.parametrize("label, step", [("predictors: pass 1 of 3", 2), ("predictors: pass 3 of 3", 3)])
+def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path: Path, label: str, step: int) -> None:
+    whole, resumed = tmp_path / "whole.safetensors", tmp_path / "resumed.safetensors"
+    run(whole, Silent(), [140] * 4)
+    with pytest.raises(KeyboardInterrupt):
+        run(resumed, Interrupted(label, step), [140] * 4)
+    assert not resumed.exists() and (tmp_path / "resumed.partial.safetensors").exists()
+    said = Interrupted("", -1)
+    run(resumed, said, [140] * 4)
+    assert resumed.read_bytes() == whole.read_bytes()
+    assert any(f"{label[17:18]} passes" in line or "0 passes" in line or "2 passes" in line for line in said.said)
+    assert not (tmp_path / "resumed.partial.safetensors").exists()
+
+
+def test_what_is_kept_does_not_grow_with_the_tokens(tmp_path: Path) -> None:
+    """The state after one sequence and after seven, as written to disk: the same tensors, byte for byte as large."""
+    sizes = []
+    for step, length in ((1, 140), (7, 400)):
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / f"{step}.safetensors", Interrupted("predictors: pass 2 of 3", step), [length] * 8)
+        stored = artifact.read(tmp_path / f"{step}.partial.safetensors", f"{KIND}-partial", 1)
+        sizes.append({name: tensor.numel() for name, tensor in stored.tensors.items() if HELD_OUT not in name})
+    assert sizes[0] == sizes[1] and len(sizes[0]) > 10
+
+
+def test_held_out_sequences_are_spread_and_whole() -> None:
+    layers = aqua_layers(loaded_llama())
+    splits = split_sequences(sequences([140, 100, 140, 140, 260, 131, 140, 140, 140, 140]), layers, 0.25)
+    assert sorted(splits) == [0, 2, 3, 4, 6, 7, 8, 9]  # the others fill no page
+    assert [i for i, split in splits.items() if split == HELD_OUT] == [3, 8]
+    with pytest.raises(UsageError, match="1 of 2 sequences fill a page"):
+        split_sequences(sequences([140, 131]), layers, 0.25)
+
+
+def test_too_few_tokens_are_refused() -> None:
+    loaded = as_loaded(built("olmo2"))  # 64 channels of keys, 128 inputs for values
+    layers = aqua_layers(loaded)
+    with pytest.raises(UsageError, match="128 calibration tokens are too few .* 128 inputs: at least 129"):
+        fit(loaded, layers, sequences([140] * 2, vocab_size=TINY_VOCAB))
+
+
+def test_keys_that_are_not_finite_name_layer_and_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, data = loaded_llama(), sequences([140] * 3)
+    original = loaded.model.model.layers[1].self_attn.v_proj.forward
+    calls = iter(range(100))
+
+    def broken(x: Tensor) -> Tensor:
+        return original(x) * (math.nan if next(calls) >= 2 else 1.0)
+
+    monkeypatch.setattr(loaded.model.model.layers[1].self_attn.v_proj, "forward", broken)
+    with pytest.raises(NonFiniteActivations, match=r"sequence \d: the values of layer 1 hold NaN"):
+        fit(loaded, aqua_layers(loaded), data)
+
+
+# --- the record ---
+
+
+def test_a_record_survives_its_file(tmp_path: Path) -> None:
+    layers, record = fitted_llama()
+    save(record, {"a": 1}, tmp_path / "p.safetensors")
+    again = load(tmp_path / "p.safetensors")
+    assert again.subject == record.subject and again.findings == record.findings
+    assert again.apply(layers) == record.apply(layers)
+    assert all(torch.equal(again.tensors()[name], tensor) for name, tensor in record.tensors().items())
+    headers, rows = table_rows(again)
+    assert len(rows) == 6 and all(len(row) == len(headers) for row in rows)
+    assert rows[0][-1] == "left out: there is no layer before it" and rows[3][-1] == ""
+    draw_predictors(again, tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda body, tensors: tensors.pop("layers.1.k_predictor.weight"), "k_predictor.weight' .* is missing"),
+        (lambda body, tensors: tensors.update(stranger=torch.ones(1)), "unknown tensor 'stranger'"),
+        (lambda body, tensors: tensors.update({"layers.1.rotary": torch.ones(3)}), "layers.1.rotary"),
+        (lambda body, tensors: body["findings"][2].update(fit=None), "kept, but was not fitted"),
+        (lambda body, tensors: body["findings"][2]["fit"].update(num_inputs=0), "0 inputs"),
+        (lambda body, tensors: body.update(extra=1), "unknown key 'extra'"),
+    ],
+)
+def test_a_broken_record_is_refused(tmp_path: Path, spoil: Callable, message: str) -> None:
+    record = fitted_llama()[1]
+    path = tmp_path / "p.safetensors"
+    save(record, {}, path)
+    stored = artifact.read(path, KIND, SCHEMA)
+    spoil(stored.body, stored.tensors)
+    artifact.write(path, stored)
+    with pytest.raises(ArtifactError, match=message):
+        load(path)
+
+
+# --- the command ---
+
+RECIPE = """
+[data]
+num_samples = 4
+seq_len = 280
+[formats]
+first_k = {{ num_bits = 4, {quantizer}, num_sink_tokens = 4 }}
+k = {{ num_bits = 2, {quantizer}, num_sink_tokens = 4 }}
+v = {{ num_bits = 2, {quantizer}, num_sink_tokens = 4 }}
+[predictors]
+drop = false
+"""
+
+
+@pytest.mark.parametrize("quantizer", ['axis = "token", group_size = 64', "lattice_dim = 2"])
+def test_a_recipe_and_the_command(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str], quantizer: str
+) -> None:
+    """From a recipe to a plan that holds its predictors; the command finds them current, then fits others."""
+    model, recipe, folder = str(save_llama(tmp_path / "model", tokenizer)), tmp_path / "small.toml", tmp_path / "run"
+    recipe.write_text(RECIPE.format(quantizer=quantizer))
+    loaded = load_model(model, device="cpu")
+    plan = build_plan(load_recipe(str(recipe)), loaded, Folder.create(folder), WORKLOAD, Silent())
+    assert plan.layers[1].k_predictor is not None and plan.layers[1].v_predictor is not None
+    assert plan.predicted_bytes == load_plan(folder / "plan.safetensors").predicted_bytes
+    given = {"rank": None, "group_size": None, "min_explained": None, "data": None, "samples": None, "seq_len": None}
+    given |= {"dtype": "auto", "device": "cpu"}
+    fit_command(folder, model, str(recipe), kind=None, keep_all=False, json=False, quiet=False, **given)
+    shown = capsys.readouterr()
+    assert "is current, skipped" in shown.err and "2 of 4 kept" in shown.out
+    assert (folder / "predictors.png").stat().st_size > 1000
+    given |= {"rank": 3}
+    fit_command(folder, model, str(recipe), kind="low_rank", keep_all=True, json=True, quiet=True, **given)
+    assert '"nbytes"' in capsys.readouterr().out
+    assert load(folder / "predictors.safetensors").subject.spec == PredictorSpec("low_rank", 3, drop=False)
+    with pytest.raises(UsageError, match="(?s)fit-predictors: .*low_rank takes rank, other kinds do not"):
+        fit_command(folder, model, str(recipe), kind="int4", keep_all=False, json=True, quiet=True, **given)

@@ -1,0 +1,186 @@
+"""The runtime's predictor: its exact product against Python integers, its bytes and its tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from oracles import to_float32
+from predictor_cases import correlated, fitted, weight_by_hand
+from torch import Tensor
+
+from kvcal.errors import ArtifactError
+from kvcal.geometry import CacheDtype
+from kvcal.stages.compress_predictor import to_int4, to_linear, to_low_rank
+from kvcal.transforms.linear_predictor import LinearPredictor, PredictorShape
+
+PREFIX = "layers.3.k_predictor"
+
+
+def predictors(cache_dtype: CacheDtype = "bfloat16", inputs: int = 24, outputs: int = 16) -> list[LinearPredictor]:
+    fit = fitted(inputs, outputs)
+    return [to_linear(fit, cache_dtype), to_low_rank(fit, 5, cache_dtype), to_int4(fit, 10, cache_dtype)]
+
+
+def integers(values: Sequence[float], num_bits: int) -> tuple[list[int], int]:
+    """A row as Python integers and the exponent of their unit."""
+    exponent = math.frexp(max(map(abs, values), default=0.0) or 2.0**-149)[1]
+    return [round(math.ldexp(value, num_bits - exponent)) for value in values], exponent - num_bits
+
+
+def exact_product(x: Sequence[float], weight: Tensor, bias: Sequence[float]) -> list[float]:
+    """One row times a weight [O, F], in Python integers, rounded to fp32 once."""
+    x_row, x_unit = integers(x, 22)
+    outputs = []
+    for row, constant in zip(weight.tolist(), bias, strict=True):
+        w_row, w_unit = integers(row, 16)
+        product = sum(a * b for a, b in zip(x_row, w_row, strict=True))
+        outputs.append(to_float32(math.ldexp(float(product), x_unit + w_unit) + constant))
+    return outputs
+
+
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "float16", "float32"])
+def test_the_product_is_exact_in_integers(cache_dtype: CacheDtype) -> None:
+    rows = torch.randn(6, 23, generator=torch.Generator().manual_seed(1)) * 10.0
+    rows[1] *= 1e-30
+    rows[2] = 0.0
+    rows[3, ::2] *= 1e6
+    rows[4] = 1e-44  # fp32's subnormal numbers
+    for predictor in predictors(cache_dtype, inputs=23):
+        bias = predictor.stored["bias"].tolist()
+        found = predictor.apply(rows).tolist()
+        for row, outputs in zip(rows.tolist(), found, strict=True):
+            if predictor.shape.kind == "low_rank":
+                down = exact_product(row, predictor.stored["down"], [0.0] * 5)
+                expected = exact_product(down, predictor.stored["up"], bias)
+            elif predictor.shape.kind == "int4":
+                expected = exact_product(row, weight_by_hand(predictor), bias)
+            else:
+                expected = exact_product(row, predictor.stored["weight"], bias)
+            assert outputs == expected
+
+
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "float32"])
+def test_the_product_is_close_to_that_of_the_stored_weight(cache_dtype: CacheDtype) -> None:
+    x = correlated(200, 24, 16)[0].float()
+    for predictor in predictors(cache_dtype):
+        weight, bias = predictor.dense()
+        expected = x.double() @ weight.T + bias
+        bound = x.double().abs().amax(-1, keepdim=True) * weight.abs().amax(-1) * 24 * 2.0**-16
+        assert ((predictor.apply(x).double() - expected).abs() <= bound + 1e-5).all()
+
+
+def test_the_same_rows_give_the_same_bits_in_any_batch() -> None:
+    """Ordinary products do not: shown on this machine's, so that the test is known to be able to fail."""
+    x = torch.randn(3, 2, 128, 256, generator=torch.Generator().manual_seed(2))
+    for predictor in predictors(inputs=256, outputs=48):
+        whole = predictor.apply(x)
+        assert whole.shape == (3, 2, 128, 48) and whole.dtype == torch.float32
+        assert torch.equal(predictor.apply(x[1, 1]), whole[1, 1])
+        assert torch.equal(predictor.apply(x[2, 0, 5:6]), whole[2, 0, 5:6])
+        assert torch.equal(predictor.apply(x.flip(0).transpose(0, 1)), whole.flip(0).transpose(0, 1))
+        assert torch.equal(predictor.apply(x[2, 0, 5]), whole[2, 0, 5])
+        many = predictor.apply(x.repeat(6, 1, 1, 1))  # beyond one chunk of rows
+        assert torch.equal(many[-1], whole[-1])
+    shuffled = torch.randperm(256, generator=torch.Generator().manual_seed(3))
+    weight = torch.randn(48, 256)
+    assert not torch.equal(x[0, 0] @ weight.T, x[0, 0][:, shuffled] @ weight[:, shuffled].T)
+    integral = LinearPredictor(PredictorShape("linear", 256, 48, "float32"), {"weight": weight, "bias": torch.ones(48)})
+    permuted = LinearPredictor(integral.shape, {"weight": weight[:, shuffled], "bias": torch.ones(48)})
+    assert torch.equal(integral.apply(x), permuted.apply(x[..., shuffled]))
+
+
+def test_largest_numbers_stay_exact() -> None:
+    """2^15 inputs, all of the largest integers: the sum is 2^53, the last that fp64 counts to."""
+    shape = PredictorShape("linear", 2**15, 1, "float32")
+    ones = LinearPredictor(shape, {"weight": torch.ones(1, 2**15), "bias": torch.zeros(1)})
+    below = torch.full((1, 2**15), 1.0 - 2.0**-24)  # rounds up to 2^22 units
+    assert ones.apply(below).item() == 2.0**15
+    below[0, 0] = 0.5
+    assert ones.apply(below).item() == to_float32(2.0**15 - 0.5)
+
+
+def test_a_row_that_is_not_finite_stays_visible_and_alone() -> None:
+    x = torch.ones(3, 24)
+    x[0, 3], x[1, 4] = math.nan, math.inf
+    for predictor in predictors():
+        found = predictor.apply(x)
+        assert not found[:2].isfinite().any() and found[2].isfinite().all()
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_bits() -> None:
+    x = torch.randn(40, 128, 256, generator=torch.Generator().manual_seed(2)) * 30.0
+    for predictor in predictors(inputs=256, outputs=48):
+        assert torch.equal(predictor.to("cuda").apply(x.cuda()).cpu(), predictor.apply(x))
+        assert torch.equal(predictor.to("cuda").apply(x[7:8].cuda()).cpu(), predictor.apply(x)[7:8])
+
+
+BYTES_BY_HAND = [
+    (PredictorShape("linear", 24, 16, "bfloat16"), 24 * 16 * 2 + 16 * 2),
+    (PredictorShape("linear", 24, 16, "float32"), 24 * 16 * 4 + 16 * 4),
+    (PredictorShape("low_rank", 24, 16, "bfloat16", rank=5), 5 * 24 * 2 + 16 * 5 * 2 + 16 * 2),
+    (PredictorShape("int4", 24, 16, "bfloat16", group_size=10), 16 * 12 + 16 * 3 * 2 + 16 * 2),
+    (PredictorShape("int4", 24, 16, "float32", group_size=8), 16 * 12 + 16 * 3 * 2 + 16 * 4),
+    (PredictorShape("int4", 23, 16, "float32", group_size=64), 16 * 12 + 16 * 1 * 2 + 16 * 4),
+]
+
+
+@pytest.mark.parametrize("shape, nbytes", BYTES_BY_HAND)
+def test_bytes_by_hand(shape: PredictorShape, nbytes: int) -> None:
+    assert shape.nbytes == nbytes
+    tensors = {name: torch.ones(size, dtype=dtype) for name, (size, dtype) in shape.tensors().items()}
+    assert LinearPredictor(shape, tensors).nbytes == nbytes
+
+
+def test_a_predictor_survives_its_tensors() -> None:
+    x = torch.randn(5, 24)
+    for predictor in predictors():
+        tensors = predictor.tensors(PREFIX)
+        assert all(name.startswith(PREFIX + ".") for name in tensors)
+        again = LinearPredictor.from_tensors(predictor.shape, {**tensors, "other": x}, PREFIX)
+        assert again.nbytes == predictor.nbytes == predictor.shape.nbytes
+        assert torch.equal(again.apply(x), predictor.apply(x))
+
+
+@pytest.mark.parametrize(
+    "name, spoil, message",
+    [
+        ("weight", None, "'layers.3.k_predictor.weight' of a int4 predictor is missing"),
+        ("weight", lambda t: t[:, 1:], r"\[16, 11\], expected torch.uint8 \[16, 12\]"),
+        ("weight", lambda t: t.to(torch.int8), "torch.int8"),
+        ("bias", lambda t: t.half(), r"torch.float16 \[16\], expected torch.bfloat16"),
+        ("bias", lambda t: t * math.nan, "NaN or infinity"),
+        ("scale", lambda t: t * math.inf, "NaN or infinity"),
+        ("scale", lambda t: -t, "negative scale"),
+    ],
+)
+def test_wrong_tensors_are_refused(name: str, spoil, message: str) -> None:
+    predictor = to_int4(fitted(), 10, "bfloat16")
+    tensors = predictor.tensors(PREFIX)
+    tensor = tensors.pop(f"{PREFIX}.{name}")
+    if spoil is not None:
+        tensors[f"{PREFIX}.{name}"] = spoil(tensor)
+    with pytest.raises(ArtifactError, match=message):
+        LinearPredictor.from_tensors(predictor.shape, tensors, PREFIX)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("mlp", 8, 8, "bfloat16"),
+        ("linear", 0, 8, "bfloat16"),
+        ("linear", 2**15 + 1, 8, "bfloat16"),
+        ("linear", 8, 8, "bfloat16", 4),
+        ("low_rank", 8, 8, "bfloat16"),
+        ("low_rank", 8, 6, "bfloat16", 7),
+        ("low_rank", 8, 8, "bfloat16", 0),
+        ("int4", 8, 8, "bfloat16"),
+        ("int4", 8, 8, "bfloat16", None, 0),
+    ],
+)
+def test_shapes_that_no_predictor_has_are_refused(arguments: tuple) -> None:
+    with pytest.raises(ValueError, match="expected|takes one"):
+        PredictorShape(*arguments)
