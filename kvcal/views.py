@@ -116,7 +116,8 @@ def budget_table(allocation: Allocation) -> View:
     left = split.budget - split.cache - (split.weights or 0) - (split.workspace or 0)
     rows.append(("left over", format_bytes(left), str(left)))
     if allocation.loss is not None:
-        rows.append(("loss", f"{allocation.loss:.6g}", f"gap {allocation.gap:.2g}, {allocation.proof} proof"))
+        proof = "measured KL" if allocation.gap is None else f"gap {allocation.gap:.2g}, {allocation.proof} proof"
+        rows.append(("loss", f"{allocation.loss:.6g}", proof))
     return f"Budget at batch {workload.batch} x {workload.context} tokens", ("", "size", "bytes"), rows
 
 

@@ -36,6 +36,10 @@ RECIPES = {
     for name, formats in recipe_formats().items()
     if all(fmt.boost is None and fmt.lattice_dim is None for fmt in formats)
 }
+PLANS = {name: llama_plan(*formats) for name, formats in RECIPES.items()}
+PLANS["per head, bf16"] = llama_plan(*per_head(2), cache_dtype="bfloat16")
+PLANS["GQA 8"] = llama_plan(*SINKS_3, num_kv_heads=1, cache_dtype="float16")
+PLANS["GQA 1"] = llama_plan(*per_head(8), num_kv_heads=8)
 
 
 def expected_bytes(plan: Plan, lengths: list[int]) -> int:

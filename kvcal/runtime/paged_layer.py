@@ -5,8 +5,8 @@ stored, the new tokens unquantized (rounded to the cache's dtype). So a prompt a
 and a token becomes quantized for the tokens after the update that packs it. Reading before writing makes a chunk
 that ends where a page fills see exactly what its tokens would have seen one by one.
 
-Where pages are chosen with the help of queries, keys are stored once the attention of the same update has been heard
-(``observe_queries``): the queries of a chunk's tokens count for the pages that the chunk fills.
+Where pages are chosen with the help of queries, new tokens are stored once the attention of the same update has been
+heard (``observe_queries``): the queries of a chunk's tokens count for the pages that the chunk fills.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PagedLayer(CacheLayerMixin):
         self.columns = 0
         self.sides: dict[Side, list[PagedTensor]] = {"k": [], "v": []}
         self.prediction = Prediction(plan, state)
-        self.unheard: tuple[Tensor, Rows] | None = None
+        self.unheard: tuple[Tensor, Tensor, Rows] | None = None
 
     @property
     def padding(self) -> Padding:
@@ -106,19 +106,23 @@ class PagedLayer(CacheLayerMixin):
         keys = self._whole("k", new_keys, key_states.dtype, rows)
         values = self._whole("v", new_values, value_states.dtype, rows)
         if any(fmt.needs_queries for fmt in self.plan.k):
-            self.unheard = (new_keys, rows)
+            self.unheard = (new_keys, new_values, rows)
         else:
-            self._store_side("k", new_keys, rows)
-        self._store_side("v", new_values, rows)
-        self.prediction.release()
+            self._store(new_keys, new_values, rows)
         self.columns += key_states.shape[2]
         return keys, values
 
+    def _store(self, new_keys: Tensor, new_values: Tensor, rows: Rows) -> None:
+        """Keys first: values may be predicted from them."""
+        self._store_side("k", new_keys, rows)
+        self._store_side("v", new_values, rows)
+        self.prediction.release()
+
     def observe_queries(self, q_post_BHTD: Tensor) -> None:
-        """Hear the queries of the last update, and store its keys."""
+        """Hear the queries of the last update, and store its keys and values."""
         if self.unheard is None:
             return
-        (new, rows), self.unheard = self.unheard, None
+        (new, new_values, rows), self.unheard = self.unheard, None
         self.columns -= new.shape[2]
         real_BT = rows.mask(self.columns, new.shape[2], q_post_BHTD.device)
         magnitude = q_post_BHTD.float().abs() * real_BT[:, None, :, None]
@@ -128,7 +132,7 @@ class PagedLayer(CacheLayerMixin):
         for paged in self.sides["k"]:
             if paged.format.needs_queries:
                 paged.observe(per_head[:, paged.heads], counts)
-        self._store_side("k", new, rows)
+        self._store(new, new_values, rows)
         self.columns += new.shape[2]
 
     def require_heard(self) -> None:

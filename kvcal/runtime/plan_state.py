@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -29,15 +30,21 @@ class Source(Protocol):
 
 
 class PlanState:
-    """``sources``: the indices of layers that another layer, or their own values, are predicted from;
-    ``predictions``: every layer's, by its index."""
+    """``sources``: (layer, side) of the pages that something is predicted from; ``later_sources``: layers that a
+    later one is predicted from; ``predictions``: every layer's, by its index."""
 
     def __init__(self, plan: Plan, attention_mask: Tensor | None) -> None:
         self.plan = plan
         self.padding = Padding(attention_mask)
         self.tensors: Mapping[str, Tensor] = plan.tensors
-        predictors = [(layer, layer.predictor(side)) for layer in plan.layers for side in SIDES]
-        self.sources = {predictor.source for _, predictor in predictors if predictor is not None}
+        self.sources: set[tuple[int, Side]] = set()
+        for layer, side in itertools.product(plan.layers, SIDES):
+            predictor = layer.predictor(side)
+            if predictor is not None:
+                self.sources.add((predictor.source, side))
+                self.sources |= {(layer.geometry.index, "k")} if side == "v" else set()
+        predictors = [layer.predictor(side) for layer in plan.layers for side in SIDES]
+        self.later_sources = {predictor.source for predictor in predictors if predictor is not None}
         self.predictions: dict[int, Source] = {}
         self.is_scheduled = any(fmt.shrink_at for layer in plan.layers for fmt in (*layer.k, *layer.v))
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcal.errors import ArtifactError
-from kvcal.formats import Side
+from kvcal.formats import SIDES, Side
 from kvcal.layer_plan import LayerPlan
 from kvcal.plan_tensors import predictor_shape
 from kvcal.runtime.page_codec import Predict, Span
@@ -31,7 +31,8 @@ class Prediction:
     def __init__(self, plan: LayerPlan, state: PlanState) -> None:
         self.plan = plan
         self.state = state
-        self.is_source = plan.geometry.index in state.sources
+        index = plan.geometry.index
+        self.read_sides: tuple[Side, ...] = tuple(side for side in SIDES if (index, side) in state.sources)
         self.sides: dict[Side, list[PagedTensor]] = {"k": [], "v": []}
         self.kept: dict[tuple[Side, tuple[Span, ...]], Tensor] = {}
         self._predictors: dict[Side, LinearPredictor] = {}
@@ -44,11 +45,9 @@ class Prediction:
     def attach(self, sides: dict[Side, list[PagedTensor]]) -> None:
         """Where the layer's pages lie."""
         self.sides = sides
-        if self.is_source or self.plan.v_predictor is not None:
-            for side in sides:
-                if self.is_source or side == "k":
-                    for paged in sides[side]:
-                        paged.keep = functools.partial(self._keep, side)
+        for side in self.read_sides:
+            for paged in sides[side]:
+                paged.keep = functools.partial(self._keep, side)
 
     def before_rope(self, side: Side, spans: Sequence[Span]) -> Tensor:
         """[M, n, 128, D] fp32: these pages as predictors read them, decoded unless they were kept."""
@@ -60,16 +59,15 @@ class Prediction:
 
     def written(self, side: Side, spans: Sequence[Span]) -> None:
         """New pages: decode them at once where they are predicted from, before the next layer writes its own."""
-        if spans and (self.is_source or (side == "k" and self.plan.v_predictor is not None)):
+        if spans and side in self.read_sides:
             self.before_rope(side, spans)
 
     def release(self) -> None:
-        """After an update: nobody needs the source's reconstructions any more, nor this layer's without readers."""
-        for side in self.sides:
-            predictor = self.plan.predictor(side)
-            if predictor is not None:
-                self.state.predictions[predictor.source].forget()
-        if not self.is_source:
+        """After an update: nobody needs the source's reconstructions any more, nor its own without readers."""
+        sources = {predictor.source for side in SIDES if (predictor := self.plan.predictor(side)) is not None}
+        for source in sources:
+            self.state.predictions[source].forget()
+        if self.plan.geometry.index not in self.state.later_sources:
             self.forget()
 
     def forget(self) -> None:

@@ -112,11 +112,11 @@ def _fill(part: PagedTensor, name: str, subject: PrefixSubject, content: _Conten
     records = (part.num_pages[0], codec.records_per_page, codec.record_bytes(part.num_bits))
     part.pages = content.take(f"{name}.pages", records, torch.uint8).to(device)
     sinks, held = min(fmt.num_sink_tokens, num_tokens), part.num_buffered(0, num_tokens)
-    part.sinks[0, :, :sinks] = content.take(f"{name}.sinks", (codec.num_heads, sinks, codec.head_dim), dtype)
-    part.buffer[0, :, :held] = content.take(f"{name}.buffer", (codec.num_heads, held, codec.head_dim), dtype)
+    part.sinks[0, :, :sinks] = content.take(f"{name}.sinks", (codec.num_heads, sinks, codec.head_dim), dtype).to(device)
+    part.buffer[0, :, :held] = content.take(f"{name}.buffer", (codec.num_heads, held, codec.head_dim), dtype).to(device)
     if fmt.needs_queries:
         sums = content.take(f"{name}.query_sum", (codec.num_heads, codec.head_dim), torch.float32)
-        part.query_sum[0] = sums
+        part.query_sum[0] = sums.to(device)
         part.query_count = [subject.query_counts.get(name, 0)]
 
 

@@ -16,7 +16,8 @@ Two passes over the data, one sequence at a time:
 Memory does not grow with the number of sequences, and an interrupted run goes on (``stages.checkpoint``). Layers whose
 keys are per channel, before RoPE, 16 bits or in a sliding window are left as they are.
 
-Left out: one α per head, and α chosen on the loss instead of layer by layer.
+Left out: one α per head, α chosen on the loss instead of layer by layer, and far positions for the keys alone, with the
+model at its ordinary ones (tests/bench/show_reparam.py measures what the difference is).
 """
 
 from __future__ import annotations
