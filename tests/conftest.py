@@ -7,6 +7,7 @@ import os
 # Before the libraries read it: a test that would need the hub fails at once instead of waiting for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from collections.abc import Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
@@ -28,6 +29,15 @@ def real_data() -> Path:
     if not folder.is_dir():
         pytest.skip("no real text here: set KVCAL_DATA")
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Lattices' grids are made once for all tests, away from the user's own."""
+    home = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(home))
+        yield home
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -28,15 +28,6 @@ GRID_2_16_SHA256 = "68c85dc02ef426185782a152ac9c470be546032acb9bf54839c82c474625
 ALL_FORMATS = [(2, 2), (3, 2), (4, 2), (2, 4)]  # num_bits, lattice_dim
 
 
-@pytest.fixture(scope="session", autouse=True)
-def cache_home(tmp_path_factory) -> Path:
-    """The four grids are made once for all tests, away from the user's own."""
-    home = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(home))
-        yield home
-
-
 def grid_of(layout: LatticeLayout) -> torch.Tensor:
     return gaussian_grid(layout.lattice_dim, layout.num_points)
 

@@ -40,7 +40,7 @@ class RotationWatch:
     def watching(self, forwards: Iterable[FunctionType]) -> Iterator[None]:
         """Within the context, the rotary functions that ``forwards`` call are noted; restored on exit."""
         with ExitStack() as restore:
-            for namespace, name in _rotary_functions(forwards):
+            for namespace, name in rotary_functions(forwards):
                 restore.callback(namespace.__setitem__, name, namespace[name])
                 namespace[name] = self._noting(namespace[name])
             yield
@@ -82,7 +82,7 @@ class RotationWatch:
         return noted
 
 
-def _rotary_functions(forwards: Iterable[FunctionType]) -> list[tuple[dict, str]]:
+def rotary_functions(forwards: Iterable[FunctionType]) -> list[tuple[dict, str]]:
     """(namespace, name) of each rotary function that one of the forwards calls, once each."""
     found = {
         (id(forward.__globals__), name): (forward.__globals__, name)

@@ -22,7 +22,7 @@ from kvcal.attention import attention_modules, forward_of
 from kvcal.errors import UnsupportedModel
 from kvcal.geometry import Geometry
 from kvcal.models.geometry import attention_layers, probe_ids
-from kvcal.models.rope import _rotary_functions
+from kvcal.models.rope import rotary_functions
 from kvcal.models.taps import Captured, tap
 
 FP32_EPS = torch.finfo(torch.float32).eps
@@ -85,7 +85,7 @@ def observe_turns(model: PreTrainedModel, geometry: Geometry, positions: Sequenc
 def _noting(model: PreTrainedModel, calls: list[_Call]) -> Iterator[None]:
     """Within the context, the calls of the rotary functions in the model file are appended to ``calls``."""
     with ExitStack() as restore:
-        for namespace, name in _rotary_functions(forward_of(module) for module in attention_modules(model)):
+        for namespace, name in rotary_functions(forward_of(module) for module in attention_modules(model)):
             restore.callback(namespace.__setitem__, name, namespace[name])
             namespace[name] = _noted(namespace[name], calls)
         yield
