@@ -10,29 +10,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from kvcal import artifact
 from kvcal.artifact import sha256_json
-from kvcal.data import DataSpec, TokenDataset, load_sequences
 from kvcal.errors import UsageError
 from kvcal.folder import Folder, compute_dtype, flat, is_current, model_inputs
-from kvcal.models.fold import fold, save_folded
 from kvcal.models.load import LoadedModel
-from kvcal.plan import LayerPlan, Plan, Workload, plan_bytes, save_plan
+from kvcal.plan import Plan, Workload, plan_bytes, save_plan
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes
 from kvcal.recipe import AllocateSpec, Recipe, load_recipe
-from kvcal.specs import ReparamSpec
 from kvcal.stages import allocate as allocation_stage
-from kvcal.stages import fit_predictors as predictor_stage
 from kvcal.stages import profile as profile_stage
-from kvcal.stages import reparam as reparam_stage
 from kvcal.stages import run_search as search_stage
 from kvcal.stages.allocate import Allocation
 from kvcal.stages.compile import compile_plan
@@ -41,10 +33,9 @@ from kvcal.stages.lattice_tensors import lattice_tensors
 from kvcal.stages.profile import Profile
 from kvcal.stages.report import draw
 from kvcal.strict import dump
+from kvcal.transform_folder import fit_predictors_folder, reparam_data, reparam_folder, sequences, transformed
 
 __all__ = ["Folder", "Result", "build_plan", "model_inputs", "run"]
-
-Reload = Callable[[str], LoadedModel]
 
 DEFAULT_WORKLOAD = Workload(batch=8, context=4096)
 
@@ -128,7 +119,7 @@ def choose_formats(
 
 def profile_recipe(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter: Reporter) -> Profile:
     """The profile stage of a recipe."""
-    data = _sequences(recipe.data, loaded)
+    data = sequences(recipe.data, loaded)
     inputs = {
         **model_inputs(loaded),
         **flat("profile", dump(recipe.profile)),
@@ -182,10 +173,10 @@ def allocate_folder(
 
 def search_folder(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter: Reporter) -> Allocation:
     """The search stage; its allocation has transforms, whose tensors are in its own artifact."""
-    data = _sequences(recipe.data, loaded)
+    data = sequences(recipe.data, loaded)
     assert recipe.allocate is not None and recipe.search is not None
     takes_lambda = any(choice.rescale for choice in recipe.search.keys)
-    reparam_data = _reparam_data(recipe, loaded) if takes_lambda else None
+    lambda_data = reparam_data(recipe, loaded) if takes_lambda else None
     inputs = {
         **model_inputs(loaded),
         **flat("search", sha256_json(dump(recipe.search))),
@@ -194,7 +185,7 @@ def search_folder(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter:
         **flat("reparam", dump(recipe.reparam)),
         **flat("predictors", dump(recipe.predictors)),
         "data.fingerprint": data.fingerprint,
-        "reparam_data.fingerprint": reparam_data.fingerprint if reparam_data else None,
+        "reparam_data.fingerprint": lambda_data.fingerprint if lambda_data else None,
         "provenance": sha256_json(provenance_of(recipe)),
         **compute_dtype(loaded),
     }
@@ -205,55 +196,9 @@ def search_folder(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter:
     else:
         reporter.say(f"search: {data.description}")
         provenance = provenance_of(recipe)
-        found = search_stage.run_search(loaded, recipe, data, reparam_data, inputs, folder.search, provenance, reporter)
+        found = search_stage.run_search(loaded, recipe, data, lambda_data, inputs, folder.search, provenance, reporter)
     allocation_stage.save(found.allocation, {"search.sha256": _sha256(folder.search)}, folder.allocation)
     return found.allocation
-
-
-def _reparam_data(recipe: Recipe, loaded: LoadedModel) -> TokenDataset:
-    """Calibration text for λ."""
-    reparam = recipe.reparam or ReparamSpec()
-    return _sequences(replace(recipe.data, num_samples=reparam.num_samples, seq_len=reparam.seq_len), loaded)
-
-
-def reparam_folder(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter: Reporter) -> None:
-    """The reparam stage: λ of every layer, for the folder's allocation."""
-    assert recipe.reparam is not None
-    layers = allocation_stage.load(folder.allocation)[0].layers
-    data = _reparam_data(recipe, loaded)
-    inputs = _transform_inputs("reparam", dump(recipe.reparam), layers, {}, data, loaded)
-    if not is_current("reparam", folder.reparam, reparam_stage.KIND, reparam_stage.SCHEMA, inputs, reporter):
-        reporter.say(f"reparam: {data.description}")
-        reparam_stage.run_reparam(loaded, layers, {}, data, recipe.reparam, inputs, folder.reparam, reporter)
-
-
-def fit_predictors_folder(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter: Reporter) -> None:
-    """The predictor stage, on the layers as the reparam stage left them."""
-    assert recipe.predictors is not None
-    allocation = allocation_stage.load(folder.allocation)[0]
-    layers, tensors = transformed(folder, allocation.layers, recipe.reparam is not None, predictors=False)
-    data = _sequences(recipe.data, loaded)
-    inputs = _transform_inputs("predictors", dump(recipe.predictors), layers, tensors, data, loaded)
-    inputs |= flat("workload", dump(allocation.workload))
-    if not is_current("predictors", folder.predictors, predictor_stage.KIND, predictor_stage.SCHEMA, inputs, reporter):
-        reporter.say(f"predictors: {data.description}")
-        predictor_stage.run_fit_predictors(
-            loaded, layers, tensors, data, recipe.predictors, allocation.workload, inputs, folder.predictors, reporter
-        )
-
-
-def transformed(
-    folder: Folder, layers: tuple[LayerPlan, ...], reparam: bool, predictors: bool
-) -> tuple[tuple[LayerPlan, ...], dict[str, Tensor]]:
-    """Layers and plan tensors with what the folder's reparam and predictor stages found."""
-    tensors = lattice_tensors(layers)
-    if reparam:
-        found = reparam_stage.load(folder.reparam)
-        layers, tensors = found.apply(layers), tensors | found.tensors()
-    if predictors:
-        fitted = predictor_stage.load(folder.predictors)
-        layers, tensors = fitted.apply(layers), tensors | fitted.tensors()
-    return layers, tensors
 
 
 def sweep_folder(folder: Folder, spec: AllocateSpec, num_points: int) -> tuple[str, list[dict[str, Any]]]:
@@ -284,61 +229,10 @@ def compile_folder(
     return plan
 
 
-def found_transforms(folder: Folder, reporter: Reporter) -> tuple[bool, bool]:
-    """Whether the folder holds λ, and predictors, of its allocation; those of another are named and left out."""
-    allocation, made_from = allocation_stage.load(folder.allocation)
-    if "search.sha256" in made_from:
-        return False, False
-    layers, found = allocation.layers, []
-    for path, stage in ((folder.reparam, reparam_stage), (folder.predictors, predictor_stage)):
-        is_its = False
-        if path.exists():
-            made_for = artifact.read(path, stage.KIND, stage.SCHEMA).inputs.get("layers")
-            is_its = made_for == _layers_sha256(layers)
-            if not is_its:
-                reporter.say(f"compile: {path.name} is of other formats, left out")
-        if is_its and path == folder.reparam:
-            layers = reparam_stage.load(path).apply(layers)
-        found.append(is_its)
-    return found[0], found[1]
-
-
-def fold_folder(
-    folder: Folder, path: Path, loaded: LoadedModel, out_model: Path, reload: Reload, reporter: Reporter
-) -> Plan:
-    """Fold the folder's λ into ``loaded``'s weights, write that model to ``out_model``, and compile the plan for it to
-    ``path``, without a runtime λ. ``reload``: loads the written model, whose fingerprints the plan carries.
-
-    Raises:
-        UsageError: no λ in the folder, or ``out_model`` exists.
-        UnsupportedModel, ArtifactError: λ cannot be folded into this model.
-    """
-    allocation = allocation_stage.load(folder.allocation)[0]
-    reparam, predictors = found_transforms(folder, reporter)
-    layers, tensors = transformed(folder, allocation.layers, reparam, predictors)
-    lambdas = {
-        layer.geometry.index: tensors.pop(f"layers.{layer.geometry.index}.k_rescale")
-        for layer in layers
-        if layer.k_rescale
-    }
-    if not lambdas:
-        raise UsageError(f"{folder.path} holds no λ to fold", hint="run `kvcal reparam` first")
-    if out_model.exists():
-        raise UsageError(f"--fold {out_model} exists already", hint="name a folder that does not exist")
-    fold(loaded.model, lambdas, loaded.geometry)
-    save_folded(loaded, out_model)
-    reporter.say(f"compile: λ of {len(lambdas)} layers folded into {out_model}")
-    identity = reload(str(out_model)).identity
-    layers = tuple(replace(layer, k_rescale=False) for layer in layers)
-    plan = compile_plan(replace(allocation, model=identity), layers, tensors)
-    save_plan(plan, path)
-    return plan
-
-
 def evaluate_plan(recipe: Recipe, loaded: LoadedModel, plan: Plan, folder: Folder, reporter: Reporter) -> Evaluation:
     """The evaluate stage: the plan beside the recipe's baselines, as JSON and as a picture."""
     plans = [(name, baseline_plan(load_recipe(name), loaded, plan.workload)) for name in recipe.evaluate.against]
-    data = _sequences(recipe.evaluate.data, loaded)
+    data = sequences(recipe.evaluate.data, loaded)
     inputs = {
         **model_inputs(loaded),
         **flat("evaluate", dump(replace(recipe.evaluate, against=()))),  # rows are kept one by one
@@ -370,39 +264,5 @@ def provenance_of(recipe: Recipe) -> dict[str, Any]:
     return {"recipe": recipe.name, "recipe_sha256": recipe.sha256, "seed": recipe.data.seed}
 
 
-def max_context(loaded: LoadedModel) -> int | None:
-    """The model's context in tokens, None where its config states none."""
-    config = loaded.model.config.get_text_config(decoder=True)
-    return getattr(config, "max_position_embeddings", None)
-
-
-def _transform_inputs(
-    name: str,
-    spec: dict[str, Any],
-    layers: tuple[LayerPlan, ...],
-    tensors: dict[str, Tensor],
-    data: TokenDataset,
-    loaded: LoadedModel,
-) -> dict[str, Any]:
-    return {
-        **model_inputs(loaded),
-        **flat(name, spec),
-        "layers": _layers_sha256(layers),
-        "tensors": artifact.tensors_sha256(tensors),
-        "data.fingerprint": data.fingerprint,
-        **compute_dtype(loaded),
-    }
-
-
-def _layers_sha256(layers: tuple[LayerPlan, ...]) -> str:
-    return sha256_json([dump(layer) for layer in layers])
-
-
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _sequences(spec: DataSpec, loaded: LoadedModel) -> TokenDataset:
-    if loaded.tokenizer is None:
-        raise UsageError(f"{loaded.source}: no tokenizer", hint="data cannot be tokenized without one")
-    return load_sequences(spec, loaded.tokenizer, max_context(loaded))

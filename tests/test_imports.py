@@ -23,6 +23,7 @@ LEVELS = (
     {"plan", "specs", "recipe", "folder"},  # a recipe may fix a plan's formats
     {"runtime"},
     {"stages"},
+    {"transform_folder"},
     {"pipeline"},
     {"commands", "cli", "console", "views"},
 )

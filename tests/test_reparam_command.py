@@ -12,7 +12,7 @@ from cli_cases import save_llama
 from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
-from kvcal import PlanCache, pipeline
+from kvcal import PlanCache, pipeline, transform_folder
 from kvcal.commands.reparam import reparam
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan import Plan, Workload, load_plan
@@ -80,7 +80,7 @@ def test_from_the_command_to_plans_and_folded_weights(tmp_path, model):
     PlanCache(plan, loaded.model.config)
 
     out_model = tmp_path / "folded"
-    folded = pipeline.fold_folder(
+    folded = transform_folder.fold_folder(
         folder, tmp_path / "folded.safetensors", loaded, out_model, lambda source: load(source, device="cpu"), Silent()
     )
     assert not any(layer.k_rescale for layer in folded.layers) and not folded.tensors

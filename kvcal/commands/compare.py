@@ -40,8 +40,6 @@ def compare(
     Example: `kvcal compare mine.toml --model Qwen/Qwen3-8B --bits 2.5 --batch 16 --context 32768 --json`
     """
     from kvcal import console, pipeline
-    from kvcal.data import load_sequences
-    from kvcal.errors import UsageError
     from kvcal.plan import Workload
     from kvcal.recipe import load_recipe
     from kvcal.stages.compare import FILE
@@ -50,14 +48,13 @@ def compare(
     from kvcal.stages.compare_points import points_of
     from kvcal.stages.compare_table import comparison_columns, comparison_title
     from kvcal.strict import dump
+    from kvcal.transform_folder import sequences
 
     points, spec = points_of(recipes, bits or ()), load_recipe(recipe_evaluate).evaluate
     workload, folder = Workload(batch, context), pipeline.Folder.create(out)
     with console.TerminalReporter(quiet).running() as reporter:
         loaded = load(model, dtype, device)
-        if loaded.tokenizer is None:
-            raise UsageError(f"{loaded.source}: no tokenizer", hint="data cannot be tokenized without one")
-        data = load_sequences(spec.data, loaded.tokenizer, pipeline.max_context(loaded))
+        data = sequences(spec.data, loaded)
         found = compare_points(loaded, points, workload, spec, data, folder, pipeline.build_plan, reporter)
         picture = folder.path / "compare.png"
         draw_comparison(found, picture)

@@ -29,18 +29,20 @@ def compile_command(
     Example: `kvcal compile artifacts/llama -o plan.safetensors`, or, with λ in the weights instead of the plan,
     `kvcal compile artifacts/llama --fold llama-folded --model meta-llama/Llama-3.1-8B`
     """
-    from kvcal import console, pipeline, views
+    from kvcal import console, pipeline, transform_folder, views
     from kvcal.errors import UsageError
 
     paths = pipeline.Folder(folder)
     reporter = console.TerminalReporter(quiet)
     path = output or paths.plan
     if fold is None:
-        plan = pipeline.compile_folder(paths, path, reporter, *pipeline.found_transforms(paths, reporter))
+        plan = pipeline.compile_folder(paths, path, reporter, *transform_folder.found_transforms(paths, reporter))
     else:
         if model is None:
             raise UsageError("--fold needs --model", hint="name the model whose weights are to take λ")
         loaded = load(model, dtype, device)
-        plan = pipeline.fold_folder(paths, path, loaded, fold, lambda source: load(source, dtype, device), reporter)
+        plan = transform_folder.fold_folder(
+            paths, path, loaded, fold, lambda source: load(source, dtype, device), reporter
+        )
     if json:
         console.print_json(views.plan_json(plan, None) | {"path": str(path)})

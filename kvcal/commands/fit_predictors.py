@@ -36,7 +36,8 @@ def fit_predictors(
 
     Example: `kvcal fit-predictors artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl --samples 256`
     """
-    from kvcal import console, pipeline
+    from kvcal import console, transform_folder
+    from kvcal.folder import Folder
     from kvcal.recipe import load_recipe
     from kvcal.specs import PredictorSpec
     from kvcal.stages.predictor_chart import draw_predictors
@@ -57,10 +58,10 @@ def fit_predictors(
         predictors=parse(PredictorSpec, knobs, "fit-predictors", UsageError),
         data=replace(base.data, **{key: value for key, value in sources.items() if value is not None}),
     )
-    paths = pipeline.Folder(folder)
+    paths = Folder(folder)
     picture = Path(folder) / "predictors.png"
     with console.TerminalReporter(quiet).running() as reporter:
-        pipeline.fit_predictors_folder(base, load(model, dtype, device), paths, reporter)
+        transform_folder.fit_predictors_folder(base, load(model, dtype, device), paths, reporter)
         record = load_record(paths.predictors)
         draw_predictors(record, picture)
     if json:

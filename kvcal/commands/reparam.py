@@ -42,7 +42,8 @@ def reparam(
 
     Example: `kvcal reparam artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl --samples 64`
     """
-    from kvcal import console, pipeline
+    from kvcal import console, transform_folder
+    from kvcal.folder import Folder
     from kvcal.recipe import load_recipe
     from kvcal.specs import ReparamSpec
     from kvcal.stages.reparam_record import load as load_record
@@ -58,9 +59,9 @@ def reparam(
         reparam=parse(ReparamSpec, knobs, "reparam", UsageError),
         data=base.data if data is None else replace(base.data, source=data),
     )
-    paths = pipeline.Folder(folder)
+    paths = Folder(folder)
     with console.TerminalReporter(quiet).running() as reporter:
-        pipeline.reparam_folder(base, load(model, dtype, device), paths, reporter)
+        transform_folder.reparam_folder(base, load(model, dtype, device), paths, reporter)
         record = load_record(paths.reparam)
         for warning in record.warnings:
             reporter.say(warning)

@@ -17,14 +17,15 @@ def verify(
 
     Example: `kvcal verify plan.safetensors --model Qwen/Qwen3-8B`
     """
-    from kvcal import console, pipeline, views
+    from kvcal import console, views
     from kvcal.plan import load_plan
     from kvcal.stages.verify import verify_plan
+    from kvcal.transform_folder import max_context
 
     loaded_plan = load_plan(plan)
     with console.TerminalReporter(quiet).running() as reporter:
         loaded = load(model, dtype, device)
-        checks = verify_plan(loaded_plan, loaded, pipeline.max_context(loaded), reporter)
+        checks = verify_plan(loaded_plan, loaded, max_context(loaded), reporter)
     if json:
         console.print_json(views.checks_json(checks))
     else:
