@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -146,8 +146,9 @@ def _predicted_layers(
     if predictors is None or not (keys or values):
         return None
     k, v = key_format((keys or spec.keys)[0], cache), value_format((values or spec.values)[0], cache)
+    k_pages: Literal["post", "pre"] = "pre" if keys else "post"
     return tuple(
-        LayerPlan(layer.geometry, (k,), (v,), k_pages="pre") if layer.is_paged else layer
+        LayerPlan(layer.geometry, (k,), (v,), k_pages=k_pages) if layer.is_paged else layer
         for layer in bare_layers(loaded.geometry)
     )
 
