@@ -1,4 +1,4 @@
-"""The search through the pipeline on a tiny model: every kind of composition at once, bytes, resuming, other processes."""
+"""The search through the pipeline on a tiny model: every kind of composition at once, bytes, resuming."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ seq_len = 300
 kind = "linear"
 [search]
 keys = [
-  { num_bits = 2, axis = "channel", group_size = 128, boost = { score = "query_range", tiers = [{ num_bits = 4, share = 0.25 }] } },
+  { num_bits = 2, axis = "channel", group_size = 128, boost = { score = "query_range", tiers = [
+    { num_bits = 4, share = 0.25 },
+  ] } },
   { num_bits = 3, axis = "token", group_size = 32, rescale = true },
   { num_bits = 2, axis = "token", lattice_dim = 2, predicted = true },
 ]
