@@ -16,6 +16,7 @@ from kvcal.models.load import LoadedModel, load
 from kvcal.plan import load_plan, plan_bytes
 from kvcal.progress import Silent
 from kvcal.recipe import Recipe, load_recipe
+from kvcal.stages.fit_predictors import _Fitting
 from kvcal.stages.kl_meter import KLMeter
 from kvcal.stages.run_search import load as load_search
 from kvcal.stages.verify import verify_plan
@@ -105,10 +106,10 @@ def test_every_system_in_one_search_and_the_same_after_an_interruption(tmp_path,
     assert not list(cut.path.glob("*.partial*"))
 
 
-def test_predicted_values_beside_keys_chosen_by_queries(tmp_path, loaded):
-    """Forced: the only choices are boosted keys by query score and predicted values, which must wait for those keys."""
-    path = tmp_path / "forced.toml"
-    text = RECIPE.replace("BITS", "6.0")
+def forced_recipe(folder: Path, bits: float) -> Recipe:
+    """The only choices are boosted keys by query score and predicted values, which must wait for those keys."""
+    path = folder / "forced.toml"
+    text = RECIPE.replace("BITS", str(bits))
     start, stop = text.index("values ="), text.index("kl_samples")
     text = (
         text[:start]
@@ -117,13 +118,56 @@ def test_predicted_values_beside_keys_chosen_by_queries(tmp_path, loaded):
     )
     start, stop = text.index("  { num_bits = 3, axis"), text.index("]\nvalues")
     path.write_text(text[:start] + text[stop:])
+    return load_recipe(str(path))
+
+
+def test_predicted_values_beside_keys_chosen_by_queries(tmp_path, loaded):
     folder = pipeline.Folder.create(tmp_path / "out")
-    plan = pipeline.build_plan(load_recipe(str(path)), loaded, folder, None, Silent())
+    plan = pipeline.build_plan(forced_recipe(tmp_path, 6.0), loaded, folder, None, Silent())
     assert plan.needs_queries
     verify_plan(plan, loaded, 400, Silent())
     costs = [unit.costs for unit in load_search(folder.search).report.units if unit.unit == "layer 1 V"]
     assert len(costs[0]) == 2 and costs[0][0] != costs[0][1]
     assert all(len(layer.formats(side)) == 1 for layer in plan.layers for side in SIDES)
+
+
+class Told(Silent):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def say(self, message: str) -> None:
+        self.messages.append(message)
+
+
+def test_the_chosen_layers_predictors_go_on_and_the_first_ones_are_not_theirs(tmp_path, loaded, monkeypatch):
+    """Interrupted when the chosen layers' predictors are fitted: the first fit, of other layers, starts anew."""
+    recipe = forced_recipe(tmp_path, 5.0)
+    whole, cut = (pipeline.Folder.create(tmp_path / name) for name in ("whole", "cut"))
+    pipeline.build_plan(recipe, loaded, whole, None, Silent())
+    measure_errors = _Fitting._measure_errors
+    fits: list[_Fitting] = []
+
+    def stops(self: _Fitting) -> None:
+        fits.append(self)
+        if len(fits) == 2:
+            raise KeyboardInterrupt
+        measure_errors(self)
+
+    monkeypatch.setattr(_Fitting, "_measure_errors", stops)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.build_plan(recipe, loaded, cut, None, Silent())
+    first, chosen = ([(layer.k, layer.v) for layer in fit.layers] for fit in fits)
+    assert first != chosen
+    told = Told()
+    pipeline.build_plan(recipe, loaded, cut, None, told)
+    assert cut.search.read_bytes() == whole.search.read_bytes()
+    assert [message.split(":")[0] for message in told.messages if "goes on after" in message] == [
+        "search.partial.safetensors",
+        "search.chosen-predictors.partial.safetensors",
+    ]
+    assert not list(cut.path.glob("*.partial*")) and not list(cut.path.glob("*predictors*"))
 
 
 def test_a_budget_below_the_smallest_compositions(tmp_path, loaded):

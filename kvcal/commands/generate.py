@@ -19,28 +19,46 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
+    prefix: Annotated[
+        Path | None, typer.Option(help="A file of `kvcal pack-prefix`, made with this plan: how the prompt begins.")
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     json: Json = False,
 ) -> None:
     """Generate text with a plan's packed cache.
 
+    With --prefix, the packed pages of the prompt's beginning are taken from the file instead of computed; what follows
+    reads them as every later token does.
+
     Example: `kvcal generate --model reasoner-10m --plan plan.safetensors --prompt "Times. 12 x 34"`
+
+    Example: `cat manual.txt question.txt | kvcal generate --model M --plan P --prefix manual.kv --prompt -`
     """
     from kvcal import console
+    from kvcal.errors import UsageError
     from kvcal.plan import load_plan
     from kvcal.stages.complete import complete
+    from kvcal.stages.prefix_load import complete_after, load_prefix
     from kvcal.stages.verify import require_same_model
 
+    if chat and prefix is not None:
+        raise UsageError("--chat with --prefix: a prefix is packed without a chat template", "leave out one of them")
     loaded_plan = load_plan(plan)
     loaded = load(model, dtype, device)
     require_same_model(loaded_plan, loaded)
     text = sys.stdin.read() if prompt == "-" else prompt
-    result = complete(loaded, loaded_plan, text, max_new_tokens, temperature, seed, chat)
+    if prefix is None:
+        result = complete(loaded, loaded_plan, text, max_new_tokens, temperature, seed, chat)
+    else:
+        known = load_prefix(loaded, loaded_plan, prefix)
+        result = complete_after(loaded, known, text, max_new_tokens, temperature, seed)
     if json:
         console.print_json(result)
         return
     print(result["text"])
+    if prefix is not None:
+        console.stderr.print(f"{result['prefix_tokens']} tokens of the prompt came from {prefix}", highlight=False)
     console.stderr.print(
         f"{result['new_tokens']} tokens; the cache of {result['cached_tokens']} tokens took {result['cache_bytes']} "
         f"bytes, {result['raw_bytes']} in 16 bits",

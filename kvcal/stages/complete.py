@@ -1,4 +1,8 @@
-"""One completion with a plan's packed cache: what ``kvcal generate`` runs, and what a user of the library writes."""
+"""One completion with a plan's packed cache: what ``kvcal generate`` runs, and what a user of the library writes.
+
+Its steps stand by themselves for prompts whose beginning lies in a file (see ``prefix_load``): the prompt's tokens, what
+follows them in a cache that may hold some of them, and the result.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvcal.data import prefix_ids
 from kvcal.errors import UsageError
@@ -30,40 +35,14 @@ def complete(
     Raises:
         UsageError: an empty prompt, no chat template, or more tokens than the model's context.
     """
-    input_ids = _encode(loaded, prompt, chat)
-    config = loaded.model.config.get_text_config(decoder=True)
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and input_ids.shape[1] + max_new_tokens > limit:
-        raise UsageError(
-            f"{input_ids.shape[1]} prompt tokens + {max_new_tokens} new ones exceed the model's context of {limit}",
-            hint="shorten the prompt or lower --max-new-tokens",
-        )
+    tokens_T = prompt_tokens(loaded, prompt, chat, max_new_tokens)
     cache = PlanCache(plan, loaded.model.config)
-    torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    model: Any = loaded.model  # transformers declares no type for generate
-    with serving(model, plan):
-        output = model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            past_key_values=cache,
-            max_new_tokens=max_new_tokens,
-            **sampling,
-        )
-    new = output[0, input_ids.shape[1] :]
-    raw = replace(plan, layers=bare_layers(plan.geometry), tensors={})
-    assert loaded.tokenizer is not None
-    return {
-        "text": loaded.tokenizer.decode(new, skip_special_tokens=True),
-        "new_tokens": len(new),
-        "cached_tokens": cache.get_seq_length(),
-        "cache_bytes": cache.nbytes,
-        "raw_bytes": raw.nbytes(cache.lengths),
-    }
+    return completion(loaded, cache, new_tokens(loaded, cache, tokens_T, max_new_tokens, temperature, seed))
 
 
-def _encode(loaded: LoadedModel, prompt: str, chat: bool) -> torch.Tensor:
-    """[1, T] token ids; plain prompts start with what the model's sequences start with."""
+def prompt_tokens(loaded: LoadedModel, prompt: str, chat: bool, max_new_tokens: int) -> Tensor:
+    """Token ids int64 [T]; plain prompts start with what the model's sequences start with. UsageError as ``complete``
+    has it."""
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise UsageError(f"{loaded.source}: no tokenizer", hint="a prompt cannot be tokenized without one")
@@ -77,4 +56,42 @@ def _encode(loaded: LoadedModel, prompt: str, chat: bool) -> torch.Tensor:
         tokens = prefix_ids(tokenizer) + tokenizer(prompt, add_special_tokens=False)["input_ids"]
     if not tokens or not prompt.strip():
         raise UsageError("the prompt is empty", hint="give --prompt TEXT, or - to read it from stdin")
-    return torch.tensor([tokens], device=loaded.model.device)
+    limit = getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit is not None and len(tokens) + max_new_tokens > limit:
+        raise UsageError(
+            f"{len(tokens)} prompt tokens + {max_new_tokens} new ones exceed the model's context of {limit}",
+            hint="shorten the prompt or lower --max-new-tokens",
+        )
+    return torch.tensor(tokens)
+
+
+def new_tokens(
+    loaded: LoadedModel, cache: PlanCache, tokens_T: Tensor, max_new_tokens: int, temperature: float, seed: int
+) -> Tensor:
+    """What follows the tokens, int64 [n]; the first of them may lie in the cache, not all."""
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    input_ids = tokens_T.unsqueeze(0).to(loaded.model.device)
+    model: Any = loaded.model  # transformers declares no type for generate
+    with serving(loaded.model, cache.plan):
+        output: Tensor = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            past_key_values=cache,
+            max_new_tokens=max_new_tokens,
+            **sampling,
+        )
+    return output[0, len(tokens_T) :]
+
+
+def completion(loaded: LoadedModel, cache: PlanCache, new_n: Tensor) -> dict[str, Any]:
+    """The result of ``complete``: the new tokens' text, and what the cache holds behind them."""
+    raw = replace(cache.plan, layers=bare_layers(cache.plan.geometry), tensors={})
+    assert loaded.tokenizer is not None
+    return {
+        "text": loaded.tokenizer.decode(new_n, skip_special_tokens=True),
+        "new_tokens": len(new_n),
+        "cached_tokens": cache.get_seq_length(),
+        "cache_bytes": cache.nbytes,
+        "raw_bytes": raw.nbytes(cache.lengths),
+    }

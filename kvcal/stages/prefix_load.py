@@ -1,8 +1,16 @@
-"""A prefix file back into a cache: as stored, or reconstructed once into the pages of another plan (see ``prefix``)."""
+"""A prefix file back into a cache, as stored or reconstructed once into the pages of another plan (see ``prefix``), and
+prompts that go on from it.
+
+A prompt reads itself before it is quantized, and the tokens behind a loaded prefix read its pages. So a longer prompt
+gives, token by token, what it gives when it is taken in in two parts, the prefix first. That is also what it gives in
+one part when the prefix has no pages yet or its pages keep 16 bits, and when the prompt is the whole prefix; otherwise
+the rest of the prompt has read coarser keys and values, and so has what follows.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +26,8 @@ from kvcal.runtime.bounded_layer import BoundedLayer
 from kvcal.runtime.cache import PlanCache
 from kvcal.runtime.paged_layer import PagedLayer
 from kvcal.runtime.paged_tensor import PagedTensor
-from kvcal.stages.prefix import KIND, SCHEMA, Prefix, PrefixSubject, tokens_sha256
+from kvcal.stages.complete import completion, new_tokens, prompt_tokens
+from kvcal.stages.prefix import KIND, SCHEMA, Prefix, PrefixSubject, complete_prefix, tokens_sha256
 from kvcal.stages.verify import require_same_model
 from kvcal.strict import parse
 
@@ -53,6 +62,45 @@ def load_prefix(loaded: LoadedModel, plan: Plan, path: str | Path, into: Plan | 
     cache = _restored(loaded, plan, subject, content)
     content.require_used()
     return Prefix(cache if into is None else _reconstructed(loaded, cache, into), tokens_T, logits_V)
+
+
+@torch.no_grad()
+def complete_after(
+    loaded: LoadedModel, prefix: Prefix, prompt: str, max_new_tokens: int, temperature: float, seed: int
+) -> dict[str, Any]:
+    """What ``complete`` gives for a prompt that begins with the prefix, whose cache is used up; "prefix_tokens" says
+    how many tokens came from it.
+
+    Raises:
+        UsageError: an empty prompt or one that begins otherwise, more tokens than the model's context, or sampling
+            where the prompt is the whole prefix.
+    """
+    known_T = prefix.tokens_T
+    tokens_T = prompt_tokens(loaded, prompt, False, max_new_tokens)
+    _require_beginning(tokens_T, known_T)
+    if len(tokens_T) > len(known_T):
+        new_n = new_tokens(loaded, prefix.cache, tokens_T, max_new_tokens, temperature, seed)
+    elif temperature > 0:
+        raise UsageError(
+            "the prompt is the whole prefix, whose file holds logits for a greedy first token alone",
+            hint="leave out --temperature, or add text to the prompt",
+        )
+    else:
+        new_n = complete_prefix(loaded, prefix, max_new_tokens)
+    return {**completion(loaded, prefix.cache, new_n), "prefix_tokens": len(known_T)}
+
+
+def _require_beginning(tokens_T: Tensor, known_T: Tensor) -> None:
+    """UsageError unless the prompt's tokens begin with the prefix's."""
+    shared = min(len(tokens_T), len(known_T))
+    differing = (tokens_T[:shared] != known_T[:shared]).nonzero()
+    same = int(differing[0]) if len(differing) else shared
+    if same < len(known_T):
+        raise UsageError(
+            f"the prompt does not begin with the prefix: it shares {same} of the prefix's {len(known_T)} tokens",
+            hint="give the packed prompt and what follows it; the packed one has to end where the next text cannot "
+            "join its last word, such as at a line's end",
+        )
 
 
 class _Content:

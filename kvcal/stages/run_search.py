@@ -2,7 +2,8 @@
 
 λ is calibrated for each choice with rescale on its own, with that choice's quantizer in every layer. Predictors are
 fitted on the first predicted choices, and once more on the layers that were chosen. Measured KLs are kept in a
-checkpoint: an interrupted search goes on after the last group of plans.
+checkpoint: an interrupted search goes on after the last group of plans. Every fit has a checkpoint of its own, which
+only a fit of the same layers takes up.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from kvcal.artifact import sha256_json
 from kvcal.data import TokenDataset
 from kvcal.models.load import LoadedModel, weight_bytes
 from kvcal.plan import SIDES, LayerPlan, Plan, Workload, bare_layers
@@ -30,6 +32,7 @@ from kvcal.stages.kl_texts import kl_texts
 from kvcal.stages.lattice_tensors import lattice_tensors
 from kvcal.stages.search import Choice, Outcome, Problem, problem_of, search
 from kvcal.stages.search_record import KIND, SCHEMA, SearchRecord, SearchReport, UnitResult, load, save
+from kvcal.strict import dump
 
 __all__ = ["KIND", "SCHEMA", "SearchRecord", "load", "run_search"]
 
@@ -133,7 +136,8 @@ def _materials(
     if predicted is None or recipe.predictors is None:
         return Materials(lambdas, {})
     tensors = lattice_tensors(predicted)
-    fitted = _fitted(loaded, predicted, tensors, data, recipe.predictors, workload, inputs, path, reporter)
+    part = path.with_name(f"{path.stem}.predictors{path.suffix}")
+    fitted = _fitted(loaded, predicted, tensors, data, recipe.predictors, workload, inputs, part, reporter)
     return Materials(lambdas, fitted)
 
 
@@ -161,12 +165,13 @@ def _fitted(
     spec: PredictorSpec,
     workload: Workload,
     inputs: dict[str, Any],
-    path: Path,
+    part: Path,
     reporter: Reporter,
 ) -> dict[str, Tensor]:
-    """The tensors of predictors for all sides of ``layers``, whether they pay or not: the search decides that."""
-    part = path.with_name(f"{path.stem}.predictors{path.suffix}")
+    """The tensors of predictors for all sides of ``layers``, whether they pay or not: the search decides that.
+    ``part``: a file for this fit alone, which is gone in the end."""
     keep_all = replace(spec, drop=False)
+    inputs = {**inputs, "fitted_layers": sha256_json([dump(layer) for layer in layers])}
     found = fit_predictors.run_fit_predictors(loaded, layers, tensors, data, keep_all, workload, inputs, part, reporter)
     part.unlink()
     return found.tensors()
@@ -190,6 +195,7 @@ def _refitted(
         return plan.layers, plan.tensors
     bare = tuple(replace(layer, k_predictor=None, v_predictor=None) for layer in plan.layers)
     others = {name: tensor for name, tensor in plan.tensors.items() if "_predictor." not in name}
-    fitted = _fitted(loaded, bare, others, data, recipe.predictors, workload, inputs, path, reporter)
+    part = path.with_name(f"{path.stem}.chosen-predictors{path.suffix}")
+    fitted = _fitted(loaded, bare, others, data, recipe.predictors, workload, inputs, part, reporter)
     tensors = {name: fitted.get(name, tensor) for name, tensor in plan.tensors.items()}
     return plan.layers, tensors

@@ -5,8 +5,10 @@
 2. The exact solver chooses (``stages.solver``), taking the differences of these KLs as if they added up.
 3. Random plans say whether they do: the rank correlation of predicted and measured KL is part of the result.
 4. Refinement: with the best plan as background, neighbouring options of every unit are measured again and solved for,
-   moving few units or many (a penalty for each unit that changes); the best plan on the real KL becomes the new
-   background, until none is better.
+   moving few units or many (a penalty for each unit that changes), until no plan is better.
+
+The best plan is always that of least real KL among all within the budget that were measured, whatever for: also a
+random one, or one that differs from a background in one unit.
 
 The texts of the KL are calibration data; the evaluation uses others. Left out: pairs of units, beyond what 4 sees.
 """
@@ -66,7 +68,9 @@ class Problem:
 @dataclass(frozen=True)
 class Outcome:
     """What was found. ``proxy``: (predicted, measured) KL of random plans; ``history``: the measured KL of the
-    background, of the solver's first plan, and after every round of refinement."""
+    background, of the solver's first plan, and of the best plan after every round of refinement, which is ``kl`` after
+    the last one (without a round, ``kl`` may be a plan's that ``history`` does not name). The last round may have
+    found nothing."""
 
     choice: Choice
     kl: float
@@ -122,24 +126,30 @@ def fits_one_head(option: Composition) -> bool:
 
 def search(problem: Problem, spec: SearchSpec, measure: Measure) -> Outcome:
     """See the module's docstring. ``measure``: the KL of choices."""
+    known: dict[Choice, float] = {}  # within the budget, in the order of measurement
+
+    def measured(choices: Sequence[Choice], what: str) -> list[float]:
+        kls = measure(choices, what)
+        found = zip(choices, kls, strict=True)
+        known.update((choice, kl) for choice, kl in found if problem.size(choice) <= problem.capacity)
+        return kls
+
     background = background_of(problem)
-    [background_kl] = measure([background], "background")
-    costs = _costs(problem, background, _all_options(problem), measure, "compositions")
+    [background_kl] = measured([background], "background")
+    costs = _costs(problem, background, _all_options(problem), measured, "compositions")
     costs = [{option: kl - background_kl for option, kl in row.items()} for row in costs]
-    best = problem.solve(costs)
-    [best_kl] = measure([best], "the solver's plan")
-    history = [background_kl, best_kl]
-    if background_kl < best_kl:
-        best, best_kl = background, background_kl
-    proxy = _check_proxy(problem, costs, background_kl, spec, measure)
+    [solved_kl] = measured([problem.solve(costs)], "the solver's plan")
+    history = [background_kl, solved_kl]
+    proxy = _check_proxy(problem, costs, background_kl, spec, measured)
+    best = min(known, key=known.__getitem__)
     for number in range(spec.refine_rounds):
-        found, kl = _refine(problem, best, best_kl, spec.neighbours, measure, number + 1)
-        history.append(kl)
-        if found == best:
+        _refine(problem, best, known[best], spec.neighbours, measured, number + 1)
+        before, best = best, min(known, key=known.__getitem__)
+        history.append(known[best])
+        if best == before:
             break
-        best, best_kl = found, kl
     table = tuple(tuple(row[option] for option in range(len(row))) for row in costs)
-    return Outcome(best, best_kl, background_kl, table, proxy, tuple(history))
+    return Outcome(best, known[best], background_kl, table, proxy, tuple(history))
 
 
 def background_of(problem: Problem) -> Choice:
@@ -218,8 +228,8 @@ def _random_choice(problem: Problem, draw: random.Random) -> Choice:
 
 def _refine(
     problem: Problem, best: Choice, best_kl: float, num_neighbours: int, measure: Measure, number: int
-) -> tuple[Choice, float]:
-    """One round from ``best``: the best plan found, and its KL."""
+) -> None:
+    """One round from ``best``: measures its neighbours, and the plans that are solved for with them."""
     wanted = [_neighbours(sizes, current, num_neighbours) for sizes, current in zip(problem.nbytes, best, strict=True)]
     around = _costs(problem, best, wanted, measure, f"round {number}")
     gains = [{option: kl - best_kl for option, kl in row.items()} for row in around]
@@ -231,9 +241,7 @@ def _refine(
             for row, current in zip(gains, best, strict=True)
         ]
         candidates[problem.solve(losses)] = None
-    measured = measure(list(candidates), f"round {number}, plans")
-    kl, choice = min(zip(measured, candidates, strict=True))
-    return (choice, kl) if kl < best_kl else (best, best_kl)
+    measure(list(candidates), f"round {number}, plans")
 
 
 def _neighbours(sizes: Sequence[int], current: int, count: int) -> list[int]:
