@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvcal.plan import Plan, load_plan, save_plan
     from kvcal.runtime.cache import PlanCache
+    from kvcal.runtime.paged_attention import paged_attention
     from kvcal.runtime.queries import hear_queries
 
-__all__ = ["Plan", "PlanCache", "hear_queries", "load_plan", "save_plan"]
+__all__ = ["Plan", "PlanCache", "hear_queries", "load_plan", "paged_attention", "save_plan"]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,6 +27,10 @@ def __getattr__(name: str) -> Any:
         from kvcal.runtime.queries import hear_queries
 
         return hear_queries
+    if name == "paged_attention":
+        from kvcal.runtime.paged_attention import paged_attention
+
+        return paged_attention
     if name in __all__:
         from kvcal import plan
 

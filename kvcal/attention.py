@@ -27,8 +27,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from kvcal.errors import UnsupportedModel, UsageError
 
 # What the model files call the AttentionInterface and the function they fall back to.
-_INTERFACE, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
-_BASE_IMPLEMENTATIONS = ("sdpa", "eager")
+INTERFACE, EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
+BASE_IMPLEMENTATIONS = ("sdpa", "eager")
 
 # (attention module, q_post_BHTD, k_post_BNSD, v_BNSD): T new tokens' queries, after RoPE; keys and values of the S
 # tokens attended to, T without a cache, before the GQA repeat. In the compute dtype, still in the autograd graph.
@@ -53,16 +53,16 @@ def listen(model: PreTrainedModel, on_call: OnCall) -> Iterator[None]:
     modules = attention_modules(model)
     require_unheard(model)
     base = model.config.get_text_config(decoder=True)._attn_implementation
-    if base not in _BASE_IMPLEMENTATIONS:
+    if base not in BASE_IMPLEMENTATIONS:
         raise UsageError(
             f"attention implementation {base!r} cannot be listened to, its masks have another form; "
-            f"supported: {', '.join(_BASE_IMPLEMENTATIONS)}",
+            f"supported: {', '.join(BASE_IMPLEMENTATIONS)}",
             hint="load the model with attn_implementation='sdpa'",
         )
     with ExitStack() as restore:
         _LISTENING.update(dict.fromkeys(modules, on_call))
         restore.callback(lambda: [_LISTENING.pop(module) for module in modules])
-        restore.callback(model.set_attn_implementation, _implementations(model.config))
+        restore.callback(model.set_attn_implementation, implementations_of(model.config))
         _use_heard_attention(model, base)
         yield
 
@@ -81,7 +81,7 @@ def attention_modules(model: PreTrainedModel) -> tuple[nn.Module, ...]:
     Raises UnsupportedModel if there is none.
     """
     modules = tuple(model.get_decoder().modules())
-    found = tuple(module for module in modules if {_INTERFACE, _EAGER} <= set(forward_of(module).__code__.co_names))
+    found = tuple(module for module in modules if {INTERFACE, EAGER} <= set(forward_of(module).__code__.co_names))
     if not found:
         classes = {type(module).__name__ for module in modules}
         named = sorted(name for name in classes if "Attention" in name) or ["no attention class"]
@@ -110,7 +110,7 @@ def _heard_attention(base: str, module: nn.Module, *args: Any, **kwargs: Any) ->
     if on_call is not None:
         on_call(module, *args[:3])
     namespace = forward_of(module).__globals__
-    attention = namespace[_INTERFACE].get_interface(base, namespace[_EAGER])
+    attention = namespace[INTERFACE].get_interface(base, namespace[EAGER])
     return attention(module, *args, **kwargs)
 
 
@@ -118,12 +118,12 @@ def _use_heard_attention(model: PreTrainedModel, base: str) -> None:
     name = f"kvcal_{base}"
     AttentionInterface.register(name, partial(_heard_attention, base))
     AttentionMaskInterface.register(name, AttentionMaskInterface()[base])
-    model.set_attn_implementation(_implementations(model.config, name))
+    model.set_attn_implementation(implementations_of(model.config, name))
     if model.config.get_text_config(decoder=True)._attn_implementation != name:
         raise UnsupportedModel(f"{type(model).__name__} does not let its attention implementation be set")
 
 
-def _implementations(config: PreTrainedConfig, replacement: str | None = None) -> str | dict:
+def implementations_of(config: PreTrainedConfig, replacement: str | None = None) -> str | dict:
     """The attention implementations of a configuration and its sub-configurations, as
     ``set_attn_implementation`` takes them; every one that is set becomes ``replacement`` if that is given."""
     own = replacement or config._attn_implementation
@@ -131,4 +131,4 @@ def _implementations(config: PreTrainedConfig, replacement: str | None = None) -
     subs = {name: sub for name, sub in subs.items() if sub is not None and sub._attn_implementation}
     if not subs:
         return own
-    return {"": own} | {name: _implementations(sub, replacement) for name, sub in subs.items()}
+    return {"": own} | {name: implementations_of(sub, replacement) for name, sub in subs.items()}

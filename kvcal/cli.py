@@ -1,7 +1,7 @@
 """The command line: its options, errors and exit codes; every command is a file of ``kvcal.commands``.
 
 Heavy imports happen inside commands, so that --help is quick. Exit codes: 0 ok, 2 usage, 3 infeasible budget,
-4 unsupported model, 5 stale, mismatched or corrupt artifact, 130 interrupted.
+4 unsupported model, 5 stale, mismatched or corrupt artifact, 6 no GPU kernel, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from kvcal.commands.allocate import allocate
+from kvcal.commands.bench import bench
 from kvcal.commands.compare import compare
 from kvcal.commands.compile import compile_command
 from kvcal.commands.evaluate import eval_command
@@ -33,7 +34,8 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    epilog="Exit codes: 0 ok, 2 usage, 3 infeasible budget, 4 unsupported model, 5 bad artifact, 130 interrupted.",
+    epilog="Exit codes: 0 ok, 2 usage, 3 infeasible budget, 4 unsupported model, 5 bad artifact, 6 no GPU kernel, "
+    "130 interrupted.",
 )
 
 
@@ -83,6 +85,7 @@ app.command()(compare)
 app.command()(tune)
 app.command(name="pack-prefix")(pack_prefix)
 app.command()(generate)
+app.add_typer(bench, name="bench")
 
 
 if __name__ == "__main__":

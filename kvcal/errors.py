@@ -49,3 +49,9 @@ class NonFiniteActivations(KvcalError):
     """NaN or infinity in keys, values, gradients or logits."""
 
     exit_code = 4
+
+
+class KernelError(KvcalError):
+    """A CUDA kernel that cannot be compiled, loaded or run here: no cuda-core, no GPU, one that is too old."""
+
+    exit_code = 6

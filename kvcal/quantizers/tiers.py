@@ -97,7 +97,7 @@ class TieredLayout:
     def high_sizes(self) -> tuple[tuple[int, ...], ...]:
         """Bytes of each high plane of each tier; none for 16 bits."""
         return tuple(
-            plane_sizes(PAGE_TOKENS, self._padded_slots(bits, room), bits - self.num_bits) if bits != RAW_BITS else ()
+            plane_sizes(PAGE_TOKENS, self.padded_slots(bits, room), bits - self.num_bits) if bits != RAW_BITS else ()
             for bits, room, _ in self.tiers
         )
 
@@ -215,7 +215,7 @@ class TieredLayout:
     def _quantize(self, x: Tensor, num_bits: int) -> tuple[Tensor, Tensor, Tensor]:
         return uniform.quantize(x, num_bits, self.group_size, -2, PARAM_DTYPES[self.param_dtype])
 
-    def _padded_slots(self, num_bits: int, room: int) -> int:
+    def padded_slots(self, num_bits: int, room: int) -> int:
         """Columns of the tier's high planes: whole bytes in every row of each."""
         per_byte = 8 // min(packing.plane_widths(num_bits - self.num_bits))
         return -(-room // per_byte) * per_byte
@@ -223,14 +223,14 @@ class TieredLayout:
     def _high_planes(self, num_bits: int, codes: Tensor) -> list[Tensor]:
         """Codes [..., 128, room] of a tier of ``num_bits`` -> its high planes."""
         room = codes.shape[-1]
-        padded = torch.nn.functional.pad(codes >> self.num_bits, (0, self._padded_slots(num_bits, room) - room))
+        padded = torch.nn.functional.pad(codes >> self.num_bits, (0, self.padded_slots(num_bits, room) - room))
         return pack_planes(padded, num_bits - self.num_bits)
 
     def _high_codes(self, num_bits: int, room: int, packed: Tensor) -> Tensor:
         """Inverse of :meth:`_high_planes`: [..., 128, room]; zeros for 16 bits, whose ``packed`` is empty."""
         if num_bits == RAW_BITS:
             return packed.new_zeros(*packed.shape[:-1], PAGE_TOKENS, room)
-        columns = self._padded_slots(num_bits, room)
+        columns = self.padded_slots(num_bits, room)
         return unpack_planes(packed, PAGE_TOKENS, columns, num_bits - self.num_bits)[..., :room]
 
     def _raw_bytes(self, values: Tensor) -> Tensor:

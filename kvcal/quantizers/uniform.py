@@ -58,6 +58,7 @@ def _quantize_equal(
     # codes would differ from a CPU's.
     levels = grouped.new_full((), 2**num_bits - 1)
     minimum, maximum = torch.aminmax(grouped, dim=inner, keepdim=True)
+    minimum, maximum = minimum + 0.0, maximum + 0.0  # which of -0 and 0 is the smaller differs between devices
     zero = minimum.to(param_dtype)
     scale = ((maximum - minimum) / levels).to(param_dtype)
     # One sum instead of two isfinite maps: a sum of finite params is finite in fp64.

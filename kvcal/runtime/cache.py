@@ -7,6 +7,10 @@
     model.generate(**inputs, past_key_values=cache)
 
 ``attention_mask`` is needed only for batches with padding: without it every column counts as a token.
+
+With ``max_tokens`` the cache is static: all memory is allocated at the first update, decoding steps are served by the
+kernels within ``kvcal.paged_attention(model)``, and can be compiled, or captured in a CUDA graph. Other batch sizes,
+dropping packed tokens, sliding windows, and plans that the kernels do not take are refused there.
 """
 
 from __future__ import annotations
@@ -24,30 +28,48 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from kvcal.errors import ArtifactError
+from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, StateGeometry
+from kvcal.kernels.variants import storage_refusals
 from kvcal.layer_plan import LayerPlan
 from kvcal.plan import Plan
 from kvcal.runtime.bounded_layer import BoundedLayer
 from kvcal.runtime.paged_layer import NO_PAGE, PagedLayer
 from kvcal.runtime.plan_state import PlanState
 from kvcal.runtime.rows import Padding
+from kvcal.runtime.static_layer import DYNAMIC_HINT, StaticLayer, crop_static
+from kvcal.runtime.static_state import StaticState
 
 
 class PlanCache(Cache):
     """The packed cache of one plan. ``nbytes`` equals ``plan.nbytes(lengths, columns)`` at any time, but for one case:
     while past recording is on (assisted decoding), sliding-window layers hold the tokens of the last update on top,
-    until the next crop or update."""
+    until the next crop or update. A static cache takes ``plan.nbytes`` of rows of ``max_tokens``, from the first update
+    on, and ``workspace_nbytes`` on top."""
 
-    def __init__(self, plan: Plan, config: PretrainedConfig, attention_mask: Tensor | None = None) -> None:
-        """config: the model's; attention_mask [B, columns] of the prompt, 0 at padding.
+    def __init__(
+        self,
+        plan: Plan,
+        config: PretrainedConfig,
+        attention_mask: Tensor | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        """config: the model's; attention_mask [B, columns] of the prompt, 0 at padding; max_tokens: tokens that every
+        sequence has room for, which makes the cache static.
 
         Raises:
             ArtifactError: the plan's layers are not the model's.
+            UsageError: max_tokens below 1.
+            UnsupportedModel: a static cache cannot hold a layer, with the reason.
         """
         self.plan = plan
         self.config = config
         self.state = PlanState(plan, attention_mask)
+        if max_tokens is not None and max_tokens < 1:
+            raise UsageError(f"max_tokens = {max_tokens}, expected 1 or more")
+        self.static = None
+        if max_tokens is not None:
+            self.static = StaticState(self.state, max_tokens, in_prompt=attention_mask is not None)
         model_type = config.get_text_config(decoder=True).model_type
         if model_type != plan.model.model_type:
             raise ArtifactError(
@@ -72,9 +94,11 @@ class PlanCache(Cache):
     def _layer(self, index: int, native: object, layer: LayerPlan) -> object:
         """What stores layer ``index``: ours for attention, the native one for states."""
         if type(native) is DynamicLayer and layer.is_paged:
-            return PagedLayer(layer, self.state)
+            return PagedLayer(layer, self.state) if self.static is None else self._static_layer(layer, self.static)
         geometry = layer.geometry
         if type(native) is DynamicSlidingWindowLayer and isinstance(geometry, AttentionGeometry) and geometry.window:
+            if geometry.window == native.sliding_window and self.static is not None:
+                raise _refused(index, f"it keeps a sliding window of {geometry.window} tokens, which moves")
             if geometry.window == native.sliding_window:
                 return BoundedLayer(native.sliding_window, self.plan.cache_dtype, self.padding)
             raise ArtifactError(
@@ -88,6 +112,25 @@ class PlanCache(Cache):
             f"{'full attention' if layer.is_paged else kind} there"
         )
 
+    def _static_layer(self, layer: LayerPlan, static: StaticState) -> StaticLayer:
+        for reason in storage_refusals(layer):
+            raise _refused(layer.geometry.index, reason)
+        return StaticLayer(layer, static, self.allocate)
+
+    def allocate(self, batch: int, device: torch.device | str) -> None:
+        """Allocate the memory of a static cache for ``batch`` sequences now; otherwise the first update does.
+
+        Raises:
+            UsageError: the cache is dynamic, or is allocated already.
+            UnsupportedModel: the device is CUDA, and the kernels do not take a layer, with the reason.
+        """
+        if self.static is None or self.static.is_allocated:
+            raise UsageError(f"the cache {'grows by itself' if self.static is None else 'is allocated already'}")
+        with torch.inference_mode(False):  # or nothing could be written to them outside of inference mode
+            self.static.allocate(batch, torch.device(device))
+            for layer in self.static_layers:
+                layer.create_stores()
+
     @property
     def padding(self) -> Padding:
         return self.state.padding
@@ -95,6 +138,18 @@ class PlanCache(Cache):
     @property
     def paged_layers(self) -> list[PagedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+
+    @property
+    def static_layers(self) -> list[StaticLayer]:
+        return [layer for layer in self.layers if isinstance(layer, StaticLayer)]
+
+    @property
+    def workspace_nbytes(self) -> int:
+        """Bytes that a static cache takes beyond ``nbytes``: lengths, page tables and the scratch of its kernels."""
+        if self.static is None or not self.static.is_allocated:
+            return 0
+        starts = (store.query_since for layer in self.static_layers for store in layer.stores)
+        return self.static.nbytes + sum(start.untyped_storage().nbytes() for start in starts)
 
     @property
     def nbytes(self) -> int:
@@ -106,11 +161,22 @@ class PlanCache(Cache):
     def lengths(self) -> list[int]:
         """Tokens of every sequence (padding not counted)."""
         rows = self.padding.rows
-        return [] if rows is None else rows.lengths(self.get_seq_length())
+        return [] if rows is None else rows.lengths(int(self.get_seq_length()))
 
     def tokens_to_next_page(self) -> int:
         """New tokens until some page is quantized; a chunk of at most this many is exactly like single steps."""
-        return min((layer.tokens_to_next_page() for layer in self.paged_layers), default=NO_PAGE)
+        layers: list[PagedLayer | StaticLayer] = [*self.paged_layers, *self.static_layers]
+        return min((layer.tokens_to_next_page() for layer in layers), default=NO_PAGE)
+
+    def check(self) -> None:
+        """Wait for the device, and raise what the steps of a static cache met; a prompt checks by itself.
+
+        Raises:
+            NonFiniteActivations: NaN or infinity in keys or values.
+            UsageError: a compiled or captured step beyond ``max_tokens``.
+        """
+        if self.static is not None:
+            self.static.check()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx.tolist())
@@ -126,29 +192,56 @@ class PlanCache(Cache):
             self._select([row for row in range(rows.batch) for _ in range(repeats)])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As the layers'. The last layer first: a predicted layer needs its source's pages to cut its own."""
+        """As the layers'. The last layer first: a predicted layer needs its source's pages to cut its own.
+
+        Raises:
+            UsageError: tokens that are packed in a static cache.
+        """
+        if self.static is not None:
+            crop_static(self.static_layers, self.static, int(tokens_to_remove))
+            return
         layers: list[Any] = self.layers  # of which a linear attention's has a crop of its own, or refuses
         for layer in reversed(layers):
             layer.crop(tokens_to_remove)
 
-    def reset(self) -> None:
-        """Forget all sequences; the next update may bring another batch (without padding, or with the same mask)."""
+    def reset(self, attention_mask: Tensor | None = None) -> None:
+        """Forget all sequences; the next update may bring another batch (without padding, with the same mask, or with
+        the one given). A static cache keeps its memory and its batch; NonFiniteActivations if it met NaN or infinity.
+        """
+        if attention_mask is not None:
+            self.state.padding = Padding(attention_mask)
         self.padding.reset()
-        self.layers = self._empty_layers()
+        if self.static is None:
+            self.layers = self._empty_layers()
+            return
+        for layer in self.layers:
+            layer.reset()
+        self.static.in_prompt |= attention_mask is not None
+        if self.static.is_allocated:
+            self.static.set_columns(0)
+            self.static.check()
 
     def _select(self, indices: list[int]) -> None:
         rows = self.padding.rows
         if rows is None:
             return
+        if self.static is not None and len(indices) != rows.batch:
+            raise UsageError(f"{len(indices)} sequences of {rows.batch}: a static batch stays", hint=DYNAMIC_HINT)
         self.padding.rows = rows.select(indices)
         row_indices = torch.LongTensor(indices)
         for layer in self.layers:
             layer.reorder_cache(row_indices)
+        if self.static is not None:
+            self.static.set_columns(int(self.static.columns))
+
+
+def _refused(index: int, reason: str) -> UnsupportedModel:
+    return UnsupportedModel(f"a static cache cannot hold layer {index}: {reason}", hint=DYNAMIC_HINT)
 
 
 def _tensors(layer: object) -> list[Tensor]:
     """What a layer holds on the device."""
-    if isinstance(layer, PagedLayer | BoundedLayer):
+    if isinstance(layer, PagedLayer | BoundedLayer | StaticLayer):
         return layer.tensors
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         states = [*layer.conv_states.values(), *layer.recurrent_states.values()]

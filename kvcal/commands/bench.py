@@ -1,0 +1,199 @@
+"""``kvcal bench``: what the GPU runtime takes, kernel by kernel, layer by layer, and end to end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcal.commands.options import Json, Quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+bench = typer.Typer(
+    help="Measure the GPU runtime: kernels, one layer's cache work, and whole decode steps.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+Formats = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--format",
+        help="Bits, 2-window (32 sinks, the 128 most recent tokens), kitty, or 16 (through the same kernel); may be "
+        "repeated.",
+    ),
+]
+Recipes = Annotated[
+    list[str] | None, typer.Option("--recipe", help="A recipe with [formats]: path or name; may be repeated.")
+]
+Batches = Annotated[list[int] | None, typer.Option("--batch", help="Sequences; may be repeated.", min=1)]
+Contexts = Annotated[
+    list[int] | None, typer.Option("--context", help="Tokens of each sequence; may be repeated.", min=1)
+]
+KvHeads = Annotated[int, typer.Option("--heads", help="KV heads.", min=1)]
+HeadDim = Annotated[int, typer.Option(help="Size of a head, K and V.", min=1)]
+Group = Annotated[int, typer.Option(help="Query heads for each KV head.", min=1)]
+Out = Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")]
+OUT = Path("artifacts/bench")
+
+
+@bench.command()
+def kernels(
+    formats: Formats = None,
+    recipe: Recipes = None,
+    batch: Batches = None,
+    context: Contexts = None,
+    heads: KvHeads = 8,
+    head_dim: HeadDim = 128,
+    group: Group = 4,
+    out: Out = OUT,
+    quick: Annotated[bool, typer.Option("--quick", help="Two sizes, four formats, fewer replays.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Time decode attention over packed pages, against the fastest 16-bit attention of this machine.
+
+    Baselines (every backend of torch's SDPA, FlexAttention, FlashInfer where installed) run in the same run on the same
+    sizes; beside every factor stand what its bytes allow, the target, and the share of the measured read bandwidth.
+
+    Example: `kvcal bench kernels --out bench`
+
+    Example: `kvcal bench kernels --format 2 --recipe mixkvq --batch 16 --context 65536 --group 8`
+    """
+    from kvcal import console
+    from kvcal.bench.chart import draw_kernels
+    from kvcal.bench.device import require_gpu
+    from kvcal.bench.grid import DEFAULT_PAIRS, POINTS, QUICK_PAIRS, QUICK_POINTS, chosen_pairs, chosen_points
+    from kvcal.bench.kernels import FILE, PICTURE, Job, bench_kernels
+    from kvcal.bench.record import kernel_json
+    from kvcal.bench.shape import Heads
+    from kvcal.bench.tables import baseline_table, kernel_table
+    from kvcal.folder import Folder
+
+    pairs = chosen_pairs(formats or (), recipe or (), QUICK_PAIRS if quick else DEFAULT_PAIRS)
+    points = chosen_points(batch or (), context or (), QUICK_POINTS if quick else POINTS)
+    require_gpu("kernels")
+    folder = Folder.create(out).path
+    with console.TerminalReporter(quiet).running() as reporter:
+        report = bench_kernels(Job(pairs, points, Heads(heads, head_dim, group), folder, quick, reporter))
+    draw_kernels(report, folder / PICTURE)
+    if json:
+        console.print_json(kernel_json(report))
+        return
+    console.print_table(*kernel_table(report))
+    console.print_table(*baseline_table(report))
+    reporter.say(f"table: {folder / FILE}\npicture: {folder / PICTURE}")
+
+
+@bench.command()
+def layer(
+    formats: Formats = None,
+    recipe: Recipes = None,
+    batch: Batches = None,
+    context: Contexts = None,
+    heads: KvHeads = 8,
+    head_dim: HeadDim = 128,
+    group: Group = 4,
+    out: Out = OUT,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Time one layer's cache work in a decode step: storing the token, packing (amortised), attention.
+
+    Against transformers' StaticCache (its update, then the fastest SDPA), at batch 32 and 8192 and 32768 tokens if
+    nothing else is asked for. Also: what packing a whole prompt takes.
+
+    Example: `kvcal bench layer --format 2 --format kitty --batch 32 --context 32768`
+    """
+    from kvcal import console
+    from kvcal.bench.device import require_gpu
+    from kvcal.bench.grid import LAYER_POINTS, QUICK_PAIRS, chosen_pairs, chosen_points
+    from kvcal.bench.layer import FILE, LayerJob, bench_layer
+    from kvcal.bench.layer_record import layer_json
+    from kvcal.bench.shape import Heads
+    from kvcal.bench.tables import layer_table
+    from kvcal.folder import Folder
+
+    pairs = chosen_pairs(formats or (), recipe or (), QUICK_PAIRS)
+    points = chosen_points(batch or (), context or (), LAYER_POINTS)
+    require_gpu("layer")
+    folder = Folder.create(out).path
+    with console.TerminalReporter(quiet).running() as reporter:
+        report = bench_layer(LayerJob(pairs, points, Heads(heads, head_dim, group), folder, reporter))
+    if json:
+        console.print_json(layer_json(report))
+        return
+    console.print_table(*layer_table(report))
+    reporter.say(f"table: {folder / FILE}")
+
+
+@bench.command()
+def e2e(
+    shape: Annotated[
+        str, typer.Option(help="llama-3.1-8b, qwen3-8b, qwen3-4b, a config.json, or (with weights) a model.")
+    ] = "llama-3.1-8b",
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Fill the shape with random weights, on the GPU.")
+    ] = False,
+    formats: Formats = None,
+    recipe: Recipes = None,
+    memory: Annotated[
+        list[str] | None, typer.Option(help="Device memory to fill, such as 24GB; may be repeated.")
+    ] = None,
+    context: Contexts = None,
+    out: Out = OUT,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Time whole decode steps of a model as CUDA graphs, with the batch grown until the memory is full.
+
+    16-bit StaticCache with SDPA, as transformers calls it and with the fastest backend, against plans; at the same
+    batch and with the same memory (24GB and 80GB if nothing else is asked for). Caches hold random contents at the
+    context's length instead of a prompt's.
+
+    Example: `kvcal bench e2e --shape llama-3.1-8b --random-weights --memory 24GB --context 8192 --context 32768`
+    """
+    from kvcal import console
+    from kvcal.bench.device import require_gpu
+    from kvcal.bench.e2e import FILE, StepJob, bench_e2e
+    from kvcal.bench.e2e_record import step_json
+    from kvcal.bench.grid import CONTEXTS, STEP_PAIRS, chosen_pairs, chosen_points
+    from kvcal.bench.tables import batch_table, memory_table
+    from kvcal.folder import Folder
+    from kvcal.quantities import parse_bytes
+
+    pairs = chosen_pairs(formats or (), recipe or (), STEP_PAIRS)
+    contexts = [point.context for point in chosen_points((1,), context or CONTEXTS, ())]
+    limits = [parse_bytes(text) for text in memory or ("24GB", "80GB")]
+    require_gpu("e2e")
+    folder = Folder.create(out).path
+    with console.TerminalReporter(quiet).running() as reporter:
+        reporter.say(f"bench: {shape}")
+        model, weights = _model(shape, random_weights)
+        report = bench_e2e(StepJob(model, shape, weights, pairs, contexts, limits, folder, reporter))
+    if json:
+        console.print_json(step_json(report))
+        return
+    console.print_table(*batch_table(report))
+    console.print_table(*memory_table(report))
+    reporter.say(f"table: {folder / FILE}")
+
+
+def _model(shape: str, random_weights: bool) -> tuple[PreTrainedModel, str]:
+    """The model, and what its weights are."""
+    from kvcal.bench.device import require_gpu
+    from kvcal.bench.shapes import SHAPES, random_model, shape_config
+    from kvcal.commands.options import load
+    from kvcal.errors import UsageError
+
+    if random_weights:
+        return random_model(shape_config(shape), require_gpu("e2e")), "random weights"
+    if shape in SHAPES:
+        raise UsageError(
+            f"--shape {shape} is a shape without weights",
+            hint="add --random-weights, or name a model: its folder or hub id",
+        )
+    return load(shape, "bfloat16", "cuda").model, "its own weights"

@@ -1,0 +1,1 @@
+"""The CUDA kernels: sources in csrc/, the macros of a variant, compiling, and launching."""

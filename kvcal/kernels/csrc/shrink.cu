@@ -1,0 +1,143 @@
+// Pages of FROM_BITS become pages of TO_BITS, out of place (kvcal/runtime/shrink.py, kvcal/quantizers/shift.py): codes
+// are halved by SHIFT (0 equivalent, 1 modified, 2 direct) as often as needed, and scales and zeros follow in fp32.
+// Pages of 16 bits hold values in DTYPE; they are quantized to 8 bits first.
+//
+// Macros: SIDE (0 keys: rows are tokens, 1 values: rows are channels), DIM, AXIS, GROUP, DTYPE, FROM_* and TO_*: BITS,
+// RECORD, SCALE, ZERO (bytes from the record's start). 256 threads, no dynamic shared memory.
+//
+// Left out: widening, which only a cropped cache needs.
+
+#include "common.cuh"
+
+static_assert(FROM_BITS == 16 || FROM_BITS == 8 || FROM_BITS == 4 || FROM_BITS == 2, "bits that have a half");
+static_assert(TO_BITS < FROM_BITS && FROM_BITS % TO_BITS == 0, "fewer bits, by halves");
+
+constexpr int EQUIVALENT = 0, MODIFIED = 1;
+// Bits of the codes that are shifted: a page of 16 bits has 8 once it is quantized.
+constexpr int WIDE_BITS = FROM_BITS == 16 ? 8 : FROM_BITS;
+constexpr int PADDED = kv_round_up(DIM, 16);
+constexpr int ROWS = SIDE == 0 ? KV_PAGE_TOKENS : PADDED, COLUMNS = SIDE == 0 ? PADDED : KV_PAGE_TOKENS;
+constexpr int OTHERS = AXIS == 0 ? PADDED : KV_PAGE_TOKENS;
+constexpr int PARAMS = kv_ceil_div(AXIS == 0 ? KV_PAGE_TOKENS : DIM, GROUP) * OTHERS;
+
+struct Level {
+    float step, zero;
+};
+
+KV_INLINE float raw_value(const unsigned char* record, int token, int channel) {
+    return kv_float_of<DTYPE>(((const unsigned short*)record)[token * DIM + channel]);
+}
+
+// Codes of 2 B bits -> B bits, and so on down to TO_BITS.
+template <int B>
+KV_INLINE unsigned halved(unsigned code) {
+    if constexpr (B < TO_BITS) {
+        return code;
+    } else {
+        code = SHIFT == EQUIVALENT ? (((1u << 2 * B) - (1u << B) + 1) * (code + (1u << (B - 1)))) >> 3 * B : code >> B;
+        return halved<B / 2>(code);
+    }
+}
+
+template <int B>
+KV_INLINE void halve_params(float& scale, float& zero) {
+    if constexpr (B >= TO_BITS) {
+        if constexpr (SHIFT == MODIFIED) {
+            const float wider = __fmul_rn(scale, (float)(1 << B));
+            zero = __fadd_rn(zero, __fmul_rn(__fsub_rn(wider, scale), 0.5f));
+            scale = wider;
+        } else {
+            scale = __fmul_rn(scale, (float)((1 << B) + 1));
+        }
+        halve_params<B / 2>(scale, zero);
+    }
+}
+
+// Scale and zero number i of the wide codes. Of values, quantized now; `error` is set where they are not finite.
+KV_INLINE Level wide_level(const unsigned char* record, int i, int* error) {
+    if constexpr (FROM_BITS != 16) {
+        return {((const float*)(record + FROM_SCALE))[i], ((const float*)(record + FROM_ZERO))[i]};
+    } else {
+        const int first = i / OTHERS * GROUP, other = i % OTHERS;
+        if (AXIS == 0 && other >= DIM) {
+            return {0.0f, 0.0f};
+        }
+        const int last = kv_min(first + GROUP, AXIS == 0 ? KV_PAGE_TOKENS : DIM);
+        float low = AXIS == 0 ? raw_value(record, first, other) : raw_value(record, other, first), high = low;
+#pragma unroll 8
+        for (int k = first + 1; k < last; ++k) {
+            const float x = AXIS == 0 ? raw_value(record, k, other) : raw_value(record, other, k);
+            low = kv_min_nan(low, x);
+            high = kv_max_nan(high, x);
+        }
+        low = __fadd_rn(low, 0.0f);  // as pack.cu has it
+        const float scale = __fdiv_rn(__fsub_rn(__fadd_rn(high, 0.0f), low), 255.0f);
+        if (!kv_finite(scale) || !kv_finite(low)) {
+            atomicOr(error, 1);
+        }
+        return {scale, low};
+    }
+}
+
+// The 16 wide codes of the unit at (row, column).
+KV_INLINE void wide_codes(const unsigned char* record, const Level* levels, int row, int column, unsigned* code) {
+    if constexpr (FROM_BITS != 16) {
+        kv_load_codes<ROWS, COLUMNS, FROM_BITS>(record, row, column, code);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            const int token = SIDE == 0 ? row : column + i, channel = SIDE == 0 ? column + i : row;
+            code[i] = 0;
+            if (channel < DIM) {
+                const int at = AXIS == 0 ? token / GROUP * OTHERS + channel : channel / GROUP * OTHERS + token;
+                code[i] = kv_code_of(raw_value(record, token, channel), levels[at].zero, levels[at].step, 255);
+            }
+        }
+    }
+}
+
+// Equivalent shift of 16 codes at once, from their high and low plane, codes being b3 b2 b1 b0: y1 = b3,
+// y0 = (~b3 & (b2 | b1 & b0)) | (b3 & b2 & (b1 | b0)).
+KV_INLINE unsigned halved_word(unsigned low, unsigned high) {
+    const unsigned b3 = high >> 1, b2 = high, b1 = low >> 1, b0 = low;
+    const unsigned y0 = (~b3 & (b2 | (b1 & b0))) | (b3 & b2 & (b1 | b0));
+    return (y0 & 0x55555555u) | (high & 0xaaaaaaaau);
+}
+
+// Grid (any, records strided over it), 256 threads: `count` records of FROM_RECORD bytes -> of TO_RECORD bytes.
+// error: int32, gets bit 1 when values of 16 bits are not finite.
+extern "C" __global__ void __launch_bounds__(256) shrink(
+    const unsigned char* from, unsigned char* to, long long count, int* error) {
+    __shared__ Level levels[FROM_BITS == 16 ? PARAMS : 1];
+    for (long long number = blockIdx.x; number < count; number += gridDim.x) {
+        const unsigned char* wide = from + number * FROM_RECORD;
+        unsigned char* narrow = to + number * TO_RECORD;
+        __syncthreads();
+        for (int i = threadIdx.x; i < PARAMS; i += blockDim.x) {
+            Level level = wide_level(wide, i, error);
+            if constexpr (FROM_BITS == 16) {
+                levels[i] = {kv_step_of(level.step), level.zero};
+            }
+            halve_params<WIDE_BITS / 2>(level.step, level.zero);
+            ((float*)(narrow + TO_SCALE))[i] = level.step;
+            ((float*)(narrow + TO_ZERO))[i] = level.zero;
+        }
+        __syncthreads();
+        for (int unit = threadIdx.x; unit < ROWS * COLUMNS / 16; unit += blockDim.x) {
+            if constexpr (FROM_BITS == 4 && TO_BITS == 2 && SHIFT == EQUIVALENT) {
+                const unsigned* low = (const unsigned*)wide;
+                ((unsigned*)narrow)[unit] = halved_word(low[unit], low[ROWS * COLUMNS / 16 + unit]);
+            } else {
+                int row, column;
+                kv_unit_place<ROWS, COLUMNS>(unit, row, column);
+                unsigned code[16];
+                wide_codes(wide, levels, row, column, code);
+#pragma unroll
+                for (int i = 0; i < 16; ++i) {
+                    code[i] = halved<WIDE_BITS / 2>(code[i]);
+                }
+                kv_store_codes<ROWS, COLUMNS, TO_BITS>(narrow, row, column, code);
+            }
+        }
+    }
+}

@@ -1,0 +1,113 @@
+// One side of a head range as the kernels that write pages are compiled for it: from its macros.
+
+#include "common.cuh"
+
+#if DTYPE != 0 && DTYPE != 1
+#error "pages are packed from float16 or bfloat16"
+#endif
+
+enum { THREADS = 256, NO_SLOT = 255, RAW_BITS = 16 };
+// Bits of `error`: a page with NaN, infinity or a range beyond its params; a page beyond the room of its tensor.
+enum { NON_FINITE = 1, NO_ROOM = 2 };
+enum { MAGNITUDE, VARIANCE, RANGE, QUERY_MAGNITUDE, QUERY_RANGE, RANDOM };
+
+
+// Channels of a page with `bits` bits: slots from `first` on, their high planes (`columns` slots wide with padding)
+// from byte `high` of the record on. `above`: the bits of an fp64 that a score must exceed, if has_above.
+struct Tier {
+    int bits, room, first, high, columns;
+    bool has_above;
+    long long above;
+};
+
+#define TIER(i) \
+    Tier { \
+        K_TIER##i##_BITS, K_TIER##i##_ROOM, K_TIER##i##_SLOT, K_TIER##i##_HIGH, K_TIER##i##_COLUMNS, \
+            K_TIER##i##_HAS_ABOVE != 0, K_TIER##i##_ABOVE \
+    }
+
+#ifdef K_DIM
+#if K_TIERS == 0
+#define K_SCORE 0
+#define K_SLOTS 0
+#define K_RAW 0
+#define K_RAW_SLOTS 0
+#define K_INDEX K_RECORD
+#endif
+struct Keys {
+    static constexpr int side = 0, dim = K_DIM, bits = K_BITS, axis = K_AXIS, group = K_GROUP, param = K_PARAM;
+    static constexpr int record = K_RECORD, scale = K_SCALE, zero = K_ZERO;
+    static constexpr int sinks = K_SINKS, window = K_WINDOW, buffer = K_BUFFER;
+    static constexpr int tiers = K_TIERS, score = K_SCORE, slots = K_SLOTS;
+    static constexpr int raw = K_RAW, raw_slots = K_RAW_SLOTS, index = K_INDEX;
+    static constexpr bool has_rescale = K_RESCALE, has_offset = K_OFFSET;
+    static constexpr bool hears_queries = tiers > 0 && (score == QUERY_MAGNITUDE || score == QUERY_RANGE);
+
+    // Tier i, from most bits to fewest.
+    KV_INLINE static constexpr Tier tier(int i) {
+#if K_TIERS > 2
+        if (i == 2) {
+            return TIER(2);
+        }
+#endif
+#if K_TIERS > 1
+        if (i == 1) {
+            return TIER(1);
+        }
+#endif
+#if K_TIERS > 0
+        return TIER(0);
+#else
+        return Tier{};
+#endif
+    }
+};
+#endif
+
+#ifdef V_DIM
+struct Values {
+    static constexpr int side = 1, dim = V_DIM, bits = V_BITS, axis = V_AXIS, group = V_GROUP, param = V_PARAM;
+    static constexpr int record = V_RECORD, scale = V_SCALE, zero = V_ZERO;
+    static constexpr int sinks = V_SINKS, window = V_WINDOW, buffer = V_BUFFER;
+    static constexpr int tiers = 0, score = 0, slots = 0, raw = 0, raw_slots = 0, index = record;
+    static constexpr bool has_rescale = false, has_offset = false, hears_queries = false;
+};
+#endif
+
+// Sizes that follow from a side.
+template <class S>
+struct Page {
+    static constexpr int padded = kv_round_up(S::dim, 16);
+    static constexpr int rows = S::side == 0 ? KV_PAGE_TOKENS : padded;
+    static constexpr int columns = S::side == 0 ? padded : KV_PAGE_TOKENS;
+    static constexpr int groups = kv_ceil_div(S::axis == 0 ? KV_PAGE_TOKENS : S::dim, S::group);
+    static constexpr int others = S::axis == 0 ? padded : KV_PAGE_TOKENS;
+    static constexpr bool is_raw = S::bits == RAW_BITS, is_staged = !is_raw && S::dim <= 128;
+    static constexpr int stride = S::dim + 8;  // of the staged tokens: 16 bytes more, which spreads them over banks
+};
+
+// Shared memory of one page.
+template <class S>
+struct Scratch {
+    struct Params {
+        float step[Page<S>::is_raw ? 1 : Page<S>::groups * Page<S>::others];
+        float zero[Page<S>::is_raw ? 1 : Page<S>::groups * Page<S>::others];
+    };
+    alignas(16) unsigned short tile[Page<S>::is_staged ? KV_PAGE_TOKENS * Page<S>::stride : 8];
+    union {
+        Params params;
+        double partial[4][S::tiers ? S::dim : 1];  // sums of every fourth token, before there are params
+    };
+    double score[S::tiers ? S::dim : 1];
+    short channel[S::tiers ? S::slots : 1];      // of every slot, -1 for none
+    unsigned char slot[S::tiers ? S::dim : 1];   // of every channel
+    unsigned char level[S::tiers ? S::dim : 1];  // largest code of every channel, 0 for the 16-bit tier
+};
+
+// 128 tokens of one head as the model made them, and the transforms of its pages.
+struct Source {
+    const unsigned short* tokens;
+    long long stride;  // elements from token to token
+    const float* rescale;
+    const float* offset;
+};

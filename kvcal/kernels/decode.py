@@ -1,0 +1,145 @@
+"""Launching ``csrc/decode.cu``: its macros, its shared memory, its grid and its workspace.
+
+The grid is fixed: as many blocks as the GPU runs at a time. Work is dealt to them on the device from the lengths there,
+so a launch depends on nothing that changes from step to step, and may be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from kvcal.errors import UsageError
+from kvcal.formats import SIDES
+from kvcal.geometry import CACHE_DTYPES
+from kvcal.kernels.compile import Kernel, kernel
+from kvcal.kernels.variants import DTYPES, Defines, Variant
+from kvcal.quantizers.pages import RAW_BITS
+
+NAMES = {dtype: name for name, dtype in CACHE_DTYPES.items()}
+HEADS = 8  # query heads that a pass over the cache serves
+MAX_ROWS = 512
+SWAP_BYTES = HEADS * 76 * 4
+MAX_WARPS = 12  # 168 registers a thread; with fewer, the compiler puts products that wait for each other side by side
+SCHEDULERS = 4  # of an SM: warps come in multiples
+# Shared memory of a block at most, in KiB, by compute capability.
+SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
+OTHER_SHARED_KIB = 99
+
+
+def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int]:
+    """(warps, dynamic shared memory) of a block, of which an SM runs one: ``Shared`` in the source, which asserts that
+    this is enough.
+
+    Raises:
+        UsageError: not even one warp fits.
+    """
+    dim, has_tiers = variant.head_dim, variant.k.boost is not None
+    is_packed = variant.v.num_bits != RAW_BITS
+    records = [0 if variant.format(side).num_bits == RAW_BITS else variant.layout(side).record_bytes for side in SIDES]
+    shared = (4 + has_tiers) * 16 * dim + 32 * HEADS * 4 + 2 * MAX_ROWS * 4 + 64
+    each = max(sum(records) if is_packed else 0, 16) + HEADS * dim * 4 + SWAP_BYTES + 2 * HEADS * 4 + 256 * has_tiers
+    room = 1024 * SHARED_KIB.get(capability, OTHER_SHARED_KIB)
+    warps = min(MAX_WARPS, (room - shared) // each)
+    warps -= warps % SCHEDULERS if warps > SCHEDULERS else 0
+    if warps < 1:
+        raise UsageError(
+            f"pages of {max(records)} bytes need {shared + each} bytes of shared memory, more than the {room} of a GPU "
+            f"of compute capability {capability[0]}.{capability[1]}",
+            hint="take fewer bits, or the dynamic PlanCache",
+        )
+    return warps, shared + warps * each
+
+
+def decode_defines(variant: Variant, q_dtype: str, softcap: bool, capability: tuple[int, int]) -> Defines:
+    """All macros of the kernel for a GPU of this compute capability."""
+    warps, shared = block_shape(variant, capability)
+    rules = (variant.k.window_rule, variant.v.window_rule)
+    return variant.defines | {
+        "Q_DTYPE": DTYPES[q_dtype],
+        "HAS_SOFTCAP": int(softcap),
+        "HAS_WINDOW_RULE": int(any(rule is not None for rule in rules)),
+        "WARPS": warps,
+        "SHARED_BYTES": shared,
+    }
+
+
+@functools.cache
+def _kernel(
+    variant: Variant, q_dtype: torch.dtype, softcap: bool, device_index: int
+) -> tuple[Kernel, tuple[int, int, int], int, int]:
+    """The kernel, its grid, its threads and its shared memory."""
+    found = decode_defines(variant, NAMES[q_dtype], softcap, torch.cuda.get_device_capability(device_index))
+    compiled = kernel("decode", "decode", found, device_index)
+    num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
+    return compiled, (num_sms, 1, 1), found["WARPS"] * 32, found["SHARED_BYTES"]
+
+
+def workspace_bytes(batch: int, num_kv_heads: int, group_heads: int, head_dim: int, device: torch.device) -> int:
+    """Scratch that :func:`launch_decode` needs for calls of at most this size; zeroed before the first use."""
+    heads = batch * num_kv_heads * -(-group_heads // HEADS)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return _counter_bytes(heads) + (heads + num_sms) * HEADS * (head_dim + 2) * 4
+
+
+def _counter_bytes(heads: int) -> int:
+    return -(-heads * 4 // 256) * 256
+
+
+def launch_decode(
+    q: Tensor,
+    k_sinks: Tensor,
+    k_buffer: Tensor,
+    k_pages: Tensor,
+    v_sinks: Tensor,
+    v_buffer: Tensor,
+    v_pages: Tensor,
+    lengths: Tensor,
+    k_page_at: Tensor,
+    v_page_at: Tensor,
+    k_rescale: Tensor,
+    k_offset: Tensor,
+    s_aux: Tensor,
+    workspace: Tensor,
+    scale: float,
+    softcap: float,
+    variant: Variant,
+) -> Tensor:
+    """[B, n G, D] in q's dtype: see ``kvcal.kernels.ops.decode``.
+
+    Raises:
+        UsageError: more rows than the kernel deals with, or a workspace that is too small.
+    """
+    batch, num_heads = k_buffer.shape[:2]
+    if batch > MAX_ROWS:
+        raise UsageError(f"{batch} sequences in a batch, expected at most {MAX_ROWS}", hint="split the batch")
+    compiled, grid, threads, shared = _kernel(variant, q.dtype, softcap != 0.0, q.get_device())
+    heads = batch * num_heads * -(-variant.group_heads // HEADS)
+    counters = _counter_bytes(heads)
+    needed = counters + (heads + grid[0]) * HEADS * (variant.head_dim + 2) * 4
+    if workspace.numel() < needed:
+        raise UsageError(f"a workspace of {workspace.numel()} bytes, expected at least {needed}")
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    sinks_logits = s_aux.float() if s_aux.numel() else s_aux
+    compiled.launch(
+        grid,
+        threads,
+        shared,
+        q.data_ptr(), q.stride(0), q.stride(1),
+        k_sinks.data_ptr(), k_buffer.data_ptr(), k_pages.data_ptr(),
+        v_sinks.data_ptr(), v_buffer.data_ptr(), v_pages.data_ptr(),
+        lengths.data_ptr(), batch, num_heads, k_pages.shape[1], v_pages.shape[1],
+        _pointer(k_page_at), k_page_at.numel(), _pointer(v_page_at), v_page_at.numel(),
+        _pointer(k_rescale), _pointer(k_offset), _pointer(sinks_logits),
+        workspace.data_ptr() + counters, workspace.data_ptr(), out.data_ptr(), float(scale), float(softcap),
+    )  # fmt: skip
+    return out
+
+
+def _pointer(tensor: Tensor) -> int:
+    """0 for what a variant does not have."""
+    return tensor.data_ptr() if tensor.numel() else 0

@@ -1,0 +1,121 @@
+"""A compiled kernel on one GPU: what it asks for, how many blocks fit, and launching it with little work for the host.
+
+A decode step launches a few kernels for each of some tens of layers, so what a launch costs the host is paid a hundred
+times a token wherever no CUDA graph replays the step. Hence everything that does not change from step to step is made
+once: the launch configuration by (grid, threads, shared bytes), the stream's wrapper by its handle, and the permission
+for more than 48 KiB of shared memory, which the driver wants asked for. A launch itself allocates nothing on the device
+and waits for nothing: it may be captured. Loading may not, so the code is on the device when the constructor returns.
+
+cuda.core loads and launches. The two attributes that it spells differently from version to version are asked of the
+driver itself. Left out: clusters, cooperative launches, and keeping arguments alive (pointers are plain ints).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from typing import Any
+
+import torch
+
+from kvcal.errors import KernelError
+from kvcal.kernels.resources import resources
+
+_FREE_SHARED_BYTES = 48 * 1024  # static and dynamic together; a kernel must ask for what lies above
+_LEGACY_STREAM = 1  # CU_STREAM_LEGACY: torch's default stream, whose handle is 0
+
+
+class Kernel:
+    """One entry of a cubin, loaded on the GPU ``device_index``; made by ``kvcal.kernels.compile.kernel``.
+
+    ``registers`` and ``local_bytes`` (stack and spills) are those of one thread, ``max_threads`` is the largest block.
+    """
+
+    def __init__(self, cubin: bytes, entry: str, device_index: int) -> None:
+        """KernelError when the cubin has no such entry, or when the driver refuses it."""
+        from cuda.bindings import driver
+        from cuda.core import Device, LaunchConfig, ObjectCode, Stream, launch
+        from cuda.core._utils.cuda_utils import CUDAError  # has no public name
+
+        entries = resources(cubin)
+        if entry not in entries:
+            raise KernelError(f"the kernel source has no entry {entry!r}; allowed: {', '.join(sorted(entries))}")
+        self.entry = entry
+        self.device_index = device_index
+        self.registers = entries[entry].registers
+        self.local_bytes = entries[entry].local_bytes
+        self._driver: Any = driver
+        self._launch, self._config, self._stream = launch, LaunchConfig, Stream.from_handle
+        self._configs: dict[tuple[tuple[int, int, int], int, int], LaunchConfig] = {}
+        self._streams: dict[int, Stream] = {}
+        self._static_shared_bytes = entries[entry].static_shared_bytes
+        self._allowed_shared_bytes = _FREE_SHARED_BYTES - self._static_shared_bytes  # dynamic ones
+        with torch.cuda.device(device_index):
+            try:
+                Device(device_index).set_current()
+                self._code = ObjectCode.from_cubin(cubin)  # kept: the kernel lives as long as its library
+                self._kernel = self._code.get_kernel(entry)
+            except CUDAError as error:
+                raise KernelError(
+                    f"GPU {device_index} does not load the kernel {entry!r}: {error}",
+                    hint="NVRTC must be of a CUDA major version that the driver supports: nvidia-smi names it",
+                ) from error
+            # The driver would otherwise load the code at the first launch, which fails inside a capture.
+            self._ask("load", driver.cuKernelGetFunction(self._kernel.handle))
+            most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+            answer = driver.cuKernelGetAttribute(most, self._kernel.handle, device_index)
+            self.max_threads: int = self._ask("be asked about", answer)
+
+    def launch(self, grid: tuple[int, int, int], threads: int, shared_bytes: int, *args: int | float) -> None:
+        """Runs ``grid`` blocks of ``threads`` threads with ``shared_bytes`` of dynamic shared memory on torch's current
+        stream of the kernel's device. An int (such as a tensor's ``data_ptr()``) becomes a 64-bit parameter, a float a
+        32-bit one; what the pointers point to must stay alive until the stream has come past the launch. KernelError
+        when the device has less shared memory; TypeError for an argument of another type."""
+        if torch.cuda.current_device() != self.device_index:
+            with torch.cuda.device(self.device_index):
+                self.launch(grid, threads, shared_bytes, *args)
+            return
+        config = self._configs.get((grid, threads, shared_bytes))
+        if config is None:
+            self._allow(shared_bytes)
+            config = self._config(grid=grid, block=threads, shmem_size=shared_bytes)
+            self._configs[grid, threads, shared_bytes] = config
+        handle = torch.cuda.current_stream().cuda_stream or _LEGACY_STREAM
+        stream = self._streams.get(handle)
+        if stream is None:
+            stream = self._streams[handle] = self._stream(handle)
+        self._launch(stream, config, self._kernel, *map(_parameter, args))
+
+    def blocks_per_sm(self, threads: int, shared_bytes: int) -> int:
+        """How many blocks of this shape one multiprocessor runs at a time. KernelError as in ``launch``."""
+        with torch.cuda.device(self.device_index):
+            self._allow(shared_bytes)
+            return int(self._kernel.occupancy.max_active_blocks_per_multiprocessor(threads, shared_bytes))
+
+    def _allow(self, shared_bytes: int) -> None:
+        """Lets the kernel be launched with this much dynamic shared memory."""
+        if shared_bytes <= self._allowed_shared_bytes:
+            return
+        properties: Any = torch.cuda.get_device_properties(self.device_index)  # torch's stubs lack the field
+        largest = properties.shared_memory_per_block_optin - self._static_shared_bytes
+        if shared_bytes > largest:
+            raise KernelError(
+                f"the kernel {self.entry!r} was to get {shared_bytes} bytes of shared memory a block beside its own "
+                f"{self._static_shared_bytes}; allowed on GPU {self.device_index}: up to {largest}"
+            )
+        dynamic = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        answer = self._driver.cuKernelSetAttribute(dynamic, shared_bytes, self._kernel.handle, self.device_index)
+        self._ask(f"get {shared_bytes} bytes of shared memory", answer)
+        self._allowed_shared_bytes = shared_bytes
+
+    def _ask(self, what: str, answer: tuple[Any, ...]) -> Any:
+        """The value in the driver's answer (status, value), or None of one without a value."""
+        status, *values = answer
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise KernelError(f"the kernel {self.entry!r} cannot {what} on GPU {self.device_index}: {status.name}")
+        return values[0] if values else None
+
+
+def _parameter(arg: int | float) -> int | ctypes.c_float:
+    """An argument as cuda.core takes it: a plain int is 64 bits wide (a bool or numpy's would not be)."""
+    return ctypes.c_float(arg) if isinstance(arg, float) else operator.index(arg)

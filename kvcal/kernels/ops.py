@@ -1,0 +1,225 @@
+"""The operators of a static cache, in torch's namespace ``kvcal``: on a CPU the reference, on CUDA the kernels.
+
+One call serves one head range of one layer: B rows, n KV heads, G query heads for each, head size D. The arguments:
+
+    k_new, v_new   [B, n, D]                 the step's token, any float dtype and strides; stored in the cache's dtype
+    q              [B, n G, D]               its queries after RoPE; for the query sum, CUDA rounds them as k_new
+    k_sinks        [B, n, sinks, D]          cache dtype; v_sinks alike
+    k_buffer       [B, n, buffer_tokens, D]  cache dtype; v_buffer alike
+    k_pages        [B, pages, n, record]     uint8, a page's record for every head; v_pages alike
+    query_sum      [B, n, D] fp32            for query scores: sum of |q| since the last page, over the heads of a group
+    query_since    [B, n] int32              tokens that the row held when the sum was begun: a prompt that ends between
+                                             two pages begins it anew, so the count is not a function of the length
+    lengths        [B] int32                 tokens that every row held before the step
+    k_page_at      [1 or more] int32         where the window follows a rule: tokens with which page i is due,
+                                             ascending; empty otherwise. v_page_at alike
+    k_rescale, k_offset  [n, D] fp32         pages hold (K - offset) / rescale
+    error          [1] int32                 bits that are set, never cleared: 1 when a page cannot be stored (NaN,
+                                             infinity; its record is then undefined), 2 when there is no room for it
+    s_aux          [n G]                     logits of attention sinks without a key (gpt-oss)
+    workspace      uint8                     scratch of ``decode`` on CUDA: kvcal.kernels.decode says how much. Begins
+                                             with counters that are zero between calls: for one number of heads
+
+What a variant does not have is an empty tensor. ``variant`` is the key of a kvcal.kernels.variants.Variant: what the
+kernels are compiled for. Mutated arguments are declared, so that torch.compile and CUDA graphs can hold the operators.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcal.formats import SIDES, Side
+from kvcal.kernels import pack as pack_kernels
+from kvcal.kernels import reference
+from kvcal.kernels.decode import launch_decode
+from kvcal.kernels.variants import parse_key
+
+_STORE = (
+    "Tensor(a!) k_sinks, Tensor(b!) k_buffer, Tensor(c!) k_pages, "
+    "Tensor(d!) v_sinks, Tensor(e!) v_buffer, Tensor(f!) v_pages"
+)
+_READ_STORE = "Tensor k_sinks, Tensor k_buffer, Tensor k_pages, Tensor v_sinks, Tensor v_buffer, Tensor v_pages"
+_CONTROL = "Tensor lengths, Tensor k_page_at, Tensor v_page_at, Tensor k_rescale, Tensor k_offset"
+
+torch.library.define(
+    "kvcal::append",
+    f"(Tensor k_new, Tensor v_new, Tensor q, {_STORE}, Tensor(g!) query_sum, Tensor(h!) query_since, {_CONTROL}, "
+    "Tensor(i!) error, str variant) -> ()",
+)
+torch.library.define(
+    "kvcal::decode",
+    f"(Tensor q, {_READ_STORE}, {_CONTROL}, Tensor s_aux, Tensor(a!) workspace, float scale, float softcap, "
+    "str variant) -> Tensor",
+)
+torch.library.define(
+    "kvcal::pack",
+    "(Tensor x, Tensor(a!) pages, int first_page, Tensor query_mean, Tensor rescale, Tensor offset, "
+    "Tensor(b!) error, str side, str variant) -> ()",
+)
+torch.library.define(
+    "kvcal::unpack",
+    "(Tensor pages, Tensor(a!) out, int first_page, Tensor rescale, Tensor offset, str side, str variant) -> ()",
+)
+
+
+def append(
+    k_new: Tensor,
+    v_new: Tensor,
+    q: Tensor,
+    k_sinks: Tensor,
+    k_buffer: Tensor,
+    k_pages: Tensor,
+    v_sinks: Tensor,
+    v_buffer: Tensor,
+    v_pages: Tensor,
+    query_sum: Tensor,
+    query_since: Tensor,
+    lengths: Tensor,
+    k_page_at: Tensor,
+    v_page_at: Tensor,
+    k_rescale: Tensor,
+    k_offset: Tensor,
+    error: Tensor,
+    variant: str,
+) -> None:
+    """Pack the page that is due, then store the step's token, then count its queries."""
+    torch.ops.kvcal.append(
+        k_new, v_new, q, k_sinks, k_buffer, k_pages, v_sinks, v_buffer, v_pages, query_sum, query_since, lengths,
+        k_page_at, v_page_at, k_rescale, k_offset, error, variant,
+    )  # fmt: skip
+
+
+def decode(
+    q: Tensor,
+    k_sinks: Tensor,
+    k_buffer: Tensor,
+    k_pages: Tensor,
+    v_sinks: Tensor,
+    v_buffer: Tensor,
+    v_pages: Tensor,
+    lengths: Tensor,
+    k_page_at: Tensor,
+    v_page_at: Tensor,
+    k_rescale: Tensor,
+    k_offset: Tensor,
+    s_aux: Tensor,
+    workspace: Tensor,
+    scale: float,
+    softcap: float,
+    variant: str,
+) -> Tensor:
+    """[B, n G, D] in q's dtype: attention of the step's queries over the ``lengths`` + 1 tokens of every row, after
+    ``append``. ``softcap`` 0 for none."""
+    found: Tensor = torch.ops.kvcal.decode(
+        q, k_sinks, k_buffer, k_pages, v_sinks, v_buffer, v_pages, lengths, k_page_at, v_page_at, k_rescale, k_offset,
+        s_aux, workspace, scale, softcap, variant,
+    )  # fmt: skip
+    return found
+
+
+def pack(
+    x: Tensor,
+    pages: Tensor,
+    first_page: int,
+    query_mean: Tensor,
+    rescale: Tensor,
+    offset: Tensor,
+    error: Tensor,
+    side: Side,
+    variant: str,
+) -> None:
+    """Tokens x [b, n, 128 P, D], P 1 or more, any strides -> pages[:, first_page : first_page + P].
+    ``query_mean`` [b, n, D] fp32, for query scores."""
+    torch.ops.kvcal.pack(x, pages, first_page, query_mean, rescale, offset, error, side, variant)
+
+
+def unpack(
+    pages: Tensor, out: Tensor, first_page: int, rescale: Tensor, offset: Tensor, side: Side, variant: str
+) -> None:
+    """pages[:, first_page : first_page + P] -> out [b, n, 128 P, D], any float dtype, channels side by side."""
+    torch.ops.kvcal.unpack(pages, out, first_page, rescale, offset, side, variant)
+
+
+@torch.library.impl("kvcal::append", "CPU")
+def _append_cpu(*args: Any) -> None:
+    *tensors, _, _, k_rescale, k_offset, error, variant = args
+    given = [*tensors, k_rescale, k_offset, error, parse_key(variant)]
+    reference.append(*given)
+
+
+@torch.library.impl("kvcal::decode", "CPU")
+def _decode_cpu(*args: Any) -> Tensor:
+    *tensors, _, _, k_rescale, k_offset, s_aux, _, scale, softcap, variant = args
+    given = [*tensors, k_rescale, k_offset, s_aux, scale, softcap, parse_key(variant)]
+    return reference.decode(*given)
+
+
+@torch.library.impl("kvcal::pack", "CPU")
+def _pack_cpu(
+    x: Tensor,
+    pages: Tensor,
+    first_page: int,
+    query_mean: Tensor,
+    rescale: Tensor,
+    offset: Tensor,
+    error: Tensor,
+    side: str,
+    variant: str,
+) -> None:
+    mean = query_mean if query_mean.numel() else None
+    reference.pack(x, pages, first_page, mean, rescale, offset, error, _side(side), parse_key(variant))
+
+
+@torch.library.impl("kvcal::unpack", "CPU")
+def _unpack_cpu(
+    pages: Tensor, out: Tensor, first_page: int, rescale: Tensor, offset: Tensor, side: str, variant: str
+) -> None:
+    reference.unpack(pages, out, first_page, rescale, offset, _side(side), parse_key(variant))
+
+
+@torch.library.impl("kvcal::append", "CUDA")
+def _append_cuda(*args: Any) -> None:
+    pack_kernels.launch_append(*args)
+
+
+@torch.library.impl("kvcal::decode", "CUDA")
+def _decode_cuda(*args: Any) -> Tensor:
+    given = [*args[:-1], parse_key(args[-1])]
+    return launch_decode(*given)
+
+
+@torch.library.impl("kvcal::pack", "CUDA")
+def _pack_cuda(*args: Any) -> None:
+    pack_kernels.launch_pack(*args)
+
+
+@torch.library.impl("kvcal::unpack", "CUDA")
+def _unpack_cuda(*args: Any) -> None:
+    pack_kernels.launch_unpack(*args)
+
+
+def _side(name: str) -> Side:
+    return SIDES[("k", "v").index(name)]
+
+
+@torch.library.register_fake("kvcal::append")
+def _append_fake(*args: Any) -> None:
+    pass
+
+
+@torch.library.register_fake("kvcal::decode")
+def _decode_fake(q: Tensor, *args: Any) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("kvcal::pack")
+def _pack_fake(*args: Any) -> None:
+    pass
+
+
+@torch.library.register_fake("kvcal::unpack")
+def _unpack_fake(*args: Any) -> None:
+    pass

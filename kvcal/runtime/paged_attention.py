@@ -1,0 +1,165 @@
+"""Serves a model from a static PlanCache: the attention of a step reads packed pages, and stores what is new.
+
+    cache = PlanCache(plan, model.config, max_tokens=4096)
+    with kvcal.paged_attention(model):
+        model.generate(**inputs, past_key_values=cache)
+
+An attention function is registered with ``AttentionInterface``, and a mask function under the same name with
+``AttentionMaskInterface``. One new token for every row goes to the cache's kernels (``StaticLayer.attend``), which need
+no mask. Everything else goes to the implementation that the model had: prompts, whose tokens are stored afterwards
+(``StaticLayer.extend``), and calls with other caches, or none. Attention functions are not handed the cache; a hook on
+the decoder notes the one that it is called with.
+
+Left out: implementations other than sdpa and eager, and models that bypass AttentionInterface, as in kvcal.attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from kvcal.attention import (
+    BASE_IMPLEMENTATIONS,
+    EAGER,
+    INTERFACE,
+    attention_modules,
+    forward_of,
+    implementations_of,
+    require_unheard,
+)
+from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.runtime.cache import PlanCache
+from kvcal.runtime.static_layer import DYNAMIC_HINT, StaticLayer
+from kvcal.runtime.static_state import Serving
+
+
+@dataclass
+class _ModelServing(Serving):
+    """``cache``: the static cache that the decoder was called with last; None for another one."""
+
+    cache: PlanCache | None = None
+
+
+# By attention module; holds entries only within ``paged_attention``.
+_SERVING: dict[nn.Module, _ModelServing] = {}
+
+
+@contextmanager
+def paged_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Within the context, static plan caches that the model is called with are served by their kernels. The attention
+    implementation is restored on exit, also after an error.
+
+    Raises:
+        UnsupportedModel: the model bypasses the attention interface, or does not let its implementation be set.
+        UsageError: its attention is neither sdpa nor eager, or is listened to or served already.
+    """
+    modules = attention_modules(model)
+    require_unheard(model)
+    base = model.config.get_text_config(decoder=True)._attn_implementation
+    if base not in BASE_IMPLEMENTATIONS:
+        raise UsageError(
+            f"attention implementation {base!r} cannot be served from a packed cache; "
+            f"supported: {', '.join(BASE_IMPLEMENTATIONS)}",
+            hint="load the model with attn_implementation='sdpa', and enter the context once",
+        )
+    serving = _ModelServing()
+
+    def note_cache(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = kwargs.get("past_key_values")
+        serving.cache = None
+        if isinstance(cache, PlanCache) and cache.static is not None:
+            cache.static.serving = serving
+            serving.cache = cache
+
+    with ExitStack() as restore:
+        _SERVING.update(dict.fromkeys(modules, serving))
+        restore.callback(lambda: [_SERVING.pop(module) for module in modules])
+        restore.callback(model.set_attn_implementation, implementations_of(model.config))
+        restore.callback(lambda: vars(serving).update(is_active=False, cache=None))
+        restore.callback(model.get_decoder().register_forward_pre_hook(note_cache, with_kwargs=True).remove)
+        name = f"kvcal_paged_{base}"
+        AttentionInterface.register(name, partial(_attention, base))
+        AttentionMaskInterface.register(name, partial(_mask, AttentionMaskInterface()[base]))
+        model.set_attn_implementation(implementations_of(model.config, name))
+        if model.config.get_text_config(decoder=True)._attn_implementation != name:
+            raise UnsupportedModel(f"{type(model).__name__} does not let its attention implementation be set")
+        yield
+
+
+def _attention(
+    base: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The registered attention function: query [B, H, T, D]; key and value as ``StaticLayer.update`` returned them."""
+    serving = _SERVING.get(module)
+    layer = None if serving is None or serving.cache is None else serving.cache.layers[_index(module)]
+    if isinstance(layer, StaticLayer) and layer.state.is_step(query.shape[2]):
+        _require_plain(module, attention_mask, kwargs)
+        scale = kwargs.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        softcap = kwargs.get("softcap") or 0.0
+        return layer.attend(query, key, value, kwargs.get("s_aux"), scale, softcap), None
+    found = _base_attention(base, module, query, key, value, attention_mask, kwargs)
+    if isinstance(layer, StaticLayer):
+        _require_same_padding(layer, attention_mask, key.shape[2])
+        layer.extend(query, key, value)
+    return found
+
+
+def _index(module: nn.Module) -> int:
+    index = module.layer_idx
+    assert isinstance(index, int)
+    return index
+
+
+@torch.compiler.disable
+def _base_attention(base: str, module: nn.Module, *args: Any) -> tuple[Tensor, Tensor | None]:
+    """What the model file would call under ``base``; the last of ``args`` are the keyword arguments."""
+    namespace = forward_of(module).__globals__
+    attention: Callable[..., tuple[Tensor, Tensor | None]] = namespace[INTERFACE].get_interface(base, namespace[EAGER])
+    return attention(module, *args[:-1], **args[-1])
+
+
+def _mask(base_mask: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
+    """The registered mask function: none where a static layer says that a mask would cover nothing."""
+    return None if kwargs.get("kv_length") == 0 else base_mask(*args, **kwargs)
+
+
+def _require_plain(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+    """UnsupportedModel where a step is more than attention to all tokens of a row."""
+    reason = None
+    if attention_mask is not None:
+        reason = "is given a mask of its own"
+    elif kwargs.get("position_bias") is not None:
+        reason = "adds a bias of positions"
+    elif module.training and kwargs.get("dropout"):
+        reason = "drops out weights: the model is in training"
+    if reason is not None:
+        raise UnsupportedModel(f"the attention of {type(module).__name__} {reason}", hint=DYNAMIC_HINT)
+
+
+@torch.compiler.disable
+def _require_same_padding(layer: StaticLayer, attention_mask: Tensor | None, columns: int) -> None:
+    """UsageError where a prompt's mask hides other columns than the cache's: steps go by the cache's alone."""
+    real = layer.state.rows.mask(0, columns, layer.state.lengths.device)
+    seen = torch.ones_like(real)
+    if attention_mask is not None:
+        last = attention_mask[:, 0, -1, :columns]
+        seen = last if last.dtype == torch.bool else last == 0
+    if not torch.equal(seen.expand_as(real), real):
+        raise UsageError(
+            "the attention mask that the model was called with is not the one that its cache was built with",
+            hint="PlanCache(plan, config, attention_mask=inputs['attention_mask'], max_tokens=...)",
+        )

@@ -1,0 +1,236 @@
+"""A full-attention layer of a static cache behind the interface of transformers.
+
+New tokens are stored by the attention, not by ``update``: only there are queries, keys and values at hand together, and
+a step of decoding is then two operators a head range (``attend``), without a dense copy of the past. ``update`` hands
+over what the attention needs: for a step the new keys and values alone, for a prompt, or a chunk of one, the dense past
+as it is stored and the new tokens in full precision, exactly as ``PagedLayer`` does; ``extend`` stores them after the
+attention was computed. A step never waits for the device, a prompt does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
+from kvcal.formats import SIDES, Side
+from kvcal.geometry import CACHE_DTYPES
+from kvcal.kernels.variants import head_ranges, refusals
+from kvcal.layer_plan import LayerPlan
+from kvcal.quantizers.pages import RAW_BITS
+from kvcal.runtime.rows import Block, Rows
+from kvcal.runtime.static_state import StaticState
+from kvcal.runtime.static_store import HeadStore
+
+DYNAMIC_HINT = "build the PlanCache without max_tokens: the dynamic cache takes every plan, in torch"
+
+
+class StaticLayer(CacheLayerMixin):
+    """See the module's docstring. ``allocate``: what allocates the whole cache, given batch and device."""
+
+    is_compileable = True
+    is_sliding = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, plan: LayerPlan, state: StaticState, allocate: Callable[[int, torch.device], None]) -> None:
+        super().__init__()
+        self.plan = plan
+        self.state = state
+        self.stores: list[HeadStore] = []
+        self._allocate = allocate
+        self._is_last = plan == state.layers[-1]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for store in self.stores for tensor in store.tensors]
+
+    def create_stores(self) -> None:
+        """Allocate the stores, on the device of the state.
+
+        Raises:
+            UnsupportedModel: the device is CUDA and the kernels do not take this layer.
+        """
+        if self.state.lengths.is_cuda:
+            for reason in refusals(self.plan, self.state.shared.plan.cache_dtype):
+                raise UnsupportedModel(
+                    f"the kernels cannot serve layer {self.plan.geometry.index}: {reason}", hint=DYNAMIC_HINT
+                )
+        self.stores = [HeadStore.allocate(self.plan, pair, self.state) for pair in head_ranges(self.plan)]
+        self.is_initialized = True
+
+    @torch.compiler.disable
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """key_states, value_states [B, N, T, D]: allocates the memory of all layers."""
+        self._allocate(key_states.shape[0], key_states.device)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """New tokens [B, N, T, D] -> what their attention takes: for one token of every row the same, otherwise all
+        tokens [B, N, S + T, D] as ``PagedLayer.update`` returns them. Nothing is stored yet.
+
+        Raises:
+            UsageError: the model is not called within ``kvcal.paged_attention``; no room for these tokens.
+            ArtifactError: the model's heads or head sizes are not the plan's.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.state.require_served()
+        geometry = self.plan.attention
+        expected = (self.state.batch, geometry.num_kv_heads, geometry.k_head_dim, geometry.v_head_dim)
+        if (*key_states.shape[:2], key_states.shape[-1], value_states.shape[-1]) != expected:
+            self._refuse(key_states, value_states)
+        if not self.state.is_step(key_states.shape[2]):
+            return self._dense(key_states, value_states)
+        if not torch.compiler.is_compiling():
+            self.state.require_room(self.state.longest + 1)
+        return key_states, value_states
+
+    def attend(
+        self, q: Tensor, k_new: Tensor, v_new: Tensor, s_aux: Tensor | None, scale: float, softcap: float
+    ) -> Tensor:
+        """A step: store k_new, v_new [B, N, 1, D], and attend from q [B, N G, 1, D] to all tokens.
+
+        Returns [B, 1, N G, D] in q's dtype, as attention functions do. ``softcap`` 0 for none.
+        """
+        q, k_new, v_new = q.squeeze(2), k_new.squeeze(2), v_new.squeeze(2)
+        parts = []
+        for store in self.stores:
+            store.append(k_new, v_new, q)
+            parts.append(store.decode(q, s_aux, scale, softcap))
+        if self._is_last:
+            self.state.advance_step()
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).unsqueeze(1)
+
+    @torch.compiler.disable
+    def extend(self, q: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store what ``update`` returned last, keys and values [B, N, S + T, D], with the queries q [B, N G, T, D].
+
+        Raises:
+            NonFiniteActivations: NaN or infinity in a page.
+        """
+        state, tokens = self.state, q.shape[2]
+        columns, dtype = int(state.columns), CACHE_DTYPES[state.shared.plan.cache_dtype]
+        rows = state.rows
+        query_sum = self._query_sum(q, rows.mask(columns, tokens, q.device)) if self._needs_queries else None
+        dense = {"k": keys, "v": values}
+        for block in rows.blocks:
+            held = rows.num_tokens(block, columns)
+            intervals = rows.intervals(block, columns, columns + tokens)
+            if not intervals:
+                continue
+            new: dict[Side, Tensor] = {}
+            for side in SIDES:
+                parts = [dense[side][block.rows, :, start:stop].to(dtype) for start, stop in intervals]
+                new[side] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+            for store in self.stores:
+                store.extend(block.rows, held, new, None if query_sum is None else query_sum[block.rows])
+        if self._is_last:
+            state.set_columns(columns + tokens)
+            state.check()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(columns that a mask covers, 0). A step has none: what it attends to is known by the lengths alone."""
+        if self.state.is_step(query_length):
+            return 0, 0
+        return int(self.get_seq_length()) + query_length, 0
+
+    def get_seq_length(self) -> Any:
+        """Columns fed: a tensor on the device, as transformers' static layers have it, or 0 before the first update.
+        A copy: the original moves on with every step."""
+        return self.state.columns.clone() if self.is_initialized else 0
+
+    def get_max_length(self) -> int:
+        return self.state.max_tokens
+
+    def tokens_to_next_page(self) -> int:
+        """New tokens after which a page of some row is due."""
+        formats = {fmt for fmt in (*self.plan.k, *self.plan.v) if fmt.num_bits != RAW_BITS}
+        lengths = set(self.state.lengths.tolist()) if self.is_initialized else {0}
+        found = (fmt.tokens_to_next_event(n, n) for fmt in formats for n in lengths)
+        return min(found, default=self.state.max_tokens)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows in another order, or repeated, int64 [B]; the cache does the same to the shared state."""
+        for store in self.stores:
+            store.select(beam_idx.to(self.state.lengths.device))
+
+    def reset(self) -> None:
+        for store in self.stores:
+            store.reset()
+
+    @property
+    def _needs_queries(self) -> bool:
+        return any(fmt.needs_queries for fmt in self.plan.k)
+
+    def _query_sum(self, q: Tensor, real: Tensor) -> Tensor:
+        """fp32 [B, N, D]: the sum of |q| [B, N G, T, D] over the tokens that are ``real`` [B, T] and each group."""
+        magnitude = q.float().abs() * real[:, None, :, None]
+        return magnitude.sum(2).unflatten(1, (self.plan.attention.num_kv_heads, -1)).sum(2)
+
+    @torch.compiler.disable
+    def _dense(self, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
+        state, cache_dtype = self.state, CACHE_DTYPES[self.state.shared.plan.cache_dtype]
+        columns, rows, tokens = int(state.columns), state.rows, new_keys.shape[2]
+        state.require_room(max(rows.lengths(columns + tokens)))
+        found = []
+        for side, new in zip(SIDES, (new_keys, new_values), strict=True):
+            rounded = new.to(cache_dtype).to(new.dtype)
+            if columns:
+                whole = new.new_zeros(*new.shape[:2], columns + tokens, new.shape[3])
+                for block in rows.blocks:
+                    self._read(side, block, rows, columns, whole[block.rows])
+                whole[:, :, columns:] = rounded
+                rounded = whole
+            found.append(rounded)
+        return found[0], found[1]
+
+    def _read(self, side: Side, block: Block, rows: Rows, columns: int, out: Tensor) -> None:
+        """Write the past of a block of equal rows to its columns of out [b, N, S + T, D]."""
+        intervals = rows.intervals(block, 0, columns)
+        num_tokens = rows.num_tokens(block, columns)
+        if not num_tokens:
+            return
+        (start, stop) = intervals[0]
+        direct = len(intervals) == 1
+        tokens = out[:, :, start:stop] if direct else out.new_empty(*out.shape[:2], num_tokens, out.shape[3])
+        for store in self.stores:
+            store.read(side, block.rows, num_tokens, tokens[:, store.heads])
+        for start, stop in [] if direct else intervals:
+            out[:, :, start:stop], tokens = tokens[:, :, : stop - start], tokens[:, :, stop - start :]
+
+    def _refuse(self, key_states: Tensor, value_states: Tensor) -> None:
+        geometry, batch = self.plan.attention, key_states.shape[0]
+        if batch != self.state.batch:
+            raise UsageError(
+                f"the cache was allocated for {self.state.batch} sequences and was given {batch}",
+                hint="build a new PlanCache for another batch; without max_tokens, reset() is enough",
+            )
+        raise ArtifactError(
+            f"layer {geometry.index} caches {key_states.shape[1]} KV heads of size {key_states.shape[-1]} (K) and "
+            f"{value_states.shape[-1]} (V), but the plan is for {geometry.num_kv_heads} of {geometry.k_head_dim} and "
+            f"{geometry.v_head_dim}",
+            hint="the plan was compiled for another model",
+        )
+
+
+def crop_static(layers: Sequence[StaticLayer], state: StaticState, tokens_to_remove: int) -> None:
+    """Remove the last -n columns (n negative), or keep the first n, in all layers of a static cache.
+
+    Raises:
+        UsageError: some of these tokens are packed.
+    """
+    held = int(state.columns) if state.is_allocated else 0
+    columns = max(0, tokens_to_remove if tokens_to_remove > 0 else held + tokens_to_remove)
+    if columns >= held:
+        return
+    before, after = state.rows.lengths(held), state.rows.lengths(columns)
+    stores = [store for layer in layers for store in layer.stores]
+    if any(store.lost_pages(*counts) for store in stores for counts in zip(before, after, strict=True)):
+        raise UsageError(f"cannot remove {held - columns} of {held} tokens: some of them are packed", hint=DYNAMIC_HINT)
+    for store in stores:
+        store.uncount([old - new for old, new in zip(before, after, strict=True)])
+    state.set_columns(columns)

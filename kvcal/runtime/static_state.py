@@ -1,0 +1,165 @@
+"""What the layers of one static cache share: how far it is, and the scratch of its kernels.
+
+All of it is control state, not stored keys and values: a few numbers a row, tables of page boundaries, and workspace.
+It is counted apart (``nbytes``) and no part of a plan's bytes. What a step changes lies in tensors of fixed addresses,
+so that a captured graph, replayed, goes on where it stands. The host keeps two things of its own, neither of them
+needed by a replay: whether the prompt's padding is behind (``in_prompt``), and a lower bound of the longest row, which
+lets an eager step beyond ``max_tokens`` fail before it is computed.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcal.errors import NonFiniteActivations, UsageError
+from kvcal.formats import Format
+from kvcal.kernels.decode import workspace_bytes
+from kvcal.kernels.reference import NON_FINITE
+from kvcal.layer_plan import LayerPlan
+from kvcal.runtime.plan_state import PlanState
+from kvcal.runtime.rows import Rows
+
+NEVER = 2**31 - 1
+
+
+@dataclass
+class Serving:
+    """Who computes the attention of the caches that a model is called with (kvcal.runtime.paged_attention)."""
+
+    is_active: bool = True
+
+
+class StaticState:
+    """Tensors, once allocated: ``lengths`` int32 [B], tokens of every row; ``columns`` int64 [], columns fed, padding
+    included; ``error`` int32 [1] (see kvcal.kernels.ops). ``shared`` is the plan's state; ``in_prompt``: a prompt with
+    padding is to come, or has not ended."""
+
+    def __init__(self, shared: PlanState, max_tokens: int, in_prompt: bool = False) -> None:
+        self.shared = shared
+        self.max_tokens = max_tokens
+        self.batch = 0
+        self.in_prompt = in_prompt
+        self.longest = 0
+        self.serving: Serving | None = None
+        self.lengths = self.columns = self.error = torch.empty(0)
+        self._page_at: dict[Format, Tensor] = {}
+        self._workspaces: dict[tuple[int, int, int], Tensor] = {}
+
+    @property
+    def is_allocated(self) -> bool:
+        return self.batch > 0
+
+    @property
+    def layers(self) -> list[LayerPlan]:
+        return [layer for layer in self.shared.plan.layers if layer.is_paged]
+
+    @property
+    def rows(self) -> Rows:
+        return self.shared.padding.resolve(self.batch)
+
+    def allocate(self, batch: int, device: torch.device) -> None:
+        """The control tensors, for ``batch`` rows.
+
+        Raises:
+            UsageError: the padding's rows do not divide the batch.
+        """
+        rows = self.shared.padding.resolve(batch)
+        self.batch = batch
+        self.in_prompt = rows.width > 0
+        self.lengths = fixed(torch.zeros(batch, dtype=torch.int32, device=device))
+        self.columns = fixed(torch.zeros((), dtype=torch.int64, device=device))
+        self.error = fixed(torch.zeros(1, dtype=torch.int32, device=device))
+
+    def page_at(self, fmt: Format) -> Tensor:
+        """int32: tokens with which page i of a row is due, and one beyond all; empty without a window rule."""
+        if fmt not in self._page_at:
+            due: list[int] = []
+            if fmt.window_rule is not None:
+                counts, pages = range(self.max_tokens + 1), range(fmt.num_pages(self.max_tokens))
+                due = [*(bisect.bisect_left(counts, page + 1, key=fmt.num_pages) for page in pages), NEVER]
+            self._page_at[fmt] = fixed(torch.tensor(due, dtype=torch.int32, device=self.lengths.device))
+        return self._page_at[fmt]
+
+    def workspace(self, num_kv_heads: int, group_heads: int, head_dim: int) -> Tensor:
+        """uint8: scratch of ``decode`` for a head range of this shape; the reference needs none. It begins with
+        counters that every launch leaves at zero, as many as there are heads, so each shape has its own."""
+        shape = (num_kv_heads, group_heads, head_dim)
+        if shape not in self._workspaces:
+            device = self.lengths.device
+            needed = workspace_bytes(self.batch, *shape, device) if device.type == "cuda" else 0
+            self._workspaces[shape] = fixed(torch.zeros(needed, dtype=torch.uint8, device=device))
+        return self._workspaces[shape]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the control state."""
+        tables = (*self._page_at.values(), *self._workspaces.values())
+        return sum(tensor.untyped_storage().nbytes() for tensor in (self.lengths, self.columns, self.error, *tables))
+
+    def is_step(self, tokens: int) -> bool:
+        """Whether an update of so many columns is a step of the kernels: one token for every row."""
+        return tokens == 1 and not self.in_prompt
+
+    def require_served(self) -> None:
+        """UsageError outside ``kvcal.paged_attention``: new tokens are stored by the attention."""
+        if self.serving is None or not self.serving.is_active:
+            raise UsageError(
+                f"a cache of {self.max_tokens} static tokens is stored by its attention, which the model does not call",
+                hint="call the model within `with kvcal.paged_attention(model):`",
+            )
+
+    def require_room(self, longest: int) -> None:
+        """UsageError where a row would get more tokens than were allocated."""
+        if longest > self.max_tokens:
+            raise UsageError(
+                f"a sequence of {longest} tokens does not fit: the cache was allocated for max_tokens = "
+                f"{self.max_tokens}",
+                hint="build the PlanCache with more max_tokens, or without it: a dynamic cache grows",
+            )
+
+    def advance_step(self) -> None:
+        """One more token in every row: at the end of a step. Nothing here waits for the device."""
+        self.lengths.add_(1)
+        self.columns.add_(1)
+        if not torch.compiler.is_compiling() and not _is_capturing(self.lengths.device):
+            self.longest += 1
+
+    def set_columns(self, columns: int) -> None:
+        """So many columns have been fed: after a prompt or a crop."""
+        lengths = self.rows.lengths(columns)
+        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
+        self.columns.fill_(columns)
+        self.longest = max(lengths)
+        self.in_prompt = columns < self.rows.width
+
+    def check(self) -> None:
+        """Wait for the device, and raise what its kernels found.
+
+        Raises:
+            NonFiniteActivations: NaN or infinity in a page, or a range that its parameters cannot hold.
+            UsageError: more tokens than were allocated.
+        """
+        found = int(self.error) if self.is_allocated else 0
+        if not found:
+            return
+        self.error.zero_()
+        if found & NON_FINITE:
+            raise NonFiniteActivations(
+                "keys or values cannot be quantized: a page holds NaN, infinity, or a range beyond its param_dtype",
+                hint="check the model's outputs; a range too large for float16 fits with param_dtype = 'bfloat16'",
+            )
+        self.require_room(max(self.max_tokens + 1, int(self.lengths.max())))
+
+
+def fixed(tensor: Tensor) -> Tensor:
+    """The tensor, known to torch.compile as one whose address stays: CUDA graphs may write to it in place."""
+    torch._dynamo.mark_static_address(tensor)
+    return tensor
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,221 @@
+"""The keys and values of one head range of a layer, in memory that is allocated once.
+
+A head range is a run of KV heads whose formats stay the same (kvcal.kernels.variants). What is stored is what
+``PagedTensor`` stores, with pages for ``max_tokens`` in every row, so that the bytes are ``Plan.nbytes`` of full rows.
+
+Packing is lazy. A row of n tokens has pages(n - 1) packed pages, where pages(n) are due: a page that its last token
+fills is packed at the beginning of the next update, just before it is read for the first time. So a step of the kernels
+knows by the length alone what to do, and needs no host. The buffer holds what is not packed, at most window + 128
+tokens. A prompt (``read``, ``extend``) is handled by the host, a range of equal rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcal.formats import SIDES, Side
+from kvcal.geometry import CACHE_DTYPES
+from kvcal.kernels import ops
+from kvcal.kernels.reference import query_means
+from kvcal.kernels.variants import HeadRange, Variant, variant_of
+from kvcal.layer_plan import LayerPlan
+from kvcal.quantizers.pages import PAGE_TOKENS
+from kvcal.runtime.static_state import StaticState, fixed
+
+
+@dataclass(frozen=True)
+class HeadStore:
+    """KV heads ``heads`` of a layer; ``queries`` are theirs. Shapes of the tensors: kvcal.kernels.ops."""
+
+    heads: slice
+    queries: slice
+    variant: Variant
+    key: str  # the variant's, ready for torch.compile
+    state: StaticState
+    sinks: Mapping[Side, Tensor]
+    buffer: Mapping[Side, Tensor]
+    pages: Mapping[Side, Tensor]
+    page_at: Mapping[Side, Tensor]
+    query_sum: Tensor
+    query_since: Tensor
+    rescale: Tensor
+    offset: Tensor
+    workspace: Tensor
+    nothing: Tensor
+
+    @classmethod
+    def allocate(cls, plan: LayerPlan, pair: HeadRange, state: StaticState) -> HeadStore:
+        """Zeroed, on the device of ``state``, which is allocated."""
+        device, batch, max_tokens = state.lengths.device, state.batch, state.max_tokens
+        variant = variant_of(plan, pair, state.shared.plan.cache_dtype)
+        shape, dtype = (batch, pair.num_heads), CACHE_DTYPES[variant.cache_dtype]
+        sinks, buffer, pages, page_at = {}, {}, {}, {}
+        for side in SIDES:
+            fmt = pair.format(side)
+            dim = (variant.head_dim,)
+            records = (fmt.num_pages(max_tokens), pair.num_heads, variant.layout(side).record_bytes)
+            sinks[side] = fixed(torch.zeros(*shape, fmt.num_sink_tokens, *dim, dtype=dtype, device=device))
+            buffer[side] = fixed(torch.zeros(*shape, fmt.buffer_tokens, *dim, dtype=dtype, device=device))
+            pages[side] = fixed(torch.zeros(batch, *records, dtype=torch.uint8, device=device))
+            page_at[side] = state.page_at(fmt)
+        channels = variant.head_dim if pair.k.needs_queries else 0
+        counted = shape if pair.k.needs_queries else (0,)
+        tensors, prefix = state.shared.tensors_on(device), f"layers.{plan.geometry.index}"
+        nothing = torch.empty(0, dtype=torch.float32, device=device)
+        per_group = variant.group_heads
+        return cls(
+            pair.heads,
+            slice(pair.heads.start * per_group, pair.heads.stop * per_group),
+            variant,
+            variant.key,
+            state,
+            sinks,
+            buffer,
+            pages,
+            page_at,
+            fixed(torch.zeros(*shape, channels, dtype=torch.float32, device=device)),
+            fixed(torch.zeros(*counted, dtype=torch.int32, device=device)),
+            tensors[f"{prefix}.k_rescale"][pair.heads] if variant.rescale else nothing,
+            tensors[f"{prefix}.k_offset"][pair.heads] if variant.offset else nothing,
+            state.workspace(pair.num_heads, per_group, variant.head_dim),
+            nothing,
+        )
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is stored, and counts as the plan's bytes."""
+        stored = [tensor for held in (self.sinks, self.buffer, self.pages) for tensor in held.values()]
+        return [*stored, self.query_sum]
+
+    def append(self, k_new: Tensor, v_new: Tensor, q: Tensor) -> None:
+        """Store one token of every row: k_new, v_new [B, N, D] and queries q [B, N G, D] of all heads of the layer."""
+        ops.append(
+            k_new[:, self.heads],
+            v_new[:, self.heads],
+            q[:, self.queries] if self.variant.k.needs_queries else self.nothing,
+            *self._stored("k"),
+            *self._stored("v"),
+            self.query_sum,
+            self.query_since,
+            self.state.lengths,
+            self.page_at["k"],
+            self.page_at["v"],
+            self.rescale,
+            self.offset,
+            self.state.error,
+            self.key,
+        )
+
+    def decode(self, q: Tensor, s_aux: Tensor | None, scale: float, softcap: float) -> Tensor:
+        """Attention [B, n G, D] of these heads' queries, of q [B, N G, D] and s_aux [N G] of all heads."""
+        return ops.decode(
+            q[:, self.queries],
+            *self._stored("k"),
+            *self._stored("v"),
+            self.state.lengths,
+            self.page_at["k"],
+            self.page_at["v"],
+            self.rescale,
+            self.offset,
+            self.nothing if s_aux is None else s_aux[self.queries],
+            self.workspace,
+            scale,
+            softcap,
+            self.key,
+        )
+
+    def read(self, side: Side, rows: slice, num_tokens: int, out: Tensor) -> None:
+        """Write the tokens of ``rows``, ``num_tokens`` (1 or more) in each, to out [b, n, num_tokens, D]. A page that
+        is due is packed into its place for that; packing it again, as the next update does, gives the same bytes."""
+        fmt = self.variant.format(side)
+        self._pack_due(side, rows, num_tokens)
+        sinks, pages = min(fmt.num_sink_tokens, num_tokens), fmt.num_pages(num_tokens)
+        paged, first = sinks + PAGE_TOKENS * pages, PAGE_TOKENS * (pages - self._num_packed(side, num_tokens))
+        out[:, :, :sinks] = self.sinks[side][rows, :, :sinks]
+        if pages:
+            ops.unpack(self.pages[side][rows], out[:, :, sinks:paged], 0, *self._transform(side), side, self.key)
+        out[:, :, paged:] = self.buffer[side][rows, :, first : first + num_tokens - paged]
+
+    def extend(self, rows: slice, num_tokens: int, new: Mapping[Side, Tensor], query_sum: Tensor | None) -> None:
+        """Store T new tokens [b, N, T, D] (T 1 or more, cache dtype, all heads of the layer) behind the ``num_tokens``
+        of each of ``rows``. ``query_sum`` [b, N, D] fp32: the sum of the |q| of these tokens, for query scores."""
+        k, total = self.variant.k, num_tokens + new["k"].shape[2]
+        if query_sum is not None and k.needs_queries:
+            if k.num_pages(num_tokens) > self._num_packed("k", num_tokens):
+                self._pack_due("k", rows, num_tokens)
+                self._begin_queries(rows, num_tokens)
+            self.query_sum[rows] += query_sum[:, self.heads]
+        for side in SIDES:
+            self._extend_side(side, rows, num_tokens, new[side][:, self.heads])
+        # A page that stays due will be packed with this very sum, as the others of this update are.
+        if k.needs_queries and self._num_packed("k", total) == k.num_pages(total) > k.num_pages(num_tokens):
+            self._begin_queries(rows, total)
+
+    def lost_pages(self, num_tokens: int, kept_tokens: int) -> bool:
+        """Whether a row of ``num_tokens`` has packed tokens that it would not have if it held only ``kept_tokens``."""
+        return any(self._num_packed(side, num_tokens) > self._num_packed(side, kept_tokens) for side in SIDES)
+
+    def uncount(self, removed: list[int]) -> None:
+        """Every row lost so many tokens, which its query statistic keeps."""
+        if self.variant.k.needs_queries:
+            self.query_since.sub_(self.query_since.new_tensor(removed).unsqueeze(-1))
+
+    def select(self, indices: Tensor) -> None:
+        """Rows in another order, or repeated, int64 [B], in the same memory."""
+        for tensor in (*self.tensors, self.query_since):
+            if tensor.numel():
+                tensor.copy_(tensor.index_select(0, indices))
+
+    def reset(self) -> None:
+        """No tokens; nothing but the query statistic survives in what a row without tokens reads."""
+        self.query_sum.zero_()
+        self.query_since.zero_()
+
+    def _stored(self, side: Side) -> tuple[Tensor, Tensor, Tensor]:
+        return self.sinks[side], self.buffer[side], self.pages[side]
+
+    def _transform(self, side: Side) -> tuple[Tensor, Tensor]:
+        return (self.rescale, self.offset) if side == "k" else (self.nothing, self.nothing)
+
+    def _num_packed(self, side: Side, num_tokens: int) -> int:
+        return self.variant.format(side).num_pages(num_tokens - 1) if num_tokens else 0
+
+    def _begin_queries(self, rows: slice, num_tokens: int) -> None:
+        self.query_sum[rows] = 0
+        self.query_since[rows] = num_tokens
+
+    def _pack_due(self, side: Side, rows: slice, num_tokens: int) -> None:
+        """Pack the page that ``num_tokens`` fill, if there is one, and leave the buffer as it is."""
+        packed = self._num_packed(side, num_tokens)
+        if self.variant.format(side).num_pages(num_tokens) > packed:
+            self._pack(side, rows, self.buffer[side][rows, :, :PAGE_TOKENS], packed, num_tokens)
+
+    def _extend_side(self, side: Side, rows: slice, num_tokens: int, new: Tensor) -> None:
+        fmt, total = self.variant.format(side), num_tokens + new.shape[2]
+        sinks = min(max(0, fmt.num_sink_tokens - num_tokens), new.shape[2])
+        self.sinks[side][rows, :, num_tokens : num_tokens + sinks] = new[:, :, :sinks]
+        packed, last = self._num_packed(side, num_tokens), self._num_packed(side, total)
+        held = max(0, num_tokens - fmt.num_sink_tokens) - PAGE_TOKENS * packed
+        unpacked = new[:, :, sinks:]
+        if held:
+            unpacked = torch.cat([self.buffer[side][rows, :, :held], unpacked], dim=2)
+        # With query scores, the page that was due before is packed already, by the queries until then.
+        first = fmt.num_pages(num_tokens) if fmt.needs_queries else packed
+        begin, end = PAGE_TOKENS * (first - packed), PAGE_TOKENS * (last - packed)
+        if first < last:
+            self._pack(side, rows, unpacked[:, :, begin:end], first, total)
+        self.buffer[side][rows, :, : unpacked.shape[2] - end] = unpacked[:, :, end:]
+
+    def _pack(self, side: Side, rows: slice, x: Tensor, first_page: int, num_tokens: int) -> None:
+        """Whole pages x [b, n, 128 P, D] of ``rows``, whose queries were counted for ``num_tokens``."""
+        query_mean = self.nothing
+        if side == "k" and self.variant.k.needs_queries:
+            query_mean = query_means(self.query_sum, self.query_since, rows, num_tokens, self.variant.group_heads)
+        ops.pack(
+            x, self.pages[side][rows], first_page, query_mean, *self._transform(side), self.state.error, side,
+            self.key,
+        )  # fmt: skip

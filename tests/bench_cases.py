@@ -1,0 +1,73 @@
+"""What the tests of the benchmarks share: reports with known numbers, and a machine whose clock is a list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcal.bench.device import Machine, ReadCeiling
+from kvcal.bench.grid import PAIRS
+from kvcal.bench.record import Baseline, KernelReport, KernelRow
+from kvcal.bench.shape import Heads, Point, bits_per_value, raw_bytes, read_bytes
+from kvcal.bench.timing import Call, Times
+
+MACHINE = Machine("Test GPU", "9.0", 132, 80_000_000_000, 50 << 20, "2.11", "13.0", "5.17")
+CEILING = ReadCeiling(sum=3000.0, row_sum=4000.0, copy=3900.0)
+SMALL, LARGE = Point(1, 8192), Point(8, 32768)
+
+
+def times(median: float) -> Times:
+    return Times(median, 0.9 * median, 1.2 * median, 30, 32)
+
+
+def kernel_row(name: str, point: Point, median: float) -> KernelRow:
+    pair, heads = PAIRS[name], Heads()
+    return KernelRow(
+        point, name, read_bytes(pair, heads, point), bits_per_value(pair, heads, point), times(median), 0.002
+    )
+
+
+def baseline(name: str, point: Point, median: float) -> Baseline:
+    return Baseline(point, name, "torch 2.11", raw_bytes(Heads(), point), times(median))
+
+
+def kernel_report() -> KernelReport:
+    """Two sizes; FLASH is the fastest at the small one, CUDNN at the large one; 3 bits are refused."""
+    refused = KernelRow(SMALL, "3", 1, 3.25, reason="the compiler says no")
+    absent = Baseline(SMALL, "FlashInfer", "flashinfer absent", reason="ModuleNotFoundError: no flashinfer")
+    return KernelReport(
+        MACHINE,
+        CEILING,
+        Heads(),
+        rows=(
+            kernel_row("2", SMALL, 10.0),
+            refused,
+            kernel_row("16", SMALL, 25.0),
+            kernel_row("2", LARGE, 60.0),
+        ),
+        baselines=(
+            baseline("SDPA FLASH", SMALL, 20.0),
+            baseline("SDPA CUDNN", SMALL, 22.0),
+            absent,
+            Baseline(SMALL, "QuantizedCache, 4 bits", "transformers 5.17", 1 << 20, reason="bytes only"),
+            baseline("SDPA FLASH", LARGE, 320.0),
+            baseline("SDPA CUDNN", LARGE, 300.0),
+        ),
+        is_complete=True,
+    )
+
+
+class Clock:
+    """In place of ``graph_times``: runs every call once, and says that each took 10 µs. ``until``: measurements before
+    Ctrl-C."""
+
+    def __init__(self, until: int | None = None) -> None:
+        self.until = until
+        self.count = 0
+
+    def __call__(self, calls: Sequence[Call], replays: int = 30) -> Times:
+        if self.count == self.until:
+            raise KeyboardInterrupt
+        self.count += 1
+        for call in calls:
+            call()
+        return Times(10.0, 9.0, 11.0, replays, len(calls))

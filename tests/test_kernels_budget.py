@@ -1,0 +1,51 @@
+"""What the kernels cost, read off the compiled code: registers, spills, instructions. Needs no GPU.
+
+An inner loop that loses its unrolling, or an array that moves to local memory, makes a kernel several times slower and
+changes no result: without a GPU, a budget is the only test that sees it. The numbers have some 10 % of room.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcal.formats import RAW, Boost, Format, Tier
+from kvcal.kernels.compile import cubin, resources
+from kvcal.kernels.decode import block_shape, decode_defines
+from kvcal.kernels.variants import Variant
+
+KITTY = Boost("magnitude", (Tier(4, 0.125),))
+# name: (K, V, instructions at most, bytes of local memory at most)
+VARIANTS = {
+    "2 bits": (Format(2, "channel"), Format(2), 6500, 96),
+    "3 bits": (Format(3, "channel"), Format(3), 7300, 0),
+    "4 bits": (Format(4, "channel"), Format(4), 7300, 0),
+    "Kitty": (Format(2, "channel", boost=KITTY), Format(2), 7000, 96),
+    "16 bits": (RAW, RAW, 4500, 96),
+}
+# Warps of a block, by compute capability: each has a page in work, and two records in shared memory.
+WARPS = {(8, 0): 8, (8, 9): 4, (9, 0): 12, (12, 0): 4}
+
+
+def variant(k: Format, v: Format) -> Variant:
+    return Variant(k, v, 128, "bfloat16", 4, False, False, 0)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_decode_stays_in_its_budget(name: str) -> None:
+    k, v, instructions, local_bytes = VARIANTS[name]
+    defines = decode_defines(variant(k, v), "bfloat16", False, (9, 0))
+    found = resources(cubin("decode", defines, "sm_90"))["decode"]
+    assert found.registers * defines["WARPS"] * 32 <= 65536
+    assert found.local_bytes <= local_bytes
+    assert found.instructions <= instructions
+
+
+@pytest.mark.parametrize("capability", WARPS)
+def test_decode_compiles_for_every_architecture(capability: tuple[int, int]) -> None:
+    two_bits = variant(*VARIANTS["2 bits"][:2])
+    warps, shared_bytes = block_shape(two_bits, capability)
+    assert warps == WARPS[capability]
+    defines = decode_defines(two_bits, "bfloat16", False, capability)
+    assert defines["SHARED_BYTES"] == shared_bytes
+    found = resources(cubin("decode", defines, f"sm_{capability[0]}{capability[1]}"))["decode"]
+    assert found.local_bytes <= 256

@@ -1,0 +1,231 @@
+"""Compiling a kernel: every architecture without a GPU, the resources it asks for, the cache on disk, and errors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcal.errors import KernelError
+from kvcal.kernels import compile as compiling
+from kvcal.kernels.compile import cubin, cubin_of_text, kernel, resources
+
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_120")
+# `plain` keeps all in registers; `arrays` indexes 64 local floats by a value that no compiler can know.
+SOURCE = """
+extern "C" __global__ void plain(float* x, long long n, float by) {
+  if (threadIdx.x < n) x[threadIdx.x] *= by + ADD;
+}
+extern "C" __global__ void arrays(float* x, long long n) {
+  __shared__ float block[256];
+  float own[64];
+  #pragma unroll 1
+  for (int i = 0; i < 64; ++i) own[i] = x[i * n];
+  block[threadIdx.x] = own[n & 63];
+  __syncthreads();
+  float sum = 0;
+  #pragma unroll 1
+  for (int i = 0; i < 64; ++i) sum += own[(i * n) & 63] * block[i];
+  x[threadIdx.x] = sum;
+}
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "kvcal" / "kernels"
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the sources that NVRTC was really given."""
+    names = []
+    compile_ = compiling._compile
+
+    def count(text: str, name: str, macros: list[tuple[str, str]], arch: str) -> bytes:
+        names.append(name)
+        return compile_(text, name, macros, arch)
+
+    monkeypatch.setattr(compiling, "_compile", count)
+    return names
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_architecture_compiles_and_says_what_it_asks_for(cache: Path, arch: str) -> None:
+    found = resources(cubin_of_text(SOURCE, "tiny.cu", {"ADD": 1}, arch))
+    assert set(found) == {"plain", "arrays"}
+    plain, arrays = found["plain"], found["arrays"]
+    assert (plain.local_bytes, plain.static_shared_bytes) == (0, 0)
+    assert (arrays.local_bytes, arrays.static_shared_bytes) == (64 * 4, 256 * 4)
+    assert 4 <= plain.registers <= 16 and plain.registers <= arrays.registers <= 40
+    assert 8 <= plain.instructions < arrays.instructions < 200
+
+
+def test_values_that_find_no_register_are_local_bytes(cache: Path) -> None:
+    """1024 threads a block leave each 64 of the 65536 registers, too few for 96 floats."""
+    source = """
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) hold(float* x) {
+      float held[96];
+      #pragma unroll
+      for (int i = 0; i < 96; ++i) held[i] = x[i * 1024 + threadIdx.x];
+      __syncthreads();
+      #pragma unroll
+      for (int i = 0; i < 96; ++i) x[i * 1024 + threadIdx.x] = held[95 - i];
+    }
+    """
+    few, many = (
+        resources(cubin_of_text(source, "hold.cu", {"THREADS": threads}, "sm_90"))["hold"] for threads in (128, 1024)
+    )
+    assert few.registers > 96 and few.local_bytes == 0
+    assert many.registers == 64 and many.local_bytes >= (96 - 64) * 4
+
+
+def test_bytes_that_are_no_cubin_have_no_resources() -> None:
+    with pytest.raises(KernelError, match=r"5 bytes that begin with b'hell'"):
+        resources(b"hello")
+
+
+def test_a_macro_reaches_the_code_negative_or_not(cache: Path) -> None:
+    text = 'extern "C" __global__ void k(long long* x) { x[0] = 7 -N; }'  # 7 --1 would not parse
+    code = {n: cubin_of_text(text, "k.cu", {"N": n}, "sm_90") for n in (-1, 1, 2)}
+    assert len(set(code.values())) == 3
+    assert all(resources(one).keys() == {"k"} for one in code.values())
+
+
+def test_the_cache_spares_the_compiler_until_something_changes(cache: Path, compiled: list[str]) -> None:
+    first = cubin_of_text(SOURCE, "tiny.cu", {"ADD": 1, "UNUSED": 2}, "sm_90")
+    assert cubin_of_text(SOURCE, "tiny.cu", {"UNUSED": 2, "ADD": 1}, "sm_90") == first
+    assert compiled == ["tiny.cu"] and len(list(cache.iterdir())) == 1
+    for text, macros, arch in (
+        (SOURCE + "\n", {"ADD": 1, "UNUSED": 2}, "sm_90"),
+        (SOURCE, {"ADD": 1, "UNUSED": 3}, "sm_90"),
+        (SOURCE, {"ADD": 1, "UNUSED": 2}, "sm_80"),
+    ):
+        compiled.clear()
+        cubin_of_text(text, "tiny.cu", macros, arch)
+        assert compiled == ["tiny.cu"]
+    assert len(list(cache.iterdir())) == 4
+
+
+def test_another_nvrtc_has_its_own_files(cache: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    cubin_of_text(SOURCE, "tiny.cu", {"ADD": 1}, "sm_90")
+    monkeypatch.setattr(compiling, "nvrtc_version", lambda: "99.0")
+    cubin_of_text(SOURCE, "tiny.cu", {"ADD": 1}, "sm_90")
+    assert compiled == ["tiny.cu"] * 2
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "empty", "another's"])
+def test_a_damaged_file_is_made_again(cache: Path, compiled: list[str], damage: str) -> None:
+    good = cubin_of_text(SOURCE, "tiny.cu", {"ADD": 1}, "sm_90")
+    (path,) = cache.iterdir()
+    data = path.read_bytes()
+    cubin_of_text(SOURCE, "tiny.cu", {"ADD": 2}, "sm_90")
+    (other,) = set(cache.iterdir()) - {path}
+    bad = {
+        "flipped": data[:-1] + bytes([data[-1] ^ 1]),
+        "truncated": data[:-1],
+        "empty": b"",
+        "another's": other.read_bytes(),
+    }
+    path.write_bytes(bad[damage])
+    compiled.clear()
+    assert cubin_of_text(SOURCE, "tiny.cu", {"ADD": 1}, "sm_90") == good
+    assert compiled == ["tiny.cu"] and path.read_bytes() == data
+
+
+def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.warns(RuntimeWarning, match="hint: set XDG_CACHE_HOME") as caught:
+        first = cubin_of_text(SOURCE, "tiny.cu", {"ADD": 1}, "sm_90")
+        second = cubin_of_text(SOURCE, "tiny.cu", {"ADD": 2}, "sm_90")
+    assert len(caught) == 1
+    assert resources(first).keys() == resources(second).keys() == {"plain", "arrays"}
+
+
+def test_a_source_of_the_package_is_compiled_with_its_parts(cache: Path, compiled: list[str]) -> None:
+    """Without its macros no source compiles; the message names the file and line as they are in csrc/."""
+    with pytest.raises(KernelError, match=r"decode\.cu does not compile for sm_90 with the macros none") as caught:
+        cubin("decode", {})
+    assert compiled == ["decode.cu"] and ".cuh(" in caught.value.message
+
+
+def test_a_source_that_does_not_compile(cache: Path) -> None:
+    with pytest.raises(KernelError) as caught:
+        cubin_of_text(SOURCE, "tiny.cu", {"OTHER": 5, "SIGN": -1}, "sm_89")
+    assert caught.value.exit_code == 6
+    for part in ("tiny.cu does not compile for sm_89", "OTHER=5 SIGN=(-1)", "tiny.cu(3)", 'identifier "ADD"'):
+        assert part in caught.value.message
+    assert list(cache.parent.glob("**/*.cubin")) == []
+
+
+def test_unknown_names(cache: Path) -> None:
+    for name in ("no_such", "common", "../csrc/decode"):
+        with pytest.raises(KernelError, match=rf"unknown kernel source '{name}'; allowed: .*decode") as caught:
+            cubin(name, {})
+        assert "common," not in caught.value.message
+    for arch in ("sm_75", "compute_90", "90"):
+        with pytest.raises(KernelError, match=rf"cannot compile decode\.cu for '{arch}'; allowed: sm_80 or newer"):
+            cubin("decode", {}, arch)
+    with pytest.raises(KernelError, match=r"for sm_999 with(.|\n)*gpu-architecture") as caught:
+        cubin_of_text(SOURCE, "tiny.cu", {"ADD": 1}, "sm_999")
+    assert caught.value.hint is not None and "pip install -U nvidia-cuda-nvrtc" in caught.value.hint
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_machine_without_a_gpu_is_told_so() -> None:
+    with pytest.raises(KernelError, match="torch sees none") as caught:
+        kernel("decode", "decode", {})
+    assert caught.value.hint is not None and "through torch" in caught.value.hint
+
+
+def test_an_old_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
+    with pytest.raises(
+        KernelError, match=r"GPU 3 \(Tesla T4\) has compute capability 7\.5; .* 8\.0 or newer"
+    ) as caught:
+        kernel("decode", "decode", {}, 3)
+    assert caught.value.hint is not None and "through torch" in caught.value.hint
+
+
+def test_without_cuda_core_kvcal_imports_and_a_kernel_says_what_to_install() -> None:
+    code = """
+import sys
+sys.modules["cuda"] = None  # importing it raises ImportError
+import kvcal, kvcal.kernels.compile
+try:
+    kvcal.kernels.compile.cubin_of_text("", "k.cu", {}, "sm_90")
+except kvcal.errors.KernelError as error:
+    print(error, "hint:", error.hint)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(compiling.__file__).parents[2])}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "need cuda-core, which cannot be imported" in run.stdout and "pip install 'kvcal[cuda]'" in run.stdout
+
+
+@pytest.mark.parametrize("name", ["cuda.core", "cuda.bindings"])
+def test_a_part_that_is_missing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(KernelError, match="need cuda-core, which cannot be imported"):
+        compiling.nvrtc_version.__wrapped__()
+
+
+def test_nvrtc_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuda.bindings import nvrtc
+    from cuda.pathfinder import DynamicLibNotFoundError
+
+    def missing() -> None:
+        raise DynamicLibNotFoundError("no such library")
+
+    monkeypatch.setattr(nvrtc, "nvrtcVersion", missing)
+    with pytest.raises(KernelError, match="need NVRTC, which cannot be loaded: no such library") as caught:
+        compiling.nvrtc_version.__wrapped__()
+    assert caught.value.hint == "pip install 'kvcal[cuda]'"

@@ -1,0 +1,110 @@
+"""Launching a kernel: its arguments, its stream, its shared memory, and that a CUDA graph can hold it."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvcal.errors import KernelError
+from kvcal.kernels.compile import cubin_of_text, kernel
+from kvcal.kernels.launch import Kernel, _parameter
+
+PLAIN = """
+extern "C" __global__ void plain(float* x, long long n, float by) {
+  if (threadIdx.x < n) x[threadIdx.x] *= by + ADD;
+}
+"""
+STACK = """
+extern "C" __global__ void stack(float* x, long long n) {
+  float own[64];
+  #pragma unroll 1
+  for (int i = 0; i < 64; ++i) own[i] = x[i * n];
+  x[0] = own[n & 63];
+}
+"""
+# Each thread sends its number through dynamic shared memory and back; x gets the last thread's first.
+DYNAMIC = """
+extern "C" __global__ void reverse(float* x, long long words) {
+  extern __shared__ float block[];
+  block[words - 1 - threadIdx.x] = threadIdx.x;
+  __syncthreads();
+  x[blockIdx.x * blockDim.x + threadIdx.x] = block[words - blockDim.x + threadIdx.x];
+}
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_arguments_are_64_bit_ints_and_32_bit_floats() -> None:
+    assert _parameter(2**40) == 2**40
+    assert type(_parameter(True)) is int and type(_parameter(np.int32(3))) is int
+    number = _parameter(0.1)
+    assert isinstance(number, ctypes.c_float) and number.value == torch.tensor(0.1).item()
+    for wrong in (np.float32(0.1), "1", None, torch.tensor(0.5)):
+        with pytest.raises(TypeError):
+            _parameter(wrong)
+
+
+def on_gpu(text: str, entry: str, macros: dict[str, int]) -> Kernel:
+    major, minor = torch.cuda.get_device_capability()
+    return Kernel(cubin_of_text(text, "tiny.cu", macros, f"sm_{major}{minor}"), entry, torch.cuda.current_device())
+
+
+@pytest.mark.gpu
+def test_a_launch_runs_on_the_current_stream_and_in_a_graph(cache: None) -> None:
+    plain = on_gpu(PLAIN, "plain", {"ADD": 1})
+    assert plain.registers > 0 and plain.local_bytes == 0 and plain.max_threads == 1024
+    assert on_gpu(STACK, "stack", {}).local_bytes == 256
+    x = torch.ones(64, device="cuda")
+    plain.launch((1, 1, 1), 64, 0, x.data_ptr(), 60, 1.5)
+    assert x.tolist() == [2.5] * 60 + [1.0] * 4
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(10_000_000)
+        x.fill_(2)  # after the sleep: a launch on another stream would come before it
+        plain.launch((1, 1, 1), 64, 0, x.data_ptr(), 60, 1.5)
+        assert x.tolist() == [5.0] * 60 + [2.0] * 4
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plain.launch((1, 1, 1), 64, 0, x.data_ptr(), 64, 0.0)
+        plain.launch((1, 1, 1), 64, 0, x.data_ptr(), 64, 1.0)
+    x.fill_(3)
+    for _ in range(2):
+        graph.replay()
+    assert x.tolist() == [12.0] * 64
+
+
+@pytest.mark.gpu
+def test_more_shared_memory_than_is_free_for_all(cache: None) -> None:
+    reverse = on_gpu(DYNAMIC, "reverse", {})
+    few, many = 1024, 96 * 1024
+    x = torch.empty(512, device="cuda")
+    for shared_bytes in (few, many, few):
+        x.fill_(-1)
+        reverse.launch((2, 1, 1), 256, shared_bytes, x.data_ptr(), shared_bytes // 4)
+        assert x.tolist() == [float(255 - i) for i in range(256)] * 2
+    assert reverse.blocks_per_sm(256, few) > reverse.blocks_per_sm(256, many) >= 1
+    with pytest.raises(KernelError, match=r"'reverse' was to get 1048576 bytes of shared memory .* allowed on GPU"):
+        reverse.launch((1, 1, 1), 256, 2**20, x.data_ptr(), 256)
+
+
+@pytest.mark.gpu
+def test_an_entry_that_the_source_lacks(cache: None) -> None:
+    with pytest.raises(KernelError, match="no entry 'other'; allowed: reverse"):
+        on_gpu(DYNAMIC, "other", {})
+
+
+@pytest.mark.gpu
+def test_a_first_use_inside_a_capture_is_refused() -> None:
+    x = torch.ones(1, device="cuda")
+    with pytest.raises(KernelError, match="inside a CUDA graph's capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x.add_(1)  # torch warns of an empty graph
+        kernel("decode", "decode", {"NEVER_COMPILED": 1})
