@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -142,7 +143,8 @@ class Told(Silent):
 
 
 def test_the_chosen_layers_predictors_go_on_and_the_first_ones_are_not_theirs(tmp_path, loaded, monkeypatch):
-    """Interrupted when the chosen layers' predictors are fitted: the first fit, of other layers, starts anew."""
+    """Interrupted when the chosen layers' predictors are fitted: the first fit, of other layers, starts anew, and would
+    even if it found that fit's checkpoint in place of its own."""
     recipe = forced_recipe(tmp_path, 5.0)
     whole, cut = (pipeline.Folder.create(tmp_path / name) for name in ("whole", "cut"))
     pipeline.build_plan(recipe, loaded, whole, None, Silent())
@@ -160,12 +162,15 @@ def test_the_chosen_layers_predictors_go_on_and_the_first_ones_are_not_theirs(tm
         pipeline.build_plan(recipe, loaded, cut, None, Silent())
     first, chosen = ([(layer.k, layer.v) for layer in fit.layers] for fit in fits)
     assert first != chosen
+    left = cut.path / "search.chosen-predictors.partial.safetensors"
+    shutil.copy(left, cut.path / "search.predictors.partial.safetensors")
     told = Told()
     pipeline.build_plan(recipe, loaded, cut, None, told)
+    assert any("predictors.partial.safetensors is discarded: fitted.layers" in message for message in told.messages)
     assert cut.search.read_bytes() == whole.search.read_bytes()
     assert [message.split(":")[0] for message in told.messages if "goes on after" in message] == [
         "search.partial.safetensors",
-        "search.chosen-predictors.partial.safetensors",
+        left.name,
     ]
     assert not list(cut.path.glob("*.partial*")) and not list(cut.path.glob("*predictors*"))
 

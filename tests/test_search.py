@@ -94,12 +94,43 @@ def test_refinement_improves_on_the_additive_proxy_where_errors_interact():
         plain = search(small, replace(SPEC, refine_rounds=0), measured(kl))
         refined = search(small, SPEC, measured(kl))
         assert brute_force(small, kl) <= refined.kl <= plain.kl
-        assert (
-            list(refined.history[1:]) == sorted(refined.history[1:], reverse=True)
-            or refined.history[0] < refined.history[1]
-        )
+        assert refined.history[:2] == plain.history and min(refined.history) == refined.history[-1] == refined.kl
+        assert list(refined.history[1:]) == sorted(refined.history[1:], reverse=True)
         better += refined.kl < plain.kl
     assert better >= 3
+
+
+@pytest.mark.parametrize("rounds", [0, 3])
+def test_the_best_plan_is_the_best_of_all_that_were_measured_within_the_budget(rounds):
+    for seed in range(6):
+        small, seen = problem(0.4), []
+        kl = interacting(small, seed)
+        outcome = search(small, replace(SPEC, refine_rounds=rounds), measured(kl, seen))
+        assert outcome.kl == min(kl(choice) for choice in seen if small.size(choice) <= small.capacity)
+        assert outcome.kl == kl(outcome.choice) and small.size(outcome.choice) <= small.capacity
+
+
+def test_refinement_starts_from_a_random_plan_that_is_better_than_background_and_the_solvers():
+    small = problem(0.4)
+    plain = additive(small)
+    batches: dict[str, list[Choice]] = {}
+
+    def searched(lucky: Choice | None, rounds: int):
+        def measure(choices: Sequence[Choice], what: str) -> list[float]:
+            batches[what] = list(choices)
+            return [0.5 if choice == lucky else plain(choice) for choice in choices]
+
+        return search(small, replace(SPEC, refine_rounds=rounds), measure)
+
+    before = searched(None, 0)
+    single = {*batches["compositions"], *batches["the solver's plan"]}
+    lucky = next(choice for choice in batches["random plans"] if choice not in single)
+    found = searched(lucky, 0)
+    assert (found.choice, found.kl, found.history) == (lucky, 0.5, before.history)
+    found = searched(lucky, 3)
+    assert (found.choice, found.kl, found.history) == (lucky, 0.5, (*before.history, 0.5))
+    for choice in batches["round 1"]:
+        assert sum(option != other for option, other in zip(choice, lucky, strict=True)) == 1
 
 
 def test_every_measured_random_and_chosen_plan_fits_the_budget_in_bytes():

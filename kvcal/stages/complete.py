@@ -1,7 +1,7 @@
 """One completion with a plan's packed cache: what ``kvcal generate`` runs, and what a user of the library writes.
 
-Its steps stand by themselves for prompts whose beginning lies in a file (see ``prefix_load``): the prompt's tokens, what
-follows them in a cache that may hold some of them, and the result.
+Its steps stand by themselves for prompts whose beginning lies in a file (see ``prefix_load``): the prompt's tokens,
+what follows them with a cache that may hold some of them, and the result.
 """
 
 from __future__ import annotations

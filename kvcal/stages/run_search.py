@@ -3,7 +3,7 @@
 λ is calibrated for each choice with rescale on its own, with that choice's quantizer in every layer. Predictors are
 fitted on the first predicted choices, and once more on the layers that were chosen. Measured KLs are kept in a
 checkpoint: an interrupted search goes on after the last group of plans. Every fit has a checkpoint of its own, which
-only a fit of the same layers takes up.
+only a fit of the same layers with the same tensors takes up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from kvcal.artifact import sha256_json
+from kvcal.artifact import sha256_json, tensors_sha256
 from kvcal.data import TokenDataset
 from kvcal.models.load import LoadedModel, weight_bytes
 from kvcal.plan import SIDES, LayerPlan, Plan, Workload, bare_layers
@@ -171,7 +171,8 @@ def _fitted(
     """The tensors of predictors for all sides of ``layers``, whether they pay or not: the search decides that.
     ``part``: a file for this fit alone, which is gone in the end."""
     keep_all = replace(spec, drop=False)
-    inputs = {**inputs, "fitted_layers": sha256_json([dump(layer) for layer in layers])}
+    layers_sha256 = sha256_json([dump(layer) for layer in layers])
+    inputs = {**inputs, "fitted.layers.sha256": layers_sha256, "fitted.tensors.sha256": tensors_sha256(tensors)}
     found = fit_predictors.run_fit_predictors(loaded, layers, tensors, data, keep_all, workload, inputs, part, reporter)
     part.unlink()
     return found.tensors()

@@ -226,9 +226,7 @@ def _random_choice(problem: Problem, draw: random.Random) -> Choice:
     return tuple(choice)
 
 
-def _refine(
-    problem: Problem, best: Choice, best_kl: float, num_neighbours: int, measure: Measure, number: int
-) -> None:
+def _refine(problem: Problem, best: Choice, best_kl: float, num_neighbours: int, measure: Measure, number: int) -> None:
     """One round from ``best``: measures its neighbours, and the plans that are solved for with them."""
     wanted = [_neighbours(sizes, current, num_neighbours) for sizes, current in zip(problem.nbytes, best, strict=True)]
     around = _costs(problem, best, wanted, measure, f"round {number}")
