@@ -266,3 +266,11 @@ def test_too_many_rows_are_refused() -> None:
     case = Case(variant_of(*CASES["2 bits"]), (0,) * 513, heads=1, seed=10)
     with pytest.raises(UsageError, match="513 sequences"):
         case.run(0.06)
+
+
+def test_lengths_beyond_the_room_read_nothing_outside() -> None:
+    """A replayed graph knows no end: it must stay inside what was allocated (``append`` reports it)."""
+    case = Case(variant_of(*CASES["sinks and windows"]), (700, 300), heads=2, seed=11)
+    case.lengths += 100_000
+    assert case.run(0.06).shape == case.q.shape
+    torch.cuda.synchronize()

@@ -55,10 +55,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int per_row = (int)(heads * PASSES);
     if (warp == 0) {
+        // Beyond what was allocated nothing is read, whatever the lengths say (`append` reports it).
+        const int room = (int)min(K_SINKS + max_k_pages * PAGE + K_BUFFER, V_SINKS + max_v_pages * PAGE + V_BUFFER);
         int total = 0;
         for (int from = 0; from < rows; from += 32) {
-            int row = from + lane, count = 0, tokens = row < rows ? lengths[row] : 0;
-            if (row < rows) count = num_units(tokens + 1, num_pages(tokens, v_page_at, v_events, V_SINKS, V_WINDOW));
+            int row = from + lane, count = 0, tokens = row < rows ? min(lengths[row], room - 1) : 0;
+            if (row < rows) count = num_units(tokens + 1, min((int)max_v_pages, num_pages(tokens, v_page_at, v_events, V_SINKS, V_WINDOW)));
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) { int other = __shfl_up_sync(0xffffffffu, count, step); if (lane >= step) count += other; }
             if (row < rows) { shared.units[row] = total + count; shared.lengths[row] = tokens; }
@@ -98,7 +100,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         const Head head = {k_sinks + flat * K_SINKS * DIM, k_buffer + flat * K_BUFFER * DIM, v_sinks + flat * V_SINKS * DIM, v_buffer + flat * V_BUFFER * DIM,
                            k_pages + ((i64)row * max_k_pages * heads + head_index) * K_RECORD, v_pages + ((i64)row * max_v_pages * heads + head_index) * V_RECORD,
                            heads * K_RECORD, heads * V_RECORD,
-                           num_pages(before, k_page_at, k_events, K_SINKS, K_WINDOW), num_pages(before, v_page_at, v_events, V_SINKS, V_WINDOW), before + 1};
+                           min((int)max_k_pages, num_pages(before, k_page_at, k_events, K_SINKS, K_WINDOW)),
+                           min((int)max_v_pages, num_pages(before, v_page_at, v_events, V_SINKS, V_WINDOW)), before + 1};
         const int packed_units = V_PACKED ? head.num_v_pages : 0;
         u8 *k_slot = shared.slots[warp], *v_slot = k_slot + K_SLOT;
 

@@ -1,0 +1,140 @@
+"""A whole decode step from a static cache on a GPU: captured in a CUDA graph by hand, or compiled by ``generate``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as hf
+from gpu_cases import mixed_plan, plan_for, random_ids, random_llama, reasoner, task_prompts
+from torch import Tensor
+from transformers import CompileConfig
+
+from kvcal import PlanCache, paged_attention
+
+pytestmark = pytest.mark.gpu
+
+
+class Step:
+    """One whole decode step of a model with fixed inputs, as a graph captures it; ``history`` [steps, B, vocabulary]
+    is what it has given."""
+
+    def __init__(self, model: hf.PreTrainedModel, cache: PlanCache, batch: int, count: int) -> None:
+        self.model, self.cache = model, cache
+        self.ids, self.positions = (torch.zeros(batch, 1, dtype=torch.long, device="cuda") for _ in range(2))
+        self.logits = torch.zeros(batch, model.config.vocab_size, dtype=model.dtype, device="cuda")
+        self.history = torch.zeros(count, *self.logits.shape, dtype=model.dtype, device="cuda")
+
+    def __call__(self) -> None:
+        logits = self.model(self.ids, position_ids=self.positions, past_key_values=self.cache).logits[:, -1]
+        self.logits.copy_(logits)
+        self.ids.copy_(logits.argmax(-1, keepdim=True))
+        self.positions.add_(1)
+
+    def begin(self, prompt: Tensor) -> None:
+        logits = self.model(prompt, past_key_values=self.cache, logits_to_keep=1).logits[:, -1]
+        self.ids.copy_(logits.argmax(-1, keepdim=True))
+        self.positions.fill_(prompt.shape[1])
+
+    def warm_up(self) -> None:
+        """What lazily initialises itself must have done so before a capture, on a stream that is not the default."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def capture(self) -> torch.cuda.CUDAGraph:
+        self.warm_up()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self()
+        return graph
+
+    def run(self, call) -> Tensor:
+        for place in self.history:
+            call()
+            place.copy_(self.logits)
+        torch.cuda.synchronize()
+        return self.history
+
+
+def allocations() -> list[int]:
+    torch.cuda.synchronize()
+    stats = torch.cuda.memory_stats()
+    return [stats[key] for key in ("allocation.all.allocated", "segment.all.allocated", "reserved_bytes.all.current")]
+
+
+@torch.inference_mode()
+def test_a_captured_step_is_an_eager_one_bit_for_bit_and_allocates_nothing() -> None:
+    model = reasoner("bfloat16").model
+    plan, prompt = mixed_plan(model), task_prompts(2, 100)
+    found = []
+    with paged_attention(model):
+        for is_captured in (False, True):
+            step = Step(model, PlanCache(plan, model.config, max_tokens=500), 2, 300)
+            if is_captured:
+                step.cache.allocate(2, "cuda")
+                call = step.capture().replay  # before the prompt, which may begin anew
+                step.cache.reset()
+            else:
+                call = step
+            step.begin(prompt)
+            before = allocations()
+            step.run(call)
+            assert allocations() == before or not is_captured
+            step.cache.check()
+            found.append(step)
+    eager, captured = found
+    assert torch.equal(eager.history, captured.history)
+    assert captured.cache.lengths == [400, 400]
+    for ours, theirs in zip(captured.cache.static_layers, eager.cache.static_layers, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours.tensors, theirs.tensors, strict=True))
+
+
+@torch.inference_mode()
+def test_a_soak_of_20000_replays() -> None:
+    """Twenty rounds of a thousand steps, each from an empty cache on: all rounds alike, and nothing grows."""
+    model = random_llama()
+    plan = plan_for(model, "kitty")
+    with paged_attention(model):
+        step = Step(model, PlanCache(plan, model.config, max_tokens=1000), 2, 1000)
+        graph = step.capture()
+        first, before = None, None
+        for number in range(20):
+            step.cache.reset()  # raises what the kernels met
+            step.ids.fill_(7)
+            step.positions.zero_()
+            step.run(graph.replay)
+            assert step.cache.lengths == [1000, 1000]
+            first = step.history.clone() if first is None else first
+            assert torch.equal(step.history, first)
+            if number == 1:  # the comparison has taken its own memory
+                before = [*allocations()[1:], step.cache.nbytes]
+        step.cache.reset()
+    assert [*allocations()[1:], step.cache.nbytes] == before
+    assert len(first.argmax(-1).unique()) > 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # torch's own, to reserve a pool
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_generate_compiles_the_step_by_itself(mode: str) -> None:
+    from torch._dynamo.utils import counters
+
+    model = random_llama(num_layers=2, dtype=torch.float32)
+    plan, ids = plan_for(model, "per head"), random_ids(2, 120)
+    cache = PlanCache(plan, model.config, max_tokens=400)
+    options = {"max_new_tokens": 200, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    torch.compiler.reset()
+    counters.clear()
+    with paged_attention(model):
+        expected = model.generate(ids, past_key_values=cache, disable_compile=True, **options)
+        cache.reset()
+        found = model.generate(ids, past_key_values=cache, compile_config=CompileConfig(mode=mode), **options)
+    del model._compiled_call, model._last_compile_config
+    cache.check()
+    assert cache.lengths == [319, 319]
+    assert not counters["graph_break"] and not counters["inductor"]["cudagraph_skips"]
+    assert torch.equal(found, expected)
