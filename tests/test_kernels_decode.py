@@ -90,7 +90,7 @@ class Case:
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, device="cuda", generator=generator)
 
-        self.rescale = (0.5 * normal(heads, dim)).exp() if variant.rescale else normal(0)
+        self.rescale = normal(heads, dim).exp() if variant.rescale else normal(0)
         self.offset = normal(heads, dim) if variant.offset else normal(0)
         k, v = normal(batch, heads, most, dim), normal(batch, heads, most, dim)
         k = k + normal(1, heads, 1, dim)

@@ -23,13 +23,6 @@
 
 namespace decode_ {
 
-__device__ __forceinline__ int num_pages(int tokens, const int* page_at, i64 events, int sinks, int window) {
-    if (!page_at) return max(0, tokens - sinks - window) / PAGE;
-    int low = 0, high = (int)events;
-    while (low < high) { int middle = (low + high) / 2; if (page_at[middle] <= tokens) low = middle + 1; else high = middle; }
-    return low;
-}
-
 __device__ __forceinline__ int num_units(int tokens, int v_pages) {
     return (BASE < tokens ? (BASE + UNIT - 1) / UNIT : (tokens + UNIT - 1) / UNIT)
         + (V_PACKED ? v_pages : 0) + (max(0, tokens - BASE - (V_PACKED ? v_pages * PAGE : 0)) + UNIT - 1) / UNIT;
@@ -60,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         int total = 0;
         for (int from = 0; from < rows; from += 32) {
             int row = from + lane, count = 0, tokens = row < rows ? min(lengths[row], room - 1) : 0;
-            if (row < rows) count = num_units(tokens + 1, min((int)max_v_pages, num_pages(tokens, v_page_at, v_events, V_SINKS, V_WINDOW)));
+            if (row < rows) count = num_units(tokens + 1, min((int)max_v_pages, kv_pages(tokens, V_SINKS, V_WINDOW, V_BUFFER, v_page_at, (int)v_events)));
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) { int other = __shfl_up_sync(0xffffffffu, count, step); if (lane >= step) count += other; }
             if (row < rows) { shared.units[row] = total + count; shared.lengths[row] = tokens; }
@@ -100,8 +93,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         const Head head = {k_sinks + flat * K_SINKS * DIM, k_buffer + flat * K_BUFFER * DIM, v_sinks + flat * V_SINKS * DIM, v_buffer + flat * V_BUFFER * DIM,
                            k_pages + ((i64)row * max_k_pages * heads + head_index) * K_RECORD, v_pages + ((i64)row * max_v_pages * heads + head_index) * V_RECORD,
                            heads * K_RECORD, heads * V_RECORD,
-                           min((int)max_k_pages, num_pages(before, k_page_at, k_events, K_SINKS, K_WINDOW)),
-                           min((int)max_v_pages, num_pages(before, v_page_at, v_events, V_SINKS, V_WINDOW)), before + 1};
+                           min((int)max_k_pages, kv_pages(before, K_SINKS, K_WINDOW, K_BUFFER, k_page_at, (int)k_events)),
+                           min((int)max_v_pages, kv_pages(before, V_SINKS, V_WINDOW, V_BUFFER, v_page_at, (int)v_events)), before + 1};
         const int packed_units = V_PACKED ? head.num_v_pages : 0;
         u8 *k_slot = shared.slots[warp], *v_slot = k_slot + K_SLOT;
 

@@ -59,7 +59,7 @@ namespace decode_ {
 
 struct __align__(16) Shared {
     u32 query[PAIRS / 4][32][4];                  // normalised, lifted, times 4^-e, for packed keys
-    u32 query_plain[PAIRS / 4][32][4];            // normalised, for their zeros
+    u32 query_plain[PAIRS / 4][32][4];            // normalised, for their zeros; per-token keys: as query, what fp16 leaves of it
     u32 query_dense[DIM / 32][32][4];             // as it came, for keys that are not packed
 #if SPLIT_QUERY
     u32 query_rest[DIM / 32][32][4];              // what its first half leaves

@@ -4,13 +4,12 @@
 
 namespace decode_ {
 
-
 __device__ __forceinline__ u32 mul2(u32 a, u32 b) { u32 d; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
 __device__ __forceinline__ u32 max2(u32 a, u32 b) { u32 d; asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 __device__ __forceinline__ u32 halves(float lo, float hi) { u32 d; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo)); return d; }
 __device__ __forceinline__ u32 bhalves(float lo, float hi) { u32 d; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo)); return d; }
-__device__ __forceinline__ float half_to_float(u16 h) { float d; asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(h)); return d; }
+__device__ __forceinline__ float half_to_float(u16 h) { return kv_float_of<KV_FLOAT16>(h); }
 __device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 __device__ __forceinline__ float exp2_(float x) { float d; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(x)); return d; }
 __device__ __forceinline__ float power2(int e) { return __int_as_float((127 + e) << 23); }
@@ -33,14 +32,13 @@ __device__ __forceinline__ void mma_dense(float (&d)[4], u32 a0, u32 a1, u32 a2,
 #endif
 }
 
-__device__ __forceinline__ float dense_to_float(u16 x) { return DTYPE == 1 ? __int_as_float((u32)x << 16) : half_to_float(x); }
+__device__ __forceinline__ float dense_to_float(u16 x) { return kv_float_of<DTYPE>(x); }
 __device__ __forceinline__ u32 dense_pair(float lo, float hi) { return DTYPE == 1 ? bhalves(lo, hi) : halves(lo, hi); }
 
 // A number of dtype TYPE (as DTYPE).
 template <int TYPE> __device__ __forceinline__ float number_at(const void* p, i64 index) {
-    if (TYPE == 2) return reinterpret_cast<const float*>(p)[index];
-    u16 raw = reinterpret_cast<const u16*>(p)[index];
-    return TYPE == 1 ? __int_as_float((u32)raw << 16) : half_to_float(raw);
+    if constexpr (TYPE == KV_FLOAT32) return reinterpret_cast<const float*>(p)[index];
+    else return kv_float_of<TYPE>(reinterpret_cast<const u16*>(p)[index]);
 }
 
 __device__ __forceinline__ void copy16(u8* to, const u8* from) {

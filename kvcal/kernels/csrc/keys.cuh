@@ -237,6 +237,12 @@ void packed_scores(float (&s)[COUNT][4], const u8* record, int first, Shared& sh
 #pragma unroll
         for (int i = 0; i < PAIRS; i++) op[i] = mine ? op[i] : 0u;
         mma_planes<K_BITS, DIM, PAGE, COUNT>(acc, record, first, op, lane);
+#if K_RESCALE
+        load_query(op, shared.query_plain, lane);
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) op[i] = mine ? op[i] : 0u;
+        mma_planes<K_BITS, DIM, PAGE, COUNT>(acc, record, first, op, lane);
+#endif
         const float sums[2] = {shared.query_sum[group][2 * quad] * scale, shared.query_sum[group][2 * quad + 1] * scale};
         // As in mma_ones: the error of the query times (code - mean) alone.
         const float centre[2] = {shared.query_lost[group][2 * quad] * heads[0] * MEAN_CODE(K_BITS),

@@ -87,7 +87,7 @@ void mma_plane1(float (&acc)[COUNT][4], const u8* plane, int first, const u32* o
 }
 
 // Sum over the contraction of op alone, as if all codes were 1, in every row: what codes are centred with. An operand is
-// rounded to 11 bits; with its error times (code - mean) in place of the code, results are two to three times as precise.
+// rounded to 11 bits; this lets its error be multiplied by code - mean in place of the code.
 template <int PAIRS_OF> __device__ __forceinline__ void mma_ones(float (&d)[4], const u32 (&op)[PAIRS_OF]) {
     float even[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll

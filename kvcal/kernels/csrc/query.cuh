@@ -38,7 +38,8 @@ __device__ void prepare_query(const Args& a, Shared& shared, int row, int head, 
             for (int i = 0; i < DIM / 32; i++)
                 if (i * 32 / K_GROUP == group) {
                     sum += folded[i];
-                    lost += folded[i] * down - half_to_float((u16)(halves(folded[i] * down, 0.f) & 0xffffu));
+                    // A rescaled query has more bits than fp16, over channels of unlike size: its rest is an operand.
+                    if (!K_RESCALE) lost += folded[i] * down - half_to_float((u16)(halves(folded[i] * down, 0.f) & 0xffffu));
                 }
 #pragma unroll
             for (int mask = 1; mask < 32; mask *= 2) { sum += shuffle(sum, mask); lost += shuffle(lost, mask); }
@@ -55,9 +56,11 @@ __device__ void prepare_query(const Args& a, Shared& shared, int row, int head, 
             // Column c belongs to quad c / (DIM / 4), there to pair (16 w + e) % 8, half (c / 8) % 2.
             const int quad = c / (DIM / 4), rest = c % (DIM / 4), w = rest / 16, e = rest % 8, half = rest / 8 % 2, index = w * 8 + e;
             const int target = h * 4 + quad;
-            reinterpret_cast<u16*>(&shared.query_plain[index / 4][target][index % 4])[half] = plain;
+            const float lift = power2(K_LIFT - 2 * lift_of(e));
+            reinterpret_cast<u16*>(&shared.query_plain[index / 4][target][index % 4])[half] =
+                K_AXIS ? (u16)(halves((folded[i] * down - half_to_float(plain)) * lift, 0.f) & 0xffffu) : plain;
             reinterpret_cast<u16*>(&shared.query[index / 4][target][index % 4])[half] =
-                (u16)(halves(folded[i] * down * power2(K_LIFT - 2 * lift_of(e)), 0.f) & 0xffffu);
+                (u16)(halves(folded[i] * down * lift, 0.f) & 0xffffu);
             const int j = c / 32, dense_quad = c % 32 / 8, word = c % 8 / 2;
             const u16 dense = (u16)(dense_pair(raw[i], 0.f) & 0xffffu);
             reinterpret_cast<u16*>(&shared.query_dense[j][h * 4 + dense_quad][word])[c % 2] = dense;
