@@ -45,7 +45,7 @@ class Case:
 
     @property
     def defines(self) -> dict[str, int]:
-        return side_defines(self.side, self.fmt, self.dim, self.cache) | {
+        return side_defines(self.side, self.fmt, self.dim, self.cache, self.fmt.num_bits) | {
             "DTYPE": DTYPES[self.cache],
             "K_RESCALE": int(self.rescale),
             "K_OFFSET": int(self.offset),

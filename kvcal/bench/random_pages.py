@@ -49,7 +49,8 @@ def _fill(
         pages.view(dtype).normal_(generator=generator)
         return
     pages.random_(0, 256, generator=generator)
-    found = {name.partition("_")[2]: value for name, value in side_defines(side, fmt, head_dim, cache_dtype).items()}
+    defines = side_defines(side, fmt, head_dim, cache_dtype, fmt.num_bits)
+    found = {name.partition("_")[2]: value for name, value in defines.items()}
     params = (found["ZERO"] - found["SCALE"]) // PARAM_DTYPES[fmt.param_dtype].itemsize
     for offset, middle in ((found["SCALE"], CODE_RANGE / (2**fmt.num_bits - 1)), (found["ZERO"], ZERO)):
         values = torch.empty(*pages.shape[:-1], params, device=pages.device)

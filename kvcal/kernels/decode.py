@@ -17,6 +17,7 @@ from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.variants import DTYPES, Defines, Variant
 from kvcal.quantizers.pages import RAW_BITS
+from kvcal.quantizers.tiers import TieredLayout
 
 NAMES = {dtype: name for name, dtype in CACHE_DTYPES.items()}
 HEADS = 8  # query heads that a pass over the cache serves
@@ -36,9 +37,9 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
     Raises:
         UsageError: not even one warp fits.
     """
-    dim, has_tiers = variant.head_dim, variant.k.boost is not None
-    is_packed = variant.v.num_bits != RAW_BITS
-    records = [0 if variant.format(side).num_bits == RAW_BITS else variant.layout(side).record_bytes for side in SIDES]
+    dim, has_tiers = variant.head_dim, isinstance(variant.layout("k"), TieredLayout)
+    is_packed = variant.num_bits("v") != RAW_BITS
+    records = [0 if variant.num_bits(side) == RAW_BITS else variant.layout(side).record_bytes for side in SIDES]
     shared = (4 + has_tiers) * 16 * dim + 32 * HEADS * 4 + 2 * MAX_ROWS * 4 + 64
     each = max(sum(records) if is_packed else 0, 16) + HEADS * dim * 4 + SWAP_BYTES + 2 * HEADS * 4 + 256 * has_tiers
     room = 1024 * SHARED_KIB.get(capability, OTHER_SHARED_KIB)

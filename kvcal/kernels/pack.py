@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.compile import Kernel, kernel
-from kvcal.kernels.variants import DTYPES, parse_key, side_defines
+from kvcal.kernels.variants import DTYPES, parse_key
 from kvcal.quantizers.pages import PAGE_TOKENS
 
 NAMES = {dtype: name for name, dtype in CACHE_DTYPES.items()}
@@ -31,11 +31,7 @@ def _side_kernel(entry: str, side: str, variant: str, device_index: int) -> Kern
     """``pack`` or ``unpack`` of one side, with the macros of that side alone: shared by all formats of the other."""
     named = parse_key(variant)
     own = {"DTYPE": named.defines["DTYPE"], "SIDE": ("k", "v").index(side)}
-    if side == "k":
-        own |= side_defines("k", named.k, named.head_dim, named.cache_dtype)
-        own |= {name: named.defines[name] for name in ("K_RESCALE", "K_OFFSET")}
-    else:
-        own |= side_defines("v", named.v, named.head_dim, named.cache_dtype)
+    own |= {name: value for name, value in named.defines.items() if name.startswith(f"{side.upper()}_")}
     return kernel("pack", entry, own, device_index)
 
 

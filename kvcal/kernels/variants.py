@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pydantic.dataclasses import dataclass as strict_dataclass
 
 from kvcal.errors import UsageError
-from kvcal.formats import SIDES, Format, Side
+from kvcal.formats import RAW, SIDES, Format, Side
 from kvcal.geometry import CACHE_DTYPES, CacheDtype
 from kvcal.layer_plan import LayerPlan
 from kvcal.quantizers.pages import RAW_BITS, PageLayout
@@ -61,7 +61,8 @@ class HeadRange:
 class Variant:
     """One specialisation of the kernels. ``group_heads`` query heads share a KV head. ``rescale``, ``offset``: pages
     hold (K - offset) / rescale. ``first_head`` numbers the range's heads for the score "random", and is 0 otherwise:
-    ranges of equal formats share their kernels."""
+    ranges of equal formats share their kernels. ``k_bits``, ``v_bits``: bits of the pages as the kernel meets them,
+    where those are not the format's own: more before they shrink, 16 where a stored form was decoded into tokens."""
 
     k: Format
     v: Format
@@ -71,6 +72,8 @@ class Variant:
     rescale: bool
     offset: bool
     first_head: int
+    k_bits: int | None = None
+    v_bits: int | None = None
 
     def __hash__(self) -> int:
         return hash(self.key)  # kernels are looked up by it at every launch
@@ -78,12 +81,14 @@ class Variant:
     def format(self, side: Side) -> Format:
         return self.k if side == "k" else self.v
 
+    def num_bits(self, side: Side) -> int:
+        """Bits of the pages that the kernel meets."""
+        given = self.k_bits if side == "k" else self.v_bits
+        return self.format(side).num_bits if given is None else given
+
     def layout(self, side: Side) -> PageLayout | TieredLayout:
         """The record of one page of one KV head."""
-        fmt = self.format(side)
-        layout = fmt.layout(side, 1, self.head_dim, self.cache_dtype, fmt.num_bits)
-        assert isinstance(layout, PageLayout | TieredLayout)
-        return layout
+        return page_layout(side, self.format(side), self.head_dim, self.cache_dtype, self.num_bits(side))
 
     @functools.cached_property
     def key(self) -> str:
@@ -100,7 +105,7 @@ class Variant:
             "K_OFFSET": int(self.offset),
         }
         for side in SIDES:
-            found |= side_defines(side, self.format(side), self.head_dim, self.cache_dtype)
+            found |= side_defines(side, self.format(side), self.head_dim, self.cache_dtype, self.num_bits(side))
         return found
 
 
@@ -165,12 +170,21 @@ def refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
         yield "keys and values have different numbers of sink tokens: their pages hold different tokens"
 
 
-def side_defines(side: Side, fmt: Format, head_dim: int, cache_dtype: str) -> Defines:
-    """The macros of the pages, sinks and buffer of one side."""
-    layout = fmt.layout(side, 1, head_dim, cache_dtype, fmt.num_bits)
+def page_layout(side: Side, fmt: Format, head_dim: int, cache_dtype: str, num_bits: int) -> PageLayout | TieredLayout:
+    """The record of one page of one KV head, at ``num_bits``."""
+    if num_bits == RAW_BITS:  # whatever the format would quantize them with
+        fmt = RAW
+    layout = fmt.layout(side, 1, head_dim, cache_dtype, num_bits)
+    assert isinstance(layout, PageLayout | TieredLayout)
+    return layout
+
+
+def side_defines(side: Side, fmt: Format, head_dim: int, cache_dtype: str, num_bits: int) -> Defines:
+    """The macros of the pages, sinks and buffer of one side, whose pages have ``num_bits``."""
+    layout = page_layout(side, fmt, head_dim, cache_dtype, num_bits)
     found = {
         "DIM": head_dim,
-        "BITS": fmt.num_bits,
+        "BITS": num_bits,
         "AXIS": AXES[fmt.axis],
         "GROUP": fmt.group_size,
         "PARAM": DTYPES[fmt.param_dtype],
@@ -182,9 +196,8 @@ def side_defines(side: Side, fmt: Format, head_dim: int, cache_dtype: str) -> De
     if isinstance(layout, TieredLayout):
         found |= _tier_defines(fmt, layout)
     else:
-        assert isinstance(layout, PageLayout)
-        scale = 0 if fmt.num_bits == RAW_BITS else sum(layout.plane_sizes)
-        found |= {"SCALE": scale, "ZERO": scale if fmt.num_bits == RAW_BITS else scale + layout.param_size, "TIERS": 0}
+        scale = 0 if num_bits == RAW_BITS else sum(layout.plane_sizes)
+        found |= {"SCALE": scale, "ZERO": scale if num_bits == RAW_BITS else scale + layout.param_size, "TIERS": 0}
     return {f"{side.upper()}_{name}": value for name, value in found.items()}
 
 
