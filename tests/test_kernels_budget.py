@@ -16,14 +16,14 @@ from kvcal.kernels.variants import Variant
 KITTY = Boost("magnitude", (Tier(4, 0.125),))
 # name: (K, V, instructions at most, bytes of local memory at most)
 VARIANTS = {
-    "2 bits": (Format(2, "channel"), Format(2), 6500, 96),
-    "3 bits": (Format(3, "channel"), Format(3), 7300, 0),
-    "4 bits": (Format(4, "channel"), Format(4), 7300, 0),
-    "Kitty": (Format(2, "channel", boost=KITTY), Format(2), 7000, 96),
-    "16 bits": (RAW, RAW, 4500, 96),
+    "2 bits": (Format(2, "channel"), Format(2), 3800, 0),
+    "3 bits": (Format(3, "channel"), Format(3), 4800, 0),
+    "4 bits": (Format(4, "channel"), Format(4), 4400, 0),
+    "Kitty": (Format(2, "channel", boost=KITTY), Format(2), 4200, 0),
+    "16 bits": (RAW, RAW, 2950, 32),
 }
 # Warps of a block, by compute capability: each has a page in work, and two records in shared memory.
-WARPS = {(8, 0): 8, (8, 9): 4, (9, 0): 12, (12, 0): 4}
+WARPS = {(8, 0): 12, (8, 9): 4, (9, 0): 12, (12, 0): 4}
 
 
 def variant(k: Format, v: Format) -> Variant:

@@ -20,10 +20,11 @@ from kvcal.quantizers.pages import RAW_BITS
 from kvcal.quantizers.tiers import TieredLayout
 
 NAMES = {dtype: name for name, dtype in CACHE_DTYPES.items()}
-HEADS = 8  # query heads that a pass over the cache serves
 MAX_ROWS = 512
-SWAP_BYTES = HEADS * 76 * 4
-MAX_WARPS = 12  # 168 registers a thread; with fewer, the compiler puts products that wait for each other side by side
+TILE_HEADS = 4  # query heads of a tile of the tensor core; a pass over the cache serves one or two tiles
+SWAP_BYTES = 644 * 4
+MAX_WARPS = 12  # 168 registers a thread
+MAX_RAW_WARPS = 16  # values of 16 bits are read without a copy on its way: only more warps hide memory
 SCHEDULERS = 4  # of an SM: warps come in multiples
 # Shared memory of a block at most, in KiB, by compute capability.
 SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
@@ -40,10 +41,13 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
     dim, has_tiers = variant.head_dim, isinstance(variant.layout("k"), TieredLayout)
     is_packed = variant.num_bits("v") != RAW_BITS
     records = [0 if variant.num_bits(side) == RAW_BITS else variant.layout(side).record_bytes for side in SIDES]
-    shared = (4 + has_tiers) * 16 * dim + 32 * HEADS * 4 + 2 * MAX_ROWS * 4 + 64
-    each = max(sum(records) if is_packed else 0, 16) + HEADS * dim * 4 + SWAP_BYTES + 2 * HEADS * 4 + 256 * has_tiers
+    heads = pass_heads(variant.group_heads)
+    tiles = heads // TILE_HEADS
+    shared = (24 * tiles + 32) * dim + 10 * heads * 4 + 2 * MAX_ROWS * 4 + 64 + 128
+    slots = max(sum(-(-record // 128) * 128 for record in records) if is_packed else 0, heads * dim * 4)
+    each = slots + tiles * SWAP_BYTES + 2 * heads * 4 + 256 * has_tiers
     room = 1024 * SHARED_KIB.get(capability, OTHER_SHARED_KIB)
-    warps = min(MAX_WARPS, (room - shared) // each)
+    warps = min(MAX_WARPS if is_packed else MAX_RAW_WARPS, (room - shared) // each)
     warps -= warps % SCHEDULERS if warps > SCHEDULERS else 0
     if warps < 1:
         raise UsageError(
@@ -52,6 +56,11 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
             hint="take fewer bits, or the dynamic PlanCache",
         )
     return warps, shared + warps * each
+
+
+def pass_heads(group_heads: int) -> int:
+    """Query heads of a group that one pass over the cache serves."""
+    return TILE_HEADS if group_heads <= TILE_HEADS else 2 * TILE_HEADS
 
 
 def decode_defines(variant: Variant, q_dtype: str, softcap: bool, capability: tuple[int, int]) -> Defines:
@@ -80,9 +89,14 @@ def _kernel(
 
 def workspace_bytes(batch: int, num_kv_heads: int, group_heads: int, head_dim: int, device: torch.device) -> int:
     """Scratch that :func:`launch_decode` needs for calls of at most this size; zeroed before the first use."""
-    heads = batch * num_kv_heads * -(-group_heads // HEADS)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return _counter_bytes(heads) + (heads + num_sms) * HEADS * (head_dim + 2) * 4
+    return sum(_workspace(batch, num_kv_heads, group_heads, head_dim, num_sms))
+
+
+def _workspace(batch: int, num_kv_heads: int, group_heads: int, head_dim: int, num_sms: int) -> tuple[int, int]:
+    """Bytes of the counters, and of the parts of a softmax."""
+    heads = batch * num_kv_heads * -(-group_heads // pass_heads(group_heads))
+    return _counter_bytes(heads), (heads + num_sms) * pass_heads(group_heads) * (head_dim + 2) * 4
 
 
 def _counter_bytes(heads: int) -> int:
@@ -117,11 +131,9 @@ def launch_decode(
     if batch > MAX_ROWS:
         raise UsageError(f"{batch} sequences in a batch, expected at most {MAX_ROWS}", hint="split the batch")
     compiled, grid, threads, shared = _kernel(variant, q.dtype, softcap != 0.0, q.get_device())
-    heads = batch * num_heads * -(-variant.group_heads // HEADS)
-    counters = _counter_bytes(heads)
-    needed = counters + (heads + grid[0]) * HEADS * (variant.head_dim + 2) * 4
-    if workspace.numel() < needed:
-        raise UsageError(f"a workspace of {workspace.numel()} bytes, expected at least {needed}")
+    counters, parts = _workspace(batch, num_heads, variant.group_heads, variant.head_dim, grid[0])
+    if workspace.numel() < counters + parts:
+        raise UsageError(f"a workspace of {workspace.numel()} bytes, expected at least {counters + parts}")
     if q.stride(-1) != 1:
         q = q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

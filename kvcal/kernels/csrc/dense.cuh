@@ -28,108 +28,156 @@ struct Head {
     }
 };
 
-// Scores of COUNT tiles of tokens that are not packed, from ``token``; those from ``stop`` on are left out.
-template <int COUNT> __device__ __forceinline__
-void dense_scores(float (&s)[COUNT][4], const Head& head, int token, int stop, const Shared& shared, int lane, float scale) {
-    const int g = lane >> 2, quad = lane & 3;
+// Ask for the keys and values of a tile, to be near when its turn comes.
+__device__ __forceinline__ void prefetch_dense(const Head& head, int token, int stop, int lane) {
+    const int at = token + lane % 16;
+    if (at < stop)
 #pragma unroll
-    for (int t = 0; t < COUNT; t++) {
-        const int low = token + t * 16 + g, high = low + 8;
-        const u16* rows[2] = {head.key(low < stop ? low : token) + 8 * quad, head.key(high < stop ? high : token) + 8 * quad};
-        float acc[4] = {0.f, 0.f, 0.f, 0.f};
+        for (int i = 0; i < DIM; i += 64) prefetch((lane < 16 ? head.key(at) : head.value(at)) + i);
+}
+
+// Keys of 16 tokens, as an operand: rows g and g + 8. Tokens from ``stop`` on are replaced by the first one.
+struct DenseKeys {
+    uint4 low[DIM / 32], high[DIM / 32];
+
+    __device__ __forceinline__ void load(const Head& head, int token, int stop, int lane) {
+        const int at = token + (lane >> 2);
+        const u16 *low_row = head.key(at < stop ? at : token) + 8 * (lane & 3), *high_row = head.key(at + 8 < stop ? at + 8 : token) + 8 * (lane & 3);
 #pragma unroll
         for (int j = 0; j < DIM / 32; j++) {
-            const uint4 a = *reinterpret_cast<const uint4*>(rows[0] + 32 * j), b = *reinterpret_cast<const uint4*>(rows[1] + 32 * j);
-            const uint4 q = *reinterpret_cast<const uint4*>(shared.query_dense[j][lane]);
-            mma_dense(acc, a.x, b.x, a.y, b.y, q.x, q.y);
-            mma_dense(acc, a.z, b.z, a.w, b.w, q.z, q.w);
-#if SPLIT_QUERY
-            const uint4 r = *reinterpret_cast<const uint4*>(shared.query_rest[j][lane]);
-            mma_dense(acc, a.x, b.x, a.y, b.y, r.x, r.y);
-            mma_dense(acc, a.z, b.z, a.w, b.w, r.z, r.w);
-#endif
+            low[j] = *reinterpret_cast<const uint4*>(low_row + 32 * j);
+            high[j] = *reinterpret_cast<const uint4*>(high_row + 32 * j);
         }
-        s[t][0] = low < stop ? acc[0] * scale : -INFINITY; s[t][1] = low < stop ? acc[1] * scale : -INFINITY;
-        s[t][2] = high < stop ? acc[2] * scale : -INFINITY; s[t][3] = high < stop ? acc[3] * scale : -INFINITY;
+    }
+};
+
+// Their values: tokens 2 quad, + 1, + 8 and + 9; 0 from ``stop`` on.
+struct DenseValues {
+    uint4 rows[DIM / 64][4];
+
+    __device__ __forceinline__ void load(const Head& head, int token, int stop, int lane) {
+#pragma unroll
+        for (int part = 0; part < DIM / 64; part++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int at = token + 2 * (lane & 3) + i / 2 * 8 + i % 2;
+                rows[part][i] = at < stop ? *reinterpret_cast<const uint4*>(head.value(at) + 64 * part + 8 * (lane >> 2)) : make_uint4(0, 0, 0, 0);
+            }
+    }
+};
+
+// Scores of a tile of keys; as packed_scores has them, s[n][0] and s[n][1].
+__device__ __forceinline__ void tile_scores(float (&s)[QUERY_TILES][2], const DenseKeys& keys, int token, int stop, const Shared& shared, int lane, float scale) {
+    float acc[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int j = 0; j < DIM / 32; j++) {
+        const uint4 a = keys.low[j], b = keys.high[j], q = *reinterpret_cast<const uint4*>(shared.query_dense[j][lane]);
+        mma_dense(acc, a.x, b.x, a.y, b.y, q.x, q.y);
+        mma_dense(acc, a.z, b.z, a.w, b.w, q.z, q.w);
+#if SPLIT_QUERY
+        const uint4 r = *reinterpret_cast<const uint4*>(shared.query_rest[j][lane]);
+        mma_dense(acc, a.x, b.x, a.y, b.y, r.x, r.y);
+        mma_dense(acc, a.z, b.z, a.w, b.w, r.z, r.w);
+#endif
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; n++) s[n][half] = token + 8 * half + (lane >> 2) < stop ? acc[2 * half + n] * scale : -INFINITY;
+}
+
+// Scores of COUNT tiles of tokens that are not packed, from ``token``; those from ``stop`` on are left out.
+template <int COUNT> __device__ __forceinline__
+void dense_scores(float (&s)[QUERY_TILES][2 * COUNT], const Head& head, int token, int stop, const Shared& shared, int lane, float scale) {
+#pragma unroll
+    for (int t = 0; t < COUNT; t++) {
+        DenseKeys keys;
+        float tile[QUERY_TILES][2];
+        keys.load(head, token + 16 * t, stop, lane);
+        tile_scores(tile, keys, token + 16 * t, stop, shared, lane, scale);
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; n++) { s[n][2 * t] = tile[n][0]; s[n][2 * t + 1] = tile[n][1]; }
     }
 }
 
-// 32 tokens whose values are not packed.
-__device__ __forceinline__ void dense_unit(State& state, float (&out)[TILES][4], const Head& head, int token, int stop, Shared& shared, int warp,
-                                           int lane, float scale, float softcap) {
-    const int g = lane >> 2, quad = lane & 3;
-    float s[UNIT / 16][4];
-    if (K_PACKED && token >= BASE && (token - BASE) / PAGE < head.num_k_pages) {
-        int page = (token - BASE) / PAGE;
-#if K_BITS != 16
+// Probabilities of the heads n at tokens g and g + 8 of a tile, times its values, added to ``out``.
+__device__ __forceinline__ void add_values(float (&out)[TILES][4], const float (&p)[QUERY_TILES][2], const DenseValues& values) {
+    u32 b[2], rest[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float p0 = p[0][half], p1 = QUERY_TILES > 1 ? p[QUERY_TILES - 1][half] : 0.f;
+        b[half] = transpose(dense_pair(p0, p1));
+#if DTYPE == 1  // 8 bits of a probability are too few: the rest goes in a second product
+        rest[half] = transpose(bhalves(p0 - dense_to_float((u16)(bhalves(p0, 0.f) & 0xffffu)), p1 - dense_to_float((u16)(bhalves(p1, 0.f) & 0xffffu))));
+#endif
+    }
+#pragma unroll
+    for (int part = 0; part < DIM / 64; part++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const u32 w0 = (&values.rows[part][0].x)[i], w1 = (&values.rows[part][1].x)[i], w2 = (&values.rows[part][2].x)[i], w3 = (&values.rows[part][3].x)[i];
+            const u32 a0 = permute(w0, w1, 0x5410), a1 = permute(w0, w1, 0x7632), a2 = permute(w2, w3, 0x5410), a3 = permute(w2, w3, 0x7632);
+            mma_dense(out[4 * part + i], a0, a1, a2, a3, b[0], b[1]);
+#if DTYPE == 1
+            mma_dense(out[4 * part + i], a0, a1, a2, a3, rest[0], rest[1]);
+#endif
+        }
+}
+
+// UNIT tokens whose values are not packed. out: P V of heads quad and quad + 4, of channels 64 (t / 4) + 8 g + 2 (t % 4) and the
+// next one.
+__device__ __forceinline__ void dense_unit(State& state, float (&out)[TILES][4], const Head& head, int token, int stop, Shared& shared,
+                                           int warp, int lane, float scale, float softcap) {
+    float s[QUERY_TILES][UNIT / 8];
+    DenseValues values;
+    if (DENSE_IS_RARE) values.load(head, token, stop, lane);  // together with the keys
+#if K_LEADS
+    if (token >= BASE && (token - BASE) / PAGE < head.num_k_pages) {
+        const int page = (token - BASE) / PAGE;
         packed_scores<UNIT / 16>(s, head.k_pages + page * head.k_stride, (token - BASE) % PAGE / 16, shared, warp, lane, scale);
 #pragma unroll
-        for (int t = 0; t < UNIT / 16; t++)
+        for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                if (token + t * 16 + i / 2 * 8 + g >= stop) s[t][i] = -INFINITY;
+            for (int i = 0; i < UNIT / 8; i++)
+                if (token + 8 * i + (lane >> 2) >= stop) s[n][i] = -INFINITY;
+    } else
 #endif
-    } else {
         dense_scores<UNIT / 16>(s, head, token, stop, shared, lane, scale);
-    }
     cap(s, softcap);
-    float down[2];
-    if (state.raise(s, down)) rescale(out, down[0], down[1]);
+    float down[QUERY_TILES];
+    if (state.raise(s, down, lane))
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) out[t][i] *= i % 2 < QUERY_TILES ? down[i % 2 < QUERY_TILES ? i % 2 : 0] : 1.f;
 #pragma unroll
     for (int t = 0; t < UNIT / 16; t++) {
-        u32 b[2], rest[2];
+        if (!DENSE_IS_RARE) values.load(head, token + 16 * t, stop, lane);
+        float p[QUERY_TILES][2];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float p0 = exp2_(s[t][half * 2] - state.max_[0]), p1 = exp2_(s[t][half * 2 + 1] - state.max_[1]);
-            state.sum[0] += p0; state.sum[1] += p1;
-            b[half] = transpose(dense_pair(p0, p1));
-#if DTYPE == 1  // 8 bits of a probability are too few: the rest goes in a second product
-            float r0 = p0 - __int_as_float((bhalves(p0, 0.f) & 0xffffu) << 16), r1 = p1 - __int_as_float((bhalves(p1, 0.f) & 0xffffu) << 16);
-            rest[half] = transpose(bhalves(r0, r1));
-#endif
-        }
-        const int first = token + t * 16 + 2 * quad;
+        for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll
-        for (int part = 0; part < DIM; part += 64) {
-            uint4 v[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                int at = first + i / 2 * 8 + i % 2;
-                v[i] = at < stop ? *reinterpret_cast<const uint4*>(head.value(at) + part + 8 * g) : make_uint4(0, 0, 0, 0);
-            }
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const u32 w0 = (&v[0].x)[i], w1 = (&v[1].x)[i], w2 = (&v[2].x)[i], w3 = (&v[3].x)[i];
-                const u32 a0 = permute(w0, w1, 0x5410), a1 = permute(w0, w1, 0x7632), a2 = permute(w2, w3, 0x5410), a3 = permute(w2, w3, 0x7632);
-                mma_dense(out[part / 16 + i], a0, a1, a2, a3, b[0], b[1]);
-#if DTYPE == 1
-                mma_dense(out[part / 16 + i], a0, a1, a2, a3, rest[0], rest[1]);
-#endif
-            }
-        }
+            for (int half = 0; half < 2; half++) { p[n][half] = exp2_(s[n][2 * t + half] - state.max_[n]); state.sum[n] += p[n][half]; }
+        add_values(out, p, values);
     }
 }
 
-// Dense units leave channels 64 (t / 4) + 8 g + 2 (t % 4) and the next one in out[t]: bring them into the order of the
-// packed ones, and to their units.
-__device__ __forceinline__ void reorder(const State& state, float (&out)[TILES][4], u32* swap, int lane) {
+// What dense units left in ``out`` is added to the state, in its order of channels.
+__device__ __forceinline__ void reorder(State& state, const float (&out)[TILES][4], float* swap, int lane) {
+    static_assert(4 * DIM <= SWAP_WORDS, "four heads at a time");
     const int g = lane >> 2, quad = lane & 3;
-    float* to = reinterpret_cast<float*>(swap);
-    const float unit = V_PACKED ? power2(V_LIFT - 24 - state.exponent) : 1.f;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {  // heads 4 half .. 4 half + 3
+    for (int n = 0; n < QUERY_TILES; n++) {
         __syncwarp();
-        if (quad / 2 == half)
 #pragma unroll
-            for (int t = 0; t < TILES; t++)
+        for (int t = 0; t < TILES; t++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) to[(2 * (quad & 1) + (i & 1)) * DIM + 64 * (t / 4) + 8 * g + 2 * (t % 4) + i / 2] = out[t][i];
+            for (int i = 0; i < 2; i++) swap[quad * DIM + 64 * (t / 4) + 8 * g + 2 * (t % 4) + i] = out[t][2 * i + n];
         __syncwarp();
-        if (quad / 2 == half)
 #pragma unroll
-            for (int t = 0; t < TILES; t++)
+        for (int t = 0; t < TILES; t++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) out[t][i] = to[(2 * (quad & 1) + (i & 1)) * DIM + 16 * t + i / 2 * 8 + g] * unit;
+            for (int half = 0; half < 2; half++) state.out[n][t][half] += swap[quad * DIM + 16 * t + 8 * half + g];
     }
     __syncwarp();
 }

@@ -1,20 +1,28 @@
 // The query of a head, in the orders in which the operands want it.
 
-#include "instructions.cuh"
+#include "limbs.cuh"
 
 namespace decode_ {
 
-// The query of up to 8 heads, in the orders that the operands want.
-__device__ void prepare_query(const Args& a, Shared& shared, int row, int head, int pass, int thread) {
-    const int warp = thread / 32, lane = thread % 32;
-    for (int h = warp; h < HEADS; h += WARPS) {
-        const int member = pass * HEADS + h;
-        const i64 from = row * a.q_row + (i64)(head * GROUP_HEADS + member) * a.q_head;
-        float raw[DIM / 32], folded[DIM / 32], largest = 0.f, offset = 0.f;
+// Channels 32 i + lane of query head h of a pass; 0 beyond the group.
+__device__ __forceinline__ void fetch_query(float (&raw)[DIM / 32], const Args& a, int row, int head, int pass, u32 h, u32 lane) {
+    const int member = pass * HEADS + (int)h;
+    const i64 from = row * a.q_row + (i64)(head * GROUP_HEADS + member) * a.q_head + lane;
+#pragma unroll
+    for (int i = 0; i < DIM / 32; i++) raw[i] = h < HEADS && member < GROUP_HEADS ? number_at<Q_DTYPE>(a.q, from + i * 32) : 0.f;
+}
+
+// A group's query heads of one pass, of which this warp fetched number ``warp`` already. The rescaling of keys and their
+// offset are folded in.
+__device__ __forceinline__ void prepare_query(float (&raw)[DIM / 32], const Args& a, Shared& shared, int row, int head, int pass, u32 thread) {
+    const u32 warp = thread / 32, lane = thread % 32;
+#pragma unroll 1
+    for (u32 h = warp; h < HEADS; h += WARPS) {
+        if (h != warp) fetch_query(raw, a, row, head, pass, h, lane);
+        float folded[DIM / 32], offset = 0.f;
 #pragma unroll
         for (int i = 0; i < DIM / 32; i++) {
             const int c = i * 32 + lane;
-            raw[i] = member < GROUP_HEADS ? number_at<Q_DTYPE>(a.q, from + c) : 0.f;
             folded[i] = raw[i];
 #if K_OFFSET
             offset = fmaf(raw[i], a.k_offset[head * DIM + c], offset);
@@ -22,54 +30,72 @@ __device__ void prepare_query(const Args& a, Shared& shared, int row, int head, 
 #if K_RESCALE
             folded[i] *= a.k_rescale[head * DIM + c];
 #endif
-            largest = fmaxf(largest, fabsf(folded[i]));
         }
+#if K_OFFSET
 #pragma unroll
-        for (int mask = 1; mask < 32; mask *= 2) { largest = fmaxf(largest, shuffle(largest, mask)); offset += shuffle(offset, mask); }
-        const int exponent = min(60, max(-60, (__float_as_int(largest) >> 23) - 126));
-        const float down = power2(-exponent);
-        if (lane == 0) { shared.query_scale[h] = power2(exponent); shared.query_offset[h] = offset; }
+        for (int mask = 1; mask < 32; mask *= 2) offset += shuffle(offset, mask);
+#endif
+        if (lane == 0) shared.query_offset[h] = offset;
 #if K_AXIS
         // Sums of a channel group: the groups are whole multiples of 32 channels.
 #pragma unroll
         for (int group = 0; group < K_GROUPS; group++) {
-            float sum = 0.f, lost = 0.f;
+            float sum = 0.f;
 #pragma unroll
             for (int i = 0; i < DIM / 32; i++)
-                if (i * 32 / K_GROUP == group) {
-                    sum += folded[i];
-                    // A rescaled query has more bits than fp16, over channels of unlike size: its rest is an operand.
-                    if (!K_RESCALE) lost += folded[i] * down - half_to_float((u16)(halves(folded[i] * down, 0.f) & 0xffffu));
-                }
+                if (i * 32 / K_GROUP == group) sum += folded[i];
 #pragma unroll
-            for (int mask = 1; mask < 32; mask *= 2) { sum += shuffle(sum, mask); lost += shuffle(lost, mask); }
-            if (lane == 0) { shared.query_sum[group][h] = sum; shared.query_lost[group][h] = lost; }
+            for (int mask = 1; mask < 32; mask *= 2) sum += shuffle(sum, mask);
+            if (lane == 0) shared.query_sum[group][h] = sum;
         }
 #endif
 #pragma unroll
         for (int i = 0; i < DIM / 32; i++) {
-            const int c = i * 32 + lane;
-            const u16 plain = (u16)(halves(folded[i] * down, 0.f) & 0xffffu);
-#if K_TIERS > 0
-            shared.query_rows[h][c] = plain;
-#endif
-            // Column c belongs to quad c / (DIM / 4), there to pair (16 w + e) % 8, half (c / 8) % 2.
-            const int quad = c / (DIM / 4), rest = c % (DIM / 4), w = rest / 16, e = rest % 8, half = rest / 8 % 2, index = w * 8 + e;
-            const int target = h * 4 + quad;
-            const float lift = power2(K_LIFT - 2 * lift_of(e));
-            reinterpret_cast<u16*>(&shared.query_plain[index / 4][target][index % 4])[half] =
-                K_AXIS ? (u16)(halves((folded[i] * down - half_to_float(plain)) * lift, 0.f) & 0xffffu) : plain;
-            reinterpret_cast<u16*>(&shared.query[index / 4][target][index % 4])[half] =
-                (u16)(halves(folded[i] * down * lift, 0.f) & 0xffffu);
-            const int j = c / 32, dense_quad = c % 32 / 8, word = c % 8 / 2;
+            const u32 c = i * 32 + lane;
+            // Column c belongs to one of the two lanes of its head and quarter.
+            const u32 part = c / (DIM / 8), rest = c % (DIM / 8);
+            shared.query[h / 4][rest / 4][(2 * (h % 4) + part % 2) * 4 + part / 2][rest % 4] = folded[i];
+            // Keys that are not packed: two columns are heads h and h + 4.
+            const u32 j = c / 32, quad = c % 32 / 8, word = c % 8 / 2, column = 2 * (h % 4) + h / 4;
             const u16 dense = (u16)(dense_pair(raw[i], 0.f) & 0xffffu);
-            reinterpret_cast<u16*>(&shared.query_dense[j][h * 4 + dense_quad][word])[c % 2] = dense;
+            reinterpret_cast<u16*>(&shared.query_dense[j][column * 4 + quad][word])[c % 2] = dense;
 #if SPLIT_QUERY
-            reinterpret_cast<u16*>(&shared.query_rest[j][h * 4 + dense_quad][word])[c % 2] =
+            reinterpret_cast<u16*>(&shared.query_rest[j][column * 4 + quad][word])[c % 2] =
                 (u16)(dense_pair(raw[i] - dense_to_float(dense), 0.f) & 0xffffu);
 #endif
         }
     }
+#if QUERY_TILES == 1  // columns of no head
+    for (u32 i = thread; i < DIM / 32 * 64; i += WARPS * 32) {
+        const u32 j = i / 64, at = i % 64, empty = (at / 16 * 2 + 1) * 4 + at % 16 / 4;
+        shared.query_dense[j][empty][at % 4] = 0;
+#if SPLIT_QUERY
+        shared.query_rest[j][empty][at % 4] = 0;
+#endif
+    }
+#endif
+#if K_AXIS && K_PACKED
+    __syncthreads();
+    for (u32 n = warp; n < QUERY_TILES; n += WARPS) {
+        float x[DIM / 8];
+        load_query(x, shared, n, lane);
+        const float top = largest_of(x), up = __fdividef(LARGEST, top);
+        u32 op[DIM / 16];
+        limbs<K_BITS>(x, up, op, lane);
+#pragma unroll
+        for (int i = 0; i < DIM / 16; i++) shared.query_limbs[n][i / 4][lane][i % 4] = op[i];
+        // What rounding takes from the sum over a channel group, all of them this lane's or none.
+        float lost = 0.f;
+#pragma unroll
+        for (int i = 0; i < DIM / 8; i++) lost += x[i] - rounded<K_BITS>(x[i], i, up);
+#pragma unroll
+        for (int group = 0; group < K_GROUPS; group++) {
+            const float sum = sum_of_lanes((lane & 3) * (DIM / 4) / K_GROUP == group ? lost : 0.f);
+            if ((lane & 7) == 0) shared.query_lost[group][n * 4 + lane / 8] = sum;
+        }
+        if ((lane & 7) == 0) shared.query_unit[n * 4 + lane / 8] = top / LARGEST;
+    }
+#endif
 }
 
 }  // namespace decode_

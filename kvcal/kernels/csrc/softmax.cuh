@@ -1,75 +1,64 @@
-// The softmax of one warp, taken in part by part, and P V where it waits.
+// The softmax of one warp, taken in part by part.
 
-#include "instructions.cuh"
+#include "limbs.cuh"
 
 namespace decode_ {
 
-// One warp's softmax so far. zero: sums of p z for each channel group, this lane's tokens. P V itself, out[t] = channels
-// 16 t + g and 16 t + 8 + g of heads 2 quad and 2 quad + 1, in units of 2^(24 - V_LIFT + exponent) for packed values, is
-// in registers only while values are multiplied: scores need the room, or their products wait for each other.
+// One warp's softmax so far, of heads 4 n + quad. zero: sums of p z for each channel group, of the heads 4 n + g / 2 and
+// of this lane's tokens (limbs.cuh). P V so far, in ``out[n][t][half]``, is of channel 16 t + 8 half + g.
 struct State {
-    float max_[2], sum[2], zero[V_GROUPS][2];
-    int exponent;
+    float max_[QUERY_TILES], sum[QUERY_TILES], zero[V_GROUPS][QUERY_TILES], out[QUERY_TILES][TILES][2];
 
     __device__ __forceinline__ void start() {
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            max_[h] = -INFINITY; sum[h] = 0.f;
+        for (int n = 0; n < QUERY_TILES; n++) {
+            max_[n] = -INFINITY; sum[n] = 0.f;
 #pragma unroll
-            for (int i = 0; i < V_GROUPS; i++) zero[i][h] = 0.f;
+            for (int i = 0; i < V_GROUPS; i++) zero[i][n] = 0.f;
+#pragma unroll
+            for (int t = 0; t < TILES; t++) out[n][t][0] = out[n][t][1] = 0.f;
         }
-        exponent = -4;
     }
 
-    // The new maximum over the scores; sums are scaled down to it. Whether P V must be, by ``down`` for each head.
-    template <int COUNT> __device__ __forceinline__ bool raise(const float (&s)[COUNT][4], float (&down)[2]) {
-        float top[2] = {max_[0], max_[1]};
+    // The new maximum over the scores; what was summed is scaled down to it. Whether it was, by ``down`` for each head.
+    template <int COUNT> __device__ __forceinline__ bool raise(const float (&s)[QUERY_TILES][COUNT], float (&down)[QUERY_TILES], int lane) {
+        float top[QUERY_TILES];
+        bool is_higher = false;
 #pragma unroll
-        for (int t = 0; t < COUNT; t++) {
-            top[0] = fmaxf(top[0], fmaxf(s[t][0], s[t][2]));
-            top[1] = fmaxf(top[1], fmaxf(s[t][1], s[t][3]));
+        for (int n = 0; n < QUERY_TILES; n++) {
+            top[n] = max_[n];
+#pragma unroll
+            for (int i = 0; i < COUNT; i++) top[n] = fmaxf(top[n], s[n][i]);
+#pragma unroll
+            for (int mask = 4; mask < 32; mask *= 2) top[n] = fmaxf(top[n], shuffle(top[n], mask));
+            is_higher |= top[n] != max_[n];
         }
+        if (!__any_sync(0xffffffffu, is_higher)) return false;
 #pragma unroll
-        for (int mask = 4; mask < 32; mask *= 2) { top[0] = fmaxf(top[0], shuffle(top[0], mask)); top[1] = fmaxf(top[1], shuffle(top[1], mask)); }
-        const bool raised = __any_sync(0xffffffffu, top[0] != max_[0] || top[1] != max_[1]);
-        if (raised)
+        for (int n = 0; n < QUERY_TILES; n++) {
+            down[n] = exp2_(max_[n] - top[n]);
+            max_[n] = top[n];
+            sum[n] *= down[n];
+            const float zero_down = from_scores(down[n], lane);
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                down[h] = exp2_(max_[h] - top[h]);
-                sum[h] *= down[h];
+            for (int i = 0; i < V_GROUPS; i++) zero[i][n] *= zero_down;
 #pragma unroll
-                for (int i = 0; i < V_GROUPS; i++) zero[i][h] *= down[h];
-                max_[h] = top[h];
-            }
-        return raised;
+            for (int t = 0; t < TILES; t++) { out[n][t][0] *= down[n]; out[n][t][1] *= down[n]; }
+        }
+        return true;
     }
 };
 
-__device__ __forceinline__ void rescale(float (&out)[TILES][4], float a, float b) {
-#pragma unroll
-    for (int t = 0; t < TILES; t++) { out[t][0] *= a; out[t][1] *= b; out[t][2] *= a; out[t][3] *= b; }
-}
-
-__device__ __forceinline__ void load_out(float (&out)[TILES][4], const float* from, int lane) {
-#pragma unroll
-    for (int t = 0; t < TILES; t++) *reinterpret_cast<float4*>(out[t]) = *reinterpret_cast<const float4*>(from + (t * 32 + lane) * 4);
-}
-
-__device__ __forceinline__ void store_out(const float (&out)[TILES][4], float* to, int lane) {
-#pragma unroll
-    for (int t = 0; t < TILES; t++) *reinterpret_cast<float4*>(to + (t * 32 + lane) * 4) = *reinterpret_cast<const float4*>(out[t]);
-}
-
 // softcap tanh(score / softcap), in log2 units; what is left out stays so.
-template <int COUNT> __device__ __forceinline__ void cap(float (&s)[COUNT][4], float softcap) {
+template <int COUNT> __device__ __forceinline__ void cap(float (&s)[QUERY_TILES][COUNT], float softcap) {
 #if HAS_SOFTCAP
     const float twice = 2.f / softcap, limit = softcap * LOG2E;
 #pragma unroll
-    for (int t = 0; t < COUNT; t++)
+    for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float x = exp2_(fminf(s[t][i] * twice, 60.f));  // e^(2 score / softcap)
-            s[t][i] = s[t][i] == -INFINITY ? s[t][i] : limit * (1.f - __fdividef(2.f, x + 1.f));
+        for (int i = 0; i < COUNT; i++) {
+            const float x = exp2_(fminf(s[n][i] * twice, 60.f));  // e^(2 score / softcap)
+            s[n][i] = s[n][i] == -INFINITY ? s[n][i] : limit * (1.f - __fdividef(2.f, x + 1.f));
         }
 #endif
 }

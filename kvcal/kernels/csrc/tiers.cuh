@@ -1,0 +1,116 @@
+// High bits of the channels of a page that have more of them: columns that the query meets a second time.
+
+#include "codes.cuh"
+#include "limbs.cuh"
+
+namespace decode_ {
+
+#if K_TIERS > 0
+// Channels of a page's slots, 255 for none.
+__device__ __forceinline__ void list_channels(u8* channel_of, const u8* record, int lane) {
+    __syncwarp();
+    for (int i = lane; i < K_SLOTS; i += 32) channel_of[i] = 255;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < DIM; i += 32) {
+        u8 slot = record[K_INDEX + i + lane];
+        if (slot != 255) channel_of[slot] = i + lane;
+    }
+    __syncwarp();
+}
+
+// A channel's query, of head g / 2 of tile n.
+__device__ __forceinline__ float query_of(const Shared& shared, int n, int head, int channel) {
+    const int part = channel / (DIM / 8), rest = channel % (DIM / 8);
+    return shared.query[n][rest / 4][(2 * head + part % 2) * 4 + part / 2][rest % 4];
+}
+
+// Four codes of 2 bits in a byte -> a byte each, times 2^LIFT.
+template <int LIFT> __device__ __forceinline__ u32 four_bytes(u32 byte) {
+    const u32 nibbles = byte * ((1u << LIFT) + (1u << (12 + LIFT))) & (0x000f000fu << LIFT);
+    return nibbles * 65u & in_every_byte(3 << LIFT);
+}
+
+// acc[n][t] += high planes of one tier of tokens of tile first + t; codes have K_BITS bits less. up: the query's units.
+template <int COLUMNS, int FIRST_SLOT, int ROOM, int PLANES, int LIFT, int COUNT> __device__ __forceinline__
+void multiply_tier(int (&acc)[QUERY_TILES][COUNT][4], const u8* high, const u8* scale, const float (&up)[QUERY_TILES], const Shared& shared,
+                   int warp, int first, int lane) {
+    constexpr int ROW = COLUMNS / 4;                                   // bytes of a row of one plane
+    constexpr int SEGMENT = COLUMNS % 16 == 0 ? COLUMNS / 16 : 0;      // bytes of a lane's quarter, if interleaved
+    constexpr bool INTERLEAVED = SEGMENT == 1 || SEGMENT == 2 || SEGMENT == 4 || SEGMENT == 8;
+    constexpr int R = INTERLEAVED ? 16 / (SEGMENT ? SEGMENT : 1) : 1;
+    const int g = lane >> 2, quad = lane & 3;
+    const u8* channel_of = shared.channel_of[warp];
+#pragma unroll
+    for (int step = 0; step < (ROW + 3) / 4; step++) {
+        const int slot = INTERLEAVED ? quad * (COLUMNS / 4) + 4 * step : 16 * step + 4 * quad;
+        float x[QUERY_TILES][4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int channel = slot + j < ROOM ? channel_of[FIRST_SLOT + slot + j] : 255;
+            const float factor = channel == 255 ? 0.f : number_at<K_PARAM>(scale, channel);
+#pragma unroll
+            for (int n = 0; n < QUERY_TILES; n++) x[n][j] = channel == 255 ? 0.f : query_of(shared, n, g / 2, channel) * factor;
+        }
+        u32 op[QUERY_TILES];
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; n++) op[n] = own_limb(x[n], up[n], lane);
+#pragma unroll
+        for (int t = 0; t < COUNT; t++) {
+            u32 bytes[2] = {0, 0};
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int octet = 2 * (first + t) + half;
+                const int at = INTERLEAVED ? ((octet / R * 32 + lane) * R + octet % R) * SEGMENT + step
+                                           : (octet * 8 + g) * ROW + 4 * step + quad;
+                const bool is_there = INTERLEAVED || 4 * step + quad < ROW;
+                bytes[half] = four_bytes<LIFT>(is_there ? high[at] : 0);
+                if (PLANES > 1) bytes[half] |= four_bytes<LIFT + 2 * (PLANES > 1)>(is_there ? high[at + PAGE * ROW] : 0);
+                if (PLANES > 2) bytes[half] |= four_bytes<LIFT + 4 * (PLANES > 2)>(is_there ? high[at + 2 * PAGE * ROW] : 0);
+            }
+#pragma unroll
+            for (int n = 0; n < QUERY_TILES; n++) mma_half(acc[n][t], bytes[0], bytes[1], op[n]);
+        }
+    }
+}
+
+// All tiers whose codes have planes.
+template <int LIFT, int COUNT> __device__ __forceinline__
+void multiply_tiers(int (&acc)[QUERY_TILES][COUNT][4], const u8* record, const u8* scale, const float (&up)[QUERY_TILES], const Shared& shared,
+                    int warp, int first, int lane) {
+#define TIER_PLANES(i) \
+    if constexpr (K_TIER##i##_BITS != 16) \
+        multiply_tier<K_TIER##i##_COLUMNS, K_TIER##i##_SLOT, K_TIER##i##_ROOM, (K_TIER##i##_BITS - K_BITS) / 2, LIFT + K_BITS>( \
+            acc, record + K_TIER##i##_HIGH, scale, up, shared, warp, first, lane);
+    TIER_PLANES(0)
+#if K_TIERS > 1
+    TIER_PLANES(1)
+#endif
+#if K_TIERS > 2
+    TIER_PLANES(2)
+#endif
+#undef TIER_PLANES
+}
+
+#if K_RAW_SLOTS > 0
+// s += query times the channels of the 16-bit tier.
+template <int COUNT> __device__ __forceinline__
+void add_raw_slots(float (&s)[QUERY_TILES][2 * COUNT], const u8* record, const Shared& shared, int warp, int first, int lane, float scale) {
+    const int g = lane >> 2, quad = lane & 3;
+#pragma unroll
+    for (int slot = 0; slot < K_RAW_SLOTS; slot++) {
+        const int channel = shared.channel_of[warp][slot];
+        if (channel == 255) continue;
+        const u16* values = reinterpret_cast<const u16*>(record + K_RAW) + slot * PAGE + first * 16 + g;
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; n++) {
+            const float q = query_of(shared, n, quad, channel) * scale;
+#pragma unroll
+            for (int i = 0; i < 2 * COUNT; i++) s[n][i] = fmaf(q, dense_to_float(values[i * 8]), s[n][i]);
+        }
+    }
+}
+#endif
+#endif
+
+}  // namespace decode_
