@@ -62,7 +62,7 @@ class Case:
             "layers.0.k_rescale": 0.2 + 3 * torch.rand(NUM_HEADS, self.dim, generator=generator),
             "layers.0.k_offset": torch.randn(NUM_HEADS, self.dim, generator=generator),
         }
-        return PageCodec(plan, self.side, self.fmt, HEADS, self.cache, tensors, None)
+        return PageCodec(plan, self.side, self.fmt, HEADS, self.cache, tensors)
 
     def tokens(self, *shape: int) -> Tensor:
         """[*shape, D] in the cache's dtype: channels of unlike size, some constant, some alike, some with outliers."""
@@ -124,7 +124,7 @@ def reference_pages(case: Case, codec: PageCodec, x: Tensor, first_page: int, qu
     """x [n, 128 P, D]: pages first_page ... of one row -> records [P, n, record_bytes]; query_mean [n, D]."""
     by_page = x.unflatten(1, (-1, PAGE_TOKENS)).transpose(0, 1)
     mean = None if query_mean is None else query_mean.expand(len(by_page), -1, -1)
-    return codec.encode(by_page, [(0, first_page, first_page + len(by_page))], case.fmt.num_bits, mean)
+    return codec.encode(by_page, torch.arange(first_page, first_page + len(by_page)), case.fmt.num_bits, mean)
 
 
 def page_table(fmt: Format, max_pages: int) -> Tensor | None:

@@ -112,7 +112,10 @@ def test_a_prompt_is_packed_and_unpacked_as_the_reference_does(case: Case) -> No
         expected = reference_pages(case, codec, tokens, first, None if mean is None else mean[row])
         assert torch.equal(pages[row, first : first + count].cpu(), expected)
         assert (pages[row, :first] == POISON).all() and (pages[row, first + count :] == POISON).all()
-        values = codec.restore(codec.decode(expected, [], case.fmt.num_bits), []).transpose(0, 1).flatten(1, 2).float()
+        ordinals = torch.arange(len(expected))
+        values = (
+            codec.restore(codec.decode(expected, case.fmt.num_bits), ordinals).transpose(0, 1).flatten(1, 2).float()
+        )
         for dtype in (torch.float32, CACHE_DTYPES[case.cache]):
             out = torch.full((1, 128 * count + 1, N, case.dim), POISON, dtype=dtype, device=DEVICE).transpose(1, 2)
             unpack(case, pages[row : row + 1], first, out[:, :, : 128 * count])

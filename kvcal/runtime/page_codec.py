@@ -6,13 +6,13 @@
 Every transform is undone right after decoding, so that sinks and buffer hold K_post and V as the model made them, and
 whoever reads a page needs to know nothing about it. (The kernels fold λ and offset into the query instead.)
 
-A page is named by its row and its ordinal within the row: ``Span`` (row, first, stop) stands for consecutive ones. Its
-tokens are at positions num_sink_tokens + 128 ordinal + 0 .. 127 of the row, which is also their RoPE position.
+Of where a page lies, only its ordinal within its row matters here: its tokens are at positions num_sink_tokens +
+128 ordinal + 0 .. 127 of the row, which is also their RoPE position. What a predictor says is handed in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -27,24 +27,14 @@ from kvcal.quantizers.tiers import TieredLayout
 from kvcal.runtime.shrink import convert
 from kvcal.transforms.rotation import rotate, unrotate
 
-Span = tuple[int, int, int]
-Predict = Callable[[Sequence[Span]], Tensor]
-
 # Pages encoded at once: bounds the fp32 scratch of a long prefill to a few MB a head.
 ENCODE_PAGES = 64
 
 
-def ordinals_of(spans: Sequence[Span], device: torch.device) -> Tensor:
-    """int64 [M]: the ordinal of every page of the spans, in their order."""
-    return torch.tensor([i for _, first, stop in spans for i in range(first, stop)], dtype=torch.int64, device=device)
-
-
 class PageCodec:
-    """See the module's docstring. For the KV heads ``heads`` of a layer's ``side``, all in format ``fmt``.
-
-    ``tensors``: the plan's, on the device. ``predict``: gives what a predictor says about pages, [M, n, 128, D] fp32;
-    None without one.
-    """
+    """See the module's docstring. For the KV heads ``heads`` of a layer's ``side``, all in format ``fmt``; ``tensors``:
+    the plan's, on the device. M pages at a time; ``ordinals`` is int64 [M] on the device. ``prediction`` [M, n, 128, D]
+    fp32 is what a predictor says about them, None without one."""
 
     def __init__(
         self,
@@ -54,10 +44,9 @@ class PageCodec:
         heads: slice,
         cache_dtype: str,
         tensors: Mapping[str, Tensor],
-        predict: Predict | None,
     ) -> None:
         prefix = f"layers.{plan.geometry.index}"
-        self.format, self.side, self.predict = fmt, side, predict
+        self.format, self.side = fmt, side
         self.heads, self.num_heads, self.head_dim = heads, heads.stop - heads.start, plan.head_dim(side)
         self.cache_dtype = cache_dtype
         is_k = side == "k"
@@ -78,8 +67,15 @@ class PageCodec:
     def record_bytes(self, num_bits: int) -> int:
         return self._layout(num_bits).record_bytes
 
-    def encode(self, x: Tensor, spans: Sequence[Span], num_bits: int, query_mean: Tensor | None = None) -> Tensor:
-        """x [M, n, 128, D]: the pages of ``spans``, keys after RoPE or values -> records [M, r, record_bytes] uint8.
+    def encode(
+        self,
+        x: Tensor,
+        ordinals: Tensor,
+        num_bits: int,
+        query_mean: Tensor | None = None,
+        prediction: Tensor | None = None,
+    ) -> Tensor:
+        """x [M, n, 128, D], keys after RoPE or values -> records [M, r, record_bytes] uint8.
         ``query_mean`` [M, n, D]: the mean |q| that the pages' channels meet, for query scores.
 
         Raises:
@@ -87,8 +83,6 @@ class PageCodec:
         """
         if x.shape[0] == 0:
             return x.new_empty(0, self.records_per_page, self.record_bytes(num_bits), dtype=torch.uint8)
-        prediction = None if self.predict is None else self.predict(spans)
-        ordinals = ordinals_of(spans, x.device)
         parts = []
         for part in torch.arange(x.shape[0], device=x.device).split(ENCODE_PAGES):
             page = self._transform(x[part], ordinals[part])
@@ -109,30 +103,30 @@ class PageCodec:
         assert isinstance(old, PageLayout) and isinstance(new, PageLayout)
         return convert(records, old, new, self.format.shift)
 
-    def decode(self, records: Tensor, spans: Sequence[Span], num_bits: int) -> Tensor:
-        """Records [M, r, record_bytes] of the pages of ``spans`` -> [M, n, 128, D] with the prediction added and before
-        all other transforms are undone; fp32, or the cache's dtype from 16-bit pages without transforms."""
+    def decode(self, records: Tensor, num_bits: int, prediction: Tensor | None = None) -> Tensor:
+        """Records [M, r, record_bytes] -> [M, n, 128, D] with the prediction added and before all other transforms are
+        undone; fp32, or the cache's dtype from 16-bit pages without transforms."""
         values = self._dequantize(records, num_bits)
-        return values if self.predict is None or not len(values) else values.float() + self.predict(spans)
+        return values if prediction is None else values.float() + prediction
 
-    def restore(self, stored: Tensor, spans: Sequence[Span]) -> Tensor:
+    def restore(self, stored: Tensor, ordinals: Tensor) -> Tensor:
         """What :meth:`decode` gave -> keys after RoPE, or values."""
         if self.is_pre:
-            return self._turned(stored, spans, rotate)
+            return self._turned(stored, ordinals, rotate)
         if self.rescale is not None:
             stored = stored * self.rescale
         return stored if self.offset is None else stored + self.offset
 
-    def before_rope(self, stored: Tensor, spans: Sequence[Span]) -> Tensor:
+    def before_rope(self, stored: Tensor, ordinals: Tensor) -> Tensor:
         """What :meth:`decode` gave -> what a predictor reads: keys before RoPE, or values. fp32."""
         if self.side == "v" or self.is_pre:
             return stored.float()
-        return self._turned(self.restore(stored, spans), spans, unrotate)
+        return self._turned(self.restore(stored, ordinals), ordinals, unrotate)
 
-    def _turned(self, x: Tensor, spans: Sequence[Span], turn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    def _turned(self, x: Tensor, ordinals: Tensor, turn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """x [M, n, 128, D] turned to, or from, its positions."""
         assert self.rotary is not None
-        return turn(x, self.rotary, self._positions(ordinals_of(spans, x.device)))
+        return turn(x, self.rotary, self._positions(ordinals))
 
     def _positions(self, ordinals: Tensor) -> Tensor:
         """[M, 1, 128] int64."""
@@ -142,8 +136,7 @@ class PageCodec:
     def _transform(self, x: Tensor, ordinals: Tensor) -> Tensor:
         """All that comes before the prediction is subtracted; x unchanged without transforms."""
         if self.is_pre:
-            assert self.rotary is not None
-            return unrotate(x, self.rotary, self._positions(ordinals))
+            return self._turned(x, ordinals, unrotate)
         if self.offset is not None:
             x = x.float() - self.offset
         return x if self.rescale is None else x.float() / self.rescale

@@ -81,10 +81,9 @@ class PagedLayer(CacheLayerMixin):
         for side in SIDES:
             predict = self.prediction.of(side)
             codecs = [
-                PageCodec(self.plan, side, fmt, heads, self.cache_dtype, tensors, predict)
-                for fmt, heads in self.plan.runs(side)
+                PageCodec(self.plan, side, fmt, heads, self.cache_dtype, tensors) for fmt, heads in self.plan.runs(side)
             ]
-            self.sides[side] = [PagedTensor(codec, batch, device) for codec in codecs]
+            self.sides[side] = [PagedTensor(codec, batch, device, predict) for codec in codecs]
         self.prediction.attach(self.sides)
         self.is_initialized = True
 

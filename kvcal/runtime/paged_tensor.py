@@ -20,9 +20,17 @@ from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.quantizers.pages import PAGE_TOKENS
-from kvcal.runtime.page_codec import PageCodec, Span
+from kvcal.runtime.page_codec import PageCodec
 
+# (row, first, stop): consecutive pages of a row, by their ordinals within it.
+Span = tuple[int, int, int]
+Predict = Callable[[Sequence[Span]], Tensor]
 Keep = Callable[[Sequence[Span], Tensor], None]
+
+
+def ordinals_of(spans: Sequence[Span], device: torch.device) -> Tensor:
+    """int64 [M]: the ordinal of every page of the spans, in their order."""
+    return torch.tensor([i for _, first, stop in spans for i in range(first, stop)], dtype=torch.int64, device=device)
 
 
 class PagedTensor:
@@ -30,13 +38,14 @@ class PagedTensor:
 
     Tensors: sinks [B, n, num_sink_tokens, D] and buffer [B, n, buffer_tokens, D] in the cache's dtype;
     pages [sum of rows' pages, n (1 for a lattice), record_bytes] uint8; for query scores query_sum [B, n, D] fp32, the
-    sum of |q| over the ``query_count`` query vectors of each row since its last page. ``keep`` gets every page that
-    is decoded, before its transforms are undone.
+    sum of |q| over the ``query_count`` query vectors of each row since its last page. ``predict`` says what a
+    predictor says about pages, [M, n, 128, D] fp32; None without one. ``keep`` gets every page that is decoded, before
+    its transforms are undone.
     """
 
-    def __init__(self, codec: PageCodec, batch: int, device: torch.device) -> None:
+    def __init__(self, codec: PageCodec, batch: int, device: torch.device, predict: Predict | None = None) -> None:
         fmt = codec.format
-        self.codec, self.format, self.heads = codec, fmt, codec.heads
+        self.codec, self.format, self.heads, self.predict = codec, fmt, codec.heads, predict
         self.num_bits = fmt.bits_at(0)
         shape = (batch, codec.num_heads)
         dtype = CACHE_DTYPES[codec.cache_dtype]
@@ -68,11 +77,12 @@ class PagedTensor:
         stored = self.stored(spans)
         if self.keep is not None:
             self.keep(spans, stored)
-        return self.codec.restore(stored, spans)
+        return self.codec.restore(stored, ordinals_of(spans, stored.device))
 
     def stored(self, spans: Sequence[Span]) -> Tensor:
         """[M, n, 128, D]: these pages before their transforms are undone (see PageCodec.decode)."""
-        return self.codec.decode(self.records(spans), spans, self.num_bits)
+        records = self.records(spans)
+        return self.codec.decode(records, self.num_bits, self._prediction(spans) if len(records) else None)
 
     def records(self, spans: Sequence[Span]) -> Tensor:
         """[M, r, record_bytes]: these pages."""
@@ -172,7 +182,11 @@ class PagedTensor:
             for row, _, _ in spans:
                 self.query_sum[row] = 0
                 self.query_count[row] = 0
-        return self.codec.encode(pages.flatten(0, 1), spans, self.num_bits, query_mean)
+        ordinals = ordinals_of(spans, x.device)
+        return self.codec.encode(pages.flatten(0, 1), ordinals, self.num_bits, query_mean, self._prediction(spans))
+
+    def _prediction(self, spans: Sequence[Span]) -> Tensor | None:
+        return None if self.predict is None else self.predict(spans)
 
     def _add_pages(self, spans: list[Span], records: Tensor) -> None:
         """Append records, ordered as ``spans``, behind the pages of their rows."""

@@ -13,7 +13,7 @@ from kvcal.errors import UsageError
 from kvcal.formats import SIDES, Side
 from kvcal.layer_plan import LayerPlan
 from kvcal.plan import Plan
-from kvcal.runtime.page_codec import Span
+from kvcal.runtime.paged_tensor import Span
 from kvcal.runtime.rows import Padding
 
 

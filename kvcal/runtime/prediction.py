@@ -19,8 +19,7 @@ from kvcal.errors import ArtifactError
 from kvcal.formats import SIDES, Side
 from kvcal.layer_plan import LayerPlan
 from kvcal.plan_tensors import predictor_shape
-from kvcal.runtime.page_codec import Predict, Span
-from kvcal.runtime.paged_tensor import PagedTensor
+from kvcal.runtime.paged_tensor import PagedTensor, Predict, Span, ordinals_of
 from kvcal.runtime.plan_state import PlanState
 from kvcal.transforms.linear_predictor import LinearPredictor
 
@@ -39,7 +38,7 @@ class Prediction:
         state.predictions[plan.geometry.index] = self
 
     def of(self, side: Side) -> Predict | None:
-        """What the codec of ``side`` asks; None where nothing is predicted."""
+        """What the pages of ``side`` ask; None where nothing is predicted."""
         return None if self.plan.predictor(side) is None else functools.partial(self._predict, side)
 
     def attach(self, sides: dict[Side, list[PagedTensor]]) -> None:
@@ -75,7 +74,7 @@ class Prediction:
 
     def _keep(self, side: Side, spans: Sequence[Span], stored: Tensor) -> None:
         (paged,) = self.sides[side]
-        self.kept[side, tuple(spans)] = paged.codec.before_rope(stored, spans)
+        self.kept[side, tuple(spans)] = paged.codec.before_rope(stored, ordinals_of(spans, stored.device))
 
     def _predict(self, side: Side, spans: Sequence[Span]) -> Tensor:
         """[M, n, 128, D] fp32: what the predictor says about these pages."""

@@ -102,20 +102,12 @@ class Reconstruction:
             prefix = f"layers.{plan.geometry.index}.{side}_predictor"
             found = LinearPredictor.from_tensors(shape, self._tensors, prefix).apply(torch.cat(list(inputs), dim=-1))
             prediction = _as_pages(found, heads)
-        codec = PageCodec(
-            plan,
-            side,
-            fmt,
-            slice(0, heads),
-            self._cache_dtype,
-            self._tensors,
-            None if prediction is None else lambda _: prediction,
-        )
+        codec = PageCodec(plan, side, fmt, slice(0, heads), self._cache_dtype, self._tensors)
         pages = raw.pages(side)
-        spans = [(0, 0, len(pages))]
-        records = codec.encode(pages, spans, fmt.num_bits, raw.query_mean)
-        stored = codec.decode(records, spans, fmt.num_bits)
-        return _as_rows(codec.before_rope(stored, spans))
+        ordinals = torch.arange(len(pages), device=pages.device)
+        records = codec.encode(pages, ordinals, fmt.num_bits, raw.query_mean, prediction)
+        stored = codec.decode(records, fmt.num_bits, prediction)
+        return _as_rows(codec.before_rope(stored, ordinals))
 
 
 @torch.no_grad()

@@ -106,13 +106,13 @@ def read_back(layer: LayerPlan, cache_dtype: str, tensors: Mapping[str, Tensor],
         num_pages = fmt.num_pages(k_post_BNTD.shape[2] - 1)
         if fmt.num_bits == RAW_BITS or not num_pages:
             continue
-        codec = PageCodec(layer, "k", fmt, heads, cache_dtype, tensors, None)
+        codec = PageCodec(layer, "k", fmt, heads, cache_dtype, tensors)
         stored = slice(fmt.num_sink_tokens, fmt.num_sink_tokens + PAGE_TOKENS * num_pages)
         cached = k_post_BNTD[0, heads, stored].to(CACHE_DTYPES[cache_dtype])  # what the cache is handed
         pages = cached.unflatten(1, (num_pages, PAGE_TOKENS)).transpose(0, 1)
-        spans = [(0, 0, num_pages)]
-        records = codec.encode(pages, spans, fmt.num_bits)
-        values = codec.restore(codec.decode(records, spans, fmt.num_bits), spans)
+        ordinals = torch.arange(num_pages, device=pages.device)
+        records = codec.encode(pages, ordinals, fmt.num_bits)
+        values = codec.restore(codec.decode(records, fmt.num_bits), ordinals)
         found[0, heads, stored] = values.transpose(0, 1).flatten(1, 2).to(found.dtype)
     return found
 
