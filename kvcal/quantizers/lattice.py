@@ -22,8 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcal.errors import NonFiniteActivations, UsageError
+from kvcal.errors import UsageError
 from kvcal.quantizers import packing
+from kvcal.quantizers.finite import require_finite
 from kvcal.quantizers.gaussian_grid import GRIDS, nearest_point
 from kvcal.quantizers.pages import PAGE_TOKENS, PARAM_DTYPES, RECORD_ALIGNMENT
 from kvcal.transforms.hadamard import block_size, rotate, unrotate
@@ -142,13 +143,12 @@ class LatticeLayout:
             sums = low + high
         mean_square = sums.squeeze(-1) * (1.0 / self.group_size)  # a power of two: exact
         scale = mean_square.sqrt_().float().to(PARAM_DTYPES[self.param_dtype])
-        # One sum instead of an isfinite map: a sum of finite scales is finite in fp64.
-        if not torch.isfinite(scale.sum(dtype=torch.float64)):
-            raise NonFiniteActivations(
-                f"keys or values cannot be quantized: a group of {self.group_size} values holds NaN, infinity, or has "
-                f"a norm beyond {self.param_dtype}",
-                hint="check the model's outputs; a norm too large for float16 fits with param_dtype = 'bfloat16'",
-            )
+        require_finite(
+            scale,
+            f"keys or values cannot be quantized: a group of {self.group_size} values holds NaN, infinity, or has a "
+            f"norm beyond {self.param_dtype}",
+            hint="check the model's outputs; a norm too large for float16 fits with param_dtype = 'bfloat16'",
+        )
         return scale
 
     def _fields(self, records: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,9 +29,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcal.errors import NonFiniteActivations, UsageError
+from kvcal.errors import UsageError
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.quantizers import packing, uniform
+from kvcal.quantizers.finite import require_finite
 from kvcal.quantizers.pages import (
     PAGE_TOKENS,
     PARAM_DTYPES,
@@ -191,11 +192,11 @@ class TieredLayout:
     def _select(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Scores [..., D] -> slot of every channel [..., D], NO_SLOT for none, and channel of every slot
         [..., num_slots], -1 where it stays empty; both int64."""
-        if not torch.isfinite(scores).all():
-            raise NonFiniteActivations(
-                "keys cannot be quantized: the score of a channel is NaN or infinite",
-                hint="check the model's outputs: keys, or queries, are not finite",
-            )
+        require_finite(
+            scores,
+            "keys cannot be quantized: the score of a channel is NaN or infinite",
+            hint="check the model's outputs: keys, or queries, are not finite",
+        )
         # The lower channel first on ties. Taken channels are always the first ones in this order.
         order = torch.argsort(scores, dim=-1, descending=True, stable=True)
         rank = torch.arange(self.head_dim, device=scores.device)
@@ -236,12 +237,11 @@ class TieredLayout:
     def _raw_bytes(self, values: Tensor) -> Tensor:
         """Values [..., 128, room] of the 16-bit tier, any float dtype -> [..., raw_size] uint8."""
         stored = values.to(CACHE_DTYPES[self.cache_dtype])
-        # A sum of finite values is finite in fp64.
-        if not torch.isfinite(stored.sum(dtype=torch.float64)):
-            raise NonFiniteActivations(
-                f"keys cannot be stored: a 16-bit channel holds NaN, infinity, or a value beyond {self.cache_dtype}",
-                hint="check the model's outputs",
-            )
+        require_finite(
+            stored,
+            f"keys cannot be stored: a 16-bit channel holds NaN, infinity, or a value beyond {self.cache_dtype}",
+            hint="check the model's outputs",
+        )
         by_slot = stored.transpose(-1, -2).clone(memory_format=torch.contiguous_format)
         return by_slot.view(torch.uint8).flatten(-2)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcal.errors import NonFiniteActivations
+from kvcal.quantizers.finite import require_finite
 
 
 def num_groups(length: int, group_size: int) -> int:
@@ -61,13 +61,12 @@ def _quantize_equal(
     minimum, maximum = minimum + 0.0, maximum + 0.0  # which of -0 and 0 is the smaller differs between devices
     zero = minimum.to(param_dtype)
     scale = ((maximum - minimum) / levels).to(param_dtype)
-    # One sum instead of two isfinite maps: a sum of finite params is finite in fp64.
-    if not torch.isfinite(scale.sum(dtype=torch.float64) + zero.sum(dtype=torch.float64)):
-        raise NonFiniteActivations(
-            f"keys or values cannot be quantized: a group of {grouped.shape[inner]} values holds NaN, infinity, "
-            f"or a range beyond {str(param_dtype).removeprefix('torch.')}",
-            hint="check the model's outputs; a range too large for float16 fits with param_dtype = 'bfloat16'",
-        )
+    require_finite(
+        scale.sum(dtype=torch.float64) + zero.sum(dtype=torch.float64),
+        f"keys or values cannot be quantized: a group of {grouped.shape[inner]} values holds NaN, infinity, "
+        f"or a range beyond {str(param_dtype).removeprefix('torch.')}",
+        hint="check the model's outputs; a range too large for float16 fits with param_dtype = 'bfloat16'",
+    )
     step = scale.float()
     steps = (grouped - zero.float()) / torch.where(step == 0, torch.inf, step)
     codes = steps.round_().clamp_(0.0, 2.0**num_bits - 1).to(torch.uint8)
