@@ -24,6 +24,23 @@ from kvcal.runtime.plan_state import PlanState
 from kvcal.transforms.linear_predictor import LinearPredictor
 
 
+def predictor_of(layer: LayerPlan, side: Side, state: PlanState, device: torch.device) -> LinearPredictor:
+    """The predictor of a layer that has one, from the plan's tensors on ``device``."""
+    predictor = layer.predictor(side)
+    assert predictor is not None
+    (source,) = [other for other in state.plan.layers if other.geometry.index == predictor.source]
+    shape = predictor_shape(layer, source, side, state.plan.cache_dtype)
+    prefix = f"layers.{layer.geometry.index}.{side}_predictor"
+    return LinearPredictor.from_tensors(shape, state.tensors_on(device), prefix)
+
+
+def predicted(predictor: LinearPredictor, inputs: Sequence[Tensor], num_heads: int) -> Tensor:
+    """[M, N, 128, D] fp32: what it says about M pages, from pages [M, .., 128, ..] fp32 as predictors read them: the
+    source's; for values, this layer's keys behind them."""
+    x = torch.cat([part.transpose(1, 2).flatten(-2) for part in inputs], dim=-1)
+    return predictor.apply(x).unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
 class Prediction:
     """One layer's part: what its pages are predicted to be, and what others predict from them."""
 
@@ -86,16 +103,6 @@ class Prediction:
         inputs = [source.before_rope(side, spans)]
         if side == "v":
             inputs.append(self.before_rope("k", spans))
-        x = torch.cat([part.transpose(1, 2).flatten(-2) for part in inputs], dim=-1)
-        heads = self.plan.attention.num_kv_heads
-        return self._predictor(side, x.device).apply(x).unflatten(-1, (heads, -1)).transpose(1, 2)
-
-    def _predictor(self, side: Side, device: torch.device) -> LinearPredictor:
         if side not in self._predictors:
-            predictor = self.plan.predictor(side)
-            assert predictor is not None
-            source = self.state.predictions[predictor.source].plan
-            shape = predictor_shape(self.plan, source, side, self.state.plan.cache_dtype)
-            prefix = f"layers.{self.plan.geometry.index}.{side}_predictor"
-            self._predictors[side] = LinearPredictor.from_tensors(shape, self.state.tensors_on(device), prefix)
-        return self._predictors[side]
+            self._predictors[side] = predictor_of(self.plan, side, self.state, inputs[0].device)
+        return predicted(self._predictors[side], inputs, self.plan.attention.num_kv_heads)
