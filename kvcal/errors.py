@@ -55,3 +55,7 @@ class KernelError(KvcalError):
     """A CUDA kernel that cannot be compiled, loaded or run here: no cuda-core, no GPU, one that is too old."""
 
     exit_code = 6
+
+
+class SlowPath(UserWarning):
+    """What was asked for is served, but not by the fast kernels."""

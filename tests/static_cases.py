@@ -102,9 +102,7 @@ def assert_same_pages(static: PlanCache, dynamic: PlanCache, num_layers: int | N
             for row, length in enumerate(lengths):
                 for side in ("k", "v"):
                     if length:
-                        heads, buffer = store.heads.stop - store.heads.start, store.buffer[side]
-                        out = torch.empty(1, heads, length, buffer.shape[-1], device=buffer.device)
-                        store.read(side, slice(row, row + 1), length, out)  # packs the page that is due
+                        store.pack_due(side, slice(row, row + 1), length)
                     for head in range(store.heads.start, store.heads.stop):
                         expected = pages_of(theirs, side, row, head)
                         found = store.pages[side][row, : len(expected), head - store.heads.start]

@@ -245,7 +245,6 @@ def test_the_batch_and_the_model_are_checked() -> None:
         served(other, random_ids(2, 5))
 
 
-LATTICE = Format(2, lattice_dim=2)
 SHRINKING = Format(2, param_dtype="float32", shrink_at=(100,))
 
 
@@ -271,13 +270,15 @@ def test_what_the_kernels_refuse() -> None:
         "head size": list(refusals(layer(k, V, 96, 96), "bfloat16")),
         "unequal": list(refusals(layer(k, V, 128, 64), "bfloat16")),
         "sinks": list(refusals(layer(k, sinks), "bfloat16")),
-        "lattice": list(refusals(layer(LATTICE, V), "bfloat16")),
-        "pre": list(refusals(layer(k, V, k_pages="pre"), "bfloat16")),
+        "lattice": list(refusals(layer(Format(2, lattice_dim=2), sinks), "bfloat16")),
+        "pre": list(refusals(layer(k, sinks, k_pages="pre"), "bfloat16")),
+        "shrinking": list(refusals(layer(SHRINKING, V), "bfloat16")),
+        "shrinking, before RoPE": list(refusals(layer(SHRINKING, V, k_pages="pre"), "bfloat16")),
     }
-    assert {name: len(reasons) for name, reasons in found.items()} == {
-        name: int(name not in ("fine", "raw keys")) for name in found
-    }
-    assert "float32" in found["float32"][0] and "96" in found["head size"][0] and "lattice" in found["lattice"][0]
+    counts = {"float32": 1, "head size": 1, "unequal": 1, "sinks": 1, "shrinking": 1, "shrinking, before RoPE": 2}
+    assert {name: len(reasons) for name, reasons in found.items()} == dict.fromkeys(found, 0) | counts
+    assert "float32" in found["float32"][0] and "96" in found["head size"][0]
+    assert "hold keys before RoPE and shrink" in found["shrinking, before RoPE"][1]
 
 
 def test_a_variant_is_its_key() -> None:

@@ -7,9 +7,10 @@ defined there and nowhere else.
 
 A ``Variant`` names one specialisation; its ``key``, a canonical JSON string, is what a torch operator can be handed.
 
-What a static cache does not store is refused with its reason: lattices and predicted pages are storage forms that are
-decoded into ordinary ones, keys before RoPE do not fold into a query, and a pool of fixed size cannot hold pages that
-shrink. ``storage_refusals`` hold on every device, ``refusals`` adds what the kernels alone cannot do.
+Lattices, residuals of a prediction and keys before RoPE do not fold into a query: they are stored forms, which are
+reconstructed into pages of 16 bits before the kernels meet them (``stored_form``). What a static cache does not store
+is refused with its reason: a pool of fixed size cannot hold pages that shrink. ``storage_refusals`` hold on every
+device, ``refusals`` adds what the kernels alone cannot do.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ def parse_key(key: str) -> Variant:
 
 def variant_of(plan: LayerPlan, pair: HeadRange, cache_dtype: CacheDtype) -> Variant:
     """The specialisation that serves a head range of a layer."""
-    is_raw = pair.k.num_bits == RAW_BITS
+    bits = {side: _met_bits(plan, side, pair.format(side)) for side in SIDES}
+    is_raw = RAW_BITS in (pair.k.num_bits, bits["k"])
     is_random = pair.k.boost is not None and pair.k.boost.score == "random"
     return Variant(
         pair.k,
@@ -128,7 +130,25 @@ def variant_of(plan: LayerPlan, pair: HeadRange, cache_dtype: CacheDtype) -> Var
         rescale=plan.k_rescale and not is_raw,
         offset=plan.k_offset and not is_raw,
         first_head=pair.heads.start if is_random else 0,
+        k_bits=bits["k"],
+        v_bits=bits["v"],
     )
+
+
+def stored_form(plan: LayerPlan, side: Side, fmt: Format) -> str | None:
+    """What keeps the kernels from reading pages of this format as they are stored; None if nothing does."""
+    if fmt.lattice_dim is not None:
+        return "are on a lattice"
+    if plan.predictor(side) is not None:
+        return "hold residuals of a prediction"
+    if side == "k" and plan.k_pages == "pre":
+        return "hold keys before RoPE"
+    return None
+
+
+def _met_bits(plan: LayerPlan, side: Side, fmt: Format) -> int | None:
+    """``Variant.k_bits`` or ``v_bits``: 16 for a stored form."""
+    return None if stored_form(plan, side, fmt) is None else RAW_BITS
 
 
 def head_ranges(plan: LayerPlan) -> tuple[HeadRange, ...]:
@@ -147,15 +167,13 @@ def storage_refusals(plan: LayerPlan) -> Iterator[str]:
     geometry = plan.attention
     if geometry.k_head_dim != geometry.v_head_dim:
         yield f"head sizes {geometry.k_head_dim} (K) and {geometry.v_head_dim} (V) differ"
-    if plan.k_pages == "pre":
-        yield "pages hold keys before RoPE, which do not fold into a query"
-    if plan.k_predictor is not None or plan.v_predictor is not None:
-        yield "pages hold residuals of a prediction"
-    for side, fmt in [("k", fmt) for fmt in plan.k] + [("v", fmt) for fmt in plan.v]:
-        if fmt.lattice_dim is not None:
-            yield f"{side} pages are on a lattice"
-        if fmt.shrink_at:
-            yield f"{side} pages shrink on a schedule"
+    for side in SIDES:
+        for fmt in plan.formats(side):
+            if fmt.shrink_at:
+                yield f"{side} pages shrink on a schedule"
+            form = stored_form(plan, side, fmt)
+            if fmt.shrink_at and form is not None:
+                yield f"{side} pages {form} and shrink: only pages that the kernels read as they are can"
 
 
 def refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
@@ -166,7 +184,7 @@ def refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
     if geometry.k_head_dim not in DECODE_HEAD_DIMS:
         yield f"head size {geometry.k_head_dim}; the kernels take {DECODE_HEAD_DIMS}"
     yield from storage_refusals(plan)
-    if any(pair.k.num_sink_tokens != pair.v.num_sink_tokens for pair in head_ranges(plan) if _are_paged(pair)):
+    if any(pair.k.num_sink_tokens != pair.v.num_sink_tokens for pair in head_ranges(plan) if _are_packed(plan, pair)):
         yield "keys and values have different numbers of sink tokens: their pages hold different tokens"
 
 
@@ -249,8 +267,10 @@ def _tier_defines(fmt: Format, layout: TieredLayout) -> Defines:
     }
 
 
-def _are_paged(pair: HeadRange) -> bool:
-    return RAW_BITS not in (pair.k.num_bits, pair.v.num_bits)
+def _are_packed(plan: LayerPlan, pair: HeadRange) -> bool:
+    """Whether the kernels meet codes on both sides."""
+    formats = [(side, pair.format(side)) for side in SIDES]
+    return all(fmt.num_bits != RAW_BITS and stored_form(plan, side, fmt) is None for side, fmt in formats)
 
 
 def _double_bits(value: float) -> int:

@@ -10,11 +10,14 @@
 
 With ``max_tokens`` the cache is static: all memory is allocated at the first update, decoding steps are served by the
 kernels within ``kvcal.paged_attention(model)``, and can be compiled, or captured in a CUDA graph. Other batch sizes,
-dropping packed tokens, sliding windows, and plans that the kernels do not take are refused there.
+dropping packed tokens, sliding windows, and plans that the kernels do not take are refused there. What they cannot read
+as it is stored (lattices, predicted pages, keys before RoPE) is reconstructed in every step: slower, and said so by a
+``SlowPath`` warning and by ``slow_layers``.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -34,6 +37,7 @@ from kvcal.kernels.variants import storage_refusals
 from kvcal.layer_plan import LayerPlan
 from kvcal.plan import Plan
 from kvcal.runtime.bounded_layer import BoundedLayer
+from kvcal.runtime.layer_forms import slow_path
 from kvcal.runtime.paged_layer import NO_PAGE, PagedLayer
 from kvcal.runtime.plan_state import PlanState
 from kvcal.runtime.rows import Padding
@@ -118,7 +122,8 @@ class PlanCache(Cache):
         return StaticLayer(layer, static, self.allocate)
 
     def allocate(self, batch: int, device: torch.device | str) -> None:
-        """Allocate the memory of a static cache for ``batch`` sequences now; otherwise the first update does.
+        """Allocate the memory of a static cache for ``batch`` sequences now; otherwise the first update does. Warns
+        with ``SlowPath`` if there are ``slow_layers``.
 
         Raises:
             UsageError: the cache is dynamic, or is allocated already.
@@ -130,6 +135,8 @@ class PlanCache(Cache):
             self.static.allocate(batch, torch.device(device))
             for layer in self.static_layers:
                 layer.create_stores()
+        if self.slow_layers:
+            warnings.warn(slow_path(self.slow_layers), stacklevel=2)
 
     @property
     def padding(self) -> Padding:
@@ -144,8 +151,14 @@ class PlanCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, StaticLayer)]
 
     @property
+    def slow_layers(self) -> dict[int, list[str]]:
+        """Layers of a static cache whose steps take longer than the kernels alone, by index, and why."""
+        return {layer.plan.geometry.index: layer.slow_reasons for layer in self.static_layers if layer.slow_reasons}
+
+    @property
     def workspace_nbytes(self) -> int:
-        """Bytes that a static cache takes beyond ``nbytes``: lengths, page tables and the scratch of its kernels."""
+        """Bytes that a static cache takes beyond ``nbytes``: lengths, page tables and the scratch of its kernels and
+        of what it reconstructs."""
         if self.static is None or not self.static.is_allocated:
             return 0
         starts = (store.query_since for layer in self.static_layers for store in layer.stores)

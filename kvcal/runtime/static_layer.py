@@ -4,7 +4,8 @@ New tokens are stored by the attention, not by ``update``: only there are querie
 a step of decoding is then two operators a head range (``attend``), without a dense copy of the past. ``update`` hands
 over what the attention needs: for a step the new keys and values alone, for a prompt, or a chunk of one, the dense past
 as it is stored and the new tokens in full precision, exactly as ``PagedLayer`` does; ``extend`` stores them after the
-attention was computed. A step never waits for the device, a prompt does.
+attention was computed. A step never waits for the device, a prompt does. Between the two operators, what the kernels
+cannot read as it is stored is reconstructed (``LayerForms``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.variants import head_ranges, refusals
 from kvcal.layer_plan import LayerPlan
 from kvcal.quantizers.pages import RAW_BITS
+from kvcal.runtime.layer_forms import LayerForms, slow_reasons
 from kvcal.runtime.rows import Block, Rows
 from kvcal.runtime.static_state import StaticState
 from kvcal.runtime.static_store import HeadStore
@@ -32,7 +34,6 @@ DYNAMIC_HINT = "build the PlanCache without max_tokens: the dynamic cache takes 
 class StaticLayer(CacheLayerMixin):
     """See the module's docstring. ``allocate``: what allocates the whole cache, given batch and device."""
 
-    is_compileable = True
     is_sliding = False
     is_croppable = False
     supports_early_init = False
@@ -42,12 +43,21 @@ class StaticLayer(CacheLayerMixin):
         self.plan = plan
         self.state = state
         self.stores: list[HeadStore] = []
+        self.forms: LayerForms | None = None
         self._allocate = allocate
         self._is_last = plan == state.layers[-1]
+        self.is_compileable = not self.slow_reasons  # LayerForms.step says why
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [tensor for store in self.stores for tensor in store.tensors]
+        stored = [tensor for store in self.stores for tensor in store.tensors]
+        return stored if self.forms is None else [*stored, *self.forms.tensors]
+
+    @property
+    def slow_reasons(self) -> list[str]:
+        """Why a step takes longer than the kernels alone; usually nothing."""
+        index = self.plan.geometry.index
+        return slow_reasons(self.plan, [side for side in SIDES if (index, side) in self.state.shared.sources])
 
     def create_stores(self) -> None:
         """Allocate the stores, on the device of the state.
@@ -61,6 +71,7 @@ class StaticLayer(CacheLayerMixin):
                     f"the kernels cannot serve layer {self.plan.geometry.index}: {reason}", hint=DYNAMIC_HINT
                 )
         self.stores = [HeadStore.allocate(self.plan, pair, self.state) for pair in head_ranges(self.plan)]
+        self.forms = LayerForms(self.plan, self.state, self.stores) if self.slow_reasons else None
         self.is_initialized = True
 
     @torch.compiler.disable
@@ -97,10 +108,11 @@ class StaticLayer(CacheLayerMixin):
         Returns [B, 1, N G, D] in q's dtype, as attention functions do. ``softcap`` 0 for none.
         """
         q, k_new, v_new = q.squeeze(2), k_new.squeeze(2), v_new.squeeze(2)
-        parts = []
         for store in self.stores:
             store.append(k_new, v_new, q)
-            parts.append(store.decode(q, s_aux, scale, softcap))
+        if self.forms is not None:
+            self.forms.step()
+        parts = [store.decode(q, s_aux, scale, softcap) for store in self.stores]
         if self._is_last:
             self.state.advance_step()
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).unsqueeze(1)
@@ -128,6 +140,8 @@ class StaticLayer(CacheLayerMixin):
                 new[side] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
             for store in self.stores:
                 store.extend(block.rows, held, new, None if query_sum is None else query_sum[block.rows])
+            if self.forms is not None:
+                self.forms.extend(block.rows, held, held + new["k"].shape[2])
         if self._is_last:
             state.set_columns(columns + tokens)
             state.check()
@@ -157,6 +171,8 @@ class StaticLayer(CacheLayerMixin):
         """Rows in another order, or repeated, int64 [B]; the cache does the same to the shared state."""
         for store in self.stores:
             store.select(beam_idx.to(self.state.lengths.device))
+        if self.forms is not None:
+            self.forms.select(beam_idx.to(self.state.lengths.device))
 
     def reset(self) -> None:
         for store in self.stores:
@@ -197,6 +213,10 @@ class StaticLayer(CacheLayerMixin):
         (start, stop) = intervals[0]
         direct = len(intervals) == 1
         tokens = out[:, :, start:stop] if direct else out.new_empty(*out.shape[:2], num_tokens, out.shape[3])
+        for store in self.stores:
+            store.pack_due(side, block.rows, num_tokens)
+        if self.forms is not None:
+            self.forms.load(side, block.rows, num_tokens)
         for store in self.stores:
             store.read(side, block.rows, num_tokens, tokens[:, store.heads])
         for start, stop in [] if direct else intervals:

@@ -20,6 +20,7 @@ from kvcal.formats import Format
 from kvcal.kernels.decode import workspace_bytes
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.layer_plan import LayerPlan
+from kvcal.runtime.form_workspace import FormWorkspace
 from kvcal.runtime.plan_state import PlanState
 from kvcal.runtime.rows import Rows
 
@@ -35,8 +36,8 @@ class Serving:
 
 class StaticState:
     """Tensors, once allocated: ``lengths`` int32 [B], tokens of every row; ``columns`` int64 [], columns fed, padding
-    included; ``error`` int32 [1] (see kvcal.kernels.ops). ``shared`` is the plan's state; ``in_prompt``: a prompt with
-    padding is to come, or has not ended."""
+    included; ``error`` int32 [1] (see kvcal.kernels.ops); ``forms``, the scratch of stored forms. ``shared`` is the
+    plan's state; ``in_prompt``: a prompt with padding is to come, or has not ended."""
 
     def __init__(self, shared: PlanState, max_tokens: int, in_prompt: bool = False) -> None:
         self.shared = shared
@@ -46,6 +47,7 @@ class StaticState:
         self.longest = 0
         self.serving: Serving | None = None
         self.lengths = self.columns = self.error = torch.empty(0)
+        self.forms = FormWorkspace(shared.plan, 0, max_tokens, torch.device("cpu"))
         self._page_at: dict[Format, Tensor] = {}
         self._workspaces: dict[tuple[int, int, int], Tensor] = {}
 
@@ -73,6 +75,7 @@ class StaticState:
         self.lengths = fixed(torch.zeros(batch, dtype=torch.int32, device=device))
         self.columns = fixed(torch.zeros((), dtype=torch.int64, device=device))
         self.error = fixed(torch.zeros(1, dtype=torch.int32, device=device))
+        self.forms = FormWorkspace(self.shared.plan, batch, self.max_tokens, device)
 
     def page_at(self, fmt: Format) -> Tensor:
         """int32: tokens with which page i of a row is due, and one beyond all; empty without a window rule."""
@@ -98,7 +101,8 @@ class StaticState:
     def nbytes(self) -> int:
         """Bytes of the control state."""
         tables = (*self._page_at.values(), *self._workspaces.values())
-        return sum(tensor.untyped_storage().nbytes() for tensor in (self.lengths, self.columns, self.error, *tables))
+        numbers = (self.lengths, self.columns, self.error)
+        return self.forms.nbytes + sum(tensor.untyped_storage().nbytes() for tensor in (*numbers, *tables))
 
     def is_step(self, tokens: int) -> bool:
         """Whether an update of so many columns is a step of the kernels: one token for every row."""

@@ -21,7 +21,7 @@ from kvcal.formats import SIDES, Side
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import ops
 from kvcal.kernels.reference import query_means
-from kvcal.kernels.variants import HeadRange, Variant, variant_of
+from kvcal.kernels.variants import HeadRange, Variant, stored_form, variant_of
 from kvcal.layer_plan import LayerPlan
 from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.runtime.static_state import StaticState, fixed
@@ -29,7 +29,9 @@ from kvcal.runtime.static_state import StaticState, fixed
 
 @dataclass(frozen=True)
 class HeadStore:
-    """KV heads ``heads`` of a layer; ``queries`` are theirs. Shapes of the tensors: kvcal.kernels.ops."""
+    """KV heads ``heads`` of a layer; ``queries`` are theirs. Shapes of the tensors: kvcal.kernels.ops. The pages of
+    sides in ``reconstructed`` are 16-bit ones in the cache's workspace: what is stored is a form of its own
+    (kvcal.runtime.stored_form)."""
 
     heads: slice
     queries: slice
@@ -46,6 +48,7 @@ class HeadStore:
     offset: Tensor
     workspace: Tensor
     nothing: Tensor
+    reconstructed: tuple[Side, ...]
 
     @classmethod
     def allocate(cls, plan: LayerPlan, pair: HeadRange, state: StaticState) -> HeadStore:
@@ -54,13 +57,17 @@ class HeadStore:
         variant = variant_of(plan, pair, state.shared.plan.cache_dtype)
         shape, dtype = (batch, pair.num_heads), CACHE_DTYPES[variant.cache_dtype]
         sinks, buffer, pages, page_at = {}, {}, {}, {}
+        reconstructed = tuple(side for side in SIDES if stored_form(plan, side, pair.format(side)) is not None)
         for side in SIDES:
             fmt = pair.format(side)
             dim = (variant.head_dim,)
             records = (fmt.num_pages(max_tokens), pair.num_heads, variant.layout(side).record_bytes)
             sinks[side] = fixed(torch.zeros(*shape, fmt.num_sink_tokens, *dim, dtype=dtype, device=device))
             buffer[side] = fixed(torch.zeros(*shape, fmt.buffer_tokens, *dim, dtype=dtype, device=device))
-            pages[side] = fixed(torch.zeros(batch, *records, dtype=torch.uint8, device=device))
+            if side in reconstructed:
+                pages[side] = fixed(state.forms.pages(plan, pair, side))
+            else:
+                pages[side] = fixed(torch.zeros(batch, *records, dtype=torch.uint8, device=device))
             page_at[side] = state.page_at(fmt)
         channels = variant.head_dim if pair.k.needs_queries else 0
         counted = shape if pair.k.needs_queries else (0,)
@@ -83,13 +90,15 @@ class HeadStore:
             tensors[f"{prefix}.k_offset"][pair.heads] if variant.offset else nothing,
             state.workspace(pair.num_heads, per_group, variant.head_dim),
             nothing,
+            reconstructed,
         )
 
     @property
     def tensors(self) -> list[Tensor]:
         """What is stored, and counts as the plan's bytes."""
-        stored = [tensor for held in (self.sinks, self.buffer, self.pages) for tensor in held.values()]
-        return [*stored, self.query_sum]
+        stored = [*self.sinks.values(), *self.buffer.values()]
+        packed = [self.pages[side] for side in SIDES if side not in self.reconstructed]
+        return [*stored, *packed, self.query_sum]
 
     def append(self, k_new: Tensor, v_new: Tensor, q: Tensor) -> None:
         """Store one token of every row: k_new, v_new [B, N, D] and queries q [B, N G, D] of all heads of the layer."""
@@ -128,11 +137,17 @@ class HeadStore:
             self.key,
         )
 
+    def pack_due(self, side: Side, rows: slice, num_tokens: int) -> None:
+        """Pack the page that ``num_tokens`` fill, if there is one, into its place, and leave the buffer as it is:
+        packing it again, as the next update does, gives the same bytes."""
+        packed = self._num_packed(side, num_tokens)
+        if self.variant.format(side).num_pages(num_tokens) > packed:
+            self._pack(side, rows, self.buffer[side][rows, :, :PAGE_TOKENS], packed, num_tokens)
+
     def read(self, side: Side, rows: slice, num_tokens: int, out: Tensor) -> None:
-        """Write the tokens of ``rows``, ``num_tokens`` (1 or more) in each, to out [b, n, num_tokens, D]. A page that
-        is due is packed into its place for that; packing it again, as the next update does, gives the same bytes."""
+        """Write the tokens of ``rows``, ``num_tokens`` (1 or more) in each, to out [b, n, num_tokens, D], behind
+        ``pack_due``."""
         fmt = self.variant.format(side)
-        self._pack_due(side, rows, num_tokens)
         sinks, pages = min(fmt.num_sink_tokens, num_tokens), fmt.num_pages(num_tokens)
         paged, first = sinks + PAGE_TOKENS * pages, PAGE_TOKENS * (pages - self._num_packed(side, num_tokens))
         out[:, :, :sinks] = self.sinks[side][rows, :, :sinks]
@@ -146,7 +161,7 @@ class HeadStore:
         k, total = self.variant.k, num_tokens + new["k"].shape[2]
         if query_sum is not None and k.needs_queries:
             if k.num_pages(num_tokens) > self._num_packed("k", num_tokens):
-                self._pack_due("k", rows, num_tokens)
+                self.pack_due("k", rows, num_tokens)
                 self._begin_queries(rows, num_tokens)
             self.query_sum[rows] += query_sum[:, self.heads]
         for side in SIDES:
@@ -187,12 +202,6 @@ class HeadStore:
     def _begin_queries(self, rows: slice, num_tokens: int) -> None:
         self.query_sum[rows] = 0
         self.query_since[rows] = num_tokens
-
-    def _pack_due(self, side: Side, rows: slice, num_tokens: int) -> None:
-        """Pack the page that ``num_tokens`` fill, if there is one, and leave the buffer as it is."""
-        packed = self._num_packed(side, num_tokens)
-        if self.variant.format(side).num_pages(num_tokens) > packed:
-            self._pack(side, rows, self.buffer[side][rows, :, :PAGE_TOKENS], packed, num_tokens)
 
     def _extend_side(self, side: Side, rows: slice, num_tokens: int, new: Tensor) -> None:
         fmt, total = self.variant.format(side), num_tokens + new.shape[2]

@@ -1,0 +1,137 @@
+"""What of one layer of a static cache is in a stored form (kvcal.runtime.stored_form), or predicted from.
+
+A step runs between ``append`` and ``decode``; a prompt goes through the same pages of 16 bits, which the layer's stores
+pack and unpack as if they were stored. Keys come first everywhere, as values may be predicted from them, and layers in
+their order: what a layer is predicted from was reconstructed earlier in the same pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvcal.errors import SlowPath
+from kvcal.formats import SIDES, Format, Side
+from kvcal.geometry import CACHE_DTYPES
+from kvcal.kernels.variants import stored_form
+from kvcal.layer_plan import LayerPlan
+from kvcal.quantizers.pages import PAGE_TOKENS, RAW_BITS
+from kvcal.runtime.page_codec import PageCodec
+from kvcal.runtime.prediction import predictor_of
+from kvcal.runtime.static_state import StaticState, fixed
+from kvcal.runtime.static_store import HeadStore
+from kvcal.runtime.stored_form import Predicted, StoredForm
+
+
+class LayerForms:
+    """``stores``: the layer's, allocated; ``tensors``: the records, which count as the plan's bytes."""
+
+    def __init__(self, plan: LayerPlan, state: StaticState, stores: Sequence[HeadStore]) -> None:
+        self.batch = state.batch
+        self.forms: dict[Side, list[StoredForm]] = {"k": [], "v": []}
+        for side in SIDES:
+            is_read = state.forms.kept(plan.geometry.index, side) is not None
+            for fmt, heads in plan.runs(side):
+                if is_read or stored_form(plan, side, fmt) is not None:
+                    inside = [store for store in stores if heads.start <= store.heads.start < heads.stop]
+                    self.forms[side].append(_form(plan, state, side, fmt, heads, inside))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [form.records[0] for side in SIDES for form in self.forms[side] if form.tokens]
+
+    @torch.compiler.disable
+    def step(self) -> None:
+        """Behind ``append``, before ``decode``. Not for torch.compile: products and sums that it would fuse round
+        otherwise, and records must be the same bytes everywhere."""
+        for side in SIDES:
+            for form in self.forms[side]:
+                form.pack_due()
+                form.load(slice(0, self.batch), range(form.max_pages))
+
+    def extend(self, rows: slice, num_tokens: int, total: int) -> None:
+        """``rows`` had ``num_tokens`` and have ``total`` tokens: pages that their stores have packed since."""
+        for side in SIDES:
+            for form in self.forms[side]:
+                new = range(_num_packed(form.format, num_tokens), _num_packed(form.format, total))
+                form.pack(rows, new)
+                if form.kept is not None:
+                    form.load(rows, new)
+
+    def load(self, side: Side, rows: slice, num_tokens: int) -> None:
+        """All pages of ``rows``, which hold ``num_tokens`` each; the one that is due, too, which their stores have
+        packed."""
+        for form in self.forms[side]:
+            pages = form.format.num_pages(num_tokens)
+            form.pack(rows, range(_num_packed(form.format, num_tokens), pages))
+            form.load(rows, range(pages))
+
+    def select(self, indices: Tensor) -> None:
+        """As ``HeadStore.select``."""
+        for tensor in self.tensors:
+            tensor.copy_(tensor.index_select(0, indices))
+
+
+def slow_reasons(plan: LayerPlan, read_sides: Sequence[Side]) -> list[str]:
+    """Why steps of a layer are slower than the kernels': what is reconstructed in each; nothing for packed layers.
+    ``read_sides``: those that something is predicted from."""
+    found = []
+    for side in SIDES:
+        forms = [stored_form(plan, side, fmt) for fmt in plan.formats(side)]
+        found += [f"{side} pages {form}" for form in dict.fromkeys(forms) if form is not None]
+        if side in read_sides and None in forms:
+            found.append(f"{side} pages are predicted from")
+    return found
+
+
+def slow_path(layers: Mapping[int, Sequence[str]]) -> SlowPath:
+    """What ``PlanCache.slow_layers`` says, in one sentence: layers of the same reasons together."""
+    by_reasons: dict[tuple[str, ...], list[int]] = {}
+    for index, reasons in layers.items():
+        by_reasons.setdefault(tuple(reasons), []).append(index)
+    parts = [f"layers {', '.join(map(str, found))}: {', '.join(reasons)}" for reasons, found in by_reasons.items()]
+    return SlowPath(f"reconstructed page by page in every step, which takes longer: {'; '.join(parts)}")
+
+
+def _form(
+    plan: LayerPlan, state: StaticState, side: Side, fmt: Format, heads: slice, stores: Sequence[HeadStore]
+) -> StoredForm:
+    """A run of heads in one format; ``stores``: its head ranges."""
+    dtype, device = state.shared.plan.cache_dtype, state.lengths.device
+    is_form = stored_form(plan, side, fmt) is not None
+    # 16-bit pages that are read as they are hold keys without transforms.
+    own = plan if is_form or fmt.num_bits != RAW_BITS else replace(plan, k_rescale=False, k_offset=False)
+    codec = PageCodec(own, side, fmt, heads, dtype, state.shared.tensors_on(device))
+    records, tokens = [store.pages[side] for store in stores], []
+    if is_form:
+        tokens = [pages.view(CACHE_DTYPES[dtype]).unflatten(-1, (PAGE_TOKENS, -1)) for pages in records]
+        shape = (state.batch, records[0].shape[1], codec.records_per_page, codec.record_bytes(fmt.num_bits))
+        records = [fixed(torch.zeros(shape, dtype=torch.uint8, device=device))]
+    return StoredForm(
+        codec,
+        tuple(records),
+        tuple(tokens),
+        state.forms.kept(plan.geometry.index, side),
+        _predicted(plan, side, state),
+        stores[0].page_at[side],
+        state.lengths,
+        state.error,
+    )
+
+
+def _predicted(plan: LayerPlan, side: Side, state: StaticState) -> Predicted | None:
+    predictor, index = plan.predictor(side), plan.geometry.index
+    if predictor is None:
+        return None
+    read = [(predictor.source, side)] + ([(index, "k")] if side == "v" else [])
+    inputs = [state.forms.kept(*place) for place in read]
+    found = predictor_of(plan, side, state.shared, state.lengths.device)
+    return Predicted(found, tuple(kept for kept in inputs if kept is not None))
+
+
+def _num_packed(fmt: Format, num_tokens: int) -> int:
+    """Pages that are packed in a row of so many tokens: not the one that its last token fills."""
+    return fmt.num_pages(num_tokens - 1) if num_tokens else 0

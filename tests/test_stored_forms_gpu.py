@@ -1,0 +1,174 @@
+"""Stored forms of a static cache on a GPU: the CPU's bytes, steps that no host takes part in, and captured ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from cache_cases import NUM_HEADS
+from form_cases import (
+    NAMES,
+    advance,
+    as_met,
+    assert_same_records,
+    attention,
+    dynamic_of,
+    form_plan,
+    poison,
+    score_spread,
+    states,
+    static_of,
+)
+from gpu_cases import logits_of, random_ids, random_llama, relative
+from torch import Tensor
+
+from kvcal import Plan, PlanCache, paged_attention
+from kvcal.errors import NonFiniteActivations
+from kvcal.geometry import AttentionGeometry, Geometry
+from kvcal.models.geometry import geometry_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::kvcal.errors.SlowPath")]
+
+DIM = 64
+CAPTURED = ["lattice d=2", "lattice d=4", "before RoPE, boosted", "linear", "int4, lattice"]
+CAPTURED += ["predicted, windows that grow", "values alone, from keys that queries chose"]
+
+
+def plan_for(name: str) -> Plan:
+    attention = tuple(AttentionGeometry(index, NUM_HEADS, 2, DIM, DIM) for index in range(3))
+    return form_plan(name, geometry=Geometry("llama", "bfloat16", attention))
+
+
+def inputs_of(batch: int, tokens: int) -> list[tuple[Tensor, ...]]:
+    return [states(layer, batch, tokens, DIM) for layer in range(3)]
+
+
+def on_gpu(inputs: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+    return [tuple(x.cuda() for x in of_layer) for of_layer in inputs]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_are_those_of_the_dynamic_cache_on_a_cpu(name: str) -> None:
+    """Rows of 300, 130 and 3 tokens, padded on the left, in chunks and in steps over the boundaries of pages."""
+    plan, width, total = plan_for(name), 300, 440
+    mask = torch.zeros(3, width, dtype=torch.long)
+    for row, length in enumerate((300, 130, 3)):
+        mask[row, width - length :] = 1
+    real = torch.nn.functional.pad(mask, (0, total - width), value=1).bool()
+    inputs = inputs_of(3, total)
+    static, dynamic, given = static_of(plan, total, 3, mask, "cuda"), dynamic_of(plan, mask), on_gpu(inputs)
+    start = 0
+    for stop in (170, 299, 300, *range(301, 320), 380, *range(381, total)):
+        poison(static)
+        found, expected = advance(static, start, stop, given), advance(dynamic, start, stop, inputs)
+        for layer, ours, theirs, (q, _, _) in zip(static.layers, found, expected, inputs, strict=True):
+            if isinstance(ours, Tensor):
+                keys, values = as_met(layer, *theirs)
+                q, seen = q[:, :, start:stop], real[:, :stop]
+                bound = 2e-3 * max(1.0, score_spread(q, keys, seen)) * values.abs().max()  # operands have 11 bits
+                assert (ours.cpu() - attention(q, keys, values, seen)).abs().max() < bound
+        start = stop
+    static.check()
+    assert assert_same_records(static, dynamic) > 0
+    assert static.nbytes == plan.nbytes([total] * 3, total)
+
+
+class Step:
+    """A step of three layers with inputs in fixed places, as a graph captures it."""
+
+    def __init__(self, cache: PlanCache, batch: int) -> None:
+        self.cache = cache
+        self.inputs = on_gpu([tuple(torch.zeros_like(x) for x in of_layer) for of_layer in inputs_of(batch, 1)])
+        self.outputs = torch.zeros(3, batch, NUM_HEADS, DIM, device="cuda")
+
+    def __call__(self) -> None:
+        for number, found in enumerate(advance(self.cache, 0, 1, self.inputs)):
+            self.outputs[number].copy_(found)
+
+    def capture(self) -> torch.cuda.CUDAGraph:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self()
+        return graph
+
+    def run(self, call, given: Sequence[tuple[Tensor, ...]], start: int, stop: int) -> Tensor:
+        """[steps, layers, B, H, D]."""
+        found = []
+        for column in range(start, stop):
+            for places, values in zip(self.inputs, given, strict=True):
+                for place, value in zip(places, values, strict=True):
+                    place.copy_(value[:, :, column : column + 1])
+            call()
+            found.append(self.outputs.clone())
+        return torch.stack(found)
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_captured_step_is_an_eager_one_as_lengths_grow(name: str) -> None:
+    plan, given, found, caches = plan_for(name), on_gpu(inputs_of(2, 420)), [], []
+    for is_captured in (False, True):
+        cache = static_of(plan, 430, 2, device="cuda")
+        step = Step(cache, 2)
+        call = step.capture().replay if is_captured else step
+        cache.reset()
+        advance(cache, 0, 100, given)
+        found.append(step.run(call, given, 100, 420))
+        cache.check()
+        caches.append(cache)
+    assert torch.equal(*found)
+    assert caches[0].lengths == caches[1].lengths == [420, 420]
+    for ours, theirs in zip(*(cache.static_layers for cache in caches), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours.tensors, theirs.tensors, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_waits_for_nothing(name: str) -> None:
+    """Also the one that packs a page."""
+    cache, given = static_of(plan_for(name), 300, 2, device="cuda"), on_gpu(inputs_of(2, 150))
+    advance(cache, 0, 126, given)
+    step = Step(cache, 2)
+    step.run(step, given, 126, 128)  # whatever is made once has been made
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step.run(step, given, 128, 140)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    cache.check()
+
+
+def test_what_is_not_finite_is_reported_by_check() -> None:
+    cache, given = static_of(plan_for("lattice d=2"), 300, 2, device="cuda"), on_gpu(inputs_of(2, 160))
+    given[0][1][1, 0, 40, 3] = torch.nan
+    step = Step(cache, 2)
+    step.run(step, given, 0, 131)
+    cache.check()
+    step.run(step, given, 131, 133)
+    with pytest.raises(NonFiniteActivations, match="a page holds NaN"):
+        cache.check()
+
+
+@pytest.mark.parametrize("name", ["lattice d=2", "before RoPE", "linear"])
+def test_a_model_is_served(name: str) -> None:
+    """Whose generate does not compile the step; logits near those of the dynamic cache, whose bf16 attention is another
+    one: in every layer behind the first, last bits differ, and so may codes."""
+    model = random_llama(num_layers=3, head_dim=DIM)
+    plan = form_plan(name, geometry=geometry_of(model, cache_dtype="bfloat16"))
+    ids = random_ids(2, 300)
+    static, dynamic = (PlanCache(plan, model.config, max_tokens=size) for size in (400, None))
+    found, expected = (logits_of(model, cache, ids, 129) for cache in (static, dynamic))
+    static.check()
+    assert relative(found, expected).median() < 0.1
+    static.reset()
+    with paged_attention(model):
+        options = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+        assert model.generate(ids, past_key_values=static, **options).shape == (2, 320)
+    static.check()
