@@ -8,8 +8,8 @@ once to the cache's dtype. What is predicted from is reconstructed for its reade
 A step knows no lengths on the host: it reconstructs all pages that there is room for (what lies beyond a row's own is
 never read), and encodes one page of every row, the one that ``append`` has just moved out of the buffer, or zeros where
 none was due. So its cost is that of full rows, whatever they hold, and a captured graph stays valid as they grow. It is
-torch, some tens of launches for each ``VALUES_AT_ONCE``: a layer takes milliseconds where a packed one takes
-microseconds. What would be cheaper: kernels of their own, or reconstructing once (AQUA-KV's codec mode), at 16 bits.
+torch, 20 to 100 operations for each ``VALUES_AT_ONCE``: far slower than packed pages, which the cache says by
+``SlowPath``. What would be cheaper: kernels of their own, or reconstructing once (AQUA-KV's codec mode), at 16 bits.
 """
 
 from __future__ import annotations
