@@ -103,7 +103,7 @@ def kernel_case(pair: Pair, heads: Heads, point: Point, count: int, device: torc
     generator = torch.Generator(device).manual_seed(seed)
     cache = layers_cache(pair, heads, count, point.context + ROOM)
     cache.allocate(point.batch, device)
-    stores = tuple(store for layer in cache.static_layers for store in layer.stores)
+    stores = tuple(store for layer in cache.static_layers for store in layer.stores if isinstance(store, HeadStore))
     for store in stores:
         fill_store(store, generator)
     dtype = CACHE_DTYPES[CACHE_DTYPE]
@@ -165,7 +165,11 @@ def fill_cache(cache: PlanCache, num_tokens: int) -> None:
     """Random tokens and pages in all of an allocated static cache, every sequence with ``num_tokens``."""
     for layer in cache.static_layers:
         for store in layer.stores:
-            fill_store(store)
+            if isinstance(store, HeadStore):
+                fill_store(store)
+            else:  # a sliding window holds nothing but tokens
+                for tensor in store.tensors:
+                    tensor.normal_()
     hold(cache, num_tokens)
 
 

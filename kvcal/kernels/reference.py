@@ -207,11 +207,13 @@ def tokens(
     offset: Tensor,
     variant: Variant,
 ) -> Tensor:
-    """fp32 [b, n, held + 1, D]: what attention of a step reads, in rows that held ``held`` tokens before it."""
-    fmt = variant.format(side)
-    written = fmt.num_pages(held)
+    """fp32 [b, n, held + 1, D]: what attention of a step reads, in rows that held ``held`` tokens before it. Nothing
+    beyond what was allocated, whatever ``held``: so a ring that is full is read as a whole (kvcal.kernels.window)."""
+    room = sinks.shape[2] + PAGE_TOKENS * pages.shape[1] + buffer.shape[2]
+    held = min(held, room - 1)
+    written = min(variant.format(side).num_pages(held), pages.shape[1])
     paged = buffer.new_empty(*buffer.shape[:2], written * PAGE_TOKENS, buffer.shape[-1], dtype=torch.float32)
     unpack(pages, paged, 0, rescale, offset, side, variant)
-    num_sinks = min(fmt.num_sink_tokens, held + 1)
+    num_sinks = min(sinks.shape[2], held + 1)
     rest = held + 1 - num_sinks - paged.shape[2]
     return torch.cat([sinks[:, :, :num_sinks].float(), paged, buffer[:, :, :rest].float()], dim=2)

@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass as strict_dataclass
 
 from kvcal.errors import UsageError
 from kvcal.formats import RAW, SIDES, Format, Side
-from kvcal.geometry import CACHE_DTYPES, CacheDtype
+from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype
 from kvcal.layer_plan import LayerPlan
 from kvcal.quantizers.pages import RAW_BITS, PageLayout
 from kvcal.quantizers.shift import SHIFTS, Shift
@@ -63,7 +63,9 @@ class Variant:
     """One specialisation of the kernels. ``group_heads`` query heads share a KV head. ``rescale``, ``offset``: pages
     hold (K - offset) / rescale. ``first_head`` numbers the range's heads for the score "random", and is 0 otherwise:
     ranges of equal formats share their kernels. ``k_bits``, ``v_bits``: bits of the pages as the kernel meets them,
-    where those are not the format's own: more before they shrink, 16 where a stored form was decoded into tokens."""
+    where those are not the format's own: more before they shrink, 16 where a stored form was decoded into tokens.
+    ``ring_tokens``: of a sliding window, whose buffer is a ring of so many tokens, with one sink and no pages
+    (kvcal.kernels.window)."""
 
     k: Format
     v: Format
@@ -75,6 +77,7 @@ class Variant:
     first_head: int
     k_bits: int | None = None
     v_bits: int | None = None
+    ring_tokens: int | None = None
 
     def __hash__(self) -> int:
         return hash(self.key)  # kernels are looked up by it at every launch
@@ -107,6 +110,8 @@ class Variant:
         }
         for side in SIDES:
             found |= side_defines(side, self.format(side), self.head_dim, self.cache_dtype, self.num_bits(side))
+            if self.ring_tokens is not None:
+                found |= {f"{side.upper()}_SINKS": 1, f"{side.upper()}_BUFFER": self.ring_tokens}
         return found
 
 
@@ -151,6 +156,21 @@ def _met_bits(plan: LayerPlan, side: Side, fmt: Format) -> int | None:
     return None if stored_form(plan, side, fmt) is None else RAW_BITS
 
 
+def window_variant(geometry: AttentionGeometry, ring_tokens: int, cache_dtype: CacheDtype) -> Variant:
+    """The specialisation that serves all heads of a sliding-window layer, which stays at 16 bits."""
+    return Variant(
+        RAW,
+        RAW,
+        geometry.k_head_dim,
+        cache_dtype,
+        geometry.num_query_heads // geometry.num_kv_heads,
+        rescale=False,
+        offset=False,
+        first_head=0,
+        ring_tokens=ring_tokens,
+    )
+
+
 def head_ranges(plan: LayerPlan) -> tuple[HeadRange, ...]:
     """The layer's heads, cut wherever the format of keys or of values changes."""
     pairs = zip(plan.head_formats("k"), plan.head_formats("v"), strict=True)
@@ -165,6 +185,8 @@ def head_ranges(plan: LayerPlan) -> tuple[HeadRange, ...]:
 def storage_refusals(plan: LayerPlan) -> Iterator[str]:
     """Why a cache of fixed size cannot hold this layer, on any device; nothing if it can."""
     geometry = plan.attention
+    if geometry.window == 1:
+        yield "its sliding window of 1 token keeps nothing"
     if geometry.k_head_dim != geometry.v_head_dim:
         yield f"head sizes {geometry.k_head_dim} (K) and {geometry.v_head_dim} (V) differ"
     for side in SIDES:

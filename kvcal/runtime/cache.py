@@ -10,13 +10,14 @@
 
 With ``max_tokens`` the cache is static: all memory is allocated at the first update, decoding steps are served by the
 kernels within ``kvcal.paged_attention(model)``, and can be compiled, or captured in a CUDA graph. Other batch sizes,
-dropping packed tokens, sliding windows, and plans that the kernels do not take are refused there. What they cannot read
-as it is stored (lattices, predicted pages, keys before RoPE) is reconstructed in every step: slower, and said so by a
-``SlowPath`` warning and by ``slow_layers``.
+dropping packed tokens, and plans that the kernels do not take are refused there. What they cannot read as it is stored
+(lattices, predicted pages, keys before RoPE) is reconstructed in every step: slower, and said so by a ``SlowPath``
+warning and by ``slow_layers``.
 """
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -43,6 +44,7 @@ from kvcal.runtime.plan_state import PlanState
 from kvcal.runtime.rows import Padding
 from kvcal.runtime.static_layer import DYNAMIC_HINT, StaticLayer, crop_static
 from kvcal.runtime.static_state import StaticState
+from kvcal.runtime.static_window import StaticWindow, window_refusals
 
 
 class PlanCache(Cache):
@@ -98,11 +100,11 @@ class PlanCache(Cache):
     def _layer(self, index: int, native: object, layer: LayerPlan) -> object:
         """What stores layer ``index``: ours for attention, the native one for states."""
         if type(native) is DynamicLayer and layer.is_paged:
-            return PagedLayer(layer, self.state) if self.static is None else self._static_layer(layer, self.static)
+            return PagedLayer(layer, self.state) if self.static is None else self._static_layer(layer)
         geometry = layer.geometry
         if type(native) is DynamicSlidingWindowLayer and isinstance(geometry, AttentionGeometry) and geometry.window:
             if geometry.window == native.sliding_window and self.static is not None:
-                raise _refused(index, f"it keeps a sliding window of {geometry.window} tokens, which moves")
+                return self._static_layer(layer)
             if geometry.window == native.sliding_window:
                 return BoundedLayer(native.sliding_window, self.plan.cache_dtype, self.padding)
             raise ArtifactError(
@@ -116,10 +118,13 @@ class PlanCache(Cache):
             f"{'full attention' if layer.is_paged else kind} there"
         )
 
-    def _static_layer(self, layer: LayerPlan, static: StaticState) -> StaticLayer:
-        for reason in storage_refusals(layer):
-            raise _refused(layer.geometry.index, reason)
-        return StaticLayer(layer, static, self.allocate)
+    def _static_layer(self, layer: LayerPlan) -> StaticLayer:
+        assert self.static is not None
+        index = layer.geometry.index
+        window_reasons = () if layer.is_paged else window_refusals(self.config, index)
+        for reason in itertools.chain(storage_refusals(layer), window_reasons):
+            raise UnsupportedModel(f"a static cache cannot hold layer {index}: {reason}", hint=DYNAMIC_HINT)
+        return (StaticLayer if layer.is_paged else StaticWindow)(layer, self.static, self.allocate)
 
     def allocate(self, batch: int, device: torch.device | str) -> None:
         """Allocate the memory of a static cache for ``batch`` sequences now; otherwise the first update does. Warns
@@ -161,8 +166,8 @@ class PlanCache(Cache):
         of what it reconstructs."""
         if self.static is None or not self.static.is_allocated:
             return 0
-        starts = (store.query_since for layer in self.static_layers for store in layer.stores)
-        return self.static.nbytes + sum(start.untyped_storage().nbytes() for start in starts)
+        control = (tensor for layer in self.static_layers for store in layer.stores for tensor in store.control)
+        return self.static.nbytes + sum(tensor.untyped_storage().nbytes() for tensor in control)
 
     @property
     def nbytes(self) -> int:
@@ -246,10 +251,6 @@ class PlanCache(Cache):
             layer.reorder_cache(row_indices)
         if self.static is not None:
             self.static.set_columns(int(self.static.columns))
-
-
-def _refused(index: int, reason: str) -> UnsupportedModel:
-    return UnsupportedModel(f"a static cache cannot hold layer {index}: {reason}", hint=DYNAMIC_HINT)
 
 
 def _tensors(layer: object) -> list[Tensor]:

@@ -113,7 +113,7 @@ def _attention(
         return layer.attend(query, key, value, kwargs.get("s_aux"), scale, softcap), None
     found = _base_attention(base, module, query, key, value, attention_mask, kwargs)
     if isinstance(layer, StaticLayer):
-        _require_same_padding(layer, attention_mask, key.shape[2])
+        _require_same_padding(layer, attention_mask, query.shape[2], key.shape[2])
         layer.extend(query, key, value)
     return found
 
@@ -151,12 +151,16 @@ def _require_plain(module: nn.Module, attention_mask: Tensor | None, kwargs: dic
 
 
 @torch.compiler.disable
-def _require_same_padding(layer: StaticLayer, attention_mask: Tensor | None, columns: int) -> None:
-    """UsageError where a prompt's mask hides other columns than the cache's: steps go by the cache's alone."""
-    real = layer.state.rows.mask(0, columns, layer.state.lengths.device)
+def _require_same_padding(layer: StaticLayer, attention_mask: Tensor | None, tokens: int, columns: int) -> None:
+    """UsageError where a prompt's mask hides other columns than the cache's: steps go by the cache's alone.
+    The mask is of ``columns``, the last of which are the new ``tokens``."""
+    window = layer.plan.attention.window
+    visible = columns if window is None else min(columns, window)
+    first = int(layer.state.columns) + tokens - visible
+    real = layer.state.rows.mask(first, visible, layer.state.lengths.device)
     seen = torch.ones_like(real)
     if attention_mask is not None:
-        last = attention_mask[:, 0, -1, :columns]
+        last = attention_mask[:, 0, -1, columns - visible : columns]
         seen = last if last.dtype == torch.bool else last == 0
     if not torch.equal(seen.expand_as(real), real):
         raise UsageError(

@@ -107,10 +107,10 @@ class Rows:
 
 class Padding:
     """The batch's rows, shared by all layers; known once the first layer sees the batch. Of the mask only the runs are
-    kept, a pair of numbers a row."""
+    kept, a pair of numbers a row (``prompt``)."""
 
     def __init__(self, attention_mask: Tensor | None) -> None:
-        self._prompt = None if attention_mask is None else Rows.from_mask(attention_mask)
+        self.prompt = None if attention_mask is None else Rows.from_mask(attention_mask)
         self.rows: Rows | None = None
 
     def resolve(self, batch: int) -> Rows:
@@ -120,7 +120,7 @@ class Padding:
             UsageError: the mask's rows do not divide the batch.
         """
         if self.rows is None:
-            rows = self._prompt or Rows.dense(batch)
+            rows = self.prompt or Rows.dense(batch)
             if batch % rows.batch:
                 raise UsageError(f"attention_mask has {rows.batch} rows, but the batch has {batch}")
             self.rows = rows.select([row for row in range(rows.batch) for _ in range(batch // rows.batch)])

@@ -27,12 +27,16 @@ from kvcal.runtime.layer_forms import LayerForms, slow_reasons
 from kvcal.runtime.rows import Block, Rows
 from kvcal.runtime.static_state import StaticState
 from kvcal.runtime.static_store import HeadStore
+from kvcal.runtime.window_store import WindowStore
+
+Store = HeadStore | WindowStore
 
 DYNAMIC_HINT = "build the PlanCache without max_tokens: the dynamic cache takes every plan, in torch"
 
 
 class StaticLayer(CacheLayerMixin):
-    """See the module's docstring. ``allocate``: what allocates the whole cache, given batch and device."""
+    """See the module's docstring. ``allocate``: what allocates the whole cache, given batch and device. S is the number
+    of all columns, but in a sliding-window layer (kvcal.runtime.static_window), which keeps the last ones."""
 
     is_sliding = False
     is_croppable = False
@@ -42,7 +46,7 @@ class StaticLayer(CacheLayerMixin):
         super().__init__()
         self.plan = plan
         self.state = state
-        self.stores: list[HeadStore] = []
+        self.stores: Sequence[Store] = []
         self.forms: LayerForms | None = None
         self._allocate = allocate
         self._is_last = plan == state.layers[-1]
@@ -70,8 +74,7 @@ class StaticLayer(CacheLayerMixin):
                 raise UnsupportedModel(
                     f"the kernels cannot serve layer {self.plan.geometry.index}: {reason}", hint=DYNAMIC_HINT
                 )
-        self.stores = [HeadStore.allocate(self.plan, pair, self.state) for pair in head_ranges(self.plan)]
-        self.forms = LayerForms(self.plan, self.state, self.stores) if self.slow_reasons else None
+        self.stores = self._allocate_stores()
         self.is_initialized = True
 
     @torch.compiler.disable
@@ -126,7 +129,7 @@ class StaticLayer(CacheLayerMixin):
         """
         state, tokens = self.state, q.shape[2]
         columns, dtype = int(state.columns), CACHE_DTYPES[state.shared.plan.cache_dtype]
-        rows = state.rows
+        rows, base = state.rows, columns - self.past_columns(columns)
         query_sum = self._query_sum(q, rows.mask(columns, tokens, q.device)) if self._needs_queries else None
         dense = {"k": keys, "v": values}
         for block in rows.blocks:
@@ -136,7 +139,7 @@ class StaticLayer(CacheLayerMixin):
                 continue
             new: dict[Side, Tensor] = {}
             for side in SIDES:
-                parts = [dense[side][block.rows, :, start:stop].to(dtype) for start, stop in intervals]
+                parts = [dense[side][block.rows, :, start - base : stop - base].to(dtype) for start, stop in intervals]
                 new[side] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
             for store in self.stores:
                 store.extend(block.rows, held, new, None if query_sum is None else query_sum[block.rows])
@@ -147,10 +150,17 @@ class StaticLayer(CacheLayerMixin):
             state.check()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(columns that a mask covers, 0). A step has none: what it attends to is known by the lengths alone."""
+        """(columns that a mask covers, the first of them). A step has none: what it attends to is known by the lengths
+        alone."""
         if self.state.is_step(query_length):
             return 0, 0
-        return int(self.get_seq_length()) + query_length, 0
+        columns = int(self.get_seq_length())
+        past = self.past_columns(columns)
+        return past + query_length, columns - past
+
+    def past_columns(self, columns: int) -> int:
+        """How many of the last of so many columns a prompt attends to."""
+        return columns
 
     def get_seq_length(self) -> Any:
         """Columns fed: a tensor on the device, as transformers' static layers have it, or 0 before the first update.
@@ -178,6 +188,11 @@ class StaticLayer(CacheLayerMixin):
         for store in self.stores:
             store.reset()
 
+    def _allocate_stores(self) -> Sequence[Store]:
+        stores = [HeadStore.allocate(self.plan, pair, self.state) for pair in head_ranges(self.plan)]
+        self.forms = LayerForms(self.plan, self.state, stores) if self.slow_reasons else None
+        return stores
+
     @property
     def _needs_queries(self) -> bool:
         return any(fmt.needs_queries for fmt in self.plan.k)
@@ -191,34 +206,37 @@ class StaticLayer(CacheLayerMixin):
     def _dense(self, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
         state, cache_dtype = self.state, CACHE_DTYPES[self.state.shared.plan.cache_dtype]
         columns, rows, tokens = int(state.columns), state.rows, new_keys.shape[2]
+        past = self.past_columns(columns)
         state.require_room(max(rows.lengths(columns + tokens)))
         found = []
         for side, new in zip(SIDES, (new_keys, new_values), strict=True):
             rounded = new.to(cache_dtype).to(new.dtype)
-            if columns:
-                whole = new.new_zeros(*new.shape[:2], columns + tokens, new.shape[3])
+            if past:
+                whole = new.new_zeros(*new.shape[:2], past + tokens, new.shape[3])
                 for block in rows.blocks:
-                    self._read(side, block, rows, columns, whole[block.rows])
-                whole[:, :, columns:] = rounded
+                    self._read(side, block, rows, columns, whole[block.rows, :, :past])
+                whole[:, :, past:] = rounded
                 rounded = whole
             found.append(rounded)
         return found[0], found[1]
 
     def _read(self, side: Side, block: Block, rows: Rows, columns: int, out: Tensor) -> None:
-        """Write the past of a block of equal rows to its columns of out [b, N, S + T, D]."""
-        intervals = rows.intervals(block, 0, columns)
-        num_tokens = rows.num_tokens(block, columns)
+        """Write the past of a block of equal rows to out [b, N, S, D], the last S of ``columns``."""
+        base = columns - out.shape[2]
+        intervals = [(start - base, stop - base) for start, stop in rows.intervals(block, base, columns)]
+        num_tokens = sum(stop - start for start, stop in intervals)
         if not num_tokens:
             return
         (start, stop) = intervals[0]
         direct = len(intervals) == 1
         tokens = out[:, :, start:stop] if direct else out.new_empty(*out.shape[:2], num_tokens, out.shape[3])
+        num_held = rows.num_tokens(block, columns)
         for store in self.stores:
-            store.pack_due(side, block.rows, num_tokens)
+            store.pack_due(side, block.rows, num_held)
         if self.forms is not None:
-            self.forms.load(side, block.rows, num_tokens)
+            self.forms.load(side, block.rows, num_held)
         for store in self.stores:
-            store.read(side, block.rows, num_tokens, tokens[:, store.heads])
+            store.read(side, block.rows, num_held, tokens[:, store.heads])
         for start, stop in [] if direct else intervals:
             out[:, :, start:stop], tokens = tokens[:, :, : stop - start], tokens[:, :, stop - start :]
 
@@ -241,7 +259,7 @@ def crop_static(layers: Sequence[StaticLayer], state: StaticState, tokens_to_rem
     """Remove the last -n columns (n negative), or keep the first n, in all layers of a static cache.
 
     Raises:
-        UsageError: some of these tokens are packed.
+        UsageError: some of these tokens are packed, or what was before them has left a sliding window.
     """
     held = int(state.columns) if state.is_allocated else 0
     columns = max(0, tokens_to_remove if tokens_to_remove > 0 else held + tokens_to_remove)
@@ -249,8 +267,9 @@ def crop_static(layers: Sequence[StaticLayer], state: StaticState, tokens_to_rem
         return
     before, after = state.rows.lengths(held), state.rows.lengths(columns)
     stores = [store for layer in layers for store in layer.stores]
-    if any(store.lost_pages(*counts) for store in stores for counts in zip(before, after, strict=True)):
-        raise UsageError(f"cannot remove {held - columns} of {held} tokens: some of them are packed", hint=DYNAMIC_HINT)
+    losses = (store.loss(*counts) for store in stores for counts in zip(before, after, strict=True))
+    for loss in filter(None, losses):
+        raise UsageError(f"cannot remove {held - columns} of {held} tokens: {loss}", hint=DYNAMIC_HINT)
     for store in stores:
         store.uncount([old - new for old, new in zip(before, after, strict=True)])
     state.set_columns(columns)

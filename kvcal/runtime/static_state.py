@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations, UsageError
-from kvcal.formats import Format
+from kvcal.formats import Format, Side
+from kvcal.geometry import AttentionGeometry
 from kvcal.kernels.decode import workspace_bytes
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.layer_plan import LayerPlan
@@ -50,6 +51,7 @@ class StaticState:
         self.forms = FormWorkspace(shared.plan, 0, max_tokens, torch.device("cpu"))
         self._page_at: dict[Format, Tensor] = {}
         self._workspaces: dict[tuple[int, int, int], Tensor] = {}
+        self._leaving: dict[tuple[Side, int, int], Tensor] = {}
 
     @property
     def is_allocated(self) -> bool:
@@ -57,7 +59,8 @@ class StaticState:
 
     @property
     def layers(self) -> list[LayerPlan]:
-        return [layer for layer in self.shared.plan.layers if layer.is_paged]
+        """Those that attention stores, in the order in which a step comes to them."""
+        return [layer for layer in self.shared.plan.layers if isinstance(layer.geometry, AttentionGeometry)]
 
     @property
     def rows(self) -> Rows:
@@ -97,10 +100,19 @@ class StaticState:
             self._workspaces[shape] = fixed(torch.zeros(needed, dtype=torch.uint8, device=device))
         return self._workspaces[shape]
 
+    def leaving(self, side: Side, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+        """[B, N, 1, D]: the token that a sliding window attends to for the last time (kvcal.kernels.window). Scratch of
+        one layer at a time."""
+        shape = (num_kv_heads, head_dim)
+        if (side, *shape) not in self._leaving:
+            tokens = torch.zeros(self.batch, num_kv_heads, 1, head_dim, dtype=dtype, device=self.lengths.device)
+            self._leaving[side, *shape] = fixed(tokens)
+        return self._leaving[side, *shape]
+
     @property
     def nbytes(self) -> int:
         """Bytes of the control state."""
-        tables = (*self._page_at.values(), *self._workspaces.values())
+        tables = (*self._page_at.values(), *self._workspaces.values(), *self._leaving.values())
         numbers = (self.lengths, self.columns, self.error)
         return self.forms.nbytes + sum(tensor.untyped_storage().nbytes() for tensor in (*numbers, *tables))
 

@@ -100,6 +100,16 @@ class HeadStore:
         packed = [self.pages[side] for side in SIDES if side not in self.reconstructed]
         return [*stored, *packed, self.query_sum]
 
+    @property
+    def control(self) -> list[Tensor]:
+        """What a step changes besides, and is no part of the plan's bytes."""
+        return [self.query_since]
+
+    @property
+    def overwritten(self) -> list[Tensor]:
+        """What later tokens overwrite: all but pages, which stay where they are."""
+        return [*self.sinks.values(), *self.buffer.values(), self.query_sum]
+
     def append(self, k_new: Tensor, v_new: Tensor, q: Tensor) -> None:
         """Store one token of every row: k_new, v_new [B, N, D] and queries q [B, N G, D] of all heads of the layer."""
         ops.append(
@@ -170,9 +180,10 @@ class HeadStore:
         if k.needs_queries and self._num_packed("k", total) == k.num_pages(total) > k.num_pages(num_tokens):
             self._begin_queries(rows, total)
 
-    def lost_pages(self, num_tokens: int, kept_tokens: int) -> bool:
-        """Whether a row of ``num_tokens`` has packed tokens that it would not have if it held only ``kept_tokens``."""
-        return any(self._num_packed(side, num_tokens) > self._num_packed(side, kept_tokens) for side in SIDES)
+    def loss(self, num_tokens: int, kept_tokens: int) -> str | None:
+        """Why a row of ``num_tokens`` cannot go back to ``kept_tokens``; None where it can."""
+        is_packed = any(self._num_packed(side, num_tokens) > self._num_packed(side, kept_tokens) for side in SIDES)
+        return "some of them are packed" if is_packed else None
 
     def uncount(self, removed: list[int]) -> None:
         """Every row lost so many tokens, which its query statistic keeps."""
@@ -181,7 +192,7 @@ class HeadStore:
 
     def select(self, indices: Tensor) -> None:
         """Rows in another order, or repeated, int64 [B], in the same memory."""
-        for tensor in (*self.tensors, self.query_since):
+        for tensor in (*self.tensors, *self.control):
             if tensor.numel():
                 tensor.copy_(tensor.index_select(0, indices))
 
