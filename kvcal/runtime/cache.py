@@ -42,7 +42,9 @@ from kvcal.runtime.layer_forms import slow_path
 from kvcal.runtime.paged_layer import NO_PAGE, PagedLayer
 from kvcal.runtime.plan_state import PlanState
 from kvcal.runtime.rows import Padding
+from kvcal.runtime.static_copy import copy_layers
 from kvcal.runtime.static_layer import DYNAMIC_HINT, StaticLayer, crop_static
+from kvcal.runtime.static_mark import StaticMark
 from kvcal.runtime.static_state import StaticState
 from kvcal.runtime.static_window import StaticWindow, window_refusals
 
@@ -74,6 +76,7 @@ class PlanCache(Cache):
         if max_tokens is not None and max_tokens < 1:
             raise UsageError(f"max_tokens = {max_tokens}, expected 1 or more")
         self.static = None
+        self._mark: StaticMark | None = None
         if max_tokens is not None:
             self.static = StaticState(self.state, max_tokens, in_prompt=attention_mask is not None)
         model_type = config.get_text_config(decoder=True).model_type
@@ -162,12 +165,13 @@ class PlanCache(Cache):
 
     @property
     def workspace_nbytes(self) -> int:
-        """Bytes that a static cache takes beyond ``nbytes``: lengths, page tables and the scratch of its kernels and
-        of what it reconstructs."""
+        """Bytes that a static cache takes beyond ``nbytes``: lengths, page tables, the scratch of its kernels and of
+        what it reconstructs, and what ``mark`` keeps."""
         if self.static is None or not self.static.is_allocated:
             return 0
         control = (tensor for layer in self.static_layers for store in layer.stores for tensor in store.control)
-        return self.static.nbytes + sum(tensor.untyped_storage().nbytes() for tensor in control)
+        kept = 0 if self._mark is None else self._mark.nbytes
+        return self.static.nbytes + kept + sum(tensor.untyped_storage().nbytes() for tensor in control)
 
     @property
     def nbytes(self) -> int:
@@ -195,6 +199,55 @@ class PlanCache(Cache):
         """
         if self.static is not None:
             self.static.check()
+
+    def mark(self) -> None:
+        """From now on, ``rewind`` brings a static cache back to the tokens that it holds now (runtime.static_mark).
+
+        Raises:
+            UsageError: the cache is dynamic, or not allocated.
+            UnsupportedModel: a layer keeps a state of linear attention.
+            NonFiniteActivations: the cache met NaN or infinity.
+        """
+        if self.static is None or not self.static.is_allocated:
+            raise UsageError(
+                "there is nothing to mark: the cache is dynamic, or has no memory yet",
+                hint="PlanCache(plan, config, max_tokens=...), then the prompt within kvcal.paged_attention(model)",
+            )
+        self._refuse_states()
+        self.static.check()
+        if self._mark is None:
+            self._mark = StaticMark(self.static, self.static_layers)
+        self._mark.mark()
+
+    def rewind(self) -> None:
+        """Go back to where ``mark`` was called last, as often as needed; nothing here waits for the device.
+
+        Raises:
+            UsageError: never marked, or the rows changed places or the cache was reset since.
+        """
+        if self._mark is None:
+            raise UsageError("the cache was never marked", hint="call mark() behind the prompt to come back to")
+        self._mark.rewind()
+
+    def copy_from(self, other: PlanCache) -> None:
+        """Hold, instead of anything else, what a dynamic cache of the same plan holds, row by row, or its one sequence
+        in every row (runtime.static_copy). Without memory yet, a row for each of the other's is allocated.
+
+        Raises:
+            UsageError: this cache is dynamic; the other one is static, empty, of another plan or batch, longer than
+                ``max_tokens``, or ends where a page was just packed.
+            UnsupportedModel: a layer keeps a state, or a row is padded on the right behind a sliding window's tokens.
+        """
+        rows = other.padding.rows
+        if self.static is None or other.static is not None or rows is None:
+            raise UsageError("copy_from fills a static cache from a dynamic one that holds tokens")
+        if other.plan.sha256 != self.plan.sha256:
+            raise UsageError(f"the other cache's plan is {other.plan.sha256[:16]}, this one's {self.plan.sha256[:16]}")
+        self._refuse_states()
+        if not self.static.is_allocated:
+            self.allocate(rows.batch, next(tensor for layer in other.layers for tensor in _tensors(layer)).device)
+        self.reset()
+        copy_layers(self.static, self.layers, other.layers, rows, int(other.get_seq_length()))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx.tolist())
@@ -229,6 +282,8 @@ class PlanCache(Cache):
         if attention_mask is not None:
             self.state.padding = Padding(attention_mask)
         self.padding.reset()
+        if self._mark is not None:
+            self._mark.forget()
         if self.static is None:
             self.layers = self._empty_layers()
             return
@@ -239,12 +294,19 @@ class PlanCache(Cache):
             self.static.set_columns(0)
             self.static.check()
 
+    def _refuse_states(self) -> None:
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                raise UnsupportedModel(f"layer {index} keeps a state of linear attention, which transformers stores")
+
     def _select(self, indices: list[int]) -> None:
         rows = self.padding.rows
         if rows is None:
             return
         if self.static is not None and len(indices) != rows.batch:
             raise UsageError(f"{len(indices)} sequences of {rows.batch}: a static batch stays", hint=DYNAMIC_HINT)
+        if self._mark is not None and indices != list(range(rows.batch)):
+            self._mark.forget()
         self.padding.rows = rows.select(indices)
         row_indices = torch.LongTensor(indices)
         for layer in self.layers:

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from kvcal.errors import UnsupportedModel
 from kvcal.layer_plan import LayerPlan
-from kvcal.runtime.rows import Padding
+from kvcal.runtime.rows import Rows
 from kvcal.runtime.static_layer import StaticLayer
 from kvcal.runtime.static_state import StaticState
 from kvcal.runtime.window_store import WindowStore
@@ -30,7 +30,7 @@ class StaticWindow(StaticLayer):
 
     def __init__(self, plan: LayerPlan, state: StaticState, allocate: Callable[[int, torch.device], None]) -> None:
         super().__init__(plan, state, allocate)
-        require_left_padding(state.shared.padding)
+        require_left_padding(state.shared.padding.prompt)
 
     def past_columns(self, columns: int) -> int:
         window = self.plan.attention.window
@@ -39,16 +39,15 @@ class StaticWindow(StaticLayer):
 
     def reset(self) -> None:
         """UnsupportedModel where the padding to come is on the right."""
-        require_left_padding(self.state.shared.padding)
+        require_left_padding(self.state.shared.padding.prompt)
         super().reset()
 
     def _allocate_stores(self) -> list[WindowStore]:
         return [WindowStore.allocate(self.plan, self.state)]
 
 
-def require_left_padding(padding: Padding) -> None:
+def require_left_padding(rows: Rows | None) -> None:
     """UnsupportedModel for a prompt with padding behind the tokens of a row."""
-    rows = padding.prompt
     if rows is None:
         return
     for row, (start, stop) in enumerate(rows.runs):
