@@ -33,7 +33,7 @@ _SHAPE = {
 
 
 def sliding_model(kind: str, dtype: torch.dtype = torch.bfloat16) -> hf.PreTrainedModel:
-    """Sliding and full layers in turn, "gemma2" with softcap, "gpt_oss" with logits of sinks; "mistral" slides alone."""
+    """A sliding layer ("mistral"), or one and a full one, with softcap ("gemma2") or logits of sinks ("gpt_oss")."""
     shape = _SHAPE | {"num_hidden_layers": 1 if kind == "mistral" else 2}
     if kind == "gemma2":
         config: hf.PretrainedConfig = hf.Gemma2Config(**shape, attn_logit_softcapping=20.0, query_pre_attn_scalar=64)

@@ -20,6 +20,7 @@ One call serves one head range of one layer: B rows, n KV heads, G query heads f
     workspace      uint8                     scratch of ``decode`` on CUDA: kvcal.kernels.decode says how much. Begins
                                              with counters that are zero between calls: for one number of heads
 
+A sliding window has no pages, a ring for its buffer, and one sink, which kvcal.kernels.window stores.
 What a variant does not have is an empty tensor. ``variant`` is the key of a kvcal.kernels.variants.Variant: what the
 kernels are compiled for. Mutated arguments are declared, so that torch.compile and CUDA graphs can hold the operators.
 """

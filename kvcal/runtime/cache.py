@@ -13,6 +13,7 @@ kernels within ``kvcal.paged_attention(model)``, and can be compiled, or capture
 dropping packed tokens, and plans that the kernels do not take are refused there. What they cannot read as it is stored
 (lattices, predicted pages, keys before RoPE) is reconstructed in every step: slower, and said so by a ``SlowPath``
 warning and by ``slow_layers``.
+``mark`` and ``rewind`` serve many requests behind one prompt, which ``copy_from`` may have taken from disk.
 """
 
 from __future__ import annotations
