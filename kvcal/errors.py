@@ -1,4 +1,4 @@
-"""Every error a user can meet, one class per kind, each with a stable exit code.
+"""Every error a user can meet, one class per kind, each with a stable exit code; and a warning.
 
 A message names the value, the place and the allowed set; the optional hint says what to do next.
 """

@@ -144,7 +144,7 @@ def test_a_page_is_due_once_in_128_steps() -> None:
 def test_what_the_kernels_do_not_take_is_refused_with_a_reason() -> None:
     lattice = Format(2, "token", 128, lattice_dim=2)
     assert "lattice" in (refusal(Pair("lattice", lattice, lattice), HEADS) or "")
-    assert "96" in (refusal(PAIRS["2"], Heads(2, 96, 2)) or "")
+    assert "100" in (refusal(PAIRS["2"], Heads(2, 100, 2)) or "")
     assert all(refusal(pair, Heads()) is None for pair in PAIRS.values())
 
 

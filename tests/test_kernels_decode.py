@@ -101,6 +101,7 @@ class Case:
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
         self.seen = {side: self.dense[side].double() for side in SIDES}
         self.stores = {side: self._store(side, lengths, most) for side in SIDES}
+        self.tables = {side: self._table(side) for side in SIDES}
 
     def _store(self, side: Side, lengths: tuple[int, ...], most: int) -> tuple[Tensor, Tensor, Tensor]:
         fmt, layout, x = self.variant.format(side), self.variant.layout(side), self.dense[side]
@@ -135,7 +136,7 @@ class Case:
             buffer[row, :, : rest.shape[1]] = rest
         return sinks, buffer, pages
 
-    def table(self, side: Side) -> Tensor:
+    def _table(self, side: Side) -> Tensor:
         fmt = self.variant.format(side)
         if fmt.window_rule is None:
             return torch.empty(0, dtype=torch.int32, device="cuda")
@@ -143,18 +144,30 @@ class Case:
         at = [next(n for n, count in enumerate(counts) if count > page) for page in range(counts[-1])]
         return torch.tensor(at, dtype=torch.int32, device="cuda")
 
-    def run(
-        self, scale: float, softcap: float = 0.0, s_aux: Tensor | None = None, dtype: torch.dtype = torch.float32
-    ) -> Tensor:
-        from kvcal.kernels.decode import launch_decode, workspace_bytes
+    def workspace(self) -> Tensor:
+        """Counters of zero, and poison."""
+        from kvcal.kernels.decode import workspace_bytes
 
         group, device = self.variant.group_heads, self.q.device
         size = workspace_bytes(len(self.lengths), self.heads, group, self.variant.head_dim, device)
         workspace = torch.full((size,), 255, dtype=torch.uint8, device="cuda")
         workspace[: -(-len(self.lengths) * self.heads * -(-group // 8) * 4 // 256) * 256] = 0
+        return workspace
+
+    def run(
+        self,
+        scale: float,
+        softcap: float = 0.0,
+        s_aux: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        workspace: Tensor | None = None,
+    ) -> Tensor:
+        from kvcal.kernels.decode import launch_decode
+
+        workspace = self.workspace() if workspace is None else workspace
         none = self.q.new_empty(0)
         return launch_decode(
-            self.q.to(dtype), *self.stores["k"], *self.stores["v"], self.lengths, self.table("k"), self.table("v"),
+            self.q.to(dtype), *self.stores["k"], *self.stores["v"], self.lengths, self.tables["k"], self.tables["v"],
             self.rescale, self.offset, none if s_aux is None else s_aux, workspace, scale, softcap, self.variant,
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ from kvcal.kernels.variants import refusals
 from kvcal.plan import Plan, Workload
 from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.runtime.cache import PlanCache
-from kvcal.runtime.layer_forms import slow_reasons
+from kvcal.runtime.layer_forms import form_reasons
 from kvcal.runtime.static_state import StaticState
 from kvcal.runtime.static_store import HeadStore
 
@@ -95,7 +95,7 @@ def refusal(pair: Pair, heads: Heads) -> str | None:
     """Why the kernels do not serve this format, or not alone: what is reconstructed first is not theirs to be measured.
     None if they do."""
     layer = heads.layer(pair)
-    return next(itertools.chain(slow_reasons(layer, ()), refusals(layer, CACHE_DTYPE)), None)
+    return next(itertools.chain(form_reasons(layer, ()), refusals(layer, CACHE_DTYPE)), None)
 
 
 def kernel_case(pair: Pair, heads: Heads, point: Point, count: int, device: torch.device, seed: int = 0) -> KernelCase:

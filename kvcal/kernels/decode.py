@@ -1,4 +1,5 @@
-"""Launching ``csrc/decode.cu``: its macros, its shared memory, its grid and its workspace.
+"""Launching ``csrc/decode.cu``, or ``csrc/decode_plain.cu`` for what it does not take: macros, shared memory, grid and
+workspace.
 
 The grid is fixed: as many blocks as the GPU runs at a time. Work is dealt to them on the device from the lengths there,
 so a launch depends on nothing that changes from step to step, and may be captured in a CUDA graph.
@@ -7,6 +8,7 @@ so a launch depends on nothing that changes from step to step, and may be captur
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,13 +16,15 @@ from torch import Tensor
 from kvcal.errors import UsageError
 from kvcal.formats import SIDES
 from kvcal.geometry import CACHE_DTYPES
+from kvcal.kernels.choice import FOLDED_HEAD_DIMS, is_plain
 from kvcal.kernels.compile import Kernel, kernel
+from kvcal.kernels.decode_plain import MAX_ROWS, plain_defines, plain_shape
+from kvcal.kernels.decode_plain import THREADS as PLAIN_THREADS
 from kvcal.kernels.variants import DTYPES, Defines, Variant
 from kvcal.quantizers.pages import RAW_BITS
 from kvcal.quantizers.tiers import TieredLayout
 
 NAMES = {dtype: name for name, dtype in CACHE_DTYPES.items()}
-MAX_ROWS = 512
 TILE_HEADS = 4  # query heads of a tile of the tensor core; a pass over the cache serves one or two tiles
 SWAP_BYTES = 644 * 4
 MAX_WARPS = 12  # 168 registers a thread
@@ -29,6 +33,11 @@ SCHEDULERS = 4  # of an SM: warps come in multiples
 # Shared memory of a block at most, in KiB, by compute capability.
 SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 OTHER_SHARED_KIB = 99
+
+
+def shared_room(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory that a block gets at most."""
+    return 1024 * SHARED_KIB.get(capability, OTHER_SHARED_KIB)
 
 
 def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int]:
@@ -46,7 +55,7 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
     shared = (24 * tiles + 32) * dim + 10 * heads * 4 + 2 * MAX_ROWS * 4 + 64 + 128
     slots = max(sum(-(-record // 128) * 128 for record in records) if is_packed else 0, heads * dim * 4)
     each = slots + tiles * SWAP_BYTES + 2 * heads * 4 + 256 * has_tiers
-    room = 1024 * SHARED_KIB.get(capability, OTHER_SHARED_KIB)
+    room = shared_room(capability)
     warps = min(MAX_WARPS if is_packed else MAX_RAW_WARPS, (room - shared) // each)
     warps -= warps % SCHEDULERS if warps > SCHEDULERS else 0
     if warps < 1:
@@ -76,31 +85,52 @@ def decode_defines(variant: Variant, q_dtype: str, softcap: bool, capability: tu
     }
 
 
+@dataclass(frozen=True)
+class Launch:
+    """A kernel and how it is launched; blocks share heads by parts of ``part_floats``, of one pass each."""
+
+    kernel: Kernel
+    grid: int
+    threads: int
+    shared_bytes: int
+    passes: int
+    part_floats: int
+
+
 @functools.cache
-def _kernel(
-    variant: Variant, q_dtype: torch.dtype, softcap: bool, device_index: int
-) -> tuple[Kernel, tuple[int, int, int], int, int]:
-    """The kernel, its grid, its threads and its shared memory."""
-    found = decode_defines(variant, NAMES[q_dtype], softcap, torch.cuda.get_device_capability(device_index))
-    compiled = kernel("decode", "decode", found, device_index)
+def _launch(variant: Variant, q_dtype: torch.dtype, softcap: bool, device_index: int) -> Launch:
+    capability = torch.cuda.get_device_capability(device_index)
     num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
-    return compiled, (num_sms, 1, 1), found["WARPS"] * 32, found["SHARED_BYTES"]
+    if is_plain(variant):
+        room = shared_room(capability)
+        shape = plain_shape(variant.head_dim, variant.group_heads, room)
+        compiled = kernel("decode_plain", "decode", plain_defines(variant, NAMES[q_dtype], softcap, room), device_index)
+        passes, floats = -(-variant.group_heads // shape.heads), shape.part_floats(variant.head_dim)
+        return Launch(compiled, num_sms * shape.blocks, PLAIN_THREADS, shape.shared_bytes, passes, floats)
+    found = decode_defines(variant, NAMES[q_dtype], softcap, capability)
+    compiled = kernel("decode", "decode", found, device_index)
+    heads = pass_heads(variant.group_heads)
+    passes, floats = -(-variant.group_heads // heads), heads * (variant.head_dim + 2)
+    return Launch(compiled, num_sms, found["WARPS"] * 32, found["SHARED_BYTES"], passes, floats)
 
 
 def workspace_bytes(batch: int, num_kv_heads: int, group_heads: int, head_dim: int, device: torch.device) -> int:
-    """Scratch that :func:`launch_decode` needs for calls of at most this size; zeroed before the first use."""
+    """Scratch that :func:`launch_decode` needs for calls of at most this size, whichever kernel serves them; zeroed
+    before the first use."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return sum(_workspace(batch, num_kv_heads, group_heads, head_dim, num_sms))
+    shape = plain_shape(head_dim, group_heads, shared_room(torch.cuda.get_device_capability(device)))
+    heads = batch * num_kv_heads
+    floats = (heads * -(-group_heads // shape.heads) + num_sms * shape.blocks) * shape.part_floats(head_dim)
+    if head_dim in FOLDED_HEAD_DIMS:
+        per_pass = pass_heads(group_heads)
+        floats = max(floats, (heads * -(-group_heads // per_pass) + num_sms) * per_pass * (head_dim + 2))
+    return _counter_bytes(heads, group_heads) + 4 * floats
 
 
-def _workspace(batch: int, num_kv_heads: int, group_heads: int, head_dim: int, num_sms: int) -> tuple[int, int]:
-    """Bytes of the counters, and of the parts of a softmax."""
-    heads = batch * num_kv_heads * -(-group_heads // pass_heads(group_heads))
-    return _counter_bytes(heads), (heads + num_sms) * pass_heads(group_heads) * (head_dim + 2) * 4
-
-
-def _counter_bytes(heads: int) -> int:
-    return -(-heads * 4 // 256) * 256
+def _counter_bytes(heads: int, group_heads: int) -> int:
+    """Counters of so many KV heads: the same bytes for both kernels, of which none makes more passes than with 8 query
+    heads each. So one may follow the other."""
+    return -(-heads * -(-group_heads // (2 * TILE_HEADS)) * 4 // 256) * 256
 
 
 def launch_decode(
@@ -130,18 +160,19 @@ def launch_decode(
     batch, num_heads = k_buffer.shape[:2]
     if batch > MAX_ROWS:
         raise UsageError(f"{batch} sequences in a batch, expected at most {MAX_ROWS}", hint="split the batch")
-    compiled, grid, threads, shared = _kernel(variant, q.dtype, softcap != 0.0, q.get_device())
-    counters, parts = _workspace(batch, num_heads, variant.group_heads, variant.head_dim, grid[0])
-    if workspace.numel() < counters + parts:
-        raise UsageError(f"a workspace of {workspace.numel()} bytes, expected at least {counters + parts}")
+    launch = _launch(variant, q.dtype, softcap != 0.0, q.get_device())
+    counters = _counter_bytes(batch * num_heads, variant.group_heads)
+    needed = counters + (batch * num_heads * launch.passes + launch.grid) * launch.part_floats * 4
+    if workspace.numel() < needed:
+        raise UsageError(f"a workspace of {workspace.numel()} bytes, expected at least {needed}")
     if q.stride(-1) != 1:
         q = q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sinks_logits = s_aux.float() if s_aux.numel() else s_aux
-    compiled.launch(
-        grid,
-        threads,
-        shared,
+    launch.kernel.launch(
+        (launch.grid, 1, 1),
+        launch.threads,
+        launch.shared_bytes,
         q.data_ptr(), q.stride(0), q.stride(1),
         k_sinks.data_ptr(), k_buffer.data_ptr(), k_pages.data_ptr(),
         v_sinks.data_ptr(), v_buffer.data_ptr(), v_pages.data_ptr(),

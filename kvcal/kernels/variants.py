@@ -36,8 +36,8 @@ from kvcal.strict import STRICT, dump, parse
 AXES = {"channel": 0, "token": 1}
 DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
 SCORES = {"magnitude": 0, "variance": 1, "range": 2, "query_magnitude": 3, "query_range": 4, "random": 5}
-# Head sizes whose planes lie in the order of a tensor core's operands.
-DECODE_HEAD_DIMS = (64, 128)
+# The kernels load tokens 8 channels at a time, and keep a tile of them in shared memory.
+CHANNELS_AT_ONCE, MAX_HEAD_DIM = 8, 512
 
 Defines = dict[str, int]
 
@@ -65,7 +65,8 @@ class Variant:
     ranges of equal formats share their kernels. ``k_bits``, ``v_bits``: bits of the pages as the kernel meets them,
     where those are not the format's own: more before they shrink, 16 where a stored form was decoded into tokens.
     ``ring_tokens``: of a sliding window, whose buffer is a ring of so many tokens, with one sink and no pages
-    (kvcal.kernels.window)."""
+    (kvcal.kernels.window). ``plain``: ``decode`` is to be served by the plain kernel, also where the other
+    one could (kvcal.kernels.choice)."""
 
     k: Format
     v: Format
@@ -78,6 +79,7 @@ class Variant:
     k_bits: int | None = None
     v_bits: int | None = None
     ring_tokens: int | None = None
+    plain: bool = False
 
     def __hash__(self) -> int:
         return hash(self.key)  # kernels are looked up by it at every launch
@@ -203,11 +205,9 @@ def refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
     geometry = plan.attention
     if cache_dtype == "float32":
         yield "the cache holds float32; the kernels take bfloat16 and float16"
-    if geometry.k_head_dim not in DECODE_HEAD_DIMS:
-        yield f"head size {geometry.k_head_dim}; the kernels take {DECODE_HEAD_DIMS}"
+    if geometry.k_head_dim % CHANNELS_AT_ONCE or geometry.k_head_dim > MAX_HEAD_DIM:
+        yield f"head size {geometry.k_head_dim}; the kernels take multiples of {CHANNELS_AT_ONCE} up to {MAX_HEAD_DIM}"
     yield from storage_refusals(plan)
-    if any(pair.k.num_sink_tokens != pair.v.num_sink_tokens for pair in head_ranges(plan) if _are_packed(plan, pair)):
-        yield "keys and values have different numbers of sink tokens: their pages hold different tokens"
 
 
 def page_layout(side: Side, fmt: Format, head_dim: int, cache_dtype: str, num_bits: int) -> PageLayout | TieredLayout:
@@ -287,12 +287,6 @@ def _tier_defines(fmt: Format, layout: TieredLayout) -> Defines:
         "ZERO": offset + layout.raw_size + layout.param_size,
         "INDEX": offset + layout.raw_size + 2 * layout.param_size,
     }
-
-
-def _are_packed(plan: LayerPlan, pair: HeadRange) -> bool:
-    """Whether the kernels meet codes on both sides."""
-    formats = [(side, pair.format(side)) for side in SIDES]
-    return all(fmt.num_bits != RAW_BITS and stored_form(plan, side, fmt) is None for side, fmt in formats)
 
 
 def _double_bits(value: float) -> int:

@@ -35,11 +35,11 @@ from transformers.cache_utils import (
 
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, StateGeometry
+from kvcal.kernels.choice import slow_path
 from kvcal.kernels.variants import storage_refusals
 from kvcal.layer_plan import LayerPlan
 from kvcal.plan import Plan
 from kvcal.runtime.bounded_layer import BoundedLayer
-from kvcal.runtime.layer_forms import slow_path
 from kvcal.runtime.paged_layer import NO_PAGE, PagedLayer
 from kvcal.runtime.plan_state import PlanState
 from kvcal.runtime.rows import Padding
@@ -132,7 +132,7 @@ class PlanCache(Cache):
 
     def allocate(self, batch: int, device: torch.device | str) -> None:
         """Allocate the memory of a static cache for ``batch`` sequences now; otherwise the first update does. Warns
-        with ``SlowPath`` if there are ``slow_layers``.
+        with ``SlowPath`` of ``slow_layers``.
 
         Raises:
             UsageError: the cache is dynamic, or is allocated already.
@@ -144,8 +144,11 @@ class PlanCache(Cache):
             self.static.allocate(batch, torch.device(device))
             for layer in self.static_layers:
                 layer.create_stores()
-        if self.slow_layers:
-            warnings.warn(slow_path(self.slow_layers), stacklevel=2)
+        slow = self.slow_layers
+        if not self.static.lengths.is_cuda:  # where there is no other kernel to be slower than
+            slow = {layer.plan.geometry.index: layer.form_reasons for layer in self.static_layers if layer.form_reasons}
+        if slow:
+            warnings.warn(slow_path(slow), stacklevel=2)
 
     @property
     def padding(self) -> Padding:
@@ -161,7 +164,7 @@ class PlanCache(Cache):
 
     @property
     def slow_layers(self) -> dict[int, list[str]]:
-        """Layers of a static cache whose steps take longer than the kernels alone, by index, and why."""
+        """Layers of a static cache whose steps take longer than the fast kernels on CUDA, by index, and why."""
         return {layer.plan.geometry.index: layer.slow_reasons for layer in self.static_layers if layer.slow_reasons}
 
     @property

@@ -7,13 +7,12 @@ their order: what a layer is predicted from was reconstructed earlier in the sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kvcal.errors import SlowPath
 from kvcal.formats import SIDES, Format, Side
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.variants import stored_form
@@ -75,7 +74,7 @@ class LayerForms:
             tensor.copy_(tensor.index_select(0, indices))
 
 
-def slow_reasons(plan: LayerPlan, read_sides: Sequence[Side]) -> list[str]:
+def form_reasons(plan: LayerPlan, read_sides: Sequence[Side]) -> list[str]:
     """Why steps of a layer are slower than the kernels': what is reconstructed in each; nothing for packed layers.
     ``read_sides``: those that something is predicted from."""
     found = []
@@ -85,15 +84,6 @@ def slow_reasons(plan: LayerPlan, read_sides: Sequence[Side]) -> list[str]:
         if side in read_sides and None in forms:
             found.append(f"{side} pages are predicted from")
     return found
-
-
-def slow_path(layers: Mapping[int, Sequence[str]]) -> SlowPath:
-    """What ``PlanCache.slow_layers`` says, in one sentence: layers of the same reasons together."""
-    by_reasons: dict[tuple[str, ...], list[int]] = {}
-    for index, reasons in layers.items():
-        by_reasons.setdefault(tuple(reasons), []).append(index)
-    parts = [f"layers {', '.join(map(str, found))}: {', '.join(reasons)}" for reasons, found in by_reasons.items()]
-    return SlowPath(f"reconstructed page by page in every step, which takes longer: {'; '.join(parts)}")
 
 
 def _form(

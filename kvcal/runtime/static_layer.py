@@ -20,10 +20,11 @@ from transformers.cache_utils import CacheLayerMixin
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.formats import SIDES, Side
 from kvcal.geometry import CACHE_DTYPES
+from kvcal.kernels.choice import slow_reasons
 from kvcal.kernels.variants import head_ranges, refusals
 from kvcal.layer_plan import LayerPlan
 from kvcal.quantizers.pages import RAW_BITS
-from kvcal.runtime.layer_forms import LayerForms, slow_reasons
+from kvcal.runtime.layer_forms import LayerForms, form_reasons
 from kvcal.runtime.rows import Block, Rows
 from kvcal.runtime.static_state import StaticState
 from kvcal.runtime.static_store import HeadStore
@@ -50,7 +51,7 @@ class StaticLayer(CacheLayerMixin):
         self.forms: LayerForms | None = None
         self._allocate = allocate
         self._is_last = plan == state.layers[-1]
-        self.is_compileable = not self.slow_reasons  # LayerForms.step says why
+        self.is_compileable = not self.form_reasons  # LayerForms.step says why
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -58,10 +59,15 @@ class StaticLayer(CacheLayerMixin):
         return stored if self.forms is None else [*stored, *self.forms.tensors]
 
     @property
-    def slow_reasons(self) -> list[str]:
-        """Why a step takes longer than the kernels alone; usually nothing."""
+    def form_reasons(self) -> list[str]:
+        """What is reconstructed in every step, before the kernels can read it; usually nothing."""
         index = self.plan.geometry.index
-        return slow_reasons(self.plan, [side for side in SIDES if (index, side) in self.state.shared.sources])
+        return form_reasons(self.plan, [side for side in SIDES if (index, side) in self.state.shared.sources])
+
+    @property
+    def slow_reasons(self) -> list[str]:
+        """Why a step takes longer than the fast kernels on CUDA; usually nothing."""
+        return [*self.form_reasons, *slow_reasons(self.plan, self.state.shared.plan.cache_dtype)]
 
     def create_stores(self) -> None:
         """Allocate the stores, on the device of the state.
@@ -190,7 +196,7 @@ class StaticLayer(CacheLayerMixin):
 
     def _allocate_stores(self) -> Sequence[Store]:
         stores = [HeadStore.allocate(self.plan, pair, self.state) for pair in head_ranges(self.plan)]
-        self.forms = LayerForms(self.plan, self.state, stores) if self.slow_reasons else None
+        self.forms = LayerForms(self.plan, self.state, stores) if self.form_reasons else None
         return stores
 
     @property

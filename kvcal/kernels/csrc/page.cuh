@@ -279,5 +279,3 @@ KV_INLINE void pack_page(
         }
     }
 }
-
-#ifndef SIDE
