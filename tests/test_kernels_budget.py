@@ -12,6 +12,7 @@ from kvcal.formats import RAW, Boost, Format, Tier
 from kvcal.kernels.compile import cubin, resources
 from kvcal.kernels.decode import block_shape, decode_defines
 from kvcal.kernels.variants import Variant
+from kvcal.runtime.staged_store import with_bits
 
 KITTY = Boost("magnitude", (Tier(4, 0.125),))
 # name: (K, V, instructions at most, bytes of local memory at most)
@@ -49,3 +50,19 @@ def test_decode_compiles_for_every_architecture(capability: tuple[int, int]) -> 
     assert defines["SHARED_BYTES"] == shared_bytes
     found = resources(cubin("decode", defines, f"sm_{capability[0]}{capability[1]}"))["decode"]
     assert found.local_bytes <= 256
+
+
+@pytest.mark.parametrize("bits", [(16, 16), (8, 8), (4, 2)])
+@pytest.mark.parametrize("capability", WARPS)
+def test_the_stages_of_pages_that_shrink_compile(capability: tuple[int, int], bits: tuple[int, int]) -> None:
+    """Per token and 128, with λ: PM-KVQ. Finding out where the pages lie costs next to nothing."""
+    fmt = Format(2, "token", 128, 1, 128, param_dtype="float32", shrink_at=(1000, 2000, 4000))
+    stage = with_bits(Variant(fmt, fmt, 128, "bfloat16", 4, True, False, 0), *bits)
+    arch = f"sm_{capability[0]}{capability[1]}"
+    plain, staged = (
+        resources(cubin("decode", decode_defines(stage, "bfloat16", False, capability, is_staged), arch))["decode"]
+        for is_staged in (False, True)
+    )
+    assert staged.local_bytes <= plain.local_bytes + 16 and staged.instructions <= plain.instructions + 200
+    found = resources(cubin("pack", stage.defines | {"STAGED": 1}, arch))["append"]
+    assert found.local_bytes <= 16 and found.registers <= 128

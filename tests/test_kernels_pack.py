@@ -1,8 +1,7 @@
-"""``append``, ``pack``, ``unpack`` and ``shrink`` store, byte for byte, what the reference on a CPU stores."""
+"""``append``, ``pack`` and ``unpack`` store, byte for byte, what the reference on a CPU stores."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -28,11 +27,8 @@ from kvcal.errors import NonFiniteActivations
 from kvcal.formats import SIDES, Format, Tier
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.compile import cubin, kernel, resources
-from kvcal.kernels.variants import DTYPES, shrink_defines
-from kvcal.quantizers.pages import PageLayout
-from kvcal.quantizers.shift import SHIFTS
+from kvcal.kernels.variants import DTYPES
 from kvcal.runtime.paged_tensor import PagedTensor
-from kvcal.runtime.shrink import convert
 
 DEVICE = "cuda"
 THREADS = 256
@@ -272,48 +268,6 @@ def test_a_step_tells_what_it_cannot_store(side: int) -> None:
         stores.lengths[0] = step + 1
 
 
-HALVINGS = [(16, 8), (16, 4), (16, 2), (8, 4), (8, 2), (8, 1), (4, 2), (4, 1), (2, 1)]
-
-
-def shrink_layouts(i: int, halving: tuple[int, int]) -> tuple[PageLayout, PageLayout]:
-    """Sides, axes, groups and head sizes take turns."""
-    side, axis = (("k", "channel"), ("v", "token"), ("k", "token"))[i % 3]
-    group, dim, cache = (32, 64, 128)[i // 2 % 3], (128, 80, 64, 24)[i % 4], ("bfloat16", "float16")[i % 2]
-    old, new = (PageLayout(side, bits, axis, group, dim, "float32", cache) for bits in halving)
-    return old, new
-
-
-SHRUNK = [
-    (*shrink_layouts(i, halving), kind) for i, (halving, kind) in enumerate(itertools.product(HALVINGS, SHIFTS))
-] + [(*shrink_layouts(i, (4, 2)), "equivalent") for i in range(12)]
-
-
-def shrink(old: PageLayout, new: PageLayout, kind: str, records: Tensor) -> tuple[Tensor, int]:
-    """Records [M, bytes] -> records, and the error flag; fewer blocks than records."""
-    found = torch.full((len(records), new.record_bytes), POISON, dtype=torch.uint8, device=DEVICE)
-    error = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    defines = shrink_defines(old.side, old, new, kind)
-    launch("shrink", "shrink", defines, (2, 1, 1), records.to(DEVICE), found, len(records), error)
-    return found.cpu(), int(error)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("old", "new", "kind"), SHRUNK, ids=str)
-def test_pages_shrink_as_the_reference_shrinks_them(old: PageLayout, new: PageLayout, kind: str) -> None:
-    tokens = Case(old.side, Format(2), old.head_dim, old.cache_dtype).tokens(5, 128)
-    records = old.encode(tokens)
-    found, error = shrink(old, new, kind, records)
-    assert error == 0 and torch.equal(found, convert(records, old, new, kind))
-
-
-@pytest.mark.gpu
-def test_values_that_are_not_finite_do_not_shrink() -> None:
-    old, new = shrink_layouts(0, (16, 8))
-    tokens = Case("k", Format(2)).tokens(3, 128)
-    tokens[2, 100, 7] = float("inf")
-    assert shrink(old, new, "equivalent", old.encode(tokens))[1] == NON_FINITE
-
-
 def assert_compiles(source: str, defines: dict[str, int], arch: str) -> None:
     """Nothing in local memory, and two blocks of 256 threads on every GPU."""
     for entry, needs in resources(cubin(source, defines, arch)).items():
@@ -330,8 +284,3 @@ def test_every_pack_compiles(number: int) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_every_append_compiles(k: Case, v: Case, arch: str) -> None:
     assert_compiles("pack", v.defines | k.defines, arch)
-
-
-@pytest.mark.parametrize(("old", "new", "kind"), SHRUNK[: len(HALVINGS) * len(SHIFTS)], ids=str)
-def test_every_shrink_compiles(old: PageLayout, new: PageLayout, kind: str) -> None:
-    assert_compiles("shrink", shrink_defines(old.side, old, new, kind), "sm_80" if old.num_bits == 16 else "sm_90")

@@ -25,11 +25,10 @@ from cache_cases import (
 
 from kvcal import PlanCache
 from kvcal.errors import NonFiniteActivations, UsageError
-from kvcal.geometry import CACHE_DTYPES
 from kvcal.plan import RAW, SIDES, Format, Plan, Workload
+from kvcal.quantizers.convert import RECORDS_AT_ONCE, convert
 from kvcal.quantizers.pages import PageLayout
 from kvcal.quantizers.shift import SHIFTS
-from kvcal.runtime.shrink import RECORDS_AT_ONCE, convert
 from kvcal.stages.mirror import MirroredCache
 from kvcal.stages.schedule import progressive_layers
 
@@ -198,8 +197,8 @@ def test_chunks_cut_at_events_equal_single_steps():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_pages_of_transformed_keys_shrink_as_they_are_stored(dtype):
-    """λ and offset: the 16-bit page holds (K - offset) / λ in the cache's dtype, and the chain starts from there."""
+def test_pages_of_transformed_keys_are_transformed_when_they_leave_16_bits(dtype):
+    """λ and offset: the 16-bit page holds K as it came, and the chain starts from (K - offset) / λ in fp32."""
     generator = torch.Generator().manual_seed(0)
     rescale, offset = (torch.rand(2, HEAD_DIM, generator=generator) + 0.5 for _ in range(2))
     plain = fixed((200, 201, 202), (200, 201, 202))
@@ -210,13 +209,14 @@ def test_pages_of_transformed_keys_shrink_as_they_are_stored(dtype):
     cache = empty_cache(plan)
     update_all(cache, states[:, :, :199])
     page = states[0, 1, 3:131]
-    stored = ((page - offset[1]) / rescale[1]).to(CACHE_DTYPES[dtype]).float()
+    stored = (page - offset[1]) / rescale[1]
     for count in (199, 200, 201, 202):
         if count > 199:
             update_all(cache, states[:, :, count - 1 : count])
         found = cache.update(states[:, :, :0], states[:, :, :0], 0)[0][0, 1, 3:131]
         bits = history(plan.layers[0].k[0], 131, count)
-        assert torch.equal(found, page_after(stored, "channel", 32, bits, "equivalent") * rescale[1] + offset[1])
+        expected = page_after(stored, "channel", 32, bits, "equivalent") * rescale[1] + offset[1]
+        assert torch.equal(found, page if count == 199 else expected)
         assert_exact_bytes(cache, [count])
 
 

@@ -72,8 +72,10 @@ def pass_heads(group_heads: int) -> int:
     return TILE_HEADS if group_heads <= TILE_HEADS else 2 * TILE_HEADS
 
 
-def decode_defines(variant: Variant, q_dtype: str, softcap: bool, capability: tuple[int, int]) -> Defines:
-    """All macros of the kernel for a GPU of this compute capability."""
+def decode_defines(
+    variant: Variant, q_dtype: str, softcap: bool, capability: tuple[int, int], is_staged: bool = False
+) -> Defines:
+    """All macros of the kernel for a GPU of this compute capability. ``is_staged``: see csrc/stage.cuh."""
     warps, shared = block_shape(variant, capability)
     rules = (variant.k.window_rule, variant.v.window_rule)
     return variant.defines | {
@@ -82,6 +84,7 @@ def decode_defines(variant: Variant, q_dtype: str, softcap: bool, capability: tu
         "HAS_WINDOW_RULE": int(any(rule is not None for rule in rules)),
         "WARPS": warps,
         "SHARED_BYTES": shared,
+        **({"STAGED": 1} if is_staged else {}),
     }
 
 
@@ -98,16 +101,19 @@ class Launch:
 
 
 @functools.cache
-def _launch(variant: Variant, q_dtype: torch.dtype, softcap: bool, device_index: int) -> Launch:
+def _launch(variant: Variant, q_dtype: torch.dtype, softcap: bool, is_staged: bool, device_index: int) -> Launch:
     capability = torch.cuda.get_device_capability(device_index)
     num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
+    staged = {"STAGED": 1} if is_staged else {}
     if is_plain(variant):
         room = shared_room(capability)
         shape = plain_shape(variant.head_dim, variant.group_heads, room)
-        compiled = kernel("decode_plain", "decode", plain_defines(variant, NAMES[q_dtype], softcap, room), device_index)
+        compiled = kernel(
+            "decode_plain", "decode", plain_defines(variant, NAMES[q_dtype], softcap, room) | staged, device_index
+        )
         passes, floats = -(-variant.group_heads // shape.heads), shape.part_floats(variant.head_dim)
         return Launch(compiled, num_sms * shape.blocks, PLAIN_THREADS, shape.shared_bytes, passes, floats)
-    found = decode_defines(variant, NAMES[q_dtype], softcap, capability)
+    found = decode_defines(variant, NAMES[q_dtype], softcap, capability) | staged
     compiled = kernel("decode", "decode", found, device_index)
     heads = pass_heads(variant.group_heads)
     passes, floats = -(-variant.group_heads // heads), heads * (variant.head_dim + 2)
@@ -151,8 +157,14 @@ def launch_decode(
     scale: float,
     softcap: float,
     variant: Variant,
+    regions: tuple[int, ...] = (),
+    out: Tensor | None = None,
 ) -> Tensor:
     """[B, n G, D] in q's dtype: see ``kvcal.kernels.ops.decode``.
+
+    ``regions``: addresses of the two regions, of keys and of values, that say where in ``k_pages`` and ``v_pages``, the
+    memory of all pages, theirs lie (kvcal.kernels.stages); unless they have the variant's bits, nothing is written to
+    ``out``, a contiguous tensor.
 
     Raises:
         UsageError: more rows than the kernel deals with, or a workspace that is too small.
@@ -160,14 +172,14 @@ def launch_decode(
     batch, num_heads = k_buffer.shape[:2]
     if batch > MAX_ROWS:
         raise UsageError(f"{batch} sequences in a batch, expected at most {MAX_ROWS}", hint="split the batch")
-    launch = _launch(variant, q.dtype, softcap != 0.0, q.get_device())
+    launch = _launch(variant, q.dtype, softcap != 0.0, bool(regions), q.get_device())
     counters = _counter_bytes(batch * num_heads, variant.group_heads)
     needed = counters + (batch * num_heads * launch.passes + launch.grid) * launch.part_floats * 4
     if workspace.numel() < needed:
         raise UsageError(f"a workspace of {workspace.numel()} bytes, expected at least {needed}")
     if q.stride(-1) != 1:
         q = q.contiguous()
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     sinks_logits = s_aux.float() if s_aux.numel() else s_aux
     launch.kernel.launch(
         (launch.grid, 1, 1),
@@ -180,6 +192,7 @@ def launch_decode(
         _pointer(k_page_at), k_page_at.numel(), _pointer(v_page_at), v_page_at.numel(),
         _pointer(k_rescale), _pointer(k_offset), _pointer(sinks_logits),
         workspace.data_ptr() + counters, workspace.data_ptr(), out.data_ptr(), float(scale), float(softcap),
+        *regions,
     )  # fmt: skip
     return out
 

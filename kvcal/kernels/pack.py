@@ -22,8 +22,9 @@ THREADS = 256
 
 
 @functools.cache
-def _append_kernel(variant: str, device_index: int) -> Kernel:
-    return kernel("pack", "append", parse_key(variant).defines, device_index)
+def _append_kernel(variant: str, is_staged: bool, device_index: int) -> Kernel:
+    defines = parse_key(variant).defines | ({"STAGED": 1} if is_staged else {})
+    return kernel("pack", "append", defines, device_index)
 
 
 @functools.cache
@@ -54,12 +55,13 @@ def launch_append(
     k_offset: Tensor,
     error: Tensor,
     variant: str,
+    regions: tuple[int, ...] = (),
 ) -> None:
-    """As ``ops.append``."""
+    """As ``ops.append``. ``regions``: as for ``launch_decode``."""
     dtype = k_buffer.dtype
     k_new, v_new, q = loadable(k_new, dtype), loadable(v_new, dtype), loadable(q, dtype)
     batch, heads = k_new.shape[:2]
-    _append_kernel(variant, k_new.device.index).launch(
+    _append_kernel(variant, bool(regions), k_new.device.index).launch(
         (heads, batch, 2),
         THREADS,
         0,
@@ -87,6 +89,7 @@ def launch_append(
         k_offset.data_ptr(),
         parse_key(variant).first_head,
         error.data_ptr(),
+        *regions,
     )
 
 

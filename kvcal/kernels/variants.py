@@ -9,8 +9,8 @@ A ``Variant`` names one specialisation; its ``key``, a canonical JSON string, is
 
 Lattices, residuals of a prediction and keys before RoPE do not fold into a query: they are stored forms, which are
 reconstructed into pages of 16 bits before the kernels meet them (``stored_form``). What a static cache does not store
-is refused with its reason: a pool of fixed size cannot hold pages that shrink. ``storage_refusals`` hold on every
-device, ``refusals`` adds what the kernels alone cannot do.
+is refused with its reason: ``storage_refusals`` hold on every device, ``refusals`` adds what the kernels alone cannot
+do.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def head_ranges(plan: LayerPlan) -> tuple[HeadRange, ...]:
     return tuple(ranges)
 
 
-def storage_refusals(plan: LayerPlan) -> Iterator[str]:
+def storage_refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
     """Why a cache of fixed size cannot hold this layer, on any device; nothing if it can."""
     geometry = plan.attention
     if geometry.window == 1:
@@ -193,11 +193,22 @@ def storage_refusals(plan: LayerPlan) -> Iterator[str]:
         yield f"head sizes {geometry.k_head_dim} (K) and {geometry.v_head_dim} (V) differ"
     for side in SIDES:
         for fmt in plan.formats(side):
-            if fmt.shrink_at:
-                yield f"{side} pages shrink on a schedule"
+            if not fmt.shrink_at:
+                continue
             form = stored_form(plan, side, fmt)
-            if fmt.shrink_at and form is not None:
+            if form is not None:
                 yield f"{side} pages {form} and shrink: only pages that the kernels read as they are can"
+            else:
+                yield from _growths(side, fmt, plan.head_dim(side), cache_dtype)
+
+
+def _growths(side: Side, fmt: Format, head_dim: int, cache_dtype: str) -> Iterator[str]:
+    """Where pages take more bytes once they have shrunk: with scales and zeros in fp32, heads far below 16 channels."""
+    widths = [fmt.start_bits >> halvings for halvings in range(len(fmt.shrink_at) + 1)]
+    sizes = [page_layout(side, fmt, head_dim, cache_dtype, bits).record_bytes for bits in widths]
+    for wide, narrow, before, after in zip(widths, widths[1:], sizes, sizes[1:], strict=False):
+        if after > before:
+            yield f"{side} pages of {narrow} bits take {after} bytes, and those of {wide} that are to shrink {before}"
 
 
 def refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
@@ -207,7 +218,7 @@ def refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
         yield "the cache holds float32; the kernels take bfloat16 and float16"
     if geometry.k_head_dim % CHANNELS_AT_ONCE or geometry.k_head_dim > MAX_HEAD_DIM:
         yield f"head size {geometry.k_head_dim}; the kernels take multiples of {CHANNELS_AT_ONCE} up to {MAX_HEAD_DIM}"
-    yield from storage_refusals(plan)
+    yield from storage_refusals(plan, cache_dtype)
 
 
 def page_layout(side: Side, fmt: Format, head_dim: int, cache_dtype: str, num_bits: int) -> PageLayout | TieredLayout:

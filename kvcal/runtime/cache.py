@@ -54,7 +54,8 @@ class PlanCache(Cache):
     """The packed cache of one plan. ``nbytes`` equals ``plan.nbytes(lengths, columns)`` at any time, but for one case:
     while past recording is on (assisted decoding), sliding-window layers hold the tokens of the last update on top,
     until the next crop or update. A static cache takes ``plan.nbytes`` of rows of ``max_tokens``, from the first update
-    on, and ``workspace_nbytes`` on top."""
+    on, and ``workspace_nbytes`` on top; where pages shrink, the most that ``plan.nbytes`` says of rows of 1 ...
+    ``max_tokens``."""
 
     def __init__(
         self,
@@ -126,9 +127,16 @@ class PlanCache(Cache):
         assert self.static is not None
         index = layer.geometry.index
         window_reasons = () if layer.is_paged else window_refusals(self.config, index)
-        for reason in itertools.chain(storage_refusals(layer), window_reasons):
+        for reason in itertools.chain(storage_refusals(layer, self.plan.cache_dtype), window_reasons):
             raise UnsupportedModel(f"a static cache cannot hold layer {index}: {reason}", hint=DYNAMIC_HINT)
-        return (StaticLayer if layer.is_paged else StaticWindow)(layer, self.static, self.allocate)
+        static = (StaticLayer if layer.is_paged else StaticWindow)(layer, self.static, self.allocate)
+        for reason in static.form_reasons if self.state.is_scheduled else ():
+            raise UnsupportedModel(
+                f"a static cache cannot hold layer {index}: {reason}, and others shrink: then all share one memory of "
+                "packed pages",
+                hint=DYNAMIC_HINT,
+            )
+        return static
 
     def allocate(self, batch: int, device: torch.device | str) -> None:
         """Allocate the memory of a static cache for ``batch`` sequences now; otherwise the first update does. Warns
@@ -181,7 +189,8 @@ class PlanCache(Cache):
     def nbytes(self) -> int:
         """Bytes of the storages of all tensors held, measured, with those of the plan."""
         held = [*self.state.tensors.values(), *(tensor for layer in self.layers for tensor in _tensors(layer))]
-        return sum(tensor.untyped_storage().nbytes() for tensor in held)
+        storages = [tensor.untyped_storage() for tensor in held]  # of which layers may share one
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @property
     def lengths(self) -> list[int]:
@@ -209,7 +218,7 @@ class PlanCache(Cache):
 
         Raises:
             UsageError: the cache is dynamic, or not allocated.
-            UnsupportedModel: a layer keeps a state of linear attention.
+            UnsupportedModel: a layer keeps a state of linear attention, or the plan has pages shrink.
             NonFiniteActivations: the cache met NaN or infinity.
         """
         if self.static is None or not self.static.is_allocated:
@@ -218,6 +227,7 @@ class PlanCache(Cache):
                 hint="PlanCache(plan, config, max_tokens=...), then the prompt within kvcal.paged_attention(model)",
             )
         self._refuse_states()
+        self._refuse_schedules()
         self.static.check()
         if self._mark is None:
             self._mark = StaticMark(self.static, self.static_layers)
@@ -240,7 +250,8 @@ class PlanCache(Cache):
         Raises:
             UsageError: this cache is dynamic; the other one is static, empty, of another plan or batch, longer than
                 ``max_tokens``, or ends where a page was just packed.
-            UnsupportedModel: a layer keeps a state, or a row is padded on the right behind a sliding window's tokens.
+            UnsupportedModel: a layer keeps a state, the plan has pages shrink, or a row is padded on the right behind
+                a sliding window's tokens.
         """
         rows = other.padding.rows
         if self.static is None or other.static is not None or rows is None:
@@ -248,6 +259,7 @@ class PlanCache(Cache):
         if other.plan.sha256 != self.plan.sha256:
             raise UsageError(f"the other cache's plan is {other.plan.sha256[:16]}, this one's {self.plan.sha256[:16]}")
         self._refuse_states()
+        self._refuse_schedules()
         if not self.static.is_allocated:
             self.allocate(rows.batch, next(tensor for layer in other.layers for tensor in _tensors(layer)).device)
         self.reset()
@@ -302,6 +314,10 @@ class PlanCache(Cache):
         for index, layer in enumerate(self.layers):
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 raise UnsupportedModel(f"layer {index} keeps a state of linear attention, which transformers stores")
+
+    def _refuse_schedules(self) -> None:
+        if self.state.is_scheduled:
+            raise UnsupportedModel("the plan has pages shrink, in place: a static cache cannot go back behind that")
 
     def _select(self, indices: list[int]) -> None:
         rows = self.padding.rows

@@ -8,7 +8,6 @@ their order: what a layer is predicted from was reconstructed earlier in the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from kvcal.formats import SIDES, Format, Side
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.variants import stored_form
 from kvcal.layer_plan import LayerPlan
-from kvcal.quantizers.pages import PAGE_TOKENS, RAW_BITS
+from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.runtime.page_codec import PageCodec
 from kvcal.runtime.prediction import predictor_of
 from kvcal.runtime.static_state import StaticState, fixed
@@ -92,9 +91,7 @@ def _form(
     """A run of heads in one format; ``stores``: its head ranges."""
     dtype, device = state.shared.plan.cache_dtype, state.lengths.device
     is_form = stored_form(plan, side, fmt) is not None
-    # 16-bit pages that are read as they are hold keys without transforms.
-    own = plan if is_form or fmt.num_bits != RAW_BITS else replace(plan, k_rescale=False, k_offset=False)
-    codec = PageCodec(own, side, fmt, heads, dtype, state.shared.tensors_on(device))
+    codec = PageCodec(plan, side, fmt, heads, dtype, state.shared.tensors_on(device))
     records, tokens = [store.pages[side] for store in stores], []
     if is_form:
         tokens = [pages.view(CACHE_DTYPES[dtype]).unflatten(-1, (PAGE_TOKENS, -1)) for pages in records]

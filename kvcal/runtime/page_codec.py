@@ -4,7 +4,8 @@
     decode   the same in reverse
 
 Every transform is undone right after decoding, so that sinks and buffer hold K_post and V as the model made them, and
-whoever reads a page needs to know nothing about it. (The kernels fold λ and offset into the query instead.)
+whoever reads a page needs to know nothing about it. (The kernels fold λ and offset into the query instead.) Pages of
+16 bits hold K_post as the model made them, too: offset and λ are for codes.
 
 Of where a page lies, only its ordinal within its row matters here: its tokens are at positions num_sink_tokens +
 128 ordinal + 0 .. 127 of the row, which is also their RoPE position. What a predictor says is handed in.
@@ -20,11 +21,11 @@ from torch import Tensor
 from kvcal.formats import Format, Layout, Side
 from kvcal.layer_plan import LayerPlan
 from kvcal.plan_tensors import lattice_name
+from kvcal.quantizers.convert import Transform, convert
 from kvcal.quantizers.lattice import LatticeLayout
-from kvcal.quantizers.pages import PAGE_TOKENS, PageLayout
+from kvcal.quantizers.pages import PAGE_TOKENS, RAW_BITS, PageLayout
 from kvcal.quantizers.scores import channel_scores
 from kvcal.quantizers.tiers import TieredLayout
-from kvcal.runtime.shrink import convert
 from kvcal.transforms.rotation import rotate, unrotate
 
 # Pages encoded at once: bounds the fp32 scratch of a long prefill to a few MB a head.
@@ -85,7 +86,7 @@ class PageCodec:
             return x.new_empty(0, self.records_per_page, self.record_bytes(num_bits), dtype=torch.uint8)
         parts = []
         for part in torch.arange(x.shape[0], device=x.device).split(ENCODE_PAGES):
-            page = self._transform(x[part], ordinals[part])
+            page = self._transform(x[part], ordinals[part], num_bits)
             if prediction is not None:
                 page = page.float() - prediction[part]
             query = None if query_mean is None else query_mean[part]
@@ -93,7 +94,7 @@ class PageCodec:
         return torch.cat(parts)
 
     def convert(self, records: Tensor, old_bits: int, new_bits: int) -> Tensor:
-        """Records [..., bytes] with codes of ``old_bits`` -> with codes of ``new_bits``, of the transformed values.
+        """Records [..., n, bytes] of ``old_bits`` -> of ``new_bits``.
         Only pages of formats that shrink have more than one number of bits.
 
         Raises:
@@ -101,7 +102,7 @@ class PageCodec:
         """
         old, new = self._layout(old_bits), self._layout(new_bits)
         assert isinstance(old, PageLayout) and isinstance(new, PageLayout)
-        return convert(records, old, new, self.format.shift)
+        return convert(records, old, new, self.format.shift, Transform(self.rescale, self.offset))
 
     def decode(self, records: Tensor, num_bits: int, prediction: Tensor | None = None) -> Tensor:
         """Records [M, r, record_bytes] -> [M, n, 128, D] with the prediction added and before all other transforms are
@@ -109,19 +110,19 @@ class PageCodec:
         values = self._dequantize(records, num_bits)
         return values if prediction is None else values.float() + prediction
 
-    def restore(self, stored: Tensor, ordinals: Tensor) -> Tensor:
-        """What :meth:`decode` gave -> keys after RoPE, or values."""
+    def restore(self, stored: Tensor, ordinals: Tensor, num_bits: int | None = None) -> Tensor:
+        """What :meth:`decode` gave -> keys after RoPE, or values. ``num_bits``: as there, None for the format's own."""
         if self.is_pre:
             return self._turned(stored, ordinals, rotate)
-        if self.rescale is not None:
-            stored = stored * self.rescale
-        return stored if self.offset is None else stored + self.offset
+        if (self.format.num_bits if num_bits is None else num_bits) == RAW_BITS:
+            return stored
+        return Transform(self.rescale, self.offset).undo(stored)
 
-    def before_rope(self, stored: Tensor, ordinals: Tensor) -> Tensor:
-        """What :meth:`decode` gave -> what a predictor reads: keys before RoPE, or values. fp32."""
+    def before_rope(self, stored: Tensor, ordinals: Tensor, num_bits: int | None = None) -> Tensor:
+        """As :meth:`restore`, but what a predictor reads: keys before RoPE, or values. fp32."""
         if self.side == "v" or self.is_pre:
             return stored.float()
-        return self._turned(self.restore(stored, ordinals), ordinals, unrotate)
+        return self._turned(self.restore(stored, ordinals, num_bits), ordinals, unrotate)
 
     def _turned(self, x: Tensor, ordinals: Tensor, turn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """x [M, n, 128, D] turned to, or from, its positions."""
@@ -133,13 +134,11 @@ class PageCodec:
         within = torch.arange(PAGE_TOKENS, device=ordinals.device)
         return (self.format.num_sink_tokens + PAGE_TOKENS * ordinals)[:, None, None] + within
 
-    def _transform(self, x: Tensor, ordinals: Tensor) -> Tensor:
+    def _transform(self, x: Tensor, ordinals: Tensor, num_bits: int) -> Tensor:
         """All that comes before the prediction is subtracted; x unchanged without transforms."""
         if self.is_pre:
             return self._turned(x, ordinals, unrotate)
-        if self.offset is not None:
-            x = x.float() - self.offset
-        return x if self.rescale is None else x.float() / self.rescale
+        return x if num_bits == RAW_BITS else Transform(self.rescale, self.offset).apply(x)
 
     def _quantize(self, page: Tensor, ordinals: Tensor, num_bits: int, query_mean: Tensor | None) -> Tensor:
         layout = self._layout(num_bits)

@@ -77,7 +77,7 @@ class PagedTensor:
         stored = self.stored(spans)
         if self.keep is not None:
             self.keep(spans, stored)
-        return self.codec.restore(stored, ordinals_of(spans, stored.device))
+        return self.codec.restore(stored, ordinals_of(spans, stored.device), self.num_bits)
 
     def stored(self, spans: Sequence[Span]) -> Tensor:
         """[M, n, 128, D]: these pages before their transforms are undone (see PageCodec.decode)."""

@@ -91,7 +91,8 @@ class Prediction:
 
     def _keep(self, side: Side, spans: Sequence[Span], stored: Tensor) -> None:
         (paged,) = self.sides[side]
-        self.kept[side, tuple(spans)] = paged.codec.before_rope(stored, ordinals_of(spans, stored.device))
+        ordinals = ordinals_of(spans, stored.device)
+        self.kept[side, tuple(spans)] = paged.codec.before_rope(stored, ordinals, paged.num_bits)
 
     def _predict(self, side: Side, spans: Sequence[Span]) -> Tensor:
         """[M, n, 128, D] fp32: what the predictor says about these pages."""

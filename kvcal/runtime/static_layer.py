@@ -26,7 +26,8 @@ from kvcal.layer_plan import LayerPlan
 from kvcal.quantizers.pages import RAW_BITS
 from kvcal.runtime.layer_forms import LayerForms, form_reasons
 from kvcal.runtime.rows import Block, Rows
-from kvcal.runtime.static_state import StaticState
+from kvcal.runtime.staged_store import StagedStore
+from kvcal.runtime.static_state import NEVER, StaticState
 from kvcal.runtime.static_store import HeadStore
 from kvcal.runtime.window_store import WindowStore
 
@@ -50,7 +51,7 @@ class StaticLayer(CacheLayerMixin):
         self.stores: Sequence[Store] = []
         self.forms: LayerForms | None = None
         self._allocate = allocate
-        self._is_last = plan == state.layers[-1]
+        self._is_first, self._is_last = plan == state.layers[0], plan == state.layers[-1]
         self.is_compileable = not self.form_reasons  # LayerForms.step says why
 
     @property
@@ -116,6 +117,8 @@ class StaticLayer(CacheLayerMixin):
 
         Returns [B, 1, N G, D] in q's dtype, as attention functions do. ``softcap`` 0 for none.
         """
+        if self._is_first and self.state.pool is not None:
+            self.state.pool.advance()
         q, k_new, v_new = q.squeeze(2), k_new.squeeze(2), v_new.squeeze(2)
         for store in self.stores:
             store.append(k_new, v_new, q)
@@ -177,10 +180,12 @@ class StaticLayer(CacheLayerMixin):
         return self.state.max_tokens
 
     def tokens_to_next_page(self) -> int:
-        """New tokens after which a page of some row is due."""
+        """New tokens after which a page of some row is due, or that the next stage of a schedule does not follow."""
         formats = {fmt for fmt in (*self.plan.k, *self.plan.v) if fmt.num_bits != RAW_BITS}
         lengths = set(self.state.lengths.tolist()) if self.is_initialized else {0}
-        found = (fmt.tokens_to_next_event(n, n) for fmt in formats for n in lengths)
+        found = [fmt.tokens_to_next_event(n, NEVER) for fmt in formats for n in lengths]
+        if self.state.pool is not None:
+            found.append(self.state.pool.tokens_to_next_stage())
         return min(found, default=self.state.max_tokens)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -195,7 +200,10 @@ class StaticLayer(CacheLayerMixin):
             store.reset()
 
     def _allocate_stores(self) -> Sequence[Store]:
-        stores = [HeadStore.allocate(self.plan, pair, self.state) for pair in head_ranges(self.plan)]
+        kind, pool = HeadStore if self.state.pool is None else StagedStore, self.state.pool
+        stores = [kind.allocate(self.plan, pair, self.state) for pair in head_ranges(self.plan)]
+        if pool is not None:
+            pool.stores += [store for store in stores if isinstance(store, StagedStore)]
         self.forms = LayerForms(self.plan, self.state, stores) if self.form_reasons else None
         return stores
 
@@ -214,6 +222,9 @@ class StaticLayer(CacheLayerMixin):
         columns, rows, tokens = int(state.columns), state.rows, new_keys.shape[2]
         past = self.past_columns(columns)
         state.require_room(max(rows.lengths(columns + tokens)))
+        state.shared.require_scheduled(state.batch, columns + tokens)
+        if self._is_first and state.pool is not None:
+            state.pool.prepare(tokens)
         found = []
         for side, new in zip(SIDES, (new_keys, new_values), strict=True):
             rounded = new.to(cache_dtype).to(new.dtype)
@@ -265,7 +276,8 @@ def crop_static(layers: Sequence[StaticLayer], state: StaticState, tokens_to_rem
     """Remove the last -n columns (n negative), or keep the first n, in all layers of a static cache.
 
     Raises:
-        UsageError: some of these tokens are packed, or what was before them has left a sliding window.
+        UsageError: some of these tokens are packed, pages have shrunk since, or what was before them has left a
+            sliding window.
     """
     held = int(state.columns) if state.is_allocated else 0
     columns = max(0, tokens_to_remove if tokens_to_remove > 0 else held + tokens_to_remove)
@@ -276,6 +288,8 @@ def crop_static(layers: Sequence[StaticLayer], state: StaticState, tokens_to_rem
     losses = (store.loss(*counts) for store in stores for counts in zip(before, after, strict=True))
     for loss in filter(None, losses):
         raise UsageError(f"cannot remove {held - columns} of {held} tokens: {loss}", hint=DYNAMIC_HINT)
+    if state.pool is not None and columns and state.pool.has_shrunk(columns):
+        raise UsageError(f"cannot go back from {held} tokens to {columns}: pages have shrunk since", hint=DYNAMIC_HINT)
     for store in stores:
         store.uncount([old - new for old, new in zip(before, after, strict=True)])
     state.set_columns(columns)

@@ -21,7 +21,9 @@ from kvcal.geometry import AttentionGeometry
 from kvcal.kernels.decode import workspace_bytes
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.layer_plan import LayerPlan
+from kvcal.runtime.fixed import fixed
 from kvcal.runtime.form_workspace import FormWorkspace
+from kvcal.runtime.page_pool import PagePool
 from kvcal.runtime.plan_state import PlanState
 from kvcal.runtime.rows import Rows
 
@@ -38,7 +40,8 @@ class Serving:
 class StaticState:
     """Tensors, once allocated: ``lengths`` int32 [B], tokens of every row; ``columns`` int64 [], columns fed, padding
     included; ``error`` int32 [1] (see kvcal.kernels.ops); ``forms``, the scratch of stored forms. ``shared`` is the
-    plan's state; ``in_prompt``: a prompt with padding is to come, or has not ended."""
+    plan's state; ``pool`` holds the pages of a plan that has them shrink; ``in_prompt``: a prompt with padding is to
+    come, or has not ended."""
 
     def __init__(self, shared: PlanState, max_tokens: int, in_prompt: bool = False) -> None:
         self.shared = shared
@@ -47,6 +50,7 @@ class StaticState:
         self.in_prompt = in_prompt
         self.longest = 0
         self.serving: Serving | None = None
+        self.pool: PagePool | None = None
         self.lengths = self.columns = self.error = torch.empty(0)
         self.forms = FormWorkspace(shared.plan, 0, max_tokens, torch.device("cpu"))
         self._page_at: dict[Format, Tensor] = {}
@@ -70,8 +74,10 @@ class StaticState:
         """The control tensors, for ``batch`` rows.
 
         Raises:
-            UsageError: the padding's rows do not divide the batch.
+            UsageError: the padding's rows do not divide the batch, or the plan's schedule is for fewer sequences or
+                tokens.
         """
+        self.shared.require_scheduled(batch, self.max_tokens)
         rows = self.shared.padding.resolve(batch)
         self.batch = batch
         self.in_prompt = rows.width > 0
@@ -79,6 +85,7 @@ class StaticState:
         self.columns = fixed(torch.zeros((), dtype=torch.int64, device=device))
         self.error = fixed(torch.zeros(1, dtype=torch.int32, device=device))
         self.forms = FormWorkspace(self.shared.plan, batch, self.max_tokens, device)
+        self.pool = PagePool(self) if self.shared.is_scheduled else None
 
     def page_at(self, fmt: Format) -> Tensor:
         """int32: tokens with which page i of a row is due, and one beyond all; empty without a window rule."""
@@ -113,7 +120,7 @@ class StaticState:
     def nbytes(self) -> int:
         """Bytes of the control state."""
         tables = (*self._page_at.values(), *self._workspaces.values(), *self._leaving.values())
-        numbers = (self.lengths, self.columns, self.error)
+        numbers = (self.lengths, self.columns, self.error, *(self.pool.control_tensors if self.pool else ()))
         return self.forms.nbytes + sum(tensor.untyped_storage().nbytes() for tensor in (*numbers, *tables))
 
     def is_step(self, tokens: int) -> bool:
@@ -151,6 +158,8 @@ class StaticState:
         self.columns.fill_(columns)
         self.longest = max(lengths)
         self.in_prompt = columns < self.rows.width
+        if self.pool is not None and not columns:
+            self.pool.reset()
 
     def check(self) -> None:
         """Wait for the device, and raise what its kernels found.
@@ -169,12 +178,6 @@ class StaticState:
                 hint="check the model's outputs; a range too large for float16 fits with param_dtype = 'bfloat16'",
             )
         self.require_room(max(self.max_tokens + 1, int(self.lengths.max())))
-
-
-def fixed(tensor: Tensor) -> Tensor:
-    """The tensor, known to torch.compile as one whose address stays: CUDA graphs may write to it in place."""
-    torch._dynamo.mark_static_address(tensor)
-    return tensor
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -2,6 +2,7 @@
 
 A head range is a run of KV heads whose formats stay the same (kvcal.kernels.variants). What is stored is what
 ``PagedTensor`` stores, with pages for ``max_tokens`` in every row, so that the bytes are ``Plan.nbytes`` of full rows.
+Where a plan has pages shrink, those of all layers lie in one pool instead (``StagedStore``).
 
 Packing is lazy. A row of n tokens has pages(n - 1) packed pages, where pages(n) are due: a page that its last token
 fills is packed at the beginning of the next update, just before it is read for the first time. So a step of the kernels
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,15 +26,18 @@ from kvcal.kernels.reference import query_means
 from kvcal.kernels.variants import HeadRange, Variant, stored_form, variant_of
 from kvcal.layer_plan import LayerPlan
 from kvcal.quantizers.pages import PAGE_TOKENS
-from kvcal.runtime.static_state import StaticState, fixed
+from kvcal.runtime.fixed import fixed
+from kvcal.runtime.static_state import StaticState
 
 
 @dataclass(frozen=True)
 class HeadStore:
     """KV heads ``heads`` of a layer; ``queries`` are theirs. Shapes of the tensors: kvcal.kernels.ops. The pages of
     sides in ``reconstructed`` are 16-bit ones in the cache's workspace: what is stored is a form of its own
-    (kvcal.runtime.stored_form)."""
+    (kvcal.runtime.stored_form). ``packs_before_prompts``: a page that is due is packed when a prompt comes to the
+    cache, not with its new tokens."""
 
+    packs_before_prompts: ClassVar[bool] = False
     heads: slice
     queries: slice
     variant: Variant
@@ -53,21 +58,16 @@ class HeadStore:
     @classmethod
     def allocate(cls, plan: LayerPlan, pair: HeadRange, state: StaticState) -> HeadStore:
         """Zeroed, on the device of ``state``, which is allocated."""
-        device, batch, max_tokens = state.lengths.device, state.batch, state.max_tokens
+        device, batch = state.lengths.device, state.batch
         variant = variant_of(plan, pair, state.shared.plan.cache_dtype)
         shape, dtype = (batch, pair.num_heads), CACHE_DTYPES[variant.cache_dtype]
-        sinks, buffer, pages, page_at = {}, {}, {}, {}
+        sinks, buffer, page_at = {}, {}, {}
         reconstructed = tuple(side for side in SIDES if stored_form(plan, side, pair.format(side)) is not None)
         for side in SIDES:
             fmt = pair.format(side)
             dim = (variant.head_dim,)
-            records = (fmt.num_pages(max_tokens), pair.num_heads, variant.layout(side).record_bytes)
             sinks[side] = fixed(torch.zeros(*shape, fmt.num_sink_tokens, *dim, dtype=dtype, device=device))
             buffer[side] = fixed(torch.zeros(*shape, fmt.buffer_tokens, *dim, dtype=dtype, device=device))
-            if side in reconstructed:
-                pages[side] = fixed(state.forms.pages(plan, pair, side))
-            else:
-                pages[side] = fixed(torch.zeros(batch, *records, dtype=torch.uint8, device=device))
             page_at[side] = state.page_at(fmt)
         channels = variant.head_dim if pair.k.needs_queries else 0
         counted = shape if pair.k.needs_queries else (0,)
@@ -82,7 +82,7 @@ class HeadStore:
             state,
             sinks,
             buffer,
-            pages,
+            cls._new_pages(plan, pair, variant, state),
             page_at,
             fixed(torch.zeros(*shape, channels, dtype=torch.float32, device=device)),
             fixed(torch.zeros(*counted, dtype=torch.int32, device=device)),
@@ -92,6 +92,25 @@ class HeadStore:
             nothing,
             reconstructed,
         )
+
+    @classmethod
+    def _new_pages(
+        cls, plan: LayerPlan, pair: HeadRange, variant: Variant, state: StaticState
+    ) -> Mapping[Side, Tensor]:
+        pages = {}
+        for side in SIDES:
+            num_pages, record = pair.format(side).num_pages(state.max_tokens), variant.layout(side).record_bytes
+            shape = (state.batch, num_pages, pair.num_heads, record)
+            if stored_form(plan, side, pair.format(side)) is None:
+                pages[side] = fixed(torch.zeros(shape, dtype=torch.uint8, device=state.lengths.device))
+            else:
+                pages[side] = fixed(state.forms.pages(plan, pair, side))
+        return pages
+
+    @property
+    def present_key(self) -> str:
+        """The key of the variant for the bits that pages have now."""
+        return self.key
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -162,7 +181,9 @@ class HeadStore:
         paged, first = sinks + PAGE_TOKENS * pages, PAGE_TOKENS * (pages - self._num_packed(side, num_tokens))
         out[:, :, :sinks] = self.sinks[side][rows, :, :sinks]
         if pages:
-            ops.unpack(self.pages[side][rows], out[:, :, sinks:paged], 0, *self._transform(side), side, self.key)
+            ops.unpack(
+                self.pages[side][rows], out[:, :, sinks:paged], 0, *self._transform(side), side, self.present_key
+            )
         out[:, :, paged:] = self.buffer[side][rows, :, first : first + num_tokens - paged]
 
     def extend(self, rows: slice, num_tokens: int, new: Mapping[Side, Tensor], query_sum: Tensor | None) -> None:
@@ -224,7 +245,7 @@ class HeadStore:
         if held:
             unpacked = torch.cat([self.buffer[side][rows, :, :held], unpacked], dim=2)
         # With query scores, the page that was due before is packed already, by the queries until then.
-        first = fmt.num_pages(num_tokens) if fmt.needs_queries else packed
+        first = fmt.num_pages(num_tokens) if fmt.needs_queries or self.packs_before_prompts else packed
         begin, end = PAGE_TOKENS * (first - packed), PAGE_TOKENS * (last - packed)
         if first < last:
             self._pack(side, rows, unpacked[:, :, begin:end], first, total)
@@ -237,5 +258,5 @@ class HeadStore:
             query_mean = query_means(self.query_sum, self.query_since, rows, num_tokens, self.variant.group_heads)
         ops.pack(
             x, self.pages[side][rows], first_page, query_mean, *self._transform(side), self.state.error, side,
-            self.key,
+            self.present_key,
         )  # fmt: skip

@@ -20,6 +20,7 @@
 #include "values.cuh"
 #include "query.cuh"
 #include "merge.cuh"
+#include "stage.cuh"
 
 namespace decode_ {
 
@@ -51,8 +52,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     const void* q, i64 q_row, i64 q_head, const u16* k_sinks, const u16* k_buffer, const u8* k_pages, const u16* v_sinks,
     const u16* v_buffer, const u8* v_pages, const int* lengths, i64 rows, i64 heads, i64 max_k_pages, i64 max_v_pages,
     const int* k_page_at, i64 k_events, const int* v_page_at, i64 v_events, const float* k_rescale, const float* k_offset,
-    const float* s_aux, float* parts, int* counters, void* out, float scale, float softcap) {
+    const float* s_aux, float* parts, int* counters, void* out, float scale, float softcap STAGE_PARAMETERS) {
     using namespace decode_;
+#ifdef STAGED
+    if (k_region->bits != K_BITS || v_region->bits != V_BITS) return;
+    k_pages += k_region->base; max_k_pages = k_region->pages;
+    v_pages += v_region->base; max_v_pages = v_region->pages;
+#endif
     static_assert(sizeof(Shared) <= SHARED_BYTES, "kvcal.kernels.decode asks for less shared memory than the kernel takes");
     extern __shared__ unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);

@@ -13,6 +13,7 @@
 // blocks fill the time), and tiles in 16 bits; the folded kernel is the fast one.
 
 #include "plain_parts.cuh"
+#include "stage.cuh"
 
 namespace plain {
 
@@ -163,8 +164,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(
     const unsigned char* v_pages, const int* lengths, long long rows, long long heads, long long max_k_pages,
     long long max_v_pages, const int* k_page_at, long long k_events, const int* v_page_at, long long v_events,
     const float* k_rescale, const float* k_offset, const float* s_aux, float* parts, int* counters, void* out,
-    float scale, float softcap) {
+    float scale, float softcap STAGE_PARAMETERS) {
     using namespace plain;
+#ifdef STAGED
+    if (k_region->bits != K_BITS || v_region->bits != V_BITS) {
+        return;
+    }
+    k_pages += k_region->base, max_k_pages = k_region->pages;
+    v_pages += v_region->base, max_v_pages = v_region->pages;
+#endif
     static_assert(sizeof(Shared) <= SHARED_BYTES, "kvcal.kernels.decode_plain asks for less than the kernel takes");
     extern __shared__ unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);

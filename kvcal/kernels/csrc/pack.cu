@@ -12,6 +12,7 @@
 // Left out: a ring buffer (moving a window once a page costs less than a modulus in every load of `decode`).
 
 #include "page.cuh"
+#include "stage.cuh"
 #include "stored.cuh"
 
 #ifndef SIDE
@@ -92,6 +93,7 @@ KV_INLINE void append_side(
 //   lengths       [B] int32, tokens before this step; *_page_at int32 [*_page_at_length] for a window rule, or 0
 //   k_rescale, k_offset  fp32 [n, D] of these heads, or 0; first_head: the number of the first one in the layer
 //   error         int32, gets the bits NON_FINITE and NO_ROOM
+// With STAGED, k_pages and v_pages are the memory of all pages, and the regions say what of it is theirs, and its room.
 extern "C" __global__ void __launch_bounds__(THREADS) append(
     const unsigned short* k_new, long long k_row_stride, long long k_head_stride, const unsigned short* v_new,
     long long v_row_stride, long long v_head_stride, const unsigned short* q, long long q_row_stride,
@@ -99,7 +101,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
     unsigned short* v_sinks, unsigned short* v_buffer, unsigned char* v_pages, float* query_sum, int* query_start,
     const int* lengths, const int* k_page_at, long long k_page_at_length, const int* v_page_at,
     long long v_page_at_length, long long k_max_pages, long long v_max_pages, const float* k_rescale,
-    const float* k_offset, long long first_head, int* error) {
+    const float* k_offset, long long first_head, int* error STAGE_PARAMETERS) {
+#ifdef STAGED
+    if (k_region->bits != K_BITS || v_region->bits != V_BITS) {
+        return;
+    }
+    k_pages += k_region->base, k_max_pages = k_region->pages;
+    v_pages += v_region->base, v_max_pages = v_region->pages;
+#endif
     __shared__ union { Scratch<Keys> k; Scratch<Values> v; } scratch;
     if (blockIdx.z == 0) {
         Store store{

@@ -1,0 +1,27 @@
+// Pages that shrink on a schedule: where the pages of a region lie, stage by stage (kvcal/kernels/stages.py).
+//
+// A region is one side of one head range of a layer; all of them share one memory. A kernel that is compiled for the
+// bits of one stage is launched in every stage, with STAGED, and does nothing in the others.
+
+struct Region {
+    long long bits;       // of its pages
+    long long base;       // its first byte
+    long long pages;      // room of a row, in pages
+    long long heads;
+    long long record;     // bytes of a page of a head
+    long long squeezed;   // its first byte while the stage begins: records of this stage, room of the stage before
+    long long transform;  // element of ``transforms`` where the regions's λ [heads, D] begins; its offset follows
+};
+
+// Whether it is time for the next stage.
+KV_INLINE bool kv_stage_is_over(
+    const long long* stage, const long long* starts, long long num_stages, const long long* columns) {
+    const long long next = *stage + 1;
+    return next < num_stages && *columns >= starts[next];
+}
+
+#ifdef STAGED
+#define STAGE_PARAMETERS , const Region* k_region, const Region* v_region
+#else
+#define STAGE_PARAMETERS
+#endif

@@ -1,0 +1,110 @@
+"""A head range whose pages lie in the pool of a plan that has them shrink (kvcal.runtime.page_pool).
+
+All is as in a store of its own memory, but that pages have the bits of the present stage, and that a page that is due
+when a prompt comes is packed before its stage ends, in all layers, and not when it is read.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvcal.formats import SIDES, Side
+from kvcal.kernels.staged import append_staged, decode_staged
+from kvcal.kernels.variants import HeadRange, Variant
+from kvcal.layer_plan import LayerPlan
+from kvcal.quantizers.pages import RAW_BITS
+from kvcal.runtime.page_pool import RegionPages
+from kvcal.runtime.static_state import StaticState
+from kvcal.runtime.static_store import HeadStore
+
+
+class StagedStore(HeadStore):
+    """See the module's docstring. ``pages`` are views of the pool, for the host; steps are given the pool."""
+
+    pages: RegionPages
+    packs_before_prompts: ClassVar[bool] = True
+
+    @classmethod
+    def _new_pages(cls, plan: LayerPlan, pair: HeadRange, variant: Variant, state: StaticState) -> RegionPages:
+        assert state.pool is not None
+        return RegionPages(state.pool, plan.geometry.index, pair.heads.start)
+
+    @functools.cached_property
+    def _variants(self) -> dict[tuple[int, ...], str]:
+        """The key of the kernels for each pair of bits that keys and values come to have."""
+        return {bits: with_bits(self.variant, *bits).key for bits in self.pages.widths}
+
+    @property
+    def present_key(self) -> str:
+        return self._variants[self.pages.num_bits]
+
+    def append(self, k_new: Tensor, v_new: Tensor, q: Tensor) -> None:
+        append_staged(
+            k_new[:, self.heads],
+            v_new[:, self.heads],
+            q[:, self.queries] if self.variant.k.needs_queries else self.nothing,
+            self.sinks["k"],
+            self.buffer["k"],
+            self.sinks["v"],
+            self.buffer["v"],
+            self.pages.pool.pages,
+            self.query_sum,
+            self.query_since,
+            self.state.lengths,
+            self.page_at["k"],
+            self.page_at["v"],
+            self.rescale,
+            self.offset,
+            self.state.error,
+            *self._stages,
+        )
+
+    def decode(self, q: Tensor, s_aux: Tensor | None, scale: float, softcap: float) -> Tensor:
+        return decode_staged(
+            q[:, self.queries],
+            self.sinks["k"],
+            self.buffer["k"],
+            self.sinks["v"],
+            self.buffer["v"],
+            self.pages.pool.pages,
+            self.state.lengths,
+            self.page_at["k"],
+            self.page_at["v"],
+            self.rescale,
+            self.offset,
+            self.nothing if s_aux is None else s_aux[self.queries],
+            self.workspace,
+            scale,
+            softcap,
+            *self._stages,
+        )
+
+    @property
+    def _stages(self) -> tuple[Tensor, list[int], list[str]]:
+        return self.pages.pool.present, self.pages.numbers, list(self._variants.values())
+
+    def pack_all_due(self, columns: int) -> None:
+        """Pack the pages that the tokens of so many columns have filled, the last one, too."""
+        rows = self.state.rows
+        for block in rows.blocks:
+            for side in SIDES:
+                super().pack_due(side, block.rows, rows.num_tokens(block, columns))
+
+    def pack_due(self, side: Side, rows: slice, num_tokens: int) -> None:
+        """Nothing: ``pack_all_due`` has done it for all rows."""
+
+
+def with_bits(variant: Variant, k_bits: int, v_bits: int) -> Variant:
+    """The variant for pages of these bits. Those of 16 hold K as the model made them."""
+    is_plain = k_bits == RAW_BITS
+    return replace(
+        variant,
+        k_bits=k_bits,
+        v_bits=v_bits,
+        rescale=variant.rescale and not is_plain,
+        offset=variant.offset and not is_plain,
+    )
