@@ -26,7 +26,7 @@ TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": ()}
 def test_the_sanitizer_finds_nothing(case: str, tool: str) -> None:
     assert SANITIZER is not None
     command = [SANITIZER, "--tool", tool, *TOOLS[tool], "--error-exitcode", str(FOUND), sys.executable]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), str(FOLDER)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), str(FOLDER), *sys.path])}
     command += [str(FOLDER / "sanitizer_calls.py"), case]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode != FOUND, run.stdout
