@@ -159,8 +159,8 @@ def test_what_is_not_finite_is_reported_by_check() -> None:
 @pytest.mark.parametrize("name", ["lattice d=2", "before RoPE", "linear"])
 def test_a_model_is_served(name: str) -> None:
     """Whose generate does not compile the step; the first logits near those of the dynamic cache. Its attention is
-    another one: in every layer behind the first, last bits differ, so may codes, and then random predictors make more of
-    it in every layer and page."""
+    another one: in every layer behind the first, last bits differ, so may codes, and then random predictors make more
+    of it in every layer and page."""
     model = random_llama(num_layers=3, head_dim=DIM)
     plan = form_plan(name, geometry=geometry_of(model, cache_dtype="bfloat16"))
     ids = random_ids(2, 300)
