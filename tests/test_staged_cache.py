@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 import torch
 from cache_cases import feed, feed_by_pages, llama_plan, padded, random_ids, tiny_llama
+from form_cases import with_tensors
 from staged_cases import SCHEDULES, assert_same_bytes, caches, fed_alike, mixed_plan, staged_plan, transformed
 from static_cases import random_qkv
 
@@ -163,6 +164,19 @@ def test_what_cannot_be_held() -> None:
     with pytest.raises(UsageError, match="3 sequences of 200 tokens"):
         caches(plan, 200)[0].allocate(3, "cpu")
     PlanCache(plan, tiny_llama(2, 1).config, max_tokens=200).allocate(2, "cpu")
+
+
+def test_what_does_not_go_with_pages_that_shrink() -> None:
+    plan = staged_plan((150,), (160,), num_layers=2)
+    lattice = dataclasses.replace(plan.layers[1], v=(Format(2, lattice_dim=2),))
+    with pytest.raises(UnsupportedModel, match="layer 1: v pages are on a lattice, and others shrink"):
+        caches(with_tensors(plan, [plan.layers[0], lattice], None), 100)
+    static, dynamic = caches(plan, 100)
+    assert len(list(fed_alike(static, dynamic, random_ids(2, 20), [10]))) == 2
+    with pytest.raises(UnsupportedModel, match="pages shrink, in place"):
+        static.mark()
+    with pytest.raises(UnsupportedModel, match="pages shrink, in place"):
+        caches(plan, 100)[0].copy_from(dynamic)
 
 
 def test_records_only_ever_slide_where_nothing_is_left_to_read() -> None:

@@ -10,11 +10,14 @@
 // bytes of 4 query heads of a group, and a second tile of 4 where a group has more. The planes' bytes lie so that a lane's
 // 16-byte load is its operand (kvcal/quantizers/packing.py), four codes a mask (codes.cuh). Lane = 4 g + quad.
 //
-// Work: a row's tokens are cut in units: a page of packed values each, and 32 tokens each of what is not packed (sinks,
+// Work: a row's tokens are cut in units: a page of packed values each, and UNIT tokens each of what is not packed (sinks,
 // buffer, 16-bit pages). All units of all rows and heads are dealt evenly to a fixed grid, from lengths on the device, so
-// that ragged batches balance and a captured graph stays valid. The warps of a block, as many as its SM has room for, take units in turn, each with
-// its own softmax, and slots for one record of keys and one of values: while one is in work, the other is on its way. Parts of
-// a head that several blocks share are merged in the order of the blocks by whichever comes last: bitwise repeatable.
+// that ragged batches balance and a captured graph stays valid. The warps of a block take units in turn, each with its own
+// softmax, and slots for one record of keys and one of values: while one is in work, the other is on its way. Parts of a
+// head that several blocks share are merged in the order of the blocks by whichever comes last: bitwise repeatable.
+//
+// What runs once a head costs as much as many pages: its code comes from memory, and so does the query. Hence short code
+// there, few divisions, and requests in the order in which they are waited for.
 
 #include "dense.cuh"
 #include "values.cuh"

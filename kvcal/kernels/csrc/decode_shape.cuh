@@ -35,7 +35,7 @@
 #define K_LAGS (!K_PACKED || HAS_WINDOW_RULE || K_WINDOW > V_WINDOW)
 // And a page of packed keys whose values are not.
 #define K_LEADS (K_PACKED && (!V_PACKED || HAS_WINDOW_RULE || V_WINDOW > K_WINDOW))
-// Tokens of a unit that is not packed. Where few tokens are, one tile, which is loaded before the records of pages.
+// Tokens of a unit that is not packed. Where they are few, one tile, for which values are loaded together with keys.
 #define DENSE_IS_RARE (K_PACKED && V_PACKED && !K_LEADS)
 #define UNIT (DENSE_IS_RARE ? 16 : 32)
 #define INFINITY __int_as_float(0x7f800000)
