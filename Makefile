@@ -13,13 +13,13 @@ DEMO := artifacts/demo
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check format lint types test test-gpu bench clean
+.PHONY: help setup demo check format lint types test gpu bench clean
 
 help:
 	@echo "make demo    set up, run the pipeline on the embedded model, print the table"
 	@echo "make check   set up, then format, lint, types and tests (what CI runs)"
 	@echo "make test    set up, then the tests alone"
-	@echo "make test-gpu  set up, then what needs a GPU"
+	@echo "make gpu     set up, then what needs a GPU"
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make lint    format and lint, reading only"
 	@echo "make bench   measure time and memory (tests/bench)"
@@ -58,7 +58,7 @@ test: $(READY)
 	$(PYTEST) -n 2 --dist loadfile
 
 # A worker's share of the GPU is small, its share of the host's memory is not.
-test-gpu: $(READY)
+gpu: $(READY)
 	$(PYTEST) -m gpu -n 8
 
 bench: $(READY)
