@@ -36,8 +36,9 @@ from kvcal.models.geometry import geometry_of
 pytestmark = pytest.mark.gpu
 
 # A token that differs from the reference's is worth at most this much less to it, in logits, of which the best two are
-# about 3 apart in the middle of a text.
-MARGIN = 0.1
+# about 3 apart in the middle of a text. Noise of 1e-4 on the reference's own attention changes tokens of up to 0.31: a
+# code that flips is felt by all that follows.
+MARGIN = 0.4
 
 
 @pytest.mark.parametrize("name", [*PAIRS, "transformed"])
@@ -123,9 +124,7 @@ def test_a_thousand_tokens_are_the_references_but_for_near_ties(name: str) -> No
     best, second = expected.topk(2).values.unbind(-1)
     chosen = expected.gather(2, ids[:, 150:].unsqueeze(-1)).squeeze(-1)
     differs = chosen < best
-    # A channel whose score lies at MixKVQ's threshold changes its tier, and with it a page, by more than a rounding.
-    margin = 4 * MARGIN if name == "mixkvq" else MARGIN
-    assert (best - second)[differs].lt(margin).all() and (best - chosen).max() < margin
+    assert (best - second)[differs].lt(MARGIN).all() and (best - chosen).max() < MARGIN
     assert differs.float().mean() < 0.005
     assert relative(found, expected).median() < 0.005
 
