@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,8 +30,6 @@ def test_the_sanitizer_finds_nothing(case: str, tool: str) -> None:
     command += [str(FOLDER / "sanitizer_calls.py"), case]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode != FOUND, run.stdout
-    if run.returncode in (signal.SIGKILL, -signal.SIGKILL):
-        pytest.skip(f"{tool} was killed: it takes much of the host's memory")
     assert run.returncode == 0 and "done" in run.stdout, run.stdout + run.stderr
 
 

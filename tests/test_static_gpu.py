@@ -36,9 +36,8 @@ from kvcal.models.geometry import geometry_of
 pytestmark = pytest.mark.gpu
 
 # A token that differs from the reference's is worth at most this much less to it, in logits, of which the best two are
-# about 3 apart in the middle of a text. Noise of 1e-4 on the reference's own attention changes tokens of up to 0.31: a
-# code that flips is felt by all that follows.
-MARGIN = 0.4
+# about 3 apart in the middle of a text.
+MARGIN = 0.1
 
 
 @pytest.mark.parametrize("name", [*PAIRS, "transformed"])
