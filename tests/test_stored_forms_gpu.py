@@ -158,9 +158,9 @@ def test_what_is_not_finite_is_reported_by_check() -> None:
 
 @pytest.mark.parametrize("name", ["lattice d=2", "before RoPE", "linear"])
 def test_a_model_is_served(name: str) -> None:
-    """Whose generate does not compile the step; the first logits near those of the dynamic cache. Its attention is
-    another one: in every layer behind the first, last bits differ, so may codes, and then random predictors make more
-    of it in every layer and page."""
+    """Whose generate does not compile the step; logits near those of the dynamic cache, whose bf16 attention is another
+    one: in every layer behind the first, last bits differ, and so may codes. Random predictors make much of that, page
+    by page (noise of 1e-3 on the dynamic cache's own attention: a median of 0.8, but 0.01 in the first steps)."""
     model = random_llama(num_layers=3, head_dim=DIM)
     plan = form_plan(name, geometry=geometry_of(model, cache_dtype="bfloat16"))
     ids = random_ids(2, 300)
@@ -168,6 +168,7 @@ def test_a_model_is_served(name: str) -> None:
     found, expected = (logits_of(model, cache, ids, 129) for cache in (static, dynamic))
     static.check()
     assert relative(found, expected)[:4].max() < 0.05
+    assert name == "linear" or relative(found, expected).median() < 0.1
     static.reset()
     with paged_attention(model):
         options = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.ones_like(ids)}
