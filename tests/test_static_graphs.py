@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import CompileConfig
 
 from kvcal import PlanCache, paged_attention
+from kvcal.kernels.launch import Kernel
 
 pytestmark = pytest.mark.gpu
 
@@ -66,12 +67,21 @@ def allocations() -> list[int]:
 
 
 @torch.inference_mode()
-def test_a_captured_step_is_an_eager_one_bit_for_bit_and_allocates_nothing() -> None:
+def test_a_captured_step_is_an_eager_one_bit_for_bit_and_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the graph, kernels overlap; the eager ones run one at a time."""
+    launch = Kernel.launch
+
+    def launch_alone(*args, **kwargs) -> None:
+        torch.cuda.synchronize()
+        launch(*args, **kwargs)
+        torch.cuda.synchronize()
+
     model = reasoner("bfloat16").model
     plan, prompt = mixed_plan(model), task_prompts(2, 100)
     found = []
     with paged_attention(model):
         for is_captured in (False, True):
+            monkeypatch.setattr(Kernel, "launch", launch if is_captured else launch_alone)
             step = Step(model, PlanCache(plan, model.config, max_tokens=500), 2, 300)
             if is_captured:
                 step.cache.allocate(2, "cuda")

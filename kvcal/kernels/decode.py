@@ -90,7 +90,8 @@ def decode_defines(
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel and how it is launched; blocks share heads by parts of ``part_floats``, of one pass each."""
+    """A kernel and how it is launched; blocks share heads by parts of ``part_floats``, of one pass each. ``follows``:
+    see csrc/follow.cuh."""
 
     kernel: Kernel
     grid: int
@@ -98,6 +99,7 @@ class Launch:
     shared_bytes: int
     passes: int
     part_floats: int
+    follows: bool = False
 
 
 @functools.cache
@@ -117,7 +119,7 @@ def _launch(variant: Variant, q_dtype: torch.dtype, softcap: bool, is_staged: bo
     compiled = kernel("decode", "decode", found, device_index)
     heads = pass_heads(variant.group_heads)
     passes, floats = -(-variant.group_heads // heads), heads * (variant.head_dim + 2)
-    return Launch(compiled, num_sms, found["WARPS"] * 32, found["SHARED_BYTES"], passes, floats)
+    return Launch(compiled, num_sms, found["WARPS"] * 32, found["SHARED_BYTES"], passes, floats, follows=True)
 
 
 def workspace_bytes(batch: int, num_kv_heads: int, group_heads: int, head_dim: int, device: torch.device) -> int:
@@ -162,6 +164,8 @@ def launch_decode(
 ) -> Tensor:
     """[B, n G, D] in q's dtype: see ``kvcal.kernels.ops.decode``.
 
+    Follows ``append`` on the same stream, or another ``decode`` of the same step: ``lengths`` was not written since.
+
     ``regions``: addresses of the two regions, of keys and of values, that say where in ``k_pages`` and ``v_pages``, the
     memory of all pages, theirs lie (kvcal.kernels.stages); unless they have the variant's bits, nothing is written to
     ``out``, a contiguous tensor.
@@ -192,7 +196,7 @@ def launch_decode(
         _pointer(k_page_at), k_page_at.numel(), _pointer(v_page_at), v_page_at.numel(),
         _pointer(k_rescale), _pointer(k_offset), _pointer(sinks_logits),
         workspace.data_ptr() + counters, workspace.data_ptr(), out.data_ptr(), float(scale), float(softcap),
-        *regions,
+        *regions, follows=launch.follows,
     )  # fmt: skip
     return out
 

@@ -2,9 +2,9 @@
 
 A decode step launches a few kernels for each of some tens of layers, so what a launch costs the host is paid a hundred
 times a token wherever no CUDA graph replays the step. Hence everything that does not change from step to step is made
-once: the launch configuration by (grid, threads, shared bytes), the stream's wrapper by its handle, and the permission
-for more than 48 KiB of shared memory, which the driver wants asked for. A launch itself allocates nothing on the device
-and waits for nothing: it may be captured. Loading may not, so the code is on the device when the constructor returns.
+once: the launch configuration by its numbers, the stream's wrapper by its handle, and the permission for more than
+48 KiB of shared memory, which the driver wants asked for. A launch itself allocates nothing on the device and waits for
+nothing: it may be captured. Loading may not, so the code is on the device when the constructor returns.
 
 cuda.core loads and launches. The two attributes that it spells differently from version to version are asked of the
 driver itself. Left out: clusters, cooperative launches, and keeping arguments alive (pointers are plain ints).
@@ -46,7 +46,7 @@ class Kernel:
         self.local_bytes = entries[entry].local_bytes
         self._driver: Any = driver
         self._launch, self._config, self._stream = launch, LaunchConfig, Stream.from_handle
-        self._configs: dict[tuple[tuple[int, int, int], int, int], LaunchConfig] = {}
+        self._configs: dict[tuple[tuple[int, int, int], int, int, bool], LaunchConfig] = {}
         self._streams: dict[int, Stream] = {}
         self._static_shared_bytes = entries[entry].static_shared_bytes
         self._allowed_shared_bytes = _FREE_SHARED_BYTES - self._static_shared_bytes  # dynamic ones
@@ -66,20 +66,26 @@ class Kernel:
             answer = driver.cuKernelGetAttribute(most, self._kernel.handle, device_index)
             self.max_threads: int = self._ask("be asked about", answer)
 
-    def launch(self, grid: tuple[int, int, int], threads: int, shared_bytes: int, *args: int | float) -> None:
+    def launch(
+        self, grid: tuple[int, int, int], threads: int, shared_bytes: int, *args: int | float, follows: bool = False
+    ) -> None:
         """Runs ``grid`` blocks of ``threads`` threads with ``shared_bytes`` of dynamic shared memory on torch's current
         stream of the kernel's device. An int (such as a tensor's ``data_ptr()``) becomes a 64-bit parameter, a float a
-        32-bit one; what the pointers point to must stay alive until the stream has come past the launch. KernelError
-        when the device has less shared memory; TypeError for an argument of another type."""
+        32-bit one; what the pointers point to must stay alive until the stream has come past the launch. ``follows``:
+        the kernel may start before the one before it has ended, and waits by itself (csrc/follow.cuh). KernelError when
+        the device has less shared memory; TypeError for an argument of another type."""
         if torch.cuda.current_device() != self.device_index:
             with torch.cuda.device(self.device_index):
-                self.launch(grid, threads, shared_bytes, *args)
+                self.launch(grid, threads, shared_bytes, *args, follows=follows)
             return
-        config = self._configs.get((grid, threads, shared_bytes))
+        config = self._configs.get((grid, threads, shared_bytes, follows))
         if config is None:
             self._allow(shared_bytes)
-            config = self._config(grid=grid, block=threads, shmem_size=shared_bytes)
-            self._configs[grid, threads, shared_bytes] = config
+            can_overlap = follows and torch.cuda.get_device_capability(self.device_index) >= (9, 0)
+            config = self._config(
+                grid=grid, block=threads, shmem_size=shared_bytes, programmatic_stream_serialization=can_overlap
+            )
+            self._configs[grid, threads, shared_bytes, follows] = config
         handle = torch.cuda.current_stream().cuda_stream or _LEGACY_STREAM
         stream = self._streams.get(handle)
         if stream is None:

@@ -2,7 +2,7 @@
 // of pages. Nothing here depends on a macro. NVRTC compiles without headers, so half precision is inline PTX. What
 // decides a byte is one IEEE operation at a time, by an intrinsic that the compiler never contracts.
 
-#define KV_INLINE __device__ __forceinline__
+#include "follow.cuh"
 
 constexpr int KV_PAGE_TOKENS = 128;
 // Numbers of dtypes, as variants.py writes them.

@@ -57,8 +57,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     const int* k_page_at, i64 k_events, const int* v_page_at, i64 v_events, const float* k_rescale, const float* k_offset,
     const float* s_aux, float* parts, int* counters, void* out, float scale, float softcap STAGE_PARAMETERS) {
     using namespace decode_;
+    kv_let_next_start();
 #ifdef STAGED
-    if (k_region->bits != K_BITS || v_region->bits != V_BITS) return;
+    if (k_region->bits != K_BITS || v_region->bits != V_BITS) return kv_wait_for_previous();
     k_pages += k_region->base; max_k_pages = k_region->pages;
     v_pages += v_region->base; max_v_pages = v_region->pages;
 #endif
@@ -73,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     if (warp == 0) {
         // Beyond what was allocated nothing is read, whatever the lengths say (`append` reports it).
         const int room = (int)min(K_SINKS + max_k_pages * PAGE + K_BUFFER, V_SINKS + max_v_pages * PAGE + V_BUFFER);
-        int total = 0;
+        int total = 0, of_first = 0;
         for (int from = 0; from < rows; from += 32) {
             int row = from + lane, count = 0, tokens = row < rows ? min(lengths[row], room - 1) : 0;
             if (row < rows) count = num_units(tokens + 1, min((int)max_v_pages, kv_pages(tokens, V_SINKS, V_WINDOW, V_BUFFER, HAS_WINDOW_RULE ? v_page_at : nullptr, (int)v_events)));
@@ -81,21 +82,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             for (int step = 1; step < 32; step *= 2) { int other = __shfl_up_sync(0xffffffffu, count, step); if (lane >= step) count += other; }
             if (row < rows) { shared.units[row] = total + count; shared.lengths[row] = tokens; }
             total += __shfl_sync(0xffffffffu, count, 31);
+            if (from == 0) of_first = __shfl_sync(0xffffffffu, count, 0);
         }
-    }
-    __syncthreads();
-    // Equal rows: so many blocks that none has parts of two heads, if that leaves few of them idle.
-    if (thread == 0) {
-        const u32 all = shared.units[rows - 1] * per_row, heads_in_all = (u32)rows * per_row, grid = gridDim.x;
+        // Equal rows: so many blocks that none has parts of two heads, if that leaves few of them idle.
+        const u32 all = total * per_row, heads_in_all = (u32)rows * per_row, grid = gridDim.x;
         u32 blocks = min(grid, all);
-        if (all == heads_in_all * shared.units[0]) {
+        if (total == (int)rows * of_first) {
             const u32 each = (heads_in_all + grid - 1) / grid;
             const u32 even = heads_in_all <= grid ? grid / heads_in_all * heads_in_all : heads_in_all % each ? grid : heads_in_all / each;
             if (even * 10 >= grid * 9) blocks = min(even, all);
         }
-        shared.all = all; shared.blocks = blocks;
-        shared.position = first_unit(all, blocks, min(blockIdx.x, blocks));
-        shared.end = first_unit(all, blocks, min(blockIdx.x + 1, blocks));
+        const u32 unit = first_unit(all, blocks, min(blockIdx.x + lane, blocks));  // in lane 1 the next block's
+        if (lane == 0) { shared.all = all; shared.blocks = blocks; shared.position = unit; }
+        if (lane == 1) shared.end = unit;
     }
     __syncthreads();
     const float log2_scale = scale * LOG2E;
@@ -137,6 +136,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             stop = is_sink ? min(BASE, head.num_tokens) : head.num_tokens;
             return is_sink ? number * UNIT : BASE + packed_units * PAGE + (number - sink_units) * UNIT;
         };
+        kv_wait_for_previous();
         // What is waited for first is asked for first: behind the records of all warps, memory takes microseconds.
         float query[DIM / 32];
         fetch_query(query, a, row, head_index, pass, warp, lane);
@@ -221,4 +221,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         if (thread == 0) shared.position = min(shared.end, shared.head_start + shared.head_units);
         __syncthreads();
     }
+    kv_wait_for_previous();  // blocks without work, too
 }

@@ -45,9 +45,12 @@ template <int TYPE> __device__ __forceinline__ float number_at(const void* p, i6
     else return kv_float_of<TYPE>(reinterpret_cast<const u16*>(p)[index]);
 }
 
+// To shared memory, and first to leave the L2 cache: a record is read once a step, what else is there more often.
 __device__ __forceinline__ void copy16(u8* to, const u8* from) {
-    u32 address = (u32)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(address), "l"(from));
+    const u32 address = (u32)__cvta_generic_to_shared(to);
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" :: "r"(address), "l"(from), "l"(policy));
 }
 __device__ __forceinline__ void prefetch(const void* line) { asm volatile("prefetch.global.L2 [%0];" :: "l"(line)); }
 

@@ -102,6 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
     const int* lengths, const int* k_page_at, long long k_page_at_length, const int* v_page_at,
     long long v_page_at_length, long long k_max_pages, long long v_max_pages, const float* k_rescale,
     const float* k_offset, long long first_head, int* error STAGE_PARAMETERS) {
+    kv_let_next_start();
 #ifdef STAGED
     if (k_region->bits != K_BITS || v_region->bits != V_BITS) {
         return;

@@ -1,6 +1,8 @@
 // One decoding step of a sliding-window layer: see kvcal/kernels/window.py. No macros: a token is so many words of 16
 // bytes, whatever its dtype.
 
+#include "follow.cuh"
+
 enum { THREADS = 32 };
 enum { NO_ROOM = 2 };  // a bit of `error`, as in page.cuh
 
@@ -13,6 +15,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_window(
     const uint4* k_new, long long k_row_stride, long long k_head_stride, const uint4* v_new, long long v_row_stride,
     long long v_head_stride, uint4* k_leaving, uint4* k_ring, uint4* v_leaving, uint4* v_ring, const int* lengths,
     long long ring_tokens, long long words, long long max_tokens, int* error) {
+    kv_let_next_start();
     const bool is_key = blockIdx.z == 0;
     const long long head = blockIdx.x, row = blockIdx.y, of_head = row * gridDim.x + head;
     const long long tokens = lengths[row];

@@ -1,0 +1,21 @@
+// Kernels of a step that overlap: the blocks of the next one come while the last of this one are at work, and what they
+// do before they wait is hidden ("programmatic dependent launch", compute capability 9.0 and later; nothing before).
+//
+// `append` and `decode` let the next kernel start at once. `decode` is launched to follow (kvcal/kernels/launch.py): it
+// may read what was there before the `append` of its step, such as lengths, and waits for all else. It waits on every
+// path that lets it end, since whoever follows it waits for it alone.
+
+#define KV_INLINE __device__ __forceinline__
+
+KV_INLINE void kv_let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// All that earlier kernels wrote is there.
+KV_INLINE void kv_wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
