@@ -59,7 +59,7 @@ test: $(READY)
 
 # A worker's share of the GPU is small, its share of the host's memory is not.
 gpu: $(READY)
-	$(PYTEST) -m gpu -n 8
+	$(PYTEST) -m gpu -n 8 --dist loadgroup
 
 bench: $(READY)
 	$(PYTEST) tests/bench/bench_*.py -m bench -s

@@ -20,6 +20,7 @@ TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": ()}
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("sanitizer")  # one at a time: of many at once, some were killed
 @pytest.mark.skipif(SANITIZER is None, reason="no compute-sanitizer on PATH or in /usr/local/cuda/bin")
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("case", CASES)
