@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcal.formats import Boost, Format, Side, Tier, WindowRule
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
-from kvcal.kernels.variants import AXES, DTYPES, side_defines
+from kvcal.kernels.macros import AXES, DTYPES, side_defines
 from kvcal.layer_plan import LayerPlan
 from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.runtime.page_codec import PageCodec

@@ -19,7 +19,8 @@ from kvcal.kernels import decode
 from kvcal.kernels.choice import is_plain, plain_reasons, slow_reasons
 from kvcal.kernels.compile import cubin, resources
 from kvcal.kernels.decode_plain import MAX_HEADS, plain_defines, plain_shape
-from kvcal.kernels.variants import MAX_HEAD_DIM, Variant, parse_key, refusals
+from kvcal.kernels.refusals import MAX_HEAD_DIM, refusals
+from kvcal.kernels.variants import Variant, parse_key
 from kvcal.layer_plan import LayerPlan
 
 K, V = Format(2, "channel"), Format(2)

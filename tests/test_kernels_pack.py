@@ -27,7 +27,7 @@ from kvcal.errors import NonFiniteActivations
 from kvcal.formats import SIDES, Format, Tier
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.compile import cubin, kernel, resources
-from kvcal.kernels.variants import DTYPES
+from kvcal.kernels.macros import DTYPES
 from kvcal.runtime.paged_tensor import PagedTensor
 
 DEVICE = "cuda"

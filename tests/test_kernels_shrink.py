@@ -15,8 +15,9 @@ from kvcal.formats import Format
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.compile import cubin, resources
 from kvcal.kernels.reference import NON_FINITE
-from kvcal.kernels.shrink import Shrinking, new_tickets, shrink, slide
-from kvcal.kernels.stages import BASE, HEADS, PAGES, RECORD, Region, layout_table, region_pages, stage_starts
+from kvcal.kernels.shrink import Shrinking, shrink
+from kvcal.kernels.slide import new_tickets, slide
+from kvcal.kernels.stages import BASE, HEADS, PAGES, RECORD, Region, Stages, layout_table, region_pages, stage_starts
 from kvcal.quantizers.convert import Transform, convert
 from kvcal.quantizers.shift import SHIFTS
 
@@ -73,10 +74,13 @@ class Pool:
         """The error flag."""
         device = self.pages.device
         ints = {"dtype": torch.int32, "device": device}
+        stages = Stages(
+            torch.zeros(1, dtype=torch.int64, device=device), torch.tensor([0, 400], device=device), self.layout,
+            torch.tensor(columns, device=device),
+        )  # fmt: skip
         shrink(
-            self.pages, torch.zeros(1, dtype=torch.int64, device=device), torch.tensor([0, 400], device=device),
-            self.layout, torch.tensor(columns, device=device), torch.tensor([0, 2], device=device),
-            torch.tensor(lengths, **ints), due, torch.empty(0, **ints), self.transforms, self.error, self.case.key,
+            self.pages, stages, torch.tensor([0, 2], device=device), torch.tensor(lengths, **ints), due,
+            torch.empty(0, **ints), self.transforms, self.error, self.case.key,
         )  # fmt: skip
         return int(self.error)
 
@@ -161,7 +165,7 @@ def test_every_record_arrives_at_its_place(seed: int, device: str) -> None:
         for columns in (starts[number + 1] - 1, starts[number + 1]):
             assert torch.equal(present, layout[number])
             at = torch.tensor(columns, device=device)
-            slide(pages, stage, present, tickets, begins, layout, at, batch, largest)
+            slide(pages, Stages(stage, begins, layout, at), present, tickets, batch, largest)
         assert int(stage) == number + 1 and torch.equal(present, layout[number + 1]) and torch.equal(tickets, idle)
         for old, row in zip(expected, table[number + 1], strict=True):
             found = region_pages(pages, row, batch)
@@ -179,12 +183,15 @@ def test_a_large_memory_arrives_whole() -> None:
     table, room = layout_table(regions, starts, 4, 20000)
     pages = torch.randint(0, 256, (room,), dtype=torch.uint8, device="cuda")
     on_cpu, layout, tickets = pages.cpu(), torch.tensor(table), new_tickets(torch.device("cuda"))
-    state = [(torch.zeros(1, dtype=torch.int64, device=d), layout[0].clone().to(d)) for d in ("cpu", "cuda")]
-    begins, largest = torch.tensor(starts), max(row[RECORD] for rows in table for row in rows)
+    largest = max(row[RECORD] for rows in table for row in rows)
+    stages = Stages(torch.zeros(1, dtype=torch.int64), torch.tensor(starts), layout, torch.tensor(0))
+    on_gpu, present = Stages(*(tensor.cuda() for tensor in stages)), layout[0].clone()
+    present_on_gpu = present.cuda()
     for number, start in enumerate(starts[1:], 1):
-        at = torch.tensor(start)
-        slide(on_cpu, *state[0], tickets.cpu(), begins, layout, at, 4, largest)
-        slide(pages, *state[1], tickets, begins.cuda(), layout.cuda(), at.cuda(), 4, largest)
+        stages.columns.fill_(start)
+        on_gpu.columns.fill_(start)
+        slide(on_cpu, stages, present, tickets.cpu(), 4, largest)
+        slide(pages, on_gpu, present_on_gpu, tickets, 4, largest)
         for row, before in zip(table[number], table[number - 1], strict=True):
             found, expected = (region_pages(x, row, 4)[:, : before[PAGES]] for x in (pages, on_cpu))
             assert torch.equal(found.cpu(), expected)

@@ -209,7 +209,7 @@ def test_the_operators_declare_what_they_do() -> None:
         "shrink": (
             pool.pages, pool.stage, *table, members, state.lengths, 0, page_at, pool._transforms, state.error, key
         ),
-        "slide": (pool.pages, pool.stage, pool.present, pool._tickets, *table, 2, pool._largest),
+        "slide": (pool.pages, pool.stage, *table, pool.present, pool._tickets, 2, pool._largest),
     }  # fmt: skip
     q, k, v = (x[:, :, 0] for x in random_qkv(2, 2, 1))
     raw = [store.sinks["k"], store.buffer["k"], store.sinks["v"], store.buffer["v"], pool.pages]

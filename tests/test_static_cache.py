@@ -15,7 +15,8 @@ from kvcal.errors import ArtifactError, NonFiniteActivations, UnsupportedModel, 
 from kvcal.formats import RAW, Format
 from kvcal.geometry import AttentionGeometry
 from kvcal.kernels.reference import NO_ROOM
-from kvcal.kernels.variants import head_ranges, parse_key, refusals, variant_of
+from kvcal.kernels.refusals import refusals
+from kvcal.kernels.variants import head_ranges, parse_key, variant_of
 from kvcal.layer_plan import LayerPlan
 
 ALL = [*FORMATS, "per head", "transformed"]

@@ -19,7 +19,8 @@ from kvcal.geometry import AttentionGeometry
 from kvcal.kernels.compile import cubin, resources
 from kvcal.kernels.decode import decode_defines
 from kvcal.kernels.reference import NO_ROOM
-from kvcal.kernels.variants import refusals, window_variant
+from kvcal.kernels.refusals import refusals
+from kvcal.kernels.variants import window_variant
 from kvcal.kernels.window import append_window
 from kvcal.layer_plan import LayerPlan
 from kvcal.plan import Workload

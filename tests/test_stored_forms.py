@@ -29,7 +29,8 @@ from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.kernels import variants
 from kvcal.kernels.compile import cubin, resources
 from kvcal.kernels.decode import decode_defines
-from kvcal.kernels.variants import head_ranges, parse_key, refusals, variant_of
+from kvcal.kernels.refusals import refusals
+from kvcal.kernels.variants import head_ranges, parse_key, variant_of
 from kvcal.models.geometry import geometry_of
 from kvcal.models.rotary import rotary_maps
 from kvcal.quantizers.finite import noted_in

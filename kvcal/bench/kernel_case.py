@@ -22,7 +22,7 @@ from kvcal.bench.timing import Call
 from kvcal.formats import SIDES
 from kvcal.geometry import CACHE_DTYPES, ModelIdentity
 from kvcal.kernels import ops, reference
-from kvcal.kernels.variants import refusals
+from kvcal.kernels.refusals import refusals
 from kvcal.plan import Plan, Workload
 from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.runtime.cache import PlanCache

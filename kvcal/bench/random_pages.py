@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcal.formats import Format, Side
 from kvcal.geometry import CACHE_DTYPES
-from kvcal.kernels.variants import side_defines
+from kvcal.kernels.macros import side_defines
 from kvcal.quantizers.pages import PAGE_TOKENS, PARAM_DTYPES, RAW_BITS
 from kvcal.quantizers.tiers import NO_SLOT
 

@@ -20,7 +20,8 @@ from kvcal.kernels.choice import FOLDED_HEAD_DIMS, is_plain
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.decode_plain import MAX_ROWS, plain_defines, plain_shape
 from kvcal.kernels.decode_plain import THREADS as PLAIN_THREADS
-from kvcal.kernels.variants import DTYPES, Defines, Variant
+from kvcal.kernels.macros import DTYPES, Defines
+from kvcal.kernels.variants import Variant
 from kvcal.quantizers.pages import RAW_BITS
 from kvcal.quantizers.tiers import TieredLayout
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from kvcal.kernels.variants import DTYPES, Defines, Variant
+from kvcal.kernels.macros import DTYPES, Defines
+from kvcal.kernels.variants import Variant
 from kvcal.quantizers.pages import padded_channels
 
 THREADS = 256

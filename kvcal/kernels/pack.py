@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.compile import Kernel, kernel
-from kvcal.kernels.variants import DTYPES, parse_key
+from kvcal.kernels.macros import DTYPES
+from kvcal.kernels.variants import parse_key
 from kvcal.quantizers.pages import PAGE_TOKENS
 
 NAMES = {dtype: name for name, dtype in CACHE_DTYPES.items()}

@@ -1,11 +1,7 @@
-"""From one stage of a schedule to the next (kvcal.kernels.stages): the operators ``shrink`` and ``slide``.
+"""Pages that shrink, converted where they are: the operator ``kvcal::shrink``, and what its kernel is compiled for.
 
-Three sweeps lead to the layout of stage s + 1, all in place and on the device. Pages that shrink are converted where
-they are (``shrink``, once for all regions of the same formats). Then all records slide to the left, to the layout of
-stage s with the records of stage s + 1, and from there to the right, to make room for the pages to come (``slide``).
-Nothing happens while a stage lasts: a launch returns at once, so that a CUDA graph with all of them may be replayed at
-any length. ``stage`` (int64 [1]) is the present one, ``present`` its row of the layout, and ``starts`` (int64 [stages])
-are the columns with which each begins.
+The first of the sweeps that lead from one stage of a schedule to the next (kvcal.kernels.stages). The bytes are those
+of ``kvcal.quantizers.convert``; ``csrc/shrink.cu`` says how they are made in place.
 """
 
 from __future__ import annotations
@@ -20,19 +16,19 @@ from pydantic.dataclasses import dataclass as strict_dataclass
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations, UsageError
-from kvcal.formats import Format, Side
+from kvcal.formats import SIDES, Format, Side
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.compile import Kernel, kernel
+from kvcal.kernels.macros import AXES, DTYPES, Defines, page_layout, record_defines
 from kvcal.kernels.reference import NON_FINITE
-from kvcal.kernels.stages import BITS, HEADS, PAGES, RECORD, SQUEEZED, TRANSFORM, Region, records_at, region_pages
-from kvcal.kernels.variants import Defines, page_layout, shrink_defines
+from kvcal.kernels.stages import BITS, HEADS, TRANSFORM, Region, Stages, region_pages
 from kvcal.quantizers.convert import Transform, convert
 from kvcal.quantizers.pages import RAW_BITS, PageLayout
+from kvcal.quantizers.shift import SHIFTS
 from kvcal.strict import STRICT, dump, parse
 
 THREADS = 256
 BLOCKS_PER_SM = 2
-IDLE = -1  # of a block that reads nothing: NOT_READING in csrc/slide.cu
 
 
 @strict_dataclass(frozen=True, config=STRICT)
@@ -60,13 +56,23 @@ class Shrinking:
 
     @property
     def defines(self) -> Defines:
-        return shrink_defines(self.side, *self.layouts(), self.format.shift) | {
+        """The macros."""
+        found = {
+            "SIDE": SIDES.index(self.side),
+            "DIM": self.head_dim,
+            "AXIS": AXES[self.format.axis],
+            "GROUP": self.format.group_size,
+            "DTYPE": DTYPES[self.cache_dtype],
+            "SHIFT": SHIFTS.index(self.format.shift),
             "HAS_RESCALE": int(self.rescale),
             "HAS_OFFSET": int(self.offset),
             "SINKS": self.format.num_sink_tokens,
             "WINDOW": self.format.recent_window,
             "BUFFER": self.format.buffer_tokens,
         }
+        for prefix, layout in zip(("FROM", "TO"), self.layouts(), strict=True):
+            found |= {f"{prefix}_{name}": value for name, value in record_defines(layout).items()}
+        return found
 
 
 @functools.cache
@@ -93,19 +99,11 @@ torch.library.define(
     "(Tensor(a!) pages, Tensor stage, Tensor starts, Tensor layout, Tensor columns, Tensor members, Tensor lengths, "
     "int due, Tensor page_at, Tensor transforms, Tensor(b!) error, str shrinking) -> ()",
 )
-torch.library.define(
-    "kvcal::slide",
-    "(Tensor(a!) pages, Tensor(b!) stage, Tensor(c!) present, Tensor(d!) tickets, Tensor starts, Tensor layout, "
-    "Tensor columns, int batch, int largest) -> ()",
-)
 
 
 def shrink(
     pages: Tensor,
-    stage: Tensor,
-    starts: Tensor,
-    layout: Tensor,
-    columns: Tensor,
+    stages: Stages,
     members: Tensor,
     lengths: Tensor,
     due: int,
@@ -114,62 +112,32 @@ def shrink(
     error: Tensor,
     shrinking: str,
 ) -> None:
-    """Where ``columns`` (int64, one) ends the present stage: the packed pages of ``members`` (int64 [m], regions) that
-    ``shrinking`` is about are converted, each in its place. ``lengths`` int32 [B]: tokens of every row; ``due`` 1 if
-    the page that is due with the last of them is packed, else 0. ``transforms``: see Region. ``error``: as for append.
+    """Where the present stage is over: the packed pages, in ``pages`` (uint8, one dimension), of ``members`` (int64
+    [m], regions) that ``shrinking``, a key, is about are converted, each in its place.
+
+    ``lengths`` int32 [B]: tokens of every row. ``due``: 1 if the page that is due with the last of them is packed, else
+    0. ``page_at`` and ``error``: as in kvcal.kernels.ops. ``transforms`` fp32: see ``Region``.
     """
-    torch.ops.kvcal.shrink(
-        pages, stage, starts, layout, columns, members, lengths, due, page_at, transforms, error, shrinking
-    )
+    torch.ops.kvcal.shrink(pages, *stages, members, lengths, due, page_at, transforms, error, shrinking)
 
 
-def slide(
-    pages: Tensor,
-    stage: Tensor,
-    present: Tensor,
-    tickets: Tensor,
-    starts: Tensor,
-    layout: Tensor,
-    columns: Tensor,
-    batch: int,
-    largest: int,
-) -> None:
-    """Where ``columns`` ends the present stage: all records to the layout of the next one, which is then the present
-    one. ``tickets``: see :func:`new_tickets`; ``largest``: bytes of the largest record of any stage."""
-    torch.ops.kvcal.slide(pages, stage, present, tickets, starts, layout, columns, batch, largest)
-
-
-def new_tickets(device: torch.device) -> Tensor:
-    """int64: two counters and a place for each block of ``slide``, as they are between launches."""
-    return torch.tensor([0, 0] + [IDLE] * (_num_blocks(device) if device.type == "cuda" else 0), device=device)
-
-
-def _ends(stage: Tensor, starts: Tensor, columns: Tensor) -> bool:
-    following = int(stage) + 1
-    return following < len(starts) and int(columns) >= int(starts[following])
+def num_blocks(device: torch.device) -> int:
+    """Blocks that sweep over all records, whatever there is to do."""
+    return BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @torch.library.impl("kvcal::shrink", "CPU")
 def _shrink_cpu(
-    pages: Tensor,
-    stage: Tensor,
-    starts: Tensor,
-    layout: Tensor,
-    columns: Tensor,
-    members: Tensor,
-    lengths: Tensor,
-    due: int,
-    page_at: Tensor,
-    transforms: Tensor,
-    error: Tensor,
-    shrinking: str,
-) -> None:
-    if not _ends(stage, starts, columns):
+    pages: Tensor, stage: Tensor, starts: Tensor, layout: Tensor, columns: Tensor, members: Tensor, lengths: Tensor,
+    due: int, page_at: Tensor, transforms: Tensor, error: Tensor, shrinking: str,
+) -> None:  # fmt: skip
+    stages, named = Stages(stage, starts, layout, columns), parse_shrinking(shrinking)
+    if not stages.is_over:
         return
-    named = parse_shrinking(shrinking)
     wide, narrow = named.layouts()
+    present, following = stages.present_and_next()
     for member in members.tolist():
-        old, new = layout[int(stage) : int(stage) + 2, member].tolist()
+        old, new = present[member], following[member]
         if (old[BITS], new[BITS]) != (wide.num_bits, narrow.num_bits):
             continue
         heads, transform = old[HEADS], []
@@ -188,75 +156,18 @@ def _shrink_cpu(
                 error.bitwise_or_(NON_FINITE)
 
 
-@torch.library.impl("kvcal::slide", "CPU")
-def _slide_cpu(
-    pages: Tensor,
-    stage: Tensor,
-    present: Tensor,
-    tickets: Tensor,
-    starts: Tensor,
-    layout: Tensor,
-    columns: Tensor,
-    batch: int,
-    largest: int,
-) -> None:
-    if not _ends(stage, starts, columns):
-        return
-    old, new = layout[int(stage) : int(stage) + 2].tolist()
-    squeezed = [
-        records_at(pages, to[SQUEEZED], batch, at[PAGES], to[HEADS], to[RECORD])
-        for at, to in zip(old, new, strict=True)
-    ]
-    for at, records in zip(old, squeezed, strict=True):
-        records.copy_(region_pages(pages, at, batch)[..., : records.shape[-1]].clone())
-    for to, records in reversed(list(zip(new, squeezed, strict=True))):
-        region_pages(pages, to, batch)[:, : records.shape[1]] = records.clone()
-    stage.add_(1)
-    present.copy_(layout[int(stage)])
-
-
 @torch.library.impl("kvcal::shrink", "CUDA")
 def _shrink_cuda(
-    pages: Tensor,
-    stage: Tensor,
-    starts: Tensor,
-    layout: Tensor,
-    columns: Tensor,
-    members: Tensor,
-    lengths: Tensor,
-    due: int,
-    page_at: Tensor,
-    transforms: Tensor,
-    error: Tensor,
-    shrinking: str,
-) -> None:
+    pages: Tensor, stage: Tensor, starts: Tensor, layout: Tensor, columns: Tensor, members: Tensor, lengths: Tensor,
+    due: int, page_at: Tensor, transforms: Tensor, error: Tensor, shrinking: str,
+) -> None:  # fmt: skip
     compiled, shared = _shrink_kernel(shrinking, pages.get_device())
     compiled.launch(
-        (_num_blocks(pages.device), 1, 1), THREADS, shared,
+        (num_blocks(pages.device), 1, 1), THREADS, shared,
         pages.data_ptr(), stage.data_ptr(), starts.data_ptr(), layout.data_ptr(), *layout.shape[:2],
         columns.data_ptr(), members.data_ptr(), len(members), lengths.data_ptr(), len(lengths), due,
         page_at.data_ptr(), len(page_at), transforms.data_ptr(), error.data_ptr(),
     )  # fmt: skip
-
-
-@torch.library.impl("kvcal::slide", "CUDA")
-def _slide_cuda(
-    pages: Tensor,
-    stage: Tensor,
-    present: Tensor,
-    tickets: Tensor,
-    starts: Tensor,
-    layout: Tensor,
-    columns: Tensor,
-    batch: int,
-    largest: int,
-) -> None:
-    for sweep in _sweeps(pages.get_device()):
-        sweep.launch(
-            (len(tickets) - 2, 1, 1), THREADS, largest,
-            pages.data_ptr(), stage.data_ptr(), starts.data_ptr(), layout.data_ptr(), present.data_ptr(),
-            *layout.shape[:2], columns.data_ptr(), batch, tickets.data_ptr(), tickets.data_ptr() + 16,
-        )  # fmt: skip
 
 
 @functools.cache
@@ -266,20 +177,6 @@ def _shrink_kernel(shrinking: str, device_index: int) -> tuple[Kernel, int]:
     return kernel("shrink", "shrink", defines, device_index), defines["FROM_RECORD"]
 
 
-@functools.cache
-def _sweeps(device_index: int) -> tuple[Kernel, Kernel]:
-    return kernel("slide", "squeeze", {}, device_index), kernel("slide", "spread", {}, device_index)
-
-
-def _num_blocks(device: torch.device) -> int:
-    return BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
-
-
 @torch.library.register_fake("kvcal::shrink")
 def _shrink_fake(*args: Any) -> None:
-    pass
-
-
-@torch.library.register_fake("kvcal::slide")
-def _slide_fake(*args: Any) -> None:
     pass

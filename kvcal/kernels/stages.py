@@ -6,21 +6,26 @@ widest moment each, many layers would take up to 1.4 times the budget that their
 from one token count at which some pages shrink to the next. Within a stage the regions lie one behind the other, each
 [B, pages, heads, record] with room for the stage's last token count: together, what the plan says for that count.
 
-The layout is a table int64 [stages, regions, 7] of ``FIELDS`` (``Region`` in csrc/stage.cuh). kvcal.kernels.shrink
-leads from one stage to the next.
+The layout is a table int64 [stages, regions, 7] of ``FIELDS`` (``Region`` in csrc/stage.cuh). Three sweeps lead to the
+next stage, all in place and on the device. Pages that shrink are converted where they are (kvcal.kernels.shrink, once
+for all regions of the same formats). Then all records slide to the left, to the layout of the present stage with the
+records of the next one, and from there to the right, to make room for the pages to come (kvcal.kernels.slide). Nothing
+happens while a stage lasts: a launch returns at once, so that a CUDA graph with all of them may be replayed at any
+length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvcal.formats import Format, Side
 from kvcal.geometry import CacheDtype
-from kvcal.kernels.variants import page_layout
+from kvcal.kernels.macros import page_layout
 
 FIELDS = ("bits", "base", "pages", "heads", "record", "squeezed", "transform")
 BITS, BASE, PAGES, HEADS, RECORD, SQUEEZED, TRANSFORM = range(len(FIELDS))
@@ -42,6 +47,26 @@ class Region:
 
     def record_bytes(self, num_bits: int) -> int:
         return page_layout(self.side, self.format, self.head_dim, self.cache_dtype, num_bits).record_bytes
+
+
+class Stages(NamedTuple):
+    """Where a memory of pages stands, as the operators ``shrink`` and ``slide`` are told: a run of their arguments."""
+
+    stage: Tensor  # int64 [1]: the present one
+    starts: Tensor  # int64 [stages]: the columns with which each begins
+    layout: Tensor  # int64 [stages, regions, 7]
+    columns: Tensor  # int64, one: those that were fed
+
+    @property
+    def is_over(self) -> bool:
+        """Whether ``columns`` ends the present stage. Waits for the device."""
+        following = int(self.stage) + 1
+        return following < len(self.starts) and int(self.columns) >= int(self.starts[following])
+
+    def present_and_next(self) -> tuple[list[list[int]], list[list[int]]]:
+        """The layouts of the present stage and of the one behind it, region by region. Waits for the device."""
+        present, following = self.layout[int(self.stage) : int(self.stage) + 2].tolist()
+        return present, following
 
 
 def stage_starts(regions: Sequence[Region], last_columns: int) -> list[int]:

@@ -1,16 +1,11 @@
-"""What a kernel is specialised for: the macros that one head range of a layer is compiled with.
+"""What a kernel is specialised for: one head range of a layer.
 
 A *head range* is a run of neighbouring KV heads in which both formats, of keys and of values, stay the same. Every
-kernel is compiled for one of them, so that bit widths, groups, offsets and head sizes are constants and every loop
-over planes, tiles and groups unrolls. All offsets come from the layouts in ``kvcal.quantizers``: the bit layout is
-defined there and nowhere else.
-
-A ``Variant`` names one specialisation; its ``key``, a canonical JSON string, is what a torch operator can be handed.
+kernel is compiled for one of them, with its macros (kvcal.kernels.macros). A ``Variant`` names one specialisation; its
+``key``, a canonical JSON string, is what a torch operator can be handed.
 
 Lattices, residuals of a prediction and keys before RoPE do not fold into a query: they are stored forms, which are
-reconstructed into pages of 16 bits before the kernels meet them (``stored_form``). What a static cache does not store
-is refused with its reason: ``storage_refusals`` hold on every device, ``refusals`` adds what the kernels alone cannot
-do.
+reconstructed into pages of 16 bits before the kernels meet them (``stored_form``).
 """
 
 from __future__ import annotations
@@ -18,28 +13,18 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pydantic.dataclasses import dataclass as strict_dataclass
 
 from kvcal.errors import UsageError
 from kvcal.formats import RAW, SIDES, Format, Side
-from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype
+from kvcal.geometry import AttentionGeometry, CacheDtype
+from kvcal.kernels.macros import DTYPES, Defines, page_layout, side_defines
 from kvcal.layer_plan import LayerPlan
 from kvcal.quantizers.pages import RAW_BITS, PageLayout
-from kvcal.quantizers.shift import SHIFTS, Shift
 from kvcal.quantizers.tiers import TieredLayout
 from kvcal.strict import STRICT, dump, parse
-
-AXES = {"channel": 0, "token": 1}
-DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
-SCORES = {"magnitude": 0, "variance": 1, "range": 2, "query_magnitude": 3, "query_range": 4, "random": 5}
-# The kernels load tokens 8 channels at a time, and keep a tile of them in shared memory.
-CHANNELS_AT_ONCE, MAX_HEAD_DIM = 8, 512
-
-Defines = dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -103,7 +88,7 @@ class Variant:
 
     @functools.cached_property
     def defines(self) -> Defines:
-        """The macros: names as in ``csrc``."""
+        """The macros."""
         found = {
             "DTYPE": DTYPES[self.cache_dtype],
             "GROUP_HEADS": self.group_heads,
@@ -182,127 +167,3 @@ def head_ranges(plan: LayerPlan) -> tuple[HeadRange, ...]:
         ranges.append(HeadRange(slice(first, last), k, v))
         first = last
     return tuple(ranges)
-
-
-def storage_refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
-    """Why a cache of fixed size cannot hold this layer, on any device; nothing if it can."""
-    geometry = plan.attention
-    if geometry.window == 1:
-        yield "its sliding window of 1 token keeps nothing"
-    if geometry.k_head_dim != geometry.v_head_dim:
-        yield f"head sizes {geometry.k_head_dim} (K) and {geometry.v_head_dim} (V) differ"
-    for side in SIDES:
-        for fmt in plan.formats(side):
-            if not fmt.shrink_at:
-                continue
-            form = stored_form(plan, side, fmt)
-            if form is not None:
-                yield f"{side} pages {form} and shrink: only pages that the kernels read as they are can"
-            else:
-                yield from _growths(side, fmt, plan.head_dim(side), cache_dtype)
-
-
-def _growths(side: Side, fmt: Format, head_dim: int, cache_dtype: str) -> Iterator[str]:
-    """Where pages take more bytes once they have shrunk: with scales and zeros in fp32, heads far below 16 channels."""
-    widths = [fmt.start_bits >> halvings for halvings in range(len(fmt.shrink_at) + 1)]
-    sizes = [page_layout(side, fmt, head_dim, cache_dtype, bits).record_bytes for bits in widths]
-    for wide, narrow, before, after in zip(widths, widths[1:], sizes, sizes[1:], strict=False):
-        if after > before:
-            yield f"{side} pages of {narrow} bits take {after} bytes, and those of {wide} that are to shrink {before}"
-
-
-def refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
-    """Why the kernels cannot serve this layer; nothing if they can."""
-    geometry = plan.attention
-    if cache_dtype == "float32":
-        yield "the cache holds float32; the kernels take bfloat16 and float16"
-    if geometry.k_head_dim % CHANNELS_AT_ONCE or geometry.k_head_dim > MAX_HEAD_DIM:
-        yield f"head size {geometry.k_head_dim}; the kernels take multiples of {CHANNELS_AT_ONCE} up to {MAX_HEAD_DIM}"
-    yield from storage_refusals(plan, cache_dtype)
-
-
-def page_layout(side: Side, fmt: Format, head_dim: int, cache_dtype: str, num_bits: int) -> PageLayout | TieredLayout:
-    """The record of one page of one KV head, at ``num_bits``."""
-    if num_bits == RAW_BITS:  # whatever the format would quantize them with
-        fmt = RAW
-    layout = fmt.layout(side, 1, head_dim, cache_dtype, num_bits)
-    assert isinstance(layout, PageLayout | TieredLayout)
-    return layout
-
-
-def side_defines(side: Side, fmt: Format, head_dim: int, cache_dtype: str, num_bits: int) -> Defines:
-    """The macros of the pages, sinks and buffer of one side, whose pages have ``num_bits``."""
-    layout = page_layout(side, fmt, head_dim, cache_dtype, num_bits)
-    found = {
-        "DIM": head_dim,
-        "BITS": num_bits,
-        "AXIS": AXES[fmt.axis],
-        "GROUP": fmt.group_size,
-        "PARAM": DTYPES[fmt.param_dtype],
-        "RECORD": layout.record_bytes,
-        "SINKS": fmt.num_sink_tokens,
-        "WINDOW": fmt.recent_window,
-        "BUFFER": fmt.buffer_tokens,
-    }
-    if isinstance(layout, TieredLayout):
-        found |= _tier_defines(fmt, layout)
-    else:
-        scale = 0 if num_bits == RAW_BITS else sum(layout.plane_sizes)
-        found |= {"SCALE": scale, "ZERO": scale if num_bits == RAW_BITS else scale + layout.param_size, "TIERS": 0}
-    return {f"{side.upper()}_{name}": value for name, value in found.items()}
-
-
-def shrink_defines(side: Side, old: PageLayout, new: PageLayout, kind: Shift) -> Defines:
-    """The macros of ``shrink``: records of ``old`` become records of ``new``, which differ in ``num_bits`` alone."""
-    found = {
-        "SIDE": SIDES.index(side),
-        "DIM": new.head_dim,
-        "AXIS": AXES[new.axis],
-        "GROUP": new.group_size,
-        "DTYPE": DTYPES[new.cache_dtype],
-        "SHIFT": SHIFTS.index(kind),
-    }
-    for name, layout in (("FROM", old), ("TO", new)):
-        scale = 0 if layout.num_bits == RAW_BITS else sum(layout.plane_sizes)
-        found |= {
-            f"{name}_BITS": layout.num_bits,
-            f"{name}_RECORD": layout.record_bytes,
-            f"{name}_SCALE": scale,
-            f"{name}_ZERO": scale if layout.num_bits == RAW_BITS else scale + layout.param_size,
-        }
-    return found
-
-
-def _tier_defines(fmt: Format, layout: TieredLayout) -> Defines:
-    assert fmt.boost is not None
-    offset = sum(layout.plane_sizes)
-    found = {"TIERS": len(layout.tiers), "SCORE": SCORES[fmt.boost.score], "SLOTS": layout.num_slots, "RAW_SLOTS": 0}
-    for number, ((bits, room, above), slots, sizes) in enumerate(
-        zip(layout.tiers, layout.slots, layout.high_sizes, strict=True)
-    ):
-        found |= {
-            f"TIER{number}_BITS": bits,
-            f"TIER{number}_ROOM": room,
-            f"TIER{number}_SLOT": slots.start,
-            f"TIER{number}_HIGH": offset,
-            f"TIER{number}_COLUMNS": 0 if bits == RAW_BITS else layout.padded_slots(bits, room),
-            f"TIER{number}_HAS_ABOVE": int(above is not None),
-            f"TIER{number}_ABOVE": _double_bits(above or 0.0),
-        }
-        if bits == RAW_BITS:
-            found["RAW_SLOTS"] = room
-        offset += sum(sizes)
-    return found | {
-        "RAW": offset,
-        "SCALE": offset + layout.raw_size,
-        "ZERO": offset + layout.raw_size + layout.param_size,
-        "INDEX": offset + layout.raw_size + 2 * layout.param_size,
-    }
-
-
-def _double_bits(value: float) -> int:
-    """An fp64 as the integer (int64) of its bits: scores are compared in fp64, and decimals would not all be exact."""
-    return int(struct.unpack("<q", struct.pack("<d", value + 0.0))[0])  # 0 for -0, which is no int64 literal
-
-
-assert set(DTYPES) == set(CACHE_DTYPES)

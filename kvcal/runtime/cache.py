@@ -36,7 +36,7 @@ from transformers.cache_utils import (
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, StateGeometry
 from kvcal.kernels.choice import slow_path
-from kvcal.kernels.variants import storage_refusals
+from kvcal.kernels.refusals import storage_refusals
 from kvcal.layer_plan import LayerPlan
 from kvcal.plan import Plan
 from kvcal.runtime.bounded_layer import BoundedLayer

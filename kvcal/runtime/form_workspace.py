@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from kvcal.formats import RAW, SIDES, Side
-from kvcal.kernels.variants import HeadRange, head_ranges, page_layout, stored_form
+from kvcal.kernels.macros import page_layout
+from kvcal.kernels.variants import HeadRange, head_ranges, stored_form
 from kvcal.layer_plan import LayerPlan
 from kvcal.plan import Plan
 from kvcal.quantizers.pages import PAGE_TOKENS, RAW_BITS

@@ -1,6 +1,6 @@
 """The memory of all pages of a static cache whose plan has them shrink, and the stages that it goes through.
 
-kvcal.kernels.stages says how the memory is laid out, kvcal.kernels.shrink what leads from stage to stage. A step moves
+kvcal.kernels.stages says how the memory is laid out, and what leads from stage to stage. A step moves
 it on by itself, on the device, once for all layers and before the first of them (``advance``): pages have the bits of
 the columns that were fed before the step, as the dynamic cache has them when it reads. Prompts, and whatever else the
 host does, wait for the device.
@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from kvcal.formats import SIDES, Format, Side
-from kvcal.kernels.shrink import Shrinking, new_tickets, shrink, shrinkings, slide
-from kvcal.kernels.stages import BITS, RECORD, Region, layout_table, region_pages, stage_starts
+from kvcal.kernels.shrink import Shrinking, shrink, shrinkings
+from kvcal.kernels.slide import new_tickets, slide
+from kvcal.kernels.stages import BITS, RECORD, Region, Stages, layout_table, region_pages, stage_starts
 from kvcal.kernels.variants import head_ranges, variant_of
 from kvcal.layer_plan import LayerPlan
 from kvcal.runtime.fixed import fixed
@@ -171,13 +172,10 @@ class PagePool:
     def _advance(self, columns: Tensor, due: int) -> None:
         """To the next stage, if it begins with ``columns`` (int64, one) or fewer."""
         control = self._control
-        table = (self._start_columns, self._layout, columns)
+        stages = Stages(self.stage, self._start_columns, self._layout, columns)
         for key, members, page_at in self._shrinking:
-            shrink(
-                self.pages, self.stage, *table, members, control.lengths, due, page_at, self._transforms, control.error,
-                key,
-            )  # fmt: skip
-        slide(self.pages, self.stage, self.present, self._tickets, *table, control.batch, self._largest)
+            shrink(self.pages, stages, members, control.lengths, due, page_at, self._transforms, control.error, key)
+        slide(self.pages, stages, self.present, self._tickets, control.batch, self._largest)
 
 
 class RegionPages(Mapping[Side, Tensor]):

@@ -21,7 +21,8 @@ from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.formats import SIDES, Side
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.choice import slow_reasons
-from kvcal.kernels.variants import head_ranges, refusals
+from kvcal.kernels.refusals import refusals
+from kvcal.kernels.variants import head_ranges
 from kvcal.layer_plan import LayerPlan
 from kvcal.quantizers.pages import RAW_BITS
 from kvcal.runtime.layer_forms import LayerForms, form_reasons

@@ -5,7 +5,7 @@
 #include "follow.cuh"
 
 constexpr int KV_PAGE_TOKENS = 128;
-// Numbers of dtypes, as variants.py writes them.
+// Numbers of dtypes, as macros.py writes them.
 enum { KV_FLOAT16, KV_BFLOAT16, KV_FLOAT32 };
 
 KV_INLINE constexpr int kv_ceil_div(int a, int b) { return (a + b - 1) / b; }
