@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvcal.formats import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
 from kvcal.geometry import CACHE_DTYPES
+from kvcal.kernels.operands import PageCounts, PageTransform, StoredSide
 from kvcal.kernels.variants import Variant
 from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.quantizers.scores import channel_scores
@@ -103,7 +104,7 @@ class Case:
         self.stores = {side: self._store(side, lengths, most) for side in SIDES}
         self.tables = {side: self._table(side) for side in SIDES}
 
-    def _store(self, side: Side, lengths: tuple[int, ...], most: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _store(self, side: Side, lengths: tuple[int, ...], most: int) -> StoredSide:
         fmt, layout, x = self.variant.format(side), self.variant.layout(side), self.dense[side]
         batch, heads, _, dim = x.shape
         sinks = x.new_full((batch, heads, fmt.num_sink_tokens, dim), math.nan)
@@ -134,7 +135,7 @@ class Case:
                 self.seen[side][row, :, tokens] = decoded
             rest = x[row, :, first + count * PAGE_TOKENS : length + 1]
             buffer[row, :, : rest.shape[1]] = rest
-        return sinks, buffer, pages
+        return StoredSide(sinks, buffer, pages)
 
     def _table(self, side: Side) -> Tensor:
         fmt = self.variant.format(side)
@@ -167,8 +168,9 @@ class Case:
         workspace = self.workspace() if workspace is None else workspace
         none = self.q.new_empty(0)
         return launch_decode(
-            self.q.to(dtype), *self.stores["k"], *self.stores["v"], self.lengths, self.tables["k"], self.tables["v"],
-            self.rescale, self.offset, none if s_aux is None else s_aux, workspace, scale, softcap, self.variant,
+            self.q.to(dtype), *self.stores.values(),
+            PageCounts(self.lengths, self.tables["k"], self.tables["v"]), PageTransform(self.rescale, self.offset),
+            none if s_aux is None else s_aux, workspace, scale, softcap, self.variant,
         )  # fmt: skip
 
     def expected(

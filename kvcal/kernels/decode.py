@@ -21,6 +21,7 @@ from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.decode_plain import MAX_ROWS, plain_defines, plain_shape
 from kvcal.kernels.decode_plain import THREADS as PLAIN_THREADS
 from kvcal.kernels.macros import DTYPES, Defines
+from kvcal.kernels.operands import PageCounts, PageTransform, StoredSide
 from kvcal.kernels.variants import Variant
 from kvcal.quantizers.pages import RAW_BITS
 from kvcal.quantizers.tiers import TieredLayout
@@ -144,17 +145,10 @@ def _counter_bytes(heads: int, group_heads: int) -> int:
 
 def launch_decode(
     q: Tensor,
-    k_sinks: Tensor,
-    k_buffer: Tensor,
-    k_pages: Tensor,
-    v_sinks: Tensor,
-    v_buffer: Tensor,
-    v_pages: Tensor,
-    lengths: Tensor,
-    k_page_at: Tensor,
-    v_page_at: Tensor,
-    k_rescale: Tensor,
-    k_offset: Tensor,
+    k: StoredSide,
+    v: StoredSide,
+    counts: PageCounts,
+    transform: PageTransform,
     s_aux: Tensor,
     workspace: Tensor,
     scale: float,
@@ -167,14 +161,14 @@ def launch_decode(
 
     Follows ``append`` on the same stream, or another ``decode`` of the same step: ``lengths`` was not written since.
 
-    ``regions``: addresses of the two regions, of keys and of values, that say where in ``k_pages`` and ``v_pages``, the
+    ``regions``: addresses of the two regions, of keys and of values, that say where in ``k.pages`` and ``v.pages``, the
     memory of all pages, theirs lie (kvcal.kernels.stages); unless they have the variant's bits, nothing is written to
     ``out``, a contiguous tensor.
 
     Raises:
         UsageError: more rows than the kernel deals with, or a workspace that is too small.
     """
-    batch, num_heads = k_buffer.shape[:2]
+    batch, num_heads = k.buffer.shape[:2]
     if batch > MAX_ROWS:
         raise UsageError(f"{batch} sequences in a batch, expected at most {MAX_ROWS}", hint="split the batch")
     launch = _launch(variant, q.dtype, softcap != 0.0, bool(regions), q.get_device())
@@ -191,11 +185,10 @@ def launch_decode(
         launch.threads,
         launch.shared_bytes,
         q.data_ptr(), q.stride(0), q.stride(1),
-        k_sinks.data_ptr(), k_buffer.data_ptr(), k_pages.data_ptr(),
-        v_sinks.data_ptr(), v_buffer.data_ptr(), v_pages.data_ptr(),
-        lengths.data_ptr(), batch, num_heads, k_pages.shape[1], v_pages.shape[1],
-        _pointer(k_page_at), k_page_at.numel(), _pointer(v_page_at), v_page_at.numel(),
-        _pointer(k_rescale), _pointer(k_offset), _pointer(sinks_logits),
+        *map(Tensor.data_ptr, (*k, *v)),
+        counts.lengths.data_ptr(), batch, num_heads, k.pages.shape[1], v.pages.shape[1],
+        _pointer(counts.k_page_at), counts.k_page_at.numel(), _pointer(counts.v_page_at), counts.v_page_at.numel(),
+        *map(_pointer, (*transform, sinks_logits)),
         workspace.data_ptr() + counters, workspace.data_ptr(), out.data_ptr(), float(scale), float(softcap),
         *regions, follows=launch.follows,
     )  # fmt: skip

@@ -1,28 +1,19 @@
 """The operators of a static cache, in torch's namespace ``kvcal``: on a CPU the reference, on CUDA the kernels.
 
-One call serves one head range of one layer: B rows, n KV heads, G query heads for each, head size D. The arguments:
+One call serves one head range of one layer: B rows, n KV heads, G query heads for each, head size D. Arguments come in
+the groups of kvcal.kernels.operands, and beside them:
 
-    k_new, v_new   [B, n, D]                 the step's token, any float dtype and strides; stored in the cache's dtype
-    q              [B, n G, D]               its queries after RoPE; for the query sum, CUDA rounds them as k_new
-    k_sinks        [B, n, sinks, D]          cache dtype; v_sinks alike
-    k_buffer       [B, n, buffer_tokens, D]  cache dtype; v_buffer alike
-    k_pages        [B, pages, n, record]     uint8, a page's record for every head; v_pages alike
-    query_sum      [B, n, D] fp32            for query scores: sum of |q| since the last page, over the heads of a group
-    query_since    [B, n] int32              tokens that the row held when the sum was begun: a prompt that ends between
-                                             two pages begins it anew, so the count is not a function of the length
-    lengths        [B] int32                 tokens that every row held before the step
-    k_page_at      [1 or more] int32         where the window follows a rule: tokens with which page i is due,
-                                             ascending; empty otherwise. v_page_at alike
-    k_rescale, k_offset  [n, D] fp32         pages hold (K - offset) / rescale
-    error          [1] int32                 bits that are set, never cleared: 1 when a page cannot be stored (NaN,
-                                             infinity; its record is then undefined), 2 when there is no room for it
-    s_aux          [n G]                     logits of attention sinks without a key (gpt-oss)
-    workspace      uint8                     scratch of ``decode`` on CUDA: kvcal.kernels.decode says how much. Begins
-                                             with counters that are zero between calls: for one number of heads
+    k_new, v_new   [B, n, D]     the step's token, any float dtype and strides; stored in the cache's dtype
+    q              [B, n G, D]   its queries after RoPE; for the query sum, CUDA rounds them as k_new
+    error          [1] int32     bits that are set, never cleared: 1 when a page cannot be stored (NaN, infinity; its
+                                 record is then undefined), 2 when there is no room for it
+    s_aux          [n G]         logits of attention sinks without a key (gpt-oss)
+    workspace      uint8         scratch of ``decode`` on CUDA: kvcal.kernels.decode says how much. Begins with counters
+                                 that are zero between calls: for one number of heads
+    variant                      the key of a kvcal.kernels.variants.Variant: what the kernels are compiled for
 
-A sliding window has no pages, a ring for its buffer, and one sink, which kvcal.kernels.window stores.
-What a variant does not have is an empty tensor. ``variant`` is the key of a kvcal.kernels.variants.Variant: what the
-kernels are compiled for. Mutated arguments are declared, so that torch.compile and CUDA graphs can hold the operators.
+What a variant does not have is an empty tensor. Mutated arguments are declared, so that torch.compile and CUDA graphs
+can hold the operators.
 """
 
 from __future__ import annotations
@@ -36,6 +27,7 @@ from kvcal.formats import SIDES, Side
 from kvcal.kernels import pack as pack_kernels
 from kvcal.kernels import reference
 from kvcal.kernels.decode import launch_decode
+from kvcal.kernels.operands import PageCounts, PageTransform, QueryStatistic, StoredSide, grouped
 from kvcal.kernels.variants import parse_key
 
 _STORE = (
@@ -43,16 +35,16 @@ _STORE = (
     "Tensor(d!) v_sinks, Tensor(e!) v_buffer, Tensor(f!) v_pages"
 )
 _READ_STORE = "Tensor k_sinks, Tensor k_buffer, Tensor k_pages, Tensor v_sinks, Tensor v_buffer, Tensor v_pages"
-_CONTROL = "Tensor lengths, Tensor k_page_at, Tensor v_page_at, Tensor k_rescale, Tensor k_offset"
+_PAGES = "Tensor lengths, Tensor k_page_at, Tensor v_page_at, Tensor k_rescale, Tensor k_offset"
 
 torch.library.define(
     "kvcal::append",
-    f"(Tensor k_new, Tensor v_new, Tensor q, {_STORE}, Tensor(g!) query_sum, Tensor(h!) query_since, {_CONTROL}, "
+    f"(Tensor k_new, Tensor v_new, Tensor q, {_STORE}, Tensor(g!) query_sum, Tensor(h!) query_since, {_PAGES}, "
     "Tensor(i!) error, str variant) -> ()",
 )
 torch.library.define(
     "kvcal::decode",
-    f"(Tensor q, {_READ_STORE}, {_CONTROL}, Tensor s_aux, Tensor(a!) workspace, float scale, float softcap, "
+    f"(Tensor q, {_READ_STORE}, {_PAGES}, Tensor s_aux, Tensor(a!) workspace, float scale, float softcap, "
     "str variant) -> Tensor",
 )
 torch.library.define(
@@ -70,42 +62,24 @@ def append(
     k_new: Tensor,
     v_new: Tensor,
     q: Tensor,
-    k_sinks: Tensor,
-    k_buffer: Tensor,
-    k_pages: Tensor,
-    v_sinks: Tensor,
-    v_buffer: Tensor,
-    v_pages: Tensor,
-    query_sum: Tensor,
-    query_since: Tensor,
-    lengths: Tensor,
-    k_page_at: Tensor,
-    v_page_at: Tensor,
-    k_rescale: Tensor,
-    k_offset: Tensor,
+    k: StoredSide,
+    v: StoredSide,
+    queries: QueryStatistic,
+    counts: PageCounts,
+    transform: PageTransform,
     error: Tensor,
     variant: str,
 ) -> None:
     """Pack the page that is due, then store the step's token, then count its queries."""
-    torch.ops.kvcal.append(
-        k_new, v_new, q, k_sinks, k_buffer, k_pages, v_sinks, v_buffer, v_pages, query_sum, query_since, lengths,
-        k_page_at, v_page_at, k_rescale, k_offset, error, variant,
-    )  # fmt: skip
+    torch.ops.kvcal.append(k_new, v_new, q, *k, *v, *queries, *counts, *transform, error, variant)
 
 
 def decode(
     q: Tensor,
-    k_sinks: Tensor,
-    k_buffer: Tensor,
-    k_pages: Tensor,
-    v_sinks: Tensor,
-    v_buffer: Tensor,
-    v_pages: Tensor,
-    lengths: Tensor,
-    k_page_at: Tensor,
-    v_page_at: Tensor,
-    k_rescale: Tensor,
-    k_offset: Tensor,
+    k: StoredSide,
+    v: StoredSide,
+    counts: PageCounts,
+    transform: PageTransform,
     s_aux: Tensor,
     workspace: Tensor,
     scale: float,
@@ -114,10 +88,7 @@ def decode(
 ) -> Tensor:
     """[B, n G, D] in q's dtype: attention of the step's queries over the ``lengths`` + 1 tokens of every row, after
     ``append``. ``softcap`` 0 for none."""
-    found: Tensor = torch.ops.kvcal.decode(
-        q, k_sinks, k_buffer, k_pages, v_sinks, v_buffer, v_pages, lengths, k_page_at, v_page_at, k_rescale, k_offset,
-        s_aux, workspace, scale, softcap, variant,
-    )  # fmt: skip
+    found: Tensor = torch.ops.kvcal.decode(q, *k, *v, *counts, *transform, s_aux, workspace, scale, softcap, variant)
     return found
 
 
@@ -145,61 +116,66 @@ def unpack(
 
 
 @torch.library.impl("kvcal::append", "CPU")
-def _append_cpu(*args: Any) -> None:
-    *tensors, _, _, k_rescale, k_offset, error, variant = args
-    given = [*tensors, k_rescale, k_offset, error, parse_key(variant)]
-    reference.append(*given)
+def _append_cpu(*flat: Any) -> None:
+    reference.append(*_append_groups(*flat))
+
+
+@torch.library.impl("kvcal::append", "CUDA")
+def _append_cuda(*flat: Any) -> None:
+    pack_kernels.launch_append(*_append_groups(*flat))
+
+
+def _append_groups(k_new: Tensor, v_new: Tensor, q: Tensor, *flat: Any) -> tuple[Any, ...]:
+    """The arguments of ``append`` in their groups, with the variant that the key names."""
+    *groups, variant = grouped(flat, StoredSide, StoredSide, QueryStatistic, PageCounts, PageTransform)
+    return k_new, v_new, q, *groups, parse_key(variant)
 
 
 @torch.library.impl("kvcal::decode", "CPU")
-def _decode_cpu(*args: Any) -> Tensor:
-    *tensors, _, _, k_rescale, k_offset, s_aux, _, scale, softcap, variant = args
-    given = [*tensors, k_rescale, k_offset, s_aux, scale, softcap, parse_key(variant)]
-    return reference.decode(*given)
+def _decode_cpu(*flat: Any) -> Tensor:
+    q, k, v, counts, transform, s_aux, _, scale, softcap, variant = _decode_groups(*flat)
+    return reference.decode(q, k, v, counts, transform, s_aux, scale, softcap, variant)
+
+
+@torch.library.impl("kvcal::decode", "CUDA")
+def _decode_cuda(*flat: Any) -> Tensor:
+    return launch_decode(*_decode_groups(*flat))
+
+
+def _decode_groups(q: Tensor, *flat: Any) -> tuple[Any, ...]:
+    """As ``_append_groups``."""
+    *groups, variant = grouped(flat, StoredSide, StoredSide, PageCounts, PageTransform)
+    return q, *groups, parse_key(variant)
 
 
 @torch.library.impl("kvcal::pack", "CPU")
 def _pack_cpu(
-    x: Tensor,
-    pages: Tensor,
-    first_page: int,
-    query_mean: Tensor,
-    rescale: Tensor,
-    offset: Tensor,
-    error: Tensor,
-    side: str,
-    variant: str,
-) -> None:
+    x: Tensor, pages: Tensor, first_page: int, query_mean: Tensor, rescale: Tensor, offset: Tensor, error: Tensor,
+    side: str, variant: str,
+) -> None:  # fmt: skip
     mean = query_mean if query_mean.numel() else None
     reference.pack(x, pages, first_page, mean, rescale, offset, error, _side(side), parse_key(variant))
 
 
-@torch.library.impl("kvcal::unpack", "CPU")
-def _unpack_cpu(
-    pages: Tensor, out: Tensor, first_page: int, rescale: Tensor, offset: Tensor, side: str, variant: str
-) -> None:
-    reference.unpack(pages, out, first_page, rescale, offset, _side(side), parse_key(variant))
-
-
-@torch.library.impl("kvcal::append", "CUDA")
-def _append_cuda(*args: Any) -> None:
-    pack_kernels.launch_append(*args)
-
-
-@torch.library.impl("kvcal::decode", "CUDA")
-def _decode_cuda(*args: Any) -> Tensor:
-    given = [*args[:-1], parse_key(args[-1])]
-    return launch_decode(*given)
-
-
 @torch.library.impl("kvcal::pack", "CUDA")
 def _pack_cuda(*args: Any) -> None:
-    pack_kernels.launch_pack(*args)
+    pack_kernels.launch_pack(*_named(*args))
+
+
+@torch.library.impl("kvcal::unpack", "CPU")
+def _unpack_cpu(*args: Any) -> None:
+    reference.unpack(*_named(*args))
 
 
 @torch.library.impl("kvcal::unpack", "CUDA")
 def _unpack_cuda(*args: Any) -> None:
-    pack_kernels.launch_unpack(*args)
+    pack_kernels.launch_unpack(*_named(*args))
+
+
+def _named(*args: Any) -> tuple[Any, ...]:
+    """The arguments of ``pack`` or ``unpack``, with the side and the variant that the last two name."""
+    *given, side, variant = args
+    return *given, _side(side), parse_key(variant)
 
 
 def _side(name: str) -> Side:

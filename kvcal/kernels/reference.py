@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations
 from kvcal.formats import Format, Side
+from kvcal.kernels.operands import PageCounts, PageTransform, QueryStatistic, StoredSide
 from kvcal.kernels.variants import Variant
 from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.quantizers.scores import channel_scores
@@ -30,32 +31,25 @@ def append(
     k_new: Tensor,
     v_new: Tensor,
     q: Tensor,
-    k_sinks: Tensor,
-    k_buffer: Tensor,
-    k_pages: Tensor,
-    v_sinks: Tensor,
-    v_buffer: Tensor,
-    v_pages: Tensor,
-    query_sum: Tensor,
-    query_since: Tensor,
-    lengths: Tensor,
-    k_rescale: Tensor,
-    k_offset: Tensor,
+    k: StoredSide,
+    v: StoredSide,
+    queries: QueryStatistic,
+    counts: PageCounts,
+    transform: PageTransform,
     error: Tensor,
     variant: Variant,
 ) -> None:
     """As ``ops.append``; the tables of pages are not needed: ``Format.num_pages`` is what they tabulate."""
-    for row, held in enumerate(lengths.tolist()):
+    for row, held in enumerate(counts.lengths.tolist()):
         query_mean = None
         if variant.k.needs_queries and _is_due(variant.k, held):
-            query_mean = query_means(query_sum, query_since, slice(row, row + 1), held, variant.group_heads)
-            query_sum[row] = 0
-            query_since[row] = held
-        _append_side("k", row, held, k_new, k_sinks, k_buffer, k_pages, query_mean, k_rescale, k_offset, error, variant)
-        nothing = k_rescale[:0]
-        _append_side("v", row, held, v_new, v_sinks, v_buffer, v_pages, None, nothing, nothing, error, variant)
+            query_mean = query_means(queries, slice(row, row + 1), held, variant.group_heads)
+            queries.sum[row] = 0
+            queries.since[row] = held
+        _append_side("k", row, held, k_new, k, query_mean, transform, error, variant)
+        _append_side("v", row, held, v_new, v, None, transform.of_values, error, variant)
     if variant.k.needs_queries:
-        query_sum += q.float().abs().unflatten(1, (k_new.shape[1], -1)).sum(2)
+        queries.sum.add_(q.float().abs().unflatten(1, (k_new.shape[1], -1)).sum(2))
 
 
 def _append_side(
@@ -63,26 +57,23 @@ def _append_side(
     row: int,
     held: int,
     new: Tensor,
-    sinks: Tensor,
-    buffer: Tensor,
-    pages: Tensor,
+    stored: StoredSide,
     query_mean: Tensor | None,
-    rescale: Tensor,
-    offset: Tensor,
+    transform: PageTransform,
     error: Tensor,
     variant: Variant,
 ) -> None:
     fmt = variant.format(side)
     written = fmt.num_pages(held)
     if _is_due(fmt, held):
-        page = buffer[row : row + 1, :, :PAGE_TOKENS]
-        pack(page, pages[row : row + 1], written - 1, query_mean, rescale, offset, error, side, variant)
+        page = stored.buffer[row : row + 1, :, :PAGE_TOKENS]
+        pack(page, stored.pages[row : row + 1], written - 1, query_mean, *transform, error, side, variant)
         kept = fmt.buffer_tokens - PAGE_TOKENS
-        buffer[row, :, :kept] = buffer[row, :, PAGE_TOKENS:].clone()
+        stored.buffer[row, :, :kept] = stored.buffer[row, :, PAGE_TOKENS:].clone()
     if held < fmt.num_sink_tokens:
-        sinks[row, :, held] = new[row]
+        stored.sinks[row, :, held] = new[row]
     else:
-        buffer[row, :, held - fmt.num_sink_tokens - PAGE_TOKENS * written] = new[row]
+        stored.buffer[row, :, held - fmt.num_sink_tokens - PAGE_TOKENS * written] = new[row]
 
 
 def _is_due(fmt: Format, held: int) -> bool:
@@ -90,10 +81,10 @@ def _is_due(fmt: Format, held: int) -> bool:
     return held > 0 and fmt.num_pages(held) > fmt.num_pages(held - 1)
 
 
-def query_means(query_sum: Tensor, query_since: Tensor, rows: slice, num_tokens: int, group_heads: int) -> Tensor:
+def query_means(queries: QueryStatistic, rows: slice, num_tokens: int, group_heads: int) -> Tensor:
     """fp32 [b, n, D]: mean |q| of every channel since the last page of ``rows``, which hold ``num_tokens`` each."""
-    counts = (num_tokens - query_since[rows]) * group_heads
-    return query_sum[rows] / counts.float().unsqueeze(-1)
+    counts = (num_tokens - queries.since[rows]) * group_heads
+    return queries.sum[rows] / counts.float().unsqueeze(-1)
 
 
 def pack(
@@ -165,15 +156,10 @@ def unpack(
 
 def decode(
     q: Tensor,
-    k_sinks: Tensor,
-    k_buffer: Tensor,
-    k_pages: Tensor,
-    v_sinks: Tensor,
-    v_buffer: Tensor,
-    v_pages: Tensor,
-    lengths: Tensor,
-    k_rescale: Tensor,
-    k_offset: Tensor,
+    k: StoredSide,
+    v: StoredSide,
+    counts: PageCounts,
+    transform: PageTransform,
     s_aux: Tensor,
     scale: float,
     softcap: float,
@@ -181,11 +167,9 @@ def decode(
 ) -> Tensor:
     """As ``ops.decode``: fp32 from decoded pages, rounded to q's dtype at the end."""
     parts = []
-    for row, held in enumerate(lengths.tolist()):
-        one = slice(row, row + 1)
-        nothing = k_rescale[:0]
-        keys = tokens("k", k_sinks[one], k_buffer[one], k_pages[one], held, k_rescale, k_offset, variant)
-        values = tokens("v", v_sinks[one], v_buffer[one], v_pages[one], held, nothing, nothing, variant)
+    for row, held in enumerate(counts.lengths.tolist()):
+        keys = tokens("k", *k.row(row), held, *transform, variant)
+        values = tokens("v", *v.row(row), held, *transform.of_values, variant)
         grouped = q[row].float().unflatten(0, (keys.shape[1], -1))  # [n, G, D]
         scores = grouped @ keys[0].transpose(-1, -2) * scale
         if softcap:

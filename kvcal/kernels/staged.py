@@ -1,14 +1,14 @@
 """``append`` and ``decode`` where pages shrink on a schedule: one launch for every pair of bits that keys and values
 come to have, of which the one for the present bits does the work, and the others return at once.
 
-Arguments are those of kvcal.kernels.ops, but for ``pages`` (uint8, one dimension: the memory of all regions),
-``present`` (int64 [regions, 7]: kvcal.kernels.stages), ``regions`` (which of them are the keys' and the values') and
-``variants`` (a key for each pair of bits).
+Arguments are those of kvcal.kernels.ops, but for the pages, which are one memory for both sides (uint8, one dimension:
+all regions), ``present`` (int64 [regions, 7]: kvcal.kernels.stages), ``regions`` (which of them are the keys' and the
+values') and ``variants`` (a key for each pair of bits).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from kvcal.formats import SIDES
 from kvcal.kernels import pack as pack_kernels
 from kvcal.kernels import reference
 from kvcal.kernels.decode import launch_decode
+from kvcal.kernels.operands import PageCounts, PageTransform, QueryStatistic, StoredSide, grouped
 from kvcal.kernels.stages import BITS, region_pages
 from kvcal.kernels.variants import Variant, parse_key
 
@@ -41,42 +42,28 @@ def append_staged(
     k_new: Tensor,
     v_new: Tensor,
     q: Tensor,
-    k_sinks: Tensor,
-    k_buffer: Tensor,
-    v_sinks: Tensor,
-    v_buffer: Tensor,
-    pages: Tensor,
-    query_sum: Tensor,
-    query_since: Tensor,
-    lengths: Tensor,
-    k_page_at: Tensor,
-    v_page_at: Tensor,
-    k_rescale: Tensor,
-    k_offset: Tensor,
+    k: StoredSide,
+    v: StoredSide,
+    queries: QueryStatistic,
+    counts: PageCounts,
+    transform: PageTransform,
     error: Tensor,
     present: Tensor,
     regions: Sequence[int],
     variants: Sequence[str],
 ) -> None:
-    """As ``ops.append``, with the present bits."""
+    """As ``ops.append``, with the present bits. Both sides' ``pages`` are the memory of all regions."""
     torch.ops.kvcal.append_staged(
-        k_new, v_new, q, k_sinks, k_buffer, v_sinks, v_buffer, pages, query_sum, query_since, lengths, k_page_at,
-        v_page_at, k_rescale, k_offset, error, present, regions, variants,
-    )  # fmt: skip
+        k_new, v_new, q, *k[:2], *v[:2], k.pages, *queries, *counts, *transform, error, present, regions, variants
+    )
 
 
 def decode_staged(
     q: Tensor,
-    k_sinks: Tensor,
-    k_buffer: Tensor,
-    v_sinks: Tensor,
-    v_buffer: Tensor,
-    pages: Tensor,
-    lengths: Tensor,
-    k_page_at: Tensor,
-    v_page_at: Tensor,
-    k_rescale: Tensor,
-    k_offset: Tensor,
+    k: StoredSide,
+    v: StoredSide,
+    counts: PageCounts,
+    transform: PageTransform,
     s_aux: Tensor,
     workspace: Tensor,
     scale: float,
@@ -85,42 +72,36 @@ def decode_staged(
     regions: Sequence[int],
     variants: Sequence[str],
 ) -> Tensor:
-    """As ``ops.decode``, with the present bits."""
+    """As ``ops.decode``, with the present bits. Both sides' ``pages`` are the memory of all regions."""
     found: Tensor = torch.ops.kvcal.decode_staged(
-        q, k_sinks, k_buffer, v_sinks, v_buffer, pages, lengths, k_page_at, v_page_at, k_rescale, k_offset, s_aux,
-        workspace, scale, softcap, present, regions, variants,
-    )  # fmt: skip
+        q, *k[:2], *v[:2], k.pages, *counts, *transform, s_aux, workspace, scale, softcap, present, regions, variants
+    )
     return found
 
 
 @torch.library.impl("kvcal::append_staged", "CPU")
 def _append_cpu(
     k_new: Tensor, v_new: Tensor, q: Tensor, k_sinks: Tensor, k_buffer: Tensor, v_sinks: Tensor, v_buffer: Tensor,
-    pages: Tensor, query_sum: Tensor, query_since: Tensor, lengths: Tensor, k_page_at: Tensor, v_page_at: Tensor,
-    k_rescale: Tensor, k_offset: Tensor, error: Tensor, present: Tensor, regions: list[int], variants: list[str],
+    pages: Tensor, *flat: Any,
 ) -> None:  # fmt: skip
-    variant, k_pages, v_pages = _now(pages, present, regions, variants, len(lengths))
-    reference.append(
-        k_new, v_new, q, k_sinks, k_buffer, k_pages, v_sinks, v_buffer, v_pages, query_sum, query_since, lengths,
-        k_rescale, k_offset, error, variant,
-    )  # fmt: skip
+    queries, counts, transform, error, *stages = grouped(flat, QueryStatistic, PageCounts, PageTransform)
+    variant, k_pages, v_pages = _now(pages, len(counts.lengths), *stages)
+    k, v = StoredSide(k_sinks, k_buffer, k_pages), StoredSide(v_sinks, v_buffer, v_pages)
+    reference.append(k_new, v_new, q, k, v, queries, counts, transform, error, variant)
 
 
 @torch.library.impl("kvcal::decode_staged", "CPU")
 def _decode_cpu(
-    q: Tensor, k_sinks: Tensor, k_buffer: Tensor, v_sinks: Tensor, v_buffer: Tensor, pages: Tensor, lengths: Tensor,
-    k_page_at: Tensor, v_page_at: Tensor, k_rescale: Tensor, k_offset: Tensor, s_aux: Tensor, workspace: Tensor,
-    scale: float, softcap: float, present: Tensor, regions: list[int], variants: list[str],
-) -> Tensor:  # fmt: skip
-    variant, k_pages, v_pages = _now(pages, present, regions, variants, len(lengths))
-    return reference.decode(
-        q, k_sinks, k_buffer, k_pages, v_sinks, v_buffer, v_pages, lengths, k_rescale, k_offset, s_aux, scale, softcap,
-        variant,
-    )  # fmt: skip
+    q: Tensor, k_sinks: Tensor, k_buffer: Tensor, v_sinks: Tensor, v_buffer: Tensor, pages: Tensor, *flat: Any
+) -> Tensor:
+    counts, transform, s_aux, _, scale, softcap, *stages = grouped(flat, PageCounts, PageTransform)
+    variant, k_pages, v_pages = _now(pages, len(counts.lengths), *stages)
+    k, v = StoredSide(k_sinks, k_buffer, k_pages), StoredSide(v_sinks, v_buffer, v_pages)
+    return reference.decode(q, k, v, counts, transform, s_aux, scale, softcap, variant)
 
 
 def _now(
-    pages: Tensor, present: Tensor, regions: list[int], variants: list[str], batch: int
+    pages: Tensor, batch: int, present: Tensor, regions: list[int], variants: list[str]
 ) -> tuple[Variant, Tensor, Tensor]:
     """The variant for the present bits, and the pages of keys and of values."""
     rows = [present[region].tolist() for region in regions]
@@ -132,36 +113,35 @@ def _now(
 @torch.library.impl("kvcal::append_staged", "CUDA")
 def _append_cuda(
     k_new: Tensor, v_new: Tensor, q: Tensor, k_sinks: Tensor, k_buffer: Tensor, v_sinks: Tensor, v_buffer: Tensor,
-    pages: Tensor, query_sum: Tensor, query_since: Tensor, lengths: Tensor, k_page_at: Tensor, v_page_at: Tensor,
-    k_rescale: Tensor, k_offset: Tensor, error: Tensor, present: Tensor, regions: list[int], variants: list[str],
+    pages: Tensor, *flat: Any,
 ) -> None:  # fmt: skip
+    queries, counts, transform, error, *stages = grouped(flat, QueryStatistic, PageCounts, PageTransform)
     k_new, v_new, q = (pack_kernels.loadable(x, k_buffer.dtype) for x in (k_new, v_new, q))
-    whole = pages.unsqueeze(0)  # its shape means nothing: a region says where its pages are, and how many
-    for variant in variants:
-        pack_kernels.launch_append(
-            k_new, v_new, q, k_sinks, k_buffer, whole, v_sinks, v_buffer, whole, query_sum, query_since, lengths,
-            k_page_at, v_page_at, k_rescale, k_offset, error, variant, _addresses(present, regions),
-        )  # fmt: skip
+    k, v = StoredSide(k_sinks, k_buffer, pages.unsqueeze(0)), StoredSide(v_sinks, v_buffer, pages.unsqueeze(0))
+    for variant, regions in _launches(*stages):
+        pack_kernels.launch_append(k_new, v_new, q, k, v, queries, counts, transform, error, variant, regions)
 
 
 @torch.library.impl("kvcal::decode_staged", "CUDA")
 def _decode_cuda(
-    q: Tensor, k_sinks: Tensor, k_buffer: Tensor, v_sinks: Tensor, v_buffer: Tensor, pages: Tensor, lengths: Tensor,
-    k_page_at: Tensor, v_page_at: Tensor, k_rescale: Tensor, k_offset: Tensor, s_aux: Tensor, workspace: Tensor,
-    scale: float, softcap: float, present: Tensor, regions: list[int], variants: list[str],
-) -> Tensor:  # fmt: skip
-    q, whole = q.contiguous() if q.stride(-1) != 1 else q, pages.unsqueeze(0)
+    q: Tensor, k_sinks: Tensor, k_buffer: Tensor, v_sinks: Tensor, v_buffer: Tensor, pages: Tensor, *flat: Any
+) -> Tensor:
+    counts, transform, s_aux, workspace, scale, softcap, *stages = grouped(flat, PageCounts, PageTransform)
+    q = q.contiguous() if q.stride(-1) != 1 else q
+    k, v = StoredSide(k_sinks, k_buffer, pages.unsqueeze(0)), StoredSide(v_sinks, v_buffer, pages.unsqueeze(0))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    for variant in variants:
-        launch_decode(
-            q, k_sinks, k_buffer, whole, v_sinks, v_buffer, whole, lengths, k_page_at, v_page_at, k_rescale, k_offset,
-            s_aux, workspace, scale, softcap, parse_key(variant), _addresses(present, regions), out,
-        )  # fmt: skip
+    for variant, regions in _launches(*stages):
+        launch_decode(q, k, v, counts, transform, s_aux, workspace, scale, softcap, variant, regions, out)
     return out
 
 
-def _addresses(present: Tensor, regions: list[int]) -> tuple[int, ...]:
-    return tuple(present.data_ptr() + region * present.stride(0) * present.itemsize for region in regions)
+def _launches(present: Tensor, regions: list[int], variants: list[str]) -> Iterator[tuple[Variant, tuple[int, ...]]]:
+    """Every variant, and the addresses of both sides' regions, which say where their pages are, and how many: so the
+    shape that a kernel is given for them means nothing."""
+    step = present.stride(0) * present.itemsize
+    addresses = tuple(present.data_ptr() + region * step for region in regions)
+    for variant in variants:
+        yield parse_key(variant), addresses
 
 
 @torch.library.register_fake("kvcal::append_staged")

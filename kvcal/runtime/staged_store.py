@@ -13,6 +13,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvcal.formats import SIDES, Side
+from kvcal.kernels.operands import StoredSide
 from kvcal.kernels.staged import append_staged, decode_staged
 from kvcal.kernels.variants import HeadRange, Variant
 from kvcal.layer_plan import LayerPlan
@@ -42,46 +43,14 @@ class StagedStore(HeadStore):
     def present_key(self) -> str:
         return self._variants[self.pages.num_bits]
 
+    def _stored(self, side: Side) -> StoredSide:
+        return StoredSide(self.sinks[side], self.buffer[side], self.pages.pool.pages)
+
     def append(self, k_new: Tensor, v_new: Tensor, q: Tensor) -> None:
-        append_staged(
-            k_new[:, self.heads],
-            v_new[:, self.heads],
-            q[:, self.queries] if self.variant.k.needs_queries else self.nothing,
-            self.sinks["k"],
-            self.buffer["k"],
-            self.sinks["v"],
-            self.buffer["v"],
-            self.pages.pool.pages,
-            self.query_sum,
-            self.query_since,
-            self.state.lengths,
-            self.page_at["k"],
-            self.page_at["v"],
-            self.rescale,
-            self.offset,
-            self.state.error,
-            *self._stages,
-        )
+        append_staged(*self._append_operands(k_new, v_new, q), *self._stages)
 
     def decode(self, q: Tensor, s_aux: Tensor | None, scale: float, softcap: float) -> Tensor:
-        return decode_staged(
-            q[:, self.queries],
-            self.sinks["k"],
-            self.buffer["k"],
-            self.sinks["v"],
-            self.buffer["v"],
-            self.pages.pool.pages,
-            self.state.lengths,
-            self.page_at["k"],
-            self.page_at["v"],
-            self.rescale,
-            self.offset,
-            self.nothing if s_aux is None else s_aux[self.queries],
-            self.workspace,
-            scale,
-            softcap,
-            *self._stages,
-        )
+        return decode_staged(*self._decode_operands(q, s_aux), scale, softcap, *self._stages)
 
     @property
     def _stages(self) -> tuple[Tensor, list[int], list[str]]:

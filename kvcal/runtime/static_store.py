@@ -22,6 +22,7 @@ from torch import Tensor
 from kvcal.formats import SIDES, Side
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import ops
+from kvcal.kernels.operands import PageCounts, PageTransform, QueryStatistic, StoredSide
 from kvcal.kernels.reference import query_means
 from kvcal.kernels.variants import HeadRange, Variant, stored_form, variant_of
 from kvcal.layer_plan import LayerPlan
@@ -32,8 +33,8 @@ from kvcal.runtime.static_state import StaticState
 
 @dataclass(frozen=True)
 class HeadStore:
-    """KV heads ``heads`` of a layer; ``queries`` are theirs. Shapes of the tensors: kvcal.kernels.ops. The pages of
-    sides in ``reconstructed`` are 16-bit ones in the cache's workspace: what is stored is a form of its own
+    """KV heads ``heads`` of a layer; ``queries`` are theirs. Shapes of the tensors: kvcal.kernels.operands. The pages
+    of sides in ``reconstructed`` are 16-bit ones in the cache's workspace: what is stored is a form of its own
     (kvcal.runtime.stored_form). ``packs_before_prompts``: a page that is due is packed when a prompt comes to the
     cache, not with its new tokens."""
 
@@ -131,40 +132,11 @@ class HeadStore:
 
     def append(self, k_new: Tensor, v_new: Tensor, q: Tensor) -> None:
         """Store one token of every row: k_new, v_new [B, N, D] and queries q [B, N G, D] of all heads of the layer."""
-        ops.append(
-            k_new[:, self.heads],
-            v_new[:, self.heads],
-            q[:, self.queries] if self.variant.k.needs_queries else self.nothing,
-            *self._stored("k"),
-            *self._stored("v"),
-            self.query_sum,
-            self.query_since,
-            self.state.lengths,
-            self.page_at["k"],
-            self.page_at["v"],
-            self.rescale,
-            self.offset,
-            self.state.error,
-            self.key,
-        )
+        ops.append(*self._append_operands(k_new, v_new, q), self.key)
 
     def decode(self, q: Tensor, s_aux: Tensor | None, scale: float, softcap: float) -> Tensor:
         """Attention [B, n G, D] of these heads' queries, of q [B, N G, D] and s_aux [N G] of all heads."""
-        return ops.decode(
-            q[:, self.queries],
-            *self._stored("k"),
-            *self._stored("v"),
-            self.state.lengths,
-            self.page_at["k"],
-            self.page_at["v"],
-            self.rescale,
-            self.offset,
-            self.nothing if s_aux is None else s_aux[self.queries],
-            self.workspace,
-            scale,
-            softcap,
-            self.key,
-        )
+        return ops.decode(*self._decode_operands(q, s_aux), scale, softcap, self.key)
 
     def pack_due(self, side: Side, rows: slice, num_tokens: int) -> None:
         """Pack the page that ``num_tokens`` fill, if there is one, into its place, and leave the buffer as it is:
@@ -222,11 +194,35 @@ class HeadStore:
         self.query_sum.zero_()
         self.query_since.zero_()
 
-    def _stored(self, side: Side) -> tuple[Tensor, Tensor, Tensor]:
-        return self.sinks[side], self.buffer[side], self.pages[side]
+    def _stored(self, side: Side) -> StoredSide:
+        return StoredSide(self.sinks[side], self.buffer[side], self.pages[side])
 
-    def _transform(self, side: Side) -> tuple[Tensor, Tensor]:
-        return (self.rescale, self.offset) if side == "k" else (self.nothing, self.nothing)
+    def _append_operands(
+        self, k_new: Tensor, v_new: Tensor, q: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, StoredSide, StoredSide, QueryStatistic, PageCounts, PageTransform, Tensor]:
+        heard = q[:, self.queries] if self.variant.k.needs_queries else self.nothing
+        new = k_new[:, self.heads], v_new[:, self.heads], heard
+        stored = self._stored("k"), self._stored("v"), self._statistic
+        return *new, *stored, self._counts, self._transform("k"), self.state.error
+
+    def _decode_operands(
+        self, q: Tensor, s_aux: Tensor | None
+    ) -> tuple[Tensor, StoredSide, StoredSide, PageCounts, PageTransform, Tensor, Tensor]:
+        s_aux = self.nothing if s_aux is None else s_aux[self.queries]
+        pages = self._counts, self._transform("k")
+        return q[:, self.queries], self._stored("k"), self._stored("v"), *pages, s_aux, self.workspace
+
+    @property
+    def _statistic(self) -> QueryStatistic:
+        return QueryStatistic(self.query_sum, self.query_since)
+
+    @property
+    def _counts(self) -> PageCounts:
+        return PageCounts(self.state.lengths, self.page_at["k"], self.page_at["v"])
+
+    def _transform(self, side: Side) -> PageTransform:
+        transform = PageTransform(self.rescale, self.offset)
+        return transform if side == "k" else transform.of_values
 
     def _num_packed(self, side: Side, num_tokens: int) -> int:
         return self.variant.format(side).num_pages(num_tokens - 1) if num_tokens else 0
@@ -255,7 +251,7 @@ class HeadStore:
         """Whole pages x [b, n, 128 P, D] of ``rows``, whose queries were counted for ``num_tokens``."""
         query_mean = self.nothing
         if side == "k" and self.variant.k.needs_queries:
-            query_mean = query_means(self.query_sum, self.query_since, rows, num_tokens, self.variant.group_heads)
+            query_mean = query_means(self._statistic, rows, num_tokens, self.variant.group_heads)
         ops.pack(
             x, self.pages[side][rows], first_page, query_mean, *self._transform(side), self.state.error, side,
             self.present_key,

@@ -16,6 +16,7 @@ from torch import Tensor
 from kvcal.formats import SIDES, Side
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import ops
+from kvcal.kernels.operands import PageCounts, PageTransform, StoredSide
 from kvcal.kernels.variants import Variant, window_variant
 from kvcal.kernels.window import append_window
 from kvcal.layer_plan import LayerPlan
@@ -95,19 +96,13 @@ class WindowStore:
 
     def decode(self, q: Tensor, s_aux: Tensor | None, scale: float, softcap: float) -> Tensor:
         """Attention [B, N G, D] of q [B, N G, D], with s_aux [N G], over the window that the step's token ends."""
+        k, v = (StoredSide(self.leaving[side], self.ring[side], self.no_pages) for side in SIDES)
         return ops.decode(
             q,
-            self.leaving["k"],
-            self.ring["k"],
-            self.no_pages,
-            self.leaving["v"],
-            self.ring["v"],
-            self.no_pages,
-            self.state.lengths,
-            self.no_table,
-            self.no_table,
-            self.nothing,
-            self.nothing,
+            k,
+            v,
+            PageCounts(self.state.lengths, self.no_table, self.no_table),
+            PageTransform(self.nothing, self.nothing),
             self.nothing if s_aux is None else s_aux,
             self.workspace,
             scale,
