@@ -1,4 +1,5 @@
-"""How one caching layer of a model is stored: a Format for its keys and its values, and the transforms of its pages."""
+"""How one caching layer of a model is stored: a Format for its keys and its values, and the transforms of its pages,
+of which a prediction is one."""
 
 from __future__ import annotations
 
@@ -9,10 +10,29 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from kvcal.formats import RAW, SIDES, Format, Predictor, Side
+from kvcal.formats import RAW, SIDES, Format, Side
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, Geometry, StateGeometry
 from kvcal.quantizers.pages import AXES, RAW_BITS
 from kvcal.strict import STRICT
+
+
+@dataclass(frozen=True, config=STRICT)
+class Predictor:
+    """AQUA-KV's predictor of a layer's keys (from the keys of layer ``source``) or values (from its values, then the
+    layer's own keys), all KV heads in a row, keys before RoPE. ``rank`` is of "low_rank", ``group_size`` of "int4"."""
+
+    kind: Literal["linear", "low_rank", "int4"]
+    source: int
+    rank: int | None = None
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for kind, value in (("low_rank", self.rank), ("int4", self.group_size)):
+            if (value is not None) != (self.kind == kind) or (value is not None and value < 1):
+                raise ValueError(
+                    f"a {self.kind} predictor with rank = {self.rank} and group_size = {self.group_size}; expected a "
+                    "rank for low_rank alone and a group_size for int4 alone"
+                )
 
 
 @dataclass(frozen=True, config=STRICT)

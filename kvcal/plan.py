@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kvcal import artifact
 from kvcal.errors import ArtifactError
-from kvcal.formats import RAW, SIDES, Boost, Format, Predictor, Side, Tier, WindowRule
+from kvcal.formats import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
 from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
-from kvcal.layer_plan import LayerPlan, bare_layers
+from kvcal.layer_plan import LayerPlan, Predictor, bare_layers
 from kvcal.plan_tensors import check_sources, check_tensors, tensors_nbytes
 from kvcal.quantizers.pages import RAW_BITS
 from kvcal.strict import STRICT, dump, parse

@@ -13,9 +13,9 @@ from static_cases import QUERY
 from torch import Tensor
 
 from kvcal import Plan, PlanCache
-from kvcal.formats import RAW, SIDES, Boost, Format, Predictor, Side, Tier, WindowRule
+from kvcal.formats import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
 from kvcal.geometry import Geometry
-from kvcal.layer_plan import LayerPlan
+from kvcal.layer_plan import LayerPlan, Predictor
 from kvcal.plan_tensors import needed_tensors
 from kvcal.runtime.paged_layer import PagedLayer
 from kvcal.runtime.static_layer import StaticLayer

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from kvcal.errors import UsageError
-from kvcal.formats import RAW, SIDES, Format, Predictor, Side
+from kvcal.formats import RAW, SIDES, Format, Side
 from kvcal.geometry import Geometry
-from kvcal.layer_plan import LayerPlan, bare_layers
+from kvcal.layer_plan import LayerPlan, Predictor, bare_layers
 from kvcal.plan import Workload
 from kvcal.plan_tensors import needed_tensors
 from kvcal.recipe import CacheSpec

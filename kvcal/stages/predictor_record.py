@@ -19,9 +19,9 @@ from torch import Tensor
 
 from kvcal import artifact
 from kvcal.errors import ArtifactError
-from kvcal.formats import Predictor, Side
+from kvcal.formats import Side
 from kvcal.geometry import CacheDtype, ModelIdentity
-from kvcal.layer_plan import LayerPlan
+from kvcal.layer_plan import LayerPlan, Predictor
 from kvcal.plan import Workload
 from kvcal.specs import PredictorSpec
 from kvcal.strict import STRICT, dump, parse
