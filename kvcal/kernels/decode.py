@@ -15,18 +15,16 @@ from torch import Tensor
 
 from kvcal.errors import UsageError
 from kvcal.formats import SIDES
-from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.choice import FOLDED_HEAD_DIMS, is_plain
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.decode_plain import MAX_ROWS, plain_defines, plain_shape
 from kvcal.kernels.decode_plain import THREADS as PLAIN_THREADS
-from kvcal.kernels.macros import DTYPES, Defines
+from kvcal.kernels.macros import DTYPE_NAMES, DTYPES, Defines
 from kvcal.kernels.operands import PageCounts, PageTransform, StoredSide
 from kvcal.kernels.variants import Variant
 from kvcal.quantizers.pages import RAW_BITS
 from kvcal.quantizers.tiers import TieredLayout
 
-NAMES = {dtype: name for name, dtype in CACHE_DTYPES.items()}
 TILE_HEADS = 4  # query heads of a tile of the tensor core; a pass over the cache serves one or two tiles
 SWAP_BYTES = 644 * 4
 MAX_WARPS = 12  # 168 registers a thread
@@ -113,11 +111,11 @@ def _launch(variant: Variant, q_dtype: torch.dtype, softcap: bool, is_staged: bo
         room = shared_room(capability)
         shape = plain_shape(variant.head_dim, variant.group_heads, room)
         compiled = kernel(
-            "decode_plain", "decode", plain_defines(variant, NAMES[q_dtype], softcap, room) | staged, device_index
+            "decode_plain", "decode", plain_defines(variant, DTYPE_NAMES[q_dtype], softcap, room) | staged, device_index
         )
         passes, floats = -(-variant.group_heads // shape.heads), shape.part_floats(variant.head_dim)
         return Launch(compiled, num_sms * shape.blocks, PLAIN_THREADS, shape.shared_bytes, passes, floats)
-    found = decode_defines(variant, NAMES[q_dtype], softcap, capability) | staged
+    found = decode_defines(variant, DTYPE_NAMES[q_dtype], softcap, capability) | staged
     compiled = kernel("decode", "decode", found, device_index)
     heads = pass_heads(variant.group_heads)
     passes, floats = -(-variant.group_heads // heads), heads * (variant.head_dim + 2)

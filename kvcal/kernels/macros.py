@@ -16,6 +16,7 @@ from kvcal.quantizers.tiers import TieredLayout
 
 AXES = {"channel": 0, "token": 1}
 DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
+DTYPE_NAMES = {dtype: name for name, dtype in CACHE_DTYPES.items()}
 SCORES = {"magnitude": 0, "variance": 1, "range": 2, "query_magnitude": 3, "query_range": 4, "random": 5}
 
 Defines = dict[str, int]

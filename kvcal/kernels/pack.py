@@ -15,12 +15,11 @@ from torch import Tensor
 from kvcal.formats import SIDES, Side
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.compile import Kernel, kernel
-from kvcal.kernels.macros import DTYPES
+from kvcal.kernels.macros import DTYPE_NAMES, DTYPES
 from kvcal.kernels.operands import PageCounts, PageTransform, QueryStatistic, StoredSide
 from kvcal.kernels.variants import Variant
 from kvcal.quantizers.pages import PAGE_TOKENS
 
-NAMES = {dtype: name for name, dtype in CACHE_DTYPES.items()}
 THREADS = 256
 
 
@@ -128,7 +127,7 @@ def launch_unpack(
         pages.shape[1],
         first_page,
         out.data_ptr(),
-        DTYPES[NAMES[out.dtype]],
+        DTYPES[DTYPE_NAMES[out.dtype]],
         *out.stride()[:3],
         rescale.data_ptr(),
         offset.data_ptr(),

@@ -42,7 +42,7 @@ def append(
     """As ``ops.append``; the tables of pages are not needed: ``Format.num_pages`` is what they tabulate."""
     for row, held in enumerate(counts.lengths.tolist()):
         query_mean = None
-        if variant.k.needs_queries and _is_due(variant.k, held):
+        if variant.k.needs_queries and variant.k.num_pages(held) > num_packed(variant.k, held):
             query_mean = query_means(queries, slice(row, row + 1), held, variant.group_heads)
             queries.sum[row] = 0
             queries.since[row] = held
@@ -65,7 +65,7 @@ def _append_side(
 ) -> None:
     fmt = variant.format(side)
     written = fmt.num_pages(held)
-    if _is_due(fmt, held):
+    if written > num_packed(fmt, held):
         page = stored.buffer[row : row + 1, :, :PAGE_TOKENS]
         pack(page, stored.pages[row : row + 1], written - 1, query_mean, *transform, error, side, variant)
         kept = fmt.buffer_tokens - PAGE_TOKENS
@@ -76,9 +76,9 @@ def _append_side(
         stored.buffer[row, :, held - fmt.num_sink_tokens - PAGE_TOKENS * written] = new[row]
 
 
-def _is_due(fmt: Format, held: int) -> bool:
-    """Whether a row that holds so many tokens has a page that is not packed yet."""
-    return held > 0 and fmt.num_pages(held) > fmt.num_pages(held - 1)
+def num_packed(fmt: Format, held: int) -> int:
+    """Pages that are packed in a row of so many tokens: not the one that its last token fills."""
+    return fmt.num_pages(held - 1) if held else 0
 
 
 def query_means(queries: QueryStatistic, rows: slice, num_tokens: int, group_heads: int) -> Tensor:

@@ -116,7 +116,8 @@ def shrink(
     [m], regions) that ``shrinking``, a key, is about are converted, each in its place.
 
     ``lengths`` int32 [B]: tokens of every row. ``due``: 1 if the page that is due with the last of them is packed, else
-    0. ``page_at`` and ``error``: as in kvcal.kernels.ops. ``transforms`` fp32: see ``Region``.
+    0. ``page_at`` is one of kvcal.kernels.operands, ``error`` that of kvcal.kernels.ops. ``transforms`` fp32: see
+    ``Region``.
     """
     torch.ops.kvcal.shrink(pages, *stages, members, lengths, due, page_at, transforms, error, shrinking)
 

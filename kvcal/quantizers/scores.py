@@ -73,6 +73,13 @@ def _needed(query_mean: Tensor | None, score: Score) -> Tensor:
     return query_mean.double()
 
 
+def query_sum(q_post_BHTD: Tensor, real_BT: Tensor, num_kv_heads: int) -> Tensor:
+    """fp32 [B, N, D]: the sum of |q| over the tokens that are ``real`` (bool) and the heads that share a KV head, which
+    ``query_...`` scores take the mean of."""
+    magnitude = q_post_BHTD.float().abs() * real_BT[:, None, :, None]
+    return magnitude.sum(2).unflatten(1, (num_kv_heads, -1)).sum(2)
+
+
 def _mean(x: Tensor) -> Tensor:
     """Mean of x [..., 128, D] fp64 over tokens; halves are added to each other, the same order on every device."""
     while x.shape[-2] > 1:

@@ -18,36 +18,26 @@ warning and by ``slow_layers``.
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
-from kvcal.geometry import AttentionGeometry, StateGeometry
 from kvcal.kernels.choice import slow_path
-from kvcal.kernels.refusals import storage_refusals
-from kvcal.layer_plan import LayerPlan
 from kvcal.plan import Plan
-from kvcal.runtime.bounded_layer import BoundedLayer
+from kvcal.runtime.cache_layers import cache_layers, held_tensors
 from kvcal.runtime.paged_layer import NO_PAGE, PagedLayer
 from kvcal.runtime.plan_state import PlanState
 from kvcal.runtime.rows import Padding
 from kvcal.runtime.static_copy import copy_layers
-from kvcal.runtime.static_layer import DYNAMIC_HINT, StaticLayer, crop_static
+from kvcal.runtime.static_crop import crop_static
+from kvcal.runtime.static_layer import DYNAMIC_HINT, StaticLayer
 from kvcal.runtime.static_mark import StaticMark
 from kvcal.runtime.static_state import StaticState
-from kvcal.runtime.static_window import StaticWindow, window_refusals
 
 
 class PlanCache(Cache):
@@ -90,53 +80,8 @@ class PlanCache(Cache):
         super().__init__(layers=self._empty_layers())
 
     def _empty_layers(self) -> list[Any]:
-        """The layers that the model's configuration asks for, those of the plan in their places."""
-        layers: list[Any] = DynamicCache(config=self.config).layers
-        by_index = {layer.geometry.index: layer for layer in self.plan.layers}
-        for index, native in enumerate(layers):
-            if index in by_index:
-                layers[index] = self._layer(index, native, by_index.pop(index))
-            elif isinstance(native, DynamicLayer):
-                raise ArtifactError(f"the model caches layer {index}, which the plan does not know")
-        if by_index:
-            raise ArtifactError(f"the plan has layer {min(by_index)}, the model caches only {len(layers)} layers")
-        return layers
-
-    def _layer(self, index: int, native: object, layer: LayerPlan) -> object:
-        """What stores layer ``index``: ours for attention, the native one for states."""
-        if type(native) is DynamicLayer and layer.is_paged:
-            return PagedLayer(layer, self.state) if self.static is None else self._static_layer(layer)
-        geometry = layer.geometry
-        if type(native) is DynamicSlidingWindowLayer and isinstance(geometry, AttentionGeometry) and geometry.window:
-            if geometry.window == native.sliding_window and self.static is not None:
-                return self._static_layer(layer)
-            if geometry.window == native.sliding_window:
-                return BoundedLayer(native.sliding_window, self.plan.cache_dtype, self.padding)
-            raise ArtifactError(
-                f"layer {index} has a sliding window of {native.sliding_window} tokens, the plan says {geometry.window}"
-            )
-        if not isinstance(native, DynamicLayer) and isinstance(geometry, StateGeometry):
-            return native
-        kind = "a state" if isinstance(geometry, StateGeometry) else "a sliding window"
-        raise ArtifactError(
-            f"layer {index} of the model is a {type(native).__name__}, the plan has "
-            f"{'full attention' if layer.is_paged else kind} there"
-        )
-
-    def _static_layer(self, layer: LayerPlan) -> StaticLayer:
-        assert self.static is not None
-        index = layer.geometry.index
-        window_reasons = () if layer.is_paged else window_refusals(self.config, index)
-        for reason in itertools.chain(storage_refusals(layer, self.plan.cache_dtype), window_reasons):
-            raise UnsupportedModel(f"a static cache cannot hold layer {index}: {reason}", hint=DYNAMIC_HINT)
-        static = (StaticLayer if layer.is_paged else StaticWindow)(layer, self.static, self.allocate)
-        for reason in static.form_reasons if self.state.is_scheduled else ():
-            raise UnsupportedModel(
-                f"a static cache cannot hold layer {index}: {reason}, and others shrink: then all share one memory of "
-                "packed pages",
-                hint=DYNAMIC_HINT,
-            )
-        return static
+        """Those of a cache without tokens."""
+        return cache_layers(self.config, self.state, self.static, self.allocate)
 
     def allocate(self, batch: int, device: torch.device | str) -> None:
         """Allocate the memory of a static cache for ``batch`` sequences now; otherwise the first update does. Warns
@@ -188,7 +133,7 @@ class PlanCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the storages of all tensors held, measured, with those of the plan."""
-        held = [*self.state.tensors.values(), *(tensor for layer in self.layers for tensor in _tensors(layer))]
+        held = [*self.state.tensors.values(), *(tensor for layer in self.layers for tensor in held_tensors(layer))]
         storages = [tensor.untyped_storage() for tensor in held]  # of which layers may share one
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -226,8 +171,7 @@ class PlanCache(Cache):
                 "there is nothing to mark: the cache is dynamic, or has no memory yet",
                 hint="PlanCache(plan, config, max_tokens=...), then the prompt within kvcal.paged_attention(model)",
             )
-        self._refuse_states()
-        self._refuse_schedules()
+        self._require_restorable()
         self.static.check()
         if self._mark is None:
             self._mark = StaticMark(self.static, self.static_layers)
@@ -258,10 +202,9 @@ class PlanCache(Cache):
             raise UsageError("copy_from fills a static cache from a dynamic one that holds tokens")
         if other.plan.sha256 != self.plan.sha256:
             raise UsageError(f"the other cache's plan is {other.plan.sha256[:16]}, this one's {self.plan.sha256[:16]}")
-        self._refuse_states()
-        self._refuse_schedules()
+        self._require_restorable()
         if not self.static.is_allocated:
-            self.allocate(rows.batch, next(tensor for layer in other.layers for tensor in _tensors(layer)).device)
+            self.allocate(rows.batch, next(tensor for layer in other.layers for tensor in held_tensors(layer)).device)
         self.reset()
         copy_layers(self.static, self.layers, other.layers, rows, int(other.get_seq_length()))
 
@@ -310,12 +253,11 @@ class PlanCache(Cache):
             self.static.set_columns(0)
             self.static.check()
 
-    def _refuse_states(self) -> None:
+    def _require_restorable(self) -> None:
+        """UnsupportedModel where something does not stay in place, so that it cannot be put back."""
         for index, layer in enumerate(self.layers):
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 raise UnsupportedModel(f"layer {index} keeps a state of linear attention, which transformers stores")
-
-    def _refuse_schedules(self) -> None:
         if self.state.is_scheduled:
             raise UnsupportedModel("the plan has pages shrink, in place: a static cache cannot go back behind that")
 
@@ -333,13 +275,3 @@ class PlanCache(Cache):
             layer.reorder_cache(row_indices)
         if self.static is not None:
             self.static.set_columns(int(self.static.columns))
-
-
-def _tensors(layer: object) -> list[Tensor]:
-    """What a layer holds on the device."""
-    if isinstance(layer, PagedLayer | BoundedLayer | StaticLayer):
-        return layer.tensors
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
-        states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
-        return [state for state in states if state is not None]
-    return []

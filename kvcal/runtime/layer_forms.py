@@ -14,12 +14,14 @@ from torch import Tensor
 
 from kvcal.formats import SIDES, Format, Side
 from kvcal.geometry import CACHE_DTYPES
+from kvcal.kernels.reference import num_packed
 from kvcal.kernels.variants import stored_form
 from kvcal.layer_plan import LayerPlan
 from kvcal.quantizers.pages import PAGE_TOKENS
+from kvcal.runtime.fixed import fixed
 from kvcal.runtime.page_codec import PageCodec
 from kvcal.runtime.prediction import predictor_of
-from kvcal.runtime.static_state import StaticState, fixed
+from kvcal.runtime.static_state import StaticState
 from kvcal.runtime.static_store import HeadStore
 from kvcal.runtime.stored_form import Predicted, StoredForm
 
@@ -54,7 +56,7 @@ class LayerForms:
         """``rows`` had ``num_tokens`` and have ``total`` tokens: pages that their stores have packed since."""
         for side in SIDES:
             for form in self.forms[side]:
-                new = range(_num_packed(form.format, num_tokens), _num_packed(form.format, total))
+                new = range(num_packed(form.format, num_tokens), num_packed(form.format, total))
                 form.pack(rows, new)
                 if form.kept is not None:
                     form.load(rows, new)
@@ -64,7 +66,7 @@ class LayerForms:
         packed."""
         for form in self.forms[side]:
             pages = form.format.num_pages(num_tokens)
-            form.pack(rows, range(_num_packed(form.format, num_tokens), pages))
+            form.pack(rows, range(num_packed(form.format, num_tokens), pages))
             form.load(rows, range(pages))
 
     def select(self, indices: Tensor) -> None:
@@ -117,8 +119,3 @@ def _predicted(plan: LayerPlan, side: Side, state: StaticState) -> Predicted | N
     inputs = [state.forms.kept(*place) for place in read]
     found = predictor_of(plan, side, state.shared, state.lengths.device)
     return Predicted(found, tuple(kept for kept in inputs if kept is not None))
-
-
-def _num_packed(fmt: Format, num_tokens: int) -> int:
-    """Pages that are packed in a row of so many tokens: not the one that its last token fills."""
-    return fmt.num_pages(num_tokens - 1) if num_tokens else 0

@@ -28,8 +28,8 @@ from kvcal.layer_plan import LayerPlan
 from kvcal.runtime.fixed import fixed
 from kvcal.runtime.plan_state import PlanState
 
-# Tokens beyond any text.
-NEVER = 1 << 30
+# A distance in tokens beyond any context.
+NO_STAGE = 1 << 30
 
 
 class Control(Protocol):
@@ -145,7 +145,7 @@ class PagePool:
         """New tokens, 1 or more, that meet pages of the same bits together as one by one."""
         columns = int(self._control.columns)
         later = [start for start in self._starts if start > columns]
-        return max(1, later[0] - 1 - columns) if later else NEVER
+        return max(1, later[0] - 1 - columns) if later else NO_STAGE
 
     def has_shrunk(self, columns: int) -> bool:
         """Whether pages have fewer bits than those of so many columns."""

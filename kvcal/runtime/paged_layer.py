@@ -22,6 +22,7 @@ from kvcal.errors import ArtifactError, UsageError
 from kvcal.formats import RAW, SIDES, Side
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.layer_plan import LayerPlan
+from kvcal.quantizers.scores import query_sum
 from kvcal.runtime.page_codec import PageCodec
 from kvcal.runtime.paged_tensor import PagedTensor
 from kvcal.runtime.plan_state import PlanState
@@ -124,8 +125,7 @@ class PagedLayer(CacheLayerMixin):
         (new, new_values, rows), self.unheard = self.unheard, None
         self.columns -= new.shape[2]
         real_BT = rows.mask(self.columns, new.shape[2], q_post_BHTD.device)
-        magnitude = q_post_BHTD.float().abs() * real_BT[:, None, :, None]
-        per_head = magnitude.sum(2).unflatten(1, (new.shape[1], -1)).sum(2)  # the queries that share a KV head
+        per_head = query_sum(q_post_BHTD, real_BT, new.shape[1])
         group = q_post_BHTD.shape[1] // new.shape[1]
         counts = [group * count for count in real_BT.sum(1).tolist()]
         for paged in self.sides["k"]:

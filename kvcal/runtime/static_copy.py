@@ -20,11 +20,13 @@ from torch import Tensor
 
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.formats import SIDES, Side
+from kvcal.kernels.reference import num_packed
 from kvcal.runtime.bounded_layer import BoundedLayer
 from kvcal.runtime.paged_layer import PagedLayer
 from kvcal.runtime.paged_tensor import PagedTensor
 from kvcal.runtime.rows import Rows
-from kvcal.runtime.static_layer import StaticLayer, Store
+from kvcal.runtime.static_layer import StaticLayer
+from kvcal.runtime.static_prompt import Store
 from kvcal.runtime.static_state import StaticState
 from kvcal.runtime.static_store import HeadStore
 from kvcal.runtime.static_window import require_left_padding
@@ -73,7 +75,7 @@ def _require_pages(source: PagedLayer, stores: Sequence[Store], lengths: Sequenc
                 f"layer {source.plan.geometry.index} stores {side} pages in another form than a static cache does"
             )
         for length in lengths:
-            if length and part.format.num_pages(length) > part.format.num_pages(length - 1):
+            if part.format.num_pages(length) > num_packed(part.format, length):
                 raise UsageError(
                     f"a sequence of {length} tokens ends where a page was just packed, whose tokens a static cache "
                     "needs once more",

@@ -25,14 +25,12 @@ from kvcal.kernels.refusals import refusals
 from kvcal.kernels.variants import head_ranges
 from kvcal.layer_plan import LayerPlan
 from kvcal.quantizers.pages import RAW_BITS
+from kvcal.quantizers.scores import query_sum
 from kvcal.runtime.layer_forms import LayerForms, form_reasons
-from kvcal.runtime.rows import Block, Rows
 from kvcal.runtime.staged_store import StagedStore
+from kvcal.runtime.static_prompt import Store, read_past, store_tokens
 from kvcal.runtime.static_state import NEVER, StaticState
 from kvcal.runtime.static_store import HeadStore
-from kvcal.runtime.window_store import WindowStore
-
-Store = HeadStore | WindowStore
 
 DYNAMIC_HINT = "build the PlanCache without max_tokens: the dynamic cache takes every plan, in torch"
 
@@ -138,23 +136,12 @@ class StaticLayer(CacheLayerMixin):
             NonFiniteActivations: NaN or infinity in a page.
         """
         state, tokens = self.state, q.shape[2]
-        columns, dtype = int(state.columns), CACHE_DTYPES[state.shared.plan.cache_dtype]
-        rows, base = state.rows, columns - self.past_columns(columns)
-        query_sum = self._query_sum(q, rows.mask(columns, tokens, q.device)) if self._needs_queries else None
-        dense = {"k": keys, "v": values}
-        for block in rows.blocks:
-            held = rows.num_tokens(block, columns)
-            intervals = rows.intervals(block, columns, columns + tokens)
-            if not intervals:
-                continue
-            new: dict[Side, Tensor] = {}
-            for side in SIDES:
-                parts = [dense[side][block.rows, :, start - base : stop - base].to(dtype) for start, stop in intervals]
-                new[side] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-            for store in self.stores:
-                store.extend(block.rows, held, new, None if query_sum is None else query_sum[block.rows])
-            if self.forms is not None:
-                self.forms.extend(block.rows, held, held + new["k"].shape[2])
+        columns, rows = int(state.columns), state.rows
+        heard = None
+        if any(fmt.needs_queries for fmt in self.plan.k):
+            heard = query_sum(q, rows.mask(columns, tokens, q.device), self.plan.attention.num_kv_heads)
+        new: dict[Side, Tensor] = {"k": keys[:, :, -tokens:], "v": values[:, :, -tokens:]}
+        store_tokens(self.stores, self.forms, rows, columns, new, CACHE_DTYPES[state.shared.plan.cache_dtype], heard)
         if self._is_last:
             state.set_columns(columns + tokens)
             state.check()
@@ -208,15 +195,6 @@ class StaticLayer(CacheLayerMixin):
         self.forms = LayerForms(self.plan, self.state, stores) if self.form_reasons else None
         return stores
 
-    @property
-    def _needs_queries(self) -> bool:
-        return any(fmt.needs_queries for fmt in self.plan.k)
-
-    def _query_sum(self, q: Tensor, real: Tensor) -> Tensor:
-        """fp32 [B, N, D]: the sum of |q| [B, N G, T, D] over the tokens that are ``real`` [B, T] and each group."""
-        magnitude = q.float().abs() * real[:, None, :, None]
-        return magnitude.sum(2).unflatten(1, (self.plan.attention.num_kv_heads, -1)).sum(2)
-
     @torch.compiler.disable
     def _dense(self, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
         state, cache_dtype = self.state, CACHE_DTYPES[self.state.shared.plan.cache_dtype]
@@ -231,32 +209,11 @@ class StaticLayer(CacheLayerMixin):
             rounded = new.to(cache_dtype).to(new.dtype)
             if past:
                 whole = new.new_zeros(*new.shape[:2], past + tokens, new.shape[3])
-                for block in rows.blocks:
-                    self._read(side, block, rows, columns, whole[block.rows, :, :past])
+                read_past(self.stores, self.forms, side, rows, columns, whole[:, :, :past])
                 whole[:, :, past:] = rounded
                 rounded = whole
             found.append(rounded)
         return found[0], found[1]
-
-    def _read(self, side: Side, block: Block, rows: Rows, columns: int, out: Tensor) -> None:
-        """Write the past of a block of equal rows to out [b, N, S, D], the last S of ``columns``."""
-        base = columns - out.shape[2]
-        intervals = [(start - base, stop - base) for start, stop in rows.intervals(block, base, columns)]
-        num_tokens = sum(stop - start for start, stop in intervals)
-        if not num_tokens:
-            return
-        (start, stop) = intervals[0]
-        direct = len(intervals) == 1
-        tokens = out[:, :, start:stop] if direct else out.new_empty(*out.shape[:2], num_tokens, out.shape[3])
-        num_held = rows.num_tokens(block, columns)
-        for store in self.stores:
-            store.pack_due(side, block.rows, num_held)
-        if self.forms is not None:
-            self.forms.load(side, block.rows, num_held)
-        for store in self.stores:
-            store.read(side, block.rows, num_held, tokens[:, store.heads])
-        for start, stop in [] if direct else intervals:
-            out[:, :, start:stop], tokens = tokens[:, :, : stop - start], tokens[:, :, stop - start :]
 
     def _refuse(self, key_states: Tensor, value_states: Tensor) -> None:
         geometry, batch = self.plan.attention, key_states.shape[0]
@@ -271,26 +228,3 @@ class StaticLayer(CacheLayerMixin):
             f"{geometry.v_head_dim}",
             hint="the plan was compiled for another model",
         )
-
-
-def crop_static(layers: Sequence[StaticLayer], state: StaticState, tokens_to_remove: int) -> None:
-    """Remove the last -n columns (n negative), or keep the first n, in all layers of a static cache.
-
-    Raises:
-        UsageError: some of these tokens are packed, pages have shrunk since, or what was before them has left a
-            sliding window.
-    """
-    held = int(state.columns) if state.is_allocated else 0
-    columns = max(0, tokens_to_remove if tokens_to_remove > 0 else held + tokens_to_remove)
-    if columns >= held:
-        return
-    before, after = state.rows.lengths(held), state.rows.lengths(columns)
-    stores = [store for layer in layers for store in layer.stores]
-    losses = (store.loss(*counts) for store in stores for counts in zip(before, after, strict=True))
-    for loss in filter(None, losses):
-        raise UsageError(f"cannot remove {held - columns} of {held} tokens: {loss}", hint=DYNAMIC_HINT)
-    if state.pool is not None and columns and state.pool.has_shrunk(columns):
-        raise UsageError(f"cannot go back from {held} tokens to {columns}: pages have shrunk since", hint=DYNAMIC_HINT)
-    for store in stores:
-        store.uncount([old - new for old, new in zip(before, after, strict=True)])
-    state.set_columns(columns)

@@ -23,7 +23,7 @@ from kvcal.formats import SIDES, Side
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import ops
 from kvcal.kernels.operands import PageCounts, PageTransform, QueryStatistic, StoredSide
-from kvcal.kernels.reference import query_means
+from kvcal.kernels.reference import num_packed, query_means
 from kvcal.kernels.variants import HeadRange, Variant, stored_form, variant_of
 from kvcal.layer_plan import LayerPlan
 from kvcal.quantizers.pages import PAGE_TOKENS
@@ -225,7 +225,7 @@ class HeadStore:
         return transform if side == "k" else transform.of_values
 
     def _num_packed(self, side: Side, num_tokens: int) -> int:
-        return self.variant.format(side).num_pages(num_tokens - 1) if num_tokens else 0
+        return num_packed(self.variant.format(side), num_tokens)
 
     def _begin_queries(self, rows: slice, num_tokens: int) -> None:
         self.query_sum[rows] = 0

@@ -20,7 +20,8 @@ from kvcal.kernels.operands import PageCounts, PageTransform, StoredSide
 from kvcal.kernels.variants import Variant, window_variant
 from kvcal.kernels.window import append_window
 from kvcal.layer_plan import LayerPlan
-from kvcal.runtime.static_state import StaticState, fixed
+from kvcal.runtime.fixed import fixed
+from kvcal.runtime.static_state import StaticState
 
 
 @dataclass(frozen=True)

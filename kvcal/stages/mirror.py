@@ -12,6 +12,7 @@ It saves time and not memory, so it serves evaluation alone; ``nbytes`` still co
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,11 +119,11 @@ class MirroredLayer(PagedLayer):
 class MirroredCache(PlanCache):
     """See the module's docstring; built and used like a PlanCache."""
 
-    def _layer(self, index: int, native: object, layer: LayerPlan) -> object:
-        made = super()._layer(index, native, layer)
-        if isinstance(made, PagedLayer):
-            return MirroredLayer(made.plan, made.state)
-        return made
+    def _empty_layers(self) -> list[Any]:
+        return [
+            MirroredLayer(layer.plan, layer.state) if isinstance(layer, PagedLayer) else layer
+            for layer in super()._empty_layers()
+        ]
 
     @torch.inference_mode()
     def verify(self) -> None:

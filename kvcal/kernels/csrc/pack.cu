@@ -88,7 +88,7 @@ KV_INLINE void append_side(
 
 // Grid (n heads, B rows, 2 sides), 256 threads. Packs the page that is due, if one is, and stores the row's new token.
 //   k_new, v_new  [B, n, D] in DTYPE, by strides in elements; q [B, n GROUP_HEADS, D] likewise, for query scores
-//   k_sinks ...   the store of the head range, as kvcal/kernels/ops.py has it; *_max_pages: pages a row has room for
+//   k_sinks ...   the store of the head range, as kvcal/kernels/operands.py has it; *_max_pages: pages a row has room for
 //   query_sum     [B, n, D] fp32, sum of |q| since it was last 0; query_start [B, n] int32, the row's tokens then
 //   lengths       [B] int32, tokens before this step; *_page_at int32 [*_page_at_length] for a window rule, or 0
 //   k_rescale, k_offset  fp32 [n, D] of these heads, or 0; first_head: the number of the first one in the layer
