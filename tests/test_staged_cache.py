@@ -197,6 +197,29 @@ def test_records_only_ever_slide_where_nothing_is_left_to_read() -> None:
     assert pool.pages.numel() == max(ends)
 
 
+def test_a_compiled_step_is_one_graph_that_serves_every_stage() -> None:
+    """Also where nothing was packed, and no kernel's key was asked for, before it was compiled."""
+    plan, model = staged_plan((140,), (140, 150)), tiny_llama(2, 1)
+    ids, graphs = random_ids(2, 160), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def step(token: torch.Tensor, position: torch.Tensor, cache: PlanCache) -> torch.Tensor:
+        return model(token, position_ids=position, past_key_values=cache).logits
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    eager, static = (PlanCache(plan, model.config, max_tokens=160) for _ in range(2))
+    with paged_attention(model), torch.no_grad():
+        feed(model, eager, ids[:, :120])
+        feed(model, static, ids[:, :120])
+        for i in range(120, 160):
+            token, position = ids[:, i : i + 1], torch.full((2, 1), i)
+            assert torch.equal(compiled(token, position, static), step(token, position, eager))
+    assert len(graphs) == 1 and int(static.static.pool.stage) == 2
+
+
 def test_the_operators_declare_what_they_do() -> None:
     static, _ = caches(transformed(staged_plan((140,), (140, 150))), 300)
     with paged_attention(tiny_llama(2, 1)):

@@ -6,8 +6,8 @@ when a prompt comes is packed before its stage ends, in all layers, and not when
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -23,10 +23,13 @@ from kvcal.runtime.static_state import StaticState
 from kvcal.runtime.static_store import HeadStore
 
 
+@dataclass(frozen=True)
 class StagedStore(HeadStore):
-    """See the module's docstring. ``pages`` are views of the pool, for the host; steps are given the pool."""
+    """See the module's docstring. ``pages`` are views of the pool, for the host; steps are given the pool. ``keys``: of
+    the variant for each pair of bits that keys and values come to have."""
 
     pages: RegionPages
+    keys: Mapping[tuple[int, ...], str] = field(init=False)
     packs_before_prompts: ClassVar[bool] = True
 
     @classmethod
@@ -34,14 +37,13 @@ class StagedStore(HeadStore):
         assert state.pool is not None
         return RegionPages(state.pool, plan.geometry.index, pair.heads.start)
 
-    @functools.cached_property
-    def _variants(self) -> dict[tuple[int, ...], str]:
-        """The key of the kernels for each pair of bits that keys and values come to have."""
-        return {bits: with_bits(self.variant, *bits).key for bits in self.pages.widths}
+    def __post_init__(self) -> None:
+        keys = {bits: with_bits(self.variant, *bits).key for bits in self.pages.widths}
+        object.__setattr__(self, "keys", keys)  # all of them now: a cached property's lock is not for torch.compile
 
     @property
     def present_key(self) -> str:
-        return self._variants[self.pages.num_bits]
+        return self.keys[self.pages.num_bits]
 
     def _stored(self, side: Side) -> StoredSide:
         return StoredSide(self.sinks[side], self.buffer[side], self.pages.pool.pages)
@@ -54,7 +56,7 @@ class StagedStore(HeadStore):
 
     @property
     def _stages(self) -> tuple[Tensor, list[int], list[str]]:
-        return self.pages.pool.present, self.pages.numbers, list(self._variants.values())
+        return self.pages.pool.present, self.pages.numbers, list(self.keys.values())
 
     def pack_all_due(self, columns: int) -> None:
         """Pack the pages that the tokens of so many columns have filled, the last one, too."""
