@@ -5,6 +5,7 @@
     kept      what predictors read: a layer's pages before RoPE in fp32, from the time they are reconstructed until
               their last reader has used them. A layer that is predicted from the one before makes two exist at a time;
               a layer that many are predicted from stays until the last of them.
+    turns     cosine and sine of every position, where keys are turned by a kernel; layers of the same RoPE share them.
 
 Sizes depend on the plan, the batch and ``max_tokens`` alone. Zeroed, so that nothing that is computed from a page that
 was never written is NaN. None of it outlives a forward pass, and none of it is part of the plan's bytes.
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from kvcal.formats import RAW, SIDES, Side
 from kvcal.kernels.macros import page_layout
+from kvcal.kernels.reconstruct import position_turns
 from kvcal.kernels.variants import HeadRange, head_ranges, stored_form
 from kvcal.layer_plan import LayerPlan
 from kvcal.plan import Plan
@@ -36,10 +38,13 @@ class FormWorkspace:
         self._kept: dict[tuple[int, Side], Tensor] = {}
         self._slots: list[Tensor] = []
         self._share_slots(layers, device)
+        self._turns = _turns(plan, max_tokens, device)
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in (*self._tokens.values(), *self._slots))
+        turns = {tensor.data_ptr(): tensor for tensor in self._turns.values()}
+        tensors = (*self._tokens.values(), *self._slots, *turns.values())
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
     def pages(self, layer: LayerPlan, pair: HeadRange, side: Side) -> Tensor:
         """uint8 [B, pages, n, record]: 16-bit pages that the kernels meet, of a head range in a stored form."""
@@ -50,8 +55,12 @@ class FormWorkspace:
         return pages.view(self._batch, pair.format(side).num_pages(self._max_tokens), pair.num_heads, record)
 
     def kept(self, index: int, side: Side) -> Tensor | None:
-        """fp32 [B, pages, N, 128, D]: pages of layer ``index`` as predictors read them; None where none does."""
+        """fp32 [B, pages, 128, N, D]: pages of layer ``index`` as predictors read them; None where none does."""
         return self._kept.get((index, side))
+
+    def turns(self, index: int) -> Tensor | None:
+        """fp32 [max_tokens, pairs, 2] of layer ``index``, for ``kvcal::reconstruct``; None where no kernel asks."""
+        return self._turns.get(index)
 
     def _token_bytes(self, layer: LayerPlan, side: Side) -> list[int]:
         """Of every head range."""
@@ -84,7 +93,7 @@ class FormWorkspace:
                 if key not in last_reader:
                     continue
                 pages = layer.formats(side)[0].num_pages(self._max_tokens)
-                shape = (self._batch, pages, layer.attention.num_kv_heads, PAGE_TOKENS, layer.head_dim(side))
+                shape = (self._batch, pages, PAGE_TOKENS, layer.attention.num_kv_heads, layer.head_dim(side))
                 free = [
                     number
                     for number, (slot, until) in enumerate(zip(self._slots, busy_until, strict=True))
@@ -96,3 +105,17 @@ class FormWorkspace:
                     free = [len(self._slots) - 1]
                 self._kept[key] = self._slots[free[0]]
                 busy_until[free[0]] = last_reader[key]
+
+
+def _turns(plan: Plan, max_tokens: int, device: torch.device) -> dict[int, Tensor]:
+    """By the index of every layer with a rotary table; empty on a CPU, where torch computes the angles as it goes."""
+    found: dict[int, Tensor] = {}
+    by_table: dict[bytes, Tensor] = {}
+    for layer in plan.layers if device.type == "cuda" else ():
+        rotary = plan.tensors.get(f"layers.{layer.geometry.index}.rotary")
+        if rotary is not None:
+            table = rotary.cpu().contiguous().numpy().tobytes()
+            if table not in by_table:
+                by_table[table] = position_turns(rotary.to(device), max_tokens)
+            found[layer.geometry.index] = by_table[table]
+    return found

@@ -30,7 +30,6 @@ class LayerForms:
     """``stores``: the layer's, allocated; ``tensors``: the records, which count as the plan's bytes."""
 
     def __init__(self, plan: LayerPlan, state: StaticState, stores: Sequence[HeadStore]) -> None:
-        self.batch = state.batch
         self.forms: dict[Side, list[StoredForm]] = {"k": [], "v": []}
         for side in SIDES:
             is_read = state.forms.kept(plan.geometry.index, side) is not None
@@ -50,7 +49,7 @@ class LayerForms:
         for side in SIDES:
             for form in self.forms[side]:
                 form.pack_due()
-                form.load(slice(0, self.batch), range(form.max_pages))
+                form.load_held()
 
     def extend(self, rows: slice, num_tokens: int, total: int) -> None:
         """``rows`` had ``num_tokens`` and have ``total`` tokens: pages that their stores have packed since."""
@@ -106,8 +105,10 @@ def _form(
         state.forms.kept(plan.geometry.index, side),
         _predicted(plan, side, state),
         stores[0].page_at[side],
+        state.forms.turns(plan.geometry.index),
         state.lengths,
         state.error,
+        stores[0].nothing,
     )
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvcal.formats import Format, Layout, Side
+from kvcal.geometry import CacheDtype
 from kvcal.layer_plan import LayerPlan
 from kvcal.plan_tensors import lattice_name
 from kvcal.quantizers.convert import Transform, convert
@@ -43,7 +44,7 @@ class PageCodec:
         side: Side,
         fmt: Format,
         heads: slice,
-        cache_dtype: str,
+        cache_dtype: CacheDtype,
         tensors: Mapping[str, Tensor],
     ) -> None:
         prefix = f"layers.{plan.geometry.index}"

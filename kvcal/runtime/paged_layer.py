@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.formats import RAW, SIDES, Side
-from kvcal.geometry import CACHE_DTYPES
+from kvcal.geometry import CACHE_DTYPES, CacheDtype
 from kvcal.layer_plan import LayerPlan
 from kvcal.quantizers.scores import query_sum
 from kvcal.runtime.page_codec import PageCodec
@@ -54,7 +54,7 @@ class PagedLayer(CacheLayerMixin):
         return self.state.padding
 
     @property
-    def cache_dtype(self) -> str:
+    def cache_dtype(self) -> CacheDtype:
         return self.state.plan.cache_dtype
 
     @property

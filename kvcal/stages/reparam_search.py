@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kvcal.formats import Format
-from kvcal.geometry import CACHE_DTYPES
+from kvcal.geometry import CACHE_DTYPES, CacheDtype
 from kvcal.layer_plan import LayerPlan
 from kvcal.models.reread import Segment
 from kvcal.quantizers.pages import PAGE_TOKENS, RAW_BITS
@@ -94,7 +94,7 @@ def page_segments(layer: LayerPlan, num_tokens: int) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-def read_back(layer: LayerPlan, cache_dtype: str, tensors: Mapping[str, Tensor], k_post_BNTD: Tensor) -> Tensor:
+def read_back(layer: LayerPlan, cache_dtype: CacheDtype, tensors: Mapping[str, Tensor], k_post_BNTD: Tensor) -> Tensor:
     """Keys [1, N, T, D] as a cache would read them back from the pages of T - 1 tokens (at their final bits), in
     k_post's dtype; what is in no page is as it was.
 

@@ -26,6 +26,11 @@ def block_size(width: int) -> int:
     return width & -width
 
 
+def norm(width: int) -> float:
+    """1 / sqrt(n), which makes the transform orthonormal; rounded to fp32 where it is used."""
+    return 1.0 / math.sqrt(block_size(width))
+
+
 def random_signs(width: int, seed: int) -> Tensor:
     """[width] int8 of +1 and -1 on the CPU, from the bits of a hash: the same on any machine and torch version.
 
@@ -57,4 +62,4 @@ def _transformed(x: Tensor) -> Tensor:
         values = torch.stack((low + high, low - high), 1)
         distance *= 2
     values = values.reshape(width, -1).t().reshape(x.shape)
-    return values * x.new_full((), 1.0 / math.sqrt(block))
+    return values * x.new_full((), norm(width))

@@ -1,0 +1,262 @@
+// Records that the attention kernels cannot read become pages of 16 bits, which they can, and what predictors read:
+// lattices, residuals of a prediction, keys before RoPE. See kvcal/kernels/reconstruct.py.
+//
+//   stored   what the record holds: points of a lattice, rotated back, or code * scale + zero, or 16 bits;  + prediction
+//   tokens   in the cache's dtype: stored, with λ and offset undone (keys), or turned to its position (keys before RoPE)
+//   kept     fp32, before RoPE: stored; keys after RoPE are turned back
+//
+// One pass over memory. A block decodes a tile, some tokens of a page, to fp32 in shared memory, corrects it in place and
+// writes it out, 8 channels a thread. On a lattice a token's row is all KV heads, and a tile has as many tokens as make
+// 8,192 values (32 a thread); otherwise it is 32 tokens of one head. Angles are not computed here: a table has the cosine
+// and sine of every position. Every number is made by the single IEEE operations of the reference, in its order, so that
+// the bits are its bits: later records are encoded against predictions from what is kept here.
+//
+// Tiles are taken in turn by a grid of fixed size; those of pages that a row does not hold cost a look at its length. So
+// the time is that of the tokens held, and a captured launch stays valid as they grow. Left out: asking for the next tile
+// while one is in work (the SM's other blocks fill the time).
+
+#include "lattice.cuh"
+#ifndef POINT_DIM
+#include "stored.cuh"
+#endif
+
+enum { BLOCKS = 4 };                              // an SM: leaves a thread 64 registers
+enum { NOT_TURNED, TO_POSITIONS, TURNED_BACK };  // TURN: nothing, the tokens, or what is kept
+
+#ifdef POINT_DIM
+typedef Lattice Stored;
+constexpr bool IS_LATTICE = true;
+constexpr int WIDTH = Lattice::width, GRID_FLOATS = Lattice::points * POINT_DIM;
+#else
+#if SIDE == 0
+typedef Keys Stored;
+#else
+typedef Values Stored;
+#endif
+constexpr bool IS_LATTICE = false;
+constexpr int WIDTH = Stored::dim, GRID_FLOATS = 0;
+#endif
+constexpr int STRIDE = tile_stride(WIDTH), CHUNKS = Stored::dim / 8;
+static_assert(Stored::dim % 8 == 0 && KV_PAGE_TOKENS % TILE_TOKENS == 0, "8 channels a thread, whole tiles");
+static_assert((GRID_FLOATS + TILE_TOKENS * STRIDE) * 4 <= SHARED_BYTES, "see kvcal/kernels/reconstruct.py");
+
+#ifndef POINT_DIM
+
+// Tokens `first` to first + TILE_TOKENS - 1 of a record of one head. Codes come 16 neighbours at a time: channels of a
+// token (keys), or tokens of a channel (values).
+template <class S>
+KV_INLINE void load_codes(float* tile, const unsigned char* record, int first) {
+    if constexpr (Page<S>::is_raw || S::tiers > 0) {
+        for (int i = threadIdx.x; i < TILE_TOKENS * S::dim; i += THREADS) {
+            const int row = i / S::dim, channel = i % S::dim;
+            tile[row * STRIDE + tile_place(channel)] = stored_value<S>(record, first + row, channel);
+        }
+    } else {
+        static_assert(TILE_TOKENS % 16 == 0, "16 tokens of a channel");
+        constexpr int UNITS = S::side == 0 ? Page<S>::padded / 16 : S::dim;
+        constexpr int ITEMS = S::side == 0 ? TILE_TOKENS * UNITS : TILE_TOKENS / 16 * UNITS;
+        for (int i = threadIdx.x; i < ITEMS; i += THREADS) {
+            const int row = S::side == 0 ? i / UNITS : i / UNITS * 16, token = first + row;
+            const int channel = S::side == 0 ? i % UNITS * 16 : i % UNITS;
+            const int plane_row = S::side == 0 ? token : channel, column = S::side == 0 ? channel : token;
+            unsigned code[16];
+            float x[16];
+            kv_load_codes<Page<S>::rows, Page<S>::columns, S::bits>(record, plane_row, column, code);
+#pragma unroll
+            for (int k = 0; k < 16; ++k) {
+                const int t = S::side == 0 ? token : token + k, c = S::side == 0 ? channel + k : channel;
+                const int place =
+                    S::axis == 0 ? t / S::group * Page<S>::others + c : c / S::group * Page<S>::others + t;
+                const float scale = kv_load_param<S::param>(record + S::scale, place);
+                const float zero = kv_load_param<S::param>(record + S::zero, place);
+                x[k] = __fadd_rn(__fmul_rn((float)code[k], scale), zero);
+            }
+            float* at = tile + row * STRIDE + tile_place(channel);
+            if constexpr (S::side == 0) {
+                store_floats<8>(at, x);
+                if (channel + 8 < S::dim) {
+                    store_floats<8>(at + 8, x + 8);
+                }
+            } else {
+#pragma unroll
+                for (int k = 0; k < 16; ++k) {
+                    at[k * STRIDE] = x[k];
+                }
+            }
+        }
+    }
+}
+
+#endif
+
+KV_INLINE void store_tokens(unsigned short* to, const float* x) {
+    unsigned words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        words[i] = kv_bits_of<DTYPE>(x[2 * i]) | (unsigned)kv_bits_of<DTYPE>(x[2 * i + 1]) << 16;
+    }
+    *(uint4*)to = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// What a launch is about, of n heads out of N: see ``reconstruct``.
+struct Task {
+    unsigned short* tokens;
+    float* kept;
+    const float* prediction;
+    const signed char* signs;
+    float norm;
+    const float* rescale;
+    const float* offset;
+    long long first_head, heads, all_heads;
+};
+
+// Tokens `first_token` and on of page number `number` of the launch, `of_row` of all rows' pages; values of `num_heads`
+// heads, the first of which is number `own_head` of the n, from value `first_value` of a row on.
+struct Tile {
+    float* values;
+    int first_value, num_heads, own_head, first_token;
+    long long number, of_row;
+};
+
+KV_INLINE void add(float* x, const float* more) {
+    float y[8];
+    load_floats<8>(y, more);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+        x[k] = __fadd_rn(x[k], y[k]);
+    }
+}
+
+// What the tile lacks of 8 values: from value `value` of a row on, which are from `of_run` on among those of all N heads.
+KV_INLINE void correct(float* x, const Task& task, const Tile& tile, int token, int value, long long of_run) {
+#ifdef POINT_DIM
+    normalize(x, task.norm, task.signs, value);
+#endif
+    if (task.prediction != nullptr) {
+        const long long of_token = tile.number * KV_PAGE_TOKENS + token;
+        add(x, task.prediction + of_token * task.all_heads * Stored::dim + of_run);
+    }
+    if constexpr (Stored::has_rescale) {
+        float by[8];
+        load_floats<8>(by, task.rescale + of_run);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            x[k] = __fmul_rn(x[k], by[k]);
+        }
+    }
+    if constexpr (Stored::has_offset) {
+        add(x, task.offset + of_run);
+    }
+}
+
+// All values of a tile, 8 channels at a time: behind IS_TURNED, out; before, corrected, and out, or back into the tile
+// where they are still to be turned.
+template <bool IS_TURNED>
+KV_INLINE void pass_over(const Task& task, const Tile& tile, bool will_turn) {
+    for (int item = threadIdx.x; item < tile.num_heads * TILE_TOKENS * CHUNKS; item += THREADS) {
+        const int in_tile = item / (TILE_TOKENS * CHUNKS), row = item / CHUNKS % TILE_TOKENS;
+        const int channel = item % CHUNKS * 8, token = tile.first_token + row, head = tile.own_head + in_tile;
+        const int value = tile.first_value + in_tile * Stored::dim + channel;
+        const long long of_run = (task.first_head + head) * Stored::dim + channel;
+        float* at = tile.values + row * STRIDE + tile_place(value);
+        float x[8];
+        load_floats<8>(x, at);
+        if constexpr (!IS_TURNED) {
+            correct(x, task, tile, token, value, of_run);
+            if (will_turn) {
+                store_floats<8>(at, x);
+            }
+        }
+        if (task.tokens != nullptr && IS_TURNED == (TURN == TO_POSITIONS)) {
+            const long long of_head = (tile.of_row * task.heads + head) * KV_PAGE_TOKENS + token;
+            store_tokens(task.tokens + of_head * Stored::dim + channel, x);
+        }
+        if (task.kept != nullptr && IS_TURNED == (TURN == TURNED_BACK)) {
+            const long long of_token = tile.of_row * KV_PAGE_TOKENS + token;
+            store_floats<8>(task.kept + of_token * task.all_heads * Stored::dim + of_run, x);
+        }
+    }
+}
+
+// Every pair of channels, turned to the position of its token, or back from it, as transforms/rotation.py has it. The
+// tile's first token is at `position`.
+KV_INLINE void turn(const Tile& tile, const double* rotary, const float2* turns, long long position) {
+#if TURN != 0
+    for (int i = threadIdx.x; i < TILE_TOKENS * ROTARY_PAIRS; i += THREADS) {
+        const int row = i / ROTARY_PAIRS, pair = i % ROTARY_PAIRS;
+        const float2 angle = turns[(position + row) * ROTARY_PAIRS + pair];
+        const int a = (int)rotary[4 * pair], b = (int)rotary[4 * pair + 1];
+        const float amplitude = (float)rotary[4 * pair + 3];
+        for (int head = 0; head < tile.num_heads; ++head) {
+            const int value = tile.first_value + head * Stored::dim;
+            float* first = tile.values + row * STRIDE + tile_place(value + a);
+            float* second = tile.values + row * STRIDE + tile_place(value + b);
+            const float x_cos = __fmul_rn(*first, angle.x), x_sin = __fmul_rn(*first, angle.y);
+            const float y_cos = __fmul_rn(*second, angle.x), y_sin = __fmul_rn(*second, angle.y);
+            if constexpr (TURN == TO_POSITIONS) {
+                *first = __fmul_rn(__fsub_rn(x_cos, y_sin), amplitude);
+                *second = __fmul_rn(__fadd_rn(y_cos, x_sin), amplitude);
+            } else {
+                *first = __fdiv_rn(__fadd_rn(x_cos, y_sin), amplitude);
+                *second = __fdiv_rn(__fsub_rn(y_cos, x_sin), amplitude);
+            }
+        }
+    }
+#endif
+}
+
+// Grid: any, 256 threads; dynamic shared memory: SHARED_BYTES. n neighbouring heads out of N in one format, and `room`
+// pages a row.
+//   records     uint8, by strides in bytes: on a lattice a page of all N heads, else the first of n pages of one head
+//   tokens      16 bits [rows, room, n, 128, D], or 0;  kept fp32 [rows, room, 128, N, D], or 0
+//   prediction  fp32 [stop - start, 128, N, D], or 0
+//   lengths     int32 [rows]: tokens, whose pages are wanted; or 0 for all pages. page_at int32 [page_at_length], or 0
+//   grid        fp32 [points, POINT_DIM]; signs int8 [N D]; norm: 1 / sqrt(group). For lattices
+//   rescale, offset  fp32 [N, D]
+//   rotary      fp64 [ROTARY_PAIRS, 4]; turns fp32 [positions, ROTARY_PAIRS, 2], cosine and sine
+// Pages: numbers start to stop - 1 of num_pages a row, from (first_row, first_page) on.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) reconstruct(
+    const unsigned char* records, long long row_stride, long long page_stride, unsigned short* tokens, float* kept,
+    const float* prediction, const int* lengths, const int* page_at, long long page_at_length, const float* grid,
+    const signed char* signs, float norm, const float* rescale, const float* offset, const double* rotary,
+    const float2* turns, long long first_head, long long heads, long long all_heads, long long room,
+    long long first_row, long long first_page, long long num_pages, long long start, long long stop) {
+    extern __shared__ float4 shared[];
+    float* points = (float*)shared;
+    const Task task{tokens, kept, prediction, signs, norm, rescale, offset, first_head, heads, all_heads};
+    Tile tile{points + GRID_FLOATS, 0, 1, 0, 0, 0, 0};
+    if constexpr (IS_LATTICE) {
+        tile.first_value = (int)first_head * Stored::dim, tile.num_heads = (int)heads;
+        for (int i = threadIdx.x; i < GRID_FLOATS; i += THREADS) {
+            points[i] = grid[i];
+        }
+    }
+    const bool will_turn = TURN == TO_POSITIONS ? tokens != nullptr : TURN == TURNED_BACK && kept != nullptr;
+    const int parts = KV_PAGE_TOKENS / TILE_TOKENS, tiles = parts * (IS_LATTICE ? 1 : (int)heads);  // of a page
+    for (int i = blockIdx.x; i < (int)(stop - start) * tiles; i += gridDim.x) {
+        const int place = (int)start + i / tiles, row = (int)first_row + place / (int)num_pages;
+        const int page = (int)first_page + place % (int)num_pages;
+        if (lengths != nullptr &&
+            page >= kv_pages(lengths[row], Stored::sinks, Stored::window, Stored::buffer, page_at, (int)page_at_length)) {
+            continue;
+        }
+        tile.number = i / tiles, tile.of_row = row * room + page;
+        tile.own_head = i % tiles / parts, tile.first_token = i % parts * TILE_TOKENS;
+        const unsigned char* record = records + row * row_stride + page * page_stride;
+        __syncthreads();  // the tile before is written out
+#ifdef POINT_DIM
+        load_points<TILE_TOKENS>(tile.values, points, record, tile.first_token);
+        finish_rounds<TILE_TOKENS, Lattice::run>(tile.values);
+#else
+        load_codes<Stored>(tile.values, record + tile.own_head * Stored::record, tile.first_token);
+#endif
+        __syncthreads();
+        pass_over<false>(task, tile, will_turn);
+        if (will_turn) {
+            __syncthreads();
+            turn(tile, rotary, turns, Stored::sinks + (long long)page * KV_PAGE_TOKENS + tile.first_token);
+            __syncthreads();
+            pass_over<true>(task, tile, false);
+        }
+    }
+}
