@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,13 +14,12 @@ from kvcal.formats import RAW, Boost, Format, Tier, WindowRule
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.reconstruct import position_turns, reconstruct
 from kvcal.kernels.reconstruction import Reconstruction
-from kvcal.quantizers.gaussian_grid import gaussian_grid
 from kvcal.quantizers.lattice import LatticeLayout
 from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.quantizers.tiers import TieredLayout
 from kvcal.transforms.hadamard import random_signs
 
-LATTICES = {(2, 2): 16, (3, 2): 64, (4, 2): 256, (2, 4): 256}  # (num_bits, lattice_dim): points
+LATTICES = ((2, 2), (3, 2), (4, 2), (2, 4))  # num_bits, lattice_dim
 KITTY = Boost("magnitude", (Tier(4, 0.25),))
 THREE_TIERS = Boost("magnitude", (Tier(16, 0.1), Tier(8, 0.2), Tier(4, 0.3)))
 LITERAL = WindowRule("literal", 0.2, 200)
@@ -58,8 +57,8 @@ def _cases() -> Iterator[tuple[str, Case]]:
     for heads, head_dim in ((1, 8), (3, 8), (1, 40), (3, 64), (3, 80), (1, 128), (4, 128), (3, 176), (32, 80)):
         for dim in (2, 4):
             yield f"lattice d={dim}, {heads} x {head_dim}", Case(_lattice(2, dim, heads, head_dim))
-    for heads, head_dim in ((16, 128), (32, 128), (48, 128), (33, 256)):  # 4, 2, 1 and 1 tokens a tile
-        yield f"lattice, {heads} x {head_dim}", Case(_lattice(3, 2, heads, head_dim), is_predicted=True)
+    for heads, head_dim in ((16, 128), (33, 256)):  # 4 tokens a tile; one, of more values than 32 a thread
+        yield f"lattice, {heads} x {head_dim}", Case(_lattice(2, 2, heads, head_dim))
     for dtype in ("bfloat16", "float32"):
         form = _lattice(3, 2, 2, 64)
         yield f"lattice, scales in {dtype}", Case(replace(form, format=replace(form.format, param_dtype=dtype)))
@@ -116,7 +115,7 @@ def tensors_of(name: str) -> Mapping[str, Tensor]:
     x[0, 0, 0, 5] = 0.0
     layout, found = form.layout, {}
     if isinstance(layout, LatticeLayout):
-        found["grid"] = gaussian_grid(layout.lattice_dim, LATTICES[layout.num_bits, layout.lattice_dim])
+        found["grid"] = torch.randn(layout.num_points, layout.lattice_dim, generator=generator)
         found["signs"] = random_signs(heads * dim, seed=3)
         records = layout.encode(x.transpose(2, 3).flatten(-2), found["grid"], found["signs"]).unsqueeze(2)
     elif isinstance(layout, TieredLayout):
@@ -145,35 +144,47 @@ def page_at(fmt: Format) -> Tensor:
     return torch.tensor([*counts, 2**31 - 1], dtype=torch.int32)
 
 
-def run(
+def prepared(
     name: str, device: str, lengths: Tensor | None = None, rows: slice = slice(0, BATCH), pages: range = range(PAGES)
-) -> list[Tensor]:
-    """All outputs of a case on a device, [rows, pages, ...]: tokens of every head range, then what is kept. Where
-    nothing was written they are 7. ``lengths``: as for the operator; on the pages of ``rows``, two calls."""
-    case = CASES[name]
-    form, given = case.form, {key: x.to(device) for key, x in tensors_of(name).items()}
-    nothing, dim = torch.empty(0, device=device), form.head_dim
-    dtype = CACHE_DTYPES[form.cache_dtype]
-    kept = torch.full((BATCH, PAGES, PAGE_TOKENS, form.num_heads, dim), 7.0, device=device) if case.is_kept else nothing
-    turns = nothing
+) -> tuple[list[Tensor], Callable[[], None]]:
+    """Outputs of a case on a device, full of 7, [BATCH, PAGES, ...]: tokens of every head range, then what is kept; and
+    what writes them, in two calls a head range. ``lengths``: as for the operator, on the device."""
+    case, given = CASES[name], {key: x.to(device) for key, x in tensors_of(name).items()}
+    form, nothing = case.form, torch.empty(0, device=device)
+    shape, dtype = (BATCH, PAGES), CACHE_DTYPES[form.cache_dtype]
+    kept = turns = nothing
+    if case.is_kept:
+        kept = torch.full((*shape, PAGE_TOKENS, form.num_heads, form.head_dim), 7.0, device=device)
     if form.num_pairs:
         turns = position_turns(given["rotary"], form.format.num_sink_tokens + PAGE_TOKENS * PAGES)
-    found, first = [], 0
-    count = (rows.stop - rows.start) * len(pages)
+    held = torch.empty(0, dtype=torch.int32, device=device) if lengths is None else lengths
+    transforms = [given.get(key, nothing) for key in ("grid", "signs", "rescale", "offset", "rotary")]
+    due, count = page_at(form.format).to(device), (rows.stop - rows.start) * len(pages)
+    outputs, calls, first = [], [], 0
     for heads in case.head_ranges:
-        tokens = torch.full((BATCH, PAGES, heads, PAGE_TOKENS, dim), 7.0, dtype=dtype, device=device)
+        tokens = torch.full((*shape, heads, PAGE_TOKENS, form.head_dim), 7.0, dtype=dtype, device=device)
         records = given["records"]
         if not form.is_lattice:
             records = records[:, :, first : first + heads]
-            records = records.clone() if case.merely else records
+            records = records.clone() if case.merely else records  # of a store of their own
         for start, stop in ((0, count // 2), (count // 2, count)):
             prediction = given["prediction"][start:stop] if case.is_predicted else nothing
-            reconstruct(
-                records, nothing if case.merely else tokens, kept, prediction,
-                nothing.int() if lengths is None else lengths.to(device), page_at(form.format).to(device),
-                *(given.get(key, nothing) for key in ("grid", "signs", "rescale", "offset", "rotary")), turns,
-                first, rows.start, pages.start, len(pages), start, stop, form.key,
-            )  # fmt: skip
-        found.append(tokens)
+            calls.append((
+                records, nothing if case.merely else tokens, kept, prediction, held, due, *transforms, turns, first,
+                rows.start, pages.start, len(pages), start, stop, form.key,
+            ))  # fmt: skip
+        outputs.append(tokens)
         first += heads
-    return [*found, kept]
+
+    def write() -> None:
+        for call in calls:
+            reconstruct(*call)
+
+    return [*outputs, kept], write
+
+
+def run(name: str, device: str, *args: object, **more: object) -> list[Tensor]:
+    """The outputs of ``prepared``, written."""
+    outputs, write = prepared(name, device, *args, **more)
+    write()
+    return outputs

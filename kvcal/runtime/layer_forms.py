@@ -48,8 +48,7 @@ class LayerForms:
         otherwise, and records must be the same bytes everywhere."""
         for side in SIDES:
             for form in self.forms[side]:
-                form.pack_due()
-                form.load_held()
+                form.step()
 
     def extend(self, rows: slice, num_tokens: int, total: int) -> None:
         """``rows`` had ``num_tokens`` and have ``total`` tokens: pages that their stores have packed since."""

@@ -16,6 +16,7 @@ step: to reconstruct once (AQUA-KV's codec mode), at 16 bits.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,33 +72,36 @@ class StoredForm:
     def max_pages(self) -> int:
         return self.records[0].shape[1]
 
-    def pack_due(self) -> None:
-        """Within a step, behind ``append``: encode the page that it took from every row's buffer, where it did."""
-        if not self.tokens or not self.max_pages:
+    def step(self) -> None:
+        """Behind ``append``: encode the page that it took from every row's buffer, where it did, then reconstruct the
+        pages that rows hold. The other sides that this one is predicted from come before."""
+        if not self.max_pages:
             return
-        packed = self._num_pages((self.lengths - 1).clamp(min=0))
-        is_due = (self._num_pages(self.lengths) > packed) & (packed < self.max_pages)
-        every_row = torch.arange(len(packed), device=packed.device)
-        self._encode((every_row, packed.clamp(max=self.max_pages - 1).long()), is_due)
+        weights = self._weights()
+        if self.tokens:
+            packed = self._num_pages((self.lengths - 1).clamp(min=0))
+            is_due = (self._num_pages(self.lengths) > packed) & (packed < self.max_pages)
+            every_row = torch.arange(len(packed), device=packed.device)
+            self._encode((every_row, packed.clamp(max=self.max_pages - 1).long()), is_due, weights)
+        self._reconstruct(slice(0, len(self.lengths)), range(self.max_pages), self.lengths, weights)
 
     def pack(self, rows: slice, pages: range) -> None:
         """Encode these pages of each of ``rows``, which are in ``tokens``."""
+        weights = self._weights()
         for start, stop in self._parts(rows, pages) if self.tokens else ():
-            self._encode(self._places(rows, pages, start, stop), None)
+            self._encode(self._places(rows, pages, start, stop), None, weights)
 
     def load(self, rows: slice, pages: range) -> None:
         """Reconstruct these pages of each of ``rows``."""
-        self._reconstruct(rows, pages, self.nothing)
+        if pages:
+            self._reconstruct(rows, pages, self.nothing, self._weights())
 
-    def load_held(self) -> None:
-        """Within a step, behind ``pack_due``: reconstruct the pages that rows hold."""
-        self._reconstruct(slice(0, len(self.lengths)), range(self.max_pages), self.lengths)
-
-    def _encode(self, places: Places, is_due: Tensor | None) -> None:
+    def _encode(self, places: Places, is_due: Tensor | None, weights: Sequence[Tensor]) -> None:
         """``is_due`` bool [M]: the others keep what they have; None for all."""
         x = torch.cat([part[places] for part in self.tokens], dim=1)
-        inputs = [] if self.predicted is None else [kept[places] for kept in self.predicted.inputs]
-        prediction = self._prediction(inputs).transpose(1, 2) if inputs else None
+        prediction = None
+        if self.predicted is not None:
+            prediction = self._prediction([kept[places] for kept in self.predicted.inputs], weights).transpose(1, 2)
         if is_due is not None:  # what is not due may be anything, NaN included
             wanted = is_due[:, None, None, None]
             x = torch.where(wanted, x, 0)
@@ -107,7 +111,7 @@ class StoredForm:
         (records,) = self.records
         records[places] = found if is_due is None else torch.where(is_due[:, None, None], found, records[places])
 
-    def _reconstruct(self, rows: slice, pages: range, lengths: Tensor) -> None:
+    def _reconstruct(self, rows: slice, pages: range, lengths: Tensor, weights: Sequence[Tensor]) -> None:
         """``lengths``: as for the operator."""
         kept = self.nothing if self.kept is None else self.kept
         grid, signs, rescale, offset, rotary, turns = self._transforms
@@ -116,19 +120,23 @@ class StoredForm:
             prediction = self.nothing
             if self.predicted is not None:
                 inputs = [self._taken(source, rows, pages, start, stop) for source in self.predicted.inputs]
-                prediction = self._prediction(inputs)
+                prediction = self._prediction(inputs, weights)
             for records, tokens, first_head in self._head_ranges:
                 reconstruct(
                     records, tokens, kept, prediction, lengths, self.page_at, grid, signs, rescale, offset,
                     rotary, turns, first_head, rows.start, pages.start, len(pages), start, stop, self._form,
                 )  # fmt: skip
 
-    def _prediction(self, inputs: list[Tensor]) -> Tensor:
+    def _weights(self) -> Sequence[Tensor]:
+        """The predictor's, for a few calls; none without one."""
+        return () if self.predicted is None else self.predicted.predictor.weights()
+
+    def _prediction(self, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
         """[M, 128, N, D] fp32 from ``Predicted.inputs`` of M pages."""
         assert self.predicted is not None
         flat = [part.flatten(-2) for part in inputs]
         x = flat[0] if len(flat) == 1 else torch.cat(flat, dim=-1)
-        return self.predicted.predictor.apply(x).unflatten(-1, (self.codec.num_heads, -1))
+        return self.predicted.predictor.apply(x, weights).unflatten(-1, (self.codec.num_heads, -1))
 
     def _num_pages(self, lengths: Tensor) -> Tensor:
         """``Format.num_pages`` of int32 [B], on the device."""
@@ -149,7 +157,7 @@ class StoredForm:
         return rows.start + number // len(pages), pages.start + number % len(pages)
 
     def _taken(self, kept: Tensor, rows: slice, pages: range, start: int, stop: int) -> Tensor:
-        """[M, 128, N, D]: these pages of a source; no copy of whole rows."""
+        """[M, 128, .., ..]: these pages of a source; no copy where they are all of their rows'."""
         if len(pages) < self.max_pages:
             return kept[self._places(rows, pages, start, stop)]
         first = rows.start * self.max_pages

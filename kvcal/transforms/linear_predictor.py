@@ -24,7 +24,7 @@ which would be exact and faster.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -159,35 +159,40 @@ class LinearPredictor:
         weight = factors[0] @ factors[1] if len(factors) == 2 else factors[0]
         return weight, self.stored["bias"].to("cpu", torch.float64)
 
-    def apply(self, x: Tensor) -> Tensor:
+    def weights(self) -> tuple[Tensor, ...]:
+        """W as the product of these fp64 matrices [.., ..], first the one that is applied first, as ``apply`` takes
+        them: integers below 2^16 times a power of two for each row. Large: keep them for a few calls at most."""
+        rounded = (_integers(factor, _W_BITS) for factor in reversed(self.factors()))
+        return tuple(integers * _power_of_two(exponents) for integers, exponents in rounded)
+
+    def apply(self, x: Tensor, weights: Sequence[Tensor] | None = None) -> Tensor:
         """x [..., F] fp32 on the predictor's device -> [..., O] fp32: the same bits for the same row of x, on any
-        device and in any batch. A row with NaN or infinity gives a row of NaN or infinity."""
+        device and in any batch. A row with NaN or infinity gives a row of NaN or infinity. ``weights``: what
+        :meth:`weights` gives, for many calls in a row."""
         rows = x.reshape(-1, x.shape[-1])
         bias = self.stored["bias"].double()
-        factors = [_integers(factor, _W_BITS) for factor in reversed(self.factors())]
-        outputs = []
-        for chunk in rows.split(_CHUNK_ROWS):
-            for position, (integers, exponents) in enumerate(factors):
-                product = _product(chunk, integers, exponents)
-                last = position == len(factors) - 1
-                chunk = (product + bias if last else product).float()
-            outputs.append(chunk)
-        return torch.cat(outputs).view(*x.shape[:-1], self.shape.num_outputs)
+        *first, last = self.weights() if weights is None else weights
+        found = x.new_empty(len(rows), self.shape.num_outputs, dtype=torch.float32)
+        for chunk, out in zip(rows.split(_CHUNK_ROWS), found.split(_CHUNK_ROWS), strict=True):
+            for weight in first:
+                sums, unit = _product(chunk, weight)
+                chunk = (sums * unit).float()
+            out.copy_(torch.addcmul(bias, *_product(chunk, last)))  # one rounding: sums times unit is exact
+        return found.view(*x.shape[:-1], self.shape.num_outputs)
 
 
-def _product(x: Tensor, integers: Tensor, exponents: Tensor) -> Tensor:
-    """x [n, F] fp32 times W [O, F], given as integers with a power of two a row -> fp64 [n, O]."""
-    x_integers, x_exponents = _integers(x, _X_BITS)
-    # Exact: |sum| <= 2^15 2^22 2^16 = 2^53.
-    sums = x_integers @ integers.transpose(-1, -2)
-    return sums * _power_of_two(x_exponents) * _power_of_two(exponents.transpose(-1, -2))
+def _product(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """x [n, F] fp32 times W [O, F] of ``weights`` -> sums fp64 [n, O] and their unit [n, 1], a power of two."""
+    integers, exponents = _integers(x, _X_BITS)
+    # Exact: a sum is below 2^15 2^22 2^16 = 2^53 times the power of two of its row of W.
+    return integers @ weight.transpose(-1, -2), _power_of_two(exponents)
 
 
 def _integers(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
-    """Rows of x [n, F] as integers of at most 2^num_bits, in fp64, and the exponents e [n, 1] int64 of their unit:
+    """Rows of x [n, F] fp32 as integers of at most 2^num_bits, in fp64, and the exponents e [n, 1] int64 of their unit:
     x is about integers * 2^e. Only exact operations but the one rounding, half to even."""
-    x = x.double()
-    largest = x.abs().amax(-1, keepdim=True).clamp(min=2.0**-149)  # fp32's smallest: a row of zeros needs some unit
+    largest = torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True).double()
+    largest = largest.clamp(min=2.0**-149)  # fp32's smallest: a row of zeros needs some unit
     # Any fp32 number is a normal fp64 one: largest < 2^exponent.
     exponent = ((largest.view(torch.int64) >> 52) & 0x7FF) - 1022
     unit = exponent - num_bits
