@@ -1,13 +1,11 @@
-// A tile of a lattice page (quantizers/lattice.py): codes become points of the grid, times the scale of their group, and
-// the Hadamard transform is undone in place (transforms/hadamard.py).
+// A tile of a lattice page (quantizers/lattice.py): codes become points of the grid, times the scale of their group,
+// and the Hadamard transform is undone in place (transforms/hadamard.py).
 //
-// A row is all KV heads of a token. The transform is rounds of additions and subtractions at distances 1, 2, 4, ..., each
-// sum rounded by itself: whoever does them, in the order of the rounds, gets the same bits. A thread does five rounds on
-// 32 values in its registers: first on neighbours, as it decodes them, then on values 32 apart, and so on.
+// A row is all KV heads of a token. The transform is rounds of additions and subtractions at distances 1, 2, 4, ...,
+// each sum rounded by itself: whoever does them, in the order of the rounds, gets the same bits. A thread does five
+// rounds on 32 values in its registers: first on neighbours, as it decodes them, then on values 32 apart, and so on.
 
 #include "tile.cuh"
-
-#ifdef POINT_DIM
 
 enum { THREADS = 256 };
 
@@ -20,6 +18,11 @@ struct Lattice {
     static constexpr int vectors = width / POINT_DIM, columns = kv_round_up(vectors, 8);
     static constexpr int run = kv_min(group, 32);  // values of a thread
 };
+
+typedef Lattice Stored;
+
+constexpr bool IS_LATTICE = true;
+constexpr int WIDTH = Lattice::width, GRID_FLOATS = Lattice::points * POINT_DIM;
 
 // Codes of 2 bits of a row of a plane, COUNT from `column` on, a multiple of COUNT: code i in bits 2 i and 2 i + 1.
 template <int COUNT>
@@ -63,7 +66,7 @@ KV_INLINE void add_and_subtract(float* x) {
 // Tokens `first` to first + TOKENS - 1 of a record: points times scales, and the rounds within a run.
 template <int TOKENS>
 KV_INLINE void load_points(float* tile, const float* grid, const unsigned char* record, int first) {
-    constexpr int RUN = Lattice::run, RUNS = Lattice::width / RUN, CODES = RUN / POINT_DIM, PLANES = CODE_BITS / 2;
+    constexpr int RUN = Lattice::run, RUNS = WIDTH / RUN, CODES = RUN / POINT_DIM, PLANES = CODE_BITS / 2;
     for (int i = threadIdx.x; i < TOKENS * RUNS; i += THREADS) {
         const int row = i / RUNS, start = i % RUNS * RUN, token = first + row;
         unsigned words[PLANES];
@@ -94,7 +97,7 @@ KV_INLINE void load_points(float* tile, const float* grid, const unsigned char* 
             x[k] = __fmul_rn(x[k], scale);
         }
         add_and_subtract<RUN>(x);
-        store_floats<RUN>(tile + row * tile_stride(Lattice::width) + tile_place(start), x);
+        store_floats<RUN>(tile + row * tile_stride(WIDTH) + tile_place(start), x);
     }
 }
 
@@ -102,12 +105,12 @@ KV_INLINE void load_points(float* tile, const float* grid, const unsigned char* 
 template <int TOKENS, int FROM>
 KV_INLINE void finish_rounds(float* tile) {
     if constexpr (FROM < Lattice::group) {
-        constexpr int COUNT = kv_min(32, Lattice::group / FROM), ITEMS = Lattice::width / COUNT;
+        constexpr int COUNT = kv_min(32, Lattice::group / FROM), ITEMS = WIDTH / COUNT;
         static_assert(FROM % 32 == 0, "values FROM apart are tile_place(FROM) apart");
         __syncthreads();
         for (int i = threadIdx.x; i < TOKENS * ITEMS; i += THREADS) {
             const int item = i % ITEMS, start = item / FROM * (FROM * COUNT) + item % FROM;
-            float* at = tile + i / ITEMS * tile_stride(Lattice::width) + tile_place(start);
+            float* at = tile + i / ITEMS * tile_stride(WIDTH) + tile_place(start);
             float x[COUNT];
 #pragma unroll
             for (int k = 0; k < COUNT; ++k) {
@@ -123,6 +126,13 @@ KV_INLINE void finish_rounds(float* tile) {
     }
 }
 
+// Tokens `first` to first + TOKENS - 1 of a page, but for ``normalize``.
+template <int TOKENS>
+KV_INLINE void load_tile(float* tile, const float* grid, const unsigned char* page, int, int first) {
+    load_points<TOKENS>(tile, grid, page, first);
+    finish_rounds<TOKENS, Lattice::run>(tile);
+}
+
 // What is left: the product with 1 / sqrt(group), then the signs. 8 values from number `start` of a row on.
 KV_INLINE void normalize(float* x, float norm, const signed char* signs, int start) {
     const uint2 words = *(const uint2*)(signs + start);
@@ -133,4 +143,3 @@ KV_INLINE void normalize(float* x, float norm, const signed char* signs, int sta
     }
 }
 
-#endif

@@ -1,93 +1,35 @@
 // Records that the attention kernels cannot read become pages of 16 bits, which they can, and what predictors read:
 // lattices, residuals of a prediction, keys before RoPE. See kvcal/kernels/reconstruct.py.
 //
-//   stored   what the record holds: points of a lattice, rotated back, or code * scale + zero, or 16 bits;  + prediction
-//   tokens   in the cache's dtype: stored, with λ and offset undone (keys), or turned to its position (keys before RoPE)
+//   stored   what the record holds: points of a lattice, rotated back, or code * scale + zero, or 16 bits; + prediction
+//   tokens   in the cache's dtype: stored, with λ and offset undone (keys), or turned to positions (keys before RoPE)
 //   kept     fp32, before RoPE: stored; keys after RoPE are turned back
 //
-// One pass over memory. A block decodes a tile, some tokens of a page, to fp32 in shared memory, corrects it in place and
-// writes it out, 8 channels a thread. On a lattice a token's row is all KV heads, and a tile has as many tokens as make
-// 8,192 values (32 a thread); otherwise it is 32 tokens of one head. Angles are not computed here: a table has the cosine
-// and sine of every position. Every number is made by the single IEEE operations of the reference, in its order, so that
-// the bits are its bits: later records are encoded against predictions from what is kept here.
+// One pass over memory. A block decodes a tile, some tokens of a page, to fp32 in shared memory, corrects it in place
+// and writes it out, 8 channels a thread. On a lattice a token's row is all KV heads, and a tile has as many tokens as
+// make 8,192 values (32 a thread); otherwise it is 32 tokens of one head. Angles are not computed here: a table has the
+// cosine and sine of every position. Every number is made by the single IEEE operations of the reference, in its order,
+// so that the bits are its bits: later records are encoded against predictions from what is kept here.
 //
-// Tiles are taken in turn by a grid of fixed size; those of pages that a row does not hold cost a look at its length. So
-// the time is that of the tokens held, and a captured launch stays valid as they grow. Left out: asking for the next tile
-// while one is in work (the SM's other blocks fill the time).
+// Tiles are taken in turn by a grid of fixed size; those of pages that a row does not hold cost a look at its length.
+// So the time is that of the tokens held, and a captured launch stays valid as they grow. Left out: asking for the next
+// tile while one is in work (the SM's other blocks fill the time).
 
-#include "lattice.cuh"
-#ifndef POINT_DIM
-#include "stored.cuh"
-#endif
-
-enum { BLOCKS = 4 };                              // an SM: leaves a thread 64 registers
-enum { NOT_TURNED, TO_POSITIONS, TURNED_BACK };  // TURN: nothing, the tokens, or what is kept
+// A part is pasted once, where it is first asked for: what both kinds need comes before the choice.
+#include "tile.cuh"
 
 #ifdef POINT_DIM
-typedef Lattice Stored;
-constexpr bool IS_LATTICE = true;
-constexpr int WIDTH = Lattice::width, GRID_FLOATS = Lattice::points * POINT_DIM;
+#include "lattice.cuh"
 #else
-#if SIDE == 0
-typedef Keys Stored;
-#else
-typedef Values Stored;
+#include "uniform.cuh"
 #endif
-constexpr bool IS_LATTICE = false;
-constexpr int WIDTH = Stored::dim, GRID_FLOATS = 0;
-#endif
+
+enum { BLOCKS = 4 };                             // an SM: leaves a thread 64 registers
+enum { NOT_TURNED, TO_POSITIONS, TURNED_BACK };  // TURN: nothing, the tokens, or what is kept
+
 constexpr int STRIDE = tile_stride(WIDTH), CHUNKS = Stored::dim / 8;
 static_assert(Stored::dim % 8 == 0 && KV_PAGE_TOKENS % TILE_TOKENS == 0, "8 channels a thread, whole tiles");
 static_assert((GRID_FLOATS + TILE_TOKENS * STRIDE) * 4 <= SHARED_BYTES, "see kvcal/kernels/reconstruct.py");
-
-#ifndef POINT_DIM
-
-// Tokens `first` to first + TILE_TOKENS - 1 of a record of one head. Codes come 16 neighbours at a time: channels of a
-// token (keys), or tokens of a channel (values).
-template <class S>
-KV_INLINE void load_codes(float* tile, const unsigned char* record, int first) {
-    if constexpr (Page<S>::is_raw || S::tiers > 0) {
-        for (int i = threadIdx.x; i < TILE_TOKENS * S::dim; i += THREADS) {
-            const int row = i / S::dim, channel = i % S::dim;
-            tile[row * STRIDE + tile_place(channel)] = stored_value<S>(record, first + row, channel);
-        }
-    } else {
-        static_assert(TILE_TOKENS % 16 == 0, "16 tokens of a channel");
-        constexpr int UNITS = S::side == 0 ? Page<S>::padded / 16 : S::dim;
-        constexpr int ITEMS = S::side == 0 ? TILE_TOKENS * UNITS : TILE_TOKENS / 16 * UNITS;
-        for (int i = threadIdx.x; i < ITEMS; i += THREADS) {
-            const int row = S::side == 0 ? i / UNITS : i / UNITS * 16, token = first + row;
-            const int channel = S::side == 0 ? i % UNITS * 16 : i % UNITS;
-            const int plane_row = S::side == 0 ? token : channel, column = S::side == 0 ? channel : token;
-            unsigned code[16];
-            float x[16];
-            kv_load_codes<Page<S>::rows, Page<S>::columns, S::bits>(record, plane_row, column, code);
-#pragma unroll
-            for (int k = 0; k < 16; ++k) {
-                const int t = S::side == 0 ? token : token + k, c = S::side == 0 ? channel + k : channel;
-                const int place =
-                    S::axis == 0 ? t / S::group * Page<S>::others + c : c / S::group * Page<S>::others + t;
-                const float scale = kv_load_param<S::param>(record + S::scale, place);
-                const float zero = kv_load_param<S::param>(record + S::zero, place);
-                x[k] = __fadd_rn(__fmul_rn((float)code[k], scale), zero);
-            }
-            float* at = tile + row * STRIDE + tile_place(channel);
-            if constexpr (S::side == 0) {
-                store_floats<8>(at, x);
-                if (channel + 8 < S::dim) {
-                    store_floats<8>(at + 8, x + 8);
-                }
-            } else {
-#pragma unroll
-                for (int k = 0; k < 16; ++k) {
-                    at[k * STRIDE] = x[k];
-                }
-            }
-        }
-    }
-}
-
-#endif
 
 KV_INLINE void store_tokens(unsigned short* to, const float* x) {
     unsigned words[4];
@@ -127,7 +69,7 @@ KV_INLINE void add(float* x, const float* more) {
     }
 }
 
-// What the tile lacks of 8 values: from value `value` of a row on, which are from `of_run` on among those of all N heads.
+// What the tile lacks of 8 values: from `value` of its row on, and from `of_run` on among those of all N heads.
 KV_INLINE void correct(float* x, const Task& task, const Tile& tile, int token, int value, long long of_run) {
 #ifdef POINT_DIM
     normalize(x, task.norm, task.signs, value);
@@ -205,6 +147,11 @@ KV_INLINE void turn(const Tile& tile, const double* rotary, const float2* turns,
 #endif
 }
 
+template <class S>
+KV_INLINE int pages_of(int tokens, const int* page_at, int page_at_length) {
+    return kv_pages(tokens, S::sinks, S::window, S::buffer, page_at, page_at_length);
+}
+
 // Grid: any, 256 threads; dynamic shared memory: SHARED_BYTES. n neighbouring heads out of N in one format, and `room`
 // pages a row.
 //   records     uint8, by strides in bytes: on a lattice a page of all N heads, else the first of n pages of one head
@@ -236,20 +183,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) reconstruct(
     for (int i = blockIdx.x; i < (int)(stop - start) * tiles; i += gridDim.x) {
         const int place = (int)start + i / tiles, row = (int)first_row + place / (int)num_pages;
         const int page = (int)first_page + place % (int)num_pages;
-        if (lengths != nullptr &&
-            page >= kv_pages(lengths[row], Stored::sinks, Stored::window, Stored::buffer, page_at, (int)page_at_length)) {
+        if (lengths != nullptr && page >= pages_of<Stored>(lengths[row], page_at, (int)page_at_length)) {
             continue;
         }
         tile.number = i / tiles, tile.of_row = row * room + page;
         tile.own_head = i % tiles / parts, tile.first_token = i % parts * TILE_TOKENS;
         const unsigned char* record = records + row * row_stride + page * page_stride;
         __syncthreads();  // the tile before is written out
-#ifdef POINT_DIM
-        load_points<TILE_TOKENS>(tile.values, points, record, tile.first_token);
-        finish_rounds<TILE_TOKENS, Lattice::run>(tile.values);
-#else
-        load_codes<Stored>(tile.values, record + tile.own_head * Stored::record, tile.first_token);
-#endif
+        load_tile<TILE_TOKENS>(tile.values, points, record, tile.own_head, tile.first_token);
         __syncthreads();
         pass_over<false>(task, tile, will_turn);
         if (will_turn) {
