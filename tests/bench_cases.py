@@ -6,12 +6,15 @@ from collections.abc import Sequence
 
 from kvcal.bench.device import Machine, ReadCeiling
 from kvcal.bench.grid import PAIRS
+from kvcal.bench.kernel_use import KernelUse
 from kvcal.bench.record import Baseline, KernelReport, KernelRow
-from kvcal.bench.shape import Heads, Point, bits_per_value, raw_bytes, read_bytes
+from kvcal.bench.shape import Heads, Point, raw_bytes
+from kvcal.bench.step_bytes import StepBytes, bits_per_value, step_bytes
 from kvcal.bench.timing import Call, Times
 
-MACHINE = Machine("Test GPU", "9.0", 132, 80_000_000_000, 50 << 20, "2.11", "13.0", "5.17")
+MACHINE = Machine("Test GPU", "9.0", 132, 80_000_000_000, 50 << 20, "2.11", "13.0", "5.17", "580.65", "13.0", "0.1.0")
 CEILING = ReadCeiling(sum=3000.0, row_sum=4000.0, copy=3900.0)
+DECODE = KernelUse("decode", (), 132, 384, 200_000, 168)
 SMALL, LARGE = Point(1, 8192), Point(8, 32768)
 
 
@@ -22,7 +25,7 @@ def times(median: float) -> Times:
 def kernel_row(name: str, point: Point, median: float) -> KernelRow:
     pair, heads = PAIRS[name], Heads()
     return KernelRow(
-        point, name, read_bytes(pair, heads, point), bits_per_value(pair, heads, point), times(median), 0.002
+        point, name, step_bytes(pair, heads, point), bits_per_value(pair, heads, point), DECODE, times(median), 0.002
     )
 
 
@@ -32,7 +35,7 @@ def baseline(name: str, point: Point, median: float) -> Baseline:
 
 def kernel_report() -> KernelReport:
     """Two sizes; FLASH is the fastest at the small one, CUDNN at the large one; 3 bits are refused."""
-    refused = KernelRow(SMALL, "3", 1, 3.25, reason="the compiler says no")
+    refused = KernelRow(SMALL, "3", StepBytes(1), 3.25, reason="the compiler says no")
     absent = Baseline(SMALL, "FlashInfer", "flashinfer absent", reason="ModuleNotFoundError: no flashinfer")
     return KernelReport(
         MACHINE,

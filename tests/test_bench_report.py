@@ -13,7 +13,8 @@ from kvcal.bench.chart import curves_of, draw_kernels
 from kvcal.bench.device import ReadCeiling
 from kvcal.bench.grid import PAIRS
 from kvcal.bench.record import KernelReport, kernel_json, load_report, save_json
-from kvcal.bench.shape import Heads, raw_bytes, read_bytes
+from kvcal.bench.shape import Heads, raw_bytes
+from kvcal.bench.step_bytes import step_bytes
 from kvcal.bench.tables import baseline_table, kernel_table
 from kvcal.errors import ArtifactError
 from kvcal.strict import dump
@@ -36,7 +37,7 @@ def test_factors_are_against_the_fastest_baseline_of_the_same_size() -> None:
 def test_bandwidth_is_bytes_over_time_and_its_share_of_the_fastest_read() -> None:
     report = kernel_report()
     row = report.rows[0]
-    nbytes = read_bytes(PAIRS["2"], Heads(), SMALL)
+    nbytes = step_bytes(PAIRS["2"], Heads(), SMALL).total
     assert report.gb_per_s(row) == pytest.approx(nbytes / 10e-6 / 1e9)
     assert CEILING.gb_per_s == 4000.0
     assert report.share(row) == pytest.approx(nbytes / 10e-6 / 4000e9)
@@ -48,7 +49,7 @@ def test_bandwidth_is_bytes_over_time_and_its_share_of_the_fastest_read() -> Non
 def test_the_ceiling_of_a_factor_is_the_ratio_of_bytes() -> None:
     report = kernel_report()
     row = report.rows[0]
-    expected = raw_bytes(Heads(), SMALL) / row.nbytes
+    expected = raw_bytes(Heads(), SMALL) / row.nbytes.total
     assert report.factor_ceiling(row) == expected
     assert 7.0 < expected < 16 / 2.25
     assert report.target(row) == 2.1
@@ -70,7 +71,7 @@ def test_a_document_holds_the_measurements_and_what_follows(tmp_path: Path) -> N
     ("change", "message"),
     [
         ({"kind": "bench-layer"}, "no bench-kernels document"),
-        ({"schema": 2}, "no bench-kernels document"),
+        ({"schema": 1}, "no bench-kernels document"),
         ({"measured": {}}, "missing key 'machine'"),
         ({"measured": dump(kernel_report()) | {"extra": 1}}, "unknown key 'extra'"),
         ({"measured": dump(kernel_report()) | {"is_complete": "yes"}}, "is_complete = 'yes'"),
@@ -99,11 +100,12 @@ def test_the_table_shows_every_row_with_its_share_factor_ceiling_and_target() ->
     assert all(len(row) == len(headers) for row in rows)
     assert "Test GPU" in title and "4000 GB/s" in title and "interrupted" not in title
     shown = dict(zip(headers, rows[0], strict=True))
-    assert shown["batch x context"] == "1 x 8K" and shown["format"] == "2" and shown["bits read"] == "2.25"
+    assert shown["batch x context"] == "1 x 8K" and shown["format"] == "2" and shown["bits stored"] == "2.25"
     assert shown["µs"] == "10 (9 to 12)"
     assert shown["factor"] == "2.00x" and shown["target"] == "2.10x" and shown["against"] == "SDPA FLASH"
     assert shown["by bytes"] == "7.10x" and shown["of ceiling"] == "12 %"
-    assert rows[1][-1] == "the compiler says no" and rows[1][3] == "–"
+    assert shown["kernel"] == "decode" and "decode (tensor cores), decode_plain" in title
+    assert rows[1][-1] == "the compiler says no" and rows[1][2] == rows[1][4] == "–", "nothing served it"
     assert "interrupted" in kernel_table(replace(report, is_complete=False))[0]
 
 

@@ -5,7 +5,8 @@ SDPA backend without a mask (what a good 16-bit server does), and a plan's. They
 length in question instead of by a prompt: the time of a step does not depend on them, a prompt of 32K tokens for each
 of a hundred sequences takes minutes.
 
-Over 128 steps every sequence fills one page, so that packing is in the figures.
+Over 128 steps every sequence fills one page, so that packing is in the figures. Where every step encodes a page anyway
+(a stored form), fewer steps say the same.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, PreTrainedModel, StaticCache
 
 from kvcal.bench.baselines import Attention
+from kvcal.bench.kernel_use import KernelUse
 from kvcal.bench.timing import Times, event_ms, spread
 from kvcal.quantizers.pages import PAGE_TOKENS
 
@@ -30,13 +32,19 @@ MASKLESS = "kvcal_bench_sdpa"
 
 
 class StepCache(Protocol):
-    """A cache that a step can be timed with."""
+    """A cache that a step can be timed with, over ``num_steps`` steps."""
+
+    @property
+    def num_steps(self) -> int: ...
 
     def cache(self) -> Cache:
         """As ``past_key_values``, still empty."""
 
     def nbytes(self, cache: Cache) -> int:
         """Of what is stored, once it is allocated."""
+
+    def kernel(self, cache: Cache) -> KernelUse:
+        """What attends to it, once it is allocated."""
 
     def fill(self, cache: Cache, num_tokens: int) -> None:
         """After a first step has allocated it: random contents, every sequence with ``num_tokens``."""
@@ -50,17 +58,22 @@ class StepCache(Protocol):
 
 @dataclass(frozen=True)
 class Static16:
-    """StaticCache. ``sdpa`` None: as transformers calls it, with a mask over the whole cache."""
+    """StaticCache. ``sdpa``, called ``name``: None as transformers calls it, with a mask over the whole cache."""
 
     model: PreTrainedModel
     max_tokens: int
     sdpa: Attention | None = None
+    name: str = "sdpa of transformers, with its mask"
+    num_steps: int = PAGE_TOKENS
 
     def cache(self) -> Cache:
         return StaticCache(config=self.model.config, max_cache_len=self.max_tokens)
 
     def nbytes(self, cache: Cache) -> int:
         return sum(tensor.nbytes for layer in _layers(cache) for tensor in (layer.keys, layer.values))
+
+    def kernel(self, cache: Cache) -> KernelUse:
+        return KernelUse(self.name)
 
     def fill(self, cache: Cache, num_tokens: int) -> None:
         for layer in _layers(cache):
@@ -113,10 +126,11 @@ class StepTimes:
     total_ms: float
     peak_bytes: int
     cache_bytes: int
+    kernel: KernelUse
 
 
 def time_steps(model: PreTrainedModel, kind: StepCache, batch: int, context: int) -> StepTimes:
-    """PAGE_TOKENS decode steps of ``batch`` sequences, from ``context`` tokens on.
+    """``kind.num_steps`` decode steps of ``batch`` sequences, from ``context`` tokens on.
 
     Raises torch.OutOfMemoryError where memory does not suffice.
     """
@@ -153,8 +167,9 @@ def time_steps(model: PreTrainedModel, kind: StepCache, batch: int, context: int
             kind.rewind(cache, context)
             positions.fill_(context)
             torch.cuda.synchronize()
-            milliseconds = event_ms([graph.replay] * PAGE_TOKENS)
+            milliseconds = event_ms([graph.replay] * kind.num_steps)
         finally:
             graph.reset()
     times = spread([1000 * duration for duration in milliseconds], 1)
-    return StepTimes(times, sum(milliseconds), torch.cuda.max_memory_reserved(device), kind.nbytes(cache))
+    peak = torch.cuda.max_memory_reserved(device)
+    return StepTimes(times, sum(milliseconds), peak, kind.nbytes(cache), kind.kernel(cache))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
+import subprocess
 
 import torch
 import transformers
@@ -10,16 +12,19 @@ from pydantic.dataclasses import dataclass
 
 from kvcal.bench.timing import graph_times
 from kvcal.errors import KernelError
+from kvcal.kernels.compile import nvrtc_version
 from kvcal.strict import STRICT
 
 # A few GB: some dozens of times any L2 cache, and 1 ms at the speed of the fastest memory.
 CEILING_BYTES = 4 << 30
 ROW = 8192
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, config=STRICT)
 class Machine:
-    """What was measured on. Bytes of the device's memory and of its L2 cache."""
+    """What was measured on. Bytes of the device's memory and of its L2 cache; versions of the driver (as nvidia-smi has
+    it, or "unknown"), of libraries, and of the compiler of kvcal's kernels."""
 
     device: str
     compute_capability: str
@@ -29,6 +34,9 @@ class Machine:
     torch: str
     cuda: str
     transformers: str
+    driver: str
+    nvrtc: str
+    kvcal: str
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -71,7 +79,20 @@ def machine(device: torch.device) -> Machine:
         torch=torch.__version__,
         cuda=str(torch.version.cuda),
         transformers=transformers.__version__,
+        driver=driver_version(),
+        nvrtc=nvrtc_version(),
+        kvcal=importlib.metadata.version("kvcal"),
     )
+
+
+def driver_version() -> str:
+    """Such as "580.65.06": one driver serves all GPUs of a machine."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return UNKNOWN
+    return answer[0] if answer else UNKNOWN
 
 
 def measure_read_ceiling(device: torch.device, nbytes: int = CEILING_BYTES) -> ReadCeiling:

@@ -9,11 +9,11 @@ off the allocator.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedModel
@@ -22,24 +22,31 @@ from kvcal.bench import baselines
 from kvcal.bench.decode_step import ROOM, Static16, StepCache, time_steps
 from kvcal.bench.device import machine, require_gpu
 from kvcal.bench.e2e_record import FASTEST_16, TRANSFORMERS_16, StepReport, StepRow, step_json
-from kvcal.bench.kernel_case import fill_cache, hold, refusal
+from kvcal.bench.kernel_case import refusal
+from kvcal.bench.kernel_use import KernelUse, kernel_use
 from kvcal.bench.kernels import interrupted
+from kvcal.bench.random_cache import fill_cache, hold
 from kvcal.bench.record import save_json
 from kvcal.bench.shape import RAW_PAIR, Pair, Point, raw_bytes
-from kvcal.bench.shapes import heads_of, uniform_plan
+from kvcal.bench.shapes import heads_of, model_plan
+from kvcal.bench.step_bytes import step_bytes
 from kvcal.bench.timing import QUICK_REPLAYS, num_caches
-from kvcal.errors import KvcalError, UsageError
+from kvcal.errors import KvcalError, SlowPath, UsageError
 from kvcal.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes
 from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.runtime.cache import PlanCache
+from kvcal.runtime.form_workspace import FormWorkspace
 from kvcal.runtime.paged_attention import paged_attention
 
 FILE = "e2e.json"
 GROWTH = 4
 # Beside weights and cache: activations, logits and the graph's own memory, fixed and for every sequence.
 RESERVE, RESERVE_PER_SEQUENCE = 512 << 20, 4 << 20
+# Where every step reconstructs pages, and encodes one: steps that are timed, all alike and some hundred times as long,
+# and memory for what they compute with on the way (kvcal.runtime.stored_form.VALUES_AT_ONCE).
+FORM_STEPS, FORM_RESERVE = 16, 1 << 30
 TRIES, SMALLER = 4, 0.9
 OUT_OF_MEMORY = "out of memory"
 
@@ -65,6 +72,7 @@ class StaticPlan:
     plan: Plan
     model: PreTrainedModel
     max_tokens: int
+    num_steps: int = PAGE_TOKENS
 
     def cache(self) -> Cache:
         return PlanCache(self.plan, self.model.config, max_tokens=self.max_tokens)
@@ -72,6 +80,10 @@ class StaticPlan:
     def nbytes(self, cache: Cache) -> int:
         assert isinstance(cache, PlanCache)
         return cache.nbytes
+
+    def kernel(self, cache: Cache) -> KernelUse:
+        assert isinstance(cache, PlanCache)
+        return kernel_use(cache.static_layers)
 
     def fill(self, cache: Cache, num_tokens: int) -> None:
         assert isinstance(cache, PlanCache)
@@ -81,8 +93,11 @@ class StaticPlan:
         assert isinstance(cache, PlanCache)
         hold(cache, num_tokens)
 
-    def attention(self, model: PreTrainedModel) -> AbstractContextManager[Any]:
-        return paged_attention(model)
+    @contextmanager
+    def attention(self, model: PreTrainedModel) -> Iterator[None]:
+        with warnings.catch_warnings(), paged_attention(model):
+            warnings.simplefilter("ignore", SlowPath)  # every row names its kernel
+            yield
 
 
 def bench_e2e(job: StepJob) -> StepReport:
@@ -108,6 +123,8 @@ def bench_e2e(job: StepJob) -> StepReport:
                 for row in measure(job, report, name, context):
                     report = report.with_row(row)
                     save_json(path, step_json(report))
+                    rate = row.reason if row.steps is None else f"{row.tokens_per_s:.0f} tokens a second"
+                    job.reporter.say(f"{Point(row.batch, context).name}, {name}: {rate}")
     except KeyboardInterrupt:
         raise interrupted(path, len(report.rows)) from None
     report = replace(report, is_complete=True)
@@ -123,12 +140,12 @@ def measure(job: StepJob, report: StepReport, name: str, context: int) -> Iterat
         if reason is not None:
             yield StepRow(name, context, 1, report.memory[-1], reason=reason)
             return
-    per_sequence = sequence_bytes(job.shape, job.model, pair, context)
+    fixed, per_sequence = cache_bytes(job.shape, job.model, pair, context)
     if name == TRANSFORMERS_16:  # which may repeat one layer's keys and values for every query head
         per_sequence += per_sequence * heads_of(job.model.config).group // job.model.config.num_hidden_layers
     done: set[int] = set()
     for limit in report.memory:
-        room = limit - report.context_bytes - report.weight_bytes
+        room = limit - report.context_bytes - report.weight_bytes - fixed
         most = largest_batch(room, per_sequence)
         for batch in batches(most):
             if batch in done:
@@ -151,7 +168,7 @@ def attempt(job: StepJob, report: StepReport, name: str, pair: Pair, context: in
     collect()
     torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
     try:
-        kind, about = _kind(job, report, name, pair, Point(batch, context), max_tokens)
+        kind = _kind(job, report, name, pair, Point(batch, context), max_tokens)
         collect()
         found = time_steps(job.model, kind, batch, context)
     except KvcalError as refused:  # not compiled, or not for this GPU: the other plans go on
@@ -164,30 +181,29 @@ def attempt(job: StepJob, report: StepReport, name: str, pair: Pair, context: in
         torch.cuda.set_per_process_memory_fraction(1.0, device)
     return replace(
         row,
-        attention=about,
+        kernel=found.kernel,
         steps=found.steps,
-        tokens_per_s=1000 * batch * PAGE_TOKENS / found.total_ms,
+        tokens_per_s=1000 * batch * found.steps.replays / found.total_ms,
         peak_bytes=found.peak_bytes + report.context_bytes,
         cache_bytes=found.cache_bytes,
     )
 
 
-def _kind(
-    job: StepJob, report: StepReport, name: str, pair: Pair, point: Point, max_tokens: int
-) -> tuple[StepCache, str]:
-    """The cache of one plan, and what reads it."""
+def _kind(job: StepJob, report: StepReport, name: str, pair: Pair, point: Point, max_tokens: int) -> StepCache:
+    """The cache of one plan."""
+    heads = heads_of(job.model.config)
     if name == TRANSFORMERS_16:
-        return Static16(job.model, max_tokens), "sdpa of transformers, with its mask"
+        return Static16(job.model, max_tokens)
     if name == FASTEST_16:
-        heads = heads_of(job.model.config)
         device, nbytes = job.model.device, raw_bytes(heads, point)
         count = num_caches(nbytes, report.machine.l2_bytes, report.machine.memory_bytes, is_quick=True)
         best = baselines.fastest_sdpa(heads, point, device, count, QUICK_REPLAYS)
         if best is None:
             raise UsageError(f"no backend of SDPA takes {heads} at {point.name}")
-        return Static16(job.model, max_tokens, best[1]), best[0].name
-    plan = uniform_plan(job.shape, job.model.config, pair, point.batch, max_tokens)
-    return StaticPlan(plan, job.model, max_tokens), "kvcal.paged_attention"
+        return Static16(job.model, max_tokens, best[1], best[0].name)
+    plan = model_plan(job.shape, job.model.config, pair, point.batch, max_tokens)
+    num_steps = FORM_STEPS if step_bytes(pair, heads, point).reconstructed else PAGE_TOKENS
+    return StaticPlan(plan, job.model, max_tokens, num_steps)
 
 
 def batches(most: int) -> list[int]:
@@ -204,11 +220,14 @@ def largest_batch(room: int, per_sequence: int) -> int:
     return max(0, (room - RESERVE) // (per_sequence + RESERVE_PER_SEQUENCE))
 
 
-def sequence_bytes(shape: str, model: PreTrainedModel, pair: Pair, context: int) -> int:
-    """Of the static cache of one sequence: what a second one adds."""
-    plan = uniform_plan(shape, model.config, pair, 1, context + ROOM)
-    one, two = (plan.nbytes((context + ROOM,) * count) for count in (1, 2))
-    return two - one
+def cache_bytes(shape: str, model: PreTrainedModel, pair: Pair, context: int) -> tuple[int, int]:
+    """(bytes of a static cache however many sequences it has: the tensors of transforms, temporaries of stored forms;
+    bytes of each sequence, the workspace of stored forms included)."""
+    tokens, anywhere = context + ROOM, torch.device("meta")
+    plan = model_plan(shape, model.config, pair, 1, tokens)
+    scratch = [FormWorkspace(plan, count, tokens, anywhere).nbytes for count in (1, 2)]
+    one, two = (plan.nbytes((tokens,) * count) + scratch[count - 1] for count in (1, 2))
+    return 2 * one - two + (FORM_RESERVE if scratch[0] else 0), two - one
 
 
 def require_memory(report: StepReport) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 
 from kvcal.bench.device import Machine
+from kvcal.bench.kernel_use import KernelUse
 from kvcal.bench.record import document
 from kvcal.bench.timing import Times
 from kvcal.strict import STRICT
@@ -24,13 +25,13 @@ BASELINES = (TRANSFORMERS_16, FASTEST_16)
 @dataclass(frozen=True, config=STRICT)
 class StepRow:
     """One plan at one batch. ``limit_bytes`` is the device memory that the run was held to, ``peak_bytes`` what was
-    taken of it, the CUDA context included. Without ``steps`` there is a ``reason``."""
+    taken of it, the CUDA context included; ``kernel``: what attention ran. Without ``steps`` there is a ``reason``."""
 
     plan: str
     context: int
     batch: int
     limit_bytes: int
-    attention: str = ""
+    kernel: KernelUse | None = None
     steps: Times | None = None
     tokens_per_s: float | None = None
     peak_bytes: int | None = None

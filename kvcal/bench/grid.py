@@ -12,8 +12,12 @@ from collections.abc import Sequence
 from kvcal.bench.shape import RAW_PAIR, Heads, Pair, Point
 from kvcal.errors import UsageError
 from kvcal.formats import Boost, Format, Tier
+from kvcal.kernels.choice import FOLDED_HEAD_DIMS
+from kvcal.kernels.decode_plain import MAX_ROWS
+from kvcal.kernels.variants import CHANNELS_AT_ONCE, MAX_HEAD_DIM
 from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.recipe import load_recipe
+from kvcal.specs import PredictorSpec
 
 POINTS = tuple(Point(batch, 1024 * kilo) for batch, kilo in ((1, 8), (1, 32), (1, 128), (8, 8), (8, 32), (32, 32)))
 QUICK_POINTS = (Point(1, 8192), Point(8, 32768))
@@ -33,11 +37,17 @@ def _kitty() -> tuple[Format, Format]:
     return Format(k.num_bits, k.axis, k.group_size, boost=Boost("magnitude", (Tier(4, 0.125),))), v
 
 
+LATTICE = Format(2, lattice_dim=2)
+
 PAIRS = {
     **{str(bits): Pair(str(bits), *uniform(bits)) for bits in (1, 2, 3, 4, 8)},
     "2-window": Pair("2-window", *uniform(2, SINKS, WINDOW)),
     "kitty": Pair("kitty", *_kitty()),
     "16": RAW_PAIR,
+    "2-uneven": Pair("2-uneven", uniform(2, SINKS)[0], uniform(2)[1]),
+    "pre-rope": Pair("pre-rope", *uniform(2), k_pages="pre"),
+    "higgs": Pair("higgs", LATTICE, LATTICE),
+    "aqua": Pair("aqua", LATTICE, LATTICE, predictors=PredictorSpec()),
 }
 DEFAULT_PAIRS = ("2", "2-window", "kitty", "3", "4", "8", "16")
 QUICK_PAIRS = ("2", "kitty", "4", "16")
@@ -79,7 +89,7 @@ def chosen_pairs(formats: Sequence[str], recipes: Sequence[str], default: Sequen
 
 
 def recipe_pair(name: str) -> Pair:
-    """The formats of a recipe that fixes them for all layers.
+    """How a recipe stores a layer that fixes the formats of all; λ, which is folded into the query, is left out.
 
     Raises:
         UsageError: no such recipe, or none that fixes its formats.
@@ -90,7 +100,30 @@ def recipe_pair(name: str) -> Pair:
             f"recipe {name!r} leaves its formats to a solver; only recipes with [formats] can be timed",
             hint="for example kitty, kivi-2 or uniform-3",
         )
-    return Pair(recipe.name, recipe.formats.k, recipe.formats.v)
+    formats = recipe.formats
+    if recipe.progressive is not None or formats.k.shrink_at or formats.v.shrink_at:
+        raise UsageError(
+            f"recipe {name!r} lets pages shrink; only recipes whose bits stay can be timed",
+            hint="what its pages end with: a recipe with the same [formats] and no [progressive]",
+        )
+    first = (formats.first_k or formats.k, formats.first_v or formats.v)
+    has_first = first != (formats.k, formats.v)
+    return Pair(recipe.name, formats.k, formats.v, formats.k_pages, recipe.predictors, first if has_first else None)
+
+
+def chosen_heads(num_kv_heads: int, head_dim: int, group: int) -> Heads:
+    """The heads that were asked for.
+
+    Raises:
+        UsageError: a head size that no kernel takes.
+    """
+    if head_dim % CHANNELS_AT_ONCE or head_dim > MAX_HEAD_DIM:
+        folded = " and ".join(map(str, FOLDED_HEAD_DIMS))
+        raise UsageError(
+            f"--head-dim {head_dim}: expected a multiple of {CHANNELS_AT_ONCE} up to {MAX_HEAD_DIM}",
+            hint=f"{folded} are served by decode, all others by decode_plain",
+        )
+    return Heads(num_kv_heads, head_dim, group)
 
 
 def chosen_points(batches: Sequence[int], contexts: Sequence[int], default: Sequence[Point]) -> tuple[Point, ...]:
@@ -98,10 +131,16 @@ def chosen_points(batches: Sequence[int], contexts: Sequence[int], default: Sequ
     CONTEXTS.
 
     Raises:
-        UsageError: a context shorter than a page.
+        UsageError: a context shorter than a page, or more sequences than a kernel takes.
     """
     if not batches and not contexts:
         return tuple(default)
+    large = [batch for batch in batches if batch > MAX_ROWS]
+    if large:
+        raise UsageError(
+            f"--batch {large[0]}: expected at most {MAX_ROWS} sequences, all that a launch takes",
+            hint="time a smaller batch: larger ones are split",
+        )
     short = [context for context in contexts if context < PAGE_TOKENS]
     if short:
         raise UsageError(f"--context {short[0]}: expected at least {PAGE_TOKENS} tokens, one page")

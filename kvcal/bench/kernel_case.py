@@ -1,14 +1,17 @@
-"""One decode step's work on one layer's packed cache, ready to be timed: several caches of random pages.
+"""One decode step's work on one layer's cache, ready to be timed: several caches of random contents.
 
-The only file of the benchmarks that knows how a static cache keeps its tensors. The caches are the layers of one
-PlanCache: they share its control state (lengths, workspace) and differ in every byte of what is stored. On a CPU the
-same calls run the reference, which is how the benchmarks themselves are tested.
+The only file of the benchmarks that does what a step of the attention does (``StaticLayer.attend``) piece by piece. The
+caches are layers of one PlanCache: they share its control state (lengths, workspace) and differ in every byte of what
+is stored. On a CPU the same calls run the reference, which is how the benchmarks themselves are tested.
+
+Where layers are predicted from one another they are timed in their order, each behind the one that it is predicted
+from, as in a model; the layers at both ends, which are unlike the others, are there and are not timed.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
+import warnings
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,32 +19,40 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from kvcal.bench.random_pages import fill_pages
+from kvcal.bench.kernel_use import KernelUse, kernel_use
+from kvcal.bench.random_cache import fill_cache, hold
+from kvcal.bench.random_plan import uniform_plan
+from kvcal.bench.reconstruction import reconstructed_pages
 from kvcal.bench.shape import CACHE_DTYPE, Heads, Pair, Point
+from kvcal.bench.step_bytes import MIDDLE
 from kvcal.bench.timing import Call
-from kvcal.formats import SIDES
+from kvcal.errors import SlowPath
+from kvcal.formats import SIDES, Side
 from kvcal.geometry import CACHE_DTYPES, ModelIdentity
 from kvcal.kernels import ops, reference
 from kvcal.kernels.refusals import refusals
-from kvcal.plan import Plan, Workload
 from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.runtime.cache import PlanCache
-from kvcal.runtime.layer_forms import form_reasons
-from kvcal.runtime.static_state import StaticState
+from kvcal.runtime.static_layer import StaticLayer
 from kvcal.runtime.static_store import HeadStore
 
 # Tokens that a cache has room for beyond its context: for the steps of a benchmark.
 ROOM = 2 * PAGE_TOKENS
+# Random contents have scores of some 0.05 around their mean, which attend to all tokens alike, and a wrong key would
+# hardly show. So many times as sharp, a few tokens count.
+SHARPNESS = 50.0
 NOBODY = ModelIdentity("random caches", "llama", "", "", "")
 
 
 @dataclass(frozen=True)
 class KernelCase:
-    """Caches of one format at one size, with the query and the token of a step."""
+    """Caches of one format at one size, with the query and the token of a step. ``layers`` are timed; ``before`` holds
+    what the first of them is predicted from."""
 
     point: Point
-    stores: tuple[HeadStore, ...]
-    state: StaticState
+    cache: PlanCache
+    before: tuple[StaticLayer, ...]
+    layers: tuple[StaticLayer, ...]
     q: Tensor  # [B, N G, D]
     k_new: Tensor  # [B, N, D]
     v_new: Tensor  # [B, N, D]
@@ -51,83 +62,105 @@ class KernelCase:
         return 1 / math.sqrt(self.q.shape[-1])
 
     @property
+    def kernel(self) -> KernelUse:
+        return kernel_use(self.layers)
+
+    @property
     def decode_calls(self) -> list[Call]:
-        """Attention over ``point.context`` + 1 tokens, in each cache."""
-        return [partial(self.attend, store) for store in self.stores]
+        """Attention over ``point.context`` + 1 tokens, in each cache: what is stored made readable, and read."""
+        return [partial(self.attend, layer) for layer in self.layers]
 
     @property
     def step_calls(self) -> list[Call]:
         """A step's token stored, the page that is due packed before, and attention over all, in each cache."""
-        return [partial(self.step, store) for store in self.stores]
+        return [partial(self.step, layer) for layer in self.layers]
 
     @property
     def append_calls(self) -> list[Call]:
-        return [partial(store.append, self.k_new, self.v_new, self.q) for store in self.stores]
+        return [partial(self.append, layer) for layer in self.layers]
 
-    def attend(self, store: HeadStore) -> Tensor:
-        return store.decode(self.q, None, self.scale, 0.0)
+    def attend(self, layer: StaticLayer, sharpness: float = 1.0) -> Tensor:
+        if layer.forms is not None:
+            layer.forms.step()
+        parts = [store.decode(self.q, None, sharpness * self.scale, 0.0) for store in layer.stores]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def step(self, store: HeadStore) -> Tensor:
-        store.append(self.k_new, self.v_new, self.q)
-        return self.attend(store)
+    def append(self, layer: StaticLayer) -> None:
+        for store in layer.stores:
+            store.append(self.k_new, self.v_new, self.q)
+
+    def step(self, layer: StaticLayer) -> Tensor:
+        self.append(layer)
+        return self.attend(layer)
 
     def hold(self, num_tokens: int) -> None:
         """Every row holds so many tokens before the next step."""
-        self.state.set_columns(num_tokens)
+        hold(self.cache, num_tokens)
 
     def relative_error(self) -> float:
-        """Of the first sequence's output in the first cache, against fp64 over its decoded tokens."""
-        store, one = self.stores[0], slice(0, 1)
-        held = int(self.state.lengths[0])
-        keys, values = (
-            reference.tokens(
-                side, store.sinks[side][one], store.buffer[side][one], store.pages[side][one], held, store.rescale,
-                store.offset, store.variant,
-            )[0].double()
-            for side in SIDES
-        )  # fmt: skip
+        """Of the first sequence's output in the first cache, against fp64 over its tokens as they are stored."""
+        for layer in self.before:
+            if layer.forms is not None:
+                layer.forms.step()
+        layer = self.layers[0]
+        found = self.attend(layer, SHARPNESS)[0].double()
+        keys, values = (self._tokens(layer, side) for side in SIDES)
         grouped = self.q[0].double().unflatten(0, (keys.shape[0], -1))
-        expected = ((grouped @ keys.transpose(-1, -2) * self.scale).softmax(-1) @ values).flatten(0, 1)
-        return float((self.attend(store)[0].double() - expected).norm() / expected.norm())
+        scores = grouped @ keys.transpose(-1, -2) * (SHARPNESS * self.scale)
+        expected = (scores.softmax(-1) @ values).flatten(0, 1)
+        return float((found - expected).norm() / expected.norm())
+
+    def _tokens(self, layer: StaticLayer, side: Side) -> Tensor:
+        """fp64 [N, S, D]: of the first sequence, all that the step attended to."""
+        parts, one = [], slice(0, 1)
+        for store in stores_of(layer):
+            is_form = side in store.reconstructed
+            pages = reconstructed_pages(layer, store, side) if is_form else store.pages[side][one]
+            sinks, buffer, held = store.sinks[side][one], store.buffer[side][one], int(store.state.lengths[0])
+            parts.append(reference.tokens(side, sinks, buffer, pages, held, store.rescale, store.offset, store.variant))
+        return torch.cat(parts, dim=1)[0].double()
+
+
+def stores_of(layer: StaticLayer) -> list[HeadStore]:
+    """Its head ranges: no layer of a benchmark has a sliding window."""
+    return [store for store in layer.stores if isinstance(store, HeadStore)]
 
 
 def refusal(pair: Pair, heads: Heads) -> str | None:
-    """Why the kernels do not serve this format, or not alone: what is reconstructed first is not theirs to be measured.
-    None if they do."""
-    layer = heads.layer(pair)
-    return next(itertools.chain(form_reasons(layer, ()), refusals(layer, CACHE_DTYPE)), None)
+    """Why no kernel serves this format; None if one does."""
+    return next(refusals(heads.layer(pair, MIDDLE), CACHE_DTYPE), None)
 
 
 def kernel_case(pair: Pair, heads: Heads, point: Point, count: int, device: torch.device, seed: int = 0) -> KernelCase:
     """``count`` caches of ``point``, every row with ``point.context`` tokens before the step."""
     generator = torch.Generator(device).manual_seed(seed)
-    cache = layers_cache(pair, heads, count, point.context + ROOM)
-    cache.allocate(point.batch, device)
-    stores = tuple(store for layer in cache.static_layers for store in layer.stores if isinstance(store, HeadStore))
-    for store in stores:
-        fill_store(store, generator)
-    dtype = CACHE_DTYPES[CACHE_DTYPE]
+    cache = layers_cache(pair, heads, count + 2 * pair.num_ends, point.context + ROOM)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SlowPath)  # every row names its kernel
+        cache.allocate(point.batch, device)
+    fill_cache(cache, point.context, generator)
+    dtype, layers = CACHE_DTYPES[CACHE_DTYPE], tuple(cache.static_layers)
 
     def normal(num_heads: int) -> Tensor:
         shape = (point.batch, num_heads, heads.head_dim)
         return torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
 
-    case = KernelCase(
+    return KernelCase(
         point,
-        stores,
-        stores[0].state,
+        cache,
+        layers[: pair.num_ends],
+        layers[pair.num_ends : pair.num_ends + count],
         normal(heads.num_query_heads),
         normal(heads.num_kv_heads),
         normal(heads.num_kv_heads),
     )
-    case.hold(point.context)
-    return case
 
 
 def prefill_call(case: KernelCase, num_pages: int) -> tuple[Call, int]:
     """Packing the keys and the values of ``num_pages`` pages of every row at once, as after a prompt, and the bytes
-    that it reads and writes."""
-    store = case.stores[0]
+    that it reads and writes: the tokens, the records, and between them, twice, pages of 16 bits of a stored form."""
+    layer = case.layers[0]
+    (store,) = stores_of(layer)
     shape = (*case.k_new.shape[:2], num_pages * PAGE_TOKENS, case.k_new.shape[-1])
     x = torch.empty(shape, dtype=case.k_new.dtype, device=case.k_new.device).normal_()
     nothing = store.nothing
@@ -139,12 +172,18 @@ def prefill_call(case: KernelCase, num_pages: int) -> tuple[Call, int]:
         for side in SIDES:
             ops.pack(
                 x[:, :, : pages[side] * PAGE_TOKENS], store.pages[side], 0, mean if side == "k" else nothing, nothing,
-                nothing, case.state.error, side, store.variant.key,
+                nothing, store.state.error, side, store.variant.key,
             )  # fmt: skip
+        if layer.forms is not None:
+            layer.forms.extend(slice(0, case.point.batch), 0, num_pages * PAGE_TOKENS + 1)
 
-    written = sum(store.pages[side][:, : pages[side]].nbytes for side in SIDES)
-    read = sum(x[:, :, : pages[side] * PAGE_TOKENS].nbytes for side in SIDES)
-    return call, read + written
+    nbytes = sum(x[:, :, : pages[side] * PAGE_TOKENS].nbytes for side in SIDES)
+    nbytes += sum(store.pages[side][:, : pages[side]].nbytes for side in SIDES)
+    for form in [] if layer.forms is None else [form for side in SIDES for form in layer.forms.forms[side]]:
+        if form.tokens:  # read once more, and stored
+            encoded = form.format.num_pages(num_pages * PAGE_TOKENS)
+            nbytes += sum(part[:, :encoded].nbytes for part in (store.pages[form.codec.side], form.records[0]))
+    return call, nbytes
 
 
 def layers_cache(pair: Pair, heads: Heads, num_layers: int, max_tokens: int) -> PlanCache:
@@ -156,46 +195,5 @@ def layers_cache(pair: Pair, heads: Heads, num_layers: int, max_tokens: int) -> 
         head_dim=heads.head_dim,
         hidden_size=heads.num_query_heads * heads.head_dim,
     )
-    layers = tuple(heads.layer(pair, index) for index in range(num_layers))
-    plan = Plan(NOBODY, CACHE_DTYPE, layers, Workload(1, max_tokens), provenance={})
+    plan = uniform_plan(NOBODY, pair, heads, num_layers, 1, max_tokens)
     return PlanCache(plan, config, max_tokens=max_tokens)
-
-
-def fill_cache(cache: PlanCache, num_tokens: int) -> None:
-    """Random tokens and pages in all of an allocated static cache, every sequence with ``num_tokens``."""
-    for layer in cache.static_layers:
-        for store in layer.stores:
-            if isinstance(store, HeadStore):
-                fill_store(store)
-            else:  # a sliding window holds nothing but tokens
-                for tensor in store.tensors:
-                    tensor.normal_()
-    hold(cache, num_tokens)
-
-
-def hold(cache: PlanCache, num_tokens: int) -> None:
-    """Every sequence of a static cache holds so many tokens before the next step."""
-    assert cache.static is not None
-    cache.static.set_columns(num_tokens)
-
-
-def fill_store(store: HeadStore, generator: torch.Generator | None = None) -> None:
-    """Random tokens and pages in all the room of a store, in place; its lengths stay as they are."""
-    for side in SIDES:
-        store.sinks[side].normal_(generator=generator)
-        store.buffer[side].normal_(generator=generator)
-        variant = store.variant
-        fill_pages(store.pages[side], side, variant.format(side), variant.head_dim, variant.cache_dtype, generator)
-    store.query_sum.fill_(1.0)
-
-
-def stored_read_bytes(store: HeadStore, num_tokens: int) -> int:
-    """Bytes that a step after ``num_tokens`` reads of a store, counted in its tensors: what ``read_bytes`` says."""
-    total = 0
-    for side in SIDES:
-        pages = store.variant.format(side).num_pages(num_tokens)
-        unquantized = num_tokens + 1 - pages * PAGE_TOKENS
-        buffer = store.buffer[side]
-        total += store.pages[side][:, :pages].nbytes
-        total += buffer.shape[0] * buffer.shape[1] * unquantized * buffer.shape[3] * buffer.element_size()
-    return total

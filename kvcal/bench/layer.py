@@ -1,9 +1,11 @@
 """``kvcal bench layer``: all that a decode step does with one layer's cache, and the packing of a prompt.
 
-A step stores its token, packs the page that is due, and attends. In one of 128 steps a page is due; those steps and
-the others are timed apart, by the same graph replayed at another length, and averaged. That all sequences fill their
-pages in the same step is the worst case for that step and changes nothing in the mean. Against it stands what
-transformers does with a StaticCache, its update and then SDPA, read by the fastest backend and without a mask.
+A step stores its token, packs the page that is due, reconstructs pages that are not read as they are stored, and
+attends. In one of 128 steps a page is due; those steps and the others are timed apart, by the same graph replayed at
+another length, and averaged. That all sequences fill their pages in the same step is the worst case for that step and
+changes nothing in the mean; where pages are reconstructed, every step encodes one, and both kinds are alike. Against
+it stands what transformers does with a StaticCache, its update and then SDPA, read by the fastest backend and without a
+mask.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from kvcal.bench.kernel_case import ROOM, KernelCase, kernel_case, prefill_call,
 from kvcal.bench.kernels import interrupted
 from kvcal.bench.layer_record import LayerReport, LayerRow, layer_json
 from kvcal.bench.record import Baseline, save_json
-from kvcal.bench.shape import Heads, Pair, Point, raw_bytes, read_bytes
+from kvcal.bench.shape import Heads, Pair, Point, raw_bytes
+from kvcal.bench.step_bytes import step_bytes
+from kvcal.bench.tables import microseconds
 from kvcal.bench.timing import REPLAYS, Call, Times, graph_times, num_caches
 from kvcal.errors import KvcalError
 from kvcal.formats import SIDES
@@ -60,12 +64,18 @@ def bench_layer(job: LayerJob) -> LayerReport:
     try:
         for number, point in enumerate(job.points):
             job.reporter(number * per_point, steps, "bench layer")
-            report = report.with_baseline(measure_static(job, report, point, device))
+            base = measure_static(job, report, point, device)
+            report = report.with_baseline(base)
             save_json(path, layer_json(report))
+            time = base.reason if base.times is None else f"{microseconds(base.times)} µs"
+            job.reporter.say(f"{point.name}, {base.name}: {time}")
             for index, pair in enumerate(job.pairs):
                 job.reporter(number * per_point + index + 1, steps, "bench layer")
-                report = report.with_row(measure_layer(job, report, pair, point, device))
+                row = measure_layer(job, report, pair, point, device)
+                report = report.with_row(row)
                 save_json(path, layer_json(report))
+                time = row.reason if row.plain is None else f"{microseconds(row.plain)} µs a step"
+                job.reporter.say(f"{point.name}, {pair.name}: {time}")
     except KeyboardInterrupt:
         raise interrupted(path, len(report.rows) + len(report.baselines)) from None
     report = replace(report, is_complete=True)
@@ -75,15 +85,19 @@ def bench_layer(job: LayerJob) -> LayerReport:
 
 def measure_layer(job: LayerJob, report: LayerReport, pair: Pair, point: Point, device: torch.device) -> LayerRow:
     """One format at one size."""
-    row, reason = LayerRow(point, pair.name), refusal(pair, job.heads)
+    nbytes = step_bytes(pair, job.heads, point)
+    row, reason = LayerRow(point, pair.name, nbytes), refusal(pair, job.heads)
     if reason is not None:
         return replace(row, reason=reason)
     due, plain = packing_lengths(pair, point), plain_length(pair, point)
+    # Where pages are reconstructed, a call takes a hundred times as long: no more caches than its bytes ask for.
+    count = caches(report, nbytes.total, nbytes.reconstructed > 0)
     try:
-        case = kernel_case(pair, job.heads, point, caches(report, read_bytes(pair, job.heads, point)), device)
+        case = kernel_case(pair, job.heads, point, count, device)
         prefill, prefill_bytes = prefill_call(case, point.context // PAGE_TOKENS)
         return replace(
             row,
+            kernel=case.kernel,
             plain=times_at(case, plain, case.step_calls),
             packing=tuple(times_at(case, held, case.step_calls) for held in due),
             append=times_at(case, plain, case.append_calls),
@@ -116,7 +130,7 @@ def plain_length(pair: Pair, point: Point) -> int:
 
 def measure_static(job: LayerJob, report: LayerReport, point: Point, device: torch.device) -> Baseline:
     """StaticCache's update of one layer, then the fastest SDPA over the tokens that are there."""
-    heads, count = job.heads, caches(report, raw_bytes(job.heads, point))
+    heads, count = job.heads, caches(report, raw_bytes(job.heads, point), False)
     fastest = baselines.fastest_sdpa(heads, point, device, count, REPLAYS)
     name, version = "StaticCache update + SDPA", f"transformers {transformers.__version__}"
     if fastest is None:
@@ -140,8 +154,8 @@ def measure_static(job: LayerJob, report: LayerReport, point: Point, device: tor
     return baselines.measured(point, raw_bytes(heads, point), name, version, lambda: calls, REPLAYS)
 
 
-def caches(report: LayerReport, nbytes: int) -> int:
-    return num_caches(nbytes, report.machine.l2_bytes, report.machine.memory_bytes)
+def caches(report: LayerReport, nbytes: int, is_quick: bool) -> int:
+    return num_caches(nbytes, report.machine.l2_bytes, report.machine.memory_bytes, is_quick)
 
 
 def _is_due(pair: Pair, held: int) -> bool:

@@ -8,8 +8,10 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 
 from kvcal.bench.device import Machine, ReadCeiling
+from kvcal.bench.kernel_use import KernelUse
 from kvcal.bench.record import Baseline, document
 from kvcal.bench.shape import Heads, Point
+from kvcal.bench.step_bytes import StepBytes
 from kvcal.bench.timing import Times
 from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.strict import STRICT
@@ -20,12 +22,15 @@ PACK_SHARE_TARGET, PACK_SHARE_BATCH = 0.002, 32
 
 @dataclass(frozen=True, config=STRICT)
 class LayerRow:
-    """One format. ``plain``: a step (append and decode) in which no page is due; ``packing``: those of PAGE_TOKENS
-    successive steps in which one is, in every sequence at once; ``append``: the plain step without its attention.
-    ``prefill``: packing a whole prompt's keys and values, which reads and writes ``prefill_bytes``."""
+    """One format. ``nbytes``: what attention moves in a step; ``kernel``: what serves it. ``plain``: a step in which no
+    page is due; ``packing``: those of PAGE_TOKENS successive steps in which one is, in every sequence at once;
+    ``append``: storing the plain step's token, alone. ``prefill``: packing a whole prompt's keys and values, which
+    reads and writes ``prefill_bytes``."""
 
     point: Point
     format: str
+    nbytes: StepBytes
+    kernel: KernelUse | None = None
     plain: Times | None = None
     packing: tuple[Times, ...] = ()
     append: Times | None = None
@@ -82,6 +87,7 @@ def layer_json(report: LayerReport) -> dict[str, Any]:
     """``measured``, the report itself, and ``derived``, what follows from it, row by row."""
     derived = [
         {
+            "nbytes": row.nbytes.total,
             "amortised_us": row.amortised_us,
             "pack_share": row.pack_share,
             "pack_share_target": PACK_SHARE_TARGET,

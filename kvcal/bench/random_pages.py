@@ -2,7 +2,7 @@
 
 A kernel that runs on zeros draws less power and clocks higher, and one that runs on random bytes for scales meets NaN.
 So codes are random bytes, and scales and zeros are spread around values that keep what is decoded in about -0.1 to
-0.05, at every bit width. Where a record keeps its fields is asked of the same layouts that pack real pages.
+0.05, at every bit width; tokens that are not quantized scatter as much. Where a record keeps its fields is asked of the same layouts that pack real pages.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from torch import Tensor
 from kvcal.formats import Format, Side
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.macros import side_defines
+from kvcal.quantizers.lattice import LatticeLayout
 from kvcal.quantizers.pages import PAGE_TOKENS, PARAM_DTYPES, RAW_BITS
 from kvcal.quantizers.tiers import NO_SLOT
 
 # The largest code times the scale, and the zero; each is multiplied by 0.5 to 1.5 at random.
 CODE_RANGE, ZERO = 0.15, -0.1
+# Standard deviation of tokens in 16 bits, and of what a lattice decodes to.
+SPREAD = 0.05
 # Filled at once, so that what is drawn does not count beside the caches of a full device.
 PART_BYTES = 16 << 20
 
@@ -36,6 +39,15 @@ def fill_pages(
         _fill(part, side, fmt, head_dim, cache_dtype, generator)
 
 
+def fill_lattice(records: Tensor, layout: LatticeLayout, generator: torch.Generator | None = None) -> None:
+    """The same for a lattice's records [B, ..., record_bytes] uint8, contiguous."""
+    for part in records.split(max(1, PART_BYTES // max(1, records[:1].nbytes))):
+        part.random_(0, 256, generator=generator)
+        scales = torch.empty(*part.shape[:-1], layout.num_groups * PAGE_TOKENS, device=part.device)
+        scales.uniform_(0.5, 1.5, generator=generator).mul_(SPREAD)
+        _write(part, sum(layout.plane_sizes), scales.to(PARAM_DTYPES[layout.param_dtype]))
+
+
 def _fill(
     pages: Tensor,
     side: Side,
@@ -46,7 +58,7 @@ def _fill(
 ) -> None:
     dtype = CACHE_DTYPES[cache_dtype]
     if fmt.num_bits == RAW_BITS:
-        pages.view(dtype).normal_(generator=generator)
+        pages.view(dtype).normal_(std=SPREAD, generator=generator)
         return
     pages.random_(0, 256, generator=generator)
     defines = side_defines(side, fmt, head_dim, cache_dtype, fmt.num_bits)
@@ -60,7 +72,7 @@ def _fill(
         _write(pages, found["INDEX"], _slots(pages, head_dim, found["SLOTS"], generator))
         if found["RAW_SLOTS"]:
             raw = torch.empty(*pages.shape[:-1], found["RAW_SLOTS"] * PAGE_TOKENS, device=pages.device, dtype=dtype)
-            _write(pages, found["RAW"], raw.normal_(generator=generator))
+            _write(pages, found["RAW"], raw.normal_(std=SPREAD, generator=generator))
 
 
 def _slots(pages: Tensor, head_dim: int, num_slots: int, generator: torch.Generator | None) -> Tensor:

@@ -16,12 +16,14 @@ from pydantic.dataclasses import dataclass
 from kvcal.artifact import write_text_atomic
 from kvcal.bench.device import Machine, ReadCeiling
 from kvcal.bench.grid import target
+from kvcal.bench.kernel_use import KernelUse
 from kvcal.bench.shape import Heads, Point, raw_bytes
+from kvcal.bench.step_bytes import StepBytes
 from kvcal.bench.timing import Times
 from kvcal.errors import ArtifactError, KvcalError
 from kvcal.strict import STRICT, dump, parse
 
-SCHEMA = 1
+SCHEMA = 2
 
 Report = TypeVar("Report")
 
@@ -47,13 +49,15 @@ class Baseline:
 
 @dataclass(frozen=True, config=STRICT)
 class KernelRow:
-    """The kernel under test with one pair of formats. ``nbytes`` must be read; ``relative_error`` is that of the first
-    sequence's output against fp64 over the decoded pages, the rounding of the output to 16 bits included."""
+    """Our attention with one pair of formats. ``nbytes`` must be moved, ``bits_per_value`` are those that are stored;
+    ``relative_error`` is that of the first sequence's output against fp64 over the decoded pages, the rounding of the
+    output to 16 bits included."""
 
     point: Point
     format: str
-    nbytes: int
+    nbytes: StepBytes
     bits_per_value: float
+    kernel: KernelUse | None = None
     times: Times | None = None
     relative_error: float | None = None
     reason: str | None = None
@@ -88,13 +92,14 @@ class KernelReport:
 
     def factor_ceiling(self, row: KernelRow) -> float:
         """The same if bytes were all that counts: those of 16 bits over the row's."""
-        return raw_bytes(self.heads, row.point) / row.nbytes
+        return raw_bytes(self.heads, row.point) / row.nbytes.total
 
     def gb_per_s(self, entry: KernelRow | Baseline) -> float | None:
-        """Bytes that must be read over the time taken, in 10^9 a second."""
-        if entry.times is None or entry.nbytes is None:
+        """Bytes that must be moved over the time taken, in 10^9 a second."""
+        nbytes = entry.nbytes.total if isinstance(entry, KernelRow) else entry.nbytes
+        if entry.times is None or nbytes is None:
             return None
-        return entry.nbytes / entry.times.median_us * 1e-3
+        return nbytes / entry.times.median_us * 1e-3
 
     def share(self, entry: KernelRow | Baseline) -> float | None:
         """Of the read bandwidth measured in the same run."""
@@ -121,6 +126,7 @@ def kernel_json(report: KernelReport) -> dict[str, Any]:
             "read_ceiling_gb_per_s": report.ceiling.gb_per_s,
             "rows": [
                 {
+                    "nbytes": row.nbytes.total,
                     "gb_per_s": report.gb_per_s(row),
                     "share_of_read_ceiling": report.share(row),
                     "baseline": None if (fastest := best[row.point]) is None else fastest.name,

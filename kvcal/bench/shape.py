@@ -1,17 +1,17 @@
-"""What a measurement is taken at: heads, batch and context, and the bytes that attention must read there.
-
-The bytes are the floor of every decode kernel: packed records with their scales, zeros and indices, sinks, and the
-tokens of the buffer that are filled. Their ratio to 16 bits is the ceiling of any factor.
-"""
+"""What a measurement is taken at: heads, batch and context, and how keys and values are stored."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic.dataclasses import dataclass
 
-from kvcal.formats import RAW, SIDES, Format, Side
+from kvcal.formats import RAW, Format, Side
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype
 from kvcal.layer_plan import LayerPlan
 from kvcal.quantizers.pages import PAGE_TOKENS
+from kvcal.specs import PredictorSpec
+from kvcal.stages.predictor_record import with_predictor
 from kvcal.strict import STRICT
 
 CACHE_DTYPE: CacheDtype = "bfloat16"
@@ -48,48 +48,45 @@ class Heads:
     def num_query_heads(self) -> int:
         return self.num_kv_heads * self.group
 
-    def layer(self, pair: Pair, index: int = 0) -> LayerPlan:
-        """A layer of these heads, all of them stored as ``pair`` says."""
+    def layer(self, pair: Pair, index: int) -> LayerPlan:
+        """Layer ``index`` of a model all of whose layers have these heads and are stored as ``pair`` says."""
         geometry = AttentionGeometry(
             index, self.num_query_heads, self.num_kv_heads, self.head_dim, self.head_dim, window=None
         )
-        return LayerPlan(geometry, (pair.k,), (pair.v,))
+        k, v = pair.first if index == 0 and pair.first is not None else (pair.k, pair.v)
+        layer = LayerPlan(geometry, (k,), (v,), k_pages=pair.k_pages)
+        if index and pair.predictors is not None:
+            for side in pair.predictors.sides:
+                layer = with_predictor(layer, side, index - 1, pair.predictors)
+        return layer
 
 
 @dataclass(frozen=True, config=STRICT)
 class Pair:
-    """The formats of keys and values under one name."""
+    """How keys and values are stored, under one name. ``k_pages`` "pre": pages hold keys before RoPE. ``predictors``:
+    every layer but the first holds the residual of what the one before predicts, keys before RoPE. ``first``: formats
+    of the first layer, where it has its own."""
 
     name: str
     k: Format
     v: Format
+    k_pages: Literal["post", "pre"] = "post"
+    predictors: PredictorSpec | None = None
+    first: tuple[Format, Format] | None = None
 
     def format(self, side: Side) -> Format:
         return self.k if side == "k" else self.v
+
+    @property
+    def num_ends(self) -> int:
+        """Layers at either end of a model that are not like those between them: the first predicts without being
+        predicted, the last is predicted without predicting."""
+        return 0 if self.predictors is None and self.first is None else 1
 
 
 RAW_PAIR = Pair("16", RAW, RAW)
 
 
-def read_bytes(pair: Pair, heads: Heads, point: Point) -> int:
-    """Bytes of cache that a decode step reads, ``point.context`` tokens before it and the new one."""
-    return point.batch * heads.num_kv_heads * sum(side_read_bytes(side, pair, heads, point) for side in SIDES)
-
-
-def side_read_bytes(side: Side, pair: Pair, heads: Heads, point: Point) -> int:
-    """The same of the keys or values of one KV head of one sequence."""
-    fmt = pair.format(side)
-    pages = fmt.num_pages(point.context)
-    record = fmt.layout(side, 1, heads.head_dim, CACHE_DTYPE, fmt.num_bits).record_bytes
-    unquantized = point.context + 1 - pages * PAGE_TOKENS
-    return pages * record + unquantized * heads.head_dim * ITEM_BYTES
-
-
 def raw_bytes(heads: Heads, point: Point) -> int:
     """Bytes of the keys and values of ``point.context`` tokens in 16 bits: what the baselines read."""
     return 2 * point.batch * heads.num_kv_heads * point.context * heads.head_dim * ITEM_BYTES
-
-
-def bits_per_value(pair: Pair, heads: Heads, point: Point) -> float:
-    """Bits that are read per cached value, everything included."""
-    return 16 * read_bytes(pair, heads, point) / raw_bytes(heads, point)

@@ -13,10 +13,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from kvcal.bench.random_plan import uniform_plan
 from kvcal.bench.shape import CACHE_DTYPE, Heads, Pair
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, ModelIdentity
-from kvcal.plan import Plan, Workload
+from kvcal.plan import Plan
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -79,9 +80,7 @@ def random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedMo
     return model.eval().requires_grad_(False)
 
 
-def uniform_plan(name: str, config: PreTrainedConfig, pair: Pair, batch: int, num_tokens: int) -> Plan:
-    """Every layer in the formats of ``pair``."""
-    heads = heads_of(config)
-    layers = tuple(heads.layer(pair, index) for index in range(config.num_hidden_layers))
+def model_plan(name: str, config: PreTrainedConfig, pair: Pair, batch: int, num_tokens: int) -> Plan:
+    """Every layer stored as ``pair`` says."""
     identity = ModelIdentity(name, config.model_type, NO_DIGEST, NO_DIGEST, NO_DIGEST)
-    return Plan(identity, CACHE_DTYPE, layers, Workload(batch, num_tokens), provenance={})
+    return uniform_plan(identity, pair, heads_of(config), config.num_hidden_layers, batch, num_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcal.bench.e2e_record import StepReport
+from kvcal.bench.kernel_use import KernelUse
 from kvcal.bench.layer_record import PACK_SHARE_BATCH, PACK_SHARE_TARGET, LayerReport
 from kvcal.bench.record import KernelReport
 from kvcal.bench.timing import Times
@@ -12,6 +13,12 @@ from kvcal.quantities import format_bytes
 
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 NOTHING = "–"
+# What kvcal.bench.kernel_use names, and kvcal.bench.step_bytes counts.
+KERNELS = (
+    "kernel: decode (tensor cores), decode_plain (every head size and pair of formats); reconstruct + (pages that are "
+    "not read as they are stored become 16-bit ones first; bytes: records, these pages written and read, and what "
+    "predictors read)"
+)
 
 
 def kernel_table(report: KernelReport) -> Table:
@@ -21,15 +28,17 @@ def kernel_table(report: KernelReport) -> Table:
     for row in report.rows:
         best = report.fastest(row.point)
         if row.times is None:
-            rows.append((row.point.name, row.format, number(row.bits_per_value), *[NOTHING] * 7, row.reason or ""))
+            cells = (row.point.name, row.format, kernel(row.kernel), number(row.bits_per_value))
+            rows.append((*cells, *[NOTHING] * 7, row.reason or ""))
             continue
         rows.append(
             (
                 row.point.name,
                 row.format,
+                kernel(row.kernel),
                 number(row.bits_per_value),
                 microseconds(row.times),
-                format_bytes(row.nbytes),
+                format_bytes(row.nbytes.total),
                 number(report.gb_per_s(row), 0),
                 percent(report.share(row)),
                 factor(report.factor(row)),
@@ -40,11 +49,11 @@ def kernel_table(report: KernelReport) -> Table:
         )
     title = (
         f"Decode attention, {heads.num_kv_heads} KV heads of {heads.head_dim}, {heads.group} query heads each, on "
-        f"{machine.device}; read ceiling {report.ceiling.gb_per_s:.0f} GB/s{unfinished(report.is_complete)}"
+        f"{machine.device}; read ceiling {report.ceiling.gb_per_s:.0f} GB/s{unfinished(report.is_complete)}\n{KERNELS}"
     )
     headers = (
-        "batch x context", "format", "bits read", "µs", "bytes", "GB/s", "of ceiling", "factor", "by bytes", "target",
-        "against",
+        "batch x context", "format", "kernel", "bits stored", "µs", "bytes", "GB/s", "of ceiling", "factor",
+        "by bytes", "target", "against",
     )  # fmt: skip
     return title, headers, rows
 
@@ -76,16 +85,18 @@ def layer_table(report: LayerReport) -> Table:
     rows = []
     for entry in report.baselines:
         time = entry.reason if entry.times is None else microseconds(entry.times)
-        rows.append((entry.point.name, entry.name, time or "", *[NOTHING] * 7))
+        rows.append((entry.point.name, entry.name, NOTHING, time or "", *[NOTHING] * 8))
     for row in report.rows:
         if row.plain is None:
-            rows.append((row.point.name, row.format, row.reason or "", *[NOTHING] * 7))
+            rows.append((row.point.name, row.format, kernel(row.kernel), row.reason or "", *[NOTHING] * 8))
             continue
         rows.append(
             (
                 row.point.name,
                 row.format,
+                kernel(row.kernel),
                 microseconds(row.plain),
+                format_bytes(row.nbytes.total),
                 NOTHING if row.append is None else microseconds(row.append),
                 ", ".join(f"{times.median_us:.4g}" for times in row.packing) or NOTHING,
                 number(row.amortised_us, 1),
@@ -96,19 +107,19 @@ def layer_table(report: LayerReport) -> Table:
             )
         )
     headers = (
-        "batch x context", "cache", "step µs", "append alone µs", "packing step µs", "mean of 128 µs", "packing share",
-        "target", "factor", "prompt packing GB/s",
+        "batch x context", "cache", "kernel", "step µs", "bytes", "append alone µs", "packing step µs",
+        "mean of 128 µs", "packing share", "target", "factor", "prompt packing GB/s",
     )  # fmt: skip
     rows.sort(key=lambda cells: order.index(cells[0]))
     title = f"One layer's cache work in a decode step on {report.machine.device}{unfinished(report.is_complete)}"
-    return title, headers, rows
+    return f"{title}\n{KERNELS}", headers, rows
 
 
 def batch_table(report: StepReport) -> Table:
     """Every measurement of whole steps, with its factor at the same batch."""
     rows = []
     for row in report.rows:
-        cells = [str(row.context), row.plan, str(row.batch)]
+        cells = [str(row.context), row.plan, kernel(row.kernel), str(row.batch)]
         if row.steps is None:
             rows.append((*cells, *[NOTHING] * 5, row.reason or ""))
             continue
@@ -120,14 +131,16 @@ def batch_table(report: StepReport) -> Table:
                 NOTHING if row.cache_bytes is None else format_bytes(row.cache_bytes),
                 NOTHING if row.peak_bytes is None else format_bytes(row.peak_bytes),
                 factor(report.same_batch(row)),
-                row.attention,
+                "",
             )
         )
     title = (
         f"Decode of {report.shape} ({report.weights}) on {report.machine.device}, at the same batch; caches hold "
-        f"random contents, which a step's time does not depend on{unfinished(report.is_complete)}"
+        f"random contents, which a step's time does not depend on{unfinished(report.is_complete)}\n{KERNELS}"
     )
-    headers = ("context", "cache", "batch", "tokens/s", "step ms", "cache bytes", "peak memory", "factor", "attention")
+    headers = (
+        "context", "cache", "kernel", "batch", "tokens/s", "step ms", "cache bytes", "peak memory", "factor", "reason",
+    )  # fmt: skip
     return title, headers, rows
 
 
@@ -140,14 +153,20 @@ def memory_table(report: StepReport) -> Table:
                 best = report.best(plan, context, limit)
                 cells = (format_bytes(limit), str(context), plan)
                 if best is None:
-                    rows.append((*cells, *[NOTHING] * 4))
+                    rows.append((*cells, *[NOTHING] * 5))
                     continue
                 gain = report.same_memory(best, limit)
                 peak = NOTHING if best.peak_bytes is None else format_bytes(best.peak_bytes)
-                rows.append((*cells, str(best.batch), number(best.tokens_per_s, 0), peak, factor(gain)))
-    headers = ("memory", "context", "cache", "batch", "tokens/s", "peak memory", "factor")
+                rows.append(
+                    (*cells, kernel(best.kernel), str(best.batch), number(best.tokens_per_s, 0), peak, factor(gain))
+                )
+    headers = ("memory", "context", "cache", "kernel", "batch", "tokens/s", "peak memory", "factor")
     title = f"Decode of {report.shape} with the same memory: the batch that gives most tokens a second"
     return title, headers, rows
+
+
+def kernel(use: KernelUse | None) -> str:
+    return NOTHING if use is None else use.name
 
 
 def microseconds(times: Times) -> str:

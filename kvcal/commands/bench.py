@@ -22,19 +22,21 @@ Formats = Annotated[
     list[str] | None,
     typer.Option(
         "--format",
-        help="Bits, 2-window (32 sinks, the 128 most recent tokens), kitty, or 16 (through the same kernel); may be "
-        "repeated.",
+        help="Bits; 2-window (32 sinks, the 128 most recent tokens); kitty; 16 (through the same kernel); 2-uneven (32 "
+        "sinks of keys alone: decode_plain); pre-rope (keys before RoPE), higgs (a lattice) or aqua (residuals of "
+        "predictors on it): reconstructed in every step. May be repeated.",
     ),
 ]
 Recipes = Annotated[
-    list[str] | None, typer.Option("--recipe", help="A recipe with [formats]: path or name; may be repeated.")
+    list[str] | None,
+    typer.Option("--recipe", help="A recipe with [formats], predictors included: path or name; may be repeated."),
 ]
 Batches = Annotated[list[int] | None, typer.Option("--batch", help="Sequences; may be repeated.", min=1)]
 Contexts = Annotated[
     list[int] | None, typer.Option("--context", help="Tokens of each sequence; may be repeated.", min=1)
 ]
 KvHeads = Annotated[int, typer.Option("--heads", help="KV heads.", min=1)]
-HeadDim = Annotated[int, typer.Option(help="Size of a head, K and V.", min=1)]
+HeadDim = Annotated[int, typer.Option(help="Size of a head, K and V: a multiple of 8 up to 512.", min=1)]
 Group = Annotated[int, typer.Option(help="Query heads for each KV head.", min=1)]
 Out = Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")]
 OUT = Path("artifacts/bench")
@@ -54,31 +56,47 @@ def kernels(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Time decode attention over packed pages, against the fastest 16-bit attention of this machine.
+    """Time decode attention over a packed cache, against the fastest 16-bit attention of this machine.
 
     Baselines (every backend of torch's SDPA, FlexAttention, FlashInfer where installed) run in the same run on the same
     sizes; beside every factor stand what its bytes allow, the target, and the share of the measured read bandwidth.
 
+    Every row names its kernel. `decode` runs on tensor cores, for heads of 64 and 128; `decode_plain` takes every other
+    head size, and keys and values with different sinks; `reconstruct +` stands before it where pages are not read as
+    they are stored: in every step they become pages of 16 bits, and both are timed together.
+
     Example: `kvcal bench kernels --out bench`
 
     Example: `kvcal bench kernels --format 2 --recipe mixkvq --batch 16 --context 65536 --group 8`
+
+    Example: `kvcal bench kernels --format 2 --head-dim 96 --batch 8 --context 32768` (decode_plain)
+
+    Example: `kvcal bench kernels --quick --format higgs --format aqua --batch 8 --context 8192` (reconstruct + decode)
     """
     from kvcal import console
     from kvcal.bench.chart import draw_kernels
     from kvcal.bench.device import require_gpu
-    from kvcal.bench.grid import DEFAULT_PAIRS, POINTS, QUICK_PAIRS, QUICK_POINTS, chosen_pairs, chosen_points
+    from kvcal.bench.grid import (
+        DEFAULT_PAIRS,
+        POINTS,
+        QUICK_PAIRS,
+        QUICK_POINTS,
+        chosen_heads,
+        chosen_pairs,
+        chosen_points,
+    )
     from kvcal.bench.kernels import FILE, PICTURE, Job, bench_kernels
     from kvcal.bench.record import kernel_json
-    from kvcal.bench.shape import Heads
     from kvcal.bench.tables import baseline_table, kernel_table
     from kvcal.folder import Folder
 
     pairs = chosen_pairs(formats or (), recipe or (), QUICK_PAIRS if quick else DEFAULT_PAIRS)
     points = chosen_points(batch or (), context or (), QUICK_POINTS if quick else POINTS)
+    chosen = chosen_heads(heads, head_dim, group)
     require_gpu("kernels")
     folder = Folder.create(out).path
     with console.TerminalReporter(quiet).running() as reporter:
-        report = bench_kernels(Job(pairs, points, Heads(heads, head_dim, group), folder, quick, reporter))
+        report = bench_kernels(Job(pairs, points, chosen, folder, quick, reporter))
     draw_kernels(report, folder / PICTURE)
     if json:
         console.print_json(kernel_json(report))
@@ -104,25 +122,28 @@ def layer(
     """Time one layer's cache work in a decode step: storing the token, packing (amortised), attention.
 
     Against transformers' StaticCache (its update, then the fastest SDPA), at batch 32 and 8192 and 32768 tokens if
-    nothing else is asked for. Also: what packing a whole prompt takes.
+    nothing else is asked for. Also: what packing a whole prompt takes. Every row names its kernel, as in `bench
+    kernels`; where pages are reconstructed, every step does that for all of them, and encodes one.
 
     Example: `kvcal bench layer --format 2 --format kitty --batch 32 --context 32768`
+
+    Example: `kvcal bench layer --format 2 --format higgs --recipe aqua-kv --batch 1 --context 32768`
     """
     from kvcal import console
     from kvcal.bench.device import require_gpu
-    from kvcal.bench.grid import LAYER_POINTS, QUICK_PAIRS, chosen_pairs, chosen_points
+    from kvcal.bench.grid import LAYER_POINTS, QUICK_PAIRS, chosen_heads, chosen_pairs, chosen_points
     from kvcal.bench.layer import FILE, LayerJob, bench_layer
     from kvcal.bench.layer_record import layer_json
-    from kvcal.bench.shape import Heads
     from kvcal.bench.tables import layer_table
     from kvcal.folder import Folder
 
     pairs = chosen_pairs(formats or (), recipe or (), QUICK_PAIRS)
     points = chosen_points(batch or (), context or (), LAYER_POINTS)
+    chosen = chosen_heads(heads, head_dim, group)
     require_gpu("layer")
     folder = Folder.create(out).path
     with console.TerminalReporter(quiet).running() as reporter:
-        report = bench_layer(LayerJob(pairs, points, Heads(heads, head_dim, group), folder, reporter))
+        report = bench_layer(LayerJob(pairs, points, chosen, folder, reporter))
     if json:
         console.print_json(layer_json(report))
         return
@@ -152,9 +173,12 @@ def e2e(
 
     16-bit StaticCache with SDPA, as transformers calls it and with the fastest backend, against plans; at the same
     batch and with the same memory (24GB and 80GB if nothing else is asked for). Caches hold random contents at the
-    context's length instead of a prompt's.
+    context's length instead of a prompt's. Every row names its kernel, as in `bench kernels`; where pages are
+    reconstructed, 16 steps are timed in place of 128.
 
     Example: `kvcal bench e2e --shape llama-3.1-8b --random-weights --memory 24GB --context 8192 --context 32768`
+
+    Example: `kvcal bench e2e --shape qwen3-4b --random-weights --recipe aqua-kv --memory 12GB --context 8192`
     """
     from kvcal import console
     from kvcal.bench.device import require_gpu

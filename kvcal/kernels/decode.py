@@ -122,6 +122,11 @@ def _launch(variant: Variant, q_dtype: torch.dtype, softcap: bool, is_staged: bo
     return Launch(compiled, num_sms, found["WARPS"] * 32, found["SHARED_BYTES"], passes, floats, follows=True)
 
 
+def launch_of(variant: Variant, q_dtype: torch.dtype, device_index: int) -> Launch:
+    """How ``decode`` of a variant is launched on a GPU, without softcap: for whoever reports it."""
+    return _launch(variant, q_dtype, False, False, device_index)
+
+
 def workspace_bytes(batch: int, num_kv_heads: int, group_heads: int, head_dim: int, device: torch.device) -> int:
     """Scratch that :func:`launch_decode` needs for calls of at most this size, whichever kernel serves them; zeroed
     before the first use."""
