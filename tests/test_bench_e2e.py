@@ -8,36 +8,39 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_cases import MACHINE, times
+from bench_cases import DECODE, MACHINE, times
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedModel, StaticCache
 
 from kvcal.bench import baselines, e2e
-from kvcal.bench.decode_step import Static16, StepTimes
+from kvcal.bench.decode_step import Static16, StepCache, StepTimes
 from kvcal.bench.e2e import (
+    FORM_RESERVE,
+    FORM_STEPS,
     OUT_OF_MEMORY,
     StaticPlan,
     StepJob,
     batches,
     bench_e2e,
+    cache_bytes,
     largest_batch,
     measure,
     ran_out,
     require_memory,
-    sequence_bytes,
 )
 from kvcal.bench.e2e_record import FASTEST_16, TRANSFORMERS_16, StepReport, StepRow, step_json
-from kvcal.bench.grid import PAIRS
+from kvcal.bench.grid import PAIRS, recipe_pair
+from kvcal.bench.kernel_use import KernelUse
 from kvcal.bench.record import Interrupted, load_report
 from kvcal.bench.shape import RAW_PAIR, Heads, Pair
-from kvcal.bench.shapes import SHAPES, heads_of, random_model, shape_config, uniform_plan
+from kvcal.bench.shapes import SHAPES, heads_of, model_plan, random_model, shape_config
 from kvcal.bench.tables import batch_table, memory_table
 from kvcal.commands.bench import _model
-from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.formats import Format
+from kvcal.errors import SlowPath, UnsupportedModel, UsageError
 from kvcal.progress import Silent
+from kvcal.runtime.cache import PlanCache
 
 GB = 10**9
-LATTICE = Format(2, "token", 128, lattice_dim=2)
+FORMS = (PAIRS["higgs"], PAIRS["pre-rope"], recipe_pair("aqua-kv-int4"), recipe_pair("aqua-kv-uniform"))
 
 
 def tiny_config() -> LlamaConfig:
@@ -56,7 +59,7 @@ def model() -> PreTrainedModel:
 def row(plan: str, batch: int, rate: float | None, peak: int = GB, context: int = 8192) -> StepRow:
     if rate is None:
         return StepRow(plan, context, batch, 24 * GB, reason=OUT_OF_MEMORY)
-    return StepRow(plan, context, batch, 24 * GB, "sdpa", times(100.0), rate, peak, 1 << 20)
+    return StepRow(plan, context, batch, 24 * GB, DECODE, times(100.0), rate, peak, 1 << 20)
 
 
 def report(*rows: StepRow, memory: tuple[int, ...] = (24 * GB, 80 * GB)) -> StepReport:
@@ -104,8 +107,8 @@ def test_random_weights_are_finite_bf16_and_no_constants(model: PreTrainedModel)
 
 def test_a_plan_of_a_shape_has_the_bytes_of_its_formats() -> None:
     config = shape_config("llama-3.1-8b")
-    raw = uniform_plan("llama-3.1-8b", config, RAW_PAIR, 4, 8192)
-    two = uniform_plan("llama-3.1-8b", config, PAIRS["2"], 4, 8192)
+    raw = model_plan("llama-3.1-8b", config, RAW_PAIR, 4, 8192)
+    two = model_plan("llama-3.1-8b", config, PAIRS["2"], 4, 8192)
     assert len(raw.layers) == 32 and raw.model.model_type == "llama"
     assert raw.bits_per_value() == pytest.approx(16, rel=0.02)
     assert two.bits_per_value() == pytest.approx(2.25 + 128 / 8192 * 16, rel=0.01)
@@ -122,9 +125,22 @@ def test_batches_grow_to_the_largest_that_fits() -> None:
 
 
 def test_a_sequence_costs_what_the_plan_says(model: PreTrainedModel) -> None:
-    raw, two = (sequence_bytes("tiny", model, PAIRS[name], 1024) for name in ("16", "2"))
-    assert raw >= 2 * 2 * 2 * 64 * 2 * (1024 + 256)
+    (no_tensors, raw), (_, two) = (cache_bytes("tiny", model, PAIRS[name], 1024) for name in ("16", "2"))
+    assert raw >= 2 * 2 * 2 * 64 * 2 * (1024 + 256) and no_tensors == 0
     assert raw / two > 3
+
+
+@pytest.mark.parametrize("pair", FORMS, ids=lambda pair: pair.name)
+def test_a_sequence_of_stored_forms_costs_its_workspace_too(model: PreTrainedModel, pair: Pair) -> None:
+    """All that a cache holds, its control state of some bytes a row aside, is what was reckoned with."""
+    fixed, each = cache_bytes("tiny", model, pair, 1024)
+    for batch in (1, 3):
+        plan = model_plan("tiny", model.config, pair, batch, 1280)
+        cache = PlanCache(plan, model.config, max_tokens=1280)
+        with pytest.warns(SlowPath):
+            cache.allocate(batch, "cpu")
+        held = cache.nbytes + cache.static.forms.nbytes
+        assert held == fixed - FORM_RESERVE + batch * each
 
 
 def test_memory_that_the_device_or_the_weights_do_not_leave_is_refused() -> None:
@@ -175,11 +191,12 @@ def test_the_tables_keep_same_batch_and_same_memory_apart() -> None:
     assert "same batch" in title and "random" in title
     assert all(len(line) == len(headers) for line in cells)
     assert [line[headers.index("factor")] for line in cells] == ["1.00x", "1.50x", "–"]
+    assert [line[headers.index("kernel")] for line in cells] == ["decode", "decode", "–"]
     assert cells[2][-1] == OUT_OF_MEMORY
     title, headers, cells = memory_table(found)
     assert "same memory" in title
     assert all(len(line) == len(headers) for line in cells)
-    assert [line[2:4] for line in cells[:3]] == [(FASTEST_16, "4"), ("2", "4"), ("4", "–")]
+    assert [line[2:5] for line in cells[:3]] == [(FASTEST_16, "decode", "4"), ("2", "decode", "4"), ("4", "–", "–")]
 
 
 def test_the_document_holds_both_views(tmp_path: Path) -> None:
@@ -201,11 +218,12 @@ class Device:
         self.fits = fits
         self.asked: list[int] = []
 
-    def __call__(self, model: PreTrainedModel, kind: object, batch: int, context: int) -> StepTimes:
+    def __call__(self, model: PreTrainedModel, kind: StepCache, batch: int, context: int) -> StepTimes:
         self.asked.append(batch)
         if batch > self.fits:
             raise torch.OutOfMemoryError("full")
-        return StepTimes(times(1000.0), 128.0, GB, 1 << 20)
+        steps = replace(times(1000.0), replays=kind.num_steps)
+        return StepTimes(steps, 1.0 * kind.num_steps, GB, 1 << 20, KernelUse(type(kind).__name__))
 
 
 @pytest.fixture
@@ -240,6 +258,8 @@ def test_a_run_measures_each_batch_once_and_fills_each_memory(
     two, raw = (max(e.batch for e in found.rows if e.plan == plan) for plan in ("2", FASTEST_16))
     assert two > raw
     assert found.rows[0].tokens_per_s == 1000.0, "128 steps of 1 sequence in 128 ms"
+    kernels = {entry.plan: entry.kernel.name for entry in found.rows if entry.kernel is not None}
+    assert kernels == {TRANSFORMERS_16: "Static16", FASTEST_16: "Static16", "2": "StaticPlan"}
 
 
 def test_a_batch_that_runs_out_of_memory_is_tried_again_smaller(
@@ -256,16 +276,27 @@ def test_a_batch_that_runs_out_of_memory_is_tried_again_smaller(
     assert all(entry.reason == OUT_OF_MEMORY and entry.tokens_per_s is None for entry in rows)
 
 
-def test_a_plan_that_the_kernels_refuse_is_a_row(device: Device, model: PreTrainedModel, tmp_path: Path) -> None:
-    found = bench_e2e(step_job(model, tmp_path, (Pair("lattice", LATTICE, LATTICE),)))
-    (refused,) = [entry for entry in found.rows if entry.plan == "lattice"]
-    assert "lattice" in (refused.reason or "") and refused.steps is None
+def test_a_plan_that_the_kernels_refuse_is_a_row(
+    device: Device, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(e2e, "refusal", lambda pair, heads: "head size 100")
+    found = bench_e2e(step_job(model, tmp_path))
+    (refused,) = [entry for entry in found.rows if entry.plan == "2"]
+    assert refused.reason == "head size 100" and refused.steps is None and refused.kernel is None
+
+
+def test_stored_forms_are_timed_over_fewer_steps(device: Device, model: PreTrainedModel, tmp_path: Path) -> None:
+    found = bench_e2e(step_job(model, tmp_path, (PAIRS["higgs"], PAIRS["2"])))
+    steps = {entry.plan: entry.steps.replays for entry in found.rows if entry.steps is not None}
+    assert steps == {TRANSFORMERS_16: 128, FASTEST_16: 128, "higgs": FORM_STEPS, "2": 128}
+    first = next(entry for entry in found.rows if entry.plan == "higgs")
+    assert (first.batch, first.tokens_per_s) == (1, 1000.0)
 
 
 def test_ctrl_c_leaves_the_steps_that_were_timed(
     device: Device, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(model: PreTrainedModel, kind: object, batch: int, context: int) -> StepTimes:
+    def interrupt(model: PreTrainedModel, kind: StepCache, batch: int, context: int) -> StepTimes:
         if len(device.asked) == 3:
             raise KeyboardInterrupt
         return device(model, kind, batch, context)
@@ -307,9 +338,9 @@ def test_a_16_bit_cache_is_filled_and_rewound(model: PreTrainedModel) -> None:
     assert [int(layer.cumulative_length) for layer in cache.layers] == [40, 40]
 
 
-@pytest.mark.parametrize("name", ["2", "kitty", "2-window", "16"])
-def test_a_plans_cache_is_filled_and_rewound(model: PreTrainedModel, name: str) -> None:
-    plan = uniform_plan("tiny", model.config, PAIRS[name], 2, 512)
+@pytest.mark.parametrize("pair", [PAIRS[n] for n in ("2", "kitty", "2-window", "16")] + [*FORMS], ids=lambda p: p.name)
+def test_a_plans_cache_is_filled_and_rewound(model: PreTrainedModel, pair: Pair) -> None:
+    plan = model_plan("tiny", model.config, pair, 2, 512)
     kind = StaticPlan(plan, model, 512)
     cache = kind.cache()
     with torch.no_grad(), kind.attention(model):
@@ -322,10 +353,11 @@ def test_a_plans_cache_is_filled_and_rewound(model: PreTrainedModel, name: str) 
         again = model(torch.tensor([[1], [2]]), past_key_values=cache, position_ids=torch.full((2, 1), 300)).logits
     assert torch.equal(first, again)
     assert kind.nbytes(cache) == plan.nbytes((512, 512))
+    assert kind.kernel(cache).name == ("reconstruct + decode" if pair in FORMS else "decode")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [TRANSFORMERS_16, FASTEST_16, "2", "kitty"])
+@pytest.mark.parametrize("name", [TRANSFORMERS_16, FASTEST_16, "2", "kitty", "2-uneven", "higgs", "aqua"])
 def test_steps_are_timed_as_graphs(name: str) -> None:
     from kvcal.bench.decode_step import time_steps
 
@@ -335,9 +367,15 @@ def test_steps_are_timed_as_graphs(name: str) -> None:
     kinds = {TRANSFORMERS_16: Static16(on_gpu, 768), FASTEST_16: Static16(on_gpu, 768, sdpa)}
     kind = kinds.get(name)
     if kind is None:
-        plan = uniform_plan("tiny", on_gpu.config, PAIRS[name], 2, 768)
+        plan = model_plan("tiny", on_gpu.config, PAIRS[name], 2, 768)
         found = time_steps(on_gpu, StaticPlan(plan, on_gpu, 768), 2, 512)
     else:
         found = time_steps(on_gpu, kind, 2, 512)
     assert found.steps.replays == 128 and found.total_ms > 0
+    kernels = {"2": "decode", "kitty": "decode", "2-uneven": "decode_plain"}
+    if kind is None:
+        assert found.kernel.name == kernels.get(name, "reconstruct + decode")
+        assert found.kernel.grid is not None and found.kernel.registers is not None
+    else:
+        assert found.kernel.grid is None
     assert found.cache_bytes <= found.peak_bytes

@@ -10,23 +10,24 @@ import torch
 from bench_cases import CEILING, MACHINE, Clock, times
 from cli_cases import run_kvcal
 
-from kvcal.bench import baselines, kernels, layer
+from kvcal.bench import baselines, device, kernels, layer
 from kvcal.bench.grid import PAIRS
 from kvcal.bench.kernels import Job, bench_kernels
 from kvcal.bench.layer import LayerJob, bench_layer
 from kvcal.bench.layer_record import LayerReport, LayerRow, layer_json
 from kvcal.bench.record import Baseline, Interrupted, KernelReport, load_report
-from kvcal.bench.shape import Heads, Pair, Point, raw_bytes
-from kvcal.bench.tables import layer_table
+from kvcal.bench.shape import Heads, Point, raw_bytes
+from kvcal.bench.step_bytes import StepBytes
+from kvcal.bench.tables import kernel_table, layer_table
 from kvcal.bench.timing import Times
 from kvcal.errors import KernelError
-from kvcal.formats import Format
 from kvcal.progress import Silent
 
 HEADS = Heads(num_kv_heads=2, head_dim=64, group=2)
 POINTS = (Point(1, 256), Point(2, 384))
-LATTICE = Format(2, "token", 128, lattice_dim=2)
-JOB_PAIRS = (PAIRS["2"], PAIRS["kitty"], Pair("lattice", LATTICE, LATTICE), PAIRS["16"])
+SOME = StepBytes(1000)
+JOB_PAIRS = (PAIRS["2"], PAIRS["2-uneven"], PAIRS["higgs"], PAIRS["aqua"], PAIRS["16"])
+KERNELS = ("decode", "decode_plain", "reconstruct + decode", "reconstruct + decode", "decode")
 
 
 @pytest.fixture
@@ -55,13 +56,57 @@ def test_a_run_measures_every_size_and_format(clock: Clock, tmp_path: Path) -> N
     assert report.is_complete
     assert [(row.point, row.format) for row in report.rows] == [(p, pair.name) for p in POINTS for pair in JOB_PAIRS]
     assert load_report(KernelReport, "bench-kernels", tmp_path / "kernels.json") == report
-    for row in report.rows:
-        if row.format == "lattice":
-            assert row.times is None and "lattice" in (row.reason or "")
+    for row, kernel in zip(report.rows, KERNELS * 2, strict=True):
+        assert row.times is not None and row.times.calls == 2
+        assert row.relative_error is not None and row.relative_error < 4e-3
+        assert row.kernel is not None and row.kernel.name == kernel
+        assert (row.nbytes.reconstructed > 0) == kernel.startswith("reconstruct")
+        assert report.factor(row) == 1.0
+    _, headers, cells = kernel_table(report)
+    assert [line[headers.index("kernel")] for line in cells] == [*KERNELS * 2]
+
+
+def test_heads_that_only_the_plain_kernel_takes_are_measured(clock: Clock, tmp_path: Path) -> None:
+    report = bench_kernels(Job(JOB_PAIRS, POINTS[:1], Heads(2, 96, 2), tmp_path, True, Silent()))
+    names = ["decode_plain", "decode_plain", *["reconstruct + decode_plain"] * 2, "decode_plain"]
+    assert [row.kernel.name if row.kernel else None for row in report.rows] == names
+    assert all(row.times is not None and row.reason is None for row in report.rows)
+
+
+def test_what_is_measured_is_said_at_once(clock: Clock, tmp_path: Path) -> None:
+    heard: list[str] = []
+
+    class Listener(Silent):
+        def say(self, message: str) -> None:
+            heard.append(message)
+
+    bench_kernels(Job(JOB_PAIRS[:3], POINTS[:1], HEADS, tmp_path, True, Listener()))
+    assert heard[0] == "bench: read bandwidth"
+    assert heard[1].startswith("1 x 256, 16 bits: SDPA ") and heard[1].endswith("10 (9 to 11) µs")
+    assert heard[2:] == [f"1 x 256, {name}: 10 (9 to 11) µs" for name in ("2", "2-uneven", "higgs")]
+    heard.clear()
+    bench_layer(LayerJob(JOB_PAIRS[:1], POINTS[:1], HEADS, tmp_path, Listener()))
+    assert heard[1].startswith("1 x 256, StaticCache update + ") and heard[2] == "1 x 256, 2: 10 (9 to 11) µs a step"
+
+
+def test_caches_that_are_reconstructed_are_as_many_as_their_bytes_ask_for(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, bool]] = []
+
+    def count(nbytes: int, l2_bytes: int, memory_bytes: int, is_quick: bool) -> int:
+        asked.append((nbytes, is_quick))
+        return 1
+
+    for module in (kernels, layer):
+        monkeypatch.setattr(module, "num_caches", count)
+        asked.clear()
+        if module is kernels:
+            rows = bench_kernels(Job(JOB_PAIRS, POINTS[:1], HEADS, tmp_path, False, Silent())).rows
         else:
-            assert row.times is not None and row.times.calls == 2
-            assert row.relative_error is not None and row.relative_error < 4e-3
-            assert report.factor(row) == 1.0
+            rows = bench_layer(LayerJob(JOB_PAIRS, POINTS[:1], HEADS, tmp_path, Silent())).rows
+        expected = [(row.nbytes.total, row.nbytes.reconstructed > 0) for row in rows]
+        assert asked[-len(rows) :] == expected and asked[0] == (raw_bytes(HEADS, POINTS[0]), False)
 
 
 def test_every_backend_of_sdpa_is_a_baseline_or_says_why_not(clock: Clock, tmp_path: Path) -> None:
@@ -103,8 +148,8 @@ def test_an_interrupted_run_leaves_what_was_measured(clock: Clock, tmp_path: Pat
     assert caught.value.exit_code == 130
     found = load_report(KernelReport, "bench-kernels", tmp_path / "kernels.json")
     assert not found.is_complete
-    assert [row.format for row in found.rows][:4] == [pair.name for pair in JOB_PAIRS]
-    assert [row.format for row in found.rows if row.point == POINTS[1]] == ["2"]
+    assert [row.format for row in found.rows][:5] == [pair.name for pair in JOB_PAIRS]
+    assert [row.format for row in found.rows if row.point == POINTS[1]] == ["2", "2-uneven", "higgs"]
 
 
 def test_a_wrong_result_has_no_time(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,25 +166,27 @@ def test_a_kernel_that_does_not_compile_is_a_row(clock: Clock, tmp_path: Path, m
     monkeypatch.setattr(kernels, "kernel_case", refuse)
     report = bench_kernels(job(tmp_path))
     assert report.is_complete
-    assert [row.reason for row in report.rows if row.format != "lattice"] == ["NVRTC says no"] * 6
+    assert [row.reason for row in report.rows] == ["NVRTC says no"] * 10
+    assert all(row.kernel is None for row in report.rows), "none ran"
 
 
 def test_a_layer_is_timed_with_and_without_a_page_due(clock: Clock, tmp_path: Path) -> None:
     report = bench_layer(LayerJob(JOB_PAIRS, POINTS, HEADS, tmp_path, Silent()))
     assert report.is_complete
     assert load_report(LayerReport, "bench-layer", tmp_path / "layer.json") == report
-    for row in report.rows:
-        if row.format == "lattice":
-            assert row.reason and row.plain is None
-            continue
-        assert row.plain is not None and len(row.packing) == 1 and row.append is not None
+    for row, kernel in zip(report.rows, KERNELS * 2, strict=True):
+        assert row.kernel is not None and row.kernel.name == kernel
+        assert row.nbytes.total >= row.nbytes.stored > 0
+        assert row.plain is not None and row.append is not None
+        assert len(row.packing) == (2 if row.format == "2-uneven" else 1), "keys behind their sinks, and values"
         assert row.amortised_us == 10.0 and row.pack_share == 0.0
         assert report.factor(row) == 1.0
         assert row.prefill_bytes > 0
     assert report.baselines[0].name.startswith("StaticCache update + SDPA ")
     _, headers, rows = layer_table(report)
     assert all(len(cells) == len(headers) for cells in rows)
-    assert [cells[0] for cells in rows] == ["1 x 256"] * 5 + ["2 x 384"] * 5
+    assert [cells[0] for cells in rows] == ["1 x 256"] * 6 + ["2 x 384"] * 6
+    assert [cells[headers.index("kernel")] for cells in rows[1:6]] == [*KERNELS]
 
 
 def test_an_interrupted_layer_run_leaves_what_was_measured(clock: Clock, tmp_path: Path) -> None:
@@ -148,26 +195,37 @@ def test_an_interrupted_layer_run_leaves_what_was_measured(clock: Clock, tmp_pat
     with pytest.raises(Interrupted):
         bench_layer(LayerJob(JOB_PAIRS, POINTS[:1], HEADS, tmp_path, Silent()))
     found = load_report(LayerReport, "bench-layer", tmp_path / "layer.json")
-    assert not found.is_complete and [row.format for row in found.rows] == ["2", "kitty", "lattice"]
+    assert not found.is_complete and [row.format for row in found.rows] == ["2", "2-uneven", "higgs", "aqua"]
 
 
 def test_packing_is_spread_over_the_steps_of_a_page() -> None:
-    row = LayerRow(Point(32, 8192), "2", plain=times(100.0), packing=(times(228.0),))
+    row = LayerRow(Point(32, 8192), "2", SOME, plain=times(100.0), packing=(times(228.0),))
     assert row.amortised_us == 101.0
     assert row.pack_share == pytest.approx(1 / 101)
-    twice = LayerRow(Point(32, 8192), "2", plain=times(100.0), packing=(times(228.0), times(164.0)))
+    twice = LayerRow(Point(32, 8192), "2", SOME, plain=times(100.0), packing=(times(228.0), times(164.0)))
     assert twice.amortised_us == 101.5
-    assert LayerRow(Point(32, 8192), "2", reason="no").amortised_us is None
-    prefill = LayerRow(Point(1, 8192), "2", prefill=times(1000.0), prefill_bytes=2_000_000_000)
+    assert LayerRow(Point(32, 8192), "2", SOME, reason="no").amortised_us is None
+    prefill = LayerRow(Point(1, 8192), "2", SOME, prefill=times(1000.0), prefill_bytes=2_000_000_000)
     assert prefill.prefill_gb_per_s == 2000.0
 
 
 def test_the_target_of_packing_stands_at_large_batches_only() -> None:
-    rows = [LayerRow(Point(batch, 8192), "2", plain=times(1.0), packing=(times(2.0),)) for batch in (8, 32)]
+    rows = [LayerRow(Point(batch, 8192), "2", SOME, plain=times(1.0), packing=(times(2.0),)) for batch in (8, 32)]
     report = LayerReport(MACHINE, CEILING, Heads(), tuple(rows))
     _, headers, cells = layer_table(report)
     assert [line[headers.index("target")] for line in cells] == ["–", "0.2 %"]
     assert layer_json(report)["derived"]["rows"][0]["factor"] is None
+
+
+def test_the_drivers_version_is_nvidia_smis_or_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert device.driver_version() == device.UNKNOWN
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 580.65.06\necho 580.65.06\n")
+    tool.chmod(0o755)
+    assert device.driver_version() == "580.65.06"
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert device.driver_version() == device.UNKNOWN
 
 
 @pytest.mark.parametrize("command", ["kernels", "layer", "e2e"])
@@ -188,6 +246,10 @@ def test_without_a_gpu_the_command_says_so(
         (("layer", "--recipe", "best"), "leaves its formats to a solver"),
         (("kernels", "--recipe", "nothing"), "recipe 'nothing'"),
         (("kernels", "--context", "64"), "--context 64: expected at least 128"),
+        (("kernels", "--recipe", "pm-kvq-2"), "recipe 'pm-kvq-2' lets pages shrink"),
+        (("kernels", "--head-dim", "100"), "--head-dim 100: expected a multiple of 8 up to 512"),
+        (("layer", "--head-dim", "520"), "--head-dim 520: expected a multiple of 8 up to 512"),
+        (("layer", "--batch", "1000"), "--batch 1000: expected at most 512"),
         (("e2e", "--memory", "24gb"), "unknown unit 'gb'"),
     ],
 )
@@ -207,6 +269,7 @@ def test_the_command_writes_the_table_the_document_and_the_picture(
     outcome = run_kvcal(capsys, *arguments, "--out", tmp_path)
     assert outcome.code == 0, outcome.err
     assert "1 x 256" in outcome.out and "Baselines" in outcome.out and "1.00x" in outcome.out
+    assert "decode_plain (every head size" in outcome.out
     assert (tmp_path / "kernels.png").exists()
     as_json = run_kvcal(capsys, *arguments, "--out", tmp_path, "--json")
     assert json.loads(as_json.out) == json.loads((tmp_path / "kernels.json").read_text())
@@ -234,9 +297,28 @@ def test_the_clock_of_the_gpu_sees_that_twice_the_bytes_take_longer() -> None:
 
 
 @pytest.mark.gpu
-def test_a_quick_run_on_the_gpu_finds_the_kernels_right(tmp_path: Path) -> None:
-    pairs = (PAIRS["2"], PAIRS["kitty"], PAIRS["16"])
-    report = bench_kernels(Job(pairs, (Point(2, 1024),), Heads(), tmp_path, True, Silent()))
-    assert [row.reason for row in report.rows] == [None] * 3
+@pytest.mark.parametrize("head_dim", [128, 96])
+def test_a_quick_run_on_the_gpu_finds_the_kernels_right(head_dim: int, tmp_path: Path) -> None:
+    pairs = (PAIRS["kitty"], *JOB_PAIRS, PAIRS["pre-rope"])
+    report = bench_kernels(Job(pairs, (Point(2, 1024),), Heads(8, head_dim, 4), tmp_path, True, Silent()))
+    assert [row.reason for row in report.rows] == [None] * len(pairs)
     assert report.fastest(Point(2, 1024)) is not None
     assert all(0 < (report.share(row) or 0) < 1 for row in report.rows)
+    assert report.machine.driver and report.machine.nvrtc
+    names = ["decode", *KERNELS, "reconstruct + decode"]
+    for row, name in zip(report.rows, names, strict=True):
+        assert row.kernel is not None
+        assert row.kernel.name == (name if head_dim == 128 else name.removesuffix("_plain") + "_plain")
+        assert row.kernel.grid is not None and row.kernel.grid >= report.machine.num_sms
+        assert row.kernel.threads is not None and row.kernel.threads % 32 == 0
+        assert row.kernel.registers is not None and 0 < row.kernel.registers <= 255
+
+
+@pytest.mark.gpu
+def test_a_layer_of_stored_forms_is_timed_on_the_gpu(tmp_path: Path) -> None:
+    pairs = (PAIRS["higgs"], PAIRS["aqua"])
+    report = bench_layer(LayerJob(pairs, (Point(2, 1024),), Heads(), tmp_path, Silent()))
+    assert [row.reason for row in report.rows] == [None] * 2
+    for row in report.rows:
+        assert row.plain is not None and row.append is not None and row.append.median_us < row.plain.median_us
+        assert row.prefill is not None and row.prefill_gb_per_s is not None

@@ -2,7 +2,8 @@
 
 A kernel that runs on zeros draws less power and clocks higher, and one that runs on random bytes for scales meets NaN.
 So codes are random bytes, and scales and zeros are spread around values that keep what is decoded in about -0.1 to
-0.05, at every bit width; tokens that are not quantized scatter as much. Where a record keeps its fields is asked of the same layouts that pack real pages.
+0.05, at every bit width; tokens that are not quantized scatter as much. Where a record keeps its fields is asked of the
+same layouts that pack real pages.
 """
 
 from __future__ import annotations
