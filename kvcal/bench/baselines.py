@@ -39,7 +39,7 @@ WITH_GQA, AS_ROWS = "enable_gqa", "group as rows"
 REPEATED_BYTES = 4 << 30
 # [B, H, 1, D], [B, N, S, D], [B, N, S, D] -> out
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-# How libraries refuse an input (an assertion, too), a machine without a compiler, or an argument that another version of
+# How libraries refuse an input (asserting, too), a machine without a compiler, or an argument that another version of
 # them takes. Errors of torch's and triton's own are RuntimeErrors, also those of running out of memory.
 REFUSALS = (
     RuntimeError, ImportError, ValueError, TypeError, AssertionError, OSError, subprocess.SubprocessError,
