@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvcal.bench.expected_pages import forms_of
 from kvcal.bench.grid import (
     DEFAULT_PAIRS,
     PAIRS,
@@ -55,7 +56,7 @@ def tensor_bytes(layer: StaticLayer, context: int) -> StepBytes:
             stored += buffer[:, :, :1].nbytes * (context + 1 - 128 * pages)
             stored += 0 if side in store.reconstructed else held
             reconstructed += 2 * held if side in store.reconstructed else 0
-    for form in [] if layer.forms is None else [form for side in SIDES for form in layer.forms.forms[side]]:
+    for form in forms_of(layer):
         pages = form.format.num_pages(context)
         stored += form.records[0][:, :pages].nbytes if form.tokens else 0
         inputs = () if form.predicted is None else form.predicted.inputs
@@ -224,9 +225,7 @@ def test_packing_a_prompt_writes_every_page() -> None:
 @pytest.mark.parametrize("pair", FORMS[:4], ids=lambda pair: pair.name)
 def test_packing_a_prompt_encodes_stored_forms(pair: Pair) -> None:
     case = kernel_case(pair, HEADS, Point(2, 512), 1, CPU)
-    forms = case.layers[0].forms
-    assert forms is not None
-    own = [form for side in SIDES for form in forms.forms[side] if form.tokens]
+    own = [form for form in forms_of(case.layers[0]) if form.tokens]
     before = [form.records[0].clone() for form in own]
     call, nbytes = prefill_call(case, 4)
     call()

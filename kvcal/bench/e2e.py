@@ -44,8 +44,8 @@ FILE = "e2e.json"
 GROWTH = 4
 # Beside weights and cache: activations, logits and the graph's own memory, fixed and for every sequence.
 RESERVE, RESERVE_PER_SEQUENCE = 512 << 20, 4 << 20
-# Where every step reconstructs pages, and encodes one: steps that are timed, all alike and some hundred times as long,
-# and memory for what they compute with on the way (kvcal.runtime.stored_form.VALUES_AT_ONCE).
+# Where every step reconstructs pages, and encodes one: steps that are timed, all alike and far longer, and memory for
+# what they compute with on the way (kvcal.runtime.stored_form).
 FORM_STEPS, FORM_RESERVE = 16, 1 << 30
 TRIES, SMALLER = 4, 0.9
 OUT_OF_MEMORY = "out of memory"

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from kvcal.bench.expected_pages import ExpectedPages, forms_of
 from kvcal.bench.kernel_use import KernelUse, kernel_use
 from kvcal.bench.random_cache import fill_cache, hold
 from kvcal.bench.random_plan import uniform_plan
-from kvcal.bench.reconstruction import reconstructed_pages
 from kvcal.bench.shape import CACHE_DTYPE, Heads, Pair, Point
 from kvcal.bench.step_bytes import MIDDLE
 from kvcal.bench.timing import Call
@@ -113,9 +113,10 @@ class KernelCase:
     def _tokens(self, layer: StaticLayer, side: Side) -> Tensor:
         """fp64 [N, S, D]: of the first sequence, all that the step attended to."""
         parts, one = [], slice(0, 1)
+        expected = ExpectedPages(dict(enumerate((*self.before, layer))))
         for store in stores_of(layer):
             is_form = side in store.reconstructed
-            pages = reconstructed_pages(layer, store, side) if is_form else store.pages[side][one]
+            pages = expected.of(layer, store, side) if is_form else store.pages[side][one]
             sinks, buffer, held = store.sinks[side][one], store.buffer[side][one], int(store.state.lengths[0])
             parts.append(reference.tokens(side, sinks, buffer, pages, held, store.rescale, store.offset, store.variant))
         return torch.cat(parts, dim=1)[0].double()
@@ -179,7 +180,7 @@ def prefill_call(case: KernelCase, num_pages: int) -> tuple[Call, int]:
 
     nbytes = sum(x[:, :, : pages[side] * PAGE_TOKENS].nbytes for side in SIDES)
     nbytes += sum(store.pages[side][:, : pages[side]].nbytes for side in SIDES)
-    for form in [] if layer.forms is None else [form for side in SIDES for form in layer.forms.forms[side]]:
+    for form in forms_of(layer):
         if form.tokens:  # read once more, and stored
             encoded = form.format.num_pages(num_pages * PAGE_TOKENS)
             nbytes += sum(part[:, :encoded].nbytes for part in (store.pages[form.codec.side], form.records[0]))

@@ -96,7 +96,8 @@ def measure_pair(job: Job, report: KernelReport, pair: Pair, point: Point, devic
     reason = refusal(pair, job.heads)
     if reason is not None:
         return replace(row, reason=reason)
-    # Where pages are reconstructed, a call takes a hundred times as long: no more caches than its bytes ask for.
+    # Where pages are reconstructed, most bytes are those of a workspace that all caches share, as layers do, and a call
+    # takes long: no more caches than its bytes ask for.
     count = caches(report, nbytes.total, job.is_quick or nbytes.reconstructed > 0)
     try:
         case = kernel_case(pair, job.heads, point, count, device)

@@ -90,7 +90,8 @@ def measure_layer(job: LayerJob, report: LayerReport, pair: Pair, point: Point, 
     if reason is not None:
         return replace(row, reason=reason)
     due, plain = packing_lengths(pair, point), plain_length(pair, point)
-    # Where pages are reconstructed, a call takes a hundred times as long: no more caches than its bytes ask for.
+    # Where pages are reconstructed, most bytes are those of a workspace that all caches share, as layers do, and a call
+    # takes long: no more caches than its bytes ask for.
     count = caches(report, nbytes.total, nbytes.reconstructed > 0)
     try:
         case = kernel_case(pair, job.heads, point, count, device)

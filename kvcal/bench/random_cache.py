@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from kvcal.bench.expected_pages import forms_of
 from kvcal.bench.random_pages import SPREAD, fill_lattice, fill_pages
 from kvcal.formats import SIDES
 from kvcal.quantizers.lattice import LatticeLayout
@@ -36,8 +37,7 @@ def _fill_layer(layer: StaticLayer, generator: torch.Generator | None) -> None:
         else:  # a sliding window holds nothing but tokens
             for tensor in store.tensors:
                 tensor.normal_(std=SPREAD, generator=generator)
-    forms = [] if layer.forms is None else [form for side in SIDES for form in layer.forms.forms[side]]
-    for form in forms:
+    for form in forms_of(layer):
         if form.tokens:  # the others' records are the stores'
             _fill_form(form, generator)
 
