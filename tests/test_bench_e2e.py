@@ -63,7 +63,7 @@ def row(plan: str, batch: int, rate: float | None, peak: int = GB, context: int 
 
 
 def report(*rows: StepRow, memory: tuple[int, ...] = (24 * GB, 80 * GB)) -> StepReport:
-    return StepReport(MACHINE, "llama-3.1-8b", "random weights", 16 * GB, GB // 2, memory, rows, is_complete=True)
+    return StepReport(MACHINE, "llama-3.1-8b", "random weights", 16 * GB, GB // 2, memory, (), rows, is_complete=True)
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES))
@@ -249,7 +249,7 @@ def test_a_run_measures_each_batch_once_and_fills_each_memory(
 ) -> None:
     device.fits = 10**6
     found = bench_e2e(step_job(model, tmp_path))
-    assert found.is_complete
+    assert found.is_complete and found.formats == (PAIRS["2"],)
     assert load_report(StepReport, "bench-e2e", tmp_path / "e2e.json") == found
     for plan in (TRANSFORMERS_16, FASTEST_16, "2"):
         sizes = [entry.batch for entry in found.rows if entry.plan == plan]

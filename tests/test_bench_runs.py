@@ -53,7 +53,7 @@ def job(folder: Path, is_quick: bool = False) -> Job:
 
 def test_a_run_measures_every_size_and_format(clock: Clock, tmp_path: Path) -> None:
     report = bench_kernels(job(tmp_path))
-    assert report.is_complete
+    assert report.is_complete and report.formats == JOB_PAIRS
     assert [(row.point, row.format) for row in report.rows] == [(p, pair.name) for p in POINTS for pair in JOB_PAIRS]
     assert load_report(KernelReport, "bench-kernels", tmp_path / "kernels.json") == report
     for row, kernel in zip(report.rows, KERNELS * 2, strict=True):
@@ -172,7 +172,7 @@ def test_a_kernel_that_does_not_compile_is_a_row(clock: Clock, tmp_path: Path, m
 
 def test_a_layer_is_timed_with_and_without_a_page_due(clock: Clock, tmp_path: Path) -> None:
     report = bench_layer(LayerJob(JOB_PAIRS, POINTS, HEADS, tmp_path, Silent()))
-    assert report.is_complete
+    assert report.is_complete and report.formats == JOB_PAIRS
     assert load_report(LayerReport, "bench-layer", tmp_path / "layer.json") == report
     for row, kernel in zip(report.rows, KERNELS * 2, strict=True):
         assert row.kernel is not None and row.kernel.name == kernel
@@ -211,7 +211,7 @@ def test_packing_is_spread_over_the_steps_of_a_page() -> None:
 
 def test_the_target_of_packing_stands_at_large_batches_only() -> None:
     rows = [LayerRow(Point(batch, 8192), "2", SOME, plain=times(1.0), packing=(times(2.0),)) for batch in (8, 32)]
-    report = LayerReport(MACHINE, CEILING, Heads(), tuple(rows))
+    report = LayerReport(MACHINE, CEILING, Heads(), (), tuple(rows))
     _, headers, cells = layer_table(report)
     assert [line[headers.index("target")] for line in cells] == ["–", "0.2 %"]
     assert layer_json(report)["derived"]["rows"][0]["factor"] is None

@@ -111,7 +111,9 @@ def bench_e2e(job: StepJob) -> StepReport:
     device = require_gpu("e2e")
     weight_bytes = sum(parameter.nbytes for parameter in {*job.model.parameters(), *job.model.buffers()})
     memory = tuple(sorted(set(job.memory)))
-    report = StepReport(machine(device), job.shape, job.weights, weight_bytes, context_bytes(device), memory)
+    report = StepReport(
+        machine(device), job.shape, job.weights, weight_bytes, context_bytes(device), memory, tuple(job.pairs)
+    )
     require_memory(report)
     path, number = job.folder / FILE, 0
     names = [TRANSFORMERS_16, FASTEST_16, *(pair.name for pair in job.pairs)]

@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass
 from kvcal.bench.device import Machine
 from kvcal.bench.kernel_use import KernelUse
 from kvcal.bench.record import document
+from kvcal.bench.shape import Pair
 from kvcal.bench.timing import Times
 from kvcal.strict import STRICT
 
@@ -45,7 +46,8 @@ class StepRow:
 
 @dataclass(frozen=True, config=STRICT)
 class StepReport:
-    """``context_bytes``: of the device, held by CUDA itself and by other processes."""
+    """``context_bytes``: of the device, held by CUDA itself and by other processes; ``formats``: what plans are made
+    of."""
 
     machine: Machine
     shape: str
@@ -53,6 +55,7 @@ class StepReport:
     weight_bytes: int
     context_bytes: int
     memory: tuple[int, ...]
+    formats: tuple[Pair, ...] = ()
     rows: tuple[StepRow, ...] = ()
     is_complete: bool = False
 

@@ -55,7 +55,7 @@ def bench_kernels(job: Job) -> KernelReport:
     """
     device = require_gpu("kernels")
     job.reporter.say("bench: read bandwidth")
-    report = KernelReport(machine(device), measure_read_ceiling(device), job.heads)
+    report = KernelReport(machine(device), measure_read_ceiling(device), job.heads, tuple(job.pairs))
     path = job.folder / FILE
     steps = len(job.points) * (len(job.pairs) + 1)
     try:

@@ -58,7 +58,7 @@ def bench_layer(job: LayerJob) -> LayerReport:
     """
     device = require_gpu("layer")
     job.reporter.say("bench: read bandwidth")
-    report = LayerReport(machine(device), measure_read_ceiling(device), job.heads)
+    report = LayerReport(machine(device), measure_read_ceiling(device), job.heads, tuple(job.pairs))
     path, per_point = job.folder / FILE, len(job.pairs) + 1
     steps = len(job.points) * per_point
     try:

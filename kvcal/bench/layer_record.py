@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from kvcal.bench.device import Machine, ReadCeiling
 from kvcal.bench.kernel_use import KernelUse
 from kvcal.bench.record import Baseline, document
-from kvcal.bench.shape import Heads, Point
+from kvcal.bench.shape import Heads, Pair, Point
 from kvcal.bench.step_bytes import StepBytes
 from kvcal.bench.timing import Times
 from kvcal.quantizers.pages import PAGE_TOKENS
@@ -59,11 +59,12 @@ class LayerRow:
 
 @dataclass(frozen=True, config=STRICT)
 class LayerReport:
-    """``baselines``: StaticCache's update and the fastest SDPA of its point."""
+    """``baselines``: StaticCache's update and the fastest SDPA of its point; ``formats``: what names stand for."""
 
     machine: Machine
     ceiling: ReadCeiling
     heads: Heads
+    formats: tuple[Pair, ...] = ()
     rows: tuple[LayerRow, ...] = ()
     baselines: tuple[Baseline, ...] = ()
     is_complete: bool = False

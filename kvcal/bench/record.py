@@ -17,7 +17,7 @@ from kvcal.artifact import write_text_atomic
 from kvcal.bench.device import Machine, ReadCeiling
 from kvcal.bench.grid import target
 from kvcal.bench.kernel_use import KernelUse
-from kvcal.bench.shape import Heads, Point, raw_bytes
+from kvcal.bench.shape import Heads, Pair, Point, raw_bytes
 from kvcal.bench.step_bytes import StepBytes
 from kvcal.bench.timing import Times
 from kvcal.errors import ArtifactError, KvcalError
@@ -65,9 +65,12 @@ class KernelRow:
 
 @dataclass(frozen=True, config=STRICT)
 class KernelReport:
+    """``formats``: what the names in the rows stand for."""
+
     machine: Machine
     ceiling: ReadCeiling
     heads: Heads
+    formats: tuple[Pair, ...] = ()
     rows: tuple[KernelRow, ...] = ()
     baselines: tuple[Baseline, ...] = ()
     is_complete: bool = False

@@ -16,8 +16,11 @@ NOTHING = "–"
 # What kvcal.bench.kernel_use names, and kvcal.bench.step_bytes counts.
 KERNELS = (
     "kernel: decode (tensor cores), decode_plain (every head size and pair of formats); reconstruct + (pages that are "
-    "not read as they are stored become 16-bit ones first; bytes: records, these pages written and read, and what "
-    "predictors read)"
+    "not read as they are stored become 16-bit ones first)"
+)
+BYTES = (
+    "bytes: records and unquantized tokens; with reconstruct + also 16-bit pages, written and read, and what predictors"
+    " read"
 )
 
 
@@ -49,7 +52,8 @@ def kernel_table(report: KernelReport) -> Table:
         )
     title = (
         f"Decode attention, {heads.num_kv_heads} KV heads of {heads.head_dim}, {heads.group} query heads each, on "
-        f"{machine.device}; read ceiling {report.ceiling.gb_per_s:.0f} GB/s{unfinished(report.is_complete)}\n{KERNELS}"
+        f"{machine.device}; read ceiling {report.ceiling.gb_per_s:.0f} GB/s{unfinished(report.is_complete)}\n"
+        f"{KERNELS}\n{BYTES}"
     )
     headers = (
         "batch x context", "format", "kernel", "bits stored", "µs", "bytes", "GB/s", "of ceiling", "factor",
@@ -112,7 +116,7 @@ def layer_table(report: LayerReport) -> Table:
     )  # fmt: skip
     rows.sort(key=lambda cells: order.index(cells[0]))
     title = f"One layer's cache work in a decode step on {report.machine.device}{unfinished(report.is_complete)}"
-    return f"{title}\n{KERNELS}", headers, rows
+    return f"{title}\n{KERNELS}\n{BYTES}", headers, rows
 
 
 def batch_table(report: StepReport) -> Table:
