@@ -6,8 +6,7 @@ tensor.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -38,7 +37,7 @@ class PageCounts(NamedTuple):
     """What says how many pages every row has, and how many tokens behind them."""
 
     lengths: Tensor  # [B] int32: tokens that the row held before the step
-    k_page_at: Tensor  # int32: tokens with which page i is due, ascending, where the window follows a rule
+    k_page_at: Tensor  # int32 [1 or more]: where the window follows a rule, tokens with which page i is due, ascending
     v_page_at: Tensor
 
 
@@ -54,7 +53,21 @@ class PageTransform(NamedTuple):
         return PageTransform(self.rescale[:0], self.offset[:0])
 
 
-def grouped(flat: Iterable[Any], *groups: type[Any]) -> list[Any]:
+class Operands(NamedTuple):
+    """What a step is given of a head range, whatever its token."""
+
+    k: StoredSide
+    v: StoredSide
+    queries: QueryStatistic
+    counts: PageCounts
+    transform: PageTransform
+
+
+def grouped(flat: Sequence[Any], *groups: type[Any]) -> list[Any]:
     """Flat arguments as these groups, one after the other, and what is left of them."""
-    rest = iter(flat)
-    return [*(group(*itertools.islice(rest, len(group._fields))) for group in groups), *rest]
+    found, start = [], 0
+    for group in groups:
+        stop = start + len(group._fields)
+        found.append(group(*flat[start:stop]))
+        start = stop
+    return [*found, *flat[start:]]

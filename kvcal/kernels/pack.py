@@ -8,6 +8,7 @@ model that computes in fp32), or in strides that a 16-byte load does not take, a
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -137,5 +138,6 @@ def launch_unpack(
 def loadable(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in ``dtype``, as the kernels load it: channels side by side, everything else at multiples of 16 bytes."""
     x = x.to(dtype)
-    aligned = x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
-    return x if aligned and (not x.numel() or x.stride(-1) == 1) else x.clone(memory_format=torch.contiguous_format)
+    *outer, channel = x.stride()
+    aligned = x.data_ptr() % 16 == 0 and math.gcd(*outer) % 8 == 0
+    return x if aligned and (not x.numel() or channel == 1) else x.clone(memory_format=torch.contiguous_format)

@@ -38,6 +38,7 @@ class StagedStore(HeadStore):
         return RegionPages(state.pool, plan.geometry.index, pair.heads.start)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         keys = {bits: with_bits(self.variant, *bits).key for bits in self.pages.widths}
         object.__setattr__(self, "keys", keys)  # all of them now: a cached property's lock is not for torch.compile
 
@@ -49,10 +50,14 @@ class StagedStore(HeadStore):
         return StoredSide(self.sinks[side], self.buffer[side], self.pages.pool.pages)
 
     def append(self, k_new: Tensor, v_new: Tensor, q: Tensor) -> None:
-        append_staged(*self._append_operands(k_new, v_new, q), *self._stages)
+        k, v, queries, counts, transform = self.operands
+        given = self._own(k_new, v_new, q)
+        append_staged(*given, k, v, queries, counts, transform, self.state.error, *self._stages)
 
     def decode(self, q: Tensor, s_aux: Tensor | None, scale: float, softcap: float) -> Tensor:
-        return decode_staged(*self._decode_operands(q, s_aux), scale, softcap, *self._stages)
+        (k, v, _, counts, transform), q = self.operands, q[:, self.queries]
+        s_aux = self.nothing if s_aux is None else s_aux[self.queries]
+        return decode_staged(q, k, v, counts, transform, s_aux, self.workspace, scale, softcap, *self._stages)
 
     @property
     def _stages(self) -> tuple[Tensor, list[int], list[str]]:

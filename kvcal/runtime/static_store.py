@@ -13,7 +13,7 @@ tokens. A prompt (``read``, ``extend``) is handled by the host, a range of equal
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from kvcal.formats import SIDES, Side
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import ops
-from kvcal.kernels.operands import PageCounts, PageTransform, QueryStatistic, StoredSide
+from kvcal.kernels.operands import Operands, PageCounts, PageTransform, QueryStatistic, StoredSide
 from kvcal.kernels.reference import num_packed, query_means
 from kvcal.kernels.variants import HeadRange, Variant, stored_form, variant_of
 from kvcal.layer_plan import LayerPlan
@@ -36,7 +36,7 @@ class HeadStore:
     """KV heads ``heads`` of a layer; ``queries`` are theirs. Shapes of the tensors: kvcal.kernels.operands. The pages
     of sides in ``reconstructed`` are 16-bit ones in the cache's workspace: what is stored is a form of its own
     (kvcal.runtime.stored_form). ``packs_before_prompts``: a page that is due is packed when a prompt comes to the
-    cache, not with its new tokens."""
+    cache, not with its new tokens. ``operands`` are these tensors as every step is given them."""
 
     packs_before_prompts: ClassVar[bool] = False
     heads: slice
@@ -55,6 +55,13 @@ class HeadStore:
     workspace: Tensor
     nothing: Tensor
     reconstructed: tuple[Side, ...]
+    operands: Operands = field(init=False)
+
+    def __post_init__(self) -> None:
+        queries, transform = QueryStatistic(self.query_sum, self.query_since), PageTransform(self.rescale, self.offset)
+        counts = PageCounts(self.state.lengths, self.page_at["k"], self.page_at["v"])
+        operands = Operands(self._stored("k"), self._stored("v"), queries, counts, transform)
+        object.__setattr__(self, "operands", operands)
 
     @classmethod
     def allocate(cls, plan: LayerPlan, pair: HeadRange, state: StaticState) -> HeadStore:
@@ -132,11 +139,14 @@ class HeadStore:
 
     def append(self, k_new: Tensor, v_new: Tensor, q: Tensor) -> None:
         """Store one token of every row: k_new, v_new [B, N, D] and queries q [B, N G, D] of all heads of the layer."""
-        ops.append(*self._append_operands(k_new, v_new, q), self.key)
+        k, v, queries, counts, transform = self.operands
+        ops.append(*self._own(k_new, v_new, q), k, v, queries, counts, transform, self.state.error, self.key)
 
     def decode(self, q: Tensor, s_aux: Tensor | None, scale: float, softcap: float) -> Tensor:
         """Attention [B, n G, D] of these heads' queries, of q [B, N G, D] and s_aux [N G] of all heads."""
-        return ops.decode(*self._decode_operands(q, s_aux), scale, softcap, self.key)
+        (k, v, _, counts, transform), q = self.operands, q[:, self.queries]
+        s_aux = self.nothing if s_aux is None else s_aux[self.queries]
+        return ops.decode(q, k, v, counts, transform, s_aux, self.workspace, scale, softcap, self.key)
 
     def pack_due(self, side: Side, rows: slice, num_tokens: int) -> None:
         """Pack the page that ``num_tokens`` fill, if there is one, into its place, and leave the buffer as it is:
@@ -195,34 +205,16 @@ class HeadStore:
         self.query_since.zero_()
 
     def _stored(self, side: Side) -> StoredSide:
+        """As the kernels are given it."""
         return StoredSide(self.sinks[side], self.buffer[side], self.pages[side])
 
-    def _append_operands(
-        self, k_new: Tensor, v_new: Tensor, q: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, StoredSide, StoredSide, QueryStatistic, PageCounts, PageTransform, Tensor]:
+    def _own(self, k_new: Tensor, v_new: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """These heads' part of a token; queries only where they are heard."""
         heard = q[:, self.queries] if self.variant.k.needs_queries else self.nothing
-        new = k_new[:, self.heads], v_new[:, self.heads], heard
-        stored = self._stored("k"), self._stored("v"), self._statistic
-        return *new, *stored, self._counts, self._transform("k"), self.state.error
-
-    def _decode_operands(
-        self, q: Tensor, s_aux: Tensor | None
-    ) -> tuple[Tensor, StoredSide, StoredSide, PageCounts, PageTransform, Tensor, Tensor]:
-        s_aux = self.nothing if s_aux is None else s_aux[self.queries]
-        pages = self._counts, self._transform("k")
-        return q[:, self.queries], self._stored("k"), self._stored("v"), *pages, s_aux, self.workspace
-
-    @property
-    def _statistic(self) -> QueryStatistic:
-        return QueryStatistic(self.query_sum, self.query_since)
-
-    @property
-    def _counts(self) -> PageCounts:
-        return PageCounts(self.state.lengths, self.page_at["k"], self.page_at["v"])
+        return k_new[:, self.heads], v_new[:, self.heads], heard
 
     def _transform(self, side: Side) -> PageTransform:
-        transform = PageTransform(self.rescale, self.offset)
-        return transform if side == "k" else transform.of_values
+        return self.operands.transform if side == "k" else self.operands.transform.of_values
 
     def _num_packed(self, side: Side, num_tokens: int) -> int:
         return num_packed(self.variant.format(side), num_tokens)
@@ -251,7 +243,7 @@ class HeadStore:
         """Whole pages x [b, n, 128 P, D] of ``rows``, whose queries were counted for ``num_tokens``."""
         query_mean = self.nothing
         if side == "k" and self.variant.k.needs_queries:
-            query_mean = query_means(self._statistic, rows, num_tokens, self.variant.group_heads)
+            query_mean = query_means(self.operands.queries, rows, num_tokens, self.variant.group_heads)
         ops.pack(
             x, self.pages[side][rows], first_page, query_mean, *self._transform(side), self.state.error, side,
             self.present_key,
