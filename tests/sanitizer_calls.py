@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, MistralConfig
 
 from kvcal import Plan, PlanCache
-from kvcal.formats import Boost, Format, Tier
+from kvcal.formats import RAW, Boost, Format, Tier
 from kvcal.geometry import AttentionGeometry, ModelIdentity
 from kvcal.layer_plan import LayerPlan
 from kvcal.plan import Workload
@@ -25,6 +25,8 @@ CASES = {
     "Kitty": (Format(2, "channel", boost=KITTY), Format(2)),
     "sinks and windows": (Format(2, "channel", 32, 32, 128), Format(2, "token", 32, 32, 128)),
     "keys per token": (Format(4, "token", 64), Format(4, "token", 64)),
+    "keys of 16 bits": (RAW, Format(2, "token", 32, 4)),
+    "values of 16 bits": (Format(2, "channel", 32, 4), RAW),
     "query scores": (Format(2, "channel", 32, boost=MIXKVQ), Format(2, "token", 32)),
     "a sliding window": None,
 }

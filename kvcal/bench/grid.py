@@ -14,7 +14,7 @@ from kvcal.errors import UsageError
 from kvcal.formats import Boost, Format, Tier
 from kvcal.kernels.choice import FOLDED_HEAD_DIMS
 from kvcal.kernels.decode_plain import MAX_ROWS
-from kvcal.kernels.variants import CHANNELS_AT_ONCE, MAX_HEAD_DIM
+from kvcal.kernels.refusals import CHANNELS_AT_ONCE, MAX_HEAD_DIM
 from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.recipe import load_recipe
 from kvcal.specs import PredictorSpec

@@ -5,7 +5,6 @@
 
 namespace decode_ {
 
-
 struct Head {
     const u16 *k_sinks, *k_buffer, *v_sinks, *v_buffer;
     const u8 *k_pages, *v_pages;                  // of this head; the next page is k_stride bytes on
@@ -36,13 +35,14 @@ __device__ __forceinline__ void prefetch_dense(const Head& head, int token, int 
         for (int i = 0; i < DIM; i += 64) prefetch((lane < 16 ? head.key(at) : head.value(at)) + i);
 }
 
-// Keys of 16 tokens, as an operand: rows g and g + 8. Tokens from ``stop`` on are replaced by the first one.
+// Keys of 16 tokens, as an operand: rows g and g + 8. Tokens from ``stop`` on are replaced by the last one before it: the
+// tile may begin beyond, where there is no token, or one in a packed page.
 struct DenseKeys {
     uint4 low[DIM / 32], high[DIM / 32];
 
     __device__ __forceinline__ void load(const Head& head, int token, int stop, int lane) {
         const int at = token + (lane >> 2);
-        const u16 *low_row = head.key(at < stop ? at : token) + 8 * (lane & 3), *high_row = head.key(at + 8 < stop ? at + 8 : token) + 8 * (lane & 3);
+        const u16 *low_row = head.key(min(at, stop - 1)) + 8 * (lane & 3), *high_row = head.key(min(at + 8, stop - 1)) + 8 * (lane & 3);
 #pragma unroll
         for (int j = 0; j < DIM / 32; j++) {
             low[j] = *reinterpret_cast<const uint4*>(low_row + 32 * j);
