@@ -7,11 +7,15 @@ has packed a page by itself. Small, since every access is checked: 2 KV heads, 4
 from __future__ import annotations
 
 import sys
+import warnings
+from dataclasses import replace
 
 import torch
+from form_cases import with_tensors
 from transformers import LlamaConfig, MistralConfig
 
 from kvcal import Plan, PlanCache
+from kvcal.errors import SlowPath
 from kvcal.formats import RAW, Boost, Format, Tier
 from kvcal.geometry import AttentionGeometry, ModelIdentity
 from kvcal.layer_plan import LayerPlan
@@ -28,6 +32,8 @@ CASES = {
     "keys of 16 bits": (RAW, Format(2, "token", 32, 4)),
     "values of 16 bits": (Format(2, "channel", 32, 4), RAW),
     "query scores": (Format(2, "channel", 32, boost=MIXKVQ), Format(2, "token", 32)),
+    "unequal sinks": (Format(2, "channel", 32, 4), Format(2, "token", 32)),
+    "a lattice": (Format(2, lattice_dim=2), Format(3, lattice_dim=2)),
     "a sliding window": None,
 }
 LENGTHS, STEPS, GROUP, HEADS, DIM = (372, 250), 45, 4, 2, 128
@@ -43,13 +49,17 @@ def cache_of(case: str) -> PlanCache:
     mask = torch.ones(len(LENGTHS), max(LENGTHS), dtype=torch.long)
     for row, length in enumerate(LENGTHS):
         mask[row, : max(LENGTHS) - length] = 0
-    return PlanCache(Plan(identity, "bfloat16", (layer,), Workload(2, 512), {}), config, mask, max_tokens=512)
+    plain = replace(layer, k=(RAW,), v=(RAW,)) if formats else layer  # a lattice's tensors come with the layer
+    plan = with_tensors(Plan(identity, "bfloat16", (plain,), Workload(2, 512), {}), [layer])
+    return PlanCache(plan, config, mask, max_tokens=512)
 
 
 @torch.inference_mode()
 def main(case: str, device: str = "cuda") -> None:
     cache = cache_of(case)
-    cache.allocate(len(LENGTHS), device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SlowPath)
+        cache.allocate(len(LENGTHS), device)
     (layer,) = cache.static_layers
     generator = torch.Generator(device).manual_seed(0)
 
