@@ -11,12 +11,15 @@ from form_cases import rotary_table
 from torch import Tensor
 
 from kvcal.formats import RAW, Boost, Format, Tier, WindowRule
-from kvcal.geometry import CACHE_DTYPES
+from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
 from kvcal.kernels.reconstruct import position_turns, reconstruct
 from kvcal.kernels.reconstruction import Reconstruction
+from kvcal.layer_plan import LayerPlan
+from kvcal.plan_tensors import lattice_name
 from kvcal.quantizers.lattice import LatticeLayout
 from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.quantizers.tiers import TieredLayout
+from kvcal.runtime.page_codec import PageCodec
 from kvcal.transforms.hadamard import random_signs
 
 LATTICES = ((2, 2), (3, 2), (4, 2), (2, 4))  # num_bits, lattice_dim
@@ -63,6 +66,9 @@ def _cases() -> Iterator[tuple[str, Case]]:
         form = _lattice(3, 2, 2, 64)
         yield f"lattice, scales in {dtype}", Case(replace(form, format=replace(form.format, param_dtype=dtype)))
     pre, post = {"side": "k", "is_pre": True, "num_pairs": 32}, {"side": "k", "rescale": True, "offset": True}
+    for name, rule in (("a window", {"recent_window": 33}), ("a window that grows", {"window_rule": LITERAL})):
+        form = replace(_lattice(2, 2, 3, 64), format=Format(2, lattice_dim=2, num_sink_tokens=3, **rule))
+        yield f"lattice, sinks and {name}", Case(form)
     yield "lattice before RoPE", Case(_lattice(2, 2, 3, 64, **pre))
     yield "lattice before RoPE, predicted, kept", Case(_lattice(4, 2, 3, 64, **pre), is_predicted=True, is_kept=True)
     yield "lattice before RoPE, partial", Case(_lattice(2, 4, 2, 80, **pre | {"num_pairs": 10}), is_kept=True)
@@ -134,6 +140,22 @@ def tensors_of(name: str) -> Mapping[str, Tensor]:
     if case.is_predicted:
         found["prediction"] = torch.randn(BATCH * PAGES, PAGE_TOKENS, heads, dim, generator=generator)
     return found
+
+
+def codec_of(name: str) -> PageCodec:
+    """The dynamic cache's, of the case's heads."""
+    form, given = CASES[name].form, tensors_of(name)
+    geometry = AttentionGeometry(0, form.num_heads, form.num_heads, form.head_dim, form.head_dim)
+    k, v = (form.format, RAW) if form.side == "k" else (RAW, form.format)
+    pages = "pre" if form.is_pre else "post"
+    layer = LayerPlan(geometry, (k,), (v,), k_rescale=form.rescale, k_offset=form.offset, k_pages=pages)
+    tensors = {f"layers.0.k_{key}": given[key] for key in ("rescale", "offset") if key in given}
+    if "rotary" in given:
+        tensors["layers.0.rotary"] = given["rotary"]
+    if form.format.lattice_dim is not None:
+        tensors[f"layers.0.{form.side}_signs"] = given["signs"]
+        tensors[lattice_name(form.format.lattice_dim, form.format.num_bits)] = given["grid"]
+    return PageCodec(layer, form.side, form.format, slice(0, form.num_heads), form.cache_dtype, tensors)
 
 
 def page_at(fmt: Format) -> Tensor:

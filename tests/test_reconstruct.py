@@ -4,35 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reconstruct_cases import BATCH, CASES, PAGES, run, tensors_of
+from reconstruct_cases import BATCH, CASES, PAGES, codec_of, run, tensors_of
 from torch import Tensor
 
-from kvcal.formats import RAW, Format
-from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
+from kvcal.formats import Format
+from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.compile import cubin
 from kvcal.kernels.reconstruction import SHARED_BYTES, Reconstruction, parse_reconstruction, unserved
-from kvcal.layer_plan import LayerPlan
-from kvcal.plan_tensors import lattice_name
-from kvcal.runtime.page_codec import PageCodec
 from kvcal.runtime.stored_form import StoredForm
 
 ALL_PAGES = torch.arange(BATCH * PAGES)
-
-
-def codec_of(name: str) -> PageCodec:
-    """The dynamic cache's, of the case's heads."""
-    form, given = CASES[name].form, tensors_of(name)
-    geometry = AttentionGeometry(0, form.num_heads, form.num_heads, form.head_dim, form.head_dim)
-    k, v = (form.format, RAW) if form.side == "k" else (RAW, form.format)
-    pages = "pre" if form.is_pre else "post"
-    layer = LayerPlan(geometry, (k,), (v,), k_rescale=form.rescale, k_offset=form.offset, k_pages=pages)
-    tensors = {f"layers.0.k_{key}": given[key] for key in ("rescale", "offset") if key in given}
-    if "rotary" in given:
-        tensors["layers.0.rotary"] = given["rotary"]
-    if form.format.lattice_dim is not None:
-        tensors[f"layers.0.{form.side}_signs"] = given["signs"]
-        tensors[lattice_name(form.format.lattice_dim, form.format.num_bits)] = given["grid"]
-    return PageCodec(layer, form.side, form.format, slice(0, form.num_heads), form.cache_dtype, tensors)
 
 
 def expected_of(name: str) -> tuple[Tensor, Tensor]:

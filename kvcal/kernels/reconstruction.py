@@ -71,12 +71,10 @@ class Reconstruction:
 
     @property
     def shared_bytes(self) -> int:
-        """The grid, then the tile: ``csrc/tile.cuh``."""
-        last = self.row_values - 1
-        stride = -(-(last + last // 32 * 4 + 1) // 4) * 4
+        """The grid, then the tile."""
         layout = self.layout
         grid = layout.num_points * layout.lattice_dim if isinstance(layout, LatticeLayout) else 0
-        return 4 * (grid + self.tile_tokens * stride)
+        return 4 * (grid + tile_floats(self.tile_tokens, self.row_values))
 
     @property
     def defines(self) -> Defines:
@@ -106,6 +104,12 @@ class Reconstruction:
             "RESCALE": int(self.rescale),
             "OFFSET": int(self.offset),
         }
+
+
+def tile_floats(tokens: int, width: int) -> int:
+    """Of a tile in shared memory: ``csrc/tile.cuh``."""
+    last = width - 1
+    return tokens * (-(-(last + last // 32 * 4 + 1) // 4) * 4)
 
 
 @functools.cache

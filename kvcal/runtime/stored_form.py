@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvcal.formats import Format
+from kvcal.kernels.encode_due import due_pages, encode_due
 from kvcal.kernels.reconstruct import VALUES_AT_ONCE, reconstruct
 from kvcal.kernels.reconstruction import Reconstruction
 from kvcal.kernels.reference import NON_FINITE
@@ -79,10 +80,7 @@ class StoredForm:
             return
         weights = self._weights()
         if self.tokens:
-            packed = self._num_pages((self.lengths - 1).clamp(min=0))
-            is_due = (self._num_pages(self.lengths) > packed) & (packed < self.max_pages)
-            every_row = torch.arange(len(packed), device=packed.device)
-            self._encode((every_row, packed.clamp(max=self.max_pages - 1).long()), is_due, weights)
+            self._encode_due(weights)
         self._reconstruct(slice(0, len(self.lengths)), range(self.max_pages), self.lengths, weights)
 
     def pack(self, rows: slice, pages: range) -> None:
@@ -95,6 +93,22 @@ class StoredForm:
         """Reconstruct these pages of each of ``rows``."""
         if pages:
             self._reconstruct(rows, pages, self.nothing, self._weights())
+
+    def _encode_due(self, weights: Sequence[Tensor]) -> None:
+        """What is predicted is one page of every row, due or not."""
+        is_lattice = self.format.lattice_dim is not None
+        prediction = self.nothing
+        if self.predicted is not None or not is_lattice:
+            pages, is_due = due_pages(self.format, self.lengths, self.page_at, self.max_pages)
+            places = torch.arange(len(pages), device=pages.device), pages
+            if not is_lattice:
+                self._encode(places, is_due, weights)
+                return
+            prediction = self._prediction([kept[places] for kept in self.predicted.inputs], weights)
+        (records,) = self.records
+        encode_due(
+            self.tokens, records, prediction, self.lengths, self.page_at, *self._transforms, self.error, self._form
+        )
 
     def _encode(self, places: Places, is_due: Tensor | None, weights: Sequence[Tensor]) -> None:
         """``is_due`` bool [M]: the others keep what they have; None for all."""
@@ -137,13 +151,6 @@ class StoredForm:
         flat = [part.flatten(-2) for part in inputs]
         x = flat[0] if len(flat) == 1 else torch.cat(flat, dim=-1)
         return self.predicted.predictor.apply(x, weights).unflatten(-1, (self.codec.num_heads, -1))
-
-    def _num_pages(self, lengths: Tensor) -> Tensor:
-        """``Format.num_pages`` of int32 [B], on the device."""
-        fmt = self.format
-        if fmt.window_rule is not None:
-            return torch.searchsorted(self.page_at, lengths, right=True)
-        return (lengths - fmt.num_sink_tokens - fmt.recent_window).clamp(min=0) // PAGE_TOKENS
 
     def _parts(self, rows: slice, pages: range) -> list[tuple[int, int]]:
         """All of these pages, numbered row by row, as many at a time as the scratch allows."""

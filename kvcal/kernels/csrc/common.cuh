@@ -7,6 +7,8 @@
 constexpr int KV_PAGE_TOKENS = 128;
 // Numbers of dtypes, as macros.py writes them.
 enum { KV_FLOAT16, KV_BFLOAT16, KV_FLOAT32 };
+// Bits of `error`: a page with NaN, infinity or a range beyond its params; a page beyond the room of its tensor.
+enum { NON_FINITE = 1, NO_ROOM = 2 };
 
 KV_INLINE constexpr int kv_ceil_div(int a, int b) { return (a + b - 1) / b; }
 KV_INLINE constexpr int kv_round_up(int a, int b) { return kv_ceil_div(a, b) * b; }
@@ -234,4 +236,10 @@ KV_INLINE int kv_pages(int tokens, int sinks, int window, int buffer, const int*
         ++pages;
     }
     return pages;
+}
+
+// Those of a side S.
+template <class S>
+KV_INLINE int kv_pages_of(int tokens, const int* page_at, int page_at_length) {
+    return kv_pages(tokens, S::sinks, S::window, S::buffer, page_at, page_at_length);
 }

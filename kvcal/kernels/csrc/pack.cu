@@ -38,8 +38,8 @@ KV_INLINE void append_side(
     const int head = blockIdx.x, heads = gridDim.x, row = blockIdx.y, tokens = lengths[row];
     const long long of_head = (long long)row * heads + head;
     const int length = (int)store.page_at_length;
-    const int pages = kv_pages(tokens, S::sinks, S::window, S::buffer, store.page_at, length);
-    const int packed = kv_pages(kv_max(0, tokens - 1), S::sinks, S::window, S::buffer, store.page_at, length);
+    const int pages = kv_pages_of<S>(tokens, store.page_at, length);
+    const int packed = kv_pages_of<S>(kv_max(0, tokens - 1), store.page_at, length);
     unsigned short* buffer = store.buffer + of_head * (S::buffer * S::dim);
     const int held = kv_max(0, tokens - S::sinks) - KV_PAGE_TOKENS * pages;
     const bool due = pages > packed;

@@ -24,8 +24,10 @@
 #include "uniform.cuh"
 #endif
 
-enum { BLOCKS = 4 };                             // an SM: leaves a thread 64 registers
-enum { NOT_TURNED, TO_POSITIONS, TURNED_BACK };  // TURN: nothing, the tokens, or what is kept
+// TURN: nothing, the tokens, or what is kept.
+#include "turn.cuh"
+
+enum { BLOCKS = 4 };  // an SM: leaves a thread 64 registers
 
 constexpr int STRIDE = tile_stride(WIDTH), CHUNKS = Stored::dim / 8;
 static_assert(Stored::dim % 8 == 0 && KV_PAGE_TOKENS % TILE_TOKENS == 0, "8 channels a thread, whole tiles");
@@ -120,38 +122,6 @@ KV_INLINE void pass_over(const Task& task, const Tile& tile, bool will_turn) {
     }
 }
 
-// Every pair of channels, turned to the position of its token, or back from it, as transforms/rotation.py has it. The
-// tile's first token is at `position`.
-KV_INLINE void turn(const Tile& tile, const double* rotary, const float2* turns, long long position) {
-#if TURN != 0
-    for (int i = threadIdx.x; i < TILE_TOKENS * ROTARY_PAIRS; i += THREADS) {
-        const int row = i / ROTARY_PAIRS, pair = i % ROTARY_PAIRS;
-        const float2 angle = turns[(position + row) * ROTARY_PAIRS + pair];
-        const int a = (int)rotary[4 * pair], b = (int)rotary[4 * pair + 1];
-        const float amplitude = (float)rotary[4 * pair + 3];
-        for (int head = 0; head < tile.num_heads; ++head) {
-            const int value = tile.first_value + head * Stored::dim;
-            float* first = tile.values + row * STRIDE + tile_place(value + a);
-            float* second = tile.values + row * STRIDE + tile_place(value + b);
-            const float x_cos = __fmul_rn(*first, angle.x), x_sin = __fmul_rn(*first, angle.y);
-            const float y_cos = __fmul_rn(*second, angle.x), y_sin = __fmul_rn(*second, angle.y);
-            if constexpr (TURN == TO_POSITIONS) {
-                *first = __fmul_rn(__fsub_rn(x_cos, y_sin), amplitude);
-                *second = __fmul_rn(__fadd_rn(y_cos, x_sin), amplitude);
-            } else {
-                *first = __fdiv_rn(__fadd_rn(x_cos, y_sin), amplitude);
-                *second = __fdiv_rn(__fsub_rn(y_cos, x_sin), amplitude);
-            }
-        }
-    }
-#endif
-}
-
-template <class S>
-KV_INLINE int pages_of(int tokens, const int* page_at, int page_at_length) {
-    return kv_pages(tokens, S::sinks, S::window, S::buffer, page_at, page_at_length);
-}
-
 // Grid: any, 256 threads; dynamic shared memory: SHARED_BYTES. n neighbouring heads out of N in one format, and `room`
 // pages a row.
 //   records     uint8, by strides in bytes: on a lattice a page of all N heads, else the first of n pages of one head
@@ -183,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) reconstruct(
     for (int i = blockIdx.x; i < (int)(stop - start) * tiles; i += gridDim.x) {
         const int place = (int)start + i / tiles, row = (int)first_row + place / (int)num_pages;
         const int page = (int)first_page + place % (int)num_pages;
-        if (lengths != nullptr && page >= pages_of<Stored>(lengths[row], page_at, (int)page_at_length)) {
+        if (lengths != nullptr && page >= kv_pages_of<Stored>(lengths[row], page_at, (int)page_at_length)) {
             continue;
         }
         tile.number = i / tiles, tile.of_row = row * room + page;
@@ -195,7 +165,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) reconstruct(
         pass_over<false>(task, tile, will_turn);
         if (will_turn) {
             __syncthreads();
-            turn(tile, rotary, turns, Stored::sinks + (long long)page * KV_PAGE_TOKENS + tile.first_token);
+            const long long position = Stored::sinks + (long long)page * KV_PAGE_TOKENS + tile.first_token;
+            turn(tile.values, tile.first_value, tile.num_heads, rotary, turns, position);
             __syncthreads();
             pass_over<true>(task, tile, false);
         }

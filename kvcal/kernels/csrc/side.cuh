@@ -7,8 +7,6 @@
 #endif
 
 enum { THREADS = 256, NO_SLOT = 255, RAW_BITS = 16 };
-// Bits of `error`: a page with NaN, infinity or a range beyond its params; a page beyond the room of its tensor.
-enum { NON_FINITE = 1, NO_ROOM = 2 };
 enum { MAGNITUDE, VARIANCE, RANGE, QUERY_MAGNITUDE, QUERY_RANGE, RANDOM };
 
 

@@ -1,0 +1,184 @@
+"""The page of a stored form that is due in a step: the operator ``kvcal::encode_due``, for lattices.
+
+``append`` has moved 128 tokens of some rows from the buffer into 16-bit pages. Here they become records, the inverse of
+``kvcal::reconstruct``: offset and λ applied, or keys turned back to before RoPE; the prediction subtracted; encoded.
+
+    tokens      [B, pages, n, 128, D] in the cache's dtype, of every head range: together N heads
+    records     [B, pages, 1, record_bytes] uint8
+    prediction  [B, 128, N, D] fp32: of the page that is due in each row, anything where none is
+    lengths     [B] int32: tokens of each row before the step, whose last one may have made a page due
+    error       [1] int32: gets the bit NON_FINITE
+
+The other operands, ``form``, and the promise of equal bytes everywhere are those of kvcal.kernels.reconstruct.
+
+On CUDA this is ``csrc/encode_due.cu``, which returns at once where nothing is due; on a CPU, and for what that does not
+take (``unencoded``), torch, which encodes one page of every row and keeps it where it is due: the host is not asked.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcal.formats import Format
+from kvcal.kernels.compile import Kernel, kernel
+from kvcal.kernels.encoding import encoding_defines, encoding_shared_bytes, encoding_tile_tokens, unencoded
+from kvcal.kernels.reconstruction import THREADS, Reconstruction, parse_reconstruction
+from kvcal.kernels.reference import NON_FINITE
+from kvcal.quantizers.convert import Transform
+from kvcal.quantizers.finite import noted_in
+from kvcal.quantizers.lattice import LatticeLayout
+from kvcal.quantizers.pages import PAGE_TOKENS
+from kvcal.transforms.hadamard import norm
+from kvcal.transforms.rotation import unrotate
+
+BLOCKS_PER_SM = 3  # of the kernel's grid: those that fit
+
+torch.library.define(
+    "kvcal::encode_due",
+    "(Tensor[] tokens, Tensor(a!) records, Tensor prediction, Tensor lengths, Tensor page_at, Tensor grid, "
+    "Tensor signs, Tensor rescale, Tensor offset, Tensor rotary, Tensor turns, Tensor(b!) error, str form) -> ()",
+)
+
+
+def encode_due(
+    tokens: Sequence[Tensor],
+    records: Tensor,
+    prediction: Tensor,
+    lengths: Tensor,
+    page_at: Tensor,
+    grid: Tensor,
+    signs: Tensor,
+    rescale: Tensor,
+    offset: Tensor,
+    rotary: Tensor,
+    turns: Tensor,
+    error: Tensor,
+    form: str,
+) -> None:
+    """See the module's docstring."""
+    torch.ops.kvcal.encode_due(
+        tokens, records, prediction, lengths, page_at, grid, signs, rescale, offset, rotary, turns, error, form
+    )
+
+
+def due_pages(fmt: Format, lengths: Tensor, page_at: Tensor, max_pages: int) -> tuple[Tensor, Tensor]:
+    """Of rows of ``lengths`` int32 [B], on the device: the page that the last token may have made due, int64 [B], within
+    ``max_pages`` (1 or more), and whether it did, bool [B]."""
+    packed = _num_pages(fmt, (lengths - 1).clamp(min=0), page_at)
+    is_due = (_num_pages(fmt, lengths, page_at) > packed) & (packed < max_pages)
+    return packed.clamp(max=max_pages - 1).long(), is_due
+
+
+def _num_pages(fmt: Format, lengths: Tensor, page_at: Tensor) -> Tensor:
+    """``Format.num_pages`` of int32 [B]."""
+    if fmt.window_rule is not None:
+        return torch.searchsorted(page_at, lengths, right=True)
+    return (lengths - fmt.num_sink_tokens - fmt.recent_window).clamp(min=0) // PAGE_TOKENS
+
+
+@torch.library.impl("kvcal::encode_due", "CPU")
+def _encode_due_cpu(*args: Any) -> None:
+    _encode_in_torch(*args[:-1], parse_reconstruction(args[-1]))
+
+
+@torch.library.impl("kvcal::encode_due", "CUDA")
+def _encode_due_cuda(*args: Any) -> None:
+    form = parse_reconstruction(args[-1])
+    encode = _launch if unencoded(form, len(args[0])) is None else _encode_in_torch
+    encode(*args[:-1], form)
+
+
+@torch.library.register_fake("kvcal::encode_due")
+def _encode_due_fake(*args: Any) -> None:
+    pass
+
+
+def _encode_in_torch(
+    tokens: Sequence[Tensor],
+    records: Tensor,
+    prediction: Tensor,
+    lengths: Tensor,
+    page_at: Tensor,
+    grid: Tensor,
+    signs: Tensor,
+    rescale: Tensor,
+    offset: Tensor,
+    rotary: Tensor,
+    turns: Tensor,
+    error: Tensor,
+    form: Reconstruction,
+) -> None:
+    layout = form.layout
+    assert isinstance(layout, LatticeLayout)
+    pages, is_due = due_pages(form.format, lengths, page_at, records.shape[1])
+    places = torch.arange(len(pages), device=pages.device), pages
+    wanted = is_due[:, None, None, None]
+    # What is not due may be anything, NaN included.
+    x = torch.where(wanted, torch.cat([part[places] for part in tokens], dim=1), 0)
+    if form.is_pre:
+        within = torch.arange(PAGE_TOKENS, device=pages.device)
+        x = unrotate(x, rotary, (form.format.num_sink_tokens + PAGE_TOKENS * pages)[:, None, None] + within)
+    else:
+        x = Transform(
+            rescale.unsqueeze(-2) if form.rescale else None, offset.unsqueeze(-2) if form.offset else None
+        ).apply(x)
+    if prediction.numel():
+        x = x.float() - torch.where(wanted, prediction.transpose(1, 2), 0)
+    with noted_in(error, NON_FINITE):
+        found = layout.encode(x.transpose(1, 2).flatten(-2), grid, signs).unsqueeze(1)
+    records[places] = torch.where(is_due[:, None, None], found, records[places])
+
+
+@functools.cache
+def _compiled(form: str, device_index: int) -> tuple[Kernel, int, int, float]:
+    """The kernel, its shared memory, the tiles of a page, and the transform's norm."""
+    named = parse_reconstruction(form)
+    compiled = kernel("encode_due", "encode_due", encoding_defines(named), device_index)
+    tiles = PAGE_TOKENS // encoding_tile_tokens(named)
+    return compiled, encoding_shared_bytes(named), tiles, norm(named.row_values)
+
+
+def _launch(
+    tokens: Sequence[Tensor],
+    records: Tensor,
+    prediction: Tensor,
+    lengths: Tensor,
+    page_at: Tensor,
+    grid: Tensor,
+    signs: Tensor,
+    rescale: Tensor,
+    offset: Tensor,
+    rotary: Tensor,
+    turns: Tensor,
+    error: Tensor,
+    form: Reconstruction,
+) -> None:
+    device_index, (row,) = records.get_device(), tokens
+    compiled, shared_bytes, tiles, scale = _compiled(form.key, device_index)
+    processors = torch.cuda.get_device_properties(device_index).multi_processor_count
+    compiled.launch(
+        (min(len(lengths) * tiles, BLOCKS_PER_SM * processors), 1, 1),
+        THREADS,
+        shared_bytes,
+        row.data_ptr(),
+        records.data_ptr(),
+        prediction.data_ptr(),
+        lengths.data_ptr(),
+        page_at.data_ptr(),
+        page_at.numel(),
+        grid.data_ptr(),
+        signs.data_ptr(),
+        scale,
+        rescale.data_ptr(),
+        offset.data_ptr(),
+        rotary.data_ptr(),
+        turns.data_ptr(),
+        len(lengths),
+        records.shape[1],
+        error.data_ptr(),
+    )
