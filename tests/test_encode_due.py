@@ -1,4 +1,4 @@
-"""Encoding the page of a lattice that is due, in torch: the dynamic cache's bytes, in rows where it is, and no others."""
+"""Encoding pages of lattices that are due, in torch: the dynamic cache's bytes, and no others are written."""
 
 from __future__ import annotations
 
@@ -73,8 +73,9 @@ def test_unusual_sizes_compile(name: str, arch: str) -> None:
 
 
 def test_a_tile_is_a_byte_of_codes_a_thread() -> None:
-    forms = [Reconstruction("v", Format(2, lattice_dim=dim), heads, 128, "bfloat16") for heads in (1, 8) for dim in (2, 4)]
-    assert [encoding_tile_tokens(form) for form in forms] == [16, 32, 2, 4]
+    for heads, dim, tokens in ((1, 2, 16), (1, 4, 32), (8, 2, 2), (8, 4, 4), (3, 2, 4), (40, 4, 1)):
+        form = Reconstruction("v", Format(2, lattice_dim=dim), heads, 128, "bfloat16")
+        assert encoding_tile_tokens(form) == tokens
 
 
 def test_what_the_kernel_does_not_take_says_why() -> None:

@@ -11,6 +11,7 @@ import pytest
 from kvcal.formats import RAW, Boost, Format, Tier
 from kvcal.kernels.compile import cubin, resources
 from kvcal.kernels.decode import block_shape, decode_defines
+from kvcal.kernels.encoding import encoding_defines, encoding_shared_bytes
 from kvcal.kernels.reconstruction import Reconstruction
 from kvcal.kernels.variants import Variant
 from kvcal.runtime.staged_store import with_bits
@@ -92,3 +93,18 @@ def test_reconstruct_stays_in_its_budget(capability: tuple[int, int], name: str)
     assert found.local_bytes == 0 and found.registers <= 64
     assert 2 * (form.shared_bytes + 1024) <= 100 * 1024
     assert found.instructions <= instructions * (1 if capability == (9, 0) else 1.2)
+
+
+# name: instructions at most.
+ENCODED = {"lattice d=2": 2150, "lattice d=4": 2450, "lattice, 4 bits": 2150, "lattice before RoPE": 2650}
+
+
+@pytest.mark.parametrize("name", ENCODED)
+@pytest.mark.parametrize("capability", WARPS)
+def test_encode_due_stays_in_its_budget(capability: tuple[int, int], name: str) -> None:
+    """80 registers let an SM have three blocks."""
+    form = FORMS[name][0]
+    found = resources(cubin("encode_due", encoding_defines(form), f"sm_{capability[0]}{capability[1]}"))["encode_due"]
+    assert found.local_bytes == 0 and found.registers <= 80
+    assert 3 * (encoding_shared_bytes(form) + 1024) <= 100 * 1024
+    assert found.instructions <= ENCODED[name]

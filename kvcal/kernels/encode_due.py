@@ -67,8 +67,8 @@ def encode_due(
 
 
 def due_pages(fmt: Format, lengths: Tensor, page_at: Tensor, max_pages: int) -> tuple[Tensor, Tensor]:
-    """Of rows of ``lengths`` int32 [B], on the device: the page that the last token may have made due, int64 [B], within
-    ``max_pages`` (1 or more), and whether it did, bool [B]."""
+    """Of rows of ``lengths`` int32 [B], on the device: the page that the last token may have made due, int64 [B], one
+    of ``max_pages`` (1 or more), and whether it did, bool [B]."""
     packed = _num_pages(fmt, (lengths - 1).clamp(min=0), page_at)
     is_due = (_num_pages(fmt, lengths, page_at) > packed) & (packed < max_pages)
     return packed.clamp(max=max_pages - 1).long(), is_due
@@ -83,14 +83,17 @@ def _num_pages(fmt: Format, lengths: Tensor, page_at: Tensor) -> Tensor:
 
 @torch.library.impl("kvcal::encode_due", "CPU")
 def _encode_due_cpu(*args: Any) -> None:
-    _encode_in_torch(*args[:-1], parse_reconstruction(args[-1]))
+    given = [*args[:-1], parse_reconstruction(args[-1])]
+    _encode_in_torch(*given)
 
 
 @torch.library.impl("kvcal::encode_due", "CUDA")
 def _encode_due_cuda(*args: Any) -> None:
-    form = parse_reconstruction(args[-1])
-    encode = _launch if unencoded(form, len(args[0])) is None else _encode_in_torch
-    encode(*args[:-1], form)
+    given = [*args[:-1], parse_reconstruction(args[-1])]
+    if unencoded(given[-1], num_head_ranges=len(given[0])) is None:
+        _launch(*given)
+    else:
+        _encode_in_torch(*given)
 
 
 @torch.library.register_fake("kvcal::encode_due")

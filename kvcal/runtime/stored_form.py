@@ -8,9 +8,10 @@ readers as well, before RoPE and in fp32.
 
 A step knows no lengths on the host. The kernel reads them, and reconstructs the pages that rows hold. Predictions are
 matrix products in torch, for all pages that there is room for, ``VALUES_AT_ONCE`` at a time: their cost is that of full
-rows, whatever they hold, which the cache says by ``SlowPath``. A step encodes one page of every row, the one that
-``append`` has just moved out of the buffer, or zeros where none was due. What would be cheaper than to predict in every
-step: to reconstruct once (AQUA-KV's codec mode), at 16 bits.
+rows, whatever they hold, which the cache says by ``SlowPath``. The page that ``append`` has just moved out of a row's
+buffer is encoded: on a lattice by a kernel (kvcal.kernels.encode_due), which returns at once where none was due; in
+other formats in torch, one page of every row, or zeros. What would be cheaper than to predict in every step: to
+reconstruct once (AQUA-KV's codec mode), at 16 bits.
 """
 
 from __future__ import annotations
@@ -101,14 +102,16 @@ class StoredForm:
         if self.predicted is not None or not is_lattice:
             pages, is_due = due_pages(self.format, self.lengths, self.page_at, self.max_pages)
             places = torch.arange(len(pages), device=pages.device), pages
-            if not is_lattice:
+            if self.predicted is None or not is_lattice:
                 self._encode(places, is_due, weights)
                 return
             prediction = self._prediction([kept[places] for kept in self.predicted.inputs], weights)
         (records,) = self.records
+        grid, signs, rescale, offset, rotary, turns = self._transforms
         encode_due(
-            self.tokens, records, prediction, self.lengths, self.page_at, *self._transforms, self.error, self._form
-        )
+            self.tokens, records, prediction, self.lengths, self.page_at, grid, signs, rescale, offset, rotary, turns,
+            self.error, self._form,
+        )  # fmt: skip
 
     def _encode(self, places: Places, is_due: Tensor | None, weights: Sequence[Tensor]) -> None:
         """``is_due`` bool [M]: the others keep what they have; None for all."""
