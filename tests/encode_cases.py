@@ -1,4 +1,4 @@
-"""Tokens of lattices of every kind, and calls of ``kvcal::encode_due`` on them: the cases of ``kvcal::reconstruct``."""
+"""Tokens of stored forms of every kind, as in the cases of ``kvcal::reconstruct``, and calls of ``kvcal::encode_due``."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from kvcal.kernels.encode_due import encode_due
 from kvcal.kernels.reconstruct import position_turns
 from kvcal.quantizers.pages import PAGE_TOKENS
 
-NAMES = [name for name, case in CASES.items() if case.form.is_lattice and not case.merely]
+NAMES = [name for name, case in CASES.items() if case.form.format.boost is None and not case.merely]
 
 
 @dataclass(frozen=True)
 class Page:
     """What is encoded, on the CPU: ``tokens`` [B, PAGES, N, 128, D] in the cache's dtype, and for each row what is told
-    about the page that is due, [B, 128, N, D], if the case is predicted. Two points of ``grid`` are the same."""
+    about the page that is due, [B, 128, N, D], if the case is predicted. Two points of a lattice's ``grid`` are the
+    same."""
 
     tokens: Tensor
     prediction: Tensor | None
-    grid: Tensor
+    grid: Tensor | None
 
 
 @functools.cache
@@ -39,8 +40,9 @@ def page_of(name: str, batch: int = BATCH) -> Page:
     x[..., 1] *= 20.0
     x[0, 0, :, 5] = 0.0
     told = torch.randn(batch, PAGE_TOKENS, form.num_heads, form.head_dim, generator=generator)
-    grid = tensors_of(name)["grid"].clone()
-    grid[3] = grid[1]
+    grid = tensors_of(name).get("grid")
+    if grid is not None:
+        grid = grid[[0, 1, 2, 1, *range(4, len(grid))]]
     return Page(x.to(CACHE_DTYPES[form.cache_dtype]), told if case.is_predicted else None, grid)
 
 
@@ -59,16 +61,17 @@ def prepared(
     held = torch.tensor(lengths, dtype=torch.int32, device=device)
     x = (page.tokens if tokens is None else tokens).to(device)
     parts = [part.clone() for part in x.split(case.head_ranges, dim=2)]
-    records = torch.full((len(lengths), PAGES, 1, form.layout.record_bytes), 7, dtype=torch.uint8, device=device)
+    shape = (len(lengths), PAGES, 1 if form.is_lattice else form.num_heads, form.layout.record_bytes)
+    records = torch.full(shape, 7, dtype=torch.uint8, device=device)
     prediction = nothing if page.prediction is None else page.prediction.to(device)
     error = torch.zeros(1, dtype=torch.int32, device=device)
+    grid = nothing if page.grid is None else page.grid.to(device)
     turns = nothing
     if form.num_pairs:
         turns = position_turns(given["rotary"], form.format.num_sink_tokens + PAGE_TOKENS * PAGES)
     transforms = [given.get(key, nothing) for key in ("signs", "rescale", "offset", "rotary")]
     operands = (
-        parts, records, prediction, held, page_at(form.format).to(device), page.grid.to(device), *transforms, turns,
-        error, form.key,
+        parts, records, prediction, held, page_at(form.format).to(device), grid, *transforms, turns, error, form.key,
     )  # fmt: skip
     return [held, records, error], functools.partial(encode_due, *operands)
 

@@ -1,4 +1,4 @@
-"""Encoding pages of lattices that are due, in torch: the dynamic cache's bytes, and no others are written."""
+"""Encoding pages of stored forms that are due, in torch: the dynamic cache's bytes, and no others are written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from encode_cases import NAMES, due_at, page_of, run
 from reconstruct_cases import BATCH, CASES, PAGES, codec_of
 from torch import Tensor
 
-from kvcal.formats import Format
+from kvcal.formats import RAW, Format
 from kvcal.kernels.compile import cubin
 from kvcal.kernels.encoding import encoding_defines, encoding_shared_bytes, encoding_tile_tokens, unencoded
 from kvcal.kernels.reconstruction import SHARED_BYTES, Reconstruction
@@ -46,8 +46,11 @@ def test_records_are_those_of_the_dynamic_cache(name: str) -> None:
     assert error == 0
 
 
+FINITE = ["lattice 2 bits d=2, 8 x 128", "lattice before RoPE, predicted, kept", "keys per channel, 3 x 64"]
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("name", ["lattice 2 bits d=2, 8 x 128", "lattice before RoPE, predicted, kept"])
+@pytest.mark.parametrize("name", FINITE)
 def test_what_is_not_finite_is_noted_where_a_page_is_due(name: str, value: float) -> None:
     for row, page, expected in ((0, 0, NON_FINITE), (2, PAGES - 1, NON_FINITE), (0, 1, 0), (1, 1, 0), (3, 2, 0)):
         tokens = page_of(name).tokens.clone()
@@ -61,6 +64,7 @@ def test_a_norm_that_its_dtype_cannot_hold_is_noted() -> None:
 
 
 COMPILED = ["lattice d=4, 1 x 8", "lattice d=2, 3 x 80", "lattice, 33 x 256", "lattice before RoPE, partial"]
+COMPILED += ["keys per channel, 2 x 80", "keys of 1 bit, 1 x 8", "values, 3 bits, 3 x 64", "λ and offset, kept, fp16"]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_120"])
@@ -81,10 +85,12 @@ def test_a_tile_is_a_byte_of_codes_a_thread() -> None:
 def test_what_the_kernel_does_not_take_says_why() -> None:
     wide = Reconstruction("v", Format(2, lattice_dim=2), 80, 256, "bfloat16")
     assert unencoded(wide) is None
-    wider = replace(wide, num_heads=96)
-    assert unencoded(wider) == (
-        f"a row of 24576 values takes {encoding_shared_bytes(wider)} bytes of shared memory; allowed: {SHARED_BYTES}"
-    )
-    assert unencoded(wide, 2) == "a row lies in 2 head ranges; allowed: 1"
-    of_heads = Reconstruction("v", Format(2), 2, 64, "bfloat16")
-    assert unencoded(of_heads) == "records of one head each are encoded by the layout that packs them"
+    assert unencoded(wide, 2) == "a row of a lattice lies in 2 head ranges; allowed: 1"
+    heads = Reconstruction("v", Format(2), 2, 128, "bfloat16")
+    assert unencoded(heads, 2) is None
+    assert unencoded(replace(heads, format=RAW)) == "pages of 16 bits have no codes"
+    for wider, tokens, values in ((replace(wide, num_heads=96), 1, 24576), (replace(heads, head_dim=256), 128, 256)):
+        assert unencoded(wider) == (
+            f"{tokens} tokens of {values} values take {encoding_shared_bytes(wider)} bytes of shared memory; allowed: "
+            f"{SHARED_BYTES}"
+        )

@@ -1,4 +1,4 @@
-"""The kernel that encodes pages of lattices that are due: the bytes of torch, on the same GPU and on a CPU, also in a
+"""The kernel that encodes pages of stored forms that are due: the bytes of torch, on the same GPU and on a CPU, also in a
 captured graph as lengths grow over the boundaries of pages."""
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ pytestmark = [
 
 SOME = ["lattice 2 bits d=2, 8 x 128", "lattice 2 bits d=4, 2 x 64, fp16", "lattice d=4, 3 x 80", "lattice, 33 x 256"]
 SOME += ["lattice, sinks and a window that grows", "lattice before RoPE, predicted, kept", "lattice, λ and offset"]
+SOME += [
+    "keys per channel, 3 x 64",
+    "values, 3 bits, 2 x 80",
+    "before RoPE, two head ranges",
+    "λ and offset, kept, fp16",
+]
 
 
 def lengths_of(name: str) -> list[int]:
@@ -44,7 +50,10 @@ def test_records_have_the_bytes_of_torch(name: str, monkeypatch: pytest.MonkeyPa
     assert asked
 
 
-@pytest.mark.parametrize("name", ["lattice 2 bits d=2, 8 x 128", "lattice before RoPE, predicted, kept"])
+MANY = ["lattice 2 bits d=2, 8 x 128", "lattice before RoPE, predicted, kept"]
+
+
+@pytest.mark.parametrize("name", MANY)
 def test_more_tiles_than_blocks(name: str) -> None:
     """2,048 and 512 of them, where an H200 has 396 blocks."""
     fmt = CASES[name].form.format
@@ -53,7 +62,7 @@ def test_more_tiles_than_blocks(name: str) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("name", ["lattice 2 bits d=2, 8 x 128", "lattice before RoPE, predicted, kept"])
+@pytest.mark.parametrize("name", [*MANY, "keys per channel, 3 x 64"])
 def test_what_is_not_finite_is_noted_where_a_page_is_due(name: str, value: float) -> None:
     for row, page, expected in ((0, 0, NON_FINITE), (2, PAGES - 1, NON_FINITE), (0, 1, 0), (1, 1, 0), (3, 2, 0)):
         tokens = page_of(name).tokens.clone()

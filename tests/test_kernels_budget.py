@@ -96,15 +96,22 @@ def test_reconstruct_stays_in_its_budget(capability: tuple[int, int], name: str)
 
 
 # name: instructions at most.
-ENCODED = {"lattice d=2": 2150, "lattice d=4": 2450, "lattice, 4 bits": 2150, "lattice before RoPE": 2650}
+ENCODED = {
+    "lattice d=2": 2150,
+    "lattice d=4": 2450,
+    "lattice, 4 bits": 2150,
+    "lattice before RoPE": 2650,
+    "residuals per token": 1400,
+    "keys before RoPE": 1550,
+}
 
 
 @pytest.mark.parametrize("name", ENCODED)
 @pytest.mark.parametrize("capability", WARPS)
 def test_encode_due_stays_in_its_budget(capability: tuple[int, int], name: str) -> None:
-    """80 registers let an SM have three blocks."""
+    """80 registers let an SM have three blocks; a page of a head is a block's on sm_89 and sm_120."""
     form = FORMS[name][0]
     found = resources(cubin("encode_due", encoding_defines(form), f"sm_{capability[0]}{capability[1]}"))["encode_due"]
     assert found.local_bytes == 0 and found.registers <= 80
-    assert 3 * (encoding_shared_bytes(form) + 1024) <= 100 * 1024
+    assert (3 if form.is_lattice else 1) * (encoding_shared_bytes(form) + 1024) <= 100 * 1024
     assert found.instructions <= ENCODED[name]

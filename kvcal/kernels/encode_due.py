@@ -1,15 +1,16 @@
-"""The page of a stored form that is due in a step: the operator ``kvcal::encode_due``, for lattices.
+"""The page of a stored form that is due in a step: the operator ``kvcal::encode_due``.
 
 ``append`` has moved 128 tokens of some rows from the buffer into 16-bit pages. Here they become records, the inverse of
 ``kvcal::reconstruct``: offset and λ applied, or keys turned back to before RoPE; the prediction subtracted; encoded.
 
     tokens      [B, pages, n, 128, D] in the cache's dtype, of every head range: together N heads
-    records     [B, pages, 1, record_bytes] uint8
+    records     [B, pages, r, record_bytes] uint8: on a lattice r = 1, else N
     prediction  [B, 128, N, D] fp32: of the page that is due in each row, anything where none is
     lengths     [B] int32: tokens of each row before the step, whose last one may have made a page due
     error       [1] int32: gets the bit NON_FINITE
 
-The other operands, ``form``, and the promise of equal bytes everywhere are those of kvcal.kernels.reconstruct.
+The other operands, ``form``, and the promise of equal bytes everywhere are those of kvcal.kernels.reconstruct. Channels
+with more bits than others are left out: their scores are the page codec's (kvcal.runtime.page_codec).
 
 On CUDA this is ``csrc/encode_due.cu``, which returns at once where nothing is due; on a CPU, and for what that does not
 take (``unencoded``), torch, which encodes one page of every row and keeps it where it is due: the host is not asked.
@@ -32,7 +33,7 @@ from kvcal.kernels.reference import NON_FINITE
 from kvcal.quantizers.convert import Transform
 from kvcal.quantizers.finite import noted_in
 from kvcal.quantizers.lattice import LatticeLayout
-from kvcal.quantizers.pages import PAGE_TOKENS
+from kvcal.quantizers.pages import PAGE_TOKENS, PageLayout
 from kvcal.transforms.hadamard import norm
 from kvcal.transforms.rotation import unrotate
 
@@ -117,7 +118,6 @@ def _encode_in_torch(
     form: Reconstruction,
 ) -> None:
     layout = form.layout
-    assert isinstance(layout, LatticeLayout)
     pages, is_due = due_pages(form.format, lengths, page_at, records.shape[1])
     places = torch.arange(len(pages), device=pages.device), pages
     wanted = is_due[:, None, None, None]
@@ -127,19 +127,22 @@ def _encode_in_torch(
         within = torch.arange(PAGE_TOKENS, device=pages.device)
         x = unrotate(x, rotary, (form.format.num_sink_tokens + PAGE_TOKENS * pages)[:, None, None] + within)
     else:
-        x = Transform(
-            rescale.unsqueeze(-2) if form.rescale else None, offset.unsqueeze(-2) if form.offset else None
-        ).apply(x)
+        by, less = (given.unsqueeze(-2) for given in (rescale, offset))
+        x = Transform(by if form.rescale else None, less if form.offset else None).apply(x)
     if prediction.numel():
         x = x.float() - torch.where(wanted, prediction.transpose(1, 2), 0)
     with noted_in(error, NON_FINITE):
-        found = layout.encode(x.transpose(1, 2).flatten(-2), grid, signs).unsqueeze(1)
+        if isinstance(layout, LatticeLayout):
+            found = layout.encode(x.transpose(1, 2).flatten(-2), grid, signs).unsqueeze(1)
+        else:
+            assert isinstance(layout, PageLayout)
+            found = layout.encode(x)
     records[places] = torch.where(is_due[:, None, None], found, records[places])
 
 
 @functools.cache
 def _compiled(form: str, device_index: int) -> tuple[Kernel, int, int, float]:
-    """The kernel, its shared memory, the tiles of a page, and the transform's norm."""
+    """The kernel, its shared memory, the tiles of a page (of a head, but on a lattice), and the transform's norm."""
     named = parse_reconstruction(form)
     compiled = kernel("encode_due", "encode_due", encoding_defines(named), device_index)
     tiles = PAGE_TOKENS // encoding_tile_tokens(named)
@@ -161,27 +164,33 @@ def _launch(
     error: Tensor,
     form: Reconstruction,
 ) -> None:
-    device_index, (row,) = records.get_device(), tokens
+    device_index, rows, first_head = records.get_device(), len(lengths), 0
     compiled, shared_bytes, tiles, scale = _compiled(form.key, device_index)
     processors = torch.cuda.get_device_properties(device_index).multi_processor_count
-    compiled.launch(
-        (min(len(lengths) * tiles, BLOCKS_PER_SM * processors), 1, 1),
-        THREADS,
-        shared_bytes,
-        row.data_ptr(),
-        records.data_ptr(),
-        prediction.data_ptr(),
-        lengths.data_ptr(),
-        page_at.data_ptr(),
-        page_at.numel(),
-        grid.data_ptr(),
-        signs.data_ptr(),
-        scale,
-        rescale.data_ptr(),
-        offset.data_ptr(),
-        rotary.data_ptr(),
-        turns.data_ptr(),
-        len(lengths),
-        records.shape[1],
-        error.data_ptr(),
-    )
+    for part in tokens:
+        wanted = rows * tiles * (1 if form.is_lattice else part.shape[2])
+        compiled.launch(
+            (min(wanted, BLOCKS_PER_SM * processors), 1, 1),
+            THREADS,
+            shared_bytes,
+            part.data_ptr(),
+            records.data_ptr(),
+            prediction.data_ptr(),
+            lengths.data_ptr(),
+            page_at.data_ptr(),
+            page_at.numel(),
+            grid.data_ptr(),
+            signs.data_ptr(),
+            scale,
+            rescale.data_ptr(),
+            offset.data_ptr(),
+            rotary.data_ptr(),
+            turns.data_ptr(),
+            first_head,
+            part.shape[2],
+            form.num_heads,
+            rows,
+            records.shape[1],
+            error.data_ptr(),
+        )
+        first_head += part.shape[2]

@@ -9,8 +9,8 @@ readers as well, before RoPE and in fp32.
 A step knows no lengths on the host. The kernel reads them, and reconstructs the pages that rows hold. Predictions are
 matrix products in torch, for all pages that there is room for, ``VALUES_AT_ONCE`` at a time: their cost is that of full
 rows, whatever they hold, which the cache says by ``SlowPath``. The page that ``append`` has just moved out of a row's
-buffer is encoded: on a lattice by a kernel (kvcal.kernels.encode_due), which returns at once where none was due; in
-other formats in torch, one page of every row, or zeros. What would be cheaper than to predict in every step: to
+buffer is encoded by a kernel (kvcal.kernels.encode_due), which returns at once where none was due; pages whose channels
+have different bits in torch, one of every row, or zeros. What would be cheaper than to predict in every step: to
 reconstruct once (AQUA-KV's codec mode), at 16 bits.
 """
 
@@ -97,15 +97,15 @@ class StoredForm:
 
     def _encode_due(self, weights: Sequence[Tensor]) -> None:
         """What is predicted is one page of every row, due or not."""
-        is_lattice = self.format.lattice_dim is not None
-        prediction = self.nothing
-        if self.predicted is not None or not is_lattice:
+        is_tiered, prediction = self.format.boost is not None, self.nothing
+        if is_tiered or self.predicted is not None:
             pages, is_due = due_pages(self.format, self.lengths, self.page_at, self.max_pages)
             places = torch.arange(len(pages), device=pages.device), pages
-            if self.predicted is None or not is_lattice:
+            if is_tiered:
                 self._encode(places, is_due, weights)
                 return
-            prediction = self._prediction([kept[places] for kept in self.predicted.inputs], weights)
+            if self.predicted is not None:
+                prediction = self._prediction([kept[places] for kept in self.predicted.inputs], weights)
         (records,) = self.records
         grid, signs, rescale, offset, rotary, turns = self._transforms
         encode_due(

@@ -6,7 +6,9 @@
 #include "lattice.cuh"
 
 constexpr int LANES = kv_min(Lattice::group, 32), GROUPS = Lattice::width / Lattice::group;
-constexpr int POINTS = Lattice::points;
+constexpr int POINTS = Lattice::points, HEADS_OF_TILE = Lattice::heads;
+// The grid, half of its squared norms, and a step for every group.
+constexpr int SCRATCH_FLOATS = GRID_FLOATS + POINTS + TILE_TOKENS * GROUPS;
 
 // What is nearest to a vector has the largest x . p - |p|^2 / 2: the points, and half of their squared norms.
 struct Grid {
@@ -128,4 +130,40 @@ KV_INLINE void store_codes(
             at[plane * kv_plane_bytes(KV_PAGE_TOKENS, Lattice::columns, 2)] = (unsigned char)byte;
         }
     }
+}
+
+// The signs of the transform, and its rounds within a run.
+KV_INLINE void begin_rounds(float* tile, const signed char* signs) {
+    constexpr int RUN = Lattice::run, RUNS = WIDTH / RUN;
+    for (int i = threadIdx.x; i < TILE_TOKENS * RUNS; i += THREADS) {
+        const int start = i % RUNS * RUN;
+        float* at = tile + i / RUNS * tile_stride(WIDTH) + tile_place(start);
+        float x[RUN];
+        load_floats<RUN>(x, at);
+#pragma unroll
+        for (int k = 0; k < RUN; k += 4) {
+            const unsigned word = *(const unsigned*)(signs + start + k);
+#pragma unroll
+            for (int part = 0; part < 4; ++part) {
+                const unsigned sign = word << (24 - 8 * part) & 0x80000000u;
+                x[k + part] = __uint_as_float(__float_as_uint(x[k + part]) ^ sign);
+            }
+        }
+        add_and_subtract<RUN>(x);
+        store_floats<RUN>(at, x);
+    }
+}
+
+// A tile, tokens `first` and on of a page, to its record. Begins and ends without a barrier.
+KV_INLINE void encode_tile(
+    float* tile, float* scratch, unsigned char* record, int first, const float* grid, const signed char* signs,
+    float norm, int* error) {
+    const Grid of_points = load_grid(scratch, grid);
+    float* steps = scratch + GRID_FLOATS + POINTS;
+    begin_rounds(tile, signs);
+    finish_rounds<TILE_TOKENS, Lattice::run>(tile);
+    __syncthreads();
+    store_scales<TILE_TOKENS>(record, steps, tile, first, norm, error);
+    __syncthreads();
+    store_codes<TILE_TOKENS>(record, steps, tile, of_points, first, norm);
 }

@@ -1,4 +1,5 @@
-// One page of one head and side by one block: staged, transformed, scored, quantized, written; and read back.
+// One page of one head and side by one block: staged, transformed, scored, quantized, written. What the quantizer meets
+// is ``value``, of a Source here; parameters and planes are written from anything that has one.
 
 #include "side.cuh"
 
@@ -21,8 +22,8 @@ KV_INLINE float value(const Source& source, const Scratch<S>& scratch, int token
     return x;
 }
 
-template <class S>
-KV_INLINE unsigned code_at(const Source& source, const Scratch<S>& scratch, int token, int channel) {
+template <class S, class From, class Room>
+KV_INLINE unsigned code_at(const From& source, const Room& scratch, int token, int channel) {
     int i = S::axis == 0 ? token / S::group * Page<S>::others + channel : channel / S::group * Page<S>::others + token;
     unsigned levels = S::tiers ? scratch.level[channel] : (1u << S::bits) - 1;
     float x = value<S>(source, scratch, token, channel);
@@ -152,8 +153,8 @@ KV_INLINE void select_channels(Scratch<S>& scratch) {
 }
 
 // Scale and zero of every group, to the record and, as codes need them, to shared memory.
-template <class S>
-KV_INLINE void store_params(const Source& source, Scratch<S>& scratch, unsigned char* record, int* error) {
+template <class S, class From, class Room>
+KV_INLINE void store_params(const From& source, Room& scratch, unsigned char* record, int* error) {
     for (int i = threadIdx.x; i < Page<S>::groups * Page<S>::others; i += blockDim.x) {
         int first = i / Page<S>::others * S::group, other = i % Page<S>::others;
         unsigned levels = (1u << S::bits) - 1;
@@ -187,8 +188,8 @@ KV_INLINE void store_params(const Source& source, Scratch<S>& scratch, unsigned 
 }
 
 // The low bits of every code.
-template <class S>
-KV_INLINE void store_planes(const Source& source, const Scratch<S>& scratch, unsigned char* record) {
+template <class S, class From, class Room>
+KV_INLINE void store_planes(const From& source, const Room& scratch, unsigned char* record) {
     constexpr int ROWS = Page<S>::rows, COLUMNS = Page<S>::columns;
     for (int unit = threadIdx.x; unit < ROWS * COLUMNS / 16; unit += blockDim.x) {
         int row, column;

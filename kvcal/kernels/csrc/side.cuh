@@ -84,14 +84,14 @@ struct Page {
     static constexpr int stride = S::dim + 8;  // of the staged tokens: 16 bytes more, which spreads them over banks
 };
 
-// Shared memory of one page.
-template <class S>
+// Shared memory of one page, with its tokens if they are staged.
+template <class S, bool IS_STAGED = Page<S>::is_staged>
 struct Scratch {
     struct Params {
         float step[Page<S>::is_raw ? 1 : Page<S>::groups * Page<S>::others];
         float zero[Page<S>::is_raw ? 1 : Page<S>::groups * Page<S>::others];
     };
-    alignas(16) unsigned short tile[Page<S>::is_staged ? KV_PAGE_TOKENS * Page<S>::stride : 8];
+    alignas(16) unsigned short tile[IS_STAGED ? KV_PAGE_TOKENS * Page<S>::stride : 8];
     union {
         Params params;
         double partial[4][S::tiers ? S::dim : 1];  // sums of every fourth token, before there are params
