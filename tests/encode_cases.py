@@ -1,4 +1,4 @@
-"""Tokens of stored forms of every kind, as in the cases of ``kvcal::reconstruct``, and calls of ``kvcal::encode_due``."""
+"""Tokens of stored forms of every kind, those of reconstruct_cases, and calls of ``kvcal::encode_due`` on them."""
 
 from __future__ import annotations
 

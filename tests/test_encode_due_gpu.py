@@ -1,5 +1,5 @@
-"""The kernel that encodes pages of stored forms that are due: the bytes of torch, on the same GPU and on a CPU, also in a
-captured graph as lengths grow over the boundaries of pages."""
+"""The kernel that encodes pages of stored forms that are due: the bytes of torch, on the same GPU and on a CPU, also
+in a captured graph as lengths grow over the boundaries of pages."""
 
 from __future__ import annotations
 

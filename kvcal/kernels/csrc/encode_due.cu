@@ -1,7 +1,7 @@
 // The page that a step's `append` moved out of the buffer becomes what a stored form keeps: points of a lattice,
 // residuals of a prediction, keys before RoPE. See kvcal/kernels/encode_due.py; csrc/reconstruct.cu goes back.
 //
-//   tokens -> less the offset, by λ, or turned back to before RoPE -> - prediction
+//   tokens -> (- offset) / λ, or turned back to before RoPE -> - prediction
 //          -> rotated, norm of every group, nearest points (quantizers/lattice.py), or
 //          -> scale and zero of every group, codes (quantizers/uniform.py)
 //
