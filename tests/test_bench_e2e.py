@@ -15,7 +15,6 @@ from kvcal.bench import baselines, e2e
 from kvcal.bench.decode_step import Static16, StepCache, StepTimes
 from kvcal.bench.e2e import (
     FORM_RESERVE,
-    FORM_STEPS,
     OUT_OF_MEMORY,
     StaticPlan,
     StepJob,
@@ -37,6 +36,7 @@ from kvcal.bench.tables import batch_table, memory_table
 from kvcal.commands.bench import _model
 from kvcal.errors import SlowPath, UnsupportedModel, UsageError
 from kvcal.progress import Silent
+from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.runtime.cache import PlanCache
 
 GB = 10**9
@@ -222,8 +222,8 @@ class Device:
         self.asked.append(batch)
         if batch > self.fits:
             raise torch.OutOfMemoryError("full")
-        steps = replace(times(1000.0), replays=kind.num_steps)
-        return StepTimes(steps, 1.0 * kind.num_steps, GB, 1 << 20, KernelUse(type(kind).__name__))
+        steps = replace(times(1000.0), replays=PAGE_TOKENS)
+        return StepTimes(steps, 1.0 * PAGE_TOKENS, GB, 1 << 20, KernelUse(type(kind).__name__))
 
 
 @pytest.fixture
@@ -285,10 +285,14 @@ def test_a_plan_that_the_kernels_refuse_is_a_row(
     assert refused.reason == "head size 100" and refused.steps is None and refused.kernel is None
 
 
-def test_stored_forms_are_timed_over_fewer_steps(device: Device, model: PreTrainedModel, tmp_path: Path) -> None:
+def test_stored_forms_are_timed_with_the_others(device: Device, model: PreTrainedModel, tmp_path: Path) -> None:
     found = bench_e2e(step_job(model, tmp_path, (PAIRS["higgs"], PAIRS["2"])))
-    steps = {entry.plan: entry.steps.replays for entry in found.rows if entry.steps is not None}
-    assert steps == {TRANSFORMERS_16: 128, FASTEST_16: 128, "higgs": FORM_STEPS, "2": 128}
+    assert {entry.plan for entry in found.rows if entry.steps is not None} == {
+        TRANSFORMERS_16,
+        FASTEST_16,
+        "higgs",
+        "2",
+    }
     first = next(entry for entry in found.rows if entry.plan == "higgs")
     assert (first.batch, first.tokens_per_s) == (1, 1000.0)
 

@@ -5,8 +5,7 @@ SDPA backend without a mask (what a good 16-bit server does), and a plan's. They
 length in question instead of by a prompt: the time of a step does not depend on them, a prompt of 32K tokens for each
 of a hundred sequences takes minutes.
 
-Over 128 steps every sequence fills one page, so that packing is in the figures. Where every step encodes a page anyway
-(a stored form), fewer steps say the same.
+Over 128 steps every sequence fills one page, so that packing is in the figures.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ MASKLESS = "kvcal_bench_sdpa"
 
 
 class StepCache(Protocol):
-    """A cache that a step can be timed with, over ``num_steps`` steps."""
-
-    @property
-    def num_steps(self) -> int: ...
+    """A cache that a step can be timed with."""
 
     def cache(self) -> Cache:
         """As ``past_key_values``, still empty."""
@@ -64,7 +60,6 @@ class Static16:
     max_tokens: int
     sdpa: Attention | None = None
     name: str = "sdpa of transformers, with its mask"
-    num_steps: int = PAGE_TOKENS
 
     def cache(self) -> Cache:
         return StaticCache(config=self.model.config, max_cache_len=self.max_tokens)
@@ -130,7 +125,7 @@ class StepTimes:
 
 
 def time_steps(model: PreTrainedModel, kind: StepCache, batch: int, context: int) -> StepTimes:
-    """``kind.num_steps`` decode steps of ``batch`` sequences, from ``context`` tokens on.
+    """128 decode steps of ``batch`` sequences, from ``context`` tokens on.
 
     Raises torch.OutOfMemoryError where memory does not suffice.
     """
@@ -167,7 +162,7 @@ def time_steps(model: PreTrainedModel, kind: StepCache, batch: int, context: int
             kind.rewind(cache, context)
             positions.fill_(context)
             torch.cuda.synchronize()
-            milliseconds = event_ms([graph.replay] * kind.num_steps)
+            milliseconds = event_ms([graph.replay] * PAGE_TOKENS)
         finally:
             graph.reset()
     times = spread([1000 * duration for duration in milliseconds], 1)

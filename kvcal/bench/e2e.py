@@ -29,13 +29,11 @@ from kvcal.bench.random_cache import fill_cache, hold
 from kvcal.bench.record import save_json
 from kvcal.bench.shape import RAW_PAIR, Pair, Point, raw_bytes
 from kvcal.bench.shapes import heads_of, model_plan
-from kvcal.bench.step_bytes import step_bytes
 from kvcal.bench.timing import QUICK_REPLAYS, num_caches
 from kvcal.errors import KvcalError, SlowPath, UsageError
 from kvcal.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes
-from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.runtime.cache import PlanCache
 from kvcal.runtime.form_workspace import FormWorkspace
 from kvcal.runtime.paged_attention import paged_attention
@@ -44,9 +42,8 @@ FILE = "e2e.json"
 GROWTH = 4
 # Beside weights and cache: activations, logits and the graph's own memory, fixed and for every sequence.
 RESERVE, RESERVE_PER_SEQUENCE = 512 << 20, 4 << 20
-# Where every step reconstructs pages, and encodes one: steps that are timed, all alike and far longer, and memory for
-# what they compute with on the way (kvcal.runtime.stored_form).
-FORM_STEPS, FORM_RESERVE = 16, 1 << 30
+# For what a step that reconstructs pages computes with on the way (kvcal.runtime.stored_form).
+FORM_RESERVE = 1 << 30
 TRIES, SMALLER = 4, 0.9
 OUT_OF_MEMORY = "out of memory"
 
@@ -72,7 +69,6 @@ class StaticPlan:
     plan: Plan
     model: PreTrainedModel
     max_tokens: int
-    num_steps: int = PAGE_TOKENS
 
     def cache(self) -> Cache:
         return PlanCache(self.plan, self.model.config, max_tokens=self.max_tokens)
@@ -204,8 +200,7 @@ def _kind(job: StepJob, report: StepReport, name: str, pair: Pair, point: Point,
             raise UsageError(f"no backend of SDPA takes {heads} at {point.name}")
         return Static16(job.model, max_tokens, best[1], best[0].name)
     plan = model_plan(job.shape, job.model.config, pair, point.batch, max_tokens)
-    num_steps = FORM_STEPS if step_bytes(pair, heads, point).reconstructed else PAGE_TOKENS
-    return StaticPlan(plan, job.model, max_tokens, num_steps)
+    return StaticPlan(plan, job.model, max_tokens)
 
 
 def batches(most: int) -> list[int]:

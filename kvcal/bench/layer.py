@@ -3,9 +3,8 @@
 A step stores its token, packs the page that is due, reconstructs pages that are not read as they are stored, and
 attends. In one of 128 steps a page is due; those steps and the others are timed apart, by the same graph replayed at
 another length, and averaged. That all sequences fill their pages in the same step is the worst case for that step and
-changes nothing in the mean; where pages are reconstructed, every step encodes one, and both kinds are alike. Against
-it stands what transformers does with a StaticCache, its update and then SDPA, read by the fastest backend and without a
-mask.
+changes nothing in the mean. Against it stands what transformers does with a StaticCache, its update and then SDPA, read
+by the fastest backend and without a mask.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Packed pages are read once, where they are. A stored form (kvcal.runtime.stored_form) is read, written out as pages of
 16 bits, and these are read by ``decode``; what predictors read is written and read in fp32 on top. Nothing else is
-counted: no temporaries of a reconstruction, no room beyond the tokens that are there, and not the one page of every row
-that such a step encodes. So the bytes are a floor, and their ratio to 16 bits is the ceiling of the path's factor.
+counted: no temporaries of a reconstruction, no room beyond the tokens that are there, and no page that becomes due. So
+the bytes are a floor, and their ratio to 16 bits is the ceiling of the path's factor.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def layer(
 
     Against transformers' StaticCache (its update, then the fastest SDPA), at batch 32 and 8192 and 32768 tokens if
     nothing else is asked for. Also: what packing a whole prompt takes. Every row names its kernel, as in `bench
-    kernels`; where pages are reconstructed, every step does that for all of them, and encodes one.
+    kernels`; where pages are reconstructed, every step does that for all of them.
 
     Example: `kvcal bench layer --format 2 --format kitty --batch 32 --context 32768`
 
@@ -173,8 +173,7 @@ def e2e(
 
     16-bit StaticCache with SDPA, as transformers calls it and with the fastest backend, against plans; at the same
     batch and with the same memory (24GB and 80GB if nothing else is asked for). Caches hold random contents at the
-    context's length instead of a prompt's. Every row names its kernel, as in `bench kernels`; where pages are
-    reconstructed, 16 steps are timed in place of 128.
+    context's length instead of a prompt's. Every row names its kernel, as in `bench kernels`.
 
     Example: `kvcal bench e2e --shape llama-3.1-8b --random-weights --memory 24GB --context 8192 --context 32768`
 
