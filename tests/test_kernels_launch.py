@@ -91,7 +91,6 @@ def test_more_shared_memory_than_is_free_for_all(cache: None) -> None:
         x.fill_(-1)
         reverse.launch((2, 1, 1), 256, shared_bytes, x.data_ptr(), shared_bytes // 4)
         assert x.tolist() == [float(255 - i) for i in range(256)] * 2
-    assert reverse.blocks_per_sm(256, few) > reverse.blocks_per_sm(256, many) >= 1
     with pytest.raises(KernelError, match=r"'reverse' was to get 1048576 bytes of shared memory .* allowed on GPU"):
         reverse.launch((1, 1, 1), 256, 2**20, x.data_ptr(), 256)
 

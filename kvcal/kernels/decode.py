@@ -106,16 +106,14 @@ class Launch:
 def _launch(variant: Variant, q_dtype: torch.dtype, softcap: bool, is_staged: bool, device_index: int) -> Launch:
     capability = torch.cuda.get_device_capability(device_index)
     num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
-    staged = {"STAGED": 1} if is_staged else {}
     if is_plain(variant):
         room = shared_room(capability)
         shape = plain_shape(variant.head_dim, variant.group_heads, room)
-        compiled = kernel(
-            "decode_plain", "decode", plain_defines(variant, DTYPE_NAMES[q_dtype], softcap, room) | staged, device_index
-        )
+        found = plain_defines(variant, DTYPE_NAMES[q_dtype], softcap, room) | ({"STAGED": 1} if is_staged else {})
+        compiled = kernel("decode_plain", "decode", found, device_index)
         passes, floats = -(-variant.group_heads // shape.heads), shape.part_floats(variant.head_dim)
         return Launch(compiled, num_sms * shape.blocks, PLAIN_THREADS, shape.shared_bytes, passes, floats)
-    found = decode_defines(variant, DTYPE_NAMES[q_dtype], softcap, capability) | staged
+    found = decode_defines(variant, DTYPE_NAMES[q_dtype], softcap, capability, is_staged)
     compiled = kernel("decode", "decode", found, device_index)
     heads = pass_heads(variant.group_heads)
     passes, floats = -(-variant.group_heads // heads), heads * (variant.head_dim + 2)

@@ -1,4 +1,4 @@
-"""A compiled kernel on one GPU: what it asks for, how many blocks fit, and launching it with little work for the host.
+"""A compiled kernel on one GPU: what it asks for, and launching it with little work for the host.
 
 A decode step launches a few kernels for each of some tens of layers, so what a launch costs the host is paid a hundred
 times a token wherever no CUDA graph replays the step. Hence everything that does not change from step to step is made
@@ -91,12 +91,6 @@ class Kernel:
         if stream is None:
             stream = self._streams[handle] = self._stream(handle)
         self._launch(stream, config, self._kernel, *map(_parameter, args))
-
-    def blocks_per_sm(self, threads: int, shared_bytes: int) -> int:
-        """How many blocks of this shape one multiprocessor runs at a time. KernelError as in ``launch``."""
-        with torch.cuda.device(self.device_index):
-            self._allow(shared_bytes)
-            return int(self._kernel.occupancy.max_active_blocks_per_multiprocessor(threads, shared_bytes))
 
     def _allow(self, shared_bytes: int) -> None:
         """Lets the kernel be launched with this much dynamic shared memory."""
