@@ -218,6 +218,16 @@ def test_a_part_that_is_missing(monkeypatch: pytest.MonkeyPatch, name: str) -> N
         compiling.nvrtc_version.__wrapped__()
 
 
+@pytest.mark.parametrize("version", ["0.7.0", "1.1.1"])
+def test_a_cuda_core_that_is_too_old(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    import cuda.core
+
+    monkeypatch.setattr(cuda.core, "__version__", version)
+    with pytest.raises(KernelError, match=f"cuda-core {version}; expected 1.2 or newer") as caught:
+        compiling.nvrtc_version.__wrapped__()
+    assert caught.value.hint == "pip install 'kvcal[cuda]'"
+
+
 def test_nvrtc_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     from cuda.bindings import nvrtc
     from cuda.pathfinder import DynamicLibNotFoundError

@@ -36,6 +36,7 @@ __all__ = ["Kernel", "Resources", "cubin", "kernel", "resources"]
 OLDEST = 80  # compute capability 8.0: mma.sync for bf16 and cp.async
 _FORMAT = 1  # of a cached file; part of its name
 _INSTALL = "pip install 'kvcal[cuda]'"
+_CUDA_CORE = (1, 2)  # launches that overlap
 
 
 def kernel(source: str, entry: str, defines: Mapping[str, int], device_index: int = 0) -> Kernel:
@@ -89,12 +90,15 @@ def cubin_of_text(text: str, name: str, defines: Mapping[str, int], arch: str) -
 
 @functools.cache
 def nvrtc_version() -> str:
-    """Such as "13.0". KernelError where cuda-core, its bindings or NVRTC are not installed."""
+    """Such as "13.0". KernelError where cuda-core, its bindings or NVRTC are not installed, or cuda-core is too old."""
     try:
-        import cuda.core  # noqa: F401  (what all later imports of it rest on)
+        import cuda.core  # what all later imports of it rest on
         from cuda.bindings import nvrtc
     except ImportError as error:
         raise KernelError(f"the CUDA kernels need cuda-core, which cannot be imported: {error}", _INSTALL) from error
+    if tuple(map(int, cuda.core.__version__.split(".")[:2])) < _CUDA_CORE:
+        oldest = ".".join(map(str, _CUDA_CORE))
+        raise KernelError(f"cuda-core {cuda.core.__version__}; expected {oldest} or newer", _INSTALL)
     try:
         _, major, minor = nvrtc.nvrtcVersion()
     except RuntimeError as error:  # of cuda.pathfinder: no such library
