@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kvcal.formats import Format
 from kvcal.kernels.encode_due import due_pages, encode_due
+from kvcal.kernels.predict import Predict, prepared
 from kvcal.kernels.reconstruct import VALUES_AT_ONCE, reconstruct
 from kvcal.kernels.reconstruction import Reconstruction
 from kvcal.kernels.reference import NON_FINITE
@@ -79,33 +80,33 @@ class StoredForm:
         pages that rows hold. The other sides that this one is predicted from come before."""
         if not self.max_pages:
             return
-        weights = self._weights()
+        predict = self._predict()
         if self.tokens:
-            self._encode_due(weights)
-        self._reconstruct(slice(0, len(self.lengths)), range(self.max_pages), self.lengths, weights)
+            self._encode_due(predict)
+        self._reconstruct(slice(0, len(self.lengths)), range(self.max_pages), self.lengths, predict)
 
     def pack(self, rows: slice, pages: range) -> None:
         """Encode these pages of each of ``rows``, which are in ``tokens``."""
-        weights = self._weights()
+        predict = self._predict()
         for start, stop in self._parts(rows, pages) if self.tokens else ():
-            self._encode(self._places(rows, pages, start, stop), None, weights)
+            self._encode(self._places(rows, pages, start, stop), None, predict)
 
     def load(self, rows: slice, pages: range) -> None:
         """Reconstruct these pages of each of ``rows``."""
         if pages:
-            self._reconstruct(rows, pages, self.nothing, self._weights())
+            self._reconstruct(rows, pages, self.nothing, self._predict())
 
-    def _encode_due(self, weights: Sequence[Tensor]) -> None:
+    def _encode_due(self, predict: Predict | None) -> None:
         """What is predicted is one page of every row, due or not."""
         is_tiered, prediction = self.format.boost is not None, self.nothing
         if is_tiered or self.predicted is not None:
             pages, is_due = due_pages(self.format, self.lengths, self.page_at, self.max_pages)
             places = torch.arange(len(pages), device=pages.device), pages
             if is_tiered:
-                self._encode(places, is_due, weights)
+                self._encode(places, is_due, predict)
                 return
             if self.predicted is not None:
-                prediction = self._prediction([kept[places] for kept in self.predicted.inputs], weights)
+                prediction = self._prediction([kept[places] for kept in self.predicted.inputs], predict)
         (records,) = self.records
         grid, signs, rescale, offset, rotary, turns = self._transforms
         encode_due(
@@ -113,12 +114,12 @@ class StoredForm:
             self.error, self._form,
         )  # fmt: skip
 
-    def _encode(self, places: Places, is_due: Tensor | None, weights: Sequence[Tensor]) -> None:
+    def _encode(self, places: Places, is_due: Tensor | None, predict: Predict | None) -> None:
         """``is_due`` bool [M]: the others keep what they have; None for all."""
         x = torch.cat([part[places] for part in self.tokens], dim=1)
         prediction = None
         if self.predicted is not None:
-            prediction = self._prediction([kept[places] for kept in self.predicted.inputs], weights).transpose(1, 2)
+            prediction = self._prediction([kept[places] for kept in self.predicted.inputs], predict).transpose(1, 2)
         if is_due is not None:  # what is not due may be anything, NaN included
             wanted = is_due[:, None, None, None]
             x = torch.where(wanted, x, 0)
@@ -128,7 +129,7 @@ class StoredForm:
         (records,) = self.records
         records[places] = found if is_due is None else torch.where(is_due[:, None, None], found, records[places])
 
-    def _reconstruct(self, rows: slice, pages: range, lengths: Tensor, weights: Sequence[Tensor]) -> None:
+    def _reconstruct(self, rows: slice, pages: range, lengths: Tensor, predict: Predict | None) -> None:
         """``lengths``: as for the operator."""
         kept = self.nothing if self.kept is None else self.kept
         grid, signs, rescale, offset, rotary, turns = self._transforms
@@ -137,23 +138,21 @@ class StoredForm:
             prediction = self.nothing
             if self.predicted is not None:
                 inputs = [self._taken(source, rows, pages, start, stop) for source in self.predicted.inputs]
-                prediction = self._prediction(inputs, weights)
+                prediction = self._prediction(inputs, predict)
             for records, tokens, first_head in self._head_ranges:
                 reconstruct(
                     records, tokens, kept, prediction, lengths, self.page_at, grid, signs, rescale, offset,
                     rotary, turns, first_head, rows.start, pages.start, len(pages), start, stop, self._form,
                 )  # fmt: skip
 
-    def _weights(self) -> Sequence[Tensor]:
-        """The predictor's, for a few calls; none without one."""
-        return () if self.predicted is None else self.predicted.predictor.weights()
+    def _predict(self) -> Predict | None:
+        """The predictor, prepared for a few calls; None without one."""
+        return None if self.predicted is None else prepared(self.predicted.predictor)
 
-    def _prediction(self, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    def _prediction(self, inputs: Sequence[Tensor], predict: Predict | None) -> Tensor:
         """[M, 128, N, D] fp32 from ``Predicted.inputs`` of M pages."""
-        assert self.predicted is not None
-        flat = [part.flatten(-2) for part in inputs]
-        x = flat[0] if len(flat) == 1 else torch.cat(flat, dim=-1)
-        return self.predicted.predictor.apply(x, weights).unflatten(-1, (self.codec.num_heads, -1))
+        assert predict is not None
+        return predict([part.flatten(-2) for part in inputs]).unflatten(-1, (self.codec.num_heads, -1))
 
     def _parts(self, rows: slice, pages: range) -> list[tuple[int, int]]:
         """All of these pages, numbered row by row, as many at a time as the scratch allows."""

@@ -11,15 +11,16 @@ values probably are, so that only the residual needs bits (AQUA-KV, section 3.2)
 
 Encoder and decoder, whatever their batch, device or library, must get the same prediction to the last bit: the next
 layer's residual builds on it, and pages must be the same bytes everywhere. A matrix product in floating point does not
-give that, since its sums are taken in another order for another shape. So the product is exact: a row of x becomes
-integers below 2^22 with a power of two of its own, a row of W integers below 2^16 with one of its own, and a dot
-product of at most 2^15 of them stays below 2^53, where fp64 adds integers without rounding, in any order. What this
-rounds away of x, 2^-23 of the row's largest, is about what fp32 would; of W, 2^-17 of the row's largest, is well below
-bfloat16's own step. The result is the same bits on CPU and CUDA, alone or in a batch. The price is an fp64 product:
-half the speed on a CPU, the same speed as fp32 on data-centre GPUs, slow on others.
+give that, since its sums are taken in another order for another shape. So the product is exact. Columns of W have their
+largest number brought to about 1 by powers of two, by which x is multiplied, so that a number of x counts for what it
+can contribute, be it a channel of keys in the hundreds or of values below one. Then a row of x becomes integers of at
+most 2^14 with a power of two of its own, a row of W likewise, and a dot product of at most 2^15 of them stays below
+2^43, where fp64 adds integers without rounding, in any order. What this rounds away of either, 2^-14 of the row's
+largest contribution, the encoder knows of: it is in the residual, far below one that pays. An integer has two digits to
+the base of 256, each a signed byte, so that tensor cores can give the same sums from products of bytes
+(kvcal.kernels.predict), many times as fast as fp64, which is slow on all but data-centre GPUs.
 
-Left out: MLPs (the paper finds them marginally better at 3.3 times the size), and integers below 2^16 as int8 products,
-which would be exact and faster.
+Left out: MLPs (the paper finds them marginally better at 3.3 times the size).
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 MAX_INPUTS = 2**15
 INT4_ZERO = 8  # the code of weight 0; codes are 0 .. 15
 
-_X_BITS = 22
-_W_BITS = 16
+INTEGER_BITS = 14  # of x and of W: 2^14 is 64 * 256, so that the upper of two signed digits has room
+LEAST_EXPONENT = -100  # of a row or column: what is smaller throughout is rounded as if it were not
 _CHUNK_ROWS = 4096  # rows of x that are fp64 at a time
 
 
@@ -159,13 +160,12 @@ class LinearPredictor:
         weight = factors[0] @ factors[1] if len(factors) == 2 else factors[0]
         return weight, self.stored["bias"].to("cpu", torch.float64)
 
-    def weights(self) -> tuple[Tensor, ...]:
-        """W as the product of these fp64 matrices [.., ..], first the one that is applied first, as ``apply`` takes
-        them: integers below 2^16 times a power of two for each row. Large: keep them for a few calls at most."""
-        rounded = (_integers(factor, _W_BITS) for factor in reversed(self.factors()))
-        return tuple(integers * _power_of_two(exponents) for integers, exponents in rounded)
+    def weights(self) -> tuple[Weight, ...]:
+        """W as the product of these, first the one that is applied first, as ``apply`` takes them. Large: keep them for
+        a few calls at most."""
+        return tuple(_weight(factor) for factor in reversed(self.factors()))
 
-    def apply(self, x: Tensor, weights: Sequence[Tensor] | None = None) -> Tensor:
+    def apply(self, x: Tensor, weights: Sequence[Weight] | None = None) -> Tensor:
         """x [..., F] fp32 on the predictor's device -> [..., O] fp32: the same bits for the same row of x, on any
         device and in any batch. A row with NaN or infinity gives a row of NaN or infinity. ``weights``: what
         :meth:`weights` gives, for many calls in a row."""
@@ -181,24 +181,46 @@ class LinearPredictor:
         return found.view(*x.shape[:-1], self.shape.num_outputs)
 
 
-def _product(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """x [n, F] fp32 times W [O, F] of ``weights`` -> sums fp64 [n, O] and their unit [n, 1], a power of two."""
-    integers, exponents = _integers(x, _X_BITS)
-    # Exact: a sum is below 2^15 2^22 2^16 = 2^53 times the power of two of its row of W.
-    return integers @ weight.transpose(-1, -2), _power_of_two(exponents)
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A factor of W [O, F], rounded: ``integers`` [O, F] fp64, of at most 2^14, times a power of two for each row;
+    x is multiplied by ``columns`` [F] fp32, powers of two, first."""
+
+    integers: Tensor
+    columns: Tensor
 
 
-def _integers(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
-    """Rows of x [n, F] fp32 as integers of at most 2^num_bits, in fp64, and the exponents e [n, 1] int64 of their unit:
-    x is about integers * 2^e. Only exact operations but the one rounding, half to even."""
-    largest = torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True).double()
-    largest = largest.clamp(min=2.0**-149)  # fp32's smallest: a row of zeros needs some unit
-    # Any fp32 number is a normal fp64 one: largest < 2^exponent.
-    exponent = ((largest.view(torch.int64) >> 52) & 0x7FF) - 1022
-    unit = exponent - num_bits
-    return (x * _power_of_two(-unit)).round_(), unit
+def balanced_columns(factor: Tensor) -> Tensor:
+    """factor [O, F] fp32 -> [F] fp32: for each column, the power of two above its largest number."""
+    return _power_of_two(_exponents(torch.linalg.vector_norm(factor, torch.inf, dim=0)).clamp(max=-LEAST_EXPONENT))
+
+
+def _weight(factor: Tensor) -> Weight:
+    columns = balanced_columns(factor)
+    integers, unit = _integers(factor / columns)
+    return Weight(integers.double().mul_(unit), columns)
+
+
+def _product(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
+    """x [n, F] fp32 times W [O, F] -> sums fp64 [n, O] and their unit [n, 1], a power of two."""
+    integers, unit = _integers(x * weight.columns)
+    # Exact: a sum is below 2^15 2^14 2^14 = 2^43 times the power of two of its row of W.
+    return integers.double() @ weight.integers.transpose(-1, -2), unit
+
+
+def _integers(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of x [n, F] fp32 as integers of at most 2^14, in fp32, and their unit [n, 1] fp64, a power of two: x is
+    about integers * unit. Only exact operations but the one rounding, half to even."""
+    exponents = _exponents(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True))
+    unit = ((exponents.long() + (1023 - INTEGER_BITS)) << 52).view(torch.float64)
+    return (x * _power_of_two(INTEGER_BITS - exponents)).round_(), unit
+
+
+def _exponents(largest: Tensor) -> Tensor:
+    """fp32, 0 or more -> the least int32 e, but LEAST_EXPONENT or more, with largest < 2^e; 129 for NaN, infinity."""
+    return ((largest.view(torch.int32) >> 23) - 126).clamp(min=LEAST_EXPONENT)
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
-    """int64 in -1022 .. 1023 -> 2^exponents in fp64, exact on every device; a library's pow need not be."""
-    return ((exponents + 1023) << 52).view(torch.float64)
+    """int32 in -126 .. 127 -> 2^exponents in fp32, exact on every device; a library's pow need not be."""
+    return ((exponents + 127) << 23).view(torch.float32)
