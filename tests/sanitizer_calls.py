@@ -18,12 +18,12 @@ from kvcal import Plan, PlanCache
 from kvcal.errors import SlowPath
 from kvcal.formats import RAW, Boost, Format, Tier
 from kvcal.geometry import AttentionGeometry, ModelIdentity
-from kvcal.layer_plan import LayerPlan
+from kvcal.layer_plan import LayerPlan, Predictor
 from kvcal.plan import Workload
 
 KITTY = Boost("magnitude", (Tier(4, 0.125),))
 MIXKVQ = Boost("query_range", (Tier(16, 0.125, 1.5), Tier(4, 0.25, 0.5)))
-# Formats of keys and values; None: a sliding window of 100 tokens.
+# Formats of keys and values; None: a sliding window of 100 tokens. Of "a prediction", the second layer is predicted.
 CASES = {
     "2 bits": (Format(2, "channel"), Format(2)),
     "Kitty": (Format(2, "channel", boost=KITTY), Format(2)),
@@ -34,23 +34,38 @@ CASES = {
     "query scores": (Format(2, "channel", 32, boost=MIXKVQ), Format(2, "token", 32)),
     "unequal sinks": (Format(2, "channel", 32, 4), Format(2, "token", 32)),
     "a lattice": (Format(2, lattice_dim=2), Format(3, lattice_dim=2)),
+    "a prediction": (Format(2, "channel", 32, 4), Format(2, "token", 32, 4)),
     "a sliding window": None,
 }
 LENGTHS, STEPS, GROUP, HEADS, DIM = (372, 250), 45, 4, 2, 128
 
 
-def cache_of(case: str) -> PlanCache:
+def layers_of(case: str) -> list[LayerPlan]:
     formats = CASES[case]
     geometry = AttentionGeometry(0, GROUP * HEADS, HEADS, DIM, DIM, None if formats else 100)
-    layer = LayerPlan(geometry, formats[:1], formats[1:]) if formats else LayerPlan(geometry)
-    kind, more = (LlamaConfig, {}) if formats else (MistralConfig, {"sliding_window": 100})
-    config = kind(num_hidden_layers=1, num_attention_heads=GROUP * HEADS, num_key_value_heads=HEADS, **more)
+    if formats is None:
+        return [LayerPlan(geometry)]
+    layer = LayerPlan(geometry, formats[:1], formats[1:])
+    if case != "a prediction":
+        return [layer]
+    told = Predictor("linear", 0)
+    return [
+        layer,
+        replace(layer, geometry=replace(geometry, index=1), k_predictor=told, v_predictor=told, k_pages="pre"),
+    ]
+
+
+def cache_of(case: str) -> PlanCache:
+    layers = layers_of(case)
+    kind, more = (LlamaConfig, {}) if CASES[case] else (MistralConfig, {"sliding_window": 100})
+    config = kind(num_hidden_layers=len(layers), num_attention_heads=GROUP * HEADS, num_key_value_heads=HEADS, **more)
     identity = ModelIdentity("none", config.model_type, "", "", "")
     mask = torch.ones(len(LENGTHS), max(LENGTHS), dtype=torch.long)
     for row, length in enumerate(LENGTHS):
         mask[row, : max(LENGTHS) - length] = 0
-    plain = replace(layer, k=(RAW,), v=(RAW,)) if formats else layer  # a lattice's tensors come with the layer
-    plan = with_tensors(Plan(identity, "bfloat16", (plain,), Workload(2, 512), {}), [layer])
+    # Without the tensors that some layers need; they come with the layers.
+    plain = [LayerPlan(layer.geometry, *(((RAW,), (RAW,)) if CASES[case] else ())) for layer in layers]
+    plan = with_tensors(Plan(identity, "bfloat16", tuple(plain), Workload(2, 512), {}), layers)
     return PlanCache(plan, config, mask, max_tokens=512)
 
 
@@ -60,7 +75,7 @@ def main(case: str, device: str = "cuda") -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SlowPath)
         cache.allocate(len(LENGTHS), device)
-    (layer,) = cache.static_layers
+    layers = cache.static_layers
     generator = torch.Generator(device).manual_seed(0)
 
     def states(heads: int, tokens: int) -> torch.Tensor:
@@ -70,15 +85,17 @@ def main(case: str, device: str = "cuda") -> None:
     def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return states(GROUP * HEADS, count), states(HEADS, count), states(HEADS, count)
 
-    layer.extend(*tokens(max(LENGTHS)))
-    for store in layer.stores:
+    for layer in layers:
+        layer.extend(*tokens(max(LENGTHS)))
+    for store in layers[-1].stores:
         for row, length in enumerate(LENGTHS):
             held = min(length, getattr(store, "ring_tokens", length))
             for side in ("k", "v"):
                 out = torch.empty(1, HEADS, held, DIM, dtype=torch.bfloat16, device=device)
                 store.read(side, slice(row, row + 1), length, out)
     for _ in range(STEPS):
-        found = layer.attend(*tokens(1), None, DIM**-0.5, 0.0)
+        for layer in layers:
+            found = layer.attend(*tokens(1), None, DIM**-0.5, 0.0)
     cache.check()
     assert cache.lengths == [length + STEPS for length in LENGTHS] and bool(found.isfinite().all())
 

@@ -7,7 +7,7 @@ those of W as [low | high]. Up to 2^15 inputs, each of them stays below 2^30, so
 sum that fp64 would have, and the rest is its arithmetic. The products are the library's (cuBLASLt, through torch);
 ``csrc/digits.cu`` makes the digits, ``csrc/digit_sums.cu`` puts the sums together.
 
-Rows are taken some at a time, so that digits and sums stay near the L2 cache. Inputs and outputs are padded with zeros
+Rows are taken some at a time, which bounds the scratch. Inputs and outputs are padded with zeros
 to what the library asks for. On a CPU, ``LinearPredictor.apply`` itself.
 """
 
@@ -26,7 +26,7 @@ from kvcal.transforms.linear_predictor import INTEGER_BITS, LEAST_EXPONENT, Line
 # [..., F1], [..., F2], fp32: inputs in a row, one or two parts -> [..., O] fp32
 Predict = Callable[[Sequence[Tensor]], Tensor]
 
-ROWS_AT_ONCE = 4096
+ROWS_AT_ONCE = 8192
 THREADS = 256
 BLOCKS_PER_SM = 8  # of the grid of ``digit_sums``
 _INPUT_ALIGNMENT = 16  # bytes of a row of digits, for the library's fast kernels
