@@ -10,6 +10,7 @@ from torch import Tensor
 from kvcal.formats import Format
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.compile import cubin
+from kvcal.kernels.form_operands import HeldPages
 from kvcal.kernels.reconstruction import SHARED_BYTES, Reconstruction, parse_reconstruction, unserved
 from kvcal.runtime.stored_form import StoredForm
 
@@ -75,6 +76,7 @@ def test_a_form_without_pages_is_not_touched() -> None:
     """As many arguments of a StoredForm as a cache of too few tokens for a page has."""
     codec, nothing = codec_of("lattice before RoPE"), torch.empty(0)
     records, tokens = torch.empty(2, 0, 1, codec.record_bytes(2), dtype=torch.uint8), torch.empty(2, 0, 3, 128, 64)
-    form = StoredForm(codec, (records,), (tokens,), None, None, nothing, None, nothing, nothing, nothing)
+    held = HeldPages(nothing, nothing)
+    form = StoredForm(codec, (records,), (tokens,), None, None, held, None, nothing, nothing)
     form.step()
     form.load(slice(0, 2), range(0))
