@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvcal.formats import Format
 from kvcal.geometry import CACHE_DTYPES
+from kvcal.kernels import form_operands
 from kvcal.kernels.compile import cubin
 from kvcal.kernels.form_operands import HeldPages
 from kvcal.kernels.reconstruction import SHARED_BYTES, Reconstruction, parse_reconstruction, unserved
@@ -51,6 +52,13 @@ def test_some_pages_of_some_rows(name: str) -> None:
         untouched = part.clone()
         untouched[1:3, 1:3] = 7
         assert bool((untouched == 7).all())
+
+
+@pytest.mark.parametrize("name", ["lattice before RoPE, predicted, kept", "values, 3 x 64", "lattice, two head ranges"])
+def test_a_page_at_a_time_gives_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(name, "cpu")
+    monkeypatch.setattr(form_operands, "VALUES_AT_ONCE", 1)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(run(name, "cpu"), whole, strict=True))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_120"])
