@@ -13,6 +13,7 @@ from torch import Tensor
 from kvcal.formats import Format
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.encode_due import encode_due
+from kvcal.kernels.form_operands import HeldPages, PageCoding
 from kvcal.kernels.reconstruct import position_turns
 from kvcal.quantizers.pages import PAGE_TOKENS
 
@@ -58,7 +59,7 @@ def prepared(
     many tokens. ``tokens``: in place of the case's, on the CPU."""
     case, given = CASES[name], {key: x.to(device) for key, x in tensors_of(name).items()}
     form, page, nothing = case.form, page_of(name, len(lengths)), torch.empty(0, device=device)
-    held = torch.tensor(lengths, dtype=torch.int32, device=device)
+    held = HeldPages(torch.tensor(lengths, dtype=torch.int32, device=device), page_at(form.format).to(device))
     x = (page.tokens if tokens is None else tokens).to(device)
     parts = [part.clone() for part in x.split(case.head_ranges, dim=2)]
     shape = (len(lengths), PAGES, 1 if form.is_lattice else form.num_heads, form.layout.record_bytes)
@@ -69,11 +70,9 @@ def prepared(
     turns = nothing
     if form.num_pairs:
         turns = position_turns(given["rotary"], form.format.num_sink_tokens + PAGE_TOKENS * PAGES)
-    transforms = [given.get(key, nothing) for key in ("signs", "rescale", "offset", "rotary")]
-    operands = (
-        parts, records, prediction, held, page_at(form.format).to(device), grid, *transforms, turns, error, form.key,
-    )  # fmt: skip
-    return [held, records, error], functools.partial(encode_due, *operands)
+    coding = PageCoding(grid, *(given.get(key, nothing) for key in PageCoding._fields[1:-1]), turns)
+    operands = (parts, records, held, coding, prediction, error, form.key)
+    return [held.lengths, records, error], functools.partial(encode_due, *operands)
 
 
 def run(name: str, device: str, lengths: Sequence[int], tokens: Tensor | None = None) -> tuple[Tensor, int]:

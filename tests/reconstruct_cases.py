@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvcal.formats import RAW, Boost, Format, Tier, WindowRule
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
+from kvcal.kernels.form_operands import HeadPages, HeldPages, NumberedPages, PageCoding
 from kvcal.kernels.reconstruct import position_turns, reconstruct
 from kvcal.kernels.reconstruction import Reconstruction
 from kvcal.layer_plan import LayerPlan
@@ -179,9 +180,10 @@ def prepared(
         kept = torch.full((*shape, PAGE_TOKENS, form.num_heads, form.head_dim), 7.0, device=device)
     if form.num_pairs:
         turns = position_turns(given["rotary"], form.format.num_sink_tokens + PAGE_TOKENS * PAGES)
-    held = torch.empty(0, dtype=torch.int32, device=device) if lengths is None else lengths
-    transforms = [given.get(key, nothing) for key in ("grid", "signs", "rescale", "offset", "rotary")]
-    due, count = page_at(form.format).to(device), (rows.stop - rows.start) * len(pages)
+    lengths = torch.empty(0, dtype=torch.int32, device=device) if lengths is None else lengths
+    held = HeldPages(lengths, page_at(form.format).to(device))
+    coding = PageCoding(*(given.get(key, nothing) for key in PageCoding._fields[:-1]), turns)
+    every = NumberedPages.of(rows, pages)
     outputs, calls, first = [], [], 0
     for heads in case.head_ranges:
         tokens = torch.full((*shape, heads, PAGE_TOKENS, form.head_dim), 7.0, dtype=dtype, device=device)
@@ -189,12 +191,10 @@ def prepared(
         if not form.is_lattice:
             records = records[:, :, first : first + heads]
             records = records.clone() if case.merely else records  # of a store of their own
-        for start, stop in ((0, count // 2), (count // 2, count)):
-            prediction = given["prediction"][start:stop] if case.is_predicted else nothing
-            calls.append((
-                records, nothing if case.merely else tokens, kept, prediction, held, due, *transforms, turns, first,
-                rows.start, pages.start, len(pages), start, stop, form.key,
-            ))  # fmt: skip
+        of_heads = HeadPages(records, nothing if case.merely else tokens, first)
+        for part in (every._replace(stop=every.stop // 2), every._replace(start=every.stop // 2)):
+            prediction = given["prediction"][part.start : part.stop] if case.is_predicted else nothing
+            calls.append((of_heads, held, coding, part, prediction, kept, form.key))
         outputs.append(tokens)
         first += heads
 

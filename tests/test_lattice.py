@@ -188,6 +188,20 @@ def test_pages_of_a_batch_are_encoded_independently(num_bits, dim, width):
     assert layout.decode(empty, grid_of(layout), signs).shape == (2, 0, PAGE, width)
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+def test_heads_lie_side_by_side_in_a_row(heads):
+    layout, signs = LatticeLayout(2, 2, heads * 20, "float16"), random_signs(heads * 20, seed=4)
+    rows = torch.stack([random_page(heads * 20, seed) for seed in range(2)])
+    by_head = torch.stack([rows[..., 20 * head : 20 * (head + 1)] for head in range(heads)], dim=1)
+    records = layout.encode_heads(by_head, grid_of(layout), signs)
+    assert torch.equal(records, layout.encode(rows, grid_of(layout), signs)[:, None])
+    decoded = layout.decode_heads(records, heads, grid_of(layout), signs)
+    values = layout.decode(records[:, 0], grid_of(layout), signs)
+    assert decoded.shape == (2, heads, PAGE, 20)
+    for head in range(heads):
+        assert torch.equal(decoded[:, head], values[..., 20 * head : 20 * (head + 1)])
+
+
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-9, -1e-40])
 def test_groups_whose_scale_is_zero_decode_to_zero(value):
     """1e-9 is below half of float16's smallest number, and so is its group's scale."""

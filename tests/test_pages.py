@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvcal.errors import NonFiniteActivations
-from kvcal.quantizers.pages import NUM_BITS, PAGE_TOKENS, PageLayout
+from kvcal.quantizers.pages import NUM_BITS, PAGE_TOKENS, PageLayout, page_positions
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "pages.json").read_text())
 SIDE_AXES = [("k", "channel"), ("k", "token"), ("v", "token")]
@@ -30,6 +30,11 @@ def random_page(dim: int, seed: int = 0) -> torch.Tensor:
     page[:, 5] = -0.75
     page[7, :] = 0.5
     return page.to(torch.bfloat16)
+
+
+def test_tokens_of_a_page_lie_behind_sinks_and_earlier_pages():
+    found = page_positions(5, torch.tensor([0, 3]))
+    assert found.tolist() == [[[*range(5, 133)]], [[*range(389, 517)]]]
 
 
 @pytest.mark.parametrize(("side", "axis"), SIDE_AXES)

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from kvcal.formats import Format
 from kvcal.geometry import CACHE_DTYPES
+from kvcal.kernels import form_operands
 from kvcal.kernels.compile import cubin
+from kvcal.kernels.form_operands import HeldPages
 from kvcal.kernels.reconstruction import SHARED_BYTES, Reconstruction, parse_reconstruction, unserved
 from kvcal.runtime.stored_form import StoredForm
 
@@ -52,6 +54,13 @@ def test_some_pages_of_some_rows(name: str) -> None:
         assert bool((untouched == 7).all())
 
 
+@pytest.mark.parametrize("name", ["lattice before RoPE, predicted, kept", "values, 3 x 64", "lattice, two head ranges"])
+def test_a_page_at_a_time_gives_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(name, "cpu")
+    monkeypatch.setattr(form_operands, "VALUES_AT_ONCE", 1)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(run(name, "cpu"), whole, strict=True))
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_120"])
 @pytest.mark.parametrize("name", ["lattice d=4, 1 x 8", "lattice d=2, 3 x 80", "lattice, 33 x 256", *IN_PARTS])
 def test_unusual_sizes_compile(name: str, arch: str) -> None:
@@ -75,6 +84,7 @@ def test_a_form_without_pages_is_not_touched() -> None:
     """As many arguments of a StoredForm as a cache of too few tokens for a page has."""
     codec, nothing = codec_of("lattice before RoPE"), torch.empty(0)
     records, tokens = torch.empty(2, 0, 1, codec.record_bytes(2), dtype=torch.uint8), torch.empty(2, 0, 3, 128, 64)
-    form = StoredForm(codec, (records,), (tokens,), None, None, nothing, None, nothing, nothing, nothing)
+    held = HeldPages(nothing, nothing)
+    form = StoredForm(codec, (records,), (tokens,), None, None, held, None, nothing, nothing)
     form.step()
     form.load(slice(0, 2), range(0))

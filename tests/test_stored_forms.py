@@ -26,7 +26,7 @@ from kvcal import PlanCache, paged_attention
 from kvcal.errors import NonFiniteActivations, SlowPath
 from kvcal.formats import SIDES
 from kvcal.geometry import AttentionGeometry, Geometry
-from kvcal.kernels import reconstruct, variants
+from kvcal.kernels import form_operands, variants
 from kvcal.kernels.compile import cubin, resources
 from kvcal.kernels.decode import decode_defines
 from kvcal.kernels.refusals import refusals
@@ -35,7 +35,6 @@ from kvcal.models.geometry import geometry_of
 from kvcal.models.rotary import rotary_maps
 from kvcal.quantizers.finite import noted_in
 from kvcal.quantizers.pages import PageLayout
-from kvcal.runtime import stored_form
 from kvcal.runtime.queries import serving
 
 pytestmark = pytest.mark.filterwarnings("ignore::kvcal.errors.SlowPath")
@@ -97,8 +96,7 @@ def test_rows_of_a_padded_batch(name: str) -> None:
 
 
 def test_scratch_in_parts_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (stored_form, reconstruct):
-        monkeypatch.setattr(module, "VALUES_AT_ONCE", 3 * 2 * 128 * HEAD_DIM)  # three pages of both heads
+    monkeypatch.setattr(form_operands, "VALUES_AT_ONCE", 3 * 2 * 128 * HEAD_DIM)  # three pages of both heads
     plan, inputs = form_plan("int4, lattice"), [states(layer, 2, 700) for layer in LAYERS]
     assert compare(static_of(plan, 720, 2), dynamic_of(plan), (600, 640, *range(641, 660), 700), inputs) >= 36
 

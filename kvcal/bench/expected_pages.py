@@ -53,7 +53,7 @@ class ExpectedPages:
 
     @staticmethod
     def _ordinals(form: StoredForm) -> Tensor:
-        return torch.arange(form.max_pages, device=form.lengths.device)
+        return torch.arange(form.max_pages, device=form.held.lengths.device)
 
 
 def forms_of(layer: StaticLayer) -> list[StoredForm]:

@@ -5,12 +5,14 @@
 
     tokens      [B, pages, n, 128, D] in the cache's dtype, of every head range: together N heads
     records     [B, pages, r, record_bytes] uint8: on a lattice r = 1, else N
+    held        the last of ``lengths`` tokens may have made a page due
+    coding      what records are made with
     prediction  [B, 128, N, D] fp32: of the page that is due in each row, anything where none is
-    lengths     [B] int32: tokens of each row before the step, whose last one may have made a page due
     error       [1] int32: gets the bit NON_FINITE
 
-The other operands, ``form``, and the promise of equal bytes everywhere are those of kvcal.kernels.reconstruct. Channels
-with more bits than others are left out: their scores are the page codec's (kvcal.runtime.page_codec).
+``held`` and ``coding`` are groups of kvcal.kernels.form_operands; ``form``, and the promise of equal bytes everywhere,
+are those of kvcal.kernels.reconstruct. Channels with more bits than others are left out: their scores are the page
+codec's (kvcal.runtime.page_codec).
 
 On CUDA this is ``csrc/encode_due.cu``, which returns at once where nothing is due; on a CPU, and for what that does not
 take (``unencoded``), torch, which encodes one page of every row and keeps it where it is due: the host is not asked.
@@ -28,12 +30,14 @@ from torch import Tensor
 from kvcal.formats import Format
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.encoding import encoding_defines, encoding_shared_bytes, encoding_tile_tokens, unencoded
+from kvcal.kernels.form_operands import HELD_PAGES, PAGE_CODING, HeldPages, PageCoding
+from kvcal.kernels.operands import grouped
 from kvcal.kernels.reconstruction import THREADS, Reconstruction, parse_reconstruction
 from kvcal.kernels.reference import NON_FINITE
-from kvcal.quantizers.convert import Transform
 from kvcal.quantizers.finite import noted_in
 from kvcal.quantizers.lattice import LatticeLayout
-from kvcal.quantizers.pages import PAGE_TOKENS, PageLayout
+from kvcal.quantizers.pages import PAGE_TOKENS, page_positions
+from kvcal.quantizers.tiers import TieredLayout
 from kvcal.transforms.hadamard import norm
 from kvcal.transforms.rotation import unrotate
 
@@ -41,60 +45,57 @@ BLOCKS_PER_SM = 3  # of the kernel's grid: those that fit
 
 torch.library.define(
     "kvcal::encode_due",
-    "(Tensor[] tokens, Tensor(a!) records, Tensor prediction, Tensor lengths, Tensor page_at, Tensor grid, "
-    "Tensor signs, Tensor rescale, Tensor offset, Tensor rotary, Tensor turns, Tensor(b!) error, str form) -> ()",
+    f"(Tensor[] tokens, Tensor(a!) records, {HELD_PAGES}, {PAGE_CODING}, Tensor prediction, Tensor(b!) error, "
+    "str form) -> ()",
 )
 
 
 def encode_due(
     tokens: Sequence[Tensor],
     records: Tensor,
+    held: HeldPages,
+    coding: PageCoding,
     prediction: Tensor,
-    lengths: Tensor,
-    page_at: Tensor,
-    grid: Tensor,
-    signs: Tensor,
-    rescale: Tensor,
-    offset: Tensor,
-    rotary: Tensor,
-    turns: Tensor,
     error: Tensor,
     form: str,
 ) -> None:
     """See the module's docstring."""
-    torch.ops.kvcal.encode_due(
-        tokens, records, prediction, lengths, page_at, grid, signs, rescale, offset, rotary, turns, error, form
-    )
+    torch.ops.kvcal.encode_due(tokens, records, *held, *coding, prediction, error, form)
 
 
-def due_pages(fmt: Format, lengths: Tensor, page_at: Tensor, max_pages: int) -> tuple[Tensor, Tensor]:
-    """Of rows of ``lengths`` int32 [B], on the device: the page that the last token may have made due, int64 [B], one
-    of ``max_pages`` (1 or more), and whether it did, bool [B]."""
-    packed = _num_pages(fmt, (lengths - 1).clamp(min=0), page_at)
-    is_due = (_num_pages(fmt, lengths, page_at) > packed) & (packed < max_pages)
+def due_pages(fmt: Format, held: HeldPages, max_pages: int) -> tuple[Tensor, Tensor]:
+    """On the device: the page that a row's last token may have made due, int64 [B], one of ``max_pages`` (1 or more),
+    and whether it did, bool [B]."""
+    packed = _num_pages(fmt, held._replace(lengths=(held.lengths - 1).clamp(min=0)))
+    is_due = (_num_pages(fmt, held) > packed) & (packed < max_pages)
     return packed.clamp(max=max_pages - 1).long(), is_due
 
 
-def _num_pages(fmt: Format, lengths: Tensor, page_at: Tensor) -> Tensor:
-    """``Format.num_pages`` of int32 [B]."""
+def _num_pages(fmt: Format, held: HeldPages) -> Tensor:
+    """``Format.num_pages`` of every row, int32 [B]."""
     if fmt.window_rule is not None:
-        return torch.searchsorted(page_at, lengths, right=True)
-    return (lengths - fmt.num_sink_tokens - fmt.recent_window).clamp(min=0) // PAGE_TOKENS
+        return torch.searchsorted(held.page_at, held.lengths, right=True)
+    return (held.lengths - fmt.num_sink_tokens - fmt.recent_window).clamp(min=0) // PAGE_TOKENS
 
 
 @torch.library.impl("kvcal::encode_due", "CPU")
-def _encode_due_cpu(*args: Any) -> None:
-    given = [*args[:-1], parse_reconstruction(args[-1])]
-    _encode_in_torch(*given)
+def _encode_due_cpu(*flat: Any) -> None:
+    _encode_in_torch(*_groups(*flat))
 
 
 @torch.library.impl("kvcal::encode_due", "CUDA")
-def _encode_due_cuda(*args: Any) -> None:
-    given = [*args[:-1], parse_reconstruction(args[-1])]
-    if unencoded(given[-1], num_head_ranges=len(given[0])) is None:
+def _encode_due_cuda(tokens: Sequence[Tensor], *flat: Any) -> None:
+    given = _groups(tokens, *flat)
+    if unencoded(given[-1], num_head_ranges=len(tokens)) is None:
         _launch(*given)
     else:
         _encode_in_torch(*given)
+
+
+def _groups(tokens: Sequence[Tensor], records: Tensor, *flat: Any) -> tuple[Any, ...]:
+    """The arguments in their groups, with the form that the key names."""
+    *groups, key = grouped(flat, HeldPages, PageCoding)
+    return tokens, records, *groups, parse_reconstruction(key)
 
 
 @torch.library.register_fake("kvcal::encode_due")
@@ -105,37 +106,29 @@ def _encode_due_fake(*args: Any) -> None:
 def _encode_in_torch(
     tokens: Sequence[Tensor],
     records: Tensor,
+    held: HeldPages,
+    coding: PageCoding,
     prediction: Tensor,
-    lengths: Tensor,
-    page_at: Tensor,
-    grid: Tensor,
-    signs: Tensor,
-    rescale: Tensor,
-    offset: Tensor,
-    rotary: Tensor,
-    turns: Tensor,
     error: Tensor,
     form: Reconstruction,
 ) -> None:
     layout = form.layout
-    pages, is_due = due_pages(form.format, lengths, page_at, records.shape[1])
+    assert not isinstance(layout, TieredLayout)
+    pages, is_due = due_pages(form.format, held, records.shape[1])
     places = torch.arange(len(pages), device=pages.device), pages
     wanted = is_due[:, None, None, None]
     # What is not due may be anything, NaN included.
     x = torch.where(wanted, torch.cat([part[places] for part in tokens], dim=1), 0)
     if form.is_pre:
-        within = torch.arange(PAGE_TOKENS, device=pages.device)
-        x = unrotate(x, rotary, (form.format.num_sink_tokens + PAGE_TOKENS * pages)[:, None, None] + within)
+        x = unrotate(x, coding.rotary, page_positions(form.format.num_sink_tokens, pages))
     else:
-        by, less = (given.unsqueeze(-2) for given in (rescale, offset))
-        x = Transform(by if form.rescale else None, less if form.offset else None).apply(x)
+        x = coding.transform(form).apply(x)
     if prediction.numel():
         x = x.float() - torch.where(wanted, prediction.transpose(1, 2), 0)
     with noted_in(error, NON_FINITE):
         if isinstance(layout, LatticeLayout):
-            found = layout.encode(x.transpose(1, 2).flatten(-2), grid, signs).unsqueeze(1)
+            found = layout.encode_heads(x, coding.grid, coding.signs)
         else:
-            assert isinstance(layout, PageLayout)
             found = layout.encode(x)
     records[places] = torch.where(is_due[:, None, None], found, records[places])
 
@@ -152,19 +145,13 @@ def _compiled(form: str, device_index: int) -> tuple[Kernel, int, int, float]:
 def _launch(
     tokens: Sequence[Tensor],
     records: Tensor,
+    held: HeldPages,
+    coding: PageCoding,
     prediction: Tensor,
-    lengths: Tensor,
-    page_at: Tensor,
-    grid: Tensor,
-    signs: Tensor,
-    rescale: Tensor,
-    offset: Tensor,
-    rotary: Tensor,
-    turns: Tensor,
     error: Tensor,
     form: Reconstruction,
 ) -> None:
-    device_index, rows, first_head = records.get_device(), len(lengths), 0
+    device_index, rows, first_head = records.get_device(), len(held.lengths), 0
     compiled, shared_bytes, tiles, scale = _compiled(form.key, device_index)
     processors = torch.cuda.get_device_properties(device_index).multi_processor_count
     for part in tokens:
@@ -176,16 +163,16 @@ def _launch(
             part.data_ptr(),
             records.data_ptr(),
             prediction.data_ptr(),
-            lengths.data_ptr(),
-            page_at.data_ptr(),
-            page_at.numel(),
-            grid.data_ptr(),
-            signs.data_ptr(),
+            held.lengths.data_ptr(),
+            held.page_at.data_ptr(),
+            held.page_at.numel(),
+            coding.grid.data_ptr(),
+            coding.signs.data_ptr(),
             scale,
-            rescale.data_ptr(),
-            offset.data_ptr(),
-            rotary.data_ptr(),
-            turns.data_ptr(),
+            coding.rescale.data_ptr(),
+            coding.offset.data_ptr(),
+            coding.rotary.data_ptr(),
+            coding.turns.data_ptr(),
             first_head,
             part.shape[2],
             form.num_heads,

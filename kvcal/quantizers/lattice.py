@@ -132,6 +132,14 @@ class LatticeLayout:
         rotated = points.unflatten(-1, (self.num_groups, self.group_size)) * scale.float().unsqueeze(-1)
         return unrotate(rotated.flatten(-2), signs)
 
+    def encode_heads(self, x: Tensor, grid: Tensor, signs: Tensor) -> Tensor:
+        """As :meth:`encode`: x [M, n, 128, D], n D = ``width``, -> [M, 1, record_bytes], one record for all heads."""
+        return self.encode(x.transpose(1, 2).flatten(-2), grid, signs).unsqueeze(1)
+
+    def decode_heads(self, records: Tensor, num_heads: int, grid: Tensor, signs: Tensor) -> Tensor:
+        """Inverse of :meth:`encode_heads`: [M, 1, record_bytes] -> [M, n, 128, D] fp32."""
+        return self.decode(records.squeeze(1), grid, signs).unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
     def _scale(self, rotated: Tensor) -> Tensor:
         """rotated [..., num_groups, group_size] fp32 -> norm / sqrt(group_size) [..., num_groups] in ``param_dtype``.
 

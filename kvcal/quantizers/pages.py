@@ -37,6 +37,12 @@ def padded_channels(head_dim: int) -> int:
     return -(-head_dim // CHANNEL_TILE) * CHANNEL_TILE
 
 
+def page_positions(num_sink_tokens: int, ordinals: Tensor) -> Tensor:
+    """Where the tokens of pages number ``ordinals`` of their rows lie in these: int64 [M] -> [M, 1, 128]."""
+    within = torch.arange(PAGE_TOKENS, device=ordinals.device)
+    return (num_sink_tokens + PAGE_TOKENS * ordinals)[:, None, None] + within
+
+
 def plane_sizes(rows: int, columns: int, num_bits: int) -> tuple[int, ...]:
     """Bytes of each plane of ``rows`` x ``columns`` codes of ``num_bits``, low bits first."""
     return tuple(packing.plane_bytes(rows, columns, width) for width in packing.plane_widths(num_bits))

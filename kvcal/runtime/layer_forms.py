@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvcal.formats import SIDES, Format, Side
 from kvcal.geometry import CACHE_DTYPES
+from kvcal.kernels.form_operands import HeldPages
 from kvcal.kernels.reference import num_packed
 from kvcal.kernels.variants import stored_form
 from kvcal.layer_plan import LayerPlan
@@ -103,9 +104,8 @@ def _form(
         tuple(tokens),
         state.forms.kept(plan.geometry.index, side),
         _predicted(plan, side, state),
-        stores[0].page_at[side],
+        HeldPages(state.lengths, stores[0].page_at[side]),
         state.forms.turns(plan.geometry.index),
-        state.lengths,
         state.error,
         stores[0].nothing,
     )

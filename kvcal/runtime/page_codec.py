@@ -24,7 +24,7 @@ from kvcal.layer_plan import LayerPlan
 from kvcal.plan_tensors import lattice_name
 from kvcal.quantizers.convert import Transform, convert
 from kvcal.quantizers.lattice import LatticeLayout
-from kvcal.quantizers.pages import PAGE_TOKENS, RAW_BITS, PageLayout
+from kvcal.quantizers.pages import RAW_BITS, PageLayout, page_positions
 from kvcal.quantizers.scores import channel_scores
 from kvcal.quantizers.tiers import TieredLayout
 from kvcal.transforms.rotation import rotate, unrotate
@@ -128,12 +128,7 @@ class PageCodec:
     def _turned(self, x: Tensor, ordinals: Tensor, turn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """x [M, n, 128, D] turned to, or from, its positions."""
         assert self.rotary is not None
-        return turn(x, self.rotary, self._positions(ordinals))
-
-    def _positions(self, ordinals: Tensor) -> Tensor:
-        """[M, 1, 128] int64."""
-        within = torch.arange(PAGE_TOKENS, device=ordinals.device)
-        return (self.format.num_sink_tokens + PAGE_TOKENS * ordinals)[:, None, None] + within
+        return turn(x, self.rotary, page_positions(self.format.num_sink_tokens, ordinals))
 
     def _transform(self, x: Tensor, ordinals: Tensor, num_bits: int) -> Tensor:
         """All that comes before the prediction is subtracted; x unchanged without transforms."""
@@ -145,7 +140,7 @@ class PageCodec:
         layout = self._layout(num_bits)
         if isinstance(layout, LatticeLayout):
             assert self.grid is not None and self.signs is not None
-            return layout.encode(page.transpose(1, 2).flatten(-2), self.grid, self.signs).unsqueeze(1)
+            return layout.encode_heads(page, self.grid, self.signs)
         if isinstance(layout, TieredLayout):
             assert self.format.boost is not None
             if query_mean is not None and self.rescale is not None:
@@ -159,8 +154,7 @@ class PageCodec:
         layout = self._layout(num_bits)
         if isinstance(layout, LatticeLayout):
             assert self.grid is not None and self.signs is not None
-            values = layout.decode(records.squeeze(1), self.grid, self.signs)
-            return values.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+            return layout.decode_heads(records, self.num_heads, self.grid, self.signs)
         return layout.decode(records)
 
     def _layout(self, num_bits: int) -> Layout:

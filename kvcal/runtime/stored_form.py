@@ -25,17 +25,15 @@ from torch import Tensor
 
 from kvcal.formats import Format
 from kvcal.kernels.encode_due import due_pages, encode_due
+from kvcal.kernels.form_operands import HeadPages, HeldPages, NumberedPages, PageCoding
 from kvcal.kernels.predict import Predict, prepared
-from kvcal.kernels.reconstruct import VALUES_AT_ONCE, reconstruct
+from kvcal.kernels.reconstruct import reconstruct
 from kvcal.kernels.reconstruction import Reconstruction
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.quantizers.finite import noted_in
-from kvcal.quantizers.pages import PAGE_TOKENS, RAW_BITS
+from kvcal.quantizers.pages import RAW_BITS
 from kvcal.runtime.page_codec import PageCodec
 from kvcal.transforms.linear_predictor import LinearPredictor
-
-# Rows and ordinals of M pages, int64 [M] each, on the device: an index of the first two dimensions of [B, pages, ...].
-Places = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class StoredForm:
     ``records`` [B, pages, r, record_bytes] uint8, one tensor for each head range that packs its own (a side that is
     merely predicted from), else a single one. ``tokens`` [B, pages, n, 128, D] in the cache's dtype: what the kernels
     of each head range meet; none where they read the records. ``kept`` [B, pages, 128, N, D] fp32: for predictors.
-    ``page_at`` and ``turns`` as in kvcal.kernels; ``lengths`` and ``error`` are the cache's; ``nothing`` is empty.
+    ``turns`` as in kvcal.kernels; the ``lengths`` in ``held`` and ``error`` are the cache's; ``nothing`` is empty.
     """
 
     codec: PageCodec
@@ -61,9 +59,8 @@ class StoredForm:
     tokens: tuple[Tensor, ...]
     kept: Tensor | None
     predicted: Predicted | None
-    page_at: Tensor
+    held: HeldPages
     turns: Tensor | None
-    lengths: Tensor
     error: Tensor
     nothing: Tensor
 
@@ -83,24 +80,26 @@ class StoredForm:
         predict = self._predict()
         if self.tokens:
             self._encode_due(predict)
-        self._reconstruct(slice(0, len(self.lengths)), range(self.max_pages), self.lengths, predict)
+        rows = slice(0, len(self.held.lengths))
+        self._reconstruct(NumberedPages.of(rows, range(self.max_pages)), self.held, predict)
 
     def pack(self, rows: slice, pages: range) -> None:
         """Encode these pages of each of ``rows``, which are in ``tokens``."""
         predict = self._predict()
-        for start, stop in self._parts(rows, pages) if self.tokens else ():
-            self._encode(self._places(rows, pages, start, stop), None, predict)
+        for part in self._parts(NumberedPages.of(rows, pages)) if self.tokens else ():
+            self._encode(part.places(self.held.lengths.device), None, predict)
 
     def load(self, rows: slice, pages: range) -> None:
         """Reconstruct these pages of each of ``rows``."""
         if pages:
-            self._reconstruct(rows, pages, self.nothing, self._predict())
+            held = self.held._replace(lengths=self.nothing)  # all of them
+            self._reconstruct(NumberedPages.of(rows, pages), held, self._predict())
 
     def _encode_due(self, predict: Predict | None) -> None:
         """What is predicted is one page of every row, due or not."""
         is_tiered, prediction = self.format.boost is not None, self.nothing
         if is_tiered or self.predicted is not None:
-            pages, is_due = due_pages(self.format, self.lengths, self.page_at, self.max_pages)
+            pages, is_due = due_pages(self.format, self.held, self.max_pages)
             places = torch.arange(len(pages), device=pages.device), pages
             if is_tiered:
                 self._encode(places, is_due, predict)
@@ -108,14 +107,10 @@ class StoredForm:
             if self.predicted is not None:
                 prediction = self._prediction([kept[places] for kept in self.predicted.inputs], predict)
         (records,) = self.records
-        grid, signs, rescale, offset, rotary, turns = self._transforms
-        encode_due(
-            self.tokens, records, prediction, self.lengths, self.page_at, grid, signs, rescale, offset, rotary, turns,
-            self.error, self._form,
-        )  # fmt: skip
+        encode_due(self.tokens, records, self.held, self._coding, prediction, self.error, self._form)
 
-    def _encode(self, places: Places, is_due: Tensor | None, predict: Predict | None) -> None:
-        """``is_due`` bool [M]: the others keep what they have; None for all."""
+    def _encode(self, places: tuple[Tensor, Tensor], is_due: Tensor | None, predict: Predict | None) -> None:
+        """``places``: of M pages. ``is_due`` bool [M]: the others keep what they have; None for all."""
         x = torch.cat([part[places] for part in self.tokens], dim=1)
         prediction = None
         if self.predicted is not None:
@@ -129,21 +124,16 @@ class StoredForm:
         (records,) = self.records
         records[places] = found if is_due is None else torch.where(is_due[:, None, None], found, records[places])
 
-    def _reconstruct(self, rows: slice, pages: range, lengths: Tensor, predict: Predict | None) -> None:
-        """``lengths``: as for the operator."""
+    def _reconstruct(self, pages: NumberedPages, held: HeldPages, predict: Predict | None) -> None:
+        """``held``: as for the operator."""
         kept = self.nothing if self.kept is None else self.kept
-        grid, signs, rescale, offset, rotary, turns = self._transforms
-        every = [(0, (rows.stop - rows.start) * len(pages))]
-        for start, stop in every if self.predicted is None else self._parts(rows, pages):
+        for part in [pages] if self.predicted is None else self._parts(pages):
             prediction = self.nothing
             if self.predicted is not None:
-                inputs = [self._taken(source, rows, pages, start, stop) for source in self.predicted.inputs]
+                inputs = [self._taken(source, part) for source in self.predicted.inputs]
                 prediction = self._prediction(inputs, predict)
-            for records, tokens, first_head in self._head_ranges:
-                reconstruct(
-                    records, tokens, kept, prediction, lengths, self.page_at, grid, signs, rescale, offset,
-                    rotary, turns, first_head, rows.start, pages.start, len(pages), start, stop, self._form,
-                )  # fmt: skip
+            for heads in self._head_ranges:
+                reconstruct(heads, held, self._coding, part, prediction, kept, self._form)
 
     def _predict(self) -> Predict | None:
         """The predictor, prepared for a few calls; None without one."""
@@ -154,23 +144,16 @@ class StoredForm:
         assert predict is not None
         return predict([part.flatten(-2) for part in inputs]).unflatten(-1, (self.codec.num_heads, -1))
 
-    def _parts(self, rows: slice, pages: range) -> list[tuple[int, int]]:
-        """All of these pages, numbered row by row, as many at a time as the scratch allows."""
-        count = (rows.stop - rows.start) * len(pages)
-        step = max(1, VALUES_AT_ONCE // (self.codec.num_heads * PAGE_TOKENS * self.codec.head_dim))
-        return [(start, min(start + step, count)) for start in range(0, count, step)]
+    def _parts(self, pages: NumberedPages) -> list[NumberedPages]:
+        """As many at a time as the scratch allows."""
+        return pages.parts(self.codec.num_heads * self.codec.head_dim)
 
-    def _places(self, rows: slice, pages: range, start: int, stop: int) -> Places:
-        """Pages number ``start`` to ``stop`` - 1 of these. Nothing is copied from the host."""
-        number = torch.arange(start, stop, device=self.lengths.device)
-        return rows.start + number // len(pages), pages.start + number % len(pages)
-
-    def _taken(self, kept: Tensor, rows: slice, pages: range, start: int, stop: int) -> Tensor:
+    def _taken(self, kept: Tensor, pages: NumberedPages) -> Tensor:
         """[M, 128, .., ..]: these pages of a source; no copy where they are all of their rows'."""
-        if len(pages) < self.max_pages:
-            return kept[self._places(rows, pages, start, stop)]
-        first = rows.start * self.max_pages
-        return kept.flatten(0, 1)[first + start : first + stop]
+        if pages.num_pages < self.max_pages:
+            return kept[pages.places(kept.device)]
+        first = pages.first_row * self.max_pages
+        return kept.flatten(0, 1)[first + pages.start : first + pages.stop]
 
     @functools.cached_property
     def _form(self) -> str:
@@ -190,8 +173,8 @@ class StoredForm:
         ).key
 
     @functools.cached_property
-    def _head_ranges(self) -> list[tuple[Tensor, Tensor, int]]:
-        """Records, tokens and the first head, within the run, of every head range."""
+    def _head_ranges(self) -> list[HeadPages]:
+        """What the operator is given of each."""
         found, first = [], 0
         for number in range(max(len(self.records), len(self.tokens))):
             records = self.records[number if len(self.records) > 1 else 0]
@@ -199,14 +182,13 @@ class StoredForm:
             num_heads = tokens.shape[2] if self.tokens else records.shape[2]
             if self.tokens and self.format.lattice_dim is None:
                 records = records[:, :, first : first + num_heads]
-            found.append((records, tokens, first))
+            found.append(HeadPages(records, tokens, first))
             first += num_heads
         return found
 
     @functools.cached_property
-    def _transforms(self) -> list[Tensor]:
-        """Grid, signs, rescale, offset, rotary and turns; what there is not, empty."""
+    def _coding(self) -> PageCoding:
         codec = self.codec
-        flat = [None if x is None else x.squeeze(-2) for x in (codec.rescale, codec.offset)]
-        given = [codec.grid, codec.signs, *flat, codec.rotary, self.turns]
-        return [self.nothing if x is None else x for x in given]
+        rescale, offset = (None if x is None else x.squeeze(-2) for x in (codec.rescale, codec.offset))
+        given = (codec.grid, codec.signs, rescale, offset, codec.rotary, self.turns)
+        return PageCoding(*(self.nothing if x is None else x for x in given))
