@@ -48,7 +48,7 @@ def layers_of(case: str) -> list[LayerPlan]:
     layer = LayerPlan(geometry, formats[:1], formats[1:])
     if case != "a prediction":
         return [layer]
-    told = Predictor("linear", 0)
+    told = Predictor("low_rank", 0, rank=12)
     return [
         layer,
         replace(layer, geometry=replace(geometry, index=1), k_predictor=told, v_predictor=told, k_pages="pre"),

@@ -12,7 +12,7 @@ from bench_cases import DECODE, MACHINE, times
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedModel, StaticCache
 
 from kvcal.bench import baselines, e2e
-from kvcal.bench.decode_step import Static16, StepCache, StepTimes
+from kvcal.bench.decode_step import Static16, StepCache, StepTimes, num_steps
 from kvcal.bench.e2e import (
     FORM_RESERVE,
     OUT_OF_MEMORY,
@@ -23,6 +23,7 @@ from kvcal.bench.e2e import (
     cache_bytes,
     largest_batch,
     measure,
+    memory_limits,
     ran_out,
     require_memory,
 )
@@ -149,6 +150,19 @@ def test_memory_that_the_device_or_the_weights_do_not_leave_is_refused() -> None
         require_memory(report(memory=(24 * GB, 90 * GB)))
     with pytest.raises(UsageError, match="--memory 16 GB: the weights of llama-3.1-8b take 16 GB"):
         require_memory(report(memory=(16 * GB,)))
+
+
+def test_memory_is_a_quantity_or_all_of_the_device() -> None:
+    assert memory_limits(("12GB", "all"), 90 * GB) == [12 * GB, 90 * GB]
+    assert memory_limits((), 141 * GB) == [24 * GB, 80 * GB, 141 * GB]
+    assert memory_limits((), 24 * GB) == [24 * GB]
+    with pytest.raises(UsageError, match="'most'"):
+        memory_limits(("most",), 90 * GB)
+
+
+def test_a_plan_is_timed_over_a_page_of_steps_and_a_slow_16_bit_cache_over_fewer() -> None:
+    assert num_steps(False, 1.0) == num_steps(False, 1e4) == num_steps(True, 1.0) == 128
+    assert num_steps(True, 100.0) == 50 and num_steps(True, 1e4) == 16
 
 
 def test_an_error_of_a_capture_that_ran_out_of_memory_is_known_as_such() -> None:

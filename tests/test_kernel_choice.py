@@ -12,7 +12,7 @@ from cache_cases import plan_of, tiny_llama
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcal import PlanCache
-from kvcal.errors import SlowPath
+from kvcal.errors import SlowPath, UsageError
 from kvcal.formats import RAW, SIDES, Boost, Format, Tier
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.kernels import decode
@@ -180,3 +180,9 @@ def test_the_workspace_covers_both_kernels(fake_gpu: FakeTensorMode) -> None:
         heads = decode.pass_heads(group)
         folded = 4 * (6 * -(-group // heads) + 132) * heads * (dim + 2) if dim in (64, 128) else 0
         assert held == counters + max(plain, folded)
+
+
+def test_pages_in_regions_are_served_by_one_launch() -> None:
+    decode.require_rows(512)
+    with pytest.raises(UsageError, match="513 sequences in a batch of a plan whose pages shrink, expected at most 512"):
+        decode.require_rows(513)

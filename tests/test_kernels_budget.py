@@ -17,41 +17,55 @@ from kvcal.kernels.variants import Variant
 from kvcal.runtime.staged_store import with_bits
 
 KITTY = Boost("magnitude", (Tier(4, 0.125),))
-# name: (K, V, instructions at most, bytes of local memory at most)
+# name: (K, V, instructions of decode at most, bytes of local memory of decode at most, instructions of append at most)
 VARIANTS = {
-    "2 bits": (Format(2, "channel"), Format(2), 3800, 0),
-    "3 bits": (Format(3, "channel"), Format(3), 4800, 0),
-    "4 bits": (Format(4, "channel"), Format(4), 4400, 0),
-    "Kitty": (Format(2, "channel", boost=KITTY), Format(2), 4200, 0),
-    "16 bits": (RAW, RAW, 2950, 32),
+    "2 bits": (Format(2, "channel"), Format(2), 3800, 0, 1800),
+    "3 bits": (Format(3, "channel"), Format(3), 4800, 0, 2000),
+    "4 bits": (Format(4, "channel"), Format(4), 4400, 0, 1900),
+    "Kitty": (Format(2, "channel", boost=KITTY), Format(2), 4200, 0, 3200),
+    "16 bits": (RAW, RAW, 2950, 32, 440),
 }
+# Head size and query heads of a group: instructions at most, of 2 bits and of Kitty.
+SHAPES = {(64, 4): (3100, 3400), (64, 8): (3850, 4150), (128, 1): (3800, 4200), (128, 8): (4900, 5300)}
 # Warps of a block, by compute capability: each has a page in work, and two records in shared memory.
 WARPS = {(8, 0): 12, (8, 9): 4, (9, 0): 12, (12, 0): 4}
 
 
-def variant(k: Format, v: Format) -> Variant:
-    return Variant(k, v, 128, "bfloat16", 4, False, False, 0)
+def variant(k: Format, v: Format, head_dim: int = 128, group_heads: int = 4) -> Variant:
+    return Variant(k, v, head_dim, "bfloat16", group_heads, False, False, 0)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_decode_stays_in_its_budget(name: str) -> None:
-    k, v, instructions, local_bytes = VARIANTS[name]
-    defines = decode_defines(variant(k, v), "bfloat16", False, (9, 0))
-    found = resources(cubin("decode", defines, "sm_90"))["decode"]
+def assert_decode(of: Variant, capability: tuple[int, int], instructions: int, local_bytes: int) -> None:
+    defines = decode_defines(of, "bfloat16", False, capability)
+    found = resources(cubin("decode", defines, f"sm_{capability[0]}{capability[1]}"))["decode"]
     assert found.registers * defines["WARPS"] * 32 <= 65536
     assert found.local_bytes <= local_bytes
     assert found.instructions <= instructions
 
 
 @pytest.mark.parametrize("capability", WARPS)
-def test_decode_compiles_for_every_architecture(capability: tuple[int, int]) -> None:
+@pytest.mark.parametrize("name", VARIANTS)
+def test_decode_and_append_stay_in_their_budgets(name: str, capability: tuple[int, int]) -> None:
+    k, v, instructions, local_bytes, of_append = VARIANTS[name]
+    assert_decode(variant(k, v), capability, instructions, local_bytes)
+    arch = f"sm_{capability[0]}{capability[1]}"
+    found = resources(cubin("pack", variant(k, v).defines, arch))["append"]
+    assert found.local_bytes == 0 and found.registers <= 96 and found.instructions <= of_append
+
+
+@pytest.mark.parametrize("capability", WARPS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decode_stays_in_its_budget_for_other_heads(shape: tuple[int, int], capability: tuple[int, int]) -> None:
+    for name, instructions in zip(("2 bits", "Kitty"), SHAPES[shape], strict=True):
+        assert_decode(variant(*VARIANTS[name][:2], *shape), capability, instructions, 16)
+
+
+@pytest.mark.parametrize("capability", WARPS)
+def test_a_block_is_as_large_as_its_shared_memory_lets_it(capability: tuple[int, int]) -> None:
     two_bits = variant(*VARIANTS["2 bits"][:2])
     warps, shared_bytes = block_shape(two_bits, capability)
     assert warps == WARPS[capability]
-    defines = decode_defines(two_bits, "bfloat16", False, capability)
-    assert defines["SHARED_BYTES"] == shared_bytes
-    found = resources(cubin("decode", defines, f"sm_{capability[0]}{capability[1]}"))["decode"]
-    assert found.local_bytes <= 256
+    assert decode_defines(two_bits, "bfloat16", False, capability)["SHARED_BYTES"] == shared_bytes
 
 
 @pytest.mark.parametrize("bits", [(16, 16), (8, 8), (4, 2)])

@@ -191,8 +191,8 @@ class Case:
         return torch.stack(rows)
 
     def tolerance(self, scale: float) -> float:
-        """1e-3 of the output, as long as scores spread by 1 at most. Operands have 11 bits, so an error of a score is a
-        part of their spread, and errs the output by as much."""
+        """1e-3 of the output, as long as scores spread by 1 at most. Operands have 16 bits in fixed point, so
+        that an error of a score is a part of their spread, and errs the output by as much."""
         spreads = []
         for row, length in enumerate(self.lengths.tolist()):
             k = self.seen["k"][row, :, : length + 1].repeat_interleave(self.variant.group_heads, 0)
@@ -275,12 +275,27 @@ def test_repeats_bit_for_bit_and_leaves_counters_at_zero() -> None:
     assert all(torch.equal(first, case.run(0.06)) for _ in range(20))
 
 
-def test_too_many_rows_are_refused() -> None:
-    from kvcal.errors import UsageError
+@pytest.mark.parametrize("name", ("2 bits", "sinks and windows", "16 bits"))
+@pytest.mark.parametrize("batch", (513, 1100))
+def test_rows_beyond_one_launch(batch: int, name: str) -> None:
+    lengths = tuple(row * 37 % 300 for row in range(batch))
+    case = Case(variant_of(*CASES[name]), lengths, heads=1, seed=10)
+    workspace = case.workspace()
+    first = case.run(0.06, workspace=workspace)
+    assert relative_error(first, case.expected(0.06)) <= case.tolerance(0.06)
+    assert all(torch.equal(case.run(0.06, workspace=workspace), first) for _ in range(3))
 
-    case = Case(variant_of(*CASES["2 bits"]), (0,) * 513, heads=1, seed=10)
-    with pytest.raises(UsageError, match="513 sequences"):
-        case.run(0.06)
+
+@pytest.mark.parametrize("name", ("2 bits", "4 bits", "Kitty", "sinks and windows", "16 bits"))
+def test_the_sum_that_is_divided_by(name: str) -> None:
+    """A sink logit as large as the log-sum-exp of a head's scores takes half of the weight."""
+    case, scale = Case(variant_of(*CASES[name]), (1000,), heads=2, seed=14), 0.1
+    keys = case.seen["k"][0].repeat_interleave(case.variant.group_heads, 0)
+    log_sum = ((keys @ case.q[0].double().unsqueeze(-1)).squeeze(-1) * scale).logsumexp(-1)
+    for shift in (0.0, -3.0, 3.0):
+        found = case.run(scale, s_aux=(log_sum + shift).float())
+        expected = case.expected(scale) / (1 + math.exp(shift))
+        assert relative_error(found, expected) <= case.tolerance(scale)
 
 
 def test_lengths_beyond_the_room_read_nothing_outside() -> None:

@@ -67,7 +67,7 @@ def test_the_kernels_stay_in_their_budget(arch: str) -> None:
     assert found.local_bytes == 0 and found.registers <= 48 and found.instructions <= 460
 
 
-@pytest.mark.parametrize("inputs, outputs", [(5, 3), (18, 7), (4 * 256 + 16, 1000)])
+@pytest.mark.parametrize("inputs, outputs", [(5, 3), (18, 7), (7, 12), (4 * 256 + 16, 1000)])
 def test_unusual_sizes_compile(inputs: int, outputs: int) -> None:
     padded = -(-inputs // 16) * 16
     assert cubin("digits", digits_defines(inputs, 3, padded + 16))
@@ -76,12 +76,13 @@ def test_unusual_sizes_compile(inputs: int, outputs: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 63, 127, 128, 129, 1000, ROWS_AT_ONCE + 128])
-@pytest.mark.parametrize("kind", ["linear", "low_rank", "int4"])
+@pytest.mark.parametrize("kind", ["linear", "rank 5", "rank 12", "int4"])
 def test_a_gpu_gives_the_bits_of_the_reference(kind: str, num_rows: int) -> None:
     fit = fitted(24, 16)
     predictor = {
         "linear": lambda: to_linear(fit, "bfloat16"),
-        "low_rank": lambda: to_low_rank(fit, 5, "float16"),
+        "rank 5": lambda: to_low_rank(fit, 5, "float16"),
+        "rank 12": lambda: to_low_rank(fit, 12, "bfloat16"),
         "int4": lambda: to_int4(fit, 10, "float32"),
     }[kind]()
     x = torch.randn(num_rows, 24, generator=torch.Generator().manual_seed(num_rows)) * torch.logspace(-3, 3, 24)
@@ -92,7 +93,7 @@ def test_a_gpu_gives_the_bits_of_the_reference(kind: str, num_rows: int) -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("first, second", [(8, 8), (5, 0), (6, 12), (64, 128), (1024, 1024), (1000, 24), (640, 4096)])
-@pytest.mark.parametrize("outputs", [3, 64, 1000])
+@pytest.mark.parametrize("outputs", [3, 4, 12, 64, 1000])
 @pytest.mark.parametrize("cache_dtype", ["bfloat16", "float32"])
 def test_all_widths_and_two_parts(first: int, second: int, outputs: int, cache_dtype: str) -> None:
     predictor = random_predictor(first + second, outputs, cache_dtype)

@@ -5,7 +5,8 @@ SDPA backend without a mask (what a good 16-bit server does), and a plan's. They
 length in question instead of by a prompt: the time of a step does not depend on them, a prompt of 32K tokens for each
 of a hundred sequences takes minutes.
 
-Over 128 steps every sequence fills one page, so that packing is in the figures.
+Over 128 steps every sequence fills one page, so that packing is in the figures. Steps of a 16-bit cache are all alike;
+where 128 of them would take long, fewer do.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kvcal.bench.timing import Times, event_ms, spread
 from kvcal.quantizers.pages import PAGE_TOKENS
 
 WARM_UP_STEPS = 3
+ENOUGH_MS, FEWEST_STEPS = 5000.0, 16  # of steps that are all alike
 # Room beyond the context: for the steps that are timed, and those that warm up.
 ROOM = 2 * PAGE_TOKENS
 MASKLESS = "kvcal_bench_sdpa"
@@ -32,6 +34,10 @@ MASKLESS = "kvcal_bench_sdpa"
 
 class StepCache(Protocol):
     """A cache that a step can be timed with."""
+
+    @property
+    def has_equal_steps(self) -> bool:
+        """Whether a few steps cost, one by one, what many do."""
 
     def cache(self) -> Cache:
         """As ``past_key_values``, still empty."""
@@ -60,6 +66,10 @@ class Static16:
     max_tokens: int
     sdpa: Attention | None = None
     name: str = "sdpa of transformers, with its mask"
+
+    @property
+    def has_equal_steps(self) -> bool:
+        return True
 
     def cache(self) -> Cache:
         return StaticCache(config=self.model.config, max_cache_len=self.max_tokens)
@@ -125,7 +135,7 @@ class StepTimes:
 
 
 def time_steps(model: PreTrainedModel, kind: StepCache, batch: int, context: int) -> StepTimes:
-    """128 decode steps of ``batch`` sequences, from ``context`` tokens on.
+    """128 decode steps of ``batch`` sequences, from ``context`` tokens on; fewer of a slow cache with equal steps.
 
     Raises torch.OutOfMemoryError where memory does not suffice.
     """
@@ -157,14 +167,18 @@ def time_steps(model: PreTrainedModel, kind: StepCache, batch: int, context: int
         with torch.cuda.graph(graph):
             step()
         try:
-            for _ in range(WARM_UP_STEPS):
-                graph.replay()
+            slowest = max(event_ms([graph.replay] * WARM_UP_STEPS))
             kind.rewind(cache, context)
             positions.fill_(context)
             torch.cuda.synchronize()
-            milliseconds = event_ms([graph.replay] * PAGE_TOKENS)
+            milliseconds = event_ms([graph.replay] * num_steps(kind.has_equal_steps, slowest))
         finally:
             graph.reset()
     times = spread([1000 * duration for duration in milliseconds], 1)
     peak = torch.cuda.max_memory_reserved(device)
     return StepTimes(times, sum(milliseconds), peak, kind.nbytes(cache), kind.kernel(cache))
+
+
+def num_steps(are_equal: bool, slowest_ms: float) -> int:
+    """How many steps to time: a page of them, or where all are alike, as many of these as ENOUGH_MS holds."""
+    return max(FEWEST_STEPS, min(PAGE_TOKENS, int(ENOUGH_MS / slowest_ms))) if are_equal else PAGE_TOKENS

@@ -33,7 +33,7 @@ from kvcal.bench.timing import QUICK_REPLAYS, num_caches
 from kvcal.errors import KvcalError, SlowPath, UsageError
 from kvcal.plan import Plan
 from kvcal.progress import Reporter
-from kvcal.quantities import format_bytes
+from kvcal.quantities import format_bytes, parse_bytes
 from kvcal.runtime.cache import PlanCache
 from kvcal.runtime.form_workspace import FormWorkspace
 from kvcal.runtime.paged_attention import paged_attention
@@ -45,6 +45,8 @@ RESERVE, RESERVE_PER_SEQUENCE = 512 << 20, 4 << 20
 # For what a step that reconstructs pages computes with on the way (kvcal.runtime.stored_form).
 FORM_RESERVE = 1 << 30
 TRIES, SMALLER = 4, 0.9
+WHOLE_DEVICE = "all"  # as a limit
+USUAL_MEMORY = (24 * 10**9, 80 * 10**9)
 OUT_OF_MEMORY = "out of memory"
 
 
@@ -69,6 +71,10 @@ class StaticPlan:
     plan: Plan
     model: PreTrainedModel
     max_tokens: int
+
+    @property
+    def has_equal_steps(self) -> bool:
+        return False  # one in 128 packs
 
     def cache(self) -> Cache:
         return PlanCache(self.plan, self.model.config, max_tokens=self.max_tokens)
@@ -225,6 +231,17 @@ def cache_bytes(shape: str, model: PreTrainedModel, pair: Pair, context: int) ->
     scratch = [FormWorkspace(plan, count, tokens, anywhere).nbytes for count in (1, 2)]
     one, two = (plan.nbytes((tokens,) * count) + scratch[count - 1] for count in (1, 2))
     return 2 * one - two + (FORM_RESERVE if scratch[0] else 0), two - one
+
+
+def memory_limits(texts: Sequence[str], memory_bytes: int) -> list[int]:
+    """Bytes of ``--memory``, on a device with ``memory_bytes``; without any, the usual ones that it has, and all of it.
+
+    Raises:
+        UsageError: a text that is neither a quantity nor "all".
+    """
+    if not texts:
+        return [*(limit for limit in USUAL_MEMORY if limit < memory_bytes), memory_bytes]
+    return [memory_bytes if text.strip() == WHOLE_DEVICE else parse_bytes(text) for text in texts]
 
 
 def require_memory(report: StepReport) -> None:

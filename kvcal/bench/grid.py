@@ -13,7 +13,6 @@ from kvcal.bench.shape import RAW_PAIR, Heads, Pair, Point
 from kvcal.errors import UsageError
 from kvcal.formats import Boost, Format, Tier
 from kvcal.kernels.choice import FOLDED_HEAD_DIMS
-from kvcal.kernels.decode_plain import MAX_ROWS
 from kvcal.kernels.refusals import CHANNELS_AT_ONCE, MAX_HEAD_DIM
 from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.recipe import load_recipe
@@ -131,16 +130,10 @@ def chosen_points(batches: Sequence[int], contexts: Sequence[int], default: Sequ
     CONTEXTS.
 
     Raises:
-        UsageError: a context shorter than a page, or more sequences than a kernel takes.
+        UsageError: a context shorter than a page.
     """
     if not batches and not contexts:
         return tuple(default)
-    large = [batch for batch in batches if batch > MAX_ROWS]
-    if large:
-        raise UsageError(
-            f"--batch {large[0]}: expected at most {MAX_ROWS} sequences, all that a launch takes",
-            hint="time a smaller batch: larger ones are split",
-        )
     short = [context for context in contexts if context < PAGE_TOKENS]
     if short:
         raise UsageError(f"--context {short[0]}: expected at least {PAGE_TOKENS} tokens, one page")

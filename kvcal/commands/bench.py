@@ -162,7 +162,7 @@ def e2e(
     formats: Formats = None,
     recipe: Recipes = None,
     memory: Annotated[
-        list[str] | None, typer.Option(help="Device memory to fill, such as 24GB; may be repeated.")
+        list[str] | None, typer.Option(help="Device memory to fill, such as 24GB, or all; may be repeated.")
     ] = None,
     context: Contexts = None,
     out: Out = OUT,
@@ -172,26 +172,26 @@ def e2e(
     """Time whole decode steps of a model as CUDA graphs, with the batch grown until the memory is full.
 
     16-bit StaticCache with SDPA, as transformers calls it and with the fastest backend, against plans; at the same
-    batch and with the same memory (24GB and 80GB if nothing else is asked for). Caches hold random contents at the
-    context's length instead of a prompt's. Every row names its kernel, as in `bench kernels`.
+    batch and with the same memory (24GB, 80GB and all if nothing else is asked for, as far as the device has it).
+    Caches hold random contents at the context's length instead of a prompt's. Every row names its kernel, as in
+    `bench kernels`.
 
     Example: `kvcal bench e2e --shape llama-3.1-8b --random-weights --memory 24GB --context 8192 --context 32768`
 
     Example: `kvcal bench e2e --shape qwen3-4b --random-weights --recipe aqua-kv --memory 12GB --context 8192`
     """
     from kvcal import console
-    from kvcal.bench.device import require_gpu
-    from kvcal.bench.e2e import FILE, StepJob, bench_e2e
+    from kvcal.bench.device import machine, require_gpu
+    from kvcal.bench.e2e import FILE, StepJob, bench_e2e, memory_limits
     from kvcal.bench.e2e_record import step_json
     from kvcal.bench.grid import CONTEXTS, STEP_PAIRS, chosen_pairs, chosen_points
     from kvcal.bench.tables import batch_table, memory_table
     from kvcal.folder import Folder
-    from kvcal.quantities import parse_bytes
 
     pairs = chosen_pairs(formats or (), recipe or (), STEP_PAIRS)
     contexts = [point.context for point in chosen_points((1,), context or CONTEXTS, ())]
-    limits = [parse_bytes(text) for text in memory or ("24GB", "80GB")]
-    require_gpu("e2e")
+    memory_limits(memory or (), 0)  # a text that means nothing is told before a device is looked for
+    limits = memory_limits(memory or (), machine(require_gpu("e2e")).memory_bytes)
     folder = Folder.create(out).path
     with console.TerminalReporter(quiet).running() as reporter:
         reporter.say(f"bench: {shape}")

@@ -113,6 +113,11 @@ def _kernel(source: str, entry: str, defines: tuple[tuple[str, int], ...], devic
             "the CUDA kernels need a GPU, and torch sees none",
             hint="attention on this machine runs through torch: make the cache without max_tokens",
         )
+    if torch.version.hip is not None:
+        raise KernelError(
+            f"the CUDA kernels need an NVIDIA GPU, and torch was built for ROCm {torch.version.hip}",
+            hint="attention on this GPU runs through torch: make the cache without max_tokens",
+        )
     major, minor = torch.cuda.get_device_capability(device_index)
     if 10 * major + minor < OLDEST:
         raise KernelError(

@@ -166,12 +166,14 @@ def launch_decode(
     memory of all pages, theirs lie (kvcal.kernels.stages); unless they have the variant's bits, nothing is written to
     ``out``, a contiguous tensor.
 
+    Rows beyond ``MAX_ROWS`` take launches of their own, in which a block has to know fewer lengths.
+
     Raises:
-        UsageError: more rows than the kernel deals with, or a workspace that is too small.
+        UsageError: a workspace that is too small; more rows than that whose pages lie in regions.
     """
     batch, num_heads = k.buffer.shape[:2]
-    if batch > MAX_ROWS:
-        raise UsageError(f"{batch} sequences in a batch, expected at most {MAX_ROWS}", hint="split the batch")
+    if regions:
+        require_rows(batch)
     launch = _launch(variant, q.dtype, softcap != 0.0, bool(regions), q.get_device())
     counters = _counter_bytes(batch * num_heads, variant.group_heads)
     needed = counters + (batch * num_heads * launch.passes + launch.grid) * launch.part_floats * 4
@@ -181,19 +183,32 @@ def launch_decode(
         q = q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     sinks_logits = s_aux.float() if s_aux.numel() else s_aux
-    launch.kernel.launch(
-        (launch.grid, 1, 1),
-        launch.threads,
-        launch.shared_bytes,
-        q.data_ptr(), q.stride(0), q.stride(1),
-        *map(Tensor.data_ptr, (*k, *v)),
-        counts.lengths.data_ptr(), batch, num_heads, k.pages.shape[1], v.pages.shape[1],
-        _pointer(counts.k_page_at), counts.k_page_at.numel(), _pointer(counts.v_page_at), counts.v_page_at.numel(),
-        *map(_pointer, (*transform, sinks_logits)),
-        workspace.data_ptr() + counters, workspace.data_ptr(), out.data_ptr(), float(scale), float(softcap),
-        *regions, follows=launch.follows,
-    )  # fmt: skip
+    every = (q, out, counts.lengths, *k, *v)
+    for first in range(0, batch, MAX_ROWS):
+        of_rows = every if batch <= MAX_ROWS else [part[first : first + MAX_ROWS] for part in every]
+        q_rows, out_rows, lengths, *stored = map(Tensor.data_ptr, of_rows)
+        launch.kernel.launch(
+            (launch.grid, 1, 1),
+            launch.threads,
+            launch.shared_bytes,
+            q_rows, q.stride(0), q.stride(1),
+            *stored,
+            lengths, min(batch - first, MAX_ROWS), num_heads, k.pages.shape[1], v.pages.shape[1],
+            _pointer(counts.k_page_at), counts.k_page_at.numel(), _pointer(counts.v_page_at), counts.v_page_at.numel(),
+            *map(_pointer, (*transform, sinks_logits)),
+            workspace.data_ptr() + counters, workspace.data_ptr(), out_rows, float(scale), float(softcap),
+            *regions, follows=launch.follows,
+        )  # fmt: skip
     return out
+
+
+def require_rows(batch: int) -> None:
+    """UsageError for more rows than one launch takes, where their pages lie in regions."""
+    if batch > MAX_ROWS:
+        raise UsageError(
+            f"{batch} sequences in a batch of a plan whose pages shrink, expected at most {MAX_ROWS}",
+            hint="split the batch",
+        )
 
 
 def _pointer(tensor: Tensor) -> int:

@@ -22,6 +22,7 @@ from kvcal.errors import KernelError
 from kvcal.kernels.resources import resources
 
 _FREE_SHARED_BYTES = 48 * 1024  # static and dynamic together; a kernel must ask for what lies above
+_CONFIGS = 64  # launch configurations that are kept
 _LEGACY_STREAM = 1  # CU_STREAM_LEGACY: torch's default stream, whose handle is 0
 
 
@@ -80,6 +81,8 @@ class Kernel:
             return
         config = self._configs.get((grid, threads, shared_bytes, follows))
         if config is None:
+            if len(self._configs) == _CONFIGS:  # grids that follow prompts' lengths come and go
+                self._configs.clear()
             self._allow(shared_bytes)
             can_overlap = follows and torch.cuda.get_device_capability(self.device_index) >= (9, 0)
             config = self._config(

@@ -97,7 +97,7 @@ def _applied(factor: _Factor, bias: Tensor | None, parts: Sequence[Tensor], out:
     device_index = out.get_device()
     compiled = _sums_kernel(outputs, sums[0].shape[1], device_index)
     blocks = BLOCKS_PER_SM * torch.cuda.get_device_properties(device_index).multi_processor_count
-    needed = -(-num_rows * sums[0].shape[1] // (4 * THREADS))
+    needed = -(-num_rows * -(-outputs // 4) // THREADS)
     compiled.launch(
         (min(needed, blocks), 1, 1),
         THREADS,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvcal.formats import SIDES, Format, Side
+from kvcal.kernels.decode import require_rows
 from kvcal.kernels.shrink import Shrinking, shrink, shrinkings
 from kvcal.kernels.slide import new_tickets, slide
 from kvcal.kernels.stages import BITS, RECORD, Region, Stages, layout_table, region_pages, stage_starts
@@ -61,7 +62,13 @@ class PagePool:
     of a side of the head range that begins with a head of a layer, (layer, head, side)."""
 
     def __init__(self, control: Control) -> None:
-        """On the device of ``control``, whose batch is known."""
+        """On the device of ``control``, whose batch is known.
+
+        Raises:
+            UsageError: on CUDA, more rows than a launch takes.
+        """
+        if control.lengths.is_cuda:
+            require_rows(control.batch)
         self._control = control
         self.stores: list[Packing] = []
         self.number: dict[tuple[int, int, Side], int] = {}

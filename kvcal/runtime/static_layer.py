@@ -94,11 +94,18 @@ class StaticLayer(CacheLayerMixin):
 
         Raises:
             UsageError: the model is not called within ``kvcal.paged_attention``; no room for these tokens.
+            UnsupportedModel: the layer is on another device than the cache.
             ArtifactError: the model's heads or head sizes are not the plan's.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.state.require_served()
+        if key_states.device != self.state.lengths.device:
+            raise UnsupportedModel(
+                f"layer {self.plan.geometry.index} is on {key_states.device}, the static cache on "
+                f"{self.state.lengths.device}; allowed: a model on one device",
+                hint=DYNAMIC_HINT,
+            )
         geometry = self.plan.attention
         expected = (self.state.batch, geometry.num_kv_heads, geometry.k_head_dim, geometry.v_head_dim)
         if (*key_states.shape[:2], key_states.shape[-1], value_states.shape[-1]) != expected:

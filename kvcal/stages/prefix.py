@@ -48,7 +48,7 @@ from kvcal.stages.verify import require_same_model
 from kvcal.strict import STRICT, dump
 
 KIND = "prefix"
-SCHEMA = 1
+SCHEMA = 2  # also of what pages stand for: residuals are of predictions in integers of 14 bits
 
 
 @record(frozen=True, config=STRICT)

@@ -13,33 +13,34 @@ enum { THREADS = 256 };
 extern "C" __global__ void __launch_bounds__(THREADS) digit_sums(
     const int4* high, const int4* cross, const int4* low, const double* row_units, const double* output_units,
     const double* bias, float* out, long long rows) {
-    constexpr int QUADS = PADDED_OUTPUTS / 4;
+    constexpr int QUADS = kv_ceil_div(OUTPUTS, 4);
     const long long step = (long long)gridDim.x * THREADS;
     for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; i < rows * QUADS; i += step) {
-        const long long row = i / QUADS;
-        const int output = (int)(i % QUADS) * 4;
-        const int4 a = high[i], b = cross[i], c = low[i];
+        const long long row = i / QUADS, quad = i % QUADS, at = row * (PADDED_OUTPUTS / 4) + quad;
+        const int4 a = high[at], b = cross[at], c = low[at];
         const int highs[4] = {a.x, a.y, a.z, a.w}, crosses[4] = {b.x, b.y, b.z, b.w}, lows[4] = {c.x, c.y, c.z, c.w};
         const double row_unit = row_units[row];
         float y[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            if (output + k < OUTPUTS) {
+            const int output = 4 * (int)quad + k;
+            if (output < OUTPUTS) {
                 const long long sum = 65536ll * highs[k] + 256ll * crosses[k] + lows[k];
-                double x = __dmul_rn(__dmul_rn(__ll2double_rn(sum), output_units[output + k]), row_unit);
+                double x = __dmul_rn(__dmul_rn(__ll2double_rn(sum), output_units[output]), row_unit);
                 if (bias != nullptr) {
-                    x = __dadd_rn(x, bias[output + k]);
+                    x = __dadd_rn(x, bias[output]);
                 }
                 y[k] = __double2float_rn(x);
             }
         }
+        float* to = out + row * OUTPUTS + 4 * quad;
         if constexpr (OUTPUTS % 4 == 0) {
-            *(float4*)(out + row * OUTPUTS + output) = make_float4(y[0], y[1], y[2], y[3]);
+            *(float4*)to = make_float4(y[0], y[1], y[2], y[3]);
         } else {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                if (output + k < OUTPUTS) {
-                    out[row * OUTPUTS + output + k] = y[k];
+                if (4 * quad + k < OUTPUTS) {
+                    to[k] = y[k];
                 }
             }
         }
