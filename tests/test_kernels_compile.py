@@ -196,6 +196,14 @@ def test_an_old_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.hint is not None and "through torch" in caught.value.hint
 
 
+def test_rocm_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(KernelError, match=r"need an NVIDIA GPU, and torch was built for ROCm 6\.4") as caught:
+        kernel("decode", "decode", {}, 4)
+    assert caught.value.hint is not None and "through torch" in caught.value.hint
+
+
 def test_without_cuda_core_kvcal_imports_and_a_kernel_says_what_to_install() -> None:
     code = """
 import sys

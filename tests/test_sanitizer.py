@@ -24,9 +24,9 @@ ALONE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
 @pytest.mark.gpu
-@pytest.mark.xdist_group("sanitizer")  # one at a time: of many at once, some were killed
 @pytest.mark.skipif(SANITIZER is None, reason="no compute-sanitizer on PATH or in /usr/local/cuda/bin")
-@pytest.mark.parametrize("tool", TOOLS)
+# Of each tool one at a time: of many at once, some were killed.
+@pytest.mark.parametrize("tool", [pytest.param(tool, marks=pytest.mark.xdist_group(tool)) for tool in TOOLS])
 @pytest.mark.parametrize("case", CASES)
 def test_the_sanitizer_finds_nothing(case: str, tool: str) -> None:
     assert SANITIZER is not None

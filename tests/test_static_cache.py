@@ -18,6 +18,7 @@ from kvcal.kernels.reference import NO_ROOM
 from kvcal.kernels.refusals import refusals
 from kvcal.kernels.variants import head_ranges, parse_key, variant_of
 from kvcal.layer_plan import LayerPlan
+from kvcal.runtime.static_state import Serving
 
 ALL = [*FORMATS, "per head", "transformed"]
 
@@ -257,6 +258,15 @@ def test_plans_that_need_a_dynamic_cache() -> None:
             static_cache(plan, 100)
         assert "without max_tokens" in str(error.value.hint)
         PlanCache(plan, tiny_llama(2, 1).config)
+
+
+def test_a_layer_on_another_device_is_told_so() -> None:
+    cache = PlanCache(llama_plan(Format(2, "channel", 32), V, 2), tiny_llama(2).config, max_tokens=256)
+    cache.allocate(1, "cpu")
+    cache.static.serving = Serving()
+    elsewhere = torch.empty(1, 2, 1, HEAD_DIM, device="meta")
+    with pytest.raises(UnsupportedModel, match="layer 0 is on meta, .* cache on cpu"):
+        cache.update(elsewhere, elsewhere, 0)
 
 
 def test_what_the_kernels_refuse() -> None:

@@ -6,12 +6,12 @@ every step the pages of one layer are reconstructed into pages of 16 bits, in a 
 (kvcal.kernels.reconstruct), in fp32, rounded once to the cache's dtype. What is predicted from is reconstructed for its
 readers as well, before RoPE and in fp32.
 
-A step knows no lengths on the host. The kernel reads them, and reconstructs the pages that rows hold. Predictions are
-matrix products in torch, for all pages that there is room for, ``VALUES_AT_ONCE`` at a time: their cost is that of full
-rows, whatever they hold, which the cache says by ``SlowPath``. The page that ``append`` has just moved out of a row's
-buffer is encoded by a kernel (kvcal.kernels.encode_due), which returns at once where none was due; pages whose channels
-have different bits in torch, one of every row, or zeros. What would be cheaper than to predict in every step: to
-reconstruct once (AQUA-KV's codec mode), at 16 bits.
+A step knows no lengths on the host. The kernel reads them, and reconstructs the pages that rows hold. Predictions
+(kvcal.kernels.predict) are made of all pages that there is room for, ``VALUES_AT_ONCE`` at a time: their cost is that
+of full rows, whatever they hold, which the cache says by ``SlowPath``. The page that ``append`` has just moved out of a
+row's buffer is encoded by a kernel (kvcal.kernels.encode_due), which returns at once where none was due; pages whose
+channels have different bits in torch, one of every row, or zeros. What would be cheaper than to predict in every step:
+to reconstruct once (AQUA-KV's codec mode), at 16 bits.
 """
 
 from __future__ import annotations

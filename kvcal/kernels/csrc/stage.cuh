@@ -10,7 +10,7 @@ struct Region {
     long long heads;
     long long record;     // bytes of a page of a head
     long long squeezed;   // its first byte while the stage begins: records of this stage, room of the stage before
-    long long transform;  // element of ``transforms`` where the regions's λ [heads, D] begins; its offset follows
+    long long transform;  // element of ``transforms`` where the region's λ [heads, D] begins; its offset follows
 };
 
 // Whether it is time for the next stage.

@@ -4,7 +4,7 @@
 #include "follow.cuh"
 
 enum { THREADS = 32 };
-enum { NO_ROOM = 2 };  // a bit of `error`, as in page.cuh
+enum { NO_ROOM = 2 };  // a bit of `error`, as in common.cuh
 
 // Grid (n heads, B rows, 2 sides), 32 threads. Sizes and strides in words.
 //   k_new, v_new          [B, n, words], by strides
