@@ -46,6 +46,8 @@ REFUSALS = (
 )  # fmt: skip
 FLASHINFER_WORKSPACE = 256 << 20
 FLASHINFER_PAGES = (("HND", 128), ("NHD", 16))
+# 0.6.18 compiles for others without a word, and then accesses memory that is not its own.
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
 class Kv:
@@ -143,6 +145,9 @@ def _flashinfer_calls(kv: Kv, layout: str, page_size: int) -> list[Call]:
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
     point, heads, device = kv.point, kv.heads, kv.q.device
+    if heads.head_dim not in FLASHINFER_HEAD_DIMS:
+        allowed = ", ".join(map(str, FLASHINFER_HEAD_DIMS))
+        raise ValueError(f"head size {heads.head_dim}; FlashInfer serves {allowed}")
     if point.context % page_size:
         raise ValueError(f"context {point.context} is no multiple of the page size {page_size}")
     pages = point.context // page_size
