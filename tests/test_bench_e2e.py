@@ -156,8 +156,9 @@ def test_memory_is_a_quantity_or_all_of_the_device() -> None:
     assert memory_limits(("12GB", "all"), 90 * GB) == [12 * GB, 90 * GB]
     assert memory_limits((), 141 * GB) == [24 * GB, 80 * GB, 141 * GB]
     assert memory_limits((), 24 * GB) == [24 * GB]
-    with pytest.raises(UsageError, match="'most'"):
+    with pytest.raises(UsageError, match="--memory: cannot read 'most'") as caught:
         memory_limits(("most",), 90 * GB)
+    assert caught.value.hint is not None and caught.value.hint.endswith("; all: the device's")
 
 
 def test_a_plan_is_timed_over_a_page_of_steps_and_a_slow_16_bit_cache_over_fewer() -> None:

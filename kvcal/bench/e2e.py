@@ -241,7 +241,10 @@ def memory_limits(texts: Sequence[str], memory_bytes: int) -> list[int]:
     """
     if not texts:
         return [*(limit for limit in USUAL_MEMORY if limit < memory_bytes), memory_bytes]
-    return [memory_bytes if text.strip() == WHOLE_DEVICE else parse_bytes(text) for text in texts]
+    try:
+        return [memory_bytes if text.strip() == WHOLE_DEVICE else parse_bytes(text) for text in texts]
+    except UsageError as refused:
+        raise UsageError(f"--memory: {refused.message}", hint=f"{refused.hint}; {WHOLE_DEVICE}: the device's") from None
 
 
 def require_memory(report: StepReport) -> None:
