@@ -221,7 +221,7 @@ def compile_folder(
         plan = compile_plan(found.allocation, found.layers, found.plan_tensors)
     else:
         plan = compile_plan(allocation, *transformed(folder, allocation.layers, reparam, predictors))
-    if path.exists() and path.read_bytes() == plan_bytes(plan):
+    if path.is_file() and path.read_bytes() == plan_bytes(plan):
         reporter.say(f"compile: {path.name} is current, skipped")
         return plan
     save_plan(plan, path)

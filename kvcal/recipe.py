@@ -20,7 +20,7 @@ from kvcal.plan import RAW, Format, LayerPlan, Side
 from kvcal.quantizers.pages import AXES
 from kvcal.specs import ImportanceSpec, PredictorSpec, ProgressiveSpec, ReparamSpec, SearchSpec, TuneSpec
 from kvcal.strict import STRICT, dump, parse
-from kvcal.tasks import TASKS
+from kvcal.tasks import TASKS, require_lengths
 
 Objective = Literal["sensitivity", "kl", "combined"]
 
@@ -144,6 +144,10 @@ class EvaluateSpec:
         unknown = sorted(set(self.tasks) - set(TASKS))
         if unknown:
             raise ValueError(f"tasks {unknown} unknown, expected some of {sorted(TASKS)}")
+        try:
+            require_lengths(self.max_steps, self.max_size, self.max_hops, self.max_digits)
+        except UsageError as refused:
+            raise ValueError(f"{refused.message}: {refused.hint}") from None
 
 
 @dataclass(frozen=True, config=STRICT)

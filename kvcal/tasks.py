@@ -169,6 +169,19 @@ def mixture(rng: random.Random) -> Problem:
     return TASKS[name](rng)
 
 
+def require_lengths(max_steps: int, max_size: int, max_hops: int, max_digits: int) -> None:
+    """UsageError for a length of ``problems`` that no task has."""
+    limits = (
+        ("max_steps", max_steps, MIN_STEPS, 1000),
+        ("max_size", max_size, MIN_SIZE, 5000),  # there are 10,000 words
+        ("max_hops", max_hops, MIN_HOPS, 1000),
+        ("max_digits", max_digits, MIN_DIGITS, 100),
+    )
+    for name, value, smallest, largest in limits:
+        if not smallest <= value <= largest:
+            raise UsageError(f"{name} = {value} is out of range", hint=f"choose {smallest} to {largest}")
+
+
 def problems(
     task: str,
     count: int,
@@ -184,15 +197,7 @@ def problems(
     list are the shorter list. Never the problems that calibration data (kvcal.data) draws for any seed."""
     if task not in TASKS:
         raise UsageError(f"task = {task!r} is unknown", hint=f"choose one of: {', '.join(TASKS)}")
-    limits = (
-        ("max_steps", max_steps, MIN_STEPS, 1000),
-        ("max_size", max_size, MIN_SIZE, 5000),  # there are 10,000 words
-        ("max_hops", max_hops, MIN_HOPS, 1000),
-        ("max_digits", max_digits, MIN_DIGITS, 100),
-    )
-    for name, value, smallest, largest in limits:
-        if not smallest <= value <= largest:
-            raise UsageError(f"{name} = {value} is out of range", hint=f"choose {smallest} to {largest}")
+    require_lengths(max_steps, max_size, max_hops, max_digits)
     if count < 1:
         raise UsageError(f"number of problems = {count}", hint="ask for at least 1")
     rng = random.Random(f"evaluation:{task}:{seed}")  # a string seed: hashed by sha512, equal in every process

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,9 @@ def no_temporary_files(folder: Path) -> bool:
         (["allocate", "{run}", "--bits", "3", "--granularity", "neuron"], 2, "neuron"),
         (["allocate", "{run}", "--bits", "3", "--granularity", "head", "--objective", "kl"], 2, "per layer"),
         (["allocate", "{run}", "--same-bytes-as", "default"], 2, "no fixed formats"),
+        (["allocate", "{run}", "--bits", "1e308"], 2, "bits = 1e+308; allowed: up to 4096"),
+        (["allocate", "{run}", "--bits", "4.2", "--context", "256"], 3, "raise the bits, or --context"),
+        (["compile", "{run}", "-o", "{tmp}"], 5, "{tmp}"),
         (["profile", "{model}", "--out", "{tmp}", "--recipe", "{recipe}", "--seq-len", "5000"], 2, "context"),
         (["profile", "{model}", "--out", "{tmp}", "--recipe", "{recipe}", "--data", "{tmp}/none.txt"], 2, "none.txt"),
         (["profile", "{model}", "--out", "{recipe}/folder", "--recipe", "{recipe}"], 2, "cannot make this folder"),
@@ -89,7 +94,7 @@ def test_refusals(
 ) -> None:
     places = {"tmp": tmp_path, "model": files[0], "recipe": files[1], "run": run_folder}
     done = run_kvcal(capsys, *(argument.format(**places) for argument in arguments))
-    assert (done.code, says in done.err) == (code, True), done.err
+    assert (done.code, says.format(**places) in done.err) == (code, True), done.err
     assert "Traceback" not in done.err and done.out == ""
     assert no_temporary_files(tmp_path)
 
@@ -103,6 +108,7 @@ def test_refusals(
         ('same_bytes_as = "kivi-2"', "", "exactly one of"),
         ("[data]", "[data", "not TOML"),
         ('tasks = ["chain"]', 'tasks = ["chess"]', "chess"),
+        ("max_size = 20", "max_size = 12", "max_size = 12 is out of range: choose 20 to 5000"),
     ],
 )
 def test_bad_recipes(
@@ -114,6 +120,25 @@ def test_bad_recipes(
     done = run_kvcal(capsys, "run", recipe, "--model", files[0], "--out", tmp_path / "out")
     assert done.code == 2 and says in done.err and str(recipe) in done.err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["generate", "pack-prefix"])
+def test_a_prompt_that_is_no_text(
+    command: str,
+    files: Files,
+    run_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As a terminal's stdin is read, and as a lenient one is."""
+    for errors in ("strict", "surrogateescape"):
+        stdin = io.TextIOWrapper(io.BytesIO(b"\xff\xfe\x00bad"), encoding="utf-8", errors=errors)
+        monkeypatch.setattr(sys, "stdin", stdin)
+        output = ("-o", tmp_path / "p.kv") if command == "pack-prefix" else ()
+        given = ("--model", files[0], "--plan", run_folder / "plan.safetensors", "--prompt", "-", *output)
+        done = run_kvcal(capsys, command, *given)
+        assert done.code == 2 and "stdin is not UTF-8" in done.err, done.err
 
 
 def test_unsupported_model(

@@ -15,16 +15,17 @@ from tiny_models import built, measured
 
 from kvcal import artifact
 from kvcal.data import TokenDataset
-from kvcal.errors import ArtifactError, NonFiniteActivations, UsageError
+from kvcal.errors import ArtifactError, NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import ModelIdentity
 from kvcal.models import geometry_of, weight_bytes
 from kvcal.models.load import LoadedModel
 from kvcal.observers.gradients import GradientObserver
 from kvcal.plan import SIDES
 from kvcal.progress import Silent
-from kvcal.recipe import CacheSpec, ProfileSpec
+from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.stages import checkpoint as checkpoint_module
 from kvcal.stages import divergence, profile
+from kvcal.stages.allocate import allocate
 from kvcal.stages.divergence import divergences, one_side_plan, unquantized_plan
 
 SPEC = ProfileSpec(
@@ -268,6 +269,9 @@ def test_bounded_and_state_layers_are_left_out(name: str, tmp_path: Path) -> Non
     full = [layer.index for layer in geometry.layers if getattr(layer, "window", 1) is None]
     assert [layer.index for layer in found.subject.layers] == full
     assert len(found.means) == 1 + 6 * len(full)
+    if not full:
+        with pytest.raises(UnsupportedModel, match="nothing to allocate: every layer of the model is a sliding window"):
+            allocate(found, AllocateSpec(bits=3.0), CacheSpec(), {})
     for index, side in product(full, SIDES):
         assert float(found.sensitivity(index, side).min()) > 0 and float(found.kl(index, side)) > 0
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvcal.commands.options import Device, Dtype, Json, ModelOption, load
+from kvcal.commands.options import Device, Dtype, Json, ModelOption, load, prompt_text
 
 
 def generate(
@@ -47,7 +46,7 @@ def generate(
     loaded_plan = load_plan(plan)
     loaded = load(model, dtype, device)
     require_same_model(loaded_plan, loaded)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = prompt_text(prompt)
     if prefix is None:
         result = complete(loaded, loaded_plan, text, max_new_tokens, temperature, seed, chat)
     else:

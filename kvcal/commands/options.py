@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from kvcal.errors import UsageError
 
 if TYPE_CHECKING:
     from kvcal.models.load import LoadedModel
@@ -29,3 +32,15 @@ def load(source: str, dtype: str, device: str) -> LoadedModel:
 
     logging.disable_progress_bar()
     return load_model(source, dtype=dtype, device=device)
+
+
+def prompt_text(prompt: str) -> str:
+    """The prompt that a command was given; - reads stdin. UsageError for bytes that are not UTF-8."""
+    if prompt != "-":
+        return prompt
+    try:
+        text = sys.stdin.read()
+        text.encode("utf-8")  # a lenient stdin hands bytes that it cannot decode on, as surrogates
+    except UnicodeError as refused:
+        raise UsageError(f"--prompt -: stdin is not UTF-8: {refused}") from None
+    return text

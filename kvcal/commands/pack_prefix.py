@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvcal.commands.options import Device, Dtype, Json, ModelOption, Quiet, load
+from kvcal.commands.options import Device, Dtype, Json, ModelOption, Quiet, load, prompt_text
 from kvcal.errors import UsageError
 
 
@@ -57,7 +56,7 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
         raise UsageError("expected exactly one of --prompt and --prompt-file")
     if prompt_file is None:
         assert prompt is not None
-        return sys.stdin.read() if prompt == "-" else prompt
+        return prompt_text(prompt)
     try:
         return prompt_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as refused:

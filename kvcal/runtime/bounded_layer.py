@@ -44,16 +44,22 @@ class BoundedLayer(DynamicSlidingWindowLayer):
         if self.keys is None:
             return
         tokens_to_remove = int(tokens_to_remove)  # older transformers hand over a tensor
-        spare = max(0, self.keys.shape[2] - self.sliding_window + 1)
-        if self.cumulative_length >= self.sliding_window and -tokens_to_remove > spare:
-            raise UsageError(
-                f"cannot remove {-tokens_to_remove} tokens: the window of {self.sliding_window} tokens is full, "
-                f"with {spare} tokens beyond it",
-                hint="call activate_past_recording() before the update, or reset() and start again",
-            )
+        self.require_removable(-tokens_to_remove)
         if self.record_past or tokens_to_remove:
             super().crop(tokens_to_remove)
             self._own()
+
+    def require_removable(self, tokens: int) -> None:
+        """UsageError where so many of the last tokens cannot be removed: see ``crop``."""
+        if self.keys is None:
+            return
+        spare = max(0, self.keys.shape[2] - self.sliding_window + 1)
+        if self.cumulative_length >= self.sliding_window and tokens > spare:
+            raise UsageError(
+                f"cannot remove {tokens} tokens: the window of {self.sliding_window} tokens is full, with {spare} "
+                "tokens beyond it",
+                hint="call activate_past_recording() before the update, or reset() and start again",
+            )
 
     def _own(self) -> None:
         """Copy what is kept out of the larger tensors that the parent's slices keep alive."""

@@ -26,9 +26,11 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
+from kvcal.errors import ArtifactError, KvcalError, NonFiniteActivations, UnsupportedModel, UsageError
+from kvcal.geometry import AttentionGeometry
 from kvcal.kernels.choice import slow_path
 from kvcal.plan import Plan
+from kvcal.runtime.bounded_layer import BoundedLayer
 from kvcal.runtime.cache_layers import cache_layers, held_tensors
 from kvcal.runtime.paged_layer import NO_PAGE, PagedLayer
 from kvcal.runtime.plan_state import PlanState
@@ -69,6 +71,9 @@ class PlanCache(Cache):
             raise UsageError(f"max_tokens = {max_tokens}, expected 1 or more")
         self.static = None
         self._mark: StaticMark | None = None
+        indices = [layer.geometry.index for layer in plan.layers if isinstance(layer.geometry, AttentionGeometry)]
+        self._first_index, self._last_index = min(indices, default=-1), max(indices, default=-1)
+        self._is_unfinished = False  # some layers hold the tokens of a forward pass that did not reach the last one
         if max_tokens is not None:
             self.static = StaticState(self.state, max_tokens, in_prompt=attention_mask is not None)
         model_type = config.get_text_config(decoder=True).model_type
@@ -102,6 +107,36 @@ class PlanCache(Cache):
             slow = {layer.plan.geometry.index: layer.form_reasons for layer in self.static_layers if layer.form_reasons}
         if slow:
             warnings.warn(slow_path(slow), stacklevel=2)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As the layers'.
+
+        Raises:
+            UsageError: an error ended the last forward pass, behind which the layers hold different tokens.
+        """
+        if torch.compiler.is_compiling():
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if layer_idx == self._first_index:
+            self._require_finished()
+        try:
+            found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        except KvcalError as refused:  # before anything is stored, unless a page could not be packed
+            self._is_unfinished |= isinstance(refused, NonFiniteActivations)
+            raise
+        except BaseException:
+            self._is_unfinished = True
+            raise
+        self._is_unfinished = layer_idx != self._last_index
+        return found
+
+    def _require_finished(self) -> None:
+        if self._is_unfinished:
+            raise UsageError(
+                "an error ended the last forward pass, and the layers of the cache hold different tokens",
+                hint="reset() the cache and feed the prompt again, or build a new one",
+            )
 
     @property
     def padding(self) -> Padding:
@@ -222,17 +257,28 @@ class PlanCache(Cache):
             self._select([row for row in range(rows.batch) for _ in range(repeats)])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As the layers'. The last layer first: a predicted layer needs its source's pages to cut its own.
+        """Remove the last -n columns (n negative or 0), or keep the first n. A refusal changes nothing.
 
         Raises:
-            UsageError: tokens that are packed in a static cache.
+            UsageError: tokens that are packed in a static cache, or that would come back into a full sliding window; an
+                error ended the last forward pass.
+            UnsupportedModel: a layer keeps a state of linear attention.
         """
+        self._require_finished()
         if self.static is not None:
             crop_static(self.static_layers, self.static, int(tokens_to_remove))
             return
-        layers: list[Any] = self.layers  # of which a linear attention's has a crop of its own, or refuses
-        for layer in reversed(layers):
-            layer.crop(tokens_to_remove)
+        tokens = int(tokens_to_remove)
+        removed = min(0, tokens - int(self.get_seq_length()) if tokens > 0 else tokens)
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, BoundedLayer):
+                layer.require_removable(-removed)
+            elif isinstance(layer, LinearAttentionCacheLayerMixin) and removed:
+                raise UnsupportedModel(f"layer {index} keeps a state of linear attention: no token can be taken back")
+        # The last layer first: a predicted layer needs its source's pages to cut its own.
+        for layer in reversed(self.layers):
+            if isinstance(layer, PagedLayer | BoundedLayer):
+                layer.crop(removed)
 
     def reset(self, attention_mask: Tensor | None = None) -> None:
         """Forget all sequences; the next update may bring another batch (without padding, with the same mask, or with
@@ -241,6 +287,7 @@ class PlanCache(Cache):
         if attention_mask is not None:
             self.state.padding = Padding(attention_mask)
         self.padding.reset()
+        self._is_unfinished = False
         if self._mark is not None:
             self._mark.forget()
         if self.static is None:

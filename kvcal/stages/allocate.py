@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcal.errors import UsageError
+from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.plan import RAW, SIDES, Format, LayerPlan, Side, Workload, bare_layers
 from kvcal.recipe import AllocateSpec, CacheSpec
 from kvcal.stages.allocation_record import (
@@ -55,8 +55,14 @@ def allocate(
     Raises:
         InfeasibleBudget: nothing fits; the message says the smallest budget of the same kind that would.
         UsageError: an unreadable budget, or an objective that was not profiled.
+        UnsupportedModel: no layer of the model has pages.
     """
     problem = _Problem(profile, spec, cache)
+    if not problem.units:
+        raise UnsupportedModel(
+            "there is nothing to allocate: every layer of the model is a sliding window, kept at 16 bits, or a state",
+            hint="a recipe with [formats], such as kivi-2, compiles a plan without choices",
+        )
     layers = problem.layers_of([0] * len(problem.units))
     fixed, _ = layer_bytes(layers, profile.geometry.cache_dtype, problem.workload)
     sizes = ModelSizes(profile.geometry, profile.weight_bytes, profile.vocab_size)

@@ -12,6 +12,8 @@ from kvcal.quantities import format_bytes, parse_bytes
 from kvcal.recipe import AllocateSpec, Recipe, fixed_layers, load_recipe
 from kvcal.stages.allocation_record import layer_bytes, num_values
 
+MAX_BITS = 4096  # per cached value: a single token in a buffer of 128 at 16 bits has 2,048
+
 
 @dataclass(frozen=True)
 class ModelSizes:
@@ -61,6 +63,8 @@ def resolve_budget(sizes: ModelSizes, spec: AllocateSpec, layers: tuple[LayerPla
     if spec.kv_budget is not None:
         return Budget(parse_bytes(spec.kv_budget))
     if spec.bits is not None:
+        if not spec.bits <= MAX_BITS:
+            raise UsageError(f"bits = {spec.bits}; allowed: up to {MAX_BITS}", hint="16 bits compress nothing")
         return Budget(int(spec.bits * num_values(layers, workload) / 8) + fixed)
     assert spec.same_bytes_as is not None
     other: Recipe = load_recipe(spec.same_bytes_as)
@@ -83,5 +87,7 @@ def infeasible(spec: AllocateSpec, budget: Budget, smallest: int, bits: float) -
         f"smallest feasible one is {format_bytes(smallest)} = {smallest} bytes{device}, {rounded_up:.3f} bits per "
         "cached value",
         smallest,
-        hint="raise the budget, lower --batch or --context, or profile fewer bits or larger groups",
+        hint="raise the bits, or --context, over which sinks, windows and half pages spread, or profile fewer bits"
+        if spec.bits is not None
+        else "raise the budget, lower --batch or --context, or profile fewer bits or larger groups",
     )
