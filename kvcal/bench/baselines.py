@@ -46,7 +46,7 @@ REFUSALS = (
 )  # fmt: skip
 FLASHINFER_WORKSPACE = 256 << 20
 FLASHINFER_PAGES = (("HND", 128), ("NHD", 16))
-# 0.6.18 compiles for others without a word, and then accesses memory that is not its own.
+# With 96, 0.6.18 compiled without a word, and an illegal memory access followed.
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
