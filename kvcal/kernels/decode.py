@@ -52,7 +52,8 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
     records = [0 if variant.num_bits(side) == RAW_BITS else variant.layout(side).record_bytes for side in SIDES]
     heads = pass_heads(variant.group_heads)
     tiles = heads // TILE_HEADS
-    shared = (24 * tiles + 32) * dim + 10 * heads * 4 + 2 * MAX_ROWS * 4 + 64 + 128
+    parts = 2 if variant.rescale and variant.k.axis == "token" else 1  # of the query (QUERY_PARTS)
+    shared = ((16 + 8 * parts) * tiles + 32) * dim + 11 * heads * 4 + 2 * MAX_ROWS * 4 + 64 + 128
     slots = max(sum(-(-record // 128) * 128 for record in records) if is_packed else 0, heads * dim * 4)
     each = slots + tiles * SWAP_BYTES + 2 * heads * 4 + 256 * has_tiers
     room = shared_room(capability)

@@ -3,8 +3,7 @@
 //
 // A lane of a quad holds a quarter of a row's columns, in words of 16. Column 4 j + e of a word lies, at 2 bits, in byte j:
 // one mask leaves the codes e of all four bytes, each times a power of two, and shifts make it the same power, 2^LIFT, for
-// every e. At 2 bits, odd e are left at 4 times that, which saves half of the shifts: the operand has a quarter there. With
-// more planes, a byte is put together first, so that a product is made once, not plane by plane.
+// every e. With more planes, a byte is put together first, so that a product is made once, not plane by plane.
 
 #include "instructions.cuh"
 
@@ -16,15 +15,15 @@ __device__ __forceinline__ u32 choose(u32 mask, u32 a, u32 b) { return (a & mask
 __device__ __forceinline__ constexpr u32 in_every_byte(u32 byte) { return byte * 0x01010101u; }
 
 // 16 columns of a row: a word of every plane of 2 bits, and the half word of a plane of 1 bit in ``last``, spread so that
-// column 4 j + e is bit 4 + e of byte j. at[e] = bytes of columns 4 j + e, times 2^LIFT; at 2 bits, odd e 4 times that.
+// column 4 j + e is bit 4 + e of byte j. at[e] = bytes of columns 4 j + e, times 2^LIFT.
 template <int BITS, int LIFT> __device__ __forceinline__ void bytes_of(const u32* word, u32 last, u32 (&at)[4]) {
-    static_assert(BITS + LIFT + 2 * (BITS == 2) <= 8, "a byte holds the code");
+    static_assert(BITS + LIFT <= 8, "a byte holds the code");
     if constexpr (BITS == 1) {
 #pragma unroll
         for (int e = 0; e < 4; e++) at[e] = shifted(last, LIFT - 4 - e) & in_every_byte(1 << LIFT);
     } else if constexpr (BITS == 2) {
 #pragma unroll
-        for (int e = 0; e < 4; e++) at[e] = shifted(word[0], LIFT - 2 * (e & 2)) & in_every_byte(3 << (LIFT + 2 * (e & 1)));
+        for (int e = 0; e < 4; e++) at[e] = shifted(word[0], LIFT - 2 * e) & in_every_byte(3 << LIFT);
     } else if constexpr (BITS == 3) {
 #pragma unroll
         for (int e = 0; e < 4; e++)
@@ -95,13 +94,14 @@ void load_bits(u32 (&lo)[COUNT][COLUMNS / 64], u32 (&hi)[COUNT][COLUMNS / 64], c
 #define AT_ONCE 4  // tiles that are multiplied side by side: one product alone takes some 30 cycles
 #endif
 
-// acc[n][t] = MAGIC + rows of tile first + t of a record's planes, times 2^LIFT, times operand n. COLUMNS codes a row, ROWS
+// acc[n][t] = Magic + rows of tile first + t of a record's planes, times 2^LIFT, times operand n. COLUMNS codes a row, ROWS
 // rows a plane; op[n][4 w + e]: bytes of columns 16 w + 4 j + e of the lane's quarter.
-template <int BITS, int LIFT, int COLUMNS, int ROWS, int COUNT> __device__ __forceinline__
+template <bool IS_SIGNED, int BITS, int LIFT, int COLUMNS, int ROWS, int COUNT> __device__ __forceinline__
 void multiply(int (&acc)[QUERY_TILES][COUNT][4], const u8* planes, int first, const u32 (&op)[QUERY_TILES][COLUMNS / 16], int lane) {
     constexpr int SIDE = COUNT < AT_ONCE ? COUNT : AT_ONCE, WORDS = COLUMNS / 64, PLANES = BITS / 2;
     constexpr int PLANE = ROWS * COLUMNS / 4;
-    const int start[4] = {MAGIC, MAGIC, MAGIC, MAGIC};
+    constexpr int magic = Magic<IS_SIGNED>::bits;
+    const int start[4] = {magic, magic, magic, magic};
 #pragma unroll
     for (int from = 0; from < COUNT; from += SIDE) {
         u32 lo[PLANES + 1][SIDE][WORDS], hi[PLANES + 1][SIDE][WORDS];
@@ -126,8 +126,8 @@ void multiply(int (&acc)[QUERY_TILES][COUNT][4], const u8* planes, int first, co
 #pragma unroll
                     for (int t = 0; t < SIDE; t++) {
                         int (&d)[4] = acc[n][from + t];
-                        if (w == 0 && e == 0) mma(d, low[t][0], high[t][0], low[t][1], high[t][1], op[n][0], op[n][1], start);
-                        else mma(d, low[t][e], high[t][e], low[t][e + 1], high[t][e + 1], op[n][4 * w + e], op[n][4 * w + e + 1], d);
+                        if (w == 0 && e == 0) mma<IS_SIGNED>(d, low[t][0], high[t][0], low[t][1], high[t][1], op[n][0], op[n][1], start);
+                        else mma<IS_SIGNED>(d, low[t][e], high[t][e], low[t][e + 1], high[t][e + 1], op[n][4 * w + e], op[n][4 * w + e + 1], d);
                     }
         }
     }

@@ -5,7 +5,7 @@
 // cache, per-channel key scales into the query, once a page, value scales into the probabilities; zeros into one sum a
 // head. Per-token key scales multiply the scores.
 //
-// Codes are bytes and that operand is in fixed point of two signed bytes, so that the tensor core's integer products are
+// Codes are bytes and that operand is in fixed point of two bytes, so that the tensor core's integer products are
 // exact (limbs.cuh). The cache is the A operand of mma.m16n8k32 (16 tokens, or 16 channels, by 32); N are the high and low
 // bytes of 4 query heads of a group, and a second tile of 4 where a group has more. The planes' bytes lie so that a lane's
 // 16-byte load is its operand (kvcal/quantizers/packing.py), four codes a mask (codes.cuh). Lane = 4 g + quad.

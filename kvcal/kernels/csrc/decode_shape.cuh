@@ -41,6 +41,9 @@
 #define INFINITY __int_as_float(0x7f800000)
 #define LOG2E 1.4426950408889634f
 
+// Per token, a rescaling of keys is in the query, whose numbers may then be of any size: what 16 bits of the largest one
+// leave of them is an operand of its own. (Per channel, scales of keys undo it.)
+#define QUERY_PARTS (K_AXIS && K_RESCALE ? 2 : 1)
 // bf16 keys meet a query of more bits in two products.
 #define SPLIT_QUERY (DTYPE == 1 && Q_DTYPE != 1)
 
@@ -60,7 +63,7 @@ struct __align__(128) Shared {
     unsigned char slots[WARPS][SLOT_BYTES];
     float query[QUERY_TILES][DIM / 32][32][4];    // as pages meet it: the columns of every lane (limbs.cuh)
 #if K_AXIS && K_PACKED
-    u32 query_limbs[QUERY_TILES][DIM / 64][32][4];  // the same as an operand
+    u32 query_limbs[QUERY_PARTS][QUERY_TILES][DIM / 64][32][4];  // the same as operands
 #endif
     u32 query_dense[DIM / 32][32][4];             // as it came, for keys that are not packed
 #if SPLIT_QUERY
@@ -70,7 +73,7 @@ struct __align__(128) Shared {
 #if K_AXIS
     float query_sum[K_GROUPS][HEADS];             // over channel groups, for per-token zeros
     float query_lost[K_GROUPS][HEADS];            // of what rounding to limbs takes from it
-    float query_unit[HEADS];                      // of query_limbs
+    float query_unit[QUERY_PARTS][HEADS];         // of query_limbs
 #endif
     float max_[WARPS][HEADS], sum[WARPS][HEADS];
 #if K_TIERS > 0

@@ -11,15 +11,20 @@ __device__ __forceinline__ float exp2_(float x) { float d; asm("ex2.approx.ftz.f
 __device__ __forceinline__ u32 transpose(u32 a) { u32 d; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a)); return d; }
 __device__ __forceinline__ float shuffle(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 
-// What integer products start from: as a float, the bits of the sum are 1.5 2^23 + the sum, below 2^22 in size.
-constexpr int MAGIC = 0x4b400000;
-#define MAGIC_FLOAT 12582912.f
+// What integer products start from: as a float, the bits of the sum are 1.5 2^23 + the sum, below 2^22 in size; or where
+// nothing is negative, 2^23 + the sum, below 2^23.
+template <bool IS_SIGNED> struct Magic {
+    static constexpr int bits = IS_SIGNED ? 0x4b400000 : 0x4b000000;
+    static constexpr float number = IS_SIGNED ? 12582912.f : 8388608.f;
+};
 
-// Bytes: codes, unsigned, times signed limbs. 32 columns, or 16.
-__device__ __forceinline__ void mma(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const int (&c)[4]) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+// Bytes: codes, unsigned, times limbs, signed or not. 32 columns, or 16.
+template <bool IS_SIGNED> __device__ __forceinline__ void mma(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const int (&c)[4]) {
+#define MMA_BYTES(type) asm("mma.sync.aligned.m16n8k32.row.col.s32.u8." type ".s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};" \
+        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) \
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]))
+    if constexpr (IS_SIGNED) MMA_BYTES("s8"); else MMA_BYTES("u8");
+#undef MMA_BYTES
 }
 __device__ __forceinline__ void mma_half(int (&d)[4], u32 a0, u32 a1, u32 b0) {
     asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"

@@ -19,37 +19,39 @@ void packed_scores(float (&s)[QUERY_TILES][2 * COUNT], const u8* record, int fir
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
         const int at = (first * 16 / K_GROUP + group) * DIM * (K_PARAM == KV_FLOAT32 ? 4 : 2), column = ((lane & 3) * 2 + (lane >> 2 & 1)) * (DIM / 8);
-        float unit[QUERY_TILES], constant[QUERY_TILES], up[QUERY_TILES];
+        float up[QUERY_TILES], zero[QUERY_TILES], step[QUERY_TILES];
         u32 op[QUERY_TILES][DIM / 16];
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; n++) {
-            float x[DIM / 8], param[DIM / 8], zero = 0.f;
+            float x[DIM / 8], param[DIM / 8];
             load_query(x, shared, n, lane);
             load_numbers<K_PARAM>(param, record + K_ZERO + at, column);
+            zero[n] = 0.f;
 #pragma unroll
-            for (int i = 0; i < DIM / 8; i++) zero = fmaf(x[i], param[i], zero);
+            for (int i = 0; i < DIM / 8; i++) zero[n] = fmaf(x[i], param[i], zero[n]);
             load_numbers<K_PARAM>(param, record + K_SCALE + at, column);
 #pragma unroll
             for (int i = 0; i < DIM / 8; i++) x[i] *= param[i];
-            const float top = largest_of(x);
-            up[n] = __fdividef(LARGEST, top);
-            limbs<K_BITS>(x, up[n], op[n], lane);
-            unit[n] = to_scores(top, lane) * (scale / (LARGEST * (1 << LIFT)));
-            constant[n] = (to_scores(sum_of_lanes(zero), lane) + shared.query_offset[4 * n + quad]) * scale - MAGIC_FLOAT * unit[n];
+            up[n] = __fdividef(LARGEST<true>, largest_of(x));
+            limbs<true>(x, up[n], op[n], lane);
+            step[n] = to_scores(__fdividef(1.f, up[n]), lane) * (scale / (1 << LIFT));
+            zero[n] = fmaf(lost(x, up[n]), __fdividef(MEAN_CODE(K_BITS), up[n]), zero[n]);
         }
         int acc[QUERY_TILES][PER][4];
-        multiply<K_BITS, LIFT, DIM, PAGE>(acc, record, first + group * PER, op, lane);
+        multiply<true, K_BITS, LIFT, DIM, PAGE>(acc, record, first + group * PER, op, lane);
 #if K_TIERS > 0
-        multiply_tiers<LIFT>(acc, record, record + K_SCALE + at, up, shared, warp, first + group * PER, lane);
+        multiply_tiers<LIFT>(acc, zero, record, record + K_SCALE + at, up, shared, warp, first + group * PER, lane);
 #endif
 #pragma unroll
-        for (int n = 0; n < QUERY_TILES; n++)
+        for (int n = 0; n < QUERY_TILES; n++) {
+            const float from = (to_scores(sum_of_lanes(zero[n]), lane) + shared.query_offset[4 * n + quad]) * scale - Magic<true>::number * step[n];
 #pragma unroll
             for (int t = 0; t < PER; t++)
 #pragma unroll
                 for (int half = 0; half < 2; half++)
-                    s[n][2 * (group * PER + t) + half] = fmaf(__int_as_float(acc[n][t][2 * half + 1]), unit[n],
-                        fmaf(__int_as_float(acc[n][t][2 * half]) - MAGIC_FLOAT, 256.f * unit[n], constant[n]));
+                    s[n][2 * (group * PER + t) + half] = fmaf(__int_as_float(acc[n][t][2 * half + 1]), step[n],
+                        fmaf(__int_as_float(acc[n][t][2 * half]) - Magic<true>::number, 256.f * step[n], from));
+        }
     }
 #if K_TIERS > 0 && K_RAW_SLOTS > 0
     add_raw_slots<COUNT>(s, record, shared, warp, first, lane, scale);
@@ -65,27 +67,31 @@ void packed_scores(float (&s)[QUERY_TILES][2 * COUNT], const u8* record, int fir
         // A lane's channels are all in one group: the others contribute nothing to it.
         const bool mine = K_GROUPS == 1 || quad * (DIM / 4) / K_GROUP == group;
         const int at = group * PAGE * (K_PARAM == KV_FLOAT32 ? 4 : 2);
-        u32 op[QUERY_TILES][DIM / 16];
+#pragma unroll 1
+        for (int part = 0; part < QUERY_PARTS; part++) {
+            if (QUERY_PARTS > 1) __syncwarp();  // codes are read again: there are no registers for them
+            u32 op[QUERY_TILES][DIM / 16];
 #pragma unroll
-        for (int n = 0; n < QUERY_TILES; n++)
+            for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll
-            for (int i = 0; i < DIM / 16; i += 4) {
-                const uint4 v = *reinterpret_cast<const uint4*>(shared.query_limbs[n][i / 4][lane]);
-                op[n][i] = mine ? v.x : 0u; op[n][i + 1] = mine ? v.y : 0u; op[n][i + 2] = mine ? v.z : 0u; op[n][i + 3] = mine ? v.w : 0u;
-            }
-        int acc[QUERY_TILES][COUNT][4];
-        multiply<K_BITS, LIFT, DIM, PAGE>(acc, record, first, op, lane);
+                for (int i = 0; i < DIM / 16; i += 4) {
+                    const uint4 v = *reinterpret_cast<const uint4*>(shared.query_limbs[part][n][i / 4][lane]);
+                    op[n][i] = mine ? v.x : 0u; op[n][i + 1] = mine ? v.y : 0u; op[n][i + 2] = mine ? v.z : 0u; op[n][i + 3] = mine ? v.w : 0u;
+                }
+            int acc[QUERY_TILES][COUNT][4];
+            multiply<true, K_BITS, LIFT, DIM, PAGE>(acc, record, first, op, lane);
 #pragma unroll
-        for (int i = 0; i < 2 * COUNT; i++) {
-            const int token = first * 16 + i * 8 + g;
-            const float token_scale = number_at<K_PARAM>(record + K_SCALE + at, token), token_zero = number_at<K_PARAM>(record + K_ZERO + at, token);
+            for (int i = 0; i < 2 * COUNT; i++) {
+                const int token = first * 16 + i * 8 + g;
+                const float token_scale = number_at<K_PARAM>(record + K_SCALE + at, token), token_zero = number_at<K_PARAM>(record + K_ZERO + at, token);
 #pragma unroll
-            for (int n = 0; n < QUERY_TILES; n++) {
-                const float unit = shared.query_unit[4 * n + quad] * (scale / (1 << LIFT)), sum = shared.query_sum[group][4 * n + quad] * scale;
-                // A rounding error of the query is to meet code - mean, not the code: channels alike do not add theirs up.
-                const float centre = shared.query_lost[group][4 * n + quad] * (.5f * ((1 << K_BITS) - 1) * scale);
-                const float dot = sum_of_limbs(acc[n][i / 2][i % 2 * 2], acc[n][i / 2][i % 2 * 2 + 1], unit, centre);
-                s[n][i] = fmaf(dot, token_scale, fmaf(token_zero, sum, s[n][i]));
+                for (int n = 0; n < QUERY_TILES; n++) {
+                    const float unit = shared.query_unit[part][4 * n + quad] * (scale / (1 << LIFT));
+                    const float sum = part == 0 ? shared.query_sum[group][4 * n + quad] * scale : 0.f;
+                    const float centre = part == 0 ? shared.query_lost[group][4 * n + quad] * (MEAN_CODE(K_BITS) * scale) : 0.f;
+                    const float dot = sum_of_limbs<true>(acc[n][i / 2][i % 2 * 2], acc[n][i / 2][i % 2 * 2 + 1], unit, centre);
+                    s[n][i] = fmaf(dot, token_scale, fmaf(token_zero, sum, s[n][i]));
+                }
             }
         }
     }

@@ -1,6 +1,7 @@
-// The operand that is not the cache, in fixed point: every number has 16 bits in two signed limbs of 8, the limbs of one
-// head in neighbouring columns of the tile. Sums of products of limbs and codes are then exact, and what is lost is half
-// a unit of 1 / 32512 of the largest number alone. (Floats of 11 bits would need a second product for as much.)
+// The operand that is not the cache, in fixed point: every number has 16 bits in two limbs of 8, the limbs of one head in
+// neighbouring columns of the tile. Sums of products of limbs and codes are then exact, and what is lost is half a unit of
+// 1 / 32512 of the largest number alone; 1 / 65280 of probabilities, which have no sign. (Floats of 11 bits would need a
+// second product for as much.)
 //
 // Lane = 4 g + quad holds column g of the operand: limb g % 2, high first, of head g / 2, for a quarter of the columns that
 // are summed over. The two lanes of a head prepare half of them each, in real numbers, and exchange limbs.
@@ -9,7 +10,8 @@
 
 namespace decode_ {
 
-#define LARGEST 32512.f  // + 128, its high limb is 127
+// Of a number in units: with what rounding adds, its high limb is 127, or 255.
+template <bool IS_SIGNED> constexpr float LARGEST = IS_SIGNED ? 32512.f : 65280.f;
 
 // Largest of x over the lanes of a head; more than 0.
 template <int PER> __device__ __forceinline__ float largest_of(const float (&x)[PER]) {
@@ -48,21 +50,22 @@ template <int TYPE, int COUNT> __device__ __forceinline__ void load_numbers(floa
     }
 }
 
-// Bits of round(x up) + 128 in the low half: its low byte with the top bit turned, and the next, are the limbs.
-__device__ __forceinline__ u32 fixed(float x, float up) { return __float_as_uint(fmaf(x, up, MAGIC_FLOAT + 128.f)); }
+// Limbs of round(x up): the two low bytes, of which the lower one has its top bit turned if limbs are signed.
+template <bool IS_SIGNED> __device__ __forceinline__ u32 fixed(float x, float up) {
+    return __float_as_uint(fmaf(x, up, Magic<IS_SIGNED>::number + (IS_SIGNED ? 128.f : 0.f)));
+}
 
 // x: numbers 2 PER quad + PER (g % 2) + i of the lane's row -> op[4 w + e]: bytes of its limb of numbers 16 w + 4 j + e of
-// the quarter, in units of 1 / up. Odd ones in units of 4 / up for codes of 2 bits (codes.cuh).
-template <int BITS, int PER> __device__ __forceinline__ void limbs(const float (&x)[PER], float up, u32 (&op)[PER / 2], int lane) {
+// the quarter, in units of 1 / up.
+template <bool IS_SIGNED, int PER> __device__ __forceinline__ void limbs(const float (&x)[PER], float up, u32 (&op)[PER / 2], int lane) {
     static_assert(PER == 16 || PER == 8, "rows of 128 or 64 columns");
-    const float up_odd = BITS == 2 ? .25f * up : up;
     const bool is_high = (lane & 4) == 0;
     const u32 own = is_high ? 0x7632 : 0x5410, others = is_high ? 0x5410 : 0x7632;
     u32 pair[PER / 2];  // limbs of numbers i and i + 4: low, low, high, high
 #pragma unroll
     for (int i = 0; i < PER / 2; i++) {
         const int at = i / 4 * 8 + i % 4;
-        pair[i] = permute(fixed(x[at], i % 2 ? up_odd : up), fixed(x[at + 4], i % 2 ? up_odd : up), 0x5140) ^ 0x00008080u;
+        pair[i] = permute(fixed<IS_SIGNED>(x[at], up), fixed<IS_SIGNED>(x[at + 4], up), 0x5140) ^ (IS_SIGNED ? 0x00008080u : 0u);
     }
     if constexpr (PER == 16) {
 #pragma unroll
@@ -83,21 +86,34 @@ template <int BITS, int PER> __device__ __forceinline__ void limbs(const float (
     }
 }
 
-// Number i of a row as ``limbs`` has it.
-template <int BITS> __device__ __forceinline__ float rounded(float x, int i, float up) {
-    const float unit = BITS == 2 && i % 2 ? .25f * up : up;
-    return (fmaf(x, unit, MAGIC_FLOAT + 128.f) - (MAGIC_FLOAT + 128.f)) / unit;
+// round(x up).
+__device__ __forceinline__ float rounded(float x, float up) {
+    constexpr float from = Magic<true>::number + 128.f;
+    return fmaf(x, up, from) - from;
 }
 
-// The limb of this lane of four numbers that it has all of.
+// A rounding error of the query is to meet code - mean, not the code: those of channels alike do not add up.
+#define MEAN_CODE(bits) (.5f * ((1 << (bits)) - 1))
+
+// What rounding to signed ``limbs`` takes from the sum of x, in units of 1 / up.
+template <int COUNT> __device__ __forceinline__ float lost(const float (&x)[COUNT], float up) {
+    float sum = 0.f;
+    u32 bits = 0;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) { sum += x[i]; bits += fixed<true>(x[i], up); }
+    return fmaf(sum, up, -(float)(int)(bits - COUNT * __float_as_uint(Magic<true>::number + 128.f)));
+}
+
+// The signed limb of this lane of four numbers that it has all of.
 __device__ __forceinline__ u32 own_limb(const float (&x)[4], float up, int lane) {
-    const u32 a = permute(fixed(x[0], up), fixed(x[1], up), 0x5140), b = permute(fixed(x[2], up), fixed(x[3], up), 0x5140);
+    const u32 a = permute(fixed<true>(x[0], up), fixed<true>(x[1], up), 0x5140), b = permute(fixed<true>(x[2], up), fixed<true>(x[3], up), 0x5140);
     return lane & 4 ? permute(a, b, 0x5410) ^ 0x80808080u : permute(a, b, 0x7632);
 }
 
 // A sum of products with both limbs, in units of 1 / (up 2^LIFT), times unit, plus from.
-__device__ __forceinline__ float sum_of_limbs(int high, int low, float unit, float from) {
-    return fmaf(__int_as_float(low) - MAGIC_FLOAT, unit, fmaf(__int_as_float(high) - MAGIC_FLOAT, 256.f * unit, from));
+template <bool IS_SIGNED> __device__ __forceinline__ float sum_of_limbs(int high, int low, float unit, float from) {
+    constexpr float zero = Magic<IS_SIGNED>::number;
+    return fmaf(__int_as_float(low) - zero, unit, fmaf(__int_as_float(high) - zero, 256.f * unit, from));
 }
 
 }  // namespace decode_

@@ -79,21 +79,26 @@ __device__ __forceinline__ void prepare_query(float (&raw)[DIM / 32], const Args
     for (u32 n = warp; n < QUERY_TILES; n += WARPS) {
         float x[DIM / 8];
         load_query(x, shared, n, lane);
-        const float top = largest_of(x), up = __fdividef(LARGEST, top);
-        u32 op[DIM / 16];
-        limbs<K_BITS>(x, up, op, lane);
 #pragma unroll
-        for (int i = 0; i < DIM / 16; i++) shared.query_limbs[n][i / 4][lane][i % 4] = op[i];
-        // What rounding takes from the sum over a channel group, all of them this lane's or none.
-        float lost = 0.f;
+        for (int part = 0; part < QUERY_PARTS; part++) {
+            const float top = largest_of(x), up = __fdividef(LARGEST<true>, top), unit = top * (1.f / LARGEST<true>);
+            u32 op[DIM / 16];
+            limbs<true>(x, up, op, lane);
 #pragma unroll
-        for (int i = 0; i < DIM / 8; i++) lost += x[i] - rounded<K_BITS>(x[i], i, up);
+            for (int i = 0; i < DIM / 16; i++) shared.query_limbs[part][n][i / 4][lane][i % 4] = op[i];
+            if ((lane & 7) == 0) shared.query_unit[part][n * 4 + lane / 8] = unit;
+#pragma unroll
+            for (int i = 0; i < DIM / 8; i++) x[i] = fmaf(-rounded(x[i], up), unit, x[i]);
+        }
+        // What is left of the sum over a channel group, all of them this lane's or none.
+        float rest = 0.f;
+#pragma unroll
+        for (int i = 0; i < DIM / 8; i++) rest += x[i];
 #pragma unroll
         for (int group = 0; group < K_GROUPS; group++) {
-            const float sum = sum_of_lanes((lane & 3) * (DIM / 4) / K_GROUP == group ? lost : 0.f);
+            const float sum = sum_of_lanes((lane & 3) * (DIM / 4) / K_GROUP == group ? rest : 0.f);
             if ((lane & 7) == 0) shared.query_lost[group][n * 4 + lane / 8] = sum;
         }
-        if ((lane & 7) == 0) shared.query_unit[n * 4 + lane / 8] = top / LARGEST;
     }
 #endif
 }

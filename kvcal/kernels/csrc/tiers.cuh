@@ -31,14 +31,16 @@ template <int LIFT> __device__ __forceinline__ u32 four_bytes(u32 byte) {
     return nibbles * 65u & in_every_byte(3 << LIFT);
 }
 
-// acc[n][t] += high planes of one tier of tokens of tile first + t; codes have K_BITS bits less. up: the query's units.
+// acc[n][t] += high planes of one tier of tokens of tile first + t; codes have K_BITS bits less. up: the query's units;
+// ``zero`` gets what rounding takes, times the mean code.
 template <int COLUMNS, int FIRST_SLOT, int ROOM, int PLANES, int LIFT, int COUNT> __device__ __forceinline__
-void multiply_tier(int (&acc)[QUERY_TILES][COUNT][4], const u8* high, const u8* scale, const float (&up)[QUERY_TILES], const Shared& shared,
-                   int warp, int first, int lane) {
+void multiply_tier(int (&acc)[QUERY_TILES][COUNT][4], float (&zero)[QUERY_TILES], const u8* high, const u8* scale,
+                   const float (&up)[QUERY_TILES], const Shared& shared, int warp, int first, int lane) {
     constexpr int ROW = COLUMNS / 4;                                   // bytes of a row of one plane
     constexpr int SEGMENT = COLUMNS % 16 == 0 ? COLUMNS / 16 : 0;      // bytes of a lane's quarter, if interleaved
     constexpr bool INTERLEAVED = SEGMENT == 1 || SEGMENT == 2 || SEGMENT == 4 || SEGMENT == 8;
     constexpr int R = INTERLEAVED ? 16 / (SEGMENT ? SEGMENT : 1) : 1;
+    constexpr float MEAN = MEAN_CODE(2 * PLANES) * (1 << K_BITS);
     const int g = lane >> 2, quad = lane & 3;
     const u8* channel_of = shared.channel_of[warp];
 #pragma unroll
@@ -54,7 +56,11 @@ void multiply_tier(int (&acc)[QUERY_TILES][COUNT][4], const u8* high, const u8* 
         }
         u32 op[QUERY_TILES];
 #pragma unroll
-        for (int n = 0; n < QUERY_TILES; n++) op[n] = own_limb(x[n], up[n], lane);
+        for (int n = 0; n < QUERY_TILES; n++) {
+            op[n] = own_limb(x[n], up[n], lane);
+            // Half: both lanes of a head have it.
+            zero[n] = fmaf(lost(x[n], up[n]), __fdividef(.5f * MEAN, up[n]), zero[n]);
+        }
 #pragma unroll
         for (int t = 0; t < COUNT; t++) {
             u32 bytes[2] = {0, 0};
@@ -76,12 +82,12 @@ void multiply_tier(int (&acc)[QUERY_TILES][COUNT][4], const u8* high, const u8* 
 
 // All tiers whose codes have planes.
 template <int LIFT, int COUNT> __device__ __forceinline__
-void multiply_tiers(int (&acc)[QUERY_TILES][COUNT][4], const u8* record, const u8* scale, const float (&up)[QUERY_TILES], const Shared& shared,
-                    int warp, int first, int lane) {
+void multiply_tiers(int (&acc)[QUERY_TILES][COUNT][4], float (&zero)[QUERY_TILES], const u8* record, const u8* scale,
+                    const float (&up)[QUERY_TILES], const Shared& shared, int warp, int first, int lane) {
 #define TIER_PLANES(i) \
     if constexpr (K_TIER##i##_BITS != 16) \
         multiply_tier<K_TIER##i##_COLUMNS, K_TIER##i##_SLOT, K_TIER##i##_ROOM, (K_TIER##i##_BITS - K_BITS) / 2, LIFT + K_BITS>( \
-            acc, record + K_TIER##i##_HIGH, scale, up, shared, warp, first, lane);
+            acc, zero, record + K_TIER##i##_HIGH, scale, up, shared, warp, first, lane);
     TIER_PLANES(0)
 #if K_TIERS > 1
     TIER_PLANES(1)

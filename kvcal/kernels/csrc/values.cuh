@@ -45,11 +45,11 @@ __device__ __forceinline__ void packed_values(State& state, const float (&s)[QUE
 #pragma unroll
             for (int i = 0; i < PAGE / 8; i++) x[i] = p[n][i] * param[i];
             const float top = largest_of(x);
-            limbs<V_BITS>(x, __fdividef(LARGEST, top), op[n], lane);
-            unit[n] = to_scores(top, lane) * (1.f / (LARGEST * (1 << LIFT)));
+            limbs<false>(x, __fdividef(LARGEST<false>, top), op[n], lane);
+            unit[n] = to_scores(top, lane) * (1.f / (LARGEST<false> * (1 << LIFT)));
         }
         int acc[QUERY_TILES][PER][4];
-        multiply<V_BITS, LIFT, PAGE, DIM>(acc, record, group * PER, op, lane);
+        multiply<false, V_BITS, LIFT, PAGE, DIM>(acc, record, group * PER, op, lane);
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll
@@ -57,7 +57,7 @@ __device__ __forceinline__ void packed_values(State& state, const float (&s)[QUE
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     float& to = state.out[n][group * PER + t][half];
-                    to = sum_of_limbs(acc[n][t][2 * half], acc[n][t][2 * half + 1], unit[n], to);
+                    to = sum_of_limbs<false>(acc[n][t][2 * half], acc[n][t][2 * half + 1], unit[n], to);
                 }
     }
 }
