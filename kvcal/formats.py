@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal
@@ -252,7 +253,7 @@ class Format:
         token_bytes = head_dim * CACHE_DTYPES[cache_dtype].itemsize
         unquantized = (self.num_sink_tokens + self.buffer_tokens) * token_bytes
         statistic = head_dim * QUERY_ITEM_BYTES if self.needs_queries else 0
-        pages = sum(self.num_pages(length) for length in lengths)
+        pages = sum(count * self.num_pages(length) for length, count in Counter(lengths).items())
         record = self.layout(side, num_heads, head_dim, cache_dtype, self.bits_at(columns)).record_bytes
         records = 1 if self.lattice_dim is not None else num_heads
         return len(lengths) * num_heads * (unquantized + statistic) + pages * records * record

@@ -1,4 +1,4 @@
-"""Byte quantities as a user writes and reads them, one spelling for the whole program.
+"""Byte quantities as a user writes and reads them, one spelling for the whole program; and how large a batch may be.
 
 A budget decides what fits on a device, so decimal and binary units must never be mixed up silently: GB is
 10^9 bytes and GiB is 2^30, units are case-sensitive (a lower-case ``b`` could mean bits), and a fraction is
@@ -12,6 +12,9 @@ import re
 from fractions import Fraction
 
 from kvcal.errors import UsageError
+
+# Sequences of a workload: beyond any machine, and their bytes are still summed in seconds.
+MAX_BATCH = 1_000_000
 
 UNITS = {
     "B": 1,

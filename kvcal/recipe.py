@@ -17,6 +17,7 @@ from kvcal.artifact import sha256_json
 from kvcal.data import DataSpec
 from kvcal.errors import UsageError
 from kvcal.plan import RAW, Format, LayerPlan, Side
+from kvcal.quantities import MAX_BATCH
 from kvcal.quantizers.pages import AXES
 from kvcal.specs import ImportanceSpec, PredictorSpec, ProgressiveSpec, ReparamSpec, SearchSpec, TuneSpec
 from kvcal.strict import STRICT, dump, parse
@@ -90,6 +91,8 @@ class AllocateSpec:
     def __post_init__(self) -> None:
         if self.batch < 1 or self.context < 1:
             raise ValueError(f"batch = {self.batch} and context = {self.context} must be 1 or more")
+        if self.batch > MAX_BATCH:
+            raise ValueError(f"batch = {self.batch}; allowed: up to {MAX_BATCH}")
         given = [name for name in BUDGET_KINDS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"{' and '.join(given) or 'no budget'} given; expected exactly one of {BUDGET_KINDS}")

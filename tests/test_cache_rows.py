@@ -137,6 +137,23 @@ def test_select_and_repeat_rows(ragged):
             assert torch.equal(now[where], then[rows[where]])
 
 
+@pytest.mark.parametrize(
+    ("select", "message"),
+    [
+        (lambda cache: cache.reorder_cache(torch.tensor([0, 2])), "no row 2 in a batch of 2"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([-3])), "no row -3 in a batch of 2"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([True])), "a mask of 1 rows for a batch of 2"),
+    ],
+)
+def test_rows_that_are_not_there_change_nothing(select, message):
+    cache = filled(EVERY_KIND, 140, batch=2)
+    before = read(cache)
+    with pytest.raises(UsageError, match=message):
+        select(cache)
+    assert cache.lengths == [140, 140]
+    assert all(torch.equal(now, then) for now, then in zip(read(cache), before, strict=True))
+
+
 def test_selecting_rows_of_an_empty_cache_does_nothing():
     cache = empty_cache()
     cache.batch_select_indices(torch.tensor([0]))

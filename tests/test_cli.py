@@ -164,7 +164,17 @@ def test_sweep(finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_two_budgets_are_a_usage_error(finished: Run, capsys: pytest.CaptureFixture[str]) -> None:
     done = run_kvcal(capsys, "allocate", finished[2], "--bits", "4", "--kv-budget", "1GB")
-    assert done.code == 2 and "exactly one of" in done.err
+    assert done.code == 2 and "2 budgets given; expected exactly one of --budget, --kv-budget" in done.err
+    done = run_kvcal(capsys, "allocate", finished[2])
+    assert done.code == 2 and "no budget given" in done.err and "--budget 24GB is the whole device" in done.err
+
+
+def test_a_batch_beyond_all_reason_is_refused_at_once(finished: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    path = finished[2] / "plan.safetensors"
+    for command in (("inspect", path), ("allocate", finished[2], "--bits", 4)):
+        done = run_kvcal(capsys, *command, "--batch", 10**9)
+        assert done.code == 2 and "1000000" in done.err
+    assert run_kvcal(capsys, "inspect", path, "--batch", 10**6).code == 0
 
 
 def test_inspect(finished: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -199,8 +199,9 @@ def test_too_many_tokens() -> None:
         with pytest.raises(UsageError, match="does not fit"):
             served(cache, random_ids(1, new))
     assert cache.lengths == [20]
-    with pytest.raises(UsageError, match="max_tokens = 0, expected 1 or more"):
-        static_cache(plan_for("kivi"), 0)
+    for unusable in (0, 3.5):
+        with pytest.raises(UsageError, match=f"max_tokens = {unusable}, expected an integer of 1 or more"):
+            static_cache(plan_for("kivi"), unusable)
 
 
 def test_a_step_beyond_the_room_is_found_by_check() -> None:

@@ -9,6 +9,7 @@ import typer
 
 from kvcal.commands.options import Json, Quiet
 from kvcal.errors import UsageError
+from kvcal.quantities import MAX_BATCH
 
 
 def allocate(
@@ -17,7 +18,7 @@ def allocate(
     kv_budget: Annotated[str | None, typer.Option(help="The cache alone, such as 1.5GiB.")] = None,
     bits: Annotated[float | None, typer.Option(help="All-in bits per cached value.", min=0.1)] = None,
     same_bytes_as: Annotated[str | None, typer.Option(help="A baseline recipe, such as kivi-2.")] = None,
-    batch: Annotated[int, typer.Option(help="Sequences in the batch.", min=1)] = 8,
+    batch: Annotated[int, typer.Option(help="Sequences in the batch.", min=1, max=MAX_BATCH)] = 8,
     context: Annotated[int, typer.Option(help="Tokens of each sequence.", min=1)] = 4096,
     workspace: Annotated[str, typer.Option(help="Bytes kept free with --budget, or auto.")] = "auto",
     granularity: Annotated[str, typer.Option(help="layer or head.")] = "layer",
@@ -43,8 +44,15 @@ def allocate(
     knobs |= {"batch": batch, "context": context, "workspace": workspace}
     knobs |= {"granularity": granularity}
     knobs |= {"objective": objective or ("sensitivity" if granularity == "head" else "combined")}
-    if sweep and not any((budget, kv_budget, bits, same_bytes_as)):
+    given = [value for value in (budget, kv_budget, bits, same_bytes_as) if value is not None]
+    if sweep and not given:
         knobs["bits"] = 16.0
+    elif len(given) != 1:
+        number = f"{len(given)} budgets" if given else "no budget"
+        raise UsageError(
+            f"{number} given; expected exactly one of --budget, --kv-budget, --bits, --same-bytes-as",
+            hint="--budget 24GB is the whole device, --kv-budget 2GiB the cache alone, --bits 2.5 per cached value",
+        )
     spec = parse(AllocateSpec, knobs, "allocate", UsageError)
     reporter = console.TerminalReporter(quiet)
     paths = pipeline.Folder(folder)

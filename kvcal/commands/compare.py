@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvcal.commands.options import Device, Dtype, Json, ModelOption, Quiet, load
+from kvcal.quantities import MAX_BATCH
 
 
 def compare(
@@ -19,7 +20,7 @@ def compare(
         list[float] | None,
         typer.Option(help="All-in bits per cached value for the recipes with [allocate]; may be repeated."),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences in the batch, for all plans.", min=1)] = 8,
+    batch: Annotated[int, typer.Option(help="Sequences in the batch, for all plans.", min=1, max=MAX_BATCH)] = 8,
     context: Annotated[int, typer.Option(help="Tokens of each sequence, for all plans.", min=1)] = 4096,
     recipe_evaluate: Annotated[str, typer.Option(help="Recipe whose [evaluate] is used for all.")] = "default",
     out: Annotated[Path, typer.Option(help="Folder of the plans, the table and the picture.")] = Path(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcal.errors import UsageError
+from kvcal.quantities import MAX_BATCH
 
 if TYPE_CHECKING:
     from kvcal.models.load import LoadedModel
@@ -20,7 +21,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 ModelOption = Annotated[str, typer.Option("--model", help="Folder, hub id, or an embedded model's name.")]
 PlanArgument = Annotated[Path, typer.Argument(help="A plan.safetensors file.", show_default=False)]
 FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the artifacts.")]
-Batch = Annotated[int | None, typer.Option(help="Sequences in the batch.", min=1)]
+Batch = Annotated[int | None, typer.Option(help="Sequences in the batch.", min=1, max=MAX_BATCH)]
 Context = Annotated[int | None, typer.Option(help="Tokens of each sequence.", min=1)]
 
 

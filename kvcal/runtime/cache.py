@@ -61,14 +61,14 @@ class PlanCache(Cache):
 
         Raises:
             ArtifactError: the plan's layers are not the model's.
-            UsageError: max_tokens below 1.
+            UsageError: max_tokens is no integer of 1 or more.
             UnsupportedModel: a static cache cannot hold a layer, with the reason.
         """
         self.plan = plan
         self.config = config
         self.state = PlanState(plan, attention_mask)
-        if max_tokens is not None and max_tokens < 1:
-            raise UsageError(f"max_tokens = {max_tokens}, expected 1 or more")
+        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
+            raise UsageError(f"max_tokens = {max_tokens!r}, expected an integer of 1 or more")
         self.static = None
         self._mark: StaticMark | None = None
         indices = [layer.geometry.index for layer in plan.layers if isinstance(layer.geometry, AttentionGeometry)]
@@ -247,9 +247,11 @@ class PlanCache(Cache):
         self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        rows = self.padding.rows
-        if rows is not None:
-            self._select(torch.arange(rows.batch)[indices.cpu()].tolist())
+        """indices: numbers of rows, or bool [B]."""
+        rows, is_mask = self.padding.rows, indices.dtype == torch.bool
+        if rows is not None and is_mask and len(indices) != rows.batch:
+            raise UsageError(f"a mask of {len(indices)} rows for a batch of {rows.batch}")
+        self._select((indices.nonzero().flatten() if is_mask else indices).tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         rows = self.padding.rows
@@ -312,6 +314,10 @@ class PlanCache(Cache):
         rows = self.padding.rows
         if rows is None:
             return
+        unknown = [index for index in indices if not -rows.batch <= index < rows.batch]
+        if unknown:
+            raise UsageError(f"no row {unknown[0]} in a batch of {rows.batch}")
+        indices = [index % rows.batch for index in indices]
         if self.static is not None and len(indices) != rows.batch:
             raise UsageError(f"{len(indices)} sequences of {rows.batch}: a static batch stays", hint=DYNAMIC_HINT)
         if self._mark is not None and indices != list(range(rows.batch)):
