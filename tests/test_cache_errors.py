@@ -81,7 +81,7 @@ def test_a_cache_says_that_a_forward_pass_did_not_end(max_tokens: int | None) ->
         with interrupted(model), pytest.raises(KeyboardInterrupt):
             feed(model, cache, ids[:, 60:200])
         for refused in (lambda: feed(model, cache, ids[:, 200:]), lambda: cache.crop(-1)):
-            with pytest.raises(UsageError, match="an error ended the last forward pass") as caught:
+            with pytest.raises(UsageError, match="did not reach the last layer") as caught:
                 refused()
             assert "reset()" in caught.value.hint
         cache.reset()
@@ -101,7 +101,7 @@ def test_values_that_cannot_be_packed_end_the_cache_too() -> None:
     with pytest.raises(NonFiniteActivations):
         feed(model, cache, ids[:, 60:])
     handle.remove()
-    with pytest.raises(UsageError, match="an error ended the last forward pass"):
+    with pytest.raises(UsageError, match="did not reach the last layer"):
         feed(model, cache, ids[:, 60:])
 
 

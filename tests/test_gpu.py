@@ -47,9 +47,11 @@ def test_a_cache_on_the_gpu_holds_the_same_pages(pair: tuple[Format, Format]) ->
         heads = plan.layers[0].attention.num_kv_heads
         states = keys[:, :1].expand(-1, heads, -1, -1).to(device)
         for start, stop in ((0, 300), (300, 301), (301, 500)):
-            cache.update(states[:, :, start:stop], -states[:, :, start:stop], 0)
-    for on_cpu, on_gpu in zip(caches["cpu"].layers[0].tensors, caches["cuda"].layers[0].tensors, strict=True):
-        assert on_gpu.is_cuda and torch.equal(on_cpu, on_gpu.cpu())
+            for index in range(len(plan.layers)):
+                cache.update((index + 1) * states[:, :, start:stop], -states[:, :, start:stop], index)
+    for ours, theirs in zip(caches["cpu"].layers, caches["cuda"].layers, strict=True):
+        for on_cpu, on_gpu in zip(ours.tensors, theirs.tensors, strict=True):
+            assert on_gpu.is_cuda and torch.equal(on_cpu, on_gpu.cpu())
     assert caches["cuda"].nbytes == caches["cpu"].nbytes > 0
 
 

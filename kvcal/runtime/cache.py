@@ -114,7 +114,7 @@ class PlanCache(Cache):
         """As the layers'.
 
         Raises:
-            UsageError: an error ended the last forward pass, behind which the layers hold different tokens.
+            UsageError: the last forward pass did not reach the last layer, so that the layers hold different tokens.
         """
         if torch.compiler.is_compiling():
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -134,7 +134,7 @@ class PlanCache(Cache):
     def _require_finished(self) -> None:
         if self._is_unfinished:
             raise UsageError(
-                "an error ended the last forward pass, and the layers of the cache hold different tokens",
+                "the last forward pass did not reach the last layer, so that layers hold different tokens",
                 hint="reset() the cache and feed the prompt again, or build a new one",
             )
 
@@ -262,8 +262,8 @@ class PlanCache(Cache):
         """Remove the last -n columns (n negative or 0), or keep the first n. A refusal changes nothing.
 
         Raises:
-            UsageError: tokens that are packed in a static cache, or that would come back into a full sliding window; an
-                error ended the last forward pass.
+            UsageError: tokens that are packed in a static cache, or that would come back into a full sliding window;
+                the last forward pass did not reach the last layer.
             UnsupportedModel: a layer keeps a state of linear attention.
         """
         self._require_finished()
