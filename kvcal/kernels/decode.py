@@ -47,7 +47,8 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
     Raises:
         UsageError: not even one warp fits.
     """
-    dim, has_tiers = variant.head_dim, isinstance(variant.layout("k"), TieredLayout)
+    dim, layout = variant.head_dim, variant.layout("k")
+    boosted = layout.num_slots if isinstance(layout, TieredLayout) else 0
     is_packed = variant.num_bits("v") != RAW_BITS
     records = [0 if variant.num_bits(side) == RAW_BITS else variant.layout(side).record_bytes for side in SIDES]
     heads = pass_heads(variant.group_heads)
@@ -55,7 +56,7 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
     parts = 2 if variant.rescale and variant.k.axis == "token" else 1  # of the query (QUERY_PARTS)
     shared = ((16 + 8 * parts) * tiles + 32) * dim + 11 * heads * 4 + 2 * MAX_ROWS * 4 + 64 + 128
     slots = max(sum(-(-record // 128) * 128 for record in records) if is_packed else 0, heads * dim * 4)
-    each = slots + tiles * SWAP_BYTES + 2 * heads * 4 + 256 * has_tiers
+    each = slots + tiles * SWAP_BYTES + 2 * heads * 4 + 4 * boosted
     room = shared_room(capability)
     warps = min(MAX_WARPS if is_packed else MAX_RAW_WARPS, (room - shared) // each)
     warps -= warps % SCHEDULERS if warps > SCHEDULERS else 0

@@ -78,7 +78,7 @@ struct __align__(128) Shared {
 #endif
     float max_[WARPS][HEADS], sum[WARPS][HEADS];
 #if K_TIERS > 0
-    u8 channel_of[WARPS][256];
+    u32 channels[WARPS][K_SLOTS];
 #endif
     int is_last;
     int all, blocks, position, end;               // units, and the block's part of them that is left

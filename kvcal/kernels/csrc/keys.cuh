@@ -14,7 +14,7 @@ void packed_scores(float (&s)[QUERY_TILES][2 * COUNT], const u8* record, int fir
 #if K_AXIS == 0
     constexpr int GROUPS = COUNT * 16 > K_GROUP ? COUNT * 16 / K_GROUP : 1, PER = COUNT / GROUPS;
 #if K_TIERS > 0
-    list_channels(shared.channel_of[warp], record, lane);
+    list_channels(shared.channels[warp], record, lane);
 #endif
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {

@@ -6,23 +6,29 @@
 namespace decode_ {
 
 #if K_TIERS > 0
-// Channels of a page's slots, 255 for none.
-__device__ __forceinline__ void list_channels(u8* channel_of, const u8* record, int lane) {
+// Where the numbers of a channel lie, in bytes: its scale among those of its group of tokens, in the high half, and its
+// query of the first head of a tile.
+constexpr u32 NO_CHANNEL = ~0u;
+__device__ __forceinline__ u32 places_of(u32 channel) {
+    const u32 part = channel / (DIM / 8), rest = channel % (DIM / 8);
+    const u32 query = ((rest / 4 * 32 + part % 2 * 4 + part / 2) * 4 + rest % 4) * 4;
+    return channel * (K_PARAM == KV_FLOAT32 ? 4 : 2) << 16 | query;
+}
+__device__ __forceinline__ float query_at(const Shared& shared, int n, int head, u32 places) {
+    return *reinterpret_cast<const float*>(reinterpret_cast<const u8*>(shared.query[n][0][8 * head]) + (places & 0xffffu));
+}
+
+// Channels of a page's slots.
+__device__ __forceinline__ void list_channels(u32* channels, const u8* record, int lane) {
     __syncwarp();
-    for (int i = lane; i < K_SLOTS; i += 32) channel_of[i] = 255;
+    for (int i = lane; i < K_SLOTS; i += 32) channels[i] = NO_CHANNEL;
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < DIM; i += 32) {
-        u8 slot = record[K_INDEX + i + lane];
-        if (slot != 255) channel_of[slot] = i + lane;
+        const u8 slot = record[K_INDEX + i + lane];
+        if (slot != 255) channels[slot] = places_of(i + lane);
     }
     __syncwarp();
-}
-
-// A channel's query, of head g / 2 of tile n.
-__device__ __forceinline__ float query_of(const Shared& shared, int n, int head, int channel) {
-    const int part = channel / (DIM / 8), rest = channel % (DIM / 8);
-    return shared.query[n][rest / 4][(2 * head + part % 2) * 4 + part / 2][rest % 4];
 }
 
 // Four codes of 2 bits in a byte -> a byte each, times 2^LIFT.
@@ -42,24 +48,28 @@ void multiply_tier(int (&acc)[QUERY_TILES][COUNT][4], float (&zero)[QUERY_TILES]
     constexpr int R = INTERLEAVED ? 16 / (SEGMENT ? SEGMENT : 1) : 1;
     constexpr float MEAN = MEAN_CODE(2 * PLANES) * (1 << K_BITS);
     const int g = lane >> 2, quad = lane & 3;
-    const u8* channel_of = shared.channel_of[warp];
+    const u32* channels = shared.channels[warp] + FIRST_SLOT;
 #pragma unroll
     for (int step = 0; step < (ROW + 3) / 4; step++) {
         const int slot = INTERLEAVED ? quad * (COLUMNS / 4) + 4 * step : 16 * step + 4 * quad;
         float x[QUERY_TILES][4];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const int channel = slot + j < ROOM ? channel_of[FIRST_SLOT + slot + j] : 255;
-            const float factor = channel == 255 ? 0.f : number_at<K_PARAM>(scale, channel);
+            // Read anyway: a branch would wait for one channel after the other.
+            const u32 found = slot + j < ROOM ? channels[slot + j] : NO_CHANNEL, places = found == NO_CHANNEL ? 0 : found;
+            const float factor = number_at<K_PARAM>(scale + (places >> 16), 0);
 #pragma unroll
-            for (int n = 0; n < QUERY_TILES; n++) x[n][j] = channel == 255 ? 0.f : query_of(shared, n, g / 2, channel) * factor;
+            for (int n = 0; n < QUERY_TILES; n++) {
+                const float product = query_at(shared, n, g / 2, places) * factor;
+                x[n][j] = found == NO_CHANNEL ? 0.f : product;
+            }
         }
         u32 op[QUERY_TILES];
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; n++) {
             op[n] = own_limb(x[n], up[n], lane);
-            // Half: both lanes of a head have it.
-            zero[n] = fmaf(lost(x[n], up[n]), __fdividef(.5f * MEAN, up[n]), zero[n]);
+            // Half: both lanes of a head have it. A few more bits err by too little to be worth it.
+            if (PLANES > 1) zero[n] = fmaf(lost(x[n], up[n]), __fdividef(.5f * MEAN, up[n]), zero[n]);
         }
 #pragma unroll
         for (int t = 0; t < COUNT; t++) {
@@ -105,12 +115,12 @@ void add_raw_slots(float (&s)[QUERY_TILES][2 * COUNT], const u8* record, const S
     const int g = lane >> 2, quad = lane & 3;
 #pragma unroll
     for (int slot = 0; slot < K_RAW_SLOTS; slot++) {
-        const int channel = shared.channel_of[warp][slot];
-        if (channel == 255) continue;
+        const u32 places = shared.channels[warp][slot];
+        if (places == NO_CHANNEL) continue;
         const u16* values = reinterpret_cast<const u16*>(record + K_RAW) + slot * PAGE + first * 16 + g;
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; n++) {
-            const float q = query_of(shared, n, quad, channel) * scale;
+            const float q = query_at(shared, n, quad, places) * scale;
 #pragma unroll
             for (int i = 0; i < 2 * COUNT; i++) s[n][i] = fmaf(q, dense_to_float(values[i * 8]), s[n][i]);
         }
