@@ -29,6 +29,8 @@ from kvcal.errors import UnsupportedModel, UsageError
 # What the model files call the AttentionInterface and the function they fall back to.
 INTERFACE, EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
 BASE_IMPLEMENTATIONS = ("sdpa", "eager")
+# How the names begin that are registered in their place.
+OURS = "kvcal_"
 
 # (attention module, q_post_BHTD, k_post_BNSD, v_BNSD): T new tokens' queries, after RoPE; keys and values of the S
 # tokens attended to, T without a cache, before the GQA repeat. In the compute dtype, still in the autograd graph.
@@ -51,14 +53,7 @@ def listen(model: PreTrainedModel, on_call: OnCall) -> Iterator[None]:
         UsageError: the model is listened to already, or its attention is neither sdpa nor eager.
     """
     modules = attention_modules(model)
-    require_unheard(model)
-    base = model.config.get_text_config(decoder=True)._attn_implementation
-    if base not in BASE_IMPLEMENTATIONS:
-        raise UsageError(
-            f"attention implementation {base!r} cannot be listened to, its masks have another form; "
-            f"supported: {', '.join(BASE_IMPLEMENTATIONS)}",
-            hint="load the model with attn_implementation='sdpa'",
-        )
+    base = require_base(model)
     with ExitStack() as restore:
         _LISTENING.update(dict.fromkeys(modules, on_call))
         restore.callback(lambda: [_LISTENING.pop(module) for module in modules])
@@ -67,12 +62,25 @@ def listen(model: PreTrainedModel, on_call: OnCall) -> Iterator[None]:
         yield
 
 
-def require_unheard(model: PreTrainedModel) -> None:
-    """Raises UsageError if the model's attention has a listener: there can be one at a time."""
-    if any(module in _LISTENING for module in attention_modules(model)):
+def require_base(model: PreTrainedModel) -> str:
+    """The attention implementation of a model that is as it was loaded.
+
+    Raises:
+        UsageError: it is neither sdpa nor eager, or one of ours: there can be one at a time.
+    """
+    base = str(model.config.get_text_config(decoder=True)._attn_implementation)
+    if base.startswith(OURS) or any(module in _LISTENING for module in attention_modules(model)):
         raise UsageError(
-            f"the attention of {type(model).__name__} is tapped already", hint="leave the other context first"
+            f"the attention of {type(model).__name__} is tapped already",
+            hint="leave the other context first: paged_attention, hear_queries or a measurement",
         )
+    if base not in BASE_IMPLEMENTATIONS:
+        supported = ", ".join(BASE_IMPLEMENTATIONS)
+        raise UsageError(
+            f"attention implementation {base!r} has masks of another form; supported: {supported}",
+            hint="load the model with attn_implementation='sdpa'",
+        )
+    return base
 
 
 def attention_modules(model: PreTrainedModel) -> tuple[nn.Module, ...]:
@@ -115,7 +123,7 @@ def _heard_attention(base: str, module: nn.Module, *args: Any, **kwargs: Any) ->
 
 
 def _use_heard_attention(model: PreTrainedModel, base: str) -> None:
-    name = f"kvcal_{base}"
+    name = OURS + base
     AttentionInterface.register(name, partial(_heard_attention, base))
     AttentionMaskInterface.register(name, AttentionMaskInterface()[base])
     model.set_attn_implementation(implementations_of(model.config, name))

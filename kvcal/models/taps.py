@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvcal.attention import attention_modules, forward_of, listen, require_unheard
+from kvcal.attention import attention_modules, forward_of, listen, require_base
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.models.geometry import RecordingCache, attention_layers, geometry_of, probe_ids
@@ -59,7 +59,7 @@ def tap(model: PreTrainedModel, on_attention: Observer, geometry: Geometry | Non
     family must be left in the reverse order of entry.
     """
     modules = attention_modules(model)
-    require_unheard(model)
+    require_base(model)
     layers = attention_layers(geometry or geometry_of(model))
     recorder = _Recorder(model, layers, on_attention)
     with ExitStack() as restore:

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kvcal.attention import (
-    BASE_IMPLEMENTATIONS,
     EAGER,
     INTERFACE,
+    OURS,
     attention_modules,
     forward_of,
     implementations_of,
-    require_unheard,
+    require_base,
 )
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.runtime.cache import PlanCache
@@ -61,14 +61,7 @@ def paged_attention(model: PreTrainedModel) -> Iterator[None]:
         UsageError: its attention is neither sdpa nor eager, or is listened to or served already.
     """
     modules = attention_modules(model)
-    require_unheard(model)
-    base = model.config.get_text_config(decoder=True)._attn_implementation
-    if base not in BASE_IMPLEMENTATIONS:
-        raise UsageError(
-            f"attention implementation {base!r} cannot be served from a packed cache; "
-            f"supported: {', '.join(BASE_IMPLEMENTATIONS)}",
-            hint="load the model with attn_implementation='sdpa', and enter the context once",
-        )
+    base = require_base(model)
     serving = _ModelServing()
 
     def note_cache(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -84,7 +77,7 @@ def paged_attention(model: PreTrainedModel) -> Iterator[None]:
         restore.callback(model.set_attn_implementation, implementations_of(model.config))
         restore.callback(lambda: vars(serving).update(is_active=False, cache=None))
         restore.callback(model.get_decoder().register_forward_pre_hook(note_cache, with_kwargs=True).remove)
-        name = f"kvcal_paged_{base}"
+        name = f"{OURS}paged_{base}"
         AttentionInterface.register(name, partial(_attention, base))
         AttentionMaskInterface.register(name, partial(_mask, AttentionMaskInterface()[base]))
         model.set_attn_implementation(implementations_of(model.config, name))
