@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Sequence
 
 import pytest
@@ -23,7 +25,7 @@ from form_cases import (
 from torch import Tensor
 
 from kvcal import PlanCache, paged_attention
-from kvcal.errors import NonFiniteActivations, SlowPath
+from kvcal.errors import NonFiniteActivations, SlowPath, UsageError
 from kvcal.formats import SIDES
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.kernels import form_operands, variants
@@ -278,3 +280,17 @@ def test_kernels_compile_for_reconstructed_sides(name: str, capability: tuple[in
     defines = decode_defines(variant, "bfloat16", False, capability)
     assert resources(cubin("decode", defines, arch))["decode"].local_bytes <= 256
     assert resources(cubin("pack", variant.defines, arch))["append"].local_bytes <= 256
+
+
+@pytest.mark.parametrize("name", ("lattice d=2", "before RoPE", "linear"))
+def test_a_copy_goes_on_alike_and_pickle_is_refused(name: str) -> None:
+    """Layers and workspace are views of the same memory."""
+    cache, inputs = static_of(form_plan(name), 400, 1), [states(index, 1, 400) for index in LAYERS]
+    advance(cache, 0, 300, inputs)
+    copied = copy.deepcopy(cache)
+    expected = advance(cache, 300, 301, inputs)
+    advance(cache, 301, 400, inputs)
+    for ours, theirs in zip(advance(copied, 300, 301, inputs), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(UsageError, match="share the scratch of stored forms cannot be pickled"):
+        pickle.dumps(cache)

@@ -10,7 +10,9 @@ lets an eager step beyond ``max_tokens`` fail before it is computed.
 from __future__ import annotations
 
 import bisect
+import copy
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -56,6 +58,20 @@ class StaticState:
         self._page_at: dict[Format, Tensor] = {}
         self._workspaces: dict[tuple[int, int, int], Tensor] = {}
         self._leaving: dict[tuple[Side, int, int], Tensor] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = memo[id(self)] = object.__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """UsageError where layers share scratch: pickle would give each its own, and they would read nothing."""
+        if self.forms.nbytes:
+            raise UsageError(
+                "a static cache whose layers share the scratch of stored forms cannot be pickled",
+                hint="copy.deepcopy keeps it together; kvcal pack-prefix stores a prompt",
+            )
+        return super().__reduce_ex__(protocol)
 
     @property
     def is_allocated(self) -> bool:
