@@ -95,10 +95,16 @@ class AllocateSpec:
             raise ValueError(f"batch = {self.batch}; allowed: up to {MAX_BATCH}")
         given = [name for name in BUDGET_KINDS if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"{' and '.join(given) or 'no budget'} given; expected exactly one of {BUDGET_KINDS}")
+            kinds = ", ".join(f"{name} ({of})" for name, of in BUDGET_KINDS.items())
+            raise ValueError(f"{' and '.join(given) or 'no budget'} given; expected exactly one of {kinds}")
 
 
-BUDGET_KINDS = ("budget", "kv_budget", "bits", "same_bytes_as")
+BUDGET_KINDS = {
+    "budget": "of the whole device, such as 24GB",
+    "kv_budget": "of the cache alone, such as 2GiB",
+    "bits": "per cached value, such as 2.5",
+    "same_bytes_as": "a recipe, such as kivi-2",
+}
 
 
 @dataclass(frozen=True, config=STRICT)

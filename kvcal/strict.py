@@ -45,12 +45,14 @@ def dump(record: Any) -> Any:
 def _findings(found: ValidationError, at_most: int = 3) -> str:
     lines = []
     for item in found.errors(include_url=False)[:at_most]:
-        where = ".".join(str(part) for part in item["loc"]) or "value"
+        where, message = ".".join(str(part) for part in item["loc"]), item["msg"].removeprefix("Value error, ")
         if item["type"] == "unexpected_keyword_argument":
             lines.append(f"unknown key {where!r}")
         elif item["type"] == "missing":
             lines.append(f"missing key {where!r}")
+        elif isinstance(item["input"], dict):  # keys that do not go together, which the message names
+            lines.append(f"{where}: {message}" if where else message)
         else:
-            lines.append(f"{where} = {item['input']!r}: {item['msg'].removeprefix('Value error, ')}")
+            lines.append(f"{where or 'value'} = {item['input']!r}: {message}")
     more = found.error_count() - at_most
     return "; ".join(lines) + (f"; and {more} more" if more > 0 else "")

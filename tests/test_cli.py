@@ -164,9 +164,9 @@ def test_sweep(finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_two_budgets_are_a_usage_error(finished: Run, capsys: pytest.CaptureFixture[str]) -> None:
     done = run_kvcal(capsys, "allocate", finished[2], "--bits", "4", "--kv-budget", "1GB")
-    assert done.code == 2 and "2 budgets given; expected exactly one of --budget, --kv-budget" in done.err
+    assert done.code == 2 and "kv_budget and bits given; expected exactly one of budget (of the" in done.err
     done = run_kvcal(capsys, "allocate", finished[2])
-    assert done.code == 2 and "no budget given" in done.err and "--budget 24GB is the whole device" in done.err
+    assert done.code == 2 and "allocate: no budget given; expected exactly one of budget (of the" in done.err
 
 
 def test_a_batch_beyond_all_reason_is_refused_at_once(finished: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,15 +44,8 @@ def allocate(
     knobs |= {"batch": batch, "context": context, "workspace": workspace}
     knobs |= {"granularity": granularity}
     knobs |= {"objective": objective or ("sensitivity" if granularity == "head" else "combined")}
-    given = [value for value in (budget, kv_budget, bits, same_bytes_as) if value is not None]
-    if sweep and not given:
+    if sweep and not any((budget, kv_budget, bits, same_bytes_as)):
         knobs["bits"] = 16.0
-    elif len(given) != 1:
-        number = f"{len(given)} budgets" if given else "no budget"
-        raise UsageError(
-            f"{number} given; expected exactly one of --budget, --kv-budget, --bits, --same-bytes-as",
-            hint="--budget 24GB is the whole device, --kv-budget 2GiB the cache alone, --bits 2.5 per cached value",
-        )
     spec = parse(AllocateSpec, knobs, "allocate", UsageError)
     reporter = console.TerminalReporter(quiet)
     paths = pipeline.Folder(folder)

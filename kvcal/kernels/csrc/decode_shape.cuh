@@ -15,7 +15,6 @@
 #define K_GROUPS (K_AXIS == 0 ? PAGE / K_GROUP : (DIM + K_GROUP - 1) / K_GROUP)
 #define V_GROUPS ((DIM + V_GROUP - 1) / V_GROUP)
 #define MAX2(a, b) ((a) > (b) ? (a) : (b))
-#define MIN2(a, b) ((a) < (b) ? (a) : (b))
 // A tier's bits, where its codes have planes; tiers run from most bits to fewest, 16 bits first.
 #if K_TIERS > 0 && K_TIER0_BITS != 16
 #define K_WIDEST K_TIER0_BITS
@@ -26,7 +25,7 @@
 #endif
 // Powers of two of the bytes that hold codes (codes.cuh), with room for the highest bits of a tier.
 #define LIFT_OF(bits) ((bits) == 1 ? 7 : (bits) == 2 ? 6 : (bits) == 8 ? 0 : 4)
-#define K_LIFT (K_WIDEST > K_BITS ? MIN2(LIFT_OF(K_WIDEST), LIFT_OF(K_BITS)) : LIFT_OF(K_BITS))
+#define K_LIFT LIFT_OF(K_WIDEST)
 #define V_LIFT LIFT_OF(V_BITS)
 // Records of keys and of values, each at a multiple of 128 bytes; at the end of a head, what its warp found.
 #define ALIGNED(bytes) (((bytes) + 127) / 128 * 128)
