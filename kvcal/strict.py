@@ -50,7 +50,7 @@ def _findings(found: ValidationError, at_most: int = 3) -> str:
             lines.append(f"unknown key {where!r}")
         elif item["type"] == "missing":
             lines.append(f"missing key {where!r}")
-        elif isinstance(item["input"], dict):  # keys that do not go together, which the message names
+        elif item["type"] == "value_error" and isinstance(item["input"], dict):  # a record's own check names the keys
             lines.append(f"{where}: {message}" if where else message)
         else:
             lines.append(f"{where or 'value'} = {item['input']!r}: {message}")
