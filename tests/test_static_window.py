@@ -221,7 +221,8 @@ def test_memory_stays_where_it_is_and_is_used_again() -> None:
         order = torch.tensor([1, 0])
         used.reorder_cache(order)
         rest = random_ids(2, 20, seed=5)
-        assert torch.equal(feed(model, used, rest[order], range(1, 20)), feed(model, fresh, rest, range(1, 20))[order])
+        found, expected = feed(model, used, rest[order], range(1, 20)), feed(model, fresh, rest, range(1, 20))[order]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)  # a row's last bits depend on its place
     assert [tensor.data_ptr() for layer in used.static_layers for tensor in layer.tensors] == before
     scratch = 2 * 2 * 1 * 16 * 4  # the leaving token: sides, rows, heads, channels of fp32
     assert used.workspace_nbytes == 4 * 2 + 8 + 4 + scratch
