@@ -28,7 +28,7 @@ from kvcal.stages import profile as profile_stage
 from kvcal.stages import run_search as search_stage
 from kvcal.stages.allocate import Allocation
 from kvcal.stages.compile import compile_plan
-from kvcal.stages.evaluate import Evaluation, evaluate
+from kvcal.stages.evaluate import Evaluation, evaluate, require_scheduled_texts, scheduled_batch
 from kvcal.stages.lattice_tensors import lattice_tensors
 from kvcal.stages.profile import Profile
 from kvcal.stages.report import draw
@@ -232,16 +232,17 @@ def compile_folder(
 def evaluate_plan(recipe: Recipe, loaded: LoadedModel, plan: Plan, folder: Folder, reporter: Reporter) -> Evaluation:
     """The evaluate stage: the plan beside the recipe's baselines, as JSON and as a picture."""
     plans = [(name, baseline_plan(load_recipe(name), loaded, plan.workload)) for name in recipe.evaluate.against]
-    data = sequences(recipe.evaluate.data, loaded)
+    plans.append((recipe.name, plan))
+    spec = scheduled_batch(recipe.evaluate, plans, reporter)
+    data = sequences(spec.data, loaded)
+    require_scheduled_texts(plans, data)
     inputs = {
         **model_inputs(loaded),
-        **flat("evaluate", dump(replace(recipe.evaluate, against=()))),  # rows are kept one by one
+        **flat("evaluate", dump(replace(spec, against=()))),  # rows are kept one by one
         "data.fingerprint": data.fingerprint,
         **compute_dtype(loaded),
     }
-    evaluation = evaluate(
-        loaded, [*plans, (recipe.name, plan)], recipe.evaluate, data, inputs, folder.evaluation, reporter
-    )
+    evaluation = evaluate(loaded, plans, spec, data, inputs, folder.evaluation, reporter)
     draw(evaluation, plan, folder.picture)
     return evaluation
 

@@ -115,6 +115,11 @@ class Plan:
         """Whether the cache must hear the model's queries (``kvcal.hear_queries``)."""
         return any(fmt.needs_queries for layer in self.layers for fmt in layer.k)
 
+    @property
+    def is_progressive(self) -> bool:
+        """Whether pages shrink, on a schedule that holds for the workload alone."""
+        return any(fmt.shrink_at for layer in self.layers for fmt in (*layer.k, *layer.v))
+
     def bits_per_value(self, workload: Workload | None = None) -> float:
         """Bits per cached value of the paged layers, everything included (scales, zeros, indices, sinks, windows,
         buffers, padding, predictors and other tensors), at ``workload`` (default: the plan's)."""

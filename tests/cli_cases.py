@@ -54,14 +54,19 @@ class Outcome:
 
 
 def save_llama(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, seed: int = 0, dtype: torch.dtype = torch.bfloat16
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    num_layers: int = 2,
+    head_dim: int = 16,
 ) -> Path:
-    """A random Llama of 2 layers with the embedded tokenizer."""
+    """A random Llama with the embedded tokenizer."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, bos_token_id=0, eos_token_id=0,
-        pad_token_id=1,
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=1024, bos_token_id=0,
+        eos_token_id=0, pad_token_id=1,
     )  # fmt: skip
     LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

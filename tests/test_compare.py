@@ -126,7 +126,7 @@ def test_a_plan_that_cannot_be_measured_is_a_row(tmp_path: Path, small_recipes: 
     assert "the plan's pages shrink on a schedule" in refusal.message
     assert [entry.name for entry, _ in comparison.measured] == [*BASELINE_NAMES, "fixed"]
     assert comparison.inputs["evaluate.batch"] == 1
-    assert any("measured 1 at a time" in message for message in notes.messages)
+    assert any("evaluate: 1 sequences at a time" in message for message in notes.messages)
 
 
 def test_a_refused_baseline_ends_the_comparison(tmp_path: Path, small_recipes: tuple[str, str]) -> None:

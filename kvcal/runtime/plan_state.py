@@ -46,7 +46,7 @@ class PlanState:
         predictors = [layer.predictor(side) for layer in plan.layers for side in SIDES]
         self.later_sources = {predictor.source for predictor in predictors if predictor is not None}
         self.predictions: dict[int, Source] = {}
-        self.is_scheduled = any(fmt.shrink_at for layer in plan.layers for fmt in (*layer.k, *layer.v))
+        self.is_scheduled = plan.is_progressive
 
     def tensors_on(self, device: torch.device) -> Mapping[str, Tensor]:
         """The plan's tensors on ``device``, moved there once."""

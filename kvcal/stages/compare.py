@@ -37,7 +37,7 @@ from kvcal.stages.compare_record import (
     save_comparison,
     with_shares,
 )
-from kvcal.stages.evaluate import Row, evaluate, load_evaluation
+from kvcal.stages.evaluate import Row, evaluate, load_evaluation, scheduled_batch
 from kvcal.stages.stage_times import artifacts, timed, total
 from kvcal.strict import dump
 
@@ -77,7 +77,7 @@ def compare(
             _save(job, entries, spec, data)
         if plan is not None:
             plans[point.name] = plan
-    spec = _fitting(spec, plans, workload, reporter)
+    spec = scheduled_batch(spec, plans.items(), reporter)
     rows, refusals = _measure(job, plans, spec, data)
     for name in plans:
         entries[name] = replace(entries[name], row=rows.get(name), refusal=refusals.get(name))
@@ -158,19 +158,6 @@ def _take_over_profile(job: _Job, point: Point, folder: Folder) -> None:
         content = source.read_bytes()
         if not folder.profile.exists() or folder.profile.read_bytes() != content:
             write_bytes_atomic(folder.profile, content)
-
-
-def _fitting(spec: EvaluateSpec, plans: dict[str, Plan], workload: Workload, reporter: Reporter) -> EvaluateSpec:
-    """``spec`` with a batch that every plan can hold."""
-    scheduled = [
-        name
-        for name, plan in plans.items()
-        if any(fmt.shrink_at for layer in plan.layers for fmt in (*layer.k, *layer.v))
-    ]
-    if not scheduled or spec.batch <= workload.batch:
-        return spec
-    reporter.say(f"compare: measured {workload.batch} at a time: {scheduled[0]} holds no more")
-    return replace(spec, batch=workload.batch)
 
 
 def _measure(

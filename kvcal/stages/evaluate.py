@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 
 from kvcal.artifact import differing_input, sha256_json, write_text_atomic
 from kvcal.data import TokenDataset
-from kvcal.errors import ArtifactError
+from kvcal.errors import ArtifactError, UsageError
 from kvcal.models.load import LoadedModel
 from kvcal.plan import Plan, Workload
 from kvcal.progress import Reporter
@@ -112,6 +112,28 @@ def evaluate(
         found[digest] = _measure(loaded, name, plan, spec, data, reference, reporter)
         save()
     return save()
+
+
+def scheduled_batch(spec: EvaluateSpec, plans: Iterable[tuple[str, Plan]], reporter: Reporter) -> EvaluateSpec:
+    """``spec`` with a batch that every (name, plan) can hold: plans whose pages shrink are scheduled for
+    ``workload.batch`` sequences. All plans are measured alike."""
+    limits = {name: plan.workload.batch for name, plan in plans if plan.is_progressive}
+    name = min(limits, key=limits.__getitem__, default="")
+    if not limits or spec.batch <= limits[name]:
+        return spec
+    reporter.say(f"evaluate: {limits[name]} sequences at a time: the pages of {name} shrink on a schedule for no more")
+    return replace(spec, batch=limits[name])
+
+
+def require_scheduled_texts(plans: Iterable[tuple[str, Plan]], data: TokenDataset) -> None:
+    """UsageError where a text of ``data`` is longer than the schedule of a (name, plan) whose pages shrink."""
+    longest = max(sequence.numel() for sequence in data.sequences)
+    for name, plan in plans:
+        if plan.is_progressive and longest > plan.workload.context:
+            raise UsageError(
+                f"a text of {longest} tokens, and the pages of {name} shrink on a schedule for {plan.workload.context}",
+                hint="lower seq_len in [evaluate], or allocate with a longer --context",
+            )
 
 
 def save_evaluation(evaluation: Evaluation, path: str | Path) -> None:

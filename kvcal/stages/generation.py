@@ -120,7 +120,7 @@ def _generate(
     config = generation_config(model, tokenizer)
     active = list(batch)
     input_ids, mask = _left_padded([s.prompt_T for s in active], config.pad_token_id, model.device)
-    left = _room(loaded, input_ids.shape[1], max_new_tokens)
+    left = _room(loaded, plan, input_ids.shape[1], max_new_tokens)
     cache = MirroredCache(plan, model.config, attention_mask=mask)
     while active and left:
         config.max_new_tokens = min(SEGMENT_TOKENS, left)
@@ -211,18 +211,19 @@ def _left_padded(prompts: list[Tensor], pad: int, device: torch.device) -> tuple
     return input_ids, mask
 
 
-def _room(loaded: LoadedModel, width: int, max_new_tokens: int) -> int:
-    """New tokens that the model's context allows behind ``width`` columns, at most ``max_new_tokens``."""
-    config = loaded.model.config.get_text_config(decoder=True)
-    context = getattr(config, "max_position_embeddings", None)
-    if context is None:
-        return max_new_tokens
-    if width >= context:
-        raise UsageError(
-            f"a problem's prompt of {width} tokens fills the model's context of {context}",
-            hint="lower max_steps, max_size, max_hops or max_digits in [evaluate], or evaluate without tasks",
-        )
-    return min(max_new_tokens, context - width)
+def _room(loaded: LoadedModel, plan: Plan, width: int, max_new_tokens: int) -> int:
+    """New tokens behind ``width`` columns that the model's context and the plan's schedule allow, at most
+    ``max_new_tokens``."""
+    model_context = getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    schedule = plan.workload.context if plan.is_progressive else None
+    limits = {"the model's context": model_context, "the schedule of pages that shrink": schedule}
+    for name, limit in limits.items():
+        if limit is not None and width >= limit:
+            raise UsageError(
+                f"a problem's prompt of {width} tokens fills {name} of {limit}",
+                hint="lower max_steps, max_size, max_hops or max_digits in [evaluate], or evaluate without tasks",
+            )
+    return min(max_new_tokens, *(limit - width for limit in limits.values() if limit is not None))
 
 
 def _tokenizer(loaded: LoadedModel) -> Tokenizer:
