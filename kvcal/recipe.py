@@ -24,32 +24,53 @@ from kvcal.strict import STRICT, dump, parse
 from kvcal.tasks import TASKS, require_lengths
 
 Objective = Literal["sensitivity", "kl", "combined"]
+DEFAULT_KL_BITS = (2, 3, 4)
 
 RECIPE_FOLDERS = (Path(__file__).parent / "recipes", Path(__file__).parent.parent / "recipes")
 
 
 @dataclass(frozen=True, config=STRICT)
 class ProfileSpec:
-    """What is measured. Candidates are ``num_bits`` x axis x ``group_sizes`` (V: per token only) and 16 bits.
+    """What is measured. Candidates are exactly ``num_bits`` x axis x ``group_sizes`` (V: per token only) and 16 bits.
 
-    ``kl_num_bits`` x ``kl_group_size`` x the first of ``k_axes``: candidates whose KL to the 16-bit cache is measured
-    too, one layer's K or V alone, through the packed cache, on ``kl_samples`` sequences of ``kl_tokens`` tokens.
+    Of these, ``kl_num_bits`` (default: 2, 3 and 4 bits, or all where none of them is a candidate) x ``kl_group_size``
+    (default: the largest) x the first of ``k_axes`` are also measured by their KL to the 16-bit cache: one layer's K or
+    V alone, through the packed cache, on ``kl_samples`` sequences of ``kl_tokens`` tokens.
     """
 
     num_bits: tuple[Literal[1, 2, 3, 4, 8], ...] = (1, 2, 3, 4, 8)
     k_axes: tuple[Literal["channel", "token"], ...] = ("channel", "token")
     group_sizes: tuple[Literal[32, 64, 128], ...] = (32, 64, 128)
-    kl_num_bits: tuple[Literal[1, 2, 3, 4, 8], ...] = (2, 3, 4)
-    kl_group_size: Literal[32, 64, 128] = 128
+    kl_num_bits: tuple[Literal[1, 2, 3, 4, 8], ...] | None = None
+    kl_group_size: Literal[32, 64, 128] | None = None
     kl_samples: int = 3
     kl_tokens: int = 512
 
     def __post_init__(self) -> None:
         for name in ("num_bits", "k_axes", "group_sizes", "kl_num_bits"):
-            if not getattr(self, name):
+            if getattr(self, name) == ():
                 raise ValueError(f"{name} is empty, expected one or more")
+        for name, measured, allowed in (
+            ("kl_num_bits", self.kl_bits, self.num_bits),
+            ("kl_group_size", (self.kl_group,), self.group_sizes),
+        ):
+            unknown = sorted(set(measured) - set(allowed))
+            if unknown:
+                raise ValueError(f"{name}: {unknown} are no candidates, expected some of {sorted(set(allowed))}")
         if self.kl_samples < 0 or self.kl_tokens < 2:
             raise ValueError(f"expected kl_samples = {self.kl_samples} >= 0 and kl_tokens = {self.kl_tokens} >= 2")
+
+    @property
+    def kl_bits(self) -> tuple[int, ...]:
+        """Bits of the candidates whose KL is measured."""
+        if self.kl_num_bits is not None:
+            return self.kl_num_bits
+        return tuple(bits for bits in self.num_bits if bits in DEFAULT_KL_BITS) or self.num_bits
+
+    @property
+    def kl_group(self) -> int:
+        """Group size of the candidates whose KL is measured."""
+        return self.kl_group_size or max(self.group_sizes)
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -169,7 +169,7 @@ def profile_table(profile: Profile) -> View:
         rows.append(cells)
     headers = ["layer"]
     for name in ("K", "V"):
-        bits = "/".join(str(bits) for bits in subject.spec.kl_num_bits)
+        bits = "/".join(str(bits) for bits in sorted(set(subject.spec.kl_bits)))
         headers += [f"{name} sensitivity, worst", "best"]
         headers += [f"{name} KL at {bits} bits"] if subject.spec.kl_samples else []
         headers.append(f"{name} |dL/dW|")

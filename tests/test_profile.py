@@ -276,6 +276,39 @@ def test_bounded_and_state_layers_are_left_out(name: str, tmp_path: Path) -> Non
         assert float(found.sensitivity(index, side).min()) > 0 and float(found.kl(index, side)) > 0
 
 
+def test_candidates_are_the_recipe_s_and_no_others(tmp_path: Path) -> None:
+    """KL is measured for some of them; no bits and no group beside those of the recipe can be chosen."""
+    spec = ProfileSpec(num_bits=(4, 2), k_axes=("token",), group_sizes=(32, 64), kl_samples=1, kl_tokens=170)
+    found = run(tmp_path, spec=spec, data=data_of(170))
+    for side in SIDES:
+        wanted = set(product((2, 4), ("token",), (32, 64)))
+        assert set(found.subject.candidates(side)) == wanted
+        assert set(found.subject.kl_candidates(side)) == set(product((2, 4), ("token",), (64,)))
+    for objective in ("sensitivity", "kl", "combined"):
+        for bits in range(5, 16):
+            budget = AllocateSpec(bits=float(bits), batch=1, context=65536, objective=objective)
+            formats = {fmt for layer in allocate(found, budget, CACHE, {}).layers for fmt in (*layer.k, *layer.v)}
+            assert {(fmt.num_bits, fmt.group_size) for fmt in formats} <= {*product((2, 4), (32, 64)), (16, 128)}
+    assert ProfileSpec().kl_bits == (2, 3, 4) and ProfileSpec().kl_group == 128
+    assert ProfileSpec(num_bits=(1, 8)).kl_bits == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_bits": (2, 4), "kl_num_bits": (2, 3)},
+            r"kl_num_bits: \[3\] are no candidates, expected some of \[2, 4\]",
+        ),
+        ({"group_sizes": (32, 64), "kl_group_size": 128}, r"kl_group_size: \[128\] are no candidates"),
+        ({"kl_num_bits": ()}, "kl_num_bits is empty"),
+    ],
+)
+def test_divergence_of_no_candidate_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ProfileSpec(**changes)
+
+
 def rewritten(path: Path, target: Path, change) -> Path:
     """A copy of the profile with its body and tensors changed, and a valid digest."""
     stored = artifact.read(path, profile.KIND, profile.SCHEMA)
@@ -315,9 +348,7 @@ def test_more_plans_and_texts_at_once_change_nothing(finished, tmp_path: Path, m
 
 
 def test_combined_is_the_sum_of_both_costs_as_shares_of_their_totals(tmp_path: Path) -> None:
-    """Also where the KL has a group size of its own: its sensitivity is measured with the rest."""
-    spec = replace(SPEC, kl_group_size=128)
-    found = run(tmp_path, spec=spec)
+    found = run(tmp_path, spec=replace(SPEC, kl_group_size=32))
     cells = [(layer.index, side) for layer in found.subject.layers for side in ("k", "v")]
     sensitivity = {cell: found.losses("sensitivity", *cell) for cell in cells}
     kl = {cell: found.losses("kl", *cell) for cell in cells}

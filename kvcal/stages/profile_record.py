@@ -66,16 +66,14 @@ class Subject:
         return tuple(layer for layer in attention if layer.window is None)
 
     def candidates(self, side: Side) -> tuple[Candidate, ...]:
-        """Whose sensitivity is measured: the columns of ``Profile.sensitivity``. All of ``kl_candidates`` are among
-        them, so that both costs of one are known."""
-        wanted = candidates(side, self.spec.num_bits, self.spec.k_axes, self.spec.group_sizes)
-        return wanted + tuple(candidate for candidate in self.kl_candidates(side) if candidate not in wanted)
+        """Whose sensitivity is measured: the columns of ``Profile.sensitivity``."""
+        return candidates(side, self.spec.num_bits, self.spec.k_axes, self.spec.group_sizes)
 
     def kl_candidates(self, side: Side) -> tuple[Candidate, ...]:
-        """Whose KL is measured: the columns of ``Profile.kl``; none without ``kl_samples``."""
+        """Whose KL is measured, some of ``candidates``: the columns of ``Profile.kl``; none without ``kl_samples``."""
         if self.spec.kl_samples == 0:
             return ()
-        return candidates(side, self.spec.kl_num_bits, self.spec.k_axes[:1], (self.spec.kl_group_size,))
+        return candidates(side, self.spec.kl_bits, self.spec.k_axes[:1], (self.spec.kl_group,))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every statistic by name, with its shape."""
