@@ -23,7 +23,7 @@ from kvcal.specs import ImportanceSpec, PredictorSpec, ProgressiveSpec, ReparamS
 from kvcal.strict import STRICT, dump, parse
 from kvcal.tasks import TASKS, require_lengths
 
-Objective = Literal["sensitivity", "kl", "combined"]
+Objective = Literal["sensitivity", "kl", "combined", "importance"]
 DEFAULT_KL_BITS = (2, 3, 4)
 
 RECIPE_FOLDERS = (Path(__file__).parent / "recipes", Path(__file__).parent.parent / "recipes")
@@ -96,7 +96,8 @@ class AllocateSpec:
     gets a format of its own: a layer's K and its V, a block (K and V alike, as in PM-KVQ), or every KV head.
 
     ``budget``: the whole device (weights + workspace + cache); ``kv_budget``: the cache; ``bits``: all-in bits per
-    cached value; ``same_bytes_as``: what the named recipe's cache takes.
+    cached value; ``same_bytes_as``: what the named recipe's cache takes. ``objective``: the cost that is minimised (see
+    stages.profile_record).
     """
 
     budget: str | None = None

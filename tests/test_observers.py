@@ -20,7 +20,7 @@ from kvcal.errors import NonFiniteActivations
 from kvcal.models import geometry_of
 from kvcal.observers.gradients import GradientObserver, next_token_loss
 from kvcal.observers.mean import Mean
-from kvcal.observers.sensitivity import Candidate, candidates, weighted_errors
+from kvcal.observers.sensitivity import Candidate, candidates, quantization_errors
 from kvcal.quantizers.pages import PAGE_TOKENS, PageLayout
 
 IDS = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -119,11 +119,14 @@ def test_weighted_errors_are_those_of_scalar_arithmetic() -> None:
     torch.manual_seed(0)
     x_NTD, g_NTD = torch.randn(1, 4 + 128 + 41, 40) * 3, torch.randn(1, 4 + 128 + 41, 40)
     for wanted in (Candidate(1, "channel", 32), Candidate(3, "channel", 128), Candidate(2, "token", 32)):
-        found = weighted_errors(x_NTD, g_NTD, [wanted], 4, torch.bfloat16, torch.float16)
+        found = quantization_errors(x_NTD, g_NTD, [wanted], 4, torch.bfloat16, torch.float16)
         rounded = x_NTD.bfloat16().float()
-        expected = np.abs(quantization_error(rounded[0].numpy(), wanted, 4) * g_NTD[0].double().numpy()).sum()
-        assert found.dtype == torch.float64 and found.shape == (1, 1)
-        assert float(found) == pytest.approx(expected, rel=1e-6)
+        error = quantization_error(rounded[0].numpy(), wanted, 4)
+        expected = np.abs(error * g_NTD[0].double().numpy()).sum()
+        assert found.weighted_NC.dtype == torch.float64 and found.weighted_NC.shape == (1, 1)
+        assert float(found.weighted_NC) == pytest.approx(expected, rel=1e-6)
+        assert float(found.squared_C) == pytest.approx((error**2).sum(), rel=1e-6)
+        assert float(found.energy) == pytest.approx(float(rounded[0, 4:].double().square().sum()), rel=1e-6)
 
 
 @pytest.mark.parametrize("head_dim", [16, 80])
@@ -142,7 +145,7 @@ def test_errors_are_bit_for_bit_those_of_a_packed_page(side: str, head_dim: int)
     for channel in (0, 2, 15, head_dim - 1):
         g_NTD = torch.zeros_like(x_NTD)
         g_NTD[..., channel] = -1.0
-        found_NC = weighted_errors(x_NTD, g_NTD, ALL[side], 0, torch.bfloat16, torch.float16)
+        found_NC = quantization_errors(x_NTD, g_NTD, ALL[side], 0, torch.bfloat16, torch.float16).weighted_NC
         for column, wanted in enumerate(ALL[side]):
             expected_N = errors[wanted][..., channel].sum(-1)
             torch.testing.assert_close(found_NC[:, column], expected_N, rtol=1e-13, atol=0)
@@ -151,18 +154,18 @@ def test_errors_are_bit_for_bit_those_of_a_packed_page(side: str, head_dim: int)
 
 def test_tokens_in_the_sinks_cost_nothing() -> None:
     x_NTD = torch.randn(2, 6, 16)
-    few = weighted_errors(x_NTD, torch.ones_like(x_NTD), FEW["k"], 6, torch.float32, torch.float16)
-    assert few.shape == (2, 2) and not few.any()
-    one = weighted_errors(x_NTD, torch.ones_like(x_NTD), FEW["k"], 5, torch.float32, torch.float16)
-    assert (one[:, 1] > 0).all()
+    few = quantization_errors(x_NTD, torch.ones_like(x_NTD), FEW["k"], 6, torch.float32, torch.float16)
+    assert few.weighted_NC.shape == (2, 2) and not any(part.any() for part in few)
+    one = quantization_errors(x_NTD, torch.ones_like(x_NTD), FEW["k"], 5, torch.float32, torch.float16)
+    assert (one.weighted_NC[:, 1] > 0).all()
 
 
 def test_a_range_beyond_the_parameters_is_refused() -> None:
     x_NTD = torch.tensor([-6e4, 6e4]).view(1, 2, 1)
     with pytest.raises(NonFiniteActivations, match="range beyond float16"):
-        weighted_errors(x_NTD, x_NTD, [Candidate(1, "channel", 32)], 0, torch.float32, torch.float16)
-    wide = weighted_errors(x_NTD, x_NTD, [Candidate(1, "channel", 32)], 0, torch.float32, torch.bfloat16)
-    assert torch.isfinite(wide).all()
+        quantization_errors(x_NTD, x_NTD, [Candidate(1, "channel", 32)], 0, torch.float32, torch.float16)
+    wide = quantization_errors(x_NTD, x_NTD, [Candidate(1, "channel", 32)], 0, torch.float32, torch.bfloat16)
+    assert torch.isfinite(wide.weighted_NC).all()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -182,8 +185,8 @@ def test_one_backward_gives_the_sensitivities_and_norms_of_a_reference(name: str
             norm = math.sqrt(float((projection.weight.grad**2).sum()))
             assert found.weight_grad_norms[number, side] == pytest.approx(norm, rel=1e-4)
             own, opposite = (reference_errors(cache, number, n, FEW[side], side) for n in (number, 3 - number))
-            torch.testing.assert_close(found.errors[number, side], own, rtol=1e-4, atol=0)
-            assert not torch.isclose(found.errors[number, side], opposite, rtol=0.3).any()
+            torch.testing.assert_close(found.errors[number, side].weighted_NC, own, rtol=1e-4, atol=0)
+            assert not torch.isclose(found.errors[number, side].weighted_NC, opposite, rtol=0.3).any()
 
 
 def reference_errors(cache: Watched, number: int, gradient_of: int, wanted, side: str) -> Tensor:
@@ -213,7 +216,7 @@ def test_sensitivities_agree_with_finite_differences_of_the_loss(name: str) -> N
         e_NTD = np.stack([quantization_error(x.numpy(), wanted[side][0], 0) for x in x_NTD])
         for pairs, other in ((right, number), (reversed_order, 3 - number)):
             expected_N = (slopes[other, side] * torch.from_numpy(e_NTD)).abs().sum((1, 2))
-            pairs.append((found.errors[number, side][:, 0], expected_N))
+            pairs.append((found.errors[number, side].weighted_NC[:, 0], expected_N))
     for found_N, expected_N in right:
         torch.testing.assert_close(found_N, expected_N, rtol=2e-3, atol=0)
     assert not any(torch.allclose(found_N, expected_N, rtol=0.1) for found_N, expected_N in reversed_order)
@@ -270,7 +273,7 @@ def test_the_gradient_is_of_a_mean_over_loss_tokens() -> None:
     whole = observer(model).measure(0, tokens_T, mask_T)
     assert whole.loss == pytest.approx(half.loss, rel=1e-5)
     # 4 sinks and one page: the tokens behind them have no gradient.
-    torch.testing.assert_close(whole.errors[1, "k"], half.errors[1, "k"], rtol=1e-4, atol=1e-12)
+    torch.testing.assert_close(whole.errors[1, "k"].weighted_NC, half.errors[1, "k"].weighted_NC, rtol=1e-4, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["phi3", "qwen3_moe", "gemma3", "qwen3_next", "gpt_neox", "gpt_oss"])
@@ -282,7 +285,7 @@ def test_full_attention_layers_alone_are_measured_in_every_family(name: str) -> 
     full = {layer.index for layer in geometry.layers if getattr(layer, "window", 1) is None}
     assert len(full) > 0
     assert found.errors.keys() == found.weight_grad_norms.keys() == set(product(full, "kv"))
-    assert all(float(errors.min()) > 0 for errors in found.errors.values())
+    assert all(float(part.min()) > 0 for errors in found.errors.values() for part in errors)
     assert all(norm > 0 for norm in found.weight_grad_norms.values())
 
 
@@ -291,7 +294,7 @@ def test_a_model_in_bfloat16_gives_nearly_the_same() -> None:
     exact = observer(gqa_model("llama"), FEW).measure(0, tokens_T, mask_T)
     rough = observer(gqa_model("llama", torch.bfloat16), FEW).measure(0, tokens_T, mask_T)
     for key in exact.errors:
-        torch.testing.assert_close(rough.errors[key], exact.errors[key], rtol=0.25, atol=0)
+        torch.testing.assert_close(rough.errors[key].weighted_NC, exact.errors[key].weighted_NC, rtol=0.25, atol=0)
         assert rough.weight_grad_norms[key] == pytest.approx(exact.weight_grad_norms[key], rel=0.25)
 
 
@@ -310,8 +313,8 @@ def test_the_model_is_left_as_it_was_and_nothing_is_kept() -> None:
     alive = count_tensors()
     for sample in range(3):
         again = observing.measure(sample, tokens_T, mask_T)
-        assert all(torch.equal(again.errors[key], first.errors[key]) for key in first.errors)
-    kept = len(again.errors)  # what the last sample returned
+        assert all(torch.equal(again.errors[key].weighted_NC, first.errors[key].weighted_NC) for key in first.errors)
+    kept = 3 * len(again.errors)  # what the last sample returned
     assert count_tensors() <= alive + kept
     assert [parameter.requires_grad for parameter in model.parameters()] == flags
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -16,12 +16,14 @@ from tiny_models import built, measured
 from kvcal import artifact
 from kvcal.data import TokenDataset
 from kvcal.errors import ArtifactError, NonFiniteActivations, UnsupportedModel, UsageError
-from kvcal.geometry import ModelIdentity
+from kvcal.geometry import CACHE_DTYPES, ModelIdentity
 from kvcal.models import geometry_of, weight_bytes
 from kvcal.models.load import LoadedModel
+from kvcal.models.taps import tap
 from kvcal.observers.gradients import GradientObserver
-from kvcal.plan import SIDES
+from kvcal.plan import RAW, SIDES, bare_layers
 from kvcal.progress import Silent
+from kvcal.quantizers.uniform import dequantize, quantize
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.stages import checkpoint as checkpoint_module
 from kvcal.stages import divergence, profile
@@ -100,7 +102,7 @@ def test_sensitivities_norms_and_loss_are_means_over_samples(finished) -> None:
     samples = [observer.measure(i, DATA.sequences[i], DATA.loss_masks[i]) for i in range(len(DATA.sequences))]
     assert found.loss == pytest.approx(sum(s.loss for s in samples) / 4, rel=1e-6)
     for index, side in product(range(2), SIDES):
-        mean_NC = sum(s.errors[index, side] for s in samples) / 4
+        mean_NC = sum(s.errors[index, side].weighted_NC for s in samples) / 4
         assert mean_NC.shape == (2, 8 if side == "k" else 4)
         torch.testing.assert_close(found.sensitivity(index, side), mean_NC, rtol=1e-12, atol=0)
         norms = [s.weight_grad_norms[index, side] for s in samples]
@@ -268,12 +270,53 @@ def test_bounded_and_state_layers_are_left_out(name: str, tmp_path: Path) -> Non
     found = profile.load(tmp_path / "profile.safetensors")
     full = [layer.index for layer in geometry.layers if getattr(layer, "window", 1) is None]
     assert [layer.index for layer in found.subject.layers] == full
-    assert len(found.means) == 1 + 6 * len(full)
+    assert len(found.means) == 1 + 10 * len(full)
     if not full:
         with pytest.raises(UnsupportedModel, match="nothing to allocate: every layer of the model is a sliding window"):
             allocate(found, AllocateSpec(bits=3.0), CacheSpec(), {})
     for index, side in product(full, SIDES):
         assert float(found.sensitivity(index, side).min()) > 0 and float(found.kl(index, side)) > 0
+
+
+def test_importance_is_the_score_times_the_relative_error(finished) -> None:
+    """By hand, from the keys and values themselves, page by page; then the exact solver's choice, by enumeration."""
+    found, _ = finished
+    loaded = loaded_model()
+    stored = CACHE_DTYPES[found.geometry.cache_dtype]
+    squared, energy = {}, {}
+    for tokens_T in DATA.sequences:
+        seen = []
+        with torch.no_grad(), tap(loaded.model, seen.append, loaded.geometry):
+            loaded.model(input_ids=tokens_T[None], use_cache=False)
+        for captured, side in product(seen, SIDES):
+            x_NTD = (captured.k_post_BNTD if side == "k" else captured.v_BNTD)[0, :, 4:].to(stored).float()
+            place = captured.layer, side
+            energy[place] = energy.get(place, 0.0) + float(x_NTD.double().square().sum())
+            for candidate in found.subject.candidates(side):
+                bits, axis, size = candidate
+                dim = -2 if axis == "channel" else -1
+                decoded = dequantize(*quantize(x_NTD, bits, size, dim, torch.float16), size, dim)
+                error = float((decoded - x_NTD).double().square().sum())
+                squared[*place, candidate] = squared.get((*place, candidate), 0.0) + error
+    for index, side in product(range(2), SIDES):
+        losses = found.losses("importance", index, side)
+        assert list(losses) == list(found.subject.candidates(side))
+        for candidate, (loss,) in losses.items():
+            relative = math.sqrt(squared[index, side, candidate] / energy[index, side])
+            assert 0 < relative < 1
+            assert loss == pytest.approx(found.grad_norm(index, side) * relative, rel=1e-5)
+    budget = AllocateSpec(bits=6.0, batch=1, context=65536, objective="importance")
+    chosen = allocate(found, budget, CACHE, {})
+    by_hand = []
+    for layer, side in product(bare_layers(found.geometry), SIDES):
+        losses = {
+            candidate: loss for candidate, (loss,) in found.losses("importance", layer.geometry.index, side).items()
+        }
+        options = [(RAW, 0.0), *((CACHE.format(side, *candidate), loss) for candidate, loss in losses.items())]
+        by_hand.append([(fmt.nbytes(side, 2, 16, found.geometry.cache_dtype, (65536,)), loss) for fmt, loss in options])
+    fitting = (zip(*choice, strict=True) for choice in product(*by_hand))
+    best = min(sum(losses) for nbytes, losses in fitting if sum(nbytes) <= chosen.split.budget)
+    assert chosen.loss == pytest.approx(best, rel=1e-9) and best > 0
 
 
 def test_candidates_are_the_recipe_s_and_no_others(tmp_path: Path) -> None:

@@ -38,7 +38,9 @@ def test_every_side_of_every_layer_has_signs_of_its_own() -> None:
     wide = replace(measured("llama").layers[0], num_kv_heads=8, k_head_dim=128, v_head_dim=128)
     formats = load_recipe("higgs-2").formats
     assert formats is not None
-    layers = fixed_layers(formats, tuple(LayerPlan(replace(wide, index=i), (formats.k,), (formats.v,)) for i in range(3)))
+    layers = fixed_layers(
+        formats, tuple(LayerPlan(replace(wide, index=i), (formats.k,), (formats.v,)) for i in range(3))
+    )
     tensors = lattice_tensors(layers)
     signs = [tensors[f"layers.{layer.geometry.index}.{side}_signs"] for layer in layers for side in SIDES]
     for one in signs:

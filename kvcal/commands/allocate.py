@@ -23,7 +23,8 @@ def allocate(
     workspace: Annotated[str, typer.Option(help="Bytes kept free with --budget, or auto.")] = "auto",
     granularity: Annotated[str, typer.Option(help="layer or head.")] = "layer",
     objective: Annotated[
-        str | None, typer.Option(help="sensitivity, kl or combined; default: combined, for heads sensitivity.")
+        str | None,
+        typer.Option(help="sensitivity, kl, combined or importance (KVmix); default: combined, heads: sensitivity."),
     ] = None,
     sweep: Annotated[
         bool, typer.Option("--sweep", help="Print the whole Pareto front instead; no budget needed.")

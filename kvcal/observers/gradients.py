@@ -28,7 +28,7 @@ from kvcal.geometry import CACHE_DTYPES, Geometry
 from kvcal.models.geometry import attention_layers
 from kvcal.models.projections import KVProjection, kv_projections
 from kvcal.models.taps import Captured, tap
-from kvcal.observers.sensitivity import Candidate, weighted_errors
+from kvcal.observers.sensitivity import Candidate, Errors, quantization_errors
 from kvcal.quantizers.pages import PARAM_DTYPES
 
 Side = Literal["k", "v"]
@@ -37,11 +37,11 @@ LayerSide = tuple[int, Side]  # the layer's cache index first
 
 @dataclass(frozen=True, eq=False)
 class SampleGradients:
-    """One sequence's contribution. ``errors``: Eq. 5, [N, candidates of the side] fp64 on the CPU;
-    ``weight_grad_norms``: of the projection's weight; ``loss`` in nats per loss token."""
+    """One sequence's contribution. ``errors``: of the side's candidates, on the CPU; ``weight_grad_norms``: of the
+    projection's weight; ``loss`` in nats per loss token."""
 
     loss: float
-    errors: Mapping[LayerSide, Tensor]
+    errors: Mapping[LayerSide, Errors]
     weight_grad_norms: Mapping[LayerSide, float]
 
 
@@ -85,7 +85,7 @@ class GradientObserver:
             NonFiniteActivations: in keys, values, the loss or gradients, naming layer and sample.
             UnsupportedModel: a layer's keys or values do not come through the taps, or do not reach the loss.
         """
-        errors: dict[LayerSide, Tensor] = {}
+        errors: dict[LayerSide, Errors] = {}
         norms: dict[LayerSide, float] = {}
         tokens_T, loss_mask_T = tokens_T.to(self._model.device), loss_mask_T.to(self._model.device)
         with ExitStack() as stack, torch.enable_grad():
@@ -105,9 +105,10 @@ class GradientObserver:
         if errors.keys() != expected or norms.keys() != expected:
             missing = sorted((expected - errors.keys()) | (expected - norms.keys()))
             raise UnsupportedModel(f"the loss does not depend on these keys and values: {missing}")
-        return SampleGradients(loss.item(), {key: errors[key].cpu() for key in sorted(errors)}, norms)
+        on_cpu = {key: Errors(*(tensor.cpu() for tensor in errors[key])) for key in sorted(errors)}
+        return SampleGradients(loss.item(), on_cpu, norms)
 
-    def _watch(self, sample: int, errors: dict[LayerSide, Tensor], captured: Captured) -> None:
+    def _watch(self, sample: int, errors: dict[LayerSide, Errors], captured: Captured) -> None:
         """In the forward: hook one layer's keys and values."""
         if captured.layer not in self._layers:
             return
@@ -122,7 +123,7 @@ class GradientObserver:
                 x_BNTD.register_hook(take)
 
     def _take_errors(
-        self, sample: int, errors: dict[LayerSide, Tensor], key: LayerSide, x_BNTD: Tensor, g_BNTD: Tensor
+        self, sample: int, errors: dict[LayerSide, Errors], key: LayerSide, x_BNTD: Tensor, g_BNTD: Tensor
     ) -> None:
         """In the backward: one layer's keys or values meet their own gradient."""
         layer, side = key
@@ -131,7 +132,7 @@ class GradientObserver:
                 f"the gradient of {_NAMES[side]} of layer {layer} is not finite in sample {sample}", _HINT
             )
         try:
-            errors[key] = weighted_errors(
+            errors[key] = quantization_errors(
                 x_BNTD[0],
                 g_BNTD[0],
                 self._candidates[side],

@@ -1,4 +1,4 @@
-"""PM-KVQ's sensitivity (Eq. 5): how much a candidate's quantization error weighs in the loss, to first order.
+"""A candidate's quantization error: weighted by the loss's gradient (PM-KVQ's sensitivity, Eq. 5), and squared.
 
     s = sum over tokens and channels of |G * (X - Q(X))|
 
@@ -24,6 +24,15 @@ from kvcal.errors import NonFiniteActivations
 from kvcal.quantizers.pages import AXES
 
 
+class Errors(NamedTuple):
+    """Of one layer's keys or values in one sequence, fp64: ``weighted_NC`` Eq. 5 for N heads and C candidates,
+    ``squared_C`` the sum of (X - Q(X))^2 over all heads, ``energy`` that of X^2."""
+
+    weighted_NC: Tensor
+    squared_C: Tensor
+    energy: Tensor
+
+
 class Candidate(NamedTuple):
     """A way to store one side of a layer: ``axis`` and ``group_size`` as in plan.Format."""
 
@@ -41,30 +50,29 @@ def candidates(
     return tuple(Candidate(b, axis, g) for b in bits for axis in axes for g in groups)
 
 
-def weighted_errors(
+def quantization_errors(
     x_NTD: Tensor,
     g_NTD: Tensor,
     wanted: Sequence[Candidate],
     num_sink_tokens: int,
     cache_dtype: torch.dtype,
     param_dtype: torch.dtype,
-) -> Tensor:
-    """Eq. 5 for one layer's keys or values in one sequence.
+) -> Errors:
+    """The errors of every candidate in ``wanted``, on the device of x; zero where all tokens are sinks.
 
     Products, and their sums over at most ``D`` channels, are fp32 (1e-7 relative); all further sums are fp64.
 
     Args:
         x_NTD, g_NTD: keys or values, and the loss's gradients with respect to them, any float dtype.
-    Returns:
-        [N, len(wanted)] fp64, on the device of x; zero where all tokens are sinks.
     Raises:
         NonFiniteActivations: x is not finite, or has a range that ``param_dtype`` cannot hold.
     """
     x_NTD = x_NTD[:, num_sink_tokens:].to(cache_dtype).float()
     weight_NTD = g_NTD[:, num_sink_tokens:].float().abs()
-    errors_NC = x_NTD.new_zeros(x_NTD.shape[0], len(wanted), dtype=torch.float64)
+    weighted_NC = x_NTD.new_zeros(x_NTD.shape[0], len(wanted), dtype=torch.float64)
+    squared_C, energy = weighted_NC.new_zeros(len(wanted)), _squares(x_NTD)
     if x_NTD.shape[1] == 0:
-        return errors_NC
+        return Errors(weighted_NC, squared_C, energy)
     columns_of: dict[tuple[str, int], dict[int, list[int]]] = {}
     for column, (num_bits, axis, size) in enumerate(wanted):
         # Groups longer than a token's channels are all the same group.
@@ -73,9 +81,10 @@ def weighted_errors(
     for (axis, size), columns_of_bits in columns_of.items():
         dim = -2 if axis == "channel" else -1
         errors = _group_errors(x_NTD, weight_NTD, tuple(columns_of_bits), size, dim, param_dtype)
-        for columns, error_N in zip(columns_of_bits.values(), errors, strict=True):
-            errors_NC[:, columns] = error_N.unsqueeze(-1)
-    return errors_NC
+        for columns, (weighted_N, squared) in zip(columns_of_bits.values(), errors, strict=True):
+            weighted_NC[:, columns] = weighted_N.unsqueeze(-1)
+            squared_C[columns] = squared
+    return Errors(weighted_NC, squared_C, energy)
 
 
 def quantization_error(
@@ -95,8 +104,10 @@ def _group_errors(
     group_size: int,
     dim: int,
     param_dtype: torch.dtype,
-) -> list[Tensor]:
-    """Eq. 5 for groups of ``group_size`` along ``dim``, an [N] fp64 for each of ``all_bits``."""
+) -> list[tuple[Tensor, Tensor]]:
+    """Eq. 5, [N] fp64, and the squared error, [], for groups of ``group_size`` along ``dim``: for each of
+    ``all_bits``."""
+    length = x_NTD.shape[dim]
     # A partial group is filled up with its own last value, which moves neither minimum nor maximum, at weight 0.
     missing = -x_NTD.shape[dim] % group_size
     if missing:
@@ -119,6 +130,12 @@ def _group_errors(
                 f"{str(param_dtype).removeprefix('torch.')}",
                 hint="a range too large for float16 fits with param_dtype = 'bfloat16'",
             )
-        error = quantization_error(grouped, offset, zero, step, levels, out).mul_(weight)
-        found.append(error.sum(-1).flatten(1).sum(-1, dtype=torch.float64))
+        error = quantization_error(grouped, offset, zero, step, levels, out)
+        squared = _squares(error.flatten(dim - 1, dim).narrow(dim, 0, length))
+        found.append((error.mul_(weight).sum(-1).flatten(1).sum(-1, dtype=torch.float64), squared))
     return found
+
+
+def _squares(x_NTD: Tensor) -> Tensor:
+    """The sum of squares, [] fp64."""
+    return torch.linalg.vector_norm(x_NTD, dim=-1).double().square().sum()

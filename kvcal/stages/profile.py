@@ -91,8 +91,10 @@ def _measure_gradients(
         reporter(sample, total, "profile: gradients")
         found = observer.measure(sample, data.sequences[sample], data.loss_masks[sample])
         observed = {"loss": torch.tensor([found.loss])}
-        for (index, side), errors_NC in found.errors.items():
-            observed[f"sensitivity.{side}.{index}"] = errors_NC.unsqueeze(0)
+        for (index, side), errors in found.errors.items():
+            observed[f"sensitivity.{side}.{index}"] = errors.weighted_NC.unsqueeze(0)
+            observed[f"squared_error.{side}.{index}"] = errors.squared_C.unsqueeze(0)
+            observed[f"energy.{side}.{index}"] = errors.energy.unsqueeze(0)
             observed[f"grad_norm.{side}.{index}"] = torch.tensor(
                 [found.weight_grad_norms[index, side]], dtype=torch.float64
             )

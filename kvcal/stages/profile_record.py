@@ -1,13 +1,18 @@
 """The profile: what every candidate costs in every layer's keys and values, measured on calibration data.
 
-Three measures, of which the allocator takes the first, the second, or the sum of their shares ("combined": the first
-spreads over all layers and sees nothing that the loss's gradient does not; the second sees the few layers that break
-a prediction alone, and nothing of what several break together):
+Four measures. The allocator takes the first, the second, the sum of their shares ("combined": the first spreads over
+all layers and sees nothing that the loss's gradient does not; the second sees the few layers that break a prediction
+alone, and nothing of what several break together), or the product of the last two ("importance"):
 
 - sensitivity: PM-KVQ Eq. 5, per KV head and candidate, to first order in the error (``observers.sensitivity``);
 - KL to the 16-bit cache when one layer's keys or values alone are quantized, through the packed cache: direct, but
   for few candidates, and per layer only (``stages.divergence``);
-- KVmix's score, the norm of the projection weight's gradient, per layer.
+- KVmix's score s, the norm of the projection weight's gradient, per layer;
+- the relative error ε = ‖X − Q(X)‖ / ‖X‖ of a layer's keys or values X, per candidate.
+
+KVmix's scores do not depend on bits, and the paper gives the top 20 % of them more. The exact solver needs a cost of
+every candidate: s ε. A relative change ε of W changes its projection by ε, and the loss by up to ε ‖W‖ s to first order
+(Cauchy-Schwarz). ‖W‖ is left out, as in the paper's ranking.
 
 The file holds sums in fp64 and their counts, so that profiles of parts of the data could be merged. 16 bits is no
 candidate here: it costs nothing, by definition. Layers with a sliding window or a state are not profiled: they
@@ -39,7 +44,7 @@ from kvcal.strict import STRICT, dump, parse
 KIND = "profile"
 # Keeps a share defined where nothing was lost at all.
 TINY = 1e-300
-SCHEMA = 1
+SCHEMA = 2
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
@@ -81,6 +86,8 @@ class Subject:
         for layer, side in product(self.layers, SIDES):
             shapes[f"sensitivity.{side}.{layer.index}"] = (layer.num_kv_heads, len(self.candidates(side)))
             shapes[f"grad_norm.{side}.{layer.index}"] = ()
+            shapes[f"squared_error.{side}.{layer.index}"] = (len(self.candidates(side)),)
+            shapes[f"energy.{side}.{layer.index}"] = ()
             if self.kl_candidates(side):
                 shapes[f"kl.{side}.{layer.index}"] = (len(self.kl_candidates(side)),)
         return shapes
@@ -131,6 +138,12 @@ class Profile:
         """KVmix's score: the norm of the projection weight's gradient, mean over samples."""
         return float(self.means[f"grad_norm.{side}.{index}"].result())
 
+    def relative_error(self, index: int, side: Side) -> Tensor:
+        """‖X − Q(X)‖ / ‖X‖ over all heads, channels and tokens behind the sinks, [C] fp64 for
+        ``subject.candidates(side)``; 0 where X is 0."""
+        energy = self.means[f"energy.{side}.{index}"].result().clamp(min=TINY)
+        return (self.means[f"squared_error.{side}.{index}"].result() / energy).sqrt()
+
     def kl(self, index: int, side: Side) -> Tensor:
         """KL to 16 bits in nats per loss token, [C] fp64 for ``subject.kl_candidates(side)``.
 
@@ -145,10 +158,13 @@ class Profile:
         return self.means[f"kl.{side}.{index}"].result()
 
     def losses(self, objective: Objective, index: int, side: Side) -> dict[Candidate, list[float]]:
-        """Each candidate's cost: one for each KV head ("sensitivity"), or one for the layer ("kl", "combined")."""
+        """Each candidate's cost: one for each KV head ("sensitivity"), or one for the layer (all others)."""
         if objective == "sensitivity":
             values = self.sensitivity(index, side).T
             return dict(zip(self.subject.candidates(side), values.tolist(), strict=True))
+        if objective == "importance":
+            costs = (self.grad_norm(index, side) * self.relative_error(index, side)).tolist()
+            return {candidate: [cost] for candidate, cost in zip(self.subject.candidates(side), costs, strict=True)}
         kl = dict(zip(self.subject.kl_candidates(side), self.kl(index, side).tolist(), strict=True))
         if objective == "kl":
             return {candidate: [value] for candidate, value in kl.items()}
