@@ -29,11 +29,19 @@ from kvcal.stages import run_search as search_stage
 from kvcal.stages.allocate import Allocation
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate import Evaluation, evaluate, require_scheduled_texts, scheduled_batch
+from kvcal.stages.key_bias import warn_of_biases
 from kvcal.stages.lattice_tensors import lattice_tensors
 from kvcal.stages.profile import Profile
 from kvcal.stages.report import draw
 from kvcal.strict import dump
-from kvcal.transform_folder import fit_predictors_folder, reparam_data, reparam_folder, sequences, transformed
+from kvcal.transform_folder import (
+    fit_predictors_folder,
+    max_context,
+    reparam_data,
+    reparam_folder,
+    sequences,
+    transformed,
+)
 
 __all__ = ["Folder", "Result", "build_plan", "model_inputs", "run"]
 
@@ -68,6 +76,9 @@ def build_plan(
     if workload is not None and recipe.allocate is not None:
         spec = replace(recipe.allocate, batch=workload.batch, context=workload.context)
         recipe = replace(recipe, allocate=spec)
+    seq_len = recipe.data.seq_len
+    one_sample = replace(recipe.data, num_samples=1, seq_len=min(seq_len, max_context(loaded) or seq_len))
+    warn_of_biases(loaded, lambda: sequences(one_sample, loaded).sequences[0], reporter)
     choose_formats(recipe, loaded, folder, workload or DEFAULT_WORKLOAD, reporter)
     if recipe.search is not None:
         return compile_folder(folder, folder.plan, reporter)

@@ -74,11 +74,8 @@ def query_key_norms(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
 
 def key_biases(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tensor]:
     """{layer: the bias that is added to its keys before RoPE, [N, D]}, of the layers that have one and no QK-norm
-    after it. Empty for a model whose projections are in no known order."""
-    try:
-        projections = query_key_projections(model, geometry)
-    except UnsupportedModel:
-        return {}
+    after it. UnsupportedModel for a model whose projections are in no known order."""
+    projections = query_key_projections(model, geometry)
     normed = {layer_index(module) for module in attention_modules(model) if query_key_norms(module) is not None}
     return {
         index: found.key.bias.detach()[found.k_channels_ND.to(found.key.bias.device)]

@@ -34,7 +34,6 @@ from kvcal.data import TokenDataset
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.layer_plan import LayerPlan
 from kvcal.models.load import LoadedModel
-from kvcal.models.query_key import key_biases
 from kvcal.models.reread import Reread, rereading
 from kvcal.models.rotary import rotary_pairs
 from kvcal.models.taps import Captured, check_taps
@@ -42,6 +41,7 @@ from kvcal.observers.mean import Mean
 from kvcal.progress import Reporter
 from kvcal.specs import ReparamSpec
 from kvcal.stages.checkpoint import Checkpoint, State
+from kvcal.stages.key_bias import bias_findings
 from kvcal.stages.lattice_tensors import lattice_tensors
 from kvcal.stages.reparam_record import KIND, SCHEMA, LayerReparam, Reparam, Subject, load, save
 from kvcal.stages.reparam_search import (
@@ -58,8 +58,6 @@ from kvcal.stages.reparam_statistics import KeyStatistics, calibration_inputs, f
 __all__ = ["KIND", "SCHEMA", "Reparam", "load", "run_reparam", "save"]
 
 STATISTICS, SEARCH = "statistics samples", "search samples"
-# A bias that is more than this share of the keys' energy is worth a warning.
-LARGE_BIAS = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,10 +213,11 @@ def _measure(subject: _Subject, captured: Captured, reread: Reread, statistics: 
 
 def _record(subject: _Subject, data: TokenDataset, state: State) -> Reparam:
     loaded, spec = subject.loaded, subject.spec
-    biases = key_biases(loaded.model, loaded.geometry)
+    by_layer = {index: KeyStatistics.from_stored(state.means, index) for index in subject.layers}
+    biases = bias_findings(loaded, {index: float(one.square) / max(one.count, 1) for index, one in by_layer.items()})
     found, lambdas, offsets = [], {}, {}
     for index, layer in subject.layers.items():
-        statistics = KeyStatistics.from_stored(state.means, index)
+        statistics = by_layer[index]
         errors = tuple(state.means[f"errors.{index}"].result().tolist())
         plain, with_offset = errors[: spec.num_steps + 1], errors[spec.num_steps + 1 :]
         step, has_offset = best_candidate(plain, with_offset)
@@ -227,22 +226,7 @@ def _record(subject: _Subject, data: TokenDataset, state: State) -> Reparam:
             layer, statistics, subject.pairs[index], alpha, has_offset, spec.shared_heads
         )
         energy = float(state.means[f"energy.{index}"].result())
-        share = _bias_share(biases.get(index), statistics)
-        warning = None if share is None or share <= LARGE_BIAS else _warning(index, share)
-        found.append(LayerReparam(index, alpha, has_offset, error, energy, plain, with_offset, share, warning))
+        found.append(LayerReparam(index, alpha, has_offset, error, energy, plain, with_offset, *biases[index]))
     about_data = (data.fingerprint, data.description, data.num_tokens)
     made_from = Subject(loaded.identity, loaded.geometry, spec, subject.position_scale, *about_data)
     return Reparam(made_from, tuple(found), lambdas, offsets)
-
-
-def _bias_share(bias_ND: Tensor | None, statistics: KeyStatistics) -> float | None:
-    """The squared norm of the bias over the mean squared norm of the keys; rotations change neither."""
-    mean_square = float(statistics.square) / statistics.count
-    return None if bias_ND is None or mean_square == 0 else float(bias_ND.double().square().sum()) / mean_square
-
-
-def _warning(index: int, share: float) -> str:
-    return (
-        f"layer {index}: the bias of its key projection is {share:.0%} of its keys' energy; it is added before RoPE "
-        "and turns with the position, so that an offset removes it only from slow channels"
-    )

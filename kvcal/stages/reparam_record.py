@@ -83,7 +83,8 @@ class Reparam:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        return tuple(layer.warning for layer in self.layers if layer.warning is not None)
+        """Of all layers, in order, each text once."""
+        return tuple(dict.fromkeys(layer.warning for layer in self.layers if layer.warning is not None))
 
     def apply(self, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
         """The layers with λ and offset, where the search chose any.
