@@ -1,9 +1,9 @@
 """The pipeline: choose formats -> progressive -> reparam -> predictors -> compile -> evaluate.
 
-Formats are fixed by the recipe, solved for a budget from a profile, assigned by importance, or searched; each stage
-then works on what the ones before chose, and leaves one artifact in one folder. A stage whose artifact was made from
-the same inputs is skipped; when they differ, the first differing field is named and the stage runs again. A folder made
-from another model is left alone.
+Formats are fixed by the recipe (thresholds of key tiers may be tuned), solved for a budget from a profile, assigned by
+importance, or searched; each stage then works on what the ones before chose, and leaves one artifact in one folder. A
+stage whose artifact was made from the same inputs is skipped; when they differ, the first differing field is named and
+the stage runs again. A folder made from another model is left alone.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from kvcal.transform_folder import (
     sequences,
     transformed,
 )
+from kvcal.tune_folder import tune_folder
 
 __all__ = ["Folder", "Result", "build_plan", "model_inputs", "run"]
 
@@ -92,9 +93,11 @@ def build_plan(
 def choose_formats(
     recipe: Recipe, loaded: LoadedModel, folder: Folder, workload: Workload, reporter: Reporter
 ) -> Allocation:
-    """The formats of every layer: the recipe's own, the solver's, or by importance; progressive if asked for."""
+    """The formats of every layer: the recipe's own, tuned, the solver's, or by importance; progressive if asked for."""
     if recipe.search is not None:
         return search_folder(recipe, loaded, folder, reporter)
+    if recipe.tune is not None:
+        return tune_folder(recipe, loaded, formats_plan(recipe, loaded, workload), folder, reporter)
     if recipe.allocate is not None:
         profile_recipe(recipe, loaded, folder, reporter)
         return allocate_folder(folder, recipe.allocate, provenance_of(recipe), reporter, recipe)
@@ -259,12 +262,18 @@ def evaluate_plan(recipe: Recipe, loaded: LoadedModel, plan: Plan, folder: Folde
 
 
 def baseline_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Plan:
-    """The plan of a recipe with [formats], without a folder. UsageError for a recipe that needs a profile."""
-    if recipe.formats is None:
+    """The plan of a recipe that is [formats] alone, without a folder. UsageError for one that needs stages."""
+    if not recipe.is_formats_alone or recipe.tune is not None:
         raise UsageError(
-            f"recipe {recipe.name!r} in evaluate.against has no [formats]",
-            hint="baselines are recipes with fixed formats; run the other one by itself",
+            f"recipe {recipe.name!r} in evaluate.against needs stages of its own, expected [formats] alone",
+            hint="run it by itself, or beside others with `kvcal compare`",
         )
+    return formats_plan(recipe, loaded, workload)
+
+
+def formats_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Plan:
+    """The plan of a recipe's [formats], before any stage."""
+    assert recipe.formats is not None
     allocation = allocation_stage.fixed_allocation(
         recipe.formats, loaded.identity, loaded.geometry, workload, provenance_of(recipe)
     )

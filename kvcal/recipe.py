@@ -184,7 +184,8 @@ class EvaluateSpec:
 @dataclass(frozen=True, config=STRICT)
 class Recipe:
     """See the module's docstring. Exactly one of ``formats``, ``allocate``, ``importance`` and ``search`` chooses the
-    formats; ``progressive``, ``reparam`` and ``predictors`` then work on what was chosen."""
+    formats; ``progressive``, ``reparam`` and ``predictors`` then work on what was chosen. ``tune`` searches the
+    thresholds of ``formats`` alone."""
 
     name: str
     description: str = ""
@@ -211,8 +212,16 @@ class Recipe:
             raise ValueError(
                 f"{' and '.join(given) or 'nothing'} given; expected one of [formats], [importance], [allocate]"
             )
+        if self.tune is not None and not self.is_formats_alone:
+            raise ValueError("[tune] needs [formats], and none of [progressive], [reparam] and [predictors]")
         if self.progressive is not None and self.predictors is not None:
             raise ValueError("[progressive] and [predictors]: predictions of pages that shrink would change with them")
+
+    @property
+    def is_formats_alone(self) -> bool:
+        """Whether its formats are fixed and no stage but [tune] works on them."""
+        others = (self.progressive, self.reparam, self.predictors)
+        return self.formats is not None and all(other is None for other in others)
 
     @property
     def sha256(self) -> str:

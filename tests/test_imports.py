@@ -24,6 +24,7 @@ LEVELS = (
     {"runtime", "kernels"},
     {"stages", "bench"},
     {"transform_folder"},
+    {"tune_folder"},
     {"pipeline"},
     {"commands", "cli", "console", "views"},
 )

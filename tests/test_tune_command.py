@@ -16,16 +16,20 @@ from transformers import PreTrainedTokenizerBase
 
 from kvcal.data import DataSpec
 from kvcal.errors import UsageError
+from kvcal.folder import Folder
 from kvcal.formats import Boost, Format, Tier
 from kvcal.models.load import load
-from kvcal.plan import load_plan
+from kvcal.pipeline import baseline_plan, build_plan
+from kvcal.plan import Workload, load_plan, plan_bytes
 from kvcal.progress import Silent
 from kvcal.recipe import EvaluateSpec, load_recipe
 from kvcal.specs import TuneSpec
 from kvcal.stages import tune_objective
 from kvcal.stages.generation import measure_tasks
+from kvcal.stages.tier_rooms import measure_scores
 from kvcal.stages.tune_objective import Origin, TaskObjective, tuned_bits
 from kvcal.stages.tune_record import Outcome, choose, load_tuning
+from kvcal.transform_folder import sequences
 
 RECIPE = """
 [formats]
@@ -36,9 +40,12 @@ v = { num_bits = 2, axis = "token", group_size = 32 }
 num_samples = 2
 seq_len = 300
 [evaluate]
+tasks = ["chain"]
+num_problems = 2
 max_size = 22
 max_hops = 4
 max_new_tokens = 6
+data = { num_samples = 1, seq_len = 200, seed = 1 }
 [tune]
 tasks = ["chain"]
 num_problems = 2
@@ -46,6 +53,7 @@ num_trials = 4
 low = 0.0001
 fit_range = true
 """
+UNTUNED = RECIPE[: RECIPE.index("[tune]")]
 TIERS = (Tier(16, 0.1, 1.0), Tier(4, 0.2, 0.5))
 K = Format(2, "channel", 32, boost=Boost("query_range", TIERS))
 PAIR = (K, Format(2, "token", 32))
@@ -174,7 +182,8 @@ def test_a_cap_that_nothing_fits_says_the_smallest(
     [
         (RECIPE, ("--task", "sums"), "tasks ['sums'] unknown"),
         (RECIPE, ("--task", "lm-eval:gsm8k"), "needs the lm-evaluation-harness, which is not installed"),
-        (RECIPE + "[reparam]\n", (), "has [reparam]; thresholds are searched for recipes with [formats] alone"),
+        (RECIPE + "[reparam]\n", (), "[tune] needs [formats], and none of [progressive], [reparam] and [predictors]"),
+        (UNTUNED + "[reparam]\n", (), "has [reparam]; thresholds are searched for recipes with [formats] alone"),
         (RECIPE.replace(", above = 1.0", "").replace(", above = 0.5", ""), (), "no tier of the keys has a threshold"),
         ('[allocate]\nbits = 3.0\n', (), "has no [formats]"),
         (RECIPE, ("--kv-budget", "much"), "cannot read 'much' as a number of bytes"),
@@ -246,9 +255,66 @@ def test_what_cannot_be_tuned_is_refused(tokenizer: PreTrainedTokenizerBase) -> 
         tuned_bits(type(per_head)(per_head.model, per_head.cache_dtype, (changed,), per_head.workload, {}))
 
 
-def test_the_paper_s_recipe() -> None:
+def test_run_tunes_and_fits_the_rooms(
+    model: Path, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The row that carries the recipe's name is the tuned plan; a second run makes nothing again."""
+    command = ("run", recipe, "--model", model, "--out", tmp_path, "--json")
+    done = run_kvcal(capsys, *command)
+    assert done.code == 0, done.err
+    tuning, plan = load_tuning(tmp_path / "tune.json"), load_plan(tmp_path / "plan.safetensors")
+    chosen = choose(tuning)
+    assert plan.provenance["thresholds"] == chosen.thresholds and plan.predicted_bytes == chosen.outcome.total_bytes
+    shown = json.loads(done.out)
+    assert {row["name"]: row["total_bytes"] for row in shown["evaluation"]["rows"]}["tiny"] == plan.predicted_bytes
+    loaded = load(str(model))
+    scores = measure_scores(loaded, make_plan(loaded, PAIR), sequences(DATA, loaded), Silent())
+    needs = {layer.geometry.index: 0 for layer in plan.layers}
+    for layer in plan.layers:
+        boost = layer.k[0].boost
+        rooms = {tier.num_bits: tier.num_channels(16) for tier in boost.tiers} if boost else {}
+        for page in scores[layer.geometry.index].flatten(0, 1).tolist():
+            above = sum(score > chosen.thresholds["tau_16"] for score in page)
+            middle = sum(score > chosen.thresholds["tau_4"] for score in page) - min(above, rooms.get(16, 0))
+            needs[layer.geometry.index] += above > rooms.get(16, 0) or middle > rooms.get(4, 0)
+    num_pages = sum(values[..., 0].numel() for values in scores.values())
+    share = plan.provenance["overflow_share"]
+    assert share == sum(needs.values()) / num_pages <= 2 * (1 - SPEC.page_share) + 2 / num_pages
+    assert f"{share:.1%} of the calibration pages" in done.err
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    again = run_kvcal(capsys, *command)
+    assert again.code == 0 and json.loads(again.out) == shown
+    for stage in ("tune: allocation.safetensors", "compile: plan.safetensors"):
+        assert f"{stage} is current, skipped" in again.err
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_compare_builds_the_tuned_plan(whole: Path, model: Path, recipe: Path, tmp_path: Path) -> None:
+    """By the function that ``kvcal compare`` is given, at the study's workload."""
+    workload = load_plan(whole / "plan.safetensors").workload
+    plan = build_plan(load_recipe(str(recipe)), load(str(model)), Folder.create(tmp_path), workload, Silent())
+    assert plan_bytes(plan) == (whole / "plan.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["mixkvq", "aqua-kv", "pm-kvq-2", "kvmix"])
+def test_a_baseline_is_all_that_its_recipe_says_or_refused(name: str, model: Path) -> None:
+    loaded = load(str(model))
+    with pytest.raises(UsageError, match=f"'{name}' in evaluate.against needs stages of its own"):
+        baseline_plan(load_recipe(name), loaded, Workload(1, 256))
+    assert baseline_plan(load_recipe("kitty"), loaded, Workload(1, 256)).provenance["recipe"] == "kitty"
+
+
+def test_the_recipe_is_tuned_and_the_capped_one_says_so() -> None:
+    mixkvq, capped = load_recipe("mixkvq"), load_recipe("mixkvq-capped")
+    assert mixkvq.tune is not None and mixkvq.tune.fit_capacity and mixkvq.tune.max_bits is not None
+    assert capped.tune is None and "fixed room" in capped.description
+    assert mixkvq.formats is not None and capped.formats is not None and mixkvq.formats.v == capped.formats.v
+
+
+@pytest.mark.parametrize("name", ["mixkvq", "mixkvq-capped"])
+def test_the_paper_s_recipe(name: str) -> None:
     """Semantics of the paper: K per channel g 32, tiers 16 / 4 over 2 by I S, V per token 2 bits g 32, R = a page."""
-    formats = load_recipe("mixkvq").formats
+    formats = load_recipe(name).formats
     assert formats is not None
     boost = formats.k.boost
     assert boost is not None and boost.score == "query_range"

@@ -58,8 +58,8 @@ def tune(
     spec = replace(base.tune or TuneSpec(), **{name: value for name, value in given.items() if value is not None})
     if fit_range:
         spec = replace(spec, fit_range=True)
-    base = replace(base, tune=spec)
     _require_formats_alone(base)
+    base = replace(base, tune=spec)
     default = pipeline.DEFAULT_WORKLOAD
     workload = Workload(batch or default.batch, context or default.context)
     max_bytes = None if kv_budget is None else parse_bytes(kv_budget)
@@ -67,7 +67,7 @@ def tune(
     folder = pipeline.Folder.create(out)
     with console.TerminalReporter(quiet).running() as reporter:
         loaded = load(origin.source, dtype, device)
-        plan = pipeline.baseline_plan(base, loaded, workload)
+        plan = pipeline.formats_plan(base, loaded, workload)
         tuned = tune_plan(loaded, origin, plan, base, folder.path, reporter, workers, max_bytes)
     if json:
         console.print_json(_json(tuned))

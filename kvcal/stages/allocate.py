@@ -26,6 +26,7 @@ from kvcal.stages.allocation_record import (
     num_values,
     reserved_bytes,
     save,
+    unbudgeted,
 )
 from kvcal.stages.budget import ModelSizes, infeasible, resolve_budget
 from kvcal.stages.profile import Profile
@@ -44,6 +45,7 @@ __all__ = [
     "pareto",
     "reserved_bytes",
     "save",
+    "unbudgeted",
 ]
 
 

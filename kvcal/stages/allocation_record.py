@@ -69,7 +69,7 @@ def fixed_allocation(
 ) -> Allocation:
     """What a recipe with [formats] gives: no choice, no budget but its own bytes."""
     layers = fixed_layers(formats, bare_layers(geometry))
-    return _unbudgeted(layers, model, geometry.cache_dtype, workload, provenance)
+    return unbudgeted(layers, model, geometry.cache_dtype, workload, provenance)
 
 
 def important_allocation(
@@ -83,7 +83,7 @@ def important_allocation(
             k, v = formats[layer.geometry.index]
             layer = LayerPlan(layer.geometry, (k,), (v,))
         layers.append(layer)
-    return _unbudgeted(tuple(layers), profile.identity, profile.geometry.cache_dtype, workload, provenance)
+    return unbudgeted(tuple(layers), profile.identity, profile.geometry.cache_dtype, workload, provenance)
 
 
 def made_progressive(allocation: Allocation, spec: ProgressiveSpec, reserved: int) -> Allocation:
@@ -131,13 +131,14 @@ def num_values(layers: tuple[LayerPlan, ...], workload: Workload) -> int:
     return per_token * workload.batch * workload.context
 
 
-def _unbudgeted(
+def unbudgeted(
     layers: tuple[LayerPlan, ...],
     model: ModelIdentity,
     cache_dtype: CacheDtype,
     workload: Workload,
     provenance: dict[str, Any],
 ) -> Allocation:
+    """Layers that nothing was solved for: their own bytes are the budget."""
     fixed, paged = layer_bytes(layers, cache_dtype, workload)
     return Allocation(model, cache_dtype, layers, workload, provenance, Split(fixed + paged, None, None, fixed, paged))
 

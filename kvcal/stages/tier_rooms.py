@@ -134,6 +134,27 @@ def _layer(layer: LayerPlan, thresholds: Mapping[int, float], scores: Scores | N
     return replace(layer, k=(replace(layer.k[0], boost=fitted),))
 
 
+def overflow_share(plan: Plan, asked: Plan, scores: Scores) -> float:
+    """Share of the calibration pages, one KV head's page at a time, on which a tier of ``plan`` has no room for a
+    channel above the threshold that the tier has in ``asked``."""
+    overflowing = pages = 0
+    for layer, wanted in zip(plan.layers, asked.layers, strict=True):
+        if layer.geometry.index not in scores or wanted.k[0].boost is None:
+            continue
+        scores_PND, boost = scores[layer.geometry.index], layer.k[0].boost
+        rooms = {tier.num_bits: tier.num_channels(scores_PND.shape[-1]) for tier in boost.tiers} if boost else {}
+        taken = torch.zeros(scores_PND.shape[:-1], dtype=torch.int64)
+        has_overflow = torch.zeros(scores_PND.shape[:-1], dtype=torch.bool)
+        for tier in wanted.k[0].boost.tiers:
+            room = rooms.get(tier.num_bits, 0)
+            need = torch.full_like(taken, room) if tier.above is None else (scores_PND > tier.above).sum(-1) - taken
+            has_overflow |= need > room
+            taken += need.clamp(0, room)
+        overflowing += int(has_overflow.sum())
+        pages += has_overflow.numel()
+    return overflowing / max(pages, 1)
+
+
 def score_quantile(scores: Scores, share: float) -> float:
     """The score that ``share`` of all channels of calibration pages are at or below; exact, for any number of them."""
     every = torch.cat([values.flatten() for values in scores.values()]).sort().values

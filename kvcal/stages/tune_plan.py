@@ -13,7 +13,7 @@ from kvcal.plan import Plan, save_plan
 from kvcal.progress import Reporter
 from kvcal.recipe import Recipe
 from kvcal.specs import TuneSpec
-from kvcal.stages.tier_rooms import score_quantile
+from kvcal.stages.tier_rooms import overflow_share, score_quantile, with_thresholds
 from kvcal.stages.tune import tune
 from kvcal.stages.tune_chart import draw_tuning
 from kvcal.stages.tune_objective import HIGHEST_SHARE, Origin, TaskObjective
@@ -68,9 +68,20 @@ def tune_plan(
         raise
     draw_tuning(tuning, picture, chosen, spec.max_bits)
     best = objective.plan_with(chosen.thresholds)
-    best = replace(best, provenance={**plan.provenance, "thresholds": chosen.thresholds, "tune_seed": search.seed})
+    overflow = overflow_share(best, _unfitted(plan, chosen), objective.scores)
+    found = {"thresholds": chosen.thresholds, "tune_seed": search.seed, "overflow_share": overflow}
+    best = replace(best, provenance={**plan.provenance, **found})
+    reporter.say(
+        f"tune: trial {chosen.number} of {len(tuning.trials)} is chosen, {chosen.outcome.bits_per_value:.3f} bits a "
+        f"value; {overflow:.1%} of the calibration pages have a channel above its threshold and no room for it"
+    )
     save_plan(best, folder / "plan.safetensors")
     return Tuned(tuning, chosen, best)
+
+
+def _unfitted(plan: Plan, trial: Trial) -> Plan:
+    """The plan with the trial's thresholds and the recipe's rooms."""
+    return with_thresholds(plan, {int(name.removeprefix("tau_")): value for name, value in trial.thresholds.items()})
 
 
 def _inputs(loaded: LoadedModel, plan: Plan, recipe: Recipe, spec: TuneSpec) -> dict[str, Any]:
