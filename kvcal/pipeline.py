@@ -263,7 +263,7 @@ def evaluate_plan(recipe: Recipe, loaded: LoadedModel, plan: Plan, folder: Folde
 
 def baseline_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Plan:
     """The plan of a recipe that is [formats] alone, without a folder. UsageError for one that needs stages."""
-    if not recipe.is_formats_alone or recipe.tune is not None:
+    if not recipe.is_baseline:
         raise UsageError(
             f"recipe {recipe.name!r} in evaluate.against needs stages of its own, expected [formats] alone",
             hint="run it by itself, or beside others with `kvcal compare`",

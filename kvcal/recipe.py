@@ -224,6 +224,11 @@ class Recipe:
         return self.formats is not None and all(other is None for other in others)
 
     @property
+    def is_baseline(self) -> bool:
+        """Whether its formats are its plan: nothing is measured, fitted or tuned for a model."""
+        return self.is_formats_alone and self.tune is None
+
+    @property
     def sha256(self) -> str:
         """Content hash of every knob (name and description left out)."""
         knobs = dump(self)

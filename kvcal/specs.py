@@ -77,7 +77,8 @@ class ProgressiveSpec:
 @dataclass(frozen=True, config=STRICT)
 class ImportanceSpec:
     """[importance], KVmix: the ``share`` of layers with the largest gradient norms gets ``k_high_bits`` and
-    ``v_high_bits`` (K and V apart), and larger recent windows. ``random_seed``: layers at random instead, the ablation.
+    ``v_high_bits`` (K and V apart), and larger recent windows. ``window``: the paper's rule page by page, a clamped
+    share of the text, or none (see formats.WindowRule). ``random_seed``: layers at random instead, the ablation.
     """
 
     share: float = 0.2
@@ -85,7 +86,7 @@ class ImportanceSpec:
     v_high_bits: Literal[2, 3, 4, 8] = 4
     low_bits: Literal[1, 2, 3, 4] = 2
     group_size: Literal[32, 64, 128] = 32
-    window: Literal["literal", "clamped", "none"] = "literal"
+    window: Literal["paged", "clamped", "none"] = "paged"
     high_window_share: float = 0.2
     low_window_share: float = 0.1
     min_window: int = 0

@@ -27,7 +27,7 @@ SINKS_5 = replace(V, num_sink_tokens=5)
 PAIRS = {name: pair for name, pair in FORMATS.items() if name != "different sinks"} | {
     "query magnitude": (FORMATS["query magnitude"][0], SINKS_5),
     "random": (FORMATS["random"][0], SINKS_5),
-    "mixkvq": RECIPES["mixkvq"],
+    "mixkvq": RECIPES["mixkvq-capped"],
     "per head": (
         (Format(3, "channel", 64, 4), RAW),
         (Format(1, "token", 32, 4), Format(4, "token", 64, 0, 64)),
@@ -76,7 +76,7 @@ def plan_for(model: hf.PreTrainedModel, name: str) -> Plan:
 
 def mixed_plan(model: hf.PreTrainedModel) -> Plan:
     """Every layer another pair of formats."""
-    names = ("16 bits", "kitty", "per head", "mixkvq", "kivi", "clamped window", "uniform", "literal window", "queries")
+    names = ("16 bits", "kitty", "per head", "mixkvq", "kivi", "clamped window", "uniform", "paged window", "queries")
     layers = []
     for index, layer in enumerate(plan_for(model, "kivi").layers):
         other = plan_for(model, names[index % len(names)]).layers[index]

@@ -140,4 +140,4 @@ def page_table(fmt: Format, max_pages: int) -> Tensor | None:
 
 
 RULE = WindowRule("clamped", 0.3, 150, 10)
-LITERAL = WindowRule("literal", 0.6, 200)
+PAGED = WindowRule("paged", 0.6, 200)

@@ -26,7 +26,7 @@ from kvcal.transforms.hadamard import random_signs
 LATTICES = ((2, 2), (3, 2), (4, 2), (2, 4))  # num_bits, lattice_dim
 KITTY = Boost("magnitude", (Tier(4, 0.25),))
 THREE_TIERS = Boost("magnitude", (Tier(16, 0.1), Tier(8, 0.2), Tier(4, 0.3)))
-LITERAL = WindowRule("literal", 0.2, 200)
+PAGED = WindowRule("paged", 0.2, 200)
 BATCH, PAGES = 4, 3
 
 
@@ -67,7 +67,7 @@ def _cases() -> Iterator[tuple[str, Case]]:
         form = _lattice(3, 2, 2, 64)
         yield f"lattice, scales in {dtype}", Case(replace(form, format=replace(form.format, param_dtype=dtype)))
     pre, post = {"side": "k", "is_pre": True, "num_pairs": 32}, {"side": "k", "rescale": True, "offset": True}
-    for name, rule in (("a window", {"recent_window": 33}), ("a window that grows", {"window_rule": LITERAL})):
+    for name, rule in (("a window", {"recent_window": 33}), ("a window that grows", {"window_rule": PAGED})):
         form = replace(_lattice(2, 2, 3, 64), format=Format(2, lattice_dim=2, num_sink_tokens=3, **rule))
         yield f"lattice, sinks and {name}", Case(form)
     yield "lattice before RoPE", Case(_lattice(2, 2, 3, 64, **pre))
@@ -83,7 +83,7 @@ def _cases() -> Iterator[tuple[str, Case]]:
         "keys per token": ("k", Format(3, "token", 64, num_sink_tokens=5)),
         "keys of 1 bit": ("k", Format(1, "channel", 64)),
         "keys, 8 bits, fp32": ("k", Format(8, "channel", 128, param_dtype="float32")),
-        "keys, window that grows": ("k", Format(2, "channel", 32, 2, window_rule=LITERAL)),
+        "keys, window that grows": ("k", Format(2, "channel", 32, 2, window_rule=PAGED)),
         "Kitty": ("k", Format(2, "channel", 64, 4, boost=KITTY)),
         "three tiers": ("k", Format(2, "channel", 32, boost=THREE_TIERS)),
         "keys, 16 bits": ("k", RAW),

@@ -41,9 +41,9 @@ FORMATS: dict[str, tuple] = {
         Format(3, "channel", 64, window_rule=WindowRule("clamped", 0.25, 100, 10)),
         Format(2, "token", 32, window_rule=WindowRule("clamped", 0.3, 80)),
     ),
-    "literal window": (
-        Format(2, "channel", 32, 4, window_rule=WindowRule("literal", 0.4, 200)),
-        Format(2, "token", 32, 4, window_rule=WindowRule("literal", 0.2, 200)),
+    "paged window": (
+        Format(2, "channel", 32, 4, window_rule=WindowRule("paged", 0.4, 200)),
+        Format(2, "token", 32, 4, window_rule=WindowRule("paged", 0.2, 200)),
     ),
     "16-bit values": (Format(2, "channel", 32), RAW),
     "16 bits": (RAW, RAW),

@@ -37,7 +37,7 @@ from kvcal.runtime.static_layer import StaticLayer
 
 CPU = torch.device("cpu")
 HEADS = Heads(num_kv_heads=2, head_dim=64, group=2)
-MIXKVQ = recipe_pair("mixkvq")
+MIXKVQ = recipe_pair("mixkvq-capped")
 FORMS = [
     PAIRS["pre-rope"], PAIRS["higgs"], PAIRS["aqua"],
     *(recipe_pair(name) for name in ("aqua-kv-int4", "aqua-kv-uniform", "higgs-2")),
@@ -343,6 +343,8 @@ def test_unknown_formats_and_recipes_without_formats_are_refused() -> None:
         chosen_pairs(("5",), (), DEFAULT_PAIRS)
     with pytest.raises(UsageError, match=r"'best' leaves its formats to a solver"):
         chosen_pairs((), ("best",), DEFAULT_PAIRS)
+    with pytest.raises(UsageError, match="'mixkvq' is tuned for a model, and so are its rooms"):
+        recipe_pair("mixkvq")
     with pytest.raises(UsageError, match="'pm-kvq-2' lets pages shrink"):
         chosen_pairs((), ("pm-kvq-2",), DEFAULT_PAIRS)
     with pytest.raises(UsageError, match="--context 100: expected at least 128"):

@@ -62,7 +62,7 @@ CASES = {
     "V window longer": (k_format(3, num_sink_tokens=40), v_format(2, num_sink_tokens=40, recent_window=140)),
     "window rules": (
         k_format(3, window_rule=WindowRule("clamped", 0.2, 256, 32)),
-        v_format(4, window_rule=WindowRule("literal", 0.4, 256)),
+        v_format(4, window_rule=WindowRule("paged", 0.4, 256)),
     ),
     "Kitty": (k_format(2, boost=KITTY), v_format(2)),
     "Kitty 25 %": (k_format(2, boost=dataclasses.replace(KITTY, tiers=(Tier(4, 0.25),))), v_format(2)),

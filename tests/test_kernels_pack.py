@@ -11,9 +11,9 @@ from kernel_oracle import (
     GROUP_HEADS,
     HEADS,
     KITTY,
-    LITERAL,
     MIXKVQ,
     PACKED,
+    PAGED,
     RULE,
     TIERED,
     Case,
@@ -163,10 +163,10 @@ APPENDED = [
     (Case("k", MIXKVQ, 64, rescale=True), Case("v", Format(2, "token", 32, 5, 33), 64)),
     (Case("k", boosted("random", Tier(4, 0.1)), 64, "float16"), Case("v", Format(1, "token", 128, 5), 64, "float16")),
     (
-        Case("k", replace(MIXKVQ, window_rule=LITERAL, num_sink_tokens=3)),
+        Case("k", replace(MIXKVQ, window_rule=PAGED, num_sink_tokens=3)),
         Case("v", Format(8, "token", 32, 3, window_rule=RULE, param_dtype="float32")),
     ),
-    (Case("k", Format(2, "channel", 128), 256), Case("v", Format(4, window_rule=LITERAL), 256)),
+    (Case("k", Format(2, "channel", 128), 256), Case("v", Format(4, window_rule=PAGED), 256)),
 ]
 
 

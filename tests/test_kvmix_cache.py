@@ -24,8 +24,10 @@ from cache_cases import (
 )
 from torch import Tensor
 
-from kvcal import Plan, PlanCache, load_plan, save_plan
+from kvcal import Plan, PlanCache, artifact, load_plan, save_plan
+from kvcal.errors import ArtifactError
 from kvcal.formats import RAW, Format, WindowRule
+from kvcal.plan import KIND, SCHEMA
 from kvcal.specs import ImportanceSpec
 from kvcal.stages.importance import importance_formats, layer_format
 
@@ -35,8 +37,8 @@ HEADS = 4
 K_FORMATS = (
     layer_format("k", True, PAPER, 0, "float16"),
     layer_format("k", False, PAPER, 3, "float16"),
-    Format(2, "channel", 32, 0, 0, window_rule=WindowRule("literal", 0.6, 192)),
-    Format(3, "channel", 64, 5, 0, "bfloat16", window_rule=WindowRule("literal", 0.6, 50, 7)),
+    Format(2, "channel", 32, 0, 0, window_rule=WindowRule("paged", 0.6, 192)),
+    Format(3, "channel", 64, 5, 0, "bfloat16", window_rule=WindowRule("paged", 0.6, 50, 7)),
 )
 V_FORMATS = (
     layer_format("v", True, PAPER, 0, "float16"),
@@ -47,7 +49,7 @@ V_FORMATS = (
 MIXED = llama_plan(K_FORMATS, V_FORMATS, HEADS, num_layers=1)
 
 
-def kvmix_plan(window: str = "literal", num_layers: int = 2, **changes) -> Plan:
+def kvmix_plan(window: str = "paged", num_layers: int = 2, **changes) -> Plan:
     """Layer 0 matters for K, the last one for V."""
     spec = replace(PAPER, window=window, **changes)
     scores = {side: {i: float(i if side == "v" else -i) for i in range(num_layers)} for side in ("k", "v")}
@@ -68,20 +70,48 @@ def history(fmt: Format, num_tokens: int) -> list[tuple[int, int]]:
     for count in range(1, num_tokens + 1):
         if count % 128 == 0:
             kept = floor(share * (kept + 128))
-        window = min(max(kept if rule.kind == "literal" else floor(share * count), rule.min_tokens), rule.max_tokens)
+        window = min(max(kept if rule.kind == "paged" else floor(share * count), rule.min_tokens), rule.max_tokens)
         if count - fmt.num_sink_tokens - 128 * pages >= window + 128:
             pages += 1
         found.append((pages, window))
     return found
 
 
-def test_the_literal_window_stands_still_after_a_few_pages() -> None:
-    """The paper's rule with 128 new tokens at a time: 20 % keeps 31 tokens and 10 % keeps 14, however long the text."""
+def test_the_paged_window_stands_still_after_a_few_pages() -> None:
+    """The rule with 128 new tokens at a time: 20 % keeps 31 tokens and 10 % keeps 14, however long the text."""
     for share, kept in ((0.2, [0, 25, 30, 31, 31]), (0.1, [0, 12, 14, 14, 14]), (0.5, [0, 64, 96, 112, 120])):
-        rule = WindowRule("literal", share, 512)
+        rule = WindowRule("paged", share, 512)
         assert [rule.window(128 * pages) for pages in range(5)] == kept
         assert [rule.window(128 * pages + 127) for pages in range(5)] == kept
         assert rule.window(10**6) == floor(128 * share / (1 - share)) - (share == 0.2 or share == 0.5)
+
+
+def test_the_paper_s_window_and_ours_are_as_documented() -> None:
+    """Unquantized tokens after a prompt of 4,096 and then one at a time, by each rule, against the table."""
+    steps = (0, 1, 2, 3, 4, 5, 6, 13, 14, 30, 31, 127)
+    columns: list[list[int]] = [list(steps)]
+    for share in ("0.2", "0.1"):
+        kept = [floor(Fraction(share) * 4096)]  # the whole prompt is one update
+        for _ in range(steps[-1]):
+            kept.append(floor(Fraction(share) * (kept[-1] + 1)))
+        fmt = Format(2, "token", 32, window_rule=WindowRule("paged", float(share), 512))
+        unquantized = [count - 128 * fmt.num_pages(count) for count in range(4096, 4096 + len(kept))]
+        columns += [[counts[step] for step in steps] for counts in (kept, unquantized)]
+    assert columns[1][:6] == [819, 164, 33, 6, 1, 0]
+    rows = zip(*columns, strict=True)
+    table = "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
+    assert table in (Path(__file__).parents[1] / "docs" / "systems.md").read_text()
+
+
+def test_a_plan_with_the_rule_s_old_name_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.safetensors"
+    save_plan(kvmix_plan("paged"), path)
+    stored = artifact.read(path, KIND, SCHEMA)
+    stored.body["layers"][0]["k"][0]["window_rule"]["kind"] = "literal"
+    artifact.write(path, stored)
+    with pytest.raises(ArtifactError, match=r"window_rule.kind = 'literal': .*'clamped' or 'paged'") as caught:
+        load_plan(path)
+    assert caught.value.hint == "compile the plan again with this version of kvcal"
 
 
 @pytest.mark.parametrize("fmt", K_FORMATS + V_FORMATS, ids=str)
@@ -95,13 +125,13 @@ def test_pages_are_those_of_a_simulation_token_by_token(fmt: Format) -> None:
         assert fmt.tokens_to_next_event(count, count) == distance
 
 
-@pytest.mark.parametrize("kind", ["literal", "clamped"])
+@pytest.mark.parametrize("kind", ["paged", "clamped"])
 def test_the_window_is_never_smaller_than_the_rule_says(kind: str) -> None:
-    """But where the literal one has just jumped: tokens do not come back from pages."""
+    """But where the paged one has just jumped: tokens do not come back from pages."""
     fmt = Format(2, "token", 32, 4, window_rule=WindowRule(kind, 0.3, 512))
     for count, (pages, window) in enumerate(history(fmt, 3000)):
         unquantized = count - 4 - 128 * fmt.num_pages(count)
-        assert unquantized >= min(window, count - 4) or (kind == "literal" and pages and count % 128 < 60)
+        assert unquantized >= min(window, count - 4) or (kind == "paged" and pages and count % 128 < 60)
         assert unquantized < window + 128 and unquantized <= fmt.buffer_tokens
 
 
@@ -164,7 +194,7 @@ def test_contents_depend_on_the_number_of_tokens_alone(cuts: list[int]) -> None:
         assert_exact_bytes(cache, [stop])
 
 
-@pytest.mark.parametrize("window", ["literal", "clamped", "none"])
+@pytest.mark.parametrize("window", ["paged", "clamped", "none"])
 def test_chunks_that_end_at_pages_are_single_steps(window: str) -> None:
     plan, model, ids = kvmix_plan(window), tiny_llama(), random_ids(1, 210)
     by_pages, one_by_one = (PlanCache(plan, model.config) for _ in range(2))
@@ -199,7 +229,7 @@ def test_rows_of_a_ragged_batch_are_rows_alone(side: str) -> None:
         assert alone.nbytes == MIXED.nbytes([length + 40])
 
 
-@pytest.mark.parametrize("window", ["literal", "clamped"])
+@pytest.mark.parametrize("window", ["paged", "clamped"])
 def test_generate_keeps_bytes_exact_and_rows_apart(window: str) -> None:
     """A ragged prompt: pages fill during generation, at other steps in every row; each row writes what it would
     alone."""
@@ -233,7 +263,7 @@ def test_rejected_drafts_leave_bytes_exact(monkeypatch: pytest.MonkeyPatch) -> N
         assert_exact_bytes(cache, [cache.get_seq_length()])
 
     monkeypatch.setattr(PlanCache, "crop", checked_crop)
-    plan = kvmix_plan("literal", high_window_share=0.6)
+    plan = kvmix_plan("paged", high_window_share=0.6)
     ids = random_ids(1, 20).repeat(1, 6)
     cache = PlanCache(plan, tiny_llama().config)
     found = tiny_llama().generate(
@@ -250,10 +280,10 @@ def test_rejected_drafts_leave_bytes_exact(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_plan_with_rules_survives_its_file(tmp_path: Path) -> None:
     """After its windows have been asked for, too: nothing that is only remembered is written."""
-    plan = kvmix_plan("literal")
+    plan = kvmix_plan("paged")
     assert plan.nbytes([999]) > 0
     save_plan(plan, tmp_path / "plan.safetensors")
     loaded = load_plan(tmp_path / "plan.safetensors")
     assert loaded.layers == plan.layers and loaded.nbytes([999]) == plan.nbytes([999])
     rules = {fmt.window_rule for layer in loaded.layers for fmt in (*layer.k, *layer.v)}
-    assert rules == {WindowRule("literal", 0.2, 31), WindowRule("literal", 0.1, 14)}
+    assert rules == {WindowRule("paged", 0.2, 31), WindowRule("paged", 0.1, 14)}

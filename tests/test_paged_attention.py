@@ -63,7 +63,7 @@ def test_groups_of_query_heads(num_kv_heads: int) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["kivi", "queries", "literal window", "per head"])
+@pytest.mark.parametrize("name", ["kivi", "queries", "paged window", "per head"])
 def test_ragged_batches(name: str, side: str) -> None:
     """Padding is stored nowhere, and no step attends to it."""
     width = max(RAGGED)

@@ -48,7 +48,7 @@ def test_bytes_are_the_plans_from_the_first_update_on(name: str, max_tokens: int
     assert cache.workspace_nbytes == numbers + starts + tables
 
 
-@pytest.mark.parametrize("name", ["clamped window", "literal window"])
+@pytest.mark.parametrize("name", ["clamped window", "paged window"])
 def test_the_table_of_a_window_rule_says_when_pages_are_due(name: str) -> None:
     cache = static_cache(plan_for(name), 700)
     cache.allocate(2, "cpu")

@@ -18,7 +18,7 @@ from kvcal.formats import SIDES, Format
 from kvcal.stages.prefix import complete_prefix, pack_prefix
 from kvcal.stages.prefix_load import load_prefix
 
-NAMES = ("uniform", "kivi", "kitty", "queries", "query magnitude", "literal window", "per head", "transformed")
+NAMES = ("uniform", "kivi", "kitty", "queries", "query magnitude", "paged window", "per head", "transformed")
 
 
 def assert_same_tokens(first: PlanCache, second: PlanCache) -> None:

@@ -12,7 +12,7 @@ from kvcal import PlanCache, paged_attention
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.formats import Format
 
-NAMES = ("uniform", "kivi", "kitty", "queries", "random", "literal window", "16-bit values", "per head", "transformed")
+NAMES = ("uniform", "kivi", "kitty", "queries", "random", "paged window", "16-bit values", "per head", "transformed")
 
 
 def windowed_plan():

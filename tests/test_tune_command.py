@@ -20,11 +20,12 @@ from kvcal.folder import Folder
 from kvcal.formats import Boost, Format, Tier
 from kvcal.models.load import load
 from kvcal.pipeline import baseline_plan, build_plan
-from kvcal.plan import Workload, load_plan, plan_bytes
+from kvcal.plan import Workload, bare_layers, load_plan, plan_bytes
 from kvcal.progress import Silent
-from kvcal.recipe import EvaluateSpec, load_recipe
+from kvcal.recipe import AllocateSpec, EvaluateSpec, load_recipe
 from kvcal.specs import TuneSpec
 from kvcal.stages import tune_objective
+from kvcal.stages.budget import ModelSizes, resolve_budget
 from kvcal.stages.generation import measure_tasks
 from kvcal.stages.tier_rooms import measure_scores
 from kvcal.stages.tune_objective import Origin, TaskObjective, tuned_bits
@@ -301,6 +302,9 @@ def test_a_baseline_is_all_that_its_recipe_says_or_refused(name: str, model: Pat
     loaded = load(str(model))
     with pytest.raises(UsageError, match=f"'{name}' in evaluate.against needs stages of its own"):
         baseline_plan(load_recipe(name), loaded, Workload(1, 256))
+    sizes = ModelSizes(loaded.geometry, 0, 0)
+    with pytest.raises(UsageError, match=f"same_bytes_as = '{name}' is no recipe of \\[formats\\] alone, its"):
+        resolve_budget(sizes, AllocateSpec(same_bytes_as=name), bare_layers(loaded.geometry), 0)
     assert baseline_plan(load_recipe("kitty"), loaded, Workload(1, 256)).provenance["recipe"] == "kitty"
 
 

@@ -99,6 +99,11 @@ def recipe_pair(name: str) -> Pair:
             f"recipe {name!r} leaves its formats to a solver; only recipes with [formats] can be timed",
             hint="for example kitty, kivi-2 or uniform-3",
         )
+    if recipe.tune is not None:
+        raise UsageError(
+            f"recipe {name!r} is tuned for a model, and so are its rooms; only fixed rooms can be timed",
+            hint="for example mixkvq-capped",
+        )
     formats = recipe.formats
     if recipe.progressive is not None or formats.k.shrink_at or formats.v.shrink_at:
         raise UsageError(

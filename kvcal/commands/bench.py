@@ -67,7 +67,7 @@ def kernels(
 
     Example: `kvcal bench kernels --out bench`
 
-    Example: `kvcal bench kernels --format 2 --recipe mixkvq --batch 16 --context 65536 --group 8`
+    Example: `kvcal bench kernels --format 2 --recipe mixkvq-capped --batch 16 --context 65536 --group 8`
 
     Example: `kvcal bench kernels --format 2 --head-dim 96 --batch 8 --context 32768` (decode_plain)
 

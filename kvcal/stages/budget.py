@@ -68,9 +68,9 @@ def resolve_budget(sizes: ModelSizes, spec: AllocateSpec, layers: tuple[LayerPla
         return Budget(int(spec.bits * num_values(layers, workload) / 8) + fixed)
     assert spec.same_bytes_as is not None
     other: Recipe = load_recipe(spec.same_bytes_as)
-    if other.formats is None:
+    if other.formats is None or not other.is_baseline:
         raise UsageError(
-            f"same_bytes_as = {spec.same_bytes_as!r} has no fixed formats, so its bytes are not known beforehand",
+            f"same_bytes_as = {spec.same_bytes_as!r} is no recipe of [formats] alone, its bytes are not known before",
             hint="name a recipe with [formats], such as kivi-2",
         )
     return Budget(sum(layer_bytes(fixed_layers(other.formats, layers), sizes.geometry.cache_dtype, workload)))

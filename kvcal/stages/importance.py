@@ -5,7 +5,7 @@ projection's weight, as a mean over prompts (Eq. 10-11; ``Profile.grad_norm``). 
 floor(share L) layers of the highest scores, one at least when share > 0, are the important ones. The floor is the
 paper's: its names k2.19 v2.38 (20 %) and k2.28 v2.56 (30 %) stand for 6 and 9 of 32 layers. Of equal scores the lower
 layer comes first. Important layers get 3 bits for K, 4 for V, and 20 % of recent tokens in full precision; the others
-2 bits and 10 %.
+2 bits and 10 %, by the rule of ``formats.WindowRule``: page by page, which is not the paper's update by update.
 
 A random choice of as many layers is the ablation: K and V are drawn apart too. Left out: layers with a sliding window
 or a state, which stay as they are and are not counted in L; importance of single KV heads.
@@ -25,7 +25,7 @@ from kvcal.formats import SIDES, Format, Side, WindowRule
 from kvcal.specs import ImportanceSpec
 from kvcal.stages.profile_record import Profile
 
-# Any count far behind the last step of the literal rule.
+# Any count far behind the last step of the paged rule.
 _LONG = 1 << 30
 
 Scores = Mapping[Side, Mapping[int, float]]
@@ -74,12 +74,12 @@ def layer_format(
 
 
 def window_rule(spec: ImportanceSpec, share: float) -> WindowRule | None:
-    """None where nothing is to be kept but ``min_window`` tokens. A literal window that never reaches ``max_window`` is
+    """None where nothing is to be kept but ``min_window`` tokens. A paged window that never reaches ``max_window`` is
     bounded by what it does reach, so that no plan pays for a buffer that stays empty."""
     if spec.window == "none" or share == 0:
         return None
     rule = WindowRule(spec.window, share, spec.max_window, spec.min_window)
-    return replace(rule, max_tokens=rule.window(_LONG)) if spec.window == "literal" else rule
+    return replace(rule, max_tokens=rule.window(_LONG)) if spec.window == "paged" else rule
 
 
 def num_important(share: float, num_layers: int) -> int:

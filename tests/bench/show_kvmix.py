@@ -6,9 +6,9 @@ KL to 16 bits is read through the packed cache, decode-faithfully; errors are st
 
 1. Scores: rank correlation between two disjoint sets of 20 prompts, and with the KL of each layer's K or V alone at
    low bits; how many important layers they have in common.
-2. Assignment: the important layers of either set against random ones of the same number (K and V drawn apart; literal
+2. Assignment: the important layers of either set against random ones of the same number (K and V drawn apart; paged
    windows, so that all take the same bytes), the lowest scores, the largest single KL, all low and all high.
-3. Windows: literal, clamped and none, under the same bits.
+3. Windows: paged, clamped and none, under the same bits.
 4. Words: the paper's 10 x 3 + 1 x 2 bits against planes on the model's own keys and values: bytes and error.
 """
 
@@ -45,7 +45,7 @@ PARAM_DTYPE, BATCH = "float16", 8
 WORKLOAD = Workload(batch=8, context=4160)
 PAPER = ImportanceSpec()
 WINDOWS = {
-    "literal": PAPER,
+    "paged": PAPER,
     "clamped, 32 to 128": dataclasses.replace(PAPER, window="clamped", min_window=32, max_window=128),
     "none": dataclasses.replace(PAPER, window="none"),
 }

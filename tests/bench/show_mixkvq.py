@@ -195,9 +195,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="2 texts, 3 trials of 1 short problem")
     given = parser.parse_args()
-    loaded, recipe = load(given.model, device=given.device), load_recipe("mixkvq")
+    loaded, recipe = load(given.model, device=given.device), load_recipe("mixkvq-capped")
     limits: dict[str, Any] = {"batch": given.batch}
-    tasks = tuple(recipe.tune.tasks) if recipe.tune is not None else TuneSpec().tasks
+    tasks = TuneSpec().tasks
     if given.quick:
         given.texts, given.tokens, given.trials, given.resumed_trials = 2, 400, 3, 3
         given.problems, tasks = min(given.problems, 1), ("chain",)
