@@ -33,7 +33,8 @@ Side = Literal["k", "v"]
 SIDES: tuple[Side, Side] = ("k", "v")
 Layout = PageLayout | TieredLayout | LatticeLayout
 
-QUERY_SCORES = ("query_magnitude", "query_range")
+RUNNING_SCORES = ("running_query_range",)
+QUERY_SCORES = ("query_magnitude", "query_range", *RUNNING_SCORES)
 QUERY_ITEM_BYTES = 4  # the running query statistic is a sum in fp32 for every channel of a KV head
 LATTICE_BITS = {2: (2, 3, 4), 4: (2,)}
 
@@ -201,6 +202,11 @@ class Format:
     def needs_queries(self) -> bool:
         """Whether pages are written with the help of a running query statistic."""
         return self.boost is not None and self.boost.score in QUERY_SCORES
+
+    @property
+    def keeps_queries(self) -> bool:
+        """Whether the query statistic goes on over all queries, instead of beginning anew after each page."""
+        return self.boost is not None and self.boost.score in RUNNING_SCORES
 
     @property
     def max_window(self) -> int:

@@ -37,6 +37,7 @@ def exact_scores(score: str, channel: list[float], query: float) -> float:
             "range": step,
             "query_magnitude": weight * mean_abs,
             "query_range": weight * step,
+            "running_query_range": weight * step,
         }[score]
     )
 
@@ -72,7 +73,14 @@ def test_the_scores_rank_differently():
     keys[:, 0] = keys[:, 0] * 0.01 + 100.0
     query_mean = torch.tensor([1e6, 1.0])
     first = {score: channel_scores(score, keys, query_mean).argmax().item() for score in SCORES if score != "random"}
-    assert first == {"magnitude": 0, "variance": 1, "range": 1, "query_magnitude": 0, "query_range": 0}
+    assert first == {
+        "magnitude": 0,
+        "variance": 1,
+        "range": 1,
+        "query_magnitude": 0,
+        "query_range": 0,
+        "running_query_range": 0,
+    }
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -140,7 +148,7 @@ def test_random_scores_by_hand():
     assert found.tolist() == [mixed(mixed(mixed(11) + 5) + channel) / 2**32 for channel in range(8)]
 
 
-@pytest.mark.parametrize("score", ["query_magnitude", "query_range"])
+@pytest.mark.parametrize("score", ["query_magnitude", "query_range", "running_query_range"])
 def test_query_scores_need_queries(score):
     with pytest.raises(UsageError, match=f"the score '{score}' needs the queries"):
         channel_scores(score, random_keys())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcal import Plan, PlanCache, paged_attention
 from kvcal.errors import ArtifactError, NonFiniteActivations, UnsupportedModel, UsageError
-from kvcal.formats import RAW, Format
+from kvcal.formats import RAW, Boost, Format, Tier
 from kvcal.geometry import AttentionGeometry
 from kvcal.kernels.reference import NO_ROOM
 from kvcal.kernels.refusals import refusals
@@ -274,6 +274,7 @@ def test_what_the_kernels_refuse() -> None:
     def layer(k: Format, v: Format, dim: int = 128, v_dim: int = 128, **changes) -> LayerPlan:
         return LayerPlan(AttentionGeometry(0, 8, 2, dim, v_dim), (k,), (v,), **changes)
 
+    running = Boost("running_query_range", (Tier(4, 0.25),))
     k, sinks = Format(2, "channel"), replace(V, num_sink_tokens=3)
     found = {
         "fine": list(refusals(layer(k, V), "bfloat16")),
@@ -283,12 +284,14 @@ def test_what_the_kernels_refuse() -> None:
         "unequal": list(refusals(layer(k, V, 128, 64), "bfloat16")),
         "lattice": list(refusals(layer(Format(2, lattice_dim=2), sinks), "bfloat16")),
         "pre": list(refusals(layer(k, sinks, k_pages="pre"), "bfloat16")),
+        "all queries": list(refusals(layer(replace(k, boost=running), V), "bfloat16")),
         "shrinking": list(refusals(layer(SHRINKING, V), "bfloat16")),
         "shrinking, before RoPE": list(refusals(layer(SHRINKING, V, k_pages="pre"), "bfloat16")),
     }
-    counts = {"float32": 1, "head size": 1, "unequal": 1, "shrinking, before RoPE": 1}
+    counts = {"float32": 1, "head size": 1, "unequal": 1, "all queries": 1, "shrinking, before RoPE": 1}
     assert {name: len(reasons) for name, reasons in found.items()} == dict.fromkeys(found, 0) | counts
     assert "float32" in found["float32"][0] and "36" in found["head size"][0]
+    assert "chosen by all queries so far" in found["all queries"][0]
     assert "hold keys before RoPE and shrink" in found["shrinking, before RoPE"][0]
 
 

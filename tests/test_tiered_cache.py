@@ -301,9 +301,10 @@ def test_more_boosted_channels_leave_less_error():
     assert errors[1] < 0.2 * errors[0]  # one channel of the eight is the outlier
 
 
-def test_query_scores_weigh_channels_by_the_queries_since_the_last_page():
-    """Pages of the first chunk meet its queries, padding left out; the next page only those after it."""
-    fmt, heads, group = QUERY, 2, 4
+@pytest.mark.parametrize("score", ["query_range", "running_query_range"])
+def test_query_scores_weigh_channels_by_the_queries_since_the_last_page_or_by_all(score):
+    """Pages of the first chunk meet its queries, padding left out; the next page those after it, or all so far."""
+    fmt, heads, group = boosted(score, *QUERY.boost.tiers), 2, 4
     plan = llama_plan(fmt, V, heads, num_layers=1)
     keys, queries = random_states(2, heads, 300, seed=1), random_states(2, heads * group, 300, seed=2)
     keys[..., 1] /= 20.0  # queries decide
@@ -317,14 +318,16 @@ def test_query_scores_weigh_channels_by_the_queries_since_the_last_page():
         layer.observe_queries(queries[:, :, part])
     # Row 0: tokens 5 - 132 after the first chunk, 133 - 260 after the third. Row 1 begins at column 7.
     heard = {(0, 0): (0, 160), (0, 1): (160, 300), (1, 0): (7, 160), (1, 1): (160, 300)}
+    if score == "running_query_range":
+        heard |= {(0, 1): (0, 300), (1, 1): (7, 300)}
     (part,) = layer.sides["k"]
     layout = fmt.layout("k", heads, HEAD_DIM, "float32", 2)
     chosen = set()
     for (row, number), (start, stop) in heard.items():
         begin = (7 if row else 0) + 5 + 128 * number
         tokens = keys[row, :, begin : begin + 128]
-        mean = queries[row, :, start:stop].unflatten(0, (heads, group)).abs().mean((1, 2))
-        expected = layout.encode(tokens, channel_scores("query_range", tokens, mean))
+        mean = queries[row, :, start:stop].double().unflatten(0, (heads, group)).abs().mean((1, 2))
+        expected = layout.encode(tokens, channel_scores(score, tokens, mean))
         found = part.records([(row, number, number + 1)])[0]
         assert torch.equal(found, expected)
         bits = layout.channel_bits(found)
@@ -335,7 +338,7 @@ def test_query_scores_weigh_channels_by_the_queries_since_the_last_page():
     assert {row for row, bits in chosen if bits[1] == 16} == {0}  # the channel that only row 0's queries look at
 
 
-@pytest.mark.parametrize("score", ["query_range", "query_magnitude"])
+@pytest.mark.parametrize("score", ["query_range", "running_query_range", "query_magnitude"])
 def test_query_scores_generate_when_the_model_is_heard(score):
     plan = llama_plan(boosted(score, Tier(4, 0.25)), V)
     model, lengths = tiny_llama(), (150, 120)

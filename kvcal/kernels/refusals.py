@@ -24,6 +24,8 @@ def storage_refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
         yield "its sliding window of 1 token keeps nothing"
     if geometry.k_head_dim != geometry.v_head_dim:
         yield f"head sizes {geometry.k_head_dim} (K) and {geometry.v_head_dim} (V) differ"
+    if any(fmt.keeps_queries for fmt in plan.k):
+        yield "its channels are chosen by all queries so far; a static cache knows those since the page before"
     for side in SIDES:
         for fmt in plan.formats(side):
             if not fmt.shrink_at:

@@ -7,6 +7,7 @@ A page is 128 tokens of one KV head, keys after RoPE; its scores are computed wh
   quantizer is.
 - ``range``: S = (max - min) / (2^B - 1), B = 2: the step of 2 bits (MixKVQ, Eq. 7), its "error-only" score.
 - ``query_range``: A = I S (MixKVQ, Eq. 8), I = mean |Q| of the channel after RoPE (Eq. 6), over the heads of the group.
+- ``running_query_range``: the same with I over all queries so far, instead of those since the page before.
 - ``query_magnitude``: I mean |K|, Kitty's score weighted in the same way.
 - ``random``: a hash of page, head and channel, uniform in [0, 1): what a score must beat.
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from kvcal.errors import UsageError
 from kvcal.quantizers.pages import PAGE_TOKENS
 
-Score = Literal["magnitude", "variance", "range", "query_magnitude", "query_range", "random"]
+Score = Literal["magnitude", "variance", "range", "query_magnitude", "query_range", "running_query_range", "random"]
 
 RANGE_LEVELS = 2**2 - 1
 HASH_BITS = 32
@@ -55,7 +56,7 @@ def channel_scores(
             return _step(k_post)
         case "query_magnitude":
             return _mean(k_post.double().abs()) * _needed(query_mean, score)
-        case "query_range":
+        case "query_range" | "running_query_range":
             return _step(k_post) * _needed(query_mean, score)
         case "random":
             return _uniform_hash(k_post, page, head)

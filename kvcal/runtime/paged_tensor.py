@@ -38,9 +38,9 @@ class PagedTensor:
 
     Tensors: sinks [B, n, num_sink_tokens, D] and buffer [B, n, buffer_tokens, D] in the cache's dtype;
     pages [sum of rows' pages, n (1 for a lattice), record_bytes] uint8; for query scores query_sum [B, n, D] fp32, the
-    sum of |q| over the ``query_count`` query vectors of each row since its last page. ``predict`` says what a
-    predictor says about pages, [M, n, 128, D] fp32; None without one. ``keep`` gets every page that is decoded, before
-    its transforms are undone.
+    sum of |q| over the ``query_count`` query vectors of each row, all of them or those since its last page. ``predict``
+    says what a predictor says about pages, [M, n, 128, D] fp32; None without one. ``keep`` gets every page that is
+    decoded, before its transforms are undone.
     """
 
     def __init__(self, codec: PageCodec, batch: int, device: torch.device, predict: Predict | None = None) -> None:
@@ -179,7 +179,7 @@ class PagedTensor:
             rows = [row for row, first, stop in spans for _ in range(first, stop)]
             counts = self.query_sum.new_tensor([self.query_count[row] for row in rows])
             query_mean = self.query_sum[rows] / counts[:, None, None]
-            for row, _, _ in spans:
+            for row, _, _ in () if self.format.keeps_queries else spans:
                 self.query_sum[row] = 0
                 self.query_count[row] = 0
         ordinals = ordinals_of(spans, x.device)

@@ -71,7 +71,7 @@ def page_scores(fmt: Format, q_post_HTD: Tensor, k_post_NTD: Tensor) -> Tensor:
     """Scores [P, N, D] fp64 of the P pages that a sequence of T tokens fills."""
     assert fmt.boost is not None
     N, T, D = k_post_NTD.shape
-    # written[p]: tokens seen when page p is written; its queries are those after the write before.
+    # written[p]: tokens seen when page p is written; its queries are those after the write before, or all of them.
     counts = [fmt.num_pages(num_tokens) for num_tokens in range(T + 1)]
     written = [num_tokens for num_tokens in range(1, T + 1) for _ in range(counts[num_tokens - 1], counts[num_tokens])]
     P, first = len(written), fmt.num_sink_tokens
@@ -82,7 +82,7 @@ def page_scores(fmt: Format, q_post_HTD: Tensor, k_post_NTD: Tensor) -> Tensor:
     )
     magnitude_NTD = q_post_HTD.double().abs().unflatten(0, (N, -1)).mean(1)
     spans = itertools.pairwise([0, *sorted(set(written))])
-    means = {stop: magnitude_NTD[:, start:stop].mean(1) for start, stop in spans}
+    means = {stop: magnitude_NTD[:, 0 if fmt.keeps_queries else start : stop].mean(1) for start, stop in spans}
     queries_PND = torch.stack([means[stop] for stop in written]) if P else magnitude_NTD.new_empty(0, N, D)
     device = k_post_NTD.device
     ordinals, heads = torch.arange(P, device=device).unsqueeze(-1), torch.arange(N, device=device)
