@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tomllib
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from tiny_models import measured
 
 from kvcal.formats import SIDES
 from kvcal.layer_plan import LayerPlan, bare_layers
-from kvcal.recipe import fixed_layers, load_recipe
+from kvcal.recipe import find_recipe, fixed_layers, load_recipe, recipe_names
 from kvcal.stages.lattice_tensors import lattice_tensors
 
 
@@ -50,3 +51,24 @@ def test_every_side_of_every_layer_has_signs_of_its_own() -> None:
         assert abs(int((one.int() * other.int()).sum())) < 5 * 32
     again = lattice_tensors(layers)
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+
+
+def test_every_section_of_a_recipe_is_read_by_a_stage_that_runs() -> None:
+    """A section that no stage of the recipe reads would promise what does not happen."""
+    for name in recipe_names():
+        given = set(tomllib.loads(find_recipe(name).read_text())) - {"description", "model", "evaluate"}
+        recipe = load_recipe(name)
+        measures = recipe.importance is not None or (recipe.allocate is not None and recipe.search is None)
+        read = {"formats", "importance", "allocate", "search", "progressive", "reparam", "predictors", "tune"}
+        read |= {"profile"} if measures else set()
+        read |= {"cache"} if measures or recipe.search is not None else set()
+        read |= {"data"} if measures or {"search", "reparam", "predictors", "tune"} & given else set()
+        assert given <= read, name
+        assert recipe.description and recipe.description[-1] != "."
+
+
+def test_the_paper_s_blocks_have_keys_and_values_alike() -> None:
+    for name in ("pm-kvq", "pm-kvq-settled"):
+        recipe = load_recipe(name)
+        assert recipe.allocate is not None and recipe.allocate.granularity == "block"
+        assert recipe.profile.num_bits == (2, 4) and recipe.allocate.objective == "sensitivity"
