@@ -4,17 +4,17 @@ A source is the embedded tasks, a text, JSONL or parquet file, a folder of one o
 on the Hugging Face hub; all but the tasks are read through ``datasets`` as a stream, and only until enough
 has been seen.
 
-Plain documents are joined with the end-of-sequence token and cut into windows of exactly ``seq_len``
-tokens. Records that have a prompt and a completion (tasks, question and answer, chat messages) stay one
-record per sequence, cut at ``seq_len``; their loss mask covers the completion alone, since predicting a
-random prompt says nothing about how well the cache is read. Every sequence starts with what the tokenizer
-puts at position 0 (or with its bos token): many models park their attention there, and a window that begins
-in mid-text has other keys.
+Plain documents, and the pieces of a text file, are joined with the end-of-sequence token and cut into windows
+of exactly ``seq_len`` tokens. Records that have a prompt and a completion (tasks, question and answer, chat
+messages) stay one record per sequence, cut at ``seq_len``; their loss mask covers the completion alone, since
+predicting a random prompt says nothing about how well the cache is read. Every sequence starts with what the
+tokenizer puts at position 0 (or with its bos token): many models park their attention there, and a window that
+begins in mid-text has other keys.
 
-Sampling: the first ``POOL_FACTOR * num_samples`` sequences of the stream form a pool, from which ``seed``
-picks ``num_samples``, in stream order. So no more than that is ever tokenized, and the choice does not
-depend on the process, the machine or the folder's listing order. Left out: shuffling inside a source larger
-than the pool.
+Sampling: the first ``CANDIDATES * num_samples`` sequences of the purpose's pool (see kvcal.pools) are
+candidates, of which ``seed`` picks ``num_samples``, in stream order. So no more than that is ever tokenized,
+and the choice does not depend on the process, the machine or the folder's listing order. Left out: shuffling
+inside a larger source.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 
 from kvcal.errors import UsageError
-from kvcal.sources import Chat, Record, describe_source, read_source
+from kvcal.pools import PURPOSES, Purpose
+from kvcal.sources import Chat, Record, SourceId, describe_source, identify_source, read_source
 from kvcal.strict import STRICT
-from kvcal.tasks import TASKS, Problem, mixture
+from kvcal.tasks import TASKS, Problem, dealt, mixture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-POOL_FACTOR = 4
+CANDIDATES = 4
 TASK_SOURCES = ("tasks", *(f"tasks:{name}" for name in TASKS))
 
 
@@ -78,13 +79,21 @@ class DataSpec:
 class TokenDataset:
     """``sequences``: int64 [T] each, T <= seq_len, no padding. ``loss_masks``: bool [T] each, True where
     the token is a target of the next-token loss (never at position 0, at least one per sequence).
-    ``fingerprint``: sha256 over both; ``description``: one line for people, without machine paths. All
-    counts are tokens."""
+    ``fingerprint``: sha256 over both; ``description``: one line for people, without machine paths;
+    ``source``: where they come from, None if they were made up; ``purpose``: of which pool. All counts are
+    tokens."""
 
     sequences: tuple[Tensor, ...]
     loss_masks: tuple[Tensor, ...]
     fingerprint: str
     description: str
+    source: SourceId | None = None
+    purpose: Purpose = "fit"
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Of each sequence's ids, int64 little-endian, the first 12 hex digits of their sha256."""
+        return tuple(hashlib.sha256(_bytes(tokens_T)).hexdigest()[:12] for tokens_T in self.sequences)
 
     @property
     def num_tokens(self) -> int:
@@ -101,12 +110,15 @@ class _Sequence:
     loss_mask_T: Tensor
 
 
-def load_sequences(spec: DataSpec, tokenizer: PreTrainedTokenizerBase, max_context: int | None = None) -> TokenDataset:
-    """Read, tokenize and sample. ``max_context``: the model's context in tokens, None if it has no limit.
+def load_sequences(
+    spec: DataSpec, tokenizer: PreTrainedTokenizerBase, max_context: int | None = None, purpose: Purpose = "fit"
+) -> TokenDataset:
+    """Read, tokenize and sample what is dealt to ``purpose``. ``max_context``: the model's context in tokens,
+    None if it has no limit.
 
     Raises UsageError: ``seq_len`` beyond the context, a missing path, an unsupported or mixed kind of file,
     an unreadable or empty source, an unknown column, messages without a chat template, or fewer than
-    ``num_samples`` sequences (the message says how many there are).
+    ``num_samples`` sequences in the purpose's pool (the message says how many there are).
     """
     if max_context is not None and spec.seq_len > max_context:
         raise UsageError(
@@ -114,21 +126,25 @@ def load_sequences(spec: DataSpec, tokenizer: PreTrainedTokenizerBase, max_conte
             hint=f"choose a seq_len of at most {max_context}",
         )
     if spec.source in TASK_SOURCES:
-        pool = list(islice(_task_sequences(spec, tokenizer), spec.num_samples))  # drawn by the seed already
+        pool = list(islice(_task_sequences(spec, tokenizer, purpose), spec.num_samples))  # drawn by the seed already
     else:
-        pool = list(islice(_source_sequences(spec, tokenizer), POOL_FACTOR * spec.num_samples))
+        pool = list(islice(_source_sequences(spec, tokenizer, purpose), CANDIDATES * spec.num_samples))
     if len(pool) < spec.num_samples:
+        needed = len(PURPOSES) * spec.num_samples
         raise UsageError(
-            f"{describe_source(spec.source)} holds {len(pool)} sequences of seq_len = {spec.seq_len} tokens, "
-            f"and num_samples = {spec.num_samples} were asked for",
-            hint="lower num_samples or seq_len, or give more data",
+            f"{describe_source(spec.source)} holds {len(pool)} sequences of seq_len = {spec.seq_len} tokens in the "
+            f"pool {purpose!r}, and num_samples = {spec.num_samples} were asked for",
+            hint=f"each of the pools {', '.join(PURPOSES)} gets a quarter of a source: give about {needed} records, or "
+            f"{needed * spec.seq_len} tokens of text; lower num_samples or seq_len; or, if only the evaluation's pool "
+            "is too small, give it a larger source of its own",
         )
     picked = sorted(random.Random(f"pick:{spec.seed}").sample(range(len(pool)), spec.num_samples))
     sequences = tuple(pool[i].tokens_T for i in picked)
     masks = tuple(pool[i].loss_mask_T for i in picked)
     shape = f"{spec.num_samples} sequences of at most {spec.seq_len} tokens, seed {spec.seed}"
-    description = f"{describe_source(spec.source)}: {shape}"
-    return TokenDataset(sequences, masks, _fingerprint(sequences, masks), description)
+    source = identify_source(spec.source, spec.split, spec.config)
+    description = f"{source.name} (pool {purpose}): {shape}"
+    return TokenDataset(sequences, masks, _fingerprint(sequences, masks), description, source, purpose)
 
 
 def prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -157,15 +173,14 @@ def _end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
-def _task_sequences(spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> Iterator[_Sequence]:
-    rng = random.Random(f"calibration:{spec.seed}")
+def _task_sequences(spec: DataSpec, tokenizer: PreTrainedTokenizerBase, purpose: Purpose) -> Iterator[_Sequence]:
     draw = mixture if spec.source == "tasks" else TASKS[spec.source.removeprefix("tasks:")]
-    for _ in range(64 * spec.num_samples):  # bounded: a short seq_len can cut off every completion
-        problem = draw(rng)
+    drawn = dealt(draw, purpose, f"{spec.source}:{spec.seed}")
+    for problem in islice(drawn, 64 * spec.num_samples):  # bounded: a short seq_len can cut off every completion
         yield from _record_sequence(Record(problem.prompt_text, problem.completion), tokenizer, spec.seq_len)
 
 
-def _source_sequences(spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> Iterator[_Sequence]:
+def _source_sequences(spec: DataSpec, tokenizer: PreTrainedTokenizerBase, purpose: Purpose) -> Iterator[_Sequence]:
     prefix, end = prefix_ids(tokenizer), _end_ids(tokenizer)
     num_body = spec.seq_len - len(prefix)
     if num_body < 1:
@@ -174,13 +189,13 @@ def _source_sequences(spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> Ite
             hint=f"at least {len(prefix) + 1}",
         )
     pending: list[int] = []  # tokens of plain documents that do not fill a window yet
-    for item in read_source(spec.source, spec.columns, spec.split, spec.config, spec.seed):
+    for item in read_source(spec.source, spec.columns, spec.split, spec.config, spec.seed, purpose):
         if isinstance(item, Record):
             yield from _record_sequence(item, tokenizer, spec.seq_len)
         elif isinstance(item, Chat):
             yield from _chat_sequence(item, tokenizer, spec)
         else:
-            pending += _encode(tokenizer, item.text) + (end if item.ends else [])
+            pending += _encode(tokenizer, item.text) + end
             num_windows = len(pending) // num_body
             for i in range(num_windows):
                 body = pending[i * num_body : (i + 1) * num_body]
@@ -238,6 +253,10 @@ def _fingerprint(sequences: tuple[Tensor, ...], masks: tuple[Tensor, ...]) -> st
     digest = hashlib.sha256()
     for tokens_T, mask_T in zip(sequences, masks, strict=True):
         digest.update(tokens_T.numel().to_bytes(8, "little"))
-        digest.update(tokens_T.numpy().astype("<i8").tobytes())
+        digest.update(_bytes(tokens_T))
         digest.update(mask_T.numpy().tobytes())
     return digest.hexdigest()
+
+
+def _bytes(tokens_T: Tensor) -> bytes:
+    return tokens_T.numpy().astype("<i8").tobytes()

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvcal import artifact
 from kvcal.artifact import sha256_json
+from kvcal.data_record import calibration, data_inputs, require_unseen, shared_sources, with_calibration
 from kvcal.errors import UsageError
 from kvcal.folder import Folder, compute_dtype, flat, is_current, model_inputs
 from kvcal.models.load import LoadedModel
@@ -41,6 +42,7 @@ from kvcal.transform_folder import (
     reparam_folder,
     sequences,
     transformed,
+    with_transform_data,
 )
 from kvcal.tune_folder import tune_folder
 
@@ -117,8 +119,9 @@ def choose_formats(
         return allocation_stage.load(folder.allocation)[0]
     if recipe.importance is not None:
         profile = profile_stage.load(folder.profile)
+        provenance = with_calibration(provenance_of(recipe), _profile_data(folder))
         allocation = allocation_stage.important_allocation(
-            profile, recipe.importance, profile.cache, workload, provenance_of(recipe)
+            profile, recipe.importance, profile.cache, workload, provenance
         )
     else:
         assert recipe.formats is not None
@@ -133,12 +136,12 @@ def choose_formats(
 
 def profile_recipe(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter: Reporter) -> Profile:
     """The profile stage of a recipe."""
-    data = sequences(recipe.data, loaded)
+    data = sequences(recipe.data, loaded, "fit")
     inputs = {
         **model_inputs(loaded),
         **flat("profile", dump(recipe.profile)),
         **flat("cache", dump(recipe.cache)),
-        "data.fingerprint": data.fingerprint,
+        **data_inputs(data),
         **compute_dtype(loaded),
     }
     kind, schema = profile_stage.KIND, profile_stage.SCHEMA
@@ -174,7 +177,8 @@ def allocate_folder(
     if is_current("allocate", folder.allocation, kind, schema, inputs, reporter):
         return allocation_stage.load(folder.allocation)[0]
     details = {"objective": spec.objective, "granularity": spec.granularity, "data": profile.data_fingerprint}
-    allocation = allocation_stage.allocate(profile, spec, profile.cache, {**provenance, **details}, reserved)
+    provenance = with_calibration({**provenance, **details}, _profile_data(folder))
+    allocation = allocation_stage.allocate(profile, spec, profile.cache, provenance, reserved)
     if progressive is not None:
         allocation = allocation_stage.made_progressive(allocation, progressive, reserved)
     allocation_stage.save(allocation, inputs, folder.allocation)
@@ -187,7 +191,7 @@ def allocate_folder(
 
 def search_folder(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter: Reporter) -> Allocation:
     """The search stage; its allocation has transforms, whose tensors are in its own artifact."""
-    data = sequences(recipe.data, loaded)
+    data, texts = sequences(recipe.data, loaded, "fit"), sequences(recipe.data, loaded, "select")
     assert recipe.allocate is not None and recipe.search is not None
     takes_lambda = any(choice.rescale for choice in recipe.search.keys)
     lambda_data = reparam_data(recipe, loaded) if takes_lambda else None
@@ -198,8 +202,9 @@ def search_folder(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter:
         **flat("cache", dump(recipe.cache)),
         **flat("reparam", dump(recipe.reparam)),
         **flat("predictors", dump(recipe.predictors)),
-        "data.fingerprint": data.fingerprint,
-        "reparam_data.fingerprint": lambda_data.fingerprint if lambda_data else None,
+        **data_inputs(data),
+        **data_inputs(texts, "texts"),
+        **(data_inputs(lambda_data, "reparam_data") if lambda_data else {}),
         "provenance": sha256_json(provenance_of(recipe)),
         **compute_dtype(loaded),
     }
@@ -208,9 +213,12 @@ def search_folder(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter:
     if is_current("search", folder.search, search_stage.KIND, search_stage.SCHEMA, inputs, reporter):
         found = search_stage.load(folder.search)
     else:
-        reporter.say(f"search: {data.description}")
-        provenance = provenance_of(recipe)
-        found = search_stage.run_search(loaded, recipe, data, lambda_data, inputs, folder.search, provenance, reporter)
+        provenance = with_calibration(provenance_of(recipe), calibration("search", inputs))
+        require_unseen(provenance, texts)
+        reporter.say(f"search: fitted on {data.description}; chosen on {texts.description}")
+        found = search_stage.run_search(
+            loaded, recipe, data, texts, lambda_data, inputs, folder.search, provenance, reporter
+        )
     allocation_stage.save(found.allocation, {"search.sha256": _sha256(folder.search)}, folder.allocation)
     return found.allocation
 
@@ -234,6 +242,8 @@ def compile_folder(
         found = search_stage.load(folder.search)
         plan = compile_plan(found.allocation, found.layers, found.plan_tensors)
     else:
+        provenance = with_transform_data(allocation.provenance, folder, reparam, predictors)
+        allocation = replace(allocation, provenance=provenance)
         plan = compile_plan(allocation, *transformed(folder, allocation.layers, reparam, predictors))
     if path.is_file() and path.read_bytes() == plan_bytes(plan):
         reporter.say(f"compile: {path.name} is current, skipped")
@@ -248,8 +258,10 @@ def evaluate_plan(recipe: Recipe, loaded: LoadedModel, plan: Plan, folder: Folde
     plans = [(name, baseline_plan(load_recipe(name), loaded, plan.workload)) for name in recipe.evaluate.against]
     plans.append((recipe.name, plan))
     spec = scheduled_batch(recipe.evaluate, plans, reporter)
-    data = sequences(spec.data, loaded)
+    data = sequences(spec.data, loaded, "report")
     require_scheduled_texts(plans, data)
+    if shared_sources(plan.provenance, data) and data.source is not None:
+        reporter.say(f"evaluate: the plan was calibrated on {data.source.name}, too; no text is in both samples")
     inputs = {
         **model_inputs(loaded),
         **flat("evaluate", dump(replace(spec, against=()))),  # rows are kept one by one
@@ -283,6 +295,11 @@ def formats_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Pla
 def provenance_of(recipe: Recipe) -> dict[str, Any]:
     """What of a recipe a plan carries."""
     return {"recipe": recipe.name, "recipe_sha256": recipe.sha256, "seed": recipe.data.seed}
+
+
+def _profile_data(folder: Folder) -> dict[str, Any]:
+    """What the folder's profile was measured on."""
+    return calibration("profile", artifact.read(folder.profile, profile_stage.KIND, profile_stage.SCHEMA).inputs)
 
 
 def _sha256(path: Path) -> str:

@@ -1,15 +1,21 @@
 """Where calibration text comes from: a file, a folder or a hub id, read as a stream through ``datasets``.
 
-Yields three kinds of item: a ``Piece`` of a plain document, a ``Record`` with a prompt and a completion,
-and a ``Chat``. Which one is decided once per source, by the kind of file or by the columns of its first
-record. Nothing is read before it is asked for: a text file comes in pieces of some 16 KiB, a JSONL or
-parquet file in ``datasets``' own chunks, so sixteen samples of a 10 GB file cost what sixteen samples cost.
+Yields three kinds of item: a ``Piece`` of plain text, a ``Record`` with a prompt and a completion, and a
+``Chat``; of each, those that are dealt to one pool (see kvcal.pools). Which kind is decided once per source,
+by the kind of file or by the columns of its first record. Nothing is read before it is asked for: a text file
+comes in pieces, a JSONL or parquet file in ``datasets``' own chunks, so sixteen samples of a 10 GB file cost
+what sixteen samples cost.
+
+A text file's pieces go to the pools in turn, from the pool on that the first piece's content names. They are
+of 1 KiB at first and double after every round, up to 16 KiB: a file of 60 KiB gives each pool 15, and windows
+of a large one are seldom broken. A table's document longer than 64 KiB is dealt likewise.
 ``datasets`` is imported on first use: it takes seconds, and the embedded tasks do not need it. Left out:
 CSV, images, and ShareGPT's from/value messages.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
@@ -19,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcal.errors import UsageError
+from kvcal.pools import PURPOSES, Purpose, pool_of
 
 EXTENSIONS = {
     ".txt": "text",
@@ -32,16 +39,18 @@ EXTENSIONS = {
     ".parquet": "parquet",
 }
 KNOWN_COLUMNS = (("messages",), ("text",), ("content",), ("question", "answer"))
-PIECE_CHARS = 1 << 14  # a piece is cut at a line's end, so that hardly any token straddles two pieces
+# A piece is cut at a line's end, so that hardly any token straddles two; a line beyond MIN_PIECE_CHARS is cut, too.
+MIN_PIECE_CHARS, MAX_PIECE_CHARS = 1 << 10, 1 << 14
+LONG_CHARS = 1 << 16
 MAX_OPEN_FILES = 16
+HEAD_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of whole lines of a plain document; ``ends``: what comes next is not its continuation."""
+    """A plain document, or a part of one that the next piece does not continue."""
 
     text: str
-    ends: bool
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,31 @@ class Chat:
 
 
 Item = Piece | Record | Chat
+Dealt = tuple[Purpose, Item]
+
+
+@dataclass(frozen=True)
+class SourceId:
+    """A source's ``name`` for people, without its folder, and a digest of what it is: of a file the size and the first
+    64 KiB, of a folder the names and sizes, else of the name, config and split."""
+
+    name: str
+    sha256: str
+
+
+def identify_source(source: str, split: str | None = None, config: str | None = None) -> SourceId:
+    """Raises UsageError for a path without a supported file."""
+    path = Path(source).expanduser()
+    digest = hashlib.sha256()
+    if path.is_file():
+        with open(path, "rb") as file:
+            digest.update(f"{path.stat().st_size}:".encode() + file.read(HEAD_BYTES))
+    elif path.exists():
+        for file_path in sorted(_local_files(path, seed=0)[1]):
+            digest.update(f"{file_path.relative_to(path).as_posix()}:{file_path.stat().st_size};".encode())
+    else:
+        digest.update(f"{source}:{config}:{split}".encode())
+    return SourceId(describe_source(source), digest.hexdigest())
 
 
 def describe_source(source: str) -> str:
@@ -71,9 +105,10 @@ def describe_source(source: str) -> str:
 
 
 def read_source(
-    source: str, columns: tuple[str, ...], split: str | None, config: str | None, seed: int
+    source: str, columns: tuple[str, ...], split: str | None, config: str | None, seed: int, purpose: Purpose
 ) -> Iterator[Item]:
-    """Stream the items of a file, folder or hub id; ``seed`` orders the files of a folder.
+    """Stream those items of a file, folder or hub id that are in the pool of ``purpose``; ``seed`` orders the
+    files of a folder.
 
     Raises UsageError (while iterating): missing path, unsupported or mixed extensions, ``split`` or
     ``config`` with a path, an unreachable hub id, unreadable content, an unknown column, a column of the
@@ -91,9 +126,10 @@ def read_source(
     else:
         items = _items(_hub_records(source, split, config), source, columns)
     is_empty = True
-    for item in items:
+    for pool, item in items:
         is_empty = False
-        yield item
+        if pool == purpose:
+            yield item
     if is_empty:
         raise UsageError(f"source = {source} is empty", hint="it needs at least one text that is not blank")
 
@@ -146,32 +182,44 @@ def _stream(kind: str, file: Path) -> Iterator[dict[str, Any]]:
         raise UsageError(f"source = {file} cannot be read as {kind}: {error}", hint="check the file") from error
 
 
-def _text_pieces(files: list[Path]) -> Iterator[Piece]:
+def _text_pieces(files: list[Path]) -> Iterator[Dealt]:
     """Pieces of the files in turn, so that a folder's first book does not make up the whole sample."""
     waiting = iter(files)
-    active: deque[Iterator[str]] = deque()
+    active: deque[Iterator[Dealt]] = deque()
     while True:
-        active.extend(_file_pieces(file) for file in islice(waiting, MAX_OPEN_FILES - len(active)))
+        active.extend(
+            _dealt(_cut(line["text"] for line in _stream("text", file)))
+            for file in islice(waiting, MAX_OPEN_FILES - len(active))
+        )
         if not active:
             return
         pieces = active.popleft()
-        text = next(pieces, None)
-        if text is not None:
+        dealt = next(pieces, None)
+        if dealt is not None:
             active.append(pieces)
-            yield Piece(text, ends=len(files) > 1)
+            yield dealt
 
 
-def _file_pieces(file: Path) -> Iterator[str]:
-    lines: list[str] = []
-    num_chars = 0
-    for record in _stream("text", file):
-        lines.append(record["text"])
-        num_chars += len(record["text"])
-        if num_chars >= PIECE_CHARS:
-            yield "".join(lines)
-            lines, num_chars = [], 0
-    if "".join(lines).strip():
-        yield "".join(lines)
+def _dealt(texts: Iterator[str]) -> Iterator[Dealt]:
+    """The pieces of one document, in turn from the pool on that the first one's content names."""
+    first = None
+    for turn, text in enumerate(texts):
+        first = text if first is None else first
+        yield pool_of(first, turn), Piece(text)
+
+
+def _cut(lines: Iterator[str]) -> Iterator[str]:
+    parts: list[str] = []
+    num_chars = number = 0
+    for line in lines:
+        for start in range(0, len(line), MIN_PIECE_CHARS):
+            parts.append(line[start : start + MIN_PIECE_CHARS])
+            num_chars += len(parts[-1])
+            if num_chars >= min(MIN_PIECE_CHARS << min(number // len(PURPOSES), 16), MAX_PIECE_CHARS):
+                yield "".join(parts)
+                parts, num_chars, number = [], 0, number + 1
+    if "".join(parts).strip():
+        yield "".join(parts)
 
 
 def _file_records(kind: str, files: list[Path]) -> Iterator[dict[str, Any]]:
@@ -194,7 +242,7 @@ def _hub_records(source: str, split: str | None, config: str | None) -> Iterator
         ) from error
 
 
-def _items(records: Iterator[dict[str, Any]], source: str, columns: tuple[str, ...]) -> Iterator[Item]:
+def _items(records: Iterator[dict[str, Any]], source: str, columns: tuple[str, ...]) -> Iterator[Dealt]:
     for index, record in enumerate(records):
         if index == 0:
             columns = _choose_columns(record, source, columns)
@@ -203,11 +251,12 @@ def _items(records: Iterator[dict[str, Any]], source: str, columns: tuple[str, .
             continue
         match values:
             case [list() as messages] if all(isinstance(message, dict) for message in messages):
-                yield Chat(tuple(messages), index)
+                yield pool_of(messages), Chat(tuple(messages), index)
             case [str() as text]:
-                yield Piece(text, ends=True)
+                lines = text.splitlines(keepends=True)
+                yield from _dealt(_cut(iter(lines)) if len(text) > LONG_CHARS else iter([text]))
             case [str() as prompt, str() as completion]:
-                yield Record(prompt + "\n", completion)
+                yield pool_of([prompt, completion]), Record(prompt + "\n", completion)
             case _:
                 found = ", ".join(f"{n}: {type(v).__name__}" for n, v in zip(columns, values, strict=True))
                 raise UsageError(

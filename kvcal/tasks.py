@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 
 from kvcal.errors import UsageError
+from kvcal.pools import Purpose, pool_of
 
 # fmt: off
 NAMES = [
@@ -182,10 +185,20 @@ def require_lengths(max_steps: int, max_size: int, max_hops: int, max_digits: in
             raise UsageError(f"{name} = {value} is out of range", hint=f"choose {smallest} to {largest}")
 
 
+def dealt(draw: Callable[[random.Random], Problem], purpose: Purpose, name: str) -> Iterator[Problem]:
+    """Problems of one purpose's pool without end, from the generator called ``name`` of that purpose."""
+    rng = random.Random(f"{purpose}:{name}")  # a string seed: hashed by sha512, equal in every process
+    while True:
+        problem = draw(rng)
+        if pool_of(problem.prompt) == purpose:
+            yield problem
+
+
 def problems(
     task: str,
     count: int,
     seed: int,
+    purpose: Purpose = "report",
     *,
     max_steps: int = 70,
     max_size: int = 160,
@@ -194,18 +207,18 @@ def problems(
 ) -> tuple[Problem, ...]:
     """``count`` problems of one task. ``max_steps`` bounds a ledger, ``max_size`` and ``max_hops`` a chain,
     ``max_digits`` a multiplication; the defaults are the training distribution. The first n of a longer
-    list are the shorter list. Never the problems that calibration data (kvcal.data) draws for any seed."""
+    list are the shorter list. Never a problem that is drawn for another purpose, here or in kvcal.data."""
     if task not in TASKS:
         raise UsageError(f"task = {task!r} is unknown", hint=f"choose one of: {', '.join(TASKS)}")
     require_lengths(max_steps, max_size, max_hops, max_digits)
     if count < 1:
         raise UsageError(f"number of problems = {count}", hint="ask for at least 1")
-    rng = random.Random(f"evaluation:{task}:{seed}")  # a string seed: hashed by sha512, equal in every process
-    if task == "ledger":
-        return tuple(ledger(rng, max_steps) for _ in range(count))
-    if task == "chain":
-        return tuple(chain(rng, max_size, max_hops) for _ in range(count))
-    return tuple(times(rng, max_digits) for _ in range(count))
+    draws: dict[str, Callable[[random.Random], Problem]] = {
+        "ledger": partial(ledger, max_steps=max_steps),
+        "chain": partial(chain, max_size=max_size, max_hops=max_hops),
+        "times": partial(times, max_digits=max_digits),
+    }
+    return tuple(islice(dealt(draws[task], purpose, f"{task}:{seed}"), count))
 
 
 def extract_answer(text: str) -> str | None:

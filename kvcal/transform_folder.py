@@ -16,11 +16,13 @@ from torch import Tensor
 from kvcal import artifact
 from kvcal.artifact import sha256_json
 from kvcal.data import DataSpec, TokenDataset, load_sequences
+from kvcal.data_record import calibration, data_inputs, with_calibration
 from kvcal.errors import UsageError
 from kvcal.folder import Folder, compute_dtype, flat, is_current, model_inputs
 from kvcal.models.fold import fold, save_folded
 from kvcal.models.load import LoadedModel
 from kvcal.plan import LayerPlan, Plan, save_plan
+from kvcal.pools import Purpose
 from kvcal.progress import Reporter
 from kvcal.recipe import Recipe
 from kvcal.specs import ReparamSpec
@@ -50,7 +52,7 @@ def fit_predictors_folder(recipe: Recipe, loaded: LoadedModel, folder: Folder, r
     assert recipe.predictors is not None
     allocation = allocation_stage.load(folder.allocation)[0]
     layers, tensors = transformed(folder, allocation.layers, recipe.reparam is not None, predictors=False)
-    data = sequences(recipe.data, loaded)
+    data = sequences(recipe.data, loaded, "fit")
     inputs = _transform_inputs("predictors", dump(recipe.predictors), layers, tensors, data, loaded)
     inputs |= flat("workload", dump(allocation.workload))
     if not is_current("predictors", folder.predictors, predictor_stage.KIND, predictor_stage.SCHEMA, inputs, reporter):
@@ -120,21 +122,36 @@ def fold_folder(
     reporter.say(f"compile: λ of {len(lambdas)} layers folded into {out_model}")
     identity = reload(str(out_model)).identity
     layers = tuple(replace(layer, k_rescale=False) for layer in layers)
-    plan = compile_plan(replace(allocation, model=identity), layers, tensors)
+    provenance = with_transform_data(allocation.provenance, folder, reparam, predictors)
+    plan = compile_plan(replace(allocation, model=identity, provenance=provenance), layers, tensors)
     save_plan(plan, path)
     return plan
+
+
+def with_transform_data(provenance: dict[str, Any], folder: Folder, reparam: bool, predictors: bool) -> dict[str, Any]:
+    """The provenance with the data of the folder's λ and predictors, where they are used."""
+    stages = (
+        ("reparam", reparam, folder.reparam, reparam_stage),
+        ("predictors", predictors, folder.predictors, predictor_stage),
+    )
+    for name, is_used, path, stage in stages:
+        if is_used:
+            inputs = artifact.read(path, stage.KIND, stage.SCHEMA).inputs
+            provenance = with_calibration(provenance, calibration(name, inputs))
+    return provenance
 
 
 def reparam_data(recipe: Recipe, loaded: LoadedModel) -> TokenDataset:
     """Calibration text for λ."""
     reparam = recipe.reparam or ReparamSpec()
-    return sequences(replace(recipe.data, num_samples=reparam.num_samples, seq_len=reparam.seq_len), loaded)
+    return sequences(replace(recipe.data, num_samples=reparam.num_samples, seq_len=reparam.seq_len), loaded, "fit")
 
 
-def sequences(spec: DataSpec, loaded: LoadedModel) -> TokenDataset:
+def sequences(spec: DataSpec, loaded: LoadedModel, purpose: Purpose = "fit") -> TokenDataset:
+    """The sequences of a purpose's pool for this model; raises what kvcal.data.load_sequences raises."""
     if loaded.tokenizer is None:
         raise UsageError(f"{loaded.source}: no tokenizer", hint="data cannot be tokenized without one")
-    return load_sequences(spec, loaded.tokenizer, max_context(loaded))
+    return load_sequences(spec, loaded.tokenizer, max_context(loaded), purpose)
 
 
 def max_context(loaded: LoadedModel) -> int | None:
@@ -156,7 +173,7 @@ def _transform_inputs(
         **flat(name, spec),
         "layers": _layers_sha256(layers),
         "tensors": artifact.tensors_sha256(tensors),
-        "data.fingerprint": data.fingerprint,
+        **data_inputs(data),
         **compute_dtype(loaded),
     }
 

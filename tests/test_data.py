@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvcal import sources
-from kvcal.data import DataSpec, encode_problem, load_sequences, prefix_ids
+from kvcal.data import DataSpec, TokenDataset, encode_problem, load_sequences, prefix_ids
 from kvcal.embedded import model_folder
 from kvcal.errors import UsageError
+from kvcal.pools import PURPOSES, pool_of
 from kvcal.tasks import extract_answer, problems
 
 EOS = 0
@@ -65,12 +68,6 @@ def test_a_task_sequence_is_the_training_document(tokenizer: PreTrainedTokenizer
         assert tokenizer.decode(tokens_T[mask_T]).startswith("row ")
 
 
-def test_calibration_and_evaluation_never_share_a_problem(tokenizer: PreTrainedTokenizerBase) -> None:
-    dataset = load_sequences(DataSpec("tasks:times", num_samples=50, seq_len=4096, seed=0), tokenizer)
-    seen = {tokenizer.decode(tokens_T).split("<think>")[0] for tokens_T in dataset.sequences}
-    assert not {f"<eos>{problem.prompt}" for problem in problems("times", 50, seed=0)} & seen
-
-
 def test_an_evaluation_prompt_starts_with_eos_and_ends_with_think(tokenizer: PreTrainedTokenizerBase) -> None:
     for task in ("ledger", "chain", "times"):
         problem = problems(task, 1, seed=0)[0]
@@ -80,29 +77,125 @@ def test_an_evaluation_prompt_starts_with_eos_and_ends_with_think(tokenizer: Pre
         assert tokens_T.tolist() == [EOS, *tokenizer(problem.text)["input_ids"][: len(tokens_T) - 1]]
 
 
-def test_one_text_file_is_one_document(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """All windows together are the document's tokens in order, each behind the opening token."""
-    text = words(2000)
+def test_a_text_file_is_dealt_in_pieces_that_grow(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Every pool's windows together are its pieces, each behind the separator; all pieces together are the file."""
+    text = "".join(f"line {i} of the file\n" for i in range(3000))
     (tmp_path / "a.txt").write_text(text)
-    num_windows = len(tokenizer(text)["input_ids"]) // 99
-    spec = DataSpec(str(tmp_path / "a.txt"), num_samples=num_windows, seq_len=100)
-    dataset = load_sequences(spec, tokenizer)
-    joined = torch.cat([tokens_T[1:] for tokens_T in dataset.sequences]).tolist()
-    assert joined == tokenizer(text)["input_ids"][: 99 * num_windows]
-    assert all(mask_T.tolist() == [False] + [True] * 99 for mask_T in dataset.loss_masks)
-    check_invariants(replace(spec, num_samples=5), tokenizer)
+    pieces = {
+        purpose: [item.text for item in sources.read_source(str(tmp_path / "a.txt"), (), None, None, 0, purpose)]  # type: ignore[union-attr]
+        for purpose in PURPOSES
+    }
+    in_turn = [piece for round_ in zip_longest(*pieces.values()) for piece in round_ if piece]
+    assert sorted(line for piece in in_turn for line in piece.splitlines()) == sorted(text.splitlines())
+    for purpose, own in pieces.items():
+        assert [len(piece) >> 10 for piece in own[:4]] == [1, 2, 4, 8]
+        tokens = [token for piece in own for token in [*tokenizer(piece)["input_ids"], EOS]]
+        spec = DataSpec(str(tmp_path / "a.txt"), num_samples=len(tokens) // 99, seq_len=100)
+        dataset = load_sequences(spec, tokenizer, None, purpose)
+        joined = torch.cat([tokens_T[1:] for tokens_T in dataset.sequences]).tolist()
+        assert joined == tokens[: len(joined)]
+        assert all(mask_T.tolist() == [False] + [True] * 99 for mask_T in dataset.loss_masks)
+
+
+def marked(num_marks: int, first: int = 0) -> str:
+    """Text in which every mark stands once."""
+    return "".join(f"mark {i:06d} and some words to fill the line\n" for i in range(first, num_marks))
+
+
+def write_sources(folder: Path) -> dict[str, str]:
+    (folder / "one.txt").write_text(marked(4000))
+    (folder / "line.txt").write_text(marked(4000).replace("\n", " "))
+    (folder / "books").mkdir()
+    for i in range(5):
+        (folder / "books" / f"{i}.txt").write_text(marked(1000 * (i + 1), 1000 * i))
+    texts = [f"{i:06d} is a short document\n" * (1 + i % 5) for i in range(1500)]
+    write_jsonl(folder / "texts.jsonl", [{"text": text} for text in texts])
+    write_jsonl(folder / "pairs.jsonl", [{"question": f"q {i:06d}", "answer": f"{i:06d} a"} for i in range(400)])
+    chats = [[{"role": "user", "content": f"{i:06d}"}, {"role": "assistant", "content": "yes"}] for i in range(400)]
+    write_jsonl(folder / "chats.jsonl", [{"messages": chat} for chat in chats])
+    names = ("one.txt", "line.txt", "books", "texts.jsonl", "pairs.jsonl", "chats.jsonl")
+    return {name: str(folder / name) for name in names}
+
+
+@pytest.mark.parametrize("name", ["one.txt", "line.txt", "books", "texts.jsonl", "pairs.jsonl", "chats.jsonl"])
+def test_purposes_share_no_text_whatever_the_seed_count_and_length(name: str, tmp_path: Path) -> None:
+    source, tokenizer = write_sources(tmp_path)[name], chat_tokenizer()
+    seen: dict[str, set[str]] = {purpose: set() for purpose in PURPOSES}
+    for purpose in PURPOSES:
+        for seed, num_samples, seq_len in ((0, 8, 64), (1, 8, 64), (2, 3, 700), (0, 20, 150)):
+            is_plain = "pairs" not in name and "chats" not in name
+            spec = DataSpec(source, num_samples, seq_len if is_plain else max(seq_len, 128), seed)
+            data = load_sequences(spec, tokenizer, None, purpose)
+            for tokens_T in data.sequences:
+                seen[purpose] |= set(re.findall(r"(?<!\d)\d{6}(?!\d)", tokenizer.decode(tokens_T)))
+    assert all(len(marks) > 20 for marks in seen.values())
+    assert sum(map(len, seen.values())) == len(set.union(*seen.values()))
+
+
+@pytest.mark.parametrize("source", ["tasks", "tasks:times"])
+def test_purposes_share_no_problem(source: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Two numbers of two or three digits: few enough for chance to repeat them."""
+    seen: dict[str, set[str]] = {}
+    for purpose in PURPOSES:
+        data = [load_sequences(DataSpec(source, 40, 1024, seed), tokenizer, None, purpose) for seed in (0, 1)]
+        opening = {tokenizer.decode(t).split("<think>")[0] for dataset in data for t in dataset.sequences}
+        posed = [problem for seed in (0, 1) for problem in problems("times", 400, seed, purpose, max_digits=3)]
+        seen[purpose] = {o.removeprefix("<eos>") for o in opening} | {problem.prompt for problem in posed}
+    assert sum(map(len, seen.values())) == len(set.union(*seen.values()))
+
+
+def test_copies_of_a_record_lie_in_one_pool(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    records = [{"question": f"question {i % 40}", "answer": "yes"} for i in range(400)]
+    source = write_jsonl(tmp_path / "a.jsonl", records)
+    digests = [
+        set(load_sequences(DataSpec(source, 20, 64, seed=seed), tokenizer, None, purpose).digests)
+        for purpose, seed in (("fit", 0), ("report", 0), ("select", 1), ("validate", 2))
+    ]
+    assert sum(map(len, digests)) == len(set.union(*digests))
+
+
+def test_a_small_file_reaches_every_pool(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    path = tmp_path / "small.txt"
+    path.write_text(words(20_000)[: 60 * 1024])
+    for purpose in PURPOSES:
+        assert load_sequences(DataSpec(str(path), 8, 512), tokenizer, None, purpose).num_tokens == 8 * 512
+    path.write_text(words(2000)[: 5 * 1024])
+    for purpose in PURPOSES:
+        assert load_sequences(DataSpec(str(path), 2, 128), tokenizer, None, purpose).num_tokens == 256
+        with pytest.raises(UsageError) as caught:
+            load_sequences(DataSpec(str(path), 16, 1024), tokenizer, None, purpose)
+        assert_says(caught.value, [f"pool '{purpose}'", "64 records", "65536 tokens", "of its own"])
 
 
 def joined_windows(source: str, num_tokens: int, seq_len: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """All windows of a source of ``num_tokens`` tokens, put together again without their opening token."""
+    """All windows of a pool of ``num_tokens`` tokens, put together again without their opening token."""
     spec = DataSpec(source, num_samples=num_tokens // (seq_len - 1), seq_len=seq_len)
     return torch.cat([tokens_T[1:] for tokens_T in load_sequences(spec, tokenizer).sequences]).tolist()
 
 
+def fitting(texts: list[str]) -> list[str]:
+    """Those of the texts that are dealt to the pool "fit"."""
+    return [text for text in texts if pool_of(text) == "fit"]
+
+
+def load_any(spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> TokenDataset:
+    """The sequences of the first pool that holds enough: a file of one record has only one."""
+    refused = None
+    for purpose in PURPOSES:
+        try:
+            return load_sequences(spec, tokenizer, None, purpose)
+        except UsageError as error:
+            if "in the pool" not in error.message:
+                raise
+            refused = error
+    assert refused is not None
+    raise refused
+
+
 def test_documents_are_separated_by_eos(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    texts = [f"document {i}" for i in range(100)]
+    texts = [f"document {i}" for i in range(400)]
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
-    expected = [token for text in texts for token in [*tokenizer(text)["input_ids"], EOS]]
+    expected = [token for text in fitting(texts) for token in [*tokenizer(text)["input_ids"], EOS]]
     joined = joined_windows(source, len(expected), 64, tokenizer)
     assert len(joined) > 500
     assert joined == expected[: len(joined)]
@@ -114,7 +207,8 @@ def test_the_same_text_gives_the_same_tokens_from_every_format(
 ) -> None:
     import datasets
 
-    text = words(1000)
+    text = words(20_000)  # longer than what a table's document is cut at
+    assert len(text) > sources.LONG_CHARS
     reference = tmp_path / "reference.txt"
     reference.write_text(text)
     path = tmp_path / name
@@ -151,21 +245,23 @@ def test_more_files_than_are_kept_open(tmp_path: Path, tokenizer: PreTrainedToke
     texts = [f"file number {i} of forty\n" for i in range(3 * sources.MAX_OPEN_FILES)]
     for i, text in enumerate(texts):
         (tmp_path / f"{i:02d}.txt").write_text(text)
+    texts = fitting(texts)
     num_tokens = sum(len(tokenizer(text)["input_ids"]) + 1 for text in texts)
+    assert len(texts) > 4
     read = tokenizer.decode(joined_windows(str(tmp_path), num_tokens, 6, tokenizer)).split("<eos>")
     assert set(read[:-1]) <= set(texts) and len(set(read[:-1])) >= len(texts) - 1
 
 
 def test_question_and_answer(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [{"question": "What is 1 + 1?", "answer": "2", "id": 7}])
-    dataset = load_sequences(DataSpec(source, num_samples=1, seq_len=64), tokenizer)
+    dataset = load_any(DataSpec(source, num_samples=1, seq_len=64), tokenizer)
     tokens_T, mask_T = dataset.sequences[0], dataset.loss_masks[0]
     assert tokenizer.decode(tokens_T) == "<eos>What is 1 + 1?\n2<eos>"
     assert tokenizer.decode(tokens_T[mask_T]) == "2<eos>"
 
 
 def test_named_columns(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    records = [{"text": "wrong", "body": f"right {i}", "problem": f"p{i}", "solution": f"s{i}"} for i in range(50)]
+    records = [{"text": "wrong", "body": f"right {i}", "problem": f"p{i}", "solution": f"s{i}"} for i in range(99)]
     source = write_jsonl(tmp_path / "a.jsonl", records)
     packed = load_sequences(DataSpec(source, num_samples=2, seq_len=32, columns=("body",)), tokenizer)
     assert all("right" in tokenizer.decode(tokens_T) for tokens_T in packed.sequences)
@@ -185,29 +281,31 @@ def chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerBase:
 
 def test_chat_messages_go_through_the_template(tmp_path: Path) -> None:
     user, reply = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
-    source = write_jsonl(tmp_path / "a.jsonl", [{"messages": [user, reply]}, {"messages": [user, reply, user]}])
     tokenizer = chat_tokenizer()
-    dataset = load_sequences(DataSpec(source, num_samples=2, seq_len=64), tokenizer)
-    answered, unanswered = dataset.sequences
-    assert tokenizer.decode(answered) == "<user>hi</user>\n<assistant>hello</assistant>\n"
-    assert tokenizer.decode(answered[dataset.loss_masks[0]]) == "hello</assistant>\n"
-    assert dataset.loss_masks[1].tolist() == [False] + [True] * (len(unanswered) - 1)
+    datasets = []
+    for name, messages in (("a.jsonl", [user, reply]), ("b.jsonl", [user, reply, user])):
+        source = write_jsonl(tmp_path / name, [{"messages": messages}])
+        datasets.append(load_any(DataSpec(source, num_samples=1, seq_len=64), tokenizer))
+    answered, unanswered = datasets
+    assert tokenizer.decode(answered.sequences[0]) == "<user>hi</user>\n<assistant>hello</assistant>\n"
+    assert tokenizer.decode(answered.sequences[0][answered.loss_masks[0]]) == "hello</assistant>\n"
+    assert unanswered.loss_masks[0].tolist() == [False] + [True] * (len(unanswered.sequences[0]) - 1)
 
 
 def test_records_are_cut_at_seq_len_and_skipped_when_nothing_is_left_to_predict(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    records = [{"question": "q " * n, "answer": "a " * 40} for n in (100, 5)]
+    records = [{"question": "q " * n, "answer": "a " * 40} for n in (*range(100, 130), 5)]
     source = write_jsonl(tmp_path / "a.jsonl", records)
-    dataset = load_sequences(DataSpec(source, num_samples=1, seq_len=30), tokenizer)
+    dataset = load_any(DataSpec(source, num_samples=1, seq_len=30), tokenizer)
     assert dataset.sequences[0].numel() == 30 and "a" in tokenizer.decode(dataset.sequences[0])
-    with pytest.raises(UsageError, match="holds 1 sequences"):
-        load_sequences(DataSpec(source, num_samples=2, seq_len=30), tokenizer)
+    with pytest.raises(UsageError, match="holds [01] sequences"):
+        load_any(DataSpec(source, num_samples=2, seq_len=30), tokenizer)
 
 
 def test_blank_records_and_files_are_passed_over(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in ("", "  \n", None, words(300))])
-    assert load_sequences(DataSpec(source, num_samples=1, seq_len=64), tokenizer).num_tokens == 64
+    assert load_any(DataSpec(source, num_samples=1, seq_len=64), tokenizer).num_tokens == 64
 
 
 def test_the_opening_tokens_are_the_tokenizers_own() -> None:
@@ -246,10 +344,10 @@ def test_the_fingerprint_is_the_same_in_every_process_and_place(
         dataset = load_sequences(DataSpec(str(folder), num_samples=4, seq_len=100, seed=5), tokenizer)
         prints.append(dataset.fingerprint)
         descriptions.append(dataset.description)
-    assert prints == ["b478e1459ad6092ea0a6fbe9d22fe509d817e1fe7dad12bbed8bd7c9a2191e7d"] * 2
-    assert descriptions == ["data: 4 sequences of at most 100 tokens, seed 5"] * 2
+    assert prints == ["68bf35fcaf607831399d64d9b850b9d0608185e825bd257a210092b1478feeae"] * 2
+    assert descriptions == ["data (pool fit): 4 sequences of at most 100 tokens, seed 5"] * 2
     tasks = load_sequences(DataSpec("tasks", num_samples=4, seq_len=512, seed=5), tokenizer)
-    assert tasks.fingerprint == "c14053f505ab205316562780b8c33ae00fe7ead2e57105a6553ef04f74e06bc8"
+    assert tasks.fingerprint == "330d4008020fc30e8fdbe4111c7bbef765cc2ad4f2a55daef75f8038108e25b2"
 
 
 def test_only_what_is_needed_is_read(
@@ -324,7 +422,7 @@ def test_a_bad_source_is_named_with_what_is_allowed(
         (tmp_path / name).write_bytes(content)
     spec = replace(DataSpec(str(tmp_path / name), num_samples=2, seq_len=64), **changes)
     with pytest.raises(UsageError) as caught:
-        load_sequences(spec, tokenizer)
+        load_any(spec, tokenizer)
     assert_says(caught.value, [*words_expected, name])
 
 
@@ -350,7 +448,7 @@ def test_seq_len_beyond_the_context_is_refused(tokenizer: PreTrainedTokenizerBas
 def test_a_chat_template_that_refuses_names_the_record(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "hi"}]}])
     with pytest.raises(UsageError) as caught:
-        load_sequences(DataSpec(source), chat_tokenizer("{{ raise_exception('no user first') }}"))
+        load_any(DataSpec(source), chat_tokenizer("{{ raise_exception('no user first') }}"))
     assert_says(caught.value, ["record 0", "no user first"])
 
 

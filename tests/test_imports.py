@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parents[1] / "kvcal"
 # A module may import its own level and those before it. Names are files or folders directly under kvcal/.
 LEVELS = (
     {"errors", "numerics", "quantities", "progress"},
-    {"strict"},
-    {"artifact", "data", "sources", "tasks", "geometry", "embedded"},
+    {"strict", "pools"},
+    {"artifact", "data", "data_record", "sources", "tasks", "geometry", "embedded"},
     {"quantizers", "observers", "transforms", "models", "attention"},
     {"formats"},
     {"layer_plan"},

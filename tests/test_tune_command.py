@@ -118,7 +118,7 @@ def test_a_trial_is_the_tasks_through_the_packed_cache(whole: Path, model: Path)
     for trial in tuning.trials[:2]:
         plan = objective.plan_with(trial.thresholds)
         own = EvaluateSpec(tasks=("chain",), num_problems=2, max_size=22, max_hops=4, max_new_tokens=6, seed=2)
-        (result,) = measure_tasks(loaded, plan, own, Silent())
+        (result,) = measure_tasks(loaded, plan, own, Silent(), "select")
         assert (trial.outcome.accuracy, trial.outcome.accuracy_se) == (result.accuracy, result.accuracy_se)
         assert set(trial.outcome.facts) <= {"key_code_bits", "room_16", "room_4"}
         assert 2 <= trial.outcome.facts["key_code_bits"] <= 16
@@ -226,7 +226,7 @@ def test_several_tasks_and_the_harness_share_the_mean(
         monkeypatch.setattr(tune_objective, "measure_lm_eval", lambda *args, e=error: asked.append(args) or (0.75, e))
         plan = make_plan(loaded, PAIR)
         objective = TaskObjective(Origin("", "", ""), plan, spec, EvaluateSpec(max_new_tokens=2), DATA, loaded)
-        own = measure_tasks(loaded, plan, objective.own_tasks, Silent())
+        own = measure_tasks(loaded, plan, objective.own_tasks, Silent(), "select")
         accuracy, accuracy_se = objective.accuracy(plan)
         assert accuracy == pytest.approx((sum(task.accuracy for task in own) + 0.75) / 3)
         assert (accuracy_se is not None) == expected

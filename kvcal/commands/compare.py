@@ -55,7 +55,7 @@ def compare(
     workload, folder = Workload(batch, context), pipeline.Folder.create(out)
     with console.TerminalReporter(quiet).running() as reporter:
         loaded = load(model, dtype, device)
-        data = sequences(spec.data, loaded)
+        data = sequences(spec.data, loaded, "report")
         found = compare_points(loaded, points, workload, spec, data, folder, pipeline.build_plan, reporter)
         picture = folder.path / "compare.png"
         draw_comparison(found, picture)

@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass
 
 from kvcal.artifact import differing_input, sha256_json, write_text_atomic
 from kvcal.data import TokenDataset
+from kvcal.data_record import require_unseen
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.models.load import LoadedModel
 from kvcal.plan import Plan, Workload
@@ -89,6 +90,7 @@ def evaluate(
         ArtifactError: ``path`` is corrupt, another model's, or cannot be written; a plan is another model's; a cache
             whose bytes are not the predicted ones.
         NonFiniteActivations, UsageError: see measure_text and measure_tasks.
+        UsageError: a plan was made from a sequence of ``data``.
     """
     path = Path(path)
     for _, plan in plans:
@@ -197,6 +199,7 @@ def _measure(
     reporter: Reporter,
 ) -> Row:
     started = time.monotonic()
+    require_unseen(plan.provenance, data)
     text = measure_text(loaded, plan, data, spec.batch, reporter, reference)
     tasks = measure_tasks(loaded, plan, spec, reporter)
     return Row(

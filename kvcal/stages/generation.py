@@ -28,6 +28,7 @@ from kvcal.data import encode_problem
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.models.load import LoadedModel
 from kvcal.plan import Plan
+from kvcal.pools import Purpose
 from kvcal.progress import Reporter
 from kvcal.recipe import EvaluateSpec
 from kvcal.runtime.queries import serving
@@ -66,8 +67,11 @@ class Sequence:
 
 
 @torch.inference_mode()
-def measure_tasks(loaded: LoadedModel, plan: Plan, spec: EvaluateSpec, reporter: Reporter) -> tuple[TaskResult, ...]:
-    """Accuracy of ``plan`` on ``spec.num_problems`` problems of each of ``spec.tasks``, in their order.
+def measure_tasks(
+    loaded: LoadedModel, plan: Plan, spec: EvaluateSpec, reporter: Reporter, purpose: Purpose = "report"
+) -> tuple[TaskResult, ...]:
+    """Accuracy of ``plan`` on ``spec.num_problems`` problems of each of ``spec.tasks``, in their order; ``purpose``:
+    of which pool.
 
     Raises:
         UsageError: no tokenizer, or a prompt that fills the model's context.
@@ -77,7 +81,7 @@ def measure_tasks(loaded: LoadedModel, plan: Plan, spec: EvaluateSpec, reporter:
     """
     if not spec.tasks:
         return ()
-    sequences = _sequences(loaded, spec)
+    sequences = _sequences(loaded, spec, purpose)
     order = sorted(sequences, key=lambda s: s.prompt_T.numel() + s.expected_tokens)
     for first in range(0, len(order), spec.batch):
         _generate(loaded, plan, order[first : first + spec.batch], order, spec.max_new_tokens, reporter)
@@ -90,7 +94,7 @@ def wilson_se(num_correct: int, num_problems: int) -> float:
     return math.sqrt(p * (1 - p) / n + 1 / (4 * n * n)) / (1 + 1 / n)
 
 
-def _sequences(loaded: LoadedModel, spec: EvaluateSpec) -> list[Sequence]:
+def _sequences(loaded: LoadedModel, spec: EvaluateSpec, purpose: Purpose) -> list[Sequence]:
     """All problems, encoded."""
     tokenizer = _tokenizer(loaded)
     limits = {
@@ -102,7 +106,7 @@ def _sequences(loaded: LoadedModel, spec: EvaluateSpec) -> list[Sequence]:
     return [
         Sequence(problem, encode_problem(problem, tokenizer), len(tokenizer(problem.completion)["input_ids"]))
         for task in spec.tasks
-        for problem in problems(task, spec.num_problems, spec.seed, **limits)
+        for problem in problems(task, spec.num_problems, spec.seed, purpose, **limits)
     ]
 
 

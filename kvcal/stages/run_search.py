@@ -44,13 +44,15 @@ def run_search(
     loaded: LoadedModel,
     recipe: Recipe,
     data: TokenDataset,
+    text_data: TokenDataset,
     reparam_data: TokenDataset | None,
     inputs: dict[str, Any],
     path: Path,
     provenance: dict[str, Any],
     reporter: Reporter,
 ) -> SearchRecord:
-    """Search and write to ``path``. ``reparam_data``: for λ, where a choice takes it.
+    """Search and write to ``path``. ``data``: for the predictors; ``text_data``: what plans are compared on;
+    ``reparam_data``: for λ, where a choice takes it.
 
     Raises:
         UsageError: a choice that cannot be composed, or no text long enough.
@@ -68,7 +70,7 @@ def run_search(
     per_head = allocate.granularity == "head"
     problem = problem_of(loaded.geometry, spec, recipe.cache, recipe.predictors, workload, paged_bytes, per_head)
     materials = _materials(loaded, recipe, data, reparam_data, workload, inputs, path, reporter)
-    texts = kl_texts(data, spec.kl_samples, spec.kl_tokens, recipe.cache)
+    texts = kl_texts(text_data, spec.kl_samples, spec.kl_tokens, recipe.cache)
 
     def plan_of(choice: Choice) -> Plan:
         layers, tensors = composed_layers(loaded.geometry, problem.chosen(choice), materials)

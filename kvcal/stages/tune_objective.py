@@ -149,7 +149,7 @@ class TaskObjective:
     def accuracy(self, plan: Plan) -> tuple[float, float | None]:
         """Mean accuracy over the tasks, and its standard error (the tasks' errors are independent), None where a task
         has none."""
-        own = measure_tasks(self.loaded, plan, self.own_tasks, Silent())
+        own = measure_tasks(self.loaded, plan, self.own_tasks, Silent(), "select")
         results: list[tuple[float, float | None]] = [(task.accuracy, task.accuracy_se) for task in own]
         for name in self.foreign_tasks:
             results.append(

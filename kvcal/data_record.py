@@ -1,0 +1,55 @@
+"""What a plan says of the data it was made from, and the guard that it is not measured on them.
+
+A stage names its data among its artifact's inputs, and the plan's provenance takes them over: {"calibration":
+{stage: {"purpose", "source", "source_sha256", "sequences"}}}, with 12 hex digits of sha256 for each sequence.
+Pools are disjoint by construction (see kvcal.pools). The guard finds what construction cannot: a source that
+repeats itself, and records that are equal up to where they are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvcal.data import TokenDataset
+from kvcal.errors import UsageError
+
+KEY = "calibration"
+_SUFFIX = ".record"
+
+
+def data_inputs(data: TokenDataset, name: str = "data") -> dict[str, Any]:
+    """Fields of an artifact's inputs that name its data."""
+    source, sha256 = (None, None) if data.source is None else (data.source.name, data.source.sha256)
+    record = {"purpose": data.purpose, "source": source, "source_sha256": sha256, "sequences": list(data.digests)}
+    return {f"{name}.fingerprint": data.fingerprint, f"{name}{_SUFFIX}": record}
+
+
+def calibration(stage: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The data of an artifact with these inputs, by stage: {"search": ..., "search.reparam_data": ...}."""
+    names = [key.removesuffix(_SUFFIX) for key in inputs if key.endswith(_SUFFIX)]
+    return {stage if name == "data" else f"{stage}.{name}": inputs[name + _SUFFIX] for name in sorted(names)}
+
+
+def with_calibration(provenance: Mapping[str, Any], records: Mapping[str, Any]) -> dict[str, Any]:
+    """The provenance with more data."""
+    return {**provenance, KEY: {**provenance.get(KEY, {}), **records}} if records else dict(provenance)
+
+
+def require_unseen(provenance: Mapping[str, Any], data: TokenDataset) -> None:
+    """UsageError if a sequence of ``data`` is among those of another purpose that a plan was made from."""
+    for stage, record in provenance.get(KEY, {}).items():
+        shared = set(record["sequences"]) & set(data.digests)
+        if shared and record["purpose"] != data.purpose:
+            raise UsageError(
+                f"{len(shared)} of {len(data.digests)} sequences of {data.description} are among those that {stage} "
+                f"used (pool {record['purpose']} of {record['source']})",
+                hint="the source repeats itself, or its records are equal up to seq_len: remove copies, raise seq_len, "
+                "or evaluate on another source",
+            )
+
+
+def shared_sources(provenance: Mapping[str, Any], data: TokenDataset) -> list[str]:
+    """Stages that used the source of ``data``, in order of their names."""
+    sha256 = None if data.source is None else data.source.sha256
+    return sorted(stage for stage, record in provenance.get(KEY, {}).items() if sha256 == record["source_sha256"])
