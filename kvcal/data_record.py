@@ -39,10 +39,10 @@ def with_calibration(provenance: Mapping[str, Any], records: Mapping[str, Any]) 
 def require_unseen(provenance: Mapping[str, Any], data: TokenDataset) -> None:
     """UsageError if a sequence of ``data`` is among those of another purpose that a plan was made from."""
     for stage, record in provenance.get(KEY, {}).items():
-        shared = set(record["sequences"]) & set(data.digests)
-        if shared and record["purpose"] != data.purpose:
+        num_shared = sum(digest in record["sequences"] for digest in data.digests)
+        if num_shared and record["purpose"] != data.purpose:
             raise UsageError(
-                f"{len(shared)} of {len(data.digests)} sequences of {data.description} are among those that {stage} "
+                f"{num_shared} of {len(data.digests)} sequences of {data.description} are among those that {stage} "
                 f"used (pool {record['purpose']} of {record['source']})",
                 hint="the source repeats itself, or its records are equal up to seq_len: remove copies, raise seq_len, "
                 "or evaluate on another source",

@@ -229,6 +229,11 @@ class Recipe:
         return self.is_formats_alone and self.tune is None
 
     @property
+    def calibrates(self) -> bool:
+        """Whether a stage of `kvcal run` reads [data]."""
+        return any(stage is not None for stage in (self.allocate, self.importance, self.reparam, self.predictors))
+
+    @property
     def sha256(self) -> str:
         """Content hash of every knob (name and description left out)."""
         knobs = dump(self)

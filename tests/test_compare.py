@@ -174,7 +174,7 @@ def test_files_of_another_model_and_corrupt_ones_are_refused(
     for wrong, message in (
         (content.replace(b'"is_kept": false', b'"is_kept": true'), "is corrupt"),
         (content[:-40], "truncated or not JSON"),
-        (content.replace(b'"comparison"', b'"evaluation"'), "is not a comparison of version 1"),
+        (content.replace(b'"comparison"', b'"evaluation"'), "is not a comparison of version 2"),
     ):
         path.write_bytes(wrong)
         with pytest.raises(ArtifactError, match=message):

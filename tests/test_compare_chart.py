@@ -12,7 +12,7 @@ from kvcal.stages import compare_chart
 from kvcal.stages.compare_chart import baselines_of, draw_comparison, systems_of
 from kvcal.stages.compare_record import Calibration, Comparison, Entry, Refusal, StageTime, with_shares
 from kvcal.stages.compare_table import comparison_columns
-from kvcal.stages.evaluate import Row
+from kvcal.stages.evaluate import MeasuredBits, Row
 from kvcal.stages.generation import TaskResult, wilson_se
 from kvcal.stages.label_places import place_labels
 from kvcal.stages.text_quality import TextQuality
@@ -22,8 +22,13 @@ WORKLOAD = Workload(8, 4096)
 
 def row(name: str, bits: float, kl: float, correct: int | None, of: int = 20) -> Row:
     quality = TextQuality(1.25, 0.02, kl, kl / 10, 0.975, 0.01, 8, 4000, 3500)
-    tasks = () if correct is None else (TaskResult("chain", correct / of, wilson_se(correct, of), of, correct, 0, 9),)
-    return Row(name, name, WORKLOAD, bits, int(bits * 100_000), quality, tasks, 1.0)
+    tasks = (
+        ()
+        if correct is None
+        else (TaskResult("chain", correct / of, wilson_se(correct, of), of, correct, 0, 9, (800,)),)
+    )
+    at_text, at_tasks = MeasuredBits(bits + 0.5, 1000.0), MeasuredBits(bits + 0.75, 800.0) if tasks else None
+    return Row(name, name, WORKLOAD, bits, int(bits * 100_000), quality, at_text, tasks, at_tasks, 1.0)
 
 
 def entry(name: str, found: Row | None, bits: float | None = None, seconds: float | None = 2.5) -> Entry:
@@ -56,7 +61,9 @@ def test_table() -> None:
     found = comparison(entry("small @ 1", None, 1, None), entry("fixed", row("fixed", 2.5, 0.0125, 14)))
     columns = dict(comparison_columns(found))
     assert columns["plan"] == ("16-bit", "kivi-2", "kivi-4", "small @ 1", "fixed")
-    assert columns["all-in bits"][2:] == ("4.900", "-", "2.500")
+    assert columns["bits at 8 x 4096"][2:] == ("4.900", "-", "2.500")
+    assert columns["bits at measured length (mean 1000 tokens)"][2:] == ("5.400", "-", "3.000")
+    assert columns["bits at the tasks' lengths"][3:] == ("-", "3.250 (800 tokens)")
     assert columns["cache"][2:] == ("490 KB", "-", "250 KB")
     assert columns["KL to 16 bits"][3:] == ("-", "0.01250 ± 0.00125")
     assert columns["perplexity"][3:] == ("-", "1.2500 ± 0.0200")
@@ -71,8 +78,8 @@ def test_table() -> None:
 def test_table_without_tasks_and_refusals() -> None:
     headers = [header for header, _ in comparison_columns(comparison(has_tasks=False))]
     assert headers == [
-        "plan", "all-in bits", "cache", "KL to 16 bits", "perplexity", "KL recovered %",
-        "calibration s",
+        "plan", "bits at 8 x 4096", "cache", "bits at measured length (mean 1000 tokens)", "KL to 16 bits",
+        "perplexity", "KL recovered %", "calibration s",
     ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from kvcal.errors import ArtifactError
 from kvcal.plan import Plan
 from kvcal.progress import Silent
 from kvcal.recipe import EvaluateSpec
-from kvcal.stages.evaluate import Evaluation, evaluate, load_evaluation, save_evaluation
+from kvcal.stages.evaluate import Evaluation, MeasuredBits, evaluate, load_evaluation, measured_bits, save_evaluation
 from kvcal.stages.text_quality import measure_text
 
 SPEC = EvaluateSpec(tasks=(), batch=2)
@@ -46,8 +46,25 @@ def test_rows_hold_what_was_measured_and_exact_bytes(whole: Evaluation) -> None:
         assert row.total_bytes == plan.nbytes([512, 512])
         assert row.bits_per_value == plan.bits_per_value()
         assert row.text == measure_text(tiny(), plan, text(140, 140), 2, Silent())
-        assert row.tasks == () and row.accuracy is None and row.accuracy_se is None
+        assert row.tasks == () and row.accuracy is None and row.accuracy_se is None and row.task_bits is None
     assert (whole.data_fingerprint, whole.task_seed, whole.inputs) == ("f" * 64, 1, INPUTS)
+
+
+def test_measured_bits_are_the_plan_s_bytes_at_the_measured_lengths(whole: Evaluation) -> None:
+    """By hand: two KV heads, all layers paged. Two texts of 140 tokens, each as a batch of the workload's two."""
+    for row, (_, plan) in zip(whole.rows, plans(), strict=True):
+        assert row.text_bits == MeasuredBits(8 * plan.nbytes([140, 140]) / num_values(plan, [140, 140]), 140.0)
+        found = measured_bits(plan, [140, 300])
+        nbytes = plan.nbytes([140, 140]) + plan.nbytes([300, 300])
+        assert found.bits_per_value == pytest.approx(8 * nbytes / num_values(plan, [140, 140, 300, 300]), rel=1e-12)
+        assert found.mean_tokens == 220
+    kivi = dict(plans())["kivi"]
+    assert measured_bits(kivi, [140]).bits_per_value > 1.5 * kivi.bits_per_value()  # one page, and the rest unpacked
+
+
+def num_values(plan: Plan, lengths: list[int]) -> int:
+    attention = [layer.attention for layer in plan.layers]
+    return sum(a.num_kv_heads * (a.k_head_dim + a.v_head_dim) for a in attention) * sum(lengths)
 
 
 def test_interrupted_run_loses_one_row_at_most(tmp_path: Path, whole: Evaluation) -> None:
@@ -123,8 +140,8 @@ def _change(content: dict, *place: str | int, to: object) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (("kind",), "plan", "is not an evaluation of version 1"),
-        (("schema",), 2, "is not an evaluation of version 1"),
+        (("kind",), "plan", "is not an evaluation of version 2"),
+        (("schema",), 1, "is not an evaluation of version 2"),
         (("body", "rows", 0, "text", "kl"), 0.5, "is corrupt"),
         (("digest",), "0", "is corrupt"),
         (("body",), [], "is corrupt"),

@@ -12,7 +12,7 @@ import pytest
 from kvcal.errors import ArtifactError
 from kvcal.geometry import AttentionGeometry, ModelIdentity, StateGeometry
 from kvcal.plan import RAW, Format, LayerPlan, Plan, Workload
-from kvcal.stages.evaluate import Evaluation, Row
+from kvcal.stages.evaluate import Evaluation, Row, measured_bits
 from kvcal.stages.generation import TaskResult, wilson_se
 from kvcal.stages.report import draw, table_rows
 from kvcal.stages.text_quality import TextQuality
@@ -40,9 +40,14 @@ DEEP = plan_of(*(LayerPlan(attention(i), (K3, K4), (V2, V8)) for i in range(80))
 
 def row(name: str, plan: Plan, kl: float, correct: int | None, se: float | None = 0.01) -> Row:
     quality = TextQuality(1.25, se, kl, se, 0.975, se, 8, 4000, 3500)
-    tasks = () if correct is None else (TaskResult("chain", correct / 8, wilson_se(correct, 8), 8, correct, 0, 900),)
-    bits = plan.bits_per_value()
-    return Row(name, plan.sha256, plan.workload, bits, plan.predicted_bytes, quality, tasks, 1.0)
+    tasks = (
+        ()
+        if correct is None
+        else (TaskResult("chain", correct / 8, wilson_se(correct, 8), 8, correct, 0, 900, (500, 700)),)
+    )
+    bits, at_text = plan.bits_per_value(), measured_bits(plan, [400, 600])
+    at_tasks = measured_bits(plan, tasks[0].lengths) if tasks else None
+    return Row(name, plan.sha256, plan.workload, bits, plan.predicted_bytes, quality, at_text, tasks, at_tasks, 1.0)
 
 
 def evaluation(*rows: Row) -> Evaluation:
@@ -52,7 +57,10 @@ def evaluation(*rows: Row) -> Evaluation:
 def test_table() -> None:
     columns = dict(table_rows(evaluation(row("a", UNIFORM, 0.05, 6), row("b", MIXED, 1e-7, 0, None))))
     assert columns["plan"] == ("a", "b")
-    assert columns["all-in bits"][0] == f"{UNIFORM.bits_per_value():.3f}"
+    assert columns["bits at 8 x 4096"][0] == f"{UNIFORM.bits_per_value():.3f}"
+    at_text = columns["bits at measured length (mean 500 tokens)"]
+    assert at_text[0] == f"{measured_bits(UNIFORM, [400, 600]).bits_per_value:.3f}" > columns["bits at 8 x 4096"][0]
+    assert columns["bits at the tasks' lengths"][0].endswith(" (600 tokens)")
     assert columns["KL to 16 bits"] == ("0.05000 ± 0.01000", "0.00000")
     assert columns["top-1 %"] == ("97.5 ± 1.0", "97.5")
     assert columns["perplexity"] == ("1.2500 ± 0.0100", "1.2500")
@@ -63,8 +71,9 @@ def test_table() -> None:
 
 def test_table_without_tasks_and_without_rows() -> None:
     headers = [header for header, _ in table_rows(evaluation(row("a", UNIFORM, 0.05, None)))]
-    assert headers == ["plan", "all-in bits", "cache", "KL to 16 bits", "top-1 %", "perplexity"]
-    assert all(cells == () for _, cells in table_rows(evaluation()))
+    measured = "bits at measured length (mean 500 tokens)"
+    assert headers == ["plan", "bits at 8 x 4096", "cache", measured, "KL to 16 bits", "top-1 %", "perplexity"]
+    assert table_rows(evaluation()) == []
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvcal.commands.options import Device, Dtype, Json, ModelOption, Quiet, load
+from kvcal.commands.options import (
+    Columns,
+    Config,
+    Data,
+    DataOptions,
+    Device,
+    Dtype,
+    EvalData,
+    Json,
+    ModelOption,
+    Problems,
+    Quiet,
+    Samples,
+    Seed,
+    SeqLen,
+    Split,
+    Tasks,
+    load,
+    tell_toy_data,
+    with_data,
+    with_tasks,
+)
 from kvcal.quantities import MAX_BATCH
 
 
@@ -23,6 +45,16 @@ def compare(
     batch: Annotated[int, typer.Option(help="Sequences in the batch, for all plans.", min=1, max=MAX_BATCH)] = 8,
     context: Annotated[int, typer.Option(help="Tokens of each sequence, for all plans.", min=1)] = 4096,
     recipe_evaluate: Annotated[str, typer.Option(help="Recipe whose [evaluate] is used for all.")] = "default",
+    data: Data = None,
+    columns: Columns = None,
+    split: Split = None,
+    config: Config = None,
+    samples: Samples = None,
+    seq_len: SeqLen = None,
+    seed: Seed = None,
+    eval_data: EvalData = None,
+    task: Tasks = None,
+    problems: Problems = None,
     out: Annotated[Path, typer.Option(help="Folder of the plans, the table and the picture.")] = Path(
         "artifacts/compare"
     ),
@@ -41,6 +73,7 @@ def compare(
     Example: `kvcal compare mine.toml --model Qwen/Qwen3-8B --bits 2.5 --batch 16 --context 32768 --json`
     """
     from kvcal import console, pipeline
+    from kvcal.data import TASK_SOURCES
     from kvcal.plan import Workload
     from kvcal.recipe import load_recipe
     from kvcal.stages.compare import FILE
@@ -51,19 +84,26 @@ def compare(
     from kvcal.strict import dump
     from kvcal.transform_folder import sequences
 
-    points, spec = points_of(recipes, bits or ()), load_recipe(recipe_evaluate).evaluate
+    given = DataOptions(data, columns, split, config, samples, seq_len, seed)
+    points = tuple(replace(p, recipe=with_data(p.recipe, given, eval_data)) for p in points_of(recipes, bits or ()))
+    spec = with_tasks(with_data(load_recipe(recipe_evaluate), given, eval_data).evaluate, task, problems)
     workload, folder = Workload(batch, context), pipeline.Folder.create(out)
     with console.TerminalReporter(quiet).running() as reporter:
         loaded = load(model, dtype, device)
-        data = sequences(spec.data, loaded, "report")
-        found = compare_points(loaded, points, workload, spec, data, folder, pipeline.build_plan, reporter)
+        toy = next(
+            (p.recipe.data for p in points if p.recipe.calibrates and p.recipe.data.source in TASK_SOURCES), None
+        )
+        if toy is not None:
+            tell_toy_data(toy, loaded, reporter)
+        texts = sequences(spec.data, loaded, "report")
+        found = compare_points(loaded, points, workload, spec, texts, folder, pipeline.build_plan, reporter)
         picture = folder.path / "compare.png"
         draw_comparison(found, picture)
     if json:
         console.print_json(dump(found))
     else:
-        columns = comparison_columns(found)
-        headers, cells = [header for header, _ in columns], [column for _, column in columns]
+        table = comparison_columns(found)
+        headers, cells = [header for header, _ in table], [column for _, column in table]
         console.print_table(comparison_title(found), headers, list(zip(*cells, strict=True)))
         reporter.say(f"table: {folder.path / FILE}\npicture: {picture}")
     refusals = [entry.refusal for entry in found.entries if entry.refusal is not None]

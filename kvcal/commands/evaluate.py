@@ -8,7 +8,26 @@ from typing import Annotated
 
 import typer
 
-from kvcal.commands.options import Device, Dtype, Json, ModelOption, PlanArgument, Quiet, load
+from kvcal.commands.options import (
+    Columns,
+    Config,
+    Data,
+    DataOptions,
+    Device,
+    Dtype,
+    Json,
+    ModelOption,
+    PlanArgument,
+    Problems,
+    Quiet,
+    Samples,
+    Seed,
+    SeqLen,
+    Split,
+    Tasks,
+    load,
+    with_tasks,
+)
 
 
 def eval_command(
@@ -16,11 +35,15 @@ def eval_command(
     model: ModelOption,
     recipe: Annotated[str, typer.Option(help="Recipe whose [evaluate] is used.")] = "default",
     against: Annotated[list[str] | None, typer.Option(help="Baseline recipe to measure too; may be repeated.")] = None,
-    data: Annotated[
-        str | None, typer.Option(help="tasks, a text, JSONL or parquet file or folder, or a hub id.")
-    ] = None,
-    task: Annotated[list[str] | None, typer.Option(help="Tasks to generate; 'none' for no generation.")] = None,
-    problems: Annotated[int | None, typer.Option(help="Problems of each task.", min=1)] = None,
+    data: Data = None,
+    columns: Columns = None,
+    split: Split = None,
+    config: Config = None,
+    samples: Samples = None,
+    seq_len: SeqLen = None,
+    seed: Seed = None,
+    task: Tasks = None,
+    problems: Problems = None,
     out: Annotated[Path, typer.Option(help="Folder of the table and the picture.")] = Path("artifacts/eval"),
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -38,13 +61,8 @@ def eval_command(
 
     loaded_plan = load_plan(plan)
     base = load_recipe(recipe)
-    spec = base.evaluate
-    if data is not None:
-        spec = replace(spec, data=replace(spec.data, source=data))
-    if task is not None:
-        spec = replace(spec, tasks=() if task == ["none"] else tuple(task))
-    if problems is not None:
-        spec = replace(spec, num_problems=problems)
+    given = DataOptions(data, columns, split, config, samples, seq_len, seed)
+    spec = with_tasks(replace(base.evaluate, data=given.of(base.evaluate.data)), task, problems)
     spec = replace(spec, against=tuple(against or ()))
     folder = pipeline.Folder.create(out)
     with console.TerminalReporter(quiet).running() as reporter:

@@ -8,7 +8,25 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.commands.options import Device, Dtype, FolderArgument, Json, ModelOption, Quiet, load
+from kvcal.commands.options import (
+    Columns,
+    Config,
+    Data,
+    DataOptions,
+    Device,
+    Dtype,
+    FolderArgument,
+    Json,
+    ModelOption,
+    Quiet,
+    Samples,
+    Seed,
+    SeqLen,
+    Split,
+    load,
+    tell_toy_data,
+    with_data,
+)
 from kvcal.errors import UsageError
 
 
@@ -21,11 +39,13 @@ def fit_predictors(
     group_size: Annotated[int | None, typer.Option(help="Weights that share a scale in int4.", min=1)] = None,
     min_explained: Annotated[float | None, typer.Option(help="Leave predictors out up to this variance.")] = None,
     keep_all: Annotated[bool, typer.Option("--keep-all", help="Keep predictors that do not pay, too.")] = False,
-    data: Annotated[
-        str | None, typer.Option(help="tasks, a text, JSONL or parquet file or folder, or a hub id.")
-    ] = None,
-    samples: Annotated[int | None, typer.Option(help="Calibration sequences.", min=2)] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.", min=2)] = None,
+    data: Data = None,
+    columns: Columns = None,
+    split: Split = None,
+    config: Config = None,
+    samples: Samples = None,
+    seq_len: SeqLen = None,
+    seed: Seed = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     json: Json = False,
@@ -45,23 +65,20 @@ def fit_predictors(
     from kvcal.stages.predictor_record import table_rows
     from kvcal.strict import dump, parse
 
-    base = load_recipe(recipe)
+    base = with_data(load_recipe(recipe), DataOptions(data, columns, split, config, samples, seq_len, seed))
     knobs: dict[str, Any] = dump(base.predictors or PredictorSpec())
     if kind is not None:
         knobs |= {"kind": kind, "rank": None, "group_size": None}
     given: dict[str, Any] = {"rank": rank, "group_size": group_size, "min_explained": min_explained}
     knobs |= {key: value for key, value in given.items() if value is not None}
     knobs |= {"drop": False} if keep_all else {}
-    sources: dict[str, Any] = {"source": data, "num_samples": samples, "seq_len": seq_len}
-    base = replace(
-        base,
-        predictors=parse(PredictorSpec, knobs, "fit-predictors", UsageError),
-        data=replace(base.data, **{key: value for key, value in sources.items() if value is not None}),
-    )
+    base = replace(base, predictors=parse(PredictorSpec, knobs, "fit-predictors", UsageError))
     paths = Folder(folder)
     picture = Path(folder) / "predictors.png"
     with console.TerminalReporter(quiet).running() as reporter:
-        transform_folder.fit_predictors_folder(base, load(model, dtype, device), paths, reporter)
+        loaded = load(model, dtype, device)
+        tell_toy_data(base.data, loaded, reporter)
+        transform_folder.fit_predictors_folder(base, loaded, paths, reporter)
         record = load_record(paths.predictors)
         draw_predictors(record, picture)
     if json:

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvcal.commands.options import Device, Dtype, Json, Quiet, load
+from kvcal.commands.options import (
+    Columns,
+    Config,
+    Data,
+    DataOptions,
+    Device,
+    Dtype,
+    Json,
+    Quiet,
+    Samples,
+    Seed,
+    SeqLen,
+    Split,
+    load,
+    tell_toy_data,
+    with_data,
+)
 
 
 def profile(
     model: Annotated[str, typer.Argument(help="Folder, hub id, or an embedded model's name.")],
     out: Annotated[Path, typer.Option(help="Folder of the artifacts; made if needed.")],
     recipe: Annotated[str, typer.Option(help="Recipe with the candidates and the data.")] = "default",
-    data: Annotated[
-        str | None, typer.Option(help="tasks, a text, JSONL or parquet file or folder, or a hub id.")
-    ] = None,
-    split: Annotated[str | None, typer.Option(help="Split of a hub data set.")] = None,
-    column: Annotated[
-        list[str] | None, typer.Option(help="Column of text or messages; twice: prompt, completion.")
-    ] = None,
-    samples: Annotated[int | None, typer.Option(help="Calibration sequences.", min=1)] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.", min=2)] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sample.")] = None,
+    data: Data = None,
+    columns: Columns = None,
+    split: Split = None,
+    config: Config = None,
+    samples: Samples = None,
+    seq_len: SeqLen = None,
+    seed: Seed = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     json: Json = False,
@@ -37,14 +49,12 @@ def profile(
     from kvcal import console, pipeline, views
     from kvcal.recipe import load_recipe
 
-    base = load_recipe(recipe)
-    given: dict[str, Any] = {"source": data, "split": split, "columns": column and tuple(column)}
-    given |= {"num_samples": samples, "seq_len": seq_len, "seed": seed}
-    spec = replace(base.data, **{key: value for key, value in given.items() if value is not None})
+    base = with_data(load_recipe(recipe), DataOptions(data, columns, split, config, samples, seq_len, seed))
     folder = pipeline.Folder.create(out)
     with console.TerminalReporter(quiet).running() as reporter:
         loaded = load(model, dtype, device)
-        result = pipeline.profile_recipe(replace(base, data=spec), loaded, folder, reporter)
+        tell_toy_data(base.data, loaded, reporter)
+        result = pipeline.profile_recipe(base, loaded, folder, reporter)
     if json:
         console.print_json(views.profile_json(result))
     else:

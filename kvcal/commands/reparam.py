@@ -7,7 +7,25 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.commands.options import Device, Dtype, FolderArgument, Json, ModelOption, Quiet, load
+from kvcal.commands.options import (
+    Columns,
+    Config,
+    Data,
+    DataOptions,
+    Device,
+    Dtype,
+    FolderArgument,
+    Json,
+    ModelOption,
+    Quiet,
+    Samples,
+    Seed,
+    SeqLen,
+    Split,
+    load,
+    tell_toy_data,
+    with_data,
+)
 from kvcal.errors import UsageError
 
 
@@ -26,11 +44,13 @@ def reparam(
         bool | None,
         typer.Option(help="One λ for all KV heads: QK-norms need it to be folded.", show_default=False),
     ] = None,
-    data: Annotated[
-        str | None, typer.Option(help="tasks, a text, JSONL or parquet file or folder, or a hub id.")
-    ] = None,
-    samples: Annotated[int | None, typer.Option(help="Calibration sequences.", min=1)] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.", min=2)] = None,
+    data: Data = None,
+    columns: Columns = None,
+    split: Split = None,
+    config: Config = None,
+    samples: Samples = None,
+    seq_len: SeqLen = None,
+    seed: Seed = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     json: Json = False,
@@ -50,18 +70,16 @@ def reparam(
     from kvcal.stages.reparam_record import table_rows
     from kvcal.strict import dump, parse
 
-    base = load_recipe(recipe)
+    base = with_data(load_recipe(recipe), DataOptions(data, columns, split, config, seed=seed))
     given: dict[str, Any] = {"position_scale": position_scale, "num_steps": steps, "offset": offset}
     given |= {"shared_heads": shared_heads, "num_samples": samples, "seq_len": seq_len}
     knobs = dump(base.reparam or ReparamSpec()) | {key: value for key, value in given.items() if value is not None}
-    base = replace(
-        base,
-        reparam=parse(ReparamSpec, knobs, "reparam", UsageError),
-        data=base.data if data is None else replace(base.data, source=data),
-    )
+    base = replace(base, reparam=parse(ReparamSpec, knobs, "reparam", UsageError))
     paths = Folder(folder)
     with console.TerminalReporter(quiet).running() as reporter:
-        transform_folder.reparam_folder(base, load(model, dtype, device), paths, reporter)
+        loaded = load(model, dtype, device)
+        tell_toy_data(base.data, loaded, reporter)
+        transform_folder.reparam_folder(base, loaded, paths, reporter)
         record = load_record(paths.reparam)
         for warning in record.warnings:
             reporter.say(warning)

@@ -8,7 +8,25 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.commands.options import Batch, Context, Device, Dtype, Json, Quiet, load
+from kvcal.commands.options import (
+    Batch,
+    Columns,
+    Config,
+    Context,
+    Data,
+    DataOptions,
+    Device,
+    Dtype,
+    Json,
+    Quiet,
+    Samples,
+    Seed,
+    SeqLen,
+    Split,
+    load,
+    tell_toy_data,
+    with_data,
+)
 
 
 def search(
@@ -21,6 +39,13 @@ def search(
     batch: Batch = None,
     context: Context = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds of refinement at most.", min=0)] = None,
+    data: Data = None,
+    columns: Columns = None,
+    split: Split = None,
+    config: Config = None,
+    samples: Samples = None,
+    seq_len: SeqLen = None,
+    seed: Seed = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     json: Json = False,
@@ -29,7 +54,7 @@ def search(
     """Choose among compositions of all five systems for every layer, on measured KL, and write the plan.
 
     Interrupted, it goes on after the last group of plans.
-    Example: `kvcal search best --model Qwen/Qwen3-8B --bits 2.5 --batch 8 --context 32768 --out artifacts/qwen3`
+    Example: `kvcal search best --model Qwen/Qwen3-8B --bits 2.5 --batch 8 --context 32768 --data corpus.jsonl`
     """
     from kvcal import console, pipeline, views
     from kvcal.errors import UsageError
@@ -37,7 +62,7 @@ def search(
     from kvcal.stages.run_search import load as load_search
     from kvcal.strict import dump
 
-    base = load_recipe(recipe)
+    base = with_data(load_recipe(recipe), DataOptions(data, columns, split, config, samples, seq_len, seed))
     if base.search is None or base.allocate is None:
         raise UsageError(f"recipe {base.name!r} has no [search]", hint="use `kvcal run`, or the recipe best")
     changes: dict[str, Any] = {"batch": batch, "context": context}
@@ -51,6 +76,7 @@ def search(
     folder = pipeline.Folder.create(out)
     with console.TerminalReporter(quiet).running() as reporter:
         loaded = load(model or base.model, dtype, device)
+        tell_toy_data(base.data, loaded, reporter)
         plan = pipeline.build_plan(base, loaded, folder, None, reporter)
     found = load_search(folder.search)
     if json:

@@ -8,7 +8,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcal.commands.options import Batch, Context, Device, Dtype, Json, Quiet, load
+from kvcal.commands.options import (
+    Batch,
+    Columns,
+    Config,
+    Context,
+    Data,
+    DataOptions,
+    Device,
+    Dtype,
+    Json,
+    Problems,
+    Quiet,
+    Samples,
+    Seed,
+    SeqLen,
+    Split,
+    load,
+    tell_toy_data,
+    with_data,
+)
 
 if TYPE_CHECKING:
     from kvcal.recipe import Recipe
@@ -24,7 +43,7 @@ def tune(
     task: Annotated[
         list[str] | None, typer.Option(help="An embedded task, or lm-eval:NAME[:METRIC]; may be repeated.")
     ] = None,
-    problems: Annotated[int | None, typer.Option(help="Problems of each task.", min=1)] = None,
+    problems: Problems = None,
     trials: Annotated[int | None, typer.Option(help="Trials in all; more continue the study.", min=1)] = None,
     fit_range: Annotated[
         bool, typer.Option("--fit-range", help="Search up to the score that 1 % of the channels exceed.")
@@ -33,6 +52,13 @@ def tune(
     kv_budget: Annotated[str | None, typer.Option(help="Cap on the whole cache, such as 1.5GiB.")] = None,
     batch: Batch = None,
     context: Context = None,
+    data: Data = None,
+    columns: Columns = None,
+    split: Split = None,
+    config: Config = None,
+    samples: Samples = None,
+    seq_len: SeqLen = None,
+    seed: Seed = None,
     workers: Annotated[int, typer.Option(help="Processes; trials repeat exactly with one only.", min=1)] = 1,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -52,7 +78,7 @@ def tune(
     from kvcal.stages.tune_objective import Origin
     from kvcal.stages.tune_plan import tune_plan
 
-    base = load_recipe(recipe)
+    base = with_data(load_recipe(recipe), DataOptions(data, columns, split, config, samples, seq_len, seed))
     given: dict[str, Any] = {"tasks": task and tuple(task), "num_problems": problems, "num_trials": trials}
     given |= {"max_bits": max_bits}
     spec = replace(base.tune or TuneSpec(), **{name: value for name, value in given.items() if value is not None})
@@ -67,6 +93,7 @@ def tune(
     folder = pipeline.Folder.create(out)
     with console.TerminalReporter(quiet).running() as reporter:
         loaded = load(origin.source, dtype, device)
+        tell_toy_data(base.data, loaded, reporter)
         plan = pipeline.formats_plan(base, loaded, workload)
         tuned = tune_plan(loaded, origin, plan, base, folder.path, reporter, workers, max_bytes)
     if json:
@@ -115,5 +142,8 @@ def _table(tuned: Tuned) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
                 format_bytes(found.total_bytes),
             )
         )
-    title = f"Pareto front of {len(tuned.tuning.trials)} trials"
+    workload = tuned.plan.workload
+    title = (
+        f"Pareto front of {len(tuned.tuning.trials)} trials; bits and bytes at {workload.batch} x {workload.context}"
+    )
     return title, ("trial", *names, "accuracy %", "all-in bits", "code bits of keys", "cache"), rows

@@ -60,9 +60,10 @@ def draw_comparison(comparison: Comparison, path: str | Path) -> None:
     if has_tasks:
         panels.append(draw_accuracy(all_axes[1], systems, baselines))
     workload = comparison.workload
+    lengths = [f"texts of {row.text_bits.mean_tokens:.0f} tokens; " for _, row in comparison.measured[:1]]
     figure.suptitle(
         f"{comparison.model}: quality against size, bits at batch {workload.batch} x {workload.context} tokens; "
-        "bars: 1 standard error",
+        f"{''.join(lengths)}bars: 1 standard error",
         fontsize=12,
     )
     handles, names = all_axes[-1].get_legend_handles_labels()

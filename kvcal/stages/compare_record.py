@@ -37,7 +37,7 @@ from kvcal.stages.evaluate import Row
 from kvcal.strict import STRICT, dump, parse
 
 KIND = "comparison"
-SCHEMA = 1
+SCHEMA = 2
 RAW_RECIPE, WORST_RECIPE = "16-bit", "kivi-2"
 BASELINES = (RAW_RECIPE, WORST_RECIPE, "kivi-4")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcal.quantities import format_bytes
 from kvcal.stages.compare_record import RAW_RECIPE, WORST_RECIPE, Calibration, Comparison, Entry, Share
-from kvcal.stages.evaluate import Row
+from kvcal.stages.evaluate import Row, priced_header
 
 NOTHING = "-"
 Columns = list[tuple[str, tuple[str, ...]]]
@@ -13,9 +13,10 @@ Columns = list[tuple[str, tuple[str, ...]]]
 def comparison_columns(comparison: Comparison) -> Columns:
     """(header, one cell an entry) columns. Reasons of refusals are in a last column, where there are any."""
     rows = [_cells(entry, comparison) for entry in comparison.entries]
-    headers = ["plan", "all-in bits", "cache", "KL to 16 bits", "perplexity"]
+    headers = ["plan", priced_header(comparison.workload), "cache", _measured_header(comparison)]
+    headers += ["KL to 16 bits", "perplexity"]
     tasks = _tasks(comparison)
-    headers += [f"{name} %" for name in tasks] + (["all tasks %"] if tasks else [])
+    headers += [f"{name} %" for name in tasks] + (["all tasks %", "bits at the tasks' lengths"] if tasks else [])
     headers += ["KL recovered %"] + (["tasks recovered %"] if tasks else [])
     headers += ["calibration s"]
     if any(entry.refusal for entry in comparison.entries):
@@ -38,20 +39,24 @@ def _tasks(comparison: Comparison) -> list[str]:
     return [task.task for _, row in comparison.measured[:1] for task in row.tasks]
 
 
+def _measured_header(comparison: Comparison) -> str:
+    return next((row.text_bits.header for _, row in comparison.measured), "bits at measured length")
+
+
 def _cells(entry: Entry, comparison: Comparison) -> list[str]:
     tasks = _tasks(comparison)
     recovered = [_share(entry.kl_recovered)] + ([_share(entry.accuracy_recovered)] if tasks else [])
-    numbers = [NOTHING] * (4 + len(tasks) + bool(tasks)) if entry.row is None else _numbers(entry.row)
+    numbers = [NOTHING] * (5 + len(tasks) + 2 * bool(tasks)) if entry.row is None else _numbers(entry.row)
     return [entry.name, *numbers, *recovered, _calibration(entry.calibration)]
 
 
 def _numbers(row: Row) -> list[str]:
     text = row.text
-    cells = [f"{row.bits_per_value:.3f}", format_bytes(row.total_bytes)]
+    cells = [f"{row.bits_per_value:.3f}", format_bytes(row.total_bytes), f"{row.text_bits.bits_per_value:.3f}"]
     cells += [_with_error(text.kl, text.kl_se, 5), _with_error(text.perplexity, text.perplexity_se, 4)]
     cells += [_with_error(100 * task.accuracy, 100 * task.accuracy_se, 1) for task in row.tasks]
-    if row.accuracy is not None and row.accuracy_se is not None:
-        cells.append(_with_error(100 * row.accuracy, 100 * row.accuracy_se, 1))
+    if row.accuracy is not None and row.accuracy_se is not None and row.task_bits is not None:
+        cells += [_with_error(100 * row.accuracy, 100 * row.accuracy_se, 1), row.task_bits.cell]
     return cells
 
 

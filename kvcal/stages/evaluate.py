@@ -1,9 +1,16 @@
 """The evaluation of several plans of one model: text quality and task accuracy beside exact bytes, saved row by row.
 
-Every number comes through the packed cache (text_quality, generation). The file is rewritten atomically after each
-plan, so an interrupted run loses one row at most; a row is kept for the next run if its plan (formats, workload and
-model, not its name or provenance) and the evaluation's inputs are the same, and when the inputs differ the file starts
-anew. Plans that are equal under two names are measured once.
+Every number comes through the packed cache (text_quality, generation). A plan is priced at its workload, and measured
+on sequences that are mostly shorter, of which sinks, windows and unfilled pages are a larger part. So each row states
+the bits at the measured lengths, too:
+
+    sum_i nbytes(batch x n_i) / sum_i batch n_i,  in bits per cached value,  n_i: tokens of sequence i at its end
+
+with the workload's batch, which shares the plan's tensors as the price does, and bytes as in ``Plan.bits_per_value``.
+
+The file is rewritten atomically after each plan, so an interrupted run loses one row at most; a row is kept for the
+next run if its plan (formats, workload and model, not its name or provenance) and the evaluation's inputs are the same,
+and when the inputs differ the file starts anew. Plans that are equal under two names are measured once.
 """
 
 from __future__ import annotations
@@ -31,12 +38,31 @@ from kvcal.stages.verify import require_same_model
 from kvcal.strict import STRICT, dump, parse
 
 KIND = "evaluation"
-SCHEMA = 1
+SCHEMA = 2
+
+
+@dataclass(frozen=True, config=STRICT)
+class MeasuredBits:
+    """All-in bits per cached value at the lengths that were measured, whose mean is ``mean_tokens``."""
+
+    bits_per_value: float
+    mean_tokens: float
+
+    @property
+    def header(self) -> str:
+        """Of a table's column."""
+        return f"bits at measured length (mean {self.mean_tokens:.0f} tokens)"
+
+    @property
+    def cell(self) -> str:
+        """In a column of other lengths in every row."""
+        return f"{self.bits_per_value:.3f} ({self.mean_tokens:.0f} tokens)"
 
 
 @dataclass(frozen=True, config=STRICT)
 class Row:
     """One plan. ``bits_per_value`` counts everything and ``total_bytes`` is the whole cache, both at ``workload``;
+    ``text_bits`` and ``task_bits`` are at the texts' and at the solved problems' lengths, prompt and completion;
     ``seconds`` is what measuring took, on whatever else the machine was doing."""
 
     name: str
@@ -45,7 +71,9 @@ class Row:
     bits_per_value: float
     total_bytes: int
     text: TextQuality
+    text_bits: MeasuredBits
     tasks: tuple[TaskResult, ...]
+    task_bits: MeasuredBits | None
     seconds: float
 
     @property
@@ -138,6 +166,17 @@ def require_scheduled_texts(plans: Iterable[tuple[str, Plan]], data: TokenDatase
             )
 
 
+def measured_bits(plan: Plan, lengths: Sequence[int]) -> MeasuredBits:
+    """The bits of sequences of these lengths, in tokens, at least one: see the module's docstring."""
+    bits = sum(n * plan.bits_per_value(Workload(plan.workload.batch, n)) for n in lengths) / sum(lengths)
+    return MeasuredBits(bits, sum(lengths) / len(lengths))
+
+
+def priced_header(workload: Workload) -> str:
+    """Of the column of ``Row.bits_per_value``."""
+    return f"bits at {workload.batch} x {workload.context}"
+
+
 def save_evaluation(evaluation: Evaluation, path: str | Path) -> None:
     """Write the JSON file whole or not at all; ArtifactError when the system refuses."""
     body = dump(evaluation)
@@ -209,6 +248,8 @@ def _measure(
         bits_per_value=plan.bits_per_value(),
         total_bytes=plan.predicted_bytes,
         text=text,
+        text_bits=measured_bits(plan, [tokens_T.numel() for tokens_T in data.sequences]),
         tasks=tasks,
+        task_bits=measured_bits(plan, [length for task in tasks for length in task.lengths]) if tasks else None,
         seconds=round(time.monotonic() - started, 3),
     )

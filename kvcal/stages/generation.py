@@ -44,7 +44,8 @@ _ANSWER_LINE = re.compile(r"^Answer: \S+[^\S\n]*\n", re.MULTILINE)
 @record(frozen=True, config=STRICT)
 class TaskResult:
     """``accuracy_se``: see the module's docstring. ``num_unfinished`` problems were cut at ``max_new_tokens``;
-    ``generated_tokens`` counts those up to the end of each completion."""
+    ``generated_tokens`` counts those up to the end of each completion; ``lengths``: tokens of each problem, prompt and
+    completion."""
 
     task: str
     accuracy: float
@@ -53,6 +54,7 @@ class TaskResult:
     num_correct: int
     num_unfinished: int
     generated_tokens: int
+    lengths: tuple[int, ...]
 
 
 @dataclass
@@ -201,6 +203,7 @@ def _result(loaded: LoadedModel, task: str, sequences: list[Sequence]) -> TaskRe
         num_correct=correct,
         num_unfinished=sum(not s.is_finished for s in sequences),
         generated_tokens=sum(len(s.completion) for s in sequences),
+        lengths=tuple(s.prompt_T.numel() + len(s.completion) for s in sequences),
     )
 
 

@@ -16,7 +16,7 @@ from kvcal.artifact import write_bytes_atomic
 from kvcal.plan import Plan
 from kvcal.quantities import format_bytes
 from kvcal.stages.allocation_chart import draw_allocation
-from kvcal.stages.evaluate import Evaluation, Row
+from kvcal.stages.evaluate import Evaluation, Row, priced_header
 from kvcal.stages.label_places import Label, Mark, place_labels
 
 if TYPE_CHECKING:
@@ -38,13 +38,16 @@ class Point:
 
 
 def table_rows(evaluation: Evaluation) -> list[tuple[str, tuple[str, ...]]]:
-    """The table as (header, one cell a row) columns: text, ready to print."""
+    """The table as (header, one cell a row) columns: text, ready to print. None without rows."""
     rows = evaluation.rows
-    tasks = [task.task for task in rows[0].tasks] if rows else []
+    if not rows:
+        return []
+    tasks = [task.task for task in rows[0].tasks]
     columns = [
         ("plan", [row.name for row in rows]),
-        ("all-in bits", [f"{row.bits_per_value:.3f}" for row in rows]),
+        (priced_header(rows[0].workload), [f"{row.bits_per_value:.3f}" for row in rows]),
         ("cache", [format_bytes(row.total_bytes) for row in rows]),
+        (rows[0].text_bits.header, [f"{row.text_bits.bits_per_value:.3f}" for row in rows]),
         ("KL to 16 bits", [_with_error(row.text.kl, row.text.kl_se, 5) for row in rows]),
         ("top-1 %", [_percent(row.text.top1_agreement, row.text.top1_se) for row in rows]),
         ("perplexity", [_with_error(row.text.perplexity, row.text.perplexity_se, 4) for row in rows]),
@@ -54,6 +57,7 @@ def table_rows(evaluation: Evaluation) -> list[tuple[str, tuple[str, ...]]]:
         columns.append((f"{name} %", [_percent(task.accuracy, task.accuracy_se) for task in results]))
     if tasks:
         columns.append(("all tasks %", [_percent(row.accuracy or 0.0, row.accuracy_se) for row in rows]))
+        columns.append(("bits at the tasks' lengths", [row.task_bits.cell if row.task_bits else "" for row in rows]))
         columns.append(("generated", [str(sum(task.generated_tokens for task in row.tasks)) for row in rows]))
     return [(header, tuple(cells)) for header, cells in columns]
 
@@ -104,7 +108,7 @@ def _draw_kl(axes: Axes, rows: Sequence[Row], digest: str) -> list[Point]:
     axes.set_yscale("log")
     axes.set_ylim(min(p.y - p.below for p in points) / 2, 2 * max(p.y + p.above for p in points))
     axes.set_ylabel(f"KL to 16 bits (nats per token)\nbelow {SMALLEST_KL:g} drawn there")
-    axes.set_title("KL on text against size (lower left is better)")
+    axes.set_title(f"KL on texts of {rows[0].text_bits.mean_tokens:.0f} tokens against size (lower left is better)")
     return _plot(axes, points, digest)
 
 
@@ -137,7 +141,10 @@ def _plot(axes: Axes, points: list[Point], digest: str) -> list[Point]:
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(int(size))))
-    axes.set_xlabel("whole cache (bytes, logarithmic); bars: 1 standard error")
+    workload = points[0].row.workload
+    axes.set_xlabel(
+        f"whole cache at {workload.batch} x {workload.context} tokens (bytes, logarithmic); bars: 1 standard error"
+    )
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     return points
