@@ -49,7 +49,8 @@ class DataSpec:
     """Which sequences. ``source`` is "tasks", "tasks:NAME", a file, a folder or a hub id; ``split`` and
     ``config`` belong to hub ids only. ``columns`` names one column (text, or chat messages) or two (prompt,
     completion); empty means the first that exists of messages, text, content, question + answer.
-    ``seq_len`` is in tokens.
+    Sequences are cut at ``seq_len`` tokens, and passed over with fewer than ``min_len``: a KL over short ones says
+    little of a cache whose pages hold 128 tokens.
 
     Raises UsageError when a value is impossible whatever the data.
     """
@@ -61,6 +62,7 @@ class DataSpec:
     columns: tuple[str, ...] = ()
     split: str | None = None
     config: str | None = None
+    min_len: int = 0
 
     def __post_init__(self) -> None:
         if not self.source:
@@ -69,6 +71,8 @@ class DataSpec:
             raise UsageError(f"num_samples = {self.num_samples}", hint="ask for at least 1")
         if self.seq_len < 2:
             raise UsageError(f"seq_len = {self.seq_len}", hint="at least 2 tokens: the first predicts the second")
+        if not 0 <= self.min_len <= self.seq_len:
+            raise UsageError(f"min_len = {self.min_len}", hint=f"from 0 to seq_len = {self.seq_len}")
         if len(self.columns) > 2:
             raise UsageError(f"columns = {list(self.columns)}", hint="name one column, or a prompt and a completion")
         if self.source.startswith("tasks:") and self.source not in TASK_SOURCES:
@@ -131,17 +135,19 @@ def load_sequences(
         pool = list(islice(_source_sequences(spec, tokenizer, purpose), CANDIDATES * spec.num_samples))
     if len(pool) < spec.num_samples:
         needed = len(PURPOSES) * spec.num_samples
+        asked = f"seq_len = {spec.seq_len}" + (f" and min_len = {spec.min_len}" if spec.min_len else "")
         raise UsageError(
-            f"{describe_source(spec.source)} holds {len(pool)} sequences of seq_len = {spec.seq_len} tokens in the "
+            f"{describe_source(spec.source)} holds {len(pool)} sequences of {asked} tokens in the "
             f"pool {purpose!r}, and num_samples = {spec.num_samples} were asked for",
             hint=f"each of the pools {', '.join(PURPOSES)} gets a quarter of a source: give about {needed} records, or "
-            f"{needed * spec.seq_len} tokens of text; lower num_samples or seq_len; or, if only the evaluation's pool "
-            "is too small, give it a larger source of its own",
+            f"{needed * spec.seq_len} tokens of text; or lower num_samples, seq_len or min_len; if only the report's "
+            "pool is too small, give the evaluation a larger source of its own",
         )
     picked = sorted(random.Random(f"pick:{spec.seed}").sample(range(len(pool)), spec.num_samples))
     sequences = tuple(pool[i].tokens_T for i in picked)
     masks = tuple(pool[i].loss_mask_T for i in picked)
-    shape = f"{spec.num_samples} sequences of at most {spec.seq_len} tokens, seed {spec.seed}"
+    at_least = f"{spec.min_len} to" if spec.min_len else "at most"
+    shape = f"{spec.num_samples} sequences of {at_least} {spec.seq_len} tokens, seed {spec.seed}"
     source = identify_source(spec.source, spec.split, spec.config)
     description = f"{source.name} (pool {purpose}): {shape}"
     return TokenDataset(sequences, masks, _fingerprint(sequences, masks), description, source, purpose)
@@ -177,7 +183,7 @@ def _task_sequences(spec: DataSpec, tokenizer: PreTrainedTokenizerBase, purpose:
     draw = mixture if spec.source == "tasks" else TASKS[spec.source.removeprefix("tasks:")]
     drawn = dealt(draw, purpose, f"{spec.source}:{spec.seed}")
     for problem in islice(drawn, 64 * spec.num_samples):  # bounded: a short seq_len can cut off every completion
-        yield from _record_sequence(Record(problem.prompt_text, problem.completion), tokenizer, spec.seq_len)
+        yield from _record_sequence(Record(problem.prompt_text, problem.completion), tokenizer, spec)
 
 
 def _source_sequences(spec: DataSpec, tokenizer: PreTrainedTokenizerBase, purpose: Purpose) -> Iterator[_Sequence]:
@@ -191,7 +197,7 @@ def _source_sequences(spec: DataSpec, tokenizer: PreTrainedTokenizerBase, purpos
     pending: list[int] = []  # tokens of plain documents that do not fill a window yet
     for item in read_source(spec.source, spec.columns, spec.split, spec.config, spec.seed, purpose):
         if isinstance(item, Record):
-            yield from _record_sequence(item, tokenizer, spec.seq_len)
+            yield from _record_sequence(item, tokenizer, spec)
         elif isinstance(item, Chat):
             yield from _chat_sequence(item, tokenizer, spec)
         else:
@@ -199,15 +205,15 @@ def _source_sequences(spec: DataSpec, tokenizer: PreTrainedTokenizerBase, purpos
             num_windows = len(pending) // num_body
             for i in range(num_windows):
                 body = pending[i * num_body : (i + 1) * num_body]
-                yield from _sequence(prefix + body, len(prefix), spec.seq_len)
+                yield from _sequence(prefix + body, len(prefix), spec)
             pending = pending[num_windows * num_body :]
 
 
-def _record_sequence(record: Record, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> Iterator[_Sequence]:
+def _record_sequence(record: Record, tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> Iterator[_Sequence]:
     """Prompt and completion are tokenized apart, as they are when a model generates."""
     prompt = prefix_ids(tokenizer) + _encode(tokenizer, record.prompt)
     completion = _encode(tokenizer, record.completion) + _end_ids(tokenizer)
-    yield from _sequence(prompt + completion, len(prompt), seq_len)
+    yield from _sequence(prompt + completion, len(prompt), spec)
 
 
 def _chat_sequence(chat: Chat, tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> Iterator[_Sequence]:
@@ -233,17 +239,17 @@ def _chat_sequence(chat: Chat, tokenizer: PreTrainedTokenizerBase, spec: DataSpe
         prompt = ""
     prompt_ids = _encode(tokenizer, prompt)
     reply_ids = _encode(tokenizer, text.removeprefix(prompt))
-    yield from _sequence(prompt_ids + reply_ids, len(prompt_ids), spec.seq_len)
+    yield from _sequence(prompt_ids + reply_ids, len(prompt_ids), spec)
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], is_opening: bool) -> str:
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_opening))
 
 
-def _sequence(tokens: list[int], num_prompt: int, seq_len: int) -> Iterator[_Sequence]:
-    """Nothing, when the cut at ``seq_len`` leaves no token to predict."""
-    tokens_T = torch.tensor(tokens[:seq_len], dtype=torch.int64)
-    if tokens_T.numel() > max(num_prompt, 1):
+def _sequence(tokens: list[int], num_prompt: int, spec: DataSpec) -> Iterator[_Sequence]:
+    """Nothing, when the cut at ``seq_len`` leaves no token to predict, or when there are too few tokens."""
+    tokens_T = torch.tensor(tokens[: spec.seq_len], dtype=torch.int64)
+    if tokens_T.numel() > max(num_prompt, 1) and tokens_T.numel() >= spec.min_len:
         yield _Sequence(tokens_T, torch.arange(tokens_T.numel()) >= max(num_prompt, 1))
 
 

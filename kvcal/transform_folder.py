@@ -144,7 +144,9 @@ def with_transform_data(provenance: dict[str, Any], folder: Folder, reparam: boo
 def reparam_data(recipe: Recipe, loaded: LoadedModel) -> TokenDataset:
     """Calibration text for λ."""
     reparam = recipe.reparam or ReparamSpec()
-    return sequences(replace(recipe.data, num_samples=reparam.num_samples, seq_len=reparam.seq_len), loaded, "fit")
+    sizes = {"num_samples": reparam.num_samples, "seq_len": reparam.seq_len}
+    spec = replace(recipe.data, **sizes, min_len=min(recipe.data.min_len, reparam.seq_len))
+    return sequences(spec, loaded, "fit")
 
 
 def sequences(spec: DataSpec, loaded: LoadedModel, purpose: Purpose = "fit") -> TokenDataset:

@@ -77,9 +77,9 @@ def test_options_change_what_was_given_and_nothing_else() -> None:
     changed = with_data(base, given)
     assert changed.data == DataSpec("a.jsonl", 3, 64, 7, ("q", "a"))
     evaluate = base.evaluate.data
-    assert changed.evaluate.data == DataSpec(
-        "a.jsonl", evaluate.num_samples, evaluate.seq_len, evaluate.seed, ("q", "a")
-    )
+    assert changed.evaluate.data == DataSpec("a.jsonl", evaluate.num_samples, 64, evaluate.seed, ("q", "a"))
+    assert with_data(base, DataOptions("a.jsonl")).evaluate.data.min_len == 0 < evaluate.min_len
+    assert with_data(base, DataOptions(seq_len=64)).evaluate.data.min_len == 64
     assert with_data(base, given, "b.txt").evaluate.data.source == "b.txt"
     hub = with_data(base, DataOptions("owner/name", split="test", config="en"))
     assert (hub.data.split, hub.data.config) == (hub.evaluate.data.split, hub.evaluate.data.config) == ("test", "en")

@@ -303,6 +303,15 @@ def test_records_are_cut_at_seq_len_and_skipped_when_nothing_is_left_to_predict(
         load_any(DataSpec(source, num_samples=2, seq_len=30), tokenizer)
 
 
+def test_short_sequences_are_passed_over(tokenizer: PreTrainedTokenizerBase) -> None:
+    long = load_sequences(DataSpec(num_samples=4, seq_len=2048, min_len=1500), tokenizer)
+    assert all(1500 <= tokens_T.numel() <= 2048 for tokens_T in long.sequences)
+    assert long.description == "tasks (pool fit): 4 sequences of 1500 to 2048 tokens, seed 0"
+    with pytest.raises(UsageError) as caught:
+        load_sequences(DataSpec("tasks:times", num_samples=1, seq_len=4000, min_len=3000), tokenizer)
+    assert_says(caught.value, ["seq_len = 4000 and min_len = 3000", "lower num_samples"])
+
+
 def test_blank_records_and_files_are_passed_over(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in ("", "  \n", None, words(300))])
     assert load_any(DataSpec(source, num_samples=1, seq_len=64), tokenizer).num_tokens == 64
@@ -376,6 +385,7 @@ def test_only_what_is_needed_is_read(
         ({"source": "tasks:sums"}, ["tasks:sums", "tasks:ledger"]),
         ({"num_samples": 0}, ["num_samples = 0", "at least 1"]),
         ({"seq_len": 1}, ["seq_len = 1", "at least 2"]),
+        ({"min_len": 1025}, ["min_len = 1025", "1024"]),
         ({"columns": ("a", "b", "c")}, ["columns", "one column"]),
     ],
 )

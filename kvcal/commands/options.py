@@ -35,7 +35,9 @@ Columns = Annotated[str | None, typer.Option("--columns", help="Column of text o
 Split = Annotated[str | None, typer.Option("--split", help="Split of a hub data set.")]
 Config = Annotated[str | None, typer.Option("--config", help="Configuration of a hub data set.")]
 Samples = Annotated[int | None, typer.Option("--samples", help="Sequences, of calibration where there is one.", min=1)]
-SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens of such a sequence at most.", min=2)]
+SeqLen = Annotated[
+    int | None, typer.Option("--seq-len", help="Tokens of every sequence at most, also to evaluate.", min=2)
+]
 Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the sample.")]
 Tasks = Annotated[list[str] | None, typer.Option("--task", help="Task to generate; repeatable; 'none' for none.")]
 Problems = Annotated[int | None, typer.Option("--problems", help="Problems of each task.", min=1)]
@@ -54,15 +56,17 @@ class DataOptions:
     seed: int | None = None
 
     def of(self, spec: DataSpec) -> DataSpec:
-        """``spec`` with the source, the sample's size and the seed that were given."""
-        sizes = {"num_samples": self.samples, "seq_len": self.seq_len, "seed": self.seed}
-        return replace(self.source_of(spec), **_given(sizes))
+        """``spec`` with the source, the length, the sample's size and the seed that were given."""
+        return replace(self.source_of(spec), **_given({"num_samples": self.samples, "seed": self.seed}))
 
     def source_of(self, spec: DataSpec, source: str | None = None) -> DataSpec:
-        """``spec`` with another source (default: --data), whose columns, split and config are not the old one's."""
+        """``spec`` with the length that was given, and another source (default: --data), whose columns, split, config
+        and least length are not the old one's."""
         source = source or self.source
         if source is not None:
-            spec = replace(spec, source=source, columns=(), split=None, config=None)
+            spec = replace(spec, source=source, columns=(), split=None, config=None, min_len=0)
+        if self.seq_len is not None:
+            spec = replace(spec, seq_len=self.seq_len, min_len=min(spec.min_len, self.seq_len))
         columns = None if self.columns is None else tuple(name.strip() for name in self.columns.split(","))
         return replace(spec, **_given({"columns": columns, "split": self.split, "config": self.config}))
 
