@@ -11,18 +11,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic.dataclasses import dataclass
+
 from kvcal.data import TokenDataset
-from kvcal.errors import UsageError
+from kvcal.errors import ArtifactError, UsageError
+from kvcal.pools import Purpose
+from kvcal.strict import STRICT, dump, parse
 
 KEY = "calibration"
 _SUFFIX = ".record"
 
 
+@dataclass(frozen=True, config=STRICT)
+class DataRecord:
+    """One stage's data. ``source``, its name, and ``source_sha256`` are None for made-up data."""
+
+    purpose: Purpose
+    source: str | None
+    source_sha256: str | None
+    sequences: tuple[str, ...]
+
+
+@dataclass(frozen=True, config=STRICT)
+class _Calibration:
+    stages: dict[str, DataRecord]
+
+
 def data_inputs(data: TokenDataset, name: str = "data") -> dict[str, Any]:
     """Fields of an artifact's inputs that name its data."""
     source, sha256 = (None, None) if data.source is None else (data.source.name, data.source.sha256)
-    record = {"purpose": data.purpose, "source": source, "source_sha256": sha256, "sequences": list(data.digests)}
-    return {f"{name}.fingerprint": data.fingerprint, f"{name}{_SUFFIX}": record}
+    record = DataRecord(data.purpose, source, sha256, data.digests)
+    return {f"{name}.fingerprint": data.fingerprint, f"{name}{_SUFFIX}": dump(record)}
 
 
 def calibration(stage: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,13 +56,16 @@ def with_calibration(provenance: Mapping[str, Any], records: Mapping[str, Any]) 
 
 
 def require_unseen(provenance: Mapping[str, Any], data: TokenDataset) -> None:
-    """UsageError if a sequence of ``data`` is among those of another purpose that a plan was made from."""
-    for stage, record in provenance.get(KEY, {}).items():
-        num_shared = sum(digest in record["sequences"] for digest in data.digests)
-        if num_shared and record["purpose"] != data.purpose:
+    """Raises:
+    UsageError: a sequence of ``data`` is among those of another purpose that a plan was made from.
+    ArtifactError: the provenance's record of them is not one.
+    """
+    for stage, record in _records(provenance).items():
+        num_shared = sum(digest in record.sequences for digest in data.digests)
+        if num_shared and record.purpose != data.purpose:
             raise UsageError(
                 f"{num_shared} of {len(data.digests)} sequences of {data.description} are among those that {stage} "
-                f"used (pool {record['purpose']} of {record['source']})",
+                f"used (pool {record.purpose} of {record.source})",
                 hint="the source repeats itself, or its records are equal up to seq_len: remove copies, raise seq_len, "
                 "or evaluate on another source",
             )
@@ -51,5 +73,12 @@ def require_unseen(provenance: Mapping[str, Any], data: TokenDataset) -> None:
 
 def shared_sources(provenance: Mapping[str, Any], data: TokenDataset) -> list[str]:
     """Stages that used the source of ``data``, in order of their names."""
-    sha256 = None if data.source is None else data.source.sha256
-    return sorted(stage for stage, record in provenance.get(KEY, {}).items() if sha256 == record["source_sha256"])
+    if data.source is None:
+        return []
+    records = _records(provenance).items()
+    return sorted(stage for stage, record in records if record.source_sha256 == data.source.sha256)
+
+
+def _records(provenance: Mapping[str, Any]) -> dict[str, DataRecord]:
+    place, hint = f"the plan's provenance.{KEY}", "compile the plan again with this version of kvcal"
+    return parse(_Calibration, {"stages": provenance.get(KEY, {})}, place, ArtifactError, hint).stages

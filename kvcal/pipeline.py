@@ -260,8 +260,9 @@ def evaluate_plan(recipe: Recipe, loaded: LoadedModel, plan: Plan, folder: Folde
     spec = scheduled_batch(recipe.evaluate, plans, reporter)
     data = sequences(spec.data, loaded, "report")
     require_scheduled_texts(plans, data)
-    if shared_sources(plan.provenance, data) and data.source is not None:
-        reporter.say(f"evaluate: the plan was calibrated on {data.source.name}, too; no text is in both samples")
+    if data.source is not None and (stages := shared_sources(plan.provenance, data)):
+        name = f"{data.source.name}, too ({', '.join(stages)})"
+        reporter.say(f"evaluate: the plan was calibrated on {name}; no text is in both samples")
     inputs = {
         **model_inputs(loaded),
         **flat("evaluate", dump(replace(spec, against=()))),  # rows are kept one by one

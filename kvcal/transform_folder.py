@@ -144,8 +144,8 @@ def with_transform_data(provenance: dict[str, Any], folder: Folder, reparam: boo
 def reparam_data(recipe: Recipe, loaded: LoadedModel) -> TokenDataset:
     """Calibration text for λ."""
     reparam = recipe.reparam or ReparamSpec()
-    sizes = {"num_samples": reparam.num_samples, "seq_len": reparam.seq_len}
-    spec = replace(recipe.data, **sizes, min_len=min(recipe.data.min_len, reparam.seq_len))
+    min_len = min(recipe.data.min_len, reparam.seq_len)
+    spec = replace(recipe.data, num_samples=reparam.num_samples, seq_len=reparam.seq_len, min_len=min_len)
     return sequences(spec, loaded, "fit")
 
 

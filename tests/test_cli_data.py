@@ -94,7 +94,7 @@ def test_run_calibrates_and_evaluates_on_the_file(folder: Path, done: Outcome) -
     assert (record["purpose"], record["source"], len(record["sequences"])) == ("fit", "pairs.jsonl", 2)
     stored = json.loads((folder / "out" / "evaluation.json").read_text())["body"]
     assert stored["data"].startswith("pairs.jsonl (pool report)")
-    assert "evaluate: the plan was calibrated on pairs.jsonl, too; no text is in both samples" in done.err
+    assert "evaluate: the plan was calibrated on pairs.jsonl, too (profile); no text is in both samples" in done.err
 
 
 def test_eval_says_that_the_plan_saw_the_source(

@@ -376,6 +376,7 @@ def test_a_recipe_and_the_command(
     plan = build_plan(load_recipe(str(recipe)), loaded, Folder.create(folder), WORKLOAD, Silent())
     assert plan.layers[1].k_predictor is not None and plan.layers[1].v_predictor is not None
     assert plan.predicted_bytes == load_plan(folder / "plan.safetensors").predicted_bytes
+    assert len(plan.provenance["calibration"]["predictors"]["sequences"]) == 4
     given = {"rank": None, "group_size": None, "min_explained": None, "data": None, "samples": None, "seq_len": None}
     given |= {"dtype": "auto", "device": "cpu"}
     fit_command(folder, model, str(recipe), kind=None, keep_all=False, json=False, quiet=False, **given)

@@ -84,6 +84,9 @@ def test_from_the_command_to_plans_and_folded_weights(tmp_path, model):
         folder, tmp_path / "folded.safetensors", loaded, out_model, lambda source: load(source, device="cpu"), Silent()
     )
     assert not any(layer.k_rescale for layer in folded.layers) and not folded.tensors
+    assert "calibration" not in plain.provenance
+    for made in (plan, folded):
+        assert made.provenance["calibration"]["reparam"]["purpose"] == "fit"
     again = load(str(out_model), device="cpu")
     assert folded.model == again.identity
     assert kl(again, folded) < 0.5 * kl(load(str(model), device="cpu"), plain)

@@ -87,6 +87,10 @@ def test_every_system_in_one_search_and_the_same_after_an_interruption(tmp_path,
     assert plan.predicted_bytes <= 4.0 * values / 8
     assert load_plan(whole.plan).sha256 == plan.sha256
     verify_plan(plan, loaded, 400, Silent())
+    data = plan.provenance["calibration"]
+    purposes = {stage: record["purpose"] for stage, record in data.items()}
+    assert purposes == {"search": "fit", "search.reparam_data": "fit", "search.texts": "select"}
+    assert not set(data["search.texts"]["sequences"]) & set(data["search"]["sequences"])
 
     measured = KLMeter._measure
     calls = []
