@@ -245,7 +245,7 @@ def main() -> None:
     loaded, workload = load(given.model, device=given.device), Workload(given.batch, given.context)
     assert loaded.tokenizer is not None
     data = calibration(loaded, given, given.samples)
-    texts = load_sequences(DataSpec(given.data, given.texts, given.seq_len, seed=1), loaded.tokenizer)
+    texts = load_sequences(DataSpec(given.data, given.texts, given.seq_len, seed=1), loaded.tokenizer, purpose="report")
     result: dict[str, object] = {"model": given.model, "device": str(loaded.model.device), "data": data.description}
     result["grids"] = show_grids(2**16 if given.quick else 2**21)
     plans, predictor_bytes, fits = reference_plans(loaded, workload), {}, {}

@@ -221,7 +221,7 @@ def main() -> None:
     loaded = load(given.model, device=given.device)
     samples, seq_len = (2, 512) if given.quick else (given.samples, given.seq_len)
     assert loaded.tokenizer is not None
-    data = load_sequences(DataSpec(given.data, samples, seq_len, seed=1), loaded.tokenizer)
+    data = load_sequences(DataSpec(given.data, samples, seq_len, seed=1), loaded.tokenizer, purpose="report")
     head_dim = head_dim_of(loaded)
     pages = page_table(sorted({64, 128, head_dim}))
     head = list(pages[0])

@@ -238,7 +238,8 @@ def main() -> None:
     profile = profiled(loaded, halves[0], sizes.kl_samples)
     first, second = importance_scores(profile), importance_scores(profiled(loaded, halves[1], 0))
     alone: Scores = {side: {index: float(profile.kl(index, side)) for index in first[side]} for side in SIDES}
-    texts = load_sequences(DataSpec(num_samples=4 * sizes.texts, seq_len=sizes.length, seed=1), loaded.tokenizer)
+    spec = DataSpec(num_samples=4 * sizes.texts, seq_len=sizes.length, seed=1)
+    texts = load_sequences(spec, loaded.tokenizer, purpose="report")
     judge = Judge(loaded, telling(texts, sizes.texts))
     results = {
         "scores": show_scores(first, second, alone),

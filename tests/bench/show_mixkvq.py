@@ -10,7 +10,7 @@
    interrupted twice and resumed; its file must be the first one's, byte for byte.
 3. The Pareto front of the first study; its picture lies beside the JSON.
 
-Errors are standard errors over texts or problems. Texts are task documents, seeded apart from calibration.
+Errors are standard errors over texts or problems. Texts are task documents of the report pool.
 """
 
 from __future__ import annotations
@@ -204,7 +204,8 @@ def main() -> None:
         limits |= {"max_size": 30, "max_hops": 4, "max_new_tokens": 40, "tasks": tasks}
     recipe = replace(recipe, evaluate=replace(recipe.evaluate, **limits))
     assert loaded.tokenizer is not None and recipe.formats is not None
-    data = load_sequences(DataSpec(num_samples=given.texts, seq_len=given.tokens, seed=given.seed), loaded.tokenizer)
+    spec = DataSpec(num_samples=given.texts, seq_len=given.tokens, seed=given.seed)
+    data = load_sequences(spec, loaded.tokenizer, purpose="report")
     results: dict[str, Any] = {"model": given.model, "texts": data.description, "text_tokens": data.num_tokens}
     with TerminalReporter().running() as reporter:
         results["scores"] = compare_scores(loaded, recipe, data, given.problems, reporter)

@@ -48,7 +48,8 @@ class Texts:
 def load_texts(loaded: LoadedModel, num_texts: int, length: int, seed: int) -> Texts:
     """Task documents that have ``length`` tokens or more, cut there."""
     assert loaded.tokenizer is not None
-    data = load_sequences(DataSpec(num_samples=8 * num_texts, seq_len=length, seed=seed), loaded.tokenizer)
+    spec = DataSpec(num_samples=8 * num_texts, seq_len=length, seed=seed)
+    data = load_sequences(spec, loaded.tokenizer, purpose="report")
     long = [number for number, tokens in enumerate(data.sequences) if tokens.numel() == length][:num_texts]
     if len(long) < num_texts:
         raise SystemExit(f"{len(long)} of {8 * num_texts} texts have {length} tokens, {num_texts} were asked for")
