@@ -20,7 +20,8 @@ from kvcal.data_record import calibration, data_inputs, require_unseen, shared_s
 from kvcal.errors import UsageError
 from kvcal.folder import Folder, compute_dtype, flat, is_current, model_inputs
 from kvcal.models.load import LoadedModel
-from kvcal.plan import Plan, Workload, plan_bytes, save_plan
+from kvcal.plan import RAW, Plan, Workload, plan_bytes, save_plan
+from kvcal.plan_tensors import tensors_nbytes
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes
 from kvcal.recipe import AllocateSpec, Recipe, load_recipe
@@ -28,6 +29,7 @@ from kvcal.stages import allocate as allocation_stage
 from kvcal.stages import profile as profile_stage
 from kvcal.stages import run_search as search_stage
 from kvcal.stages.allocate import Allocation
+from kvcal.stages.budget import transform_bytes
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate import Evaluation, evaluate, require_scheduled_texts, scheduled_batch
 from kvcal.stages.key_bias import warn_of_biases
@@ -97,7 +99,9 @@ def choose_formats(
 ) -> Allocation:
     """The formats of every layer: the recipe's own, tuned, the solver's, or by importance; progressive if asked for."""
     if recipe.search is not None:
-        return search_folder(recipe, loaded, folder, reporter)
+        allocation = search_folder(recipe, loaded, folder, reporter)
+        tell_doubts(allocation, max_context(loaded), reporter)
+        return allocation
     if recipe.tune is not None:
         return tune_folder(recipe, loaded, formats_plan(recipe, loaded, workload), folder, reporter)
     if recipe.allocate is not None:
@@ -129,7 +133,8 @@ def choose_formats(
             recipe.formats, loaded.identity, loaded.geometry, workload, provenance_of(recipe)
         )
     if recipe.progressive is not None:
-        allocation = allocation_stage.made_progressive(allocation, recipe.progressive, reserved=0)
+        reserved = allocation_stage.reserved_bytes(loaded.geometry, recipe.cache, recipe.reparam)
+        allocation = allocation_stage.made_progressive(allocation, recipe.progressive, reserved)
     allocation_stage.save(allocation, inputs, folder.allocation)
     return allocation
 
@@ -157,12 +162,18 @@ def allocate_folder(
     provenance: dict[str, Any],
     reporter: Reporter,
     recipe: Recipe | None = None,
+    reserved: int = 0,
 ) -> Allocation:
-    """The allocate stage, from the folder's profile. ``recipe``: whose [progressive] and [reparam] follow, so that
-    their bytes are kept free."""
+    """The allocate stage, from the folder's profile. ``recipe``: whose [progressive], [reparam] and [predictors]
+    follow, so that what they take is kept free; without one, ``reserved`` bytes are."""
     profile = profile_stage.load(folder.profile)
     progressive = None if recipe is None else recipe.progressive
-    reserved = 0 if recipe is None else allocation_stage.reserved_bytes(profile.geometry, recipe.reparam)
+    if recipe is not None:
+        is_counted = spec.budget is not None and spec.workspace == "auto"
+        workload = Workload(spec.batch, spec.context) if is_counted else None
+        reserved = allocation_stage.reserved_bytes(
+            profile.geometry, profile.cache, recipe.reparam, recipe.predictors, workload
+        )
     inputs = {
         **flat("allocate", dump(spec)),
         **flat("cache", dump(profile.cache)),
@@ -175,18 +186,33 @@ def allocate_folder(
         inputs["allocate.same_bytes_as.sha256"] = load_recipe(spec.same_bytes_as).sha256
     kind, schema = allocation_stage.KIND, allocation_stage.SCHEMA
     if is_current("allocate", folder.allocation, kind, schema, inputs, reporter):
-        return allocation_stage.load(folder.allocation)[0]
-    details = {"objective": spec.objective, "granularity": spec.granularity, "data": profile.data_fingerprint}
-    provenance = with_calibration({**provenance, **details}, _profile_data(folder))
-    allocation = allocation_stage.allocate(profile, spec, profile.cache, provenance, reserved)
-    if progressive is not None:
-        allocation = allocation_stage.made_progressive(allocation, progressive, reserved)
-    allocation_stage.save(allocation, inputs, folder.allocation)
-    reporter.say(
-        f"allocate: {format_bytes(allocation.split.cache)} of cache, loss {allocation.loss:.6g}, "
-        f"gap {allocation.gap:.2g} ({allocation.proof} proof)"
-    )
+        allocation = allocation_stage.load(folder.allocation)[0]
+    else:
+        details = {"objective": spec.objective, "granularity": spec.granularity, "data": profile.data_fingerprint}
+        provenance = with_calibration({**provenance, **details}, _profile_data(folder))
+        allocation = allocation_stage.allocate(profile, spec, profile.cache, provenance, reserved)
+        if progressive is not None:
+            allocation = allocation_stage.made_progressive(allocation, progressive, reserved)
+        allocation_stage.save(allocation, inputs, folder.allocation)
+        reporter.say(
+            f"allocate: {format_bytes(allocation.split.cache)} of cache, loss {allocation.loss:.6g}, "
+            f"gap {allocation.gap:.2g} ({allocation.proof} proof)"
+        )
+    tell_doubts(allocation, profile.subject.max_positions, reporter)
     return allocation
+
+
+def tell_doubts(allocation: Allocation, max_positions: int | None, reporter: Reporter) -> None:
+    """Say where a budget or a context is beyond what can be meant. ``max_positions``: of the model, None if unknown."""
+    split, context = allocation.split, allocation.workload.context
+    if split.kind is not None and all(fmt == RAW for layer in allocation.layers for fmt in (*layer.k, *layer.v)):
+        taken, budget = format_bytes(split.cache + split.overhead), format_bytes(split.budget)
+        reporter.say(f"allocate: 16 bits fit: {taken} of {budget}; nothing to quantize")
+    if max_positions is not None and context > max_positions:
+        reporter.say(
+            f"allocate: a context of {context} tokens is beyond the model's {max_positions} positions; its bytes "
+            "are counted all the same"
+        )
 
 
 def search_folder(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter: Reporter) -> Allocation:
@@ -236,15 +262,23 @@ def compile_folder(
     folder: Folder, path: Path, reporter: Reporter, reparam: bool = False, predictors: bool = False
 ) -> Plan:
     """The compile stage, with the folder's λ and predictors if asked for, and always with the tensors of a search:
-    writes the plan unless the same one lies there."""
+    writes the plan unless the same one lies there.
+
+    Raises:
+        InfeasibleBudget: with them, it takes more than its allocation's budget.
+    """
     allocation, made_from = allocation_stage.load(folder.allocation)
     if "search.sha256" in made_from:
         found = search_stage.load(folder.search)
-        plan = compile_plan(found.allocation, found.layers, found.plan_tensors)
+        allocation = found.allocation
+        plan = compile_plan(allocation, found.layers, found.plan_tensors)
     else:
         provenance = with_transform_data(allocation.provenance, folder, reparam, predictors)
         allocation = replace(allocation, provenance=provenance)
         plan = compile_plan(allocation, *transformed(folder, allocation.layers, reparam, predictors))
+    taken, reserved = transform_bytes(allocation, plan.layers, tensors_nbytes(plan.tensors)), allocation.split.reserved
+    if taken < reserved:
+        reporter.say(f"compile: transforms take {max(0, taken)} of the {reserved} bytes that were reserved for them")
     if path.is_file() and path.read_bytes() == plan_bytes(plan):
         reporter.say(f"compile: {path.name} is current, skipped")
         return plan

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -76,6 +77,16 @@ def needed_tensors(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> dict
         if layer.k_pages == "pre":
             needed[f"{prefix}.rotary"] = (torch.float64, (None, 4))
     return needed
+
+
+def needed_nbytes(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> int:
+    """Bytes of all tensors that the layers need; of rotary tables the most, which turn all channels of a head."""
+    most = {f"layers.{layer.geometry.index}.rotary": layer.head_dim("k") // 2 for layer in layers if layer.is_paged}
+    needed = needed_tensors(layers, cache_dtype).items()
+    return sum(
+        math.prod(most[name] if extent is None else extent for extent in shape) * dtype.itemsize
+        for name, (dtype, shape) in needed
+    )
 
 
 def check_sources(layers: Sequence[LayerPlan]) -> None:

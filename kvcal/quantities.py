@@ -27,7 +27,7 @@ UNITS = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
-_QUANTITY = re.compile(r"([0-9]{1,18})(\.[0-9]{1,18})? ?([A-Za-z]*)")
+_QUANTITY = re.compile(r"([0-9]{1,40})(\.[0-9]{1,18})? ?([A-Za-z]*)")
 
 
 def parse_bytes(text: str) -> int:

@@ -22,6 +22,7 @@ from kvcal.folder import Folder, compute_dtype, flat, is_current, model_inputs
 from kvcal.models.fold import fold, save_folded
 from kvcal.models.load import LoadedModel
 from kvcal.plan import LayerPlan, Plan, save_plan
+from kvcal.plan_tensors import tensors_nbytes
 from kvcal.pools import Purpose
 from kvcal.progress import Reporter
 from kvcal.recipe import Recipe
@@ -29,8 +30,10 @@ from kvcal.specs import ReparamSpec
 from kvcal.stages import allocate as allocation_stage
 from kvcal.stages import fit_predictors as predictor_stage
 from kvcal.stages import reparam as reparam_stage
+from kvcal.stages.budget import bytes_left, reserve_hint
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.lattice_tensors import lattice_tensors
+from kvcal.stages.predictor_room import Room
 from kvcal.strict import dump
 
 Reload = Callable[[str], LoadedModel]
@@ -39,27 +42,46 @@ Reload = Callable[[str], LoadedModel]
 def reparam_folder(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter: Reporter) -> None:
     """The reparam stage: λ of every layer, for the folder's allocation."""
     assert recipe.reparam is not None
-    layers = allocation_stage.load(folder.allocation)[0].layers
+    allocation = allocation_stage.load(folder.allocation)[0]
+    layers = allocation.layers
     data = reparam_data(recipe, loaded)
     inputs = _transform_inputs("reparam", dump(recipe.reparam), layers, {}, data, loaded)
     if not is_current("reparam", folder.reparam, reparam_stage.KIND, reparam_stage.SCHEMA, inputs, reporter):
         reporter.say(f"reparam: {data.description}")
         reparam_stage.run_reparam(loaded, layers, {}, data, recipe.reparam, inputs, folder.reparam, reporter)
+    tensors = reparam_stage.load(folder.reparam).tensors()
+    left = bytes_left(allocation, layers, tensors_nbytes(tensors))
+    if left is not None and left < 0:
+        reporter.say(
+            f"reparam: λ in the plan would take {-left} bytes beyond the budget; fold it into the weights "
+            f"(`kvcal compile --fold`), or {reserve_hint(tensors_nbytes(tensors))}"
+        )
 
 
 def fit_predictors_folder(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter: Reporter) -> None:
-    """The predictor stage, on the layers as the reparam stage left them."""
+    """The predictor stage, on the layers as the reparam stage left them.
+
+    Raises:
+        InfeasibleBudget: the allocation's budget leaves no room for any predictor.
+    """
     assert recipe.predictors is not None
     allocation = allocation_stage.load(folder.allocation)[0]
     layers, tensors = transformed(folder, allocation.layers, recipe.reparam is not None, predictors=False)
+    room = None if allocation.split.kind is None else Room(allocation, layers, recipe.predictors)
+    if room is not None:
+        room.require_some()
     data = sequences(recipe.data, loaded, "fit")
     inputs = _transform_inputs("predictors", dump(recipe.predictors), layers, tensors, data, loaded)
-    inputs |= flat("workload", dump(allocation.workload))
+    inputs |= flat("workload", dump(allocation.workload)) | {"budget.left": None if room is None else room.left()}
     if not is_current("predictors", folder.predictors, predictor_stage.KIND, predictor_stage.SCHEMA, inputs, reporter):
         reporter.say(f"predictors: {data.description}")
         predictor_stage.run_fit_predictors(
-            loaded, layers, tensors, data, recipe.predictors, allocation.workload, inputs, folder.predictors, reporter
-        )
+            loaded, layers, tensors, data, recipe.predictors, allocation.workload, inputs, folder.predictors, reporter,
+            room,
+        )  # fmt: skip
+    message = None if room is None else room.message(predictor_stage.load(folder.predictors))
+    if message is not None:
+        reporter.say(message)
 
 
 def transformed(

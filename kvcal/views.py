@@ -113,7 +113,9 @@ def budget_table(allocation: Allocation) -> View:
     if split.fixed:
         rows.append(("bounded layers and states", format_bytes(split.fixed), str(split.fixed)))
     rows.append(("cache, chosen formats", format_bytes(split.paged), str(split.paged)))
-    left = split.budget - split.cache - (split.weights or 0) - (split.workspace or 0)
+    if split.reserved:
+        rows.append(("reserved for transforms", format_bytes(split.reserved), str(split.reserved)))
+    left = split.budget - split.cache - split.overhead - split.reserved
     rows.append(("left over", format_bytes(left), str(left)))
     if allocation.loss is not None:
         proof = "measured KL" if allocation.gap is None else f"gap {allocation.gap:.2g}, {allocation.proof} proof"

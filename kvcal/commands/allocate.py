@@ -9,7 +9,7 @@ import typer
 
 from kvcal.commands.options import Json, Quiet
 from kvcal.errors import UsageError
-from kvcal.quantities import MAX_BATCH
+from kvcal.quantities import MAX_BATCH, parse_bytes
 
 
 def allocate(
@@ -21,7 +21,10 @@ def allocate(
     batch: Annotated[int, typer.Option(help="Sequences in the batch.", min=1, max=MAX_BATCH)] = 8,
     context: Annotated[int, typer.Option(help="Tokens of each sequence.", min=1)] = 4096,
     workspace: Annotated[str, typer.Option(help="Bytes kept free with --budget, or auto.")] = "auto",
-    granularity: Annotated[str, typer.Option(help="layer or head.")] = "layer",
+    reserve: Annotated[
+        str | None, typer.Option(help="Bytes kept free for what reparam and fit-predictors will take; default none.")
+    ] = None,
+    granularity: Annotated[str, typer.Option(help="layer, block (K and V alike) or head.")] = "layer",
     objective: Annotated[
         str | None,
         typer.Option(help="sensitivity, kl, combined or importance (KVmix); default: combined, heads: sensitivity."),
@@ -33,7 +36,8 @@ def allocate(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Choose every layer's (or head's) K and V format for a byte budget, exactly.
+    """Choose every layer's (or head's) K and V format for a byte budget, exactly. Its bytes are those of the compiled
+    plan: λ and predictors, which come later, take part of them (--reserve).
 
     GB = 10^9 bytes, GiB = 2^30. Example: `kvcal allocate artifacts/llama --budget 24GB --batch 8 --context 32768`
     """
@@ -57,7 +61,8 @@ def allocate(
         else:
             console.print_table(*views.sweep_table(method, rows))
         return
-    result = pipeline.allocate_folder(paths, spec, {"recipe": None}, reporter)
+    reserved = 0 if reserve is None else parse_bytes(reserve)
+    result = pipeline.allocate_folder(paths, spec, {"recipe": None}, reporter, reserved=reserved)
     if json:
         console.print_json(views.allocation_json(result))
         return

@@ -24,11 +24,10 @@ from kvcal.stages.allocation_record import (
     load,
     made_progressive,
     num_values,
-    reserved_bytes,
     save,
     unbudgeted,
 )
-from kvcal.stages.budget import ModelSizes, infeasible, resolve_budget
+from kvcal.stages.budget import ModelSizes, infeasible, reserved_bytes, resolve_budget
 from kvcal.stages.profile import Profile
 from kvcal.stages.solver import Option, Sweep, Unit, solve, sweep
 
@@ -52,7 +51,7 @@ __all__ = [
 def allocate(
     profile: Profile, spec: AllocateSpec, cache: CacheSpec, provenance: dict[str, Any], reserved: int = 0
 ) -> Allocation:
-    """Solve one budget, of which ``reserved`` bytes are kept for the plan's tensors.
+    """Solve one budget, of which ``reserved`` bytes are kept for what transforms take (``budget.transform_bytes``).
 
     Raises:
         InfeasibleBudget: nothing fits; the message says the smallest budget of the same kind that would.
@@ -65,19 +64,19 @@ def allocate(
             "there is nothing to allocate: every layer of the model is a sliding window, kept at 16 bits, or a state",
             hint="a recipe with [formats], such as kivi-2, compiles a plan without choices",
         )
-    layers = problem.layers_of([0] * len(problem.units))
+    layers = problem.layers_of(problem.largest)
     fixed, _ = layer_bytes(layers, profile.geometry.cache_dtype, problem.workload)
     sizes = ModelSizes(profile.geometry, profile.weight_bytes, profile.vocab_size)
     budget = resolve_budget(sizes, spec, layers, fixed)
     capacity = budget.cache - fixed - reserved
     smallest = sum(min(option.nbytes for option in unit.options) for unit in problem.units)
     if capacity < smallest:
-        bits = 8 * smallest / num_values(layers, problem.workload)
-        raise infeasible(spec, budget, budget.total - capacity + smallest, bits)
-    solution = solve(problem.units, capacity)
+        bits = 8 * (smallest + reserved) / num_values(layers, problem.workload)
+        raise infeasible(spec, budget, budget.total - capacity + smallest, bits, reserved)
+    solution = solve(problem.units, min(capacity, problem.most_bytes))
     layers = problem.layers_of(solution.choice)
     paged = layer_bytes(layers, profile.geometry.cache_dtype, problem.workload)[1]
-    split = Split(budget.total, budget.weights, budget.workspace, fixed, paged)
+    split = budget.split(fixed, paged, reserved)
     assert split.paged == solution.nbytes, "the solver's bytes are not the plan's"
     return Allocation(
         model=profile.identity,
@@ -140,6 +139,16 @@ class _Problem:
             elif layer.is_paged:
                 for side in SIDES:
                     self._add(profile, spec, cache, layer, side)
+
+    @property
+    def largest(self) -> list[int]:
+        """The choice of every unit's largest option."""
+        return [max(range(len(unit.options)), key=lambda n: unit.options[n].nbytes) for unit in self.units]
+
+    @property
+    def most_bytes(self) -> int:
+        """A capacity beyond which nothing is left to spend it on."""
+        return sum(unit.options[number].nbytes for unit, number in zip(self.units, self.largest, strict=True))
 
     def _add(self, profile: Profile, spec: AllocateSpec, cache: CacheSpec, layer: LayerPlan, side: Side) -> None:
         """Units of one layer's keys or values."""

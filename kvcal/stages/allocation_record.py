@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
@@ -17,30 +17,43 @@ from kvcal.errors import ArtifactError
 from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
 from kvcal.plan import LayerPlan, Workload, bare_layers
 from kvcal.recipe import CacheSpec, FormatsSpec, fixed_layers
-from kvcal.specs import ImportanceSpec, ProgressiveSpec, ReparamSpec
+from kvcal.specs import ImportanceSpec, ProgressiveSpec
 from kvcal.stages.importance import importance_formats, importance_scores
 from kvcal.stages.profile_record import Profile
 from kvcal.stages.schedule import progressive_layers
 from kvcal.strict import STRICT, dump, parse
 
 KIND = "allocation"
-SCHEMA = 2
+SCHEMA = 3
+
+BudgetKind = Literal["budget", "kv_budget", "bits", "same_bytes_as"]
 
 
 @dataclass(frozen=True, config=STRICT)
 class Split:
     """Where the bytes of a budget go. ``weights`` and ``workspace`` are None when only the cache was budgeted;
-    ``fixed`` are bounded layers and states, ``paged`` the chosen formats."""
+    ``fixed`` are bounded layers and states, ``paged`` the chosen formats, ``reserved`` what transforms will take.
+
+    ``kind``: how the budget was stated; None where formats were fixed without one, and it is their own bytes.
+    ``logits``: this much of the workspace, where it depends on the plan; None where it was stated in bytes."""
 
     budget: int
     weights: int | None
     workspace: int | None
     fixed: int
     paged: int
+    reserved: int = 0
+    kind: BudgetKind | None = None
+    logits: int | None = None
 
     @property
     def cache(self) -> int:
         return self.fixed + self.paged
+
+    @property
+    def overhead(self) -> int:
+        """Of a whole device: what is no cache."""
+        return (self.weights or 0) + (self.workspace or 0)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -88,32 +101,21 @@ def important_allocation(
 
 def made_progressive(allocation: Allocation, spec: ProgressiveSpec, reserved: int) -> Allocation:
     """The allocation with pages that begin at 16 bits and shrink when the budget for the tokens so far is used up;
-    ``reserved`` bytes of it are kept for the plan's tensors.
+    ``reserved`` bytes of it, if there is one, are kept for what transforms take.
 
     Raises:
         InfeasibleBudget: the final formats do not fit.
     """
-    layers = allocation.layers
-    budget = allocation.split.budget - (allocation.split.weights or 0) - (allocation.split.workspace or 0)
+    layers, split = allocation.layers, allocation.split
+    budget, kind = split.budget - split.overhead, split.kind
     if spec.bits is not None:
-        values = num_values(layers, allocation.workload)
-        budget = int(spec.bits * values / 8) + allocation.split.fixed + reserved
-    layers = progressive_layers(
-        layers, allocation.workload, allocation.cache_dtype, budget - reserved, shift=spec.shift
-    )
+        all_in = int(spec.bits * num_values(layers, allocation.workload) / 8) + split.fixed
+        budget, kind = all_in if kind is None else min(budget, all_in), kind or "bits"
+    kept = 0 if kind is None else reserved
+    layers = progressive_layers(layers, allocation.workload, allocation.cache_dtype, budget - kept, shift=spec.shift)
     fixed, paged = layer_bytes(layers, allocation.cache_dtype, allocation.workload)
-    split = replace(allocation.split, fixed=fixed, paged=paged)
-    if allocation.split.weights is None:
-        split = replace(split, budget=budget)
+    split = replace(split, budget=budget + split.overhead, fixed=fixed, paged=paged, reserved=kept, kind=kind)
     return replace(allocation, layers=layers, split=split)
-
-
-def reserved_bytes(geometry: Geometry, reparam: ReparamSpec | None) -> int:
-    """Bytes that λ, and the offset, of every layer will take; they have to fit the budget, too."""
-    if reparam is None:
-        return 0
-    paged = [layer.attention for layer in bare_layers(geometry) if layer.is_paged]
-    return sum(4 * layer.num_kv_heads * layer.k_head_dim for layer in paged) * (2 if reparam.offset else 1)
 
 
 def layer_bytes(layers: tuple[LayerPlan, ...], cache_dtype: str, workload: Workload) -> tuple[int, int]:

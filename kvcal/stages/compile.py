@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvcal.plan import LayerPlan, Plan
 from kvcal.stages.allocate import Allocation
+from kvcal.stages.budget import require_budget
 
 # The libraries that can change what a plan does or how it was measured.
 LIBRARIES = ("cvxpy", "highspy", "kvcal", "safetensors", "torch", "transformers")
@@ -17,9 +18,13 @@ def compile_plan(
     allocation: Allocation, layers: tuple[LayerPlan, ...] | None = None, tensors: dict[str, Tensor] | None = None
 ) -> Plan:
     """The plan of an allocation, or of its ``layers`` with transforms and their ``tensors``, with the versions of the
-    libraries that made it (local build tags such as +cpu left out)."""
+    libraries that made it (local build tags such as +cpu left out).
+
+    Raises:
+        InfeasibleBudget: the plan takes more than the allocation's budget.
+    """
     libraries = {name: version(name).split("+")[0] for name in LIBRARIES}
-    return Plan(
+    plan = Plan(
         model=allocation.model,
         cache_dtype=allocation.cache_dtype,
         layers=allocation.layers if layers is None else layers,
@@ -27,3 +32,5 @@ def compile_plan(
         provenance={**allocation.provenance, "libraries": libraries},
         tensors=tensors or {},
     )
+    require_budget(allocation, plan)
+    return plan

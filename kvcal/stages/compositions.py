@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from pydantic import ValidationError
@@ -139,6 +140,34 @@ def options_of(
         found.append(Composition(choice_name(KeyChoice(16)), RAW))
     unique = {(c.format, c.rescale, c.predictor): c for c in reversed(found)}
     return tuple(sorted(unique.values(), key=found.index))
+
+
+def most_scratch(
+    geometry: Geometry, spec: SearchSpec, cache: CacheSpec, predictors: PredictorSpec | None
+) -> tuple[LayerPlan, ...]:
+    """Every layer in those of its options that need the most scratch: predicted ones, else lattices."""
+    layers, source = [], None
+    for layer in bare_layers(geometry):
+        if layer.is_paged:
+            k, v = (
+                max(
+                    options_of(layer, side, source, spec, cache, predictors),
+                    key=lambda option: (option.predictor is not None, option.format.lattice_dim or 0),
+                )
+                for side in SIDES
+            )
+            pages: Literal["post", "pre"] = "post" if k.predictor is None else "pre"
+            layer = LayerPlan(
+                layer.geometry,
+                (k.format,),
+                (v.format,),
+                k_pages=pages,
+                k_predictor=k.predictor,
+                v_predictor=v.predictor,
+            )
+            source = layer.geometry.index
+        layers.append(layer)
+    return tuple(layers)
 
 
 def composed_layers(

@@ -49,6 +49,7 @@ from kvcal.stages.predictor_record import (
     save,
     with_predictors,
 )
+from kvcal.stages.predictor_room import Room
 from kvcal.stages.predictor_sums import (
     FIT,
     HELD_OUT,
@@ -75,10 +76,12 @@ def run_fit_predictors(
     inputs: dict[str, Any],
     path: Path,
     reporter: Reporter,
+    room: Room | None = None,
 ) -> PredictorRecord:
     """Fit, and write to ``path``; an earlier run of the same ``inputs`` that was interrupted is continued.
 
     ``layers`` and ``tensors``: the plan's so far, without predictors. ``workload``: what the bytes must pay for.
+    ``room``: the budget that they must fit; None without one.
 
     Raises:
         UsageError: too few sequences of a page or more, or too few tokens for the number of inputs.
@@ -88,7 +91,7 @@ def run_fit_predictors(
     """
     start = State({}, {PASSES: 0, SEQUENCES: 0})
     with Checkpoint(path, KIND, inputs, start, reporter) as checkpoint:
-        fitting = _Fitting(loaded, layers, tensors, data, spec, workload, checkpoint, reporter)
+        fitting = _Fitting(loaded, layers, tensors, data, spec, workload, checkpoint, reporter, room)
         record = fitting.run()
         save(record, inputs, path)
     return record
@@ -113,8 +116,9 @@ class _Fitting:
         workload: Workload,
         checkpoint: Checkpoint,
         reporter: Reporter,
+        room: Room | None,
     ) -> None:
-        self.loaded, self.layers, self.data, self.spec = loaded, layers, data, spec
+        self.loaded, self.layers, self.data, self.spec, self.room = loaded, layers, data, spec, room
         self.workload, self.checkpoint, self.reporter = workload, checkpoint, reporter
         self.cache_dtype, device = loaded.geometry.cache_dtype, loaded.model.device
         self.paged = [layer for layer in layers if layer.is_paged]
@@ -154,11 +158,13 @@ class _Fitting:
     @property
     def findings(self) -> tuple[Finding, ...]:
         """One for each target, as far as passes went."""
-        means, found = self.checkpoint.state.means, []
+        means = self.checkpoint.state.means
+        found: list[Finding] = []
         for target in self.targets:
             name = f"{target.index}.{target.side}"
             measured = Measured(*means[f"facts.{name}"].total.tolist()) if f"facts.{name}" in means else None
             finding = decide(target, measured, self.spec, self.workload)
+            finding = finding if self.room is None else self.room.afford(finding, found)
             if f"errors.{name}" in means and measured is not None and measured.variance > 0:
                 assert finding.fit is not None
                 plain, error = (means[f"errors.{name}"].result() / measured.variance).tolist()

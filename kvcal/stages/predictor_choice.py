@@ -142,15 +142,19 @@ def decide(target: Target, measured: Measured | None, spec: PredictorSpec, workl
         saved_bits,
         saved_bytes,
     )
-    reason = None
-    if spec.drop and measured.explained <= spec.min_explained:
-        reason = f"explains {measured.explained:.4f} of the variance, at most min_explained = {spec.min_explained:g}"
-    elif spec.drop and saved_bytes < target.shape.nbytes:
-        reason = (
-            f"saves {format_bytes(saved_bytes)} at {workload.batch} x {workload.context} tokens and takes "
-            f"{format_bytes(target.shape.nbytes)}"
+    return Finding(target.index, target.side, source, unpaid(fit, spec, workload), fit)
+
+
+def unpaid(fit: Fit, spec: PredictorSpec, workload: Workload) -> str | None:
+    """Why a fitted predictor does not pay; None where it does, or none is to be left out."""
+    if spec.drop and fit.explained <= spec.min_explained:
+        return f"explains {fit.explained:.4f} of the variance, at most min_explained = {spec.min_explained:g}"
+    if spec.drop and fit.saved_bytes < fit.nbytes:
+        return (
+            f"saves {format_bytes(fit.saved_bytes)} at {workload.batch} x {workload.context} tokens and takes "
+            f"{format_bytes(fit.nbytes)}"
         )
-    return Finding(target.index, target.side, source, reason, fit)
+    return None
 
 
 def saved_bits_per_value(explained: float) -> float:

@@ -55,11 +55,12 @@ def run_profile(
         UnsupportedModel: keys, values or their projections cannot be found.
         ArtifactError: a file cannot be written.
     """
+    config = loaded.model.config.get_text_config(decoder=True)
     subject = Subject(
         loaded.identity,
         loaded.geometry,
         weight_bytes(loaded.model),
-        loaded.model.config.get_text_config(decoder=True).vocab_size,
+        config.vocab_size,
         spec,
         cache,
         data.fingerprint,
@@ -67,6 +68,7 @@ def run_profile(
         len(data.sequences),
         data.num_tokens,
         data.num_loss_tokens,
+        getattr(config, "max_position_embeddings", None),
     )
     check_taps(loaded.model, loaded.geometry)  # before the long part, as the next line: they may refuse
     texts = kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if subject.layers else []

@@ -50,7 +50,8 @@ SCHEMA = 2
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Subject:
     """What was profiled and how. ``weight_bytes``: of the model in its checkpoint's dtype; ``num_tokens`` and
-    ``num_loss_tokens``: of the ``num_samples`` sequences behind the gradients."""
+    ``num_loss_tokens``: of the ``num_samples`` sequences behind the gradients. ``max_positions``: of the model, None
+    where its config states none, or an older profile does not say."""
 
     identity: ModelIdentity
     geometry: Geometry
@@ -63,6 +64,7 @@ class Subject:
     num_samples: int
     num_tokens: int
     num_loss_tokens: int
+    max_positions: int | None = None
 
     @property
     def layers(self) -> tuple[AttentionGeometry, ...]:

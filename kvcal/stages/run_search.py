@@ -23,10 +23,10 @@ from kvcal.progress import Reporter
 from kvcal.recipe import CacheSpec, Recipe
 from kvcal.specs import PredictorSpec, ReparamSpec, SearchSpec
 from kvcal.stages import fit_predictors, reparam
-from kvcal.stages.allocation_record import Allocation, Split, layer_bytes
-from kvcal.stages.budget import ModelSizes, resolve_budget
+from kvcal.stages.allocation_record import Allocation, layer_bytes
+from kvcal.stages.budget import ModelSizes, resolve_budget, workspace_bytes
 from kvcal.stages.checkpoint import Checkpoint, State
-from kvcal.stages.compositions import Materials, composed_layers, key_format, value_format
+from kvcal.stages.compositions import Materials, composed_layers, key_format, most_scratch, value_format
 from kvcal.stages.kl_meter import PHASE, KLMeter
 from kvcal.stages.kl_texts import kl_texts
 from kvcal.stages.lattice_tensors import lattice_tensors
@@ -65,9 +65,11 @@ def run_search(
     bare = bare_layers(loaded.geometry)
     fixed, _ = layer_bytes(bare, loaded.geometry.cache_dtype, workload)
     vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
-    budget = resolve_budget(ModelSizes(loaded.geometry, weight_bytes(loaded.model), vocab_size), allocate, bare, fixed)
-    paged_bytes = budget.cache - fixed
     per_head = allocate.granularity == "head"
+    ways = [bare] if per_head else [bare, most_scratch(loaded.geometry, spec, recipe.cache, recipe.predictors)]
+    most = max(ways, key=lambda layers: workspace_bytes(layers, loaded.geometry.cache_dtype, workload))
+    budget = resolve_budget(ModelSizes(loaded.geometry, weight_bytes(loaded.model), vocab_size), allocate, most, fixed)
+    paged_bytes = budget.cache - fixed
     problem = problem_of(loaded.geometry, spec, recipe.cache, recipe.predictors, workload, paged_bytes, per_head)
     materials = _materials(loaded, recipe, data, reparam_data, workload, inputs, path, reporter)
     texts = kl_texts(text_data, spec.kl_samples, spec.kl_tokens, recipe.cache)
@@ -88,7 +90,7 @@ def run_search(
         layers, tensors = _refitted(loaded, recipe, data, plan, workload, inputs, path, reporter)
         num_plans = len(checkpoint.state.means)
         paged = layer_bytes(layers, loaded.geometry.cache_dtype, workload)[1]
-        split = Split(budget.total, budget.weights, budget.workspace, fixed, paged)
+        split = budget.split(fixed, paged, reserved=0)
         allocation = Allocation(
             loaded.identity, loaded.geometry.cache_dtype, layers, workload, provenance, split, outcome.kl
         )

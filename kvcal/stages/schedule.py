@@ -120,7 +120,9 @@ class _Cost:
         return sum(count * layer.nbytes(self._cache_dtype, lengths, num_tokens) for layer, count in state)
 
     def first_above(self, budget_bytes: int, state: list[tuple[LayerPlan, int]], start: int, context: int) -> int:
-        """The first token count from ``start`` on at which the state takes more than the budget."""
+        """The first token count from ``start`` on at which the state takes more than the budget; ``NEVER`` at most."""
+        if self.nbytes(state, NEVER) <= budget_bytes:
+            return NEVER
         stop = max(start, context)
         while self.nbytes(state, stop) <= budget_bytes:
             start, stop = stop + 1, 2 * stop
