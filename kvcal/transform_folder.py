@@ -30,7 +30,7 @@ from kvcal.specs import ReparamSpec
 from kvcal.stages import allocate as allocation_stage
 from kvcal.stages import fit_predictors as predictor_stage
 from kvcal.stages import reparam as reparam_stage
-from kvcal.stages.budget import bytes_left, reserve_hint
+from kvcal.stages.budget import bytes_left, reserve_hint, spared_lambdas
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.lattice_tensors import lattice_tensors
 from kvcal.stages.predictor_room import Room
@@ -49,12 +49,13 @@ def reparam_folder(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter
     if not is_current("reparam", folder.reparam, reparam_stage.KIND, reparam_stage.SCHEMA, inputs, reporter):
         reporter.say(f"reparam: {data.description}")
         reparam_stage.run_reparam(loaded, layers, {}, data, recipe.reparam, inputs, folder.reparam, reporter)
-    tensors = reparam_stage.load(folder.reparam).tensors()
-    left = bytes_left(allocation, layers, tensors_nbytes(tensors))
+    found = reparam_stage.load(folder.reparam)
+    nbytes = tensors_nbytes(found.tensors())
+    left = bytes_left(allocation, layers, nbytes)
     if left is not None and left < 0:
         reporter.say(
             f"reparam: λ in the plan would take {-left} bytes beyond the budget; fold it into the weights "
-            f"(`kvcal compile --fold`), or {reserve_hint(tensors_nbytes(tensors))}"
+            f"(`kvcal compile --fold`), or {reserve_hint(nbytes + spared_lambdas(found.apply(layers)))}"
         )
 
 

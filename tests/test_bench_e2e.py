@@ -14,7 +14,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedModel, StaticC
 from kvcal.bench import baselines, e2e
 from kvcal.bench.decode_step import Static16, StepCache, StepTimes, num_steps
 from kvcal.bench.e2e import (
-    FORM_RESERVE,
+    MANY,
     OUT_OF_MEMORY,
     StaticPlan,
     StepJob,
@@ -39,6 +39,7 @@ from kvcal.errors import SlowPath, UnsupportedModel, UsageError
 from kvcal.progress import Silent
 from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.runtime.cache import PlanCache
+from kvcal.runtime.step_workspace import step_workspace
 
 GB = 10**9
 FORMS = (PAIRS["higgs"], PAIRS["pre-rope"], recipe_pair("aqua-kv-int4"), recipe_pair("aqua-kv-uniform"))
@@ -133,15 +134,19 @@ def test_a_sequence_costs_what_the_plan_says(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("pair", FORMS, ids=lambda pair: pair.name)
 def test_a_sequence_of_stored_forms_costs_its_workspace_too(model: PreTrainedModel, pair: Pair) -> None:
-    """All that a cache holds, its control state of some bytes a row aside, is what was reckoned with."""
+    """All that a cache holds, its control state of some bytes a row aside, is what was reckoned with, beside what
+    steps compute with and the tables of angles that kernels take."""
     fixed, each = cache_bytes("tiny", model, pair, 1024)
+    whole = model_plan("tiny", model.config, pair, 1, 1280)
+    beside = step_workspace(whole.layers, whole.cache_dtype, MANY, 1280, whole.tensors)
+    assert beside.passing > 0
     for batch in (1, 3):
         plan = model_plan("tiny", model.config, pair, batch, 1280)
         cache = PlanCache(plan, model.config, max_tokens=1280)
         with pytest.warns(SlowPath):
             cache.allocate(batch, "cpu")
         held = cache.nbytes + cache.static.forms.nbytes
-        assert held == fixed - FORM_RESERVE + batch * each
+        assert held == fixed - beside.passing - beside.turns + batch * each
 
 
 def test_memory_that_the_device_or_the_weights_do_not_leave_is_refused() -> None:

@@ -204,7 +204,7 @@ def test_eight_rows_of_32k_of_a_predicted_8b_model() -> None:
     said = step_workspace(layers, "bfloat16", 8, 32768)
     pages = 8 * ((32768 - 4) // 128) * 128 * 8 * 128
     assert said.forms == pages * (2 * 2 + 4 * 4) + 32768 * 64 * 2 * 4
-    assert 5.3e9 < said.forms < 5.4e9 and said.passing < 1 << 29
+    assert 5.3e9 < said.forms < 5.4e9 and said.passing < 1 << 30
 
 
 def test_all_in_bits_count_the_tensors() -> None:

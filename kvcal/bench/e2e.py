@@ -35,15 +35,15 @@ from kvcal.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes, parse_bytes
 from kvcal.runtime.cache import PlanCache
-from kvcal.runtime.form_workspace import FormWorkspace
 from kvcal.runtime.paged_attention import paged_attention
+from kvcal.runtime.step_workspace import step_workspace
 
 FILE = "e2e.json"
 GROWTH = 4
 # Beside weights and cache: activations, logits and the graph's own memory, fixed and for every sequence.
 RESERVE, RESERVE_PER_SEQUENCE = 512 << 20, 4 << 20
-# For what a step that reconstructs pages computes with on the way (kvcal.runtime.stored_form).
-FORM_RESERVE = 1 << 30
+# Sequences of a batch beyond which what a step computes with on the way (StepWorkspace.passing) grows no more.
+MANY = 1024
 TRIES, SMALLER = 4, 0.9
 WHOLE_DEVICE = "all"  # as a limit
 USUAL_MEMORY = (24 * 10**9, 80 * 10**9)
@@ -226,11 +226,13 @@ def largest_batch(room: int, per_sequence: int) -> int:
 def cache_bytes(shape: str, model: PreTrainedModel, pair: Pair, context: int) -> tuple[int, int]:
     """(bytes of a static cache however many sequences it has: the tensors of transforms, temporaries of stored forms;
     bytes of each sequence, the workspace of stored forms included)."""
-    tokens, anywhere = context + ROOM, torch.device("meta")
+    tokens = context + ROOM
     plan = model_plan(shape, model.config, pair, 1, tokens)
-    scratch = [FormWorkspace(plan, count, tokens, anywhere).nbytes for count in (1, 2)]
-    one, two = (plan.nbytes((tokens,) * count) + scratch[count - 1] for count in (1, 2))
-    return 2 * one - two + (FORM_RESERVE if scratch[0] else 0), two - one
+    scratch = {
+        count: step_workspace(plan.layers, plan.cache_dtype, count, tokens, plan.tensors) for count in (1, 2, MANY)
+    }
+    one, two = (plan.nbytes((tokens,) * count) + scratch[count].forms for count in (1, 2))
+    return 2 * one - two + scratch[MANY].passing, two - one
 
 
 def memory_limits(texts: Sequence[str], memory_bytes: int) -> list[int]:

@@ -32,8 +32,9 @@ from kvcal.plan_tensors import needed_tensors, predictor_shape
 from kvcal.quantizers.pages import PAGE_TOKENS, RAW_BITS
 
 FLOAT_BYTES = 4
-# Copies in fp32 of the pages that are reconstructed at once: codes, values, their transforms, the prediction.
-PART_COPIES = 8
+# Room in fp32 for pages that are reconstructed at once, of which torch makes a copy at every turn: inputs, prediction,
+# codes, values, transforms.
+PART_COPIES = 16
 # Of a predictor's weight on the way to its digits: two digits, fp32, fp64.
 WEIGHT_BYTES = 2 + 4 + 8
 SUMS = 3  # int32 products of digits for every output (kvcal.kernels.predict)

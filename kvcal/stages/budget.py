@@ -152,8 +152,16 @@ def require_budget(allocation: Allocation, plan: Plan) -> None:
         f"the plan takes {budget - left} bytes, {-left} more than the budget of {format_bytes(budget)} = {budget} "
         f"bytes: its transforms take {taken}, and the allocation left {taken + left} for them",
         budget - left,
-        hint=reserve_hint(taken),
+        hint=reserve_hint(taken + spared_lambdas(plan.layers)),
     )
+
+
+def spared_lambdas(layers: Sequence[LayerPlan]) -> int:
+    """Bytes of λ and offsets that other layers have: with other formats, these may gain by them, too."""
+    post = [layer for layer in layers if layer.is_paged and layer.k_pages == "post"]
+    given = [[layer.k_rescale for layer in post], [layer.k_offset for layer in post]]
+    sizes = [FLOAT_BYTES * layer.attention.num_kv_heads * layer.head_dim("k") for layer in post]
+    return sum(size for has in given if any(has) for size, is_there in zip(sizes, has, strict=True) if not is_there)
 
 
 def reserve_hint(nbytes: int) -> str:
