@@ -33,6 +33,7 @@ from kvcal.errors import ArtifactError
 
 METADATA_KEY = "kvcal"
 _FIELDS = {"kind", "schema", "inputs", "body", "digest"}
+_MOST_LEVELS = 64  # of lists and objects within each other; what reads them may recurse
 _MAKE_AGAIN = "delete the file and run the stage that makes it again"
 
 
@@ -197,7 +198,18 @@ def _read_head(path: Path, data: bytes) -> dict[str, Any]:
             "of an object (sorted keys, no spaces, ASCII, finite numbers)",
             hint=_MAKE_AGAIN,
         )
+    require_shallow(head, path)
     return head
+
+
+def require_shallow(value: Any, path: str | Path, levels: int = _MOST_LEVELS) -> None:
+    """ArtifactError when JSON from ``path`` holds lists and objects within each other beyond so many levels."""
+    if not isinstance(value, dict | list):
+        return
+    if not levels:
+        raise ArtifactError(f"{path}: more than {_MOST_LEVELS} lists and objects within each other", hint=_MAKE_AGAIN)
+    for item in value.values() if isinstance(value, dict) else value:
+        require_shallow(item, path, levels - 1)
 
 
 def _check_head(path: Path, head: dict[str, Any], kind: str, schema: int) -> None:

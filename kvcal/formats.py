@@ -37,6 +37,7 @@ RUNNING_SCORES = ("running_query_range",)
 QUERY_SCORES = ("query_magnitude", "query_range", *RUNNING_SCORES)
 QUERY_ITEM_BYTES = 4  # the running query statistic is a sum in fp32 for every channel of a KV head
 LATTICE_BITS = {2: (2, 3, 4), 4: (2,)}
+MAX_UNQUANTIZED = 2**20  # tokens of sinks, and of a window
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -87,10 +88,10 @@ class WindowRule:
     min_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if not (0 < self.share < 1 and 0 <= self.min_tokens <= self.max_tokens):
+        if not (0 < self.share < 1 and 0 <= self.min_tokens <= self.max_tokens <= MAX_UNQUANTIZED):
             raise ValueError(
                 f"share = {self.share} must be between 0 and 1, and 0 <= min_tokens = {self.min_tokens} <= "
-                f"max_tokens = {self.max_tokens}"
+                f"max_tokens = {self.max_tokens} <= {MAX_UNQUANTIZED}"
             )
 
     def window(self, num_tokens: int) -> int:
@@ -107,9 +108,9 @@ class WindowRule:
 
     @functools.cached_property
     def _kept(self) -> list[int]:
-        """The paged rule after 0, 1, ... pages of new tokens, until it stands still (it only grows)."""
+        """The paged rule after 0, 1, ... pages of new tokens, until it stands still (it only grows) or is cut."""
         kept = [0]
-        while len(kept) < 2 or kept[-1] != kept[-2]:
+        while len(kept) < 2 or kept[-2] != kept[-1] < self.max_tokens:
             kept.append(int(self._exact_share * (kept[-1] + PAGE_TOKENS)))
         return kept
 
@@ -140,9 +141,10 @@ class Format:
     shift: Literal["equivalent", "modified", "direct"] = "equivalent"
 
     def __post_init__(self) -> None:
-        if self.num_sink_tokens < 0 or self.recent_window < 0:
+        if not (0 <= self.num_sink_tokens <= MAX_UNQUANTIZED and 0 <= self.recent_window <= MAX_UNQUANTIZED):
             raise ValueError(
-                f"num_sink_tokens = {self.num_sink_tokens} and recent_window = {self.recent_window} must be 0 or more"
+                f"num_sink_tokens = {self.num_sink_tokens} and recent_window = {self.recent_window}, expected 0 to "
+                f"{MAX_UNQUANTIZED}"
             )
         if self.num_bits == RAW_BITS and (self.axis, self.group_size, self.num_sink_tokens, self.recent_window) != (
             "token", 128, 0, 0,

@@ -6,38 +6,51 @@ a model of another shape without loading anything else.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
 
-from kvcal.strict import STRICT
+from kvcal.strict import STRICT, NumBytes, Positive
 
 CacheDtype = Literal["bfloat16", "float16", "float32"]
 CACHE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+Index = Annotated[int, Field(ge=0, le=2**14)]
+NumHeads = Annotated[int, Field(ge=1, le=2**12)]
+HeadDim = Annotated[int, Field(ge=1, le=2**14)]
 
 
 @dataclass(frozen=True, config=STRICT)
 class AttentionGeometry:
     """One attention layer. ``window`` is the sliding window in tokens, None for full attention."""
 
-    index: int
-    num_query_heads: int
-    num_kv_heads: int
-    k_head_dim: int
-    v_head_dim: int
-    window: int | None = None
+    index: Index
+    num_query_heads: NumHeads
+    num_kv_heads: NumHeads
+    k_head_dim: HeadDim
+    v_head_dim: HeadDim
+    window: Positive | None = None
 
 
 @dataclass(frozen=True, config=STRICT)
 class StateGeometry:
     """A layer whose state does not grow with tokens (linear attention, convolution): constant bytes."""
 
-    index: int
-    bytes_per_sequence: int
+    index: Index
+    bytes_per_sequence: Annotated[NumBytes, Field(ge=1)]
 
 
-LayerGeometry = AttentionGeometry | StateGeometry
+def _kind(layer: object) -> str:
+    is_state = isinstance(layer, StateGeometry) or isinstance(layer, dict) and "bytes_per_sequence" in layer
+    return "state" if is_state else "attention"
+
+
+# Told apart before it is checked, so that a wrong value is named and not the keys of the other kind.
+LayerGeometry = Annotated[
+    Annotated[AttentionGeometry, Tag("attention")] | Annotated[StateGeometry, Tag("state")], Discriminator(_kind)
+]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -48,6 +61,11 @@ class Geometry:
     model_type: str
     cache_dtype: CacheDtype
     layers: tuple[LayerGeometry, ...]
+
+    def __post_init__(self) -> None:
+        indices = [layer.index for layer in self.layers]
+        if indices != sorted(set(indices)):
+            raise ValueError(f"layers must be unique and in order, found indices {indices[:8]}")
 
 
 @dataclass(frozen=True, config=STRICT)

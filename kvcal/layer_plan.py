@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
 from kvcal.formats import RAW, SIDES, Format, Side
-from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, Geometry, StateGeometry
+from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, Geometry, LayerGeometry, StateGeometry
 from kvcal.quantizers.pages import AXES, RAW_BITS
 from kvcal.strict import STRICT
 
@@ -44,7 +43,7 @@ class LayerPlan:
     (subtracted before), ``k_pages`` "pre" (pages hold K before RoPE), predictors (AQUA-KV: pages hold the residual).
     """
 
-    geometry: AttentionGeometry | StateGeometry
+    geometry: LayerGeometry
     k: tuple[Format, ...] = ()
     v: tuple[Format, ...] = ()
     k_rescale: bool = False
@@ -55,9 +54,6 @@ class LayerPlan:
 
     def __post_init__(self) -> None:
         index = self.geometry.index
-        sizes = asdict(self.geometry)
-        if sizes.pop("index") < 0 or any(size is not None and size < 1 for size in sizes.values()):
-            raise ValueError(f"layer {index} has a size that is not positive: {sizes}")
         for side in SIDES:
             count, formats = len(self.formats(side)), self.formats(side)
             if not self.is_paged:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from kvcal.formats import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
 from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
 from kvcal.layer_plan import LayerPlan, Predictor, bare_layers
 from kvcal.plan_tensors import check_sources, check_tensors, tensors_nbytes
+from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
 from kvcal.quantizers.pages import RAW_BITS
-from kvcal.strict import STRICT, dump, parse
+from kvcal.record_file import record_of, refusing
+from kvcal.strict import STRICT, dump
 
 __all__ = [
     "RAW",
@@ -56,8 +59,10 @@ class Workload:
     context: int
 
     def __post_init__(self) -> None:
-        if self.batch < 1 or self.context < 1:
-            raise ValueError(f"batch = {self.batch} and context = {self.context} must be 1 or more")
+        if not (1 <= self.batch <= MAX_BATCH and 1 <= self.context <= MAX_CONTEXT):
+            raise ValueError(
+                f"batch = {self.batch} and context = {self.context}, expected 1 to {MAX_BATCH} and 1 to {MAX_CONTEXT}"
+            )
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -102,7 +107,11 @@ class Plan:
         """Exact bytes of the cache for sequences of these lengths (tokens), padded to ``columns`` (default: the
         longest), with the tensors of the transforms. Equals ``PlanCache.nbytes`` at every length and batch."""
         columns = max(lengths) if columns is None else columns
-        stored = sum(layer.nbytes(self.cache_dtype, lengths, columns) for layer in self.layers)
+        stored = sum(
+            count * layer.nbytes(self.cache_dtype, (length,), columns)
+            for length, count in Counter(lengths).items()
+            for layer in self.layers
+        )
         return stored + tensors_nbytes(self.tensors)
 
     @property
@@ -165,15 +174,10 @@ def load_plan(path: str | Path) -> Plan:
     content = dict(stored.body)
     predicted = content.pop("predicted_bytes", None)
     again = "compile the plan again with this version of kvcal"
-    body = parse(_Body, content, str(path), ArtifactError, hint=again)
-    # One spelling only: 2.0 or true for an integer, or a key left to its default, is not what this version writes.
-    difference = artifact.differing_input(dump(body), content)
-    if difference is not None:
-        raise ArtifactError(f"{path}: {difference}", hint=again)
-    try:
+    body = record_of(_Body, content, path, again)
+    with refusing(path, again):
         plan = Plan(body.model, body.cache_dtype, body.layers, body.workload, body.provenance, stored.tensors)
-    except ValueError as wrong:
-        raise ArtifactError(f"{path}: {wrong}", hint=again) from None
-    if type(predicted) is not int or predicted != plan.predicted_bytes:
-        raise ArtifactError(f"{path}: predicted_bytes = {predicted!r}, but its layers take {plan.predicted_bytes}")
+        taken = plan.predicted_bytes
+    if type(predicted) is not int or predicted != taken:
+        raise ArtifactError(f"{path}: predicted_bytes = {predicted!r}, but its layers take {taken}")
     return plan

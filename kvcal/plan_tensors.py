@@ -1,14 +1,15 @@
 """The tensors of a plan: what the transforms of its layers need, by name, with dtypes and shapes.
 
-    layers.{i}.k_rescale   fp32 [N, D], positive     pages hold K_post / λ                       (PM-KVQ Eq. 9)
-    layers.{i}.k_offset    fp32 [N, D]               subtracted from K_post before that
-    layers.{i}.rotary      fp64 [pairs, 4]           channel a, channel b, radians per position, amplitude: where keys
-                                                     before RoPE are stored or predicted from
+    layers.{i}.k_rescale   fp32 [N, D], 2^-32 ... 2^32   pages hold K_post / λ                   (PM-KVQ Eq. 9)
+    layers.{i}.k_offset    fp32 [N, D], up to 2^20   subtracted from K_post before that
+    layers.{i}.rotary      fp64 [pairs, 4]           channel a, channel b, radians per position (0 ... π), amplitude
+                                                     (2^-8 ... 2^8): where keys before RoPE are stored or predicted from
     layers.{i}.{s}_predictor.*                       see LinearPredictor                         (AQUA-KV Alg. 1)
     layers.{i}.{s}_signs   int8 [N D] of -1 and 1    random signs before the Hadamard transform  (HIGGS)
-    lattice.d{d}.b{bits}   fp32 [2^(d bits), d]      the lattice's points
+    lattice.d{d}.b{bits}   fp32 [2^(d bits), d]      the lattice's points, each number up to 16
 
 ``i`` is the cache index, ``s`` is k or v, N the KV heads and D the side's head_dim. Exactly the needed ones are there.
+The ranges hold far more than any calibration gives, and keep what is read back finite.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ from torch import Tensor
 from kvcal.formats import SIDES, Format, Side
 from kvcal.geometry import CacheDtype
 from kvcal.layer_plan import LayerPlan
+from kvcal.tensors import TensorSpec, require_tensors
 from kvcal.transforms.linear_predictor import PredictorShape
 
-Shape = tuple[int | None, ...]
+LARGEST_RESCALE = 2.0**32
+LARGEST_OFFSET = 2.0**20
+LARGEST_AMPLITUDE = 2.0**8
+LARGEST_POINT = 16.0  # of a grid for N(0, 1)
 
 
 def tensors_nbytes(tensors: Mapping[str, Tensor]) -> int:
@@ -49,33 +54,48 @@ def predictor_shape(layer: LayerPlan, source: LayerPlan, side: Side, cache_dtype
     return PredictorShape(predictor.kind, inputs, outputs, cache_dtype, predictor.rank, predictor.group_size)
 
 
-def needed_tensors(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> dict[str, tuple[torch.dtype, Shape]]:
-    """(dtype, shape) of every tensor that the layers need; None in a shape is any extent."""
+def rescale_spec(num_heads: int, head_dim: int) -> TensorSpec:
+    return TensorSpec(torch.float32, (num_heads, head_dim), 1 / LARGEST_RESCALE, LARGEST_RESCALE)
+
+
+def offset_spec(num_heads: int, head_dim: int) -> TensorSpec:
+    return TensorSpec(torch.float32, (num_heads, head_dim), -LARGEST_OFFSET, LARGEST_OFFSET)
+
+
+def rotary_spec(head_dim: int) -> TensorSpec:
+    last = float(head_dim - 1)
+    low, high = (0.0, 0.0, 0.0, 1 / LARGEST_AMPLITUDE), (last, last, math.pi, LARGEST_AMPLITUDE)
+    return TensorSpec(torch.float64, (None, 4), low, high)
+
+
+def needed_tensors(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> dict[str, TensorSpec]:
+    """Every tensor that the layers need."""
     by_index = {layer.geometry.index: layer for layer in layers}
-    needed: dict[str, tuple[torch.dtype, Shape]] = {}
+    needed: dict[str, TensorSpec] = {}
     for layer in layers:
         if not layer.is_paged:
             continue
         prefix, heads = f"layers.{layer.geometry.index}", layer.attention.num_kv_heads
-        for name, wanted in (("k_rescale", layer.k_rescale), ("k_offset", layer.k_offset)):
-            if wanted:
-                needed[f"{prefix}.{name}"] = (torch.float32, (heads, layer.attention.k_head_dim))
+        if layer.k_rescale:
+            needed[f"{prefix}.k_rescale"] = rescale_spec(heads, layer.attention.k_head_dim)
+        if layer.k_offset:
+            needed[f"{prefix}.k_offset"] = offset_spec(heads, layer.attention.k_head_dim)
         for side in SIDES:
             for fmt in layer.formats(side):
                 if fmt.lattice_dim is not None:
-                    needed[f"{prefix}.{side}_signs"] = (torch.int8, (heads * layer.head_dim(side),))
-                    points = 2 ** (fmt.lattice_dim * fmt.num_bits)
-                    needed[lattice_name(fmt.lattice_dim, fmt.num_bits)] = (torch.float32, (points, fmt.lattice_dim))
+                    needed[f"{prefix}.{side}_signs"] = TensorSpec(torch.int8, (heads * layer.head_dim(side),), -1, 1)
+                    shape = (2 ** (fmt.lattice_dim * fmt.num_bits), fmt.lattice_dim)
+                    points = TensorSpec(torch.float32, shape, -LARGEST_POINT, LARGEST_POINT)
+                    needed[lattice_name(fmt.lattice_dim, fmt.num_bits)] = points
             predictor = layer.predictor(side)
             if predictor is not None:
                 source = by_index[predictor.source]
-                tensors = predictor_shape(layer, source, side, cache_dtype).tensors()
-                for name, (shape, dtype) in tensors.items():
-                    needed[f"{prefix}.{side}_predictor.{name}"] = (dtype, shape)
-                reads_keys_of = source if side == "k" else layer
-                needed[f"layers.{reads_keys_of.geometry.index}.rotary"] = (torch.float64, (None, 4))
+                for name, spec in predictor_shape(layer, source, side, cache_dtype).tensors().items():
+                    needed[f"{prefix}.{side}_predictor.{name}"] = spec
+                reads = source if side == "k" else layer  # keys of that layer, before RoPE
+                needed[f"layers.{reads.geometry.index}.rotary"] = rotary_spec(reads.attention.k_head_dim)
         if layer.k_pages == "pre":
-            needed[f"{prefix}.rotary"] = (torch.float64, (None, 4))
+            needed[f"{prefix}.rotary"] = rotary_spec(layer.attention.k_head_dim)
     return needed
 
 
@@ -120,34 +140,13 @@ def _same_pages(one: Format, other: Format) -> bool:
 
 def check_tensors(tensors: Mapping[str, Tensor], layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> None:
     """ValueError unless ``tensors`` are exactly the needed ones, with their dtypes, shapes and values allowed."""
-    needed = needed_tensors(layers, cache_dtype)
-    for name in sorted(needed.keys() ^ tensors.keys()):
-        raise ValueError(f"{'missing' if name in needed else 'unknown'} tensor {name!r}")
-    for name, (dtype, shape) in needed.items():
-        tensor = tensors[name]
-        extents = tuple(tensor.shape)
-        fits = len(extents) == len(shape) and all(
-            want is None or want == have for want, have in zip(shape, extents, strict=True)
-        )
-        if tensor.dtype != dtype or not fits:
-            raise ValueError(
-                f"tensor {name!r} is {str(tensor.dtype).removeprefix('torch.')} {list(extents)}, expected "
-                f"{str(dtype).removeprefix('torch.')} {[extent or 'any' for extent in shape]}"
-            )
-        if name.endswith("k_rescale") and not bool((tensor > 0).all()):
-            raise ValueError(f"tensor {name!r} holds a λ that is not positive")
-        if name.endswith("signs") and not bool((tensor.abs() == 1).all()):
+    require_tensors(tensors, needed_tensors(layers, cache_dtype))
+    for name, tensor in tensors.items():
+        if name.endswith("_signs") and not bool(tensor.all()):
             raise ValueError(f"tensor {name!r} holds a sign that is neither -1 nor 1")
-    _check_rotary(tensors, layers)
-
-
-def _check_rotary(tensors: Mapping[str, Tensor], layers: Sequence[LayerPlan]) -> None:
-    """Every channel is in one pair at most, and lies in the head."""
-    for layer in layers:
-        name = f"layers.{layer.geometry.index}.rotary"
-        if name not in tensors:
-            continue
-        channels = tensors[name][:, :2].flatten().tolist()
-        allowed = set(range(layer.attention.k_head_dim))
-        if len(set(channels)) != len(channels) or not set(channels) <= allowed:
-            raise ValueError(f"tensor {name!r} pairs channels {channels}, expected distinct ones of the head")
+        if name.endswith(".rotary"):
+            channels = tensor[:, :2].flatten().tolist()
+            if len(set(channels)) != len(channels) or not all(channel.is_integer() for channel in channels):
+                raise ValueError(
+                    f"tensor {name!r} pairs channels {channels[:8]} ..., expected distinct ones of the head"
+                )

@@ -15,6 +15,8 @@ from kvcal.errors import UsageError
 
 # Sequences of a workload: beyond any machine, and their bytes are still summed in seconds.
 MAX_BATCH = 1_000_000
+# Tokens of a sequence, likewise.
+MAX_CONTEXT = 2**32
 
 UNITS = {
     "B": 1,

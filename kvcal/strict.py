@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from kvcal.errors import KvcalError
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+# Whole numbers within what any machine holds, so that loops over them end and floats hold them.
+Count = Annotated[int, Field(ge=0, le=2**40)]
+Positive = Annotated[int, Field(ge=1, le=2**40)]
+NumBytes = Annotated[int, Field(ge=0, le=2**62)]
+
+# Numbers that can be squared and added up in fp64.
+Number = Annotated[float, Field(ge=-1e100, le=1e100)]
+Amount = Annotated[float, Field(ge=0, le=1e100)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 Record = TypeVar("Record")
 
@@ -53,6 +63,11 @@ def _findings(found: ValidationError, at_most: int = 3) -> str:
         elif item["type"] == "value_error" and isinstance(item["input"], dict):  # a record's own check names the keys
             lines.append(f"{where}: {message}" if where else message)
         else:
-            lines.append(f"{where or 'value'} = {item['input']!r}: {message}")
+            lines.append(f"{where or 'value'} = {_shown(item['input'])}: {message}")
     more = found.error_count() - at_most
     return "; ".join(lines) + (f"; and {more} more" if more > 0 else "")
+
+
+def _shown(value: Any, width: int = 200) -> str:
+    text = repr(value)
+    return text if len(text) <= width else f"{text[:width]}…"

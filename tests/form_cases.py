@@ -85,8 +85,8 @@ def with_tensors(plan: Plan, layers: Sequence[LayerPlan], rotary: Tensor | None 
     """The plan with other layers, and random tensors for their transforms; ``rotary`` for all of them: RoPE of all
     channels if None."""
     generator, tensors = torch.Generator().manual_seed(1), {}
-    for name, (dtype, shape) in needed_tensors(layers, plan.cache_dtype).items():
-        normal = torch.randn([extent or 1 for extent in shape], generator=generator)
+    for name, spec in needed_tensors(layers, plan.cache_dtype).items():
+        dtype, normal = spec.dtype, torch.randn([extent or 1 for extent in spec.shape], generator=generator)
         if name.endswith("rotary"):
             index = int(name.split(".")[1])
             (dim,) = {layer.attention.k_head_dim for layer in layers if layer.geometry.index == index}

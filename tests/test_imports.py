@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "kvcal"
 LEVELS = (
     {"errors", "numerics", "quantities", "progress"},
     {"strict", "pools"},
-    {"artifact", "data", "data_record", "sources", "tasks", "geometry", "embedded"},
+    {"artifact", "record_file", "tensors", "data", "data_record", "sources", "tasks", "geometry", "embedded"},
     {"quantizers", "observers", "transforms", "models", "attention"},
     {"formats"},
     {"layer_plan"},
@@ -29,8 +29,8 @@ LEVELS = (
     {"commands", "cli", "console", "views"},
 )
 RUNTIME = (
-    "errors", "strict", "geometry", "artifact", "quantizers", "transforms", "attention", "kernels",
-    "formats", "layer_plan", "plan_tensors", "plan", "runtime",
+    "errors", "strict", "geometry", "artifact", "record_file", "tensors", "quantizers", "transforms", "attention",
+    "kernels", "formats", "layer_plan", "plan_tensors", "plan", "runtime",
 )  # fmt: skip
 TOO_HEAVY_FOR_THE_RUNTIME = {"cvxpy", "datasets", "highspy", "matplotlib", "optuna", "rich", "typer"}
 

@@ -21,7 +21,7 @@ def random_predictor(inputs: int, outputs: int, cache_dtype: str = "bfloat16") -
     """Columns of sizes from 1e-3 to 1e3, and one of zeros."""
     generator = torch.Generator().manual_seed(inputs)
     shape = PredictorShape("linear", inputs, outputs, cache_dtype)
-    dtype = shape.tensors()["weight"][1]
+    dtype = shape.tensors()["weight"].dtype
     weight = torch.randn(outputs, inputs, generator=generator) * torch.logspace(-3, 3, inputs)
     weight[:, inputs // 2] = 0.0
     return LinearPredictor(

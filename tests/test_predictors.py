@@ -153,7 +153,7 @@ BYTES_BY_HAND = [
 @pytest.mark.parametrize("shape, nbytes", BYTES_BY_HAND)
 def test_bytes_by_hand(shape: PredictorShape, nbytes: int) -> None:
     assert shape.nbytes == nbytes
-    tensors = {name: torch.ones(size, dtype=dtype) for name, (size, dtype) in shape.tensors().items()}
+    tensors = {name: torch.ones(spec.shape, dtype=spec.dtype) for name, spec in shape.tensors().items()}
     assert LinearPredictor(shape, tensors).nbytes == nbytes
 
 
@@ -170,13 +170,13 @@ def test_a_predictor_survives_its_tensors() -> None:
 @pytest.mark.parametrize(
     "name, spoil, message",
     [
-        ("weight", None, "'layers.3.k_predictor.weight' of a int4 predictor is missing"),
-        ("weight", lambda t: t[:, 1:], r"\[16, 11\], expected torch.uint8 \[16, 12\]"),
-        ("weight", lambda t: t.to(torch.int8), "torch.int8"),
-        ("bias", lambda t: t.half(), r"torch.float16 \[16\], expected torch.bfloat16"),
+        ("weight", None, "int4 predictor: missing tensor 'layers.3.k_predictor.weight'"),
+        ("weight", lambda t: t[:, 1:], r"\[16, 11\], expected uint8 \[16, 12\]"),
+        ("weight", lambda t: t.to(torch.int8), "is int8"),
+        ("bias", lambda t: t.half(), r"float16 \[16\], expected bfloat16"),
         ("bias", lambda t: t * math.nan, "NaN or infinity"),
         ("scale", lambda t: t * math.inf, "NaN or infinity"),
-        ("scale", lambda t: -t, "negative scale"),
+        ("scale", lambda t: -t, "holds values from .* expected 0 to inf"),
     ],
 )
 def test_wrong_tensors_are_refused(name: str, spoil, message: str) -> None:

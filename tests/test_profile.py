@@ -361,14 +361,18 @@ def rewritten(path: Path, target: Path, change) -> Path:
 
 
 BROKEN = {
-    "tensors \\['loss'\\] are unknown or missing": lambda body, tensors: tensors.pop("loss"),
-    "tensors \\['more'\\] are unknown": lambda body, tensors: tensors.update(more=torch.zeros(1)),
+    "missing tensor 'loss'": lambda body, tensors: tensors.pop("loss"),
+    "unknown tensor 'more'": lambda body, tensors: tensors.update(more=torch.zeros(1)),
     "counts \\['loss'\\] are unknown": lambda body, tensors: body["counts"].pop("loss"),
-    "kl.v.1 is torch.float64 \\[3\\]": lambda body, tensors: tensors.update(
+    "tensor 'kl.v.1' is float64 \\[3\\], expected float64 \\[2\\]": lambda body, tensors: tensors.update(
         {"kl.v.1": torch.zeros(3, dtype=torch.float64)}
     ),
-    "loss is torch.float32 \\[\\]": lambda body, tensors: tensors.update(loss=torch.zeros(())),
-    "loss is torch.float64 \\[\\] with count 0": lambda body, tensors: body["counts"].update(loss=0),
+    "tensor 'loss' is float32 \\[\\]": lambda body, tensors: tensors.update(loss=torch.zeros(())),
+    "counts.loss = 0, in a profile of 4 samples": lambda body, tensors: body["counts"].update(loss=0),
+    "counts.kl.k.0 = 5000, ": lambda body, tensors: body["counts"].update({"kl.k.0": 5000}),
+    "counts.grad_norm.v.1 = 1": lambda body, tensors: body["counts"].update({"grad_norm.v.1": 10**8}),
+    "tensor 'sensitivity.k.0' holds values from -1": lambda body, tensors: tensors["sensitivity.k.0"].fill_(-1),
+    "tensor 'kl.v.0' holds values .* to 1e\\+308": lambda body, tensors: tensors["kl.v.0"].fill_(1e308),
     "unknown key 'more'": lambda body, tensors: body.update(more=1),
     "missing key 'subject.spec'": lambda body, tensors: body["subject"].pop("spec"),
 }

@@ -248,7 +248,7 @@ def test_refusals(tmp_path, outliers):
         run(tmp_path, loaded_with(broken), layers_of(outliers))
 
 
-@pytest.mark.parametrize("what", ["lambda", "missing", "curve", "shape"])
+@pytest.mark.parametrize("what", ["lambda", "missing", "curve", "shape", "offset", "alpha", "twice", "error"])
 def test_spoiled_records_are_refused(tmp_path, finished, what):
     record, _ = finished
     path = tmp_path / "reparam.safetensors"
@@ -258,11 +258,24 @@ def test_spoiled_records_are_refused(tmp_path, finished, what):
         record = replace(record, lambdas={**record.lambdas, 0: record.lambdas[0][:1]})
     elif what == "curve":
         record = replace(record, layers=(replace(record.layers[0], errors=(1.0,)), record.layers[1]))
+    elif what == "offset":
+        record = replace(record, offsets={**record.offsets, 0: torch.full((2, 16), 1e30)})
+    elif what == "alpha":
+        record = replace(record, layers=(replace(record.layers[0], alpha=0.3), record.layers[1]))
+    elif what == "error":
+        record = replace(record, layers=(replace(record.layers[0], error=7e9), record.layers[1]))
+    elif what == "twice":
+        record = replace(record, layers=record.layers * 2)
     else:
         record = replace(record, layers=(*record.layers, replace(record.layers[0], index=9)))
         record = replace(record, lambdas={**record.lambdas, 9: torch.ones(2, 16)})
         record = replace(record, offsets={**record.offsets, 9: torch.ones(2, 16)})
     reparam.save(record, INPUTS, path)
-    reasons = {"lambda": "not positive", "shape": r"expected fp32 \[2, 16\]", "curve": "error curves"}
-    with pytest.raises(ArtifactError, match=reasons.get(what, "unknown or missing")):
+    reasons = {
+        "lambda": "k_rescale' holds values from -",
+        "shape": r"expected float32 \[2, 16\]",
+        "curve": "error curves",
+    }
+    reasons |= {"offset": "k_offset' holds values from 1e", "alpha": "α = 0.3", "error": "error = 7", "twice": "twice"}
+    with pytest.raises(ArtifactError, match=reasons.get(what, "layer 9 is given twice, or is no layer")):
         reparam.load(path)

@@ -33,8 +33,8 @@ def uniform_plan(model: ModelIdentity, pair: Pair, heads: Heads, num_layers: int
 def _tensors(layers: Sequence[LayerPlan]) -> dict[str, Tensor]:
     generator, head_dim = torch.Generator().manual_seed(0), layers[0].attention.k_head_dim
     found = {}
-    for name, (dtype, shape) in needed_tensors(layers, CACHE_DTYPE).items():
-        size = [extent or 0 for extent in shape]
+    for name, spec in needed_tensors(layers, CACHE_DTYPE).items():
+        size, dtype = list(spec.extents), spec.dtype
         kind = name.rpartition(".")[2]
         if kind == "rotary":
             found[name] = rotary_table(head_dim)

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from kvcal import artifact
-from kvcal.errors import ArtifactError
 from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
 from kvcal.plan import LayerPlan, Workload, bare_layers
+from kvcal.plan_tensors import check_sources, needed_tensors
 from kvcal.recipe import CacheSpec, FormatsSpec, fixed_layers
+from kvcal.record_file import record_of, refusing
 from kvcal.specs import ImportanceSpec, ProgressiveSpec
 from kvcal.stages.importance import importance_formats, importance_scores
 from kvcal.stages.profile_record import Profile
 from kvcal.stages.schedule import progressive_layers
-from kvcal.strict import STRICT, dump, parse
+from kvcal.strict import STRICT, Number, NumBytes, dump
+from kvcal.tensors import require_tensors
 
 KIND = "allocation"
 SCHEMA = 3
@@ -37,14 +40,14 @@ class Split:
     ``kind``: how the budget was stated; None where formats were fixed without one, and it is their own bytes.
     ``logits``: this much of the workspace, where it depends on the plan; None where it was stated in bytes."""
 
-    budget: int
-    weights: int | None
-    workspace: int | None
-    fixed: int
-    paged: int
-    reserved: int = 0
+    budget: Annotated[int, Field(ge=0, le=10**36)]
+    weights: NumBytes | None
+    workspace: NumBytes | None
+    fixed: NumBytes
+    paged: NumBytes
+    reserved: NumBytes = 0
     kind: BudgetKind | None = None
-    logits: int | None = None
+    logits: NumBytes | None = None
 
     @property
     def cache(self) -> int:
@@ -67,10 +70,23 @@ class Allocation:
     workload: Workload
     provenance: dict[str, Any]
     split: Split
-    loss: float | None = None
-    bound: float | None = None
-    gap: float | None = None
+    loss: Number | None = None
+    bound: Number | None = None
+    gap: Number | None = None
     proof: str | None = None
+
+    def require_sound(self) -> None:
+        """ValueError unless the layers can be one plan's, and take what the split says."""
+        indices = [layer.geometry.index for layer in self.layers]
+        if not indices or indices != sorted(set(indices)):
+            raise ValueError(f"layers must be present, unique and in order, found indices {indices[:8]}")
+        check_sources(self.layers)
+        needed_tensors(self.layers, self.cache_dtype)  # that there are such tensors
+        taken = layer_bytes(self.layers, self.cache_dtype, self.workload)
+        if taken != (self.split.fixed, self.split.paged):
+            raise ValueError(
+                f"split.fixed and split.paged are {self.split.fixed} and {self.split.paged}, expected {taken}"
+            )
 
 
 def fixed_allocation(
@@ -152,4 +168,8 @@ def save(allocation: Allocation, inputs: dict[str, Any], path: Path) -> None:
 def load(path: Path) -> tuple[Allocation, dict[str, Any]]:
     """The allocation and its inputs. ArtifactError when missing, corrupt or foreign."""
     stored = artifact.read(path, KIND, SCHEMA)
-    return parse(Allocation, stored.body, str(path), ArtifactError), stored.inputs
+    found = record_of(Allocation, stored.body, path)
+    with refusing(path):
+        require_tensors(stored.tensors, {})
+        found.require_sound()
+    return found, stored.inputs

@@ -21,20 +21,19 @@ The file is JSON with sorted keys and a digest, as the evaluation's is.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from kvcal.artifact import sha256_json, write_text_atomic
-from kvcal.errors import ArtifactError
 from kvcal.plan import Workload
-from kvcal.stages.evaluate import Row
-from kvcal.strict import STRICT, dump, parse
+from kvcal.record_file import read_json, write_json
+from kvcal.stages.evaluate import Row, require_same_tasks
+from kvcal.strict import STRICT, Amount, Number
 
 KIND = "comparison"
 SCHEMA = 2
@@ -49,8 +48,8 @@ Loss = tuple[float, float | None]
 class Share:
     """Of KIVI-2's loss, how much is recovered; ``se`` None: exact, or not known."""
 
-    value: float
-    se: float | None
+    value: Number
+    se: Amount | None
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -59,7 +58,7 @@ class StageTime:
 
     file: str
     sha256: str
-    seconds: float | None
+    seconds: Amount | None
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -67,7 +66,7 @@ class Calibration:
     """``seconds``: the sum over ``stages``, in the order in which they were made, None where one of them is unknown;
     ``is_kept``: all of them were current, nothing was made this time."""
 
-    seconds: float | None
+    seconds: Amount | None
     is_kept: bool
     stages: tuple[StageTime, ...]
 
@@ -79,7 +78,7 @@ class Refusal:
     stage: Literal["build", "evaluate"]
     message: str
     hint: str | None
-    exit_code: int
+    exit_code: Annotated[int, Field(ge=1, le=255)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -90,7 +89,7 @@ class Entry:
     name: str
     recipe: str
     recipe_sha256: str
-    bits: float | None
+    bits: Amount | None
     is_baseline: bool
     calibration: Calibration
     refusal: Refusal | None = None
@@ -110,8 +109,14 @@ class Comparison:
     data_fingerprint: str
     task_seed: int
     workload: Workload
-    stage_seconds: dict[str, float]
+    stage_seconds: dict[str, Amount]
     entries: tuple[Entry, ...]
+
+    def __post_init__(self) -> None:
+        names = [entry.name for entry in self.entries]
+        if len(set(names)) < len(names):
+            raise ValueError(f"entries {names[:8]}, expected each name once")
+        require_same_tasks([row for _, row in self.measured])
 
     @property
     def measured(self) -> tuple[tuple[Entry, Row], ...]:
@@ -160,29 +165,15 @@ def _accuracy_loss(row: Row) -> Loss:
 
 def save_comparison(comparison: Comparison, path: str | Path) -> None:
     """Write the JSON file whole or not at all; ArtifactError when the system refuses."""
-    body = dump(comparison)
-    content = {"kind": KIND, "schema": SCHEMA, "digest": sha256_json(body), "body": body}
-    write_text_atomic(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n")
+    write_json(path, KIND, SCHEMA, comparison)
 
 
 def load_comparison(path: str | Path) -> Comparison:
     """Read what ``save_comparison`` wrote.
 
     Raises:
-        ArtifactError: missing, unreadable, not JSON, of another kind or version, or corrupt.
+        ArtifactError: missing, unreadable, not JSON, of another kind or version, corrupt, or values out of range.
     """
-    hint = "delete the file and run kvcal compare again: plans and rows are kept beside it"
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ArtifactError(f"no comparison at {path}: the file does not exist", "run kvcal compare") from None
-    except OSError as refused:
-        raise ArtifactError(f"cannot read {path}: {refused.strerror}", "check the path") from None
-    except ValueError as broken:
-        raise ArtifactError(f"{path} is truncated or not JSON: {broken}", hint) from None
-    if not isinstance(content, Mapping) or content.get("kind") != KIND or content.get("schema") != SCHEMA:
-        raise ArtifactError(f"{path} is not a comparison of version {SCHEMA}", hint)
-    body = content.get("body")
-    if not isinstance(body, Mapping) or content.get("digest") != sha256_json(body):
-        raise ArtifactError(f"{path} is corrupt: its content does not have the digest it states", hint)
-    return parse(Comparison, body, str(path), ArtifactError, hint)
+    return read_json(
+        path, KIND, SCHEMA, Comparison, "delete the file and run kvcal compare again: plans and rows are kept beside it"
+    )

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from torch import Tensor
 
 from kvcal.plan import LayerPlan, Plan
+from kvcal.record_file import refusing
 from kvcal.stages.allocate import Allocation
 from kvcal.stages.budget import require_budget
 
@@ -24,13 +25,14 @@ def compile_plan(
         InfeasibleBudget: the plan takes more than the allocation's budget.
     """
     libraries = {name: version(name).split("+")[0] for name in LIBRARIES}
-    plan = Plan(
-        model=allocation.model,
-        cache_dtype=allocation.cache_dtype,
-        layers=allocation.layers if layers is None else layers,
-        workload=allocation.workload,
-        provenance={**allocation.provenance, "libraries": libraries},
-        tensors=tensors or {},
-    )
+    with refusing("the artifacts do not make a plan", hint="run the stages again that made them"):
+        plan = Plan(
+            model=allocation.model,
+            cache_dtype=allocation.cache_dtype,
+            layers=allocation.layers if layers is None else layers,
+            workload=allocation.workload,
+            provenance={**allocation.provenance, "libraries": libraries},
+            tensors=tensors or {},
+        )
     require_budget(allocation, plan)
     return plan

@@ -234,10 +234,10 @@ def option_nbytes(unit: Unit, option: Composition, layer: LayerPlan, geometry: G
         v_predictor=option.predictor if unit.side == "v" else None,
     )
     layers = [alone if one.geometry.index == unit.index else one for one in bare_layers(geometry)]
-    for name, (dtype, shape) in needed_tensors(layers, geometry.cache_dtype).items():
+    for name, spec in needed_tensors(layers, geometry.cache_dtype).items():
         if not name.startswith("lattice."):
             pairs = layer.attention.k_head_dim // 2
-            total += torch.Size(extent or pairs for extent in shape).numel() * dtype.itemsize
+            total += torch.Size(extent or pairs for extent in spec.shape).numel() * spec.dtype.itemsize
     return total
 
 

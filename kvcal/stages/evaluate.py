@@ -15,7 +15,6 @@ and when the inputs differ the file starts anew. Plans that are equal under two 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +23,7 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from kvcal.artifact import differing_input, sha256_json, write_text_atomic
+from kvcal.artifact import differing_input
 from kvcal.data import TokenDataset
 from kvcal.data_record import require_unseen
 from kvcal.errors import ArtifactError, UsageError
@@ -32,10 +31,11 @@ from kvcal.models.load import LoadedModel
 from kvcal.plan import Plan, Workload
 from kvcal.progress import Reporter
 from kvcal.recipe import EvaluateSpec
+from kvcal.record_file import read_json, write_json
 from kvcal.stages.generation import TaskResult, measure_tasks
 from kvcal.stages.text_quality import Reference, TextQuality, measure_text
 from kvcal.stages.verify import require_same_model
-from kvcal.strict import STRICT, dump, parse
+from kvcal.strict import STRICT, Amount, NumBytes
 
 KIND = "evaluation"
 SCHEMA = 2
@@ -45,8 +45,8 @@ SCHEMA = 2
 class MeasuredBits:
     """All-in bits per cached value at the lengths that were measured, whose mean is ``mean_tokens``."""
 
-    bits_per_value: float
-    mean_tokens: float
+    bits_per_value: Amount
+    mean_tokens: Amount
 
     @property
     def header(self) -> str:
@@ -68,13 +68,13 @@ class Row:
     name: str
     plan_sha256: str
     workload: Workload
-    bits_per_value: float
-    total_bytes: int
+    bits_per_value: Amount
+    total_bytes: NumBytes
     text: TextQuality
     text_bits: MeasuredBits
     tasks: tuple[TaskResult, ...]
     task_bits: MeasuredBits | None
-    seconds: float
+    seconds: Amount
 
     @property
     def accuracy(self) -> float | None:
@@ -99,6 +99,15 @@ class Evaluation:
     data_fingerprint: str
     task_seed: int
     rows: tuple[Row, ...]
+
+    def __post_init__(self) -> None:
+        require_same_tasks(self.rows)
+
+
+def require_same_tasks(rows: Sequence[Row]) -> None:
+    """ValueError unless all rows are of the same tasks, in the same order."""
+    if len({tuple(task.task for task in row.tasks) for row in rows}) > 1:
+        raise ValueError(f"rows of other tasks than {[task.task for task in rows[0].tasks]}, those of the first")
 
 
 def evaluate(
@@ -179,32 +188,16 @@ def priced_header(workload: Workload) -> str:
 
 def save_evaluation(evaluation: Evaluation, path: str | Path) -> None:
     """Write the JSON file whole or not at all; ArtifactError when the system refuses."""
-    body = dump(evaluation)
-    content = {"kind": KIND, "schema": SCHEMA, "digest": sha256_json(body), "body": body}
-    write_text_atomic(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n")
+    write_json(path, KIND, SCHEMA, evaluation)
 
 
 def load_evaluation(path: str | Path) -> Evaluation:
     """Read what ``save_evaluation`` wrote.
 
     Raises:
-        ArtifactError: missing, unreadable, not JSON, of another kind or version, or corrupt.
+        ArtifactError: missing, unreadable, not JSON, of another kind or version, corrupt, or values out of range.
     """
-    hint = "delete the file and run the evaluation again"
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ArtifactError(f"no evaluation at {path}: the file does not exist") from None
-    except OSError as refused:
-        raise ArtifactError(f"cannot read {path}: {refused.strerror}", "check the path") from None
-    except ValueError as broken:
-        raise ArtifactError(f"{path} is truncated or not JSON: {broken}", hint) from None
-    if not isinstance(content, Mapping) or content.get("kind") != KIND or content.get("schema") != SCHEMA:
-        raise ArtifactError(f"{path} is not an evaluation of version {SCHEMA}", hint)
-    body = content.get("body")
-    if not isinstance(body, Mapping) or content.get("digest") != sha256_json(body):
-        raise ArtifactError(f"{path} is corrupt: its content does not have the digest it states", hint)
-    return parse(Evaluation, body, str(path), ArtifactError, hint)
+    return read_json(path, KIND, SCHEMA, Evaluation, "delete the file and run the evaluation again")
 
 
 def _reusable(path: Path, inputs: dict[str, Any], reporter: Reporter) -> dict[str, Row]:

@@ -34,7 +34,7 @@ from kvcal.recipe import EvaluateSpec
 from kvcal.runtime.queries import serving
 from kvcal.stages.mirror import MirroredCache
 from kvcal.stages.text_quality import require_predicted_bytes
-from kvcal.strict import STRICT
+from kvcal.strict import STRICT, Amount, Count, Share
 from kvcal.tasks import Problem, extract_answer, problems
 
 SEGMENT_TOKENS = 32
@@ -48,13 +48,13 @@ class TaskResult:
     completion."""
 
     task: str
-    accuracy: float
-    accuracy_se: float
-    num_problems: int
-    num_correct: int
-    num_unfinished: int
-    generated_tokens: int
-    lengths: tuple[int, ...]
+    accuracy: Share
+    accuracy_se: Amount
+    num_problems: Count
+    num_correct: Count
+    num_unfinished: Count
+    generated_tokens: Count
+    lengths: tuple[Count, ...]
 
 
 @dataclass

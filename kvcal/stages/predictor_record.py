@@ -8,24 +8,25 @@ RoPE). Predictors that do not pay are named with the reason and leave no tensors
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 
 from kvcal import artifact
-from kvcal.errors import ArtifactError
 from kvcal.formats import Side
-from kvcal.geometry import CacheDtype, ModelIdentity
+from kvcal.geometry import CacheDtype, Index, ModelIdentity
 from kvcal.layer_plan import LayerPlan, Predictor
 from kvcal.plan import Workload
+from kvcal.plan_tensors import rotary_spec
+from kvcal.record_file import record_of, refusing
 from kvcal.specs import PredictorSpec
-from kvcal.strict import STRICT, dump, parse
-from kvcal.transforms.linear_predictor import LinearPredictor, PredictorShape
+from kvcal.strict import STRICT, Amount, Count, Number, NumBytes, Positive, dump
+from kvcal.tensors import TensorSpec, require_tensors
+from kvcal.transforms.linear_predictor import MAX_INPUTS, PredictorShape
 
 KIND = "predictors"
 SCHEMA = 1
@@ -41,16 +42,16 @@ class Fit:
     ``error`` and ``plain_error``: of what the cache reads back with the record's predictors and without any, as shares
     of the variance; None where the predictor was left out."""
 
-    num_inputs: int
-    num_outputs: int
-    explained: float
-    explained_whole: float
-    explained_nearest: float | None
-    nbytes: int
-    saved_bits: float
-    saved_bytes: int
-    error: float | None = None
-    plain_error: float | None = None
+    num_inputs: Positive
+    num_outputs: Positive
+    explained: Number
+    explained_whole: Number
+    explained_nearest: Number | None
+    nbytes: NumBytes
+    saved_bits: Amount
+    saved_bytes: NumBytes
+    error: Amount | None = None
+    plain_error: Amount | None = None
 
     @property
     def measured_bits(self) -> float | None:
@@ -65,9 +66,9 @@ class Finding:
     """One side of a paged layer. ``source``: the layer it is predicted from, None for the first. ``reason``: why there
     is no predictor; None where there is one. ``fit`` is None where none was tried."""
 
-    layer: int
+    layer: Index
     side: Side
-    source: int | None
+    source: Index | None
     reason: str | None
     fit: Fit | None
 
@@ -86,8 +87,8 @@ class Subject:
     workload: Workload
     data_fingerprint: str
     data_description: str
-    num_fit_tokens: int
-    num_held_out_tokens: int
+    num_fit_tokens: Count
+    num_held_out_tokens: Count
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,28 +180,35 @@ def load(path: Path) -> PredictorRecord:
         ArtifactError: missing, corrupt or foreign file; unknown, missing or mis-shaped content.
     """
     stored = artifact.read(path, KIND, SCHEMA)
-    body = parse(_Body, stored.body, str(path), ArtifactError)
-    known = {name for name in stored.tensors if name.startswith("layers.") and name.endswith(".rotary")}
-    for name in known:
-        table = stored.tensors[name]
-        if table.dtype != torch.float64 or table.dim() != 2 or table.shape[1] != 4:
-            raise ArtifactError(
-                f"{path}: {name} is {table.dtype} {list(table.shape)}, expected torch.float64 [pairs, 4]"
-            )
-    spec = body.subject.spec
+    body = record_of(_Body, stored.body, path)
+    with refusing(path):
+        require_tensors(stored.tensors, _declared(body, stored.tensors))
+    return PredictorRecord(body.subject, body.findings, stored.tensors)
+
+
+def _declared(body: _Body, names: Iterable[str]) -> dict[str, TensorSpec]:
+    """What the findings need, and of ``names`` the rotary tables of their other layers, which may keep keys before RoPE
+    without a predictor. ValueError for findings that do not go together."""
+    places = [(finding.layer, finding.side) for finding in body.findings]
+    if len(set(places)) < len(places):
+        raise ValueError(f"findings of the layers and sides {places[:8]}, expected each once")
+    rotary = {f"layers.{layer}.rotary": rotary_spec(MAX_INPUTS) for layer, _ in places}
+    declared = {name: rotary[name] for name in names if name in rotary}
     for finding in body.findings:
         if not finding.is_kept:
             continue
-        if finding.fit is None or finding.source is None:
-            raise ArtifactError(f"{path}: {finding.side} of layer {finding.layer} is kept, but was not fitted")
-        inputs, outputs = finding.fit.num_inputs, finding.fit.num_outputs
-        prefix = f"layers.{finding.layer}.{finding.side}_predictor"
-        try:
-            shape = PredictorShape(spec.kind, inputs, outputs, body.subject.cache_dtype, spec.rank, spec.group_size)
-        except ValueError as wrong:
-            raise ArtifactError(f"{path}: {finding.side} of layer {finding.layer}: {wrong}") from None
-        known |= LinearPredictor.from_tensors(shape, stored.tensors, prefix).tensors(prefix).keys()
-    unknown = sorted(stored.tensors.keys() - known)
-    if unknown:
-        raise ArtifactError(f"{path}: unknown tensor {unknown[0]!r}")
-    return PredictorRecord(body.subject, body.findings, stored.tensors)
+        place, fit, spec = f"{finding.side} of layer {finding.layer}", finding.fit, body.subject.spec
+        if fit is None or finding.source is None or finding.source >= finding.layer:
+            raise ValueError(f"{place} is kept, but was not fitted to an earlier layer")
+        shape = PredictorShape(
+            spec.kind, fit.num_inputs, fit.num_outputs, body.subject.cache_dtype, spec.rank, spec.group_size
+        )
+        if fit.nbytes != shape.nbytes:
+            raise ValueError(f"{place} has a predictor of {fit.nbytes} bytes, expected {shape.nbytes}")
+        for name, tensor in shape.tensors().items():
+            declared[f"layers.{finding.layer}.{finding.side}_predictor.{name}"] = tensor
+        reads = finding.source if finding.side == "k" else finding.layer
+        declared[f"layers.{reads}.rotary"] = rotary_spec(MAX_INPUTS)
+        if finding.side == "k":
+            declared[f"layers.{finding.layer}.rotary"] = rotary_spec(MAX_INPUTS)
+    return declared

@@ -72,7 +72,7 @@ def run_profile(
     )
     check_taps(loaded.model, loaded.geometry)  # before the long part, as the next line: they may refuse
     texts = kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if subject.layers else []
-    means = {name: Mean.empty(shape) for name, shape in subject.shapes().items()}
+    means = {name: Mean.empty(spec.extents) for name, spec in subject.totals().items()}
     start = State(means, {GRADIENTS: 0, DIVERGENCES: 0})
     with Checkpoint(path, KIND, inputs, start, reporter) as checkpoint:
         _measure_gradients(loaded, data, subject, checkpoint, reporter)

@@ -33,17 +33,20 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 
 from kvcal import artifact
-from kvcal.errors import ArtifactError, UsageError
+from kvcal.errors import UsageError
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
 from kvcal.observers.mean import Mean
 from kvcal.observers.sensitivity import Candidate, candidates
 from kvcal.plan import SIDES, Side
 from kvcal.recipe import CacheSpec, Objective, ProfileSpec
-from kvcal.strict import STRICT, dump, parse
+from kvcal.record_file import record_of, refusing
+from kvcal.strict import STRICT, Count, NumBytes, Positive, dump
+from kvcal.tensors import TensorSpec, require_tensors
 
 KIND = "profile"
 # Keeps a share defined where nothing was lost at all.
 TINY = 1e-300
+LARGEST_TOTAL = 1e30  # of any statistic, so that their sums are finite
 SCHEMA = 2
 
 
@@ -55,16 +58,16 @@ class Subject:
 
     identity: ModelIdentity
     geometry: Geometry
-    weight_bytes: int
-    vocab_size: int
+    weight_bytes: NumBytes
+    vocab_size: Positive
     spec: ProfileSpec
     cache: CacheSpec
     data_fingerprint: str
     data_description: str
-    num_samples: int
-    num_tokens: int
-    num_loss_tokens: int
-    max_positions: int | None = None
+    num_samples: Positive
+    num_tokens: Count
+    num_loss_tokens: Count
+    max_positions: Positive | None = None
 
     @property
     def layers(self) -> tuple[AttentionGeometry, ...]:
@@ -82,22 +85,22 @@ class Subject:
             return ()
         return candidates(side, self.spec.kl_bits, self.spec.k_axes[:1], (self.spec.kl_group,))
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every statistic by name, with its shape."""
-        shapes: dict[str, tuple[int, ...]] = {"loss": ()}
+    def totals(self) -> dict[str, TensorSpec]:
+        """The sum of every statistic by name. A KL may be below 0 by the rounding of its logits."""
+        totals = {"loss": _total()}
         for layer, side in product(self.layers, SIDES):
-            shapes[f"sensitivity.{side}.{layer.index}"] = (layer.num_kv_heads, len(self.candidates(side)))
-            shapes[f"grad_norm.{side}.{layer.index}"] = ()
-            shapes[f"squared_error.{side}.{layer.index}"] = (len(self.candidates(side)),)
-            shapes[f"energy.{side}.{layer.index}"] = ()
+            totals[f"sensitivity.{side}.{layer.index}"] = _total(layer.num_kv_heads, len(self.candidates(side)))
+            totals[f"grad_norm.{side}.{layer.index}"] = _total()
+            totals[f"squared_error.{side}.{layer.index}"] = _total(len(self.candidates(side)))
+            totals[f"energy.{side}.{layer.index}"] = _total()
             if self.kl_candidates(side):
-                shapes[f"kl.{side}.{layer.index}"] = (len(self.kl_candidates(side)),)
-        return shapes
+                totals[f"kl.{side}.{layer.index}"] = _total(len(self.kl_candidates(side)), low=-1.0)
+        return totals
 
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """Measured costs. ``means``: a statistic for each of ``subject.shapes()``."""
+    """Measured costs. ``means``: a statistic for each of ``subject.totals()``."""
 
     subject: Subject
     means: Mapping[str, Mean]
@@ -203,22 +206,26 @@ def load(path: Path) -> Profile:
         ArtifactError: missing, corrupt or foreign file; unknown, missing or mis-shaped content.
     """
     stored = artifact.read(path, KIND, SCHEMA)
-    content = parse(_Body, stored.body, str(path), ArtifactError)
-    shapes = content.subject.shapes()
-    for what, names in (("tensors", stored.tensors.keys()), ("counts", content.counts.keys())):
-        if names != shapes.keys():
-            raise ArtifactError(f"{path}: {what} {sorted(names ^ shapes.keys())[:3]} are unknown or missing")
-    for name, total in stored.tensors.items():
-        if total.dtype != torch.float64 or tuple(total.shape) != shapes[name] or content.counts[name] < 1:
-            raise ArtifactError(
-                f"{path}: {name} is {total.dtype} {list(total.shape)} with count {content.counts[name]}, expected "
-                f"torch.float64 {list(shapes[name])} with a count of 1 or more"
+    content = record_of(_Body, stored.body, path)
+    with refusing(path):
+        require_tensors(stored.tensors, content.subject.totals())
+        if content.counts.keys() != stored.tensors.keys():
+            raise ValueError(
+                f"counts {sorted(content.counts.keys() ^ stored.tensors.keys())[:3]} are unknown or missing"
             )
+        samples, tokens = content.subject.num_samples, content.subject.num_loss_tokens
+        for name, count in content.counts.items():
+            if not (0 < count <= tokens if name.startswith("kl.") else count == samples):
+                raise ValueError(f"counts.{name} = {count}, in a profile of {samples} samples and {tokens} loss tokens")
     means = {name: Mean(total, content.counts[name]) for name, total in stored.tensors.items()}
     return Profile(content.subject, means)
+
+
+def _total(*shape: int, low: float = 0.0) -> TensorSpec:
+    return TensorSpec(torch.float64, shape, low, LARGEST_TOTAL)
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class _Body:
     subject: Subject
-    counts: dict[str, int]
+    counts: dict[str, Count]

@@ -10,16 +10,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 
 from kvcal import artifact
 from kvcal.errors import ArtifactError
-from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
-from kvcal.layer_plan import LayerPlan
+from kvcal.geometry import Geometry, Index, ModelIdentity
+from kvcal.layer_plan import LayerPlan, bare_layers
+from kvcal.plan_tensors import offset_spec, rescale_spec
+from kvcal.record_file import record_of, refusing
 from kvcal.specs import ReparamSpec
-from kvcal.strict import STRICT, dump, parse
+from kvcal.strict import STRICT, Amount, Count, Share, dump
+from kvcal.tensors import TensorSpec, require_tensors
 
 KIND = "reparam"
 SCHEMA = 1
@@ -35,14 +37,14 @@ class LayerReparam:
     reaches the keys. ``warning``: what to know about the layer, None mostly.
     """
 
-    index: int
-    alpha: float
+    index: Index
+    alpha: Share
     has_offset: bool
-    error: float
-    energy: float
-    errors: tuple[float, ...]
-    offset_errors: tuple[float, ...]
-    k_bias_share: float | None
+    error: Amount
+    energy: Amount
+    errors: tuple[Amount, ...]
+    offset_errors: tuple[Amount, ...]
+    k_bias_share: Amount | None
     warning: str | None
 
     @property
@@ -59,10 +61,10 @@ class Subject:
     identity: ModelIdentity
     geometry: Geometry
     spec: ReparamSpec
-    position_scale: float
+    position_scale: Amount
     data_fingerprint: str
     data_description: str
-    num_tokens: int
+    num_tokens: Count
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
@@ -136,31 +138,41 @@ def load(path: Path) -> Reparam:
     """Read and check a record.
 
     Raises:
-        ArtifactError: missing, corrupt or foreign file; unknown, missing or mis-shaped content; λ that is not positive.
+        ArtifactError: missing, corrupt or foreign file; unknown, missing or mis-shaped content; λ, offsets or
+            curves out of range.
     """
     stored = artifact.read(path, KIND, SCHEMA)
-    body = parse(_Body, stored.body, str(path), ArtifactError)
-    shapes = {
-        layer.index: (layer.num_kv_heads, layer.k_head_dim)
-        for layer in body.subject.geometry.layers
-        if isinstance(layer, AttentionGeometry)
-    }
+    body = record_of(_Body, stored.body, path)
+    with refusing(path):
+        require_tensors(stored.tensors, _declared(body))
     indices = [layer.index for layer in body.layers]
-    expected = {f"layers.{index}.{name}" for index in indices for name in ("k_rescale", "k_offset")}
-    if stored.tensors.keys() != expected or not shapes.keys() >= set(indices):
-        raise ArtifactError(f"{path}: tensors {sorted(stored.tensors.keys() ^ expected)[:3]} are unknown or missing")
-    for name, tensor in stored.tensors.items():
-        shape = shapes[int(name.split(".")[1])]
-        if tensor.dtype != torch.float32 or tuple(tensor.shape) != shape:
-            raise ArtifactError(f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}, expected fp32 {list(shape)}")
-        if name.endswith("k_rescale") and not bool((tensor > 0).all()):
-            raise ArtifactError(f"{path}: {name} holds a λ that is not positive")
-    curves = {len(layer.errors) for layer in body.layers} | {len(layer.offset_errors) or None for layer in body.layers}
-    if not curves <= {body.subject.spec.num_steps + 1, None}:
-        raise ArtifactError(f"{path}: error curves of {sorted(filter(None, curves))} values for {body.subject.spec}")
     lambdas = {index: stored.tensors[f"layers.{index}.k_rescale"] for index in indices}
     offsets = {index: stored.tensors[f"layers.{index}.k_offset"] for index in indices}
     return Reparam(body.subject, body.layers, lambdas, offsets)
+
+
+def _declared(body: _Body) -> dict[str, TensorSpec]:
+    """λ and offset of every layer. ValueError for layers that are not the model's, or that no search gives."""
+    steps, declared = body.subject.spec.num_steps, {}
+    paged = {layer.geometry.index: layer.attention for layer in bare_layers(body.subject.geometry) if layer.is_paged}
+    for layer in body.layers:
+        prefix = f"layers.{layer.index}"
+        if layer.index not in paged or f"{prefix}.k_rescale" in declared:
+            raise ValueError(f"layer {layer.index} is given twice, or is no layer of full attention")
+        curve = layer.offset_errors if layer.has_offset else layer.errors
+        if {len(layer.errors), len(layer.offset_errors) or steps + 1} != {steps + 1} or not curve:
+            raise ValueError(
+                f"layer {layer.index} has error curves of {len(layer.errors)} and {len(layer.offset_errors)} "
+                f"values for num_steps = {steps}"
+            )
+        step = round(layer.alpha * steps)
+        if (layer.alpha, layer.error) != (step / steps, curve[step]):
+            raise ValueError(
+                f"layer {layer.index} has α = {layer.alpha} and error = {layer.error}, which its curve does not"
+            )
+        shape = paged[layer.index].num_kv_heads, paged[layer.index].k_head_dim
+        declared |= {f"{prefix}.k_rescale": rescale_spec(*shape), f"{prefix}.k_offset": offset_spec(*shape)}
+    return declared
 
 
 def table_rows(record: Reparam) -> tuple[list[str], list[list[str]]]:

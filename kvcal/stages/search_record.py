@@ -10,11 +10,11 @@ from pydantic.dataclasses import dataclass as record
 from torch import Tensor
 
 from kvcal import artifact
-from kvcal.errors import ArtifactError
-from kvcal.plan import LayerPlan
+from kvcal.plan import LayerPlan, Plan
+from kvcal.record_file import record_of, refusing
 from kvcal.stages.allocation_record import Allocation
 from kvcal.stages.importance import rank_correlation
-from kvcal.strict import STRICT, dump, parse
+from kvcal.strict import STRICT, Count, Number, NumBytes, dump
 
 KIND = "search"
 SCHEMA = 1
@@ -27,9 +27,16 @@ class UnitResult:
 
     unit: str
     options: tuple[str, ...]
-    nbytes: tuple[int, ...]
-    costs: tuple[float, ...]
-    chosen: int
+    nbytes: tuple[NumBytes, ...]
+    costs: tuple[Number, ...]
+    chosen: Count
+
+    def __post_init__(self) -> None:
+        if not len(self.options) == len(self.nbytes) == len(self.costs) > self.chosen:
+            raise ValueError(
+                f"unit {self.unit!r} has {len(self.options)} options, {len(self.nbytes)} sizes, {len(self.costs)} "
+                f"costs and chosen = {self.chosen}"
+            )
 
 
 @record(frozen=True, config=STRICT)
@@ -38,10 +45,10 @@ class SearchReport:
     after every round of refinement. ``proxy``: (predicted, measured) KL of random plans."""
 
     units: tuple[UnitResult, ...]
-    kl: float
-    history: tuple[float, ...]
-    proxy: tuple[tuple[float, float], ...]
-    num_plans: int
+    kl: Number
+    history: tuple[Number, ...]
+    proxy: tuple[tuple[Number, Number], ...]
+    num_plans: Count
 
     @property
     def proxy_correlation(self) -> float | None:
@@ -65,18 +72,24 @@ class SearchRecord:
         return self.allocation.layers
 
 
+@record(frozen=True, config=STRICT)
+class _Body:
+    allocation: Allocation
+    report: SearchReport
+
+
 def save(found: SearchRecord, inputs: dict[str, Any], path: Path) -> None:
     """ArtifactError when the file cannot be written."""
-    body = {"allocation": dump(found.allocation), "report": dump(found.report)}
+    body = dump(_Body(found.allocation, found.report))
     artifact.write(path, artifact.Artifact(KIND, SCHEMA, inputs, body, found.plan_tensors))
 
 
 def load(path: Path) -> SearchRecord:
     """ArtifactError when missing, corrupt or foreign."""
     stored = artifact.read(path, KIND, SCHEMA)
-    parts = [stored.body.get(name) for name in ("allocation", "report")]
-    if stored.body.keys() != {"allocation", "report"} or not all(isinstance(part, dict) for part in parts):
-        raise ArtifactError(f"{path}: expected an allocation and a report", hint="delete the file and search again")
-    allocation = parse(Allocation, stored.body["allocation"], f"{path}: allocation", ArtifactError)
-    report = parse(SearchReport, stored.body["report"], f"{path}: report", ArtifactError)
-    return SearchRecord(allocation, report, stored.tensors)
+    body = record_of(_Body, stored.body, path, hint="delete the file and search again")
+    with refusing(path):
+        body.allocation.require_sound()
+        chosen = body.allocation
+        Plan(chosen.model, chosen.cache_dtype, chosen.layers, chosen.workload, {}, stored.tensors)
+    return SearchRecord(body.allocation, body.report, stored.tensors)

@@ -33,7 +33,7 @@ from kvcal.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.runtime.cache import PlanCache
 from kvcal.stages.divergence import feed, kl_divergence
-from kvcal.strict import STRICT
+from kvcal.strict import STRICT, Amount, Count, Number, Share
 
 REFERENCE_BYTES = 2**30
 REFERENCE_CHUNK = 128
@@ -43,15 +43,15 @@ REFERENCE_CHUNK = 128
 class TextQuality:
     """``kl`` in nats per loss token; ``*_se`` are standard errors over sequences, None for a single sequence."""
 
-    perplexity: float
-    perplexity_se: float | None
-    kl: float
-    kl_se: float | None
-    top1_agreement: float
-    top1_se: float | None
-    num_sequences: int
-    num_tokens: int
-    num_loss_tokens: int
+    perplexity: Amount
+    perplexity_se: Amount | None
+    kl: Number
+    kl_se: Amount | None
+    top1_agreement: Share
+    top1_se: Amount | None
+    num_sequences: Count
+    num_tokens: Count
+    num_loss_tokens: Count
 
 
 @dataclass(frozen=True, eq=False)

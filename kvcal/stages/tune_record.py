@@ -10,7 +10,6 @@ The file is JSON with sorted keys and a digest: the same trials give the same by
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,10 +17,10 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from kvcal.artifact import sha256_json, write_text_atomic
-from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
+from kvcal.errors import InfeasibleBudget, UsageError
 from kvcal.quantities import format_bytes
-from kvcal.strict import STRICT, dump, parse
+from kvcal.record_file import read_json, write_json
+from kvcal.strict import STRICT, Amount, Count, Number, NumBytes, Share
 
 KIND = "tuning"
 SCHEMA = 1
@@ -61,11 +60,11 @@ class Outcome:
     """What one setting is worth. ``accuracy``: higher is better; ``bits_per_value`` and ``total_bytes`` count
     everything, at the workload of the search. ``facts``: what else was found, such as the shares of the tiers."""
 
-    accuracy: float
-    accuracy_se: float | None
-    bits_per_value: float
-    total_bytes: int
-    facts: dict[str, float]
+    accuracy: Share
+    accuracy_se: Amount | None
+    bits_per_value: Amount
+    total_bytes: NumBytes
+    facts: dict[str, Number]
 
 
 # Measures the plan with these thresholds, by name.
@@ -76,8 +75,8 @@ Evaluate = Callable[[Mapping[str, float]], Outcome]
 class Trial:
     """``number``: 0, 1, 2, ... in the order in which the search came upon its finished trials."""
 
-    number: int
-    thresholds: dict[str, float]
+    number: Count
+    thresholds: dict[str, Number]
     outcome: Outcome
 
 
@@ -95,6 +94,9 @@ class Tuning:
     def __post_init__(self) -> None:
         if [trial.number for trial in self.trials] != list(range(len(self.trials))):
             raise ValueError("trials are not numbered 0, 1, 2, ...")
+        names = {threshold.name for threshold in self.search.thresholds}
+        if any(trial.thresholds.keys() != names for trial in self.trials):
+            raise ValueError(f"trials have other thresholds than {sorted(names)}")
         if self.front != pareto_front(self.trials):
             raise ValueError(f"front = {self.front}, expected {pareto_front(self.trials)}")
 
@@ -137,29 +139,15 @@ def choose(tuning: Tuning, max_bits: float | None = None, max_bytes: int | None 
 
 def save_tuning(tuning: Tuning, path: str | Path) -> None:
     """Write the JSON file whole or not at all; ArtifactError when the system refuses."""
-    body = dump(tuning)
-    content = {"kind": KIND, "schema": SCHEMA, "digest": sha256_json(body), "body": body}
-    write_text_atomic(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n")
+    write_json(path, KIND, SCHEMA, tuning)
 
 
 def load_tuning(path: str | Path) -> Tuning:
     """Read what ``save_tuning`` wrote.
 
     Raises:
-        ArtifactError: missing, unreadable, not JSON, of another kind or version, or corrupt.
+        ArtifactError: missing, unreadable, not JSON, of another kind or version, corrupt, or values out of range.
     """
-    hint = "delete the file and run kvcal tune again: its trials are kept beside it"
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ArtifactError(f"no tuning at {path}: the file does not exist", "run kvcal tune") from None
-    except OSError as refused:
-        raise ArtifactError(f"cannot read {path}: {refused.strerror}", "check the path") from None
-    except ValueError as broken:
-        raise ArtifactError(f"{path} is truncated or not JSON: {broken}", hint) from None
-    if not isinstance(content, Mapping) or content.get("kind") != KIND or content.get("schema") != SCHEMA:
-        raise ArtifactError(f"{path} is not a tuning of version {SCHEMA}", hint)
-    body = content.get("body")
-    if not isinstance(body, Mapping) or content.get("digest") != sha256_json(body):
-        raise ArtifactError(f"{path} is corrupt: its content does not have the digest it states", hint)
-    return parse(Tuning, body, str(path), ArtifactError, hint)
+    return read_json(
+        path, KIND, SCHEMA, Tuning, "delete the file and run kvcal tune again: its trials are kept beside it"
+    )

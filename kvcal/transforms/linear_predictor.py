@@ -32,8 +32,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from kvcal.errors import ArtifactError
 from kvcal.geometry import CACHE_DTYPES, CacheDtype
+from kvcal.record_file import refusing
+from kvcal.tensors import TensorSpec, require_tensors
 
 Kind = Literal["linear", "low_rank", "int4"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -41,6 +42,7 @@ MAX_INPUTS = 2**15
 INT4_ZERO = 8  # the code of weight 0; codes are 0 .. 15
 
 INTEGER_BITS = 14  # of x and of W: 2^14 is 64 * 256, so that the upper of two signed digits has room
+LARGEST = 2.0**32  # of weights and biases that a file may hold: far beyond a fit's, and predictions stay finite
 LEAST_EXPONENT = -100  # of a row or column: what is smaller throughout is rounded as if it were not
 _CHUNK_ROWS = 4096  # rows of x that are fp64 at a time
 
@@ -75,26 +77,26 @@ class PredictorShape:
         if self.group_size is not None and self.group_size < 1:
             raise ValueError(f"group_size = {self.group_size}: expected 1 or more")
 
-    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every tensor by name: the one definition of what a predictor is made of."""
-        dtype = CACHE_DTYPES[self.cache_dtype]
-        bias = {"bias": ((self.num_outputs,), dtype)}
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Every tensor by name: the one definition of what a predictor is made of."""
+
+        def spec(*shape: int) -> TensorSpec:
+            return TensorSpec(CACHE_DTYPES[self.cache_dtype], shape, -LARGEST, LARGEST)
+
+        bias = spec(self.num_outputs)
         if self.rank is not None:
-            down, up = (self.rank, self.num_inputs), (self.num_outputs, self.rank)
-            return {"down": (down, dtype), "up": (up, dtype), **bias}
+            return {"down": spec(self.rank, self.num_inputs), "up": spec(self.num_outputs, self.rank), "bias": bias}
         if self.group_size is not None:
             num_groups = -(-self.num_inputs // self.group_size)
-            codes = ((self.num_outputs, -(-self.num_inputs // 2)), torch.uint8)
-            return {"weight": codes, "scale": ((self.num_outputs, num_groups), torch.float16), **bias}
-        return {"weight": ((self.num_outputs, self.num_inputs), dtype), **bias}
+            codes = TensorSpec(torch.uint8, (self.num_outputs, -(-self.num_inputs // 2)))
+            scale = TensorSpec(torch.float16, (self.num_outputs, num_groups), low=0.0)
+            return {"weight": codes, "scale": scale, "bias": bias}
+        return {"weight": spec(self.num_outputs, self.num_inputs), "bias": bias}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors."""
-        total = 0
-        for shape, dtype in self.tensors().values():
-            total += torch.Size(shape).numel() * dtype.itemsize
-        return total
+        return sum(spec.nbytes for spec in self.tensors().values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,24 +111,13 @@ class LinearPredictor:
         """The predictor whose tensors are named ``prefix``.<name>; other tensors are not looked at.
 
         Raises:
-            ArtifactError: a tensor is missing, has another shape or dtype, is not finite, or is a negative scale.
+            ArtifactError: a tensor is missing, has another shape or dtype, or holds values that are not allowed.
         """
-        stored = {}
-        for name, (size, dtype) in shape.tensors().items():
-            full_name = f"{prefix}.{name}"
-            if full_name not in tensors:
-                raise ArtifactError(f"the tensor '{full_name}' of a {shape.kind} predictor is missing")
-            tensor = tensors[full_name]
-            if tuple(tensor.shape) != size or tensor.dtype != dtype:
-                raise ArtifactError(
-                    f"the tensor '{full_name}' is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(size)}"
-                )
-            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                raise ArtifactError(f"the tensor '{full_name}' holds NaN or infinity; allowed: finite values")
-            if name == "scale" and (tensor < 0).any():
-                raise ArtifactError(f"the tensor '{full_name}' holds a negative scale; allowed: 0 or more")
-            stored[name] = tensor
-        return cls(shape, stored)
+        declared = {f"{prefix}.{name}": spec for name, spec in shape.tensors().items()}
+        found = {name: tensors[name] for name in declared if name in tensors}
+        with refusing(f"{shape.kind} predictor"):
+            require_tensors(found, declared)
+        return cls(shape, {name.removeprefix(f"{prefix}."): tensor for name, tensor in found.items()})
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """By their names in a plan: the inverse of :meth:`from_tensors`."""
