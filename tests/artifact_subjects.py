@@ -185,7 +185,11 @@ def open_predictors(path: Path) -> None:
     found = predictor_record.load(path)
     same_again(path, lambda again: predictor_record.save(found, {}, again))
     predictor_record.table_rows(found)
-    use_plan(plan_with(loaded_llama(), fitted_llama()[0], found))
+    plan = plan_with(loaded_llama(), fitted_llama()[0])
+    fixed, paged = allocation_record.layer_bytes(plan.layers, plan.cache_dtype, plan.workload)
+    split = allocation_record.Split(fixed + paged, None, None, fixed, paged)
+    allocation = allocation_record.Allocation(plan.model, plan.cache_dtype, plan.layers, plan.workload, {}, split)
+    use_plan(compile_plan(allocation, found.apply(plan.layers), found.tensors()))
 
 
 @functools.cache
@@ -225,7 +229,7 @@ def open_prefix(path: Path, plan: Plan) -> None:
     loaded = loaded_llama()
     prefix = load_prefix(loaded, plan, path)
     tokens = len(prefix.tokens_T)
-    assert tokens and 0 <= int(prefix.tokens_T.min()) and int(prefix.tokens_T.max()) < 64, (
+    assert tokens and int(prefix.tokens_T.min()) >= 0 and int(prefix.tokens_T.max()) < 64, (
         "tokens beyond the vocabulary"
     )
     assert prefix.cache.nbytes == plan.nbytes([tokens])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +12,15 @@ from unittest import mock
 
 import torch
 from cache_cases import KIVI_2, llama_plan, random_ids
-from predictor_runs import WORKLOAD, aqua_layers, fit, loaded_llama, sequences
+from predictor_runs import WORKLOAD, aqua_layers, loaded_llama, sequences
 
+from kvcal.errors import ArtifactError
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, ProfileSpec
-from kvcal.specs import ReparamSpec
+from kvcal.specs import PredictorSpec, ReparamSpec
 from kvcal.stages import fit_predictors, predictor_record, profile, profile_record, reparam, reparam_record
 from kvcal.stages.checkpoint import Checkpoint, State
-from kvcal.stages.kl_meter import PHASE, KLMeter
+from kvcal.stages.kl_meter import PHASE, KLMeter, declare_kls
 from kvcal.stages.kl_texts import Text
 
 DATA = sequences([200, 180, 190], 1)
@@ -28,20 +31,21 @@ SPEC = ProfileSpec(
 
 def run_profile(target: Path) -> None:
     cache = CacheSpec(num_sink_tokens=2, k_recent_window=16, v_recent_window=8)
-    profile.run_profile(loaded_llama(), DATA, SPEC, cache, {}, target, Silent())
+    profile.run_profile(loaded_llama(), DATA, SPEC, cache, {}, target, Strict())
     profile_record.load(target)
 
 
 def run_reparam(target: Path) -> None:
     layers = aqua_layers(loaded_llama())
     spec = ReparamSpec(position_scale=1.0, num_steps=2, offset=True)
-    reparam.run_reparam(loaded_llama(), layers, {}, DATA, spec, {}, target, Silent())
+    reparam.run_reparam(loaded_llama(), layers, {}, DATA, spec, {}, target, Strict())
     reparam_record.table_rows(reparam_record.load(target))
 
 
 def run_predictors(target: Path) -> None:
     loaded = loaded_llama()
-    fit(loaded, aqua_layers(loaded), DATA, workload=WORKLOAD, path=target)
+    spec = PredictorSpec(drop=False)
+    fit_predictors.run_fit_predictors(loaded, aqua_layers(loaded), {}, DATA, spec, WORKLOAD, {}, target, Strict())
     predictor_record.table_rows(predictor_record.load(target))
 
 
@@ -50,10 +54,18 @@ def run_search(target: Path) -> None:
     plans = [llama_plan(fmt, KIVI_2[1]) for fmt in KIVI_2]
     loaded = loaded_llama(2)
     texts = [Text(0, random_ids(1, 150)[0], torch.arange(150) > 9)]
-    with Checkpoint(target, "search", {}, State({}, {PHASE: 0}), Silent()) as checkpoint:
-        found = KLMeter(loaded, texts, 1, checkpoint, Silent()).kl(plans, "plans")
+    with Checkpoint(target, "search", {}, State({}, {PHASE: 0}), declare_kls, Strict()) as checkpoint:
+        found = KLMeter(loaded, texts, 1, checkpoint, Strict()).kl(plans, "plans")
         assert all(kl >= 0 for kl in found), "a KL below 0"
         checkpoint_hook()
+
+
+class Strict(Silent):
+    """A reporter that takes a discarded checkpoint as a refusal, which it is: the stage starts anew."""
+
+    def say(self, message: str) -> None:
+        if "is discarded" in message:
+            raise ArtifactError(message)
 
 
 def checkpoint_hook() -> None:
@@ -74,11 +86,9 @@ def write_partial(name: str, path: Path) -> None:
     place = "save" if module else "checkpoint_hook"
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "x.safetensors"
-        with mock.patch.object(module or __import__(__name__), place, side_effect=KeyboardInterrupt):
-            try:
-                run(target)
-            except KeyboardInterrupt:
-                pass
+        interrupted = mock.patch.object(module or sys.modules[__name__], place, side_effect=KeyboardInterrupt)
+        with interrupted, contextlib.suppress(KeyboardInterrupt):
+            run(target)
         path.write_bytes((Path(folder) / "x.partial.safetensors").read_bytes())
 
 

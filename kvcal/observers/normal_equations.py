@@ -105,6 +105,12 @@ class NormalEquations:
         """The sums by name, as a file keeps them; with ``count`` all there is."""
         return {"xx": self.xx_FF, "xy": self.xy_FO, "x": self.x_F, "y": self.y_O, "y2": self.y2_O}
 
+    @staticmethod
+    def shapes(num_inputs: int, num_outputs: int) -> dict[str, tuple[int, ...]]:
+        """Of :meth:`tensors`."""
+        F, O = num_inputs, num_outputs  # noqa: E741
+        return {"xx": (F, F), "xy": (F, O), "x": (F,), "y": (O,), "y2": (O,)}
+
     @classmethod
     def from_tensors(cls, sums: Mapping[str, Tensor], count: int) -> NormalEquations:
         """Inverse of :meth:`tensors`."""

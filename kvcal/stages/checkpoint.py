@@ -1,28 +1,35 @@
 """A long stage's unfinished statistics, kept in a file beside its target, so that an interrupted run goes on.
 
 The file is written about every ``SAVE_SECONDS`` and when the stage is left by any error, Ctrl-C included, whole or
-not at all. It is taken up again only by a run with the same inputs. Statistics are sums in fp64, and steps come in a
-fixed order: a resumed run gives the same bits as one that was not interrupted.
+not at all. It is taken up again only by a run with the same inputs, which declares what it must hold after the steps
+that it counts; anything else is discarded. Statistics are sums in fp64, and steps come in a fixed order: a resumed run
+gives the same bits as one that was not interrupted.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+from pydantic.dataclasses import dataclass as record
 from torch import Tensor
 
 from kvcal import artifact
 from kvcal.errors import ArtifactError
 from kvcal.observers.mean import Mean
 from kvcal.progress import Reporter
+from kvcal.record_file import record_of, refusing
+from kvcal.strict import STRICT, Count, dump
+from kvcal.tensors import TensorSpec, require_tensors
 
 SCHEMA = 1
 SAVE_SECONDS = 20.0
+LARGEST = 1e30  # of a total: sums of such are finite
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,15 +45,56 @@ class State:
         return State({**self.means, **means}, {**self.done, phase: self.done[phase] + 1})
 
 
+@dataclass(frozen=True)
+class Statistic:
+    """A mean that a checkpoint must hold: its total, and how many observations are in it; None is 1 or more."""
+
+    total: TensorSpec
+    count: int | None = None
+
+    @classmethod
+    def of(cls, shape: Sequence[int], count: int | None = None, low: float = -LARGEST) -> Statistic:
+        """Of an fp64 total within ``low`` and ``LARGEST``."""
+        return cls(TensorSpec(torch.float64, tuple(shape), low, LARGEST), count)
+
+
+# What a stage's checkpoint holds, by name, after ``done`` steps of each phase, when it holds these names.
+# ValueError for counts of steps that the stage does not have.
+Declare = Callable[[Mapping[str, int], Collection[str]], Mapping[str, Statistic]]
+
+
+@record(frozen=True, config=STRICT)
+class _Body:
+    counts: dict[str, Count]
+    done: dict[str, Count]
+
+
+def require_steps(done: Mapping[str, int], most: Mapping[str, int]) -> None:
+    """ValueError where more steps of a phase are done than there are."""
+    for phase, count in done.items():
+        if count > most[phase]:
+            raise ValueError(f"done.{phase} = {count}, expected at most {most[phase]}")
+
+
 class Checkpoint:
     """A context: ``state`` is the newest, ``advance`` replaces it, leaving by an error saves it,
     by success removes the file."""
 
-    def __init__(self, target: Path, kind: str, inputs: dict[str, Any], start: State, reporter: Reporter) -> None:
-        """``start``: the state to begin with, unless an earlier run for the same ``target`` left a usable one."""
+    def __init__(
+        self,
+        target: Path,
+        kind: str,
+        inputs: dict[str, Any],
+        start: State,
+        declare: Declare,
+        reporter: Reporter,
+    ) -> None:
+        """``start``: the state to begin with, unless an earlier run for the same ``target`` left one that holds what is
+        declared."""
         self.path = target.with_name(f"{target.stem}.partial{target.suffix}")
         self._kind = f"{kind}-partial"
         self._inputs = inputs
+        self._declare = declare
         self.state = self._resumed(start, reporter)
         self._saved = self.state
         self._saved_at = time.monotonic()
@@ -74,8 +122,7 @@ class Checkpoint:
     def _save(self) -> None:
         state = self.state
         tensors = {name: mean.total for name, mean in state.means.items()}
-        counts = {name: mean.count for name, mean in state.means.items()}
-        body = {"counts": counts, "done": dict(state.done)}
+        body = dump(_Body({name: mean.count for name, mean in state.means.items()}, dict(state.done)))
         artifact.write(self.path, artifact.Artifact(self._kind, SCHEMA, self._inputs, body, tensors))
         self._saved, self._saved_at = state, time.monotonic()
 
@@ -84,15 +131,28 @@ class Checkpoint:
             return start
         try:
             stored = artifact.read(self.path, self._kind, SCHEMA)
+            difference = artifact.differing_input(self._inputs, stored.inputs)
+            if difference is not None:
+                raise ArtifactError(difference)
+            state = self._checked(start, stored)
         except ArtifactError as error:
             reporter.say(f"{self.path.name} is discarded: {error.message}")
             return start
-        difference = artifact.differing_input(self._inputs, stored.inputs)
-        if difference is not None:
-            reporter.say(f"{self.path.name} is discarded: {difference}")
-            return start
-        means = {name: Mean(total, stored.body["counts"][name]) for name, total in stored.tensors.items()}
-        done = {phase: stored.body["done"][phase] for phase in start.done}
-        steps = ", ".join(f"{count} {phase}" for phase, count in done.items())
+        steps = ", ".join(f"{count} {phase}" for phase, count in state.done.items())
         reporter.say(f"{self.path.name}: goes on after {steps}")
-        return State(means, done)
+        return state
+
+    def _checked(self, start: State, stored: artifact.Artifact) -> State:
+        """ArtifactError unless the file holds what is declared."""
+        body = record_of(_Body, stored.body, self.path)
+        with refusing(self.path):
+            if body.done.keys() != start.done.keys() or body.counts.keys() != stored.tensors.keys():
+                raise ValueError(f"phases {list(body.done)[:4]} and counts {list(body.counts)[:4]} are not the stage's")
+            declared = self._declare(body.done, body.counts.keys())
+            require_tensors(stored.tensors, {name: statistic.total for name, statistic in declared.items()})
+            for name, statistic in declared.items():
+                count, wanted = body.counts[name], statistic.count
+                if not (count > 0 if wanted is None else count == wanted):
+                    raise ValueError(f"counts.{name} = {count}, expected {'1 or more' if wanted is None else wanted}")
+        means = {name: Mean(total, body.counts[name]) for name, total in stored.tensors.items()}
+        return State(means, {phase: body.done[phase] for phase in start.done})

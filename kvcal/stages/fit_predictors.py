@@ -17,9 +17,10 @@ Left out: hidden states kept on disk between layers, which would make one forwar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from kvcal.plan import Workload
 from kvcal.plan_tensors import needed_tensors
 from kvcal.progress import Reporter
 from kvcal.specs import PredictorSpec
-from kvcal.stages.checkpoint import Checkpoint, State
+from kvcal.stages.checkpoint import Checkpoint, State, Statistic, require_steps
 from kvcal.stages.predictor_choice import Measured, Target, compress, decide, find_targets, measure
 from kvcal.stages.predictor_record import (
     KIND,
@@ -90,11 +91,53 @@ def run_fit_predictors(
         ArtifactError: a file cannot be written.
     """
     start = State({}, {PASSES: 0, SEQUENCES: 0})
-    with Checkpoint(path, KIND, inputs, start, reporter) as checkpoint:
-        fitting = _Fitting(loaded, layers, tensors, data, spec, workload, checkpoint, reporter, room)
+    targets = find_targets(layers, spec, loaded.geometry.cache_dtype)
+    splits = _splits(layers, targets, data, spec)
+    declare = partial(_declared, layers, targets, splits)
+    with Checkpoint(path, KIND, inputs, start, declare, reporter) as checkpoint:
+        fitting = _Fitting(loaded, layers, tensors, data, spec, workload, targets, splits, checkpoint, reporter, room)
         record = fitting.run()
         save(record, inputs, path)
     return record
+
+
+def _splits(
+    layers: Sequence[LayerPlan], targets: Sequence[Target], data: TokenDataset, spec: PredictorSpec
+) -> dict[int, str]:
+    """{sequence: split}; empty where there is nothing to fit."""
+    if all(target.shape is None for target in targets):
+        return {}
+    return split_sequences(data, [layer for layer in layers if layer.is_paged], spec.holdout_share)
+
+
+def _declared(
+    layers: Sequence[LayerPlan],
+    targets: Sequence[Target],
+    splits: Mapping[int, str],
+    done: Mapping[str, int],
+    names: Collection[str],
+) -> dict[str, Statistic]:
+    """See ``_Fitting`` for the names. Keys of paged layer l, counted from 0, are fitted in pass l, values in the next;
+    the last pass measures errors, of the predictors that are kept."""
+    position = {index: n for n, index in enumerate(layer.geometry.index for layer in layers if layer.is_paged)}
+    require_steps(done, {PASSES: len(position) + 1, SEQUENCES: len(splits)})
+    seen = {split for _, split in sorted(splits.items())[: done[SEQUENCES]]}
+    declared: dict[str, Statistic] = {}
+    for target in targets:
+        if target.shape is None:
+            continue
+        name, number = f"{target.index}.{target.side}", position[target.index] + (target.side == "v")
+        if number <= done[PASSES]:
+            for part, spec in target.shape.tensors().items():
+                declared[f"fitted.layers.{target.index}.{target.side}_predictor.{part}"] = Statistic(spec, 1)
+            declared[f"facts.{name}"] = Statistic.of((3 if target.shape.group_size is None else 4,), 1)
+        elif number == done[PASSES] + 1:
+            shapes = NormalEquations.shapes(target.shape.num_inputs, target.shape.num_outputs)
+            for split, (part, shape) in product(seen, shapes.items()):
+                declared[f"sums.{target.side}.{split}.{part}"] = Statistic.of(shape)
+        if f"errors.{name}" in names and sum(done.values()) > len(position):
+            declared[f"errors.{name}"] = Statistic.of((2,), low=0.0)
+    return declared
 
 
 class _Fitting:
@@ -114,6 +157,8 @@ class _Fitting:
         data: TokenDataset,
         spec: PredictorSpec,
         workload: Workload,
+        targets: Sequence[Target],
+        splits: Mapping[int, str],
         checkpoint: Checkpoint,
         reporter: Reporter,
         room: Room | None,
@@ -122,12 +167,10 @@ class _Fitting:
         self.workload, self.checkpoint, self.reporter = workload, checkpoint, reporter
         self.cache_dtype, device = loaded.geometry.cache_dtype, loaded.model.device
         self.paged = [layer for layer in layers if layer.is_paged]
-        self.targets = find_targets(layers, spec, self.cache_dtype)
-        self.splits: dict[int, str] = {}
+        self.targets, self.splits = targets, splits
         self.tables: dict[int, Tensor] = {}
         self.tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-        if any(target.shape is not None for target in self.targets):
-            self.splits = split_sequences(data, self.paged, spec.holdout_share)
+        if splits:
             maps = rotary_maps(loaded.model, loaded.geometry)
             self.tables = {index: found.tensor().to(device) for index, found in maps.items()}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -11,11 +12,22 @@ from kvcal.models.load import LoadedModel
 from kvcal.observers.mean import Mean
 from kvcal.plan import Plan
 from kvcal.progress import Reporter
-from kvcal.stages.checkpoint import Checkpoint, State
+from kvcal.stages.checkpoint import Checkpoint, State, Statistic
 from kvcal.stages.divergence import LOCKSTEP, divergences, unquantized_plan
 from kvcal.stages.kl_texts import Text, padded_texts
 
 PHASE = "groups of plans"
+
+
+def declare_kls(done: Mapping[str, int], names: Collection[str]) -> dict[str, Statistic]:
+    """What the meter's checkpoint holds: a mean for each plan, named by the plan's sha256. A KL may be below 0 by the
+    rounding of its logits."""
+    for name in names:
+        if not re.fullmatch("[0-9a-f]{64}", name):
+            raise ValueError(f"{name[:80]!r} is no plan's sha256")
+    if bool(names) != bool(done[PHASE]):
+        raise ValueError(f"{len(names)} plans after {done[PHASE]} {PHASE}")
+    return {name: Statistic.of((), low=-1.0) for name in names}
 
 
 class KLMeter:

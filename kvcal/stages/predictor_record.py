@@ -109,8 +109,9 @@ class PredictorRecord:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.stored.values())
 
     def apply(self, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
-        """The layers that were fitted, with their predictors. ValueError for layers that cannot have them."""
-        return with_predictors(layers, self.findings, self.subject.spec)
+        """The layers that were fitted, with their predictors. ArtifactError for layers that cannot have them."""
+        with refusing("the predictors do not go with the layers", hint="fit predictors again for these layers"):
+            return with_predictors(layers, self.findings, self.subject.spec)
 
     def tensors(self) -> dict[str, Tensor]:
         """What the applied layers need beyond what they needed before."""

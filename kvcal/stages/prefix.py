@@ -45,7 +45,7 @@ from kvcal.runtime.cache import PlanCache
 from kvcal.runtime.paged_tensor import PagedTensor
 from kvcal.runtime.queries import serving
 from kvcal.stages.verify import require_same_model
-from kvcal.strict import STRICT, dump
+from kvcal.strict import STRICT, Count, Positive, dump
 
 KIND = "prefix"
 SCHEMA = 2  # also of what pages stand for: residuals are of predictions in integers of 14 bits
@@ -59,9 +59,9 @@ class PrefixSubject:
     model: ModelIdentity
     plan_sha256: str
     compute_dtype: str
-    num_tokens: int
+    num_tokens: Positive
     tokens_sha256: str
-    query_counts: dict[str, int]
+    query_counts: dict[str, Count]
 
 
 @record(frozen=True, config=STRICT)

@@ -9,6 +9,7 @@ the rest of the prompt has read coarser keys and values, and so has what follows
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,18 @@ from kvcal.geometry import CACHE_DTYPES
 from kvcal.layer_plan import LayerPlan
 from kvcal.models.load import LoadedModel
 from kvcal.plan import Plan
+from kvcal.record_file import record_of, refusing
 from kvcal.runtime.bounded_layer import BoundedLayer
 from kvcal.runtime.cache import PlanCache
+from kvcal.runtime.page_codec import ENCODE_PAGES
 from kvcal.runtime.paged_layer import PagedLayer
-from kvcal.runtime.paged_tensor import PagedTensor
 from kvcal.stages.complete import completion, new_tokens, prompt_tokens
-from kvcal.stages.prefix import KIND, SCHEMA, Prefix, PrefixSubject, complete_prefix, tokens_sha256
+from kvcal.stages.prefix import KIND, SCHEMA, Prefix, PrefixSubject, complete_prefix, named_parts, tokens_sha256
 from kvcal.stages.verify import require_same_model
-from kvcal.strict import parse
+from kvcal.tensors import TensorSpec, require_tensors
 
 _PACK_AGAIN = "pack the prompt again with this plan and model"
+LARGEST = 2.0**24  # of keys and values: far beyond a model's, and what attention makes of them is finite
 
 
 @torch.no_grad()
@@ -45,7 +48,7 @@ def load_prefix(loaded: LoadedModel, plan: Plan, path: str | Path, into: Plan | 
     """
     require_same_model(plan, loaded)
     stored = artifact.read(path, KIND, SCHEMA)
-    subject = parse(PrefixSubject, stored.body, str(path), ArtifactError, hint=_PACK_AGAIN)
+    subject = record_of(PrefixSubject, stored.body, path, hint=_PACK_AGAIN)
     if subject.model != plan.model:
         found, wanted = subject.model.id, plan.model.id
         raise ArtifactError(f"{path} is a prefix of the model {found!r}, the plan is for {wanted!r}", _PACK_AGAIN)
@@ -53,14 +56,17 @@ def load_prefix(loaded: LoadedModel, plan: Plan, path: str | Path, into: Plan | 
         raise ArtifactError(
             f"{path} was packed with the plan {subject.plan_sha256[:16]}, this one is {plan.sha256[:16]}", _PACK_AGAIN
         )
-    content = _Content(path, stored.tensors)
-    tokens_T = content.take("tokens", (subject.num_tokens,), torch.int32).to(torch.int64)
-    if tokens_sha256(tokens_T) != subject.tokens_sha256:
-        raise ArtifactError(f"{path}: its tokens are not those that its cache was made from", _PACK_AGAIN)
-    vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
-    logits_V = content.take("logits", (vocab_size,), torch.float32)
-    cache = _restored(loaded, plan, subject, content)
-    content.require_used()
+    cache = _empty(loaded, plan, subject.num_tokens)
+    with refusing(path, _PACK_AGAIN):
+        vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
+        require_tensors(stored.tensors, _declared(cache, subject.num_tokens, vocab_size))
+        tokens_T = stored.tensors["tokens"].to(torch.int64)
+        if tokens_sha256(tokens_T) != subject.tokens_sha256:
+            raise ValueError("its tokens are not those that its cache was made from")
+        if subject.query_counts.keys() != {name for name, part in named_parts(cache) if part.format.needs_queries}:
+            raise ValueError(f"query_counts of {list(subject.query_counts)[:4]} are not those of the plan")
+        _fill(cache, subject, stored.tensors, loaded.model.device)
+    logits_V = stored.tensors["logits"]
     return Prefix(cache if into is None else _reconstructed(loaded, cache, into), tokens_T, logits_V)
 
 
@@ -103,69 +109,62 @@ def _require_beginning(tokens_T: Tensor, known_T: Tensor) -> None:
         )
 
 
-class _Content:
-    """The tensors of a file, each of which must be asked for once, by its name, shape and dtype."""
-
-    def __init__(self, path: str | Path, tensors: dict[str, Tensor]) -> None:
-        self._path = path
-        self._left = dict(tensors)
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """ArtifactError when it is missing or of another shape or dtype."""
-        if name not in self._left:
-            raise ArtifactError(f"{self._path}: the tensor {name!r} is missing", _PACK_AGAIN)
-        tensor = self._left.pop(name)
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-            raise ArtifactError(
-                f"{self._path}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}",
-                _PACK_AGAIN,
-            )
-        return tensor
-
-    def require_used(self) -> None:
-        """ArtifactError for a tensor that nothing asked for."""
-        if self._left:
-            raise ArtifactError(f"{self._path}: unknown tensor {min(self._left)!r}", _PACK_AGAIN)
-
-
-def _restored(loaded: LoadedModel, plan: Plan, subject: PrefixSubject, content: _Content) -> PlanCache:
-    """The plan's cache after the prompt."""
+def _empty(loaded: LoadedModel, plan: Plan, num_tokens: int) -> PlanCache:
+    """The plan's cache with room for the prompt's tokens, which are not there yet."""
     cache = PlanCache(plan, loaded.model.config)
-    by_index = {layer.geometry.index: layer for layer in plan.layers}
-    for index, layer in enumerate(cache.layers):
-        if isinstance(layer, PagedLayer):
-            layer.lazy_initialization(*(_nothing(by_index[index], side, 1, loaded) for side in SIDES))
-            layer.columns = subject.num_tokens
-            for side in SIDES:
-                for number, part in enumerate(layer.sides[side]):
-                    _fill(part, f"layers.{index}.{side}.{number}", subject, content)
-        elif isinstance(layer, BoundedLayer):
-            attention = by_index[index].attention
-            assert attention.window is not None
-            held, dtype = min(subject.num_tokens, attention.window - 1), CACHE_DTYPES[plan.cache_dtype]
-            shapes = [(attention.num_kv_heads, held, dim) for dim in (attention.k_head_dim, attention.v_head_dim)]
-            names = (f"layers.{index}.k.window", f"layers.{index}.v.window")
-            k, v = (content.take(name, shape, dtype) for name, shape in zip(names, shapes, strict=True))
-            layer.update(k.unsqueeze(0).to(loaded.model.device), v.unsqueeze(0).to(loaded.model.device))
-            layer.cumulative_length = subject.num_tokens
+    for layer in cache.paged_layers:
+        layer.lazy_initialization(*(_nothing(layer.plan, side, 1, loaded) for side in SIDES))
+        layer.columns = num_tokens
+    for _, part in named_parts(cache):
+        part.num_bits = part.format.bits_at(num_tokens)
+        part.num_pages = [part.format.num_pages(num_tokens)]
     return cache
 
 
-def _fill(part: PagedTensor, name: str, subject: PrefixSubject, content: _Content) -> None:
-    """One PagedTensor, fresh, becomes what it was after the prompt."""
-    num_tokens, fmt, codec = subject.num_tokens, part.format, part.codec
-    device, dtype = part.buffer.device, part.buffer.dtype
-    part.num_bits = fmt.bits_at(num_tokens)
-    part.num_pages = [fmt.num_pages(num_tokens)]
-    records = (part.num_pages[0], codec.records_per_page, codec.record_bytes(part.num_bits))
-    part.pages = content.take(f"{name}.pages", records, torch.uint8).to(device)
-    sinks, held = min(fmt.num_sink_tokens, num_tokens), part.num_buffered(0, num_tokens)
-    part.sinks[0, :, :sinks] = content.take(f"{name}.sinks", (codec.num_heads, sinks, codec.head_dim), dtype).to(device)
-    part.buffer[0, :, :held] = content.take(f"{name}.buffer", (codec.num_heads, held, codec.head_dim), dtype).to(device)
-    if fmt.needs_queries:
-        sums = content.take(f"{name}.query_sum", (codec.num_heads, codec.head_dim), torch.float32)
-        part.query_sum[0] = sums.to(device)
-        part.query_count = [subject.query_counts.get(name, 0)]
+def _declared(cache: PlanCache, num_tokens: int, vocab_size: int) -> dict[str, TensorSpec]:
+    """Every tensor of the file of a cache of one sequence."""
+
+    def unquantized(*shape: int) -> TensorSpec:
+        return TensorSpec(CACHE_DTYPES[cache.plan.cache_dtype], shape, -LARGEST, LARGEST)
+
+    declared = {
+        "tokens": TensorSpec(torch.int32, (num_tokens,), 0, vocab_size - 1),
+        "logits": TensorSpec(torch.float32, (vocab_size,)),
+    }
+    for name, part in named_parts(cache):
+        codec, sinks = part.codec, min(part.format.num_sink_tokens, num_tokens)
+        records = (part.num_pages[0], codec.records_per_page, codec.record_bytes(part.num_bits))
+        declared[f"{name}.pages"] = TensorSpec(torch.uint8, records)
+        for place, tokens in (("sinks", sinks), ("buffer", part.num_buffered(0, num_tokens))):
+            declared[f"{name}.{place}"] = unquantized(codec.num_heads, tokens, codec.head_dim)
+        if part.format.needs_queries:
+            declared[f"{name}.query_sum"] = TensorSpec(torch.float32, (codec.num_heads, codec.head_dim), low=0.0)
+    for layer in cache.plan.layers:
+        if not layer.is_paged:
+            heads, window = layer.attention.num_kv_heads, layer.attention.window
+            assert window is not None
+            for side in SIDES:
+                held = unquantized(heads, min(num_tokens, window - 1), layer.head_dim(side))
+                declared[f"layers.{layer.geometry.index}.{side}.window"] = held
+    return declared
+
+
+def _fill(cache: PlanCache, subject: PrefixSubject, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """An empty cache becomes what it was after the prompt. ValueError for pages that no prompt gives."""
+    for name, part in named_parts(cache):
+        part.pages = tensors[f"{name}.pages"].to(device)
+        for pages in part.pages.split(ENCODE_PAGES):
+            if not bool((part.codec.decode(pages, part.num_bits).abs() <= LARGEST).all()):
+                raise ValueError(f"tensor '{name}.pages' holds NaN, or values beyond {LARGEST:g}")
+        for held, stored in ((part.sinks, tensors[f"{name}.sinks"]), (part.buffer, tensors[f"{name}.buffer"])):
+            held[0, :, : stored.shape[1]] = stored.to(device)
+        if part.format.needs_queries:
+            part.query_sum[0] = tensors[f"{name}.query_sum"].to(device)
+            part.query_count = [subject.query_counts[name]]
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, BoundedLayer):
+            layer.update(*(tensors[f"layers.{index}.{side}.window"].unsqueeze(0).to(device) for side in SIDES))
+            layer.cumulative_length = subject.num_tokens
 
 
 def _reconstructed(loaded: LoadedModel, cache: PlanCache, into: Plan) -> PlanCache:

@@ -8,7 +8,7 @@ grows with the number of sequences. Left out: several devices (statistics merge,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,10 +21,10 @@ from kvcal.models.load import LoadedModel, weight_bytes
 from kvcal.models.taps import check_taps
 from kvcal.observers.gradients import GradientObserver
 from kvcal.observers.mean import Mean
-from kvcal.plan import SIDES
+from kvcal.plan import SIDES, Side
 from kvcal.progress import Reporter
 from kvcal.recipe import CacheSpec, ProfileSpec
-from kvcal.stages.checkpoint import Checkpoint, State
+from kvcal.stages.checkpoint import Checkpoint, State, Statistic, require_steps
 from kvcal.stages.divergence import LOCKSTEP, divergences, one_side_plan, unquantized_plan
 from kvcal.stages.kl_texts import Text, kl_texts, padded_texts
 from kvcal.stages.profile_record import KIND, SCHEMA, Profile, Subject, load, save
@@ -74,7 +74,17 @@ def run_profile(
     texts = kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if subject.layers else []
     means = {name: Mean.empty(spec.extents) for name, spec in subject.totals().items()}
     start = State(means, {GRADIENTS: 0, DIVERGENCES: 0})
-    with Checkpoint(path, KIND, inputs, start, reporter) as checkpoint:
+
+    def declare(done: Mapping[str, int], _: Collection[str]) -> dict[str, Statistic]:
+        require_steps(done, {GRADIENTS: len(data.sequences), DIVERGENCES: len(_divergence_steps(subject, texts))})
+        measured = {cell for group, _ in _divergence_steps(subject, texts)[: done[DIVERGENCES]] for cell in group}
+        counts: dict[str, int | None] = {
+            f"kl.{side}.{layer.index}": None if (layer.index, side) in measured else 0
+            for layer, side in product(subject.layers, SIDES)
+        }
+        return {name: Statistic(spec, counts.get(name, done[GRADIENTS])) for name, spec in subject.totals().items()}
+
+    with Checkpoint(path, KIND, inputs, start, declare, reporter) as checkpoint:
         _measure_gradients(loaded, data, subject, checkpoint, reporter)
         _measure_divergences(loaded, texts, subject, checkpoint, reporter)
         profile = Profile(subject, checkpoint.state.means)
@@ -109,9 +119,7 @@ def _measure_divergences(
 ) -> None:
     """One step for some layers' sides, so many that their plans fill a lockstep, in a batch of texts."""
     reference = unquantized_plan(loaded.identity, loaded.geometry)
-    cells = [(layer.index, side) for layer, side in product(subject.layers, SIDES) if subject.kl_candidates(side)]
-    most = max((len(subject.kl_candidates(side)) for _, side in cells), default=1)
-    steps = list(product(_split(cells, max(1, LOCKSTEP // most)), _split(texts, KL_BATCH)))
+    steps = _divergence_steps(subject, texts)
     for step in range(checkpoint.state.done[DIVERGENCES], len(steps)):
         reporter(step, len(steps), "profile: divergence")
         group, batch = steps[step]
@@ -132,6 +140,15 @@ def _measure_divergences(
         observed = {f"kl.{side}.{index}": row.T for (index, side), row in zip(group, rows, strict=True)}
         checkpoint.advance(checkpoint.state.after(DIVERGENCES, observed))
     reporter(len(steps), len(steps), "profile: divergence")
+
+
+def _divergence_steps(
+    subject: Subject, texts: Sequence[Text]
+) -> list[tuple[Sequence[tuple[int, Side]], Sequence[Text]]]:
+    """(layers' sides, texts) of every step."""
+    cells = [(layer.index, side) for layer, side in product(subject.layers, SIDES) if subject.kl_candidates(side)]
+    most = max((len(subject.kl_candidates(side)) for _, side in cells), default=1)
+    return list(product(_split(cells, max(1, LOCKSTEP // most)), _split(texts, KL_BATCH)))
 
 
 def _split(items: Sequence[Item], size: int) -> list[Sequence[Item]]:

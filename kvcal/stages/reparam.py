@@ -22,8 +22,9 @@ model at its ordinary ones (tests/bench/show_reparam.py measures what the differ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from kvcal.models.taps import Captured, check_taps
 from kvcal.observers.mean import Mean
 from kvcal.progress import Reporter
 from kvcal.specs import ReparamSpec
-from kvcal.stages.checkpoint import Checkpoint, State
+from kvcal.stages.checkpoint import LARGEST, Checkpoint, State, Statistic, require_steps
 from kvcal.stages.key_bias import bias_findings
 from kvcal.stages.lattice_tensors import lattice_tensors
 from kvcal.stages.reparam_record import KIND, SCHEMA, LayerReparam, Reparam, Subject, load, save
@@ -112,7 +113,8 @@ def run_reparam(
         reporter.say("reparam: no layer quantizes its keys per token, nothing to search")
     scale = fitting_scale(loaded, data.sequences, spec.position_scale, reporter)
     subject = _Subject(loaded, searched, pairs, on_device, spec, scale)
-    with Checkpoint(path, KIND, inputs, _start(subject), reporter) as checkpoint:
+    declare = partial(_declared, subject, data)
+    with Checkpoint(path, KIND, inputs, _start(subject), declare, reporter) as checkpoint:
         if searched:
             _collect(subject, data, checkpoint, reporter)
             _search(subject, data, checkpoint, reporter)
@@ -129,6 +131,29 @@ def _start(subject: _Subject) -> State:
     return State(means, {STATISTICS: 0, SEARCH: 0})
 
 
+def _declared(
+    subject: _Subject, data: TokenDataset, done: Mapping[str, int], _: Collection[str]
+) -> dict[str, Statistic]:
+    require_steps(done, {STATISTICS: len(data.sequences), SEARCH: len(data.sequences)})
+    sinks, declared = _sinks(subject), {}
+    for name, mean in _start(subject).means.items():
+        kind, index = name.split(".")
+        seen = [len(tokens) for tokens in data.sequences[: done[STATISTICS]]]
+        num_keys = sum(max(0, length - sinks[int(index)]) for length in seen)
+        count = done[SEARCH] if kind in ("energy", "errors") else num_keys
+        low = 0.0 if kind in ("energy", "errors", "square") else -LARGEST
+        declared[name] = Statistic.of(mean.total.shape, count, low)
+    return declared
+
+
+def _sinks(subject: _Subject) -> dict[int, int]:
+    """Tokens that none of a layer's searched heads quantizes."""
+    return {
+        index: min(fmt.num_sink_tokens for fmt in layer.k if is_searched(fmt))
+        for index, layer in subject.layers.items()
+    }
+
+
 def _require_pages(data: TokenDataset, layers: Mapping[int, LayerPlan]) -> None:
     longest = max(len(tokens) for tokens in data.sequences)
     formats = [fmt for layer in layers.values() for fmt in layer.k if is_searched(fmt)]
@@ -143,10 +168,7 @@ def _require_pages(data: TokenDataset, layers: Mapping[int, LayerPlan]) -> None:
 def _collect(subject: _Subject, data: TokenDataset, checkpoint: Checkpoint, reporter: Reporter) -> None:
     """The statistics pass: one step a sequence."""
     total = len(data.sequences)
-    sinks = {
-        index: min(fmt.num_sink_tokens for fmt in layer.k if is_searched(fmt))
-        for index, layer in subject.layers.items()
-    }
+    sinks = _sinks(subject)
     for sample in range(checkpoint.state.done[STATISTICS], total):
         reporter(sample, total, "reparam: statistics")
         try:

@@ -27,7 +27,7 @@ from kvcal.stages.allocation_record import Allocation, layer_bytes
 from kvcal.stages.budget import ModelSizes, resolve_budget, workspace_bytes
 from kvcal.stages.checkpoint import Checkpoint, State
 from kvcal.stages.compositions import Materials, composed_layers, key_format, most_scratch, value_format
-from kvcal.stages.kl_meter import PHASE, KLMeter
+from kvcal.stages.kl_meter import PHASE, KLMeter, declare_kls
 from kvcal.stages.kl_texts import kl_texts
 from kvcal.stages.lattice_tensors import lattice_tensors
 from kvcal.stages.search import Choice, Outcome, Problem, problem_of, search
@@ -78,7 +78,7 @@ def run_search(
         layers, tensors = composed_layers(loaded.geometry, problem.chosen(choice), materials)
         return Plan(loaded.identity, loaded.geometry.cache_dtype, layers, workload, {}, tensors)
 
-    with Checkpoint(path, KIND, inputs, State({}, {PHASE: 0}), reporter) as checkpoint:
+    with Checkpoint(path, KIND, inputs, State({}, {PHASE: 0}), declare_kls, reporter) as checkpoint:
         batch = KL_BATCH.get(loaded.model.device.type, 4)
         meter = KLMeter(loaded, texts, batch, checkpoint, reporter)
 
