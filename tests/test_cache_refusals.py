@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import tiny_models
 import transformers as hf
@@ -80,3 +82,31 @@ def test_a_state_where_the_model_has_attention_and_the_reverse():
         layers = (layer, *plan.geometry.layers[1:])
         wrong = plan_of(Geometry(plan.model.model_type, "float32", layers), RAW, RAW)
         assert f"LinearAttentionLayer, the plan has {kind} there" in refusal(wrong, model.config).message
+
+
+@pytest.mark.parametrize("changes", [{"num_kv_heads": 2}, {"k_head_dim": 8}, {"v_head_dim": 32}])
+def test_other_heads_of_a_sliding_window_are_refused_at_the_first_update(changes):
+    model = tiny_models.built("gemma3")
+    layers = list(model_plan(model).geometry.layers)
+    layers[0] = replace(layers[0], **changes)
+    plan = plan_of(Geometry("gemma3_text", "float32", tuple(layers)), RAW, RAW)
+    with pytest.raises(ArtifactError, match=r"layer 0 caches 1 KV heads of size 16 \(K\) and 16 \(V\), but the plan"):
+        feed(model, PlanCache(plan, model.config), random_ids(1, 4))
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_state_of_another_size_is_refused_at_the_first_update(index):
+    model = tiny_models.built("qwen3_next")
+    layers = list(model_plan(model).geometry.layers)
+    size = layers[index].bytes_per_sequence
+    layers[index] = StateGeometry(index, size + 4)
+    plan = plan_of(Geometry("qwen3_next", "float32", tuple(layers)), RAW, RAW)
+    expected = f"layer {index} keeps a state of {size} bytes per sequence, but the plan is for {size + 4}"
+    with pytest.raises(ArtifactError, match=expected):
+        feed(model, PlanCache(plan, model.config), random_ids(3, 4))
+
+
+def test_other_query_heads():
+    config = tiny_llama().config
+    found = refusal(llama_geometry(attention(0), attention(1, num_query_heads=4)), config)
+    assert "layer 1 has 8 query heads, but the plan is for 4" in found.message

@@ -8,16 +8,19 @@ from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvcal.errors import UsageError
-from kvcal.geometry import CACHE_DTYPES
+from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
 from kvcal.runtime.rows import Padding
+from kvcal.runtime.shapes import require_heads
 
 
 class BoundedLayer(DynamicSlidingWindowLayer):
     """A sliding-window layer at 16 bits: the parent's behaviour, in the cache's dtype, without the parent's hold on
     the whole prompt."""
 
-    def __init__(self, sliding_window: int, cache_dtype: str, padding: Padding) -> None:
-        super().__init__(sliding_window=sliding_window)
+    def __init__(self, geometry: AttentionGeometry, cache_dtype: str, padding: Padding) -> None:
+        assert geometry.window is not None
+        super().__init__(sliding_window=geometry.window)
+        self.geometry = geometry
         self.cache_dtype = CACHE_DTYPES[cache_dtype]
         self.padding = padding
 
@@ -26,6 +29,7 @@ class BoundedLayer(DynamicSlidingWindowLayer):
         return [tensor for tensor in (self.keys, self.values) if tensor is not None]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        require_heads(self.geometry, key_states, value_states)
         dtype = key_states.dtype
         self.padding.resolve(key_states.shape[0])
         if self.record_past:

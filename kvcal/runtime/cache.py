@@ -27,7 +27,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from kvcal.errors import ArtifactError, KvcalError, NonFiniteActivations, UnsupportedModel, UsageError
-from kvcal.geometry import AttentionGeometry
+from kvcal.geometry import AttentionGeometry, StateGeometry
 from kvcal.kernels.choice import slow_path
 from kvcal.plan import Plan
 from kvcal.runtime.bounded_layer import BoundedLayer
@@ -35,6 +35,7 @@ from kvcal.runtime.cache_layers import cache_layers, held_tensors
 from kvcal.runtime.paged_layer import NO_PAGE, PagedLayer
 from kvcal.runtime.plan_state import PlanState
 from kvcal.runtime.rows import Padding
+from kvcal.runtime.shapes import require_state
 from kvcal.runtime.static_copy import copy_layers
 from kvcal.runtime.static_crop import crop_static
 from kvcal.runtime.static_layer import DYNAMIC_HINT, StaticLayer
@@ -73,6 +74,9 @@ class PlanCache(Cache):
         self._mark: StaticMark | None = None
         indices = [layer.geometry.index for layer in plan.layers if isinstance(layer.geometry, AttentionGeometry)]
         self._first_index, self._last_index = min(indices, default=-1), max(indices, default=-1)
+        self._unseen_states = {
+            layer.geometry.index: layer.geometry for layer in plan.layers if isinstance(layer.geometry, StateGeometry)
+        }
         self._is_unfinished = False  # some layers hold the tokens of a forward pass that did not reach the last one
         if max_tokens is not None:
             self.static = StaticState(self.state, max_tokens, in_prompt=attention_mask is not None)
@@ -115,6 +119,7 @@ class PlanCache(Cache):
 
         Raises:
             UsageError: the last forward pass did not reach the last layer, so that the layers hold different tokens.
+            ArtifactError: the model's heads, head sizes or states are not the plan's.
         """
         if torch.compiler.is_compiling():
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -129,7 +134,18 @@ class PlanCache(Cache):
             self._is_unfinished = True
             raise
         self._is_unfinished = layer_idx != self._last_index
+        if not self._is_unfinished:
+            self._require_states()
         return found
+
+    def _require_states(self) -> None:
+        """ArtifactError where a state that has come to be is not of the plan's size; each is looked at once."""
+        for index, geometry in list(self._unseen_states.items()):
+            layer = self.layers[index]
+            states = held_tensors(layer)
+            if states and not layer.record_past:  # which keeps a larger state until the next crop
+                require_state(geometry, states)
+                del self._unseen_states[index]
 
     def _require_finished(self) -> None:
         if self._is_unfinished:

@@ -52,12 +52,13 @@ def cache_layers(
             plan = by_index.pop(index)
             if not _is_ours(native, plan):
                 continue
+            _require_query_heads(config, plan)
             if static is not None:
                 layers[index] = _static_layer(plan, config, static, allocate)
             elif plan.is_paged:
                 layers[index] = PagedLayer(plan, state)
             else:
-                layers[index] = BoundedLayer(native.sliding_window, state.plan.cache_dtype, state.padding)
+                layers[index] = BoundedLayer(plan.attention, state.plan.cache_dtype, state.padding)
         elif isinstance(native, DynamicLayer):
             raise ArtifactError(f"the model caches layer {index}, which the plan does not know")
     if by_index:
@@ -98,6 +99,16 @@ def _is_ours(native: object, plan: LayerPlan) -> bool:
         f"layer {geometry.index} of the model is a {type(native).__name__}, the plan has "
         f"{'full attention' if plan.is_paged else kind} there"
     )
+
+
+def _require_query_heads(config: PretrainedConfig, plan: LayerPlan) -> None:
+    """ArtifactError unless the plan's layer has the model's query heads, which the kernels are compiled for."""
+    found, planned = config.get_text_config(decoder=True).num_attention_heads, plan.attention.num_query_heads
+    if found != planned:
+        raise ArtifactError(
+            f"layer {plan.geometry.index} has {found} query heads, but the plan is for {planned}",
+            hint="the plan was compiled for another model",
+        )
 
 
 def _static_layer(plan: LayerPlan, config: PretrainedConfig, static: StaticState, allocate: Allocate) -> StaticLayer:

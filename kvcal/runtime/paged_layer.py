@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcal.errors import ArtifactError, UsageError
+from kvcal.errors import UsageError
 from kvcal.formats import RAW, SIDES, Side
 from kvcal.geometry import CACHE_DTYPES, CacheDtype
 from kvcal.layer_plan import LayerPlan
@@ -28,6 +28,7 @@ from kvcal.runtime.paged_tensor import PagedTensor
 from kvcal.runtime.plan_state import PlanState
 from kvcal.runtime.prediction import Prediction
 from kvcal.runtime.rows import Block, Padding, Rows
+from kvcal.runtime.shapes import require_heads
 
 # A distance in tokens beyond any context: 16-bit pages lose nothing, whenever they are written.
 NO_PAGE = 1 << 30
@@ -67,15 +68,7 @@ class PagedLayer(CacheLayerMixin):
         Raises:
             ArtifactError: the model's heads or head sizes are not the plan's.
         """
-        geometry = self.plan.attention
-        expected = (geometry.num_kv_heads, geometry.k_head_dim, geometry.v_head_dim)
-        found = (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
-        if found != expected:
-            raise ArtifactError(
-                f"layer {geometry.index} caches {found[0]} KV heads of size {found[1]} (K) and {found[2]} (V), but the "
-                f"plan is for {expected[0]} of {expected[1]} and {expected[2]}",
-                hint="the plan was compiled for another model",
-            )
+        require_heads(self.plan.attention, key_states, value_states)
         batch, device = key_states.shape[0], key_states.device
         self.padding.resolve(batch)
         tensors = self.state.tensors_on(device)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
+from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.formats import SIDES, Side
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.choice import slow_reasons
@@ -27,6 +27,7 @@ from kvcal.layer_plan import LayerPlan
 from kvcal.quantizers.pages import RAW_BITS
 from kvcal.quantizers.scores import query_sum
 from kvcal.runtime.layer_forms import LayerForms, form_reasons
+from kvcal.runtime.shapes import require_heads
 from kvcal.runtime.staged_store import StagedStore
 from kvcal.runtime.static_prompt import Store, read_past, store_tokens
 from kvcal.runtime.static_state import NEVER, StaticState
@@ -223,15 +224,10 @@ class StaticLayer(CacheLayerMixin):
         return found[0], found[1]
 
     def _refuse(self, key_states: Tensor, value_states: Tensor) -> None:
-        geometry, batch = self.plan.attention, key_states.shape[0]
+        batch = key_states.shape[0]
         if batch != self.state.batch:
             raise UsageError(
                 f"the cache was allocated for {self.state.batch} sequences and was given {batch}",
                 hint="build a new PlanCache for another batch; without max_tokens, reset() is enough",
             )
-        raise ArtifactError(
-            f"layer {geometry.index} caches {key_states.shape[1]} KV heads of size {key_states.shape[-1]} (K) and "
-            f"{value_states.shape[-1]} (V), but the plan is for {geometry.num_kv_heads} of {geometry.k_head_dim} and "
-            f"{geometry.v_head_dim}",
-            hint="the plan was compiled for another model",
-        )
+        require_heads(self.plan.attention, key_states, value_states)
