@@ -16,10 +16,13 @@ compression.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import secrets
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ from kvcal.errors import ArtifactError
 
 METADATA_KEY = "kvcal"
 _FIELDS = {"kind", "schema", "inputs", "body", "digest"}
+_EMPTY_SECONDS = 60.0
 _MOST_LEVELS = 64  # of lists and objects within each other; what reads them may recurse
 _MAKE_AGAIN = "delete the file and run the stage that makes it again"
 
@@ -93,12 +97,15 @@ def write_text_atomic(path: str | Path, text: str) -> None:
 
 def write_bytes_atomic(path: str | Path, data: bytes) -> None:
     """Writes a temporary file beside ``path``, syncs it and renames it over ``path``; on any failure,
-    Ctrl-C included, the temporary file is removed. ArtifactError with the path and the system's reason."""
+    Ctrl-C included, the temporary file is removed. What killed processes left there is removed, too.
+    ArtifactError with the path and the system's reason."""
     path = Path(path)
     temporary = path.parent / f".kvcal-{secrets.token_hex(8)}.tmp"
     try:
+        remove_stale(path.parent)
         try:
             with open(temporary, "xb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -111,6 +118,17 @@ def write_bytes_atomic(path: str | Path, data: bytes) -> None:
             f"cannot write {path} ({len(data)} bytes): {error.strerror}; nothing was left half-written",
             hint="free some space" if full else "check that the folder exists and can be written to",
         ) from error
+
+
+def remove_stale(folder: Path) -> None:
+    """Removes temporary files of killed processes. A living process holds a lock on its own, from before it writes its
+    first byte; an empty file may be about to be locked for a while."""
+    for path in folder.glob(".kvcal-*.tmp"):
+        with suppress(OSError), open(path, "rb") as file:  # another process may be as fast, or own it
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            status = os.fstat(file.fileno())
+            if status.st_size or time.time() - status.st_mtime > _EMPTY_SECONDS:
+                path.unlink()
 
 
 def read(path: str | Path, kind: str, schema: int) -> Artifact:

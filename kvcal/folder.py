@@ -21,11 +21,12 @@ class Folder:
 
     @classmethod
     def create(cls, path: str | Path) -> Folder:
-        """Make the folder if needed. UsageError when that is impossible."""
+        """Make the folder if needed, and remove what killed processes left in it. UsageError when it cannot be made."""
         try:
             Path(path).mkdir(parents=True, exist_ok=True)
         except OSError as refused:
             raise UsageError(f"--out {path}: cannot make this folder: {refused.strerror}") from None
+        artifact.remove_stale(Path(path))
         return cls(Path(path))
 
     @property

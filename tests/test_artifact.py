@@ -16,6 +16,7 @@ import torch
 from kvcal import artifact
 from kvcal.artifact import Artifact, differing_input, read, to_bytes, write, write_bytes_atomic
 from kvcal.errors import ArtifactError
+from kvcal.folder import Folder
 
 GOLDEN = "8ea1c808f7f09cd4ca074d0a4dfafb0487e5ce1a3ece0e61741b9dcaf4a122bc"
 HEAD = {"kind": "demo", "schema": 3, "inputs": {"seed": 1, "model": "é"}, "body": {"b": [1.5, None]}}
@@ -287,6 +288,44 @@ class TestFailedWrites:
     def test_no_such_folder(self, path):
         with pytest.raises(ArtifactError, match="cannot write .*No such file or directory"):
             write(path.parent / "none" / "a", example())
+
+
+WRITES_AND_STOPS = """
+import os, sys, time
+sys.path.insert(0, sys.argv[1])
+from kvcal import artifact
+def stop(_):
+    print("here", flush=True)
+    time.sleep(600)
+os.fsync = stop
+artifact.write_bytes_atomic(sys.argv[2], b"x" * 1000)
+"""
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path):
+    package = os.path.dirname(os.path.dirname(__file__))
+    command = [sys.executable, "-c", WRITES_AND_STOPS, package, str(tmp_path / "a")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        try:
+            assert writer.stdout.readline() == "here\n"
+            write_bytes_atomic(tmp_path / "b", b"b")
+            (left,) = tmp_path.glob(".kvcal-*.tmp")
+        finally:
+            writer.kill()
+    write_bytes_atomic(tmp_path / "b", b"b")
+    assert not left.exists() and os.listdir(tmp_path) == ["b"]
+
+
+def test_stale_files_are_removed_where_a_folder_is_opened(tmp_path):
+    new, old, written = (tmp_path / f".kvcal-{name}.tmp" for name in ("new", "old", "written"))
+    for path in (new, old, written):
+        path.touch()
+    os.utime(old, (1.0, 1.0))
+    written.write_bytes(b"x")
+    other = tmp_path / "mine.tmp"
+    other.write_bytes(b"x")
+    Folder.create(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([new, other])
 
 
 def test_text_and_pictures(tmp_path):
