@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -14,11 +15,11 @@ from pathlib import Path
 import optuna
 import pytest
 
+from kvcal.artifact import canonical_json
 from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
 from kvcal.progress import Silent
 from kvcal.stages import tune as tune_module
-from kvcal.stages import tune_journal
-from kvcal.stages.tune import Files, tune
+from kvcal.stages.tune import tune
 from kvcal.stages.tune_chart import draw_tuning
 from kvcal.stages.tune_record import (
     Outcome,
@@ -31,8 +32,10 @@ from kvcal.stages.tune_record import (
     pareto_front,
     save_tuning,
 )
+from kvcal.stages.tune_sampler import next_thresholds
 
 SEARCH = Search((Threshold("tau_16"), Threshold("tau_4")), num_trials=14, seed=7)
+ONE = Search((Threshold("tau"),))
 INPUTS = {"model.weights_sha256": "w", "recipe.sha256": "r", "task.name": "chain"}
 # The saliency of 40 channels, as it is in a model: a few are large, most are small.
 SCORES = [4.0 / (1 + channel) + 0.02 * channel for channel in range(40)]
@@ -84,72 +87,58 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_trials_are_those_of_optuna_itself(whole: Path) -> None:
-    study = optuna.create_study(directions=["maximize", "minimize"], sampler=optuna.samplers.TPESampler(seed=7))
-
-    def objective(trial: optuna.Trial) -> tuple[float, float]:
-        outcome = Tiers()({name: trial.suggest_float(name, 0.1, 2.0) for name in ("tau_16", "tau_4")})
-        return outcome.accuracy, outcome.bits_per_value
-
+    """A study of Optuna's own that is asked and told, with a sampler for each trial."""
+    study = optuna.create_study(directions=["maximize", "minimize"])
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    study.optimize(objective, n_trials=14)
+    for number in range(14):
+        seed = int.from_bytes(hashlib.sha256(f"[7,{number}]".encode()).digest()[:4], "little")
+        study.sampler = optuna.samplers.TPESampler(seed=seed)
+        asked = study.ask()
+        outcome = Tiers()({name: asked.suggest_float(name, 0.1, 2.0) for name in ("tau_16", "tau_4")})
+        study.tell(asked, (outcome.accuracy, outcome.bits_per_value))
     tuning = load_tuning(whole / "tune.json")
     assert [trial.thresholds for trial in tuning.trials] == [trial.params for trial in study.trials]
     found = [(t.outcome.accuracy, t.outcome.bits_per_value) for t in tuning.trials]
     assert found == [tuple(trial.values) for trial in study.trials]
     best = {tuple(trial.values) for trial in study.best_trials}
     assert {found[number] for number in tuning.front} == best
-    assert tuning.is_repeatable and tuning.inputs == INPUTS
+    assert len(set(found)) > 7 and tuning.inputs == INPUTS | {"optuna": optuna.__version__}
 
 
-def interrupt_in_trial(stop_at: int) -> Callable[[Path, pytest.MonkeyPatch], None]:
-    def interrupt(folder: Path, patch: pytest.MonkeyPatch) -> None:
-        tune(SEARCH, Tiers(stop_at=stop_at), INPUTS, folder, Silent())
-
-    return interrupt
-
-
-def interrupt_at(module: object, name: str, nth: int) -> Callable[[Path, pytest.MonkeyPatch], None]:
-    """Ctrl-C instead of the ``nth`` call of a function: all before it is on the disk, nothing after."""
-
-    def interrupt(folder: Path, patch: pytest.MonkeyPatch) -> None:
-        original, calls = getattr(module, name), []
-
-        def stop(*args: object, **kwargs: object) -> object:
-            calls.append(name)
-            if len(calls) == nth:
-                raise KeyboardInterrupt
-            return original(*args, **kwargs)
-
-        patch.setattr(module, name, stop)
-        tune(SEARCH, Tiers(), INPUTS, folder, Silent())
-
-    return interrupt
+@pytest.mark.parametrize("generation", [1, 3])
+def test_a_generation_is_drawn_from_those_before(generation: int) -> None:
+    """What came out of a generation's first trials does not change its other ones."""
+    for number in range(14):
+        few = tuple(trial(n, 0.5 + 0.01 * n, 3 - 0.1 * n, tau_16=0.5, tau_4=0.2 + 0.1 * n) for n in range(number))
+        settings = next_thresholds(SEARCH, few, generation)
+        assert len(settings) == generation - number % generation
+        again = (*few, trial(number, 0.1, 9.0, **settings[0]))
+        if len(settings) > 1:
+            assert next_thresholds(SEARCH, again, generation) == settings[1:]
 
 
-WRITES = tune_journal.JournalFileBackend
-INTERRUPTIONS = {
-    "in the first trial": interrupt_in_trial(1),
-    "in a random trial": interrupt_in_trial(4),
-    "in a trial of the estimator": interrupt_in_trial(12),
-    "before the first sampler is saved": interrupt_at(tune_module, "save_sampler", 1),
-    "before a sampler is saved": interrupt_at(tune_module, "save_sampler", 12),
-    "before the record is saved": interrupt_at(tune_module, "save_tuning", 11),
-    # The journal's writes: 1 study, 2 attributes, and 5 for each trial: begun, 2 thresholds, outcome, finished.
-    "between the thresholds of a trial": interrupt_at(WRITES, "append_logs", 3 + 5 * 10 + 3),
-    "between begun and drawn": interrupt_at(WRITES, "append_logs", 3 + 5 * 11 + 2),
-    "between outcome and end": interrupt_at(WRITES, "append_logs", 3 + 5 * 12 + 5),
-    "between the study and its attributes": interrupt_at(WRITES, "append_logs", 3),
-}
-
-
-@pytest.mark.parametrize("where", INTERRUPTIONS)
-def test_a_resumed_study_equals_an_uninterrupted_one(where: str, whole: Path, tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        INTERRUPTIONS[where](tmp_path, patch)
+@pytest.mark.parametrize("stop_at", range(1, 15))
+def test_interrupted_in_any_trial(stop_at: int, whole: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        tune(SEARCH, Tiers(stop_at=stop_at), INPUTS, tmp_path, Silent())
     evaluate = Tiers()
     tune(SEARCH, evaluate, INPUTS, tmp_path, Silent())
     assert (tmp_path / "tune.json").read_bytes() == (whole / "tune.json").read_bytes()
-    assert len(evaluate.seen) <= 14 and (len(evaluate.seen) < 14 or "first" in where or "attributes" in where)
+    assert len(evaluate.seen) == 14 - (stop_at - 1)
+
+
+def test_interrupted_before_a_trial_is_saved(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(tuning: Tuning, path: Path) -> None:
+        if len(tuning.trials) == 11:
+            raise KeyboardInterrupt
+        save_tuning(tuning, path)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tune_module, "save_tuning", interrupt)
+        tune(SEARCH, Tiers(), INPUTS, tmp_path, Silent())
+    assert len(load_tuning(tmp_path / "tune.json").trials) == 10
+    tune(SEARCH, Tiers(), INPUTS, tmp_path, Silent())
+    assert (tmp_path / "tune.json").read_bytes() == (whole / "tune.json").read_bytes()
 
 
 def test_interrupted_many_times(whole: Path, tmp_path: Path) -> None:
@@ -173,17 +162,6 @@ def test_the_trial_that_was_running_is_run_again_with_its_thresholds(tmp_path: P
     assert second.seen[0] == first.seen[4] and len(second.seen) == 10
     assert listener.said[1] == f"tune: goes on after 4 trials in {tmp_path}"
     assert listener.steps[-1] == (14, 14, "tune: trials")
-
-
-def test_a_sampler_seeded_anew_would_diverge(whole: Path, tmp_path: Path) -> None:
-    """Why the sampler is kept: with its file replaced by a fresh one of the same seed, other trials follow."""
-    with pytest.raises(KeyboardInterrupt):
-        tune(SEARCH, Tiers(stop_at=5), INPUTS, tmp_path, Silent())
-    tune_journal.save_sampler(tune_journal.new_sampler(SEARCH.seed), 5, tmp_path / "tune.sampler")
-    again = tune(SEARCH, Tiers(), INPUTS, tmp_path, Silent())
-    expected = load_tuning(whole / "tune.json")
-    assert again.trials[:5] == expected.trials[:5]
-    assert again.trials[5].thresholds == expected.trials[0].thresholds != expected.trials[5].thresholds
 
 
 def test_more_trials_are_those_of_a_longer_study(whole: Path, tmp_path: Path) -> None:
@@ -224,54 +202,31 @@ def test_another_optuna_is_refused(whole: Path, monkeypatch: pytest.MonkeyPatch)
         tune(SEARCH, refuse, INPUTS, whole, Silent())
 
 
-def stopped(folder: Path) -> Files:
-    with pytest.raises(KeyboardInterrupt):
-        tune(SEARCH, Tiers(stop_at=3), INPUTS, folder, Silent())
-    return Files(folder)
-
-
 class Bomb:
     def __reduce__(self) -> tuple:
-        return pytest.fail, ("unpickled",)
+        return os.mkdir, ("exploded",)
 
 
-def test_a_broken_sampler_is_refused_and_never_unpickled(tmp_path: Path) -> None:
-    files = stopped(tmp_path)
-    data = files.sampler.read_bytes()
-    for broken in (
-        data[:-1],
-        data[:20],
-        b"",
-        pickle.dumps(Bomb()),
-        data.split(b"\n")[0] + b"\n" + pickle.dumps(Bomb()),
-    ):
-        files.sampler.write_bytes(broken)
-        with pytest.raises(ArtifactError, match="tune.sampler is truncated or corrupt"):
-            tune(SEARCH, refuse, INPUTS, tmp_path, Silent())
-    files.sampler.unlink()
-    with pytest.raises(ArtifactError, match="cannot read .*tune.sampler: No such file"):
-        tune(SEARCH, refuse, INPUTS, tmp_path, Silent())
-    tune_journal.save_sampler(tune_journal.new_sampler(7), 9, files.sampler)
-    with pytest.raises(ArtifactError, match="do not belong together: 9 draws, 2 finished and 1 running"):
-        tune(SEARCH, refuse, INPUTS, tmp_path, Silent())
-
-
-def test_a_half_written_entry_is_cut_off(whole: Path, tmp_path: Path) -> None:
-    files = stopped(tmp_path)
-    with files.journal.open("ab") as journal:
-        journal.write(b'{"op_code":6,"trial_id":2,"sta')
-    listener = Listener()
-    tune(SEARCH, Tiers(), INPUTS, tmp_path, listener)
-    assert listener.said[0].startswith("tune: a half-written entry of tune.journal, after ")
+def test_nothing_in_a_folder_is_ever_unpickled(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder as somebody else may have made it, with a pickled sampler that is intact."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        tune(SEARCH, Tiers(stop_at=3), INPUTS, tmp_path, Silent())
+    body = pickle.dumps(Bomb())
+    digest = hashlib.sha256(body).hexdigest()
+    head = f'{{"digest":"{digest}","draws":2,"kind":"sampler"}}\n'
+    for path in list(tmp_path.iterdir()):
+        if path.name not in ("tune.json", "tune.lock"):
+            path.write_bytes(head.encode() + body)
+    (tmp_path / "tune.sampler").write_bytes(head.encode() + body)
+    tune(SEARCH, Tiers(), INPUTS, tmp_path, Silent())
+    assert not (tmp_path / "exploded").exists()
     assert (tmp_path / "tune.json").read_bytes() == (whole / "tune.json").read_bytes()
-
-
-def test_a_broken_journal_is_refused(tmp_path: Path) -> None:
-    files = stopped(tmp_path)
-    lines = files.journal.read_bytes().splitlines(keepends=True)
-    files.journal.write_bytes(b"".join([*lines[:3], b"{nonsense}\n", *lines[3:]]))
-    with pytest.raises(ArtifactError, match="tune.journal is corrupt"):
-        tune(SEARCH, refuse, INPUTS, tmp_path, Silent())
+    for data in (body, head.encode() + body):
+        (tmp_path / "tune.json").write_bytes(data)
+        with pytest.raises(ArtifactError, match="not JSON"):
+            tune(SEARCH, refuse, INPUTS, tmp_path, Silent())
+    assert not (tmp_path / "exploded").exists()
 
 
 def test_one_command_at_a_study(tmp_path: Path) -> None:
@@ -300,32 +255,42 @@ def test_optuna_keeps_still(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 
 
 def test_workers_share_a_study(tmp_path: Path) -> None:
-    """First a serial study that stops in a trial; then workers that fail; then workers that end it; then one more."""
-    first = Tiers(stop_at=3)
-    with pytest.raises(KeyboardInterrupt):
-        tune(SEARCH, first, INPUTS, tmp_path, Silent())
-    with pytest.raises(UsageError, match=r"cannot measure \['tau_16', 'tau_4'\]") as error:
-        tune(Search(SEARCH.thresholds, 3, 7), refuse, INPUTS, tmp_path, Silent(), workers=2)
-    assert error.value.hint == "a hint"
+    """Workers that fail, then workers that are stopped, then one process: as in one go by two workers, to the byte."""
+    at_once, stopped = tmp_path / "at_once", tmp_path / "stopped"
     listener = Listener()
-    tuning = tune(SEARCH, Tiers(), INPUTS, tmp_path, listener, workers=2)
+    tuning = tune(SEARCH, Tiers(), INPUTS, at_once, listener, workers=2)
     assert listener.steps[-1] == (14, 14, "tune: trials")
-    assert not tuning.is_repeatable and len(tuning.trials) == 14
     thresholds = [tuple(trial.thresholds.values()) for trial in tuning.trials]
-    assert len(set(thresholds)) == 14  # no two samplers draw the same
-    assert thresholds[:3] == [tuple(seen.values()) for seen in first.seen]  # the running one again
+    assert tuning.generation == 2 and len(set(thresholds)) == 14  # no two samplers draw the same
     assert all(trial.outcome == Tiers()(trial.thresholds) for trial in tuning.trials)
-    one_more = Search(SEARCH.thresholds, 15, 7)
-    assert tune(one_more, Tiers(), INPUTS, tmp_path, Silent()).trials[:14] == tuning.trials
+
+    with pytest.raises(UsageError, match=r"cannot measure \['tau_16', 'tau_4'\]") as error:
+        tune(SEARCH, refuse, INPUTS, stopped, Silent(), workers=2)
+    assert error.value.hint == "a hint"
+    tune(Search(SEARCH.thresholds, 3, 7), Tiers(), INPUTS, stopped, Silent(), workers=2)
+    with pytest.raises(KeyboardInterrupt):
+        tune(SEARCH, Tiers(stop_at=3), INPUTS, stopped, Silent())
+    tune(SEARCH, Tiers(), INPUTS, stopped, listener, workers=4)
+    assert (stopped / "tune.json").read_bytes() == (at_once / "tune.json").read_bytes()
+    assert listener.said[-1] == "tune: this study draws 2 trials at once, more workers would wait"
 
 
-def trial(number: int, accuracy: float, bits: float) -> Trial:
-    return Trial(number, {"tau": 1.0}, Outcome(accuracy, None, bits, int(100 * bits), {}))
+def die(thresholds: Mapping[str, float]) -> Outcome:
+    os._exit(9)
+
+
+def test_a_worker_that_dies_ends_the_search(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a worker ended before its trial did"):
+        tune(SEARCH, die, INPUTS, tmp_path, Silent(), workers=2)
+
+
+def trial(number: int, accuracy: float, bits: float, **thresholds: float) -> Trial:
+    return Trial(number, thresholds or {"tau": 1.0}, Outcome(accuracy, None, bits, int(100 * bits), {}))
 
 
 def tuning_of(*values: tuple[float, float]) -> Tuning:
     trials = tuple(trial(number, *value) for number, value in enumerate(values))
-    return Tuning(INPUTS, Search((Threshold("tau"),)), True, trials, pareto_front(trials))
+    return Tuning(INPUTS, Search((Threshold("tau"),)), 1, trials, pareto_front(trials))
 
 
 def front_by_hand(values: list[tuple[float, float]]) -> list[int]:
@@ -376,8 +341,13 @@ def test_choice_is_the_best_that_fits() -> None:
         lambda: Search((Threshold("tau"), Threshold("tau"))),
         lambda: Search((Threshold("tau"),), num_trials=0),
         lambda: Outcome(math.nan, None, 2.0, 200, {}),
-        lambda: Tuning({}, SEARCH, True, (trial(1, 0.5, 2.0),), (1,)),
-        lambda: Tuning({}, SEARCH, True, (trial(0, 0.5, 2.0),), ()),
+        lambda: Tuning({}, ONE, 1, (trial(1, 0.5, 2.0),), (1,)),
+        lambda: Tuning({}, ONE, 1, (trial(0, 0.5, 2.0),), ()),
+        lambda: Tuning({}, ONE, 0, (), ()),
+        lambda: Tuning({}, ONE, 10**9, (), ()),
+        lambda: Tuning({}, ONE, 1, (trial(0, 0.5, 2.0, tau=2.5),), (0,)),
+        lambda: Tuning({}, ONE, 1, (trial(0, 0.5, 2.0, sigma=1.0),), (0,)),
+        lambda: Search((Threshold("tau"),), seed=2**32 - 1),
     ],
 )
 def test_impossible_records_are_refused(broken: Callable[[], object]) -> None:
@@ -392,7 +362,7 @@ def test_record_is_read_back_and_refused_when_changed(tmp_path: Path) -> None:
     text = path.read_text()
     for old, new, reason in (
         ("0.75", "0.76", "does not have the digest"),
-        ('"kind": "tuning"', '"kind": "other"', "is not a tuning of version 1"),
+        ('"kind": "tuning"', '"kind": "other"', "is not a tuning of version 2"),
         ("}", "", "truncated or not JSON"),
     ):
         path.write_text(text.replace(old, new))
@@ -400,7 +370,7 @@ def test_record_is_read_back_and_refused_when_changed(tmp_path: Path) -> None:
             load_tuning(path)
     content = json.loads(text)
     content["body"]["front"] = [0]
-    content["digest"] = tune_journal.hashlib.sha256(tune_journal.canonical_json(content["body"]).encode()).hexdigest()
+    content["digest"] = hashlib.sha256(canonical_json(content["body"]).encode()).hexdigest()
     path.write_text(json.dumps(content))
     with pytest.raises(ArtifactError, match="front = "):
         load_tuning(path)

@@ -20,16 +20,17 @@ from kvcal.folder import Folder
 from kvcal.formats import Boost, Format, Tier
 from kvcal.models.load import load
 from kvcal.pipeline import baseline_plan, build_plan
-from kvcal.plan import Workload, bare_layers, load_plan, plan_bytes
+from kvcal.plan import Plan, Workload, bare_layers, load_plan, plan_bytes
 from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec, EvaluateSpec, load_recipe
 from kvcal.specs import TuneSpec
 from kvcal.stages import tune_objective
 from kvcal.stages.budget import ModelSizes, resolve_budget
-from kvcal.stages.generation import measure_tasks
+from kvcal.stages.generation import TaskResult, measure_tasks
 from kvcal.stages.tier_rooms import measure_scores
 from kvcal.stages.tune_objective import Origin, TaskObjective, tuned_bits
 from kvcal.stages.tune_record import Outcome, choose, load_tuning
+from kvcal.tasks import problems
 from kvcal.transform_folder import sequences
 
 RECIPE = """
@@ -95,7 +96,7 @@ def test_a_study_leaves_a_plan_a_front_and_a_picture(whole: Path, model: Path) -
     tuning = load_tuning(whole / "tune.json")
     chosen = choose(tuning)
     assert [threshold.name for threshold in tuning.search.thresholds] == ["tau_16", "tau_4"]
-    assert len(tuning.trials) == 4 and tuning.is_repeatable
+    assert len(tuning.trials) == 4 and tuning.generation == 1
     bits = {trial.outcome.bits_per_value for trial in tuning.trials}
     assert len(bits) > 1  # rooms follow the thresholds
     assert (whole / "tune.png").read_bytes()[:4] == b"\x89PNG"
@@ -213,6 +214,44 @@ def test_the_objective_travels_without_its_model(model: Path) -> None:
     data = pickle.dumps(objective)
     assert len(data) < 20_000
     assert pickle.loads(data)(thresholds) == expected  # it loads the model again
+
+
+def test_a_trial_measures_the_tuned_plan_on_problems_of_its_own(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = as_loaded(tiny_model(len(tokenizer)), tokenizer)
+    plan = make_plan(loaded, PAIR)
+    measured: list[Plan] = []
+    monkeypatch.setattr(tune_objective, "require_lm_eval", lambda: None)
+    monkeypatch.setattr(
+        tune_objective, "measure_lm_eval", lambda loaded, plan, *rest: measured.append(plan) or (0.5, None)
+    )
+
+    def measure(loaded: object, plan: Plan, spec: EvaluateSpec, reporter: object) -> tuple[TaskResult, ...]:
+        measured.append(plan)
+        return measure_tasks(loaded, plan, spec, reporter)
+
+    monkeypatch.setattr(tune_objective, "measure_tasks", measure)
+    spec = TuneSpec(tasks=("chain", "lm-eval:arc"), num_problems=1)
+    objective = TaskObjective(Origin("", "", ""), plan, spec, EvaluateSpec(max_new_tokens=2), DATA, loaded)
+    outcome = objective({"tau_16": 0.03, "tau_4": 0.02})
+    boosts = [[layer.k[0].boost for layer in one.layers] for one in measured]
+    assert len(boosts) == 2
+    assert all(
+        tier.above in (0.03, 0.02) for one in boosts for boost in one if boost is not None for tier in boost.tiers
+    )
+    assert all(one.sha256 != plan.sha256 for one in measured)
+    assert {one.predicted_bytes for one in measured} == {outcome.total_bytes}
+    assert {one.bits_per_value() for one in measured} == {outcome.bits_per_value}
+
+    def posed(spec: EvaluateSpec) -> set[str]:
+        limits = {"max_steps": spec.max_steps, "max_size": spec.max_size, "max_hops": spec.max_hops}
+        return {p.prompt for task in ("ledger", "chain") for p in problems(task, 40, spec.seed, **limits)}
+
+    for evaluation_seed, tune_seed in ((1, 0), (2, 0), (0, 5), (5, 0), (2**32 - 1, 0), (0, 2**32 - 2)):
+        limits = EvaluateSpec(seed=evaluation_seed)
+        tuned = TaskObjective(Origin("", "", ""), plan, TuneSpec(seed=tune_seed), limits, DATA, loaded).own_tasks
+        assert not posed(tuned) & posed(limits)
 
 
 def test_several_tasks_and_the_harness_share_the_mean(

@@ -28,6 +28,7 @@ from kvcal.commands.options import (
     tell_toy_data,
     with_data,
 )
+from kvcal.quantities import MAX_WORKERS
 
 if TYPE_CHECKING:
     from kvcal.recipe import Recipe
@@ -59,7 +60,9 @@ def tune(
     samples: Samples = None,
     seq_len: SeqLen = None,
     seed: Seed = None,
-    workers: Annotated[int, typer.Option(help="Processes; trials repeat exactly with one only.", min=1)] = 1,
+    workers: Annotated[
+        int, typer.Option(help="Processes, and so trials drawn at once by a new study.", min=1, max=MAX_WORKERS)
+    ] = 1,
     dtype: Dtype = "auto",
     device: Device = "auto",
     json: Json = False,
@@ -67,7 +70,7 @@ def tune(
 ) -> None:
     """Search the tiers' thresholds: accuracy up, all-in bits down; write the best plan under a cap.
 
-    Interrupted, it goes on to exactly the trials it would have come to.
+    Interrupted, it goes on to exactly the trials it would have come to, whatever the number of workers then.
     Example: `kvcal tune mixkvq --model Qwen/Qwen3-8B --task lm-eval:gsm8k --trials 30 --max-bits 3.4`
     """
     from kvcal import console, pipeline

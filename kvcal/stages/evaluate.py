@@ -16,7 +16,7 @@ and when the inputs differ the file starts anew. Plans that are equal under two 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

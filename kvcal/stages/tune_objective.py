@@ -20,6 +20,7 @@ from kvcal.errors import UsageError
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan import Plan
 from kvcal.progress import Silent
+from kvcal.quantities import MAX_SEED
 from kvcal.recipe import EvaluateSpec
 from kvcal.specs import TuneSpec
 from kvcal.stages.generation import measure_tasks
@@ -30,9 +31,6 @@ from kvcal.tasks import TASKS
 
 # Of all channels of calibration pages: where the search ends when the recipe does not say it.
 HIGHEST_SHARE = 0.99
-
-# Calibration draws its problems with the seed 0, evaluation with 1: tuning takes none of either.
-FIRST_TASK_SEED = 2
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def tuned_bits(plan: Plan) -> tuple[int, ...]:
 
 
 class TaskObjective:
-    """Callable as ``evaluate`` of kvcal.stages.tune; pickled without the model and what was measured on it."""
+    """Callable as ``evaluate`` of kvcal.stages.tune; sent to workers without the model and what was measured on it."""
 
     def __init__(
         self,
@@ -99,9 +97,10 @@ class TaskObjective:
             raise UsageError(
                 f"tasks {unknown} unknown, expected some of {sorted(TASKS)}, or {LM_EVAL}NAME for a task of lm-eval"
             )
-        self.own_tasks = replace(
-            evaluate, tasks=tuple(own), num_problems=spec.num_problems, seed=FIRST_TASK_SEED + spec.seed
-        )
+        seed = (evaluate.seed + 1 + spec.seed) % (
+            MAX_SEED + 1
+        )  # never the evaluation's: its problems measure the choice
+        self.own_tasks = replace(evaluate, tasks=tuple(own), num_problems=spec.num_problems, seed=seed)
         self.foreign_tasks = tuple(name.removeprefix(LM_EVAL) for name in spec.tasks if name.startswith(LM_EVAL))
         if self.foreign_tasks:
             require_lm_eval()

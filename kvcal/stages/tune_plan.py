@@ -95,6 +95,7 @@ def _inputs(loaded: LoadedModel, plan: Plan, recipe: Recipe, spec: TuneSpec) -> 
         **flat("tune", asked),
         **flat("evaluate", limits),
         "evaluate.batch": recipe.evaluate.batch,
+        "evaluate.seed": recipe.evaluate.seed,
         **flat("data", dump(recipe.data)),
         "plan.sha256": plan.sha256,
     }

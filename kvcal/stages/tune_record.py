@@ -18,12 +18,12 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 
 from kvcal.errors import InfeasibleBudget, UsageError
-from kvcal.quantities import format_bytes
+from kvcal.quantities import MAX_SEED, MAX_WORKERS, format_bytes
 from kvcal.record_file import read_json, write_json
 from kvcal.strict import STRICT, Amount, Count, Number, NumBytes, Share
 
 KIND = "tuning"
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -51,8 +51,10 @@ class Search:
         names = [threshold.name for threshold in self.thresholds]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"thresholds {names}: expected at least one, each with its own name")
-        if self.num_trials < 1 or self.seed < 0:
-            raise ValueError(f"expected num_trials = {self.num_trials} >= 1 and seed = {self.seed} >= 0")
+        if self.num_trials < 1 or not 0 <= self.seed < MAX_SEED:
+            raise ValueError(
+                f"expected num_trials = {self.num_trials} of 1 or more and seed = {self.seed} of 0 to {MAX_SEED - 1}"
+            )
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -82,21 +84,26 @@ class Trial:
 
 @dataclass(frozen=True, config=STRICT)
 class Tuning:
-    """A search so far. ``inputs``: what it was made with, flat; ``is_repeatable``: False once several workers took
-    part, whose trials depend on which of them was faster. ``front``: numbers of the trials on it, by bits."""
+    """A search so far. ``inputs``: what it was made with, flat; ``generation``: how many trials are drawn at once, for
+    as many workers. ``front``: numbers of the trials on it, by bits."""
 
     inputs: dict[str, Any]
     search: Search
-    is_repeatable: bool
+    generation: int
     trials: tuple[Trial, ...]
     front: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if not 1 <= self.generation <= MAX_WORKERS:
+            raise ValueError(f"generation = {self.generation}, expected 1 to {MAX_WORKERS}")
+        ranges = {threshold.name: threshold for threshold in self.search.thresholds}
+        for trial in self.trials:
+            if trial.thresholds.keys() != ranges.keys() or any(
+                not ranges[name].low <= value <= ranges[name].high for name, value in trial.thresholds.items()
+            ):
+                raise ValueError(f"trial {trial.number} has thresholds outside of the search: {trial.thresholds}")
         if [trial.number for trial in self.trials] != list(range(len(self.trials))):
             raise ValueError("trials are not numbered 0, 1, 2, ...")
-        names = {threshold.name for threshold in self.search.thresholds}
-        if any(trial.thresholds.keys() != names for trial in self.trials):
-            raise ValueError(f"trials have other thresholds than {sorted(names)}")
         if self.front != pareto_front(self.trials):
             raise ValueError(f"front = {self.front}, expected {pareto_front(self.trials)}")
 
@@ -148,6 +155,5 @@ def load_tuning(path: str | Path) -> Tuning:
     Raises:
         ArtifactError: missing, unreadable, not JSON, of another kind or version, corrupt, or values out of range.
     """
-    return read_json(
-        path, KIND, SCHEMA, Tuning, "delete the file and run kvcal tune again: its trials are kept beside it"
-    )
+    hint = "choose another folder, or delete the file and run kvcal tune again"
+    return read_json(path, KIND, SCHEMA, Tuning, hint)

@@ -1,10 +1,8 @@
-"""A threshold search in several processes, which share nothing but Optuna's journal.
+"""The measurements of a threshold search, here or in several processes.
 
-Each worker takes a ticket, draws a trial with a sampler of its own, runs it and takes the next ticket, so that a slow
-trial holds up nobody. Which trials a sampler has seen depends on who was faster: two parallel studies are not alike.
-A worker's error ends all of them; the trials that were running are run again when the study goes on.
-
-The workers are spawned, not forked: CUDA does not survive a fork. Each loads the model for itself.
+Workers are spawned, not forked: CUDA does not survive a fork. Each loads the model for itself, once, and measures one
+setting after the other; its outcomes are read in the order of the settings, so that they do not depend on which worker
+was faster. Whatever ends the search ends the workers.
 """
 
 from __future__ import annotations
@@ -12,100 +10,82 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from multiprocessing.sharedctypes import Synchronized
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
 
 import torch
 
 from kvcal.errors import KvcalError, UsageError
-from kvcal.stages.tune_journal import Journal, one_trial_sampler, quiet_optuna
-from kvcal.stages.tune_record import Evaluate, Search
+from kvcal.stages.tune_record import Evaluate, Outcome
 
-POLL_SECONDS = 1.0
+# Outcomes of the settings, in their order, each as soon as it is there.
+Measure = Callable[[Sequence[Mapping[str, float]]], Iterator[Outcome]]
 
 
-def run_workers(
-    journal: Journal, search: Search, evaluate: Evaluate, workers: int, on_finished: Callable[[int], None]
-) -> None:
-    """Run all remaining trials in ``workers`` processes; ``on_finished`` hears how many are finished, now and then.
+@contextmanager
+def measuring(evaluate: Evaluate, workers: int) -> Iterator[Measure]:
+    """``evaluate`` for many settings: in this process if ``workers`` is 1, else in as many others.
 
-    Raises:
-        UsageError: a worker died.
-        The KvcalError that a worker's ``evaluate`` raised.
+    The calls raise UsageError when a worker dies, and what ``evaluate`` raises.
     """
-    num_left = max(0, search.num_trials - journal.num_finished)
-    again = journal.unfinished(search)[:num_left]
-    first_new = journal.num_begun - len(again)
-    context = multiprocessing.get_context("spawn")
-    tickets = context.Value("i", 0)
-    running: list[tuple[BaseProcess, Connection]] = []
+    if workers == 1:
+        yield partial(map, evaluate)
+        return
+    with ExitStack() as stack:
+        connections = [stack.enter_context(_worker(evaluate, workers)) for _ in range(workers)]
+        yield partial(_measure, connections)
+
+
+def _measure(connections: Sequence[Connection], settings: Sequence[Mapping[str, float]]) -> Iterator[Outcome]:
+    for first in range(0, len(settings), len(connections)):
+        busy = list(zip(connections, settings[first:]))  # noqa: B905 (a last round may have fewer settings)
+        for connection, setting in busy:
+            connection.send(setting)
+        for connection, _ in busy:
+            yield _received(connection)
+
+
+def _received(connection: Connection) -> Outcome:
+    """The worker's outcome; raises the error that it sent instead."""
     try:
-        for _ in range(min(workers, num_left)):
-            receiving, sending = context.Pipe(duplex=False)
-            given = (journal.path, search, evaluate, again, first_new, num_left, tickets, workers, sending)
-            process = context.Process(target=_work, args=given, daemon=True)
-            process.start()
-            sending.close()  # ours: the worker's end is what tells us that it is gone
-            running.append((process, receiving))
-        while running:
-            wait([process.sentinel for process, _ in running], timeout=POLL_SECONDS)
-            ended = [worker for worker in running if not worker[0].is_alive()]
-            running = [worker for worker in running if worker not in ended]
-            for worker in ended:
-                _raise_error(*worker)
-            on_finished(journal.num_finished)
-    finally:
-        for worker in running:
-            worker[0].terminate()
-            worker[0].join()
-
-
-def _raise_error(process: BaseProcess, receiving: Connection) -> None:
-    """Raise what a worker has sent before it ended; nothing if it sent nothing and ended well."""
-    with receiving:
-        try:
-            raise receiving.recv()
-        except EOFError:  # it sent nothing
-            pass
-    if process.exitcode != 0:
+        found = connection.recv()
+    except (EOFError, ConnectionResetError):
         raise UsageError(
-            f"a worker ended with exit code {process.exitcode}",
+            "a worker ended before its trial did",
             hint="its error is above; if there is none, it may have run out of memory: use fewer --workers",
-        )
+        ) from None
+    if isinstance(found, KvcalError):
+        raise found
+    outcome: Outcome = found
+    return outcome
 
 
-def _work(
-    path: Path,
-    search: Search,
-    evaluate: Evaluate,
-    again: Sequence[int],
-    first_new: int,
-    num_left: int,
-    tickets: Synchronized[int],
-    workers: int,
-    sending: Connection,
-) -> None:
-    """A worker: trials until the tickets run out; the first are for those to run ``again``."""
+@contextmanager
+def _worker(evaluate: Evaluate, workers: int) -> Iterator[Connection]:
+    """Our end of the pipe to a worker, which ends with the context."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(evaluate, workers, theirs), daemon=True)
+    process.start()
+    theirs.close()  # the worker's end alone: when it is gone, so is the worker
+    try:
+        yield ours
+    finally:
+        process.terminate()
+        process.join()
+        ours.close()
+
+
+def _work(evaluate: Evaluate, workers: int, connection: Connection) -> None:
+    """A worker: settings in, outcomes out, until it is ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches everybody: who started us ends us
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
-    try:
-        with quiet_optuna():
-            journal = Journal.open(path)
-            while (ticket := _next(tickets)) < num_left:
-                if ticket < len(again):
-                    number = again[ticket]
-                else:
-                    number = journal.draw(one_trial_sampler(search.seed, first_new + ticket), search)
-                journal.finish(number, evaluate(journal.thresholds(number)))
-    except KvcalError as error:
-        sending.send(error)
-
-
-def _next(tickets: Synchronized[int]) -> int:
-    with tickets.get_lock():
-        ticket = tickets.value
-        tickets.value = ticket + 1
-        return ticket
+    while True:
+        try:
+            connection.send(evaluate(connection.recv()))
+        except KvcalError as error:
+            connection.send(error)
+        except EOFError:  # nobody listens any more
+            return

@@ -1,0 +1,5 @@
+"""``python -m kvcal``."""
+
+from kvcal.cli import main
+
+main()
