@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from kvcal.errors import ArtifactError
+from kvcal.files import require_file
 
 METADATA_KEY = "kvcal"
 _FIELDS = {"kind", "schema", "inputs", "body", "digest"}
@@ -139,6 +140,7 @@ def read(path: str | Path, kind: str, schema: int) -> Artifact:
     differs, or a tensor holds NaN or infinity.
     """
     path = Path(path)
+    require_file(path, ArtifactError)
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:

@@ -26,7 +26,7 @@ from kvcal.commands.run import run
 from kvcal.commands.search import search
 from kvcal.commands.tune import tune
 from kvcal.commands.verify import verify
-from kvcal.errors import KvcalError
+from kvcal.errors import ArtifactError, KvcalError
 
 app = typer.Typer(
     name="kvcal",
@@ -41,13 +41,18 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the ``kvcal`` command."""
+    from kvcal import console
+
     try:
         app()
     except KvcalError as error:
-        from kvcal.console import print_error
-
-        print_error(error)
+        console.print_error(error)
         sys.exit(error.exit_code)
+    except OSError as refused:  # of a place where no stage expects it
+        place = refused.filename or "a file or a device"
+        console.print_error(ArtifactError(f"{place}: {refused.strerror or refused}", "check the path and the space"))
+        console.discard_stdout()
+        sys.exit(ArtifactError.exit_code)
     except SystemExit as end:
         if end.code == 130:  # typer has caught the interrupt
             print("interrupted: what was finished is kept; the same command goes on from there", file=sys.stderr)
@@ -58,7 +63,9 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        print(version("kvcal"))
+        from kvcal.console import print_text
+
+        print_text(version("kvcal"))
         raise typer.Exit
 
 

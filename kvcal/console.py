@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console
@@ -20,7 +21,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from kvcal.errors import KvcalError
+from kvcal.errors import ArtifactError, KvcalError
 
 # Without a terminal, a line of progress at most this often.
 PLAIN_SECONDS = 15.0
@@ -76,7 +77,31 @@ class TerminalReporter:
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
-    sys.stdout.write(json.dumps(value, indent=2, sort_keys=True) + "\n")
+    print_text(json.dumps(value, indent=2, sort_keys=True))
+
+
+def print_text(text: str) -> None:
+    """Text and a line's end on stdout, at once. Who closes the pipe has read enough: the command ends well.
+
+    Raises:
+        ArtifactError: the system does not take the text, such as a full disk.
+    """
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        discard_stdout()
+        sys.exit(0)
+    except OSError as refused:
+        discard_stdout()
+        raise ArtifactError(f"cannot write to stdout: {refused.strerror}", "free some space, or redirect it") from None
+    except UnicodeEncodeError:  # a terminal of another encoding, or a model's text
+        sys.stdout.buffer.write((text + "\n").encode("utf-8", "backslashreplace"))
+        sys.stdout.flush()
+
+
+def discard_stdout() -> None:
+    """What is left in stdout's buffer goes nowhere: the interpreter would try again when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -88,13 +113,16 @@ def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]
     for row in rows:
         table.add_row(*row)
     console = stdout if stdout.is_terminal else Console(width=PIPED_WIDTH)
-    console.print(table)
+    with console.capture() as capture:
+        console.print(table)
+    print_text(capture.get().removesuffix("\n"))
 
 
 def print_error(error: KvcalError) -> None:
     """What went wrong and what to do, on stderr."""
-    stderr.print("error: ", style="bold red", end="")
-    stderr.print(error.message, highlight=False, markup=False, soft_wrap=True)
-    if error.hint:
-        stderr.print("hint: ", style="bold cyan", end="")
-        stderr.print(error.hint, highlight=False, markup=False, soft_wrap=True)
+    with suppress(OSError):  # the exit code is left
+        stderr.print("error: ", style="bold red", end="")
+        stderr.print(error.message, highlight=False, markup=False, soft_wrap=True)
+        if error.hint:
+            stderr.print("hint: ", style="bold cyan", end="")
+            stderr.print(error.hint, highlight=False, markup=False, soft_wrap=True)

@@ -8,19 +8,22 @@ the recipe by content, not by name or comments.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from kvcal.artifact import sha256_json
 from kvcal.data import DataSpec
 from kvcal.errors import UsageError
+from kvcal.files import require_file
 from kvcal.plan import RAW, Format, LayerPlan, Side
-from kvcal.quantities import MAX_BATCH
-from kvcal.quantizers.pages import AXES
-from kvcal.specs import ImportanceSpec, PredictorSpec, ProgressiveSpec, ReparamSpec, SearchSpec, TuneSpec
-from kvcal.strict import STRICT, dump, parse
+from kvcal.quantities import MAX_BATCH, parse_bytes
+from kvcal.quantizers.pages import AXES, PAGE_TOKENS
+from kvcal.specs import Bits, ImportanceSpec, PredictorSpec, ProgressiveSpec, ReparamSpec, SearchSpec, TuneSpec
+from kvcal.strict import STRICT, Seed, Size, SizeOrNone, Tokens, TokensOrNone, dump, parse
 from kvcal.tasks import TASKS, require_lengths
 
 Objective = Literal["sensitivity", "kl", "combined", "importance"]
@@ -43,8 +46,8 @@ class ProfileSpec:
     group_sizes: tuple[Literal[32, 64, 128], ...] = (32, 64, 128)
     kl_num_bits: tuple[Literal[1, 2, 3, 4, 8], ...] | None = None
     kl_group_size: Literal[32, 64, 128] | None = None
-    kl_samples: int = 3
-    kl_tokens: int = 512
+    kl_samples: SizeOrNone = 3
+    kl_tokens: Annotated[Tokens, Field(ge=2)] = 512
 
     def __post_init__(self) -> None:
         for name in ("num_bits", "k_axes", "group_sizes", "kl_num_bits"):
@@ -57,8 +60,6 @@ class ProfileSpec:
             unknown = sorted(set(measured) - set(allowed))
             if unknown:
                 raise ValueError(f"{name}: {unknown} are no candidates, expected some of {sorted(set(allowed))}")
-        if self.kl_samples < 0 or self.kl_tokens < 2:
-            raise ValueError(f"expected kl_samples = {self.kl_samples} >= 0 and kl_tokens = {self.kl_tokens} >= 2")
 
     @property
     def kl_bits(self) -> tuple[int, ...]:
@@ -77,10 +78,15 @@ class ProfileSpec:
 class CacheSpec:
     """What all chosen formats share; windows and sinks in tokens."""
 
-    num_sink_tokens: int = 4
-    k_recent_window: int = 64
-    v_recent_window: int = 64
+    num_sink_tokens: TokensOrNone = 4
+    k_recent_window: TokensOrNone = 64
+    v_recent_window: TokensOrNone = 64
     param_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
+
+    @property
+    def first_from_page(self) -> int:
+        """The first token predicted from a quantized page, which is written with the token two before it."""
+        return self.num_sink_tokens + max(self.k_recent_window, self.v_recent_window) + PAGE_TOKENS + 1
 
     def format(self, side: Side, num_bits: int, axis: str, group_size: int) -> Format:
         """The Format of a candidate under this cache."""
@@ -102,23 +108,27 @@ class AllocateSpec:
 
     budget: str | None = None
     kv_budget: str | None = None
-    bits: float | None = None
+    bits: Bits | None = None
     same_bytes_as: str | None = None
-    batch: int = 8
-    context: int = 4096
+    batch: Annotated[int, Field(ge=1, le=MAX_BATCH)] = 8
+    context: Tokens = 4096
     workspace: str = "auto"
     granularity: Literal["layer", "block", "head"] = "layer"
     objective: Objective = "combined"
 
     def __post_init__(self) -> None:
-        if self.batch < 1 or self.context < 1:
-            raise ValueError(f"batch = {self.batch} and context = {self.context} must be 1 or more")
-        if self.batch > MAX_BATCH:
-            raise ValueError(f"batch = {self.batch}; allowed: up to {MAX_BATCH}")
         given = [name for name in BUDGET_KINDS if getattr(self, name) is not None]
         if len(given) != 1:
             kinds = ", ".join(f"{name} ({of})" for name, of in BUDGET_KINDS.items())
             raise ValueError(f"{' and '.join(given) or 'no budget'} given; expected exactly one of {kinds}")
+        sizes = {"budget": self.budget, "kv_budget": self.kv_budget}
+        sizes |= {"workspace": None if self.workspace == "auto" else self.workspace}
+        for name, size in sizes.items():
+            try:
+                if size is not None:
+                    parse_bytes(size)
+            except UsageError as refused:
+                raise ValueError(f"{name} = {size!r}: {refused.message}; {refused.hint}") from None
 
 
 BUDGET_KINDS = {
@@ -161,20 +171,22 @@ class EvaluateSpec:
 
     data: DataSpec = DataSpec(seed=1)
     tasks: tuple[str, ...] = tuple(TASKS)
-    num_problems: int = 16
+    num_problems: Size = 16
     max_steps: int = 70
     max_size: int = 160
     max_hops: int = 40
     max_digits: int = 7
-    max_new_tokens: int = 2048
-    batch: int = 16
-    seed: int = 1
+    max_new_tokens: Tokens = 2048
+    batch: Annotated[int, Field(ge=1, le=MAX_BATCH)] = 16
+    seed: Seed = 1
     against: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.tasks) - set(TASKS))
         if unknown:
             raise ValueError(f"tasks {unknown} unknown, expected some of {sorted(TASKS)}")
+        if len(set(self.tasks)) < len(self.tasks):
+            raise ValueError(f"tasks = {list(self.tasks)}, expected each one once")
         try:
             require_lengths(self.max_steps, self.max_size, self.max_hops, self.max_digits)
         except UsageError as refused:
@@ -216,6 +228,23 @@ class Recipe:
             raise ValueError("[tune] needs [formats], and none of [progressive], [reparam] and [predictors]")
         if self.progressive is not None and self.predictors is not None:
             raise ValueError("[progressive] and [predictors]: predictions of pages that shrink would change with them")
+        self._require_pages()
+
+    def _require_pages(self) -> None:
+        """ValueError where sinks and windows leave nothing to quantize, or no KL to measure."""
+        if self.allocate is not None and self.cache.num_sink_tokens >= self.allocate.context:
+            raise ValueError(
+                f"cache.num_sink_tokens = {self.cache.num_sink_tokens} leaves nothing to quantize of allocate.context "
+                f"= {self.allocate.context}"
+            )
+        name, measured = "search.kl_tokens", None if self.search is None else self.search.kl_tokens
+        if self.search is None and self.formats is None and self.profile.kl_samples:
+            name, measured = "profile.kl_tokens", self.profile.kl_tokens
+        if measured is not None and measured <= self.cache.first_from_page:
+            raise ValueError(
+                f"{name} = {measured}: the sinks and windows of [cache], and a page, take "
+                f"{self.cache.first_from_page} tokens, so that no KL can be measured; expected more"
+            )
 
     @property
     def is_formats_alone(self) -> bool:
@@ -253,6 +282,7 @@ def find_recipe(name: str) -> Path:
     for folder in RECIPE_FOLDERS:
         if (folder / f"{name}.toml").is_file():
             return folder / f"{name}.toml"
+    require_file(name, UsageError)
     raise UsageError(
         f"recipe {name!r} is neither a file nor one of {list(recipe_names())}",
         hint="give the path of a TOML file or one of these names",
@@ -265,17 +295,35 @@ def recipe_names() -> tuple[str, ...]:
 
 
 def load_recipe(name: str) -> Recipe:
-    """Read and check a recipe.
+    """Read and check a recipe, and the recipes that it names.
 
     Raises:
         UsageError: not found, not TOML, unknown key or value out of range, with its place.
     """
+    recipe = _read(name)
+    require_baselines(recipe.evaluate.against, f"{name}: evaluate.against")
+    same = None if recipe.allocate is None else recipe.allocate.same_bytes_as
+    require_baselines(() if same is None else (same,), f"{name}: allocate.same_bytes_as")
+    return recipe
+
+
+def _read(name: str) -> Recipe:
     path = find_recipe(name)
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as broken:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as broken:
         raise UsageError(f"{path}: not TOML: {broken}") from None
     return parse(Recipe, {"name": path.stem, **content}, str(path), UsageError)
+
+
+def require_baselines(names: Iterable[str], place: str) -> None:
+    """UsageError unless all are recipes with [formats], whose plans and bytes are known without a profile."""
+    for name in names:
+        if _read(name).formats is None:
+            raise UsageError(
+                f"{place}: recipe {name!r} has no [formats]",
+                hint="name a recipe with fixed formats, such as kivi-2; the other one is run by itself",
+            )
 
 
 def fixed_layers(formats: FormatsSpec, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from kvcal.artifact import differing_input, require_shallow, sha256_json, write_text_atomic
 from kvcal.errors import ArtifactError, UsageError
+from kvcal.files import require_file
 from kvcal.strict import dump, parse
 
 Record = TypeVar("Record")
@@ -56,6 +57,7 @@ def read_json(path: str | Path, kind: str, schema: int, record: type[Record], hi
     Raises:
         ArtifactError: missing, unreadable, not JSON, of another kind or version, corrupt, or as ``record_of``.
     """
+    require_file(path, ArtifactError)
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except FileNotFoundError:

@@ -5,12 +5,19 @@ Where a paper has a value, it is the default. What the sections do is in the sta
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from kvcal.formats import Boost, Side
-from kvcal.strict import STRICT
+from kvcal.quantities import MAX_SEED
+from kvcal.strict import STRICT, Seed, Share, Size, SizeOrNone, Tokens, TokensOrNone
+from kvcal.tasks import TASKS
+
+# Bits per cached value: a single token in a buffer of 128 at 16 bits has 2,048.
+Bits = Annotated[float, Field(gt=0, le=4096)]
+LM_EVAL = "lm-eval:"
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -19,19 +26,12 @@ class ReparamSpec:
     ``offset``: a static key offset is searched, too. ``shared_heads``: one λ for all KV heads of a layer, which models
     with QK-norm need to fold it into their weights."""
 
-    position_scale: float = 4.0
-    num_steps: int = 20
-    num_samples: int = 4
-    seq_len: int = 2048
+    position_scale: Annotated[float, Field(gt=0, le=1000)] = 4.0
+    num_steps: Annotated[int, Field(ge=1, le=1000)] = 20
+    num_samples: Size = 4
+    seq_len: Annotated[Tokens, Field(ge=2)] = 2048
     offset: bool = False
     shared_heads: bool = False
-
-    def __post_init__(self) -> None:
-        if self.position_scale <= 0 or self.num_steps < 1 or self.num_samples < 1 or self.seq_len < 2:
-            raise ValueError(
-                f"expected position_scale = {self.position_scale} > 0, num_steps = {self.num_steps} and num_samples = "
-                f"{self.num_samples} of 1 or more, seq_len = {self.seq_len} of 2 or more"
-            )
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -42,25 +42,19 @@ class PredictorSpec:
     fits on what the model computes instead of what the cache reads back."""
 
     kind: Literal["linear", "low_rank", "int4"] = "linear"
-    rank: int | None = None
-    group_size: int | None = None
-    ridge: float = 1e-3
-    holdout_share: float = 0.25
-    min_explained: float = 0.1
+    rank: Size | None = None
+    group_size: Size | None = None
+    ridge: Annotated[float, Field(gt=0)] = 1e-3
+    holdout_share: Annotated[float, Field(gt=0, lt=1)] = 0.25
+    min_explained: Annotated[float, Field(le=1)] = 0.1
     drop: bool = True
     sides: tuple[Side, ...] = ("k", "v")
     inputs: Literal["reconstructed", "exact"] = "reconstructed"
 
     def __post_init__(self) -> None:
-        if self.ridge <= 0 or not 0 < self.holdout_share < 1:
-            raise ValueError(
-                f"ridge = {self.ridge} must be positive and holdout_share = {self.holdout_share} in (0, 1)"
-            )
         for kind, value in (("low_rank", self.rank), ("int4", self.group_size)):
             if (value is not None) != (self.kind == kind):
                 raise ValueError(f"{kind} takes {'rank' if kind == 'low_rank' else 'group_size'}, other kinds do not")
-            if value is not None and value < 1:
-                raise ValueError(f"{'rank' if kind == 'low_rank' else 'group_size'} = {value}, expected 1 or more")
         if not self.sides or len(set(self.sides)) < len(self.sides):
             raise ValueError(f"sides = {list(self.sides)}, expected one or both of ['k', 'v']")
 
@@ -70,7 +64,7 @@ class ProgressiveSpec:
     """[progressive], PM-KVQ's 16 -> 8 -> 4 -> 2: pages shrink when the budget for the tokens so far is used up. The
     budget is the allocation's, or ``bits`` per cached value, all in. Shifts but "equivalent" are ablations."""
 
-    bits: float | None = None
+    bits: Bits | None = None
     shift: Literal["equivalent", "modified", "direct"] = "equivalent"
 
 
@@ -81,27 +75,21 @@ class ImportanceSpec:
     share of the text, or none (see formats.WindowRule). ``random_seed``: layers at random instead, the ablation.
     """
 
-    share: float = 0.2
+    share: Share = 0.2
     k_high_bits: Literal[2, 3, 4, 8] = 3
     v_high_bits: Literal[2, 3, 4, 8] = 4
     low_bits: Literal[1, 2, 3, 4] = 2
     group_size: Literal[32, 64, 128] = 32
     window: Literal["paged", "clamped", "none"] = "paged"
-    high_window_share: float = 0.2
-    low_window_share: float = 0.1
-    min_window: int = 0
-    max_window: int = 512
-    random_seed: int | None = None
+    high_window_share: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    low_window_share: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    min_window: TokensOrNone = 0
+    max_window: TokensOrNone = 512
+    random_seed: Seed | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share = {self.share}, expected 0 to 1")
-        shares = (self.high_window_share, self.low_window_share)
-        if not (all(0 <= share < 1 for share in shares) and 0 <= self.min_window <= self.max_window):
-            raise ValueError(
-                f"expected window shares {shares} of 0 to below 1, and 0 <= min_window = {self.min_window} <= "
-                f"max_window = {self.max_window}"
-            )
+        if self.min_window > self.max_window:
+            raise ValueError(f"expected min_window = {self.min_window} <= max_window = {self.max_window}")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -113,24 +101,26 @@ class TuneSpec:
     the largest need), instead of its share in the recipe."""
 
     tasks: tuple[str, ...] = ("ledger", "chain", "times")
-    num_problems: int = 16
-    num_trials: int = 30
-    low: float = 0.1
+    num_problems: Size = 16
+    num_trials: Size = 30
+    low: Annotated[float, Field(gt=0)] = 0.1
     high: float = 2.0
     fit_range: bool = False
-    max_bits: float | None = None
+    max_bits: Bits | None = None
     fit_capacity: bool = True
-    page_share: float = 0.95
-    seed: int = 0
+    page_share: Annotated[Share, Field(gt=0)] = 0.95
+    seed: Annotated[Seed, Field(lt=MAX_SEED)] = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.low < self.high or self.num_trials < 1 or self.num_problems < 1 or not self.tasks:
+        if not self.low < self.high:
+            raise ValueError(f"expected low = {self.low} < high = {self.high}")
+        own = [name for name in self.tasks if not name.startswith(LM_EVAL)]
+        unknown = sorted(set(own) - set(TASKS)) + [name for name in self.tasks if name == LM_EVAL]
+        if unknown or not self.tasks or len(set(self.tasks)) < len(self.tasks):
             raise ValueError(
-                f"expected 0 < low = {self.low} < high = {self.high}, num_trials = {self.num_trials} and num_problems "
-                f"= {self.num_problems} of 1 or more, and one task or more"
+                f"tasks {unknown or list(self.tasks)} unknown, missing or twice, expected some of {sorted(TASKS)}, or "
+                f"{LM_EVAL}NAME for a task of lm-eval"
             )
-        if not 0 < self.page_share <= 1:
-            raise ValueError(f"page_share = {self.page_share}, expected more than 0 and at most 1")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -168,18 +158,13 @@ class SearchSpec:
 
     keys: tuple[KeyChoice, ...] = (KeyChoice(2), KeyChoice(3), KeyChoice(4))
     values: tuple[ValueChoice, ...] = (ValueChoice(2), ValueChoice(3), ValueChoice(4))
-    kl_samples: int = 6
-    kl_tokens: int = 768
-    proxy_plans: int = 30
-    refine_rounds: int = 3
-    neighbours: int = 2
-    seed: int = 0
+    kl_samples: Size = 6
+    kl_tokens: Annotated[Tokens, Field(ge=2)] = 768
+    proxy_plans: SizeOrNone = 30
+    refine_rounds: SizeOrNone = 3
+    neighbours: SizeOrNone = 2
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         if not self.keys or not self.values:
             raise ValueError("keys and values need one choice or more each")
-        if self.kl_samples < 1 or self.kl_tokens < 2 or min(self.proxy_plans, self.refine_rounds, self.neighbours) < 0:
-            raise ValueError(
-                f"expected kl_samples = {self.kl_samples} of 1 or more, kl_tokens = {self.kl_tokens} of 2 or more, and "
-                "no negative counts"
-            )

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from kvcal.errors import KvcalError
+from kvcal.quantities import MAX_CONTEXT, MAX_SEED
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -25,6 +26,13 @@ NumBytes = Annotated[int, Field(ge=0, le=2**62)]
 Number = Annotated[float, Field(ge=-1e100, le=1e100)]
 Amount = Annotated[float, Field(ge=0, le=1e100)]
 Share = Annotated[float, Field(ge=0, le=1)]
+
+# Knobs, in ranges that no real value leaves.
+Size = Annotated[int, Field(ge=1, le=1_000_000)]
+SizeOrNone = Annotated[int, Field(ge=0, le=1_000_000)]  # of what may be left out
+Tokens = Annotated[int, Field(ge=1, le=MAX_CONTEXT)]
+TokensOrNone = Annotated[int, Field(ge=0, le=MAX_CONTEXT)]
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 
 Record = TypeVar("Record")
 
@@ -42,9 +50,15 @@ def parse(
         error: the first few findings, each with its place inside ``place``, the value, and what is allowed.
     """
     try:
-        return TypeAdapter(record).validate_json(json.dumps(value), strict=True)
+        return TypeAdapter(record).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as found:
         raise error(f"{place}: {_findings(found)}", hint) from None
+
+
+def changed(record: Record, changes: Mapping[str, Any], place: str, error: type[KvcalError]) -> Record:
+    """``record`` with the fields in ``changes`` (JSON-like) that are not None, checked as :func:`parse` does."""
+    given = {name: value for name, value in changes.items() if value is not None}
+    return parse(type(record), dump(record) | given, place, error)
 
 
 def dump(record: Any) -> Any:

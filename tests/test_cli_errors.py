@@ -63,7 +63,7 @@ def no_temporary_files(folder: Path) -> bool:
         (["allocate", "{run}", "--bits", "3", "--granularity", "neuron"], 2, "neuron"),
         (["allocate", "{run}", "--bits", "3", "--granularity", "head", "--objective", "kl"], 2, "per layer"),
         (["allocate", "{run}", "--same-bytes-as", "default"], 2, "no fixed formats"),
-        (["allocate", "{run}", "--bits", "1e308"], 2, "bits = 1e+308; allowed: up to 4096"),
+        (["allocate", "{run}", "--bits", "1e308"], 2, "bits = 1e+308: Input should be less than or equal to 4096"),
         (["allocate", "{run}", "--bits", "4.2", "--context", "256"], 3, "raise the bits, or --context"),
         (["compile", "{run}", "-o", "{tmp}"], 5, "{tmp}"),
         (["profile", "{model}", "--out", "{tmp}", "--recipe", "{recipe}", "--seq-len", "5000"], 2, "context"),
@@ -103,7 +103,7 @@ def test_refusals(
     ("old", "new", "says"),
     [
         ("context = 512", "contxt = 512", "unknown key 'allocate.contxt'"),
-        ("batch = 2", "batch = 0", "1 or more"),
+        ("batch = 2", "batch = 0", "allocate.batch = 0: Input should be greater than or equal to 1"),
         ("num_bits = [2, 4]", "num_bits = [2, 5]", "profile.num_bits"),
         ('same_bytes_as = "kivi-2"', "", "exactly one of"),
         ("[data]", "[data", "not TOML"),

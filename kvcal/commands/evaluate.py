@@ -55,15 +55,18 @@ def eval_command(
     Example: `kvcal eval plan.safetensors --model reasoner-10m --against kivi-2`
     """
     from kvcal import console, pipeline, views
+    from kvcal.errors import UsageError
     from kvcal.plan import load_plan
-    from kvcal.recipe import load_recipe
+    from kvcal.recipe import load_recipe, require_baselines
     from kvcal.stages.verify import require_same_model
+    from kvcal.strict import changed
 
     loaded_plan = load_plan(plan)
     base = load_recipe(recipe)
     given = DataOptions(data, columns, split, config, samples, seq_len, seed)
     spec = with_tasks(replace(base.evaluate, data=given.of(base.evaluate.data)), task, problems)
-    spec = replace(spec, against=tuple(against or ()))
+    spec = changed(spec, {"against": against or []}, "eval", UsageError)
+    require_baselines(spec.against, "--against")
     folder = pipeline.Folder.create(out)
     with console.TerminalReporter(quiet).running() as reporter:
         loaded = load(model, dtype, device)

@@ -8,15 +8,16 @@ from typing import Annotated
 import typer
 
 from kvcal.commands.options import Device, Dtype, Json, ModelOption, load, prompt_text
+from kvcal.quantities import MAX_CONTEXT, MAX_SEED
 
 
 def generate(
     model: ModelOption,
     plan: Annotated[Path, typer.Option(help="A plan.safetensors file.", show_default=False)],
     prompt: Annotated[str, typer.Option(help="The prompt; - reads stdin.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.", min=1)] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.", min=1, max=MAX_CONTEXT)] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; else 0.001 to 100.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0, max=MAX_SEED)] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
     prefix: Annotated[
         Path | None, typer.Option(help="A file of `kvcal pack-prefix`, made with this plan: how the prompt begins.")
@@ -43,10 +44,12 @@ def generate(
 
     if chat and prefix is not None:
         raise UsageError("--chat with --prefix: a prefix is packed without a chat template", "leave out one of them")
+    if not (temperature == 0 or 0.001 <= temperature <= 100):
+        raise UsageError(f"--temperature {temperature}; allowed: 0 (greedy), or 0.001 to 100")
+    text = prompt_text(prompt)
     loaded_plan = load_plan(plan)
     loaded = load(model, dtype, device)
     require_same_model(loaded_plan, loaded)
-    text = prompt_text(prompt)
     if prefix is None:
         result = complete(loaded, loaded_plan, text, max_new_tokens, temperature, seed, chat)
     else:
@@ -55,7 +58,7 @@ def generate(
     if json:
         console.print_json(result)
         return
-    print(result["text"])
+    console.print_text(result["text"])
     if prefix is not None:
         console.stderr.print(f"{result['prefix_tokens']} tokens of the prompt came from {prefix}", highlight=False)
     console.stderr.print(

@@ -116,11 +116,10 @@ def load(source: str, dtype: str, device: str) -> LoadedModel:
 
 def prompt_text(prompt: str) -> str:
     """The prompt that a command was given; - reads stdin. UsageError for bytes that are not UTF-8."""
-    if prompt != "-":
-        return prompt
+    place = "--prompt -: stdin" if prompt == "-" else "--prompt"
     try:
-        text = sys.stdin.read()
-        text.encode("utf-8")  # a lenient stdin hands bytes that it cannot decode on, as surrogates
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode("utf-8")  # arguments, and a lenient stdin, have surrogates for bytes that are not text
     except UnicodeError as refused:
-        raise UsageError(f"--prompt -: stdin is not UTF-8: {refused}") from None
+        raise UsageError(f"{place} is not UTF-8: {refused}") from None
     return text

@@ -9,6 +9,7 @@ import typer
 
 from kvcal.commands.options import Device, Dtype, Json, ModelOption, Quiet, load, prompt_text
 from kvcal.errors import UsageError
+from kvcal.files import require_file
 
 
 def pack_prefix(
@@ -57,6 +58,7 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt_file is None:
         assert prompt is not None
         return prompt_text(prompt)
+    require_file(prompt_file, UsageError)
     try:
         return prompt_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as refused:

@@ -58,19 +58,19 @@ def search(
     """
     from kvcal import console, pipeline, views
     from kvcal.errors import UsageError
-    from kvcal.recipe import load_recipe
+    from kvcal.recipe import AllocateSpec, load_recipe
     from kvcal.stages.run_search import load as load_search
-    from kvcal.strict import dump
+    from kvcal.strict import dump, parse
 
     base = with_data(load_recipe(recipe), DataOptions(data, columns, split, config, samples, seq_len, seed))
     if base.search is None or base.allocate is None:
         raise UsageError(f"recipe {base.name!r} has no [search]", hint="use `kvcal run`, or the recipe best")
-    changes: dict[str, Any] = {"batch": batch, "context": context}
     budgets: dict[str, Any] = {"budget": budget, "kv_budget": kv_budget, "bits": bits}
-    changes = {name: value for name, value in changes.items() if value is not None}
+    knobs: dict[str, Any] = dump(base.allocate)
     if any(value is not None for value in budgets.values()):
-        changes |= {**budgets, "same_bytes_as": None}
-    base = replace(base, allocate=replace(base.allocate, **changes))
+        knobs |= {**budgets, "same_bytes_as": None}
+    knobs |= {"batch": batch or base.allocate.batch, "context": context or base.allocate.context}
+    base = replace(base, allocate=parse(AllocateSpec, knobs, "search", UsageError))
     if rounds is not None and base.search is not None:
         base = replace(base, search=replace(base.search, refine_rounds=rounds))
     folder = pipeline.Folder.create(out)

@@ -74,21 +74,20 @@ def tune(
     Example: `kvcal tune mixkvq --model Qwen/Qwen3-8B --task lm-eval:gsm8k --trials 30 --max-bits 3.4`
     """
     from kvcal import console, pipeline
+    from kvcal.errors import UsageError
     from kvcal.plan import Workload
     from kvcal.quantities import parse_bytes
     from kvcal.recipe import load_recipe
     from kvcal.specs import TuneSpec
     from kvcal.stages.tune_objective import Origin
     from kvcal.stages.tune_plan import tune_plan
+    from kvcal.strict import changed
 
     base = with_data(load_recipe(recipe), DataOptions(data, columns, split, config, samples, seq_len, seed))
-    given: dict[str, Any] = {"tasks": task and tuple(task), "num_problems": problems, "num_trials": trials}
-    given |= {"max_bits": max_bits}
-    spec = replace(base.tune or TuneSpec(), **{name: value for name, value in given.items() if value is not None})
-    if fit_range:
-        spec = replace(spec, fit_range=True)
+    given: dict[str, Any] = {"tasks": task, "num_problems": problems, "num_trials": trials}
+    given |= {"max_bits": max_bits, "fit_range": fit_range or None}
     _require_formats_alone(base)
-    base = replace(base, tune=spec)
+    base = replace(base, tune=changed(base.tune or TuneSpec(), given, "tune", UsageError))
     default = pipeline.DEFAULT_WORKLOAD
     workload = Workload(batch or default.batch, context or default.context)
     max_bytes = None if kv_budget is None else parse_bytes(kv_budget)

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 
 from kvcal.errors import UsageError
+from kvcal.files import require_file
 from kvcal.geometry import ModelIdentity
 
 _VOLATILE_KEYS = ("transformers_version", "_name_or_path")
@@ -57,7 +58,13 @@ def weight_files(folder: Path, model_id: str) -> list[Path]:
         if (folder / name).is_file():
             return [folder / name]
         if index.is_file():
-            names = sorted(set(read_json(index, model_id).get("weight_map", {}).values()))
+            shards = read_json(index, model_id).get("weight_map")
+            if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+                raise UsageError(
+                    f"{model_id}: {index.name} has the weight_map {str(shards)[:60]}; expected an object of names of "
+                    "tensors and of files"
+                )
+            names = sorted(set(shards.values()))
             missing = [name for name in names if not (folder / name).is_file()]
             if missing or not names:
                 raise UsageError(f"{model_id}: {index.name} names {len(missing)} missing files: {missing[:3]}")
@@ -77,9 +84,10 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 def read_json(path: Path, model_id: str) -> dict:
     """A JSON object from a file; raises UsageError if it is missing or none."""
+    require_file(path, UsageError)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{model_id}: {path.name} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise UsageError(f"{model_id}: {path.name} holds a {type(value).__name__}; expected a JSON object")

@@ -13,11 +13,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -36,6 +37,17 @@ from kvcal.models.geometry import checkpoint_dtype, geometry_of
 from kvcal.models.identity import identity_of, read_json, tokenizer_files, weight_files
 
 EMBEDDED_FOLDER = model_folder().parent
+# From what config.json says: wrong types, sizes and names.
+CONFIG_ERRORS = (StrictDataclassError, TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError)
+# From files of weights, and their index.
+WEIGHT_ERRORS = (
+    OSError, SafetensorError, UnpicklingError, EOFError, RuntimeError, LookupError, TypeError, AttributeError,
+)  # fmt: skip
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+SIZES = (*LAYER_COUNTS, "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+SIZES += ("vocab_size", "max_position_embeddings", "num_experts", "num_local_experts")
+MAX_LAYERS, MAX_SIZE = 10_000, 1_000_000_000
+MAX_REASON = 300
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -117,10 +129,10 @@ def _device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise UsageError(f"device {device!r}; allowed: auto, cpu, cuda, cuda:N")
-    target = torch.device(device)
-    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
+    index = int(device.partition(":")[2] or 0)
+    if device != "cpu" and index >= torch.cuda.device_count():
         raise UsageError(f"device {device!r}: this machine has {torch.cuda.device_count()} CUDA devices")
-    return target
+    return torch.device(device)
 
 
 def embedded_models() -> tuple[str, ...]:
@@ -133,6 +145,8 @@ def _locate(source: str) -> _Location:
         folder = EMBEDDED_FOLDER / source
         return _Location(source, str(folder), folder)
     path = Path(source).expanduser()
+    if not source:
+        raise UsageError("model '' is empty", hint="give a folder, an embedded model's name or a hub id")
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UsageError(
@@ -165,16 +179,44 @@ def _locate_on_hub(source: str) -> _Location:
 
 
 def _config(location: _Location) -> PreTrainedConfig:
-    read_json(location.folder / "config.json", location.id)
+    """The configuration, of a kind that is served, from which transformers can build the model."""
+    content = read_json(location.folder / "config.json", location.id)
+    _require_sizes(content, location.id)
     try:
         config = AutoConfig.from_pretrained(location.pretrained, revision=location.commit or "main")
     except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModel(f"{location.id}: {_first_line(error)}") from error
+        raise UnsupportedModel(f"{location.id}: config.json: {_reason(error)}") from error
+    except CONFIG_ERRORS as error:
+        raise _bad_config(location, error) from error
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(
             f"{location.id}: model type {config.model_type!r} has no decoder-only causal language model in transformers"
         )
+    try:
+        with torch.device("meta"):  # shapes alone, so that what fails later is the weights'
+            AutoModelForCausalLM.from_config(config)
+    except (ValueError, ImportError) as error:
+        raise UnsupportedModel(f"{location.id}: config.json: {_reason(error)}") from error
+    except (*CONFIG_ERRORS, LookupError, RuntimeError) as error:
+        raise _bad_config(location, error) from error
     return config
+
+
+def _require_sizes(content: dict[str, Any], model_id: str, place: str = "") -> None:
+    """UsageError for a size in config.json that no model has: building it would take the machine's memory."""
+    for key, value in content.items():
+        if isinstance(value, dict):
+            _require_sizes(value, model_id, f"{place}{key}.")
+        largest = MAX_LAYERS if key in LAYER_COUNTS else MAX_SIZE
+        if key in SIZES and isinstance(value, int) and not 1 <= value <= largest:
+            raise UsageError(f"{model_id}: config.json: {place}{key} = {value}; allowed: 1 to {largest}")
+
+
+def _bad_config(location: _Location, error: Exception) -> UsageError:
+    return UsageError(
+        f"{location.id}: config.json: transformers cannot build a model from it: {_reason(error)}",
+        hint="copy or download the model's config.json again",
+    )
 
 
 def _model(location: _Location, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -186,13 +228,14 @@ def _model(location: _Location, config: PreTrainedConfig, dtype: torch.dtype, de
             dtype=dtype,
             output_loading_info=True,
         )
-    except (OSError, SafetensorError) as error:
+    except WEIGHT_ERRORS as error:
+        names = ", ".join(path.name for path in weight_files(location.folder, location.id)[:2])
         raise UsageError(
-            f"{location.id}: the weights cannot be read: {_first_line(error)}",
-            hint="a file is missing, truncated or corrupt; copy or download the model again",
+            f"{location.id}: the weights cannot be read ({names}): {_reason(error)}",
+            hint="a file is missing, truncated, corrupt, or not of this config.json; copy or download the model again",
         ) from error
-    except (ValueError, RuntimeError, ImportError) as error:
-        raise UnsupportedModel(f"{location.id}: {_first_line(error)}") from error
+    except (ValueError, ImportError) as error:
+        raise UnsupportedModel(f"{location.id}: {_reason(error)}") from error
     model, report = loaded
     lacking = sorted({*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])})
     if lacking:
@@ -209,8 +252,8 @@ def _tokenizer(location: _Location, needed: bool) -> Tokenizer | None:
     if location.commit is not None or tokenizer_files(location.folder):
         try:
             tokenizer = AutoTokenizer.from_pretrained(location.pretrained, revision=location.commit or "main")
-        except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
-            reason = _first_line(error)
+        except (OSError, ValueError, LookupError, RuntimeError, ImportError, *CONFIG_ERRORS) as error:
+            reason = _reason(error)
     if tokenizer_files(location.folder):  # the hub's are here once from_pretrained has asked for them
         if tokenizer is None:
             raise UsageError(f"{location.id}: the tokenizer cannot be read: {reason}", hint=hint)
@@ -220,5 +263,11 @@ def _tokenizer(location: _Location, needed: bool) -> Tokenizer | None:
     return None
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _reason(error: Exception) -> str:
+    """What transformers says, in one line."""
+    if isinstance(error, UnpicklingError):  # torch advises to read the file without its guard
+        return "not a file of tensors alone"
+    text = " ".join(str(error).split())
+    if isinstance(error, LookupError | ArithmeticError | AssertionError | TypeError | AttributeError):
+        text = f"{type(error).__name__}: {text}"
+    return text if len(text) <= MAX_REASON else text[:MAX_REASON] + "…"

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
 from kvcal.data import prefix_ids
@@ -18,6 +19,9 @@ from kvcal.models.load import LoadedModel
 from kvcal.plan import Plan, bare_layers
 from kvcal.runtime.cache import PlanCache
 from kvcal.runtime.queries import serving
+
+# A template is a small program of the model's author.
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 @torch.inference_mode()
@@ -50,7 +54,11 @@ def prompt_tokens(loaded: LoadedModel, prompt: str, chat: bool, max_new_tokens: 
         if not tokenizer.chat_template:
             raise UsageError(f"{loaded.source}: the tokenizer has no chat template", hint="leave out --chat")
         messages = [{"role": "user", "content": prompt}]
-        text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        try:
+            text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        except TEMPLATE_ERRORS as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise UsageError(f"{loaded.source}: the chat template fails: {reason}", hint="leave out --chat") from error
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         tokens = prefix_ids(tokenizer) + tokenizer(prompt, add_special_tokens=False)["input_ids"]

@@ -10,7 +10,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvcal.data import TokenDataset
 from kvcal.errors import UsageError
-from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.recipe import CacheSpec
 
 
@@ -28,8 +27,7 @@ def kl_texts(data: TokenDataset, num_samples: int, num_tokens: int, cache: Cache
     quantized page. UsageError if there is none."""
     if num_samples == 0:
         return []
-    # The first page is written with this many tokens, the next token reads it, and the one after is predicted.
-    first = cache.num_sink_tokens + max(cache.k_recent_window, cache.v_recent_window) + PAGE_TOKENS + 1
+    first = cache.first_from_page
     pairs = zip(data.sequences, data.loss_masks, strict=True)
     cut = [Text(i, tokens[:num_tokens], mask[:num_tokens]) for i, (tokens, mask) in enumerate(pairs)]
     texts = [text for text in cut if bool(text.loss_mask_T[first:].any())][:num_samples]

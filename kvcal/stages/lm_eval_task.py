@@ -14,9 +14,8 @@ from typing import Any
 from kvcal.errors import UsageError
 from kvcal.models.load import LoadedModel
 from kvcal.plan import Plan
+from kvcal.specs import LM_EVAL
 from kvcal.stages.packed_cache_lm import PackedCacheLM
-
-LM_EVAL = "lm-eval:"
 
 
 def require_lm_eval() -> None:

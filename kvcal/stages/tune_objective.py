@@ -22,12 +22,11 @@ from kvcal.plan import Plan
 from kvcal.progress import Silent
 from kvcal.quantities import MAX_SEED
 from kvcal.recipe import EvaluateSpec
-from kvcal.specs import TuneSpec
+from kvcal.specs import LM_EVAL, TuneSpec
 from kvcal.stages.generation import measure_tasks
-from kvcal.stages.lm_eval_task import LM_EVAL, measure_lm_eval, require_lm_eval
+from kvcal.stages.lm_eval_task import measure_lm_eval, require_lm_eval
 from kvcal.stages.tier_rooms import Scores, key_code_bits, measure_scores, score_quantile, with_thresholds
 from kvcal.stages.tune_record import Outcome, Search, Threshold
-from kvcal.tasks import TASKS
 
 # Of all channels of calibration pages: where the search ends when the recipe does not say it.
 HIGHEST_SHARE = 0.99
@@ -88,15 +87,10 @@ class TaskObjective:
         loading ``origin``.
 
         Raises:
-            UsageError: an unknown task, lm-eval is wanted and not installed, or see ``tuned_bits``.
+            UsageError: lm-eval is wanted and not installed, or see ``tuned_bits``.
         """
         self.bits = tuned_bits(plan)
         own = [name for name in spec.tasks if not name.startswith(LM_EVAL)]
-        unknown = sorted(set(own) - set(TASKS))
-        if unknown:
-            raise UsageError(
-                f"tasks {unknown} unknown, expected some of {sorted(TASKS)}, or {LM_EVAL}NAME for a task of lm-eval"
-            )
         seed = (evaluate.seed + 1 + spec.seed) % (
             MAX_SEED + 1
         )  # never the evaluation's: its problems measure the choice
