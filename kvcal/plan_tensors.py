@@ -102,10 +102,9 @@ def needed_tensors(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> dict
 def needed_nbytes(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> int:
     """Bytes of all tensors that the layers need; of rotary tables the most, which turn all channels of a head."""
     most = {f"layers.{layer.geometry.index}.rotary": layer.head_dim("k") // 2 for layer in layers if layer.is_paged}
-    needed = needed_tensors(layers, cache_dtype).items()
     return sum(
-        math.prod(most[name] if extent is None else extent for extent in shape) * dtype.itemsize
-        for name, (dtype, shape) in needed
+        math.prod(most[name] if extent is None else extent for extent in spec.shape) * spec.dtype.itemsize
+        for name, spec in needed_tensors(layers, cache_dtype).items()
     )
 
 
