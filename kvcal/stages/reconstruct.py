@@ -5,8 +5,9 @@ gives exact keys and values (the paper's lines 5-7: quantization does not act on
 over layer by layer, and each layer's pages are encoded and decoded by the runtime's own codec, with the predictors
 fitted so far. Only the layer before is kept, and the forward ends with the last layer that is asked for.
 
-Tokens are those of whole pages behind the sinks. How many of them a cache would still hold unquantized, in its recent
-window, does not matter here: a page's bytes depend on its tokens alone.
+Tokens are those of whole pages behind the sinks of their side, also of pages that the sequence's end finds in the
+recent window: these are read as if they had been packed. Query scores take the queries since the page before was
+packed, as in decoding token by token.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvcal.errors import NonFiniteActivations, UnsupportedModel
-from kvcal.formats import SIDES, Side
+from kvcal.formats import SIDES, Format, Side
 from kvcal.geometry import CACHE_DTYPES, CacheDtype, Geometry
 from kvcal.layer_plan import LayerPlan
 from kvcal.models.taps import Captured, tap
 from kvcal.plan_tensors import predictor_shape
 from kvcal.quantizers.pages import PAGE_TOKENS
+from kvcal.quantizers.scores import query_sum
 from kvcal.runtime.page_codec import PageCodec
 from kvcal.transforms.linear_predictor import LinearPredictor
 from kvcal.transforms.rotation import unrotate
@@ -32,7 +34,8 @@ from kvcal.transforms.rotation import unrotate
 
 @dataclass(frozen=True, eq=False)
 class LayerPages:
-    """One layer, keys before RoPE and values, the tokens of whole pages: fp32 [tokens, N D] each, heads in a row."""
+    """One layer, keys before RoPE and values, the tokens of whole pages: fp32 [tokens, N D] each, heads in a row. A
+    16-bit side has no sinks, so that its tokens may be others than those of the side beside it."""
 
     k: Tensor
     v: Tensor
@@ -51,12 +54,12 @@ class Wanted:
 
 @dataclass(frozen=True, eq=False)
 class _RawPages:
-    """One layer's pages as the cache is handed them: k_post, v [P, N, 128, D] in the cache's dtype; the mean |q| of
-    each channel [P, N, D] for scores that want it; ``exact``: as predictors see them."""
+    """One layer's pages as the cache is handed them: k_post, v [P, N, 128, D] in the cache's dtype; for query scores
+    the mean |q| [P, N, D] that each page of keys is scored with; ``exact``: as predictors see them."""
 
     k_post: Tensor
     v: Tensor
-    query_mean: Tensor
+    query_mean: Tensor | None
     exact: LayerPages
 
     def pages(self, side: Side) -> Tensor:
@@ -105,7 +108,8 @@ class Reconstruction:
         codec = PageCodec(plan, side, fmt, slice(0, heads), self._cache_dtype, self._tensors)
         pages = raw.pages(side)
         ordinals = torch.arange(len(pages), device=pages.device)
-        records = codec.encode(pages, ordinals, fmt.num_bits, raw.query_mean, prediction)
+        query_mean = raw.query_mean if fmt.needs_queries else None
+        records = codec.encode(pages, ordinals, fmt.num_bits, query_mean, prediction)
         stored = codec.decode(records, fmt.num_bits, prediction)
         return _as_rows(codec.before_rope(stored, ordinals))
 
@@ -156,31 +160,61 @@ def read_pages(
 
 
 def num_page_tokens(layer: LayerPlan, length: int) -> int:
-    """Tokens of whole pages behind the sinks, of a sequence of ``length``."""
-    sinks = layer.formats("k")[0].num_sink_tokens
-    return max(0, length - sinks) // PAGE_TOKENS * PAGE_TOKENS
+    """Tokens of whole pages behind the sinks, of a sequence of ``length``; the fewer of keys and values."""
+    return min(len(_page_span(layer, side, length)) for side in SIDES)
+
+
+def _page_span(layer: LayerPlan, side: Side, length: int) -> range:
+    """The tokens of whole pages behind the sinks of ``side``."""
+    sinks = layer.formats(side)[0].num_sink_tokens
+    return range(sinks, sinks + max(0, length - sinks) // PAGE_TOKENS * PAGE_TOKENS)
 
 
 def _raw_pages(layer: LayerPlan, captured: Captured, table: Tensor, cache_dtype: CacheDtype) -> _RawPages:
     index, dtype = captured.layer, CACHE_DTYPES[cache_dtype]
-    sinks = layer.formats("k")[0].num_sink_tokens
-    stop = sinks + num_page_tokens(layer, captured.v_BNTD.shape[2])
     sides = {}
     for side, x_BNTD in zip(SIDES, (captured.k_post_BNTD, captured.v_BNTD), strict=True):
-        x_NTD = x_BNTD[0, :, sinks:stop].to(dtype)
+        span = _page_span(layer, side, x_BNTD.shape[2])
+        x_NTD = x_BNTD[0, :, span.start : span.stop].to(dtype)
         if not torch.isfinite(x_NTD).all():
             raise NonFiniteActivations(
                 f"the {'keys' if side == 'k' else 'values'} of layer {index} hold NaN or infinity",
                 hint="check the checkpoint; a model that overflows in float16 needs --dtype bfloat16 or float32",
             )
         sides[side] = x_NTD.unflatten(1, (-1, PAGE_TOKENS)).transpose(0, 1)
-    positions = torch.arange(sinks, stop, device=sides["k"].device).view(-1, 1, PAGE_TOKENS)
+    span = _page_span(layer, "k", captured.k_post_BNTD.shape[2])
+    positions = torch.arange(span.start, span.stop, device=sides["k"].device).view(-1, 1, PAGE_TOKENS)
     k_pre = unrotate(sides["k"], table, positions)
-    heads = layer.attention.num_kv_heads
-    magnitude_HD = captured.q_post_BHTD[0].float().abs().mean(1)
-    query_mean = magnitude_HD.unflatten(0, (heads, -1)).mean(1).expand(len(k_pre), -1, -1)
+    fmt, query_mean = layer.formats("k")[0], None
+    if fmt.needs_queries:
+        query_mean = _query_means(fmt, captured.q_post_BHTD, layer.attention.num_kv_heads, len(k_pre))
     exact = LayerPages(_as_rows(k_pre), _as_rows(sides["v"].float()))
     return _RawPages(sides["k"], sides["v"], query_mean, exact)
+
+
+def _query_means(fmt: Format, q_post_BHTD: Tensor, num_heads: int, num_pages: int) -> Tensor:
+    """fp32 [P, N, D]: the mean |q| of the tokens and the heads of the group that each page is scored with."""
+    _, num_query_heads, length, head_dim = q_post_BHTD.shape
+    means = [q_post_BHTD.new_empty(0, num_heads, head_dim, dtype=torch.float32)]
+    for span in query_spans(fmt, length, num_pages):
+        q_BHTD = q_post_BHTD[:, :, span.start : span.stop]
+        real_BT = torch.ones(1, len(span), dtype=torch.bool, device=q_BHTD.device)
+        means.append(query_sum(q_BHTD, real_BT, num_heads) / (len(span) * num_query_heads // num_heads))
+    return torch.cat(means)
+
+
+def query_spans(fmt: Format, length: int, num_pages: int) -> list[range]:
+    """The tokens whose queries score each of ``num_pages`` pages of a sequence of ``length``, decoded token by token:
+    those since the page before was packed, its own last one included. Pages that are not packed by then: the last
+    128."""
+    spans: list[range] = []
+    start = count = 0
+    while (count := count + fmt.tokens_to_next_event(count, count)) <= length:
+        due = fmt.num_pages(count) - len(spans)
+        if due:
+            spans += [range(start, count)] * due
+            start = count
+    return spans + [range(max(0, length - PAGE_TOKENS), length)] * (num_pages - len(spans))
 
 
 def _as_rows(pages: Tensor) -> Tensor:
