@@ -8,12 +8,15 @@ from collections.abc import Sequence
 import torch
 import transformers as hf
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvcal import Plan, PlanCache
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
 from kvcal.models.geometry import geometry_of
 from kvcal.plan import RAW, Format, LayerPlan, Workload
 from kvcal.recipe import load_recipe, recipe_names
+from kvcal.runtime.static_layer import StaticLayer
+from kvcal.runtime.static_state import Serving
 
 NUM_HEADS = 8
 HEAD_DIM = 8
@@ -108,6 +111,15 @@ def random_states(batch: int, heads: int, tokens: int, dim: int = HEAD_DIM, seed
     return states.bfloat16().float()
 
 
+def random_qkv(batch: int, num_kv_heads: int, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, 8, T, 8], keys and values [B, N, T, 8] that bf16 holds."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = (NUM_HEADS, num_kv_heads, num_kv_heads)
+    q, k, v = (torch.randn(batch, n, tokens, HEAD_DIM, generator=generator).bfloat16().float() for n in heads)
+    k[..., 1] *= 20.0
+    return q, k, v
+
+
 def padded(rows: Sequence[Tensor], width: int, side: str, filling: float = 0.0) -> tuple[Tensor, Tensor]:
     """Rows [..., T_i, D] or [T_i] as one batch of ``width`` columns along T, and its attention mask."""
     mask = torch.zeros(len(rows), width, dtype=torch.long)
@@ -146,14 +158,26 @@ def feed(
 
 
 @torch.no_grad()
-def feed_by_pages(model: hf.PreTrainedModel, cache: PlanCache, ids: Tensor) -> Tensor:
-    """Logits of ``ids`` fed in the longest chunks that are like single steps."""
-    logits, start = [], 0
-    while start < ids.shape[1]:
-        stop = min(start + cache.tokens_to_next_page(), ids.shape[1])
-        logits.append(feed(model, cache, ids[:, start:stop]))
-        start = stop
-    return torch.cat(logits, 1)
+def attended(cache: PlanCache, q: Tensor, k: Tensor, v: Tensor, cuts: Sequence[int] | None = ()) -> Tensor:
+    """Outputs [B, H, T, D] of the one layer of ``cache``, dynamic or static, given q [B, H, T, D], k and v [B, N, T, D]
+    in chunks that end at ``cuts``; None: in the longest chunks that are like single steps. To compare chunks of unlike
+    sizes: a model's own products differ in their last bits with the number of tokens."""
+    (layer,), start, outputs = cache.layers, 0, []
+    if cache.static is not None:
+        cache.static.serving = Serving()
+    while start < q.shape[2]:
+        ends = [start + cache.tokens_to_next_page()] if cuts is None else [cut for cut in cuts if cut > start]
+        new = slice(start, min([*ends, q.shape[2]]))
+        keys, values = cache.update(k[:, :, new], v[:, :, new], 0)
+        if isinstance(layer, StaticLayer) and layer.state.is_step(new.stop - start):
+            outputs.append(layer.attend(q[:, :, new], keys, values, None, 1.0, 0.0).transpose(1, 2))
+        else:
+            sees = torch.ones(new.stop - start, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - new.stop + start)
+            given = q[:, :, new], keys, values
+            outputs.append(scaled_dot_product_attention(*given, attn_mask=sees, scale=1.0, enable_gqa=True))
+            _ = layer.extend(*given) if isinstance(layer, StaticLayer) else layer.observe_queries(q[:, :, new])
+        start = new.stop
+    return torch.cat(outputs, 2)
 
 
 def assert_exact_bytes(cache: PlanCache, lengths: Sequence[int], columns: int | None = None) -> None:

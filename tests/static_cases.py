@@ -9,7 +9,6 @@ import torch
 from cache_cases import (
     HEAD_DIM,
     KIVI_2,
-    NUM_HEADS,
     SINKS_3,
     llama_plan,
     per_head,
@@ -72,15 +71,6 @@ def plan_for(name: str, num_kv_heads: int = 2, num_layers: int = 1, cache_dtype:
 def listened(num_kv_heads: int, num_layers: int, plan: Plan) -> AbstractContextManager[None]:
     """What the dynamic cache must be called within."""
     return serving(tiny_llama(num_kv_heads, num_layers), plan)
-
-
-def random_qkv(batch: int, num_kv_heads: int, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [B, 8, T, 8], keys and values [B, N, T, 8] that bf16 holds."""
-    generator = torch.Generator().manual_seed(seed)
-    heads = (NUM_HEADS, num_kv_heads, num_kv_heads)
-    q, k, v = (torch.randn(batch, n, tokens, HEAD_DIM, generator=generator).bfloat16().float() for n in heads)
-    k[..., 1] *= 20.0
-    return q, k, v
 
 
 def drifting_ids(batch: int, length: int) -> Tensor:

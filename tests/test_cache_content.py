@@ -12,11 +12,12 @@ from cache_cases import (
     HEAD_DIM,
     KIVI_2,
     SINKS_3,
+    attended,
     feed,
-    feed_by_pages,
     llama_plan,
     per_head,
     random_ids,
+    random_qkv,
     random_states,
     tiny_llama,
 )
@@ -119,14 +120,12 @@ def test_a_long_prompt_is_encoded_in_parts_with_the_same_bytes():
 
 @pytest.mark.parametrize("formats", [KIVI_2, per_head(2)], ids=["kivi", "per head"])
 def test_chunks_cut_at_pages_equal_single_steps(formats):
-    model, ids = tiny_llama(), random_ids(2, 300)
-    plan = llama_plan(*formats)
-    chunked, stepped = PlanCache(plan, model.config), PlanCache(plan, model.config)
-    by_chunk = feed_by_pages(model, chunked, ids)
-    by_step = feed(model, stepped, ids, cuts=range(1, 300))
-    assert (by_chunk - by_step).abs().max() < 1e-4
-    exact = feed(model, PlanCache(llama_plan(RAW, RAW), model.config), ids)
-    assert (by_step - exact).abs().max() > 1e-2  # quantization is really there
+    plan, given = llama_plan(*formats, num_layers=1), random_qkv(2, 2, 300)
+    chunked, stepped, exact = empty_cache(plan), empty_cache(plan), empty_cache(llama_plan(RAW, RAW, num_layers=1))
+    by_step = attended(stepped, *given, range(1, 300))
+    torch.testing.assert_close(attended(chunked, *given, None), by_step, atol=1e-4, rtol=1e-4)
+    assert (by_step - attended(exact, *given)).abs().max() > 1e-2  # quantization is really there
+    assert records(chunked) == records(stepped)
     assert chunked.nbytes == stepped.nbytes == plan.nbytes([300, 300])
 
 

@@ -14,11 +14,11 @@ from cache_cases import (
     HEAD_DIM,
     VOCAB_SIZE,
     assert_exact_bytes,
-    feed,
-    feed_by_pages,
+    attended,
     llama_plan,
     padded,
     random_ids,
+    random_qkv,
     random_states,
     tiny_llama,
 )
@@ -196,13 +196,12 @@ def test_contents_depend_on_the_number_of_tokens_alone(cuts: list[int]) -> None:
 
 @pytest.mark.parametrize("window", ["paged", "clamped", "none"])
 def test_chunks_that_end_at_pages_are_single_steps(window: str) -> None:
-    plan, model, ids = kvmix_plan(window), tiny_llama(), random_ids(1, 210)
-    by_pages, one_by_one = (PlanCache(plan, model.config) for _ in range(2))
-    chunked = feed_by_pages(model, by_pages, ids)
-    steps = feed(model, one_by_one, ids, cuts=range(120, 210))  # no page before 128
-    torch.testing.assert_close(chunked, steps, rtol=1e-4, atol=1e-4)
-    exact = feed(model, PlanCache(llama_plan(RAW, RAW), model.config), ids)
-    assert (steps - exact).abs().max() > 1e-2
+    plan, given = kvmix_plan(window), random_qkv(1, 2, 210)
+    plan, raw = replace(plan, layers=plan.layers[:1]), llama_plan(RAW, RAW, num_layers=1)
+    by_pages, one_by_one, exact = (PlanCache(each, tiny_llama(2, 1).config) for each in (plan, plan, raw))
+    steps = attended(one_by_one, *given, range(120, 210))  # no page before 128
+    torch.testing.assert_close(attended(by_pages, *given, None), steps, rtol=1e-4, atol=1e-4)
+    assert (steps - attended(exact, *given)).abs().max() > 1e-2
     assert by_pages.nbytes == one_by_one.nbytes == plan.nbytes([210])
 
 

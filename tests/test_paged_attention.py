@@ -7,8 +7,8 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from cache_cases import HEAD_DIM, feed, model_plan, padded, random_ids, tiny_llama
-from static_cases import FORMATS, QUERY, assert_same_pages, drifting_ids, listened, plan_for, random_qkv
+from cache_cases import HEAD_DIM, feed, model_plan, padded, random_ids, random_qkv, tiny_llama
+from static_cases import FORMATS, QUERY, assert_same_pages, drifting_ids, listened, plan_for
 from tiny_models import SUPPORTED, batch, built
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache

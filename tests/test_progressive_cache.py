@@ -14,11 +14,10 @@ import torch
 from cache_cases import (
     HEAD_DIM,
     assert_exact_bytes,
-    feed,
-    feed_by_pages,
+    attended,
     llama_plan,
     padded,
-    random_ids,
+    random_qkv,
     random_states,
     tiny_llama,
 )
@@ -292,18 +291,17 @@ def test_rows_can_be_selected_at_any_width():
     assert_exact_bytes(cache, [275])
 
 
-def test_a_model_reads_the_same_by_chunks_and_by_steps_and_through_the_mirror():
+def test_attention_is_the_same_by_chunks_and_by_steps_and_through_the_mirror():
     plan, budget = scheduled(K_2, V_2, 1, num_layers=1, context=330)
-    model, ids = tiny_llama(2, 1), random_ids(1, 330)
-    caches = [PlanCache(plan, model.config), PlanCache(plan, model.config), MirroredCache(plan, model.config)]
-    by_chunk = feed_by_pages(model, caches[0], ids)
-    by_step = feed(model, caches[1], ids, cuts=range(1, 330))
-    mirrored = feed(model, caches[2], ids, cuts=range(1, 330))
-    exact = feed(model, PlanCache(llama_plan(RAW, RAW, num_layers=1), model.config), ids)
+    config, given = tiny_llama(2, 1).config, random_qkv(1, 2, 330)
+    caches = [PlanCache(plan, config), PlanCache(plan, config), MirroredCache(plan, config)]
+    by_chunk = attended(caches[0], *given, None)
+    by_step, mirrored = (attended(cache, *given, range(1, 330)) for cache in caches[1:])
+    exact = attended(PlanCache(llama_plan(RAW, RAW, num_layers=1), config), *given)
     assert (by_chunk - by_step).abs().max() < 1e-4 and (mirrored - by_step).abs().max() < 1e-4
     assert (by_step - exact).abs().max() > 1e-2
     first = min(fmt.shrink_at[0] for layer in plan.layers for fmt in (*layer.k, *layer.v))
-    assert first > 128 and (by_step - exact)[:, :first].abs().max() < 1e-4
+    assert first > 128 and (by_step - exact)[:, :, :first].abs().max() < 1e-4
     caches[2].verify()
     assert all(cache.nbytes == plan.predicted_bytes <= budget for cache in caches)
 

@@ -7,10 +7,9 @@ import dataclasses
 
 import pytest
 import torch
-from cache_cases import feed, feed_by_pages, llama_plan, padded, random_ids, tiny_llama
+from cache_cases import attended, feed, llama_plan, padded, random_ids, random_qkv, tiny_llama
 from form_cases import with_tensors
 from staged_cases import SCHEDULES, assert_same_bytes, caches, fed_alike, mixed_plan, staged_plan, transformed
-from static_cases import random_qkv
 
 from kvcal import Plan, PlanCache, paged_attention
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
@@ -111,33 +110,31 @@ def test_layers_that_shrink_apart_keep_their_pages() -> None:
 
 
 def test_a_chunk_up_to_the_next_stage_is_like_single_steps() -> None:
-    model, ids = tiny_llama(2, 1), random_ids(2, LENGTH)
     by_chunk, by_step = (caches(staged_plan(*SCHEDULES["unlike"]), LENGTH)[0] for _ in range(2))
-    with paged_attention(model):
-        found = feed_by_pages(model, by_chunk, ids)
-        expected = feed(model, by_step, ids, range(1, LENGTH))
+    given = random_qkv(2, 2, LENGTH)
+    found, expected = attended(by_chunk, *given, None), attended(by_step, *given, range(1, LENGTH))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert torch.equal(by_chunk.static.pool.pages, by_step.static.pool.pages)
 
 
 def test_reset_reorder_and_crop() -> None:
-    plan, ids = staged_plan(*SCHEDULES["unlike"]), random_ids(3, 280)
+    plan, order = staged_plan(*SCHEDULES["unlike"]), torch.tensor([2, 0, 0])
     used, fresh = caches(plan, 300)[0], caches(plan, 300)[0]
-    model, order = tiny_llama(2, 1), torch.tensor([2, 0, 0])
-    with paged_attention(model):
-        feed(model, used, random_ids(3, 290, seed=5), (270, 280))
-        with pytest.raises(UsageError, match="cannot remove 40 of 290"):
-            used.crop(-40)
-        used.reset()
-        assert int(used.static.pool.stage) == 0
-        feed(model, used, ids[:, :201])
-        with pytest.raises(UsageError, match="cannot go back from 201 tokens to 199: pages have shrunk"):
-            used.crop(-2)
-        used.crop(-1)
-        used.reorder_cache(order)
-        feed(model, fresh, ids[order][:, :200])
-        rest = ids[order][:, 200:]
-        assert torch.equal(feed(model, used, rest, range(1, 80)), feed(model, fresh, rest, range(1, 80)))
+    given = random_qkv(3, 2, 281)
+    prompt, rest = ([x[:, :, part] for x in given] for part in (slice(0, 201), slice(200, 280)))
+    attended(used, *random_qkv(3, 2, 290, seed=5), (270, 280))
+    with pytest.raises(UsageError, match="cannot remove 40 of 290"):
+        used.crop(-40)
+    used.reset()
+    assert int(used.static.pool.stage) == 0
+    attended(used, *prompt)
+    with pytest.raises(UsageError, match="cannot go back from 201 tokens to 199: pages have shrunk"):
+        used.crop(-2)
+    used.crop(-1)
+    used.reorder_cache(order)
+    attended(fresh, *(x[order][:, :, :200] for x in given))
+    found, expected = (attended(cache, *(x[order] for x in rest), range(1, 80)) for cache in (used, fresh))
+    assert torch.equal(found, expected)
     assert used.lengths == [280] * 3
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cache_cases import HEAD_DIM, feed, llama_plan, padded, random_ids, tiny_llama
-from static_cases import FORMATS, V, assert_same_pages, drifting_ids, listened, plan_for, random_qkv
+from cache_cases import HEAD_DIM, attended, feed, llama_plan, padded, random_ids, random_qkv, tiny_llama
+from static_cases import FORMATS, V, assert_same_pages, drifting_ids, listened, plan_for
 from torch import Tensor
 
 from kvcal import Plan, PlanCache, paged_attention
@@ -144,14 +144,14 @@ def test_reset_and_reuse(name: str) -> None:
 
 
 def test_rows_change_places() -> None:
-    plan, ids = plan_for("queries"), random_ids(3, 280)
+    plan, order = plan_for("queries"), torch.tensor([2, 0, 0])
     swapped, alike = static_cache(plan, 300), static_cache(plan, 300)
-    order = torch.tensor([2, 0, 0])
-    for cache in (swapped, alike):
-        served(cache, ids[:, :150] if cache is swapped else ids[order][:, :150])
+    prompt, rest = random_qkv(3, 2, 150), random_qkv(3, 2, 130, seed=8)
+    attended(swapped, *prompt)
     swapped.reorder_cache(order)
-    rest = random_ids(3, 130, seed=8)
-    assert torch.equal(served(swapped, rest, range(1, 130)), served(alike, rest, range(1, 130)))
+    attended(alike, *(x[order] for x in prompt))
+    found, expected = (attended(cache, *rest, range(1, 130)) for cache in (swapped, alike))
+    assert torch.equal(found, expected)
     swapped.batch_select_indices(torch.tensor([1, 2, 0]))
     for wrong in (lambda: swapped.batch_repeat_interleave(2), lambda: swapped.batch_select_indices(torch.tensor([0]))):
         with pytest.raises(UsageError, match="of 3: a static batch stays") as error:
@@ -160,19 +160,20 @@ def test_rows_change_places() -> None:
 
 
 def test_tokens_of_the_buffer_can_be_removed() -> None:
-    plan, ids = plan_for("kivi"), random_ids(2, 200)
+    plan, given, dropped = plan_for("kivi"), random_qkv(2, 2, 200), random_qkv(2, 2, 160, seed=4)
     cut, straight = static_cache(plan, 200), static_cache(plan, 200)
-    served(cut, random_ids(2, 160, seed=4), (130,))
+    attended(cut, *dropped, (130,))
     with pytest.raises(UsageError, match="cannot remove 32 of 160 tokens: some of them are packed"):
         cut.crop(-32)
     assert cut.lengths == [160, 160]
     cut.reset()
-    served(cut, torch.cat([ids[:, :140], random_ids(2, 20, seed=4)], dim=1))
+    for part, tokens in ((given, 140), (dropped, 20)):
+        attended(cut, *(x[:, :, :tokens] for x in part))
     cut.crop(-20)
-    served(straight, ids[:, :140])
+    attended(straight, *(x[:, :, :140] for x in given))
     assert cut.lengths == straight.lengths == [140, 140]
-    rest = range(1, 60)
-    assert torch.equal(served(cut, ids[:, 140:], rest), served(straight, ids[:, 140:], rest))
+    found, expected = (attended(cache, *(x[:, :, 140:] for x in given), range(1, 60)) for cache in (cut, straight))
+    assert torch.equal(found, expected)
 
 
 def test_removed_queries_stay_counted_as_in_the_dynamic_cache() -> None:

@@ -11,12 +11,13 @@ import torch
 from cache_cases import (
     HEAD_DIM,
     assert_exact_bytes,
+    attended,
     feed,
-    feed_by_pages,
     llama_plan,
     padded,
     plan_of,
     random_ids,
+    random_qkv,
     random_states,
     tiny_llama,
 )
@@ -354,12 +355,13 @@ def test_query_scores_generate_when_the_model_is_heard(score):
 
 
 def test_chunks_cut_at_pages_equal_single_steps():
-    model, ids, plan = tiny_llama(), random_ids(2, 200), plan_with("kitty")
-    chunked, stepped = PlanCache(plan, model.config), PlanCache(plan, model.config)
-    by_chunk, by_step = feed_by_pages(model, chunked, ids), feed(model, stepped, ids, cuts=range(150, 200))
-    assert (by_chunk - by_step).abs().max() < 1e-4
-    exact = feed(model, PlanCache(llama_plan(RAW, RAW), model.config), ids)
-    assert (by_step - exact).abs().max() > 1e-2  # quantization is really there
+    plan, given = plan_with("kitty", num_layers=1), random_qkv(2, 2, 200)
+    chunked, stepped, exact = (
+        PlanCache(each, tiny_llama(2, 1).config) for each in (plan, plan, llama_plan(RAW, RAW, num_layers=1))
+    )
+    by_step = attended(stepped, *given, range(150, 200))
+    torch.testing.assert_close(attended(chunked, *given, None), by_step, atol=1e-4, rtol=1e-4)
+    assert (by_step - attended(exact, *given)).abs().max() > 1e-2  # quantization is really there
 
 
 def test_a_boosted_plan_survives_its_file(tmp_path: Path):
