@@ -5,6 +5,9 @@ what the model file would have called (its own eager function included), and the
 registered under the same name with ``AttentionMaskInterface`` (without it the mask would silently be None). Logits
 stay the same bit for bit, with and without a cache.
 
+A context belongs to a model, and serves every thread that calls it. So it keeps nothing of a request: the cache is
+noted by thread (kvcal.runtime.current), as a forward pass stays in the thread that began it.
+
 Both who measures (``kvcal.models.taps``) and who runs a plan that scores channels by the queries (MixKVQ, Eq. 6-8)
 listen here; nothing in this file knows of caches or plans.
 
@@ -15,6 +18,7 @@ AttentionInterface (Falcon, GPT-J, Bloom, MPT); both are refused.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -36,6 +40,12 @@ OURS = "kvcal_"
 # tokens attended to, T without a cache, before the GQA repeat. In the compute dtype, still in the autograd graph.
 OnCall = Callable[[nn.Module, Tensor, Tensor, Tensor], None]
 
+# (the base implementation's mask function, its arguments ...) -> a mask in the base implementation's form.
+MaskWrapper = Callable[..., Tensor | None]
+
+# Two threads must not both find a model free.
+_ENTERING = threading.Lock()
+
 # Who hears a module's attention; holds entries only within ``listen``.
 _LISTENING: dict[nn.Module, OnCall] = {}
 
@@ -46,19 +56,44 @@ def listen(model: PreTrainedModel, on_call: OnCall) -> Iterator[None]:
     its way from the cache (if there is one): the keys and values are those that ``Cache.update`` returned.
 
     The attention implementation is restored on exit, also after an error. ``on_call`` may raise: the forward ends
-    with its error.
+    with its error. It is called in the thread of the forward.
 
     Raises:
         UnsupportedModel: the model bypasses the attention interface, or does not let its implementation be set.
         UsageError: the model is listened to already, or its attention is neither sdpa nor eager.
     """
     modules = attention_modules(model)
-    base = require_base(model)
-    with ExitStack() as restore:
+    with replaced_attention(model, OURS, _heard_attention):
         _LISTENING.update(dict.fromkeys(modules, on_call))
-        restore.callback(lambda: [_LISTENING.pop(module) for module in modules])
-        restore.callback(model.set_attn_implementation, implementations_of(model.config))
-        _use_heard_attention(model, base)
+        try:
+            yield
+        finally:
+            for module in modules:
+                del _LISTENING[module]
+
+
+@contextmanager
+def replaced_attention(
+    model: PreTrainedModel, prefix: str, attention: Callable[..., Any], mask: MaskWrapper | None = None
+) -> Iterator[None]:
+    """Within the context, ``attention(base, module, q, k, v, ...)`` computes the decoder's attention; ``base`` is the
+    implementation that it had, whose masks it is given, made by ``mask(base's function, ...)`` if there is one.
+    Restored on exit, also after an error.
+
+    Raises:
+        UnsupportedModel: the model bypasses the attention interface, or does not let its implementation be set.
+        UsageError: as ``require_base``, whichever thread entered the other context.
+    """
+    with ExitStack() as restore:
+        with _ENTERING:
+            base = require_base(model)
+            restore.callback(_set_implementations, model, implementations_of(model.config))
+            name, base_mask = prefix + base, AttentionMaskInterface()[base]
+            AttentionInterface.register(name, partial(attention, base))
+            AttentionMaskInterface.register(name, base_mask if mask is None else partial(mask, base_mask))
+            model.set_attn_implementation(implementations_of(model.config, name))
+            if model.config.get_text_config(decoder=True)._attn_implementation != name:
+                raise UnsupportedModel(f"{type(model).__name__} does not let its attention implementation be set")
         yield
 
 
@@ -122,13 +157,9 @@ def _heard_attention(base: str, module: nn.Module, *args: Any, **kwargs: Any) ->
     return attention(module, *args, **kwargs)
 
 
-def _use_heard_attention(model: PreTrainedModel, base: str) -> None:
-    name = OURS + base
-    AttentionInterface.register(name, partial(_heard_attention, base))
-    AttentionMaskInterface.register(name, AttentionMaskInterface()[base])
-    model.set_attn_implementation(implementations_of(model.config, name))
-    if model.config.get_text_config(decoder=True)._attn_implementation != name:
-        raise UnsupportedModel(f"{type(model).__name__} does not let its attention implementation be set")
+def _set_implementations(model: PreTrainedModel, implementations: str | dict) -> None:
+    with _ENTERING:
+        model.set_attn_implementation(implementations)
 
 
 def implementations_of(config: PreTrainedConfig, replacement: str | None = None) -> str | dict:

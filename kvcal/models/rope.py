@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,8 +27,8 @@ from transformers import PreTrainedModel
 _ROTARY_NAME = re.compile(r"_?apply_\w*(rotary|rope)")
 
 
-class RotationWatch:
-    """Notes the rotations of one attention layer at a time; holds a few tensors until ``take_before``."""
+class RotationWatch(threading.local):
+    """Notes the rotations of one attention layer at a time, by thread; holds a few tensors until ``take_before``."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config(decoder=True).to_dict()

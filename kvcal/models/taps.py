@@ -11,6 +11,7 @@ Left out: what ``kvcal.attention`` refuses, such as models that bypass Attention
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def tap(model: PreTrainedModel, on_attention: Observer, geometry: Geometry | Non
     modules = attention_modules(model)
     require_base(model)
     layers = attention_layers(geometry or geometry_of(model))
-    recorder = _Recorder(model, layers, on_attention)
+    recorder = _Recorder(model, layers, on_attention, RotationWatch(model))
     with ExitStack() as restore:
         restore.enter_context(listen(model, recorder.observe))
         restore.enter_context(recorder.rotations.watching(forward_of(module) for module in modules))
@@ -103,16 +104,17 @@ def _identical(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-class _Recorder:
-    """One tap's state: which layer comes next, and its rotations so far."""
+class _Recorder(threading.local):
+    """One tap's state, of each thread: which layer comes next, and its rotations so far."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         layers: tuple[AttentionGeometry, ...],
         on_attention: Observer,
+        rotations: RotationWatch,
     ) -> None:
-        self.rotations = RotationWatch(model)
+        self.rotations = rotations
         self._name = type(model).__name__
         self._layers = layers
         self._on_attention = on_attention

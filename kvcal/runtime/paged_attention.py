@@ -7,8 +7,7 @@
 An attention function is registered with ``AttentionInterface``, and a mask function under the same name with
 ``AttentionMaskInterface``. One new token for every row goes to the cache's kernels (``StaticLayer.attend``), which need
 no mask. Everything else goes to the implementation that the model had: prompts, whose tokens are stored afterwards
-(``StaticLayer.extend``), and calls with other caches, or none. Attention functions are not handed the cache; a hook on
-the decoder notes the one that it is called with.
+(``StaticLayer.extend``), and calls with other caches, or none.
 
 Left out: implementations other than sdpa and eager, and models that bypass AttentionInterface, as in kvcal.attention.
 """
@@ -16,74 +15,41 @@ Left out: implementations other than sdpa and eager, and models that bypass Atte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
-from kvcal.attention import (
-    EAGER,
-    INTERFACE,
-    OURS,
-    attention_modules,
-    forward_of,
-    implementations_of,
-    require_base,
-)
+from kvcal.attention import EAGER, INTERFACE, OURS, attention_modules, forward_of, replaced_attention
 from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.runtime.cache import PlanCache
+from kvcal.runtime.current import CurrentCache, noting_cache
 from kvcal.runtime.static_layer import DYNAMIC_HINT, StaticLayer
 from kvcal.runtime.static_state import Serving
 
-
-@dataclass
-class _ModelServing(Serving):
-    """``cache``: the static cache that the decoder was called with last; None for another one."""
-
-    cache: PlanCache | None = None
-
-
 # By attention module; holds entries only within ``paged_attention``.
-_SERVING: dict[nn.Module, _ModelServing] = {}
+_SERVING: dict[nn.Module, CurrentCache] = {}
 
 
 @contextmanager
 def paged_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Within the context, static plan caches that the model is called with are served by their kernels. The attention
-    implementation is restored on exit, also after an error.
+    """Within the context, static plan caches that the model is called with, by any thread, are served by their kernels.
+    The attention implementation is restored on exit, also after an error.
 
     Raises:
         UnsupportedModel: the model bypasses the attention interface, or does not let its implementation be set.
         UsageError: its attention is neither sdpa nor eager, or is listened to or served already.
     """
-    modules = attention_modules(model)
-    base = require_base(model)
-    serving = _ModelServing()
-
-    def note_cache(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        cache = kwargs.get("past_key_values")
-        serving.cache = None
-        if isinstance(cache, PlanCache) and cache.static is not None:
-            cache.static.serving = serving
-            serving.cache = cache
-
-    with ExitStack() as restore:
-        _SERVING.update(dict.fromkeys(modules, serving))
-        restore.callback(lambda: [_SERVING.pop(module) for module in modules])
-        restore.callback(model.set_attn_implementation, implementations_of(model.config))
-        restore.callback(lambda: vars(serving).update(is_active=False, cache=None))
-        restore.callback(model.get_decoder().register_forward_pre_hook(note_cache, with_kwargs=True).remove)
-        name = f"{OURS}paged_{base}"
-        AttentionInterface.register(name, partial(_attention, base))
-        AttentionMaskInterface.register(name, partial(_mask, AttentionMaskInterface()[base]))
-        model.set_attn_implementation(implementations_of(model.config, name))
-        if model.config.get_text_config(decoder=True)._attn_implementation != name:
-            raise UnsupportedModel(f"{type(model).__name__} does not let its attention implementation be set")
-        yield
+    modules, serving = attention_modules(model), Serving()
+    with replaced_attention(model, f"{OURS}paged_", _attention, _mask), noting_cache(model, serving) as current:
+        _SERVING.update(dict.fromkeys(modules, current))
+        try:
+            yield
+        finally:
+            serving.is_active = False
+            for module in modules:
+                del _SERVING[module]
 
 
 def _attention(
@@ -96,8 +62,9 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The registered attention function: query [B, H, T, D]; key and value as ``StaticLayer.update`` returned them."""
-    serving = _SERVING.get(module)
-    layer = None if serving is None or serving.cache is None else serving.cache.layers[_index(module)]
+    current = _SERVING.get(module)
+    cache = None if current is None else current.cache
+    layer = None if cache is None else cache.layers[_index(module)]
     if isinstance(layer, StaticLayer) and layer.state.is_step(query.shape[2]):
         _require_plain(module, attention_mask, kwargs)
         scale = kwargs.get("scaling")
