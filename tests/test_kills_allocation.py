@@ -1,0 +1,149 @@
+"""The allocation against brute force, and its bytes with all that a plan holds beside its pages."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvcal.errors import InfeasibleBudget
+from kvcal.formats import RAW, SIDES, Side
+from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity, StateGeometry
+from kvcal.layer_plan import LayerPlan
+from kvcal.observers.mean import Mean
+from kvcal.plan import Plan, Workload
+from kvcal.plan_tensors import needed_tensors, tensors_nbytes
+from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec, fixed_layers, load_recipe
+from kvcal.specs import ProgressiveSpec, ReparamSpec
+from kvcal.stages.allocate import Allocation, allocate, made_progressive, reserved_bytes
+from kvcal.stages.allocation_record import layer_bytes
+from kvcal.stages.budget import ModelSizes, resolve_budget, workspace_bytes
+from kvcal.stages.profile_record import Profile, Subject
+
+IDENTITY = ModelIdentity("tests/tiny", "llama", "a" * 64, "b" * 64, "c" * 64)
+PAGED = tuple(AttentionGeometry(index, 4, 2, 32, 32) for index in (1, 2))
+GEOMETRY = Geometry("llama", "bfloat16", (AttentionGeometry(0, 4, 2, 32, 32, window=64), *PAGED, StateGeometry(3, 640)))
+PER_TOKEN = ProfileSpec(num_bits=(2, 4), k_axes=("token",), group_sizes=(32,), kl_samples=0)
+CACHE = CacheSpec(num_sink_tokens=2, k_recent_window=0, v_recent_window=0)
+LENGTHS = {"batch": 2, "context": 4000, "objective": "sensitivity"}
+LOUD = {(1, "k"): 90.0, (1, "v"): 3.0, (2, "k"): 1.0, (2, "v"): 40.0}
+
+
+def profile_of(loudness: dict[tuple[int, Side], float]) -> Profile:
+    """Losses that 2 bits more divide by 16; the second head's are twice the first's."""
+    subject = Subject(IDENTITY, GEOMETRY, 10**6, 500, PER_TOKEN, CACHE, "f", "none", 1, 10, 9)
+    heads_N1, bits_C = torch.tensor([[1.0], [2.0]], dtype=torch.float64), torch.tensor([2.0, 4.0], dtype=torch.float64)
+    means = {
+        f"sensitivity.{side}.{index}": Mean(loud * heads_N1 * 4.0**-bits_C, 1)
+        for (index, side), loud in loudness.items()
+    }
+    return Profile(subject, means)
+
+
+def loss_of(profile: Profile, allocation: Allocation) -> float:
+    """The loss of the formats that the layers hold."""
+    total = 0.0
+    for layer, side in itertools.product((layer for layer in allocation.layers if layer.is_paged), SIDES):
+        losses = profile.losses("sensitivity", layer.geometry.index, side)
+        for head, fmt in enumerate(layer.head_formats(side)):
+            total += 0.0 if fmt == RAW else losses[fmt.num_bits, fmt.axis, fmt.group_size][head]
+    return total
+
+
+@pytest.mark.parametrize("granularity", ["layer", "head", "block"])
+def test_layers_hold_the_formats_whose_losses_were_added_up(granularity) -> None:
+    """Keys per token, as values are: nothing but their losses tells them apart."""
+    profile = profile_of(LOUD)
+    for bits in (4.0, 4.8, 5.8):
+        found = allocate(profile, AllocateSpec(bits=bits, granularity=granularity, **LENGTHS), CACHE, {})
+        assert loss_of(profile, found) == pytest.approx(found.loss, rel=1e-12)
+    found = allocate(profile, AllocateSpec(bits=4.6, **LENGTHS), CACHE, {})
+    assert [(layer.k[0].num_bits, layer.v[0].num_bits) for layer in found.layers[1:3]] == [(4, 2), (2, 4)]
+
+
+def test_the_choice_is_the_best_of_all_within_the_budget() -> None:
+    profile = profile_of(LOUD)
+    found = allocate(profile, AllocateSpec(bits=5.2, **LENGTHS), CACHE, {})
+    formats = [CACHE.format("k", bits, "token", 32) for bits in (2, 4)] + [RAW]
+    best = float("inf")
+    for a, b, c, d in itertools.product(formats, repeat=4):
+        layers = (LayerPlan(PAGED[0], (a,), (b,)), LayerPlan(PAGED[1], (c,), (d,)))
+        if layer_bytes(layers, "bfloat16", found.workload)[1] <= found.split.budget - found.split.fixed:
+            best = min(best, loss_of(profile, replace(found, layers=layers)))
+    assert found.loss == pytest.approx(best, rel=1e-12)
+
+
+def test_reserved_bytes_are_taken_from_the_pages() -> None:
+    profile, reserved = profile_of(LOUD), 200_000
+    plain, spec = (AllocateSpec(kv_budget=f"{size}B", **LENGTHS) for size in (1_200_000, 1_200_000 + reserved))
+    smaller, larger = (allocate(profile, one, CACHE, {}).layers for one in (plain, spec))
+    assert allocate(profile, spec, CACHE, {}, reserved).layers == smaller != larger
+    least = AllocateSpec(kv_budget="1B", **LENGTHS)
+    needed = [
+        pytest.raises(InfeasibleBudget, allocate, profile, least, CACHE, {}, size).value for size in (0, reserved)
+    ]
+    assert needed[1].smallest_bytes - needed[0].smallest_bytes == reserved
+
+
+def shrinking(spec: ProgressiveSpec, budget: int, reserved: int) -> Allocation:
+    """Pages of 2 and 4 bits that begin with 16, for ``budget`` bytes where ``spec`` says none."""
+    cache = replace(CACHE, param_dtype="float32")
+    found = allocate(profile_of(LOUD), AllocateSpec(bits=5.5, **LENGTHS), cache, {})
+    return made_progressive(replace(found, split=replace(found.split, budget=budget)), spec, reserved)
+
+
+@pytest.mark.parametrize("bits", [None, 8.0])
+def test_reserved_bytes_are_not_for_pages_that_shrink(bits: float | None) -> None:
+    budget, reserved = 2_500_000, 200_000
+    spec = ProgressiveSpec(bits)
+    plain, kept = shrinking(spec, budget, 0), shrinking(spec, budget + reserved, reserved)
+    assert kept.layers == plain.layers and kept.split.budget == plain.split.budget + reserved
+    assert kept.split.cache + reserved <= kept.split.budget
+    assert bits is not None or shrinking(spec, budget + reserved, 0).layers != plain.layers
+
+
+@pytest.mark.parametrize("shift", ["equivalent", "modified", "direct"])
+def test_pages_shrink_by_the_shift_of_the_recipe(shift) -> None:
+    layers = shrinking(ProgressiveSpec(shift=shift), 2_500_000, 0).layers
+    assert {fmt.shift for layer in layers for fmt in (*layer.k, *layer.v) if fmt.shrink_at} == {shift}
+
+
+@pytest.mark.parametrize("offset", [False, True])
+def test_reserved_are_the_bytes_of_the_tensors(offset: bool) -> None:
+    layers = [LayerPlan(one, (RAW,), (RAW,), k_rescale=True, k_offset=offset) for one in PAGED]
+    needed = needed_tensors(layers, "bfloat16")
+    tensors = {name: torch.ones(*shape, dtype=dtype) for name, (dtype, shape) in needed.items()}
+    assert reserved_bytes(GEOMETRY, ReparamSpec(offset=offset)) == tensors_nbytes(tensors) > 0
+    assert reserved_bytes(GEOMETRY, None) == 0
+
+
+def test_all_in_bits_count_the_tensors() -> None:
+    layer = LayerPlan(PAGED[0], (CACHE.format("k", 2, "token", 32),), (RAW,), k_rescale=True)
+    tensors = {"layers.1.k_rescale": torch.ones(2, 32)}
+    plan = Plan(IDENTITY, "bfloat16", (layer,), Workload(2, 1000), {}, tensors)
+    assert plan.predicted_bytes == layer.nbytes("bfloat16", (1000, 1000), 1000) + 2 * 32 * 4
+    assert plan.bits_per_value() == 8 * plan.predicted_bytes / (2 * 64 * 2 * 1000)
+
+
+def test_the_workspace_is_logits_twice_and_one_layer_unpacked() -> None:
+    sizes = ModelSizes(GEOMETRY, 10**6, vocab_size=500)
+    assert workspace_bytes(sizes, Workload(2, 1000)) == 2 * 500 * (4 + 4) + 2 * 1000 * 2 * (32 + 32) * 2
+
+
+def test_what_a_budget_leaves_for_the_cache() -> None:
+    """The device's without weights and workspace; bits per value without the layers that are not paged."""
+    sizes, workload = ModelSizes(GEOMETRY, 10**6, vocab_size=500), Workload(2, 4000)
+    layers = fixed_layers(load_recipe("16-bit").formats, tuple(LayerPlan(one, (RAW,), (RAW,)) for one in PAGED))
+    device = resolve_budget(sizes, AllocateSpec(budget="9MB", **LENGTHS), layers, 7)
+    assert device.cache == 9_000_000 - 10**6 - workspace_bytes(sizes, workload)
+    assert resolve_budget(sizes, AllocateSpec(bits=3.0, **LENGTHS), layers, 7).cache == 3 * 2 * 2 * 64 * 8000 // 8 + 7
+    assert resolve_budget(sizes, AllocateSpec(kv_budget="5KB", **LENGTHS), layers, 7).cache == 5000
+
+
+def test_the_first_paged_layer_has_the_first_formats() -> None:
+    """AQUA-KV: 4 bits in the first layer, 2 in the others; layers that are not paged are not counted."""
+    formats = load_recipe("aqua-kv").formats
+    layers = fixed_layers(formats, (LayerPlan(GEOMETRY.layers[0]), *(LayerPlan(one, (RAW,), (RAW,)) for one in PAGED)))
+    assert [[fmt.num_bits for fmt in (*layer.k, *layer.v)] for layer in layers] == [[], [4, 4], [2, 2]]

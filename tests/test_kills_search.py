@@ -1,0 +1,96 @@
+"""The search's refinement, the fit that its plan keeps, and a tuning's trials: that each works on what it should."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from evaluation_cases import as_loaded, make_plan
+from test_packed_cache_lm import model as tiny_model
+from test_run_search import forced_recipe, loaded  # noqa: F401
+from test_search import SPEC, additive, brute_force, problem
+from test_tune_command import DATA, LIMITS, PAIR
+from test_tune_command import SPEC as TUNE
+from transformers import PreTrainedTokenizerBase
+
+from kvcal import pipeline
+from kvcal.models.load import LoadedModel
+from kvcal.plan import Plan
+from kvcal.progress import Silent
+from kvcal.recipe import EvaluateSpec
+from kvcal.stages import run_search, tune_objective
+from kvcal.stages.generation import TaskResult
+from kvcal.stages.search import Choice, search
+from kvcal.stages.tune_objective import Origin, TaskObjective
+from kvcal.tasks import problems
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_refinement_finds_the_best_plan_after_costs_that_misled_the_solver(seed: int) -> None:
+    """The first costs rank options the wrong way round. With every option as a neighbour one round mends that."""
+    small = problem(0.4)
+    kl = additive(small, seed)
+
+    def measure(choices: Sequence[Choice], what: str) -> list[float]:
+        return [100.0 - kl(choice) if what == "compositions" else kl(choice) for choice in choices]
+
+    spec = replace(SPEC, refine_rounds=1, neighbours=10)
+    misled, refined = search(small, replace(spec, refine_rounds=0), measure), search(small, spec, measure)
+    assert refined.kl == pytest.approx(brute_force(small, kl), abs=1e-12)
+    assert refined.kl < misled.kl - 1e-3
+
+
+def test_the_plan_holds_the_predictors_of_the_chosen_layers(tmp_path, loaded, monkeypatch) -> None:  # noqa: F811
+    fits: list[dict[str, torch.Tensor]] = []
+    fitted = run_search._fitted
+
+    def noted(*args):
+        fits.append(fitted(*args))
+        return fits[-1]
+
+    monkeypatch.setattr(run_search, "_fitted", noted)
+    recipe = forced_recipe(tmp_path, 5.0)
+    plan = pipeline.build_plan(recipe, loaded, pipeline.Folder.create(tmp_path / "out"), None, Silent())
+    first, last = fits
+    names = [name for name in plan.tensors if name.endswith("_predictor.weight")]
+    assert names and all(torch.equal(plan.tensors[name], last[name]) for name in names)
+    assert not any(torch.equal(first[name], last[name]) for name in names)
+
+
+def objective(tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> TaskObjective:
+    spec = replace(TUNE, seed=seed, fit_capacity=False)
+    tiny = as_loaded(tiny_model(len(tokenizer)), tokenizer)
+    return TaskObjective(Origin("", "", ""), make_plan(tiny, PAIR), spec, LIMITS, DATA, tiny)
+
+
+def test_a_trial_is_measured_with_the_plan_of_its_thresholds(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[Plan] = []
+
+    def measure_tasks(of: LoadedModel, plan: Plan, spec: EvaluateSpec, reporter: Silent) -> tuple[TaskResult, ...]:
+        measured.append(plan)
+        return (TaskResult("chain", 0.5, 0.25, 2, 1, 0, 9),)
+
+    monkeypatch.setattr(tune_objective, "measure_tasks", measure_tasks)
+    outcome = objective(tokenizer)({"tau_16": 0.02, "tau_4": 0.01})
+    (plan,) = measured
+    boosts = [layer.k[0].boost for layer in plan.layers]
+    assert {tier.above for boost in boosts if boost is not None for tier in boost.tiers} == {0.02, 0.01}
+    assert (outcome.accuracy, outcome.accuracy_se) == (0.5, 0.25)
+    assert (outcome.total_bytes, outcome.bits_per_value) == (plan.predicted_bytes, plan.bits_per_value())
+
+
+def prompts(spec: EvaluateSpec) -> set[str]:
+    limits = {name: getattr(spec, name) for name in ("max_steps", "max_size", "max_hops", "max_digits")}
+    return {one.prompt_text for task in spec.tasks for one in problems(task, 8, spec.seed, **limits)}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_tuning_solves_none_of_the_evaluations_problems(tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+    evaluation = EvaluateSpec()
+    tuning = replace(evaluation, seed=objective(tokenizer, seed).own_tasks.seed)
+    assert len(prompts(evaluation)) == len(prompts(tuning)) == 8 * len(evaluation.tasks)
+    assert prompts(evaluation).isdisjoint(prompts(tuning))
