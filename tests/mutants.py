@@ -24,7 +24,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_name("mutants.toml")
-NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "artifacts", "build", "dist")
+NOT_COPIED = shutil.ignore_patterns(".*", "artifacts", "build", "dist")
 TIMEOUT_S = 600
 OUTCOMES = {0: "SURVIVED", 1: "killed"}  # pytest's exit codes: all tests passed, some failed
 

@@ -72,6 +72,7 @@ def test_equals_decoding_token_by_token(pair) -> None:
     assert quality.perplexity == pytest.approx(float(torch.cat(losses).mean().exp()), rel=1e-4)
     assert quality.top1_agreement == pytest.approx(float(torch.cat(agreements).mean()), abs=0.003)
     assert quality.kl_se == pytest.approx(ratio_error(kls), rel=1e-3)
+    assert quality.perplexity_se == pytest.approx(quality.perplexity * ratio_error(losses), rel=1e-3)
 
 
 def ratio_error(values: list[Tensor]) -> float:

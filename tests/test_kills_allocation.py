@@ -139,6 +139,10 @@ def test_what_a_budget_leaves_for_the_cache() -> None:
     device = resolve_budget(sizes, AllocateSpec(budget="9MB", **LENGTHS), layers, 7)
     assert device.cache == 9_000_000 - 10**6 - workspace_bytes(sizes, workload)
     assert resolve_budget(sizes, AllocateSpec(bits=3.0, **LENGTHS), layers, 7).cache == 3 * 2 * 2 * 64 * 8000 // 8 + 7
+    kivi_2 = fixed_layers(load_recipe("kivi-2").formats, layers)
+    assert resolve_budget(sizes, AllocateSpec(same_bytes_as="kivi-2", **LENGTHS), layers, 0).cache == sum(
+        layer.nbytes("bfloat16", (4000, 4000), 4000) for layer in kivi_2
+    )
     assert resolve_budget(sizes, AllocateSpec(kv_budget="5KB", **LENGTHS), layers, 7).cache == 5000
 
 

@@ -10,7 +10,7 @@ import torch
 from evaluation_cases import as_loaded, make_plan
 from test_packed_cache_lm import model as tiny_model
 from test_run_search import forced_recipe, loaded  # noqa: F401
-from test_search import SPEC, additive, brute_force, problem
+from test_search import GEOMETRY, SPEC, additive, brute_force, problem
 from test_tune_command import DATA, LIMITS, PAIR
 from test_tune_command import SPEC as TUNE
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +21,7 @@ from kvcal.plan import Plan
 from kvcal.progress import Silent
 from kvcal.recipe import EvaluateSpec
 from kvcal.stages import run_search, tune_objective
+from kvcal.stages.compositions import Materials, composed_layers
 from kvcal.stages.generation import TaskResult
 from kvcal.stages.search import Choice, search
 from kvcal.stages.tune_objective import Origin, TaskObjective
@@ -40,6 +41,16 @@ def test_refinement_finds_the_best_plan_after_costs_that_misled_the_solver(seed:
     misled, refined = search(small, replace(spec, refine_rounds=0), measure), search(small, spec, measure)
     assert refined.kl == pytest.approx(brute_force(small, kl), abs=1e-12)
     assert refined.kl < misled.kl - 1e-3
+
+
+def test_every_head_of_every_layer_has_its_own_lambda() -> None:
+    small = problem(0.5, per_head=True)
+    lambdas = {index: 1.0 + index + torch.arange(32.0).view(2, 16) / 32 for index in range(3)}
+    choice = tuple(2 if unit.side == "k" else 0 for unit in small.units)
+    _, tensors = composed_layers(GEOMETRY, small.chosen(choice), Materials({2: lambdas}, {}))
+    assert len(tensors) == 3
+    for index in range(3):
+        assert torch.equal(tensors[f"layers.{index}.k_rescale"], lambdas[index])
 
 
 def test_the_plan_holds_the_predictors_of_the_chosen_layers(tmp_path, loaded, monkeypatch) -> None:  # noqa: F811
@@ -72,14 +83,14 @@ def test_a_trial_is_measured_with_the_plan_of_its_thresholds(
 
     def measure_tasks(of: LoadedModel, plan: Plan, spec: EvaluateSpec, reporter: Silent) -> tuple[TaskResult, ...]:
         measured.append(plan)
-        return (TaskResult("chain", 0.5, 0.25, 2, 1, 0, 9),)
+        return TaskResult("chain", 0.75, 0.3, 4, 3, 0, 9), TaskResult("times", 0.25, 0.4, 4, 1, 0, 9)
 
     monkeypatch.setattr(tune_objective, "measure_tasks", measure_tasks)
     outcome = objective(tokenizer)({"tau_16": 0.02, "tau_4": 0.01})
     (plan,) = measured
     boosts = [layer.k[0].boost for layer in plan.layers]
     assert {tier.above for boost in boosts if boost is not None for tier in boost.tiers} == {0.02, 0.01}
-    assert (outcome.accuracy, outcome.accuracy_se) == (0.5, 0.25)
+    assert (outcome.accuracy, outcome.accuracy_se) == (0.5, pytest.approx(0.25))
     assert (outcome.total_bytes, outcome.bits_per_value) == (plan.predicted_bytes, plan.bits_per_value())
 
 

@@ -1,0 +1,174 @@
+"""What stages hand to each other: bytes kept free, workloads, seeds, identities, and errors of means."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cache_cases import KIVI_2
+from cli_cases import save_llama
+from evaluation_cases import COARSE, make_plan, text, tiny
+from predictor_runs import aqua_layers, as_loaded, loaded_llama, plan_with
+from test_evaluate_generation import embedded, spec  # noqa: F401
+from test_prefix import BOOSTED, prompt
+from test_report import UNIFORM, row
+from tiny_models import VOCAB_SIZE as TINY_VOCAB
+from tiny_models import built
+from transformers import PreTrainedTokenizerBase
+
+from kvcal import pipeline
+from kvcal.errors import InfeasibleBudget
+from kvcal.models import identity
+from kvcal.models.load import LoadedModel, load
+from kvcal.plan import Workload
+from kvcal.plan_tensors import tensors_nbytes
+from kvcal.progress import Silent
+from kvcal.recipe import CacheSpec, Recipe, load_recipe
+from kvcal.stages import generation, profile
+from kvcal.stages.allocation_record import reserved_bytes
+from kvcal.stages.checkpoint import Checkpoint, State
+from kvcal.stages.divergence import divergences, unquantized_plan
+from kvcal.stages.generation import TaskResult, measure_tasks
+from kvcal.stages.kl_meter import PHASE, KLMeter
+from kvcal.stages.kl_texts import kl_texts
+from kvcal.stages.prefix import named_parts, pack_prefix
+from kvcal.stages.prefix_load import load_prefix
+
+RECIPE = """
+[data]
+source = "tasks:times"
+num_samples = 2
+seq_len = 256
+[profile]
+num_bits = [2, 4]
+k_axes = ["token"]
+group_sizes = [64]
+kl_samples = 0
+[cache]
+num_sink_tokens = 1
+k_recent_window = 0
+v_recent_window = 0
+[allocate]
+kv_budget = "1B"
+objective = "sensitivity"
+batch = 2
+context = 512
+[reparam]
+position_scale = 1.0
+num_steps = 1
+num_samples = 1
+seq_len = 200
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
+    folder = save_llama(tmp_path_factory.mktemp("model") / "tiny", tokenizer, dtype=torch.float32)
+    return load(str(folder), device="cpu")
+
+
+def recipe_of(folder: Path, budget: str, old: str = "", new: str = "") -> Recipe:
+    path = folder / "small.toml"
+    path.write_text(RECIPE.replace('"1B"', budget).replace(old, new))
+    return load_recipe(str(path))
+
+
+def test_the_smallest_budget_that_is_named_has_room_for_lambda(tmp_path: Path, loaded: LoadedModel) -> None:
+    """Also for what the search then leaves at 1, which takes no bytes."""
+    folder = pipeline.Folder.create(tmp_path / "out")
+    with pytest.raises(InfeasibleBudget) as refused:
+        pipeline.build_plan(recipe_of(tmp_path, '"1B"'), loaded, folder, None, Silent())
+    smallest = refused.value.smallest_bytes
+    assert smallest is not None
+    recipe = recipe_of(tmp_path, f'"{smallest}B"')
+    plan = pipeline.build_plan(recipe, loaded, folder, None, Silent())
+    unused = reserved_bytes(loaded.geometry, recipe.reparam) - tensors_nbytes(plan.tensors)
+    assert plan.predicted_bytes + unused == smallest
+
+
+def test_a_plan_is_for_the_workload_asked_for(tmp_path: Path, loaded: LoadedModel) -> None:
+    folder, recipe = pipeline.Folder.create(tmp_path / "out"), replace(recipe_of(tmp_path, '"9MB"'), reparam=None)
+    plan = pipeline.build_plan(recipe, loaded, folder, Workload(3, 700), Silent())
+    assert plan.workload == Workload(3, 700)
+    baseline = pipeline.build_plan(load_recipe("kivi-2"), loaded, folder, Workload(3, 700), Silent())
+    assert baseline.workload == Workload(3, 700)
+
+
+@pytest.mark.parametrize(("old", "new"), [("num_bits = [2, 4]", "num_bits = [2, 3]"), ("_tokens = 1", "_tokens = 2")])
+def test_a_profile_of_other_settings_is_made_again(tmp_path: Path, loaded: LoadedModel, old: str, new: str) -> None:
+    folder = pipeline.Folder.create(tmp_path / "out")
+    for recipe in (recipe_of(tmp_path, '"9MB"'), recipe_of(tmp_path, '"9MB"', old, new)):
+        pipeline.profile_recipe(recipe, loaded, folder, Silent())
+        subject = profile.load(folder.profile).subject
+        assert (subject.spec, subject.cache) == (recipe.profile, recipe.cache)
+
+
+def test_the_identity_is_of_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a file is read in parts."""
+    files = [tmp_path / "a", tmp_path / "b"]
+    for file in files:
+        file.write_bytes(b"0123456789")
+    whole = identity._sha256_of_files(files)
+    monkeypatch.setattr(identity, "_CHUNK_BYTES", 4)
+    assert identity._sha256_of_files(files) == whole
+    files[0].write_bytes(b"012345678_")
+    assert identity._sha256_of_files(files) != whole
+
+
+def test_the_meter_gives_each_plan_its_own_divergence_over_all_texts(tmp_path: Path) -> None:
+    small, data = tiny(), text(300, 260, 280)
+    texts = kl_texts(data, 3, 290, CacheSpec(0, 0, 0))
+    plans = [make_plan(small, pair) for pair in (KIVI_2, COARSE)]
+    start = State({}, {PHASE: 0})
+    with Checkpoint(tmp_path / "x.safetensors", "test", {}, start, Silent()) as checkpoint:
+        meter = KLMeter(small, texts, 2, checkpoint, Silent())
+        found = meter.kl([*plans, plans[0]], "plans")
+        assert len(checkpoint.state.means) == 2
+    reference = unquantized_plan(small.identity, small.geometry)
+    for plan, kl in zip([*plans, plans[0]], found, strict=True):
+        each = [divergences(small.model, reference, [plan], t.tokens_T[None], t.loss_mask_T[None]) for t in texts]
+        assert kl == pytest.approx(float(torch.cat(each, dim=1).mean()), rel=1e-4)
+    assert found[0] == found[2] != found[1]
+
+
+def test_the_error_of_a_mean_over_tasks() -> None:
+    tasks = tuple(TaskResult(name, 0.5, error, 8, 4, 0, 9) for name, error in (("a", 0.1), ("b", 0.2), ("c", 0.2)))
+    one = replace(row("x", UNIFORM, 0.1, None), tasks=tasks)
+    assert one.accuracy == 0.5 and one.accuracy_se == pytest.approx(math.sqrt(0.01 + 0.04 + 0.04) / 3)
+
+
+def test_problems_are_those_of_the_seed(embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    asked: list[tuple[str, int, int]] = []
+    problems = generation.problems
+
+    def noted(task: str, count: int, seed: int, **limits: int):
+        asked.append((task, count, seed))
+        return problems(task, count, seed, **limits)
+
+    monkeypatch.setattr(generation, "problems", noted)
+    wanted = spec(tasks=("times", "chain"), num_problems=1, seed=5, max_new_tokens=1)
+    measure_tasks(embedded, make_plan(embedded), wanted, Silent())
+    assert asked == [("times", 1, 5), ("chain", 1, 5)]
+
+
+def test_a_loaded_prefix_counts_the_queries_of_its_prompt(tmp_path: Path) -> None:
+    """Of 100 tokens, 4 query heads a KV head; thresholds of scores depend on it."""
+    small = loaded_llama(2)
+    plan = plan_with(small, tuple(replace(layer, k=(BOOSTED,)) for layer in aqua_layers(small)))
+    pack_prefix(small, plan, prompt(100), tmp_path / "p.kv")
+    parts = dict(named_parts(load_prefix(small, plan, tmp_path / "p.kv").cache))
+    assert {name: part.query_count for name, part in parts.items() if part.format.needs_queries} == {
+        "layers.0.k.0": [400],
+        "layers.1.k.0": [400],
+    }
+
+
+@pytest.mark.parametrize("length", [3, 40])
+def test_raw_bytes_of_a_prefix_are_those_in_the_window(tmp_path: Path, length: int) -> None:
+    """Three layers with a window of 6 tokens, of which 5 stay, and a full one; a KV head of 16 each, bf16."""
+    small = as_loaded(built("gemma3"), "bfloat16")
+    packed = pack_prefix(small, plan_with(small, aqua_layers(small)), prompt(length, TINY_VOCAB), tmp_path / "p.kv")
+    assert packed.raw_bytes == (3 * min(length, 5) + length) * 2 * 16 * 2
