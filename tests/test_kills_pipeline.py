@@ -10,7 +10,7 @@ import pytest
 import torch
 from cache_cases import KIVI_2
 from cli_cases import save_llama
-from evaluation_cases import COARSE, make_plan, text, tiny
+from evaluation_cases import COARSE, Notes, make_plan, text, tiny
 from predictor_runs import aqua_layers, as_loaded, loaded_llama, plan_with
 from test_evaluate_generation import embedded, spec  # noqa: F401
 from test_prefix import BOOSTED, prompt
@@ -104,6 +104,15 @@ def test_a_profile_of_other_settings_is_made_again(tmp_path: Path, loaded: Loade
         pipeline.profile_recipe(recipe, loaded, folder, Silent())
         subject = profile.load(folder.profile).subject
         assert (subject.spec, subject.cache) == (recipe.profile, recipe.cache)
+
+
+def test_a_profile_in_another_dtype_is_made_again(tmp_path: Path, loaded: LoadedModel) -> None:
+    """Of the same checkpoint: the model computes otherwise."""
+    folder, notes = pipeline.Folder.create(tmp_path / "out"), Notes()
+    recipe = recipe_of(tmp_path, '"9MB"')
+    pipeline.profile_recipe(recipe, loaded, folder, Silent())
+    pipeline.profile_recipe(recipe, load(loaded.source, device="cpu", dtype="bfloat16"), folder, notes)
+    assert 'profile: runs again, compute_dtype is "float32", expected "bfloat16"' in notes.messages
 
 
 def test_the_identity_is_of_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

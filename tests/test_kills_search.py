@@ -10,7 +10,7 @@ import torch
 from evaluation_cases import as_loaded, make_plan
 from test_packed_cache_lm import model as tiny_model
 from test_run_search import forced_recipe, loaded  # noqa: F401
-from test_search import GEOMETRY, SPEC, additive, brute_force, problem
+from test_search import GEOMETRY, SPEC, additive, brute_force, interacting, problem
 from test_tune_command import DATA, LIMITS, PAIR
 from test_tune_command import SPEC as TUNE
 from transformers import PreTrainedTokenizerBase
@@ -41,6 +41,23 @@ def test_refinement_finds_the_best_plan_after_costs_that_misled_the_solver(seed:
     misled, refined = search(small, replace(spec, refine_rounds=0), measure), search(small, spec, measure)
     assert refined.kl == pytest.approx(brute_force(small, kl), abs=1e-12)
     assert refined.kl < misled.kl - 1e-3
+
+
+def test_refinement_tries_few_moves_and_many_within_the_budget() -> None:
+    """From none, where a unit that changes costs as much as the largest gain, to all that pay, where it is free."""
+    small = problem(0.4)
+    kl, batches = interacting(small, 10), dict[str, list[Choice]]()
+
+    def measure(choices: Sequence[Choice], what: str) -> list[float]:
+        batches[what] = list(choices)
+        return [kl(choice) for choice in choices]
+
+    best = search(small, replace(SPEC, refine_rounds=0), measure).choice
+    search(small, replace(SPEC, refine_rounds=1, neighbours=10), measure)
+    moves = [sum(a != b for a, b in zip(best, plan, strict=True)) for plan in batches["round 1, plans"]]
+    assert moves == sorted(moves) and moves[0] == 0 and len(set(moves)) > 2
+    for choice in (*batches["random plans"], *batches["round 1, plans"]):
+        assert small.size(choice) <= small.capacity
 
 
 def test_every_head_of_every_layer_has_its_own_lambda() -> None:
