@@ -115,6 +115,23 @@ def test_a_profile_in_another_dtype_is_made_again(tmp_path: Path, loaded: Loaded
     assert 'profile: runs again, compute_dtype is "float32", expected "bfloat16"' in notes.messages
 
 
+def test_the_digest_of_a_recipe_is_of_every_knob_but_its_name() -> None:
+    recipe = load_recipe("pm-kvq")
+    assert recipe.allocate is not None and recipe.reparam is not None
+    changed = [
+        replace(recipe, model="other"),
+        replace(recipe, data=replace(recipe.data, seed=9)),
+        replace(recipe, profile=replace(recipe.profile, kl_tokens=9)),
+        replace(recipe, cache=replace(recipe.cache, num_sink_tokens=9)),
+        replace(recipe, allocate=replace(recipe.allocate, batch=9)),
+        replace(recipe, progressive=None),
+        replace(recipe, reparam=replace(recipe.reparam, offset=True)),
+        replace(recipe, evaluate=replace(recipe.evaluate, seed=9)),
+    ]
+    assert len({recipe.sha256, *(one.sha256 for one in changed)}) == 1 + len(changed)
+    assert replace(recipe, name="other", description="other").sha256 == recipe.sha256
+
+
 def test_the_identity_is_of_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a file is read in parts."""
     files = [tmp_path / "a", tmp_path / "b"]
