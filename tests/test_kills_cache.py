@@ -66,6 +66,19 @@ def test_a_window_is_a_share_of_the_tokens_as_written() -> None:
     assert [rule.window(count) for count in (5, 100, 200, 1700, 10_000)] == [3, 29, 58, 493, 500]
 
 
+def test_a_tier_has_room_for_its_share_of_the_channels_rounded() -> None:
+    rooms = {
+        (0.125, 128): 16,
+        (0.125, 64): 8,
+        (0.1, 16): 2,
+        (0.3, 8): 2,
+        (0.125, 100): 13,
+        (0.01, 16): 1,
+        (1.0, 80): 80,
+    }
+    assert {(share, dim): Tier(4, share).num_channels(dim) for share, dim in rooms} == rooms
+
+
 def codec(k_rescale: bool, tensors: dict[str, Tensor]) -> PageCodec:
     plan = LayerPlan(AttentionGeometry(0, 4, 2, 16, 16), (BOOSTED,), (Format(2),), k_rescale=k_rescale)
     return PageCodec(plan, "k", BOOSTED, slice(0, 2), "float32", tensors)

@@ -12,7 +12,7 @@ from cache_cases import KIVI_2
 from cli_cases import save_llama
 from evaluation_cases import COARSE, Notes, make_plan, text, tiny
 from predictor_runs import aqua_layers, as_loaded, loaded_llama, plan_with
-from test_evaluate_generation import embedded, spec  # noqa: F401
+from test_evaluate_generation import SMALL, embedded, spec  # noqa: F401
 from test_prefix import BOOSTED, prompt
 from test_report import UNIFORM, row
 from tiny_models import VOCAB_SIZE as TINY_VOCAB
@@ -20,6 +20,7 @@ from tiny_models import built
 from transformers import PreTrainedTokenizerBase
 
 from kvcal import pipeline
+from kvcal.data import encode_problem
 from kvcal.errors import InfeasibleBudget
 from kvcal.models import identity
 from kvcal.models.load import LoadedModel, load
@@ -178,6 +179,18 @@ def test_problems_are_those_of_the_seed(embedded: LoadedModel, monkeypatch: pyte
     wanted = spec(tasks=("times", "chain"), num_problems=1, seed=5, max_new_tokens=1)
     measure_tasks(embedded, make_plan(embedded), wanted, Silent())
     assert asked == [("times", 1, 5), ("chain", 1, 5)]
+
+
+def test_a_generation_ends_with_the_models_context(
+    embedded: LoadedModel,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (problem,) = generation.problems("times", 1, 1, **SMALL)
+    length = len(encode_problem(problem, embedded.tokenizer))
+    monkeypatch.setattr(embedded.model.config, "max_position_embeddings", length + 7)
+    wanted = spec(tasks=("times",), num_problems=1, max_new_tokens=20)
+    (result,) = measure_tasks(embedded, make_plan(embedded), wanted, Silent())
+    assert (result.generated_tokens, result.num_unfinished) == (7, 1)
 
 
 def test_a_loaded_prefix_counts_the_queries_of_its_prompt(tmp_path: Path) -> None:
