@@ -43,7 +43,7 @@ def shortened(recipe: Recipe) -> Recipe:
             max_hops=4,
             max_digits=2,
             max_new_tokens=3,
-            data=replace(recipe.evaluate.data, num_samples=2, seq_len=320),
+            data=replace(recipe.evaluate.data, num_samples=2, seq_len=320, min_len=0),
         ),
     )
     if recipe.reparam is not None:
