@@ -127,7 +127,7 @@ def load_sequences(
     if max_context is not None and spec.seq_len > max_context:
         raise UsageError(
             f"seq_len = {spec.seq_len} is greater than the model's context of {max_context} tokens",
-            hint=f"choose a seq_len of at most {max_context}",
+            hint=f"choose a seq_len of at most {max_context}, such as --seq-len {max_context}",
         )
     if spec.source in TASK_SOURCES:
         pool = list(islice(_task_sequences(spec, tokenizer, purpose), spec.num_samples))  # drawn by the seed already

@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from kvcal.commands import compare, evaluate, fit_predictors, profile, reparam, run, search, tune
 from kvcal.commands.options import DataOptions, with_data
 from kvcal.data import DataSpec
+from kvcal.errors import UsageError
 from kvcal.plan import load_plan
-from kvcal.recipe import load_recipe
+from kvcal.recipe import Recipe, load_recipe
 
 TOY = "embedded toy tasks"
 CALIBRATING = {
@@ -106,6 +107,36 @@ def test_eval_says_that_the_plan_saw_the_source(
     assert again.code == 0 and "calibrated on pairs.jsonl, too" in again.err
     other = run_kvcal(capsys, *shown, "--data", folder / "renamed.jsonl", "--columns", "q,a", "--samples", 3)
     assert other.code == 0 and "calibrated on" not in other.err and "3 sequences" in other.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stage"),
+    [(("search", "best"), "kvcal.pipeline.build_plan"), (("tune", "mixkvq"), "kvcal.stages.tune_plan.tune_plan")],
+)
+def test_search_and_tune_get_the_given_data(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    arguments: tuple[str, ...], stage: str,
+) -> None:  # fmt: skip
+    given: list[Recipe] = []
+
+    def stop(*values: object) -> None:
+        given.extend(value for value in values if isinstance(value, Recipe))
+        raise UsageError("seen")
+
+    monkeypatch.setattr(stage, stop)
+    common = ("--model", folder / "tiny", "--out", tmp_path, "--seed", 5)
+    told = run_kvcal(capsys, *arguments, *common, "--data", folder / "pairs.jsonl", "--samples", 3, "--seq-len", 200)
+    assert told.code == 2 and "seen" in told.err and TOY not in told.err
+    assert given[0].data == DataSpec(str(folder / "pairs.jsonl"), 3, 200, 5)
+    assert TOY in run_kvcal(capsys, *arguments, *common).err
+
+
+def test_compare_measures_on_the_file(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ("compare", "uniform-4", "--model", folder / "tiny", "--recipe-evaluate", folder / "small.toml")
+    arguments += ("--batch", 2, "--context", 256, "--out", tmp_path, "--task", "none")
+    shown = run_kvcal(capsys, *arguments, "--data", folder / "renamed.jsonl", "--columns", "q,a")
+    assert shown.code == 0 and "renamed.jsonl (pool report): 2 sequences" in shown.out and TOY not in shown.err
+    assert "bits at 2 x 256" in shown.out and "bits at measured length (mean " in shown.out
 
 
 def test_a_plan_is_not_measured_on_its_own_sequences(

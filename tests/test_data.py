@@ -452,7 +452,7 @@ def test_seq_len_beyond_the_context_is_refused(tokenizer: PreTrainedTokenizerBas
     load_sequences(DataSpec(num_samples=1, seq_len=4096), tokenizer, max_context=4096)
     with pytest.raises(UsageError) as caught:
         load_sequences(DataSpec(num_samples=1, seq_len=4097), tokenizer, max_context=4096)
-    assert_says(caught.value, ["seq_len = 4097", "4096"])
+    assert_says(caught.value, ["seq_len = 4097", "--seq-len 4096"])
 
 
 def test_a_chat_template_that_refuses_names_the_record(tmp_path: Path) -> None:
