@@ -189,6 +189,7 @@ def profile_json(profile: Profile) -> dict[str, Any]:
                     "sensitivity": profile.sensitivity(layer.index, side).tolist(),
                     "kl": profile.kl(layer.index, side).tolist() if subject.kl_candidates(side) else None,
                     "grad_norm": profile.grad_norm(layer.index, side),
+                    "relative_error": profile.relative_error(layer.index, side).tolist(),
                 }
                 for side in SIDES
             },
