@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from kvcal.formats import RAW, SIDES, Side
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity, StateGeometry
 from kvcal.layer_plan import LayerPlan
 from kvcal.observers.mean import Mean
-from kvcal.plan import Plan, Workload
+from kvcal.plan import Plan, Workload, load_plan, save_plan
 from kvcal.plan_tensors import needed_tensors, tensors_nbytes
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec, fixed_layers, load_recipe
 from kvcal.specs import ProgressiveSpec, ReparamSpec
@@ -119,10 +120,23 @@ def test_reserved_are_the_bytes_of_the_tensors(offset: bool) -> None:
     assert reserved_bytes(GEOMETRY, None) == 0
 
 
-def test_all_in_bits_count_the_tensors() -> None:
+def rescaled(value: float) -> Plan:
     layer = LayerPlan(PAGED[0], (CACHE.format("k", 2, "token", 32),), (RAW,), k_rescale=True)
-    tensors = {"layers.1.k_rescale": torch.ones(2, 32)}
-    plan = Plan(IDENTITY, "bfloat16", (layer,), Workload(2, 1000), {}, tensors)
+    tensors = {"layers.1.k_rescale": torch.full((2, 32), value)}
+    return Plan(IDENTITY, "bfloat16", (layer,), Workload(2, 1000), {}, tensors)
+
+
+def test_a_plan_is_told_by_its_tensors_too(tmp_path: Path) -> None:
+    plan = rescaled(2.0)
+    assert plan.sha256 != rescaled(3.0).sha256
+    save_plan(plan, tmp_path / "plan.safetensors")
+    again = load_plan(tmp_path / "plan.safetensors")
+    assert again.sha256 == plan.sha256 and again.tensors["layers.1.k_rescale"].eq(2.0).all()
+
+
+def test_all_in_bits_count_the_tensors() -> None:
+    plan = rescaled(1.0)
+    (layer,) = plan.layers
     assert plan.predicted_bytes == layer.nbytes("bfloat16", (1000, 1000), 1000) + 2 * 32 * 4
     assert plan.bits_per_value() == 8 * plan.predicted_bytes / (2 * 64 * 2 * 1000)
 
