@@ -9,14 +9,14 @@ import torch
 from cache_cases import KIVI_2
 from evaluation_cases import make_plan
 from predictor_runs import loaded_llama, sequences
-from test_evaluate_generation import embedded, spec  # noqa: F401
+from test_evaluate_generation import spec
 from torch import Tensor
 
 from kvcal.errors import ArtifactError
 from kvcal.formats import Boost, Format, Side, Tier, WindowRule
 from kvcal.geometry import AttentionGeometry
 from kvcal.layer_plan import LayerPlan
-from kvcal.models.load import LoadedModel
+from kvcal.models.load import LoadedModel, load
 from kvcal.models.rotary import rotary_maps
 from kvcal.models.taps import tap
 from kvcal.progress import Silent
@@ -126,8 +126,13 @@ def test_pages_to_predict_from_are_scored_by_the_mean_query(monkeypatch: pytest.
         assert float(means[0][page, head, channel]) == pytest.approx(of_group.mean(), rel=1e-5)
 
 
+@pytest.fixture(scope="module")
+def embedded() -> LoadedModel:
+    return load("reasoner-10m", device="cpu")
+
+
 def test_an_evaluation_notices_when_the_mirror_is_not_the_packed_cache(
-    embedded: LoadedModel,  # noqa: F811
+    embedded: LoadedModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     refresh = MirroredLayer._refresh

@@ -12,7 +12,7 @@ from cache_cases import KIVI_2
 from cli_cases import save_llama
 from evaluation_cases import COARSE, Notes, make_plan, text, tiny
 from predictor_runs import aqua_layers, as_loaded, loaded_llama, plan_with
-from test_evaluate_generation import SMALL, embedded, spec  # noqa: F401
+from test_evaluate_generation import SMALL, spec
 from test_prefix import BOOSTED, prompt
 from test_report import UNIFORM, row
 from tiny_models import VOCAB_SIZE as TINY_VOCAB
@@ -69,6 +69,11 @@ seq_len = 200
 def loaded(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
     folder = save_llama(tmp_path_factory.mktemp("model") / "tiny", tokenizer, dtype=torch.float32)
     return load(str(folder), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def embedded() -> LoadedModel:
+    return load("reasoner-10m", device="cpu")
 
 
 def recipe_of(folder: Path, budget: str, old: str = "", new: str = "") -> Recipe:
@@ -167,7 +172,7 @@ def test_the_error_of_a_mean_over_tasks() -> None:
     assert one.accuracy == 0.5 and one.accuracy_se == pytest.approx(math.sqrt(0.01 + 0.04 + 0.04) / 3)
 
 
-def test_problems_are_those_of_the_seed(embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_problems_are_those_of_the_seed(embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, int, int]] = []
     problems = generation.problems
 
@@ -182,7 +187,7 @@ def test_problems_are_those_of_the_seed(embedded: LoadedModel, monkeypatch: pyte
 
 
 def test_a_generation_ends_with_the_models_context(
-    embedded: LoadedModel,  # noqa: F811
+    embedded: LoadedModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (problem,) = generation.problems("times", 1, 1, **SMALL)

@@ -7,16 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cli_cases import save_llama
 from evaluation_cases import as_loaded, make_plan
 from test_packed_cache_lm import model as tiny_model
-from test_run_search import forced_recipe, loaded  # noqa: F401
+from test_run_search import forced_recipe
 from test_search import GEOMETRY, SPEC, additive, brute_force, interacting, problem
 from test_tune_command import DATA, LIMITS, PAIR
 from test_tune_command import SPEC as TUNE
 from transformers import PreTrainedTokenizerBase
 
 from kvcal import pipeline
-from kvcal.models.load import LoadedModel
+from kvcal.models.load import LoadedModel, load
 from kvcal.plan import Plan
 from kvcal.progress import Silent
 from kvcal.recipe import EvaluateSpec
@@ -70,7 +71,12 @@ def test_every_head_of_every_layer_has_its_own_lambda() -> None:
         assert torch.equal(tensors[f"layers.{index}.k_rescale"], lambdas[index])
 
 
-def test_the_plan_holds_the_predictors_of_the_chosen_layers(tmp_path, loaded, monkeypatch) -> None:  # noqa: F811
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
+    return load(str(save_llama(tmp_path_factory.mktemp("model"), tokenizer, dtype=torch.float32)), device="cpu")
+
+
+def test_the_plan_holds_the_predictors_of_the_chosen_layers(tmp_path, loaded, monkeypatch) -> None:
     fits: list[dict[str, torch.Tensor]] = []
     fitted = run_search._fitted
 
