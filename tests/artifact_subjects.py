@@ -57,6 +57,10 @@ from kvcal.stages.tune_record import (
 SECONDS_SPEC = {"kl_samples": 1, "kl_num_bits": (2, 4), "num_bits": (2, 4), "group_sizes": (32,)}
 
 
+KINDS = ("plan", "profile", "allocation", "search", "predictors", "reparam", "comparison", "evaluation", "tuning")
+KINDS += ("prefix", *(f"{name}.partial" for name in STAGES))
+
+
 @dataclass(frozen=True)
 class Subject:
     """``write`` writes the sound file; ``use`` loads a file and relies on it, with AssertionError where it errs."""
@@ -283,6 +287,7 @@ def _saved(save: Callable, record: object) -> Callable[[Path], None]:
     return lambda path: save(record, {}, path)
 
 
+@functools.cache
 def subjects() -> list[Subject]:
     """All kinds; plans and prefixes of several features."""
     fitted = fitted_llama()[1]

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from form_cases import form_plan
+from fuzz_artifacts import limited
 from test_plan import body_of, example
 
 from kvcal import artifact, load_plan
@@ -150,6 +152,15 @@ CHANGED = [
     ("layers", {}, "layers = {}"),
     ("layers.1.k", [], "layer 1 has 0 k formats, expected 1 or 2"),
     ("model.id", 7, "model.id = 7"),
+    ("workload.batch", 10**8, "batch = 100000000 and context = 4096, expected 1 to 1000000"),
+    ("workload.context", 10**18, "context = 1000000000000000000, expected 1 to 1000000 and 1 to 4294967296"),
+    ("layers.1.geometry.num_kv_heads", 10**8, "num_kv_heads = 100000000: Input should be less than or equal to 4096"),
+    ("layers.1.geometry.num_query_heads", 10**8, "num_query_heads = 100000000: Input should be less"),
+    ("layers.1.geometry.v_head_dim", 10**18, "v_head_dim = 1000000000000000000: Input should be less"),
+    ("layers.0.geometry.bytes_per_sequence", 10**30, "Input should be less than or equal to"),
+    ("layers.0.geometry.index", 10**18, "index = 1000000000000000000: Input should be less"),
+    ("layers.1.k.0.num_sink_tokens", 10**8, "num_sink_tokens = 100000000 and recent_window = 64, expected 0 to"),
+    ("layers.1.k.0.recent_window", 10**18, "recent_window = 1000000000000000000, expected 0 to 1048576"),
     ("provenance", [], "provenance = []"),
 ]
 
@@ -180,6 +191,67 @@ def test_keys_are_never_left_to_their_defaults(path, place):
     del container[key]
     write_body(path, body)
     assert refusal(path).exit_code == 5
+
+
+def test_lists_within_lists(path):
+    """Deeper than anything that reads them may recurse."""
+    deep: list = []
+    for _ in range(300):
+        deep = [deep]
+    write_body(path, body_of(example()) | {"provenance": {"x": deep}})
+    assert "more than 64 lists and objects within each other" in refusal(path).message
+
+
+def test_a_long_value_is_shortened(path):
+    write_body(path, body_of(example()) | {"cache_dtype": "x" * 10**6})
+    assert len(refusal(path).message) < 600
+
+
+def test_a_literal_window_that_hardly_shrinks_ends():
+    """The rule adds a little less than 128 tokens a page, for 10^7 pages, of which max_tokens lets the first count."""
+    with limited(5):
+        rule = WindowRule("literal", 0.9999999, 1000)
+        assert [rule.window(128 * pages) for pages in (0, 1, 2, 7, 8, 10**6)] == [0, 127, 254, 889, 1000, 1000]
+        assert rule.last_jump <= 128 * 10
+
+
+HOSTILE = [
+    ("lattice d=2", "lattice.d2.b3", (3, 1), 3e38, "holds values from -"),
+    ("lattice d=2", "layers.0.k_signs", (3,), 0, "a sign that is neither -1 nor 1"),
+    ("lattice d=2", "layers.0.k_signs", (3,), 5, "expected -1 to 1"),
+    ("before RoPE", "layers.0.rotary", (1, 3), 0.0, "holds values from 0 to 1, expected 0.00390625 to 256"),
+    ("before RoPE", "layers.0.rotary", (1, 3), 1e30, "to 1e+30, expected 0.00390625 to 256"),
+    ("before RoPE", "layers.0.rotary", (1, 2), 1e9, "to 1e+09, expected 0 to 3.14159"),
+    ("before RoPE", "layers.0.rotary", (1, 0), 0.5, "expected distinct ones of the head"),
+    ("before RoPE", "layers.0.rotary", (1, 0), 0.0, "expected distinct ones of the head"),
+    ("before RoPE", "layers.0.rotary", (1, 0), 8.0, "to 8, expected 0 to 7"),
+    ("one source of two layers, λ", "layers.0.k_rescale", (1, 1), 0.0, "expected 2.32831e-10 to 4.29497e+09"),
+    ("one source of two layers, λ", "layers.0.k_rescale", (1, 1), 1e-30, "holds values from 1e-30"),
+    ("one source of two layers, λ", "layers.0.k_offset", (1, 1), -1e30, "holds values from -1e+30"),
+    ("linear", "layers.1.k_predictor.weight", (1, 1), 3e38, "to 3e+38"),
+    ("low rank", "layers.2.v_predictor.bias", (1,), -3e38, "holds values from -3e+38"),
+    ("int4, lattice", "layers.1.k_predictor.scale", (1, 1), -1.0, "holds values from -1"),
+]
+
+
+@pytest.mark.parametrize(("name", "tensor", "place", "value", "message"), HOSTILE)
+def test_values_of_tensors_that_no_stage_writes(path, name, tensor, place, value, message):
+    plan = form_plan(name, "float32")
+    tensors = {key: stored.clone() for key, stored in plan.tensors.items()}
+    tensors[tensor][place] = value
+    write_body(path, body_of(plan), tensors=tensors)
+    assert f"tensor {tensor!r} " in refusal(path).message and message in refusal(path).message
+
+
+def test_a_width_that_no_lattice_takes(path):
+    """The layout's own error, of a file's content."""
+    plan = form_plan("lattice d=4", "float32")
+    body = body_of(plan)
+    for layer in body["layers"]:
+        layer["geometry"] |= {"num_kv_heads": 1, "k_head_dim": 7, "v_head_dim": 7}
+    tensors = {name: tensor[:7] if name.endswith("signs") else tensor for name, tensor in plan.tensors.items()}
+    write_body(path, body, tensors=tensors)
+    assert "a row of 7 values cannot be cut in vectors of lattice_dim = 4" in refusal(path).message
 
 
 def test_non_finite_numbers(path):

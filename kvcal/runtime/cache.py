@@ -142,6 +142,7 @@ class PlanCache(Cache):
         """ArtifactError where a state that has come to be is not of the plan's size; each is looked at once."""
         for index, geometry in list(self._unseen_states.items()):
             layer = self.layers[index]
+            assert isinstance(layer, LinearAttentionCacheLayerMixin)
             states = held_tensors(layer)
             if states and not layer.record_past:  # which keeps a larger state until the next crop
                 require_state(geometry, states)

@@ -153,7 +153,8 @@ def load(path: Path) -> Reparam:
 
 def _declared(body: _Body) -> dict[str, TensorSpec]:
     """λ and offset of every layer. ValueError for layers that are not the model's, or that no search gives."""
-    steps, declared = body.subject.spec.num_steps, {}
+    steps = body.subject.spec.num_steps
+    declared: dict[str, TensorSpec] = {}
     paged = {layer.geometry.index: layer.attention for layer in bare_layers(body.subject.geometry) if layer.is_paged}
     for layer in body.layers:
         prefix = f"layers.{layer.index}"
