@@ -23,13 +23,13 @@ from torch import Tensor
 from kvcal.formats import SIDES, Format, Side
 from kvcal.geometry import CacheDtype
 from kvcal.layer_plan import LayerPlan
+from kvcal.quantizers.gaussian_grid import LARGEST_POINT
 from kvcal.tensors import TensorSpec, require_tensors
 from kvcal.transforms.linear_predictor import PredictorShape
 
 LARGEST_RESCALE = 2.0**32
 LARGEST_OFFSET = 2.0**20
 LARGEST_AMPLITUDE = 2.0**8
-LARGEST_POINT = 16.0  # of a grid for N(0, 1)
 
 
 def tensors_nbytes(tensors: Mapping[str, Tensor]) -> int:

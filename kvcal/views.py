@@ -92,13 +92,14 @@ def plan_table(plan: Plan, workload: Workload) -> View:
     """A plan's totals and where it came from."""
     raw_bytes = replace(plan, layers=bare_layers(plan.geometry), tensors={}).nbytes(workload.lengths)
     total = plan.nbytes(workload.lengths)
+    libraries = plan.provenance.get("libraries")
     rows = [
         ("model", f"{plan.model.id} ({plan.model.model_type}, cache in {plan.cache_dtype})"),
         ("cache", f"{format_bytes(total)} ({total} bytes), {raw_bytes / total:.2f}x smaller than 16 bits"),
         ("per token", f"{total / (workload.batch * workload.context):.1f} bytes"),
         ("all-in bits per value", f"{plan.bits_per_value(workload):.3f}"),
         *((key, str(value)) for key, value in sorted(plan.provenance.items()) if not isinstance(value, dict)),
-        *((name, value) for name, value in sorted(plan.provenance.get("libraries", {}).items())),
+        *((name, str(value)) for name, value in sorted(libraries.items() if isinstance(libraries, dict) else ())),
     ]
     return f"Plan at batch {workload.batch} x {workload.context} tokens", ("", "value"), rows
 

@@ -83,7 +83,8 @@ def plans() -> dict[str, Plan]:
     found["heads apart"] = llama_plan((KIVI_2[0], Format(3, "token", 64, 4, 64)), KIVI_2[1])
     found["sliding windows"] = model_plan(built("gemma3"), *KIVI_2)
     found["states"] = model_plan(built("qwen3_next"), *KIVI_2)
-    return found
+    provenance = {"recipe": "r", "seed": 0, "libraries": {"torch": "2"}}
+    return {name: replace(plan, provenance=provenance) for name, plan in found.items()}
 
 
 def model_for(plan: Plan) -> PreTrainedModel:

@@ -317,6 +317,11 @@ def test_a_grid_is_read_from_the_cache_and_made_again_when_the_file_is_wrong(tmp
         artifact.to_bytes(replace(found, tensors={"grid": grid[:8]})),
         artifact.to_bytes(replace(found, tensors={"grid": grid.double()})),
         artifact.to_bytes(replace(found, tensors={})),
+        artifact.to_bytes(replace(found, tensors={"grid": grid, "more": grid})),
+        artifact.to_bytes(replace(found, tensors={"grid": grid * 2.0**100})),
+        artifact.to_bytes(replace(found, tensors={"grid": grid * 1.1})),
+        artifact.to_bytes(replace(found, tensors={"grid": grid.flip(0)})),
+        artifact.to_bytes(replace(found, tensors={"grid": grid[:1].expand(16, 2)})),
         artifact.to_bytes(replace(found, inputs={**found.inputs, "num_batches": 1})),
         artifact.to_bytes(replace(found, schema=grids.SCHEMA + 1)),
     ]

@@ -29,6 +29,8 @@ from torch import Tensor
 from kvcal import artifact
 from kvcal.artifact import Artifact
 from kvcal.errors import ArtifactError, UsageError
+from kvcal.record_file import refusing
+from kvcal.tensors import TensorSpec, require_tensors
 
 GRIDS = ((2, 16), (2, 64), (2, 256), (4, 256))  # (dim, num_points)
 KIND = "gaussian-grid"
@@ -40,6 +42,7 @@ _NUM_BATCHES = 400
 _VECTORS_PER_POINT = 512  # of the large sample
 _NUM_FINAL_STEPS = 4
 _FIXED_POINT = 2.0**16
+LARGEST_POINT = 16.0  # in any dimension, of a grid for N(0, 1)
 _SCORES_ON_CPU = 2**17  # 512 KiB stay in its cache
 _SCORES_ON_DEVICE = 2**24  # 64 MiB fill a GPU
 
@@ -129,14 +132,18 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 def _read(path: Path, inputs: dict[str, Any]) -> Tensor | None:
     """The grid of a whole and current file, else None."""
+    spec = TensorSpec(torch.float32, (inputs["num_points"], inputs["dim"]), -LARGEST_POINT, LARGEST_POINT)
     try:
         found = artifact.read(path, KIND, SCHEMA)
+        with refusing(path):
+            require_tensors(found.tensors, {"grid": spec})
     except ArtifactError:
         return None
-    grid = found.tensors.get("grid")
-    if found.inputs != inputs or grid is None or grid.dtype != torch.float32:
-        return None
-    return grid if grid.shape == (inputs["num_points"], inputs["dim"]) else None
+    grid = found.tensors["grid"]
+    rows = [tuple(row) for row in grid.tolist()]
+    # In lexicographic order and multiples of 2^-16, as every grid that was made here.
+    is_made_here = rows == sorted(set(rows)) and torch.equal(grid, _fixed_point(grid))
+    return grid if found.inputs == inputs and is_made_here else None
 
 
 def _generate(dim: int, num_points: int) -> Tensor:

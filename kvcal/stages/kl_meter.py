@@ -20,14 +20,13 @@ PHASE = "groups of plans"
 
 
 def declare_kls(done: Mapping[str, int], names: Collection[str]) -> dict[str, Statistic]:
-    """What the meter's checkpoint holds: a mean for each plan, named by the plan's sha256. A KL may be below 0 by the
-    rounding of its logits."""
+    """What the meter's checkpoint holds: a mean for each plan, named by the plan's sha256."""
     for name in names:
         if not re.fullmatch("[0-9a-f]{64}", name):
             raise ValueError(f"{name[:80]!r} is no plan's sha256")
     if bool(names) != bool(done[PHASE]):
         raise ValueError(f"{len(names)} plans after {done[PHASE]} {PHASE}")
-    return {name: Statistic.of((), low=-1.0) for name in names}
+    return {name: Statistic.of((), low=0.0) for name in names}
 
 
 class KLMeter:

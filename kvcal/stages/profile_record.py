@@ -86,7 +86,7 @@ class Subject:
         return candidates(side, self.spec.kl_bits, self.spec.k_axes[:1], (self.spec.kl_group,))
 
     def totals(self) -> dict[str, TensorSpec]:
-        """The sum of every statistic by name. A KL may be below 0 by the rounding of its logits."""
+        """The sum of every statistic by name."""
         totals = {"loss": _total()}
         for layer, side in product(self.layers, SIDES):
             totals[f"sensitivity.{side}.{layer.index}"] = _total(layer.num_kv_heads, len(self.candidates(side)))
@@ -94,7 +94,7 @@ class Subject:
             totals[f"squared_error.{side}.{layer.index}"] = _total(len(self.candidates(side)))
             totals[f"energy.{side}.{layer.index}"] = _total()
             if self.kl_candidates(side):
-                totals[f"kl.{side}.{layer.index}"] = _total(len(self.kl_candidates(side)), low=-1.0)
+                totals[f"kl.{side}.{layer.index}"] = _total(len(self.kl_candidates(side)))
         return totals
 
 
@@ -221,8 +221,8 @@ def load(path: Path) -> Profile:
     return Profile(content.subject, means)
 
 
-def _total(*shape: int, low: float = 0.0) -> TensorSpec:
-    return TensorSpec(torch.float64, shape, low, LARGEST_TOTAL)
+def _total(*shape: int) -> TensorSpec:
+    return TensorSpec(torch.float64, shape, 0.0, LARGEST_TOTAL)
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
