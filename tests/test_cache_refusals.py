@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tiny_models
+import torch
 import transformers as hf
 from cache_cases import HEAD_DIM, feed, llama_plan, model_plan, plan_of, random_ids, tiny_llama
 from transformers import PretrainedConfig
 
-from kvcal import Plan, PlanCache
-from kvcal.errors import ArtifactError
+from kvcal import Plan, PlanCache, paged_attention
+from kvcal.errors import ArtifactError, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry, StateGeometry
 from kvcal.plan import RAW
 
@@ -110,3 +112,46 @@ def test_other_query_heads():
     config = tiny_llama().config
     found = refusal(llama_geometry(attention(0), attention(1, num_query_heads=4)), config)
     assert "layer 1 has 8 query heads, but the plan is for 4" in found.message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        (("plan.safetensors", tiny_llama().config), "plan is a str, expected a Plan", "load_plan"),
+        ((Path("plan.safetensors"), tiny_llama().config), "expected a Plan", "load_plan"),
+        ((llama_plan(RAW, RAW), tiny_llama()), "config is a LlamaForCausalLM, expected a Pre", "model.config"),
+        ((llama_plan(RAW, RAW), tiny_llama().config.to_dict()), "config is a dict", "model.config"),
+        ((llama_plan(RAW, RAW), tiny_llama().config, [[0, 1]]), r"attention_mask has shape \[\[0, 1\]\]", None),
+    ],
+)
+def test_arguments_of_another_type(arguments, message: str, hint: str | None):
+    with pytest.raises(UsageError, match=message) as caught:
+        PlanCache(*arguments)
+    assert caught.value.exit_code == 2 and (hint is None or hint in caught.value.hint)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 60])
+@pytest.mark.parametrize("name", ["gemma3", "llama"])
+def test_every_update_is_checked_and_a_refused_one_changes_nothing(name: str, max_tokens: int | None):
+    """Fewer heads, another head size, another batch or values of fewer tokens would be broadcast into the buffers."""
+    model = tiny_models.built(name)
+    cache = PlanCache(model_plan(model), model.config, max_tokens=max_tokens)
+    with paged_attention(model):
+        feed(model, cache, random_ids(2, 9))
+        held = cache.nbytes
+        for index, layer in enumerate(cache.plan.layers):
+            heads, dim = layer.attention.num_kv_heads, layer.attention.k_head_dim
+            wrong = [
+                ((2, heads + 1, 4, dim), (2, heads + 1, 4, dim), ArtifactError),
+                ((2, heads, 4, 1), (2, heads, 4, 1), ArtifactError),
+                ((2, heads, 4, dim), (2, heads, 4, 1), ArtifactError),
+                ((1, heads, 4, dim), (1, heads, 4, dim), UsageError),
+                ((2, heads, 4, dim), (1, heads, 4, dim), UsageError),
+                ((2, heads, 4, dim), (2, heads, 1, dim), UsageError),
+                ((2, heads, 1, dim), (2, 1, 4, dim), UsageError),
+            ]
+            for k_shape, v_shape, error in wrong:
+                with pytest.raises(error, match=f"layer {index} |sequences"):
+                    cache.layers[index].update(torch.zeros(k_shape), torch.zeros(v_shape))
+        feed(model, cache, random_ids(2, 9))
+    assert cache.lengths == [18, 18] and cache.nbytes >= held

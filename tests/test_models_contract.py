@@ -25,6 +25,7 @@ REFUSED = {
     "mpt": (tap, "MptForCausalLM bypasses"),
     "deepseek_v3": (geometry_of, "layer 0 of deepseek_v3 caches latents of 16 channels"),
     "falcon_h1": (geometry_of, "layer 0 of falcon_h1 is cached by LinearAttentionAndFullAttentionLayer"),
+    "recurrent_gemma": (geometry_of, "RecurrentGemmaForCausalLM keeps a state in model.layers.0"),
     "bert_decoder_without_mask": (geometry_of, "BertLMHeadModel is not causal"),
 }
 # (query heads, KV heads, head dim, window of each layer; None: full; "state": no attention)

@@ -188,6 +188,11 @@ def falcon_h1() -> PreTrainedModel:
     return _build(hf.FalconH1Config(**_IDS, **_SHAPE, **mamba))
 
 
+def recurrent_gemma() -> PreTrainedModel:
+    shape = _SHAPE | {"num_hidden_layers": 3, "attention_window_size": 6, "lru_width": 64, "w_init_variance_scale": 0.1}
+    return _build(hf.RecurrentGemmaConfig(**_IDS, **shape, block_types=["recurrent", "recurrent", "attention"]))
+
+
 def bert_decoder_without_mask() -> PreTrainedModel:
     shape = {key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"}
     return _build(hf.BertConfig(**_IDS, **shape, is_decoder=False))
@@ -217,11 +222,21 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "deepseek_v3": deepseek_v3,
     "llama4": llama4,
     "falcon_h1": falcon_h1,
+    "recurrent_gemma": recurrent_gemma,
     "bert_decoder_without_mask": bert_decoder_without_mask,
 }
 
 # Refused by the geometry or by the taps; test_models_contract.py says why.
-UNSUPPORTED = {"falcon", "gptj", "bloom", "mpt", "deepseek_v3", "falcon_h1", "bert_decoder_without_mask"}
+UNSUPPORTED = {
+    "falcon",
+    "gptj",
+    "bloom",
+    "mpt",
+    "deepseek_v3",
+    "falcon_h1",
+    "recurrent_gemma",
+    "bert_decoder_without_mask",
+}
 SUPPORTED = sorted(set(TINY_MODELS) - UNSUPPORTED)
 
 

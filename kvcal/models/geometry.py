@@ -7,8 +7,9 @@ bytes of a state layer are those of the tensors that it holds.
 
 What does not fit is refused, with the layer: multi-head latent attention (the cache holds latents,
 DeepSeek-V2/V3), encoder-decoders, layers that reuse another layer's keys, layers that hold both keys and a
-state (Falcon-H1), indexed or compressed caches (DeepSeek-V3.2/V4), models that are not causal. Chunked
-attention (Llama-4) counts as bounded, as transformers itself caches it: a window of one chunk.
+state (Falcon-H1), states that modules keep beside the cache (RecurrentGemma), indexed or compressed caches
+(DeepSeek-V3.2/V4), models that are not causal. Chunked attention (Llama-4) counts as bounded, as transformers itself
+caches it: a window of one chunk.
 
 Left out: latent plans for MLA, and query heads that differ from layer to layer (the taps refuse those).
 """
@@ -132,17 +133,31 @@ def _run_probe(model: PreTrainedModel, cache: RecordingCache) -> None:
     ids, other_ids = ids[:, :2], ids[:, ::2]
     logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
     state_bytes = [_state_bytes(layer) for layer in cache.layers]
+    kept = _module_tensors(model)
     other_logits = model(input_ids=other_ids, use_cache=False).logits
     model(input_ids=other_ids[:, 1:], past_key_values=cache, use_cache=True)
 
     if state_bytes != [_state_bytes(layer) for layer in cache.layers]:
         raise UnsupportedModel(f"{type(model).__name__}: a state layer's cache grows with the tokens")
+    for name, tensor in _module_tensors(model).items():
+        if name not in kept or not torch.equal(tensor, kept[name]):
+            raise UnsupportedModel(
+                f"{type(model).__name__} keeps a state in {name}, not in the cache: requests would read each other's"
+            )
     # A change of the last token moves the first token's logits by O(1) of their size when attention is
     # bidirectional, and by rounding at most (grouped expert products) when it is causal.
     tolerance = 1e-3 if logits.dtype == torch.float32 else 5e-2
     change = (logits[:, 0] - other_logits[:, 0]).abs().max()
     if change > tolerance * logits[:, 0].abs().max():
         raise UnsupportedModel(f"{type(model).__name__} is not causal: a later token changes earlier logits")
+
+
+def _module_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Copies of the tensors that modules hold besides parameters, by name."""
+    found = dict(model.named_buffers())
+    for prefix, module in model.named_modules():
+        found |= {f"{prefix}.{name}": value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
 def _layer_geometry(config: PreTrainedConfig, cache: RecordingCache, index: int) -> LayerGeometry | None:

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from kvcal.errors import UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
 from kvcal.runtime.rows import Padding
-from kvcal.runtime.shapes import require_heads
+from kvcal.runtime.shapes import require_shapes
 
 
 class BoundedLayer(DynamicSlidingWindowLayer):
@@ -29,7 +29,13 @@ class BoundedLayer(DynamicSlidingWindowLayer):
         return [tensor for tensor in (self.keys, self.values) if tensor is not None]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        require_heads(self.geometry, key_states, value_states)
+        """As the parent's.
+
+        Raises:
+            ArtifactError: the model's heads or head sizes are not the plan's.
+            UsageError: another batch than before.
+        """
+        require_shapes(self.geometry, key_states, value_states)
         dtype = key_states.dtype
         self.padding.resolve(key_states.shape[0])
         if self.record_past:

@@ -43,6 +43,11 @@ from kvcal.runtime.static_mark import StaticMark
 from kvcal.runtime.static_state import StaticState
 
 
+def _require_type(name: str, value: object, expected: type, usage: str) -> None:
+    if not isinstance(value, expected):
+        raise UsageError(f"{name} is a {type(value).__name__}, expected a {expected.__name__}", hint=usage)
+
+
 class PlanCache(Cache):
     """The packed cache of one plan. ``nbytes`` equals ``plan.nbytes(lengths, columns)`` at any time, but for one case:
     while past recording is on (assisted decoding), sliding-window layers hold the tokens of the last update on top,
@@ -62,9 +67,11 @@ class PlanCache(Cache):
 
         Raises:
             ArtifactError: the plan's layers are not the model's.
-            UsageError: max_tokens is no integer of 1 or more.
+            UsageError: max_tokens is no integer of 1 or more; another argument is of another type.
             UnsupportedModel: a static cache cannot hold a layer, with the reason.
         """
+        _require_type("plan", plan, Plan, "PlanCache(load_plan(path), model.config)")
+        _require_type("config", config, PretrainedConfig, "PlanCache(plan, model.config)")
         self.plan = plan
         self.config = config
         self.state = PlanState(plan, attention_mask)

@@ -29,8 +29,8 @@ from kvcal.quantizers.scores import channel_scores
 from kvcal.quantizers.tiers import TieredLayout
 from kvcal.transforms.rotation import rotate, unrotate
 
-# Pages encoded at once: bounds the fp32 scratch of a long prefill to a few MB a head.
-ENCODE_PAGES = 64
+# Pages encoded at once: bounds the scratch of a long prefill to 8 MB a head of 128 (kvcal.runtime.transient).
+ENCODE_PAGES = 16
 
 
 class PageCodec:

@@ -28,7 +28,7 @@ from kvcal.runtime.paged_tensor import PagedTensor
 from kvcal.runtime.plan_state import PlanState
 from kvcal.runtime.prediction import Prediction
 from kvcal.runtime.rows import Block, Padding, Rows
-from kvcal.runtime.shapes import require_heads
+from kvcal.runtime.shapes import require_shapes
 
 # A distance in tokens beyond any context: 16-bit pages lose nothing, whenever they are written.
 NO_PAGE = 1 << 30
@@ -63,12 +63,7 @@ class PagedLayer(CacheLayerMixin):
         return [tensor for paged in self.sides.values() for part in paged for tensor in part.tensors]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """key_states [B, N, T, k_head_dim], value_states [B, N, T, v_head_dim].
-
-        Raises:
-            ArtifactError: the model's heads or head sizes are not the plan's.
-        """
-        require_heads(self.plan.attention, key_states, value_states)
+        """Empty storage for the rows of key_states [B, N, T, k_head_dim], on their device."""
         batch, device = key_states.shape[0], key_states.device
         self.padding.resolve(batch)
         tensors = self.state.tensors_on(device)
@@ -86,9 +81,12 @@ class PagedLayer(CacheLayerMixin):
         past are zero, those of the new tokens as they came.
 
         Raises:
-            UsageError: beyond what the plan's schedule was made for, or queries of the last update were not heard.
+            ArtifactError: the model's heads or head sizes are not the plan's.
+            UsageError: another batch than before, beyond what the plan's schedule was made for, or queries of the last
+                update were not heard.
             NonFiniteActivations: NaN or infinity in a page that is due.
         """
+        require_shapes(self.plan.attention, key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.require_heard()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.quantizers.pages import PAGE_TOKENS
-from kvcal.runtime.page_codec import PageCodec
+from kvcal.runtime.page_codec import ENCODE_PAGES, PageCodec
 
 # (row, first, stop): consecutive pages of a row, by their ordinals within it.
 Span = tuple[int, int, int]
@@ -49,13 +49,14 @@ class PagedTensor:
         self.num_bits = fmt.bits_at(0)
         shape = (batch, codec.num_heads)
         dtype = CACHE_DTYPES[codec.cache_dtype]
-        self.sinks = torch.zeros(*shape, fmt.num_sink_tokens, codec.head_dim, dtype=dtype, device=device)
-        self.buffer = torch.zeros(*shape, fmt.buffer_tokens, codec.head_dim, dtype=dtype, device=device)
+        channels = codec.head_dim if fmt.needs_queries else 0
+        with torch.inference_mode(False):  # or nothing could be written to them outside of inference mode
+            self.sinks = torch.zeros(*shape, fmt.num_sink_tokens, codec.head_dim, dtype=dtype, device=device)
+            self.buffer = torch.zeros(*shape, fmt.buffer_tokens, codec.head_dim, dtype=dtype, device=device)
+            self.query_sum = torch.zeros(*shape, channels, dtype=torch.float32, device=device)
         records = (codec.records_per_page, codec.record_bytes(self.num_bits))
         self.pages = torch.empty(0, *records, dtype=torch.uint8, device=device)
         self.num_pages = [0] * batch
-        channels = codec.head_dim if fmt.needs_queries else 0
-        self.query_sum = torch.zeros(*shape, channels, dtype=torch.float32, device=device)
         self.query_count = [0] * batch
         self.keep: Keep | None = None
 
@@ -114,10 +115,11 @@ class PagedTensor:
         held = self.num_buffered(rows.start, num_tokens)
         written: list[Span] = []
         if due > 0:
-            x = torch.cat([self.buffer[rows, :, :held], x], dim=2)
             written = [(row, n, n + due) for row, n in enumerate(self.num_pages) if rows.start <= row < rows.stop]
-            self._add_pages(written, self._encode(written, x[:, :, : due * PAGE_TOKENS]))
-            x, held = x[:, :, due * PAGE_TOKENS :], 0
+            self._pack(written, self.buffer[rows, :, :held], x)
+            left = self.buffer[rows, :, due * PAGE_TOKENS : held].clone()  # where a window's rule has jumped
+            self.buffer[rows, :, : left.shape[2]] = left
+            x, held = x[:, :, max(0, due * PAGE_TOKENS - held) :], left.shape[2]
         self.buffer[rows, :, held : held + x.shape[2]] = x
         return written
 
@@ -166,35 +168,62 @@ class PagedTensor:
     def select(self, indices: list[int]) -> None:
         """Keep, repeat or reorder rows."""
         by_row = self.pages.split(self.num_pages)
-        self.sinks, self.buffer = self.sinks[indices], self.buffer[indices]
-        self.query_sum, self.query_count = self.query_sum[indices], [self.query_count[index] for index in indices]
+        with torch.inference_mode(False):
+            self.sinks, self.buffer, self.query_sum = (x[indices] for x in (self.sinks, self.buffer, self.query_sum))
+        self.query_count = [self.query_count[index] for index in indices]
         self.pages = torch.cat([by_row[index] for index in indices])
         self.num_pages = [self.num_pages[index] for index in indices]
 
-    def _encode(self, spans: list[Span], x: Tensor) -> Tensor:
-        """x [b, n, P * 128, D], P pages a row -> records [b * P, r, record_bytes] of ``spans``."""
-        pages = x.unflatten(2, (-1, PAGE_TOKENS)).transpose(1, 2)
-        query_mean = None
-        if self.format.needs_queries:
-            rows = [row for row, first, stop in spans for _ in range(first, stop)]
-            counts = self.query_sum.new_tensor([self.query_count[row] for row in rows])
-            query_mean = self.query_sum[rows] / counts[:, None, None]
-            for row, _, _ in () if self.format.keeps_queries else spans:
-                self.query_sum[row] = 0
-                self.query_count[row] = 0
-        ordinals = ordinals_of(spans, x.device)
-        return self.codec.encode(pages.flatten(0, 1), ordinals, self.num_bits, query_mean, self._prediction(spans))
+    def _pack(self, spans: list[Span], held: Tensor, new: Tensor) -> None:
+        """Write pages of the first tokens of held [b, n, .., D] and of new [b, n, .., D] behind them, one span a row,
+        a part at a time: beside the pages so far and all of them there is never more than the scratch of a part."""
+        pool, places = self._with_room(spans)
+        (_, first, stop), prediction = spans[0], self._prediction(spans)
+        query_mean = self._take_query_mean(spans)
+        pages_at_once = max(1, ENCODE_PAGES // len(spans))
+        for start in range(first, stop, pages_at_once):
+            ordinals = torch.arange(start, min(start + pages_at_once, stop), device=new.device)
+            begin, end = (PAGE_TOKENS * (n - first) for n in (start, start + len(ordinals)))
+            tokens = new[:, :, max(0, begin - held.shape[2]) : max(0, end - held.shape[2])]
+            if begin < held.shape[2]:
+                tokens = torch.cat([held[:, :, begin:end], tokens], dim=2)
+            pages = tokens.unflatten(2, (-1, PAGE_TOKENS)).transpose(1, 2).flatten(0, 1)
+            predicted = None
+            if prediction is not None:
+                by_row = prediction.unflatten(0, (len(spans), -1))
+                predicted = by_row[:, start - first : start - first + len(ordinals)].flatten(0, 1)
+            mean = None if query_mean is None else query_mean.repeat_interleave(len(ordinals), dim=0)
+            records = self.codec.encode(pages, ordinals.repeat(len(spans)), self.num_bits, mean, predicted)
+            for place, part in zip(places, records.unflatten(0, (len(spans), -1)), strict=True):
+                pool[place + start - first : place + start - first + len(ordinals)] = part
+        self.pages = pool
+        for row, _, stop in spans:
+            self.num_pages[row] = stop
+
+    def _with_room(self, spans: list[Span]) -> tuple[Tensor, list[int]]:
+        """The pages so far, with room for ``spans`` behind those of their rows, and where each span begins."""
+        new = {row: stop - first for row, first, stop in spans}
+        pool = self.pages.new_empty(len(self.pages) + sum(new.values()), *self.pages.shape[1:])
+        places, at = [], 0
+        for row, old in enumerate(self.pages.split(self.num_pages)):
+            pool[at : at + len(old)] = old
+            at += len(old)
+            if row in new:
+                places.append(at)
+                at += new[row]
+        return pool, places
+
+    def _take_query_mean(self, spans: list[Span]) -> Tensor | None:
+        """[b, n, D]: the mean |q| of each span's row since its last page, which begins anew; None without scores."""
+        if not self.format.needs_queries:
+            return None
+        rows = [row for row, _, _ in spans]
+        counts = self.query_sum.new_tensor([self.query_count[row] for row in rows])
+        query_mean = self.query_sum[rows] / counts[:, None, None]
+        for row in () if self.format.keeps_queries else rows:
+            self.query_sum[row] = 0
+            self.query_count[row] = 0
+        return query_mean
 
     def _prediction(self, spans: Sequence[Span]) -> Tensor | None:
         return None if self.predict is None else self.predict(spans)
-
-    def _add_pages(self, spans: list[Span], records: Tensor) -> None:
-        """Append records, ordered as ``spans``, behind the pages of their rows."""
-        new = dict(zip([row for row, _, _ in spans], records.split([b - a for _, a, b in spans]), strict=True))
-        parts = []
-        for row, old in enumerate(self.pages.split(self.num_pages)):
-            parts.append(old)
-            if row in new:
-                parts.append(new[row])
-                self.num_pages[row] += len(new[row])
-        self.pages = torch.cat(parts)

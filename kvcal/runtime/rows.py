@@ -45,12 +45,11 @@ class Rows:
         """attention_mask [B, width] of 0 and 1.
 
         Raises:
-            UsageError: not two-dimensional, or a row whose tokens are not one contiguous run.
+            UsageError: no tensor, not two-dimensional, or a row whose tokens are not one contiguous run.
         """
-        if attention_mask.dim() != 2:
-            raise UsageError(
-                f"attention_mask has shape {list(attention_mask.shape)}, expected [batch, columns] of 0 and 1"
-            )
+        if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+            found = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
+            raise UsageError(f"attention_mask has shape {found}, expected [batch, columns] of 0 and 1")
         runs = []
         for row, mask in enumerate(attention_mask.bool().tolist()):
             start = mask.index(True) if True in mask else 0

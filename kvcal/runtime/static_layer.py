@@ -27,7 +27,7 @@ from kvcal.layer_plan import LayerPlan
 from kvcal.quantizers.pages import RAW_BITS
 from kvcal.quantizers.scores import query_sum
 from kvcal.runtime.layer_forms import LayerForms, form_reasons
-from kvcal.runtime.shapes import require_heads
+from kvcal.runtime.shapes import require_shapes
 from kvcal.runtime.staged_store import StagedStore
 from kvcal.runtime.static_prompt import Store, read_past, store_tokens
 from kvcal.runtime.static_state import NEVER, StaticState
@@ -94,7 +94,8 @@ class StaticLayer(CacheLayerMixin):
         tokens [B, N, S + T, D] as ``PagedLayer.update`` returns them. Nothing is stored yet.
 
         Raises:
-            UsageError: the model is not called within ``kvcal.paged_attention``; no room for these tokens.
+            UsageError: the model is not called within ``kvcal.paged_attention``; another batch than was allocated; no
+                room for these tokens.
             UnsupportedModel: the layer is on another device than the cache.
             ArtifactError: the model's heads or head sizes are not the plan's.
         """
@@ -107,10 +108,12 @@ class StaticLayer(CacheLayerMixin):
                 f"{self.state.lengths.device}; allowed: a model on one device",
                 hint=DYNAMIC_HINT,
             )
-        geometry = self.plan.attention
-        expected = (self.state.batch, geometry.num_kv_heads, geometry.k_head_dim, geometry.v_head_dim)
-        if (*key_states.shape[:2], key_states.shape[-1], value_states.shape[-1]) != expected:
-            self._refuse(key_states, value_states)
+        require_shapes(self.plan.attention, key_states, value_states)
+        if key_states.shape[0] != self.state.batch:
+            raise UsageError(
+                f"the cache was allocated for {self.state.batch} sequences and was given {key_states.shape[0]}",
+                hint="build a new PlanCache for another batch; without max_tokens, reset() is enough",
+            )
         if not self.state.is_step(key_states.shape[2]):
             return self._dense(key_states, value_states)
         if not torch.compiler.is_compiling():
@@ -222,12 +225,3 @@ class StaticLayer(CacheLayerMixin):
                 rounded = whole
             found.append(rounded)
         return found[0], found[1]
-
-    def _refuse(self, key_states: Tensor, value_states: Tensor) -> None:
-        batch = key_states.shape[0]
-        if batch != self.state.batch:
-            raise UsageError(
-                f"the cache was allocated for {self.state.batch} sequences and was given {batch}",
-                hint="build a new PlanCache for another batch; without max_tokens, reset() is enough",
-            )
-        require_heads(self.plan.attention, key_states, value_states)

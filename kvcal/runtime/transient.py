@@ -1,0 +1,80 @@
+"""Bytes that a dynamic cache takes for a moment while it stores new tokens, beyond what it holds before or after.
+
+Pages of one part (the keys or the values of one layer, or of a run of its heads in one format) lie in one tensor, which
+is allocated anew when pages are added or change their bits. So the old and the new pages of one part exist at a time;
+of all other parts, either those before the update or those after it. New pages are encoded, and old ones converted, a
+few at a time, which bounds the scratch.
+
+Left out: what attention reads (the dense keys and values of a layer) and what predictors read (two layers' decoded
+pages): the one is the model's working memory in any cache, the other is described in kvcal.runtime.prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcal.formats import SIDES, Format, Side
+from kvcal.layer_plan import LayerPlan
+from kvcal.plan import Plan
+from kvcal.quantizers.convert import RECORDS_AT_ONCE
+from kvcal.quantizers.pages import PAGE_TOKENS
+from kvcal.runtime.page_codec import ENCODE_PAGES
+
+# Scratch for each value that is encoded or converted at once. Measured: 14 to 19 bytes, 29 on a lattice.
+SCRATCH_BYTES = 32
+# Indices of rows and pages, for each sequence.
+INDEX_BYTES = 64
+
+
+def transient_bytes(plan: Plan, before: Sequence[int], after: Sequence[int], columns: tuple[int, int]) -> int:
+    """Upper bound of the bytes that an update takes for storing beyond max(plan.nbytes(before), plan.nbytes(after)).
+    ``before``, ``after``: tokens of every sequence; ``columns``: fed before and after, padding included.
+
+        sum of max(before, after) over parts - max(sum before, sum after) + largest (both - max + scratch) of a part
+        + 64 bytes a sequence
+    """
+    parts = [
+        _Part(plan, layer, side, fmt, heads.stop - heads.start)
+        for layer in plan.layers
+        if layer.is_paged
+        for side in SIDES
+        for fmt, heads in layer.runs(side)
+    ]
+    old = [part.page_bytes(before, columns[0]) for part in parts]
+    new = [part.page_bytes(after, columns[1]) for part in parts]
+    mixed = sum(map(max, zip(old, new, strict=True))) - max(sum(old), sum(new))
+    return mixed + INDEX_BYTES * len(after) + max((part.own_bytes(before, after, columns) for part in parts), default=0)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The keys, or values, of ``num_heads`` KV heads of a layer in one format: a PagedTensor."""
+
+    plan: Plan
+    layer: LayerPlan
+    side: Side
+    format: Format
+    num_heads: int
+
+    def num_pages(self, lengths: Sequence[int]) -> int:
+        return sum(self.format.num_pages(length) for length in lengths)
+
+    def page_bytes(self, lengths: Sequence[int], columns: int) -> int:
+        return self.num_pages(lengths) * self._bytes_of_page(columns)
+
+    def own_bytes(self, before: Sequence[int], after: Sequence[int], columns: tuple[int, int]) -> int:
+        """Beyond the larger one of its pages before and after."""
+        old, new = self.num_pages(before), self.num_pages(after)
+        wide, narrow = (self._bytes_of_page(count) for count in columns)
+        converted = old * (wide + narrow) if wide != narrow else 0
+        added = (old + new) * narrow if new > old else 0
+        at_once = max(RECORDS_AT_ONCE, min(new - old, max(ENCODE_PAGES, len(after))) * self.num_heads)
+        scratch = SCRATCH_BYTES * at_once * PAGE_TOKENS * self.layer.head_dim(self.side)
+        held = max(old * wide, new * narrow)
+        return max(0, converted - held, added - held) + (scratch if converted or added else 0)
+
+    def _bytes_of_page(self, columns: int) -> int:
+        head_dim, dtype = self.layer.head_dim(self.side), self.plan.cache_dtype
+        layout = self.format.layout(self.side, self.num_heads, head_dim, dtype, self.format.bits_at(columns))
+        return layout.record_bytes * (1 if self.format.lattice_dim is not None else self.num_heads)
