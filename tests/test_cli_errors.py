@@ -62,7 +62,7 @@ def no_temporary_files(folder: Path) -> bool:
         (["allocate", "{run}", "--budget", "24 parsecs"], 2, "parsecs"),
         (["allocate", "{run}", "--bits", "3", "--granularity", "neuron"], 2, "neuron"),
         (["allocate", "{run}", "--bits", "3", "--granularity", "head", "--objective", "kl"], 2, "per layer"),
-        (["allocate", "{run}", "--same-bytes-as", "default"], 2, "no fixed formats"),
+        (["allocate", "{run}", "--same-bytes-as", "default"], 2, "is no recipe of [formats] alone"),
         (["allocate", "{run}", "--bits", "1e308"], 2, "bits = 1e+308: Input should be less than or equal to 4096"),
         (["allocate", "{run}", "--bits", "4.2", "--context", "256"], 3, "raise the bits, or --context"),
         (["compile", "{run}", "-o", "{tmp}"], 5, "{tmp}"),
