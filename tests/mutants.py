@@ -1,4 +1,4 @@
-"""Runs tests against small faults of the package, one at a time: a fault that no test notices is a gap in the tests.
+"""Runs tests against small faults of the package, one at a time: a fault that fails no test is a gap in the tests.
 
     python tests/mutants.py                 every mutant of mutants.toml against the tests named for it
     python tests/mutants.py NAME ...        these alone

@@ -18,7 +18,7 @@ from kvcal.plan import Plan, Workload, load_plan, save_plan
 from kvcal.plan_tensors import needed_tensors, tensors_nbytes
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec, fixed_layers, load_recipe
 from kvcal.specs import ProgressiveSpec, ReparamSpec
-from kvcal.stages.allocate import Allocation, allocate, made_progressive, reserved_bytes
+from kvcal.stages.allocate import Allocation, allocate, made_progressive, pareto, reserved_bytes
 from kvcal.stages.allocation_record import layer_bytes
 from kvcal.stages.budget import ModelSizes, resolve_budget, workspace_bytes
 from kvcal.stages.profile_record import Profile, Subject
@@ -74,6 +74,16 @@ def test_the_choice_is_the_best_of_all_within_the_budget() -> None:
         if layer_bytes(layers, "bfloat16", found.workload)[1] <= found.split.budget - found.split.fixed:
             best = min(best, loss_of(profile, replace(found, layers=layers)))
     assert found.loss == pytest.approx(best, rel=1e-12)
+
+
+def test_every_point_of_a_sweep_is_the_allocation_of_its_bytes() -> None:
+    profile = profile_of(LOUD)
+    _, rows = pareto(profile, AllocateSpec(bits=4.0, **LENGTHS), CACHE, 8)
+    assert len(rows) > 3
+    for point in rows:
+        found = allocate(profile, AllocateSpec(kv_budget=f"{point['cache_bytes']}B", **LENGTHS), CACHE, {})
+        assert found.split.cache == point["cache_bytes"] and found.loss == pytest.approx(point["loss"], rel=1e-9)
+        assert point["bits_per_value"] == 8 * found.split.paged / (2 * 2 * 64 * 8000)
 
 
 def test_reserved_bytes_are_taken_from_the_pages() -> None:

@@ -1,4 +1,4 @@
-"""What pages are made with: signs, rotations, windows, query means; and the mirror's check in an evaluation."""
+"""Signs, rotations, windows, rooms and query means of pages, and the mirror's check in an evaluation."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def embedded() -> LoadedModel:
     return load("reasoner-10m", device="cpu")
 
 
-def test_an_evaluation_notices_when_the_mirror_is_not_the_packed_cache(
+def test_an_evaluation_fails_where_the_mirror_is_not_the_packed_cache(
     embedded: LoadedModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,4 +1,4 @@
-"""What stages hand to each other: bytes kept free, workloads, seeds, identities, and errors of means."""
+"""Bytes kept free, workloads, seeds, digests and errors of means, from stage to stage."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tiny_models import VOCAB_SIZE as TINY_VOCAB
 from tiny_models import built
 from transformers import PreTrainedTokenizerBase
 
-from kvcal import pipeline
+from kvcal import PlanCache, pipeline
 from kvcal.data import encode_problem
-from kvcal.errors import InfeasibleBudget
+from kvcal.errors import ArtifactError, InfeasibleBudget
 from kvcal.models import identity
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan import Workload
@@ -37,6 +37,7 @@ from kvcal.stages.kl_meter import PHASE, KLMeter
 from kvcal.stages.kl_texts import kl_texts
 from kvcal.stages.prefix import named_parts, pack_prefix
 from kvcal.stages.prefix_load import load_prefix
+from kvcal.stages.verify import verify_plan
 
 RECIPE = """
 [data]
@@ -148,6 +149,18 @@ def test_the_identity_is_of_whole_files(tmp_path: Path, monkeypatch: pytest.Monk
     assert identity._sha256_of_files(files) == whole
     files[0].write_bytes(b"012345678_")
     assert identity._sha256_of_files(files) != whole
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_verify_finds_bytes_that_were_not_predicted(monkeypatch: pytest.MonkeyPatch, is_ragged: bool) -> None:
+    small, measured = tiny(), PlanCache.nbytes.fget
+    assert measured is not None
+    wrong = property(lambda cache: measured(cache) + ((len(set(cache.lengths)) > 1) is is_ragged))
+    plan = make_plan(small)
+    verify_plan(plan, small, 400, Silent())
+    monkeypatch.setattr(PlanCache, "nbytes", wrong)
+    with pytest.raises(ArtifactError, match=r"sequences of \[.* bytes allocated, .* predicted"):
+        verify_plan(plan, small, 400, Silent())
 
 
 def test_the_meter_gives_each_plan_its_own_divergence_over_all_texts(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The search's refinement, the fit that its plan keeps, and a tuning's trials: that each works on what it should."""
+"""The search's refinement, the predictors and λ that its plan holds, and a tuning's plans and problems."""
 
 from __future__ import annotations
 

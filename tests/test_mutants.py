@@ -1,4 +1,4 @@
-"""The table of mutants stays true to the package, and the runner tells a fault that is noticed from one that is not."""
+"""The table of mutants against the package as it is, and the outcomes of the runner."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_tests_named_exist(name: str) -> None:
         assert f"def {function}(" in source if function else source
 
 
-def test_a_fault_that_a_test_notices_is_killed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_that_fails_its_test_is_killed(capsys: pytest.CaptureFixture[str]) -> None:
     assert mutants.run([FAST])
     assert capsys.readouterr().out.startswith(f"killed    {FAST.name}  FAILED tests/")
 
