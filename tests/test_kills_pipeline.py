@@ -10,7 +10,7 @@ import pytest
 import torch
 from cache_cases import KIVI_2
 from cli_cases import save_llama
-from evaluation_cases import COARSE, Notes, make_plan, text, tiny
+from evaluation_cases import COARSE, RAW_PAIR, Notes, make_plan, text, tiny
 from predictor_runs import aqua_layers, as_loaded, loaded_llama, plan_with
 from test_evaluate_generation import SMALL, spec
 from test_prefix import BOOSTED, prompt
@@ -31,6 +31,7 @@ from kvcal.recipe import CacheSpec, Recipe, load_recipe
 from kvcal.stages import generation, profile
 from kvcal.stages.allocation_record import reserved_bytes
 from kvcal.stages.checkpoint import Checkpoint, State
+from kvcal.stages.complete import complete
 from kvcal.stages.divergence import divergences, unquantized_plan
 from kvcal.stages.generation import TaskResult, measure_tasks
 from kvcal.stages.kl_meter import PHASE, KLMeter
@@ -209,6 +210,14 @@ def test_a_generation_ends_with_the_models_context(
     wanted = spec(tasks=("times",), num_problems=1, max_new_tokens=20)
     (result,) = measure_tasks(embedded, make_plan(embedded), wanted, Silent())
     assert (result.generated_tokens, result.num_unfinished) == (7, 1)
+
+
+def test_a_completion_names_its_bytes_beside_those_of_16_bits(loaded: LoadedModel) -> None:
+    plan = make_plan(loaded, KIVI_2)
+    found = complete(loaded, plan, "Times. 12 x 34\n" * 12, 9, 0.0, 0, False)
+    assert found["new_tokens"] == 9 and found["cached_tokens"] > 128
+    assert found["cache_bytes"] == plan.nbytes([found["cached_tokens"]])
+    assert found["raw_bytes"] == make_plan(loaded, RAW_PAIR).nbytes([found["cached_tokens"]])
 
 
 def test_a_loaded_prefix_counts_the_queries_of_its_prompt(tmp_path: Path) -> None:
