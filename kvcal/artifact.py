@@ -101,6 +101,7 @@ def write_bytes_atomic(path: str | Path, data: bytes) -> None:
     Ctrl-C included, the temporary file is removed. What killed processes left there is removed, too.
     ArtifactError with the path and the system's reason."""
     path = Path(path)
+    require_file(path, ArtifactError)
     temporary = path.parent / f".kvcal-{secrets.token_hex(8)}.tmp"
     try:
         remove_stale(path.parent)

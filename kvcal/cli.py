@@ -6,8 +6,9 @@ Heavy imports happen inside commands, so that --help is quick. Exit codes: 0 ok,
 
 from __future__ import annotations
 
+import re
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -26,7 +27,7 @@ from kvcal.commands.run import run
 from kvcal.commands.search import search
 from kvcal.commands.tune import tune
 from kvcal.commands.verify import verify
-from kvcal.errors import ArtifactError, KvcalError
+from kvcal.errors import ArtifactError, KvcalError, UsageError
 
 app = typer.Typer(
     name="kvcal",
@@ -41,22 +42,33 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the ``kvcal`` command."""
-    from kvcal import console
-
     try:
         app()
     except KvcalError as error:
-        console.print_error(error)
-        sys.exit(error.exit_code)
-    except OSError as refused:  # of a place where no stage expects it
-        place = refused.filename or "a file or a device"
-        console.print_error(ArtifactError(f"{place}: {refused.strerror or refused}", "check the path and the space"))
-        console.discard_stdout()
-        sys.exit(ArtifactError.exit_code)
+        _fail(error)
+    except OSError as refused:  # the system's, where no stage expects it: a name too long, a full disk
+        place = refused.filename
+        if place is None:  # stdout's, of help
+            from kvcal.console import discard_stdout
+
+            discard_stdout()
+        _fail(ArtifactError(f"{place or 'stdout'}: {refused.strerror or refused}", "check the path and the space"))
+    except (MemoryError, RuntimeError) as error:
+        text = " ".join(str(error).split())
+        if not isinstance(error, MemoryError) and not re.search("allocate memory|out of memory", text):
+            raise
+        _fail(UsageError(f"not enough memory: {text[:200]}", "lower --batch, --context or the recipe's sizes"))
     except SystemExit as end:
         if end.code == 130:  # typer has caught the interrupt
             print("interrupted: what was finished is kept; the same command goes on from there", file=sys.stderr)
         raise
+
+
+def _fail(error: KvcalError) -> NoReturn:
+    from kvcal.console import print_error
+
+    print_error(error)
+    sys.exit(error.exit_code)
 
 
 def _print_version(wanted: bool) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import UnsupportedOperation
 from typing import Any
 
 from rich.console import Console
@@ -86,6 +87,8 @@ def print_text(text: str) -> None:
     Raises:
         ArtifactError: the system does not take the text, such as a full disk.
     """
+    if sys.stdout is None:
+        raise ArtifactError("cannot write to stdout: it is closed", "redirect it")
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -101,7 +104,8 @@ def print_text(text: str) -> None:
 
 def discard_stdout() -> None:
     """What is left in stdout's buffer goes nowhere: the interpreter would try again when it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with suppress(UnsupportedOperation):  # a stdout in memory
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

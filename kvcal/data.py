@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CANDIDATES = 4
+MAX_SAMPLES = 1_000_000
 TASK_SOURCES = ("tasks", *(f"tasks:{name}" for name in TASKS))
 
 
@@ -67,8 +68,8 @@ class DataSpec:
     def __post_init__(self) -> None:
         if not self.source:
             raise UsageError("source = '' is empty", hint="give tasks, a file, a folder or a hub id")
-        if self.num_samples < 1:
-            raise UsageError(f"num_samples = {self.num_samples}", hint="ask for at least 1")
+        if not 1 <= self.num_samples <= MAX_SAMPLES:
+            raise UsageError(f"num_samples = {self.num_samples}", hint=f"ask for at least 1, at most {MAX_SAMPLES}")
         if self.seq_len < 2:
             raise UsageError(f"seq_len = {self.seq_len}", hint="at least 2 tokens: the first predicts the second")
         if not 0 <= self.min_len <= self.seq_len:

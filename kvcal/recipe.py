@@ -23,7 +23,7 @@ from kvcal.plan import RAW, Format, LayerPlan, Side
 from kvcal.quantities import MAX_BATCH, parse_bytes
 from kvcal.quantizers.pages import AXES, PAGE_TOKENS
 from kvcal.specs import Bits, ImportanceSpec, PredictorSpec, ProgressiveSpec, ReparamSpec, SearchSpec, TuneSpec
-from kvcal.strict import STRICT, Seed, Size, SizeOrNone, Tokens, TokensOrNone, dump, parse
+from kvcal.strict import MAX_COUNT, STRICT, Seed, Size, SizeOrNone, Tokens, dump, parse
 from kvcal.tasks import TASKS, require_lengths
 
 Objective = Literal["sensitivity", "kl", "combined", "importance"]
@@ -78,9 +78,9 @@ class ProfileSpec:
 class CacheSpec:
     """What all chosen formats share; windows and sinks in tokens."""
 
-    num_sink_tokens: TokensOrNone = 4
-    k_recent_window: TokensOrNone = 64
-    v_recent_window: TokensOrNone = 64
+    num_sink_tokens: SizeOrNone = 4
+    k_recent_window: SizeOrNone = 64
+    v_recent_window: SizeOrNone = 64
     param_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
 
     @property
@@ -159,6 +159,11 @@ class FormatsSpec:
             for fmt in formats:
                 if fmt is not None and fmt != RAW and fmt.axis not in AXES[side]:
                     raise ValueError(f"{side} axis {fmt.axis!r}, expected one of {AXES[side]}")
+                if fmt is not None and fmt.num_sink_tokens + fmt.max_window > MAX_COUNT:
+                    raise ValueError(
+                        f"{side}: num_sink_tokens = {fmt.num_sink_tokens} and a window of {fmt.max_window}; allowed: "
+                        f"up to {MAX_COUNT} together"
+                    )
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -282,7 +287,8 @@ def find_recipe(name: str) -> Path:
     for folder in RECIPE_FOLDERS:
         if (folder / f"{name}.toml").is_file():
             return folder / f"{name}.toml"
-    require_file(name, UsageError)
+    if name:
+        require_file(name, UsageError)
     raise UsageError(
         f"recipe {name!r} is neither a file nor one of {list(recipe_names())}",
         hint="give the path of a TOML file or one of these names",

@@ -15,8 +15,10 @@ CSV, images, and ShareGPT's from/value messages.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import random
+import re
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcal.errors import UsageError
+from kvcal.files import require_file
 from kvcal.pools import PURPOSES, Purpose, pool_of
 
 EXTENSIONS = {
@@ -44,6 +47,8 @@ MIN_PIECE_CHARS, MAX_PIECE_CHARS = 1 << 10, 1 << 14
 LONG_CHARS = 1 << 16
 MAX_OPEN_FILES = 16
 HEAD_BYTES = 1 << 16
+MAX_DEPTH, CHECKED_BYTES = 100, 1 << 24  # of nested JSON
+_STRINGS, _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"'), re.compile(rb"[\[{]+|[\]}]+")
 
 
 @dataclass(frozen=True)
@@ -149,7 +154,8 @@ def _local_files(path: Path, seed: int) -> tuple[str, list[Path]]:
     """The kind and the files of a path; hidden files, READMEs and unknown extensions in a folder are passed
     over."""
     allowed = f"supported: {', '.join(EXTENSIONS)} (also with .gz)"
-    if path.is_file():
+    if not path.is_dir():
+        require_file(path, UsageError)
         kind = _kind(path)
         if kind is None:
             raise UsageError(f"source = {path}: extension {path.suffix!r} is not supported", hint=allowed)
@@ -174,12 +180,30 @@ def _stream(kind: str, file: Path) -> Iterator[dict[str, Any]]:
     if file.stat().st_size == 0:
         return
     try:
+        if kind == "json":
+            _require_shallow(file)
         if kind == "text":
             yield from load_dataset(kind, data_files=str(file), split="train", streaming=True, keep_linebreaks=True)
         else:
             yield from load_dataset(kind, data_files=str(file), split="train", streaming=True)
-    except (ValueError, OSError) as error:  # pyarrow's and unicode's errors are ValueErrors
+    except (ValueError, OSError, RecursionError) as error:  # pyarrow's and unicode's errors are ValueErrors
         raise UsageError(f"source = {file} cannot be read as {kind}: {error}", hint="check the file") from error
+
+
+def _require_shallow(file: Path) -> None:
+    """ValueError where the beginning of a JSON file nests deeper than any record: ``datasets`` would run out of stack,
+    and the process would die."""
+    opener = gzip.open if file.suffix.lower() == ".gz" else open
+    with opener(file, "rb") as lines:
+        depth, num_left = 0, CHECKED_BYTES
+        while num_left > 0 and (line := lines.readline(num_left)):
+            num_left -= len(line)
+            for run in _BRACKETS.findall(_STRINGS.sub(b"", line)):
+                depth = max(0, depth + (len(run) if run[:1] in b"[{" else -len(run)))
+                if depth > MAX_DEPTH:
+                    raise ValueError(f"nested more than {MAX_DEPTH} deep")
+            if ".json" not in file.suffixes:  # a record a line
+                depth = 0
 
 
 def _text_pieces(files: list[Path]) -> Iterator[Dealt]:

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from kvcal.formats import Boost, Side
 from kvcal.quantities import MAX_SEED
-from kvcal.strict import STRICT, Seed, Share, Size, SizeOrNone, Tokens, TokensOrNone
+from kvcal.strict import STRICT, Seed, Share, Size, SizeOrNone, Tokens
 from kvcal.tasks import TASKS
 
 # Bits per cached value: a single token in a buffer of 128 at 16 bits has 2,048.
@@ -83,8 +83,8 @@ class ImportanceSpec:
     window: Literal["paged", "clamped", "none"] = "paged"
     high_window_share: Annotated[float, Field(ge=0, lt=1)] = 0.2
     low_window_share: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    min_window: TokensOrNone = 0
-    max_window: TokensOrNone = 512
+    min_window: SizeOrNone = 0
+    max_window: SizeOrNone = 512
     random_seed: Seed | None = None
 
     def __post_init__(self) -> None:

@@ -28,10 +28,10 @@ Amount = Annotated[float, Field(ge=0, le=1e100)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 # Knobs, in ranges that no real value leaves.
-Size = Annotated[int, Field(ge=1, le=1_000_000)]
-SizeOrNone = Annotated[int, Field(ge=0, le=1_000_000)]  # of what may be left out
+MAX_COUNT = 1_000_000
+Size = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+SizeOrNone = Annotated[int, Field(ge=0, le=MAX_COUNT)]  # of what may be left out
 Tokens = Annotated[int, Field(ge=1, le=MAX_CONTEXT)]
-TokensOrNone = Annotated[int, Field(ge=0, le=MAX_CONTEXT)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 
 Record = TypeVar("Record")
@@ -53,6 +53,8 @@ def parse(
         return TypeAdapter(record).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as found:
         raise error(f"{place}: {_findings(found)}", hint) from None
+    except KvcalError as refused:  # a record's own
+        raise error(f"{place}: {refused.message}", refused.hint or hint) from None
 
 
 def changed(record: Record, changes: Mapping[str, Any], place: str, error: type[KvcalError]) -> Record:

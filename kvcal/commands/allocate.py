@@ -9,7 +9,7 @@ import typer
 
 from kvcal.commands.options import Json, Quiet
 from kvcal.errors import UsageError
-from kvcal.quantities import MAX_BATCH, parse_bytes
+from kvcal.quantities import MAX_BATCH, MAX_CONTEXT, parse_bytes
 
 
 def allocate(
@@ -19,7 +19,7 @@ def allocate(
     bits: Annotated[float | None, typer.Option(help="All-in bits per cached value.", min=0.1)] = None,
     same_bytes_as: Annotated[str | None, typer.Option(help="A baseline recipe, such as kivi-2.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences in the batch.", min=1, max=MAX_BATCH)] = 8,
-    context: Annotated[int, typer.Option(help="Tokens of each sequence.", min=1)] = 4096,
+    context: Annotated[int, typer.Option(help="Tokens of each sequence.", min=1, max=MAX_CONTEXT)] = 4096,
     workspace: Annotated[str, typer.Option(help="Bytes kept free with --budget, or auto.")] = "auto",
     reserve: Annotated[
         str | None, typer.Option(help="Bytes kept free for what reparam and fit-predictors will take; default none.")
@@ -32,7 +32,9 @@ def allocate(
     sweep: Annotated[
         bool, typer.Option("--sweep", help="Print the whole Pareto front instead; no budget needed.")
     ] = False,
-    sweep_points: Annotated[int, typer.Option(help="Budgets to solve where the front is too long.", min=2)] = 48,
+    sweep_points: Annotated[
+        int, typer.Option(help="Budgets to solve where the front is too long.", min=2, max=10_000)
+    ] = 48,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:

@@ -30,7 +30,7 @@ from kvcal.commands.options import (
     with_data,
     with_tasks,
 )
-from kvcal.quantities import MAX_BATCH
+from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
 
 
 def compare(
@@ -43,7 +43,9 @@ def compare(
         typer.Option(help="All-in bits per cached value for the recipes with [allocate]; may be repeated."),
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences in the batch, for all plans.", min=1, max=MAX_BATCH)] = 8,
-    context: Annotated[int, typer.Option(help="Tokens of each sequence, for all plans.", min=1)] = 4096,
+    context: Annotated[
+        int, typer.Option(help="Tokens of each sequence, for all plans.", min=1, max=MAX_CONTEXT)
+    ] = 4096,
     recipe_evaluate: Annotated[str, typer.Option(help="Recipe whose [evaluate] is used for all.")] = "default",
     data: Data = None,
     columns: Columns = None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcal.errors import UsageError
-from kvcal.quantities import MAX_BATCH
+from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
 
 if TYPE_CHECKING:
     from kvcal.data import DataSpec
@@ -26,7 +26,7 @@ ModelOption = Annotated[str, typer.Option("--model", help="Folder, hub id, or an
 PlanArgument = Annotated[Path, typer.Argument(help="A plan.safetensors file.", show_default=False)]
 FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the artifacts.")]
 Batch = Annotated[int | None, typer.Option(help="Sequences in the batch.", min=1, max=MAX_BATCH)]
-Context = Annotated[int | None, typer.Option(help="Tokens of each sequence.", min=1)]
+Context = Annotated[int | None, typer.Option(help="Tokens of each sequence.", min=1, max=MAX_CONTEXT)]
 Data = Annotated[
     str | None, typer.Option("--data", help="tasks, a text, JSONL or parquet file or folder, or a hub id.")
 ]

@@ -60,7 +60,7 @@ def search(
     from kvcal.errors import UsageError
     from kvcal.recipe import AllocateSpec, load_recipe
     from kvcal.stages.run_search import load as load_search
-    from kvcal.strict import dump, parse
+    from kvcal.strict import changed, dump, parse
 
     base = with_data(load_recipe(recipe), DataOptions(data, columns, split, config, samples, seq_len, seed))
     if base.search is None or base.allocate is None:
@@ -71,8 +71,7 @@ def search(
         knobs |= {**budgets, "same_bytes_as": None}
     knobs |= {"batch": batch or base.allocate.batch, "context": context or base.allocate.context}
     base = replace(base, allocate=parse(AllocateSpec, knobs, "search", UsageError))
-    if rounds is not None and base.search is not None:
-        base = replace(base, search=replace(base.search, refine_rounds=rounds))
+    base = replace(base, search=changed(base.search, {"refine_rounds": rounds}, "search", UsageError))
     folder = pipeline.Folder.create(out)
     with console.TerminalReporter(quiet).running() as reporter:
         loaded = load(model or base.model, dtype, device)

@@ -44,8 +44,10 @@ WEIGHT_ERRORS = (
     OSError, SafetensorError, UnpicklingError, EOFError, RuntimeError, LookupError, TypeError, AttributeError,
 )  # fmt: skip
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-SIZES = (*LAYER_COUNTS, "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-SIZES += ("vocab_size", "max_position_embeddings", "num_experts", "num_local_experts")
+SIZES = LAYER_COUNTS + (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "max_position_embeddings", "num_experts", "num_local_experts",
+)  # fmt: skip
 MAX_LAYERS, MAX_SIZE = 10_000, 1_000_000_000
 MAX_REASON = 300
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
