@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from io import UnsupportedOperation
+from io import StringIO, UnsupportedOperation
 from typing import Any
 
 from rich.console import Console
@@ -116,10 +116,10 @@ def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]
         table.add_column(header, justify="left" if number == 0 else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    console = stdout if stdout.is_terminal else Console(width=PIPED_WIDTH)
-    with console.capture() as capture:
-        console.print(table)
-    print_text(capture.get().removesuffix("\n"))
+    drawn = StringIO()
+    width = stdout.width if stdout.is_terminal else PIPED_WIDTH
+    Console(file=drawn, width=width, force_terminal=stdout.is_terminal).print(table)
+    print_text(drawn.getvalue().removesuffix("\n"))
 
 
 def print_error(error: KvcalError) -> None:

@@ -120,7 +120,7 @@ def test_missing_file_and_folder(tmp_path):
     with pytest.raises(ArtifactError, match=r"no demo artifact at .*gone") as caught:
         read(tmp_path / "gone", "demo", 3)
     assert caught.value.exit_code == 5 and "run the stage" in caught.value.hint
-    with pytest.raises(ArtifactError, match="cannot read"):
+    with pytest.raises(ArtifactError, match="is a folder; expected a regular file"):
         read(tmp_path, "demo", 3)
 
 
