@@ -8,16 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from cache_cases import VOCAB_SIZE, tiny_llama
+from cache_cases import HEAD_DIM, VOCAB_SIZE, tiny_llama
+from form_cases import rotary_table
 from transformers import PreTrainedModel
 
 from kvcal.data import TokenDataset
 from kvcal.formats import Format
 from kvcal.geometry import ModelIdentity
-from kvcal.layer_plan import LayerPlan, bare_layers
+from kvcal.layer_plan import LayerPlan, Predictor, bare_layers
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
 from kvcal.plan import Plan, Workload
+from kvcal.plan_tensors import needed_tensors
 from kvcal.progress import Silent
 from kvcal.specs import PredictorSpec
 from kvcal.stages.fit_predictors import run_fit_predictors
@@ -75,6 +77,25 @@ def plan_with(loaded: LoadedModel, layers: tuple[LayerPlan, ...], record: Predic
     """A plan of ``layers``, with the record's predictors."""
     applied, tensors = (layers, {}) if record is None else (record.apply(layers), record.tensors())
     return Plan(loaded.identity, loaded.geometry.cache_dtype, applied, WORKLOAD, {}, tensors)
+
+
+def plan_of_random_predictors(
+    loaded: LoadedModel, k: Format, v: Format, first_k: Format | None = None, first_v: Format | None = None
+) -> Plan:
+    """Values of all layers but the first are predicted, by random weights."""
+    layers = tuple(
+        LayerPlan(one, (k,), (v,), v_predictor=Predictor("linear", i - 1))
+        if i
+        else LayerPlan(one, (first_k or k,), (first_v or v,))
+        for i, one in enumerate(loaded.geometry.layers)
+    )
+    generator, tensors = torch.Generator().manual_seed(3), {}
+    for name, (dtype, shape) in needed_tensors(layers, loaded.geometry.cache_dtype).items():
+        if name.endswith("rotary"):
+            tensors[name] = rotary_table(HEAD_DIM, HEAD_DIM // 2)
+        else:
+            tensors[name] = (0.1 * torch.randn(*shape, generator=generator)).to(dtype)
+    return Plan(loaded.identity, loaded.geometry.cache_dtype, layers, WORKLOAD, {}, tensors)
 
 
 @functools.cache

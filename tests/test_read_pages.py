@@ -11,16 +11,14 @@ import pytest
 import torch
 from cache_cases import HEAD_DIM, NUM_HEADS
 from form_cases import rotary_table
-from predictor_runs import WORKLOAD, loaded_llama
+from predictor_runs import loaded_llama, plan_of_random_predictors
 from torch import Tensor
 
 from kvcal import PlanCache
 from kvcal.formats import RAW, SIDES, Boost, Format, Tier, WindowRule
-from kvcal.layer_plan import LayerPlan, Predictor
 from kvcal.models.load import LoadedModel
 from kvcal.models.taps import Captured
 from kvcal.plan import Plan
-from kvcal.plan_tensors import needed_tensors
 from kvcal.stages import reconstruct
 from kvcal.stages.reconstruct import Reconstruction, Wanted, query_spans, read_pages
 
@@ -52,25 +50,6 @@ class Replay:
     def __call__(self, input_ids: Tensor, use_cache: bool) -> None:
         for captured in self.layers:
             self.take(captured)
-
-
-def plan_of(loaded: LoadedModel, k: Format, v: Format, first_k: Format) -> Plan:
-    """Values of all layers but the first are predicted, by random weights."""
-    layers = tuple(
-        LayerPlan(
-            geometry, (k if index else first_k,), (v,), v_predictor=Predictor("linear", index - 1) if index else None
-        )
-        for index, geometry in enumerate(loaded.geometry.layers)
-    )
-    generator, tensors = torch.Generator().manual_seed(3), {}
-    for name, (dtype, shape) in needed_tensors(layers, "float32").items():
-        is_rotary = name.endswith("rotary")
-        tensors[name] = (
-            rotary_table(HEAD_DIM, HEAD_DIM // 2)
-            if is_rotary
-            else (0.1 * torch.randn(*shape, generator=generator)).to(dtype)
-        )
-    return Plan(loaded.identity, "float32", layers, WORKLOAD, {}, tensors)
 
 
 def held_pages(plan: Plan, loaded: LoadedModel, replay: Replay) -> dict[tuple[int, str], Tensor]:
@@ -106,18 +85,22 @@ WINDOWS = {
 @pytest.mark.parametrize("score", ["query_range", "magnitude"])
 def test_pages_of_boosted_keys_are_what_decoding_packs(window: str, score, monkeypatch: pytest.MonkeyPatch) -> None:
     k = Format(2, "channel", 32, boost=replace(BOOST, score=score), **WINDOWS[window])
-    compare(k, Format(2, "token", 32, **WINDOWS[window]), k, monkeypatch)
+    compare(monkeypatch, k, Format(2, "token", 32, **WINDOWS[window]))
 
 
 def test_values_behind_sinks_beside_16_bit_keys_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layer's values are predicted from, its keys are not: each side has pages of its own tokens."""
-    compare(Format(2, "channel", 32, 5), Format(2, "token", 32, 5), RAW, monkeypatch)
+    compare(monkeypatch, Format(2, "channel", 32, 5), Format(2, "token", 32, 5), RAW)
 
 
-def compare(k: Format, v: Format, first_k: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_16_bits_are_predicted_from_where_no_side_has_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(monkeypatch, Format(2, "channel", 32), Format(2, "token", 32), RAW, RAW)
+
+
+def compare(monkeypatch: pytest.MonkeyPatch, *formats: Format) -> None:
     """Every page that the cache holds, bit for bit."""
     loaded, replay = loaded_llama(), Replay(3)
-    plan = plan_of(loaded, k, v, first_k)
+    plan = plan_of_random_predictors(loaded, *formats)
     expected, found = held_pages(plan, loaded, replay), {}
 
     def receive(index, exact, read_back) -> None:

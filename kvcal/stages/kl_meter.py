@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 
 import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from kvcal.artifact import sha256_json, tensors_sha256
 from kvcal.errors import NonFiniteActivations
 from kvcal.models.load import LoadedModel
 from kvcal.observers.mean import Mean
-from kvcal.plan import Plan
+from kvcal.plan import Plan, plan_record
 from kvcal.progress import Reporter
 from kvcal.stages.checkpoint import Checkpoint, State, Statistic
 from kvcal.stages.divergence import LOCKSTEP, divergences, unquantized_plan
@@ -30,8 +33,9 @@ def declare_kls(done: Mapping[str, int], names: Collection[str]) -> dict[str, St
 
 
 class KLMeter:
-    """``kl`` in nats per loss token, through the packed cache, decode-faithfully. Plans are told apart by what they do
-    (``Plan.sha256``), so that a plan that comes again costs nothing."""
+    """``kl`` in nats per loss token, through the packed cache, decode-faithfully. Plans are told apart by their layers
+    and the content of their tensors, so that a plan that comes again costs nothing. A tensor is hashed once, however
+    many plans share it."""
 
     def __init__(
         self, loaded: LoadedModel, texts: Sequence[Text], batch: int, checkpoint: Checkpoint, reporter: Reporter
@@ -42,6 +46,7 @@ class KLMeter:
         self._reference = unquantized_plan(loaded.identity, loaded.geometry)
         self._checkpoint = checkpoint
         self._reporter = reporter
+        self._hashed: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
 
     def kl(self, plans: Sequence[Plan], what: str) -> list[float]:
         """One for each plan; ``what`` is being measured, for the progress.
@@ -49,7 +54,7 @@ class KLMeter:
         Raises:
             NonFiniteActivations: with a plan, or at 16 bits.
         """
-        digests = [plan.sha256 for plan in plans]
+        digests = [self._digest(plan) for plan in plans]
         first_of = {digest: plan for digest, plan in zip(reversed(digests), reversed(plans), strict=True)}
         missing = [digest for digest in dict.fromkeys(digests) if digest not in self._checkpoint.state.means]
         for first in range(0, len(missing), LOCKSTEP):
@@ -58,6 +63,14 @@ class KLMeter:
             self._measure(group, [first_of[digest] for digest in group])
         self._reporter(len(missing), len(missing), f"search: {what}")
         return [float(self._checkpoint.state.means[digest].result()) for digest in digests]
+
+    def _digest(self, plan: Plan) -> str:
+        """Hex sha256 of all that the plan does."""
+        for tensor in plan.tensors.values():
+            if tensor not in self._hashed:
+                self._hashed[tensor] = tensors_sha256({"": tensor})
+        tensors = {name: self._hashed[tensor] for name, tensor in plan.tensors.items()}
+        return sha256_json({**plan_record(plan), "provenance": {}, "tensors": tensors})
 
     def _measure(self, digests: Sequence[str], plans: Sequence[Plan]) -> None:
         model = self._loaded.model
