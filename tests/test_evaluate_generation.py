@@ -12,6 +12,7 @@ from kvcal import PlanCache
 from kvcal.data import encode_problem
 from kvcal.errors import ArtifactError, NonFiniteActivations, UsageError
 from kvcal.models.load import LoadedModel, load
+from kvcal.plan import Plan
 from kvcal.progress import Silent
 from kvcal.recipe import EvaluateSpec
 from kvcal.stages import generation
@@ -191,3 +192,21 @@ def test_verify_finds_a_page_that_changed() -> None:
     pages[0, 0, 0] ^= 1
     with pytest.raises(ArtifactError, match="layer 1: the decoded v differ from the packed cache"):
         cache.verify()
+
+
+def test_every_segment_compares_what_was_read_with_the_packed_cache(
+    embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that changes behind the mirror's back ends the measurement."""
+    counted = generation.require_predicted_bytes
+
+    def flip(cache: MirroredCache, plan: Plan) -> None:
+        counted(cache, plan)
+        pages = cache.paged_layers[0].sides["k"][0].pages
+        assert len(pages)
+        pages[0, 0, 0] ^= 1
+
+    monkeypatch.setattr(generation, "require_predicted_bytes", flip)
+    long = spec(num_problems=1, max_size=64, max_new_tokens=40)
+    with pytest.raises(ArtifactError, match="layer 0: the decoded k differ from the packed cache"):
+        measure_tasks(embedded, make_plan(embedded), long, Silent())
