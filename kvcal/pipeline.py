@@ -52,6 +52,8 @@ __all__ = ["Folder", "Result", "build_plan", "model_inputs", "run"]
 
 DEFAULT_WORKLOAD = Workload(batch=8, context=4096)
 
+# Added to the seed of the fits' texts for those on which a search measures KL: neither evaluation's nor tuning's.
+
 
 @dataclass(frozen=True)
 class Result:
@@ -217,7 +219,8 @@ def tell_doubts(allocation: Allocation, max_positions: int | None, reporter: Rep
 
 def search_folder(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter: Reporter) -> Allocation:
     """The search stage; its allocation has transforms, whose tensors are in its own artifact."""
-    data, texts = sequences(recipe.data, loaded, "fit"), sequences(recipe.data, loaded, "select")
+    fit_data = sequences(recipe.data, loaded, "fit")
+    select_data = sequences(recipe.data, loaded, "select")
     assert recipe.allocate is not None and recipe.search is not None
     takes_lambda = any(choice.rescale for choice in recipe.search.keys)
     lambda_data = reparam_data(recipe, loaded) if takes_lambda else None
@@ -228,8 +231,8 @@ def search_folder(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter:
         **flat("cache", dump(recipe.cache)),
         **flat("reparam", dump(recipe.reparam)),
         **flat("predictors", dump(recipe.predictors)),
-        **data_inputs(data),
-        **data_inputs(texts, "texts"),
+        **data_inputs(fit_data, "fit_data"),
+        **data_inputs(select_data, "select_data"),
         **(data_inputs(lambda_data, "reparam_data") if lambda_data else {}),
         "provenance": sha256_json(provenance_of(recipe)),
         **compute_dtype(loaded),
@@ -240,10 +243,10 @@ def search_folder(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter:
         found = search_stage.load(folder.search)
     else:
         provenance = with_calibration(provenance_of(recipe), calibration("search", inputs))
-        require_unseen(provenance, texts)
-        reporter.say(f"search: fitted on {data.description}; chosen on {texts.description}")
+        require_unseen(provenance, select_data)
+        reporter.say(f"search: fits on {fit_data.description}; KL on {select_data.description}")
         found = search_stage.run_search(
-            loaded, recipe, data, texts, lambda_data, inputs, folder.search, provenance, reporter
+            loaded, recipe, fit_data, select_data, lambda_data, inputs, folder.search, provenance, reporter
         )
     allocation_stage.save(found.allocation, {"search.sha256": _sha256(folder.search)}, folder.allocation)
     return found.allocation

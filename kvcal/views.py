@@ -84,7 +84,8 @@ def search_table(report: SearchReport) -> View:
         "" if correlation is None else f", rank correlation of the proxy {correlation:.2f} ({len(report.proxy)} plans)"
     )
     kls = " -> ".join(f"{kl:.4g}" for kl in report.history)
-    title = f"Search: KL {kls}{proxy}; {report.num_plans} plans measured"
+    refitted = "" if report.refitted_kl is None else f"; {report.refitted_kl:.4g} with refitted predictors"
+    title = f"Search: KL {kls}{refitted}{proxy}; {report.num_plans} plans measured, the {report.shipped} one ships"
     return title, ("unit", "chosen", "bytes", "change of KL in the background plan"), rows
 
 

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from cli_cases import save_llama
 from transformers import PreTrainedTokenizerBase
 
-from kvcal import pipeline
-from kvcal.errors import InfeasibleBudget
+from kvcal import artifact, pipeline
+from kvcal.data import TokenDataset
+from kvcal.errors import ArtifactError, InfeasibleBudget
 from kvcal.formats import SIDES
 from kvcal.models.load import LoadedModel, load
-from kvcal.plan import load_plan, plan_bytes
+from kvcal.plan import Plan, load_plan, plan_bytes
 from kvcal.progress import Silent
 from kvcal.recipe import Recipe, load_recipe
-from kvcal.stages.fit_predictors import _Fitting
+from kvcal.stages import fit_predictors, run_search
+from kvcal.stages.fit_predictors import _Fitting, run_fit_predictors
 from kvcal.stages.kl_meter import KLMeter
-from kvcal.stages.run_search import load as load_search
+from kvcal.stages.kl_texts import Text, kl_texts
+from kvcal.stages.predictor_record import PredictorRecord
+from kvcal.stages.search_record import KIND, SCHEMA
+from kvcal.stages.search_record import load as load_search
+from kvcal.stages.search_record import save as save_search
 from kvcal.stages.verify import verify_plan
+from kvcal.views import search_table
 
 RECIPE = """
 [data]
@@ -68,6 +78,16 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
     return load(str(folder), device="cpu")
 
 
+class Told(Silent):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def say(self, message: str) -> None:
+        self.messages.append(message)
+
+
 def recipe_of(folder: Path, bits: float) -> Recipe:
     path = folder / "small.toml"
     path.write_text(RECIPE.replace("BITS", str(bits)))
@@ -82,7 +102,8 @@ def test_every_system_in_one_search_and_the_same_after_an_interruption(tmp_path,
     offered = {option for unit in report.units for option in unit.options}
     assert any("λ" in option for option in offered) and any("predicted" in option for option in offered)
     assert any("query_range" in option for option in offered) and len(report.proxy) == 4
-    assert report.kl == min(report.history) and report.num_plans >= 14
+    assert report.searched_kl == min(report.history) and report.num_plans >= 12
+    assert report.kl == load_search(whole.search).allocation.loss <= report.searched_kl
     values = sum(2 * layer.attention.num_kv_heads * layer.head_dim("k") for layer in plan.layers) * 4 * 20000
     assert plan.predicted_bytes <= 4.0 * values / 8
     assert load_plan(whole.plan).sha256 == plan.sha256
@@ -128,7 +149,7 @@ def forced_recipe(folder: Path, bits: float) -> Recipe:
 
 def test_predicted_values_beside_keys_chosen_by_queries(tmp_path, loaded):
     folder = pipeline.Folder.create(tmp_path / "out")
-    plan = pipeline.build_plan(forced_recipe(tmp_path, 6.0), loaded, folder, None, Silent())
+    plan = pipeline.build_plan(forced_recipe(tmp_path, 8.0), loaded, folder, None, Silent())
     assert plan.needs_queries
     verify_plan(plan, loaded, 400, Silent())
     costs = [unit.costs for unit in load_search(folder.search).report.units if unit.unit == "layer 1 V"]
@@ -136,14 +157,73 @@ def test_predicted_values_beside_keys_chosen_by_queries(tmp_path, loaded):
     assert all(len(layer.formats(side)) == 1 for layer in plan.layers for side in SIDES)
 
 
-class Told(Silent):
-    """Keeps what it is told."""
+@pytest.mark.parametrize("refit_is_worse", [False, True])
+def test_the_plan_that_ships_is_the_better_of_two_measured_ones(tmp_path, loaded, monkeypatch, refit_is_worse):
+    """Predictors fitted on the chosen layers are measured, too; their plan ships if, and only if, its KL is less."""
+    kl, asked, fitted = KLMeter.kl, [], []
 
-    def __init__(self) -> None:
-        self.messages: list[str] = []
+    def skewed(self: KLMeter, plans: Sequence[Plan], what: str) -> list[float]:
+        found = kl(self, plans, what)
+        if "refitted" in what:
+            found = [max(asked[-1][2]) + 1.0] if refit_is_worse else [0.0]
+        asked.append((what, list(plans), found))
+        return found
 
-    def say(self, message: str) -> None:
-        self.messages.append(message)
+    def fit(*args: Any) -> PredictorRecord:
+        fitted.append(run_fit_predictors(*args))
+        return fitted[-1]
+
+    monkeypatch.setattr(KLMeter, "kl", skewed)
+    monkeypatch.setattr(fit_predictors, "run_fit_predictors", fit)
+    folder, told = pipeline.Folder.create(tmp_path / "out"), Told()
+    plan = pipeline.build_plan(forced_recipe(tmp_path, 5.0), loaded, folder, None, told)
+    what, [measured], [refitted_kl] = asked[-1]
+    report = load_search(folder.search).report
+    assert "refitted" in what and len(fitted) == 2 and report.refitted_kl == refitted_kl
+    of_first, of_chosen = ({n: t for n, t in one.tensors().items() if "_predictor." in n} for one in fitted)
+    shipped, others = (of_first, of_chosen) if refit_is_worse else (of_chosen, of_first)
+    names = [name for name in plan.tensors if "_predictor." in name]
+    assert names and all(torch.equal(plan.tensors[name], shipped[name]) for name in names)
+    assert not any(torch.equal(plan.tensors[name], others[name]) for name in names if name.endswith("weight"))
+    assert report.shipped == ("searched" if refit_is_worse else "refitted")
+    assert report.kl == (report.searched_kl if refit_is_worse else 0.0)
+    assert any(f"the {report.shipped} plan ships" in message for message in told.messages)
+    assert (plan.sha256 == measured.sha256) == (not refit_is_worse)
+    title, _, _ = search_table(report)
+    assert title.endswith(f"the {report.shipped} one ships") and f"{refitted_kl:.4g} with refitted predictors" in title
+
+
+def test_a_record_whose_loss_is_not_its_kl_is_refused(tmp_path, loaded):
+    folder = pipeline.Folder.create(tmp_path / "out")
+    pipeline.build_plan(forced_recipe(tmp_path, 5.0), loaded, folder, None, Silent())
+    found = load_search(folder.search)
+    wrong = replace(found, allocation=replace(found.allocation, loss=found.report.kl + 1.0))
+    save_search(wrong, {}, folder.search)
+    with pytest.raises(ArtifactError, match="the allocation's loss is"):
+        load_search(folder.search)
+
+
+def test_texts_of_the_fits_are_not_those_of_the_kl(tmp_path, loaded, monkeypatch):
+    seen: dict[str, list[TokenDataset]] = {"fit": [], "kl": []}
+
+    def fit(loaded: LoadedModel, layers: Any, tensors: Any, data: TokenDataset, *args: Any) -> PredictorRecord:
+        seen["fit"].append(data)
+        return run_fit_predictors(loaded, layers, tensors, data, *args)
+
+    def texts(data: TokenDataset, *args: Any) -> list[Text]:
+        seen["kl"].append(data)
+        return kl_texts(data, *args)
+
+    monkeypatch.setattr(fit_predictors, "run_fit_predictors", fit)
+    monkeypatch.setattr(run_search, "kl_texts", texts)
+    folder, told = pipeline.Folder.create(tmp_path / "out"), Told()
+    pipeline.build_plan(forced_recipe(tmp_path, 5.0), loaded, folder, None, told)
+    [fit_print], [kl_print] = ({data.fingerprint for data in datas} for datas in seen.values())
+    inputs = artifact.read(folder.search, KIND, SCHEMA).inputs
+    assert (inputs["fit_data.fingerprint"], inputs["select_data.fingerprint"]) == (fit_print, kl_print)
+    tokens = [{tuple(t.tolist()) for data in datas for t in data.sequences} for datas in seen.values()]
+    assert all(tokens) and not tokens[0] & tokens[1]
+    assert any("plans to measure: 1 uniform, 4 with one unit changed, 4 random" in message for message in told.messages)
 
 
 def test_the_chosen_layers_predictors_go_on_and_the_first_ones_are_not_theirs(tmp_path, loaded, monkeypatch):

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from kvcal.errors import InfeasibleBudget, UsageError
 from kvcal.formats import RAW, Boost, Tier
@@ -221,6 +222,23 @@ def test_budget_below_the_smallest_compositions():
 
 
 def test_rank_correlation_of_the_proxy():
-    report = SearchReport((), 0.0, (), ((1.0, 10.0), (2.0, 30.0), (3.0, 20.0)), 0)
+    report = SearchReport((), 0.0, "searched", 0.0, None, (), ((1.0, 10.0), (2.0, 30.0), (3.0, 20.0)), 0)
     assert report.proxy_correlation == pytest.approx(0.5)
     assert replace(report, proxy=((1.0, 1.0),)).proxy_correlation is None
+
+
+@pytest.mark.parametrize(
+    ("kl", "shipped", "searched_kl", "refitted_kl"),
+    [
+        (2.0, "refitted", 2.0, 2.0),
+        (1.0, "searched", 2.0, 1.0),
+        (3.0, "refitted", 2.0, 3.0),
+        (1.0, "searched", 2.0, None),
+    ],
+)
+def test_a_report_ships_the_plan_of_less_kl_and_says_its_kl(kl, shipped, searched_kl, refitted_kl):
+    with pytest.raises(ValidationError, match="shipped = "):
+        SearchReport((), kl, shipped, searched_kl, refitted_kl, (), (), 0)
+    for refitted, expected in ((None, ("searched", 2.0)), (2.0, ("searched", 2.0)), (1.5, ("refitted", 1.5))):
+        report = SearchReport((), expected[1], expected[0], 2.0, refitted, (), (), 0)
+        assert report.kl == min(2.0, refitted or 2.0)

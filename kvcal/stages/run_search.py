@@ -1,9 +1,12 @@
 """The search stage: λ and predictors for the choices that need them, then the search itself, then its artifact.
 
 λ is calibrated for each choice with rescale on its own, with that choice's quantizer in every layer. Predictors are
-fitted on the first predicted choices, and once more on the layers that were chosen. Measured KLs are kept in a
-checkpoint: an interrupted search goes on after the last group of plans. Every fit has a checkpoint of its own, which
-only a fit of the same layers with the same tensors takes up.
+fitted on the first predicted choices, and once more on the layers that were chosen. The plan with these is measured
+like all others: it ships if its KL is less than that of the plan that was searched, which ships otherwise.
+
+Texts of the fits and texts of the KL are two data sets. Measured KLs are kept in a checkpoint: an interrupted search
+goes on after the last group of plans. Every fit has a checkpoint of its own, which only a fit of the same layers with
+the same tensors takes up.
 """
 
 from __future__ import annotations
@@ -43,15 +46,15 @@ KL_BATCH = {"cpu": 4, "cuda": 16}
 def run_search(
     loaded: LoadedModel,
     recipe: Recipe,
-    data: TokenDataset,
-    text_data: TokenDataset,
+    fit_data: TokenDataset,
+    select_data: TokenDataset,
     reparam_data: TokenDataset | None,
     inputs: dict[str, Any],
     path: Path,
     provenance: dict[str, Any],
     reporter: Reporter,
 ) -> SearchRecord:
-    """Search and write to ``path``. ``data``: for the predictors; ``text_data``: what plans are compared on;
+    """Search and write to ``path``. ``fit_data``: for predictors; ``select_data``: for the KL of plans;
     ``reparam_data``: for λ, where a choice takes it.
 
     Raises:
@@ -71,8 +74,8 @@ def run_search(
     budget = resolve_budget(ModelSizes(loaded.geometry, weight_bytes(loaded.model), vocab_size), allocate, most, fixed)
     paged_bytes = budget.cache - fixed
     problem = problem_of(loaded.geometry, spec, recipe.cache, recipe.predictors, workload, paged_bytes, per_head)
-    materials = _materials(loaded, recipe, data, reparam_data, workload, inputs, path, reporter)
-    texts = kl_texts(text_data, spec.kl_samples, spec.kl_tokens, recipe.cache)
+    materials = _materials(loaded, recipe, fit_data, reparam_data, workload, inputs, path, reporter)
+    texts = kl_texts(select_data, spec.kl_samples, spec.kl_tokens, recipe.cache)
 
     def plan_of(choice: Choice) -> Plan:
         layers, tensors = composed_layers(loaded.geometry, problem.chosen(choice), materials)
@@ -87,26 +90,35 @@ def run_search(
 
         outcome = search(problem, spec, measure)
         plan = plan_of(outcome.choice)
-        layers, tensors = _refitted(loaded, recipe, data, plan, workload, inputs, path, reporter)
-        num_plans = len(checkpoint.state.means)
-        paged = layer_bytes(layers, loaded.geometry.cache_dtype, workload)[1]
+        refitted = _refitted(loaded, recipe, fit_data, plan, workload, inputs, path, reporter)
+        refitted_kl = None if refitted is None else meter.kl([refitted], "the plan with refitted predictors")[0]
+        report = _report(problem, outcome, refitted_kl, len(checkpoint.state.means))
+        if refitted is not None:
+            kls = f"KL {outcome.kl:.4g} as searched, {refitted_kl:.4g} with refitted predictors"
+            reporter.say(f"search: {kls}; the {report.shipped} plan ships")
+            plan = refitted if report.shipped == "refitted" else plan
+        paged = layer_bytes(plan.layers, loaded.geometry.cache_dtype, workload)[1]
         split = budget.split(fixed, paged, reserved=0)
         allocation = Allocation(
-            loaded.identity, loaded.geometry.cache_dtype, layers, workload, provenance, split, outcome.kl
+            loaded.identity, loaded.geometry.cache_dtype, plan.layers, workload, provenance, split, report.kl
         )
-        record = SearchRecord(allocation, _report(problem, outcome, num_plans), tensors)
+        record = SearchRecord(allocation, report, plan.tensors)
         save(record, inputs, path)
     return record
 
 
-def _report(problem: Problem, outcome: Outcome, num_plans: int) -> SearchReport:
+def _report(problem: Problem, outcome: Outcome, refitted_kl: float | None, num_plans: int) -> SearchReport:
     units = tuple(
         UnitResult(str(unit), tuple(option.name for option in options), sizes, costs, chosen)
         for unit, options, sizes, costs, chosen in zip(
             problem.units, problem.options, problem.nbytes, outcome.costs, outcome.choice, strict=True
         )
     )
-    return SearchReport(units, outcome.kl, outcome.history, outcome.proxy, num_plans)
+    kl: float = outcome.kl
+    shipped: Literal["searched", "refitted"] = "searched"
+    if refitted_kl is not None and refitted_kl < kl:
+        kl, shipped = refitted_kl, "refitted"
+    return SearchReport(units, kl, shipped, outcome.kl, refitted_kl, outcome.history, outcome.proxy, num_plans)
 
 
 def _materials(
@@ -191,16 +203,15 @@ def _refitted(
     inputs: dict[str, Any],
     path: Path,
     reporter: Reporter,
-) -> tuple[tuple[LayerPlan, ...], dict[str, Tensor]]:
-    """The chosen layers with predictors fitted on what they read now; unchanged without predictors."""
+) -> Plan | None:
+    """The chosen plan with predictors fitted on what they read now; None without predictors."""
     wanted: set[tuple[int, str]] = {
         (layer.geometry.index, side) for layer in plan.layers for side in SIDES if layer.predictor(side) is not None
     }
     if not wanted or recipe.predictors is None:
-        return plan.layers, plan.tensors
+        return None
     bare = tuple(replace(layer, k_predictor=None, v_predictor=None) for layer in plan.layers)
     others = {name: tensor for name, tensor in plan.tensors.items() if "_predictor." not in name}
     part = path.with_name(f"{path.stem}.chosen-predictors{path.suffix}")
     fitted = _fitted(loaded, bare, others, data, recipe.predictors, workload, inputs, part, reporter)
-    tensors = {name: fitted.get(name, tensor) for name, tensor in plan.tensors.items()}
-    return plan.layers, tensors
+    return replace(plan, tensors={name: fitted.get(name, tensor) for name, tensor in plan.tensors.items()})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass as record
 from torch import Tensor
@@ -17,7 +17,7 @@ from kvcal.stages.importance import rank_correlation
 from kvcal.strict import STRICT, Count, Number, NumBytes, dump
 
 KIND = "search"
-SCHEMA = 1
+SCHEMA = 2
 
 
 @record(frozen=True, config=STRICT)
@@ -41,14 +41,28 @@ class UnitResult:
 
 @record(frozen=True, config=STRICT)
 class SearchReport:
-    """``kl``: of the final plan on the search's texts. ``history``: of the background, the solver's plan, and the best
-    after every round of refinement. ``proxy``: (predicted, measured) KL of random plans."""
+    """``kl``: of the plan that ships, on the search's texts. ``searched_kl``: of the best plan that the search found;
+    ``refitted_kl``: of that plan with predictors fitted on its own layers, None where nothing is predicted. The one of
+    less KL ships, the searched one where both are equal. ``history``: of the background, the solver's plan, and the
+    best after every round of refinement. ``proxy``: (predicted, measured) KL of random plans."""
 
     units: tuple[UnitResult, ...]
     kl: Number
+    shipped: Literal["searched", "refitted"]
+    searched_kl: Number
+    refitted_kl: Number | None
     history: tuple[Number, ...]
     proxy: tuple[tuple[Number, Number], ...]
     num_plans: Count
+
+    def __post_init__(self) -> None:
+        is_refitted = self.refitted_kl is not None and self.refitted_kl < self.searched_kl
+        expected = ("refitted", self.refitted_kl) if is_refitted else ("searched", self.searched_kl)
+        if (self.shipped, self.kl) != expected:
+            raise ValueError(
+                f"shipped = {self.shipped!r} with kl = {self.kl}, expected {expected[0]!r} with {expected[1]}: the "
+                f"less of searched_kl = {self.searched_kl} and refitted_kl = {self.refitted_kl}"
+            )
 
     @property
     def proxy_correlation(self) -> float | None:
@@ -92,4 +106,6 @@ def load(path: Path) -> SearchRecord:
         body.allocation.require_sound()
         chosen = body.allocation
         Plan(chosen.model, chosen.cache_dtype, chosen.layers, chosen.workload, {}, stored.tensors)
+        if chosen.loss != body.report.kl:
+            raise ValueError(f"the allocation's loss is {chosen.loss}, the KL of the plan that ships {body.report.kl}")
     return SearchRecord(body.allocation, body.report, stored.tensors)
