@@ -151,9 +151,10 @@ class SearchSpec:
     """[search]: which compositions of a layer's keys and values are measured, and how far the plan is refined.
 
     Each is measured by its KL to the 16-bit cache while all other layers are as in a background plan: one composition
-    for all layers, the largest that fits the budget. ``kl_samples`` texts of ``kl_tokens``. ``proxy_plans`` random
-    plans check how well these KLs add up. In each of ``refine_rounds`` the best plan so far is the background, and up
-    to ``neighbours`` dearer and cheaper compositions of every layer are measured around it.
+    for all layers, that of least KL among those that fit the budget. ``kl_samples`` texts of ``kl_tokens``, others than
+    those of the fits. ``proxy_plans`` random plans check how well these KLs add up. In each of ``refine_rounds`` the
+    best plan so far is the background, and up to ``neighbours`` dearer and cheaper compositions of every layer are
+    measured around it.
     """
 
     keys: tuple[KeyChoice, ...] = (KeyChoice(2), KeyChoice(3), KeyChoice(4))

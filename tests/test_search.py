@@ -15,11 +15,13 @@ from kvcal.errors import InfeasibleBudget, UsageError
 from kvcal.formats import RAW, Boost, Tier
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
 from kvcal.plan import Plan, Workload
-from kvcal.plan_tensors import tensors_nbytes
+from kvcal.plan_tensors import check_sources, tensors_nbytes
 from kvcal.recipe import CacheSpec
 from kvcal.specs import KeyChoice, PredictorSpec, SearchSpec, ValueChoice
+from kvcal.stages import search_problem
 from kvcal.stages.compositions import Materials, Unit, composed_layers
-from kvcal.stages.search import Choice, Problem, background_of, problem_of, search
+from kvcal.stages.search import search
+from kvcal.stages.search_problem import Choice, Problem, problem_of, uniform_choices
 from kvcal.stages.search_record import SearchReport
 
 GEOMETRY = Geometry("llama", "bfloat16", tuple(AttentionGeometry(index, 8, 2, 16, 16) for index in range(3)))
@@ -157,15 +159,73 @@ def test_the_same_seed_measures_the_same_plans():
     assert other != runs[0]
 
 
-def test_background_is_the_largest_single_composition_that_fits():
+def uniform(which: Problem, k: int, v: int) -> Choice:
+    return tuple(k if unit.side == "k" else v for unit in which.units)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+def test_every_uniform_plan_that_fits_is_measured_and_the_best_is_the_background(share):
+    small, kl = problem(share), additive(problem(share), seed=4)
+    batches: dict[str, list[Choice]] = {}
+
+    def measure(choices: Sequence[Choice], what: str) -> list[float]:
+        batches[what] = list(choices)
+        return [kl(choice) for choice in choices]
+
+    outcome = search(small, SPEC, measure)
+    every = [uniform(small, k, v) for k, v in itertools.product(range(4), range(3))]
+    fitting = sorted((c for c in every if small.size(c) <= small.capacity), key=small.size, reverse=True)
+    assert batches["uniform plans"] == fitting and len(fitting) >= 2
+    best = min(fitting, key=kl)
+    assert outcome.history[0] == outcome.background_kl == kl(best) and (share < 0.5 or best != fitting[0])
+    assert all(sum(a != b for a, b in zip(c, best, strict=True)) <= 1 for c in batches["compositions"])
+
+
+def test_uniform_plans_are_bounded_to_the_largest_and_none_that_fits_leaves_the_smallest_options(monkeypatch):
+    small = problem(0.8)
+    whole = uniform_choices(small)
+    monkeypatch.setattr(search_problem, "MAX_UNIFORM", 3)
+    assert uniform_choices(small) == whole[:3] and len(whole) > 3
+    mixed = replace(small, nbytes=tuple((1 + i % 2, 2 - i % 2, 9, 9)[: len(o)] for i, o in enumerate(small.options)))
+    mixed = replace(mixed, capacity=len(mixed.units))
+    assert uniform_choices(mixed) == [tuple(sizes.index(1) for sizes in mixed.nbytes)]
+
+
+def test_where_the_first_layer_cannot_be_predicted_it_takes_the_smallest_and_the_largest_that_fit():
+    """AQUA-KV's own composition: residuals at 2 bits behind a first layer at 4."""
+    keys = (KeyChoice(2, "token", lattice_dim=2), KeyChoice(2, "token", lattice_dim=2, predicted=True))
+    keys += (KeyChoice(4, "token", lattice_dim=2),)
+    values = tuple(ValueChoice(c.num_bits, lattice_dim=2, predicted=c.predicted) for c in keys)
+    spec = replace(SPEC, keys=keys, values=values)
+    wide = problem_of(GEOMETRY, spec, CACHE, PredictorSpec(), WORKLOAD, 10**9, False)
+    names = [[option.name for option in options] for options in wide.options]
+    assert names[0] == ["2 lattice d2", "4 lattice d2"] and names[2][1] == "2 lattice d2 predicted"
+    aqua, low = ((n, n, 1, 1, 1, 1) for n in (1, 0))
+    assert set(uniform_choices(wide)) >= {aqua, low}
+    tight = replace(wide, capacity=wide.size(aqua))
+    assert uniform_choices(tight)[0] == aqua
+    less = uniform_choices(replace(wide, capacity=wide.size(aqua) - 1))
+    assert aqua not in less and {low, (1, 0, 1, 1, 1, 1)} <= set(less)
+
+
+def test_a_round_of_refinement_solves_for_the_least_kl_around_the_best_plan():
+    """Costs that change with the background: the round's plans follow its own measurements, downwards."""
     small = problem(0.5)
-    names = {(unit.side, option.name) for unit, option in small.chosen(background_of(small)).items()}
-    assert len(names) == 2
-    sizes = {}
-    for k, v in itertools.product(range(4), range(3)):
-        choice = tuple(k if unit.side == "k" else v for unit in small.units)
-        sizes[choice] = small.size(choice)
-    assert small.size(background_of(small)) == max(size for size in sizes.values() if size <= small.capacity)
+    before, after = additive(small, 1), additive(small, 2)
+    known: dict[Choice, float] = {}
+    rounds: dict[str, list[Choice]] = {}
+
+    def measure(choices: Sequence[Choice], what: str) -> list[float]:
+        rounds[what] = list(choices)
+        if what.startswith("round"):
+            best = min(known, key=known.__getitem__)
+            return [after(choice) - after(best) + before(best) for choice in choices]
+        known.update({choice: before(choice) for choice in choices if small.size(choice) <= small.capacity})
+        return [before(choice) for choice in choices]
+
+    search(small, replace(SPEC, neighbours=9, refine_rounds=1), measure)
+    found = [after(choice) for choice in rounds["round 1, plans"]]
+    assert min(found) == pytest.approx(brute_force(small, after), abs=1e-12)
 
 
 def test_heads_apart_share_one_lambda_tensor_with_ones_for_those_without():
@@ -188,14 +248,52 @@ def test_lattice_bytes_are_counted_with_signs_and_shared_points():
     assert plan.predicted_bytes == roomy.size(choice) + 16 * 2 * 4
 
 
-def test_sixteen_bits_is_always_an_option_unless_something_is_predicted():
+def has_raw(cache: CacheSpec, keys_predicted: bool, values_predicted: bool) -> str:
+    """For every unit "x" where 16 bits is an option, else ".": K V of three layers."""
+    keys = (*KEYS, *([KeyChoice(2, "token", 64, predicted=True)] if keys_predicted else []))
+    values = (*VALUES, *([ValueChoice(2, 64, predicted=True)] if values_predicted else []))
+    spec = replace(SPEC, keys=(*keys, KeyChoice(16)), values=(*values, ValueChoice(16)))
+    found = problem_of(GEOMETRY, spec, cache, PredictorSpec(), WORKLOAD, 10**9, False)
+    return "".join("x" if any(o.format == RAW for o in options) else "." for options in found.options)
+
+
+def test_sixteen_bits_is_an_option_where_no_prediction_reads_pages_behind_sinks():
     assert all(options[-1].format == RAW for options in problem().options)
-    spec = replace(SPEC, keys=(*KEYS, KeyChoice(2, "token", 64, predicted=True)))
-    predicted = problem_of(GEOMETRY, spec, CACHE, PredictorSpec(), WORKLOAD, 10**9, False)
-    assert all(option.format != RAW for options in predicted.options for option in options)
-    assert [
-        len(options) for unit, options in zip(predicted.units, predicted.options, strict=True) if unit.side == "k"
-    ] == [3, 4, 4]
+    assert has_raw(CACHE, False, False) == "xxxxxx"
+    assert has_raw(CACHE, True, False) == ".x.xxx"
+    assert has_raw(CACHE, False, True) == "x....x"
+    assert has_raw(CACHE, True, True) == ".....x"
+    assert has_raw(replace(CACHE, num_sink_tokens=0), True, True) == "xxxxxx"
+    windows = replace(CACHE, num_sink_tokens=0, k_recent_window=64, v_recent_window=64)
+    assert has_raw(windows, True, True) == ".....x"
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_sixteen_bits_beside_predictions_make_a_plan(sinks):
+    """Plans of random options, 16 bits too."""
+    keys, values = (KeyChoice(2, predicted=True), KeyChoice(3)), (ValueChoice(2, predicted=True), ValueChoice(4))
+    spec, cache = replace(SPEC, keys=keys, values=values), replace(CACHE, num_sink_tokens=sinks)
+    wide = problem_of(GEOMETRY, spec, cache, PredictorSpec(), WORKLOAD, 10**9, False)
+    draw, with_raw = random.Random(sinks), 0
+    for _ in range(100):
+        choice = tuple(draw.randrange(len(options)) for options in wide.options)
+        layers, _ = composed_layers(GEOMETRY, wide.chosen(choice), Materials({}, {}))
+        check_sources(layers)
+        predicted = any(layer.k_predictor or layer.v_predictor for layer in layers)
+        with_raw += predicted and any(RAW in (*layer.k, *layer.v) for layer in layers)
+    assert with_raw >= 20
+
+
+def test_options_that_fit_in_no_plan_are_left_out():
+    wide = problem_of(GEOMETRY, SPEC, CACHE, None, WORKLOAD, 10**9, False)
+    smallest = sum(min(sizes) for sizes in wide.nbytes)
+    room = sorted(wide.nbytes[0])[-2] - min(wide.nbytes[0])
+    tight = problem_of(GEOMETRY, SPEC, CACHE, None, WORKLOAD, smallest + room, False)
+    assert tight.capacity == smallest + room
+    for options, sizes, every, all_sizes in zip(tight.options, tight.nbytes, wide.options, wide.nbytes, strict=True):
+        fits = [size - min(all_sizes) <= room for size in all_sizes]
+        assert options == tuple(itertools.compress(every, fits)) and sizes == tuple(itertools.compress(all_sizes, fits))
+        assert 0 < len(options) < len(every)
 
 
 @pytest.mark.parametrize(

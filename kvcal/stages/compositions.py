@@ -1,9 +1,10 @@
 """Compositions: all the ways to store a layer's keys or values that a search may choose from, and plans made of them.
 
 A unit is a layer's K or V, or one KV head's; its options are the recipe's choices as far as they can be composed there,
-and 16 bits. Bytes of an option are exact and belong to it alone: records, sinks, window, buffer, query statistic, and
-the tensors it brings (λ, signs, predictor, rotary tables). What several options share (a lattice's points) is reserved
-for the whole plan.
+and 16 bits, except where a prediction may read them and [cache] has sinks or a window: 16 bits have neither, so that
+their pages are of other tokens than those predicted. Bytes of an option are exact and belong to it alone: records,
+sinks, window, buffer, query statistic, and the tensors it brings (λ, signs, predictor, rotary tables). What several
+options share (a lattice's points) is reserved for the whole plan.
 """
 
 from __future__ import annotations
@@ -107,13 +108,13 @@ def options_of(
     layer: LayerPlan,
     side: Side,
     source: int | None,
+    is_last: bool,
     spec: SearchSpec,
     cache: CacheSpec,
     predictors: PredictorSpec | None,
 ) -> tuple[Composition, ...]:
     """The compositions of a layer's side. ``source``: the paged layer before it, None for the first, which cannot be
-    predicted. Where something may be predicted, 16 bits is left out: its pages are of other tokens."""
-    every: tuple[KeyChoice | ValueChoice, ...] = (*spec.keys, *spec.values)
+    predicted; ``is_last``: no paged layer is behind it."""
     choices: Sequence[KeyChoice | ValueChoice] = spec.keys if side == "k" else spec.values
     found = []
     for number, choice in enumerate(choices):
@@ -136,8 +137,11 @@ def options_of(
                 continue
             predictor = Predictor(predictors.kind, source, predictors.rank, predictors.group_size)
         found.append(Composition(choice_name(choice), fmt, rescale, predictor))
-    if not any(choice.predicted for choice in every):
-        found.append(Composition(choice_name(KeyChoice(16)), RAW))
+    found.append(Composition(choice_name(KeyChoice(16)), RAW))
+    read_by_next = not is_last and any(choice.predicted for choice in choices)
+    read_by_values = side == "k" and source is not None and any(choice.predicted for choice in spec.values)
+    if (read_by_next or read_by_values) and (cache.num_sink_tokens or cache.k_recent_window or cache.v_recent_window):
+        found = [option for option in found if option.format != RAW]
     unique = {(c.format, c.rescale, c.predictor): c for c in reversed(found)}
     return tuple(sorted(unique.values(), key=found.index))
 

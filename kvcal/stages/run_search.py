@@ -33,7 +33,8 @@ from kvcal.stages.compositions import Materials, composed_layers, key_format, mo
 from kvcal.stages.kl_meter import PHASE, KLMeter, declare_kls
 from kvcal.stages.kl_texts import kl_texts
 from kvcal.stages.lattice_tensors import lattice_tensors
-from kvcal.stages.search import Choice, Outcome, Problem, problem_of, search
+from kvcal.stages.search import Outcome, search
+from kvcal.stages.search_problem import Choice, Problem, problem_of, uniform_choices
 from kvcal.stages.search_record import KIND, SCHEMA, SearchRecord, SearchReport, UnitResult, load, save
 from kvcal.strict import dump
 
@@ -88,6 +89,7 @@ def run_search(
         def measure(choices: Sequence[Choice], what: str) -> list[float]:
             return meter.kl([plan_of(choice) for choice in choices], what)
 
+        _say_counts(problem, spec, reporter)
         outcome = search(problem, spec, measure)
         plan = plan_of(outcome.choice)
         refitted = _refitted(loaded, recipe, fit_data, plan, workload, inputs, path, reporter)
@@ -105,6 +107,15 @@ def run_search(
         record = SearchRecord(allocation, report, plan.tensors)
         save(record, inputs, path)
     return record
+
+
+def _say_counts(problem: Problem, spec: SearchSpec, reporter: Reporter) -> None:
+    """Counts the plans to be measured."""
+    uniform, single = len(uniform_choices(problem)), sum(map(len, problem.options))
+    reporter.say(
+        f"search: plans to measure: {uniform} uniform, {single} with one unit changed, {spec.proxy_plans} random, and "
+        f"those of at most {spec.refine_rounds} rounds of refinement"
+    )
 
 
 def _report(problem: Problem, outcome: Outcome, refitted_kl: float | None, num_plans: int) -> SearchReport:

@@ -1,16 +1,19 @@
 """The search: compositions of all five systems, chosen layer by layer under one byte budget, on measured KL.
 
-1. Every option of every unit is measured in a background plan: one composition for all layers that fits the budget.
-   Distortion is never carried over from one quantizer to another, and the background shows what layers break together.
-2. The exact solver chooses (``stages.solver``), taking the differences of these KLs as if they added up.
-3. Random plans say whether they do: the rank correlation of predicted and measured KL is part of the result.
-4. Refinement: with the best plan as background, neighbouring options of every unit are measured again and solved for,
+1. Every plan of one composition for all keys and one for all values that fits the budget is measured. The best of them
+   is the background: it shows what layers break together.
+2. Every option of every unit is measured in the background. Distortion is never carried over from one quantizer to
+   another.
+3. The exact solver chooses (``stages.solver``), taking the differences of these KLs as if they added up.
+4. Random plans say whether they do: the rank correlation of predicted and measured KL is part of the result.
+5. Refinement: with the best plan as background, neighbouring options of every unit are measured again and solved for,
    moving few units or many (a penalty for each unit that changes), until no plan is better.
 
 The best plan is always that of least real KL among all within the budget that were measured, whatever for: also a
-random one, or one that differs from a background in one unit.
+uniform one, a random one, or one that differs from a background in one unit.
 
-The texts of the KL are calibration data; the evaluation uses others. Left out: pairs of units, beyond what 4 sees.
+The texts of the KL are neither those of the fits nor those of the evaluation. Left out: pairs of units, beyond what 5
+sees.
 """
 
 from __future__ import annotations
@@ -18,51 +21,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
-from kvcal.errors import InfeasibleBudget
-from kvcal.geometry import Geometry
-from kvcal.layer_plan import bare_layers
-from kvcal.plan import SIDES, Workload
-from kvcal.recipe import CacheSpec
-from kvcal.specs import PredictorSpec, SearchSpec
-from kvcal.stages import solver
-from kvcal.stages.compositions import Composition, Unit, option_nbytes, options_of, shared_nbytes
+from kvcal.specs import SearchSpec
+from kvcal.stages.search_problem import Choice, Problem, uniform_choices
 
 # Penalties for a unit that changes, as shares of the largest gain that one change promises: few moves to all of them.
 TRUST = (1.0, 0.5, 0.25, 0.1, 0.03, 0.0)
 
-Choice = tuple[int, ...]
 Measure = Callable[[Sequence[Choice], str], list[float]]
-
-
-@dataclass(frozen=True, eq=False)
-class Problem:
-    """The options of every unit, their bytes, and the bytes they may take together."""
-
-    units: tuple[Unit, ...]
-    options: tuple[tuple[Composition, ...], ...]
-    nbytes: tuple[tuple[int, ...], ...]
-    capacity: int
-
-    def size(self, choice: Choice) -> int:
-        return sum(sizes[option] for sizes, option in zip(self.nbytes, choice, strict=True))
-
-    def chosen(self, choice: Choice) -> dict[Unit, Composition]:
-        return {unit: options[option] for unit, options, option in zip(self.units, self.options, choice, strict=True)}
-
-    def solve(self, losses: Sequence[Mapping[int, float]]) -> Choice:
-        """The choice of least loss among the options that ``losses`` names. InfeasibleBudget if none fits."""
-        numbers = [sorted(row) for row in losses]
-        lowest = [min(row.values()) for row in losses]  # the solver wants no negative losses
-        rows = [
-            solver.Unit(
-                str(unit),
-                tuple(solver.Option(str(number), sizes[number], row[number] - low) for number in allowed),
-            )
-            for unit, sizes, row, low, allowed in zip(self.units, self.nbytes, losses, lowest, numbers, strict=True)
-        ]
-        found = solver.solve(rows, self.capacity)
-        return tuple(allowed[position] for allowed, position in zip(numbers, found.choice, strict=True))
 
 
 @dataclass(frozen=True)
@@ -80,50 +47,6 @@ class Outcome:
     history: tuple[float, ...]
 
 
-def problem_of(
-    geometry: Geometry,
-    spec: SearchSpec,
-    cache: CacheSpec,
-    predictors: PredictorSpec | None,
-    workload: Workload,
-    paged_bytes: int,
-    per_head: bool,
-) -> Problem:
-    """Units and options of a model. ``paged_bytes``: what the paged layers and their tensors may take.
-
-    Raises:
-        UsageError: a choice that cannot be composed. InfeasibleBudget: not even the smallest options fit.
-    """
-    units, options, nbytes = [], [], []
-    source = None
-    for layer in (layer for layer in bare_layers(geometry) if layer.is_paged):
-        for side in SIDES:
-            found = options_of(layer, side, source, spec, cache, predictors)
-            for head in range(layer.attention.num_kv_heads) if per_head else (None,):
-                unit = Unit(layer.geometry.index, side, head)
-                allowed = found if head is None else tuple(o for o in found if fits_one_head(o))
-                units.append(unit)
-                options.append(allowed)
-                nbytes.append(tuple(option_nbytes(unit, option, layer, geometry, workload) for option in allowed))
-        source = layer.geometry.index
-    capacity = paged_bytes - shared_nbytes(dict(zip(units, options, strict=True)))
-    smallest = sum(min(sizes) for sizes in nbytes)
-    if smallest > capacity:
-        missing = smallest - capacity
-        raise InfeasibleBudget(
-            f"the smallest compositions of [search] take {smallest} bytes at batch {workload.batch} x "
-            f"{workload.context} tokens, {missing} more than the budget leaves for them",
-            paged_bytes + missing,
-            hint="raise the budget, or add choices with fewer bits",
-        )
-    return Problem(tuple(units), tuple(options), tuple(nbytes), capacity)
-
-
-def fits_one_head(option: Composition) -> bool:
-    """Lattices and predictors take all heads of a layer in a row."""
-    return option.format.lattice_dim is None and option.predictor is None
-
-
 def search(problem: Problem, spec: SearchSpec, measure: Measure) -> Outcome:
     """See the module's docstring. ``measure``: the KL of choices."""
     known: dict[Choice, float] = {}  # within the budget, in the order of measurement
@@ -134,8 +57,8 @@ def search(problem: Problem, spec: SearchSpec, measure: Measure) -> Outcome:
         known.update((choice, kl) for choice, kl in found if problem.size(choice) <= problem.capacity)
         return kls
 
-    background = background_of(problem)
-    [background_kl] = measured([background], "background")
+    uniform = uniform_choices(problem)
+    background_kl, background = min(zip(measured(uniform, "uniform plans"), uniform, strict=True), key=itemgetter(0))
     costs = _costs(problem, background, _all_options(problem), measured, "compositions")
     costs = [{option: kl - background_kl for option, kl in row.items()} for row in costs]
     [solved_kl] = measured([problem.solve(costs)], "the solver's plan")
@@ -150,33 +73,6 @@ def search(problem: Problem, spec: SearchSpec, measure: Measure) -> Outcome:
             break
     table = tuple(tuple(row[option] for option in range(len(row))) for row in costs)
     return Outcome(best, known[best], background_kl, table, proxy, tuple(history))
-
-
-def background_of(problem: Problem) -> Choice:
-    """One composition by name for all keys, and one for all values: the largest that fits, K before V where two are
-    equally large; the smallest options where none fits."""
-    names = {
-        side: {
-            o.name
-            for unit, options in zip(problem.units, problem.options, strict=True)
-            if unit.side == side
-            for o in options
-        }
-        for side in SIDES
-    }
-    best, best_size = tuple(sizes.index(min(sizes)) for sizes in problem.nbytes), -1
-    for k_name in sorted(names["k"]):
-        for v_name in sorted(names["v"]):
-            wanted = {"k": k_name, "v": v_name}
-            choice = tuple(
-                next(
-                    (n for n, option in enumerate(options) if option.name == wanted[unit.side]), sizes.index(min(sizes))
-                )
-                for unit, options, sizes in zip(problem.units, problem.options, problem.nbytes, strict=True)
-            )
-            if best_size < problem.size(choice) <= problem.capacity:
-                best, best_size = choice, problem.size(choice)
-    return best
 
 
 def _all_options(problem: Problem) -> list[list[int]]:
