@@ -52,8 +52,6 @@ __all__ = ["Folder", "Result", "build_plan", "model_inputs", "run"]
 
 DEFAULT_WORKLOAD = Workload(batch=8, context=4096)
 
-# Added to the seed of the fits' texts for those on which a search measures KL: neither evaluation's nor tuning's.
-
 
 @dataclass(frozen=True)
 class Result:
