@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -11,15 +12,16 @@ from form_cases import NAMES, form_plan, rotary_table, static_of, with_tensors
 
 from kvcal.errors import InfeasibleBudget
 from kvcal.formats import RAW, SIDES, Format
-from kvcal.layer_plan import LayerPlan, Predictor
+from kvcal.layer_plan import LayerPlan, Predictor, bare_layers
 from kvcal.plan import Plan, Workload
 from kvcal.plan_tensors import tensors_nbytes
 from kvcal.recipe import AllocateSpec, CacheSpec, FormatsSpec, ProfileSpec
 from kvcal.runtime.step_workspace import step_workspace
-from kvcal.specs import PredictorSpec, ProgressiveSpec, ReparamSpec
+from kvcal.specs import KeyChoice, PredictorSpec, ProgressiveSpec, ReparamSpec, SearchSpec, ValueChoice
 from kvcal.stages.allocate import Allocation, allocate, fixed_allocation, made_progressive, reserved_bytes
 from kvcal.stages.budget import require_budget, transform_bytes, workspace_bytes
 from kvcal.stages.compile import compile_plan
+from kvcal.stages.compositions import most_scratch, options_of
 
 BATCH, CONTEXT = 2, 1024
 LINEAR = PredictorSpec(drop=False)
@@ -233,13 +235,25 @@ def test_pages_that_shrink_leave_the_reserved_bytes_at_every_count(shift) -> Non
     assert shrinking and {fmt.shift for fmt in shrinking} == {shift}
     plan = compile_plan(allocation, *rescaled(allocation))
     assert 900_000 - 40_000 < most_bytes(plan) <= 900_000
-    # Without the reserved bytes, it is too much right before pages shrink, though not at the workload.
-    greedy = allocate(found, spec, found.cache, {}, 0)
-    greedy = made_progressive(greedy, ProgressiveSpec(shift=shift), 0)
-    wide = Plan(IDENTITY, "bfloat16", greedy.layers, greedy.workload, {}, {})
-    if most_bytes(wide) + LAMBDAS > 900_000:
-        with pytest.raises(InfeasibleBudget, match="more than the budget"):
-            compile_plan(greedy, *rescaled(greedy))
+    solved = allocate(found, spec, found.cache, {}, 100_000)
+    most = [
+        most_bytes(Plan(IDENTITY, "bfloat16", progressive.layers, progressive.workload, {}, {}))
+        for progressive in (made_progressive(solved, ProgressiveSpec(shift=shift), kept) for kept in (0, 100_000))
+    ]
+    assert most[1] <= 800_000 < most[0] <= 900_000
+
+
+def test_a_progressive_plan_is_held_against_its_budget_at_every_count() -> None:
+    """At the workload there is room for λ, and right before pages shrink there is not."""
+    fmt = Format(2, "token", 128, param_dtype="float32")
+    fixed = fixed_allocation(FormatsSpec(fmt, fmt), IDENTITY, geometry(), Workload(BATCH, CONTEXT), {})
+    at = (600, 600, 600)
+    layers = tuple(replace(x, k=(replace(fmt, shrink_at=at),), v=(replace(fmt, shrink_at=at),)) for x in fixed.layers)
+    peak = Plan(IDENTITY, "bfloat16", layers, fixed.workload, {}, {}).nbytes([599] * BATCH)
+    allocation = replace(fixed, layers=layers, split=replace(fixed.split, kind="bits", budget=peak))
+    assert compile_plan(allocation).predicted_bytes + LAMBDAS < peak
+    with pytest.raises(InfeasibleBudget, match=f"{LAMBDAS} more than the budget"):
+        compile_plan(allocation, *rescaled(allocation))
 
 
 def test_bits_of_a_progressive_plan_are_all_in() -> None:
@@ -290,3 +304,26 @@ def test_rotary_tables_are_counted_once_for_each_rope() -> None:
     other = {**plan.tensors, "layers.2.rotary": rotary_table(plan.layers[0].head_dim("k"), theta=5e5)}
     one, two = (step_workspace(plan.layers, "bfloat16", 1, 300, tensors).turns for tensors in (plan.tensors, other))
     assert two == 2 * one > 0
+
+
+def test_a_search_counts_the_most_workspace_of_its_choices() -> None:
+    """Of plans of random choices, of which the largest is among those that are counted."""
+    keys = (KeyChoice(2), KeyChoice(3, "token", lattice_dim=2), KeyChoice(2, "token", lattice_dim=2, predicted=True))
+    values = (ValueChoice(2), ValueChoice(2, lattice_dim=2, predicted=True))
+    model, cache, draw = geometry(4), CacheSpec(k_recent_window=0, v_recent_window=0), random.Random(0)
+    for offered in ((keys, values), (keys[:2], values[:1]), (keys[:1], values[:1])):
+        spec = SearchSpec(*offered)
+        most = workspace_bytes(most_scratch(model, spec, cache, LINEAR), "bfloat16", Workload(BATCH, CONTEXT))
+        found = []
+        for _ in range(40):
+            layers, source = [], None
+            for layer in bare_layers(model):
+                k, v = (draw.choice(options_of(layer, side, source, spec, cache, LINEAR)) for side in SIDES)
+                pages = "pre" if k.predictor else "post"
+                predictors = {"k_predictor": k.predictor, "v_predictor": v.predictor}
+                layers.append(LayerPlan(layer.geometry, (k.format,), (v.format,), k_pages=pages, **predictors))
+                source = layer.geometry.index
+            found.append(workspace_bytes(layers, "bfloat16", Workload(BATCH, CONTEXT)))
+        bare = workspace_bytes(bare_layers(model), "bfloat16", Workload(BATCH, CONTEXT))
+        assert max(found) <= max(most, bare)
+        assert (most > bare) == any(choice.lattice_dim for choice in offered[0])
