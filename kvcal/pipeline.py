@@ -277,9 +277,13 @@ def compile_folder(
         provenance = with_transform_data(allocation.provenance, folder, reparam, predictors)
         allocation = replace(allocation, provenance=provenance)
         plan = compile_plan(allocation, *transformed(folder, allocation.layers, reparam, predictors))
-    taken, reserved = transform_bytes(allocation, plan.layers, tensors_nbytes(plan.tensors)), allocation.split.reserved
+    reserved = allocation.split.reserved
+    taken = max(0, transform_bytes(allocation, plan.layers, tensors_nbytes(plan.tensors)))
     if taken < reserved:
-        reporter.say(f"compile: transforms take {max(0, taken)} of the {reserved} bytes that were reserved for them")
+        reporter.say(
+            f"compile: transforms take {taken} of the {reserved} bytes that were reserved for them; "
+            f"`kvcal allocate` with --reserve {taken} spends the others on formats"
+        )
     if path.is_file() and path.read_bytes() == plan_bytes(plan):
         reporter.say(f"compile: {path.name} is current, skipped")
         return plan

@@ -127,6 +127,8 @@ def test_a_recipe_reserves_what_follows(commands: Commands, reparam: bool) -> No
     assert done.code == 0, done.err
     split, plan = json.loads(done.out)["allocation"]["split"], load_plan(commands.folder / "plan.safetensors")
     tensors = sum(tensor.nbytes for tensor in plan.tensors.values())
+    spent = f"transforms take {tensors} of the {split['reserved']} bytes"
+    assert (spent in " ".join(done.err.split())) == (tensors < split["reserved"])
     assert 0 < tensors <= split["reserved"] and plan.tensors.keys() and commands.plan_bytes <= BUDGET
     assert split["kind"] == "kv_budget" and split["budget"] == BUDGET
 
