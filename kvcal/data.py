@@ -147,8 +147,9 @@ def load_sequences(
     picked = sorted(random.Random(f"pick:{spec.seed}").sample(range(len(pool)), spec.num_samples))
     sequences = tuple(pool[i].tokens_T for i in picked)
     masks = tuple(pool[i].loss_mask_T for i in picked)
-    at_least = f"{spec.min_len} to" if spec.min_len else "at most"
-    shape = f"{spec.num_samples} sequences of {at_least} {spec.seq_len} tokens, seed {spec.seed}"
+    least = f"{spec.min_len} to " if spec.min_len else "at most "
+    least = "" if spec.min_len == spec.seq_len else least
+    shape = f"{spec.num_samples} sequences of {least}{spec.seq_len} tokens, seed {spec.seed}"
     source = identify_source(spec.source, spec.split, spec.config)
     description = f"{source.name} (pool {purpose}): {shape}"
     return TokenDataset(sequences, masks, _fingerprint(sequences, masks), description, source, purpose)

@@ -307,6 +307,8 @@ def test_short_sequences_are_passed_over(tokenizer: PreTrainedTokenizerBase) -> 
     long = load_sequences(DataSpec(num_samples=4, seq_len=2048, min_len=1500), tokenizer)
     assert all(1500 <= tokens_T.numel() <= 2048 for tokens_T in long.sequences)
     assert long.description == "tasks (pool fit): 4 sequences of 1500 to 2048 tokens, seed 0"
+    equal = load_sequences(DataSpec("tasks:ledger", num_samples=2, seq_len=1500, min_len=1500), tokenizer)
+    assert equal.num_tokens == 3000 and "2 sequences of 1500 tokens" in equal.description
     with pytest.raises(UsageError) as caught:
         load_sequences(DataSpec("tasks:times", num_samples=1, seq_len=4000, min_len=3000), tokenizer)
     assert_says(caught.value, ["seq_len = 4000 and min_len = 3000", "lower num_samples"])
