@@ -155,7 +155,7 @@ def most_scratch(
         if layer.is_paged:
             k, v = (
                 max(
-                    options_of(layer, side, source, spec, cache, predictors),
+                    options_of(layer, side, source, False, spec, cache, predictors),
                     key=lambda option: (option.predictor is not None, option.format.lattice_dim or 0),
                 )
                 for side in SIDES
