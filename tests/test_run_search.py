@@ -110,7 +110,7 @@ def test_every_system_in_one_search_and_the_same_after_an_interruption(tmp_path,
     verify_plan(plan, loaded, 400, Silent())
     data = plan.provenance["calibration"]
     purposes = {stage: record["purpose"] for stage, record in data.items()}
-    assert purposes == {"search": "fit", "search.reparam_data": "fit", "search.texts": "select"}
+    assert purposes == {"search.fit_data": "fit", "search.reparam_data": "fit", "search.select_data": "select"}
     assert not set(data["search.texts"]["sequences"]) & set(data["search"]["sequences"])
 
     measured = KLMeter._measure
