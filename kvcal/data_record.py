@@ -45,7 +45,7 @@ def data_inputs(data: TokenDataset, name: str = "data") -> dict[str, Any]:
 
 
 def calibration(stage: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The data of an artifact with these inputs, by stage: {"search": ..., "search.reparam_data": ...}."""
+    """The data of an artifact with these inputs, by stage: {"profile": ..., "search.fit_data": ...}."""
     names = [key.removesuffix(_SUFFIX) for key in inputs if key.endswith(_SUFFIX)]
     return {stage if name == "data" else f"{stage}.{name}": inputs[name + _SUFFIX] for name in sorted(names)}
 

@@ -111,7 +111,7 @@ def test_every_system_in_one_search_and_the_same_after_an_interruption(tmp_path,
     data = plan.provenance["calibration"]
     purposes = {stage: record["purpose"] for stage, record in data.items()}
     assert purposes == {"search.fit_data": "fit", "search.reparam_data": "fit", "search.select_data": "select"}
-    assert not set(data["search.texts"]["sequences"]) & set(data["search"]["sequences"])
+    assert not set(data["search.select_data"]["sequences"]) & set(data["search.fit_data"]["sequences"])
 
     measured = KLMeter._measure
     calls = []
