@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from cache_cases import KIVI_2, feed, llama_plan, random_ids, tiny_llama
+from cache_cases import feed, random_ids, tiny_llama
 from static_cases import plan_for
 from tiny_models import built, measured
 from torch import Tensor
@@ -46,8 +46,6 @@ def request(model: torch.nn.Module, plan: Plan, max_tokens: int | None, seed: in
 )
 def test_every_request_is_what_it_is_alone(context: str, name: str, max_tokens: int | None) -> None:
     model, plan = tiny_llama(2, 2), plan_for(name, num_layers=2)
-    if (context, max_tokens) == ("paged", None):
-        plan = llama_plan(*KIVI_2)  # hear_queries is for dynamic caches that need them
     with CONTEXTS[context](model), ThreadPoolExecutor(THREADS) as pool:
         alone = [request(model, plan, max_tokens, seed) for seed in range(REQUESTS)]
         together = list(pool.map(lambda seed: request(model, plan, max_tokens, seed), range(REQUESTS)))

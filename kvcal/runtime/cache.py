@@ -49,11 +49,13 @@ def _require_type(name: str, value: object, expected: type, usage: str) -> None:
 
 
 class PlanCache(Cache):
-    """The packed cache of one plan. ``nbytes`` equals ``plan.nbytes(lengths, columns)`` at any time, but for one case:
-    while past recording is on (assisted decoding), sliding-window layers hold the tokens of the last update on top,
-    until the next crop or update. A static cache takes ``plan.nbytes`` of rows of ``max_tokens``, from the first update
-    on, and ``workspace_nbytes`` on top; where pages shrink, the most that ``plan.nbytes`` says of rows of 1 ...
-    ``max_tokens``."""
+    """The packed cache of one plan, for one forward pass at a time: threads take a cache each.
+
+    ``nbytes`` equals ``plan.nbytes(lengths, columns)`` at any time, but for one case: while past recording is on
+    (assisted decoding), sliding-window layers hold the tokens of the last update on top, until the next crop or update.
+    While it stores new tokens, a dynamic cache takes up to ``kvcal.runtime.transient.transient_bytes`` more. A static
+    cache takes ``plan.nbytes`` of rows of ``max_tokens``, from the first update on, and ``workspace_nbytes`` on top;
+    where pages shrink, the most that ``plan.nbytes`` says of rows of 1 ... ``max_tokens``."""
 
     def __init__(
         self,

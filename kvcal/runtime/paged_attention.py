@@ -7,7 +7,8 @@
 An attention function is registered with ``AttentionInterface``, and a mask function under the same name with
 ``AttentionMaskInterface``. One new token for every row goes to the cache's kernels (``StaticLayer.attend``), which need
 no mask. Everything else goes to the implementation that the model had: prompts, whose tokens are stored afterwards
-(``StaticLayer.extend``), and calls with other caches, or none.
+(``StaticLayer.extend``), and calls with other caches, or none. A dynamic plan cache hears its queries, as it does
+within ``hear_queries``.
 
 Left out: implementations other than sdpa and eager, and models that bypass AttentionInterface, as in kvcal.attention.
 """
@@ -25,6 +26,7 @@ from transformers import PreTrainedModel
 from kvcal.attention import EAGER, INTERFACE, OURS, attention_modules, forward_of, replaced_attention
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.runtime.current import CurrentCache, noting_cache
+from kvcal.runtime.paged_layer import PagedLayer
 from kvcal.runtime.static_layer import DYNAMIC_HINT, StaticLayer
 from kvcal.runtime.static_state import Serving
 
@@ -71,6 +73,8 @@ def _attention(
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         softcap = kwargs.get("softcap") or 0.0
         return layer.attend(query, key, value, kwargs.get("s_aux"), scale, softcap), None
+    if isinstance(layer, PagedLayer):
+        layer.observe_queries(query)
     found = _base_attention(base, module, query, key, value, attention_mask, kwargs)
     if isinstance(layer, StaticLayer):
         _require_same_padding(layer, attention_mask, query.shape[2], key.shape[2])
