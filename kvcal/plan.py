@@ -22,7 +22,7 @@ from kvcal.errors import ArtifactError
 from kvcal.formats import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
 from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
 from kvcal.layer_plan import LayerPlan, Predictor, bare_layers
-from kvcal.plan_tensors import check_sources, check_tensors, tensors_nbytes
+from kvcal.plan_tensors import check_layers, check_tensors, tensors_nbytes
 from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
 from kvcal.quantizers.pages import RAW_BITS
 from kvcal.record_file import record_of, refusing
@@ -93,10 +93,7 @@ class Plan:
     tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        indices = [layer.geometry.index for layer in self.layers]
-        if not indices or indices != sorted(set(indices)):
-            raise ValueError(f"layers must be present, unique and in order, found indices {indices}")
-        check_sources(self.layers)
+        check_layers(self.layers)
         check_tensors(self.tensors, self.layers, self.cache_dtype)
 
     @property

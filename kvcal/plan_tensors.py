@@ -108,8 +108,12 @@ def needed_nbytes(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> int:
     )
 
 
-def check_sources(layers: Sequence[LayerPlan]) -> None:
-    """ValueError unless every predictor reads an earlier paged layer whose pages are of the same tokens."""
+def check_layers(layers: Sequence[LayerPlan]) -> None:
+    """ValueError unless the layers are unique and in order, and every predictor reads an earlier paged layer whose
+    pages are of the same tokens."""
+    indices = [layer.geometry.index for layer in layers]
+    if not indices or indices != sorted(set(indices)):
+        raise ValueError(f"layers must be present, unique and in order, found indices {indices[:8]}")
     by_index = {layer.geometry.index: layer for layer in layers}
     for layer in layers:
         for side in SIDES:

@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
+
 from kvcal.artifact import differing_input, require_shallow, sha256_json, write_text_atomic
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.files import require_file
-from kvcal.strict import dump, parse
+from kvcal.strict import dump, findings, parse
 
 Record = TypeVar("Record")
 
@@ -27,6 +29,8 @@ def refusing(place: str | Path, hint: str | None = None) -> Iterator[None]:
     """ValueError and UsageError become ArtifactError: here the values come from the file ``place``, not from a user."""
     try:
         yield
+    except ValidationError as wrong:
+        raise ArtifactError(f"{place}: {findings(wrong)}", hint) from None
     except (ValueError, UsageError) as wrong:
         raise ArtifactError(f"{place}: {wrong}", hint) from None
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import ArgsKwargs
 
 from kvcal.errors import KvcalError
 from kvcal.quantities import MAX_CONTEXT, MAX_SEED
@@ -52,7 +53,7 @@ def parse(
     try:
         return TypeAdapter(record).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as found:
-        raise error(f"{place}: {_findings(found)}", hint) from None
+        raise error(f"{place}: {findings(found)}", hint) from None
     except KvcalError as refused:  # a record's own
         raise error(f"{place}: {refused.message}", refused.hint or hint) from None
 
@@ -68,7 +69,8 @@ def dump(record: Any) -> Any:
     return TypeAdapter(type(record)).dump_python(record, mode="json")
 
 
-def _findings(found: ValidationError, at_most: int = 3) -> str:
+def findings(found: ValidationError, at_most: int = 3) -> str:
+    """The first few, each with its place, the value, and what is allowed."""
     lines = []
     for item in found.errors(include_url=False)[:at_most]:
         where, message = ".".join(str(part) for part in item["loc"]), item["msg"].removeprefix("Value error, ")
@@ -76,7 +78,9 @@ def _findings(found: ValidationError, at_most: int = 3) -> str:
             lines.append(f"unknown key {where!r}")
         elif item["type"] == "missing":
             lines.append(f"missing key {where!r}")
-        elif item["type"] == "value_error" and isinstance(item["input"], dict):  # a record's own check names the keys
+        elif item["type"] == "value_error" and isinstance(
+            item["input"], dict | ArgsKwargs
+        ):  # a record's own check names the keys
             lines.append(f"{where}: {message}" if where else message)
         else:
             lines.append(f"{where or 'value'} = {_shown(item['input'])}: {message}")

@@ -40,18 +40,18 @@ class TooLong(BaseException):
 
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """TooLong after so many seconds."""
+    """TooLong after so many seconds of CPU time."""
 
     def stop(*_: object) -> None:
         raise TooLong
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 @contextlib.contextmanager

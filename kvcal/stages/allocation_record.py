@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from kvcal import artifact
 from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
 from kvcal.plan import LayerPlan, Workload, bare_layers
-from kvcal.plan_tensors import check_sources, needed_tensors
+from kvcal.plan_tensors import check_layers, needed_tensors
 from kvcal.recipe import CacheSpec, FormatsSpec, fixed_layers
 from kvcal.record_file import record_of, refusing
 from kvcal.specs import ImportanceSpec, ProgressiveSpec
@@ -77,10 +77,7 @@ class Allocation:
 
     def require_sound(self) -> None:
         """ValueError unless the layers can be one plan's, and take what the split says."""
-        indices = [layer.geometry.index for layer in self.layers]
-        if not indices or indices != sorted(set(indices)):
-            raise ValueError(f"layers must be present, unique and in order, found indices {indices[:8]}")
-        check_sources(self.layers)
+        check_layers(self.layers)
         needed_tensors(self.layers, self.cache_dtype)  # that there are such tensors
         taken = layer_bytes(self.layers, self.cache_dtype, self.workload)
         if taken != (self.split.fixed, self.split.paged):

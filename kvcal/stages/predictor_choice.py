@@ -20,7 +20,7 @@ from kvcal.geometry import CacheDtype
 from kvcal.layer_plan import LayerPlan
 from kvcal.observers.normal_equations import LinearFit, NormalEquations
 from kvcal.plan import Workload
-from kvcal.plan_tensors import check_sources, predictor_shape
+from kvcal.plan_tensors import check_layers, predictor_shape
 from kvcal.quantities import format_bytes
 from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.specs import PredictorSpec
@@ -91,7 +91,7 @@ def _refusal(
         return "pages that shrink would change what is predicted from them"
     try:
         predicted = with_predictor(layer, side, source.geometry.index, spec)
-        check_sources([predicted if other is layer else other for other in layers])
+        check_layers([predicted if other is layer else other for other in layers])
     except ValidationError as refused:
         return refused.errors()[0]["msg"].removeprefix("Value error, ")
     except ValueError as refused:

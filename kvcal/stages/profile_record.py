@@ -209,6 +209,8 @@ def load(path: Path) -> Profile:
     content = record_of(_Body, stored.body, path)
     with refusing(path):
         require_tensors(stored.tensors, content.subject.totals())
+        for side in SIDES:
+            content.subject.cache.format(side, 2, "token", 128)  # that such formats can be
         if content.counts.keys() != stored.tensors.keys():
             raise ValueError(
                 f"counts {sorted(content.counts.keys() ^ stored.tensors.keys())[:3]} are unknown or missing"
