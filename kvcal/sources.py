@@ -6,9 +6,7 @@ by the kind of file or by the columns of its first record. Nothing is read befor
 comes in pieces, a JSONL or parquet file in ``datasets``' own chunks, so sixteen samples of a 10 GB file cost
 what sixteen samples cost.
 
-A text file's pieces go to the pools in turn, from the pool on that the first piece's content names. They are
-of 1 KiB at first and double after every round, up to 16 KiB: a file of 60 KiB gives each pool 15, and windows
-of a large one are seldom broken. A table's document longer than 64 KiB is dealt likewise.
+A table's document longer than 64 KiB is dealt in pieces, as a text file is.
 ``datasets`` is imported on first use: it takes seconds, and the embedded tasks do not need it. Left out:
 CSV, images, and ShareGPT's from/value messages.
 """
@@ -28,7 +26,7 @@ from typing import Any
 
 from kvcal.errors import UsageError
 from kvcal.files import require_file
-from kvcal.pools import PURPOSES, Purpose, pool_of
+from kvcal.pools import Purpose, dealt_pieces, pool_of
 
 EXTENSIONS = {
     ".txt": "text",
@@ -42,8 +40,6 @@ EXTENSIONS = {
     ".parquet": "parquet",
 }
 KNOWN_COLUMNS = (("messages",), ("text",), ("content",), ("question", "answer"))
-# A piece is cut at a line's end, so that hardly any token straddles two; a line beyond MIN_PIECE_CHARS is cut, too.
-MIN_PIECE_CHARS, MAX_PIECE_CHARS = 1 << 10, 1 << 14
 LONG_CHARS = 1 << 16
 MAX_OPEN_FILES = 16
 HEAD_BYTES = 1 << 16
@@ -209,10 +205,10 @@ def _require_shallow(file: Path) -> None:
 def _text_pieces(files: list[Path]) -> Iterator[Dealt]:
     """Pieces of the files in turn, so that a folder's first book does not make up the whole sample."""
     waiting = iter(files)
-    active: deque[Iterator[Dealt]] = deque()
+    active: deque[Iterator[tuple[Purpose, str]]] = deque()
     while True:
         active.extend(
-            _dealt(_cut(line["text"] for line in _stream("text", file)))
+            dealt_pieces(line["text"] for line in _stream("text", file))
             for file in islice(waiting, MAX_OPEN_FILES - len(active))
         )
         if not active:
@@ -221,29 +217,7 @@ def _text_pieces(files: list[Path]) -> Iterator[Dealt]:
         dealt = next(pieces, None)
         if dealt is not None:
             active.append(pieces)
-            yield dealt
-
-
-def _dealt(texts: Iterator[str]) -> Iterator[Dealt]:
-    """The pieces of one document, in turn from the pool on that the first one's content names."""
-    first = None
-    for turn, text in enumerate(texts):
-        first = text if first is None else first
-        yield pool_of(first, turn), Piece(text)
-
-
-def _cut(lines: Iterator[str]) -> Iterator[str]:
-    parts: list[str] = []
-    num_chars = number = 0
-    for line in lines:
-        for start in range(0, len(line), MIN_PIECE_CHARS):
-            parts.append(line[start : start + MIN_PIECE_CHARS])
-            num_chars += len(parts[-1])
-            if num_chars >= min(MIN_PIECE_CHARS << min(number // len(PURPOSES), 16), MAX_PIECE_CHARS):
-                yield "".join(parts)
-                parts, num_chars, number = [], 0, number + 1
-    if "".join(parts).strip():
-        yield "".join(parts)
+            yield dealt[0], Piece(dealt[1])
 
 
 def _file_records(kind: str, files: list[Path]) -> Iterator[dict[str, Any]]:
@@ -276,9 +250,11 @@ def _items(records: Iterator[dict[str, Any]], source: str, columns: tuple[str, .
         match values:
             case [list() as messages] if all(isinstance(message, dict) for message in messages):
                 yield pool_of(messages), Chat(tuple(messages), index)
+            case [str() as text] if len(text) <= LONG_CHARS:
+                yield pool_of(text), Piece(text)
             case [str() as text]:
-                lines = text.splitlines(keepends=True)
-                yield from _dealt(_cut(iter(lines)) if len(text) > LONG_CHARS else iter([text]))
+                for pool, piece in dealt_pieces(iter(text.splitlines(keepends=True))):
+                    yield pool, Piece(piece)
             case [str() as prompt, str() as completion]:
                 yield pool_of([prompt, completion]), Record(prompt + "\n", completion)
             case _:
