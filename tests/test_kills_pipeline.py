@@ -29,7 +29,7 @@ from kvcal.plan_tensors import tensors_nbytes
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, Recipe, load_recipe
 from kvcal.stages import generation, profile
-from kvcal.stages.allocation_record import reserved_bytes
+from kvcal.stages.allocate import reserved_bytes
 from kvcal.stages.checkpoint import Checkpoint, State
 from kvcal.stages.complete import complete
 from kvcal.stages.divergence import divergences, unquantized_plan
