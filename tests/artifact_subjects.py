@@ -76,8 +76,8 @@ def plans() -> dict[str, Plan]:
     names = ["lattice d=2", "low rank", "int4, lattice", "one source of two layers, λ", "before RoPE, boosted"]
     names += ["values alone, from keys that queries chose", "predicted, windows that grow"]
     found = {name: form_plan(name, "float32") for name in names}
-    found["literal window"] = llama_plan(
-        Format(2, "channel", 32, window_rule=WindowRule("literal", 0.2, 100)), Format(2, "token", 32, window_rule=RULE)
+    found["paged window"] = llama_plan(
+        Format(2, "channel", 32, window_rule=WindowRule("paged", 0.2, 100)), Format(2, "token", 32, window_rule=RULE)
     )
     found["progressive, λ"] = transformed(staged_plan((140, 260, 300), (200, 300), num_layers=2))
     found["heads apart"] = llama_plan((KIVI_2[0], Format(3, "token", 64, 4, 64)), KIVI_2[1])

@@ -90,11 +90,11 @@ def plan_of_random_predictors(
         for i, one in enumerate(loaded.geometry.layers)
     )
     generator, tensors = torch.Generator().manual_seed(3), {}
-    for name, (dtype, shape) in needed_tensors(layers, loaded.geometry.cache_dtype).items():
+    for name, spec in needed_tensors(layers, loaded.geometry.cache_dtype).items():
         if name.endswith("rotary"):
             tensors[name] = rotary_table(HEAD_DIM, HEAD_DIM // 2)
         else:
-            tensors[name] = (0.1 * torch.randn(*shape, generator=generator)).to(dtype)
+            tensors[name] = (0.1 * torch.randn(*spec.extents, generator=generator)).to(spec.dtype)
     return Plan(loaded.identity, loaded.geometry.cache_dtype, layers, WORKLOAD, {}, tensors)
 
 

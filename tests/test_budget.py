@@ -318,7 +318,7 @@ def test_a_search_counts_the_most_workspace_of_its_choices() -> None:
         for _ in range(40):
             layers, source = [], None
             for layer in bare_layers(model):
-                k, v = (draw.choice(options_of(layer, side, source, spec, cache, LINEAR)) for side in SIDES)
+                k, v = (draw.choice(options_of(layer, side, source, False, spec, cache, LINEAR)) for side in SIDES)
                 pages = "pre" if k.predictor else "post"
                 predictors = {"k_predictor": k.predictor, "v_predictor": v.predictor}
                 layers.append(LayerPlan(layer.geometry, (k.format,), (v.format,), k_pages=pages, **predictors))

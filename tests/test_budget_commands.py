@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from cli_cases import Outcome, run_kvcal, save_llama
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.plan import load_plan
@@ -64,9 +65,19 @@ class Commands:
         return load_plan(self.folder / "plan.safetensors").predicted_bytes
 
 
+def with_loud_channels(model: Path) -> Path:
+    """A pair of key channels of every head 30 times as loud: per token, λ then pays on any text."""
+    weights = load_file(model / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith("k_proj.weight"):
+            weight.unflatten(0, (2, 16))[:, [3, 11]] *= 30
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
 @pytest.fixture
 def commands(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]) -> Commands:
-    model = save_llama(tmp_path / "tiny", tokenizer, dtype=torch.float32)
+    model = with_loud_channels(save_llama(tmp_path / "tiny", tokenizer, dtype=torch.float32))
     recipe, folder = tmp_path / "small.toml", tmp_path / "out"
     recipe.write_text(RECIPE)
     done = run_kvcal(capsys, "profile", model, "--out", folder, "--recipe", recipe)

@@ -144,7 +144,7 @@ def _change(content: dict, *place: str | int, to: object) -> None:
         (("schema",), 1, "is not an evaluation of version 2"),
         (("body", "rows", 0, "text", "kl"), 0.5, "is corrupt"),
         (("digest",), "0", "is corrupt"),
-        (("body",), [], "is not an evaluation of version 1"),
+        (("body",), [], "is not an evaluation of version 2"),
     ],
 )
 def test_changed_files_are_refused(tmp_path: Path, whole: Evaluation, place, value, message: str) -> None:

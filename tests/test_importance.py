@@ -267,5 +267,5 @@ def test_the_recipes_are_the_paper_and_its_windows() -> None:
 
 @pytest.mark.parametrize("wrong", [{"share": 1.5}, {"low_window_share": 1.0}, {"min_window": 9, "max_window": 8}])
 def test_impossible_knobs_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="expected"):
+    with pytest.raises(ValueError, match=f"expected|{next(iter(wrong))}"):
         ImportanceSpec(**wrong)

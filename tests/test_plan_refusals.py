@@ -138,7 +138,7 @@ CHANGED = [
     ("layers.1.v.0.group_size", 64, "16-bit heads take no axis, group_size, num_sink_tokens or recent_window"),
     ("layers.4.v.0.axis", "channel", "layer 4 has v axis 'channel', expected one of ('token',)"),
     ("cache_dtype", "int8", "cache_dtype = 'int8'"),
-    ("workload.batch", 0, "batch = 0 and context = 4096, expected 1 to 1000000 and 1 to 4294967296"),
+    ("workload.batch", 0, "batch = 0 and context = 4096, expected 1 to 1000000 and 1 to 1000000000"),
     ("workload.context", True, "context = True"),
     ("layers.1.geometry.index", 0, "layers must be present, unique and in order, found indices [0, 0, 3, 4]"),
     ("layers.1.geometry.index", 9, "layers must be present, unique and in order"),
@@ -153,7 +153,7 @@ CHANGED = [
     ("layers.1.k", [], "layer 1 has 0 k formats, expected 1 or 2"),
     ("model.id", 7, "model.id = 7"),
     ("workload.batch", 10**8, "batch = 100000000 and context = 4096, expected 1 to 1000000"),
-    ("workload.context", 10**18, "context = 1000000000000000000, expected 1 to 1000000 and 1 to 4294967296"),
+    ("workload.context", 10**18, "context = 1000000000000000000, expected 1 to 1000000 and 1 to 1000000000"),
     ("layers.1.geometry.num_kv_heads", 10**8, "num_kv_heads = 100000000: Input should be less than or equal to 4096"),
     ("layers.1.geometry.num_query_heads", 10**8, "num_query_heads = 100000000: Input should be less"),
     ("layers.1.geometry.v_head_dim", 10**18, "v_head_dim = 1000000000000000000: Input should be less"),
@@ -207,10 +207,10 @@ def test_a_long_value_is_shortened(path):
     assert len(refusal(path).message) < 600
 
 
-def test_a_literal_window_that_hardly_shrinks_ends():
+def test_a_paged_window_that_hardly_shrinks_ends():
     """The rule adds a little less than 128 tokens a page, for 10^7 pages, of which max_tokens lets the first count."""
     with limited(5):
-        rule = WindowRule("literal", 0.9999999, 1000)
+        rule = WindowRule("paged", 0.9999999, 1000)
         assert [rule.window(128 * pages) for pages in (0, 1, 2, 7, 8, 10**6)] == [0, 127, 254, 889, 1000, 1000]
         assert rule.last_jump <= 128 * 10
 

@@ -76,7 +76,7 @@ WINDOWS = {
     "no window": {},
     "sinks": {"num_sink_tokens": 5},
     "sinks and a window": {"num_sink_tokens": 3, "recent_window": 100},
-    "a window that jumps": {"window_rule": WindowRule("literal", 0.4, 300)},
+    "a window that jumps": {"window_rule": WindowRule("paged", 0.4, 300)},
     "a window that grows": {"window_rule": WindowRule("clamped", 0.3, 300)},
 }
 

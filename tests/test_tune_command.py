@@ -21,6 +21,7 @@ from kvcal.formats import Boost, Format, Tier
 from kvcal.models.load import load
 from kvcal.pipeline import baseline_plan, build_plan
 from kvcal.plan import Plan, Workload, bare_layers, load_plan, plan_bytes
+from kvcal.pools import Purpose
 from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec, EvaluateSpec, load_recipe
 from kvcal.specs import TuneSpec
@@ -227,9 +228,11 @@ def test_a_trial_measures_the_tuned_plan_on_problems_of_its_own(
         tune_objective, "measure_lm_eval", lambda loaded, plan, *rest: measured.append(plan) or (0.5, None)
     )
 
-    def measure(loaded: object, plan: Plan, spec: EvaluateSpec, reporter: object) -> tuple[TaskResult, ...]:
+    def measure(
+        loaded: object, plan: Plan, spec: EvaluateSpec, reporter: object, purpose: Purpose
+    ) -> tuple[TaskResult, ...]:
         measured.append(plan)
-        return measure_tasks(loaded, plan, spec, reporter)
+        return measure_tasks(loaded, plan, spec, reporter, purpose)
 
     monkeypatch.setattr(tune_objective, "measure_tasks", measure)
     spec = TuneSpec(tasks=("chain", "lm-eval:arc"), num_problems=1)

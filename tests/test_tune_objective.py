@@ -27,9 +27,12 @@ def test_a_trial_measures_the_plan_of_its_thresholds_on_problems_of_its_own(
 ) -> None:
     measured: list[tuple[Plan, EvaluateSpec]] = []
 
-    def measure(loaded: object, plan: Plan, spec: EvaluateSpec, reporter: object) -> tuple[TaskResult, ...]:
+    def measure(
+        loaded: object, plan: Plan, spec: EvaluateSpec, reporter: object, purpose: str
+    ) -> tuple[TaskResult, ...]:
+        assert purpose == "select"
         measured.append((plan, spec))
-        return (TaskResult("chain", 0.5, 0.1, 2, 1, 0, 10),)
+        return (TaskResult("chain", 0.5, 0.1, 2, 1, 0, 10, (5, 5)),)
 
     monkeypatch.setattr(tune_objective, "measure_tasks", measure)
     loaded = as_loaded(tiny_model(len(tokenizer)), tokenizer)
