@@ -174,7 +174,9 @@ def search_result() -> search_record.SearchRecord:
         plan.model, plan.cache_dtype, plan.layers, plan.workload, {"recipe": "r"}, split, 0.25
     )
     unit = search_record.UnitResult("layer 0 k", ("2", "4"), (100, 200), (0.5, 0.1), 1)
-    report = search_record.SearchReport((unit, replace(unit, chosen=0)), 0.25, (0.5, 0.3, 0.25), ((0.1, 0.2),) * 3, 9)
+    report = search_record.SearchReport(
+        (unit, replace(unit, chosen=0)), 0.25, "refitted", 0.3, 0.25, (0.5, 0.3, 0.25), ((0.1, 0.2),) * 3, 9
+    )
     return search_record.SearchRecord(allocation, report, plan.tensors)
 
 

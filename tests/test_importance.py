@@ -204,7 +204,7 @@ def test_formats_are_the_papers() -> None:
         best = sorted(layers, key=lambda index: scores[side][index])[-2:]
         for index in layers:
             bits = (3, 4)[number] if index in best else 2
-            rule = WindowRule("literal", 0.2, 31) if index in best else WindowRule("literal", 0.1, 14)
+            rule = WindowRule("paged", 0.2, 31) if index in best else WindowRule("paged", 0.1, 14)
             axis = ("channel", "token")[number]
             assert formats[index][number] == Format(bits, axis, 32, 0, 0, "float16", window_rule=rule)
     assert {index for index in layers if formats[index][0].num_bits == 3} != {
@@ -231,12 +231,12 @@ def test_without_windows_nothing_is_kept() -> None:
     assert formats == {7: (Format(8, "channel", 32), Format(4, "token", 32))}
 
 
-def test_a_literal_window_is_charged_for_what_it_reaches() -> None:
+def test_a_paged_window_is_charged_for_what_it_reaches() -> None:
     for share in (0.05, 0.2, 0.5, 0.9):
         rule = window_rule(ImportanceSpec(max_window=512), share)
-        assert rule.max_tokens == max(WindowRule("literal", share, 512).window(count) for count in range(0, 9000, 64))
-    assert window_rule(ImportanceSpec(max_window=20, min_window=3), 0.2) == WindowRule("literal", 0.2, 20, 3)
-    assert window_rule(ImportanceSpec(max_window=90, min_window=40), 0.2) == WindowRule("literal", 0.2, 40, 40)
+        assert rule.max_tokens == max(WindowRule("paged", share, 512).window(count) for count in range(0, 9000, 64))
+    assert window_rule(ImportanceSpec(max_window=20, min_window=3), 0.2) == WindowRule("paged", 0.2, 20, 3)
+    assert window_rule(ImportanceSpec(max_window=90, min_window=40), 0.2) == WindowRule("paged", 0.2, 40, 40)
 
 
 def test_a_random_assignment_is_of_the_same_size_and_ignores_the_scores() -> None:
@@ -257,7 +257,7 @@ def test_the_recipes_are_the_paper_and_its_windows() -> None:
     for name, recipe in recipes.items():
         assert recipe.importance is not None and recipe.cache.num_sink_tokens == 0
         assert recipe.data.num_samples == 20 and recipe.profile.kl_samples == 0
-        same = replace(recipe.importance, window="literal", min_window=0, max_window=512)
+        same = replace(recipe.importance, window="paged", min_window=0, max_window=512)
         assert same == ImportanceSpec()
         scores = {"k": {0: 2.0, 1: 1.0}, "v": {0: 2.0, 1: 1.0}}
         (k, v), _ = importance_formats(scores, recipe.importance, 0, recipe.cache.param_dtype).values()
@@ -265,14 +265,7 @@ def test_the_recipes_are_the_paper_and_its_windows() -> None:
         assert (k.max_window, v.max_window) == (windows[name], windows[name])
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"share": 1.5}, r"share\n  Input should be less than or equal to 1"),
-        ({"low_window_share": 1.0}, r"low_window_share\n  Input should be less than 1"),
-        ({"min_window": 9, "max_window": 8}, "expected min_window = 9 <= max_window = 8"),
-    ],
-)
-def test_impossible_knobs_are_refused(wrong: dict[str, float], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+@pytest.mark.parametrize("wrong", [{"share": 1.5}, {"low_window_share": 1.0}, {"min_window": 9, "max_window": 8}])
+def test_impossible_knobs_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"expected|{next(iter(wrong))}"):
         ImportanceSpec(**wrong)

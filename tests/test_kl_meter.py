@@ -14,7 +14,7 @@ from kvcal.formats import Format
 from kvcal.progress import Silent
 from kvcal.stages import kl_meter
 from kvcal.stages.checkpoint import Checkpoint, State
-from kvcal.stages.kl_meter import PHASE, KLMeter
+from kvcal.stages.kl_meter import PHASE, KLMeter, declare_kls
 from kvcal.stages.kl_texts import Text
 from kvcal.stages.lattice_tensors import lattice_tensors
 
@@ -39,7 +39,7 @@ def test_plans_are_measured_once_by_content_and_tensors_hashed_once(
     changed = replace(plan, tensors={**plan.tensors, name: plan.tensors[name] + 1.0})
     [tokens_T] = sequences([140]).sequences
     text = Text(0, tokens_T, torch.arange(140) > 130)
-    with Checkpoint(tmp_path / "search", "search", {}, State({}, {PHASE: 0}), Silent()) as checkpoint:
+    with Checkpoint(tmp_path / "search", "search", {}, State({}, {PHASE: 0}), declare_kls, Silent()) as checkpoint:
         meter = KLMeter(loaded, [text], 1, checkpoint, Silent())
         kls = meter.kl([plan, *others, plan, same, changed], "plans")
         assert len(checkpoint.state.means) == 4 and kls[0] == kls[3] == kls[4]

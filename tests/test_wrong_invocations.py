@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import chain, zip_longest
 from pathlib import Path
 from types import FrameType
 
@@ -216,7 +217,7 @@ RECIPES: list[tuple[str, str, str]] = [  # old, new, what the error says
     (RECIPE, "[importance]\nmin_window = 9\nmax_window = 5", "expected min_window = 9 <= max_window = 5"),
     (RECIPE, "[importance]\nrandom_seed = -4", "importance.random_seed = -4"),
     (RECIPE, "[formats]\nk = { num_bits = 2, num_sink_tokens = 9_999_999 }\nv = { num_bits = 2 }", "tokens = 9999999"),
-    (RECIPE, "[formats]\nk = { num_bits = 2, recent_window = 9_999_999 }\nv = { num_bits = 2 }", "a window of 9999999"),
+    (RECIPE, "[formats]\nk = { num_bits = 2, recent_window = 9_999_999 }\nv = { num_bits = 2 }", "recent_window = 9999999, expected 0 to 1048576"),
     (RECIPE, "", "nothing given; expected one of [formats], [importance], [allocate]"),
     (RECIPE, "a = " + DEEP, "not TOML: maximum recursion depth"),
 ]  # fmt: skip
@@ -300,10 +301,10 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     (PACK + "--prompt-file {tmp}/none", 2, "cannot be read"),
     (PACK + "--prompt \udcff", 2, "--prompt is not UTF-8"),
     # evaluate
-    (EVAL + "--task foo", 2, "eval: tasks ['foo'] unknown, expected some of ['chain', 'ledger', 'times']"),
+    (EVAL + "--task foo", 2, "tasks ['foo'] unknown, expected some of ['chain', 'ledger', 'times']"),
     (EVAL + "--task none --task chain", 2, "tasks ['none'] unknown"),
     (EVAL + "--task chain --task chain", 2, "expected each one once"),
-    (EVAL + "--problems 1000000000000", 2, "eval: num_problems = 1000000000000"),
+    (EVAL + "--problems 1000000000000", 2, "num_problems = 1000000000000"),
     (EVAL + "--against none", 2, "recipe 'none' is neither"),
     (EVAL + "--against default", 2, "--against: recipe 'default' has no [formats]"),
     (EVAL + "--recipe {tmp}/fifo", 2, "is a pipe"),
@@ -436,18 +437,22 @@ def test_memory_that_is_not_there(
         run_kvcal(capsys, "inspect", plan)
 
 
-def test_a_line_of_megabytes_is_read_in_parts(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from kvcal.sources import MAX_PIECE_CHARS, Piece, read_source
+def test_a_line_of_megabytes_is_read_in_parts(tmp_path: Path) -> None:
+    from kvcal.pools import MAX_PIECE_CHARS, PURPOSES, Purpose
+    from kvcal.sources import Piece, read_source
+
+    def texts(name: str, purpose: Purpose) -> list[str]:
+        pieces = list(read_source(str(tmp_path / name), (), None, None, 0, purpose))
+        return [piece.text for piece in pieces if isinstance(piece, Piece)]
 
     text = "".join(f"word{number} " for number in range(1_200_000))
     assert len(text) > 12_000_000
     (tmp_path / "long.txt").write_text(text)
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": text[:3_000_000]}) + "\n" + '{"text": "next"}\n')
-    pieces = list(read_source(str(tmp_path / "long.txt"), (), None, None, 0))
-    assert all(isinstance(piece, Piece) for piece in pieces)
-    texts = [piece.text for piece in pieces if isinstance(piece, Piece)]
-    assert "".join(texts) == text and max(map(len, texts)) <= MAX_PIECE_CHARS
-    assert all(part.endswith(" ") for part in texts)
-    records = [piece for piece in read_source(str(tmp_path / "long.jsonl"), (), None, None, 0)]
-    assert "".join(piece.text for piece in records[:-1]) == text[:3_000_000]
-    assert [piece.ends for piece in records] == [False] * (len(records) - 2) + [True, True]
+    by_pool = [texts("long.txt", purpose) for purpose in PURPOSES]
+    first = next(number for number, pieces in enumerate(by_pool) if text.startswith(pieces[0]))
+    in_turn = zip_longest(*by_pool[first:], *by_pool[:first], fillvalue="")
+    assert "".join(chain.from_iterable(in_turn)) == text
+    assert max(len(piece) for pieces in by_pool for piece in pieces) <= MAX_PIECE_CHARS
+    records = [texts("long.jsonl", purpose) for purpose in PURPOSES]
+    assert sum(len(piece) for pieces in records for piece in pieces) == 3_000_000 + len("next")

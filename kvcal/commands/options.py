@@ -79,13 +79,10 @@ def with_data(recipe: Recipe, data: DataOptions, eval_data: str | None = None) -
 
 def with_tasks(spec: EvaluateSpec, tasks: list[str] | None, problems: int | None) -> EvaluateSpec:
     """The evaluation of the given tasks. UsageError for an unknown one."""
-    from kvcal.recipe import EvaluateSpec
-    from kvcal.strict import dump, parse
+    from kvcal.strict import changed
 
-    names = None if tasks is None else [] if tasks == ["none"] else tasks
-    return parse(
-        EvaluateSpec, {**dump(spec), **_given({"tasks": names, "num_problems": problems})}, "--task", UsageError
-    )
+    names = [] if tasks == ["none"] else tasks
+    return changed(spec, {"tasks": names, "num_problems": problems}, "--task and --problems", UsageError)
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
