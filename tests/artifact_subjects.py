@@ -249,7 +249,7 @@ def tuning() -> Tuning:
     outcomes = [Outcome(0.5, 0.1, 3.0, 1000, {"share": 0.1}), Outcome(0.75, None, 4.0, 2000, {})]
     trials = tuple(Trial(i, {"a": 0.5 + i, "b": 1.0}, outcome) for i, outcome in enumerate(outcomes))
     search = Search((Threshold("a"), Threshold("b", 0.5, 1.5)), 5, 1)
-    return Tuning({"model.x": "y", "n": 3}, search, True, trials, pareto_front(trials))
+    return Tuning({"model.x": "y", "n": 3}, search, 2, trials, pareto_front(trials))
 
 
 def open_tuning(path: Path) -> None:
