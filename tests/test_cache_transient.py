@@ -71,7 +71,9 @@ def assert_bounded(cache: PlanCache, states: torch.Tensor, monkeypatch: pytest.M
     peak = peak_of_storing(cache, states, monkeypatch)
     larger = max(held, cache.nbytes, cache.plan.nbytes(before, columns))
     stop = columns + states.shape[2]
-    assert peak <= larger + transient_bytes(cache.plan, before, cache.lengths, (columns, stop)), stop
+    assert peak <= larger + transient_bytes(
+        cache.plan.layers, cache.plan.cache_dtype, before, cache.lengths, (columns, stop)
+    ), stop
     return peak - larger
 
 

@@ -166,7 +166,7 @@ class PagedLayer(CacheLayerMixin):
         shape = (rows.batch, heads, self.columns + new, self.plan.head_dim(side))
         out = allocate(*shape, dtype=dtype, device=self.sides[side][0].pages.device)
         for paged in self.sides[side]:
-            decoded = paged.decode(paged.spans(slice(0, rows.batch)))
+            decoded = paged.decode(paged.spans(slice(0, rows.batch)), dtype)
             parts = decoded.split([sum(paged.num_pages[block.rows]) for block in rows.blocks])
             for block, part in zip(rows.blocks, parts, strict=True):
                 self._read_block(paged, block, rows, part, out)

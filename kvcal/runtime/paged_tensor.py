@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
+from kvcal.kernels.form_operands import VALUES_AT_ONCE
 from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.runtime.page_codec import ENCODE_PAGES, PageCodec
 
@@ -73,12 +74,22 @@ class PagedTensor:
         """All pages of ``rows``, in the pool's order."""
         return [(row, 0, self.num_pages[row]) for row in range(rows.start, rows.stop)]
 
-    def decode(self, spans: Sequence[Span]) -> Tensor:
-        """[M, n, 128, D]: these pages as keys after RoPE, or as values."""
-        stored = self.stored(spans)
-        if self.keep is not None:
-            self.keep(spans, stored)
-        return self.codec.restore(stored, ordinals_of(spans, stored.device), self.num_bits)
+    def decode(self, spans: Sequence[Span], dtype: torch.dtype) -> Tensor:
+        """[M, n, 128, D] of ``dtype``: these pages as keys after RoPE, or as values. Some at a time, which bounds the
+        scratch, where no predictor wants them whole."""
+        ordinals = ordinals_of(spans, self.pages.device)
+        if self.keep is not None or self.predict is not None:
+            stored = self.stored(spans)
+            if self.keep is not None:
+                self.keep(spans, stored)
+            return self.codec.restore(stored, ordinals, self.num_bits).to(dtype)
+        records, codec = self.records(spans), self.codec
+        out = records.new_empty(len(records), codec.num_heads, PAGE_TOKENS, codec.head_dim, dtype=dtype)
+        pages_at_once = max(1, VALUES_AT_ONCE // (codec.num_heads * PAGE_TOKENS * codec.head_dim))
+        for start in range(0, len(records), pages_at_once):
+            part = slice(start, start + pages_at_once)
+            out[part] = codec.restore(codec.decode(records[part], self.num_bits), ordinals[part], self.num_bits)
+        return out
 
     def stored(self, spans: Sequence[Span]) -> Tensor:
         """[M, n, 128, D]: these pages before their transforms are undone (see PageCodec.decode)."""
@@ -158,7 +169,7 @@ class PagedTensor:
         rest = max(0, num_tokens - self.format.num_sink_tokens) - PAGE_TOKENS * whole
         by_row = list(self.pages.split(self.num_pages))
         for row in range(rows.start, rows.stop):
-            decoded = self.decode([(row, whole, self.num_pages[row])]).to(self.buffer.dtype)
+            decoded = self.decode([(row, whole, self.num_pages[row])], self.buffer.dtype)
             self.buffer[row, :, :rest] = torch.cat([*decoded, self.buffer[row]], dim=1)[:, :rest]
         for row in range(rows.start, rows.stop):
             by_row[row] = by_row[row][:whole]

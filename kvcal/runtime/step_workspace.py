@@ -5,13 +5,14 @@ allocates for stored forms (kvcal.runtime.form_workspace), and what the bench re
     tokens     static cache: pages of one layer's stored forms in 16 bits, in the cache's dtype
     turns      static cache: cosine and sine of every position, one table for all layers of the same RoPE
     passing    static cache: what a step that reconstructs pages computes with on the way, some pages at a time
-    unpacked   dynamic cache: keys and values of one layer as attention reads them
-    packing    dynamic cache: old and new pages of the side that is packed, which exist at the same time
+    unpacked   dynamic cache: keys and values of one layer as attention reads them, one side's pages on their way there
+    reading    dynamic cache: scratch of the pages that are decoded at once
+    packing    dynamic cache: what storing takes for a moment (kvcal.runtime.transient)
 
-A step is served by one of the two caches: the larger sum counts. Logits, and the scratch of ``decode`` on CUDA (some MB
-a shape), are not in it. Left out: activations of a prompt that is fed in one piece; and temporaries of the dynamic
-cache while it decodes a side, measured as 5 to 9 bytes a value of uniform pages, 20 on a lattice or before RoPE, and
-40 of predicted ones.
+A step is served by one of the two caches: the larger sum counts; of the dynamic cache, the larger of reading and
+storing, which follow each other. Logits, and the scratch of ``decode`` on CUDA (some MB a shape), are not in it. Left
+out: activations of a prompt that is fed in one piece; and temporaries of the dynamic cache while it decodes predicted
+pages, which are decoded whole: 40 bytes a value.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvcal.formats import RAW, SIDES, Format, Side
+from kvcal.formats import RAW, SIDES, Side
 from kvcal.geometry import CACHE_DTYPES, CacheDtype
 from kvcal.kernels.form_operands import VALUES_AT_ONCE
 from kvcal.kernels.macros import page_layout
@@ -31,6 +32,7 @@ from kvcal.kernels.variants import head_ranges, stored_form
 from kvcal.layer_plan import LayerPlan
 from kvcal.plan_tensors import needed_tensors, predictor_shape
 from kvcal.quantizers.pages import PAGE_TOKENS, RAW_BITS
+from kvcal.runtime.transient import SCRATCH_BYTES, largest_transient
 
 FLOAT_BYTES = 4
 # Room in fp32 for pages that are reconstructed at once, of which torch makes a copy at every turn: inputs, prediction,
@@ -54,6 +56,7 @@ class StepWorkspace:
     turns: int
     passing: int
     unpacked: int
+    reading: int
     packing: int
 
     @property
@@ -68,7 +71,7 @@ class StepWorkspace:
     @property
     def nbytes(self) -> int:
         """Of a step, whichever cache serves it."""
-        return max(self.forms + self.passing, self.kept + self.unpacked + self.packing)
+        return max(self.forms + self.passing, self.kept + self.unpacked + max(self.reading, self.packing))
 
 
 def step_workspace(
@@ -91,7 +94,9 @@ def step_workspace(
         turns,
         max((_passing(layer, layers, cache_dtype, batch, max_tokens) for layer in paged), default=0),
         max((_dense(layer, cache_dtype) for layer in paged), default=0) * batch * max_tokens,
-        packing_bytes(paged, cache_dtype, batch, max_tokens),
+        SCRATCH_BYTES
+        * min(VALUES_AT_ONCE, max((_side_values(layer) for layer in paged), default=0) * batch * max_tokens),
+        largest_transient(paged, cache_dtype, batch, max_tokens),
     )
 
 
@@ -109,30 +114,15 @@ def raw_record_bytes(layer: LayerPlan, side: Side, cache_dtype: CacheDtype) -> i
     return page_layout(side, RAW, layer.head_dim(side), cache_dtype, RAW_BITS).record_bytes
 
 
-def packing_bytes(paged: Sequence[LayerPlan], cache_dtype: CacheDtype, batch: int, max_tokens: int) -> int:
-    """Of the dynamic cache while it packs: it appends to the pages of one side of some heads by writing all of them
-    anew. Layers are packed one after the other, and the old pages of each are gone before the next begins."""
-    return max(
-        (
-            _page_bytes(layer, side, fmt, heads.stop - heads.start, cache_dtype) * batch * fmt.num_pages(max_tokens)
-            for layer in paged
-            for side in SIDES
-            for fmt, heads in layer.runs(side)
-        ),
-        default=0,
-    )
-
-
-def _page_bytes(layer: LayerPlan, side: Side, fmt: Format, num_heads: int, cache_dtype: CacheDtype) -> int:
-    """A page of all these heads, at the most bits that it ever has."""
-    layout = fmt.layout(side, num_heads, layer.head_dim(side), cache_dtype, fmt.start_bits)
-    return layout.record_bytes * (1 if fmt.lattice_dim is not None else num_heads)
-
-
 def _dense(layer: LayerPlan, cache_dtype: CacheDtype) -> int:
-    """One token's keys and values."""
+    """One token's keys and values, and the larger of them again."""
     values = layer.attention.num_kv_heads * sum(layer.head_dim(side) for side in SIDES)
-    return values * CACHE_DTYPES[cache_dtype].itemsize
+    return (values + _side_values(layer)) * CACHE_DTYPES[cache_dtype].itemsize
+
+
+def _side_values(layer: LayerPlan) -> int:
+    """Of one token, the larger of keys and values."""
+    return layer.attention.num_kv_heads * max(layer.head_dim(side) for side in SIDES)
 
 
 def _passing(

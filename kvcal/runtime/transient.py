@@ -11,12 +11,13 @@ pages): the one is the model's working memory in any cache, the other is describ
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcal.formats import SIDES, Format, Side
+from kvcal.geometry import CacheDtype
 from kvcal.layer_plan import LayerPlan
-from kvcal.plan import Plan
 from kvcal.quantizers.convert import RECORDS_AT_ONCE
 from kvcal.quantizers.pages import PAGE_TOKENS
 from kvcal.runtime.page_codec import ENCODE_PAGES
@@ -27,54 +28,74 @@ SCRATCH_BYTES = 32
 INDEX_BYTES = 64
 
 
-def transient_bytes(plan: Plan, before: Sequence[int], after: Sequence[int], columns: tuple[int, int]) -> int:
-    """Upper bound of the bytes that an update takes for storing beyond max(plan.nbytes(before), plan.nbytes(after)).
+def transient_bytes(
+    layers: Sequence[LayerPlan],
+    cache_dtype: CacheDtype,
+    before: Sequence[int],
+    after: Sequence[int],
+    columns: tuple[int, int],
+) -> int:
+    """Upper bound of the bytes that an update takes for storing beyond max(nbytes(before), nbytes(after)) of the plan.
     ``before``, ``after``: tokens of every sequence; ``columns``: fed before and after, padding included.
 
         sum of max(before, after) over parts - max(sum before, sum after) + largest (both - max + scratch) of a part
         + 64 bytes a sequence
     """
     parts = [
-        _Part(plan, layer, side, fmt, heads.stop - heads.start)
-        for layer in plan.layers
+        _Part(cache_dtype, layer, side, fmt, heads.stop - heads.start)
+        for layer in layers
         if layer.is_paged
         for side in SIDES
         for fmt, heads in layer.runs(side)
     ]
-    old = [part.page_bytes(before, columns[0]) for part in parts]
-    new = [part.page_bytes(after, columns[1]) for part in parts]
+    counts = Counter(before), Counter(after)
+    old = [part.page_bytes(counts[0], columns[0]) for part in parts]
+    new = [part.page_bytes(counts[1], columns[1]) for part in parts]
     mixed = sum(map(max, zip(old, new, strict=True))) - max(sum(old), sum(new))
-    return mixed + INDEX_BYTES * len(after) + max((part.own_bytes(before, after, columns) for part in parts), default=0)
+    return mixed + INDEX_BYTES * len(after) + max((part.own_bytes(*counts, columns) for part in parts), default=0)
+
+
+def largest_transient(layers: Sequence[LayerPlan], cache_dtype: CacheDtype, batch: int, max_tokens: int) -> int:
+    """The most that ``transient_bytes`` is for ``batch`` equal sequences on their way to ``max_tokens``: fed at once,
+    filling their last page, or where pages shrink."""
+    formats = {fmt for layer in layers for fmt in (*layer.k, *layer.v)}
+    shrinking = {count for fmt in formats for count in fmt.shrink_at if count <= max_tokens}
+    steps = {(0, max_tokens), (max(0, max_tokens - PAGE_TOKENS), max_tokens)}
+    steps |= {(max(0, count - 1), count) for count in shrinking}
+    return max(transient_bytes(layers, cache_dtype, (n,) * batch, (m,) * batch, (n, m)) for n, m in steps)
 
 
 @dataclass(frozen=True)
 class _Part:
     """The keys, or values, of ``num_heads`` KV heads of a layer in one format: a PagedTensor."""
 
-    plan: Plan
+    cache_dtype: CacheDtype
     layer: LayerPlan
     side: Side
     format: Format
     num_heads: int
 
-    def num_pages(self, lengths: Sequence[int]) -> int:
-        return sum(self.format.num_pages(length) for length in lengths)
+    def num_pages(self, lengths: Counter[int]) -> int:
+        return sum(count * self.format.num_pages(length) for length, count in lengths.items())
 
-    def page_bytes(self, lengths: Sequence[int], columns: int) -> int:
+    def page_bytes(self, lengths: Counter[int], columns: int) -> int:
         return self.num_pages(lengths) * self._bytes_of_page(columns)
 
-    def own_bytes(self, before: Sequence[int], after: Sequence[int], columns: tuple[int, int]) -> int:
+    def own_bytes(self, before: Counter[int], after: Counter[int], columns: tuple[int, int]) -> int:
         """Beyond the larger one of its pages before and after."""
         old, new = self.num_pages(before), self.num_pages(after)
         wide, narrow = (self._bytes_of_page(count) for count in columns)
         converted = old * (wide + narrow) if wide != narrow else 0
         added = (old + new) * narrow if new > old else 0
-        at_once = max(RECORDS_AT_ONCE, min(new - old, max(ENCODE_PAGES, len(after))) * self.num_heads)
+        at_once = max(
+            RECORDS_AT_ONCE if converted or self.format.lattice_dim is not None else 0,
+            min(new - old, max(ENCODE_PAGES, after.total())) * self.num_heads,
+        )
         scratch = SCRATCH_BYTES * at_once * PAGE_TOKENS * self.layer.head_dim(self.side)
         held = max(old * wide, new * narrow)
-        return max(0, converted - held, added - held) + (scratch if converted or added else 0)
+        return max(0, converted - held, added - held) + scratch
 
     def _bytes_of_page(self, columns: int) -> int:
-        head_dim, dtype = self.layer.head_dim(self.side), self.plan.cache_dtype
+        head_dim, dtype = self.layer.head_dim(self.side), self.cache_dtype
         layout = self.format.layout(self.side, self.num_heads, head_dim, dtype, self.format.bits_at(columns))
         return layout.record_bytes * (1 if self.format.lattice_dim is not None else self.num_heads)

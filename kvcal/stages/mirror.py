@@ -75,7 +75,9 @@ class MirroredLayer(PagedLayer):
     def _refresh(self, side: Side, rows: Rows) -> None:
         """Bring the stale rows of a side up to date."""
         for _, paged, block in [entry for entry in self.stale if entry[0] == side]:
-            self._read_block(paged, block, rows, paged.decode(paged.spans(block.rows)), self.dense[side])
+            self._read_block(
+                paged, block, rows, paged.decode(paged.spans(block.rows), self.dense[side].dtype), self.dense[side]
+            )
         self.stale = [entry for entry in self.stale if entry[0] != side]
 
     def difference(self, side: Side) -> float:
