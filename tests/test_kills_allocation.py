@@ -9,16 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcal.errors import InfeasibleBudget
 from kvcal.formats import RAW, SIDES, Side
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity, StateGeometry
 from kvcal.layer_plan import LayerPlan
 from kvcal.observers.mean import Mean
 from kvcal.plan import Plan, Workload, load_plan, save_plan
-from kvcal.plan_tensors import needed_tensors, tensors_nbytes
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec, fixed_layers, load_recipe
-from kvcal.specs import ProgressiveSpec, ReparamSpec
-from kvcal.stages.allocate import Allocation, allocate, made_progressive, pareto, reserved_bytes
+from kvcal.stages.allocate import Allocation, allocate, pareto
 from kvcal.stages.allocation_record import layer_bytes
 from kvcal.stages.budget import ModelSizes, resolve_budget, workspace_bytes
 from kvcal.stages.profile_record import Profile, Subject
@@ -86,48 +83,6 @@ def test_every_point_of_a_sweep_is_the_allocation_of_its_bytes() -> None:
         assert point["bits_per_value"] == 8 * found.split.paged / (2 * 2 * 64 * 8000)
 
 
-def test_reserved_bytes_are_taken_from_the_pages() -> None:
-    profile, reserved = profile_of(LOUD), 200_000
-    plain, spec = (AllocateSpec(kv_budget=f"{size}B", **LENGTHS) for size in (1_200_000, 1_200_000 + reserved))
-    smaller, larger = (allocate(profile, one, CACHE, {}).layers for one in (plain, spec))
-    assert allocate(profile, spec, CACHE, {}, reserved).layers == smaller != larger
-    least = AllocateSpec(kv_budget="1B", **LENGTHS)
-    needed = [
-        pytest.raises(InfeasibleBudget, allocate, profile, least, CACHE, {}, size).value for size in (0, reserved)
-    ]
-    assert needed[1].smallest_bytes - needed[0].smallest_bytes == reserved
-
-
-def shrinking(spec: ProgressiveSpec, budget: int, reserved: int) -> Allocation:
-    """Pages of 2 and 4 bits that begin with 16, for ``budget`` bytes where ``spec`` says none."""
-    cache = replace(CACHE, param_dtype="float32")
-    found = allocate(profile_of(LOUD), AllocateSpec(bits=5.5, **LENGTHS), cache, {})
-    return made_progressive(replace(found, split=replace(found.split, budget=budget)), spec, reserved)
-
-
-def test_reserved_bytes_are_not_for_pages_that_shrink() -> None:
-    budget, reserved = 2_500_000, 200_000
-    plain, kept = (shrinking(ProgressiveSpec(), budget + size, size) for size in (0, reserved))
-    assert kept.layers == plain.layers != shrinking(ProgressiveSpec(), budget + reserved, 0).layers
-    for found in (kept, shrinking(ProgressiveSpec(bits=8.0), budget, reserved)):
-        assert found.split.cache + reserved <= found.split.budget
-
-
-@pytest.mark.parametrize("shift", ["equivalent", "modified", "direct"])
-def test_pages_shrink_by_the_shift_of_the_recipe(shift) -> None:
-    layers = shrinking(ProgressiveSpec(shift=shift), 2_500_000, 0).layers
-    assert {fmt.shift for layer in layers for fmt in (*layer.k, *layer.v) if fmt.shrink_at} == {shift}
-
-
-@pytest.mark.parametrize("offset", [False, True])
-def test_reserved_are_the_bytes_of_the_tensors(offset: bool) -> None:
-    layers = [LayerPlan(one, (RAW,), (RAW,), k_rescale=True, k_offset=offset) for one in PAGED]
-    needed = needed_tensors(layers, "bfloat16")
-    tensors = {name: torch.ones(*shape, dtype=dtype) for name, (dtype, shape) in needed.items()}
-    assert reserved_bytes(GEOMETRY, ReparamSpec(offset=offset)) == tensors_nbytes(tensors) > 0
-    assert reserved_bytes(GEOMETRY, None) == 0
-
-
 def rescaled(value: float) -> Plan:
     layer = LayerPlan(PAGED[0], (CACHE.format("k", 2, "token", 32),), (RAW,), k_rescale=True)
     tensors = {"layers.1.k_rescale": torch.full((2, 32), value)}
@@ -142,24 +97,12 @@ def test_a_plan_is_told_by_its_tensors_too(tmp_path: Path) -> None:
     assert again.sha256 == plan.sha256 and again.tensors["layers.1.k_rescale"].eq(2.0).all()
 
 
-def test_all_in_bits_count_the_tensors() -> None:
-    plan = rescaled(1.0)
-    (layer,) = plan.layers
-    assert plan.predicted_bytes == layer.nbytes("bfloat16", (1000, 1000), 1000) + 2 * 32 * 4
-    assert plan.bits_per_value() == 8 * plan.predicted_bytes / (2 * 64 * 2 * 1000)
-
-
-def test_the_workspace_is_logits_twice_and_one_layer_unpacked() -> None:
-    sizes = ModelSizes(GEOMETRY, 10**6, vocab_size=500)
-    assert workspace_bytes(sizes, Workload(2, 1000)) == 2 * 500 * (4 + 4) + 2 * 1000 * 2 * (32 + 32) * 2
-
-
 def test_what_a_budget_leaves_for_the_cache() -> None:
     """The device's without weights and workspace; bits per value without the layers that are not paged."""
     sizes, workload = ModelSizes(GEOMETRY, 10**6, vocab_size=500), Workload(2, 4000)
-    layers = fixed_layers(load_recipe("16-bit").formats, tuple(LayerPlan(one, (RAW,), (RAW,)) for one in PAGED))
+    layers = tuple(LayerPlan(one, (RAW,), (RAW,)) for one in PAGED)
     device = resolve_budget(sizes, AllocateSpec(budget="9MB", **LENGTHS), layers, 7)
-    assert device.cache == 9_000_000 - 10**6 - workspace_bytes(sizes, workload)
+    assert device.cache == 9_000_000 - 10**6 - 2 * 4 * 2 * 500 - workspace_bytes(layers, "bfloat16", workload)
     assert resolve_budget(sizes, AllocateSpec(bits=3.0, **LENGTHS), layers, 7).cache == 3 * 2 * 2 * 64 * 8000 // 8 + 7
     kivi_2 = fixed_layers(load_recipe("kivi-2").formats, layers)
     assert resolve_budget(sizes, AllocateSpec(same_bytes_as="kivi-2", **LENGTHS), layers, 0).cache == sum(

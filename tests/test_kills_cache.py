@@ -1,49 +1,18 @@
-"""Signs, rotations, windows, rooms and query means of pages, and the mirror's check in an evaluation."""
+"""Rotations, windows, rooms of tiers, and which channels count where keys are divided by λ."""
 
 from __future__ import annotations
 
-import itertools
-
-import pytest
 import torch
-from cache_cases import KIVI_2
-from evaluation_cases import make_plan
-from predictor_runs import loaded_llama, sequences
-from test_evaluate_generation import spec
 from torch import Tensor
 
-from kvcal.errors import ArtifactError
-from kvcal.formats import Boost, Format, Side, Tier, WindowRule
+from kvcal.formats import Boost, Format, Tier, WindowRule
 from kvcal.geometry import AttentionGeometry
 from kvcal.layer_plan import LayerPlan
-from kvcal.models.load import LoadedModel, load
-from kvcal.models.rotary import rotary_maps
-from kvcal.models.taps import tap
-from kvcal.progress import Silent
 from kvcal.quantizers.tiers import TieredLayout
 from kvcal.runtime.page_codec import PageCodec
-from kvcal.runtime.rows import Rows
-from kvcal.stages.generation import measure_tasks
-from kvcal.stages.lattice_tensors import lattice_tensors
-from kvcal.stages.mirror import MirroredLayer
-from kvcal.stages.reconstruct import Reconstruction, Wanted, read_pages
 from kvcal.transforms.rotation import rotate, unrotate
 
 BOOSTED = Format(2, "channel", 32, boost=Boost("query_range", (Tier(4, 0.25),)))
-
-
-def test_every_layers_keys_and_values_have_random_signs_of_their_own() -> None:
-    fmt = Format(2, lattice_dim=2)
-    layers = [LayerPlan(AttentionGeometry(index, 4, 4, 64, 64), (fmt,), (fmt,)) for index in range(4)]
-    tensors = lattice_tensors(layers)
-    signs = {name: tensor.double() for name, tensor in tensors.items() if name.endswith("_signs")}
-    assert len(signs) == 8
-    for tensor in signs.values():
-        assert tensor.abs().eq(1).all() and tensor.mean().abs() < 0.25  # 4 standard deviations of 256 fair coins
-    for one, other in itertools.combinations(signs, 2):
-        assert (signs[one] * signs[other]).mean().abs() < 0.25, (one, other)
-    again = lattice_tensors(layers[:1])
-    assert all(torch.equal(tensors[name], again[name]) for name in again)
 
 
 def test_keys_turn_as_complex_numbers_and_back() -> None:
@@ -98,52 +67,3 @@ def test_lambda_does_not_change_which_channels_count() -> None:
     assert torch.equal(*bits) and set(bits[0].flatten().tolist()) == {2, 4}
     alone = layout.channel_bits(plain.encode(keys / lambdas[:, None], ordinals, 2, query_mean))
     assert not torch.equal(alone, bits[0])
-
-
-def test_pages_to_predict_from_are_scored_by_the_mean_query(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over all tokens and the heads of the group, as far as the calibration goes."""
-    loaded = loaded_llama(2)
-    layer = LayerPlan(loaded.geometry.layers[0], (BOOSTED,), (Format(2),))
-    tokens_T = sequences([300]).sequences[0]
-    tables = {index: one.tensor() for index, one in rotary_maps(loaded.model, loaded.geometry).items()}
-    way = Reconstruction([layer], {"layers.0.rotary": tables[0]}, "float32")
-    means: list[Tensor] = []
-    encode = PageCodec.encode
-
-    def noted(self, x, ordinals, num_bits, query_mean=None, prediction=None):
-        means.append(query_mean)
-        return encode(self, x, ordinals, num_bits, query_mean, prediction)
-
-    monkeypatch.setattr(PageCodec, "encode", noted)
-    wanted = [Wanted(layer, ("k",))]
-    read_pages(loaded.model, loaded.geometry, wanted, [way], tables, tokens_T, lambda *args: None)
-    seen = []
-    with torch.no_grad(), tap(loaded.model, seen.append, loaded.geometry):
-        loaded.model(input_ids=tokens_T[None], use_cache=False)
-    q_HTD = seen[0].q_post_BHTD[0].double().numpy()
-    for page, head, channel in itertools.product(range(2), range(2), range(8)):
-        of_group = abs(q_HTD[4 * head : 4 * head + 4, :, channel])
-        assert float(means[0][page, head, channel]) == pytest.approx(of_group.mean(), rel=1e-5)
-
-
-@pytest.fixture(scope="module")
-def embedded() -> LoadedModel:
-    return load("reasoner-10m", device="cpu")
-
-
-def test_an_evaluation_fails_where_the_mirror_is_not_the_packed_cache(
-    embedded: LoadedModel,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    refresh = MirroredLayer._refresh
-
-    def spoiled(self: MirroredLayer, side: Side, rows: Rows) -> None:
-        is_stale = bool(self.stale)
-        refresh(self, side, rows)
-        if is_stale and side == "k":
-            self.dense[side][0, 0, 0, 0] += 1.0
-
-    monkeypatch.setattr(MirroredLayer, "_refresh", spoiled)
-    problems = spec(tasks=("times",), num_problems=1, max_digits=7, max_new_tokens=130)
-    with pytest.raises(ArtifactError, match="the decoded k differ from the packed cache by 1"):
-        measure_tasks(embedded, make_plan(embedded, KIVI_2), problems, Silent())

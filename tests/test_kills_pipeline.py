@@ -26,6 +26,7 @@ from kvcal.models import identity
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan import Workload
 from kvcal.plan_tensors import tensors_nbytes
+from kvcal.pools import Purpose
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, Recipe, load_recipe
 from kvcal.stages import generation, profile
@@ -34,7 +35,7 @@ from kvcal.stages.checkpoint import Checkpoint, State
 from kvcal.stages.complete import complete
 from kvcal.stages.divergence import divergences, unquantized_plan
 from kvcal.stages.generation import TaskResult, measure_tasks
-from kvcal.stages.kl_meter import PHASE, KLMeter
+from kvcal.stages.kl_meter import PHASE, KLMeter, declare_kls
 from kvcal.stages.kl_texts import kl_texts
 from kvcal.stages.prefix import named_parts, pack_prefix
 from kvcal.stages.prefix_load import load_prefix
@@ -93,7 +94,7 @@ def test_the_smallest_budget_that_is_named_has_room_for_lambda(tmp_path: Path, l
     assert smallest is not None
     recipe = recipe_of(tmp_path, f'"{smallest}B"')
     plan = pipeline.build_plan(recipe, loaded, folder, None, Silent())
-    unused = reserved_bytes(loaded.geometry, recipe.reparam) - tensors_nbytes(plan.tensors)
+    unused = reserved_bytes(loaded.geometry, recipe.cache, recipe.reparam) - tensors_nbytes(plan.tensors)
     assert plan.predicted_bytes + unused == smallest
 
 
@@ -169,7 +170,7 @@ def test_the_meter_gives_each_plan_its_own_divergence_over_all_texts(tmp_path: P
     texts = kl_texts(data, 3, 290, CacheSpec(0, 0, 0))
     plans = [make_plan(small, pair) for pair in (KIVI_2, COARSE)]
     start = State({}, {PHASE: 0})
-    with Checkpoint(tmp_path / "x.safetensors", "test", {}, start, Silent()) as checkpoint:
+    with Checkpoint(tmp_path / "x.safetensors", "test", {}, start, declare_kls, Silent()) as checkpoint:
         meter = KLMeter(small, texts, 2, checkpoint, Silent())
         found = meter.kl([*plans, plans[0]], "plans")
         assert len(checkpoint.state.means) == 2
@@ -181,23 +182,24 @@ def test_the_meter_gives_each_plan_its_own_divergence_over_all_texts(tmp_path: P
 
 
 def test_the_error_of_a_mean_over_tasks() -> None:
-    tasks = tuple(TaskResult(name, 0.5, error, 8, 4, 0, 9) for name, error in (("a", 0.1), ("b", 0.2), ("c", 0.2)))
+    errors = {"a": 0.1, "b": 0.2, "c": 0.2}
+    tasks = tuple(TaskResult(name, 0.5, error, 8, 4, 0, 9, (9,) * 8) for name, error in errors.items())
     one = replace(row("x", UNIFORM, 0.1, None), tasks=tasks)
     assert one.accuracy == 0.5 and one.accuracy_se == pytest.approx(math.sqrt(0.01 + 0.04 + 0.04) / 3)
 
 
 def test_problems_are_those_of_the_seed(embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, int, int]] = []
+    asked: list[tuple[str, int, int, str]] = []
     problems = generation.problems
 
-    def noted(task: str, count: int, seed: int, **limits: int):
-        asked.append((task, count, seed))
-        return problems(task, count, seed, **limits)
+    def noted(task: str, count: int, seed: int, purpose: Purpose, **limits: int):
+        asked.append((task, count, seed, purpose))
+        return problems(task, count, seed, purpose, **limits)
 
     monkeypatch.setattr(generation, "problems", noted)
     wanted = spec(tasks=("times", "chain"), num_problems=1, seed=5, max_new_tokens=1)
     measure_tasks(embedded, make_plan(embedded), wanted, Silent())
-    assert asked == [("times", 1, 5), ("chain", 1, 5)]
+    assert asked == [("times", 1, 5, "report"), ("chain", 1, 5, "report")]
 
 
 def test_a_generation_ends_with_the_models_context(

@@ -15,7 +15,7 @@ from kvcal.errors import InfeasibleBudget, UsageError
 from kvcal.formats import RAW, Boost, Tier
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
 from kvcal.plan import Plan, Workload
-from kvcal.plan_tensors import check_sources, tensors_nbytes
+from kvcal.plan_tensors import check_layers, tensors_nbytes
 from kvcal.recipe import CacheSpec
 from kvcal.specs import KeyChoice, PredictorSpec, SearchSpec, ValueChoice
 from kvcal.stages import search_problem
@@ -278,7 +278,7 @@ def test_sixteen_bits_beside_predictions_make_a_plan(sinks):
     for _ in range(100):
         choice = tuple(draw.randrange(len(options)) for options in wide.options)
         layers, _ = composed_layers(GEOMETRY, wide.chosen(choice), Materials({}, {}))
-        check_sources(layers)
+        check_layers(layers)
         predicted = any(layer.k_predictor or layer.v_predictor for layer in layers)
         with_raw += predicted and any(RAW in (*layer.k, *layer.v) for layer in layers)
     assert with_raw >= 20
