@@ -29,6 +29,7 @@ from kvcal.plan_tensors import tensors_nbytes
 from kvcal.pools import Purpose
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, Recipe, load_recipe
+from kvcal.specs import ProgressiveSpec
 from kvcal.stages import generation, profile
 from kvcal.stages.allocate import reserved_bytes
 from kvcal.stages.checkpoint import Checkpoint, State
@@ -96,6 +97,24 @@ def test_the_smallest_budget_that_is_named_has_room_for_lambda(tmp_path: Path, l
     plan = pipeline.build_plan(recipe, loaded, folder, None, Silent())
     unused = reserved_bytes(loaded.geometry, recipe.cache, recipe.reparam) - tensors_nbytes(plan.tensors)
     assert plan.predicted_bytes + unused == smallest
+
+
+def test_formats_that_shrink_leave_room_for_lambda(tmp_path: Path, loaded: LoadedModel) -> None:
+    """Also where the recipe fixes them, and the bits are those of [progressive]."""
+    folder, recipe = pipeline.Folder.create(tmp_path / "out"), load_recipe("pm-kvq-2-offset")
+    recipe = replace(recipe, progressive=ProgressiveSpec(bits=9.0))
+    allocation = pipeline.choose_formats(recipe, loaded, folder, Workload(2, 4000), Silent())
+    assert allocation.split.reserved == reserved_bytes(loaded.geometry, recipe.cache, recipe.reparam) > 0
+
+
+def test_an_evaluation_feeds_no_more_sequences_than_the_schedule_has(tmp_path: Path, loaded: LoadedModel) -> None:
+    shrinking = (replace(fmt, param_dtype="float32", shrink_at=(128, 192, 256)) for fmt in KIVI_2)
+    plan = replace(make_plan(loaded, tuple(shrinking)), workload=Workload(1, 512))
+    recipe, folder = recipe_of(tmp_path, '"9MB"'), pipeline.Folder.create(tmp_path / "out")
+    data = replace(recipe.data, seq_len=200)
+    recipe = replace(recipe, evaluate=replace(recipe.evaluate, against=(), tasks=(), data=data, batch=2))
+    found = pipeline.evaluate_plan(recipe, loaded, plan, folder, Silent())
+    assert found.inputs["evaluate.batch"] == 1
 
 
 def test_a_plan_is_for_the_workload_asked_for(tmp_path: Path, loaded: LoadedModel) -> None:
@@ -188,18 +207,21 @@ def test_the_error_of_a_mean_over_tasks() -> None:
     assert one.accuracy == 0.5 and one.accuracy_se == pytest.approx(math.sqrt(0.01 + 0.04 + 0.04) / 3)
 
 
-def test_problems_are_those_of_the_seed(embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("purpose", ["report", "select"])
+def test_problems_are_those_of_the_seed_and_the_pool(
+    embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch, purpose: Purpose
+) -> None:
     asked: list[tuple[str, int, int, str]] = []
     problems = generation.problems
 
-    def noted(task: str, count: int, seed: int, purpose: Purpose, **limits: int):
-        asked.append((task, count, seed, purpose))
-        return problems(task, count, seed, purpose, **limits)
+    def noted(task: str, count: int, seed: int, of: Purpose, **limits: int):
+        asked.append((task, count, seed, of))
+        return problems(task, count, seed, of, **limits)
 
     monkeypatch.setattr(generation, "problems", noted)
     wanted = spec(tasks=("times", "chain"), num_problems=1, seed=5, max_new_tokens=1)
-    measure_tasks(embedded, make_plan(embedded), wanted, Silent())
-    assert asked == [("times", 1, 5, "report"), ("chain", 1, 5, "report")]
+    measure_tasks(embedded, make_plan(embedded), wanted, Silent(), purpose)
+    assert asked == [("times", 1, 5, purpose), ("chain", 1, 5, purpose)]
 
 
 def test_a_generation_ends_with_the_models_context(
