@@ -42,7 +42,9 @@ def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
 
 
 @pytest.fixture(autouse=True)
-def no_hang() -> Iterator[None]:
+def no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)  # where a command that gets far leaves its folder
+
     def stop(number: int, frame: FrameType | None) -> None:
         raise AssertionError(f"still running after {SECONDS} s")
 
