@@ -103,7 +103,7 @@ def print_text(text: str) -> None:
 
 
 def discard_stdout() -> None:
-    """What is left in stdout's buffer goes nowhere: the interpreter would try again when it ends."""
+    """Drops the rest of stdout's buffer: the interpreter would try to write it again when it ends."""
     with suppress(UnsupportedOperation):  # a stdout in memory
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,4 +1,4 @@
-"""What a plan says of the data it was made from, and the guard that it is not measured on them.
+"""The record of a plan's calibration data, and the guard that the plan is not measured on them.
 
 A stage names its data among its artifact's inputs, and the plan's provenance takes them over: {"calibration":
 {stage: {"purpose", "source", "source_sha256", "sequences"}}}, with 12 hex digits of sha256 for each sequence.

@@ -338,7 +338,7 @@ def provenance_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def _profile_data(folder: Folder) -> dict[str, Any]:
-    """What the folder's profile was measured on."""
+    """The record of the data that the folder's profile was measured on."""
     return calibration("profile", artifact.read(folder.profile, profile_stage.KIND, profile_stage.SCHEMA).inputs)
 
 

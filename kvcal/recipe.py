@@ -34,7 +34,7 @@ RECIPE_FOLDERS = (Path(__file__).parent / "recipes", Path(__file__).parent.paren
 
 @dataclass(frozen=True, config=STRICT)
 class ProfileSpec:
-    """What is measured. Candidates are exactly ``num_bits`` x axis x ``group_sizes`` (V: per token only) and 16 bits.
+    """The measured candidates: exactly ``num_bits`` x axis x ``group_sizes`` (V: per token only) and 16 bits.
 
     Of these, ``kl_num_bits`` (default: 2, 3 and 4 bits, or all where none of them is a candidate) x ``kl_group_size``
     (default: the largest) x the first of ``k_axes`` are also measured by their KL to the 16-bit cache: one layer's K or

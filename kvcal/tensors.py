@@ -30,7 +30,7 @@ class TensorSpec:
         return math.prod(self.extents) * self.dtype.itemsize
 
     def fault(self, tensor: Tensor) -> str | None:
-        """What is wrong with ``tensor``, as the end of a sentence; None if nothing is."""
+        """The fault of ``tensor``, as the end of a sentence; None if it has none."""
         extents = tuple(tensor.shape)
         fits = len(extents) == len(self.shape) and all(
             want is None or want == have for want, have in zip(self.shape, extents, strict=True)

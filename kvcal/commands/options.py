@@ -45,7 +45,7 @@ Problems = Annotated[int | None, typer.Option("--problems", help="Problems of ea
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What a command was told of its data; None: as the recipe has it."""
+    """Data options of a command line; None: as the recipe has it."""
 
     source: str | None = None
     columns: str | None = None

@@ -266,7 +266,7 @@ def _tokenizer(location: _Location, needed: bool) -> Tokenizer | None:
 
 
 def _reason(error: Exception) -> str:
-    """What transformers says, in one line."""
+    """The message of an error of transformers, in one line."""
     if isinstance(error, UnpicklingError):  # torch advises to read the file without its guard
         return "not a file of tensors alone"
     text = " ".join(str(error).split())

@@ -96,8 +96,8 @@ def reserved_bytes(
     predictors: PredictorSpec | None = None,
     device_workload: Workload | None = None,
 ) -> int:
-    """What the transforms of a recipe take at most: λ and offset of every layer, all predictors that can be, and, with
-    a ``device_workload``, the workspace that these need."""
+    """Upper bound of the bytes that the transforms of a recipe take: λ and offset of every layer, all predictors that
+    can be, and, with a ``device_workload``, the workspace that these need."""
     fmt = cache.format("k", 2, "token", 128), cache.format("v", 2, "token", 128)
     layers = tuple(
         LayerPlan(layer.geometry, fmt[:1], fmt[1:]) if layer.is_paged else layer for layer in bare_layers(geometry)
@@ -119,7 +119,7 @@ def reserved_bytes(
 
 
 def transform_bytes(allocation: Allocation, layers: Sequence[LayerPlan], tensor_bytes: int) -> int:
-    """What the transforms of ``layers`` take of the allocation's budget: their tensors, and the workspace that they
+    """Bytes that the transforms of ``layers`` take of the allocation's budget: tensors, and the workspace that they
     need beyond what was counted (below zero where the plan needs less)."""
     split = allocation.split
     if split.logits is None or split.workspace is None:
@@ -129,7 +129,7 @@ def transform_bytes(allocation: Allocation, layers: Sequence[LayerPlan], tensor_
 
 
 def bytes_left(allocation: Allocation, layers: tuple[LayerPlan, ...], tensor_bytes: int) -> int | None:
-    """What the allocation's ``layers``, with transforms by now, and their tensors leave of its budget; below zero
+    """Bytes that the allocation's ``layers``, with transforms by now, and their tensors leave of its budget; below zero
     beyond it, None without a budget."""
     split, workload = allocation.split, allocation.workload
     if split.kind is None:

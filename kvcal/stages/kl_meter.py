@@ -23,7 +23,7 @@ PHASE = "groups of plans"
 
 
 def declare_kls(done: Mapping[str, int], names: Collection[str]) -> dict[str, Statistic]:
-    """What the meter's checkpoint holds: a mean for each plan, named by the plan's sha256."""
+    """The content of the meter's checkpoint: a mean for each plan, named by the plan's sha256."""
     for name in names:
         if not re.fullmatch("[0-9a-f]{64}", name):
             raise ValueError(f"{name[:80]!r} is no plan's sha256")

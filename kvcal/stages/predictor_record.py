@@ -188,8 +188,8 @@ def load(path: Path) -> PredictorRecord:
 
 
 def _declared(body: _Body, names: Iterable[str]) -> dict[str, TensorSpec]:
-    """What the findings need, and of ``names`` the rotary tables of their other layers, which may keep keys before RoPE
-    without a predictor. ValueError for findings that do not go together."""
+    """The tensors that the findings need, and of ``names`` the rotary tables of their other layers, which may keep
+    keys before RoPE without a predictor. ValueError for findings that do not go together."""
     places = [(finding.layer, finding.side) for finding in body.findings]
     if len(set(places)) < len(places):
         raise ValueError(f"findings of the layers and sides {places[:8]}, expected each once")

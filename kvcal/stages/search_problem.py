@@ -1,4 +1,4 @@
-"""What a search chooses from: the options of every unit, their bytes, and plans of one composition for all layers."""
+"""The choices of a search: the options of every unit, their bytes, and plans of one composition for all layers."""
 
 from __future__ import annotations
 

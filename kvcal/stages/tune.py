@@ -92,7 +92,7 @@ def _opened(path: Path, search: Search, inputs: dict[str, Any], workers: int, re
 
 
 def _identity(inputs: dict[str, Any], search: Search) -> dict[str, Any]:
-    """What must be alike for a study to go on."""
+    """The inputs that must be alike for a study to go on."""
     thresholds = [dump(threshold) for threshold in search.thresholds]
     return inputs | {"search.thresholds": thresholds, "search.seed": search.seed}
 
