@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvcal.artifact import sha256_json
+from kvcal.data_record import calibration, data_inputs, with_calibration
 from kvcal.folder import Folder, compute_dtype, flat, is_current, model_inputs
 from kvcal.models.load import LoadedModel
 from kvcal.plan import Plan
@@ -27,7 +28,7 @@ def tune_folder(recipe: Recipe, loaded: LoadedModel, plan: Plan, folder: Folder,
         **model_inputs(loaded),
         "plan.sha256": plan.sha256,
         **flat("tune", dump(recipe.tune)),
-        "data.fingerprint": data.fingerprint,
+        **data_inputs(data),
         "provenance": sha256_json(plan.provenance),
         **compute_dtype(loaded),
     }
@@ -36,6 +37,7 @@ def tune_folder(recipe: Recipe, loaded: LoadedModel, plan: Plan, folder: Folder,
     reporter.say(f"tune: {data.description}")
     origin = Origin(loaded.source, str(loaded.model.dtype).removeprefix("torch."), str(loaded.model.device))
     best = tune_plan(loaded, origin, plan, recipe, folder.path, reporter).plan
-    allocation = allocation_stage.unbudgeted(best.layers, best.model, best.cache_dtype, best.workload, best.provenance)
+    provenance = with_calibration(best.provenance, calibration("tune", inputs))
+    allocation = allocation_stage.unbudgeted(best.layers, best.model, best.cache_dtype, best.workload, provenance)
     allocation_stage.save(allocation, inputs, folder.allocation)
     return allocation
