@@ -23,8 +23,6 @@ from kvcal.stages.allocation_record import Allocation, BudgetKind, Split, layer_
 from kvcal.stages.predictor_choice import find_targets
 from kvcal.stages.predictor_record import with_predictor
 
-MAX_BITS = 4096  # per cached value: a single token in a buffer of 128 at 16 bits has 2,048
-
 
 @dataclass(frozen=True)
 class ModelSizes:
@@ -75,8 +73,6 @@ def resolve_budget(sizes: ModelSizes, spec: AllocateSpec, layers: tuple[LayerPla
     if spec.kv_budget is not None:
         return Budget("kv_budget", parse_bytes(spec.kv_budget))
     if spec.bits is not None:
-        if not spec.bits <= MAX_BITS:
-            raise UsageError(f"bits = {spec.bits}; allowed: up to {MAX_BITS}", hint="16 bits compress nothing")
         return Budget("bits", int(spec.bits * num_values(layers, workload) / 8) + fixed)
     assert spec.same_bytes_as is not None
     other: Recipe = load_recipe(spec.same_bytes_as)

@@ -23,8 +23,8 @@ from kvcal.stages.predictor_record import Finding, PredictorRecord, with_predict
 
 @dataclass(frozen=True, eq=False)
 class Room:
-    """What ``allocation``, which has a budget, leaves for the predictors ``spec`` of its ``layers``, which have their
-    other transforms by now."""
+    """Bytes that ``allocation``, which has a budget, leaves for the predictors ``spec`` of its ``layers``, which have
+    their other transforms by now."""
 
     allocation: Allocation
     layers: tuple[LayerPlan, ...]

@@ -76,11 +76,11 @@ class Subject:
         return tuple(layer for layer in attention if layer.window is None)
 
     def candidates(self, side: Side) -> tuple[Candidate, ...]:
-        """Whose sensitivity is measured: the columns of ``Profile.sensitivity``."""
+        """The candidates whose sensitivity is measured: the columns of ``Profile.sensitivity``."""
         return candidates(side, self.spec.num_bits, self.spec.k_axes, self.spec.group_sizes)
 
     def kl_candidates(self, side: Side) -> tuple[Candidate, ...]:
-        """Whose KL is measured, some of ``candidates``: the columns of ``Profile.kl``; none without ``kl_samples``."""
+        """Those of ``candidates`` whose KL is measured: the columns of ``Profile.kl``; none without ``kl_samples``."""
         if self.spec.kl_samples == 0:
             return ()
         return candidates(side, self.spec.kl_bits, self.spec.k_axes[:1], (self.spec.kl_group,))

@@ -91,9 +91,8 @@ class TaskObjective:
         """
         self.bits = tuned_bits(plan)
         own = [name for name in spec.tasks if not name.startswith(LM_EVAL)]
-        seed = (evaluate.seed + 1 + spec.seed) % (
-            MAX_SEED + 1
-        )  # never the evaluation's: its problems measure the choice
+        # Never the evaluation's seed: its problems measure the choice.
+        seed = (evaluate.seed + 1 + spec.seed) % (MAX_SEED + 1)
         self.own_tasks = replace(evaluate, tasks=tuple(own), num_problems=spec.num_problems, seed=seed)
         self.foreign_tasks = tuple(name.removeprefix(LM_EVAL) for name in spec.tasks if name.startswith(LM_EVAL))
         if self.foreign_tasks:
