@@ -13,8 +13,8 @@ DEMO := artifacts/demo
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 # Of forward passes that are compared: caches, attention, statistics, what is measured.
-MODEL_TESTS := $(addprefix tests/test_,*cache*.py static*.py staged*.py *attention*.py threads.py prefix.py \
-  evaluate*.py profile*.py reparam*.py *predict*.py models_*.py recipe_runs.py)
+MODEL_TESTS := tests/cache tests/store tests/run/test_recipe_runs.py $(addprefix tests/models/test_models_,contract.py \
+  load.py projections.py) $(addprefix tests/stages/test_,prefix.py evaluate*.py profile*.py reparam*.py *predict*.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check format lint types test old-cpu gpu bench clean
@@ -27,7 +27,7 @@ help:
 	@echo "make gpu     set up, then what needs a GPU"
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make lint    format and lint, reading only"
-	@echo "make bench   measure time and memory (tests/bench)"
+	@echo "make bench   measure time and memory (experiments)"
 	@echo "make clean   remove caches, the demo's output and the environment"
 
 setup: $(READY)
@@ -73,7 +73,7 @@ gpu: $(READY)
 	$(PYTEST) -m gpu -n 8 --dist loadgroup
 
 bench: $(READY)
-	$(PYTEST) tests/bench/bench_*.py -m bench -s
+	$(PYTEST) experiments/bench_*.py -m bench -s
 
 clean:
 	rm -rf $(VENV) $(DEMO) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

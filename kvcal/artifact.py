@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import secrets
+import stat
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,8 +33,22 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from kvcal.errors import ArtifactError
-from kvcal.files import require_file
+from kvcal.errors import ArtifactError, KvcalError
+
+
+def require_file(path: str | Path, error: type[KvcalError]) -> None:
+    """Raise ``error`` if there is something at ``path`` that is no regular file, or the system does not take the name.
+    A path with nothing at it is left to the caller."""
+    try:
+        mode = Path(path).stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as refused:
+        raise error(f"{path}: {refused.strerror}", "check the path") from None
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
+        raise error(f"{path} is {kind}; expected a regular file", "check the path")
+
 
 METADATA_KEY = "kvcal"
 _FIELDS = {"kind", "schema", "inputs", "body", "digest"}

@@ -15,16 +15,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from kvcal.artifact import sha256_json
-from kvcal.data import DataSpec
+from kvcal.artifact import require_file, sha256_json
+from kvcal.data.sequences import DataSpec
+from kvcal.data.tasks import TASKS, require_lengths
 from kvcal.errors import UsageError
-from kvcal.files import require_file
-from kvcal.plan import RAW, Format, LayerPlan, Side
+from kvcal.pages.layout import AXES, PAGE_TOKENS
+from kvcal.plan.plan import RAW, Format, LayerPlan, Side
 from kvcal.quantities import MAX_BATCH, parse_bytes
-from kvcal.quantizers.pages import AXES, PAGE_TOKENS
 from kvcal.specs import Bits, ImportanceSpec, PredictorSpec, ProgressiveSpec, ReparamSpec, SearchSpec, TuneSpec
 from kvcal.strict import MAX_COUNT, STRICT, Seed, Size, SizeOrNone, Tokens, dump, parse
-from kvcal.tasks import TASKS, require_lengths
 
 Objective = Literal["sensitivity", "kl", "combined", "importance"]
 DEFAULT_KL_BITS = (2, 3, 4)

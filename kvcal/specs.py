@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from kvcal.formats import Boost, Side
+from kvcal.data.tasks import TASKS
+from kvcal.plan.format import Boost, Side
 from kvcal.quantities import MAX_SEED
 from kvcal.strict import STRICT, Seed, Share, Size, SizeOrNone, Tokens
-from kvcal.tasks import TASKS
 
 # Bits per cached value: a single token in a buffer of 128 at 16 bits has 2,048.
 Bits = Annotated[float, Field(gt=0, le=4096)]

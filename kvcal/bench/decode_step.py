@@ -23,7 +23,7 @@ from transformers import AttentionInterface, Cache, PreTrainedModel, StaticCache
 from kvcal.bench.baselines import Attention
 from kvcal.bench.kernel_use import KernelUse
 from kvcal.bench.timing import Times, event_ms, spread
-from kvcal.quantizers.pages import PAGE_TOKENS
+from kvcal.pages.layout import PAGE_TOKENS
 
 WARM_UP_STEPS = 3
 ENOUGH_MS, FEWEST_STEPS = 5000.0, 16  # of steps that are all alike

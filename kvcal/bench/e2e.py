@@ -30,13 +30,13 @@ from kvcal.bench.record import save_json
 from kvcal.bench.shape import RAW_PAIR, Pair, Point, raw_bytes
 from kvcal.bench.shapes import heads_of, model_plan
 from kvcal.bench.timing import QUICK_REPLAYS, num_caches
+from kvcal.cache.paged_attention import paged_attention
+from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import KvcalError, SlowPath, UsageError
-from kvcal.plan import Plan
+from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes, parse_bytes
-from kvcal.runtime.cache import PlanCache
-from kvcal.runtime.paged_attention import paged_attention
-from kvcal.runtime.step_workspace import step_workspace
+from kvcal.store.step_workspace import step_workspace
 
 FILE = "e2e.json"
 GROWTH = 4

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvcal.formats import SIDES, Side
+from kvcal.cache.static_layer import StaticLayer
 from kvcal.geometry import CACHE_DTYPES
-from kvcal.runtime.prediction import predicted, predictor_of
-from kvcal.runtime.static_layer import StaticLayer
-from kvcal.runtime.static_store import HeadStore
-from kvcal.runtime.stored_form import StoredForm
+from kvcal.plan.format import SIDES, Side
+from kvcal.store.prediction import predicted, predictor_of
+from kvcal.store.static_store import HeadStore
+from kvcal.store.stored_form import StoredForm
 
 
 class ExpectedPages:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from kvcal.bench.shape import RAW_PAIR, Heads, Pair, Point
 from kvcal.errors import UsageError
-from kvcal.formats import Boost, Format, Tier
 from kvcal.kernels.choice import FOLDED_HEAD_DIMS
 from kvcal.kernels.refusals import CHANNELS_AT_ONCE, MAX_HEAD_DIM
-from kvcal.quantizers.pages import PAGE_TOKENS
+from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.plan.format import Boost, Format, Tier
 from kvcal.recipe import load_recipe
 from kvcal.specs import PredictorSpec
 

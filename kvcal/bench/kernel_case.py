@@ -26,15 +26,15 @@ from kvcal.bench.random_plan import uniform_plan
 from kvcal.bench.shape import CACHE_DTYPE, Heads, Pair, Point
 from kvcal.bench.step_bytes import MIDDLE
 from kvcal.bench.timing import Call
+from kvcal.cache.plan_cache import PlanCache
+from kvcal.cache.static_layer import StaticLayer
 from kvcal.errors import SlowPath
-from kvcal.formats import SIDES, Side
 from kvcal.geometry import CACHE_DTYPES, ModelIdentity
 from kvcal.kernels import ops, reference
 from kvcal.kernels.refusals import refusals
-from kvcal.quantizers.pages import PAGE_TOKENS
-from kvcal.runtime.cache import PlanCache
-from kvcal.runtime.static_layer import StaticLayer
-from kvcal.runtime.static_store import HeadStore
+from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.plan.format import SIDES, Side
+from kvcal.store.static_store import HeadStore
 
 # Tokens that a cache has room for beyond its context: for the steps of a benchmark.
 ROOM = 2 * PAGE_TOKENS

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pydantic.dataclasses import dataclass
 
 from kvcal.bench.shape import CACHE_DTYPE
+from kvcal.cache.static_layer import StaticLayer
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.choice import is_plain
 from kvcal.kernels.decode import launch_of
-from kvcal.runtime.static_layer import StaticLayer
 from kvcal.strict import STRICT
 
 DECODE, DECODE_PLAIN, RECONSTRUCT = "decode", "decode_plain", "reconstruct + "

@@ -30,9 +30,9 @@ from kvcal.bench.step_bytes import step_bytes
 from kvcal.bench.tables import microseconds
 from kvcal.bench.timing import REPLAYS, Call, Times, graph_times, num_caches
 from kvcal.errors import KvcalError
-from kvcal.formats import SIDES
+from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.plan.format import SIDES
 from kvcal.progress import Reporter
-from kvcal.quantizers.pages import PAGE_TOKENS
 
 FILE = "layer.json"
 

@@ -13,7 +13,7 @@ from kvcal.bench.record import Baseline, document
 from kvcal.bench.shape import Heads, Pair, Point
 from kvcal.bench.step_bytes import StepBytes
 from kvcal.bench.timing import Times
-from kvcal.quantizers.pages import PAGE_TOKENS
+from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.strict import STRICT
 
 # Of a step's time, at this batch or more: what quantizing and packing may take, amortised.

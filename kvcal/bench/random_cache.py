@@ -9,12 +9,12 @@ import torch
 
 from kvcal.bench.expected_pages import forms_of
 from kvcal.bench.random_pages import SPREAD, fill_lattice, fill_pages
-from kvcal.formats import SIDES
-from kvcal.quantizers.lattice import LatticeLayout
-from kvcal.runtime.cache import PlanCache
-from kvcal.runtime.static_layer import StaticLayer
-from kvcal.runtime.static_store import HeadStore
-from kvcal.runtime.stored_form import StoredForm
+from kvcal.cache.plan_cache import PlanCache
+from kvcal.cache.static_layer import StaticLayer
+from kvcal.pages.lattice import LatticeLayout
+from kvcal.plan.format import SIDES
+from kvcal.store.static_store import HeadStore
+from kvcal.store.stored_form import StoredForm
 
 
 def fill_cache(cache: PlanCache, num_tokens: int, generator: torch.Generator | None = None) -> None:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcal.formats import Format, Side
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.macros import side_defines
-from kvcal.quantizers.lattice import LatticeLayout
-from kvcal.quantizers.pages import PAGE_TOKENS, PARAM_DTYPES, RAW_BITS
-from kvcal.quantizers.tiers import NO_SLOT
+from kvcal.pages.lattice import LatticeLayout
+from kvcal.pages.layout import PAGE_TOKENS, PARAM_DTYPES, RAW_BITS
+from kvcal.pages.tiered import NO_SLOT
+from kvcal.plan.format import Format, Side
 
 # The largest code times the scale, and the zero; each is multiplied by 0.5 to 1.5 at random.
 CODE_RANGE, ZERO = 0.15, -0.1

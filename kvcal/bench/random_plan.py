@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kvcal.bench.shape import CACHE_DTYPE, Heads, Pair
 from kvcal.geometry import ModelIdentity
-from kvcal.layer_plan import LayerPlan
-from kvcal.plan import Plan, Workload
-from kvcal.plan_tensors import needed_tensors
-from kvcal.quantizers.gaussian_grid import gaussian_grid
+from kvcal.pages.grids import gaussian_grid
+from kvcal.plan.layer import LayerPlan
+from kvcal.plan.plan import Plan, Workload
+from kvcal.plan.tensors import needed_tensors
 
 THETA = 10_000.0  # RoPE's; angles cost the same with any
 GAIN = 0.25
@@ -58,7 +58,7 @@ def _weights(kind: str, size: Sequence[int], generator: torch.Generator) -> Tens
 
 
 def rotary_table(head_dim: int) -> Tensor:
-    """fp64 [head_dim / 2, 4], as kvcal.plan_tensors has it: Llama's pairs."""
+    """fp64 [head_dim / 2, 4], as kvcal.plan.tensors has it: Llama's pairs."""
     first = torch.arange(head_dim // 2, dtype=torch.float64)
     angles = THETA ** (-2 * first / head_dim)
     return torch.stack([first, first + head_dim // 2, angles, torch.ones_like(first)], dim=1)

@@ -6,12 +6,12 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from kvcal.formats import RAW, Format, Side
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype
-from kvcal.layer_plan import LayerPlan
-from kvcal.quantizers.pages import PAGE_TOKENS
+from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.plan.format import RAW, Format, Side
+from kvcal.plan.layer import LayerPlan
 from kvcal.specs import PredictorSpec
-from kvcal.stages.predictor_record import with_predictor
+from kvcal.stages.predictors.record import with_predictor
 from kvcal.strict import STRICT
 
 CACHE_DTYPE: CacheDtype = "bfloat16"

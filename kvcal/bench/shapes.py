@@ -17,7 +17,7 @@ from kvcal.bench.random_plan import uniform_plan
 from kvcal.bench.shape import CACHE_DTYPE, Heads, Pair
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, ModelIdentity
-from kvcal.plan import Plan
+from kvcal.plan.plan import Plan
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {

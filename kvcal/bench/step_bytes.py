@@ -1,6 +1,6 @@
 """The bytes that a decode step's attention must move in one layer: what every time is held against.
 
-Packed pages are read once, where they are. A stored form (kvcal.runtime.stored_form) is read, written out as pages of
+Packed pages are read once, where they are. A stored form (kvcal.store.stored_form) is read, written out as pages of
 16 bits, and these are read by ``decode``; what predictors read is written and read in fp32 on top. Nothing else is
 counted: no temporaries of a reconstruction, no room beyond the tokens that are there, and no page that becomes due. So
 the bytes are a floor, and their ratio to 16 bits is the ceiling of the path's factor.
@@ -11,11 +11,11 @@ from __future__ import annotations
 from pydantic.dataclasses import dataclass
 
 from kvcal.bench.shape import CACHE_DTYPE, ITEM_BYTES, Heads, Pair, Point, raw_bytes
-from kvcal.formats import SIDES, Format, Side
 from kvcal.kernels.variants import stored_form
-from kvcal.layer_plan import LayerPlan
-from kvcal.plan_tensors import predictor_shape
-from kvcal.quantizers.pages import PAGE_TOKENS, RAW_BITS
+from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS
+from kvcal.plan.format import SIDES, Format, Side
+from kvcal.plan.layer import LayerPlan
+from kvcal.plan.tensors import predictor_shape
 from kvcal.strict import STRICT
 
 KEPT_ITEM_BYTES = 4  # predictors read fp32

@@ -43,8 +43,10 @@ def allocate(
 
     GB = 10^9 bytes, GiB = 2^30. Example: `kvcal allocate artifacts/llama --budget 24GB --batch 8 --context 32768`
     """
-    from kvcal import console, pipeline, views
+    from kvcal import console
+    from kvcal import tables as views
     from kvcal.recipe import AllocateSpec
+    from kvcal.run import pipeline
     from kvcal.strict import parse
 
     knobs: dict[str, Any] = {"budget": budget, "kv_budget": kv_budget, "bits": bits, "same_bytes_as": same_bytes_as}

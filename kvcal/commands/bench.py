@@ -74,7 +74,6 @@ def kernels(
     Example: `kvcal bench kernels --quick --format higgs --format aqua --batch 8 --context 8192` (reconstruct + decode)
     """
     from kvcal import console
-    from kvcal.bench.chart import draw_kernels
     from kvcal.bench.device import require_gpu
     from kvcal.bench.grid import (
         DEFAULT_PAIRS,
@@ -88,6 +87,7 @@ def kernels(
     from kvcal.bench.kernels import FILE, PICTURE, Job, bench_kernels
     from kvcal.bench.record import kernel_json
     from kvcal.bench.tables import baseline_table, kernel_table
+    from kvcal.charts.kernels import draw_kernels
     from kvcal.folder import Folder
 
     pairs = chosen_pairs(formats or (), recipe or (), QUICK_PAIRS if quick else DEFAULT_PAIRS)

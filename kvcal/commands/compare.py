@@ -74,17 +74,18 @@ def compare(
 
     Example: `kvcal compare mine.toml --model Qwen/Qwen3-8B --bits 2.5 --batch 16 --context 32768 --json`
     """
-    from kvcal import console, pipeline
-    from kvcal.data import TASK_SOURCES
-    from kvcal.plan import Workload
+    from kvcal import console
+    from kvcal.charts.comparison import draw_comparison
+    from kvcal.data.sequences import TASK_SOURCES
+    from kvcal.plan.plan import Workload
     from kvcal.recipe import load_recipe
-    from kvcal.stages.compare import FILE
-    from kvcal.stages.compare import compare as compare_points
-    from kvcal.stages.compare_chart import draw_comparison
-    from kvcal.stages.compare_points import points_of
-    from kvcal.stages.compare_table import comparison_columns, comparison_title
+    from kvcal.run import pipeline
+    from kvcal.run.transform import sequences
+    from kvcal.stages.compare.points import points_of
+    from kvcal.stages.compare.stage import FILE
+    from kvcal.stages.compare.stage import compare as compare_points
+    from kvcal.stages.compare.table import comparison_columns, comparison_title
     from kvcal.strict import dump
-    from kvcal.transform_folder import sequences
 
     given = DataOptions(data, columns, split, config, samples, seq_len, seed)
     points = tuple(replace(p, recipe=with_data(p.recipe, given, eval_data)) for p in points_of(recipes, bits or ()))

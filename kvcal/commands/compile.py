@@ -29,8 +29,11 @@ def compile_command(
     Example: `kvcal compile artifacts/llama -o plan.safetensors`, or, with λ in the weights instead of the plan,
     `kvcal compile artifacts/llama --fold llama-folded --model meta-llama/Llama-3.1-8B`
     """
-    from kvcal import console, pipeline, transform_folder, views
+    from kvcal import console
+    from kvcal import tables as views
     from kvcal.errors import UsageError
+    from kvcal.run import pipeline
+    from kvcal.run import transform as transform_folder
 
     paths = pipeline.Folder(folder)
     reporter = console.TerminalReporter(quiet)

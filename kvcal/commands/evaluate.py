@@ -54,10 +54,12 @@ def eval_command(
 
     Example: `kvcal eval plan.safetensors --model reasoner-10m --against kivi-2`
     """
-    from kvcal import console, pipeline, views
+    from kvcal import console
+    from kvcal import tables as views
     from kvcal.errors import UsageError
-    from kvcal.plan import load_plan
+    from kvcal.plan.plan import load_plan
     from kvcal.recipe import load_recipe, require_baselines
+    from kvcal.run import pipeline
     from kvcal.stages.verify import require_same_model
     from kvcal.strict import changed
 

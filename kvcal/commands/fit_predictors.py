@@ -56,13 +56,14 @@ def fit_predictors(
 
     Example: `kvcal fit-predictors artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl --samples 256`
     """
-    from kvcal import console, transform_folder
+    from kvcal import console
+    from kvcal.charts.predictors import draw_predictors
     from kvcal.folder import Folder
     from kvcal.recipe import load_recipe
+    from kvcal.run import transform as transform_folder
     from kvcal.specs import PredictorSpec
-    from kvcal.stages.predictor_chart import draw_predictors
-    from kvcal.stages.predictor_record import load as load_record
-    from kvcal.stages.predictor_record import table_rows
+    from kvcal.stages.predictors.record import load as load_record
+    from kvcal.stages.predictors.record import table_rows
     from kvcal.strict import dump, parse
 
     base = with_data(load_recipe(recipe), DataOptions(data, columns, split, config, samples, seq_len, seed))

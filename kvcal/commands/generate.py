@@ -37,9 +37,9 @@ def generate(
     """
     from kvcal import console
     from kvcal.errors import UsageError
-    from kvcal.plan import load_plan
+    from kvcal.plan.plan import load_plan
     from kvcal.stages.complete import complete
-    from kvcal.stages.prefix_load import complete_after, load_prefix
+    from kvcal.stages.prefix.load import complete_after, load_prefix
     from kvcal.stages.verify import require_same_model
 
     if chat and prefix is not None:

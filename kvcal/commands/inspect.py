@@ -10,8 +10,9 @@ def inspect(plan: PlanArgument, batch: Batch = None, context: Context = None, js
 
     Example: `kvcal inspect plan.safetensors --batch 32 --context 8192`
     """
-    from kvcal import console, views
-    from kvcal.plan import Workload, load_plan
+    from kvcal import console
+    from kvcal import tables as views
+    from kvcal.plan.plan import Workload, load_plan
 
     loaded = load_plan(plan)
     workload = Workload(batch or loaded.workload.batch, context or loaded.workload.context)

@@ -13,7 +13,7 @@ from kvcal.errors import UsageError
 from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
 
 if TYPE_CHECKING:
-    from kvcal.data import DataSpec
+    from kvcal.data.sequences import DataSpec
     from kvcal.models.load import LoadedModel
     from kvcal.progress import Reporter
     from kvcal.recipe import EvaluateSpec, Recipe
@@ -91,7 +91,7 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 
 def tell_toy_data(spec: DataSpec, loaded: LoadedModel, reporter: Reporter) -> None:
     """Say so when a model of the user's is calibrated on the embedded model's tasks."""
-    from kvcal.data import TASK_SOURCES
+    from kvcal.data.sequences import TASK_SOURCES
     from kvcal.models.load import embedded_models
 
     if spec.source in TASK_SOURCES and loaded.source not in embedded_models():

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from kvcal.artifact import require_file
 from kvcal.commands.options import Device, Dtype, Json, ModelOption, Quiet, load, prompt_text
 from kvcal.errors import UsageError
-from kvcal.files import require_file
 
 
 def pack_prefix(
@@ -28,9 +28,9 @@ def pack_prefix(
     Example: `kvcal pack-prefix --plan plan.safetensors --model reasoner-10m --prompt-file manual.txt -o manual.kv`
     """
     from kvcal import console
-    from kvcal.plan import load_plan
+    from kvcal.plan.plan import load_plan
     from kvcal.quantities import format_bytes
-    from kvcal.stages import prefix as stage
+    from kvcal.stages.prefix import pack as stage
     from kvcal.strict import dump
 
     text = _prompt_text(prompt, prompt_file)

@@ -46,8 +46,10 @@ def profile(
 
     Example: `kvcal profile meta-llama/Llama-3.1-8B --out artifacts/llama --data corpus.jsonl --samples 32`
     """
-    from kvcal import console, pipeline, views
+    from kvcal import console
+    from kvcal import tables as views
     from kvcal.recipe import load_recipe
+    from kvcal.run import pipeline
 
     base = with_data(load_recipe(recipe), DataOptions(data, columns, split, config, samples, seq_len, seed))
     folder = pipeline.Folder.create(out)

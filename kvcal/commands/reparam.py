@@ -62,12 +62,13 @@ def reparam(
 
     Example: `kvcal reparam artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl --samples 64`
     """
-    from kvcal import console, transform_folder
+    from kvcal import console
     from kvcal.folder import Folder
     from kvcal.recipe import load_recipe
+    from kvcal.run import transform as transform_folder
     from kvcal.specs import ReparamSpec
-    from kvcal.stages.reparam_record import load as load_record
-    from kvcal.stages.reparam_record import table_rows
+    from kvcal.stages.reparam.record import load as load_record
+    from kvcal.stages.reparam.record import table_rows
     from kvcal.strict import dump, parse
 
     base = with_data(load_recipe(recipe), DataOptions(data, columns, split, config, seed=seed))

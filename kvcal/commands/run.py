@@ -55,8 +55,10 @@ def run(
     One source serves both calibration and evaluation: they draw from different pools of it.
     Example: `kvcal run default --model Qwen/Qwen3-8B --data corpus.jsonl --out artifacts/qwen3`
     """
-    from kvcal import console, pipeline, views
+    from kvcal import console
+    from kvcal import tables as views
     from kvcal.recipe import load_recipe
+    from kvcal.run import pipeline
 
     given = DataOptions(data, columns, split, config, samples, seq_len, seed)
     chosen = with_data(load_recipe(recipe), given, eval_data)

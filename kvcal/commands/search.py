@@ -56,10 +56,12 @@ def search(
     Interrupted, it goes on after the last group of plans.
     Example: `kvcal search best --model Qwen/Qwen3-8B --bits 2.5 --batch 8 --context 32768 --data corpus.jsonl`
     """
-    from kvcal import console, pipeline, views
+    from kvcal import console
+    from kvcal import tables as views
     from kvcal.errors import UsageError
     from kvcal.recipe import AllocateSpec, load_recipe
-    from kvcal.stages.run_search import load as load_search
+    from kvcal.run import pipeline
+    from kvcal.stages.search.stage import load as load_search
     from kvcal.strict import changed, dump, parse
 
     base = with_data(load_recipe(recipe), DataOptions(data, columns, split, config, samples, seq_len, seed))

@@ -32,7 +32,7 @@ from kvcal.quantities import MAX_WORKERS
 
 if TYPE_CHECKING:
     from kvcal.recipe import Recipe
-    from kvcal.stages.tune_plan import Tuned
+    from kvcal.stages.tune.plan import Tuned
 
 
 def tune(
@@ -73,14 +73,15 @@ def tune(
     Interrupted, it goes on to exactly the trials it would have come to, whatever the number of workers then.
     Example: `kvcal tune mixkvq --model Qwen/Qwen3-8B --task lm-eval:gsm8k --trials 30 --max-bits 3.4`
     """
-    from kvcal import console, pipeline
+    from kvcal import console
     from kvcal.errors import UsageError
-    from kvcal.plan import Workload
+    from kvcal.plan.plan import Workload
     from kvcal.quantities import parse_bytes
     from kvcal.recipe import load_recipe
+    from kvcal.run import pipeline
     from kvcal.specs import TuneSpec
-    from kvcal.stages.tune_objective import Origin
-    from kvcal.stages.tune_plan import tune_plan
+    from kvcal.stages.tune.objective import Origin
+    from kvcal.stages.tune.plan import tune_plan
     from kvcal.strict import changed
 
     base = with_data(load_recipe(recipe), DataOptions(data, columns, split, config, samples, seq_len, seed))

@@ -17,10 +17,11 @@ def verify(
 
     Example: `kvcal verify plan.safetensors --model Qwen/Qwen3-8B`
     """
-    from kvcal import console, views
-    from kvcal.plan import load_plan
+    from kvcal import console
+    from kvcal import tables as views
+    from kvcal.plan.plan import load_plan
+    from kvcal.run.transform import max_context
     from kvcal.stages.verify import verify_plan
-    from kvcal.transform_folder import max_context
 
     loaded_plan = load_plan(plan)
     with console.TerminalReporter(quiet).running() as reporter:

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvcal.errors import SlowPath
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.variants import Variant, head_ranges, variant_of
-from kvcal.layer_plan import LayerPlan
-from kvcal.quantizers.pages import RAW_BITS
+from kvcal.pages.layout import RAW_BITS
+from kvcal.plan.layer import LayerPlan
 
 FOLDED_HEAD_DIMS = (64, 128)
 

@@ -29,7 +29,7 @@ from kvcal.artifact import sha256_json, write_bytes_atomic
 from kvcal.errors import ArtifactError, KernelError
 from kvcal.kernels.launch import Kernel
 from kvcal.kernels.resources import Resources, resources
-from kvcal.quantizers.gaussian_grid import cache_folder
+from kvcal.pages.grids import cache_folder
 
 __all__ = ["Kernel", "Resources", "cubin", "kernel", "resources"]
 

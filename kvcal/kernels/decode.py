@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kvcal.errors import UsageError
-from kvcal.formats import SIDES
 from kvcal.kernels.choice import FOLDED_HEAD_DIMS, is_plain
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.decode_plain import MAX_ROWS, plain_defines, plain_shape
@@ -22,8 +21,9 @@ from kvcal.kernels.decode_plain import THREADS as PLAIN_THREADS
 from kvcal.kernels.macros import DTYPE_NAMES, DTYPES, Defines
 from kvcal.kernels.operands import PageCounts, PageTransform, StoredSide
 from kvcal.kernels.variants import Variant
-from kvcal.quantizers.pages import RAW_BITS
-from kvcal.quantizers.tiers import TieredLayout
+from kvcal.pages.layout import RAW_BITS
+from kvcal.pages.tiered import TieredLayout
+from kvcal.plan.format import SIDES
 
 TILE_HEADS = 4  # query heads of a tile of the tensor core; a pass over the cache serves one or two tiles
 SWAP_BYTES = 644 * 4

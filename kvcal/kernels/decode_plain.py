@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvcal.kernels.macros import DTYPES, Defines
 from kvcal.kernels.variants import Variant
-from kvcal.quantizers.pages import padded_channels
+from kvcal.pages.layout import padded_channels
 
 THREADS = 256
 TILE_TOKENS = 32

@@ -12,7 +12,7 @@
 
 ``held`` and ``coding`` are groups of kvcal.kernels.form_operands; ``form``, and the promise of equal bytes everywhere,
 are those of kvcal.kernels.reconstruct. Channels with more bits than others are left out: their scores are the page
-codec's (kvcal.runtime.page_codec).
+codec's (kvcal.pages.codec).
 
 On CUDA this is ``csrc/encode_due.cu``, which returns at once where nothing is due; on a CPU, and for what that does not
 take (``unencoded``), torch, which encodes one page of every row and keeps it where it is due: the host is not asked.
@@ -27,19 +27,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal.formats import Format
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.encoding import encoding_defines, encoding_shared_bytes, encoding_tile_tokens, unencoded
 from kvcal.kernels.form_operands import HELD_PAGES, PAGE_CODING, HeldPages, PageCoding
 from kvcal.kernels.operands import grouped
 from kvcal.kernels.reconstruction import THREADS, Reconstruction, parse_reconstruction
 from kvcal.kernels.reference import NON_FINITE
-from kvcal.quantizers.finite import noted_in
-from kvcal.quantizers.lattice import LatticeLayout
-from kvcal.quantizers.pages import PAGE_TOKENS, page_positions
-from kvcal.quantizers.tiers import TieredLayout
-from kvcal.transforms.hadamard import norm
-from kvcal.transforms.rotation import unrotate
+from kvcal.pages.finite import noted_in
+from kvcal.pages.hadamard import norm
+from kvcal.pages.lattice import LatticeLayout
+from kvcal.pages.layout import PAGE_TOKENS, page_positions
+from kvcal.pages.rope_table import unrotate
+from kvcal.pages.tiered import TieredLayout
+from kvcal.plan.format import Format
 
 BLOCKS_PER_SM = 3  # of the kernel's grid: those that fit
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from kvcal.kernels.reconstruction import SHARED_BYTES, THREADS, Reconstruction, tile_floats
 from kvcal.kernels.variants import Defines
-from kvcal.quantizers.lattice import LatticeLayout
-from kvcal.quantizers.pages import PAGE_TOKENS, PARAM_DTYPES, RAW_BITS
-from kvcal.quantizers.tiers import TieredLayout
+from kvcal.pages.lattice import LatticeLayout
+from kvcal.pages.layout import PAGE_TOKENS, PARAM_DTYPES, RAW_BITS
+from kvcal.pages.tiered import TieredLayout
 
 VECTORS = 4  # of a thread
 

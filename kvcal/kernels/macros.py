@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import struct
 
-from kvcal.formats import RAW, Format, Side
 from kvcal.geometry import CACHE_DTYPES
-from kvcal.quantizers.pages import RAW_BITS, PageLayout
-from kvcal.quantizers.tiers import TieredLayout
+from kvcal.pages.layout import RAW_BITS, PageLayout
+from kvcal.pages.tiered import TieredLayout
+from kvcal.plan.format import RAW, Format, Side
 
 AXES = {"channel": 0, "token": 1}
 DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2}

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal.formats import SIDES, Side
 from kvcal.kernels import pack as pack_kernels
 from kvcal.kernels import reference
 from kvcal.kernels.decode import launch_decode
 from kvcal.kernels.operands import PageCounts, PageTransform, QueryStatistic, StoredSide, grouped
 from kvcal.kernels.variants import parse_key
+from kvcal.plan.format import SIDES, Side
 
 _STORE = (
     "Tensor(a!) k_sinks, Tensor(b!) k_buffer, Tensor(c!) k_pages, "

@@ -13,13 +13,13 @@ import math
 import torch
 from torch import Tensor
 
-from kvcal.formats import SIDES, Side
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.macros import DTYPE_NAMES, DTYPES
 from kvcal.kernels.operands import PageCounts, PageTransform, QueryStatistic, StoredSide
 from kvcal.kernels.variants import Variant
-from kvcal.quantizers.pages import PAGE_TOKENS
+from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.plan.format import SIDES, Side
 
 THREADS = 256
 

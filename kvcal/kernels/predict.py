@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvcal.kernels.compile import Kernel, kernel
-from kvcal.transforms.linear_predictor import INTEGER_BITS, LEAST_EXPONENT, LinearPredictor, balanced_columns
+from kvcal.pages.predictor import INTEGER_BITS, LEAST_EXPONENT, LinearPredictor, balanced_columns
 
 # [..., F1], [..., F2], fp32: inputs in a row, one or two parts -> [..., O] fp32
 Predict = Callable[[Sequence[Tensor]], Tensor]

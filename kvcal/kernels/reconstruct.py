@@ -1,6 +1,6 @@
 """Pages that the attention kernels cannot read, in every step: the operator ``kvcal::reconstruct``.
 
-A stored form (kvcal.runtime.stored_form) is one side of N neighbouring heads in one format, whose records are points of
+A stored form (kvcal.store.stored_form) is one side of N neighbouring heads in one format, whose records are points of
 a lattice, residuals of a prediction, or keys before RoPE. What is made of them:
 
     stored   what the layout decodes, + prediction
@@ -40,10 +40,10 @@ from kvcal.kernels.form_operands import (
 )
 from kvcal.kernels.operands import grouped
 from kvcal.kernels.reconstruction import THREADS, Reconstruction, parse_reconstruction, unserved
-from kvcal.quantizers.lattice import LatticeLayout
-from kvcal.quantizers.pages import PAGE_TOKENS, page_positions
-from kvcal.transforms.hadamard import norm
-from kvcal.transforms.rotation import cos_sin, rotate, unrotate
+from kvcal.pages.hadamard import norm
+from kvcal.pages.lattice import LatticeLayout
+from kvcal.pages.layout import PAGE_TOKENS, page_positions
+from kvcal.pages.rope_table import cos_sin, rotate, unrotate
 
 # Of the kernel's grid: some rounds of all that fit, so that blocks of short rows make room.
 BLOCKS_PER_SM = 16

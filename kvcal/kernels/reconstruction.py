@@ -11,11 +11,11 @@ import json
 from pydantic.dataclasses import dataclass as strict_dataclass
 
 from kvcal.errors import UsageError
-from kvcal.formats import SIDES, Format, Layout, Side
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.variants import DTYPES, Defines, side_defines
-from kvcal.quantizers.lattice import LatticeLayout
-from kvcal.quantizers.pages import PAGE_TOKENS
+from kvcal.pages.lattice import LatticeLayout
+from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.plan.format import SIDES, Format, Layout, Side
 from kvcal.strict import STRICT, dump, parse
 
 THREADS = 256

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations
-from kvcal.formats import Format, Side
 from kvcal.kernels.operands import PageCounts, PageTransform, QueryStatistic, StoredSide
 from kvcal.kernels.variants import Variant
-from kvcal.quantizers.pages import PAGE_TOKENS
-from kvcal.quantizers.scores import channel_scores
-from kvcal.quantizers.tiers import TieredLayout
+from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.scores import channel_scores
+from kvcal.pages.tiered import TieredLayout
+from kvcal.plan.format import Format, Side
 
 # Bits of the error flag: a page that cannot be stored, and one beyond the room of its tensor.
 NON_FINITE, NO_ROOM = 1, 2

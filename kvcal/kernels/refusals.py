@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvcal.formats import SIDES, Format, Side
 from kvcal.kernels.macros import page_layout
 from kvcal.kernels.variants import stored_form
-from kvcal.layer_plan import LayerPlan
+from kvcal.plan.format import SIDES, Format, Side
+from kvcal.plan.layer import LayerPlan
 
 # The kernels load tokens 8 channels at a time, and keep a tile of them in shared memory.
 CHANNELS_AT_ONCE, MAX_HEAD_DIM = 8, 512

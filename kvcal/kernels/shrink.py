@@ -1,7 +1,7 @@
 """Pages that shrink, converted where they are: the operator ``kvcal::shrink``, and what its kernel is compiled for.
 
 The first of the sweeps that lead from one stage of a schedule to the next (kvcal.kernels.stages). The bytes are those
-of ``kvcal.quantizers.convert``; ``csrc/shrink.cu`` says how they are made in place.
+of ``kvcal.pages.shrink``; ``csrc/shrink.cu`` says how they are made in place.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from pydantic.dataclasses import dataclass as strict_dataclass
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations, UsageError
-from kvcal.formats import SIDES, Format, Side
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.macros import AXES, DTYPES, Defines, page_layout, record_defines
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.kernels.stages import BITS, HEADS, TRANSFORM, Region, Stages, region_pages
-from kvcal.quantizers.convert import Transform, convert
-from kvcal.quantizers.pages import RAW_BITS, PageLayout
-from kvcal.quantizers.shift import SHIFTS
+from kvcal.pages.layout import RAW_BITS, PageLayout
+from kvcal.pages.shrink import SHIFTS, Transform, convert
+from kvcal.plan.format import SIDES, Format, Side
 from kvcal.strict import STRICT, dump, parse
 
 THREADS = 256

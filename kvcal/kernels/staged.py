@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal.formats import SIDES
 from kvcal.kernels import pack as pack_kernels
 from kvcal.kernels import reference
 from kvcal.kernels.decode import launch_decode
 from kvcal.kernels.operands import PageCounts, PageTransform, QueryStatistic, StoredSide, grouped
 from kvcal.kernels.stages import BITS, region_pages
 from kvcal.kernels.variants import Variant, parse_key
+from kvcal.plan.format import SIDES
 
 _STAGES = "Tensor present, int[] regions, str[] variants"
 

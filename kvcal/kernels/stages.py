@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcal.formats import Format, Side
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.macros import page_layout
+from kvcal.plan.format import Format, Side
 
 FIELDS = ("bits", "base", "pages", "heads", "record", "squeezed", "transform")
 BITS, BASE, PAGES, HEADS, RECORD, SQUEEZED, TRANSFORM = range(len(FIELDS))

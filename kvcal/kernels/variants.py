@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pydantic.dataclasses import dataclass as strict_dataclass
 
 from kvcal.errors import UsageError
-from kvcal.formats import RAW, SIDES, Format, Side
 from kvcal.geometry import AttentionGeometry, CacheDtype
 from kvcal.kernels.macros import DTYPES, Defines, page_layout, side_defines
-from kvcal.layer_plan import LayerPlan
-from kvcal.quantizers.pages import RAW_BITS, PageLayout
-from kvcal.quantizers.tiers import TieredLayout
+from kvcal.pages.layout import RAW_BITS, PageLayout
+from kvcal.pages.tiered import TieredLayout
+from kvcal.plan.format import RAW, SIDES, Format, Side
+from kvcal.plan.layer import LayerPlan
 from kvcal.strict import STRICT, dump, parse
 
 

@@ -5,7 +5,7 @@
 Logits stay what they were, because q k' is. Two things lie between a projection and the cache:
 
 - RoPE. λ passes through a rotation only if both channels of a pair have the same factor; which channels pair is
-  measured (``kvcal.models.rotary``), and anything else is refused.
+  measured (``kvcal.models.rope``), and anything else is refused.
 - QK-norm (Qwen3, Gemma-3, OLMo-2). A factor before the norm would be normalised away, so it goes into the norms' own
   weights. Where those are shared by all heads, all heads need the same λ; a norm that multiplies by 1 + weight (Gemma)
   is told from one that multiplies by weight by trying it out.
@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from kvcal.attention import attention_modules, layer_index
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, Geometry
+from kvcal.models.attention import attention_modules, layer_index
 from kvcal.models.geometry import attention_layers, checkpoint_dtype, geometry_of, probe_ids
 from kvcal.models.load import LoadedModel
-from kvcal.models.query_key import QueryKeyProjections, query_key_norms, query_key_projections
-from kvcal.models.rotary import rotary_pairs
+from kvcal.models.projections import QueryKeyProjections, query_key_norms, query_key_projections
+from kvcal.models.rope import rotary_pairs
 from kvcal.models.taps import Captured, tap
 
 _HINT = "keep λ as a runtime vector: a plan with k_rescale needs no folding"

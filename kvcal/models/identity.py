@@ -11,8 +11,8 @@ import hashlib
 import json
 from pathlib import Path
 
+from kvcal.artifact import require_file
 from kvcal.errors import UsageError
-from kvcal.files import require_file
 from kvcal.geometry import ModelIdentity
 
 _VOLATILE_KEYS = ("transformers_version", "_name_or_path")

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from kvcal.attention import attention_modules, forward_of
 from kvcal.errors import UnsupportedModel
 from kvcal.geometry import Geometry
+from kvcal.models.attention import attention_modules, forward_of
 from kvcal.models.taps import Captured, tap
 
 _REREAD = "kvcal_reread"

@@ -1,113 +1,306 @@
-"""Keys before RoPE: the only place that tells pre from post.
+"""Which channels a layer's rotary embedding turns, and how fast: measured on the model's own rotary function.
 
-Transformers has no hook before the rotation, so for the duration of a context, and only then, the
-``apply_rotary*`` function in a model file's namespace is wrapped with one that notes (before, after). The
-tensor that was turned into the layer's key is its pre-RoPE key, after QK-norm where a model has one.
-Rotations are never undone or derived again: cos, sin, scaling and pairing stay the model's own.
+Pairings differ between families (a channel with the one half a head away, or with its neighbour; all channels of a
+head, or its first few), and so do frequencies and amplitudes (linear, llama3 and YaRN scaling, two bases in one model).
+None of that is guessed from a configuration. A probe of a few tokens runs at chosen positions; for every layer, the
+call that turned its key is made once more, with unit vectors in place of the key and with the very cos and sin of the
+model. What comes back is the matrix of the rotation at each position: which channels mix, by which angle, times what.
 
-Left out: models that change keys after RoPE (Llama-4's and HunYuan's norm) and models that rotate by other
-means have no pre-RoPE key here: None, never a guess.
+PM-KVQ needs the pairs (its λ must be equal within a pair, to pass through the rotation: Eq. 9-11), a plan that stores
+keys before RoPE needs the whole map. Angles are observed at powers of two, where position x frequency is exact even in
+fp32, so that a doubling position refines the frequency each time; the model's own ``inv_freq`` buffer is taken where it
+agrees with every angle observed.
+
+Refused: angles that are not position x frequency (dynamic and longrope scaling change frequencies with the length,
+multimodal rotation takes three positions), and rotations that cannot be observed. ``rotary_pairs`` serves the former.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import wraps
-from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-_ROTARY_NAME = re.compile(r"_?apply_\w*(rotary|rope)")
+from kvcal.errors import UnsupportedModel
+from kvcal.geometry import Geometry
+from kvcal.models.attention import attention_modules, forward_of
+from kvcal.models.geometry import attention_layers, probe_ids
+from kvcal.models.taps import Captured, rotary_functions, tap
+
+FP32_EPS = torch.finfo(torch.float32).eps
 
 
-class RotationWatch(threading.local):
-    """Notes the rotations of one attention layer at a time, by thread; holds a few tensors until ``take_before``."""
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A layer's rotation as observed at some positions: ``matrices`` fp64 [T, D, D], out x in; ``eps`` the precision
+    of its cos and sin."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        config = model.config.get_text_config(decoder=True).to_dict()
-        self._has_rope = bool(config.get("rope_parameters")) or any(
-            "Rotary" in type(module).__name__ for module in model.get_decoder().modules()
-        )
-        self._rotations: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=8)
-
-    @contextmanager
-    def watching(self, forwards: Iterable[FunctionType]) -> Iterator[None]:
-        """Within the context, the rotary functions that ``forwards`` call are noted; restored on exit."""
-        with ExitStack() as restore:
-            for namespace, name in rotary_functions(forwards):
-                restore.callback(namespace.__setitem__, name, namespace[name])
-                namespace[name] = self._noting(namespace[name])
-            yield
-
-    def clear(self) -> None:
-        """Forget what an aborted forward left."""
-        self._rotations.clear()
-
-    def take_before(self, k_post_BNTD: torch.Tensor, forward: FunctionType) -> torch.Tensor | None:
-        """The pre-RoPE key of the layer whose attention (``forward``) now reads ``k_post_BNTD``: the same
-        shape, and the very same tensor in a layer without RoPE. None if it cannot be told."""
-        rotations = tuple(self._rotations)
-        self._rotations.clear()
-        for before, after in rotations:
-            if after is k_post_BNTD:
-                return before
-        for before, after in rotations:
-            k_pre_BNTD = _match(before, after, k_post_BNTD)
-            if k_pre_BNTD is not None:
-                return k_pre_BNTD
-        could_rotate = any(_ROTARY_NAME.match(name) for name in forward.__code__.co_names)
-        if rotations or (self._has_rope and not could_rotate):
-            return None
-        return k_post_BNTD  # a layer that could rotate and did not (NoPE), or a model without RoPE
-
-    def _noting(self, rotary: Callable) -> Callable:
-        """``rotary`` itself, noting (before, after): its outputs pair with its leading arguments, whether it
-        takes query and key together or one tensor."""
-        signature = inspect.signature(rotary)
-
-        @wraps(rotary)
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            after = rotary(*args, **kwargs)
-            before = signature.bind(*args, **kwargs).arguments.values()
-            outputs = after if isinstance(after, tuple) else (after,)
-            self._rotations.extend(zip(before, outputs, strict=False))
-            return after
-
-        return noted
+    positions: Tensor
+    matrices: Tensor
+    eps: float
 
 
-def rotary_functions(forwards: Iterable[FunctionType]) -> list[tuple[dict, str]]:
-    """(namespace, name) of each rotary function that one of the forwards calls, once each."""
-    found = {
-        (id(forward.__globals__), name): (forward.__globals__, name)
-        for forward in forwards
-        for name in forward.__code__.co_names
-        if _ROTARY_NAME.match(name) and name in forward.__globals__
-    }
-    return list(found.values())
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One call of a rotary function: outputs pair with the leading arguments."""
+
+    rotary: Callable
+    bound: inspect.BoundArguments
+    outputs: tuple[Tensor, ...]
 
 
-def _match(before: torch.Tensor, after: torch.Tensor, k_post_BNTD: torch.Tensor) -> torch.Tensor | None:
-    """The pre-RoPE key if ``after`` equals the key, or its first or last channels (partial RoPE on a slice),
-    in the layout (B, N, T, R) or (B, T, N, R); None otherwise."""
-    if after.ndim != 4 or before.shape != after.shape:
+def inputs_at(model: PreTrainedModel, tokens_BT: Tensor, positions_T: Tensor) -> dict[str, Tensor]:
+    """Arguments of a forward whose tokens stand at ``positions_T`` (int64) and attend causally, in their order.
+
+    The mask of ones is needed: without a mask, transformers reads positions that do not count up by one as several
+    sequences packed in a row, which do not see each other. UnsupportedModel for a model that takes no positions.
+    """
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModel(f"{type(model).__name__}.forward takes no position_ids")
+    tokens_BT = tokens_BT.to(model.device)
+    positions_BT = positions_T.to(model.device).expand_as(tokens_BT)
+    return {"input_ids": tokens_BT, "position_ids": positions_BT, "attention_mask": torch.ones_like(tokens_BT)}
+
+
+def observe_turns(model: PreTrainedModel, geometry: Geometry, positions: Sequence[int] | None) -> dict[int, Turn]:
+    """Every layer's rotation at ``positions``; None: those of an ordinary forward of four tokens."""
+    positions_T = torch.arange(4) if positions is None else torch.tensor(positions)
+    tokens_BT = probe_ids(model, 1, len(positions_T))
+    inputs = {"input_ids": tokens_BT} if positions is None else inputs_at(model, tokens_BT, positions_T)
+    calls: list[_Call] = []
+    turns: dict[int, Turn] = {}
+
+    def measure(captured: Captured) -> None:
+        place = f"layer {captured.layer} of {geometry.model_type}"
+        matrices = _matrices(calls, captured, place).cpu()
+        eps = max(FP32_EPS, torch.finfo(captured.k_post_BNTD.dtype).eps)
+        turns[captured.layer] = Turn(positions_T.double(), matrices, eps)
+        calls.clear()
+
+    with torch.no_grad(), _noting(model, calls), tap(model, measure, geometry):
+        model(**inputs, use_cache=False)
+    assert len(turns) == len(attention_layers(geometry))
+    return turns
+
+
+@contextmanager
+def _noting(model: PreTrainedModel, calls: list[_Call]) -> Iterator[None]:
+    """Within the context, the calls of the rotary functions in the model file are appended to ``calls``."""
+    with ExitStack() as restore:
+        for namespace, name in rotary_functions(forward_of(module) for module in attention_modules(model)):
+            restore.callback(namespace.__setitem__, name, namespace[name])
+            namespace[name] = _noted(namespace[name], calls)
+        yield
+
+
+def _noted(rotary: Callable, calls: list[_Call]) -> Callable:
+    signature = inspect.signature(rotary)
+
+    @wraps(rotary)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        after = rotary(*args, **kwargs)
+        outputs = after if isinstance(after, tuple) else (after,)
+        calls.append(_Call(rotary, signature.bind(*args, **kwargs), outputs))
+        return after
+
+    return noted
+
+
+def _matrices(calls: Sequence[_Call], captured: Captured, place: str) -> Tensor:
+    """The rotation of the layer's key at every position of the probe, fp64 [T, D, D], out x in."""
+    k_post_BNTD = captured.k_post_BNTD
+    identity = torch.eye(k_post_BNTD.shape[-1], dtype=torch.float64, device=k_post_BNTD.device)
+    matrices_TDD = identity.repeat(k_post_BNTD.shape[2], 1, 1)
+    if captured.k_pre_BNTD is k_post_BNTD:
+        return matrices_TDD
+    if captured.k_pre_BNTD is None:
+        raise UnsupportedModel(f"{place} changes its keys after RoPE, or rotates by unknown means")
+    for call in calls:
+        for number, after in enumerate(call.outputs):
+            for order in ((0, 1, 2, 3), (0, 2, 1, 3)):
+                start = _place_in(after.permute(order), k_post_BNTD) if after.ndim == 4 else None
+                if start is not None:
+                    turned = slice(start, start + after.shape[-1])
+                    matrices_TDD[:, turned, turned] = _turned_units(call, number, order)
+                    return matrices_TDD
+    raise UnsupportedModel(f"{place} rotates its keys by unknown means")
+
+
+def _place_in(after_BNTR: Tensor, k_post_BNTD: Tensor) -> int | None:
+    """The first channel of the key's part that is ``after_BNTR``; None if it is no part of the key."""
+    width = after_BNTR.shape[-1]
+    rest = k_post_BNTD.shape[-1] - width
+    if rest < 0 or after_BNTR.shape[:3] != k_post_BNTD.shape[:3]:
         return None
-    for order in ((0, 1, 2, 3), (0, 2, 1, 3)):
-        before_BNTR, after_BNTR = before.permute(order), after.permute(order)
-        rotary_dim = after_BNTR.shape[-1]
-        rest_dim = k_post_BNTD.shape[-1] - rotary_dim
-        if rest_dim < 0 or after_BNTR.shape[:3] != k_post_BNTD.shape[:3]:
-            continue
-        if torch.equal(after_BNTR, k_post_BNTD[..., :rotary_dim]):
-            rest_BNTR = k_post_BNTD[..., rotary_dim:]
-            return torch.cat([before_BNTR, rest_BNTR], dim=-1) if rest_dim else before_BNTR
-        if torch.equal(after_BNTR, k_post_BNTD[..., rest_dim:]):
-            return torch.cat([k_post_BNTD[..., :rest_dim], before_BNTR], dim=-1)
+    for start in (0, rest):
+        part = k_post_BNTD.narrow(-1, start, width)
+        if torch.allclose(after_BNTR, part, rtol=0, atol=0, equal_nan=True):  # NaN is left to who can name the sample
+            return start
     return None
+
+
+def _turned_units(call: _Call, number: int, order: Sequence[int]) -> Tensor:
+    """fp64 [T, R, R]: what the call makes of each unit vector, as columns."""
+    name = list(call.bound.arguments)[number]
+    shape = call.outputs[number].shape
+    units = torch.eye(shape[-1], dtype=torch.float64, device=call.outputs[number].device)
+    units = units[:, None, None].expand(-1, *shape[1:]).contiguous()  # unit vectors as a batch
+    bound = inspect.BoundArguments(call.bound.signature, {**call.bound.arguments, name: units})
+    after = call.rotary(*bound.args, **bound.kwargs)
+    turned = after[number] if isinstance(after, tuple) else after
+    return turned.permute(*order)[:, 0].permute(1, 2, 0).double()
+
+
+# Where a configuration names no context.
+DEFAULT_CONTEXT = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class RotaryMap:
+    """A layer's rotation. ``pairs`` int64 [P, 2]: channels (a, b) of a head, of which, at position p,
+
+        k_post_a = amplitude (k_pre_a cos(p f) - k_pre_b sin(p f)),   k_post_b = amplitude (k_pre_b cos + k_pre_a sin)
+
+    with f in ``frequency`` fp64 [P], radians per position, positive. Channels in no pair are not rotated; a layer
+    without RoPE has no pairs."""
+
+    pairs: Tensor
+    frequency: Tensor
+    amplitude: float
+
+    def tensor(self) -> Tensor:
+        """fp64 [P, 4]: a, b, frequency, amplitude; what a plan stores."""
+        amplitude = torch.full_like(self.frequency, self.amplitude)
+        return torch.stack([*self.pairs.double().unbind(1), self.frequency, amplitude], dim=1)
+
+
+def rotary_pairs(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tensor]:
+    """{layer: pairs int64 [P, 2]}, first channel below the second, for every attention layer; see ``RotaryMap``.
+
+    Raises:
+        UnsupportedModel: a layer's rotation cannot be observed, or mixes channels otherwise than in pairs.
+    """
+    turns = observe_turns(model, geometry, None)
+    return {index: _pairs(turn, f"layer {index} of {geometry.model_type}") for index, turn in turns.items()}
+
+
+def rotary_maps(model: PreTrainedModel, geometry: Geometry) -> dict[int, RotaryMap]:
+    """The rotation of every attention layer, by cache index.
+
+    Raises:
+        UnsupportedModel: as ``rotary_pairs``; or angles are not position x frequency; or they are known to less than
+            fp32 precision and no buffer of the model tells them.
+    """
+    small = observe_turns(model, geometry, None)
+    if all(not _pairs(turn, f"layer {index}").numel() for index, turn in small.items()):
+        nothing = torch.empty(0, dtype=torch.float64)
+        return {index: RotaryMap(torch.empty(0, 2, dtype=torch.int64), nothing, 1.0) for index in small}
+    config = model.config.get_text_config(decoder=True).to_dict()
+    if "mrope_section" in (config.get("rope_parameters") or {}):
+        raise UnsupportedModel(f"{geometry.model_type} rotates by three positions a token (mrope_section)")
+    context = config.get("max_position_embeddings") or DEFAULT_CONTEXT
+    ladder = sorted({0, 3, context // 3, context - 1, *(2**i for i in range(context.bit_length() - 1))})
+    try:
+        # Far positions first, small ones last: frequencies that grow with the length then show, and shrink back.
+        far = observe_turns(model, geometry, [0, 1, 3, context + 1, 2 * context])
+        near = observe_turns(model, geometry, ladder)
+    except torch.OutOfMemoryError:
+        raise
+    except (IndexError, RuntimeError) as error:
+        raise UnsupportedModel(f"{geometry.model_type} does not run at chosen positions: {error}") from error
+    finally:
+        small = observe_turns(model, geometry, None)
+    buffers = [buffer.double().cpu() for name, buffer in model.named_buffers() if "inv_freq" in name.split(".")[-1]]
+    return {
+        index: _map(near[index], [small[index], far[index]], buffers, f"layer {index} of {geometry.model_type}")
+        for index in small
+    }
+
+
+def _pairs(turn: Turn, place: str) -> Tensor:
+    """int64 [P, 2], ascending; refuses what is not a rotation of pairs."""
+    diagonal_TD = turn.matrices.diagonal(dim1=1, dim2=2)
+    linked_DD = (turn.matrices - diagonal_TD.diag_embed() != 0).any(0)
+    in_pairs = bool((linked_DD.sum(0) <= 1).all()) and torch.equal(linked_DD, linked_DD.T)
+    pairs = linked_DD.triu().nonzero()
+    a, b = pairs.unbind(1)
+    tolerance = 8 * turn.eps * float(turn.matrices.abs().max())
+    equal = (diagonal_TD[:, a] - diagonal_TD[:, b]).abs() <= tolerance
+    opposite = (turn.matrices[:, a, b] + turn.matrices[:, b, a]).abs() <= tolerance
+    alone = diagonal_TD[:, ~linked_DD.any(0)]
+    if not (in_pairs and bool(equal.all()) and bool(opposite.all()) and bool(((alone - 1).abs() <= tolerance).all())):
+        raise UnsupportedModel(f"{place}: its rotary function is not a rotation of pairs of channels")
+    return pairs
+
+
+def _map(near: Turn, others: Sequence[Turn], buffers: Sequence[Tensor], place: str) -> RotaryMap:
+    """From the observation at a ladder of positions, confirmed by all others."""
+    pairs = _pairs(near, place)
+    if not pairs.numel():
+        return RotaryMap(pairs, torch.empty(0, dtype=torch.float64), 1.0)
+    turns = [near, *others]
+    angles = [_angles(turn, pairs) for turn in turns]
+    amplitude = _amplitude(turns, pairs, place)
+    frequency = torch.zeros(len(pairs), dtype=torch.float64)
+    for position, angle in zip(near.positions.tolist(), angles[0], strict=True):
+        if position > 0 and math.log2(position).is_integer():
+            frequency = frequency + _wrapped(angle - position * frequency) / position
+    if not _explains(frequency, turns, angles):
+        raise UnsupportedModel(
+            f"{place}: its rotary angles are not position x frequency (dynamic or longrope scaling change them with "
+            "the length)"
+        )
+    own = [_nearest(buffer, frequency) for buffer in buffers if buffer.numel()]
+    own = [candidate for candidate in own if _explains(candidate, turns, angles)]
+    if not own and near.eps > FP32_EPS:
+        raise UnsupportedModel(
+            f"{place}: no inv_freq buffer agrees with its rotary angles, which are observed to {near.eps:.0e} only",
+            hint="load the model with dtype = float32",
+        )
+    frequency = own[0] if own else frequency
+    pairs = torch.where(frequency[:, None] < 0, pairs.flip(1), pairs)
+    return RotaryMap(pairs, frequency.abs(), amplitude)
+
+
+def _angles(turn: Turn, pairs: Tensor) -> Tensor:
+    """[T, P] in -π .. π."""
+    a, b = pairs.unbind(1)
+    return torch.atan2(turn.matrices[:, b, a], turn.matrices[:, a, a])
+
+
+def _amplitude(turns: Sequence[Turn], pairs: Tensor, place: str) -> float:
+    a, b = pairs.unbind(1)
+    found = torch.cat([torch.hypot(turn.matrices[:, a, a], turn.matrices[:, b, a]) for turn in turns])
+    amplitude = float(turns[0].matrices[0, a[0], a[0]])  # at position 0, where cos is 1
+    if not bool(((found - amplitude).abs() <= 8 * turns[0].eps * amplitude).all()):
+        raise UnsupportedModel(f"{place}: its rotation scales keys by {float(found.min())} to {float(found.max())}")
+    return amplitude
+
+
+def _explains(frequency: Tensor, turns: Sequence[Turn], angles: Sequence[Tensor]) -> bool:
+    """Whether all observed angles are position x frequency, to the rounding of an fp32 angle and of cos and sin."""
+    for turn, found_TP in zip(turns, angles, strict=True):
+        expected_TP = turn.positions[:, None] * frequency
+        tolerance_TP = 8 * turn.eps + 4 * FP32_EPS * expected_TP.abs()
+        if not bool((_wrapped(found_TP - expected_TP).abs() <= tolerance_TP).all()):
+            return False
+    return True
+
+
+def _nearest(values: Tensor, wanted: Tensor) -> Tensor:
+    """For each of ``wanted`` [P], the nearest of ± ``values``."""
+    nearest = values[(values.abs() - wanted.abs()[:, None]).abs().argmin(1)]
+    return torch.copysign(nearest, wanted)
+
+
+def _wrapped(angle: Tensor) -> Tensor:
+    """In -π .. π."""
+    return torch.remainder(angle + math.pi, 2 * math.pi) - math.pi

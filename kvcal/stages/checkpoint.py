@@ -21,11 +21,37 @@ from torch import Tensor
 
 from kvcal import artifact
 from kvcal.errors import ArtifactError
-from kvcal.observers.mean import Mean
 from kvcal.progress import Reporter
-from kvcal.record_file import record_of, refusing
+from kvcal.records import TensorSpec, record_of, refusing, require_tensors
 from kvcal.strict import STRICT, Count, dump
-from kvcal.tensors import TensorSpec, require_tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Mean:
+    """``total``: fp64 on the CPU, the sum of ``count`` observations."""
+
+    total: Tensor
+    count: int
+
+    @classmethod
+    def empty(cls, shape: Sequence[int]) -> Mean:
+        """No observation yet."""
+        return cls(torch.zeros(tuple(shape), dtype=torch.float64), 0)
+
+    def update(self, observations: Tensor) -> Mean:
+        """With n more observations: [n, *shape], any float dtype."""
+        return self.merge(Mean(observations.to("cpu", torch.float64).sum(0), observations.shape[0]))
+
+    def merge(self, other: Mean) -> Mean:
+        """The statistic of both sets of observations."""
+        return Mean(self.total + other.total, self.count + other.count)
+
+    def result(self) -> Tensor:
+        """The mean, fp64. ValueError without an observation."""
+        if self.count == 0:
+            raise ValueError("the mean of no observations")
+        return self.total / self.count
+
 
 SCHEMA = 1
 SAVE_SECONDS = 20.0

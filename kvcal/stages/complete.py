@@ -13,12 +13,12 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from kvcal.data import prefix_ids
+from kvcal.cache.plan_cache import PlanCache
+from kvcal.cache.queries import serving
+from kvcal.data.sequences import prefix_ids
 from kvcal.errors import UsageError
 from kvcal.models.load import LoadedModel
-from kvcal.plan import Plan, bare_layers
-from kvcal.runtime.cache import PlanCache
-from kvcal.runtime.queries import serving
+from kvcal.plan.plan import Plan, bare_layers
 
 # A template is a small program of the model's author.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)

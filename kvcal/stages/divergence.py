@@ -12,17 +12,27 @@ neither a limit nor a second way for models whose log-probabilities would not fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
-from kvcal.errors import NonFiniteActivations
+from kvcal.artifact import sha256_json, tensors_sha256
+from kvcal.cache.plan_cache import PlanCache
+from kvcal.cache.queries import serving
+from kvcal.data.sequences import TokenDataset
+from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.geometry import Geometry, ModelIdentity
-from kvcal.plan import Format, LayerPlan, Plan, Side, Workload, bare_layers
-from kvcal.runtime.cache import PlanCache
-from kvcal.runtime.queries import serving
+from kvcal.models.load import LoadedModel
+from kvcal.plan.plan import Format, LayerPlan, Plan, Side, Workload, bare_layers, plan_record
+from kvcal.progress import Reporter
+from kvcal.recipe import CacheSpec
+from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic
 
 # Tokens fed at once where no page ends sooner: bounds the logits and the attention's scratch.
 MAX_CHUNK_TOKENS = 256
@@ -122,3 +132,104 @@ def kl_divergence(reference_nV: Tensor, logits_nV: Tensor) -> Tensor:
         log_p, log_q = expected.double().log_softmax(-1), found.double().log_softmax(-1)
         parts.append((log_p.exp() * (log_p - log_q)).sum(-1))
     return torch.cat(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """A calibration sequence for the KL, cut; ``sample`` is its number in the data."""
+
+    sample: int
+    tokens_T: Tensor
+    loss_mask_T: Tensor
+
+
+def kl_texts(data: TokenDataset, num_samples: int, num_tokens: int, cache: CacheSpec) -> list[Text]:
+    """The first ``num_samples`` sequences, cut at ``num_tokens``, in which some loss token is predicted from a
+    quantized page. UsageError if there is none."""
+    if num_samples == 0:
+        return []
+    first = cache.first_from_page
+    pairs = zip(data.sequences, data.loss_masks, strict=True)
+    cut = [Text(i, tokens[:num_tokens], mask[:num_tokens]) for i, (tokens, mask) in enumerate(pairs)]
+    texts = [text for text in cut if bool(text.loss_mask_T[first:].any())][:num_samples]
+    if not texts:
+        raise UsageError(
+            f"none of {len(cut)} sequences has a loss token behind token {first} and within kl_tokens = "
+            f"{num_tokens}: nothing would be read from a quantized page, and every KL would be 0",
+            hint="give longer sequences, or set kl_samples = 0 to profile without KL",
+        )
+    return texts
+
+
+def padded_texts(texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
+    """tokens [B, T] int64 and loss masks [B, T] bool, padded on the right."""
+    tokens_BT = pad_sequence([text.tokens_T for text in texts], batch_first=True)
+    return tokens_BT, pad_sequence([text.loss_mask_T for text in texts], batch_first=True)
+
+
+PHASE = "groups of plans"
+
+
+def declare_kls(done: Mapping[str, int], names: Collection[str]) -> dict[str, Statistic]:
+    """The content of the meter's checkpoint: a mean for each plan, named by the plan's sha256."""
+    for name in names:
+        if not re.fullmatch("[0-9a-f]{64}", name):
+            raise ValueError(f"{name[:80]!r} is no plan's sha256")
+    if bool(names) != bool(done[PHASE]):
+        raise ValueError(f"{len(names)} plans after {done[PHASE]} {PHASE}")
+    return {name: Statistic.of((), low=0.0) for name in names}
+
+
+class KLMeter:
+    """``kl`` in nats per loss token, through the packed cache, decode-faithfully. Plans are told apart by their layers
+    and the content of their tensors, so that a plan that comes again costs nothing. A tensor is hashed once, however
+    many plans share it."""
+
+    def __init__(
+        self, loaded: LoadedModel, texts: Sequence[Text], batch: int, checkpoint: Checkpoint, reporter: Reporter
+    ) -> None:
+        """``batch``: texts fed at once."""
+        self._loaded = loaded
+        self._batches = [padded_texts(texts[first : first + batch]) for first in range(0, len(texts), batch)]
+        self._reference = unquantized_plan(loaded.identity, loaded.geometry)
+        self._checkpoint = checkpoint
+        self._reporter = reporter
+        self._hashed: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
+
+    def kl(self, plans: Sequence[Plan], what: str) -> list[float]:
+        """One for each plan; ``what`` is being measured, for the progress.
+
+        Raises:
+            NonFiniteActivations: with a plan, or at 16 bits.
+        """
+        digests = [self._digest(plan) for plan in plans]
+        first_of = {digest: plan for digest, plan in zip(reversed(digests), reversed(plans), strict=True)}
+        missing = [digest for digest in dict.fromkeys(digests) if digest not in self._checkpoint.state.means]
+        for first in range(0, len(missing), LOCKSTEP):
+            self._reporter(first, len(missing), f"search: {what}")
+            group = missing[first : first + LOCKSTEP]
+            self._measure(group, [first_of[digest] for digest in group])
+        self._reporter(len(missing), len(missing), f"search: {what}")
+        return [float(self._checkpoint.state.means[digest].result()) for digest in digests]
+
+    def _digest(self, plan: Plan) -> str:
+        """Hex sha256 of all that the plan does."""
+        for tensor in plan.tensors.values():
+            if tensor not in self._hashed:
+                self._hashed[tensor] = tensors_sha256({"": tensor})
+        tensors = {name: self._hashed[tensor] for name, tensor in plan.tensors.items()}
+        return sha256_json({**plan_record(plan), "provenance": {}, "tensors": tensors})
+
+    def _measure(self, digests: Sequence[str], plans: Sequence[Plan]) -> None:
+        model = self._loaded.model
+        try:
+            parts = [divergences(model, self._reference, plans, *batch) for batch in self._batches]
+        except NonFiniteActivations as error:
+            raise NonFiniteActivations(
+                f"search, plans {', '.join(d[:8] for d in digests)}: {error.message}", error.hint
+            ) from error
+        kl_Pn = torch.cat(parts, dim=1)
+        state = self._checkpoint.state
+        found = {digest: Mean.empty(()).update(row) for digest, row in zip(digests, kl_Pn, strict=True)}
+        done = {**state.done, PHASE: state.done[PHASE] + 1}
+        self._checkpoint.advance(State({**state.means, **found}, done))

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
+from kvcal.cache.plan_cache import PlanCache
+from kvcal.cache.queries import serving
 from kvcal.errors import ArtifactError
 from kvcal.models.load import LoadedModel
-from kvcal.plan import Plan
+from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
-from kvcal.runtime.cache import PlanCache
-from kvcal.runtime.queries import serving
 
 # A page boundary and its neighbours are where a byte count would first go wrong.
 AROUND_A_PAGE = (1, 127, 128, 129)

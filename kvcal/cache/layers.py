@@ -1,0 +1,126 @@
+"""What stores each layer of a model: ours for attention, transformers' own for the states of linear attention.
+
+The model's configuration says which layers there are, as it does to transformers' ``DynamicCache``; the plan has to
+agree with it, layer by layer. Full attention is stored in pages, a sliding window at 16 bits, either of them dynamic or
+static.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from kvcal.cache.bounded_layer import BoundedLayer
+from kvcal.cache.paged_layer import PagedLayer
+from kvcal.cache.static_layer import DYNAMIC_HINT, StaticLayer
+from kvcal.cache.static_window import StaticWindow, window_refusals
+from kvcal.errors import ArtifactError, UnsupportedModel
+from kvcal.geometry import AttentionGeometry, StateGeometry
+from kvcal.kernels.refusals import storage_refusals
+from kvcal.plan.layer import LayerPlan
+from kvcal.store.plan_state import PlanState
+from kvcal.store.static_state import StaticState
+
+Allocate = Callable[[int, torch.device], None]
+
+
+def cache_layers(
+    config: PretrainedConfig, state: PlanState, static: StaticState | None, allocate: Allocate
+) -> list[Any]:
+    """Empty layers, in the order of the model. ``static``: what those of a static cache share. ``allocate``: what they
+    call with batch and device when the first tokens come.
+
+    Raises:
+        ArtifactError: the plan's layers are not the model's.
+        UnsupportedModel: a static cache cannot hold a layer, with the reason.
+    """
+    layers: list[Any] = DynamicCache(config=config).layers
+    by_index = {layer.geometry.index: layer for layer in state.plan.layers}
+    for index, native in enumerate(layers):
+        if index in by_index:
+            plan = by_index.pop(index)
+            if not _is_ours(native, plan):
+                continue
+            _require_query_heads(config, plan)
+            if static is not None:
+                layers[index] = _static_layer(plan, config, static, allocate)
+            elif plan.is_paged:
+                layers[index] = PagedLayer(plan, state)
+            else:
+                layers[index] = BoundedLayer(plan.attention, state.plan.cache_dtype, state.padding)
+        elif isinstance(native, DynamicLayer):
+            raise ArtifactError(f"the model caches layer {index}, which the plan does not know")
+    if by_index:
+        raise ArtifactError(f"the plan has layer {min(by_index)}, the model caches only {len(layers)} layers")
+    return layers
+
+
+def held_tensors(layer: object) -> list[Tensor]:
+    """What a layer holds on the device."""
+    if isinstance(layer, PagedLayer | BoundedLayer | StaticLayer):
+        return layer.tensors
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+        return [state for state in states if state is not None]
+    return []
+
+
+def _is_ours(native: object, plan: LayerPlan) -> bool:
+    """Whether we store the layer that transformers would store as ``native``, and not transformers, a state.
+
+    Raises:
+        ArtifactError: the plan has another kind of layer there.
+    """
+    geometry = plan.geometry
+    if type(native) is DynamicLayer and plan.is_paged:
+        return True
+    if type(native) is DynamicSlidingWindowLayer and isinstance(geometry, AttentionGeometry) and geometry.window:
+        if geometry.window == native.sliding_window:
+            return True
+        raise ArtifactError(
+            f"layer {geometry.index} has a sliding window of {native.sliding_window} tokens, the plan says "
+            f"{geometry.window}"
+        )
+    if not isinstance(native, DynamicLayer) and isinstance(geometry, StateGeometry):
+        return False
+    kind = "a state" if isinstance(geometry, StateGeometry) else "a sliding window"
+    raise ArtifactError(
+        f"layer {geometry.index} of the model is a {type(native).__name__}, the plan has "
+        f"{'full attention' if plan.is_paged else kind} there"
+    )
+
+
+def _require_query_heads(config: PretrainedConfig, plan: LayerPlan) -> None:
+    """ArtifactError unless the plan's layer has the model's query heads, which the kernels are compiled for."""
+    found, planned = config.get_text_config(decoder=True).num_attention_heads, plan.attention.num_query_heads
+    if found != planned:
+        raise ArtifactError(
+            f"layer {plan.geometry.index} has {found} query heads, but the plan is for {planned}",
+            hint="the plan was compiled for another model",
+        )
+
+
+def _static_layer(plan: LayerPlan, config: PretrainedConfig, static: StaticState, allocate: Allocate) -> StaticLayer:
+    index = plan.geometry.index
+    window_reasons = () if plan.is_paged else window_refusals(config, index)
+    for reason in itertools.chain(storage_refusals(plan, static.shared.plan.cache_dtype), window_reasons):
+        raise UnsupportedModel(f"a static cache cannot hold layer {index}: {reason}", hint=DYNAMIC_HINT)
+    layer = (StaticLayer if plan.is_paged else StaticWindow)(plan, static, allocate)
+    for reason in layer.form_reasons if static.shared.is_scheduled else ():
+        raise UnsupportedModel(
+            f"a static cache cannot hold layer {index}: {reason}, and others shrink: then all share one memory of "
+            "packed pages",
+            hint=DYNAMIC_HINT,
+        )
+    return layer

@@ -1,0 +1,356 @@
+"""PlanCache: a plan as ``past_key_values``.
+
+    from kvcal import PlanCache, load_plan
+
+    plan = load_plan("plan.safetensors")
+    cache = PlanCache(plan, model.config, attention_mask=inputs["attention_mask"])
+    model.generate(**inputs, past_key_values=cache)
+
+``attention_mask`` is needed only for batches with padding: without it every column counts as a token.
+
+With ``max_tokens`` the cache is static: all memory is allocated at the first update, decoding steps are served by the
+kernels within ``kvcal.paged_attention(model)``, and can be compiled, or captured in a CUDA graph. Other batch sizes,
+dropping packed tokens, and plans that the kernels do not take are refused there. What they cannot read as it is stored
+(lattices, predicted pages, keys before RoPE) is reconstructed in every step: slower, and said so by a ``SlowPath``
+warning and by ``slow_layers``.
+``mark`` and ``rewind`` serve many requests behind one prompt, which ``copy_from`` may have taken from disk.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+
+from kvcal.cache.bounded_layer import BoundedLayer
+from kvcal.cache.layers import cache_layers, held_tensors
+from kvcal.cache.paged_layer import NO_PAGE, PagedLayer
+from kvcal.cache.shapes import require_state
+from kvcal.cache.static_copy import copy_layers
+from kvcal.cache.static_crop import crop_static
+from kvcal.cache.static_layer import DYNAMIC_HINT, StaticLayer
+from kvcal.cache.static_mark import StaticMark
+from kvcal.errors import ArtifactError, KvcalError, NonFiniteActivations, UnsupportedModel, UsageError
+from kvcal.geometry import AttentionGeometry, StateGeometry
+from kvcal.kernels.choice import slow_path
+from kvcal.plan.plan import Plan
+from kvcal.store.plan_state import PlanState
+from kvcal.store.rows import Padding
+from kvcal.store.static_state import StaticState
+
+
+def _require_type(name: str, value: object, expected: type, usage: str) -> None:
+    if not isinstance(value, expected):
+        raise UsageError(f"{name} is a {type(value).__name__}, expected a {expected.__name__}", hint=usage)
+
+
+class PlanCache(Cache):
+    """The packed cache of one plan, for one forward pass at a time: threads take a cache each.
+
+    ``nbytes`` equals ``plan.nbytes(lengths, columns)`` at any time, but for one case: while past recording is on
+    (assisted decoding), sliding-window layers hold the tokens of the last update on top, until the next crop or update.
+    While it stores new tokens, a dynamic cache takes up to ``kvcal.store.transient.transient_bytes`` more. A static
+    cache takes ``plan.nbytes`` of rows of ``max_tokens``, from the first update on, and ``workspace_nbytes`` on top;
+    where pages shrink, the most that ``plan.nbytes`` says of rows of 1 ... ``max_tokens``."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        config: PretrainedConfig,
+        attention_mask: Tensor | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        """config: the model's; attention_mask [B, columns] of the prompt, 0 at padding; max_tokens: tokens that every
+        sequence has room for, which makes the cache static.
+
+        Raises:
+            ArtifactError: the plan's layers are not the model's.
+            UsageError: max_tokens is no integer of 1 or more; another argument is of another type.
+            UnsupportedModel: a static cache cannot hold a layer, with the reason.
+        """
+        _require_type("plan", plan, Plan, "PlanCache(load_plan(path), model.config)")
+        _require_type("config", config, PretrainedConfig, "PlanCache(plan, model.config)")
+        self.plan = plan
+        self.config = config
+        self.state = PlanState(plan, attention_mask)
+        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
+            raise UsageError(f"max_tokens = {max_tokens!r}, expected an integer of 1 or more")
+        self.static = None
+        self._mark: StaticMark | None = None
+        indices = [layer.geometry.index for layer in plan.layers if isinstance(layer.geometry, AttentionGeometry)]
+        self._first_index, self._last_index = min(indices, default=-1), max(indices, default=-1)
+        self._unseen_states = {
+            layer.geometry.index: layer.geometry for layer in plan.layers if isinstance(layer.geometry, StateGeometry)
+        }
+        self._is_unfinished = False  # some layers hold the tokens of a forward pass that did not reach the last one
+        if max_tokens is not None:
+            self.static = StaticState(self.state, max_tokens, in_prompt=attention_mask is not None)
+        model_type = config.get_text_config(decoder=True).model_type
+        if model_type != plan.model.model_type:
+            raise ArtifactError(
+                f"the plan is for model type {plan.model.model_type!r}, the model is {model_type!r}",
+                hint="compile a plan for this model, or load the model the plan names: " + plan.model.id,
+            )
+        super().__init__(layers=self._empty_layers())
+
+    def _empty_layers(self) -> list[Any]:
+        """Those of a cache without tokens."""
+        return cache_layers(self.config, self.state, self.static, self.allocate)
+
+    def allocate(self, batch: int, device: torch.device | str) -> None:
+        """Allocate the memory of a static cache for ``batch`` sequences now; otherwise the first update does. Warns
+        with ``SlowPath`` of ``slow_layers``.
+
+        Raises:
+            UsageError: the cache is dynamic, or is allocated already.
+            UnsupportedModel: the device is CUDA, and the kernels do not take a layer, with the reason.
+        """
+        if self.static is None or self.static.is_allocated:
+            raise UsageError(f"the cache {'grows by itself' if self.static is None else 'is allocated already'}")
+        with torch.inference_mode(False):  # or nothing could be written to them outside of inference mode
+            self.static.allocate(batch, torch.device(device))
+            for layer in self.static_layers:
+                layer.create_stores()
+        slow = self.slow_layers
+        if not self.static.lengths.is_cuda:  # where there is no other kernel to be slower than
+            slow = {layer.plan.geometry.index: layer.form_reasons for layer in self.static_layers if layer.form_reasons}
+        if slow:
+            warnings.warn(slow_path(slow), stacklevel=2)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As the layers'.
+
+        Raises:
+            UsageError: the last forward pass did not reach the last layer, so that the layers hold different tokens.
+            ArtifactError: the model's heads, head sizes or states are not the plan's.
+        """
+        if torch.compiler.is_compiling():
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if layer_idx == self._first_index:
+            self._require_finished()
+        try:
+            found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        except KvcalError as refused:  # before anything is stored, unless a page could not be packed
+            self._is_unfinished |= isinstance(refused, NonFiniteActivations)
+            raise
+        except BaseException:
+            self._is_unfinished = True
+            raise
+        self._is_unfinished = layer_idx != self._last_index
+        if not self._is_unfinished:
+            self._require_states()
+        return found
+
+    def _require_states(self) -> None:
+        """ArtifactError where a state that has come to be is not of the plan's size; each is looked at once."""
+        for index, geometry in list(self._unseen_states.items()):
+            layer = self.layers[index]
+            assert isinstance(layer, LinearAttentionCacheLayerMixin)
+            states = held_tensors(layer)
+            if states and not layer.record_past:  # which keeps a larger state until the next crop
+                require_state(geometry, states)
+                del self._unseen_states[index]
+
+    def _require_finished(self) -> None:
+        if self._is_unfinished:
+            raise UsageError(
+                "the last forward pass did not reach the last layer, so that layers hold different tokens",
+                hint="reset() the cache and feed the prompt again, or build a new one",
+            )
+
+    @property
+    def padding(self) -> Padding:
+        return self.state.padding
+
+    @property
+    def paged_layers(self) -> list[PagedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+
+    @property
+    def static_layers(self) -> list[StaticLayer]:
+        return [layer for layer in self.layers if isinstance(layer, StaticLayer)]
+
+    @property
+    def slow_layers(self) -> dict[int, list[str]]:
+        """Layers of a static cache whose steps take longer than the fast kernels on CUDA, by index, and why."""
+        return {layer.plan.geometry.index: layer.slow_reasons for layer in self.static_layers if layer.slow_reasons}
+
+    @property
+    def workspace_nbytes(self) -> int:
+        """Bytes that a static cache takes beyond ``nbytes``: lengths, page tables, the scratch of its kernels and of
+        what it reconstructs, and what ``mark`` keeps."""
+        if self.static is None or not self.static.is_allocated:
+            return 0
+        control = (tensor for layer in self.static_layers for store in layer.stores for tensor in store.control)
+        kept = 0 if self._mark is None else self._mark.nbytes
+        return self.static.nbytes + kept + sum(tensor.untyped_storage().nbytes() for tensor in control)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages of all tensors held, measured, with those of the plan."""
+        held = [*self.state.tensors.values(), *(tensor for layer in self.layers for tensor in held_tensors(layer))]
+        storages = [tensor.untyped_storage() for tensor in held]  # of which layers may share one
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every sequence (padding not counted)."""
+        rows = self.padding.rows
+        return [] if rows is None else rows.lengths(int(self.get_seq_length()))
+
+    def tokens_to_next_page(self) -> int:
+        """New tokens until some page is quantized; a chunk of at most this many is exactly like single steps."""
+        layers: list[PagedLayer | StaticLayer] = [*self.paged_layers, *self.static_layers]
+        return min((layer.tokens_to_next_page() for layer in layers), default=NO_PAGE)
+
+    def check(self) -> None:
+        """Wait for the device, and raise what the steps of a static cache met; a prompt checks by itself.
+
+        Raises:
+            NonFiniteActivations: NaN or infinity in keys or values.
+            UsageError: a compiled or captured step beyond ``max_tokens``.
+        """
+        if self.static is not None:
+            self.static.check()
+
+    def mark(self) -> None:
+        """From now on, ``rewind`` brings a static cache back to the tokens that it holds now (runtime.static_mark).
+
+        Raises:
+            UsageError: the cache is dynamic, or not allocated.
+            UnsupportedModel: a layer keeps a state of linear attention, or the plan has pages shrink.
+            NonFiniteActivations: the cache met NaN or infinity.
+        """
+        if self.static is None or not self.static.is_allocated:
+            raise UsageError(
+                "there is nothing to mark: the cache is dynamic, or has no memory yet",
+                hint="PlanCache(plan, config, max_tokens=...), then the prompt within kvcal.paged_attention(model)",
+            )
+        self._require_restorable()
+        self.static.check()
+        if self._mark is None:
+            self._mark = StaticMark(self.static, self.static_layers)
+        self._mark.mark()
+
+    def rewind(self) -> None:
+        """Go back to where ``mark`` was called last, as often as needed; nothing here waits for the device.
+
+        Raises:
+            UsageError: never marked, or the rows changed places or the cache was reset since.
+        """
+        if self._mark is None:
+            raise UsageError("the cache was never marked", hint="call mark() behind the prompt to come back to")
+        self._mark.rewind()
+
+    def copy_from(self, other: PlanCache) -> None:
+        """Hold, instead of anything else, what a dynamic cache of the same plan holds, row by row, or its one sequence
+        in every row (runtime.static_copy). Without memory yet, a row for each of the other's is allocated.
+
+        Raises:
+            UsageError: this cache is dynamic; the other one is static, empty, of another plan or batch, longer than
+                ``max_tokens``, or ends where a page was just packed.
+            UnsupportedModel: a layer keeps a state, the plan has pages shrink, or a row is padded on the right behind
+                a sliding window's tokens.
+        """
+        rows = other.padding.rows
+        if self.static is None or other.static is not None or rows is None:
+            raise UsageError("copy_from fills a static cache from a dynamic one that holds tokens")
+        if other.plan.sha256 != self.plan.sha256:
+            raise UsageError(f"the other cache's plan is {other.plan.sha256[:16]}, this one's {self.plan.sha256[:16]}")
+        self._require_restorable()
+        if not self.static.is_allocated:
+            self.allocate(rows.batch, next(tensor for layer in other.layers for tensor in held_tensors(layer)).device)
+        self.reset()
+        copy_layers(self.static, self.layers, other.layers, rows, int(other.get_seq_length()))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """indices: numbers of rows, or bool [B]."""
+        rows, is_mask = self.padding.rows, indices.dtype == torch.bool
+        if rows is not None and is_mask and len(indices) != rows.batch:
+            raise UsageError(f"a mask of {len(indices)} rows for a batch of {rows.batch}")
+        self._select((indices.nonzero().flatten() if is_mask else indices).tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = self.padding.rows
+        if rows is not None:
+            self._select([row for row in range(rows.batch) for _ in range(repeats)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last -n columns (n negative or 0), or keep the first n. A refusal changes nothing.
+
+        Raises:
+            UsageError: tokens that are packed in a static cache, or that would come back into a full sliding window;
+                the last forward pass did not reach the last layer.
+            UnsupportedModel: a layer keeps a state of linear attention.
+        """
+        self._require_finished()
+        if self.static is not None:
+            crop_static(self.static_layers, self.static, int(tokens_to_remove))
+            return
+        tokens = int(tokens_to_remove)
+        removed = min(0, tokens - int(self.get_seq_length()) if tokens > 0 else tokens)
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, BoundedLayer):
+                layer.require_removable(-removed)
+            elif isinstance(layer, LinearAttentionCacheLayerMixin) and removed:
+                raise UnsupportedModel(f"layer {index} keeps a state of linear attention: no token can be taken back")
+        # The last layer first: a predicted layer needs its source's pages to cut its own.
+        for layer in reversed(self.layers):
+            if isinstance(layer, PagedLayer | BoundedLayer):
+                layer.crop(removed)
+
+    def reset(self, attention_mask: Tensor | None = None) -> None:
+        """Forget all sequences; the next update may bring another batch (without padding, with the same mask, or with
+        the one given). A static cache keeps its memory and its batch; NonFiniteActivations if it met NaN or infinity.
+        """
+        if attention_mask is not None:
+            self.state.padding = Padding(attention_mask)
+        self.padding.reset()
+        self._is_unfinished = False
+        if self._mark is not None:
+            self._mark.forget()
+        if self.static is None:
+            self.layers = self._empty_layers()
+            return
+        for layer in self.layers:
+            layer.reset()
+        self.static.in_prompt |= attention_mask is not None
+        if self.static.is_allocated:
+            self.static.set_columns(0)
+            self.static.check()
+
+    def _require_restorable(self) -> None:
+        """UnsupportedModel where something does not stay in place, so that it cannot be put back."""
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                raise UnsupportedModel(f"layer {index} keeps a state of linear attention, which transformers stores")
+        if self.state.is_scheduled:
+            raise UnsupportedModel("the plan has pages shrink, in place: a static cache cannot go back behind that")
+
+    def _select(self, indices: list[int]) -> None:
+        rows = self.padding.rows
+        if rows is None:
+            return
+        unknown = [index for index in indices if not -rows.batch <= index < rows.batch]
+        if unknown:
+            raise UsageError(f"no row {unknown[0]} in a batch of {rows.batch}")
+        indices = [index % rows.batch for index in indices]
+        if self.static is not None and len(indices) != rows.batch:
+            raise UsageError(f"{len(indices)} sequences of {rows.batch}: a static batch stays", hint=DYNAMIC_HINT)
+        if self._mark is not None and indices != list(range(rows.batch)):
+            self._mark.forget()
+        self.padding.rows = rows.select(indices)
+        row_indices = torch.LongTensor(indices)
+        for layer in self.layers:
+            layer.reorder_cache(row_indices)
+        if self.static is not None:
+            self.static.set_columns(int(self.static.columns))

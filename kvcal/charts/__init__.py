@@ -1,0 +1,1 @@
+"""Pictures of results: allocations, comparisons, evaluations, predictors, thresholds and kernel times."""

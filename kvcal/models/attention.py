@@ -1,0 +1,173 @@
+"""Hearing a model's attention: queries, keys and values of every attention call, while the model runs as ever.
+
+Two official hooks: an attention function registered with ``AttentionInterface`` that tells a listener, then calls
+what the model file would have called (its own eager function included), and the base implementation's mask function
+registered under the same name with ``AttentionMaskInterface`` (without it the mask would silently be None). Logits
+stay the same bit for bit, with and without a cache.
+
+A context belongs to a model, and serves every thread that calls it. So it keeps nothing of a request: the cache is
+noted by thread (kvcal.cache.current), as a forward pass stays in the thread that began it.
+
+Both who measures (``kvcal.models.taps``) and who runs a plan that scores channels by the queries (MixKVQ, Eq. 6-8)
+listen here; nothing in this file knows of caches or plans.
+
+Left out: implementations other than sdpa and eager, whose masks come in other forms, and models that bypass
+AttentionInterface (Falcon, GPT-J, Bloom, MPT); both are refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+
+from kvcal.errors import UnsupportedModel, UsageError
+
+# What the model files call the AttentionInterface and the function they fall back to.
+INTERFACE, EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
+BASE_IMPLEMENTATIONS = ("sdpa", "eager")
+# How the names begin that are registered in their place.
+OURS = "kvcal_"
+
+# (attention module, q_post_BHTD, k_post_BNSD, v_BNSD): T new tokens' queries, after RoPE; keys and values of the S
+# tokens attended to, T without a cache, before the GQA repeat. In the compute dtype, still in the autograd graph.
+OnCall = Callable[[nn.Module, Tensor, Tensor, Tensor], None]
+
+# (the base implementation's mask function, its arguments ...) -> a mask in the base implementation's form.
+MaskWrapper = Callable[..., Tensor | None]
+
+# Two threads must not both find a model free.
+_ENTERING = threading.Lock()
+
+# Who hears a module's attention; holds entries only within ``listen``.
+_LISTENING: dict[nn.Module, OnCall] = {}
+
+
+@contextmanager
+def listen(model: PreTrainedModel, on_call: OnCall) -> Iterator[None]:
+    """Within the context, every attention call of the decoder reaches ``on_call`` just before it is computed, on
+    its way from the cache (if there is one): the keys and values are those that ``Cache.update`` returned.
+
+    The attention implementation is restored on exit, also after an error. ``on_call`` may raise: the forward ends
+    with its error. It is called in the thread of the forward.
+
+    Raises:
+        UnsupportedModel: the model bypasses the attention interface, or does not let its implementation be set.
+        UsageError: the model is listened to already, or its attention is neither sdpa nor eager.
+    """
+    modules = attention_modules(model)
+    with replaced_attention(model, OURS, _heard_attention):
+        _LISTENING.update(dict.fromkeys(modules, on_call))
+        try:
+            yield
+        finally:
+            for module in modules:
+                del _LISTENING[module]
+
+
+@contextmanager
+def replaced_attention(
+    model: PreTrainedModel, prefix: str, attention: Callable[..., Any], mask: MaskWrapper | None = None
+) -> Iterator[None]:
+    """Within the context, ``attention(base, module, q, k, v, ...)`` computes the decoder's attention; ``base`` is the
+    implementation that it had, whose masks it is given, made by ``mask(base's function, ...)`` if there is one.
+    Restored on exit, also after an error.
+
+    Raises:
+        UnsupportedModel: the model bypasses the attention interface, or does not let its implementation be set.
+        UsageError: as ``require_base``, whichever thread entered the other context.
+    """
+    with ExitStack() as restore:
+        with _ENTERING:
+            base = require_base(model)
+            restore.callback(_set_implementations, model, implementations_of(model.config))
+            name, base_mask = prefix + base, AttentionMaskInterface()[base]
+            AttentionInterface.register(name, partial(attention, base))
+            AttentionMaskInterface.register(name, base_mask if mask is None else partial(mask, base_mask))
+            model.set_attn_implementation(implementations_of(model.config, name))
+            if model.config.get_text_config(decoder=True)._attn_implementation != name:
+                raise UnsupportedModel(f"{type(model).__name__} does not let its attention implementation be set")
+        yield
+
+
+def require_base(model: PreTrainedModel) -> str:
+    """The attention implementation of a model that is as it was loaded.
+
+    Raises:
+        UsageError: it is neither sdpa nor eager, or one of ours: there can be one at a time.
+    """
+    base = str(model.config.get_text_config(decoder=True)._attn_implementation)
+    if base.startswith(OURS) or any(module in _LISTENING for module in attention_modules(model)):
+        raise UsageError(
+            f"the attention of {type(model).__name__} is tapped already",
+            hint="leave the other context first: paged_attention, hear_queries or a measurement",
+        )
+    if base not in BASE_IMPLEMENTATIONS:
+        supported = ", ".join(BASE_IMPLEMENTATIONS)
+        raise UsageError(
+            f"attention implementation {base!r} has masks of another form; supported: {supported}",
+            hint="load the model with attn_implementation='sdpa'",
+        )
+    return base
+
+
+def attention_modules(model: PreTrainedModel) -> tuple[nn.Module, ...]:
+    """The decoder's modules whose forward uses the attention interface, in the order of the model's modules.
+
+    Raises UnsupportedModel if there is none.
+    """
+    modules = tuple(model.get_decoder().modules())
+    found = tuple(module for module in modules if {INTERFACE, EAGER} <= set(forward_of(module).__code__.co_names))
+    if not found:
+        classes = {type(module).__name__ for module in modules}
+        named = sorted(name for name in classes if "Attention" in name) or ["no attention class"]
+        raise UnsupportedModel(
+            f"{type(model).__name__} bypasses transformers' AttentionInterface ({', '.join(named)}): "
+            "its queries, keys and values cannot be observed"
+        )
+    return found
+
+
+def forward_of(module: nn.Module) -> FunctionType:
+    """The forward as written in the model file: its globals are that file's namespace."""
+    return inspect.unwrap(type(module).forward)
+
+
+def layer_index(module: nn.Module) -> int | None:
+    """The cache index that an attention module carries; None if it carries none."""
+    index = vars(module).get("layer_idx")
+    return index if isinstance(index, int) else None
+
+
+def _heard_attention(base: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The registered attention function: tell the listener, then call what the model file would call under
+    ``base``."""
+    on_call = _LISTENING.get(module)  # None for a model that shares the configuration object and is not listened to
+    if on_call is not None:
+        on_call(module, *args[:3])
+    namespace = forward_of(module).__globals__
+    attention = namespace[INTERFACE].get_interface(base, namespace[EAGER])
+    return attention(module, *args, **kwargs)
+
+
+def _set_implementations(model: PreTrainedModel, implementations: str | dict) -> None:
+    with _ENTERING:
+        model.set_attn_implementation(implementations)
+
+
+def implementations_of(config: PreTrainedConfig, replacement: str | None = None) -> str | dict:
+    """The attention implementations of a configuration and its sub-configurations, as
+    ``set_attn_implementation`` takes them; every one that is set becomes ``replacement`` if that is given."""
+    own = replacement or config._attn_implementation
+    subs = {name: getattr(config, name) for name in config.sub_configs}
+    subs = {name: sub for name, sub in subs.items() if sub is not None and sub._attn_implementation}
+    if not subs:
+        return own
+    return {"": own} | {name: implementations_of(sub, replacement) for name, sub in subs.items()}

@@ -1,0 +1,172 @@
+"""HIGGS as a page format (AQUA-KV sections 2.1 and 4.1): rotate, divide by the group's norm, take the nearest point.
+
+A page is 128 tokens of the keys or values of ALL KV heads of a layer in a row (width = N D), as one record of bytes:
+
+    planes, low bits first (see packing) | scales [num_groups][128]
+
+padded to 16 bytes. A token's row is rotated (see transforms.hadamard) in groups of the largest power of two that
+divides the width. A group's scale is its L2 norm / sqrt(group size): the standard deviation of values that the rotation
+has made nearly Gaussian. Each ``lattice_dim`` neighbours, divided by the scale, become the index of their nearest point
+in a Gaussian-optimal grid (see gaussian_grid). An index has num_bits * lattice_dim bits and is stored in planes of
+2 bits: rows are tokens, columns indices, padded with zero codes to a multiple of 8 columns.
+
+The scale is stored in ``param_dtype`` and codes are computed against the stored one; a group whose stored scale is 0
+decodes to exactly 0. All decisions are single IEEE operations (the norm in fp64, by halves), so that another device
+gets the same bytes. Left out: a group size of its own (1,024 in the paper; here it is always the Hadamard block).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcal.errors import UsageError
+from kvcal.pages import packing
+from kvcal.pages.finite import require_finite
+from kvcal.pages.grids import GRIDS, nearest_point
+from kvcal.pages.hadamard import block_size, rotate, unrotate
+from kvcal.pages.layout import PAGE_TOKENS, PARAM_DTYPES, RECORD_ALIGNMENT
+
+PLANE_WIDTH = 2
+COLUMN_TILE = 8
+
+
+@dataclass(frozen=True)
+class LatticeLayout:
+    """Shape of a page's record. ``width`` is in values: KV heads times head_dim.
+
+    Raises:
+        UsageError: no grid for (num_bits, lattice_dim), or a width that ``lattice_dim`` does not divide.
+    """
+
+    num_bits: int
+    lattice_dim: int
+    width: int
+    param_dtype: str
+
+    def __post_init__(self) -> None:
+        sizes = [((points.bit_length() - 1) // dim, dim) for dim, points in GRIDS]
+        if (self.num_bits, self.lattice_dim) not in sizes:
+            allowed = ", ".join(f"{bits} bits in {dim} dimensions" for bits, dim in sizes)
+            raise UsageError(
+                f"no lattice with num_bits = {self.num_bits} and lattice_dim = {self.lattice_dim}; allowed: {allowed}",
+                hint="lattice_dim = 2 has a grid for 2, 3 and 4 bits",
+            )
+        if self.width < 1 or self.width % self.lattice_dim:
+            raise UsageError(
+                f"a row of {self.width} values cannot be cut in vectors of lattice_dim = {self.lattice_dim}; allowed: "
+                f"multiples of {self.lattice_dim} (KV heads times head_dim)",
+                hint="use lattice_dim = 2, or a format without a lattice for this layer",
+            )
+
+    @property
+    def num_points(self) -> int:
+        """Points of the grid that this layout's codes index."""
+        return 2 ** (self.num_bits * self.lattice_dim)
+
+    @property
+    def group_size(self) -> int:
+        """Values that share a scale: the Hadamard block."""
+        return block_size(self.width)
+
+    @property
+    def num_groups(self) -> int:
+        return self.width // self.group_size
+
+    @property
+    def _num_vectors(self) -> int:
+        return self.width // self.lattice_dim
+
+    @property
+    def _columns(self) -> int:
+        return -(-self._num_vectors // COLUMN_TILE) * COLUMN_TILE
+
+    @property
+    def plane_sizes(self) -> tuple[int, ...]:
+        """Bytes of each plane."""
+        size = packing.plane_bytes(PAGE_TOKENS, self._columns, PLANE_WIDTH)
+        return (size,) * (self.num_bits * self.lattice_dim // PLANE_WIDTH)
+
+    @property
+    def param_size(self) -> int:
+        """Bytes of the scales."""
+        return self.num_groups * PAGE_TOKENS * PARAM_DTYPES[self.param_dtype].itemsize
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one page of all KV heads, everything included."""
+        size = sum(self.plane_sizes) + self.param_size
+        return -(-size // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+
+    def encode(self, x: Tensor, grid: Tensor, signs: Tensor) -> Tensor:
+        """Pages to records, all on one device.
+
+        Args:
+            x: [..., 128, width], any float dtype. grid: [num_points, lattice_dim] fp32. signs: [width] int8.
+        Returns:
+            [..., record_bytes] uint8.
+        Raises:
+            NonFiniteActivations: NaN or infinity, or a norm that ``param_dtype`` cannot hold.
+        """
+        assert grid.shape == (self.num_points, self.lattice_dim) and signs.shape == (self.width,)
+        rotated = rotate(x, signs).unflatten(-1, (self.num_groups, self.group_size))
+        scale = self._scale(rotated)
+        step = scale.float().unsqueeze(-1)
+        vectors = (rotated / torch.where(step == 0, torch.inf, step)).reshape(-1, self.lattice_dim)
+        codes = nearest_point(vectors, grid).view(*x.shape[:-1], self._num_vectors)
+        codes = torch.nn.functional.pad(codes, (0, self._columns - self._num_vectors))
+        mask, shifts = 2**PLANE_WIDTH - 1, range(0, PLANE_WIDTH * len(self.plane_sizes), PLANE_WIDTH)
+        fields = [packing.pack_plane((codes >> shift) & mask, PLANE_WIDTH) for shift in shifts]
+        by_group = scale.transpose(-1, -2).clone(memory_format=torch.contiguous_format)
+        fields.append(by_group.view(torch.uint8).flatten(-2))
+        record = torch.cat(fields, dim=-1)
+        return torch.nn.functional.pad(record, (0, self.record_bytes - record.shape[-1]))
+
+    def decode(self, records: Tensor, grid: Tensor, signs: Tensor) -> Tensor:
+        """Inverse of :meth:`encode`: [..., record_bytes] uint8 -> [..., 128, width] fp32."""
+        assert grid.shape == (self.num_points, self.lattice_dim) and signs.shape == (self.width,)
+        codes, scale = self._fields(records)
+        points = grid.index_select(0, codes.flatten().int()).view(*codes.shape[:-1], self.width)
+        rotated = points.unflatten(-1, (self.num_groups, self.group_size)) * scale.float().unsqueeze(-1)
+        return unrotate(rotated.flatten(-2), signs)
+
+    def encode_heads(self, x: Tensor, grid: Tensor, signs: Tensor) -> Tensor:
+        """As :meth:`encode`: x [M, n, 128, D], n D = ``width``, -> [M, 1, record_bytes], one record for all heads."""
+        return self.encode(x.transpose(1, 2).flatten(-2), grid, signs).unsqueeze(1)
+
+    def decode_heads(self, records: Tensor, num_heads: int, grid: Tensor, signs: Tensor) -> Tensor:
+        """Inverse of :meth:`encode_heads`: [M, 1, record_bytes] -> [M, n, 128, D] fp32."""
+        return self.decode(records.squeeze(1), grid, signs).unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+    def _scale(self, rotated: Tensor) -> Tensor:
+        """rotated [..., num_groups, group_size] fp32 -> norm / sqrt(group_size) [..., num_groups] in ``param_dtype``.
+
+        Squares of fp32 numbers are exact in fp64; halves are added until one number is left.
+        """
+        sums = rotated.double().square_()
+        while sums.shape[-1] > 1:
+            low, high = sums.unflatten(-1, (2, -1)).unbind(-2)
+            sums = low + high
+        mean_square = sums.squeeze(-1) * (1.0 / self.group_size)  # a power of two: exact
+        scale = mean_square.sqrt_().float().to(PARAM_DTYPES[self.param_dtype])
+        require_finite(
+            scale,
+            f"keys or values cannot be quantized: a group of {self.group_size} values holds NaN, infinity, or has a "
+            f"norm beyond {self.param_dtype}",
+            hint="check the model's outputs; a norm too large for float16 fits with param_dtype = 'bfloat16'",
+        )
+        return scale
+
+    def _fields(self, records: Tensor) -> tuple[Tensor, Tensor]:
+        """codes [..., 128, width / lattice_dim] uint8, scale [..., 128, num_groups] in ``param_dtype``."""
+        codes, offset = None, 0
+        for i, size in enumerate(self.plane_sizes):
+            packed = records[..., offset : offset + size]
+            plane = packing.unpack_plane(packed, PAGE_TOKENS, self._columns, PLANE_WIDTH)
+            codes = plane if codes is None else codes.add_(plane.mul_(1 << PLANE_WIDTH * i))
+            offset += size
+        assert codes is not None
+        scale = records[..., offset : offset + self.param_size].contiguous().view(PARAM_DTYPES[self.param_dtype])
+        return codes[..., : self._num_vectors], scale.unflatten(-1, (self.num_groups, PAGE_TOKENS)).transpose(-1, -2)

@@ -1,0 +1,116 @@
+"""Channel scores: which channels of one page of keys are worth more bits.
+
+A page is 128 tokens of one KV head, keys after RoPE; its scores are computed when it is written, and never again.
+
+- ``magnitude``: mean |K| (Kitty, Eq. 2). Stable where the range follows single outliers.
+- ``variance``: mean squared distance from the channel's mean (Kitty's alternative); blind to a constant offset, as the
+  quantizer is.
+- ``range``: S = (max - min) / (2^B - 1), B = 2: the step of 2 bits (MixKVQ, Eq. 7), its "error-only" score.
+- ``query_range``: A = I S (MixKVQ, Eq. 8), I = mean |Q| of the channel after RoPE (Eq. 6), over the heads of the group.
+- ``running_query_range``: the same with I over all queries so far, instead of those since the page before.
+- ``query_magnitude``: I mean |K|, Kitty's score weighted in the same way.
+- ``random``: a hash of page, head and channel, uniform in [0, 1): what a score must beat.
+
+Scores decide between channels, so they are the same on every device, bit for bit: all is fp64, one IEEE operation at a
+time, and sums add halves of the page to each other in a fixed order. Left out: 1 / sqrt(D) in I, which thresholds
+absorb; and scores that need the attention matrix (Kitty's Fig. 2b), which cost more than they decide.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, assert_never
+
+import torch
+from torch import Tensor
+
+from kvcal.errors import UsageError
+from kvcal.pages.layout import PAGE_TOKENS
+
+Score = Literal["magnitude", "variance", "range", "query_magnitude", "query_range", "running_query_range", "random"]
+
+RANGE_LEVELS = 2**2 - 1
+HASH_BITS = 32
+# Below 2^31, so that its product with 32 bits stays inside an int64.
+HASH_FACTOR = 0x45D9F3B
+
+
+def channel_scores(
+    score: Score, k_post: Tensor, query_mean: Tensor | None = None, page: int | Tensor = 0, head: int | Tensor = 0
+) -> Tensor:
+    """k_post [..., 128, D], any float dtype -> scores [..., D] fp64, higher is more important.
+
+    Args:
+        query_mean: mean |Q_post| of every channel, [..., D] or what expands to it; for ``query_...`` only.
+        page: number of the page in its sequence, an integer or int64 [...]; for ``random`` only.
+        head: number of the KV head, like ``page``.
+    Raises:
+        UsageError: a ``query_...`` score without ``query_mean``.
+    """
+    match score:
+        case "magnitude":
+            return _mean(k_post.double().abs())
+        case "variance":
+            deviation = k_post.double() - _mean(k_post.double()).unsqueeze(-2)
+            return _mean(deviation * deviation)
+        case "range":
+            return _step(k_post)
+        case "query_magnitude":
+            return _mean(k_post.double().abs()) * _needed(query_mean, score)
+        case "query_range" | "running_query_range":
+            return _step(k_post) * _needed(query_mean, score)
+        case "random":
+            return _uniform_hash(k_post, page, head)
+        case _:
+            assert_never(score)
+
+
+def _needed(query_mean: Tensor | None, score: Score) -> Tensor:
+    if query_mean is None:
+        raise UsageError(
+            f"the score {score!r} needs the queries of a layer, and none were seen before a page was written",
+            hint="attach the plan's cache to the model's attention, or take a score of keys alone: magnitude, "
+            "variance or range",
+        )
+    return query_mean.double()
+
+
+def query_sum(q_post_BHTD: Tensor, real_BT: Tensor, num_kv_heads: int) -> Tensor:
+    """fp32 [B, N, D]: the sum of |q| over the tokens that are ``real`` (bool) and the heads that share a KV head, which
+    ``query_...`` scores take the mean of."""
+    magnitude = q_post_BHTD.float().abs() * real_BT[:, None, :, None]
+    return magnitude.sum(2).unflatten(1, (num_kv_heads, -1)).sum(2)
+
+
+def _mean(x: Tensor) -> Tensor:
+    """Mean of x [..., 128, D] fp64 over tokens; halves are added to each other, the same order on every device."""
+    while x.shape[-2] > 1:
+        first, second = x.chunk(2, dim=-2)
+        x = first + second
+    return x.squeeze(-2) * (1 / PAGE_TOKENS)  # exact: a power of two
+
+
+def _step(k_post: Tensor) -> Tensor:
+    """(max - min) / (2^2 - 1) of every channel [..., D]."""
+    minimum, maximum = torch.aminmax(k_post.double(), dim=-2)
+    # By a tensor: CUDA divides by a Python number as a product with its rounded reciprocal.
+    return (maximum - minimum) / minimum.new_full((), RANGE_LEVELS)
+
+
+def _uniform_hash(k_post: Tensor, page: int | Tensor, head: int | Tensor) -> Tensor:
+    """Numbers in [0, 1) of page, head and channel alone, shaped [..., D]."""
+    *lead, _, head_dim = k_post.shape
+    state = torch.zeros(*lead, 1, dtype=torch.int64, device=k_post.device)
+    for part in (page, head):
+        number = torch.as_tensor(part, dtype=torch.int64, device=k_post.device)
+        state = _mixed(state + number.unsqueeze(-1))
+    state = _mixed(state + torch.arange(head_dim, device=k_post.device))
+    return state.double() * 2.0**-HASH_BITS
+
+
+def _mixed(state: Tensor) -> Tensor:
+    """An integer hash of the low 32 bits: two rounds of xor-shift and product."""
+    mask = 2**HASH_BITS - 1
+    state = state & mask
+    for _ in range(2):
+        state = ((state ^ (state >> 16)) * HASH_FACTOR) & mask
+    return state ^ (state >> 16)

@@ -1,0 +1,156 @@
+"""Pages of one bit width become pages of another, from their codes alone (PM-KVQ's bit-width shrinking).
+
+Shrinking halves codes until they are narrow enough (``quantizers.shift``); only pages of 16 bits, which hold what the
+model made, are transformed (keys: offset and λ) and quantized, to 8 bits, with the fp32 scales and zeros that every
+later step needs. What a page holds then depends on its values and on the bits it was written with, not on when it
+shrank or together with what.
+
+Widening is for caches that lose tokens (``crop``), whose bytes must again be those of their token count: codes become
+wider codes of the same values, so that shrinking once more gives the same codes; nothing that was lost comes back. Up
+to 16 bits, values are decoded, their transform is undone, and they are rounded to the cache's dtype.
+
+Records are converted in parts, so that the scratch is bounded; old and new pages of one tensor exist at the same time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvcal.pages.layout import RAW_BITS, PageLayout
+
+Shift = Literal["equivalent", "modified", "direct"]
+SHIFTS: tuple[Shift, ...] = ("equivalent", "modified", "direct")
+WIDER_BITS = (16, 8, 4, 2)
+
+
+def shift(codes: Tensor, from_bits: int, kind: Shift = "equivalent") -> Tensor:
+    """Codes of ``from_bits`` (16, 8, 4 or 2) bits, of any integer dtype -> uint8 codes of half as many bits.
+
+    Raises:
+        ValueError: another ``from_bits``.
+    """
+    b = _half(from_bits)
+    if kind != "equivalent":
+        return (codes >> b).to(torch.uint8)
+    # The product stays below 2^16 for b = 4 and passes 2^31 for b = 8.
+    wide = codes.to(torch.int64 if b == 8 else torch.int32)
+    return wide.add(1 << (b - 1)).mul_((1 << 2 * b) - (1 << b) + 1).bitwise_right_shift_(3 * b).to(torch.uint8)
+
+
+def shift_params(scale: Tensor, zero: Tensor, from_bits: int, kind: Shift = "equivalent") -> tuple[Tensor, Tensor]:
+    """Scale and zero, fp32, of codes that :func:`shift` halves from ``from_bits`` -> those of the result.
+
+    Raises:
+        ValueError: another ``from_bits`` than 16, 8, 4 or 2.
+    """
+    b = _half(from_bits)
+    if kind != "modified":
+        return scale * (2.0**b + 1.0), zero
+    wider = scale * 2.0**b
+    return wider, zero + (wider - scale) * 0.5
+
+
+def unshift(codes: Tensor, to_bits: int, kind: Shift = "equivalent") -> Tensor:
+    """Codes of half of ``to_bits`` (16, 8, 4 or 2) bits -> codes of ``to_bits`` bits that stand for the same values
+    (modified: for values half a step of the wider codes above), uint8 (16 bits: int32). :func:`shift` of the same kind
+    takes them back to ``codes`` exactly.
+
+    Raises:
+        ValueError: another ``to_bits``.
+    """
+    b = _half(to_bits)
+    wide = codes.to(torch.int32 if b == 8 else torch.uint8)
+    return (wide << b) + (1 << (b - 1)) if kind == "modified" else wide * ((1 << b) + 1)
+
+
+def unshift_params(scale: Tensor, zero: Tensor, to_bits: int, kind: Shift = "equivalent") -> tuple[Tensor, Tensor]:
+    """Scale and zero, fp32, for the codes of :func:`unshift`. The shift of them gives ``scale`` back: bit for bit where
+    it came out of :func:`shift_params`, else within one unit in the last place (15 % of all fp32 numbers are 5 times no
+    other), subnormal numbers aside; and ``zero`` up to rounding (modified), or untouched.
+
+    Raises:
+        ValueError: another ``to_bits`` than 16, 8, 4 or 2.
+    """
+    b = _half(to_bits)
+    if kind != "modified":
+        divisor = scale.new_full((), (1 << b) + 1)  # on the device: CUDA multiplies by 1 / a Python number
+        return scale / divisor, zero
+    narrower = scale * 2.0**-b
+    return narrower, zero - (scale - narrower) * 0.5
+
+
+def _half(num_bits: int) -> int:
+    if num_bits not in WIDER_BITS:
+        raise ValueError(f"codes of {num_bits} bits have no half, expected one of {WIDER_BITS}")
+    return num_bits // 2
+
+
+# Records converted at once: bounds the scratch to a few bytes for each of their values.
+RECORDS_AT_ONCE = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Transform:
+    """What codes stand for: (x - offset) / rescale, fp32 [n, 1, D] of n heads each; None for none."""
+
+    rescale: Tensor | None = None
+    offset: Tensor | None = None
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [..., n, 128, D]; itself without a transform, fp32 with one."""
+        if self.offset is not None:
+            x = x.float() - self.offset
+        return x if self.rescale is None else x.float() / self.rescale
+
+    def undo(self, x: Tensor) -> Tensor:
+        if self.rescale is not None:
+            x = x * self.rescale
+        return x if self.offset is None else x + self.offset
+
+
+PLAIN = Transform()
+
+
+def convert(records: Tensor, old: PageLayout, new: PageLayout, kind: Shift, transform: Transform = PLAIN) -> Tensor:
+    """Records [..., n, old.record_bytes] uint8 -> [..., n, new.record_bytes], fewer or more bits. The layouts differ in
+    ``num_bits`` alone, both a power of two, and their scales are fp32. ``transform``: that of the n heads' codes.
+
+    Raises:
+        NonFiniteActivations: NaN or infinity in pages of 16 bits that shrink.
+    """
+    by_page = records.flatten(0, -3) if records.dim() > 2 else records.unsqueeze(0)
+    result = by_page.new_empty(*by_page.shape[:2], new.record_bytes)
+    change = _shrunk if new.num_bits < old.num_bits else _widened
+    pages_at_once = max(1, RECORDS_AT_ONCE // max(1, by_page.shape[1]))
+    for start in range(0, len(by_page), pages_at_once):
+        part = slice(start, start + pages_at_once)
+        result[part] = change(by_page[part], old, new, kind, transform)
+    return result.view(*records.shape[:-1], new.record_bytes)
+
+
+def _shrunk(records: Tensor, old: PageLayout, new: PageLayout, kind: Shift, transform: Transform) -> Tensor:
+    num_bits = old.num_bits
+    if num_bits == RAW_BITS:
+        num_bits //= 2
+        codes, scale, zero = dataclasses.replace(new, num_bits=num_bits).quantize(transform.apply(old.decode(records)))
+    else:
+        codes, scale, zero = old.fields(records)
+    while num_bits > new.num_bits:
+        codes, (scale, zero) = shift(codes, num_bits, kind), shift_params(scale, zero, num_bits, kind)
+        num_bits //= 2
+    return new.pack(codes, scale, zero)
+
+
+def _widened(records: Tensor, old: PageLayout, new: PageLayout, kind: Shift, transform: Transform) -> Tensor:
+    if new.num_bits == RAW_BITS:
+        return new.encode(transform.undo(old.decode(records)))
+    codes, scale, zero = old.fields(records)
+    num_bits = old.num_bits
+    while num_bits < new.num_bits:
+        num_bits *= 2
+        codes, (scale, zero) = unshift(codes, num_bits, kind), unshift_params(scale, zero, num_bits, kind)
+    return new.pack(codes, scale, zero)

@@ -1,0 +1,272 @@
+"""How the keys, or the values, of KV heads are stored, and the exact bytes that takes.
+
+A ``Format`` is the unit of choice of every allocation. A sequence is cut, from its first token on, into sinks (first
+tokens, unquantized), pages of 128 quantized tokens, and a buffer of unquantized tokens which always holds at least the
+last ``window`` ones. How many pages there are, and at how many bits, is a function of the number of tokens alone, so
+that bytes are known beforehand:
+
+- ``boost`` splits the channels of a page of keys by a score (Kitty, MixKVQ): the best get more bits;
+- ``window_rule`` lets the window grow with the text (KVmix's recent pivotal context);
+- ``lattice_dim`` takes HIGGS's lattice quantizer instead of the uniform one (AQUA-KV);
+- ``shrink_at`` lets pages begin with more bits and halve them at given token counts (PM-KVQ's progressive cache).
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from kvcal.geometry import CACHE_DTYPES
+from kvcal.pages.lattice import LatticeLayout
+from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS, PageLayout
+from kvcal.pages.scores import Score
+from kvcal.pages.tiered import TieredLayout
+from kvcal.strict import STRICT
+
+Side = Literal["k", "v"]
+SIDES: tuple[Side, Side] = ("k", "v")
+Layout = PageLayout | TieredLayout | LatticeLayout
+
+RUNNING_SCORES = ("running_query_range",)
+QUERY_SCORES = ("query_magnitude", "query_range", *RUNNING_SCORES)
+QUERY_ITEM_BYTES = 4  # the running query statistic is a sum in fp32 for every channel of a KV head
+LATTICE_BITS = {2: (2, 3, 4), 4: (2,)}
+MAX_UNQUANTIZED = 2**20  # tokens of sinks, and of a window
+
+
+@dataclass(frozen=True, config=STRICT)
+class Tier:
+    """Channels of a page that get ``num_bits``: room for ``share`` of them. ``above`` None fills all of it with the
+    best channels by score (Kitty); a number takes only channels whose score is above it (MixKVQ)."""
+
+    num_bits: Literal[4, 8, 16]
+    share: float
+    above: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share = {self.share} of the channels, expected more than 0 and at most 1")
+
+    def num_channels(self, head_dim: int) -> int:
+        """Channels of a page that the tier has room for, at least one."""
+        return max(1, int(self.share * head_dim + 0.5))
+
+
+@dataclass(frozen=True, config=STRICT)
+class Boost:
+    """Which channels of every page of keys get more bits: the best by ``score``, tier by tier, from most bits to
+    fewest; decided anew for every page."""
+
+    score: Score
+    tiers: tuple[Tier, ...]
+
+    def __post_init__(self) -> None:
+        bits = [tier.num_bits for tier in self.tiers]
+        if not bits or bits != sorted(set(bits), reverse=True):
+            raise ValueError(f"tiers of {bits} bits, expected one or more, from most bits to fewest")
+
+
+@dataclass(frozen=True, config=STRICT)
+class WindowRule:
+    """A recent window that depends on the number of tokens n (KVmix's RPC), never beyond ``max_tokens``.
+
+    ``clamped``: floor(share n), at least ``min_tokens``. ``paged``: kept <- floor(share (kept + 128)) for every page of
+    128 new tokens; it stays near 128 share / (1 - share), however long the text. The paper's rule, kept <-
+    floor(share (kept + new)) for every update, keeps 819 tokens of a prompt of 4,096 at 20 %, and none after five
+    tokens of decoding: no window at all. docs/systems.md has both side by side.
+    """
+
+    kind: Literal["clamped", "paged"]
+    share: float
+    max_tokens: int
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.share < 1 and 0 <= self.min_tokens <= self.max_tokens <= MAX_UNQUANTIZED):
+            raise ValueError(
+                f"share = {self.share} must be between 0 and 1, and 0 <= min_tokens = {self.min_tokens} <= "
+                f"max_tokens = {self.max_tokens} <= {MAX_UNQUANTIZED}"
+            )
+
+    def window(self, num_tokens: int) -> int:
+        """Tokens that stay unquantized at least, after ``num_tokens``."""
+        if self.kind == "clamped":
+            return min(max(int(self._exact_share * num_tokens), self.min_tokens), self.max_tokens)
+        kept = self._kept[min(num_tokens // PAGE_TOKENS, len(self._kept) - 1)]
+        return min(max(kept, self.min_tokens), self.max_tokens)
+
+    @functools.cached_property
+    def _exact_share(self) -> Fraction:
+        """The decimal number as written: 0.29 of 100 tokens are 29."""
+        return Fraction(repr(self.share))
+
+    @functools.cached_property
+    def _kept(self) -> list[int]:
+        """The paged rule after 0, 1, ... pages of new tokens, until it stands still (it only grows) or is cut."""
+        kept = [0]
+        while len(kept) < 2 or kept[-2] != kept[-1] < self.max_tokens:
+            kept.append(int(self._exact_share * (kept[-1] + PAGE_TOKENS)))
+        return kept
+
+    @property
+    def last_jump(self) -> int:
+        """The number of tokens from which on the window moves by at most one token per token."""
+        return 0 if self.kind == "clamped" else len(self._kept) * PAGE_TOKENS
+
+
+@dataclass(frozen=True, config=STRICT)
+class Format:
+    """See the module's docstring. 16-bit heads store pages in the cache's dtype and take nothing else.
+
+    ``num_bits`` are the final ones. ``shrink_at`` (ascending token counts): pages begin with ``num_bits`` x
+    2^len(shrink_at) bits and halve them at each, by the right ``shift`` (PM-KVQ Eq. 3; the others are ablations).
+    """
+
+    num_bits: Literal[1, 2, 3, 4, 8, 16]
+    axis: Literal["channel", "token"] = "token"
+    group_size: Literal[32, 64, 128] = 128
+    num_sink_tokens: int = 0
+    recent_window: int = 0
+    param_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
+    boost: Boost | None = None
+    window_rule: WindowRule | None = None
+    lattice_dim: Literal[2, 4] | None = None
+    shrink_at: tuple[int, ...] = ()
+    shift: Literal["equivalent", "modified", "direct"] = "equivalent"
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.num_sink_tokens <= MAX_UNQUANTIZED and 0 <= self.recent_window <= MAX_UNQUANTIZED):
+            raise ValueError(
+                f"num_sink_tokens = {self.num_sink_tokens} and recent_window = {self.recent_window}, expected 0 to "
+                f"{MAX_UNQUANTIZED}"
+            )
+        if self.num_bits == RAW_BITS and (self.axis, self.group_size, self.num_sink_tokens, self.recent_window) != (
+            "token", 128, 0, 0,
+        ):  # fmt: skip
+            raise ValueError("16-bit heads take no axis, group_size, num_sink_tokens or recent_window")
+        for reason in self._conflicts():
+            raise ValueError(reason)
+
+    def _conflicts(self) -> list[str]:
+        """Why this composition cannot be stored; usually nothing."""
+        found = []
+        special = [
+            name
+            for name in ("boost", "window_rule", "lattice_dim", "shrink_at")
+            if getattr(self, name) not in (None, ())
+        ]
+        if self.num_bits == RAW_BITS and special:
+            found.append(f"16-bit heads take no {' or '.join(special)}")
+        if self.boost is not None:
+            lowest = self.boost.tiers[-1].num_bits
+            if self.num_bits not in (2, 4) or self.axis != "channel" or lowest <= self.num_bits:
+                found.append(
+                    f"boost needs axis 'channel' and 2 or 4 bits below those of its tiers, found {self.axis!r} and "
+                    f"{self.num_bits} against {lowest}"
+                )
+            if self.lattice_dim is not None or self.shrink_at:
+                found.append("boost does not go with lattice_dim or shrink_at: its planes are of the uniform quantizer")
+        if self.lattice_dim is not None:
+            allowed = LATTICE_BITS[self.lattice_dim]
+            if self.num_bits not in allowed or self.axis != "token" or self.group_size != 128 or self.shrink_at:
+                found.append(
+                    f"lattice_dim = {self.lattice_dim} takes {allowed} bits, axis 'token', no group_size and no "
+                    f"shrink_at; found {self.num_bits}, {self.axis!r}, {self.group_size}, {list(self.shrink_at)}"
+                )
+        if self.shrink_at:
+            ascending = list(self.shrink_at) == sorted(self.shrink_at) and self.shrink_at[0] >= 0
+            if self.start_bits not in (4, 8, 16) or not ascending or self.param_dtype != "float32":
+                found.append(
+                    f"shrink_at = {list(self.shrink_at)} must ascend, start from 4, 8 or 16 bits (found "
+                    f"{self.start_bits}) and have param_dtype 'float32' (found {self.param_dtype!r}): the shift needs "
+                    "exact ratios of scales"
+                )
+        if self.window_rule is not None and self.recent_window:
+            found.append(f"recent_window = {self.recent_window} and window_rule are given; expected one of them")
+        return found
+
+    @property
+    def start_bits(self) -> int:
+        """Bits that a page is written with."""
+        return self.num_bits << len(self.shrink_at)
+
+    def bits_at(self, columns: int) -> int:
+        """Bits of all pages once the longest sequence of the batch has ``columns`` tokens (padding included)."""
+        return self.start_bits >> bisect_right(self.shrink_at, columns)
+
+    @property
+    def needs_queries(self) -> bool:
+        """Whether pages are written with the help of a running query statistic."""
+        return self.boost is not None and self.boost.score in QUERY_SCORES
+
+    @property
+    def keeps_queries(self) -> bool:
+        """Whether the query statistic goes on over all queries, instead of beginning anew after each page."""
+        return self.boost is not None and self.boost.score in RUNNING_SCORES
+
+    @property
+    def max_window(self) -> int:
+        return self.recent_window if self.window_rule is None else self.window_rule.max_tokens
+
+    @property
+    def buffer_tokens(self) -> int:
+        """Capacity of the unquantized buffer in tokens."""
+        return self.max_window + PAGE_TOKENS
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages written once ``num_tokens`` tokens have been seen; never falls as tokens come."""
+        if self.window_rule is None:
+            return max(0, num_tokens - self.num_sink_tokens - self.recent_window) // PAGE_TOKENS
+        # Where the paged window jumps up, pages that were due just before it stay written.
+        jumps = range(PAGE_TOKENS - 1, min(num_tokens, self.window_rule.last_jump), PAGE_TOKENS)
+        return max(self._due(count) for count in (*jumps, num_tokens))
+
+    def _due(self, num_tokens: int) -> int:
+        assert self.window_rule is not None
+        return max(0, num_tokens - self.num_sink_tokens - self.window_rule.window(num_tokens)) // PAGE_TOKENS
+
+    def tokens_to_next_event(self, num_tokens: int, columns: int) -> int:
+        """New tokens until a page is written, or pages shrink; a row has ``num_tokens`` of the batch's ``columns``."""
+        pages = self.num_pages(num_tokens)
+        most = self.num_sink_tokens + self.buffer_tokens + PAGE_TOKENS
+        found = 1 + bisect_left(range(1, most + 1), pages + 1, key=lambda new: self.num_pages(num_tokens + new))
+        coming = [count - columns for count in self.shrink_at if count > columns]
+        return min(found, *coming) if pages and coming else found
+
+    def layout(self, side: Side, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> Layout:
+        """The record of one page at ``num_bits``: of one head, or with a lattice of all ``num_heads`` in a row."""
+        if self.lattice_dim is not None:
+            return LatticeLayout(num_bits, self.lattice_dim, num_heads * head_dim, self.param_dtype)
+        if self.boost is not None:
+            tiers = tuple((t.num_bits, t.num_channels(head_dim), t.above) for t in self.boost.tiers)
+            return TieredLayout(num_bits, tiers, self.group_size, head_dim, self.param_dtype, cache_dtype)
+        return PageLayout(side, num_bits, self.axis, self.group_size, head_dim, self.param_dtype, cache_dtype)
+
+    def nbytes(
+        self,
+        side: Side,
+        num_heads: int,
+        head_dim: int,
+        cache_dtype: str,
+        lengths: Sequence[int],
+        columns: int | None = None,
+    ) -> int:
+        """Bytes that ``num_heads`` KV heads take for sequences of the given lengths, padded to ``columns`` (default:
+        the longest)."""
+        columns = max(lengths, default=0) if columns is None else columns
+        token_bytes = head_dim * CACHE_DTYPES[cache_dtype].itemsize
+        unquantized = (self.num_sink_tokens + self.buffer_tokens) * token_bytes
+        statistic = head_dim * QUERY_ITEM_BYTES if self.needs_queries else 0
+        pages = sum(count * self.num_pages(length) for length, count in Counter(lengths).items())
+        record = self.layout(side, num_heads, head_dim, cache_dtype, self.bits_at(columns)).record_bytes
+        records = 1 if self.lattice_dim is not None else num_heads
+        return len(lengths) * num_heads * (unquantized + statistic) + pages * records * record
+
+
+RAW = Format(num_bits=16)

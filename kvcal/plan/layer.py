@@ -1,0 +1,154 @@
+"""How one caching layer of a model is stored: a Format for its keys and its values, and the transforms of its pages,
+of which a prediction is one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, Geometry, LayerGeometry, StateGeometry
+from kvcal.pages.layout import AXES, RAW_BITS
+from kvcal.plan.format import RAW, SIDES, Format, Side
+from kvcal.strict import STRICT
+
+
+@dataclass(frozen=True, config=STRICT)
+class Predictor:
+    """AQUA-KV's predictor of a layer's keys (from the keys of layer ``source``) or values (from its values, then the
+    layer's own keys), all KV heads in a row, keys before RoPE. ``rank`` is of "low_rank", ``group_size`` of "int4"."""
+
+    kind: Literal["linear", "low_rank", "int4"]
+    source: int
+    rank: int | None = None
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for kind, value in (("low_rank", self.rank), ("int4", self.group_size)):
+            if (value is not None) != (self.kind == kind) or (value is not None and value < 1):
+                raise ValueError(
+                    f"a {self.kind} predictor with rank = {self.rank} and group_size = {self.group_size}; expected a "
+                    "rank for low_rank alone and a group_size for int4 alone"
+                )
+
+
+@dataclass(frozen=True, config=STRICT)
+class LayerPlan:
+    """One caching layer. ``k`` and ``v`` hold one Format for all KV heads, or one for each; both are empty for
+    layers that stay as the model has them: sliding windows (16 bits, bounded) and states.
+
+    Transforms of pages, whose tensors the plan holds: ``k_rescale`` (PM-KVQ's λ: pages hold K_post / λ), ``k_offset``
+    (subtracted before), ``k_pages`` "pre" (pages hold K before RoPE), predictors (AQUA-KV: pages hold the residual).
+    """
+
+    geometry: LayerGeometry
+    k: tuple[Format, ...] = ()
+    v: tuple[Format, ...] = ()
+    k_rescale: bool = False
+    k_offset: bool = False
+    k_pages: Literal["post", "pre"] = "post"
+    k_predictor: Predictor | None = None
+    v_predictor: Predictor | None = None
+
+    def __post_init__(self) -> None:
+        index = self.geometry.index
+        for side in SIDES:
+            count, formats = len(self.formats(side)), self.formats(side)
+            if not self.is_paged:
+                if count:
+                    raise ValueError(f"layer {index} is bounded and takes no {side} formats")
+            elif count not in (1, self.attention.num_kv_heads):
+                raise ValueError(
+                    f"layer {index} has {count} {side} formats, expected 1 or {self.attention.num_kv_heads}"
+                )
+            for fmt in formats:
+                if fmt.num_bits != RAW_BITS and fmt.axis not in AXES[side]:
+                    raise ValueError(f"layer {index} has {side} axis {fmt.axis!r}, expected one of {AXES[side]}")
+        for reason in self._conflicts():
+            raise ValueError(f"layer {index} {reason}")
+
+    def _conflicts(self) -> list[str]:
+        """Why these transforms and formats do not go together; usually nothing."""
+        found = []
+        transformed = self.k_rescale or self.k_offset or self.k_pages == "pre" or self.predictor("k") is not None
+        if (transformed or self.predictor("v") is not None) and not self.is_paged:
+            return ["is bounded and takes no transforms"]
+        if self.k_pages == "pre" and (self.k_rescale or self.k_offset):
+            found.append("has k_pages 'pre': k_rescale and k_offset are for keys after RoPE")
+        if self.k_predictor is not None and self.k_pages != "pre":
+            found.append("has a k_predictor, which predicts keys before RoPE: expected k_pages 'pre'")
+        if self.k_pages == "pre" and any(fmt.needs_queries for fmt in self.k):
+            found.append("has k_pages 'pre' and a query score: queries are known after RoPE")
+        for side in SIDES:
+            if self.predictor(side) is not None and len(self.formats(side)) != 1:
+                found.append(f"has a {side}_predictor and formats per head; expected one format")
+            if len(self.formats(side)) > 1 and any(fmt.lattice_dim for fmt in self.formats(side)):
+                found.append(f"has a lattice for single {side} heads; it takes all heads of a layer")
+        if any(fmt.boost for fmt in self.v):
+            found.append("has a boost of values; it is for keys per channel")
+        return found
+
+    @property
+    def is_paged(self) -> bool:
+        """Full attention: grows with tokens, stored in pages."""
+        return isinstance(self.geometry, AttentionGeometry) and self.geometry.window is None
+
+    @property
+    def attention(self) -> AttentionGeometry:
+        assert isinstance(self.geometry, AttentionGeometry)
+        return self.geometry
+
+    def formats(self, side: Side) -> tuple[Format, ...]:
+        return self.k if side == "k" else self.v
+
+    def predictor(self, side: Side) -> Predictor | None:
+        return self.k_predictor if side == "k" else self.v_predictor
+
+    def head_formats(self, side: Side) -> tuple[Format, ...]:
+        """One Format per KV head."""
+        formats = self.formats(side)
+        return formats if len(formats) > 1 else formats * self.attention.num_kv_heads
+
+    def runs(self, side: Side) -> tuple[tuple[Format, slice], ...]:
+        """Neighbouring heads with the same Format, which are stored together."""
+        runs, first = [], 0
+        for fmt, equal in itertools.groupby(self.head_formats(side)):
+            heads = slice(first, first + len(list(equal)))
+            runs.append((fmt, heads))
+            first = heads.stop
+        return tuple(runs)
+
+    def head_dim(self, side: Side) -> int:
+        return self.attention.k_head_dim if side == "k" else self.attention.v_head_dim
+
+    def side_nbytes(self, side: Side, cache_dtype: str, lengths: Sequence[int], columns: int) -> int:
+        """Bytes of the paged keys or values of all heads."""
+        dim = self.head_dim(side)
+        return sum(
+            fmt.nbytes(side, heads.stop - heads.start, dim, cache_dtype, lengths, columns)
+            for fmt, heads in self.runs(side)
+        )
+
+    def nbytes(self, cache_dtype: str, lengths: Sequence[int], columns: int) -> int:
+        """Bytes of the layer's cache; ``columns`` is the padded length: what a sliding window holds, and what says
+        when pages shrink."""
+        if isinstance(self.geometry, StateGeometry):
+            return self.geometry.bytes_per_sequence * len(lengths)
+        if self.is_paged:
+            return sum(self.side_nbytes(side, cache_dtype, lengths, columns) for side in SIDES)
+        window = self.geometry.window
+        assert window is not None
+        values = self.geometry.num_kv_heads * (self.geometry.k_head_dim + self.geometry.v_head_dim)
+        return len(lengths) * min(columns, window - 1) * values * CACHE_DTYPES[cache_dtype].itemsize
+
+
+def bare_layers(geometry: Geometry) -> tuple[LayerPlan, ...]:
+    """Every layer unquantized: what the model caches by itself, in the cache's dtype."""
+    return tuple(
+        LayerPlan(layer, (RAW,), (RAW,))
+        if isinstance(layer, AttentionGeometry) and layer.window is None
+        else LayerPlan(layer)
+        for layer in geometry.layers
+    )

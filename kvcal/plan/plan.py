@@ -1,0 +1,180 @@
+"""The KV quantization plan: per layer, how keys and values are stored, and the exact bytes that takes.
+
+``nbytes`` is the one cost function: the allocator optimises it, ``inspect`` prints it, and the runtime's tensors
+obey it (the runtime sizes its tensors with the same ``Format`` methods). The file format is specified in
+docs/plan-format.md, the tensors that transforms need in ``kvcal.plan.tensors``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from kvcal import artifact
+from kvcal.errors import ArtifactError
+from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
+from kvcal.pages.layout import RAW_BITS
+from kvcal.plan.format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
+from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
+from kvcal.plan.tensors import check_layers, check_tensors, tensors_nbytes
+from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
+from kvcal.records import record_of, refusing
+from kvcal.strict import STRICT, dump
+
+__all__ = [
+    "RAW",
+    "SIDES",
+    "Boost",
+    "Format",
+    "LayerPlan",
+    "Plan",
+    "Predictor",
+    "Side",
+    "Tier",
+    "WindowRule",
+    "Workload",
+    "bare_layers",
+    "load_plan",
+    "plan_bytes",
+    "plan_record",
+    "save_plan",
+]
+
+KIND = "kv-quantization-plan"
+SCHEMA = 2
+
+
+@dataclass(frozen=True, config=STRICT)
+class Workload:
+    """What a budget is for: ``batch`` sequences of ``context`` tokens each."""
+
+    batch: int
+    context: int
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.batch <= MAX_BATCH and 1 <= self.context <= MAX_CONTEXT):
+            raise ValueError(
+                f"batch = {self.batch} and context = {self.context}, expected 1 to {MAX_BATCH} and 1 to {MAX_CONTEXT}"
+            )
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return (self.context,) * self.batch
+
+
+@dataclass(frozen=True, config=STRICT)
+class _Body:
+    """What of a plan is JSON."""
+
+    model: ModelIdentity
+    cache_dtype: CacheDtype
+    layers: tuple[LayerPlan, ...]
+    workload: Workload
+    provenance: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A validated plan. ``provenance`` says what it was made from: recipe, seeds, data, library versions.
+    ``tensors`` are those of the layers' transforms (see kvcal.plan.tensors); they count as bytes, too."""
+
+    model: ModelIdentity
+    cache_dtype: CacheDtype
+    layers: tuple[LayerPlan, ...]
+    workload: Workload
+    provenance: dict[str, Any]
+    tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        check_layers(self.layers)
+        check_tensors(self.tensors, self.layers, self.cache_dtype)
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(self.model.model_type, self.cache_dtype, tuple(layer.geometry for layer in self.layers))
+
+    def nbytes(self, lengths: Sequence[int], columns: int | None = None) -> int:
+        """Exact bytes of the cache for sequences of these lengths (tokens), padded to ``columns`` (default: the
+        longest), with the tensors of the transforms. Equals ``PlanCache.nbytes`` at every length and batch."""
+        columns = max(lengths) if columns is None else columns
+        stored = sum(
+            count * layer.nbytes(self.cache_dtype, (length,), columns)
+            for length, count in Counter(lengths).items()
+            for layer in self.layers
+        )
+        return stored + tensors_nbytes(self.tensors)
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Bytes at the plan's workload."""
+        return self.nbytes(self.workload.lengths)
+
+    @property
+    def needs_queries(self) -> bool:
+        """Whether the cache must hear the model's queries (``kvcal.hear_queries``)."""
+        return any(fmt.needs_queries for layer in self.layers for fmt in layer.k)
+
+    @property
+    def is_progressive(self) -> bool:
+        """Whether pages shrink, on a schedule that holds for the workload alone."""
+        return any(fmt.shrink_at for layer in self.layers for fmt in (*layer.k, *layer.v))
+
+    def bits_per_value(self, workload: Workload | None = None) -> float:
+        """Bits per cached value of the paged layers, everything included (scales, zeros, indices, sinks, windows,
+        buffers, padding, predictors and other tensors), at ``workload`` (default: the plan's)."""
+        workload = workload or self.workload
+        paged = [layer for layer in self.layers if layer.is_paged]
+        values = sum(p.attention.num_kv_heads * (p.attention.k_head_dim + p.attention.v_head_dim) for p in paged)
+        nbytes = sum(layer.nbytes(self.cache_dtype, workload.lengths, workload.context) for layer in paged)
+        nbytes += tensors_nbytes(self.tensors)
+        return 8 * nbytes / (values * workload.batch * workload.context) if values else float(RAW_BITS)
+
+    @property
+    def sha256(self) -> str:
+        """Identifies what the plan does: everything but its provenance."""
+        empty = dataclasses.replace(self, provenance={})
+        return hashlib.sha256(plan_bytes(empty)).hexdigest()
+
+
+def plan_record(plan: Plan) -> dict[str, Any]:
+    """All of a plan that is JSON."""
+    body: dict[str, Any] = dump(_Body(plan.model, plan.cache_dtype, plan.layers, plan.workload, plan.provenance))
+    return body | {"predicted_bytes": plan.predicted_bytes}
+
+
+def plan_bytes(plan: Plan) -> bytes:
+    """The plan's file, the same in any process."""
+    body = plan_record(plan)
+    return artifact.to_bytes(artifact.Artifact(KIND, SCHEMA, inputs={}, body=body, tensors=plan.tensors))
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write the plan atomically. ArtifactError when the file cannot be written."""
+    artifact.write_bytes_atomic(path, plan_bytes(plan))
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read and validate a plan.
+
+    Raises:
+        ArtifactError: missing, truncated, corrupt or foreign file; unknown version, key or tensor; missing or
+            mis-shaped content; predicted bytes that are not what the layers take.
+    """
+    stored = artifact.read(path, KIND, SCHEMA)
+    content = dict(stored.body)
+    predicted = content.pop("predicted_bytes", None)
+    again = "compile the plan again with this version of kvcal"
+    body = record_of(_Body, content, path, again)
+    with refusing(path, again):
+        plan = Plan(body.model, body.cache_dtype, body.layers, body.workload, body.provenance, stored.tensors)
+        taken = plan.predicted_bytes
+    if type(predicted) is not int or predicted != taken:
+        raise ArtifactError(f"{path}: predicted_bytes = {predicted!r}, but its layers take {taken}")
+    return plan

@@ -1,0 +1,178 @@
+"""The tensors of a plan: what the transforms of its layers need, by name, with dtypes and shapes.
+
+    layers.{i}.k_rescale   fp32 [N, D], 2^-32 ... 2^32   pages hold K_post / λ                   (PM-KVQ Eq. 9)
+    layers.{i}.k_offset    fp32 [N, D], up to 2^20   subtracted from K_post before that
+    layers.{i}.rotary      fp64 [pairs, 4]           channel a, channel b, radians per position (0 ... π), amplitude
+                                                     (2^-8 ... 2^8): where keys before RoPE are stored or predicted from
+    layers.{i}.{s}_predictor.*                       see LinearPredictor                         (AQUA-KV Alg. 1)
+    layers.{i}.{s}_signs   int8 [N D] of -1 and 1    random signs before the Hadamard transform  (HIGGS)
+    lattice.d{d}.b{bits}   fp32 [2^(d bits), d]      the lattice's points, each number up to 16
+
+``i`` is the cache index, ``s`` is k or v, N the KV heads and D the side's head_dim. Exactly the needed ones are there.
+The ranges hold far more than any calibration gives, and keep what is read back finite.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvcal.geometry import CacheDtype
+from kvcal.pages.grids import LARGEST_POINT, gaussian_grid
+from kvcal.pages.hadamard import random_signs
+from kvcal.pages.predictor import PredictorShape
+from kvcal.plan.format import SIDES, Format, Side
+from kvcal.plan.layer import LayerPlan
+from kvcal.records import TensorSpec, require_tensors
+
+LARGEST_RESCALE = 2.0**32
+LARGEST_OFFSET = 2.0**20
+LARGEST_AMPLITUDE = 2.0**8
+
+
+def tensors_nbytes(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes that they take on a device, once for all sequences."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def lattice_name(lattice_dim: int, num_bits: int) -> str:
+    return f"lattice.d{lattice_dim}.b{num_bits}"
+
+
+def predictor_shape(layer: LayerPlan, source: LayerPlan, side: Side, cache_dtype: CacheDtype) -> PredictorShape:
+    """Shape of a layer's predictor of ``side``. ValueError for one that cannot be."""
+    predictor = layer.predictor(side)
+    assert predictor is not None
+    heads, own = source.attention, layer.attention
+    keys = own.num_kv_heads * own.k_head_dim
+    if side == "k":
+        inputs, outputs = heads.num_kv_heads * heads.k_head_dim, keys
+    else:
+        inputs, outputs = heads.num_kv_heads * heads.v_head_dim + keys, own.num_kv_heads * own.v_head_dim
+    return PredictorShape(predictor.kind, inputs, outputs, cache_dtype, predictor.rank, predictor.group_size)
+
+
+def rescale_spec(num_heads: int, head_dim: int) -> TensorSpec:
+    return TensorSpec(torch.float32, (num_heads, head_dim), 1 / LARGEST_RESCALE, LARGEST_RESCALE)
+
+
+def offset_spec(num_heads: int, head_dim: int) -> TensorSpec:
+    return TensorSpec(torch.float32, (num_heads, head_dim), -LARGEST_OFFSET, LARGEST_OFFSET)
+
+
+def rotary_spec(head_dim: int) -> TensorSpec:
+    last = float(head_dim - 1)
+    low, high = (0.0, 0.0, 0.0, 1 / LARGEST_AMPLITUDE), (last, last, math.pi, LARGEST_AMPLITUDE)
+    return TensorSpec(torch.float64, (None, 4), low, high)
+
+
+def needed_tensors(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> dict[str, TensorSpec]:
+    """Every tensor that the layers need."""
+    by_index = {layer.geometry.index: layer for layer in layers}
+    needed: dict[str, TensorSpec] = {}
+    for layer in layers:
+        if not layer.is_paged:
+            continue
+        prefix, heads = f"layers.{layer.geometry.index}", layer.attention.num_kv_heads
+        if layer.k_rescale:
+            needed[f"{prefix}.k_rescale"] = rescale_spec(heads, layer.attention.k_head_dim)
+        if layer.k_offset:
+            needed[f"{prefix}.k_offset"] = offset_spec(heads, layer.attention.k_head_dim)
+        for side in SIDES:
+            for fmt in layer.formats(side):
+                if fmt.lattice_dim is not None:
+                    needed[f"{prefix}.{side}_signs"] = TensorSpec(torch.int8, (heads * layer.head_dim(side),), -1, 1)
+                    shape = (2 ** (fmt.lattice_dim * fmt.num_bits), fmt.lattice_dim)
+                    points = TensorSpec(torch.float32, shape, -LARGEST_POINT, LARGEST_POINT)
+                    needed[lattice_name(fmt.lattice_dim, fmt.num_bits)] = points
+            predictor = layer.predictor(side)
+            if predictor is not None:
+                source = by_index[predictor.source]
+                for name, spec in predictor_shape(layer, source, side, cache_dtype).tensors().items():
+                    needed[f"{prefix}.{side}_predictor.{name}"] = spec
+                reads = source if side == "k" else layer  # keys of that layer, before RoPE
+                needed[f"layers.{reads.geometry.index}.rotary"] = rotary_spec(reads.attention.k_head_dim)
+        if layer.k_pages == "pre":
+            needed[f"{prefix}.rotary"] = rotary_spec(layer.attention.k_head_dim)
+    return needed
+
+
+def needed_nbytes(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> int:
+    """Bytes of all tensors that the layers need; of rotary tables the most, which turn all channels of a head."""
+    most = {f"layers.{layer.geometry.index}.rotary": layer.head_dim("k") // 2 for layer in layers if layer.is_paged}
+    return sum(
+        math.prod(most[name] if extent is None else extent for extent in spec.shape) * spec.dtype.itemsize
+        for name, spec in needed_tensors(layers, cache_dtype).items()
+    )
+
+
+def check_layers(layers: Sequence[LayerPlan]) -> None:
+    """ValueError unless the layers are unique and in order, and every predictor reads an earlier paged layer whose
+    pages are of the same tokens."""
+    indices = [layer.geometry.index for layer in layers]
+    if not indices or indices != sorted(set(indices)):
+        raise ValueError(f"layers must be present, unique and in order, found indices {indices[:8]}")
+    by_index = {layer.geometry.index: layer for layer in layers}
+    for layer in layers:
+        for side in SIDES:
+            predictor = layer.predictor(side)
+            if predictor is None:
+                continue
+            place = f"layer {layer.geometry.index} predicts {side} from layer {predictor.source}"
+            source = by_index.get(predictor.source)
+            if source is None or not source.is_paged or predictor.source >= layer.geometry.index:
+                raise ValueError(f"{place}, which is not an earlier layer of full attention")
+            read = [source.formats(side)] + ([layer.k] if side == "v" else [])
+            own = layer.formats(side)[0]
+            if any(fmt.shrink_at for formats in (*read, layer.formats(side)) for fmt in formats):
+                raise ValueError(f"{place}, and pages shrink: the prediction would change with them")
+            for formats in read:
+                if len(formats) != 1 or not _same_pages(formats[0], own):
+                    raise ValueError(
+                        f"{place}, whose pages are of other tokens; expected one format for all heads with the same "
+                        "sinks and window"
+                    )
+
+
+def _same_pages(one: Format, other: Format) -> bool:
+    names = ("num_sink_tokens", "recent_window", "window_rule")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+def check_tensors(tensors: Mapping[str, Tensor], layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> None:
+    """ValueError unless ``tensors`` are exactly the needed ones, with their dtypes, shapes and values allowed."""
+    require_tensors(tensors, needed_tensors(layers, cache_dtype))
+    for name, tensor in tensors.items():
+        if name.endswith("_signs") and not bool(tensor.all()):
+            raise ValueError(f"tensor {name!r} holds a sign that is neither -1 nor 1")
+        if name.endswith(".rotary"):
+            channels = tensor[:, :2].flatten().tolist()
+            if len(set(channels)) != len(channels) or not all(channel.is_integer() for channel in channels):
+                raise ValueError(
+                    f"tensor {name!r} pairs channels {channels[:8]} ..., expected distinct ones of the head"
+                )
+
+
+_signs = functools.cache(random_signs)
+_grid = functools.cache(gaussian_grid)
+
+
+def lattice_tensors(layers: Sequence[LayerPlan]) -> dict[str, Tensor]:
+    """By the names of kvcal.plan.tensors. UsageError for a lattice that has no grid."""
+    tensors: dict[str, Tensor] = {}
+    for layer in layers:
+        if not layer.is_paged:
+            continue
+        for number, side in enumerate(SIDES):
+            for fmt in layer.formats(side):
+                if fmt.lattice_dim is not None:
+                    width = layer.attention.num_kv_heads * layer.head_dim(side)
+                    seed = 2 * layer.geometry.index + number
+                    tensors[f"layers.{layer.geometry.index}.{side}_signs"] = _signs(width, seed)
+                    name = lattice_name(fmt.lattice_dim, fmt.num_bits)
+                    tensors[name] = _grid(fmt.lattice_dim, 2 ** (fmt.lattice_dim * fmt.num_bits))
+    return tensors

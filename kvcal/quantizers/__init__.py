@@ -1,1 +1,0 @@
-"""Quantizers: how a block of keys or values becomes codes, and how codes become bytes."""

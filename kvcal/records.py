@@ -1,0 +1,151 @@
+"""Records in files: the JSON body of an artifact, or a JSON file with a digest, as a strict frozen dataclass.
+
+A file whose digest is right may still hold what no stage writes. So a record is read by :func:`strict.parse`, which
+bounds every number that its dataclass bounds, and has one spelling: 2.0 or true for an integer, or a key left to its
+default, is refused. Faults that only show when parts are put together are ValueErrors, which :func:`refusing` turns
+into the file's ArtifactError.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from kvcal.artifact import differing_input, require_file, require_shallow, sha256_json, write_text_atomic
+from kvcal.errors import ArtifactError, UsageError
+from kvcal.strict import dump, findings, parse
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor. ``shape``: None is any extent. ``low`` and ``high``: the least and the largest value allowed, one
+    number for all, or one for each place of the last dimension; values are finite in any case."""
+
+    dtype: torch.dtype
+    shape: tuple[int | None, ...]
+    low: float | tuple[float, ...] = -math.inf
+    high: float | tuple[float, ...] = math.inf
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """The shape, 0 for any extent."""
+        return tuple(extent or 0 for extent in self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.extents) * self.dtype.itemsize
+
+    def fault(self, tensor: Tensor) -> str | None:
+        """The fault of ``tensor``, as the end of a sentence; None if it has none."""
+        extents = tuple(tensor.shape)
+        fits = len(extents) == len(self.shape) and all(
+            want is None or want == have for want, have in zip(self.shape, extents, strict=True)
+        )
+        if tensor.dtype != self.dtype or not fits:
+            expected = ", ".join("any" if extent is None else str(extent) for extent in self.shape)
+            return f"is {_name(tensor.dtype)} {list(extents)}, expected {_name(self.dtype)} [{expected}]"
+        if not tensor.numel():
+            return None
+        by_place = isinstance(self.low, tuple) or isinstance(self.high, tuple)
+        values = tensor.flatten(0, -2) if by_place else tensor.flatten()
+        for number, (least, largest) in enumerate(zip(*_extremes(values), strict=True)):
+            low, high = (bound[number] if isinstance(bound, tuple) else bound for bound in (self.low, self.high))
+            if not (math.isfinite(least) and math.isfinite(largest)):
+                return "holds NaN or infinity; allowed: finite values"
+            if not low <= least <= largest <= high:
+                return f"holds values from {least:g} to {largest:g}, expected {low:g} to {high:g}"
+        return None
+
+
+def require_tensors(found: Mapping[str, Tensor], declared: Mapping[str, TensorSpec]) -> None:
+    """ValueError, naming the first, unless ``found`` are exactly the declared tensors."""
+    for name in sorted(declared.keys() ^ found.keys()):
+        raise ValueError(f"{'missing' if name in declared else 'unknown'} tensor {name[:80]!r}")
+    for name, spec in declared.items():
+        fault = spec.fault(found[name])
+        if fault is not None:
+            raise ValueError(f"tensor {name!r} {fault}")
+
+
+def _extremes(values: Tensor) -> tuple[list[float], list[float]]:
+    """The least and the largest of values [n], or of every column of [n, places]."""
+    low, high = values.aminmax(dim=0)
+    return low.double().reshape(-1).tolist(), high.double().reshape(-1).tolist()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+Record = TypeVar("Record")
+
+
+@contextmanager
+def refusing(place: str | Path, hint: str | None = None) -> Iterator[None]:
+    """ValueError and UsageError become ArtifactError: here the values come from the file ``place``, not from a user."""
+    try:
+        yield
+    except ValidationError as wrong:
+        raise ArtifactError(f"{place}: {findings(wrong)}", hint) from None
+    except (ValueError, UsageError) as wrong:
+        raise ArtifactError(f"{place}: {wrong}", hint) from None
+
+
+def record_of(record: type[Record], body: Mapping[str, Any], place: str | Path, hint: str | None = None) -> Record:
+    """The record that ``body`` spells.
+
+    Raises:
+        ArtifactError: unknown or missing keys, values out of range, or another spelling than ``dump``'s.
+    """
+    found = parse(record, body, str(place), ArtifactError, hint)
+    difference = differing_input(dump(found), dict(body))
+    if difference is not None:
+        raise ArtifactError(f"{place}: {difference}", hint)
+    return found
+
+
+def write_json(path: str | Path, kind: str, schema: int, record: Any) -> None:
+    """Write a JSON file whole or not at all, with sorted keys and a digest. ArtifactError when the system refuses."""
+    body = dump(record)
+    content = {"kind": kind, "schema": schema, "digest": sha256_json(body), "body": body}
+    write_text_atomic(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n")
+
+
+def read_json(path: str | Path, kind: str, schema: int, record: type[Record], hint: str) -> Record:
+    """Read what :func:`write_json` wrote.
+
+    Raises:
+        ArtifactError: missing, unreadable, not JSON, of another kind or version, corrupt, or as ``record_of``.
+    """
+    require_file(path, ArtifactError)
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except FileNotFoundError:
+        raise ArtifactError(f"no {kind} at {path}: the file does not exist", "run the stage that makes it") from None
+    except OSError as refused:
+        raise ArtifactError(f"cannot read {path}: {refused.strerror}", "check the path") from None
+    except (ValueError, RecursionError) as broken:
+        raise ArtifactError(f"{path} is truncated or not JSON: {broken}", hint) from None
+    require_shallow(content, path)
+    keys = {"kind", "schema", "digest", "body"}
+    is_ours = isinstance(content, Mapping) and content.keys() == keys and isinstance(content["body"], Mapping)
+    if not is_ours or (content["kind"], content["schema"]) != (kind, schema):
+        article = "an" if kind[0] in "aeiou" else "a"
+        raise ArtifactError(f"{path} is not {article} {kind} of version {schema}", hint)
+    body = content["body"]
+    if content["digest"] != sha256_json(body):
+        raise ArtifactError(f"{path} is corrupt: its content does not have the digest it states", hint)
+    return record_of(record, body, path, hint)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")

@@ -1,0 +1,1 @@
+"""Allocation: the bits of every layer's keys and values, within a byte budget."""

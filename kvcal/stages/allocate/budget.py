@@ -1,0 +1,185 @@
+"""Budgets: the four ways to state one, in bytes; what a plan takes of one; and what is said when it does not fit.
+
+A budget covers the plan as it is compiled: the cache at its largest, the tensors of transforms, and, of a whole device,
+the weights and the workspace of a decode step. Formats are chosen before the tensors are there, so bytes are reserved
+for these; :func:`require_budget` then holds the finished plan against the budget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcal.errors import InfeasibleBudget, UsageError
+from kvcal.geometry import CacheDtype, Geometry
+from kvcal.plan.plan import LayerPlan, Plan, Workload, bare_layers
+from kvcal.plan.tensors import needed_nbytes, tensors_nbytes
+from kvcal.quantities import format_bytes, parse_bytes
+from kvcal.recipe import AllocateSpec, CacheSpec, Recipe, fixed_layers, load_recipe
+from kvcal.specs import PredictorSpec, ReparamSpec
+from kvcal.stages.allocate.record import Allocation, BudgetKind, Split, layer_bytes, num_values
+from kvcal.stages.predictors.choice import find_targets
+from kvcal.stages.predictors.record import with_predictor
+from kvcal.store.step_workspace import FLOAT_BYTES, step_workspace
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What of a model a budget depends on. ``weight_bytes``: in its checkpoint's dtype."""
+
+    geometry: Geometry
+    weight_bytes: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Budget:
+    """``total`` bytes; ``weights`` and ``workspace`` of them only if the whole device was budgeted. ``logits``: see
+    ``Split``."""
+
+    kind: BudgetKind
+    total: int
+    weights: int | None = None
+    workspace: int | None = None
+    logits: int | None = None
+
+    @property
+    def cache(self) -> int:
+        """What is left for the cache; may be negative."""
+        return self.total - (self.weights or 0) - (self.workspace or 0)
+
+    def split(self, fixed: int, paged: int, reserved: int) -> Split:
+        return Split(self.total, self.weights, self.workspace, fixed, paged, reserved, self.kind, self.logits)
+
+
+def workspace_bytes(layers: Sequence[LayerPlan], cache_dtype: CacheDtype, workload: Workload) -> int:
+    """The workspace of one decode step beside its logits: kvcal.store.step_workspace. A long prompt that is fed in
+    one piece needs more: state ``workspace`` then."""
+    return step_workspace(layers, cache_dtype, workload.batch, workload.context).nbytes
+
+
+def resolve_budget(sizes: ModelSizes, spec: AllocateSpec, layers: tuple[LayerPlan, ...], fixed: int) -> Budget:
+    """The budget in bytes. ``layers``: in the formats, among those to be chosen from, that need the most workspace;
+    ``fixed``: bytes of bounded layers and states, which bits per value do not count."""
+    workload = Workload(spec.batch, spec.context)
+    if spec.budget is not None:
+        total = parse_bytes(spec.budget)
+        if spec.workspace != "auto":
+            return Budget("budget", total, sizes.weight_bytes, parse_bytes(spec.workspace))
+        logits = 2 * FLOAT_BYTES * workload.batch * sizes.vocab_size  # and their softmax
+        workspace = logits + workspace_bytes(layers, sizes.geometry.cache_dtype, workload)
+        return Budget("budget", total, sizes.weight_bytes, workspace, logits)
+    if spec.kv_budget is not None:
+        return Budget("kv_budget", parse_bytes(spec.kv_budget))
+    if spec.bits is not None:
+        return Budget("bits", int(spec.bits * num_values(layers, workload) / 8) + fixed)
+    assert spec.same_bytes_as is not None
+    other: Recipe = load_recipe(spec.same_bytes_as)
+    if other.formats is None or not other.is_baseline:
+        raise UsageError(
+            f"same_bytes_as = {spec.same_bytes_as!r} is no recipe of [formats] alone, its bytes are not known before",
+            hint="name a recipe with [formats], such as kivi-2",
+        )
+    total = sum(layer_bytes(fixed_layers(other.formats, layers), sizes.geometry.cache_dtype, workload))
+    return Budget("same_bytes_as", total)
+
+
+def reserved_bytes(
+    geometry: Geometry,
+    cache: CacheSpec,
+    reparam: ReparamSpec | None,
+    predictors: PredictorSpec | None = None,
+    device_workload: Workload | None = None,
+) -> int:
+    """Upper bound of the bytes that the transforms of a recipe take: λ and offset of every layer, all predictors that
+    can be, and, with a ``device_workload``, the workspace that these need."""
+    fmt = cache.format("k", 2, "token", 128), cache.format("v", 2, "token", 128)
+    layers = tuple(
+        LayerPlan(layer.geometry, fmt[:1], fmt[1:]) if layer.is_paged else layer for layer in bare_layers(geometry)
+    )
+    lambdas = sum(layer.attention.num_kv_heads * layer.head_dim("k") for layer in layers if layer.is_paged)
+    total = 0 if reparam is None else FLOAT_BYTES * lambdas * (2 if reparam.offset else 1)
+    if predictors is None:
+        return total
+    predicted = {layer.geometry.index: layer for layer in layers}
+    for target in find_targets(layers, predictors, geometry.cache_dtype):
+        if target.shape is not None and target.source is not None:
+            layer = predicted[target.index]
+            predicted[target.index] = with_predictor(layer, target.side, target.source.geometry.index, predictors)
+    every = tuple(predicted.values())
+    if device_workload is not None:
+        before, after = (workspace_bytes(those, geometry.cache_dtype, device_workload) for those in (layers, every))
+        total += max(0, after - before)
+    return total + needed_nbytes(every, geometry.cache_dtype)
+
+
+def transform_bytes(allocation: Allocation, layers: Sequence[LayerPlan], tensor_bytes: int) -> int:
+    """Bytes that the transforms of ``layers`` take of the allocation's budget: tensors, and the workspace that they
+    need beyond what was counted (below zero where the plan needs less)."""
+    split = allocation.split
+    if split.logits is None or split.workspace is None:
+        return tensor_bytes
+    needed = split.logits + workspace_bytes(layers, allocation.cache_dtype, allocation.workload)
+    return tensor_bytes + needed - split.workspace
+
+
+def bytes_left(allocation: Allocation, layers: tuple[LayerPlan, ...], tensor_bytes: int) -> int | None:
+    """Bytes that the allocation's ``layers``, with transforms by now, and their tensors leave of its budget; below zero
+    beyond it, None without a budget."""
+    split, workload = allocation.split, allocation.workload
+    if split.kind is None:
+        return None
+    # Where pages shrink, the bytes are most right before they do.
+    ends = {at - 1 for layer in layers for fmt in (*layer.k, *layer.v) for at in fmt.shrink_at}
+    counts = {workload.context, *(end for end in ends if 0 < end < workload.context)}
+    most = max(sum(layer_bytes(layers, allocation.cache_dtype, Workload(workload.batch, count))) for count in counts)
+    return split.budget - split.overhead - most - transform_bytes(allocation, layers, tensor_bytes)
+
+
+def require_budget(allocation: Allocation, plan: Plan) -> None:
+    """InfeasibleBudget where the plan takes more than the budget that its allocation was made for."""
+    tensor_bytes = tensors_nbytes(plan.tensors)
+    left = bytes_left(allocation, plan.layers, tensor_bytes)
+    if left is None or left >= 0:
+        return
+    budget, taken = allocation.split.budget, transform_bytes(allocation, plan.layers, tensor_bytes)
+    raise InfeasibleBudget(
+        f"the plan takes {budget - left} bytes, {-left} more than the budget of {format_bytes(budget)} = {budget} "
+        f"bytes: its transforms take {taken}, and the allocation left {taken + left} for them",
+        budget - left,
+        hint=reserve_hint(taken + spared_lambdas(plan.layers)),
+    )
+
+
+def spared_lambdas(layers: Sequence[LayerPlan]) -> int:
+    """Bytes of λ and offsets that other layers have: with other formats, these may gain by them, too."""
+    post = [layer for layer in layers if layer.is_paged and layer.k_pages == "post"]
+    given = [[layer.k_rescale for layer in post], [layer.k_offset for layer in post]]
+    sizes = [FLOAT_BYTES * layer.attention.num_kv_heads * layer.head_dim("k") for layer in post]
+    return sum(size for has in given if any(has) for size, is_there in zip(sizes, has, strict=True) if not is_there)
+
+
+def reserve_hint(nbytes: int) -> str:
+    """The way to a plan within the budget."""
+    return (
+        f"repeat `kvcal allocate`, with its options and --reserve {nbytes}, then reparam and fit-predictors, which are "
+        "made for the chosen formats"
+    )
+
+
+def infeasible(spec: AllocateSpec, budget: Budget, smallest: int, bits: float, reserved: int) -> InfeasibleBudget:
+    """``smallest`` in bytes, ``bits`` what that is per cached value (shown rounded up, so that it is feasible)."""
+    rounded_up = math.ceil(bits * 1000) / 1000
+    beside = {"weights": budget.weights, "workspace": budget.workspace, "reserved for transforms": reserved}
+    named = " + ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in beside.items() if nbytes)
+    device = f" ({named})" if named else ""
+    return InfeasibleBudget(
+        f"a budget of {format_bytes(budget.total)} is too small for batch {spec.batch} x {spec.context} tokens: the "
+        f"smallest feasible one is {format_bytes(smallest)} = {smallest} bytes{device}, {rounded_up:.3f} bits per "
+        "cached value",
+        smallest,
+        hint="raise the bits, or --context, over which sinks, windows and half pages spread, or profile fewer bits"
+        if spec.bits is not None
+        else "raise the budget, lower --batch or --context, or profile fewer bits or larger groups",
+    )

@@ -1,0 +1,171 @@
+"""The allocation: which Format every layer's K and V got, for which workload, and where the budget's bytes go.
+
+Formats come from the solver (stages.allocate), from a recipe that fixes them, or from KVmix's importance; what follows
+(progressive schedule, λ, predictors, compilation) does not care.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from kvcal import artifact
+from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
+from kvcal.plan.plan import LayerPlan, Workload, bare_layers
+from kvcal.plan.tensors import check_layers, needed_tensors
+from kvcal.recipe import CacheSpec, FormatsSpec, fixed_layers
+from kvcal.records import record_of, refusing, require_tensors
+from kvcal.specs import ImportanceSpec, ProgressiveSpec
+from kvcal.stages.allocate.importance import importance_formats, importance_scores
+from kvcal.stages.allocate.schedule import progressive_layers
+from kvcal.stages.profile.record import Profile
+from kvcal.strict import STRICT, Number, NumBytes, dump
+
+KIND = "allocation"
+SCHEMA = 3
+
+BudgetKind = Literal["budget", "kv_budget", "bits", "same_bytes_as"]
+
+
+@dataclass(frozen=True, config=STRICT)
+class Split:
+    """Where the bytes of a budget go. ``weights`` and ``workspace`` are None when only the cache was budgeted;
+    ``fixed`` are bounded layers and states, ``paged`` the chosen formats, ``reserved`` what transforms will take.
+
+    ``kind``: how the budget was stated; None where formats were fixed without one, and it is their own bytes.
+    ``logits``: this much of the workspace, where it depends on the plan; None where it was stated in bytes."""
+
+    budget: Annotated[int, Field(ge=0, le=10**36)]
+    weights: NumBytes | None
+    workspace: NumBytes | None
+    fixed: NumBytes
+    paged: NumBytes
+    reserved: NumBytes = 0
+    kind: BudgetKind | None = None
+    logits: NumBytes | None = None
+
+    @property
+    def cache(self) -> int:
+        return self.fixed + self.paged
+
+    @property
+    def overhead(self) -> int:
+        """Of a whole device: what is no cache."""
+        return (self.weights or 0) + (self.workspace or 0)
+
+
+@dataclass(frozen=True, config=STRICT)
+class Allocation:
+    """The chosen layers of a model. ``provenance`` says what they were chosen from; ``loss``, ``bound``, ``gap`` and
+    ``proof`` are the solver's (see solver.Solution), None where a recipe fixed the formats."""
+
+    model: ModelIdentity
+    cache_dtype: CacheDtype
+    layers: tuple[LayerPlan, ...]
+    workload: Workload
+    provenance: dict[str, Any]
+    split: Split
+    loss: Number | None = None
+    bound: Number | None = None
+    gap: Number | None = None
+    proof: str | None = None
+
+    def require_sound(self) -> None:
+        """ValueError unless the layers can be one plan's, and take what the split says."""
+        check_layers(self.layers)
+        needed_tensors(self.layers, self.cache_dtype)  # that there are such tensors
+        taken = layer_bytes(self.layers, self.cache_dtype, self.workload)
+        if taken != (self.split.fixed, self.split.paged):
+            raise ValueError(
+                f"split.fixed and split.paged are {self.split.fixed} and {self.split.paged}, expected {taken}"
+            )
+
+
+def fixed_allocation(
+    formats: FormatsSpec,
+    model: ModelIdentity,
+    geometry: Geometry,
+    workload: Workload,
+    provenance: dict[str, Any],
+) -> Allocation:
+    """What a recipe with [formats] gives: no choice, no budget but its own bytes."""
+    layers = fixed_layers(formats, bare_layers(geometry))
+    return unbudgeted(layers, model, geometry.cache_dtype, workload, provenance)
+
+
+def important_allocation(
+    profile: Profile, spec: ImportanceSpec, cache: CacheSpec, workload: Workload, provenance: dict[str, Any]
+) -> Allocation:
+    """KVmix: formats by the gradient norms of the profile."""
+    formats = importance_formats(importance_scores(profile), spec, cache.num_sink_tokens, cache.param_dtype)
+    layers = []
+    for layer in bare_layers(profile.geometry):
+        if layer.is_paged:
+            k, v = formats[layer.geometry.index]
+            layer = LayerPlan(layer.geometry, (k,), (v,))
+        layers.append(layer)
+    return unbudgeted(tuple(layers), profile.identity, profile.geometry.cache_dtype, workload, provenance)
+
+
+def made_progressive(allocation: Allocation, spec: ProgressiveSpec, reserved: int) -> Allocation:
+    """The allocation with pages that begin at 16 bits and shrink when the budget for the tokens so far is used up;
+    ``reserved`` bytes of it, if there is one, are kept for what transforms take.
+
+    Raises:
+        InfeasibleBudget: the final formats do not fit.
+    """
+    layers, split = allocation.layers, allocation.split
+    budget, kind = split.budget - split.overhead, split.kind
+    if spec.bits is not None:
+        all_in = int(spec.bits * num_values(layers, allocation.workload) / 8) + split.fixed
+        budget, kind = all_in if kind is None else min(budget, all_in), kind or "bits"
+    kept = 0 if kind is None else reserved
+    layers = progressive_layers(layers, allocation.workload, allocation.cache_dtype, budget - kept, shift=spec.shift)
+    fixed, paged = layer_bytes(layers, allocation.cache_dtype, allocation.workload)
+    split = replace(split, budget=budget + split.overhead, fixed=fixed, paged=paged, reserved=kept, kind=kind)
+    return replace(allocation, layers=layers, split=split)
+
+
+def layer_bytes(layers: tuple[LayerPlan, ...], cache_dtype: str, workload: Workload) -> tuple[int, int]:
+    """Bytes of (bounded and state layers, paged layers)."""
+    sizes = {True: 0, False: 0}
+    for layer in layers:
+        sizes[layer.is_paged] += layer.nbytes(cache_dtype, workload.lengths, workload.context)
+    return sizes[False], sizes[True]
+
+
+def num_values(layers: tuple[LayerPlan, ...], workload: Workload) -> int:
+    """Values that the paged layers cache at the workload."""
+    paged = [layer.attention for layer in layers if layer.is_paged]
+    per_token = sum(layer.num_kv_heads * (layer.k_head_dim + layer.v_head_dim) for layer in paged)
+    return per_token * workload.batch * workload.context
+
+
+def unbudgeted(
+    layers: tuple[LayerPlan, ...],
+    model: ModelIdentity,
+    cache_dtype: CacheDtype,
+    workload: Workload,
+    provenance: dict[str, Any],
+) -> Allocation:
+    """Layers that nothing was solved for: their own bytes are the budget."""
+    fixed, paged = layer_bytes(layers, cache_dtype, workload)
+    return Allocation(model, cache_dtype, layers, workload, provenance, Split(fixed + paged, None, None, fixed, paged))
+
+
+def save(allocation: Allocation, inputs: dict[str, Any], path: Path) -> None:
+    artifact.write(path, artifact.Artifact(KIND, SCHEMA, inputs, dump(allocation), {}))
+
+
+def load(path: Path) -> tuple[Allocation, dict[str, Any]]:
+    """The allocation and its inputs. ArtifactError when missing, corrupt or foreign."""
+    stored = artifact.read(path, KIND, SCHEMA)
+    found = record_of(Allocation, stored.body, path)
+    with refusing(path):
+        require_tensors(stored.tensors, {})
+        found.require_sound()
+    return found, stored.inputs

@@ -1,0 +1,140 @@
+"""Progressive quantization (PM-KVQ Sec. 3.1): at which token counts pages shrink 16 -> 8 -> 4 -> 2 bits, for a budget.
+
+Pages are written with 16 bits, and a layer halves its bits when the budget for the tokens so far is used up: at the
+first token count for which the layers as they are would take more bytes than the budget. The order is fixed: all layers
+at 16 bits go to 8 before the first goes to 4, and so on; within a round they follow ``order`` (layer order by default,
+or the least sensitive first), K and V and all heads of a layer together, until each format has its final bits. So a
+state is a prefix of one list of steps, and the schedule that keeps every page as wide as possible for as long as
+possible is found step by step: by bisection, because the bytes of a state never fall as tokens come.
+
+A step that its layer's record sizes make useless or worse (head sizes far below 16) is taken together with the next
+ones. Where the budget is more than the final formats take at the workload's context, the last steps lie beyond it.
+
+Other than the paper: there, every block has a budget of its own, and code bits alone are counted. Here layers share one
+budget, and every byte counts (``LayerPlan.nbytes``): sinks, windows, buffers, fp32 scales and zeros, layers that cannot
+shrink. Those are 16-bit and 3-bit formats (3 is not half of anything), lattices and boosted channels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+
+from kvcal.errors import InfeasibleBudget
+from kvcal.geometry import CacheDtype
+from kvcal.pages.layout import RAW_BITS
+from kvcal.pages.shrink import Shift
+from kvcal.plan.plan import SIDES, Format, LayerPlan, Workload
+from kvcal.quantities import format_bytes
+
+# Bits that pages pass through.
+NARROWER_BITS = (8, 4, 2, 1)
+# A token count beyond any text: pages of a state that never shrink again.
+NEVER = 1 << 40
+
+
+def can_shrink(fmt: Format) -> bool:
+    """Whether pages of this format may begin with 16 bits."""
+    return fmt.num_bits in NARROWER_BITS and fmt.boost is None and fmt.lattice_dim is None
+
+
+def progressive_layers(
+    layers: Sequence[LayerPlan],
+    workload: Workload,
+    cache_dtype: CacheDtype,
+    budget_bytes: int,
+    order: Sequence[int] | None = None,
+    shift: Shift = "equivalent",
+) -> tuple[LayerPlan, ...]:
+    """``layers`` with ``shrink_at`` (and fp32 scales and zeros, which shrinking needs) in every format that can shrink.
+
+    For ``workload.batch`` sequences, at every number of tokens up to ``workload.context``, the bytes of the layers
+    (without a plan's tensors) are at most ``budget_bytes``. Sequences of different lengths never take more.
+    ``order``: ``geometry.index`` of the layers, first to shrink first; all layers that can shrink must be in it.
+    ``shift``: how codes shrink.
+
+    Raises:
+        InfeasibleBudget: the final formats do not fit at the workload.
+    """
+    cost = _Cost(layers, workload.batch, cache_dtype)
+    final = cost.nbytes(cost.state([min(NARROWER_BITS)] * len(layers)), workload.context)
+    if final > budget_bytes:
+        raise InfeasibleBudget(
+            f"a budget of {format_bytes(budget_bytes)} is too small for batch {workload.batch} x {workload.context} "
+            f"tokens, even when all pages have shrunk: the smallest feasible one is {format_bytes(final)} = {final} "
+            "bytes, fp32 scales and zeros included",
+            final,
+            hint="raise the budget, lower --batch or --context, or take fewer final bits or larger groups",
+        )
+    bits, reached = [RAW_BITS] * len(layers), 1
+    counts: list[dict[int, int]] = [{} for _ in layers]
+    for position, narrower in _steps(layers, order):
+        reached = cost.first_above(budget_bytes, cost.state(bits), reached, workload.context)
+        counts[position][narrower] = reached
+        bits[position] = narrower
+    return tuple(_shrinking(layer, at, shift) for layer, at in zip(layers, counts, strict=True))
+
+
+def _steps(layers: Sequence[LayerPlan], order: Sequence[int] | None) -> list[tuple[int, int]]:
+    """(position of the layer, bits its pages then have at most), in the order of shrinking."""
+    ranks = {index: rank for rank, index in enumerate(order or [layer.geometry.index for layer in layers])}
+    lowest = {
+        position: min(final)
+        for position, layer in enumerate(layers)
+        if (final := [fmt.num_bits for fmt in (*layer.k, *layer.v) if can_shrink(fmt)])
+    }
+    ranked = sorted(lowest, key=lambda position: ranks[layers[position].geometry.index])
+    return [(position, bits) for bits in NARROWER_BITS for position in ranked if bits >= lowest[position]]
+
+
+def _shrinking(layer: LayerPlan, counts: Mapping[int, int], shift: Shift = "equivalent") -> LayerPlan:
+    """The layer with pages of at most ``bits`` bits from ``counts[bits]`` tokens on, down to each format's own."""
+
+    def shrinking(fmt: Format) -> Format:
+        if not can_shrink(fmt):
+            return fmt
+        shrink_at = tuple(counts[bits] for bits in NARROWER_BITS if bits >= fmt.num_bits)
+        return dataclasses.replace(fmt, param_dtype="float32", shrink_at=shrink_at, shift=shift)
+
+    k, v = (tuple(shrinking(fmt) for fmt in layer.formats(side)) for side in SIDES)
+    return dataclasses.replace(layer, k=k, v=v)
+
+
+class _Cost:
+    """Bytes of all layers, each at a number of bits of its own. Layers alike are computed once."""
+
+    def __init__(self, layers: Sequence[LayerPlan], batch: int, cache_dtype: str) -> None:
+        self._batch, self._cache_dtype = batch, cache_dtype
+        self._kinds = [_kind(layer) for layer in layers]
+        self._layers = dict(zip(self._kinds, layers, strict=True))
+        self._at_bits: dict[tuple[Hashable, int], LayerPlan] = {}
+
+    def state(self, bits: Sequence[int]) -> list[tuple[LayerPlan, int]]:
+        """Layers whose pages have at most ``bits[position]`` bits at any time, and how many there are of each."""
+        return [(self._layer(*key), count) for key, count in Counter(zip(self._kinds, bits, strict=True)).items()]
+
+    def nbytes(self, state: list[tuple[LayerPlan, int]], num_tokens: int) -> int:
+        lengths = (num_tokens,) * self._batch
+        return sum(count * layer.nbytes(self._cache_dtype, lengths, num_tokens) for layer, count in state)
+
+    def first_above(self, budget_bytes: int, state: list[tuple[LayerPlan, int]], start: int, context: int) -> int:
+        """The first token count from ``start`` on at which the state takes more than the budget; ``NEVER`` at most."""
+        if self.nbytes(state, NEVER) <= budget_bytes:
+            return NEVER
+        stop = max(start, context)
+        while self.nbytes(state, stop) <= budget_bytes:
+            start, stop = stop + 1, 2 * stop
+        return start + bisect_right(range(start, stop), budget_bytes, key=lambda count: self.nbytes(state, count))
+
+    def _layer(self, kind: Hashable, bits: int) -> LayerPlan:
+        if (kind, bits) not in self._at_bits:
+            counts = {narrower: 0 if narrower >= bits else NEVER for narrower in NARROWER_BITS}
+            self._at_bits[kind, bits] = _shrinking(self._layers[kind], counts)
+        return self._at_bits[kind, bits]
+
+
+def _kind(layer: LayerPlan) -> Hashable:
+    """Equal for layers that take the same bytes."""
+    return dataclasses.replace(layer.geometry, index=0), layer.k, layer.v

@@ -1,0 +1,1 @@
+"""Comparison: recipes side by side on one model, at stated budgets."""

@@ -1,0 +1,179 @@
+"""What a comparison found: a row for each plan, its share of KIVI-2's loss recovered, and what calibration took.
+
+    share recovered  R = (a - p) / (a - r),   a, p, r: loss of KIVI-2, of the plan, and of 16 bits
+
+once with KL as the loss and once with 1 - mean accuracy. 0 is KIVI-2 and 1 is 16 bits, both exactly; less and more are
+possible. By the delta method, with the partial derivatives -1, 1 - R and R over (a - r),
+
+    se(R) = sqrt(se(p)^2 + (1 - R)^2 se(a)^2 + R^2 se(r)^2) / (a - r)
+
+This takes the three errors as independent. They are not: all plans are measured on the same texts and problems. The
+three derivatives sum to 0, so whatever such a sample does to all three losses alike cancels in R, yet each loss's own
+error still counts it: with a covariance c between any two losses the variance is smaller than stated, by
+2 c (1 - R + R^2) / (a - r)^2. So where losses rise and fall together the stated error is too large. The exact one would
+need every problem's outcome under every plan.
+
+There is no share where KIVI-2 loses nothing beyond the error
+of that loss, a - r <= sqrt(se(a)^2 + se(r)^2): it would be noise over noise.
+
+The file is JSON with sorted keys and a digest, as the evaluation's is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from kvcal.plan.plan import Workload
+from kvcal.records import read_json, write_json
+from kvcal.stages.evaluate.stage import Row, require_same_tasks
+from kvcal.strict import STRICT, Amount, Number
+
+KIND = "comparison"
+SCHEMA = 2
+RAW_RECIPE, WORST_RECIPE = "16-bit", "kivi-2"
+BASELINES = (RAW_RECIPE, WORST_RECIPE, "kivi-4")
+
+# (loss, its standard error or None where it is unknown)
+Loss = tuple[float, float | None]
+
+
+@dataclass(frozen=True, config=STRICT)
+class Share:
+    """Of KIVI-2's loss, how much is recovered; ``se`` None: exact, or not known."""
+
+    value: Number
+    se: Amount | None
+
+
+@dataclass(frozen=True, config=STRICT)
+class StageTime:
+    """What making one artifact took; None where no comparison has seen it made."""
+
+    file: str
+    sha256: str
+    seconds: Amount | None
+
+
+@dataclass(frozen=True, config=STRICT)
+class Calibration:
+    """``seconds``: the sum over ``stages``, in the order in which they were made, None where one of them is unknown;
+    ``is_kept``: all of them were current, nothing was made this time."""
+
+    seconds: Amount | None
+    is_kept: bool
+    stages: tuple[StageTime, ...]
+
+
+@dataclass(frozen=True, config=STRICT)
+class Refusal:
+    """Why a recipe has no numbers: the error's own words, and the exit code it has by itself."""
+
+    stage: Literal["build", "evaluate"]
+    message: str
+    hint: str | None
+    exit_code: Annotated[int, Field(ge=1, le=255)]
+
+
+@dataclass(frozen=True, config=STRICT)
+class Entry:
+    """One plan. ``bits``: the budget it was built for, None for the recipe's own. ``row`` is None until it is measured,
+    and for ever with a ``refusal``."""
+
+    name: str
+    recipe: str
+    recipe_sha256: str
+    bits: Amount | None
+    is_baseline: bool
+    calibration: Calibration
+    refusal: Refusal | None = None
+    row: Row | None = None
+    kl_recovered: Share | None = None
+    accuracy_recovered: Share | None = None
+
+
+@dataclass(frozen=True, config=STRICT)
+class Comparison:
+    """``inputs``: what the rows were measured with, flat; ``stage_seconds``: what every artifact ever made
+    for this comparison took, by its sha256. ``entries``: the baselines, then the recipes as they were given."""
+
+    model: str
+    inputs: dict[str, Any]
+    data: str
+    data_fingerprint: str
+    task_seed: int
+    workload: Workload
+    stage_seconds: dict[str, Amount]
+    entries: tuple[Entry, ...]
+
+    def __post_init__(self) -> None:
+        names = [entry.name for entry in self.entries]
+        if len(set(names)) < len(names):
+            raise ValueError(f"entries {names[:8]}, expected each name once")
+        require_same_tasks([row for _, row in self.measured])
+
+    @property
+    def measured(self) -> tuple[tuple[Entry, Row], ...]:
+        """The entries that have numbers, with them."""
+        return tuple((entry, entry.row) for entry in self.entries if entry.row is not None)
+
+
+def share_recovered(plan: Loss, worst: Loss, raw: Loss) -> Share | None:
+    """See the module's docstring; None where ``worst`` loses nothing beyond its error. An unknown error counts as 0 for
+    that, and leaves the share without one."""
+    (p, p_se), (a, a_se), (r, r_se) = plan, worst, raw
+    lost = a - r
+    if lost <= math.hypot(a_se or 0.0, r_se or 0.0):
+        return None
+    share = (a - p) / lost
+    if p_se is None or a_se is None or r_se is None:
+        return Share(share, None)
+    return Share(share, math.hypot(p_se, (1 - share) * a_se, share * r_se) / lost)
+
+
+def with_shares(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    """The entries with the shares that their rows give. Without both baselines' rows there are none."""
+    rows = {entry.name: entry.row for entry in entries if entry.is_baseline}
+    raw, worst = rows.get(RAW_RECIPE), rows.get(WORST_RECIPE)
+    if raw is None or worst is None:
+        return tuple(entries)
+    return tuple(entry if entry.row is None else _with_shares(entry, entry.row, worst, raw) for entry in entries)
+
+
+def _with_shares(entry: Entry, row: Row, worst: Row, raw: Row) -> Entry:
+    kl = share_recovered(_kl_loss(row), _kl_loss(worst), _kl_loss(raw))
+    accuracy = share_recovered(_accuracy_loss(row), _accuracy_loss(worst), _accuracy_loss(raw)) if row.tasks else None
+    if row.plan_sha256 in (worst.plan_sha256, raw.plan_sha256):  # 0 and 1 by definition, not by measurement
+        kl = kl and replace(kl, se=None)
+        accuracy = accuracy and replace(accuracy, se=None)
+    return replace(entry, kl_recovered=kl, accuracy_recovered=accuracy)
+
+
+def _kl_loss(row: Row) -> Loss:
+    return row.text.kl, row.text.kl_se
+
+
+def _accuracy_loss(row: Row) -> Loss:
+    return 1 - (row.accuracy or 0.0), row.accuracy_se
+
+
+def save_comparison(comparison: Comparison, path: str | Path) -> None:
+    """Write the JSON file whole or not at all; ArtifactError when the system refuses."""
+    write_json(path, KIND, SCHEMA, comparison)
+
+
+def load_comparison(path: str | Path) -> Comparison:
+    """Read what ``save_comparison`` wrote.
+
+    Raises:
+        ArtifactError: missing, unreadable, not JSON, of another kind or version, corrupt, or values out of range.
+    """
+    return read_json(
+        path, KIND, SCHEMA, Comparison, "delete the file and run kvcal compare again: plans and rows are kept beside it"
+    )

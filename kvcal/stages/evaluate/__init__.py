@@ -1,0 +1,1 @@
+"""Evaluation: KL, perplexity and accuracy of plans, through the packed cache."""

@@ -1,0 +1,239 @@
+"""Exact-match accuracy on generated problems, by greedy generation through the packed cache.
+
+Problems of all tasks share ragged, left-padded batches, sorted by length. ``model.generate`` does the decoding, in
+segments: between two segments the sequences that are done (end-of-sequence token, or a complete answer line) leave
+the cache, so that the long ones do not drag them along. The tokens are those of one long ``generate``, only sooner.
+After every segment the cache's bytes are compared with the plan's prediction, and everything the model attended to
+with a fresh read of the packed pages (see mirror).
+
+The standard error of an accuracy is half the width of Wilson's score interval at z = 1,
+sqrt(p (1 - p) / n + 1 / (4 n^2)) / (1 + 1 / n): unlike the plain binomial one it is not 0 when all problems, or
+none, are solved.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pydantic.dataclasses import dataclass as record
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from kvcal.cache.queries import serving
+from kvcal.data.pools import Purpose
+from kvcal.data.sequences import encode_problem
+from kvcal.data.tasks import Problem, extract_answer, problems
+from kvcal.errors import NonFiniteActivations, UsageError
+from kvcal.models.load import LoadedModel
+from kvcal.plan.plan import Plan
+from kvcal.progress import Reporter
+from kvcal.recipe import EvaluateSpec
+from kvcal.stages.evaluate.mirror import MirroredCache
+from kvcal.stages.evaluate.text import require_predicted_bytes
+from kvcal.strict import STRICT, Amount, Count, Share
+
+SEGMENT_TOKENS = 32
+_ANSWER_LINE = re.compile(r"^Answer: \S+[^\S\n]*\n", re.MULTILINE)
+
+
+@record(frozen=True, config=STRICT)
+class TaskResult:
+    """``accuracy_se``: see the module's docstring. ``num_unfinished`` problems were cut at ``max_new_tokens``;
+    ``generated_tokens`` counts those up to the end of each completion; ``lengths``: tokens of each problem, prompt and
+    completion."""
+
+    task: str
+    accuracy: Share
+    accuracy_se: Amount
+    num_problems: Count
+    num_correct: Count
+    num_unfinished: Count
+    generated_tokens: Count
+    lengths: tuple[Count, ...]
+
+
+@dataclass
+class Sequence:
+    """A problem on its way: ``prompt_T`` int64, ``completion`` grows by segments."""
+
+    problem: Problem
+    prompt_T: Tensor
+    expected_tokens: int
+    completion: list[int] = field(default_factory=list)
+    is_finished: bool = False
+
+
+@torch.inference_mode()
+def measure_tasks(
+    loaded: LoadedModel, plan: Plan, spec: EvaluateSpec, reporter: Reporter, purpose: Purpose = "report"
+) -> tuple[TaskResult, ...]:
+    """Accuracy of ``plan`` on ``spec.num_problems`` problems of each of ``spec.tasks``, in their order; ``purpose``:
+    of which pool.
+
+    Raises:
+        UsageError: no tokenizer, or a prompt that fills the model's context.
+        NonFiniteActivations: NaN in the logits, or NaN or infinity in a page to be quantized.
+        ArtifactError: the plan is not this model's, the cache's bytes are not the predicted ones, or what was read
+            back is not what the packed cache holds.
+    """
+    if not spec.tasks:
+        return ()
+    sequences = _sequences(loaded, spec, purpose)
+    order = sorted(sequences, key=lambda s: s.prompt_T.numel() + s.expected_tokens)
+    for first in range(0, len(order), spec.batch):
+        _generate(loaded, plan, order[first : first + spec.batch], order, spec.max_new_tokens, reporter)
+    return tuple(_result(loaded, task, [s for s in sequences if s.problem.task == task]) for task in spec.tasks)
+
+
+def wilson_se(num_correct: int, num_problems: int) -> float:
+    """Half the width of Wilson's interval at z = 1."""
+    p, n = num_correct / num_problems, num_problems
+    return math.sqrt(p * (1 - p) / n + 1 / (4 * n * n)) / (1 + 1 / n)
+
+
+def _sequences(loaded: LoadedModel, spec: EvaluateSpec, purpose: Purpose) -> list[Sequence]:
+    """All problems, encoded."""
+    tokenizer = _tokenizer(loaded)
+    limits = {
+        "max_steps": spec.max_steps,
+        "max_size": spec.max_size,
+        "max_hops": spec.max_hops,
+        "max_digits": spec.max_digits,
+    }
+    return [
+        Sequence(problem, encode_problem(problem, tokenizer), len(tokenizer(problem.completion)["input_ids"]))
+        for task in spec.tasks
+        for problem in problems(task, spec.num_problems, spec.seed, purpose, **limits)
+    ]
+
+
+def _generate(
+    loaded: LoadedModel,
+    plan: Plan,
+    batch: list[Sequence],
+    everything: list[Sequence],
+    max_new_tokens: int,
+    reporter: Reporter,
+) -> None:
+    """Complete the sequences of one batch."""
+    tokenizer = _tokenizer(loaded)
+    model: Any = loaded.model  # transformers declares no type for generate
+    config = generation_config(model, tokenizer)
+    active = list(batch)
+    input_ids, mask = _left_padded([s.prompt_T for s in active], config.pad_token_id, model.device)
+    left = _room(loaded, plan, input_ids.shape[1], max_new_tokens)
+    cache = MirroredCache(plan, model.config, attention_mask=mask)
+    while active and left:
+        config.max_new_tokens = min(SEGMENT_TOKENS, left)
+        width = input_ids.shape[1]
+        with serving(model, plan):
+            output = model.generate(
+                input_ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                generation_config=config,
+                logits_processor=LogitsProcessorList([RefuseNaN()]),
+            )
+        left -= output.shape[1] - width
+        require_predicted_bytes(cache, plan)
+        cache.verify()
+        for sequence, new in zip(active, output[:, width:].tolist(), strict=True):
+            _extend(sequence, new, config.eos_token_id, tokenizer)
+        keep = [row for row, sequence in enumerate(active) if not sequence.is_finished]
+        reporter(sum(s.is_finished for s in everything), len(everything), "evaluate: problems")
+        if keep and len(keep) < len(active):
+            cache.batch_select_indices(torch.tensor(keep))
+        active = [active[row] for row in keep]
+        input_ids = output[keep]
+        mask = torch.nn.functional.pad(mask[keep], (0, output.shape[1] - width), value=1)
+
+
+class RefuseNaN(LogitsProcessor):
+    """Greedy search would take NaN for a maximum and go on."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if torch.isnan(scores).any():
+            raise NonFiniteActivations(
+                f"the logits hold NaN after {input_ids.shape[1]} tokens",
+                hint="check the model in this dtype; float16 overflows where bfloat16 and float32 do not",
+            )
+        return scores
+
+
+def generation_config(model: PreTrainedModel, tokenizer: Tokenizer) -> GenerationConfig:
+    """Plain greedy decoding, whatever the model's own defaults are; its end-of-sequence tokens are kept."""
+    eos = model.generation_config.eos_token_id
+    eos = tokenizer.eos_token_id if eos is None else eos
+    ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    pad = next((i for i in (tokenizer.pad_token_id, *ends) if i is not None), 0)
+    return GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=50,
+        eos_token_id=ends or None,
+        pad_token_id=pad,
+    )
+
+
+def _extend(sequence: Sequence, new: list[int], ends: list[int] | None, tokenizer: Tokenizer) -> None:
+    """Add a segment up to its end-of-sequence token; a complete answer line is an end, too."""
+    stop = next((i for i, token in enumerate(new) if token in (ends or ())), None)
+    sequence.completion += new[:stop]
+    text = str(tokenizer.decode(sequence.completion))
+    sequence.is_finished = stop is not None or _ANSWER_LINE.search(text) is not None
+
+
+def _result(loaded: LoadedModel, task: str, sequences: list[Sequence]) -> TaskResult:
+    tokenizer = _tokenizer(loaded)
+    answers = [extract_answer(str(tokenizer.decode(s.completion))) for s in sequences]
+    correct = sum(answer == s.problem.answer for answer, s in zip(answers, sequences, strict=True))
+    return TaskResult(
+        task=task,
+        accuracy=correct / len(sequences),
+        accuracy_se=wilson_se(correct, len(sequences)),
+        num_problems=len(sequences),
+        num_correct=correct,
+        num_unfinished=sum(not s.is_finished for s in sequences),
+        generated_tokens=sum(len(s.completion) for s in sequences),
+        lengths=tuple(s.prompt_T.numel() + len(s.completion) for s in sequences),
+    )
+
+
+def _left_padded(prompts: list[Tensor], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """input_ids and attention_mask, both int64 [B, longest prompt]."""
+    width = max(prompt.numel() for prompt in prompts)
+    input_ids = torch.full((len(prompts), width), pad, dtype=torch.int64, device=device)
+    mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, width - prompt.numel() :] = prompt
+        mask[row, width - prompt.numel() :] = 1
+    return input_ids, mask
+
+
+def _room(loaded: LoadedModel, plan: Plan, width: int, max_new_tokens: int) -> int:
+    """New tokens behind ``width`` columns that the model's context and the plan's schedule allow, at most
+    ``max_new_tokens``."""
+    model_context = getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    schedule = plan.workload.context if plan.is_progressive else None
+    limits = {"the model's context": model_context, "the schedule of pages that shrink": schedule}
+    for name, limit in limits.items():
+        if limit is not None and width >= limit:
+            raise UsageError(
+                f"a problem's prompt of {width} tokens fills {name} of {limit}",
+                hint="lower max_steps, max_size, max_hops or max_digits in [evaluate], or evaluate without tasks",
+            )
+    return min(max_new_tokens, *(limit - width for limit in limits.values() if limit is not None))
+
+
+def _tokenizer(loaded: LoadedModel) -> Tokenizer:
+    if loaded.tokenizer is None:
+        raise UsageError(f"{loaded.source}: no tokenizer", hint="tasks cannot be posed without one")
+    return loaded.tokenizer

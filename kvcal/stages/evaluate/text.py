@@ -1,0 +1,214 @@
+"""Text quality of a plan: KL to the 16-bit model, top-1 agreement and perplexity, decode-faithfully.
+
+The text is fed through the packed cache in chunks that end where pages are written (``divergence.feed``), so every
+token reads back what it would read when generated one by one. The reference is the same model with transformers' own
+cache and nothing quantized. Only tokens of the loss mask count:
+
+    KL = mean over loss tokens of sum_v p_v (log p_v - log q_v),  p: 16 bits, q: quantized, in nats
+    perplexity = exp(mean negative log-likelihood)
+
+Standard errors are over sequences, since tokens of one text are not independent: each mean is a ratio of sums, and
+its error is the delta method's, sqrt(n / (n - 1) sum_i (s_i - m c_i)^2) / sum_i c_i for sequences i with sum s_i over
+c_i tokens and mean m; that of the perplexity is the one of its logarithm times the perplexity. One sequence has none.
+
+Logits exist for one chunk at a time. The reference's, where loss tokens are predicted, are kept for the next plans if
+they all fit ``REFERENCE_BYTES``, and otherwise computed again beside each plan, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from pydantic.dataclasses import dataclass as record
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvcal.cache.plan_cache import PlanCache
+from kvcal.data.sequences import TokenDataset
+from kvcal.errors import ArtifactError, NonFiniteActivations
+from kvcal.models.load import LoadedModel
+from kvcal.plan.plan import Plan
+from kvcal.progress import Reporter
+from kvcal.stages.divergence import feed, kl_divergence
+from kvcal.strict import STRICT, Amount, Count, Number, Share
+
+REFERENCE_BYTES = 2**30
+REFERENCE_CHUNK = 128
+
+
+@record(frozen=True, config=STRICT)
+class TextQuality:
+    """``kl`` in nats per loss token; ``*_se`` are standard errors over sequences, None for a single sequence."""
+
+    perplexity: Amount
+    perplexity_se: Amount | None
+    kl: Number
+    kl_se: Amount | None
+    top1_agreement: Share
+    top1_se: Amount | None
+    num_sequences: Count
+    num_tokens: Count
+    num_loss_tokens: Count
+
+
+@dataclass(frozen=True, eq=False)
+class TextBatch:
+    """Sequences of equal length, so that their pages are written at the same tokens.
+
+    ``input_ids_BT`` int64; ``predicts_BT`` bool: the next token counts; ``index_BT``: the number of a predicting
+    position among all of the batch; ``sequences``: their numbers in the data set.
+    """
+
+    input_ids_BT: Tensor
+    predicts_BT: Tensor
+    index_BT: Tensor
+    sequences: tuple[int, ...]
+
+
+def text_batches(data: TokenDataset, batch: int, device: torch.device) -> list[TextBatch]:
+    """At most ``batch`` sequences of one length each, longest first."""
+    order = sorted(range(len(data.sequences)), key=lambda i: -data.sequences[i].numel())
+    batches = []
+    for _, equal in itertools.groupby(order, key=lambda i: data.sequences[i].numel()):
+        numbers = list(equal)
+        for first in range(0, len(numbers), batch):
+            chosen = tuple(numbers[first : first + batch])
+            input_ids_BT = torch.stack([data.sequences[i] for i in chosen]).to(device)
+            masks_BT = torch.stack([data.loss_masks[i] for i in chosen]).to(device)
+            predicts_BT = torch.nn.functional.pad(masks_BT[:, 1:], (0, 1), value=False)
+            index_BT = predicts_BT.flatten().cumsum(0).view_as(predicts_BT) - 1
+            batches.append(TextBatch(input_ids_BT, predicts_BT, index_BT, chosen))
+    return batches
+
+
+class Reference:
+    """Logits of the unmodified model at every predicting position of a data set.
+
+    One object serves all plans of an evaluation; it holds at most ``memory_limit`` bytes of them.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, data: TokenDataset, batch: int, memory_limit: int = REFERENCE_BYTES
+    ) -> None:
+        self.model = loaded.model
+        self.batches = text_batches(data, batch, loaded.model.device)
+        vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
+        self.is_kept = 4 * data.num_loss_tokens * vocab_size <= memory_limit
+        self._kept: dict[int, Tensor] = {}
+
+    def reader(self, number: int) -> Callable[[int, int], Tensor]:
+        """For batch ``number``: (start, stop) -> logits [M, V] fp32 at the predicting positions of these columns, row
+        by row. To be called with adjoining intervals from 0 on."""
+        batch = self.batches[number]
+        if not self.is_kept:
+            return self._lockstep(batch)
+        if number not in self._kept:
+            compute, length = self._lockstep(batch), batch.input_ids_BT.shape[1]
+            kept: Tensor | None = None
+            for start in range(0, length, REFERENCE_CHUNK):
+                stop = min(length, start + REFERENCE_CHUNK)
+                part = compute(start, stop)
+                if kept is None:
+                    kept = part.new_empty(int(batch.predicts_BT.sum()), part.shape[-1])
+                kept[_positions(batch, start, stop)] = part
+            assert kept is not None
+            self._kept[number] = kept
+        return lambda start, stop: self._kept[number][_positions(batch, start, stop)]
+
+    def _lockstep(self, batch: TextBatch) -> Callable[[int, int], Tensor]:
+        cache = DynamicCache(config=self.model.config)
+
+        def read(start: int, stop: int) -> Tensor:
+            logits = self.model(input_ids=batch.input_ids_BT[:, start:stop], past_key_values=cache).logits
+            return logits[batch.predicts_BT[:, start:stop]].float()
+
+        return read
+
+
+@torch.inference_mode()
+def measure_text(
+    loaded: LoadedModel,
+    plan: Plan,
+    data: TokenDataset,
+    batch: int,
+    reporter: Reporter,
+    reference: Reference | None = None,
+) -> TextQuality:
+    """Measure ``plan`` on ``data``, up to ``batch`` sequences of equal length at once; ``reference`` must be of the
+    same model, data and batch.
+
+    Raises:
+        NonFiniteActivations: NaN or infinity in the logits, or in a page to be quantized.
+        ArtifactError: the plan is not this model's, or the cache's bytes are not the predicted ones.
+    """
+    reference = reference or Reference(loaded, data, batch)
+    sums = torch.zeros(len(data.sequences), 3, dtype=torch.float64)  # negative log-likelihood, KL, agreements
+    done = 0
+    for number, text in enumerate(reference.batches):
+        cache = PlanCache(plan, loaded.model.config)
+        read = reference.reader(number)
+        for start, logits_BTV in feed(loaded.model, cache, text.input_ids_BT):
+            stop = start + logits_BTV.shape[1]
+            values, rows = _token_values(text, start, logits_BTV, read(start, stop))
+            sums.index_add_(0, torch.tensor(text.sequences)[rows.cpu()], values.cpu())
+            reporter(done + stop * len(text.sequences), data.num_tokens, "evaluate: text")
+        require_predicted_bytes(cache, plan)
+        done += text.input_ids_BT.numel()
+    counts = torch.tensor([int(mask.sum()) for mask in data.loss_masks], dtype=torch.float64)
+    (nll, nll_se), (kl, kl_se), (top1, top1_se) = (_ratio(sums[:, i], counts) for i in range(3))
+    perplexity = float(torch.tensor(nll, dtype=torch.float64).exp())
+    return TextQuality(
+        perplexity=perplexity,
+        perplexity_se=None if nll_se is None else perplexity * nll_se,
+        kl=kl,
+        kl_se=kl_se,
+        top1_agreement=top1,
+        top1_se=top1_se,
+        num_sequences=len(data.sequences),
+        num_tokens=data.num_tokens,
+        num_loss_tokens=data.num_loss_tokens,
+    )
+
+
+def require_predicted_bytes(cache: PlanCache, plan: Plan) -> None:
+    """ArtifactError unless the cache's measured bytes are those that the plan predicts for what it holds."""
+    predicted = plan.nbytes(cache.lengths, cache.get_seq_length())
+    if cache.nbytes != predicted:
+        raise ArtifactError(
+            f"sequences of {cache.lengths} tokens take {cache.nbytes} bytes of cache, the plan predicts {predicted}",
+            hint="the byte count is wrong, and so would be every budget: please report this",
+        )
+
+
+def _token_values(text: TextBatch, start: int, logits_BTV: Tensor, reference_MV: Tensor) -> tuple[Tensor, Tensor]:
+    """[M, 3] fp64 of every predicting position (negative log-likelihood, KL, agreement) and its row [M]."""
+    stop = start + logits_BTV.shape[1]
+    rows, columns = text.predicts_BT[:, start:stop].nonzero(as_tuple=True)
+    logits_MV = logits_BTV[rows, columns].float()
+    targets = text.input_ids_BT[rows, columns + start + 1]
+    nll = torch.nn.functional.cross_entropy(logits_MV, targets, reduction="none")
+    kl = kl_divergence(reference_MV, logits_MV)
+    if not torch.isfinite(nll + kl).all():
+        raise NonFiniteActivations(
+            f"the logits of the model, at 16 bits or with the plan, are not finite between tokens {start} and {stop}",
+            hint="check the model in this dtype; float16 overflows where bfloat16 and float32 do not",
+        )
+    agrees = logits_MV.argmax(-1) == reference_MV.argmax(-1)
+    return torch.stack([nll.double(), kl, agrees.double()], dim=-1), rows
+
+
+def _ratio(sums: Tensor, counts: Tensor) -> tuple[float, float | None]:
+    """Mean per token and its standard error over sequences."""
+    n, mean = len(sums), sums.sum() / counts.sum()
+    if n < 2:
+        return float(mean), None
+    variance = n / (n - 1) * (sums - mean * counts).square().sum()
+    return float(mean), float(variance.sqrt() / counts.sum())
+
+
+def _positions(text: TextBatch, start: int, stop: int) -> Tensor:
+    """Numbers of the predicting positions of these columns, row by row."""
+    return text.index_BT[:, start:stop][text.predicts_BT[:, start:stop]]

@@ -1,0 +1,227 @@
+"""One sequence's keys and values as the model computes them and as the cache would read them back, layer by layer.
+
+AQUA-KV's Alg. 1 fits a layer's predictors on what the layers before it are after quantization. A forward of the model
+gives exact keys and values (the paper's lines 5-7: quantization does not act on the hidden states); the taps hand them
+over layer by layer, and each layer's pages are encoded and decoded by the runtime's own codec, with the predictors
+fitted so far. Only the layer before is kept, and the forward ends with the last layer that is asked for.
+
+Tokens are those of whole pages behind the sinks of their side, also of pages that the sequence's end finds in the
+recent window: these are read as if they had been packed. Query scores take the queries since the page before was
+packed, as in decoding token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvcal.errors import NonFiniteActivations, UnsupportedModel
+from kvcal.geometry import CACHE_DTYPES, CacheDtype, Geometry
+from kvcal.models.taps import Captured, tap
+from kvcal.pages.codec import PageCodec
+from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.predictor import LinearPredictor
+from kvcal.pages.rope_table import unrotate
+from kvcal.pages.scores import query_sum
+from kvcal.plan.format import SIDES, Format, Side
+from kvcal.plan.layer import LayerPlan
+from kvcal.plan.tensors import predictor_shape
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPages:
+    """One layer, keys before RoPE and values, the tokens of whole pages: fp32 [tokens, N D] each, heads in a row. A
+    16-bit side has no sinks, so that its tokens may be others than those of the side beside it."""
+
+    k: Tensor
+    v: Tensor
+
+    def side(self, side: Side) -> Tensor:
+        return self.k if side == "k" else self.v
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A layer to look at, and the sides of it that are wanted through the quantizer, too."""
+
+    layer: LayerPlan
+    read_back: tuple[Side, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _RawPages:
+    """One layer's pages as the cache is handed them: k_post, v [P, N, 128, D] in the cache's dtype; for query scores
+    the mean |q| [P, N, D] that each page of keys is scored with; ``exact``: as predictors see them."""
+
+    k_post: Tensor
+    v: Tensor
+    query_mean: Tensor | None
+    exact: LayerPages
+
+    def pages(self, side: Side) -> Tensor:
+        return self.k_post if side == "k" else self.v
+
+
+# Called with a layer's index, its exact pages, and those read back with each of the plans asked for (a side that was
+# not wanted is the exact one).
+Receive = Callable[[int, LayerPages, Sequence[LayerPages]], None]
+
+
+class _Enough(Exception):
+    """Ends a forward whose further layers are not needed."""
+
+
+class Reconstruction:
+    """A way to store the layers: their plans (predictors included) and all tensors of these, on the model's device.
+    ``tensors`` need a rotary table for every layer."""
+
+    def __init__(self, layers: Sequence[LayerPlan], tensors: Mapping[str, Tensor], cache_dtype: CacheDtype) -> None:
+        self._by_index = {layer.geometry.index: layer for layer in layers}
+        self._tensors = tensors
+        self._cache_dtype = cache_dtype
+
+    def read_back(self, index: int, sides: Sequence[Side], raw: _RawPages, before: LayerPages | None) -> LayerPages:
+        """Layer ``index`` through its quantizer; ``before``: the pages of the layer before, read back, which is what it
+        is predicted from. Sides not in ``sides`` stay exact."""
+        plan = self._by_index[index]
+        k, v = raw.exact.k, raw.exact.v
+        if "k" in sides:
+            k = self._through(plan, "k", raw, () if before is None else (before.k,))
+        if "v" in sides:
+            v = self._through(plan, "v", raw, () if before is None else (before.v, k))
+        return LayerPages(k, v)
+
+    def _through(self, plan: LayerPlan, side: Side, raw: _RawPages, inputs: Sequence[Tensor]) -> Tensor:
+        """Encode and decode one side, [tokens, N D]."""
+        (fmt,), heads = plan.formats(side), plan.attention.num_kv_heads
+        predictor, prediction = plan.predictor(side), None
+        if predictor is not None:
+            source = self._by_index[predictor.source]
+            shape = predictor_shape(plan, source, side, self._cache_dtype)
+            prefix = f"layers.{plan.geometry.index}.{side}_predictor"
+            found = LinearPredictor.from_tensors(shape, self._tensors, prefix).apply(torch.cat(list(inputs), dim=-1))
+            prediction = _as_pages(found, heads)
+        codec = PageCodec(plan, side, fmt, slice(0, heads), self._cache_dtype, self._tensors)
+        pages = raw.pages(side)
+        ordinals = torch.arange(len(pages), device=pages.device)
+        query_mean = raw.query_mean if fmt.needs_queries else None
+        records = codec.encode(pages, ordinals, fmt.num_bits, query_mean, prediction)
+        stored = codec.decode(records, fmt.num_bits, prediction)
+        return _as_rows(codec.before_rope(stored, ordinals))
+
+
+@torch.no_grad()
+def read_pages(
+    model: PreTrainedModel,
+    geometry: Geometry,
+    wanted: Sequence[Wanted],
+    ways: Sequence[Reconstruction],
+    tables: Mapping[int, Tensor],
+    tokens_T: Tensor,
+    receive: Receive,
+) -> None:
+    """One forward of ``tokens_T`` int64, no further than the last of ``wanted`` (in cache order); each of these is
+    handed to ``receive``, exact and as read back in each of ``ways``. ``tables``: every layer's rotary table.
+
+    Raises:
+        NonFiniteActivations: NaN or infinity in keys or values.
+        UnsupportedModel: a layer's keys before RoPE are not known.
+    """
+    remaining = list(wanted)
+    before: list[LayerPages | None] = [None] * len(ways)
+
+    def take(captured: Captured) -> None:
+        if captured.layer != remaining[0].layer.geometry.index:
+            return
+        layer = remaining.pop(0)
+        if captured.k_pre_BNTD is None:
+            raise UnsupportedModel(
+                f"layer {captured.layer} of {geometry.model_type} changes its keys between RoPE and the cache, or "
+                "rotates them by unknown means: there are no keys before RoPE to predict",
+                hint="leave [predictors] out for this model",
+            )
+        raw = _raw_pages(layer.layer, captured, tables[captured.layer], geometry.cache_dtype)
+        for number, way in enumerate(ways):
+            before[number] = way.read_back(captured.layer, layer.read_back, raw, before[number])
+        receive(captured.layer, raw.exact, [pages for pages in before if pages is not None])
+        if not remaining:
+            raise _Enough
+
+    try:
+        with tap(model, take, geometry):
+            model(input_ids=tokens_T.unsqueeze(0).to(model.device), use_cache=False)
+    except _Enough:
+        return
+    raise UnsupportedModel(f"layer {remaining[0].layer.geometry.index} of {geometry.model_type} was not observed")
+
+
+def num_page_tokens(layer: LayerPlan, length: int) -> int:
+    """Tokens of whole pages behind the sinks, of a sequence of ``length``; the fewer of keys and values."""
+    return min(len(_page_span(layer, side, length)) for side in SIDES)
+
+
+def _page_span(layer: LayerPlan, side: Side, length: int) -> range:
+    """The tokens of whole pages behind the sinks of ``side``."""
+    sinks = layer.formats(side)[0].num_sink_tokens
+    return range(sinks, sinks + max(0, length - sinks) // PAGE_TOKENS * PAGE_TOKENS)
+
+
+def _raw_pages(layer: LayerPlan, captured: Captured, table: Tensor, cache_dtype: CacheDtype) -> _RawPages:
+    index, dtype = captured.layer, CACHE_DTYPES[cache_dtype]
+    sides = {}
+    for side, x_BNTD in zip(SIDES, (captured.k_post_BNTD, captured.v_BNTD), strict=True):
+        span = _page_span(layer, side, x_BNTD.shape[2])
+        x_NTD = x_BNTD[0, :, span.start : span.stop].to(dtype)
+        if not torch.isfinite(x_NTD).all():
+            raise NonFiniteActivations(
+                f"the {'keys' if side == 'k' else 'values'} of layer {index} hold NaN or infinity",
+                hint="check the checkpoint; a model that overflows in float16 needs --dtype bfloat16 or float32",
+            )
+        sides[side] = x_NTD.unflatten(1, (-1, PAGE_TOKENS)).transpose(0, 1)
+    span = _page_span(layer, "k", captured.k_post_BNTD.shape[2])
+    positions = torch.arange(span.start, span.stop, device=sides["k"].device).view(-1, 1, PAGE_TOKENS)
+    k_pre = unrotate(sides["k"], table, positions)
+    fmt, query_mean = layer.formats("k")[0], None
+    if fmt.needs_queries:
+        query_mean = _query_means(fmt, captured.q_post_BHTD, layer.attention.num_kv_heads, len(k_pre))
+    exact = LayerPages(_as_rows(k_pre), _as_rows(sides["v"].float()))
+    return _RawPages(sides["k"], sides["v"], query_mean, exact)
+
+
+def _query_means(fmt: Format, q_post_BHTD: Tensor, num_heads: int, num_pages: int) -> Tensor:
+    """fp32 [P, N, D]: the mean |q| of the tokens and the heads of the group that each page is scored with."""
+    _, num_query_heads, length, head_dim = q_post_BHTD.shape
+    means = [q_post_BHTD.new_empty(0, num_heads, head_dim, dtype=torch.float32)]
+    for span in query_spans(fmt, length, num_pages):
+        q_BHTD = q_post_BHTD[:, :, span.start : span.stop]
+        real_BT = torch.ones(1, len(span), dtype=torch.bool, device=q_BHTD.device)
+        means.append(query_sum(q_BHTD, real_BT, num_heads) / (len(span) * num_query_heads // num_heads))
+    return torch.cat(means)
+
+
+def query_spans(fmt: Format, length: int, num_pages: int) -> list[range]:
+    """The tokens whose queries score each of ``num_pages`` pages of a sequence of ``length``, decoded token by token:
+    those since the page before was packed, its own last one included. Pages that are not packed by then: the last
+    128."""
+    spans: list[range] = []
+    start = count = 0
+    while (count := count + fmt.tokens_to_next_event(count, count)) <= length:
+        due = fmt.num_pages(count) - len(spans)
+        if due:
+            spans += [range(start, count)] * due
+            start = count
+    return spans + [range(max(0, length - PAGE_TOKENS), length)] * (num_pages - len(spans))
+
+
+def _as_rows(pages: Tensor) -> Tensor:
+    """[P, N, 128, D] -> [P * 128, N D]."""
+    return pages.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _as_pages(rows: Tensor, num_heads: int) -> Tensor:
+    """[P * 128, N D] -> [P, N, 128, D]."""
+    return rows.unflatten(0, (-1, PAGE_TOKENS)).unflatten(-1, (num_heads, -1)).transpose(1, 2)

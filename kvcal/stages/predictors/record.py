@@ -1,0 +1,214 @@
+"""The fitted predictors of a model: which of them a plan takes, what each explains, costs and saves, and their tensors.
+
+The file is an artifact of its own: :meth:`PredictorRecord.apply` puts the predictors that pay into a plan's layers,
+:meth:`PredictorRecord.tensors` gives what these layers then need (predictors, and rotary tables to get at keys before
+RoPE). Predictors that do not pay are named with the reason and leave no tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from torch import Tensor
+
+from kvcal import artifact
+from kvcal.geometry import CacheDtype, Index, ModelIdentity
+from kvcal.pages.predictor import MAX_INPUTS, PredictorShape
+from kvcal.plan.format import Side
+from kvcal.plan.layer import LayerPlan, Predictor
+from kvcal.plan.plan import Workload
+from kvcal.plan.tensors import rotary_spec
+from kvcal.records import TensorSpec, record_of, refusing, require_tensors
+from kvcal.specs import PredictorSpec
+from kvcal.strict import STRICT, Amount, Count, Number, NumBytes, Positive, dump
+
+KIND = "predictors"
+SCHEMA = 1
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
+class Fit:
+    """One fitted predictor, measured on held-out sequences. ``explained``: its explained variance as stored;
+    ``explained_whole`` that of the fp64 weights, ``explained_nearest`` that of int4 weights without error compensation.
+    ``nbytes`` are its tensors, ``saved_bits`` what it is worth per value, 1/2 log2(1 / (1 - explained)), and
+    ``saved_bytes`` that times the quantized values of the workload.
+
+    ``error`` and ``plain_error``: of what the cache reads back with the record's predictors and without any, as shares
+    of the variance; None where the predictor was left out."""
+
+    num_inputs: Positive
+    num_outputs: Positive
+    explained: Number
+    explained_whole: Number
+    explained_nearest: Number | None
+    nbytes: NumBytes
+    saved_bits: Amount
+    saved_bytes: NumBytes
+    error: Amount | None = None
+    plain_error: Amount | None = None
+
+    @property
+    def measured_bits(self) -> float | None:
+        """Bits per value by which the error fell, 1/2 log2 of the ratio: what ``saved_bits`` foretold."""
+        if self.error is None or self.plain_error is None or not self.error > 0 or not self.plain_error > 0:
+            return None
+        return 0.5 * math.log2(self.plain_error / self.error)
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
+class Finding:
+    """One side of a paged layer. ``source``: the layer it is predicted from, None for the first. ``reason``: why there
+    is no predictor; None where there is one. ``fit`` is None where none was tried."""
+
+    layer: Index
+    side: Side
+    source: Index | None
+    reason: str | None
+    fit: Fit | None
+
+    @property
+    def is_kept(self) -> bool:
+        return self.reason is None
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
+class Subject:
+    """What the predictors were fitted to; tokens are those of whole pages."""
+
+    model: ModelIdentity
+    cache_dtype: CacheDtype
+    spec: PredictorSpec
+    workload: Workload
+    data_fingerprint: str
+    data_description: str
+    num_fit_tokens: Count
+    num_held_out_tokens: Count
+
+
+@dataclass(frozen=True, eq=False)
+class PredictorRecord:
+    """See the module's docstring. ``stored``: by the names of kvcal.plan.tensors."""
+
+    subject: Subject
+    findings: tuple[Finding, ...]
+    stored: Mapping[str, Tensor]
+
+    @property
+    def kept(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.is_kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors: predictors and rotary tables."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.stored.values())
+
+    def apply(self, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
+        """The layers that were fitted, with their predictors. ArtifactError for layers that cannot have them."""
+        with refusing("the predictors do not go with the layers", hint="fit predictors again for these layers"):
+            return with_predictors(layers, self.findings, self.subject.spec)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the applied layers need beyond what they needed before."""
+        return dict(self.stored)
+
+
+def with_predictors(
+    layers: tuple[LayerPlan, ...], findings: Sequence[Finding], spec: PredictorSpec
+) -> tuple[LayerPlan, ...]:
+    """``layers`` with the predictors of the findings that are kept."""
+    kept = {(finding.layer, finding.side): finding for finding in findings if finding.is_kept}
+    found = []
+    for layer in layers:
+        for side in ("k", "v"):
+            finding = kept.get((layer.geometry.index, side))
+            if finding is not None and finding.source is not None:
+                layer = with_predictor(layer, finding.side, finding.source, spec)
+        found.append(layer)
+    return tuple(found)
+
+
+def with_predictor(layer: LayerPlan, side: Side, source: int, spec: PredictorSpec) -> LayerPlan:
+    """``layer`` with one side predicted from layer ``source``. ValueError where it cannot be."""
+    predictor = Predictor(spec.kind, source, spec.rank, spec.group_size)
+    if side == "v":
+        return replace(layer, v_predictor=predictor)
+    return replace(layer, k_predictor=predictor, k_pages="pre")
+
+
+def table_rows(record: PredictorRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headers and a row for each layer's side."""
+    headers = ("layer", "side", "explained", "bits saved", "measured", "bytes", "saves", "error", "without", "")
+    rows = []
+    for finding in record.findings:
+        fit = finding.fit
+        cells = [str(finding.layer), finding.side.upper()]
+        if fit is None:
+            cells += [""] * 7
+        else:
+            cells += [f"{fit.explained:.4f}", f"{fit.saved_bits:.2f}", _number(fit.measured_bits, ".2f")]
+            cells += [str(fit.nbytes), str(fit.saved_bytes)]
+            cells += [_number(fit.error, ".4f"), _number(fit.plain_error, ".4f")]
+        rows.append((*cells, "" if finding.reason is None else f"left out: {finding.reason}"))
+    return headers, rows
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "" if value is None else format(value, spec)
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
+class _Body:
+    subject: Subject
+    findings: tuple[Finding, ...]
+
+
+def save(record: PredictorRecord, inputs: dict[str, Any], path: Path) -> None:
+    """Write the record. ArtifactError when it cannot be written."""
+    body = dump(_Body(record.subject, record.findings))
+    artifact.write(path, artifact.Artifact(KIND, SCHEMA, inputs, body, dict(record.stored)))
+
+
+def load(path: Path) -> PredictorRecord:
+    """Read and check a record.
+
+    Raises:
+        ArtifactError: missing, corrupt or foreign file; unknown, missing or mis-shaped content.
+    """
+    stored = artifact.read(path, KIND, SCHEMA)
+    body = record_of(_Body, stored.body, path)
+    with refusing(path):
+        require_tensors(stored.tensors, _declared(body, stored.tensors))
+    return PredictorRecord(body.subject, body.findings, stored.tensors)
+
+
+def _declared(body: _Body, names: Iterable[str]) -> dict[str, TensorSpec]:
+    """The tensors that the findings need, and of ``names`` the rotary tables of their other layers, which may keep
+    keys before RoPE without a predictor. ValueError for findings that do not go together."""
+    places = [(finding.layer, finding.side) for finding in body.findings]
+    if len(set(places)) < len(places):
+        raise ValueError(f"findings of the layers and sides {places[:8]}, expected each once")
+    rotary = {f"layers.{layer}.rotary": rotary_spec(MAX_INPUTS) for layer, _ in places}
+    declared = {name: rotary[name] for name in names if name in rotary}
+    for finding in body.findings:
+        if not finding.is_kept:
+            continue
+        place, fit, spec = f"{finding.side} of layer {finding.layer}", finding.fit, body.subject.spec
+        if fit is None or finding.source is None or finding.source >= finding.layer:
+            raise ValueError(f"{place} is kept, but was not fitted to an earlier layer")
+        shape = PredictorShape(
+            spec.kind, fit.num_inputs, fit.num_outputs, body.subject.cache_dtype, spec.rank, spec.group_size
+        )
+        if fit.nbytes != shape.nbytes:
+            raise ValueError(f"{place} has a predictor of {fit.nbytes} bytes, expected {shape.nbytes}")
+        for name, tensor in shape.tensors().items():
+            declared[f"layers.{finding.layer}.{finding.side}_predictor.{name}"] = tensor
+        reads = finding.source if finding.side == "k" else finding.layer
+        declared[f"layers.{reads}.rotary"] = rotary_spec(MAX_INPUTS)
+        if finding.side == "k":
+            declared[f"layers.{finding.layer}.rotary"] = rotary_spec(MAX_INPUTS)
+    return declared

@@ -1,0 +1,277 @@
+"""The predictor stage: fits AQUA-KV's predictors layer by layer (Alg. 1), and keeps those that pay (predictor_choice).
+
+Layer l's keys are regressed on the keys of the paged layer before it, its values on that layer's values and its own
+keys, all as the cache will read them back: through the layers' own quantizers and the predictors fitted so far. So
+layers are fitted in order, one pass over the data for each: pass l sums up the normal equations of f_key of layer l
+and, one layer behind, of f_value of layer l - 1, whose inputs need f_key of layer l - 1. A forward of pass l ends at
+layer l. Nothing but sums is kept between sequences, so memory does not grow with the number of tokens, and an
+interrupted run goes on after the last sequence.
+
+A share of the sequences, evenly spread, is held out: their own normal equations give the explained variance of the
+predictor as it is stored (rounded, of low rank, in 4 bits), and one more pass over them what quantizing residuals
+instead of keys and values really brings. Layers behind a predictor that is left out are fitted to what the cache reads
+back without it.
+
+Left out: hidden states kept on disk between layers, which would make one forward of L / 2 (the paper's way).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcal.data.sequences import TokenDataset
+from kvcal.errors import NonFiniteActivations
+from kvcal.models.load import LoadedModel
+from kvcal.models.rope import rotary_maps
+from kvcal.plan.layer import LayerPlan
+from kvcal.plan.plan import Workload
+from kvcal.plan.tensors import needed_tensors
+from kvcal.progress import Reporter
+from kvcal.specs import PredictorSpec
+from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic, require_steps
+from kvcal.stages.predictors.choice import Measured, Target, compress, decide, find_targets, measure
+from kvcal.stages.predictors.normal_equations import NormalEquations
+from kvcal.stages.predictors.reconstruct import Reconstruction, Wanted, num_page_tokens, read_pages
+from kvcal.stages.predictors.record import KIND, SCHEMA, Finding, PredictorRecord, Subject, load, save, with_predictors
+from kvcal.stages.predictors.room import Room
+from kvcal.stages.predictors.sums import FIT, HELD_OUT, Watch, single_sides, split_sequences, watch_errors, watch_sums
+
+__all__ = ["KIND", "SCHEMA", "PredictorRecord", "load", "run_fit_predictors", "save"]
+
+PASSES, SEQUENCES = "passes", "sequences of the next one"
+
+
+def run_fit_predictors(
+    loaded: LoadedModel,
+    layers: tuple[LayerPlan, ...],
+    tensors: Mapping[str, Tensor],
+    data: TokenDataset,
+    spec: PredictorSpec,
+    workload: Workload,
+    inputs: dict[str, Any],
+    path: Path,
+    reporter: Reporter,
+    room: Room | None = None,
+) -> PredictorRecord:
+    """Fit, and write to ``path``; an earlier run of the same ``inputs`` that was interrupted is continued.
+
+    ``layers`` and ``tensors``: the plan's so far, without predictors. ``workload``: what the bytes must pay for.
+    ``room``: the budget that they must fit; None without one.
+
+    Raises:
+        UsageError: too few sequences of a page or more, or too few tokens for the number of inputs.
+        UnsupportedModel: keys before RoPE are not known.
+        NonFiniteActivations: NaN or infinity, naming layer and sequence.
+        ArtifactError: a file cannot be written.
+    """
+    start = State({}, {PASSES: 0, SEQUENCES: 0})
+    targets = find_targets(layers, spec, loaded.geometry.cache_dtype)
+    splits = _splits(layers, targets, data, spec)
+    declare = partial(_declared, layers, targets, splits)
+    with Checkpoint(path, KIND, inputs, start, declare, reporter) as checkpoint:
+        fitting = _Fitting(loaded, layers, tensors, data, spec, workload, targets, splits, checkpoint, reporter, room)
+        record = fitting.run()
+        save(record, inputs, path)
+    return record
+
+
+def _splits(
+    layers: Sequence[LayerPlan], targets: Sequence[Target], data: TokenDataset, spec: PredictorSpec
+) -> dict[int, str]:
+    """{sequence: split}; empty where there is nothing to fit."""
+    if all(target.shape is None for target in targets):
+        return {}
+    return split_sequences(data, [layer for layer in layers if layer.is_paged], spec.holdout_share)
+
+
+def _declared(
+    layers: Sequence[LayerPlan],
+    targets: Sequence[Target],
+    splits: Mapping[int, str],
+    done: Mapping[str, int],
+    names: Collection[str],
+) -> dict[str, Statistic]:
+    """See ``_Fitting`` for the names. Keys of paged layer l, counted from 0, are fitted in pass l, values in the next;
+    the last pass measures errors, of the predictors that are kept."""
+    position = {index: n for n, index in enumerate(layer.geometry.index for layer in layers if layer.is_paged)}
+    require_steps(done, {PASSES: len(position) + 1, SEQUENCES: len(splits)})
+    seen = {split for _, split in sorted(splits.items())[: done[SEQUENCES]]}
+    declared: dict[str, Statistic] = {}
+    for target in targets:
+        if target.shape is None:
+            continue
+        name, number = f"{target.index}.{target.side}", position[target.index] + (target.side == "v")
+        if number <= done[PASSES]:
+            for part, spec in target.shape.tensors().items():
+                declared[f"fitted.layers.{target.index}.{target.side}_predictor.{part}"] = Statistic(spec, 1)
+            declared[f"facts.{name}"] = Statistic.of((3 if target.shape.group_size is None else 4,), 1)
+        elif number == done[PASSES] + 1:
+            shapes = NormalEquations.shapes(target.shape.num_inputs, target.shape.num_outputs)
+            for split, (part, shape) in product(seen, shapes.items()):
+                declared[f"sums.{target.side}.{split}.{part}"] = Statistic.of(shape)
+        if f"errors.{name}" in names and sum(done.values()) > len(position):
+            declared[f"errors.{name}"] = Statistic.of((2,), low=0.0)
+    return declared
+
+
+class _Fitting:
+    """One run of the stage. All that it finds lies in the checkpoint's state, so that it can be taken up again:
+
+    ``sums.{side}.{split}.{sum}``  the normal equations of the pass so far; counts are tokens
+    ``fitted.{name in a plan}``    the tensors of every predictor fitted
+    ``facts.{layer}.{side}``       its ``Measured``, as an fp64 tensor
+    ``errors.{layer}.{side}``      squared error per held-out token [2]: without any predictor, and with those kept
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        layers: tuple[LayerPlan, ...],
+        tensors: Mapping[str, Tensor],
+        data: TokenDataset,
+        spec: PredictorSpec,
+        workload: Workload,
+        targets: Sequence[Target],
+        splits: Mapping[int, str],
+        checkpoint: Checkpoint,
+        reporter: Reporter,
+        room: Room | None,
+    ) -> None:
+        self.loaded, self.layers, self.data, self.spec, self.room = loaded, layers, data, spec, room
+        self.workload, self.checkpoint, self.reporter = workload, checkpoint, reporter
+        self.cache_dtype, device = loaded.geometry.cache_dtype, loaded.model.device
+        self.paged = [layer for layer in layers if layer.is_paged]
+        self.targets, self.splits = targets, splits
+        self.tables: dict[int, Tensor] = {}
+        self.tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+        if splits:
+            maps = rotary_maps(loaded.model, loaded.geometry)
+            self.tables = {index: found.tensor().to(device) for index, found in maps.items()}
+
+    def run(self) -> PredictorRecord:
+        """All passes that are not done, then the record."""
+        for number in range(self.checkpoint.state.done[PASSES], len(self.paged)):
+            self._fit(number + 1)
+        if self.checkpoint.state.done[PASSES] == len(self.paged):
+            self._measure_errors()
+        findings = self.findings
+        needed = needed_tensors(with_predictors(self.layers, findings, self.spec), self.cache_dtype)
+        available = {name: tensor.cpu() for name, tensor in self._new_tensors().items()}
+        tokens = {split: 0 for split in (FIT, HELD_OUT)}
+        for number, split in self.splits.items():
+            tokens[split] += num_page_tokens(self.paged[0], len(self.data.sequences[number]))
+        subject = Subject(
+            model=self.loaded.identity,
+            cache_dtype=self.cache_dtype,
+            spec=self.spec,
+            workload=self.workload,
+            data_fingerprint=self.data.fingerprint,
+            data_description=self.data.description,
+            num_fit_tokens=tokens[FIT],
+            num_held_out_tokens=tokens[HELD_OUT],
+        )
+        return PredictorRecord(subject, findings, {name: available[name] for name in available if name in needed})
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """One for each target, as far as passes went."""
+        means = self.checkpoint.state.means
+        found: list[Finding] = []
+        for target in self.targets:
+            name = f"{target.index}.{target.side}"
+            measured = Measured(*means[f"facts.{name}"].total.tolist()) if f"facts.{name}" in means else None
+            finding = decide(target, measured, self.spec, self.workload)
+            finding = finding if self.room is None else self.room.afford(finding, found)
+            if f"errors.{name}" in means and measured is not None and measured.variance > 0:
+                assert finding.fit is not None
+                plain, error = (means[f"errors.{name}"].result() / measured.variance).tolist()
+                finding = replace(finding, fit=replace(finding.fit, error=error, plain_error=plain))
+            found.append(finding)
+        return tuple(found)
+
+    def _fit(self, number: int) -> None:
+        """Pass ``number``: keys of that paged layer, counted from 0, and values of the one before."""
+        sides = {layer.geometry.index: side for layer, side in zip(self.paged[number - 1 :], ("v", "k"), strict=False)}
+        targets = [t for t in self.targets if t.shape is not None and sides.get(t.index) == t.side]
+        if targets:
+            last = max(target.index for target in targets)
+            ways = [] if self.spec.inputs == "exact" else [self._way(self.findings)]
+            # Of the layer before, the values are not needed yet, and are exact until their predictor is known.
+            wanted = [Wanted(layer, single_sides(layer)) for layer in self.paged[: number - 1]]
+            wanted.append(Wanted(self.paged[number - 1], single_sides(self.paged[number - 1], ("k",))))
+            wanted += [Wanted(layer, ()) for layer in self.paged[number : number + 1] if layer.geometry.index <= last]
+            label = f"predictors: pass {number} of {len(self.paged)}"
+            self._run_pass(label, (FIT, HELD_OUT), wanted, ways, partial(watch_sums, targets))
+        means = {name: mean for name, mean in self.checkpoint.state.means.items() if not name.startswith("sums.")}
+        for target in targets:
+            means |= self._solved(target)
+        self.checkpoint.advance(State(means, {PASSES: number, SEQUENCES: 0}))
+
+    def _solved(self, target: Target) -> dict[str, Mean]:
+        """The target's predictor and what it explains, from the sums of the pass."""
+        equations = {}
+        for split in (FIT, HELD_OUT):
+            prefix = f"sums.{target.side}.{split}."
+            found = {n: m for n, m in self.checkpoint.state.means.items() if n.startswith(prefix)}
+            sums = {name.removeprefix(prefix): mean.total for name, mean in found.items()}
+            equations[split] = NormalEquations.from_tensors(sums, found[f"{prefix}xx"].count)
+        fit = equations[FIT].solve(self.spec.ridge)
+        predictor = compress(fit, self.spec, self.cache_dtype)
+        measured = measure(fit, predictor, equations[HELD_OUT], self.spec)
+        tensors = predictor.tensors(f"fitted.layers.{target.index}.{target.side}_predictor")
+        facts = torch.tensor([number for number in measured if number is not None], dtype=torch.float64)
+        return {
+            **{name: Mean(t, 1) for name, t in tensors.items()},
+            f"facts.{target.index}.{target.side}": Mean(facts, 1),
+        }
+
+    def _measure_errors(self) -> None:
+        """The last pass, over held-out sequences: what the cache reads back without predictors and with them."""
+        findings = self.findings
+        kept = [target for target, finding in zip(self.targets, findings, strict=True) if finding.is_kept]
+        if kept:
+            ways = [self._way(()), self._way(findings)]
+            wanted = [Wanted(layer, single_sides(layer)) for layer in self.paged]
+            self._run_pass("predictors: errors", (HELD_OUT,), wanted, ways, partial(watch_errors, kept))
+        self.checkpoint.advance(State(self.checkpoint.state.means, {PASSES: len(self.paged) + 1, SEQUENCES: 0}))
+
+    def _run_pass(
+        self, label: str, splits: Sequence[str], wanted: Sequence[Wanted], ways: Sequence[Reconstruction], watch: Watch
+    ) -> None:
+        """Every sequence of ``splits`` that the pass has not seen through the model; what is found joins the state."""
+        numbers = [number for number, split in sorted(self.splits.items()) if split in splits]
+        for step in range(self.checkpoint.state.done[SEQUENCES], len(numbers)):
+            self.reporter(step, len(numbers), label)
+            found: dict[str, Mean] = {}
+            receive = watch(self.splits[numbers[step]], found)
+            tokens_T = self.data.sequences[numbers[step]]
+            try:
+                read_pages(self.loaded.model, self.loaded.geometry, wanted, ways, self.tables, tokens_T, receive)
+            except NonFiniteActivations as error:
+                raise NonFiniteActivations(f"sequence {numbers[step]}: {error.message}", error.hint) from error
+            state = self.checkpoint.state
+            merged = {
+                name: state.means[name].merge(mean) if name in state.means else mean for name, mean in found.items()
+            }
+            self.checkpoint.advance(State({**state.means, **merged}, {**state.done, SEQUENCES: step + 1}))
+        self.reporter(len(numbers), len(numbers), label)
+
+    def _way(self, findings: Sequence[Finding]) -> Reconstruction:
+        """Pages as stored with the predictors of ``findings``."""
+        layers = with_predictors(self.layers, findings, self.spec)
+        return Reconstruction(layers, {**self.tensors, **self._new_tensors()}, self.cache_dtype)
+
+    def _new_tensors(self) -> dict[str, Tensor]:
+        """Rotary tables and fitted predictors by their names in a plan, on the model's device."""
+        rotary = {f"layers.{index}.rotary": table for index, table in self.tables.items()}
+        fitted = {n: m.total for n, m in self.checkpoint.state.means.items() if n.startswith("fitted.")}
+        device = self.loaded.model.device
+        return rotary | {name.removeprefix("fitted."): tensor.to(device) for name, tensor in fitted.items()}

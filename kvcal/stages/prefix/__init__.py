@@ -1,0 +1,1 @@
+"""Prefix files: a prompt's cache on disk, as the plan stores it (AQUA-KV's codec mode)."""

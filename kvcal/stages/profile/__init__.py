@@ -1,0 +1,1 @@
+"""Profiling: what every candidate format costs in every layer, measured on calibration data."""

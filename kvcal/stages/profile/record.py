@@ -1,0 +1,232 @@
+"""The profile: what every candidate costs in every layer's keys and values, measured on calibration data.
+
+Four measures. The allocator takes the first, the second, the sum of their shares ("combined": the first spreads over
+all layers and sees nothing that the loss's gradient does not; the second sees the few layers that break a prediction
+alone, and nothing of what several break together), or the product of the last two ("importance"):
+
+- sensitivity: PM-KVQ Eq. 5, per KV head and candidate, to first order in the error (``observers.sensitivity``);
+- KL to the 16-bit cache when one layer's keys or values alone are quantized, through the packed cache: direct, but
+  for few candidates, and per layer only (``stages.divergence``);
+- KVmix's score s, the norm of the projection weight's gradient, per layer;
+- the relative error ε = ‖X − Q(X)‖ / ‖X‖ of a layer's keys or values X, per candidate.
+
+KVmix's scores do not depend on bits, and the paper gives the top 20 % of them more. The exact solver needs a cost of
+every candidate: s ε. A relative change ε of W changes its projection by ε, and the loss by up to ε ‖W‖ s to first order
+(Cauchy-Schwarz). ‖W‖ is left out, as in the paper's ranking.
+
+The file holds sums in fp64 and their counts, so that profiles of parts of the data could be merged. 16 bits is no
+candidate here: it costs nothing, by definition. Layers with a sliding window or a state are not profiled: they
+stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from torch import Tensor
+
+from kvcal import artifact
+from kvcal.errors import UsageError
+from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
+from kvcal.plan.plan import SIDES, Side
+from kvcal.recipe import CacheSpec, Objective, ProfileSpec
+from kvcal.records import TensorSpec, record_of, refusing, require_tensors
+from kvcal.stages.checkpoint import Mean
+from kvcal.stages.profile.sensitivity import Candidate, candidates
+from kvcal.strict import STRICT, Count, NumBytes, Positive, dump
+
+KIND = "profile"
+# Keeps a share defined where nothing was lost at all.
+TINY = 1e-300
+LARGEST_TOTAL = 1e30  # of any statistic, so that their sums are finite
+SCHEMA = 2
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
+class Subject:
+    """What was profiled and how. ``weight_bytes``: of the model in its checkpoint's dtype; ``num_tokens`` and
+    ``num_loss_tokens``: of the ``num_samples`` sequences behind the gradients. ``max_positions``: of the model, None
+    where its config states none, or an older profile does not say."""
+
+    identity: ModelIdentity
+    geometry: Geometry
+    weight_bytes: NumBytes
+    vocab_size: Positive
+    spec: ProfileSpec
+    cache: CacheSpec
+    data_fingerprint: str
+    data_description: str
+    num_samples: Positive
+    num_tokens: Count
+    num_loss_tokens: Count
+    max_positions: Positive | None = None
+
+    @property
+    def layers(self) -> tuple[AttentionGeometry, ...]:
+        """The profiled layers, in cache order."""
+        attention = (layer for layer in self.geometry.layers if isinstance(layer, AttentionGeometry))
+        return tuple(layer for layer in attention if layer.window is None)
+
+    def candidates(self, side: Side) -> tuple[Candidate, ...]:
+        """The candidates whose sensitivity is measured: the columns of ``Profile.sensitivity``."""
+        return candidates(side, self.spec.num_bits, self.spec.k_axes, self.spec.group_sizes)
+
+    def kl_candidates(self, side: Side) -> tuple[Candidate, ...]:
+        """Those of ``candidates`` whose KL is measured: the columns of ``Profile.kl``; none without ``kl_samples``."""
+        if self.spec.kl_samples == 0:
+            return ()
+        return candidates(side, self.spec.kl_bits, self.spec.k_axes[:1], (self.spec.kl_group,))
+
+    def totals(self) -> dict[str, TensorSpec]:
+        """The sum of every statistic by name."""
+        totals = {"loss": _total()}
+        for layer, side in product(self.layers, SIDES):
+            totals[f"sensitivity.{side}.{layer.index}"] = _total(layer.num_kv_heads, len(self.candidates(side)))
+            totals[f"grad_norm.{side}.{layer.index}"] = _total()
+            totals[f"squared_error.{side}.{layer.index}"] = _total(len(self.candidates(side)))
+            totals[f"energy.{side}.{layer.index}"] = _total()
+            if self.kl_candidates(side):
+                totals[f"kl.{side}.{layer.index}"] = _total(len(self.kl_candidates(side)))
+        return totals
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """Measured costs. ``means``: a statistic for each of ``subject.totals()``."""
+
+    subject: Subject
+    means: Mapping[str, Mean]
+
+    @property
+    def identity(self) -> ModelIdentity:
+        return self.subject.identity
+
+    @property
+    def geometry(self) -> Geometry:
+        return self.subject.geometry
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.subject.weight_bytes
+
+    @property
+    def vocab_size(self) -> int:
+        return self.subject.vocab_size
+
+    @property
+    def cache(self) -> CacheSpec:
+        return self.subject.cache
+
+    @property
+    def data_fingerprint(self) -> str:
+        return self.subject.data_fingerprint
+
+    @property
+    def loss(self) -> float:
+        """The model's own next-token loss on the data, in nats per loss token, as a mean over samples."""
+        return float(self.means["loss"].result())
+
+    def sensitivity(self, index: int, side: Side) -> Tensor:
+        """PM-KVQ Eq. 5, mean over samples, [N, C] fp64: KV heads x ``subject.candidates(side)``, for the layer of
+        cache index ``index``."""
+        return self.means[f"sensitivity.{side}.{index}"].result()
+
+    def grad_norm(self, index: int, side: Side) -> float:
+        """KVmix's score: the norm of the projection weight's gradient, mean over samples."""
+        return float(self.means[f"grad_norm.{side}.{index}"].result())
+
+    def relative_error(self, index: int, side: Side) -> Tensor:
+        """‖X − Q(X)‖ / ‖X‖ over all heads, channels and tokens behind the sinks, [C] fp64 for
+        ``subject.candidates(side)``; 0 where X is 0."""
+        energy = self.means[f"energy.{side}.{index}"].result().clamp(min=TINY)
+        return (self.means[f"squared_error.{side}.{index}"].result() / energy).sqrt()
+
+    def kl(self, index: int, side: Side) -> Tensor:
+        """KL to 16 bits in nats per loss token, [C] fp64 for ``subject.kl_candidates(side)``.
+
+        Raises:
+            UsageError: the profile was made with kl_samples = 0.
+        """
+        if not self.subject.kl_candidates(side):
+            raise UsageError(
+                "the profile holds no KL: it was made with kl_samples = 0",
+                hint="use objective = 'sensitivity', or profile again with kl_samples = 1 or more",
+            )
+        return self.means[f"kl.{side}.{index}"].result()
+
+    def losses(self, objective: Objective, index: int, side: Side) -> dict[Candidate, list[float]]:
+        """Each candidate's cost: one for each KV head ("sensitivity"), or one for the layer (all others)."""
+        if objective == "sensitivity":
+            values = self.sensitivity(index, side).T
+            return dict(zip(self.subject.candidates(side), values.tolist(), strict=True))
+        if objective == "importance":
+            costs = (self.grad_norm(index, side) * self.relative_error(index, side)).tolist()
+            return {candidate: [cost] for candidate, cost in zip(self.subject.candidates(side), costs, strict=True)}
+        kl = dict(zip(self.subject.kl_candidates(side), self.kl(index, side).tolist(), strict=True))
+        if objective == "kl":
+            return {candidate: [value] for candidate, value in kl.items()}
+        sensitivity = self.losses("sensitivity", index, side)
+        total_sensitivity, total_kl = self._totals
+        return {
+            candidate: [sum(sensitivity[candidate]) / total_sensitivity + value / total_kl]
+            for candidate, value in kl.items()
+        }
+
+    @cached_property
+    def _totals(self) -> tuple[float, float]:
+        """Sums over all layers, sides and KL candidates of (sensitivity, KL): what "combined" measures them by."""
+        sensitivity = kl = 0.0
+        for layer, side in product(self.subject.layers, SIDES):
+            measured = self.losses("sensitivity", layer.index, side)
+            sensitivity += sum(sum(measured[candidate]) for candidate in self.subject.kl_candidates(side))
+            kl += float(self.kl(layer.index, side).sum())
+        return max(sensitivity, TINY), max(kl, TINY)
+
+
+def save(profile: Profile, inputs: dict[str, Any], path: Path) -> None:
+    """Write the profile. ArtifactError when it cannot be written."""
+    tensors = {name: mean.total for name, mean in profile.means.items()}
+    counts = {name: mean.count for name, mean in profile.means.items()}
+    body = {"subject": dump(profile.subject), "counts": counts}
+    artifact.write(path, artifact.Artifact(KIND, SCHEMA, inputs, body, tensors))
+
+
+def load(path: Path) -> Profile:
+    """Read and check a profile.
+
+    Raises:
+        ArtifactError: missing, corrupt or foreign file; unknown, missing or mis-shaped content.
+    """
+    stored = artifact.read(path, KIND, SCHEMA)
+    content = record_of(_Body, stored.body, path)
+    with refusing(path):
+        require_tensors(stored.tensors, content.subject.totals())
+        for side in SIDES:
+            content.subject.cache.format(side, 2, "token", 128)  # that such formats can be
+        if content.counts.keys() != stored.tensors.keys():
+            raise ValueError(
+                f"counts {sorted(content.counts.keys() ^ stored.tensors.keys())[:3]} are unknown or missing"
+            )
+        samples, tokens = content.subject.num_samples, content.subject.num_loss_tokens
+        for name, count in content.counts.items():
+            if not (0 < count <= tokens if name.startswith("kl.") else count == samples):
+                raise ValueError(f"counts.{name} = {count}, in a profile of {samples} samples and {tokens} loss tokens")
+    means = {name: Mean(total, content.counts[name]) for name, total in stored.tensors.items()}
+    return Profile(content.subject, means)
+
+
+def _total(*shape: int) -> TensorSpec:
+    return TensorSpec(torch.float64, shape, 0.0, LARGEST_TOTAL)
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
+class _Body:
+    subject: Subject
+    counts: dict[str, Count]

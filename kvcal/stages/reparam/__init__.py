@@ -1,0 +1,1 @@
+"""Reparameterization: λ and offsets of keys, calibrated at far positions (PM-KVQ)."""

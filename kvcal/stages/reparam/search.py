@@ -1,0 +1,134 @@
+"""PM-KVQ's λ for one layer's keys: from channel maxima to candidates, and what each does to the attention output.
+
+    λ_c = max|K_post_c|^α,   pages hold K_post / λ,   queries meet λ again                          (Eq. 9-11)
+
+Within a rotary pair both channels take the larger maximum: the rotation moves one's energy to the other as positions
+go on, so that their long-run maxima are equal, and λ commutes with it. λ is divided by its geometric mean over the
+head. A common factor changes no code (scales and zeros are proportional to it), but without the division K / λ would
+grow or shrink by orders of magnitude with α, and leave the range of fp16 scales, or, folded, of fp16 queries.
+
+An offset (the mean of K_post per channel) may be subtracted before: softmax ignores a constant added to all of a
+query's logits, so it is exact in itself, and it helps keys that are quantized per token, whose groups span all
+channels. λ then follows the maxima of what is left.
+
+Keys per channel are left alone: each channel has a scale of its own, which λ and offset would only round differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from kvcal.geometry import CACHE_DTYPES, CacheDtype
+from kvcal.models.reread import Segment
+from kvcal.pages.codec import PageCodec
+from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS
+from kvcal.plan.format import Format
+from kvcal.plan.layer import LayerPlan
+from kvcal.stages.reparam.statistics import KeyStatistics
+
+# A channel quieter than this share of its head's loudest counts as that loud: K / λ must not blow up, in later text,
+# what calibration hardly saw, and a channel that was always 0 still needs a λ.
+QUIETEST = 2.0**-10
+
+
+def is_searched(fmt: Format) -> bool:
+    """Whether λ can matter for keys in this format: quantized, and per token."""
+    return fmt.num_bits != RAW_BITS and fmt.axis == "token"
+
+
+def searched_heads(layer: LayerPlan) -> Tensor | None:
+    """bool [N]: the KV heads of a layer whose keys λ can help; None if there are none, or the layer has other
+    transforms of its keys."""
+    if not layer.is_paged or layer.k_pages == "pre" or layer.k_rescale or layer.k_offset:
+        return None
+    heads = torch.tensor([is_searched(fmt) for fmt in layer.head_formats("k")])
+    return heads if bool(heads.any()) else None
+
+
+def lambda_of(magnitude_ND: Tensor, pairs: Tensor, alpha: float, shared_heads: bool) -> Tensor:
+    """λ fp32 [N, D], positive, with geometric mean 1 in each head; 1 everywhere at α = 0.
+
+    ``magnitude_ND``: fp64 max|K_post|; ``pairs`` int64 [P, 2]; ``shared_heads``: all heads take the largest maxima.
+    """
+    a, b = pairs.unbind(1)
+    largest = magnitude_ND.clone()
+    largest[:, a] = largest[:, b] = torch.maximum(magnitude_ND[:, a], magnitude_ND[:, b])
+    if shared_heads:
+        largest = largest.amax(0, keepdim=True).expand_as(largest)
+    loudest = largest.amax(1, keepdim=True)
+    largest = torch.where(loudest > 0, torch.maximum(largest, loudest * QUIETEST), 1.0)
+    logarithm = largest.log()
+    return (alpha * (logarithm - logarithm.mean(1, keepdim=True))).exp().float()
+
+
+def candidate_tensors(
+    layer: LayerPlan, statistics: KeyStatistics, pairs: Tensor, alpha: float, has_offset: bool, shared_heads: bool
+) -> tuple[Tensor, Tensor]:
+    """(λ, offset) of a candidate, fp32 [N, D]: 1 and 0 in heads that are not searched."""
+    heads = searched_heads(layer)
+    assert heads is not None
+    offset = torch.where(heads[:, None] & has_offset, statistics.offset, 0.0)
+    lambda_ND = lambda_of(statistics.magnitude(offset), pairs, alpha, shared_heads)
+    return (lambda_ND if shared_heads else torch.where(heads[:, None], lambda_ND, 1.0)), offset
+
+
+def page_segments(layer: LayerPlan, num_tokens: int) -> tuple[Segment, ...]:
+    """The queries of a sequence, cut where pages are written. A token reads, as in decoding, the pages that the tokens
+    before it filled; sinks and recent tokens, its own included, it reads exactly. 16-bit heads have no pages here."""
+    formats = layer.head_formats("k")
+    written = [
+        tuple(0 if fmt.num_bits == RAW_BITS else fmt.num_pages(query) for fmt in formats) for query in range(num_tokens)
+    ]
+    segments = []
+    tokens = torch.arange(num_tokens)
+    for pages, queries in groupby(range(num_tokens), key=lambda query: written[query]):
+        start, *rest = queries
+        sinks = torch.tensor([fmt.num_sink_tokens for fmt in formats])[:, None]
+        stored_until = sinks + PAGE_TOKENS * torch.tensor(pages)[:, None]
+        segments.append(Segment(start, start + len(rest) + 1, (tokens >= sinks) & (tokens < stored_until)))
+    return tuple(segments)
+
+
+def read_back(layer: LayerPlan, cache_dtype: CacheDtype, tensors: Mapping[str, Tensor], k_post_BNTD: Tensor) -> Tensor:
+    """Keys [1, N, T, D] as a cache would read them back from the pages of T - 1 tokens (at their final bits), in
+    k_post's dtype; what is in no page is as it was.
+
+    Raises:
+        NonFiniteActivations: NaN or infinity in a page.
+    """
+    found = k_post_BNTD.clone()
+    for fmt, heads in layer.runs("k"):
+        num_pages = fmt.num_pages(k_post_BNTD.shape[2] - 1)
+        if fmt.num_bits == RAW_BITS or not num_pages:
+            continue
+        codec = PageCodec(layer, "k", fmt, heads, cache_dtype, tensors)
+        stored = slice(fmt.num_sink_tokens, fmt.num_sink_tokens + PAGE_TOKENS * num_pages)
+        cached = k_post_BNTD[0, heads, stored].to(CACHE_DTYPES[cache_dtype])  # what the cache is handed
+        pages = cached.unflatten(1, (num_pages, PAGE_TOKENS)).transpose(0, 1)
+        ordinals = torch.arange(num_pages, device=pages.device)
+        records = codec.encode(pages, ordinals, fmt.num_bits)
+        values = codec.restore(codec.decode(records, fmt.num_bits), ordinals)
+        found[0, heads, stored] = values.transpose(0, 1).flatten(1, 2).to(found.dtype)
+    return found
+
+
+def with_candidate(
+    layer: LayerPlan, tensors: Mapping[str, Tensor], lambda_ND: Tensor, offset_ND: Tensor
+) -> tuple[LayerPlan, dict[str, Tensor]]:
+    """The layer and the plan's tensors with λ and offset, also where they are 1 and 0."""
+    prefix = f"layers.{layer.geometry.index}"
+    added = {f"{prefix}.k_rescale": lambda_ND, f"{prefix}.k_offset": offset_ND}
+    return replace(layer, k_rescale=True, k_offset=True), {**tensors, **added}
+
+
+def best_candidate(errors: Sequence[float], offset_errors: Sequence[float]) -> tuple[int, bool]:
+    """(number of α, with offset) of the smallest error; on ties the smaller α, and no offset."""
+    curves = [errors, offset_errors] if offset_errors else [errors]
+    ranked = [(error, step, number == 1) for number, curve in enumerate(curves) for step, error in enumerate(curve)]
+    _, step, has_offset = min(ranked)
+    return step, has_offset

@@ -1,0 +1,253 @@
+"""The reparam stage: λ (and a static offset) for the keys of every layer, calibrated on short text at far positions.
+
+PM-KVQ moves outliers of key channels into the query before keys are quantized per token (Eq. 9-10). What a channel's
+outliers are depends on how far RoPE turns it, and slow channels turn once in tens of thousands of tokens; so positions
+are multiplied by ``position_scale`` (Eq. 12): 2,048 tokens stand for 8,192, at the cost of 2,048. Never beyond the
+model's context, though: what lies there is never cached.
+
+Two passes over the data, one sequence at a time:
+
+1. statistics: largest, smallest and mean K_post per channel, without the sinks, which are never quantized;
+2. search: for every α of the grid, without and with the offset, the keys are written to the plan's pages and read back,
+   and the attention block runs again with them (``models.reread``), as decoding would read them: pages for what earlier
+   tokens filled, sinks and recent tokens exact. The smallest squared error of the block's output wins; values stay
+   exact, since no choice here changes theirs.
+
+Memory does not grow with the number of sequences, and an interrupted run goes on (``stages.checkpoint``). Layers whose
+keys are per channel, before RoPE, 16 bits or in a sliding window are left as they are.
+
+Left out: one α per head, α chosen on the loss instead of layer by layer, and far positions for the keys alone, with the
+model at its ordinary ones (experiments/show_reparam.py measures what the difference is).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcal.data.sequences import TokenDataset
+from kvcal.errors import NonFiniteActivations, UsageError
+from kvcal.models.load import LoadedModel
+from kvcal.models.reread import Reread, rereading
+from kvcal.models.rope import rotary_pairs
+from kvcal.models.taps import Captured, check_taps
+from kvcal.plan.layer import LayerPlan
+from kvcal.plan.tensors import lattice_tensors
+from kvcal.progress import Reporter
+from kvcal.specs import ReparamSpec
+from kvcal.stages.checkpoint import LARGEST, Checkpoint, Mean, State, Statistic, require_steps
+from kvcal.stages.reparam.key_bias import bias_findings
+from kvcal.stages.reparam.record import KIND, SCHEMA, LayerReparam, Reparam, Subject, load, save
+from kvcal.stages.reparam.search import (
+    best_candidate,
+    candidate_tensors,
+    is_searched,
+    page_segments,
+    read_back,
+    searched_heads,
+    with_candidate,
+)
+from kvcal.stages.reparam.statistics import KeyStatistics, calibration_inputs, fitting_scale, key_statistics
+
+__all__ = ["KIND", "SCHEMA", "Reparam", "load", "run_reparam", "save"]
+
+STATISTICS, SEARCH = "statistics samples", "search samples"
+
+
+@dataclass(frozen=True, eq=False)
+class _Subject:
+    """``layers``: the searched ones, by index. ``candidates``: (α, with offset), in the order of the errors."""
+
+    loaded: LoadedModel
+    layers: Mapping[int, LayerPlan]
+    pairs: Mapping[int, Tensor]
+    tensors: Mapping[str, Tensor]
+    spec: ReparamSpec
+    position_scale: float
+
+    @property
+    def alphas(self) -> tuple[float, ...]:
+        return tuple(step / self.spec.num_steps for step in range(self.spec.num_steps + 1))
+
+    @property
+    def candidates(self) -> tuple[tuple[float, bool], ...]:
+        offsets = (False, True) if self.spec.offset else (False,)
+        return tuple((alpha, has_offset) for has_offset in offsets for alpha in self.alphas)
+
+
+def run_reparam(
+    loaded: LoadedModel,
+    layers: tuple[LayerPlan, ...],
+    tensors: Mapping[str, Tensor],
+    data: TokenDataset,
+    spec: ReparamSpec,
+    inputs: dict[str, Any],
+    path: Path,
+    reporter: Reporter,
+) -> Reparam:
+    """Calibrate λ for the formats of ``layers`` and write the record to ``path``; an earlier run of the same ``inputs``
+    that was interrupted is continued. ``tensors``: the plan's so far (those of lattices are made here if missing).
+
+    Raises:
+        UsageError: a sequence longer than the model's context, or none in which a page is read.
+        UnsupportedModel: the model's keys or their rotation cannot be observed.
+        NonFiniteActivations: NaN or infinity, naming layer and sample.
+        ArtifactError: a file cannot be written.
+    """
+    searched = {layer.geometry.index: layer for layer in layers if searched_heads(layer) is not None}
+    check_taps(loaded.model, loaded.geometry)
+    pairs = rotary_pairs(loaded.model, loaded.geometry)
+    on_device = {
+        name: tensor.to(loaded.model.device) for name, tensor in {**lattice_tensors(layers), **tensors}.items()
+    }
+    if searched:
+        _require_pages(data, searched)
+    else:
+        reporter.say("reparam: no layer quantizes its keys per token, nothing to search")
+    scale = fitting_scale(loaded, data.sequences, spec.position_scale, reporter)
+    subject = _Subject(loaded, searched, pairs, on_device, spec, scale)
+    declare = partial(_declared, subject, data)
+    with Checkpoint(path, KIND, inputs, _start(subject), declare, reporter) as checkpoint:
+        if searched:
+            _collect(subject, data, checkpoint, reporter)
+            _search(subject, data, checkpoint, reporter)
+        record = _record(subject, data, checkpoint.state)
+        save(record, inputs, path)
+    return record
+
+
+def _start(subject: _Subject) -> State:
+    means: dict[str, Mean] = {}
+    for index, layer in subject.layers.items():
+        means |= KeyStatistics.empty(layer.attention.num_kv_heads, layer.attention.k_head_dim).stored(index)
+        means |= {f"energy.{index}": Mean.empty(()), f"errors.{index}": Mean.empty((len(subject.candidates),))}
+    return State(means, {STATISTICS: 0, SEARCH: 0})
+
+
+def _declared(
+    subject: _Subject, data: TokenDataset, done: Mapping[str, int], _: Collection[str]
+) -> dict[str, Statistic]:
+    require_steps(done, {STATISTICS: len(data.sequences), SEARCH: len(data.sequences)})
+    sinks, declared = _sinks(subject), {}
+    for name, mean in _start(subject).means.items():
+        kind, index = name.split(".")
+        seen = [len(tokens) for tokens in data.sequences[: done[STATISTICS]]]
+        num_keys = sum(max(0, length - sinks[int(index)]) for length in seen)
+        count = done[SEARCH] if kind in ("energy", "errors") else num_keys
+        low = 0.0 if kind in ("energy", "errors", "square") else -LARGEST
+        declared[name] = Statistic.of(mean.total.shape, count, low)
+    return declared
+
+
+def _sinks(subject: _Subject) -> dict[int, int]:
+    """Tokens that none of a layer's searched heads quantizes."""
+    return {
+        index: min(fmt.num_sink_tokens for fmt in layer.k if is_searched(fmt))
+        for index, layer in subject.layers.items()
+    }
+
+
+def _require_pages(data: TokenDataset, layers: Mapping[int, LayerPlan]) -> None:
+    longest = max(len(tokens) for tokens in data.sequences)
+    formats = [fmt for layer in layers.values() for fmt in layer.k if is_searched(fmt)]
+    if not any(fmt.num_pages(longest - 1) for fmt in formats):
+        raise UsageError(
+            f"the longest of {len(data.sequences)} sequences has {longest} tokens, of which none reads a quantized "
+            "page: all errors would be 0",
+            hint="give longer sequences",
+        )
+
+
+def _collect(subject: _Subject, data: TokenDataset, checkpoint: Checkpoint, reporter: Reporter) -> None:
+    """The statistics pass: one step a sequence."""
+    total = len(data.sequences)
+    sinks = _sinks(subject)
+    for sample in range(checkpoint.state.done[STATISTICS], total):
+        reporter(sample, total, "reparam: statistics")
+        try:
+            found = key_statistics(subject.loaded, data.sequences[sample], subject.position_scale, sinks)
+        except NonFiniteActivations as error:
+            raise NonFiniteActivations(f"sample {sample}: {error.message}", error.hint) from error
+        state = checkpoint.state.after(STATISTICS, {})
+        merged: dict[str, Mean] = {}
+        for index, statistics in found.items():
+            merged |= KeyStatistics.from_stored(state.means, index).merge(statistics).stored(index)
+        checkpoint.advance(State({**state.means, **merged}, state.done))
+    reporter(total, total, "reparam: statistics")
+
+
+def _search(subject: _Subject, data: TokenDataset, checkpoint: Checkpoint, reporter: Reporter) -> None:
+    """The search pass: one step a sequence, all layers and candidates."""
+    loaded, total = subject.loaded, len(data.sequences)
+    statistics = {index: KeyStatistics.from_stored(checkpoint.state.means, index) for index in subject.layers}
+    for sample in range(checkpoint.state.done[SEARCH], total):
+        reporter(sample, total, "reparam: search")
+        observed: dict[str, Tensor] = {}
+
+        def measure(
+            captured: Captured, reread: Reread, observed: dict[str, Tensor] = observed, sample: int = sample
+        ) -> None:
+            if captured.layer not in subject.layers:
+                return
+            try:
+                found = _measure(subject, captured, reread, statistics[captured.layer])
+            except NonFiniteActivations as error:
+                raise NonFiniteActivations(
+                    f"layer {captured.layer}, sample {sample}: {error.message}", error.hint
+                ) from error
+            observed[f"errors.{captured.layer}"], observed[f"energy.{captured.layer}"] = found
+
+        with rereading(loaded.model, measure, loaded.geometry):
+            loaded.model(**calibration_inputs(loaded, data.sequences[sample], subject.position_scale))
+        checkpoint.advance(checkpoint.state.after(SEARCH, observed))
+    reporter(total, total, "reparam: search")
+
+
+def _measure(subject: _Subject, captured: Captured, reread: Reread, statistics: KeyStatistics) -> tuple[Tensor, Tensor]:
+    """(squared errors of all candidates [1, C], energy [1]) of one layer and sequence, fp64 on the CPU."""
+    layer = subject.layers[captured.layer]
+    k_post_BNTD = captured.k_post_BNTD
+    segments = page_segments(layer, k_post_BNTD.shape[2])
+    exact = reread(k_post_BNTD, segments).double()
+    reads_pages = any(bool(segment.is_stored_NT.any()) for segment in segments)
+    errors = [] if reads_pages else [exact.new_zeros(())] * len(subject.candidates)
+    for alpha, has_offset in subject.candidates if reads_pages else ():
+        found = candidate_tensors(
+            layer, statistics, subject.pairs[captured.layer], alpha, has_offset, subject.spec.shared_heads
+        )
+        transformed, tensors = with_candidate(
+            layer, subject.tensors, *(tensor.to(k_post_BNTD.device) for tensor in found)
+        )
+        k_read_BNTD = read_back(transformed, subject.loaded.geometry.cache_dtype, tensors, k_post_BNTD)
+        errors.append((reread(k_read_BNTD, segments).double() - exact).square().sum())
+    result = torch.stack(errors).cpu()
+    if not bool(torch.isfinite(result).all()):
+        raise NonFiniteActivations("the attention output is not finite")
+    return result[None], exact.square().sum().cpu()[None]
+
+
+def _record(subject: _Subject, data: TokenDataset, state: State) -> Reparam:
+    loaded, spec = subject.loaded, subject.spec
+    by_layer = {index: KeyStatistics.from_stored(state.means, index) for index in subject.layers}
+    biases = bias_findings(loaded, {index: float(one.square) / max(one.count, 1) for index, one in by_layer.items()})
+    found, lambdas, offsets = [], {}, {}
+    for index, layer in subject.layers.items():
+        statistics = by_layer[index]
+        errors = tuple(state.means[f"errors.{index}"].result().tolist())
+        plain, with_offset = errors[: spec.num_steps + 1], errors[spec.num_steps + 1 :]
+        step, has_offset = best_candidate(plain, with_offset)
+        alpha, error = subject.alphas[step], (with_offset if has_offset else plain)[step]
+        lambdas[index], offsets[index] = candidate_tensors(
+            layer, statistics, subject.pairs[index], alpha, has_offset, spec.shared_heads
+        )
+        energy = float(state.means[f"energy.{index}"].result())
+        found.append(LayerReparam(index, alpha, has_offset, error, energy, plain, with_offset, *biases[index]))
+    about_data = (data.fingerprint, data.description, data.num_tokens)
+    made_from = Subject(loaded.identity, loaded.geometry, spec, subject.position_scale, *about_data)
+    return Reparam(made_from, tuple(found), lambdas, offsets)

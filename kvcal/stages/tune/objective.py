@@ -1,0 +1,164 @@
+"""What a setting of the thresholds is worth: a plan's packed cache on real tasks, and its bytes (MixKVQ, App. D.1).
+
+A trial takes the plan with its thresholds in the key tiers, and room in them for what calibration pages need (see
+tier_rooms) or for the recipe's shares, and has the model solve problems through that plan's packed cache; there is no
+simulated score. Tasks are the embedded ones (see generation), or "lm-eval:NAME" (see lm_eval_task); the accuracy is
+their mean. Bits count everything at the plan's workload: the paper's count key codes alone, and are kept as a fact.
+
+Room is fixed by the plan, since a page's bytes must not depend on its scores. So with rooms from shares all trials
+cost the same, and the search is for accuracy alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from kvcal.data.sequences import DataSpec, load_sequences
+from kvcal.errors import UsageError
+from kvcal.models.load import LoadedModel, load
+from kvcal.plan.plan import Plan
+from kvcal.progress import Silent
+from kvcal.quantities import MAX_SEED
+from kvcal.recipe import EvaluateSpec
+from kvcal.specs import LM_EVAL, TuneSpec
+from kvcal.stages.evaluate.generation import measure_tasks
+from kvcal.stages.evaluate.lm_eval import measure_lm_eval, require_lm_eval
+from kvcal.stages.tune.record import Outcome, Search, Threshold
+from kvcal.stages.tune.tier_rooms import Scores, key_code_bits, measure_scores, score_quantile, with_thresholds
+
+# Of all channels of calibration pages: where the search ends when the recipe does not say it.
+HIGHEST_SHARE = 0.99
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the model came from: a worker loads it again."""
+
+    source: str
+    dtype: str
+    device: str
+
+    def load(self) -> LoadedModel:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        return load(self.source, dtype=self.dtype, device=self.device)
+
+
+def tuned_bits(plan: Plan) -> tuple[int, ...]:
+    """Bits of the key tiers that have a threshold, from most to fewest.
+
+    Raises:
+        UsageError: there is none, or the plan's keys are stored in a way whose scores are not those of the model's.
+    """
+    paged = [layer for layer in plan.layers if layer.is_paged]
+    for layer in paged:
+        if len(layer.k) > 1 or layer.k_pages == "pre" or layer.k_rescale or layer.k_offset:
+            raise UsageError(
+                f"layer {layer.geometry.index} has formats per head or transforms of its keys; thresholds are searched "
+                "for one format of plain pages",
+                hint="tune a recipe with [formats] alone",
+            )
+    boosts = [layer.k[0].boost for layer in paged if layer.k[0].boost is not None]
+    bits = {tier.num_bits for boost in boosts for tier in boost.tiers if tier.above is not None}
+    if not bits:
+        raise UsageError(
+            "no tier of the keys has a threshold, there is nothing to tune",
+            hint="give tiers an 'above' in the recipe's k.boost, as recipes/mixkvq.toml does",
+        )
+    return tuple(sorted(bits, reverse=True))
+
+
+class TaskObjective:
+    """Callable as ``evaluate`` of the tune stage; sent to workers without the model and what was measured on it."""
+
+    def __init__(
+        self,
+        origin: Origin,
+        plan: Plan,
+        spec: TuneSpec,
+        evaluate: EvaluateSpec,
+        data: DataSpec,
+        loaded: LoadedModel | None = None,
+    ) -> None:
+        """``evaluate`` bounds the tasks' lengths and sets the batch; ``data``: the calibration pages. ``loaded`` spares
+        loading ``origin``.
+
+        Raises:
+            UsageError: lm-eval is wanted and not installed, or see ``tuned_bits``.
+        """
+        self.bits = tuned_bits(plan)
+        own = [name for name in spec.tasks if not name.startswith(LM_EVAL)]
+        # Never the evaluation's seed: its problems measure the choice.
+        seed = (evaluate.seed + 1 + spec.seed) % (MAX_SEED + 1)
+        self.own_tasks = replace(evaluate, tasks=tuple(own), num_problems=spec.num_problems, seed=seed)
+        self.foreign_tasks = tuple(name.removeprefix(LM_EVAL) for name in spec.tasks if name.startswith(LM_EVAL))
+        if self.foreign_tasks:
+            require_lm_eval()
+        self.origin, self.plan, self.spec, self.evaluate, self.data = origin, plan, spec, evaluate, data
+        self._given = loaded
+
+    def __reduce__(self) -> tuple[type[TaskObjective], tuple[object, ...]]:
+        return TaskObjective, (self.origin, self.plan, self.spec, self.evaluate, self.data)
+
+    @cached_property
+    def loaded(self) -> LoadedModel:
+        return self._given or self.origin.load()
+
+    @cached_property
+    def scores(self) -> Scores:
+        """Scores of the calibration pages."""
+        if self.loaded.tokenizer is None:
+            raise UsageError(f"{self.loaded.source}: no tokenizer", hint="data cannot be tokenized without one")
+        config = self.loaded.model.config.get_text_config(decoder=True)
+        data = load_sequences(self.data, self.loaded.tokenizer, getattr(config, "max_position_embeddings", None))
+        return measure_scores(self.loaded, self.plan, data, Silent())
+
+    def search(self) -> Search:
+        """The search space: a threshold "tau_BITS" for every tier that has one."""
+        high = self.spec.high
+        if self.spec.fit_range:
+            # Three digits: the same on machines whose arithmetic differs.
+            high = max(float(f"{score_quantile(self.scores, HIGHEST_SHARE):.3g}"), 2 * self.spec.low)
+        thresholds = tuple(Threshold(f"tau_{num_bits}", self.spec.low, high) for num_bits in self.bits)
+        return Search(thresholds, self.spec.num_trials, self.spec.seed)
+
+    def plan_with(self, thresholds: Mapping[str, float]) -> Plan:
+        """The plan that stands for these thresholds, by name."""
+        by_bits = {num_bits: thresholds[f"tau_{num_bits}"] for num_bits in self.bits}
+        scores = self.scores if self.spec.fit_capacity else None
+        return with_thresholds(self.plan, by_bits, scores, self.spec.page_share)
+
+    def __call__(self, thresholds: Mapping[str, float]) -> Outcome:
+        """Raises what the tasks raise, such as NonFiniteActivations."""
+        plan = self.plan_with(thresholds)
+        accuracy, error = self.accuracy(plan)
+        facts = {"key_code_bits": key_code_bits(plan, self.scores), **_rooms(plan)}
+        return Outcome(accuracy, error, plan.bits_per_value(), plan.predicted_bytes, facts)
+
+    def accuracy(self, plan: Plan) -> tuple[float, float | None]:
+        """Mean accuracy over the tasks, and its standard error (the tasks' errors are independent), None where a task
+        has none."""
+        own = measure_tasks(self.loaded, plan, self.own_tasks, Silent(), "select")
+        results: list[tuple[float, float | None]] = [(task.accuracy, task.accuracy_se) for task in own]
+        for name in self.foreign_tasks:
+            results.append(
+                measure_lm_eval(self.loaded, plan, name, self.spec.num_problems, self.evaluate.batch, self.spec.seed)
+            )
+        values, errors = zip(*results, strict=True)
+        known = [error for error in errors if error is not None]
+        error = sum(error**2 for error in known) ** 0.5 / len(results) if len(known) == len(results) else None
+        return sum(values) / len(results), error
+
+
+def _rooms(plan: Plan) -> dict[str, float]:
+    """{"room_BITS": mean share of the channels, over layers, that the tier of so many bits has room for}."""
+    formats = [layer.k[0] for layer in plan.layers if layer.is_paged]
+    found: dict[str, float] = {}
+    for fmt in formats:
+        for tier in fmt.boost.tiers if fmt.boost is not None else ():
+            name = f"room_{tier.num_bits}"
+            found[name] = found.get(name, 0.0) + tier.share / len(formats)
+    return found

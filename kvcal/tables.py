@@ -1,0 +1,240 @@
+"""What the command line shows: results as tables (title, headers, rows of text) and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from kvcal.charts.evaluation import table_rows
+from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, bare_layers, plan_record
+from kvcal.quantities import format_bytes
+from kvcal.run.pipeline import Result
+from kvcal.stages.allocate.stage import Allocation
+from kvcal.stages.evaluate.stage import Evaluation
+from kvcal.stages.profile.stage import Profile
+from kvcal.stages.search.record import SearchReport
+from kvcal.stages.verify import Check
+from kvcal.strict import dump
+
+View = tuple[str, Sequence[str], Sequence[Sequence[str]]]
+
+
+def format_name(fmt: Format) -> str:
+    """A Format in a table's cell: "3 channel g64", "16", "2 channel g128 +12.5%@4 magnitude", "16>8>4>2 token g128"."""
+    if fmt.num_bits == 16:
+        return "16"
+    bits = ">".join(str(fmt.start_bits >> n) for n in range(len(fmt.shrink_at) + 1))
+    name = f"{bits} lattice d{fmt.lattice_dim}" if fmt.lattice_dim else f"{bits} {fmt.axis} g{fmt.group_size}"
+    if fmt.boost is not None:
+        name += "".join(
+            f" +{100 * tier.share:g}%@{tier.num_bits}" + ("" if tier.above is None else f">{tier.above:g}")
+            for tier in fmt.boost.tiers
+        )
+        name += f" {fmt.boost.score}"
+    return name
+
+
+def side_name(layer: LayerPlan, side: Side) -> str:
+    """The formats of a layer's K or V, and what is done to its pages."""
+    name = " | ".join(format_name(fmt) for fmt in layer.formats(side))
+    if side == "k":
+        name += (" λ" if layer.k_rescale else "") + (" offset" if layer.k_offset else "")
+        name += " before RoPE" if layer.k_pages == "pre" else ""
+    predictor = layer.predictor(side)
+    return name if predictor is None else f"{name}, {predictor.kind} from layer {predictor.source}"
+
+
+def layer_table(layers: Sequence[LayerPlan], cache_dtype: str, workload: Workload) -> View:
+    """Formats and bytes of every layer; heads that differ are listed in order."""
+    rows = []
+    for layer in layers:
+        nbytes = layer.nbytes(cache_dtype, workload.lengths, workload.context)
+        if layer.is_paged:
+            cells = [side_name(layer, side) for side in SIDES]
+            protected = " ".join(f"{side} {_protected(layer, side)}" for side in SIDES)
+        else:
+            window = layer.attention.window if hasattr(layer.geometry, "window") else None
+            cells = [f"16 bits, window {window}" if window else "state", ""]
+            protected = ""
+        per_token = nbytes / (workload.batch * workload.context)
+        rows.append((str(layer.geometry.index), *cells, protected, f"{per_token:.1f}", format_bytes(nbytes)))
+    title = f"Layers at batch {workload.batch} x {workload.context} tokens"
+    return title, ("layer", "K bits", "V bits", "sinks + window", "bytes/token", "bytes"), rows
+
+
+def _protected(layer: LayerPlan, side: Side) -> str:
+    return " | ".join(sorted({f"{fmt.num_sink_tokens}+{_window(fmt)}" for fmt in layer.formats(side)}))
+
+
+def _window(fmt: Format) -> str:
+    rule = fmt.window_rule
+    return str(fmt.recent_window) if rule is None else f"{100 * rule.share:g}% {rule.kind}, at most {rule.max_tokens}"
+
+
+def search_table(report: SearchReport) -> View:
+    """What every layer's side got, and what each of its options would have cost in the background plan."""
+    rows = []
+    for unit in report.units:
+        order = sorted(range(len(unit.options)), key=lambda option: unit.nbytes[option])
+        costs = "  ".join(f"{unit.options[option]}: {unit.costs[option]:+.2g}" for option in order)
+        rows.append((unit.unit, unit.options[unit.chosen], format_bytes(unit.nbytes[unit.chosen]), costs))
+    correlation = report.proxy_correlation
+    proxy = (
+        "" if correlation is None else f", rank correlation of the proxy {correlation:.2f} ({len(report.proxy)} plans)"
+    )
+    kls = " -> ".join(f"{kl:.4g}" for kl in report.history)
+    refitted = "" if report.refitted_kl is None else f"; {report.refitted_kl:.4g} with refitted predictors"
+    title = f"Search: KL {kls}{refitted}{proxy}; {report.num_plans} plans measured, the {report.shipped} one ships"
+    return title, ("unit", "chosen", "bytes", "change of KL in the background plan"), rows
+
+
+def plan_table(plan: Plan, workload: Workload) -> View:
+    """A plan's totals and where it came from."""
+    raw_bytes = replace(plan, layers=bare_layers(plan.geometry), tensors={}).nbytes(workload.lengths)
+    total = plan.nbytes(workload.lengths)
+    libraries = plan.provenance.get("libraries")
+    rows = [
+        ("model", f"{plan.model.id} ({plan.model.model_type}, cache in {plan.cache_dtype})"),
+        ("cache", f"{format_bytes(total)} ({total} bytes), {raw_bytes / total:.2f}x smaller than 16 bits"),
+        ("per token", f"{total / (workload.batch * workload.context):.1f} bytes"),
+        ("all-in bits per value", f"{plan.bits_per_value(workload):.3f}"),
+        *((key, str(value)) for key, value in sorted(plan.provenance.items()) if not isinstance(value, dict)),
+        *((name, str(value)) for name, value in sorted(libraries.items() if isinstance(libraries, dict) else ())),
+    ]
+    return f"Plan at batch {workload.batch} x {workload.context} tokens", ("", "value"), rows
+
+
+def budget_table(allocation: Allocation) -> View:
+    """Where the bytes of the budget go."""
+    split, workload = allocation.split, allocation.workload
+    rows = [("budget", format_bytes(split.budget), str(split.budget))]
+    if split.weights is not None and split.workspace is not None:
+        rows.append(("weights", format_bytes(split.weights), str(split.weights)))
+        rows.append(("workspace", format_bytes(split.workspace), str(split.workspace)))
+    if split.fixed:
+        rows.append(("bounded layers and states", format_bytes(split.fixed), str(split.fixed)))
+    rows.append(("cache, chosen formats", format_bytes(split.paged), str(split.paged)))
+    if split.reserved:
+        rows.append(("reserved for transforms", format_bytes(split.reserved), str(split.reserved)))
+    left = split.budget - split.cache - split.overhead - split.reserved
+    rows.append(("left over", format_bytes(left), str(left)))
+    if allocation.loss is not None:
+        proof = "measured KL" if allocation.gap is None else f"gap {allocation.gap:.2g}, {allocation.proof} proof"
+        rows.append(("loss", f"{allocation.loss:.6g}", proof))
+    return f"Budget at batch {workload.batch} x {workload.context} tokens", ("", "size", "bytes"), rows
+
+
+def sweep_table(method: str, points: list[dict[str, Any]]) -> View:
+    """The Pareto front, from the fewest bytes on."""
+    rows = [
+        (
+            format_bytes(point["cache_bytes"]),
+            f"{point['bits_per_value']:.3f}",
+            f"{point['loss']:.6g}",
+            _mean_bits(point["k_bits"]),
+            _mean_bits(point["v_bits"]),
+        )
+        for point in points
+    ]
+    title = "Every non-dominated allocation" if method == "front" else f"Optimum at {len(points)} budgets"
+    return title, ("cache", "all-in bits", "loss", "mean K code bits", "mean V code bits"), rows
+
+
+def _mean_bits(bits: list[list[int]]) -> str:
+    per_layer = [sum(heads) / len(heads) for heads in bits]
+    return f"{sum(per_layer) / len(per_layer):.2f}"
+
+
+def checks_table(checks: Sequence[Check]) -> View:
+    return "All checks passed", ("check", "detail"), [(check.name, check.detail) for check in checks]
+
+
+def evaluation_table(evaluation: Evaluation) -> View:
+    """A row for each plan."""
+    columns = table_rows(evaluation)
+    workload = evaluation.rows[0].workload
+    title = f"{evaluation.data}; bytes at batch {workload.batch} x {workload.context} tokens; ± standard errors"
+    return title, [header for header, _ in columns], list(zip(*(cells for _, cells in columns), strict=True))
+
+
+def profile_table(profile: Profile) -> View:
+    """Each layer's cost of its cheapest and finest measured keys and values, and KVmix's scores."""
+    subject = profile.subject
+    rows = []
+    for layer in subject.layers:
+        cells = [str(layer.index)]
+        for side in SIDES:
+            sensitivity = profile.sensitivity(layer.index, side).sum(0)
+            cells += [f"{sensitivity.max():.4g}", f"{sensitivity.min():.4g}"]
+            if subject.kl_candidates(side):
+                cells.append(" ".join(f"{kl:.2g}" for kl in profile.kl(layer.index, side).tolist()))
+            cells.append(f"{profile.grad_norm(layer.index, side):.4g}")
+        rows.append(cells)
+    headers = ["layer"]
+    for name in ("K", "V"):
+        bits = "/".join(str(bits) for bits in sorted(set(subject.spec.kl_bits)))
+        headers += [f"{name} sensitivity, worst", "best"]
+        headers += [f"{name} KL at {bits} bits"] if subject.spec.kl_samples else []
+        headers.append(f"{name} |dL/dW|")
+    tokens = f"{subject.num_samples} samples, {subject.num_tokens} tokens, loss {profile.loss:.4f}"
+    return f"{subject.identity.id}: {subject.data_description}; {tokens}", headers, rows
+
+
+def profile_json(profile: Profile) -> dict[str, Any]:
+    subject = profile.subject
+    layers = [
+        {
+            "layer": layer.index,
+            **{
+                side: {
+                    "sensitivity": profile.sensitivity(layer.index, side).tolist(),
+                    "kl": profile.kl(layer.index, side).tolist() if subject.kl_candidates(side) else None,
+                    "grad_norm": profile.grad_norm(layer.index, side),
+                    "relative_error": profile.relative_error(layer.index, side).tolist(),
+                }
+                for side in SIDES
+            },
+        }
+        for layer in subject.layers
+    ]
+    names = {side: [list(candidate) for candidate in subject.candidates(side)] for side in SIDES}
+    kl_names = {side: [list(candidate) for candidate in subject.kl_candidates(side)] for side in SIDES}
+    return {"subject": dump(subject), "candidates": names, "kl_candidates": kl_names, "layers": layers}
+
+
+def evaluation_json(evaluation: Evaluation) -> dict[str, Any]:
+    return dump(evaluation)
+
+
+def plan_json(plan: Plan, workload: Workload | None) -> dict[str, Any]:
+    workload = workload or plan.workload
+    return {
+        **plan_record(plan),
+        "predicted_bytes": plan.predicted_bytes,
+        "workload": dump(workload),
+        "bytes": plan.nbytes(workload.lengths),
+        "bits_per_value": plan.bits_per_value(workload),
+        "layer_bytes": [p.nbytes(plan.cache_dtype, workload.lengths, workload.context) for p in plan.layers],
+    }
+
+
+def allocation_json(allocation: Allocation) -> dict[str, Any]:
+    return dump(allocation)
+
+
+def checks_json(checks: Sequence[Check]) -> list[dict[str, str]]:
+    return [asdict(check) for check in checks]
+
+
+def run_json(result: Result) -> dict[str, Any]:
+    folder = result.folder
+    return {
+        "allocation": allocation_json(result.allocation),
+        "evaluation": evaluation_json(result.evaluation),
+        "files": {
+            "plan": str(folder.plan),
+            "evaluation": str(folder.evaluation),
+            "picture": str(folder.picture),
+        },
+    }

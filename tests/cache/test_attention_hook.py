@@ -1,0 +1,207 @@
+"""Listening to attention: it hears the true queries, keys and values, changes no logits, and leaves no trace."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import batch, built, measured
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaForCausalLM
+
+from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.models.attention import _LISTENING, attention_modules, layer_index, listen
+from kvcal.models.geometry import attention_layers
+from kvcal.models.taps import tap
+
+FAMILIES = ("llama", "gemma3", "gpt2", "gpt_oss", "qwen3_next")
+Call = tuple[nn.Module, Tensor, Tensor, Tensor]
+
+
+class Recorder(DynamicCache):
+    """An independent record of what the cache returns to the model, by layer."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.returned: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        self.returned[layer_idx] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return self.returned[layer_idx]
+
+
+def decode(model: Any, inputs: dict, steps: int = 3) -> list[Tensor]:
+    """Logits of a prompt and of a few tokens after it, through the official cache."""
+    cache = DynamicCache(config=model.config)
+    mask = inputs["attention_mask"]
+    with torch.no_grad():
+        logits = [model(**inputs, past_key_values=cache, use_cache=True).logits]
+        for _ in range(steps):
+            mask = nn.functional.pad(mask, (0, 1), value=1)
+            ids = logits[-1][:, -1:].argmax(-1)
+            logits.append(model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits)
+    return logits
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_with_a_cache_are_the_same_bit_for_bit(name: str, implementation: str) -> None:
+    if (name, implementation) == ("gpt_oss", "sdpa"):
+        implementation = "eager"  # transformers has no sdpa for its attention sinks
+    model, inputs = built(name), batch()
+    initial = model.config._attn_implementation
+    model.set_attn_implementation(implementation)
+    heard: list[Call] = []
+    expected = decode(model, inputs)
+    with listen(model, lambda *call: heard.append(call)):
+        found = decode(model, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    layers = attention_layers(measured(name))
+    assert [layer_index(call[0]) for call in heard] == [layer.index for layer in layers] * 4
+    assert model.config._attn_implementation == implementation
+    assert not _LISTENING
+    model.set_attn_implementation(initial)
+
+
+def test_generated_tokens_are_the_same() -> None:
+    model, inputs = built("llama"), batch()
+    expected = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    count = 0
+
+    def on_call(*call: object) -> None:
+        nonlocal count
+        count += 1
+
+    with listen(model, on_call):
+        assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), expected)
+    assert count == 8 * 3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_keys_and_values_are_those_the_cache_returned(name: str) -> None:
+    model, inputs = built(name), batch()
+    cache = Recorder(model.config)
+    heard: list[Call] = []
+    with torch.no_grad(), listen(model, lambda *call: heard.append(call)):
+        model(**inputs, past_key_values=cache, use_cache=True)
+        for module, _, k_post_BNSD, v_BNSD in heard:
+            k_returned, v_returned = cache.returned[layer_index(module)]
+            assert torch.equal(k_post_BNSD, k_returned) and torch.equal(v_BNSD, v_returned)
+    shapes = {
+        layer.index: (2, layer.num_query_heads, 9, layer.k_head_dim) for layer in attention_layers(measured(name))
+    }
+    assert {layer_index(call[0]): tuple(call[1].shape) for call in heard} == shapes
+
+
+def attended_by_hand(q_post_BHTD: Tensor, k_post_BNSD: Tensor, v_BNSD: Tensor) -> Tensor:
+    """Causal attention in fp64, one query at a time, [B, T, H * D]."""
+    q, k, v = q_post_BHTD.double(), k_post_BNSD.double(), v_BNSD.double()
+    B, H, T, D = q.shape
+    S, per_group = k.shape[2], H // k.shape[1]
+    out = torch.zeros(B, T, H, D, dtype=torch.float64)
+    for b in range(B):
+        for h in range(H):
+            for t in range(T):
+                stop = S - T + t + 1
+                scores = [float(q[b, h, t] @ k[b, h // per_group, s]) / math.sqrt(D) for s in range(stop)]
+                weights = [math.exp(score - max(scores)) for score in scores]
+                for s in range(stop):
+                    out[b, t, h] += weights[s] / sum(weights) * v[b, h // per_group, s]
+    return out.flatten(2)
+
+
+def test_what_is_heard_gives_the_attention_that_the_model_computes() -> None:
+    """In decoding, too: the queries are post-RoPE, [B, H, T, D], and head h reads KV head h // (H / N)."""
+    model = built("llama")
+    inputs: dict[int | None, Tensor] = {}
+
+    def keep(index: int | None, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        inputs[index] = args[0]
+
+    hooks = [
+        module.get_submodule("o_proj").register_forward_pre_hook(partial(keep, layer_index(module)))
+        for module in attention_modules(model)
+    ]
+    heard: list[Call] = []
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), listen(model, lambda *call: heard.append(call)):
+        for ids in (torch.tensor([[5, 9, 3, 7, 11]]), torch.tensor([[4]]), torch.tensor([[8, 6]])):
+            heard.clear()
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            for module, q_post_BHTD, k_post_BNSD, v_BNSD in heard:
+                expected = attended_by_hand(q_post_BHTD, k_post_BNSD, v_BNSD)
+                torch.testing.assert_close(inputs[layer_index(module)].double(), expected, atol=1e-5, rtol=1e-5)
+    for hook in hooks:
+        hook.remove()
+    assert len(heard) == 3 and heard[0][1].shape[2] == 2 and heard[0][2].shape[2] == 8
+
+
+def test_one_listener_at_a_time_whether_a_tap_or_not() -> None:
+    model, geometry = built("llama"), measured("llama")
+    heard: list[Call] = []
+    with listen(model, lambda *call: heard.append(call)):
+        with pytest.raises(UsageError, match="LlamaForCausalLM is tapped already"), listen(model, print):
+            pytest.fail("heard twice")
+        with pytest.raises(UsageError, match="tapped already"), tap(model, print):
+            pytest.fail("heard twice")
+        assert not heard  # the refused tap did not run the model to measure it
+        model(**batch())
+    assert len(heard) == 3
+    tapped = tap(model, lambda captured: None, geometry)
+    with tapped, pytest.raises(UsageError, match="tapped already"), listen(model, print):
+        pytest.fail("heard twice")
+    assert not _LISTENING and model.config._attn_implementation == "sdpa"
+
+
+def test_an_error_of_the_listener_ends_the_forward_and_restores_the_model() -> None:
+    model = built("llama")
+
+    def fail(*call: object) -> None:
+        raise ArithmeticError("listener")
+
+    with pytest.raises(ArithmeticError), listen(model, fail):
+        assert model.config._attn_implementation == "kvcal_sdpa"
+        model(**batch())
+    assert not _LISTENING and model.config._attn_implementation == "sdpa"
+    model(**batch())
+
+
+def test_a_model_that_shares_the_configuration_is_not_heard() -> None:
+    model = built("llama")
+    other = LlamaForCausalLM(model.config).eval()
+    assert other.config is model.config
+    heard: list[Call] = []
+    with torch.no_grad():
+        expected = other(**batch()).logits
+        with listen(model, lambda *call: heard.append(call)):
+            assert torch.equal(other(**batch()).logits, expected)
+    assert not heard
+
+
+def test_other_attention_is_refused_with_the_reason() -> None:
+    model = built("llama")
+    model.set_attn_implementation("flex_attention")
+    reason = "'flex_attention' has masks of another form; supported: sdpa, eager"
+    with pytest.raises(UsageError, match=reason), listen(model, print):
+        pytest.fail("entered")
+    assert model.config._attn_implementation == "flex_attention"
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(UnsupportedModel, match="BloomForCausalLM bypasses"), listen(built("bloom"), print):
+        pytest.fail("entered")
+
+
+def test_a_model_whose_implementation_cannot_be_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built("llama")
+    monkeypatch.setattr(model, "set_attn_implementation", lambda implementation: None)
+    reason = "does not let its attention implementation be set"
+    with pytest.raises(UnsupportedModel, match=reason), listen(model, print):
+        pytest.fail("entered")
+    assert not _LISTENING
+
+
+def test_layer_index() -> None:
+    assert [layer_index(module) for module in attention_modules(built("qwen3_next"))] == [1, 3]
+    assert layer_index(nn.Linear(1, 1)) is None

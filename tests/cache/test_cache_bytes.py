@@ -1,0 +1,197 @@
+"""Predicted bytes equal allocated bytes, whatever is fed; and nothing else is held."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+
+import oracles
+import pytest
+import torch
+import transformers
+from cache_cases import (
+    HEAD_DIM,
+    KIVI_2,
+    SINKS_3,
+    assert_exact_bytes,
+    feed,
+    llama_plan,
+    padded,
+    per_head,
+    plan_of,
+    random_ids,
+    random_states,
+    recipe_formats,
+    tiny_llama,
+)
+from peak_bytes import PeakBytes
+
+from kvcal import PlanCache
+from kvcal.geometry import AttentionGeometry, Geometry
+from kvcal.plan.format import Boost, Tier
+from kvcal.plan.plan import RAW, Format, Plan
+from kvcal.store import paged_tensor, step_workspace
+
+TOKENS = (1, 63, 127, 128, 129, 1000)
+# Boosted records are counted by hand in test_tiered_cache, lattices in test_lattice.
+RECIPES = {
+    name: formats
+    for name, formats in recipe_formats().items()
+    if all(fmt.boost is None and fmt.lattice_dim is None for fmt in formats)
+}
+PLANS = {name: llama_plan(*formats) for name, formats in RECIPES.items()}
+PLANS["per head, bf16"] = llama_plan(*per_head(2), cache_dtype="bfloat16")
+PLANS["GQA 8"] = llama_plan(*SINKS_3, num_kv_heads=1, cache_dtype="float16")
+PLANS["GQA 1"] = llama_plan(*per_head(8), num_kv_heads=8)
+
+
+def expected_bytes(plan: Plan, lengths: list[int]) -> int:
+    """The formula of docs/plan-format.md, written out once more."""
+    total = 0
+    for layer in plan.layers:
+        for side, formats in (("k", layer.k), ("v", layer.v)):
+            for fmt in formats * (layer.attention.num_kv_heads // len(formats)):
+                record = oracles.record_bytes(
+                    fmt.num_bits, side, fmt.axis, fmt.group_size, HEAD_DIM, fmt.param_dtype, plan.cache_dtype
+                )
+                token = HEAD_DIM * oracles.ITEM_BYTES[plan.cache_dtype]
+                for length in lengths:
+                    pages = max(0, math.floor((length - fmt.num_sink_tokens - fmt.recent_window) / 128))
+                    total += (fmt.num_sink_tokens + fmt.recent_window + 128) * token + pages * record
+    return total
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_predicted_bytes_are_allocated(name):
+    plan = PLANS[name]
+    model = tiny_llama(plan.layers[0].attention.num_kv_heads)
+    cache, start = PlanCache(plan, model.config), 0
+    assert cache.nbytes == 0
+    ids = random_ids(1, TOKENS[-1])
+    for stop in TOKENS:
+        feed(model, cache, ids[:, start:stop])
+        assert_exact_bytes(cache, [stop])
+        assert cache.nbytes == expected_bytes(plan, [stop])
+        start = stop
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", PLANS)
+def test_predicted_bytes_are_allocated_for_ragged_batches(name, side):
+    """A prompt of 1000 columns in chunks that end at the token counts above, then 200 more tokens for each row."""
+    plan = PLANS[name]
+    heads = plan.layers[0].attention.num_kv_heads
+    rows = [random_states(1, heads, length)[0] for length in (1000, 129, 1)]
+    states, mask = padded(rows, 1000, side)
+    cache, start = PlanCache(plan, tiny_llama(heads).config, attention_mask=mask), 0
+    for stop in TOKENS:
+        for layer in range(2):
+            cache.update(states[:, :, start:stop], states[:, :, start:stop], layer)
+        lengths = mask[:, :stop].sum(1).tolist()
+        assert_exact_bytes(cache, lengths, stop)
+        assert cache.nbytes == expected_bytes(plan, lengths)
+        start = stop
+    more = random_states(3, heads, 200, seed=1)
+    for part in (more[:, :, :1], more[:, :, 1:127], more[:, :, 127:]):
+        for layer in range(2):
+            cache.update(part, part, layer)
+    assert_exact_bytes(cache, [1200, 329, 201], 1200)
+    assert cache.nbytes == expected_bytes(plan, [1200, 329, 201])
+
+
+def test_bytes_are_exact_at_every_token_count():
+    plan = llama_plan(*per_head(4), num_kv_heads=4, num_layers=1)
+    cache = PlanCache(plan, tiny_llama(4, 1).config)
+    step = random_states(2, 4, 1)
+    for count in range(1, 420):
+        cache.update(step, step, 0)
+        assert cache.nbytes == plan.nbytes([count, count]) == expected_bytes(plan, [count, count])
+
+
+def tensors_reachable(root: object) -> list[torch.Tensor]:
+    """Every tensor that can be reached from ``root`` without passing a module, a class or a function."""
+    seen, found, stack = {id(root)}, [], [root]
+    while stack:
+        for referent in gc.get_referents(stack.pop()):
+            if id(referent) in seen or isinstance(referent, type | type(gc) | type(lambda: 0)):
+                continue
+            seen.add(id(referent))
+            if isinstance(referent, torch.Tensor):
+                found.append(referent)
+            else:
+                stack.append(referent)
+    return found
+
+
+@pytest.mark.parametrize("formats", [KIVI_2, SINKS_3, (RAW, RAW)], ids=["kivi", "sinks", "raw"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_nothing_but_the_counted_bytes_is_held(formats, ragged):
+    """No tensor reachable from the cache is beyond ``nbytes``: no full-precision copy, no mask, no larger base."""
+    plan, model = llama_plan(*formats), tiny_llama()
+    ids = random_ids(3, 1024)
+    mask = torch.ones_like(ids)
+    if ragged:
+        mask[0, :900], mask[1, :300] = 0, 0
+    cache = PlanCache(plan, model.config, attention_mask=mask if ragged else None)
+    feed(model, cache, ids, cuts=(700, 701, 1000), mask=mask)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_reachable(cache)}
+    assert sum(storages.values()) == cache.nbytes == plan.nbytes(mask.sum(1).tolist(), 1024)
+
+
+def test_two_bits_take_a_fraction_of_the_memory():
+    """One layer, one head of 128: 16-bit pages take 256 bytes a token and side, 2-bit ones 36."""
+    config = transformers.LlamaConfig(num_hidden_layers=1, num_key_value_heads=1, head_dim=128)
+    geometry = Geometry("llama", "bfloat16", (AttentionGeometry(0, 32, 1, 128, 128),))
+    uniform_2 = (Format(2, "channel", 128), Format(2, "token", 128))
+    nbytes = {}
+    for num_bits, formats in ((16, (RAW, RAW)), (2, uniform_2)):
+        cache = PlanCache(plan_of(geometry, *formats), config)
+        for tokens in (1024, 7168):
+            states = random_states(1, 1, tokens, 128)
+            cache.update(states, states, 0)
+            assert_exact_bytes(cache, [cache.get_seq_length()])
+            nbytes[num_bits, cache.get_seq_length()] = cache.nbytes
+    buffers = 2 * 128 * 256
+    for tokens in (1024, 8192):
+        assert nbytes[16, tokens] == buffers + 2 * 256 * tokens
+        assert nbytes[2, tokens] == buffers + 2 * 36 * tokens
+    assert nbytes[2, 8192] < nbytes[16, 8192] / 6
+
+
+WRITTEN = {
+    "16 bits": (RAW, RAW),
+    "2 bits": (Format(2, "channel", 32), Format(2, "token", 32)),
+    "Kitty": (Format(2, "channel", 128, boost=Boost("magnitude", (Tier(4, 0.125),))), Format(2)),
+}
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_step_that_packs_every_layer_takes_what_the_workspace_says(name, ragged, monkeypatch):
+    """Keys and values of one layer, the pages of one side, and the scratch of some of them, however many layers are
+    packed in the step."""
+    monkeypatch.setattr(paged_tensor, "VALUES_AT_ONCE", 2**16)
+    monkeypatch.setattr(step_workspace, "VALUES_AT_ONCE", 2**16)
+    plan, model = llama_plan(*WRITTEN[name], num_layers=4), tiny_llama(num_layers=4)
+    lengths = [4095, 4095 - 128 * 9 if ragged else 4095]
+    mask = torch.tensor([[int(column >= 4095 - length) for column in range(4095)] for length in lengths])
+    cache = PlanCache(plan, model.config, attention_mask=mask)
+    heads = plan.layers[0].attention.num_kv_heads
+    states, step = (random_states(2, heads, count).bfloat16() for count in (4095, 1))
+    another = PlanCache(plan, model.config)
+    for few, layer in itertools.product((states[:, :, :300], step), range(4)):  # tables that are made once
+        another.update(few, few, layer)
+    for layer in range(4):
+        cache.update(states, states, layer)
+    pages = [part.pages.shape[0] for layer in cache.layers for part in layer.sides["k"]]
+    before = PeakBytes([tensor for layer in cache.layers for tensor in layer.tensors])
+    held = before.now
+    assert held == cache.nbytes
+    with before as peak:
+        for layer in range(4):
+            cache.update(step, step, layer)
+    assert [part.pages.shape[0] for layer in cache.layers for part in layer.sides["k"]] == [n + 2 for n in pages]
+    said = step_workspace.step_workspace(plan.layers, plan.cache_dtype, 2, 4096)
+    assert 0.6 * said.unpacked < peak.peak - held <= said.nbytes
+    assert peak.now == cache.nbytes

@@ -1,0 +1,171 @@
+"""What the cache gives back, at every token count: sinks raw, pages quantized once from the original values, buffer
+raw, new tokens raw. Pages never change once written."""
+
+from __future__ import annotations
+
+import itertools
+
+import oracles
+import pytest
+import torch
+from cache_cases import (
+    HEAD_DIM,
+    KIVI_2,
+    SINKS_3,
+    attended,
+    feed,
+    llama_plan,
+    per_head,
+    random_ids,
+    random_qkv,
+    random_states,
+    tiny_llama,
+)
+
+from kvcal import PlanCache
+from kvcal.errors import NonFiniteActivations
+from kvcal.geometry import CACHE_DTYPES
+from kvcal.pages.codec import ENCODE_PAGES
+from kvcal.plan.plan import RAW, SIDES, Format, Plan
+
+HEADS = 4
+EVERY_KIND = llama_plan(*per_head(HEADS), num_kv_heads=HEADS, num_layers=1)
+EVERY_KIND_BF16 = llama_plan(*per_head(HEADS), num_kv_heads=HEADS, num_layers=1, cache_dtype="bfloat16")
+
+
+def empty_cache(plan: Plan, mask: torch.Tensor | None = None) -> PlanCache:
+    return PlanCache(plan, tiny_llama(plan.layers[0].attention.num_kv_heads, len(plan.layers)).config, mask)
+
+
+def oracle_of(plan: Plan, side: str, states: torch.Tensor) -> list[list[oracles.StoredHead]]:
+    """[batch][head] of states [B, N, T, D]."""
+    original = states.to(CACHE_DTYPES[plan.cache_dtype])
+    formats = plan.layers[0].head_formats(side)
+    return [[oracles.StoredHead(head, fmt) for head, fmt in zip(row, formats, strict=True)] for row in original]
+
+
+def stored(oracle: list[list[oracles.StoredHead]], num_tokens: int) -> torch.Tensor:
+    """[B, N, num_tokens, D]"""
+    return torch.stack([torch.stack([head.after(num_tokens) for head in row]) for row in oracle])
+
+
+def records(cache: PlanCache) -> dict[tuple[str, int, int, int], bytes]:
+    """Bytes of every page of layer 0 by (side, row, head, page)."""
+    found = {}
+    for side in SIDES:
+        for part in cache.layers[0].sides[side]:
+            for row, pages in enumerate(part.pages.split(part.num_pages)):
+                for page, head in itertools.product(range(pages.shape[0]), range(pages.shape[1])):
+                    found[side, row, part.heads.start + head, page] = pages[page, head].numpy().tobytes()
+    return found
+
+
+@pytest.mark.parametrize("plan", [EVERY_KIND, EVERY_KIND_BF16], ids=["fp32", "bf16"])
+def test_every_token_count_reads_what_the_oracle_says(plan):
+    keys, values = random_states(2, HEADS, 430, seed=1), random_states(2, HEADS, 430, seed=2)
+    expected = {"k": oracle_of(plan, "k", keys), "v": oracle_of(plan, "v", values)}
+    cache, written = empty_cache(plan), {}
+    for count in range(430):
+        new = slice(count, count + 1)
+        k, v = cache.update(keys[:, :, new], values[:, :, new], 0)
+        assert torch.equal(k, torch.cat([stored(expected["k"], count), keys[:, :, new]], 2)), count
+        assert torch.equal(v, torch.cat([stored(expected["v"], count), values[:, :, new]], 2)), count
+        now = records(cache)
+        assert now.items() >= written.items(), f"a written page changed at token {count}"
+        written = now
+    assert len(written) == 2 * sum(fmt.num_pages(430) for side in SIDES for fmt in plan.layers[0].head_formats(side))
+    for (side, row, head, page), record in written.items():
+        oracle = expected[side][row][head]
+        fmt = oracle.fmt
+        assert record == oracles.page_record(
+            oracle.page_tokens(page), side, fmt.num_bits, fmt.axis, fmt.group_size, fmt.param_dtype, plan.cache_dtype
+        )
+
+
+@pytest.mark.parametrize("sizes", [(430,), (3, 127, 1, 299), (128, 128, 128, 46), (132, 1, 160, 137)])
+def test_a_chunk_reads_the_past_as_stored_and_itself_raw(sizes):
+    keys, values = random_states(2, HEADS, 430, seed=1), random_states(2, HEADS, 430, seed=2)
+    expected = oracle_of(EVERY_KIND, "k", keys), oracle_of(EVERY_KIND, "v", values)
+    cache, start = empty_cache(EVERY_KIND), 0
+    for size in [*sizes, 0]:
+        new = slice(start, start + size)
+        found = cache.update(keys[:, :, new], values[:, :, new], 0)
+        for states, oracle, result in zip((keys, values), expected, found, strict=True):
+            assert torch.equal(result, torch.cat([stored(oracle, start), states[:, :, new]], 2))
+        start += size
+
+
+def test_new_tokens_are_rounded_to_the_caches_dtype():
+    states = torch.randn(1, HEADS, 200, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    cache = empty_cache(EVERY_KIND_BF16)
+    k, v = cache.update(states[:, :, :1], states[:, :, :1], 0)
+    assert k.dtype == v.dtype == torch.float32
+    assert torch.equal(k, states[:, :, :1].bfloat16().float()) and not torch.equal(k, states[:, :, :1])
+    half, _ = empty_cache(EVERY_KIND).update(states.half(), states.half(), 0)
+    assert half.dtype == torch.float16 and torch.equal(half, states.half())
+
+
+def test_a_long_prompt_is_encoded_in_parts_with_the_same_bytes():
+    tokens = (ENCODE_PAGES + 2) * 128 + 7
+    plan = llama_plan(*SINKS_3, num_layers=1)
+    states = random_states(1, 2, tokens)
+    whole, parts = empty_cache(plan), empty_cache(plan)
+    whole.update(states, states, 0)
+    for part in states.split(1000, dim=2):
+        parts.update(part, part, 0)
+    assert records(whole) == records(parts)
+    assert len(records(whole)) == 4 * (ENCODE_PAGES + 1)
+    assert whole.nbytes == parts.nbytes == plan.nbytes([tokens])
+
+
+@pytest.mark.parametrize("formats", [KIVI_2, per_head(2)], ids=["kivi", "per head"])
+def test_chunks_cut_at_pages_equal_single_steps(formats):
+    plan, given = llama_plan(*formats, num_layers=1), random_qkv(2, 2, 300)
+    chunked, stepped, exact = empty_cache(plan), empty_cache(plan), empty_cache(llama_plan(RAW, RAW, num_layers=1))
+    by_step = attended(stepped, *given, range(1, 300))
+    torch.testing.assert_close(attended(chunked, *given, None), by_step, atol=1e-4, rtol=1e-4)
+    assert (by_step - attended(exact, *given)).abs().max() > 1e-2  # quantization is really there
+    assert records(chunked) == records(stepped)
+    assert chunked.nbytes == stepped.nbytes == plan.nbytes([300, 300])
+
+
+def test_tokens_to_next_page_counts_down_to_every_page():
+    cache, plan = empty_cache(EVERY_KIND), EVERY_KIND
+    counts = range(600)
+    written = [
+        [oracles.num_pages(count, fmt.num_sink_tokens, fmt.recent_window) for count in counts]
+        for side in SIDES
+        for fmt in plan.layers[0].head_formats(side)
+        if fmt != RAW  # 16-bit pages lose nothing, whenever they are written
+    ]
+    step = random_states(1, HEADS, 1)
+    for count in range(400):
+        next_pages = (next(later for later in counts if pages[later] > pages[count]) for pages in written)
+        assert cache.tokens_to_next_page() == min(next_pages) - count, count
+        cache.update(step, step, 0)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
+def test_16_bit_plan_equals_the_model_without_it(num_kv_heads):
+    """GQA 8, 4 and 1."""
+    model, ids = tiny_llama(num_kv_heads), random_ids(2, 300)
+    plan = llama_plan(RAW, RAW, num_kv_heads)
+    with torch.no_grad():
+        exact = model(ids, use_cache=False).logits
+    for cuts in ((), (1, 127, 128, 129), (100, 257)):
+        logits = feed(model, PlanCache(plan, model.config), ids, cuts)
+        assert (logits - exact).abs().max() <= 2e-5 * exact.abs().max()
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_activations_are_refused_when_their_page_is_packed(side, bad):
+    plan = llama_plan(Format(2, "channel", 32), Format(2, "token", 32), num_layers=1)
+    cache, good = empty_cache(plan), random_states(1, 2, 126)
+    poisoned = random_states(1, 2, 1)
+    poisoned[0, 1, 0, 3] = bad
+    one = random_states(1, 2, 1)
+    cache.update(*((poisoned, one) if side == "k" else (one, poisoned)), 0)
+    cache.update(good, good, 0)
+    with pytest.raises(NonFiniteActivations, match="NaN, infinity"):
+        cache.update(one, one, 0)

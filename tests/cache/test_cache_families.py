@@ -1,0 +1,155 @@
+"""Other families through the same cache: biases, QK-norm, sliding windows, attention sinks, linear attention."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import tiny_models
+import torch
+from cache_cases import assert_exact_bytes, feed, model_plan, padded, random_ids
+from transformers import DynamicCache, PreTrainedModel
+
+from kvcal import PlanCache
+from kvcal.errors import UsageError
+from kvcal.plan.plan import Format
+
+FAMILIES = ("qwen2", "qwen3", "gemma3", "mistral_all_sliding", "gpt_oss", "qwen3_next")
+WITH_PAGES = tuple(name for name in FAMILIES if name != "mistral_all_sliding")
+SLIDING = ("gemma3", "mistral_all_sliding", "gpt_oss")
+TWO_BITS = (Format(2, "channel", 32, 4), Format(2, "token", 32, 0, 32))
+
+
+@functools.cache
+def model_of(name: str) -> PreTrainedModel:
+    return tiny_models.TINY_MODELS[name]()
+
+
+@functools.cache
+def raw_plan(name: str):
+    return model_plan(model_of(name))
+
+
+@functools.cache
+def two_bit_plan(name: str):
+    return model_plan(model_of(name), *TWO_BITS)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_16_bit_plan_equals_the_models_own_cache(name):
+    model, ids = model_of(name), random_ids(2, 200)
+    cuts = (1, 4, 127, 128, 129, 170)
+    cache = PlanCache(raw_plan(name), model.config)
+    logits = feed(model, cache, ids, cuts)
+    exact = feed(model, DynamicCache(config=model.config), ids, cuts)
+    assert torch.allclose(logits, exact, atol=1e-5 * exact.abs().max().item())
+    assert_exact_bytes(cache, [200, 200])
+
+
+@pytest.mark.parametrize("plan_kind", [raw_plan, two_bit_plan], ids=["16 bits", "2 bits"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bytes_are_exact_at_any_token_count_and_batch(name, plan_kind):
+    model, plan = model_of(name), plan_kind(name)
+    ids, mask = padded([random_ids(1, length)[0] for length in (129, 1, 64)], 129, "left")
+    for batch, batch_mask in ((ids[:1], None), (ids, mask)):
+        cache, start = PlanCache(plan, model.config, attention_mask=batch_mask), 0
+        for stop in (1, 5, 6, 127, 128, 129):
+            seen = torch.ones_like(batch)[:, :stop] if batch_mask is None else batch_mask[:, :stop]
+            feed(model, cache, batch[:, start:stop], mask=seen)
+            assert_exact_bytes(cache, seen.sum(1).tolist(), stop)
+            start = stop
+
+
+@pytest.mark.parametrize("name", WITH_PAGES)
+def test_two_bits_change_the_logits_once_a_page_is_packed(name):
+    model, ids = model_of(name), random_ids(1, 220)
+    cuts = (131, 180)
+    logits = feed(model, PlanCache(two_bit_plan(name), model.config), ids, cuts)
+    exact = feed(model, DynamicCache(config=model.config), ids, cuts)
+    scale = exact.abs().max()
+    assert (logits[:, :180] - exact[:, :180]).abs().max() <= 1e-4 * scale
+    assert (logits[:, 180:] - exact[:, 180:]).abs().max() > 1e-3 * scale
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_generate(name, options):
+    model, ids = model_of(name), random_ids(2, 124)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    inputs |= {"eos_token_id": None, **options}
+    cache = PlanCache(raw_plan(name), model.config)
+    found = model.generate(**inputs, past_key_values=cache)
+    assert torch.equal(found, model.generate(**inputs, past_key_values=DynamicCache(config=model.config)))
+    quantized = PlanCache(two_bit_plan(name), model.config)
+    model.generate(**inputs, past_key_values=quantized)
+    for used in (cache, quantized):
+        assert_exact_bytes(used, [135] * 2 * options.get("num_beams", 1))
+
+
+@pytest.mark.parametrize("name", SLIDING + ("qwen2",))
+def test_prompt_lookup_then_plain_decoding_in_the_same_cache(name):
+    """Assisted decoding makes sliding windows keep the tokens of an update until the next crop or update."""
+    model, ids = model_of(name), random_ids(1, 10).repeat(1, 12)
+    inputs = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 16}
+    cache, native = PlanCache(raw_plan(name), model.config), DynamicCache(config=model.config)
+    expected = model.generate(ids, past_key_values=native, **inputs)
+    found = model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=4, **inputs)
+    assert torch.equal(found, expected)
+    assert_exact_bytes(cache, [cache.get_seq_length()])
+    cache.crop(min(0, 135 - cache.get_seq_length()))  # versions of transformers leave other numbers of tokens
+    rest = feed(model, cache, found[:, cache.get_seq_length() :])[:, -1:]
+    assert torch.equal(rest.argmax(-1), feed(model, native, found[:, 135:]).argmax(-1))
+    more = random_ids(1, 20, seed=3)
+    logits, exact = (feed(model, each, more, cuts=range(1, 20)) for each in (cache, native))
+    assert torch.allclose(logits, exact, atol=1e-4 * exact.abs().max().item())
+    cache.crop(0)  # recording is still on: the last token could have been taken back until now
+    assert_exact_bytes(cache, [156])
+
+
+@pytest.mark.parametrize("name", SLIDING)
+def test_a_full_window_gives_back_only_what_it_still_has(name):
+    model, ids = model_of(name), random_ids(1, 30)
+    cache = PlanCache(raw_plan(name), model.config)
+    feed(model, cache, ids[:, :20])
+    with pytest.raises(UsageError, match="cannot remove 2 tokens: the window of 6 tokens is full") as caught:
+        cache.crop(-2)
+    assert "activate_past_recording" in caught.value.hint
+    cache.reset()
+    feed(model, cache, ids[:, :20])
+    cache.activate_past_recording()
+    feed(model, cache, ids[:, 20:])
+    cache.crop(-7)
+    native = DynamicCache(config=model.config)
+    feed(model, native, ids[:, :23])
+    assert_exact_bytes(cache, [23])
+    assert torch.allclose(feed(model, cache, ids[:, 23:]), feed(model, native, ids[:, 23:]), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_reset_takes_another_batch(name):
+    """Linear-attention states too: they are as large as the batch that made them."""
+    model, plan = model_of(name), two_bit_plan(name)
+    used, fresh = PlanCache(plan, model.config), PlanCache(plan, model.config)
+    feed(model, used, random_ids(3, 150))
+    used.reset()
+    assert used.nbytes == 0
+    ids = random_ids(1, 140, seed=1)
+    logits, expected = (feed(model, cache, ids, cuts=(130,)) for cache in (used, fresh))
+    assert torch.equal(logits, expected)
+    assert_exact_bytes(used, [140])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_are_selected_in_every_kind_of_layer(name):
+    model, plan = model_of(name), two_bit_plan(name)
+    ids = random_ids(3, 150)
+    cache, single = PlanCache(plan, model.config), PlanCache(plan, model.config)
+    feed(model, cache, ids)
+    cache.batch_select_indices(torch.tensor([2, 2, 0, 1]))
+    assert_exact_bytes(cache, [150] * 4)
+    feed(model, single, ids[2:])
+    more = random_ids(1, 5, seed=2)
+    logits, expected = feed(model, cache, more.expand(4, -1)), feed(model, single, more)
+    for row in (0, 1):
+        assert torch.allclose(logits[row], expected[0], atol=1e-4 * expected.abs().max().item())
+    assert not torch.allclose(logits[3], expected[0], atol=1e-2 * expected.abs().max().item())

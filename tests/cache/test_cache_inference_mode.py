@@ -1,0 +1,61 @@
+"""A cache filled under ``torch.inference_mode`` goes on outside of it, and the reverse."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from cache_cases import KIVI_2, attended, llama_plan, per_head, random_qkv, tiny_llama
+from static_cases import plan_for
+from test_cache_families import model_of, two_bit_plan
+from test_progressive_cache import fixed
+
+from kvcal import Plan, PlanCache
+from kvcal.plan.format import RAW
+
+PLANS = {
+    "kivi": llama_plan(*KIVI_2, num_layers=1),
+    "per head": llama_plan(*per_head(2), num_layers=1),
+    "raw": llama_plan(RAW, RAW, num_layers=1),
+    "queries": plan_for("queries"),
+    "shrinking": fixed((140, 261), (150, 262)),
+}
+
+
+def mode(inference: bool) -> AbstractContextManager[None]:
+    return torch.inference_mode() if inference else torch.no_grad()
+
+
+def lived(plan: Plan, modes: tuple[bool, ...], max_tokens: int | None) -> torch.Tensor:
+    """Outputs of five parts, each under its mode, with rows that change places and tokens taken back between them."""
+    cache, given, outputs = PlanCache(plan, tiny_llama(2, 1).config, max_tokens=max_tokens), random_qkv(2, 2, 400), []
+    for part, inference in enumerate(modes):
+        with mode(inference):
+            new = [x[:, :, 80 * part : 80 * part + 80] for x in given]
+            outputs.append(attended(cache, *new, (78, 79)))
+            if max_tokens is None:
+                cache.crop(-3)
+            cache.reorder_cache(torch.tensor([1, 0]))
+    return torch.cat(outputs, 2)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 400])
+@pytest.mark.parametrize("name", PLANS)
+def test_modes_may_change_between_updates(name: str, max_tokens: int | None) -> None:
+    plan = PLANS[name]
+    expected = lived(plan, (False,) * 5, max_tokens)
+    for modes in ((True, False, True, False, True), (False, True, False, True, False)):
+        assert torch.equal(lived(plan, modes, max_tokens), expected)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+def test_sliding_windows_too(name: str) -> None:
+    model, found = model_of(name), []
+    for modes in ((False, False, False), (True, False, True), (False, True, False)):
+        cache, ids = PlanCache(two_bit_plan(name), model.config), torch.arange(3, 123).view(1, -1)
+        for part, inference in enumerate(modes):
+            with mode(inference):
+                out = model(ids[:, 40 * part : 40 * part + 40], past_key_values=cache)
+        found.append(out.logits)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

@@ -1,0 +1,223 @@
+"""Batches: padded rows equal the rows alone whatever stands in the padding; rows are selected, repeated, cropped."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cache_cases import (
+    HEAD_DIM,
+    KIVI_2,
+    SINKS_3,
+    assert_exact_bytes,
+    feed,
+    llama_plan,
+    padded,
+    per_head,
+    random_ids,
+    random_states,
+    tiny_llama,
+)
+
+from kvcal import Plan, PlanCache
+from kvcal.errors import UsageError
+from kvcal.plan.plan import RAW, Format
+
+HEADS = 4
+EVERY_KIND = llama_plan(*per_head(HEADS), num_kv_heads=HEADS, num_layers=1)
+LENGTHS = (300, 1, 129, 0, 129)
+NO_WINDOW = Format(2, "channel", 32), Format(4, "token", 32)
+
+
+def empty_cache(plan: Plan = EVERY_KIND, mask: torch.Tensor | None = None) -> PlanCache:
+    return PlanCache(plan, tiny_llama(plan.layers[0].attention.num_kv_heads, 1).config, mask)
+
+
+def read(cache: PlanCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """All that layer 0 holds, [B, N, S, D] of K and V: an update with no new tokens."""
+    batch = len(cache.lengths)
+    nothing = torch.zeros(batch, cache.plan.layers[0].attention.num_kv_heads, 0, HEAD_DIM)
+    return cache.update(nothing, nothing, 0)
+
+
+def filled(plan: Plan, tokens: int, batch: int = 1, seed: int = 0) -> PlanCache:
+    cache, states = empty_cache(plan), random_states(batch, plan.layers[0].attention.num_kv_heads, tokens, seed=seed)
+    for part in states.split(97, dim=2):
+        cache.update(part, part.flip(1), 0)
+    return cache
+
+
+@pytest.mark.parametrize("cuts", [(300,), (1, 170, 100, 29), (299, 1)])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_rows_equal_rows_alone_and_padding_is_ignored(side, cuts):
+    """Rows of 300, 1, 129, 0 and 129 tokens, NaN in every padded column, then 150 tokens more for each."""
+    prompts = [random_states(1, HEADS, length, seed=length)[0] for length in LENGTHS]
+    more = random_states(len(LENGTHS), HEADS, 150, seed=9)
+    states, mask = padded(prompts, 300, side, filling=math.nan)
+    cache = empty_cache(mask=mask)
+    for part in states.split(list(cuts), dim=2):
+        cache.update(part, part.flip(1), 0)
+    alone = []
+    for row, prompt in enumerate(prompts):
+        single = empty_cache()
+        for part in (prompt.unsqueeze(0), *more[row : row + 1].split(50, dim=2)):
+            if part.shape[2]:
+                single.update(part, part.flip(1), 0)
+        alone.append(read(single))
+    for part in more.split(1, dim=2):
+        cache.update(part, part.flip(1), 0)
+    assert_exact_bytes(cache, [length + 150 for length in LENGTHS], 450)
+    token_columns = torch.cat([mask, torch.ones(len(LENGTHS), 150, dtype=torch.long)], 1).bool()
+    for together, single in zip(read(cache), zip(*alone, strict=True), strict=True):
+        for row, columns in enumerate(token_columns):
+            assert torch.equal(together[row][:, columns], single[row][0])
+            assert not together[row][:, ~columns].any()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("formats", [KIVI_2, SINKS_3, (RAW, RAW)], ids=["kivi", "sinks", "raw"])
+def test_logits_of_padded_rows_equal_those_of_rows_alone(formats, side):
+    model, plan = tiny_llama(), llama_plan(*formats)
+    prompts = [random_ids(1, length, seed=length)[0] for length in (40, 200, 131)]
+    ids, mask = padded(prompts, 200, side)
+    more = random_ids(3, 140, seed=5)
+    cache = PlanCache(plan, model.config, attention_mask=mask)
+    full = torch.cat([mask, torch.ones_like(more)], 1)
+    feed(model, cache, ids, mask=mask)
+    logits = feed(model, cache, more, cuts=range(1, 140, 9), mask=full)
+    assert_exact_bytes(cache, full.sum(1).tolist(), 340)
+    for row, prompt in enumerate(prompts):
+        single = PlanCache(plan, model.config)
+        feed(model, single, prompt.unsqueeze(0))
+        expected = feed(model, single, more[row : row + 1], cuts=range(1, 140, 9))
+        difference, scale = (logits[row] - expected[0]).abs(), expected.abs().max()  # a last bit may change a code
+        assert difference.median() <= 1e-6 * scale and difference.max() <= 1e-2 * scale
+
+
+def test_masks_that_are_refused():
+    with pytest.raises(UsageError, match="row 1 has holes") as caught:
+        empty_cache(mask=torch.tensor([[1, 1, 1], [1, 0, 1]]))
+    assert caught.value.exit_code == 2
+    with pytest.raises(UsageError, match=r"shape \[1, 1, 3, 3\]"):
+        empty_cache(mask=torch.ones(1, 1, 3, 3))
+    states = random_states(3, HEADS, 4)
+    with pytest.raises(UsageError, match="2 rows, but the batch has 3"):
+        empty_cache(mask=torch.ones(2, 4, dtype=torch.long)).update(states, states, 0)
+    cache = filled(EVERY_KIND, 10, batch=2)
+    with pytest.raises(UsageError, match="holds 2 sequences and was given 3") as caught:
+        cache.update(states, states, 0)
+    assert "reset" in caught.value.hint
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_select_and_repeat_rows(ragged):
+    lengths = (300, 131, 40) if ragged else (300, 300, 300)
+    states, mask = padded([random_states(1, HEADS, n, seed=n)[0] for n in lengths], 300, "left")
+    operations = [
+        (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([False, True, True])), [1, 2]),
+        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+        (lambda cache: cache.reorder_cache(torch.tensor([1, 1, 0])), [1, 1, 0]),
+    ]
+    for operation, rows in operations:
+        cache = empty_cache(mask=mask if ragged else None)
+        cache.update(states, states.flip(1), 0)
+        before = read(cache)
+        operation(cache)
+        assert_exact_bytes(cache, [lengths[row] for row in rows], 300)
+        assert all(torch.equal(now, then[rows]) for now, then in zip(read(cache), before, strict=True))
+        more = random_states(len(rows), HEADS, 200, seed=3)
+        cache.update(more, more, 0)  # and each row goes on by itself
+        assert_exact_bytes(cache, [lengths[row] + 200 for row in rows], 500)
+        original = empty_cache(mask=mask if ragged else None)
+        original.update(states, states.flip(1), 0)
+        where = len(rows) - 1
+        original.update(*[more[where].expand(3, -1, -1, -1)] * 2, 0)
+        for now, then in zip(read(cache), read(original), strict=True):
+            assert torch.equal(now[where], then[rows[where]])
+
+
+@pytest.mark.parametrize(
+    ("select", "message"),
+    [
+        (lambda cache: cache.reorder_cache(torch.tensor([0, 2])), "no row 2 in a batch of 2"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([-3])), "no row -3 in a batch of 2"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([True])), "a mask of 1 rows for a batch of 2"),
+    ],
+)
+def test_rows_that_are_not_there_change_nothing(select, message):
+    cache = filled(EVERY_KIND, 140, batch=2)
+    before = read(cache)
+    with pytest.raises(UsageError, match=message):
+        select(cache)
+    assert cache.lengths == [140, 140]
+    assert all(torch.equal(now, then) for now, then in zip(read(cache), before, strict=True))
+
+
+def test_selecting_rows_of_an_empty_cache_does_nothing():
+    cache = empty_cache()
+    cache.batch_select_indices(torch.tensor([0]))
+    cache.batch_repeat_interleave(3)
+    cache.reorder_cache(torch.tensor([0]))
+    assert cache.nbytes == 0 and cache.lengths == []
+
+
+@pytest.mark.parametrize("kept", [419, 390, 385, 384, 383, 300, 257, 256, 255, 130, 128, 5, 4, 3, 1])
+@pytest.mark.parametrize("plan", [EVERY_KIND, llama_plan(*NO_WINDOW, num_layers=1)], ids=["every kind", "no window"])
+def test_crop_keeps_what_was_read_and_the_bytes_of_the_shorter_cache(plan, kept):
+    """Into the buffer, into the window or into a page: what is left of a page goes back to the buffer as decoded."""
+    cache = filled(plan, 420, batch=2)
+    before = read(cache)
+    cache.crop(kept - 420)
+    assert_exact_bytes(cache, [kept, kept])
+    assert cache.get_seq_length() == kept
+    assert all(torch.equal(now, then[:, :, :kept]) for now, then in zip(read(cache), before, strict=True))
+    more = random_states(2, plan.layers[0].attention.num_kv_heads, 300, seed=4)
+    cache.update(more, more, 0)
+    assert_exact_bytes(cache, [kept + 300] * 2)
+
+
+def test_crop_within_the_buffer_leaves_no_trace():
+    cache, plain = filled(EVERY_KIND, 300), filled(EVERY_KIND, 300)
+    draft = random_states(1, HEADS, 5, seed=7)
+    more = random_states(1, HEADS, 200, seed=8)
+    cache.update(draft, draft, 0)
+    cache.crop(-5)
+    for either in (cache, plain):
+        either.update(more, more, 0)
+    assert all(torch.equal(a, b) for a, b in zip(read(cache), read(plain), strict=True))
+
+
+def test_crop_of_everything_and_of_nothing():
+    cache = filled(EVERY_KIND, 300)
+    before = read(cache)
+    cache.crop(0)
+    assert all(torch.equal(a, b) for a, b in zip(read(cache), before, strict=True))
+    cache.crop(-300)
+    assert_exact_bytes(cache, [0])
+    empty_cache().crop(-3)
+
+
+@pytest.mark.parametrize("kept", [450, 310, 300, 299])
+def test_crop_of_a_ragged_batch(kept):
+    lengths = (300, 140, 7)
+    states, mask = padded([random_states(1, HEADS, n, seed=n)[0] for n in lengths], 300, "left", math.nan)
+    cache, more = empty_cache(mask=mask), random_states(3, HEADS, 160)
+    for part in (states, more):
+        cache.update(part, part, 0)
+    before = read(cache)
+    cache.crop(kept - 460)
+    assert_exact_bytes(cache, [length + kept - 300 for length in lengths], kept)
+    assert all(torch.equal(now, then[:, :, :kept]) for now, then in zip(read(cache), before, strict=True))
+
+
+def test_reset_forgets_everything_and_takes_another_batch():
+    cache, fresh = filled(EVERY_KIND, 300, batch=3), filled(EVERY_KIND, 200, batch=2, seed=5)
+    cache.reset()
+    assert cache.nbytes == 0 and cache.lengths == [] and cache.get_seq_length() == 0
+    states = random_states(2, HEADS, 200, seed=5)
+    for part in states.split(97, dim=2):
+        cache.update(part, part.flip(1), 0)
+    assert_exact_bytes(cache, [200, 200])
+    assert all(torch.equal(a, b) for a, b in zip(read(cache), read(fresh), strict=True))

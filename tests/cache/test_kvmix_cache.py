@@ -1,0 +1,288 @@
+"""KVmix's windows through the cache: pages, bytes and contents against a simulation token by token, in fractions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from math import floor
+from pathlib import Path
+
+import oracles
+import pytest
+import torch
+from cache_cases import (
+    HEAD_DIM,
+    VOCAB_SIZE,
+    assert_exact_bytes,
+    attended,
+    llama_plan,
+    padded,
+    random_ids,
+    random_qkv,
+    random_states,
+    tiny_llama,
+)
+from torch import Tensor
+
+from kvcal import Plan, PlanCache, artifact, load_plan, save_plan
+from kvcal.errors import ArtifactError
+from kvcal.plan.format import RAW, Format, WindowRule
+from kvcal.plan.plan import KIND, SCHEMA
+from kvcal.specs import ImportanceSpec
+from kvcal.stages.allocate.importance import importance_formats, layer_format
+
+PAPER = ImportanceSpec()
+HEADS = 4
+# Every kind of rule, with sinks and without; K and V of four heads. 60 % jumps by 76 tokens at the first page.
+K_FORMATS = (
+    layer_format("k", True, PAPER, 0, "float16"),
+    layer_format("k", False, PAPER, 3, "float16"),
+    Format(2, "channel", 32, 0, 0, window_rule=WindowRule("paged", 0.6, 192)),
+    Format(3, "channel", 64, 5, 0, "bfloat16", window_rule=WindowRule("paged", 0.6, 50, 7)),
+)
+V_FORMATS = (
+    layer_format("v", True, PAPER, 0, "float16"),
+    layer_format("v", False, replace(PAPER, window="clamped"), 0, "float16"),
+    Format(2, "token", 32, 1, 0, window_rule=WindowRule("clamped", 0.5, 130, 20)),
+    Format(4, "token", 128, 60, 0, window_rule=WindowRule("clamped", 0.3, 512)),
+)
+MIXED = llama_plan(K_FORMATS, V_FORMATS, HEADS, num_layers=1)
+
+
+def kvmix_plan(window: str = "paged", num_layers: int = 2, **changes) -> Plan:
+    """Layer 0 matters for K, the last one for V."""
+    spec = replace(PAPER, window=window, **changes)
+    scores = {side: {i: float(i if side == "v" else -i) for i in range(num_layers)} for side in ("k", "v")}
+    formats = importance_formats(scores, spec, 0, "float16")
+    base = llama_plan(*formats[0], num_layers=num_layers)
+    layers = tuple(
+        replace(layer, k=(formats[layer.geometry.index][0],), v=(formats[layer.geometry.index][1],))
+        for layer in base.layers
+    )
+    return replace(base, layers=layers)
+
+
+def history(fmt: Format, num_tokens: int) -> list[tuple[int, int]]:
+    """(pages, window) after 0, 1, ... tokens. Pages are written when due and stay."""
+    rule = fmt.window_rule
+    assert rule is not None
+    share, kept, pages, found = Fraction(repr(rule.share)), 0, 0, [(0, rule.min_tokens)]
+    for count in range(1, num_tokens + 1):
+        if count % 128 == 0:
+            kept = floor(share * (kept + 128))
+        window = min(max(kept if rule.kind == "paged" else floor(share * count), rule.min_tokens), rule.max_tokens)
+        if count - fmt.num_sink_tokens - 128 * pages >= window + 128:
+            pages += 1
+        found.append((pages, window))
+    return found
+
+
+def test_the_paged_window_stands_still_after_a_few_pages() -> None:
+    """The rule with 128 new tokens at a time: 20 % keeps 31 tokens and 10 % keeps 14, however long the text."""
+    for share, kept in ((0.2, [0, 25, 30, 31, 31]), (0.1, [0, 12, 14, 14, 14]), (0.5, [0, 64, 96, 112, 120])):
+        rule = WindowRule("paged", share, 512)
+        assert [rule.window(128 * pages) for pages in range(5)] == kept
+        assert [rule.window(128 * pages + 127) for pages in range(5)] == kept
+        assert rule.window(10**6) == floor(128 * share / (1 - share)) - (share == 0.2 or share == 0.5)
+
+
+def test_the_paper_s_window_and_ours_are_as_documented() -> None:
+    """Unquantized tokens after a prompt of 4,096 and then one at a time, by each rule, against the table."""
+    steps = (0, 1, 2, 3, 4, 5, 6, 13, 14, 30, 31, 127)
+    columns: list[list[int]] = [list(steps)]
+    for share in ("0.2", "0.1"):
+        kept = [floor(Fraction(share) * 4096)]  # the whole prompt is one update
+        for _ in range(steps[-1]):
+            kept.append(floor(Fraction(share) * (kept[-1] + 1)))
+        fmt = Format(2, "token", 32, window_rule=WindowRule("paged", float(share), 512))
+        unquantized = [count - 128 * fmt.num_pages(count) for count in range(4096, 4096 + len(kept))]
+        columns += [[counts[step] for step in steps] for counts in (kept, unquantized)]
+    assert columns[1][:6] == [819, 164, 33, 6, 1, 0]
+    rows = zip(*columns, strict=True)
+    table = "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
+    assert table in (Path(__file__).parents[2] / "docs" / "systems.md").read_text()
+
+
+def test_a_plan_with_the_rule_s_old_name_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.safetensors"
+    save_plan(kvmix_plan("paged"), path)
+    stored = artifact.read(path, KIND, SCHEMA)
+    stored.body["layers"][0]["k"][0]["window_rule"]["kind"] = "literal"
+    artifact.write(path, stored)
+    with pytest.raises(ArtifactError, match=r"window_rule.kind = 'literal': .*'clamped' or 'paged'") as caught:
+        load_plan(path)
+    assert caught.value.hint == "compile the plan again with this version of kvcal"
+
+
+@pytest.mark.parametrize("fmt", K_FORMATS + V_FORMATS, ids=str)
+def test_pages_are_those_of_a_simulation_token_by_token(fmt: Format) -> None:
+    expected = history(fmt, 2000)
+    assert [fmt.num_pages(count) for count in range(2001)] == [pages for pages, _ in expected]
+    assert [fmt.window_rule.window(count) for count in range(2001)] == [window for _, window in expected]
+    for count in (0, 1, 100, 127, 128, 200, 255, 256, 511, 700):
+        pages = expected[count][0]
+        distance = next(new for new in range(1, 1300) if expected[count + new][0] > pages)
+        assert fmt.tokens_to_next_event(count, count) == distance
+
+
+@pytest.mark.parametrize("kind", ["paged", "clamped"])
+def test_the_window_is_never_smaller_than_the_rule_says(kind: str) -> None:
+    """But where the paged one has just jumped: tokens do not come back from pages."""
+    fmt = Format(2, "token", 32, 4, window_rule=WindowRule(kind, 0.3, 512))
+    for count, (pages, window) in enumerate(history(fmt, 3000)):
+        unquantized = count - 4 - 128 * fmt.num_pages(count)
+        assert unquantized >= min(window, count - 4) or (kind == "paged" and pages and count % 128 < 60)
+        assert unquantized < window + 128 and unquantized <= fmt.buffer_tokens
+
+
+def bytes_by_hand(plan: Plan, lengths: list[int]) -> int:
+    total = 0
+    for side, formats in (("k", plan.layers[0].k), ("v", plan.layers[0].v)):
+        for fmt in formats:
+            record = oracles.record_bytes(
+                fmt.num_bits, side, fmt.axis, fmt.group_size, HEAD_DIM, fmt.param_dtype, plan.cache_dtype
+            )
+            raw = (fmt.num_sink_tokens + fmt.window_rule.max_tokens + 128) * HEAD_DIM * 4
+            total += sum(raw + history(fmt, length)[-1][0] * record for length in lengths)
+    return total
+
+
+def test_bytes_are_exact_at_every_token_count() -> None:
+    cache = PlanCache(MIXED, tiny_llama(HEADS, 1).config)
+    step = random_states(1, HEADS, 1)
+    for count in range(1, 400):
+        cache.update(step, step, 0)
+        assert cache.nbytes == MIXED.nbytes([count])
+        if count % 9 == 0:
+            assert cache.nbytes == bytes_by_hand(MIXED, [count])
+
+
+class Contents:
+    """What every head must read back as after any number of ``states`` [1, N, T, D]."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.states = states
+        self.pages: dict[tuple[str, int, int], Tensor] = {}
+
+    def after(self, side: str, head: int, count: int) -> Tensor:
+        """[count, D]: sinks raw, pages quantized once, the buffer raw."""
+        fmt = (K_FORMATS if side == "k" else V_FORMATS)[head]
+        out = self.states[0, head, :count].clone()
+        for page in range(history(fmt, count)[-1][0]):
+            tokens = slice(fmt.num_sink_tokens + 128 * page, fmt.num_sink_tokens + 128 * (page + 1))
+            if (side, head, page) not in self.pages:
+                self.pages[side, head, page] = oracles.quantized_page(
+                    out[tokens], fmt.num_bits, fmt.axis, fmt.group_size, fmt.param_dtype
+                )
+            out[tokens] = self.pages[side, head, page]
+        return out
+
+
+@pytest.mark.parametrize("cuts", [[], [1, 127, 128, 129, 300], list(range(40, 520, 37))], ids=["one", "few", "many"])
+def test_contents_depend_on_the_number_of_tokens_alone(cuts: list[int]) -> None:
+    """A prompt at once, or in any chunks, leaves the pages that single steps would have left."""
+    states = random_states(1, HEADS, 530, seed=2)
+    contents, cache = Contents(states), PlanCache(MIXED, tiny_llama(HEADS, 1).config)
+    start = 0
+    for stop in [*cuts, 500, *range(501, 530, 4)]:
+        found = cache.update(states[:, :, start:stop], states[:, :, start:stop], 0)
+        if start >= 300:
+            for side, read in zip(("k", "v"), found, strict=True):
+                for head in range(HEADS):
+                    assert torch.equal(read[0, head, :start], contents.after(side, head, start))
+        start = stop
+        assert_exact_bytes(cache, [stop])
+
+
+@pytest.mark.parametrize("window", ["paged", "clamped", "none"])
+def test_chunks_that_end_at_pages_are_single_steps(window: str) -> None:
+    plan, given = kvmix_plan(window), random_qkv(1, 2, 210)
+    plan, raw = replace(plan, layers=plan.layers[:1]), llama_plan(RAW, RAW, num_layers=1)
+    by_pages, one_by_one, exact = (PlanCache(each, tiny_llama(2, 1).config) for each in (plan, plan, raw))
+    steps = attended(one_by_one, *given, range(120, 210))  # no page before 128
+    torch.testing.assert_close(attended(by_pages, *given, None), steps, rtol=1e-4, atol=1e-4)
+    assert (steps - attended(exact, *given)).abs().max() > 1e-2
+    assert by_pages.nbytes == one_by_one.nbytes == plan.nbytes([210])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_of_a_ragged_batch_are_rows_alone(side: str) -> None:
+    rows = [random_states(1, HEADS, length, seed=length)[0] for length in (400, 260, 5)]
+    states, mask = padded(rows, 400, side, filling=9.0)
+    more = random_states(3, HEADS, 40, seed=7)
+    config = tiny_llama(HEADS, 1).config
+    cache = PlanCache(MIXED, config, attention_mask=mask)
+    cache.update(states, states, 0)
+    for column in range(39):
+        cache.update(more[:, :, column : column + 1], more[:, :, column : column + 1], 0)
+    assert_exact_bytes(cache, [439, 299, 44], 439)
+    found = cache.update(more[:, :, 39:], more[:, :, 39:], 0)
+    for number, row in enumerate(rows):
+        alone, length = PlanCache(MIXED, config), row.shape[1]
+        alone.update(row[None], row[None], 0)
+        alone.update(more[number : number + 1, :, :39], more[number : number + 1, :, :39], 0)
+        expected = alone.update(more[number : number + 1, :, 39:], more[number : number + 1, :, 39:], 0)
+        columns = torch.cat([mask[number].bool(), torch.ones(40, dtype=torch.bool)])
+        for read, wanted in zip(found, expected, strict=True):
+            assert torch.equal(read[number][:, columns], wanted[0])
+        assert alone.nbytes == MIXED.nbytes([length + 40])
+
+
+@pytest.mark.parametrize("window", ["paged", "clamped"])
+def test_generate_keeps_bytes_exact_and_rows_apart(window: str) -> None:
+    """A ragged prompt: pages fill during generation, at other steps in every row; each row writes what it would
+    alone."""
+    plan, model, lengths = kvmix_plan(window), tiny_llama(), (150, 120, 9)
+    ids, mask = padded([random_ids(1, length, seed=length)[0] for length in lengths], 150, "left")
+    cache = PlanCache(plan, model.config, attention_mask=mask)
+    options = {"do_sample": False, "max_new_tokens": 40}
+    found = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **options)
+    assert_exact_bytes(cache, [length + 39 for length in lengths], 189)
+    formats = [fmt for layer in plan.layers for fmt in (*layer.k, *layer.v)]
+    assert any(fmt.num_pages(189) > fmt.num_pages(150) for fmt in formats)
+    for row, length in enumerate(lengths):
+        alone = ids[row : row + 1, 150 - length :]
+        expected = model.generate(
+            input_ids=alone,
+            attention_mask=torch.ones_like(alone),
+            past_key_values=PlanCache(plan, model.config),
+            **options,
+        )
+        assert torch.equal(found[row, 150:], expected[0, length:])
+    assert int(found.max()) < VOCAB_SIZE
+
+
+def test_rejected_drafts_leave_bytes_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt lookup: tokens are cropped away again, across pages and across jumps of the window."""
+    crops, crop = [], PlanCache.crop
+
+    def checked_crop(cache: PlanCache, tokens_to_remove: int) -> None:
+        crop(cache, tokens_to_remove)
+        crops.append(tokens_to_remove)
+        assert_exact_bytes(cache, [cache.get_seq_length()])
+
+    monkeypatch.setattr(PlanCache, "crop", checked_crop)
+    plan = kvmix_plan("paged", high_window_share=0.6)
+    ids = random_ids(1, 20).repeat(1, 6)
+    cache = PlanCache(plan, tiny_llama().config)
+    found = tiny_llama().generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=150,
+        do_sample=False,
+        prompt_lookup_num_tokens=6,
+    )
+    assert found.shape[1] == 270 and crops and min(crops) < 0
+    assert_exact_bytes(cache, [cache.get_seq_length()])
+
+
+def test_a_plan_with_rules_survives_its_file(tmp_path: Path) -> None:
+    """After its windows have been asked for, too: nothing that is only remembered is written."""
+    plan = kvmix_plan("paged")
+    assert plan.nbytes([999]) > 0
+    save_plan(plan, tmp_path / "plan.safetensors")
+    loaded = load_plan(tmp_path / "plan.safetensors")
+    assert loaded.layers == plan.layers and loaded.nbytes([999]) == plan.nbytes([999])
+    rules = {fmt.window_rule for layer in loaded.layers for fmt in (*layer.k, *layer.v)}
+    assert rules == {WindowRule("paged", 0.2, 31), WindowRule("paged", 0.1, 14)}

@@ -1,0 +1,259 @@
+"""A static cache behind ``paged_attention`` decodes as the dynamic cache does, whatever the formats and lengths."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+
+import pytest
+import torch
+from cache_cases import HEAD_DIM, feed, model_plan, padded, random_ids, random_qkv, tiny_llama
+from static_cases import FORMATS, QUERY, assert_same_pages, drifting_ids, listened, plan_for
+from tiny_models import SUPPORTED, batch, built
+from torch import Tensor
+from transformers import CompileConfig, DynamicCache, StaticCache
+
+from kvcal import PlanCache, hear_queries, paged_attention
+from kvcal.cache.paged_attention import _SERVING
+from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.plan.format import Format
+
+# Every prompt goes on to where a page is due, the first ones beyond the sinks and windows of some formats.
+STEPS = {1: 140, 63: 75, 127: 8, 128: 8, 129: 8, 300: 95}
+RAGGED = (300, 130, 3)
+
+
+def decode(model, cache: PlanCache, ids: Tensor, prompt: int, mask: Tensor | None = None) -> Tensor:
+    """Logits of a prompt and of every step after it."""
+    cuts = [prompt, *range(prompt + 1, ids.shape[1])]
+    return feed(model, cache, ids, cuts, mask)
+
+
+def both(plan, ids: Tensor, prompt: int, mask: Tensor | None = None, heads: int = 2, layers: int = 1):
+    """The dynamic and the static cache, fed alike, and their logits."""
+    model, found = tiny_llama(heads, layers), []
+    prompt_mask = None if mask is None else mask[:, :prompt]
+    for max_tokens in (None, ids.shape[1]):
+        cache = PlanCache(plan, model.config, prompt_mask, max_tokens=max_tokens)
+        with listened(heads, layers, plan) if max_tokens is None else paged_attention(model):
+            found.append((cache, decode(model, cache, ids, prompt, mask)))
+    return found
+
+
+@pytest.mark.parametrize("prompt", STEPS)
+@pytest.mark.parametrize("name", [*FORMATS, "per head", "transformed"])
+def test_steps_give_the_logits_and_pages_of_the_dynamic_cache(name: str, prompt: int) -> None:
+    plan = plan_for(name)
+    ids = drifting_ids(2, prompt + STEPS[prompt])
+    (dynamic, expected), (static, found) = both(plan, ids, prompt)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    layer, total = plan.layers[0], ids.shape[1]
+    pages = sum(fmt.num_pages(total) for side in ("k", "v") for fmt in layer.head_formats(side))
+    assert assert_same_pages(static, dynamic) == 2 * pages
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
+def test_groups_of_query_heads(num_kv_heads: int) -> None:
+    """8, 4 and 1 query heads for each KV head."""
+    for name in ("queries", "kitty"):
+        ids = random_ids(2, 270)
+        (dynamic, expected), (static, found) = both(plan_for(name, num_kv_heads), ids, 100, heads=num_kv_heads)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        assert assert_same_pages(static, dynamic) > 0
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["kivi", "queries", "paged window", "per head"])
+def test_ragged_batches(name: str, side: str) -> None:
+    """Padding is stored nowhere, and no step attends to it."""
+    width = max(RAGGED)
+    ids, mask = padded([random_ids(1, length, seed=length)[0] for length in RAGGED], width, side)
+    ids = torch.cat([ids, random_ids(3, 130, seed=9)], dim=1).long()
+    mask = torch.nn.functional.pad(mask, (0, 130), value=1)
+    (dynamic, expected), (static, found) = both(plan_for(name), ids, width, mask)
+    real = mask.bool()
+    torch.testing.assert_close(found[real], expected[real], atol=1e-4, rtol=1e-4)
+    assert static.lengths == [length + 130 for length in RAGGED]
+    assert assert_same_pages(static, dynamic) > 0
+
+
+@pytest.mark.parametrize("name", ["kivi", "queries", "per head", "16 bits"])
+def test_two_layers_agree_but_for_rounding(name: str) -> None:
+    """Where a second layer's keys differ in the last bit, a code may change: then a logit by a quantization step."""
+    ids = random_ids(2, 280)
+    (_, expected), (static, found) = both(plan_for(name, num_layers=2), ids, 129, layers=2)
+    difference = (found - expected).abs()
+    assert difference.median() < 1e-5 and difference.max() < 1e-2 * expected.abs().max()
+    assert static.lengths == [280, 280]
+
+
+@pytest.mark.parametrize("chunk", [None, 50, 81])  # 81 leaves one column to the last chunk
+@pytest.mark.parametrize("name", ["uniform", "kivi", "kitty", "per head"])
+def test_generate_gives_the_same_tokens(name: str, chunk: int | None) -> None:
+    model, plan = tiny_llama(2, 2), plan_for(name, num_layers=2)
+    ids, mask = padded([random_ids(1, length, seed=length)[0] for length in (244, 180, 3)], 244, "left")
+    options = {"max_new_tokens": 40, "do_sample": False, "prefill_chunk_size": chunk, "attention_mask": mask}
+    expected = model.generate(ids.long(), past_key_values=PlanCache(plan, model.config, mask), **options)
+    static = PlanCache(plan, model.config, mask, max_tokens=300)
+    with paged_attention(model):
+        found = model.generate(ids.long(), past_key_values=static, **options)
+    assert torch.equal(found, expected)
+    assert static.lengths == [244 + 39, 180 + 39, 3 + 39]
+
+
+def test_beams_reorder_rows_in_place() -> None:
+    model, plan = tiny_llama(2, 2), plan_for("16 bits", num_layers=2, cache_dtype="float32")
+    ids = random_ids(2, 244)
+    options = {"max_new_tokens": 40, "num_beams": 3, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
+    static = PlanCache(plan, model.config, max_tokens=284)
+    with paged_attention(model):
+        assert torch.equal(model.generate(ids, past_key_values=static, **options), expected)
+    assert static.nbytes == plan.nbytes([284] * 6)
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_families(name: str) -> None:
+    """Every model the adapter takes either decodes from a static cache as from the dynamic one, or is refused."""
+    model, inputs = built(name), batch()
+    plan = model_plan(model, Format(4, "channel", 32), Format(4, "token", 32))
+    if name == "llama4":
+        with pytest.raises(UnsupportedModel, match="static cache cannot hold layer 0: it attends in chunks"):
+            PlanCache(plan, model.config, inputs["attention_mask"], max_tokens=40)
+        return
+    options = {"max_new_tokens": 20, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    found = []
+    for max_tokens in (None, 40):
+        cache = PlanCache(plan, model.config, inputs["attention_mask"], max_tokens=max_tokens)
+        with paged_attention(model):  # leaves the dynamic cache alone
+            result = model.generate(**inputs, past_key_values=cache, **options)
+        found.append(torch.stack(result.logits))
+    torch.testing.assert_close(found[1], found[0], atol=1e-3, rtol=1e-3)
+
+
+def test_a_compiled_step_is_one_graph_that_serves_every_step() -> None:
+    model, plan = tiny_llama(2, 2), plan_for("per head", num_layers=2)
+    ids = random_ids(2, 200)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def step(token: Tensor, position: Tensor, cache: PlanCache) -> Tensor:
+        return model(token, position_ids=position, past_key_values=cache).logits
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    caches = [PlanCache(plan, model.config, max_tokens=200) for _ in range(2)]
+    with paged_attention(model), torch.no_grad():
+        expected = decode(model, caches[0], ids, 120)[:, 120:]
+        feed(model, caches[1], ids[:, :120])
+        found = [compiled(ids[:, i : i + 1], torch.full((2, 1), i), caches[1]) for i in range(120, 200)]
+    assert torch.equal(torch.cat(found, dim=1), expected)
+    assert len(graphs) == 1 and caches[1].lengths == [200, 200]
+
+
+def test_generate_compiles_the_step_by_itself() -> None:
+    model, plan = tiny_llama(2, 2), plan_for("kivi", num_layers=2)
+    ids = random_ids(2, 120)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    config = CompileConfig(backend=backend, mode=None, fullgraph=True)
+    config._compile_all_devices = True  # transformers compiles for GPUs alone otherwise
+    cache = PlanCache(plan, model.config, max_tokens=200)
+    options = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    with paged_attention(model):
+        expected = model.generate(ids, past_key_values=cache, **options)
+        assert not graphs
+        cache.reset()
+        assert torch.equal(model.generate(ids, past_key_values=cache, compile_config=config, **options), expected)
+    assert len(graphs) == 1
+    del model._compiled_call, model._last_compile_config  # the model is shared with other tests
+
+
+def test_scaling_softcap_and_sinks_of_attention() -> None:
+    """``attend`` in fp64: softcap before the softmax, a logit without a value in it."""
+    plan = plan_for("16 bits", cache_dtype="float32")
+    cache = PlanCache(plan, tiny_llama(2, 1).config, max_tokens=8)
+    q, k, v = random_qkv(1, 2, 5)
+    s_aux = torch.randn(8)
+    cache.allocate(1, "cpu")
+    for t in range(5):
+        one = slice(t, t + 1)
+        out = cache.layers[0].attend(q[:, :, one], k[:, :, one], v[:, :, one], s_aux, 0.3, 2.5)
+    assert out.shape == (1, 1, 8, HEAD_DIM)
+    for head in range(8):
+        scores = [
+            2.5 * math.tanh(0.3 * float(q[0, head, 4].double() @ k[0, head // 4, s].double()) / 2.5) for s in range(5)
+        ]
+        total = sum(map(math.exp, scores)) + math.exp(float(s_aux[head]))
+        expected = sum(math.exp(score) / total * v[0, head // 4, s].double() for s, score in enumerate(scores))
+        torch.testing.assert_close(out[0, 0, head].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_other_caches_are_left_alone_and_the_model_is_restored() -> None:
+    model, ids = tiny_llama(2, 2), random_ids(2, 30)
+    with torch.no_grad():
+        expected = [feed(model, cache, ids, range(20, 30)) for cache in (DynamicCache(config=model.config),)]
+        with paged_attention(model):
+            assert model.config._attn_implementation == "kvcal_paged_sdpa"
+            for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=32)):
+                torch.testing.assert_close(feed(model, cache, ids, range(20, 30)), expected[0])
+            with pytest.raises(UsageError, match="tapped already"), paged_attention(model):
+                pytest.fail("entered twice")
+            with pytest.raises(UsageError, match="tapped already") as caught, hear_queries(model):
+                pytest.fail("entered")
+            assert "leave the other context first: paged_attention" in caught.value.hint
+        with pytest.raises(ArithmeticError), paged_attention(model):
+            raise ArithmeticError
+    assert model.config._attn_implementation == "sdpa" and not _SERVING
+    assert not model.get_decoder()._forward_pre_hooks
+
+
+def test_a_static_cache_needs_the_context() -> None:
+    model = tiny_llama(2, 1)
+    cache = PlanCache(plan_for("kivi"), model.config, max_tokens=32)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="the model does not call") as error:
+            feed(model, cache, random_ids(1, 5))
+        assert "kvcal.paged_attention(model)" in str(error.value.hint)
+        with paged_attention(model):
+            feed(model, cache, random_ids(1, 5))
+        assert cache.lengths == [5]
+        cache.reset()
+
+
+def test_a_mask_that_the_cache_does_not_know_is_refused() -> None:
+    model, plan = tiny_llama(2, 1), plan_for("kivi")
+    ids, mask = padded([random_ids(1, length)[0] for length in (9, 6)], 9, "left")
+    with paged_attention(model):
+        with pytest.raises(UsageError, match="not the one that its cache was built with"):
+            feed(model, PlanCache(plan, model.config, max_tokens=20), ids.long(), mask=mask)
+        cache = PlanCache(plan, model.config, mask, max_tokens=20)
+        with pytest.raises(UsageError, match="not the one that its cache was built with"):
+            feed(model, cache, ids.long())
+        cache = PlanCache(plan, model.config, mask, max_tokens=20)
+        feed(model, cache, ids.long(), mask=mask)
+        own = torch.zeros(2, 1, 1, 10)
+        with pytest.raises(UnsupportedModel, match="is given a mask of its own"), torch.no_grad():
+            model(ids[:, :1].long(), attention_mask=own, position_ids=torch.tensor([[9], [6]]), past_key_values=cache)
+
+
+def test_models_that_cannot_be_served() -> None:
+    with pytest.raises(UnsupportedModel, match="BloomForCausalLM bypasses"), paged_attention(built("bloom")):
+        pytest.fail("entered")
+    model = tiny_llama(2, 1)
+    with ExitStack() as restore:
+        restore.callback(model.set_attn_implementation, "sdpa")
+        model.set_attn_implementation("flex_attention")
+        with pytest.raises(UsageError, match="supported: sdpa, eager"), paged_attention(model):
+            pytest.fail("entered")
+        model.set_attn_implementation("eager")
+        cache = PlanCache(plan_for("queries"), model.config, max_tokens=200)
+        with paged_attention(model):
+            decode(model, cache, random_ids(1, 150), 140)
+        assert cache.lengths == [150] and QUERY.needs_queries

@@ -1,0 +1,121 @@
+"""What the predictor stage reads back, against a PlanCache that is fed the very same queries, keys and values as in
+decoding: chunks that end where a page is packed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from cache_cases import HEAD_DIM, NUM_HEADS
+from form_cases import rotary_table
+from predictor_runs import loaded_llama, plan_of_random_predictors
+from torch import Tensor
+
+from kvcal import PlanCache
+from kvcal.models.load import LoadedModel
+from kvcal.models.taps import Captured
+from kvcal.plan.format import RAW, SIDES, Boost, Format, Tier, WindowRule
+from kvcal.plan.plan import Plan
+from kvcal.stages.predictors import reconstruct
+from kvcal.stages.predictors.reconstruct import Reconstruction, Wanted, query_spans, read_pages
+
+LENGTH, KV_HEADS = 700, 2
+BOOST = Boost("query_range", (Tier(4, 0.25),))
+
+
+class Replay:
+    """In place of a model: a forward hands over the same random tensors, layer by layer. Channels of queries are loud
+    for some tokens and quiet for others, so that pages of other queries boost other channels."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, num_layers: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        shape = (1, KV_HEADS, LENGTH, HEAD_DIM)
+        loud = torch.rand(LENGTH // 50 + 1, HEAD_DIM, generator=generator).pow(4).repeat_interleave(50, 0)[:LENGTH]
+        self.layers = []
+        for index in range(num_layers):
+            q = torch.randn(1, NUM_HEADS, LENGTH, HEAD_DIM, generator=generator) * loud
+            k, v = (torch.randn(shape, generator=generator) for _ in SIDES)
+            self.layers.append(Captured(index, q, k, k, v))
+
+    @contextmanager
+    def tap(self, model: object, take: object, geometry: object) -> Iterator[None]:
+        self.take = take
+        yield
+
+    def __call__(self, input_ids: Tensor, use_cache: bool) -> None:
+        for captured in self.layers:
+            self.take(captured)
+
+
+def held_pages(plan: Plan, loaded: LoadedModel, replay: Replay) -> dict[tuple[int, str], Tensor]:
+    """[tokens, N D] of every side as predictors read it from a PlanCache fed in chunks."""
+    cache, start = PlanCache(plan, loaded.model.config), 0
+    while start < LENGTH:
+        stop = min(LENGTH, start + cache.tokens_to_next_page()) if start else 1
+        for captured in replay.layers:
+            q, k, v = (x[:, :, start:stop] for x in (captured.q_post_BHTD, captured.k_post_BNTD, captured.v_BNTD))
+            layer = cache.layers[captured.layer]
+            layer.update(k, v)
+            layer.observe_queries(q)
+        start = stop
+    found = {}
+    for layer in cache.layers:
+        for side in layer.prediction.read_sides:
+            (paged,) = layer.sides[side]
+            pages = layer.prediction.before_rope(side, [(0, 0, paged.num_pages[0])])
+            found[layer.plan.geometry.index, side] = pages.transpose(1, 2).flatten(2).flatten(0, 1)
+    return found
+
+
+WINDOWS = {
+    "no window": {},
+    "sinks": {"num_sink_tokens": 5},
+    "sinks and a window": {"num_sink_tokens": 3, "recent_window": 100},
+    "a window that jumps": {"window_rule": WindowRule("paged", 0.4, 300)},
+    "a window that grows": {"window_rule": WindowRule("clamped", 0.3, 300)},
+}
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("score", ["query_range", "magnitude"])
+def test_pages_of_boosted_keys_are_what_decoding_packs(window: str, score, monkeypatch: pytest.MonkeyPatch) -> None:
+    k = Format(2, "channel", 32, boost=replace(BOOST, score=score), **WINDOWS[window])
+    compare(monkeypatch, k, Format(2, "token", 32, **WINDOWS[window]))
+
+
+def test_values_behind_sinks_beside_16_bit_keys_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer's values are predicted from, its keys are not: each side has pages of its own tokens."""
+    compare(monkeypatch, Format(2, "channel", 32, 5), Format(2, "token", 32, 5), RAW)
+
+
+def test_16_bits_are_predicted_from_where_no_side_has_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(monkeypatch, Format(2, "channel", 32), Format(2, "token", 32), RAW, RAW)
+
+
+def compare(monkeypatch: pytest.MonkeyPatch, *formats: Format) -> None:
+    """Every page that the cache holds, bit for bit."""
+    loaded, replay = loaded_llama(), Replay(3)
+    plan = plan_of_random_predictors(loaded, *formats)
+    expected, found = held_pages(plan, loaded, replay), {}
+
+    def receive(index, exact, read_back) -> None:
+        found[index, "k"], found[index, "v"] = read_back[0].k, read_back[0].v
+
+    monkeypatch.setattr(reconstruct, "tap", replay.tap)
+    tables = {index: rotary_table(HEAD_DIM, HEAD_DIM // 2) for index in range(3)}
+    wanted = [Wanted(layer, SIDES) for layer in plan.layers]
+    way = Reconstruction(plan.layers, {**plan.tensors, "layers.0.rotary": tables[0]}, "float32")
+    read_pages(replay, loaded.geometry, wanted, [way], tables, torch.ones(LENGTH, dtype=torch.int64), receive)
+    assert {(0, "v"), (1, "k"), (1, "v"), (2, "k")} == expected.keys()
+    for key, pages in expected.items():
+        assert len(pages) >= 3 * 128 and torch.equal(found[key][: len(pages)], pages), key
+
+
+def test_pages_still_in_the_window_take_the_last_queries() -> None:
+    fmt = Format(2, "channel", 32, num_sink_tokens=3, recent_window=100, boost=BOOST)
+    assert query_spans(fmt, 540, 4) == [range(0, 231), range(231, 359), range(359, 487), range(412, 540)]

@@ -1,0 +1,133 @@
+"""λ through the packed cache: a block run again reads what the cache reads, in the plan and folded into weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from reparam_cases import DATA, PER_TOKEN, layers_of, loaded_with, outlier_model, run
+from tiny_models import built, measured
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvcal import PlanCache
+from kvcal.errors import ArtifactError
+from kvcal.geometry import ModelIdentity
+from kvcal.models.attention import attention_modules
+from kvcal.models.fold import fold
+from kvcal.models.geometry import geometry_of
+from kvcal.models.load import LoadedModel
+from kvcal.models.reread import rereading
+from kvcal.plan.format import RAW, Format
+from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
+from kvcal.stages.divergence import feed
+from kvcal.stages.reparam.search import page_segments, read_back, searched_heads, with_candidate
+
+
+@pytest.fixture(scope="module")
+def outliers() -> LoadedModel:
+    return loaded_with(outlier_model())
+
+
+def block_outputs(model: PreTrainedModel, plan: Plan, tokens_T: Tensor) -> dict[int, Tensor]:
+    """The attention blocks' outputs [1, T, hidden] in order of the modules, through the packed cache."""
+    outputs: dict[int, list[Tensor]] = {}
+    hooks = [
+        module.register_forward_hook(lambda _, args, output, n=n: outputs.setdefault(n, []).append(output[0]))
+        for n, module in enumerate(attention_modules(model))
+    ]
+    for _ in feed(model, PlanCache(plan, model.config), tokens_T[None]):
+        pass
+    for hook in hooks:
+        hook.remove()
+    return {number: torch.cat(parts, dim=1) for number, parts in outputs.items()}
+
+
+# gpt_oss: attention sinks, eager; gemma3: QK-norm, window layers; qwen3_next: gate; stablelm: partial.
+@pytest.mark.parametrize("name", ["outliers", "gpt_oss", "gemma3", "qwen3_next", "stablelm"])
+def test_rereading_is_what_the_cache_does(name, outliers):
+    """The first paged layer's output through the packed cache, with λ and offset, equals the block run again."""
+    model = outliers.model if name == "outliers" else built(name)
+    geometry = outliers.geometry if name == "outliers" else measured(name)
+    layer = next(layer for layer in bare_layers(geometry) if layer.is_paged)
+    index, heads = layer.geometry.index, layer.attention.num_kv_heads
+    formats = (PER_TOKEN, Format(4, "channel", 64, 3, 0))[:heads]
+    layer = replace(layer, k=formats)
+    generator = torch.Generator().manual_seed(0)
+    lambda_ND = torch.rand(heads, layer.attention.k_head_dim, generator=generator) + 0.5
+    offset_ND = torch.randn(heads, layer.attention.k_head_dim, generator=generator)
+    layer, tensors = with_candidate(layer, {}, lambda_ND, offset_ND)
+    layers = tuple(layer if bare.geometry.index == index else bare for bare in bare_layers(geometry))
+    identity = ModelIdentity("tiny", geometry.model_type, "c", "w", "t")
+    plan = Plan(identity, "float32", layers, Workload(1, 300), {}, tensors)
+    tokens_T = DATA.sequences[0]
+    found = {}
+
+    def reread_block(captured, reread):
+        if captured.layer == index:
+            k_read = read_back(layer, "float32", tensors, captured.k_post_BNTD)
+            found["read"] = reread(k_read, page_segments(layer, len(tokens_T)))
+            found["exact"] = reread(captured.k_post_BNTD, page_segments(layer, len(tokens_T)))
+
+    with rereading(model, reread_block, geometry):
+        logits = model(input_ids=tokens_T[None], use_cache=False).logits
+    with torch.no_grad():
+        torch.testing.assert_close(logits, model(input_ids=tokens_T[None], use_cache=False).logits)
+    number = [vars(module)["layer_idx"] for module in attention_modules(model)].index(index)
+    expected = block_outputs(model, plan, tokens_T)[number]
+    size = float((found["exact"] - expected).abs().max())
+    assert size > 1e-2  # quantization shows
+    torch.testing.assert_close(found["read"], expected, rtol=0, atol=2e-3 * size)
+
+
+def test_segments_follow_every_head_and_16_bit_heads_have_no_pages():
+    geometry = measured("phi3").layers[0]
+    layer = LayerPlan(geometry, (PER_TOKEN, RAW), (RAW,))
+    assert searched_heads(layer).tolist() == [True, False]
+    segments = page_segments(layer, 290)
+    assert [(s.start, s.stop, s.is_stored_NT.sum(1).tolist()) for s in segments] == [
+        (0, 145, [0, 0]),
+        (145, 273, [128, 0]),
+        (273, 290, [256, 0]),
+    ]
+    assert segments[1].is_stored_NT[0].nonzero().flatten().tolist() == list(range(1, 129))
+
+
+def test_record_makes_a_plan_that_runs(tmp_path, outliers):
+    record = run(tmp_path, outliers)
+    layers, tensors = record.apply(layers_of(outliers)), record.tensors()
+    assert all(layer.k_rescale for layer in layers)
+    plan = Plan(outliers.identity, "float32", layers, Workload(1, 300), {}, tensors)
+    save_plan(plan, tmp_path / "plan.safetensors")
+    assert load_plan(tmp_path / "plan.safetensors").layers == layers
+    tokens_T = DATA.sequences[0]
+    exact = Plan(outliers.identity, "float32", bare_layers(outliers.geometry), Workload(1, 300), {})
+    plain = replace(exact, layers=layers_of(outliers))
+    plans = {"exact": exact, "plain": plain, "plan": plan}
+    outputs = {name: block_outputs(outliers.model, each, tokens_T)[0] for name, each in plans.items()}
+    error = {name: float((outputs[name] - outputs["exact"]).square().sum()) for name in ("plain", "plan")}
+    assert error["plan"] < 0.5 * error["plain"]
+    other = geometry_of(built("llama"))
+    with pytest.raises(ArtifactError, match="whose layers are not the plan's"):
+        record.apply(bare_layers(other))
+    with pytest.raises(ArtifactError, match="the layer stores them before"):
+        record.apply(tuple(replace(layer, k_pages="pre") for layer in layers_of(outliers)))
+
+
+def test_folded_lambda_is_the_runtime_lambda():
+    """Powers of two, so that K / λ has the same bits either way: the folded model with a plain plan says what the
+    model with λ in the plan says."""
+    model = outlier_model()
+    loaded = loaded_with(model)
+    lambda_ND = torch.ones(2, 16)
+    lambda_ND[:, [5, 13]], lambda_ND[1, [2, 10]] = 4.0, 0.5
+    layers = tuple(replace(layer, k_rescale=True) for layer in layers_of(loaded))
+    tensors = {f"layers.{i}.k_rescale": lambda_ND for i in range(2)}
+    plan = Plan(loaded.identity, "float32", layers, Workload(1, 300), {}, tensors)
+    expected = block_outputs(model, plan, DATA.sequences[0])
+    fold(model, {0: lambda_ND, 1: lambda_ND}, loaded.geometry)
+    found = block_outputs(model, replace(plan, layers=layers_of(loaded), tensors={}), DATA.sequences[0])
+    for number in expected:
+        torch.testing.assert_close(found[number], expected[number], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,330 @@
+"""The static cache: exact bytes, memory that stays where it is, prompts in chunks, reuse, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cache_cases import HEAD_DIM, attended, feed, llama_plan, padded, random_ids, random_qkv, tiny_llama
+from static_cases import FORMATS, V, assert_same_pages, drifting_ids, listened, plan_for
+from torch import Tensor
+
+from kvcal import Plan, PlanCache, paged_attention
+from kvcal.errors import ArtifactError, NonFiniteActivations, UnsupportedModel, UsageError
+from kvcal.geometry import AttentionGeometry
+from kvcal.kernels.reference import NO_ROOM
+from kvcal.kernels.refusals import refusals
+from kvcal.kernels.variants import head_ranges, parse_key, variant_of
+from kvcal.plan.format import RAW, Boost, Format, Tier
+from kvcal.plan.layer import LayerPlan
+from kvcal.store.static_state import Serving
+
+ALL = [*FORMATS, "per head", "transformed"]
+
+
+def static_cache(plan: Plan, max_tokens: int, mask: Tensor | None = None, layers: int = 1) -> PlanCache:
+    return PlanCache(plan, tiny_llama(2, layers).config, mask, max_tokens=max_tokens)
+
+
+def served(cache: PlanCache, ids: Tensor, cuts=(), mask: Tensor | None = None, layers: int = 1) -> Tensor:
+    with paged_attention(tiny_llama(2, layers)):
+        return feed(tiny_llama(2, layers), cache, ids, cuts, mask)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 127, 128, 129, 500, 1000])
+@pytest.mark.parametrize("name", ALL)
+def test_bytes_are_the_plans_from_the_first_update_on(name: str, max_tokens: int) -> None:
+    plan = plan_for(name, num_layers=2)
+    cache = static_cache(plan, max_tokens, layers=2)
+    held = cache.nbytes
+    assert held == sum(tensor.nbytes for tensor in plan.tensors.values())
+    served(cache, random_ids(3, 1), layers=2)
+    assert cache.nbytes == plan.nbytes([max_tokens] * 3, max_tokens)
+    numbers = 4 * 3 + 8 + 4  # lengths, columns, error
+    starts = 2 * 4 * 3 * 2 if plan.needs_queries else 0
+    rules = {fmt for layer in plan.layers for fmt in (*layer.k, *layer.v) if fmt.window_rule is not None}
+    tables = sum(4 * (fmt.num_pages(max_tokens) + 1) for fmt in rules)
+    assert cache.workspace_nbytes == numbers + starts + tables
+
+
+@pytest.mark.parametrize("name", ["clamped window", "paged window"])
+def test_the_table_of_a_window_rule_says_when_pages_are_due(name: str) -> None:
+    cache = static_cache(plan_for(name), 700)
+    cache.allocate(2, "cpu")
+    (store,) = cache.static_layers[0].stores
+    for side in ("k", "v"):
+        fmt, table = store.variant.format(side), store.page_at[side]
+        assert [int((table <= n).sum()) for n in range(701)] == [fmt.num_pages(n) for n in range(701)]
+        assert fmt.num_pages(700) > 2
+
+
+# On, before and behind the boundaries of pages, those of sinks (133, 261) and of windows (142, 270), too.
+CUTS = [
+    (128,),
+    (127, 128),
+    (1, 129),
+    (64, 256),
+    (256, 257),
+    (50, 100, 150, 200, 250, 300),
+    (133, 261),
+    (261,),
+    (142, 270),
+]
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("name", ALL)
+def test_prompts_in_chunks_are_those_of_the_dynamic_cache(name: str, cuts: tuple[int, ...]) -> None:
+    plan, ids = plan_for(name), drifting_ids(2, 384)
+    dynamic, static = PlanCache(plan, tiny_llama(2, 1).config), static_cache(plan, 384)
+    with listened(2, 1, plan):
+        expected = feed(tiny_llama(2, 1), dynamic, ids, cuts)
+    found = served(static, ids, cuts)
+    assert torch.equal(found, expected) or (found - expected).abs().max() < 1e-4  # steps of one token are not sdpa's
+    assert_same_pages(static, dynamic)
+    assert static.lengths == [384, 384]
+
+
+def test_ragged_prompts_in_chunks_that_end_within_padding() -> None:
+    plan = plan_for("queries")
+    ids, mask = padded([random_ids(1, n, seed=n)[0] for n in (300, 130, 3)], 300, "left")
+    ids = torch.cat([ids, random_ids(3, 60)], dim=1).long()
+    mask = torch.nn.functional.pad(mask, (0, 60), value=1)
+    for cuts in ((170, 171, 298, 299, 300), (299,), (1, 2, 3, 300, 301)):
+        dynamic = PlanCache(plan, tiny_llama(2, 1).config, mask[:, :300])
+        static = static_cache(plan, 360, mask[:, :300])
+        with listened(2, 1, plan):
+            expected = feed(tiny_llama(2, 1), dynamic, ids, cuts, mask)
+        found = served(static, ids, cuts, mask)
+        torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-4, rtol=1e-4)
+        assert assert_same_pages(static, dynamic) > 0
+        assert static.lengths == [360, 190, 63]
+
+
+@pytest.mark.parametrize("name", ["kivi", "queries"])
+def test_memory_stays_where_it_is(name: str) -> None:
+    cache = static_cache(plan_for(name), 300)
+    cache.allocate(2, "cpu")
+    state = cache.static
+    held = [*(tensor for layer in cache.static_layers for tensor in layer.tensors), state.lengths, state.columns]
+    before = [tensor.data_ptr() for tensor in held]
+    served(cache, random_ids(2, 270), (120, *range(121, 270)))
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.crop(-1)
+    length = cache.get_seq_length()
+    assert cache.get_max_length() == 300
+    cache.reset()
+    assert isinstance(length, Tensor) and int(length) == 269  # what was asked for does not move with the cache
+    served(cache, random_ids(2, 130))
+    after = [*(tensor for layer in cache.static_layers for tensor in layer.tensors), state.lengths, state.columns]
+    assert [tensor.data_ptr() for tensor in after] == before
+    assert cache.lengths == [130, 130]
+    with pytest.raises(UsageError, match="is allocated already"):
+        cache.allocate(2, "cpu")
+    with pytest.raises(UsageError, match="grows by itself"):
+        PlanCache(plan_for(name), tiny_llama(2, 1).config).allocate(2, "cpu")
+
+
+@pytest.mark.parametrize("name", ["kivi", "queries", "per head"])
+def test_reset_and_reuse(name: str) -> None:
+    plan, ids = plan_for(name), random_ids(2, 280, seed=3)
+    fresh, used = static_cache(plan, 300), static_cache(plan, 300)
+    served(used, random_ids(2, 300, seed=5), (200, *range(201, 300)))
+    used.reset()
+    assert used.lengths == [] or used.lengths == [0, 0]
+    cuts = (200, *range(201, 280))
+    assert torch.equal(served(used, ids, cuts), served(fresh, ids, cuts))
+    rows, mask = padded([random_ids(1, n, seed=n)[0] for n in (150, 90)], 150, "left")
+    used.reset(mask)
+    found = served(used, rows.long(), mask=mask)
+    assert used.lengths == [150, 90]
+    expected = served(static_cache(plan, 300, mask), rows.long(), mask=mask)
+    assert torch.equal(found[mask.bool()], expected[mask.bool()])
+
+
+def test_rows_change_places() -> None:
+    plan, order = plan_for("queries"), torch.tensor([2, 0, 0])
+    swapped, alike = static_cache(plan, 300), static_cache(plan, 300)
+    prompt, rest = random_qkv(3, 2, 150), random_qkv(3, 2, 130, seed=8)
+    attended(swapped, *prompt)
+    swapped.reorder_cache(order)
+    attended(alike, *(x[order] for x in prompt))
+    found, expected = (attended(cache, *rest, range(1, 130)) for cache in (swapped, alike))
+    assert torch.equal(found, expected)
+    swapped.batch_select_indices(torch.tensor([1, 2, 0]))
+    for wrong in (lambda: swapped.batch_repeat_interleave(2), lambda: swapped.batch_select_indices(torch.tensor([0]))):
+        with pytest.raises(UsageError, match="of 3: a static batch stays") as error:
+            wrong()
+        assert "without max_tokens" in str(error.value.hint)
+
+
+def test_tokens_of_the_buffer_can_be_removed() -> None:
+    plan, given, dropped = plan_for("kivi"), random_qkv(2, 2, 200), random_qkv(2, 2, 160, seed=4)
+    cut, straight = static_cache(plan, 200), static_cache(plan, 200)
+    attended(cut, *dropped, (130,))
+    with pytest.raises(UsageError, match="cannot remove 32 of 160 tokens: some of them are packed"):
+        cut.crop(-32)
+    assert cut.lengths == [160, 160]
+    cut.reset()
+    for part, tokens in ((given, 140), (dropped, 20)):
+        attended(cut, *(x[:, :, :tokens] for x in part))
+    cut.crop(-20)
+    attended(straight, *(x[:, :, :140] for x in given))
+    assert cut.lengths == straight.lengths == [140, 140]
+    found, expected = (attended(cache, *(x[:, :, 140:] for x in given), range(1, 60)) for cache in (cut, straight))
+    assert torch.equal(found, expected)
+
+
+def test_removed_queries_stay_counted_as_in_the_dynamic_cache() -> None:
+    plan, ids = plan_for("queries"), random_ids(2, 240)
+    dynamic, static = PlanCache(plan, tiny_llama(2, 1).config), static_cache(plan, 300)
+    with listened(2, 1, plan):
+        feed(tiny_llama(2, 1), dynamic, ids[:, :100])
+    served(static, ids[:, :100])
+    for cache in (dynamic, static):
+        cache.crop(-30)
+    assert assert_same_pages(static, dynamic) == 0
+    with listened(2, 1, plan):
+        feed(tiny_llama(2, 1), dynamic, ids[:, 100:], range(1, 140))
+    served(static, ids[:, 100:], range(1, 140))
+    assert assert_same_pages(static, dynamic) > 0
+
+
+def test_too_many_tokens() -> None:
+    cache = static_cache(plan_for("kivi"), 20)
+    with pytest.raises(UsageError, match="a sequence of 21 tokens does not fit.*max_tokens = 20"):
+        served(cache, random_ids(1, 21))
+    served(cache, random_ids(1, 20), (19,))
+    for new in (1, 2):
+        with pytest.raises(UsageError, match="does not fit"):
+            served(cache, random_ids(1, new))
+    assert cache.lengths == [20]
+    for unusable in (0, 3.5):
+        with pytest.raises(UsageError, match=f"max_tokens = {unusable}, expected an integer of 1 or more"):
+            static_cache(plan_for("kivi"), unusable)
+
+
+def test_a_step_beyond_the_room_is_found_by_check() -> None:
+    """Where the host does not look: as in a captured graph."""
+    cache = static_cache(plan_for("uniform"), 130)
+    served(cache, random_ids(1, 130))
+    q, k, v = random_qkv(1, 2, 1)
+    before = cache.layers[0].stores[0].pages["k"].clone()
+    for _ in range(127):
+        cache.layers[0].attend(q, k, v, None, 1.0, 0.0)
+    assert int(cache.static.error) == NO_ROOM
+    with pytest.raises(UsageError, match="a sequence of 257 tokens does not fit"):
+        cache.check()
+    cache.check()
+    assert torch.equal(cache.layers[0].stores[0].pages["k"], before)
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_what_is_not_finite_is_reported(side: str) -> None:
+    cache = static_cache(llama_plan(Format(2, "channel", 32), Format(2, "token", 32), 2, "bfloat16", 1), 300)
+    cache.allocate(1, "cpu")
+    layer = cache.static_layers[0]
+    q, k, v = random_qkv(1, 2, 130)
+    (k if side == "k" else v)[0, 1, 7, 2] = torch.nan
+    with pytest.raises(NonFiniteActivations, match="keys or values cannot be quantized"):
+        layer.extend(q, k, v)
+    cache.reset()
+    for t in range(130):
+        one = slice(t, t + 1)
+        layer.attend(q[:, :, one], k[:, :, one], v[:, :, one], None, 1.0, 0.0)
+    with pytest.raises(NonFiniteActivations, match="a page holds NaN"):
+        cache.reset()
+    assert cache.lengths == [0]
+    cache.check()
+
+
+def test_the_batch_and_the_model_are_checked() -> None:
+    cache = static_cache(plan_for("kivi"), 30)
+    served(cache, random_ids(2, 5))
+    with pytest.raises(UsageError, match="allocated for 2 sequences and was given 3"):
+        served(cache, random_ids(3, 5))
+    other = PlanCache(plan_for("kivi", num_kv_heads=4), tiny_llama(2, 1).config, max_tokens=30)
+    with pytest.raises(ArtifactError, match="caches 2 KV heads of size 8 .* the plan is for 4"):
+        served(other, random_ids(2, 5))
+
+
+SHRINKING = Format(2, param_dtype="float32", shrink_at=(100,))
+GROWING = Format(8, param_dtype="float32", shrink_at=(100,))  # more than 16 bits take, in heads of 8
+
+
+def test_plans_that_need_a_dynamic_cache() -> None:
+    for k, v in ((GROWING, V), (V, GROWING)):
+        plan = llama_plan(k, v, cache_dtype="bfloat16", num_layers=1)
+        with pytest.raises(UnsupportedModel, match="static cache cannot hold layer 0: [kv] pages of 8 bits") as error:
+            static_cache(plan, 100)
+        assert "without max_tokens" in str(error.value.hint)
+        PlanCache(plan, tiny_llama(2, 1).config)
+
+
+def test_a_layer_on_another_device_is_told_so() -> None:
+    cache = PlanCache(llama_plan(Format(2, "channel", 32), V, 2), tiny_llama(2).config, max_tokens=256)
+    cache.allocate(1, "cpu")
+    cache.static.serving = Serving()
+    elsewhere = torch.empty(1, 2, 1, HEAD_DIM, device="meta")
+    with pytest.raises(UnsupportedModel, match="layer 0 is on meta, .* cache on cpu"):
+        cache.update(elsewhere, elsewhere, 0)
+
+
+def test_what_the_kernels_refuse() -> None:
+    def layer(k: Format, v: Format, dim: int = 128, v_dim: int = 128, **changes) -> LayerPlan:
+        return LayerPlan(AttentionGeometry(0, 8, 2, dim, v_dim), (k,), (v,), **changes)
+
+    running = Boost("running_query_range", (Tier(4, 0.25),))
+    k, sinks = Format(2, "channel"), replace(V, num_sink_tokens=3)
+    found = {
+        "fine": list(refusals(layer(k, V), "bfloat16")),
+        "raw keys": list(refusals(layer(RAW, sinks), "float16")),
+        "float32": list(refusals(layer(k, V), "float32")),
+        "head size": list(refusals(layer(k, V, 36, 36), "bfloat16")),
+        "unequal": list(refusals(layer(k, V, 128, 64), "bfloat16")),
+        "lattice": list(refusals(layer(Format(2, lattice_dim=2), sinks), "bfloat16")),
+        "pre": list(refusals(layer(k, sinks, k_pages="pre"), "bfloat16")),
+        "all queries": list(refusals(layer(replace(k, boost=running), V), "bfloat16")),
+        "shrinking": list(refusals(layer(SHRINKING, V), "bfloat16")),
+        "shrinking, before RoPE": list(refusals(layer(SHRINKING, V, k_pages="pre"), "bfloat16")),
+    }
+    counts = {"float32": 1, "head size": 1, "unequal": 1, "all queries": 1, "shrinking, before RoPE": 1}
+    assert {name: len(reasons) for name, reasons in found.items()} == dict.fromkeys(found, 0) | counts
+    assert "float32" in found["float32"][0] and "36" in found["head size"][0]
+    assert "chosen by all queries so far" in found["all queries"][0]
+    assert "hold keys before RoPE and shrink" in found["shrinking, before RoPE"][0]
+
+
+def test_a_variant_is_its_key() -> None:
+    plan = plan_for("per head", num_kv_heads=8)
+    pairs = head_ranges(plan.layers[0])
+    assert [pair.heads.start for pair in pairs] == list(range(8))
+    variants = [variant_of(plan.layers[0], pair, "bfloat16") for pair in pairs]
+    assert [parse_key(variant.key) for variant in variants] == variants
+    assert variants[0] == variants[4] and len({variant.key for variant in variants}) == 4
+    random = plan_for("random", num_kv_heads=2).layers[0]
+    assert [variant_of(random, pair, "bfloat16").first_head for pair in head_ranges(random)] == [0]
+    with pytest.raises(UsageError, match="unknown key 'bits'"):
+        parse_key(variants[0].key[:-1] + ',"bits":3}')
+
+
+@pytest.mark.parametrize("name", ["queries", "clamped window", "transformed", "16 bits"])
+def test_the_operators_declare_what_they_do(name: str) -> None:
+    """torch's own checks: the schema's mutated arguments, and the fake implementations."""
+    cache = static_cache(plan_for(name), 300)
+    served(cache, random_ids(2, 140))
+    (store,) = cache.layers[0].stores
+    q, k, v = (x[:, :, 0] for x in random_qkv(2, 2, 1))
+    calls = {"append": [], "decode": [], "pack": [], "unpack": []}
+    stored = [*store._stored("k"), *store._stored("v")]
+    control = [cache.static.lengths, store.page_at["k"], store.page_at["v"], store.rescale, store.offset]
+    queries = q if store.variant.k.needs_queries else store.nothing
+    calls["append"] = [k, v, queries, *stored, store.query_sum, store.query_since, *control, cache.static.error]
+    calls["decode"] = [q, *stored, *control, store.nothing, store.workspace, 0.5, 0.0]
+    x, mean = random_qkv(2, 2, 256)[1].bfloat16(), store.query_sum.clone()
+    calls["pack"] = [x, store.pages["k"], 0, mean, store.rescale, store.offset, cache.static.error, "k"]
+    calls["unpack"] = [store.pages["k"], torch.zeros(2, 2, 256, HEAD_DIM), 0, store.rescale, store.offset, "k"]
+    for op, args in calls.items():
+        called = getattr(torch.ops.kvcal, op).default
+        torch.library.opcheck(called, (*args, store.key), test_utils=("test_schema", "test_faketensor"))

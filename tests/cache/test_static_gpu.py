@@ -1,0 +1,111 @@
+"""The static cache on a GPU, served by the kernels: the bytes of the dynamic cache.
+
+Where both are fed the same tokens, the pages of a first layer are equal byte for byte: its keys, values and queries
+depend on the tokens alone. Behind it attention's last bits differ, so that a code may, too (test_static_tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from cache_cases import KIVI_2, padded, plan_of
+from gpu_cases import (
+    PAIRS,
+    logits_of,
+    plan_for,
+    random_ids,
+    random_llama,
+    relative,
+)
+from static_cases import assert_same_pages
+
+from kvcal import PlanCache, paged_attention
+from kvcal.errors import NonFiniteActivations, UsageError
+from kvcal.models.geometry import geometry_of
+from kvcal.plan.format import Format
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("name", [*PAIRS, "transformed"])
+def test_pages_of_a_ragged_batch_are_those_of_the_dynamic_cache(name: str) -> None:
+    """Prompts of 300, 130 and 3 tokens, padded on the left; then 300 steps, which fill pages in every row."""
+    model = random_llama()
+    plan = plan_for(model, name)
+    ids, mask = padded([random_ids(n, seed=n).cpu() for n in (300, 130, 3)], 300, "left")
+    ids = torch.cat([ids.long().cuda(), random_ids(3, 300)], dim=1)
+    mask = torch.nn.functional.pad(mask.cuda(), (0, 300), value=1)
+    static = PlanCache(plan, model.config, mask[:, :300], max_tokens=640)
+    static.allocate(3, "cuda")
+    held = static.nbytes
+    assert held == plan.nbytes([640] * 3, 640)
+    found = logits_of(model, static, ids, 300, mask)
+    assert static.nbytes == held and static.lengths == [600, 430, 303]
+    static.check()
+    dynamic = PlanCache(plan, model.config, mask[:, :300])
+    expected = logits_of(model, dynamic, ids, 300, mask)
+    assert torch.equal(found[0], expected[0])
+    assert relative(found, expected).max() < 0.03
+    assert assert_same_pages(static, dynamic) > 0
+
+
+@pytest.mark.parametrize(("head_dim", "num_kv_heads"), [(64, 1), (64, 8), (128, 1), (128, 2), (128, 8)])
+def test_head_sizes_and_groups(head_dim: int, num_kv_heads: int) -> None:
+    model = random_llama(head_dim=head_dim, num_kv_heads=num_kv_heads)
+    for name in ("kitty", "queries"):
+        plan, ids = plan_for(model, name), random_ids(2, 420)
+        static, dynamic = (PlanCache(plan, model.config, max_tokens=size) for size in (420, None))
+        found, expected = (logits_of(model, cache, ids, 129) for cache in (static, dynamic))
+        assert relative(found, expected).max() < 0.03
+        assert assert_same_pages(static, dynamic) > 0
+
+
+def test_head_ranges_of_unlike_sizes_share_nothing_that_matters() -> None:
+    """The scratch of ranges of 7 heads and of one, in a batch large enough for its layout to differ."""
+    model = random_llama(num_kv_heads=8)
+    k, v = KIVI_2
+    plan = plan_of(geometry_of(model, cache_dtype="bfloat16"), (k,) * 7 + (Format(4, "channel", 64),), v)
+    ids = random_ids(40, 280)
+    static, dynamic = (PlanCache(plan, model.config, max_tokens=size) for size in (280, None))
+    found, expected = (logits_of(model, cache, ids, 200) for cache in (static, dynamic))
+    assert relative(found, expected).max() < 0.03
+    assert assert_same_pages(static, dynamic) > 0
+
+
+def test_steps_tell_check_what_they_met() -> None:
+    model = random_llama()
+    cache = PlanCache(plan_for(model, "uniform"), model.config, max_tokens=130)
+    cache.allocate(1, "cuda")
+    layer = cache.static_layers[0]
+
+    def feed(count: int, value: float) -> None:
+        q, k = torch.randn(1, 8, 1, 64, device="cuda"), torch.full((1, 2, 1, 64), value, device="cuda")
+        for _ in range(count):
+            layer.attend(q, k, k, None, 0.1, 0.0)
+
+    feed(129, 1.0)
+    cache.check()
+    feed(128, 1.0)
+    with pytest.raises(UsageError, match="does not fit"):
+        cache.check()
+    cache.reset()
+    feed(129, torch.nan)
+    with pytest.raises(NonFiniteActivations):
+        cache.reset()
+    cache.check()
+
+
+@pytest.mark.parametrize("sizes", [(200,), (150, 130, 3)])
+def test_generate_gives_the_tokens_of_the_dynamic_cache(sizes: Sequence[int]) -> None:
+    model = random_llama(num_layers=2, dtype=torch.float32)
+    plan, width = plan_for(model, "kitty"), max(sizes)
+    ids, mask = padded([random_ids(n, seed=n).cpu() for n in sizes], width, "left")
+    ids, mask = ids.long().cuda(), mask.cuda()
+    options = {"max_new_tokens": 150, "do_sample": False, "attention_mask": mask, "disable_compile": True}
+    expected = model.generate(ids, past_key_values=PlanCache(plan, model.config, mask), **options)
+    static = PlanCache(plan, model.config, mask, max_tokens=360)
+    with paged_attention(model):
+        found = model.generate(ids, past_key_values=static, **options)
+    assert torch.equal(found, expected)

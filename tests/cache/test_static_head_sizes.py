@@ -1,0 +1,144 @@
+"""The static cache for head sizes that the plain kernel serves: by the reference on a CPU, by the kernel on CUDA.
+
+With one layer, keys, values and queries depend on the tokens alone, so that both caches store the very same bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+import transformers as hf
+from cache_cases import feed, plan_of
+from static_cases import FORMATS, assert_same_pages
+from test_static_graphs import Step, allocations
+from torch import Tensor
+
+from kvcal import Plan, PlanCache, paged_attention
+from kvcal.cache.queries import serving
+from kvcal.errors import SlowPath
+from kvcal.models.geometry import geometry_of
+
+VOCABULARY = 128
+SIZES = {"llama, 72": 72, "llama, 80": 80, "gemma, 256": 256}
+FORMAT_NAMES = ("kitty", "queries", "different sinks")
+PROMPT, STEPS = 250, 80
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: kernels are compared"),
+]
+
+
+@functools.cache
+@torch.inference_mode(False)
+def model_of(name: str, device: str, dtype: torch.dtype = torch.float32) -> hf.PreTrainedModel:
+    """4 query heads on 2 of keys and values; keys and attention far from uniform."""
+    kind = hf.GemmaConfig if name.startswith("gemma") else hf.LlamaConfig
+    config = kind(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=SIZES[name], vocab_size=VOCABULARY, max_position_embeddings=2048, bos_token_id=1, eos_token_id=None,
+        pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(SIZES[name])
+    model = hf.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.to(device, dtype).requires_grad_(False)
+
+
+def plan_for(model: hf.PreTrainedModel, name: str) -> Plan:
+    return plan_of(geometry_of(model, cache_dtype="bfloat16"), *FORMATS[name])
+
+
+def random_batch(device: str) -> tuple[Tensor, Tensor]:
+    """Tokens and mask of rows that begin with 250, 170 and 3 tokens, padded on the left, and go on for 80."""
+    ids = torch.randint(3, VOCABULARY, (3, PROMPT + STEPS), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :80] = mask[2, : PROMPT - 3] = 0
+    return (ids * mask).to(device), mask.to(device)
+
+
+def context(model: hf.PreTrainedModel, cache: PlanCache) -> AbstractContextManager[None]:
+    return serving(model, cache.plan) if cache.static is None else paged_attention(model)
+
+
+def assert_like_the_dynamic_cache(model: hf.PreTrainedModel, static: PlanCache, tolerance: float) -> None:
+    """Logits of every step, and every page."""
+    ids, mask = random_batch(str(model.device))
+    dynamic, logits = PlanCache(static.plan, model.config, mask[:, :PROMPT]), []
+    for cache in (static, dynamic):
+        with context(model, cache):
+            logits.append(feed(model, cache, ids, range(PROMPT, PROMPT + STEPS), mask)[:, PROMPT:].float())
+    found, expected = logits
+    assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < tolerance
+    assert static.lengths == [PROMPT + STEPS, PROMPT + STEPS - 80, STEPS + 3]
+    assert static.nbytes == static.plan.nbytes([400] * 3, 400)
+    assert assert_same_pages(static, dynamic) > 0
+
+
+@pytest.mark.parametrize("formats", FORMAT_NAMES)
+@pytest.mark.parametrize("name", ["llama, 80", "gemma, 256"])
+def test_on_a_cpu(name: str, formats: str) -> None:
+    model = model_of(name, "cpu")
+    static = PlanCache(plan_for(model, formats), model.config, random_batch("cpu")[1][:, :PROMPT], max_tokens=400)
+    assert static.slow_layers.keys() == {0} and f"head size {SIZES[name]}" in static.slow_layers[0][0]
+    assert_like_the_dynamic_cache(model, static, 1e-4)
+
+
+class TestOnCuda:
+    pytestmark = on_gpu
+
+    def allocated(self, model: hf.PreTrainedModel, formats: str, batch: int, mask: Tensor | None = None) -> PlanCache:
+        cache = PlanCache(plan_for(model, formats), model.config, mask, max_tokens=400)
+        with pytest.warns(SlowPath, match=rf"layers 0: head size {model.config.head_dim},") as caught:
+            cache.allocate(batch, "cuda")
+        assert len(caught) == 1
+        return cache
+
+    @pytest.mark.parametrize("formats", FORMAT_NAMES)
+    @pytest.mark.parametrize("name", SIZES)
+    def test_logits_and_pages_are_those_of_the_dynamic_cache(self, name: str, formats: str) -> None:
+        """The kernels count queries as the cache rounds them, so that a model in fp32 would have other statistics."""
+        dtype, tolerance = (torch.bfloat16, 0.03) if formats == "queries" else (torch.float32, 1e-4)
+        model = model_of(name, "cuda", dtype)
+        static = self.allocated(model, formats, 3, random_batch("cuda")[1][:, :PROMPT])
+        assert_like_the_dynamic_cache(model, static, tolerance)
+        static.check()
+
+    @pytest.mark.parametrize("name", SIZES)
+    def test_it_generates_the_tokens_of_the_dynamic_cache(self, name: str) -> None:
+        model = model_of(name, "cuda")
+        ids, mask = (x[:, :PROMPT] for x in random_batch("cuda"))
+        static = self.allocated(model, "kitty", 3, mask)
+        found = []
+        for cache in (static, PlanCache(static.plan, model.config, mask)):
+            with context(model, cache):
+                found.append(
+                    model.generate(
+                        ids, past_key_values=cache, attention_mask=mask, max_new_tokens=140, do_sample=False,
+                        disable_compile=True,
+                    )
+                )  # fmt: skip
+        assert torch.equal(*found)
+
+    @torch.inference_mode()
+    @pytest.mark.parametrize(("name", "formats"), [("llama, 80", "kitty"), ("gemma, 256", "different sinks")])
+    def test_a_captured_step_is_an_eager_one_bit_for_bit_and_allocates_nothing(self, name: str, formats: str) -> None:
+        model, found = model_of(name, "cuda", torch.bfloat16), []
+        prompt = random_batch("cuda")[0][:2, 150:PROMPT]
+        with paged_attention(model):
+            for is_captured in (False, True):
+                step = Step(model, self.allocated(model, formats, 2), 2, 250)
+                call = step.capture().replay if is_captured else step
+                if is_captured:
+                    step.cache.reset()
+                step.begin(prompt)
+                before = allocations()
+                step.run(call)
+                assert allocations() == before or not is_captured
+                step.cache.check()
+                found.append(step.history)
+        assert torch.equal(*found)

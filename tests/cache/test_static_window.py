@@ -1,0 +1,307 @@
+"""Sliding-window layers of a static cache: the tokens, bytes and masks of the dynamic one, in a ring."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import transformers as hf
+from cache_cases import feed, model_plan, padded, random_ids, tiny_llama
+from tiny_models import built
+from torch import Tensor
+from transformers import CompileConfig, DynamicCache
+
+from kvcal import Plan, PlanCache, paged_attention
+from kvcal.cache.bounded_layer import BoundedLayer
+from kvcal.cache.static_layer import StaticLayer
+from kvcal.cache.static_window import StaticWindow
+from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.geometry import AttentionGeometry
+from kvcal.kernels.compile import cubin, resources
+from kvcal.kernels.decode import decode_defines
+from kvcal.kernels.reference import NO_ROOM
+from kvcal.kernels.refusals import refusals
+from kvcal.kernels.variants import window_variant
+from kvcal.kernels.window import append_window
+from kvcal.plan.format import Format
+from kvcal.plan.layer import LayerPlan
+from kvcal.plan.plan import Workload
+
+FAMILIES = ("gemma3", "gpt_oss", "mistral_all_sliding")
+RAGGED = (20, 3, 9)
+CUTS = [
+    range(20, 60),
+    (3, 4, 11, 20, *range(21, 60)),
+    (5, 6, 19, 20, 27, 28, 40, *range(41, 60)),
+    (1, 2, 3, 20, 33),
+]
+
+
+def two_bits(name: str) -> Plan:
+    return model_plan(built(name), Format(2, "channel", 32, 4), Format(2, "token", 32, 4, 5))
+
+
+def both(name: str, plan: Plan, ids: Tensor, cuts, mask: Tensor, prompt: int):
+    """The dynamic and the static cache, fed alike, and their logits."""
+    model, found = built(name), []
+    for max_tokens in (None, ids.shape[1]):
+        cache = PlanCache(plan, model.config, mask[:, :prompt], max_tokens=max_tokens)
+        with paged_attention(model):
+            found.append((cache, feed(model, cache, ids, cuts, mask)))
+    return found
+
+
+def ragged(new: int = 40) -> tuple[Tensor, Tensor]:
+    ids, mask = padded([random_ids(1, n, seed=n)[0] for n in RAGGED], max(RAGGED), "left")
+    ids = torch.cat([ids, random_ids(len(RAGGED), new)], dim=1).long()
+    return ids, torch.nn.functional.pad(mask, (0, new), value=1)
+
+
+def assert_same_windows(static: PlanCache, dynamic: PlanCache, exact: bool = True) -> int:
+    """What the dynamic cache holds of every row lies in the ring; how many tokens were compared. Behind a step, keys of
+    later layers differ in their last bits."""
+    count, columns = 0, dynamic.get_seq_length()
+    rows = dynamic.padding.rows
+    for ours, theirs in zip(static.layers, dynamic.layers, strict=True):
+        if not isinstance(theirs, BoundedLayer):
+            continue
+        assert isinstance(ours, StaticWindow) and theirs.keys is not None and theirs.values is not None
+        (store,) = ours.stores
+        held = theirs.keys.shape[2]
+        real = rows.mask(columns - held, held, torch.device("cpu"))
+        for row, length in enumerate(dynamic.lengths):
+            for side, dense in (("k", theirs.keys), ("v", theirs.values)):
+                expected = dense[row : row + 1, :, real[row]]
+                out = torch.empty_like(expected)
+                store.read(side, slice(row, row + 1), length, out)
+                assert torch.equal(out, expected) if exact else torch.allclose(out, expected, atol=1e-4)
+                count += out.shape[2]
+    return count
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ragged_prompts_chunks_and_steps_are_those_of_the_dynamic_cache(name: str, cuts) -> None:
+    """Windows of 6 tokens: chunks end before, on and behind them, and within padding."""
+    ids, mask = ragged()
+    (dynamic, expected), (static, found) = both(name, model_plan(built(name)), ids, cuts, mask, prompt=20)
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-4, rtol=1e-4)
+    assert assert_same_windows(static, dynamic, exact=cuts == CUTS[3]) > 0
+    assert static.lengths == [60, 43, 49]
+    assert static.nbytes == static.plan.nbytes([60] * 3)
+
+
+@pytest.mark.parametrize("cuts", [(50, 129, 130, 200, 300), (7, 128, 256)])
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+def test_chunks_of_long_prompts_beside_packed_pages(name: str, cuts: tuple[int, ...]) -> None:
+    """Without a step nothing differs, not even in the last bit: both caches attend densely to the same tokens."""
+    ids, mask = padded([random_ids(1, n, seed=n)[0] for n in (320, 150, 3)], 320, "left")
+    (dynamic, expected), (static, found) = both(name, two_bits(name), ids.long(), cuts, mask, prompt=320)
+    assert torch.equal(found[mask.bool()], expected[mask.bool()])
+    assert assert_same_windows(static, dynamic) > 0
+
+
+@pytest.mark.parametrize("window", [2, 3, 17, 64, 65])
+@pytest.mark.parametrize("max_tokens", [40, 64, 65, 100])
+def test_windows_and_rooms_of_any_size(window: int, max_tokens: int) -> None:
+    model = windowed(window)
+    plan, ids = model_plan(model), random_ids(2, min(max_tokens, 80))
+    dynamic, static = (PlanCache(plan, model.config, max_tokens=size) for size in (None, max_tokens))
+    with paged_attention(model):
+        expected, found = (feed(model, cache, ids, range(1, 80)) for cache in (dynamic, static))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert static.nbytes == plan.nbytes([max_tokens] * 2)
+    assert assert_same_windows(static, dynamic, exact=False) > 0
+
+
+def windowed(window: int, num_layers: int = 2) -> hf.PreTrainedModel:
+    """4 query heads for each KV head; every layer slides."""
+    config = hf.MistralConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=num_layers, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=8, vocab_size=64, max_position_embeddings=512, sliding_window=window,
+    )  # fmt: skip
+    torch.manual_seed(window)
+    model = hf.MistralForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+@pytest.mark.parametrize("lengths", [(0, 0), (4, 7), (6, 5), (30, 2)])
+def test_the_step_in_fp64(lengths: tuple[int, int]) -> None:
+    """softcap, a logit without a value, rows that have filled their window and rows that have not."""
+    plan, batch, window = slid_plan(6, dim=8), 2, 6
+    static = PlanCache(plan, windowed(6, 1).config, max_tokens=40)
+    static.allocate(batch, "cpu")
+    (layer,) = static.static_layers
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(batch, n, 31, 8, generator=generator) for n in (8, 2, 2))
+    s_aux = torch.randn(8, generator=generator)
+    for row, length in enumerate(lengths):
+        if length:
+            new = {"k": k[row : row + 1, :, :length], "v": v[row : row + 1, :, :length]}
+            layer.stores[0].extend(slice(row, row + 1), 0, new, None)
+    static.static.lengths.copy_(torch.tensor(lengths))
+    new = [torch.stack([x[row, :, length : length + 1] for row, length in enumerate(lengths)]) for x in (q, k, v)]
+    out = layer.attend(*new, s_aux, 0.3, 2.5)
+    for row, length in enumerate(lengths):
+        seen = range(max(0, length - window + 1), length + 1)
+        for head in range(8):
+            dots = [float(q[row, head, length].double() @ k[row, head // 4, at].double()) for at in seen]
+            weights = [math.exp(2.5 * math.tanh(0.3 * dot / 2.5)) for dot in dots]
+            total = sum(weights) + math.exp(float(s_aux[head]))
+            expected = sum(w / total * v[row, head // 4, at].double() for w, at in zip(weights, seen, strict=True))
+            torch.testing.assert_close(out[row, 0, head].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def slid_plan(window: int, dim: int, num_layers: int = 1) -> Plan:
+    layers = tuple(LayerPlan(AttentionGeometry(index, 8, 2, dim, dim, window)) for index in range(num_layers))
+    return Plan(model_plan(windowed(6, 1)).model, "float32", layers, Workload(2, 100), {})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_generate_gives_the_tokens_of_the_models_own_cache(name: str) -> None:
+    model, plan = built(name), model_plan(built(name))
+    ids, mask = ragged(0)
+    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "attention_mask": mask}
+    expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
+    static = PlanCache(plan, model.config, mask, max_tokens=60)
+    with paged_attention(model):
+        for chunk in (None, 7):
+            assert torch.equal(
+                model.generate(ids, past_key_values=static, prefill_chunk_size=chunk, **options), expected
+            )
+            static.reset()
+
+
+def test_beams_reorder_rings() -> None:
+    model, ids = built("gemma3"), random_ids(2, 15)
+    options = {"max_new_tokens": 25, "num_beams": 3, "do_sample": False, "eos_token_id": None}
+    options["attention_mask"] = torch.ones_like(ids)
+    expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
+    static = PlanCache(model_plan(model), model.config, max_tokens=40)
+    with paged_attention(model):
+        assert torch.equal(model.generate(ids, past_key_values=static, **options), expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_step_compiles_into_one_graph(name: str) -> None:
+    model, plan, ids = built(name), model_plan(built(name)), random_ids(2, 9)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    config = CompileConfig(backend=backend, mode=None, fullgraph=True)
+    config._compile_all_devices = True  # transformers compiles for GPUs alone otherwise
+    cache = PlanCache(plan, model.config, max_tokens=60)
+    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
+    with paged_attention(model):
+        expected = model.generate(ids, past_key_values=cache, **options)
+        assert not graphs
+        cache.reset()
+        assert torch.equal(model.generate(ids, past_key_values=cache, compile_config=config, **options), expected)
+    assert len(graphs) == 1
+    del model._compiled_call, model._last_compile_config  # the model is shared with other tests
+
+
+def test_memory_stays_where_it_is_and_is_used_again() -> None:
+    model, plan, ids = built("gemma3"), two_bits("gemma3"), random_ids(2, 200)
+    used, fresh = (PlanCache(plan, model.config, max_tokens=240) for _ in range(2))
+    used.allocate(2, "cpu")
+    before = [tensor.data_ptr() for layer in used.static_layers for tensor in layer.tensors]
+    with paged_attention(model):
+        feed(model, used, random_ids(2, 220, seed=3), range(100, 220))
+        used.reset()
+        found, expected = (feed(model, cache, ids, range(150, 200)) for cache in (used, fresh))
+        assert torch.equal(found, expected)
+        order = torch.tensor([1, 0])
+        used.reorder_cache(order)
+        rest = random_ids(2, 20, seed=5)
+        found, expected = feed(model, used, rest[order], range(1, 20)), feed(model, fresh, rest, range(1, 20))[order]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)  # a row's last bits depend on its place
+    assert [tensor.data_ptr() for layer in used.static_layers for tensor in layer.tensors] == before
+    scratch = 2 * 2 * 1 * 16 * 4  # the leaving token: sides, rows, heads, channels of fp32
+    assert used.workspace_nbytes == 4 * 2 + 8 + 4 + scratch
+
+
+def test_tokens_are_removed_while_the_window_has_room() -> None:
+    model, plan, ids = built("mistral_all_sliding"), model_plan(built("mistral_all_sliding")), random_ids(2, 30)
+    cache, straight = (PlanCache(plan, model.config, max_tokens=40) for _ in range(2))
+    with paged_attention(model):
+        feed(model, cache, ids[:, :5])
+        cache.crop(-3)
+        feed(model, straight, ids[:, :2])
+        found, expected = (feed(model, each, ids[:, 5:], range(1, 25)) for each in (cache, straight))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(UsageError, match=r"cannot remove 1 of 27 tokens: .* have left the sliding window of 6"):
+        cache.crop(-1)
+    assert cache.lengths == [27, 27]
+
+
+def test_what_a_static_window_cannot_be() -> None:
+    model = built("gemma3")
+    plan = model_plan(model)
+    right = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    with pytest.raises(UnsupportedModel, match=r"row 0 .* padded behind its tokens \(columns 3 to 3\)") as error:
+        PlanCache(plan, model.config, right, max_tokens=40)
+    assert "padding_side = 'left'" in str(error.value.hint)
+    cache = PlanCache(plan, model.config, right.flip(1), max_tokens=40)
+    with pytest.raises(UnsupportedModel, match="padded behind its tokens"):
+        cache.reset(right)
+    PlanCache(plan, model.config, right)
+    PlanCache(model_plan(tiny_llama()), tiny_llama().config, right, max_tokens=40)
+    chunked = built("llama4")
+    with pytest.raises(UnsupportedModel, match="cannot hold layer 0: it attends in chunks") as error:
+        PlanCache(model_plan(chunked), chunked.config, max_tokens=40)
+    with pytest.raises(UnsupportedModel, match="cannot hold layer 0: its sliding window of 1 token keeps nothing"):
+        PlanCache(slid_plan(1, 8), windowed(1, 1).config, max_tokens=40)
+
+
+def test_the_kernels_take_windows_of_their_head_sizes() -> None:
+    fine, odd = (LayerPlan(AttentionGeometry(0, 8, 2, dim, dim, 128)) for dim in (128, 20))
+    assert not list(refusals(fine, "bfloat16")) and len(list(refusals(odd, "float32"))) == 2
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
+def test_the_kernels_compile(capability: tuple[int, int]) -> None:
+    arch = f"sm_{capability[0]}{capability[1]}"
+    found = resources(cubin("window", {}, arch))["append_window"]
+    assert found.local_bytes == 0 and found.static_shared_bytes == 0
+    variant = window_variant(AttentionGeometry(0, 64, 8, 64, 64, 128), 127, "bfloat16")
+    found = resources(cubin("decode", decode_defines(variant, "bfloat16", True, capability), arch))["decode"]
+    assert found.local_bytes <= 256
+
+
+@pytest.mark.parametrize("ring", [1, 5])
+def test_the_operator_declares_what_it_does(ring: int) -> None:
+    """torch's own checks, and the room that a row has."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(3, 2, 8, generator=generator) for _ in range(2))
+    stores = [torch.randn(3, 2, n, 8, generator=generator).bfloat16() for n in (1, ring, 1, ring)]
+    lengths, error = torch.tensor([0, 5, 12], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    args = (k, v, *stores, lengths, error, 13)
+    torch.library.opcheck(torch.ops.kvcal.append_window.default, args, test_utils=("test_schema", "test_faketensor"))
+    before = [tensor.clone() for tensor in stores]
+    append_window(*args)
+    for new, leaving, filled, old in ((k, *stores[:2], before[1]), (v, *stores[2:], before[3])):
+        for row, length in enumerate(lengths.tolist()):
+            slot = length % ring
+            assert torch.equal(filled[row, :, slot], new[row].bfloat16())
+            gone = old[row, :, slot] if length >= ring else new[row].bfloat16()
+            assert torch.equal(leaving[row, :, 0], gone)
+            assert filled[row].ne(old[row]).any(-1).any(0).sum() == 1
+    assert int(error) == 0
+    append_window(*args[:-1], 12)
+    assert int(error) == NO_ROOM
+
+
+def test_full_layers_are_not_windows() -> None:
+    model = built("gemma3")
+    cache = PlanCache(model_plan(model), model.config, max_tokens=40)
+    kinds = [type(layer) for layer in cache.layers]
+    assert kinds == [StaticWindow, StaticWindow, StaticLayer, StaticWindow]
+    assert cache.is_sliding == [True, True, False, True] and cache.is_compileable

@@ -1,0 +1,151 @@
+"""One context serves many threads: every request reads its own cache, whichever thread runs when."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from cache_cases import feed, random_ids, tiny_llama
+from static_cases import plan_for
+from tiny_models import built, measured
+from torch import Tensor
+
+from kvcal import Plan, PlanCache, hear_queries, paged_attention
+from kvcal.errors import UsageError
+from kvcal.models.taps import Captured, tap
+
+THREADS, REQUESTS, PROMPT, STEPS = 4, 12, 134, 5
+CONTEXTS: dict[str, Callable[..., AbstractContextManager[None]]] = {"paged": paged_attention, "queries": hear_queries}
+
+
+@pytest.fixture(autouse=True)
+def threads_take_turns() -> Iterator[None]:
+    """As often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def request(model: torch.nn.Module, plan: Plan, max_tokens: int | None, seed: int) -> Tensor:
+    """Logits of a prompt that fills a page and of steps behind it, through a cache of its own."""
+    cache = PlanCache(plan, model.config, max_tokens=max_tokens)
+    logits = feed(model, cache, random_ids(1, PROMPT + STEPS, seed), range(PROMPT, PROMPT + STEPS))
+    assert cache.lengths == [PROMPT + STEPS]
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("context", "name", "max_tokens"),
+    [("paged", "kivi", 160), ("paged", "queries", 160), ("paged", "queries", None), ("queries", "queries", None)],
+)
+def test_every_request_is_what_it_is_alone(context: str, name: str, max_tokens: int | None) -> None:
+    model, plan = tiny_llama(2, 2), plan_for(name, num_layers=2)
+    with CONTEXTS[context](model), ThreadPoolExecutor(THREADS) as pool:
+        alone = [request(model, plan, max_tokens, seed) for seed in range(REQUESTS)]
+        together = list(pool.map(lambda seed: request(model, plan, max_tokens, seed), range(REQUESTS)))
+    for found, expected in zip(together, alone, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_compiled_step_serves_the_cache_that_it_is_called_with() -> None:
+    model, plan = tiny_llama(2, 2), plan_for("kivi", num_layers=2)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def step(token: Tensor, position: Tensor, cache: PlanCache) -> Tensor:
+        return model(token, position_ids=position, past_key_values=cache).logits
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+
+    def decoded(seed: int, one: Callable[[Tensor, Tensor, PlanCache], Tensor]) -> Tensor:
+        cache, ids = PlanCache(plan, model.config, max_tokens=160), random_ids(1, PROMPT + STEPS, seed)
+        feed(model, cache, ids[:, :PROMPT])
+        with torch.no_grad():
+            places = range(PROMPT, PROMPT + STEPS)
+            return torch.cat([one(ids[:, i : i + 1], torch.full((1, 1), i), cache) for i in places], 1)
+
+    with paged_attention(model), ThreadPoolExecutor(THREADS) as pool:
+        alone = [decoded(seed, step) for seed in range(REQUESTS)]
+        decoded(0, compiled)
+        together = list(pool.map(lambda seed: decoded(seed, compiled), range(REQUESTS)))
+    assert all(torch.equal(found, expected) for found, expected in zip(together, alone, strict=True))
+    assert len(graphs) < 8  # as many as caches would be one for each request
+
+
+def test_two_models_at_a_time() -> None:
+    plans = {heads: plan_for("kivi", heads, num_layers=2) for heads in (1, 2)}
+    alone, start = {}, threading.Barrier(2, timeout=20)
+
+    def served(heads: int) -> list[Tensor]:
+        with paged_attention(tiny_llama(heads, 2)):
+            start.wait()
+            return [request(tiny_llama(heads, 2), plans[heads], 160, seed) for seed in range(4)]
+
+    for heads in plans:
+        with paged_attention(tiny_llama(heads, 2)):
+            alone[heads] = [request(tiny_llama(heads, 2), plans[heads], 160, seed) for seed in range(4)]
+    with ThreadPoolExecutor(2) as pool:
+        together = dict(zip(plans, pool.map(served, plans), strict=True))
+    for heads in plans:
+        for found, expected in zip(together[heads], alone[heads], strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        assert tiny_llama(heads, 2).config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_one_thread_enters_a_context(context: str) -> None:
+    """A second one says so, whether it comes later or at the same time; and both leave the model as it was."""
+    model, start, rounds = tiny_llama(2, 1), threading.Barrier(THREADS, timeout=20), 20
+    inside = threading.Barrier(THREADS, timeout=20)
+
+    def entered(_: int) -> int:
+        count = 0
+        for _ in range(rounds):
+            start.wait()
+            try:
+                with CONTEXTS[context](model):
+                    count += 1
+                    inside.wait()
+            except UsageError as error:
+                assert "tapped already" in str(error)
+                inside.wait()
+        return count
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        assert sum(pool.map(entered, range(THREADS))) == rounds
+        with CONTEXTS[context](model), pytest.raises(UsageError, match="tapped already"):
+            pool.submit(CONTEXTS[context](model).__enter__).result()
+    assert model.config._attn_implementation == "sdpa" and not model.get_decoder()._forward_pre_hooks
+
+
+def test_a_tap_tells_the_layers_of_a_thread_apart_from_anothers() -> None:
+    model, geometry = built("llama"), measured("llama")
+    seen: dict[int, list[Captured]] = {}
+
+    def observe(captured: Captured) -> None:
+        seen.setdefault(threading.get_ident(), []).append(captured)
+
+    def tapped(seed: int) -> list[Captured]:
+        seen[threading.get_ident()] = []
+        with torch.no_grad():
+            model(input_ids=random_ids(1, 9, seed), use_cache=False)
+        return seen[threading.get_ident()]
+
+    with tap(model, observe, geometry), ThreadPoolExecutor(THREADS) as pool:
+        alone = [tapped(seed) for seed in range(REQUESTS)]
+        together = list(pool.map(tapped, range(REQUESTS)))
+    for found, expected in zip(together, alone, strict=True):
+        assert [captured.layer for captured in found] == [0, 1, 2]
+        for one, other in zip(found, expected, strict=True):
+            assert one.k_pre_BNTD is not None and other.k_pre_BNTD is not None
+            torch.testing.assert_close(one.k_pre_BNTD, other.k_pre_BNTD)
+            torch.testing.assert_close(one.v_BNTD, other.v_BNTD)

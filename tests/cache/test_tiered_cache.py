@@ -1,0 +1,383 @@
+"""Boosted keys through the cache: bytes, pages, contents and decoding with Kitty's recipes, and with other tiers."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cache_cases import (
+    HEAD_DIM,
+    assert_exact_bytes,
+    attended,
+    feed,
+    llama_plan,
+    padded,
+    plan_of,
+    random_ids,
+    random_qkv,
+    random_states,
+    tiny_llama,
+)
+from oracles import ITEM_BYTES, num_pages
+from oracles import record_bytes as plain_record_bytes
+from tier_oracle import OraclePage, record_bytes
+from torch import Tensor
+
+from kvcal import Plan, PlanCache, hear_queries, load_plan, save_plan
+from kvcal.errors import UsageError
+from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, Geometry
+from kvcal.pages.scores import channel_scores
+from kvcal.plan.format import RAW, Boost, Format, Tier
+from kvcal.plan.layer import LayerPlan
+from kvcal.recipe import load_recipe
+
+TOKENS = (1, 63, 127, 128, 129, 1000)
+HEADS = 4
+GQA = {1: 8, 4: 2, 8: 1}  # query heads per KV head -> KV heads of the tiny model
+
+
+def recipe_formats(name: str) -> tuple[Format, Format]:
+    formats = load_recipe(name).formats
+    assert formats is not None
+    return formats.k, formats.v
+
+
+def boosted(score: str, *tiers: Tier, **changes) -> Format:
+    return replace(Format(2, "channel", 32, 5, boost=Boost(score, tiers)), **changes)
+
+
+KITTY, KITTY_PRO = recipe_formats("kitty"), recipe_formats("kitty-pro")
+THREE_TIERS = boosted("range", Tier(16, 0.25, 2.0), Tier(4, 0.5, 0.9), recent_window=17, num_sink_tokens=0)
+BASE_4 = boosted("variance", Tier(8, 0.375), num_bits=4, param_dtype="bfloat16")
+QUERY = boosted("query_range", Tier(16, 0.25, 1.5), Tier(4, 0.25, 0.5))
+V = Format(2, "token", 32, recent_window=33)
+# Boosted and plain heads side by side.
+PER_HEAD = llama_plan((THREE_TIERS, BASE_4, Format(2, "channel", 64), KITTY[0]), V, HEADS, num_layers=1)
+
+
+def plan_with(name: str, num_kv_heads: int = 2, cache_dtype: str = "float32", num_layers: int = 2) -> Plan:
+    formats = {"kitty": KITTY, "kitty-pro": KITTY_PRO, "three tiers": (THREE_TIERS, V), "base 4": (BASE_4, V)}
+    return llama_plan(*formats[name], num_kv_heads, cache_dtype, num_layers)
+
+
+def tiers_of(fmt: Format, head_dim: int = HEAD_DIM) -> tuple[tuple[int, int, float | None], ...]:
+    assert fmt.boost is not None
+    return tuple((tier.num_bits, max(1, round(tier.share * head_dim)), tier.above) for tier in fmt.boost.tiers)
+
+
+def bytes_by_hand(plan: Plan, lengths: list[int]) -> int:
+    total = 0
+    for layer in plan.layers:
+        for side, formats in (("k", layer.k), ("v", layer.v)):
+            for fmt in formats * (layer.attention.num_kv_heads // len(formats)):
+                dtypes = fmt.param_dtype, plan.cache_dtype
+                if fmt.boost is None:
+                    record = plain_record_bytes(fmt.num_bits, side, fmt.axis, fmt.group_size, HEAD_DIM, *dtypes)
+                else:
+                    record = record_bytes(fmt.num_bits, tiers_of(fmt), fmt.group_size, HEAD_DIM, *dtypes)
+                raw = (fmt.num_sink_tokens + fmt.recent_window + 128) * HEAD_DIM * ITEM_BYTES[plan.cache_dtype]
+                total += sum(raw + num_pages(n, fmt.num_sink_tokens, fmt.recent_window) * record for n in lengths)
+    return total
+
+
+def test_the_recipes_are_the_papers_settings():
+    for name, share in (("kitty", 0.125), ("kitty-pro", 0.25)):
+        k, v = recipe_formats(name)
+        assert k == Format(2, "channel", 128, 32, 0, "float16", Boost("magnitude", (Tier(4, share),)))
+        assert v == Format(2, "token", 128, 32, 128, "float16")
+
+
+@pytest.mark.parametrize(
+    ("formats", "record", "bits"), [(KITTY, 5248, 2.40625), (KITTY_PRO, 5760, 2.53125)], ids=["kitty", "kitty-pro"]
+)
+def test_heads_of_128_take_the_bits_of_the_paper(formats, record, bits):
+    """2.41 and 2.53 bits a value with all that a page holds; sinks and buffers of 448 tokens come on top."""
+    geometry = Geometry("llama", "bfloat16", (AttentionGeometry(0, 32, 8, 128, 128),))
+    plan = plan_of(geometry, *formats)
+    tokens = 32 + 128 + 128 * 1000
+    assert plan.nbytes([tokens]) - plan.nbytes([160]) == 8 * 1000 * (record + 4608)
+    assert 8 * (record + 4608) / (2 * 128 * 128) == bits
+    assert plan.nbytes([1]) == 8 * 256 * (32 + 128 + 32 + 256)
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "cache_dtype"),
+    [
+        ("kitty", 1, "bfloat16"),
+        ("kitty", 4, "float32"),
+        ("kitty", 8, "float16"),
+        ("kitty-pro", 4, "bfloat16"),
+        ("three tiers", 4, "bfloat16"),
+        ("three tiers", 8, "float32"),
+        ("base 4", 1, "float32"),
+    ],
+)
+def test_predicted_bytes_are_allocated(name, group, cache_dtype):
+    heads = GQA[group]
+    plan = plan_with(name, heads, cache_dtype)
+    model, ids = tiny_llama(heads), random_ids(1, TOKENS[-1])
+    cache, start = PlanCache(plan, model.config), 0
+    for stop in TOKENS:
+        feed(model, cache, ids[:, start:stop])
+        assert_exact_bytes(cache, [stop])
+        assert cache.nbytes == bytes_by_hand(plan, [stop])
+        start = stop
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["kitty", "three tiers"])
+def test_predicted_bytes_are_allocated_for_ragged_batches(name, side):
+    plan = plan_with(name)
+    states, mask = padded([random_states(1, 2, length)[0] for length in (1000, 129, 1)], 1000, side)
+    cache, start = PlanCache(plan, tiny_llama().config, attention_mask=mask), 0
+    for stop in TOKENS:
+        for layer in range(2):
+            cache.update(states[:, :, start:stop], states[:, :, start:stop], layer)
+        lengths = mask[:, :stop].sum(1).tolist()
+        assert_exact_bytes(cache, lengths, stop)
+        assert cache.nbytes == bytes_by_hand(plan, lengths)
+        start = stop
+    more = random_states(3, 2, 200, seed=1)
+    for part in more.split([1, 126, 73], dim=2):
+        for layer in range(2):
+            cache.update(part, part, layer)
+    assert_exact_bytes(cache, [1200, 329, 201], 1200)
+    assert cache.nbytes == bytes_by_hand(plan, [1200, 329, 201])
+
+
+class Contents:
+    """What keys [B, N, T, D] must be stored as under ``PER_HEAD``, page by page, by the oracle."""
+
+    def __init__(self, plan: Plan, keys: Tensor) -> None:
+        self.plan, self.keys = plan, keys.to(CACHE_DTYPES[plan.cache_dtype])
+        self.pages: dict[tuple[int, int, int], OraclePage] = {}
+
+    def page(self, row: int, head: int, number: int) -> OraclePage:
+        if (row, head, number) not in self.pages:
+            fmt = self.plan.layers[0].head_formats("k")[head]
+            start = fmt.num_sink_tokens + 128 * number
+            tokens = self.keys[row, head, start : start + 128]
+            score = "magnitude" if fmt.boost is None else fmt.boost.score
+            tiers = () if fmt.boost is None else tiers_of(fmt)
+            scores = channel_scores(score, tokens, page=number, head=head).tolist()
+            self.pages[row, head, number] = OraclePage(
+                tokens, scores, fmt.num_bits, tiers, fmt.group_size, fmt.param_dtype, self.plan.cache_dtype
+            )
+        return self.pages[row, head, number]
+
+    def after(self, num_tokens: int) -> Tensor:
+        """[B, N, num_tokens, D] fp32."""
+        out = self.keys[:, :, :num_tokens].float()
+        for head, fmt in enumerate(self.plan.layers[0].head_formats("k")):
+            for number in range(num_pages(num_tokens, fmt.num_sink_tokens, fmt.recent_window)):
+                start = fmt.num_sink_tokens + 128 * number
+                for row in range(len(out)):
+                    out[row, head, start : start + 128] = self.page(row, head, number).decoded
+        return out
+
+
+@pytest.mark.parametrize("cache_dtype", ["float32", "bfloat16"])
+def test_pages_are_the_encoding_of_the_very_tokens(cache_dtype):
+    """Sinks and buffer are raw, and pages are what the oracle makes of their tokens; token by token where one fills."""
+    plan = replace(PER_HEAD, cache_dtype=cache_dtype)
+    keys = random_states(2, HEADS, 300, seed=1)
+    contents, cache = Contents(plan, keys), PlanCache(plan, tiny_llama(HEADS, 1).config)
+    counts = [0, *range(126, 147), *range(158, 163), *range(254, 263), *range(270, 291, 4), 300]
+    for count, following in itertools.pairwise(counts):
+        found, _ = cache.update(keys[:, :, count:following], keys[:, :, count:following], 0)
+        assert torch.equal(found[:, :, :count], contents.after(count)), count
+    written = 0
+    for part in cache.layers[0].sides["k"]:
+        for row, pages in enumerate(part.pages.split(part.num_pages)):
+            for number, head in itertools.product(range(pages.shape[0]), range(pages.shape[1])):
+                if part.format.boost is not None:
+                    record = contents.page(row, part.heads.start + head, number).record
+                    assert pages[number, head].numpy().tobytes() == record
+                    written += 1
+    assert written == 2 * (2 + 2 + 2)
+
+
+@pytest.mark.parametrize("sizes", [(300,), (3, 127, 1, 169), (160, 140)])
+def test_chunks_write_the_pages_of_single_steps(sizes):
+    keys = random_states(2, HEADS, 300, seed=1)
+    contents, cache = Contents(PER_HEAD, keys), PlanCache(PER_HEAD, tiny_llama(HEADS, 1).config)
+    for part in keys.split(list(sizes), dim=2):
+        cache.update(part, part, 0)
+    found, _ = cache.update(keys[:, :, :1], keys[:, :, :1], 0)
+    assert torch.equal(found[:, :, :300], contents.after(300))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_of_a_ragged_batch_are_rows_alone(side):
+    """Groups never cross sequences; channels at random are those of the page and head, not of the row."""
+    plan = llama_plan(boosted("random", Tier(4, 0.25)), V, HEADS, num_layers=1)
+    rows = [random_states(1, HEADS, length, seed=length)[0] for length in (300, 140, 5)]
+    states, mask = padded(rows, 300, side, filling=float("nan"))
+    more, config = random_states(3, HEADS, 150, seed=7), tiny_llama(HEADS, 1).config
+    cache = PlanCache(plan, config, attention_mask=mask)
+    for part in (states, *more.split(2, dim=2), more[:, :, :0]):
+        found, _ = cache.update(part, part, 0)
+    for number, row in enumerate(rows):
+        alone, mine = PlanCache(plan, config), more[number : number + 1]
+        for part in (row[None], *mine.split(50, dim=2), mine[:, :, :0]):
+            expected, _ = alone.update(part, part, 0)
+        columns = torch.cat([mask[number].bool(), torch.ones(150, dtype=torch.bool)])
+        assert torch.equal(found[number][:, columns], expected[0])
+        assert alone.nbytes == plan.nbytes([row.shape[1] + 150])
+
+
+@pytest.mark.parametrize(("name", "group"), [("kitty", 1), ("kitty", 4), ("kitty", 8), ("three tiers", 4)])
+def test_generate_keeps_bytes_exact_and_rows_apart(name, group):
+    """Pages fill while a ragged batch is generated; every row writes what it would write alone."""
+    heads, lengths, width = GQA[group], (250, 120, 9), 250
+    plan, model = plan_with(name, heads), tiny_llama(heads)
+    ids, mask = padded([random_ids(1, length, seed=length)[0] for length in lengths], width, "left")
+    cache = PlanCache(plan, model.config, attention_mask=mask)
+    options = {"do_sample": False, "max_new_tokens": 50}
+    found = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **options)
+    assert_exact_bytes(cache, [length + 49 for length in lengths], width + 49)
+    fmt = plan.layers[0].k[0]
+    assert sum(fmt.num_pages(length + 49) > fmt.num_pages(length) for length in lengths) in (1, 2)
+    for row, length in enumerate(lengths):
+        alone = ids[row : row + 1, width - length :]
+        expected = model.generate(
+            input_ids=alone,
+            attention_mask=torch.ones_like(alone),
+            past_key_values=PlanCache(plan, model.config),
+            **options,
+        )
+        assert torch.equal(found[row, width:], expected[0, length:])
+
+
+@pytest.mark.parametrize("kept", [299, 288, 287, 160, 159, 100, 32, 1])
+def test_crop_keeps_what_was_read(kept):
+    """Into the buffer, into pages and into the sinks: what is left of a page goes back to the buffer as decoded."""
+    cache, states = PlanCache(PER_HEAD, tiny_llama(HEADS, 1).config), random_states(2, HEADS, 300)
+    nothing = states[:, :, :0]
+    cache.update(states, states, 0)
+    before = cache.update(nothing, nothing, 0)
+    cache.crop(kept - 300)
+    assert_exact_bytes(cache, [kept, kept])
+    for now, then in zip(cache.update(nothing, nothing, 0), before, strict=True):
+        assert torch.equal(now, then[:, :, :kept])
+    cache.update(states, states, 0)
+    assert_exact_bytes(cache, [kept + 300] * 2)
+
+
+def test_rows_are_selected_with_their_pages():
+    lengths = (300, 170, 40)
+    states, mask = padded([random_states(1, HEADS, n, seed=n)[0] for n in lengths], 300, "left")
+    nothing = states[:, :, :0]
+    cache = PlanCache(PER_HEAD, tiny_llama(HEADS, 1).config, attention_mask=mask)
+    cache.update(states, states, 0)
+    before = cache.update(nothing, nothing, 0)
+    rows = [2, 0, 0]
+    cache.batch_select_indices(torch.tensor(rows))
+    assert_exact_bytes(cache, [lengths[row] for row in rows], 300)
+    for now, then in zip(cache.update(nothing, nothing, 0), before, strict=True):
+        assert torch.equal(now, then[rows])
+
+
+def test_more_boosted_channels_leave_less_error():
+    """All of them are a plain 4-bit cache; none a plain 2-bit one."""
+    keys, config = random_states(2, 2, 300, seed=3), tiny_llama(2, 1).config
+
+    def read(fmt: Format) -> Tensor:
+        cache = PlanCache(llama_plan(fmt, V, num_layers=1), config)
+        for part in (keys, keys[:, :, :1]):
+            found, _ = cache.update(part, part, 0)
+        return found[:, :, :300]
+
+    plain = {bits: read(Format(bits, "channel", 64, 8)) for bits in (2, 4)}
+    by_share = [
+        read(boosted("variance", Tier(4, share), group_size=64, num_sink_tokens=8))
+        for share in (0.125, 0.25, 0.5, 0.75, 1.0)
+    ]
+    assert torch.equal(by_share[-1], plain[4])
+    errors = [(found - keys).square().sum().item() for found in (plain[2], *by_share)]
+    assert errors == sorted(errors, reverse=True) and len(set(errors)) == 6
+    assert errors[1] < 0.2 * errors[0]  # one channel of the eight is the outlier
+
+
+@pytest.mark.parametrize("score", ["query_range", "running_query_range"])
+def test_query_scores_weigh_channels_by_the_queries_since_the_last_page_or_by_all(score):
+    """Pages of the first chunk meet its queries, padding left out; the next page those after it, or all so far."""
+    fmt, heads, group = boosted(score, *QUERY.boost.tiers), 2, 4
+    plan = llama_plan(fmt, V, heads, num_layers=1)
+    keys, queries = random_states(2, heads, 300, seed=1), random_states(2, heads * group, 300, seed=2)
+    keys[..., 1] /= 20.0  # queries decide
+    queries[1, :, :, 1] /= 400.0
+    mask = torch.ones(2, 160, dtype=torch.long)
+    mask[1, :7] = 0
+    cache = PlanCache(plan, tiny_llama(heads, 1).config, attention_mask=mask)
+    layer = cache.layers[0]
+    for part in (slice(0, 160), slice(160, 240), slice(240, 300)):
+        cache.update(keys[:, :, part], keys[:, :, part], 0)
+        layer.observe_queries(queries[:, :, part])
+    # Row 0: tokens 5 - 132 after the first chunk, 133 - 260 after the third. Row 1 begins at column 7.
+    heard = {(0, 0): (0, 160), (0, 1): (160, 300), (1, 0): (7, 160), (1, 1): (160, 300)}
+    if score == "running_query_range":
+        heard |= {(0, 1): (0, 300), (1, 1): (7, 300)}
+    (part,) = layer.sides["k"]
+    layout = fmt.layout("k", heads, HEAD_DIM, "float32", 2)
+    chosen = set()
+    for (row, number), (start, stop) in heard.items():
+        begin = (7 if row else 0) + 5 + 128 * number
+        tokens = keys[row, :, begin : begin + 128]
+        mean = queries[row, :, start:stop].double().unflatten(0, (heads, group)).abs().mean((1, 2))
+        expected = layout.encode(tokens, channel_scores(score, tokens, mean))
+        found = part.records([(row, number, number + 1)])[0]
+        assert torch.equal(found, expected)
+        bits = layout.channel_bits(found)
+        assert set(bits.flatten().tolist()) <= {2, 4, 16}
+        chosen.add((row, tuple(bits[0].tolist())))
+        without = layout.encode(tokens, channel_scores("range", tokens))
+        assert not torch.equal(found, without)
+    assert {row for row, bits in chosen if bits[1] == 16} == {0}  # the channel that only row 0's queries look at
+
+
+@pytest.mark.parametrize("score", ["query_range", "running_query_range", "query_magnitude"])
+def test_query_scores_generate_when_the_model_is_heard(score):
+    plan = llama_plan(boosted(score, Tier(4, 0.25)), V)
+    model, lengths = tiny_llama(), (150, 120)
+    ids, mask = padded([random_ids(1, length, seed=length)[0] for length in lengths], 150, "left")
+    cache = PlanCache(plan, model.config, attention_mask=mask)
+    options = {"do_sample": False, "max_new_tokens": 60}
+    with hear_queries(model):
+        model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **options)
+    assert_exact_bytes(cache, [209, 179], 209)
+    deaf = PlanCache(plan, model.config)
+    with pytest.raises(UsageError, match="chooses channels by queries, and hears none"):
+        model.generate(input_ids=ids[:1], past_key_values=deaf, **options)
+
+
+def test_chunks_cut_at_pages_equal_single_steps():
+    plan, given = plan_with("kitty", num_layers=1), random_qkv(2, 2, 200)
+    chunked, stepped, exact = (
+        PlanCache(each, tiny_llama(2, 1).config) for each in (plan, plan, llama_plan(RAW, RAW, num_layers=1))
+    )
+    by_step = attended(stepped, *given, range(150, 200))
+    torch.testing.assert_close(attended(chunked, *given, None), by_step, atol=1e-4, rtol=1e-4)
+    assert (by_step - attended(exact, *given)).abs().max() > 1e-2  # quantization is really there
+
+
+def test_a_boosted_plan_survives_its_file(tmp_path: Path):
+    plan = llama_plan((THREE_TIERS, QUERY), V)
+    save_plan(plan, tmp_path / "plan.safetensors")
+    loaded = load_plan(tmp_path / "plan.safetensors")
+    assert loaded.layers == plan.layers and loaded.nbytes([999]) == plan.nbytes([999])
+
+
+def test_boosts_that_cannot_be_stored_are_refused():
+    with pytest.raises(ValueError, match="boost needs axis 'channel'"):
+        replace(KITTY[0], axis="token")
+    with pytest.raises(ValueError, match="v axis 'channel'"):
+        LayerPlan(AttentionGeometry(0, 8, 2, 8, 8), (RAW,), (KITTY[0],))
+    wide = plan_of(Geometry("llama", "bfloat16", (AttentionGeometry(0, 8, 2, 256, 256),)), *KITTY)
+    assert wide.nbytes([1]) > 0
+    every = replace(KITTY[0], boost=Boost("magnitude", (Tier(4, 1.0),)))
+    with pytest.raises(UsageError, match="256 boosted channels"):
+        replace(wide, layers=(replace(wide.layers[0], k=(every,)),)).nbytes([1])

@@ -1,0 +1,137 @@
+"""The table's cells, and the picture: a PNG, the same bytes every time, for every shape of plan."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from pathlib import Path
+
+import pytest
+
+from kvcal.charts.evaluation import draw, table_rows
+from kvcal.errors import ArtifactError
+from kvcal.geometry import AttentionGeometry, ModelIdentity, StateGeometry
+from kvcal.plan.plan import RAW, Format, LayerPlan, Plan, Workload
+from kvcal.stages.evaluate.generation import TaskResult, wilson_se
+from kvcal.stages.evaluate.stage import Evaluation, Row, measured_bits
+from kvcal.stages.evaluate.text import TextQuality
+
+K3, K4, V2, V8 = Format(3, "channel", 64), Format(4, "token", 32), Format(2, "token", 32), Format(8, "token", 128)
+
+
+def attention(index: int, window: int | None = None) -> AttentionGeometry:
+    return AttentionGeometry(index, 8, 2, 64, 64, window)
+
+
+def plan_of(*layers: LayerPlan) -> Plan:
+    return Plan(ModelIdentity("m", "llama", "a", "b", "c"), "bfloat16", layers, Workload(8, 4096), {})
+
+
+UNIFORM = plan_of(*(LayerPlan(attention(i), (K3,), (V2,)) for i in range(4)))
+MIXED = plan_of(
+    LayerPlan(attention(0), (RAW,), (V8,)),
+    LayerPlan(attention(1), (K3, K4), (V2, V2)),
+    LayerPlan(attention(2, window=128)),
+    LayerPlan(StateGeometry(3, 4096)),
+)
+DEEP = plan_of(*(LayerPlan(attention(i), (K3, K4), (V2, V8)) for i in range(80)))
+
+
+def row(name: str, plan: Plan, kl: float, correct: int | None, se: float | None = 0.01) -> Row:
+    quality = TextQuality(1.25, se, kl, se, 0.975, se, 8, 4000, 3500)
+    tasks = (
+        ()
+        if correct is None
+        else (TaskResult("chain", correct / 8, wilson_se(correct, 8), 8, correct, 0, 900, (500, 700)),)
+    )
+    bits, at_text = plan.bits_per_value(), measured_bits(plan, [400, 600])
+    at_tasks = measured_bits(plan, tasks[0].lengths) if tasks else None
+    return Row(name, plan.sha256, plan.workload, bits, plan.predicted_bytes, quality, at_text, tasks, at_tasks, 1.0)
+
+
+def evaluation(*rows: Row) -> Evaluation:
+    return Evaluation({}, "text", "f", 1, rows)
+
+
+def test_table() -> None:
+    columns = dict(table_rows(evaluation(row("a", UNIFORM, 0.05, 6), row("b", MIXED, 1e-7, 0, None))))
+    assert columns["plan"] == ("a", "b")
+    assert columns["bits at 8 x 4096"][0] == f"{UNIFORM.bits_per_value():.3f}"
+    at_text = columns["bits at measured length (mean 500 tokens)"]
+    assert at_text[0] == f"{measured_bits(UNIFORM, [400, 600]).bits_per_value:.3f}" > columns["bits at 8 x 4096"][0]
+    assert columns["bits at the tasks' lengths"][0].endswith(" (600 tokens)")
+    assert columns["KL to 16 bits"] == ("0.05000 ± 0.01000", "0.00000")
+    assert columns["top-1 %"] == ("97.5 ± 1.0", "97.5")
+    assert columns["perplexity"] == ("1.2500 ± 0.0100", "1.2500")
+    assert columns["chain %"] == ("75.0 ± 14.7", "0.0 ± 5.6")
+    assert columns["all tasks %"] == columns["chain %"]
+    assert columns["generated"] == ("900", "900")
+
+
+def test_table_without_tasks_and_without_rows() -> None:
+    headers = [header for header, _ in table_rows(evaluation(row("a", UNIFORM, 0.05, None)))]
+    measured = "bits at measured length (mean 500 tokens)"
+    assert headers == ["plan", "bits at 8 x 4096", "cache", measured, "KL to 16 bits", "top-1 %", "perplexity"]
+    assert table_rows(evaluation()) == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "rows"),
+    [
+        (UNIFORM, (row("a", UNIFORM, 0.05, 6), row("b", MIXED, 1e-7, 8))),
+        (MIXED, (row("a", UNIFORM, 0.05, None, None),)),
+        (DEEP, (row("a", DEEP, 0.05, 3), row("same size", DEEP, 0.06, 3))),
+        (UNIFORM, ()),
+    ],
+)
+def test_picture_is_a_png_of_equal_bytes(tmp_path: Path, plan: Plan, rows: tuple[Row, ...]) -> None:
+    paths = [tmp_path / name for name in ("a.png", "b.png")]
+    for path in paths:
+        draw(evaluation(*rows), plan, path)
+    first, second = (path.read_bytes() for path in paths)
+    assert first[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", first[16:24])
+    assert 1200 <= width <= 2000 and 600 <= height <= 1200
+    assert b"Software" not in first and b"Creation" not in first
+    assert first == second
+    assert sorted(tmp_path.iterdir()) == paths
+
+
+def test_picture_shows_the_plan(tmp_path: Path) -> None:
+    rows = (row("a", UNIFORM, 0.05, 6), row("b", MIXED, 0.01, 8))
+    paths = [tmp_path / name for name in ("uniform.png", "mixed.png")]
+    for path, plan in zip(paths, (UNIFORM, MIXED), strict=True):
+        draw(evaluation(*rows), plan, path)
+    assert paths[0].read_bytes() != paths[1].read_bytes()
+
+
+def test_labels_do_not_overlap() -> None:
+    """Rows at nearly the same place, as plans of equal bytes are."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from kvcal.charts import evaluation as report
+
+    rows = [row(f"plan number {i}", UNIFORM, 0.05 + 0.002 * i, 4) for i in range(6)]
+    figure = Figure(figsize=(9, 4))
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    points = report._draw_kl(axes, rows, "")
+    report._label(axes, points, "")
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert [text.get_text() for text in axes.texts] == [r.name for r in rows]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def test_full_disk_leaves_the_old_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(b"old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ArtifactError, match="No space left"):
+        draw(evaluation(row("a", UNIFORM, 0.05, 6)), UNIFORM, path)
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,107 @@
+"""The kvcal compare command, with the pipeline itself, on a tiny random model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_cases import Outcome, run_kvcal, save_llama
+from compare_cases import BASELINE_NAMES, by_name, write_recipes
+from transformers import PreTrainedTokenizerBase
+
+from kvcal.plan.plan import Workload
+from kvcal.stages.compare.record import load_comparison
+from kvcal.strict import dump
+
+Finished = tuple[Path, list[object], Outcome]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Finished:
+    """A comparison of two recipes at three budgets, one of them too small: its folder, arguments and outcome."""
+    folder = tmp_path_factory.mktemp("compare")
+    small_recipes = write_recipes(folder)
+    model = save_llama(folder / "tiny-llama", tokenizer)
+    arguments: list[object] = ["compare", *small_recipes, "--model", model, "--recipe-evaluate", small_recipes[0]]
+    arguments += ["--batch", 2, "--context", 4096, "--out", folder / "out"]
+    with pytest.MonkeyPatch.context() as patch:
+        done = _capture(patch, *arguments, "--bits", 5, "--bits", 1, "--bits", 4, "--json")
+    return folder / "out", arguments, done
+
+
+def _capture(patch: pytest.MonkeyPatch, *arguments: object) -> Outcome:
+    """run_kvcal for a fixture of the module, which cannot have capsys."""
+    import io
+    import sys
+
+    class Streams:
+        def readouterr(self) -> Streams:
+            self.out, self.err = sys.stdout.getvalue(), sys.stderr.getvalue()  # type: ignore[attr-defined]
+            return self
+
+    patch.setattr(sys, "stdout", io.StringIO())
+    patch.setattr(sys, "stderr", io.StringIO())
+    return run_kvcal(Streams(), *arguments)  # type: ignore[arg-type]
+
+
+def test_command_measures_every_recipe(finished: Finished) -> None:
+    out, _, done = finished
+    assert done.code == 0, done.err
+    stored = load_comparison(out / "compare.json")
+    assert json.loads(done.out) == dump(stored)
+    assert {path.name for path in out.iterdir()} == {"compare.json", "compare.png", "evaluation.json", "plans"}
+    entries = by_name(stored)
+    assert list(entries) == [*BASELINE_NAMES, "small @ 1", "small @ 4", "small @ 5", "fixed"]
+    refusal = entries["small @ 1"].refusal
+    assert refusal is not None and refusal.exit_code == 3 and "too small" in refusal.message
+    assert len(stored.measured) == 6
+    for entry, row in stored.measured:
+        assert entry.bits is None or entry.bits - 1 < row.bits_per_value <= entry.bits
+        assert row.workload == Workload(2, 4096) and len(row.tasks) == 1
+        assert entry.calibration.seconds is not None and entry.calibration.seconds >= 0
+        assert (entry.accuracy_recovered is None) == (entries["small @ 5"].accuracy_recovered is None)
+    for bits in (1, 4, 5):
+        assert (out / "plans" / f"small@{bits}" / "profile.safetensors").exists()
+    profiles = {entries[f"small @ {bits}"].calibration.stages[0] for bits in (4, 5)}
+    assert len(profiles) == 1
+
+
+def test_second_command_prints_the_table(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+    out, arguments, _ = finished
+    before, picture = load_comparison(out / "compare.json"), (out / "compare.png").read_bytes()
+    done = run_kvcal(capsys, *arguments, "--bits", 5, "--bits", 1, "--bits", 4)
+    assert done.code == 0 and done.err.count("is measured already") == 6
+    assert "profile: profile.safetensors is current" in done.err
+    for words in ("plan", "chain %", "recovered", "calibration s", "small @ 5", "too small", "(kept)"):
+        assert words in done.out
+    assert [row for _, row in load_comparison(out / "compare.json").measured] == [row for _, row in before.measured]
+    assert (out / "compare.png").read_bytes() == picture
+
+
+def test_nothing_measured_is_the_error_of_the_recipe(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+    out, arguments, _ = finished
+    only_small = [argument for argument in arguments if not str(argument).endswith("fixed.toml")]
+    done = run_kvcal(capsys, *only_small, "--bits", 1, "--quiet")
+    assert done.code == 3 and "too small" in done.out and "kivi-2" in done.out
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        (["--bits", 0], "out of range"),
+        (["--bits", 3, "--bits", 3.0], "given twice"),
+        (["no-such-recipe"], "no-such-recipe"),
+        (["--batch", 0], "batch"),
+    ],
+)
+def test_bad_arguments(finished: Finished, capsys: pytest.CaptureFixture[str], extra: list[object], says: str) -> None:
+    done = run_kvcal(capsys, *finished[1], *extra)
+    assert done.code == 2 and says in done.err and done.out == ""
+
+
+def test_no_recipe_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    done = run_kvcal(capsys, "compare", "--model", "reasoner-10m")
+    assert done.code == 2 and "Missing argument" in done.err
+    done = run_kvcal(capsys, "compare", "--help")
+    assert done.code == 0 and done.out.count("Example") == 2

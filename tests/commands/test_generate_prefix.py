@@ -1,0 +1,165 @@
+"""``kvcal generate --prefix``: a prompt that begins with a packed prefix gives what it gives in two parts, and another
+prompt, plan or model is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cli_cases import Outcome, run_kvcal, save_llama
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+
+from kvcal import PlanCache, save_plan
+from kvcal.cache.queries import serving
+from kvcal.models.load import LoadedModel, load
+from kvcal.plan.format import RAW, Boost, Format, Tier
+from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.plan import Plan, Workload
+from kvcal.stages.prefix.pack import encode_prompt
+
+MANUAL = "Times. 12 x 34 = 408\n" * 30
+QUESTION = "Times. 56 x 78 = ?\n" * 3
+COARSE = Format(2, "channel", 32, num_sink_tokens=4)
+HEARING = replace(COARSE, boost=Boost("query_magnitude", (Tier(4, 0.5),)))
+VALUES = Format(2, "token", 32, num_sink_tokens=4)
+
+
+def attentive(folder: Path) -> Path:
+    """The random model with weights so large that what it says depends on what its cache holds."""
+    model = LlamaForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for weights in (weights for weights in model.model.layers.parameters() if weights.dim() == 2):
+            weights *= 16
+    model.save_pretrained(folder)
+    return folder
+
+
+class Case:
+    """A random model, a plan and a packed prefix in a folder, and the command on them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        capsys: pytest.CaptureFixture[str],
+        k: Format = COARSE,
+        v: Format = VALUES,
+        prefix: str = MANUAL,
+    ) -> None:
+        self.capsys, self.plan_file, self.prefix_file = capsys, folder / "plan.safetensors", folder / "p.kv"
+        self.model = attentive(save_llama(folder / "model", tokenizer))
+        self.loaded: LoadedModel = load(str(self.model), device="cpu")
+        layers = tuple(LayerPlan(layer.geometry, (k,), (v,)) for layer in bare_layers(self.loaded.geometry))
+        self.plan = Plan(self.loaded.identity, self.loaded.geometry.cache_dtype, layers, Workload(1, 1024), {})
+        save_plan(self.plan, self.plan_file)
+        packed = self.run("pack-prefix", "--prompt", prefix, "-o", self.prefix_file, "--quiet")
+        assert packed.code == 0, packed.err
+
+    def run(self, command: str, *arguments: object) -> Outcome:
+        where = ("--model", self.model, "--plan", self.plan_file, "--device", "cpu")
+        return run_kvcal(self.capsys, command, *where, *arguments)
+
+    def generate(self, prompt: str, *arguments: object, with_prefix: bool = True) -> dict[str, object]:
+        prefix = ("--prefix", self.prefix_file) if with_prefix else ()
+        done = self.run("generate", "--prompt", prompt, *prefix, "--max-new-tokens", 24, "--json", *arguments)
+        assert done.code == 0, done.err
+        found: dict[str, object] = json.loads(done.out)
+        assert found.pop("prefix_tokens", 0) == (len(encode_prompt(self.loaded, MANUAL)) if with_prefix else 0)
+        return found
+
+    def in_two_parts(self, **sampling: float) -> str:
+        """What the model generates for both texts, the first taken in by itself."""
+        known, tokens = (encode_prompt(self.loaded, text).unsqueeze(0) for text in (MANUAL, MANUAL + QUESTION))
+        cache = PlanCache(self.plan, self.loaded.model.config)
+        with torch.no_grad(), serving(self.loaded.model, self.plan):
+            self.loaded.model(known, past_key_values=cache)
+            torch.manual_seed(3)
+            new = self.loaded.model.generate(
+                tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache, max_new_tokens=24,
+                do_sample=bool(sampling), **sampling,
+            )[0, tokens.shape[1] :]  # fmt: skip
+        return str(self.loaded.tokenizer.decode(new, skip_special_tokens=True))
+
+
+@pytest.fixture
+def case(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]) -> Case:
+    return Case(tmp_path, tokenizer, capsys)
+
+
+def test_the_whole_prefix_gives_what_the_prompt_gives(case: Case) -> None:
+    """Also the same bytes, with pages written before and after the prompt's end."""
+    cached = case.plan.nbytes([len(encode_prompt(case.loaded, MANUAL)) + 23])
+    found = case.generate(MANUAL)
+    assert found == case.generate(MANUAL, with_prefix=False) and found["cache_bytes"] == cached
+
+
+@pytest.mark.parametrize("k", [COARSE, HEARING], ids=["coarse", "hearing queries"])
+def test_a_longer_prompt_gives_what_it_gives_in_two_parts(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str], k: Format
+) -> None:
+    case = Case(tmp_path, tokenizer, capsys, k)
+    greedy = case.generate(MANUAL + QUESTION)
+    assert greedy["text"] == case.in_two_parts()
+    whole = case.generate(MANUAL + QUESTION, with_prefix=False)
+    if k is COARSE:  # the question has read the manual unquantized
+        assert whole["text"] != greedy["text"]
+    assert all(greedy[name] == whole[name] for name in greedy if name != "text")
+    sampled = case.generate(MANUAL + QUESTION, "--temperature", 5, "--seed", 3)
+    assert sampled["text"] == case.in_two_parts(temperature=5.0) != greedy["text"]
+
+
+def test_at_16_bits_a_longer_prompt_gives_what_it_gives_in_one_part(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = Case(tmp_path, tokenizer, capsys, RAW, RAW)
+    assert case.generate(MANUAL + QUESTION) == case.generate(MANUAL + QUESTION, with_prefix=False)
+
+
+def test_what_people_read(case: Case) -> None:
+    done = case.run("generate", "--prompt", MANUAL + QUESTION, "--prefix", case.prefix_file, "--max-new-tokens", 2)
+    assert done.code == 0 and f"{len(encode_prompt(case.loaded, MANUAL))} tokens of the prompt came from" in done.err
+
+
+@pytest.mark.parametrize(
+    "prompt, arguments, message",
+    [
+        ("Chain. " + MANUAL, (), "the prompt does not begin with the prefix: "),
+        (MANUAL[:90], (), "the prompt does not begin with the prefix: "),
+        (MANUAL, ("--temperature", 1), "the prompt is the whole prefix"),
+        (MANUAL + "a", ("--chat",), "packed without a chat template"),
+        (MANUAL + "a", ("--max-new-tokens", 1024), "exceed the model's context of 1024"),
+        (" ", (), "the prompt is empty"),
+    ],
+)
+def test_prompts_that_are_refused(case: Case, prompt: str, arguments: tuple[object, ...], message: str) -> None:
+    done = case.run("generate", "--prompt", prompt, "--prefix", case.prefix_file, *arguments)
+    assert done.code == 2 and message in done.err, done.err
+
+
+def test_a_prefix_whose_last_word_goes_on_is_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The text begins with the prefix's, its tokens do not: "Times" is one, "Timestep" begins otherwise."""
+    case = Case(tmp_path, tokenizer, capsys, prefix="3 + 4 Times")
+    done = case.run("generate", "--prompt", "3 + 4 Timestep", "--prefix", case.prefix_file)
+    assert done.code == 2 and "does not begin with the prefix" in done.err and "cannot join its last word" in done.err
+
+
+def test_a_prefix_of_another_plan_or_model_is_refused(
+    case: Case, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    arguments = ("--prompt", MANUAL, "--prefix", case.prefix_file)
+    layers = tuple(replace(layer, v=(replace(VALUES, num_bits=4),)) for layer in case.plan.layers)
+    save_plan(replace(case.plan, layers=layers), case.plan_file)
+    done = case.run("generate", *arguments)
+    assert done.code == 5 and "was packed with the plan" in done.err
+    case.model = save_llama(tmp_path / "other", tokenizer, seed=1)
+    identity = load(str(case.model), device="cpu").identity
+    done = case.run("generate", *arguments)
+    assert done.code == 5 and "weights_sha256" in done.err
+    save_plan(replace(case.plan, model=identity), case.plan_file)
+    done = case.run("generate", *arguments)
+    assert done.code == 5 and "is a prefix of the model" in done.err

@@ -1,0 +1,105 @@
+"""``kvcal reparam`` in a folder: λ reaches the plan and, folded, the weights; the recipes that use it can be read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from cli_cases import save_llama
+from transformers import PreTrainedTokenizerBase
+from typer.testing import CliRunner
+
+from kvcal import PlanCache
+from kvcal.commands.reparam import reparam
+from kvcal.models.load import LoadedModel, load
+from kvcal.plan.plan import Plan, Workload, load_plan
+from kvcal.progress import Silent
+from kvcal.recipe import load_recipe
+from kvcal.run import pipeline
+from kvcal.run import transform as transform_folder
+from kvcal.stages.divergence import divergences, unquantized_plan
+
+RECIPE = """
+[data]
+source = "tasks"
+[formats]
+k = { num_bits = 2, axis = "token", num_sink_tokens = 1, recent_window = 0 }
+v = { num_bits = 16 }
+[reparam]
+num_steps = 4
+num_samples = 2
+seq_len = 300
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """A checkpoint in fp32 with one loud rotary pair in every layer's keys."""
+    folder = save_llama(tmp_path / "tiny", tokenizer, dtype=torch.float32)
+    loaded = load(str(folder), device="cpu")
+    with torch.no_grad():
+        for layer, geometry in zip(loaded.model.model.layers, loaded.geometry.layers, strict=True):
+            dim = geometry.k_head_dim
+            for channel in (1, 1 + dim // 2):
+                layer.self_attn.k_proj.weight.view(geometry.num_kv_heads, dim, -1)[:, channel] *= 20
+                layer.self_attn.q_proj.weight.view(geometry.num_query_heads, dim, -1)[:, channel] /= 20
+    loaded.model.save_pretrained(folder)
+    return folder
+
+
+def kl(loaded: LoadedModel, plan: Plan) -> float:
+    tokens = torch.randint(3, 100, (1, 300), generator=torch.Generator().manual_seed(0))
+    reference = unquantized_plan(loaded.identity, loaded.geometry)
+    return float(divergences(loaded.model, reference, [plan], tokens, torch.arange(300)[None] > 200).mean())
+
+
+def test_from_the_command_to_plans_and_folded_weights(tmp_path, model):
+    recipe = tmp_path / "small.toml"
+    recipe.write_text(RECIPE)
+    folder = pipeline.Folder.create(tmp_path / "out")
+    loaded = load(str(model), device="cpu")
+    pipeline.choose_formats(load_recipe(str(recipe)), loaded, folder, Workload(1, 512), Silent())
+    plain = pipeline.compile_folder(folder, tmp_path / "plain.safetensors", Silent())
+
+    app = typer.Typer()
+    app.command()(reparam)
+    given = [str(folder.path), "--model", str(model), "--recipe", str(recipe), "--device", "cpu", "--json", "--quiet"]
+    done = CliRunner().invoke(app, [*given, "--position-scale", "2"])
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert result["position_scale"] == 2.0
+    assert [layer["index"] for layer in result["layers"]] == [0, 1]
+    assert all(layer["alpha"] > 0 and layer["error"] == min(layer["errors"]) for layer in result["layers"])
+    table = CliRunner().invoke(app, [*given[:-2], "--position-scale", "2"])
+    assert "error without" in table.stdout and "reparam.safetensors is current" in table.output
+
+    plan = pipeline.compile_folder(folder, folder.plan, Silent(), reparam=True)
+    assert all(layer.k_rescale for layer in load_plan(folder.plan).layers)
+    assert kl(loaded, plan) < 0.5 * kl(loaded, plain)
+    PlanCache(plan, loaded.model.config)
+
+    out_model = tmp_path / "folded"
+    folded = transform_folder.fold_folder(
+        folder, tmp_path / "folded.safetensors", loaded, out_model, lambda source: load(source, device="cpu"), Silent()
+    )
+    assert not any(layer.k_rescale for layer in folded.layers) and not folded.tensors
+    assert "calibration" not in plain.provenance
+    for made in (plan, folded):
+        assert made.provenance["calibration"]["reparam"]["purpose"] == "fit"
+    again = load(str(out_model), device="cpu")
+    assert folded.model == again.identity
+    assert kl(again, folded) < 0.5 * kl(load(str(model), device="cpu"), plain)
+
+
+@pytest.mark.parametrize("name", ["pm-kvq", "pm-kvq-2", "pm-kvq-2-no-reparam", "pm-kvq-2-offset"])
+def test_recipes(name):
+    recipe = load_recipe(name)
+    assert recipe.progressive is not None
+    assert (recipe.reparam is None) == (name == "pm-kvq-2-no-reparam")
+    assert recipe.reparam is None or recipe.reparam.offset == (name == "pm-kvq-2-offset")
+    assert recipe.reparam is None or (recipe.reparam.position_scale, recipe.reparam.num_steps) == (4.0, 20)
+    cache = recipe.formats.k if recipe.formats is not None else recipe.cache
+    assert (cache.num_sink_tokens, cache.param_dtype) == (1, "float32")

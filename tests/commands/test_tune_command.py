@@ -1,0 +1,372 @@
+"""``kvcal tune`` on a tiny model, every trial through the packed cache: its files, its resumption, its refusals."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from cli_cases import run_kvcal, save_llama
+from evaluation_cases import as_loaded, make_plan
+from test_packed_cache_lm import model as tiny_model
+from transformers import PreTrainedTokenizerBase
+
+from kvcal.data.pools import Purpose
+from kvcal.data.sequences import DataSpec
+from kvcal.data.tasks import problems
+from kvcal.errors import UsageError
+from kvcal.folder import Folder
+from kvcal.models.load import load
+from kvcal.plan.format import Boost, Format, Tier
+from kvcal.plan.plan import Plan, Workload, bare_layers, load_plan, plan_bytes
+from kvcal.progress import Silent
+from kvcal.recipe import AllocateSpec, EvaluateSpec, load_recipe
+from kvcal.run.pipeline import baseline_plan, build_plan
+from kvcal.run.transform import sequences
+from kvcal.specs import TuneSpec
+from kvcal.stages.allocate.budget import ModelSizes, resolve_budget
+from kvcal.stages.evaluate.generation import TaskResult, measure_tasks
+from kvcal.stages.tune import objective as tune_objective
+from kvcal.stages.tune.objective import Origin, TaskObjective, tuned_bits
+from kvcal.stages.tune.record import Outcome, choose, load_tuning
+from kvcal.stages.tune.tier_rooms import measure_scores
+
+RECIPE = """
+[formats]
+k = { num_bits = 2, axis = "channel", group_size = 32, boost = { score = "query_range", tiers = [
+  { num_bits = 16, share = 0.1, above = 1.0 }, { num_bits = 4, share = 0.2, above = 0.5 } ] } }
+v = { num_bits = 2, axis = "token", group_size = 32 }
+[data]
+num_samples = 2
+seq_len = 300
+[evaluate]
+tasks = ["chain"]
+num_problems = 2
+max_size = 22
+max_hops = 4
+max_new_tokens = 6
+data = { num_samples = 1, seq_len = 200, seed = 1 }
+[tune]
+tasks = ["chain"]
+num_problems = 2
+num_trials = 4
+low = 0.0001
+fit_range = true
+"""
+UNTUNED = RECIPE[: RECIPE.index("[tune]")]
+TIERS = (Tier(16, 0.1, 1.0), Tier(4, 0.2, 0.5))
+K = Format(2, "channel", 32, boost=Boost("query_range", TIERS))
+PAIR = (K, Format(2, "token", 32))
+LIMITS = EvaluateSpec(max_size=22, max_hops=4, max_new_tokens=6)
+DATA = DataSpec(num_samples=2, seq_len=300)
+SPEC = TuneSpec(tasks=("chain",), num_problems=2, low=1e-4, fit_range=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
+    return save_llama(tmp_path_factory.mktemp("model"), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recipe") / "tiny.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, model: Path, recipe: Path) -> Path:
+    """The folder of a study that ran through."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "sys.argv", ["kvcal", "tune", str(recipe), "--model", str(model), "--out", str(folder), "--quiet"]
+        )
+        from kvcal import cli
+
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+    assert not end.value.code
+    return folder
+
+
+def test_a_study_leaves_a_plan_a_front_and_a_picture(whole: Path, model: Path) -> None:
+    tuning = load_tuning(whole / "tune.json")
+    chosen = choose(tuning)
+    assert [threshold.name for threshold in tuning.search.thresholds] == ["tau_16", "tau_4"]
+    assert len(tuning.trials) == 4 and tuning.generation == 1
+    bits = {trial.outcome.bits_per_value for trial in tuning.trials}
+    assert len(bits) > 1  # rooms follow the thresholds
+    assert (whole / "tune.png").read_bytes()[:4] == b"\x89PNG"
+    plan = load_plan(whole / "plan.safetensors")
+    assert plan.predicted_bytes == chosen.outcome.total_bytes
+    assert plan.bits_per_value() == chosen.outcome.bits_per_value
+    assert plan.provenance["thresholds"] == chosen.thresholds and plan.provenance["recipe"] == "tiny"
+    for layer in plan.layers:
+        boost = layer.k[0].boost
+        assert boost is None or {t.above for t in boost.tiers} <= set(chosen.thresholds.values())
+    assert plan.model == load(str(model)).identity
+
+
+def test_a_trial_is_the_tasks_through_the_packed_cache(whole: Path, model: Path) -> None:
+    """The file's outcomes, measured again by hand with the plans that stand for the thresholds."""
+    loaded = load(str(model))
+    tuning = load_tuning(whole / "tune.json")
+    objective = TaskObjective(Origin("", "", ""), make_plan(loaded, PAIR, 4096), SPEC, LIMITS, DATA, loaded)
+    assert objective.search().thresholds == tuning.search.thresholds
+    for trial in tuning.trials[:2]:
+        plan = objective.plan_with(trial.thresholds)
+        own = EvaluateSpec(tasks=("chain",), num_problems=2, max_size=22, max_hops=4, max_new_tokens=6, seed=2)
+        (result,) = measure_tasks(loaded, plan, own, Silent(), "select")
+        assert (trial.outcome.accuracy, trial.outcome.accuracy_se) == (result.accuracy, result.accuracy_se)
+        assert set(trial.outcome.facts) <= {"key_code_bits", "room_16", "room_4"}
+        assert 2 <= trial.outcome.facts["key_code_bits"] <= 16
+
+
+def test_interrupted_and_resumed_through_the_command(
+    whole: Path, model: Path, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original, calls = TaskObjective.__call__, []
+
+    def interrupt(self: TaskObjective, thresholds: Mapping[str, float]) -> Outcome:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(self, thresholds)
+
+    command = ("tune", recipe, "--model", model, "--out", tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TaskObjective, "__call__", interrupt)
+        stopped = run_kvcal(capsys, *command)
+    assert stopped.code == 130 and f"2 of 4 trials are kept in {tmp_path}" in stopped.err
+    resumed = run_kvcal(capsys, *command, "--json")
+    assert resumed.code == 0 and f"goes on after 2 trials in {tmp_path}" in resumed.err
+    for name in ("tune.json", "tune.png", "plan.safetensors"):
+        assert (tmp_path / name).read_bytes() == (whole / name).read_bytes()
+    shown = json.loads(resumed.out)
+    assert shown["chosen"]["number"] in shown["front"] and len(shown["trials"]) == 4
+    table = run_kvcal(capsys, *command, "--quiet")  # nothing is left to do
+    assert table.code == 0 and "Pareto front of 4 trials" in table.out and "(chosen)" in table.out
+    assert "tau_16" in table.out and table.err == ""
+
+
+def test_a_study_of_something_else_is_refused(
+    whole: Path, model: Path, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:  # fmt: skip
+    other = save_llama(tmp_path / "other", tokenizer, seed=1)
+    refused = run_kvcal(capsys, "tune", recipe, "--model", other, "--out", whole)
+    assert refused.code == 5 and "model.weights_sha256 is" in refused.err
+    refused = run_kvcal(capsys, "tune", recipe, "--model", model, "--out", whole, "--task", "times")
+    assert refused.code == 5 and 'tune.tasks is ["chain"], expected ["times"]' in refused.err
+    changed = tmp_path / "changed.toml"
+    changed.write_text(RECIPE.replace("share = 0.2", "share = 0.3"))
+    refused = run_kvcal(capsys, "tune", changed, "--model", model, "--out", whole)
+    assert refused.code == 5 and "plan.sha256 is" in refused.err
+
+
+def test_a_cap_that_nothing_fits_says_the_smallest(
+    whole: Path, model: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    smallest = min(trial.outcome.total_bytes for trial in load_tuning(whole / "tune.json").trials)
+    command = ("tune", recipe, "--model", model, "--out", whole, "--json")
+    refused = run_kvcal(capsys, *command, "--max-bits", 1.5)
+    assert refused.code == 3 and f"{smallest} bytes" in refused.err and "hint: raise the cap" in refused.err
+    fitting = run_kvcal(capsys, *command, "--kv-budget", smallest)
+    assert fitting.code == 0 and json.loads(fitting.out)["predicted_bytes"] == smallest
+    run_kvcal(capsys, *command)  # the whole study's own choice again
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "reason"),
+    [
+        (RECIPE, ("--task", "sums"), "tasks ['sums'] unknown"),
+        (RECIPE, ("--task", "lm-eval:gsm8k"), "needs the lm-evaluation-harness, which is not installed"),
+        (RECIPE + "[reparam]\n", (), "[tune] needs [formats], and none of [progressive], [reparam] and [predictors]"),
+        (UNTUNED + "[reparam]\n", (), "has [reparam]; thresholds are searched for recipes with [formats] alone"),
+        (RECIPE.replace(", above = 1.0", "").replace(", above = 0.5", ""), (), "no tier of the keys has a threshold"),
+        ('[allocate]\nbits = 3.0\n', (), "has no [formats]"),
+        (RECIPE, ("--kv-budget", "much"), "cannot read 'much' as a number of bytes"),
+        (RECIPE.replace("seq_len = 300", "seq_len = 100"), (), "fill no page of layer 0"),
+    ],
+)  # fmt: skip
+def test_refusals(
+    content: str, arguments: tuple[str, ...], reason: str, model: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "lm_eval" else find(name, *a))
+    path = tmp_path / "recipe.toml"
+    path.write_text(content)
+    refused = run_kvcal(capsys, "tune", path, "--model", model, "--out", tmp_path / "out", *arguments)
+    assert refused.code == 2 and reason in refused.err
+    assert not (tmp_path / "out" / "tune.json").exists()
+
+
+def test_the_objective_travels_without_its_model(model: Path) -> None:
+    origin = Origin(str(model), "auto", "cpu")
+    loaded = load(str(model), device="cpu")
+    objective = TaskObjective(origin, make_plan(loaded, PAIR), SPEC, LIMITS, DATA, loaded)
+    thresholds = {"tau_16": 0.02, "tau_4": 0.01}
+    expected = objective(thresholds)
+    data = pickle.dumps(objective)
+    assert len(data) < 20_000
+    assert pickle.loads(data)(thresholds) == expected  # it loads the model again
+
+
+def test_a_trial_measures_the_tuned_plan_on_problems_of_its_own(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = as_loaded(tiny_model(len(tokenizer)), tokenizer)
+    plan = make_plan(loaded, PAIR)
+    measured: list[Plan] = []
+    monkeypatch.setattr(tune_objective, "require_lm_eval", lambda: None)
+    monkeypatch.setattr(
+        tune_objective, "measure_lm_eval", lambda loaded, plan, *rest: measured.append(plan) or (0.5, None)
+    )
+
+    def measure(
+        loaded: object, plan: Plan, spec: EvaluateSpec, reporter: object, purpose: Purpose
+    ) -> tuple[TaskResult, ...]:
+        measured.append(plan)
+        return measure_tasks(loaded, plan, spec, reporter, purpose)
+
+    monkeypatch.setattr(tune_objective, "measure_tasks", measure)
+    spec = TuneSpec(tasks=("chain", "lm-eval:arc"), num_problems=1)
+    objective = TaskObjective(Origin("", "", ""), plan, spec, EvaluateSpec(max_new_tokens=2), DATA, loaded)
+    outcome = objective({"tau_16": 0.03, "tau_4": 0.02})
+    boosts = [[layer.k[0].boost for layer in one.layers] for one in measured]
+    assert len(boosts) == 2
+    assert all(
+        tier.above in (0.03, 0.02) for one in boosts for boost in one if boost is not None for tier in boost.tiers
+    )
+    assert all(one.sha256 != plan.sha256 for one in measured)
+    assert {one.predicted_bytes for one in measured} == {outcome.total_bytes}
+    assert {one.bits_per_value() for one in measured} == {outcome.bits_per_value}
+
+    def posed(spec: EvaluateSpec) -> set[str]:
+        limits = {"max_steps": spec.max_steps, "max_size": spec.max_size, "max_hops": spec.max_hops}
+        return {p.prompt for task in ("ledger", "chain") for p in problems(task, 40, spec.seed, **limits)}
+
+    for evaluation_seed, tune_seed in ((1, 0), (2, 0), (0, 5), (5, 0), (2**32 - 1, 0), (0, 2**32 - 2)):
+        limits = EvaluateSpec(seed=evaluation_seed)
+        tuned = TaskObjective(Origin("", "", ""), plan, TuneSpec(seed=tune_seed), limits, DATA, loaded).own_tasks
+        assert not posed(tuned) & posed(limits)
+
+
+def test_several_tasks_and_the_harness_share_the_mean(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = as_loaded(tiny_model(len(tokenizer)), tokenizer)
+    spec = TuneSpec(tasks=("chain", "lm-eval:arc:acc", "times"), num_problems=1)
+    monkeypatch.setattr(tune_objective, "require_lm_eval", lambda: None)
+    asked = []
+    for error, expected in ((0.1, True), (None, False)):
+        monkeypatch.setattr(tune_objective, "measure_lm_eval", lambda *args, e=error: asked.append(args) or (0.75, e))
+        plan = make_plan(loaded, PAIR)
+        objective = TaskObjective(Origin("", "", ""), plan, spec, EvaluateSpec(max_new_tokens=2), DATA, loaded)
+        own = measure_tasks(loaded, plan, objective.own_tasks, Silent(), "select")
+        accuracy, accuracy_se = objective.accuracy(plan)
+        assert accuracy == pytest.approx((sum(task.accuracy for task in own) + 0.75) / 3)
+        assert (accuracy_se is not None) == expected
+    assert asked[0][2:] == ("arc:acc", 1, 16, 0)
+    assert accuracy_se is None
+
+
+def test_rooms_from_the_recipe_cost_the_same(tokenizer: PreTrainedTokenizerBase) -> None:
+    loaded = as_loaded(tiny_model(len(tokenizer)), tokenizer)
+    plan = make_plan(loaded, PAIR)
+    spec = TuneSpec(tasks=("chain",), num_problems=1, fit_capacity=False)
+    objective = TaskObjective(Origin("", "", ""), plan, spec, EvaluateSpec(max_new_tokens=2), DATA, loaded)
+    assert objective.search().thresholds[0].high == 2.0
+    found = [objective.plan_with({"tau_16": high, "tau_4": 0.01}) for high in (0.02, 5.0)]
+    assert [one.predicted_bytes for one in found] == [plan.predicted_bytes] * 2
+    assert found[1].layers[0].k[0].boost == Boost("query_range", (Tier(16, 0.1, 5.0), Tier(4, 0.2, 0.01)))
+
+
+def test_what_cannot_be_tuned_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    loaded = as_loaded(tiny_model(len(tokenizer)), tokenizer)
+    with pytest.raises(UsageError, match="no tier of the keys has a threshold"):
+        tuned_bits(make_plan(loaded))
+    per_head = make_plan(loaded, PAIR)
+    layer = per_head.layers[0]
+    changed = type(layer)(layer.geometry, (K, K), layer.v)
+    with pytest.raises(UsageError, match="layer 0 has formats per head"):
+        tuned_bits(type(per_head)(per_head.model, per_head.cache_dtype, (changed,), per_head.workload, {}))
+
+
+def test_run_tunes_and_fits_the_rooms(
+    model: Path, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The row that carries the recipe's name is the tuned plan; a second run makes nothing again."""
+    command = ("run", recipe, "--model", model, "--out", tmp_path, "--json")
+    done = run_kvcal(capsys, *command)
+    assert done.code == 0, done.err
+    tuning, plan = load_tuning(tmp_path / "tune.json"), load_plan(tmp_path / "plan.safetensors")
+    chosen = choose(tuning)
+    assert plan.provenance["thresholds"] == chosen.thresholds and plan.predicted_bytes == chosen.outcome.total_bytes
+    assert plan.provenance["calibration"]["tune"]["purpose"] == "fit"
+    shown = json.loads(done.out)
+    assert {row["name"]: row["total_bytes"] for row in shown["evaluation"]["rows"]}["tiny"] == plan.predicted_bytes
+    loaded = load(str(model))
+    scores = measure_scores(loaded, make_plan(loaded, PAIR), sequences(DATA, loaded), Silent())
+    needs = {layer.geometry.index: 0 for layer in plan.layers}
+    for layer in plan.layers:
+        boost = layer.k[0].boost
+        rooms = {tier.num_bits: tier.num_channels(16) for tier in boost.tiers} if boost else {}
+        for page in scores[layer.geometry.index].flatten(0, 1).tolist():
+            above = sum(score > chosen.thresholds["tau_16"] for score in page)
+            middle = sum(score > chosen.thresholds["tau_4"] for score in page) - min(above, rooms.get(16, 0))
+            needs[layer.geometry.index] += above > rooms.get(16, 0) or middle > rooms.get(4, 0)
+    num_pages = sum(values[..., 0].numel() for values in scores.values())
+    share = plan.provenance["overflow_share"]
+    assert share == sum(needs.values()) / num_pages <= 2 * (1 - SPEC.page_share) + 2 / num_pages
+    assert f"{share:.1%} of the calibration pages" in done.err
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    again = run_kvcal(capsys, *command)
+    assert again.code == 0 and json.loads(again.out) == shown
+    for stage in ("tune: allocation.safetensors", "compile: plan.safetensors"):
+        assert f"{stage} is current, skipped" in again.err
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_compare_builds_the_tuned_plan(whole: Path, model: Path, recipe: Path, tmp_path: Path) -> None:
+    """By the function that ``kvcal compare`` is given, at the study's workload."""
+    tuned = load_plan(whole / "plan.safetensors")
+    plan = build_plan(load_recipe(str(recipe)), load(str(model)), Folder.create(tmp_path), tuned.workload, Silent())
+    assert plan.provenance.pop("calibration").keys() == {"tune"}  # an artifact's inputs, which the command has not
+    assert plan_bytes(plan) == plan_bytes(tuned)
+
+
+@pytest.mark.parametrize("name", ["mixkvq", "aqua-kv", "pm-kvq-2", "kvmix"])
+def test_a_baseline_is_all_that_its_recipe_says_or_refused(name: str, model: Path) -> None:
+    loaded = load(str(model))
+    with pytest.raises(UsageError, match=f"'{name}' in evaluate.against needs stages of its own"):
+        baseline_plan(load_recipe(name), loaded, Workload(1, 256))
+    sizes = ModelSizes(loaded.geometry, 0, 0)
+    with pytest.raises(UsageError, match=f"same_bytes_as = '{name}' is no recipe of \\[formats\\] alone, its"):
+        resolve_budget(sizes, AllocateSpec(same_bytes_as=name), bare_layers(loaded.geometry), 0)
+    assert baseline_plan(load_recipe("kitty"), loaded, Workload(1, 256)).provenance["recipe"] == "kitty"
+
+
+def test_the_recipe_is_tuned_and_the_capped_one_says_so() -> None:
+    mixkvq, capped = load_recipe("mixkvq"), load_recipe("mixkvq-capped")
+    assert mixkvq.tune is not None and mixkvq.tune.fit_capacity and mixkvq.tune.max_bits is not None
+    assert capped.tune is None and "fixed room" in capped.description
+    assert mixkvq.formats is not None and capped.formats is not None and mixkvq.formats.v == capped.formats.v
+
+
+@pytest.mark.parametrize("name", ["mixkvq", "mixkvq-capped"])
+def test_the_paper_s_recipe(name: str) -> None:
+    """Semantics of the paper: K per channel g 32, tiers 16 / 4 over 2 by I S, V per token 2 bits g 32, R = a page."""
+    formats = load_recipe(name).formats
+    assert formats is not None
+    boost = formats.k.boost
+    assert boost is not None and boost.score == "query_range"
+    assert [(tier.num_bits, tier.above is not None) for tier in boost.tiers] == [(16, True), (4, True)]
+    assert (formats.k.num_bits, formats.k.axis, formats.k.group_size) == (2, "channel", 32)
+    assert (formats.v.num_bits, formats.v.axis, formats.v.group_size) == (2, "token", 32)
+    assert {fmt.num_sink_tokens + fmt.max_window for fmt in (formats.k, formats.v)} == {0}

@@ -1,0 +1,460 @@
+"""Wrong invocations: an exit code and a line for people, never a traceback, a hang, or a stage that runs in vain."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import chain, zip_longest
+from pathlib import Path
+from types import FrameType
+
+import pytest
+from cli_cases import RECIPE, Outcome, run_kvcal, save_llama
+from transformers import PreTrainedTokenizerBase
+
+import kvcal.run.pipeline
+from kvcal.models.load import load
+from kvcal.progress import Silent
+from kvcal.recipe import load_recipe
+
+FIFO, ABSENT = object(), object()
+DEEP = "[" * 100_000
+SECONDS = 200  # far beyond any case: a hang
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """A folder with a model, a recipe, and every artifact of it but the evaluation."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "small.toml").write_text(RECIPE)
+    loaded, recipe = load(str(save_llama(folder / "model", tokenizer))), load_recipe(str(folder / "small.toml"))
+    run = kvcal.run.pipeline.Folder.create(folder / "run")
+    kvcal.run.pipeline.profile_recipe(recipe, loaded, run, Silent())
+    assert recipe.allocate is not None
+    kvcal.run.pipeline.allocate_folder(run, recipe.allocate, kvcal.run.pipeline.provenance_of(recipe), Silent())
+    kvcal.run.pipeline.compile_folder(run, run.plan, Silent())
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)  # where a command that gets far leaves its folder
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise AssertionError(f"still running after {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def put(path: Path, content: object) -> None:
+    """Write text or bytes, merge a mapping into a JSON file, make a pipe, or remove the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(path.read_text()) | content)
+    path.unlink(missing_ok=True)
+    if content is FIFO:
+        os.mkfifo(path)
+    elif content is not ABSENT:
+        path.write_bytes(content if isinstance(content, bytes) else str(content).encode())
+
+
+def wrong(
+    capsys: pytest.CaptureFixture[str], places: dict[str, Path], command: str | tuple[str, ...], code: int, says: str
+) -> Outcome:
+    words = command.split() if isinstance(command, str) else command
+    done = run_kvcal(capsys, *(word.format(**places) for word in words))
+    assert done.code == code, done
+    assert says.format(**places) in " ".join(done.err.replace("│", " ").split()), done.err
+    assert "Traceback" not in done.err
+    return done
+
+
+CONFIG = {  # what config.json says: exit code, what the error names
+    '{"hidden_size": "big"}': (2, "cannot build a model from it: Validation error for field 'hidden_size'"),
+    '{"hidden_size": [32]}': (2, "hidden_size"),
+    '{"num_hidden_layers": "two"}': (2, "num_hidden_layers"),
+    '{"num_hidden_layers": -1}': (2, "config.json: num_hidden_layers = -1; allowed: 1 to 10000"),
+    '{"num_hidden_layers": 1000000000}': (2, "config.json: num_hidden_layers = 1000000000; allowed: 1 to 10000"),
+    '{"text_config": {"num_hidden_layers": 1000000000}}': (2, "text_config.num_hidden_layers = 1000000000"),
+    '{"num_attention_heads": 0}': (2, "num_attention_heads = 0; allowed: 1 to"),
+    '{"num_attention_heads": null}': (2, "num_attention_heads"),
+    '{"num_key_value_heads": 0}': (2, "num_key_value_heads = 0"),
+    '{"head_dim": 0}': (2, "head_dim = 0"),
+    '{"vocab_size": -5}': (2, "vocab_size = -5"),
+    '{"max_position_embeddings": -5}': (2, "max_position_embeddings = -5"),
+    '{"pad_token_id": 1000000000}': (2, "config.json"),
+    '{"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}': (2, "KeyError: 'spiral'"),
+    '{"rope_scaling": {"type": "warp", "factor": 2}}': (2, "KeyError: 'warp'"),
+    '{"rope_scaling": 7}': (2, "rope_parameters"),
+    '{"rope_parameters": {"rope_type": "default", "rope_theta": "hot"}}': (2, "config.json"),
+    '{"hidden_act": "zap"}': (2, "KeyError: 'zap'"),
+    '{"model_type": []}': (2, "config.json"),
+    '{"model_type": 7}': (4, "model type `7`"),
+    '{"dtype": "y"}': (2, "torch"),
+    '{"layer_types": ["full_attention"]}': (2, "layer_types"),
+    '{"rms_norm_eps": "tiny"}': (2, "rms_norm_eps"),
+    '{"quantization_config": "x"}': (2, "config.json"),
+    '{"use_cache": "x"}': (2, "use_cache"),
+    '{"num_key_value_heads": 3}': (2, "the weights cannot be read (model.safetensors)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", CONFIG)
+def test_a_configuration_that_builds_no_model(
+    edit: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, says = CONFIG[edit]
+    shutil.copytree(made / "model", tmp_path / "m")
+    put(tmp_path / "m" / "config.json", json.loads(edit))
+    wrong(capsys, {"m": tmp_path / "m", "run": made / "run"}, "verify {run}/plan.safetensors --model {m}", code, says)
+
+
+INDEX = "model.safetensors.index.json"
+PICKLE = b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00ls\x85R."
+MODEL_FILES: list[tuple[dict[str, object], int, str]] = [
+    ({"config.json": DEEP}, 2, "config.json cannot be read: maximum recursion depth"),
+    ({"config.json": b"\xff\xfe"}, 2, "config.json cannot be read"),
+    ({"config.json": FIFO}, 2, "has no config.json"),
+    ({"model.safetensors": FIFO}, 2, "has no weights"),
+    ({"tokenizer.json": FIFO}, 2, "has no tokenizer"),
+    ({"tokenizer.json": "{"}, 2, "the tokenizer cannot be read"),
+    ({"tokenizer.json": DEEP}, 2, "the tokenizer cannot be read: maximum recursion"),
+    ({"tokenizer_config.json": DEEP}, 2, "the tokenizer cannot be read: maximum recursion"),
+    ({"tokenizer_config.json": "[]"}, 2, "the tokenizer cannot be read"),
+    ({"generation_config.json": "[]"}, 2, "the weights cannot be read"),
+    ({"model.safetensors": b"\xff" * 64}, 2, "the weights cannot be read (model.safetensors)"),
+    ({"model.safetensors": ABSENT, "pytorch_model.bin": b"garbage"}, 2, "(pytorch_model.bin): not a file of tensors"),
+    ({"model.safetensors": ABSENT, "pytorch_model.bin": PICKLE}, 2, "(pytorch_model.bin): not a file of tensors alone"),
+    ({"model.safetensors": ABSENT, "pytorch_model.bin": b""}, 2, "the weights cannot be read (pytorch_model.bin)"),
+    ({"model.safetensors": ABSENT, "pytorch_model.bin": b"PK\3\4" + b"\0" * 99}, 2, "(pytorch_model.bin): Pytorch"),
+    ({"model.safetensors": ABSENT, INDEX: "[]"}, 2, f"{INDEX} holds a list"),
+    ({"model.safetensors": ABSENT, INDEX: "{}"}, 2, f"{INDEX} has the weight_map None"),
+    ({"model.safetensors": ABSENT, INDEX: '{"weight_map": []}'}, 2, "has the weight_map []"),
+    ({"model.safetensors": ABSENT, INDEX: '{"weight_map": {"a": [1]}}'}, 2, "names of tensors and of files"),
+    ({"model.safetensors": ABSENT, INDEX: '{"weight_map": {"a": 5}}'}, 2, "names of tensors and of files"),
+    ({"model.safetensors": ABSENT, INDEX: '{"weight_map": {"a": "b"}}'}, 2, "names 1 missing files: ['b']"),
+    ({"model.safetensors": ABSENT, INDEX: '{"weight_map": {"a": "tokenizer.json"}}'}, 2, "the weights cannot be read"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "code", "says"), MODEL_FILES)
+def test_a_damaged_folder_of_a_model(
+    files: dict[str, object], code: int, says: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(made / "model", tmp_path / "m")
+    for name, content in files.items():
+        put(tmp_path / "m" / name, content)
+    wrong(capsys, {"m": tmp_path / "m", "run": made / "run"}, "verify {run}/plan.safetensors --model {m}", code, says)
+
+
+@pytest.mark.parametrize(
+    "template", ["{% zap", "{{ messages[7].x }}", "{{ 1 + messages }}", '{{ raise_exception("no") }}']
+)
+def test_a_broken_chat_template(template: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(made / "model", tmp_path / "m")
+    put(tmp_path / "m" / "chat_template.jinja", template)
+    command = "generate --model {m} --plan {run}/plan.safetensors --prompt a --chat"
+    wrong(capsys, {"m": tmp_path / "m", "run": made / "run"}, command, 2, "the chat template fails")
+
+
+BUDGET = 'same_bytes_as = "kivi-2"'
+AGAINST = 'against = ["16-bit", "kivi-2"]'
+RECIPES: list[tuple[str, str, str]] = [  # old, new, what the error says
+    ("num_samples = 2\n", "num_samples = 0\n", "{recipe}: num_samples = 0"),
+    ("num_samples = 2\n", "num_samples = 1_000_000_000_000\n", "num_samples = 1000000000000"),
+    ("seq_len = 256\n", "seq_len = nan\n", "data.seq_len = nan: Input should be a valid integer"),
+    ("seq_len = 256\n", "seq_len = 1979-05-27\n", "data.seq_len = '1979-05-27': Input should be a valid integer"),
+    ("num_bits = [2, 4]", "num_bits = 2", "profile.num_bits = 2: Input should be a valid array"),
+    ("kl_samples = 1", "kl_samples = -1", "profile.kl_samples = -1"),
+    ("kl_tokens = 256", "kl_tokens = 139", "profile.kl_tokens = 139: the sinks and windows of [cache]"),
+    ("num_sink_tokens = 2", "num_sink_tokens = -1", "cache.num_sink_tokens = -1: Input should be greater"),
+    ("num_sink_tokens = 2", "num_sink_tokens = 512", "cache.num_sink_tokens = 512 leaves nothing to quantize"),
+    ("k_recent_window = 8", "k_recent_window = -8", "cache.k_recent_window = -8"),
+    ("k_recent_window = 8", "k_recent_window = 1_000_001", "cache.k_recent_window = 1000001"),
+    (BUDGET, 'same_bytes_as = "zap"', "recipe 'zap' is neither a file nor one of"),
+    (BUDGET, 'same_bytes_as = "default"', "allocate.same_bytes_as: recipe 'default' has no [formats]"),
+    (BUDGET, "bits = nan", "allocate.bits = nan: Input should be a finite number"),
+    (BUDGET, "bits = 0", "allocate.bits = 0: Input should be greater than 0"),
+    (BUDGET, "bits = -2.5", "allocate.bits = -2.5"),
+    (BUDGET, 'budget = "zap"', "allocate: budget = 'zap': cannot read 'zap' as a number of bytes"),
+    (BUDGET, 'kv_budget = "-1GB"', "allocate: kv_budget = '-1GB'"),
+    (BUDGET, 'budget = "24GB"\nworkspace = "zap"', "allocate: workspace = 'zap'"),
+    ("batch = 2", "batch = 10_000_000_000", "allocate.batch = 10000000000: Input should be less"),
+    ("context = 512", "context = 10_000_000_000_000", "allocate.context = 10000000000000"),
+    ('tasks = ["chain"]', 'tasks = ["chain", "chain"]', "tasks = ['chain', 'chain'], expected each one once"),
+    ("num_problems = 2", "num_problems = 0", "evaluate.num_problems = 0"),
+    ("max_new_tokens = 12", "max_new_tokens = 0", "evaluate.max_new_tokens = 0"),
+    ("max_new_tokens = 12", "batch = 0", "evaluate.batch = 0: Input should be greater than or equal to 1"),
+    ("max_new_tokens = 12", "batch = -1", "evaluate.batch = -1"),
+    ("max_new_tokens = 12", "seed = -1", "evaluate.seed = -1"),
+    ("max_new_tokens = 12", "seed = 99_999_999_999", "evaluate.seed = 99999999999"),
+    (AGAINST, 'against = ["zap"]', "recipe 'zap' is neither a file nor one of"),
+    (AGAINST, 'against = [""]', "recipe '' is neither a file nor one of"),
+    (AGAINST, 'against = ["best"]', "evaluate.against: recipe 'best' has no [formats]"),
+    (AGAINST, 'against = ["/dev/zero"]', "/dev/zero is a device or a socket; expected a regular file"),
+    ("[allocate]", "[search]\nkl_tokens = 50\n[allocate]", "search.kl_tokens = 50: the sinks"),
+    ("[allocate]", "[search]\nseed = -3\n[allocate]", "search.seed = -3"),
+    ("[allocate]", "[search]\nkl_samples = 0\n[allocate]", "search.kl_samples = 0"),
+    ("[allocate]", '[tune]\ntasks = ["zap"]\n[allocate]', "tasks ['zap'] unknown"),
+    ("[allocate]", "[tune]\nlow = 3.0\n[allocate]", "expected low = 3.0 < high = 2.0"),
+    ("[allocate]", "[tune]\nseed = -1\n[allocate]", "tune.seed = -1"),
+    ("[allocate]", "[tune]\npage_share = 0.0\n[allocate]", "tune.page_share = 0"),
+    ("[allocate]", "[tune]\nmax_bits = nan\n[allocate]", "tune.max_bits = nan"),
+    ("[allocate]", "[progressive]\nbits = -1.0\n[allocate]", "progressive.bits = -1.0"),
+    ("[allocate]", "[reparam]\nposition_scale = 0.0\n[allocate]", "reparam.position_scale = 0.0"),
+    ("[allocate]", "[reparam]\nnum_steps = 0\n[allocate]", "reparam.num_steps = 0"),
+    ("[allocate]", "[predictors]\nridge = 0.0\n[allocate]", "predictors.ridge = 0.0"),
+    ("[allocate]", "[predictors]\nholdout_share = 1.0\n[allocate]", "predictors.holdout_share = 1.0"),
+    ("[allocate]", "[predictors]\nmin_explained = 5.0\n[allocate]", "predictors.min_explained = 5.0"),
+    (RECIPE, "[importance]\nshare = 2.0", "importance.share = 2.0"),
+    (RECIPE, "[importance]\nmin_window = 9\nmax_window = 5", "expected min_window = 9 <= max_window = 5"),
+    (RECIPE, "[importance]\nrandom_seed = -4", "importance.random_seed = -4"),
+    (RECIPE, "[formats]\nk = { num_bits = 2, num_sink_tokens = 9_999_999 }\nv = { num_bits = 2 }", "tokens = 9999999"),
+    (RECIPE, "[formats]\nk = { num_bits = 2, recent_window = 9_999_999 }\nv = { num_bits = 2 }", "= 9999999, expected"),
+    (RECIPE, "", "nothing given; expected one of [formats], [importance], [allocate]"),
+    (RECIPE, "a = " + DEEP, "not TOML: maximum recursion depth"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "says"), RECIPES)
+def test_a_recipe_is_checked_whole_before_anything_runs(
+    old: str, new: str, says: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert old in RECIPE
+    recipe = tmp_path / "wrong.toml"
+    recipe.write_text(RECIPE.replace(old, new, 1))
+    command = "run {recipe} --model {made}/no-model --out {out}"  # a model would be looked for later
+    wrong(capsys, {"recipe": recipe, "made": made, "out": tmp_path / "out"}, command, 2, says)
+    assert not (tmp_path / "out").exists()
+
+
+FILES: dict[str, object] = {
+    "fifo": FIFO,
+    "empty": "",
+    "bin": b"\xff\x00" * 99,
+    "fd/profile.safetensors": FIFO,
+    "fd/allocation.safetensors": FIFO,
+    "tuned/tune.json": FIFO,
+    "stale/tune.json": "[]",
+    "deep/tune.json": DEEP,
+    "deep.jsonl": '{"text": ' + DEEP + "]" * len(DEEP) + "}\n",
+    "nested.jsonl": '{"a":' * 5000 + "1" + "}" * 5000 + "\n",
+    "deep.json": DEEP,
+    "fifo.txt": FIFO,
+    "fifos/a.txt": FIFO,
+    "x.csv": "a,b",
+}
+GENERATE = "generate --model {model} --plan {plan} --max-new-tokens 1 "
+EVAL = "eval {plan} --model {model} --recipe {recipe} --out {tmp}/o "
+PACK = "pack-prefix --model {model} --plan {plan} -o {tmp}/x.kv "
+PROFILE = "profile {model} --recipe {recipe} --out {tmp}/o "
+TUNE = "tune mixkvq --model {model} --out {tmp}/t "
+COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
+    # plans, and what is none
+    ("inspect {tmp}/none", 5, "does not exist"),
+    ("inspect {tmp}", 5, "{tmp} is a folder; expected a regular file"),
+    ("inspect {tmp}/fifo", 5, "{tmp}/fifo is a pipe; expected a regular file"),
+    ("inspect /dev/zero", 5, "/dev/zero is a device or a socket"),
+    ("inspect {tmp}/empty", 5, "not a safetensors file (0 bytes)"),
+    ("inspect {tmp}/bin", 5, "not a safetensors file"),
+    ("inspect {run}/profile.safetensors", 5, 'expected "kv-quantization-plan"'),
+    ("inspect {model}/model.safetensors", 5, "is not a kvcal artifact"),
+    ("inspect " + "a" * 5000, 5, "File name too long"),
+    ("inspect {plan} --batch 0", 2, "--batch"),
+    ("inspect {plan} --context 0", 2, "--context"),
+    ("inspect {plan} --context 1" + "0" * 40, 2, "--context"),
+    ("inspect {plan} --zap", 2, "No such option"),
+    ("inspect {plan} {plan}", 2, "unexpected extra argument"),
+    ("verify {tmp}/fifo --model {model}", 5, "is a pipe"),
+    ("verify {plan}", 2, "Missing option '--model'"),
+    (("verify", "{plan}", "--model", ""), 2, "model '' is empty"),
+    ("verify {plan} --model ./" + "a" * 300, 5, "File name too long"),
+    ("verify {plan} --model /dev/null", 2, "is a file"),
+    ("verify {plan} --model no/such/thing", 2, "was not found"),
+    ("verify {plan} --model reasoner-10m", 5, "the plan is for"),
+    # generate, pack-prefix
+    (GENERATE + f"--prompt a --seed {2**70}", 2, "--seed"),
+    (GENERATE + "--prompt a --seed -1", 2, "--seed"),
+    (GENERATE + "--prompt a --temperature 1e-320", 2, "--temperature 1e-320; allowed: 0 (greedy), or 0.001 to 100"),
+    (GENERATE + "--prompt a --temperature nan", 2, "--temperature"),
+    (GENERATE + "--prompt a --temperature inf", 2, "--temperature inf; allowed"),
+    (GENERATE + "--prompt a --temperature -1", 2, "--temperature -1.0; allowed"),
+    (GENERATE + "--prompt a --max-new-tokens 1" + "0" * 30, 2, "--max-new-tokens"),
+    (GENERATE + "--prompt \udcff\udcfe", 2, "--prompt is not UTF-8"),
+    ((*GENERATE.split(), "--prompt", " \n"), 2, "the prompt is empty"),
+    (GENERATE + "--prompt a --prefix {tmp}/fifo", 5, "is a pipe"),
+    (GENERATE + "--prompt a --prefix {plan}", 5, "expected"),
+    (GENERATE + "--prompt a --device cuda:" + "9" * 30, 2, "this machine has"),
+    (GENERATE + "--prompt a --device CPU", 2, "allowed: auto, cpu, cuda, cuda:N"),
+    (GENERATE + "--prompt a --dtype int8", 2, "dtype 'int8'"),
+    (PACK, 2, "expected exactly one of --prompt and --prompt-file"),
+    (PACK + "--prompt-file {tmp}/fifo", 2, "is a pipe"),
+    (PACK + "--prompt-file {tmp}", 2, "is a folder"),
+    (PACK + "--prompt-file {tmp}/bin", 2, "cannot be read"),
+    (PACK + "--prompt-file {tmp}/none", 2, "cannot be read"),
+    (PACK + "--prompt \udcff", 2, "--prompt is not UTF-8"),
+    # evaluate
+    (EVAL + "--task foo", 2, "tasks ['foo'] unknown, expected some of ['chain', 'ledger', 'times']"),
+    (EVAL + "--task none --task chain", 2, "tasks ['none'] unknown"),
+    (EVAL + "--task chain --task chain", 2, "expected each one once"),
+    (EVAL + "--problems 1000000000000", 2, "num_problems = 1000000000000"),
+    (EVAL + "--against none", 2, "recipe 'none' is neither"),
+    (EVAL + "--against default", 2, "--against: recipe 'default' has no [formats]"),
+    (EVAL + "--recipe {tmp}/fifo", 2, "is a pipe"),
+    (EVAL + "--recipe {tmp}", 2, "is a folder"),
+    (EVAL + "--recipe {plan}", 2, "not TOML"),
+    (EVAL + "--out {recipe}/x", 2, "cannot make this folder"),
+    (EVAL + "--data {tmp}/fifo", 2, "is a pipe"),
+    # profile, and its data
+    (PROFILE + "--data {tmp}/fifo.txt", 2, "is a pipe"),
+    (PROFILE + "--data /dev/zero", 2, "is a device"),
+    (PROFILE + "--data {tmp}/fifos", 2, "the folder holds no supported file"),
+    (PROFILE + "--data {tmp}/x.csv", 2, "extension '.csv' is not supported"),
+    (PROFILE + "--data {tmp}/deep.jsonl", 2, "cannot be read as json: nested more than 100 deep"),
+    (PROFILE + "--data {tmp}/nested.jsonl", 2, "cannot be read as json: nested more than 100 deep"),
+    (PROFILE + "--data {tmp}/deep.json", 2, "cannot be read as json: nested more than 100 deep"),
+    (PROFILE + "--data " + "a" * 5000, 5, "File name too long"),
+    (PROFILE + "--samples 1000000000000", 2, "at most 1000000"),
+    (PROFILE + "--samples 0", 2, "--samples"),
+    (PROFILE + "--seed x", 2, "--seed"),
+    # allocate, compile, reparam, fit-predictors
+    ("allocate {run} --bits nan", 2, "bits"),
+    ("allocate {run} --bits inf", 2, "bits = inf: Input should be a finite number"),
+    ("allocate {run} --budget 24gb", 2, "unknown unit 'gb'"),
+    ("allocate {run} --budget 1GB --workspace x", 2, "workspace = 'x'"),
+    ("allocate {run} --bits 3 --workspace x", 2, "workspace = 'x'"),
+    ("allocate {run} --bits 3 --context 1" + "0" * 30, 2, "--context"),
+    ("allocate {run} --sweep --sweep-points 1000000000000", 2, "--sweep-points"),
+    ("allocate {tmp}/fd --bits 3", 5, "is a pipe"),
+    ("compile {tmp}/fd", 5, "is a pipe"),
+    ("compile {run} -o /dev/null", 5, "/dev/null is a device or a socket; expected a regular file"),
+    ("compile {run} -o {tmp}/fifo", 5, "is a pipe"),
+    ("compile {run} --fold {tmp}/f", 2, "--fold needs --model"),
+    ("reparam {run} --model {model} --position-scale nan", 2, "reparam: position_scale = nan"),
+    ("reparam {run} --model {model} --steps 1000000000", 2, "reparam: num_steps = 1000000000"),
+    ("fit-predictors {run} --model {model} --kind zap", 2, "kind = 'zap'"),
+    ("fit-predictors {run} --model {model} --kind low_rank", 2, "low_rank takes rank"),
+    ("fit-predictors {run} --model {model} --min-explained 5", 2, "min_explained = 5.0"),
+    # tune, search, compare, run
+    (TUNE + "--task zap", 2, "tune: tasks ['zap'] unknown"),
+    (TUNE + "--task chain --task chain", 2, "unknown, missing or twice"),
+    (TUNE + "--task lm-eval:", 2, "tasks ['lm-eval:'] unknown"),
+    (TUNE + "--trials 9999999999", 2, "tune: num_trials = 9999999999"),
+    (TUNE + "--max-bits inf", 2, "tune: max_bits = inf"),
+    (TUNE + "--workers 100000", 2, "--workers"),
+    (TUNE + "--kv-budget x", 2, "cannot read 'x'"),
+    (TUNE + "--out {tmp}/tuned", 5, "tune.json is a pipe"),
+    (TUNE + "--out {tmp}/stale", 5, "is not a tuning of version 2"),
+    (TUNE + "--out {tmp}/deep", 5, "tune.json is truncated or not JSON"),
+    ("tune default --model {model}", 2, "has no [formats]"),
+    ("search best --bits 1e308", 2, "search: bits = 1e+308"),
+    ("search best --rounds 99999999999", 2, "search: refine_rounds = 99999999999"),
+    ("search best --bits 2 --budget 1GB", 2, "budget and bits given"),
+    ("search kivi-2", 2, "has no [search]"),
+    ("compare kitty --model {model} --context 99999999999", 2, "--context"),
+    ("compare {recipe} --model {model} --bits nan", 2, "--bits"),
+    ("compare kitty kitty --model {model}", 2, "two recipes are named 'kitty'"),
+    ("run {tmp}/fifo", 2, "is a pipe"),
+    ("run " + "a" * 5000, 5, "File name too long"),
+    (("run", ""), 2, "recipe '' is neither a file nor one of"),
+    ("run \udcff", 2, "is neither a file nor one of"),
+    ("run kivi-2 --model {model} --device cuda:7", 2, "this machine has"),
+    ("run a b", 2, "unexpected extra argument"),
+    ("zap", 2, "No such command"),
+    ("bench zap", 2, "No such command"),
+    ("bench kernels --head-dim 7", 2, "expected a multiple of 8"),
+    ("bench e2e --memory zap", 2, "cannot read 'zap'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "code", "says"), COMMANDS, ids=lambda value: str(value)[:60])
+def test_a_wrong_command(
+    command: str | tuple[str, ...], code: int, says: str, made: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    for name, content in FILES.items():
+        put(tmp_path / name, content)
+    places = {"tmp": tmp_path, "model": made / "model", "recipe": made / "small.toml", "run": made / "run"}
+    done = wrong(capsys, places | {"plan": made / "run" / "plan.safetensors"}, command, code, says)
+    assert done.out == ""
+
+
+def shell(command: str, made: Path) -> subprocess.CompletedProcess[str]:
+    root = str(Path(__file__).parents[2])
+    return subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env={**os.environ, "KVCAL": f"{sys.executable} -m kvcal", "PLAN": str(made / "run" / "plan.safetensors"),
+             "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "says"),
+    [
+        ("$KVCAL inspect $PLAN > /dev/full", 5, "error: cannot write to stdout: No space left on device"),
+        ("$KVCAL --help > /dev/full", 5, "error: stdout: No space left on device"),
+        ("$KVCAL inspect $PLAN >&-", 5, "error: cannot write to stdout: it is closed"),
+        ("$KVCAL inspect $PLAN --json | head -1 > /dev/null", 0, ""),
+        ("$KVCAL inspect none 2> /dev/full", 5, ""),
+        ("$KVCAL --version", 0, ""),
+        ("$KVCAL inspect $'\\xff\\xfe'", 5, "does not exist"),
+    ],
+)
+def test_stdout_that_takes_nothing(command: str, code: int, says: str, made: Path) -> None:
+    done = shell(command, made)
+    assert (done.returncode, says in done.stderr) == (code, True), done
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    assert done.stderr if says else not done.stderr
+
+
+def test_memory_that_is_not_there(
+    made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = made / "run" / "plan.safetensors"
+
+    def refuse(*arguments: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4480000000000000 bytes.")
+
+    monkeypatch.setattr("kvcal.plan.plan.load_plan", refuse)
+    wrong(capsys, {"plan": plan}, "inspect {plan}", 2, "error: not enough memory: DefaultCPUAllocator")
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("a mistake in the program")
+
+    monkeypatch.setattr("kvcal.plan.plan.load_plan", fail)
+    with pytest.raises(RuntimeError, match="a mistake in the program"):
+        run_kvcal(capsys, "inspect", plan)
+
+
+def test_a_line_of_megabytes_is_read_in_parts(tmp_path: Path) -> None:
+    from kvcal.data.pools import MAX_PIECE_CHARS, PURPOSES, Purpose
+    from kvcal.data.sources import Piece, read_source
+
+    def texts(name: str, purpose: Purpose) -> list[str]:
+        pieces = list(read_source(str(tmp_path / name), (), None, None, 0, purpose))
+        return [piece.text for piece in pieces if isinstance(piece, Piece)]
+
+    text = "".join(f"word{number} " for number in range(1_200_000))
+    assert len(text) > 12_000_000
+    (tmp_path / "long.txt").write_text(text)
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": text[:3_000_000]}) + "\n" + '{"text": "next"}\n')
+    by_pool = [texts("long.txt", purpose) for purpose in PURPOSES]
+    first = next(number for number, pieces in enumerate(by_pool) if text.startswith(pieces[0]))
+    in_turn = zip_longest(*by_pool[first:], *by_pool[:first], fillvalue="")
+    assert "".join(chain.from_iterable(in_turn)) == text
+    assert max(len(piece) for pieces in by_pool for piece in pieces) <= MAX_PIECE_CHARS
+    records = [texts("long.jsonl", purpose) for purpose in PURPOSES]
+    assert sum(len(piece) for pieces in records for piece in pieces) == 3_000_000 + len("next")

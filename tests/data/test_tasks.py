@@ -1,0 +1,139 @@
+"""The task generator: the training distribution exactly, right by an independent interpreter, and bounded."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+
+import pytest
+
+from kvcal.data.tasks import TASKS, Problem, chain, extract_answer, ledger, mixture, problems, times
+from kvcal.errors import UsageError
+
+# sha256 over 50 documents from random.Random(0), computed with the generator that made the training data.
+GOLDEN = {
+    "ledger": "0f05e2fe4dfb30ddf8f1da37f9477c9629fd5e3209f6e3dfb9024f2f4fc27bc1",
+    "chain": "3e2c2c86924e0abdca192ad3e0041b6a6f88e01d9f8f16f5919c30e412f024dc",
+    "times": "bb550840db33ad6d2cd4ddb487bcfb6e756c7ef972ffbf77afd44f60f1c89a15",
+    "mixture": "5c96e38b281c6e0c7f2ac67dff02a3d88ceace1323be1e9b1ee36b8a9da2ed01",
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_documents_are_those_of_the_training_data(name: str) -> None:
+    draw = {**TASKS, "mixture": mixture}[name]
+    rng, digest = random.Random(0), hashlib.sha256()
+    for _ in range(50):
+        digest.update(draw(rng).text.encode())
+    assert digest.hexdigest() == GOLDEN[name]
+
+
+def solve(problem: Problem) -> str:
+    """The answer from the prompt alone, by other means than the generator's."""
+    if problem.task == "times":
+        a, b = map(int, re.findall(r"\d+", problem.prompt))
+        return str(a * b)
+    if problem.task == "chain":
+        target = dict(re.findall(r"(\w+) to (\w+)", problem.prompt))
+        at, hops = re.findall(r"Question: (\w+), (\d+) hops", problem.prompt)[0]
+        for _ in range(int(hops)):
+            at = target[at]
+        return at
+    opening, *lines, question = problem.prompt.splitlines()
+    balance = {name: int(value) for name, value in re.findall(r"(\w+) (\d+)", opening)}
+    for line in lines:
+        action, _, remainder = line.split(". ", 1)[1].partition(", ")
+        match action.split():
+            case [a, "pays", b, x]:
+                balance[a], balance[b] = balance[a] - int(x), balance[b] + int(x)
+            case [a, "earns", x]:
+                balance[a] += int(x)
+            case [a, "copies", b]:
+                balance[a] = balance[b]
+            case [a, "halves"]:
+                balance[a] //= 2
+        if remainder:
+            balance[remainder.split()[0]] %= 100
+    return str(balance[re.findall(r"Question: (\w+)\?", question)[0]])
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_answers_are_right(task: str) -> None:
+    for problem in problems(task, 100, seed=1):
+        assert problem.answer == solve(problem)
+        assert extract_answer(problem.completion) == extract_answer(problem.text) == problem.answer
+
+
+def test_an_arithmetic_step_in_the_reasoning_is_right() -> None:
+    num_checked = 0
+    for task in ("ledger", "times"):
+        for problem in problems(task, 50, seed=2):
+            for left, right in re.findall(r"(?<![\d=])(\d+(?:[-+/x]\d+)+)=(\d+)", problem.reasoning):
+                assert eval(left.replace("x", "*").replace("/", "//")) == int(right), (left, right)
+                num_checked += 1
+    assert num_checked > 1000
+
+
+def test_limits_bound_the_problems() -> None:
+    for problem in problems("ledger", 200, 0, max_steps=9):
+        assert 6 <= problem.reasoning.count("\n") <= 9
+    for problem in problems("chain", 200, 0, max_size=25, max_hops=6):
+        assert 20 <= problem.prompt.count(" to ") <= 25
+        assert 4 <= problem.reasoning.count("\n") <= 6
+    for problem in problems("times", 200, 0, max_digits=3):
+        assert all(2 <= len(number) <= 3 for number in re.findall(r"\d+", problem.prompt))
+
+
+def test_the_default_limits_are_the_training_ones() -> None:
+    for generator in (ledger, chain, times):
+        one = problems(generator.__name__, 1, seed=7)[0]
+        rng = random.Random(f"report:{one.task}:7")
+        assert one in [generator(rng) for _ in range(40)]
+
+
+def test_a_shorter_list_is_a_prefix_and_seeds_differ() -> None:
+    longer = problems("ledger", 8, seed=0)
+    assert problems("ledger", 3, seed=0) == longer[:3]
+    assert not set(longer) & set(problems("ledger", 8, seed=1))
+
+
+def test_evaluation_problems_are_the_same_in_every_process_and_version() -> None:
+    digest = hashlib.sha256("".join(p.text for p in problems("chain", 5, seed=3)).encode()).hexdigest()
+    assert digest == "b8dc40c685a99abd0481dfa91a2dd5d7b5dc3ac4adadc1beeec83a0db99b1fe1"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("1. a\n</think>\nAnswer: 42\n", "42"),
+        ("</think>\nAnswer: bobo", "bobo"),
+        ("Answer: 1\nAnswer: 2\n", "1"),
+        ("Answer: 7  \r\n", "7"),
+        ("no answer", None),
+        ("Answer:\n5", None),
+        ("the Answer: 5", None),
+        ("Answer: 5 or 6\n", None),
+        ("", None),
+    ],
+)
+def test_extract_answer(text: str, answer: str | None) -> None:
+    assert extract_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"task": "sums"}, ["sums", "ledger, chain, times"]),
+        ({"count": 0}, ["0", "at least 1"]),
+        ({"max_steps": 5}, ["max_steps = 5", "6"]),
+        ({"max_size": 10_001}, ["max_size = 10001", "5000"]),
+        ({"max_hops": 3}, ["max_hops = 3", "4"]),
+        ({"max_digits": 1}, ["max_digits = 1", "2"]),
+    ],
+)
+def test_impossible_requests_say_what_is_allowed(changes: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        problems(**{"task": "ledger", "count": 1, "seed": 0, **changes})
+    for word in words:
+        assert word in f"{caught.value.message} {caught.value.hint}"

@@ -1,0 +1,161 @@
+"""The plain decode kernel against attention in fp64 over the decoded pages, and against the folded kernel, on a GPU.
+
+Its arithmetic is fp32 throughout, so it is held to a thirtieth of what the folded kernel is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from test_kernels_decode import CASES, TOLERANCE, Case, k_format, relative_error, v_format, variant_of
+from test_kernels_decode import LENGTHS as FOLDED_LENGTHS
+
+from kvcal.errors import UsageError
+from kvcal.plan.format import Format
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: kernels run nowhere else"),
+]
+
+HEAD_DIMS = (16, 24, 32, 40, 48, 72, 80, 96, 112, 136, 160, 192, 256, 512)
+LENGTHS = (0, 1, 31, 127, 128, 129, 1000)
+SHARE = 1 / 30
+SINKS = {
+    "sinks of keys": (k_format(2, num_sink_tokens=5, recent_window=40), v_format(2)),
+    "sinks of values": (k_format(3), v_format(4, 32, num_sink_tokens=37)),
+    "sinks of both": (
+        dataclasses.replace(CASES["MixKVQ"][0], num_sink_tokens=133),
+        v_format(1, num_sink_tokens=16, recent_window=100),
+    ),
+    "sinks and rules": (
+        dataclasses.replace(CASES["window rules"][0], num_sink_tokens=4),
+        dataclasses.replace(CASES["window rules"][1], num_sink_tokens=9),
+    ),
+}
+
+
+def assert_exact(case: Case, scale: float, softcap: float = 0.0, s_aux: torch.Tensor | None = None) -> None:
+    found = case.run(scale, softcap, s_aux)
+    assert relative_error(found, case.expected(scale, softcap, s_aux)) <= SHARE * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ("2 bits", "K per token, groups of 32", "sinks of both"))
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_every_head_size(dim: int, name: str) -> None:
+    case = Case(variant_of(*(CASES | SINKS)[name], dim=dim), LENGTHS, heads=2, seed=1)
+    assert_exact(case, 0.4 * dim**-0.5)
+
+
+@pytest.mark.parametrize("name", [*CASES, *SINKS])
+def test_every_format(name: str) -> None:
+    assert_exact(Case(variant_of(*(CASES | SINKS)[name], dim=80), LENGTHS, heads=2, seed=2), 0.04)
+
+
+@pytest.mark.parametrize(("dim", "group"), ((40, 1), (40, 3), (80, 8), (80, 12), (256, 16), (40, 17), (512, 16)))
+def test_query_groups(dim: int, group: int) -> None:
+    case = Case(variant_of(*SINKS["sinks of keys"], dim=dim, group=group), LENGTHS, heads=3, seed=3)
+    assert_exact(case, 0.4 * dim**-0.5)
+
+
+@pytest.mark.parametrize("name", ("2 bits", "16 bits", "MixKVQ"))
+def test_half_precision(name: str) -> None:
+    for cache, dtype, precision in (("float16", torch.float16, 2.0**-11), ("bfloat16", torch.bfloat16, 2.0**-8)):
+        case = Case(variant_of(*CASES[name], dim=96, dtype=cache), LENGTHS, heads=2, seed=4)
+        found = case.run(0.05, dtype=dtype)
+        assert found.dtype == dtype
+        allowed = precision + SHARE * TOLERANCE
+        assert relative_error(found, case.expected(0.05, dtype=dtype)) <= allowed
+        assert_exact(case, 0.05)
+
+
+@pytest.mark.parametrize(("rescale", "offset"), ((False, True), (True, False), (True, True)))
+@pytest.mark.parametrize("axis", ("channel", "token"))
+def test_rescaled_keys(rescale: bool, offset: bool, axis: str) -> None:
+    formats = k_format(3, axis, num_sink_tokens=4), v_format(3, num_sink_tokens=4)
+    assert_exact(Case(variant_of(*formats, dim=72, rescale=rescale, offset=offset), LENGTHS, heads=2, seed=5), 0.05)
+
+
+@pytest.mark.parametrize("name", ("2 bits", "sinks of values", "16 bits"))
+def test_softcap_and_sink_logits(name: str) -> None:
+    case = Case(variant_of(*(CASES | SINKS)[name], dim=256), LENGTHS, heads=2, seed=6)
+    s_aux = torch.linspace(-2, 3, 8, device="cuda")
+    for softcap, aux in ((2.0, None), (30.0, s_aux), (0.0, s_aux)):
+        assert_exact(case, 0.05, softcap, aux)
+
+
+@pytest.mark.parametrize("given", ({"k_bits": 16}, {"v_bits": 16}, {"k_bits": 16, "v_bits": 16}))
+def test_pages_that_were_decoded_into_tokens(given: dict[str, int]) -> None:
+    formats = k_format(2, num_sink_tokens=13), v_format(2, num_sink_tokens=40)
+    assert_exact(Case(dataclasses.replace(variant_of(*formats, dim=72), **given), LENGTHS, heads=2, seed=7), 0.05)
+
+
+@pytest.mark.parametrize("dim", (64, 128))
+@pytest.mark.parametrize("name", CASES)
+def test_it_agrees_with_the_folded_kernel(name: str, dim: int) -> None:
+    variant, scale = variant_of(*CASES[name], dim=dim), 0.4 * dim**-0.5
+    both = (dataclasses.replace(variant, plain=True), variant)
+    case, other = (Case(one, FOLDED_LENGTHS, heads=2, seed=1) for one in both)
+    assert_exact(case, scale)
+    plain, folded = case.run(scale), other.run(scale)
+    assert relative_error(folded, plain.double()) <= (1 + SHARE) * TOLERANCE
+    assert not torch.equal(folded, plain)  # two kernels, not one
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "length"),
+    ((1, 1, 5000), (1, 8, 20000), (70, 3, 200), (512, 2, 20), (1030, 1, 300), (3, 8, 4095)),
+)
+def test_many_and_long_rows(batch: int, heads: int, length: int) -> None:
+    lengths = tuple((length * (row + 1)) // batch for row in range(batch))
+    assert_exact(Case(variant_of(*SINKS["sinks of keys"], dim=48), lengths, heads=heads, seed=9), 0.06)
+
+
+@pytest.mark.parametrize("plain", (False, True))
+def test_it_repeats_bit_for_bit_and_leaves_its_counters_at_zero(plain: bool) -> None:
+    """In a workspace that another kernel may take in turns."""
+    lengths, formats = (*LENGTHS, 5000), CASES["Kitty"]
+    case = Case(variant_of(*formats, dim=128, plain=True), lengths, heads=2, seed=10)
+    other = Case(variant_of(*formats, dim=128, plain=plain), lengths, heads=2, seed=11)
+    workspace = case.workspace()
+    first, others = case.run(0.06, workspace=workspace), other.run(0.06, workspace=workspace)
+    for _ in range(20):
+        assert torch.equal(case.run(0.06, workspace=workspace), first)
+        assert torch.equal(other.run(0.06, workspace=workspace), others)
+    assert not workspace[: len(lengths) * 2 * 4].any()
+
+
+@pytest.mark.parametrize(("dim", "name"), ((80, "Kitty"), (256, "sinks of both"), (48, "sinks and rules")))
+def test_a_captured_launch_follows_the_lengths(dim: int, name: str) -> None:
+    """One graph, replayed over caches that grow: each result is that of a launch of its own."""
+    variant = variant_of(*(CASES | SINKS)[name], dim=dim)
+    cases = [Case(variant, (length, 1000, 3), heads=2, seed=length) for length in (1, 0, 127, 128, 129, 500, 1000)]
+    expected = [case.run(0.05) for case in cases]
+    held, workspace = cases[0], cases[0].workspace()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = held.run(0.05, workspace=workspace)
+    for case, result in zip(cases, expected, strict=True):
+        held.q.copy_(case.q)
+        held.lengths.copy_(case.lengths)
+        for side, store in held.stores.items():
+            for tensor, other in zip(store, case.stores[side], strict=True):
+                tensor.copy_(other)
+        graph.replay()
+        assert torch.equal(found, result)
+
+
+def test_lengths_beyond_the_room_read_nothing_outside() -> None:
+    """A replayed graph knows no end: it must stay inside what was allocated (``append`` reports it)."""
+    case = Case(variant_of(*SINKS["sinks of both"], dim=80), (700, 300), heads=2, seed=12)
+    case.lengths += 100_000
+    assert case.run(0.06).shape == case.q.shape
+    torch.cuda.synchronize()
+
+
+def test_what_it_does_not_take() -> None:
+    case = Case(variant_of(Format(2, "channel"), Format(2), dim=16), (5,), heads=1, seed=13)
+    with pytest.raises(UsageError, match="a workspace of 256 bytes"):
+        case.run(0.06, workspace=case.workspace()[:256])

@@ -1,0 +1,96 @@
+"""Encoding pages of stored forms that are due, in torch: the dynamic cache's bytes, and no others are written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from encode_cases import NAMES, due_at, page_of, run
+from reconstruct_cases import BATCH, CASES, PAGES, codec_of
+from torch import Tensor
+
+from kvcal.kernels.compile import cubin
+from kvcal.kernels.encoding import encoding_defines, encoding_shared_bytes, encoding_tile_tokens, unencoded
+from kvcal.kernels.reconstruction import SHARED_BYTES, Reconstruction
+from kvcal.kernels.reference import NON_FINITE
+from kvcal.plan.format import RAW, Format
+
+
+def lengths_of(name: str) -> list[int]:
+    """A page that is due in two rows, one that was in the step before, and one that has no room."""
+    fmt = CASES[name].form.format
+    return [due_at(fmt, 0), due_at(fmt, 1) + 1, due_at(fmt, PAGES - 1), due_at(fmt, PAGES)]
+
+
+DUE = {0: 0, 2: PAGES - 1}  # of ``lengths_of``: page by row
+
+
+def expected_of(name: str, row: int, page: int) -> Tensor:
+    """The record [1, bytes], by the dynamic cache."""
+    given, codec = page_of(name), codec_of(name)
+    codec.grid = given.grid
+    told = None if given.prediction is None else given.prediction[row : row + 1].transpose(1, 2)
+    x, ordinals = given.tokens[row : row + 1, page], torch.tensor([page])
+    return codec.encode(x, ordinals, codec.format.num_bits, prediction=told)[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_records_are_those_of_the_dynamic_cache(name: str) -> None:
+    records, error = run(name, "cpu", lengths_of(name))
+    for row in range(BATCH):
+        for page in range(PAGES):
+            is_due = DUE.get(row) == page
+            expected = expected_of(name, row, page) if is_due else torch.full_like(records[row, page], 7)
+            assert torch.equal(records[row, page], expected), (row, page)
+    assert error == 0
+
+
+FINITE = ["lattice 2 bits d=2, 8 x 128", "lattice before RoPE, predicted, kept", "keys per channel, 3 x 64"]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", FINITE)
+def test_what_is_not_finite_is_noted_where_a_page_is_due(name: str, value: float) -> None:
+    for row, page, expected in ((0, 0, NON_FINITE), (2, PAGES - 1, NON_FINITE), (0, 1, 0), (1, 1, 0), (3, 2, 0)):
+        tokens = page_of(name).tokens.clone()
+        tokens[row, page, 1, 77, 3] = value
+        assert run(name, "cpu", lengths_of(name), tokens)[1] == expected, (row, page)
+
+
+def test_a_norm_that_its_dtype_cannot_hold_is_noted() -> None:
+    name = "lattice 2 bits d=2, 8 x 128"
+    assert run(name, "cpu", lengths_of(name), page_of(name).tokens * 1e5)[1] == NON_FINITE
+
+
+COMPILED = ["lattice d=4, 1 x 8", "lattice d=2, 3 x 80", "lattice, 33 x 256", "lattice before RoPE, partial"]
+COMPILED += ["keys per channel, 2 x 80", "keys of 1 bit, 1 x 8", "values, 3 bits, 3 x 64", "λ and offset, kept, fp16"]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_120"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_unusual_sizes_compile(name: str, arch: str) -> None:
+    """The source holds the sizes of its shared memory against those it is launched with."""
+    form = CASES[name].form
+    assert unencoded(form) is None
+    assert cubin("encode_due", encoding_defines(form), arch)
+
+
+def test_a_tile_is_a_byte_of_codes_a_thread() -> None:
+    for heads, dim, tokens in ((1, 2, 16), (1, 4, 32), (8, 2, 2), (8, 4, 4), (3, 2, 4), (40, 4, 1)):
+        form = Reconstruction("v", Format(2, lattice_dim=dim), heads, 128, "bfloat16")
+        assert encoding_tile_tokens(form) == tokens
+
+
+def test_what_the_kernel_does_not_take_says_why() -> None:
+    wide = Reconstruction("v", Format(2, lattice_dim=2), 80, 256, "bfloat16")
+    assert unencoded(wide) is None
+    assert unencoded(wide, 2) == "a row of a lattice lies in 2 head ranges; allowed: 1"
+    heads = Reconstruction("v", Format(2), 2, 128, "bfloat16")
+    assert unencoded(heads, 2) is None
+    assert unencoded(replace(heads, format=RAW)) == "pages of 16 bits have no codes"
+    for wider, tokens, values in ((replace(wide, num_heads=96), 1, 24576), (replace(heads, head_dim=256), 128, 256)):
+        assert unencoded(wider) == (
+            f"{tokens} tokens of {values} values take {encoding_shared_bytes(wider)} bytes of shared memory; allowed: "
+            f"{SHARED_BYTES}"
+        )

@@ -1,0 +1,188 @@
+"""Which kernel serves ``decode``, that a cache says so, and what the plain one costs. Needs no GPU."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cache_cases import plan_of, tiny_llama
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kvcal import PlanCache
+from kvcal.errors import SlowPath, UsageError
+from kvcal.geometry import AttentionGeometry, Geometry
+from kvcal.kernels import decode
+from kvcal.kernels.choice import is_plain, plain_reasons, slow_reasons
+from kvcal.kernels.compile import cubin, resources
+from kvcal.kernels.decode_plain import MAX_HEADS, plain_defines, plain_shape
+from kvcal.kernels.refusals import MAX_HEAD_DIM, refusals
+from kvcal.kernels.variants import Variant, parse_key
+from kvcal.plan.format import RAW, SIDES, Boost, Format, Tier
+from kvcal.plan.layer import LayerPlan
+
+K, V = Format(2, "channel"), Format(2)
+K_SINKS, V_SINKS = replace(K, num_sink_tokens=4), replace(V, num_sink_tokens=9)
+TOKENS = (Format(3, "token", 32), Format(3, "token", 32))
+KITTY = Boost("magnitude", (Tier(4, 0.125),))
+MIXKVQ = (Format(2, "channel", 32, boost=Boost("magnitude", (Tier(16, 1 / 64), Tier(4, 0.25)))), Format(2, "token", 32))
+# Bytes of shared memory that a block gets on sm_89, sm_80 and sm_90.
+ROOMS = (99 * 1024, 163 * 1024, 227 * 1024)
+
+
+def variant(k: Format, v: Format, dim: int = 128, group: int = 4, **more) -> Variant:
+    return Variant(k, v, dim, "bfloat16", group, **({"rescale": False, "offset": False, "first_head": 0} | more))
+
+
+def test_the_plain_kernel_serves_what_the_folded_one_does_not() -> None:
+    for dim in (64, 128):
+        for pair in ((K, V), (K_SINKS, replace(V, num_sink_tokens=4)), (RAW, V_SINKS), (K_SINKS, RAW), MIXKVQ, TOKENS):
+            assert not is_plain(variant(*pair, dim=dim))
+    for dim in (16, 32, 72, 80, 96, 256, 512):
+        (reason,) = plain_reasons(variant(K, V, dim))
+        assert reason == f"head size {dim}, where the fast kernel takes 64 and 128"
+        assert is_plain(variant(K, V, dim))
+    (reason,) = plain_reasons(variant(K_SINKS, V_SINKS))
+    assert "4 sink tokens of keys and 9 of values" in reason
+    assert len(list(plain_reasons(variant(K_SINKS, V_SINKS, 80)))) == 2
+    # Pages of 16 bits are read token by token.
+    assert not is_plain(variant(K_SINKS, V_SINKS, k_bits=16)) and not is_plain(variant(K_SINKS, V_SINKS, v_bits=16))
+    asked = replace(variant(K, V), plain=True)
+    assert is_plain(asked) and not list(plain_reasons(asked))
+    assert parse_key(asked.key) == asked != variant(K, V)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_shape_fits(room: int) -> None:
+    for dim in range(8, MAX_HEAD_DIM + 1, 8):
+        for group in (*range(1, 18), 32, 48, 64, 71):
+            shape = plain_shape(dim, group, room)
+            passes = -(-group // shape.heads)
+            assert 1 <= shape.heads <= MAX_HEADS and shape.shared_bytes <= room
+            assert shape.blocks * (shape.shared_bytes + 1024) <= room + 1024
+            # Both kernels find their counters in the same bytes.
+            assert passes <= -(-group // (2 * decode.TILE_HEADS))
+    assert plain_shape(256, 16, room).heads == 16
+
+
+# K, V, head size, query heads a KV head, architecture, bytes of local memory at most; what else the variant has.
+BUDGETS = {
+    "16, one head": (K, V, 16, 1, "sm_80", 0, {}),
+    "32, V 1 bit": (K, Format(1, "token", 32), 32, 2, "sm_120", 32, {}),
+    "48, raw": (RAW, RAW, 48, 4, "sm_89", 32, {}),
+    "72, per token": (*TOKENS, 72, 4, "sm_89", 64, {"rescale": True}),
+    "80, Kitty": (replace(K, boost=KITTY), V, 80, 4, "sm_90", 64, {}),
+    "96, MixKVQ": (*MIXKVQ, 96, 3, "sm_90", 96, {"rescale": True, "offset": True}),
+    "128, sinks": (K_SINKS, V_SINKS, 128, 4, "sm_90", 64, {}),
+    "128, 8 bits in fp32": (
+        Format(8, "channel", 32, param_dtype="float32"), Format(8, "token", 32, param_dtype="float32"), 128, 8,
+        "sm_120", 96, {},
+    ),
+    "192, K 4 bits, V raw": (Format(4, "channel"), RAW, 192, 8, "sm_80", 64, {}),
+    "256, 16 heads": (K, V, 256, 16, "sm_90", 112, {}),
+    "512, 16 heads": (*MIXKVQ, 512, 16, "sm_120", 0, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_the_plain_kernel_stays_in_its_budget(name: str) -> None:
+    """The blocks that share an SM leave each thread 80, 128 or 255 registers; the loops spill nothing to speak of."""
+    k, v, dim, group, arch, local_bytes, more = BUDGETS[name]
+    room = 1024 * decode.SHARED_KIB.get(divmod(int(arch.removeprefix("sm_")), 10), decode.OTHER_SHARED_KIB)
+    defines = plain_defines(variant(k, v, dim, group, **more), "bfloat16", group == 3, room)
+    found = resources(cubin("decode_plain", defines, arch))["decode"]
+    assert found.registers * defines["BLOCKS"] * 256 <= 65536
+    assert found.local_bytes <= local_bytes
+    assert found.instructions <= 7000
+
+
+@pytest.mark.parametrize("name", ["72, per token", "192, K 4 bits, V raw", "512, 16 heads"])
+def test_pages_of_these_sizes_are_packed_too(name: str) -> None:
+    k, v, dim, group, arch, _, more = BUDGETS[name]
+    defines = variant(k, v, dim, group, **more).defines
+    assert "append" in resources(cubin("pack", defines, arch))
+    for side in SIDES:
+        own = {key: value for key, value in defines.items() if key == "DTYPE" or key.startswith(f"{side.upper()}_")}
+        assert {"pack", "unpack"} <= resources(cubin("pack", own | {"SIDE": SIDES.index(side)}, arch)).keys()
+
+
+@pytest.mark.parametrize("q_dtype", ["float16", "float32"])
+def test_queries_of_every_dtype_compile(q_dtype: str) -> None:
+    defines = plain_defines(variant(K, V, 40), q_dtype, True, ROOMS[0])
+    assert resources(cubin("decode_plain", defines, "sm_89"))["decode"].local_bytes <= 64
+
+
+def layer(k: Format, v: Format, dim: int, index: int = 0) -> LayerPlan:
+    return LayerPlan(AttentionGeometry(index, 8, 2, dim, dim), (k,), (v,))
+
+
+def test_what_is_refused_for_its_head_size() -> None:
+    for dim in (8, 72, 80, 512):
+        assert not list(refusals(layer(K_SINKS, V_SINKS, dim), "bfloat16"))
+    for dim in (4, 36, 100, 520):
+        (reason,) = refusals(layer(K, V, dim), "bfloat16")
+        assert reason == f"head size {dim}; the kernels take multiples of 8 up to 512"
+
+
+def test_every_reason_of_a_layer_is_told_once() -> None:
+    two = LayerPlan(AttentionGeometry(0, 8, 2, 80, 80), (K, K_SINKS), (V,))
+    assert [reason.split(",")[0] for reason in slow_reasons(two, "bfloat16")] == [
+        "head size 80",
+        "4 sink tokens of keys and 0 of values",
+    ]
+    assert slow_reasons(layer(K, V, 128), "bfloat16") == ()
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
+    """Tensors on CUDA without memory; properties of an H200."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    return FakeTensorMode()
+
+
+def two_layers(dims: tuple[int, int], k: Format = K) -> PlanCache:
+    """Of the model's two layers, one by one; only the plan knows their head sizes."""
+    attention = tuple(AttentionGeometry(index, 8, 2, dim, dim) for index, dim in enumerate(dims))
+    return PlanCache(plan_of(Geometry("llama", "bfloat16", attention), k, V), tiny_llama().config, max_tokens=300)
+
+
+def test_a_cache_names_its_slow_layers_when_it_is_allocated_on_cuda(fake_gpu: FakeTensorMode) -> None:
+    cache = two_layers((128, 80))
+    assert cache.slow_layers == {1: ["head size 80, where the fast kernel takes 64 and 128"]}
+    with fake_gpu, pytest.warns(SlowPath, match=r"layers 1: head size 80, ") as caught:
+        cache.allocate(2, "cuda")
+    assert len(caught) == 1 and caught[0].filename == __file__
+    both = two_layers((128, 64), K_SINKS)
+    with fake_gpu, pytest.warns(SlowPath, match=r"layers 0, 1: 4 sink tokens of keys and 0 of values"):
+        both.allocate(2, "cuda")
+
+
+def test_a_cache_without_slow_layers_is_silent(fake_gpu: FakeTensorMode) -> None:
+    fast = two_layers((128, 64))
+    assert fast.slow_layers == {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with fake_gpu:
+            fast.allocate(2, "cuda")
+        two_layers((80, 80)).allocate(2, "cpu")  # the reference has one path
+
+
+def test_the_workspace_covers_both_kernels(fake_gpu: FakeTensorMode) -> None:
+    device = torch.device("cuda")
+    for dim, group in ((64, 1), (128, 4), (128, 16), (80, 4), (512, 16)):
+        shape = plain_shape(dim, group, ROOMS[2])
+        held = decode.workspace_bytes(3, 2, group, dim, device)
+        counters = -(-6 * -(-group // 8) * 4 // 256) * 256
+        plain = 4 * (6 * -(-group // shape.heads) + 132 * shape.blocks) * shape.heads * (dim + 4)
+        heads = decode.pass_heads(group)
+        folded = 4 * (6 * -(-group // heads) + 132) * heads * (dim + 2) if dim in (64, 128) else 0
+        assert held == counters + max(plain, folded)
+
+
+def test_pages_in_regions_are_served_by_one_launch() -> None:
+    decode.require_rows(512)
+    with pytest.raises(UsageError, match="513 sequences in a batch of a plan whose pages shrink, expected at most 512"):
+        decode.require_rows(513)

@@ -1,0 +1,131 @@
+"""What the kernels cost, read off the compiled code: registers, spills, instructions. Needs no GPU.
+
+An inner loop that loses its unrolling, or an array that moves to local memory, makes a kernel several times slower and
+changes no result: without a GPU, a budget is the only test that sees it. The numbers have some 10 % of room.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcal.kernels.compile import cubin, resources
+from kvcal.kernels.decode import block_shape, decode_defines
+from kvcal.kernels.encoding import encoding_defines, encoding_shared_bytes
+from kvcal.kernels.reconstruction import Reconstruction
+from kvcal.kernels.variants import Variant
+from kvcal.plan.format import RAW, Boost, Format, Tier
+from kvcal.store.staged_store import with_bits
+
+KITTY = Boost("magnitude", (Tier(4, 0.125),))
+# name: (K, V, instructions of decode at most, bytes of local memory of decode at most, instructions of append at most)
+VARIANTS = {
+    "2 bits": (Format(2, "channel"), Format(2), 3800, 0, 1800),
+    "3 bits": (Format(3, "channel"), Format(3), 4800, 0, 2000),
+    "4 bits": (Format(4, "channel"), Format(4), 4400, 0, 1900),
+    "Kitty": (Format(2, "channel", boost=KITTY), Format(2), 4200, 0, 3200),
+    "16 bits": (RAW, RAW, 2950, 32, 440),
+}
+# Head size and query heads of a group: instructions at most, of 2 bits and of Kitty.
+SHAPES = {(64, 4): (3100, 3400), (64, 8): (3850, 4150), (128, 1): (3800, 4200), (128, 8): (4900, 5300)}
+# Warps of a block, by compute capability: each has a page in work, and two records in shared memory.
+WARPS = {(8, 0): 12, (8, 9): 4, (9, 0): 12, (12, 0): 4}
+
+
+def variant(k: Format, v: Format, head_dim: int = 128, group_heads: int = 4) -> Variant:
+    return Variant(k, v, head_dim, "bfloat16", group_heads, False, False, 0)
+
+
+def assert_decode(of: Variant, capability: tuple[int, int], instructions: int, local_bytes: int) -> None:
+    defines = decode_defines(of, "bfloat16", False, capability)
+    found = resources(cubin("decode", defines, f"sm_{capability[0]}{capability[1]}"))["decode"]
+    assert found.registers * defines["WARPS"] * 32 <= 65536
+    assert found.local_bytes <= local_bytes
+    assert found.instructions <= instructions
+
+
+@pytest.mark.parametrize("capability", WARPS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_decode_and_append_stay_in_their_budgets(name: str, capability: tuple[int, int]) -> None:
+    k, v, instructions, local_bytes, of_append = VARIANTS[name]
+    assert_decode(variant(k, v), capability, instructions, local_bytes)
+    arch = f"sm_{capability[0]}{capability[1]}"
+    found = resources(cubin("pack", variant(k, v).defines, arch))["append"]
+    assert found.local_bytes == 0 and found.registers <= 96 and found.instructions <= of_append
+
+
+@pytest.mark.parametrize("capability", WARPS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decode_stays_in_its_budget_for_other_heads(shape: tuple[int, int], capability: tuple[int, int]) -> None:
+    for name, instructions in zip(("2 bits", "Kitty"), SHAPES[shape], strict=True):
+        assert_decode(variant(*VARIANTS[name][:2], *shape), capability, instructions, 16)
+
+
+@pytest.mark.parametrize("capability", WARPS)
+def test_a_block_is_as_large_as_its_shared_memory_lets_it(capability: tuple[int, int]) -> None:
+    two_bits = variant(*VARIANTS["2 bits"][:2])
+    warps, shared_bytes = block_shape(two_bits, capability)
+    assert warps == WARPS[capability]
+    assert decode_defines(two_bits, "bfloat16", False, capability)["SHARED_BYTES"] == shared_bytes
+
+
+@pytest.mark.parametrize("bits", [(16, 16), (8, 8), (4, 2)])
+@pytest.mark.parametrize("capability", WARPS)
+def test_the_stages_of_pages_that_shrink_compile(capability: tuple[int, int], bits: tuple[int, int]) -> None:
+    """Per token and 128, with λ: PM-KVQ. Finding out where the pages lie costs next to nothing."""
+    fmt = Format(2, "token", 128, 1, 128, param_dtype="float32", shrink_at=(1000, 2000, 4000))
+    stage = with_bits(Variant(fmt, fmt, 128, "bfloat16", 4, True, False, 0), *bits)
+    arch = f"sm_{capability[0]}{capability[1]}"
+    plain, staged = (
+        resources(cubin("decode", decode_defines(stage, "bfloat16", False, capability, is_staged), arch))["decode"]
+        for is_staged in (False, True)
+    )
+    assert staged.local_bytes <= plain.local_bytes + 16 and staged.instructions <= plain.instructions + 200
+    found = resources(cubin("pack", stage.defines | {"STAGED": 1}, arch))["append"]
+    assert found.local_bytes <= 16 and found.registers <= 128
+
+
+LATTICE = Format(2, lattice_dim=2)
+PRE = {"is_pre": True, "num_pairs": 64}
+# name: (what is reconstructed, instructions at most). 32 values of a lattice are some 800 of them.
+FORMS = {
+    "lattice d=2": (Reconstruction("v", LATTICE, 8, 128, "bfloat16"), 1050),
+    "lattice d=4": (Reconstruction("v", Format(2, lattice_dim=4), 8, 128, "bfloat16"), 1050),
+    "lattice, 4 bits": (Reconstruction("v", Format(4, lattice_dim=2), 8, 128, "bfloat16"), 1130),
+    "lattice before RoPE": (Reconstruction("k", LATTICE, 8, 128, "bfloat16", **PRE), 1480),
+    "residuals per token": (Reconstruction("v", Format(2, "token", 64), 8, 128, "bfloat16"), 560),
+    "keys before RoPE": (Reconstruction("k", Format(2, "channel", 32), 8, 128, "bfloat16", **PRE), 920),
+    "Kitty before RoPE": (Reconstruction("k", Format(2, "channel", boost=KITTY), 8, 128, "bfloat16", **PRE), 760),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("capability", WARPS)
+def test_reconstruct_stays_in_its_budget(capability: tuple[int, int], name: str) -> None:
+    """64 registers let an SM have four blocks, by as much shared memory as sm_89 and sm_120 have for two."""
+    form, instructions = FORMS[name]
+    found = resources(cubin("reconstruct", form.defines, f"sm_{capability[0]}{capability[1]}"))["reconstruct"]
+    assert found.local_bytes == 0 and found.registers <= 64
+    assert 2 * (form.shared_bytes + 1024) <= 100 * 1024
+    assert found.instructions <= instructions * (1 if capability == (9, 0) else 1.2)
+
+
+# name: instructions at most.
+ENCODED = {
+    "lattice d=2": 2150,
+    "lattice d=4": 2450,
+    "lattice, 4 bits": 2150,
+    "lattice before RoPE": 2650,
+    "residuals per token": 1400,
+    "keys before RoPE": 1550,
+}
+
+
+@pytest.mark.parametrize("name", ENCODED)
+@pytest.mark.parametrize("capability", WARPS)
+def test_encode_due_stays_in_its_budget(capability: tuple[int, int], name: str) -> None:
+    """80 registers let an SM have three blocks; a page of a head is a block's on sm_89 and sm_120."""
+    form = FORMS[name][0]
+    found = resources(cubin("encode_due", encoding_defines(form), f"sm_{capability[0]}{capability[1]}"))["encode_due"]
+    assert found.local_bytes == 0 and found.registers <= 80
+    assert (3 if form.is_lattice else 1) * (encoding_shared_bytes(form) + 1024) <= 100 * 1024
+    assert found.instructions <= ENCODED[name]

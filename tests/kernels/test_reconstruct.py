@@ -1,0 +1,90 @@
+"""Reconstructing stored forms in torch: what the dynamic cache reads, for every head range and part of the pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reconstruct_cases import BATCH, CASES, PAGES, codec_of, run, tensors_of
+from torch import Tensor
+
+from kvcal.geometry import CACHE_DTYPES
+from kvcal.kernels import form_operands
+from kvcal.kernels.compile import cubin
+from kvcal.kernels.form_operands import HeldPages
+from kvcal.kernels.reconstruction import SHARED_BYTES, Reconstruction, parse_reconstruction, unserved
+from kvcal.plan.format import Format
+from kvcal.store.stored_form import StoredForm
+
+ALL_PAGES = torch.arange(BATCH * PAGES)
+
+
+def expected_of(name: str) -> tuple[Tensor, Tensor]:
+    """Tokens [BATCH, PAGES, N, 128, D] and what is kept [BATCH, PAGES, 128, N, D], by the dynamic cache."""
+    case, codec, given = CASES[name], codec_of(name), tensors_of(name)
+    prediction = given["prediction"].transpose(1, 2) if case.is_predicted else None
+    stored = codec.decode(given["records"].flatten(0, 1), case.form.format.num_bits, prediction)
+    ordinals = ALL_PAGES % PAGES
+    tokens = codec.restore(stored, ordinals).to(CACHE_DTYPES[case.form.cache_dtype])
+    kept = codec.before_rope(stored, ordinals) if case.is_kept else torch.empty(BATCH * PAGES, 0, 0)
+    return tokens.unflatten(0, (BATCH, PAGES)), kept.transpose(1, 2).unflatten(0, (BATCH, PAGES))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pages_are_what_the_dynamic_cache_reads(name: str) -> None:
+    case, (tokens, kept) = CASES[name], expected_of(name)
+    *found, found_kept = run(name, "cpu")
+    if case.merely:
+        assert all(bool((part == 7).all()) for part in found)
+    else:
+        assert torch.equal(torch.cat(found, dim=2), tokens)
+    assert not case.is_kept or torch.equal(found_kept, kept)
+
+
+PART = {"rows": slice(1, 3), "pages": range(1, 3)}
+IN_PARTS = ["lattice before RoPE, partial", "keys per channel, 2 x 80", "λ and offset, kept, fp16"]
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_some_pages_of_some_rows(name: str) -> None:
+    """At their positions, and no others are touched."""
+    for part, whole in zip(run(name, "cpu", **PART), run(name, "cpu"), strict=True):
+        assert torch.equal(part[1:3, 1:3], whole[1:3, 1:3]) and part.unique().numel() > 100
+        untouched = part.clone()
+        untouched[1:3, 1:3] = 7
+        assert bool((untouched == 7).all())
+
+
+@pytest.mark.parametrize("name", ["lattice before RoPE, predicted, kept", "values, 3 x 64", "lattice, two head ranges"])
+def test_a_page_at_a_time_gives_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(name, "cpu")
+    monkeypatch.setattr(form_operands, "VALUES_AT_ONCE", 1)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(run(name, "cpu"), whole, strict=True))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_120"])
+@pytest.mark.parametrize("name", ["lattice d=4, 1 x 8", "lattice d=2, 3 x 80", "lattice, 33 x 256", *IN_PARTS])
+def test_unusual_sizes_compile(name: str, arch: str) -> None:
+    """The source holds the sizes of its shared memory against those it is launched with."""
+    form = CASES[name].form
+    assert parse_reconstruction(form.key) == form and unserved(form) is None
+    assert cubin("reconstruct", form.defines, arch)
+
+
+def test_what_the_kernel_does_not_take_says_why() -> None:
+    wide = Reconstruction("v", Format(2, lattice_dim=2), 80, 256, "bfloat16")
+    assert unserved(wide) is None
+    wider = Reconstruction("v", Format(2, lattice_dim=2), 96, 256, "bfloat16")
+    assert wider.tile_tokens == 1 and wider.shared_bytes > SHARED_BYTES
+    assert unserved(wider) == (
+        f"a row of 24576 values takes {wider.shared_bytes} bytes of shared memory; allowed: {SHARED_BYTES}"
+    )
+
+
+def test_a_form_without_pages_is_not_touched() -> None:
+    """As many arguments of a StoredForm as a cache of too few tokens for a page has."""
+    codec, nothing = codec_of("lattice before RoPE"), torch.empty(0)
+    records, tokens = torch.empty(2, 0, 1, codec.record_bytes(2), dtype=torch.uint8), torch.empty(2, 0, 3, 128, 64)
+    held = HeldPages(nothing, nothing)
+    form = StoredForm(codec, (records,), (tokens,), None, None, held, None, nothing, nothing)
+    form.step()
+    form.load(slice(0, 2), range(0))

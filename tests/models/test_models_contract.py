@@ -1,0 +1,373 @@
+"""The adapter's contract over every tiny model: taps equal what is cached and change nothing, or refuse."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from tiny_models import SUPPORTED, TINY_MODELS, batch, built, captured_by, measured
+from transformers import DynamicCache, PreTrainedModel
+
+from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.geometry import AttentionGeometry, Geometry, StateGeometry
+from kvcal.models.attention import _LISTENING
+from kvcal.models.geometry import attention_layers, geometry_of
+from kvcal.models.taps import Captured, check_taps, tap
+
+# name -> (who refuses, a part of the reason)
+REFUSED = {
+    "falcon": (tap, "FalconForCausalLM bypasses transformers' AttentionInterface (FalconAttention)"),
+    "gptj": (tap, "GPTJForCausalLM bypasses"),
+    "bloom": (tap, "BloomForCausalLM bypasses"),
+    "mpt": (tap, "MptForCausalLM bypasses"),
+    "deepseek_v3": (geometry_of, "layer 0 of deepseek_v3 caches latents of 16 channels"),
+    "falcon_h1": (geometry_of, "layer 0 of falcon_h1 is cached by LinearAttentionAndFullAttentionLayer"),
+    "recurrent_gemma": (geometry_of, "RecurrentGemmaForCausalLM keeps a state in model.layers.0"),
+    "bert_decoder_without_mask": (geometry_of, "BertLMHeadModel is not causal"),
+}
+# (query heads, KV heads, head dim, window of each layer; None: full; "state": no attention)
+SHAPES = {
+    "llama": (4, 1, 16, [None] * 3),
+    "llama_mha_yarn": (4, 4, 16, [None] * 3),
+    "mistral_all_sliding": (4, 1, 16, [6] * 3),
+    "qwen2": (8, 1, 8, [None] * 3),
+    "qwen3": (4, 1, 32, [None] * 3),
+    "qwen3_moe": (4, 1, 16, [None] * 3),
+    "phi3": (8, 2, 8, [None] * 3),
+    "gemma3": (4, 1, 16, [6, 6, None, 6]),
+    "glm4": (4, 1, 16, [None] * 3),
+    "olmo2": (4, 4, 16, [None] * 3),
+    "gpt_neox": (4, 4, 16, [None] * 3),
+    "gpt2": (4, 4, 8, [None] * 2),
+    "gpt_oss": (8, 1, 16, [6, None, 6]),
+    "stablelm": (4, 1, 16, [None] * 3),
+    "smollm3": (4, 1, 16, [None] * 3),
+    "qwen3_next": (4, 1, 16, ["state", None, "state", None]),
+    "llama4": (4, 1, 16, [8] * 3),
+}
+WITHOUT_K_PRE = {"llama4"}  # its keys are normalised after RoPE
+WITHOUT_ROPE = {"gpt2": {0, 1}, "smollm3": {1}}
+
+
+class Recorder(DynamicCache):
+    """An independent record of what the model hands to the cache."""
+
+    def __init__(self, config) -> None:
+        super().__init__(config=config)
+        self.handed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        self.handed[layer_idx] = (key_states, value_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def test_every_model_is_either_supported_or_refused():
+    assert set(SHAPES) == set(SUPPORTED) == set(TINY_MODELS) - set(REFUSED)
+    ratios = {heads // kv_heads for heads, kv_heads, _, _ in SHAPES.values()}
+    assert {1, 4, 8} <= ratios
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_refusal_says_why(name):
+    refuse, reason = REFUSED[name]
+    model = built(name)
+    before = model.config._attn_implementation
+    with pytest.raises(UnsupportedModel) as error:
+        if refuse is geometry_of:
+            geometry_of(model)
+        else:
+            with tap(model, lambda captured: None, measured(name)):
+                pytest.fail("the tap was entered")
+    assert reason in error.value.message
+    assert error.value.exit_code == 4
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_geometry(name):
+    num_query_heads, num_kv_heads, head_dim, windows = SHAPES[name]
+    geometry = measured(name)
+    assert geometry.cache_dtype == "float32"
+    assert [layer.index for layer in geometry.layers] == list(range(len(windows)))
+    for layer, window in zip(geometry.layers, windows, strict=True):
+        if window == "state":
+            assert isinstance(layer, StateGeometry)
+        else:
+            assert layer == AttentionGeometry(layer.index, num_query_heads, num_kv_heads, head_dim, head_dim, window)
+
+
+def test_state_bytes_are_those_of_the_official_cache():
+    model = built("qwen3_next")
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[5]]), past_key_values=cache, use_cache=True)
+    # 4 value heads with a 16 x 16 state; 4 taps of a convolution over 2 x 2 x 16 + 4 x 16 channels; fp32.
+    assert cache.layers[0].recurrent_states[0].nbytes + cache.layers[0].conv_states[0].nbytes == 6144
+    assert 4 * (4 * 16 * 16 + 4 * (2 * 2 * 16 + 4 * 16)) == 6144
+    states = [layer for layer in measured("qwen3_next").layers if isinstance(layer, StateGeometry)]
+    assert [state.bytes_per_sequence for state in states] == [6144, 6144]
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_taps_are_bitwise_what_the_model_caches(name):
+    model, geometry, inputs = built(name), measured(name), batch()
+    cache = Recorder(model.config)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache, use_cache=True)
+    seen, _ = captured_by(model, geometry, inputs)
+    layers = attention_layers(geometry)
+    assert [captured.layer for captured in seen] == [layer.index for layer in layers]
+    assert sorted(cache.handed) == [layer.index for layer in layers]
+    for captured, layer in zip(seen, layers, strict=True):
+        keys, values = cache.handed[captured.layer]
+        assert torch.equal(captured.k_post_BNTD, keys)
+        assert torch.equal(captured.v_BNTD, values)
+        assert captured.q_post_BHTD.shape == (2, layer.num_query_heads, 9, layer.k_head_dim)
+
+
+IMPLEMENTATIONS = [
+    (name, implementation)
+    for name in SUPPORTED
+    for implementation in ("sdpa", "eager")
+    if (name, implementation) != ("gpt_oss", "sdpa")  # attention sinks: transformers offers no sdpa for it
+]
+
+
+@pytest.mark.parametrize(("name", "implementation"), IMPLEMENTATIONS)
+def test_taps_change_no_logits_and_leave_no_trace(name, implementation):
+    model, geometry, inputs = built(name), measured(name), batch()
+    initial = model.config._attn_implementation
+    model.set_attn_implementation(implementation)
+    source = sys.modules[type(model).__module__]
+    namespace = dict(vars(source))
+    with torch.no_grad():
+        expected = model(**inputs, use_cache=False).logits
+        alone = model(input_ids=inputs["input_ids"][1:, 3:], use_cache=False).logits
+    seen, logits = captured_by(model, geometry, inputs)
+    assert len(seen) == len(attention_layers(geometry))
+    assert torch.equal(logits, expected)
+    # The mask is honoured: the padded row equals the same sequence alone, where positions are relative. The
+    # learned positions of GPT-2 count the padding too.
+    if name != "gpt2":
+        torch.testing.assert_close(logits[1, 3:], alone[0], atol=2e-4, rtol=2e-4)
+    assert model.config._attn_implementation == implementation
+    assert dict(vars(source)) == namespace
+    assert not _LISTENING
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    with torch.no_grad():
+        assert torch.equal(model(**inputs, use_cache=False).logits, expected)
+    model.set_attn_implementation(initial)
+
+
+def rotate_half_split(x: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+
+
+def rotate_interleaved(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([-x[..., 1::2], x[..., 0::2]], dim=-1).flatten(-2)
+
+
+def rotated_by_hand(name: str, k_pre_BNTD: torch.Tensor, cos_BTR: torch.Tensor, sin_BTR: torch.Tensor):
+    """RoPE from the model's own cos and sin, written out: half-split pairs (c, c + R/2), or interleaved pairs
+    (2c, 2c + 1) in GLM-4; channels beyond R pass."""
+    cos, sin = cos_BTR[:, None], sin_BTR[:, None]
+    if name == "gpt_oss":  # its tables hold each angle once
+        cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
+    if name == "glm4":
+        cos = cos[..., : cos.shape[-1] // 2].repeat_interleave(2, dim=-1)
+        sin = sin[..., : sin.shape[-1] // 2].repeat_interleave(2, dim=-1)
+    rotate = rotate_interleaved if name == "glm4" else rotate_half_split
+    R = cos.shape[-1]
+    turned, passed = k_pre_BNTD[..., :R], k_pre_BNTD[..., R:]
+    return torch.cat([turned * cos + rotate(turned) * sin, passed], dim=-1)
+
+
+def rotary_tables(model: PreTrainedModel, inputs: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The (cos, sin) that each attention layer receives, read by hooks on the attention modules."""
+    tables = []
+
+    def keep(module, args, kwargs):
+        tables.append(kwargs["position_embeddings"])
+
+    attention = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
+    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in attention]
+    with torch.no_grad():
+        model(**inputs, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return tables
+
+
+@pytest.mark.parametrize("name", [name for name in SUPPORTED if name not in WITHOUT_K_PRE | {"gpt2"}])
+def test_k_pre_rotated_by_hand_is_k_post(name):
+    model, geometry, inputs = built(name), measured(name), batch()
+    inputs["position_ids"] = torch.arange(9).expand(2, 9) + 40  # far enough that every channel turns
+    seen, _ = captured_by(model, geometry, inputs)
+    tables = rotary_tables(model, inputs)
+    assert len(tables) == len(seen)
+    for captured, (cos, sin) in zip(seen, tables, strict=True):
+        if captured.layer in WITHOUT_ROPE.get(name, ()):
+            assert captured.k_pre_BNTD is captured.k_post_BNTD
+            continue
+        expected = rotated_by_hand(name, captured.k_pre_BNTD, cos, sin)
+        torch.testing.assert_close(captured.k_post_BNTD, expected, atol=1e-5, rtol=1e-5)
+        assert (captured.k_post_BNTD - captured.k_pre_BNTD).abs().max() > 0.1
+
+
+def test_gemma3_layers_use_two_rope_bases():
+    model, inputs = built("gemma3"), batch()
+    (sliding_cos, _), _, (full_cos, _), _ = rotary_tables(model, inputs)
+    assert not torch.allclose(sliding_cos, full_cos)
+
+
+def test_k_pre_is_the_normed_projection_in_qwen3():
+    model, geometry, inputs = built("qwen3"), measured("qwen3"), batch()
+    hidden = {}
+    attention = model.model.layers[0].self_attn
+    hook = attention.register_forward_pre_hook(
+        lambda module, args, kwargs: hidden.update(h=kwargs["hidden_states"]), with_kwargs=True
+    )
+    seen, _ = captured_by(model, geometry, inputs)
+    hook.remove()
+    projected = hidden["h"] @ attention.k_proj.weight.T
+    variance = projected.pow(2).mean(-1, keepdim=True)  # one KV head: the row is the head
+    expected = projected / (variance + model.config.rms_norm_eps).sqrt() * attention.k_norm.weight
+    torch.testing.assert_close(seen[0].k_pre_BNTD[:, 0], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_k_pre_is_k_post_without_rope_and_none_after_a_norm():
+    for captured in captured_by(built("gpt2"), measured("gpt2"), batch())[0]:
+        assert captured.k_pre_BNTD is captured.k_post_BNTD
+    for captured in captured_by(built("llama4"), measured("llama4"), batch())[0]:
+        assert captured.k_pre_BNTD is None
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_gradients_reach_the_observed_tensors(name):
+    """The gradient that a hook on V hears is the loss's: compare one coordinate with a finite difference."""
+    model, geometry, inputs = built(name), measured(name), batch()
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    gradients: dict[int, torch.Tensor] = {}
+
+    def hear(captured: Captured) -> None:
+        captured.v_BNTD.register_hook(lambda gradient: gradients.update({captured.layer: gradient.clone()}))
+        captured.k_post_BNTD.register_hook(lambda gradient: None)
+        captured.q_post_BHTD.register_hook(lambda gradient: None)
+
+    with torch.enable_grad(), tap(model, hear, geometry):
+        model(**inputs, labels=labels, use_cache=False).loss.backward()
+    model.zero_grad(set_to_none=True)
+    assert sorted(gradients) == [layer.index for layer in attention_layers(geometry)]
+
+    last = max(gradients)
+    coordinate = tuple(int(i) for i in torch.unravel_index(gradients[last].abs().argmax(), gradients[last].shape))
+    losses = []
+    for step in (-1e-2, 1e-2):
+
+        def nudge(captured: Captured, step: float = step) -> None:
+            if captured.layer == last:
+                captured.v_BNTD[coordinate] += step
+
+        with torch.no_grad(), tap(model, nudge, geometry):
+            losses.append(model(**inputs, labels=labels, use_cache=False).loss.double())
+    slope = float(losses[1] - losses[0]) / 2e-2
+    assert slope == pytest.approx(float(gradients[last][coordinate]), rel=0.05, abs=2e-5)
+
+
+def test_nothing_is_kept_between_layers():
+    """When a layer is observed, the tensors of the layer before are gone (no gradient, no cache)."""
+    model, geometry = built("llama"), measured("llama")
+    alive: list[int] = []
+    references: list[weakref.ref] = []
+
+    def look(captured: Captured) -> None:
+        gc.collect()
+        alive.append(sum(reference() is not None for reference in references))
+        references[:] = [weakref.ref(captured.k_pre_BNTD), weakref.ref(captured.v_BNTD)]
+
+    with torch.no_grad(), tap(model, look, geometry):
+        model(**batch(), use_cache=False)
+    assert alive == [0, 0, 0]
+
+
+def test_observer_error_restores_everything():
+    model = built("llama")
+    source = sys.modules[type(model).__module__]
+    rotary = source.apply_rotary_pos_emb
+
+    def fail(captured: Captured) -> None:
+        raise ArithmeticError("observer")
+
+    with pytest.raises(ArithmeticError), tap(model, fail, measured("llama")):
+        assert source.apply_rotary_pos_emb is not rotary
+        model(**batch(), use_cache=False)
+    assert source.apply_rotary_pos_emb is rotary
+    assert model.config._attn_implementation == "sdpa"
+    assert not _LISTENING and not model._forward_hooks
+
+
+def test_wrong_use_is_refused():
+    model, geometry = built("llama"), measured("llama")
+    with tap(model, lambda captured: None, geometry):
+        with pytest.raises(UsageError, match="use_cache=False"):
+            model(**batch())
+        with pytest.raises(UsageError, match="tapped already"), tap(model, lambda captured: None, geometry):
+            pass
+        model(**batch(), use_cache=False)
+    model.train()
+    with pytest.raises(UsageError, match="training mode"):
+        geometry_of(model)
+    model.eval()
+
+
+@pytest.mark.parametrize(
+    ("keep", "reason"),
+    [(slice(0, 2), "attends more often than its 2 caching layers"), (slice(0, 9), "3 of 4 attention layers")],
+)
+def test_layer_count_mismatch_is_refused(keep: slice, reason: str):
+    model, geometry = built("llama"), measured("llama")
+    layers = (*geometry.layers, AttentionGeometry(3, 4, 1, 16, 16))[keep]
+    wrong = Geometry(geometry.model_type, geometry.cache_dtype, layers)
+    with pytest.raises(UnsupportedModel, match=reason), tap(model, lambda captured: None, wrong):
+        model(**batch(), use_cache=False)
+
+
+def test_two_models_of_one_family_do_not_hear_each_other():
+    first, second = built("llama"), TINY_MODELS["llama"]()
+    heard: dict[str, int] = {"first": 0, "second": 0}
+
+    def count(name: str) -> Callable[[Captured], None]:
+        return lambda captured: heard.update({name: heard[name] + 1})
+
+    geometry = measured("llama")
+    with tap(first, count("first"), geometry), tap(second, count("second"), geometry):
+        first(**batch(), use_cache=False)
+        assert heard == {"first": 3, "second": 0}
+        second(**batch(), use_cache=False)
+    assert heard == {"first": 3, "second": 3}
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_self_check_passes(name):
+    check_taps(built(name), measured(name))
+
+
+def test_self_check_finds_a_model_that_caches_something_else(monkeypatch):
+    model, geometry = built("llama"), measured("llama")
+    original = type(model.model.layers[0].self_attn).forward
+
+    def forward(self, *args, past_key_values=None, **kwargs):
+        if past_key_values is not None:
+            inner = past_key_values.update
+            past_key_values = type("Doubling", (), {"update": lambda _, k, v, i: inner(2 * k, v, i)})()
+        return original(self, *args, past_key_values=past_key_values, **kwargs)
+
+    forward.__wrapped__ = original
+    monkeypatch.setattr(type(model.model.layers[0].self_attn), "forward", forward)
+    with pytest.raises(UnsupportedModel, match="layer 0 of llama caches other tensors"):
+        check_taps(model, geometry)

@@ -1,0 +1,211 @@
+"""Loading: what is found where, in which dtype, under which identity, and every way to be refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from tiny_models import TINY_MODELS
+
+from kvcal.embedded import MODEL_NAME, model_folder
+from kvcal.errors import KvcalError, UnsupportedModel, UsageError
+from kvcal.models.identity import identity_of
+from kvcal.models.load import embedded_models, load, weight_bytes
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A tiny Qwen2 in bf16 with a tokenizer, as save_pretrained writes it."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-qwen2"
+    TINY_MODELS["qwen2"]().to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_folder() / name, folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it to damage."""
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def refused(source: Path | str, kind: type[KvcalError], *parts: str, **options) -> KvcalError:
+    with pytest.raises(kind) as error:
+        load(str(source), device="cpu", **options)
+    assert type(error.value) is kind
+    for part in parts:
+        assert part in error.value.message
+    return error.value
+
+
+def test_embedded_model():
+    assert MODEL_NAME in embedded_models()
+    loaded = load(MODEL_NAME, device="cpu")
+    assert loaded.identity.id == loaded.source == MODEL_NAME
+    assert loaded.identity.model_type == loaded.geometry.model_type == "llama"
+    assert loaded.geometry.cache_dtype == "bfloat16"
+    assert loaded.model.dtype == torch.float32  # bf16 is slow on a CPU
+    assert not loaded.model.training
+    assert loaded.tokenizer is not None and len(loaded.tokenizer) == 4096
+    tensors = {id(p): p for p in loaded.model.parameters()}.values()
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight  # tied: once
+    inverse_frequencies = sum(buffer.nbytes for buffer in loaded.model.buffers())
+    assert weight_bytes(loaded.model) == 2 * sum(t.numel() for t in tensors) + inverse_frequencies
+    # The file: the same numbers and a header.
+    file_bytes = (model_folder() / "model.safetensors").stat().st_size
+    assert 0 < file_bytes - (weight_bytes(loaded.model) - inverse_frequencies) < 20_000
+
+
+def test_folder_and_dtypes(saved: Path):
+    fp32, bf16 = load(str(saved), device="cpu"), load(str(saved), device="cpu", dtype="bfloat16")
+    assert fp32.identity == bf16.identity
+    assert fp32.geometry == bf16.geometry
+    assert fp32.identity.id == "tiny-qwen2"
+    assert (fp32.model.dtype, bf16.model.dtype) == (torch.float32, torch.bfloat16)
+    assert weight_bytes(fp32.model) == weight_bytes(bf16.model)
+    assert bf16.geometry.cache_dtype == "bfloat16"
+
+
+def test_identity_ignores_the_place_and_volatile_keys(saved: Path, folder: Path):
+    first = identity_of(saved, "x")
+    edit_json(folder / "config.json", transformers_version="0.0", _name_or_path="/somewhere")
+    assert identity_of(folder, "x") == first
+    edit_json(folder / "config.json", rms_norm_eps=0.5)
+    assert identity_of(folder, "x").config_sha256 != first.config_sha256
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x55")
+    changed = identity_of(folder, "x")
+    assert changed.weights_sha256 != first.weights_sha256
+    assert changed.tokenizer_sha256 == first.tokenizer_sha256
+    (folder / "tokenizer.json").write_text("{}")
+    assert identity_of(folder, "x").tokenizer_sha256 != first.tokenizer_sha256
+
+
+def test_no_machine_path_in_the_identity(folder: Path):
+    identity = load(str(folder), device="cpu").identity
+    assert str(folder.parent) not in repr(identity)
+
+
+def test_shards(folder: Path):
+    model = load(str(folder), device="cpu", dtype="bfloat16").model
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="40KB")
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    loaded = load(str(folder), device="cpu")
+    assert torch.equal(loaded.model.lm_head.weight, model.lm_head.weight.float())
+    before = loaded.identity.weights_sha256
+    with shards[-1].open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x55")
+    assert identity_of(folder, "x").weights_sha256 != before
+    shards[1].unlink()
+    refused(folder, UsageError, "model.safetensors.index.json", shards[1].name)
+
+
+def test_path_that_does_not_exist():
+    error = refused("./no/such/folder", UsageError, "'./no/such/folder'", MODEL_NAME, "no hub id")
+    assert error.exit_code == 2 and error.hint is not None
+
+
+def test_hub_that_cannot_be_reached():
+    error = refused("nobody/nothing", UsageError, "'nobody/nothing'", "the hub gives no config.json")
+    assert "HF_TOKEN" in str(error.hint)
+
+
+def test_hub_id_from_the_local_hub_cache(saved: Path, tmp_path: Path, monkeypatch):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--owner--tiny"
+    shutil.copytree(saved, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    loaded = load("owner/tiny", device="cpu")
+    assert loaded.identity.id == "owner/tiny"
+    assert loaded.identity.weights_sha256 == identity_of(saved, "x").weights_sha256
+    assert loaded.tokenizer is not None
+    (repository / "snapshots" / commit / "tokenizer.json").unlink()
+    refused("owner/tiny", UsageError, "owner/tiny has no tokenizer")
+    assert load("owner/tiny", device="cpu", need_tokenizer=False).tokenizer is None
+
+
+def test_a_file_is_not_a_model(folder: Path):
+    refused(folder / "config.json", UsageError, "is a file")
+
+
+def test_folder_without_config(folder: Path):
+    (folder / "config.json").unlink()
+    assert refused(folder, UsageError, "has no config.json").hint is not None
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", ""])
+def test_config_that_is_not_a_json_object(folder: Path, text: str):
+    (folder / "config.json").write_text(text)
+    refused(folder, UsageError, "config.json")
+
+
+@pytest.mark.parametrize(("model_type", "part"), [("no_such_type", "no_such_type"), ("t5", "'t5'"), ("vit", "'vit'")])
+def test_other_kinds_of_model(folder: Path, model_type: str, part: str):
+    edit_json(folder / "config.json", model_type=model_type)
+    refused(folder, UnsupportedModel, part)
+
+
+def test_model_that_the_geometry_refuses(tmp_path: Path):
+    TINY_MODELS["deepseek_v3"]().save_pretrained(tmp_path / "mla")
+    refused(tmp_path / "mla", UnsupportedModel, "caches latents", need_tokenizer=False)
+
+
+def test_unsupported_checkpoint_dtype(folder: Path):
+    edit_json(folder / "config.json", dtype="float64")
+    refused(folder, UnsupportedModel, "float64", "bfloat16, float16, float32")
+
+
+def test_no_weights(folder: Path):
+    (folder / "model.safetensors").unlink()
+    refused(folder, UsageError, "copy has no weights", "model.safetensors")
+
+
+@pytest.mark.parametrize("length", [0, 4, 1000, -8])
+def test_truncated_weights(folder: Path, length: int):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:length])
+    refused(folder, UsageError, "the weights cannot be read")
+
+
+def test_weights_of_another_shape_or_depth(folder: Path):
+    edit_json(folder / "config.json", num_hidden_layers=4, layer_types=None)
+    refused(folder, UsageError, "lacks 12 of the model's tensors")
+    edit_json(folder / "config.json", num_hidden_layers=3, intermediate_size=112)
+    with pytest.raises(KvcalError, match="copy"):
+        load(str(folder), device="cpu")
+
+
+def test_missing_tokenizer(folder: Path):
+    (folder / "tokenizer.json").unlink()
+    error = refused(folder, UsageError, "copy has no tokenizer")
+    assert "tokenizer.json" in str(error.hint)
+    loaded = load(str(folder), device="cpu", need_tokenizer=False)
+    assert loaded.tokenizer is None and loaded.identity.tokenizer_sha256 == ""
+
+
+@pytest.mark.parametrize("text", ["{", "{}"])
+def test_broken_tokenizer(folder: Path, text: str):
+    (folder / "tokenizer.json").write_text(text)
+    refused(folder, UsageError, "the tokenizer cannot be read")
+
+
+def test_wrong_dtype_and_device():
+    refused(MODEL_NAME, UsageError, "'int8'", "auto, bfloat16, float16, float32", dtype="int8")
+    with pytest.raises(UsageError, match="allowed: auto, cpu, cuda"):
+        load(MODEL_NAME, device="tpu")
+    with pytest.raises(UsageError, match="this machine has"):
+        load(MODEL_NAME, device="cuda:99")

@@ -1,0 +1,123 @@
+"""KV projections over every tiny model: the right rows of the right weight, against independent gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import SUPPORTED, TINY_MODELS, batch, built, captured_by, measured
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
+from kvcal.models.geometry import attention_layers, geometry_of
+from kvcal.models.projections import kv_projections
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_projection_gradient_norms(name):
+    """‖∂L/∂W‖ by the chain rule from outside: the sum over tokens of (gradient of the projection's output) x
+    (its input), heard by hooks on the module that owns the weight."""
+    model, geometry, inputs = built(name), measured(name), batch()
+    projections = kv_projections(model, geometry)
+    layers = {layer.index: layer for layer in attention_layers(geometry)}
+    assert [(p.layer, p.side) for p in projections] == [(i, side) for i in layers for side in "kv"]
+    owner = {id(module.weight): module for module in model.modules() if "weight" in module._parameters}
+    flows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def keep(module, args, output):
+        output.register_hook(lambda gradient: flows.update({id(module.weight): (args[0], gradient)}))
+
+    hooks = [
+        owner[id(p.parameter)].register_forward_hook(keep) for p in {id(p.parameter): p for p in projections}.values()
+    ]
+    model(**inputs, labels=inputs["input_ids"], use_cache=False).loss.backward()
+    for hook in hooks:
+        hook.remove()
+    for projection in projections:
+        x, gradient = (tensor.detach().double().flatten(0, 1) for tensor in flows[id(projection.parameter)])
+        heads, layer = projection.channels_ND, layers[projection.layer]
+        assert heads.shape == (layer.num_kv_heads, layer.k_head_dim)
+        outer = [gradient[:, channels].T @ x for channels in heads]
+        expected = [float(matrix.pow(2).sum().sqrt()) for matrix in outer]
+        assert projection.weight_grad_norms() == pytest.approx(expected, rel=1e-4)
+        assert projection.weight_grad_norm() == pytest.approx(sum(e * e for e in expected) ** 0.5, rel=1e-4)
+    model.zero_grad(set_to_none=True)
+    with pytest.raises(UsageError, match="has no gradient"):
+        projections[0].weight_grad_norm()
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_projection_channels_make_the_keys_and_values(name):
+    """Zero one head's channels in the weight (and bias): exactly that head's K or V becomes zero."""
+    model, geometry, inputs = TINY_MODELS[name](), measured(name), batch()
+    owner = {id(module.weight): module for module in model.modules() if "weight" in module._parameters}
+    for projection in kv_projections(model, geometry)[-2:]:  # the last layer: nothing after it changes
+        module, channels = owner[id(projection.parameter)], projection.channels_ND[-1]
+        before, _ = captured_by(model, geometry, inputs)
+        with torch.no_grad():
+            projection.parameter.movedim(projection.channel_dim, 0)[channels] = 0
+            if module.bias is not None:
+                module.bias[channels] = 0
+        after, _ = captured_by(model, geometry, inputs)
+        for tensor in ("k_post_BNTD", "v_BNTD"):
+            old, new = getattr(before[-1], tensor), getattr(after[-1], tensor)
+            if tensor[0] != projection.side:
+                torch.testing.assert_close(new, old)
+                continue
+            assert new[:, -1].abs().max() == 0
+            if name != "olmo2":  # its norm runs over all heads at once
+                torch.testing.assert_close(new[:, :-1], old[:, :-1])
+        assert before[-1].q_post_BHTD.allclose(after[-1].q_post_BHTD, atol=1e-6)
+
+
+def test_fused_weights_score_like_split_ones():
+    """Phi-3 with its fused weight taken apart into a Llama has the same gradient norms."""
+    fused, inputs = built("phi3"), batch()
+    config = fused.config
+    split = LlamaForCausalLM(
+        LlamaConfig(
+            **{
+                key: value
+                for key, value in config.to_dict().items()
+                if key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps")
+                or key in ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+            },
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        )
+    ).eval()
+    state = {}
+    for key, value in fused.state_dict().items():
+        if "qkv_proj" in key:
+            for part, weight in zip("qkv", value.split([64, 16, 16]), strict=True):
+                state[key.replace("qkv_proj", f"{part}_proj")] = weight
+        elif "gate_up_proj" in key:
+            for part, weight in zip(("gate", "up"), value.chunk(2), strict=True):
+                state[key.replace("gate_up_proj", f"{part}_proj")] = weight
+        else:
+            state[key] = value
+    split.load_state_dict(state)
+    norms = []
+    for model in (fused, split):
+        projections = kv_projections(model, geometry_of(model))
+        model(**inputs, labels=inputs["input_ids"], use_cache=False).loss.backward()
+        norms.append([projection.weight_grad_norms() for projection in projections])
+        model.zero_grad(set_to_none=True)
+    for fused_norms, split_norms in zip(*norms, strict=True):
+        assert fused_norms == pytest.approx(split_norms, rel=1e-4)
+
+
+def test_projection_refusals_say_why():
+    with pytest.raises(UnsupportedModel, match="FalconForCausalLM bypasses"):
+        kv_projections(built("falcon"), measured("falcon"))
+    model = TINY_MODELS["llama"]()
+    attention = model.model.layers[1].self_attn
+    attention.register_module("k_proj", torch.nn.Sequential(attention.k_proj))
+    with pytest.raises(UnsupportedModel, match="layer 1: LlamaAttention has the children"):
+        kv_projections(model, measured("llama"))
+
+
+def test_non_finite_gradient_is_refused():
+    model = TINY_MODELS["llama"]()
+    projection = kv_projections(model, measured("llama"))[0]
+    projection.parameter.grad = torch.full_like(projection.parameter, float("nan"))
+    with pytest.raises(NonFiniteActivations, match="k projection of layer 0"):
+        projection.weight_grad_norm()

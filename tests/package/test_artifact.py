@@ -1,0 +1,356 @@
+"""The container: same bytes in any process, atomic writes, and one refusal per way to be wrong."""
+
+import errno
+import hashlib
+import json
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import safetensors.torch
+import torch
+
+from kvcal import artifact
+from kvcal.artifact import Artifact, differing_input, read, to_bytes, write, write_bytes_atomic
+from kvcal.errors import ArtifactError
+from kvcal.folder import Folder
+
+GOLDEN = "8ea1c808f7f09cd4ca074d0a4dfafb0487e5ce1a3ece0e61741b9dcaf4a122bc"
+HEAD = {"kind": "demo", "schema": 3, "inputs": {"seed": 1, "model": "é"}, "body": {"b": [1.5, None]}}
+
+
+def example() -> Artifact:
+    tensors = {
+        "codes": torch.arange(5, dtype=torch.uint8),
+        "scale": torch.tensor([[0.5, -2.0]], dtype=torch.bfloat16),
+        "scalar": torch.tensor(3.25, dtype=torch.float64),
+        "empty": torch.zeros(0, 4, dtype=torch.int32),
+    }
+    return Artifact(tensors=tensors, **HEAD)
+
+
+def save(path, head, tensors=None, metadata=None):
+    """Writes a container by hand, whatever is in it; ``head`` is JSON text or an object."""
+    text = head if isinstance(head, str) else artifact.canonical_json(head)
+    path.write_bytes(safetensors.torch.save(tensors or {}, metadata or {"kvcal": text}))
+
+
+def sealed(head, tensors=None):
+    """``head`` with the digest that its content deserves."""
+    return head | {"digest": artifact._digest(head, tensors or {})}
+
+
+def test_round_trip(tmp_path):
+    path = tmp_path / "demo.safetensors"
+    write(path, example())
+    again = read(path, "demo", 3)
+    assert replace(again, tensors={}) == replace(example(), tensors={})
+    assert again.tensors.keys() == example().tensors.keys()
+    for name, tensor in example().tensors.items():
+        assert again.tensors[name].dtype == tensor.dtype
+        assert torch.equal(again.tensors[name], tensor)
+    assert os.listdir(tmp_path) == ["demo.safetensors"]
+
+
+def test_views_and_shared_memory_are_stored_by_value():
+    base = torch.arange(6.0).reshape(2, 3)
+    shared = Artifact(tensors={"a": base, "b": base.T, "c": base[:, 1]}, **HEAD)
+    own = Artifact(tensors={n: t.contiguous().clone() for n, t in shared.tensors.items()}, **HEAD)
+    assert to_bytes(shared) == to_bytes(own)
+
+
+def test_the_digest_is_what_the_format_says():
+    raw = to_bytes(Artifact(tensors={"a": torch.tensor([1.0])}, **HEAD))
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    assert set(header["__metadata__"]) == {"kvcal"}
+    text = header["__metadata__"]["kvcal"]
+    expected = (
+        b'{"body":{"b":[1.5,null]},"inputs":{"model":"\\u00e9","seed":1},"kind":"demo","schema":3}'
+        b'["a","float32",[1]]\x00\x00\x80?'
+    )
+    digest = hashlib.sha256(expected).hexdigest()
+    assert json.loads(text)["digest"] == digest
+    assert text == text.encode("ascii").decode() and ": " not in text
+
+
+def test_same_bytes_in_another_process():
+    code = (
+        "import sys; sys.path[:0] = sys.argv[1:]\n"
+        "import test_artifact as t, hashlib\n"
+        "print(hashlib.sha256(t.to_bytes(t.example())).hexdigest())"
+    )
+    here = os.path.dirname(__file__)
+    command = [sys.executable, "-c", code, here, os.path.dirname(os.path.dirname(here))]
+    env = dict(os.environ, PYTHONHASHSEED="12345")
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    # Golden: changes only with the format or the safetensors layout, never silently.
+    assert run.stdout.strip() == hashlib.sha256(to_bytes(example())).hexdigest() == GOLDEN
+
+
+def test_any_flipped_bit_is_refused(tmp_path):
+    path = tmp_path / "demo.safetensors"
+    tensors = {"a": torch.tensor([[0.5], [2.0]]), "b": torch.tensor([7], dtype=torch.uint8)}
+    raw = to_bytes(replace(example(), tensors=tensors))
+    for position in range(len(raw) * 8):
+        flipped = bytearray(raw)
+        flipped[position // 8] ^= 1 << position % 8
+        path.write_bytes(flipped)
+        with pytest.raises(ArtifactError):
+            read(path, "demo", 3)
+    path.write_bytes(raw)
+    read(path, "demo", 3)
+
+
+def test_any_truncation_is_refused(tmp_path):
+    path = tmp_path / "demo.safetensors"
+    raw = to_bytes(example())
+    for length in range(len(raw)):
+        path.write_bytes(raw[:length])
+        with pytest.raises(ArtifactError, match="truncated"):
+            read(path, "demo", 3)
+    path.write_bytes(raw + b"\0")
+    with pytest.raises(ArtifactError):
+        read(path, "demo", 3)
+
+
+def test_missing_file_and_folder(tmp_path):
+    with pytest.raises(ArtifactError, match=r"no demo artifact at .*gone") as caught:
+        read(tmp_path / "gone", "demo", 3)
+    assert caught.value.exit_code == 5 and "run the stage" in caught.value.hint
+    with pytest.raises(ArtifactError, match="is a folder; expected a regular file"):
+        read(tmp_path, "demo", 3)
+
+
+def test_not_safetensors(tmp_path):
+    path = tmp_path / "text"
+    path.write_text("hello, this is not a container at all")
+    with pytest.raises(ArtifactError, match="is not a safetensors file"):
+        read(path, "demo", 3)
+
+
+@pytest.mark.parametrize("metadata", [{"format": "pt"}, {"kvcal": "{}", "other": ""}])
+def test_foreign_metadata(tmp_path, metadata):
+    path = tmp_path / "a"
+    save(path, "", {"w": torch.zeros(1)}, metadata)
+    with pytest.raises(ArtifactError, match=r"metadata keys are \['") as caught:
+        read(path, "demo", 3)
+    assert all(key in caught.value.message for key in metadata)
+
+
+@pytest.mark.parametrize("header", [b"{}", b'{"__metadata__":{}}', b'{"__metadata__":null}'])
+def test_no_metadata(tmp_path, header):
+    path = tmp_path / "a"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ArtifactError, match=r"metadata keys are \[\]"):
+        read(path, "demo", 3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "nonsense", "[]", "3", '{"b":1,"a":2}', '{"a": 1}', '{"a":NaN}', '{"a":1e999}', '{"a":1,"a":1}']
+    + ['{"a":"é"}', '{"a":1}\n', '{"a":1.50}', '{"a":' * 100_000],
+)
+def test_json_that_is_not_canonical(tmp_path, text):
+    path = tmp_path / "a"
+    save(path, text, metadata={"kvcal": text})
+    with pytest.raises(ArtifactError, match="not canonical JSON"):
+        read(path, "demo", 3)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [{}, HEAD, sealed(HEAD) | {"more": 1}, sealed(HEAD | {"inputs": []}), sealed(HEAD | {"body": None})],
+)
+def test_wrong_fields(tmp_path, head):
+    path = tmp_path / "a"
+    save(path, head)
+    with pytest.raises(ArtifactError, match="has the fields"):
+        read(path, "demo", 3)
+
+
+def test_wrong_kind_and_schema(tmp_path):
+    path = tmp_path / "a"
+    write(path, example())
+    with pytest.raises(ArtifactError, match='of the kind "demo", expected "plan"'):
+        read(path, "plan", 3)
+    with pytest.raises(ArtifactError, match="schema version 3; this kvcal reads version 4 only"):
+        read(path, "demo", 4)
+    for schema in (True, 1.0, "1", None):
+        save(path, sealed(HEAD | {"schema": schema}))
+        with pytest.raises(ArtifactError, match="schema version"):
+            read(path, "demo", 1)
+    save(path, sealed(HEAD | {"kind": ["demo"]}))
+    with pytest.raises(ArtifactError, match="of the kind"):
+        read(path, "demo", 3)
+
+
+@pytest.mark.parametrize("digest", ["0" * 64, "", 5, None, ["x"]])
+def test_wrong_digest(tmp_path, digest):
+    path = tmp_path / "a"
+    save(path, HEAD | {"digest": digest})
+    with pytest.raises(ArtifactError, match="is corrupt: its content has the digest"):
+        read(path, "demo", 3)
+
+
+def test_renamed_extra_reshaped_or_recast_tensor_breaks_the_digest(tmp_path):
+    path = tmp_path / "a"
+    tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(2)}
+    head = sealed(HEAD, tensors)
+    save(path, head, tensors)
+    read(path, "demo", 3)
+    for other in (
+        {"a": tensors["a"], "c": tensors["b"]},
+        {"a": tensors["a"]},
+        tensors | {"c": torch.zeros(0)},
+        tensors | {"a": torch.zeros(3, 2)},
+        tensors | {"b": torch.zeros(2, dtype=torch.int32)},
+    ):
+        save(path, head, other)
+        with pytest.raises(ArtifactError, match="digest"):
+            read(path, "demo", 3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (torch.float64, float("nan")),
+        (torch.float32, float("inf")),
+        (torch.float16, -float("inf")),
+        (torch.bfloat16, float("nan")),
+        (torch.float8_e4m3fn, float("nan")),
+        (torch.float8_e5m2, float("inf")),
+    ],
+)
+def test_non_finite_tensors_are_neither_written_nor_read(tmp_path, dtype, value):
+    path = tmp_path / "a"
+    tensors = {"bad": torch.tensor([1.0, value, 2.0]).to(dtype)}
+    with pytest.raises(ArtifactError, match="'bad' holds NaN or infinity in 1 of 3 values"):
+        write(path, Artifact(tensors=tensors, **HEAD))
+    assert not path.exists()
+    save(path, sealed(HEAD, tensors), tensors)
+    with pytest.raises(ArtifactError, match="'bad' holds NaN or infinity in 1 of 3 values"):
+        read(path, "demo", 3)
+
+
+def test_non_finite_json_is_not_written(tmp_path):
+    with pytest.raises(ArtifactError, match="finite numbers"):
+        write(tmp_path / "a", replace(example(), body={"loss": float("nan")}))
+    assert os.listdir(tmp_path) == []
+
+
+class TestFailedWrites:
+    """Whatever interrupts a write, the old file stays and no temporary file does."""
+
+    @pytest.fixture
+    def path(self, tmp_path):
+        path = tmp_path / "a"
+        path.write_bytes(b"old")
+        yield path
+        assert path.read_bytes() == b"old"
+        assert os.listdir(tmp_path) == ["a"]
+
+    def test_file_too_large_for_the_system(self, path):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        try:
+            with pytest.raises(ArtifactError, match="File too large") as caught:
+                write_bytes_atomic(path, bytes(200_000))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert str(path) in caught.value.message and caught.value.hint == "free some space"
+
+    @pytest.mark.parametrize("step", ["fsync", "replace"])
+    @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
+    def test_disk_full_or_denied(self, path, monkeypatch, step, code):
+        def refuse(*_):
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(os, step, refuse)
+        with pytest.raises(ArtifactError, match=os.strerror(code)):
+            write(path, example())
+
+    @pytest.mark.parametrize("step", ["fsync", "replace"])
+    def test_ctrl_c(self, path, monkeypatch, step):
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(os, step, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            write(path, example())
+
+    def test_target_is_below_a_file(self, path):
+        with pytest.raises(ArtifactError, match="cannot write .*Not a directory"):
+            write(path / "below", example())
+
+    def test_no_such_folder(self, path):
+        with pytest.raises(ArtifactError, match="cannot write .*No such file or directory"):
+            write(path.parent / "none" / "a", example())
+
+
+WRITES_AND_STOPS = """
+import os, sys, time
+sys.path.insert(0, sys.argv[1])
+from kvcal import artifact
+def stop(_):
+    print("here", flush=True)
+    time.sleep(600)
+os.fsync = stop
+artifact.write_bytes_atomic(sys.argv[2], b"x" * 1000)
+"""
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path):
+    package = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    command = [sys.executable, "-c", WRITES_AND_STOPS, package, str(tmp_path / "a")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        try:
+            assert writer.stdout.readline() == "here\n"
+            write_bytes_atomic(tmp_path / "b", b"b")
+            (left,) = tmp_path.glob(".kvcal-*.tmp")
+        finally:
+            writer.kill()
+    write_bytes_atomic(tmp_path / "b", b"b")
+    assert not left.exists() and os.listdir(tmp_path) == ["b"]
+
+
+def test_stale_files_are_removed_where_a_folder_is_opened(tmp_path):
+    new, old, written = (tmp_path / f".kvcal-{name}.tmp" for name in ("new", "old", "written"))
+    for path in (new, old, written):
+        path.touch()
+    os.utime(old, (1.0, 1.0))
+    written.write_bytes(b"x")
+    other = tmp_path / "mine.tmp"
+    other.write_bytes(b"x")
+    Folder.create(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([new, other])
+
+
+def test_text_and_pictures(tmp_path):
+    artifact.write_text_atomic(tmp_path / "a.json", "é\n")
+    assert (tmp_path / "a.json").read_bytes() == "é\n".encode()
+    write_bytes_atomic(tmp_path / "a.json", b"png")
+    assert (tmp_path / "a.json").read_bytes() == b"png"
+    umask = os.umask(0o022)
+    os.umask(umask)
+    assert (tmp_path / "a.json").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_sha256_json():
+    assert artifact.canonical_json({"b": (1, "é"), "a": True}) == '{"a":true,"b":[1,"\\u00e9"]}'
+    assert artifact.sha256_json([]) == hashlib.sha256(b"[]").hexdigest()
+
+
+def test_differing_input():
+    old = {"seq_len": 512, "data": "x", "weights": "a" * 64}
+    assert differing_input(old, dict(old)) is None
+    assert differing_input({"a": (1, 2)}, {"a": [1, 2]}) is None
+    assert differing_input(old | {"seq_len": 2048, "z": 1}, old) == "seq_len is 512, expected 2048"
+    assert differing_input(old | {"a": 1}, old) == "a is absent, expected 1"
+    assert differing_input(old, old | {"a": 1}) == "a is 1, expected absent"
+    assert differing_input({"a": 1}, {"a": True}) == "a is true, expected 1"
+    late = differing_input(old | {"weights": "a" * 50 + "b" * 14}, old)
+    assert late.startswith("weights is …") and len(late) < 120
+    assert "b" * 14 in late

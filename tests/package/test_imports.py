@@ -1,0 +1,142 @@
+"""Imports point one way, and running a plan needs none of the heavy libraries that making one needs."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "kvcal"
+# A module may import its own level and those before it. Names are files or folders directly under kvcal/.
+LEVELS = (
+    {"errors", "quantities", "progress", "embedded"},
+    {"strict", "artifact", "records"},
+    {"geometry"},
+    {"data", "pages", "models"},
+    {"plan"},
+    {"pages.codec"},
+    {"recipe", "specs", "folder"},  # a recipe may fix a plan's formats
+    {"kernels"},
+    {"store"},
+    {"cache"},
+    {"stages", "bench", "charts"},
+    {"run"},
+    {"commands", "cli", "console", "tables", "__main__"},
+)
+RUNTIME = (
+    "errors", "strict", "geometry", "artifact", "records", "pages", "models.attention", "plan", "kernels", "store",
+    "cache",
+)  # fmt: skip
+TOO_HEAVY_FOR_THE_RUNTIME = {"cvxpy", "datasets", "highspy", "matplotlib", "optuna", "rich", "typer"}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path) -> set[str]:
+    """All that a module imports, anywhere in it; ``from a import b`` counts as a.b where that is a module."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{path}: relative import"
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            names.update(name if name in MODULES else node.module for name in full)
+    return names
+
+
+MODULES = modules()
+RUNTIME_MODULES = [name for name in MODULES if any(f"{name}.".startswith(f"kvcal.{room}.") for room in RUNTIME)]
+GRAPH = {name: {i for i in imports(path) if i in MODULES} - {name} for name, path in MODULES.items()}
+
+
+def level(module: str) -> int:
+    """The place of a module's longest name in LEVELS."""
+    parts = module.split(".")[1:]
+    for end in range(len(parts), 0, -1):
+        for i, names in enumerate(LEVELS):
+            if ".".join(parts[:end]) in names:
+                return i
+    raise AssertionError(f"{module} has no level: give {parts[0]!r} a place in LEVELS")
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "kvcal"])
+def test_a_module_imports_only_its_own_level_or_lower(module: str) -> None:
+    wrong = [name for name in GRAPH[module] if name == "kvcal" or level(name) > level(module)]
+    assert not wrong, f"{module} imports upwards: {wrong}"
+
+
+def test_no_import_cycle() -> None:
+    """Peel off the modules whose imports have all been peeled off; what never comes off is a cycle."""
+    remaining = dict(GRAPH)
+    while ready := [name for name, needs in remaining.items() if not (needs & remaining.keys())]:
+        for name in ready:
+            del remaining[name]
+    assert not remaining, f"cycle among: {sorted(remaining)}"
+
+
+@pytest.mark.parametrize("module", RUNTIME_MODULES)
+def test_the_runtime_names_no_heavy_library(module: str) -> None:
+    named = {name.split(".")[0] for name in imports(MODULES[module])}
+    assert not named & TOO_HEAVY_FOR_THE_RUNTIME
+
+
+def test_nothing_is_read_that_could_run_code() -> None:
+    """No module unpickles or evaluates what a file holds; ``safetensors.torch.load`` reads plain bytes."""
+    for name, path in MODULES.items():
+        text = path.read_text().replace("from pickle import UnpicklingError\n", "")
+        assert not re.search(r"^\s*(import|from) (cloudpickle|dill|joblib|marshal|pickle|shelve|yaml)\b", text, re.M), (
+            name
+        )
+        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        called = {ast.unparse(function) for function in calls}
+        assert not called & {"eval", "exec", "torch.load", "numpy.load", "np.load", "pandas.read_pickle"}, name
+
+
+def modules_after(*names: str) -> set[str]:
+    """What a fresh process has loaded after importing these modules."""
+    code = "import importlib, sys\nfor n in sys.argv[1:]: importlib.import_module(n)\nprint(*sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", code, *names],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(run.stdout.split())
+
+
+def test_importing_the_runtime_loads_no_heavy_library() -> None:
+    """In a fresh process, all runtime modules at once; what transformers itself loads where it is installed is its
+    own affair."""
+    names = ["kvcal", *RUNTIME_MODULES]
+    assert "kvcal.cache.plan_cache" in names
+    loaded = modules_after(*names)
+    assert "torch" in loaded and "safetensors" in loaded
+    by_transformers = modules_after("transformers.cache_utils", "transformers", "torch", "safetensors.torch")
+    assert not (loaded - by_transformers) & TOO_HEAVY_FOR_THE_RUNTIME
+    assert not loaded & {"kvcal.data.sequences", "kvcal.stages", "kvcal.run.pipeline", "kvcal.cli", "kvcal.models.load"}
+
+
+def test_data_loads_datasets_only_when_a_source_needs_it() -> None:
+    code = "import sys, kvcal.data.sequences; print('datasets' in sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.strip() == "False"

@@ -1,0 +1,365 @@
+"""HIGGS pages: bytes against a scalar oracle, errors at the grids' optimum, and grids that are the same everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import oracles
+import pytest
+import torch
+from oracles import PAGE, to_float32
+
+from kvcal import artifact
+from kvcal.errors import NonFiniteActivations, UsageError
+from kvcal.pages import grids as grids
+from kvcal.pages.grids import GRIDS, gaussian_grid, mean_squared_error, nearest_point
+from kvcal.pages.hadamard import random_signs
+from kvcal.pages.lattice import LatticeLayout
+
+EXPECTED_MSE = {(2, 16): 0.107, (2, 64): 0.030, (2, 256): 0.0077, (4, 256): 0.097}
+GRID_2_16_SHA256 = "68c85dc02ef426185782a152ac9c470be546032acb9bf54839c82c4746255043"
+ALL_FORMATS = [(2, 2), (3, 2), (4, 2), (2, 4)]  # num_bits, lattice_dim
+
+
+def grid_of(layout: LatticeLayout) -> torch.Tensor:
+    return gaussian_grid(layout.lattice_dim, layout.num_points)
+
+
+def random_page(width: int, seed: int = 0) -> torch.Tensor:
+    """[128, width] bf16 values with an outlier channel, a zero token and a constant token."""
+    page = torch.randn(PAGE, width, generator=torch.Generator().manual_seed(seed))
+    page[:, width // 2] *= 10.0
+    page[5], page[9] = 0.0, -1.5
+    return page.to(torch.bfloat16)
+
+
+# ---- the scalar oracle: every step is one fp64 operation, rounded to fp32 where the page format says fp32
+
+
+def hadamard(values: list[float]) -> list[float]:
+    """H x / sqrt(n) of one block, in fp32: sums and differences at distance 1, 2, 4, ..., then one product."""
+    values, distance = list(values), 1
+    while distance < len(values):
+        for i in range(len(values)):
+            if not i & distance:
+                low, high = values[i], values[i + distance]
+                values[i], values[i + distance] = to_float32(low + high), to_float32(low - high)
+        distance *= 2
+    factor = to_float32(1 / math.sqrt(len(values)))
+    return [to_float32(value * factor) for value in values]
+
+
+def scale_of(block: list[float], param_dtype: str) -> float:
+    """sqrt of the mean square; squares are added by halves."""
+    squares = [value * value for value in block]
+    while len(squares) > 1:
+        half = len(squares) // 2
+        squares = [squares[i] + squares[half + i] for i in range(half)]
+    return oracles.to_param(to_float32(math.sqrt(squares[0] / len(block))), param_dtype)
+
+
+def dot(a: list[float], b: list[float]) -> float:
+    total = 0.0
+    for x, y in zip(a, b, strict=True):
+        total = to_float32(total + to_float32(x * y))
+    return total
+
+
+def nearest(vector: list[float], points: list[list[float]], half_norms: list[float]) -> int:
+    scores = [to_float32(dot(vector, point) - half) for point, half in zip(points, half_norms, strict=True)]
+    return scores.index(max(scores))
+
+
+def lattice_page(page: torch.Tensor, layout: LatticeLayout, signs: list[int]) -> tuple[bytes, torch.Tensor]:
+    """The record of one page [128, width], byte by byte, and the values that it decodes to."""
+    dim, width = layout.lattice_dim, layout.width
+    block = max(2**k for k in range(11) if width % 2**k == 0)
+    points, columns = grid_of(layout).tolist(), 8 * math.ceil(width // dim / 8)
+    half_norms = [dot(point, point) / 2 for point in points]
+    codes, scales, decoded = [], [[0.0] * PAGE for _ in range(width // block)], []
+    for token, row in enumerate(page.float().tolist()):
+        codes.append([0] * columns)
+        decoded.append([])
+        for start in range(0, width, block):
+            rotated = hadamard([row[start + i] * signs[start + i] for i in range(block)])
+            scale = scales[start // block][token] = scale_of(rotated, layout.param_dtype)
+            unit = [to_float32(value / scale) if scale else 0.0 for value in rotated]
+            chosen = [nearest(unit[i : i + dim], points, half_norms) for i in range(0, block, dim)]
+            codes[token][start // dim : (start + block) // dim] = chosen
+            back = hadamard([to_float32(value * scale) for code in chosen for value in points[code]])
+            decoded[token] += [back[i] * signs[start + i] for i in range(block)]
+    shifts = range(0, layout.num_bits * dim, 2)
+    record = b"".join(oracles.packed_plane([[c >> s & 3 for c in row] for row in codes], 2) for s in shifts)
+    record += b"".join(oracles.param_bytes(scale, layout.param_dtype) for group in scales for scale in group)
+    return record + b"\0" * (-len(record) % 16), torch.tensor(decoded)
+
+
+ORACLE_CASES = [
+    LatticeLayout(2, 2, 20, "float16"),  # 5 groups of 4; 10 columns, stored as 16
+    LatticeLayout(2, 2, 32, "bfloat16"),
+    LatticeLayout(2, 2, 2, "float16"),
+    LatticeLayout(3, 2, 24, "float32"),
+    LatticeLayout(4, 2, 6, "float16"),
+    LatticeLayout(2, 4, 12, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("layout", ORACLE_CASES, ids=str)
+def test_records_and_values_equal_the_oracle(layout):
+    page, signs = random_page(layout.width), random_signs(layout.width, seed=1)
+    record, values = lattice_page(page, layout, signs.tolist())
+    encoded = layout.encode(page, grid_of(layout), signs)
+    assert (encoded.dtype, tuple(encoded.shape)) == (torch.uint8, (layout.record_bytes,))
+    assert bytes(encoded.tolist()) == record
+    assert torch.equal(layout.decode(encoded, grid_of(layout), signs), values)
+
+
+@pytest.mark.parametrize(("num_bits", "dim"), ALL_FORMATS)
+def test_pages_are_the_nearest_points_in_fp64(num_bits, dim):
+    """An explicit matrix instead of butterflies, distances instead of scores, nothing rounded but the scale."""
+    layout = LatticeLayout(num_bits, dim, 96, "float32")
+    page, signs, grid = random_page(96).double(), random_signs(96, seed=2), grid_of(layout).double()
+    entries = [[(-1) ** (i & j).bit_count() / math.sqrt(32) for j in range(32)] for i in range(32)]
+    matrix = torch.block_diag(*[torch.tensor(entries, dtype=torch.float64)] * 3) * signs.double()
+    rotated = page @ matrix.T
+    scale = rotated.unflatten(-1, (3, 32)).square().mean(-1, keepdim=True).sqrt().expand(-1, -1, 32).flatten(-2)
+    decoded = layout.decode(layout.encode(page, grid.float(), signs), grid.float(), signs).double() @ matrix.T
+    unit, stored = ((x / scale.where(scale > 0, torch.inf)).reshape(-1, dim) for x in (rotated, decoded))
+    assert (decoded[5] == 0).all()
+    occupied = (scale > 0).reshape(-1, dim)[:, 0]
+    to_points = torch.cdist(unit[occupied], grid)
+    assert torch.cdist(stored[occupied], grid).min(1).values.max() < 1e-5
+    chosen = (unit - stored)[occupied].norm(dim=1)
+    torch.testing.assert_close(chosen, to_points.min(1).values, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "size"),
+    [
+        (LatticeLayout(2, 2, 128, "float16"), 2 * 128 * 64 // 4 + 128 * 2),  # 2.125 bits a value
+        (LatticeLayout(2, 4, 1024, "float16"), 4 * 128 * 256 // 4 + 128 * 2),  # 2.016 bits a value
+        (LatticeLayout(3, 2, 96, "float32"), 3 * 128 * 48 // 4 + 3 * 128 * 4),  # 3 groups of 32
+        (LatticeLayout(4, 2, 20, "bfloat16"), 4 * 128 * 16 // 4 + 5 * 128 * 2),  # 10 columns are stored as 16
+        (LatticeLayout(2, 2, 2, "float16"), 2 * 128 * 8 // 4 + 128 * 2),
+    ],
+)
+def test_record_sizes_worked_out_by_hand(layout, size):
+    assert layout.record_bytes == size == sum(layout.plane_sizes) + layout.param_size
+    page = torch.ones(PAGE, layout.width)
+    assert layout.encode(page, grid_of(layout), random_signs(layout.width, 0)).shape == (size,)
+
+
+@pytest.mark.parametrize(
+    ("num_bits", "dim", "width", "message"),
+    [
+        (2, 2, 7, "row of 7 values .* lattice_dim = 2; allowed: multiples of 2"),
+        (2, 4, 18, "row of 18 values .* lattice_dim = 4; allowed: multiples of 4"),
+        (2, 2, 0, "row of 0 values"),
+        (3, 4, 64, "num_bits = 3 and lattice_dim = 4; allowed: 2 bits in 2 dimensions, 3 .* 2 bits in 4 dimensions"),
+        (8, 2, 64, "num_bits = 8 and lattice_dim = 2"),
+    ],
+)
+def test_layouts_without_a_lattice_are_refused(num_bits, dim, width, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        LatticeLayout(num_bits, dim, width, "float16")
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("width", [20, 128])
+@pytest.mark.parametrize(("num_bits", "dim"), ALL_FORMATS)
+def test_pages_of_a_batch_are_encoded_independently(num_bits, dim, width):
+    layout, signs = LatticeLayout(num_bits, dim, width, "float16"), random_signs(width, seed=4)
+    pages = torch.stack([random_page(width, seed) for seed in range(6)]).unflatten(0, (2, 3))
+    records = layout.encode(pages, grid_of(layout), signs)
+    decoded = layout.decode(records, grid_of(layout), signs)
+    for row, page in itertools.product(range(2), range(3)):
+        alone = layout.encode(pages[row, page].float(), grid_of(layout), signs)
+        assert torch.equal(records[row, page], alone)
+        assert torch.equal(decoded[row, page], layout.decode(alone, grid_of(layout), signs))
+    assert torch.equal(layout.decode(records[:, 1:], grid_of(layout), signs), decoded[:, 1:])
+    empty = layout.encode(pages[:, :0], grid_of(layout), signs)
+    assert layout.decode(empty, grid_of(layout), signs).shape == (2, 0, PAGE, width)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_heads_lie_side_by_side_in_a_row(heads):
+    layout, signs = LatticeLayout(2, 2, heads * 20, "float16"), random_signs(heads * 20, seed=4)
+    rows = torch.stack([random_page(heads * 20, seed) for seed in range(2)])
+    by_head = torch.stack([rows[..., 20 * head : 20 * (head + 1)] for head in range(heads)], dim=1)
+    records = layout.encode_heads(by_head, grid_of(layout), signs)
+    assert torch.equal(records, layout.encode(rows, grid_of(layout), signs)[:, None])
+    decoded = layout.decode_heads(records, heads, grid_of(layout), signs)
+    values = layout.decode(records[:, 0], grid_of(layout), signs)
+    assert decoded.shape == (2, heads, PAGE, 20)
+    for head in range(heads):
+        assert torch.equal(decoded[:, head], values[..., 20 * head : 20 * (head + 1)])
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-9, -1e-40])
+def test_groups_whose_scale_is_zero_decode_to_zero(value):
+    """1e-9 is below half of float16's smallest number, and so is its group's scale."""
+    layout, signs = LatticeLayout(2, 2, 64, "float16"), random_signs(64, seed=0)
+    page = torch.full((PAGE, 64), value)
+    page[3] = 1.0
+    decoded = layout.decode(layout.encode(page, grid_of(layout), signs), grid_of(layout), signs)
+    assert (decoded[:3] == 0).all() and (decoded[4:] == 0).all() and (decoded[3] - 1).square().mean() < 0.2
+
+
+@pytest.mark.parametrize(("num_bits", "dim"), ALL_FORMATS)
+def test_pages_have_the_grids_error(num_bits, dim):
+    """Relative squared error: of Gaussian values, of values with an outlier channel, and of equal values."""
+    layout, signs = LatticeLayout(num_bits, dim, 128, "float16"), random_signs(128, seed=5)
+    pages = torch.randn(8, PAGE, 128, generator=torch.Generator().manual_seed(6))
+    outliers = pages * torch.where(torch.arange(128) == 77, 5.0, 1.0)
+    expected = EXPECTED_MSE[dim, layout.num_points]
+    for x, tolerance in ((pages, 0.03), (outliers, 0.05), (pages[..., :1].expand(-1, -1, 128), 0.5)):
+        decoded = layout.decode(layout.encode(x, grid_of(layout), signs), grid_of(layout), signs)
+        error = (decoded - x).square().sum() / x.square().sum()
+        assert error.item() == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 3e38])
+@pytest.mark.parametrize("position", [(0, 0), (127, 19), (64, 7)])
+def test_numbers_that_are_not_finite_are_refused(value, position):
+    page = random_page(20).float()
+    page[position] = value
+    layout = LatticeLayout(2, 2, 20, "float16")
+    with pytest.raises(NonFiniteActivations, match="a group of 4 values"):
+        layout.encode(page, grid_of(layout), random_signs(20, seed=0))
+
+
+def test_a_norm_beyond_float16_fits_in_bfloat16():
+    page, signs, layout = torch.full((PAGE, 64), 1e5), random_signs(64, seed=0), LatticeLayout(4, 2, 64, "float16")
+    with pytest.raises(NonFiniteActivations, match="float16") as caught:
+        layout.encode(page, grid_of(layout), signs)
+    assert "bfloat16" in (caught.value.hint or "")
+    layout = replace(layout, param_dtype="bfloat16")
+    decoded = layout.decode(layout.encode(page, grid_of(layout), signs), grid_of(layout), signs)
+    assert ((decoded - page) / page).square().mean() < 0.02
+
+
+def test_the_lowest_index_wins_a_tie():
+    cross = torch.tensor([[-1.0, 0.0], [1.0, 0.0], [0.0, -1.0], [0.0, 1.0], [1.0, 0.0]])
+    vectors = torch.tensor([[0.0, 0.0], [0.5, 0.5], [0.5, -0.5], [3.0, 0.0], [-0.1, 0.1], [0.1, 2.0]])
+    assert nearest_point(vectors, cross).tolist() == [0, 1, 1, 1, 0, 3]
+
+
+def test_vectors_are_searched_in_parts_with_the_same_result(monkeypatch):
+    vectors = torch.randn(1000, 2, generator=torch.Generator().manual_seed(0))
+    whole = nearest_point(vectors, gaussian_grid(2, 256))
+    assert whole.dtype == torch.uint8 and whole.max() > 127
+    monkeypatch.setattr(grids, "_SCORES_ON_CPU", 7 * 256)
+    assert torch.equal(nearest_point(vectors, gaussian_grid(2, 256)), whole)
+
+
+# ---- the grids
+
+
+@pytest.mark.parametrize("size", GRIDS)
+def test_grids_have_the_expected_error_and_are_stationary(size):
+    grid = gaussian_grid(*size)
+    assert (grid.dtype, tuple(grid.shape)) == (torch.float32, (size[1], size[0]))
+    assert grid.tolist() == sorted(grid.tolist()) and len(set(map(tuple, grid.tolist()))) == size[1]
+    assert mean_squared_error(grid, 200_000, seed=1) == pytest.approx(EXPECTED_MSE[size], rel=0.03)
+    vectors = torch.randn(200_000, size[0], generator=torch.Generator().manual_seed(2))
+    points = grid[nearest_point(vectors, grid).int()].double()
+    # Points that are the means of their cells: E[x . q] = E[q . q], and E[q] = E[x] = 0.
+    assert (vectors * points).sum(1).mean().item() == pytest.approx(points.square().sum(1).mean().item(), rel=2e-3)
+    assert points.mean(0).abs().max() < 0.01
+
+
+def test_mean_squared_error_is_per_dimension():
+    """One point at the origin has the variance itself, whatever the dimension."""
+    for dim in (1, 2, 4):
+        assert mean_squared_error(torch.zeros(1, dim), 100_000, seed=0) == pytest.approx(1.0, rel=0.02)
+
+
+@pytest.mark.parametrize("size", [(2, 32), (4, 16), (3, 64), (1, 16), (0, 0)])
+def test_other_grids_are_refused(size):
+    with pytest.raises(UsageError, match=rf"= \({size[0]}, {size[1]}\); allowed: \(2, 16\), \(2, 64\)") as caught:
+        gaussian_grid(*size)
+    assert caught.value.hint
+
+
+def test_another_process_makes_the_same_grid(tmp_path):
+    """With other vector instructions; the checksum asks for the same grid on every machine."""
+    code = "from kvcal.pages.grids import gaussian_grid; gaussian_grid(2, 16)"
+    settings = {"XDG_CACHE_HOME": str(tmp_path), "ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **settings}, check=True)
+    gaussian_grid(2, 16)
+    name = "kvcal/gaussian-grid-d2-n16.safetensors"
+    assert (tmp_path / name).read_bytes() == (grids.cache_folder().parent / name).read_bytes()
+    assert os.listdir(tmp_path / "kvcal") == [Path(name).name]
+    assert hashlib.sha256(gaussian_grid(2, 16).numpy().tobytes()).hexdigest() == GRID_2_16_SHA256
+
+
+def test_a_grid_is_read_from_the_cache_and_made_again_when_the_file_is_wrong(tmp_path, monkeypatch):
+    grid = gaussian_grid(2, 16)
+    good = (grids.cache_folder() / "gaussian-grid-d2-n16.safetensors").read_bytes()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = grids.cache_folder() / "gaussian-grid-d2-n16.safetensors"
+    path.parent.mkdir()
+    path.write_bytes(good)
+    found = artifact.read(path, grids.KIND, grids.SCHEMA)
+    artifact.write(path, replace(found, tensors={"grid": grid + 1}))
+    assert torch.equal(gaussian_grid(2, 16), grid + 1)  # so it was read
+    wrong = [
+        good[:-1],
+        good[:-9] + bytes([good[-9] ^ 1]) + good[-8:],
+        b"",
+        artifact.to_bytes(replace(found, tensors={"grid": grid[:8]})),
+        artifact.to_bytes(replace(found, tensors={"grid": grid.double()})),
+        artifact.to_bytes(replace(found, tensors={})),
+        artifact.to_bytes(replace(found, tensors={"grid": grid, "more": grid})),
+        artifact.to_bytes(replace(found, tensors={"grid": grid * 2.0**100})),
+        artifact.to_bytes(replace(found, tensors={"grid": grid * 1.1})),
+        artifact.to_bytes(replace(found, tensors={"grid": grid.flip(0)})),
+        artifact.to_bytes(replace(found, tensors={"grid": grid[:1].expand(16, 2)})),
+        artifact.to_bytes(replace(found, inputs={**found.inputs, "num_batches": 1})),
+        artifact.to_bytes(replace(found, schema=grids.SCHEMA + 1)),
+    ]
+    monkeypatch.setattr(grids, "_generate", lambda dim, num_points: grid.clone())  # its result is tested above
+    for data in wrong:
+        path.write_bytes(data)
+        assert torch.equal(gaussian_grid(2, 16), grid)
+        assert path.read_bytes() == good
+
+
+def test_a_cache_folder_that_cannot_be_made_is_a_warning(tmp_path, monkeypatch):
+    grid = gaussian_grid(2, 16)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.warns(RuntimeWarning, match="hint: set XDG_CACHE_HOME"):
+        assert torch.equal(gaussian_grid(2, 16), grid)
+
+
+@pytest.mark.parametrize("value", ["", "relative/folder", None])
+def test_the_cache_folder_is_under_home_without_an_absolute_setting(tmp_path, monkeypatch, value):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if value is None:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+    assert grids.cache_folder() == tmp_path / ".cache" / "kvcal"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("param_dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("width", [20, 96, 128, 1024])
+@pytest.mark.parametrize(("num_bits", "dim"), ALL_FORMATS)
+def test_a_gpu_writes_and_reads_the_same_bytes(num_bits, dim, width, param_dtype):
+    layout = LatticeLayout(num_bits, dim, width, param_dtype)
+    grid, signs = grid_of(layout), random_signs(width, seed=8)
+    pages = torch.stack([random_page(width, seed) for seed in range(4)])
+    for x in (pages, pages.float() / 3):
+        on_cpu = layout.encode(x, grid, signs)
+        on_gpu = layout.encode(x.cuda(), grid.cuda(), signs.cuda())
+        assert torch.equal(on_cpu, on_gpu.cpu())
+        assert torch.equal(layout.decode(on_cpu, grid, signs), layout.decode(on_gpu, grid.cuda(), signs.cuda()).cpu())

@@ -1,0 +1,290 @@
+"""Pages of keys whose channels have different bits: selection, bytes and values against a Python oracle."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from test_pages import random_page
+from tier_oracle import NO_SLOT, OraclePage, record_bytes
+
+from kvcal.errors import NonFiniteActivations, UsageError
+from kvcal.pages.layout import PAGE_TOKENS, PageLayout
+from kvcal.pages.scores import channel_scores
+from kvcal.pages.tiered import TieredLayout
+
+KITTY = ((4, 16, None),)
+MIXKVQ = ((16, 3, 1.5), (4, 9, 0.6))
+
+
+def layout_of(tiers, dim, num_bits=2, group_size=128, param_dtype="float16", cache_dtype="bfloat16") -> TieredLayout:
+    return TieredLayout(num_bits, tiers, group_size, dim, param_dtype, cache_dtype)
+
+
+def oracle_of(layout: TieredLayout, page, scores) -> OraclePage:
+    return OraclePage(
+        page,
+        scores.tolist(),
+        layout.num_bits,
+        layout.tiers,
+        layout.group_size,
+        layout.param_dtype,
+        layout.cache_dtype,
+    )
+
+
+def random_scores(dim: int, seed: int = 0) -> torch.Tensor:
+    """[dim] fp64 in quarters: many ties."""
+    return torch.randint(0, 9, (dim,), generator=torch.Generator().manual_seed(seed)).double() / 4
+
+
+def index_of(layout: TieredLayout, record: torch.Tensor) -> list[int]:
+    """The index, at the end of the record but for its padding."""
+    fields = sum(layout.plane_sizes) + sum(map(sum, layout.high_sizes)) + layout.raw_size + 2 * layout.param_size
+    return record[fields : fields + layout.index_size].tolist()
+
+
+def assert_stored_as_the_oracle_says(layout: TieredLayout, page: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    oracle = oracle_of(layout, page, scores)
+    record = layout.encode(page, scores)
+    assert index_of(layout, record) == oracle.index
+    assert bytes(record.tolist()) == oracle.record
+    decoded = layout.decode(record)
+    assert decoded.dtype == torch.float32 and torch.equal(decoded, oracle.decoded)
+    assert layout.channel_bits(record).tolist() == oracle.bits
+    return record
+
+
+def test_a_page_of_kitty_has_the_bytes_of_the_paper():
+    """Tensor_2bits (128, 128), Tensor_High_2bits (16, 128), scale and zero, Boost_IDX_uint8 (128)."""
+    layout = layout_of(KITTY, 128)
+    assert layout.plane_sizes == (4096,) and layout.high_sizes == ((512,),)
+    assert (2 * layout.param_size, layout.index_size, layout.raw_size) == (512, 128, 0)
+    assert layout.record_bytes == 4096 + 512 + 512 + 128
+
+
+@pytest.mark.parametrize(
+    ("layout", "size"),
+    [
+        (layout_of(((4, 32, None),), 128), 4096 + 1024 + 512 + 128),  # Kitty-Pro
+        (layout_of(((4, 10, None),), 80), 128 * 80 // 4 + 128 * 12 // 4 + 2 * 2 * 80 + 80),  # 10 slots take 12
+        (layout_of(((4, 3, None),), 20), 128 * 32 // 4 + 128 * 4 // 4 + 2 * 2 * 32 + 32),  # 20 of index take 32
+        (layout_of(((8, 4, None),), 64), 128 * 64 // 4 + 3 * 128 * 4 // 4 + 2 * 2 * 64 + 64),  # 6 bits: three planes
+        (layout_of(((8, 4, None),), 64, num_bits=4), 128 * 64 // 2 + 2 * 128 * 4 // 4 + 2 * 2 * 64 + 64),
+        (layout_of(MIXKVQ, 128, group_size=32), 4096 + 128 * 12 // 4 + 3 * 256 + 4 * 2 * 2 * 128 + 128),
+        (layout_of(MIXKVQ, 128, cache_dtype="float32"), 4096 + 128 * 12 // 4 + 3 * 512 + 512 + 128),
+        (layout_of(KITTY, 256, param_dtype="float32"), 8192 + 512 + 2 * 4 * 256 + 256),
+    ],
+)
+def test_record_sizes_worked_out_by_hand(layout, size):
+    assert layout.record_bytes == size
+    assert layout.encode(torch.zeros(PAGE_TOKENS, layout.head_dim), torch.zeros(layout.head_dim)).shape == (size,)
+
+
+@pytest.mark.parametrize("dim", [16, 20, 64, 80, 96, 128, 256])
+def test_record_sizes_are_exact(dim):
+    for num_bits, tiers, group_size, dtype in itertools.product(
+        (2, 4),
+        (((8, 3, None),), ((16, 5, 1.0), (8, 7, None)), ((16, 1, None),), ((8, dim // 2 + 1, 0.5),)),
+        (32, 64, 128),
+        ("float16", "float32"),
+    ):
+        layout = layout_of(tiers, dim, num_bits, group_size, dtype, dtype)
+        assert layout.record_bytes == record_bytes(num_bits, tiers, group_size, dim, dtype, dtype)
+
+
+CASES = [
+    (KITTY, 20, 2, 128, "float16", "bfloat16"),
+    (((4, 8, None),), 64, 2, 32, "bfloat16", "bfloat16"),
+    (((4, 5, None),), 80, 2, 64, "float32", "float16"),
+    (KITTY, 128, 2, 128, "float16", "bfloat16"),
+    (((8, 6, None),), 64, 4, 64, "float16", "float32"),
+    (MIXKVQ, 64, 2, 32, "float16", "bfloat16"),
+    (((16, 4, 1.7), (8, 3, 1.2), (4, 6, None)), 20, 2, 128, "float16", "float16"),
+    (((16, 2, None), (8, 5, 0.9)), 80, 4, 64, "bfloat16", "float32"),
+    (((4, 13, 1.0),), 256, 2, 128, "float16", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("tiers", "dim", "num_bits", "group_size", "param_dtype", "cache_dtype"), CASES)
+def test_records_equal_the_oracle_byte_for_byte(tiers, dim, num_bits, group_size, param_dtype, cache_dtype):
+    layout = layout_of(tiers, dim, num_bits, group_size, param_dtype, cache_dtype)
+    for seed in range(2):
+        assert_stored_as_the_oracle_says(layout, random_page(dim, seed), random_scores(dim, seed))
+
+
+@pytest.mark.parametrize(
+    ("tiers", "scores", "index"),
+    [
+        # The two best; on a tie the lower channel.
+        (((4, 2, None),), [1.0, 3.0, 2.0, 3.0], {1: 0, 3: 1}),
+        (((4, 2, None),), [5.0, 5.0, 5.0, 5.0], {0: 0, 1: 1}),
+        (((4, 1, None),), [0.0, 2.0, 2.0, 1.0], {1: 0}),
+        # Only what is above the threshold, which is exclusive.
+        (((4, 3, 2.0),), [1.0, 3.0, 2.0, 4.0], {3: 0, 1: 1}),
+        (((4, 3, 9.0),), [1.0, 3.0, 2.0, 4.0], {}),
+        # More above the threshold than there is room for: the rest falls to the next tier, then to the base.
+        (((16, 1, 1.0), (4, 2, 1.5)), [4.0, 3.0, 2.0, 1.2], {0: 0, 1: 1, 2: 2}),
+        (((16, 1, 1.0), (4, 1, 0.5)), [4.0, 3.0, 2.0, 1.2], {0: 0, 1: 1}),
+        # Slots are numbered through all tiers, whether or not those before are full.
+        (((16, 2, 5.0), (4, 2, 1.0)), [6.0, 3.0, 2.0, 0.5], {0: 0, 1: 2, 2: 3}),
+        # An inverted pair empties the middle tier, as the published (1.52, 1.60).
+        (((16, 4, 1.52), (4, 4, 1.60)), [1.50, 1.55, 1.58, 1.70], {3: 0, 2: 1, 1: 2}),
+        # A tier that is always filled after one with a threshold.
+        (((8, 1, 3.5), (4, 2, None)), [1.0, 3.0, 2.0, 0.0], {1: 1, 2: 2}),
+        (((8, 2, None), (4, 2, 0.9)), [1.0, 3.0, 2.0, 0.0], {1: 0, 2: 1, 0: 2}),
+    ],
+)
+def test_selection_by_hand(tiers, scores, index):
+    """The first four channels of 16; the others score -1."""
+    layout = layout_of(tiers, 16)
+    page, scores = random_page(16), torch.tensor(scores + [-1.0] * 12, dtype=torch.float64)
+    record = assert_stored_as_the_oracle_says(layout, page, scores)
+    assert index_of(layout, record) == [index.get(channel, NO_SLOT) for channel in range(16)]
+
+
+def test_room_for_all_channels_is_a_plain_page_of_4_bits():
+    for dim, group_size in ((20, 64), (128, 128)):
+        page = random_page(dim)
+        layout = layout_of(((4, dim, None),), dim, group_size=group_size)
+        plain = PageLayout("k", 4, "channel", group_size, dim, "float16", "bfloat16")
+        decoded = layout.decode(layout.encode(page, random_scores(dim)))
+        assert torch.equal(decoded, plain.decode(plain.encode(page)))
+
+
+def test_channels_that_no_tier_takes_are_a_plain_page_of_the_base_bits():
+    page = random_page(80)
+    layout = layout_of(((16, 8, 1e9), (4, 8, 1e9)), 80)
+    plain = PageLayout("k", 2, "channel", 128, 80, "float16", "bfloat16")
+    record, expected = layout.encode(page, random_scores(80)), plain.encode(page)
+    assert torch.equal(layout.decode(record), plain.decode(expected))
+    assert torch.equal(record[: sum(layout.plane_sizes)], expected[: sum(plain.plane_sizes)])
+    unused = record[sum(layout.plane_sizes) :][: sum(map(sum, layout.high_sizes)) + layout.raw_size]
+    assert len(unused) == 128 * 8 // 4 + 8 * 256 and not unused.any()
+
+
+@pytest.mark.parametrize("cache_dtype", ["float16", "bfloat16", "float32"])
+def test_16_bit_channels_are_exact_even_where_codes_would_overflow(cache_dtype):
+    page = random_page(20).float()
+    page[:, 7] = torch.linspace(-60000.0, 60000.0, PAGE_TOKENS).bfloat16()  # a range that no fp16 scale can hold
+    page[3, 7] = -(2.0**-14)
+    layout = layout_of(((16, 2, None),), 20, group_size=32, cache_dtype=cache_dtype)
+    scores = torch.zeros(20, dtype=torch.float64)
+    scores[7], scores[19] = 2.0, 1.0
+    decoded = layout.decode(assert_stored_as_the_oracle_says(layout, page, scores))
+    assert torch.equal(decoded[:, [7, 19]], page[:, [7, 19]])
+
+
+def test_slots_beyond_127_are_not_mistaken():
+    """254 slots of 256 channels: a product or a sum of slots in uint8 would overflow, and reads other channels."""
+    page = random_page(256)
+    layout = layout_of(((8, 4, None), (4, 250, None)), 256)
+    scores = channel_scores("random", page)
+    record = assert_stored_as_the_oracle_says(layout, page, scores)
+    index = torch.tensor(index_of(layout, record))
+    assert sorted(index.tolist()) == [*range(254), NO_SLOT, NO_SLOT]
+    boosted = index != NO_SLOT
+    wide = layout.decode(record)[:, boosted]
+    error = (wide - page.float()[:, boosted]).square().sum() / page.float().square().sum()
+    assert error < 0.015
+    wrapped = wide[:, (index[boosted] * 2) % 256 % 254]  # what an overflow makes of it
+    assert (wrapped - page.float()[:, boosted]).square().sum() / page.float().square().sum() > 1.0
+
+
+@pytest.mark.parametrize("tiers", [KITTY, MIXKVQ])
+def test_pages_of_a_batch_are_encoded_independently(tiers):
+    layout = layout_of(tiers, 80, group_size=64)
+    pages = torch.stack([random_page(80, seed) for seed in range(6)]).unflatten(0, (2, 3))
+    scores = torch.stack([random_scores(80, seed) for seed in range(6)]).unflatten(0, (2, 3))
+    records = layout.encode(pages, scores)
+    decoded, bits = layout.decode(records), layout.channel_bits(records)
+    for row, page in itertools.product(range(2), range(3)):
+        alone = layout.encode(pages[row, page], scores[row, page])
+        assert torch.equal(records[row, page], alone)
+        assert torch.equal(decoded[row, page], layout.decode(alone))
+        assert torch.equal(bits[row, page], layout.channel_bits(alone))
+    assert layout.decode(records[:, :0]).shape == (2, 0, PAGE_TOKENS, 80)
+    assert layout.encode(pages[:, :0], scores[:, :0]).shape == (2, 0, layout.record_bytes)
+
+
+def test_boosting_outlier_channels_lowers_the_error():
+    """12.5 % of the channels hold nearly all of the energy: with 4 bits for them most of the error of 2 bits goes;
+    boosting as many others leaves it."""
+    page = torch.randn(PAGE_TOKENS, 128, generator=torch.Generator().manual_seed(0))
+    page[:, ::8] *= 12.0
+    layout = layout_of(KITTY, 128)
+    plain = PageLayout("k", 2, "channel", 128, 128, "float16", "bfloat16")
+
+    def error(decoded):
+        return ((decoded - page).square().sum() / page.square().sum()).item()
+
+    best = channel_scores("magnitude", page)
+    at_2_bits = error(plain.decode(plain.encode(page)))
+    boosted, worst = (error(layout.decode(layout.encode(page, scores))) for scores in (best, -best))
+    assert 0.15 < at_2_bits < 0.35
+    assert boosted < 0.1 * at_2_bits
+    assert worst > 0.98 * at_2_bits
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("channel", [0, 5, 19])
+def test_non_finite_keys_are_refused_in_every_tier(bad, channel):
+    page = random_page(20).float()
+    scores = torch.zeros(20, dtype=torch.float64)
+    scores[0], scores[5] = 3.0, 2.0
+    layout = layout_of(((16, 1, None), (4, 1, None)), 20)
+    layout.encode(page, scores)
+    page[64, channel] = bad
+    with pytest.raises(NonFiniteActivations, match="NaN, infinity"):
+        layout.encode(page, scores)
+
+
+def test_what_a_dtype_cannot_hold_is_refused():
+    page = random_page(20).float()
+    page[:, 0] = torch.linspace(-70000.0, 70000.0, PAGE_TOKENS)
+    scores = torch.arange(20, 0, -1, dtype=torch.float64)
+    for tiers, reason in ((((16, 1, None),), "a value beyond float16"), (((4, 1, None),), "a range beyond float16")):
+        with pytest.raises(NonFiniteActivations, match=reason):
+            layout_of(tiers, 20, cache_dtype="float16").encode(page, scores)
+        layout_of(tiers, 20, param_dtype="bfloat16").encode(page, scores)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_scores_that_are_not_finite_are_refused(bad):
+    scores = random_scores(20)
+    scores[4] = bad
+    with pytest.raises(NonFiniteActivations, match="score of a channel"):
+        layout_of(KITTY, 20).encode(random_page(20), scores)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tiers": ((4, 256, None),)}, "256 boosted channels of a head, but a page can name at most 254"),
+        ({"tiers": ((16, 55, None), (4, 200, 1.0))}, "255 boosted channels"),
+        ({"tiers": ((4, 2, None), (8, 2, None))}, "fewer bits from each to the next"),
+        ({"tiers": ((4, 2, None), (4, 2, None))}, "fewer bits from each to the next"),
+        ({"tiers": ((4, 2, None),), "num_bits": 4}, "fewer bits from each to the next"),
+        ({"tiers": ((3, 2, None),)}, r"tiers of \[3\] bits over 2"),
+        ({"num_bits": 3}, r"tiers of \[4\] bits over 3"),
+        ({"tiers": ((4, 257, None),)}, r"room for \[257\] of 256 channels"),
+        ({"tiers": ((4, 0, None),)}, r"room for \[0\] of 256 channels"),
+    ],
+)
+def test_tiers_that_cannot_be_stored_are_refused(changes, message):
+    with pytest.raises(UsageError, match=message):
+        layout_of(**{"tiers": KITTY, "dim": 256, **changes})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tiers", "dim", "num_bits", "group_size", "param_dtype", "cache_dtype"), CASES)
+def test_a_gpu_writes_the_same_records(tiers, dim, num_bits, group_size, param_dtype, cache_dtype):
+    layout = layout_of(tiers, dim, num_bits, group_size, param_dtype, cache_dtype)
+    pages = torch.stack([random_page(dim, seed) for seed in range(3)])
+    scores = torch.stack([random_scores(dim, seed) for seed in range(3)])
+    records = layout.encode(pages, scores)
+    on_device = layout.encode(pages.cuda(), scores.cuda())
+    assert torch.equal(on_device.cpu(), records)
+    assert torch.equal(layout.decode(on_device).cpu(), layout.decode(records))

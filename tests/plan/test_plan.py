@@ -1,0 +1,119 @@
+"""The plan: its cost function, and its file, which is the same in any process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcal import load_plan, save_plan
+from kvcal.geometry import AttentionGeometry, ModelIdentity, StateGeometry
+from kvcal.plan.plan import RAW, Format, LayerPlan, Plan, Workload, plan_bytes
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "plan.json"
+
+
+def example() -> Plan:
+    """One layer of each kind; a format for all heads and one for each."""
+    k = (Format(2, "channel", 32, 4, 64), Format(3, "token", 64, param_dtype="bfloat16"))
+    layers = (
+        LayerPlan(StateGeometry(0, 640)),
+        LayerPlan(AttentionGeometry(1, 4, 2, 64, 80), k, (RAW,)),
+        LayerPlan(AttentionGeometry(3, 4, 2, 64, 80, window=512)),
+        LayerPlan(AttentionGeometry(4, 4, 2, 64, 80), (RAW,), (Format(4, group_size=64, recent_window=128),)),
+    )
+    identity = ModelIdentity("tests/tiny", "qwen3_next", "a" * 64, "b" * 64, "c" * 64)
+    provenance = {"recipe": {"name": "é", "sha256": "d" * 64}, "seeds": [0, 1], "versions": {"torch": "2.13"}}
+    return Plan(identity, "bfloat16", layers, Workload(batch=8, context=4096), provenance)
+
+
+def body_of(plan: Plan) -> dict:
+    raw = plan_bytes(plan)
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    return json.loads(header["__metadata__"]["kvcal"])["body"]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "plan.safetensors"
+
+
+def test_round_trip(path):
+    save_plan(example(), path)
+    assert load_plan(path) == example()
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_golden_bytes():
+    """The file of ``example``, as hex: a plan that was compiled once must stay readable, byte for byte."""
+    golden = json.loads(GOLDEN.read_text())
+    raw = plan_bytes(example())
+    assert raw.hex() == "".join(golden["hex"])
+    assert hashlib.sha256(raw).hexdigest() == golden["sha256"]
+
+
+def test_same_bytes_in_two_fresh_processes():
+    code = (
+        "import sys; sys.path[:0] = sys.argv[1:]\n"
+        "import test_plan, hashlib\n"
+        "print(hashlib.sha256(test_plan.plan_bytes(test_plan.example())).hexdigest())"
+    )
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", code, str(here), str(here.parents[1])]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ, PYTHONHASHSEED=seed))
+        for seed in ("1", "4242")
+    ]
+    digests = [process.communicate()[0].strip() for process in processes]
+    assert digests == [json.loads(GOLDEN.read_text())["sha256"]] * 2
+
+
+def test_predicted_bytes_worked_out_by_hand():
+    """Two bytes a value; sequences of 4096 tokens; per head and sequence sinks, buffer and pages."""
+    state = 640
+    k_head_0 = (4 + 64 + 128) * 64 * 2 + (4096 - 4 - 64) // 128 * (128 * 64 // 4 + 2 * 4 * 64 * 2)
+    k_head_1 = 128 * 64 * 2 + 32 * (128 * 64 * 3 // 8 + 2 * 128 * 2)
+    v_raw = 128 * 80 * 2 + 32 * 128 * 80 * 2
+    sliding = 511 * 2 * (64 + 80) * 2
+    k_raw = 128 * 64 * 2 + 32 * 128 * 64 * 2
+    v_4 = (128 + 128) * 80 * 2 + (4096 - 128) // 128 * (128 * 80 // 2 + 2 * 2 * 128 * 2)
+    total = 8 * (state + k_head_0 + k_head_1 + 2 * v_raw + sliding + 2 * k_raw + 2 * v_4)
+    assert example().predicted_bytes == body_of(example())["predicted_bytes"] == total
+
+
+def test_ragged_lengths_add_up_and_windows_hold_padding():
+    plan = example()
+    sliding = 2 * (64 + 80) * 2
+    for lengths in ([1, 300, 600], [5], [4096, 4096]):
+        columns = max(lengths)
+        alone = sum(plan.nbytes([length], columns) for length in lengths)
+        assert plan.nbytes(lengths) == plan.nbytes(lengths, columns) == alone
+        more_padding = len(lengths) * sliding * (min(700, 511) - min(columns, 511))
+        assert plan.nbytes(lengths, max(columns, 700)) == alone + more_padding
+
+
+@pytest.mark.parametrize("fmt", [Format(2, "channel", 32), Format(3, "token", 64, 5, 33), RAW])
+def test_pages_of_a_format(fmt):
+    seen = [fmt.num_pages(tokens) for tokens in range(600)]
+    first = fmt.num_sink_tokens + fmt.recent_window + 128
+    assert seen.index(1) == first and seen[first + 128 - 1] == 1 and seen[first + 128] == 2
+    held = [max(0, t - fmt.num_sink_tokens) - 128 * pages for t, pages in enumerate(seen)]
+    assert max(held) == fmt.buffer_tokens - 1
+    assert all(count >= fmt.recent_window for count, pages in zip(held, seen, strict=True) if pages)
+
+
+def test_bits_per_value_count_everything():
+    """KIVI-2 at groups of 32 is 3 bits and its buffers; two-bit pages at groups of 128 are 2.25."""
+    attention = AttentionGeometry(0, 8, 8, 128, 128)
+    identity = ModelIdentity("m", "llama", "", "", "")
+    for group_size, bits in ((32, 3.0), (128, 2.25)):
+        formats = (Format(2, "channel", group_size),), (Format(2, "token", group_size),)
+        plan = Plan(identity, "bfloat16", (LayerPlan(attention, *formats),), Workload(1, 128 * 1000), {})
+        buffers = 16 * 128 / (128 * 1000)
+        assert plan.bits_per_value() == pytest.approx(bits + buffers)
+        assert plan.bits_per_value(Workload(4, 128)) == pytest.approx(bits + 16)

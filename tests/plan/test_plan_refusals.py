@@ -1,0 +1,291 @@
+"""A plan that is wrong is refused, one test per way (those of the container are in test_artifact), and the document
+says what readers say."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from form_cases import form_plan
+from fuzz_artifacts import limited
+from test_plan import body_of, example
+
+from kvcal import artifact, load_plan
+from kvcal.artifact import Artifact
+from kvcal.errors import ArtifactError
+from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, ModelIdentity, StateGeometry
+from kvcal.pages.layout import GROUP_SIZES, NUM_BITS, PARAM_DTYPES
+from kvcal.plan.plan import (
+    KIND,
+    SCHEMA,
+    Boost,
+    Format,
+    LayerPlan,
+    Plan,
+    Predictor,
+    Tier,
+    WindowRule,
+    Workload,
+    plan_bytes,
+)
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "plan-format.md").read_text(encoding="utf-8")
+
+
+def write_body(path: Path, body: dict, schema: int = SCHEMA, kind: str = KIND, tensors: dict | None = None) -> None:
+    """A container whose digest is right, whatever the body says."""
+    artifact.write(path, Artifact(kind, schema, {}, body, tensors or {}))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "plan.safetensors"
+
+
+def refusal(path: Path) -> ArtifactError:
+    with pytest.raises(ArtifactError) as caught:
+        load_plan(path)
+    assert caught.value.exit_code == 5
+    return caught.value
+
+
+def test_flipped_bits_are_refused(path):
+    small = Plan(ModelIdentity("m", "t", "", "", ""), "float16", (LayerPlan(StateGeometry(0, 8)),), Workload(1, 1), {})
+    raw = plan_bytes(small)
+    every_bit_of_the_start = [*range(72 * 8)]
+    a_bit_of_each_byte = [8 * byte + byte % 8 for byte in range(72, len(raw))]
+    for position in every_bit_of_the_start + a_bit_of_each_byte:
+        flipped = bytearray(raw)
+        flipped[position // 8] ^= 1 << position % 8
+        path.write_bytes(flipped)
+        with pytest.raises(ArtifactError):
+            load_plan(path)
+    path.write_bytes(raw)
+    assert load_plan(path) == small
+
+
+def test_truncated_files_are_refused(path):
+    raw = plan_bytes(example())
+    for length in [*range(0, len(raw), 37), len(raw) - 1]:
+        path.write_bytes(raw[:length])
+        assert "truncated" in refusal(path).message
+    path.unlink()
+    assert "does not exist" in refusal(path).message
+
+
+def test_another_kind_and_version(path):
+    write_body(path, body_of(example()), schema=SCHEMA + 1)
+    assert f"schema version {SCHEMA + 1}; this kvcal reads version {SCHEMA} only" in refusal(path).message
+    write_body(path, body_of(example()), kind="profile")
+    assert 'of the kind "profile", expected "kv-quantization-plan"' in refusal(path).message
+
+
+def test_unknown_tensors(path):
+    write_body(path, body_of(example()), tensors={"layers.1.k.rotation": torch.eye(2)})
+    assert "unknown tensor 'layers.1.k.rotation'" in refusal(path).message
+    path.write_bytes(safetensors.torch.save({"w": torch.zeros(1)}, {"format": "pt"}))
+    assert "not a kvcal artifact" in refusal(path).message
+
+
+def at(body: dict, place: str):
+    """(container, key) of a dotted place such as layers.1.k.0.num_bits."""
+    *parents, last = [int(part) if part.isdigit() else part for part in place.split(".")]
+    for part in parents:
+        body = body[part]
+    return body, last
+
+
+ADDED = ["x", "model.x", "layers.1.x", "layers.1.geometry.x", "layers.1.k.0.x", "workload.x"]
+
+
+@pytest.mark.parametrize("place", ADDED)
+def test_unknown_keys(path, place):
+    body = body_of(example())
+    container, key = at(body, place)
+    container[key] = 1
+    write_body(path, body)
+    assert "unknown key" in refusal(path).message and ".x'" in refusal(path).message.replace("'x'", ".x'")
+
+
+REMOVED = ["model", "model.weights_sha256", "cache_dtype", "layers", "layers.1.geometry", "layers.0.geometry.index"]
+REMOVED += ["layers.1.geometry.k_head_dim", "layers.1.k.0.num_bits", "workload", "workload.context", "provenance"]
+
+
+@pytest.mark.parametrize("place", REMOVED)
+def test_missing_keys(path, place):
+    body = body_of(example())
+    container, key = at(body, place)
+    del container[key]
+    write_body(path, body)
+    assert "missing key" in refusal(path).message and place.split(".")[-1] in refusal(path).message
+
+
+CHANGED = [
+    ("layers.1.k.0.num_bits", 5, "num_bits = 5: Input should be 1, 2, 3, 4, 8 or 16"),
+    ("layers.1.k.0.num_bits", "2", "num_bits = '2'"),
+    ("layers.1.k.0.num_bits", 2.0, 'um_bits":2.0,'),
+    ("layers.1.k.0.num_bits", True, '_bits":true,'),
+    ("layers.1.k.0.group_size", 16, "group_size = 16: Input should be 32, 64 or 128"),
+    ("layers.1.k.0.axis", "row", "Input should be 'channel' or 'token'"),
+    ("layers.1.k.0.param_dtype", "int8", "Input should be 'float16', 'bfloat16' or 'float32'"),
+    ("layers.1.k.0.num_sink_tokens", -1, "num_sink_tokens = -1 and recent_window = 64, expected 0 to 1048576"),
+    ("layers.1.k.0.recent_window", 1.5, "recent_window = 1.5"),
+    ("layers.1.v.0.group_size", 64, "16-bit heads take no axis, group_size, num_sink_tokens or recent_window"),
+    ("layers.4.v.0.axis", "channel", "layer 4 has v axis 'channel', expected one of ('token',)"),
+    ("cache_dtype", "int8", "cache_dtype = 'int8'"),
+    ("workload.batch", 0, "batch = 0 and context = 4096, expected 1 to 1000000 and 1 to 1000000000"),
+    ("workload.context", True, "context = True"),
+    ("layers.1.geometry.index", 0, "layers must be present, unique and in order, found indices [0, 0, 3, 4]"),
+    ("layers.1.geometry.index", 9, "layers must be present, unique and in order"),
+    ("layers.1.geometry.window", 512, "layer 1 is bounded and takes no k formats"),
+    ("layers.1.geometry.num_kv_heads", 3, "layer 1 has 2 k formats, expected 1 or 3"),
+    ("layers.1.geometry.k_head_dim", 0, "k_head_dim = 0: Input should be greater than or equal to 1"),
+    ("layers.1.geometry.num_kv_heads", -2, "num_kv_heads = -2: Input should be greater than or equal to 1"),
+    ("layers.0.geometry.bytes_per_sequence", -1, "bytes_per_sequence = -1: Input should be greater"),
+    ("layers.0.geometry.index", -1, "index = -1: Input should be greater than or equal to 0"),
+    ("layers", [], "layers must be present"),
+    ("layers", {}, "layers = {}"),
+    ("layers.1.k", [], "layer 1 has 0 k formats, expected 1 or 2"),
+    ("model.id", 7, "model.id = 7"),
+    ("workload.batch", 10**8, "batch = 100000000 and context = 4096, expected 1 to 1000000"),
+    ("workload.context", 10**18, "context = 1000000000000000000, expected 1 to 1000000 and 1 to 1000000000"),
+    ("layers.1.geometry.num_kv_heads", 10**8, "num_kv_heads = 100000000: Input should be less than or equal to 4096"),
+    ("layers.1.geometry.num_query_heads", 10**8, "num_query_heads = 100000000: Input should be less"),
+    ("layers.1.geometry.v_head_dim", 10**18, "v_head_dim = 1000000000000000000: Input should be less"),
+    ("layers.0.geometry.bytes_per_sequence", 10**30, "Input should be less than or equal to"),
+    ("layers.0.geometry.index", 10**18, "index = 1000000000000000000: Input should be less"),
+    ("layers.1.k.0.num_sink_tokens", 10**8, "num_sink_tokens = 100000000 and recent_window = 64, expected 0 to"),
+    ("layers.1.k.0.recent_window", 10**18, "recent_window = 1000000000000000000, expected 0 to 1048576"),
+    ("provenance", [], "provenance = []"),
+]
+
+
+@pytest.mark.parametrize(("place", "value", "message"), CHANGED)
+def test_values_out_of_range(path, place, value, message):
+    body = body_of(example())
+    container, key = at(body, place.replace("layers.4", "layers.3"))
+    container[key] = value
+    write_body(path, body)
+    assert message in refusal(path).message
+    assert str(path) in refusal(path).message
+
+
+@pytest.mark.parametrize("value", [0, None, "1", 1e300, -1])
+def test_predicted_bytes_that_are_not_what_the_layers_take(path, value):
+    expected = example().predicted_bytes
+    write_body(path, body_of(example()) | {"predicted_bytes": value})
+    assert f"predicted_bytes = {value!r}, but its layers take {expected}" in refusal(path).message
+    write_body(path, body_of(example()) | {"predicted_bytes": float(expected)})
+    assert f"predicted_bytes = {expected}.0, but its layers take {expected}" in refusal(path).message
+
+
+@pytest.mark.parametrize("place", ["layers.1.k.0.axis", "layers.2.geometry.window", "layers.0.k"])
+def test_keys_are_never_left_to_their_defaults(path, place):
+    body = body_of(example())
+    container, key = at(body, place)
+    del container[key]
+    write_body(path, body)
+    assert refusal(path).exit_code == 5
+
+
+def test_lists_within_lists(path):
+    """Deeper than anything that reads them may recurse."""
+    deep: list = []
+    for _ in range(300):
+        deep = [deep]
+    write_body(path, body_of(example()) | {"provenance": {"x": deep}})
+    assert "more than 64 lists and objects within each other" in refusal(path).message
+
+
+def test_a_long_value_is_shortened(path):
+    write_body(path, body_of(example()) | {"cache_dtype": "x" * 10**6})
+    assert len(refusal(path).message) < 600
+
+
+def test_a_paged_window_that_hardly_shrinks_ends():
+    """The rule adds a little less than 128 tokens a page, for 10^7 pages, of which max_tokens lets the first count."""
+    with limited(5):
+        rule = WindowRule("paged", 0.9999999, 1000)
+        assert [rule.window(128 * pages) for pages in (0, 1, 2, 7, 8, 10**6)] == [0, 127, 254, 889, 1000, 1000]
+        assert rule.last_jump <= 128 * 10
+
+
+HOSTILE = [
+    ("lattice d=2", "lattice.d2.b3", (3, 1), 3e38, "holds values from -"),
+    ("lattice d=2", "layers.0.k_signs", (3,), 0, "a sign that is neither -1 nor 1"),
+    ("lattice d=2", "layers.0.k_signs", (3,), 5, "expected -1 to 1"),
+    ("before RoPE", "layers.0.rotary", (1, 3), 0.0, "holds values from 0 to 1, expected 0.00390625 to 256"),
+    ("before RoPE", "layers.0.rotary", (1, 3), 1e30, "to 1e+30, expected 0.00390625 to 256"),
+    ("before RoPE", "layers.0.rotary", (1, 2), 1e9, "to 1e+09, expected 0 to 3.14159"),
+    ("before RoPE", "layers.0.rotary", (1, 0), 0.5, "expected distinct ones of the head"),
+    ("before RoPE", "layers.0.rotary", (1, 0), 0.0, "expected distinct ones of the head"),
+    ("before RoPE", "layers.0.rotary", (1, 0), 8.0, "to 8, expected 0 to 7"),
+    ("one source of two layers, λ", "layers.0.k_rescale", (1, 1), 0.0, "expected 2.32831e-10 to 4.29497e+09"),
+    ("one source of two layers, λ", "layers.0.k_rescale", (1, 1), 1e-30, "holds values from 1e-30"),
+    ("one source of two layers, λ", "layers.0.k_offset", (1, 1), -1e30, "holds values from -1e+30"),
+    ("linear", "layers.1.k_predictor.weight", (1, 1), 3e38, "to 3e+38"),
+    ("low rank", "layers.2.v_predictor.bias", (1,), -3e38, "holds values from -3e+38"),
+    ("int4, lattice", "layers.1.k_predictor.scale", (1, 1), -1.0, "holds values from -1"),
+]
+
+
+@pytest.mark.parametrize(("name", "tensor", "place", "value", "message"), HOSTILE)
+def test_values_of_tensors_that_no_stage_writes(path, name, tensor, place, value, message):
+    plan = form_plan(name, "float32")
+    tensors = {key: stored.clone() for key, stored in plan.tensors.items()}
+    tensors[tensor][place] = value
+    write_body(path, body_of(plan), tensors=tensors)
+    assert f"tensor {tensor!r} " in refusal(path).message and message in refusal(path).message
+
+
+def test_a_width_that_no_lattice_takes(path):
+    """The layout's own error, of a file's content."""
+    plan = form_plan("lattice d=4", "float32")
+    body = body_of(plan)
+    for layer in body["layers"]:
+        layer["geometry"] |= {"num_kv_heads": 1, "k_head_dim": 7, "v_head_dim": 7}
+    tensors = {name: tensor[:7] if name.endswith("signs") else tensor for name, tensor in plan.tensors.items()}
+    write_body(path, body, tensors=tensors)
+    assert "a row of 7 values cannot be cut in vectors of lattice_dim = 4" in refusal(path).message
+
+
+def test_non_finite_numbers(path):
+    """Neither written nor read, wherever they stand."""
+    with pytest.raises(ArtifactError, match="finite numbers"):
+        write_body(path, body_of(example()) | {"provenance": {"kl": float("nan")}})
+    raw = plan_bytes(example())
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    for number in ("NaN", "Infinity", "1e999"):
+        text = header["__metadata__"]["kvcal"].replace('"context":4096', f'"context":{number}')
+        path.write_bytes(safetensors.torch.save({}, {"kvcal": text}))
+        assert "not canonical JSON" in refusal(path).message
+
+
+def test_the_document_quotes_the_real_messages(path):
+    body = body_of(example())
+    refusals = []
+    for changes in ({"schema": SCHEMA + 1}, {"tensors": {"layers.1.k_offset": torch.zeros(2, 64)}}):
+        write_body(path, body, **changes)
+        refusals.append(refusal(path).message)
+    body["layers"][1]["k"][0]["rotation"] = {}
+    write_body(path, body)
+    refusals.append(refusal(path).message)
+    for message in refusals:
+        assert "    " + message.replace(str(path), path.name) + "\n" in DOCUMENT
+
+
+def test_every_field_is_documented():
+    records = (Plan, LayerPlan, Format, Boost, Tier, WindowRule, Predictor)
+    records += (Workload, ModelIdentity, AttentionGeometry, StateGeometry)
+    names = {field.name for record in records for field in fields(record)} - {"tensors"}
+    for name in [*sorted(names), "predicted_bytes"]:
+        assert f"`{name}`" in DOCUMENT or f'"{name}"' in DOCUMENT, name
+    for dtype in (*PARAM_DTYPES, *CACHE_DTYPES):
+        assert f'`"{dtype}"`' in DOCUMENT
+    for number in (*NUM_BITS, *GROUP_SIZES):
+        assert re.search(rf"\b{number}\b", DOCUMENT)

@@ -1,0 +1,264 @@
+"""Bytes kept free, workloads, seeds, digests and errors of means, from stage to stage."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cache_cases import KIVI_2
+from cli_cases import save_llama
+from evaluation_cases import COARSE, RAW_PAIR, Notes, make_plan, text, tiny
+from predictor_runs import aqua_layers, as_loaded, loaded_llama, plan_with
+from test_evaluate_generation import SMALL, spec
+from test_prefix import BOOSTED, prompt
+from test_report import UNIFORM, row
+from tiny_models import VOCAB_SIZE as TINY_VOCAB
+from tiny_models import built
+from transformers import PreTrainedTokenizerBase
+
+from kvcal import PlanCache
+from kvcal.data.pools import Purpose
+from kvcal.data.sequences import encode_problem
+from kvcal.errors import ArtifactError, InfeasibleBudget
+from kvcal.models import identity
+from kvcal.models.load import LoadedModel, load
+from kvcal.plan.plan import Workload
+from kvcal.plan.tensors import tensors_nbytes
+from kvcal.progress import Silent
+from kvcal.recipe import CacheSpec, Recipe, load_recipe
+from kvcal.run import pipeline
+from kvcal.specs import ProgressiveSpec
+from kvcal.stages.allocate.stage import reserved_bytes
+from kvcal.stages.checkpoint import Checkpoint, State
+from kvcal.stages.complete import complete
+from kvcal.stages.divergence import PHASE, KLMeter, declare_kls, divergences, kl_texts, unquantized_plan
+from kvcal.stages.evaluate import generation
+from kvcal.stages.evaluate.generation import TaskResult, measure_tasks
+from kvcal.stages.prefix.load import load_prefix
+from kvcal.stages.prefix.pack import named_parts, pack_prefix
+from kvcal.stages.profile import stage as profile
+from kvcal.stages.verify import verify_plan
+
+RECIPE = """
+[data]
+source = "tasks:times"
+num_samples = 2
+seq_len = 256
+[profile]
+num_bits = [2, 4]
+k_axes = ["token"]
+group_sizes = [64]
+kl_samples = 0
+[cache]
+num_sink_tokens = 1
+k_recent_window = 0
+v_recent_window = 0
+[allocate]
+kv_budget = "1B"
+objective = "sensitivity"
+batch = 2
+context = 512
+[reparam]
+position_scale = 1.0
+num_steps = 1
+num_samples = 1
+seq_len = 200
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
+    folder = save_llama(tmp_path_factory.mktemp("model") / "tiny", tokenizer, dtype=torch.float32)
+    return load(str(folder), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def embedded() -> LoadedModel:
+    return load("reasoner-10m", device="cpu")
+
+
+def recipe_of(folder: Path, budget: str, old: str = "", new: str = "") -> Recipe:
+    path = folder / "small.toml"
+    path.write_text(RECIPE.replace('"1B"', budget).replace(old, new))
+    return load_recipe(str(path))
+
+
+def test_the_smallest_budget_that_is_named_has_room_for_lambda(tmp_path: Path, loaded: LoadedModel) -> None:
+    """Also for what the search then leaves at 1, which takes no bytes."""
+    folder = pipeline.Folder.create(tmp_path / "out")
+    with pytest.raises(InfeasibleBudget) as refused:
+        pipeline.build_plan(recipe_of(tmp_path, '"1B"'), loaded, folder, None, Silent())
+    smallest = refused.value.smallest_bytes
+    assert smallest is not None
+    recipe = recipe_of(tmp_path, f'"{smallest}B"')
+    plan = pipeline.build_plan(recipe, loaded, folder, None, Silent())
+    unused = reserved_bytes(loaded.geometry, recipe.cache, recipe.reparam) - tensors_nbytes(plan.tensors)
+    assert plan.predicted_bytes + unused == smallest
+
+
+def test_formats_that_shrink_leave_room_for_lambda(tmp_path: Path, loaded: LoadedModel) -> None:
+    """Also where the recipe fixes them, and the bits are those of [progressive]."""
+    folder, recipe = pipeline.Folder.create(tmp_path / "out"), load_recipe("pm-kvq-2-offset")
+    recipe = replace(recipe, progressive=ProgressiveSpec(bits=9.0))
+    allocation = pipeline.choose_formats(recipe, loaded, folder, Workload(2, 4000), Silent())
+    assert allocation.split.reserved == reserved_bytes(loaded.geometry, recipe.cache, recipe.reparam) > 0
+
+
+def test_an_evaluation_feeds_no_more_sequences_than_the_schedule_has(tmp_path: Path, loaded: LoadedModel) -> None:
+    shrinking = (replace(fmt, param_dtype="float32", shrink_at=(128, 192, 256)) for fmt in KIVI_2)
+    plan = replace(make_plan(loaded, tuple(shrinking)), workload=Workload(1, 512))
+    recipe, folder = recipe_of(tmp_path, '"9MB"'), pipeline.Folder.create(tmp_path / "out")
+    data = replace(recipe.data, seq_len=200)
+    recipe = replace(recipe, evaluate=replace(recipe.evaluate, against=(), tasks=(), data=data, batch=2))
+    found = pipeline.evaluate_plan(recipe, loaded, plan, folder, Silent())
+    assert found.inputs["evaluate.batch"] == 1
+
+
+def test_a_plan_is_for_the_workload_asked_for(tmp_path: Path, loaded: LoadedModel) -> None:
+    folder, recipe = pipeline.Folder.create(tmp_path / "out"), replace(recipe_of(tmp_path, '"9MB"'), reparam=None)
+    plan = pipeline.build_plan(recipe, loaded, folder, Workload(3, 700), Silent())
+    assert plan.workload == Workload(3, 700)
+    baseline = pipeline.build_plan(load_recipe("kivi-2"), loaded, folder, Workload(3, 700), Silent())
+    assert baseline.workload == Workload(3, 700)
+
+
+@pytest.mark.parametrize(("old", "new"), [("num_bits = [2, 4]", "num_bits = [2, 3]"), ("_tokens = 1", "_tokens = 2")])
+def test_a_profile_of_other_settings_is_made_again(tmp_path: Path, loaded: LoadedModel, old: str, new: str) -> None:
+    folder = pipeline.Folder.create(tmp_path / "out")
+    for recipe in (recipe_of(tmp_path, '"9MB"'), recipe_of(tmp_path, '"9MB"', old, new)):
+        pipeline.profile_recipe(recipe, loaded, folder, Silent())
+        subject = profile.load(folder.profile).subject
+        assert (subject.spec, subject.cache) == (recipe.profile, recipe.cache)
+
+
+def test_a_profile_in_another_dtype_is_made_again(tmp_path: Path, loaded: LoadedModel) -> None:
+    """Of the same checkpoint: the model computes otherwise."""
+    folder, notes = pipeline.Folder.create(tmp_path / "out"), Notes()
+    recipe = recipe_of(tmp_path, '"9MB"')
+    pipeline.profile_recipe(recipe, loaded, folder, Silent())
+    pipeline.profile_recipe(recipe, load(loaded.source, device="cpu", dtype="bfloat16"), folder, notes)
+    assert 'profile: runs again, compute_dtype is "float32", expected "bfloat16"' in notes.messages
+
+
+def test_the_digest_of_a_recipe_is_of_every_knob_but_its_name() -> None:
+    recipe = load_recipe("pm-kvq")
+    assert recipe.allocate is not None and recipe.reparam is not None
+    changed = [
+        replace(recipe, model="other"),
+        replace(recipe, data=replace(recipe.data, seed=9)),
+        replace(recipe, profile=replace(recipe.profile, kl_tokens=9)),
+        replace(recipe, cache=replace(recipe.cache, num_sink_tokens=9)),
+        replace(recipe, allocate=replace(recipe.allocate, batch=9)),
+        replace(recipe, progressive=None),
+        replace(recipe, reparam=replace(recipe.reparam, offset=True)),
+        replace(recipe, evaluate=replace(recipe.evaluate, seed=9)),
+    ]
+    assert len({recipe.sha256, *(one.sha256 for one in changed)}) == 1 + len(changed)
+    assert replace(recipe, name="other", description="other").sha256 == recipe.sha256
+
+
+def test_the_identity_is_of_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a file is read in parts."""
+    files = [tmp_path / "a", tmp_path / "b"]
+    for file in files:
+        file.write_bytes(b"0123456789")
+    whole = identity._sha256_of_files(files)
+    monkeypatch.setattr(identity, "_CHUNK_BYTES", 4)
+    assert identity._sha256_of_files(files) == whole
+    files[0].write_bytes(b"012345678_")
+    assert identity._sha256_of_files(files) != whole
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_verify_finds_bytes_that_were_not_predicted(monkeypatch: pytest.MonkeyPatch, is_ragged: bool) -> None:
+    small, measured = tiny(), PlanCache.nbytes.fget
+    assert measured is not None
+    wrong = property(lambda cache: measured(cache) + ((len(set(cache.lengths)) > 1) is is_ragged))
+    plan = make_plan(small)
+    verify_plan(plan, small, 400, Silent())
+    monkeypatch.setattr(PlanCache, "nbytes", wrong)
+    with pytest.raises(ArtifactError, match=r"sequences of \[.* bytes allocated, .* predicted"):
+        verify_plan(plan, small, 400, Silent())
+
+
+def test_the_meter_gives_each_plan_its_own_divergence_over_all_texts(tmp_path: Path) -> None:
+    small, data = tiny(), text(300, 260, 280)
+    texts = kl_texts(data, 3, 290, CacheSpec(0, 0, 0))
+    plans = [make_plan(small, pair) for pair in (KIVI_2, COARSE)]
+    start = State({}, {PHASE: 0})
+    with Checkpoint(tmp_path / "x.safetensors", "test", {}, start, declare_kls, Silent()) as checkpoint:
+        meter = KLMeter(small, texts, 2, checkpoint, Silent())
+        found = meter.kl([*plans, plans[0]], "plans")
+        assert len(checkpoint.state.means) == 2
+    reference = unquantized_plan(small.identity, small.geometry)
+    for plan, kl in zip([*plans, plans[0]], found, strict=True):
+        each = [divergences(small.model, reference, [plan], t.tokens_T[None], t.loss_mask_T[None]) for t in texts]
+        assert kl == pytest.approx(float(torch.cat(each, dim=1).mean()), rel=1e-4)
+    assert found[0] == found[2] != found[1]
+
+
+def test_the_error_of_a_mean_over_tasks() -> None:
+    errors = {"a": 0.1, "b": 0.2, "c": 0.2}
+    tasks = tuple(TaskResult(name, 0.5, error, 8, 4, 0, 9, (9,) * 8) for name, error in errors.items())
+    one = replace(row("x", UNIFORM, 0.1, None), tasks=tasks)
+    assert one.accuracy == 0.5 and one.accuracy_se == pytest.approx(math.sqrt(0.01 + 0.04 + 0.04) / 3)
+
+
+@pytest.mark.parametrize("purpose", ["report", "select"])
+def test_problems_are_those_of_the_seed_and_the_pool(
+    embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch, purpose: Purpose
+) -> None:
+    asked: list[tuple[str, int, int, str]] = []
+    problems = generation.problems
+
+    def noted(task: str, count: int, seed: int, of: Purpose, **limits: int):
+        asked.append((task, count, seed, of))
+        return problems(task, count, seed, of, **limits)
+
+    monkeypatch.setattr(generation, "problems", noted)
+    wanted = spec(tasks=("times", "chain"), num_problems=1, seed=5, max_new_tokens=1)
+    measure_tasks(embedded, make_plan(embedded), wanted, Silent(), purpose)
+    assert asked == [("times", 1, 5, purpose), ("chain", 1, 5, purpose)]
+
+
+def test_a_generation_ends_with_the_models_context(
+    embedded: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (problem,) = generation.problems("times", 1, 1, **SMALL)
+    length = len(encode_problem(problem, embedded.tokenizer))
+    monkeypatch.setattr(embedded.model.config, "max_position_embeddings", length + 7)
+    wanted = spec(tasks=("times",), num_problems=1, max_new_tokens=20)
+    (result,) = measure_tasks(embedded, make_plan(embedded), wanted, Silent())
+    assert (result.generated_tokens, result.num_unfinished) == (7, 1)
+
+
+def test_a_completion_names_its_bytes_beside_those_of_16_bits(loaded: LoadedModel) -> None:
+    plan = make_plan(loaded, KIVI_2)
+    found = complete(loaded, plan, "Times. 12 x 34\n" * 12, 9, 0.0, 0, False)
+    assert found["new_tokens"] == 9 and found["cached_tokens"] > 128
+    assert found["cache_bytes"] == plan.nbytes([found["cached_tokens"]])
+    assert found["raw_bytes"] == make_plan(loaded, RAW_PAIR).nbytes([found["cached_tokens"]])
+
+
+def test_a_loaded_prefix_counts_the_queries_of_its_prompt(tmp_path: Path) -> None:
+    """Of 100 tokens, 4 query heads a KV head; thresholds of scores depend on it."""
+    small = loaded_llama(2)
+    plan = plan_with(small, tuple(replace(layer, k=(BOOSTED,)) for layer in aqua_layers(small)))
+    pack_prefix(small, plan, prompt(100), tmp_path / "p.kv")
+    parts = dict(named_parts(load_prefix(small, plan, tmp_path / "p.kv").cache))
+    assert {name: part.query_count for name, part in parts.items() if part.format.needs_queries} == {
+        "layers.0.k.0": [400],
+        "layers.1.k.0": [400],
+    }
+
+
+@pytest.mark.parametrize("length", [3, 40])
+def test_raw_bytes_of_a_prefix_are_those_in_the_window(tmp_path: Path, length: int) -> None:
+    """Three layers with a window of 6 tokens, of which 5 stay, and a full one; a KV head of 16 each, bf16."""
+    small = as_loaded(built("gemma3"), "bfloat16")
+    packed = pack_prefix(small, plan_with(small, aqua_layers(small)), prompt(length, TINY_VOCAB), tmp_path / "p.kv")
+    assert packed.raw_bytes == (3 * min(length, 5) + length) * 2 * 16 * 2

@@ -1,0 +1,330 @@
+"""Budgets: what is asked is what the compiled plan takes, with transforms and scratch, however it was stated."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from allocation_cases import IDENTITY, VOCABULARY, WEIGHTS, geometry, profile
+from form_cases import NAMES, form_plan, rotary_table, static_of, with_tensors
+
+from kvcal.errors import InfeasibleBudget
+from kvcal.plan.format import RAW, SIDES, Format
+from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
+from kvcal.plan.plan import Plan, Workload
+from kvcal.plan.tensors import tensors_nbytes
+from kvcal.recipe import AllocateSpec, CacheSpec, FormatsSpec, ProfileSpec
+from kvcal.specs import KeyChoice, PredictorSpec, ProgressiveSpec, ReparamSpec, SearchSpec, ValueChoice
+from kvcal.stages.allocate.budget import require_budget, transform_bytes, workspace_bytes
+from kvcal.stages.allocate.stage import Allocation, allocate, fixed_allocation, made_progressive, reserved_bytes
+from kvcal.stages.compile import compile_plan
+from kvcal.stages.search.compositions import most_scratch, options_of
+from kvcal.store.step_workspace import step_workspace
+
+BATCH, CONTEXT = 2, 1024
+LINEAR = PredictorSpec(drop=False)
+
+
+def allocated(reserved: int = 0, **knobs: object) -> Allocation:
+    knobs = {"batch": BATCH, "context": CONTEXT, "objective": "sensitivity", **knobs}
+    found = profile()
+    return allocate(found, AllocateSpec(**knobs), found.cache, {}, reserved)
+
+
+def rescaled(allocation: Allocation) -> tuple[tuple[LayerPlan, ...], dict[str, torch.Tensor]]:
+    """All layers with λ and an offset, and these."""
+    layers = tuple(replace(layer, k_rescale=True, k_offset=True) for layer in allocation.layers)
+    shape = (layers[0].attention.num_kv_heads, layers[0].head_dim("k"))
+    names = [f"layers.{layer.geometry.index}.k_{what}" for layer in layers for what in ("rescale", "offset")]
+    return layers, {name: torch.ones(shape) for name in names}
+
+
+LAMBDAS = 3 * 2 * 2 * 32 * 4  # of three layers with two heads of 32
+
+
+def predicted(allocation: Allocation) -> tuple[tuple[LayerPlan, ...], dict[str, torch.Tensor]]:
+    """Every layer but the first predicted from the one before."""
+    layers = list(allocation.layers)
+    for number in range(1, len(layers)):
+        kind = Predictor("linear", number - 1)
+        layers[number] = replace(layers[number], k_pages="pre", k_predictor=kind, v_predictor=kind)
+    bare = Plan(IDENTITY, "bfloat16", allocation.layers, allocation.workload, {})
+    return tuple(layers), with_tensors(bare, layers).tensors
+
+
+STATED = {
+    "budget": {"budget": "3MB", "workspace": "1MB"},
+    "kv_budget": {"kv_budget": "700000B"},
+    "bits": {"bits": 6.5},
+    "same_bytes_as": {"same_bytes_as": "kivi-4"},
+}
+
+
+@pytest.mark.parametrize("kind", STATED)
+def test_a_plan_beyond_its_budget_is_refused_and_reserved_bytes_make_it_fit(kind: str) -> None:
+    tight = allocated(**STATED[kind])
+    assert tight.split.kind == kind
+    used = tight.split.cache + tight.split.overhead
+    tight = replace(tight, split=replace(tight.split, budget=used + 100))
+    assert compile_plan(tight).predicted_bytes == tight.split.cache
+    with pytest.raises(InfeasibleBudget, match=f"{LAMBDAS - 100} more than the budget") as caught:
+        compile_plan(tight, *rescaled(tight))
+    assert caught.value.smallest_bytes == used + LAMBDAS and f"--reserve {LAMBDAS}" in (caught.value.hint or "")
+    compile_plan(replace(tight, split=replace(tight.split, budget=used + LAMBDAS)), *rescaled(tight))
+    kept_free = allocated(LAMBDAS, **STATED[kind])
+    plan = compile_plan(kept_free, *rescaled(kept_free))
+    assert (
+        plan.predicted_bytes + kept_free.split.overhead
+        <= kept_free.split.budget
+        == allocated(**STATED[kind]).split.budget
+    )
+
+
+def test_formats_without_a_budget_have_none() -> None:
+    formats = FormatsSpec(Format(2), Format(2))
+    fixed = fixed_allocation(formats, IDENTITY, geometry(), Workload(BATCH, CONTEXT), {})
+    assert compile_plan(fixed, *rescaled(fixed)).predicted_bytes == fixed.split.budget + LAMBDAS
+
+
+def test_reserved_bytes_are_taken_from_the_formats() -> None:
+    given = allocated(kv_budget="700000B")
+    assert given.split.reserved == 0
+    less = allocated(30_000, kv_budget="730000B")
+    assert (less.layers, less.split.reserved, less.split.budget) == (given.layers, 30_000, 730_000)
+    assert allocated(30_000, kv_budget="700000B").split.paged <= 670_000 < given.split.paged
+    with pytest.raises(InfeasibleBudget) as caught:
+        allocated(kv_budget="1000B")
+    with pytest.raises(InfeasibleBudget, match="777 B reserved for transforms") as more:
+        allocated(777, kv_budget="1000B")
+    assert more.value.smallest_bytes == caught.value.smallest_bytes + 777
+    allocated(777, kv_budget=f"{more.value.smallest_bytes}B")
+
+
+def test_the_smallest_bits_have_the_reserved_bytes_in_them() -> None:
+    with pytest.raises(InfeasibleBudget) as caught:
+        allocated(5000, bits=1.0)
+    smallest = float(caught.value.message.split(" bits per cached value")[0].split(", ")[-1])
+    allocated(5000, bits=smallest)
+    with pytest.raises(InfeasibleBudget):
+        allocated(5000, bits=smallest - 0.002)
+
+
+def test_the_transforms_of_a_recipe_take_what_is_reserved_for_them() -> None:
+    model, cache = geometry(), CacheSpec()
+    assert reserved_bytes(model, cache, None) == 0
+    assert reserved_bytes(model, cache, ReparamSpec()) == LAMBDAS // 2
+    assert reserved_bytes(model, cache, ReparamSpec(offset=True)) == LAMBDAS
+    alike = allocated(bits=16)
+    found = predicted(replace(alike, layers=quantized(alike)))
+    assert reserved_bytes(model, cache, None, LINEAR) == tensors_nbytes(found[1])
+    device = reserved_bytes(model, cache, None, LINEAR, Workload(BATCH, CONTEXT))
+    grown = [workspace_bytes(layers, "bfloat16", Workload(BATCH, CONTEXT)) for layers in (quantized(alike), found[0])]
+    assert device == tensors_nbytes(found[1]) + grown[1] - grown[0] > tensors_nbytes(found[1])
+
+
+def quantized(allocation: Allocation) -> tuple[LayerPlan, ...]:
+    spec = CacheSpec()
+    k, v = (spec.format(side, 2, "token", 128) for side in SIDES)
+    return tuple(replace(layer, k=(k,), v=(v,)) for layer in allocation.layers)
+
+
+@pytest.mark.parametrize("transform", [rescaled, predicted])
+def test_a_whole_device_holds_weights_workspace_and_plan(transform) -> None:
+    """Recipes reserve for the most that may follow; what follows fits, its scratch included."""
+    reparam, predictors = (ReparamSpec(offset=True), None) if transform is rescaled else (None, LINEAR)
+    workload = Workload(BATCH, CONTEXT)
+    reserved = reserved_bytes(geometry(), profile().cache, reparam, predictors, workload)
+    total = 700_000 + reserved + WEIGHTS + allocated(budget="10MB").split.workspace
+    allocation = allocated(reserved, budget=f"{total}B")
+    assert allocation.split.logits == 2 * 4 * BATCH * VOCABULARY and allocation.split.weights == WEIGHTS
+    assert any(RAW not in (*layer.k, *layer.v) for layer in allocation.layers)
+    allocation = replace(
+        allocation, layers=tuple(replace(layer, k=(Format(2),), v=(Format(2),)) for layer in allocation.layers)
+    )
+    plan = compile_plan(allocation, *transform(allocation))
+    scratch = step_workspace(plan.layers, "bfloat16", BATCH, CONTEXT, plan.tensors).nbytes
+    assert plan.predicted_bytes + WEIGHTS + 2 * 4 * BATCH * VOCABULARY + scratch <= total
+
+
+def test_a_whole_device_without_room_for_the_scratch_of_predictors_is_refused() -> None:
+    allocation = allocated(budget="8MB")
+    allocation = replace(
+        allocation, layers=tuple(replace(x, k=(Format(2),), v=(Format(2),)) for x in allocation.layers)
+    )
+    split = allocation.split
+    layers, tensors = predicted(allocation)
+    taken = transform_bytes(allocation, layers, tensors_nbytes(tensors))
+    assert taken > tensors_nbytes(tensors)
+    cache = compile_plan(allocation).predicted_bytes
+    exact = replace(allocation, split=replace(split, budget=split.overhead + cache + taken))
+    plan = compile_plan(exact, layers, tensors)
+    with pytest.raises(InfeasibleBudget, match="1 more than the budget"):
+        require_budget(replace(exact, split=replace(exact.split, budget=exact.split.budget - 1)), plan)
+    # Stated in bytes, the workspace is the user's.
+    stated = replace(
+        exact, split=replace(exact.split, logits=None, budget=exact.split.budget - taken + tensors_nbytes(tensors))
+    )
+    require_budget(stated, plan)
+
+
+def test_the_workspace_by_hand() -> None:
+    """Logits and softmax in fp32, one layer's keys and values, the pages of one side on their way there, and 32 bytes a
+    value that is encoded at once."""
+    split = allocated(budget="20MB").split
+    one_side = BATCH * CONTEXT * 2 * 32
+    assert split.workspace == 2 * 4 * BATCH * VOCABULARY + 3 * 2 * one_side + 32 * one_side + 64 * BATCH
+    assert split.weights + split.workspace + split.cache <= 20_000_000
+
+
+@pytest.mark.filterwarnings("ignore::kvcal.errors.SlowPath")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_static_cache_allocates_what_the_workspace_says(name: str) -> None:
+    plan = form_plan(name)
+    said = step_workspace(plan.layers, plan.cache_dtype, 3, 500, plan.tensors)
+    forms = static_of(plan, 500, 3).static.forms
+    held = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*forms._tokens.values(), *forms._slots)
+    }
+    assert said.forms - said.turns == sum(held.values()) == forms.nbytes  # turns are for CUDA alone
+    tables = {bytes(plan.tensors[n].numpy().tobytes()) for n in plan.tensors if n.endswith("rotary")}
+    assert said.turns == len(tables) * 500 * (plan.layers[0].head_dim("k") // 2) * 2 * 4
+    assert step_workspace(plan.layers, plan.cache_dtype, 3, 500).turns == said.turns
+    assert said.nbytes >= said.forms + said.passing and said.nbytes >= said.kept + said.unpacked + said.packing
+
+
+def test_eight_rows_of_32k_of_a_predicted_8b_model() -> None:
+    """Pages of one layer in 16 bits, and of two layers in fp32 for predictors: 5.4 GB where 1.1 GB were counted."""
+    fmt = Format(2, num_sink_tokens=4)
+    model = geometry(32, heads=8, dim=128)
+    layers = tuple(
+        LayerPlan(layer, (fmt,), (fmt,))
+        if layer.index == 0
+        else LayerPlan(layer, (fmt,), (fmt,), False, False, "pre", *[Predictor("linear", layer.index - 1)] * 2)
+        for layer in model.layers
+    )
+    said = step_workspace(layers, "bfloat16", 8, 32768)
+    pages = 8 * ((32768 - 4) // 128) * 128 * 8 * 128
+    assert said.forms == pages * (2 * 2 + 4 * 4) + 32768 * 64 * 2 * 4
+    assert 5.3e9 < said.forms < 5.4e9 and said.passing < 1 << 30
+
+
+def test_all_in_bits_count_the_tensors() -> None:
+    allocation = allocated(bits=6.5)
+    plain, plan = (Plan(IDENTITY, "bfloat16", layers, allocation.workload, {}, tensors)
+                   for layers, tensors in ((allocation.layers, {}), rescaled(allocation)))  # fmt: skip
+    values = 3 * 2 * 2 * 32 * BATCH * CONTEXT
+    assert plan.bits_per_value() - plain.bits_per_value() == pytest.approx(8 * LAMBDAS / values)
+    assert plain.bits_per_value() <= 6.5
+
+
+PROGRESSIVE_CACHE = CacheSpec(num_sink_tokens=1, k_recent_window=0, v_recent_window=0, param_dtype="float32")
+
+
+def most_bytes(plan: Plan) -> int:
+    return max(plan.nbytes([count] * BATCH) for count in range(1, CONTEXT + 1))
+
+
+@pytest.mark.parametrize("shift", ["equivalent", "direct"])
+def test_pages_that_shrink_leave_the_reserved_bytes_at_every_count(shift) -> None:
+    found = profile(cache=PROGRESSIVE_CACHE, spec=ProfileSpec(num_bits=(2, 4), k_axes=("token",), kl_samples=0))
+    spec = AllocateSpec(kv_budget="900000B", batch=BATCH, context=CONTEXT, objective="sensitivity")
+    allocation = allocate(found, spec, found.cache, {}, LAMBDAS)
+    allocation = made_progressive(allocation, ProgressiveSpec(shift=shift), LAMBDAS)
+    shrinking = [fmt for layer in allocation.layers for fmt in (*layer.k, *layer.v) if fmt.shrink_at]
+    assert shrinking and {fmt.shift for fmt in shrinking} == {shift}
+    plan = compile_plan(allocation, *rescaled(allocation))
+    assert 900_000 - 40_000 < most_bytes(plan) <= 900_000
+    solved = allocate(found, spec, found.cache, {}, 100_000)
+    most = [
+        most_bytes(Plan(IDENTITY, "bfloat16", progressive.layers, progressive.workload, {}, {}))
+        for progressive in (made_progressive(solved, ProgressiveSpec(shift=shift), kept) for kept in (0, 100_000))
+    ]
+    assert most[1] <= 800_000 < most[0] <= 900_000
+
+
+def test_a_progressive_plan_is_held_against_its_budget_at_every_count() -> None:
+    """At the workload there is room for λ, and right before pages shrink there is not."""
+    fmt = Format(2, "token", 128, param_dtype="float32")
+    fixed = fixed_allocation(FormatsSpec(fmt, fmt), IDENTITY, geometry(), Workload(BATCH, CONTEXT), {})
+    at = (600, 600, 600)
+    layers = tuple(replace(x, k=(replace(fmt, shrink_at=at),), v=(replace(fmt, shrink_at=at),)) for x in fixed.layers)
+    peak = Plan(IDENTITY, "bfloat16", layers, fixed.workload, {}, {}).nbytes([599] * BATCH)
+    allocation = replace(fixed, layers=layers, split=replace(fixed.split, kind="bits", budget=peak))
+    assert compile_plan(allocation).predicted_bytes + LAMBDAS < peak
+    with pytest.raises(InfeasibleBudget, match=f"{LAMBDAS} more than the budget"):
+        compile_plan(allocation, *rescaled(allocation))
+
+
+def test_bits_of_a_progressive_plan_are_all_in() -> None:
+    formats = FormatsSpec(*[Format(2, "token", 128, param_dtype="float32")] * 2)
+    fixed = fixed_allocation(formats, IDENTITY, geometry(), Workload(BATCH, CONTEXT), {})
+    found = made_progressive(fixed, ProgressiveSpec(bits=7.0), LAMBDAS)
+    budget = int(7.0 * 3 * 2 * 2 * 32 * BATCH * CONTEXT / 8)
+    assert (found.split.budget, found.split.kind, found.split.reserved) == (budget, "bits", LAMBDAS)
+    plan = compile_plan(found, *rescaled(found))
+    assert most_bytes(plan) <= budget
+    own = made_progressive(fixed, ProgressiveSpec(), LAMBDAS)  # its own bytes, which leave nothing to reserve
+    assert own.split.kind is None and own.split.reserved == 0
+    whole = allocated(budget="8MB")
+    whole = made_progressive(
+        replace(whole, layers=fixed.layers, split=replace(whole.split, budget=whole.split.overhead + budget + 1)),
+        ProgressiveSpec(bits=7.0), 0,
+    )  # fmt: skip
+    assert whole.split.budget == whole.split.overhead + budget
+
+
+def test_keys_and_values_keep_their_own_formats() -> None:
+    """Keys, per token as values are, lose nothing; values lose much."""
+    found = profile(
+        loss=lambda layer, side, candidate: (100.0 if side == "v" else 0.01) / candidate.num_bits,
+        spec=ProfileSpec(num_bits=(2, 8), k_axes=("token",), group_sizes=(128,), kl_samples=0),
+    )
+    spec = AllocateSpec(bits=8.6, batch=BATCH, context=CONTEXT, objective="sensitivity")
+    for granularity in ("layer", "head"):
+        layers = allocate(found, replace(spec, granularity=granularity), found.cache, {}).layers
+        assert {fmt.num_bits for layer in layers for fmt in layer.k} == {2}
+        assert all(fmt.num_bits >= 8 for layer in layers for fmt in layer.v)
+
+
+@pytest.mark.parametrize("budget", ["1TB", "1000000000000000000TB", "1" + "0" * 30])
+def test_a_budget_beyond_16_bits_is_that_of_16_bits(budget: str) -> None:
+    found = allocated(kv_budget=budget)
+    assert all(fmt == RAW for layer in found.layers for fmt in (*layer.k, *layer.v)) and found.loss == 0
+    assert found.split.budget in (10**12, 10**30)
+    fixed = fixed_allocation(
+        FormatsSpec(*[Format(2, "token", 128, param_dtype="float32")] * 2), IDENTITY, geometry(), found.workload, {}
+    )
+    layers = made_progressive(replace(fixed, split=found.split), ProgressiveSpec(), 0).layers
+    assert all(min(fmt.shrink_at) > CONTEXT for layer in layers for fmt in (*layer.k, *layer.v))
+
+
+def test_rotary_tables_are_counted_once_for_each_rope() -> None:
+    plan = form_plan("linear")
+    other = {**plan.tensors, "layers.2.rotary": rotary_table(plan.layers[0].head_dim("k"), theta=5e5)}
+    one, two = (step_workspace(plan.layers, "bfloat16", 1, 300, tensors).turns for tensors in (plan.tensors, other))
+    assert two == 2 * one > 0
+
+
+def test_a_search_counts_the_most_workspace_of_its_choices() -> None:
+    """Of plans of random choices, of which the largest is among those that are counted."""
+    keys = (KeyChoice(2), KeyChoice(3, "token", lattice_dim=2), KeyChoice(2, "token", lattice_dim=2, predicted=True))
+    values = (ValueChoice(2), ValueChoice(2, lattice_dim=2, predicted=True))
+    model, cache, draw = geometry(4), CacheSpec(k_recent_window=0, v_recent_window=0), random.Random(0)
+    for offered in ((keys, values), (keys[:2], values[:1]), (keys[:1], values[:1])):
+        spec = SearchSpec(*offered)
+        most = workspace_bytes(most_scratch(model, spec, cache, LINEAR), "bfloat16", Workload(BATCH, CONTEXT))
+        found = []
+        for _ in range(40):
+            layers, source = [], None
+            for layer in bare_layers(model):
+                k, v = (draw.choice(options_of(layer, side, source, False, spec, cache, LINEAR)) for side in SIDES)
+                pages = "pre" if k.predictor else "post"
+                predictors = {"k_predictor": k.predictor, "v_predictor": v.predictor}
+                layers.append(LayerPlan(layer.geometry, (k.format,), (v.format,), k_pages=pages, **predictors))
+                source = layer.geometry.index
+            found.append(workspace_bytes(layers, "bfloat16", Workload(BATCH, CONTEXT)))
+        bare = workspace_bytes(bare_layers(model), "bfloat16", Workload(BATCH, CONTEXT))
+        assert max(found) <= max(most, bare)
+        assert (most > bare) == any(choice.lattice_dim for choice in offered[0])

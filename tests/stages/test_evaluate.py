@@ -1,0 +1,181 @@
+"""The evaluation file: saved row by row, resumed, started anew, refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cache_cases import KIVI_2
+from evaluation_cases import COARSE, RAW_PAIR, Notes, make_plan, text, tiny
+
+from kvcal.errors import ArtifactError
+from kvcal.plan.plan import Plan
+from kvcal.progress import Silent
+from kvcal.recipe import EvaluateSpec
+from kvcal.stages.evaluate.stage import (
+    Evaluation,
+    MeasuredBits,
+    evaluate,
+    load_evaluation,
+    measured_bits,
+    save_evaluation,
+)
+from kvcal.stages.evaluate.text import measure_text
+
+SPEC = EvaluateSpec(tasks=(), batch=2)
+INPUTS = {"model.weights_sha256": "b", "data.fingerprint": "f", "evaluate.batch": 2}
+
+
+def plans() -> list[tuple[str, Plan]]:
+    loaded = tiny()
+    pairs = {"raw": RAW_PAIR, "kivi": KIVI_2, "coarse": COARSE}
+    return [(name, make_plan(loaded, pair)) for name, pair in pairs.items()]
+
+
+def run(path: Path, named: list[tuple[str, Plan]], notes: Notes, **changes) -> Evaluation:
+    return evaluate(tiny(), named, SPEC, text(140, 140), {**INPUTS, **changes}, path, notes)
+
+
+def without_time(evaluation: Evaluation) -> Evaluation:
+    return replace(evaluation, rows=tuple(replace(row, seconds=0.0) for row in evaluation.rows))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
+    return run(tmp_path_factory.mktemp("whole") / "evaluation.json", plans(), Notes())
+
+
+def test_rows_hold_what_was_measured_and_exact_bytes(whole: Evaluation) -> None:
+    assert [row.name for row in whole.rows] == ["raw", "kivi", "coarse"]
+    for row, (_, plan) in zip(whole.rows, plans(), strict=True):
+        assert row.total_bytes == plan.nbytes([512, 512])
+        assert row.bits_per_value == plan.bits_per_value()
+        assert row.text == measure_text(tiny(), plan, text(140, 140), 2, Silent())
+        assert row.tasks == () and row.accuracy is None and row.accuracy_se is None and row.task_bits is None
+    assert (whole.data_fingerprint, whole.task_seed, whole.inputs) == ("f" * 64, 1, INPUTS)
+
+
+def test_measured_bits_are_the_plan_s_bytes_at_the_measured_lengths(whole: Evaluation) -> None:
+    """By hand: two KV heads, all layers paged. Two texts of 140 tokens, each as a batch of the workload's two."""
+    for row, (_, plan) in zip(whole.rows, plans(), strict=True):
+        assert row.text_bits == MeasuredBits(8 * plan.nbytes([140, 140]) / num_values(plan, [140, 140]), 140.0)
+        found = measured_bits(plan, [140, 300])
+        nbytes = plan.nbytes([140, 140]) + plan.nbytes([300, 300])
+        assert found.bits_per_value == pytest.approx(8 * nbytes / num_values(plan, [140, 140, 300, 300]), rel=1e-12)
+        assert found.mean_tokens == 220
+    kivi = dict(plans())["kivi"]
+    assert measured_bits(kivi, [140]).bits_per_value > 1.5 * kivi.bits_per_value()  # one page, and the rest unpacked
+
+
+def num_values(plan: Plan, lengths: list[int]) -> int:
+    attention = [layer.attention for layer in plan.layers]
+    return sum(a.num_kv_heads * (a.k_head_dim + a.v_head_dim) for a in attention) * sum(lengths)
+
+
+def test_interrupted_run_loses_one_row_at_most(tmp_path: Path, whole: Evaluation) -> None:
+    path = tmp_path / "evaluation.json"
+    with pytest.raises(KeyboardInterrupt):
+        run(path, plans(), Notes(interrupt_at="coarse"))
+    assert without_time(load_evaluation(path)).rows == without_time(whole).rows[:2]
+    notes = Notes()
+    assert without_time(run(path, plans(), notes)) == without_time(whole)
+    assert notes.messages == [
+        "evaluate: raw is measured already, kept",
+        "evaluate: kivi is measured already, kept",
+        "evaluate: coarse (3 of 3)",
+    ]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_rows_follow_the_plans_and_equal_plans_are_measured_once(tmp_path: Path) -> None:
+    path = tmp_path / "evaluation.json"
+    (raw, kivi, coarse), notes = plans(), Notes()
+    run(path, [raw, kivi], Notes())
+    renamed = replace(kivi[1], provenance={"recipe": "another"})
+    evaluation = run(path, [coarse, ("mine", renamed), kivi], notes)
+    assert [row.name for row in evaluation.rows] == ["coarse", "mine", "kivi"]
+    assert notes.messages == [
+        "evaluate: coarse (1 of 3)",
+        "evaluate: mine is measured already, kept",
+        "evaluate: kivi is measured already, kept",
+    ]
+    assert load_evaluation(path) == evaluation
+
+
+def test_another_workload_is_another_plan() -> None:
+    loaded = tiny()
+    assert make_plan(loaded).sha256 != make_plan(loaded, context=513).sha256
+
+
+def test_other_inputs_start_anew(tmp_path: Path, whole: Evaluation) -> None:
+    path, notes = tmp_path / "evaluation.json", Notes()
+    save_evaluation(whole, path)
+    evaluation = run(path, plans()[:1], notes, **{"data.fingerprint": "g"})
+    assert notes.messages == [
+        'evaluate: starts anew, data.fingerprint is "f", expected "g"',
+        "evaluate: raw (1 of 1)",
+    ]
+    assert load_evaluation(path) == evaluation
+
+
+def test_another_model_is_refused(tmp_path: Path, whole: Evaluation) -> None:
+    path = tmp_path / "evaluation.json"
+    save_evaluation(whole, path)
+    before = path.read_bytes()
+    with pytest.raises(ArtifactError, match="made from another model: model.weights_sha256"):
+        run(path, plans(), Notes(), **{"model.weights_sha256": "z", "data.fingerprint": "g"})
+    assert path.read_bytes() == before
+    foreign = replace(plans()[0][1], model=replace(plans()[0][1].model, weights_sha256="z"))
+    with pytest.raises(ArtifactError, match="weights_sha256"):
+        run(path, [("foreign", foreign)], Notes())
+
+
+def test_equal_evaluations_give_equal_bytes(tmp_path: Path, whole: Evaluation) -> None:
+    save_evaluation(whole, tmp_path / "a")
+    save_evaluation(load_evaluation(tmp_path / "a"), tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def _change(content: dict, *place: str | int, to: object) -> None:
+    for step in place[:-1]:
+        content = content[step]  # type: ignore[index]
+    content[place[-1]] = to  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("kind",), "plan", "is not an evaluation of version 2"),
+        (("schema",), 1, "is not an evaluation of version 2"),
+        (("body", "rows", 0, "text", "kl"), 0.5, "is corrupt"),
+        (("digest",), "0", "is corrupt"),
+        (("body",), [], "is not an evaluation of version 2"),
+    ],
+)
+def test_changed_files_are_refused(tmp_path: Path, whole: Evaluation, place, value, message: str) -> None:
+    path = tmp_path / "evaluation.json"
+    save_evaluation(whole, path)
+    content = json.loads(path.read_text())
+    _change(content, *place, to=value)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ArtifactError, match=message):
+        run(path, plans(), Notes())
+
+
+def test_truncated_and_missing_files_are_refused(tmp_path: Path, whole: Evaluation) -> None:
+    path = tmp_path / "evaluation.json"
+    with pytest.raises(ArtifactError, match="does not exist"):
+        load_evaluation(path)
+    save_evaluation(whole, path)
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(ArtifactError, match="truncated or not JSON"):
+        load_evaluation(path)
+    path.write_text("[]")
+    with pytest.raises(ArtifactError, match="is not an evaluation"):
+        load_evaluation(path)
+
+
+def test_benchmarks_are_not_collected(request: pytest.FixtureRequest) -> None:
+    assert not any(item.path.name.startswith("bench_") for item in request.session.items)

@@ -1,0 +1,391 @@
+"""The predictor stage (AQUA-KV, Alg. 1) against numbers computed apart: quantizer by loops, regression by least
+squares, keys before RoPE as the model has them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cache_cases import assert_exact_bytes, feed
+from cli_cases import save_llama
+from oracles import dequantize_code, quantize_group
+from predictor_runs import (
+    FIRST,
+    REST,
+    WORKLOAD,
+    aqua_layers,
+    as_loaded,
+    fit,
+    fitted_llama,
+    loaded_llama,
+    plan_with,
+    sequences,
+)
+from tiny_models import VOCAB_SIZE as TINY_VOCAB
+from tiny_models import built
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from kvcal import PlanCache, artifact, load_plan
+from kvcal.commands.fit_predictors import fit_predictors as fit_command
+from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
+from kvcal.models.load import load as load_model
+from kvcal.models.taps import Captured, tap
+from kvcal.progress import Silent
+from kvcal.recipe import load_recipe
+from kvcal.run.pipeline import Folder, build_plan
+from kvcal.specs import PredictorSpec
+from kvcal.stages.predictors.reconstruct import Reconstruction, Wanted, read_pages
+from kvcal.stages.predictors.record import KIND, PredictorRecord, load
+from kvcal.stages.predictors.stage import run_fit_predictors
+from kvcal.stages.predictors.sums import FIT, HELD_OUT, split_sequences
+
+SINKS = 4
+
+
+def captured_rows(tokens_T: Tensor) -> list[dict[str, np.ndarray]]:
+    """Per layer {"k", "v"}: fp64 [tokens of whole pages, N D], keys before RoPE as the model itself has them."""
+    loaded, seen = loaded_llama(), []
+    with torch.no_grad(), tap(loaded.model, seen.append, loaded.geometry):
+        loaded.model(input_ids=tokens_T.unsqueeze(0), use_cache=False)
+    stop = SINKS + (len(tokens_T) - SINKS) // 128 * 128
+    rows = []
+    for captured in seen:
+        sides = {"k": captured.k_pre_BNTD, "v": captured.v_BNTD}
+        rows.append({s: x[0, :, SINKS:stop].transpose(0, 1).flatten(1).double().numpy() for s, x in sides.items()})
+    return rows
+
+
+def quantized(rows: np.ndarray, num_bits: int, head_dim: int = 8) -> np.ndarray:
+    """Per token and head, one number after the other (a head of 8 is one group)."""
+    result = np.empty_like(rows)
+    for token, row in enumerate(rows.astype(np.float32).tolist()):
+        for start in range(0, len(row), head_dim):
+            codes, scale, zero = quantize_group(row[start : start + head_dim], num_bits, "float16")
+            result[token, start : start + head_dim] = [dequantize_code(code, scale, zero) for code in codes]
+    return result
+
+
+def regress(x: np.ndarray, y: np.ndarray, ridge: float) -> tuple[np.ndarray, np.ndarray]:
+    """Ridge regression by least squares on data with the penalty appended as rows. (W, b)."""
+    x_mean, y_mean = x.mean(0), y.mean(0)
+    penalty = ridge * (x - x_mean).var(0).mean() * len(x)
+    stacked = np.vstack([x - x_mean, math.sqrt(penalty) * np.eye(x.shape[1])])
+    weight = np.linalg.lstsq(stacked, np.vstack([y - y_mean, np.zeros((x.shape[1], y.shape[1]))]), rcond=None)[0].T
+    return weight, y_mean - weight @ x_mean
+
+
+def predictions(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """With 14 bits of each row of contributions and of weights (transforms/linear_predictor.py)."""
+    columns = np.exp2(np.frexp(np.abs(weight).max(0))[1])
+    return fourteen_bits(x * columns) @ fourteen_bits(weight / columns).T + bias
+
+
+def fourteen_bits(rows: np.ndarray) -> np.ndarray:
+    unit = np.exp2(np.frexp(np.abs(rows).max(1, keepdims=True))[1] - 14)
+    return np.round(rows / unit) * unit
+
+
+def test_every_layer_is_fitted_on_what_the_cache_reads_back() -> None:
+    """Alg. 1 line by line, all pages before RoPE. Keys that go through RoPE and back, and weights that are stored in
+    fp32, differ in the last bits, so a code may flip: weights agree to a hundredth of the largest."""
+    layers, record = fitted_llama("pre")
+    data = sequences([260] * 6)
+    splits = split_sequences(data, layers, 0.25)
+    rows = {i: captured_rows(tokens) for i, tokens in enumerate(data.sequences)}
+    kept = {(f.layer, f.side): f for f in record.findings}
+    held_out = [i for i in rows if splits[i] == HELD_OUT]
+    before = {i: {side: quantized(rows[i][0][side], FIRST.num_bits) for side in "kv"} for i in rows}
+    for layer in (1, 2):
+        read_back: dict[int, dict[str, np.ndarray]] = {i: {} for i in rows}
+        for side in "kv":
+            inputs = {
+                i: before[i]["k"] if side == "k" else np.hstack([before[i]["v"], read_back[i]["k"]]) for i in rows
+            }
+            x = {s: np.vstack([inputs[i] for i in rows if splits[i] == s]) for s in (FIT, HELD_OUT)}
+            y = {s: np.vstack([rows[i][layer][side] for i in rows if splits[i] == s]) for s in (FIT, HELD_OUT)}
+            weight, bias = regress(x[FIT], y[FIT], 1e-3)
+            found = record.stored[f"layers.{layer}.{side}_predictor.weight"].double().numpy()
+            assert np.abs(found - weight).max() < 1e-2 * np.abs(weight).max()
+            error = ((y[HELD_OUT] - x[HELD_OUT] @ weight.T - bias) ** 2).sum()
+            spread = ((y[HELD_OUT] - y[HELD_OUT].mean(0)) ** 2).sum()
+            measured = kept[layer, side].fit
+            assert measured is not None and measured.explained == pytest.approx(1 - error / spread, abs=2e-3)
+            assert measured.explained_whole == pytest.approx(measured.explained, abs=1e-5)
+            for i in rows:
+                predicted = predictions(inputs[i], weight, bias)
+                read_back[i][side] = predicted + quantized(rows[i][layer][side] - predicted, REST.num_bits)
+            measured_error = sum(((read_back[i][side] - rows[i][layer][side]) ** 2).sum() for i in held_out) / spread
+            assert measured.error == pytest.approx(measured_error, rel=0.02)
+        before = read_back
+    assert record.subject.num_fit_tokens == 256 * 4 and record.subject.num_held_out_tokens == 256 * 2
+
+
+@pytest.mark.parametrize("k_pages", ["post", "pre"])
+def test_pages_are_read_back_as_the_cache_reads_them(k_pages: str) -> None:
+    """Bit for bit what Prediction hands on in a PlanCache that was given the same keys and values."""
+    loaded, (layers, record) = loaded_llama(), fitted_llama(k_pages)
+    plan = plan_with(loaded, layers, record)
+    tokens_T = sequences([300], seed=5).sequences[0]
+    cache, expected = PlanCache(plan, loaded.model.config), {}
+
+    def store(captured: Captured) -> None:
+        layer = cache.layers[captured.layer]
+        layer.update(captured.k_post_BNTD, captured.v_BNTD)
+        for side in ("k", "v"):
+            pages = layer.prediction.before_rope(side, [(0, 0, 2)])
+            expected[captured.layer, side] = pages.transpose(1, 2).flatten(2).flatten(0, 1)
+
+    with torch.no_grad(), tap(loaded.model, store, loaded.geometry):
+        loaded.model(input_ids=tokens_T.unsqueeze(0), use_cache=False)
+    found = {}
+
+    def receive(index, exact, read_back) -> None:
+        found[index, "k"], found[index, "v"] = read_back[0].k, read_back[0].v
+        assert exact.k.shape == read_back[0].k.shape == (256, 16)
+
+    tables = {i: record.stored[f"layers.{i}.rotary"] for i in range(3)}
+    way = Reconstruction(plan.layers, plan.tensors, "float32")
+    wanted = [Wanted(layer, ("k", "v")) for layer in plan.layers]
+    read_pages(loaded.model, loaded.geometry, wanted, [way], tables, tokens_T, receive)
+    assert found.keys() == expected.keys() and len(found) == 6
+    for key, pages in expected.items():
+        assert torch.equal(found[key], pages), key
+
+
+def test_predictors_lower_the_error_of_the_cache_as_foretold() -> None:
+    """What is read back errs less with predictors, in every side of every layer; the plan is this model's."""
+    loaded, (layers, record) = loaded_llama(), fitted_llama()
+    assert [(f.layer, f.side) for f in record.kept] == [(1, "k"), (1, "v"), (2, "k"), (2, "v")]
+    for finding in record.kept:
+        assert finding.fit is not None and finding.fit.error is not None and finding.fit.plain_error is not None
+        assert finding.fit.explained > 0.1 and finding.fit.error < finding.fit.plain_error
+        assert finding.fit.measured_bits == 0.5 * math.log2(finding.fit.plain_error / finding.fit.error) > 0
+    plan = plan_with(loaded, layers, record)
+    assert [layer.k_pages for layer in plan.layers] == ["post", "pre", "pre"]
+    assert record.nbytes == sum(f.fit.nbytes for f in record.kept if f.fit) + 3 * 4 * 4 * 8
+    cache = PlanCache(plan, loaded.model.config)
+    feed(loaded.model, cache, sequences([400]).sequences[0].unsqueeze(0), cuts=(100, 260, 261))
+    assert_exact_bytes(cache, [400])
+
+
+def test_fitting_on_exact_inputs_is_another_fit() -> None:
+    """The ablation: predictors that were never shown a quantized input."""
+    loaded, (layers, record) = loaded_llama(), fitted_llama()
+    spec = PredictorSpec(drop=False, inputs="exact")
+    exact = fit(loaded, layers, sequences([260] * 6), spec)
+    rows = np.vstack([captured_rows(tokens)[0]["k"] for tokens in sequences([260] * 6).sequences])
+    assert rows.shape == (6 * 256, 16)
+    name = "layers.1.k_predictor.weight"
+    assert not torch.allclose(exact.stored[name], record.stored[name], atol=1e-3)
+    by_side = {(f.layer, f.side): f.fit for f in record.kept}
+    for finding in exact.kept:
+        fit_, other = finding.fit, by_side[finding.layer, finding.side]
+        assert fit_ is not None and other is not None and fit_.explained > other.explained
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_one_side_alone(side) -> None:
+    loaded = loaded_llama()
+    layers = aqua_layers(loaded)
+    record = fit(loaded, layers, sequences([140] * 4), PredictorSpec(drop=False, sides=(side,)))
+    assert {f.side for f in record.kept} == {side}
+    assert all("only" in (f.reason or "") for f in record.findings if f.side != side and f.layer > 0)
+    plan_with(loaded, layers, record)
+
+
+@pytest.mark.parametrize("spec", [PredictorSpec(kind="low_rank", rank=6, drop=False), PredictorSpec("int4", None, 8)])
+def test_other_kinds(spec: PredictorSpec) -> None:
+    loaded = loaded_llama()
+    layers, linear = fitted_llama()
+    record = fit(loaded, layers, sequences([260] * 6), replace(spec, drop=False))
+    plan = plan_with(loaded, layers, record)
+    whole = {(f.layer, f.side): f.fit for f in linear.kept}
+    for finding in record.kept:
+        found, other = finding.fit, whole[finding.layer, finding.side]
+        assert found is not None and other is not None
+        assert 0 < found.explained < found.explained_whole + 0.01 and found.nbytes < other.nbytes
+        assert (found.explained_nearest is None) == (spec.kind == "low_rank")
+    cache = PlanCache(plan, loaded.model.config)
+    feed(loaded.model, cache, sequences([200]).sequences[0].unsqueeze(0))
+    assert_exact_bytes(cache, [200])
+
+
+def test_layers_behind_a_left_out_predictor_are_fitted_without_it() -> None:
+    """With nothing kept, layer 2's keys are regressed on layer 1's as quantized by themselves."""
+    loaded = loaded_llama()
+    layers, data = aqua_layers(loaded, "pre"), sequences([260] * 6)
+    record = fit(loaded, layers, data, PredictorSpec(min_explained=0.999999))
+    kept = fitted_llama("pre")[1]
+    found, other = (next(f.fit for f in r.findings if (f.layer, f.side) == (2, "k")) for r in (record, kept))
+    splits = split_sequences(data, layers, 0.25)
+    rows = {i: captured_rows(tokens) for i, tokens in enumerate(data.sequences)}
+    x = {s: np.vstack([quantized(rows[i][1]["k"], 2) for i in rows if splits[i] == s]) for s in (FIT, HELD_OUT)}
+    y = {s: np.vstack([rows[i][2]["k"] for i in rows if splits[i] == s]) for s in (FIT, HELD_OUT)}
+    weight, bias = regress(x[FIT], y[FIT], 1e-3)
+    explained = (
+        1
+        - ((y[HELD_OUT] - x[HELD_OUT] @ weight.T - bias) ** 2).sum() / ((y[HELD_OUT] - y[HELD_OUT].mean(0)) ** 2).sum()
+    )
+    assert found is not None and other is not None
+    assert found.explained == pytest.approx(explained, abs=1e-3)
+    assert abs(other.explained - found.explained) > 2e-3
+
+
+# --- other models ---
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4", "smollm3", "llama_mha_yarn"])
+def test_other_families(name: str) -> None:
+    """QK-norm, partial and interleaved RoPE, layers without RoPE, YaRN; bf16 caches."""
+    loaded = as_loaded(built(name), "bfloat16")
+    layers = aqua_layers(loaded)
+    record = fit(loaded, layers, sequences([270] * 4, vocab_size=TINY_VOCAB))
+    assert len(record.kept) == 4
+    for finding in record.kept:
+        assert finding.fit is not None and finding.fit.error is not None and finding.fit.plain_error is not None
+        assert finding.fit.error < 1.5 * finding.fit.plain_error
+    plan = plan_with(loaded, layers, record)
+    cache = PlanCache(plan, loaded.model.config)
+    feed(loaded.model, cache, sequences([300], vocab_size=TINY_VOCAB).sequences[0].unsqueeze(0), cuts=(140,))
+    assert_exact_bytes(cache, [300])
+
+
+def test_sliding_windows_are_passed_over() -> None:
+    """One layer of full attention has nothing before it: no model is run, nothing is kept."""
+    loaded = as_loaded(built("gemma3"))
+    record = fit(loaded, aqua_layers(loaded), sequences([10]))
+    assert [f.layer for f in record.findings] == [2, 2] and not record.kept and record.subject.num_fit_tokens == 0
+
+
+def test_keys_changed_after_rope_are_refused() -> None:
+    """Llama-4 normalizes its keys once they are rotated."""
+    config = copy.deepcopy(built("llama4").config)
+    config.layer_types = ["full_attention"] * config.num_hidden_layers
+    loaded = as_loaded(type(built("llama4"))(config).eval())
+    with pytest.raises(UnsupportedModel, match="changes its keys|unknown means|before RoPE"):
+        fit(loaded, aqua_layers(loaded), sequences([140] * 4, vocab_size=TINY_VOCAB))
+
+
+# --- runs ---
+
+
+class Interrupted(Silent):
+    """Stops before a step of a pass."""
+
+    def __init__(self, label: str, step: int) -> None:
+        self.label, self.step = label, step
+        self.said: list[str] = []
+
+    def say(self, message: str) -> None:
+        self.said.append(message)
+
+    def __call__(self, done: int, total: int, label: str) -> None:
+        if label == self.label and done == self.step:
+            raise KeyboardInterrupt
+
+
+def run(path: Path, reporter: Silent, lengths: list[int]) -> PredictorRecord:
+    loaded, data = loaded_llama(), sequences(lengths)
+    spec, inputs = PredictorSpec(drop=False), {"data": data.fingerprint}
+    return run_fit_predictors(loaded, aqua_layers(loaded), {}, data, spec, WORKLOAD, inputs, path, reporter)
+
+
+@pytest.mark.parametrize("label, step", [("predictors: pass 1 of 3", 2), ("predictors: pass 3 of 3", 3)])
+def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path: Path, label: str, step: int) -> None:
+    whole, resumed = tmp_path / "whole.safetensors", tmp_path / "resumed.safetensors"
+    run(whole, Silent(), [140] * 4)
+    with pytest.raises(KeyboardInterrupt):
+        run(resumed, Interrupted(label, step), [140] * 4)
+    assert not resumed.exists() and (tmp_path / "resumed.partial.safetensors").exists()
+    said = Interrupted("", -1)
+    run(resumed, said, [140] * 4)
+    assert resumed.read_bytes() == whole.read_bytes()
+    assert any(f"{label[17:18]} passes" in line or "0 passes" in line or "2 passes" in line for line in said.said)
+    assert not (tmp_path / "resumed.partial.safetensors").exists()
+
+
+def test_what_is_kept_does_not_grow_with_the_tokens(tmp_path: Path) -> None:
+    """The state after one sequence and after seven, as written to disk: the same tensors, byte for byte as large."""
+    sizes = []
+    for step, length in ((1, 140), (7, 400)):
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / f"{step}.safetensors", Interrupted("predictors: pass 2 of 3", step), [length] * 8)
+        stored = artifact.read(tmp_path / f"{step}.partial.safetensors", f"{KIND}-partial", 1)
+        sizes.append({name: tensor.numel() for name, tensor in stored.tensors.items() if HELD_OUT not in name})
+    assert sizes[0] == sizes[1] and len(sizes[0]) > 10
+
+
+def test_held_out_sequences_are_spread_and_whole() -> None:
+    layers = aqua_layers(loaded_llama())
+    splits = split_sequences(sequences([140, 100, 140, 140, 260, 131, 140, 140, 140, 140]), layers, 0.25)
+    assert sorted(splits) == [0, 2, 3, 4, 6, 7, 8, 9]  # the others fill no page
+    assert [i for i, split in splits.items() if split == HELD_OUT] == [3, 8]
+    with pytest.raises(UsageError, match="1 of 2 sequences fill a page"):
+        split_sequences(sequences([140, 131]), layers, 0.25)
+
+
+def test_too_few_tokens_are_refused() -> None:
+    loaded = as_loaded(built("olmo2"))  # 64 channels of keys, 128 inputs for values
+    layers = aqua_layers(loaded)
+    with pytest.raises(UsageError, match="128 calibration tokens are too few .* 128 inputs: at least 129"):
+        fit(loaded, layers, sequences([140] * 2, vocab_size=TINY_VOCAB))
+
+
+def test_keys_that_are_not_finite_name_layer_and_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, data = loaded_llama(), sequences([140] * 3)
+    original = loaded.model.model.layers[1].self_attn.v_proj.forward
+    calls = iter(range(100))
+
+    def broken(x: Tensor) -> Tensor:
+        return original(x) * (math.nan if next(calls) >= 2 else 1.0)
+
+    monkeypatch.setattr(loaded.model.model.layers[1].self_attn.v_proj, "forward", broken)
+    with pytest.raises(NonFiniteActivations, match=r"sequence \d: the values of layer 1 hold NaN"):
+        fit(loaded, aqua_layers(loaded), data)
+
+
+# --- the command ---
+
+RECIPE = """
+[data]
+num_samples = 4
+seq_len = 280
+[formats]
+first_k = {{ num_bits = 4, {quantizer}, num_sink_tokens = 4 }}
+k = {{ num_bits = 2, {quantizer}, num_sink_tokens = 4 }}
+v = {{ num_bits = 2, {quantizer}, num_sink_tokens = 4 }}
+[predictors]
+drop = false
+"""
+
+
+@pytest.mark.parametrize("quantizer", ['axis = "token", group_size = 64', "lattice_dim = 2"])
+def test_a_recipe_and_the_command(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str], quantizer: str
+) -> None:
+    """From a recipe to a plan that holds its predictors; the command finds them current, then fits others."""
+    model, recipe, folder = str(save_llama(tmp_path / "model", tokenizer)), tmp_path / "small.toml", tmp_path / "run"
+    recipe.write_text(RECIPE.format(quantizer=quantizer))
+    loaded = load_model(model, device="cpu")
+    plan = build_plan(load_recipe(str(recipe)), loaded, Folder.create(folder), WORKLOAD, Silent())
+    assert plan.layers[1].k_predictor is not None and plan.layers[1].v_predictor is not None
+    assert plan.predicted_bytes == load_plan(folder / "plan.safetensors").predicted_bytes
+    assert len(plan.provenance["calibration"]["predictors"]["sequences"]) == 4
+    given = {"rank": None, "group_size": None, "min_explained": None, "data": None, "samples": None, "seq_len": None}
+    given |= {"dtype": "auto", "device": "cpu"}
+    fit_command(folder, model, str(recipe), kind=None, keep_all=False, json=False, quiet=False, **given)
+    shown = capsys.readouterr()
+    assert "is current, skipped" in shown.err and "2 of 4 kept" in shown.out
+    assert (folder / "predictors.png").stat().st_size > 1000
+    given |= {"rank": 3}
+    fit_command(folder, model, str(recipe), kind="low_rank", keep_all=True, json=True, quiet=True, **given)
+    assert '"nbytes"' in capsys.readouterr().out
+    assert load(folder / "predictors.safetensors").subject.spec == PredictorSpec("low_rank", 3, drop=False)
+    with pytest.raises(UsageError, match="(?s)fit-predictors: .*low_rank takes rank, other kinds do not"):
+        fit_command(folder, model, str(recipe), kind="int4", keep_all=False, json=True, quiet=True, **given)

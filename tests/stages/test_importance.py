@@ -1,0 +1,271 @@
+"""KVmix's scores against transformers' own loss, its ranking, and the correlation of two rankings."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_observers import gqa_model
+from torch import Tensor
+
+from kvcal.data.sequences import TokenDataset
+from kvcal.geometry import ModelIdentity
+from kvcal.models.geometry import geometry_of
+from kvcal.models.load import LoadedModel
+from kvcal.plan.format import Format, WindowRule
+from kvcal.progress import Silent
+from kvcal.recipe import CacheSpec, ProfileSpec, load_recipe
+from kvcal.specs import ImportanceSpec
+from kvcal.stages.allocate.importance import (
+    importance_formats,
+    important_layers,
+    num_important,
+    random_layers,
+    rank_correlation,
+    window_rule,
+)
+from kvcal.stages.profile.stage import run_profile
+
+NUM_LAYERS = 4
+LENGTHS, PROMPTS = (19, 30, 24), (4, 11, 1)
+
+
+def profiled(folder: Path, sequences: list[Tensor], masks: list[Tensor]) -> dict[tuple[int, str], float]:
+    """Every score of a profile of these sequences."""
+    model = gqa_model("llama", num_layers=NUM_LAYERS)
+    loaded = LoadedModel(model, None, ModelIdentity("t", "llama", "c", "w", "t"), geometry_of(model), "t")
+    data = TokenDataset(tuple(sequences), tuple(masks), "f", "random tokens")
+    spec = ProfileSpec(num_bits=(2,), k_axes=("token",), group_sizes=(32,), kl_samples=0)
+    found = run_profile(loaded, data, spec, CacheSpec(), {}, folder / "profile.safetensors", Silent())
+    return {(layer, side): found.grad_norm(layer, side) for layer in range(NUM_LAYERS) for side in ("k", "v")}
+
+
+def autograd_scores(
+    sequences: list[Tensor], masks: list[Tensor], shift: int = 1, pads: int = 0
+) -> dict[tuple[int, str], float]:
+    """fp64; transformers' loss, which shifts ``labels`` once by itself; one sequence at a time, one
+    ``autograd.grad`` for each weight; -100 where there is no loss. ``pads`` tokens of padding follow each sequence.
+    ``shift`` = 2: labels shifted before they are given, as the paper's text says and its public code does."""
+    model = gqa_model("llama", torch.float64, NUM_LAYERS)
+    scores = {(layer, side): 0.0 for layer in range(NUM_LAYERS) for side in ("k", "v")}
+    for tokens_T, mask_T in zip(sequences, masks, strict=True):
+        labels_T = tokens_T.where(mask_T, torch.tensor(-100))
+        if shift == 2:
+            labels_T = torch.cat([labels_T[1:], torch.tensor([-100])])
+        padding = torch.zeros(pads, dtype=torch.long)
+        for (layer, side), total in scores.items():
+            attention = model.model.layers[layer].self_attn
+            weight = (attention.k_proj if side == "k" else attention.v_proj).weight
+            loss = model(
+                input_ids=torch.cat([tokens_T, padding])[None],
+                attention_mask=torch.cat([torch.ones_like(tokens_T), padding])[None],
+                labels=torch.cat([labels_T, padding - 100])[None],
+                use_cache=False,
+            ).loss
+            (gradient,) = torch.autograd.grad(loss, [weight])
+            norm = math.sqrt(math.fsum(float(value) ** 2 for value in gradient.flatten()))
+            scores[layer, side] = total + norm / len(sequences)
+    return scores
+
+
+def random_sequences() -> tuple[list[Tensor], list[Tensor]]:
+    generator = torch.Generator().manual_seed(8)
+    sequences = [torch.randint(3, 64, (length,), generator=generator) for length in LENGTHS]
+    masks = [torch.arange(length) >= prompt for length, prompt in zip(LENGTHS, PROMPTS, strict=True)]
+    return sequences, masks
+
+
+@pytest.fixture(scope="module")
+def scores(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], float]:
+    return profiled(tmp_path_factory.mktemp("profile"), *random_sequences())
+
+
+def test_scores_are_mean_gradient_norms_with_labels_shifted_once(scores) -> None:
+    """The loss on token t + 2 gives other scores, by far more than the tolerance."""
+    sequences, masks = random_sequences()
+    right, twice = (autograd_scores(sequences, masks, shift) for shift in (1, 2))
+    for key, score in scores.items():
+        assert score == pytest.approx(right[key], rel=1e-4)
+        assert score != pytest.approx(twice[key], rel=2e-3)
+
+
+def test_padding_and_prompts_are_masked(scores, tmp_path: Path) -> None:
+    """Padding behind a sequence, outside its loss mask, changes nothing; with it in the loss, everything."""
+    sequences, masks = random_sequences()
+    padded = [torch.cat([tokens_T, torch.zeros(9, dtype=torch.long)]) for tokens_T in sequences]
+    outside = [torch.cat([mask_T, torch.zeros(9, dtype=torch.bool)]) for mask_T in masks]
+    inside = [torch.cat([mask_T, torch.ones(9, dtype=torch.bool)]) for mask_T in masks]
+    reference = autograd_scores(sequences, masks, pads=9)
+    masked = profiled(tmp_path, padded, outside)
+    (tmp_path / "profile.safetensors").unlink()
+    counted = profiled(tmp_path, padded, inside)
+    for key, score in scores.items():
+        assert masked[key] == pytest.approx(score, rel=1e-4)
+        assert reference[key] == pytest.approx(score, rel=1e-4)
+        assert counted[key] != pytest.approx(score, rel=2e-3)
+
+
+def test_the_score_is_the_mean_of_norms_and_not_the_norm_of_the_mean(scores) -> None:
+    sequences, masks = random_sequences()
+    alone = [autograd_scores([tokens], [mask]) for tokens, mask in zip(sequences, masks, strict=True)]
+    for key, score in scores.items():
+        assert score == pytest.approx(sum(one[key] for one in alone) / len(alone), rel=1e-4)
+
+
+def test_the_papers_shares_of_32_layers() -> None:
+    """k2.19 v2.38 is 20 %, k2.28 v2.56 is 30 %: 3 and 4 bits for the important layers, 2 for the others."""
+    for share, k_bits, v_bits in ((0.2, 2.19, 2.38), (0.3, 2.28, 2.56)):
+        important = num_important(share, 32)
+        assert round(2 + important / 32, 2) == k_bits
+        assert abs(2 + 2 * important / 32 - v_bits) <= 0.005
+
+
+def test_shares_are_floored_as_written_and_never_to_nothing() -> None:
+    assert [num_important(0.2, layers) for layers in (0, 1, 4, 5, 9, 10, 28, 32)] == [0, 1, 1, 1, 1, 2, 5, 6]
+    assert num_important(0.29, 100) == 29  # 28.999999999999996 as a product of floats
+    assert [num_important(share, 10) for share in (0, 0.0, 1e-9, 0.1, 0.3, 0.7, 1, 1.0)] == [0, 0, 1, 1, 3, 7, 10, 10]
+
+
+def test_the_highest_scores_win_and_ties_go_to_the_lower_layer() -> None:
+    scores = {3: 1.0, 5: 4.0, 7: 4.0, 11: 0.5, 12: 4.0}
+    assert important_layers(scores, 0.2) == {5}
+    assert important_layers(scores, 0.4) == {5, 7}
+    assert important_layers(dict(reversed(scores.items())), 0.4) == {5, 7}
+    assert important_layers(scores, 0.8) == {3, 5, 7, 12}
+    assert important_layers(scores, 0.0) == frozenset()
+    assert important_layers(scores, 1.0) == scores.keys()
+
+
+def test_random_layers_are_as_many_and_repeatable_and_drawn_apart() -> None:
+    layers = list(range(3, 33))
+    drawn = {(side, seed): random_layers(layers, 0.2, side, seed) for side in ("k", "v") for seed in range(20)}
+    assert all(len(chosen) == 6 and chosen <= set(layers) for chosen in drawn.values())
+    assert len(set(drawn.values())) == 40
+    assert random_layers(layers[::-1], 0.2, "k", 0) == drawn["k", 0]
+    counts = [sum(layer in chosen for chosen in drawn.values()) for layer in layers]
+    assert min(counts) > 0 and max(counts) < 20
+    # Written down: another process, or another version of Python, must draw the same.
+    assert sorted(random_layers(range(10), 0.2, "k", 0)) == [4, 7]
+
+
+def correlation_by_hand(a: list[float], b: list[float]) -> float:
+    """Ranks by counting who is below and who is equal, then the definition, in Python floats."""
+    ranks = [[sum(y < x for y in side) + (sum(y == x for y in side) + 1) / 2 for x in side] for side in (a, b)]
+    means = [math.fsum(side) / len(side) for side in ranks]
+    products = math.fsum((x - means[0]) * (y - means[1]) for x, y in zip(*ranks, strict=True))
+    squares = [math.fsum((x - mean) ** 2 for x in side) for side, mean in zip(ranks, means, strict=True)]
+    return products / math.sqrt(squares[0] * squares[1])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(-4, 4), st.floats(-9, 9, width=16)), min_size=2, max_size=12))
+def test_rank_correlation_with_many_ties(pairs: list[tuple[float, float]]) -> None:
+    a, b = [list(map(float, side)) for side in zip(*pairs, strict=True)]
+    if len(set(a)) == 1 or len(set(b)) == 1:
+        with pytest.raises(ValueError, match="not defined"):
+            rank_correlation(a, b)
+        return
+    assert rank_correlation(a, b) == pytest.approx(correlation_by_hand(a, b), abs=1e-12)
+
+
+def test_rank_correlation_without_ties_is_that_of_squared_differences() -> None:
+    """1 - 6 sum d^2 / (n (n^2 - 1)), for every order of five."""
+    base = [10.0, 20.0, 30.0, 40.0, 50.0]
+    for order in itertools.permutations(range(5)):
+        squares = sum((place - rank) ** 2 for place, rank in enumerate(order))
+        found = rank_correlation(base, [math.exp(rank) for rank in order])
+        assert found == pytest.approx(1 - 6 * squares / (5 * 24), abs=1e-12)
+    assert rank_correlation(base, base) == 1.0 and rank_correlation(base, base[::-1]) == -1.0
+
+
+def test_rank_correlation_of_unequal_lengths_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 and 2 values"):
+        rank_correlation([1.0, 2.0, 3.0], [1.0, 2.0])
+
+
+def random_scores(layers: list[int], seed: int) -> dict[str, dict[int, float]]:
+    values = torch.rand(2, len(layers), generator=torch.Generator().manual_seed(seed)).tolist()
+    return {side: dict(zip(layers, row, strict=True)) for side, row in zip(("k", "v"), values, strict=True)}
+
+
+def test_formats_are_the_papers() -> None:
+    """20 % of the layers at 3 (K) and 4 (V) bits with a window share of 20 %, the others at 2 bits with 10 %."""
+    layers = [0, 1, 2, 4, 5, 6, 8, 9, 10, 12]
+    scores = random_scores(layers, 3)
+    formats = importance_formats(scores, ImportanceSpec(), 0, "float16")
+    assert list(formats) == layers
+    for number, side in enumerate(("k", "v")):
+        best = sorted(layers, key=lambda index: scores[side][index])[-2:]
+        for index in layers:
+            bits = (3, 4)[number] if index in best else 2
+            rule = WindowRule("paged", 0.2, 31) if index in best else WindowRule("paged", 0.1, 14)
+            axis = ("channel", "token")[number]
+            assert formats[index][number] == Format(bits, axis, 32, 0, 0, "float16", window_rule=rule)
+    assert {index for index in layers if formats[index][0].num_bits == 3} != {
+        index for index in layers if formats[index][1].num_bits == 4
+    }
+
+
+def test_every_knob_reaches_the_formats() -> None:
+    spec = ImportanceSpec(
+        share=0.5, k_high_bits=4, v_high_bits=8, low_bits=3, group_size=64, high_window_share=0.3,
+        low_window_share=0.0, window="clamped", min_window=16, max_window=200,
+    )  # fmt: skip
+    formats = importance_formats({"k": {0: 1.0, 1: 2.0}, "v": {0: 2.0, 1: 1.0}}, spec, 5, "bfloat16")
+    rule = WindowRule("clamped", 0.3, 200, 16)
+    low, high = ("channel", 64, 5, 16, "bfloat16"), ("channel", 64, 5, 0, "bfloat16")
+    assert formats[0][0] == Format(3, *low) and formats[1][0] == Format(4, *high, window_rule=rule)
+    assert formats[1][1] == Format(3, "token", *low[1:])
+    assert formats[0][1] == Format(8, "token", *high[1:], window_rule=rule)
+
+
+def test_without_windows_nothing_is_kept() -> None:
+    spec = ImportanceSpec(window="none", min_window=9, k_high_bits=8)
+    formats = importance_formats({"k": {7: 1.0}, "v": {7: 1.0}}, spec, 0, "float16")
+    assert formats == {7: (Format(8, "channel", 32), Format(4, "token", 32))}
+
+
+def test_a_paged_window_is_charged_for_what_it_reaches() -> None:
+    for share in (0.05, 0.2, 0.5, 0.9):
+        rule = window_rule(ImportanceSpec(max_window=512), share)
+        assert rule.max_tokens == max(WindowRule("paged", share, 512).window(count) for count in range(0, 9000, 64))
+    assert window_rule(ImportanceSpec(max_window=20, min_window=3), 0.2) == WindowRule("paged", 0.2, 20, 3)
+    assert window_rule(ImportanceSpec(max_window=90, min_window=40), 0.2) == WindowRule("paged", 0.2, 40, 40)
+
+
+def test_a_random_assignment_is_of_the_same_size_and_ignores_the_scores() -> None:
+    layers = list(range(30))
+    chosen = importance_formats(random_scores(layers, 1), ImportanceSpec(), 0, "float16")
+    drawn = importance_formats(random_scores(layers, 1), ImportanceSpec(random_seed=4), 0, "float16")
+    again = importance_formats(random_scores(layers, 2), ImportanceSpec(random_seed=4), 0, "float16")
+    other = importance_formats(random_scores(layers, 1), ImportanceSpec(random_seed=5), 0, "float16")
+    assert drawn == again and drawn != chosen and drawn != other
+    for number in (0, 1):
+        counts = [sorted(str(formats[index][number]) for index in layers) for formats in (chosen, drawn, other)]
+        assert counts[0] == counts[1] == counts[2]
+
+
+def test_the_recipes_are_the_paper_and_its_windows() -> None:
+    """Its ablations differ in the window alone; nothing else is measured than what the scores need."""
+    recipes = {name: load_recipe(name) for name in ("kvmix", "kvmix-clamped", "kvmix-no-window")}
+    for name, recipe in recipes.items():
+        assert recipe.importance is not None and recipe.cache.num_sink_tokens == 0
+        assert recipe.data.num_samples == 20 and recipe.profile.kl_samples == 0
+        same = replace(recipe.importance, window="paged", min_window=0, max_window=512)
+        assert same == ImportanceSpec()
+        scores = {"k": {0: 2.0, 1: 1.0}, "v": {0: 2.0, 1: 1.0}}
+        (k, v), _ = importance_formats(scores, recipe.importance, 0, recipe.cache.param_dtype).values()
+        windows = {"kvmix": 31, "kvmix-clamped": 128, "kvmix-no-window": 0}
+        assert (k.max_window, v.max_window) == (windows[name], windows[name])
+
+
+@pytest.mark.parametrize("wrong", [{"share": 1.5}, {"low_window_share": 1.0}, {"min_window": 9, "max_window": 8}])
+def test_impossible_knobs_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"expected|{next(iter(wrong))}"):
+        ImportanceSpec(**wrong)

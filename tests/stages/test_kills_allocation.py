@@ -1,0 +1,118 @@
+"""The allocation against brute force, and its bytes with all that a plan holds beside its pages."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity, StateGeometry
+from kvcal.plan.format import RAW, SIDES, Side
+from kvcal.plan.layer import LayerPlan
+from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
+from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec, fixed_layers, load_recipe
+from kvcal.stages.allocate.budget import ModelSizes, resolve_budget, workspace_bytes
+from kvcal.stages.allocate.record import layer_bytes
+from kvcal.stages.allocate.stage import Allocation, allocate, pareto
+from kvcal.stages.checkpoint import Mean
+from kvcal.stages.profile.record import Profile, Subject
+
+IDENTITY = ModelIdentity("tests/tiny", "llama", "a" * 64, "b" * 64, "c" * 64)
+PAGED = tuple(AttentionGeometry(index, 4, 2, 32, 32) for index in (1, 2))
+GEOMETRY = Geometry("llama", "bfloat16", (AttentionGeometry(0, 4, 2, 32, 32, window=64), *PAGED, StateGeometry(3, 640)))
+PER_TOKEN = ProfileSpec(num_bits=(2, 4), k_axes=("token",), group_sizes=(32,), kl_samples=0)
+CACHE = CacheSpec(num_sink_tokens=2, k_recent_window=0, v_recent_window=0)
+LENGTHS = {"batch": 2, "context": 4000, "objective": "sensitivity"}
+LOUD = {(1, "k"): 90.0, (1, "v"): 3.0, (2, "k"): 1.0, (2, "v"): 40.0}
+
+
+def profile_of(loudness: dict[tuple[int, Side], float]) -> Profile:
+    """Losses that 2 bits more divide by 16; the second head's are twice the first's."""
+    subject = Subject(IDENTITY, GEOMETRY, 10**6, 500, PER_TOKEN, CACHE, "f", "none", 1, 10, 9)
+    heads_N1, bits_C = torch.tensor([[1.0], [2.0]], dtype=torch.float64), torch.tensor([2.0, 4.0], dtype=torch.float64)
+    means = {
+        f"sensitivity.{side}.{index}": Mean(loud * heads_N1 * 4.0**-bits_C, 1)
+        for (index, side), loud in loudness.items()
+    }
+    return Profile(subject, means)
+
+
+def loss_of(profile: Profile, allocation: Allocation) -> float:
+    """The loss of the formats that the layers hold."""
+    total = 0.0
+    for layer, side in itertools.product((layer for layer in allocation.layers if layer.is_paged), SIDES):
+        losses = profile.losses("sensitivity", layer.geometry.index, side)
+        for head, fmt in enumerate(layer.head_formats(side)):
+            total += 0.0 if fmt == RAW else losses[fmt.num_bits, fmt.axis, fmt.group_size][head]
+    return total
+
+
+@pytest.mark.parametrize("granularity", ["layer", "head", "block"])
+def test_layers_hold_the_formats_whose_losses_were_added_up(granularity) -> None:
+    """Keys per token, as values are: nothing but their losses tells them apart."""
+    profile = profile_of(LOUD)
+    for bits in (4.0, 4.8, 5.8):
+        found = allocate(profile, AllocateSpec(bits=bits, granularity=granularity, **LENGTHS), CACHE, {})
+        assert loss_of(profile, found) == pytest.approx(found.loss, rel=1e-12)
+    found = allocate(profile, AllocateSpec(bits=4.6, **LENGTHS), CACHE, {})
+    assert [(layer.k[0].num_bits, layer.v[0].num_bits) for layer in found.layers[1:3]] == [(4, 2), (2, 4)]
+
+
+def test_the_choice_is_the_best_of_all_within_the_budget() -> None:
+    profile = profile_of(LOUD)
+    found = allocate(profile, AllocateSpec(bits=5.2, **LENGTHS), CACHE, {})
+    formats = [CACHE.format("k", bits, "token", 32) for bits in (2, 4)] + [RAW]
+    best = float("inf")
+    for a, b, c, d in itertools.product(formats, repeat=4):
+        layers = (LayerPlan(PAGED[0], (a,), (b,)), LayerPlan(PAGED[1], (c,), (d,)))
+        if layer_bytes(layers, "bfloat16", found.workload)[1] <= found.split.budget - found.split.fixed:
+            best = min(best, loss_of(profile, replace(found, layers=layers)))
+    assert found.loss == pytest.approx(best, rel=1e-12)
+
+
+def test_every_point_of_a_sweep_is_the_allocation_of_its_bytes() -> None:
+    profile = profile_of(LOUD)
+    _, rows = pareto(profile, AllocateSpec(bits=4.0, **LENGTHS), CACHE, 8)
+    assert len(rows) > 3
+    for point in rows:
+        found = allocate(profile, AllocateSpec(kv_budget=f"{point['cache_bytes']}B", **LENGTHS), CACHE, {})
+        assert found.split.cache == point["cache_bytes"] and found.loss == pytest.approx(point["loss"], rel=1e-9)
+        assert point["bits_per_value"] == 8 * found.split.paged / (2 * 2 * 64 * 8000)
+
+
+def rescaled(value: float) -> Plan:
+    layer = LayerPlan(PAGED[0], (CACHE.format("k", 2, "token", 32),), (RAW,), k_rescale=True)
+    tensors = {"layers.1.k_rescale": torch.full((2, 32), value)}
+    return Plan(IDENTITY, "bfloat16", (layer,), Workload(2, 1000), {}, tensors)
+
+
+def test_a_plan_is_told_by_its_tensors_too(tmp_path: Path) -> None:
+    plan = rescaled(2.0)
+    assert plan.sha256 != rescaled(3.0).sha256
+    save_plan(plan, tmp_path / "plan.safetensors")
+    again = load_plan(tmp_path / "plan.safetensors")
+    assert again.sha256 == plan.sha256 and again.tensors["layers.1.k_rescale"].eq(2.0).all()
+
+
+def test_what_a_budget_leaves_for_the_cache() -> None:
+    """The device's without weights and workspace; bits per value without the layers that are not paged."""
+    sizes, workload = ModelSizes(GEOMETRY, 10**6, vocab_size=500), Workload(2, 4000)
+    layers = tuple(LayerPlan(one, (RAW,), (RAW,)) for one in PAGED)
+    device = resolve_budget(sizes, AllocateSpec(budget="9MB", **LENGTHS), layers, 7)
+    assert device.cache == 9_000_000 - 10**6 - 2 * 4 * 2 * 500 - workspace_bytes(layers, "bfloat16", workload)
+    assert resolve_budget(sizes, AllocateSpec(bits=3.0, **LENGTHS), layers, 7).cache == 3 * 2 * 2 * 64 * 8000 // 8 + 7
+    kivi_2 = fixed_layers(load_recipe("kivi-2").formats, layers)
+    assert resolve_budget(sizes, AllocateSpec(same_bytes_as="kivi-2", **LENGTHS), layers, 0).cache == sum(
+        layer.nbytes("bfloat16", (4000, 4000), 4000) for layer in kivi_2
+    )
+    assert resolve_budget(sizes, AllocateSpec(kv_budget="5KB", **LENGTHS), layers, 7).cache == 5000
+
+
+def test_the_first_paged_layer_has_the_first_formats() -> None:
+    """AQUA-KV: 4 bits in the first layer, 2 in the others; layers that are not paged are not counted."""
+    formats = load_recipe("aqua-kv").formats
+    layers = fixed_layers(formats, (LayerPlan(GEOMETRY.layers[0]), *(LayerPlan(one, (RAW,), (RAW,)) for one in PAGED)))
+    assert [[fmt.num_bits for fmt in (*layer.k, *layer.v)] for layer in layers] == [[], [4, 4], [2, 2]]

@@ -1,0 +1,390 @@
+"""Sensitivity and gradient norms against references that share no code with them: NumPy scalars, retained gradients,
+finite differences."""
+
+from __future__ import annotations
+
+import gc
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from tiny_models import built, measured
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvcal.errors import NonFiniteActivations
+from kvcal.models.attention import _LISTENING
+from kvcal.models.geometry import geometry_of
+from kvcal.pages.layout import PAGE_TOKENS, PageLayout
+from kvcal.stages.checkpoint import Mean
+from kvcal.stages.profile.gradients import GradientObserver, next_token_loss
+from kvcal.stages.profile.sensitivity import Candidate, candidates, quantization_errors
+
+IDS = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+CONFIGS = {"llama": hf.LlamaConfig, "qwen3": hf.Qwen3Config}
+ALL = {
+    "k": candidates("k", (1, 2, 3, 4, 8), ("channel", "token"), (32, 64, 128)),
+    "v": candidates("v", (1, 2, 3, 4, 8), ("channel", "token"), (32, 64, 128)),
+}
+FEW = {"k": (Candidate(2, "channel", 32), Candidate(3, "token", 128)), "v": (Candidate(2, "token", 128),)}
+
+
+def gqa_model(name: str, dtype: torch.dtype = torch.float32, num_layers: int = 4) -> PreTrainedModel:
+    """Layers of very different sensitivity, 2 KV heads for 4 query heads; the same weights in any dtype."""
+    torch.manual_seed(3)
+    config = CONFIGS[name](**IDS, **SHAPE, num_hidden_layers=num_layers)
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+        for number, layer in enumerate(model.model.layers):
+            layer.self_attn.o_proj.weight.mul_(2.0**-number)
+    return model.to(dtype)
+
+
+def sample_of(length: int, num_prompt: int = 5, seed: int = 0) -> tuple[Tensor, Tensor]:
+    tokens_T = torch.randint(3, 64, (length,), generator=torch.Generator().manual_seed(seed))
+    return tokens_T, torch.arange(length) >= num_prompt
+
+
+def observer(model: PreTrainedModel, wanted=ALL, sinks: int = 4) -> GradientObserver:
+    return GradientObserver(model, geometry_of(model, "float32"), wanted, sinks, "float16")
+
+
+class Watched(DynamicCache):
+    """Keeps the keys and values that a model caches, with their gradients, and adds ``nudges`` to them first."""
+
+    def __init__(self, config, nudges: dict | None = None) -> None:
+        super().__init__(config=config)
+        self.kept: dict[tuple[int, str], Tensor] = {}
+        self.nudges = nudges or {}
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        states = {}
+        for side, x in (("k", key_states), ("v", value_states)):
+            nudge = self.nudges.get((layer_idx, side))
+            states[side] = x if nudge is None else x + nudge
+            self.kept[layer_idx, side] = states[side]
+            if x.requires_grad:
+                states[side].retain_grad()
+        return super().update(states["k"], states["v"], layer_idx, *args, **kwargs)
+
+
+def loss_by_hand(logits_TV: Tensor, tokens_T: Tensor, mask_T: Tensor) -> Tensor:
+    """-log p of token t from the logits of position t - 1, one token at a time."""
+    terms = []
+    for t in range(1, len(tokens_T)):
+        if mask_T[t]:
+            row = logits_TV[t - 1]
+            terms.append(torch.log(torch.exp(row - row.max()).sum()) + row.max() - row[tokens_T[t]])
+    return torch.stack(terms).mean()
+
+
+def quantization_error(x_TD: np.ndarray, candidate: Candidate, sinks: int) -> np.ndarray:
+    """Q(x) - x of one head with a float16 scale and zero, one number at a time, fp32 as the specification says."""
+    error = np.zeros(x_TD.shape)
+    T, D = x_TD.shape
+    bits, axis, size = candidate
+    blocks = [range(a, min(a + PAGE_TOKENS, T)) for a in range(sinks, T, PAGE_TOKENS)]
+    for block in blocks:
+        if axis == "channel":
+            starts = range(block.start, block.stop, size)
+            groups = [[(t, d) for t in range(a, min(a + size, block.stop))] for a in starts for d in range(D)]
+        else:
+            groups = [[(t, d) for d in range(a, min(a + size, D))] for a in range(0, D, size) for t in block]
+        for group in groups:
+            values = [np.float32(x_TD[place]) for place in group]
+            zero = np.float32(np.float16(min(values)))
+            levels = np.float32(2**bits - 1)
+            scale = np.float32(np.float16((max(values) - min(values)) / levels))
+            for place, value in zip(group, values, strict=True):
+                code = 0.0 if scale == 0 else min(max(np.rint((value - zero) / scale), 0), 2**bits - 1)
+                error[place] = float(np.float32(np.float32(code) * scale) + zero) - float(value)
+    return error
+
+
+def test_weighted_errors_are_those_of_scalar_arithmetic() -> None:
+    """Sinks, one whole page, a partial page with a partial group; channels that are no multiple of a group."""
+    torch.manual_seed(0)
+    x_NTD, g_NTD = torch.randn(1, 4 + 128 + 41, 40) * 3, torch.randn(1, 4 + 128 + 41, 40)
+    for wanted in (Candidate(1, "channel", 32), Candidate(3, "channel", 128), Candidate(2, "token", 32)):
+        found = quantization_errors(x_NTD, g_NTD, [wanted], 4, torch.bfloat16, torch.float16)
+        rounded = x_NTD.bfloat16().float()
+        error = quantization_error(rounded[0].numpy(), wanted, 4)
+        expected = np.abs(error * g_NTD[0].double().numpy()).sum()
+        assert found.weighted_NC.dtype == torch.float64 and found.weighted_NC.shape == (1, 1)
+        assert float(found.weighted_NC) == pytest.approx(expected, rel=1e-6)
+        assert float(found.squared_C) == pytest.approx((error**2).sum(), rel=1e-6)
+        assert float(found.energy) == pytest.approx(float(rounded[0, 4:].double().square().sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize("head_dim", [16, 80])
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_errors_are_bit_for_bit_those_of_a_packed_page(side: str, head_dim: int) -> None:
+    """With a weight on one channel, the sum is over 128 numbers, exact in fp64: one wrong bit would show."""
+    torch.manual_seed(1)
+    x_NTD = torch.randn(3, PAGE_TOKENS, head_dim) * torch.tensor([0.01, 1.0, 100.0]).view(3, 1, 1)
+    x_NTD[1, :, 2] = 0.7  # constant along tokens
+    x_NTD[2, 5] = -3.0  # constant along channels
+    errors = {}
+    for wanted in ALL[side]:
+        layout = PageLayout(side, *wanted, head_dim, "float16", "bfloat16")
+        rounded = x_NTD.bfloat16()
+        errors[wanted] = (layout.decode(layout.encode(rounded)) - rounded.float()).abs().double()
+    for channel in (0, 2, 15, head_dim - 1):
+        g_NTD = torch.zeros_like(x_NTD)
+        g_NTD[..., channel] = -1.0
+        found_NC = quantization_errors(x_NTD, g_NTD, ALL[side], 0, torch.bfloat16, torch.float16).weighted_NC
+        for column, wanted in enumerate(ALL[side]):
+            expected_N = errors[wanted][..., channel].sum(-1)
+            torch.testing.assert_close(found_NC[:, column], expected_N, rtol=1e-13, atol=0)
+    assert float(found_NC.min()) > 0
+
+
+def test_tokens_in_the_sinks_cost_nothing() -> None:
+    x_NTD = torch.randn(2, 6, 16)
+    few = quantization_errors(x_NTD, torch.ones_like(x_NTD), FEW["k"], 6, torch.float32, torch.float16)
+    assert few.weighted_NC.shape == (2, 2) and not any(part.any() for part in few)
+    one = quantization_errors(x_NTD, torch.ones_like(x_NTD), FEW["k"], 5, torch.float32, torch.float16)
+    assert (one.weighted_NC[:, 1] > 0).all()
+
+
+def test_a_range_beyond_the_parameters_is_refused() -> None:
+    x_NTD = torch.tensor([-6e4, 6e4]).view(1, 2, 1)
+    with pytest.raises(NonFiniteActivations, match="range beyond float16"):
+        quantization_errors(x_NTD, x_NTD, [Candidate(1, "channel", 32)], 0, torch.float32, torch.float16)
+    wide = quantization_errors(x_NTD, x_NTD, [Candidate(1, "channel", 32)], 0, torch.float32, torch.bfloat16)
+    assert torch.isfinite(wide.weighted_NC).all()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_backward_gives_the_sensitivities_and_norms_of_a_reference(name: str) -> None:
+    """Reference: the model in fp64 with all weights trained and every key and value retaining its gradient. Pairing
+    a layer's error with the gradient of the layer at the other end, as the paper's public code does, must fail."""
+    tokens_T, mask_T = sample_of(4 + 128 + 41)
+    found = observer(gqa_model(name), FEW).measure(0, tokens_T, mask_T)
+    model = gqa_model(name, torch.float64)
+    cache = Watched(model.config)
+    logits_TV = model(input_ids=tokens_T.unsqueeze(0), past_key_values=cache, use_cache=True).logits[0]
+    loss = loss_by_hand(logits_TV, tokens_T, mask_T)
+    loss.backward()
+    assert found.loss == pytest.approx(loss.item(), rel=1e-5)
+    for number, layer in enumerate(model.model.layers):
+        for side, projection in (("k", layer.self_attn.k_proj), ("v", layer.self_attn.v_proj)):
+            norm = math.sqrt(float((projection.weight.grad**2).sum()))
+            assert found.weight_grad_norms[number, side] == pytest.approx(norm, rel=1e-4)
+            own, opposite = (reference_errors(cache, number, n, FEW[side], side) for n in (number, 3 - number))
+            torch.testing.assert_close(found.errors[number, side].weighted_NC, own, rtol=1e-4, atol=0)
+            assert not torch.isclose(found.errors[number, side].weighted_NC, opposite, rtol=0.3).any()
+
+
+def reference_errors(cache: Watched, number: int, gradient_of: int, wanted, side: str) -> Tensor:
+    """Eq. 5 with layer ``number``'s errors and layer ``gradient_of``'s gradients."""
+    x_NTD, g_NTD = cache.kept[number, side][0].detach(), cache.kept[gradient_of, side].grad[0]
+    sums = [
+        [float(np.abs(g.numpy() * quantization_error(x.numpy(), candidate, 4)).sum()) for candidate in wanted]
+        for x, g in zip(x_NTD, g_NTD, strict=True)
+    ]
+    return torch.tensor(sums, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sensitivities_agree_with_finite_differences_of_the_loss(name: str) -> None:
+    """No gradient at all: every cached key and value of every layer is nudged up and down, and the loss is measured.
+    A reversed or shifted order of the layers fails, and so does a gradient of another loss."""
+    tokens_T, mask_T = sample_of(9, num_prompt=2)
+    wanted = {"k": (Candidate(2, "token", 32),), "v": (Candidate(2, "token", 32),)}
+    found = observer(gqa_model(name), wanted, sinks=0).measure(0, tokens_T, mask_T)
+    model = gqa_model(name, torch.float64)
+    slopes, states = {}, {}
+    for number, side in product(range(4), "kv"):
+        slopes[number, side], states[number, side] = finite_differences(model, tokens_T, mask_T, number, side)
+    right, reversed_order = [], []
+    for number, side in product(range(4), "kv"):
+        x_NTD = states[number, side]
+        e_NTD = np.stack([quantization_error(x.numpy(), wanted[side][0], 0) for x in x_NTD])
+        for pairs, other in ((right, number), (reversed_order, 3 - number)):
+            expected_N = (slopes[other, side] * torch.from_numpy(e_NTD)).abs().sum((1, 2))
+            pairs.append((found.errors[number, side].weighted_NC[:, 0], expected_N))
+    for found_N, expected_N in right:
+        torch.testing.assert_close(found_N, expected_N, rtol=2e-3, atol=0)
+    assert not any(torch.allclose(found_N, expected_N, rtol=0.1) for found_N, expected_N in reversed_order)
+
+
+def finite_differences(
+    model: PreTrainedModel, tokens_T: Tensor, mask_T: Tensor, number: int, side: str
+) -> tuple[Tensor, Tensor]:
+    """(the loss's slopes [N, T, D], the states themselves) for one layer's side: one row of the batch a nudge."""
+    N, T, D = 2, len(tokens_T), 16
+    nudge = 2e-2  # norms and rotations are fp32 in any model: a smaller one would drown in their rounding
+    unit = nudge * torch.eye(N * T * D, dtype=torch.float64).view(-1, N, T, D)
+    cache = Watched(model.config, {(number, side): torch.cat([unit, -unit, torch.zeros_like(unit[:1])])})
+    with torch.no_grad():
+        batch_BT = tokens_T.expand(2 * len(unit) + 1, T)
+        logits_BTV = model(input_ids=batch_BT, past_key_values=cache, use_cache=True).logits
+    losses = torch.nn.functional.cross_entropy(logits_BTV[:, :-1].transpose(1, 2), batch_BT[:, 1:], reduction="none")
+    loss_B = losses[:, mask_T[1:]].mean(1)
+    slopes = (loss_B[: len(unit)] - loss_B[len(unit) : -1]) / (2 * nudge)
+    return slopes.view(N, T, D), cache.kept[number, side][-1]
+
+
+def test_labels_are_shifted_once_and_the_prompt_is_left_out() -> None:
+    tokens_T, mask_T = sample_of(12, num_prompt=4)
+    sure = torch.full((12, 64), -30.0)
+    sure[torch.arange(11), tokens_T[1:]] = 30.0  # position t predicts token t + 1, and a double shift none
+    assert float(next_token_loss(sure, tokens_T, mask_T)) < 1e-6
+    logits_TV = torch.randn(12, 64, generator=torch.Generator().manual_seed(1))
+    loss = next_token_loss(logits_TV, tokens_T, mask_T)
+    assert float(loss) == pytest.approx(float(loss_by_hand(logits_TV, tokens_T, mask_T)), rel=1e-5)
+    other_TV = logits_TV.clone()
+    other_TV[:3], other_TV[-1] = 7.0 * torch.rand(3, 64), -5.0  # these predict the prompt, and nothing
+    assert torch.equal(next_token_loss(other_TV, tokens_T, mask_T), loss)
+    other_TV[3] = torch.rand(64)  # the last token of the prompt predicts the first loss token
+    assert not torch.isclose(next_token_loss(other_TV, tokens_T, mask_T), loss)
+
+
+def test_a_loss_on_the_first_token_changes_nothing() -> None:
+    tokens_T, mask_T = sample_of(12, num_prompt=1)
+    logits_TV = torch.randn(12, 64)
+    assert torch.equal(
+        next_token_loss(logits_TV, tokens_T, mask_T),
+        next_token_loss(logits_TV, tokens_T, torch.ones(12, dtype=torch.bool)),
+    )
+
+
+def test_the_gradient_is_of_a_mean_over_loss_tokens() -> None:
+    """Appending tokens outside the loss must not change the earlier tokens' sensitivity; a mean over all tokens
+    would scale it."""
+    model = gqa_model("llama")
+    tokens_T, mask_T = sample_of(132 + 128)
+    half = observer(model).measure(0, tokens_T[:132], mask_T[:132])
+    mask_T[132:] = False
+    whole = observer(model).measure(0, tokens_T, mask_T)
+    assert whole.loss == pytest.approx(half.loss, rel=1e-5)
+    # 4 sinks and one page: the tokens behind them have no gradient.
+    torch.testing.assert_close(whole.errors[1, "k"].weighted_NC, half.errors[1, "k"].weighted_NC, rtol=1e-4, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["phi3", "qwen3_moe", "gemma3", "qwen3_next", "gpt_neox", "gpt_oss"])
+def test_full_attention_layers_alone_are_measured_in_every_family(name: str) -> None:
+    model, geometry = built(name), measured(name)
+    tokens_T, mask_T = sample_of(30)
+    wanted = {side: FEW[side] for side in "kv"}
+    found = GradientObserver(model, geometry, wanted, 4, "float16").measure(0, tokens_T, mask_T)
+    full = {layer.index for layer in geometry.layers if getattr(layer, "window", 1) is None}
+    assert len(full) > 0
+    assert found.errors.keys() == found.weight_grad_norms.keys() == set(product(full, "kv"))
+    assert all(float(part.min()) > 0 for errors in found.errors.values() for part in errors)
+    assert all(norm > 0 for norm in found.weight_grad_norms.values())
+
+
+def test_a_model_in_bfloat16_gives_nearly_the_same() -> None:
+    tokens_T, mask_T = sample_of(140)
+    exact = observer(gqa_model("llama"), FEW).measure(0, tokens_T, mask_T)
+    rough = observer(gqa_model("llama", torch.bfloat16), FEW).measure(0, tokens_T, mask_T)
+    for key in exact.errors:
+        torch.testing.assert_close(rough.errors[key].weighted_NC, exact.errors[key].weighted_NC, rtol=0.25, atol=0)
+        assert rough.weight_grad_norms[key] == pytest.approx(exact.weight_grad_norms[key], rel=0.25)
+
+
+def count_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+
+def test_the_model_is_left_as_it_was_and_nothing_is_kept() -> None:
+    model = gqa_model("llama")
+    model.model.embed_tokens.weight.requires_grad_(False)
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    tokens_T, mask_T = sample_of(60)
+    observing = observer(model, FEW)
+    first = observing.measure(0, tokens_T, mask_T)
+    alive = count_tensors()
+    for sample in range(3):
+        again = observing.measure(sample, tokens_T, mask_T)
+        assert all(torch.equal(again.errors[key].weighted_NC, first.errors[key].weighted_NC) for key in first.errors)
+    kept = 3 * len(again.errors)  # what the last sample returned
+    assert count_tensors() <= alive + kept
+    assert [parameter.requires_grad for parameter in model.parameters()] == flags
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not _LISTENING and model.config._attn_implementation == "sdpa"
+
+
+def test_nan_is_refused_with_layer_and_sample_and_the_model_restored() -> None:
+    model = gqa_model("llama")
+    tokens_T, mask_T = sample_of(30)
+    observing = observer(model, FEW)
+    with torch.no_grad():
+        model.model.layers[2].self_attn.v_proj.weight[0, 0] = math.nan
+    with pytest.raises(NonFiniteActivations, match="the values of layer 2 are not finite in sample 7"):
+        observing.measure(7, tokens_T, mask_T)
+    assert not _LISTENING and all(parameter.grad is None for parameter in model.parameters())
+    with torch.no_grad():
+        model.model.layers[2].self_attn.v_proj.weight[0, 0] = 0.0
+        model.lm_head.weight[5] = math.inf
+    with pytest.raises(NonFiniteActivations, match="the loss of sample 8 is nan"):
+        observing.measure(8, tokens_T, mask_T)
+
+
+def test_gradients_that_are_not_finite_are_refused() -> None:
+    model = gqa_model("llama")
+    tokens_T, mask_T = sample_of(30)
+
+    def poison(module, args, output):
+        output.register_hook(lambda gradient: gradient * math.inf)
+
+    observing = observer(model, FEW)
+    handle = model.model.layers[1].self_attn.o_proj.register_forward_hook(poison)
+    with pytest.raises(NonFiniteActivations, match="gradient of the (keys|values) of layer 1 .* sample 4"):
+        observing.measure(4, tokens_T, mask_T)
+    handle.remove()
+    assert observing.measure(4, tokens_T, mask_T).loss > 0
+
+
+def test_keys_too_large_for_the_scales_are_refused_with_layer_and_sample() -> None:
+    model = gqa_model("llama")
+    with torch.no_grad():
+        model.model.layers[3].self_attn.k_proj.weight.mul_(1e6)
+    with pytest.raises(NonFiniteActivations, match="the keys of layer 3 in sample 2: .* beyond float16"):
+        observer(model, FEW).measure(2, *sample_of(30))
+
+
+def test_candidates_have_one_order_and_only_axes_that_exist() -> None:
+    assert candidates("k", (4, 2), ("token", "channel"), (64,)) == (
+        (2, "channel", 64), (2, "token", 64), (4, "channel", 64), (4, "token", 64),
+    )  # fmt: skip
+    assert candidates("v", (2,), ("channel",), (128, 32)) == ((2, "token", 32), (2, "token", 128))
+
+
+def test_a_stream_of_observations_gives_the_mean_of_the_batch() -> None:
+    values = torch.randn(37, 3, 2, dtype=torch.float64)
+    batch = Mean.empty((3, 2)).update(values)
+    stream = Mean.empty((3, 2))
+    for part in values.split([1, 5, 0, 30, 1]):
+        stream = stream.update(part)
+    assert stream.count == batch.count == 37
+    torch.testing.assert_close(stream.result(), values.mean(0), rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(stream.result(), batch.result(), rtol=1e-13, atol=1e-15)
+
+
+def test_merging_is_associative_and_changes_neither_part() -> None:
+    # Dyadic numbers: their sums are exact, so that associativity holds bit for bit.
+    a, b, c = (Mean.empty((4,)).update(torch.randint(-99, 99, (n, 4)) / 64) for n in (3, 1, 8))
+    before = a.total.clone()
+    left, right = a.merge(b).merge(c), a.merge(b.merge(c))
+    assert torch.equal(left.total, right.total) and left.count == right.count == 12
+    assert torch.equal(a.total, before) and a.count == 3
+    assert torch.equal(left.result(), left.result())
+    with pytest.raises(ValueError, match="no observations"):
+        Mean.empty((4,)).result()

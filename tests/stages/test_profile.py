@@ -1,0 +1,415 @@
+"""The profile stage: what it stores, that it resumes to the same bits, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from test_observers import gqa_model
+from tiny_models import built, measured
+
+from kvcal import artifact
+from kvcal.data.sequences import TokenDataset
+from kvcal.errors import ArtifactError, NonFiniteActivations, UnsupportedModel, UsageError
+from kvcal.geometry import CACHE_DTYPES, ModelIdentity
+from kvcal.models.geometry import geometry_of
+from kvcal.models.load import LoadedModel, weight_bytes
+from kvcal.models.taps import tap
+from kvcal.pages.uniform import dequantize, quantize
+from kvcal.plan.plan import RAW, SIDES, bare_layers
+from kvcal.progress import Silent
+from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
+from kvcal.stages import checkpoint as checkpoint_module
+from kvcal.stages import divergence
+from kvcal.stages.allocate.stage import allocate
+from kvcal.stages.divergence import divergences, one_side_plan, unquantized_plan
+from kvcal.stages.profile import stage as profile
+from kvcal.stages.profile.gradients import GradientObserver
+
+SPEC = ProfileSpec(
+    num_bits=(2, 4), group_sizes=(32, 64), kl_group_size=64, kl_num_bits=(2, 4), kl_samples=2, kl_tokens=175
+)
+CACHE = CacheSpec(num_sink_tokens=4, k_recent_window=16, v_recent_window=8)
+INPUTS = {"data.fingerprint": "f", "profile.num_bits": [2, 4]}
+
+
+def loaded_model(name: str = "llama", num_layers: int = 2) -> LoadedModel:
+    model = gqa_model(name, num_layers=num_layers)
+    return LoadedModel(model, None, ModelIdentity(name, name, "c", "w", "t"), geometry_of(model), name)
+
+
+def data_of(*lengths: int) -> TokenDataset:
+    generator = torch.Generator().manual_seed(5)
+    sequences = tuple(torch.randint(3, 64, (length,), generator=generator) for length in lengths)
+    masks = tuple(torch.arange(length) >= 7 for length in lengths)
+    return TokenDataset(sequences, masks, "f", "random tokens")
+
+
+DATA = data_of(170, 60, 200, 180)
+
+
+class Listener:
+    """A Reporter that notes what it hears, and interrupts at the ``stop_at``-th step, if told to."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.steps: list[tuple[str, int, int]] = []
+        self.said: list[str] = []
+        self._stop_at = stop_at
+
+    def say(self, message: str) -> None:
+        self.said.append(message)
+
+    def __call__(self, done: int, total: int, label: str) -> None:
+        self.steps.append((label, done, total))
+        if len(self.steps) == self._stop_at:
+            raise KeyboardInterrupt
+
+
+def run(folder: Path, reporter=None, loaded: LoadedModel | None = None, **other) -> profile.Profile:
+    given = {"data": DATA, "spec": SPEC, "cache": CACHE, "inputs": INPUTS} | other
+    folder.mkdir(exist_ok=True)
+    return profile.run_profile(
+        loaded or loaded_model(), path=folder / "profile.safetensors", reporter=reporter or Silent(), **given
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_groups() -> Iterator[None]:
+    """Two layer sides of two candidates each in a lockstep, one text at a time: 2 x 2 steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile, "KL_BATCH", 1)
+        for module in (profile, divergence):
+            patch.setattr(module, "LOCKSTEP", 4)
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[profile.Profile, Path]:
+    """One uninterrupted profile."""
+    folder = tmp_path_factory.mktemp("finished")
+    return run(folder), folder / "profile.safetensors"
+
+
+def test_sensitivities_norms_and_loss_are_means_over_samples(finished) -> None:
+    found, _ = finished
+    loaded = loaded_model()
+    wanted = {side: found.subject.candidates(side) for side in SIDES}
+    observer = GradientObserver(loaded.model, loaded.geometry, wanted, 4, "float16")
+    samples = [observer.measure(i, DATA.sequences[i], DATA.loss_masks[i]) for i in range(len(DATA.sequences))]
+    assert found.loss == pytest.approx(sum(s.loss for s in samples) / 4, rel=1e-6)
+    for index, side in product(range(2), SIDES):
+        mean_NC = sum(s.errors[index, side].weighted_NC for s in samples) / 4
+        assert mean_NC.shape == (2, 8 if side == "k" else 4)
+        torch.testing.assert_close(found.sensitivity(index, side), mean_NC, rtol=1e-12, atol=0)
+        norms = [s.weight_grad_norms[index, side] for s in samples]
+        assert found.grad_norm(index, side) == pytest.approx(sum(norms) / 4, rel=1e-12)
+
+
+def test_kl_is_that_of_each_side_alone_per_loss_token(finished) -> None:
+    """Against one plan at a time, without lockstep groups. The sequence of 60 tokens fills no page and is passed
+    over; the others are cut at 175 tokens."""
+    found, _ = finished
+    loaded = loaded_model()
+    reference = unquantized_plan(loaded.identity, loaded.geometry)
+    texts = [(DATA.sequences[i][None, :175], DATA.loss_masks[i][None, :175]) for i in (0, 2)]
+    for index, side in ((0, "k"), (1, "v")):
+        for column, candidate in enumerate(found.subject.kl_candidates(side)):
+            plan = one_side_plan(reference, index, side, CACHE.format(side, *candidate))
+            rows = [divergences(loaded.model, reference, [plan], *text)[0] for text in texts]
+            expected = float(torch.cat(rows).mean())
+            assert expected > 0
+            assert float(found.kl(index, side)[column]) == pytest.approx(expected, rel=1e-4)
+    assert found.means["kl.k.0"].count == (170 - 7) + (175 - 7)
+
+
+def test_a_profile_is_read_back_as_it_was_written(finished) -> None:
+    found, path = finished
+    again = profile.load(path)
+    assert again.subject == found.subject and again.means.keys() == found.means.keys()
+    for name, mean in found.means.items():
+        assert torch.equal(again.means[name].total, mean.total) and again.means[name].count == mean.count
+    assert artifact.read(path, profile.KIND, profile.SCHEMA).inputs == INPUTS
+    loaded = loaded_model()
+    assert (again.identity, again.geometry, again.cache) == (loaded.identity, loaded.geometry, CACHE)
+    assert again.weight_bytes == weight_bytes(loaded.model) and again.vocab_size == 64
+    assert (again.subject.num_samples, again.subject.num_tokens) == (4, 610)
+    assert again.data_fingerprint == "f" and again.subject.num_loss_tokens == 610 - 4 * 7
+
+
+def test_losses_name_every_candidate_per_head_or_per_layer(finished) -> None:
+    found, _ = finished
+    by_head = found.losses("sensitivity", 1, "k")
+    assert list(by_head) == list(found.subject.candidates("k"))
+    assert by_head[2, "channel", 32] == found.sensitivity(1, "k")[:, 0].tolist()
+    assert all(len(losses) == 2 for losses in by_head.values())
+    assert found.losses("kl", 1, "v") == {
+        (2, "token", 64): [float(found.kl(1, "v")[0])],
+        (4, "token", 64): [float(found.kl(1, "v")[1])],
+    }
+    for bits_2, bits_4 in zip(by_head[2, "token", 32], by_head[4, "token", 32], strict=True):
+        assert bits_2 > 3 * bits_4  # 15 levels against 3: about 5 times
+
+
+# 5 calls of the reporter for the gradients of 4 samples, 5 for 2 x 2 divergence steps.
+@pytest.mark.parametrize("stop_at", [2, 5, 6, 7, 9])
+def test_an_interrupted_profile_resumes_to_the_same_bytes(finished, tmp_path: Path, stop_at: int) -> None:
+    _, path = finished
+    partial = tmp_path / "profile.partial.safetensors"
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, Listener(stop_at))
+    assert [file.name for file in tmp_path.iterdir()] == [partial.name]
+    resumed = Listener()
+    run(tmp_path, resumed)
+    done = stop_at - 1 if stop_at <= 5 else 5 + stop_at - 6
+    assert len(resumed.steps) == 10 - min(done, 4) - max(0, done - 5)
+    assert resumed.said == [
+        f"{partial.name}: goes on after {min(done, 4)} gradient samples, {max(0, done - 5)} divergence steps"
+    ]
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+
+
+def test_it_can_be_interrupted_again_and_again(finished, tmp_path: Path) -> None:
+    for _ in range(4):
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, Listener(2))
+    run(tmp_path)
+    assert (tmp_path / "profile.safetensors").read_bytes() == finished[1].read_bytes()
+
+
+def test_unfinished_statistics_are_saved_now_and_then(tmp_path: Path, monkeypatch) -> None:
+    """A killed process has no chance to save: what was saved in time is taken up."""
+    monkeypatch.setattr(checkpoint_module, "SAVE_SECONDS", 0.0)
+    seen = []
+
+    class Watcher(Silent):
+        def __call__(self, done: int, total: int, label: str) -> None:
+            seen.append((tmp_path / "profile.partial.safetensors").exists())
+
+    run(tmp_path, Watcher())
+    assert seen == [False] + 9 * [True]
+    assert not (tmp_path / "profile.partial.safetensors").exists()
+
+
+def test_unfinished_statistics_of_other_inputs_are_discarded(finished, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, Listener(3), inputs={**INPUTS, "data.fingerprint": "g"})
+    listener = Listener()
+    run(tmp_path, listener)
+    assert listener.said == ['profile.partial.safetensors is discarded: data.fingerprint is "g", expected "f"']
+    assert (tmp_path / "profile.safetensors").read_bytes() == finished[1].read_bytes()
+
+
+def test_a_corrupt_file_of_unfinished_statistics_is_discarded(finished, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, Listener(3))
+    partial = tmp_path / "profile.partial.safetensors"
+    content = bytearray(partial.read_bytes())
+    content[-3] ^= 1
+    partial.write_bytes(content)
+    listener = Listener()
+    run(tmp_path, listener)
+    assert len(listener.said) == 1 and "is discarded" in listener.said[0]
+    assert (tmp_path / "profile.safetensors").read_bytes() == finished[1].read_bytes()
+
+
+def test_nan_names_layer_and_sample_and_keeps_what_was_measured(tmp_path: Path) -> None:
+    """The embedding of a token that only the third sequence holds."""
+    loaded = loaded_model()
+    sequences = [tokens.clamp(max=60) for tokens in DATA.sequences]
+    sequences[2][40] = 63
+    with torch.no_grad():
+        loaded.model.model.embed_tokens.weight[63] = math.nan
+    data = replace(DATA, sequences=tuple(sequences))
+    with pytest.raises(NonFiniteActivations, match="the keys of layer 0 are not finite in sample 2"):
+        run(tmp_path, loaded=loaded, data=data)
+    listener = Listener()
+    with pytest.raises(NonFiniteActivations):
+        run(tmp_path, listener, loaded=loaded, data=data)
+    assert listener.steps == [("profile: gradients", 2, 4)]
+    assert not (tmp_path / "profile.safetensors").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_of_the_artifact(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="cannot write .*profile.safetensors"):
+        profile.run_profile(
+            loaded_model(),
+            data_of(30),
+            replace(SPEC, kl_samples=0),
+            CACHE,
+            INPUTS,
+            tmp_path / "nowhere" / "profile.safetensors",
+            Silent(),
+        )
+
+
+def test_sequences_too_short_for_a_page_are_refused_at_once() -> None:
+    listener = Listener()
+    with pytest.raises(UsageError, match="none of 2 sequences has a loss token behind token 149") as refused:
+        run(Path("/nonexistent"), listener, data=data_of(90, 149))
+    assert "kl_samples = 0" in refused.value.hint and not listener.steps
+
+
+def test_without_kl_short_sequences_are_enough(tmp_path: Path) -> None:
+    found = run(tmp_path, data=data_of(40, 30), spec=replace(SPEC, kl_samples=0))
+    assert profile.load(tmp_path / "profile.safetensors").losses("sensitivity", 0, "v")
+    with pytest.raises(UsageError, match="holds no KL"):
+        found.losses("kl", 0, "v")
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next", "mistral_all_sliding", "qwen3_moe"])
+def test_bounded_and_state_layers_are_left_out(name: str, tmp_path: Path) -> None:
+    model, geometry = built(name), measured(name)
+    loaded = LoadedModel(model, None, ModelIdentity(name, geometry.model_type, "c", "w", "t"), geometry, name)
+    spec = replace(SPEC, kl_samples=1, kl_num_bits=(2,))
+    run(tmp_path, loaded=loaded, data=data_of(180), spec=spec)
+    found = profile.load(tmp_path / "profile.safetensors")
+    full = [layer.index for layer in geometry.layers if getattr(layer, "window", 1) is None]
+    assert [layer.index for layer in found.subject.layers] == full
+    assert len(found.means) == 1 + 10 * len(full)
+    if not full:
+        with pytest.raises(UnsupportedModel, match="nothing to allocate: every layer of the model is a sliding window"):
+            allocate(found, AllocateSpec(bits=3.0), CacheSpec(), {})
+    for index, side in product(full, SIDES):
+        assert float(found.sensitivity(index, side).min()) > 0 and float(found.kl(index, side)) > 0
+
+
+def test_importance_is_the_score_times_the_relative_error(finished) -> None:
+    """By hand, from the keys and values themselves, page by page; then the exact solver's choice, by enumeration."""
+    found, _ = finished
+    loaded = loaded_model()
+    stored = CACHE_DTYPES[found.geometry.cache_dtype]
+    squared, energy = {}, {}
+    for tokens_T in DATA.sequences:
+        seen = []
+        with torch.no_grad(), tap(loaded.model, seen.append, loaded.geometry):
+            loaded.model(input_ids=tokens_T[None], use_cache=False)
+        for captured, side in product(seen, SIDES):
+            x_NTD = (captured.k_post_BNTD if side == "k" else captured.v_BNTD)[0, :, 4:].to(stored).float()
+            place = captured.layer, side
+            energy[place] = energy.get(place, 0.0) + float(x_NTD.double().square().sum())
+            for candidate in found.subject.candidates(side):
+                bits, axis, size = candidate
+                dim = -2 if axis == "channel" else -1
+                decoded = dequantize(*quantize(x_NTD, bits, size, dim, torch.float16), size, dim)
+                error = float((decoded - x_NTD).double().square().sum())
+                squared[*place, candidate] = squared.get((*place, candidate), 0.0) + error
+    for index, side in product(range(2), SIDES):
+        losses = found.losses("importance", index, side)
+        assert list(losses) == list(found.subject.candidates(side))
+        for candidate, (loss,) in losses.items():
+            relative = math.sqrt(squared[index, side, candidate] / energy[index, side])
+            assert 0 < relative < 1
+            assert loss == pytest.approx(found.grad_norm(index, side) * relative, rel=1e-5)
+    budget = AllocateSpec(bits=6.0, batch=1, context=65536, objective="importance")
+    chosen = allocate(found, budget, CACHE, {})
+    by_hand = []
+    for layer, side in product(bare_layers(found.geometry), SIDES):
+        losses = {
+            candidate: loss for candidate, (loss,) in found.losses("importance", layer.geometry.index, side).items()
+        }
+        options = [(RAW, 0.0), *((CACHE.format(side, *candidate), loss) for candidate, loss in losses.items())]
+        by_hand.append([(fmt.nbytes(side, 2, 16, found.geometry.cache_dtype, (65536,)), loss) for fmt, loss in options])
+    fitting = (zip(*choice, strict=True) for choice in product(*by_hand))
+    best = min(sum(losses) for nbytes, losses in fitting if sum(nbytes) <= chosen.split.budget)
+    assert chosen.loss == pytest.approx(best, rel=1e-9) and best > 0
+
+
+def test_candidates_are_the_recipe_s_and_no_others(tmp_path: Path) -> None:
+    """KL is measured for some of them; no bits and no group beside those of the recipe can be chosen."""
+    spec = ProfileSpec(num_bits=(4, 2), k_axes=("token",), group_sizes=(32, 64), kl_samples=1, kl_tokens=170)
+    found = run(tmp_path, spec=spec, data=data_of(170))
+    for side in SIDES:
+        wanted = set(product((2, 4), ("token",), (32, 64)))
+        assert set(found.subject.candidates(side)) == wanted
+        assert set(found.subject.kl_candidates(side)) == set(product((2, 4), ("token",), (64,)))
+    for objective in ("sensitivity", "kl", "combined"):
+        for bits in range(5, 16):
+            budget = AllocateSpec(bits=float(bits), batch=1, context=65536, objective=objective)
+            formats = {fmt for layer in allocate(found, budget, CACHE, {}).layers for fmt in (*layer.k, *layer.v)}
+            assert {(fmt.num_bits, fmt.group_size) for fmt in formats} <= {*product((2, 4), (32, 64)), (16, 128)}
+    assert ProfileSpec().kl_bits == (2, 3, 4) and ProfileSpec().kl_group == 128
+    assert ProfileSpec(num_bits=(1, 8)).kl_bits == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_bits": (2, 4), "kl_num_bits": (2, 3)},
+            r"kl_num_bits: \[3\] are no candidates, expected some of \[2, 4\]",
+        ),
+        ({"group_sizes": (32, 64), "kl_group_size": 128}, r"kl_group_size: \[128\] are no candidates"),
+        ({"kl_num_bits": ()}, "kl_num_bits is empty"),
+    ],
+)
+def test_divergence_of_no_candidate_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ProfileSpec(**changes)
+
+
+def rewritten(path: Path, target: Path, change) -> Path:
+    """A copy of the profile with its body and tensors changed, and a valid digest."""
+    stored = artifact.read(path, profile.KIND, profile.SCHEMA)
+    change(stored.body, stored.tensors)
+    artifact.write(target, stored)
+    return target
+
+
+BROKEN = {
+    "missing tensor 'loss'": lambda body, tensors: tensors.pop("loss"),
+    "unknown tensor 'more'": lambda body, tensors: tensors.update(more=torch.zeros(1)),
+    "counts \\['loss'\\] are unknown": lambda body, tensors: body["counts"].pop("loss"),
+    "tensor 'kl.v.1' is float64 \\[3\\], expected float64 \\[2\\]": lambda body, tensors: tensors.update(
+        {"kl.v.1": torch.zeros(3, dtype=torch.float64)}
+    ),
+    "tensor 'loss' is float32 \\[\\]": lambda body, tensors: tensors.update(loss=torch.zeros(())),
+    "counts.loss = 0, in a profile of 4 samples": lambda body, tensors: body["counts"].update(loss=0),
+    "counts.kl.k.0 = 5000, ": lambda body, tensors: body["counts"].update({"kl.k.0": 5000}),
+    "counts.grad_norm.v.1 = 1": lambda body, tensors: body["counts"].update({"grad_norm.v.1": 10**8}),
+    "tensor 'sensitivity.k.0' holds values from -1": lambda body, tensors: tensors["sensitivity.k.0"].fill_(-1),
+    "tensor 'kl.v.0' holds values .* to 1e\\+308": lambda body, tensors: tensors["kl.v.0"].fill_(1e308),
+    "subject.cache.num_sink_tokens = 10000000: Input should be less than or equal to 1000000": lambda body, tensors: (
+        body["subject"]["cache"].update(num_sink_tokens=10**7)
+    ),
+    "unknown key 'more'": lambda body, tensors: body.update(more=1),
+    "missing key 'subject.spec'": lambda body, tensors: body["subject"].pop("spec"),
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_foreign_content_is_refused(finished, tmp_path: Path, message: str) -> None:
+    broken = rewritten(finished[1], tmp_path / "broken.safetensors", BROKEN[message])
+    with pytest.raises(ArtifactError, match=message):
+        profile.load(broken)
+
+
+def test_more_plans_and_texts_at_once_change_nothing(finished, tmp_path: Path, monkeypatch) -> None:
+    for module in (profile, divergence):
+        monkeypatch.setattr(module, "LOCKSTEP", 12)
+    monkeypatch.setattr(profile, "KL_BATCH", 4)
+    found = run(tmp_path)
+    for index, side in product(range(2), SIDES):
+        torch.testing.assert_close(found.kl(index, side), finished[0].kl(index, side), rtol=1e-3, atol=0)
+
+
+def test_combined_is_the_sum_of_both_costs_as_shares_of_their_totals(tmp_path: Path) -> None:
+    found = run(tmp_path, spec=replace(SPEC, kl_group_size=32))
+    cells = [(layer.index, side) for layer in found.subject.layers for side in ("k", "v")]
+    sensitivity = {cell: found.losses("sensitivity", *cell) for cell in cells}
+    kl = {cell: found.losses("kl", *cell) for cell in cells}
+    assert all(kl[cell].keys() <= sensitivity[cell].keys() for cell in cells)
+    total_sensitivity = sum(sum(sensitivity[cell][candidate]) for cell in cells for candidate in kl[cell])
+    total_kl = sum(value for cell in cells for (value,) in kl[cell].values())
+    shares = 0.0
+    for cell in cells:
+        for candidate, (share,) in found.losses("combined", *cell).items():
+            expected = sum(sensitivity[cell][candidate]) / total_sensitivity + kl[cell][candidate][0] / total_kl
+            assert share == pytest.approx(expected)
+            shares += share
+    assert shares == pytest.approx(2)

@@ -1,0 +1,281 @@
+"""PM-KVQ's λ: the formula, the search against loops in fp64, the stage and its record."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from oracles import quantized_page
+from reparam_cases import DATA, INPUTS, PER_TOKEN, SPEC, data_of, layers_of, loaded_with, outlier_model, run
+from test_profile import Listener
+from tiny_models import _IDS, _SHAPE, _build, built
+from torch import Tensor
+
+from kvcal.errors import ArtifactError, NonFiniteActivations, UnsupportedModel, UsageError
+from kvcal.models.fold import fold
+from kvcal.models.load import LoadedModel
+from kvcal.models.rope import rotary_pairs
+from kvcal.models.taps import tap
+from kvcal.plan.format import RAW, Format
+from kvcal.stages import checkpoint as checkpoint_module
+from kvcal.stages.reparam import stage as reparam
+from kvcal.stages.reparam.search import lambda_of
+from kvcal.stages.reparam.statistics import KeyStatistics, key_statistics
+
+
+@pytest.fixture(scope="module")
+def outliers() -> LoadedModel:
+    return loaded_with(outlier_model())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, outliers) -> tuple[reparam.Reparam, Path]:
+    folder = tmp_path_factory.mktemp("finished")
+    return run(folder, outliers), folder / "reparam.safetensors"
+
+
+def wanted_lambda(
+    magnitude: list[list[float]], pairs: list[list[int]], alpha: float, shared: bool
+) -> list[list[float]]:
+    """The formula, channel by channel."""
+    partner = {a: b for a, b in pairs} | {b: a for a, b in pairs}
+    rows = [[max(row[c], row[partner.get(c, c)]) for c in range(len(row))] for row in magnitude]
+    if shared:
+        rows = [[max(row[c] for row in rows) for c in range(len(rows[0]))]] * len(rows)
+    found = []
+    for row in rows:
+        heard = [max(value, max(row) / 1024) if max(row) > 0 else 1.0 for value in row]
+        mean = math.exp(sum(math.log(value) for value in heard) / len(heard))
+        found.append([(value / mean) ** alpha for value in heard])
+    return found
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("alpha", [0.0, 0.35, 1.0])
+def test_lambda_is_the_formula(alpha, shared):
+    magnitude = torch.rand(3, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 9
+    magnitude[0, 3], magnitude[1] = 1e-7, 0  # a channel that was hardly heard, a head that was never
+    pairs = torch.tensor([[0, 4], [1, 5], [7, 6]])  # channels 2, 3, 8 and 9 are not rotated
+    found = lambda_of(magnitude, pairs, alpha, shared)
+    wanted = torch.tensor(wanted_lambda(magnitude.tolist(), pairs.tolist(), alpha, shared))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+    assert torch.equal(found[:, [0, 1, 7]], found[:, [4, 5, 6]])
+    torch.testing.assert_close(found.double().log().mean(1), torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-6)
+    if alpha == 0:
+        assert torch.equal(found, torch.ones_like(found))
+
+
+def test_statistics_are_those_of_the_keys_behind_the_sinks(outliers):
+    """At stretched positions, merged over sequences, against the keys themselves."""
+    keys: dict[int, list[Tensor]] = {0: [], 1: []}
+    found = {index: KeyStatistics.empty(2, 16) for index in keys}
+    for tokens_T in DATA.sequences:
+        positions = 4 * torch.arange(len(tokens_T))
+        with torch.no_grad(), tap(outliers.model, lambda c: keys[c.layer].append(c.k_post_BNTD[0, :, 3:].double())):
+            mask = torch.ones(1, len(tokens_T), dtype=torch.long)
+            outliers.model(tokens_T[None], position_ids=positions[None], attention_mask=mask, use_cache=False)
+        for index, statistics in key_statistics(outliers, tokens_T, 4.0, {0: 3, 1: 3}).items():
+            found[index] = found[index].merge(statistics)
+    for index, parts in keys.items():
+        k_post_NTD = torch.cat(parts, dim=1)
+        assert torch.equal(found[index].largest, k_post_NTD.amax(1))
+        assert torch.equal(found[index].smallest, k_post_NTD.amin(1))
+        torch.testing.assert_close(found[index].offset, k_post_NTD.mean(1).float())
+        offset = found[index].offset.double()
+        expected = (k_post_NTD - offset[:, None]).abs().amax(1)
+        torch.testing.assert_close(found[index].magnitude(found[index].offset), expected)
+        assert found[index].count == 290 + 60 + 180 - 9
+
+
+def errors_by_hand(loaded: LoadedModel, index: int, tokens_T: Tensor, lambda_ND: Tensor, offset_ND: Tensor) -> float:
+    """Layer ``index`` of the outlier model: pages through the oracle quantizer, attention query by query in fp64."""
+    seen = {}
+    with torch.no_grad(), tap(loaded.model, lambda captured: seen.update({captured.layer: captured})):
+        loaded.model(input_ids=tokens_T[None], use_cache=False)
+    q, k, v = (seen[index].q_post_BHTD[0], seen[index].k_post_BNTD[0], seen[index].v_BNTD[0])
+    read = k.double().clone()
+    for head in range(k.shape[0]):
+        for page in range((len(tokens_T) - 1 - 1 - 16) // 128):
+            inside = slice(1 + 128 * page, 1 + 128 * (page + 1))
+            stored = (k[head, inside] - offset_ND[head]) / lambda_ND[head]
+            decoded = quantized_page(stored, 2, "token", 128, "float16")
+            read[head, inside] = (decoded * lambda_ND[head] + offset_ND[head]).double()
+    weight = loaded.model.model.layers[index].self_attn.o_proj.weight.detach().double()
+    total = 0.0
+    for query in range(len(tokens_T)):
+        packed = 128 * max(0, (query - 1 - 16) // 128)
+        parts = []
+        for head in range(q.shape[0]):
+            kv = head // 2
+            outputs = []
+            for keys in (
+                k[kv].double(),
+                torch.cat([k[kv, :1].double(), read[kv, 1 : 1 + packed], k[kv, 1 + packed :]]),
+            ):
+                logits = keys[: query + 1] @ q[head, query].double() / math.sqrt(16)
+                outputs.append(logits.softmax(0) @ v[kv, : query + 1].double())
+            parts.append(outputs[1] - outputs[0])
+        total += float((weight @ torch.cat(parts)).square().sum())
+    return total
+
+
+def test_search_measures_what_loops_measure(outliers, finished):
+    record, _ = finished
+    statistics = KeyStatistics.empty(2, 16)
+    for tokens_T in DATA.sequences:
+        statistics = statistics.merge(key_statistics(outliers, tokens_T, 1.0, {1: 1})[1])
+    pairs = rotary_pairs(outliers.model, outliers.geometry)[1]
+    found = record.layers[1]
+    assert found.index == 1 and len(found.errors) == len(found.offset_errors) == 5
+    for step, has_offset in ((0, False), (3, False), (2, True)):
+        offset = statistics.offset if has_offset else torch.zeros(2, 16)
+        lambda_ND = lambda_of(statistics.magnitude(offset), pairs, step / 4, False)
+        expected = sum(errors_by_hand(outliers, 1, tokens_T, lambda_ND, offset) for tokens_T in DATA.sequences) / 3
+        curve = found.offset_errors if has_offset else found.errors
+        assert curve[step] == pytest.approx(expected, rel=1e-3)
+
+
+def test_best_candidate_is_kept_and_lambda_pays_for_an_outlier(outliers, finished):
+    record, path = finished
+    for layer in record.layers:
+        assert layer.error == min(layer.errors + layer.offset_errors)
+        curve = layer.offset_errors if layer.has_offset else layer.errors
+        assert layer.error == curve[round(layer.alpha * 4)]
+        assert layer.alpha > 0 and layer.error < 0.5 * layer.error_at_zero
+        assert 0 < layer.error < layer.energy
+        lambda_ND = record.lambdas[layer.index]
+        assert lambda_ND.dtype == torch.float32 and lambda_ND.shape == (2, 16)
+        assert torch.equal(lambda_ND[:, :8], lambda_ND[:, 8:])
+        assert set(lambda_ND.argmax(1).tolist()) <= {5, 13}
+        assert layer.k_bias_share is None and layer.warning is None
+    again = reparam.load(path)
+    assert again.layers == record.layers and again.subject == record.subject
+    assert all(torch.equal(again.lambdas[i], record.lambdas[i]) for i in record.lambdas)
+
+
+def test_interrupted_run_goes_on_to_the_same_bytes(tmp_path, finished, outliers, monkeypatch):
+    monkeypatch.setattr(checkpoint_module, "SAVE_SECONDS", 0.0)
+    _, path = finished
+    listener = Listener()
+    for stop_at in (3, 3):  # in the statistics, then in the search
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, outliers, reporter=Listener(stop_at))
+    run(tmp_path, outliers, reporter=listener)
+    assert "goes on after 3 statistics samples" in listener.said[0]
+    assert {label for label, _, _ in listener.steps} == {"reparam: statistics", "reparam: search"}
+    assert (tmp_path / "reparam.safetensors").read_bytes() == path.read_bytes()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["reparam.safetensors"]
+
+
+def test_offset_is_kept_where_it_helps(tmp_path):
+    """A bias in slow channels survives the rotation; without it the offset is tried and left out, or not tried."""
+    rope = {"rope_type": "default", "rope_theta": 1e8}
+    model = outlier_model(1, 1.0, hf.Qwen2Config, rope_parameters=rope)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.bias.view(2, 16)[:, 7] = 30.0
+    loaded = loaded_with(model)
+    record = run(tmp_path / "with", loaded)
+    [layer] = record.layers
+    assert layer.has_offset and layer.error < 0.1 * min(layer.errors)
+    assert float(record.offsets[0][:, 7].min()) > 20
+    assert layer.k_bias_share > 0.5 and "bias of its key projection" in layer.warning
+    assert record.warnings == (layer.warning,)
+    assert record.tensors().keys() >= {"layers.0.k_offset"}
+    plain = run(tmp_path / "without", loaded, spec=replace(SPEC, offset=False))
+    assert plain.layers[0].offset_errors == () and plain.layers[0].errors == layer.errors
+    assert not plain.layers[0].has_offset and torch.equal(plain.offsets[0], torch.zeros(2, 16))
+
+
+def test_shared_heads_can_be_folded_into_qk_norms(tmp_path):
+    model = _build(hf.Qwen3Config(**_IDS, **_SHAPE | {"num_key_value_heads": 2, "num_hidden_layers": 1}, head_dim=16))
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_norm.weight[[3, 11]] = 10.0
+    loaded = loaded_with(model)
+    record = run(tmp_path, loaded, spec=replace(SPEC, shared_heads=True, offset=False))
+    lambda_ND = record.lambdas[0]
+    assert record.layers[0].alpha > 0 and torch.equal(lambda_ND[0], lambda_ND[1])
+    assert record.layers[0].k_bias_share is None
+    fold(model, record.lambdas, loaded.geometry)
+
+
+def test_positions_end_with_the_models_context(tmp_path, outliers):
+    """Of 512 tokens: 290 x 4 would end at 1,157. The statistics are those of the positions that fit."""
+    listener = Listener()
+    record = run(tmp_path, outliers, spec=replace(SPEC, position_scale=4.0, num_steps=1), reporter=listener)
+    assert record.subject.position_scale == 511 / 289
+    assert "positions x 1.77 instead of x 4" in listener.said[0]
+    statistics = KeyStatistics.empty(2, 16)
+    for tokens_T in DATA.sequences:
+        statistics = statistics.merge(key_statistics(outliers, tokens_T, 511 / 289, {0: 1})[0])
+    pairs = rotary_pairs(outliers.model, outliers.geometry)[0]
+    found = record.layers[0]
+    offset = statistics.offset if found.has_offset else torch.zeros(2, 16)
+    expected = lambda_of(statistics.magnitude(offset), pairs, found.alpha, False)
+    assert torch.equal(record.lambdas[0], expected)
+
+
+def test_only_heads_per_token_are_searched(tmp_path, outliers):
+    mixed = layers_of(outliers, (PER_TOKEN, Format(2, "channel", 32)))
+    layers = (mixed[0], replace(mixed[1], k=(Format(2, "channel", 32),)))
+    record = run(tmp_path, outliers, layers, data=data_of(290))
+    assert [layer.index for layer in record.layers] == [0]
+    assert torch.equal(record.lambdas[0][1], torch.ones(16)) and not torch.equal(record.lambdas[0][0], torch.ones(16))
+    assert torch.equal(record.offsets[0][1], torch.zeros(16))
+    assert [layer.k_rescale for layer in record.apply(layers)] == [record.layers[0].alpha > 0, False]
+    listener = Listener()
+    (tmp_path / "none").mkdir()
+    nothing = run(tmp_path / "none", outliers, layers_of(outliers, (RAW,)), listener)
+    assert nothing.layers == () and nothing.tensors() == {} and "nothing to search" in listener.said[0]
+    assert reparam.load(tmp_path / "none" / "reparam.safetensors").layers == ()
+
+
+def test_refusals(tmp_path, outliers):
+    with pytest.raises(UsageError, match="none reads a quantized page"):
+        run(tmp_path, outliers, data=data_of(100, 145))
+    with pytest.raises(UsageError, match="a sequence of 513 tokens"):
+        run(tmp_path, outliers, data=data_of(513))
+    with pytest.raises(UnsupportedModel, match="changes its keys after RoPE"):
+        run(tmp_path, loaded_with(built("llama4")))
+    broken = outlier_model()
+    with torch.no_grad():
+        broken.model.layers[1].self_attn.k_proj.weight[0, 0] = float("inf")
+    with pytest.raises(NonFiniteActivations, match="sample 0: keys of layer 1"):
+        run(tmp_path, loaded_with(broken), layers_of(outliers))
+
+
+@pytest.mark.parametrize("what", ["lambda", "missing", "curve", "shape", "offset", "alpha", "twice", "error"])
+def test_spoiled_records_are_refused(tmp_path, finished, what):
+    record, _ = finished
+    path = tmp_path / "reparam.safetensors"
+    if what == "lambda":
+        record = replace(record, lambdas={**record.lambdas, 0: -record.lambdas[0]})
+    elif what == "shape":
+        record = replace(record, lambdas={**record.lambdas, 0: record.lambdas[0][:1]})
+    elif what == "curve":
+        record = replace(record, layers=(replace(record.layers[0], errors=(1.0,)), record.layers[1]))
+    elif what == "offset":
+        record = replace(record, offsets={**record.offsets, 0: torch.full((2, 16), 1e30)})
+    elif what == "alpha":
+        record = replace(record, layers=(replace(record.layers[0], alpha=0.3), record.layers[1]))
+    elif what == "error":
+        record = replace(record, layers=(replace(record.layers[0], error=7e9), record.layers[1]))
+    elif what == "twice":
+        record = replace(record, layers=record.layers * 2)
+    else:
+        record = replace(record, layers=(*record.layers, replace(record.layers[0], index=9)))
+        record = replace(record, lambdas={**record.lambdas, 9: torch.ones(2, 16)})
+        record = replace(record, offsets={**record.offsets, 9: torch.ones(2, 16)})
+    reparam.save(record, INPUTS, path)
+    reasons = {
+        "lambda": "k_rescale' holds values from -",
+        "shape": r"expected float32 \[2, 16\]",
+        "curve": "error curves",
+    }
+    reasons |= {"offset": "k_offset' holds values from 1e", "alpha": "α = 0.3", "error": "error = 7", "twice": "twice"}
+    with pytest.raises(ArtifactError, match=reasons.get(what, "layer 9 is given twice, or is no layer")):
+        reparam.load(path)

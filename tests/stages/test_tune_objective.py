@@ -1,0 +1,47 @@
+"""A trial of the threshold search: the plan that is measured, and the problems that it is measured on."""
+
+from __future__ import annotations
+
+import pytest
+from evaluation_cases import as_loaded, make_plan
+from test_packed_cache_lm import model as tiny_model
+from transformers import PreTrainedTokenizerBase
+
+from kvcal.data.sequences import DataSpec
+from kvcal.data.tasks import problems
+from kvcal.plan.format import Boost, Format, Tier
+from kvcal.plan.plan import Plan
+from kvcal.recipe import EvaluateSpec
+from kvcal.specs import TuneSpec
+from kvcal.stages.evaluate.generation import TaskResult
+from kvcal.stages.tune import objective as tune_objective
+from kvcal.stages.tune.objective import Origin, TaskObjective
+
+BOOST = Boost("query_range", (Tier(16, 0.1, 1.0), Tier(4, 0.2, 0.5)))
+DATA = DataSpec("tasks:chain", num_samples=2, seq_len=300)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_trial_measures_the_plan_of_its_thresholds_on_problems_of_its_own(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    measured: list[tuple[Plan, EvaluateSpec]] = []
+
+    def measure(
+        loaded: object, plan: Plan, spec: EvaluateSpec, reporter: object, purpose: str
+    ) -> tuple[TaskResult, ...]:
+        assert purpose == "select"
+        measured.append((plan, spec))
+        return (TaskResult("chain", 0.5, 0.1, 2, 1, 0, 10, (5, 5)),)
+
+    monkeypatch.setattr(tune_objective, "measure_tasks", measure)
+    loaded = as_loaded(tiny_model(len(tokenizer)), tokenizer)
+    untuned, evaluated = make_plan(loaded, (Format(2, "channel", 32, boost=BOOST), Format(2))), EvaluateSpec()
+    spec = TuneSpec(tasks=("chain",), num_problems=2, fit_capacity=False, seed=seed)
+    objective = TaskObjective(Origin("", "", ""), untuned, spec, evaluated, DATA, loaded)
+    objective({"tau_16": 0.02, "tau_4": 0.01})
+    [(plan, asked)] = measured
+    assert [[tier.above for tier in layer.k[0].boost.tiers] for layer in plan.layers] == [[0.02, 0.01]] * 2
+    assert (asked.tasks, asked.num_problems) == (("chain",), 2)
+    own, others = ({p.prompt for p in problems("chain", 50, s)} for s in (asked.seed, evaluated.seed))
+    assert own and not own & others

@@ -1,0 +1,129 @@
+"""What a dynamic cache takes for a moment while it packs and shrinks: measured storages against the stated bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from cache_cases import KIVI_2, SINKS_3, llama_plan, padded, per_head, random_states, recipe_formats, tiny_llama
+from form_cases import with_tensors
+from test_progressive_cache import K_2, V_2, fixed, scheduled
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kvcal import PlanCache
+from kvcal.cache.paged_layer import PagedLayer
+from kvcal.pages.codec import ENCODE_PAGES
+from kvcal.plan.format import RAW, Format
+from kvcal.store.transient import SCRATCH_BYTES, transient_bytes
+
+
+class Storages(TorchDispatchMode):
+    """``peak``: the most bytes of storages that were alive at a time, of ``held`` and of those made within the mode."""
+
+    def __init__(self, held: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.given = {tensor.untyped_storage()._cdata for tensor in given}
+        self.peak = 0
+        self._note(held)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self._note([leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)])
+        return out
+
+    def _note(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.given:
+                self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
+
+
+def peak_of_storing(cache: PlanCache, states: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The most bytes alive while any layer stores ``states`` [B, N, T, D]: the whole cache and what storing takes."""
+    peak, store = 0, PagedLayer._store
+
+    def watched(layer: PagedLayer, new_keys: torch.Tensor, new_values: torch.Tensor, rows: object) -> None:
+        nonlocal peak
+        held = [tensor for each in cache.layers for tensor in each.tensors]
+        with Storages(held, [new_keys, new_values, *cache.plan.tensors.values()]) as storages:
+            del held
+            store(layer, new_keys, new_values, rows)
+        peak = max(peak, storages.peak)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PagedLayer, "_store", watched)
+        for layer in range(len(cache.plan.layers)):
+            cache.update(states, -states, layer)
+    return peak
+
+
+def assert_bounded(cache: PlanCache, states: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many bytes an update took beyond what is held before or after it."""
+    batch, columns = len(states), cache.get_seq_length()
+    before, held = cache.lengths or [0] * batch, cache.nbytes
+    peak = peak_of_storing(cache, states, monkeypatch)
+    larger = max(held, cache.nbytes, cache.plan.nbytes(before, columns))
+    stop = columns + states.shape[2]
+    assert peak <= larger + transient_bytes(
+        cache.plan.layers, cache.plan.cache_dtype, before, cache.lengths, (columns, stop)
+    ), stop
+    return peak - larger
+
+
+LATTICE, TWO_LAYERS = (Format(2, lattice_dim=2),), llama_plan(RAW, RAW).layers
+PLANS = {
+    "kivi": llama_plan(*KIVI_2),
+    "sinks": llama_plan(*SINKS_3),
+    "per head": llama_plan(*per_head(2)),
+    "raw": llama_plan(RAW, RAW),
+    "kitty": llama_plan(*recipe_formats()["kitty"]),
+    "lattice": with_tensors(llama_plan(RAW, RAW), [replace(layer, k=LATTICE, v=LATTICE) for layer in TWO_LAYERS], None),
+    "shrinking": fixed((130, 259, 300), (200, 200, 400)),
+    "scheduled": scheduled(K_2, V_2, 3)[0],
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_bound_holds_at_every_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = PLANS[name]
+    cache, states = PlanCache(plan, tiny_llama(2, len(plan.layers)).config), random_states(3, 2, 420)
+    for part in states[:, :, :100], *states[:, :, 100:].split(1, dim=2):
+        assert_bounded(cache, part, monkeypatch)
+    for _ in range(2):
+        assert_bounded(cache, random_states(3, 2, 70), monkeypatch)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["per head", "scheduled"])
+def test_the_bound_holds_for_ragged_batches(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = PLANS[name]
+    states, mask = padded([random_states(1, 2, n, seed=n)[0] for n in (400, 270, 1)], 400, side)
+    cache = PlanCache(plan, tiny_llama(2, len(plan.layers)).config, mask)
+    for part in (*states.split(150, dim=2), *random_states(3, 2, 140).split(1, dim=2)):
+        assert_bounded(cache, part, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["kivi", "raw"])
+def test_a_long_prompt_takes_the_scratch_of_a_part(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not its own 16-bit copy, and no page twice."""
+    plan, tokens = PLANS[name], 128 * ENCODE_PAGES * 20
+    cache = PlanCache(plan, tiny_llama().config)
+    beyond = assert_bounded(cache, random_states(1, 2, tokens), monkeypatch)
+    assert beyond <= SCRATCH_BYTES * 2 * 128 * ENCODE_PAGES * 8 < 2 * 2 * tokens * 8 * 4
+
+
+def test_one_part_is_held_twice_when_pages_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound is no guess from afar: without scratch it is met to within a page."""
+    plan = llama_plan(RAW, RAW, cache_dtype="bfloat16")
+    cache = PlanCache(plan, tiny_llama().config)
+    assert_bounded(cache, random_states(1, 2, 128 * 400 + 127), monkeypatch)
+    beyond = assert_bounded(cache, random_states(1, 2, 1), monkeypatch)
+    pages = 400 * 128 * 2 * 8 * 2
+    assert pages - 128 * 2 * 8 * 2 * 4 <= beyond <= pages + SCRATCH_BYTES * 128 * 128 * 8

@@ -1,0 +1,242 @@
+"""Plans that shrink, in a static cache: at every token count the bytes of the dynamic cache, in the memory that the
+plan says, whatever the schedule, the padding and the chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from cache_cases import attended, feed, llama_plan, padded, random_ids, random_qkv, tiny_llama
+from form_cases import with_tensors
+from staged_cases import SCHEDULES, assert_same_bytes, caches, fed_alike, mixed_plan, staged_plan, transformed
+
+from kvcal import Plan, PlanCache, paged_attention
+from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
+from kvcal.kernels.stages import BASE, HEADS, PAGES, RECORD, SQUEEZED
+from kvcal.pages.shrink import SHIFTS
+from kvcal.plan.format import Format
+from kvcal.plan.plan import Workload
+from kvcal.stages.allocate.schedule import progressive_layers
+
+LENGTH = 410
+
+
+def plans() -> dict[str, Plan]:
+    found = {name: staged_plan(*counts) for name, counts in SCHEDULES.items()}
+    found |= {f"{shift} shift": staged_plan(*SCHEDULES["two at once"], shift) for shift in SHIFTS[1:]}
+    return found | {"transformed": transformed(staged_plan(*SCHEDULES["unlike"])), "mixed": mixed_plan()}
+
+
+@pytest.mark.parametrize("name", plans())
+def test_every_step_stores_and_reads_what_the_dynamic_cache_does(name: str) -> None:
+    """Rows of 40, 9 and 1 tokens, padded on the left; then single steps. Bits go by columns, not by a row's tokens."""
+    plan = plans()[name]
+    ids, mask = padded([random_ids(1, n, seed=n)[0] for n in (40, 9, 1)], 40, "left")
+    ids = torch.cat([ids, random_ids(3, LENGTH - 40, seed=9)], dim=1).long()
+    mask = torch.nn.functional.pad(mask, (0, LENGTH - 40), value=1)
+    static, dynamic = caches(plan, LENGTH, mask[:, :40])
+    static.allocate(3, "cpu")
+    starts = {at for layer in plan.layers for f in (*layer.k, *layer.v) for at in f.shrink_at if 0 < at < LENGTH}
+    held, count, seen = static.nbytes, 0, set()
+    for stop, found, expected in fed_alike(static, dynamic, ids, range(40, LENGTH), mask):
+        real = mask[:, stop - found.shape[1] : stop].bool()
+        torch.testing.assert_close(found[real], expected[real], atol=1e-4, rtol=1e-4)
+        if name in ("unlike", "two at once") or stop % 7 == 0 or not starts.isdisjoint({stop - 1, stop, stop + 1}):
+            count += assert_same_bytes(static, dynamic)
+        seen.add(int(static.static.pool.stage))
+        assert static.nbytes == held
+    static.check()
+    assert seen == set(range(len(starts) + 1)) and count > 100
+
+
+@pytest.mark.parametrize(
+    "cuts", [(), (131,), (139, 140, 141), (200,), (130, 262), (1, 259, 387), (100, 261, 262, 263, 264)]
+)
+@pytest.mark.parametrize("name", ["two at once", "modified shift", "mixed"])
+def test_prompts_in_chunks_store_what_the_dynamic_cache_does(name: str, cuts: tuple[int, ...]) -> None:
+    static, dynamic = caches(plans()[name], 400)
+    for _ in fed_alike(static, dynamic, random_ids(2, 330), cuts):
+        assert_same_bytes(static, dynamic)
+    for _ in fed_alike(static, dynamic, random_ids(2, 70, seed=1), range(1, 70)):
+        pass
+    assert assert_same_bytes(static, dynamic) > 0
+
+
+@pytest.mark.parametrize("max_tokens", [100, 200, 333, 560])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_memory_is_what_the_plan_says_at_its_worst_and_within_the_budget(batch: int, max_tokens: int) -> None:
+    """Four layers that shrink one after the other, with unlike windows, and one that cannot shrink."""
+    k, v = Format(2, "channel", 32, 3, 20), Format(4, "token", 32)
+    plain = llama_plan(*(dataclasses.replace(f, param_dtype="float32") for f in (k, v)), num_layers=5)
+    layers = (*plain.layers[:4], dataclasses.replace(plain.layers[4], k=(Format(3, "channel", 32),)))
+    budget, workload = dataclasses.replace(plain, layers=layers).nbytes([560] * batch), Workload(batch, 560)
+    layers = progressive_layers(layers, workload, "float32", budget)
+    plan = dataclasses.replace(plain, layers=layers, workload=workload)
+    static, _ = caches(plan, max_tokens)
+    static.allocate(batch, "cpu")
+    by_count = [plan.nbytes([count] * batch) for count in range(1, max_tokens + 1)]
+    assert static.nbytes == max(by_count) <= budget
+    if max_tokens == 560:
+        own = [layer.side_nbytes(side, "float32", [count] * batch, count) for layer in layers for side in ("k", "v")
+               for count in range(1, 561)]  # fmt: skip
+        assert sum(max(own[i : i + 560]) for i in range(0, len(own), 560)) > budget  # each with memory of its own
+        states = torch.zeros(batch, 2, 1, 8)
+        for _ in range(560):
+            for layer in static.static_layers:
+                layer.attend(torch.zeros(batch, 8, 1, 8), states, states, None, 1.0, 0.0)
+        assert static.nbytes == max(by_count)
+
+
+def test_layers_that_shrink_apart_keep_their_pages() -> None:
+    """Other layers' pages move when one shrinks. Keys and values of a later layer differ in their last bits between the
+    caches, so both are fed the same ones."""
+    layers = tuple(
+        staged_plan((140 + 7 * i, 260 + 9 * i), (150 + 5 * i, 270 + 4 * i, 280 + 3 * i), num_layers=3).layers[i]
+        for i in range(3)
+    )
+    plan = dataclasses.replace(staged_plan((), (150,), num_layers=3), layers=layers)
+    static, dynamic = caches(plan, 400)
+    static.allocate(2, "cpu")
+    parts = [random_qkv(2, 2, 400, seed=i) for i in range(3)]
+    for t in range(400):
+        one = slice(t, t + 1)
+        for index, (q, k, v) in enumerate(parts):
+            dynamic.update(k[:, :, one], v[:, :, one], index)
+            static.layers[index].attend(q[:, :, one], k[:, :, one], v[:, :, one], None, 1.0, 0.0)
+        if t > 130 and t % 4 == 0:
+            assert assert_same_bytes(static, dynamic) > 0
+    assert int(static.static.pool.stage) == 14
+
+
+def test_a_chunk_up_to_the_next_stage_is_like_single_steps() -> None:
+    by_chunk, by_step = (caches(staged_plan(*SCHEDULES["unlike"]), LENGTH)[0] for _ in range(2))
+    given = random_qkv(2, 2, LENGTH)
+    found, expected = attended(by_chunk, *given, None), attended(by_step, *given, range(1, LENGTH))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(by_chunk.static.pool.pages, by_step.static.pool.pages)
+
+
+def test_reset_reorder_and_crop() -> None:
+    plan, order = staged_plan(*SCHEDULES["unlike"]), torch.tensor([2, 0, 0])
+    used, fresh = caches(plan, 300)[0], caches(plan, 300)[0]
+    given = random_qkv(3, 2, 281)
+    prompt, rest = ([x[:, :, part] for x in given] for part in (slice(0, 201), slice(200, 280)))
+    attended(used, *random_qkv(3, 2, 290, seed=5), (270, 280))
+    with pytest.raises(UsageError, match="cannot remove 40 of 290"):
+        used.crop(-40)
+    used.reset()
+    assert int(used.static.pool.stage) == 0
+    attended(used, *prompt)
+    with pytest.raises(UsageError, match="cannot go back from 201 tokens to 199: pages have shrunk"):
+        used.crop(-2)
+    used.crop(-1)
+    used.reorder_cache(order)
+    attended(fresh, *(x[order][:, :, :200] for x in given))
+    found, expected = (attended(cache, *(x[order] for x in rest), range(1, 80)) for cache in (used, fresh))
+    assert torch.equal(found, expected)
+    assert used.lengths == [280] * 3
+
+
+def test_what_is_not_finite_is_told_when_it_shrinks() -> None:
+    static, _ = caches(staged_plan((150,), (160,)), 300)
+    static.allocate(2, "cpu")
+    q, k, v = random_qkv(2, 2, 150)
+    k[1, 0, 40, 2] = torch.inf
+    for t in range(151):
+        static.check()
+        one = slice(min(t, 149), min(t, 149) + 1)
+        static.layers[0].attend(q[:, :, one], k[:, :, one], v[:, :, one], None, 1.0, 0.0)
+    with pytest.raises(NonFiniteActivations):
+        static.check()
+
+
+def test_what_cannot_be_held() -> None:
+    narrow = dataclasses.replace(staged_plan((150,), (160,)), cache_dtype="bfloat16")
+    with pytest.raises(UnsupportedModel, match="k pages of 8 bits take 2560 bytes, and those of 16 .* 2048"):
+        caches(narrow, 100)
+    plan = dataclasses.replace(staged_plan((150,), (160,)), workload=Workload(2, 200))
+    with pytest.raises(UsageError, match="2 sequences of 201 tokens: .* at most 2 of 200"):
+        caches(plan, 201)[0].allocate(2, "cpu")
+    with pytest.raises(UsageError, match="3 sequences of 200 tokens"):
+        caches(plan, 200)[0].allocate(3, "cpu")
+    PlanCache(plan, tiny_llama(2, 1).config, max_tokens=200).allocate(2, "cpu")
+
+
+def test_what_does_not_go_with_pages_that_shrink() -> None:
+    plan = staged_plan((150,), (160,), num_layers=2)
+    lattice = dataclasses.replace(plan.layers[1], v=(Format(2, lattice_dim=2),))
+    with pytest.raises(UnsupportedModel, match="layer 1: v pages are on a lattice, and others shrink"):
+        caches(with_tensors(plan, [plan.layers[0], lattice], None), 100)
+    static, dynamic = caches(plan, 100)
+    assert len(list(fed_alike(static, dynamic, random_ids(2, 20), [10]))) == 2
+    with pytest.raises(UnsupportedModel, match="pages shrink, in place"):
+        static.mark()
+    with pytest.raises(UnsupportedModel, match="pages shrink, in place"):
+        caches(plan, 100)[0].copy_from(dynamic)
+
+
+def test_records_only_ever_slide_where_nothing_is_left_to_read() -> None:
+    """What the kernels rest on: by the order of addresses, left and then right, without gaps beyond the room."""
+    static, _ = caches(transformed(mixed_plan()), 400)
+    static.allocate(3, "cpu")
+    pool = static.static.pool
+    table = pool._layout.tolist()
+    assert len(table) == 6
+    for old, new in zip(table, table[1:], strict=False):
+        end = 0
+        for before, after in zip(old, new, strict=True):
+            assert after[SQUEEZED] <= before[BASE] and after[SQUEEZED] <= after[BASE] and after[SQUEEZED] >= end
+            assert after[RECORD] <= before[RECORD] and after[PAGES] >= before[PAGES]
+            end = after[SQUEEZED] + 3 * before[PAGES] * before[HEADS] * after[RECORD]
+            assert after[BASE] % 16 == after[SQUEEZED] % 16 == after[RECORD] % 16 == 0
+    ends = [rows[-1][BASE] + 3 * rows[-1][PAGES] * rows[-1][HEADS] * rows[-1][RECORD] for rows in table]
+    assert pool.pages.numel() == max(ends)
+
+
+def test_a_compiled_step_is_one_graph_that_serves_every_stage() -> None:
+    """Also where nothing was packed, and no kernel's key was asked for, before it was compiled."""
+    plan, model = staged_plan((140,), (140, 150)), tiny_llama(2, 1)
+    ids, graphs = random_ids(2, 160), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def step(token: torch.Tensor, position: torch.Tensor, cache: PlanCache) -> torch.Tensor:
+        return model(token, position_ids=position, past_key_values=cache).logits
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    eager, static = (PlanCache(plan, model.config, max_tokens=160) for _ in range(2))
+    with paged_attention(model), torch.no_grad():
+        feed(model, eager, ids[:, :120])
+        feed(model, static, ids[:, :120])
+        for i in range(120, 160):
+            token, position = ids[:, i : i + 1], torch.full((2, 1), i)
+            assert torch.equal(compiled(token, position, static), step(token, position, eager))
+    assert len(graphs) == 1 and int(static.static.pool.stage) == 2
+
+
+def test_the_operators_declare_what_they_do() -> None:
+    static, _ = caches(transformed(staged_plan((140,), (140, 150))), 300)
+    with paged_attention(tiny_llama(2, 1)):
+        feed(tiny_llama(2, 1), static, random_ids(2, 140), (139,))
+    pool, (store,) = static.static.pool, static.layers[0].stores
+    state, checks = static.static, ("test_schema", "test_faketensor")
+    key, members, page_at = pool._shrinking[0]
+    table = (pool._start_columns, pool._layout, state.columns)
+    calls = {
+        "shrink": (
+            pool.pages, pool.stage, *table, members, state.lengths, 0, page_at, pool._transforms, state.error, key
+        ),
+        "slide": (pool.pages, pool.stage, *table, pool.present, pool._tickets, 2, pool._largest),
+    }  # fmt: skip
+    q, k, v = (x[:, :, 0] for x in random_qkv(2, 2, 1))
+    raw = [store.sinks["k"], store.buffer["k"], store.sinks["v"], store.buffer["v"], pool.pages]
+    control = [state.lengths, store.page_at["k"], store.page_at["v"], store.rescale, store.offset]
+    calls["append_staged"] = (
+        k, v, store.nothing, *raw, store.query_sum, store.query_since, *control, state.error, *store._stages
+    )  # fmt: skip
+    calls["decode_staged"] = (q, *raw, *control, store.nothing, store.workspace, 0.5, 0.0, *store._stages)
+    for op, args in calls.items():
+        torch.library.opcheck(getattr(torch.ops.kvcal, op).default, args, test_utils=checks)

@@ -1,0 +1,324 @@
+"""One small artifact of every kind, and what a file of that kind is used for: load it, and rely on what it says."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from cache_cases import KIVI_2, feed, llama_plan, model_plan, random_ids, tiny_llama
+from form_cases import RULE, form_plan
+from partial_subjects import STAGES, use_partial, write_partial
+from predictor_runs import fitted_llama, loaded_llama, plan_with
+from staged_cases import staged_plan, transformed
+from test_report import UNIFORM, evaluation, row
+from tiny_models import built
+from transformers import PreTrainedModel
+
+from kvcal import Plan, PlanCache, load_plan
+from kvcal import tables as views
+from kvcal.cache.queries import serving
+from kvcal.charts.evaluation import table_rows
+from kvcal.plan.format import SIDES, Format, WindowRule
+from kvcal.plan.plan import Workload, plan_bytes, save_plan
+from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
+from kvcal.specs import ReparamSpec
+from kvcal.stages.allocate import record as allocation_record
+from kvcal.stages.allocate.stage import allocate, pareto
+from kvcal.stages.checkpoint import Mean
+from kvcal.stages.compare.record import (
+    Calibration,
+    Comparison,
+    Entry,
+    Refusal,
+    StageTime,
+    load_comparison,
+    save_comparison,
+    with_shares,
+)
+from kvcal.stages.compare.table import comparison_columns, comparison_title
+from kvcal.stages.compile import compile_plan
+from kvcal.stages.evaluate.stage import Row, load_evaluation, save_evaluation
+from kvcal.stages.predictors import record as predictor_record
+from kvcal.stages.prefix.load import load_prefix
+from kvcal.stages.prefix.pack import pack_prefix
+from kvcal.stages.profile import record as profile_record
+from kvcal.stages.reparam import record as reparam_record
+from kvcal.stages.search import record as search_record
+from kvcal.stages.tune.record import (
+    Outcome,
+    Search,
+    Threshold,
+    Trial,
+    Tuning,
+    choose,
+    load_tuning,
+    pareto_front,
+    save_tuning,
+)
+
+SECONDS_SPEC = {"kl_samples": 1, "kl_num_bits": (2, 4), "num_bits": (2, 4), "group_sizes": (32,)}
+
+
+KINDS = ("plan", "profile", "allocation", "search", "predictors", "reparam", "comparison", "evaluation", "tuning")
+KINDS += ("prefix", *(f"{name}.partial" for name in STAGES))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """``write`` writes the sound file; ``use`` loads a file and relies on it, with AssertionError where it errs."""
+
+    kind: str
+    name: str
+    write: Callable[[Path], None]
+    use: Callable[[Path], None]
+
+
+def plans() -> dict[str, Plan]:
+    """Plans of every feature, each for the model of ``model_for``."""
+    names = ["lattice d=2", "low rank", "int4, lattice", "one source of two layers, λ", "before RoPE, boosted"]
+    names += ["values alone, from keys that queries chose", "predicted, windows that grow"]
+    found = {name: form_plan(name, "float32") for name in names}
+    found["paged window"] = llama_plan(
+        Format(2, "channel", 32, window_rule=WindowRule("paged", 0.2, 100)), Format(2, "token", 32, window_rule=RULE)
+    )
+    found["progressive, λ"] = transformed(staged_plan((140, 260, 300), (200, 300), num_layers=2))
+    found["heads apart"] = llama_plan((KIVI_2[0], Format(3, "token", 64, 4, 64)), KIVI_2[1])
+    found["sliding windows"] = model_plan(built("gemma3"), *KIVI_2)
+    found["states"] = model_plan(built("qwen3_next"), *KIVI_2)
+    provenance = {"recipe": "r", "seed": 0, "libraries": {"torch": "2"}}
+    return {name: replace(plan, provenance=provenance) for name, plan in found.items()}
+
+
+def model_for(plan: Plan) -> PreTrainedModel:
+    """By what cannot be mutated without a refusal: the model's type, and how many layers there are."""
+    named = {"gemma3_text": "gemma3", "qwen3_next": "qwen3_next"}
+    name = named.get(plan.model.model_type)
+    return built(name) if name else tiny_llama(2, len(plan.layers) if len(plan.layers) in (2, 3) else 2)
+
+
+@torch.no_grad()
+def use_plan(plan: Plan) -> None:
+    """Everything that is said about it can be said; its cache takes the bytes it predicts, and finite logits come."""
+    views.plan_json(plan, plan.workload)
+    views.plan_table(plan, plan.workload)
+    views.layer_table(plan.layers, plan.cache_dtype, plan.workload)
+    model = model_for(plan)
+    cache = PlanCache(plan, model.config)
+    tokens = min(300, plan.workload.context if cache.state.is_scheduled else 300)
+    with serving(model, plan):
+        logits = feed(model, cache, random_ids(1, tokens), [cut for cut in (tokens - 20, tokens - 1) if cut > 0])
+    assert cache.nbytes == plan.nbytes([tokens]), f"{cache.nbytes} bytes, {plan.nbytes([tokens])} predicted"
+    assert bool(torch.isfinite(logits).all()), "logits are not finite"
+
+
+def open_plan(path: Path) -> None:
+    plan = load_plan(path)
+    assert plan_bytes(plan) == path.read_bytes(), "another spelling is accepted"
+    use_plan(plan)
+
+
+def same_again(path: Path, save: Callable[[Path], None]) -> None:
+    """Saved again, what was loaded is the same file."""
+    again = path.with_suffix(".again")
+    save(again)
+    assert again.read_bytes() == path.read_bytes(), "another spelling is accepted"
+
+
+@functools.cache
+def profile() -> profile_record.Profile:
+    loaded = loaded_llama()
+    spec, cache = ProfileSpec(**SECONDS_SPEC), CacheSpec(num_sink_tokens=2, k_recent_window=16, v_recent_window=8)
+    subject = profile_record.Subject(loaded.identity, loaded.geometry, 5000, 64, spec, cache, "f", "text", 4, 900, 800)
+    generator = torch.Generator().manual_seed(0)
+    means = {
+        name: Mean(torch.rand(spec.extents, generator=generator, dtype=torch.float64) + 0.1, 4)
+        for name, spec in subject.totals().items()
+    }
+    return profile_record.Profile(subject, means)
+
+
+def open_profile(path: Path) -> None:
+    found = profile_record.load(path)
+    same_again(path, lambda again: profile_record.save(found, {}, again))
+    assert all(found.sensitivity(layer.index, side).min() >= 0 for layer in found.subject.layers for side in SIDES)
+    assert found.loss >= 0
+    for layer in found.subject.layers:
+        assert min(found.grad_norm(layer.index, side) for side in SIDES) >= 0
+    views.profile_table(found)
+    if found.subject.kl_candidates("k"):
+        spec = AllocateSpec(bits=16.0, batch=2, context=512)
+        use_allocation(allocate(found, spec, found.cache, {}))
+        pareto(found, spec, found.cache, 2)
+
+
+def use_allocation(found: allocation_record.Allocation) -> None:
+    """It compiles, and its split is what its layers take."""
+    views.budget_table(found)
+    fixed, paged = allocation_record.layer_bytes(found.layers, found.cache_dtype, found.workload)
+    assert (found.split.fixed, found.split.paged) == (fixed, paged), "the split is not the layers'"
+    assert found.split.budget >= 0
+    if not any(layer.k_predictor or layer.v_predictor or layer.k_rescale for layer in found.layers):
+        compile_plan(replace(found, provenance={}), found.layers)
+
+
+def open_allocation(path: Path) -> None:
+    found, inputs = allocation_record.load(path)
+    same_again(path, lambda again: allocation_record.save(found, inputs, again))
+    use_allocation(found)
+
+
+@functools.cache
+def search_result() -> search_record.SearchRecord:
+    plan = form_plan("one source of two layers, λ", "float32")
+    fixed, paged = allocation_record.layer_bytes(plan.layers, plan.cache_dtype, plan.workload)
+    split = allocation_record.Split(fixed + paged + 10**6, None, None, fixed, paged)
+    allocation = allocation_record.Allocation(
+        plan.model, plan.cache_dtype, plan.layers, plan.workload, {"recipe": "r"}, split, 0.25
+    )
+    unit = search_record.UnitResult("layer 0 k", ("2", "4"), (100, 200), (0.5, 0.1), 1)
+    report = search_record.SearchReport(
+        (unit, replace(unit, chosen=0)), 0.25, "refitted", 0.3, 0.25, (0.5, 0.3, 0.25), ((0.1, 0.2),) * 3, 9
+    )
+    return search_record.SearchRecord(allocation, report, plan.tensors)
+
+
+def open_search(path: Path) -> None:
+    found = search_record.load(path)
+    same_again(path, lambda again: search_record.save(found, {}, again))
+    views.search_table(found.report)
+    use_allocation(found.allocation)
+    use_plan(compile_plan(found.allocation, found.layers, found.plan_tensors))
+
+
+def open_predictors(path: Path) -> None:
+    found = predictor_record.load(path)
+    same_again(path, lambda again: predictor_record.save(found, {}, again))
+    predictor_record.table_rows(found)
+    plan = plan_with(loaded_llama(), fitted_llama()[0])
+    fixed, paged = allocation_record.layer_bytes(plan.layers, plan.cache_dtype, plan.workload)
+    split = allocation_record.Split(fixed + paged, None, None, fixed, paged)
+    allocation = allocation_record.Allocation(plan.model, plan.cache_dtype, plan.layers, plan.workload, {}, split)
+    use_plan(compile_plan(allocation, found.apply(plan.layers), found.tensors()))
+
+
+@functools.cache
+def reparam_result() -> reparam_record.Reparam:
+    loaded = loaded_llama()
+    subject = reparam_record.Subject(
+        loaded.identity, loaded.geometry, ReparamSpec(num_steps=2, offset=True), 4.0, "f", "text", 900
+    )
+    curve = (0.5, 0.25, 0.375)
+    layers = tuple(reparam_record.LayerReparam(i, 0.5, i == 1, 0.25, 8.0, curve, curve, 0.1, None) for i in range(3))
+    generator = torch.Generator().manual_seed(0)
+    lambdas = {i: torch.rand(2, 8, generator=generator) + 0.5 for i in range(3)}
+    return reparam_record.Reparam(
+        subject, layers, lambdas, {i: torch.randn(2, 8, generator=generator) for i in range(3)}
+    )
+
+
+def open_reparam(path: Path) -> None:
+    found = reparam_record.load(path)
+    same_again(path, lambda again: reparam_record.save(found, {}, again))
+    reparam_record.table_rows(found)
+    layers = llama_plan(*KIVI_2, num_layers=3).layers
+    use_plan(replace(llama_plan(*KIVI_2, num_layers=3), layers=found.apply(layers), tensors=found.tensors()))
+
+
+@functools.cache
+def prefix_plans() -> dict[str, Plan]:
+    """Of ``loaded_llama``, of which a prompt of 300 tokens is packed."""
+    loaded = loaded_llama()
+    names = ["lattice d=2", "values alone, from keys that queries chose"]
+    made = {name: replace(form_plan(name, "float32"), model=loaded.identity) for name in names}
+    return made | {"predictors": plan_with(loaded, *fitted_llama())}
+
+
+@torch.no_grad()
+def open_prefix(path: Path, plan: Plan) -> None:
+    loaded = loaded_llama()
+    prefix = load_prefix(loaded, plan, path)
+    tokens = len(prefix.tokens_T)
+    assert tokens and int(prefix.tokens_T.min()) >= 0 and int(prefix.tokens_T.max()) < 64, (
+        "tokens beyond the vocabulary"
+    )
+    assert prefix.cache.nbytes == plan.nbytes([tokens])
+    with serving(loaded.model, plan):
+        logits = feed(loaded.model, prefix.cache, random_ids(1, 3))
+    assert bool(torch.isfinite(logits).all()), "logits are not finite"
+
+
+def tuning() -> Tuning:
+    outcomes = [Outcome(0.5, 0.1, 3.0, 1000, {"share": 0.1}), Outcome(0.75, None, 4.0, 2000, {})]
+    trials = tuple(Trial(i, {"a": 0.5 + i, "b": 1.0}, outcome) for i, outcome in enumerate(outcomes))
+    search = Search((Threshold("a"), Threshold("b", 0.5, 1.5)), 5, 1)
+    return Tuning({"model.x": "y", "n": 3}, search, 2, trials, pareto_front(trials))
+
+
+def open_tuning(path: Path) -> None:
+    found = load_tuning(path)
+    same_again(path, lambda again: save_tuning(found, again))
+    if found.trials:
+        choose(found)
+
+
+def comparison() -> Comparison:
+    rows = {
+        "16-bit": row("16-bit", UNIFORM, 0.0, 7),
+        "kivi-2": row("kivi-2", UNIFORM, 0.5, 2),
+        "x": row("x", UNIFORM, 0.1, 5),
+    }
+    calibration = Calibration(
+        2.5, False, (StageTime("plan.safetensors", "0" * 64, 2.5), StageTime("p", "1" * 64, None))
+    )
+    entries = [Entry(n, n, "s" * 64, None, n != "x", calibration, row=r) for n, r in rows.items()]
+    entries.append(Entry("y", "y", "t" * 64, 2.5, False, calibration, Refusal("build", "no", None, 3)))
+    return Comparison("m", {"model.x": "y"}, "text", "f", 1, Workload(8, 4096), {"0" * 64: 2.5}, with_shares(entries))
+
+
+def open_comparison(path: Path) -> None:
+    found = load_comparison(path)
+    same_again(path, lambda again: save_comparison(found, again))
+    comparison_title(found)
+    comparison_columns(found)
+
+
+def open_evaluation(path: Path) -> None:
+    found = load_evaluation(path)
+    same_again(path, lambda again: save_evaluation(found, again))
+    table_rows(found)
+
+
+def _saved(save: Callable, record: object) -> Callable[[Path], None]:
+    return lambda path: save(record, {}, path)
+
+
+@functools.cache
+def subjects() -> list[Subject]:
+    """All kinds; plans and prefixes of several features."""
+    fitted = fitted_llama()[1]
+    allocation = allocate(profile(), AllocateSpec(bits=16.0, batch=2, context=512), profile().cache, {"recipe": "r"})
+    found = [Subject("plan", name, functools.partial(save_plan, plan), open_plan) for name, plan in plans().items()]
+    found += [
+        Subject("profile", "", _saved(profile_record.save, profile()), open_profile),
+        Subject("allocation", "", _saved(allocation_record.save, allocation), open_allocation),
+        Subject("search", "", _saved(search_record.save, search_result()), open_search),
+        Subject("predictors", "", _saved(predictor_record.save, fitted), open_predictors),
+        Subject("reparam", "", _saved(reparam_record.save, reparam_result()), open_reparam),
+        Subject("comparison", "", functools.partial(save_comparison, comparison()), open_comparison),
+        Subject("evaluation", "", functools.partial(save_evaluation, evaluation(*_rows())), open_evaluation),
+        Subject("tuning", "", functools.partial(save_tuning, tuning()), open_tuning),
+    ]
+    for name, plan in prefix_plans().items():
+        write = functools.partial(pack_prefix, loaded_llama(), plan, random_ids(1, 300)[0])
+        found.append(Subject("prefix", name, write, functools.partial(open_prefix, plan=plan)))
+    for name in STAGES:
+        write, use = functools.partial(write_partial, name), functools.partial(use_partial, name)
+        found.append(Subject(f"{name}.partial", "", write, use))
+    return found
+
+
+def _rows() -> list[Row]:
+    return [row("16-bit", UNIFORM, 0.0, 7), row("x", UNIFORM, 0.1, 5)]

@@ -1,0 +1,133 @@
+"""What the command-line tests share: a tiny model in a folder, a small recipe, and the command in this process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from transformers import FalconConfig, FalconForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from kvcal import cli
+
+RECIPE = """
+description = "a test"
+[data]
+source = "tasks"
+num_samples = 2
+seq_len = 256
+[profile]
+num_bits = [2, 4]
+k_axes = ["channel"]
+group_sizes = [32, 64]
+kl_num_bits = [2]
+kl_samples = 1
+kl_tokens = 256
+[cache]
+num_sink_tokens = 2
+k_recent_window = 8
+v_recent_window = 8
+[allocate]
+same_bytes_as = "kivi-2"
+batch = 2
+context = 512
+[evaluate]
+against = ["16-bit", "kivi-2"]
+tasks = ["chain"]
+num_problems = 2
+max_size = 20
+max_hops = 4
+max_new_tokens = 12
+data = { source = "tasks", num_samples = 2, seq_len = 224, seed = 1 }
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+def save_llama(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    num_layers: int = 2,
+    head_dim: int = 16,
+) -> Path:
+    """A random Llama with the embedded tokenizer."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=1024, bos_token_id=0,
+        eos_token_id=0, pad_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_family(folder: Path, tokenizer: PreTrainedTokenizerBase, family: str) -> Path:
+    """A random model of another family: biased keys, QK-norm, or sliding layers between full ones."""
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 1024, "bos_token_id": 0,
+        "eos_token_id": 0, "pad_token_id": 1,
+    }  # fmt: skip
+    configs = {
+        "qwen2": lambda: hf.Qwen2Config(**shape),
+        "qwen3": lambda: hf.Qwen3Config(**shape, head_dim=24),
+        "gemma3": lambda: hf.Gemma3TextConfig(
+            **shape, head_dim=16, sliding_window=40,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    }  # fmt: skip
+    hf.AutoModelForCausalLM.from_config(configs[family]()).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_falcon(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """A family that bypasses the attention interface: it cannot be profiled."""
+    config = FalconConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=False
+    )
+    FalconForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run_kvcal(capsys: pytest.CaptureFixture[str], *arguments: object) -> Outcome:
+    """Run the command in this process."""
+    capsys.readouterr()
+    before, sys.argv = sys.argv, ["kvcal", *map(str, arguments)]
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    finally:
+        sys.argv = before
+    captured = capsys.readouterr()
+    return Outcome(code, captured.out, captured.err)
+
+
+def kvcal_process(*arguments: object, hash_seed: int = 0) -> Outcome:
+    """Run the command in a process of its own."""
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-m", "kvcal.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONHASHSEED": str(hash_seed), "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)

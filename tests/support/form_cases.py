@@ -1,0 +1,226 @@
+"""What the tests of stored forms share: plans with lattices, predictors and keys before RoPE, and a way to feed the
+same queries, keys and values to a dynamic and to a static cache, layer by layer, without a model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from cache_cases import HEAD_DIM, NUM_HEADS, llama_plan, plan_of, tiny_llama
+from static_cases import QUERY
+from torch import Tensor
+
+from kvcal import Plan, PlanCache
+from kvcal.cache.paged_layer import PagedLayer
+from kvcal.cache.static_layer import StaticLayer
+from kvcal.geometry import Geometry
+from kvcal.plan.format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
+from kvcal.plan.layer import LayerPlan, Predictor
+from kvcal.plan.tensors import needed_tensors
+from kvcal.store.static_state import Serving
+
+Change = Callable[[LayerPlan], LayerPlan]
+
+K, V = Format(2, "channel", 32, 4), Format(2, "token", 32, 4)
+RULE = WindowRule("clamped", 0.25, 100, 10)
+LATTICE_2, LATTICE_4 = Format(3, lattice_dim=2, num_sink_tokens=3), Format(2, lattice_dim=4, recent_window=33)
+KITTY = Format(2, "channel", 64, 4, boost=Boost("magnitude", (Tier(4, 0.25),)))
+
+
+def _formats(k: Format | Sequence[Format], v: Format | Sequence[Format], **changes) -> Change:
+    sides = [tuple(side) if isinstance(side, Sequence) else (side,) for side in (k, v)]
+    return lambda layer: replace(layer, k=sides[0], v=sides[1], **changes)
+
+
+def _predicted(kind: str, k: Format, v: Format, source: int, **size) -> Change:
+    found = Predictor(kind, source, **size)
+    return _formats(k, v, k_pages="pre", k_predictor=found, v_predictor=found)
+
+
+# Of three layers each; the last one stays for those that are not named.
+LAYERS: dict[str, list[Change]] = {
+    "lattice d=2": [_formats(LATTICE_2, replace(LATTICE_2, num_bits=4, recent_window=17))],
+    "lattice d=4": [_formats(LATTICE_4, LATTICE_4), _formats(LATTICE_2, V)],
+    "lattice, keys with λ and offset": [_formats(LATTICE_2, V, k_rescale=True, k_offset=True)],
+    "lattice, heads of the other side apart": [
+        _formats((K, RAW), LATTICE_2),
+        _formats(LATTICE_4, (replace(V, num_bits=4), V)),
+    ],
+    "lattice, queries choose channels of keys": [_formats(QUERY, replace(LATTICE_2, num_sink_tokens=5))],
+    "lattice, windows that grow": [_formats(replace(LATTICE_2, window_rule=RULE), replace(V, window_rule=RULE))],
+    "before RoPE": [_formats(K, V, k_pages="pre"), _formats(K, RAW, k_pages="pre")],
+    "before RoPE, heads apart": [_formats((RAW, replace(K, num_bits=3, recent_window=20)), (V, V), k_pages="pre")],
+    "before RoPE, boosted": [_formats(KITTY, V, k_pages="pre")],
+    "before RoPE, on a lattice": [_formats(LATTICE_2, LATTICE_4, k_pages="pre")],
+    "linear": [_formats(K, V), _predicted("linear", K, V, 0), _predicted("linear", K, V, 1)],
+    "low rank": [_formats(RAW, RAW), *(_predicted("low_rank", Format(2), Format(3), n, rank=3) for n in (0, 1))],
+    "int4, lattice": [
+        _formats(replace(LATTICE_2, num_bits=4), LATTICE_2),
+        *(_predicted("int4", LATTICE_2, LATTICE_2, n, group_size=8) for n in (0, 1)),
+    ],
+    "one source of two layers, λ": [
+        _formats(K, V, k_rescale=True, k_offset=True),
+        _predicted("linear", K, V, 0),
+        _predicted("linear", K, V, 0),
+    ],
+    "values alone, from keys that queries chose": [
+        _formats(QUERY, replace(V, num_sink_tokens=5)),
+        _formats(QUERY, replace(V, num_sink_tokens=5), v_predictor=Predictor("linear", 0)),
+    ],
+    "values alone, from a layer of two head ranges": [
+        _formats((K, RAW), V),
+        _formats(K, V, v_predictor=Predictor("linear", 0)),
+    ],
+    "predicted, windows that grow": [
+        _formats(replace(K, window_rule=RULE), replace(V, window_rule=RULE)),
+        _predicted("linear", replace(K, window_rule=RULE), replace(V, window_rule=RULE), 0),
+    ],
+}
+NAMES = list(LAYERS)
+
+
+def with_tensors(plan: Plan, layers: Sequence[LayerPlan], rotary: Tensor | None = None) -> Plan:
+    """The plan with other layers, and random tensors for their transforms; ``rotary`` for all of them: RoPE of all
+    channels if None."""
+    generator, tensors = torch.Generator().manual_seed(1), {}
+    for name, spec in needed_tensors(layers, plan.cache_dtype).items():
+        dtype, normal = spec.dtype, torch.randn([extent or 1 for extent in spec.shape], generator=generator)
+        if name.endswith("rotary"):
+            index = int(name.split(".")[1])
+            (dim,) = {layer.attention.k_head_dim for layer in layers if layer.geometry.index == index}
+            tensors[name] = rotary_table(dim) if rotary is None else rotary
+        elif name.endswith("signs"):
+            tensors[name] = (2 * (normal > 0).to(torch.int8) - 1).contiguous()
+        elif dtype == torch.uint8:
+            tensors[name] = (normal * 50).to(torch.int16).remainder(256).to(torch.uint8)
+        elif name.endswith(("rescale", "scale")):
+            tensors[name] = (normal.abs() * (0.02 if "predictor" in name else 1.0) + 0.01).to(dtype)
+        elif "predictor" in name:
+            tensors[name] = (normal * 0.2).to(dtype)
+        else:
+            tensors[name] = normal.to(dtype)
+    return replace(plan, layers=tuple(layers), tensors=tensors)
+
+
+def rotary_table(dim: int, pairs: int | None = None, theta: float = 1e4) -> Tensor:
+    """Llama's: the first ``pairs`` of dim / 2 (all if None), neighbours dim / 2 apart."""
+    a = torch.arange(dim // 2 if pairs is None else pairs, dtype=torch.float64)
+    return torch.stack([a, a + dim // 2, theta ** (-2 * a / dim), torch.ones_like(a)], dim=1)
+
+
+def form_plan(
+    name: str, cache_dtype: str = "bfloat16", geometry: Geometry | None = None, rotary: Tensor | None = None
+) -> Plan:
+    """Of three layers with two KV heads: ``tiny_llama(2, 3)``'s unless a geometry is given."""
+    plan = llama_plan(K, V, 2, cache_dtype, 3) if geometry is None else plan_of(geometry, K, V)
+    changes = itertools.chain(LAYERS[name], itertools.repeat(lambda layer: layer))
+    layers = [change(layer) for change, layer in zip(changes, plan.layers, strict=False)]
+    return with_tensors(plan, layers, rotary)
+
+
+def static_of(plan: Plan, max_tokens: int, batch: int, mask: Tensor | None = None, device: str = "cpu") -> PlanCache:
+    """Allocated, and served by whoever calls ``advance``; the caller filters or expects SlowPath."""
+    cache = PlanCache(plan, tiny_llama(2, 3).config, mask, max_tokens=max_tokens)
+    cache.allocate(batch, device)
+    cache.static.serving = Serving()
+    return cache
+
+
+def dynamic_of(plan: Plan, mask: Tensor | None = None) -> PlanCache:
+    return PlanCache(plan, tiny_llama(2, 3).config, mask)
+
+
+def states(layer: int, batch: int, tokens: int, dim: int = HEAD_DIM, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, 8, T, D], keys and values [B, 2, T, D] of a layer, that bf16 holds."""
+    generator = torch.Generator().manual_seed(1000 * seed + layer)
+    q, k, v = (torch.randn(batch, n, tokens, dim, generator=generator).bfloat16().float() for n in (NUM_HEADS, 2, 2))
+    k[..., 1] *= 20.0
+    return q, k, v
+
+
+def advance(cache: PlanCache, start: int, stop: int, all_states: Sequence[tuple[Tensor, ...]]) -> list:
+    """Columns [start, stop) of every layer's queries, keys and values. What each layer hands to attention, or for a
+    step of a static cache, what attention gives: a list of (K, V) or of outputs [B, H, D]."""
+    found = []
+    for layer, states_of_layer in zip(cache.layers, all_states, strict=True):
+        q, k, v = (x[:, :, start:stop] for x in states_of_layer)
+        keys, values = layer.update(k, v)
+        if isinstance(layer, PagedLayer):
+            layer.observe_queries(q)
+            found.append((keys, values))
+        elif layer.state.is_step(stop - start):
+            found.append(layer.attend(q, keys, values, None, 0.3, 0.0)[:, 0])
+        else:
+            layer.extend(q, keys, values)
+            found.append((keys, values))
+    return found
+
+
+def as_met(layer: StaticLayer, keys: Tensor, values: Tensor) -> list[Tensor]:
+    """What the dynamic cache hands to attention, rounded once where the static one reconstructs it in 16 bits."""
+    found = [keys.clone(), values.clone()]
+    for store in layer.stores:
+        for side, x in zip(SIDES, found, strict=True):
+            if side in store.reconstructed:
+                x[:, store.heads] = x[:, store.heads].bfloat16().float()
+    return found
+
+
+def attention(q: Tensor, keys: Tensor, values: Tensor, real: Tensor) -> Tensor:
+    """fp64 [B, H, D]: of the last query of q [B, H, T, D] over the ``real`` [B, S] tokens of keys, values."""
+    grouped = q[:, :, -1].double().unflatten(1, (keys.shape[1], -1))
+    scores = (grouped @ keys.double().transpose(-1, -2) * 0.3).masked_fill(~real[:, None, None], -torch.inf)
+    return (scores.softmax(-1) @ values.double()).flatten(1, 2)
+
+
+def score_spread(q: Tensor, keys: Tensor, real: Tensor) -> float:
+    """The largest standard deviation of a head's scores, as ``attention`` has them."""
+    grouped = q[:, :, -1].double().unflatten(1, (keys.shape[1], -1))
+    scores = grouped @ keys.double().transpose(-1, -2) * 0.3
+    return max(float(of_row[..., seen].std(-1).max()) for of_row, seen in zip(scores, real, strict=True))
+
+
+def records(static: PlanCache, layer: int, side: Side) -> Iterator[tuple[int, Tensor]]:
+    """(first head, [B, pages, r, record_bytes]) of everything that a layer's side has stored."""
+    ours = static.layers[layer]
+    assert isinstance(ours, StaticLayer)
+    forms = [] if ours.forms is None else [form for form in ours.forms.forms[side] if form.tokens]
+    for form in forms:
+        yield form.codec.heads.start, form.records[0]
+    for store in ours.stores:
+        if side not in store.reconstructed:
+            yield store.heads.start, store.pages[side]
+
+
+def assert_same_records(static: PlanCache, dynamic: PlanCache) -> int:
+    """Every page that is packed by now is stored with the same bytes, in all layers; how many there are."""
+    count = 0
+    assert static.lengths == dynamic.lengths
+    for index, theirs in enumerate(dynamic.layers):
+        assert isinstance(theirs, PagedLayer)
+        for side in SIDES:
+            for first_head, found in records(static, index, side):
+                (part,) = [p for p in theirs.sides[side] if p.heads.start <= first_head < p.heads.stop]
+                skip = first_head - part.heads.start
+                for row, (length, expected) in enumerate(
+                    zip(static.lengths, part.pages.split(part.num_pages), strict=True)
+                ):
+                    packed = part.format.num_pages(length - 1) if length else 0
+                    of_range = expected[:packed, skip : skip + found.shape[2]].to(found.device)
+                    assert torch.equal(found[row, :packed], of_range), (index, side, first_head, row)
+                    count += packed
+    return count
+
+
+def poison(static: PlanCache) -> None:
+    """NaN wherever nothing that is read may lie: all scratch, and records of pages that no row has yet."""
+    forms = static.static.forms
+    for tensor in (*forms._tokens.values(), *forms._slots):
+        tensor.view(torch.uint8).fill_(255)
+    for index, side in itertools.product(range(len(static.layers)), SIDES):
+        formats = static.layers[index].plan.head_formats(side)
+        for first_head, found in records(static, index, side):
+            for row, length in enumerate(static.lengths):
+                found[row, formats[first_head].num_pages(length - 1) if length else 0 :] = 255

@@ -1,0 +1,123 @@
+"""What the tests of the static cache on a GPU share: models, plans for them, and ways to feed a cache."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import torch
+import transformers as hf
+from cache_cases import plan_of, recipe_formats
+from static_cases import FORMATS, V
+from torch import Tensor
+
+from kvcal import Plan, PlanCache, paged_attention
+from kvcal.cache.queries import serving
+from kvcal.data.tasks import chain
+from kvcal.models.geometry import geometry_of
+from kvcal.models.load import LoadedModel, load
+from kvcal.plan.format import RAW, Format
+
+VOCABULARY = 512
+RECIPES = recipe_formats()
+SINKS_5 = replace(V, num_sink_tokens=5)
+PAIRS = {name: pair for name, pair in FORMATS.items() if name != "different sinks"} | {
+    "query magnitude": (FORMATS["query magnitude"][0], SINKS_5),
+    "random": (FORMATS["random"][0], SINKS_5),
+    "mixkvq": RECIPES["mixkvq-capped"],
+    "per head": (
+        (Format(3, "channel", 64, 4), RAW),
+        (Format(1, "token", 32, 4), Format(4, "token", 64, 0, 64)),
+    ),
+}
+
+
+@functools.cache
+@torch.inference_mode(False)
+def random_llama(
+    num_layers: int = 1, head_dim: int = 64, num_kv_heads: int = 2, dtype: torch.dtype = torch.bfloat16
+) -> hf.LlamaForCausalLM:
+    """8 query heads; keys and attention far from uniform."""
+    config = hf.LlamaConfig(
+        hidden_size=128, intermediate_size=128, num_hidden_layers=num_layers, num_attention_heads=8,
+        num_key_value_heads=num_kv_heads, head_dim=head_dim, vocab_size=VOCABULARY, max_position_embeddings=4096,
+        bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(head_dim)
+    model = hf.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.to("cuda", dtype).requires_grad_(False)
+
+
+@functools.cache
+@torch.inference_mode(False)
+def reasoner(dtype: str) -> LoadedModel:
+    """The embedded model; its cache is bf16."""
+    return load("reasoner-10m", dtype=dtype, device="cuda")
+
+
+def plan_for(model: hf.PreTrainedModel, name: str) -> Plan:
+    geometry = geometry_of(model, cache_dtype="bfloat16")
+    if name != "transformed":
+        return plan_of(geometry, *PAIRS[name])
+    plan, generator, tensors = plan_of(geometry, *PAIRS["queries"]), torch.Generator().manual_seed(0), {}
+    for index, layer in enumerate(plan.layers):
+        shape = (layer.attention.num_kv_heads, layer.attention.k_head_dim)
+        tensors[f"layers.{index}.k_rescale"] = torch.rand(shape, generator=generator) + 0.5
+        tensors[f"layers.{index}.k_offset"] = torch.randn(shape, generator=generator)
+    layers = tuple(replace(layer, k_rescale=True, k_offset=True) for layer in plan.layers)
+    return replace(plan, layers=layers, tensors=tensors)
+
+
+def mixed_plan(model: hf.PreTrainedModel) -> Plan:
+    """Every layer another pair of formats."""
+    names = ("16 bits", "kitty", "per head", "mixkvq", "kivi", "clamped window", "uniform", "paged window", "queries")
+    layers = []
+    for index, layer in enumerate(plan_for(model, "kivi").layers):
+        other = plan_for(model, names[index % len(names)]).layers[index]
+        layers.append(replace(layer, k=other.k, v=other.v))
+    return replace(plan_for(model, "kivi"), layers=tuple(layers))
+
+
+def random_ids(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def context(model: hf.PreTrainedModel, cache: PlanCache) -> AbstractContextManager[None]:
+    return serving(model, cache.plan) if cache.static is None else paged_attention(model)
+
+
+@torch.inference_mode()
+def steps(
+    model: hf.PreTrainedModel, cache: PlanCache, ids: Tensor, prompt: int, mask: Tensor | None = None
+) -> Iterator[Tensor]:
+    """Logits fp32 [B, vocabulary] behind a prompt of so many columns, then behind every later token of ids [B, T]."""
+    positions = (torch.ones_like(ids) if mask is None else mask).cumsum(1).sub(1).clamp(min=0)
+    for start, stop in [(0, prompt), *((column, column + 1) for column in range(prompt, ids.shape[1]))]:
+        seen = None if mask is None else mask[:, :stop]
+        new = slice(start, stop)
+        yield model(
+            ids[:, new], attention_mask=seen, position_ids=positions[:, new], past_key_values=cache, logits_to_keep=1
+        ).logits[:, -1].float()  # fmt: skip
+
+
+def logits_of(model, cache: PlanCache, ids: Tensor, prompt: int, mask: Tensor | None = None) -> Tensor:
+    """[T, B, vocabulary]."""
+    with context(model, cache):
+        return torch.stack(list(steps(model, cache, ids, prompt, mask)))
+
+
+def relative(found: Tensor, expected: Tensor) -> Tensor:
+    return (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+
+
+def task_prompts(count: int, length: int) -> Tensor:
+    tokenizer, rng = reasoner("float32").tokenizer, random.Random(0)
+    texts = [chain(rng, max_size=60).prompt_text for _ in range(count)]
+    rows = [tokenizer(text + text, add_special_tokens=False)["input_ids"][:length] for text in texts]
+    return torch.tensor(rows, device="cuda")

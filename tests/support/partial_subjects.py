@@ -1,0 +1,102 @@
+"""Checkpoints of the long stages, interrupted when nothing but their record was left to do, and taken up again."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import torch
+from cache_cases import KIVI_2, llama_plan, random_ids
+from predictor_runs import WORKLOAD, aqua_layers, loaded_llama, sequences
+
+from kvcal.errors import ArtifactError
+from kvcal.progress import Silent
+from kvcal.recipe import CacheSpec, ProfileSpec
+from kvcal.specs import PredictorSpec, ReparamSpec
+from kvcal.stages.checkpoint import Checkpoint, State
+from kvcal.stages.divergence import PHASE, KLMeter, Text, declare_kls
+from kvcal.stages.predictors import record as predictor_record
+from kvcal.stages.predictors import stage as fit_predictors
+from kvcal.stages.profile import record as profile_record
+from kvcal.stages.profile import stage as profile
+from kvcal.stages.reparam import record as reparam_record
+from kvcal.stages.reparam import stage as reparam
+
+DATA = sequences([200, 180, 190], 1)
+SPEC = ProfileSpec(
+    num_bits=(2, 4), group_sizes=(32,), kl_num_bits=(2, 4), kl_group_size=32, kl_samples=2, kl_tokens=170
+)
+
+
+def run_profile(target: Path) -> None:
+    cache = CacheSpec(num_sink_tokens=2, k_recent_window=16, v_recent_window=8)
+    profile.run_profile(loaded_llama(), DATA, SPEC, cache, {}, target, Strict())
+    profile_record.load(target)
+
+
+def run_reparam(target: Path) -> None:
+    layers = aqua_layers(loaded_llama())
+    spec = ReparamSpec(position_scale=1.0, num_steps=2, offset=True)
+    reparam.run_reparam(loaded_llama(), layers, {}, DATA, spec, {}, target, Strict())
+    reparam_record.table_rows(reparam_record.load(target))
+
+
+def run_predictors(target: Path) -> None:
+    loaded = loaded_llama()
+    spec = PredictorSpec(drop=False)
+    fit_predictors.run_fit_predictors(loaded, aqua_layers(loaded), {}, DATA, spec, WORKLOAD, {}, target, Strict())
+    predictor_record.table_rows(predictor_record.load(target))
+
+
+def run_search(target: Path) -> None:
+    """What the search stage asks its checkpoint: KL of plans."""
+    plans = [llama_plan(fmt, KIVI_2[1]) for fmt in KIVI_2]
+    loaded = loaded_llama(2)
+    texts = [Text(0, random_ids(1, 150)[0], torch.arange(150) > 9)]
+    with Checkpoint(target, "search", {}, State({}, {PHASE: 0}), declare_kls, Strict()) as checkpoint:
+        found = KLMeter(loaded, texts, 1, checkpoint, Strict()).kl(plans, "plans")
+        assert all(kl >= 0 for kl in found), "a KL below 0"
+        checkpoint_hook()
+
+
+class Strict(Silent):
+    """A reporter that takes a discarded checkpoint as a refusal, which it is: the stage starts anew."""
+
+    def say(self, message: str) -> None:
+        if "is discarded" in message:
+            raise ArtifactError(message)
+
+
+def checkpoint_hook() -> None:
+    """The end of ``run_search``, where it can be interrupted."""
+
+
+STAGES: dict[str, tuple[Callable[[Path], None], ModuleType | None]] = {
+    "profile": (run_profile, profile),
+    "reparam": (run_reparam, reparam),
+    "predictors": (run_predictors, fit_predictors),
+    "search": (run_search, None),
+}
+
+
+def write_partial(name: str, path: Path) -> None:
+    """The checkpoint of the stage when its record is about to be written."""
+    run, module = STAGES[name]
+    place = "save" if module else "checkpoint_hook"
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "x.safetensors"
+        interrupted = mock.patch.object(module or sys.modules[__name__], place, side_effect=KeyboardInterrupt)
+        with interrupted, contextlib.suppress(KeyboardInterrupt):
+            run(target)
+        path.write_bytes((Path(folder) / "x.partial.safetensors").read_bytes())
+
+
+def use_partial(name: str, path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "x.partial.safetensors").write_bytes(path.read_bytes())
+        STAGES[name][0](Path(folder) / "x.safetensors")
