@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -90,7 +89,7 @@ Declare = Callable[[Mapping[str, int], Collection[str]], Mapping[str, Statistic]
 
 
 @record(frozen=True, config=STRICT)
-class _Body:
+class _StateBody:
     counts: dict[str, Count]
     done: dict[str, Count]
 
@@ -107,16 +106,9 @@ class Checkpoint:
     by success removes the file."""
 
     def __init__(
-        self,
-        target: Path,
-        kind: str,
-        inputs: dict[str, Any],
-        start: State,
-        declare: Declare,
-        reporter: Reporter,
+        self, target: Path, kind: str, inputs: dict[str, Any], start: State, declare: Declare, reporter: Reporter
     ) -> None:
-        """``start``: the state to begin with, unless an earlier run for the same ``target`` left one that holds what is
-        declared."""
+        """``start``: the first state, unless an earlier run for the same ``target`` left one that is as declared."""
         self.path = target.with_name(f"{target.stem}.partial{target.suffix}")
         self._kind = f"{kind}-partial"
         self._inputs = inputs
@@ -134,23 +126,18 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.path.unlink(missing_ok=True)
         elif self.state is not self._saved and not issubclass(kind, ArtifactError):  # such as a full disk
             self._save()
 
     def _save(self) -> None:
-        state = self.state
-        tensors = {name: mean.total for name, mean in state.means.items()}
-        body = dump(_Body({name: mean.count for name, mean in state.means.items()}, dict(state.done)))
-        artifact.write(self.path, artifact.Artifact(self._kind, SCHEMA, self._inputs, body, tensors))
-        self._saved, self._saved_at = state, time.monotonic()
+        means = self.state.means
+        body = dump(_StateBody({name: mean.count for name, mean in means.items()}, dict(self.state.done)))
+        totals = {name: mean.total for name, mean in means.items()}
+        artifact.write(self.path, artifact.Artifact(self._kind, SCHEMA, self._inputs, body, totals))
+        self._saved, self._saved_at = self.state, time.monotonic()
 
     def _resumed(self, start: State, reporter: Reporter) -> State:
         if not self.path.exists():
@@ -170,15 +157,16 @@ class Checkpoint:
 
     def _checked(self, start: State, stored: artifact.Artifact) -> State:
         """ArtifactError unless the file holds what is declared."""
-        body = record_of(_Body, stored.body, self.path)
+        body = record_of(_StateBody, stored.body, self.path)
         with refusing(self.path):
             if body.done.keys() != start.done.keys() or body.counts.keys() != stored.tensors.keys():
                 raise ValueError(f"phases {list(body.done)[:4]} and counts {list(body.counts)[:4]} are not the stage's")
             declared = self._declare(body.done, body.counts.keys())
             require_tensors(stored.tensors, {name: statistic.total for name, statistic in declared.items()})
             for name, statistic in declared.items():
-                count, wanted = body.counts[name], statistic.count
-                if not (count > 0 if wanted is None else count == wanted):
-                    raise ValueError(f"counts.{name} = {count}, expected {'1 or more' if wanted is None else wanted}")
+                count, expected = body.counts[name], statistic.count
+                if not (count > 0 if expected is None else count == expected):
+                    allowed = "1 or more" if expected is None else expected
+                    raise ValueError(f"counts.{name} = {count}, expected {allowed}")
         means = {name: Mean(total, body.counts[name]) for name, total in stored.tensors.items()}
         return State(means, {phase: body.done[phase] for phase in start.done})

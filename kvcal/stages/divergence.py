@@ -1,4 +1,4 @@
-"""What quantization does to a model's predictions, measured decode-faithfully: through the packed cache itself.
+"""KL divergence of plans from the 16-bit cache, measured decode-faithfully: through the packed cache itself.
 
 A sequence is fed in chunks that end where the next page is written. Every token then reads exactly what it would
 read in decoding one token at a time: old tokens back from packed pages, recent ones unquantized. (A single forward
@@ -8,13 +8,15 @@ Several caches are fed in lockstep, chunk by chunk, so that their predictions ca
 the logits of more than one chunk: with a large vocabulary the logits of a sequence are larger than its cache. The
 16-bit reference is fed anew for every group of ``LOCKSTEP`` plans, which costs 1 / LOCKSTEP more time, and needs
 neither a limit nor a second way for models whose log-probabilities would not fit.
+
+``divergences`` is one measurement, ``kl_texts`` are the texts of one, and ``KLMeter`` makes many: each plan once.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,7 +31,9 @@ from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.geometry import Geometry, ModelIdentity
 from kvcal.models.load import LoadedModel
-from kvcal.plan.plan import Format, LayerPlan, Plan, Side, Workload, bare_layers, plan_record
+from kvcal.plan.format import Format, Side
+from kvcal.plan.layer import bare_layers
+from kvcal.plan.plan import Plan, Workload, plan_record
 from kvcal.progress import Reporter
 from kvcal.recipe import CacheSpec
 from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic
@@ -44,21 +48,16 @@ MAX_COMPARED = 1 << 23
 
 def unquantized_plan(model: ModelIdentity, geometry: Geometry) -> Plan:
     """The 16-bit reference: what the model caches by itself, in the cache's dtype."""
-    layers = bare_layers(geometry)
-    return Plan(model, geometry.cache_dtype, layers, Workload(1, 1), {})
+    return Plan(model, geometry.cache_dtype, bare_layers(geometry), Workload(1, 1), {})
 
 
 def one_side_plan(reference: Plan, index: int, side: Side, fmt: Format) -> Plan:
     """``reference`` with the keys or the values of the layer of cache index ``index`` alone in ``fmt``."""
-    layers = tuple(
-        LayerPlan(layer.geometry, (fmt,), layer.v)
-        if layer.geometry.index == index and side == "k"
-        else LayerPlan(layer.geometry, layer.k, (fmt,))
-        if layer.geometry.index == index
-        else layer
-        for layer in reference.layers
-    )
-    return Plan(reference.model, reference.cache_dtype, layers, reference.workload, reference.provenance)
+    layers = list(reference.layers)
+    for position, layer in enumerate(layers):
+        if layer.geometry.index == index:
+            layers[position] = replace(layer, k=(fmt,)) if side == "k" else replace(layer, v=(fmt,))
+    return replace(reference, layers=tuple(layers))
 
 
 def feed(model: PreTrainedModel, cache: PlanCache, tokens_BT: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -89,11 +88,7 @@ def lockstep(
 
 
 def divergences(
-    model: PreTrainedModel,
-    reference: Plan,
-    plans: Sequence[Plan],
-    tokens_BT: Tensor,
-    loss_mask_BT: Tensor,
+    model: PreTrainedModel, reference: Plan, plans: Sequence[Plan], tokens_BT: Tensor, loss_mask_BT: Tensor
 ) -> Tensor:
     """KL(reference || plan) in nats of the next-token distributions, [P, n] fp64 on the CPU: a row for each plan, a
     column for each of the n loss tokens (bool loss_mask_BT, False at position 0), by chunk, sequence and position.
@@ -103,24 +98,23 @@ def divergences(
         NonFiniteActivations: a plan's or the reference's logits are not finite.
     """
     predicting_BT = loss_mask_BT.roll(-1, dims=1)  # the position before each loss token; 0 is never one
-    found: list[list[Tensor]] = [[] for _ in plans]
+    if not plans:
+        return torch.empty(0, int(predicting_BT.sum()), dtype=torch.float64)
+    chunks: list[list[Tensor]] = [[] for _ in plans]
     for first in range(0, len(plans), LOCKSTEP):
-        group = plans[first : first + LOCKSTEP]
-        caches = [PlanCache(plan, model.config) for plan in (reference, *group)]
+        caches = [PlanCache(plan, model.config) for plan in (reference, *plans[first : first + LOCKSTEP])]
         for number, start, logits_BTV in lockstep(model, caches, tokens_BT):
-            wanted = predicting_BT[:, start : start + logits_BTV.shape[1]]
-            logits_nV = logits_BTV[wanted.to(logits_BTV.device)]
+            is_predicting = predicting_BT[:, start : start + logits_BTV.shape[1]]
+            logits_nV = logits_BTV[is_predicting.to(logits_BTV.device)]
             if number == 0:
                 reference_nV = logits_nV
             else:
-                found[first + number - 1].append(kl_divergence(reference_nV, logits_nV).cpu())
-    if not plans:
-        return torch.empty(0, int(predicting_BT.sum()), dtype=torch.float64)
-    result_Pn = torch.stack([torch.cat(chunks) for chunks in found])
-    if not torch.isfinite(result_Pn).all():
-        plan = int((~torch.isfinite(result_Pn)).any(1).nonzero()[0])
+                chunks[first + number - 1].append(kl_divergence(reference_nV, logits_nV).cpu())
+    kl_Pn = torch.stack([torch.cat(parts) for parts in chunks])
+    if not torch.isfinite(kl_Pn).all():
+        plan = int((~torch.isfinite(kl_Pn)).any(1).nonzero()[0])
         raise NonFiniteActivations(f"logits are not finite through the cache of plan {plan}, or at 16 bits")
-    return result_Pn
+    return kl_Pn
 
 
 def kl_divergence(reference_nV: Tensor, logits_nV: Tensor) -> Tensor:
@@ -128,8 +122,8 @@ def kl_divergence(reference_nV: Tensor, logits_nV: Tensor) -> Tensor:
     fp32 log-probabilities."""
     rows = max(1, MAX_COMPARED // reference_nV.shape[-1])
     parts = [reference_nV.new_empty(0, dtype=torch.float64)]
-    for expected, found in zip(reference_nV.split(rows), logits_nV.split(rows), strict=True):
-        log_p, log_q = expected.double().log_softmax(-1), found.double().log_softmax(-1)
+    for p_nV, q_nV in zip(reference_nV.split(rows), logits_nV.split(rows), strict=True):
+        log_p, log_q = p_nV.double().log_softmax(-1), q_nV.double().log_softmax(-1)
         parts.append((log_p.exp() * (log_p - log_q)).sum(-1))
     return torch.cat(parts)
 
@@ -181,15 +175,15 @@ def declare_kls(done: Mapping[str, int], names: Collection[str]) -> dict[str, St
 
 
 class KLMeter:
-    """``kl`` in nats per loss token, through the packed cache, decode-faithfully. Plans are told apart by their layers
-    and the content of their tensors, so that a plan that comes again costs nothing. A tensor is hashed once, however
-    many plans share it."""
+    """Mean KL in nats per loss token of many plans, kept in a checkpoint: an interrupted search measures none twice.
+    Plans are told apart by their layers and the content of their tensors, so that a plan that comes again costs
+    nothing. A tensor is hashed once, however many plans share it."""
 
     def __init__(
         self, loaded: LoadedModel, texts: Sequence[Text], batch: int, checkpoint: Checkpoint, reporter: Reporter
     ) -> None:
         """``batch``: texts fed at once."""
-        self._loaded = loaded
+        self._model = loaded.model
         self._batches = [padded_texts(texts[first : first + batch]) for first in range(0, len(texts), batch)]
         self._reference = unquantized_plan(loaded.identity, loaded.geometry)
         self._checkpoint = checkpoint
@@ -221,15 +215,13 @@ class KLMeter:
         return sha256_json({**plan_record(plan), "provenance": {}, "tensors": tensors})
 
     def _measure(self, digests: Sequence[str], plans: Sequence[Plan]) -> None:
-        model = self._loaded.model
         try:
-            parts = [divergences(model, self._reference, plans, *batch) for batch in self._batches]
+            parts = [divergences(self._model, self._reference, plans, *batch) for batch in self._batches]
         except NonFiniteActivations as error:
-            raise NonFiniteActivations(
-                f"search, plans {', '.join(d[:8] for d in digests)}: {error.message}", error.hint
-            ) from error
+            names = ", ".join(digest[:8] for digest in digests)
+            raise NonFiniteActivations(f"search, plans {names}: {error.message}", error.hint) from error
         kl_Pn = torch.cat(parts, dim=1)
         state = self._checkpoint.state
-        found = {digest: Mean.empty(()).update(row) for digest, row in zip(digests, kl_Pn, strict=True)}
+        means = {digest: Mean.empty(()).update(row) for digest, row in zip(digests, kl_Pn, strict=True)}
         done = {**state.done, PHASE: state.done[PHASE] + 1}
-        self._checkpoint.advance(State({**state.means, **found}, done))
+        self._checkpoint.advance(State({**state.means, **means}, done))

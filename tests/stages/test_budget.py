@@ -17,8 +17,8 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import tensors_nbytes
 from kvcal.recipe import AllocateSpec, CacheSpec, FormatsSpec, ProfileSpec
 from kvcal.specs import KeyChoice, PredictorSpec, ProgressiveSpec, ReparamSpec, SearchSpec, ValueChoice
+from kvcal.stages.allocate import Allocation, allocate, fixed_allocation, made_progressive, reserved_bytes
 from kvcal.stages.allocate.budget import require_budget, transform_bytes, workspace_bytes
-from kvcal.stages.allocate.stage import Allocation, allocate, fixed_allocation, made_progressive, reserved_bytes
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.search.compositions import most_scratch, options_of
 from kvcal.store.step_workspace import step_workspace

@@ -18,9 +18,9 @@ from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Format, Plan, Workload
 from kvcal.progress import Reporter
 from kvcal.recipe import EvaluateSpec, Recipe
+from kvcal.stages.compare import Build, compare
 from kvcal.stages.compare.points import points_of
 from kvcal.stages.compare.record import Comparison, Share, load_comparison
-from kvcal.stages.compare.stage import Build, compare
 from kvcal.strict import dump
 
 SPEC = EvaluateSpec(tasks=(), batch=2)

@@ -30,7 +30,7 @@ from kvcal.stages.allocate.importance import (
     rank_correlation,
     window_rule,
 )
-from kvcal.stages.profile.stage import run_profile
+from kvcal.stages.profile import run_profile
 
 NUM_LAYERS = 4
 LENGTHS, PROMPTS = (19, 30, 24), (4, 11, 1)

@@ -14,11 +14,11 @@ from kvcal.plan.format import RAW, SIDES, Side
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec, fixed_layers, load_recipe
+from kvcal.stages.allocate import Allocation, allocate, pareto
 from kvcal.stages.allocate.budget import ModelSizes, resolve_budget, workspace_bytes
 from kvcal.stages.allocate.record import layer_bytes
-from kvcal.stages.allocate.stage import Allocation, allocate, pareto
 from kvcal.stages.checkpoint import Mean
-from kvcal.stages.profile.record import Profile, Subject
+from kvcal.stages.profile.record import Profile, ProfileSetup
 
 IDENTITY = ModelIdentity("tests/tiny", "llama", "a" * 64, "b" * 64, "c" * 64)
 PAGED = tuple(AttentionGeometry(index, 4, 2, 32, 32) for index in (1, 2))
@@ -31,7 +31,7 @@ LOUD = {(1, "k"): 90.0, (1, "v"): 3.0, (2, "k"): 1.0, (2, "v"): 40.0}
 
 def profile_of(loudness: dict[tuple[int, Side], float]) -> Profile:
     """Losses that 2 bits more divide by 16; the second head's are twice the first's."""
-    subject = Subject(IDENTITY, GEOMETRY, 10**6, 500, PER_TOKEN, CACHE, "f", "none", 1, 10, 9)
+    subject = ProfileSetup(IDENTITY, GEOMETRY, 10**6, 500, PER_TOKEN, CACHE, "f", "none", 1, 10, 9)
     heads_N1, bits_C = torch.tensor([[1.0], [2.0]], dtype=torch.float64), torch.tensor([2.0, 4.0], dtype=torch.float64)
     means = {
         f"sensitivity.{side}.{index}": Mean(loud * heads_N1 * 4.0**-bits_C, 1)

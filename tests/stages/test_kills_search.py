@@ -15,8 +15,8 @@ from test_tune_command import SPEC as TUNE
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.stages.evaluate.generation import TaskResult
-from kvcal.stages.search.compositions import Materials, composed_layers
-from kvcal.stages.search.search import Choice, search
+from kvcal.stages.search.compositions import OptionTensors, composed_layers
+from kvcal.stages.search.problem import Choice, search
 from kvcal.stages.tune import objective as tune_objective
 from kvcal.stages.tune.objective import Origin, TaskObjective
 
@@ -57,7 +57,7 @@ def test_every_head_of_every_layer_has_its_own_lambda() -> None:
     small = problem(0.5, per_head=True)
     lambdas = {index: 1.0 + index + torch.arange(32.0).view(2, 16) / 32 for index in range(3)}
     choice = tuple(2 if unit.side == "k" else 0 for unit in small.units)
-    _, tensors = composed_layers(GEOMETRY, small.chosen(choice), Materials({2: lambdas}, {}))
+    _, tensors = composed_layers(GEOMETRY, small.chosen(choice), OptionTensors({2: lambdas}, {}))
     assert len(tensors) == 3
     for index in range(3):
         assert torch.equal(tensors[f"layers.{index}.k_rescale"], lambdas[index])

@@ -20,7 +20,7 @@ from kvcal.models.attention import _LISTENING
 from kvcal.models.geometry import geometry_of
 from kvcal.pages.layout import PAGE_TOKENS, PageLayout
 from kvcal.stages.checkpoint import Mean
-from kvcal.stages.profile.gradients import GradientObserver, next_token_loss
+from kvcal.stages.profile.observers import GradientPass, next_token_loss
 from kvcal.stages.profile.sensitivity import Candidate, candidates, quantization_errors
 
 IDS = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -58,8 +58,8 @@ def sample_of(length: int, num_prompt: int = 5, seed: int = 0) -> tuple[Tensor, 
     return tokens_T, torch.arange(length) >= num_prompt
 
 
-def observer(model: PreTrainedModel, wanted=ALL, sinks: int = 4) -> GradientObserver:
-    return GradientObserver(model, geometry_of(model, "float32"), wanted, sinks, "float16")
+def observer(model: PreTrainedModel, wanted=ALL, sinks: int = 4) -> GradientPass:
+    return GradientPass(model, geometry_of(model, "float32"), wanted, sinks, "float16")
 
 
 class Watched(DynamicCache):
@@ -281,7 +281,7 @@ def test_full_attention_layers_alone_are_measured_in_every_family(name: str) -> 
     model, geometry = built(name), measured(name)
     tokens_T, mask_T = sample_of(30)
     wanted = {side: FEW[side] for side in "kv"}
-    found = GradientObserver(model, geometry, wanted, 4, "float16").measure(0, tokens_T, mask_T)
+    found = GradientPass(model, geometry, wanted, 4, "float16").measure(0, tokens_T, mask_T)
     full = {layer.index for layer in geometry.layers if getattr(layer, "window", 1) is None}
     assert len(full) > 0
     assert found.errors.keys() == found.weight_grad_norms.keys() == set(product(full, "kv"))

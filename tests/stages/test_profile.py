@@ -25,11 +25,10 @@ from kvcal.plan.plan import RAW, SIDES, bare_layers
 from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.stages import checkpoint as checkpoint_module
-from kvcal.stages import divergence
-from kvcal.stages.allocate.stage import allocate
+from kvcal.stages import divergence, profile
+from kvcal.stages.allocate import allocate
 from kvcal.stages.divergence import divergences, one_side_plan, unquantized_plan
-from kvcal.stages.profile import stage as profile
-from kvcal.stages.profile.gradients import GradientObserver
+from kvcal.stages.profile.observers import GradientPass
 
 SPEC = ProfileSpec(
     num_bits=(2, 4), group_sizes=(32, 64), kl_group_size=64, kl_num_bits=(2, 4), kl_samples=2, kl_tokens=175
@@ -98,8 +97,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[profile.Profile,
 def test_sensitivities_norms_and_loss_are_means_over_samples(finished) -> None:
     found, _ = finished
     loaded = loaded_model()
-    wanted = {side: found.subject.candidates(side) for side in SIDES}
-    observer = GradientObserver(loaded.model, loaded.geometry, wanted, 4, "float16")
+    wanted = {side: found.setup.candidates(side) for side in SIDES}
+    observer = GradientPass(loaded.model, loaded.geometry, wanted, 4, "float16")
     samples = [observer.measure(i, DATA.sequences[i], DATA.loss_masks[i]) for i in range(len(DATA.sequences))]
     assert found.loss == pytest.approx(sum(s.loss for s in samples) / 4, rel=1e-6)
     for index, side in product(range(2), SIDES):
@@ -118,7 +117,7 @@ def test_kl_is_that_of_each_side_alone_per_loss_token(finished) -> None:
     reference = unquantized_plan(loaded.identity, loaded.geometry)
     texts = [(DATA.sequences[i][None, :175], DATA.loss_masks[i][None, :175]) for i in (0, 2)]
     for index, side in ((0, "k"), (1, "v")):
-        for column, candidate in enumerate(found.subject.kl_candidates(side)):
+        for column, candidate in enumerate(found.setup.kl_candidates(side)):
             plan = one_side_plan(reference, index, side, CACHE.format(side, *candidate))
             rows = [divergences(loaded.model, reference, [plan], *text)[0] for text in texts]
             expected = float(torch.cat(rows).mean())
@@ -130,21 +129,21 @@ def test_kl_is_that_of_each_side_alone_per_loss_token(finished) -> None:
 def test_a_profile_is_read_back_as_it_was_written(finished) -> None:
     found, path = finished
     again = profile.load(path)
-    assert again.subject == found.subject and again.means.keys() == found.means.keys()
+    assert again.setup == found.setup and again.means.keys() == found.means.keys()
     for name, mean in found.means.items():
         assert torch.equal(again.means[name].total, mean.total) and again.means[name].count == mean.count
     assert artifact.read(path, profile.KIND, profile.SCHEMA).inputs == INPUTS
     loaded = loaded_model()
-    assert (again.identity, again.geometry, again.cache) == (loaded.identity, loaded.geometry, CACHE)
-    assert again.weight_bytes == weight_bytes(loaded.model) and again.vocab_size == 64
-    assert (again.subject.num_samples, again.subject.num_tokens) == (4, 610)
-    assert again.data_fingerprint == "f" and again.subject.num_loss_tokens == 610 - 4 * 7
+    assert (again.setup.identity, again.geometry, again.cache) == (loaded.identity, loaded.geometry, CACHE)
+    assert again.setup.weight_bytes == weight_bytes(loaded.model) and again.setup.vocab_size == 64
+    assert (again.setup.num_samples, again.setup.num_tokens) == (4, 610)
+    assert again.data_fingerprint == "f" and again.setup.num_loss_tokens == 610 - 4 * 7
 
 
 def test_losses_name_every_candidate_per_head_or_per_layer(finished) -> None:
     found, _ = finished
     by_head = found.losses("sensitivity", 1, "k")
-    assert list(by_head) == list(found.subject.candidates("k"))
+    assert list(by_head) == list(found.setup.candidates("k"))
     assert by_head[2, "channel", 32] == found.sensitivity(1, "k")[:, 0].tolist()
     assert all(len(losses) == 2 for losses in by_head.values())
     assert found.losses("kl", 1, "v") == {
@@ -270,7 +269,7 @@ def test_bounded_and_state_layers_are_left_out(name: str, tmp_path: Path) -> Non
     run(tmp_path, loaded=loaded, data=data_of(180), spec=spec)
     found = profile.load(tmp_path / "profile.safetensors")
     full = [layer.index for layer in geometry.layers if getattr(layer, "window", 1) is None]
-    assert [layer.index for layer in found.subject.layers] == full
+    assert [layer.index for layer in found.setup.layers] == full
     assert len(found.means) == 1 + 10 * len(full)
     if not full:
         with pytest.raises(UnsupportedModel, match="nothing to allocate: every layer of the model is a sliding window"):
@@ -293,7 +292,7 @@ def test_importance_is_the_score_times_the_relative_error(finished) -> None:
             x_NTD = (captured.k_post_BNTD if side == "k" else captured.v_BNTD)[0, :, 4:].to(stored).float()
             place = captured.layer, side
             energy[place] = energy.get(place, 0.0) + float(x_NTD.double().square().sum())
-            for candidate in found.subject.candidates(side):
+            for candidate in found.setup.candidates(side):
                 bits, axis, size = candidate
                 dim = -2 if axis == "channel" else -1
                 decoded = dequantize(*quantize(x_NTD, bits, size, dim, torch.float16), size, dim)
@@ -301,7 +300,7 @@ def test_importance_is_the_score_times_the_relative_error(finished) -> None:
                 squared[*place, candidate] = squared.get((*place, candidate), 0.0) + error
     for index, side in product(range(2), SIDES):
         losses = found.losses("importance", index, side)
-        assert list(losses) == list(found.subject.candidates(side))
+        assert list(losses) == list(found.setup.candidates(side))
         for candidate, (loss,) in losses.items():
             relative = math.sqrt(squared[index, side, candidate] / energy[index, side])
             assert 0 < relative < 1
@@ -326,8 +325,8 @@ def test_candidates_are_the_recipe_s_and_no_others(tmp_path: Path) -> None:
     found = run(tmp_path, spec=spec, data=data_of(170))
     for side in SIDES:
         wanted = set(product((2, 4), ("token",), (32, 64)))
-        assert set(found.subject.candidates(side)) == wanted
-        assert set(found.subject.kl_candidates(side)) == set(product((2, 4), ("token",), (64,)))
+        assert set(found.setup.candidates(side)) == wanted
+        assert set(found.setup.kl_candidates(side)) == set(product((2, 4), ("token",), (64,)))
     for objective in ("sensitivity", "kl", "combined"):
         for bits in range(5, 16):
             budget = AllocateSpec(bits=float(bits), batch=1, context=65536, objective=objective)
@@ -400,7 +399,7 @@ def test_more_plans_and_texts_at_once_change_nothing(finished, tmp_path: Path, m
 
 def test_combined_is_the_sum_of_both_costs_as_shares_of_their_totals(tmp_path: Path) -> None:
     found = run(tmp_path, spec=replace(SPEC, kl_group_size=32))
-    cells = [(layer.index, side) for layer in found.subject.layers for side in ("k", "v")]
+    cells = [(layer.index, side) for layer in found.setup.layers for side in ("k", "v")]
     sensitivity = {cell: found.losses("sensitivity", *cell) for cell in cells}
     kl = {cell: found.losses("kl", *cell) for cell in cells}
     assert all(kl[cell].keys() <= sensitivity[cell].keys() for cell in cells)

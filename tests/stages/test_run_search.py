@@ -22,11 +22,11 @@ from kvcal.plan.plan import Plan, load_plan, plan_bytes
 from kvcal.progress import Silent
 from kvcal.recipe import Recipe, load_recipe
 from kvcal.run import pipeline
+from kvcal.stages import search as run_search
 from kvcal.stages.divergence import KLMeter, Text, kl_texts
 from kvcal.stages.predictors import stage as fit_predictors
 from kvcal.stages.predictors.record import PredictorRecord
 from kvcal.stages.predictors.stage import _Fitting, run_fit_predictors
-from kvcal.stages.search import stage as run_search
 from kvcal.stages.search.record import KIND, SCHEMA
 from kvcal.stages.search.record import load as load_search
 from kvcal.stages.search.record import save as save_search

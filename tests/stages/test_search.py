@@ -19,10 +19,9 @@ from kvcal.plan.tensors import check_layers, tensors_nbytes
 from kvcal.recipe import CacheSpec
 from kvcal.specs import KeyChoice, PredictorSpec, SearchSpec, ValueChoice
 from kvcal.stages.search import problem as search_problem
-from kvcal.stages.search.compositions import Materials, Unit, composed_layers
-from kvcal.stages.search.problem import Choice, Problem, problem_of, uniform_choices
+from kvcal.stages.search.compositions import OptionTensors, Unit, composed_layers
+from kvcal.stages.search.problem import Choice, Problem, problem_of, search, uniform_choices
 from kvcal.stages.search.record import SearchReport
-from kvcal.stages.search.search import search
 
 GEOMETRY = Geometry("llama", "bfloat16", tuple(AttentionGeometry(index, 8, 2, 16, 16) for index in range(3)))
 WORKLOAD = Workload(2, 1000)
@@ -141,7 +140,7 @@ def test_every_measured_random_and_chosen_plan_fits_the_budget_in_bytes():
     outcome = search(small, SPEC, measured(additive(small), seen))
     assert len(outcome.proxy) == SPEC.proxy_plans
     for choice in [outcome.choice, *(c for c in seen if small.size(c) <= small.capacity)]:
-        layers, tensors = composed_layers(GEOMETRY, small.chosen(choice), Materials(LAMBDAS, {}))
+        layers, tensors = composed_layers(GEOMETRY, small.chosen(choice), OptionTensors(LAMBDAS, {}))
         plan = Plan(ModelIdentity("m", "llama", "", "", ""), "bfloat16", layers, WORKLOAD, {}, tensors)
         assert plan.predicted_bytes == small.size(choice) <= small.capacity
         assert tensors_nbytes(tensors) == 2 * 16 * 4 * sum(layer.k_rescale for layer in layers)
@@ -233,7 +232,7 @@ def test_heads_apart_share_one_lambda_tensor_with_ones_for_those_without():
     assert small.units[:3] == (Unit(0, "k", 0), Unit(0, "k", 1), Unit(0, "v", 0))
     choice = [0] * len(small.units)
     choice[1] = 2
-    layers, tensors = composed_layers(GEOMETRY, small.chosen(tuple(choice)), Materials(LAMBDAS, {}))
+    layers, tensors = composed_layers(GEOMETRY, small.chosen(tuple(choice)), OptionTensors(LAMBDAS, {}))
     assert [fmt.axis for fmt in layers[0].k] == ["channel", "token"]
     assert tensors["layers.0.k_rescale"].tolist() == [[1.0] * 16, [1.5] * 16]
 
@@ -242,7 +241,7 @@ def test_lattice_bytes_are_counted_with_signs_and_shared_points():
     spec = replace(SPEC, values=(ValueChoice(2, lattice_dim=2), ValueChoice(3)))
     roomy = problem_of(GEOMETRY, spec, CACHE, None, WORKLOAD, 10**7, False)
     choice = (0,) * len(roomy.units)
-    layers, tensors = composed_layers(GEOMETRY, roomy.chosen(choice), Materials(LAMBDAS, {}))
+    layers, tensors = composed_layers(GEOMETRY, roomy.chosen(choice), OptionTensors(LAMBDAS, {}))
     plan = Plan(ModelIdentity("m", "llama", "", "", ""), "bfloat16", layers, WORKLOAD, {}, tensors)
     assert 10**7 - roomy.capacity == 16 * 2 * 4
     assert plan.predicted_bytes == roomy.size(choice) + 16 * 2 * 4
@@ -277,7 +276,7 @@ def test_sixteen_bits_beside_predictions_make_a_plan(sinks):
     draw, with_raw = random.Random(sinks), 0
     for _ in range(100):
         choice = tuple(draw.randrange(len(options)) for options in wide.options)
-        layers, _ = composed_layers(GEOMETRY, wide.chosen(choice), Materials({}, {}))
+        layers, _ = composed_layers(GEOMETRY, wide.chosen(choice), OptionTensors({}, {}))
         check_layers(layers)
         predicted = any(layer.k_predictor or layer.v_predictor for layer in layers)
         with_raw += predicted and any(RAW in (*layer.k, *layer.v) for layer in layers)

@@ -19,7 +19,8 @@ from kvcal.artifact import canonical_json
 from kvcal.charts.thresholds import draw_tuning
 from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
 from kvcal.progress import Silent
-from kvcal.stages.tune import stage as tune_module
+from kvcal.stages import tune as tune_module
+from kvcal.stages.tune import next_thresholds, tune
 from kvcal.stages.tune.record import (
     Outcome,
     Search,
@@ -31,8 +32,6 @@ from kvcal.stages.tune.record import (
     pareto_front,
     save_tuning,
 )
-from kvcal.stages.tune.sampler import next_thresholds
-from kvcal.stages.tune.stage import tune
 
 SEARCH = Search((Threshold("tau_16"), Threshold("tau_4")), num_trials=14, seed=7)
 ONE = Search((Threshold("tau"),))

@@ -10,7 +10,7 @@ from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
 from kvcal.plan.plan import Side
 from kvcal.recipe import CacheSpec, ProfileSpec
 from kvcal.stages.checkpoint import Mean
-from kvcal.stages.profile.record import Profile, Subject
+from kvcal.stages.profile.record import Profile, ProfileSetup
 from kvcal.stages.profile.sensitivity import Candidate
 
 IDENTITY = ModelIdentity("t", "llama", "c", "w", "t")
@@ -41,7 +41,7 @@ def profile(
     """Of sensitivities alone."""
     model = model or geometry()
     spec = spec or ProfileSpec(num_bits=(2, 3, 4), group_sizes=(32, 128), kl_samples=0)
-    subject = Subject(IDENTITY, model, WEIGHTS, VOCABULARY, spec, cache, "f", "by hand", 1, 10, 9, max_positions)
+    subject = ProfileSetup(IDENTITY, model, WEIGHTS, VOCABULARY, spec, cache, "f", "by hand", 1, 10, 9, max_positions)
     means = {}
     for name, spec in subject.totals().items():
         found = torch.ones(spec.extents, dtype=torch.float64)

@@ -25,8 +25,8 @@ from kvcal.plan.format import SIDES, Format, WindowRule
 from kvcal.plan.plan import Workload, plan_bytes, save_plan
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.specs import ReparamSpec
+from kvcal.stages.allocate import allocate, pareto
 from kvcal.stages.allocate import record as allocation_record
-from kvcal.stages.allocate.stage import allocate, pareto
 from kvcal.stages.checkpoint import Mean
 from kvcal.stages.compare.record import (
     Calibration,
@@ -34,11 +34,12 @@ from kvcal.stages.compare.record import (
     Entry,
     Refusal,
     StageTime,
+    comparison_columns,
+    comparison_title,
     load_comparison,
     save_comparison,
     with_shares,
 )
-from kvcal.stages.compare.table import comparison_columns, comparison_title
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate.stage import Row, load_evaluation, save_evaluation
 from kvcal.stages.predictors import record as predictor_record
@@ -131,7 +132,9 @@ def same_again(path: Path, save: Callable[[Path], None]) -> None:
 def profile() -> profile_record.Profile:
     loaded = loaded_llama()
     spec, cache = ProfileSpec(**SECONDS_SPEC), CacheSpec(num_sink_tokens=2, k_recent_window=16, v_recent_window=8)
-    subject = profile_record.Subject(loaded.identity, loaded.geometry, 5000, 64, spec, cache, "f", "text", 4, 900, 800)
+    subject = profile_record.ProfileSetup(
+        loaded.identity, loaded.geometry, 5000, 64, spec, cache, "f", "text", 4, 900, 800
+    )
     generator = torch.Generator().manual_seed(0)
     means = {
         name: Mean(torch.rand(spec.extents, generator=generator, dtype=torch.float64) + 0.1, 4)
@@ -143,12 +146,12 @@ def profile() -> profile_record.Profile:
 def open_profile(path: Path) -> None:
     found = profile_record.load(path)
     same_again(path, lambda again: profile_record.save(found, {}, again))
-    assert all(found.sensitivity(layer.index, side).min() >= 0 for layer in found.subject.layers for side in SIDES)
+    assert all(found.sensitivity(layer.index, side).min() >= 0 for layer in found.setup.layers for side in SIDES)
     assert found.loss >= 0
-    for layer in found.subject.layers:
+    for layer in found.setup.layers:
         assert min(found.grad_norm(layer.index, side) for side in SIDES) >= 0
     views.profile_table(found)
-    if found.subject.kl_candidates("k"):
+    if found.setup.kl_candidates("k"):
         spec = AllocateSpec(bits=16.0, batch=2, context=512)
         use_allocation(allocate(found, spec, found.cache, {}))
         pareto(found, spec, found.cache, 2)

@@ -18,12 +18,12 @@ from kvcal.errors import ArtifactError
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, ProfileSpec
 from kvcal.specs import PredictorSpec, ReparamSpec
+from kvcal.stages import profile
 from kvcal.stages.checkpoint import Checkpoint, State
 from kvcal.stages.divergence import PHASE, KLMeter, Text, declare_kls
 from kvcal.stages.predictors import record as predictor_record
 from kvcal.stages.predictors import stage as fit_predictors
 from kvcal.stages.profile import record as profile_record
-from kvcal.stages.profile import stage as profile
 from kvcal.stages.reparam import record as reparam_record
 from kvcal.stages.reparam import stage as reparam
 

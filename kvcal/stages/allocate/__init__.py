@@ -1,1 +1,200 @@
-"""Allocation: the bits of every layer's keys and values, within a byte budget."""
+"""The allocate stage: which Format every layer's (or KV head's) K and V gets, within a byte budget (PM-KVQ Eq. 6-8).
+
+A unit of the integer program is one layer's K or V, or one head's, or a layer's K and V together; its options are the
+profile's candidates, each with its measured loss and with the bytes that ``Format.nbytes`` predicts for the runtime at
+the workload. What does not depend on the choice (bounded layers, states) is taken off the budget first. 16 bits is
+always an option, with loss 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.plan.format import RAW, SIDES, Format, Side
+from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.plan import Workload
+from kvcal.recipe import AllocateSpec, CacheSpec
+from kvcal.stages.allocate.budget import ModelSizes, infeasible, reserved_bytes, resolve_budget
+from kvcal.stages.allocate.record import (
+    KIND,
+    SCHEMA,
+    Allocation,
+    Split,
+    fixed_allocation,
+    important_allocation,
+    layer_bytes,
+    load,
+    made_progressive,
+    num_values,
+    one_or_each,
+    save,
+    unbudgeted,
+)
+from kvcal.stages.allocate.solver import Option, Sweep, Unit, solve, sweep
+from kvcal.stages.profile.record import Profile
+
+__all__ = [
+    "KIND", "SCHEMA", "Allocation", "Split", "allocate", "fixed_allocation", "important_allocation", "load",
+    "made_progressive", "pareto", "reserved_bytes", "save", "unbudgeted",
+]  # fmt: skip
+
+
+def allocate(
+    profile: Profile, spec: AllocateSpec, cache: CacheSpec, provenance: dict[str, Any], reserved: int = 0
+) -> Allocation:
+    """Solve one budget, of which ``reserved`` bytes are kept for what transforms take (``budget.transform_bytes``).
+
+    Raises:
+        InfeasibleBudget: nothing fits; the message states the smallest budget of the same kind that would.
+        UsageError: an unreadable budget, or an objective that was not profiled.
+        UnsupportedModel: no layer of the model has pages.
+    """
+    problem = _Problem(profile, spec, cache)
+    if not problem.units:
+        raise UnsupportedModel(
+            "there is nothing to allocate: every layer of the model is a sliding window, kept at 16 bits, or a state",
+            hint="a recipe with [formats], such as kivi-2, compiles a plan without choices",
+        )
+    setup, cache_dtype, workload = profile.setup, profile.geometry.cache_dtype, problem.workload
+    layers = problem.layers_of(problem.largest)
+    fixed, _ = layer_bytes(layers, cache_dtype, workload)
+    sizes = ModelSizes(setup.geometry, setup.weight_bytes, setup.vocab_size)
+    budget = resolve_budget(sizes, spec, layers, fixed)
+    capacity = budget.cache - fixed - reserved
+    smallest = sum(min(option.nbytes for option in unit.options) for unit in problem.units)
+    if capacity < smallest:
+        bits = 8 * (smallest + reserved) / num_values(layers, workload)
+        raise infeasible(spec, budget, budget.total - capacity + smallest, bits, reserved)
+    # Beyond the largest options' bytes nothing is left to spend a capacity on.
+    most = sum(unit.options[number].nbytes for unit, number in zip(problem.units, problem.largest, strict=True))
+    solution = solve(problem.units, min(capacity, most))
+    layers = problem.layers_of(solution.choice)
+    split = budget.split(fixed, layer_bytes(layers, cache_dtype, workload)[1], reserved)
+    assert split.paged == solution.nbytes, "the solver's bytes are not the plan's"
+    proven = solution.loss, solution.bound, solution.gap, solution.proof
+    return Allocation(setup.identity, cache_dtype, layers, workload, provenance, split, *proven)
+
+
+def pareto(
+    profile: Profile, spec: AllocateSpec, cache: CacheSpec, num_points: int
+) -> tuple[Sweep, list[dict[str, Any]]]:
+    """All useful budgets: the solver's sweep, and a row for each point: bytes of the whole cache, all-in bits per
+    value, loss, and the bits chosen per layer."""
+    problem = _Problem(profile, spec, cache)
+    front, rows = sweep(problem.units, num_points=num_points), []
+    for point in front.points:
+        layers = problem.layers_of(point.choice)
+        fixed, paged = layer_bytes(layers, profile.geometry.cache_dtype, problem.workload)
+        k_bits, v_bits = (
+            [[fmt.num_bits for fmt in layer.formats(side)] for layer in layers if layer.is_paged] for side in SIDES
+        )
+        rows.append(
+            {
+                "cache_bytes": fixed + paged,
+                "bits_per_value": 8 * paged / num_values(layers, problem.workload),
+                "loss": point.loss,
+                "gap": point.gap,
+                "k_bits": k_bits,
+                "v_bits": v_bits,
+            }
+        )
+    return front, rows
+
+
+class _Cost(NamedTuple):
+    """A format of one layer's keys or values: the bytes of a KV head, and the loss of every head, or of all as one."""
+
+    name: str
+    format: Format
+    nbytes: int
+    losses: list[float]
+
+
+# The formats behind an option: of a layer (by cache index), a side, and a head (0: of all heads).
+Formats = dict[tuple[int, Side, int], Format]
+
+
+class _Problem:
+    """Units of the integer program, with the formats behind every option."""
+
+    def __init__(self, profile: Profile, spec: AllocateSpec, cache: CacheSpec) -> None:
+        if spec.granularity == "head" and spec.objective != "sensitivity":
+            raise UsageError(
+                f"objective = {spec.objective!r} is measured per layer, and granularity = 'head' was asked for",
+                hint="use objective = 'sensitivity' for heads",
+            )
+        self.workload = Workload(spec.batch, spec.context)
+        self.geometry = profile.geometry
+        self.units: list[Unit] = []
+        self._formats: list[list[Formats]] = []
+        for layer in bare_layers(profile.geometry):
+            if layer.is_paged:
+                costs = {side: self._costs(profile, spec, cache, layer, side) for side in SIDES}
+                self._add_units(spec, layer.geometry.index, layer.attention.num_kv_heads, costs)
+
+    def _costs(
+        self, profile: Profile, spec: AllocateSpec, cache: CacheSpec, layer: LayerPlan, side: Side
+    ) -> list[_Cost]:
+        losses = profile.losses(spec.objective, layer.geometry.index, side)
+        formats = [cache.format(side, *candidate) for candidate in losses] + [RAW]
+        dim, cache_dtype = layer.head_dim(side), self.geometry.cache_dtype
+        return [
+            _Cost(
+                f"{fmt.num_bits}-{fmt.axis}-{fmt.group_size}",
+                fmt,
+                fmt.nbytes(side, 1, dim, cache_dtype, self.workload.lengths),
+                loss,
+            )
+            for fmt, loss in zip(formats, [*losses.values(), [0.0] * layer.attention.num_kv_heads], strict=True)
+        ]
+
+    def _add_units(self, spec: AllocateSpec, index: int, heads: int, costs: dict[Side, list[_Cost]]) -> None:
+        """The units of one layer: a unit for each head of each side, each side, or both sides in equal formats."""
+        if spec.granularity == "block":
+            named = {cost.name: cost for cost in costs["v"]}
+            pairs = [(k, named[k.name]) for k in costs["k"] if k.name in named]
+            self._add(
+                f"layer {index}",
+                (
+                    (k.name, heads * (k.nbytes + v.nbytes), sum(k.losses) + sum(v.losses),
+                     {(index, "k", 0): k.format, (index, "v", 0): v.format})
+                    for k, v in pairs
+                ),
+            )  # fmt: skip
+            return
+        for side in SIDES:
+            for head in range(heads) if spec.granularity == "head" else ():
+                single = ((c.name, c.nbytes, c.losses[head], {(index, side, head): c.format}) for c in costs[side])
+                self._add(f"layer {index} {side} {head}", single)
+            if spec.granularity == "layer":
+                whole = ((c.name, heads * c.nbytes, sum(c.losses), {(index, side, 0): c.format}) for c in costs[side])
+                self._add(f"layer {index} {side}", whole)
+
+    def _add(self, name: str, options: Iterable[tuple[str, int, float, Formats]]) -> None:
+        rows = list(options)
+        self.units.append(Unit(name, tuple(Option(*row[:3]) for row in rows)))
+        self._formats.append([row[3] for row in rows])
+
+    @property
+    def largest(self) -> list[int]:
+        """The choice of every unit's largest option."""
+        return [max(range(len(unit.options)), key=lambda n: unit.options[n].nbytes) for unit in self.units]
+
+    def layers_of(self, choice: Sequence[int]) -> tuple[LayerPlan, ...]:
+        """The layers that a choice (an option number per unit) stands for."""
+        chosen: Formats = {}
+        for formats, number in zip(self._formats, choice, strict=True):
+            chosen |= formats[number]
+        layers = []
+        for layer in bare_layers(self.geometry):
+            if layer.is_paged:
+                index, heads = layer.geometry.index, range(layer.attention.num_kv_heads)
+                k, v = (
+                    one_or_each(tuple(chosen[index, side, head] for head in heads if (index, side, head) in chosen))
+                    for side in SIDES
+                )
+                layer = LayerPlan(layer.geometry, k, v)
+            layers.append(layer)
+        return tuple(layers)

@@ -1,4 +1,4 @@
-"""Budgets: the four ways to state one, in bytes; what a plan takes of one; and what is said when it does not fit.
+"""Budgets: the four ways to state one, in bytes; what a plan takes of one; and the errors when it does not fit.
 
 A budget covers the plan as it is compiled: the cache at its largest, the tensors of transforms, and, of a whole device,
 the weights and the workspace of a decode step. Formats are chosen before the tensors are there, so bytes are reserved
@@ -13,12 +13,14 @@ from dataclasses import dataclass
 
 from kvcal.errors import InfeasibleBudget, UsageError
 from kvcal.geometry import CacheDtype, Geometry
-from kvcal.plan.plan import LayerPlan, Plan, Workload, bare_layers
+from kvcal.plan.format import SIDES
+from kvcal.plan.layer import LayerPlan
+from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_nbytes, tensors_nbytes
 from kvcal.quantities import format_bytes, parse_bytes
-from kvcal.recipe import AllocateSpec, CacheSpec, Recipe, fixed_layers, load_recipe
+from kvcal.recipe import AllocateSpec, CacheSpec, fixed_layers, load_recipe
 from kvcal.specs import PredictorSpec, ReparamSpec
-from kvcal.stages.allocate.record import Allocation, BudgetKind, Split, layer_bytes, num_values
+from kvcal.stages.allocate.record import Allocation, BudgetKind, Split, layer_bytes, layers_in, num_values
 from kvcal.stages.predictors.choice import find_targets
 from kvcal.stages.predictors.record import with_predictor
 from kvcal.store.step_workspace import FLOAT_BYTES, step_workspace
@@ -26,7 +28,7 @@ from kvcal.store.step_workspace import FLOAT_BYTES, step_workspace
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What of a model a budget depends on. ``weight_bytes``: in its checkpoint's dtype."""
+    """The sizes of a model that a budget depends on. ``weight_bytes``: in its checkpoint's dtype."""
 
     geometry: Geometry
     weight_bytes: int
@@ -75,7 +77,7 @@ def resolve_budget(sizes: ModelSizes, spec: AllocateSpec, layers: tuple[LayerPla
     if spec.bits is not None:
         return Budget("bits", int(spec.bits * num_values(layers, workload) / 8) + fixed)
     assert spec.same_bytes_as is not None
-    other: Recipe = load_recipe(spec.same_bytes_as)
+    other = load_recipe(spec.same_bytes_as)
     if other.formats is None or not other.is_baseline:
         raise UsageError(
             f"same_bytes_as = {spec.same_bytes_as!r} is no recipe of [formats] alone, its bytes are not known before",
@@ -94,10 +96,8 @@ def reserved_bytes(
 ) -> int:
     """Upper bound of the bytes that the transforms of a recipe take: λ and offset of every layer, all predictors that
     can be, and, with a ``device_workload``, the workspace that these need."""
-    fmt = cache.format("k", 2, "token", 128), cache.format("v", 2, "token", 128)
-    layers = tuple(
-        LayerPlan(layer.geometry, fmt[:1], fmt[1:]) if layer.is_paged else layer for layer in bare_layers(geometry)
-    )
+    k, v = (cache.format(side, 2, "token", 128) for side in SIDES)
+    layers = layers_in(geometry, k, v)
     lambdas = sum(layer.attention.num_kv_heads * layer.head_dim("k") for layer in layers if layer.is_paged)
     total = 0 if reparam is None else FLOAT_BYTES * lambdas * (2 if reparam.offset else 1)
     if predictors is None:
@@ -109,7 +109,7 @@ def reserved_bytes(
             predicted[target.index] = with_predictor(layer, target.side, target.source.geometry.index, predictors)
     every = tuple(predicted.values())
     if device_workload is not None:
-        before, after = (workspace_bytes(those, geometry.cache_dtype, device_workload) for those in (layers, every))
+        before, after = (workspace_bytes(some, geometry.cache_dtype, device_workload) for some in (layers, every))
         total += max(0, after - before)
     return total + needed_nbytes(every, geometry.cache_dtype)
 

@@ -34,7 +34,7 @@ Scores = Mapping[Side, Mapping[int, float]]
 def importance_scores(profile: Profile) -> Scores:
     """KVmix's scores s_k, s_v of every profiled layer: {side: {cache index: score}}."""
     return {
-        side: {layer.index: profile.grad_norm(layer.index, side) for layer in profile.subject.layers} for side in SIDES
+        side: {layer.index: profile.grad_norm(layer.index, side) for layer in profile.setup.layers} for side in SIDES
     }
 
 

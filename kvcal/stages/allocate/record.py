@@ -1,7 +1,7 @@
 """The allocation: which Format every layer's K and V got, for which workload, and where the budget's bytes go.
 
-Formats come from the solver (stages.allocate), from a recipe that fixes them, or from KVmix's importance; what follows
-(progressive schedule, λ, predictors, compilation) does not care.
+Formats come from the solver (``stages.allocate``), from a recipe that fixes them, or from KVmix's importance; what
+follows (progressive schedule, λ, predictors, compilation) does not depend on which.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from pydantic.dataclasses import dataclass
 
 from kvcal import artifact
 from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
-from kvcal.plan.plan import LayerPlan, Workload, bare_layers
+from kvcal.plan.format import Format
+from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import check_layers, needed_tensors
 from kvcal.recipe import CacheSpec, FormatsSpec, fixed_layers
 from kvcal.records import record_of, refusing, require_tensors
@@ -85,14 +87,22 @@ class Allocation:
             )
 
 
-def fixed_allocation(
-    formats: FormatsSpec,
+def unbudgeted(
+    layers: tuple[LayerPlan, ...],
     model: ModelIdentity,
-    geometry: Geometry,
+    cache_dtype: CacheDtype,
     workload: Workload,
     provenance: dict[str, Any],
 ) -> Allocation:
-    """What a recipe with [formats] gives: no choice, no budget but its own bytes."""
+    """Layers that nothing was solved for: their own bytes are the budget."""
+    fixed, paged = layer_bytes(layers, cache_dtype, workload)
+    return Allocation(model, cache_dtype, layers, workload, provenance, Split(fixed + paged, None, None, fixed, paged))
+
+
+def fixed_allocation(
+    formats: FormatsSpec, model: ModelIdentity, geometry: Geometry, workload: Workload, provenance: dict[str, Any]
+) -> Allocation:
+    """A recipe with [formats]: no choice, no budget but its own bytes."""
     layers = fixed_layers(formats, bare_layers(geometry))
     return unbudgeted(layers, model, geometry.cache_dtype, workload, provenance)
 
@@ -108,7 +118,7 @@ def important_allocation(
             k, v = formats[layer.geometry.index]
             layer = LayerPlan(layer.geometry, (k,), (v,))
         layers.append(layer)
-    return unbudgeted(tuple(layers), profile.identity, profile.geometry.cache_dtype, workload, provenance)
+    return unbudgeted(tuple(layers), profile.setup.identity, profile.geometry.cache_dtype, workload, provenance)
 
 
 def made_progressive(allocation: Allocation, spec: ProgressiveSpec, reserved: int) -> Allocation:
@@ -145,16 +155,19 @@ def num_values(layers: tuple[LayerPlan, ...], workload: Workload) -> int:
     return per_token * workload.batch * workload.context
 
 
-def unbudgeted(
-    layers: tuple[LayerPlan, ...],
-    model: ModelIdentity,
-    cache_dtype: CacheDtype,
-    workload: Workload,
-    provenance: dict[str, Any],
-) -> Allocation:
-    """Layers that nothing was solved for: their own bytes are the budget."""
-    fixed, paged = layer_bytes(layers, cache_dtype, workload)
-    return Allocation(model, cache_dtype, layers, workload, provenance, Split(fixed + paged, None, None, fixed, paged))
+def one_or_each(formats: tuple[Format, ...]) -> tuple[Format, ...]:
+    """The formats of all heads as a LayerPlan states them: one where they are the same."""
+    return formats[:1] if len(set(formats)) == 1 else formats
+
+
+def layers_in(
+    geometry: Geometry, k: Format, v: Format, k_pages: Literal["post", "pre"] = "post"
+) -> tuple[LayerPlan, ...]:
+    """All layers, the paged ones in the formats ``k`` and ``v``."""
+    return tuple(
+        LayerPlan(layer.geometry, (k,), (v,), k_pages=k_pages) if layer.is_paged else layer
+        for layer in bare_layers(geometry)
+    )
 
 
 def save(allocation: Allocation, inputs: dict[str, Any], path: Path) -> None:
@@ -164,8 +177,8 @@ def save(allocation: Allocation, inputs: dict[str, Any], path: Path) -> None:
 def load(path: Path) -> tuple[Allocation, dict[str, Any]]:
     """The allocation and its inputs. ArtifactError when missing, corrupt or foreign."""
     stored = artifact.read(path, KIND, SCHEMA)
-    found = record_of(Allocation, stored.body, path)
+    allocation = record_of(Allocation, stored.body, path)
     with refusing(path):
         require_tensors(stored.tensors, {})
-        found.require_sound()
-    return found, stored.inputs
+        allocation.require_sound()
+    return allocation, stored.inputs

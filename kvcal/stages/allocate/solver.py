@@ -10,13 +10,19 @@ floating solver's tolerance of 1e-6 would already be 100 KB.
    per byte first). It gives a lower bound, a feasible choice, and for every option its reduced cost: what
    using it costs at least above the bound. Options whose reduced cost exceeds the gap between that choice and
    the bound are in no better or equal solution, so they go too. Usually a few dozen are left: the core.
-3. Integer enumeration (``kvcal.stages.allocate.knapsack``) of what in the core could be as good decides: exactly, and
+3. Integer enumeration (``knapsack.enumerate_states``) of what in the core could be as good decides: exactly, and
    among equal losses for the fewest bytes, then the lowest option numbers. It takes milliseconds, and gives
    up after CORE_SUMS partial sums.
-4. HiGHS solves the core as a 0/1 program through cvxpy (``kvcal.stages.allocate.integer_program``). Where enumeration
-   gave up, its answer, recounted in integers, tightens the core for a second enumeration, and if that gives
-   up too, its bound is the proof. Elsewhere ``solve`` still reports its bound and gap, as a second opinion;
-   ``sweep`` then leaves it out, being tens of times slower.
+4. HiGHS solves the core as a 0/1 program through cvxpy (``solve_program``). Where enumeration gave up, its answer,
+   recounted in integers, tightens the core for a second enumeration, and if that gives up too, its bound is the
+   proof. Elsewhere ``solve`` still reports its bound and gap, as a second opinion; ``sweep`` then leaves it out,
+   being tens of times slower.
+
+HiGHS works in float64 and takes a row as kept when it is broken by less than 1e-6, an integer as whole when
+it is off by as much. So the bytes become small integers first (the smallest option taken off, the common
+divisor divided out, then a power of two, which is exact in floats), the limit sits half a unit above the last
+feasible integer, and every answer is recounted in integers: should an infeasible one have passed, exactly
+that choice is forbidden by one more row and the program solved again, which loses no other choice.
 
 On one slow core, 160 units of 24 options take 0.02-0.1 s and 1,280 take 0.1-0.4 s, almost all of it cvxpy and
 HiGHS; a sweep of 64 budgets takes 0.7 and 4 s. Hundreds of exactly identical units are the worst case.
@@ -27,16 +33,19 @@ Left out: several constraints, and interactions between units (the losses are ta
 from __future__ import annotations
 
 import math
+import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from kvcal.errors import InfeasibleBudget, UsageError
 from kvcal.quantities import format_bytes
-from kvcal.stages.allocate import integer_program
 from kvcal.stages.allocate.knapsack import (
     SAFETY,
+    Floats,
     Ints,
     Items,
     Option,
@@ -54,6 +63,10 @@ CORE_SUMS = 4_000_000
 FRONT_SUMS = 10_000_000
 CHECK_NODES = 500  # for HiGHS where enumeration has already decided: its bound is then a second opinion
 SOLVER_GAP = 1e-9  # HiGHS's gap, relative, up to which its own bound counts as a proof
+WEIGHT_BITS = 20  # integrality's 1e-6 of the largest coefficient then stays near one unit
+HALF_UNIT = 0.5  # above the last feasible integer: what fits and what does not are both clear of the limit
+EXACT: dict[str, Any] = {"mip_rel_gap": 0.0, "mip_abs_gap": 0.0, "threads": 1, "random_seed": 0}
+PROGRAM_LOSS_BITS = 13  # the largest loss is about 1e4: HiGHS ignores improvements below 1e-6
 
 
 @dataclass(frozen=True)
@@ -61,7 +74,7 @@ class Solution:
     """``choice`` is an option number per unit, as given. ``bound`` is a proven lower bound on the loss of any
     allocation within ``budget_bytes`` and ``gap`` = (loss - bound) / loss, as HiGHS left them (0 where the
     relaxation alone decided). ``proof`` is "integer" (certified by enumeration, gap or not), "solver"
-    (HiGHS closed its gap) or "none" (a limit was hit: ``proven`` is False, the choice is still feasible)."""
+    (HiGHS closed its gap) or "none" (a limit was hit; the choice is still feasible)."""
 
     choice: tuple[int, ...]
     budget_bytes: int
@@ -70,10 +83,6 @@ class Solution:
     bound: float
     gap: float
     proof: str
-
-    @property
-    def proven(self) -> bool:
-        return self.proof != "none"
 
 
 @dataclass(frozen=True)
@@ -98,18 +107,13 @@ def solve(units: Sequence[Unit], budget_bytes: int, *, time_limit_s: float = 30.
 
 
 def sweep(
-    units: Sequence[Unit],
-    *,
-    budgets: Sequence[int] | None = None,
-    num_points: int = 64,
-    time_limit_s: float = 30.0,
+    units: Sequence[Unit], *, budgets: Sequence[int] | None = None, num_points: int = 64, time_limit_s: float = 30.0
 ) -> Sweep:
     """The Pareto front of bytes against loss, from the fewest bytes to the most that still help.
 
     Without ``budgets`` the whole front is enumerated if that forms no more than FRONT_SUMS partial sums: for a
     dozen units, or for more whose bytes have a coarse common divisor. Otherwise ``num_points`` budgets, evenly
-    spaced, or the ``budgets`` given, are solved one by one. Each point is what ``solve`` gives at its
-    ``budget_bytes``.
+    spaced, or the ``budgets`` given, are solved one by one, each as ``solve`` does.
     """
     items = prepare(units)
     if budgets is None:
@@ -139,12 +143,11 @@ def _whole_front(items: Items) -> tuple[Solution, ...] | None:
     states = enumerate_states(items, groups, count_E, int(items.extra_E.sum()), FRONT_SUMS)
     if states is None:
         return None
-    points = []
-    for state in range(len(states.nbytes_S)):
-        entries_U = items.start_U + np.array(states.choice(state))
-        nbytes = items.base_bytes + int(states.nbytes_S[state])
-        points.append(_solution(items, entries_U, nbytes, None, "integer"))
-    return tuple(points)
+    sizes = items.base_bytes + states.nbytes_S
+    return tuple(
+        _solution(items, items.start_U + np.array(states.choice(state)), int(nbytes), None, "integer")
+        for state, nbytes in enumerate(sizes)
+    )
 
 
 def _solve(items: Items, budget_bytes: int, time_limit_s: float, always_program: bool) -> Solution:
@@ -165,7 +168,7 @@ def _solve(items: Items, budget_bytes: int, time_limit_s: float, always_program:
         return _solution(items, core.best_U, budget_bytes, None, "integer")
 
     groups = [(items.extra_E[group], items.loss_E[group]) for group in core.groups]
-    answer = integer_program.solve(groups, core.capacity, time_limit_s, CHECK_NODES if certified else None)
+    answer = solve_program(groups, core.capacity, time_limit_s, CHECK_NODES if certified else None)
     bound = max(relaxed.bound, answer.bound + core.fixed_loss(items))
     if certified:
         return _solution(items, core.best_U, budget_bytes, bound, "integer")
@@ -239,3 +242,66 @@ def _enumerate(items: Items, relaxed: Relaxation, core: _Core) -> Ints | None:
     if states is None:
         return None
     return core.with_positions(states.choice(len(states.loss_S) - 1))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``positions`` is the option chosen in every group, counted feasible, or None when none was found in
+    time; ``bound`` is at most the loss of any feasible choice, as HiGHS proved it in floats."""
+
+    positions: tuple[int, ...] | None
+    bound: float
+
+
+def solve_program(
+    groups: Sequence[tuple[Ints, Floats]], capacity: int, time_limit_s: float, max_nodes: int | None = None
+) -> Answer:
+    """HiGHS's choice of least loss, one option of each group (bytes int64, losses), within ``capacity`` bytes, which
+    the smallest options are known to keep. One thread and a fixed seed: the same input gives the same answer,
+    unless the time runs out; stopping after ``max_nodes`` branchings does not depend on time."""
+    # Imported here: cvxpy takes a second, and callers that only build units or read solutions need none of it.
+    import cvxpy as cp
+    from scipy import sparse
+
+    sizes = [len(nbytes) for nbytes, _ in groups]
+    first = np.cumsum(sizes) - sizes
+    weight, room = _small_integers([nbytes for nbytes, _ in groups], capacity)
+    shift = min(0, WEIGHT_BITS - int(weight.max()).bit_length())
+    loss = np.concatenate([losses for _, losses in groups])
+    exponent = PROGRAM_LOSS_BITS - math.frexp(float(loss.max()))[1]
+
+    x = cp.Variable(len(weight), boolean=True)
+    unit = np.repeat(np.arange(len(sizes)), sizes)
+    one_hot = sparse.csr_array((np.ones(len(weight)), (unit, np.arange(len(weight)))))
+    limit = math.ldexp(room + HALF_UNIT, shift)
+    rows = [one_hot @ x == 1, np.ldexp(weight.astype(np.float64), shift) @ x <= limit]
+    objective = cp.Minimize(np.ldexp(loss, exponent) @ x)
+    nodes = 2**31 - 1 if max_nodes is None else max_nodes
+    deadline = time.monotonic() + time_limit_s
+    while True:
+        problem = cp.Problem(objective, rows)
+        seconds = max(0.0, deadline - time.monotonic())
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # "may be inaccurate" at the time limit: we recount anyway
+                problem.solve(solver=cp.HIGHS, mip_max_nodes=nodes, time_limit=seconds, **EXACT)
+        except cp.SolverError:
+            return Answer(None, -math.inf)
+        if x.value is None or problem.status not in (cp.OPTIMAL, cp.USER_LIMIT):
+            return Answer(None, -math.inf)
+        info: Any = problem.solver_stats.extra_stats  # highspy's HighsInfo, which cvxpy hands on untyped
+        bound = math.ldexp(float(info.mip_dual_bound), -exponent)
+        chosen = first + [int(np.argmax(part)) for part in np.split(x.value, first[1:])]
+        if int(weight[chosen].sum()) <= room:
+            return Answer(tuple(int(position) for position in chosen - first), bound)
+        if time.monotonic() >= deadline:
+            return Answer(None, bound)
+        rows.append(cp.sum(x[chosen]) <= len(sizes) - 1)
+
+
+def _small_integers(nbytes: Sequence[Ints], capacity: int) -> tuple[Ints, int]:
+    """All groups' bytes above each group's smallest, and the room for them, in units of the common divisor."""
+    smallest = [int(group.min()) for group in nbytes]
+    weight = np.concatenate([group - least for group, least in zip(nbytes, smallest, strict=True)])
+    divisor = int(np.gcd.reduce(weight)) or 1
+    return weight // divisor, (capacity - sum(smallest)) // divisor

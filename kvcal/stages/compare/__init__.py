@@ -1,1 +1,237 @@
-"""Comparison: recipes side by side on one model, at stated budgets."""
+"""All recipes on one model in one run: every plan built, then every plan measured on the same texts and problems.
+
+The workload is the comparison's, for all plans alike, so that bytes can be compared. 16 bits, KIVI-2 and KIVI-4 come
+along. A recipe that raises an error, in building or in measuring, becomes a row with the reason and the others go on;
+an error of a baseline ends the comparison, which would have nothing to stand on.
+
+Every plan has its own folder of artifacts, so that a second run finds all of them current. A profile does not depend
+on the budget: the plans of one recipe take it over from each other. A plan's calibration time is the sum over the
+artifacts in its folder, such a profile included: what the plan would take by itself. A stage that was interrupted
+counts from where it was taken up again.
+
+Stages run one after the other and each writes one file when it is done, so a stage's time is from the end of the one
+before (at first: the start) to the writing of its file. Times belong to the bytes made: they are kept by sha256, and a
+file that lies there unchanged, or is copied into another folder, still has its time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from kvcal.artifact import differing_input, write_bytes_atomic
+from kvcal.data.sequences import TokenDataset
+from kvcal.errors import ArtifactError, KvcalError
+from kvcal.folder import Folder, compute_dtype, flat, model_inputs
+from kvcal.models.load import LoadedModel
+from kvcal.plan.plan import Plan, Workload
+from kvcal.progress import Reporter
+from kvcal.recipe import EvaluateSpec, Recipe
+from kvcal.stages.compare.points import Point, points_of
+from kvcal.stages.compare.record import (
+    BASELINES,
+    Calibration,
+    Comparison,
+    Entry,
+    Refusal,
+    StageTime,
+    load_comparison,
+    save_comparison,
+    with_shares,
+)
+from kvcal.stages.evaluate.stage import Row, evaluate, load_evaluation, scheduled_batch
+from kvcal.strict import dump
+
+__all__ = ["FILE", "Build", "Point", "compare", "points_of"]
+
+FILE = "compare.json"
+
+# All stages of a recipe up to its plan, resuming from the folder's artifacts.
+Build = Callable[[Recipe, LoadedModel, Folder, Workload, Reporter], Plan]
+
+
+def compare(
+    loaded: LoadedModel,
+    points: Sequence[Point],
+    workload: Workload,
+    spec: EvaluateSpec,
+    data: TokenDataset,
+    folder: Folder,
+    build: Build,
+    reporter: Reporter,
+) -> Comparison:
+    """Build and measure all ``points``; plans, rows and times stay in ``folder`` for the next run.
+
+    ``spec`` and ``data``: what everything is measured with; ``spec.against`` is not used. Plans whose pages shrink on a
+    schedule hold at most ``workload.batch`` sequences: with one of them, no plan is measured with more at once.
+
+    Raises:
+        ArtifactError: the folder is another model's, or a file of the comparison's own is corrupt or not writable.
+        KvcalError: a baseline cannot be built or measured.
+    """
+    job = _Job(loaded, workload, data, folder, build, reporter, _earlier_seconds(folder.path / FILE, loaded))
+    entries: dict[str, Entry] = {}
+    plans: dict[str, Plan] = {}
+    for number, point in enumerate(points):
+        reporter.say(f"compare: {point.name} ({number + 1} of {len(points)})")
+        try:
+            entries[point.name], plan = job.build_point(point)
+        finally:  # what was finished has its time, whatever happened then
+            job.save(entries, spec)
+        if plan is not None:
+            plans[point.name] = plan
+    spec = scheduled_batch(spec, plans.items(), reporter)
+    rows, refusals = job.measure(plans, spec)
+    for name in plans:
+        entries[name] = replace(entries[name], row=rows.get(name), refusal=refusals.get(name))
+    return job.save(entries, spec)
+
+
+def _earlier_seconds(path: Path, loaded: LoadedModel) -> dict[str, float]:
+    """Times of an earlier run in this folder."""
+    if not path.exists():
+        return {}
+    earlier = load_comparison(path)
+    model = model_inputs(loaded)
+    difference = differing_input(model, {key: earlier.inputs.get(key) for key in model})
+    if difference is not None:
+        raise ArtifactError(
+            f"{path} was made from another model: {difference}",
+            hint="choose another --out, or delete the folder if its artifacts are not needed",
+        )
+    return dict(earlier.stage_seconds)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A comparison in work. ``seconds``, which grows: the time of every artifact, by sha256; ``built``: the folder in
+    which a recipe was built last, by the recipe's name."""
+
+    loaded: LoadedModel
+    workload: Workload
+    data: TokenDataset
+    folder: Folder
+    build: Build
+    reporter: Reporter
+    seconds: dict[str, float]
+    built: dict[str, Folder] = field(default_factory=dict)
+
+    def build_point(self, point: Point) -> tuple[Entry, Plan | None]:
+        """Build one plan: its entry, and the plan unless the recipe raised an error."""
+        folder = Folder.create(self.folder.path / "plans" / point.folder)
+        self._take_over_profile(point, folder)
+        plan, refusal, recipe = None, None, point.recipe
+        with timed(folder.path, self.seconds) as made:
+            try:
+                plan = self.build(recipe, self.loaded, folder, self.workload, self.reporter)
+            except KvcalError as error:
+                if point.is_baseline:
+                    raise
+                refusal = Refusal("build", error.message, error.hint, error.exit_code)
+                self.reporter.say(f"compare: {point.name} is refused: {error.message}")
+        self.built[recipe.name] = folder
+        digests = artifacts(folder.path)
+        stages = tuple(StageTime(name, digest, self.seconds.get(digest)) for name, digest in digests.items())
+        calibration = Calibration(total(digests, self.seconds), plan is not None and not made, stages)
+        entry = Entry(point.name, recipe.name, recipe.sha256, point.bits, point.is_baseline, calibration, refusal)
+        return entry, plan
+
+    def _take_over_profile(self, point: Point, folder: Folder) -> None:
+        """Copy the profile of the same recipe at another budget into ``folder``: of this run if there is one, else,
+        where ``folder`` has none, of an earlier run. The build itself finds out whether it is current."""
+        if point.bits is None:
+            return
+        source = self.built[point.recipe.name].profile if point.recipe.name in self.built else None
+        if source is None and not folder.profile.exists():
+            stem = point.folder.rpartition("@")[0]
+            source = min(folder.path.parent.glob(f"{stem}@*/{folder.profile.name}"), default=None)
+        if source is not None and source.exists():
+            content = source.read_bytes()
+            if not folder.profile.exists() or folder.profile.read_bytes() != content:
+                write_bytes_atomic(folder.profile, content)
+
+    def inputs(self, spec: EvaluateSpec) -> dict[str, Any]:
+        """Everything but the plans that the rows depend on, flat."""
+        return {
+            **model_inputs(self.loaded),
+            **flat("evaluate", dump(replace(spec, against=()))),
+            "data.fingerprint": self.data.fingerprint,
+            **compute_dtype(self.loaded),
+        }
+
+    def measure(self, plans: Mapping[str, Plan], spec: EvaluateSpec) -> tuple[dict[str, Row], dict[str, Refusal]]:
+        """Rows and refusals, by name. A plan that cannot be measured is left out, and the others are taken up again."""
+        inputs, path = self.inputs(spec), self.folder.evaluation
+        remaining, refusals = dict(plans), dict[str, Refusal]()
+        while True:
+            try:
+                evaluation = evaluate(
+                    self.loaded, list(remaining.items()), spec, self.data, inputs, path, self.reporter
+                )
+                return {row.name: row for row in evaluation.rows}, refusals
+            except KvcalError as error:
+                measured = _measured(path, inputs)
+                name = next((name for name, plan in remaining.items() if plan.sha256 not in measured), None)
+                if name is None or name in BASELINES:
+                    raise
+                refusals[name] = Refusal("evaluate", error.message, error.hint, error.exit_code)
+                self.reporter.say(f"compare: {name} cannot be measured: {error.message}")
+                del remaining[name]
+
+    def save(self, entries: Mapping[str, Entry], spec: EvaluateSpec) -> Comparison:
+        comparison = Comparison(
+            model=self.loaded.identity.id,
+            inputs=self.inputs(spec),
+            data=self.data.description,
+            data_fingerprint=self.data.fingerprint,
+            task_seed=spec.seed,
+            workload=self.workload,
+            stage_seconds=dict(sorted(self.seconds.items())),
+            entries=with_shares(tuple(entries.values())),
+        )
+        save_comparison(comparison, self.folder.path / FILE)
+        return comparison
+
+
+def _measured(path: Path, inputs: dict[str, Any]) -> set[str]:
+    """Digests of the plans that the evaluation's file holds for ``inputs``."""
+    if not path.exists():
+        return set()
+    earlier = load_evaluation(path)
+    return {row.plan_sha256 for row in earlier.rows} if differing_input(inputs, earlier.inputs) is None else set()
+
+
+def artifacts(folder: Path) -> dict[str, str]:
+    """The sha256 of every finished artifact in ``folder``, by file name, the oldest first."""
+    files = [path for path in folder.glob("*.safetensors") if ".partial." not in path.name]
+    files.sort(key=lambda path: (path.stat().st_mtime_ns, path.name))
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@contextmanager
+def timed(folder: Path, seconds: dict[str, float]) -> Iterator[list[str]]:
+    """Note in ``seconds``, by sha256, the time of every artifact that is made within; their names are in the list
+    afterwards. Also when it is left by an error: what was finished until then has its time."""
+    before, previous, made = artifacts(folder), time.time(), list[str]()
+    try:
+        yield made
+    finally:
+        for name, digest in artifacts(folder).items():
+            if before.get(name) != digest:
+                written = (folder / name).stat().st_mtime
+                # The first time stays. Clocks of files are coarse, and may be behind.
+                seconds.setdefault(digest, round(max(0.0, written - previous), 3))
+                previous = max(previous, written)
+                made.append(name)
+
+
+def total(stages: Mapping[str, str], seconds: Mapping[str, float]) -> float | None:
+    """Seconds of all ``stages`` (sha256 by file name) together; None where one of them is not known."""
+    if any(digest not in seconds for digest in stages.values()):
+        return None
+    return round(sum(seconds[digest] for digest in stages.values()), 3)

@@ -1,4 +1,4 @@
-"""Which plans a comparison builds: the baselines, and every recipe at every budget it can be given."""
+"""The plans that a comparison builds: the baselines, and every recipe at every budget it can be given."""
 
 from __future__ import annotations
 
@@ -47,7 +47,12 @@ def points_of(names: Sequence[str], bits: Sequence[float]) -> tuple[Point, ...]:
         )
     points = [Point(recipe.name, recipe, None, True) for recipe in baselines.values()]
     for recipe in others:
-        points += _at_budgets(recipe, budgets)
+        if recipe.allocate is None or not budgets:
+            points.append(Point(recipe.name, recipe, None, False))
+            continue
+        for value in budgets:
+            spec = replace(recipe.allocate, bits=value, budget=None, kv_budget=None, same_bytes_as=None)
+            points.append(Point(f"{recipe.name} @ {value:g}", replace(recipe, allocate=spec), value, False))
     folders = [point.folder for point in points]
     for point in points:
         if folders.count(point.folder) > 1:
@@ -69,29 +74,18 @@ def _budgets(bits: Sequence[float]) -> list[float]:
 
 def _others(names: Sequence[str], baselines: dict[str, Recipe]) -> list[Recipe]:
     """The recipes that are no baselines; a baseline may be named, too."""
-    found: dict[str, Recipe] = {}
+    others: dict[str, Recipe] = {}
     for recipe in map(load_recipe, names):
-        if recipe.name in found or baselines.get(recipe.name, recipe).sha256 != recipe.sha256:
+        if recipe.name in others or baselines.get(recipe.name, recipe).sha256 != recipe.sha256:
             raise UsageError(f"two recipes are named {recipe.name!r}", hint="give each recipe once, or rename a file")
-        if recipe.name not in baselines:
-            found[recipe.name] = recipe
-    others = list(found.values())
-    for number, recipe in enumerate(others):
-        for other in [*baselines.values(), *others[:number]]:
+        if recipe.name in baselines:
+            continue
+        for other in [*baselines.values(), *others.values()]:
             if other.sha256 == recipe.sha256:
                 raise UsageError(
                     f"{other.name!r} and {recipe.name!r} are the same recipe", hint="leave one of them out"
                 )
+        others[recipe.name] = recipe
     if not others:
         raise UsageError(f"no recipe to compare with: {', '.join(BASELINES)} come along anyway", hint="name one more")
-    return others
-
-
-def _at_budgets(recipe: Recipe, budgets: Sequence[float]) -> list[Point]:
-    if recipe.allocate is None or not budgets:
-        return [Point(recipe.name, recipe, None, False)]
-    points = []
-    for bits in budgets:
-        spec = replace(recipe.allocate, bits=bits, budget=None, kv_budget=None, same_bytes_as=None)
-        points.append(Point(f"{recipe.name} @ {bits:g}", replace(recipe, allocate=spec), bits, False))
-    return points
+    return list(others.values())

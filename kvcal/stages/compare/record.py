@@ -1,4 +1,4 @@
-"""What a comparison found: a row for each plan, its share of KIVI-2's loss recovered, and what calibration took.
+"""The record and the table of a comparison: a row for each plan, its share of KIVI-2's loss recovered, and times.
 
     share recovered  R = (a - p) / (a - r),   a, p, r: loss of KIVI-2, of the plan, and of 16 bits
 
@@ -13,10 +13,8 @@ error still counts it: with a covariance c between any two losses the variance i
 2 c (1 - R + R^2) / (a - r)^2. So where losses rise and fall together the stated error is too large. The exact one would
 need every problem's outcome under every plan.
 
-There is no share where KIVI-2 loses nothing beyond the error
-of that loss, a - r <= sqrt(se(a)^2 + se(r)^2): it would be noise over noise.
-
-The file is JSON with sorted keys and a digest, as the evaluation's is.
+There is no share where KIVI-2 loses nothing beyond the error of that loss, a - r <= sqrt(se(a)^2 + se(r)^2): it would
+be noise over noise.
 """
 
 from __future__ import annotations
@@ -31,14 +29,16 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from kvcal.plan.plan import Workload
+from kvcal.quantities import format_bytes
 from kvcal.records import read_json, write_json
-from kvcal.stages.evaluate.stage import Row, require_same_tasks
+from kvcal.stages.evaluate.stage import Row, priced_header, require_same_tasks
 from kvcal.strict import STRICT, Amount, Number
 
 KIND = "comparison"
 SCHEMA = 2
 RAW_RECIPE, WORST_RECIPE = "16-bit", "kivi-2"
 BASELINES = (RAW_RECIPE, WORST_RECIPE, "kivi-4")
+NOTHING = "-"  # of a cell
 
 # (loss, its standard error or None where it is unknown)
 Loss = tuple[float, float | None]
@@ -54,7 +54,7 @@ class Share:
 
 @dataclass(frozen=True, config=STRICT)
 class StageTime:
-    """What making one artifact took; None where no comparison has seen it made."""
+    """The time that making one artifact took; None where no comparison has seen it made."""
 
     file: str
     sha256: str
@@ -73,7 +73,7 @@ class Calibration:
 
 @dataclass(frozen=True, config=STRICT)
 class Refusal:
-    """Why a recipe has no numbers: the error's own words, and the exit code it has by itself."""
+    """The error of a recipe without numbers: its own words, and the exit code it has by itself."""
 
     stage: Literal["build", "evaluate"]
     message: str
@@ -164,16 +164,58 @@ def _accuracy_loss(row: Row) -> Loss:
 
 
 def save_comparison(comparison: Comparison, path: str | Path) -> None:
-    """Write the JSON file whole or not at all; ArtifactError when the system refuses."""
+    """Write the JSON file whole or not at all; ArtifactError when it cannot be written."""
     write_json(path, KIND, SCHEMA, comparison)
 
 
 def load_comparison(path: str | Path) -> Comparison:
-    """Read what ``save_comparison`` wrote.
+    """Read what ``save_comparison`` wrote. ArtifactError as ``read_json``."""
+    hint = "delete the file and run kvcal compare again: plans and rows are kept beside it"
+    return read_json(path, KIND, SCHEMA, Comparison, hint)
 
-    Raises:
-        ArtifactError: missing, unreadable, not JSON, of another kind or version, corrupt, or values out of range.
-    """
-    return read_json(
-        path, KIND, SCHEMA, Comparison, "delete the file and run kvcal compare again: plans and rows are kept beside it"
+
+def comparison_title(comparison: Comparison) -> str:
+    """The table's title: what its numbers are."""
+    workload = comparison.workload
+    return (
+        f"{comparison.data}; bytes at batch {workload.batch} x {workload.context} tokens; ± standard errors; "
+        f"recovered: share of {WORST_RECIPE}'s loss against {RAW_RECIPE}"
     )
+
+
+def comparison_columns(comparison: Comparison) -> list[tuple[str, tuple[str, ...]]]:
+    """The table: (header, one cell an entry) columns. Reasons of refusals are in a last one, where there are any."""
+    rows = [row for _, row in comparison.measured]
+    tasks = [task.task for row in rows[:1] for task in row.tasks]
+    measured = rows[0].text_bits.header if rows else "bits at measured length"
+    headers = [priced_header(comparison.workload), "cache", measured, "KL to 16 bits", "perplexity"]
+    headers += [f"{name} %" for name in tasks] + (["all tasks %", "bits at the tasks' lengths"] if tasks else [])
+    table = [("plan", *headers, "KL recovered %", *(["tasks recovered %"] if tasks else []), "calibration s")]
+    for entry in comparison.entries:
+        numbers = [NOTHING] * len(headers) if entry.row is None else _numbers(entry.row)
+        shares = [entry.kl_recovered, *([entry.accuracy_recovered] if tasks else [])]
+        recovered = [NOTHING if s is None else _with_error(100 * s.value, s.se and 100 * s.se, 1) for s in shares]
+        table.append((entry.name, *numbers, *recovered, _calibration(entry.calibration)))
+    columns = [(header, tuple(cells)) for header, *cells in zip(*table, strict=True)]
+    if any(entry.refusal for entry in comparison.entries):
+        columns.append(("refused", tuple(e.refusal.message if e.refusal else "" for e in comparison.entries)))
+    return columns
+
+
+def _numbers(row: Row) -> list[str]:
+    text = row.text
+    cells = [f"{row.bits_per_value:.3f}", format_bytes(row.total_bytes), f"{row.text_bits.bits_per_value:.3f}"]
+    cells += [_with_error(text.kl, text.kl_se, 5), _with_error(text.perplexity, text.perplexity_se, 4)]
+    cells += [_with_error(100 * task.accuracy, 100 * task.accuracy_se, 1) for task in row.tasks]
+    if row.accuracy is not None and row.accuracy_se is not None and row.task_bits is not None:
+        cells += [_with_error(100 * row.accuracy, 100 * row.accuracy_se, 1), row.task_bits.cell]
+    return cells
+
+
+def _calibration(calibration: Calibration) -> str:
+    seconds = NOTHING if calibration.seconds is None else f"{calibration.seconds:.1f}"
+    return f"{seconds} (kept)" if calibration.is_kept else seconds
+
+
+def _with_error(value: float, error: float | None, digits: int) -> str:
+    return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")

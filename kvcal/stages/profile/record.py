@@ -4,7 +4,7 @@ Four measures. The allocator takes the first, the second, the sum of their share
 all layers and sees nothing that the loss's gradient does not; the second sees the few layers that break a prediction
 alone, and nothing of what several break together), or the product of the last two ("importance"):
 
-- sensitivity: PM-KVQ Eq. 5, per KV head and candidate, to first order in the error (``observers.sensitivity``);
+- sensitivity: PM-KVQ Eq. 5, per KV head and candidate, to first order in the error (``profile.sensitivity``);
 - KL to the 16-bit cache when one layer's keys or values alone are quantized, through the packed cache: direct, but
   for few candidates, and per layer only (``stages.divergence``);
 - KVmix's score s, the norm of the projection weight's gradient, per layer;
@@ -35,10 +35,11 @@ from torch import Tensor
 from kvcal import artifact
 from kvcal.errors import UsageError
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
-from kvcal.plan.plan import SIDES, Side
+from kvcal.plan.format import SIDES, Side
 from kvcal.recipe import CacheSpec, Objective, ProfileSpec
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
 from kvcal.stages.checkpoint import Mean
+from kvcal.stages.profile.observers import OBSERVERS
 from kvcal.stages.profile.sensitivity import Candidate, candidates
 from kvcal.strict import STRICT, Count, NumBytes, Positive, dump
 
@@ -50,7 +51,7 @@ SCHEMA = 2
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
-class Subject:
+class ProfileSetup:
     """What was profiled and how. ``weight_bytes``: of the model in its checkpoint's dtype; ``num_tokens`` and
     ``num_loss_tokens``: of the ``num_samples`` sequences behind the gradients. ``max_positions``: of the model, None
     where its config states none, or an older profile does not say."""
@@ -88,10 +89,9 @@ class Subject:
         """The sum of every statistic by name."""
         totals = {"loss": _total()}
         for layer, side in product(self.layers, SIDES):
-            totals[f"sensitivity.{side}.{layer.index}"] = _total(layer.num_kv_heads, len(self.candidates(side)))
-            totals[f"grad_norm.{side}.{layer.index}"] = _total()
-            totals[f"squared_error.{side}.{layer.index}"] = _total(len(self.candidates(side)))
-            totals[f"energy.{side}.{layer.index}"] = _total()
+            for name, observer in OBSERVERS.items():
+                shape = observer.shape(layer.num_kv_heads, len(self.candidates(side)))
+                totals[f"{name}.{side}.{layer.index}"] = _total(*shape)
             if self.kl_candidates(side):
                 totals[f"kl.{side}.{layer.index}"] = _total(len(self.kl_candidates(side)))
         return totals
@@ -99,34 +99,22 @@ class Subject:
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """Measured costs. ``means``: a statistic for each of ``subject.totals()``."""
+    """Measured costs. ``means``: a statistic for each of ``setup.totals()``."""
 
-    subject: Subject
+    setup: ProfileSetup
     means: Mapping[str, Mean]
 
     @property
-    def identity(self) -> ModelIdentity:
-        return self.subject.identity
-
-    @property
     def geometry(self) -> Geometry:
-        return self.subject.geometry
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.subject.weight_bytes
-
-    @property
-    def vocab_size(self) -> int:
-        return self.subject.vocab_size
+        return self.setup.geometry
 
     @property
     def cache(self) -> CacheSpec:
-        return self.subject.cache
+        return self.setup.cache
 
     @property
     def data_fingerprint(self) -> str:
-        return self.subject.data_fingerprint
+        return self.setup.data_fingerprint
 
     @property
     def loss(self) -> float:
@@ -134,7 +122,7 @@ class Profile:
         return float(self.means["loss"].result())
 
     def sensitivity(self, index: int, side: Side) -> Tensor:
-        """PM-KVQ Eq. 5, mean over samples, [N, C] fp64: KV heads x ``subject.candidates(side)``, for the layer of
+        """PM-KVQ Eq. 5, mean over samples, [N, C] fp64: KV heads x ``setup.candidates(side)``, for the layer of
         cache index ``index``."""
         return self.means[f"sensitivity.{side}.{index}"].result()
 
@@ -144,17 +132,14 @@ class Profile:
 
     def relative_error(self, index: int, side: Side) -> Tensor:
         """‖X − Q(X)‖ / ‖X‖ over all heads, channels and tokens behind the sinks, [C] fp64 for
-        ``subject.candidates(side)``; 0 where X is 0."""
+        ``setup.candidates(side)``; 0 where X is 0."""
         energy = self.means[f"energy.{side}.{index}"].result().clamp(min=TINY)
         return (self.means[f"squared_error.{side}.{index}"].result() / energy).sqrt()
 
     def kl(self, index: int, side: Side) -> Tensor:
-        """KL to 16 bits in nats per loss token, [C] fp64 for ``subject.kl_candidates(side)``.
-
-        Raises:
-            UsageError: the profile was made with kl_samples = 0.
-        """
-        if not self.subject.kl_candidates(side):
+        """KL to 16 bits in nats per loss token, [C] fp64 for ``setup.kl_candidates(side)``. UsageError for a profile
+        that was made with kl_samples = 0."""
+        if not self.setup.kl_candidates(side):
             raise UsageError(
                 "the profile holds no KL: it was made with kl_samples = 0",
                 hint="use objective = 'sensitivity', or profile again with kl_samples = 1 or more",
@@ -165,11 +150,11 @@ class Profile:
         """Each candidate's cost: one for each KV head ("sensitivity"), or one for the layer (all others)."""
         if objective == "sensitivity":
             values = self.sensitivity(index, side).T
-            return dict(zip(self.subject.candidates(side), values.tolist(), strict=True))
+            return dict(zip(self.setup.candidates(side), values.tolist(), strict=True))
         if objective == "importance":
             costs = (self.grad_norm(index, side) * self.relative_error(index, side)).tolist()
-            return {candidate: [cost] for candidate, cost in zip(self.subject.candidates(side), costs, strict=True)}
-        kl = dict(zip(self.subject.kl_candidates(side), self.kl(index, side).tolist(), strict=True))
+            return {candidate: [cost] for candidate, cost in zip(self.setup.candidates(side), costs, strict=True)}
+        kl = dict(zip(self.setup.kl_candidates(side), self.kl(index, side).tolist(), strict=True))
         if objective == "kl":
             return {candidate: [value] for candidate, value in kl.items()}
         sensitivity = self.losses("sensitivity", index, side)
@@ -183,9 +168,9 @@ class Profile:
     def _totals(self) -> tuple[float, float]:
         """Sums over all layers, sides and KL candidates of (sensitivity, KL): what "combined" measures them by."""
         sensitivity = kl = 0.0
-        for layer, side in product(self.subject.layers, SIDES):
+        for layer, side in product(self.setup.layers, SIDES):
             measured = self.losses("sensitivity", layer.index, side)
-            sensitivity += sum(sum(measured[candidate]) for candidate in self.subject.kl_candidates(side))
+            sensitivity += sum(sum(measured[candidate]) for candidate in self.setup.kl_candidates(side))
             kl += float(self.kl(layer.index, side).sum())
         return max(sensitivity, TINY), max(kl, TINY)
 
@@ -194,7 +179,7 @@ def save(profile: Profile, inputs: dict[str, Any], path: Path) -> None:
     """Write the profile. ArtifactError when it cannot be written."""
     tensors = {name: mean.total for name, mean in profile.means.items()}
     counts = {name: mean.count for name, mean in profile.means.items()}
-    body = {"subject": dump(profile.subject), "counts": counts}
+    body = {"subject": dump(profile.setup), "counts": counts}
     artifact.write(path, artifact.Artifact(KIND, SCHEMA, inputs, body, tensors))
 
 
@@ -205,21 +190,19 @@ def load(path: Path) -> Profile:
         ArtifactError: missing, corrupt or foreign file; unknown, missing or mis-shaped content.
     """
     stored = artifact.read(path, KIND, SCHEMA)
-    content = record_of(_Body, stored.body, path)
+    content = record_of(_ProfileBody, stored.body, path)
+    setup, counts = content.subject, content.counts
     with refusing(path):
-        require_tensors(stored.tensors, content.subject.totals())
+        require_tensors(stored.tensors, setup.totals())
         for side in SIDES:
-            content.subject.cache.format(side, 2, "token", 128)  # that such formats can be
-        if content.counts.keys() != stored.tensors.keys():
-            raise ValueError(
-                f"counts {sorted(content.counts.keys() ^ stored.tensors.keys())[:3]} are unknown or missing"
-            )
-        samples, tokens = content.subject.num_samples, content.subject.num_loss_tokens
-        for name, count in content.counts.items():
+            setup.cache.format(side, 2, "token", 128)  # that such formats can be
+        if wrong := sorted(counts.keys() ^ stored.tensors.keys()):
+            raise ValueError(f"counts {wrong[:3]} are unknown or missing")
+        samples, tokens = setup.num_samples, setup.num_loss_tokens
+        for name, count in counts.items():
             if not (0 < count <= tokens if name.startswith("kl.") else count == samples):
                 raise ValueError(f"counts.{name} = {count}, in a profile of {samples} samples and {tokens} loss tokens")
-    means = {name: Mean(total, content.counts[name]) for name, total in stored.tensors.items()}
-    return Profile(content.subject, means)
+    return Profile(setup, {name: Mean(total, counts[name]) for name, total in stored.tensors.items()})
 
 
 def _total(*shape: int) -> TensorSpec:
@@ -227,6 +210,6 @@ def _total(*shape: int) -> TensorSpec:
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
-class _Body:
-    subject: Subject
+class _ProfileBody:
+    subject: ProfileSetup  # the key's name in the file
     counts: dict[str, Count]

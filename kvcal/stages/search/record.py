@@ -1,4 +1,4 @@
-"""What a search found, and how: the artifact that the plan is compiled from, and its tables."""
+"""The artifact of a search, which the plan is compiled from: the chosen layers, their tensors, and a report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pydantic.dataclasses import dataclass as record
 from torch import Tensor
 
 from kvcal import artifact
-from kvcal.plan.plan import LayerPlan, Plan
+from kvcal.plan.layer import LayerPlan
+from kvcal.plan.plan import Plan
 from kvcal.records import record_of, refusing
 from kvcal.stages.allocate.importance import rank_correlation
 from kvcal.stages.allocate.record import Allocation
@@ -87,25 +88,25 @@ class SearchRecord:
 
 
 @record(frozen=True, config=STRICT)
-class _Body:
+class _SearchBody:
     allocation: Allocation
     report: SearchReport
 
 
-def save(found: SearchRecord, inputs: dict[str, Any], path: Path) -> None:
+def save(searched: SearchRecord, inputs: dict[str, Any], path: Path) -> None:
     """ArtifactError when the file cannot be written."""
-    body = dump(_Body(found.allocation, found.report))
-    artifact.write(path, artifact.Artifact(KIND, SCHEMA, inputs, body, found.plan_tensors))
+    body = dump(_SearchBody(searched.allocation, searched.report))
+    artifact.write(path, artifact.Artifact(KIND, SCHEMA, inputs, body, searched.plan_tensors))
 
 
 def load(path: Path) -> SearchRecord:
     """ArtifactError when missing, corrupt or foreign."""
     stored = artifact.read(path, KIND, SCHEMA)
-    body = record_of(_Body, stored.body, path, hint="delete the file and search again")
+    body = record_of(_SearchBody, stored.body, path, hint="delete the file and search again")
+    chosen, report = body.allocation, body.report
     with refusing(path):
-        body.allocation.require_sound()
-        chosen = body.allocation
+        chosen.require_sound()
         Plan(chosen.model, chosen.cache_dtype, chosen.layers, chosen.workload, {}, stored.tensors)
-        if chosen.loss != body.report.kl:
-            raise ValueError(f"the allocation's loss is {chosen.loss}, the KL of the plan that ships {body.report.kl}")
-    return SearchRecord(body.allocation, body.report, stored.tensors)
+        if chosen.loss != report.kl:
+            raise ValueError(f"the allocation's loss is {chosen.loss}, the KL of the plan that ships {report.kl}")
+    return SearchRecord(chosen, report, stored.tensors)

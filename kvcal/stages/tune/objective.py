@@ -1,12 +1,13 @@
-"""What a setting of the thresholds is worth: a plan's packed cache on real tasks, and its bytes (MixKVQ, App. D.1).
+"""The worth of a setting of the thresholds: a plan's packed cache on real tasks, and its bytes (MixKVQ, App. D.1).
 
-A trial takes the plan with its thresholds in the key tiers, and room in them for what calibration pages need (see
-tier_rooms) or for the recipe's shares, and has the model solve problems through that plan's packed cache; there is no
-simulated score. Tasks are the embedded ones (see generation), or "lm-eval:NAME" (see lm_eval_task); the accuracy is
-their mean. Bits count everything at the plan's workload: the paper's count key codes alone, and are kept as a fact.
+A trial takes the plan with its thresholds in the key tiers, which have the capacity that calibration pages need (see
+``tier_capacity``) or the recipe's shares, and has the model solve problems through that plan's packed cache; there is
+no simulated score. Tasks are the embedded ones (``evaluate.generation``), or "lm-eval:NAME" (``evaluate.lm_eval``); the
+accuracy is their mean. Bits count everything at the plan's workload: the paper's count key codes alone, and are kept
+as a fact.
 
-Room is fixed by the plan, since a page's bytes must not depend on its scores. So with rooms from shares all trials
-cost the same, and the search is for accuracy alone.
+Capacity is fixed by the plan, since a page's bytes must not depend on its scores. So with capacities from shares all
+trials cost the same, and the search is for accuracy alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvcal.specs import LM_EVAL, TuneSpec
 from kvcal.stages.evaluate.generation import measure_tasks
 from kvcal.stages.evaluate.lm_eval import measure_lm_eval, require_lm_eval
 from kvcal.stages.tune.record import Outcome, Search, Threshold
-from kvcal.stages.tune.tier_rooms import Scores, key_code_bits, measure_scores, score_quantile, with_thresholds
+from kvcal.stages.tune.tier_capacity import Scores, key_code_bits, measure_scores, score_quantile, with_thresholds
 
 # Of all channels of calibration pages: where the search ends when the recipe does not say it.
 HIGHEST_SHARE = 0.99
@@ -34,7 +35,7 @@ HIGHEST_SHARE = 0.99
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the model came from: a worker loads it again."""
+    """The source of the model: a worker loads it again."""
 
     source: str
     dtype: str
@@ -135,7 +136,7 @@ class TaskObjective:
         """Raises what the tasks raise, such as NonFiniteActivations."""
         plan = self.plan_with(thresholds)
         accuracy, error = self.accuracy(plan)
-        facts = {"key_code_bits": key_code_bits(plan, self.scores), **_rooms(plan)}
+        facts = {"key_code_bits": key_code_bits(plan, self.scores), **_capacity_shares(plan)}
         return Outcome(accuracy, error, plan.bits_per_value(), plan.predicted_bytes, facts)
 
     def accuracy(self, plan: Plan) -> tuple[float, float | None]:
@@ -153,12 +154,12 @@ class TaskObjective:
         return sum(values) / len(results), error
 
 
-def _rooms(plan: Plan) -> dict[str, float]:
-    """{"room_BITS": mean share of the channels, over layers, that the tier of so many bits has room for}."""
+def _capacity_shares(plan: Plan) -> dict[str, float]:
+    """{"room_BITS": mean share of the channels, over layers, that the tier of so many bits has capacity for}."""
     formats = [layer.k[0] for layer in plan.layers if layer.is_paged]
-    found: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for fmt in formats:
         for tier in fmt.boost.tiers if fmt.boost is not None else ():
             name = f"room_{tier.num_bits}"
-            found[name] = found.get(name, 0.0) + tier.share / len(formats)
-    return found
+            shares[name] = shares.get(name, 0.0) + tier.share / len(formats)
+    return shares

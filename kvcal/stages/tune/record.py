@@ -1,9 +1,9 @@
-"""What a threshold search found: its trials, their Pareto front, and the choice under a cap (MixKVQ, Appendix D.2).
+"""The record of a threshold search: its trials, their Pareto front, and the choice under a cap (MixKVQ, Appendix D.2).
 
-A trial is one setting of the thresholds with what it scored and what it costs, everything counted. The front holds
-the trials that no other one beats or equals with as few bits. The choice is the best accuracy among the trials that
-fit; of equal ones the one with fewer bits, then the earlier one. The paper chooses from the front: with a cap on bits
-that is the same trial, and a cap on bytes means no other thing here.
+A trial is one setting of the thresholds with its score and its cost, everything counted. The front holds the trials
+that no other one beats or equals with as few bits. The choice is the best accuracy among the trials that fit; of equal
+ones the one with fewer bits, then the earlier one. The paper chooses from the front: with a cap on bits that is the
+same trial, and a cap on bytes means no other thing here.
 
 The file is JSON with sorted keys and a digest: the same trials give the same bytes. It holds no times.
 """
@@ -59,8 +59,8 @@ class Search:
 
 @dataclass(frozen=True, config=STRICT)
 class Outcome:
-    """What one setting is worth. ``accuracy``: higher is better; ``bits_per_value`` and ``total_bytes`` count
-    everything, at the workload of the search. ``facts``: what else was found, such as the shares of the tiers."""
+    """The worth of one setting. ``accuracy``: higher is better; ``bits_per_value`` and ``total_bytes`` count
+    everything, at the workload of the search. ``facts``: further figures, such as the shares of the tiers."""
 
     accuracy: Share
     accuracy_se: Amount | None
@@ -145,15 +145,11 @@ def choose(tuning: Tuning, max_bits: float | None = None, max_bytes: int | None 
 
 
 def save_tuning(tuning: Tuning, path: str | Path) -> None:
-    """Write the JSON file whole or not at all; ArtifactError when the system refuses."""
+    """Write the JSON file whole or not at all; ArtifactError when it cannot be written."""
     write_json(path, KIND, SCHEMA, tuning)
 
 
 def load_tuning(path: str | Path) -> Tuning:
-    """Read what ``save_tuning`` wrote.
-
-    Raises:
-        ArtifactError: missing, unreadable, not JSON, of another kind or version, corrupt, or values out of range.
-    """
+    """Read what ``save_tuning`` wrote. ArtifactError as ``read_json``."""
     hint = "choose another folder, or delete the file and run kvcal tune again"
     return read_json(path, KIND, SCHEMA, Tuning, hint)

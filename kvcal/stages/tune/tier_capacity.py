@@ -1,13 +1,13 @@
-"""How much room the tiers of a layer's pages need: the scores of calibration pages, and what thresholds take of them.
+"""Capacity of the key tiers of a layer's pages: the scores of calibration pages, and what thresholds take of them.
 
-A page is scored as the cache will score it in decoding (MixKVQ, Eq. 6-8): when it is written, with the queries heard
-since the page before it. Scores hardly depend on the plan, and are measured once, on the model at 16 bits; each setting
-of the thresholds then only counts.
+A page is scored as the cache will score it in decoding (MixKVQ, Eq. 6-8): when it is written, with the queries since
+the page before it. Scores hardly depend on the plan, and are measured once, on the model at 16 bits; each setting of
+the thresholds then only counts.
 
-A tier's room is what a given share of a layer's calibration pages need, one KV head's page at a time; a tier that needs
-none is left out. A page that needs more keeps the best channels there, and the rest fall to the next tier. Room that a
-page does not use still takes bytes, and few pages need much: on the embedded model, room for 95 % of the pages instead
-of all costs 0.3 to 0.5 bits a value less, and boosts almost the same channels (2.65 code bits instead of 2.67).
+A tier's capacity is what a given share of a layer's calibration pages need, one KV head's page at a time; a tier that
+needs none is left out. A page that needs more keeps the best channels there, and the rest fall to the next tier. Unused
+capacity still takes bytes, and few pages need much: on the embedded model, capacity for 95 % of the pages instead of
+all costs 0.3 to 0.5 bits a value less, and boosts almost the same channels (2.65 code bits instead of 2.67).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.tiered import MAX_SLOTS
 from kvcal.plan.format import Boost, Format, Tier
-from kvcal.plan.plan import LayerPlan, Plan
+from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
 
 Scores = Mapping[int, Tensor]
@@ -44,19 +44,19 @@ def measure_scores(loaded: LoadedModel, plan: Plan, data: TokenDataset, reporter
         UsageError: no sequence fills a page.
     """
     boosted = {layer.geometry.index: layer for layer in plan.layers if layer.is_paged and layer.k[0].boost is not None}
-    found: dict[int, list[Tensor]] = {index: [] for index in boosted}
+    pages: dict[int, list[Tensor]] = {index: [] for index in boosted}
 
     def observe(captured: Captured) -> None:
         if captured.layer in boosted:
             fmt = boosted[captured.layer].k[0]
             k_post_BNTD = captured.k_post_BNTD.to(CACHE_DTYPES[plan.cache_dtype])
-            found[captured.layer].append(page_scores(fmt, captured.q_post_BHTD[0], k_post_BNTD[0]).cpu())
+            pages[captured.layer].append(page_scores(fmt, captured.q_post_BHTD[0], k_post_BNTD[0]).cpu())
 
     with tap(loaded.model, observe, loaded.geometry):
         for number, tokens_T in enumerate(data.sequences):
             loaded.model(input_ids=tokens_T[None].to(loaded.model.device), use_cache=False)
             reporter(number + 1, len(data.sequences), "tune: scores of calibration pages")
-    scores = {index: torch.cat(parts) for index, parts in found.items()}
+    scores = {index: torch.cat(parts) for index, parts in pages.items()}
     empty = [index for index, values in scores.items() if not len(values)]
     if empty:
         longest = max(sequence.numel() for sequence in data.sequences)
@@ -91,65 +91,63 @@ def page_scores(fmt: Format, q_post_HTD: Tensor, k_post_NTD: Tensor) -> Tensor:
 
 def taken_channels(tiers: Sequence[Tier], scores_PND: Tensor, is_limited: bool = True) -> list[Tensor]:
     """Channels that each tier takes, [P, N] int64 a tier; what one does not take is left to the next. Unless
-    ``is_limited``, a tier with a threshold has room for all that are above it."""
+    ``is_limited``, a tier with a threshold takes all that are above it."""
     head_dim = scores_PND.shape[-1]
     taken = torch.zeros(scores_PND.shape[:-1], dtype=torch.int64, device=scores_PND.device)
     counts = []
     for tier in tiers:
         eligible = torch.full_like(taken, head_dim) if tier.above is None else (scores_PND > tier.above).sum(-1)
-        room = head_dim if tier.above is not None and not is_limited else tier.num_channels(head_dim)
-        counts.append((eligible - taken).clamp(0, room))
+        capacity = head_dim if tier.above is not None and not is_limited else tier.num_channels(head_dim)
+        counts.append((eligible - taken).clamp(0, capacity))
         taken = taken + counts[-1]
     return counts
 
 
 def fitted_boost(boost: Boost, scores_PND: Tensor, page_share: float = 1.0) -> Boost | None:
-    """``boost`` with the room that ``page_share`` of these pages need; None if no tier needs any."""
+    """``boost`` with the capacity that ``page_share`` of these pages need; None if no tier needs any."""
     head_dim, free = scores_PND.shape[-1], MAX_SLOTS
     tiers = []
     for tier, count in zip(boost.tiers, taken_channels(boost.tiers, scores_PND, is_limited=False), strict=True):
         needs = count.flatten().sort().values
-        room = min(int(needs[math.ceil(page_share * len(needs)) - 1]), free)
-        free -= room
-        if room:
-            tiers.append(replace(tier, share=room / head_dim))
+        capacity = min(int(needs[math.ceil(page_share * len(needs)) - 1]), free)
+        free -= capacity
+        if capacity:
+            tiers.append(replace(tier, share=capacity / head_dim))
     return Boost(boost.score, tuple(tiers)) if tiers else None
 
 
 def with_thresholds(
     plan: Plan, thresholds: Mapping[int, float], scores: Scores | None = None, page_share: float = 1.0
 ) -> Plan:
-    """``plan`` with the threshold ``thresholds[num_bits]`` in every tier that has one. ``scores``: rooms are fitted to
-    ``page_share`` of these pages; else they stay as they are."""
-    return replace(plan, layers=tuple(_layer(layer, thresholds, scores, page_share) for layer in plan.layers))
+    """``plan`` with the threshold ``thresholds[num_bits]`` in every tier that has one. ``scores``: capacities are
+    fitted to ``page_share`` of these pages; else they stay as they are."""
+    layers = list(plan.layers)
+    for position, layer in enumerate(layers):
+        if layer.is_paged and (old := layer.k[0].boost) is not None:
+            tiers = (t if t.above is None else replace(t, above=thresholds[t.num_bits]) for t in old.tiers)
+            boost: Boost | None = Boost(old.score, tuple(tiers))
+            if scores is not None and boost is not None:
+                boost = fitted_boost(boost, scores[layer.geometry.index], page_share)
+            layers[position] = replace(layer, k=(replace(layer.k[0], boost=boost),))
+    return replace(plan, layers=tuple(layers))
 
 
-def _layer(layer: LayerPlan, thresholds: Mapping[int, float], scores: Scores | None, page_share: float) -> LayerPlan:
-    if not layer.is_paged or layer.k[0].boost is None:
-        return layer
-    old = layer.k[0].boost
-    tiers = (tier if tier.above is None else replace(tier, above=thresholds[tier.num_bits]) for tier in old.tiers)
-    boost = Boost(old.score, tuple(tiers))
-    fitted = boost if scores is None else fitted_boost(boost, scores[layer.geometry.index], page_share)
-    return replace(layer, k=(replace(layer.k[0], boost=fitted),))
-
-
-def overflow_share(plan: Plan, asked: Plan, scores: Scores) -> float:
-    """Share of the calibration pages, one KV head's page at a time, on which a tier of ``plan`` has no room for a
-    channel above the threshold that the tier has in ``asked``."""
+def overflow_share(plan: Plan, unfitted: Plan, scores: Scores) -> float:
+    """Share of the calibration pages, one KV head's page at a time, on which a tier of ``plan`` has no capacity for a
+    channel above the threshold that the tier has in ``unfitted``."""
     overflowing = pages = 0
-    for layer, wanted in zip(plan.layers, asked.layers, strict=True):
-        if layer.geometry.index not in scores or wanted.k[0].boost is None:
+    for layer, other in zip(plan.layers, unfitted.layers, strict=True):
+        if layer.geometry.index not in scores or other.k[0].boost is None:
             continue
         scores_PND, boost = scores[layer.geometry.index], layer.k[0].boost
-        rooms = {tier.num_bits: tier.num_channels(scores_PND.shape[-1]) for tier in boost.tiers} if boost else {}
+        capacities = {tier.num_bits: tier.num_channels(scores_PND.shape[-1]) for tier in boost.tiers} if boost else {}
         taken = torch.zeros(scores_PND.shape[:-1], dtype=torch.int64)
-        has_overflow = torch.zeros(scores_PND.shape[:-1], dtype=torch.bool)
-        for tier in wanted.k[0].boost.tiers:
-            room = rooms.get(tier.num_bits, 0)
-            need = torch.full_like(taken, room) if tier.above is None else (scores_PND > tier.above).sum(-1) - taken
-            has_overflow |= need > room
-            taken += need.clamp(0, room)
+        has_overflow = torch.zeros_like(taken, dtype=torch.bool)
+        for tier in other.k[0].boost.tiers:
+            capacity = capacities.get(tier.num_bits, 0)
+            need = torch.full_like(taken, capacity) if tier.above is None else (scores_PND > tier.above).sum(-1) - taken
+            has_overflow |= need > capacity
+            taken += need.clamp(0, capacity)
         overflowing += int(has_overflow.sum())
         pages += has_overflow.numel()
     return overflowing / max(pages, 1)

@@ -1,8 +1,8 @@
-"""One backward per sequence for two statistics: PM-KVQ's sensitivity (Eq. 5) and KVmix's weight-gradient norms.
+"""Observers: the statistics of a profile that one backward per sequence gives.
 
 The loss is the ordinary next-token cross-entropy, its labels shifted once, as a mean over the loss tokens. During the
 forward, the taps hand over each layer's keys and values; a hook on each takes its own gradient in the backward, so
-that a layer's error can only ever meet its own gradient (collecting errors and gradients in two lists that fill in
+that a layer's error is weighted by its own gradient alone (collecting errors and gradients in two lists that fill in
 opposite orders pairs layer i with layer N - 1 - i, and the ranking of layers comes out inverted). Only the key and
 value projections are trained, and their gradients are freed as soon as their norms are taken: beyond the autograd
 graph itself nothing is kept.
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,12 @@ from kvcal.models.geometry import attention_layers
 from kvcal.models.projections import KVProjection, kv_projections
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.layout import PARAM_DTYPES
+from kvcal.plan.format import SIDES, Side
 from kvcal.stages.profile.sensitivity import Candidate, Errors, quantization_errors
 
-Side = Literal["k", "v"]
 LayerSide = tuple[int, Side]  # the layer's cache index first
+NAMES = {"k": "the keys", "v": "the values"}
+HINT = "check the checkpoint; a model that overflows in float16 needs --dtype bfloat16 or float32"
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +47,65 @@ class SampleGradients:
     weight_grad_norms: Mapping[LayerSide, float]
 
 
+class Observer(Protocol):
+    """One statistic of a layer's keys or values. The profile keeps its ``checkpoint.Mean`` over sequences (update,
+    merge, result) under the tensor name "OBSERVER.SIDE.LAYER"."""
+
+    def shape(self, num_kv_heads: int, num_candidates: int) -> tuple[int, ...]:
+        """Of one observation."""
+
+    def observe(self, sample: SampleGradients, place: LayerSide) -> Tensor:
+        """One sequence's observation, fp64 on the CPU."""
+
+
+class Sensitivity:
+    """PM-KVQ's Eq. 5, per KV head and candidate."""
+
+    def shape(self, num_kv_heads: int, num_candidates: int) -> tuple[int, ...]:
+        return num_kv_heads, num_candidates
+
+    def observe(self, sample: SampleGradients, place: LayerSide) -> Tensor:
+        return sample.errors[place].weighted_NC
+
+
+class GradNorm:
+    """KVmix's score: the norm of the projection weight's gradient."""
+
+    def shape(self, num_kv_heads: int, num_candidates: int) -> tuple[int, ...]:
+        return ()
+
+    def observe(self, sample: SampleGradients, place: LayerSide) -> Tensor:
+        return torch.tensor(sample.weight_grad_norms[place], dtype=torch.float64)
+
+
+class SquaredError:
+    """‖X − Q(X)‖² of every candidate."""
+
+    def shape(self, num_kv_heads: int, num_candidates: int) -> tuple[int, ...]:
+        return (num_candidates,)
+
+    def observe(self, sample: SampleGradients, place: LayerSide) -> Tensor:
+        return sample.errors[place].squared_C
+
+
+class Energy:
+    """‖X‖²."""
+
+    def shape(self, num_kv_heads: int, num_candidates: int) -> tuple[int, ...]:
+        return ()
+
+    def observe(self, sample: SampleGradients, place: LayerSide) -> Tensor:
+        return sample.errors[place].energy
+
+
+OBSERVERS: dict[str, Observer] = {
+    "sensitivity": Sensitivity(),
+    "grad_norm": GradNorm(),
+    "squared_error": SquaredError(),
+    "energy": Energy(),
+}
+
+
 def next_token_loss(logits_TV: Tensor, tokens_T: Tensor, loss_mask_T: Tensor) -> Tensor:
     """Mean cross-entropy in nats of the tokens that ``loss_mask_T`` marks, each predicted from the one before it."""
     predicted = loss_mask_T[1:].nonzero().squeeze(-1)
@@ -52,8 +113,8 @@ def next_token_loss(logits_TV: Tensor, tokens_T: Tensor, loss_mask_T: Tensor) ->
     return nn.functional.cross_entropy(logits_TV[predicted].float(), targets)
 
 
-class GradientObserver:
-    """Measures a model, one sequence at a time; between two calls the model is as it was."""
+class GradientPass:
+    """Forward and backward of one sequence at a time; between two calls the model is as it was."""
 
     def __init__(
         self,
@@ -69,17 +130,15 @@ class GradientObserver:
         self._candidates = candidates
         self._num_sink_tokens = num_sink_tokens
         self._param_dtype = PARAM_DTYPES[param_dtype]
-        paged = {layer.index for layer in attention_layers(geometry) if layer.window is None}
-        self._layers = sorted(paged)
-        projections = kv_projections(model, geometry) if paged else ()
+        self._layers = {layer.index for layer in attention_layers(geometry) if layer.window is None}
         self._projections: dict[nn.Parameter, list[KVProjection]] = {}  # fused weights are both K's and V's
-        for projection in projections:
-            if projection.layer in paged:
+        for projection in kv_projections(model, geometry) if self._layers else ():
+            if projection.layer in self._layers:
                 self._projections.setdefault(projection.parameter, []).append(projection)
 
     def measure(self, sample: int, tokens_T: Tensor, loss_mask_T: Tensor) -> SampleGradients:
-        """Forward and backward of one sequence. ``sample`` is its number, for messages; tokens_T int64;
-        loss_mask_T bool, at least one True behind position 0.
+        """Errors and norms of one sequence. ``sample`` is its number, for messages; tokens_T int64; loss_mask_T bool,
+        at least one True behind position 0.
 
         Raises:
             NonFiniteActivations: in keys, values, the loss or gradients, naming layer and sample.
@@ -98,51 +157,42 @@ class GradientObserver:
             loss = next_token_loss(logits_TV, tokens_T, loss_mask_T)
             del logits_TV
             if not torch.isfinite(loss):
-                raise NonFiniteActivations(f"the loss of sample {sample} is {loss.item()}", _HINT)
+                raise NonFiniteActivations(f"the loss of sample {sample} is {loss.item()}", HINT)
             if self._layers:
                 loss.backward()
-        expected = {(index, side) for index in self._layers for side in ("k", "v")}
-        if errors.keys() != expected or norms.keys() != expected:
-            missing = sorted((expected - errors.keys()) | (expected - norms.keys()))
+        expected = {(index, side) for index in self._layers for side in SIDES}
+        if missing := sorted((expected - errors.keys()) | (expected - norms.keys())):
             raise UnsupportedModel(f"the loss does not depend on these keys and values: {missing}")
-        on_cpu = {key: Errors(*(tensor.cpu() for tensor in errors[key])) for key in sorted(errors)}
+        on_cpu = {place: Errors(*(tensor.cpu() for tensor in errors[place])) for place in sorted(errors)}
         return SampleGradients(loss.item(), on_cpu, norms)
 
     def _watch(self, sample: int, errors: dict[LayerSide, Errors], captured: Captured) -> None:
         """In the forward: hook one layer's keys and values."""
         if captured.layer not in self._layers:
             return
-        sides: tuple[tuple[Side, Tensor], ...] = (("k", captured.k_post_BNTD), ("v", captured.v_BNTD))
-        for side, x_BNTD in sides:
+        for side, x_BNTD in zip(SIDES, (captured.k_post_BNTD, captured.v_BNTD), strict=True):
             if not torch.isfinite(x_BNTD).all():
-                raise NonFiniteActivations(
-                    f"{_NAMES[side]} of layer {captured.layer} are not finite in sample {sample}", _HINT
-                )
+                place = f"{NAMES[side]} of layer {captured.layer}"
+                raise NonFiniteActivations(f"{place} are not finite in sample {sample}", HINT)
             if x_BNTD.requires_grad:
                 take = partial(self._take_errors, sample, errors, (captured.layer, side), x_BNTD.detach())
                 x_BNTD.register_hook(take)
 
     def _take_errors(
-        self, sample: int, errors: dict[LayerSide, Errors], key: LayerSide, x_BNTD: Tensor, g_BNTD: Tensor
+        self, sample: int, errors: dict[LayerSide, Errors], place: LayerSide, x_BNTD: Tensor, g_BNTD: Tensor
     ) -> None:
-        """In the backward: one layer's keys or values meet their own gradient."""
-        layer, side = key
+        """In the backward: the errors of one layer's keys or values, weighted by their gradient."""
+        layer, side = place
+        name = f"{NAMES[side]} of layer {layer}"
         if not torch.isfinite(g_BNTD).all():
-            raise NonFiniteActivations(
-                f"the gradient of {_NAMES[side]} of layer {layer} is not finite in sample {sample}", _HINT
-            )
+            raise NonFiniteActivations(f"the gradient of {name} is not finite in sample {sample}", HINT)
+        cache_dtype = CACHE_DTYPES[self._geometry.cache_dtype]
         try:
-            errors[key] = quantization_errors(
-                x_BNTD[0],
-                g_BNTD[0],
-                self._candidates[side],
-                self._num_sink_tokens,
-                CACHE_DTYPES[self._geometry.cache_dtype],
-                self._param_dtype,
+            errors[place] = quantization_errors(
+                x_BNTD[0], g_BNTD[0], self._candidates[side], self._num_sink_tokens, cache_dtype, self._param_dtype
             )
         except NonFiniteActivations as error:
-            place = f"{_NAMES[side]} of layer {layer} in sample {sample}"
-            raise NonFiniteActivations(f"{place}: {error.message}", error.hint) from error
+            raise NonFiniteActivations(f"{name} in sample {sample}: {error.message}", error.hint) from error
 
     def _take_norms(self, sample: int, norms: dict[LayerSide, float], parameter: nn.Parameter) -> None:
         """In the backward: the norm of a projection's gradient, which is then freed."""
@@ -150,12 +200,8 @@ class GradientObserver:
             try:
                 norms[projection.layer, projection.side] = projection.weight_grad_norm()
             except NonFiniteActivations as error:
-                raise NonFiniteActivations(f"{error.message} in sample {sample}", _HINT) from error
+                raise NonFiniteActivations(f"{error.message} in sample {sample}", HINT) from error
         parameter.grad = None
-
-
-_NAMES = {"k": "the keys", "v": "the values"}
-_HINT = "check the checkpoint; a model that overflows in float16 needs --dtype bfloat16 or float32"
 
 
 @contextmanager
@@ -164,10 +210,9 @@ def _only_trainable(model: PreTrainedModel, parameters: Mapping[nn.Parameter, ob
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         for parameter, _ in before:
-            parameter.requires_grad_(False)
+            parameter.requires_grad_(parameter in parameters)
         for parameter in parameters:
             parameter.grad = None
-            parameter.requires_grad_(True)
         yield
     finally:
         for parameter, required in before:
