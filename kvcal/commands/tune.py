@@ -32,7 +32,7 @@ from kvcal.quantities import MAX_WORKERS
 
 if TYPE_CHECKING:
     from kvcal.recipe import Recipe
-    from kvcal.stages.tune.plan import Tuned
+    from kvcal.run.tune import Tuned
 
 
 def tune(
@@ -79,9 +79,9 @@ def tune(
     from kvcal.quantities import parse_bytes
     from kvcal.recipe import load_recipe
     from kvcal.run import pipeline
+    from kvcal.run.tune import tune_plan
     from kvcal.specs import TuneSpec
     from kvcal.stages.tune.objective import Origin
-    from kvcal.stages.tune.plan import tune_plan
     from kvcal.strict import changed
 
     base = with_data(load_recipe(recipe), DataOptions(data, columns, split, config, samples, seq_len, seed))

@@ -111,7 +111,7 @@ def test_eval_says_that_the_plan_saw_the_source(
 
 @pytest.mark.parametrize(
     ("arguments", "stage"),
-    [(("search", "best"), "kvcal.run.pipeline.build_plan"), (("tune", "mixkvq"), "kvcal.stages.tune.plan.tune_plan")],
+    [(("search", "best"), "kvcal.run.pipeline.build_plan"), (("tune", "mixkvq"), "kvcal.run.tune.tune_plan")],
 )
 def test_search_and_tune_get_the_given_data(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
