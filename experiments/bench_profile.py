@@ -27,7 +27,7 @@ def measure(num_samples: int, seq_len: int, threads: int) -> None:
     from kvcal.data.sequences import DataSpec, load_sequences
     from kvcal.models.load import load
     from kvcal.recipe import CacheSpec, ProfileSpec
-    from kvcal.stages.profile.stage import run_profile
+    from kvcal.stages.profile import run_profile
 
     torch.set_num_threads(threads)
     loaded = load("reasoner-10m")

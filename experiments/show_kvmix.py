@@ -43,7 +43,7 @@ from kvcal.stages.allocate.importance import (
     rank_correlation,
 )
 from kvcal.stages.evaluate.text import Reference, measure_text
-from kvcal.stages.profile.stage import Profile, run_profile
+from kvcal.stages.profile import Profile, run_profile
 
 Rows = list[dict[str, Any]]
 PARAM_DTYPE, BATCH = "float16", 8

@@ -10,9 +10,9 @@ from kvcal.charts.evaluation import table_rows
 from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, bare_layers, plan_record
 from kvcal.quantities import format_bytes
 from kvcal.run.pipeline import Result
-from kvcal.stages.allocate.stage import Allocation
+from kvcal.stages.allocate import Allocation
 from kvcal.stages.evaluate.stage import Evaluation
-from kvcal.stages.profile.stage import Profile
+from kvcal.stages.profile import Profile
 from kvcal.stages.search.record import SearchReport
 from kvcal.stages.verify import Check
 from kvcal.strict import dump
@@ -160,7 +160,7 @@ def evaluation_table(evaluation: Evaluation) -> View:
 
 def profile_table(profile: Profile) -> View:
     """Each layer's cost of its cheapest and finest measured keys and values, and KVmix's scores."""
-    subject = profile.subject
+    subject = profile.setup
     rows = []
     for layer in subject.layers:
         cells = [str(layer.index)]
@@ -182,7 +182,7 @@ def profile_table(profile: Profile) -> View:
 
 
 def profile_json(profile: Profile) -> dict[str, Any]:
-    subject = profile.subject
+    subject = profile.setup
     layers = [
         {
             "layer": layer.index,

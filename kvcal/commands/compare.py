@@ -81,10 +81,10 @@ def compare(
     from kvcal.recipe import load_recipe
     from kvcal.run import pipeline
     from kvcal.run.transform import sequences
+    from kvcal.stages.compare import FILE
+    from kvcal.stages.compare import compare as compare_points
     from kvcal.stages.compare.points import points_of
-    from kvcal.stages.compare.stage import FILE
-    from kvcal.stages.compare.stage import compare as compare_points
-    from kvcal.stages.compare.table import comparison_columns, comparison_title
+    from kvcal.stages.compare.record import comparison_columns, comparison_title
     from kvcal.strict import dump
 
     given = DataOptions(data, columns, split, config, samples, seq_len, seed)

@@ -61,7 +61,7 @@ def search(
     from kvcal.errors import UsageError
     from kvcal.recipe import AllocateSpec, load_recipe
     from kvcal.run import pipeline
-    from kvcal.stages.search.stage import load as load_search
+    from kvcal.stages.search import load as load_search
     from kvcal.strict import changed, dump, parse
 
     base = with_data(load_recipe(recipe), DataOptions(data, columns, split, config, samples, seq_len, seed))

@@ -36,15 +36,15 @@ from kvcal.run.transform import (
     with_transform_data,
 )
 from kvcal.run.tune import tune_folder
-from kvcal.stages.allocate import stage as allocation_stage
+from kvcal.stages import allocate as allocation_stage
+from kvcal.stages import profile as profile_stage
+from kvcal.stages import search as search_stage
+from kvcal.stages.allocate import Allocation
 from kvcal.stages.allocate.budget import transform_bytes
-from kvcal.stages.allocate.stage import Allocation
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate.stage import Evaluation, evaluate, require_scheduled_texts, scheduled_batch
-from kvcal.stages.profile import stage as profile_stage
-from kvcal.stages.profile.stage import Profile
+from kvcal.stages.profile import Profile
 from kvcal.stages.reparam.key_bias import warn_of_biases
-from kvcal.stages.search import stage as search_stage
 from kvcal.strict import dump
 
 __all__ = ["Folder", "Result", "build_plan", "model_inputs", "run"]
@@ -197,7 +197,7 @@ def allocate_folder(
             f"allocate: {format_bytes(allocation.split.cache)} of cache, loss {allocation.loss:.6g}, "
             f"gap {allocation.gap:.2g} ({allocation.proof} proof)"
         )
-    tell_doubts(allocation, profile.subject.max_positions, reporter)
+    tell_doubts(allocation, profile.setup.max_positions, reporter)
     return allocation
 
 

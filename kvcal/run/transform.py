@@ -27,7 +27,7 @@ from kvcal.plan.tensors import lattice_tensors, tensors_nbytes
 from kvcal.progress import Reporter
 from kvcal.recipe import Recipe
 from kvcal.specs import ReparamSpec
-from kvcal.stages.allocate import stage as allocation_stage
+from kvcal.stages import allocate as allocation_stage
 from kvcal.stages.allocate.budget import bytes_left, reserve_hint, spared_lambdas
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.predictors import stage as predictor_stage

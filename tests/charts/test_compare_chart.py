@@ -11,8 +11,15 @@ from kvcal.charts import comparison as compare_chart
 from kvcal.charts.comparison import baselines_of, draw_comparison, systems_of
 from kvcal.charts.labels import place_labels
 from kvcal.plan.plan import Workload
-from kvcal.stages.compare.record import Calibration, Comparison, Entry, Refusal, StageTime, with_shares
-from kvcal.stages.compare.table import comparison_columns
+from kvcal.stages.compare.record import (
+    Calibration,
+    Comparison,
+    Entry,
+    Refusal,
+    StageTime,
+    comparison_columns,
+    with_shares,
+)
 from kvcal.stages.evaluate.generation import TaskResult, wilson_se
 from kvcal.stages.evaluate.stage import MeasuredBits, Row
 from kvcal.stages.evaluate.text import TextQuality

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 import kvcal.run.pipeline
-from kvcal.stages.profile import stage as profile_stage
+from kvcal.stages import profile as profile_stage
 
 Files = tuple[Path, Path]  # the model's folder, the recipe
 

@@ -32,7 +32,7 @@ from kvcal.stages.evaluate.generation import TaskResult, measure_tasks
 from kvcal.stages.tune import objective as tune_objective
 from kvcal.stages.tune.objective import Origin, TaskObjective, tuned_bits
 from kvcal.stages.tune.record import Outcome, choose, load_tuning
-from kvcal.stages.tune.tier_rooms import measure_scores
+from kvcal.stages.tune.tier_capacity import measure_scores
 
 RECIPE = """
 [formats]

@@ -31,7 +31,8 @@ from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, Recipe, load_recipe
 from kvcal.run import pipeline
 from kvcal.specs import ProgressiveSpec
-from kvcal.stages.allocate.stage import reserved_bytes
+from kvcal.stages import profile
+from kvcal.stages.allocate import reserved_bytes
 from kvcal.stages.checkpoint import Checkpoint, State
 from kvcal.stages.complete import complete
 from kvcal.stages.divergence import PHASE, KLMeter, declare_kls, divergences, kl_texts, unquantized_plan
@@ -39,7 +40,6 @@ from kvcal.stages.evaluate import generation
 from kvcal.stages.evaluate.generation import TaskResult, measure_tasks
 from kvcal.stages.prefix.load import load_prefix
 from kvcal.stages.prefix.pack import named_parts, pack_prefix
-from kvcal.stages.profile import stage as profile
 from kvcal.stages.verify import verify_plan
 
 RECIPE = """
@@ -130,7 +130,7 @@ def test_a_profile_of_other_settings_is_made_again(tmp_path: Path, loaded: Loade
     folder = pipeline.Folder.create(tmp_path / "out")
     for recipe in (recipe_of(tmp_path, '"9MB"'), recipe_of(tmp_path, '"9MB"', old, new)):
         pipeline.profile_recipe(recipe, loaded, folder, Silent())
-        subject = profile.load(folder.profile).subject
+        subject = profile.load(folder.profile).setup
         assert (subject.spec, subject.cache) == (recipe.profile, recipe.cache)
 
 
