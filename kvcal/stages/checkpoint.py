@@ -83,7 +83,7 @@ class Statistic:
         return cls(TensorSpec(torch.float64, tuple(shape), low, LARGEST), count)
 
 
-# What a stage's checkpoint holds, by name, after ``done`` steps of each phase, when it holds these names.
+# The content of a stage's checkpoint, by name, after ``done`` steps of each phase, when it holds these names.
 # ValueError for counts of steps that the stage does not have.
 Declare = Callable[[Mapping[str, int], Collection[str]], Mapping[str, Statistic]]
 
@@ -118,7 +118,7 @@ class Checkpoint:
         self._saved_at = time.monotonic()
 
     def advance(self, state: State) -> None:
-        """ArtifactError when the file is due and cannot be written."""
+        """ArtifactError when it is time to write the file and it cannot be written."""
         self.state = state
         if time.monotonic() - self._saved_at >= SAVE_SECONDS:
             self._save()

@@ -29,10 +29,10 @@ class Check:
 def require_same_model(plan: Plan, loaded: LoadedModel) -> None:
     """ArtifactError, naming the first difference, when the plan was compiled for another model."""
     for field in ("model_type", "config_sha256", "weights_sha256", "tokenizer_sha256"):
-        planned, found = getattr(plan.model, field), getattr(loaded.identity, field)
-        if planned != found:
+        planned, actual = getattr(plan.model, field), getattr(loaded.identity, field)
+        if planned != actual:
             raise ArtifactError(
-                f"the plan is for {plan.model.id!r} with {field} {planned[:16]}, {loaded.source!r} has {found[:16]}",
+                f"the plan is for {plan.model.id!r} with {field} {planned[:16]}, {loaded.source!r} has {actual[:16]}",
                 hint="compile a plan for this model, or name the model the plan was made for",
             )
     if plan.geometry != loaded.geometry:

@@ -20,7 +20,7 @@ from kvcal.models.attention import _LISTENING
 from kvcal.models.geometry import geometry_of
 from kvcal.pages.layout import PAGE_TOKENS, PageLayout
 from kvcal.stages.checkpoint import Mean
-from kvcal.stages.profile.observers import GradientPass, next_token_loss
+from kvcal.stages.profile.observers import OBSERVERS, GradientPass, SampleGradients, next_token_loss
 from kvcal.stages.profile.sensitivity import Candidate, candidates, quantization_errors
 
 IDS = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -365,6 +365,35 @@ def test_candidates_have_one_order_and_only_axes_that_exist() -> None:
         (2, "channel", 64), (2, "token", 64), (4, "channel", 64), (4, "token", 64),
     )  # fmt: skip
     assert candidates("v", (2,), ("channel",), (128, 32)) == ((2, "token", 32), (2, "token", 128))
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[SampleGradients]:
+    """Three sequences through a model, one of them shorter than a page."""
+    gradients = observer(gqa_model("llama"), FEW)
+    return [gradients.measure(seed, *sample_of(length, seed=seed)) for seed, length in enumerate((140, 30, 60))]
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+@pytest.mark.parametrize("place", [(0, "k"), (3, "v")])
+def test_an_observer_streams_and_merges_to_the_statistic_of_the_batch(samples, name, place) -> None:
+    """Of any observer: the declared shape; streaming equals batch; parts merge in any order; results change nothing."""
+    observing = OBSERVERS[name]
+    shape = observing.shape(2, len(FEW[place[1]]))
+    observed = [observing.observe(sample, place) for sample in samples]
+    assert all(x.dtype == torch.float64 and x.shape == shape and bool((x > 0).all()) for x in observed)
+    assert all(torch.equal(observing.observe(sample, place), x) for sample, x in zip(samples, observed, strict=True))
+    batch, parts = (
+        Mean.empty(shape).update(torch.stack(observed)),
+        [Mean.empty(shape).update(x[None]) for x in observed],
+    )
+    stream = parts[0].merge(parts[1]).merge(parts[2])
+    other = parts[0].merge(parts[1].merge(parts[2]))
+    assert batch.count == stream.count == other.count == 3
+    before = stream.result()
+    for mean in (batch, stream, other):
+        torch.testing.assert_close(mean.result(), torch.stack(observed).mean(0), rtol=1e-13, atol=0)
+    assert torch.equal(stream.result(), before)
 
 
 def test_a_stream_of_observations_gives_the_mean_of_the_batch() -> None:

@@ -8,7 +8,7 @@ always an option, with loss 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvcal.errors import UnsupportedModel, UsageError
@@ -106,14 +106,9 @@ def pareto(
 class _Cost(NamedTuple):
     """A format of one layer's keys or values: the bytes of a KV head, and the loss of every head, or of all as one."""
 
-    name: str
     format: Format
     nbytes: int
     losses: list[float]
-
-
-# The formats behind an option: of a layer (by cache index), a side, and a head (0: of all heads).
-Formats = dict[tuple[int, Side, int], Format]
 
 
 class _Problem:
@@ -128,54 +123,49 @@ class _Problem:
         self.workload = Workload(spec.batch, spec.context)
         self.geometry = profile.geometry
         self.units: list[Unit] = []
-        self._formats: list[list[Formats]] = []
+        self._formats: list[list[dict[tuple[int, Side, int], Format]]] = []  # of (cache index, side, head)
         for layer in bare_layers(profile.geometry):
             if layer.is_paged:
                 costs = {side: self._costs(profile, spec, cache, layer, side) for side in SIDES}
-                self._add_units(spec, layer.geometry.index, layer.attention.num_kv_heads, costs)
+                every = tuple(range(layer.attention.num_kv_heads))
+                shares: dict[str, list[list[tuple[Side, tuple[int, ...]]]]] = {
+                    "layer": [[(side, every)] for side in SIDES],
+                    "head": [[(side, (head,))] for side in SIDES for head in every],
+                    "block": [[(side, every) for side in SIDES]],
+                }
+                for share in shares[spec.granularity]:
+                    self._add_unit(layer.geometry.index, share, costs)
 
     def _costs(
         self, profile: Profile, spec: AllocateSpec, cache: CacheSpec, layer: LayerPlan, side: Side
-    ) -> list[_Cost]:
+    ) -> dict[str, _Cost]:
+        """By name, equal for keys and values."""
         losses = profile.losses(spec.objective, layer.geometry.index, side)
-        formats = [cache.format(side, *candidate) for candidate in losses] + [RAW]
-        dim, cache_dtype = layer.head_dim(side), self.geometry.cache_dtype
-        return [
-            _Cost(
-                f"{fmt.num_bits}-{fmt.axis}-{fmt.group_size}",
-                fmt,
-                fmt.nbytes(side, 1, dim, cache_dtype, self.workload.lengths),
-                loss,
+        costs = {cache.format(side, *candidate): loss for candidate, loss in losses.items()}
+        costs[RAW] = [0.0] * layer.attention.num_kv_heads
+        dim, cache_dtype, lengths = layer.head_dim(side), self.geometry.cache_dtype, self.workload.lengths
+        return {
+            f"{fmt.num_bits}-{fmt.axis}-{fmt.group_size}": _Cost(
+                fmt, fmt.nbytes(side, 1, dim, cache_dtype, lengths), loss
             )
-            for fmt, loss in zip(formats, [*losses.values(), [0.0] * layer.attention.num_kv_heads], strict=True)
-        ]
+            for fmt, loss in costs.items()
+        }
 
-    def _add_units(self, spec: AllocateSpec, index: int, heads: int, costs: dict[Side, list[_Cost]]) -> None:
-        """The units of one layer: a unit for each head of each side, each side, or both sides in equal formats."""
-        if spec.granularity == "block":
-            named = {cost.name: cost for cost in costs["v"]}
-            pairs = [(k, named[k.name]) for k in costs["k"] if k.name in named]
-            self._add(
-                f"layer {index}",
-                (
-                    (k.name, heads * (k.nbytes + v.nbytes), sum(k.losses) + sum(v.losses),
-                     {(index, "k", 0): k.format, (index, "v", 0): v.format})
-                    for k, v in pairs
-                ),
-            )  # fmt: skip
-            return
-        for side in SIDES:
-            for head in range(heads) if spec.granularity == "head" else ():
-                single = ((c.name, c.nbytes, c.losses[head], {(index, side, head): c.format}) for c in costs[side])
-                self._add(f"layer {index} {side} {head}", single)
-            if spec.granularity == "layer":
-                whole = ((c.name, heads * c.nbytes, sum(c.losses), {(index, side, 0): c.format}) for c in costs[side])
-                self._add(f"layer {index} {side}", whole)
-
-    def _add(self, name: str, options: Iterable[tuple[str, int, float, Formats]]) -> None:
-        rows = list(options)
-        self.units.append(Unit(name, tuple(Option(*row[:3]) for row in rows)))
-        self._formats.append([row[3] for row in rows])
+    def _add_unit(
+        self, index: int, share: Sequence[tuple[Side, tuple[int, ...]]], costs: Mapping[Side, Mapping[str, _Cost]]
+    ) -> None:
+        """A unit for a share of a layer: sides, and heads of each; its options are in equal formats on all sides."""
+        options, formats = [], []
+        for name in costs[share[0][0]]:
+            if all(name in costs[side] for side, _ in share):
+                parts = [(side, heads, costs[side][name]) for side, heads in share]
+                nbytes = sum(len(heads) * cost.nbytes for _, heads, cost in parts)
+                loss = sum(cost.losses[heads[0]] if len(heads) == 1 else sum(cost.losses) for _, heads, cost in parts)
+                options.append(Option(name, nbytes, loss))
+                formats.append({(index, side, head): cost.format for side, heads, cost in parts for head in heads})
+        names = ", ".join(f"{side} {'-'.join(map(str, heads))}" for side, heads in share)
+        self.units.append(Unit(f"layer {index} {names}", tuple(options)))
+        self._formats.append(formats)
 
     @property
     def largest(self) -> list[int]:
@@ -184,17 +174,14 @@ class _Problem:
 
     def layers_of(self, choice: Sequence[int]) -> tuple[LayerPlan, ...]:
         """The layers that a choice (an option number per unit) stands for."""
-        chosen: Formats = {}
+        chosen: dict[tuple[int, Side, int], Format] = {}
         for formats, number in zip(self._formats, choice, strict=True):
             chosen |= formats[number]
         layers = []
         for layer in bare_layers(self.geometry):
             if layer.is_paged:
                 index, heads = layer.geometry.index, range(layer.attention.num_kv_heads)
-                k, v = (
-                    one_or_each(tuple(chosen[index, side, head] for head in heads if (index, side, head) in chosen))
-                    for side in SIDES
-                )
+                k, v = (one_or_each(tuple(chosen[index, side, head] for head in heads)) for side in SIDES)
                 layer = LayerPlan(layer.geometry, k, v)
             layers.append(layer)
         return tuple(layers)

@@ -1,6 +1,6 @@
 """The multiple-choice knapsack's exact parts: pruning, the linear relaxation, and enumeration in integers.
 
-``kvcal.stages.allocate.solver`` puts them together and says why. The relaxation's greedy rule and the reduced costs
+``allocate.solver`` puts them together and gives the reasons. The relaxation's greedy rule and the reduced costs
 are the classical ones (Sinha and Zoltners 1979; Pisinger 1995); the enumeration is Nemhauser and Ullmann's
 list of non-dominated states (1969), cut by the reduced costs. Losses are floats outside; the enumeration
 counts them in integers of 2^-60 of the largest total, so that equal sums are equal in any order.
@@ -38,7 +38,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Unit:
-    """What gets exactly one option, such as layer 3's keys."""
+    """A part of the cache that gets exactly one option, such as layer 3's keys."""
 
     name: str
     options: tuple[Option, ...]

@@ -35,7 +35,7 @@ BudgetKind = Literal["budget", "kv_budget", "bits", "same_bytes_as"]
 
 @dataclass(frozen=True, config=STRICT)
 class Split:
-    """Where the bytes of a budget go. ``weights`` and ``workspace`` are None when only the cache was budgeted;
+    """The parts of a budget in bytes. ``weights`` and ``workspace`` are None when only the cache was budgeted;
     ``fixed`` are bounded layers and states, ``paged`` the chosen formats, ``reserved`` what transforms will take.
 
     ``kind``: how the budget was stated; None where formats were fixed without one, and it is their own bytes.

@@ -17,16 +17,19 @@ shrink. Those are 16-bit and 3-bit formats (3 is not half of anything), lattices
 
 from __future__ import annotations
 
-import dataclasses
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 
 from kvcal.errors import InfeasibleBudget
 from kvcal.geometry import CacheDtype
 from kvcal.pages.layout import RAW_BITS
 from kvcal.pages.shrink import Shift
-from kvcal.plan.plan import SIDES, Format, LayerPlan, Workload
+from kvcal.plan.format import SIDES, Format
+from kvcal.plan.layer import LayerPlan
+from kvcal.plan.plan import Workload
 from kvcal.quantities import format_bytes
 
 # Bits that pages pass through.
@@ -58,8 +61,8 @@ def progressive_layers(
     Raises:
         InfeasibleBudget: the final formats do not fit at the workload.
     """
-    cost = _Cost(layers, workload.batch, cache_dtype)
-    final = cost.nbytes(cost.state([min(NARROWER_BITS)] * len(layers)), workload.context)
+    bits, reached = [RAW_BITS] * len(layers), 1
+    final = _Cost(layers, [min(NARROWER_BITS)] * len(layers), workload.batch, cache_dtype).nbytes(workload.context)
     if final > budget_bytes:
         raise InfeasibleBudget(
             f"a budget of {format_bytes(budget_bytes)} is too small for batch {workload.batch} x {workload.context} "
@@ -68,11 +71,10 @@ def progressive_layers(
             final,
             hint="raise the budget, lower --batch or --context, or take fewer final bits or larger groups",
         )
-    bits, reached = [RAW_BITS] * len(layers), 1
     counts: list[dict[int, int]] = [{} for _ in layers]
     for position, narrower in _steps(layers, order):
-        reached = cost.first_above(budget_bytes, cost.state(bits), reached, workload.context)
-        counts[position][narrower] = reached
+        cost = _Cost(layers, bits, workload.batch, cache_dtype)
+        reached = counts[position][narrower] = cost.first_above(budget_bytes, reached, workload.context)
         bits[position] = narrower
     return tuple(_shrinking(layer, at, shift) for layer, at in zip(layers, counts, strict=True))
 
@@ -96,45 +98,35 @@ def _shrinking(layer: LayerPlan, counts: Mapping[int, int], shift: Shift = "equi
         if not can_shrink(fmt):
             return fmt
         shrink_at = tuple(counts[bits] for bits in NARROWER_BITS if bits >= fmt.num_bits)
-        return dataclasses.replace(fmt, param_dtype="float32", shrink_at=shrink_at, shift=shift)
+        return replace(fmt, param_dtype="float32", shrink_at=shrink_at, shift=shift)
 
     k, v = (tuple(shrinking(fmt) for fmt in layer.formats(side)) for side in SIDES)
-    return dataclasses.replace(layer, k=k, v=v)
+    return replace(layer, k=k, v=v)
 
 
 class _Cost:
     """Bytes of all layers, each at a number of bits of its own. Layers alike are computed once."""
 
-    def __init__(self, layers: Sequence[LayerPlan], batch: int, cache_dtype: str) -> None:
+    def __init__(self, layers: Sequence[LayerPlan], bits: Sequence[int], batch: int, cache_dtype: str) -> None:
+        """Pages of layer i have at most ``bits[i]`` bits at any time."""
         self._batch, self._cache_dtype = batch, cache_dtype
-        self._kinds = [_kind(layer) for layer in layers]
-        self._layers = dict(zip(self._kinds, layers, strict=True))
-        self._at_bits: dict[tuple[Hashable, int], LayerPlan] = {}
+        alike = (replace(layer, geometry=replace(layer.geometry, index=0)) for layer in layers)
+        self._counts = Counter(_at_most(*pair) for pair in zip(alike, bits, strict=True))
 
-    def state(self, bits: Sequence[int]) -> list[tuple[LayerPlan, int]]:
-        """Layers whose pages have at most ``bits[position]`` bits at any time, and how many there are of each."""
-        return [(self._layer(*key), count) for key, count in Counter(zip(self._kinds, bits, strict=True)).items()]
-
-    def nbytes(self, state: list[tuple[LayerPlan, int]], num_tokens: int) -> int:
+    def nbytes(self, num_tokens: int) -> int:
         lengths = (num_tokens,) * self._batch
-        return sum(count * layer.nbytes(self._cache_dtype, lengths, num_tokens) for layer, count in state)
+        return sum(n * layer.nbytes(self._cache_dtype, lengths, num_tokens) for layer, n in self._counts.items())
 
-    def first_above(self, budget_bytes: int, state: list[tuple[LayerPlan, int]], start: int, context: int) -> int:
-        """The first token count from ``start`` on at which the state takes more than the budget; ``NEVER`` at most."""
-        if self.nbytes(state, NEVER) <= budget_bytes:
+    def first_above(self, budget_bytes: int, start: int, context: int) -> int:
+        """The first token count from ``start`` on at which the bytes exceed the budget; ``NEVER`` at most."""
+        if self.nbytes(NEVER) <= budget_bytes:
             return NEVER
         stop = max(start, context)
-        while self.nbytes(state, stop) <= budget_bytes:
+        while self.nbytes(stop) <= budget_bytes:
             start, stop = stop + 1, 2 * stop
-        return start + bisect_right(range(start, stop), budget_bytes, key=lambda count: self.nbytes(state, count))
-
-    def _layer(self, kind: Hashable, bits: int) -> LayerPlan:
-        if (kind, bits) not in self._at_bits:
-            counts = {narrower: 0 if narrower >= bits else NEVER for narrower in NARROWER_BITS}
-            self._at_bits[kind, bits] = _shrinking(self._layers[kind], counts)
-        return self._at_bits[kind, bits]
+        return start + bisect_right(range(start, stop), budget_bytes, key=self.nbytes)
 
 
-def _kind(layer: LayerPlan) -> Hashable:
-    """Equal for layers that take the same bytes."""
-    return dataclasses.replace(layer.geometry, index=0), layer.k, layer.v
+@cache
+def _at_most(layer: LayerPlan, bits: int) -> LayerPlan:
+    return _shrinking(layer, {narrower: 0 if narrower >= bits else NEVER for narrower in NARROWER_BITS})

@@ -1,4 +1,4 @@
-"""Which option every unit gets, so that the losses' sum is smallest and the bytes fit: exactly, with a proof.
+"""The option of every unit for which the sum of losses is smallest and the bytes fit: exactly, with a proof.
 
 This is the multiple-choice knapsack of PM-KVQ's Eq. 6-8: one option per unit (a layer's or a head's K or V),
 one byte constraint, a sum of losses. Bytes are integers and stay integers: they may reach 1e11, where a
@@ -198,7 +198,7 @@ def _loss(items: Items, entries_U: Ints) -> float:
 
 @dataclass(frozen=True)
 class _Core:
-    """What the bounds leave open. ``groups`` are the entries of each unit that still has several, ``units``
+    """The choices that the bounds leave open. ``groups`` are the entries of each unit that still has several, ``units``
     their numbers; ``best_U`` is the best choice so far, and right for all other units. ``capacity`` is the
     bytes above the units' smallest left for the groups, ``limit`` the reduced cost they may add up to."""
 

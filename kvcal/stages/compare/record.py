@@ -46,7 +46,7 @@ Loss = tuple[float, float | None]
 
 @dataclass(frozen=True, config=STRICT)
 class Share:
-    """Of KIVI-2's loss, how much is recovered; ``se`` None: exact, or not known."""
+    """The share of KIVI-2's loss that is recovered; ``se`` None: exact, or unknown."""
 
     value: Number
     se: Amount | None
@@ -147,20 +147,13 @@ def with_shares(entries: Sequence[Entry]) -> tuple[Entry, ...]:
 
 
 def _with_shares(entry: Entry, row: Row, worst: Row, raw: Row) -> Entry:
-    kl = share_recovered(_kl_loss(row), _kl_loss(worst), _kl_loss(raw))
-    accuracy = share_recovered(_accuracy_loss(row), _accuracy_loss(worst), _accuracy_loss(raw)) if row.tasks else None
+    kl = share_recovered(*((r.text.kl, r.text.kl_se) for r in (row, worst, raw)))
+    accuracy = share_recovered(*((1 - (r.accuracy or 0.0), r.accuracy_se) for r in (row, worst, raw)))
+    accuracy = accuracy if row.tasks else None
     if row.plan_sha256 in (worst.plan_sha256, raw.plan_sha256):  # 0 and 1 by definition, not by measurement
         kl = kl and replace(kl, se=None)
         accuracy = accuracy and replace(accuracy, se=None)
     return replace(entry, kl_recovered=kl, accuracy_recovered=accuracy)
-
-
-def _kl_loss(row: Row) -> Loss:
-    return row.text.kl, row.text.kl_se
-
-
-def _accuracy_loss(row: Row) -> Loss:
-    return 1 - (row.accuracy or 0.0), row.accuracy_se
 
 
 def save_comparison(comparison: Comparison, path: str | Path) -> None:

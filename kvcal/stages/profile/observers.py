@@ -13,11 +13,11 @@ through layers that do not fit on one device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,62 +47,28 @@ class SampleGradients:
     weight_grad_norms: Mapping[LayerSide, float]
 
 
-class Observer(Protocol):
+class Observer(NamedTuple):
     """One statistic of a layer's keys or values. The profile keeps its ``checkpoint.Mean`` over sequences (update,
-    merge, result) under the tensor name "OBSERVER.SIDE.LAYER"."""
+    merge, result) under the tensor name "OBSERVER.SIDE.LAYER".
 
-    def shape(self, num_kv_heads: int, num_candidates: int) -> tuple[int, ...]:
-        """Of one observation."""
+    ``shape``: of an observation, for N KV heads and C candidates; ``observe``: one sequence's, fp64 on the CPU."""
 
-    def observe(self, sample: SampleGradients, place: LayerSide) -> Tensor:
-        """One sequence's observation, fp64 on the CPU."""
-
-
-class Sensitivity:
-    """PM-KVQ's Eq. 5, per KV head and candidate."""
-
-    def shape(self, num_kv_heads: int, num_candidates: int) -> tuple[int, ...]:
-        return num_kv_heads, num_candidates
-
-    def observe(self, sample: SampleGradients, place: LayerSide) -> Tensor:
-        return sample.errors[place].weighted_NC
+    shape: Callable[[int, int], tuple[int, ...]]
+    observe: Callable[[SampleGradients, LayerSide], Tensor]
 
 
-class GradNorm:
-    """KVmix's score: the norm of the projection weight's gradient."""
-
-    def shape(self, num_kv_heads: int, num_candidates: int) -> tuple[int, ...]:
-        return ()
-
-    def observe(self, sample: SampleGradients, place: LayerSide) -> Tensor:
-        return torch.tensor(sample.weight_grad_norms[place], dtype=torch.float64)
-
-
-class SquaredError:
-    """‖X − Q(X)‖² of every candidate."""
-
-    def shape(self, num_kv_heads: int, num_candidates: int) -> tuple[int, ...]:
-        return (num_candidates,)
-
-    def observe(self, sample: SampleGradients, place: LayerSide) -> Tensor:
-        return sample.errors[place].squared_C
-
-
-class Energy:
-    """‖X‖²."""
-
-    def shape(self, num_kv_heads: int, num_candidates: int) -> tuple[int, ...]:
-        return ()
-
-    def observe(self, sample: SampleGradients, place: LayerSide) -> Tensor:
-        return sample.errors[place].energy
+def _grad_norm(sample: SampleGradients, place: LayerSide) -> Tensor:
+    return torch.tensor(sample.weight_grad_norms[place], dtype=torch.float64)
 
 
 OBSERVERS: dict[str, Observer] = {
-    "sensitivity": Sensitivity(),
-    "grad_norm": GradNorm(),
-    "squared_error": SquaredError(),
-    "energy": Energy(),
+    # PM-KVQ's Eq. 5, per KV head and candidate.
+    "sensitivity": Observer(lambda N, C: (N, C), lambda sample, place: sample.errors[place].weighted_NC),
+    # KVmix's score: the norm of the projection weight's gradient.
+    "grad_norm": Observer(lambda N, C: (), _grad_norm),
+    # ‖X − Q(X)‖² of every candidate, and ‖X‖².
+    "squared_error": Observer(lambda N, C: (C,), lambda sample, place: sample.errors[place].squared_C),
+    "energy": Observer(lambda N, C: (), lambda sample, place: sample.errors[place].energy),
 }
 
 

@@ -1,4 +1,4 @@
-"""The profile: what every candidate costs in every layer's keys and values, measured on calibration data.
+"""The profile: the cost of every candidate in every layer's keys and values, measured on calibration data.
 
 Four measures. The allocator takes the first, the second, the sum of their shares ("combined": the first spreads over
 all layers and sees nothing that the loss's gradient does not; the second sees the few layers that break a prediction
@@ -38,7 +38,7 @@ from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
 from kvcal.plan.format import SIDES, Side
 from kvcal.recipe import CacheSpec, Objective, ProfileSpec
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
-from kvcal.stages.checkpoint import Mean
+from kvcal.stages.checkpoint import LARGEST, Mean
 from kvcal.stages.profile.observers import OBSERVERS
 from kvcal.stages.profile.sensitivity import Candidate, candidates
 from kvcal.strict import STRICT, Count, NumBytes, Positive, dump
@@ -46,15 +46,14 @@ from kvcal.strict import STRICT, Count, NumBytes, Positive, dump
 KIND = "profile"
 # Keeps a share defined where nothing was lost at all.
 TINY = 1e-300
-LARGEST_TOTAL = 1e30  # of any statistic, so that their sums are finite
 SCHEMA = 2
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class ProfileSetup:
-    """What was profiled and how. ``weight_bytes``: of the model in its checkpoint's dtype; ``num_tokens`` and
-    ``num_loss_tokens``: of the ``num_samples`` sequences behind the gradients. ``max_positions``: of the model, None
-    where its config states none, or an older profile does not say."""
+    """The model, data and settings of a profile. ``weight_bytes``: of the model in its checkpoint's dtype;
+    ``num_tokens`` and ``num_loss_tokens``: of the ``num_samples`` sequences behind the gradients; ``max_positions``: of
+    the model, None where its config states none, or an older profile does not say."""
 
     identity: ModelIdentity
     geometry: Geometry
@@ -206,7 +205,7 @@ def load(path: Path) -> Profile:
 
 
 def _total(*shape: int) -> TensorSpec:
-    return TensorSpec(torch.float64, shape, 0.0, LARGEST_TOTAL)
+    return TensorSpec(torch.float64, shape, 0.0, LARGEST)
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -36,7 +36,7 @@ from kvcal.stages.predictors import stage as fit_predictors
 from kvcal.stages.reparam import stage as reparam
 from kvcal.stages.search.compositions import OptionTensors, choice_format, composed_layers, most_scratch
 from kvcal.stages.search.problem import Choice, Outcome, Problem, problem_of, search, uniform_choices
-from kvcal.stages.search.record import KIND, SCHEMA, SearchRecord, SearchReport, UnitResult, load, save
+from kvcal.stages.search.record import KIND, SCHEMA, SearchRecord, SearchReport, UnitResult, less_of, load, save
 from kvcal.strict import dump
 
 __all__ = ["KIND", "SCHEMA", "SearchRecord", "load", "run_search"]
@@ -118,10 +118,7 @@ def _report(problem: Problem, outcome: Outcome, refitted_kl: float | None, num_p
             problem.units, problem.options, problem.nbytes, outcome.costs, outcome.choice, strict=True
         )
     )
-    kl: float = outcome.kl
-    shipped: Literal["searched", "refitted"] = "searched"
-    if refitted_kl is not None and refitted_kl < kl:
-        kl, shipped = refitted_kl, "refitted"
+    shipped, kl = less_of(outcome.kl, refitted_kl)
     return SearchReport(units, kl, shipped, outcome.kl, refitted_kl, outcome.history, outcome.proxy, num_plans)
 
 

@@ -40,16 +40,26 @@ class UnitResult:
             )
 
 
+Shipped = Literal["searched", "refitted"]
+
+
+def less_of(searched_kl: float, refitted_kl: float | None) -> tuple[Shipped, float]:
+    """The plan of less KL and its KL; the searched one where both are equal."""
+    if refitted_kl is not None and refitted_kl < searched_kl:
+        return "refitted", refitted_kl
+    return "searched", searched_kl
+
+
 @record(frozen=True, config=STRICT)
 class SearchReport:
-    """``kl``: of the plan that ships, on the search's texts. ``searched_kl``: of the best plan that the search found;
+    """``kl``: of the plan that ships, on the search's texts. ``searched_kl``: of the best plan of the search;
     ``refitted_kl``: of that plan with predictors fitted on its own layers, None where nothing is predicted. The one of
     less KL ships, the searched one where both are equal. ``history``: of the background, the solver's plan, and the
     best after every round of refinement. ``proxy``: (predicted, measured) KL of random plans."""
 
     units: tuple[UnitResult, ...]
     kl: Number
-    shipped: Literal["searched", "refitted"]
+    shipped: Shipped
     searched_kl: Number
     refitted_kl: Number | None
     history: tuple[Number, ...]
@@ -57,8 +67,7 @@ class SearchReport:
     num_plans: Count
 
     def __post_init__(self) -> None:
-        is_refitted = self.refitted_kl is not None and self.refitted_kl < self.searched_kl
-        expected = ("refitted", self.refitted_kl) if is_refitted else ("searched", self.searched_kl)
+        expected = less_of(self.searched_kl, self.refitted_kl)
         if (self.shipped, self.kl) != expected:
             raise ValueError(
                 f"shipped = {self.shipped!r} with kl = {self.kl}, expected {expected[0]!r} with {expected[1]}: the "

@@ -23,10 +23,11 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +37,7 @@ from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.samplers import TPESampler
 
 from kvcal.artifact import canonical_json, differing_input
-from kvcal.errors import ArtifactError, KvcalError, UsageError
+from kvcal.errors import ArtifactError, UsageError
 from kvcal.progress import Reporter
 from kvcal.stages.tune.record import Evaluate, Outcome, Search, Trial, Tuning, load_tuning, pareto_front, save_tuning
 from kvcal.strict import dump
@@ -46,6 +47,7 @@ __all__ = ["next_thresholds", "tune"]
 LABEL = "tune: trials"
 # Of the two objectives: accuracy, bits.
 DIRECTIONS: tuple[Literal["maximize"], Literal["minimize"]] = ("maximize", "minimize")
+_evaluate: Evaluate  # of a worker
 # Outcomes of the settings, in their order, each as soon as it is there.
 Measure = Callable[[Sequence[Mapping[str, float]]], Iterator[Outcome]]
 
@@ -170,60 +172,32 @@ def _sampler(seed: int, number: int) -> TPESampler:
 
 @contextmanager
 def _measuring(evaluate: Evaluate, workers: int) -> Iterator[Measure]:
-    """``evaluate`` for many settings: in this process if ``workers`` is 1, else in as many others.
-
-    The calls raise UsageError when a worker dies, and what ``evaluate`` raises.
-    """
+    """``evaluate`` for many settings: in this process if ``workers`` is 1, else in as many others, which end with the
+    context. The calls raise UsageError when a worker dies, and what ``evaluate`` raises."""
     if workers == 1:
         yield partial(map, evaluate)
         return
-    with ExitStack() as stack:
-        connections = [stack.enter_context(_worker(evaluate, workers)) for _ in range(workers)]
-        yield partial(_measure, connections)
-
-
-def _measure(connections: Sequence[Connection], settings: Sequence[Mapping[str, float]]) -> Iterator[Outcome]:
-    for first in range(0, len(settings), len(connections)):
-        busy = list(zip(connections, settings[first:]))  # noqa: B905 (a last round may have fewer settings)
-        for connection, setting in busy:
-            connection.send(setting)
-        for connection, _ in busy:
-            try:
-                outcome: Outcome | KvcalError = connection.recv()
-            except (EOFError, ConnectionResetError):
-                raise UsageError(
-                    "a worker ended before its trial did",
-                    hint="its error is above; if there is none, it may have run out of memory: use fewer --workers",
-                ) from None
-            if isinstance(outcome, KvcalError):
-                raise outcome
-            yield outcome
-
-
-@contextmanager
-def _worker(evaluate: Evaluate, workers: int) -> Iterator[Connection]:
-    """Our end of the pipe to a worker, which ends with the context."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(evaluate, workers, theirs), daemon=True)
-    process.start()
-    theirs.close()  # the worker's end alone: when it is gone, so is the worker
+    context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
+    executor = ProcessPoolExecutor(workers, context, _start_worker, (evaluate, workers))
     try:
-        yield ours
+        yield partial(executor.map, _measure)
+    except BrokenProcessPool:
+        raise UsageError(
+            "a worker ended before its trial did",
+            hint="its error is above; if there is none, it may have run out of memory: use fewer --workers",
+        ) from None
     finally:
-        process.terminate()
-        process.join()
-        ours.close()
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()
+        executor.shutdown(cancel_futures=True)
 
 
-def _work(evaluate: Evaluate, workers: int, connection: Connection) -> None:
-    """A worker: settings in, outcomes out, until it is ended."""
+def _start_worker(evaluate: Evaluate, workers: int) -> None:
+    global _evaluate
+    _evaluate = evaluate
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the parent ends its workers
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
-    while True:
-        try:
-            connection.send(evaluate(connection.recv()))
-        except KvcalError as error:
-            connection.send(error)
-        except EOFError:  # the parent is gone
-            return
+
+
+def _measure(thresholds: Mapping[str, float]) -> Outcome:
+    return _evaluate(thresholds)

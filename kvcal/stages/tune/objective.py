@@ -88,7 +88,7 @@ class TaskObjective:
         loading ``origin``.
 
         Raises:
-            UsageError: lm-eval is wanted and not installed, or see ``tuned_bits``.
+            UsageError: lm-eval is asked for and not installed, or as ``tuned_bits``.
         """
         self.bits = tuned_bits(plan)
         own = [name for name in spec.tasks if not name.startswith(LM_EVAL)]
@@ -149,9 +149,9 @@ class TaskObjective:
                 measure_lm_eval(self.loaded, plan, name, self.spec.num_problems, self.evaluate.batch, self.spec.seed)
             )
         values, errors = zip(*results, strict=True)
-        known = [error for error in errors if error is not None]
-        error = sum(error**2 for error in known) ** 0.5 / len(results) if len(known) == len(results) else None
-        return sum(values) / len(results), error
+        if None in errors:
+            return sum(values) / len(results), None
+        return sum(values) / len(results), sum(error**2 for error in errors) ** 0.5 / len(results)
 
 
 def _capacity_shares(plan: Plan) -> dict[str, float]:

@@ -13,14 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from kvcal.errors import InfeasibleBudget, UsageError
 from kvcal.quantities import MAX_SEED, MAX_WORKERS, format_bytes
 from kvcal.records import read_json, write_json
-from kvcal.strict import STRICT, Amount, Count, Number, NumBytes, Share
+from kvcal.strict import STRICT, Amount, Count, Number, NumBytes, Positive, Share
 
 KIND = "tuning"
 SCHEMA = 2
@@ -41,20 +42,16 @@ class Threshold:
 
 @dataclass(frozen=True, config=STRICT)
 class Search:
-    """How to search. ``num_trials`` may grow from run to run of one study; nothing else may change."""
+    """The search space. ``num_trials`` may grow from run to run of one study; nothing else may change."""
 
     thresholds: tuple[Threshold, ...]
-    num_trials: int = 30
-    seed: int = 0
+    num_trials: Positive = 30
+    seed: Annotated[int, Field(ge=0, lt=MAX_SEED)] = 0
 
     def __post_init__(self) -> None:
         names = [threshold.name for threshold in self.thresholds]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"thresholds {names}: expected at least one, each with its own name")
-        if self.num_trials < 1 or not 0 <= self.seed < MAX_SEED:
-            raise ValueError(
-                f"expected num_trials = {self.num_trials} of 1 or more and seed = {self.seed} of 0 to {MAX_SEED - 1}"
-            )
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -89,13 +86,11 @@ class Tuning:
 
     inputs: dict[str, Any]
     search: Search
-    generation: int
+    generation: Annotated[int, Field(ge=1, le=MAX_WORKERS)]
     trials: tuple[Trial, ...]
     front: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not 1 <= self.generation <= MAX_WORKERS:
-            raise ValueError(f"generation = {self.generation}, expected 1 to {MAX_WORKERS}")
         ranges = {threshold.name: threshold for threshold in self.search.thresholds}
         for trial in self.trials:
             if trial.thresholds.keys() != ranges.keys() or any(
