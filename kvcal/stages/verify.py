@@ -39,8 +39,9 @@ def require_same_model(plan: Plan, loaded: LoadedModel) -> None:
         raise ArtifactError(f"the plan's layers are not those that {loaded.source!r} caches")
 
 
+@torch.inference_mode()
 def verify_plan(plan: Plan, loaded: LoadedModel, max_context: int | None, reporter: Reporter) -> list[Check]:
-    """Everything that ``kvcal verify`` checks; the plan file itself was checked by reading it.
+    """All that ``kvcal verify`` checks, on random tokens; the plan file itself was checked by reading it.
 
     Raises:
         ArtifactError: the plan is another model's, or the cache's bytes are not the predicted ones.
@@ -54,38 +55,25 @@ def verify_plan(plan: Plan, loaded: LoadedModel, max_context: int | None, report
     counts = sorted({*AROUND_A_PAGE, longest - 1, longest, longest + 128})
     counts = [count for count in counts if 0 < count <= (max_context or count)]
     for batch in (1, 3):
-        checks.append(_check_bytes(plan, loaded, batch, counts, reporter))
-    checks.append(_check_ragged(plan, loaded, max_context))
-    return checks
-
-
-@torch.inference_mode()
-def _check_bytes(plan: Plan, loaded: LoadedModel, batch: int, counts: list[int], reporter: Reporter) -> Check:
-    """Feed random tokens up to each count and compare allocated with predicted bytes."""
-    cache = PlanCache(plan, loaded.model.config)
-    tokens = _random_tokens(loaded, batch, counts[-1])
-    fed = 0
-    for number, count in enumerate(counts):
-        if count > fed:
+        cache, fed = PlanCache(plan, loaded.model.config), 0
+        tokens_BT = _random_tokens(loaded, batch, counts[-1])
+        for number, count in enumerate(counts):
             with serving(loaded.model, plan):
-                loaded.model(input_ids=tokens[:, fed:count], past_key_values=cache)
+                loaded.model(input_ids=tokens_BT[:, fed:count], past_key_values=cache)
             fed = count
-        _compare(cache, plan, [count] * batch)
-        reporter(number + 1, len(counts), f"verify: batch {batch}")
-    return Check("bytes", f"batch {batch}: allocated = predicted at {', '.join(map(str, counts))} tokens")
-
-
-@torch.inference_mode()
-def _check_ragged(plan: Plan, loaded: LoadedModel, max_context: int | None) -> Check:
+            _compare(cache, plan, [count] * batch)
+            reporter(number + 1, len(counts), f"verify: batch {batch}")
+        checks.append(Check("bytes", f"batch {batch}: allocated = predicted at {_joined(counts)} tokens"))
     lengths = [length for length in RAGGED if length <= (max_context or length)]
     width = max(lengths)
     mask = torch.tensor([[0] * (width - length) + [1] * length for length in lengths], device=loaded.model.device)
     cache = PlanCache(plan, loaded.model.config, attention_mask=mask)
-    tokens = _random_tokens(loaded, len(lengths), width)
+    tokens_BT = _random_tokens(loaded, len(lengths), width)
     with serving(loaded.model, plan):
-        loaded.model(input_ids=tokens, attention_mask=mask, past_key_values=cache)
+        loaded.model(input_ids=tokens_BT, attention_mask=mask, past_key_values=cache)
     _compare(cache, plan, lengths)
-    return Check("bytes", f"ragged batch of {', '.join(map(str, lengths))} tokens: allocated = predicted")
+    checks.append(Check("bytes", f"ragged batch of {_joined(lengths)} tokens: allocated = predicted"))
+    return checks
 
 
 def _compare(cache: PlanCache, plan: Plan, lengths: list[int]) -> None:
@@ -98,3 +86,7 @@ def _random_tokens(loaded: LoadedModel, batch: int, length: int) -> torch.Tensor
     vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(0)
     return torch.randint(vocab_size, (batch, length), generator=generator).to(loaded.model.device)
+
+
+def _joined(counts: list[int]) -> str:
+    return ", ".join(map(str, counts))

@@ -72,41 +72,39 @@ def tuned_bits(plan: Plan) -> tuple[int, ...]:
     return tuple(sorted(bits, reverse=True))
 
 
+@dataclass(frozen=True, eq=False)
 class TaskObjective:
-    """Callable as ``evaluate`` of the tune stage; sent to workers without the model and what was measured on it."""
+    """Callable as ``evaluate`` of the tune stage; sent to workers without the model and what was measured on it.
 
-    def __init__(
-        self,
-        origin: Origin,
-        plan: Plan,
-        spec: TuneSpec,
-        evaluate: EvaluateSpec,
-        data: DataSpec,
-        loaded: LoadedModel | None = None,
-    ) -> None:
-        """``evaluate`` bounds the tasks' lengths and sets the batch; ``data``: the calibration pages. ``loaded`` spares
-        loading ``origin``.
+    ``evaluate`` bounds the tasks' lengths and sets the batch; ``data``: the calibration pages. ``given`` spares loading
+    ``origin``. UsageError where lm-eval is asked for and not installed, or as ``tuned_bits``."""
 
-        Raises:
-            UsageError: lm-eval is asked for and not installed, or as ``tuned_bits``.
-        """
-        self.bits = tuned_bits(plan)
-        own = [name for name in spec.tasks if not name.startswith(LM_EVAL)]
-        # Never the evaluation's seed: its problems measure the choice.
-        seed = (evaluate.seed + 1 + spec.seed) % (MAX_SEED + 1)
-        self.own_tasks = replace(evaluate, tasks=tuple(own), num_problems=spec.num_problems, seed=seed)
-        self.foreign_tasks = tuple(name.removeprefix(LM_EVAL) for name in spec.tasks if name.startswith(LM_EVAL))
-        if self.foreign_tasks:
+    origin: Origin
+    plan: Plan
+    spec: TuneSpec
+    evaluate: EvaluateSpec
+    data: DataSpec
+    given: LoadedModel | None = None
+
+    def __post_init__(self) -> None:
+        tuned_bits(self.plan)
+        if any(name.startswith(LM_EVAL) for name in self.spec.tasks):
             require_lm_eval()
-        self.origin, self.plan, self.spec, self.evaluate, self.data = origin, plan, spec, evaluate, data
-        self._given = loaded
 
     def __reduce__(self) -> tuple[type[TaskObjective], tuple[object, ...]]:
         return TaskObjective, (self.origin, self.plan, self.spec, self.evaluate, self.data)
 
+    @property
+    def own_tasks(self) -> EvaluateSpec:
+        """The embedded tasks; never with the evaluation's seed, whose problems measure the choice."""
+        evaluate, spec = self.evaluate, self.spec
+        own = tuple(name for name in spec.tasks if not name.startswith(LM_EVAL))
+        seed = (evaluate.seed + 1 + spec.seed) % (MAX_SEED + 1)
+        return replace(evaluate, tasks=own, num_problems=spec.num_problems, seed=seed)
+
     @cached_property
     def loaded(self) -> LoadedModel:
-        return self._given or self.origin.load()
+        return self.given or self.origin.load()
 
     @cached_property
     def scores(self) -> Scores:
@@ -123,12 +121,12 @@ class TaskObjective:
         if self.spec.fit_range:
             # Three digits: the same on machines whose arithmetic differs.
             high = max(float(f"{score_quantile(self.scores, HIGHEST_SHARE):.3g}"), 2 * self.spec.low)
-        thresholds = tuple(Threshold(f"tau_{num_bits}", self.spec.low, high) for num_bits in self.bits)
+        thresholds = tuple(Threshold(f"tau_{num_bits}", self.spec.low, high) for num_bits in tuned_bits(self.plan))
         return Search(thresholds, self.spec.num_trials, self.spec.seed)
 
     def plan_with(self, thresholds: Mapping[str, float]) -> Plan:
         """The plan that stands for these thresholds, by name."""
-        by_bits = {num_bits: thresholds[f"tau_{num_bits}"] for num_bits in self.bits}
+        by_bits = {num_bits: thresholds[f"tau_{num_bits}"] for num_bits in tuned_bits(self.plan)}
         scores = self.scores if self.spec.fit_capacity else None
         return with_thresholds(self.plan, by_bits, scores, self.spec.page_share)
 
@@ -142,12 +140,13 @@ class TaskObjective:
     def accuracy(self, plan: Plan) -> tuple[float, float | None]:
         """Mean accuracy over the tasks, and its standard error (the tasks' errors are independent), None where a task
         has none."""
-        own = measure_tasks(self.loaded, plan, self.own_tasks, Silent(), "select")
-        results: list[tuple[float, float | None]] = [(task.accuracy, task.accuracy_se) for task in own]
-        for name in self.foreign_tasks:
-            results.append(
-                measure_lm_eval(self.loaded, plan, name, self.spec.num_problems, self.evaluate.batch, self.spec.seed)
-            )
+        evaluate, spec = self.evaluate, self.spec
+        measured = measure_tasks(self.loaded, plan, self.own_tasks, Silent(), "select")
+        results: list[tuple[float, float | None]] = [(task.accuracy, task.accuracy_se) for task in measured]
+        for name in spec.tasks:
+            if name.startswith(LM_EVAL):
+                task = name.removeprefix(LM_EVAL)
+                results.append(measure_lm_eval(self.loaded, plan, task, spec.num_problems, evaluate.batch, spec.seed))
         values, errors = zip(*results, strict=True)
         if None in errors:
             return sum(values) / len(results), None
