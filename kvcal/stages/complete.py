@@ -1,6 +1,6 @@
 """One completion with a plan's packed cache: what ``kvcal generate`` runs, and what a user of the library writes.
 
-Its steps stand by themselves for prompts whose beginning lies in a file (see ``prefix_load``): the prompt's tokens,
+Its steps stand by themselves for prompts whose beginning lies in a file (``prefix.load``): the prompt's tokens,
 what follows them with a cache that may hold some of them, and the result.
 """
 
@@ -26,13 +26,7 @@ TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeE
 
 @torch.inference_mode()
 def complete(
-    loaded: LoadedModel,
-    plan: Plan,
-    prompt: str,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-    chat: bool,
+    loaded: LoadedModel, plan: Plan, prompt: str, max_new_tokens: int, temperature: float, seed: int, chat: bool
 ) -> dict[str, Any]:
     """Text, token counts, and the cache's bytes beside those of 16 bits.
 

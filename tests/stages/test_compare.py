@@ -19,8 +19,7 @@ from kvcal.plan.plan import Format, Plan, Workload
 from kvcal.progress import Reporter
 from kvcal.recipe import EvaluateSpec, Recipe
 from kvcal.stages.compare import Build, compare
-from kvcal.stages.compare.points import points_of
-from kvcal.stages.compare.record import Comparison, Share, load_comparison
+from kvcal.stages.compare.record import Comparison, Share, load_comparison, points_of
 from kvcal.strict import dump
 
 SPEC = EvaluateSpec(tasks=(), batch=2)

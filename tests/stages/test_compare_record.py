@@ -14,8 +14,7 @@ from compare_cases import BASELINE_NAMES, BUDGETED, FIXED, write_recipes
 from kvcal.errors import UsageError
 from kvcal.recipe import AllocateSpec, load_recipe
 from kvcal.stages import compare as stage_times
-from kvcal.stages.compare.points import Point, points_of
-from kvcal.stages.compare.record import Share, share_recovered
+from kvcal.stages.compare.record import Point, Share, points_of, share_recovered
 
 
 @pytest.fixture

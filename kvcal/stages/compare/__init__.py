@@ -32,15 +32,16 @@ from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan, Workload
 from kvcal.progress import Reporter
 from kvcal.recipe import EvaluateSpec, Recipe
-from kvcal.stages.compare.points import Point, points_of
 from kvcal.stages.compare.record import (
     BASELINES,
     Calibration,
     Comparison,
     Entry,
+    Point,
     Refusal,
     StageTime,
     load_comparison,
+    points_of,
     save_comparison,
     with_shares,
 )

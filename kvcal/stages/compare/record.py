@@ -1,4 +1,4 @@
-"""The record and the table of a comparison: a row for each plan, its share of KIVI-2's loss recovered, and times.
+"""A comparison: the plans that it builds, a row for each, its share of KIVI-2's loss recovered, and the table.
 
     share recovered  R = (a - p) / (a - r),   a, p, r: loss of KIVI-2, of the plan, and of 16 bits
 
@@ -20,7 +20,9 @@ be noise over noise.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass as plain_dataclass
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,8 +30,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from kvcal.errors import UsageError
 from kvcal.plan.plan import Workload
 from kvcal.quantities import format_bytes
+from kvcal.recipe import Recipe, load_recipe
 from kvcal.records import read_json, write_json
 from kvcal.stages.evaluate.stage import Row, priced_header, require_same_tasks
 from kvcal.strict import STRICT, Amount, Number
@@ -38,10 +42,89 @@ KIND = "comparison"
 SCHEMA = 2
 RAW_RECIPE, WORST_RECIPE = "16-bit", "kivi-2"
 BASELINES = (RAW_RECIPE, WORST_RECIPE, "kivi-4")
+MIN_BITS, MAX_BITS = 0.1, 16.0
 NOTHING = "-"  # of a cell
 
 # (loss, its standard error or None where it is unknown)
 Loss = tuple[float, float | None]
+
+
+@plain_dataclass(frozen=True)
+class Point:
+    """A plan to build. ``bits``: the budget that was put into the recipe, None where it has its own or none."""
+
+    name: str
+    recipe: Recipe
+    bits: float | None
+    is_baseline: bool
+
+    @property
+    def folder(self) -> str:
+        """The name of its folder; nothing in it leads elsewhere."""
+        safe = re.sub(r"[^\w.+-]", "_", self.recipe.name)
+        return f"{safe}@{'own' if self.bits is None else format(self.bits, 'g')}"
+
+
+def points_of(names: Sequence[str], bits: Sequence[float]) -> tuple[Point, ...]:
+    """The points for recipes named ``names`` (paths, or names of those that come with kvcal): the baselines, then each
+    recipe once, or, if it allocates a budget, once for each of ``bits`` (all-in bits per cached value), fewest first.
+
+    Raises:
+        UsageError: no recipe besides the baselines, an unknown one, or one twice; bits out of range or twice, or given
+            to recipes none of which allocates a budget.
+    """
+    budgets = _budgets(bits)
+    baselines = {name: load_recipe(name) for name in BASELINES}
+    others = _others(names, baselines)
+    if budgets and all(recipe.allocate is None for recipe in others):
+        raise UsageError(
+            f"--bits given, but none of {[recipe.name for recipe in others]} has [allocate]",
+            hint="leave --bits out: these recipes have the bytes they have",
+        )
+    points = [Point(recipe.name, recipe, None, True) for recipe in baselines.values()]
+    for recipe in others:
+        if recipe.allocate is None or not budgets:
+            points.append(Point(recipe.name, recipe, None, False))
+            continue
+        for value in budgets:
+            spec = replace(recipe.allocate, bits=value, budget=None, kv_budget=None, same_bytes_as=None)
+            points.append(Point(f"{recipe.name} @ {value:g}", replace(recipe, allocate=spec), value, False))
+    folders = [point.folder for point in points]
+    for point in points:
+        if folders.count(point.folder) > 1:
+            raise UsageError(f"recipe {point.recipe.name!r}: another one's name differs in punctuation only")
+    return tuple(points)
+
+
+def _budgets(bits: Sequence[float]) -> list[float]:
+    """The budgets in order, each in range and there once."""
+    for value in bits:
+        if not MIN_BITS <= value <= MAX_BITS:  # NaN, too
+            raise UsageError(f"--bits {value:g} is out of range, expected {MIN_BITS:g} to {MAX_BITS:g} bits per value")
+    names = [format(value, "g") for value in bits]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(f"--bits {twice[0]} is given twice", hint="give each budget once")
+    return sorted(bits)
+
+
+def _others(names: Sequence[str], baselines: dict[str, Recipe]) -> list[Recipe]:
+    """The recipes that are no baselines; a baseline may be named, too."""
+    others: dict[str, Recipe] = {}
+    for recipe in map(load_recipe, names):
+        if recipe.name in others or baselines.get(recipe.name, recipe).sha256 != recipe.sha256:
+            raise UsageError(f"two recipes are named {recipe.name!r}", hint="give each recipe once, or rename a file")
+        if recipe.name in baselines:
+            continue
+        for other in [*baselines.values(), *others.values()]:
+            if other.sha256 == recipe.sha256:
+                raise UsageError(
+                    f"{other.name!r} and {recipe.name!r} are the same recipe", hint="leave one of them out"
+                )
+        others[recipe.name] = recipe
+    if not others:
+        raise UsageError(f"no recipe to compare with: {', '.join(BASELINES)} come along anyway", hint="name one more")
+    return list(others.values())
 
 
 @dataclass(frozen=True, config=STRICT)

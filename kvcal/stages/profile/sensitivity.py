@@ -88,12 +88,7 @@ def quantization_errors(
 
 
 def _group_errors(
-    x_NTD: Tensor,
-    weight_NTD: Tensor,
-    all_bits: Sequence[int],
-    group_size: int,
-    dim: int,
-    param_dtype: torch.dtype,
+    x_NTD: Tensor, weight_NTD: Tensor, all_bits: Sequence[int], group_size: int, dim: int, param_dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
     """Eq. 5, [N] fp64, and the squared error, [], for groups of ``group_size`` along ``dim``: for each of
     ``all_bits``.

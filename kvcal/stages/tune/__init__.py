@@ -53,12 +53,7 @@ Measure = Callable[[Sequence[Mapping[str, float]]], Iterator[Outcome]]
 
 
 def tune(
-    search: Search,
-    evaluate: Evaluate,
-    inputs: dict[str, Any],
-    folder: str | Path,
-    reporter: Reporter,
-    workers: int = 1,
+    search: Search, evaluate: Evaluate, inputs: dict[str, Any], folder: str | Path, reporter: Reporter, workers: int = 1
 ) -> Tuning:
     """Run, or go on with, the study in ``folder`` until it has ``search.num_trials`` finished trials.
 

@@ -74,19 +74,16 @@ def page_scores(fmt: Format, q_post_HTD: Tensor, k_post_NTD: Tensor) -> Tensor:
     # written[p]: tokens seen when page p is written; its queries are those after the write before, or all of them.
     counts = [fmt.num_pages(num_tokens) for num_tokens in range(T + 1)]
     written = [num_tokens for num_tokens in range(1, T + 1) for _ in range(counts[num_tokens - 1], counts[num_tokens])]
-    P, first = len(written), fmt.num_sink_tokens
-    pages_PNtD = (
-        k_post_NTD[:, first : first + P * PAGE_TOKENS].unflatten(1, (P, PAGE_TOKENS)).transpose(0, 1)
-        if P
-        else k_post_NTD.new_empty(0, N, PAGE_TOKENS, D)
-    )
+    P, first, device = len(written), fmt.num_sink_tokens, k_post_NTD.device
+    if not P:
+        return torch.empty(0, N, D, dtype=torch.float64, device=device)
+    pages_PNtD = k_post_NTD[:, first : first + P * PAGE_TOKENS].unflatten(1, (P, PAGE_TOKENS)).transpose(0, 1)
     magnitude_NTD = q_post_HTD.double().abs().unflatten(0, (N, -1)).mean(1)
     spans = itertools.pairwise([0, *sorted(set(written))])
     means = {stop: magnitude_NTD[:, 0 if fmt.keeps_queries else start : stop].mean(1) for start, stop in spans}
-    queries_PND = torch.stack([means[stop] for stop in written]) if P else magnitude_NTD.new_empty(0, N, D)
-    device = k_post_NTD.device
-    ordinals, heads = torch.arange(P, device=device).unsqueeze(-1), torch.arange(N, device=device)
-    return channel_scores(fmt.boost.score, pages_PNtD, queries_PND, ordinals, heads)
+    queries_PND = torch.stack([means[stop] for stop in written])
+    page_indices, heads = torch.arange(P, device=device).unsqueeze(-1), torch.arange(N, device=device)
+    return channel_scores(fmt.boost.score, pages_PNtD, queries_PND, page_indices, heads)
 
 
 def taken_channels(tiers: Sequence[Tier], scores_PND: Tensor, is_limited: bool = True) -> list[Tensor]:
