@@ -83,8 +83,7 @@ def compare(
     from kvcal.run.transform import sequences
     from kvcal.stages.compare import FILE
     from kvcal.stages.compare import compare as compare_points
-    from kvcal.stages.compare.points import points_of
-    from kvcal.stages.compare.record import comparison_columns, comparison_title
+    from kvcal.stages.compare.record import comparison_columns, comparison_title, points_of
     from kvcal.strict import dump
 
     given = DataOptions(data, columns, split, config, samples, seq_len, seed)
