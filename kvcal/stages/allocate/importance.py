@@ -43,16 +43,15 @@ def importance_formats(
 ) -> dict[int, tuple[Format, Format]]:
     """The formats of K and V of every layer in ``scores``, which holds the same layers for both sides."""
     layers = sorted(scores["k"])
-    formats: dict[Side, dict[int, Format]] = {}
+    formats: dict[int, list[Format]] = {index: [] for index in layers}
     for side in SIDES:
         if spec.random_seed is None:
             important = important_layers(scores[side], spec.share)
         else:
             important = random_layers(layers, spec.share, side, spec.random_seed)
-        formats[side] = {
-            index: layer_format(side, index in important, spec, num_sink_tokens, param_dtype) for index in layers
-        }
-    return {index: (formats["k"][index], formats["v"][index]) for index in layers}
+        for index in layers:
+            formats[index].append(layer_format(side, index in important, spec, num_sink_tokens, param_dtype))
+    return {index: (k, v) for index, (k, v) in formats.items()}
 
 
 def layer_format(

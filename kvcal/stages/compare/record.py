@@ -22,13 +22,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass as plain_dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass
+from pydantic.dataclasses import dataclass as record
 
 from kvcal.errors import UsageError
 from kvcal.plan.plan import Workload
@@ -49,7 +48,7 @@ NOTHING = "-"  # of a cell
 Loss = tuple[float, float | None]
 
 
-@plain_dataclass(frozen=True)
+@dataclass(frozen=True)
 class Point:
     """A plan to build. ``bits``: the budget that was put into the recipe, None where it has its own or none."""
 
@@ -127,7 +126,7 @@ def _others(names: Sequence[str], baselines: dict[str, Recipe]) -> list[Recipe]:
     return list(others.values())
 
 
-@dataclass(frozen=True, config=STRICT)
+@record(frozen=True, config=STRICT)
 class Share:
     """The share of KIVI-2's loss that is recovered; ``se`` None: exact, or unknown."""
 
@@ -135,7 +134,7 @@ class Share:
     se: Amount | None
 
 
-@dataclass(frozen=True, config=STRICT)
+@record(frozen=True, config=STRICT)
 class StageTime:
     """The time that making one artifact took; None where no comparison has seen it made."""
 
@@ -144,7 +143,7 @@ class StageTime:
     seconds: Amount | None
 
 
-@dataclass(frozen=True, config=STRICT)
+@record(frozen=True, config=STRICT)
 class Calibration:
     """``seconds``: the sum over ``stages``, in the order in which they were made, None where one of them is unknown;
     ``is_kept``: all of them were current, nothing was made this time."""
@@ -154,7 +153,7 @@ class Calibration:
     stages: tuple[StageTime, ...]
 
 
-@dataclass(frozen=True, config=STRICT)
+@record(frozen=True, config=STRICT)
 class Refusal:
     """The error of a recipe without numbers: its own words, and the exit code it has by itself."""
 
@@ -164,7 +163,7 @@ class Refusal:
     exit_code: Annotated[int, Field(ge=1, le=255)]
 
 
-@dataclass(frozen=True, config=STRICT)
+@record(frozen=True, config=STRICT)
 class Entry:
     """One plan. ``bits``: the budget it was built for, None for the recipe's own. ``row`` is None until it is measured,
     and for ever with a ``refusal``."""
@@ -181,7 +180,7 @@ class Entry:
     accuracy_recovered: Share | None = None
 
 
-@dataclass(frozen=True, config=STRICT)
+@record(frozen=True, config=STRICT)
 class Comparison:
     """``inputs``: what the rows were measured with, flat; ``stage_seconds``: what every artifact ever made
     for this comparison took, by its sha256. ``entries``: the baselines, then the recipes as they were given."""

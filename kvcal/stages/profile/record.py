@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic.dataclasses import dataclass as record
 from torch import Tensor
 
 from kvcal import artifact
@@ -49,7 +49,7 @@ TINY = 1e-300
 SCHEMA = 2
 
 
-@pydantic_dataclass(frozen=True, config=STRICT)
+@record(frozen=True, config=STRICT)
 class ProfileSetup:
     """The model, data and settings of a profile. ``weight_bytes``: of the model in its checkpoint's dtype;
     ``num_tokens`` and ``num_loss_tokens``: of the ``num_samples`` sequences behind the gradients; ``max_positions``: of
@@ -208,7 +208,7 @@ def _total(*shape: int) -> TensorSpec:
     return TensorSpec(torch.float64, shape, 0.0, LARGEST)
 
 
-@pydantic_dataclass(frozen=True, config=STRICT)
+@record(frozen=True, config=STRICT)
 class _ProfileBody:
     subject: ProfileSetup  # the key's name in the file
     counts: dict[str, Count]
