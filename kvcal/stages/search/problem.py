@@ -1,4 +1,4 @@
-"""The search problem: compositions of all five systems, chosen layer by layer under one byte budget, on measured KL.
+"""The search: compositions of all five systems, chosen layer by layer under one byte budget, on measured KL.
 
 1. Every plan of one composition for all keys and one for all values that fits the budget is measured. The best of them
    is the background: it shows what layers break together.

@@ -1,7 +1,7 @@
 """The tune stage: a study of a plan's score thresholds by Optuna's TPE sampler (Bergstra et al., 2011), accuracy up and
 all-in bits down (MixKVQ, App. D).
 
-Callers measure what a setting is worth (``tune.objective``): ``evaluate(thresholds) -> Outcome``. ``tune.json`` in the
+Callers measure the worth of a setting (``tune.objective``): ``evaluate(thresholds) -> Outcome``. ``tune.json`` in the
 study's folder (``tune.record``) is all that a study keeps; it is brought up to date after every trial.
 
 Trials are drawn in generations of a fixed size: all of one generation are drawn from the finished trials of the
