@@ -1,70 +1,103 @@
-"""Pages of some KV heads as records of bytes, and back: the transforms of a layer around its quantizer.
+"""Pages of some KV heads as records of bytes, and back: the only torch encoder and decoder of pages.
 
-    encode   K_post -> [K_pre] -> [- offset] -> [/ λ] -> [- prediction] -> quantizer -> record        (V: the last two)
+    encode   K_post -> [K_pre] or [(K - offset) / λ] -> [- prediction] -> quantizer -> record        (V: the last two)
     decode   the same in reverse
 
 Every transform is undone right after decoding, so that sinks and buffer hold K_post and V as the model made them, and
-whoever reads a page needs to know nothing about it. (The kernels fold λ and offset into the query instead.) Pages of
+readers of a page need no transforms of their own. (The kernels fold λ and offset into the query instead.) Pages of
 16 bits hold K_post as the model made them, too: offset and λ are for codes.
 
-Of where a page lies, only its ordinal within its row matters here: its tokens are at positions num_sink_tokens +
-128 ordinal + 0 .. 127 of the row, which is also their RoPE position. What a predictor says is handed in.
+Of a page's place, only its index within its sequence matters here: page p has the tokens at positions num_sink_tokens +
+128 p + 0 .. 127, which are also their RoPE positions. Predictions are arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from kvcal.geometry import CacheDtype
-from kvcal.pages.lattice import LatticeLayout
-from kvcal.pages.layout import RAW_BITS, PageLayout, page_positions
-from kvcal.pages.rope_table import rotate, unrotate
+from kvcal.pages.layout import RAW_BITS, Layout, page_positions
 from kvcal.pages.scores import channel_scores
-from kvcal.pages.shrink import Transform, convert
-from kvcal.pages.tiered import TieredLayout
-from kvcal.plan.format import Format, Layout, Side
+from kvcal.pages.shrink import convert
+from kvcal.pages.transforms import BeforeRope, Invertible, Residual, Transform
+from kvcal.pages.uniform import PageLayout
+from kvcal.plan.format import Format, Side
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.tensors import lattice_name
 
 # Pages encoded at once: bounds the scratch of a long prefill to 8 MB a head of 128 (kvcal.store.transient).
 ENCODE_PAGES = 16
 
 
+@dataclass(frozen=True, eq=False)
 class PageCodec:
-    """See the module's docstring. For the KV heads ``heads`` of a layer's ``side``, all in format ``fmt``; ``tensors``:
-    the plan's, on the device. M pages at a time; ``ordinals`` is int64 [M] on the device. ``prediction`` [M, n, 128, D]
-    fp32 is what a predictor says about them, None without one."""
+    """The codec of the KV heads ``heads`` (n of them) of one side, all in ``format``; :meth:`of_layer` makes one from a
+    plan. Tensors are on the pages' device: ``rescale`` and ``offset`` [n, 1, D] fp32, ``rotary`` [pairs, 4] fp64 (where
+    ``is_pre``, or for :meth:`before_rope`), ``operands`` as the layout names them.
 
-    def __init__(
-        self,
+    M pages are encoded or decoded at once: ``page_index`` int64 [M]; ``prediction`` [M, n, 128, D] fp32, None without a
+    predictor; r records a page.
+    """
+
+    side: Side
+    format: Format
+    heads: slice
+    head_dim: int
+    cache_dtype: CacheDtype
+    rescale: Tensor | None = None
+    offset: Tensor | None = None
+    rotary: Tensor | None = None
+    is_pre: bool = False
+    operands: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of_layer(
+        cls,
         plan: LayerPlan,
         side: Side,
         fmt: Format,
         heads: slice,
         cache_dtype: CacheDtype,
         tensors: Mapping[str, Tensor],
-    ) -> None:
-        prefix = f"layers.{plan.geometry.index}"
-        self.format, self.side = fmt, side
-        self.heads, self.num_heads, self.head_dim = heads, heads.stop - heads.start, plan.head_dim(side)
-        self.cache_dtype = cache_dtype
-        is_k = side == "k"
-        self.rescale = tensors[f"{prefix}.k_rescale"][heads].unsqueeze(-2) if is_k and plan.k_rescale else None
-        self.offset = tensors[f"{prefix}.k_offset"][heads].unsqueeze(-2) if is_k and plan.k_offset else None
-        self.rotary = tensors.get(f"{prefix}.rotary") if is_k else None
-        self.is_pre = is_k and plan.k_pages == "pre"
-        self.grid = self.signs = None
-        if fmt.lattice_dim is not None:
-            self.grid = tensors[lattice_name(fmt.lattice_dim, fmt.num_bits)]
-            self.signs = tensors[f"{prefix}.{side}_signs"]
+    ) -> PageCodec:
+        """The codec of a layer's heads; ``tensors``: the plan's."""
+        prefix, is_k, head_dim = f"layers.{plan.geometry.index}", side == "k", plan.head_dim(side)
+        layout = fmt.layout(side, heads.stop - heads.start, head_dim, cache_dtype, fmt.num_bits)
+        named = layout.plan_tensors(f"{prefix}.{side}")
+        return cls(
+            side,
+            fmt,
+            heads,
+            head_dim,
+            cache_dtype,
+            rescale=tensors[f"{prefix}.k_rescale"][heads].unsqueeze(-2) if is_k and plan.k_rescale else None,
+            offset=tensors[f"{prefix}.k_offset"][heads].unsqueeze(-2) if is_k and plan.k_offset else None,
+            rotary=tensors.get(f"{prefix}.rotary") if is_k else None,
+            is_pre=is_k and plan.k_pages == "pre",
+            operands={operand: tensors[name] for operand, (name, _) in named.items()},
+        )
+
+    @property
+    def num_heads(self) -> int:
+        return self.heads.stop - self.heads.start
+
+    @property
+    def grid(self) -> Tensor | None:
+        """A lattice's points."""
+        return self.operands.get("grid")
+
+    @property
+    def signs(self) -> Tensor | None:
+        """A lattice's random signs."""
+        return self.operands.get("signs")
 
     @property
     def records_per_page(self) -> int:
-        """One record for each head, or one for all heads in a row."""
-        return 1 if self.format.lattice_dim is not None else self.num_heads
+        """r: one record for each head, or one for all heads in a row."""
+        return self._layout(self.format.num_bits).records_per_page(self.num_heads)
 
     def record_bytes(self, num_bits: int) -> int:
         return self._layout(num_bits).record_bytes
@@ -72,13 +105,13 @@ class PageCodec:
     def encode(
         self,
         x: Tensor,
-        ordinals: Tensor,
+        page_index: Tensor,
         num_bits: int,
         query_mean: Tensor | None = None,
         prediction: Tensor | None = None,
     ) -> Tensor:
         """x [M, n, 128, D], keys after RoPE or values -> records [M, r, record_bytes] uint8.
-        ``query_mean`` [M, n, D]: the mean |q| that the pages' channels meet, for query scores.
+        ``query_mean`` [M, n, D]: the mean |q| of each page's channels, for query scores.
 
         Raises:
             NonFiniteActivations: NaN or infinity.
@@ -87,11 +120,13 @@ class PageCodec:
             return x.new_empty(0, self.records_per_page, self.record_bytes(num_bits), dtype=torch.uint8)
         parts = []
         for part in torch.arange(x.shape[0], device=x.device).split(ENCODE_PAGES):
-            page = self._transform(x[part], ordinals[part], num_bits)
+            page = x[part]
+            for transform in self._transforms(page_index[part], num_bits):
+                page = transform.apply(page)
             if prediction is not None:
-                page = page.float() - prediction[part]
+                page = Residual(prediction[part]).apply(page)
             query = None if query_mean is None else query_mean[part]
-            parts.append(self._quantize(page, ordinals[part], num_bits, query))
+            parts.append(self._quantize(page, page_index[part], num_bits, query))
         return torch.cat(parts)
 
     def convert(self, records: Tensor, old_bits: int, new_bits: int) -> Tensor:
@@ -101,61 +136,50 @@ class PageCodec:
         Raises:
             NonFiniteActivations: NaN or infinity in pages of 16 bits that shrink.
         """
-        old, new = self._layout(old_bits), self._layout(new_bits)
-        assert isinstance(old, PageLayout) and isinstance(new, PageLayout)
+        old, new = (
+            PageLayout.of(self.format, self.side, self.num_heads, self.head_dim, self.cache_dtype, bits)
+            for bits in (old_bits, new_bits)
+        )
         return convert(records, old, new, self.format.shift, Transform(self.rescale, self.offset))
 
     def decode(self, records: Tensor, num_bits: int, prediction: Tensor | None = None) -> Tensor:
         """Records [M, r, record_bytes] -> [M, n, 128, D] with the prediction added and before all other transforms are
         undone; fp32, or the cache's dtype from 16-bit pages without transforms."""
-        values = self._dequantize(records, num_bits)
-        return values if prediction is None else values.float() + prediction
+        values = self._layout(num_bits).decode_pages(records, self.num_heads, self.operands)
+        return values if prediction is None else Residual(prediction).undo(values)
 
-    def restore(self, stored: Tensor, ordinals: Tensor, num_bits: int | None = None) -> Tensor:
-        """What :meth:`decode` gave -> keys after RoPE, or values. ``num_bits``: as there, None for the format's own."""
-        if self.is_pre:
-            return self._turned(stored, ordinals, rotate)
-        if (self.format.num_bits if num_bits is None else num_bits) == RAW_BITS:
-            return stored
-        return Transform(self.rescale, self.offset).undo(stored)
+    def restore(self, stored: Tensor, page_index: Tensor, num_bits: int | None = None) -> Tensor:
+        """What :meth:`decode` returned -> keys after RoPE, or values. ``num_bits``: as there, None for the format's
+        own."""
+        for transform in self._transforms(page_index, self.format.num_bits if num_bits is None else num_bits):
+            stored = transform.undo(stored)
+        return stored
 
-    def before_rope(self, stored: Tensor, ordinals: Tensor, num_bits: int | None = None) -> Tensor:
+    def before_rope(self, stored: Tensor, page_index: Tensor, num_bits: int | None = None) -> Tensor:
         """As :meth:`restore`, but what a predictor reads: keys before RoPE, or values. fp32."""
         if self.side == "v" or self.is_pre:
             return stored.float()
-        return self._turned(self.restore(stored, ordinals, num_bits), ordinals, unrotate)
+        return self._rope(page_index).apply(self.restore(stored, page_index, num_bits))
 
-    def _turned(self, x: Tensor, ordinals: Tensor, turn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """x [M, n, 128, D] turned to, or from, its positions."""
-        assert self.rotary is not None
-        return turn(x, self.rotary, page_positions(self.format.num_sink_tokens, ordinals))
-
-    def _transform(self, x: Tensor, ordinals: Tensor, num_bits: int) -> Tensor:
-        """All that comes before the prediction is subtracted; x unchanged without transforms."""
+    def _transforms(self, page_index: Tensor, num_bits: int) -> tuple[Invertible, ...]:
+        """All but the prediction: at most one, so that encoding and decoding have one order."""
         if self.is_pre:
-            return self._turned(x, ordinals, unrotate)
-        return x if num_bits == RAW_BITS else Transform(self.rescale, self.offset).apply(x)
+            return (self._rope(page_index),)
+        return () if num_bits == RAW_BITS else (Transform(self.rescale, self.offset),)
 
-    def _quantize(self, page: Tensor, ordinals: Tensor, num_bits: int, query_mean: Tensor | None) -> Tensor:
-        layout = self._layout(num_bits)
-        if isinstance(layout, LatticeLayout):
-            assert self.grid is not None and self.signs is not None
-            return layout.encode_heads(page, self.grid, self.signs)
-        if isinstance(layout, TieredLayout):
-            assert self.format.boost is not None
+    def _rope(self, page_index: Tensor) -> BeforeRope:
+        assert self.rotary is not None
+        return BeforeRope(self.rotary, page_positions(self.format.num_sink_tokens, page_index))
+
+    def _quantize(self, page: Tensor, page_index: Tensor, num_bits: int, query_mean: Tensor | None) -> Tensor:
+        operands = self.operands
+        if self.format.boost is not None:
             if query_mean is not None and self.rescale is not None:
                 query_mean = query_mean * self.rescale.squeeze(-2)
             heads = torch.arange(self.heads.start, self.heads.stop, device=page.device)
-            score = self.format.boost.score
-            return layout.encode(page, channel_scores(score, page, query_mean, ordinals.unsqueeze(-1), heads))
-        return layout.encode(page)
-
-    def _dequantize(self, records: Tensor, num_bits: int) -> Tensor:
-        layout = self._layout(num_bits)
-        if isinstance(layout, LatticeLayout):
-            assert self.grid is not None and self.signs is not None
-            return layout.decode_heads(records, self.num_heads, self.grid, self.signs)
-        return layout.decode(records)
+            scores = channel_scores(self.format.boost.score, page, query_mean, page_index.unsqueeze(-1), heads)
+            operands = {**operands, "scores": scores}
+        return self._layout(num_bits).encode_pages(page, operands)
 
     def _layout(self, num_bits: int) -> Layout:
         return self.format.layout(self.side, self.num_heads, self.head_dim, self.cache_dtype, num_bits)

@@ -4,10 +4,10 @@ A page is 128 tokens of the keys or values of ALL KV heads of a layer in a row (
 
     planes, low bits first (see packing) | scales [num_groups][128]
 
-padded to 16 bytes. A token's row is rotated (see transforms.hadamard) in groups of the largest power of two that
+padded to 16 bytes. A token's row is rotated (see hadamard) in groups of the largest power of two that
 divides the width. A group's scale is its L2 norm / sqrt(group size): the standard deviation of values that the rotation
 has made nearly Gaussian. Each ``lattice_dim`` neighbours, divided by the scale, become the index of their nearest point
-in a Gaussian-optimal grid (see gaussian_grid). An index has num_bits * lattice_dim bits and is stored in planes of
+in a Gaussian-optimal grid (see grids). An index has num_bits * lattice_dim bits and is stored in planes of
 2 bits: rows are tokens, columns indices, padded with zero codes to a multiple of 8 columns.
 
 The scale is stored in ``param_dtype`` and codes are computed against the stored one; a group whose stored scale is 0
@@ -17,24 +17,29 @@ gets the same bytes. Left out: a group size of its own (1,024 in the paper; here
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvcal.errors import UsageError
-from kvcal.pages import packing
-from kvcal.pages.finite import require_finite
-from kvcal.pages.grids import GRIDS, nearest_point
-from kvcal.pages.hadamard import block_size, rotate, unrotate
-from kvcal.pages.layout import PAGE_TOKENS, PARAM_DTYPES, RECORD_ALIGNMENT
+from kvcal.pages.grids import GRIDS, LARGEST_POINT, gaussian_grid, nearest_point
+from kvcal.pages.hadamard import block_size, random_signs, rotate, unrotate
+from kvcal.pages.layout import PAGE_TOKENS, PARAM_DTYPES, Knobs, Layout, aligned_size, join_fields, require_finite
+from kvcal.pages.packing import pack_planes, plane_sizes, unpack_planes
+from kvcal.records import TensorSpec
 
-PLANE_WIDTH = 2
 COLUMN_TILE = 8
+_ALLOWED_BITS = {dim: tuple((points.bit_length() - 1) // dim for of, points in GRIDS if of == dim) for dim, _ in GRIDS}
+_signs = functools.cache(random_signs)
+_grid = functools.cache(gaussian_grid)
 
 
 @dataclass(frozen=True)
-class LatticeLayout:
+class LatticeLayout(Layout):
     """Shape of a page's record. ``width`` is in values: KV heads times head_dim.
 
     Raises:
@@ -45,10 +50,30 @@ class LatticeLayout:
     lattice_dim: int
     width: int
     param_dtype: str
+    has_kernels: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, fmt: Knobs, side: str, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> LatticeLayout:
+        assert fmt.lattice_dim is not None
+        return cls(num_bits, fmt.lattice_dim, num_heads * head_dim, fmt.param_dtype)
+
+    @classmethod
+    def conflicts(cls, fmt: Knobs) -> Iterator[str]:
+        assert fmt.lattice_dim is not None
+        allowed = _ALLOWED_BITS[fmt.lattice_dim]
+        if fmt.num_bits not in allowed or fmt.axis != "token" or fmt.group_size != 128 or fmt.shrink_at:
+            yield (
+                f"lattice_dim = {fmt.lattice_dim} takes {allowed} bits, axis 'token', no group_size and no "
+                f"shrink_at; found {fmt.num_bits}, {fmt.axis!r}, {fmt.group_size}, {list(fmt.shrink_at)}"
+            )
+
+    @classmethod
+    def label(cls, fmt: Knobs) -> str:
+        return f"lattice d{fmt.lattice_dim}"
 
     def __post_init__(self) -> None:
-        sizes = [((points.bit_length() - 1) // dim, dim) for dim, points in GRIDS]
-        if (self.num_bits, self.lattice_dim) not in sizes:
+        if self.num_bits not in _ALLOWED_BITS.get(self.lattice_dim, ()):
+            sizes = [(bits, dim) for dim, every in _ALLOWED_BITS.items() for bits in every]
             allowed = ", ".join(f"{bits} bits in {dim} dimensions" for bits, dim in sizes)
             raise UsageError(
                 f"no lattice with num_bits = {self.num_bits} and lattice_dim = {self.lattice_dim}; allowed: {allowed}",
@@ -86,8 +111,7 @@ class LatticeLayout:
     @property
     def plane_sizes(self) -> tuple[int, ...]:
         """Bytes of each plane."""
-        size = packing.plane_bytes(PAGE_TOKENS, self._columns, PLANE_WIDTH)
-        return (size,) * (self.num_bits * self.lattice_dim // PLANE_WIDTH)
+        return plane_sizes(PAGE_TOKENS, self._columns, self.num_bits * self.lattice_dim)
 
     @property
     def param_size(self) -> int:
@@ -97,8 +121,26 @@ class LatticeLayout:
     @property
     def record_bytes(self) -> int:
         """Bytes of one page of all KV heads, everything included."""
-        size = sum(self.plane_sizes) + self.param_size
-        return -(-size // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+        return aligned_size(sum(self.plane_sizes) + self.param_size)
+
+    def records_per_page(self, num_heads: int) -> int:
+        return 1
+
+    def plan_tensors(self, prefix: str) -> dict[str, tuple[str, TensorSpec]]:
+        points = TensorSpec(torch.float32, (self.num_points, self.lattice_dim), -LARGEST_POINT, LARGEST_POINT)
+        return {
+            "signs": (f"{prefix}_signs", TensorSpec(torch.int8, (self.width,), -1, 1)),
+            "grid": (f"lattice.d{self.lattice_dim}.b{self.num_bits}", points),
+        }
+
+    def make_tensor(self, operand: str, seed: int) -> Tensor:
+        return _signs(self.width, seed) if operand == "signs" else _grid(self.lattice_dim, self.num_points)
+
+    def encode_pages(self, x: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
+        return self.encode_heads(x, operands["grid"], operands["signs"])
+
+    def decode_pages(self, records: Tensor, num_heads: int, operands: Mapping[str, Tensor]) -> Tensor:
+        return self.decode_heads(records, num_heads, operands["grid"], operands["signs"])
 
     def encode(self, x: Tensor, grid: Tensor, signs: Tensor) -> Tensor:
         """Pages to records, all on one device.
@@ -117,12 +159,9 @@ class LatticeLayout:
         vectors = (rotated / torch.where(step == 0, torch.inf, step)).reshape(-1, self.lattice_dim)
         codes = nearest_point(vectors, grid).view(*x.shape[:-1], self._num_vectors)
         codes = torch.nn.functional.pad(codes, (0, self._columns - self._num_vectors))
-        mask, shifts = 2**PLANE_WIDTH - 1, range(0, PLANE_WIDTH * len(self.plane_sizes), PLANE_WIDTH)
-        fields = [packing.pack_plane((codes >> shift) & mask, PLANE_WIDTH) for shift in shifts]
         by_group = scale.transpose(-1, -2).clone(memory_format=torch.contiguous_format)
-        fields.append(by_group.view(torch.uint8).flatten(-2))
-        record = torch.cat(fields, dim=-1)
-        return torch.nn.functional.pad(record, (0, self.record_bytes - record.shape[-1]))
+        planes = pack_planes(codes, self.num_bits * self.lattice_dim)
+        return join_fields([*planes, by_group.view(torch.uint8).flatten(-2)])
 
     def decode(self, records: Tensor, grid: Tensor, signs: Tensor) -> Tensor:
         """Inverse of :meth:`encode`: [..., record_bytes] uint8 -> [..., 128, width] fp32."""
@@ -161,12 +200,7 @@ class LatticeLayout:
 
     def _fields(self, records: Tensor) -> tuple[Tensor, Tensor]:
         """codes [..., 128, width / lattice_dim] uint8, scale [..., 128, num_groups] in ``param_dtype``."""
-        codes, offset = None, 0
-        for i, size in enumerate(self.plane_sizes):
-            packed = records[..., offset : offset + size]
-            plane = packing.unpack_plane(packed, PAGE_TOKENS, self._columns, PLANE_WIDTH)
-            codes = plane if codes is None else codes.add_(plane.mul_(1 << PLANE_WIDTH * i))
-            offset += size
-        assert codes is not None
+        offset = sum(self.plane_sizes)
+        codes = unpack_planes(records[..., :offset], PAGE_TOKENS, self._columns, self.num_bits * self.lattice_dim)
         scale = records[..., offset : offset + self.param_size].contiguous().view(PARAM_DTYPES[self.param_dtype])
         return codes[..., : self._num_vectors], scale.unflatten(-1, (self.num_groups, PAGE_TOKENS)).transpose(-1, -2)

@@ -1,4 +1,4 @@
-"""The bit layout of a plane of codes: the only definition of it; the page format, the kernels' loads and the
+"""The bit layout of a plane of codes: the only definition of it; the page layouts, the kernels' loads and the
 tests all point here.
 
 A plane holds ``rows`` x ``columns`` codes of 1 or 2 bits: ``columns`` is the axis that an attention product
@@ -43,6 +43,11 @@ def plane_bytes(rows: int, columns: int, width: int) -> int:
     return rows * columns * width // 8
 
 
+def plane_sizes(rows: int, columns: int, num_bits: int) -> tuple[int, ...]:
+    """Bytes of each plane of ``rows`` x ``columns`` codes of ``num_bits``, low bits first."""
+    return tuple(plane_bytes(rows, columns, width) for width in plane_widths(num_bits))
+
+
 def rows_per_load(rows: int, columns: int, width: int) -> int:
     """R of the interleaved order, or 0 where rows are stored one after the other."""
     segment, rest = divmod(columns * width, 8 * QUAD)
@@ -76,6 +81,27 @@ def unpack_plane(packed: Tensor, rows: int, columns: int, width: int) -> Tensor:
     # One gather of 4- or 8-byte entries expands a byte into its codes: several times faster than shifts on a CPU.
     expanded = torch.index_select(table, 0, packed.flatten().int()).view(torch.uint8)
     return expanded.view(*packed.shape[: -5 if interleaved else -1], rows, columns)
+
+
+def pack_planes(codes: Tensor, num_bits: int) -> list[Tensor]:
+    """codes [..., rows, columns] uint8 below 2^num_bits -> its planes, low bits first, each [..., bytes] uint8."""
+    planes, shift = [], 0
+    for width in plane_widths(num_bits):
+        planes.append(pack_plane((codes >> shift) & (2**width - 1), width))
+        shift += width
+    return planes
+
+
+def unpack_planes(packed: Tensor, rows: int, columns: int, num_bits: int) -> Tensor:
+    """Inverse of :func:`pack_planes`, the planes one after the other [..., bytes] -> codes [..., rows, columns]."""
+    codes, offset, shift = None, 0, 0
+    for width in plane_widths(num_bits):
+        size = plane_bytes(rows, columns, width)
+        plane = unpack_plane(packed[..., offset : offset + size], rows, columns, width)
+        codes = plane if codes is None else codes.add_(plane.mul_(1 << shift))
+        offset, shift = offset + size, shift + width
+    assert codes is not None
+    return codes
 
 
 @functools.cache

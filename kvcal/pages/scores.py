@@ -1,6 +1,7 @@
 """Channel scores: which channels of one page of keys are worth more bits.
 
-A page is 128 tokens of one KV head, keys after RoPE; its scores are computed when it is written, and never again.
+A page is 128 tokens of one KV head, keys after RoPE; its scores are computed when it is written, and never again. A
+new score is one function and one line of ``SCORES`` (docs/adding.md):
 
 - ``magnitude``: mean |K| (Kitty, Eq. 2). Stable where the range follows single outliers.
 - ``variance``: mean squared distance from the channel's mean (Kitty's alternative); blind to a constant offset, as the
@@ -18,7 +19,8 @@ absorb; and scores that need the attention matrix (Kitty's Fig. 2b), which cost 
 
 from __future__ import annotations
 
-from typing import Literal, assert_never
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,52 +28,56 @@ from torch import Tensor
 from kvcal.errors import UsageError
 from kvcal.pages.layout import PAGE_TOKENS
 
-Score = Literal["magnitude", "variance", "range", "query_magnitude", "query_range", "running_query_range", "random"]
-
 RANGE_LEVELS = 2**2 - 1
 HASH_BITS = 32
 # Below 2^31, so that its product with 32 bits stays inside an int64.
 HASH_FACTOR = 0x45D9F3B
 
 
+@dataclass(frozen=True)
+class Page:
+    """Input of a score: ``keys`` [..., 128, D] fp64, after RoPE; ``page`` and ``head``, the page's index in its sequence
+    and the KV head's in its layer, integers or int64 [...]."""
+
+    keys: Tensor
+    page: int | Tensor
+    head: int | Tensor
+
+
+@dataclass(frozen=True)
+class Score:
+    """``of`` returns [..., D] fp64, higher is more important. ``needs_queries``: times the mean |Q| of the channel, of
+    the queries since the page before, or of ``all_queries`` so far."""
+
+    of: Callable[[Page], Tensor]
+    needs_queries: bool = False
+    all_queries: bool = False
+
+
 def channel_scores(
-    score: Score, k_post: Tensor, query_mean: Tensor | None = None, page: int | Tensor = 0, head: int | Tensor = 0
+    score: str, k_post: Tensor, query_mean: Tensor | None = None, page: int | Tensor = 0, head: int | Tensor = 0
 ) -> Tensor:
     """k_post [..., 128, D], any float dtype -> scores [..., D] fp64, higher is more important.
 
     Args:
-        query_mean: mean |Q_post| of every channel, [..., D] or what expands to it; for ``query_...`` only.
-        page: number of the page in its sequence, an integer or int64 [...]; for ``random`` only.
-        head: number of the KV head, like ``page``.
+        score: a key of ``SCORES``.
+        query_mean: mean |Q_post| of every channel, [..., D] or what expands to it; for scores with queries only.
+        page: index of the page in its sequence, an integer or int64 [...]; for ``random`` only.
+        head: index of the KV head, like ``page``.
     Raises:
-        UsageError: a ``query_...`` score without ``query_mean``.
+        UsageError: a score with queries without ``query_mean``.
     """
-    match score:
-        case "magnitude":
-            return _mean(k_post.double().abs())
-        case "variance":
-            deviation = k_post.double() - _mean(k_post.double()).unsqueeze(-2)
-            return _mean(deviation * deviation)
-        case "range":
-            return _step(k_post)
-        case "query_magnitude":
-            return _mean(k_post.double().abs()) * _needed(query_mean, score)
-        case "query_range" | "running_query_range":
-            return _step(k_post) * _needed(query_mean, score)
-        case "random":
-            return _uniform_hash(k_post, page, head)
-        case _:
-            assert_never(score)
-
-
-def _needed(query_mean: Tensor | None, score: Score) -> Tensor:
+    found = SCORES[score]
+    scores = found.of(Page(k_post.double(), page, head))
+    if not found.needs_queries:
+        return scores
     if query_mean is None:
         raise UsageError(
             f"the score {score!r} needs the queries of a layer, and none were seen before a page was written",
             hint="attach the plan's cache to the model's attention, or take a score of keys alone: magnitude, "
             "variance or range",
         )
-    return query_mean.double()
+    return scores * query_mean.double()
 
 
 def query_sum(q_post_BHTD: Tensor, real_BT: Tensor, num_kv_heads: int) -> Tensor:
@@ -79,6 +85,34 @@ def query_sum(q_post_BHTD: Tensor, real_BT: Tensor, num_kv_heads: int) -> Tensor
     ``query_...`` scores take the mean of."""
     magnitude = q_post_BHTD.float().abs() * real_BT[:, None, :, None]
     return magnitude.sum(2).unflatten(1, (num_kv_heads, -1)).sum(2)
+
+
+def _magnitude(page: Page) -> Tensor:
+    return _mean(page.keys.abs())
+
+
+def _variance(page: Page) -> Tensor:
+    deviation = page.keys - _mean(page.keys).unsqueeze(-2)
+    return _mean(deviation * deviation)
+
+
+def _range(page: Page) -> Tensor:
+    """(max - min) / (2^2 - 1)."""
+    minimum, maximum = torch.aminmax(page.keys, dim=-2)
+    # By a tensor: CUDA divides by a Python number as a product with its rounded reciprocal.
+    return (maximum - minimum) / minimum.new_full((), RANGE_LEVELS)
+
+
+def _random(page: Page) -> Tensor:
+    """Numbers in [0, 1): a hash of page, head and channel alone."""
+    *lead, _, head_dim = page.keys.shape
+    device = page.keys.device
+    state = torch.zeros(*lead, 1, dtype=torch.int64, device=device)
+    for part in (page.page, page.head):
+        number = torch.as_tensor(part, dtype=torch.int64, device=device)
+        state = _mixed(state + number.unsqueeze(-1))
+    state = _mixed(state + torch.arange(head_dim, device=device))
+    return state.double() * 2.0**-HASH_BITS
 
 
 def _mean(x: Tensor) -> Tensor:
@@ -89,24 +123,6 @@ def _mean(x: Tensor) -> Tensor:
     return x.squeeze(-2) * (1 / PAGE_TOKENS)  # exact: a power of two
 
 
-def _step(k_post: Tensor) -> Tensor:
-    """(max - min) / (2^2 - 1) of every channel [..., D]."""
-    minimum, maximum = torch.aminmax(k_post.double(), dim=-2)
-    # By a tensor: CUDA divides by a Python number as a product with its rounded reciprocal.
-    return (maximum - minimum) / minimum.new_full((), RANGE_LEVELS)
-
-
-def _uniform_hash(k_post: Tensor, page: int | Tensor, head: int | Tensor) -> Tensor:
-    """Numbers in [0, 1) of page, head and channel alone, shaped [..., D]."""
-    *lead, _, head_dim = k_post.shape
-    state = torch.zeros(*lead, 1, dtype=torch.int64, device=k_post.device)
-    for part in (page, head):
-        number = torch.as_tensor(part, dtype=torch.int64, device=k_post.device)
-        state = _mixed(state + number.unsqueeze(-1))
-    state = _mixed(state + torch.arange(head_dim, device=k_post.device))
-    return state.double() * 2.0**-HASH_BITS
-
-
 def _mixed(state: Tensor) -> Tensor:
     """An integer hash of the low 32 bits: two rounds of xor-shift and product."""
     mask = 2**HASH_BITS - 1
@@ -114,3 +130,14 @@ def _mixed(state: Tensor) -> Tensor:
     for _ in range(2):
         state = ((state ^ (state >> 16)) * HASH_FACTOR) & mask
     return state ^ (state >> 16)
+
+
+SCORES: dict[str, Score] = {
+    "magnitude": Score(_magnitude),
+    "variance": Score(_variance),
+    "range": Score(_range),
+    "query_magnitude": Score(_magnitude, needs_queries=True),
+    "query_range": Score(_range, needs_queries=True),
+    "running_query_range": Score(_range, needs_queries=True, all_queries=True),
+    "random": Score(_random),
+}

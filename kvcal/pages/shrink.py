@@ -1,6 +1,6 @@
 """Pages of one bit width become pages of another, from their codes alone (PM-KVQ's bit-width shrinking).
 
-Shrinking halves codes until they are narrow enough (``quantizers.shift``); only pages of 16 bits, which hold what the
+Shrinking halves codes until they are narrow enough (``shift``); only pages of 16 bits, which hold what the
 model made, are transformed (keys: offset and λ) and quantized, to 8 bits, with the fp32 scales and zeros that every
 later step needs. What a page holds then depends on its values and on the bits it was written with, not on when it
 shrank or together with what.
@@ -20,7 +20,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvcal.pages.layout import RAW_BITS, PageLayout
+from kvcal.pages.layout import RAW_BITS
+from kvcal.pages.transforms import Transform
+from kvcal.pages.uniform import PageLayout
 
 Shift = Literal["equivalent", "modified", "direct"]
 SHIFTS: tuple[Shift, ...] = ("equivalent", "modified", "direct")
@@ -91,25 +93,6 @@ def _half(num_bits: int) -> int:
 
 # Records converted at once: bounds the scratch to a few bytes for each of their values.
 RECORDS_AT_ONCE = 128
-
-
-@dataclasses.dataclass(frozen=True)
-class Transform:
-    """What codes stand for: (x - offset) / rescale, fp32 [n, 1, D] of n heads each; None for none."""
-
-    rescale: Tensor | None = None
-    offset: Tensor | None = None
-
-    def apply(self, x: Tensor) -> Tensor:
-        """x [..., n, 128, D]; itself without a transform, fp32 with one."""
-        if self.offset is not None:
-            x = x.float() - self.offset
-        return x if self.rescale is None else x.float() / self.rescale
-
-    def undo(self, x: Tensor) -> Tensor:
-        if self.rescale is not None:
-            x = x * self.rescale
-        return x if self.offset is None else x + self.offset
 
 
 PLAIN = Transform()

@@ -10,7 +10,7 @@ of boosted channels lie in narrow planes, slot by slot (Kitty, Sec. 4.1, the den
 
     base planes | high planes, tier by tier | values of the 16-bit tier | scale | zero | index
 
-- base planes: as ``PageLayout``, 128 tokens x channels padded to 16; low ``num_bits`` of every code.
+- base planes: as on a uniform page, 128 tokens x channels padded to 16; low ``num_bits`` of every code.
 - high planes of a tier: 128 tokens x its slots, padded so that a row is whole bytes; the other bits of its codes.
 - 16-bit values: [slots][128] in the cache's dtype. Such channels have code, scale and zero 0.
 - scale, zero: [128 / group_size][padded channels]. Every channel has the levels of its own bits.
@@ -24,7 +24,9 @@ kernel multiplies uint8 slots and overflows. Left out: keys per token, whose gro
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,18 +34,18 @@ from torch import Tensor
 from kvcal.errors import UsageError
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages import packing, uniform
-from kvcal.pages.finite import require_finite
 from kvcal.pages.layout import (
     PAGE_TOKENS,
     PARAM_DTYPES,
     RAW_BITS,
+    Knobs,
+    Layout,
     aligned_size,
     join_fields,
-    pack_planes,
     padded_channels,
-    plane_sizes,
-    unpack_planes,
+    require_finite,
 )
+from kvcal.pages.packing import pack_planes, plane_sizes, unpack_planes
 
 NO_SLOT = 255
 MAX_SLOTS = 254
@@ -52,7 +54,7 @@ BOOSTED_BITS = (4, 8, RAW_BITS)
 
 
 @dataclass(frozen=True)
-class TieredLayout:
+class TieredLayout(Layout):
     """Shape of the record of one page of keys, channel groups along tokens. ``num_bits`` is the base; ``tiers``, from
     most bits to fewest, are (num_bits, room in channels, score that a channel must exceed or None)."""
 
@@ -62,6 +64,31 @@ class TieredLayout:
     head_dim: int
     param_dtype: str
     cache_dtype: str
+    has_kernels: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, fmt: Knobs, side: str, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> TieredLayout:
+        tiers = tuple((tier.num_bits, tier.num_channels(head_dim), tier.above) for tier in fmt.boost.tiers)
+        return cls(num_bits, tiers, fmt.group_size, head_dim, fmt.param_dtype, cache_dtype)
+
+    @classmethod
+    def conflicts(cls, fmt: Knobs) -> Iterator[str]:
+        lowest = fmt.boost.tiers[-1].num_bits
+        if fmt.num_bits not in BASE_BITS or fmt.axis != "channel" or lowest <= fmt.num_bits:
+            yield (
+                f"boost needs axis 'channel' and 2 or 4 bits below those of its tiers, found {fmt.axis!r} and "
+                f"{fmt.num_bits} against {lowest}"
+            )
+        if fmt.lattice_dim is not None or fmt.shrink_at:
+            yield "boost does not go with lattice_dim or shrink_at: its planes are of the uniform quantizer"
+
+    @classmethod
+    def label(cls, fmt: Knobs) -> str:
+        tiers = "".join(
+            f" +{100 * tier.share:g}%@{tier.num_bits}" + ("" if tier.above is None else f">{tier.above:g}")
+            for tier in fmt.boost.tiers
+        )
+        return f"{fmt.axis} g{fmt.group_size}{tiers} {fmt.boost.score}"
 
     def __post_init__(self) -> None:
         bits = [tier_bits for tier_bits, _, _ in self.tiers]
@@ -129,6 +156,12 @@ class TieredLayout:
         """Base planes, high planes of each tier, 16-bit values, scale, zero, index."""
         high = (sum(sizes) for sizes in self.high_sizes)
         return sum(self.plane_sizes), *high, self.raw_size, self.param_size, self.param_size, self.index_size
+
+    def encode_pages(self, x: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
+        return self.encode(x, operands["scores"])
+
+    def decode_pages(self, records: Tensor, num_heads: int, operands: Mapping[str, Tensor]) -> Tensor:
+        return self.decode(records)
 
     def encode(self, x: Tensor, scores: Tensor) -> Tensor:
         """Keys x [..., 128, head_dim] and their scores [..., head_dim] -> records [..., record_bytes] uint8.

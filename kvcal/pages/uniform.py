@@ -1,19 +1,44 @@
-"""The shared asymmetric uniform quantizer (PM-KVQ Eq. 1-2, KIVI, KVmix, Kitty all use it).
+"""The shared asymmetric uniform quantizer (PM-KVQ Eq. 1-2, KIVI, KVmix, Kitty all use it), and its page layout.
 
     z = min,  s = (max - min) / (2^b - 1),  q = clamp(round_half_even((x - z) / s), 0, 2^b - 1),  x' = q s + z
 
 The codes are computed against the *stored* scale and zero (rounded to ``param_dtype``), so that decoding picks
 the nearest representable value; a constant group, or one whose stored scale underflows to 0, gives q = 0 and
 x' = z. All arithmetic is fp32, one IEEE operation at a time: another device gets the same codes bit for bit.
-NaN and infinity are refused, never stored.
+
+A page of one KV head is one record:
+
+    planes, low bits first (see packing) | scale | zero
+
+padded to 16 bytes. K planes have tokens as rows and channels as columns, V planes the reverse, so that in both
+the columns are what attention contracts. Scale and zero are stored as [num_groups][the other axis], which is the
+order in which a kernel folds them into the operand that is not the cache. Channels are padded with zero codes to
+a multiple of 16, the tile of a tensor core; the padding is part of the record and of every byte count.
+A 16-bit page holds the 128 x head_dim values themselves, token by token, in the cache's dtype.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from kvcal.pages.finite import require_finite
+from kvcal.geometry import CACHE_DTYPES
+from kvcal.pages import packing
+from kvcal.pages.layout import (
+    PAGE_TOKENS,
+    PARAM_DTYPES,
+    RAW_BITS,
+    Knobs,
+    Layout,
+    aligned_size,
+    join_fields,
+    padded_channels,
+    require_finite,
+)
 
 
 def num_groups(length: int, group_size: int) -> int:
@@ -85,3 +110,129 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, group_size: int, dim:
         return codes.float().mul_(scale.index_select(dim, group_of)).add_(zero.index_select(dim, group_of))
     values = codes.unflatten(dim, (-1, group_size)).float()
     return values.mul_(scale.unsqueeze(dim)).add_(zero.unsqueeze(dim)).flatten(dim - 1, dim)
+
+
+@dataclass(frozen=True)
+class PageLayout(Layout):
+    """Shape of a page's record. ``side`` is "k" or "v"; ``axis`` is what shares no scale with its neighbour:
+    "channel" groups run along tokens, "token" groups run along channels."""
+
+    side: str
+    num_bits: int
+    axis: str
+    group_size: int
+    head_dim: int
+    param_dtype: str
+    cache_dtype: str
+    has_kernels: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, fmt: Knobs, side: str, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> PageLayout:
+        return cls(side, num_bits, fmt.axis, fmt.group_size, head_dim, fmt.param_dtype, cache_dtype)
+
+    @classmethod
+    def label(cls, fmt: Knobs) -> str:
+        return f"{fmt.axis} g{fmt.group_size}"
+
+    @property
+    def _plane_shape(self) -> tuple[int, int]:
+        shape = (PAGE_TOKENS, padded_channels(self.head_dim))
+        return shape if self.side == "k" else shape[::-1]
+
+    @property
+    def _group_dim(self) -> int:
+        """The dimension of the plane along which groups run: -2 rows, -1 columns."""
+        along_tokens = self.axis == "channel"
+        return -2 if along_tokens == (self.side == "k") else -1
+
+    @property
+    def _param_shape(self) -> tuple[int, int]:
+        """[num_groups, other axis] of scale and of zero."""
+        if self.axis == "channel":
+            return num_groups(PAGE_TOKENS, self.group_size), padded_channels(self.head_dim)
+        return num_groups(self.head_dim, self.group_size), PAGE_TOKENS
+
+    @property
+    def plane_sizes(self) -> tuple[int, ...]:
+        """Bytes of each plane."""
+        return packing.plane_sizes(*self._plane_shape, self.num_bits)
+
+    @property
+    def param_size(self) -> int:
+        """Bytes of the scales; the zeros take as many."""
+        groups, others = self._param_shape
+        return groups * others * PARAM_DTYPES[self.param_dtype].itemsize
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one page of one KV head, everything included."""
+        if self.num_bits == RAW_BITS:
+            size = PAGE_TOKENS * self.head_dim * CACHE_DTYPES[self.cache_dtype].itemsize
+        else:
+            size = sum(self.plane_sizes) + 2 * self.param_size
+        return aligned_size(size)
+
+    def encode_pages(self, x: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
+        return self.encode(x)
+
+    def decode_pages(self, records: Tensor, num_heads: int, operands: Mapping[str, Tensor]) -> Tensor:
+        return self.decode(records)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """[..., 128, head_dim] -> records [..., record_bytes] uint8.
+
+        Raises:
+            NonFiniteActivations: NaN or infinity, or a range that ``param_dtype`` cannot hold.
+        """
+        if self.num_bits == RAW_BITS:
+            values = x.to(CACHE_DTYPES[self.cache_dtype]).contiguous()
+            return join_fields([values.view(torch.uint8).flatten(-2)])
+        return self.pack(*self.quantize(x))
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., 128, head_dim] -> codes [..., rows, columns] uint8 in the order of the planes, without padded channels;
+        scale and zero as ``uniform.dequantize`` wants them. Not for 16 bits, which have none.
+
+        Raises:
+            NonFiniteActivations: NaN or infinity, or a range that ``param_dtype`` cannot hold.
+        """
+        plane_order = x if self.side == "k" else x.transpose(-1, -2)
+        param_dtype = PARAM_DTYPES[self.param_dtype]
+        return quantize(plane_order, self.num_bits, self.group_size, self._group_dim, param_dtype)
+
+    def pack(self, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """Fields as :meth:`quantize` gives them -> records [..., record_bytes]."""
+        rows, columns = self._plane_shape
+        codes = torch.nn.functional.pad(codes, (0, columns - codes.shape[-1], 0, rows - codes.shape[-2]))
+        return join_fields(
+            [*packing.pack_planes(codes, self.num_bits), self._param_bytes(scale), self._param_bytes(zero)]
+        )
+
+    def decode(self, records: Tensor) -> Tensor:
+        """Records [..., record_bytes] -> [..., 128, head_dim]: fp32 from codes, the cache's dtype from 16-bit pages."""
+        if self.num_bits == RAW_BITS:
+            dtype = CACHE_DTYPES[self.cache_dtype]
+            values = records[..., : PAGE_TOKENS * self.head_dim * dtype.itemsize].contiguous().view(dtype)
+            return values.unflatten(-1, (PAGE_TOKENS, self.head_dim))
+        codes, scale, zero = self.fields(records)
+        values = dequantize(codes, scale, zero, self.group_size, self._group_dim)
+        return values if self.side == "k" else values.transpose(-1, -2)
+
+    def fields(self, records: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Inverse of :meth:`pack`: codes, scale and zero of records [..., record_bytes]."""
+        offset = sum(self.plane_sizes)
+        codes = packing.unpack_planes(records[..., :offset], *self._plane_shape, self.num_bits)
+        codes = codes[..., : self.head_dim] if self.side == "k" else codes[..., : self.head_dim, :]
+        params = records[..., offset : offset + 2 * self.param_size].contiguous()
+        scale, zero = params.view(PARAM_DTYPES[self.param_dtype]).unflatten(-1, (2, *self._param_shape)).unbind(-3)
+        if self.axis == "channel":
+            scale, zero = scale[..., : self.head_dim], zero[..., : self.head_dim]
+        if self._group_dim == -1:
+            scale, zero = scale.transpose(-1, -2), zero.transpose(-1, -2)
+        return codes, scale, zero
+
+    def _param_bytes(self, params: Tensor) -> Tensor:
+        if self._group_dim == -1:
+            params = params.transpose(-1, -2)
+        params = torch.nn.functional.pad(params, (0, self._param_shape[1] - params.shape[-1]))
+        return params.contiguous().view(torch.uint8).flatten(-2)

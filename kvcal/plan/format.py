@@ -7,7 +7,8 @@ that bytes are known beforehand:
 
 - ``boost`` splits the channels of a page of keys by a score (Kitty, MixKVQ): the best get more bits;
 - ``window_rule`` lets the window grow with the text (KVmix's recent pivotal context);
-- ``lattice_dim`` takes HIGGS's lattice quantizer instead of the uniform one (AQUA-KV);
+- ``lattice_dim`` takes HIGGS's lattice quantizer instead of the uniform one (AQUA-KV), ``quantizer`` any other of
+  ``kvcal.pages.LAYOUTS``;
 - ``shrink_at`` lets pages begin with more bits and halve them at given token counts (PM-KVQ's progressive cache).
 """
 
@@ -18,26 +19,26 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from kvcal.geometry import CACHE_DTYPES
-from kvcal.pages.lattice import LatticeLayout
-from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS, PageLayout
-from kvcal.pages.scores import Score
-from kvcal.pages.tiered import TieredLayout
+from kvcal.pages import LAYOUTS
+from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS, Layout
+from kvcal.pages.scores import SCORES
 from kvcal.strict import STRICT
 
 Side = Literal["k", "v"]
 SIDES: tuple[Side, Side] = ("k", "v")
-Layout = PageLayout | TieredLayout | LatticeLayout
-
-RUNNING_SCORES = ("running_query_range",)
-QUERY_SCORES = ("query_magnitude", "query_range", *RUNNING_SCORES)
 QUERY_ITEM_BYTES = 4  # the running query statistic is a sum in fp32 for every channel of a KV head
-LATTICE_BITS = {2: (2, 3, 4), 4: (2,)}
 MAX_UNQUANTIZED = 2**20  # tokens of sinks, and of a window
+
+
+UNIFORM, TIERED, LATTICE = "uniform", "tiered", "lattice"
+# Left out of JSON where it is the uniform one: plans without the key stay the same bytes.
+Quantizer = Annotated[str, Field(exclude_if=lambda name: name == UNIFORM)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -63,10 +64,12 @@ class Boost:
     """Which channels of every page of keys get more bits: the best by ``score``, tier by tier, from most bits to
     fewest; decided anew for every page."""
 
-    score: Score
+    score: str
     tiers: tuple[Tier, ...]
 
     def __post_init__(self) -> None:
+        if self.score not in SCORES:
+            raise ValueError(f"score = {self.score!r}, expected one of {list(SCORES)}")
         bits = [tier.num_bits for tier in self.tiers]
         if not bits or bits != sorted(set(bits), reverse=True):
             raise ValueError(f"tiers of {bits} bits, expected one or more, from most bits to fewest")
@@ -139,6 +142,7 @@ class Format:
     lattice_dim: Literal[2, 4] | None = None
     shrink_at: tuple[int, ...] = ()
     shift: Literal["equivalent", "modified", "direct"] = "equivalent"
+    quantizer: Quantizer = UNIFORM
 
     def __post_init__(self) -> None:
         if not (0 <= self.num_sink_tokens <= MAX_UNQUANTIZED and 0 <= self.recent_window <= MAX_UNQUANTIZED):
@@ -163,22 +167,15 @@ class Format:
         ]
         if self.num_bits == RAW_BITS and special:
             found.append(f"16-bit heads take no {' or '.join(special)}")
-        if self.boost is not None:
-            lowest = self.boost.tiers[-1].num_bits
-            if self.num_bits not in (2, 4) or self.axis != "channel" or lowest <= self.num_bits:
-                found.append(
-                    f"boost needs axis 'channel' and 2 or 4 bits below those of its tiers, found {self.axis!r} and "
-                    f"{self.num_bits} against {lowest}"
-                )
-            if self.lattice_dim is not None or self.shrink_at:
-                found.append("boost does not go with lattice_dim or shrink_at: its planes are of the uniform quantizer")
-        if self.lattice_dim is not None:
-            allowed = LATTICE_BITS[self.lattice_dim]
-            if self.num_bits not in allowed or self.axis != "token" or self.group_size != 128 or self.shrink_at:
-                found.append(
-                    f"lattice_dim = {self.lattice_dim} takes {allowed} bits, axis 'token', no group_size and no "
-                    f"shrink_at; found {self.num_bits}, {self.axis!r}, {self.group_size}, {list(self.shrink_at)}"
-                )
+        if self.quantizer != UNIFORM:
+            named = [name for name in LAYOUTS if name not in (TIERED, LATTICE)]
+            if self.quantizer not in named:
+                found.append(f"quantizer = {self.quantizer!r}, expected one of {named}")
+                return found
+            special += ["num_bits = 16"] if self.num_bits == RAW_BITS else []
+            if clashing := [name for name in special if name != "window_rule"]:
+                found.append(f"quantizer = {self.quantizer!r} does not go with {' and '.join(clashing)}")
+        found += LAYOUTS[self.layout_name].conflicts(self)
         if self.shrink_at:
             ascending = list(self.shrink_at) == sorted(self.shrink_at) and self.shrink_at[0] >= 0
             if self.start_bits not in (4, 8, 16) or not ascending or self.param_dtype != "float32":
@@ -192,6 +189,11 @@ class Format:
         return found
 
     @property
+    def layout_name(self) -> str:
+        """The key of its pages' layout in ``kvcal.pages.LAYOUTS``."""
+        return TIERED if self.boost is not None else LATTICE if self.lattice_dim is not None else self.quantizer
+
+    @property
     def start_bits(self) -> int:
         """Bits that a page is written with."""
         return self.num_bits << len(self.shrink_at)
@@ -203,12 +205,12 @@ class Format:
     @property
     def needs_queries(self) -> bool:
         """Whether pages are written with the help of a running query statistic."""
-        return self.boost is not None and self.boost.score in QUERY_SCORES
+        return self.boost is not None and SCORES[self.boost.score].needs_queries
 
     @property
     def keeps_queries(self) -> bool:
         """Whether the query statistic goes on over all queries, instead of beginning anew after each page."""
-        return self.boost is not None and self.boost.score in RUNNING_SCORES
+        return self.boost is not None and SCORES[self.boost.score].all_queries
 
     @property
     def max_window(self) -> int:
@@ -241,12 +243,7 @@ class Format:
 
     def layout(self, side: Side, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> Layout:
         """The record of one page at ``num_bits``: of one head, or with a lattice of all ``num_heads`` in a row."""
-        if self.lattice_dim is not None:
-            return LatticeLayout(num_bits, self.lattice_dim, num_heads * head_dim, self.param_dtype)
-        if self.boost is not None:
-            tiers = tuple((t.num_bits, t.num_channels(head_dim), t.above) for t in self.boost.tiers)
-            return TieredLayout(num_bits, tiers, self.group_size, head_dim, self.param_dtype, cache_dtype)
-        return PageLayout(side, num_bits, self.axis, self.group_size, head_dim, self.param_dtype, cache_dtype)
+        return LAYOUTS[self.layout_name].of(self, side, num_heads, head_dim, cache_dtype, num_bits)
 
     def nbytes(
         self,
@@ -264,9 +261,9 @@ class Format:
         unquantized = (self.num_sink_tokens + self.buffer_tokens) * token_bytes
         statistic = head_dim * QUERY_ITEM_BYTES if self.needs_queries else 0
         pages = sum(count * self.num_pages(length) for length, count in Counter(lengths).items())
-        record = self.layout(side, num_heads, head_dim, cache_dtype, self.bits_at(columns)).record_bytes
-        records = 1 if self.lattice_dim is not None else num_heads
-        return len(lengths) * num_heads * (unquantized + statistic) + pages * records * record
+        layout = self.layout(side, num_heads, head_dim, cache_dtype, self.bits_at(columns))
+        page_bytes = layout.records_per_page(num_heads) * layout.record_bytes
+        return len(lengths) * num_heads * (unquantized + statistic) + pages * page_bytes
 
 
 RAW = Format(num_bits=16)

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic.dataclasses import dataclass
 
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, Geometry, LayerGeometry, StateGeometry
-from kvcal.pages.layout import AXES, RAW_BITS
+from kvcal.pages.layout import AXES, RAW_BITS, Layout
 from kvcal.plan.format import RAW, SIDES, Format, Side
 from kvcal.strict import STRICT
 
@@ -102,6 +102,13 @@ class LayerPlan:
 
     def formats(self, side: Side) -> tuple[Format, ...]:
         return self.k if side == "k" else self.v
+
+    def layouts(self, side: Side, cache_dtype: str) -> list[Layout]:
+        """The pages of each format, at its own bits."""
+        return [
+            fmt.layout(side, heads.stop - heads.start, self.head_dim(side), cache_dtype, fmt.num_bits)
+            for fmt, heads in (self.runs(side) if self.is_paged else ())
+        ]
 
     def predictor(self, side: Side) -> Predictor | None:
         return self.k_predictor if side == "k" else self.v_predictor

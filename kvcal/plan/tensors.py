@@ -14,7 +14,6 @@ The ranges hold far more than any calibration gives, and keep what is read back 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -22,8 +21,6 @@ import torch
 from torch import Tensor
 
 from kvcal.geometry import CacheDtype
-from kvcal.pages.grids import LARGEST_POINT, gaussian_grid
-from kvcal.pages.hadamard import random_signs
 from kvcal.pages.predictor import PredictorShape
 from kvcal.plan.format import SIDES, Format, Side
 from kvcal.plan.layer import LayerPlan
@@ -37,10 +34,6 @@ LARGEST_AMPLITUDE = 2.0**8
 def tensors_nbytes(tensors: Mapping[str, Tensor]) -> int:
     """Bytes that they take on a device, once for all sequences."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-def lattice_name(lattice_dim: int, num_bits: int) -> str:
-    return f"lattice.d{lattice_dim}.b{num_bits}"
 
 
 def predictor_shape(layer: LayerPlan, source: LayerPlan, side: Side, cache_dtype: CacheDtype) -> PredictorShape:
@@ -83,12 +76,8 @@ def needed_tensors(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> dict
         if layer.k_offset:
             needed[f"{prefix}.k_offset"] = offset_spec(heads, layer.attention.k_head_dim)
         for side in SIDES:
-            for fmt in layer.formats(side):
-                if fmt.lattice_dim is not None:
-                    needed[f"{prefix}.{side}_signs"] = TensorSpec(torch.int8, (heads * layer.head_dim(side),), -1, 1)
-                    shape = (2 ** (fmt.lattice_dim * fmt.num_bits), fmt.lattice_dim)
-                    points = TensorSpec(torch.float32, shape, -LARGEST_POINT, LARGEST_POINT)
-                    needed[lattice_name(fmt.lattice_dim, fmt.num_bits)] = points
+            for layout in layer.layouts(side, cache_dtype):
+                needed |= dict(layout.plan_tensors(f"{prefix}.{side}").values())
             predictor = layer.predictor(side)
             if predictor is not None:
                 source = by_index[predictor.source]
@@ -157,22 +146,14 @@ def check_tensors(tensors: Mapping[str, Tensor], layers: Sequence[LayerPlan], ca
                 )
 
 
-_signs = functools.cache(random_signs)
-_grid = functools.cache(gaussian_grid)
-
-
 def lattice_tensors(layers: Sequence[LayerPlan]) -> dict[str, Tensor]:
-    """By the names of kvcal.plan.tensors. UsageError for a lattice that has no grid."""
+    """The tensors that page layouts read, such as a lattice's, made anew. UsageError for a lattice that has no grid."""
     tensors: dict[str, Tensor] = {}
     for layer in layers:
-        if not layer.is_paged:
-            continue
         for number, side in enumerate(SIDES):
-            for fmt in layer.formats(side):
-                if fmt.lattice_dim is not None:
-                    width = layer.attention.num_kv_heads * layer.head_dim(side)
-                    seed = 2 * layer.geometry.index + number
-                    tensors[f"layers.{layer.geometry.index}.{side}_signs"] = _signs(width, seed)
-                    name = lattice_name(fmt.lattice_dim, fmt.num_bits)
-                    tensors[name] = _grid(fmt.lattice_dim, 2 ** (fmt.lattice_dim * fmt.num_bits))
+            seed = 2 * layer.geometry.index + number
+            # Tensors of layouts depend on shapes alone, not on the dtype of unquantized tokens.
+            for layout in layer.layouts(side, "float32"):
+                for operand, (name, _) in layout.plan_tensors(f"layers.{layer.geometry.index}.{side}").items():
+                    tensors[name] = layout.make_tensor(operand, seed)
     return tensors

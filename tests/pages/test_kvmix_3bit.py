@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations
 from kvcal.pages import uniform
-from kvcal.pages.layout import PAGE_TOKENS, PageLayout
+from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.uniform import PageLayout
 
 
 def word_by_hand(codes: list[int]) -> int:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from kvcal.errors import NonFiniteActivations
-from kvcal.pages.layout import NUM_BITS, PAGE_TOKENS, PageLayout, page_positions
+from kvcal.pages.layout import NUM_BITS, PAGE_TOKENS, page_positions
+from kvcal.pages.uniform import PageLayout
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "pages.json").read_text())
 SIDE_AXES = [("k", "channel"), ("k", "token"), ("v", "token")]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import get_args
 
 import pytest
 import torch
 
 from kvcal.errors import UsageError
-from kvcal.pages.scores import Score, channel_scores
-
-SCORES = get_args(Score)
+from kvcal.pages.scores import SCORES, channel_scores
 
 
 def random_keys(*lead: int, dim: int = 8, seed: int = 0) -> torch.Tensor:

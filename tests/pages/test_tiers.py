@@ -11,9 +11,10 @@ from test_pages import random_page
 from tier_oracle import NO_SLOT, OraclePage, record_bytes
 
 from kvcal.errors import NonFiniteActivations, UsageError
-from kvcal.pages.layout import PAGE_TOKENS, PageLayout
+from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.tiered import TieredLayout
+from kvcal.pages.uniform import PageLayout
 
 KITTY = ((4, 16, None),)
 MIXKVQ = ((16, 3, 1.5), (4, 9, 0.6))
