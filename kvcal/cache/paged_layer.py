@@ -70,7 +70,8 @@ class PagedLayer(CacheLayerMixin):
         for side in SIDES:
             predict = self.prediction.of(side)
             codecs = [
-                PageCodec(self.plan, side, fmt, heads, self.cache_dtype, tensors) for fmt, heads in self.plan.runs(side)
+                PageCodec.of_layer(self.plan, side, fmt, heads, self.cache_dtype, tensors)
+                for fmt, heads in self.plan.runs(side)
             ]
             self.sides[side] = [PagedTensor(codec, batch, device, predict) for codec in codecs]
         self.prediction.attach(self.sides)

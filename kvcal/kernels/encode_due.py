@@ -33,12 +33,10 @@ from kvcal.kernels.form_operands import HELD_PAGES, PAGE_CODING, HeldPages, Page
 from kvcal.kernels.operands import grouped
 from kvcal.kernels.reconstruction import THREADS, Reconstruction, parse_reconstruction
 from kvcal.kernels.reference import NON_FINITE
-from kvcal.pages.finite import noted_in
 from kvcal.pages.hadamard import norm
-from kvcal.pages.lattice import LatticeLayout
-from kvcal.pages.layout import PAGE_TOKENS, page_positions
-from kvcal.pages.rope_table import unrotate
+from kvcal.pages.layout import PAGE_TOKENS, noted_in, page_positions
 from kvcal.pages.tiered import TieredLayout
+from kvcal.pages.transforms import unrotate
 from kvcal.plan.format import Format
 
 BLOCKS_PER_SM = 3  # of the kernel's grid: those that fit
@@ -126,10 +124,7 @@ def _encode_in_torch(
     if prediction.numel():
         x = x.float() - torch.where(wanted, prediction.transpose(1, 2), 0)
     with noted_in(error, NON_FINITE):
-        if isinstance(layout, LatticeLayout):
-            found = layout.encode_heads(x, coding.grid, coding.signs)
-        else:
-            found = layout.encode(x)
+        found = layout.encode_pages(x, {"grid": coding.grid, "signs": coding.signs})
     records[places] = torch.where(is_due[:, None, None], found, records[places])
 
 

@@ -11,6 +11,7 @@ from kvcal.kernels.variants import Defines
 from kvcal.pages.lattice import LatticeLayout
 from kvcal.pages.layout import PAGE_TOKENS, PARAM_DTYPES, RAW_BITS
 from kvcal.pages.tiered import TieredLayout
+from kvcal.pages.uniform import PageLayout
 
 VECTORS = 4  # of a thread
 
@@ -31,6 +32,7 @@ def encoding_shared_bytes(form: Reconstruction) -> int:
     tile = 4 * tile_floats(tokens, form.row_values)
     if isinstance(layout, LatticeLayout):
         return tile + 4 * (layout.num_points * (layout.lattice_dim + 1) + tokens * layout.num_groups)
+    assert isinstance(layout, PageLayout | TieredLayout)
     return tile + 2 * 4 * layout.param_size // PARAM_DTYPES[form.format.param_dtype].itemsize + 64
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvcal.kernels.reconstruction import Reconstruction
 from kvcal.pages.layout import PAGE_TOKENS
-from kvcal.pages.shrink import Transform
+from kvcal.pages.transforms import Transform
 
 # Values that torch reconstructs, predicts or encodes at once: every temporary in fp32 is 32 MB then.
 VALUES_AT_ONCE = 2**23
@@ -37,7 +37,7 @@ class PageCoding(NamedTuple):
     signs: Tensor  # [N D] int8, of a lattice
     rescale: Tensor  # [N, D] fp32: pages of keys hold (K - offset) / rescale, where the form says so
     offset: Tensor  # [N, D] fp32
-    rotary: Tensor  # [pairs, 4] fp64: the table of kvcal.pages.rope_table
+    rotary: Tensor  # [pairs, 4] fp64: the table of kvcal.pages.transforms
     turns: Tensor  # [positions, pairs, 2] fp32, of kvcal.kernels.reconstruct.position_turns: for kernels alone
 
     def transform(self, form: Reconstruction, heads: slice = slice(None)) -> Transform:

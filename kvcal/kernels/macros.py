@@ -10,8 +10,9 @@ from __future__ import annotations
 import struct
 
 from kvcal.geometry import CACHE_DTYPES
-from kvcal.pages.layout import RAW_BITS, PageLayout
+from kvcal.pages.layout import RAW_BITS
 from kvcal.pages.tiered import TieredLayout
+from kvcal.pages.uniform import PageLayout
 from kvcal.plan.format import RAW, Format, Side
 
 AXES = {"channel": 0, "token": 1}

@@ -41,9 +41,8 @@ from kvcal.kernels.form_operands import (
 from kvcal.kernels.operands import grouped
 from kvcal.kernels.reconstruction import THREADS, Reconstruction, parse_reconstruction, unserved
 from kvcal.pages.hadamard import norm
-from kvcal.pages.lattice import LatticeLayout
 from kvcal.pages.layout import PAGE_TOKENS, page_positions
-from kvcal.pages.rope_table import cos_sin, rotate, unrotate
+from kvcal.pages.transforms import cos_sin, rotate, unrotate
 
 # Of the kernel's grid: some rounds of all that fit, so that blocks of short rows make room.
 BLOCKS_PER_SM = 16
@@ -114,10 +113,8 @@ def _reconstruct_in_torch(
     for part in pages.parts(form.num_heads * form.head_dim):
         places = part.places(heads.records.device)
         records = heads.records[places]
-        if isinstance(layout, LatticeLayout):
-            values = layout.decode_heads(records, form.num_heads, coding.grid, coding.signs)[:, own]
-        else:
-            values = layout.decode(records)
+        values = layout.decode_pages(records, form.num_heads, {"grid": coding.grid, "signs": coding.signs})
+        values = values[:, own] if form.is_lattice else values
         if prediction.numel():
             told = prediction[part.start - pages.start : part.stop - pages.start, :, own]
             values = values.float() + told.transpose(1, 2)

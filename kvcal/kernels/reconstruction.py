@@ -14,8 +14,8 @@ from kvcal.errors import UsageError
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.variants import DTYPES, Defines, side_defines
 from kvcal.pages.lattice import LatticeLayout
-from kvcal.pages.layout import PAGE_TOKENS
-from kvcal.plan.format import SIDES, Format, Layout, Side
+from kvcal.pages.layout import PAGE_TOKENS, Layout
+from kvcal.plan.format import SIDES, Format, Side
 from kvcal.strict import STRICT, dump, parse
 
 THREADS = 256

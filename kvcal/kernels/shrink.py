@@ -21,8 +21,10 @@ from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.macros import AXES, DTYPES, Defines, page_layout, record_defines
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.kernels.stages import BITS, HEADS, TRANSFORM, Region, Stages, region_pages
-from kvcal.pages.layout import RAW_BITS, PageLayout
-from kvcal.pages.shrink import SHIFTS, Transform, convert
+from kvcal.pages.layout import RAW_BITS
+from kvcal.pages.shrink import SHIFTS, convert
+from kvcal.pages.transforms import Transform
+from kvcal.pages.uniform import PageLayout
 from kvcal.plan.format import SIDES, Format, Side
 from kvcal.strict import STRICT, dump, parse
 

@@ -20,8 +20,9 @@ from pydantic.dataclasses import dataclass as strict_dataclass
 from kvcal.errors import UsageError
 from kvcal.geometry import AttentionGeometry, CacheDtype
 from kvcal.kernels.macros import DTYPES, Defines, page_layout, side_defines
-from kvcal.pages.layout import RAW_BITS, PageLayout
+from kvcal.pages.layout import RAW_BITS
 from kvcal.pages.tiered import TieredLayout
+from kvcal.pages.uniform import PageLayout
 from kvcal.plan.format import RAW, SIDES, Format, Side
 from kvcal.plan.layer import LayerPlan
 from kvcal.strict import STRICT, dump, parse

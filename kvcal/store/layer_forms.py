@@ -92,7 +92,7 @@ def _form(
     """A run of heads in one format; ``stores``: its head ranges."""
     dtype, device = state.shared.plan.cache_dtype, state.lengths.device
     is_form = stored_form(plan, side, fmt) is not None
-    codec = PageCodec(plan, side, fmt, heads, dtype, state.shared.tensors_on(device))
+    codec = PageCodec.of_layer(plan, side, fmt, heads, dtype, state.shared.tensors_on(device))
     records, tokens = [store.pages[side] for store in stores], []
     if is_form:
         tokens = [pages.view(CACHE_DTYPES[dtype]).unflatten(-1, (PAGE_TOKENS, -1)) for pages in records]

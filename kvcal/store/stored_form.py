@@ -30,8 +30,7 @@ from kvcal.kernels.reconstruct import reconstruct
 from kvcal.kernels.reconstruction import Reconstruction
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.pages.codec import PageCodec
-from kvcal.pages.finite import noted_in
-from kvcal.pages.layout import RAW_BITS
+from kvcal.pages.layout import RAW_BITS, noted_in
 from kvcal.pages.predictor import LinearPredictor
 from kvcal.plan.format import Format
 

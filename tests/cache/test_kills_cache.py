@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kvcal.geometry import AttentionGeometry
 from kvcal.pages.codec import PageCodec
-from kvcal.pages.rope_table import rotate, unrotate
 from kvcal.pages.tiered import TieredLayout
+from kvcal.pages.transforms import rotate, unrotate
 from kvcal.plan.format import Boost, Format, Tier, WindowRule
 from kvcal.plan.layer import LayerPlan
 
@@ -50,7 +50,7 @@ def test_a_tier_has_room_for_its_share_of_the_channels_rounded() -> None:
 
 def codec(k_rescale: bool, tensors: dict[str, Tensor]) -> PageCodec:
     plan = LayerPlan(AttentionGeometry(0, 4, 2, 16, 16), (BOOSTED,), (Format(2),), k_rescale=k_rescale)
-    return PageCodec(plan, "k", BOOSTED, slice(0, 2), "float32", tensors)
+    return PageCodec.of_layer(plan, "k", BOOSTED, slice(0, 2), "float32", tensors)
 
 
 def test_lambda_does_not_change_which_channels_count() -> None:

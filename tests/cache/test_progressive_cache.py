@@ -24,8 +24,8 @@ from cache_cases import (
 
 from kvcal import PlanCache
 from kvcal.errors import NonFiniteActivations, UsageError
-from kvcal.pages.layout import PageLayout
 from kvcal.pages.shrink import RECORDS_AT_ONCE, SHIFTS, convert
+from kvcal.pages.uniform import PageLayout
 from kvcal.plan.plan import RAW, SIDES, Format, Plan, Workload
 from kvcal.stages.allocate.schedule import progressive_layers
 from kvcal.stages.evaluate.mirror import MirroredCache

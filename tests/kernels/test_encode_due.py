@@ -29,7 +29,7 @@ DUE = {0: 0, 2: PAGES - 1}  # of ``lengths_of``: page by row
 def expected_of(name: str, row: int, page: int) -> Tensor:
     """The record [1, bytes], by the dynamic cache."""
     given, codec = page_of(name), codec_of(name)
-    codec.grid = given.grid
+    codec = replace(codec, operands={**codec.operands, "grid": given.grid})
     told = None if given.prediction is None else given.prediction[row : row + 1].transpose(1, 2)
     x, ordinals = given.tokens[row : row + 1, page], torch.tensor([page])
     return codec.encode(x, ordinals, codec.format.num_bits, prediction=told)[0]

@@ -17,7 +17,8 @@ from kvcal.kernels.reference import NON_FINITE
 from kvcal.kernels.shrink import Shrinking, shrink
 from kvcal.kernels.slide import new_tickets, slide
 from kvcal.kernels.stages import BASE, HEADS, PAGES, RECORD, Region, Stages, layout_table, region_pages, stage_starts
-from kvcal.pages.shrink import SHIFTS, Transform, convert
+from kvcal.pages.shrink import SHIFTS, convert
+from kvcal.pages.transforms import Transform
 from kvcal.plan.format import Format
 
 HALVINGS = [(16, 8), (16, 4), (16, 2), (8, 4), (8, 2), (8, 1), (4, 2), (4, 1), (2, 1)]

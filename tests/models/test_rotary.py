@@ -16,7 +16,7 @@ from kvcal.models import rope as probe_module
 from kvcal.models.geometry import geometry_of
 from kvcal.models.rope import RotaryMap, inputs_at, rotary_maps, rotary_pairs
 from kvcal.models.taps import Captured, tap
-from kvcal.pages.rope_table import rotate
+from kvcal.pages.transforms import rotate
 
 
 def llama_with(**rope) -> PreTrainedModel:

@@ -35,8 +35,8 @@ from kvcal.kernels.refusals import refusals
 from kvcal.kernels.variants import head_ranges, parse_key, variant_of
 from kvcal.models.geometry import geometry_of
 from kvcal.models.rope import rotary_maps
-from kvcal.pages.finite import noted_in
-from kvcal.pages.layout import PageLayout
+from kvcal.pages.layout import noted_in
+from kvcal.pages.uniform import PageLayout
 from kvcal.plan.format import SIDES
 
 pytestmark = pytest.mark.filterwarnings("ignore::kvcal.errors.SlowPath")

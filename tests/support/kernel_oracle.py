@@ -62,7 +62,7 @@ class Case:
             "layers.0.k_rescale": 0.2 + 3 * torch.rand(NUM_HEADS, self.dim, generator=generator),
             "layers.0.k_offset": torch.randn(NUM_HEADS, self.dim, generator=generator),
         }
-        return PageCodec(plan, self.side, self.fmt, HEADS, self.cache, tensors)
+        return PageCodec.of_layer(plan, self.side, self.fmt, HEADS, self.cache, tensors)
 
     def tokens(self, *shape: int) -> Tensor:
         """[*shape, D] in the cache's dtype: channels of unlike size, some constant, some alike, some with outliers."""

@@ -21,7 +21,6 @@ from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.format import RAW, Boost, Format, Tier, WindowRule
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.tensors import lattice_name
 
 LATTICES = ((2, 2), (3, 2), (4, 2), (2, 4))  # num_bits, lattice_dim
 KITTY = Boost("magnitude", (Tier(4, 0.25),))
@@ -153,10 +152,9 @@ def codec_of(name: str) -> PageCodec:
     tensors = {f"layers.0.k_{key}": given[key] for key in ("rescale", "offset") if key in given}
     if "rotary" in given:
         tensors["layers.0.rotary"] = given["rotary"]
-    if form.format.lattice_dim is not None:
-        tensors[f"layers.0.{form.side}_signs"] = given["signs"]
-        tensors[lattice_name(form.format.lattice_dim, form.format.num_bits)] = given["grid"]
-    return PageCodec(layer, form.side, form.format, slice(0, form.num_heads), form.cache_dtype, tensors)
+    for operand, (tensor, _) in form.layout.plan_tensors(f"layers.0.{form.side}").items():
+        tensors[tensor] = given[operand]
+    return PageCodec.of_layer(layer, form.side, form.format, slice(0, form.num_heads), form.cache_dtype, tensors)
 
 
 def page_at(fmt: Format) -> Tensor:

@@ -25,8 +25,8 @@ from kvcal.models.taps import Captured, tap
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.pages.predictor import LinearPredictor
-from kvcal.pages.rope_table import unrotate
 from kvcal.pages.scores import query_sum
+from kvcal.pages.transforms import unrotate
 from kvcal.plan.format import SIDES, Format, Side
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.tensors import predictor_shape
@@ -105,7 +105,7 @@ class Reconstruction:
             prefix = f"layers.{plan.geometry.index}.{side}_predictor"
             found = LinearPredictor.from_tensors(shape, self._tensors, prefix).apply(torch.cat(list(inputs), dim=-1))
             prediction = _as_pages(found, heads)
-        codec = PageCodec(plan, side, fmt, slice(0, heads), self._cache_dtype, self._tensors)
+        codec = PageCodec.of_layer(plan, side, fmt, slice(0, heads), self._cache_dtype, self._tensors)
         pages = raw.pages(side)
         ordinals = torch.arange(len(pages), device=pages.device)
         query_mean = raw.query_mean if fmt.needs_queries else None

@@ -106,7 +106,7 @@ def read_back(layer: LayerPlan, cache_dtype: CacheDtype, tensors: Mapping[str, T
         num_pages = fmt.num_pages(k_post_BNTD.shape[2] - 1)
         if fmt.num_bits == RAW_BITS or not num_pages:
             continue
-        codec = PageCodec(layer, "k", fmt, heads, cache_dtype, tensors)
+        codec = PageCodec.of_layer(layer, "k", fmt, heads, cache_dtype, tensors)
         stored = slice(fmt.num_sink_tokens, fmt.num_sink_tokens + PAGE_TOKENS * num_pages)
         cached = k_post_BNTD[0, heads, stored].to(CACHE_DTYPES[cache_dtype])  # what the cache is handed
         pages = cached.unflatten(1, (num_pages, PAGE_TOKENS)).transpose(0, 1)
