@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,6 +21,7 @@ from kvcal.data.sequences import DataSpec
 from kvcal.data.tasks import TASKS, require_lengths
 from kvcal.errors import UsageError
 from kvcal.pages.layout import AXES, PAGE_TOKENS
+from kvcal.plan.format import UNIFORM
 from kvcal.plan.plan import RAW, Format, LayerPlan, Side
 from kvcal.quantities import MAX_BATCH, parse_bytes
 from kvcal.specs import Bits, ImportanceSpec, PredictorSpec, ProgressiveSpec, ReparamSpec, SearchSpec, TuneSpec
@@ -33,7 +35,8 @@ RECIPE_FOLDERS = (Path(__file__).parent / "recipes", Path(__file__).parent.paren
 
 @dataclass(frozen=True, config=STRICT)
 class ProfileSpec:
-    """The measured candidates: exactly ``num_bits`` x axis x ``group_sizes`` (V: per token only) and 16 bits.
+    """The measured candidates: exactly ``quantizers`` (of kvcal.pages.LAYOUTS) x ``num_bits`` x axis x ``group_sizes``
+    (V: per token only) and 16 bits.
 
     Of these, ``kl_num_bits`` (default: 2, 3 and 4 bits, or all where none of them is a candidate) x ``kl_group_size``
     (default: the largest) x the first of ``k_axes`` are also measured by their KL to the 16-bit cache: one layer's K or
@@ -47,9 +50,13 @@ class ProfileSpec:
     kl_group_size: Literal[32, 64, 128] | None = None
     kl_samples: SizeOrNone = 3
     kl_tokens: Annotated[Tokens, Field(ge=2)] = 512
+    # Left out of JSON by default, as a format's quantizer.
+    quantizers: Annotated[tuple[str, ...], Field(exclude_if=lambda names: names == (UNIFORM,))] = (UNIFORM,)
 
     def __post_init__(self) -> None:
-        for name in ("num_bits", "k_axes", "group_sizes", "kl_num_bits"):
+        for quantizer, bits, axis, size in product(self.quantizers, self.num_bits, self.k_axes, self.group_sizes):
+            Format(bits, axis, size, quantizer=quantizer)  # ValueError for one that cannot be stored
+        for name in ("num_bits", "k_axes", "group_sizes", "kl_num_bits", "quantizers"):
             if getattr(self, name) == ():
                 raise ValueError(f"{name} is empty, expected one or more")
         for name, measured, allowed in (
@@ -87,12 +94,20 @@ class CacheSpec:
         """The first token predicted from a quantized page, which is written with the token two before it."""
         return self.num_sink_tokens + max(self.k_recent_window, self.v_recent_window) + PAGE_TOKENS + 1
 
-    def format(self, side: Side, num_bits: int, axis: str, group_size: int) -> Format:
+    def format(self, side: Side, num_bits: int, axis: str, group_size: int, quantizer: str = UNIFORM) -> Format:
         """The Format of a candidate under this cache."""
         if num_bits == RAW.num_bits:
             return RAW
         window = self.k_recent_window if side == "k" else self.v_recent_window
-        return Format(num_bits, axis, group_size, self.num_sink_tokens, window, self.param_dtype)  # type: ignore[arg-type]
+        return Format(
+            num_bits,  # type: ignore[arg-type]
+            axis,  # type: ignore[arg-type]
+            group_size,  # type: ignore[arg-type]
+            self.num_sink_tokens,
+            window,
+            self.param_dtype,
+            quantizer=quantizer,
+        )
 
 
 @dataclass(frozen=True, config=STRICT)

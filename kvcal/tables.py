@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from kvcal.charts.evaluation import table_rows
+from kvcal.pages import LAYOUTS
 from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, bare_layers, plan_record
 from kvcal.quantities import format_bytes
 from kvcal.run.pipeline import Result
@@ -25,14 +26,7 @@ def format_name(fmt: Format) -> str:
     if fmt.num_bits == 16:
         return "16"
     bits = ">".join(str(fmt.start_bits >> n) for n in range(len(fmt.shrink_at) + 1))
-    name = f"{bits} lattice d{fmt.lattice_dim}" if fmt.lattice_dim else f"{bits} {fmt.axis} g{fmt.group_size}"
-    if fmt.boost is not None:
-        name += "".join(
-            f" +{100 * tier.share:g}%@{tier.num_bits}" + ("" if tier.above is None else f">{tier.above:g}")
-            for tier in fmt.boost.tiers
-        )
-        name += f" {fmt.boost.score}"
-    return name
+    return f"{bits} {LAYOUTS[fmt.layout_name].label(fmt)}"
 
 
 def side_name(layer: LayerPlan, side: Side) -> str:

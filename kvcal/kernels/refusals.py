@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvcal.kernels.macros import page_layout
+from kvcal.kernels.macros import SCORES, page_layout
 from kvcal.kernels.variants import stored_form
+from kvcal.pages import LAYOUTS
 from kvcal.plan.format import SIDES, Format, Side
 from kvcal.plan.layer import LayerPlan
 
@@ -28,6 +29,10 @@ def storage_refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
         yield "its channels are chosen by all queries so far; a static cache knows those since the page before"
     for side in SIDES:
         for fmt in plan.formats(side):
+            if not LAYOUTS[fmt.layout_name].has_kernels:
+                yield f"{side} pages are of the quantizer {fmt.quantizer!r}, which has no kernels"
+            if fmt.boost is not None and fmt.boost.score not in SCORES and not fmt.keeps_queries:
+                yield f"{side} channels are chosen by the score {fmt.boost.score!r}, which has no kernels"
             if not fmt.shrink_at:
                 continue
             form = stored_form(plan, side, fmt)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvcal.geometry import CacheDtype
-from kvcal.pages.layout import RAW_BITS, Layout, page_positions
+from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS, Layout, page_positions
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.shrink import convert
 from kvcal.pages.transforms import BeforeRope, Invertible, Residual, Transform
@@ -147,6 +147,14 @@ class PageCodec:
         undone; fp32, or the cache's dtype from 16-bit pages without transforms."""
         values = self._layout(num_bits).decode_pages(records, self.num_heads, self.operands)
         return values if prediction is None else Residual(prediction).undo(values)
+
+    def read_back(self, x: Tensor) -> Tensor:
+        """x [n, 128 P, D], keys after RoPE or values behind the sinks -> [n, 128 P, D] as its P pages are read, at the
+        format's final bits and without queries or prediction."""
+        pages = x.unflatten(1, (-1, PAGE_TOKENS)).transpose(0, 1)
+        page_index, num_bits = torch.arange(len(pages), device=x.device), self.format.num_bits
+        values = self.restore(self.decode(self.encode(pages, page_index, num_bits), num_bits), page_index)
+        return values.transpose(0, 1).flatten(1, 2)
 
     def restore(self, stored: Tensor, page_index: Tensor, num_bits: int | None = None) -> Tensor:
         """What :meth:`decode` returned -> keys after RoPE, or values. ``num_bits``: as there, None for the format's

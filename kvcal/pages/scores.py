@@ -36,8 +36,8 @@ HASH_FACTOR = 0x45D9F3B
 
 @dataclass(frozen=True)
 class Page:
-    """Input of a score: ``keys`` [..., 128, D] fp64, after RoPE; ``page`` and ``head``, the page's index in its sequence
-    and the KV head's in its layer, integers or int64 [...]."""
+    """Input of a score: ``keys`` [..., 128, D] fp64 after RoPE; indices of the ``page`` in its sequence and the KV
+    ``head`` in its layer, integers or int64 [...]."""
 
     keys: Tensor
     page: int | Tensor

@@ -235,4 +235,4 @@ class PageLayout(Layout):
         if self._group_dim == -1:
             params = params.transpose(-1, -2)
         params = torch.nn.functional.pad(params, (0, self._param_shape[1] - params.shape[-1]))
-        return params.contiguous().view(torch.uint8).flatten(-2)
+        return params.clone(memory_format=torch.contiguous_format).view(torch.uint8).flatten(-2)

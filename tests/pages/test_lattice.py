@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import os
 import subprocess
@@ -170,22 +169,6 @@ def test_layouts_without_a_lattice_are_refused(num_bits, dim, width, message):
     with pytest.raises(UsageError, match=message) as caught:
         LatticeLayout(num_bits, dim, width, "float16")
     assert caught.value.hint
-
-
-@pytest.mark.parametrize("width", [20, 128])
-@pytest.mark.parametrize(("num_bits", "dim"), ALL_FORMATS)
-def test_pages_of_a_batch_are_encoded_independently(num_bits, dim, width):
-    layout, signs = LatticeLayout(num_bits, dim, width, "float16"), random_signs(width, seed=4)
-    pages = torch.stack([random_page(width, seed) for seed in range(6)]).unflatten(0, (2, 3))
-    records = layout.encode(pages, grid_of(layout), signs)
-    decoded = layout.decode(records, grid_of(layout), signs)
-    for row, page in itertools.product(range(2), range(3)):
-        alone = layout.encode(pages[row, page].float(), grid_of(layout), signs)
-        assert torch.equal(records[row, page], alone)
-        assert torch.equal(decoded[row, page], layout.decode(alone, grid_of(layout), signs))
-    assert torch.equal(layout.decode(records[:, 1:], grid_of(layout), signs), decoded[:, 1:])
-    empty = layout.encode(pages[:, :0], grid_of(layout), signs)
-    assert layout.decode(empty, grid_of(layout), signs).shape == (2, 0, PAGE, width)
 
 
 @pytest.mark.parametrize("heads", [1, 3])

@@ -11,7 +11,6 @@ import oracles
 import pytest
 import torch
 
-from kvcal.errors import NonFiniteActivations
 from kvcal.pages.layout import NUM_BITS, PAGE_TOKENS, page_positions
 from kvcal.pages.uniform import PageLayout
 
@@ -132,26 +131,3 @@ def test_codes_of_3_and_4_bits_are_two_planes(num_bits, parts):
         offset += len(expected)
     assert layout.plane_sizes == tuple(PAGE_TOKENS * 64 * width // 8 for _, width in parts)
     assert codes.max() == 2**num_bits - 1
-
-
-@pytest.mark.parametrize(("side", "axis"), SIDE_AXES)
-@pytest.mark.parametrize("dim", [16, 80])
-def test_pages_of_a_batch_are_encoded_independently(side, axis, dim):
-    layout = layout_of(side, 3, axis, 64, dim)
-    pages = torch.stack([random_page(dim, seed) for seed in range(6)]).unflatten(0, (2, 3))
-    records = layout.encode(pages)
-    decoded = layout.decode(records)
-    for row, page in itertools.product(range(2), range(3)):
-        alone = layout.encode(pages[row, page])
-        assert torch.equal(records[row, page], alone)
-        assert torch.equal(decoded[row, page], layout.decode(alone))
-    assert layout.decode(records[:, :0]).shape == (2, 0, PAGE_TOKENS, dim)
-
-
-@pytest.mark.parametrize(("side", "axis"), SIDE_AXES)
-@pytest.mark.parametrize("position", [(0, 0), (127, 19), (64, 7)])
-def test_nan_anywhere_in_a_page_is_refused(side, axis, position):
-    page = random_page(20)
-    page[position] = float("nan")
-    with pytest.raises(NonFiniteActivations):
-        layout_of(side, 2, axis, 64, 20).encode(page)

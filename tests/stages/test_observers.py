@@ -96,7 +96,7 @@ def quantization_error(x_TD: np.ndarray, candidate: Candidate, sinks: int) -> np
     """Q(x) - x of one head with a float16 scale and zero, one number at a time, fp32 as the specification says."""
     error = np.zeros(x_TD.shape)
     T, D = x_TD.shape
-    bits, axis, size = candidate
+    bits, axis, size, _ = candidate
     blocks = [range(a, min(a + PAGE_TOKENS, T)) for a in range(sinks, T, PAGE_TOKENS)]
     for block in blocks:
         if axis == "channel":
@@ -140,7 +140,7 @@ def test_errors_are_bit_for_bit_those_of_a_packed_page(side: str, head_dim: int)
     x_NTD[2, 5] = -3.0  # constant along channels
     errors = {}
     for wanted in ALL[side]:
-        layout = PageLayout(side, *wanted, head_dim, "float16", "bfloat16")
+        layout = PageLayout(side, *wanted[:3], head_dim, "float16", "bfloat16")
         rounded = x_NTD.bfloat16()
         errors[wanted] = (layout.decode(layout.encode(rounded)) - rounded.float()).abs().double()
     for channel in (0, 2, 15, head_dim - 1):
@@ -363,9 +363,11 @@ def test_keys_too_large_for_the_scales_are_refused_with_layer_and_sample() -> No
 
 def test_candidates_have_one_order_and_only_axes_that_exist() -> None:
     assert candidates("k", (4, 2), ("token", "channel"), (64,)) == (
-        (2, "channel", 64), (2, "token", 64), (4, "channel", 64), (4, "token", 64),
+        Candidate(2, "channel", 64), Candidate(2, "token", 64), Candidate(4, "channel", 64), Candidate(4, "token", 64),
     )  # fmt: skip
-    assert candidates("v", (2,), ("channel",), (128, 32)) == ((2, "token", 32), (2, "token", 128))
+    assert candidates("v", (2,), ("channel",), (128, 32)) == (Candidate(2, "token", 32), Candidate(2, "token", 128))
+    both = candidates("v", (2,), ("token",), (32,), ("uniform", "other"))
+    assert both == (Candidate(2, "token", 32), Candidate(2, "token", 32, "other"))
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from kvcal.stages import divergence, profile
 from kvcal.stages.allocate import allocate
 from kvcal.stages.divergence import divergences, one_side_plan, unquantized_plan
 from kvcal.stages.profile.observers import GradientPass
+from kvcal.stages.profile.sensitivity import Candidate
 
 SPEC = ProfileSpec(
     num_bits=(2, 4), group_sizes=(32, 64), kl_group_size=64, kl_num_bits=(2, 4), kl_samples=2, kl_tokens=175
@@ -144,13 +145,14 @@ def test_losses_name_every_candidate_per_head_or_per_layer(finished) -> None:
     found, _ = finished
     by_head = found.losses("sensitivity", 1, "k")
     assert list(by_head) == list(found.setup.candidates("k"))
-    assert by_head[2, "channel", 32] == found.sensitivity(1, "k")[:, 0].tolist()
+    assert by_head[Candidate(2, "channel", 32)] == found.sensitivity(1, "k")[:, 0].tolist()
     assert all(len(losses) == 2 for losses in by_head.values())
     assert found.losses("kl", 1, "v") == {
-        (2, "token", 64): [float(found.kl(1, "v")[0])],
-        (4, "token", 64): [float(found.kl(1, "v")[1])],
+        Candidate(2, "token", 64): [float(found.kl(1, "v")[0])],
+        Candidate(4, "token", 64): [float(found.kl(1, "v")[1])],
     }
-    for bits_2, bits_4 in zip(by_head[2, "token", 32], by_head[4, "token", 32], strict=True):
+    by_bits = [by_head[Candidate(num_bits, "token", 32)] for num_bits in (2, 4)]
+    for bits_2, bits_4 in zip(*by_bits, strict=True):
         assert bits_2 > 3 * bits_4  # 15 levels against 3: about 5 times
 
 
@@ -293,7 +295,7 @@ def test_importance_is_the_score_times_the_relative_error(finished) -> None:
             place = captured.layer, side
             energy[place] = energy.get(place, 0.0) + float(x_NTD.double().square().sum())
             for candidate in found.setup.candidates(side):
-                bits, axis, size = candidate
+                bits, axis, size, _ = candidate
                 dim = -2 if axis == "channel" else -1
                 decoded = dequantize(*quantize(x_NTD, bits, size, dim, torch.float16), size, dim)
                 error = float((decoded - x_NTD).double().square().sum())
@@ -324,9 +326,9 @@ def test_candidates_are_the_recipe_s_and_no_others(tmp_path: Path) -> None:
     spec = ProfileSpec(num_bits=(4, 2), k_axes=("token",), group_sizes=(32, 64), kl_samples=1, kl_tokens=170)
     found = run(tmp_path, spec=spec, data=data_of(170))
     for side in SIDES:
-        wanted = set(product((2, 4), ("token",), (32, 64)))
+        wanted = set(product((2, 4), ("token",), (32, 64), ("uniform",)))
         assert set(found.setup.candidates(side)) == wanted
-        assert set(found.setup.kl_candidates(side)) == set(product((2, 4), ("token",), (64,)))
+        assert set(found.setup.kl_candidates(side)) == set(product((2, 4), ("token",), (64,), ("uniform",)))
     for objective in ("sensitivity", "kl", "combined"):
         for bits in range(5, 16):
             budget = AllocateSpec(bits=float(bits), batch=1, context=65536, objective=objective)

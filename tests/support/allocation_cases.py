@@ -23,7 +23,7 @@ Loss = Callable[[int, Side, Candidate], float]
 
 def halving(layer: int, side: Side, candidate: Candidate) -> float:
     """Later layers, values and few bits lose more; keys per token lose more than per channel."""
-    num_bits, axis, group_size = candidate
+    num_bits, axis, group_size, _ = candidate
     return (layer + (2 if side == "v" else 1 + (axis == "token"))) * group_size / 4.0**num_bits
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.plan.format import RAW, SIDES, Format, Side
+from kvcal.plan.format import RAW, SIDES, UNIFORM, Format, Side
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.plan import Workload
 from kvcal.recipe import AllocateSpec, CacheSpec
@@ -145,9 +145,7 @@ class _Problem:
         costs[RAW] = [0.0] * layer.attention.num_kv_heads
         dim, cache_dtype, lengths = layer.head_dim(side), self.geometry.cache_dtype, self.workload.lengths
         return {
-            f"{fmt.num_bits}-{fmt.axis}-{fmt.group_size}": _Cost(
-                fmt, fmt.nbytes(side, 1, dim, cache_dtype, lengths), loss
-            )
+            _option_name(fmt): _Cost(fmt, fmt.nbytes(side, 1, dim, cache_dtype, lengths), loss)
             for fmt, loss in costs.items()
         }
 
@@ -185,3 +183,8 @@ class _Problem:
                 layer = LayerPlan(layer.geometry, k, v)
             layers.append(layer)
         return tuple(layers)
+
+
+def _option_name(fmt: Format) -> str:
+    quantizer = "" if fmt.quantizer == UNIFORM else f"-{fmt.quantizer}"
+    return f"{fmt.num_bits}-{fmt.axis}-{fmt.group_size}{quantizer}"

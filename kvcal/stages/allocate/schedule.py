@@ -27,7 +27,7 @@ from kvcal.errors import InfeasibleBudget
 from kvcal.geometry import CacheDtype
 from kvcal.pages.layout import RAW_BITS
 from kvcal.pages.shrink import Shift
-from kvcal.plan.format import SIDES, Format
+from kvcal.plan.format import SIDES, UNIFORM, Format
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.plan import Workload
 from kvcal.quantities import format_bytes
@@ -40,7 +40,7 @@ NEVER = 1 << 40
 
 def can_shrink(fmt: Format) -> bool:
     """Whether pages of this format may begin with 16 bits."""
-    return fmt.num_bits in NARROWER_BITS and fmt.boost is None and fmt.lattice_dim is None
+    return fmt.num_bits in NARROWER_BITS and fmt.layout_name == UNIFORM
 
 
 def progressive_layers(

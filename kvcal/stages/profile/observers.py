@@ -155,7 +155,13 @@ class GradientPass:
         cache_dtype = CACHE_DTYPES[self._geometry.cache_dtype]
         try:
             errors[place] = quantization_errors(
-                x_BNTD[0], g_BNTD[0], self._candidates[side], self._num_sink_tokens, cache_dtype, self._param_dtype
+                x_BNTD[0],
+                g_BNTD[0],
+                self._candidates[side],
+                self._num_sink_tokens,
+                cache_dtype,
+                self._param_dtype,
+                side,
             )
         except NonFiniteActivations as error:
             raise NonFiniteActivations(f"{name} in sample {sample}: {error.message}", error.hint) from error

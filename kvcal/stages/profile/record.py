@@ -76,13 +76,14 @@ class ProfileSetup:
 
     def candidates(self, side: Side) -> tuple[Candidate, ...]:
         """The candidates whose sensitivity is measured: the columns of ``Profile.sensitivity``."""
-        return candidates(side, self.spec.num_bits, self.spec.k_axes, self.spec.group_sizes)
+        return candidates(side, self.spec.num_bits, self.spec.k_axes, self.spec.group_sizes, self.spec.quantizers)
 
     def kl_candidates(self, side: Side) -> tuple[Candidate, ...]:
         """Those of ``candidates`` whose KL is measured: the columns of ``Profile.kl``; none without ``kl_samples``."""
         if self.spec.kl_samples == 0:
             return ()
-        return candidates(side, self.spec.kl_bits, self.spec.k_axes[:1], (self.spec.kl_group,))
+        spec = self.spec
+        return candidates(side, spec.kl_bits, spec.k_axes[:1], (spec.kl_group,), spec.quantizers)
 
     def totals(self) -> dict[str, TensorSpec]:
         """The sum of every statistic by name."""

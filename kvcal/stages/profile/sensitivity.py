@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations
-from kvcal.pages.layout import AXES
+from kvcal.pages.codec import PageCodec
+from kvcal.pages.layout import AXES, PAGE_TOKENS
+from kvcal.plan.format import UNIFORM, Format, Side
 
 
 class Errors(NamedTuple):
@@ -35,20 +37,25 @@ class Errors(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A way to store one side of a layer: ``axis`` and ``group_size`` as in plan.Format."""
+    """A way to store one side of a layer, with the fields of a Format."""
 
     num_bits: int
     axis: str
     group_size: int
+    quantizer: str = UNIFORM
 
 
 def candidates(
-    side: str, num_bits: Iterable[int], k_axes: Iterable[str], group_sizes: Iterable[int]
+    side: str,
+    num_bits: Iterable[int],
+    k_axes: Iterable[str],
+    group_sizes: Iterable[int],
+    quantizers: Iterable[str] = (UNIFORM,),
 ) -> tuple[Candidate, ...]:
     """All candidates below 16 bits of ``side`` ("k" or "v"), in a fixed order; values take the axes they have."""
     bits, groups = sorted(set(num_bits)), sorted(set(group_sizes))
     axes = sorted(set(k_axes)) if side == "k" else AXES[side]
-    return tuple(Candidate(b, axis, g) for b in bits for axis in axes for g in groups)
+    return tuple(Candidate(b, axis, g, q) for q in quantizers for b in bits for axis in axes for g in groups)
 
 
 def quantization_errors(
@@ -58,6 +65,7 @@ def quantization_errors(
     num_sink_tokens: int,
     cache_dtype: torch.dtype,
     param_dtype: torch.dtype,
+    side: Side = "k",
 ) -> Errors:
     """The errors of every candidate in ``formats``, on the device of x; zero where all tokens are sinks.
 
@@ -75,7 +83,13 @@ def quantization_errors(
     if x_NTD.shape[1] == 0:
         return Errors(weighted_NC, squared_C, energy)
     columns_of: dict[tuple[str, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for column, (num_bits, axis, size) in enumerate(formats):
+    for column, (num_bits, axis, size, quantizer) in enumerate(formats):
+        if quantizer != UNIFORM:
+            fmt = Format(num_bits, axis, size, param_dtype=_name(param_dtype), quantizer=quantizer)  # type: ignore[arg-type]
+            error_NTD = (_read_back(fmt, side, x_NTD, _name(cache_dtype)) - x_NTD).abs()
+            squared_C[column] = _squares(error_NTD)
+            weighted_NC[:, column] = error_NTD.mul_(weight_NTD).sum(-1).sum(-1, dtype=torch.float64)
+            continue
         # Groups longer than a token's channels are all the same group.
         columns_of[axis, min(size, x_NTD.shape[2]) if axis == "token" else size][num_bits].append(column)
     for (axis, size), columns_of_bits in columns_of.items():
@@ -123,6 +137,24 @@ def _group_errors(
         squared = _squares(error.flatten(dim - 1, dim).narrow(dim, 0, length))
         errors.append((error.mul_(weight).sum(-1).flatten(1).sum(-1, dtype=torch.float64), squared))
     return errors
+
+
+def _read_back(fmt: Format, side: Side, x_NTD: Tensor, cache_dtype: str) -> Tensor:
+    """x as pages of ``fmt`` are read, fp32; the last, partial page is filled up with its last token."""
+    heads, length, dim = x_NTD.shape
+    operands = {
+        operand: layout.make_tensor(operand, seed=0).to(x_NTD.device)
+        for layout in [fmt.layout(side, heads, dim, cache_dtype, fmt.num_bits)]
+        for operand in layout.plan_tensors("")
+    }
+    codec = PageCodec(side, fmt, slice(0, heads), dim, cache_dtype, operands=operands)  # type: ignore[arg-type]
+    missing = -length % PAGE_TOKENS
+    filled = torch.cat([x_NTD, x_NTD[:, -1:].expand(-1, missing, -1)], dim=1)
+    return codec.read_back(filled)[:, :length].float()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _squares(x_NTD: Tensor) -> Tensor:

@@ -1,0 +1,192 @@
+"""The contract of ``kvcal.pages.LAYOUTS``, over cases of each layout: exact bytes, a bounded error, the same bytes
+of a page in any batch and on a GPU, and nothing stored that is not finite."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from test_pages import SIDE_AXES, random_page
+from torch import Tensor
+
+from kvcal.errors import NonFiniteActivations
+from kvcal.pages import LAYOUTS
+from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS, Layout, noted_in
+from kvcal.plan.format import Boost, Format, Side, Tier
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "layouts.json").read_text())
+KITTY = Boost("magnitude", (Tier(4, 0.125),))
+MIXKVQ = Boost("magnitude", (Tier(16, 0.05, 1.5), Tier(4, 0.125, 0.6)))
+THREE_TIERS = Boost("magnitude", (Tier(16, 0.2, 1.7), Tier(8, 0.15, 1.2), Tier(4, 0.3)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """``error``: bound of the squared error, relative to the page's energy."""
+
+    format: Format
+    side: Side
+    head_dim: int
+    error: float
+    num_heads: int = 2
+    cache_dtype: str = "bfloat16"
+
+    @property
+    def layout(self) -> Layout:
+        return self.format.layout(self.side, self.num_heads, self.head_dim, self.cache_dtype, self.format.num_bits)
+
+    def __str__(self) -> str:
+        fmt, bits = self.format, f"{self.format.num_bits} {LAYOUTS[self.format.layout_name].label(self.format)}"
+        return f"{self.side} {bits} {fmt.param_dtype} {self.num_heads}x{self.head_dim} {self.cache_dtype}"
+
+
+# A layout without a case fails the first test below.
+CASES: dict[str, list[Case]] = {
+    "uniform": [
+        *(
+            Case(Format(bits, axis, size, param_dtype=param), side, dim, errors[axis == "token"])
+            for (side, axis), (bits, size, param, dim, *errors) in itertools.product(
+                SIDE_AXES,
+                [
+                    (1, 32, "float16", 16, 2.2, 0.07),  # groups with an outlier are half at their minimum
+                    (2, 64, "float32", 80, 0.2, 0.3),
+                    (3, 64, "float16", 80, 0.04, 0.14),
+                    (3, 64, "bfloat16", 16, 0.04, 0.03),
+                    (4, 128, "float16", 128, 0.012, 0.06),
+                    (8, 32, "float16", 20, 3e-5, 3e-5),
+                ],
+            )
+        ),
+        *(Case(Format(16), "v", 20, 0.0, cache_dtype=dtype) for dtype in ("bfloat16", "float32")),
+    ],
+    "tiered": [
+        Case(Format(2, "channel", 128, boost=KITTY), "k", 20, 0.3),
+        Case(Format(2, "channel", 64, boost=KITTY), "k", 80, 0.2),
+        Case(Format(2, "channel", 128, boost=KITTY), "k", 128, 0.21),
+        Case(Format(2, "channel", 64, boost=MIXKVQ), "k", 80, 0.2),
+        Case(Format(2, "channel", 32, param_dtype="bfloat16", boost=MIXKVQ), "k", 64, 0.2, cache_dtype="float16"),
+        Case(Format(2, "channel", 128, boost=THREE_TIERS), "k", 20, 0.2, cache_dtype="float16"),
+        Case(Format(4, "channel", 64, boost=Boost("range", (Tier(8, 0.1),))), "k", 64, 0.01, cache_dtype="float32"),
+    ],
+    "lattice": [
+        Case(Format(bits, lattice_dim=dim, param_dtype=param), side, width // heads, error, heads)
+        for (bits, dim, error), (side, width, heads, param) in itertools.product(
+            [(2, 2, 0.15), (3, 2, 0.05), (4, 2, 0.015), (2, 4, 0.14)],
+            [("k", 20, 1, "float16"), ("v", 128, 2, "float16"), ("k", 96, 3, "bfloat16"), ("v", 1024, 8, "float32")],
+        )
+    ],
+}
+EVERY = [case for cases in CASES.values() for case in cases]
+CODED = [case for case in EVERY if case.format.num_bits != RAW_BITS]
+
+
+def test_every_layout_has_cases_and_every_case_is_of_its_layout() -> None:
+    assert CASES.keys() == LAYOUTS.keys()
+    for name, cases in CASES.items():
+        assert cases and all(type(case.layout) is LAYOUTS[name] for case in cases)
+
+
+def pages_of(case: Case, num_pages: int = 3) -> Tensor:
+    """[M, n, 128, D] bf16 with outlier and constant channels and a constant token."""
+    shape = num_pages, case.num_heads
+    pages = [random_page(case.head_dim, seed) for seed in range(num_pages * case.num_heads)]
+    return torch.stack(pages).unflatten(0, shape)
+
+
+def operands_of(case: Case, num_pages: int = 3) -> dict[str, Tensor]:
+    """The plan's tensors, and scores in quarters, with many ties."""
+    operands = {name: case.layout.make_tensor(name, seed=3) for name in case.layout.plan_tensors("layers.0.k")}
+    generator = torch.Generator().manual_seed(7)
+    scores = torch.randint(0, 9, (num_pages, case.num_heads, case.head_dim), generator=generator).double() / 4
+    return operands | ({"scores": scores} if case.format.boost is not None else {})
+
+
+def part_of(operands: dict[str, Tensor], pages: slice) -> dict[str, Tensor]:
+    return {name: tensor[pages] if name == "scores" else tensor for name, tensor in operands.items()}
+
+
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_a_record_has_its_bytes_and_reads_as_the_page_within_the_formats_error(case: Case) -> None:
+    x, layout = pages_of(case), case.layout
+    records = layout.encode_pages(x, operands_of(case))
+    num_records = layout.records_per_page(case.num_heads)
+    assert (records.dtype, tuple(records.shape)) == (torch.uint8, (3, num_records, layout.record_bytes))
+    assert layout.record_bytes % 16 == 0
+    fmt = case.format
+    values = 3 * case.num_heads * PAGE_TOKENS * case.head_dim
+    assert records.numel() * 8 >= values * fmt.num_bits
+    decoded = layout.decode_pages(records, case.num_heads, operands_of(case))
+    assert decoded.shape == x.shape and decoded.isfinite().all()
+    error = (decoded.double() - x.double()).square().sum() / x.double().square().sum()
+    assert error.item() <= case.error
+    length = 3 * PAGE_TOKENS  # the one cost function counts these bytes
+    held = fmt.nbytes(case.side, case.num_heads, case.head_dim, case.cache_dtype, [length])
+    unquantized = fmt.nbytes(case.side, case.num_heads, case.head_dim, case.cache_dtype, [0])
+    assert held - unquantized == records.numel()
+
+
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_pages_of_a_batch_are_encoded_independently(case: Case) -> None:
+    x, layout, operands = pages_of(case), case.layout, operands_of(case)
+    before = x.clone()
+    records = layout.encode_pages(x, operands)
+    decoded = layout.decode_pages(records, case.num_heads, operands)
+    assert torch.equal(x, before)
+    for page in range(3):
+        own = part_of(operands, slice(page, page + 1))
+        alone = layout.encode_pages(x[page : page + 1].float(), own)
+        assert torch.equal(alone, records[page : page + 1])
+        assert torch.equal(layout.decode_pages(alone, case.num_heads, own), decoded[page : page + 1])
+    strided = layout.encode_pages(x.repeat_interleave(2, -1)[..., ::2], operands)
+    assert torch.equal(strided, records)
+    nothing = layout.encode_pages(x[:0], part_of(operands, slice(0, 0)))
+    assert nothing.shape == (0, *records.shape[1:])
+    assert layout.decode_pages(nothing, case.num_heads, operands).shape == (0, *x.shape[1:])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("case", CODED, ids=str)
+def test_numbers_that_are_not_finite_are_refused_anywhere(case: Case, value: float) -> None:
+    layout, operands = case.layout, operands_of(case)
+    for place in ((0, 0, 0, 0), (2, -1, 127, -1), (1, -1, 64, 7)):
+        x = pages_of(case)
+        x[place] = value
+        with pytest.raises(NonFiniteActivations, match="cannot be (quantized|stored)") as caught:
+            layout.encode_pages(x, operands)
+        assert caught.value.exit_code == 4 and caught.value.hint
+        flag = torch.tensor([1], dtype=torch.int32)
+        with noted_in(flag, 4):
+            layout.encode_pages(x, operands)
+        assert flag.item() == 5
+
+
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_golden_records(case: Case) -> None:
+    """Page of (37 token + 11 channel) mod 64 - 20, in eighths: what a file or a process packed must read the same."""
+    assert digest_of(case) == GOLDEN[str(case)]
+
+
+def digest_of(case: Case) -> str:
+    token, channel = torch.arange(PAGE_TOKENS).unsqueeze(1), torch.arange(case.num_heads * case.head_dim)
+    row = ((37 * token + 11 * channel) % 64 - 20) / 8
+    x = row.unflatten(1, (case.num_heads, -1)).transpose(0, 1).unsqueeze(0)
+    records = case.layout.encode_pages(x, operands_of(case, num_pages=1))
+    return hashlib.sha256(bytes(records.flatten().tolist())).hexdigest()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_a_gpu_writes_and_reads_the_same_bytes(case: Case) -> None:
+    layout, operands = case.layout, operands_of(case)
+    on_device = {name: tensor.cuda() for name, tensor in operands.items()}
+    for x in (pages_of(case), pages_of(case).float() / 3):
+        records = layout.encode_pages(x, operands)
+        found = layout.encode_pages(x.cuda(), on_device)
+        assert torch.equal(found.cpu(), records)
+        decoded = layout.decode_pages(found, case.num_heads, on_device)
+        assert torch.equal(decoded.cpu(), layout.decode_pages(records, case.num_heads, operands))
