@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcal.models.load import LoadedModel
 from kvcal.models.rope import RotaryMap
 from kvcal.models.taps import Captured, tap
-from kvcal.pages.rope_table import rotate
+from kvcal.pages.transforms import rotate
 from kvcal.stages.reparam.search import lambda_of
 from kvcal.stages.reparam.statistics import KeyStatistics, calibration_inputs
 

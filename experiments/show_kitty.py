@@ -139,7 +139,7 @@ def page_table(head_dims: Sequence[int]) -> list[dict[str, int]]:
                     "base": sum(layout.plane_sizes),
                     "high": sum(map(sum, layout.high_sizes)),
                     "scales and zeros": 2 * layout.param_size,
-                    "index": layout.index_size,
+                    "index": layout.head_dim,
                     "page": layout.record_bytes,
                 }
             )

@@ -4,12 +4,12 @@ A grid of n points in d dimensions stores a vector of N(0, I) as the index of it
 optimum when each is the mean of the vectors nearest to it, which is what Lloyd's algorithm iterates. Measured error per
 dimension: 0.1077 (d = 2, n = 16), 0.0298 (2, 64), 0.0078 (2, 256), 0.0969 (4, 256).
 
-How a grid is made. The vectors are a quasi-random sequence (Roberts' additive recurrence with the generalized golden
-ratio) through the inverse normal distribution function. The first points are some of these, spread by
-sqrt((d + 2) / d): the density of an optimal grid is the Gaussian's to the power d / (d + 2). Then every batch of new
-vectors moves the points a shrinking part of the way to that batch's means (competitive learning, CLVQ, in batches).
-Batches never repeat, so the points cannot fit one sample, and their differences shake the grid out of poor optima:
-Lloyd's algorithm on one sample ends 1.5 % worse at (2, 256). A few of its steps on a large sample finish.
+The vectors are a quasi-random sequence (Roberts' additive recurrence with the generalized golden ratio) through the
+inverse normal distribution function. The first points are some of these, spread by sqrt((d + 2) / d): the density of an
+optimal grid is the Gaussian's to the power d / (d + 2). Then every batch of new vectors moves the points a shrinking
+part of the way to that batch's means (competitive learning, CLVQ, in batches); batches never repeat, and their
+differences shake the grid out of poor optima: Lloyd's algorithm on one sample ends 1.5 % worse at (2, 256). A few of
+its steps finish.
 
 The same bits on any machine: vectors and points are multiples of 2^-16, so sums of them are exact in fp64 in any order,
 and distances are single fp32 operations. A grid takes some seconds on one core, so it is kept in the user's cache

@@ -110,7 +110,6 @@ class LatticeLayout(Layout):
 
     @property
     def plane_sizes(self) -> tuple[int, ...]:
-        """Bytes of each plane."""
         return plane_sizes(PAGE_TOKENS, self._columns, self.num_bits * self.lattice_dim)
 
     @property
@@ -137,21 +136,16 @@ class LatticeLayout(Layout):
         return _signs(self.width, seed) if operand == "signs" else _grid(self.lattice_dim, self.num_points)
 
     def encode_pages(self, x: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
-        return self.encode_heads(x, operands["grid"], operands["signs"])
+        rows = x.transpose(1, 2).flatten(-2)
+        return self.encode(rows, operands["grid"], operands["signs"]).unsqueeze(1)
 
     def decode_pages(self, records: Tensor, num_heads: int, operands: Mapping[str, Tensor]) -> Tensor:
-        return self.decode_heads(records, num_heads, operands["grid"], operands["signs"])
+        rows = self.decode(records.squeeze(1), operands["grid"], operands["signs"])
+        return rows.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
     def encode(self, x: Tensor, grid: Tensor, signs: Tensor) -> Tensor:
-        """Pages to records, all on one device.
-
-        Args:
-            x: [..., 128, width], any float dtype. grid: [num_points, lattice_dim] fp32. signs: [width] int8.
-        Returns:
-            [..., record_bytes] uint8.
-        Raises:
-            NonFiniteActivations: NaN or infinity, or a norm that ``param_dtype`` cannot hold.
-        """
+        """x [..., 128, width], any float dtype; grid [num_points, lattice_dim] fp32; signs [width] int8, all on one
+        device -> records [..., record_bytes] uint8."""
         assert grid.shape == (self.num_points, self.lattice_dim) and signs.shape == (self.width,)
         rotated = rotate(x, signs).unflatten(-1, (self.num_groups, self.group_size))
         scale = self._scale(rotated)
@@ -166,18 +160,14 @@ class LatticeLayout(Layout):
     def decode(self, records: Tensor, grid: Tensor, signs: Tensor) -> Tensor:
         """Inverse of :meth:`encode`: [..., record_bytes] uint8 -> [..., 128, width] fp32."""
         assert grid.shape == (self.num_points, self.lattice_dim) and signs.shape == (self.width,)
-        codes, scale = self._fields(records)
+        offset = sum(self.plane_sizes)
+        codes = unpack_planes(records[..., :offset], PAGE_TOKENS, self._columns, self.num_bits * self.lattice_dim)
+        codes = codes[..., : self._num_vectors]
+        by_group = records[..., offset : offset + self.param_size].contiguous().view(PARAM_DTYPES[self.param_dtype])
+        scale = by_group.unflatten(-1, (self.num_groups, PAGE_TOKENS)).transpose(-1, -2)
         points = grid.index_select(0, codes.flatten().int()).view(*codes.shape[:-1], self.width)
         rotated = points.unflatten(-1, (self.num_groups, self.group_size)) * scale.float().unsqueeze(-1)
         return unrotate(rotated.flatten(-2), signs)
-
-    def encode_heads(self, x: Tensor, grid: Tensor, signs: Tensor) -> Tensor:
-        """As :meth:`encode`: x [M, n, 128, D], n D = ``width``, -> [M, 1, record_bytes], one record for all heads."""
-        return self.encode(x.transpose(1, 2).flatten(-2), grid, signs).unsqueeze(1)
-
-    def decode_heads(self, records: Tensor, num_heads: int, grid: Tensor, signs: Tensor) -> Tensor:
-        """Inverse of :meth:`encode_heads`: [M, 1, record_bytes] -> [M, n, 128, D] fp32."""
-        return self.decode(records.squeeze(1), grid, signs).unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
     def _scale(self, rotated: Tensor) -> Tensor:
         """rotated [..., num_groups, group_size] fp32 -> norm / sqrt(group_size) [..., num_groups] in ``param_dtype``.
@@ -197,10 +187,3 @@ class LatticeLayout(Layout):
             hint="check the model's outputs; a norm too large for float16 fits with param_dtype = 'bfloat16'",
         )
         return scale
-
-    def _fields(self, records: Tensor) -> tuple[Tensor, Tensor]:
-        """codes [..., 128, width / lattice_dim] uint8, scale [..., 128, num_groups] in ``param_dtype``."""
-        offset = sum(self.plane_sizes)
-        codes = unpack_planes(records[..., :offset], PAGE_TOKENS, self._columns, self.num_bits * self.lattice_dim)
-        scale = records[..., offset : offset + self.param_size].contiguous().view(PARAM_DTYPES[self.param_dtype])
-        return codes[..., : self._num_vectors], scale.unflatten(-1, (self.num_groups, PAGE_TOKENS)).transpose(-1, -2)

@@ -9,16 +9,14 @@ values probably are, so that only the residual needs bits (AQUA-KV, section 3.2)
               [O, ceil(F / group_size)];  bias [O] in the cache's dtype:  W = (code - 8) scale.  Symmetric: weights of
               a regression scatter about 0, and a zero a group would cost half a bit a weight at group_size 32.
 
-Encoder and decoder, whatever their batch, device or library, must get the same prediction to the last bit: the next
-layer's residual builds on it, and pages must be the same bytes everywhere. A matrix product in floating point does not
-give that, since its sums are taken in another order for another shape. So the product is exact. Columns of W have their
-largest number brought to about 1 by powers of two, by which x is multiplied, so that a number of x counts for what it
-can contribute, be it a channel of keys in the hundreds or of values below one. Then a row of x becomes integers of at
-most 2^14 with a power of two of its own, a row of W likewise, and a dot product of at most 2^15 of them stays below
-2^43, where fp64 adds integers without rounding, in any order. What this rounds away of either, 2^-14 of the row's
-largest contribution, the encoder knows of: it is in the residual, far below one that pays. An integer has two digits to
-the base of 256, each a signed byte, so that tensor cores can give the same sums from products of bytes
-(kvcal.kernels.predict), many times as fast as fp64, which is slow on all but data-centre GPUs.
+Encoder and decoder, whatever their batch, device or library, must compute the same prediction to the last bit: the next
+layer's residual builds on it, and pages must be the same bytes everywhere. Sums of a floating-point product are taken
+in another order for another shape, so the product here is exact. Powers of two bring the largest number of every column
+of W to about 1, and x is multiplied by them, so that a number of x counts for what it can contribute. Then a row of x
+becomes integers of at most 2^14 with a power of two of its own, a row of W likewise, and a dot product of at most 2^15
+of them stays below 2^43, where fp64 adds integers without rounding, in any order. What this rounds away, 2^-14 of the
+row's largest contribution, is in the residual. An integer has two digits to the base of 256, each a signed byte: tensor
+cores get the same sums from products of bytes (kvcal.kernels.predict), many times as fast as fp64 on most GPUs.
 
 Left out: MLPs (the paper finds them marginally better at 3.3 times the size).
 """

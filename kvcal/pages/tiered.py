@@ -96,8 +96,8 @@ class TieredLayout(Layout):
             raise UsageError(f"tiers of {bits} bits over {self.num_bits}, expected {BOOSTED_BITS} over {BASE_BITS}")
         if [*bits, self.num_bits] != sorted({*bits, self.num_bits}, reverse=True):
             raise UsageError(f"tiers of {bits} bits over {self.num_bits}, expected fewer bits from each to the next")
-        if any(not 1 <= room <= self.head_dim for _, room, _ in self.tiers):
-            rooms = [room for _, room, _ in self.tiers]
+        rooms = [room for _, room, _ in self.tiers]
+        if not all(1 <= room <= self.head_dim for room in rooms):
             raise UsageError(f"tiers have room for {rooms} of {self.head_dim} channels, expected 1 to {self.head_dim}")
         if self.num_slots > MAX_SLOTS:
             raise UsageError(
@@ -118,7 +118,6 @@ class TieredLayout(Layout):
 
     @property
     def plane_sizes(self) -> tuple[int, ...]:
-        """Bytes of each base plane."""
         return plane_sizes(PAGE_TOKENS, padded_channels(self.head_dim), self.num_bits)
 
     @property
@@ -142,11 +141,6 @@ class TieredLayout(Layout):
         return groups * padded_channels(self.head_dim) * PARAM_DTYPES[self.param_dtype].itemsize
 
     @property
-    def index_size(self) -> int:
-        """Bytes of the index."""
-        return self.head_dim
-
-    @property
     def record_bytes(self) -> int:
         """Bytes of one page of one KV head, everything included."""
         return aligned_size(sum(self._field_sizes))
@@ -155,7 +149,7 @@ class TieredLayout(Layout):
     def _field_sizes(self) -> tuple[int, ...]:
         """Base planes, high planes of each tier, 16-bit values, scale, zero, index."""
         high = (sum(sizes) for sizes in self.high_sizes)
-        return sum(self.plane_sizes), *high, self.raw_size, self.param_size, self.param_size, self.index_size
+        return sum(self.plane_sizes), *high, self.raw_size, self.param_size, self.param_size, self.head_dim
 
     def encode_pages(self, x: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
         return self.encode(x, operands["scores"])
@@ -164,11 +158,7 @@ class TieredLayout(Layout):
         return self.decode(records)
 
     def encode(self, x: Tensor, scores: Tensor) -> Tensor:
-        """Keys x [..., 128, head_dim] and their scores [..., head_dim] -> records [..., record_bytes] uint8.
-
-        Raises:
-            NonFiniteActivations: NaN or infinity in keys or scores, or a range that ``param_dtype`` cannot hold.
-        """
+        """Keys x [..., 128, head_dim] and their scores [..., head_dim] -> records [..., record_bytes] uint8."""
         index, channels = self._select(scores)
         base = self._quantize(x.masked_fill((index != NO_SLOT).unsqueeze(-2), 0.0), self.num_bits)
         parts, high, raw = [base], [], []
@@ -179,7 +169,9 @@ class TieredLayout(Layout):
                 parts.append(self._quantize(torch.zeros_like(values), self.num_bits))  # code, scale and zero of 0
             else:
                 parts.append(self._quantize(values, bits))
-                high += self._high_planes(bits, parts[-1][0])
+                padded = (0, self.padded_slots(bits, values.shape[-1]) - values.shape[-1])
+                above = torch.nn.functional.pad(parts[-1][0] >> self.num_bits, padded)
+                high += pack_planes(above, bits - self.num_bits)
         every = torch.arange(self.head_dim, device=x.device)
         source = torch.where(index == NO_SLOT, every, self.head_dim + index)
         codes, scale, zero = (_gather(torch.cat(tensors, dim=-1), source) for tensors in zip(*parts, strict=True))
@@ -254,14 +246,8 @@ class TieredLayout(Layout):
         per_byte = 8 // min(packing.plane_widths(num_bits - self.num_bits))
         return -(-room // per_byte) * per_byte
 
-    def _high_planes(self, num_bits: int, codes: Tensor) -> list[Tensor]:
-        """Codes [..., 128, room] of a tier of ``num_bits`` -> its high planes."""
-        room = codes.shape[-1]
-        padded = torch.nn.functional.pad(codes >> self.num_bits, (0, self.padded_slots(num_bits, room) - room))
-        return pack_planes(padded, num_bits - self.num_bits)
-
     def _high_codes(self, num_bits: int, room: int, packed: Tensor) -> Tensor:
-        """Inverse of :meth:`_high_planes`: [..., 128, room]; zeros for 16 bits, whose ``packed`` is empty."""
+        """High planes of a tier -> [..., 128, room]; zeros for 16 bits, whose ``packed`` is empty."""
         if num_bits == RAW_BITS:
             return packed.new_zeros(*packed.shape[:-1], PAGE_TOKENS, room)
         columns = self.padded_slots(num_bits, room)

@@ -49,7 +49,7 @@ def num_groups(length: int, group_size: int) -> int:
 def quantize(
     x: Tensor, num_bits: int, group_size: int, dim: int, param_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize groups of ``group_size`` consecutive values along ``dim`` (negative).
+    """Quantize groups of ``group_size`` consecutive values along ``dim`` (negative), the last one as long as it is.
 
     Args:
         x: [..., C, ...] with C at ``dim``, any float dtype; converted to fp32.
@@ -58,44 +58,24 @@ def quantize(
     Raises:
         NonFiniteActivations: a group's scale or zero is not finite in ``param_dtype``.
     """
-    length = x.shape[dim]
-    full = length // group_size * group_size
-    sizes = [(0, full, group_size)] if full else []
-    if full < length:
-        sizes.append((full, length - full, length - full))
-    parts = [
-        _quantize_equal(x.narrow(dim, start, count).unflatten(dim, (-1, size)), num_bits, dim, param_dtype)
-        for start, count, size in sizes
-    ]
-    if len(parts) == 1:
-        return parts[0]
-    codes, scale, zero = (torch.cat(tensors, dim=dim) for tensors in zip(*parts, strict=True))
-    return codes, scale, zero
-
-
-def _quantize_equal(
-    grouped: Tensor, num_bits: int, dim: int, param_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """grouped [..., G, g, ...], the pair (G, g) standing where ``dim`` of the result is."""
-    inner = dim  # counted from the end, unflattening leaves the group's members at the same negative index
-    grouped = grouped.float()
+    grouped = _grouped(x.float(), group_size, dim)
     # On the device, not a Python number: CUDA divides by a number as a product with its rounded reciprocal, and the
     # codes would differ from a CPU's.
     levels = grouped.new_full((), 2**num_bits - 1)
-    minimum, maximum = torch.aminmax(grouped, dim=inner, keepdim=True)
+    minimum, maximum = torch.aminmax(grouped, dim=dim, keepdim=True)
     minimum, maximum = minimum + 0.0, maximum + 0.0  # which of -0 and 0 is the smaller differs between devices
     zero = minimum.to(param_dtype)
     scale = ((maximum - minimum) / levels).to(param_dtype)
     require_finite(
         scale.sum(dtype=torch.float64) + zero.sum(dtype=torch.float64),
-        f"keys or values cannot be quantized: a group of {grouped.shape[inner]} values holds NaN, infinity, "
+        f"keys or values cannot be quantized: a group of {grouped.shape[dim]} values holds NaN, infinity, "
         f"or a range beyond {str(param_dtype).removeprefix('torch.')}",
         hint="check the model's outputs; a range too large for float16 fits with param_dtype = 'bfloat16'",
     )
     step = scale.float()
     steps = (grouped - zero.float()) / torch.where(step == 0, torch.inf, step)
     codes = steps.round_().clamp_(0.0, 2.0**num_bits - 1).to(torch.uint8)
-    return codes.flatten(dim - 1, dim), scale.squeeze(inner), zero.squeeze(inner)
+    return codes.flatten(dim - 1, dim).narrow(dim, 0, x.shape[dim]), scale.squeeze(dim), zero.squeeze(dim)
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, group_size: int, dim: int) -> Tensor:
@@ -103,13 +83,19 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, group_size: int, dim:
 
     x' = (q s) + z with both roundings: a fused multiply-add would differ between devices.
     """
-    length = codes.shape[dim]
-    scale, zero = scale.float(), zero.float()
-    if length % group_size:
-        group_of = torch.arange(length, device=codes.device) // group_size
-        return codes.float().mul_(scale.index_select(dim, group_of)).add_(zero.index_select(dim, group_of))
-    values = codes.unflatten(dim, (-1, group_size)).float()
-    return values.mul_(scale.unsqueeze(dim)).add_(zero.unsqueeze(dim)).flatten(dim - 1, dim)
+    values = _grouped(codes.float(), group_size, dim)
+    values = values.mul_(scale.float().unsqueeze(dim)).add_(zero.float().unsqueeze(dim))
+    return values.flatten(dim - 1, dim).narrow(dim, 0, codes.shape[dim])
+
+
+def _grouped(x: Tensor, group_size: int, dim: int) -> Tensor:
+    """x [..., C, ...] -> [..., G, g, ...], the members g at ``dim``. A shorter last group is filled up with its own
+    last value, which moves neither minimum nor maximum."""
+    size = min(group_size, x.shape[dim])
+    missing = -x.shape[dim] % size
+    if missing:
+        x = torch.cat([x, x.narrow(dim, x.shape[dim] - 1, 1).repeat_interleave(missing, dim)], dim)
+    return x.unflatten(dim, (-1, size))
 
 
 @dataclass(frozen=True)
@@ -154,7 +140,6 @@ class PageLayout(Layout):
 
     @property
     def plane_sizes(self) -> tuple[int, ...]:
-        """Bytes of each plane."""
         return packing.plane_sizes(*self._plane_shape, self.num_bits)
 
     @property
@@ -179,11 +164,7 @@ class PageLayout(Layout):
         return self.decode(records)
 
     def encode(self, x: Tensor) -> Tensor:
-        """[..., 128, head_dim] -> records [..., record_bytes] uint8.
-
-        Raises:
-            NonFiniteActivations: NaN or infinity, or a range that ``param_dtype`` cannot hold.
-        """
+        """[..., 128, head_dim] -> records [..., record_bytes] uint8."""
         if self.num_bits == RAW_BITS:
             values = x.to(CACHE_DTYPES[self.cache_dtype]).contiguous()
             return join_fields([values.view(torch.uint8).flatten(-2)])
@@ -191,11 +172,7 @@ class PageLayout(Layout):
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[..., 128, head_dim] -> codes [..., rows, columns] uint8 in the order of the planes, without padded channels;
-        scale and zero as ``uniform.dequantize`` wants them. Not for 16 bits, which have none.
-
-        Raises:
-            NonFiniteActivations: NaN or infinity, or a range that ``param_dtype`` cannot hold.
-        """
+        scale and zero as :func:`dequantize` takes them. Not for 16 bits, which have none."""
         plane_order = x if self.side == "k" else x.transpose(-1, -2)
         param_dtype = PARAM_DTYPES[self.param_dtype]
         return quantize(plane_order, self.num_bits, self.group_size, self._group_dim, param_dtype)

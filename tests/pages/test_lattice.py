@@ -176,9 +176,9 @@ def test_heads_lie_side_by_side_in_a_row(heads):
     layout, signs = LatticeLayout(2, 2, heads * 20, "float16"), random_signs(heads * 20, seed=4)
     rows = torch.stack([random_page(heads * 20, seed) for seed in range(2)])
     by_head = torch.stack([rows[..., 20 * head : 20 * (head + 1)] for head in range(heads)], dim=1)
-    records = layout.encode_heads(by_head, grid_of(layout), signs)
+    records = layout.encode_pages(by_head, {"grid": grid_of(layout), "signs": signs})
     assert torch.equal(records, layout.encode(rows, grid_of(layout), signs)[:, None])
-    decoded = layout.decode_heads(records, heads, grid_of(layout), signs)
+    decoded = layout.decode_pages(records, heads, {"grid": grid_of(layout), "signs": signs})
     values = layout.decode(records[:, 0], grid_of(layout), signs)
     assert decoded.shape == (2, heads, PAGE, 20)
     for head in range(heads):

@@ -44,7 +44,7 @@ def random_scores(dim: int, seed: int = 0) -> torch.Tensor:
 def index_of(layout: TieredLayout, record: torch.Tensor) -> list[int]:
     """The index, at the end of the record but for its padding."""
     fields = sum(layout.plane_sizes) + sum(map(sum, layout.high_sizes)) + layout.raw_size + 2 * layout.param_size
-    return record[fields : fields + layout.index_size].tolist()
+    return record[fields : fields + layout.head_dim].tolist()
 
 
 def assert_stored_as_the_oracle_says(layout: TieredLayout, page: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def test_a_page_of_kitty_has_the_bytes_of_the_paper():
     """Tensor_2bits (128, 128), Tensor_High_2bits (16, 128), scale and zero, Boost_IDX_uint8 (128)."""
     layout = layout_of(KITTY, 128)
     assert layout.plane_sizes == (4096,) and layout.high_sizes == ((512,),)
-    assert (2 * layout.param_size, layout.index_size, layout.raw_size) == (512, 128, 0)
+    assert (2 * layout.param_size, layout.head_dim, layout.raw_size) == (512, 128, 0)
     assert layout.record_bytes == 4096 + 512 + 512 + 128
 
 
