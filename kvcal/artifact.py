@@ -59,8 +59,8 @@ _MAKE_AGAIN = "delete the file and run the stage that makes it again"
 
 @dataclass(frozen=True)
 class Artifact:
-    """``kind`` and ``schema`` (a version, counted up per kind) say how to read it; ``inputs`` is a flat dict
-    from field to JSON value, what it was made from; ``body`` is JSON; ``tensors`` any dtypes and shapes."""
+    """Content of a file of ``kind`` in version ``schema``. ``inputs``: a flat dict from field to JSON value of what it
+    was made from; ``body``: JSON; ``tensors``: any dtypes and shapes."""
 
     kind: str
     schema: int
@@ -85,12 +85,7 @@ def sha256_json(obj: Any) -> str:
 def to_bytes(artifact: Artifact) -> bytes:
     """The file's bytes: the same in any process for the same content. ArtifactError on non-finite content."""
     _check_finite(artifact.tensors, f"the {artifact.kind} artifact to write")
-    head = {
-        "kind": artifact.kind,
-        "schema": artifact.schema,
-        "inputs": artifact.inputs,
-        "body": artifact.body,
-    }
+    head = {"kind": artifact.kind, "schema": artifact.schema, "inputs": artifact.inputs, "body": artifact.body}
     # Cloned: safetensors refuses tensors that share memory, and a view would otherwise depend on its base.
     tensors = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -148,6 +143,17 @@ def remove_stale(folder: Path) -> None:
                 path.unlink()
 
 
+def read_bytes(path: str | Path, kind: str) -> bytes:
+    """The bytes of a regular file. ArtifactError when there is none, or the system refuses."""
+    require_file(path, ArtifactError)
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        raise ArtifactError(f"no {kind} at {path}: the file does not exist", "run the stage that makes it") from None
+    except OSError as error:
+        raise ArtifactError(f"cannot read {path}: {error.strerror}", "check the path") from error
+
+
 def read(path: str | Path, kind: str, schema: int) -> Artifact:
     """Reads and verifies an artifact of this ``kind`` and ``schema``; tensors come on the CPU, in own memory.
 
@@ -155,16 +161,7 @@ def read(path: str | Path, kind: str, schema: int) -> Artifact:
     has other metadata than the one key, its JSON is not canonical, its kind, schema version or digest
     differs, or a tensor holds NaN or infinity.
     """
-    path = Path(path)
-    require_file(path, ArtifactError)
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError as error:
-        raise ArtifactError(
-            f"no {kind} artifact at {path}: the file does not exist", hint="run the stage that makes it"
-        ) from error
-    except OSError as error:
-        raise ArtifactError(f"cannot read {path}: {error.strerror}", hint="check the path") from error
+    path, data = Path(path), read_bytes(path, f"{kind} artifact")
     try:
         tensors = safetensors.torch.load(data)
     except safetensors.SafetensorError as error:

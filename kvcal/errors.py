@@ -1,4 +1,4 @@
-"""Every error a user can meet, one class per kind, each with a stable exit code; and a warning.
+"""Every error for users, one class per kind, each with a stable exit code; and a warning.
 
 A message names the value, the place and the allowed set; the optional hint says what to do next.
 """
@@ -58,4 +58,4 @@ class KernelError(KvcalError):
 
 
 class SlowPath(UserWarning):
-    """What was asked for is served, but not by the fast kernels."""
+    """A warning: a request is served, but not by the fast kernels."""

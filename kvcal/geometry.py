@@ -1,4 +1,4 @@
-"""What a model caches, layer by layer: plain facts that the plan, the runtime and the stages share.
+"""The cache of a model, layer by layer: plain facts that the plan, the runtime and the stages share.
 
 The adapter (``kvcal.models``) reads them off a model; a plan carries them, so that the runtime can refuse
 a model of another shape without loading anything else.
@@ -70,7 +70,7 @@ class Geometry:
 
 @dataclass(frozen=True, config=STRICT)
 class ModelIdentity:
-    """Which model: an id without machine paths, and the sha256 of its configuration, weights and tokenizer."""
+    """A model: an id without machine paths, and the sha256 of its configuration, weights and tokenizer."""
 
     id: str
     model_type: str

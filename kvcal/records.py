@@ -20,7 +20,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from kvcal.artifact import differing_input, require_file, require_shallow, sha256_json, write_text_atomic
+from kvcal.artifact import differing_input, read_bytes, require_shallow, sha256_json, write_text_atomic
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.strict import dump, findings, parse
 
@@ -126,13 +126,8 @@ def read_json(path: str | Path, kind: str, schema: int, record: type[Record], hi
     Raises:
         ArtifactError: missing, unreadable, not JSON, of another kind or version, corrupt, or as ``record_of``.
     """
-    require_file(path, ArtifactError)
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-    except FileNotFoundError:
-        raise ArtifactError(f"no {kind} at {path}: the file does not exist", "run the stage that makes it") from None
-    except OSError as refused:
-        raise ArtifactError(f"cannot read {path}: {refused.strerror}", "check the path") from None
+        content = json.loads(read_bytes(path, kind).decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as broken:
         raise ArtifactError(f"{path} is truncated or not JSON: {broken}", hint) from None
     require_shallow(content, path)

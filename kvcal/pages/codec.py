@@ -157,8 +157,7 @@ class PageCodec:
         return values.transpose(0, 1).flatten(1, 2)
 
     def restore(self, stored: Tensor, page_index: Tensor, num_bits: int | None = None) -> Tensor:
-        """What :meth:`decode` returned -> keys after RoPE, or values. ``num_bits``: as there, None for the format's
-        own."""
+        """Output of :meth:`decode` -> keys after RoPE, or values. ``num_bits``: as there, None for the format's own."""
         for transform in self._transforms(page_index, self.format.num_bits if num_bits is None else num_bits):
             stored = transform.undo(stored)
         return stored

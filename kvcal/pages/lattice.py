@@ -160,11 +160,7 @@ class LatticeLayout(Layout):
     def decode(self, records: Tensor, grid: Tensor, signs: Tensor) -> Tensor:
         """Inverse of :meth:`encode`: [..., record_bytes] uint8 -> [..., 128, width] fp32."""
         assert grid.shape == (self.num_points, self.lattice_dim) and signs.shape == (self.width,)
-        offset = sum(self.plane_sizes)
-        codes = unpack_planes(records[..., :offset], PAGE_TOKENS, self._columns, self.num_bits * self.lattice_dim)
-        codes = codes[..., : self._num_vectors]
-        by_group = records[..., offset : offset + self.param_size].contiguous().view(PARAM_DTYPES[self.param_dtype])
-        scale = by_group.unflatten(-1, (self.num_groups, PAGE_TOKENS)).transpose(-1, -2)
+        codes, scale = self.fields(records)
         points = grid.index_select(0, codes.flatten().int()).view(*codes.shape[:-1], self.width)
         rotated = points.unflatten(-1, (self.num_groups, self.group_size)) * scale.float().unsqueeze(-1)
         return unrotate(rotated.flatten(-2), signs)
@@ -187,3 +183,10 @@ class LatticeLayout(Layout):
             hint="check the model's outputs; a norm too large for float16 fits with param_dtype = 'bfloat16'",
         )
         return scale
+
+    def fields(self, records: Tensor) -> tuple[Tensor, Tensor]:
+        """codes [..., 128, width / lattice_dim] uint8, scale [..., 128, num_groups] in ``param_dtype``."""
+        offset = sum(self.plane_sizes)
+        codes = unpack_planes(records[..., :offset], PAGE_TOKENS, self._columns, self.num_bits * self.lattice_dim)
+        scale = records[..., offset : offset + self.param_size].contiguous().view(PARAM_DTYPES[self.param_dtype])
+        return codes[..., : self._num_vectors], scale.unflatten(-1, (self.num_groups, PAGE_TOKENS)).transpose(-1, -2)

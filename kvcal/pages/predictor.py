@@ -117,7 +117,7 @@ class LinearPredictor:
         return cls(shape, {name.removeprefix(f"{prefix}."): tensor for name, tensor in found.items()})
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
-        """By their names in a plan: the inverse of :meth:`from_tensors`."""
+        """The inverse of :meth:`from_tensors`."""
         return {f"{prefix}.{name}": tensor for name, tensor in self.stored.items()}
 
     def to(self, device: torch.device | str) -> LinearPredictor:

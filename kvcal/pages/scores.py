@@ -34,7 +34,7 @@ HASH_BITS = 32
 HASH_FACTOR = 0x45D9F3B
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Page:
     """Input of a score: ``keys`` [..., 128, D] fp64 after RoPE; indices of the ``page`` in its sequence and the KV
     ``head`` in its layer, integers or int64 [...]."""
@@ -57,19 +57,11 @@ class Score:
 def channel_scores(
     score: str, k_post: Tensor, query_mean: Tensor | None = None, page: int | Tensor = 0, head: int | Tensor = 0
 ) -> Tensor:
-    """k_post [..., 128, D], any float dtype -> scores [..., D] fp64, higher is more important.
-
-    Args:
-        score: a key of ``SCORES``.
-        query_mean: mean |Q_post| of every channel, [..., D] or what expands to it; for scores with queries only.
-        page: index of the page in its sequence, an integer or int64 [...]; for ``random`` only.
-        head: index of the KV head, like ``page``.
-    Raises:
-        UsageError: a score with queries without ``query_mean``.
-    """
-    found = SCORES[score]
-    scores = found.of(Page(k_post.double(), page, head))
-    if not found.needs_queries:
+    """k_post [..., 128, D], any float dtype -> its scores by the key ``score`` of SCORES, [..., D] fp64.
+    ``query_mean``: mean |Q_post| of every channel, [..., D] or what expands to it; UsageError where it is needed and
+    None. ``page`` and ``head``: as in Page."""
+    scores = SCORES[score].of(Page(k_post.double(), page, head))
+    if not SCORES[score].needs_queries:
         return scores
     if query_mean is None:
         raise UsageError(

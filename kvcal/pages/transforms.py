@@ -66,7 +66,7 @@ class BeforeRope:
 
 @dataclass(frozen=True, eq=False)
 class Residual:
-    """What ``prediction`` [M, n, 128, D] fp32 leaves, fp32."""
+    """Keys or values less their ``prediction`` [M, n, 128, D], fp32."""
 
     prediction: Tensor
 

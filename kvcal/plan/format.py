@@ -1,4 +1,4 @@
-"""How the keys, or the values, of KV heads are stored, and the exact bytes that takes.
+"""Formats of the keys, or the values, of KV heads, and the exact bytes that they take.
 
 A ``Format`` is the unit of choice of every allocation. A sequence is cut, from its first token on, into sinks (first
 tokens, unquantized), pages of 128 quantized tokens, and a buffer of unquantized tokens which always holds at least the
@@ -61,7 +61,7 @@ class Tier:
 
 @dataclass(frozen=True, config=STRICT)
 class Boost:
-    """Which channels of every page of keys get more bits: the best by ``score``, tier by tier, from most bits to
+    """Channels of every page of keys that get more bits: the best by ``score``, tier by tier, from most bits to
     fewest; decided anew for every page."""
 
     score: str

@@ -1,5 +1,5 @@
-"""How one caching layer of a model is stored: a Format for its keys and its values, and the transforms of its pages,
-of which a prediction is one."""
+"""One caching layer of a model in a plan: a Format for its keys and its values, and the transforms of its pages, of
+which a prediction is one."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ SCHEMA = 2
 
 @dataclass(frozen=True, config=STRICT)
 class Workload:
-    """What a budget is for: ``batch`` sequences of ``context`` tokens each."""
+    """The load that a budget is for: ``batch`` sequences of ``context`` tokens each."""
 
     batch: int
     context: int
@@ -71,7 +71,7 @@ class Workload:
 
 @dataclass(frozen=True, config=STRICT)
 class _Body:
-    """What of a plan is JSON."""
+    """The JSON part of a plan."""
 
     model: ModelIdentity
     cache_dtype: CacheDtype
@@ -82,7 +82,7 @@ class _Body:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A validated plan. ``provenance`` says what it was made from: recipe, seeds, data, library versions.
+    """A validated plan. ``provenance``: its recipe, seeds, data and library versions.
     ``tensors`` are those of the layers' transforms (see kvcal.plan.tensors); they count as bytes, too."""
 
     model: ModelIdentity
@@ -118,7 +118,7 @@ class Plan:
 
     @property
     def needs_queries(self) -> bool:
-        """Whether the cache must hear the model's queries (``kvcal.hear_queries``)."""
+        """Whether the cache needs the model's queries (``kvcal.hear_queries``)."""
         return any(fmt.needs_queries for layer in self.layers for fmt in layer.k)
 
     @property

@@ -246,7 +246,7 @@ def test_a_lattices_records_hold_random_codes_and_scales_of_their_own(lattice_di
     layout = LatticeLayout(2, lattice_dim, 96, "float16")
     records = torch.zeros(3, 2, 1, layout.record_bytes, dtype=torch.uint8)
     fill_lattice(records, layout, torch.Generator().manual_seed(0))
-    codes, scale = layout._fields(records)
+    codes, scale = layout.fields(records)
     assert len(codes.unique()) == layout.num_points
     assert scale.shape == (3, 2, 1, 128, 3) and scale.min() > 0.024 and scale.max() < 0.076
     assert len(scale.unique()) > 100

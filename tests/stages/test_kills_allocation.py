@@ -19,6 +19,7 @@ from kvcal.stages.allocate.budget import ModelSizes, resolve_budget, workspace_b
 from kvcal.stages.allocate.record import layer_bytes
 from kvcal.stages.checkpoint import Mean
 from kvcal.stages.profile.record import Profile, ProfileSetup
+from kvcal.stages.profile.sensitivity import Candidate
 
 IDENTITY = ModelIdentity("tests/tiny", "llama", "a" * 64, "b" * 64, "c" * 64)
 PAGED = tuple(AttentionGeometry(index, 4, 2, 32, 32) for index in (1, 2))
@@ -46,7 +47,7 @@ def loss_of(profile: Profile, allocation: Allocation) -> float:
     for layer, side in itertools.product((layer for layer in allocation.layers if layer.is_paged), SIDES):
         losses = profile.losses("sensitivity", layer.geometry.index, side)
         for head, fmt in enumerate(layer.head_formats(side)):
-            total += 0.0 if fmt == RAW else losses[fmt.num_bits, fmt.axis, fmt.group_size][head]
+            total += 0.0 if fmt == RAW else losses[Candidate(fmt.num_bits, fmt.axis, fmt.group_size)][head]
     return total
 
 
