@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from pydantic.dataclasses import dataclass as record
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -86,7 +88,7 @@ def measure_tasks(
     sequences = _sequences(loaded, spec, purpose)
     order = sorted(sequences, key=lambda s: s.prompt_T.numel() + s.expected_tokens)
     for first in range(0, len(order), spec.batch):
-        _generate(loaded, plan, order[first : first + spec.batch], order, spec.max_new_tokens, reporter)
+        _complete(loaded, plan, order[first : first + spec.batch], order, spec.max_new_tokens, reporter)
     return tuple(_result(loaded, task, [s for s in sequences if s.problem.task == task]) for task in spec.tasks)
 
 
@@ -99,12 +101,7 @@ def wilson_se(num_correct: int, num_problems: int) -> float:
 def _sequences(loaded: LoadedModel, spec: EvaluateSpec, purpose: Purpose) -> list[Sequence]:
     """All problems, encoded."""
     tokenizer = _tokenizer(loaded)
-    limits = {
-        "max_steps": spec.max_steps,
-        "max_size": spec.max_size,
-        "max_hops": spec.max_hops,
-        "max_digits": spec.max_digits,
-    }
+    limits = {name: getattr(spec, name) for name in ("max_steps", "max_size", "max_hops", "max_digits")}
     return [
         Sequence(problem, encode_problem(problem, tokenizer), len(tokenizer(problem.completion)["input_ids"]))
         for task in spec.tasks
@@ -112,10 +109,10 @@ def _sequences(loaded: LoadedModel, spec: EvaluateSpec, purpose: Purpose) -> lis
     ]
 
 
-def _generate(
+def _complete(
     loaded: LoadedModel,
     plan: Plan,
-    batch: list[Sequence],
+    active: list[Sequence],
     everything: list[Sequence],
     max_new_tokens: int,
     reporter: Reporter,
@@ -124,24 +121,16 @@ def _generate(
     tokenizer = _tokenizer(loaded)
     model: Any = loaded.model  # transformers declares no type for generate
     config = generation_config(model, tokenizer)
-    active = list(batch)
-    input_ids, mask = _left_padded([s.prompt_T for s in active], config.pad_token_id, model.device)
+    prompts = [sequence.prompt_T.to(model.device) for sequence in active]
+    input_ids = pad_sequence(prompts, True, config.pad_token_id, "left")
+    mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], True, 0, "left")
     left = _room(loaded, plan, input_ids.shape[1], max_new_tokens)
     cache = MirroredCache(plan, model.config, attention_mask=mask)
     while active and left:
         config.max_new_tokens = min(SEGMENT_TOKENS, left)
         width = input_ids.shape[1]
-        with serving(model, plan):
-            output = model.generate(
-                input_ids,
-                attention_mask=mask,
-                past_key_values=cache,
-                generation_config=config,
-                logits_processor=LogitsProcessorList([RefuseNaN()]),
-            )
+        output = generate_packed(cache, model, model.generate, config, input_ids, attention_mask=mask)
         left -= output.shape[1] - width
-        require_predicted_bytes(cache, plan)
-        cache.verify()
         for sequence, new in zip(active, output[:, width:].tolist(), strict=True):
             _extend(sequence, new, config.eos_token_id, tokenizer)
         keep = [row for row, sequence in enumerate(active) if not sequence.is_finished]
@@ -151,6 +140,24 @@ def _generate(
         active = [active[row] for row in keep]
         input_ids = output[keep]
         mask = torch.nn.functional.pad(mask[keep], (0, output.shape[1] - width), value=1)
+
+
+def generate_packed(
+    cache: MirroredCache,
+    model: PreTrainedModel,
+    generate: Callable[..., Tensor],
+    config: GenerationConfig,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Tokens [B, T] of ``generate(*args, **kwargs)``, which is ``model.generate`` or calls it, through ``cache``; then
+    the cache's bytes and its mirror are checked."""
+    refuse_nan = LogitsProcessorList([RefuseNaN()])
+    with serving(model, cache.plan):
+        output = generate(*args, **kwargs, past_key_values=cache, generation_config=config, logits_processor=refuse_nan)
+    require_predicted_bytes(cache, cache.plan)
+    cache.verify()
+    return output
 
 
 class RefuseNaN(LogitsProcessor):
@@ -205,17 +212,6 @@ def _result(loaded: LoadedModel, task: str, sequences: list[Sequence]) -> TaskRe
         generated_tokens=sum(len(s.completion) for s in sequences),
         lengths=tuple(s.prompt_T.numel() + len(s.completion) for s in sequences),
     )
-
-
-def _left_padded(prompts: list[Tensor], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """input_ids and attention_mask, both int64 [B, longest prompt]."""
-    width = max(prompt.numel() for prompt in prompts)
-    input_ids = torch.full((len(prompts), width), pad, dtype=torch.int64, device=device)
-    mask = torch.zeros_like(input_ids)
-    for row, prompt in enumerate(prompts):
-        input_ids[row, width - prompt.numel() :] = prompt
-        mask[row, width - prompt.numel() :] = 1
-    return input_ids, mask
 
 
 def _room(loaded: LoadedModel, plan: Plan, width: int, max_new_tokens: int) -> int:

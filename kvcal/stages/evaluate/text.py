@@ -56,15 +56,11 @@ class TextQuality:
 
 @dataclass(frozen=True, eq=False)
 class TextBatch:
-    """Sequences of equal length, so that their pages are written at the same tokens.
-
-    ``input_ids_BT`` int64; ``predicts_BT`` bool: the next token counts; ``index_BT``: the number of a predicting
-    position among all of the batch; ``sequences``: their numbers in the data set.
-    """
+    """Sequences of equal length, so that their pages are written at the same tokens: ``input_ids_BT`` int64;
+    ``predicts_TB`` bool: the next token counts; ``sequences``: their numbers in the data set."""
 
     input_ids_BT: Tensor
-    predicts_BT: Tensor
-    index_BT: Tensor
+    predicts_TB: Tensor
     sequences: tuple[int, ...]
 
 
@@ -77,15 +73,14 @@ def text_batches(data: TokenDataset, batch: int, device: torch.device) -> list[T
         for first in range(0, len(numbers), batch):
             chosen = tuple(numbers[first : first + batch])
             input_ids_BT = torch.stack([data.sequences[i] for i in chosen]).to(device)
-            masks_BT = torch.stack([data.loss_masks[i] for i in chosen]).to(device)
-            predicts_BT = torch.nn.functional.pad(masks_BT[:, 1:], (0, 1), value=False)
-            index_BT = predicts_BT.flatten().cumsum(0).view_as(predicts_BT) - 1
-            batches.append(TextBatch(input_ids_BT, predicts_BT, index_BT, chosen))
+            masks_TB = torch.stack([data.loss_masks[i] for i in chosen], dim=1).to(device)
+            predicts_TB = torch.nn.functional.pad(masks_TB[1:], (0, 0, 0, 1), value=False)
+            batches.append(TextBatch(input_ids_BT, predicts_TB, chosen))
     return batches
 
 
 class Reference:
-    """Logits of the unmodified model at every predicting position of a data set.
+    """Logits of the unmodified model at every predicting position of a data set, by token, then by sequence.
 
     One object serves all plans of an evaluation; it holds at most ``memory_limit`` bytes of them.
     """
@@ -100,32 +95,22 @@ class Reference:
         self._kept: dict[int, Tensor] = {}
 
     def reader(self, number: int) -> Callable[[int, int], Tensor]:
-        """For batch ``number``: (start, stop) -> logits [M, V] fp32 at the predicting positions of these columns, row
-        by row. To be called with adjoining intervals from 0 on."""
-        batch = self.batches[number]
+        """For batch ``number``: (start, stop) -> logits [M, V] fp32 at the predicting positions of these tokens. To be
+        called with adjoining intervals from 0 on."""
+        batch, cache = self.batches[number], DynamicCache(config=self.model.config)
+
+        def compute(start: int, stop: int) -> Tensor:
+            logits_BTV = self.model(input_ids=batch.input_ids_BT[:, start:stop], past_key_values=cache).logits
+            return logits_BTV.transpose(0, 1)[batch.predicts_TB[start:stop]].float()
+
         if not self.is_kept:
-            return self._lockstep(batch)
+            return compute
         if number not in self._kept:
-            compute, length = self._lockstep(batch), batch.input_ids_BT.shape[1]
-            kept: Tensor | None = None
-            for start in range(0, length, REFERENCE_CHUNK):
-                stop = min(length, start + REFERENCE_CHUNK)
-                part = compute(start, stop)
-                if kept is None:
-                    kept = part.new_empty(int(batch.predicts_BT.sum()), part.shape[-1])
-                kept[_positions(batch, start, stop)] = part
-            assert kept is not None
-            self._kept[number] = kept
-        return lambda start, stop: self._kept[number][_positions(batch, start, stop)]
-
-    def _lockstep(self, batch: TextBatch) -> Callable[[int, int], Tensor]:
-        cache = DynamicCache(config=self.model.config)
-
-        def read(start: int, stop: int) -> Tensor:
-            logits = self.model(input_ids=batch.input_ids_BT[:, start:stop], past_key_values=cache).logits
-            return logits[batch.predicts_BT[:, start:stop]].float()
-
-        return read
+            length = len(batch.predicts_TB)
+            starts = range(0, length, REFERENCE_CHUNK)
+            self._kept[number] = torch.cat([compute(start, min(length, start + REFERENCE_CHUNK)) for start in starts])
+        before = [0, *batch.predicts_TB.sum(1).cumsum(0).tolist()]
+        return lambda start, stop: self._kept[number][before[start] : before[stop]]
 
 
 @torch.inference_mode()
@@ -186,7 +171,7 @@ def require_predicted_bytes(cache: PlanCache, plan: Plan) -> None:
 def _token_values(text: TextBatch, start: int, logits_BTV: Tensor, reference_MV: Tensor) -> tuple[Tensor, Tensor]:
     """[M, 3] fp64 of every predicting position (negative log-likelihood, KL, agreement) and its row [M]."""
     stop = start + logits_BTV.shape[1]
-    rows, columns = text.predicts_BT[:, start:stop].nonzero(as_tuple=True)
+    columns, rows = text.predicts_TB[start:stop].nonzero(as_tuple=True)
     logits_MV = logits_BTV[rows, columns].float()
     targets = text.input_ids_BT[rows, columns + start + 1]
     nll = torch.nn.functional.cross_entropy(logits_MV, targets, reduction="none")
@@ -207,8 +192,3 @@ def _ratio(sums: Tensor, counts: Tensor) -> tuple[float, float | None]:
         return float(mean), None
     variance = n / (n - 1) * (sums - mean * counts).square().sum()
     return float(mean), float(variance.sqrt() / counts.sum())
-
-
-def _positions(text: TextBatch, start: int, stop: int) -> Tensor:
-    """Numbers of the predicting positions of these columns, row by row."""
-    return text.index_BT[:, start:stop][text.predicts_BT[:, start:stop]]
