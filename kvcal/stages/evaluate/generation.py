@@ -40,6 +40,8 @@ from kvcal.stages.evaluate.text import require_predicted_bytes
 from kvcal.strict import STRICT, Amount, Count, Share
 
 SEGMENT_TOKENS = 32
+# Whatever the model's own defaults are.
+PLAIN_DECODING: dict[str, Any] = {"num_beams": 1, "repetition_penalty": 1.0, "top_p": 1.0, "top_k": 50}
 _ANSWER_LINE = re.compile(r"^Answer: \S+[^\S\n]*\n", re.MULTILINE)
 
 
@@ -129,7 +131,7 @@ def _complete(
     while active and left:
         config.max_new_tokens = min(SEGMENT_TOKENS, left)
         width = input_ids.shape[1]
-        output = generate_packed(cache, model, model.generate, config, input_ids, attention_mask=mask)
+        output = generate_packed(cache, model, model.generate, input_ids, attention_mask=mask, generation_config=config)
         left -= output.shape[1] - width
         for sequence, new in zip(active, output[:, width:].tolist(), strict=True):
             _extend(sequence, new, config.eos_token_id, tokenizer)
@@ -146,15 +148,13 @@ def generate_packed(
     cache: MirroredCache,
     model: PreTrainedModel,
     generate: Callable[..., Tensor],
-    config: GenerationConfig,
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
     """Tokens [B, T] of ``generate(*args, **kwargs)``, which is ``model.generate`` or calls it, through ``cache``; then
     the cache's bytes and its mirror are checked."""
-    refuse_nan = LogitsProcessorList([RefuseNaN()])
     with serving(model, cache.plan):
-        output = generate(*args, **kwargs, past_key_values=cache, generation_config=config, logits_processor=refuse_nan)
+        output = generate(*args, **kwargs, past_key_values=cache, logits_processor=LogitsProcessorList([RefuseNaN()]))
     require_predicted_bytes(cache, cache.plan)
     cache.verify()
     return output
@@ -173,20 +173,13 @@ class RefuseNaN(LogitsProcessor):
 
 
 def generation_config(model: PreTrainedModel, tokenizer: Tokenizer) -> GenerationConfig:
-    """Plain greedy decoding, whatever the model's own defaults are; its end-of-sequence tokens are kept."""
+    """Plain greedy decoding, with the model's end-of-sequence tokens."""
     eos = model.generation_config.eos_token_id
     eos = tokenizer.eos_token_id if eos is None else eos
     ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     pad = next((i for i in (tokenizer.pad_token_id, *ends) if i is not None), 0)
     return GenerationConfig(
-        do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=50,
-        eos_token_id=ends or None,
-        pad_token_id=pad,
+        do_sample=False, temperature=1.0, eos_token_id=ends or None, pad_token_id=pad, **PLAIN_DECODING
     )
 
 

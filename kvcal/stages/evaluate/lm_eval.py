@@ -23,7 +23,7 @@ from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.specs import LM_EVAL
 from kvcal.stages.divergence import feed
-from kvcal.stages.evaluate.generation import generate_packed, generation_config
+from kvcal.stages.evaluate.generation import PLAIN_DECODING, generate_packed
 from kvcal.stages.evaluate.mirror import MirroredCache
 from kvcal.stages.evaluate.text import require_predicted_bytes
 
@@ -48,7 +48,7 @@ def packed_cache_lm(loaded: LoadedModel, plan: Plan, batch: int) -> Any:
 
     if loaded.tokenizer is None:
         raise UsageError(f"{loaded.source}: no tokenizer", hint="tasks cannot be posed without one")
-    model, config = loaded.model, generation_config(loaded.model, loaded.tokenizer)
+    model = loaded.model
 
     class PackedCacheLM(HFLM):
         """HFLM with a packed cache for every batch."""
@@ -67,8 +67,8 @@ def packed_cache_lm(loaded: LoadedModel, plan: Plan, batch: int) -> Any:
         def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
             """Tokens [B, T] of prompts and completions; ``settings`` hold the attention mask."""
             cache = MirroredCache(plan, model.config, attention_mask=settings["attention_mask"])
-            generate = super()._model_generate
-            return generate_packed(cache, model, generate, config, context, max_length, stop, **settings)
+            generate, settings = super()._model_generate, PLAIN_DECODING | settings
+            return generate_packed(cache, model, generate, context, max_length, stop, **settings)
 
     return PackedCacheLM(pretrained=model, tokenizer=loaded.tokenizer, batch_size=batch, softmax_dtype=torch.float32)
 
