@@ -1,18 +1,15 @@
-"""Hearing a model's attention: queries, keys and values of every attention call, while the model runs as ever.
+"""Observes a model's attention: queries, keys and values of every attention call, while its logits stay bit for bit.
 
-Two official hooks: an attention function registered with ``AttentionInterface`` that tells a listener, then calls
-what the model file would have called (its own eager function included), and the base implementation's mask function
-registered under the same name with ``AttentionMaskInterface`` (without it the mask would silently be None). Logits
-stay the same bit for bit, with and without a cache.
+Two official hooks: an attention function registered with ``AttentionInterface``, which hands the call to an observer
+and then computes what the model file would have computed (its own eager function included), and the base
+implementation's mask function, registered under the same name with ``AttentionMaskInterface`` (without it the mask
+would silently be None). Measurements (``kvcal.models.taps``) and plans that score channels by queries (MixKVQ, Eq. 6-8)
+both observe here.
 
-A context belongs to a model, and serves every thread that calls it. So it keeps nothing of a request: the cache is
-noted by thread (kvcal.cache.current), as a forward pass stays in the thread that began it.
+A context belongs to a model, and serves every thread that calls it. So it keeps nothing of a request.
 
-Both who measures (``kvcal.models.taps``) and who runs a plan that scores channels by the queries (MixKVQ, Eq. 6-8)
-listen here; nothing in this file knows of caches or plans.
-
-Left out: implementations other than sdpa and eager, whose masks come in other forms, and models that bypass
-AttentionInterface (Falcon, GPT-J, Bloom, MPT); both are refused.
+Left out: implementations other than sdpa and eager, whose masks have other forms, and models that bypass
+AttentionInterface (Falcon, GPT-J, Bloom, MPT): both are errors.
 """
 
 from __future__ import annotations
@@ -30,10 +27,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from kvcal.errors import UnsupportedModel, UsageError
 
-# What the model files call the AttentionInterface and the function they fall back to.
+# The model files' names of the AttentionInterface and of the function that they fall back to.
 INTERFACE, EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
 BASE_IMPLEMENTATIONS = ("sdpa", "eager")
-# How the names begin that are registered in their place.
+# The beginning of the names that are registered in their place.
 OURS = "kvcal_"
 
 # (attention module, q_post_BHTD, k_post_BNSD, v_BNSD): T new tokens' queries, after RoPE; keys and values of the S
@@ -43,27 +40,27 @@ OnCall = Callable[[nn.Module, Tensor, Tensor, Tensor], None]
 # (the base implementation's mask function, its arguments ...) -> a mask in the base implementation's form.
 MaskWrapper = Callable[..., Tensor | None]
 
-# Two threads must not both find a model free.
+# Held while implementations are read and set: two threads must not both find a model free.
 _ENTERING = threading.Lock()
 
-# Who hears a module's attention; holds entries only within ``listen``.
+# The observer of each module, within ``listen`` only.
 _LISTENING: dict[nn.Module, OnCall] = {}
+# The attention of each module, within ``substituted`` only.
+_SUBSTITUTES: dict[nn.Module, Callable[..., Any]] = {}
 
 
 @contextmanager
 def listen(model: PreTrainedModel, on_call: OnCall) -> Iterator[None]:
-    """Within the context, every attention call of the decoder reaches ``on_call`` just before it is computed, on
-    its way from the cache (if there is one): the keys and values are those that ``Cache.update`` returned.
-
-    The attention implementation is restored on exit, also after an error. ``on_call`` may raise: the forward ends
-    with its error. It is called in the thread of the forward.
+    """Within the context, ``on_call`` observes every attention call of the decoder just before it is computed: keys and
+    values as ``Cache.update`` returned them, if there is a cache. It is called in the thread of the forward, and may
+    raise: the forward ends with its error. The attention implementation is restored on exit, also after an error.
 
     Raises:
         UnsupportedModel: the model bypasses the attention interface, or does not let its implementation be set.
-        UsageError: the model is listened to already, or its attention is neither sdpa nor eager.
+        UsageError: the model is observed already, or its attention is neither sdpa nor eager.
     """
     modules = attention_modules(model)
-    with replaced_attention(model, OURS, _heard_attention):
+    with replaced_attention(model, OURS, _observed_attention):
         _LISTENING.update(dict.fromkeys(modules, on_call))
         try:
             yield
@@ -73,12 +70,23 @@ def listen(model: PreTrainedModel, on_call: OnCall) -> Iterator[None]:
 
 
 @contextmanager
+def substituted(module: nn.Module, attention: Callable[..., Any]) -> Iterator[None]:
+    """Within the context, which must be inside ``listen``, ``attention(module, q, k, v, ...)`` computes the module's
+    attention, unobserved."""
+    _SUBSTITUTES[module] = attention
+    try:
+        yield
+    finally:
+        del _SUBSTITUTES[module]
+
+
+@contextmanager
 def replaced_attention(
     model: PreTrainedModel, prefix: str, attention: Callable[..., Any], mask: MaskWrapper | None = None
 ) -> Iterator[None]:
-    """Within the context, ``attention(base, module, q, k, v, ...)`` computes the decoder's attention; ``base`` is the
-    implementation that it had, whose masks it is given, made by ``mask(base's function, ...)`` if there is one.
-    Restored on exit, also after an error.
+    """Within the context, ``attention(base, module, q, k, v, ...)`` computes the decoder's attention, with masks of
+    ``base``, the implementation that it had, made by ``mask(base's function, ...)`` if there is one. Restored on exit,
+    also after an error.
 
     Raises:
         UnsupportedModel: the model bypasses the attention interface, or does not let its implementation be set.
@@ -118,6 +126,12 @@ def require_base(model: PreTrainedModel) -> str:
     return base
 
 
+def base_attention(base: str, module: nn.Module) -> Callable[..., Any]:
+    """The function that the model file would call under the implementation ``base``."""
+    namespace = forward_of(module).__globals__
+    return namespace[INTERFACE].get_interface(base, namespace[EAGER])
+
+
 def attention_modules(model: PreTrainedModel) -> tuple[nn.Module, ...]:
     """The decoder's modules whose forward uses the attention interface, in the order of the model's modules.
 
@@ -146,15 +160,15 @@ def layer_index(module: nn.Module) -> int | None:
     return index if isinstance(index, int) else None
 
 
-def _heard_attention(base: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The registered attention function: tell the listener, then call what the model file would call under
-    ``base``."""
-    on_call = _LISTENING.get(module)  # None for a model that shares the configuration object and is not listened to
+def _observed_attention(base: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The registered attention function."""
+    substitute = _SUBSTITUTES.get(module)
+    if substitute is not None:
+        return substitute(module, *args, **kwargs)
+    on_call = _LISTENING.get(module)  # None for a model that shares the configuration object and is not observed
     if on_call is not None:
         on_call(module, *args[:3])
-    namespace = forward_of(module).__globals__
-    attention = namespace[INTERFACE].get_interface(base, namespace[EAGER])
-    return attention(module, *args, **kwargs)
+    return base_attention(base, module)(module, *args, **kwargs)
 
 
 def _set_implementations(model: PreTrainedModel, implementations: str | dict) -> None:

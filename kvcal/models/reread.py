@@ -1,12 +1,10 @@
-"""An attention block run again with other keys: what the model's own attention makes of keys read back from a cache.
+"""An attention block run again with other keys: the output of the model's own attention to keys read back from a cache.
 
-A calibration forward sees exact keys. To know what quantized ones do, the block's module is called again with the very
-arguments of the forward, and its attention call gets other keys for some (query, token) pairs: in decoding, a query
-reads from pages what was packed before it, and everything later exactly. Everything else is the model's own: scaling,
-GQA, soft caps, attention sinks, gates, the output projection.
-
-Queries are taken in segments which read the same tokens from pages, each over the tokens up to its end, so that all
-segments together cost one attention.
+A calibration forward has exact keys. In decoding, a query reads from pages what was packed before it, and everything
+later exactly. So the block's module is called again with the very arguments of the forward, and its attention call gets
+other keys for some (query, token) pairs. All else is the model's own: scaling, GQA, soft caps, attention sinks, gates,
+the output projection. Queries are taken in segments which read the same tokens from pages, each over the tokens up to
+its end, so that all segments together cost one attention.
 
 Left out: sliding-window layers (they stay unquantized), batches with padding (calibration runs one sequence at a time).
 """
@@ -20,14 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvcal.errors import UnsupportedModel
 from kvcal.geometry import Geometry
-from kvcal.models.attention import attention_modules, forward_of
+from kvcal.models.attention import attention_modules, base_attention, substituted
 from kvcal.models.taps import Captured, tap
-
-_REREAD = "kvcal_reread"
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +39,6 @@ class Segment:
 Reread = Callable[[Tensor, Sequence[Segment]], Tensor]
 OnBlock = Callable[[Captured, Reread], None]
 
-# What a module that runs again attends with; holds an entry only meanwhile.
-_READING: dict[nn.Module, Callable[..., tuple[Tensor, None]]] = {}
-
 
 @contextmanager
 def rereading(model: PreTrainedModel, on_block: OnBlock, geometry: Geometry) -> Iterator[None]:
@@ -60,9 +53,17 @@ def rereading(model: PreTrainedModel, on_block: OnBlock, geometry: Geometry) -> 
     def run_block(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: object) -> None:
         if len(captured) != 1:
             raise UnsupportedModel(f"{type(module).__name__} attends {len(captured)} times in one forward")
-        on_block(captured.pop(), lambda k_read, segments: _reread(module, args, kwargs, base, k_read, segments))
 
-    AttentionInterface.register(_REREAD, lambda module, *args, **more: _READING[module](module, *args, **more))
+        def reread(k_read_BNTD: Tensor, segments: Sequence[Segment]) -> Tensor:
+            def attend(_: nn.Module, *inputs: Any, **more: Any) -> tuple[Tensor, None]:
+                return _attend_in_segments(base, module, k_read_BNTD, segments, *inputs, **more), None
+
+            with substituted(module, attend):
+                again = module.forward(*args, **kwargs)
+            return again[0] if isinstance(again, tuple) else again
+
+        on_block(captured.pop(), reread)
+
     with ExitStack() as restore:
         restore.enter_context(torch.no_grad())
         restore.enter_context(tap(model, captured.append, geometry))
@@ -71,35 +72,27 @@ def rereading(model: PreTrainedModel, on_block: OnBlock, geometry: Geometry) -> 
         yield
 
 
-def _reread(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], base: str, k_read_BNTD: Tensor, segments: Sequence[Segment]
+def _attend_in_segments(
+    base: str,
+    module: nn.Module,
+    k_read_BNTD: Tensor,
+    segments: Sequence[Segment],
+    q_BHTD: Tensor,
+    k_BNTD: Tensor,
+    v_BNTD: Tensor,
+    attention_mask: Tensor | None,
+    **more: Any,
 ) -> Tensor:
-    """The block's output with keys from ``k_read_BNTD`` where the segments say so."""
-    namespace = forward_of(module).__globals__
-    attention = namespace["ALL_ATTENTION_FUNCTIONS"].get_interface(base, namespace["eager_attention_forward"])
-
-    def attend(
-        module: nn.Module, q_BHTD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor, attention_mask: Tensor | None, **more: Any
-    ) -> tuple[Tensor, None]:
-        parts = []
-        for segment in segments:
-            until = slice(0, segment.stop)
-            is_stored = segment.is_stored_NT[:, until, None].to(k_BNTD.device)
-            keys = torch.where(is_stored, k_read_BNTD[:, :, until], k_BNTD[:, :, until])
-            queries = q_BHTD[:, :, segment.start : segment.stop]
-            mask = _mask_rows(attention_mask, segment, queries, base)
-            parts.append(attention(module, queries, keys, v_BNTD[:, :, until], mask, **more)[0])
-        return torch.cat(parts, dim=1), None
-
-    config = vars(module)["config"]
-    implementation = config._attn_implementation
-    config._attn_implementation, _READING[module] = _REREAD, attend
-    try:
-        output = module.forward(*args, **kwargs)
-    finally:
-        config._attn_implementation = implementation
-        del _READING[module]
-    return output[0] if isinstance(output, tuple) else output
+    """The attention's output, with keys from ``k_read_BNTD`` where the segments say so."""
+    parts = []
+    for segment in segments:
+        until = slice(0, segment.stop)
+        is_stored = segment.is_stored_NT[:, until, None].to(k_BNTD.device)
+        keys = torch.where(is_stored, k_read_BNTD[:, :, until], k_BNTD[:, :, until])
+        queries = q_BHTD[:, :, segment.start : segment.stop]
+        mask = _mask_rows(attention_mask, segment, queries, base)
+        parts.append(base_attention(base, module)(module, queries, keys, v_BNTD[:, :, until], mask, **more)[0])
+    return torch.cat(parts, dim=1)
 
 
 def _mask_rows(mask: Tensor | None, segment: Segment, queries: Tensor, base: str) -> Tensor:

@@ -1,17 +1,18 @@
-"""Which channels a layer's rotary embedding turns, and how fast: measured on the model's own rotary function.
+"""Rotary embeddings: which channels of a layer RoPE turns, and how fast, measured on the model's own rotary function.
 
 Pairings differ between families (a channel with the one half a head away, or with its neighbour; all channels of a
 head, or its first few), and so do frequencies and amplitudes (linear, llama3 and YaRN scaling, two bases in one model).
-None of that is guessed from a configuration. A probe of a few tokens runs at chosen positions; for every layer, the
-call that turned its key is made once more, with unit vectors in place of the key and with the very cos and sin of the
-model. What comes back is the matrix of the rotation at each position: which channels mix, by which angle, times what.
+None of that is guessed from a configuration. A probe of a few tokens runs at chosen positions; the call that turned a
+layer's key (``Captured.rotation``) is made once more, with unit vectors in place of the key and with the very cos and
+sin of the model. The result is the matrix of the rotation at each position: which channels mix, by which angle, times
+what.
 
 PM-KVQ needs the pairs (its λ must be equal within a pair, to pass through the rotation: Eq. 9-11), a plan that stores
 keys before RoPE needs the whole map. Angles are observed at powers of two, where position x frequency is exact even in
 fp32, so that a doubling position refines the frequency each time; the model's own ``inv_freq`` buffer is taken where it
 agrees with every angle observed.
 
-Refused: angles that are not position x frequency (dynamic and longrope scaling change frequencies with the length,
+Errors: angles that are not position x frequency (dynamic and longrope scaling change frequencies with the length,
 multimodal rotation takes three positions), and rotations that cannot be observed. ``rotary_pairs`` serves the former.
 """
 
@@ -19,11 +20,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,11 +29,12 @@ from transformers import PreTrainedModel
 
 from kvcal.errors import UnsupportedModel
 from kvcal.geometry import Geometry
-from kvcal.models.attention import attention_modules, forward_of
-from kvcal.models.geometry import attention_layers, probe_ids
-from kvcal.models.taps import Captured, rotary_functions, tap
+from kvcal.models.geometry import probe_ids
+from kvcal.models.taps import Captured, tap
 
 FP32_EPS = torch.finfo(torch.float32).eps
+# For a configuration that names no context.
+DEFAULT_CONTEXT = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,15 +45,6 @@ class Turn:
     positions: Tensor
     matrices: Tensor
     eps: float
-
-
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """One call of a rotary function: outputs pair with the leading arguments."""
-
-    rotary: Callable
-    bound: inspect.BoundArguments
-    outputs: tuple[Tensor, ...]
 
 
 def inputs_at(model: PreTrainedModel, tokens_BT: Tensor, positions_T: Tensor) -> dict[str, Tensor]:
@@ -75,92 +65,32 @@ def observe_turns(model: PreTrainedModel, geometry: Geometry, positions: Sequenc
     positions_T = torch.arange(4) if positions is None else torch.tensor(positions)
     tokens_BT = probe_ids(model, 1, len(positions_T))
     inputs = {"input_ids": tokens_BT} if positions is None else inputs_at(model, tokens_BT, positions_T)
-    calls: list[_Call] = []
     turns: dict[int, Turn] = {}
 
     def measure(captured: Captured) -> None:
-        place = f"layer {captured.layer} of {geometry.model_type}"
-        matrices = _matrices(calls, captured, place).cpu()
+        matrices = _matrices(captured, f"layer {captured.layer} of {geometry.model_type}").cpu()
         eps = max(FP32_EPS, torch.finfo(captured.k_post_BNTD.dtype).eps)
         turns[captured.layer] = Turn(positions_T.double(), matrices, eps)
-        calls.clear()
 
-    with torch.no_grad(), _noting(model, calls), tap(model, measure, geometry):
+    with torch.no_grad(), tap(model, measure, geometry):
         model(**inputs, use_cache=False)
-    assert len(turns) == len(attention_layers(geometry))
     return turns
 
 
-@contextmanager
-def _noting(model: PreTrainedModel, calls: list[_Call]) -> Iterator[None]:
-    """Within the context, the calls of the rotary functions in the model file are appended to ``calls``."""
-    with ExitStack() as restore:
-        for namespace, name in rotary_functions(forward_of(module) for module in attention_modules(model)):
-            restore.callback(namespace.__setitem__, name, namespace[name])
-            namespace[name] = _noted(namespace[name], calls)
-        yield
-
-
-def _noted(rotary: Callable, calls: list[_Call]) -> Callable:
-    signature = inspect.signature(rotary)
-
-    @wraps(rotary)
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        after = rotary(*args, **kwargs)
-        outputs = after if isinstance(after, tuple) else (after,)
-        calls.append(_Call(rotary, signature.bind(*args, **kwargs), outputs))
-        return after
-
-    return noted
-
-
-def _matrices(calls: Sequence[_Call], captured: Captured, place: str) -> Tensor:
+def _matrices(captured: Captured, place: str) -> Tensor:
     """The rotation of the layer's key at every position of the probe, fp64 [T, D, D], out x in."""
-    k_post_BNTD = captured.k_post_BNTD
-    identity = torch.eye(k_post_BNTD.shape[-1], dtype=torch.float64, device=k_post_BNTD.device)
-    matrices_TDD = identity.repeat(k_post_BNTD.shape[2], 1, 1)
-    if captured.k_pre_BNTD is k_post_BNTD:
-        return matrices_TDD
     if captured.k_pre_BNTD is None:
         raise UnsupportedModel(f"{place} changes its keys after RoPE, or rotates by unknown means")
-    for call in calls:
-        for number, after in enumerate(call.outputs):
-            for order in ((0, 1, 2, 3), (0, 2, 1, 3)):
-                start = _place_in(after.permute(order), k_post_BNTD) if after.ndim == 4 else None
-                if start is not None:
-                    turned = slice(start, start + after.shape[-1])
-                    matrices_TDD[:, turned, turned] = _turned_units(call, number, order)
-                    return matrices_TDD
-    raise UnsupportedModel(f"{place} rotates its keys by unknown means")
-
-
-def _place_in(after_BNTR: Tensor, k_post_BNTD: Tensor) -> int | None:
-    """The first channel of the key's part that is ``after_BNTR``; None if it is no part of the key."""
-    width = after_BNTR.shape[-1]
-    rest = k_post_BNTD.shape[-1] - width
-    if rest < 0 or after_BNTR.shape[:3] != k_post_BNTD.shape[:3]:
-        return None
-    for start in (0, rest):
-        part = k_post_BNTD.narrow(-1, start, width)
-        if torch.allclose(after_BNTR, part, rtol=0, atol=0, equal_nan=True):  # NaN is left to who can name the sample
-            return start
-    return None
-
-
-def _turned_units(call: _Call, number: int, order: Sequence[int]) -> Tensor:
-    """fp64 [T, R, R]: what the call makes of each unit vector, as columns."""
-    name = list(call.bound.arguments)[number]
-    shape = call.outputs[number].shape
-    units = torch.eye(shape[-1], dtype=torch.float64, device=call.outputs[number].device)
-    units = units[:, None, None].expand(-1, *shape[1:]).contiguous()  # unit vectors as a batch
-    bound = inspect.BoundArguments(call.bound.signature, {**call.bound.arguments, name: units})
-    after = call.rotary(*bound.args, **bound.kwargs)
-    turned = after[number] if isinstance(after, tuple) else after
-    return turned.permute(*order)[:, 0].permute(1, 2, 0).double()
-
-
-# Where a configuration names no context.
-DEFAULT_CONTEXT = 4096
+    _, _, T, D = captured.k_post_BNTD.shape
+    device, rotation = captured.k_post_BNTD.device, captured.rotation
+    matrices_TDD = torch.eye(D, dtype=torch.float64, device=device).repeat(T, 1, 1)
+    if rotation is not None:
+        _, *rest, R = rotation.k_pre.shape
+        units = torch.eye(R, dtype=torch.float64, device=device)[:, None, None].expand(-1, *rest, -1)  # as a batch
+        turned_RNTR = rotation.rotated(units.contiguous()).permute(*rotation.axes)
+        part = slice(rotation.start, rotation.start + R)
+        matrices_TDD[:, part, part] = turned_RNTR[:, 0].permute(1, 2, 0).double()
+    return matrices_TDD
 
 
 @dataclass(frozen=True, eq=False)
