@@ -34,7 +34,7 @@ from kvcal.geometry import CACHE_DTYPES, Geometry
 from kvcal.models.attention import attention_modules, layer_index
 from kvcal.models.geometry import attention_layers, checkpoint_dtype, geometry_of, probe_ids
 from kvcal.models.load import LoadedModel
-from kvcal.models.projections import QueryKeyProjections, query_key_norms, query_key_projections
+from kvcal.models.projections import LayerProjections, output_dim, projections, query_key_norms
 from kvcal.models.rope import rotary_pairs
 from kvcal.models.taps import Captured, tap
 
@@ -116,7 +116,7 @@ def save_folded(loaded: LoadedModel, path: Path) -> None:
 
 def _edits(model: PreTrainedModel, geometry: Geometry, lambdas: Mapping[int, Tensor]) -> list[_Edit]:
     modules = {layer_index(module): module for module in attention_modules(model)}
-    projections = query_key_projections(model, geometry)
+    by_layer = projections(model, geometry)
     layers = {layer.index: layer for layer in attention_layers(geometry)}
     edits: list[_Edit] = []
     owner: dict[nn.Parameter, int] = {}
@@ -129,7 +129,7 @@ def _edits(model: PreTrainedModel, geometry: Geometry, lambdas: Mapping[int, Ten
         if norms is not None:
             found = [*_norm_edits(norms[0], q_factor_HD, place), *_norm_edits(norms[1], k_factor_ND, place)]
         else:
-            found = _projection_edits(projections[index], q_factor_HD, k_factor_ND, place)
+            found = _projection_edits(by_layer[index], q_factor_HD, k_factor_ND, place)
         for edit in found:
             if owner.setdefault(edit.parameter, index) != index:
                 raise UnsupportedModel(f"{place} shares its weights with layer {owner[edit.parameter]}", _HINT)
@@ -170,20 +170,18 @@ def _norm_constant(norm: nn.Module, weight: nn.Parameter, place: str) -> float:
     raise UnsupportedModel(f"{place}: its QK-norm {type(norm).__name__} multiplies by neither w nor 1 + w", _HINT)
 
 
-def _projection_edits(
-    projections: QueryKeyProjections, q_factor_HD: Tensor, k_factor_ND: Tensor, place: str
-) -> list[_Edit]:
-    if projections.q_channels_HD is None:
+def _projection_edits(layer: LayerProjections, q_factor_HD: Tensor, k_factor_ND: Tensor, place: str) -> list[_Edit]:
+    if layer.query is None or layer.q_channels_HD is None:
         raise UnsupportedModel(f"{place}: the channels of its query projection are in no known order", _HINT)
     edits = []
     for projection, channels, factor in (
-        (projections.query, projections.q_channels_HD, q_factor_HD),
-        (projections.key, projections.k_channels_ND, k_factor_ND),
+        (layer.query, layer.q_channels_HD, q_factor_HD),
+        (layer.key, layer.k_channels_ND, k_factor_ND),
     ):
         weight, bias = projection.get_parameter("weight"), projection.bias
         if not weight.is_floating_point():
             raise UnsupportedModel(f"{place}: its projections hold {weight.dtype}, which λ cannot scale", _HINT)
-        out_dim = 0 if isinstance(projection, nn.Linear) else 1
+        out_dim = output_dim(projection)
         by_channel = torch.ones(weight.shape[out_dim], dtype=torch.float64)
         by_channel[channels.flatten()] = factor.flatten()
         edits.append(_Edit(weight, by_channel.unsqueeze(1 - out_dim)))

@@ -1,17 +1,21 @@
-"""Where each layer's key and value projection weights live, for KVmix's scores.
+"""The query, key and value projections of each layer: for KVmix's scores, λ's folding, and biases of keys.
 
-KVmix scores a layer by s_k = ‖∂L/∂W_k‖₂ and s_v = ‖∂L/∂W_v‖₂. Architectures keep the two weights apart
-(``k_proj``, ``v_proj``) or fused with the query's in one matrix, whose channel order its name does not tell
-(Phi-3 and GPT-NeoX differ). For a fused matrix the order is therefore measured: its output in a tiny forward
-is compared with the values that the attention receives, under each known order.
+KVmix scores a layer by s_k = ‖∂L/∂W_k‖₂ and s_v = ‖∂L/∂W_v‖₂. Architectures keep the weights apart (``q_proj``,
+``k_proj``, ``v_proj``) or fused in one matrix, whose channel order its name does not tell (Phi-3 and GPT-NeoX differ).
+For a fused matrix the order is therefore measured: its output in a tiny forward is compared with the values that the
+attention receives, under each known order.
 
-Left out: biases (the paper scores weights), latent attention, and quantized or adapter-wrapped projections.
+A large bias of a key projection (Qwen2.x) is added before RoPE and turns with the position. It makes up most of the
+keys' energy in some layers, costs bits in every format, and a static offset removes it only from channels that turn
+slowly. So every way to a plan warns.
+
+Left out: scores of biases (the paper scores weights), latent attention, and quantized or adapter-wrapped projections.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -26,13 +30,34 @@ from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.models.attention import attention_modules, layer_index
 from kvcal.models.geometry import attention_layers, probe_ids
+from kvcal.models.load import LoadedModel
 from kvcal.models.taps import Captured, tap
+from kvcal.progress import Reporter
 
 Projection = nn.Linear | Conv1D
+Channels = tuple[Tensor, Tensor, Tensor]
 
-# Names of the attention module's children. Separate: (key, value). Fused: query, key and value in one.
-SEPARATE_NAMES = (("k_proj", "v_proj"), ("key_proj", "value_proj"), ("key", "value"))
+# Names of the attention module's children. Separate: (query, key, value). Fused: all three in one.
+SEPARATE_NAMES = (("q_proj", "k_proj", "v_proj"), ("query_proj", "key_proj", "value_proj"), ("query", "key", "value"))
 FUSED_NAMES = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "wqkv", "qkv")
+# (query, key) norms between projection and RoPE.
+NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
+# A bias that is more than this share of the keys' energy is worth a warning.
+LARGE_BIAS = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class LayerProjections:
+    """One layer's projections, the same module where they are fused; ``query`` is None where it is not found.
+    ``k_channels_ND[n, d]`` (int64) is the output channel that makes channel d of KV head n, and so on;
+    ``q_channels_HD`` is None for queries in no known order."""
+
+    query: Projection | None
+    key: Projection
+    value: Projection
+    q_channels_HD: Tensor | None
+    k_channels_ND: Tensor
+    v_channels_ND: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +68,7 @@ class KVProjection:
     layer: int
     side: Literal["k", "v"]
     parameter: nn.Parameter
-    channels_ND: torch.Tensor
+    channels_ND: Tensor
     channel_dim: int
 
     def weight_grad_norms(self) -> tuple[float, ...]:
@@ -67,29 +92,39 @@ class KVProjection:
         return math.hypot(*self.weight_grad_norms())
 
 
-def kv_projections(model: PreTrainedModel, geometry: Geometry) -> tuple[KVProjection, ...]:
-    """The key and value projections of every attention layer, (k, v) by layer, in cache order.
+def output_dim(projection: Projection) -> int:
+    """The dimension of the output channels in the weight."""
+    return 1 if isinstance(projection, Conv1D) else 0
 
-    Runs one forward of two tokens where weights are fused. Raises UnsupportedModel if a layer's projections
-    are not found, or a fused weight's order is none of the known ones.
+
+def kv_projections(model: PreTrainedModel, geometry: Geometry) -> tuple[KVProjection, ...]:
+    """The key and value projections of every attention layer, (k, v) by layer, in cache order. Raises as
+    ``projections``."""
+    found: list[KVProjection] = []
+    for index, layer in projections(model, geometry).items():
+        key, value = (weight.get_parameter("weight") for weight in (layer.key, layer.value))
+        found.append(KVProjection(index, "k", key, layer.k_channels_ND, output_dim(layer.key)))
+        found.append(KVProjection(index, "v", value, layer.v_channels_ND, output_dim(layer.value)))
+    return tuple(found)
+
+
+def projections(model: PreTrainedModel, geometry: Geometry) -> dict[int, LayerProjections]:
+    """Of every attention layer, by cache index, in cache order.
+
+    Runs one forward of two tokens where weights are fused. Raises UnsupportedModel if a layer's key and value
+    projections are not found, or a fused weight's order is none of the known ones.
     """
-    layers = attention_layers(geometry)
-    modules = _modules_by_layer(model, layers)
+    layers = {layer.index: layer for layer in attention_layers(geometry)}
+    modules = _modules_by_layer(model, tuple(layers.values()))
     children = {index: _child(module, *FUSED_NAMES) for index, module in modules.items()}
     fused = {index: child for index, child in children.items() if child is not None}
     channels = _measure_fused(model, geometry, fused) if fused else {}
-    found: list[KVProjection] = []
-    for layer in layers:
-        if layer.index in fused:
-            key = value = fused[layer.index]
-            k_channels_ND, v_channels_ND = channels[layer.index]
-        else:
-            key, value = _separate_weights(modules[layer.index], layer)
-            k_channels_ND = _count(layer.num_kv_heads, layer.k_head_dim)
-            v_channels_ND = _count(layer.num_kv_heads, layer.v_head_dim)
-        found.append(_projection(layer, "k", key, k_channels_ND))
-        found.append(_projection(layer, "v", value, v_channels_ND))
-    return tuple(found)
+    return {
+        index: LayerProjections(*[fused[index]] * 3, *channels[index])
+        if index in fused
+        else _separate(modules[index], layer)
+        for index, layer in layers.items()
+    }
 
 
 def _modules_by_layer(model: PreTrainedModel, layers: tuple[AttentionGeometry, ...]) -> dict[int, nn.Module]:
@@ -112,28 +147,24 @@ def _child(module: nn.Module, *names: str) -> Projection | None:
     return None
 
 
-def _channel_dim(projection: Projection) -> int:
-    return 1 if isinstance(projection, Conv1D) else 0
-
-
-def _projection(
-    layer: AttentionGeometry, side: Literal["k", "v"], weight: Projection, channels_ND: torch.Tensor
-) -> KVProjection:
-    return KVProjection(layer.index, side, weight.get_parameter("weight"), channels_ND, _channel_dim(weight))
-
-
-def _count(num_heads: int, head_dim: int) -> torch.Tensor:
+def _count(num_heads: int, head_dim: int) -> Tensor:
     return torch.arange(num_heads * head_dim).view(num_heads, head_dim)
 
 
-def _separate_weights(module: nn.Module, layer: AttentionGeometry) -> tuple[Projection, Projection]:
-    expected = [layer.num_kv_heads * layer.k_head_dim, layer.num_kv_heads * layer.v_head_dim]
-    for key_name, value_name in SEPARATE_NAMES:
-        key, value = _child(module, key_name), _child(module, value_name)
-        if key is None or value is None:
-            continue
-        if [child.weight.shape[_channel_dim(child)] for child in (key, value)] == expected:
-            return key, value
+def _separate(module: nn.Module, layer: AttentionGeometry) -> LayerProjections:
+    channels = [
+        _count(layer.num_query_heads, layer.k_head_dim),
+        _count(layer.num_kv_heads, layer.k_head_dim),
+        _count(layer.num_kv_heads, layer.v_head_dim),
+    ]
+    for names in SEPARATE_NAMES:
+        query, key, value = found = [_child(module, name) for name in names]
+        q_fits, *kv_fit = (
+            weight is not None and weight.weight.shape[output_dim(weight)] == order.numel()
+            for weight, order in zip(found, channels, strict=True)
+        )
+        if key is not None and value is not None and all(kv_fit):
+            return LayerProjections(query, key, value, channels[0] if q_fits else None, *channels[1:])
     known = [*("+".join(names) for names in SEPARATE_NAMES), *FUSED_NAMES]
     raise UnsupportedModel(
         f"layer {layer.index}: {type(module).__name__} has the children "
@@ -141,15 +172,13 @@ def _separate_weights(module: nn.Module, layer: AttentionGeometry) -> tuple[Proj
     )
 
 
-def _measure_fused(
-    model: PreTrainedModel, geometry: Geometry, fused: dict[int, Projection]
-) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """{layer: (k, v) channels (N, D) in its fused weight}, from a forward of two tokens."""
-    outputs: dict[int, torch.Tensor] = {}
-    channels: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+def _measure_fused(model: PreTrainedModel, geometry: Geometry, fused: Mapping[int, Projection]) -> dict[int, Channels]:
+    """{layer: channels of (q, k, v) in its fused weight}, from a forward of two tokens."""
+    outputs: dict[int, Tensor] = {}
+    channels: dict[int, Channels] = {}
     layers = {layer.index: layer for layer in attention_layers(geometry)}
 
-    def keep(index: int, module: nn.Module, args: tuple, output_BTC: torch.Tensor) -> None:
+    def keep(index: int, module: nn.Module, args: tuple, output_BTC: Tensor) -> None:
         outputs[index] = output_BTC
 
     def compare(captured: Captured) -> None:
@@ -164,77 +193,29 @@ def _measure_fused(
     return channels
 
 
-def _fused_channels(
-    layer: AttentionGeometry, output_BTC: torch.Tensor, v_BNTD: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The key and value channels under the one order that reproduces the values. The keys' follow from the
-    order: keys may be normalised before RoPE, so they are no evidence."""
+def _fused_channels(layer: AttentionGeometry, output_BTC: Tensor, v_BNTD: Tensor) -> Channels:
+    """The channels under the one order that reproduces the values. Queries and keys follow from the order: they may be
+    normalised before RoPE, so they are no evidence."""
     num_channels = output_BTC.shape[-1]
-    for k_channels_ND, v_channels_ND in _fused_orders(layer):
-        in_range = max(int(k_channels_ND.max()), int(v_channels_ND.max())) < num_channels
-        if in_range and torch.equal(output_BTC[..., v_channels_ND].transpose(1, 2), v_BNTD):
-            return k_channels_ND, v_channels_ND
+    for channels in _fused_orders(layer):
+        in_range = max(int(order.max()) for order in channels) < num_channels
+        if in_range and torch.equal(output_BTC[..., channels[2]].transpose(1, 2), v_BNTD):
+            return channels
     raise UnsupportedModel(
         f"layer {layer.index}: the values are no known part of its fused projection's {num_channels} "
         "channels; known orders: [q | k | v], and [queries, k, v] per KV head"
     )
 
 
-def _fused_orders(layer: AttentionGeometry) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(k, v) channels (N, D): one block each (Phi-3, GPT-2), or its queries, k, v for each KV head (GPT-NeoX
+def _fused_orders(layer: AttentionGeometry) -> Iterator[Channels]:
+    """(q, k, v) channels [heads, D]: one block each (Phi-3, GPT-2), or its queries, k, v for each KV head (GPT-NeoX
     with one query a head, InternLM-2 with several)."""
     H, N, K, V = layer.num_query_heads, layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim
-    yield H * K + _count(N, K), H * K + N * K + _count(N, V)
-    k_start_N1 = torch.arange(N)[:, None] * (H // N * K + K + V) + H // N * K
-    yield k_start_N1 + torch.arange(K), k_start_N1 + K + torch.arange(V)
-
-
-# The query's name by the key's, among the children of an attention module.
-QUERY_NAMES = {"k_proj": "q_proj", "key_proj": "query_proj", "key": "query"} | {name: name for name in FUSED_NAMES}
-# (query, key) norms between projection and RoPE.
-NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
-
-
-@dataclass(frozen=True, eq=False)
-class QueryKeyProjections:
-    """One layer's query and key projections, the same module where they are fused. ``q_channels_HD``,
-    ``k_channels_ND``: the output channel that makes channel d of head h, n; None for queries in no known order."""
-
-    query: Projection
-    key: Projection
-    q_channels_HD: Tensor | None
-    k_channels_ND: Tensor
-
-
-def query_key_projections(model: PreTrainedModel, geometry: Geometry) -> dict[int, QueryKeyProjections]:
-    """Of every attention layer, by cache index. UnsupportedModel as ``kv_projections``, or without a query's."""
-    modules = {layer_index(module): module for module in attention_modules(model)}
-    keys = {found.layer: found for found in kv_projections(model, geometry) if found.side == "k"}
-    found = {}
-    for layer in attention_layers(geometry):
-        key, module = keys[layer.index], modules[layer.index]
-        children = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear | Conv1D)}
-        name = next(name for name in QUERY_NAMES if name in children and children[name].weight is key.parameter)
-        query = children.get(QUERY_NAMES[name])
-        if query is None:
-            raise UnsupportedModel(f"layer {layer.index}: {type(module).__name__} has no child {QUERY_NAMES[name]}")
-        num_channels = query.weight.shape[key.channel_dim]
-        channels = _query_channels(layer, key.channels_ND, num_channels, query is children[name])
-        found[layer.index] = QueryKeyProjections(query, children[name], channels, key.channels_ND)
-    return found
-
-
-def _query_channels(layer: AttentionGeometry, k_channels_ND: Tensor, num_channels: int, fused: bool) -> Tensor | None:
-    """[H, D] in the query's projection. A fused weight holds all queries, then the keys, or for each KV head its
-    queries, then its key: where the keys lie tells which."""
-    H, N, D = layer.num_query_heads, layer.num_kv_heads, layer.k_head_dim
-    in_one_block = torch.arange(H * D).view(H, D)
-    if not fused:
-        return in_one_block if num_channels == H * D else None
-    if int(k_channels_ND[0, 0]) == H * D:
-        return in_one_block
-    before_key = k_channels_ND[:, :1] - H // N * D
-    return (before_key + torch.arange(H // N * D)).view(H, D)
+    yield _count(H, K), H * K + _count(N, K), H * K + N * K + _count(N, V)
+    Q = H // N * K
+    start_N1 = torch.arange(N)[:, None] * (Q + K + V)
+    queries_HK = (start_N1 + torch.arange(Q)).view(H, K)
+    yield queries_HK, start_N1 + Q + torch.arange(K), start_N1 + Q + K + torch.arange(V)
 
 
 def query_key_norms(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
@@ -246,10 +227,58 @@ def query_key_norms(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
 def key_biases(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tensor]:
     """{layer: the bias that is added to its keys before RoPE, [N, D]}, of the layers that have one and no QK-norm
     after it. UnsupportedModel for a model whose projections are in no known order."""
-    projections = query_key_projections(model, geometry)
     normed = {layer_index(module) for module in attention_modules(model) if query_key_norms(module) is not None}
     return {
         index: found.key.bias.detach()[found.k_channels_ND.to(found.key.bias.device)]
-        for index, found in projections.items()
+        for index, found in projections(model, geometry).items()
         if found.key.bias is not None and index not in normed
     }
+
+
+def bias_findings(loaded: LoadedModel, mean_squares: Mapping[int, float]) -> dict[int, tuple[float | None, str | None]]:
+    """{layer: (share of the bias in its keys' energy, warning)} for every layer of ``mean_squares``, the mean of
+    ‖K‖² over tokens, all KV heads together; rotations do not change it. No share without a bias that reaches the keys;
+    a warning for a large share, or where the model's projections are unknown."""
+    try:
+        biases = key_biases(loaded.model, loaded.geometry)
+    except UnsupportedModel as unknown:
+        return dict.fromkeys(mean_squares, (None, _unchecked(unknown)))
+    found: dict[int, tuple[float | None, str | None]] = {}
+    for index, mean_square in mean_squares.items():
+        has_share = index in biases and mean_square > 0
+        share = float(biases[index].double().square().sum()) / mean_square if has_share else None
+        warning = None
+        if share is not None and share > LARGE_BIAS:
+            warning = (
+                f"layer {index}: the bias of its key projection is {share:.0%} of its keys' energy; it is added before "
+                "RoPE and turns with the position, so that an offset removes it only from slow channels"
+            )
+        found[index] = share, warning
+    return found
+
+
+@torch.no_grad()
+def warn_of_biases(loaded: LoadedModel, sample: Callable[[], Tensor], reporter: Reporter) -> None:
+    """Say which layers' keys are mostly bias, measured on ``sample()``, tokens [T], in the layers with full attention;
+    a model without biases is not run."""
+    paged = {layer.index for layer in attention_layers(loaded.geometry) if layer.window is None}
+    mean_squares: dict[int, float] = {}
+
+    def observe(captured: Captured) -> None:
+        if captured.layer in paged:
+            mean_squares[captured.layer] = float(captured.k_post_BNTD[0].double().square().sum((0, 2)).mean())
+
+    try:
+        if key_biases(loaded.model, loaded.geometry):
+            with tap(loaded.model, observe, loaded.geometry):
+                loaded.model(input_ids=sample()[None].to(loaded.model.device), use_cache=False)
+    except UnsupportedModel as unknown:
+        reporter.say(_unchecked(unknown))
+        return
+    for _, warning in bias_findings(loaded, mean_squares).values():
+        if warning is not None:
+            reporter.say(warning)
+
+
+def _unchecked(unknown: UnsupportedModel) -> str:
+    return f"large biases of key projections could not be checked: {unknown.message}"

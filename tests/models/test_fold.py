@@ -17,7 +17,7 @@ from kvcal.geometry import Geometry, ModelIdentity
 from kvcal.models.fold import fold, save_folded
 from kvcal.models.geometry import attention_layers, geometry_of
 from kvcal.models.load import LoadedModel, load
-from kvcal.models.projections import query_key_projections
+from kvcal.models.projections import projections
 from kvcal.models.rope import rotary_pairs
 
 
@@ -190,7 +190,7 @@ def test_query_channels_make_the_queries(name):
     model = MODELS[name]()
     geometry = geometry_of(model)
     index = attention_layers(geometry)[-1].index
-    found = query_key_projections(model, geometry)[index]
+    found = projections(model, geometry)[index]
     out_dim = 0 if isinstance(found.query, torch.nn.Linear) else 1
     before, _ = captured_by(model, geometry, batch())
     with torch.no_grad():

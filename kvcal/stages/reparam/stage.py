@@ -34,6 +34,7 @@ from torch import Tensor
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.models.load import LoadedModel
+from kvcal.models.projections import bias_findings
 from kvcal.models.reread import Reread, rereading
 from kvcal.models.rope import rotary_pairs
 from kvcal.models.taps import Captured, check_taps
@@ -42,7 +43,6 @@ from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Reporter
 from kvcal.specs import ReparamSpec
 from kvcal.stages.checkpoint import LARGEST, Checkpoint, Mean, State, Statistic, require_steps
-from kvcal.stages.reparam.key_bias import bias_findings
 from kvcal.stages.reparam.record import KIND, SCHEMA, LayerReparam, Reparam, Subject, load, save
 from kvcal.stages.reparam.search import (
     best_candidate,

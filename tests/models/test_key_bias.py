@@ -11,9 +11,9 @@ from evaluation_cases import Notes, as_loaded
 from reparam_cases import outlier_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Qwen2Config
 
+from kvcal.models.projections import LARGE_BIAS, bias_findings, warn_of_biases
 from kvcal.models.taps import tap
 from kvcal.run import pipeline
-from kvcal.stages.reparam.key_bias import LARGE_BIAS, bias_findings, warn_of_biases
 
 FIXED = RECIPE[: RECIPE.index("[profile]")] + "[formats]\nk = { num_bits = 16 }\nv = { num_bits = 16 }\n"
 
