@@ -23,8 +23,7 @@ from kvcal.models.taps import tap
 from kvcal.plan.format import RAW, Format
 from kvcal.stages import checkpoint as checkpoint_module
 from kvcal.stages.reparam import stage as reparam
-from kvcal.stages.reparam.search import lambda_of
-from kvcal.stages.reparam.statistics import KeyStatistics, key_statistics
+from kvcal.stages.reparam.search import KeyStatistics, key_statistics, lambda_of
 
 
 @pytest.fixture(scope="module")

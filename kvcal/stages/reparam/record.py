@@ -1,4 +1,4 @@
-"""What the reparam stage found: λ and offset of every layer, and what they do to the attention block's error.
+"""The reparam stage's record: λ and offset of every layer, and the attention block's error with them.
 
 The record holds the whole error curve of each layer's search, so that it can be seen how much λ brings, and where.
 """
@@ -98,8 +98,8 @@ class Reparam:
                 f"λ was calibrated for {self.subject.identity.id}, whose layers are not the plan's",
                 hint="run reparam again for this model",
             )
-        found = {layer.index: layer for layer in self.layers}
-        return tuple(_with(layer, found.get(layer.geometry.index)) for layer in layers)
+        by_index = {layer.index: layer for layer in self.layers}
+        return tuple(_with(layer, by_index.get(layer.geometry.index)) for layer in layers)
 
     def tensors(self) -> dict[str, Tensor]:
         """The plan's tensors, for the layers as ``apply`` leaves them."""
@@ -126,10 +126,8 @@ def _with(layer: LayerPlan, found: LayerReparam | None) -> LayerPlan:
 def save(record: Reparam, inputs: dict[str, Any], path: Path) -> None:
     """Write the record. ArtifactError when it cannot be written."""
     body = _Body(record.subject, record.layers)
-    tensors = {}
-    for layer in record.layers:
-        tensors[f"layers.{layer.index}.k_rescale"] = record.lambdas[layer.index]
-        tensors[f"layers.{layer.index}.k_offset"] = record.offsets[layer.index]
+    tensors = {f"layers.{index}.k_rescale": lambda_ND for index, lambda_ND in record.lambdas.items()}
+    tensors |= {f"layers.{index}.k_offset": offset_ND for index, offset_ND in record.offsets.items()}
     artifact.write(path, artifact.Artifact(KIND, SCHEMA, inputs, dump(body), tensors))
 
 
@@ -177,18 +175,12 @@ def _declared(body: _Body) -> dict[str, TensorSpec]:
 
 def table_rows(record: Reparam) -> tuple[list[str], list[list[str]]]:
     """(headers, rows) for people: one row a layer; errors as shares of the exact output's energy."""
+    headers = ["layer", "α", "offset", "λ", "error without", "error with", "bias share"]
     rows = []
     for layer in record.layers:
         energy, lambda_ND = max(layer.energy, 1e-300), record.lambdas[layer.index]
-        rows.append(
-            [
-                str(layer.index),
-                f"{layer.alpha:.2f}",
-                "yes" if layer.has_offset else "–",
-                f"{float(lambda_ND.min()):.2f} – {float(lambda_ND.max()):.2f}",
-                f"{layer.error_at_zero / energy:.2e}",
-                f"{layer.error / energy:.2e}",
-                "–" if layer.k_bias_share is None else f"{layer.k_bias_share:.0%}",
-            ]
-        )
-    return ["layer", "α", "offset", "λ", "error without", "error with", "bias share"], rows
+        errors = [f"{error / energy:.2e}" for error in (layer.error_at_zero, layer.error)]
+        bias = "–" if layer.k_bias_share is None else f"{layer.k_bias_share:.0%}"
+        extent = f"{float(lambda_ND.min()):.2f} – {float(lambda_ND.max()):.2f}"
+        rows.append([str(layer.index), f"{layer.alpha:.2f}", "yes" if layer.has_offset else "–", extent, *errors, bias])
+    return headers, rows

@@ -1,6 +1,6 @@
-"""PM-KVQ's λ for one layer's keys: from channel maxima to candidates, and what each does to the attention output.
+"""PM-KVQ's λ for one layer's keys: statistics of keys at far positions, the candidates, and keys as pages hold them.
 
-    λ_c = max|K_post_c|^α,   pages hold K_post / λ,   queries meet λ again                          (Eq. 9-11)
+    λ_c = max|K_post_c|^α,   pages hold K_post / λ,   queries are multiplied by λ                   (Eq. 9-11)
 
 Within a rotary pair both channels take the larger maximum: the rotation moves one's energy to the other as positions
 go on, so that their long-run maxima are equal, and λ commutes with it. λ is divided by its geometric mean over the
@@ -11,29 +11,145 @@ An offset (the mean of K_post per channel) may be subtracted before: softmax ign
 query's logits, so it is exact in itself, and it helps keys that are quantized per token, whose groups span all
 channels. λ then follows the maxima of what is left.
 
-Keys per channel are left alone: each channel has a scale of its own, which λ and offset would only round differently.
+Statistics are taken at positions that are multiplied by a scale (Eq. 12): a short sequence shows what RoPE makes
+of keys far behind it. Sinks are left out: a cache never quantizes them, and their keys can be unlike all others. Keys
+per channel are left alone: each channel has a scale of its own, which λ and offset would only round differently.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.geometry import CACHE_DTYPES, CacheDtype
+from kvcal.models.load import LoadedModel
 from kvcal.models.reread import Segment
+from kvcal.models.rope import inputs_at
+from kvcal.models.taps import Captured, tap
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS
 from kvcal.plan.format import Format
 from kvcal.plan.layer import LayerPlan
-from kvcal.stages.reparam.statistics import KeyStatistics
+from kvcal.progress import Reporter
+from kvcal.stages.checkpoint import Mean
 
 # A channel quieter than this share of its head's loudest counts as that loud: K / λ must not blow up, in later text,
-# what calibration hardly saw, and a channel that was always 0 still needs a λ.
+# what is rare in calibration, and a channel that was always 0 still needs a λ.
 QUIETEST = 2.0**-10
+
+_SUMS = ("largest", "smallest", "total", "square")
+
+
+@dataclass(frozen=True, eq=False)
+class KeyStatistics:
+    """Of one layer's K_post over ``count`` tokens, per KV head and channel, fp64 on the CPU: ``largest``, ``smallest``
+    and ``total`` (the sum) [N, D]; ``square`` []: the sum of all squares. Zeros before the first token."""
+
+    largest: Tensor
+    smallest: Tensor
+    total: Tensor
+    square: Tensor
+    count: int
+
+    @classmethod
+    def empty(cls, num_heads: int, head_dim: int) -> KeyStatistics:
+        """No token yet."""
+        nothing = torch.zeros(num_heads, head_dim, dtype=torch.float64)
+        return cls(nothing, nothing, nothing, torch.zeros((), dtype=torch.float64), 0)
+
+    @classmethod
+    def of(cls, k_post_NTD: Tensor) -> KeyStatistics:
+        """Of one sequence's keys [N, T, D], T of 1 or more."""
+        keys = k_post_NTD.to("cpu", torch.float64)
+        return cls(keys.amax(1), keys.amin(1), keys.sum(1), keys.square().sum(), keys.shape[1])
+
+    def merge(self, other: KeyStatistics) -> KeyStatistics:
+        """Of both sets of tokens."""
+        if 0 in (self.count, other.count):
+            return other if self.count == 0 else self
+        return KeyStatistics(
+            torch.maximum(self.largest, other.largest),
+            torch.minimum(self.smallest, other.smallest),
+            self.total + other.total,
+            self.square + other.square,
+            self.count + other.count,
+        )
+
+    @property
+    def offset(self) -> Tensor:
+        """The mean key, fp32 [N, D]: what a cache may subtract."""
+        return (self.total / max(self.count, 1)).float()
+
+    def magnitude(self, offset_ND: Tensor) -> Tensor:
+        """max|K_post - offset| fp64 [N, D]."""
+        shift = offset_ND.double()
+        return torch.maximum(self.largest - shift, shift - self.smallest)
+
+    def stored(self, index: int) -> dict[str, Mean]:
+        """As a checkpoint keeps them, by name: the tensors are a Mean's total, whether or not they are sums."""
+        return {f"{name}.{index}": Mean(getattr(self, name), self.count) for name in _SUMS}
+
+    @classmethod
+    def from_stored(cls, means: Mapping[str, Mean], index: int) -> KeyStatistics:
+        """The inverse of ``stored``."""
+        return cls(*(means[f"{name}.{index}"].total for name in _SUMS), count=means[f"total.{index}"].count)
+
+
+def key_statistics(
+    loaded: LoadedModel, tokens_T: Tensor, position_scale: float, num_sink_tokens: Mapping[int, int]
+) -> dict[int, KeyStatistics]:
+    """Of one sequence, {layer: statistics behind its sinks}, for the layers that ``num_sink_tokens`` names.
+
+    Raises:
+        NonFiniteActivations: NaN or infinity, naming the layer.
+    """
+    found: dict[int, KeyStatistics] = {}
+
+    def measure(captured: Captured) -> None:
+        if captured.layer not in num_sink_tokens:
+            return
+        k_post_NTD = captured.k_post_BNTD[0, :, num_sink_tokens[captured.layer] :]
+        if not bool(torch.isfinite(k_post_NTD).all()):
+            raise NonFiniteActivations(f"keys of layer {captured.layer} hold NaN or infinity")
+        N, T, D = k_post_NTD.shape
+        found[captured.layer] = KeyStatistics.of(k_post_NTD) if T else KeyStatistics.empty(N, D)
+
+    with torch.no_grad(), tap(loaded.model, measure, loaded.geometry):
+        loaded.model(**calibration_inputs(loaded, tokens_T, position_scale))
+    return found
+
+
+def calibration_inputs(loaded: LoadedModel, tokens_T: Tensor, position_scale: float) -> dict[str, Any]:
+    """Arguments of a forward of one sequence at positions ``position_scale`` x 0, 1, 2, ..., rounded."""
+    positions_T = (torch.arange(len(tokens_T), dtype=torch.float64) * position_scale).round().long()
+    inputs: dict[str, Any] = {**inputs_at(loaded.model, tokens_T[None], positions_T), "use_cache": False}
+    if "logits_to_keep" in inspect.signature(loaded.model.forward).parameters:
+        inputs["logits_to_keep"] = 1  # the logits of a long sequence can be larger than all its keys
+    return inputs
+
+
+def fitting_scale(loaded: LoadedModel, sequences: Sequence[Tensor], wanted: float, reporter: Reporter) -> float:
+    """``wanted``, or as much of it as takes the longest sequence to the end of the model's context: what lies beyond is
+    never cached. UsageError for a sequence longer than the context."""
+    context = loaded.model.config.get_text_config(decoder=True).to_dict().get("max_position_embeddings")
+    longest = max(len(tokens) for tokens in sequences)
+    if context is None or round((longest - 1) * wanted) < context:
+        return wanted
+    if longest > context:
+        raise UsageError(f"a sequence of {longest} tokens, and the model's context is {context}", hint="lower seq_len")
+    scale = (context - 1) / (longest - 1)
+    reporter.say(
+        f"reparam: positions x {scale:.3g} instead of x {wanted:g}, so that {longest} tokens end with the model's "
+        f"context of {context}"
+    )
+    return scale
 
 
 def is_searched(fmt: Format) -> bool:

@@ -22,7 +22,7 @@ model at its ordinary ones (experiments/show_reparam.py measures what the differ
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,15 +45,18 @@ from kvcal.specs import ReparamSpec
 from kvcal.stages.checkpoint import LARGEST, Checkpoint, Mean, State, Statistic, require_steps
 from kvcal.stages.reparam.record import KIND, SCHEMA, LayerReparam, Reparam, Subject, load, save
 from kvcal.stages.reparam.search import (
+    KeyStatistics,
     best_candidate,
+    calibration_inputs,
     candidate_tensors,
+    fitting_scale,
     is_searched,
+    key_statistics,
     page_segments,
     read_back,
     searched_heads,
     with_candidate,
 )
-from kvcal.stages.reparam.statistics import KeyStatistics, calibration_inputs, fitting_scale, key_statistics
 
 __all__ = ["KIND", "SCHEMA", "Reparam", "load", "run_reparam", "save"]
 
@@ -61,7 +64,7 @@ STATISTICS, SEARCH = "statistics samples", "search samples"
 
 
 @dataclass(frozen=True, eq=False)
-class _Subject:
+class _Search:
     """``layers``: the searched ones, by index. ``candidates``: (α, with offset), in the order of the errors."""
 
     loaded: LoadedModel
@@ -111,31 +114,29 @@ def run_reparam(
     else:
         reporter.say("reparam: no layer quantizes its keys per token, nothing to search")
     scale = fitting_scale(loaded, data.sequences, spec.position_scale, reporter)
-    subject = _Subject(loaded, searched, pairs, on_device, spec, scale)
-    declare = partial(_declared, subject, data)
-    with Checkpoint(path, KIND, inputs, _start(subject), declare, reporter) as checkpoint:
+    search = _Search(loaded, searched, pairs, on_device, spec, scale)
+    declare = partial(_declared, search, data)
+    with Checkpoint(path, KIND, inputs, _start(search), declare, reporter) as checkpoint:
         if searched:
-            _collect(subject, data, checkpoint, reporter)
-            _search(subject, data, checkpoint, reporter)
-        record = _record(subject, data, checkpoint.state)
+            _for_each_sample(STATISTICS, data, checkpoint, reporter, partial(_add_statistics, search))
+            _for_each_sample(SEARCH, data, checkpoint, reporter, partial(_add_errors, search))
+        record = _record(search, data, checkpoint.state)
         save(record, inputs, path)
     return record
 
 
-def _start(subject: _Subject) -> State:
+def _start(search: _Search) -> State:
     means: dict[str, Mean] = {}
-    for index, layer in subject.layers.items():
+    for index, layer in search.layers.items():
         means |= KeyStatistics.empty(layer.attention.num_kv_heads, layer.attention.k_head_dim).stored(index)
-        means |= {f"energy.{index}": Mean.empty(()), f"errors.{index}": Mean.empty((len(subject.candidates),))}
+        means |= {f"energy.{index}": Mean.empty(()), f"errors.{index}": Mean.empty((len(search.candidates),))}
     return State(means, {STATISTICS: 0, SEARCH: 0})
 
 
-def _declared(
-    subject: _Subject, data: TokenDataset, done: Mapping[str, int], _: Collection[str]
-) -> dict[str, Statistic]:
+def _declared(search: _Search, data: TokenDataset, done: Mapping[str, int], _: Collection[str]) -> dict[str, Statistic]:
     require_steps(done, {STATISTICS: len(data.sequences), SEARCH: len(data.sequences)})
-    sinks, declared = _sinks(subject), {}
-    for name, mean in _start(subject).means.items():
+    sinks, declared = _sinks(search), {}
+    for name, mean in _start(search).means.items():
         kind, index = name.split(".")
         seen = [len(tokens) for tokens in data.sequences[: done[STATISTICS]]]
         num_keys = sum(max(0, length - sinks[int(index)]) for length in seen)
@@ -145,11 +146,10 @@ def _declared(
     return declared
 
 
-def _sinks(subject: _Subject) -> dict[int, int]:
+def _sinks(search: _Search) -> dict[int, int]:
     """Tokens that none of a layer's searched heads quantizes."""
     return {
-        index: min(fmt.num_sink_tokens for fmt in layer.k if is_searched(fmt))
-        for index, layer in subject.layers.items()
+        index: min(fmt.num_sink_tokens for fmt in layer.k if is_searched(fmt)) for index, layer in search.layers.items()
     }
 
 
@@ -164,90 +164,90 @@ def _require_pages(data: TokenDataset, layers: Mapping[int, LayerPlan]) -> None:
         )
 
 
-def _collect(subject: _Subject, data: TokenDataset, checkpoint: Checkpoint, reporter: Reporter) -> None:
-    """The statistics pass: one step a sequence."""
-    total = len(data.sequences)
-    sinks = _sinks(subject)
-    for sample in range(checkpoint.state.done[STATISTICS], total):
-        reporter(sample, total, "reparam: statistics")
+def _for_each_sample(
+    phase: str,
+    data: TokenDataset,
+    checkpoint: Checkpoint,
+    reporter: Reporter,
+    step: Callable[[Tensor, Mapping[str, Mean]], Mapping[str, Mean]],
+) -> None:
+    """One pass over the sequences that are left: ``step`` takes tokens [T] and the statistics so far, and returns those
+    that change."""
+    total, label = len(data.sequences), f"reparam: {phase.removesuffix(' samples')}"
+    for sample in range(checkpoint.state.done[phase], total):
+        reporter(sample, total, label)
+        state = checkpoint.state
         try:
-            found = key_statistics(subject.loaded, data.sequences[sample], subject.position_scale, sinks)
+            means = step(data.sequences[sample], state.means)
         except NonFiniteActivations as error:
             raise NonFiniteActivations(f"sample {sample}: {error.message}", error.hint) from error
-        state = checkpoint.state.after(STATISTICS, {})
-        merged: dict[str, Mean] = {}
-        for index, statistics in found.items():
-            merged |= KeyStatistics.from_stored(state.means, index).merge(statistics).stored(index)
-        checkpoint.advance(State({**state.means, **merged}, state.done))
-    reporter(total, total, "reparam: statistics")
+        checkpoint.advance(State({**state.means, **means}, {**state.done, phase: sample + 1}))
+    reporter(total, total, label)
 
 
-def _search(subject: _Subject, data: TokenDataset, checkpoint: Checkpoint, reporter: Reporter) -> None:
-    """The search pass: one step a sequence, all layers and candidates."""
-    loaded, total = subject.loaded, len(data.sequences)
-    statistics = {index: KeyStatistics.from_stored(checkpoint.state.means, index) for index in subject.layers}
-    for sample in range(checkpoint.state.done[SEARCH], total):
-        reporter(sample, total, "reparam: search")
-        observed: dict[str, Tensor] = {}
-
-        def measure(
-            captured: Captured, reread: Reread, observed: dict[str, Tensor] = observed, sample: int = sample
-        ) -> None:
-            if captured.layer not in subject.layers:
-                return
-            try:
-                found = _measure(subject, captured, reread, statistics[captured.layer])
-            except NonFiniteActivations as error:
-                raise NonFiniteActivations(
-                    f"layer {captured.layer}, sample {sample}: {error.message}", error.hint
-                ) from error
-            observed[f"errors.{captured.layer}"], observed[f"energy.{captured.layer}"] = found
-
-        with rereading(loaded.model, measure, loaded.geometry):
-            loaded.model(**calibration_inputs(loaded, data.sequences[sample], subject.position_scale))
-        checkpoint.advance(checkpoint.state.after(SEARCH, observed))
-    reporter(total, total, "reparam: search")
+def _add_statistics(search: _Search, tokens_T: Tensor, means: Mapping[str, Mean]) -> dict[str, Mean]:
+    merged: dict[str, Mean] = {}
+    found = key_statistics(search.loaded, tokens_T, search.position_scale, _sinks(search))
+    for index, statistics in found.items():
+        merged |= KeyStatistics.from_stored(means, index).merge(statistics).stored(index)
+    return merged
 
 
-def _measure(subject: _Subject, captured: Captured, reread: Reread, statistics: KeyStatistics) -> tuple[Tensor, Tensor]:
+def _add_errors(search: _Search, tokens_T: Tensor, means: Mapping[str, Mean]) -> dict[str, Mean]:
+    """All layers and candidates."""
+    merged: dict[str, Mean] = {}
+
+    def measure(captured: Captured, reread: Reread) -> None:
+        index = captured.layer
+        if index in search.layers:
+            errors, energy = _measure(search, captured, reread, KeyStatistics.from_stored(means, index))
+            merged[f"errors.{index}"] = means[f"errors.{index}"].update(errors)
+            merged[f"energy.{index}"] = means[f"energy.{index}"].update(energy)
+
+    with rereading(search.loaded.model, measure, search.loaded.geometry):
+        search.loaded.model(**calibration_inputs(search.loaded, tokens_T, search.position_scale))
+    return merged
+
+
+def _measure(search: _Search, captured: Captured, reread: Reread, statistics: KeyStatistics) -> tuple[Tensor, Tensor]:
     """(squared errors of all candidates [1, C], energy [1]) of one layer and sequence, fp64 on the CPU."""
-    layer = subject.layers[captured.layer]
+    layer = search.layers[captured.layer]
     k_post_BNTD = captured.k_post_BNTD
     segments = page_segments(layer, k_post_BNTD.shape[2])
     exact = reread(k_post_BNTD, segments).double()
     reads_pages = any(bool(segment.is_stored_NT.any()) for segment in segments)
-    errors = [] if reads_pages else [exact.new_zeros(())] * len(subject.candidates)
-    for alpha, has_offset in subject.candidates if reads_pages else ():
+    errors = [] if reads_pages else [exact.new_zeros(())] * len(search.candidates)
+    for alpha, has_offset in search.candidates if reads_pages else ():
         found = candidate_tensors(
-            layer, statistics, subject.pairs[captured.layer], alpha, has_offset, subject.spec.shared_heads
+            layer, statistics, search.pairs[captured.layer], alpha, has_offset, search.spec.shared_heads
         )
         transformed, tensors = with_candidate(
-            layer, subject.tensors, *(tensor.to(k_post_BNTD.device) for tensor in found)
+            layer, search.tensors, *(tensor.to(k_post_BNTD.device) for tensor in found)
         )
-        k_read_BNTD = read_back(transformed, subject.loaded.geometry.cache_dtype, tensors, k_post_BNTD)
+        k_read_BNTD = read_back(transformed, search.loaded.geometry.cache_dtype, tensors, k_post_BNTD)
         errors.append((reread(k_read_BNTD, segments).double() - exact).square().sum())
     result = torch.stack(errors).cpu()
     if not bool(torch.isfinite(result).all()):
-        raise NonFiniteActivations("the attention output is not finite")
+        raise NonFiniteActivations(f"the attention output of layer {captured.layer} is not finite")
     return result[None], exact.square().sum().cpu()[None]
 
 
-def _record(subject: _Subject, data: TokenDataset, state: State) -> Reparam:
-    loaded, spec = subject.loaded, subject.spec
-    by_layer = {index: KeyStatistics.from_stored(state.means, index) for index in subject.layers}
+def _record(search: _Search, data: TokenDataset, state: State) -> Reparam:
+    loaded, spec = search.loaded, search.spec
+    by_layer = {index: KeyStatistics.from_stored(state.means, index) for index in search.layers}
     biases = bias_findings(loaded, {index: float(one.square) / max(one.count, 1) for index, one in by_layer.items()})
     found, lambdas, offsets = [], {}, {}
-    for index, layer in subject.layers.items():
+    for index, layer in search.layers.items():
         statistics = by_layer[index]
         errors = tuple(state.means[f"errors.{index}"].result().tolist())
         plain, with_offset = errors[: spec.num_steps + 1], errors[spec.num_steps + 1 :]
         step, has_offset = best_candidate(plain, with_offset)
-        alpha, error = subject.alphas[step], (with_offset if has_offset else plain)[step]
+        alpha, error = search.alphas[step], (with_offset if has_offset else plain)[step]
         lambdas[index], offsets[index] = candidate_tensors(
-            layer, statistics, subject.pairs[index], alpha, has_offset, spec.shared_heads
+            layer, statistics, search.pairs[index], alpha, has_offset, spec.shared_heads
         )
         energy = float(state.means[f"energy.{index}"].result())
         found.append(LayerReparam(index, alpha, has_offset, error, energy, plain, with_offset, *biases[index]))
     about_data = (data.fingerprint, data.description, data.num_tokens)
-    made_from = Subject(loaded.identity, loaded.geometry, spec, subject.position_scale, *about_data)
+    made_from = Subject(loaded.identity, loaded.geometry, spec, search.position_scale, *about_data)
     return Reparam(made_from, tuple(found), lambdas, offsets)
