@@ -119,12 +119,8 @@ def projections(model: PreTrainedModel, geometry: Geometry) -> dict[int, LayerPr
     children = {index: _child(module, *FUSED_NAMES) for index, module in modules.items()}
     fused = {index: child for index, child in children.items() if child is not None}
     channels = _measure_fused(model, geometry, fused) if fused else {}
-    return {
-        index: LayerProjections(*[fused[index]] * 3, *channels[index])
-        if index in fused
-        else _separate(modules[index], layer)
-        for index, layer in layers.items()
-    }
+    found = {index: LayerProjections(child, child, child, *channels[index]) for index, child in fused.items()}
+    return {index: found.get(index) or _separate(modules[index], layer) for index, layer in layers.items()}
 
 
 def _modules_by_layer(model: PreTrainedModel, layers: tuple[AttentionGeometry, ...]) -> dict[int, nn.Module]:

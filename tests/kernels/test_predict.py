@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcal.kernels.compile import cubin, resources
 from kvcal.kernels.predict import ROWS_AT_ONCE, _Factor, digits_defines, prepared, sums_defines
 from kvcal.pages.predictor import MAX_INPUTS, LinearPredictor, PredictorShape
-from kvcal.stages.predictors.choice import to_int4, to_linear, to_low_rank
+from kvcal.stages.predictors.regression import to_int4, to_linear, to_low_rank
 
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_120")
 

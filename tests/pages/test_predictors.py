@@ -14,7 +14,7 @@ from torch import Tensor
 from kvcal.errors import ArtifactError
 from kvcal.geometry import CacheDtype
 from kvcal.pages.predictor import LinearPredictor, PredictorShape
-from kvcal.stages.predictors.choice import to_int4, to_linear, to_low_rank
+from kvcal.stages.predictors.regression import to_int4, to_linear, to_low_rank
 
 PREFIX = "layers.3.k_predictor"
 

@@ -42,8 +42,7 @@ from kvcal.run.pipeline import Folder, build_plan
 from kvcal.specs import PredictorSpec
 from kvcal.stages.predictors.reconstruct import Reconstruction, Wanted, read_pages
 from kvcal.stages.predictors.record import KIND, PredictorRecord, load
-from kvcal.stages.predictors.stage import run_fit_predictors
-from kvcal.stages.predictors.sums import FIT, HELD_OUT, split_sequences
+from kvcal.stages.predictors.stage import FIT, HELD_OUT, run_fit_predictors, split_sequences
 
 SINKS = 4
 

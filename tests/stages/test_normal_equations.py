@@ -9,7 +9,7 @@ import torch
 from predictor_cases import correlated
 
 from kvcal.errors import NonFiniteActivations, UsageError
-from kvcal.stages.predictors.normal_equations import NormalEquations
+from kvcal.stages.predictors.regression import NormalEquations
 
 
 def gauss(matrix: list[list[float]], right: list[float]) -> list[float]:

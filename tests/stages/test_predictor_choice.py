@@ -25,8 +25,8 @@ from kvcal.plan.format import RAW, Boost, Format, Tier
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.plan import Workload
 from kvcal.specs import PredictorSpec
-from kvcal.stages.predictors.choice import find_targets, saved_bits_per_value
-from kvcal.stages.predictors.record import KIND, SCHEMA, load, save, table_rows
+from kvcal.stages.predictors.choice import saved_bits_per_value
+from kvcal.stages.predictors.record import KIND, SCHEMA, find_targets, load, save, table_rows
 
 
 def test_saved_bits() -> None:

@@ -8,8 +8,7 @@ from predictor_cases import correlated, fitted, weight_by_hand
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations
-from kvcal.stages.predictors.choice import to_int4, to_linear, to_low_rank
-from kvcal.stages.predictors.normal_equations import LinearFit, NormalEquations
+from kvcal.stages.predictors.regression import LinearFit, NormalEquations, to_int4, to_linear, to_low_rank
 
 
 def added_error(fit: LinearFit, weight: Tensor) -> float:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvcal.pages.predictor import LinearPredictor
-from kvcal.stages.predictors.normal_equations import LinearFit, NormalEquations
+from kvcal.stages.predictors.regression import LinearFit, NormalEquations
 
 
 def correlated(num_tokens: int, num_inputs: int, num_outputs: int, seed: int = 0) -> tuple[Tensor, Tensor]:

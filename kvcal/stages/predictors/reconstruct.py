@@ -75,19 +75,22 @@ class _Enough(Exception):
     """Ends a forward whose further layers are not needed."""
 
 
+@dataclass(frozen=True, eq=False)
 class Reconstruction:
     """A way to store the layers: their plans (predictors included) and all tensors of these, on the model's device.
     ``tensors`` need a rotary table for every layer."""
 
-    def __init__(self, layers: Sequence[LayerPlan], tensors: Mapping[str, Tensor], cache_dtype: CacheDtype) -> None:
-        self._by_index = {layer.geometry.index: layer for layer in layers}
-        self._tensors = tensors
-        self._cache_dtype = cache_dtype
+    layers: Sequence[LayerPlan]
+    tensors: Mapping[str, Tensor]
+    cache_dtype: CacheDtype
+
+    def _layer(self, index: int) -> LayerPlan:
+        return next(layer for layer in self.layers if layer.geometry.index == index)
 
     def read_back(self, index: int, sides: Sequence[Side], raw: _RawPages, before: LayerPages | None) -> LayerPages:
         """Layer ``index`` through its quantizer; ``before``: the pages of the layer before, read back, which is what it
         is predicted from. Sides not in ``sides`` stay exact."""
-        plan = self._by_index[index]
+        plan = self._layer(index)
         k, v = raw.exact.k, raw.exact.v
         if "k" in sides:
             k = self._through(plan, "k", raw, () if before is None else (before.k,))
@@ -100,12 +103,11 @@ class Reconstruction:
         (fmt,), heads = plan.formats(side), plan.attention.num_kv_heads
         predictor, prediction = plan.predictor(side), None
         if predictor is not None:
-            source = self._by_index[predictor.source]
-            shape = predictor_shape(plan, source, side, self._cache_dtype)
+            shape = predictor_shape(plan, self._layer(predictor.source), side, self.cache_dtype)
             prefix = f"layers.{plan.geometry.index}.{side}_predictor"
-            found = LinearPredictor.from_tensors(shape, self._tensors, prefix).apply(torch.cat(list(inputs), dim=-1))
+            found = LinearPredictor.from_tensors(shape, self.tensors, prefix).apply(torch.cat(list(inputs), dim=-1))
             prediction = _as_pages(found, heads)
-        codec = PageCodec.of_layer(plan, side, fmt, slice(0, heads), self._cache_dtype, self._tensors)
+        codec = PageCodec.of_layer(plan, side, fmt, slice(0, heads), self.cache_dtype, self.tensors)
         pages = raw.pages(side)
         ordinals = torch.arange(len(pages), device=pages.device)
         query_mean = raw.query_mean if fmt.needs_queries else None
@@ -225,3 +227,8 @@ def _as_rows(pages: Tensor) -> Tensor:
 def _as_pages(rows: Tensor, num_heads: int) -> Tensor:
     """[P * 128, N D] -> [P, N, 128, D]."""
     return rows.unflatten(0, (-1, PAGE_TOKENS)).unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def single_sides(layer: LayerPlan, among: Sequence[Side] = SIDES) -> tuple[Side, ...]:
+    """Sides of which all KV heads have one format: those that can be predicted from."""
+    return tuple(side for side in among if len(layer.formats(side)) == 1)

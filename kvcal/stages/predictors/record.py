@@ -1,4 +1,4 @@
-"""The fitted predictors of a model: which of them a plan takes, what each explains, costs and saves, and their tensors.
+"""The predictors that can be fitted, and the record of those that were: what each explains, costs and saves.
 
 The file is an artifact of its own: :meth:`PredictorRecord.apply` puts the predictors that pay into a plan's layers,
 :meth:`PredictorRecord.tensors` gives what these layers then need (predictors, and rotary tables to get at keys before
@@ -13,16 +13,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 
 from kvcal import artifact
+from kvcal.errors import UsageError
 from kvcal.geometry import CacheDtype, Index, ModelIdentity
 from kvcal.pages.predictor import MAX_INPUTS, PredictorShape
-from kvcal.plan.format import Side
+from kvcal.plan.format import RAW, SIDES, Side
 from kvcal.plan.layer import LayerPlan, Predictor
 from kvcal.plan.plan import Workload
-from kvcal.plan.tensors import rotary_spec
+from kvcal.plan.tensors import check_layers, predictor_shape, rotary_spec
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
 from kvcal.specs import PredictorSpec
 from kvcal.strict import STRICT, Amount, Count, Number, NumBytes, Positive, dump
@@ -124,7 +126,7 @@ def with_predictors(
     kept = {(finding.layer, finding.side): finding for finding in findings if finding.is_kept}
     found = []
     for layer in layers:
-        for side in ("k", "v"):
+        for side in SIDES:
             finding = kept.get((layer.geometry.index, side))
             if finding is not None and finding.source is not None:
                 layer = with_predictor(layer, finding.side, finding.source, spec)
@@ -140,25 +142,62 @@ def with_predictor(layer: LayerPlan, side: Side, source: int, spec: PredictorSpe
     return replace(layer, k_predictor=predictor, k_pages="pre")
 
 
-def table_rows(record: PredictorRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headers and a row for each layer's side."""
-    headers = ("layer", "side", "explained", "bits saved", "measured", "bytes", "saves", "error", "without", "")
-    rows = []
-    for finding in record.findings:
-        fit = finding.fit
-        cells = [str(finding.layer), finding.side.upper()]
-        if fit is None:
-            cells += [""] * 7
-        else:
-            cells += [f"{fit.explained:.4f}", f"{fit.saved_bits:.2f}", _number(fit.measured_bits, ".2f")]
-            cells += [str(fit.nbytes), str(fit.saved_bytes)]
-            cells += [_number(fit.error, ".4f"), _number(fit.plain_error, ".4f")]
-        rows.append((*cells, "" if finding.reason is None else f"left out: {finding.reason}"))
-    return headers, rows
+@dataclass(frozen=True)
+class Target:
+    """One regression: ``side`` of ``layer`` on the pages of ``source``, the paged layer before it. ``reason``: why
+    there is none, None if there is. ``shape``: of its predictor, None without one."""
+
+    layer: LayerPlan
+    source: LayerPlan | None
+    side: Side
+    reason: str | None
+    shape: PredictorShape | None
+
+    @property
+    def index(self) -> int:
+        return self.layer.geometry.index
 
 
-def _number(value: float | None, spec: str) -> str:
-    return "" if value is None else format(value, spec)
+def find_targets(layers: Sequence[LayerPlan], spec: PredictorSpec, cache_dtype: CacheDtype) -> tuple[Target, ...]:
+    """Two for each paged layer, keys first. UsageError for a rank that a weight cannot have."""
+    targets, source = [], None
+    for layer in layers:
+        if not layer.is_paged:
+            continue
+        for side in SIDES:
+            reason = _obstacle(layers, layer, source, side, spec)
+            shape = None
+            if reason is None and source is not None:
+                predicted = with_predictor(layer, side, source.geometry.index, spec)
+                try:
+                    shape = predictor_shape(predicted, source, side, cache_dtype)
+                except ValueError as wrong:
+                    raise UsageError(f"predictors of layer {layer.geometry.index}: {wrong}") from None
+            targets.append(Target(layer, source, side, reason, shape))
+        source = layer
+    return tuple(targets)
+
+
+def _obstacle(
+    layers: Sequence[LayerPlan], layer: LayerPlan, source: LayerPlan | None, side: Side, spec: PredictorSpec
+) -> str | None:
+    """Why ``side`` of ``layer`` cannot be predicted in these formats."""
+    if source is None:
+        return "there is no layer before it"
+    if side not in spec.sides:
+        return f"only {' and '.join(spec.sides)} were asked for"
+    if RAW in layer.formats(side):
+        return "16 bits leave no error to save"
+    if any(fmt.shrink_at for fmt in (*source.formats(side), *layer.k, *layer.v)):
+        return "pages that shrink would change what is predicted from them"
+    try:
+        predicted = with_predictor(layer, side, source.geometry.index, spec)
+        check_layers([predicted if other is layer else other for other in layers])
+    except ValidationError as refused:
+        return refused.errors()[0]["msg"].removeprefix("Value error, ")
+    except ValueError as refused:
+        return str(refused)
+    return None
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
@@ -212,3 +251,18 @@ def _declared(body: _Body, names: Iterable[str]) -> dict[str, TensorSpec]:
         if finding.side == "k":
             declared[f"layers.{finding.layer}.rotary"] = rotary_spec(MAX_INPUTS)
     return declared
+
+
+def table_rows(record: PredictorRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headers and a row for each layer's side."""
+    headers = ("layer", "side", "explained", "bits saved", "measured", "bytes", "saves", "error", "without", "")
+    rows = []
+    for finding in record.findings:
+        fit, cells = finding.fit, [""] * 7
+        if fit is not None:
+            numbers = [(fit.explained, ".4f"), (fit.saved_bits, ".2f"), (fit.measured_bits, ".2f")]
+            numbers += [(fit.nbytes, "d"), (fit.saved_bytes, "d"), (fit.error, ".4f"), (fit.plain_error, ".4f")]
+            cells = ["" if value is None else format(value, spec) for value, spec in numbers]
+        reason = "" if finding.reason is None else f"left out: {finding.reason}"
+        rows.append((str(finding.layer), finding.side.upper(), *cells, reason))
+    return headers, rows

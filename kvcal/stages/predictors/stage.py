@@ -1,4 +1,4 @@
-"""The predictor stage: fits AQUA-KV's predictors layer by layer (Alg. 1), and keeps those that pay (predictor_choice).
+"""The predictor stage: fits AQUA-KV's predictors layer by layer (Alg. 1), and keeps those that pay (choice).
 
 Layer l's keys are regressed on the keys of the paged layer before it, its values on that layer's values and its own
 keys, all as the cache will read them back: through the layers' own quantizers and the predictors fitted so far. So
@@ -17,8 +17,8 @@ Left out: hidden states kept on disk between layers, which would make one forwar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kvcal.data.sequences import TokenDataset
-from kvcal.errors import NonFiniteActivations
+from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.models.load import LoadedModel
 from kvcal.models.rope import rotary_maps
 from kvcal.plan.layer import LayerPlan
@@ -37,16 +37,34 @@ from kvcal.plan.tensors import needed_tensors
 from kvcal.progress import Reporter
 from kvcal.specs import PredictorSpec
 from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic, require_steps
-from kvcal.stages.predictors.choice import Measured, Target, compress, decide, find_targets, measure
-from kvcal.stages.predictors.normal_equations import NormalEquations
-from kvcal.stages.predictors.reconstruct import Reconstruction, Wanted, num_page_tokens, read_pages
-from kvcal.stages.predictors.record import KIND, SCHEMA, Finding, PredictorRecord, Subject, load, save, with_predictors
-from kvcal.stages.predictors.room import Room
-from kvcal.stages.predictors.sums import FIT, HELD_OUT, Watch, single_sides, split_sequences, watch_errors, watch_sums
+from kvcal.stages.predictors.choice import Measured, Room, decide, measure
+from kvcal.stages.predictors.reconstruct import (
+    LayerPages,
+    Receive,
+    Reconstruction,
+    Wanted,
+    num_page_tokens,
+    read_pages,
+    single_sides,
+)
+from kvcal.stages.predictors.record import (
+    KIND,
+    SCHEMA,
+    Finding,
+    PredictorRecord,
+    Subject,
+    Target,
+    find_targets,
+    load,
+    save,
+    with_predictors,
+)
+from kvcal.stages.predictors.regression import NormalEquations, compress
 
 __all__ = ["KIND", "SCHEMA", "PredictorRecord", "load", "run_fit_predictors", "save"]
 
 PASSES, SEQUENCES = "passes", "sequences of the next one"
+FIT, HELD_OUT = "fit", "held_out"
 
 
 def run_fit_predictors(
@@ -72,28 +90,46 @@ def run_fit_predictors(
         NonFiniteActivations: NaN or infinity, naming layer and sequence.
         ArtifactError: a file cannot be written.
     """
-    start = State({}, {PASSES: 0, SEQUENCES: 0})
     targets = find_targets(layers, spec, loaded.geometry.cache_dtype)
-    splits = _splits(layers, targets, data, spec)
-    declare = partial(_declared, layers, targets, splits)
+    paged = [layer for layer in layers if layer.is_paged]
+    has_work = any(target.shape is not None for target in targets)
+    splits = split_sequences(data, paged, spec.holdout_share) if has_work else {}
+    device = loaded.model.device
+    maps = rotary_maps(loaded.model, loaded.geometry) if has_work else {}
+    tables = {index: rotary.tensor().to(device) for index, rotary in maps.items()}
+    on_device = {name: tensor.to(device) for name, tensor in tensors.items()}
+    declare = partial(_declared, paged, targets, splits)
+    start = State({}, {PASSES: 0, SEQUENCES: 0})
     with Checkpoint(path, KIND, inputs, start, declare, reporter) as checkpoint:
-        fitting = _Fitting(loaded, layers, tensors, data, spec, workload, targets, splits, checkpoint, reporter, room)
+        fitting = _Fitting(
+            loaded, layers, paged, on_device, tables, data, spec, workload, room, targets, splits, checkpoint, reporter
+        )
         record = fitting.run()
         save(record, inputs, path)
     return record
 
 
-def _splits(
-    layers: Sequence[LayerPlan], targets: Sequence[Target], data: TokenDataset, spec: PredictorSpec
-) -> dict[int, str]:
-    """{sequence: split}; empty where there is nothing to fit."""
-    if all(target.shape is None for target in targets):
-        return {}
-    return split_sequences(data, [layer for layer in layers if layer.is_paged], spec.holdout_share)
+def split_sequences(data: TokenDataset, paged: Sequence[LayerPlan], holdout_share: float) -> dict[int, str]:
+    """{sequence: FIT or HELD_OUT} of the sequences that fill a page; held-out ones evenly spread, at least one.
+
+    Raises:
+        UsageError: fewer than two such sequences.
+    """
+    lengths = [tokens_T.numel() for tokens_T in data.sequences]
+    numbers = [i for i, length in enumerate(lengths) if all(num_page_tokens(layer, length) for layer in paged)]
+    if len(numbers) < 2:
+        raise UsageError(
+            f"{len(numbers)} of {len(lengths)} sequences fill a page behind the sinks; at least 2 are needed, one of "
+            "them to hold out",
+            hint="give longer sequences, or more of them",
+        )
+    wanted = min(max(1, round(holdout_share * len(numbers))), len(numbers) - 1)
+    held_out = {numbers[(2 * i + 1) * len(numbers) // (2 * wanted)] for i in range(wanted)}
+    return {number: HELD_OUT if number in held_out else FIT for number in numbers}
 
 
 def _declared(
-    layers: Sequence[LayerPlan],
+    paged: Sequence[LayerPlan],
     targets: Sequence[Target],
     splits: Mapping[int, str],
     done: Mapping[str, int],
@@ -101,7 +137,7 @@ def _declared(
 ) -> dict[str, Statistic]:
     """See ``_Fitting`` for the names. Keys of paged layer l, counted from 0, are fitted in pass l, values in the next;
     the last pass measures errors, of the predictors that are kept."""
-    position = {index: n for n, index in enumerate(layer.geometry.index for layer in layers if layer.is_paged)}
+    position = {layer.geometry.index: n for n, layer in enumerate(paged)}
     require_steps(done, {PASSES: len(position) + 1, SEQUENCES: len(splits)})
     seen = {split for _, split in sorted(splits.items())[: done[SEQUENCES]]}
     declared: dict[str, Statistic] = {}
@@ -122,8 +158,10 @@ def _declared(
     return declared
 
 
+@dataclass(frozen=True, eq=False)
 class _Fitting:
-    """One run of the stage. All that it finds lies in the checkpoint's state, so that it can be taken up again:
+    """One run of the stage; tensors are on the model's device. Its results lie in the checkpoint's state, so that it
+    can be taken up again:
 
     ``sums.{side}.{split}.{sum}``  the normal equations of the pass so far; counts are tokens
     ``fitted.{name in a plan}``    the tensors of every predictor fitted
@@ -131,30 +169,19 @@ class _Fitting:
     ``errors.{layer}.{side}``      squared error per held-out token [2]: without any predictor, and with those kept
     """
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        layers: tuple[LayerPlan, ...],
-        tensors: Mapping[str, Tensor],
-        data: TokenDataset,
-        spec: PredictorSpec,
-        workload: Workload,
-        targets: Sequence[Target],
-        splits: Mapping[int, str],
-        checkpoint: Checkpoint,
-        reporter: Reporter,
-        room: Room | None,
-    ) -> None:
-        self.loaded, self.layers, self.data, self.spec, self.room = loaded, layers, data, spec, room
-        self.workload, self.checkpoint, self.reporter = workload, checkpoint, reporter
-        self.cache_dtype, device = loaded.geometry.cache_dtype, loaded.model.device
-        self.paged = [layer for layer in layers if layer.is_paged]
-        self.targets, self.splits = targets, splits
-        self.tables: dict[int, Tensor] = {}
-        self.tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-        if splits:
-            maps = rotary_maps(loaded.model, loaded.geometry)
-            self.tables = {index: found.tensor().to(device) for index, found in maps.items()}
+    loaded: LoadedModel
+    layers: tuple[LayerPlan, ...]
+    paged: Sequence[LayerPlan]
+    tensors: Mapping[str, Tensor]
+    tables: Mapping[int, Tensor]
+    data: TokenDataset
+    spec: PredictorSpec
+    workload: Workload
+    room: Room | None
+    targets: Sequence[Target]
+    splits: Mapping[int, str]
+    checkpoint: Checkpoint
+    reporter: Reporter
 
     def run(self) -> PredictorRecord:
         """All passes that are not done, then the record."""
@@ -162,15 +189,15 @@ class _Fitting:
             self._fit(number + 1)
         if self.checkpoint.state.done[PASSES] == len(self.paged):
             self._measure_errors()
-        findings = self.findings
-        needed = needed_tensors(with_predictors(self.layers, findings, self.spec), self.cache_dtype)
-        available = {name: tensor.cpu() for name, tensor in self._new_tensors().items()}
+        findings, cache_dtype = self.findings, self.loaded.geometry.cache_dtype
+        needed = needed_tensors(with_predictors(self.layers, findings, self.spec), cache_dtype)
+        stored = {name: tensor.cpu() for name, tensor in self._new_tensors().items() if name in needed}
         tokens = {split: 0 for split in (FIT, HELD_OUT)}
         for number, split in self.splits.items():
             tokens[split] += num_page_tokens(self.paged[0], len(self.data.sequences[number]))
         subject = Subject(
             model=self.loaded.identity,
-            cache_dtype=self.cache_dtype,
+            cache_dtype=cache_dtype,
             spec=self.spec,
             workload=self.workload,
             data_fingerprint=self.data.fingerprint,
@@ -178,7 +205,7 @@ class _Fitting:
             num_fit_tokens=tokens[FIT],
             num_held_out_tokens=tokens[HELD_OUT],
         )
-        return PredictorRecord(subject, findings, {name: available[name] for name in available if name in needed})
+        return PredictorRecord(subject, findings, stored)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -209,7 +236,7 @@ class _Fitting:
             wanted.append(Wanted(self.paged[number - 1], single_sides(self.paged[number - 1], ("k",))))
             wanted += [Wanted(layer, ()) for layer in self.paged[number : number + 1] if layer.geometry.index <= last]
             label = f"predictors: pass {number} of {len(self.paged)}"
-            self._run_pass(label, (FIT, HELD_OUT), wanted, ways, partial(watch_sums, targets))
+            self._run_pass(label, (FIT, HELD_OUT), wanted, ways, partial(_sum_equations, targets))
         means = {name: mean for name, mean in self.checkpoint.state.means.items() if not name.startswith("sums.")}
         for target in targets:
             means |= self._solved(target)
@@ -220,17 +247,16 @@ class _Fitting:
         equations = {}
         for split in (FIT, HELD_OUT):
             prefix = f"sums.{target.side}.{split}."
-            found = {n: m for n, m in self.checkpoint.state.means.items() if n.startswith(prefix)}
-            sums = {name.removeprefix(prefix): mean.total for name, mean in found.items()}
-            equations[split] = NormalEquations.from_tensors(sums, found[f"{prefix}xx"].count)
+            found = {n.removeprefix(prefix): m for n, m in self.checkpoint.state.means.items() if n.startswith(prefix)}
+            sums = {name: mean.total for name, mean in found.items()}
+            equations[split] = NormalEquations.from_tensors(sums, found["xx"].count)
         fit = equations[FIT].solve(self.spec.ridge)
-        predictor = compress(fit, self.spec, self.cache_dtype)
+        predictor = compress(fit, self.spec, self.loaded.geometry.cache_dtype)
         measured = measure(fit, predictor, equations[HELD_OUT], self.spec)
         tensors = predictor.tensors(f"fitted.layers.{target.index}.{target.side}_predictor")
         facts = torch.tensor([number for number in measured if number is not None], dtype=torch.float64)
-        return {
-            **{name: Mean(t, 1) for name, t in tensors.items()},
-            f"facts.{target.index}.{target.side}": Mean(facts, 1),
+        return {name: Mean(tensor, 1) for name, tensor in tensors.items()} | {
+            f"facts.{target.index}.{target.side}": Mean(facts, 1)
         }
 
     def _measure_errors(self) -> None:
@@ -240,34 +266,32 @@ class _Fitting:
         if kept:
             ways = [self._way(()), self._way(findings)]
             wanted = [Wanted(layer, single_sides(layer)) for layer in self.paged]
-            self._run_pass("predictors: errors", (HELD_OUT,), wanted, ways, partial(watch_errors, kept))
+            self._run_pass("predictors: errors", (HELD_OUT,), wanted, ways, partial(_sum_errors, kept))
         self.checkpoint.advance(State(self.checkpoint.state.means, {PASSES: len(self.paged) + 1, SEQUENCES: 0}))
 
     def _run_pass(
-        self, label: str, splits: Sequence[str], wanted: Sequence[Wanted], ways: Sequence[Reconstruction], watch: Watch
+        self, label: str, splits: Sequence[str], wanted: Sequence[Wanted], ways: Sequence[Reconstruction], sums: Sums
     ) -> None:
-        """Every sequence of ``splits`` that the pass has not seen through the model; what is found joins the state."""
+        """Every sequence of ``splits`` that the pass has not seen through the model; its ``sums`` join the state."""
         numbers = [number for number, split in sorted(self.splits.items()) if split in splits]
         for step in range(self.checkpoint.state.done[SEQUENCES], len(numbers)):
             self.reporter(step, len(numbers), label)
             found: dict[str, Mean] = {}
-            receive = watch(self.splits[numbers[step]], found)
+            receive = sums(self.splits[numbers[step]], found)
             tokens_T = self.data.sequences[numbers[step]]
             try:
                 read_pages(self.loaded.model, self.loaded.geometry, wanted, ways, self.tables, tokens_T, receive)
             except NonFiniteActivations as error:
                 raise NonFiniteActivations(f"sequence {numbers[step]}: {error.message}", error.hint) from error
             state = self.checkpoint.state
-            merged = {
-                name: state.means[name].merge(mean) if name in state.means else mean for name, mean in found.items()
-            }
+            merged = {n: state.means[n].merge(mean) if n in state.means else mean for n, mean in found.items()}
             self.checkpoint.advance(State({**state.means, **merged}, {**state.done, SEQUENCES: step + 1}))
         self.reporter(len(numbers), len(numbers), label)
 
     def _way(self, findings: Sequence[Finding]) -> Reconstruction:
         """Pages as stored with the predictors of ``findings``."""
         layers = with_predictors(self.layers, findings, self.spec)
-        return Reconstruction(layers, {**self.tensors, **self._new_tensors()}, self.cache_dtype)
+        return Reconstruction(layers, {**self.tensors, **self._new_tensors()}, self.loaded.geometry.cache_dtype)
 
     def _new_tensors(self) -> dict[str, Tensor]:
         """Rotary tables and fitted predictors by their names in a plan, on the model's device."""
@@ -275,3 +299,38 @@ class _Fitting:
         fitted = {n: m.total for n, m in self.checkpoint.state.means.items() if n.startswith("fitted.")}
         device = self.loaded.model.device
         return rotary | {name.removeprefix("fitted."): tensor.to(device) for name, tensor in fitted.items()}
+
+
+# From a sequence's split, and a place for the sums, to a receiver of its layers.
+Sums = Callable[[str, dict[str, Mean]], Receive]
+
+
+def _sum_equations(targets: Sequence[Target], split: str, found: dict[str, Mean]) -> Receive:
+    """The normal equations of ``targets``."""
+    before: list[LayerPages] = []
+
+    def receive(index: int, exact: LayerPages, read_back: Sequence[LayerPages]) -> None:
+        inputs = read_back[0] if read_back else exact
+        for target in targets:
+            if target.index == index:
+                x = before[0].k if target.side == "k" else torch.cat([before[0].v, inputs.k], dim=-1)
+                y = exact.side(target.side)
+                sums = NormalEquations.empty(x.shape[1], y.shape[1]).update(x, y)
+                for name, total in sums.tensors().items():
+                    found[f"sums.{target.side}.{split}.{name}"] = Mean(total, sums.count)
+        before[:] = [inputs]
+
+    return receive
+
+
+def _sum_errors(targets: Sequence[Target], split: str, found: dict[str, Mean]) -> Receive:
+    """The squared errors of what is read back, in each way."""
+
+    def receive(index: int, exact: LayerPages, read_back: Sequence[LayerPages]) -> None:
+        for target in targets:
+            if target.index == index:
+                wanted = exact.side(target.side).double()
+                errors = [(pages.side(target.side).double() - wanted).square().sum(-1) for pages in read_back]
+                found[f"errors.{index}.{target.side}"] = Mean.empty((len(errors),)).update(torch.stack(errors, -1))
+
+    return receive

@@ -99,7 +99,8 @@ class KeyStatistics:
     @classmethod
     def from_stored(cls, means: Mapping[str, Mean], index: int) -> KeyStatistics:
         """The inverse of ``stored``."""
-        return cls(*(means[f"{name}.{index}"].total for name in _SUMS), count=means[f"total.{index}"].count)
+        sums = {name: means[f"{name}.{index}"].total for name in _SUMS}
+        return cls(**sums, count=means[f"total.{index}"].count)
 
 
 def key_statistics(

@@ -1,4 +1,4 @@
-"""Linear regression with a bias from streaming sums: what fits AQUA-KV's predictors.
+"""Linear regression with a bias from streaming sums, which fits AQUA-KV's predictors, and the compressed weights.
 
 Alg. 1 of AQUA-KV (lines 13 and 17) asks for arg min_f ||f(X) - Y||^2 with f linear. The sums X'X, X'Y, X'1, Y'1 and
 the diagonal of Y'Y are all that the fit needs, and all that its error on other tokens needs: the explained variance of
@@ -14,6 +14,9 @@ to the inputs changes nothing. Sums and products are fp64: centring afterwards l
 Sums of fp64 depend on their order in the last digit: two machines, or a CPU and a GPU, fit weights that agree to
 about 1e-12, and hardly ever differ once rounded to the cache's dtype. Left out: more than one penalty (the paper fixes
 1e-3), and the off-diagonal of Y'Y.
+
+A predictor is stored in the cache's dtype, of low rank (reduced-rank regression), or in 4 bits a weight, rounded column
+by column: the error of one is made good by those behind it.
 """
 
 from __future__ import annotations
@@ -25,10 +28,14 @@ import torch
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations, UsageError
+from kvcal.geometry import CACHE_DTYPES, CacheDtype
+from kvcal.pages.predictor import INT4_ZERO, LinearPredictor, PredictorShape
+from kvcal.specs import PredictorSpec
 
 RIDGE = 1e-3
 _CHUNK_TOKENS = 4096  # rows that are fp64 at a time
 _SMALLEST_PENALTY = 1e-14  # of the second moments: inputs that never change are not divided by their rounding error
+_MOST, _LEAST = 7, -8  # of a 4-bit code less INT4_ZERO
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +47,11 @@ class LinearFit:
     x_mean_F: Tensor
     y_mean_O: Tensor
     metric_FF: Tensor
+
+    @property
+    def extents(self) -> tuple[int, int]:
+        """Numbers of inputs and outputs."""
+        return self.weight_OF.shape[1], self.weight_OF.shape[0]
 
     @property
     def bias_O(self) -> Tensor:
@@ -92,14 +104,9 @@ class NormalEquations:
 
     def merge(self, other: NormalEquations) -> NormalEquations:
         """The statistic of both sets of tokens."""
-        return NormalEquations(
-            self.xx_FF + other.xx_FF,
-            self.xy_FO + other.xy_FO,
-            self.x_F + other.x_F,
-            self.y_O + other.y_O,
-            self.y2_O + other.y2_O,
-            self.count + other.count,
-        )
+        others = other.tensors()
+        sums = {name: total + others[name] for name, total in self.tensors().items()}
+        return NormalEquations.from_tensors(sums, self.count + other.count)
 
     def tensors(self) -> dict[str, Tensor]:
         """The sums by name, as a file keeps them; with ``count`` all there is."""
@@ -185,3 +192,86 @@ def _sums(x_nF: Tensor, y_nO: Tensor) -> NormalEquations:
         )
     xx_FF, xy_FO, y2_O = x_nF.T @ x_nF, x_nF.T @ y_nO, (y_nO * y_nO).sum(0)
     return NormalEquations(xx_FF.cpu(), xy_FO.cpu(), x_F.cpu(), y_O.cpu(), y2_O.cpu(), x_nF.shape[0])
+
+
+def compress(fit: LinearFit, spec: PredictorSpec, cache_dtype: CacheDtype) -> LinearPredictor:
+    """The predictor of the kind that ``spec`` asks for."""
+    if spec.kind == "low_rank":
+        assert spec.rank is not None
+        return to_low_rank(fit, spec.rank, cache_dtype)
+    if spec.kind == "int4":
+        assert spec.group_size is not None
+        return to_int4(fit, spec.group_size, cache_dtype)
+    return to_linear(fit, cache_dtype)
+
+
+def to_linear(fit: LinearFit, cache_dtype: CacheDtype) -> LinearPredictor:
+    """The weight in the cache's dtype. NonFiniteActivations where it does not fit in there."""
+    weight = fit.weight_OF.to(CACHE_DTYPES[cache_dtype])
+    return _finished(fit, PredictorShape("linear", *fit.extents, cache_dtype), {"weight": weight})
+
+
+def to_low_rank(fit: LinearFit, rank: int, cache_dtype: CacheDtype) -> LinearPredictor:
+    """Reduced-rank regression. ValueError for a rank that the weight cannot have; NonFiniteActivations as above."""
+    shape = PredictorShape("low_rank", *fit.extents, cache_dtype, rank, None)
+    predicted = fit.weight_OF @ fit.metric_FF @ fit.weight_OF.T
+    vectors = torch.linalg.eigh((predicted + predicted.T) / 2.0).eigenvectors[:, -rank:].flip(-1)
+    # The sign of an eigenvector is a library's whim: its largest entry is made positive.
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    up = (vectors * torch.where(largest < 0, -1.0, 1.0)).contiguous()
+    dtype = CACHE_DTYPES[cache_dtype]
+    return _finished(fit, shape, {"down": (up.T @ fit.weight_OF).to(dtype), "up": up.to(dtype)})
+
+
+def to_int4(fit: LinearFit, group_size: int, cache_dtype: CacheDtype, compensate: bool = True) -> LinearPredictor:
+    """4 bits a weight. ValueError for a group_size below 1; NonFiniteActivations as above."""
+    shape = PredictorShape("int4", *fit.extents, cache_dtype, None, group_size)
+    num_inputs = shape.num_inputs
+    weight, codes, scales = fit.weight_OF.clone(), [], []
+    carry = _carry(fit.metric_FF) if compensate else torch.eye(num_inputs, dtype=torch.float64)
+    for start in range(0, num_inputs, group_size):
+        stop = min(start + group_size, num_inputs)
+        group, factor = weight[:, start:stop], carry[start:stop, start:]
+        scale = torch.maximum(group.amax(-1) / _MOST, group.amin(-1) / _LEAST).clamp(min=0.0).half()
+        errors = torch.empty_like(group)
+        for column in range(stop - start):
+            code = _rounded(group[:, column], scale.double())
+            codes.append(code)
+            errors[:, column] = (group[:, column] - code * scale.double()) / factor[column, column]
+            inside = factor[column, column + 1 : stop - start]
+            group[:, column + 1 :] -= torch.outer(errors[:, column], inside)
+        weight[:, stop:] -= errors @ factor[:, stop - start :]
+        scales.append(scale)
+    packed = _packed(torch.stack(codes, -1))
+    return _finished(fit, shape, {"weight": packed, "scale": torch.stack(scales, -1)})
+
+
+def _carry(metric_FF: Tensor) -> Tensor:
+    """U, upper triangular, with U^T U = M^-1: row i says how an error of column i is made good by columns behind it."""
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(metric_FF))
+    return torch.linalg.cholesky(inverse, upper=True)
+
+
+def _rounded(weight: Tensor, scale: Tensor) -> Tensor:
+    """Nearest code less INT4_ZERO, fp64; 0 where the scale is 0."""
+    return (weight / torch.where(scale == 0.0, torch.inf, scale)).round().clamp(_LEAST, _MOST)
+
+
+def _packed(codes_OF: Tensor) -> Tensor:
+    """Codes less INT4_ZERO -> bytes, the even input in the low four bits; the filling of an odd number is weight 0."""
+    codes = torch.nn.functional.pad(codes_OF, (0, codes_OF.shape[-1] % 2)).add(INT4_ZERO).to(torch.uint8)
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def _finished(fit: LinearFit, shape: PredictorShape, stored: dict[str, Tensor]) -> LinearPredictor:
+    """With the bias that the rounded weight wants."""
+    bias = torch.zeros(shape.num_outputs, dtype=CACHE_DTYPES[shape.cache_dtype])
+    weight, _ = LinearPredictor(shape, {**stored, "bias": bias}).dense()
+    stored["bias"] = fit.bias_of(weight).to(bias.dtype)
+    for name, tensor in stored.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise NonFiniteActivations(
+                f"the {name} of a {shape.kind} predictor goes beyond {str(tensor.dtype).removeprefix('torch.')}",
+                hint="leave this layer without a predictor, or calibrate on more text",
+            )
+    return LinearPredictor(shape, stored)
