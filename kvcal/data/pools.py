@@ -1,20 +1,29 @@
-"""Pools of data by purpose: what a plan is fitted on, chosen on and reported on share no text.
+"""Pools of data by purpose: what a plan is fitted on, chosen on and reported on shares no text; and the guard of that.
 
 Every source is dealt to the pools before any window is cut, item by item: a record, a chat, a generated problem or a
 document of a table by a hash of its content, a piece of a text file in turn. So pools stay disjoint whatever the seed,
-the process, the number of samples and their length, and two copies of an item lie in one pool.
+the process, the number of samples and their length, and two copies of an item lie in one pool. A text file's pieces go
+to the pools in turn, from the pool on that the first piece's content names. They are of 1 KiB at first and double after
+every round, up to 16 KiB: a file of 60 KiB gives each pool 15, and windows of a large one are seldom broken.
 
-A text file's pieces go to the pools in turn, from the pool on that the first piece's content names. They are of 1 KiB
-at first and double after every round, up to 16 KiB: a file of 60 KiB gives each pool 15, and windows of a large one are
-seldom broken.
+A stage names its data among its artifact's inputs, and the plan's provenance takes them over: {"calibration":
+{stage: {"purpose", "source", "source_sha256", "sequences"}}}, with 12 hex digits of sha256 for each sequence. The guard
+finds what dealing cannot: a source that repeats itself, and records that are equal up to where they are cut.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
+
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from torch import Tensor
+
+from kvcal.errors import ArtifactError, UsageError
+from kvcal.strict import STRICT, dump, parse
 
 # fit: profile, λ, predictors. select: a search's candidates, tuning. validate: a final choice. report: evaluation.
 Purpose = Literal["fit", "select", "validate", "report"]
@@ -50,3 +59,107 @@ def _cut(lines: Iterator[str]) -> Iterator[str]:
                 parts, num_chars, number = [], 0, number + 1
     if "".join(parts).strip():
         yield "".join(parts)
+
+
+@dataclass(frozen=True)
+class SourceId:
+    """A source's ``name`` for people, without its folder, and a digest of what it is: of a file the size and the first
+    64 KiB, of a folder the names and sizes, else of the name, config and split."""
+
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True, eq=False)
+class TokenDataset:
+    """``sequences``: int64 [T] each, T <= seq_len, no padding. ``loss_masks``: bool [T] each, True where
+    the token is a target of the next-token loss (never at position 0, at least one per sequence).
+    ``fingerprint``: sha256 over both; ``description``: one line for people, without machine paths;
+    ``source``: where they come from, None if they were made up; ``purpose``: of which pool. All counts are
+    tokens."""
+
+    sequences: tuple[Tensor, ...]
+    loss_masks: tuple[Tensor, ...]
+    fingerprint: str
+    description: str
+    source: SourceId | None = None
+    purpose: Purpose = "fit"
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Of each sequence's ids, int64 little-endian, the first 12 hex digits of their sha256."""
+        return tuple(hashlib.sha256(id_bytes(tokens_T)).hexdigest()[:12] for tokens_T in self.sequences)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sequence.numel() for sequence in self.sequences)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return sum(int(mask.sum()) for mask in self.loss_masks)
+
+
+def id_bytes(tokens_T: Tensor) -> bytes:
+    """Token ids as int64, little-endian."""
+    return tokens_T.numpy().astype("<i8").tobytes()
+
+
+KEY = "calibration"
+_SUFFIX = ".record"
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
+class DataRecord:
+    """One stage's data. ``source``, its name, and ``source_sha256`` are None for made-up data."""
+
+    purpose: Purpose
+    source: str | None
+    source_sha256: str | None
+    sequences: tuple[str, ...]
+
+
+def data_inputs(data: TokenDataset, name: str = "data") -> dict[str, Any]:
+    """Fields of an artifact's inputs that name its data."""
+    source, sha256 = (None, None) if data.source is None else (data.source.name, data.source.sha256)
+    record = DataRecord(data.purpose, source, sha256, data.digests)
+    return {f"{name}.fingerprint": data.fingerprint, f"{name}{_SUFFIX}": dump(record)}
+
+
+def calibration(stage: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The data of an artifact with these inputs, by stage: {"profile": ..., "search.fit_data": ...}."""
+    names = [key.removesuffix(_SUFFIX) for key in inputs if key.endswith(_SUFFIX)]
+    return {stage if name == "data" else f"{stage}.{name}": inputs[name + _SUFFIX] for name in sorted(names)}
+
+
+def with_calibration(provenance: Mapping[str, Any], records: Mapping[str, Any]) -> dict[str, Any]:
+    """The provenance with more data."""
+    return {**provenance, KEY: {**provenance.get(KEY, {}), **records}} if records else dict(provenance)
+
+
+def require_unseen(provenance: Mapping[str, Any], data: TokenDataset) -> None:
+    """Raises:
+    UsageError: a sequence of ``data`` is among those of another purpose that a plan was made from.
+    ArtifactError: the provenance's record of them is not one.
+    """
+    for stage, record in _records(provenance).items():
+        num_shared = sum(digest in record.sequences for digest in data.digests)
+        if num_shared and record.purpose != data.purpose:
+            raise UsageError(
+                f"{num_shared} of {len(data.digests)} sequences of {data.description} are among those that {stage} "
+                f"used (pool {record.purpose} of {record.source})",
+                hint="the source repeats itself, or its records are equal up to seq_len: remove copies, raise seq_len, "
+                "or evaluate on another source",
+            )
+
+
+def shared_sources(provenance: Mapping[str, Any], data: TokenDataset) -> list[str]:
+    """Stages that used the source of ``data``, in order of their names."""
+    if data.source is None:
+        return []
+    records = _records(provenance).items()
+    return sorted(stage for stage, record in records if record.source_sha256 == data.source.sha256)
+
+
+def _records(provenance: Mapping[str, Any]) -> dict[str, DataRecord]:
+    place, hint = f"the plan's provenance.{KEY}", "compile the plan again with this version of kvcal"
+    return parse(dict[str, DataRecord], provenance.get(KEY, {}), place, ArtifactError, hint)

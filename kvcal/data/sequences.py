@@ -22,17 +22,17 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from jinja2 import TemplateError
-from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from kvcal.data.pools import PURPOSES, Purpose
-from kvcal.data.sources import Chat, Record, SourceId, describe_source, identify_source, read_source
+from kvcal.data.pools import PURPOSES, Purpose, TokenDataset, id_bytes
+from kvcal.data.sources import Chat, Record, describe_source, identify_source, read_source
 from kvcal.data.tasks import TASKS, Problem, dealt, mixture
 from kvcal.errors import UsageError
 from kvcal.strict import STRICT
@@ -42,10 +42,11 @@ if TYPE_CHECKING:
 
 CANDIDATES = 4
 MAX_SAMPLES = 1_000_000
+TokensAndMask = tuple[Tensor, Tensor]  # int64 [T], and whether each is a target of the loss, bool [T]
 TASK_SOURCES = ("tasks", *(f"tasks:{name}" for name in TASKS))
 
 
-@pydantic_dataclass(frozen=True, config=STRICT)
+@dataclass(frozen=True, config=STRICT)
 class DataSpec:
     """Which sequences. ``source`` is "tasks", "tasks:NAME", a file, a folder or a hub id; ``split`` and
     ``config`` belong to hub ids only. ``columns`` names one column (text, or chat messages) or two (prompt,
@@ -80,41 +81,6 @@ class DataSpec:
             raise UsageError(f"source = {self.source!r} is unknown", hint=f"choose one of: {', '.join(TASK_SOURCES)}")
 
 
-@dataclass(frozen=True, eq=False)
-class TokenDataset:
-    """``sequences``: int64 [T] each, T <= seq_len, no padding. ``loss_masks``: bool [T] each, True where
-    the token is a target of the next-token loss (never at position 0, at least one per sequence).
-    ``fingerprint``: sha256 over both; ``description``: one line for people, without machine paths;
-    ``source``: where they come from, None if they were made up; ``purpose``: of which pool. All counts are
-    tokens."""
-
-    sequences: tuple[Tensor, ...]
-    loss_masks: tuple[Tensor, ...]
-    fingerprint: str
-    description: str
-    source: SourceId | None = None
-    purpose: Purpose = "fit"
-
-    @property
-    def digests(self) -> tuple[str, ...]:
-        """Of each sequence's ids, int64 little-endian, the first 12 hex digits of their sha256."""
-        return tuple(hashlib.sha256(_bytes(tokens_T)).hexdigest()[:12] for tokens_T in self.sequences)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(sequence.numel() for sequence in self.sequences)
-
-    @property
-    def num_loss_tokens(self) -> int:
-        return sum(int(mask.sum()) for mask in self.loss_masks)
-
-
-@dataclass(frozen=True, eq=False)
-class _Sequence:
-    tokens_T: Tensor
-    loss_mask_T: Tensor
-
-
 def load_sequences(
     spec: DataSpec, tokenizer: PreTrainedTokenizerBase, max_context: int | None = None, purpose: Purpose = "fit"
 ) -> TokenDataset:
@@ -145,8 +111,7 @@ def load_sequences(
             "pool is too small, give the evaluation a larger source of its own",
         )
     picked = sorted(random.Random(f"pick:{spec.seed}").sample(range(len(pool)), spec.num_samples))
-    sequences = tuple(pool[i].tokens_T for i in picked)
-    masks = tuple(pool[i].loss_mask_T for i in picked)
+    sequences, masks = zip(*(pool[i] for i in picked), strict=True)
     least = f"{spec.min_len} to " if spec.min_len else "at most "
     least = "" if spec.min_len == spec.seq_len else least
     shape = f"{spec.num_samples} sequences of {least}{spec.seq_len} tokens, seed {spec.seed}"
@@ -181,14 +146,14 @@ def _end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
-def _task_sequences(spec: DataSpec, tokenizer: PreTrainedTokenizerBase, purpose: Purpose) -> Iterator[_Sequence]:
+def _task_sequences(spec: DataSpec, tokenizer: PreTrainedTokenizerBase, purpose: Purpose) -> Iterator[TokensAndMask]:
     draw = mixture if spec.source == "tasks" else TASKS[spec.source.removeprefix("tasks:")]
     drawn = dealt(draw, purpose, f"{spec.source}:{spec.seed}")
     for problem in islice(drawn, 64 * spec.num_samples):  # bounded: a short seq_len can cut off every completion
         yield from _record_sequence(Record(problem.prompt_text, problem.completion), tokenizer, spec)
 
 
-def _source_sequences(spec: DataSpec, tokenizer: PreTrainedTokenizerBase, purpose: Purpose) -> Iterator[_Sequence]:
+def _source_sequences(spec: DataSpec, tokenizer: PreTrainedTokenizerBase, purpose: Purpose) -> Iterator[TokensAndMask]:
     prefix, end = prefix_ids(tokenizer), _end_ids(tokenizer)
     num_body = spec.seq_len - len(prefix)
     if num_body < 1:
@@ -211,14 +176,14 @@ def _source_sequences(spec: DataSpec, tokenizer: PreTrainedTokenizerBase, purpos
             pending = pending[num_windows * num_body :]
 
 
-def _record_sequence(record: Record, tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> Iterator[_Sequence]:
+def _record_sequence(record: Record, tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> Iterator[TokensAndMask]:
     """Prompt and completion are tokenized apart, as they are when a model generates."""
     prompt = prefix_ids(tokenizer) + _encode(tokenizer, record.prompt)
     completion = _encode(tokenizer, record.completion) + _end_ids(tokenizer)
     yield from _sequence(prompt + completion, len(prompt), spec)
 
 
-def _chat_sequence(chat: Chat, tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> Iterator[_Sequence]:
+def _chat_sequence(chat: Chat, tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> Iterator[TokensAndMask]:
     """The loss covers the last message if it is the assistant's and the template only appends, else all
     tokens."""
     if tokenizer.chat_template is None:
@@ -230,11 +195,12 @@ def _chat_sequence(chat: Chat, tokenizer: PreTrainedTokenizerBase, spec: DataSpe
     messages = [{key: x for key, x in message.items() if x is not None} for message in chat.messages]
     opening = messages[:-1] if messages[-1].get("role") == "assistant" else []
     try:
-        text = _render(tokenizer, messages, False)
-        prompt = _render(tokenizer, opening, True) if opening else ""
+        render = partial(tokenizer.apply_chat_template, tokenize=False)
+        text = str(render(messages, add_generation_prompt=False))
+        prompt = str(render(opening, add_generation_prompt=True)) if opening else ""
     except TemplateError as error:
         raise UsageError(
-            f"source = {spec.source}, record {chat.index}: the chat template refuses its messages: {error}",
+            f"source = {spec.source}, record {chat.index}: the chat template does not take its messages: {error}",
             hint="a template wants role and content, and often alternating user and assistant",
         ) from error
     if not text.startswith(prompt):
@@ -244,15 +210,11 @@ def _chat_sequence(chat: Chat, tokenizer: PreTrainedTokenizerBase, spec: DataSpe
     yield from _sequence(prompt_ids + reply_ids, len(prompt_ids), spec)
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], is_opening: bool) -> str:
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_opening))
-
-
-def _sequence(tokens: list[int], num_prompt: int, spec: DataSpec) -> Iterator[_Sequence]:
+def _sequence(tokens: list[int], num_prompt: int, spec: DataSpec) -> Iterator[TokensAndMask]:
     """Nothing, when the cut at ``seq_len`` leaves no token to predict, or when there are too few tokens."""
     tokens_T = torch.tensor(tokens[: spec.seq_len], dtype=torch.int64)
     if tokens_T.numel() > max(num_prompt, 1) and tokens_T.numel() >= spec.min_len:
-        yield _Sequence(tokens_T, torch.arange(tokens_T.numel()) >= max(num_prompt, 1))
+        yield tokens_T, torch.arange(tokens_T.numel()) >= max(num_prompt, 1)
 
 
 def _fingerprint(sequences: tuple[Tensor, ...], masks: tuple[Tensor, ...]) -> str:
@@ -261,10 +223,6 @@ def _fingerprint(sequences: tuple[Tensor, ...], masks: tuple[Tensor, ...]) -> st
     digest = hashlib.sha256()
     for tokens_T, mask_T in zip(sequences, masks, strict=True):
         digest.update(tokens_T.numel().to_bytes(8, "little"))
-        digest.update(_bytes(tokens_T))
+        digest.update(id_bytes(tokens_T))
         digest.update(mask_T.numpy().tobytes())
     return digest.hexdigest()
-
-
-def _bytes(tokens_T: Tensor) -> bytes:
-    return tokens_T.numpy().astype("<i8").tobytes()

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcal.artifact import require_file
-from kvcal.data.pools import Purpose, dealt_pieces, pool_of
+from kvcal.data.pools import Purpose, SourceId, dealt_pieces, pool_of
 from kvcal.errors import UsageError
 
 EXTENSIONS = {
@@ -73,15 +73,6 @@ class Chat:
 
 Item = Piece | Record | Chat
 Dealt = tuple[Purpose, Item]
-
-
-@dataclass(frozen=True)
-class SourceId:
-    """A source's ``name`` for people, without its folder, and a digest of what it is: of a file the size and the first
-    64 KiB, of a folder the names and sizes, else of the name, config and split."""
-
-    name: str
-    sha256: str
 
 
 def identify_source(source: str, split: str | None = None, config: str | None = None) -> SourceId:

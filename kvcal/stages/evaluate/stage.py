@@ -24,7 +24,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 
 from kvcal.artifact import differing_input
-from kvcal.data.record import require_unseen
+from kvcal.data.pools import require_unseen
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.models.load import LoadedModel
