@@ -1,15 +1,21 @@
-"""From a name to a loaded model: a local folder, an embedded model, or a hub id.
+"""From a name (an embedded model, a local folder or a hub id) to a loaded model and its identity.
 
-One place decides what may be loaded, in which dtype it computes, and what its identity is, so that every
-stage refuses the same things with the same words. transformers does the loading; remote code is never run,
-and a checkpoint that lacks weights is refused (transformers would fill them with random numbers).
+One place decides what may be loaded, in which dtype it computes, and what its identity is, so that every stage has the
+same errors. transformers does the loading; remote code is never run, and a checkpoint that lacks weights is an error
+(transformers would fill them with random numbers). After loading, ``model.config.dtype`` is the dtype the checkpoint is
+stored in, whatever dtype the parameters compute in: the cache's unquantized dtype and the weights' bytes on the target
+device follow from it.
 
-After loading, ``model.config.dtype`` is the dtype the checkpoint is stored in, whatever dtype the parameters
-compute in: the cache's unquantized dtype and the weights' bytes on the target device follow from it.
+A plan carries the identity, so that it is not used with another model: hashes of configuration, weights and tokenizer
+files, and no machine path. The configuration is hashed as canonical JSON without the keys that saving it again changes;
+weights and tokenizer as sorted (name, length, bytes), streamed. Left out: the chat template and generation settings,
+which do not change what is cached.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +36,11 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from kvcal.artifact import require_file
 from kvcal.embedded import model_folder
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, Geometry, ModelIdentity, StateGeometry
 from kvcal.models.geometry import checkpoint_dtype, geometry_of
-from kvcal.models.identity import identity_of, read_json, tokenizer_files, weight_files
 
 EMBEDDED_FOLDER = model_folder().parent
 # From what config.json says: wrong types, sizes and names.
@@ -50,6 +56,17 @@ SIZES = LAYER_COUNTS + (
 )  # fmt: skip
 MAX_LAYERS, MAX_SIZE = 10_000, 1_000_000_000
 MAX_REASON = 300
+
+_VOLATILE_KEYS = ("transformers_version", "_name_or_path")
+# In the order in which transformers prefers them: one file, or an index that names the shards.
+_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+# tokenizer.json alone defines a tokenizer; without it, the vocabulary files do.
+_TOKENIZER_FILE = "tokenizer.json"
+_VOCABULARY_FILES = (
+    "merges.txt", "sentencepiece.bpe.model", "spiece.model", "tekken.json", "tiktoken.model", "tokenizer.model",
+    "vocab.json", "vocab.txt",
+)  # fmt: skip
+_CHUNK_BYTES = 1 << 24
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -92,24 +109,15 @@ def load(source: str, *, dtype: str = "auto", device: str = "auto", need_tokeniz
         weight_files(location.folder, location.id)  # refuse before transformers looks elsewhere
     tokenizer = _tokenizer(location, need_tokenizer)  # before the weights: fail early
     stored_dtype = checkpoint_dtype(config)
-    automatic = dtype == "auto"
-    if automatic:
-        dtype = stored_dtype if target.type == "cuda" else "float32"
-    model = _model(location, config, CACHE_DTYPES[dtype], target)
-    model.config.dtype = CACHE_DTYPES[stored_dtype]
-    geometry = geometry_of(model, stored_dtype)
-    if automatic and dtype != stored_dtype and any(isinstance(layer, StateGeometry) for layer in geometry.layers):
-        # States are kept in the dtype that computes them: in another one their bytes would not be the plan's.
-        model = _model(location, config, CACHE_DTYPES[stored_dtype], target)
+    # States are kept in the dtype that computes them: in another one their bytes would not be the plan's.
+    automatic = [stored_dtype] if target.type == "cuda" else dict.fromkeys(["float32", stored_dtype])
+    for compute_dtype in automatic if dtype == "auto" else (dtype,):
+        model = _model(location, config, CACHE_DTYPES[compute_dtype], target)
         model.config.dtype = CACHE_DTYPES[stored_dtype]
         geometry = geometry_of(model, stored_dtype)
-    return LoadedModel(
-        model=model,
-        tokenizer=tokenizer,
-        identity=identity_of(location.folder, location.id),
-        geometry=geometry,
-        source=source,
-    )
+        if not any(isinstance(layer, StateGeometry) for layer in geometry.layers):
+            break
+    return LoadedModel(model, tokenizer, identity_of(location.folder, location.id), geometry, source)
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
@@ -273,3 +281,74 @@ def _reason(error: Exception) -> str:
     if isinstance(error, LookupError | ArithmeticError | AssertionError | TypeError | AttributeError):
         text = f"{type(error).__name__}: {text}"
     return text if len(text) <= MAX_REASON else text[:MAX_REASON] + "…"
+
+
+def identity_of(folder: Path, model_id: str) -> ModelIdentity:
+    """The identity of the checkpoint in ``folder``; ``tokenizer_sha256`` is empty if there is no tokenizer.
+
+    Raises UsageError if configuration or weights are missing or cannot be read.
+    """
+    config = read_json(folder / "config.json", model_id)
+    kept = {key: value for key, value in config.items() if key not in _VOLATILE_KEYS}
+    canonical = json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=True)  # may hold Infinity
+    tokenizer = tokenizer_files(folder)
+    return ModelIdentity(
+        id=model_id,
+        model_type=str(config.get("model_type", "")),
+        config_sha256=hashlib.sha256(canonical.encode()).hexdigest(),
+        weights_sha256=_sha256_of_files(weight_files(folder, model_id)),
+        tokenizer_sha256=_sha256_of_files(tokenizer) if tokenizer else "",
+    )
+
+
+def weight_files(folder: Path, model_id: str) -> list[Path]:
+    """The files that hold the checkpoint's weights; raises UsageError naming what is missing."""
+    for name in _WEIGHT_FILES:
+        index = folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            return [folder / name]
+        if index.is_file():
+            shards = read_json(index, model_id).get("weight_map")
+            if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+                raise UsageError(
+                    f"{model_id}: {index.name} has the weight_map {str(shards)[:60]}; expected an object of names of "
+                    "tensors and of files"
+                )
+            names = sorted(set(shards.values()))
+            missing = [name for name in names if not (folder / name).is_file()]
+            if missing or not names:
+                raise UsageError(f"{model_id}: {index.name} names {len(missing)} missing files: {missing[:3]}")
+            return [folder / name for name in names]
+    raise UsageError(
+        f"{model_id} has no weights: looked for {', '.join(_WEIGHT_FILES)} and their .index.json",
+        hint="copy or download the weights next to config.json",
+    )
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files that define the tokenizer; empty if there is none."""
+    if (folder / _TOKENIZER_FILE).is_file():
+        return [folder / _TOKENIZER_FILE]
+    return [folder / name for name in _VOCABULARY_FILES if (folder / name).is_file()]
+
+
+def read_json(path: Path, model_id: str) -> dict:
+    """A JSON object from a file; raises UsageError if it is missing or none."""
+    require_file(path, UsageError)
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{model_id}: {path.name} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{model_id}: {path.name} holds a {type(value).__name__}; expected a JSON object")
+    return value
+
+
+def _sha256_of_files(paths: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(paths, key=lambda path: path.name):
+        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()

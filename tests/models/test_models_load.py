@@ -13,8 +13,7 @@ from tiny_models import TINY_MODELS
 
 from kvcal.embedded import MODEL_NAME, model_folder
 from kvcal.errors import KvcalError, UnsupportedModel, UsageError
-from kvcal.models.identity import identity_of
-from kvcal.models.load import embedded_models, load, weight_bytes
+from kvcal.models.load import embedded_models, identity_of, load, weight_bytes
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from kvcal import PlanCache
 from kvcal.data.pools import Purpose
 from kvcal.data.sequences import encode_problem
 from kvcal.errors import ArtifactError, InfeasibleBudget
-from kvcal.models import identity
+from kvcal.models import load as loading
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import tensors_nbytes
@@ -165,11 +165,11 @@ def test_the_identity_is_of_whole_files(tmp_path: Path, monkeypatch: pytest.Monk
     files = [tmp_path / "a", tmp_path / "b"]
     for file in files:
         file.write_bytes(b"0123456789")
-    whole = identity._sha256_of_files(files)
-    monkeypatch.setattr(identity, "_CHUNK_BYTES", 4)
-    assert identity._sha256_of_files(files) == whole
+    whole = loading._sha256_of_files(files)
+    monkeypatch.setattr(loading, "_CHUNK_BYTES", 4)
+    assert loading._sha256_of_files(files) == whole
     files[0].write_bytes(b"012345678_")
-    assert identity._sha256_of_files(files) != whole
+    assert loading._sha256_of_files(files) != whole
 
 
 @pytest.mark.parametrize("is_ragged", [False, True])
