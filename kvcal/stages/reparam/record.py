@@ -132,12 +132,8 @@ def save(record: Reparam, inputs: dict[str, Any], path: Path) -> None:
 
 
 def load(path: Path) -> Reparam:
-    """Read and check a record.
-
-    Raises:
-        ArtifactError: missing, corrupt or foreign file; unknown, missing or mis-shaped content; λ, offsets or
-            curves out of range.
-    """
+    """Read and check a record. ArtifactError: missing, corrupt or foreign file; unknown, missing or mis-shaped content;
+    λ, offsets or curves out of range."""
     stored = artifact.read(path, KIND, SCHEMA)
     body = record_of(_Body, stored.body, path)
     with refusing(path):

@@ -1,30 +1,26 @@
 """The reparam stage: λ (and a static offset) for the keys of every layer, calibrated on short text at far positions.
 
-PM-KVQ moves outliers of key channels into the query before keys are quantized per token (Eq. 9-10). What a channel's
-outliers are depends on how far RoPE turns it, and slow channels turn once in tens of thousands of tokens; so positions
-are multiplied by ``position_scale`` (Eq. 12): 2,048 tokens stand for 8,192, at the cost of 2,048. Never beyond the
-model's context, though: what lies there is never cached.
+PM-KVQ moves outliers of key channels into the query before keys are quantized per token (Eq. 9-10). A channel's
+outliers depend on how far RoPE turns it, and slow channels turn once in tens of thousands of tokens; so positions are
+multiplied by ``position_scale`` (Eq. 12): 2,048 tokens stand for 8,192, at the cost of 2,048. Never beyond the model's
+context, though: what lies there is never cached.
 
-Two passes over the data, one sequence at a time:
+Two passes over the data, one sequence at a time, which an interrupted run continues:
 
 1. statistics: largest, smallest and mean K_post per channel, without the sinks, which are never quantized;
 2. search: for every α of the grid, without and with the offset, the keys are written to the plan's pages and read back,
-   and the attention block runs again with them (``models.reread``), as decoding would read them: pages for what earlier
-   tokens filled, sinks and recent tokens exact. The smallest squared error of the block's output wins; values stay
-   exact, since no choice here changes theirs.
-
-Memory does not grow with the number of sequences, and an interrupted run goes on (``stages.checkpoint``). Layers whose
-keys are per channel, before RoPE, 16 bits or in a sliding window are left as they are.
+   and the attention block runs again with them (``models.reread``), as decoding would read them. The smallest squared
+   error of the block's output wins; values stay exact, since no choice here changes theirs.
 
 Left out: one α per head, α chosen on the loss instead of layer by layer, and far positions for the keys alone, with the
-model at its ordinary ones (experiments/show_reparam.py measures what the difference is).
+model at its ordinary ones (experiments/show_reparam.py measures the difference). Layers whose keys are per channel,
+before RoPE, 16 bits or in a sliding window stay as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,27 +59,6 @@ __all__ = ["KIND", "SCHEMA", "Reparam", "load", "run_reparam", "save"]
 STATISTICS, SEARCH = "statistics samples", "search samples"
 
 
-@dataclass(frozen=True, eq=False)
-class _Search:
-    """``layers``: the searched ones, by index. ``candidates``: (α, with offset), in the order of the errors."""
-
-    loaded: LoadedModel
-    layers: Mapping[int, LayerPlan]
-    pairs: Mapping[int, Tensor]
-    tensors: Mapping[str, Tensor]
-    spec: ReparamSpec
-    position_scale: float
-
-    @property
-    def alphas(self) -> tuple[float, ...]:
-        return tuple(step / self.spec.num_steps for step in range(self.spec.num_steps + 1))
-
-    @property
-    def candidates(self) -> tuple[tuple[float, bool], ...]:
-        offsets = (False, True) if self.spec.offset else (False,)
-        return tuple((alpha, has_offset) for has_offset in offsets for alpha in self.alphas)
-
-
 def run_reparam(
     loaded: LoadedModel,
     layers: tuple[LayerPlan, ...],
@@ -106,51 +81,20 @@ def run_reparam(
     searched = {layer.geometry.index: layer for layer in layers if searched_heads(layer) is not None}
     check_taps(loaded.model, loaded.geometry)
     pairs = rotary_pairs(loaded.model, loaded.geometry)
-    on_device = {
-        name: tensor.to(loaded.model.device) for name, tensor in {**lattice_tensors(layers), **tensors}.items()
-    }
+    tensors = {name: t.to(loaded.model.device) for name, t in {**lattice_tensors(layers), **tensors}.items()}
     if searched:
         _require_pages(data, searched)
     else:
         reporter.say("reparam: no layer quantizes its keys per token, nothing to search")
     scale = fitting_scale(loaded, data.sequences, spec.position_scale, reporter)
-    search = _Search(loaded, searched, pairs, on_device, spec, scale)
-    declare = partial(_declared, search, data)
-    with Checkpoint(path, KIND, inputs, _start(search), declare, reporter) as checkpoint:
+    search = _Search(loaded, searched, pairs, tensors, data, spec, scale)
+    with Checkpoint(path, KIND, inputs, search.start(), search.declared, reporter) as checkpoint:
         if searched:
-            _for_each_sample(STATISTICS, data, checkpoint, reporter, partial(_add_statistics, search))
-            _for_each_sample(SEARCH, data, checkpoint, reporter, partial(_add_errors, search))
-        record = _record(search, data, checkpoint.state)
+            _for_each_sample(STATISTICS, data, checkpoint, reporter, search.with_statistics)
+            _for_each_sample(SEARCH, data, checkpoint, reporter, search.with_errors)
+        record = search.record(checkpoint.state.means)
         save(record, inputs, path)
     return record
-
-
-def _start(search: _Search) -> State:
-    means: dict[str, Mean] = {}
-    for index, layer in search.layers.items():
-        means |= KeyStatistics.empty(layer.attention.num_kv_heads, layer.attention.k_head_dim).stored(index)
-        means |= {f"energy.{index}": Mean.empty(()), f"errors.{index}": Mean.empty((len(search.candidates),))}
-    return State(means, {STATISTICS: 0, SEARCH: 0})
-
-
-def _declared(search: _Search, data: TokenDataset, done: Mapping[str, int], _: Collection[str]) -> dict[str, Statistic]:
-    require_steps(done, {STATISTICS: len(data.sequences), SEARCH: len(data.sequences)})
-    sinks, declared = _sinks(search), {}
-    for name, mean in _start(search).means.items():
-        kind, index = name.split(".")
-        seen = [len(tokens) for tokens in data.sequences[: done[STATISTICS]]]
-        num_keys = sum(max(0, length - sinks[int(index)]) for length in seen)
-        count = done[SEARCH] if kind in ("energy", "errors") else num_keys
-        low = 0.0 if kind in ("energy", "errors", "square") else -LARGEST
-        declared[name] = Statistic.of(mean.total.shape, count, low)
-    return declared
-
-
-def _sinks(search: _Search) -> dict[int, int]:
-    """Tokens that none of a layer's searched heads quantizes."""
-    return {
-        index: min(fmt.num_sink_tokens for fmt in layer.k if is_searched(fmt)) for index, layer in search.layers.items()
-    }
 
 
 def _require_pages(data: TokenDataset, layers: Mapping[int, LayerPlan]) -> None:
@@ -185,69 +129,112 @@ def _for_each_sample(
     reporter(total, total, label)
 
 
-def _add_statistics(search: _Search, tokens_T: Tensor, means: Mapping[str, Mean]) -> dict[str, Mean]:
-    merged: dict[str, Mean] = {}
-    found = key_statistics(search.loaded, tokens_T, search.position_scale, _sinks(search))
-    for index, statistics in found.items():
-        merged |= KeyStatistics.from_stored(means, index).merge(statistics).stored(index)
-    return merged
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """One run of the stage. ``layers``: the searched ones, by index; ``tensors``: the plan's, on the model's device."""
 
+    loaded: LoadedModel
+    layers: Mapping[int, LayerPlan]
+    pairs: Mapping[int, Tensor]
+    tensors: Mapping[str, Tensor]
+    data: TokenDataset
+    spec: ReparamSpec
+    position_scale: float
 
-def _add_errors(search: _Search, tokens_T: Tensor, means: Mapping[str, Mean]) -> dict[str, Mean]:
-    """All layers and candidates."""
-    merged: dict[str, Mean] = {}
+    @property
+    def alphas(self) -> tuple[float, ...]:
+        return tuple(step / self.spec.num_steps for step in range(self.spec.num_steps + 1))
 
-    def measure(captured: Captured, reread: Reread) -> None:
-        index = captured.layer
-        if index in search.layers:
-            errors, energy = _measure(search, captured, reread, KeyStatistics.from_stored(means, index))
-            merged[f"errors.{index}"] = means[f"errors.{index}"].update(errors)
-            merged[f"energy.{index}"] = means[f"energy.{index}"].update(energy)
+    @property
+    def candidates(self) -> tuple[tuple[float, bool], ...]:
+        """(α, with offset), in the order of the errors."""
+        offsets = (False, True) if self.spec.offset else (False,)
+        return tuple((alpha, has_offset) for has_offset in offsets for alpha in self.alphas)
 
-    with rereading(search.loaded.model, measure, search.loaded.geometry):
-        search.loaded.model(**calibration_inputs(search.loaded, tokens_T, search.position_scale))
-    return merged
+    @property
+    def sinks(self) -> dict[int, int]:
+        """Tokens that none of a layer's searched heads quantizes."""
+        formats = {index: [fmt for fmt in layer.k if is_searched(fmt)] for index, layer in self.layers.items()}
+        return {index: min(fmt.num_sink_tokens for fmt in searched) for index, searched in formats.items()}
 
+    def start(self) -> State:
+        """Statistics, squared errors of all candidates [C] and energy [] of each layer, without observations."""
+        means: dict[str, Mean] = {}
+        for index, layer in self.layers.items():
+            means |= KeyStatistics.empty(layer.attention.num_kv_heads, layer.attention.k_head_dim).stored(index)
+            means |= {f"energy.{index}": Mean.empty(()), f"errors.{index}": Mean.empty((len(self.candidates),))}
+        return State(means, {STATISTICS: 0, SEARCH: 0})
 
-def _measure(search: _Search, captured: Captured, reread: Reread, statistics: KeyStatistics) -> tuple[Tensor, Tensor]:
-    """(squared errors of all candidates [1, C], energy [1]) of one layer and sequence, fp64 on the CPU."""
-    layer = search.layers[captured.layer]
-    k_post_BNTD = captured.k_post_BNTD
-    segments = page_segments(layer, k_post_BNTD.shape[2])
-    exact = reread(k_post_BNTD, segments).double()
-    reads_pages = any(bool(segment.is_stored_NT.any()) for segment in segments)
-    errors = [] if reads_pages else [exact.new_zeros(())] * len(search.candidates)
-    for alpha, has_offset in search.candidates if reads_pages else ():
-        found = candidate_tensors(
-            layer, statistics, search.pairs[captured.layer], alpha, has_offset, search.spec.shared_heads
-        )
-        transformed, tensors = with_candidate(
-            layer, search.tensors, *(tensor.to(k_post_BNTD.device) for tensor in found)
-        )
-        k_read_BNTD = read_back(transformed, search.loaded.geometry.cache_dtype, tensors, k_post_BNTD)
-        errors.append((reread(k_read_BNTD, segments).double() - exact).square().sum())
-    result = torch.stack(errors).cpu()
-    if not bool(torch.isfinite(result).all()):
-        raise NonFiniteActivations(f"the attention output of layer {captured.layer} is not finite")
-    return result[None], exact.square().sum().cpu()[None]
+    def declared(self, done: Mapping[str, int], _: Collection[str]) -> dict[str, Statistic]:
+        """The checkpoint's content after ``done`` steps."""
+        require_steps(done, {STATISTICS: len(self.data.sequences), SEARCH: len(self.data.sequences)})
+        lengths = [len(tokens) for tokens in self.data.sequences[: done[STATISTICS]]]
+        declared = {}
+        for name, mean in self.start().means.items():
+            kind, index = name.split(".")
+            num_keys = sum(max(0, length - self.sinks[int(index)]) for length in lengths)
+            count = done[SEARCH] if kind in ("energy", "errors") else num_keys
+            low = 0.0 if kind in ("energy", "errors", "square") else -LARGEST
+            declared[name] = Statistic.of(mean.total.shape, count, low)
+        return declared
 
+    def with_statistics(self, tokens_T: Tensor, means: Mapping[str, Mean]) -> dict[str, Mean]:
+        """The statistics with one more sequence."""
+        merged: dict[str, Mean] = {}
+        found = key_statistics(self.loaded, tokens_T, self.position_scale, self.sinks)
+        for index, statistics in found.items():
+            merged |= KeyStatistics.from_stored(means, index).merge(statistics).stored(index)
+        return merged
 
-def _record(search: _Search, data: TokenDataset, state: State) -> Reparam:
-    loaded, spec = search.loaded, search.spec
-    by_layer = {index: KeyStatistics.from_stored(state.means, index) for index in search.layers}
-    biases = bias_findings(loaded, {index: float(one.square) / max(one.count, 1) for index, one in by_layer.items()})
-    found, lambdas, offsets = [], {}, {}
-    for index, layer in search.layers.items():
-        statistics = by_layer[index]
-        errors = tuple(state.means[f"errors.{index}"].result().tolist())
-        plain, with_offset = errors[: spec.num_steps + 1], errors[spec.num_steps + 1 :]
-        step, has_offset = best_candidate(plain, with_offset)
-        alpha, error = search.alphas[step], (with_offset if has_offset else plain)[step]
-        lambdas[index], offsets[index] = candidate_tensors(
-            layer, statistics, search.pairs[index], alpha, has_offset, spec.shared_heads
-        )
-        energy = float(state.means[f"energy.{index}"].result())
-        found.append(LayerReparam(index, alpha, has_offset, error, energy, plain, with_offset, *biases[index]))
-    about_data = (data.fingerprint, data.description, data.num_tokens)
-    made_from = Subject(loaded.identity, loaded.geometry, spec, search.position_scale, *about_data)
-    return Reparam(made_from, tuple(found), lambdas, offsets)
+    def with_errors(self, tokens_T: Tensor, means: Mapping[str, Mean]) -> dict[str, Mean]:
+        """Errors and energies with one more sequence."""
+        merged: dict[str, Mean] = {}
+
+        def measure(captured: Captured, reread: Reread) -> None:
+            index = captured.layer
+            if index in self.layers:
+                errors_C, energy = self._errors(captured, reread, KeyStatistics.from_stored(means, index))
+                merged[f"errors.{index}"] = means[f"errors.{index}"].update(errors_C[None])
+                merged[f"energy.{index}"] = means[f"energy.{index}"].update(energy[None])
+
+        with rereading(self.loaded.model, measure, self.loaded.geometry):
+            self.loaded.model(**calibration_inputs(self.loaded, tokens_T, self.position_scale))
+        return merged
+
+    def _errors(self, captured: Captured, reread: Reread, statistics: KeyStatistics) -> tuple[Tensor, Tensor]:
+        """Squared errors of all candidates [C] and energy [] of one layer and sequence, fp64."""
+        layer, pairs, k_post_BNTD = self.layers[captured.layer], self.pairs[captured.layer], captured.k_post_BNTD
+        segments = page_segments(layer, k_post_BNTD.shape[2])
+        exact = reread(k_post_BNTD, segments).double()
+        reads_pages = any(bool(segment.is_stored_NT.any()) for segment in segments)
+        errors = [] if reads_pages else [exact.new_zeros(())] * len(self.candidates)
+        for alpha, has_offset in self.candidates if reads_pages else ():
+            found = candidate_tensors(layer, statistics, pairs, alpha, has_offset, self.spec.shared_heads)
+            changed, tensors = with_candidate(layer, self.tensors, *(t.to(k_post_BNTD.device) for t in found))
+            k_read_BNTD = read_back(changed, self.loaded.geometry.cache_dtype, tensors, k_post_BNTD)
+            errors.append((reread(k_read_BNTD, segments).double() - exact).square().sum())
+        errors_C = torch.stack(errors)
+        if not bool(torch.isfinite(errors_C).all()):
+            raise NonFiniteActivations(f"the attention output of layer {captured.layer} is not finite")
+        return errors_C, exact.square().sum()
+
+    def record(self, means: Mapping[str, Mean]) -> Reparam:
+        """The best candidate of every layer."""
+        loaded, spec, data = self.loaded, self.spec, self.data
+        by_layer = {index: KeyStatistics.from_stored(means, index) for index in self.layers}
+        energies = {index: float(keys.square) / max(keys.count, 1) for index, keys in by_layer.items()}
+        biases = bias_findings(loaded, energies)
+        found, lambdas, offsets = [], {}, {}
+        for index, layer in self.layers.items():
+            errors = tuple(means[f"errors.{index}"].result().tolist())
+            plain, with_offset = errors[: spec.num_steps + 1], errors[spec.num_steps + 1 :]
+            step, has_offset = best_candidate(plain, with_offset)
+            alpha, error = self.alphas[step], (with_offset if has_offset else plain)[step]
+            lambdas[index], offsets[index] = candidate_tensors(
+                layer, by_layer[index], self.pairs[index], alpha, has_offset, spec.shared_heads
+            )
+            energy = float(means[f"energy.{index}"].result())
+            found.append(LayerReparam(index, alpha, has_offset, error, energy, plain, with_offset, *biases[index]))
+        about_data = (data.fingerprint, data.description, data.num_tokens)
+        subject = Subject(loaded.identity, loaded.geometry, spec, self.position_scale, *about_data)
+        return Reparam(subject, tuple(found), lambdas, offsets)
