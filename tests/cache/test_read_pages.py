@@ -104,7 +104,7 @@ def compare(monkeypatch: pytest.MonkeyPatch, *formats: Format) -> None:
     expected, found = held_pages(plan, loaded, replay), {}
 
     def receive(index, exact, read_back) -> None:
-        found[index, "k"], found[index, "v"] = read_back[0].k, read_back[0].v
+        found[index, "k"], found[index, "v"] = read_back[0]["k"], read_back[0]["v"]
 
     monkeypatch.setattr(reconstruct, "tap", replay.tap)
     tables = {index: rotary_table(HEAD_DIM, HEAD_DIM // 2) for index in range(3)}

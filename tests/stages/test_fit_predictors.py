@@ -145,8 +145,8 @@ def test_pages_are_read_back_as_the_cache_reads_them(k_pages: str) -> None:
     found = {}
 
     def receive(index, exact, read_back) -> None:
-        found[index, "k"], found[index, "v"] = read_back[0].k, read_back[0].v
-        assert exact.k.shape == read_back[0].k.shape == (256, 16)
+        found[index, "k"], found[index, "v"] = read_back[0]["k"], read_back[0]["v"]
+        assert exact["k"].shape == read_back[0]["k"].shape == (256, 16)
 
     tables = {i: record.stored[f"layers.{i}.rotary"] for i in range(3)}
     way = Reconstruction(plan.layers, plan.tensors, "float32")

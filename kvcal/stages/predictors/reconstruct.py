@@ -31,17 +31,13 @@ from kvcal.plan.format import SIDES, Format, Side
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.tensors import predictor_shape
 
+# One layer's tokens of whole pages, keys before RoPE and values: fp32 [tokens, N D] each, heads in a row. A 16-bit side
+# has no sinks, so that its tokens may be others than those of the side beside it.
+LayerPages = Mapping[Side, Tensor]
 
-@dataclass(frozen=True, eq=False)
-class LayerPages:
-    """One layer, keys before RoPE and values, the tokens of whole pages: fp32 [tokens, N D] each, heads in a row. A
-    16-bit side has no sinks, so that its tokens may be others than those of the side beside it."""
-
-    k: Tensor
-    v: Tensor
-
-    def side(self, side: Side) -> Tensor:
-        return self.k if side == "k" else self.v
+# Called with a layer's index, its exact pages, and those read back with each of the plans asked for (a side that was
+# not wanted is the exact one).
+Receive = Callable[[int, LayerPages, Sequence[LayerPages]], None]
 
 
 @dataclass(frozen=True)
@@ -54,21 +50,12 @@ class Wanted:
 
 @dataclass(frozen=True, eq=False)
 class _RawPages:
-    """One layer's pages as the cache is handed them: k_post, v [P, N, 128, D] in the cache's dtype; for query scores
+    """One layer's pages as the cache is handed them: K_post, V [P, N, 128, D] in the cache's dtype; for query scores
     the mean |q| [P, N, D] that each page of keys is scored with; ``exact``: as predictors see them."""
 
-    k_post: Tensor
-    v: Tensor
+    stored: Mapping[Side, Tensor]
     query_mean: Tensor | None
     exact: LayerPages
-
-    def pages(self, side: Side) -> Tensor:
-        return self.k_post if side == "k" else self.v
-
-
-# Called with a layer's index, its exact pages, and those read back with each of the plans asked for (a side that was
-# not wanted is the exact one).
-Receive = Callable[[int, LayerPages, Sequence[LayerPages]], None]
 
 
 class _Enough(Exception):
@@ -84,36 +71,30 @@ class Reconstruction:
     tensors: Mapping[str, Tensor]
     cache_dtype: CacheDtype
 
-    def _layer(self, index: int) -> LayerPlan:
-        return next(layer for layer in self.layers if layer.geometry.index == index)
-
-    def read_back(self, index: int, sides: Sequence[Side], raw: _RawPages, before: LayerPages | None) -> LayerPages:
+    def _read_back(self, index: int, sides: Sequence[Side], raw: _RawPages, before: LayerPages | None) -> LayerPages:
         """Layer ``index`` through its quantizer; ``before``: the pages of the layer before, read back, which is what it
         is predicted from. Sides not in ``sides`` stay exact."""
-        plan = self._layer(index)
-        k, v = raw.exact.k, raw.exact.v
-        if "k" in sides:
-            k = self._through(plan, "k", raw, () if before is None else (before.k,))
-        if "v" in sides:
-            v = self._through(plan, "v", raw, () if before is None else (before.v, k))
-        return LayerPages(k, v)
+        found = dict(raw.exact)
+        for side in sides:
+            inputs = [] if before is None else [before["k"]] if side == "k" else [before["v"], found["k"]]
+            found[side] = self._through(index, side, raw, inputs)
+        return found
 
-    def _through(self, plan: LayerPlan, side: Side, raw: _RawPages, inputs: Sequence[Tensor]) -> Tensor:
+    def _through(self, index: int, side: Side, raw: _RawPages, inputs: Sequence[Tensor]) -> Tensor:
         """Encode and decode one side, [tokens, N D]."""
-        (fmt,), heads = plan.formats(side), plan.attention.num_kv_heads
-        predictor, prediction = plan.predictor(side), None
+        layers = {layer.geometry.index: layer for layer in self.layers}
+        layer, predictor, prediction = layers[index], layers[index].predictor(side), None
+        (fmt,), heads = layer.formats(side), layer.attention.num_kv_heads
         if predictor is not None:
-            shape = predictor_shape(plan, self._layer(predictor.source), side, self.cache_dtype)
-            prefix = f"layers.{plan.geometry.index}.{side}_predictor"
-            found = LinearPredictor.from_tensors(shape, self.tensors, prefix).apply(torch.cat(list(inputs), dim=-1))
-            prediction = _as_pages(found, heads)
-        codec = PageCodec.of_layer(plan, side, fmt, slice(0, heads), self.cache_dtype, self.tensors)
-        pages = raw.pages(side)
-        ordinals = torch.arange(len(pages), device=pages.device)
+            shape = predictor_shape(layer, layers[predictor.source], side, self.cache_dtype)
+            fitted = LinearPredictor.from_tensors(shape, self.tensors, f"layers.{index}.{side}_predictor")
+            predicted = fitted.apply(torch.cat(list(inputs), dim=-1))  # [P * 128, N D]
+            prediction = predicted.unflatten(0, (-1, PAGE_TOKENS)).unflatten(-1, (heads, -1)).transpose(1, 2)
+        codec = PageCodec.of_layer(layer, side, fmt, slice(0, heads), self.cache_dtype, self.tensors)
+        ordinals = torch.arange(len(raw.stored[side]), device=raw.stored[side].device)
         query_mean = raw.query_mean if fmt.needs_queries else None
-        records = codec.encode(pages, ordinals, fmt.num_bits, query_mean, prediction)
-        stored = codec.decode(records, fmt.num_bits, prediction)
-        return _as_rows(codec.before_rope(stored, ordinals))
+        records = codec.encode(raw.stored[side], ordinals, fmt.num_bits, query_mean, prediction)
+        return _as_rows(codec.before_rope(codec.decode(records, fmt.num_bits, prediction), ordinals))
 
 
 @torch.no_grad()
@@ -148,7 +129,7 @@ def read_pages(
             )
         raw = _raw_pages(layer.layer, captured, tables[captured.layer], geometry.cache_dtype)
         for number, way in enumerate(ways):
-            before[number] = way.read_back(captured.layer, layer.read_back, raw, before[number])
+            before[number] = way._read_back(captured.layer, layer.read_back, raw, before[number])
         receive(captured.layer, raw.exact, [pages for pages in before if pages is not None])
         if not remaining:
             raise _Enough
@@ -190,8 +171,7 @@ def _raw_pages(layer: LayerPlan, captured: Captured, table: Tensor, cache_dtype:
     fmt, query_mean = layer.formats("k")[0], None
     if fmt.needs_queries:
         query_mean = _query_means(fmt, captured.q_post_BHTD, layer.attention.num_kv_heads, len(k_pre))
-    exact = LayerPages(_as_rows(k_pre), _as_rows(sides["v"].float()))
-    return _RawPages(sides["k"], sides["v"], query_mean, exact)
+    return _RawPages(sides, query_mean, {"k": _as_rows(k_pre), "v": _as_rows(sides["v"].float())})
 
 
 def _query_means(fmt: Format, q_post_BHTD: Tensor, num_heads: int, num_pages: int) -> Tensor:
@@ -222,11 +202,6 @@ def query_spans(fmt: Format, length: int, num_pages: int) -> list[range]:
 def _as_rows(pages: Tensor) -> Tensor:
     """[P, N, 128, D] -> [P * 128, N D]."""
     return pages.transpose(1, 2).flatten(2).flatten(0, 1)
-
-
-def _as_pages(rows: Tensor, num_heads: int) -> Tensor:
-    """[P * 128, N D] -> [P, N, 128, D]."""
-    return rows.unflatten(0, (-1, PAGE_TOKENS)).unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
 def single_sides(layer: LayerPlan, among: Sequence[Side] = SIDES) -> tuple[Side, ...]:

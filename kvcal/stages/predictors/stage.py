@@ -313,8 +313,8 @@ def _sum_equations(targets: Sequence[Target], split: str, found: dict[str, Mean]
         inputs = read_back[0] if read_back else exact
         for target in targets:
             if target.index == index:
-                x = before[0].k if target.side == "k" else torch.cat([before[0].v, inputs.k], dim=-1)
-                y = exact.side(target.side)
+                x = before[0]["k"] if target.side == "k" else torch.cat([before[0]["v"], inputs["k"]], dim=-1)
+                y = exact[target.side]
                 sums = NormalEquations.empty(x.shape[1], y.shape[1]).update(x, y)
                 for name, total in sums.tensors().items():
                     found[f"sums.{target.side}.{split}.{name}"] = Mean(total, sums.count)
@@ -329,8 +329,8 @@ def _sum_errors(targets: Sequence[Target], split: str, found: dict[str, Mean]) -
     def receive(index: int, exact: LayerPages, read_back: Sequence[LayerPages]) -> None:
         for target in targets:
             if target.index == index:
-                wanted = exact.side(target.side).double()
-                errors = [(pages.side(target.side).double() - wanted).square().sum(-1) for pages in read_back]
+                wanted = exact[target.side].double()
+                errors = [(pages[target.side].double() - wanted).square().sum(-1) for pages in read_back]
                 found[f"errors.{index}.{target.side}"] = Mean.empty((len(errors),)).update(torch.stack(errors, -1))
 
     return receive
