@@ -6,9 +6,9 @@ the process, the number of samples and their length, and two copies of an item l
 to the pools in turn, from the pool on that the first piece's content names. They are of 1 KiB at first and double after
 every round, up to 16 KiB: a file of 60 KiB gives each pool 15, and windows of a large one are seldom broken.
 
-A stage names its data among its artifact's inputs, and the plan's provenance takes them over: {"calibration":
-{stage: {"purpose", "source", "source_sha256", "sequences"}}}, with 12 hex digits of sha256 for each sequence. The guard
-finds what dealing cannot: a source that repeats itself, and records that are equal up to where they are cut.
+A stage names its data among its artifact's inputs, and the plan's provenance takes them over: {"calibration": {stage:
+{"purpose", "source", "source_sha256", "sequences"}}}, with 12 hex digits of sha256 for each sequence. The guard finds
+what dealing cannot: a source that repeats itself, and records that are equal up to where they are cut.
 """
 
 from __future__ import annotations
@@ -72,11 +72,10 @@ class SourceId:
 
 @dataclass(frozen=True, eq=False)
 class TokenDataset:
-    """``sequences``: int64 [T] each, T <= seq_len, no padding. ``loss_masks``: bool [T] each, True where
-    the token is a target of the next-token loss (never at position 0, at least one per sequence).
-    ``fingerprint``: sha256 over both; ``description``: one line for people, without machine paths;
-    ``source``: where they come from, None if they were made up; ``purpose``: of which pool. All counts are
-    tokens."""
+    """``sequences``: int64 [T] each, T <= seq_len, no padding. ``loss_masks``: bool [T] each, True where the token is a
+    target of the next-token loss (never at position 0, at least one per sequence). ``fingerprint``: sha256 over both;
+    ``description``: one line for people, without machine paths; ``source``: where they come from, None if they were
+    made up; ``purpose``: of which pool. All counts are tokens."""
 
     sequences: tuple[Tensor, ...]
     loss_masks: tuple[Tensor, ...]
@@ -137,8 +136,7 @@ def with_calibration(provenance: Mapping[str, Any], records: Mapping[str, Any]) 
 
 
 def require_unseen(provenance: Mapping[str, Any], data: TokenDataset) -> None:
-    """Raises:
-    UsageError: a sequence of ``data`` is among those of another purpose that a plan was made from.
+    """Raises: UsageError: a sequence of ``data`` is among those of another purpose that a plan was made from.
     ArtifactError: the provenance's record of them is not one.
     """
     for stage, record in _records(provenance).items():

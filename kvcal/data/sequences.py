@@ -1,20 +1,14 @@
 """Token sequences for calibration and evaluation: from a source to int64 tensors with a fingerprint.
 
-A source is the embedded tasks, a text, JSONL or parquet file, a folder of one of these kinds, or a data set
-on the Hugging Face hub; all but the tasks are read through ``datasets`` as a stream, and only until enough
-has been seen.
+Plain documents, and the pieces of a text file, are joined with the end-of-sequence token and cut into windows of
+exactly ``seq_len`` tokens. Records that have a prompt and a completion (tasks, question and answer, chat messages) stay
+one record per sequence, cut at ``seq_len``; their loss mask covers the completion alone, since predicting a random
+prompt says nothing about how well the cache is read. Every sequence starts with what the tokenizer puts at position 0
+(or with its bos token): many models park their attention there, and a window that begins in mid-text has other keys.
 
-Plain documents, and the pieces of a text file, are joined with the end-of-sequence token and cut into windows
-of exactly ``seq_len`` tokens. Records that have a prompt and a completion (tasks, question and answer, chat
-messages) stay one record per sequence, cut at ``seq_len``; their loss mask covers the completion alone, since
-predicting a random prompt says nothing about how well the cache is read. Every sequence starts with what the
-tokenizer puts at position 0 (or with its bos token): many models park their attention there, and a window that
-begins in mid-text has other keys.
-
-Sampling: the first ``CANDIDATES * num_samples`` sequences of the purpose's pool (see kvcal.data.pools) are
-candidates, of which ``seed`` picks ``num_samples``, in stream order. So no more than that is ever tokenized,
-and the choice does not depend on the process, the machine or the folder's listing order. Left out: shuffling
-inside a larger source.
+Sampling: the first ``CANDIDATES * num_samples`` sequences of the purpose's pool (see kvcal.data.pools) are candidates,
+of which ``seed`` picks ``num_samples``, in stream order. So no more than that is ever tokenized, and the choice does
+not depend on the process, the machine or the folder's listing order. Left out: shuffling inside a larger source.
 """
 
 from __future__ import annotations
@@ -48,11 +42,11 @@ TASK_SOURCES = ("tasks", *(f"tasks:{name}" for name in TASKS))
 
 @dataclass(frozen=True, config=STRICT)
 class DataSpec:
-    """Which sequences. ``source`` is "tasks", "tasks:NAME", a file, a folder or a hub id; ``split`` and
-    ``config`` belong to hub ids only. ``columns`` names one column (text, or chat messages) or two (prompt,
-    completion); empty means the first that exists of messages, text, content, question + answer.
-    Sequences are cut at ``seq_len`` tokens, and passed over with fewer than ``min_len``: a KL over short ones says
-    little of a cache whose pages hold 128 tokens.
+    """Which sequences. ``source`` is "tasks", "tasks:NAME", a file, a folder or a hub id; ``split`` and ``config``
+    belong to hub ids only. ``columns`` names one column (text, or chat messages) or two (prompt, completion); empty
+    means the first that exists of messages, text, content, question + answer. Sequences are cut at ``seq_len`` tokens,
+    and passed over with fewer than ``min_len``: a KL over short ones says little of a cache whose pages hold 128
+    tokens.
 
     Raises UsageError when a value is impossible whatever the data.
     """
@@ -84,12 +78,12 @@ class DataSpec:
 def load_sequences(
     spec: DataSpec, tokenizer: PreTrainedTokenizerBase, max_context: int | None = None, purpose: Purpose = "fit"
 ) -> TokenDataset:
-    """Read, tokenize and sample what is dealt to ``purpose``. ``max_context``: the model's context in tokens,
-    None if it has no limit.
+    """Read, tokenize and sample what is dealt to ``purpose``. ``max_context``: the model's context in tokens, None if
+    it has no limit.
 
-    Raises UsageError: ``seq_len`` beyond the context, a missing path, an unsupported or mixed kind of file,
-    an unreadable or empty source, an unknown column, messages without a chat template, or fewer than
-    ``num_samples`` sequences in the purpose's pool (the message says how many there are).
+    Raises UsageError: ``seq_len`` beyond the context, a missing path, an unsupported or mixed kind of file, an
+    unreadable or empty source, an unknown column, messages without a chat template, or fewer than ``num_samples``
+    sequences in the purpose's pool (the message says how many there are).
     """
     if max_context is not None and spec.seq_len > max_context:
         raise UsageError(
@@ -121,8 +115,7 @@ def load_sequences(
 
 
 def prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token ids at position 0 of every sequence: what the tokenizer adds itself, else its bos token,
-    else none."""
+    """The token ids at position 0 of every sequence: what the tokenizer adds itself, else its bos token, else none."""
     bare = _encode(tokenizer, "a")
     full = tokenizer("a")["input_ids"]
     start = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
@@ -132,8 +125,7 @@ def prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def encode_problem(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """An evaluation prompt, int64 [T]: the prefix, the problem's prompt and the opening of the
-    reasoning."""
+    """An evaluation prompt, int64 [T]: the prefix, the problem's prompt and the opening of the reasoning."""
     return torch.tensor(prefix_ids(tokenizer) + _encode(tokenizer, problem.prompt_text), dtype=torch.int64)
 
 
@@ -184,8 +176,7 @@ def _record_sequence(record: Record, tokenizer: PreTrainedTokenizerBase, spec: D
 
 
 def _chat_sequence(chat: Chat, tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> Iterator[TokensAndMask]:
-    """The loss covers the last message if it is the assistant's and the template only appends, else all
-    tokens."""
+    """The loss covers the last message if it is the assistant's and the template only appends, else all tokens."""
     if tokenizer.chat_template is None:
         raise UsageError(
             f"source = {spec.source} holds chat messages, and the model's tokenizer has no chat template",
@@ -218,8 +209,7 @@ def _sequence(tokens: list[int], num_prompt: int, spec: DataSpec) -> Iterator[To
 
 
 def _fingerprint(sequences: tuple[Tensor, ...], masks: tuple[Tensor, ...]) -> str:
-    """sha256 over, per sequence: its length, its ids (both int64, little-endian) and its mask (one byte a
-    token)."""
+    """sha256 over, per sequence: its length, its ids (both int64, little-endian) and its mask (one byte a token)."""
     digest = hashlib.sha256()
     for tokens_T, mask_T in zip(sequences, masks, strict=True):
         digest.update(tokens_T.numel().to_bytes(8, "little"))

@@ -1,14 +1,12 @@
-"""Where calibration text comes from: a file, a folder or a hub id, read as a stream through ``datasets``.
+"""Sources of calibration text: a file, a folder or a hub id, read as a stream through ``datasets``.
 
-Yields three kinds of item: a ``Piece`` of plain text, a ``Record`` with a prompt and a completion, and a
-``Chat``; of each, those that are dealt to one pool (see kvcal.data.pools). Which kind is decided once per source,
-by the kind of file or by the columns of its first record. Nothing is read before it is asked for: a text file
-comes in pieces, a JSONL or parquet file in ``datasets``' own chunks, so sixteen samples of a 10 GB file cost
-what sixteen samples cost.
+Yields three kinds of item: a ``Piece`` of plain text, a ``Record`` with a prompt and a completion, and a ``Chat``; of
+each, those that are dealt to one pool (see kvcal.data.pools). The kind is decided once per source, by the kind of file
+or by the columns of its first record. Nothing is read before it is asked for, so sixteen samples of a 10 GB file cost
+what sixteen samples cost. A table's document longer than 64 KiB is dealt in pieces, as a text file is.
 
-A table's document longer than 64 KiB is dealt in pieces, as a text file is.
-``datasets`` is imported on first use: it takes seconds, and the embedded tasks do not need it. Left out:
-CSV, images, and ShareGPT's from/value messages.
+``datasets`` is imported on first use: it takes seconds, and the embedded tasks do not need it. Left out: CSV, images,
+and ShareGPT's from/value messages.
 """
 
 from __future__ import annotations
@@ -28,17 +26,8 @@ from kvcal.artifact import require_file
 from kvcal.data.pools import Purpose, SourceId, dealt_pieces, pool_of
 from kvcal.errors import UsageError
 
-EXTENSIONS = {
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text",
-    ".tex": "text",
-    ".raw": "text",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-}
+EXTENSIONS = dict.fromkeys((".txt", ".text", ".md", ".tex", ".raw"), "text")
+EXTENSIONS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "json") | {".parquet": "parquet"}
 KNOWN_COLUMNS = (("messages",), ("text",), ("content",), ("question", "answer"))
 LONG_CHARS = 1 << 16
 MAX_OPEN_FILES = 16
@@ -64,8 +53,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages for ``tokenizer.apply_chat_template``: mappings with role and content; ``index`` counts
-    records."""
+    """Messages for ``tokenizer.apply_chat_template``: mappings with role and content; ``index`` counts records."""
 
     messages: tuple[Mapping[str, Any], ...]
     index: int
@@ -99,12 +87,11 @@ def describe_source(source: str) -> str:
 def read_source(
     source: str, columns: tuple[str, ...], split: str | None, config: str | None, seed: int, purpose: Purpose
 ) -> Iterator[Item]:
-    """Stream those items of a file, folder or hub id that are in the pool of ``purpose``; ``seed`` orders the
-    files of a folder.
+    """Stream those items of a file, folder or hub id that are in the pool of ``purpose``; ``seed`` orders the files of
+    a folder.
 
-    Raises UsageError (while iterating): missing path, unsupported or mixed extensions, ``split`` or
-    ``config`` with a path, an unreachable hub id, unreadable content, an unknown column, a column of the
-    wrong type, no item at all.
+    Raises UsageError (while iterating): missing path, unsupported or mixed extensions, ``split`` or ``config`` with a
+    path, an unreachable hub id, unreadable content, an unknown column, a column of the wrong type, no item at all.
     """
     path = Path(source).expanduser()
     if path.exists():
@@ -112,8 +99,9 @@ def read_source(
             if value is not None:
                 raise UsageError(f"{name} = {value!r} with the local source {source}", hint=f"{name} is for hub ids")
         kind, files = _local_files(path, seed)
-        items = _text_pieces(files) if kind == "text" else _items(_file_records(kind, files), source, columns)
-    elif _looks_like_path(source):
+        records = (record for file in files for record in _stream(kind, file))
+        items = _text_pieces(files) if kind == "text" else _items(records, source, columns)
+    elif source.startswith((".", "/", "~")) or "\\" in source or source.count("/") > 1 or _kind(source) is not None:
         raise UsageError(f"source = {source}: no such file or folder", hint="check the path")
     else:
         items = _items(_hub_records(source, split, config), source, columns)
@@ -126,10 +114,6 @@ def read_source(
         raise UsageError(f"source = {source} is empty", hint="it needs at least one text that is not blank")
 
 
-def _looks_like_path(source: str) -> bool:
-    return source.startswith((".", "/", "~")) or "\\" in source or source.count("/") > 1 or _kind(source) is not None
-
-
 def _kind(name: str | Path) -> str | None:
     suffixes = Path(name).suffixes
     if suffixes and suffixes[-1].lower() == ".gz":
@@ -138,8 +122,7 @@ def _kind(name: str | Path) -> str | None:
 
 
 def _local_files(path: Path, seed: int) -> tuple[str, list[Path]]:
-    """The kind and the files of a path; hidden files, READMEs and unknown extensions in a folder are passed
-    over."""
+    """The kind and the files of a path; hidden files, READMEs and unknown extensions in a folder are passed over."""
     allowed = f"supported: {', '.join(EXTENSIONS)} (also with .gz)"
     if not path.is_dir():
         require_file(path, UsageError)
@@ -211,11 +194,6 @@ def _text_pieces(files: list[Path]) -> Iterator[Dealt]:
             yield dealt[0], Piece(dealt[1])
 
 
-def _file_records(kind: str, files: list[Path]) -> Iterator[dict[str, Any]]:
-    for file in files:
-        yield from _stream(kind, file)
-
-
 def _hub_records(source: str, split: str | None, config: str | None) -> Iterator[dict[str, Any]]:
     import datasets
 
@@ -251,8 +229,7 @@ def _items(records: Iterator[dict[str, Any]], source: str, columns: tuple[str, .
             case _:
                 found = ", ".join(f"{n}: {type(v).__name__}" for n, v in zip(columns, values, strict=True))
                 raise UsageError(
-                    f"source = {source}, record {index}: {found}",
-                    hint="a column must hold text, or a list of messages",
+                    f"source = {source}, record {index}: {found}", hint="a column must hold text, or a list of messages"
                 )
 
 

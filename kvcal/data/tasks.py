@@ -1,15 +1,15 @@
 """Verifiable long chain-of-thought tasks, generated: prompt -> reasoning -> answer.
 
-A quantized cache errs a little at every step, and a long chain of thought reads its own errors back. So the
-honest end measure is exact-match accuracy on problems whose every step needs exact facts from far behind:
+A quantized cache errs a little at every step, and a long chain of thought reads its own errors back. So the honest end
+measure is exact-match accuracy on problems whose every step needs exact facts from far behind:
 
 ledger  apply a list of numbered transfers to named accounts, restating each step and the new balances;
 chain   follow a pointer chain through a shuffled table far back in the prompt;
 times   long multiplication with a digit-by-digit scratchpad.
 
-The embedded model was trained on these with the default limits; lower limits give shorter generations of
-the same kind. The same ``random.Random`` state always gives the same problem, on every platform and in
-every process. Left out: the fixed-size variants and the curriculum of the training run.
+The embedded model was trained on these with the default limits; lower limits give shorter generations of the same kind.
+The same ``random.Random`` state always gives the same problem, in every process. Left out: the fixed-size variants and
+the curriculum of the training run.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _ledger_step(rng: random.Random, people: list[str], balance: dict[str, int])
 
 
 def chain(rng: random.Random, max_size: int = 160, max_hops: int = 40) -> Problem:
-    """A table of ``MIN_SIZE`` to ``max_size`` words, each pointing to another in one cycle, and
-    ``MIN_HOPS`` to ``max_hops`` hops from a word."""
+    """A table of ``MIN_SIZE`` to ``max_size`` words, each pointing to another in one cycle, and ``MIN_HOPS`` to
+    ``max_hops`` hops from a word."""
     size = rng.randint(MIN_SIZE, max_size)
     hops = rng.randint(MIN_HOPS, max_hops)
     keys: list[str] = []
@@ -123,8 +123,7 @@ def chain(rng: random.Random, max_size: int = 160, max_hops: int = 40) -> Proble
     rng.shuffle(table)
     current = rng.choice(keys)
     pairs = ", ".join(f"{a} to {b}" for a, b in table)
-    prompt = f"Map. {pairs}\nQuestion: {current}, {hops} hops?\n"
-    thoughts = []
+    prompt, thoughts = f"Map. {pairs}\nQuestion: {current}, {hops} hops?\n", []
     for i in range(1, hops + 1):
         thoughts.append(f"{i}. {current} to {target[current]}\n")
         current = target[current]
@@ -206,8 +205,8 @@ def problems(
     max_digits: int = 7,
 ) -> tuple[Problem, ...]:
     """``count`` problems of one task. ``max_steps`` bounds a ledger, ``max_size`` and ``max_hops`` a chain,
-    ``max_digits`` a multiplication; the defaults are the training distribution. The first n of a longer
-    list are the shorter list. Never a problem that is drawn for another purpose, here or in kvcal.data.sequences."""
+    ``max_digits`` a multiplication; the defaults are the training distribution. The first n of a longer list are the
+    shorter list. Never a problem that is drawn for another purpose, here or in kvcal.data.sequences."""
     if task not in TASKS:
         raise UsageError(f"task = {task!r} is unknown", hint=f"choose one of: {', '.join(TASKS)}")
     require_lengths(max_steps, max_size, max_hops, max_digits)
@@ -222,7 +221,6 @@ def problems(
 
 
 def extract_answer(text: str) -> str | None:
-    """The X of the first line ``Answer: X`` in ``text`` (a completion, or a prompt and its completion), or
-    None."""
+    """The X of the first line ``Answer: X`` in ``text`` (a completion, or a prompt and its completion), or None."""
     found = ANSWER.search(text)
     return found.group(1) if found else None

@@ -106,11 +106,8 @@ def replaced_attention(
 
 
 def require_base(model: PreTrainedModel) -> str:
-    """The attention implementation of a model that is as it was loaded.
-
-    Raises:
-        UsageError: it is neither sdpa nor eager, or one of ours: there can be one at a time.
-    """
+    """The attention implementation of a model that is as it was loaded. Raises UsageError: it is neither sdpa nor
+    eager, or one of ours: there can be one at a time."""
     base = str(model.config.get_text_config(decoder=True)._attn_implementation)
     if base.startswith(OURS) or any(module in _LISTENING for module in attention_modules(model)):
         raise UsageError(
@@ -177,8 +174,8 @@ def _set_implementations(model: PreTrainedModel, implementations: str | dict) ->
 
 
 def implementations_of(config: PreTrainedConfig, replacement: str | None = None) -> str | dict:
-    """The attention implementations of a configuration and its sub-configurations, as
-    ``set_attn_implementation`` takes them; every one that is set becomes ``replacement`` if that is given."""
+    """The attention implementations of a configuration and its sub-configurations, as ``set_attn_implementation`` takes
+    them; every one that is set becomes ``replacement`` if that is given."""
     own = replacement or config._attn_implementation
     subs = {name: getattr(config, name) for name in config.sub_configs}
     subs = {name: sub for name, sub in subs.items() if sub is not None and sub._attn_implementation}

@@ -2,19 +2,17 @@
 
     W_k, b_k  <-  / λ        W_q, b_q  <-  x λ, repeated over the query heads that share a KV head
 
-Logits stay what they were, because q k' is. Two things lie between a projection and the cache:
+Logits stay the same, because q k' does. Two things lie between a projection and the cache:
 
 - RoPE. λ passes through a rotation only if both channels of a pair have the same factor; which channels pair is
-  measured (``kvcal.models.rope``), and anything else is refused.
+  measured (``kvcal.models.rope``).
 - QK-norm (Qwen3, Gemma-3, OLMo-2). A factor before the norm would be normalised away, so it goes into the norms' own
   weights. Where those are shared by all heads, all heads need the same λ; a norm that multiplies by 1 + weight (Gemma)
   is told from one that multiplies by weight by trying it out.
 
-What the names of weights do not say is not taken on trust: after folding, a probe compares queries, keys and values of
-every layer with what they were before, and the fold is undone and refused if they are not exactly K / λ and Q λ.
-
-Left out: norms without weights, norms that are a list of modules, clipped projections. For those, a plan can carry λ as
-a runtime vector (``k_rescale``), which works for every model.
+After folding, a probe compares queries, keys and values of every layer with those before, and the fold is undone if
+they are not exactly K / λ and Q λ. Left out: norms without weights, norms that are a list of modules, clipped
+projections. For those, a plan can carry λ as a runtime vector (``k_rescale``), which works for every model.
 """
 
 from __future__ import annotations
@@ -99,8 +97,8 @@ def check_lambdas(model: PreTrainedModel, geometry: Geometry, lambdas: Mapping[i
 
 
 def save_folded(loaded: LoadedModel, path: Path) -> None:
-    """Write a folded model to the folder ``path`` as a checkpoint that ``load`` takes, with its tokenizer, in the
-    dtype that the original is stored in (a bf16 cache must stay one). UsageError if ``path`` exists already."""
+    """Write a folded model to the folder ``path`` as a checkpoint that ``load`` takes, with its tokenizer, in the dtype
+    that the original is stored in (a bf16 cache must stay one). UsageError if ``path`` exists already."""
     if path.exists():
         raise UsageError(f"{path} exists already", hint="name a folder that does not exist")
     model, stored = loaded.model, CACHE_DTYPES[checkpoint_dtype(loaded.model.config)]

@@ -1,17 +1,16 @@
 """What a loaded model caches, measured rather than guessed from the names in its configuration.
 
-Three forwards of one or two tokens, through the official ``DynamicCache(config=...)`` with a subclass that
-notes what the model hands to ``Cache.update``: head counts and dimensions are those of the real tensors, the
-kind of each layer (full attention, sliding window, state) is the class of the official cache layer, and the
-bytes of a state layer are those of the tensors that it holds.
+Three forwards of one or two tokens, through the official ``DynamicCache(config=...)`` with a subclass that notes what
+the model hands to ``Cache.update``: head counts and dimensions are those of the real tensors, the kind of each layer
+(full attention, sliding window, state) is the class of the official cache layer, and the bytes of a state layer are
+those of the tensors that it holds.
 
-What does not fit is refused, with the layer: multi-head latent attention (the cache holds latents,
-DeepSeek-V2/V3), encoder-decoders, layers that reuse another layer's keys, layers that hold both keys and a
-state (Falcon-H1), states that modules keep beside the cache (RecurrentGemma), indexed or compressed caches
-(DeepSeek-V3.2/V4), models that are not causal. Chunked attention (Llama-4) counts as bounded, as transformers itself
-caches it: a window of one chunk.
+Not served, and named with the layer: multi-head latent attention (the cache holds latents, DeepSeek-V2/V3),
+encoder-decoders, layers that reuse another layer's keys, layers that hold both keys and a state (Falcon-H1), states
+that modules keep beside the cache (RecurrentGemma), indexed or compressed caches (DeepSeek-V3.2/V4), models that are
+not causal. Chunked attention (Llama-4) counts as bounded, as transformers itself caches it: a window of one chunk.
 
-Left out: latent plans for MLA, and query heads that differ from layer to layer (the taps refuse those).
+Left out: latent plans for MLA, and query heads that differ from layer to layer (an error of the taps).
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ _LAYERS_WITHOUT_ATTENTION = ("moe", "mlp")
 
 
 class RecordingCache(DynamicCache):
-    """The official cache, which also keeps what each layer handed to ``update``: ``new_kv[index]`` lists
-    (k_post_BNTD, v_BNTD), one entry a call. For tiny forwards only: it holds every tensor."""
+    """The official cache, which also keeps what each layer handed to ``update``: ``new_kv[index]`` lists (k_post_BNTD,
+    v_BNTD), one entry a call. For tiny forwards only: it holds every tensor."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
@@ -59,15 +58,27 @@ class RecordingCache(DynamicCache):
 def geometry_of(model: PreTrainedModel, cache_dtype: CacheDtype | None = None) -> Geometry:
     """Measure ``model``'s caching layers by running it on two tokens (batch 1, no gradient).
 
-    ``cache_dtype`` (a key of CACHE_DTYPES) names the dtype of unquantized tokens; None takes the
-    configuration's dtype, float32 if it has none. A state layer's ``bytes_per_sequence`` is the bytes of the
-    tensors that its official cache layer holds after a forward at batch 1, in the dtypes of this run: a model
-    computing in float32 holds float32 states. Raises UnsupportedModel for what the module docstring lists,
-    UsageError for a model in training mode.
+    ``cache_dtype`` (a key of CACHE_DTYPES) names the dtype of unquantized tokens; None takes the configuration's dtype,
+    float32 if it has none. A state layer's ``bytes_per_sequence`` is the bytes of the tensors that its official cache
+    layer holds after a forward at batch 1, in the dtypes of this run: a model computing in float32 holds float32
+    states. Raises UnsupportedModel for what the module docstring lists, UsageError for a model in training mode.
     """
-    _refuse_by_interface(model)
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModel(f"{name} is an encoder-decoder; supported: decoder-only language models")
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModel(f"{name}.forward takes no past_key_values: it has no key-value cache")
+    if model.training:
+        raise UsageError(f"{name} is in training mode", hint="call model.eval() first")
     config = model.config.get_text_config(decoder=True)
-    cache = _probed_cache(model, config)
+    try:
+        cache = RecordingCache(config)
+        with torch.no_grad():
+            _run_probe(model, cache)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise UnsupportedModel(f"{name} does not run with transformers' DynamicCache: {error}") from error
     if len(cache.layers) < config.num_hidden_layers:
         raise UnsupportedModel(
             f"{config.model_type}: the cache has {len(cache.layers)} layers for the model's "
@@ -101,30 +112,6 @@ def probe_ids(model: PreTrainedModel, batch: int, length: int) -> torch.Tensor:
     num_tokens = model.get_input_embeddings().get_parameter("weight").shape[0]
     ids = torch.arange(3, 3 + batch * length, device=model.device) % num_tokens
     return ids.view(batch, length)
-
-
-def _refuse_by_interface(model: PreTrainedModel) -> None:
-    name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModel(f"{name} is an encoder-decoder; supported: decoder-only language models")
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedModel(f"{name}.forward takes no past_key_values: it has no key-value cache")
-    if model.training:
-        raise UsageError(f"{name} is in training mode", hint="call model.eval() first")
-
-
-def _probed_cache(model: PreTrainedModel, config: PreTrainedConfig) -> RecordingCache:
-    try:
-        cache = RecordingCache(config)
-        with torch.no_grad():
-            _run_probe(model, cache)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise UnsupportedModel(
-            f"{type(model).__name__} does not run with transformers' DynamicCache: {error}"
-        ) from error
-    return cache
 
 
 def _run_probe(model: PreTrainedModel, cache: RecordingCache) -> None:
@@ -203,14 +190,7 @@ def _attention_geometry(
     num_query_heads, num_kv_heads = config.num_attention_heads, k_shape[1]
     if not isinstance(num_query_heads, int) or num_query_heads % num_kv_heads:
         raise UnsupportedModel(f"{place}: {num_query_heads} query heads over {num_kv_heads} KV heads")
-    return AttentionGeometry(
-        index=index,
-        num_query_heads=num_query_heads,
-        num_kv_heads=num_kv_heads,
-        k_head_dim=k_shape[-1],
-        v_head_dim=v_shape[-1],
-        window=window,
-    )
+    return AttentionGeometry(index, num_query_heads, num_kv_heads, k_shape[-1], v_shape[-1], window)
 
 
 def _state_bytes(layer: object) -> int:

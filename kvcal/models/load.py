@@ -83,8 +83,8 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class _Location:
-    """Where a source was found: its id, what transformers is given, and the folder that holds its files (or
-    will, once the hub has sent them). ``commit`` is the hub's, None for a local folder."""
+    """Where a source was found: its id, what transformers is given, and the folder that holds its files (or will, once
+    the hub has sent them). ``commit`` is the hub's, None for a local folder."""
 
     id: str
     pretrained: str
@@ -95,10 +95,10 @@ class _Location:
 def load(source: str, *, dtype: str = "auto", device: str = "auto", need_tokenizer: bool = True) -> LoadedModel:
     """Load ``source``: the name of an embedded model, else a local folder, else a hub id.
 
-    ``dtype``: auto (float32 on a CPU unless the model keeps states, else the checkpoint's), or a key of
-    CACHE_DTYPES. ``device``: auto (CUDA if there is one), cpu, cuda, cuda:N. Raises UsageError for a source that is
-    not there, cannot be read or lacks weights or a tokenizer, and for a wrong dtype or device; UnsupportedModel for
-    a model that is not a causal language model of transformers, or that ``geometry_of`` refuses.
+    ``dtype``: auto (float32 on a CPU unless the model keeps states, else the checkpoint's), or a key of CACHE_DTYPES.
+    ``device``: auto (CUDA if there is one), cpu, cuda, cuda:N. Raises UsageError for a source that is not there, cannot
+    be read or lacks weights or a tokenizer, and for a wrong dtype or device; UnsupportedModel for a model that is not a
+    causal language model of transformers, or that ``geometry_of`` refuses.
     """
     target = _device(device)
     if dtype != "auto" and dtype not in CACHE_DTYPES:
@@ -123,8 +123,8 @@ def load(source: str, *, dtype: str = "auto", device: str = "auto", need_tokeniz
 def weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of parameters and buffers as the checkpoint's dtype stores them; a tied parameter counts once.
 
-    Parameters that compute in another dtype than the checkpoint's (``model.config.dtype``) count at the
-    checkpoint's; buffers (rotary frequencies) and integer parameters count as they are.
+    Parameters that compute in another dtype than the checkpoint's (``model.config.dtype``) count at the checkpoint's;
+    buffers (rotary frequencies) and integer parameters count as they are.
     """
     stored = CACHE_DTYPES[checkpoint_dtype(model.config)]
     parameters = sum(

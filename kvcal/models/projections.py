@@ -62,8 +62,8 @@ class LayerProjections:
 
 @dataclass(frozen=True, eq=False)
 class KVProjection:
-    """One layer's key or value projection: ``channels_ND[n, d]`` (int64) is the index, along ``channel_dim``
-    of ``parameter``, that makes channel d of KV head n. ``channel_dim`` is 0 in nn.Linear, 1 in Conv1D."""
+    """One layer's key or value projection: ``channels_ND[n, d]`` (int64) is the index, along ``channel_dim`` of
+    ``parameter``, that makes channel d of KV head n. ``channel_dim`` is 0 in nn.Linear, 1 in Conv1D."""
 
     layer: int
     side: Literal["k", "v"]
@@ -221,8 +221,8 @@ def query_key_norms(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
 
 
 def key_biases(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tensor]:
-    """{layer: the bias that is added to its keys before RoPE, [N, D]}, of the layers that have one and no QK-norm
-    after it. UnsupportedModel for a model whose projections are in no known order."""
+    """{layer: the bias that is added to its keys before RoPE, [N, D]}, of the layers that have one and no QK-norm after
+    it. UnsupportedModel for a model whose projections are in no known order."""
     normed = {layer_index(module) for module in attention_modules(model) if query_key_norms(module) is not None}
     return {
         index: found.key.bias.detach()[found.k_channels_ND.to(found.key.bias.device)]
@@ -232,9 +232,9 @@ def key_biases(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tensor]:
 
 
 def bias_findings(loaded: LoadedModel, mean_squares: Mapping[int, float]) -> dict[int, tuple[float | None, str | None]]:
-    """{layer: (share of the bias in its keys' energy, warning)} for every layer of ``mean_squares``, the mean of
-    ‖K‖² over tokens, all KV heads together; rotations do not change it. No share without a bias that reaches the keys;
-    a warning for a large share, or where the model's projections are unknown."""
+    """{layer: (share of the bias in its keys' energy, warning)} for every layer of ``mean_squares``, the mean of ‖K‖²
+    over tokens, all KV heads together; rotations do not change it. No share without a bias that reaches the keys; a
+    warning for a large share, or where the model's projections are unknown."""
     try:
         biases = key_biases(loaded.model, loaded.geometry)
     except UnsupportedModel as unknown:

@@ -39,8 +39,8 @@ DEFAULT_CONTEXT = 4096
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """A layer's rotation as observed at some positions: ``matrices`` fp64 [T, D, D], out x in; ``eps`` the precision
-    of its cos and sin."""
+    """A layer's rotation as observed at some positions: ``matrices`` fp64 [T, D, D], out x in; ``eps`` the precision of
+    its cos and sin."""
 
     positions: Tensor
     matrices: Tensor
@@ -113,22 +113,16 @@ class RotaryMap:
 
 
 def rotary_pairs(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tensor]:
-    """{layer: pairs int64 [P, 2]}, first channel below the second, for every attention layer; see ``RotaryMap``.
-
-    Raises:
-        UnsupportedModel: a layer's rotation cannot be observed, or mixes channels otherwise than in pairs.
-    """
+    """{layer: pairs int64 [P, 2]}, first channel below the second, for every attention layer; see ``RotaryMap``. Raises
+    UnsupportedModel: a layer's rotation cannot be observed, or mixes channels otherwise than in pairs."""
     turns = observe_turns(model, geometry, None)
     return {index: _pairs(turn, f"layer {index} of {geometry.model_type}") for index, turn in turns.items()}
 
 
 def rotary_maps(model: PreTrainedModel, geometry: Geometry) -> dict[int, RotaryMap]:
-    """The rotation of every attention layer, by cache index.
-
-    Raises:
-        UnsupportedModel: as ``rotary_pairs``; or angles are not position x frequency; or they are known to less than
-            fp32 precision and no buffer of the model tells them.
-    """
+    """The rotation of every attention layer, by cache index. Raises UnsupportedModel: as ``rotary_pairs``; or angles
+    are not position x frequency; or they are known to less than fp32 precision and no buffer of the model tells
+    them."""
     small = observe_turns(model, geometry, None)
     if all(not _pairs(turn, f"layer {index}").numel() for index, turn in small.items()):
         nothing = torch.empty(0, dtype=torch.float64)
@@ -177,7 +171,8 @@ def _map(near: Turn, others: Sequence[Turn], buffers: Sequence[Tensor], place: s
     if not pairs.numel():
         return RotaryMap(pairs, torch.empty(0, dtype=torch.float64), 1.0)
     turns = [near, *others]
-    angles = [_angles(turn, pairs) for turn in turns]
+    a, b = pairs.unbind(1)
+    angles = [torch.atan2(turn.matrices[:, b, a], turn.matrices[:, a, a]) for turn in turns]  # [T, P], -π to π
     amplitude = _amplitude(turns, pairs, place)
     frequency = torch.zeros(len(pairs), dtype=torch.float64)
     for position, angle in zip(near.positions.tolist(), angles[0], strict=True):
@@ -188,7 +183,11 @@ def _map(near: Turn, others: Sequence[Turn], buffers: Sequence[Tensor], place: s
             f"{place}: its rotary angles are not position x frequency (dynamic or longrope scaling change them with "
             "the length)"
         )
-    own = [_nearest(buffer, frequency) for buffer in buffers if buffer.numel()]
+    own = []
+    for buffer in buffers:
+        if buffer.numel():
+            nearest = buffer[(buffer.abs() - frequency.abs()[:, None]).abs().argmin(1)]
+            own.append(torch.copysign(nearest, frequency))
     own = [candidate for candidate in own if _explains(candidate, turns, angles)]
     if not own and near.eps > FP32_EPS:
         raise UnsupportedModel(
@@ -198,12 +197,6 @@ def _map(near: Turn, others: Sequence[Turn], buffers: Sequence[Tensor], place: s
     frequency = own[0] if own else frequency
     pairs = torch.where(frequency[:, None] < 0, pairs.flip(1), pairs)
     return RotaryMap(pairs, frequency.abs(), amplitude)
-
-
-def _angles(turn: Turn, pairs: Tensor) -> Tensor:
-    """[T, P] in -π .. π."""
-    a, b = pairs.unbind(1)
-    return torch.atan2(turn.matrices[:, b, a], turn.matrices[:, a, a])
 
 
 def _amplitude(turns: Sequence[Turn], pairs: Tensor, place: str) -> float:
@@ -223,12 +216,6 @@ def _explains(frequency: Tensor, turns: Sequence[Turn], angles: Sequence[Tensor]
         if not bool((_wrapped(found_TP - expected_TP).abs() <= tolerance_TP).all()):
             return False
     return True
-
-
-def _nearest(values: Tensor, wanted: Tensor) -> Tensor:
-    """For each of ``wanted`` [P], the nearest of ± ``values``."""
-    nearest = values[(values.abs() - wanted.abs()[:, None]).abs().argmin(1)]
-    return torch.copysign(nearest, wanted)
 
 
 def _wrapped(angle: Tensor) -> Tensor:

@@ -65,8 +65,8 @@ class Captured:
     ``layer`` is the cache index. ``q_post_BHTD``: queries after RoPE; ``k_pre_BNTD``, ``k_post_BNTD``: keys before and
     after RoPE; ``v_BNTD``: values; all before the GQA repeat. In a layer without RoPE, k_pre is k_post and ``rotation``
     is None. k_pre is None where the model changes its keys between RoPE and the cache (the norm of Llama-4 and HunYuan)
-    or rotates by unknown means. Hooks on q_post, k_post and v receive the loss's gradients; so does k_pre, except
-    where RoPE turns a slice of the key and k_pre is put together.
+    or rotates by unknown means. Hooks on q_post, k_post and v receive the loss's gradients; so does k_pre, except where
+    RoPE turns a slice of the key and k_pre is put together.
     """
 
     layer: int
@@ -82,14 +82,14 @@ Observer = Callable[[Captured], None]
 
 @contextmanager
 def tap(model: PreTrainedModel, on_attention: Observer, geometry: Geometry | None = None) -> Iterator[None]:
-    """Within the context, every ``model(..., use_cache=False)`` calls ``on_attention`` once per attention
-    layer, in layer order, during the forward; logits are unchanged.
+    """Within the context, every ``model(..., use_cache=False)`` calls ``on_attention`` once per attention layer, in
+    layer order, during the forward; logits are unchanged.
 
-    ``geometry`` spares its measurement when it is known. Raises UnsupportedModel on entry for a model that
-    bypasses the attention interface, and in the forward for a layer that is missing, of another shape, or one
-    too many; UsageError for a forward with a cache, or a model that is tapped already. The attention
-    implementation and the model file are restored on exit, also after an error. Contexts of two models of one
-    family must be left in the reverse order of entry.
+    ``geometry`` spares its measurement when it is known. Raises UnsupportedModel on entry for a model that bypasses the
+    attention interface, and in the forward for a layer that is missing, of another shape, or one too many; UsageError
+    for a forward with a cache, or a model that is tapped already. The attention implementation and the model file are
+    restored on exit, also after an error. Contexts of two models of one family must be left in the reverse order of
+    entry.
     """
     modules = attention_modules(model)
     require_base(model)
@@ -103,8 +103,8 @@ def tap(model: PreTrainedModel, on_attention: Observer, geometry: Geometry | Non
 
 
 def check_taps(model: PreTrainedModel, geometry: Geometry | None = None) -> None:
-    """Compare the taps with the model itself on two tiny sequences, the second left-padded: keys and values
-    bitwise what the model hands to ``Cache.update``, logits equal to rounding. Raises UnsupportedModel.
+    """Compare the taps with the model itself on two tiny sequences, the second left-padded: keys and values bitwise
+    what the model hands to ``Cache.update``, logits equal to rounding. Raises UnsupportedModel.
     """
     geometry = geometry or geometry_of(model)
     ids = probe_ids(model, 2, 5)

@@ -1,14 +1,12 @@
 """Exact-match accuracy on generated problems, by greedy generation through the packed cache.
 
-Problems of all tasks share ragged, left-padded batches, sorted by length. ``model.generate`` does the decoding, in
-segments: between two segments the sequences that are done (end-of-sequence token, or a complete answer line) leave
-the cache, so that the long ones do not drag them along. The tokens are those of one long ``generate``, only sooner.
-After every segment the cache's bytes are compared with the plan's prediction, and everything the model attended to
-with a fresh read of the packed pages (see mirror).
+Problems of all tasks share ragged, left-padded batches, sorted by length. ``model.generate`` decodes in segments:
+between two of them the finished sequences (end-of-sequence token, or a complete answer line) leave the cache. The
+tokens are those of one long ``generate``. After every segment the cache's bytes are compared with the plan's
+prediction, and everything the model attended to with a fresh read of the packed pages (see mirror).
 
-The standard error of an accuracy is half the width of Wilson's score interval at z = 1,
-sqrt(p (1 - p) / n + 1 / (4 n^2)) / (1 + 1 / n): unlike the plain binomial one it is not 0 when all problems, or
-none, are solved.
+The standard error of an accuracy is half the width of Wilson's score interval at z = 1, sqrt(p (1 - p) / n + 1 / (4
+n^2)) / (1 + 1 / n): unlike the plain binomial one it is not 0 when all problems, or none, are solved.
 """
 
 from __future__ import annotations
@@ -76,8 +74,8 @@ class Sequence:
 def measure_tasks(
     loaded: LoadedModel, plan: Plan, spec: EvaluateSpec, reporter: Reporter, purpose: Purpose = "report"
 ) -> tuple[TaskResult, ...]:
-    """Accuracy of ``plan`` on ``spec.num_problems`` problems of each of ``spec.tasks``, in their order; ``purpose``:
-    of which pool.
+    """Accuracy of ``plan`` on ``spec.num_problems`` problems of each of ``spec.tasks``, in their order; ``purpose``: of
+    which pool.
 
     Raises:
         UsageError: no tokenizer, or a prompt that fills the model's context.
@@ -145,11 +143,7 @@ def _complete(
 
 
 def generate_packed(
-    cache: MirroredCache,
-    model: PreTrainedModel,
-    generate: Callable[..., Tensor],
-    *args: Any,
-    **kwargs: Any,
+    cache: MirroredCache, model: PreTrainedModel, generate: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> Tensor:
     """Tokens [B, T] of ``generate(*args, **kwargs)``, which is ``model.generate`` or calls it, through ``cache``; then
     the cache's bytes and its mirror are checked."""
@@ -161,7 +155,7 @@ def generate_packed(
 
 
 class RefuseNaN(LogitsProcessor):
-    """Greedy search would take NaN for a maximum and go on."""
+    """Raises on NaN, which greedy search would take for a maximum."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if torch.isnan(scores).any():

@@ -38,11 +38,8 @@ def require_lm_eval() -> None:
 
 
 def packed_cache_lm(loaded: LoadedModel, plan: Plan, batch: int) -> Any:
-    """The harness's model of ``loaded``, reading ``plan``'s packed cache, ``batch`` sequences at once.
-
-    Raises:
-        UsageError: the model has no tokenizer, or the harness is not installed.
-    """
+    """The harness's model of ``loaded``, reading ``plan``'s packed cache, ``batch`` sequences at once. Raises
+    UsageError: the model has no tokenizer, or the harness is not installed."""
     require_lm_eval()
     from lm_eval.models.huggingface import HFLM
 

@@ -1,16 +1,16 @@
 """The evaluation of several plans of one model: text quality and task accuracy beside exact bytes, saved row by row.
 
-Every number comes through the packed cache (text_quality, generation). A plan is priced at its workload, and measured
-on sequences that are mostly shorter, of which sinks, windows and unfilled pages are a larger part. So each row states
-the bits at the measured lengths, too:
+Every number comes through the packed cache (text, generation). A plan is priced at its workload, and measured on
+sequences that are mostly shorter, of which sinks, windows and unfilled pages are a larger part. So each row states the
+bits at the measured lengths, too:
 
     sum_i nbytes(batch x n_i) / sum_i batch n_i,  in bits per cached value,  n_i: tokens of sequence i at its end
 
 with the workload's batch, which shares the plan's tensors as the price does, and bytes as in ``Plan.bits_per_value``.
 
-The file is rewritten atomically after each plan, so an interrupted run loses one row at most; a row is kept for the
-next run if its plan (formats, workload and model, not its name or provenance) and the evaluation's inputs are the same,
-and when the inputs differ the file starts anew. Plans that are equal under two names are measured once.
+The file is rewritten after each plan, so an interrupted run loses one row at most. A row is kept if its plan (formats,
+workload and model, not its name or provenance) and the evaluation's inputs are the same; other inputs start the file
+anew. Plans that are equal under two names are measured once.
 """
 
 from __future__ import annotations
@@ -133,22 +133,22 @@ def evaluate(
     for _, plan in plans:
         require_same_model(plan, loaded)
     digests = [plan.sha256 for _, plan in plans]
-    found = _reusable(path, inputs, reporter)
+    measured = _reusable(path, inputs, reporter)
     reference = Reference(loaded, data, spec.batch)
 
     def save() -> Evaluation:
         named = zip(plans, digests, strict=True)
-        rows = tuple(replace(found[digest], name=name) for (name, _), digest in named if digest in found)
+        rows = tuple(replace(measured[digest], name=name) for (name, _), digest in named if digest in measured)
         evaluation = Evaluation(inputs, data.description, data.fingerprint, spec.seed, rows)
         save_evaluation(evaluation, path)
         return evaluation
 
     for number, ((name, plan), digest) in enumerate(zip(plans, digests, strict=True)):
-        if digest in found:
+        if digest in measured:
             reporter.say(f"evaluate: {name} is measured already, kept")
             continue
         reporter.say(f"evaluate: {name} ({number + 1} of {len(plans)})")
-        found[digest] = _measure(loaded, name, plan, spec, data, reference, reporter)
+        measured[digest] = _measure(loaded, name, plan, spec, data, reference, reporter)
         save()
     return save()
 
@@ -192,21 +192,20 @@ def save_evaluation(evaluation: Evaluation, path: str | Path) -> None:
 
 
 def load_evaluation(path: str | Path) -> Evaluation:
-    """Read what ``save_evaluation`` wrote.
-
-    Raises:
-        ArtifactError: missing, unreadable, not JSON, of another kind or version, corrupt, or values out of range.
-    """
+    """Read what ``save_evaluation`` wrote. ArtifactError: missing, unreadable, not JSON, of another kind or version,
+    corrupt, or values out of range."""
     return read_json(path, KIND, SCHEMA, Evaluation, "delete the file and run the evaluation again")
 
 
 def _reusable(path: Path, inputs: dict[str, Any], reporter: Reporter) -> dict[str, Row]:
-    """Rows of an earlier run with the same inputs, by plan; says why there are none."""
+    """Rows of an earlier run with the same inputs, by plan; the reporter is told why there are none."""
     if not path.exists():
         return {}
     earlier = load_evaluation(path)
-    model, earlier_model = _of_model(inputs), _of_model(earlier.inputs)
-    if (difference := differing_input(model, earlier_model)) is not None:
+    of_model = [
+        {key: value for key, value in given.items() if key.startswith("model.")} for given in (inputs, earlier.inputs)
+    ]
+    if (difference := differing_input(*of_model)) is not None:
         raise ArtifactError(
             f"{path} was made from another model: {difference}",
             hint="choose another --out, or delete the folder if its artifacts are not needed",
@@ -215,10 +214,6 @@ def _reusable(path: Path, inputs: dict[str, Any], reporter: Reporter) -> dict[st
         reporter.say(f"evaluate: starts anew, {difference}")
         return {}
     return {row.plan_sha256: row for row in earlier.rows}
-
-
-def _of_model(inputs: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in inputs.items() if key.startswith("model.")}
 
 
 def _measure(

@@ -7,9 +7,9 @@ cache and nothing quantized. Only tokens of the loss mask count:
     KL = mean over loss tokens of sum_v p_v (log p_v - log q_v),  p: 16 bits, q: quantized, in nats
     perplexity = exp(mean negative log-likelihood)
 
-Standard errors are over sequences, since tokens of one text are not independent: each mean is a ratio of sums, and
-its error is the delta method's, sqrt(n / (n - 1) sum_i (s_i - m c_i)^2) / sum_i c_i for sequences i with sum s_i over
-c_i tokens and mean m; that of the perplexity is the one of its logarithm times the perplexity. One sequence has none.
+Standard errors are over sequences, since tokens of one text are not independent: each mean is a ratio of sums, and its
+error is the delta method's, sqrt(n / (n - 1) sum_i (s_i - m c_i)^2) / sum_i c_i for sequences i with sum s_i over c_i
+tokens and mean m; that of the perplexity is the one of its logarithm times the perplexity. One sequence has none.
 
 Logits exist for one chunk at a time. The reference's, where loss tokens are predicted, are kept for the next plans if
 they all fit ``REFERENCE_BYTES``, and otherwise computed again beside each plan, chunk by chunk.
@@ -80,10 +80,8 @@ def text_batches(data: TokenDataset, batch: int, device: torch.device) -> list[T
 
 
 class Reference:
-    """Logits of the unmodified model at every predicting position of a data set, by token, then by sequence.
-
-    One object serves all plans of an evaluation; it holds at most ``memory_limit`` bytes of them.
-    """
+    """Logits of the unmodified model at every predicting position of a data set, by token, then by sequence. One object
+    serves all plans of an evaluation; it holds at most ``memory_limit`` bytes of them."""
 
     def __init__(
         self, loaded: LoadedModel, data: TokenDataset, batch: int, memory_limit: int = REFERENCE_BYTES

@@ -165,8 +165,7 @@ def find_targets(layers: Sequence[LayerPlan], spec: PredictorSpec, cache_dtype: 
         if not layer.is_paged:
             continue
         for side in SIDES:
-            reason = _obstacle(layers, layer, source, side, spec)
-            shape = None
+            shape, reason = None, _obstacle(layers, layer, source, side, spec)
             if reason is None and source is not None:
                 predicted = with_predictor(layer, side, source.geometry.index, spec)
                 try:
@@ -213,11 +212,8 @@ def save(record: PredictorRecord, inputs: dict[str, Any], path: Path) -> None:
 
 
 def load(path: Path) -> PredictorRecord:
-    """Read and check a record.
-
-    Raises:
-        ArtifactError: missing, corrupt or foreign file; unknown, missing or mis-shaped content.
-    """
+    """Read and check a record. Raises ArtifactError: missing, corrupt or foreign file; unknown, missing or mis-shaped
+    content."""
     stored = artifact.read(path, KIND, SCHEMA)
     body = record_of(_Body, stored.body, path)
     with refusing(path):
@@ -226,8 +222,8 @@ def load(path: Path) -> PredictorRecord:
 
 
 def _declared(body: _Body, names: Iterable[str]) -> dict[str, TensorSpec]:
-    """The tensors that the findings need, and of ``names`` the rotary tables of their other layers, which may keep
-    keys before RoPE without a predictor. ValueError for findings that do not go together."""
+    """The tensors that the findings need, and of ``names`` the rotary tables of their other layers, which may keep keys
+    before RoPE without a predictor. ValueError for findings that do not go together."""
     places = [(finding.layer, finding.side) for finding in body.findings]
     if len(set(places)) < len(places):
         raise ValueError(f"findings of the layers and sides {places[:8]}, expected each once")

@@ -1,19 +1,19 @@
 """Linear regression with a bias from streaming sums, which fits AQUA-KV's predictors, and the compressed weights.
 
-Alg. 1 of AQUA-KV (lines 13 and 17) asks for arg min_f ||f(X) - Y||^2 with f linear. The sums X'X, X'Y, X'1, Y'1 and
-the diagonal of Y'Y are all that the fit needs, and all that its error on other tokens needs: the explained variance of
-any weights on held-out tokens follows from the sums of those tokens, without a second pass. So memory is F^2 + F O
-numbers, however many tokens there are, and two halves merge into the whole.
+Alg. 1 of AQUA-KV (lines 13 and 17) asks for arg min_f ||f(X) - Y||^2 with f linear. The sums X'X, X'Y, X'1, Y'1 and the
+diagonal of Y'Y are all that the fit needs, and all that its error on other tokens needs: the explained variance of any
+weights on held-out tokens follows from the sums of those tokens, without a second pass. So memory is F^2 + F O numbers,
+however many tokens there are, and two halves merge into the whole.
 
     minimise  1/n sum |y - W x - b|^2  +  p |W|^2,      p = ridge * mean diagonal of cov(x)
 
 The bias carries no penalty, which is what centring with the means gives: W = cov(y, x) (cov(x) + p)^-1 and
-b = mean(y) - W mean(x). The penalty is a share of the variances, not of the second moments, so that a constant added
-to the inputs changes nothing. Sums and products are fp64: centring afterwards loses (mean / deviation)^2 of 16 digits.
+b = mean(y) - W mean(x). The penalty is a share of the variances, not of the second moments: a constant added to inputs
+changes nothing. Sums and products are fp64: centring afterwards loses (mean / deviation)^2 of 16 digits.
 
-Sums of fp64 depend on their order in the last digit: two machines, or a CPU and a GPU, fit weights that agree to
-about 1e-12, and hardly ever differ once rounded to the cache's dtype. Left out: more than one penalty (the paper fixes
-1e-3), and the off-diagonal of Y'Y.
+Sums of fp64 depend on their order in the last digit: two machines, or a CPU and a GPU, fit weights that agree to about
+1e-12, and hardly ever differ once rounded to the cache's dtype. Left out: more than one penalty (the paper fixes 1e-3),
+and the off-diagonal of Y'Y.
 
 A predictor is stored in the cache's dtype, of low rank (reduced-rank regression), or in 4 bits a weight, rounded column
 by column: the error of one is made good by those behind it.
@@ -92,11 +92,8 @@ class NormalEquations:
         return cls(torch.outer(x, x), torch.outer(x, y), x, y, y, 0)
 
     def update(self, x_nF: Tensor, y_nO: Tensor) -> NormalEquations:
-        """With n more tokens, any float dtype; the products are computed on the inputs' device.
-
-        Raises:
-            NonFiniteActivations: NaN or infinity among them.
-        """
+        """With n more tokens, any float dtype; the products are computed on the inputs' device. Raises
+        NonFiniteActivations: NaN or infinity among them."""
         seen = self
         for x, y in zip(x_nF.split(_CHUNK_TOKENS), y_nO.split(_CHUNK_TOKENS), strict=True):
             seen = seen.merge(_sums(x.to(torch.float64), y.to(torch.float64)))
@@ -137,11 +134,8 @@ class NormalEquations:
         )
 
     def solve(self, ridge: float = RIDGE) -> LinearFit:
-        """The ridge regression of y on x.
-
-        Raises:
-            UsageError: not more tokens than inputs, so that the fit would only repeat its own data; or ridge < 0.
-        """
+        """The ridge regression of y on x. Raises UsageError: not more tokens than inputs, so that the fit would only
+        repeat its own data; or ridge < 0."""
         num_inputs = self.x_F.shape[0]
         if not ridge >= 0.0:
             raise UsageError(f"ridge = {ridge} must be 0 or more")
@@ -163,8 +157,7 @@ class NormalEquations:
         """1 - sum of squared errors / sum of squares about each channel's mean, both over all channels, of any weights
         on these tokens: 1 is perfect, 0 is what the mean alone gives, below 0 is worse than that.
 
-        Outputs that do not vary at all leave nothing to explain: 0.
-        UsageError for fewer than two tokens.
+        Outputs that do not vary at all leave nothing to explain: 0. UsageError for fewer than two tokens.
         """
         if self.count < 2:
             raise UsageError(
@@ -228,39 +221,29 @@ def to_int4(fit: LinearFit, group_size: int, cache_dtype: CacheDtype, compensate
     shape = PredictorShape("int4", *fit.extents, cache_dtype, None, group_size)
     num_inputs = shape.num_inputs
     weight, codes, scales = fit.weight_OF.clone(), [], []
-    carry = _carry(fit.metric_FF) if compensate else torch.eye(num_inputs, dtype=torch.float64)
+    carry = torch.eye(num_inputs, dtype=torch.float64)
+    if compensate:
+        # U, upper triangular, with U^T U = M^-1: an error of column i is made good by columns behind it, as row i says.
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(fit.metric_FF))
+        carry = torch.linalg.cholesky(inverse, upper=True)
     for start in range(0, num_inputs, group_size):
         stop = min(start + group_size, num_inputs)
         group, factor = weight[:, start:stop], carry[start:stop, start:]
         scale = torch.maximum(group.amax(-1) / _MOST, group.amin(-1) / _LEAST).clamp(min=0.0).half()
         errors = torch.empty_like(group)
         for column in range(stop - start):
-            code = _rounded(group[:, column], scale.double())
+            step = scale.double()  # a scale of 0 gives code 0
+            code = (group[:, column] / torch.where(step == 0.0, torch.inf, step)).round().clamp(_LEAST, _MOST)
             codes.append(code)
-            errors[:, column] = (group[:, column] - code * scale.double()) / factor[column, column]
+            errors[:, column] = (group[:, column] - code * step) / factor[column, column]
             inside = factor[column, column + 1 : stop - start]
             group[:, column + 1 :] -= torch.outer(errors[:, column], inside)
         weight[:, stop:] -= errors @ factor[:, stop - start :]
         scales.append(scale)
-    packed = _packed(torch.stack(codes, -1))
+    # Bytes of two codes, the even input in the low four bits; the filling of an odd number is weight 0.
+    whole = torch.nn.functional.pad(torch.stack(codes, -1), (0, num_inputs % 2)).add(INT4_ZERO).to(torch.uint8)
+    packed = whole[:, 0::2] | (whole[:, 1::2] << 4)
     return _finished(fit, shape, {"weight": packed, "scale": torch.stack(scales, -1)})
-
-
-def _carry(metric_FF: Tensor) -> Tensor:
-    """U, upper triangular, with U^T U = M^-1: row i says how an error of column i is made good by columns behind it."""
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(metric_FF))
-    return torch.linalg.cholesky(inverse, upper=True)
-
-
-def _rounded(weight: Tensor, scale: Tensor) -> Tensor:
-    """Nearest code less INT4_ZERO, fp64; 0 where the scale is 0."""
-    return (weight / torch.where(scale == 0.0, torch.inf, scale)).round().clamp(_LEAST, _MOST)
-
-
-def _packed(codes_OF: Tensor) -> Tensor:
-    """Codes less INT4_ZERO -> bytes, the even input in the low four bits; the filling of an odd number is weight 0."""
-    codes = torch.nn.functional.pad(codes_OF, (0, codes_OF.shape[-1] % 2)).add(INT4_ZERO).to(torch.uint8)
-    return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 
 def _finished(fit: LinearFit, shape: PredictorShape, stored: dict[str, Tensor]) -> LinearPredictor:

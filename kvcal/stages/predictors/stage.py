@@ -110,11 +110,8 @@ def run_fit_predictors(
 
 
 def split_sequences(data: TokenDataset, paged: Sequence[LayerPlan], holdout_share: float) -> dict[int, str]:
-    """{sequence: FIT or HELD_OUT} of the sequences that fill a page; held-out ones evenly spread, at least one.
-
-    Raises:
-        UsageError: fewer than two such sequences.
-    """
+    """{sequence: FIT or HELD_OUT} of the sequences that fill a page; held-out ones evenly spread, at least one. Raises
+    UsageError: fewer than two such sequences."""
     lengths = [tokens_T.numel() for tokens_T in data.sequences]
     numbers = [i for i, length in enumerate(lengths) if all(num_page_tokens(layer, length) for layer in paged)]
     if len(numbers) < 2:

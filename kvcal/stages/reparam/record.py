@@ -88,11 +88,8 @@ class Reparam:
         return tuple(dict.fromkeys(layer.warning for layer in self.layers if layer.warning is not None))
 
     def apply(self, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
-        """The layers with λ and offset, where the search chose any.
-
-        Raises:
-            ArtifactError: the layers are another model's, or store keys before RoPE.
-        """
+        """The layers with λ and offset, where the search chose any. Raises ArtifactError: the layers are another
+        model's, or store keys before RoPE."""
         if tuple(layer.geometry for layer in layers) != self.subject.geometry.layers:
             raise ArtifactError(
                 f"λ was calibrated for {self.subject.identity.id}, whose layers are not the plan's",

@@ -2,18 +2,18 @@
 
     λ_c = max|K_post_c|^α,   pages hold K_post / λ,   queries are multiplied by λ                   (Eq. 9-11)
 
-Within a rotary pair both channels take the larger maximum: the rotation moves one's energy to the other as positions
-go on, so that their long-run maxima are equal, and λ commutes with it. λ is divided by its geometric mean over the
-head. A common factor changes no code (scales and zeros are proportional to it), but without the division K / λ would
-grow or shrink by orders of magnitude with α, and leave the range of fp16 scales, or, folded, of fp16 queries.
+Within a rotary pair both channels take the larger maximum: the rotation moves one's energy to the other as positions go
+on, so that their long-run maxima are equal, and λ commutes with it. λ is divided by its geometric mean over the head. A
+common factor changes no code (scales and zeros are proportional to it), but without the division K / λ would grow or
+shrink by orders of magnitude with α, and leave the range of fp16 scales, or, folded, of fp16 queries.
 
 An offset (the mean of K_post per channel) may be subtracted before: softmax ignores a constant added to all of a
 query's logits, so it is exact in itself, and it helps keys that are quantized per token, whose groups span all
 channels. λ then follows the maxima of what is left.
 
-Statistics are taken at positions that are multiplied by a scale (Eq. 12): a short sequence shows what RoPE makes
-of keys far behind it. Sinks are left out: a cache never quantizes them, and their keys can be unlike all others. Keys
-per channel are left alone: each channel has a scale of its own, which λ and offset would only round differently.
+Statistics are taken at positions that are multiplied by a scale (Eq. 12): a short sequence shows what RoPE makes of
+keys far behind it. Sinks are left out: a cache never quantizes them, and their keys can be unlike all others. Keys per
+channel are left alone: each channel has a scale of its own, which λ and offset would only round differently.
 """
 
 from __future__ import annotations
@@ -106,11 +106,8 @@ class KeyStatistics:
 def key_statistics(
     loaded: LoadedModel, tokens_T: Tensor, position_scale: float, num_sink_tokens: Mapping[int, int]
 ) -> dict[int, KeyStatistics]:
-    """Of one sequence, {layer: statistics behind its sinks}, for the layers that ``num_sink_tokens`` names.
-
-    Raises:
-        NonFiniteActivations: NaN or infinity, naming the layer.
-    """
+    """Of one sequence, {layer: statistics behind its sinks}, for the layers that ``num_sink_tokens`` names. Raises
+    NonFiniteActivations: NaN or infinity, naming the layer."""
     found: dict[int, KeyStatistics] = {}
 
     def measure(captured: Captured) -> None:
@@ -213,11 +210,7 @@ def page_segments(layer: LayerPlan, num_tokens: int) -> tuple[Segment, ...]:
 
 def read_back(layer: LayerPlan, cache_dtype: CacheDtype, tensors: Mapping[str, Tensor], k_post_BNTD: Tensor) -> Tensor:
     """Keys [1, N, T, D] as a cache would read them back from the pages of T - 1 tokens (at their final bits), in
-    k_post's dtype; what is in no page is as it was.
-
-    Raises:
-        NonFiniteActivations: NaN or infinity in a page.
-    """
+    k_post's dtype; what is in no page is as it was. Raises NonFiniteActivations: NaN or infinity in a page."""
     found = k_post_BNTD.clone()
     for fmt, heads in layer.runs("k"):
         num_pages = fmt.num_pages(k_post_BNTD.shape[2] - 1)
