@@ -42,7 +42,7 @@ TASK_SOURCES = ("tasks", *(f"tasks:{name}" for name in TASKS))
 
 @dataclass(frozen=True, config=STRICT)
 class DataSpec:
-    """Which sequences. ``source`` is "tasks", "tasks:NAME", a file, a folder or a hub id; ``split`` and ``config``
+    """Sequences to load. ``source`` is "tasks", "tasks:NAME", a file, a folder or a hub id; ``split`` and ``config``
     belong to hub ids only. ``columns`` names one column (text, or chat messages) or two (prompt, completion); empty
     means the first that exists of messages, text, content, question + answer. Sequences are cut at ``seq_len`` tokens,
     and passed over with fewer than ``min_len``: a KL over short ones says little of a cache whose pages hold 128

@@ -47,12 +47,12 @@ class Problem:
 
     @property
     def prompt_text(self) -> str:
-        """What a model is given: the prompt and the opening of the reasoning."""
+        """The prompt and the opening of the reasoning, which a model is given."""
         return self.prompt + THINK
 
     @property
     def completion(self) -> str:
-        """What a model that reasons perfectly writes after ``prompt_text``."""
+        """The text that a model which reasons perfectly writes after ``prompt_text``."""
         return f"{self.reasoning}</think>\nAnswer: {self.answer}\n"
 
     @property

@@ -198,7 +198,7 @@ def _probe(model: PreTrainedModel, geometry: Geometry) -> dict[int, Captured]:
 def _first_difference(
     before: Mapping[int, Captured], after: Mapping[int, Captured], lambdas: Mapping[int, Tensor]
 ) -> str | None:
-    """Which tensor is not what folding makes of it, beyond what rounding may do to a deep model; None if all are."""
+    """Names the first tensor that differs from what folding makes of it by more than rounding; None if none does."""
     for index, old in before.items():
         new = after[index]
         tolerance = 1e-3 if old.q_post_BHTD.dtype in (torch.float32, torch.float64) else 0.1

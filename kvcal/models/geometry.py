@@ -1,4 +1,4 @@
-"""What a loaded model caches, measured rather than guessed from the names in its configuration.
+"""Geometry of a loaded model's cache, measured rather than guessed from the names in its configuration.
 
 Three forwards of one or two tokens, through the official ``DynamicCache(config=...)`` with a subclass that notes what
 the model hands to ``Cache.update``: head counts and dimensions are those of the real tensors, the kind of each layer

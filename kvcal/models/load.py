@@ -83,8 +83,8 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class _Location:
-    """Where a source was found: its id, what transformers is given, and the folder that holds its files (or will, once
-    the hub has sent them). ``commit`` is the hub's, None for a local folder."""
+    """A source's id, the name that transformers is given, and the folder that holds its files (or will, once the hub
+    has sent them). ``commit`` is the hub's, None for a local folder."""
 
     id: str
     pretrained: str
@@ -98,7 +98,7 @@ def load(source: str, *, dtype: str = "auto", device: str = "auto", need_tokeniz
     ``dtype``: auto (float32 on a CPU unless the model keeps states, else the checkpoint's), or a key of CACHE_DTYPES.
     ``device``: auto (CUDA if there is one), cpu, cuda, cuda:N. Raises UsageError for a source that is not there, cannot
     be read or lacks weights or a tokenizer, and for a wrong dtype or device; UnsupportedModel for a model that is not a
-    causal language model of transformers, or that ``geometry_of`` refuses.
+    causal language model of transformers, or that ``geometry_of`` does not support.
     """
     target = _device(device)
     if dtype != "auto" and dtype not in CACHE_DTYPES:
@@ -106,7 +106,7 @@ def load(source: str, *, dtype: str = "auto", device: str = "auto", need_tokeniz
     location = _locate(source)
     config = _config(location)
     if location.commit is None:
-        weight_files(location.folder, location.id)  # refuse before transformers looks elsewhere
+        weight_files(location.folder, location.id)  # fail before transformers looks elsewhere
     tokenizer = _tokenizer(location, need_tokenizer)  # before the weights: fail early
     stored_dtype = checkpoint_dtype(config)
     # States are kept in the dtype that computes them: in another one their bytes would not be the plan's.
@@ -166,10 +166,6 @@ def _locate(source: str) -> _Location:
         return _Location(path.resolve().name, str(path), path)
     if path.exists():
         raise UsageError(f"{source!r} is a file", hint="give the folder that holds config.json and the weights")
-    return _locate_on_hub(source)
-
-
-def _locate_on_hub(source: str) -> _Location:
     looked_for = f"no folder {source!r}, no embedded model of that name ({', '.join(embedded_models())})"
     if not _HUB_ID.fullmatch(source):
         raise UsageError(
@@ -192,12 +188,14 @@ def _config(location: _Location) -> PreTrainedConfig:
     """The configuration, of a kind that is served, from which transformers can build the model."""
     content = read_json(location.folder / "config.json", location.id)
     _require_sizes(content, location.id)
+    broken = f"{location.id}: config.json: transformers cannot build a model from it:"
+    hint = "copy or download the model's config.json again"
     try:
         config = AutoConfig.from_pretrained(location.pretrained, revision=location.commit or "main")
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModel(f"{location.id}: config.json: {_reason(error)}") from error
     except CONFIG_ERRORS as error:
-        raise _bad_config(location, error) from error
+        raise UsageError(f"{broken} {_reason(error)}", hint) from error
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(
             f"{location.id}: model type {config.model_type!r} has no decoder-only causal language model in transformers"
@@ -208,7 +206,7 @@ def _config(location: _Location) -> PreTrainedConfig:
     except (ValueError, ImportError) as error:
         raise UnsupportedModel(f"{location.id}: config.json: {_reason(error)}") from error
     except (*CONFIG_ERRORS, LookupError, RuntimeError) as error:
-        raise _bad_config(location, error) from error
+        raise UsageError(f"{broken} {_reason(error)}", hint) from error
     return config
 
 
@@ -222,22 +220,12 @@ def _require_sizes(content: dict[str, Any], model_id: str, place: str = "") -> N
             raise UsageError(f"{model_id}: config.json: {place}{key} = {value}; allowed: 1 to {largest}")
 
 
-def _bad_config(location: _Location, error: Exception) -> UsageError:
-    return UsageError(
-        f"{location.id}: config.json: transformers cannot build a model from it: {_reason(error)}",
-        hint="copy or download the model's config.json again",
-    )
-
-
 def _model(location: _Location, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            location.pretrained,
-            revision=location.commit or "main",
-            config=config,
-            dtype=dtype,
+            location.pretrained, revision=location.commit or "main", config=config, dtype=dtype,
             output_loading_info=True,
-        )
+        )  # fmt: skip
     except WEIGHT_ERRORS as error:
         names = ", ".join(path.name for path in weight_files(location.folder, location.id)[:2])
         raise UsageError(

@@ -150,7 +150,7 @@ def rotary_maps(model: PreTrainedModel, geometry: Geometry) -> dict[int, RotaryM
 
 
 def _pairs(turn: Turn, place: str) -> Tensor:
-    """int64 [P, 2], ascending; refuses what is not a rotation of pairs."""
+    """int64 [P, 2], ascending. UnsupportedModel for any other matrix than a rotation of pairs."""
     diagonal_TD = turn.matrices.diagonal(dim1=1, dim2=2)
     linked_DD = (turn.matrices - diagonal_TD.diag_embed() != 0).any(0)
     in_pairs = bool((linked_DD.sum(0) <= 1).all()) and torch.equal(linked_DD, linked_DD.T)

@@ -187,7 +187,7 @@ def priced_header(workload: Workload) -> str:
 
 
 def save_evaluation(evaluation: Evaluation, path: str | Path) -> None:
-    """Write the JSON file whole or not at all; ArtifactError when the system refuses."""
+    """Write the JSON file whole or not at all; ArtifactError when it cannot be written."""
     write_json(path, KIND, SCHEMA, evaluation)
 
 

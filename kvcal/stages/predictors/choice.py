@@ -43,7 +43,7 @@ class Measured(NamedTuple):
 
 
 def measure(fit: LinearFit, predictor: LinearPredictor, held_out: NormalEquations, spec: PredictorSpec) -> Measured:
-    """What ``predictor`` explains of held-out tokens."""
+    """The shares of held-out tokens' variance that ``predictor`` and the fit explain."""
     found = Measured(
         held_out.result().y_variance_O.sum().item(),
         held_out.explained_variance(*predictor.dense()),
@@ -57,23 +57,14 @@ def measure(fit: LinearFit, predictor: LinearPredictor, held_out: NormalEquation
 
 def decide(target: Target, measured: Measured | None, spec: PredictorSpec, workload: Workload) -> Finding:
     """Whether the predictor pays at ``workload``; without a measurement, that it was not tried."""
-    source = None if target.source is None else target.source.geometry.index
-    if measured is None or target.shape is None:
+    source, shape = None if target.source is None else target.source.geometry.index, target.shape
+    if measured is None or shape is None:
         return Finding(target.index, target.side, source, target.reason or "was not fitted", None)
     (fmt,) = target.layer.formats(target.side)
     num_tokens = sum(PAGE_TOKENS * fmt.num_pages(length) for length in workload.lengths)
     saved_bits = saved_bits_per_value(measured.explained)
-    saved_bytes = int(saved_bits * target.shape.num_outputs * num_tokens / 8)
-    fit = Fit(
-        target.shape.num_inputs,
-        target.shape.num_outputs,
-        measured.explained,
-        measured.explained_whole,
-        measured.explained_nearest,
-        target.shape.nbytes,
-        saved_bits,
-        saved_bytes,
-    )
+    saved_bytes = int(saved_bits * shape.num_outputs * num_tokens / 8)
+    fit = Fit(shape.num_inputs, shape.num_outputs, *measured[1:], shape.nbytes, saved_bits, saved_bytes)
     return Finding(target.index, target.side, source, unpaid(fit, spec, workload), fit)
 
 
@@ -154,7 +145,7 @@ class Room:
 
     @functools.cached_property
     def _left(self) -> Callable[[tuple[LayerPlan, ...]], int]:
-        """The same layers are asked for after every pass."""
+        """Bytes that layers leave; the same layers are asked for after every pass."""
         return functools.cache(self._count)
 
     def _count(self, layers: tuple[LayerPlan, ...]) -> int:

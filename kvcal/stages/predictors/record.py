@@ -80,7 +80,7 @@ class Finding:
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Subject:
-    """What the predictors were fitted to; tokens are those of whole pages."""
+    """The model, settings and data of a fit; tokens are those of whole pages."""
 
     model: ModelIdentity
     cache_dtype: CacheDtype
@@ -115,7 +115,7 @@ class PredictorRecord:
             return with_predictors(layers, self.findings, self.subject.spec)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What the applied layers need beyond what they needed before."""
+        """Tensors that the applied layers need beyond those that they needed before."""
         return dict(self.stored)
 
 

@@ -54,8 +54,8 @@ class LayerReparam:
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Subject:
-    """What was calibrated, on what. ``position_scale``: the one used, which is the spec's within the model's context;
-    ``num_tokens``: of the data."""
+    """The model, settings and data of a calibration. ``position_scale``: the one used, which is the spec's within the
+    model's context; ``num_tokens``: of the data."""
 
     identity: ModelIdentity
     geometry: Geometry
