@@ -19,7 +19,7 @@ from kvcal.models.rope import RotaryMap
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.transforms import rotate
 from kvcal.stages.reparam.search import lambda_of
-from kvcal.stages.reparam.statistics import KeyStatistics, calibration_inputs
+from kvcal.stages.reparam.search import KeyStatistics, calibration_inputs
 
 STRETCH = 4
 

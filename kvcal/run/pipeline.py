@@ -17,10 +17,11 @@ from typing import Any
 from kvcal import artifact
 from kvcal.artifact import sha256_json
 from kvcal.charts.evaluation import draw
-from kvcal.data.record import calibration, data_inputs, require_unseen, shared_sources, with_calibration
+from kvcal.data.pools import calibration, data_inputs, require_unseen, shared_sources, with_calibration
 from kvcal.errors import UsageError
 from kvcal.folder import Folder, compute_dtype, flat, is_current, model_inputs
 from kvcal.models.load import LoadedModel
+from kvcal.models.projections import warn_of_biases
 from kvcal.plan.plan import RAW, Plan, Workload, plan_bytes, save_plan
 from kvcal.plan.tensors import lattice_tensors, tensors_nbytes
 from kvcal.progress import Reporter
@@ -44,7 +45,6 @@ from kvcal.stages.allocate.budget import transform_bytes
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate.stage import Evaluation, evaluate, require_scheduled_texts, scheduled_batch
 from kvcal.stages.profile import Profile
-from kvcal.stages.reparam.key_bias import warn_of_biases
 from kvcal.strict import dump
 
 __all__ = ["Folder", "Result", "build_plan", "model_inputs", "run"]

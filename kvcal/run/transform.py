@@ -15,8 +15,7 @@ from torch import Tensor
 
 from kvcal import artifact
 from kvcal.artifact import sha256_json
-from kvcal.data.pools import Purpose
-from kvcal.data.record import calibration, data_inputs, with_calibration
+from kvcal.data.pools import Purpose, calibration, data_inputs, with_calibration
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.errors import UsageError
 from kvcal.folder import Folder, compute_dtype, flat, is_current, model_inputs
@@ -31,7 +30,7 @@ from kvcal.stages import allocate as allocation_stage
 from kvcal.stages.allocate.budget import bytes_left, reserve_hint, spared_lambdas
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.predictors import stage as predictor_stage
-from kvcal.stages.predictors.room import Room
+from kvcal.stages.predictors.choice import Room
 from kvcal.stages.reparam import stage as reparam_stage
 from kvcal.strict import dump
 

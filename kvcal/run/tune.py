@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvcal.artifact import sha256_json
 from kvcal.charts.thresholds import draw_tuning
-from kvcal.data.record import calibration, data_inputs, with_calibration
+from kvcal.data.pools import calibration, data_inputs, with_calibration
 from kvcal.errors import InfeasibleBudget
 from kvcal.folder import Folder, compute_dtype, flat, is_current, model_inputs
 from kvcal.models.load import LoadedModel
