@@ -96,7 +96,7 @@ def tap(model: PreTrainedModel, on_attention: Observer, geometry: Geometry | Non
     recorder = _Recorder(model, attention_layers(geometry or geometry_of(model)), on_attention)
     with ExitStack() as restore:
         restore.enter_context(listen(model, recorder.observe))
-        restore.enter_context(recorder.rotations.recording(forward_of(module) for module in modules))
+        restore.enter_context(recorder.recording(forward_of(module) for module in modules))
         restore.callback(model.register_forward_pre_hook(recorder.start, with_kwargs=True).remove)
         restore.callback(model.register_forward_hook(recorder.finish).remove)
         yield
@@ -133,21 +133,25 @@ def check_taps(model: PreTrainedModel, geometry: Geometry | None = None) -> None
 
 
 class _Recorder(threading.local):
-    """The state of one tap in one thread: which layer comes next, and its rotations so far."""
+    """The state of one tap, of each thread: the layer that comes next, and the rotary calls since the last attention
+    call, which hold a few tensors until then."""
 
     def __init__(self, model: PreTrainedModel, layers: tuple[AttentionGeometry, ...], on_attention: Observer) -> None:
-        self.rotations = _RotaryCalls(model)
-        self._name = type(model).__name__
-        self._layers = layers
-        self._on_attention = on_attention
+        config = model.config.get_text_config(decoder=True).to_dict()
+        self._has_rope = bool(config.get("rope_parameters")) or any(
+            "Rotary" in type(module).__name__ for module in model.get_decoder().modules()
+        )
+        self._name, self._layers, self._on_attention = type(model).__name__, layers, on_attention
         self._next = 0
+        # (rotary function, its arguments, number of an output, that output)
+        self._rotated: deque[tuple[Callable, inspect.BoundArguments, int, Tensor]] = deque(maxlen=8)
 
     def start(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """Before a forward: only without a cache are the attended tokens the new ones alone."""
         if kwargs.get("use_cache") is not False or kwargs.get("past_key_values") is not None:
             raise UsageError("a tapped forward needs use_cache=False and no past_key_values")
         self._next = 0
-        self.rotations.clear()
+        self._rotated.clear()  # what an aborted forward left
 
     def finish(self, model: nn.Module, args: tuple, output: object) -> None:
         """After a forward: every attention layer was observed."""
@@ -173,24 +177,8 @@ class _Recorder(threading.local):
         if shapes != expected:
             place = f"layer {layer.index} of {self._name}"
             raise UnsupportedModel(f"{place} attends with shapes {shapes}, its cache says {expected}")
-        k_pre_BNTD, rotation = self.rotations.take(k_post_BNTD, forward_of(module))
+        k_pre_BNTD, rotation = self._take(k_post_BNTD, forward_of(module))
         self._on_attention(Captured(layer.index, q_post_BHTD, k_pre_BNTD, k_post_BNTD, v_BNTD, rotation))
-
-
-class _RotaryCalls(threading.local):
-    """The rotary calls since the last attention call, of each thread; holds a few tensors until ``take``."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        config = model.config.get_text_config(decoder=True).to_dict()
-        self._has_rope = bool(config.get("rope_parameters")) or any(
-            "Rotary" in type(module).__name__ for module in model.get_decoder().modules()
-        )
-        # (rotary function, its arguments, number of an output, that output)
-        self._outputs: deque[tuple[Callable, inspect.BoundArguments, int, Tensor]] = deque(maxlen=8)
-
-    def clear(self) -> None:
-        """Forget what an aborted forward left."""
-        self._outputs.clear()
 
     @contextmanager
     def recording(self, forwards: Iterable[FunctionType]) -> Iterator[None]:
@@ -211,16 +199,16 @@ class _RotaryCalls(threading.local):
             after = rotary(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
             outputs = after if isinstance(after, tuple) else (after,)
-            self._outputs.extend((rotary, bound, n, output) for n, output in enumerate(outputs[: len(bound.arguments)]))
+            self._rotated.extend((rotary, bound, n, output) for n, output in enumerate(outputs[: len(bound.arguments)]))
             return after
 
         return recorded
 
-    def take(self, k_post_BNTD: Tensor, forward: FunctionType) -> tuple[Tensor | None, Rotation | None]:
+    def _take(self, k_post_BNTD: Tensor, forward: FunctionType) -> tuple[Tensor | None, Rotation | None]:
         """The pre-RoPE key of the layer whose attention (``forward``) now reads ``k_post_BNTD``, and its rotation: the
         very same tensor and None in a layer without RoPE, (None, None) if it cannot be told."""
-        outputs = sorted(self._outputs, key=lambda output: output[3] is not k_post_BNTD)  # itself first
-        self._outputs.clear()
+        outputs = sorted(self._rotated, key=lambda output: output[3] is not k_post_BNTD)  # itself first
+        self._rotated.clear()
         for rotary, bound, number, after in outputs:
             before = list(bound.arguments.values())[number]
             for axes in _AXES if after.ndim == 4 and before.shape == after.shape else ():
