@@ -40,9 +40,9 @@ from kvcal.progress import Silent
 from kvcal.recipe import load_recipe
 from kvcal.run.pipeline import Folder, build_plan
 from kvcal.specs import PredictorSpec
-from kvcal.stages.predictors.reconstruct import Reconstruction, Wanted, read_pages
+from kvcal.stages.predictors.reconstruct import FIT, HELD_OUT, Reconstruction, Wanted, read_pages, split_sequences
 from kvcal.stages.predictors.record import KIND, PredictorRecord, load
-from kvcal.stages.predictors.stage import FIT, HELD_OUT, run_fit_predictors, split_sequences
+from kvcal.stages.predictors.stage import run_fit_predictors
 
 SINKS = 4
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvcal.errors import NonFiniteActivations, UnsupportedModel
+from kvcal.data.sequences import TokenDataset
+from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, CacheDtype, Geometry
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.codec import PageCodec
@@ -30,6 +31,8 @@ from kvcal.pages.transforms import unrotate
 from kvcal.plan.format import SIDES, Format, Side
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.tensors import predictor_shape
+
+FIT, HELD_OUT = "fit", "held_out"
 
 # One layer's tokens of whole pages, keys before RoPE and values: fp32 [tokens, N D] each, heads in a row. A 16-bit side
 # has no sinks, so that its tokens may be others than those of the side beside it.
@@ -207,3 +210,19 @@ def _as_rows(pages: Tensor) -> Tensor:
 def single_sides(layer: LayerPlan, among: Sequence[Side] = SIDES) -> tuple[Side, ...]:
     """Sides of which all KV heads have one format: those that can be predicted from."""
     return tuple(side for side in among if len(layer.formats(side)) == 1)
+
+
+def split_sequences(data: TokenDataset, paged: Sequence[LayerPlan], holdout_share: float) -> dict[int, str]:
+    """{sequence: FIT or HELD_OUT} of the sequences that fill a page; held-out ones evenly spread, at least one. Raises
+    UsageError: fewer than two such sequences."""
+    lengths = [tokens_T.numel() for tokens_T in data.sequences]
+    numbers = [i for i, length in enumerate(lengths) if all(num_page_tokens(layer, length) for layer in paged)]
+    if len(numbers) < 2:
+        raise UsageError(
+            f"{len(numbers)} of {len(lengths)} sequences fill a page behind the sinks; at least 2 are needed, one of "
+            "them to hold out",
+            hint="give longer sequences, or more of them",
+        )
+    wanted = min(max(1, round(holdout_share * len(numbers))), len(numbers) - 1)
+    held_out = {numbers[(2 * i + 1) * len(numbers) // (2 * wanted)] for i in range(wanted)}
+    return {number: HELD_OUT if number in held_out else FIT for number in numbers}

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kvcal.data.sequences import TokenDataset
-from kvcal.errors import NonFiniteActivations, UsageError
+from kvcal.errors import NonFiniteActivations
 from kvcal.models.load import LoadedModel
 from kvcal.models.rope import rotary_maps
 from kvcal.plan.layer import LayerPlan
@@ -39,6 +39,8 @@ from kvcal.specs import PredictorSpec
 from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic, require_steps
 from kvcal.stages.predictors.choice import Measured, Room, decide, measure
 from kvcal.stages.predictors.reconstruct import (
+    FIT,
+    HELD_OUT,
     LayerPages,
     Receive,
     Reconstruction,
@@ -46,6 +48,7 @@ from kvcal.stages.predictors.reconstruct import (
     num_page_tokens,
     read_pages,
     single_sides,
+    split_sequences,
 )
 from kvcal.stages.predictors.record import (
     KIND,
@@ -64,7 +67,6 @@ from kvcal.stages.predictors.regression import NormalEquations, compress
 __all__ = ["KIND", "SCHEMA", "PredictorRecord", "load", "run_fit_predictors", "save"]
 
 PASSES, SEQUENCES = "passes", "sequences of the next one"
-FIT, HELD_OUT = "fit", "held_out"
 
 
 def run_fit_predictors(
@@ -107,22 +109,6 @@ def run_fit_predictors(
         record = fitting.run()
         save(record, inputs, path)
     return record
-
-
-def split_sequences(data: TokenDataset, paged: Sequence[LayerPlan], holdout_share: float) -> dict[int, str]:
-    """{sequence: FIT or HELD_OUT} of the sequences that fill a page; held-out ones evenly spread, at least one. Raises
-    UsageError: fewer than two such sequences."""
-    lengths = [tokens_T.numel() for tokens_T in data.sequences]
-    numbers = [i for i, length in enumerate(lengths) if all(num_page_tokens(layer, length) for layer in paged)]
-    if len(numbers) < 2:
-        raise UsageError(
-            f"{len(numbers)} of {len(lengths)} sequences fill a page behind the sinks; at least 2 are needed, one of "
-            "them to hold out",
-            hint="give longer sequences, or more of them",
-        )
-    wanted = min(max(1, round(holdout_share * len(numbers))), len(numbers) - 1)
-    held_out = {numbers[(2 * i + 1) * len(numbers) // (2 * wanted)] for i in range(wanted)}
-    return {number: HELD_OUT if number in held_out else FIT for number in numbers}
 
 
 def _declared(
