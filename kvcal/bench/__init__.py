@@ -1,6 +1,14 @@
-"""Measuring the GPU runtime: kernels, one layer's cache work, and whole decode steps, kept apart.
+"""Measures the GPU runtime: kernels, one layer's cache work, and whole decode steps, kept apart.
 
-What makes a figure honest is decided once, here: replayed CUDA graphs over several caches of random codes that together
-exceed the L2 cache, medians with their spread, the fastest 16-bit baseline of the same run, and beside every factor the
-share of the read bandwidth that was measured minutes before. All of it imports without a GPU.
+    shape.py       what is measured: formats, sizes, the bytes that a step must move
+    device.py      the machine, its read bandwidth, and the time of CUDA graphs
+    content.py     plans, pages and caches of random content
+    case.py        one layer's decode step, ready to be timed
+    baselines.py   16-bit attention of other libraries
+    record.py      results, saved after every measurement
+    kernels.py     ``kvcal bench kernels`` and ``kvcal bench layer``
+    model.py       models of public shapes, and whole decode steps of theirs
+    e2e.py         ``kvcal bench e2e``
+
+All of it imports without a GPU.
 """

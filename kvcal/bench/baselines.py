@@ -1,9 +1,9 @@
-"""Decode attention over 16-bit keys and values by everybody else: what a factor is measured against.
+"""Decode attention of other libraries over 16-bit keys and values: the baselines of every factor.
 
 torch's SDPA has four backends, and which of them it takes by itself is not always the fastest; each is timed alone, in
 the two forms in which a GQA decode step can be put to it: with ``enable_gqa``, and with the query heads of a group as
 so many rows of one head's query, which every backend takes without repeating a byte of the cache. FlexAttention has a
-kernel for decoding of its own. FlashInfer reads a paged cache. A baseline that refuses is a row with its reason.
+kernel for decoding of its own. FlashInfer reads a paged cache. A baseline that fails is a row with its reason.
 
 QuantizedCache of transformers holds fewer bytes but has no kernel that reads them: it dequantizes the whole cache at
 every step. Only its bytes are a baseline.
@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvcal.bench.record import Baseline
+from kvcal.bench.device import Call, graph_times
+from kvcal.bench.record import Baseline, fastest
 from kvcal.bench.shape import CACHE_DTYPE, Heads, Point, raw_bytes
-from kvcal.bench.timing import Call, Times, graph_times
 from kvcal.geometry import CACHE_DTYPES
 
 BACKENDS = {
@@ -39,9 +39,9 @@ WITH_GQA, AS_ROWS = "enable_gqa", "group as rows"
 REPEATED_BYTES = 4 << 30
 # [B, H, 1, D], [B, N, S, D], [B, N, S, D] -> out
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-# How libraries refuse an input (asserting, too), a machine without a compiler, or an argument that another version of
-# them takes. Errors of torch's and triton's own are RuntimeErrors, also those of running out of memory.
-REFUSALS = (
+# Errors of libraries for an input (assertions, too), a machine without a compiler, or an argument that another version
+# of them takes. Errors of torch's and triton's own are RuntimeErrors, also those of running out of memory.
+FAILURES = (
     RuntimeError, ImportError, ValueError, TypeError, AssertionError, OSError, subprocess.SubprocessError,
 )  # fmt: skip
 FLASHINFER_WORKSPACE = 256 << 20
@@ -53,8 +53,8 @@ FLASHINFER_HEAD_DIMS = (64, 128, 256)
 class Kv:
     """Queries [B, H, 1, D] and, for each of ``count`` caches, keys and values [B, N, S, D], normally distributed."""
 
-    def __init__(self, heads: Heads, point: Point, count: int, device: torch.device, seed: int = 0) -> None:
-        generator = torch.Generator(device).manual_seed(seed)
+    def __init__(self, heads: Heads, point: Point, count: int, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(0)
         dtype = CACHE_DTYPES[CACHE_DTYPE]
         shape = (point.batch, heads.num_kv_heads, point.context, heads.head_dim)
 
@@ -71,6 +71,17 @@ class Kv:
 
     def calls(self, attention: Attention) -> list[Call]:
         return [partial(attention, self.q, k, v) for k, v in self.caches]
+
+    def measured(self, name: str, version: str, calls: Callable[[], list[Call]], replays: int) -> Baseline:
+        """The baseline of the calls that ``calls`` makes; a failure becomes its reason."""
+        times, reason = None, None
+        with warnings.catch_warnings(record=True) as warned:  # SDPA warns with a backend's reasons
+            warnings.simplefilter("always")
+            try:
+                times = graph_times(calls(), replays)
+            except FAILURES as failed:
+                reason = first_line(failed, [str(warning.message) for warning in warned])
+        return Baseline(self.point, name, version, self.nbytes, times, reason)
 
 
 def sdpa_forms(backend: SDPBackend) -> dict[str, Attention]:
@@ -98,17 +109,17 @@ def sdpa(kv: Kv, replays: int) -> Iterator[tuple[Baseline, Attention | None]]:
             if (name, form) == ("MATH", WITH_GQA) and repeated > REPEATED_BYTES:
                 yield Baseline(kv.point, title, about, reason=f"would repeat the cache to {repeated} bytes"), None
                 continue
-            calls = partial(kv.calls, attention)
-            found = measured(kv.point, kv.nbytes, title, about, calls, replays)
-            yield found, attention if found.times is not None else None
+            baseline = kv.measured(title, about, partial(kv.calls, attention), replays)
+            yield baseline, attention if baseline.times is not None else None
 
 
 def fastest_sdpa(
     heads: Heads, point: Point, device: torch.device, count: int, replays: int
 ) -> tuple[Baseline, Attention] | None:
-    """The fastest backend and form at this point, over ``count`` caches; None if all refuse."""
+    """The fastest backend and form at this point, over ``count`` caches; None if all fail."""
     ran = [(found, attention) for found, attention in sdpa(Kv(heads, point, count, device), replays) if attention]
-    return min(ran, key=lambda pair: pair[0].times.median_us if pair[0].times else 0.0, default=None)
+    best = fastest(found for found, _ in ran)
+    return next(((found, attention) for found, attention in ran if found is best), None)
 
 
 def flex(kv: Kv, replays: int) -> Baseline:
@@ -122,21 +133,14 @@ def flex(kv: Kv, replays: int) -> Baseline:
         return kv.calls(lambda q, k, v: compiled(q, k, v, enable_gqa=q.shape[1] != k.shape[1]))
 
     version = f"torch {torch.__version__}, triton {_version('triton')}"
-    return measured(kv.point, kv.nbytes, "FlexAttention", version, calls, replays)
+    return kv.measured("FlexAttention", version, calls, replays)
 
 
 def flashinfer(kv: Kv, replays: int) -> list[Baseline]:
     """Batch decode over a paged cache, with tensor cores, in two layouts."""
     version = f"flashinfer {_version('flashinfer-python')}"
     return [
-        measured(
-            kv.point,
-            kv.nbytes,
-            f"FlashInfer {layout}, page {size}",
-            version,
-            partial(_flashinfer_calls, kv, layout, size),
-            replays,
-        )
+        kv.measured(f"FlashInfer {layout}, page {size}", version, partial(_flashinfer_calls, kv, layout, size), replays)
         for layout, size in FLASHINFER_PAGES
     ]
 
@@ -152,15 +156,13 @@ def _flashinfer_calls(kv: Kv, layout: str, page_size: int) -> list[Call]:
         raise ValueError(f"context {point.context} is no multiple of the page size {page_size}")
     pages = point.context // page_size
 
-    def integers(values: Sequence[int] | range) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int32, device=device)
-
+    integers = partial(torch.tensor, dtype=torch.int32, device=device)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(
         torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device), layout, use_tensor_cores=True
     )
     wrapper.plan(
-        integers(range(0, pages * point.batch + 1, pages)),
-        integers(range(pages * point.batch)),
+        integers([pages * row for row in range(point.batch + 1)]),
+        integers(list(range(pages * point.batch))),
         integers([page_size] * point.batch),
         heads.num_query_heads,
         heads.num_kv_heads,
@@ -180,44 +182,23 @@ def quantized_cache(kv: Kv, num_bits: int) -> Baseline:
     """Bytes of one layer in transformers' QuantizedCache with quanto, as allocated on the device."""
     version = f"transformers {transformers.__version__}, optimum-quanto {_version('optimum-quanto')}"
     name = f"QuantizedCache, {num_bits} bits"
-    config = transformers.LlamaConfig(
-        num_hidden_layers=1,
-        num_attention_heads=kv.heads.num_query_heads,
-        num_key_value_heads=kv.heads.num_kv_heads,
-        head_dim=kv.heads.head_dim,
-        hidden_size=kv.heads.num_query_heads * kv.heads.head_dim,
-    )
     try:
         before = torch.cuda.memory_allocated(kv.q.device)
-        cache = transformers.QuantizedCache(backend="quanto", config=config, nbits=num_bits)
+        cache = transformers.QuantizedCache(backend="quanto", config=kv.heads.config(1), nbits=num_bits)
         cache.update(*kv.caches[0], 0)
         nbytes = torch.cuda.memory_allocated(kv.q.device) - before
-    except REFUSALS as refused:
-        return Baseline(kv.point, name, version, reason=first_line(refused))
+    except FAILURES as failed:
+        return Baseline(kv.point, name, version, reason=first_line(failed))
     return Baseline(kv.point, name, version, nbytes, reason="bytes only: it has no kernel that reads them")
 
 
-def measured(
-    point: Point, nbytes: int, name: str, version: str, calls: Callable[[], list[Call]], replays: int
-) -> Baseline:
-    """Time what ``calls`` makes; a refusal becomes the reason."""
-    with warnings.catch_warnings(record=True) as heard:  # SDPA says in warnings why a backend refuses
-        warnings.simplefilter("always")
-        try:
-            times: Times | None = graph_times(calls(), replays)
-            reason = None
-        except REFUSALS as refused:
-            times, reason = None, first_line(refused, [str(warning.message) for warning in heard])
-    return Baseline(point, name, version, nbytes, times, reason)
-
-
-def first_line(refused: BaseException, warned: Sequence[str] = ()) -> str:
-    """Why, in one line: of warnings those that say more than that there are some."""
-    said = [text for text in warned if not text.strip().endswith("because:") and "Triggered internally" in text]
-    text = next((line for line in str(refused).splitlines() if line.strip()), "")
-    reasons = [line.partition("(Triggered internally")[0].strip() for line in said if "because" not in line]
-    text = "; ".join(dict.fromkeys([text.strip(), *reasons]))
-    return f"{type(refused).__name__}: {text}"[:300]
+def first_line(failed: BaseException, warned: Sequence[str] = ()) -> str:
+    """The reason in one line; of warnings those of SDPA that name a reason themselves."""
+    reasons = [next((line.strip() for line in str(failed).splitlines() if line.strip()), "")]
+    for text in warned:
+        if "Triggered internally" in text and "because" not in text:
+            reasons.append(text.partition("(Triggered internally")[0].strip())
+    return f"{type(failed).__name__}: {'; '.join(dict.fromkeys(reasons))}"[:300]
 
 
 def _version(package: str) -> str:

@@ -1,30 +1,44 @@
-"""The machine that measures, and how fast it can read: the ceiling that every kernel is held against."""
+"""The machine that measures: its read bandwidth, and the time of work on its GPU.
+
+Work is timed as replays of a CUDA graph that holds one call for each of several caches. One call on one small cache
+would find it in L2, and on its own would be measured together with the launch from Python. A graph over caches whose
+bytes exceed the L2 cache several times over has neither: its time divided by the number of calls is what a call costs
+in the middle of a model's step, launch gaps of the device included. Baselines are timed by the same function.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import math
+import statistics
 import subprocess
+from collections.abc import Callable, Sequence
 
 import torch
 import transformers
 from pydantic.dataclasses import dataclass
 
-from kvcal.bench.timing import graph_times
 from kvcal.errors import KernelError
 from kvcal.kernels.compile import nvrtc_version
 from kvcal.strict import STRICT
 
-# A few GB: some dozens of times any L2 cache, and 1 ms at the speed of the fastest memory.
-CEILING_BYTES = 4 << 30
-ROW = 8192
+REPLAYS, QUICK_REPLAYS = 30, 20
+# Enough for the clocks to rise and for every lazy initialisation.
+WARM_UP_CALLS, WARM_UP_REPLAYS = 3, 5
+# The working set: at least this many L2 caches, at most this share of the device's memory.
+L2_FACTOR, MEMORY_SHARE = 4, 0.25
+CACHES = 32
+# For the read bandwidth: some dozens of times any L2 cache, and 1 ms at the speed of the fastest memory.
+CEILING_BYTES, CEILING_ROW = 4 << 30, 8192
 UNKNOWN = "unknown"
+
+Call = Callable[[], object]
 
 
 @dataclass(frozen=True, config=STRICT)
 class Machine:
-    """What was measured on. Bytes of the device's memory and of its L2 cache; versions of the driver (as nvidia-smi has
-    it, or "unknown"), of libraries, and of the compiler of kvcal's kernels."""
+    """Bytes of the device's memory and of its L2 cache; versions of the driver (as nvidia-smi has it, or "unknown"), of
+    libraries, and of the compiler of kvcal's kernels."""
 
     device: str
     compute_capability: str
@@ -54,12 +68,25 @@ class ReadCeiling:
         return max(self.sum, self.row_sum, self.copy)
 
 
-def require_gpu(what: str) -> torch.device:
-    """The current CUDA device.
+@dataclass(frozen=True, config=STRICT)
+class Times:
+    """Microseconds of one call, over ``replays`` replays of a graph of ``calls`` calls: the median, and between which
+    bounds the middle half of the replays lies."""
 
-    Raises:
-        KernelError: there is none.
-    """
+    median_us: float
+    low_us: float
+    high_us: float
+    replays: int
+    calls: int
+
+    def __str__(self) -> str:
+        """``14.9 (14.7 to 15.2)``."""
+        median, low, high = (f"{float(f'{us:.4g}'):.10g}" for us in (self.median_us, self.low_us, self.high_us))
+        return f"{median} ({low} to {high})"
+
+
+def require_gpu(what: str) -> torch.device:
+    """The current CUDA device. KernelError if there is none."""
     if not torch.cuda.is_available():
         raise KernelError(
             f"kvcal bench {what} needs a CUDA device, and torch {torch.__version__} sees none",
@@ -69,13 +96,13 @@ def require_gpu(what: str) -> torch.device:
 
 
 def machine(device: torch.device) -> Machine:
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     return Machine(
-        device=found.name,
-        compute_capability=f"{found.major}.{found.minor}",
-        num_sms=found.multi_processor_count,
-        memory_bytes=found.total_memory,
-        l2_bytes=found.L2_cache_size,
+        device=properties.name,
+        compute_capability=f"{properties.major}.{properties.minor}",
+        num_sms=properties.multi_processor_count,
+        memory_bytes=properties.total_memory,
+        l2_bytes=properties.L2_cache_size,
         torch=torch.__version__,
         cuda=str(torch.version.cuda),
         transformers=transformers.__version__,
@@ -95,19 +122,79 @@ def driver_version() -> str:
     return answer[0] if answer else UNKNOWN
 
 
-def measure_read_ceiling(device: torch.device, nbytes: int = CEILING_BYTES) -> ReadCeiling:
-    """Read ``nbytes`` of random numbers in three ways. They are fp32: torch adds half numbers in fp32 as well, and
-    the additions of 2-byte values could be what is measured."""
-    values = torch.randn(math.ceil(nbytes / 4 / ROW), ROW, device=device)
+def measure_read_ceiling(device: torch.device) -> ReadCeiling:
+    """Read random numbers in three ways. They are fp32: torch adds half numbers in fp32 as well, and the additions of
+    2-byte values could be what is measured."""
+    values = torch.randn(CEILING_BYTES // 4 // CEILING_ROW, CEILING_ROW, device=device)
     target = torch.empty_like(values)
-    read = values.numel() * values.element_size()
-    seconds = {
-        "sum": graph_times([lambda: values.sum()]).median_us * 1e-6,
-        "row_sum": graph_times([lambda: values.sum(-1)]).median_us * 1e-6,
-        "copy": graph_times([lambda: target.copy_(values)]).median_us * 1e-6,
-    }
+
+    def gb_per_s(call: Call, nbytes: int) -> float:
+        return nbytes / graph_times([call]).median_us * 1e-3
+
     return ReadCeiling(
-        sum=read / seconds["sum"] * 1e-9,
-        row_sum=read / seconds["row_sum"] * 1e-9,
-        copy=2 * read / seconds["copy"] * 1e-9,
+        sum=gb_per_s(values.sum, values.nbytes),
+        row_sum=gb_per_s(lambda: values.sum(-1), values.nbytes),
+        copy=gb_per_s(lambda: target.copy_(values), 2 * values.nbytes),
     )
+
+
+def num_caches(nbytes: int, machine: Machine, is_quick: bool = False) -> int:
+    """How many caches of ``nbytes`` to rotate through: CACHES of them (in quick runs none for their own sake), more
+    where those would nearly fit into L2, fewer where memory ends."""
+    enough = math.ceil(L2_FACTOR * machine.l2_bytes / nbytes)
+    wanted = enough if is_quick else max(CACHES, enough)
+    return max(1, min(wanted, int(MEMORY_SHARE * machine.memory_bytes) // nbytes))
+
+
+def graph_times(calls: Sequence[Call], replays: int = REPLAYS) -> Times:
+    """Capture all ``calls`` in one graph and time its replays. What they return is thrown away.
+
+    Raises whatever a call raises; such a call ran before the capture began, so that the device stays usable.
+    """
+
+    def warm_up() -> None:
+        for call in (*[calls[0]] * WARM_UP_CALLS, *calls[1:]):
+            call()
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    graph = captured(warm_up, run)
+    try:
+        event_ms([graph.replay] * WARM_UP_REPLAYS)
+        milliseconds = event_ms([graph.replay] * replays)
+    finally:
+        graph.reset()
+    return spread([1000 * total / len(calls) for total in milliseconds], len(calls))
+
+
+def captured(warm_up: Call, run: Call) -> torch.cuda.CUDAGraph:
+    """The graph of ``run``, after ``warm_up`` on a stream of its own."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        warm_up()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def event_ms(calls: Sequence[Call]) -> list[float]:
+    """Milliseconds of each call, in order, by CUDA events; the host waits once, at the end."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
+    marks[0].record()
+    for call, mark in zip(calls, marks[1:], strict=True):
+        call()
+        mark.record()
+    torch.cuda.synchronize()
+    return [first.elapsed_time(second) for first, second in zip(marks, marks[1:], strict=False)]
+
+
+def spread(microseconds: Sequence[float], calls: int) -> Times:
+    """Median and quartiles of two measurements or more."""
+    low, median, high = statistics.quantiles(microseconds, n=4, method="inclusive")
+    return Times(median, low, high, len(microseconds), calls)

@@ -4,41 +4,37 @@ For every plan and context the batches are 1, 4, 16, ... and the largest that fi
 That largest is computed (weights, cache, reserve) and then enforced: torch's allocator is not given more than the
 memory less what CUDA itself holds, and a batch that does run out is tried again a tenth smaller. Peak memory is read
 off the allocator.
+
+Two questions are kept apart. At the same batch: how much faster is a step? With the same memory: how many tokens a
+second does a device of so many bytes give, when each plan takes as many sequences as fit?
 """
 
 from __future__ import annotations
 
 import gc
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import Cache, PreTrainedModel
+from pydantic import dataclasses as pydantic
+from transformers import PreTrainedModel
 
 from kvcal.bench import baselines
-from kvcal.bench.decode_step import ROOM, Static16, StepCache, time_steps
-from kvcal.bench.device import machine, require_gpu
-from kvcal.bench.e2e_record import FASTEST_16, TRANSFORMERS_16, StepReport, StepRow, step_json
-from kvcal.bench.kernel_case import refusal
-from kvcal.bench.kernel_use import KernelUse, kernel_use
-from kvcal.bench.kernels import interrupted
-from kvcal.bench.random_cache import fill_cache, hold
-from kvcal.bench.record import save_json
+from kvcal.bench.case import refusal
+from kvcal.bench.device import QUICK_REPLAYS, Times, machine, num_caches
+from kvcal.bench.model import ROOM, Static16, StaticPlan, heads_of, model_plan, time_steps
+from kvcal.bench.record import KERNELS, Column, KernelUse, Report, Step, Table, measure
 from kvcal.bench.shape import RAW_PAIR, Pair, Point, raw_bytes
-from kvcal.bench.shapes import heads_of, model_plan
-from kvcal.bench.timing import QUICK_REPLAYS, num_caches
-from kvcal.cache.paged_attention import paged_attention
-from kvcal.cache.plan_cache import PlanCache
-from kvcal.errors import KvcalError, SlowPath, UsageError
-from kvcal.plan.plan import Plan
+from kvcal.errors import KvcalError, UsageError
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes, parse_bytes
 from kvcal.store.step_workspace import step_workspace
+from kvcal.strict import STRICT
 
-FILE = "e2e.json"
+# Plans in 16 bits; the factors of whole steps are against the faster of the two.
+BASELINES = TRANSFORMERS_16, FASTEST_16 = "16, transformers", "16, fastest SDPA"
 GROWTH = 4
 # Beside weights and cache: activations, logits and the graph's own memory, fixed and for every sequence.
 RESERVE, RESERVE_PER_SEQUENCE = 512 << 20, 4 << 20
@@ -64,117 +60,170 @@ class StepJob:
     reporter: Reporter
 
 
-@dataclass(frozen=True)
-class StaticPlan:
-    """A plan's static cache, as ``time_steps`` takes it."""
+@pydantic.dataclass(frozen=True, config=STRICT)
+class StepRow:
+    """One plan at one batch. ``limit_bytes``: device memory that the run was held to; ``peak_bytes``: taken of it, the
+    CUDA context included; ``kernel``: of attention. Without ``steps`` there is a ``reason``."""
 
-    plan: Plan
-    model: PreTrainedModel
-    max_tokens: int
+    plan: str
+    context: int
+    batch: int
+    limit_bytes: int
+    kernel: KernelUse | None = None
+    steps: Times | None = None
+    tokens_per_s: float | None = None
+    peak_bytes: int | None = None
+    cache_bytes: int | None = None
+    reason: str | None = None
 
-    @property
-    def has_equal_steps(self) -> bool:
-        return False  # one in 128 packs
+    def fits(self, memory: int) -> bool:
+        return self.peak_bytes is not None and self.peak_bytes <= memory
 
-    def cache(self) -> Cache:
-        return PlanCache(self.plan, self.model.config, max_tokens=self.max_tokens)
 
-    def nbytes(self, cache: Cache) -> int:
-        assert isinstance(cache, PlanCache)
-        return cache.nbytes
+@pydantic.dataclass(frozen=True, config=STRICT, kw_only=True)
+class StepReport(Report):
+    """Results of ``bench e2e``. ``context_bytes``: of the device, held by CUDA itself and by other processes;
+    ``memory``: the limits in bytes."""
 
-    def kernel(self, cache: Cache) -> KernelUse:
-        assert isinstance(cache, PlanCache)
-        return kernel_use(cache.static_layers)
+    kind: str = "e2e"
+    shape: str
+    weights: str
+    weight_bytes: int
+    context_bytes: int
+    memory: tuple[int, ...]
+    rows: tuple[StepRow, ...] = ()
 
-    def fill(self, cache: Cache, num_tokens: int) -> None:
-        assert isinstance(cache, PlanCache)
-        fill_cache(cache, num_tokens)
+    def same_batch(self, row: StepRow) -> float | None:
+        """Tokens a second over those of the fastest 16-bit cache at the same context and batch; None where that does
+        not fit, or was not measured."""
+        return self._factor(row, lambda raw: raw.batch == row.batch)
 
-    def rewind(self, cache: Cache, num_tokens: int) -> None:
-        assert isinstance(cache, PlanCache)
-        hold(cache, num_tokens)
+    def same_memory(self, row: StepRow) -> float | None:
+        """Tokens a second over the best of the 16-bit caches within ``row.limit_bytes``."""
+        return self._factor(row, lambda raw: raw.fits(row.limit_bytes))
 
-    @contextmanager
-    def attention(self, model: PreTrainedModel) -> Iterator[None]:
-        with warnings.catch_warnings(), paged_attention(model):
-            warnings.simplefilter("ignore", SlowPath)  # every row names its kernel
-            yield
+    def _factor(self, row: StepRow, is_comparable: Callable[[StepRow], bool]) -> float | None:
+        raw = [other for other in self.rows if other.plan in BASELINES]
+        raw = [other for other in raw if other.context == row.context and is_comparable(other)]
+        rates = [other.tokens_per_s for other in raw if other.tokens_per_s is not None]
+        return None if row.tokens_per_s is None or not rates else row.tokens_per_s / max(rates)
+
+    def best(self, plan: str, context: int, memory: int) -> StepRow | None:
+        """The plan's most tokens a second within so many bytes of device memory."""
+        rows = [row for row in self.rows if (row.plan, row.context) == (plan, context) and row.fits(memory)]
+        return max(rows, key=lambda row: row.tokens_per_s or 0.0, default=None)
+
+    def by_memory(self) -> list[StepRow]:
+        """Every plan's best row in each memory (``limit_bytes``), in the order measured; batch 0 where none fits."""
+        contexts, plans = dict.fromkeys(row.context for row in self.rows), dict.fromkeys(row.plan for row in self.rows)
+        rows = []
+        for memory, context, plan in itertools.product(self.memory, contexts, plans):
+            best = self.best(plan, context, memory) or StepRow(plan, context, 0, memory)
+            rows.append(replace(best, limit_bytes=memory))
+        return rows
+
+    def tables(self) -> list[Table]:
+        shared = (
+            Column("context", lambda row: row.context, "d"),
+            Column("cache", lambda row: row.plan),
+            Column("kernel", lambda row: row.kernel),
+            Column("batch", lambda row: row.batch or None, "d"),
+            Column("tokens/s", lambda row: row.tokens_per_s, ".0f"),
+        )
+        peak = Column("peak memory", lambda row: row.peak_bytes, "bytes")
+        same_batch = (
+            *shared,
+            Column("step µs", lambda row: row.steps),
+            Column("cache bytes", lambda row: row.cache_bytes, "bytes"),
+            peak,
+            Column("factor", self.same_batch, ".2f", "x"),
+            Column("reason", lambda row: row.reason or ""),
+        )
+        same_memory = (
+            Column("memory", lambda row: row.limit_bytes, "bytes"),
+            *shared,
+            peak,
+            Column("factor", self.same_memory, ".2f", "x"),
+        )
+        title = (
+            f"Decode of {self.shape} ({self.weights}) on {self.machine.device}, at the same batch; caches hold "
+            f"random contents, which a step's time does not depend on{self.unfinished}\n{KERNELS}"
+        )
+        best = f"Decode of {self.shape} with the same memory: the batch that gives most tokens a second"
+        return [
+            Table("same_batch", title, same_batch, self.rows),
+            Table("same_memory", best, same_memory, self.by_memory()),
+        ]
 
 
 def bench_e2e(job: StepJob) -> StepReport:
-    """Measure everything; the document in the folder is rewritten after every measurement.
+    """Measure everything.
 
     Raises:
-        KernelError: no CUDA device.
-        UsageError: one with less memory than asked for, or than the weights take.
+        UsageError: a device with less memory than asked for, or than the weights take.
         Interrupted: on Ctrl-C.
     """
-    device = require_gpu("e2e")
-    weight_bytes = sum(parameter.nbytes for parameter in {*job.model.parameters(), *job.model.buffers()})
-    memory = tuple(sorted(set(job.memory)))
+    device = job.model.device
     report = StepReport(
-        machine(device), job.shape, job.weights, weight_bytes, context_bytes(device), memory, tuple(job.pairs)
+        machine=machine(device),
+        formats=tuple(job.pairs),
+        shape=job.shape,
+        weights=job.weights,
+        weight_bytes=sum(tensor.nbytes for tensor in {*job.model.parameters(), *job.model.buffers()}),
+        context_bytes=context_bytes(device),
+        memory=tuple(sorted(set(job.memory))),
     )
     require_memory(report)
-    path, number = job.folder / FILE, 0
     names = [TRANSFORMERS_16, FASTEST_16, *(pair.name for pair in job.pairs)]
-    try:
-        for context in job.contexts:
-            for name in names:
-                job.reporter(number, len(names) * len(job.contexts), "bench e2e")
-                number += 1
-                for row in measure(job, report, name, context):
-                    report = report.with_row(row)
-                    save_json(path, step_json(report))
-                    rate = row.reason if row.steps is None else f"{row.tokens_per_s:.0f} tokens a second"
-                    job.reporter.say(f"{Point(row.batch, context).name}, {name}: {rate}")
-    except KeyboardInterrupt:
-        raise interrupted(path, len(report.rows)) from None
-    report = replace(report, is_complete=True)
-    save_json(path, step_json(report))
-    return report
+    steps = [measure_plan(job, report, name, context) for context in job.contexts for name in names]
+    return measure(report, job.folder, job.reporter, steps)
 
 
-def measure(job: StepJob, report: StepReport, name: str, context: int) -> Iterator[StepRow]:
+def measure_plan(job: StepJob, report: StepReport, name: str, context: int) -> Step:
     """One plan at one context, at growing batches."""
-    pair = next((pair for pair in job.pairs if pair.name == name), RAW_PAIR)
-    if name not in (TRANSFORMERS_16, FASTEST_16):
-        reason = refusal(pair, heads_of(job.model.config))
-        if reason is not None:
-            yield StepRow(name, context, 1, report.memory[-1], reason=reason)
-            return
+    heads, pair = heads_of(job.model.config), {pair.name: pair for pair in job.pairs}.get(name, RAW_PAIR)
+    reason = None if name in BASELINES else refusal(pair, heads)
+    if reason is not None:
+        yield [StepRow(name, context, 1, report.memory[-1], reason=reason)], f"{name}: {reason}"
+        return
     fixed, per_sequence = cache_bytes(job.shape, job.model, pair, context)
     if name == TRANSFORMERS_16:  # which may repeat one layer's keys and values for every query head
-        per_sequence += per_sequence * heads_of(job.model.config).group // job.model.config.num_hidden_layers
+        per_sequence += per_sequence * heads.group // job.model.config.num_hidden_layers
     done: set[int] = set()
     for limit in report.memory:
-        room = limit - report.context_bytes - report.weight_bytes - fixed
-        most = largest_batch(room, per_sequence)
+        most = largest_batch(limit - report.context_bytes - report.weight_bytes - fixed, per_sequence)
         for batch in batches(most):
             if batch in done:
                 continue
             for _ in range(TRIES):
-                row = attempt(job, report, name, pair, context, batch, limit)
+                row = attempt(job, report, StepRow(name, context, batch, limit), pair)
                 if row.reason != OUT_OF_MEMORY or batch < most or batch == 1:
                     break
                 batch = most = int(SMALLER * batch)
             if row.steps is not None:
                 done.add(row.batch)
-            yield row
+            rate = row.reason or f"{row.tokens_per_s:.0f} tokens a second"
+            yield [row], f"{Point(row.batch, context).name}, {name}: {rate}"
 
 
-def attempt(job: StepJob, report: StepReport, name: str, pair: Pair, context: int, batch: int, limit: int) -> StepRow:
-    """Measure one batch within ``limit`` bytes of the device; out of memory is a row with that reason."""
-    row = StepRow(name, context, batch, limit)
-    device, max_tokens = job.model.device, context + ROOM
-    share = (limit - report.context_bytes) / report.machine.memory_bytes
+def attempt(job: StepJob, report: StepReport, row: StepRow, pair: Pair) -> StepRow:
+    """The row measured within its limit of the device's bytes; out of memory is a reason."""
+    device = job.model.device
+    share = (row.limit_bytes - report.context_bytes) / report.machine.memory_bytes
     collect()
     torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
     try:
-        kind = _kind(job, report, name, pair, Point(batch, context), max_tokens)
+        timed = _cache(job, report, row, pair)
         collect()
-        found = time_steps(job.model, kind, batch, context)
+        times = time_steps(job.model, timed, row.batch, row.context)
+        return replace(
+            row,
+            kernel=timed.kernel,
+            steps=times.steps,
+            tokens_per_s=1000 * row.batch * times.steps.replays / times.total_ms,
+            peak_bytes=times.peak_bytes + report.context_bytes,
+            cache_bytes=timed.nbytes,
+        )
     except KvcalError as refused:  # not compiled, or not for this GPU: the other plans go on
         return replace(row, reason=refused.message)
     except RuntimeError as failed:
@@ -183,39 +232,27 @@ def attempt(job: StepJob, report: StepReport, name: str, pair: Pair, context: in
         return replace(row, reason=OUT_OF_MEMORY)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
-    return replace(
-        row,
-        kernel=found.kernel,
-        steps=found.steps,
-        tokens_per_s=1000 * batch * found.steps.replays / found.total_ms,
-        peak_bytes=found.peak_bytes + report.context_bytes,
-        cache_bytes=found.cache_bytes,
-    )
 
 
-def _kind(job: StepJob, report: StepReport, name: str, pair: Pair, point: Point, max_tokens: int) -> StepCache:
+def _cache(job: StepJob, report: StepReport, row: StepRow, pair: Pair) -> Static16 | StaticPlan:
     """The cache of one plan."""
-    heads = heads_of(job.model.config)
-    if name == TRANSFORMERS_16:
-        return Static16(job.model, max_tokens)
-    if name == FASTEST_16:
-        device, nbytes = job.model.device, raw_bytes(heads, point)
-        count = num_caches(nbytes, report.machine.l2_bytes, report.machine.memory_bytes, is_quick=True)
-        best = baselines.fastest_sdpa(heads, point, device, count, QUICK_REPLAYS)
+    model, max_tokens = job.model, row.context + ROOM
+    if row.plan == TRANSFORMERS_16:
+        return Static16(model, max_tokens)
+    if row.plan == FASTEST_16:
+        heads, point = heads_of(model.config), Point(row.batch, row.context)
+        count = num_caches(raw_bytes(heads, point), report.machine, is_quick=True)
+        best = baselines.fastest_sdpa(heads, point, model.device, count, QUICK_REPLAYS)
         if best is None:
             raise UsageError(f"no backend of SDPA takes {heads} at {point.name}")
-        return Static16(job.model, max_tokens, best[1], best[0].name)
-    plan = model_plan(job.shape, job.model.config, pair, point.batch, max_tokens)
-    return StaticPlan(plan, job.model, max_tokens)
+        return Static16(model, max_tokens, best[1], best[0].name)
+    return StaticPlan(model_plan(job.shape, model.config, pair, row.batch, max_tokens), model, max_tokens)
 
 
 def batches(most: int) -> list[int]:
     """1, 4, 16, ... below ``most``, and ``most`` itself; none without room for one sequence."""
-    found, batch = [], 1
-    while batch < most:
-        found.append(batch)
-        batch *= GROWTH
-    return [*found, most] if most else []
+    powers = [GROWTH**exponent for exponent in range(most.bit_length())]
+    return [*(power for power in powers if power < most), most] if most else []
 
 
 def largest_batch(room: int, per_sequence: int) -> int:
@@ -228,19 +265,14 @@ def cache_bytes(shape: str, model: PreTrainedModel, pair: Pair, context: int) ->
     bytes of each sequence, the workspace of stored forms included)."""
     tokens = context + ROOM
     plan = model_plan(shape, model.config, pair, 1, tokens)
-    scratch = {
-        count: step_workspace(plan.layers, plan.cache_dtype, count, tokens, plan.tensors) for count in (1, 2, MANY)
-    }
-    one, two = (plan.nbytes((tokens,) * count) + scratch[count].forms for count in (1, 2))
-    return 2 * one - two + scratch[MANY].passing, two - one
+    one, two, many = (step_workspace(plan.layers, plan.cache_dtype, n, tokens, plan.tensors) for n in (1, 2, MANY))
+    first, both = (plan.nbytes((tokens,) * n) + workspace.forms for n, workspace in ((1, one), (2, two)))
+    return 2 * first - both + many.passing, both - first
 
 
 def memory_limits(texts: Sequence[str], memory_bytes: int) -> list[int]:
     """Bytes of ``--memory``, on a device with ``memory_bytes``; without any, the usual ones that it has, and all of it.
-
-    Raises:
-        UsageError: a text that is neither a quantity nor "all".
-    """
+    UsageError: a text that is neither a quantity nor "all"."""
     if not texts:
         return [*(limit for limit in USUAL_MEMORY if limit < memory_bytes), memory_bytes]
     try:
@@ -266,20 +298,17 @@ def require_memory(report: StepReport) -> None:
 
 
 def context_bytes(device: torch.device) -> int:
-    """What the device's memory holds beside torch's allocator."""
+    """Bytes that the device's memory holds beside torch's allocator."""
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
 
 
-def ran_out(failed: BaseException) -> bool:
+def ran_out(failed: BaseException | None) -> bool:
     """Whether memory ran out; within a capture that is the cause of another error."""
-    chain: BaseException | None = failed
-    while chain is not None:
-        if isinstance(chain, torch.OutOfMemoryError):
-            return True
-        chain = chain.__cause__ or chain.__context__
-    return False
+    if failed is None or isinstance(failed, torch.OutOfMemoryError):
+        return failed is not None
+    return ran_out(failed.__cause__ or failed.__context__)
 
 
 def collect() -> None:

@@ -1,127 +1,196 @@
-"""``kvcal bench kernels``: decode attention over packed pages, and everybody else's over 16 bits, in one run.
+"""One layer's work: ``kvcal bench kernels`` times its attention, ``kvcal bench layer`` all of its cache work in a step.
 
-Size by size: first all baselines, then the formats, so that every row is written with its factor as soon as it is
-measured. A format's output is compared with fp64 over the decoded pages before its time counts; a wrong one is a row
-without a time. What a kernel refuses is a row with the reason, as well.
+Size by size: first the baselines, then the formats, so that every row is written with its factor as soon as it is
+measured. A format that no kernel serves is a row with the reason.
+
+Kernels: decode attention over packed pages against that of every other library over 16 bits. A format's output is
+compared with fp64 over the decoded pages before its time counts; a wrong one is a row without a time.
+
+Layer: a step stores its token, packs the page that is full, reconstructs pages that are not read as they are stored,
+and attends. One of 128 steps packs a page; those steps and the others are timed apart, by the same graph replayed at
+another length, and averaged. That all sequences fill their pages in the same step is the worst case for that step and
+changes nothing in the mean. The baseline is transformers' StaticCache: its update, then SDPA by the fastest backend and
+without a mask. What packing a whole prompt takes is timed beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
+import transformers
+from transformers.cache_utils import StaticLayer
 
 from kvcal.bench import baselines
-from kvcal.bench.device import machine, measure_read_ceiling, require_gpu
-from kvcal.bench.kernel_case import kernel_case, refusal
-from kvcal.bench.record import Baseline, Interrupted, KernelReport, KernelRow, kernel_json, save_json
-from kvcal.bench.shape import Heads, Pair, Point, raw_bytes
-from kvcal.bench.step_bytes import bits_per_value, step_bytes
-from kvcal.bench.tables import microseconds
-from kvcal.bench.timing import QUICK_REPLAYS, REPLAYS, graph_times, num_caches
+from kvcal.bench.case import ROOM, KernelCase, kernel_case, kernel_use, prefill_call, refusal
+from kvcal.bench.content import set_length
+from kvcal.bench.device import (
+    QUICK_REPLAYS,
+    REPLAYS,
+    Call,
+    Machine,
+    Times,
+    graph_times,
+    machine,
+    measure_read_ceiling,
+    num_caches,
+)
+from kvcal.bench.record import Baseline, LayerReport, Row, Step, fastest, measure
+from kvcal.bench.shape import Heads, Pair, Point, bits_per_value, raw_bytes, step_bytes
 from kvcal.errors import KvcalError
+from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.plan.format import SIDES
 from kvcal.progress import Reporter
 
-FILE, PICTURE = "kernels.json", "kernels.png"
 # Rounding the output to bf16 alone is about 0.002 of it; a wrong scale, page or slot is beyond a tenth.
 LARGEST_ERROR = 0.02
 QUANTIZED_CACHE_BITS = (4, 2)
+PICTURE = "kernels.png"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure, and where to."""
+    """What to measure, and the folder of ``kernels.json`` or ``layer.json``."""
 
+    device: torch.device
     pairs: Sequence[Pair]
     points: Sequence[Point]
     heads: Heads
     folder: Path
-    is_quick: bool
     reporter: Reporter
+    is_quick: bool = False
 
     @property
     def replays(self) -> int:
         return QUICK_REPLAYS if self.is_quick else REPLAYS
 
 
-def bench_kernels(job: Job) -> KernelReport:
-    """Measure everything; the document in the folder is rewritten after every measurement.
+def bench_kernels(job: Job) -> LayerReport:
+    """Measure attention. Interrupted: on Ctrl-C."""
+    return _run(job, "kernels", measure_baselines, partial(measure_pair, measure_attention))
 
-    Raises:
-        KernelError: no CUDA device.
-        Interrupted: on Ctrl-C.
-    """
-    device = require_gpu("kernels")
+
+def bench_layer(job: Job) -> LayerReport:
+    """Measure all of a step's cache work. Interrupted: on Ctrl-C."""
+    return _run(job, "layer", measure_static_cache, partial(measure_pair, measure_step))
+
+
+def _run(
+    job: Job,
+    kind: Literal["kernels", "layer"],
+    of_point: Callable[[Job, Machine, Point], Step],
+    of_pair: Callable[[Job, Machine, Pair, Point], Step],
+) -> LayerReport:
     job.reporter.say("bench: read bandwidth")
-    report = KernelReport(machine(device), measure_read_ceiling(device), job.heads, tuple(job.pairs))
-    path = job.folder / FILE
-    steps = len(job.points) * (len(job.pairs) + 1)
-    try:
-        for number, point in enumerate(job.points):
-            job.reporter(number * (len(job.pairs) + 1), steps, "bench kernels")
-            report = report.with_baselines(*measure_baselines(job, report, point, device))
-            save_json(path, kernel_json(report))
-            job.reporter.say(f"{point.name}, 16 bits: {_fastest(report, point)}")
-            for index, pair in enumerate(job.pairs):
-                job.reporter(number * (len(job.pairs) + 1) + index + 1, steps, "bench kernels")
-                row = measure_pair(job, report, pair, point, device)
-                report = report.with_row(row)
-                save_json(path, kernel_json(report))
-                time = row.reason if row.times is None else f"{microseconds(row.times)} µs"
-                job.reporter.say(f"{point.name}, {pair.name}: {time}")
-    except KeyboardInterrupt:
-        raise interrupted(path, len(report.rows) + len(report.baselines)) from None
-    report = replace(report, is_complete=True)
-    save_json(path, kernel_json(report))
-    return report
-
-
-def measure_baselines(job: Job, report: KernelReport, point: Point, device: torch.device) -> list[Baseline]:
-    """All of them on the same keys and values."""
-    kv = baselines.Kv(job.heads, point, caches(report, raw_bytes(job.heads, point), job.is_quick), device)
-    found = [baseline for baseline, _ in baselines.sdpa(kv, job.replays)]
-    found.append(baselines.flex(kv, job.replays))
-    found += baselines.flashinfer(kv, job.replays)
-    if point == job.points[0]:  # its bytes grow with the tokens and nothing else
-        found += [baselines.quantized_cache(kv, num_bits) for num_bits in QUANTIZED_CACHE_BITS]
-    return found
-
-
-def measure_pair(job: Job, report: KernelReport, pair: Pair, point: Point, device: torch.device) -> KernelRow:
-    """One format at one size."""
-    nbytes = step_bytes(pair, job.heads, point)
-    row = KernelRow(point, pair.name, nbytes, bits_per_value(pair, job.heads, point))
-    reason = refusal(pair, job.heads)
-    if reason is not None:
-        return replace(row, reason=reason)
-    # Where pages are reconstructed, most bytes are those of a workspace that all caches share, as layers do, and a call
-    # takes long: no more caches than its bytes ask for.
-    count = caches(report, nbytes.total, job.is_quick or nbytes.reconstructed > 0)
-    try:
-        case = kernel_case(pair, job.heads, point, count, device)
-        error = case.relative_error()
-        row = replace(row, kernel=case.kernel)
-        if not error <= LARGEST_ERROR:  # NaN is wrong, too
-            return replace(row, reason=f"wrong result: relative error {error:.2g}, at most {LARGEST_ERROR} allowed")
-        return replace(row, times=graph_times(case.decode_calls, job.replays), relative_error=error)
-    except KvcalError as refused:  # not compiled, or not for this GPU: the other formats go on
-        return replace(row, reason=refused.message)
-
-
-def caches(report: KernelReport, nbytes: int, is_quick: bool) -> int:
-    return num_caches(nbytes, report.machine.l2_bytes, report.machine.memory_bytes, is_quick)
-
-
-def _fastest(report: KernelReport, point: Point) -> str:
-    best = report.fastest(point)
-    return "nothing ran" if best is None or best.times is None else f"{best.name}, {microseconds(best.times)} µs"
-
-
-def interrupted(path: Path, count: int) -> Interrupted:
-    """What to say after Ctrl-C: times of two runs are not mixed, so nothing goes on from there."""
-    return Interrupted(
-        f"interrupted: {count} measurements are in {path}" if count else "interrupted before anything was measured",
-        hint="the next run measures everything again: a factor needs both of its times from one run",
+    found = machine(job.device)
+    report = LayerReport(
+        kind=kind, machine=found, formats=tuple(job.pairs), ceiling=measure_read_ceiling(job.device), heads=job.heads
     )
+    steps = [
+        step
+        for point in job.points
+        for step in (of_point(job, found, point), *(of_pair(job, found, pair, point) for pair in job.pairs))
+    ]
+    return measure(report, job.folder, job.reporter, steps)
+
+
+def measure_baselines(job: Job, found: Machine, point: Point) -> Step:
+    """All libraries on the same keys and values."""
+    kv = baselines.Kv(job.heads, point, num_caches(raw_bytes(job.heads, point), found, job.is_quick), job.device)
+    entries = [baseline for baseline, _ in baselines.sdpa(kv, job.replays)]
+    entries += [baselines.flex(kv, job.replays), *baselines.flashinfer(kv, job.replays)]
+    if point == job.points[0]:  # its bytes grow with the tokens and nothing else
+        entries += [baselines.quantized_cache(kv, num_bits) for num_bits in QUANTIZED_CACHE_BITS]
+    best = fastest(entries)
+    text = "nothing ran" if best is None else f"{best.name}, {best.times} µs"
+    yield entries, f"{point.name}, 16 bits: {text}"
+
+
+def measure_static_cache(job: Job, found: Machine, point: Point) -> Step:
+    """StaticCache's update of one layer, then the fastest SDPA over the tokens that are there."""
+    count = num_caches(raw_bytes(job.heads, point), found)
+    name, version = "StaticCache update + SDPA", f"transformers {transformers.__version__}"
+    best = baselines.fastest_sdpa(job.heads, point, job.device, count, REPLAYS)
+    if best is None:
+        entry = Baseline(point, name, version, reason="no backend of SDPA takes this input")
+    else:
+        sdpa, attention = best
+        kv = baselines.Kv(job.heads, Point(point.batch, PAGE_TOKENS), 1, job.device)
+        k_new, v_new = (x[:, :, :1] for x in kv.caches[0])
+        layers: list[Any] = [StaticLayer(point.context + ROOM) for _ in range(count)]
+        for layer in layers:
+            layer.update(k_new, v_new)
+            layer.keys.normal_()
+            layer.values.normal_()
+            layer.cumulative_length.fill_(point.context)
+
+        def step(layer: StaticLayer) -> None:
+            keys, values = layer.update(k_new, v_new)
+            attention(kv.q, keys[:, :, : point.context], values[:, :, : point.context])
+
+        calls: list[Call] = [partial(step, layer) for layer in layers]
+        name, version = f"StaticCache update + {sdpa.name}", f"{version}, {sdpa.version}"
+        entry = replace(
+            kv.measured(name, version, lambda: calls, REPLAYS), point=point, nbytes=raw_bytes(job.heads, point)
+        )
+    yield [entry], f"{point.name}, {entry.name}: {entry.reason or f'{entry.times} µs'}"
+
+
+def measure_pair(
+    measured: Callable[[Job, KernelCase, Pair, Row], Row], job: Job, found: Machine, pair: Pair, point: Point
+) -> Step:
+    """One format at one size; ``measured`` fills in the times of its row."""
+    nbytes = step_bytes(pair, job.heads, point)
+    row = Row(point, pair.name, nbytes, bits_per_value(pair, job.heads, point), reason=refusal(pair, job.heads))
+    if row.reason is None:
+        # Where pages are reconstructed, most bytes are those of a workspace that all caches share, as layers do, and a
+        # call takes long: no more caches than its bytes ask for.
+        count = num_caches(nbytes.total, found, job.is_quick or nbytes.reconstructed > 0)
+        try:
+            case = kernel_case(pair, job.heads, point, count, job.device)
+            row = measured(job, case, pair, replace(row, kernel=kernel_use(case.layers)))
+        except KvcalError as refused:  # not compiled, or not for this GPU: the other formats go on
+            row = replace(row, reason=refused.message)
+    yield [row], f"{point.name}, {pair.name}: {row.reason or f'{row.times} µs'}"
+
+
+def measure_attention(job: Job, case: KernelCase, pair: Pair, row: Row) -> Row:
+    error = case.relative_error()
+    if not error <= LARGEST_ERROR:  # NaN is wrong, too
+        return replace(row, reason=f"wrong result: relative error {error:.2g}, at most {LARGEST_ERROR} allowed")
+    return replace(row, times=graph_times(case.decode_calls, job.replays), relative_error=error)
+
+
+def measure_step(job: Job, case: KernelCase, pair: Pair, row: Row) -> Row:
+    """Steps are timed without advancing: each replay packs the same page again."""
+
+    def times_at(num_tokens: int, calls: Sequence[Call]) -> Times:
+        set_length(case.cache, num_tokens)
+        return graph_times(calls, REPLAYS)
+
+    packing, plain = step_lengths(pair, case.point)
+    prefill, prefill_bytes = prefill_call(case, case.point.context // PAGE_TOKENS)
+    return replace(
+        row,
+        times=times_at(plain, case.step_calls),
+        packing=tuple(times_at(num_tokens, case.step_calls) for num_tokens in packing),
+        append=times_at(plain, case.append_calls),
+        prefill=graph_times([prefill], REPLAYS),
+        prefill_bytes=prefill_bytes,
+    )
+
+
+def step_lengths(pair: Pair, point: Point) -> tuple[list[int], int]:
+    """Of PAGE_TOKENS successive lengths from ``point.context`` on: those with which the next step packs a page of keys,
+    of values, or of both; and the middle one of the others, whose buffers are as full as on average."""
+    formats = [pair.format(side) for side in SIDES]
+    packing: list[int] = []
+    plain: list[int] = []
+    for length in range(point.context, point.context + PAGE_TOKENS):
+        is_packing = any(fmt.num_pages(length) > fmt.num_pages(length - 1) for fmt in formats)
+        (packing if is_packing else plain).append(length)
+    return packing, plain[len(plain) // 2]

@@ -1,31 +1,41 @@
-"""What ``kvcal bench kernels`` found, as data: written after every measurement, so that an interruption keeps them.
+"""Results of the benchmarks as data, saved after every measurement, so that an interruption keeps them.
 
-Only what was measured is stored; factors, shares and ceilings are derived here, in one place, for the table, the
+Only what was measured is stored; factors, shares and ceilings are derived here, in one place, for the tables, the
 picture and the JSON alike.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic.dataclasses import dataclass
 
 from kvcal.artifact import write_text_atomic
-from kvcal.bench.device import Machine, ReadCeiling
-from kvcal.bench.grid import target
-from kvcal.bench.kernel_use import KernelUse
-from kvcal.bench.shape import Heads, Pair, Point, raw_bytes
-from kvcal.bench.step_bytes import StepBytes
-from kvcal.bench.timing import Times
-from kvcal.errors import ArtifactError, KvcalError
-from kvcal.strict import STRICT, dump, parse
+from kvcal.bench.device import Machine, ReadCeiling, Times
+from kvcal.bench.shape import Heads, Pair, Point, StepBytes, raw_bytes, target
+from kvcal.errors import KvcalError
+from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.progress import Reporter
+from kvcal.quantities import format_bytes
+from kvcal.strict import STRICT, dump
 
-SCHEMA = 2
-
-Report = TypeVar("Report")
+SCHEMA = 3
+NOTHING = "–"
+# Share of a step's time that quantizing and packing may take on average, at this batch or more.
+PACK_SHARE, PACK_SHARE_BATCH = 0.002, 32
+# Below the titles of tables.
+KERNELS = (
+    "kernel: decode (tensor cores), decode_plain (every head size and pair of formats); reconstruct + (pages that are "
+    "not read as they are stored become 16-bit ones first)"
+)
+BYTES = (
+    "bytes: records and unquantized tokens; with reconstruct + also 16-bit pages, written and read, and what predictors"
+    " read"
+)
 
 
 class Interrupted(KvcalError):
@@ -34,10 +44,62 @@ class Interrupted(KvcalError):
     exit_code = 130
 
 
+class Column(NamedTuple):
+    """``value``: of a row; ``spec``: the format of a number ("bytes" is one, too), ``unit`` behind it."""
+
+    header: str
+    value: Callable[[Any], Any]
+    spec: str = ""
+    unit: str = ""
+
+    def cell(self, entry: Any) -> str:
+        """Its text; times in µs, what has a name by it."""
+        value = self.value(entry)
+        if value is None:
+            return NOTHING
+        if isinstance(value, str | Times):
+            return str(value)
+        if isinstance(value, KernelUse | Baseline):
+            return value.name
+        return format_bytes(value) if self.spec == "bytes" else f"{value:{self.spec}}".replace("%", " %") + self.unit
+
+
+class Table(NamedTuple):
+    """``entries``: one for each row; ``name``: in JSON."""
+
+    name: str
+    title: str
+    columns: Sequence[Column]
+    entries: Sequence[Any]
+
+    def text(self) -> tuple[str, list[str], list[tuple[str, ...]]]:
+        """As ``kvcal.console.print_table`` takes it."""
+        rows = [tuple(column.cell(entry) for column in self.columns) for entry in self.entries]
+        return self.title, [column.header for column in self.columns], rows
+
+    def values(self) -> list[dict[str, Any]]:
+        """JSON: the value of each column by its header, texts of times and names."""
+        return [{c.header: c.value(e) if c.spec else c.cell(e) for c in self.columns} for e in self.entries]
+
+
+@dataclass(frozen=True, config=STRICT)
+class KernelUse:
+    """The kernel that served a measurement: its name (KERNELS), or that of another library's attention. ``reasons``:
+    why it is not ``decode`` alone, of all layers. In the last layer, None where no kernel of kvcal ran: blocks of the
+    ``grid``, ``threads`` and ``shared_bytes`` of a block, ``registers`` of a thread."""
+
+    name: str
+    reasons: tuple[str, ...] = ()
+    grid: int | None = None
+    threads: int | None = None
+    shared_bytes: int | None = None
+    registers: int | None = None
+
+
 @dataclass(frozen=True, config=STRICT)
 class Baseline:
-    """Attention over keys and values by another library. ``version`` names it; without ``times`` there is a ``reason``.
-    ``nbytes`` are those of the cache, which a baseline for memory alone has, too."""
+    """Attention of another library. ``version`` names it; without ``times`` there is a ``reason``. ``nbytes``: those of
+    the cache, which a baseline for memory alone has, too."""
 
     point: Point
     name: str
@@ -47,11 +109,22 @@ class Baseline:
     reason: str | None = None
 
 
+def fastest(baselines: Iterable[Baseline]) -> Baseline | None:
+    """The first of the fastest, None if none ran."""
+    ran = [(entry.times.median_us, entry) for entry in baselines if entry.times is not None]
+    return min(ran, key=lambda pair: pair[0])[1] if ran else None
+
+
 @dataclass(frozen=True, config=STRICT)
-class KernelRow:
-    """Our attention with one pair of formats. ``nbytes`` must be moved, ``bits_per_value`` are those that are stored;
-    ``relative_error`` is that of the first sequence's output against fp64 over the decoded pages, the rounding of the
-    output to 16 bits included."""
+class Row:
+    """One pair of formats. ``nbytes`` must be moved, ``bits_per_value`` are those that are stored. Without ``times``
+    there is a ``reason``.
+
+    ``bench kernels``: ``times`` of attention; ``relative_error`` of the first sequence's output against fp64 over the
+    decoded pages, the rounding of the output to 16 bits included. ``bench layer``: ``times`` of a step that packs no
+    page; ``packing``: those of PAGE_TOKENS successive steps that pack one, in every sequence at once; ``append``:
+    storing the step's token, alone; ``prefill``: packing a whole prompt's keys and values, which reads and writes
+    ``prefill_bytes``."""
 
     point: Point
     format: str
@@ -60,114 +133,181 @@ class KernelRow:
     kernel: KernelUse | None = None
     times: Times | None = None
     relative_error: float | None = None
+    packing: tuple[Times, ...] = ()
+    append: Times | None = None
+    prefill: Times | None = None
+    prefill_bytes: int = 0
     reason: str | None = None
 
+    @property
+    def mean_us(self) -> float | None:
+        """The mean of PAGE_TOKENS steps."""
+        if self.times is None:
+            return None
+        others = (PAGE_TOKENS - len(self.packing)) * self.times.median_us
+        return (others + sum(times.median_us for times in self.packing)) / PAGE_TOKENS
 
-@dataclass(frozen=True, config=STRICT)
-class KernelReport:
-    """``formats``: what the names in the rows stand for."""
+    @property
+    def pack_share(self) -> float | None:
+        """Share of the mean step that goes to quantizing and packing pages."""
+        return None if self.times is None or self.mean_us is None else 1 - self.times.median_us / self.mean_us
 
+    @property
+    def prefill_gb_per_s(self) -> float | None:
+        return None if self.prefill is None else self.prefill_bytes / self.prefill.median_us * 1e-3
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class Report:
+    """Results of a run. ``kind``: the command; ``formats``: the pairs that names in rows stand for."""
+
+    kind: str
     machine: Machine
-    ceiling: ReadCeiling
-    heads: Heads
     formats: tuple[Pair, ...] = ()
-    rows: tuple[KernelRow, ...] = ()
+    rows: tuple[Any, ...] = ()
     baselines: tuple[Baseline, ...] = ()
     is_complete: bool = False
 
     @property
-    def points(self) -> tuple[Point, ...]:
-        """All points with a measurement, in the order in which they were measured."""
-        found = [entry.point for entry in self.baselines] + [row.point for row in self.rows]
-        return tuple(dict.fromkeys(found))
+    def file(self) -> str:
+        """The document's name in its folder."""
+        return f"{self.kind}.json"
+
+    def tables(self) -> list[Table]:
+        """All that is shown; what follows from the measurements is derived here."""
+        raise NotImplementedError
+
+    @property
+    def unfinished(self) -> str:
+        """The end of a table's title."""
+        return "" if self.is_complete else " (interrupted)"
+
+    def document(self) -> dict[str, Any]:
+        """``measured``, the report itself, and ``derived``, the values of its tables."""
+        derived = {table.name: table.values() for table in self.tables()}
+        return {"kind": f"bench-{self.kind}", "schema": SCHEMA, "measured": dump(self), "derived": derived}
+
+    def save(self, path: Path) -> None:
+        """Write the document whole or not at all. ArtifactError when the file cannot be written."""
+        write_text_atomic(path, json.dumps(self.document(), indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class LayerReport(Report):
+    """Results of ``bench kernels`` or ``bench layer``."""
+
+    kind: Literal["kernels", "layer"]
+    ceiling: ReadCeiling
+    heads: Heads
+    rows: tuple[Row, ...] = ()
 
     def fastest(self, point: Point) -> Baseline | None:
         """The baseline that everything at ``point`` is held against; None if none ran."""
-        ran = [entry for entry in self.baselines if entry.point == point and entry.times is not None]
-        return min(ran, key=lambda entry: entry.times.median_us if entry.times else 0.0, default=None)
+        return fastest(entry for entry in self.baselines if entry.point == point)
 
-    def factor(self, row: KernelRow) -> float | None:
-        """How many times faster than the fastest baseline."""
+    def factor(self, row: Row) -> float | None:
+        """How many times faster than the fastest baseline, packing included."""
         best = self.fastest(row.point)
-        if row.times is None or best is None or best.times is None:
+        if row.mean_us is None or best is None or best.times is None:
             return None
-        return best.times.median_us / row.times.median_us
+        return best.times.median_us / row.mean_us
 
-    def factor_ceiling(self, row: KernelRow) -> float:
-        """The same if bytes were all that counts: those of 16 bits over the row's."""
+    def factor_ceiling(self, row: Row) -> float:
+        """The factor if bytes were all that counts: those of 16 bits over the row's."""
         return raw_bytes(self.heads, row.point) / row.nbytes.total
 
-    def gb_per_s(self, entry: KernelRow | Baseline) -> float | None:
+    def gb_per_s(self, entry: Row | Baseline) -> float | None:
         """Bytes that must be moved over the time taken, in 10^9 a second."""
-        nbytes = entry.nbytes.total if isinstance(entry, KernelRow) else entry.nbytes
-        if entry.times is None or nbytes is None:
-            return None
-        return nbytes / entry.times.median_us * 1e-3
+        nbytes = entry.nbytes.total if isinstance(entry, Row) else entry.nbytes
+        return None if entry.times is None or nbytes is None else nbytes / entry.times.median_us * 1e-3
 
-    def share(self, entry: KernelRow | Baseline) -> float | None:
-        """Of the read bandwidth measured in the same run."""
+    def share(self, entry: Row | Baseline) -> float | None:
+        """Share of the read bandwidth measured in the same run."""
         rate = self.gb_per_s(entry)
         return None if rate is None else rate / self.ceiling.gb_per_s
 
-    def target(self, row: KernelRow) -> float | None:
-        return target(row.format, self.heads, row.point)
+    def tables(self) -> list[Table]:
+        size = Column("batch x context", lambda entry: entry.point.name)
+        title = f"One layer's cache work in a decode step on {self.machine.device}"
+        if self.kind == "kernels":
+            heads = self.heads
+            title = (
+                f"Decode attention, {heads.num_kv_heads} KV heads of {heads.head_dim}, {heads.group} query heads each, "
+                f"on {self.machine.device}; read ceiling {self.ceiling.gb_per_s:.0f} GB/s"
+            )
+        columns = {
+            "kernels": (
+                size,
+                Column("format", lambda row: row.format),
+                Column("kernel", lambda row: row.kernel),
+                Column("bits stored", lambda row: row.bits_per_value, ".2f"),
+                Column("µs", lambda row: row.times),
+                Column("bytes", lambda row: row.nbytes.total, "bytes"),
+                Column("GB/s", self.gb_per_s, ".0f"),
+                Column("of ceiling", self.share, ".0%"),
+                Column("factor", self.factor, ".2f", "x"),
+                Column("by bytes", self.factor_ceiling, ".2f", "x"),
+                Column("target", lambda row: target(row.format, self.heads, row.point), ".2f", "x"),
+                Column("against", lambda row: row.reason or self.fastest(row.point)),
+            ),
+            "layer": (
+                size,
+                Column("cache", lambda row: row.format),
+                Column("kernel", lambda row: row.kernel),
+                Column("step µs", lambda row: row.reason or row.times),
+                Column("bytes", lambda row: row.nbytes.total, "bytes"),
+                Column("append alone µs", lambda row: row.append),
+                Column("packing step µs", lambda row: ", ".join(f"{t.median_us:.4g}" for t in row.packing) or None),
+                Column("mean of 128 µs", lambda row: row.mean_us, ".1f"),
+                Column("packing share", lambda row: row.pack_share, ".3%"),
+                Column("target", lambda row: PACK_SHARE if row.point.batch >= PACK_SHARE_BATCH else None, ".1%"),
+                Column("factor", self.factor, ".2f", "x"),
+                Column("prompt packing GB/s", lambda row: row.prefill_gb_per_s, ".0f"),
+            ),
+        }
+        baselines = (
+            size,
+            Column("baseline", lambda entry: entry.name + (" *" if entry == self.fastest(entry.point) else "")),
+            Column("µs", lambda entry: entry.times),
+            Column("bytes", lambda entry: entry.nbytes, "bytes"),
+            Column("GB/s", self.gb_per_s, ".0f"),
+            Column("of ceiling", self.share, ".0%"),
+            Column("version", lambda entry: entry.version),
+            Column("reason", lambda entry: entry.reason or ""),
+        )
+        return [
+            Table("rows", f"{title}{self.unfinished}\n{KERNELS}\n{BYTES}", columns[self.kind], self.rows),
+            Table("baselines", "Baselines (* the fastest, which factors are against)", baselines, self.baselines),
+        ]
 
-    def with_row(self, row: KernelRow) -> KernelReport:
-        return replace(self, rows=(*self.rows, row))
 
-    def with_baselines(self, *found: Baseline) -> KernelReport:
-        return replace(self, baselines=(*self.baselines, *found))
-
-
-def kernel_json(report: KernelReport) -> dict[str, Any]:
-    """``measured``, the report itself, and ``derived``, what follows from it, row by row."""
-    best = {point: report.fastest(point) for point in report.points}
-    return document(
-        "bench-kernels",
-        report,
-        {
-            "read_ceiling_gb_per_s": report.ceiling.gb_per_s,
-            "rows": [
-                {
-                    "nbytes": row.nbytes.total,
-                    "gb_per_s": report.gb_per_s(row),
-                    "share_of_read_ceiling": report.share(row),
-                    "baseline": None if (fastest := best[row.point]) is None else fastest.name,
-                    "factor": report.factor(row),
-                    "factor_ceiling": report.factor_ceiling(row),
-                    "target": report.target(row),
-                }
-                for row in report.rows
-            ],
-            "baselines": [
-                {"gb_per_s": report.gb_per_s(entry), "share_of_read_ceiling": report.share(entry)}
-                for entry in report.baselines
-            ],
-        },
-    )
+AnyReport = TypeVar("AnyReport", bound=Report)
+# What one step of a run measures, lazily: entries of a report, and a line about them.
+Step = Iterable[tuple[Sequence[Any], str]]
 
 
-def document(kind: str, report: Any, derived: Any) -> dict[str, Any]:
-    """The JSON document of a report."""
-    return {"kind": kind, "schema": SCHEMA, "measured": dump(report), "derived": derived}
-
-
-def save_json(path: Path, content: dict[str, Any]) -> None:
-    """Write the document whole or not at all. ArtifactError when the file cannot be written."""
-    write_text_atomic(path, json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n")
-
-
-def load_report(record: type[Report], kind: str, path: Path) -> Report:
-    """The report that a document of :func:`save_json` holds.
+def measure(report: AnyReport, folder: Path, reporter: Reporter, steps: Sequence[Step]) -> AnyReport:
+    """Run all ``steps``; the document is written anew after every measurement.
 
     Raises:
-        ArtifactError: missing, not JSON, another kind or schema, unknown or missing keys.
+        Interrupted: on Ctrl-C. Times of two runs are not mixed, so nothing goes on from there.
     """
-    again = f"run kvcal {kind.replace('-', ' ')} again"
+    count, path = 0, folder / report.file
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as broken:
-        raise ArtifactError(f"{path}: cannot be read: {broken}", hint=again) from None
-    if not isinstance(content, dict) or (content.get("kind"), content.get("schema")) != (kind, SCHEMA):
-        raise ArtifactError(f"{path}: is no {kind} document of schema {SCHEMA}", hint=again)
-    return parse(record, content.get("measured", {}), str(path), ArtifactError, hint=again)
+        for number, step in enumerate(steps):
+            reporter(number, len(steps), f"bench {report.kind}")
+            for entries, text in step:
+                baselines = [entry for entry in entries if isinstance(entry, Baseline)]
+                rows = [entry for entry in entries if not isinstance(entry, Baseline)]
+                report = replace(report, rows=(*report.rows, *rows), baselines=(*report.baselines, *baselines))
+                report.save(path)
+                count += len(entries)
+                reporter.say(text)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"interrupted: {count} measurements are in {path}" if count else "interrupted before anything was measured",
+            hint="the next run measures everything again: a factor needs both of its times from one run",
+        ) from None
+    report = replace(report, is_complete=True)
+    report.save(path)
+    return report

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcal.artifact import write_bytes_atomic
-from kvcal.bench.record import KernelReport
-from kvcal.bench.shape import RAW_PAIR
+from kvcal.bench.record import LayerReport
+from kvcal.bench.shape import RAW_PAIR, target
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,15 +45,15 @@ class Curve:
     marks: tuple[Mark, ...]
 
 
-def curves_of(report: KernelReport) -> dict[int, tuple[Curve, ...]]:
+def curves_of(report: LayerReport) -> dict[int, tuple[Curve, ...]]:
     """Curves by batch; a format keeps its colour and marker in all of them. What was not measured is left out."""
     names = list(dict.fromkeys(row.format for row in report.rows))
     found: dict[int, tuple[Curve, ...]] = {}
-    for batch in sorted({point.batch for point in report.points}):
+    for batch in sorted({point.batch for point in (row.point for row in report.rows)}):
         curves = []
         for index, name in enumerate(names):
             marks = [
-                Mark(row.point.context, factor, report.factor_ceiling(row), report.target(row))
+                Mark(row.point.context, factor, report.factor_ceiling(row), target(row.format, report.heads, row.point))
                 for row in report.rows
                 if row.format == name and row.point.batch == batch and (factor := report.factor(row)) is not None
             ]
@@ -66,7 +66,7 @@ def curves_of(report: KernelReport) -> dict[int, tuple[Curve, ...]]:
     return found
 
 
-def draw_kernels(report: KernelReport, path: str | Path) -> None:
+def draw_kernels(report: LayerReport, path: str | Path) -> None:
     """Write the picture, whole or not at all; without a single factor it is not written.
 
     Raises:

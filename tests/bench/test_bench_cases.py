@@ -6,28 +6,33 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bench_cases import MACHINE
 
-from kvcal.bench.expected_pages import forms_of
-from kvcal.bench.grid import (
+from kvcal.bench.case import SHARPNESS, kernel_case, kernel_use, prefill_call, refusal, stores_of
+from kvcal.bench.content import CODE_RANGE, fill_lattice, fill_pages, forms_of
+from kvcal.bench.device import CACHES, L2_FACTOR, num_caches, spread
+from kvcal.bench.kernels import step_lengths
+from kvcal.bench.record import KernelUse
+from kvcal.bench.shape import (
     DEFAULT_PAIRS,
     PAIRS,
     POINTS,
     QUICK_PAIRS,
     QUICK_POINTS,
     TARGETS,
+    Heads,
+    Pair,
+    Point,
+    StepBytes,
+    bits_per_value,
     chosen_heads,
     chosen_pairs,
     chosen_points,
+    raw_bytes,
     recipe_pair,
+    step_bytes,
     target,
 )
-from kvcal.bench.kernel_case import SHARPNESS, kernel_case, prefill_call, refusal, stores_of
-from kvcal.bench.kernel_use import KernelUse
-from kvcal.bench.layer import packing_lengths, plain_length
-from kvcal.bench.random_pages import CODE_RANGE, fill_lattice, fill_pages
-from kvcal.bench.shape import Heads, Pair, Point, raw_bytes
-from kvcal.bench.step_bytes import StepBytes, bits_per_value, step_bytes
-from kvcal.bench.timing import CACHES, L2_FACTOR, num_caches, spread
 from kvcal.cache.static_layer import StaticLayer
 from kvcal.errors import UsageError
 from kvcal.pages.lattice import LatticeLayout
@@ -118,7 +123,7 @@ def test_a_wrong_page_is_far_beyond_the_error_of_rounding(monkeypatch: pytest.Mo
         def __call__(self, *args: object) -> torch.Tensor:
             return right.roll(1, dims=1)  # every head gets its neighbour's result
 
-    monkeypatch.setattr("kvcal.bench.kernel_case.KernelCase.attend", Swapped())
+    monkeypatch.setattr("kvcal.bench.case.KernelCase.attend", Swapped())
     assert case.relative_error() > 0.1
 
 
@@ -265,14 +270,14 @@ def test_every_case_names_its_kernel(name: str, head_dim: int, kernel: str) -> N
     heads = Heads(2, head_dim, 2)
     case = kernel_case(PAIRS[name], heads, Point(1, 200), 1, CPU)
     assert refusal(PAIRS[name], heads) is None
-    found = case.kernel
+    found = kernel_use(case.layers)
     assert found.name == kernel and (found.reasons == ()) == (kernel == "decode")
     assert found == KernelUse(kernel, found.reasons), "no launch on a CPU"
     assert case.relative_error() < 4e-3
 
 
 def test_a_kernels_reasons_are_those_of_the_cache() -> None:
-    reasons = kernel_case(PAIRS["aqua"], Heads(2, 96, 2), Point(1, 200), 2, CPU).kernel.reasons
+    reasons = kernel_use(kernel_case(PAIRS["aqua"], Heads(2, 96, 2), Point(1, 200), 2, CPU).layers).reasons
     for part in ("k pages are on a lattice", "v pages are on a lattice", "head size 96"):
         assert any(reason.startswith(part) for reason in reasons), part
     assert len(reasons) == len(set(reasons)) == 3
@@ -280,12 +285,13 @@ def test_a_kernels_reasons_are_those_of_the_cache() -> None:
 
 def test_a_page_is_due_once_in_128_steps() -> None:
     point = Point(1, 1024)
-    assert packing_lengths(PAIRS["2"], point) == (1024,)
-    assert packing_lengths(PAIRS["2-window"], point) == (1056,)  # 32 sinks: 1056 = 32 + 128 + 7 pages
+    assert step_lengths(PAIRS["2"], point)[0] == [1024]
+    assert step_lengths(PAIRS["2-window"], point)[0] == [1056]  # 32 sinks: 1056 = 32 + 128 + 7 pages
     uneven = Pair("uneven", PAIRS["2"].k, replace(PAIRS["2"].v, recent_window=64))
-    assert packing_lengths(uneven, point) == (1024, 1088)
+    assert step_lengths(uneven, point)[0] == [1024, 1088]
     for pair in (*PAIRS.values(), uneven):
-        assert plain_length(pair, point) not in packing_lengths(pair, point)
+        packing, plain = step_lengths(pair, point)
+        assert plain not in packing
 
 
 def test_what_the_kernels_do_not_take_is_refused_with_a_reason() -> None:
@@ -295,15 +301,16 @@ def test_what_the_kernels_do_not_take_is_refused_with_a_reason() -> None:
 
 def test_working_sets_exceed_the_l2_cache_and_leave_memory_free() -> None:
     l2, memory = 60 << 20, 140 << 30
+    machine = replace(MACHINE, l2_bytes=l2, memory_bytes=memory)
     for nbytes in (1 << 20, 5 << 20, 40 << 20, 4 << 30):
         for is_quick in (False, True):
-            count = num_caches(nbytes, l2, memory, is_quick)
+            count = num_caches(nbytes, machine, is_quick)
             assert count * nbytes >= L2_FACTOR * l2
             assert count * nbytes <= memory / 4
-    assert num_caches(40 << 20, l2, memory) == CACHES
-    assert num_caches(40 << 20, l2, memory, is_quick=True) == 6
-    assert num_caches(4 << 30, l2, memory) == 8
-    assert num_caches(1 << 50, l2, memory) == 1
+    assert num_caches(40 << 20, machine) == CACHES
+    assert num_caches(40 << 20, machine, is_quick=True) == 6
+    assert num_caches(4 << 30, machine) == 8
+    assert num_caches(1 << 50, machine) == 1
 
 
 def test_spread_is_the_median_and_the_middle_half() -> None:
@@ -343,7 +350,7 @@ def test_unknown_formats_and_recipes_without_formats_are_refused() -> None:
         chosen_pairs(("5",), (), DEFAULT_PAIRS)
     with pytest.raises(UsageError, match=r"'best' leaves its formats to a solver"):
         chosen_pairs((), ("best",), DEFAULT_PAIRS)
-    with pytest.raises(UsageError, match="'mixkvq' is tuned for a model, and so are its rooms"):
+    with pytest.raises(UsageError, match="'mixkvq' is tuned for a model, and so are its tiers"):
         recipe_pair("mixkvq")
     with pytest.raises(UsageError, match="'pm-kvq-2' lets pages shrink"):
         chosen_pairs((), ("pm-kvq-2",), DEFAULT_PAIRS)

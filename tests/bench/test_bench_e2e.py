@@ -8,32 +8,41 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_cases import DECODE, MACHINE, times
+from bench_cases import DECODE, MACHINE, read_report, times
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedModel, StaticCache
 
 from kvcal.bench import baselines, e2e
-from kvcal.bench.decode_step import Static16, StepCache, StepTimes, num_steps
 from kvcal.bench.e2e import (
+    FASTEST_16,
     MANY,
     OUT_OF_MEMORY,
-    StaticPlan,
+    TRANSFORMERS_16,
     StepJob,
+    StepReport,
+    StepRow,
     batches,
     bench_e2e,
     cache_bytes,
     largest_batch,
-    measure,
+    measure_plan,
     memory_limits,
     ran_out,
     require_memory,
 )
-from kvcal.bench.e2e_record import FASTEST_16, TRANSFORMERS_16, StepReport, StepRow, step_json
-from kvcal.bench.grid import PAIRS, recipe_pair
-from kvcal.bench.kernel_use import KernelUse
-from kvcal.bench.record import Interrupted, load_report
-from kvcal.bench.shape import RAW_PAIR, Heads, Pair
-from kvcal.bench.shapes import SHAPES, heads_of, model_plan, random_model, shape_config
-from kvcal.bench.tables import batch_table, memory_table
+from kvcal.bench.model import (
+    SHAPES,
+    Static16,
+    StaticPlan,
+    StepTimes,
+    heads_of,
+    model_plan,
+    num_steps,
+    random_model,
+    shape_config,
+    time_steps,
+)
+from kvcal.bench.record import Interrupted
+from kvcal.bench.shape import PAIRS, RAW_PAIR, Heads, Pair, recipe_pair
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.commands.bench import _model
 from kvcal.errors import SlowPath, UnsupportedModel, UsageError
@@ -65,7 +74,10 @@ def row(plan: str, batch: int, rate: float | None, peak: int = GB, context: int 
 
 
 def report(*rows: StepRow, memory: tuple[int, ...] = (24 * GB, 80 * GB)) -> StepReport:
-    return StepReport(MACHINE, "llama-3.1-8b", "random weights", 16 * GB, GB // 2, memory, (), rows, is_complete=True)
+    return StepReport(
+        machine=MACHINE, shape="llama-3.1-8b", weights="random weights", weight_bytes=16 * GB, context_bytes=GB // 2,
+        memory=memory, rows=rows, is_complete=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES))
@@ -199,21 +211,24 @@ def test_with_the_same_memory_every_plan_takes_its_best_batch() -> None:
         row("2", 66, None),
     )
     small, large = (found.best("2", 8192, limit) for limit in found.memory)
-    assert small is not None and small.batch == 8 and found.same_memory(small, 24 * GB) == 4.0
-    assert large is not None and large.batch == 64 and found.same_memory(large, 80 * GB) == 3.0
+    assert small is not None and small.batch == 8 and large is not None and large.batch == 64
+    by_memory = {(row.limit_bytes, row.plan): found.same_memory(row) for row in found.by_memory()}
+    assert by_memory == {
+        (24 * GB, FASTEST_16): 1.0, (24 * GB, "2"): 4.0, (80 * GB, FASTEST_16): 1.0, (80 * GB, "2"): 3.0,
+    }  # fmt: skip
     assert found.best("2", 8192, 10 * GB) is None
     assert found.best("kitty", 8192, 80 * GB) is None
 
 
 def test_the_tables_keep_same_batch_and_same_memory_apart() -> None:
     found = report(row(FASTEST_16, 4, 160.0), row("2", 4, 240.0), row("4", 4, None))
-    title, headers, cells = batch_table(found)
+    title, headers, cells = found.tables()[0].text()
     assert "same batch" in title and "random" in title
     assert all(len(line) == len(headers) for line in cells)
     assert [line[headers.index("factor")] for line in cells] == ["1.00x", "1.50x", "–"]
     assert [line[headers.index("kernel")] for line in cells] == ["decode", "decode", "–"]
     assert cells[2][-1] == OUT_OF_MEMORY
-    title, headers, cells = memory_table(found)
+    title, headers, cells = found.tables()[1].text()
     assert "same memory" in title
     assert all(len(line) == len(headers) for line in cells)
     assert [line[2:5] for line in cells[:3]] == [(FASTEST_16, "decode", "4"), ("2", "decode", "4"), ("4", "–", "–")]
@@ -222,11 +237,11 @@ def test_the_tables_keep_same_batch_and_same_memory_apart() -> None:
 def test_the_document_holds_both_views(tmp_path: Path) -> None:
     found = report(row(FASTEST_16, 4, 160.0), row("2", 4, 240.0))
     path = tmp_path / "e2e.json"
-    path.write_text(json.dumps(step_json(found)))
-    assert load_report(StepReport, "bench-e2e", path) == found
+    found.save(path)
+    assert read_report(StepReport, path) == found
     derived = json.loads(path.read_text())["derived"]
     assert [entry["factor"] for entry in derived["same_batch"]] == [1.0, 1.5]
-    assert {(entry["memory"], entry["plan"]) for entry in derived["same_memory"]} == {
+    assert {(entry["memory"], entry["cache"]) for entry in derived["same_memory"]} == {
         (limit, plan) for limit in found.memory for plan in (FASTEST_16, "2")
     }
 
@@ -238,18 +253,19 @@ class Device:
         self.fits = fits
         self.asked: list[int] = []
 
-    def __call__(self, model: PreTrainedModel, kind: StepCache, batch: int, context: int) -> StepTimes:
+    def __call__(self, model: PreTrainedModel, timed: Static16 | StaticPlan, batch: int, context: int) -> StepTimes:
         self.asked.append(batch)
         if batch > self.fits:
             raise torch.OutOfMemoryError("full")
         steps = replace(times(1000.0), replays=PAGE_TOKENS)
-        return StepTimes(steps, 1.0 * PAGE_TOKENS, GB, 1 << 20, KernelUse(type(kind).__name__))
+        with torch.no_grad(), timed.attention(model):  # allocates
+            model(torch.ones(1, 1, dtype=torch.long), past_key_values=timed.cache)
+        return StepTimes(steps, 1.0 * PAGE_TOKENS, GB)
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     found = Device(1000)
-    monkeypatch.setattr(e2e, "require_gpu", lambda what: torch.device("cpu"))
     monkeypatch.setattr(e2e, "machine", lambda device: MACHINE)
     monkeypatch.setattr(e2e, "context_bytes", lambda device: GB // 2)
     monkeypatch.setattr(e2e, "time_steps", found)
@@ -270,7 +286,7 @@ def test_a_run_measures_each_batch_once_and_fills_each_memory(
     device.fits = 10**6
     found = bench_e2e(step_job(model, tmp_path))
     assert found.is_complete and found.formats == (PAIRS["2"],)
-    assert load_report(StepReport, "bench-e2e", tmp_path / "e2e.json") == found
+    assert read_report(StepReport, tmp_path / "e2e.json") == found
     for plan in (TRANSFORMERS_16, FASTEST_16, "2"):
         sizes = [entry.batch for entry in found.rows if entry.plan == plan]
         assert len(sizes) == len(set(sizes))
@@ -279,7 +295,9 @@ def test_a_run_measures_each_batch_once_and_fills_each_memory(
     assert two > raw
     assert found.rows[0].tokens_per_s == 1000.0, "128 steps of 1 sequence in 128 ms"
     kernels = {entry.plan: entry.kernel.name for entry in found.rows if entry.kernel is not None}
-    assert kernels == {TRANSFORMERS_16: "Static16", FASTEST_16: "Static16", "2": "StaticPlan"}
+    assert kernels == {
+        TRANSFORMERS_16: "sdpa of transformers, with its mask", FASTEST_16: "SDPA FLASH, enable_gqa", "2": "decode",
+    }  # fmt: skip
 
 
 def test_a_batch_that_runs_out_of_memory_is_tried_again_smaller(
@@ -289,10 +307,10 @@ def test_a_batch_that_runs_out_of_memory_is_tried_again_smaller(
     most = max(entry.batch for entry in whole.rows if entry.plan == "2" and entry.limit_bytes == 2 * GB)
     device.fits = int(0.85 * most)
     empty = replace(whole, rows=(), memory=(2 * GB,))
-    rows = list(measure(step_job(model, tmp_path), empty, "2", 1024))
+    rows = [row for (row,), _ in measure_plan(step_job(model, tmp_path), empty, "2", 1024)]
     assert 0 < rows[-1].batch <= device.fits and rows[-1].steps is not None
     device.fits = 0
-    rows = list(measure(step_job(model, tmp_path), empty, "2", 1024))
+    rows = [row for (row,), _ in measure_plan(step_job(model, tmp_path), empty, "2", 1024)]
     assert all(entry.reason == OUT_OF_MEMORY and entry.tokens_per_s is None for entry in rows)
 
 
@@ -320,15 +338,15 @@ def test_stored_forms_are_timed_with_the_others(device: Device, model: PreTraine
 def test_ctrl_c_leaves_the_steps_that_were_timed(
     device: Device, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(model: PreTrainedModel, kind: StepCache, batch: int, context: int) -> StepTimes:
+    def interrupt(model: PreTrainedModel, timed: Static16 | StaticPlan, batch: int, context: int) -> StepTimes:
         if len(device.asked) == 3:
             raise KeyboardInterrupt
-        return device(model, kind, batch, context)
+        return device(model, timed, batch, context)
 
     monkeypatch.setattr(e2e, "time_steps", interrupt)
     with pytest.raises(Interrupted, match="3 measurements are in"):
         bench_e2e(step_job(model, tmp_path))
-    found = load_report(StepReport, "bench-e2e", tmp_path / "e2e.json")
+    found = read_report(StepReport, tmp_path / "e2e.json")
     assert not found.is_complete and len(found.rows) == 3
 
 
@@ -337,69 +355,63 @@ def test_attention_without_a_mask_over_a_full_cache_gives_the_same_logits(model:
     prompt = torch.arange(12).view(2, 6)
     logits = []
     for sdpa in (None, baselines.sdpa_forms(torch.nn.attention.SDPBackend.MATH)["group as rows"]):
-        kind = Static16(model, 6, sdpa)
-        cache = kind.cache()
+        timed = Static16(model, 6, sdpa)
         with torch.no_grad():
-            model(prompt[:, :5], past_key_values=cache)
-            with kind.attention(model):
-                logits.append(model(prompt[:, 5:], past_key_values=cache, position_ids=torch.full((2, 1), 5)).logits)
+            model(prompt[:, :5], past_key_values=timed.cache)
+            with timed.attention(model):
+                logits.append(
+                    model(prompt[:, 5:], past_key_values=timed.cache, position_ids=torch.full((2, 1), 5)).logits
+                )
     assert model.config._attn_implementation == "sdpa"
     assert torch.allclose(logits[0].float(), logits[1].float(), atol=0.02)
 
 
 def test_a_16_bit_cache_is_filled_and_rewound(model: PreTrainedModel) -> None:
-    kind = Static16(model, 64)
-    cache = kind.cache()
+    timed = Static16(model, 64)
+    cache = timed.cache
     assert isinstance(cache, StaticCache)
     with torch.no_grad():
         model(torch.tensor([[1], [2]]), past_key_values=cache)
-        kind.fill(cache, 40)
-        assert kind.nbytes(cache) == 2 * 2 * 2 * 2 * 64 * 64 * 2
+        timed.fill(40)
+        assert timed.nbytes == 2 * 2 * 2 * 2 * 64 * 64 * 2
         model(torch.tensor([[1], [2]]), past_key_values=cache)
     assert [int(layer.cumulative_length) for layer in cache.layers] == [41, 41]
     assert all(layer.keys.std() > 0.5 for layer in cache.layers)
-    kind.rewind(cache, 40)
+    timed.set_length(40)
     assert [int(layer.cumulative_length) for layer in cache.layers] == [40, 40]
 
 
 @pytest.mark.parametrize("pair", [PAIRS[n] for n in ("2", "kitty", "2-window", "16")] + [*FORMS], ids=lambda p: p.name)
 def test_a_plans_cache_is_filled_and_rewound(model: PreTrainedModel, pair: Pair) -> None:
     plan = model_plan("tiny", model.config, pair, 2, 512)
-    kind = StaticPlan(plan, model, 512)
-    cache = kind.cache()
-    with torch.no_grad(), kind.attention(model):
+    timed = StaticPlan(plan, model, 512)
+    cache = timed.cache
+    with torch.no_grad(), timed.attention(model):
         model(torch.tensor([[1], [2]]), past_key_values=cache)
-        kind.fill(cache, 300)
+        timed.fill(300)
         first = model(torch.tensor([[1], [2]]), past_key_values=cache, position_ids=torch.full((2, 1), 300)).logits
         assert torch.isfinite(first).all()
         assert cache.get_seq_length() == 301
-        kind.rewind(cache, 300)
+        timed.set_length(300)
         again = model(torch.tensor([[1], [2]]), past_key_values=cache, position_ids=torch.full((2, 1), 300)).logits
     assert torch.equal(first, again)
-    assert kind.nbytes(cache) == plan.nbytes((512, 512))
-    assert kind.kernel(cache).name == ("reconstruct + decode" if pair in FORMS else "decode")
+    assert timed.nbytes == plan.nbytes((512, 512))
+    assert timed.kernel.name == ("reconstruct + decode" if pair in FORMS else "decode")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [TRANSFORMERS_16, FASTEST_16, "2", "kitty", "2-uneven", "higgs", "aqua"])
 def test_steps_are_timed_as_graphs(name: str) -> None:
-    from kvcal.bench.decode_step import time_steps
-
-    device = torch.device("cuda")
-    on_gpu = random_model(tiny_config(), device)
+    on_gpu = random_model(tiny_config(), torch.device("cuda"))
     sdpa = baselines.sdpa_forms(torch.nn.attention.SDPBackend.FLASH_ATTENTION)["enable_gqa"]
-    kinds = {TRANSFORMERS_16: Static16(on_gpu, 768), FASTEST_16: Static16(on_gpu, 768, sdpa)}
-    kind = kinds.get(name)
-    if kind is None:
-        plan = model_plan("tiny", on_gpu.config, PAIRS[name], 2, 768)
-        found = time_steps(on_gpu, StaticPlan(plan, on_gpu, 768), 2, 512)
-    else:
-        found = time_steps(on_gpu, kind, 2, 512)
+    raw = {TRANSFORMERS_16: Static16(on_gpu, 768), FASTEST_16: Static16(on_gpu, 768, sdpa)}
+    timed = raw.get(name) or StaticPlan(model_plan("tiny", on_gpu.config, PAIRS[name], 2, 768), on_gpu, 768)
+    found = time_steps(on_gpu, timed, 2, 512)
     assert found.steps.replays == 128 and found.total_ms > 0
     kernels = {"2": "decode", "kitty": "decode", "2-uneven": "decode_plain"}
-    if kind is None:
-        assert found.kernel.name == kernels.get(name, "reconstruct + decode")
-        assert found.kernel.grid is not None and found.kernel.registers is not None
+    if name in raw:
+        assert timed.kernel.grid is None
     else:
-        assert found.kernel.grid is None
-    assert found.cache_bytes <= found.peak_bytes
+        assert timed.kernel.name == kernels.get(name, "reconstruct + decode")
+        assert timed.kernel.grid is not None and timed.kernel.registers is not None
+    assert timed.nbytes <= found.peak_bytes

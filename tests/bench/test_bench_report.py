@@ -7,19 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bench_cases import CEILING, LARGE, SMALL, baseline, kernel_report, kernel_row
+from bench_cases import CEILING, LARGE, SMALL, baseline, kernel_report, kernel_row, read_report
 
-from kvcal.bench.device import ReadCeiling
-from kvcal.bench.grid import PAIRS
-from kvcal.bench.record import KernelReport, kernel_json, load_report, save_json
-from kvcal.bench.shape import Heads, raw_bytes
-from kvcal.bench.step_bytes import step_bytes
-from kvcal.bench.tables import baseline_table, kernel_table
+from kvcal.bench.device import ReadCeiling, Times
+from kvcal.bench.record import LayerReport
+from kvcal.bench.shape import PAIRS, Heads, raw_bytes, step_bytes
 from kvcal.charts.kernels import curves_of, draw_kernels
 from kvcal.errors import ArtifactError
-from kvcal.strict import dump
-
-KIND = "bench-kernels"
+from kvcal.strict import dump, parse
 
 
 def test_factors_are_against_the_fastest_baseline_of_the_same_size() -> None:
@@ -52,51 +47,45 @@ def test_the_ceiling_of_a_factor_is_the_ratio_of_bytes() -> None:
     expected = raw_bytes(Heads(), SMALL) / row.nbytes.total
     assert report.factor_ceiling(row) == expected
     assert 7.0 < expected < 16 / 2.25
-    assert report.target(row) == 2.1
 
 
 def test_a_document_holds_the_measurements_and_what_follows(tmp_path: Path) -> None:
     report, path = kernel_report(), tmp_path / "kernels.json"
-    save_json(path, kernel_json(report))
-    assert load_report(KernelReport, KIND, path) == report
-    derived = json.loads(path.read_text())["derived"]
-    assert derived["read_ceiling_gb_per_s"] == 4000.0
+    report.save(path)
+    assert read_report(LayerReport, path) == report
+    content = json.loads(path.read_text())
+    assert content["kind"] == "bench-kernels"
+    derived = content["derived"]
     assert [row["factor"] for row in derived["rows"]] == [2.0, None, 0.8, 5.0]
-    assert [row["baseline"] for row in derived["rows"]] == ["SDPA FLASH"] * 3 + ["SDPA CUDNN"]
-    assert derived["rows"][0]["target"] == 2.1
+    assert [row["against"] for row in derived["rows"]] == [
+        "SDPA FLASH", "the compiler says no", "SDPA FLASH", "SDPA CUDNN",
+    ]  # fmt: skip
+    assert derived["rows"][0]["target"] == 2.1 and derived["rows"][0]["of ceiling"] == report.share(report.rows[0])
     assert len(derived["baselines"]) == len(report.baselines)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("measured", "message"),
     [
-        ({"kind": "bench-layer"}, "no bench-kernels document"),
-        ({"schema": 1}, "no bench-kernels document"),
-        ({"measured": {}}, "missing key 'machine'"),
-        ({"measured": dump(kernel_report()) | {"extra": 1}}, "unknown key 'extra'"),
-        ({"measured": dump(kernel_report()) | {"is_complete": "yes"}}, "is_complete = 'yes'"),
+        ({}, "missing key 'kind'"),
+        (dump(kernel_report()) | {"kind": "e2e"}, "kind = 'e2e'"),
+        (dump(kernel_report()) | {"extra": 1}, "unknown key 'extra'"),
+        (dump(kernel_report()) | {"is_complete": "yes"}, "is_complete = 'yes'"),
     ],
 )
-def test_other_documents_are_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
-    path = tmp_path / "kernels.json"
-    save_json(path, kernel_json(kernel_report()) | change)
+def test_other_reports_are_refused(measured: dict[str, object], message: str) -> None:
     with pytest.raises(ArtifactError, match=message):
-        load_report(KernelReport, KIND, path)
+        parse(LayerReport, measured, "kernels.json", ArtifactError)
 
 
-def test_a_truncated_or_missing_document_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "kernels.json"
-    with pytest.raises(ArtifactError, match="cannot be read"):
-        load_report(KernelReport, KIND, path)
-    save_json(path, kernel_json(kernel_report()))
-    path.write_text(path.read_text()[:-20])
-    with pytest.raises(ArtifactError, match="cannot be read"):
-        load_report(KernelReport, KIND, path)
+def test_an_interval_has_four_digits() -> None:
+    assert str(Times(14.9333, 14.71, 15.2, 30, 1)) == "14.93 (14.71 to 15.2)"
+    assert str(Times(1_234_567.0, 98_765.4, 2e6, 30, 1)) == "1235000 (98770 to 2000000)"
 
 
 def test_the_table_shows_every_row_with_its_share_factor_ceiling_and_target() -> None:
     report = kernel_report()
-    title, headers, rows = kernel_table(report)
+    title, headers, rows = report.tables()[0].text()
     assert all(len(row) == len(headers) for row in rows)
     assert "Test GPU" in title and "4000 GB/s" in title and "interrupted" not in title
     shown = dict(zip(headers, rows[0], strict=True))
@@ -106,11 +95,11 @@ def test_the_table_shows_every_row_with_its_share_factor_ceiling_and_target() ->
     assert shown["by bytes"] == "7.10x" and shown["of ceiling"] == "12 %"
     assert shown["kernel"] == "decode" and "decode (tensor cores), decode_plain" in title
     assert rows[1][-1] == "the compiler says no" and rows[1][2] == rows[1][4] == "–", "nothing served it"
-    assert "interrupted" in kernel_table(replace(report, is_complete=False))[0]
+    assert "interrupted" in replace(report, is_complete=False).tables()[0].title
 
 
 def test_the_table_of_baselines_marks_the_fastest_and_says_why_others_are_missing() -> None:
-    _, headers, rows = baseline_table(kernel_report())
+    _, headers, rows = kernel_report().tables()[1].text()
     assert all(len(row) == len(headers) for row in rows)
     marked = [(row[0], row[1]) for row in rows if row[1].endswith(" *")]
     assert marked == [("1 x 8K", "SDPA FLASH *"), ("8 x 32K", "SDPA CUDNN *")]
@@ -119,8 +108,12 @@ def test_the_table_of_baselines_marks_the_fastest_and_says_why_others_are_missin
 
 
 def test_the_picture_has_a_panel_for_each_batch_and_a_colour_for_each_format() -> None:
-    report = kernel_report().with_row(kernel_row("2", replace(SMALL, context=32768), 20.0))
-    report = report.with_baselines(baseline("SDPA FLASH", replace(SMALL, context=32768), 70.0))
+    report, longer = kernel_report(), replace(SMALL, context=32768)
+    report = replace(
+        report,
+        rows=(*report.rows, kernel_row("2", longer, 20.0)),
+        baselines=(*report.baselines, baseline("SDPA FLASH", longer, 70.0)),
+    )
     panels = curves_of(report)
     assert list(panels) == [1, 8]
     two, sixteen = panels[1]

@@ -6,25 +6,22 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from bench_cases import CEILING, MACHINE, Clock, times
+from bench_cases import CEILING, MACHINE, Clock, read_report, times
 from cli_cases import run_kvcal
 
-from kvcal.bench import baselines, device, kernels, layer
-from kvcal.bench.grid import PAIRS
-from kvcal.bench.kernels import Job, bench_kernels
-from kvcal.bench.layer import LayerJob, bench_layer
-from kvcal.bench.layer_record import LayerReport, LayerRow, layer_json
-from kvcal.bench.record import Baseline, Interrupted, KernelReport, load_report
-from kvcal.bench.shape import Heads, Point, raw_bytes
-from kvcal.bench.step_bytes import StepBytes
-from kvcal.bench.tables import kernel_table, layer_table
-from kvcal.bench.timing import Times
+from kvcal.bench import baselines, device, kernels
+from kvcal.bench.device import Machine, Times
+from kvcal.bench.kernels import Job, bench_kernels, bench_layer
+from kvcal.bench.record import Baseline, Interrupted, LayerReport, Row
+from kvcal.bench.shape import PAIRS, Heads, Point, StepBytes, raw_bytes
 from kvcal.errors import KernelError
 from kvcal.progress import Silent
 
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 HEADS = Heads(num_kv_heads=2, head_dim=64, group=2)
 POINTS = (Point(1, 256), Point(2, 384))
 SOME = StepBytes(1000)
@@ -36,12 +33,10 @@ KERNELS = ("decode", "decode_plain", "reconstruct + decode", "reconstruct + deco
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """No GPU and no compiler: FlexAttention refuses, FlashInfer is absent, QuantizedCache has no device to count."""
     found = Clock()
-    for module in (kernels, layer):
-        monkeypatch.setattr(module, "require_gpu", lambda what: torch.device("cpu"))
-        monkeypatch.setattr(module, "machine", lambda device: MACHINE)
-        monkeypatch.setattr(module, "measure_read_ceiling", lambda device: CEILING)
-        monkeypatch.setattr(module, "num_caches", lambda *args: 2)
-    for module in (kernels, layer, baselines):
+    monkeypatch.setattr(kernels, "machine", lambda device: MACHINE)
+    monkeypatch.setattr(kernels, "measure_read_ceiling", lambda device: CEILING)
+    monkeypatch.setattr(kernels, "num_caches", lambda *args: 2)
+    for module in (kernels, baselines):
         monkeypatch.setattr(module, "graph_times", found)
     monkeypatch.setattr(
         baselines, "flex", lambda kv, replays: Baseline(kv.point, "FlexAttention", "torch", reason="no compiler")
@@ -50,26 +45,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def job(folder: Path, is_quick: bool = False) -> Job:
-    return Job(JOB_PAIRS, POINTS, HEADS, folder, is_quick, Silent())
+    return Job(CPU, JOB_PAIRS, POINTS, HEADS, folder, Silent(), is_quick)
 
 
 def test_a_run_measures_every_size_and_format(clock: Clock, tmp_path: Path) -> None:
     report = bench_kernels(job(tmp_path))
     assert report.is_complete and report.formats == JOB_PAIRS
     assert [(row.point, row.format) for row in report.rows] == [(p, pair.name) for p in POINTS for pair in JOB_PAIRS]
-    assert load_report(KernelReport, "bench-kernels", tmp_path / "kernels.json") == report
+    assert read_report(LayerReport, tmp_path / "kernels.json") == report
     for row, kernel in zip(report.rows, KERNELS * 2, strict=True):
         assert row.times is not None and row.times.calls == 2
         assert row.relative_error is not None and row.relative_error < 4e-3
         assert row.kernel is not None and row.kernel.name == kernel
         assert (row.nbytes.reconstructed > 0) == kernel.startswith("reconstruct")
         assert report.factor(row) == 1.0
-    _, headers, cells = kernel_table(report)
+    _, headers, cells = report.tables()[0].text()
     assert [line[headers.index("kernel")] for line in cells] == [*KERNELS * 2]
 
 
 def test_heads_that_only_the_plain_kernel_takes_are_measured(clock: Clock, tmp_path: Path) -> None:
-    report = bench_kernels(Job(JOB_PAIRS, POINTS[:1], Heads(2, 96, 2), tmp_path, True, Silent()))
+    report = bench_kernels(Job(CPU, JOB_PAIRS, POINTS[:1], Heads(2, 96, 2), tmp_path, Silent(), True))
     names = ["decode_plain", "decode_plain", *["reconstruct + decode_plain"] * 2, "decode_plain"]
     assert [row.kernel.name if row.kernel else None for row in report.rows] == names
     assert all(row.times is not None and row.reason is None for row in report.rows)
@@ -82,13 +77,13 @@ def test_what_is_measured_is_said_at_once(clock: Clock, tmp_path: Path) -> None:
         def say(self, message: str) -> None:
             heard.append(message)
 
-    bench_kernels(Job(JOB_PAIRS[:3], POINTS[:1], HEADS, tmp_path, True, Listener()))
+    bench_kernels(Job(CPU, JOB_PAIRS[:3], POINTS[:1], HEADS, tmp_path, Listener(), True))
     assert heard[0] == "bench: read bandwidth"
     assert heard[1].startswith("1 x 256, 16 bits: SDPA ") and heard[1].endswith("10 (9 to 11) µs")
     assert heard[2:] == [f"1 x 256, {name}: 10 (9 to 11) µs" for name in ("2", "2-uneven", "higgs")]
     heard.clear()
-    bench_layer(LayerJob(JOB_PAIRS[:1], POINTS[:1], HEADS, tmp_path, Listener()))
-    assert heard[1].startswith("1 x 256, StaticCache update + ") and heard[2] == "1 x 256, 2: 10 (9 to 11) µs a step"
+    bench_layer(Job(CPU, JOB_PAIRS[:1], POINTS[:1], HEADS, tmp_path, Listener()))
+    assert heard[1].startswith("1 x 256, StaticCache update + ") and heard[2] == "1 x 256, 2: 10 (9 to 11) µs"
 
 
 def test_caches_that_are_reconstructed_are_as_many_as_their_bytes_ask_for(
@@ -96,17 +91,14 @@ def test_caches_that_are_reconstructed_are_as_many_as_their_bytes_ask_for(
 ) -> None:
     asked: list[tuple[int, bool]] = []
 
-    def count(nbytes: int, l2_bytes: int, memory_bytes: int, is_quick: bool) -> int:
+    def count(nbytes: int, machine: Machine, is_quick: bool = False) -> int:
         asked.append((nbytes, is_quick))
         return 1
 
-    for module in (kernels, layer):
-        monkeypatch.setattr(module, "num_caches", count)
+    monkeypatch.setattr(kernels, "num_caches", count)
+    for bench in (bench_kernels, bench_layer):
         asked.clear()
-        if module is kernels:
-            rows = bench_kernels(Job(JOB_PAIRS, POINTS[:1], HEADS, tmp_path, False, Silent())).rows
-        else:
-            rows = bench_layer(LayerJob(JOB_PAIRS, POINTS[:1], HEADS, tmp_path, Silent())).rows
+        rows = bench(Job(CPU, JOB_PAIRS, POINTS[:1], HEADS, tmp_path, Silent())).rows
         expected = [(row.nbytes.total, row.nbytes.reconstructed > 0) for row in rows]
         assert asked[-len(rows) :] == expected and asked[0] == (raw_bytes(HEADS, POINTS[0]), False)
 
@@ -174,14 +166,14 @@ def test_an_interrupted_run_leaves_what_was_measured(clock: Clock, tmp_path: Pat
     with pytest.raises(Interrupted, match=r"measurements are in .*kernels\.json") as caught:
         bench_kernels(job(tmp_path))
     assert caught.value.exit_code == 130
-    found = load_report(KernelReport, "bench-kernels", tmp_path / "kernels.json")
+    found = read_report(LayerReport, tmp_path / "kernels.json")
     assert not found.is_complete
     assert [row.format for row in found.rows][:5] == [pair.name for pair in JOB_PAIRS]
     assert [row.format for row in found.rows if row.point == POINTS[1]] == ["2", "2-uneven", "higgs"]
 
 
 def test_a_wrong_result_has_no_time(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcal.bench.kernel_case.KernelCase.relative_error", lambda case: float("nan"))
+    monkeypatch.setattr("kvcal.bench.case.KernelCase.relative_error", lambda case: float("nan"))
     report = bench_kernels(job(tmp_path))
     assert all(row.times is None and row.reason for row in report.rows)
     assert "wrong result: relative error nan" in (report.rows[0].reason or "")
@@ -199,50 +191,55 @@ def test_a_kernel_that_does_not_compile_is_a_row(clock: Clock, tmp_path: Path, m
 
 
 def test_a_layer_is_timed_with_and_without_a_page_due(clock: Clock, tmp_path: Path) -> None:
-    report = bench_layer(LayerJob(JOB_PAIRS, POINTS, HEADS, tmp_path, Silent()))
+    report = bench_layer(Job(CPU, JOB_PAIRS, POINTS, HEADS, tmp_path, Silent()))
     assert report.is_complete and report.formats == JOB_PAIRS
-    assert load_report(LayerReport, "bench-layer", tmp_path / "layer.json") == report
+    assert read_report(LayerReport, tmp_path / "layer.json") == report
     for row, kernel in zip(report.rows, KERNELS * 2, strict=True):
         assert row.kernel is not None and row.kernel.name == kernel
         assert row.nbytes.total >= row.nbytes.stored > 0
-        assert row.plain is not None and row.append is not None
+        assert row.times is not None and row.append is not None
         assert len(row.packing) == (2 if row.format == "2-uneven" else 1), "keys behind their sinks, and values"
-        assert row.amortised_us == 10.0 and row.pack_share == 0.0
+        assert row.mean_us == 10.0 and row.pack_share == 0.0
         assert report.factor(row) == 1.0
         assert row.prefill_bytes > 0
     assert report.baselines[0].name.startswith("StaticCache update + SDPA ")
-    _, headers, rows = layer_table(report)
+    (_, headers, rows), (_, of_baselines, baselines) = (table.text() for table in report.tables())
     assert all(len(cells) == len(headers) for cells in rows)
-    assert [cells[0] for cells in rows] == ["1 x 256"] * 6 + ["2 x 384"] * 6
-    assert [cells[headers.index("kernel")] for cells in rows[1:6]] == [*KERNELS]
+    assert [cells[0] for cells in rows] == ["1 x 256"] * 5 + ["2 x 384"] * 5
+    assert [cells[headers.index("kernel")] for cells in rows[:5]] == [*KERNELS]
+    assert [cells[0] for cells in baselines] == ["1 x 256", "2 x 384"]
+    assert all(cells[1].endswith(" *") and len(cells) == len(of_baselines) for cells in baselines)
 
 
 def test_an_interrupted_layer_run_leaves_what_was_measured(clock: Clock, tmp_path: Path) -> None:
-    bench_layer(LayerJob(JOB_PAIRS, POINTS[:1], HEADS, tmp_path, Silent()))
+    bench_layer(Job(CPU, JOB_PAIRS, POINTS[:1], HEADS, tmp_path, Silent()))
     clock.count, clock.until = 0, clock.count - 1
     with pytest.raises(Interrupted):
-        bench_layer(LayerJob(JOB_PAIRS, POINTS[:1], HEADS, tmp_path, Silent()))
-    found = load_report(LayerReport, "bench-layer", tmp_path / "layer.json")
+        bench_layer(Job(CPU, JOB_PAIRS, POINTS[:1], HEADS, tmp_path, Silent()))
+    found = read_report(LayerReport, tmp_path / "layer.json")
     assert not found.is_complete and [row.format for row in found.rows] == ["2", "2-uneven", "higgs", "aqua"]
 
 
+def layer_row(batch: int = 32, **fields: Any) -> Row:
+    return Row(Point(batch, 8192), "2", SOME, 2.25, **fields)
+
+
 def test_packing_is_spread_over_the_steps_of_a_page() -> None:
-    row = LayerRow(Point(32, 8192), "2", SOME, plain=times(100.0), packing=(times(228.0),))
-    assert row.amortised_us == 101.0
+    row = layer_row(times=times(100.0), packing=(times(228.0),))
+    assert row.mean_us == 101.0
     assert row.pack_share == pytest.approx(1 / 101)
-    twice = LayerRow(Point(32, 8192), "2", SOME, plain=times(100.0), packing=(times(228.0), times(164.0)))
-    assert twice.amortised_us == 101.5
-    assert LayerRow(Point(32, 8192), "2", SOME, reason="no").amortised_us is None
-    prefill = LayerRow(Point(1, 8192), "2", SOME, prefill=times(1000.0), prefill_bytes=2_000_000_000)
+    assert layer_row(times=times(100.0), packing=(times(228.0), times(164.0))).mean_us == 101.5
+    assert layer_row(reason="no").mean_us is None and layer_row(reason="no").pack_share is None
+    prefill = layer_row(prefill=times(1000.0), prefill_bytes=2_000_000_000)
     assert prefill.prefill_gb_per_s == 2000.0
 
 
 def test_the_target_of_packing_stands_at_large_batches_only() -> None:
-    rows = [LayerRow(Point(batch, 8192), "2", SOME, plain=times(1.0), packing=(times(2.0),)) for batch in (8, 32)]
-    report = LayerReport(MACHINE, CEILING, Heads(), (), tuple(rows))
-    _, headers, cells = layer_table(report)
+    rows = tuple(layer_row(batch, times=times(1.0), packing=(times(2.0),)) for batch in (8, 32))
+    report = LayerReport(kind="layer", machine=MACHINE, ceiling=CEILING, heads=Heads(), rows=rows)
+    _, headers, cells = report.tables()[0].text()
     assert [line[headers.index("target")] for line in cells] == ["–", "0.2 %"]
-    assert layer_json(report)["derived"]["rows"][0]["factor"] is None
+    assert report.document()["derived"]["rows"][0]["factor"] is None
 
 
 def test_the_drivers_version_is_nvidia_smis_or_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,11 +311,9 @@ def test_ctrl_c_ends_the_command_with_130_and_says_where_the_measurements_are(
 
 @pytest.mark.gpu
 def test_the_clock_of_the_gpu_sees_that_twice_the_bytes_take_longer() -> None:
-    from kvcal.bench.timing import graph_times
-
     small, large = (torch.randn(1 << n, device="cuda") for n in (26, 28))
-    first = graph_times([lambda: small.sum()])
-    second = graph_times([lambda: large.sum()])
+    first = device.graph_times([lambda: small.sum()])
+    second = device.graph_times([lambda: large.sum()])
     assert isinstance(first, Times)
     assert 2 < second.median_us / first.median_us < 8
 
@@ -327,7 +322,7 @@ def test_the_clock_of_the_gpu_sees_that_twice_the_bytes_take_longer() -> None:
 @pytest.mark.parametrize("head_dim", [128, 96])
 def test_a_quick_run_on_the_gpu_finds_the_kernels_right(head_dim: int, tmp_path: Path) -> None:
     pairs = (PAIRS["kitty"], *JOB_PAIRS, PAIRS["pre-rope"])
-    report = bench_kernels(Job(pairs, (Point(2, 1024),), Heads(8, head_dim, 4), tmp_path, True, Silent()))
+    report = bench_kernels(Job(GPU, pairs, (Point(2, 1024),), Heads(8, head_dim, 4), tmp_path, Silent(), True))
     assert [row.reason for row in report.rows] == [None] * len(pairs)
     assert report.fastest(Point(2, 1024)) is not None
     assert all(0 < (report.share(row) or 0) < 1 for row in report.rows)
@@ -344,8 +339,8 @@ def test_a_quick_run_on_the_gpu_finds_the_kernels_right(head_dim: int, tmp_path:
 @pytest.mark.gpu
 def test_a_layer_of_stored_forms_is_timed_on_the_gpu(tmp_path: Path) -> None:
     pairs = (PAIRS["higgs"], PAIRS["aqua"])
-    report = bench_layer(LayerJob(pairs, (Point(2, 1024),), Heads(), tmp_path, Silent()))
+    report = bench_layer(Job(GPU, pairs, (Point(2, 1024),), Heads(), tmp_path, Silent()))
     assert [row.reason for row in report.rows] == [None] * 2
     for row in report.rows:
-        assert row.plain is not None and row.append is not None and row.append.median_us < row.plain.median_us
+        assert row.times is not None and row.append is not None and row.append.median_us < row.times.median_us
         assert row.prefill is not None and row.prefill_gb_per_s is not None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
 
-from kvcal.bench.device import Machine, ReadCeiling
-from kvcal.bench.grid import PAIRS
-from kvcal.bench.kernel_use import KernelUse
-from kvcal.bench.record import Baseline, KernelReport, KernelRow
-from kvcal.bench.shape import Heads, Point, raw_bytes
-from kvcal.bench.step_bytes import StepBytes, bits_per_value, step_bytes
-from kvcal.bench.timing import Call, Times
+from kvcal.bench.device import Call, Machine, ReadCeiling, Times
+from kvcal.bench.record import SCHEMA, Baseline, KernelUse, LayerReport, Report, Row
+from kvcal.bench.shape import PAIRS, Heads, Point, StepBytes, bits_per_value, raw_bytes, step_bytes
+from kvcal.errors import ArtifactError
+from kvcal.strict import parse
 
 MACHINE = Machine("Test GPU", "9.0", 132, 80_000_000_000, 50 << 20, "2.11", "13.0", "5.17", "580.65", "13.0", "0.1.0")
 CEILING = ReadCeiling(sum=3000.0, row_sum=4000.0, copy=3900.0)
@@ -18,13 +19,25 @@ DECODE = KernelUse("decode", (), 132, 384, 200_000, 168)
 SMALL, LARGE = Point(1, 8192), Point(8, 32768)
 
 
+AnyReport = TypeVar("AnyReport", bound=Report)
+
+
+def read_report(record: type[AnyReport], path: Path) -> AnyReport:
+    """The report that a document holds, by its strict record."""
+    content = json.loads(path.read_text())
+    assert content.keys() == {"kind", "schema", "measured", "derived"} and content["schema"] == SCHEMA
+    report = parse(record, content["measured"], str(path), ArtifactError)
+    assert content == json.loads(json.dumps(report.document()))
+    return report
+
+
 def times(median: float) -> Times:
     return Times(median, 0.9 * median, 1.2 * median, 30, 32)
 
 
-def kernel_row(name: str, point: Point, median: float) -> KernelRow:
+def kernel_row(name: str, point: Point, median: float) -> Row:
     pair, heads = PAIRS[name], Heads()
-    return KernelRow(
+    return Row(
         point, name, step_bytes(pair, heads, point), bits_per_value(pair, heads, point), DECODE, times(median), 0.002
     )
 
@@ -33,14 +46,15 @@ def baseline(name: str, point: Point, median: float) -> Baseline:
     return Baseline(point, name, "torch 2.11", raw_bytes(Heads(), point), times(median))
 
 
-def kernel_report() -> KernelReport:
+def kernel_report() -> LayerReport:
     """Two sizes; FLASH is the fastest at the small one, CUDNN at the large one; 3 bits are refused."""
-    refused = KernelRow(SMALL, "3", StepBytes(1), 3.25, reason="the compiler says no")
+    refused = Row(SMALL, "3", StepBytes(1), 3.25, reason="the compiler says no")
     absent = Baseline(SMALL, "FlashInfer", "flashinfer absent", reason="ModuleNotFoundError: no flashinfer")
-    return KernelReport(
-        MACHINE,
-        CEILING,
-        Heads(),
+    return LayerReport(
+        kind="kernels",
+        machine=MACHINE,
+        ceiling=CEILING,
+        heads=Heads(),
         rows=(
             kernel_row("2", SMALL, 10.0),
             refused,
