@@ -12,6 +12,9 @@ from kvcal.commands.options import Json, Quiet
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from kvcal.bench.record import Report
+    from kvcal.console import TerminalReporter
+
 bench = typer.Typer(
     help="Measure the GPU runtime: kernels, one layer's cache work, and whole decode steps.",
     no_args_is_help=True,
@@ -73,9 +76,9 @@ def kernels(
 
     Example: `kvcal bench kernels --quick --format higgs --format aqua --batch 8 --context 8192` (reconstruct + decode)
     """
-    from kvcal import console
     from kvcal.bench.device import require_gpu
-    from kvcal.bench.grid import (
+    from kvcal.bench.kernels import PICTURE, Job, bench_kernels
+    from kvcal.bench.shape import (
         DEFAULT_PAIRS,
         POINTS,
         QUICK_PAIRS,
@@ -84,26 +87,21 @@ def kernels(
         chosen_pairs,
         chosen_points,
     )
-    from kvcal.bench.kernels import FILE, PICTURE, Job, bench_kernels
-    from kvcal.bench.record import kernel_json
-    from kvcal.bench.tables import baseline_table, kernel_table
     from kvcal.charts.kernels import draw_kernels
+    from kvcal.console import TerminalReporter
     from kvcal.folder import Folder
 
     pairs = chosen_pairs(formats or (), recipe or (), QUICK_PAIRS if quick else DEFAULT_PAIRS)
     points = chosen_points(batch or (), context or (), QUICK_POINTS if quick else POINTS)
     chosen = chosen_heads(heads, head_dim, group)
-    require_gpu("kernels")
+    device = require_gpu("kernels")
     folder = Folder.create(out).path
-    with console.TerminalReporter(quiet).running() as reporter:
-        report = bench_kernels(Job(pairs, points, chosen, folder, quick, reporter))
+    with TerminalReporter(quiet).running() as reporter:
+        report = bench_kernels(Job(device, pairs, points, chosen, folder, reporter, quick))
     draw_kernels(report, folder / PICTURE)
-    if json:
-        console.print_json(kernel_json(report))
-        return
-    console.print_table(*kernel_table(report))
-    console.print_table(*baseline_table(report))
-    reporter.say(f"table: {folder / FILE}\npicture: {folder / PICTURE}")
+    _show(report, json, reporter, folder)
+    if not json:
+        reporter.say(f"picture: {folder / PICTURE}")
 
 
 @bench.command()
@@ -129,26 +127,20 @@ def layer(
 
     Example: `kvcal bench layer --format 2 --format higgs --recipe aqua-kv --batch 1 --context 32768`
     """
-    from kvcal import console
     from kvcal.bench.device import require_gpu
-    from kvcal.bench.grid import LAYER_POINTS, QUICK_PAIRS, chosen_heads, chosen_pairs, chosen_points
-    from kvcal.bench.layer import FILE, LayerJob, bench_layer
-    from kvcal.bench.layer_record import layer_json
-    from kvcal.bench.tables import layer_table
+    from kvcal.bench.kernels import Job, bench_layer
+    from kvcal.bench.shape import LAYER_POINTS, QUICK_PAIRS, chosen_heads, chosen_pairs, chosen_points
+    from kvcal.console import TerminalReporter
     from kvcal.folder import Folder
 
     pairs = chosen_pairs(formats or (), recipe or (), QUICK_PAIRS)
     points = chosen_points(batch or (), context or (), LAYER_POINTS)
     chosen = chosen_heads(heads, head_dim, group)
-    require_gpu("layer")
+    device = require_gpu("layer")
     folder = Folder.create(out).path
-    with console.TerminalReporter(quiet).running() as reporter:
-        report = bench_layer(LayerJob(pairs, points, chosen, folder, reporter))
-    if json:
-        console.print_json(layer_json(report))
-        return
-    console.print_table(*layer_table(report))
-    reporter.say(f"table: {folder / FILE}")
+    with TerminalReporter(quiet).running() as reporter:
+        report = bench_layer(Job(device, pairs, points, chosen, folder, reporter))
+    _show(report, json, reporter, folder)
 
 
 @bench.command()
@@ -180,12 +172,10 @@ def e2e(
 
     Example: `kvcal bench e2e --shape qwen3-4b --random-weights --recipe aqua-kv --memory 12GB --context 8192`
     """
-    from kvcal import console
     from kvcal.bench.device import machine, require_gpu
-    from kvcal.bench.e2e import FILE, StepJob, bench_e2e, memory_limits
-    from kvcal.bench.e2e_record import step_json
-    from kvcal.bench.grid import CONTEXTS, STEP_PAIRS, chosen_pairs, chosen_points
-    from kvcal.bench.tables import batch_table, memory_table
+    from kvcal.bench.e2e import StepJob, bench_e2e, memory_limits
+    from kvcal.bench.shape import CONTEXTS, STEP_PAIRS, chosen_pairs, chosen_points
+    from kvcal.console import TerminalReporter
     from kvcal.folder import Folder
 
     pairs = chosen_pairs(formats or (), recipe or (), STEP_PAIRS)
@@ -193,22 +183,29 @@ def e2e(
     memory_limits(memory or (), 0)  # a text that means nothing is told before a device is looked for
     limits = memory_limits(memory or (), machine(require_gpu("e2e")).memory_bytes)
     folder = Folder.create(out).path
-    with console.TerminalReporter(quiet).running() as reporter:
+    with TerminalReporter(quiet).running() as reporter:
         reporter.say(f"bench: {shape}")
         model, weights = _model(shape, random_weights)
         report = bench_e2e(StepJob(model, shape, weights, pairs, contexts, limits, folder, reporter))
+    _show(report, json, reporter, folder)
+
+
+def _show(report: Report, json: bool, reporter: TerminalReporter, folder: Path) -> None:
+    """Print the document, or the tables."""
+    from kvcal import console
+
     if json:
-        console.print_json(step_json(report))
+        console.print_json(report.document())
         return
-    console.print_table(*batch_table(report))
-    console.print_table(*memory_table(report))
-    reporter.say(f"table: {folder / FILE}")
+    for table in report.tables():
+        console.print_table(*table.text())
+    reporter.say(f"table: {folder / report.file}")
 
 
 def _model(shape: str, random_weights: bool) -> tuple[PreTrainedModel, str]:
     """The model, and what its weights are."""
     from kvcal.bench.device import require_gpu
-    from kvcal.bench.shapes import SHAPES, random_model, shape_config
+    from kvcal.bench.model import SHAPES, random_model, shape_config
     from kvcal.commands.options import load
     from kvcal.errors import UsageError
 
