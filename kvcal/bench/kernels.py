@@ -188,9 +188,7 @@ def step_lengths(pair: Pair, point: Point) -> tuple[list[int], int]:
     """Of PAGE_TOKENS successive lengths from ``point.context`` on: those with which the next step packs a page of keys,
     of values, or of both; and the middle one of the others, whose buffers are as full as on average."""
     formats = [pair.format(side) for side in SIDES]
-    packing: list[int] = []
-    plain: list[int] = []
-    for length in range(point.context, point.context + PAGE_TOKENS):
-        is_packing = any(fmt.num_pages(length) > fmt.num_pages(length - 1) for fmt in formats)
-        (packing if is_packing else plain).append(length)
+    lengths = range(point.context, point.context + PAGE_TOKENS)
+    packing = [n for n in lengths if any(fmt.num_pages(n) > fmt.num_pages(n - 1) for fmt in formats)]
+    plain = [n for n in lengths if n not in packing]
     return packing, plain[len(plain) // 2]

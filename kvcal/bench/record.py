@@ -187,9 +187,10 @@ class Report:
         derived = {table.name: table.values() for table in self.tables()}
         return {"kind": f"bench-{self.kind}", "schema": SCHEMA, "measured": dump(self), "derived": derived}
 
-    def save(self, path: Path) -> None:
+    def save(self, folder: Path) -> None:
         """Write the document whole or not at all. ArtifactError when the file cannot be written."""
-        write_text_atomic(path, json.dumps(self.document(), indent=2, sort_keys=True, allow_nan=False) + "\n")
+        text = json.dumps(self.document(), indent=2, sort_keys=True, allow_nan=False)
+        write_text_atomic(folder / self.file, text + "\n")
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
@@ -228,55 +229,50 @@ class LayerReport(Report):
 
     def tables(self) -> list[Table]:
         size = Column("batch x context", lambda entry: entry.point.name)
-        title = f"One layer's cache work in a decode step on {self.machine.device}"
+        speed = (Column("GB/s", self.gb_per_s, ".0f"), Column("of ceiling", self.share, ".0%"))
+        of_kind: tuple[Column, ...] = (
+            Column("step µs", lambda row: row.times),
+            Column("append alone µs", lambda row: row.append),
+            Column("packing step µs", lambda row: ", ".join(f"{t.median_us:.4g}" for t in row.packing) or None),
+            Column("mean of 128 µs", lambda row: row.mean_us, ".1f"),
+            Column("packing share", lambda row: row.pack_share, ".3%"),
+            Column("target", lambda row: PACK_SHARE if row.point.batch >= PACK_SHARE_BATCH else None, ".1%"),
+            Column("prompt packing GB/s", lambda row: row.prefill_gb_per_s, ".0f"),
+        )
+        what, heads = "One layer's cache work in a decode step", self.heads
         if self.kind == "kernels":
-            heads = self.heads
-            title = (
-                f"Decode attention, {heads.num_kv_heads} KV heads of {heads.head_dim}, {heads.group} query heads each, "
-                f"on {self.machine.device}; read ceiling {self.ceiling.gb_per_s:.0f} GB/s"
-            )
-        columns = {
-            "kernels": (
-                size,
-                Column("format", lambda row: row.format),
-                Column("kernel", lambda row: row.kernel),
+            what = "Decode attention"
+            of_kind = (
                 Column("bits stored", lambda row: row.bits_per_value, ".2f"),
                 Column("µs", lambda row: row.times),
-                Column("bytes", lambda row: row.nbytes.total, "bytes"),
-                Column("GB/s", self.gb_per_s, ".0f"),
-                Column("of ceiling", self.share, ".0%"),
-                Column("factor", self.factor, ".2f", "x"),
+                *speed,
                 Column("by bytes", self.factor_ceiling, ".2f", "x"),
-                Column("target", lambda row: target(row.format, self.heads, row.point), ".2f", "x"),
-                Column("against", lambda row: row.reason or self.fastest(row.point)),
-            ),
-            "layer": (
-                size,
-                Column("cache", lambda row: row.format),
-                Column("kernel", lambda row: row.kernel),
-                Column("step µs", lambda row: row.reason or row.times),
-                Column("bytes", lambda row: row.nbytes.total, "bytes"),
-                Column("append alone µs", lambda row: row.append),
-                Column("packing step µs", lambda row: ", ".join(f"{t.median_us:.4g}" for t in row.packing) or None),
-                Column("mean of 128 µs", lambda row: row.mean_us, ".1f"),
-                Column("packing share", lambda row: row.pack_share, ".3%"),
-                Column("target", lambda row: PACK_SHARE if row.point.batch >= PACK_SHARE_BATCH else None, ".1%"),
-                Column("factor", self.factor, ".2f", "x"),
-                Column("prompt packing GB/s", lambda row: row.prefill_gb_per_s, ".0f"),
-            ),
-        }
+                Column("target", lambda row: target(row.format, heads, row.point), ".2f", "x"),
+            )
+        rows = (
+            size,
+            Column("format", lambda row: row.format),
+            Column("kernel", lambda row: row.kernel),
+            Column("bytes", lambda row: row.nbytes.total, "bytes"),
+            *of_kind,
+            Column("factor", self.factor, ".2f", "x"),
+            Column("against", lambda row: row.reason or self.fastest(row.point)),
+        )
         baselines = (
             size,
             Column("baseline", lambda entry: entry.name + (" *" if entry == self.fastest(entry.point) else "")),
             Column("µs", lambda entry: entry.times),
             Column("bytes", lambda entry: entry.nbytes, "bytes"),
-            Column("GB/s", self.gb_per_s, ".0f"),
-            Column("of ceiling", self.share, ".0%"),
+            *speed,
             Column("version", lambda entry: entry.version),
             Column("reason", lambda entry: entry.reason or ""),
         )
+        title = (
+            f"{what}, {heads.num_kv_heads} KV heads of {heads.head_dim}, {heads.group} query heads each, on "
+            f"{self.machine.device}; read ceiling {self.ceiling.gb_per_s:.0f} GB/s{self.unfinished}"
+        )
         return [
-            Table("rows", f"{title}{self.unfinished}\n{KERNELS}\n{BYTES}", columns[self.kind], self.rows),
+            Table("rows", f"{title}\n{KERNELS}\n{BYTES}", rows, self.rows),
             Table("baselines", "Baselines (* the fastest, which factors are against)", baselines, self.baselines),
         ]
 
@@ -292,7 +288,7 @@ def measure(report: AnyReport, folder: Path, reporter: Reporter, steps: Sequence
     Raises:
         Interrupted: on Ctrl-C. Times of two runs are not mixed, so nothing goes on from there.
     """
-    count, path = 0, folder / report.file
+    count = 0
     try:
         for number, step in enumerate(steps):
             reporter(number, len(steps), f"bench {report.kind}")
@@ -300,14 +296,16 @@ def measure(report: AnyReport, folder: Path, reporter: Reporter, steps: Sequence
                 baselines = [entry for entry in entries if isinstance(entry, Baseline)]
                 rows = [entry for entry in entries if not isinstance(entry, Baseline)]
                 report = replace(report, rows=(*report.rows, *rows), baselines=(*report.baselines, *baselines))
-                report.save(path)
+                report.save(folder)
                 count += len(entries)
                 reporter.say(text)
     except KeyboardInterrupt:
         raise Interrupted(
-            f"interrupted: {count} measurements are in {path}" if count else "interrupted before anything was measured",
+            f"interrupted: {count} measurements are in {folder / report.file}"
+            if count
+            else "interrupted before anything was measured",
             hint="the next run measures everything again: a factor needs both of its times from one run",
         ) from None
     report = replace(report, is_complete=True)
-    report.save(path)
+    report.save(folder)
     return report

@@ -237,7 +237,7 @@ def test_the_tables_keep_same_batch_and_same_memory_apart() -> None:
 def test_the_document_holds_both_views(tmp_path: Path) -> None:
     found = report(row(FASTEST_16, 4, 160.0), row("2", 4, 240.0))
     path = tmp_path / "e2e.json"
-    found.save(path)
+    found.save(tmp_path)
     assert read_report(StepReport, path) == found
     derived = json.loads(path.read_text())["derived"]
     assert [entry["factor"] for entry in derived["same_batch"]] == [1.0, 1.5]
