@@ -1,40 +1,29 @@
 """The evaluation as a table and as one picture: where the bits went, and what they bought.
 
-Matplotlib is imported when a picture is drawn, on its Agg canvas without pyplot: no window, no global state. The PNG
-carries no date and no version, so the same evaluation gives the same bytes with the same matplotlib.
+The allocation has a row per layer, K and V side by side, a cell per KV head where heads differ. Colour and number say
+the bits of a code; groups, sinks and windows are in ``kvcal inspect``'s table.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcal.artifact import write_bytes_atomic
-from kvcal.charts.allocation import draw_allocation
-from kvcal.charts.labels import Label, Mark, place_labels
-from kvcal.plan.plan import Plan
+from kvcal.charts import GREY, RED, SMALLEST_KL, Mark, Panel, Picture, accuracy_mark, kl_mark
+from kvcal.plan.plan import SIDES, Plan
 from kvcal.quantities import format_bytes
 from kvcal.stages.evaluate.stage import Evaluation, Row, priced_header
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PLAN_COLOUR, BASELINE_COLOUR = "#c0392b", "#4d4d4d"
-# KL below this is rounding (a 16-bit cache against the model without it); the logarithmic axis ends here.
-SMALLEST_KL = 1e-6
-
-
-@dataclass(frozen=True)
-class Point:
-    """A row in a chart; ``below`` and ``above`` are the lengths of its error bar."""
-
-    row: Row
-    y: float
-    below: float
-    above: float
+# Code bits, light to dark: one hue, so that more bits are darker in print, too. None: a bounded layer.
+COLOURS = {1: "#f1eef6", 2: "#d0d1e6", 3: "#a6bddb", 4: "#74a9cf", 8: "#2b8cbe", 16: "#045a8d", None: "#e6e6e6"}
+DARK_BITS = 8
+# Beyond these, cells are too small for their numbers, and not every layer is named.
+MOST_NUMBERED_LAYERS, MOST_NUMBERED_HEADS, MOST_NAMED_LAYERS = 48, 8, 32
+GAP = 0.04
 
 
 def table_rows(evaluation: Evaluation) -> list[tuple[str, tuple[str, ...]]]:
@@ -42,7 +31,6 @@ def table_rows(evaluation: Evaluation) -> list[tuple[str, tuple[str, ...]]]:
     rows = evaluation.rows
     if not rows:
         return []
-    tasks = [task.task for task in rows[0].tasks]
     columns = [
         ("plan", [row.name for row in rows]),
         (priced_header(rows[0].workload), [f"{row.bits_per_value:.3f}" for row in rows]),
@@ -52,14 +40,21 @@ def table_rows(evaluation: Evaluation) -> list[tuple[str, tuple[str, ...]]]:
         ("top-1 %", [_percent(row.text.top1_agreement, row.text.top1_se) for row in rows]),
         ("perplexity", [_with_error(row.text.perplexity, row.text.perplexity_se, 4) for row in rows]),
     ]
-    for number, name in enumerate(tasks):
-        results = [row.tasks[number] for row in rows]
-        columns.append((f"{name} %", [_percent(task.accuracy, task.accuracy_se) for task in results]))
-    if tasks:
+    for results in zip(*(row.tasks for row in rows), strict=True):
+        columns.append((f"{results[0].task} %", [_percent(task.accuracy, task.accuracy_se) for task in results]))
+    if rows[0].tasks:
         columns.append(("all tasks %", [_percent(row.accuracy or 0.0, row.accuracy_se) for row in rows]))
         columns.append(("bits at the tasks' lengths", [row.task_bits.cell if row.task_bits else "" for row in rows]))
         columns.append(("generated", [str(sum(task.generated_tokens for task in row.tasks)) for row in rows]))
     return [(header, tuple(cells)) for header, cells in columns]
+
+
+def _with_error(value: float, error: float | None, digits: int) -> str:
+    return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+
+
+def _percent(share: float, error: float | None) -> str:
+    return _with_error(100 * share, None if error is None else 100 * error, 1)
 
 
 def draw(evaluation: Evaluation, plan: Plan, path: str | Path) -> None:
@@ -68,101 +63,90 @@ def draw(evaluation: Evaluation, plan: Plan, path: str | Path) -> None:
     Raises:
         ArtifactError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13.5, 7.2), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(2, 2, width_ratios=(1, 1.9))
-    draw_allocation(figure.add_subplot(grid[:, 0]), plan)
-    rows = evaluation.rows
-    digest = plan.sha256
-    has_tasks = any(row.tasks for row in rows)
-    charts = [(_draw_kl, grid[0, 1] if has_tasks else grid[:, 1])] if rows else []
-    charts += [(_draw_accuracy, grid[1, 1])] if has_tasks else []
-    drawn = []
-    for chart, place in charts:
-        axes = figure.add_subplot(place)
-        drawn.append((axes, chart(axes, rows, digest)))
-    workload = plan.workload
+    rows, digest, workload = evaluation.rows, plan.sha256, plan.workload
     name = next((row.name for row in rows if row.plan_sha256 == digest), "plan")
-    figure.suptitle(
+    picture = Picture(
+        13.5,
+        7.2,
         f"{name} on {plan.model.id}: {plan.bits_per_value():.2f} bits per cached value with everything counted, "
         f"{format_bytes(plan.predicted_bytes)} at batch {workload.batch} x {workload.context} tokens",
-        fontsize=12,
     )
-    figure.draw_without_rendering()
-    for axes, points in drawn:
-        _label(axes, points, digest)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", metadata={"Software": None})
-    write_bytes_atomic(path, picture.getvalue())
+    grid = picture.figure.add_gridspec(2, 2, width_ratios=(1, 1.9))
+    draw_allocation(picture.panel(grid[:, 0]).axes, plan)
+    has_tasks = any(row.tasks for row in rows)
+    if rows:
+        draw_kl(picture.panel(grid[0, 1] if has_tasks else grid[:, 1]), rows, digest)
+    if has_tasks:
+        draw_accuracy(picture.panel(grid[1, 1]), [row for row in rows if row.tasks], digest)
+    picture.save(path)
 
 
-def _draw_kl(axes: Axes, rows: Sequence[Row], digest: str) -> list[Point]:
-    points = []
-    for row in rows:
-        kl, error = max(row.text.kl, SMALLEST_KL), row.text.kl_se or 0.0
-        # On a logarithmic axis the lower end of an error bar must stay above zero.
-        points.append(Point(row, kl, min(error, 0.7 * kl), error))
-    axes.set_yscale("log")
-    axes.set_ylim(min(p.y - p.below for p in points) / 2, 2 * max(p.y + p.above for p in points))
-    axes.set_ylabel(f"KL to 16 bits (nats per token)\nbelow {SMALLEST_KL:g} drawn there")
-    axes.set_title(f"KL on texts of {rows[0].text_bits.mean_tokens:.0f} tokens against size (lower left is better)")
-    return _plot(axes, points, digest)
+def draw_kl(panel: Panel, rows: Sequence[Row], digest: str) -> None:
+    """The upper panel; the row of the plan with this digest stands out."""
+    marks = [kl_mark(row.total_bytes, row) for row in rows]
+    panel.log_kl(marks)
+    title = f"KL on texts of {rows[0].text_bits.mean_tokens:.0f} tokens against size (lower left is better)"
+    _draw(panel, title, f"KL to 16 bits (nats per token)\nbelow {SMALLEST_KL:g} drawn there", rows, marks, digest)
 
 
-def _draw_accuracy(axes: Axes, rows: Sequence[Row], digest: str) -> list[Point]:
-    points = [Point(row, 100 * (row.accuracy or 0), *[100 * (row.accuracy_se or 0)] * 2) for row in rows if row.tasks]
-    axes.set_ylim(-8, 116)
-    axes.set_ylabel("exact match (%)")
-    axes.set_title("Accuracy, mean over tasks, against size (upper left is better)")
-    return _plot(axes, points, digest)
+def draw_accuracy(panel: Panel, rows: Sequence[Row], digest: str) -> None:
+    """The lower panel."""
+    marks = [accuracy_mark(row.total_bytes, row) for row in rows]
+    panel.axes.set_ylim(-8, 116)
+    title = "Accuracy, mean over tasks, against size (upper left is better)"
+    _draw(panel, title, "exact match (%)", rows, marks, digest)
 
 
-def _plot(axes: Axes, points: list[Point], digest: str) -> list[Point]:
+def _draw(panel: Panel, title: str, y: str, rows: Sequence[Row], marks: Sequence[Mark], digest: str) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    for point in points:
-        is_plan = point.row.plan_sha256 == digest
-        axes.errorbar(
-            point.row.total_bytes,
-            point.y,
-            yerr=[[point.below], [point.above]],
-            color=PLAN_COLOUR if is_plan else BASELINE_COLOUR,
-            marker="D" if is_plan else "o",
-            markersize=6,
-            elinewidth=1,
-            capsize=3,
-        )
-    sizes = [point.row.total_bytes for point in points]
+    axes, workload = panel.axes, rows[0].workload
+    for row, mark in zip(rows, marks, strict=True):
+        is_plan = row.plan_sha256 == digest
+        panel.point(mark, RED if is_plan else GREY, "D" if is_plan else "o", row.name, is_plan)
     axes.set_xscale("log")
-    axes.set_xlim(min(sizes) / 1.35, max(sizes) * 1.35)
+    axes.set_xlim(min(mark.x for mark in marks) / 1.35, max(mark.x for mark in marks) * 1.35)
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(int(size))))
-    workload = points[0].row.workload
-    axes.set_xlabel(
-        f"whole cache at {workload.batch} x {workload.context} tokens (bytes, logarithmic); bars: 1 standard error"
+    size = f"whole cache at {workload.batch} x {workload.context} tokens (bytes, logarithmic); bars: 1 standard error"
+    panel.frame(title, size, y)
+
+
+def draw_allocation(axes: Axes, plan: Plan) -> None:
+    """Fill ``axes`` with the code bits of every layer of ``plan``: one value a side, or one per KV head where they
+    differ."""
+    from matplotlib.patches import Patch, Rectangle
+
+    layers = plan.layers
+    is_per_head, used = False, set[int | None]()
+    for y, layer in enumerate(layers):
+        for x, side in enumerate(SIDES):
+            bits = [fmt.num_bits for fmt in layer.formats(side)] if layer.is_paged else [None]
+            bits = bits if len(set(bits)) > 1 else bits[:1]
+            used, is_per_head = used | {*bits}, is_per_head or len(bits) > 1
+            width = (1 - 2 * GAP) / len(bits)
+            for head, value in enumerate(bits):
+                left = x + GAP + head * width
+                axes.add_patch(Rectangle((left, y - 0.46), width, 0.92, facecolor=COLOURS[value], edgecolor="white"))
+                if value is not None and len(layers) <= MOST_NUMBERED_LAYERS and len(bits) <= MOST_NUMBERED_HEADS:
+                    axes.text(
+                        left + width / 2, y, str(value), ha="center", va="center",
+                        color="white" if value >= DARK_BITS else "black",
+                        fontsize=10 if len(layers) <= MOST_NUMBERED_LAYERS // 2 else 7,
+                    )  # fmt: skip
+    step = -(-len(layers) // MOST_NAMED_LAYERS)
+    axes.set_xlim(0, 2)
+    axes.set_ylim(len(layers) - 0.4, -0.6)
+    axes.set_xticks([0.5, 1.5], ["keys", "values"])
+    axes.xaxis.tick_top()
+    axes.set_yticks(range(0, len(layers), step), [str(layer.geometry.index) for layer in layers[::step]])
+    axes.set_ylabel("layer")
+    axes.set_title("Bits of a code, by layer" + (" and KV head" if is_per_head else ""))
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    names = {bits: "bounded, 16 bits" if bits is None else f"{bits} bit{'s' * (bits > 1)}" for bits in COLOURS}
+    handles = [Patch(facecolor=COLOURS[b], edgecolor="grey", label=names[b]) for b in COLOURS if b in used]
+    axes.legend(
+        handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.01), ncols=min(3, len(handles)), frameon=False
     )
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    return points
-
-
-def _label(axes: Axes, points: Sequence[Point], digest: str) -> None:
-    """Name every point. After the layout is final."""
-    marks = [Mark(point.row.total_bytes, point.y, point.below, point.above) for point in points]
-    labels = []
-    for mark, point in zip(marks, points, strict=True):
-        is_plan = point.row.plan_sha256 == digest
-        labels.append(Label(mark, point.row.name, PLAN_COLOUR if is_plan else "black", is_plan))
-    place_labels(axes, marks, labels)
-
-
-def _with_error(value: float, error: float | None, digits: int) -> str:
-    return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
-
-
-def _percent(share: float, error: float | None) -> str:
-    return f"{100 * share:.1f}" + ("" if error is None else f" ± {100 * error:.1f}")

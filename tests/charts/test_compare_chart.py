@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvcal.charts import Panel
 from kvcal.charts import comparison as compare_chart
 from kvcal.charts.comparison import baselines_of, draw_comparison, systems_of
-from kvcal.charts.labels import place_labels
 from kvcal.plan.plan import Workload
 from kvcal.stages.compare.record import (
     Calibration,
@@ -121,8 +121,9 @@ def test_labels_do_not_overlap(panel: str) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     draw = {"kl": compare_chart.draw_kl, "accuracy": compare_chart.draw_accuracy}[panel]
-    marks, labels = draw(axes, systems_of(many()), baselines_of(many()))
-    place_labels(axes, marks, labels)
+    drawn = Panel(axes)
+    draw(drawn, systems_of(many()), baselines_of(many()))
+    drawn.place_labels()
     boxes = [text.get_window_extent() for text in axes.texts]
     assert {text.get_text() for text in axes.texts} == {"kivi-2", *(f"system {i}" for i in range(6))}
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcal.charts.evaluation import draw, table_rows
+from kvcal.charts import Panel
+from kvcal.charts.evaluation import draw, draw_kl, table_rows
 from kvcal.errors import ArtifactError
 from kvcal.geometry import AttentionGeometry, ModelIdentity, StateGeometry
 from kvcal.plan.plan import RAW, Format, LayerPlan, Plan, Workload
@@ -111,14 +112,13 @@ def test_labels_do_not_overlap() -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from kvcal.charts import evaluation as report
-
     rows = [row(f"plan number {i}", UNIFORM, 0.05 + 0.002 * i, 4) for i in range(6)]
     figure = Figure(figsize=(9, 4))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    points = report._draw_kl(axes, rows, "")
-    report._label(axes, points, "")
+    panel = Panel(axes)
+    draw_kl(panel, rows, "")
+    panel.place_labels()
     boxes = [text.get_window_extent() for text in axes.texts]
     assert [text.get_text() for text in axes.texts] == [r.name for r in rows]
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
