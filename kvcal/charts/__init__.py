@@ -41,10 +41,11 @@ class Mark(NamedTuple):
 
 @dataclass
 class Panel:
-    """Axes, ``labels`` (mark, text, colour, whether bold), and the ``lines`` between two marks that labels must not
-    cover; a point is a line to itself."""
+    """Axes, ``labels`` (mark, text, colour, whether bold), and what they must not cover: ``marks``, and ``lines``
+    between two of them."""
 
     axes: Axes
+    marks: list[Mark] = field(default_factory=list)
     lines: list[tuple[Mark, Mark]] = field(default_factory=list)
     labels: list[tuple[Mark, str, str, bool]] = field(default_factory=list)
 
@@ -52,7 +53,7 @@ class Panel:
         """Draw a mark with its error bar, and name it."""
         bar = [[mark.below], [mark.above]]
         self.axes.errorbar(mark.x, mark.y, bar, color=colour, marker=marker, markersize=6.5, elinewidth=1, capsize=3)
-        self.lines.append((mark, mark))
+        self.marks.append(mark)
         if name:
             self.labels.append((mark, name, colour, is_bold))
 
@@ -70,7 +71,7 @@ class Panel:
             self.axes.set_ylim(low / 2, 2 * high)
 
     def place_labels(self) -> None:
-        """Write the labels, clear of the lines and of each other. Places are found in pixels: the layout must be final.
+        """Write the labels, clear of marks, lines and each other. Places are found in pixels: the layout must be final.
 
         Every label takes the first place around its mark that is inside the axes and free; the farthest one where none
         is. Greedy, in order: the same chart always gets the same places.
@@ -78,13 +79,14 @@ class Panel:
         from matplotlib.transforms import Bbox
 
         axes, taken = self.axes, []
+        for x, y, below, above in self.marks:
+            (left, middle), (_, low), (_, high) = axes.transData.transform([(x, y), (x, y - below), (x, y + above)])
+            taken.append(Bbox([[left - 4, min(low, middle - 6)], [left + 4, max(high, middle + 6)]]))
         for line in self.lines:
-            first, last = (
-                axes.transData.transform([(x, y), (x, y - below), (x, y + above)]) for x, y, below, above in line
-            )
-            for number in range(POINTS_OF_A_LINE if line[0] != line[1] else 1):
-                (x, y), (_, low), (_, high) = first + (last - first) * number / POINTS_OF_A_LINE
-                taken.append(Bbox([[x - 4, min(low, y - 6)], [x + 4, max(high, y + 6)]]))
+            first, last = axes.transData.transform([mark[:2] for mark in line])
+            for number in range(1, POINTS_OF_A_LINE):
+                x, y = first + (last - first) * number / POINTS_OF_A_LINE
+                taken.append(Bbox([[x - 4, y - 6], [x + 4, y + 6]]))
         for mark, name, colour, is_bold in self.labels:
             weight = "bold" if is_bold else "normal"
             text = axes.annotate(

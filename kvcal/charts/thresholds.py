@@ -29,16 +29,19 @@ def draw_tuning(tuning: Tuning, path: str | Path, chosen: Trial | None = None, m
     others = [mark for number, mark in enumerate(marks) if number not in tuning.front]
     if others:
         axes.plot([m.x for m in others], [m.y for m in others], "o", color=TRIAL_COLOUR, markersize=5, label="trial")
-        panel.lines += [(mark, mark) for mark in others]
+        panel.marks += others
     if front:
         x, y = [mark.x for mark in front], [mark.y for mark in front]
         axes.plot(x, y, "o-", color=BLUE, drawstyle="steps-post", linewidth=1, markersize=6, label="Pareto front")
+    for first, last in zip(front, front[1:], strict=False):
+        corner = Mark(last.x, first.y)
+        panel.lines += [(first, corner), (corner, last)]
     for count, number in enumerate(tuning.front):
         values = ", ".join(f"{tuning.trials[number].thresholds[name]:.2f}" for name in names)
         panel.point(marks[number], BLUE, "o", values if count < MOST_LABELS else "")
     if chosen is not None:
         mark = marks[chosen.number]
-        axes.plot(mark.x, mark.y, "D", color=RED, markersize=9, label=f"chosen: trial {chosen.number}")
+        axes.plot(mark.x, mark.y, "D", color=RED, markersize=9, zorder=3, label=f"chosen: trial {chosen.number}")
     if max_bits is not None:
         axes.axvline(max_bits, color=RED, linestyle=":", linewidth=1, label=f"cap: {max_bits:g} bits")
     title = f"Threshold search: {len(tuning.trials)} trials over {', '.join(names)} (upper left is better)"
