@@ -1,6 +1,6 @@
 """Decode steps and text through the packed cache: milliseconds, beside transformers' own cache.
 
-    make bench          or          python -m pytest experiments -m bench -s
+    make bench          or          python -m pytest experiments/bench_cache.py -m bench -s
 
 Prints one line a measurement; asserts only that what is timed is right. Two machines' figures are not comparable.
 """

@@ -1,6 +1,8 @@
 """Time and peak memory of every stage on the embedded model, each command in a process of its own.
 
-    make bench-stages          (pytest experiments/bench_stages.py -m bench -s)
+    make bench          or          python -m pytest experiments/bench_stages.py -m bench -s
+
+KVCAL_BENCH_MODEL names another model.
 
 Prints wall seconds and peak resident memory; importing torch and transformers alone is the first row.
 """
@@ -33,15 +35,15 @@ def test_stages(tmp_path: Path) -> None:
     model = os.environ.get("KVCAL_BENCH_MODEL", "reasoner-10m")
     commands = {
         "import torch, transformers": ["-c", "import torch, transformers; transformers.AutoModelForCausalLM"],
-        "--help": ["-m", "kvcal.cli", "--help"],
-        "profile": ["-m", "kvcal.cli", "profile", model, "--out", folder],
-        "allocate": ["-m", "kvcal.cli", "allocate", folder, "--same-bytes-as", "kivi-2"],
-        "allocate --sweep": ["-m", "kvcal.cli", "allocate", folder, "--sweep"],
-        "compile": ["-m", "kvcal.cli", "compile", folder],
-        "inspect": ["-m", "kvcal.cli", "inspect", plan],
-        "verify": ["-m", "kvcal.cli", "verify", plan, "--model", model],
+        "--help": ["-m", "kvcal", "--help"],
+        "profile": ["-m", "kvcal", "profile", model, "--out", folder],
+        "allocate": ["-m", "kvcal", "allocate", folder, "--same-bytes-as", "kivi-2"],
+        "allocate --sweep": ["-m", "kvcal", "allocate", folder, "--sweep"],
+        "compile": ["-m", "kvcal", "compile", folder],
+        "inspect": ["-m", "kvcal", "inspect", plan],
+        "verify": ["-m", "kvcal", "verify", plan, "--model", model],
         "eval, two plans": [
-            "-m", "kvcal.cli", "eval", plan, "--model", model, "--out", folder, "--against", "kivi-2",
+            "-m", "kvcal", "eval", plan, "--model", model, "--out", folder, "--against", "kivi-2",
         ],
     }  # fmt: skip
     print(f"\n{'stage':28s} {'seconds':>8s} {'peak MiB':>9s}")

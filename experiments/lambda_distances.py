@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from shared import mean_and_error
 from torch import Tensor
 
 from kvcal.models.load import LoadedModel
@@ -34,11 +35,6 @@ class Texts:
     def pieces(self, length: int) -> tuple[Tensor, ...]:
         """All texts in pieces of ``length`` tokens, each with the first token of its text (bos) in front."""
         return tuple(torch.cat([text[:1], piece[1:]]) for text in self.tokens for piece in text.split(length))
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    found = torch.tensor(values, dtype=torch.float64)
-    return float(found.mean()), float(found.std() / math.sqrt(len(found))) if len(found) > 1 else 0.0
 
 
 def spearman(one_NC: Tensor, other_NC: Tensor) -> float:

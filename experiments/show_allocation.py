@@ -16,7 +16,6 @@ errors over texts.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import random
@@ -26,7 +25,8 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from show_progressive import cell, load_texts, mean_and_error, measure
+from shared import arguments, print_table
+from show_progressive import cell, load_texts, measure, over_tokens
 
 from kvcal.data.sequences import DataSpec, load_sequences
 from kvcal.models.load import LoadedModel, load
@@ -129,29 +129,26 @@ def show(axis: Axis, chosen: Mapping[str, tuple[int, ...]], plans: Mapping[str, 
     """Print the table of one axis, and return its rows."""
     first, *others = chosen
     budget, rows = plans[first].predicted_bytes, {}
-    print(f"\n### Keys per {axis}\n\n| blocks | KL to 16 bits | more than {first} | bytes | at 4 bits |")
-    print("|---|---|---|---|---|")
+    cells = []
     for name, bits in chosen.items():
         nbytes = plans[name].predicted_bytes
         assert nbytes <= budget and (nbytes == budget or len(bits) % 2), f"{name}: {nbytes} bytes, not {budget}"
-        found, more = mean_and_error(kl[name], wanted), mean_and_error(kl[name] - kl[first], wanted)
+        found, more = over_tokens(kl[name], wanted), over_tokens(kl[name] - kl[first], wanted)
         high = [number for number, b in enumerate(bits) if b == max(BITS)]
-        print(f"| {name} | {cell(found)} | {cell(more) if name in others else ''} | {nbytes} | {high or ''} |")
+        cells.append((name, cell(found), cell(more) if name in others else "", nbytes, high or ""))
         rows[name] = {"kl": found, "more": more, "bytes": nbytes, "bits": bits}
+    print_table(f"Keys per {axis}", ("blocks", "KL to 16 bits", f"more than {first}", "bytes", "at 4 bits"), cells)
     randoms = [kl[name] for name in others if name.startswith("random")]
     mean = torch.stack(randoms).mean(0)
     for objective in OBJECTIVES:
         print(f"\n{objective} less the mean of {len(randoms)} random ones: ", end="")
-        rows[f"{objective} less random"] = less = mean_and_error(kl[f"program, {objective}"] - mean, wanted)
+        rows[f"{objective} less random"] = less = over_tokens(kl[f"program, {objective}"] - mean, wanted)
         print(cell(less), flush=True)
-    return {**rows, "random, mean": mean_and_error(mean, wanted)}
+    return {**rows, "random, mean": over_tokens(mean, wanted)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="reasoner-10m")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    parser = arguments(__doc__)
     parser.add_argument("--texts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=1024, help="length of every text")
     parser.add_argument("--seed", type=int, default=1)

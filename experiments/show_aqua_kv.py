@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from shared import arguments, print_table
 
 from kvcal.console import TerminalReporter
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
@@ -129,7 +130,7 @@ def show_grids(num_samples: int) -> list[dict[str, float]]:
     for dim, num_points in GRIDS:
         error = mean_squared_error(gaussian_grid(dim, num_points), num_samples, seed=1)
         rows.append({"dim": dim, "points": num_points, "error": error, "expected": EXPECTED_ERRORS[dim, num_points]})
-    table("Grids: mean squared error per dimension", list(rows[0]), [list(row.values()) for row in rows])
+    print_table("Grids: mean squared error per dimension", list(rows[0]), [list(row.values()) for row in rows])
     return rows
 
 
@@ -140,11 +141,8 @@ def show_quality(
     texts: TokenDataset,
     num_problems: int,
 ) -> list[dict[str, object]]:
-    reference, rows, problems = (
-        Reference(loaded, texts, TEXT_BATCH),
-        [],
-        EvaluateSpec(num_problems=max(1, num_problems)),
-    )
+    reference, rows = Reference(loaded, texts, TEXT_BATCH), []
+    problems = EvaluateSpec(num_problems=max(1, num_problems))
     for name, plan in plans.items():
         with TerminalReporter().running() as reporter:
             text = measure_text(loaded, plan, texts, TEXT_BATCH, reporter, reference)
@@ -175,7 +173,7 @@ def show_quality(
         ]
         for row in rows
     ]
-    table(f"Quality; bits and bytes at {workload.batch} x {workload.context} tokens", head, cells)
+    print_table(f"Quality; bits and bytes at {workload.batch} x {workload.context} tokens", head, cells)
     return rows
 
 
@@ -188,7 +186,7 @@ def show_memory(given: argparse.Namespace, counts: Sequence[int]) -> list[dict[s
         done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
     head = ["sequences", "tokens", "peak MiB", "MiB before fitting"]
-    table("Peak memory of fitting", head, [[row[name] for name in head] for row in rows])
+    print_table("Peak memory of fitting", head, [[row[name] for name in head] for row in rows])
     return rows
 
 
@@ -216,16 +214,8 @@ def calibration(loaded: LoadedModel, given: argparse.Namespace, num_samples: int
     return load_sequences(DataSpec(given.data, num_samples, given.seq_len, seed=0), loaded.tokenizer)
 
 
-def table(title: str, head: Sequence[object], rows: Sequence[Sequence[object]]) -> None:
-    lines = [f"\n**{title}**\n", "| " + " | ".join(map(str, head)) + " |", "|---" * len(head) + "|"]
-    lines += ["| " + " | ".join(f"{x:.4f}" if isinstance(x, float) else str(x) for x in row) + " |" for row in rows]
-    print("\n".join(lines), flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="reasoner-10m")
-    parser.add_argument("--device", default="auto")
+    parser = arguments(__doc__, is_out_required=False)
     parser.add_argument("--data", default="tasks", help="a source of text, as in a recipe's [data]")
     parser.add_argument("--samples", type=int, default=48, help="sequences to fit on")
     parser.add_argument("--texts", type=int, default=16, help="sequences to measure on")
@@ -235,7 +225,6 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=0, help="problems of each task; 0 measures no accuracy")
     parser.add_argument("--quick", action="store_true", help="few plans, short sequences: a smoke run")
     parser.add_argument("--memory-of", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if given.quick:
         given.samples, given.texts, given.seq_len = 6, 2, 400
@@ -256,7 +245,7 @@ def main() -> None:
             predictor_bytes[case.name] = record.nbytes
             fits[case.name] = [dump(finding) for finding in record.findings]
             if case.predictors == PredictorSpec():
-                table(f"Predictors: {case.name}", *table_rows(record))
+                print_table(f"Predictors: {case.name}", *table_rows(record))
     result["fits"] = fits
     result["quality"] = show_quality(loaded, plans, predictor_bytes, texts, given.problems)
     result["memory"] = show_memory(given, (4, 8) if given.quick else (8, 16, 32, 64))

@@ -10,14 +10,12 @@ compared at equal pages, keys alone. ``--problems`` adds exact match on as many 
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
+from shared import arguments, print_table, ratio_and_error
 from torch import Tensor
 
 from kvcal.console import TerminalReporter
@@ -101,13 +99,6 @@ def kl_sums(loaded: LoadedModel, plans: Sequence[Plan], data: TokenDataset, repo
     return torch.stack(columns, 1)
 
 
-def ratio(sums: Tensor, counts: Tensor) -> tuple[float, float]:
-    """Mean over tokens and its standard error over sequences (delta method); two sequences or more."""
-    mean, n = float(sums.sum() / counts.sum()), len(sums)
-    spread = float((sums - mean * counts).square().sum())
-    return mean, math.sqrt(n / (n - 1) * spread) / float(counts.sum())
-
-
 def compared_with(case: Case, cases: Sequence[Case]) -> int | None:
     """The row that ``case`` is compared with: the next smaller share, or random channels at equal bytes."""
     if case.sweep == "scores":
@@ -154,7 +145,7 @@ def measure(loaded: LoadedModel, cases: Sequence[Case], data: TokenDataset, prob
     head_dim, results = head_dim_of(loaded), []
     for number, (case, plan) in enumerate(zip(cases, plans, strict=True)):
         other = compared_with(case, cases)
-        change = (None, None) if other is None else ratio(sums[number] - sums[other], counts)
+        change = (None, None) if other is None else ratio_and_error(sums[number] - sums[other], counts)
         asked = problems and case.sweep == "recipe"
         results.append(
             Result(
@@ -162,7 +153,7 @@ def measure(loaded: LoadedModel, cases: Sequence[Case], data: TokenDataset, prob
                 case.score,
                 case.share,
                 *page_bits(case, head_dim, loaded.geometry.cache_dtype),
-                *ratio(sums[number], counts),
+                *ratio_and_error(sums[number], counts),
                 *change,
                 measure_tasks(loaded, plan, EvaluateSpec(num_problems=problems), reporter) if asked else (),
             )
@@ -181,8 +172,7 @@ def is_monotone(results: Sequence[Result], sweep: str) -> bool:
     return all(change <= 2 * error for change, error in steps)
 
 
-def markdown(results: Sequence[Result]) -> str:
-    lines = []
+def print_results(results: Sequence[Result]) -> None:
     titles = {
         "keys": "Share of channels at 4 bits, keys alone (change: against the row above)",
         "recipe": "Share of channels at 4 bits, values at 2 bits (change: against the row above)",
@@ -192,29 +182,26 @@ def markdown(results: Sequence[Result]) -> str:
         rows = [result for result in results if result.sweep == sweep]
         head = ["share", "score", "K page, bytes", "bits a value", "KL", "change of KL"]
         head += [task.task for task in rows[0].tasks]
-        lines += ["", f"**{title}**", "", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+        lines = []
         for r in rows:
             change = "" if r.change is None else f"{r.change:+.5f} ± {r.change_se:.5f}"
             score = r.score if r.share else "–"
             cells = [f"{r.share:.1%}", score, str(r.k_page_bytes), f"{r.page_bits:.3f}", f"{r.kl:.5f} ± {r.kl_se:.5f}"]
             accuracy = [f"{task.accuracy:.1%} ± {task.accuracy_se:.1%}" for task in r.tasks]
-            lines.append("| " + " | ".join([*cells, change, *accuracy]) + " |")
+            lines.append([*cells, change, *accuracy])
+        print_table(title, head, lines)
         if sweep != "scores":
             verdict = "yes" if is_monotone(results, sweep) else "NO"
-            lines += ["", f"More boosted channels are never worse by more than two standard errors: {verdict}."]
-    return "\n".join(lines)
+            print(f"\nMore boosted channels are never worse by more than two standard errors: {verdict}.")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="reasoner-10m")
-    parser.add_argument("--device", default="auto")
+    parser = arguments(__doc__, is_out_required=False)
     parser.add_argument("--data", default="tasks", help="a source of text, as in a recipe's [data]")
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--problems", type=int, default=0, help="problems of each task; 0 measures no accuracy")
     parser.add_argument("--quick", action="store_true", help="few plans on two short sequences")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if given.samples < 2:
         parser.error("--samples: errors need two sequences or more")
@@ -224,11 +211,9 @@ def main() -> None:
     data = load_sequences(DataSpec(given.data, samples, seq_len, seed=1), loaded.tokenizer, purpose="report")
     head_dim = head_dim_of(loaded)
     pages = page_table(sorted({64, 128, head_dim}))
-    head = list(pages[0])
-    print("**Bytes of a page of keys, one KV head**\n\n| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
-    print("\n".join("| " + " | ".join(str(row[key]) for key in head) + " |" for row in pages))
+    print_table("Bytes of a page of keys, one KV head", list(pages[0]), [list(row.values()) for row in pages])
     results = measure(loaded, cases_of(head_dim, given.quick), data, given.problems)
-    print(markdown(results))
+    print_results(results)
     exact = unquantized_plan(loaded.identity, loaded.geometry)
     spec = EvaluateSpec(num_problems=given.problems)
     at_16_bits = measure_tasks(loaded, exact, spec, TerminalReporter()) if given.problems else ()

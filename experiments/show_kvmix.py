@@ -14,18 +14,17 @@ KL to 16 bits is read through the packed cache, decode-faithfully; errors are st
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
 import statistics
+import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import kvmix_3bit
 import torch
+from shared import arguments, picked, print_table
 
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.models.load import LoadedModel, load
@@ -45,6 +44,9 @@ from kvcal.stages.allocate.importance import (
 )
 from kvcal.stages.evaluate.text import Reference, measure_text
 from kvcal.stages.profile import Profile, run_profile
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+import kvmix_3bit  # noqa: E402  (the paper's words, which no plan has)
 
 Rows = list[dict[str, Any]]
 PARAM_DTYPE, BATCH = "float16", 8
@@ -70,12 +72,6 @@ class Sizes:
 
 
 FULL, QUICK = Sizes(20, 1024, 24, 20, 6), Sizes(3, 384, 2, 2, 3)
-
-
-def picked(data: TokenDataset, numbers: Sequence[int]) -> TokenDataset:
-    """The sequences of these numbers."""
-    sequences, masks = (tuple(part[number] for number in numbers) for part in (data.sequences, data.loss_masks))
-    return dataclasses.replace(data, sequences=sequences, loss_masks=masks)
 
 
 def telling(data: TokenDataset, count: int) -> TokenDataset:
@@ -222,19 +218,8 @@ def show_words(loaded: LoadedModel, tokens_T: torch.Tensor) -> Rows:
     return rows
 
 
-def show(title: str, rows: Rows, columns: Sequence[str]) -> None:
-    """A markdown table."""
-    print(f"\n## {title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for row in rows:
-        cells = [row.get(column, "") for column in columns]
-        print("| " + " | ".join(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="reasoner-10m")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, required=True)
+    parser = arguments(__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke run: its figures mean nothing")
     given = parser.parse_args()
     sizes = QUICK if given.quick else FULL
@@ -255,7 +240,8 @@ def main() -> None:
         "words": show_words(loaded, max(judge.data.sequences, key=len)),
     }
     for title, rows in results.items():
-        show(title, rows, [column for column in rows[0] if column not in ("scores", "single KL")])
+        columns = [column for column in rows[0] if column not in ("scores", "single KL")]
+        print_table(title, columns, [[row.get(column, "") for column in columns] for row in rows])
     report = {"model": loaded.identity.id, "device": str(loaded.model.device), "sizes": dataclasses.asdict(sizes)}
     given.out.write_text(json.dumps({**report, **results}, indent=2) + "\n", encoding="utf-8")
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shared import arguments, mean_and_error, print_table
 from torch import Tensor
 
 from kvcal.charts.thresholds import draw_tuning
@@ -50,7 +50,6 @@ ROOMS = (
     ("16 bits 1/64, 4 bits 1/4", (Tier(16, 1 / 64), Tier(4, 1 / 4))),
     ("4 bits 1/8", (Tier(4, 1 / 8),)),
 )
-Pair = tuple[float, float]
 
 
 def plan_of(loaded: LoadedModel, recipe: Recipe, boost: Boost | None, workload: Workload, v: Format) -> Plan:
@@ -68,12 +67,6 @@ def kl_by_text(loaded: LoadedModel, plans: Sequence[Plan], data: TokenDataset, r
         columns.append(divergences(loaded.model, reference, plans, tokens[None], mask[None]).mean(1))
         reporter(number + 1, len(data.sequences), "scores: texts")
     return torch.stack(columns, dim=1)
-
-
-def mean_and_error(values: Tensor) -> Pair:
-    """Mean over texts and its standard error (0 for a single one)."""
-    spread = float(values.std()) if len(values) > 1 else 0.0
-    return float(values.mean()), spread / math.sqrt(len(values))
 
 
 def compare_scores(
@@ -110,9 +103,7 @@ def require_equal_pages(plans: Iterable[Plan]) -> None:
 
 def print_scores(rows: Sequence[Mapping[str, Any]]) -> None:
     names = [task["task"] for task in next((row["tasks"] for row in rows if "tasks" in row), [])]
-    print("\n### Scores of key channels at equal bytes\n")
-    print(f"| rooms | values | score | KL to 16 bits | more than I S | bytes |{''.join(f' {n} % |' for n in names)}")
-    print("|---" * (6 + len(names)) + "|")
+    lines = []
     shown = {
         "query_range": "I S",
         "range": "S alone",
@@ -123,11 +114,11 @@ def print_scores(rows: Sequence[Mapping[str, Any]]) -> None:
         tasks = row.get("tasks", [])
         cells = [f"{100 * task['accuracy']:.1f} ± {100 * task['accuracy_se']:.1f}" for task in tasks]
         (kl, error), (over, over_error) = row["kl"], row["over_is"]
-        print(
-            f"| {row['rooms']} | {row['values']} | {shown.get(row['score'], row['score'])} | {kl:.5f} ± {error:.5f} | "
-            f"{over:+.5f} ± {over_error:.5f} | {row['bytes']} |"
-            + "".join(f" {cell} |" for cell in cells or [""] * len(names))
-        )
+        place = (row["rooms"], row["values"], shown.get(row["score"], row["score"]))
+        found = (f"{kl:.5f} ± {error:.5f}", f"{over:+.5f} ± {over_error:.5f}", row["bytes"])
+        lines.append((*place, *found, *(cells or [""] * len(names))))
+    head = ("rooms", "values", "score", "KL to 16 bits", "more than I S", "bytes", *(f"{name} %" for name in names))
+    print_table("Scores of key channels at equal bytes", head, lines)
 
 
 def interrupting(
@@ -166,26 +157,28 @@ def search(objective: TaskObjective, given: argparse.Namespace, reporter: Termin
 def print_front(tuning: Tuning, is_equal: bool, num_resumed: int) -> None:
     names = [threshold.name for threshold in tuning.search.thresholds]
     low, high = tuning.search.thresholds[0].low, tuning.search.thresholds[0].high
-    print(f"\n### Threshold search: {len(tuning.trials)} trials over [{low:g}, {high:g}]\n")
     verdict = "the same file" if is_equal else "ANOTHER FILE"
-    print(f"A study of {num_resumed} trials, interrupted twice and resumed: {verdict}.\n")
-    print(f"| trial | {' | '.join(names)} | accuracy % | all-in bits | code bits of keys | bytes |")
-    print("|---" * (5 + len(names)) + "|")
+    print(f"\nA study of {num_resumed} trials, interrupted twice and resumed: {verdict}.")
+    lines = []
     for number in tuning.front:
         trial, found = tuning.trials[number], tuning.trials[number].outcome
-        cells = " | ".join(f"{trial.thresholds[name]:.3f}" for name in names)
         error = "" if found.accuracy_se is None else f" ± {100 * found.accuracy_se:.1f}"
-        print(
-            f"| {number} | {cells} | {100 * found.accuracy:.1f}{error} | {found.bits_per_value:.3f} | "
-            f"{found.facts['key_code_bits']:.2f} | {found.total_bytes} |"
+        lines.append(
+            (
+                number,
+                *(f"{trial.thresholds[name]:.3f}" for name in names),
+                f"{100 * found.accuracy:.1f}{error}",
+                f"{found.bits_per_value:.3f}",
+                f"{found.facts['key_code_bits']:.2f}",
+                found.total_bytes,
+            )
         )
+    head = ("trial", *names, "accuracy %", "all-in bits", "code bits of keys", "bytes")
+    print_table(f"Threshold search: {len(tuning.trials)} trials over [{low:g}, {high:g}]", head, lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="reasoner-10m")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file; the picture is FILE.png")
+    parser = arguments(__doc__, "JSON file; the picture lies beside it, as .png")
     parser.add_argument("--texts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=1024, help="length of a text at most")
     parser.add_argument("--problems", type=int, default=24, help="of each task, for scores and trials; 0: no tasks")

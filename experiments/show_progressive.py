@@ -16,20 +16,19 @@ Errors are standard errors over texts. K and V are per token in groups of 128, 1
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
+from shared import Pair, arguments, layers_with, print_table, ratio_and_error, texts_of_length
 
 from kvcal import PlanCache
-from kvcal.data.sequences import DataSpec, load_sequences
+from kvcal.data.sequences import DataSpec
 from kvcal.models.load import LoadedModel, load
 from kvcal.pages.shrink import SHIFTS
-from kvcal.plan.plan import Format, LayerPlan, Plan, Workload, bare_layers
+from kvcal.plan.plan import Format, Plan, Workload
 from kvcal.stages.allocate.schedule import NARROWER_BITS, progressive_layers
 from kvcal.stages.divergence import kl_divergence, lockstep, unquantized_plan
 
@@ -47,16 +46,9 @@ class Texts:
 
 def load_texts(loaded: LoadedModel, num_texts: int, length: int, seed: int) -> Texts:
     """Task documents that have ``length`` tokens or more, cut there."""
-    assert loaded.tokenizer is not None
     spec = DataSpec(num_samples=8 * num_texts, seq_len=length, seed=seed)
-    data = load_sequences(spec, loaded.tokenizer, purpose="report")
-    long = [number for number, tokens in enumerate(data.sequences) if tokens.numel() == length][:num_texts]
-    if len(long) < num_texts:
-        raise SystemExit(f"{len(long)} of {8 * num_texts} texts have {length} tokens, {num_texts} were asked for")
-    return Texts(
-        torch.stack([data.sequences[number] for number in long]),
-        torch.stack([data.loss_masks[number] for number in long]),
-    )
+    data = texts_of_length(loaded, spec, num_texts, "report")
+    return Texts(torch.stack(data.sequences), torch.stack(data.loss_masks))
 
 
 def make_plans(loaded: LoadedModel, num_bits: int, workload: Workload, window: int) -> dict[str, Plan]:
@@ -64,18 +56,14 @@ def make_plans(loaded: LoadedModel, num_bits: int, workload: Workload, window: i
     fmt = Format(num_bits, "token", 128, num_sink_tokens=1, recent_window=window, param_dtype="float32")
     dtype = loaded.geometry.cache_dtype
     halvings = sum(bits >= num_bits for bits in NARROWER_BITS)
-
-    def layers_of(fmt: Format) -> tuple[LayerPlan, ...]:
-        bare = bare_layers(loaded.geometry)
-        return tuple(dataclasses.replace(layer, k=(fmt,), v=(fmt,)) if layer.is_paged else layer for layer in bare)
-
-    final = layers_of(fmt)
+    final = layers_with(loaded, fmt, fmt)
     budget = sum(layer.nbytes(dtype, workload.lengths, workload.context) for layer in final)
     layers = {"at once": final}
     for kind in SHIFTS:
         layers[f"progressive, {kind}"] = progressive_layers(final, workload, dtype, budget, shift=kind)
         at_half = (workload.context // 2,) * halvings
-        layers[f"half-way, {kind}"] = layers_of(dataclasses.replace(fmt, shrink_at=at_half, shift=kind))
+        late = dataclasses.replace(fmt, shrink_at=at_half, shift=kind)
+        layers[f"half-way, {kind}"] = layers_with(loaded, late, late)
     return {name: Plan(loaded.identity, dtype, made, workload, {}) for name, made in layers.items()}
 
 
@@ -102,12 +90,9 @@ def measure(loaded: LoadedModel, plans: Mapping[str, Plan], texts: Texts) -> dic
     return {name: torch.cat(parts, dim=2) for name, parts in zip(everything, found, strict=True)}
 
 
-def mean_and_error(values_BT: torch.Tensor, wanted_BT: torch.Tensor) -> tuple[float, float]:
-    """Mean over the wanted tokens, and its standard error over texts (a ratio of sums; 0 for a single text)."""
-    sums, counts = (values_BT * wanted_BT).sum(1), wanted_BT.sum(1)
-    mean, n = sums.sum() / counts.sum(), len(sums)
-    variance = n / max(1, n - 1) * (sums - mean * counts).square().sum()
-    return float(mean), float(variance.sqrt() / counts.sum())
+def over_tokens(values_BT: torch.Tensor, wanted_BT: torch.Tensor) -> Pair:
+    """Mean over the wanted tokens, and its standard error over texts."""
+    return ratio_and_error((values_BT * wanted_BT).sum(1), wanted_BT.sum(1))
 
 
 def summarize(plan: Plan | None, values: torch.Tensor, texts: Texts) -> dict[str, object]:
@@ -115,13 +100,13 @@ def summarize(plan: Plan | None, values: torch.Tensor, texts: Texts) -> dict[str
     (kl, nll), reasoning = values, texts.is_reasoning[:, 1:]
     position = torch.arange(1, kl.shape[1] + 1).expand_as(kl)
     length = kl.shape[1] + 1
-    quarters = [mean_and_error(kl, position * QUARTERS // length == quarter) for quarter in range(QUARTERS)]
+    quarters = [over_tokens(kl, position * QUARTERS // length == quarter) for quarter in range(QUARTERS)]
     row: dict[str, object] = {
         "kl_by_quarter": quarters,
-        "kl_second_half": mean_and_error(kl, position * 2 >= length),
-        "kl": mean_and_error(kl, torch.ones_like(reasoning)),
-        "kl_reasoning": mean_and_error(kl, reasoning),
-        "perplexity_reasoning": torch.tensor(mean_and_error(nll, reasoning)[0]).exp().item(),
+        "kl_second_half": over_tokens(kl, position * 2 >= length),
+        "kl": over_tokens(kl, torch.ones_like(reasoning)),
+        "kl_reasoning": over_tokens(kl, reasoning),
+        "perplexity_reasoning": torch.tensor(over_tokens(nll, reasoning)[0]).exp().item(),
     }
     if plan is not None:
         counts = [length * (quarter + 1) // QUARTERS for quarter in range(QUARTERS)]
@@ -137,29 +122,25 @@ def cell(pair: object) -> str:
 
 
 def print_tables(num_bits: int, rows: Mapping[str, dict[str, object]]) -> None:
-    print(f"\n### Final bits {num_bits}: at once against progressively\n")
-    print("| plan | KL, 1st quarter | 2nd | 3rd | 4th | KL of the reasoning | perplexity | page bits by quarter |")
-    print("|---|---|---|---|---|---|---|---|")
+    progressive, half_way = [], []
     for name, row in rows.items():
         quarters, bits = row["kl_by_quarter"], row.get("bits_by_quarter", ["–"])
         assert isinstance(quarters, list) and isinstance(bits, list)
-        if not name.startswith("half-way"):
-            shown = ", ".join(f"{b:.1f}" if isinstance(b, float) else b for b in bits)
-            cells = " | ".join(cell(quarter) for quarter in quarters)
-            print(f"| {name} | {cells} | {cell(row['kl_reasoning'])} | {row['perplexity_reasoning']:.4f} | {shown} |")
-    print(f"\n### Final bits {num_bits}: all pages shrink at half of the text\n")
-    print("| shift | KL in the second half | more than equivalent |\n|---|---|---|")
-    for name, row in rows.items():
         if name.startswith("half-way"):
-            difference = cell(row["kl_over_equivalent"])
-            print(f"| {name.removeprefix('half-way, ')} | {cell(row['kl_second_half'])} | {difference} |")
+            late = (cell(row["kl_second_half"]), cell(row["kl_over_equivalent"]))
+            half_way.append((name.removeprefix("half-way, "), *late))
+        else:
+            shown = ", ".join(f"{b:.1f}" if isinstance(b, float) else b for b in bits)
+            reasoning = (cell(row["kl_reasoning"]), f"{row['perplexity_reasoning']:.4f}")
+            progressive.append((name, *map(cell, quarters), *reasoning, shown))
+    head = ("plan", "KL, 1st quarter", "2nd", "3rd", "4th", "KL of the reasoning", "perplexity", "page bits by quarter")
+    print_table(f"Final bits {num_bits}: at once against progressively", head, progressive)
+    head = ("shift", "KL in the second half", "more than equivalent")
+    print_table(f"Final bits {num_bits}: all pages shrink at half of the text", head, half_way)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="reasoner-10m")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    parser = arguments(__doc__)
     parser.add_argument("--texts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=1536, help="length of every text, and the workload's context")
     parser.add_argument("--window", type=int, default=128, help="recent tokens at 16 bits")
@@ -177,7 +158,7 @@ def main() -> None:
         for kind in SHIFTS:
             kl, expected = values[f"half-way, {kind}"][0], values["half-way, equivalent"][0]
             late = torch.arange(1, length).expand_as(kl) * 2 >= length
-            rows[f"half-way, {kind}"]["kl_over_equivalent"] = mean_and_error(kl - expected, late)
+            rows[f"half-way, {kind}"]["kl_over_equivalent"] = over_tokens(kl - expected, late)
         print_tables(num_bits, rows)
         results[f"{num_bits} bits"] = rows
     given.out.write_text(json.dumps(results, indent=1) + "\n")

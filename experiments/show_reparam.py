@@ -18,7 +18,6 @@ Errors of 2 and 3 are standard errors over texts; their differences to "without 
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Mapping
@@ -26,11 +25,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from lambda_distances import STRETCH, Texts, distances, mean_and_error
+from lambda_distances import STRETCH, Texts, distances
+from shared import arguments, layers_with, mean_and_error, print_table, texts_of_length
 from torch import Tensor
 
 from kvcal import PlanCache
-from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
+from kvcal.data.sequences import DataSpec, TokenDataset
 from kvcal.models.load import LoadedModel, load
 from kvcal.models.reread import rereading
 from kvcal.models.rope import rotary_maps
@@ -48,19 +48,10 @@ Ways = Mapping[str, tuple[tuple[LayerPlan, ...], dict[str, Tensor]]]
 
 def load_texts(loaded: LoadedModel, source: str, count: int, length: int) -> tuple[Texts, Texts]:
     """(calibration, test): ``count`` texts each, of ``length`` tokens."""
-    assert loaded.tokenizer is not None
-    data = load_sequences(DataSpec(source, num_samples=40 * count, seq_len=length, seed=3), loaded.tokenizer)
-    long = [number for number, tokens in enumerate(data.sequences) if len(tokens) == length][: 2 * count]
-    if len(long) < 2 * count:
-        raise SystemExit(f"{len(long)} texts of {source} have {length} tokens, {2 * count} were asked for")
-    halves = (long[:count], long[count:])
-    found = [Texts(*(tuple(part[i] for i in half) for part in (data.sequences, data.loss_masks))) for half in halves]
-    return found[0], found[1]
-
-
-def layers_with(loaded: LoadedModel, k: Format, v: Format) -> tuple[LayerPlan, ...]:
-    bare = bare_layers(loaded.geometry)
-    return tuple(replace(layer, k=(k,), v=(v,)) if layer.is_paged else layer for layer in bare)
+    spec = DataSpec(source, num_samples=40 * count, seq_len=length, seed=3)
+    data = texts_of_length(loaded, spec, 2 * count, "fit")
+    tokens, masks = data.sequences, data.loss_masks
+    return Texts(tokens[:count], masks[:count]), Texts(tokens[count:], masks[count:])
 
 
 def calibrated(loaded: LoadedModel, fmt: Format, texts: Texts, length: int, steps: int) -> dict[str, Reparam]:
@@ -126,26 +117,22 @@ def text_kl(loaded: LoadedModel, ways: Ways, texts: Texts) -> dict[str, list[flo
 def show(title: str, values: Mapping[str, Mapping[str, list[float]]]) -> dict[str, object]:
     """A table of columns x ways, with the paired difference of each to the first way."""
     columns = list(values)
-    print(f"\n### {title}\n\n| λ | " + " | ".join(f"{name} | less than without" for name in columns) + " |")
-    print("|---" * (1 + 2 * len(columns)) + "|")
-    rows: dict[str, object] = {}
+    lines, rows = [], {}
     for way in values[columns[0]]:
         cells, row = [], {}
         for column in columns:
             plain, found = values[column]["without λ"], values[column][way]
             row[column] = [mean_and_error(found), mean_and_error([p - f for p, f in zip(plain, found, strict=True)])]
             cells += [f"{mean:.5f} ± {error:.5f}" for mean, error in row[column]]
-        print(f"| {way} | " + " | ".join(cells) + " |")
+        lines.append((way, *cells))
         rows[way] = row
+    print_table(title, ("λ", *(head for name in columns for head in (name, "less than without"))), lines)
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="reasoner-10m")
-    parser.add_argument("--device", default="auto")
+    parser = arguments(__doc__)
     parser.add_argument("--source", default="tasks")
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--texts", type=int, default=12, help="texts to calibrate on, and as many to test on")
     parser.add_argument("--length", type=int, default=2048, help="4 L")
     parser.add_argument("--steps", type=int, default=20, help="of the grid of α")
@@ -161,12 +148,14 @@ def main() -> None:
     result: dict[str, object] = {"model": args.model, "texts": count, "length": length, "steps": steps}
 
     result["distances"] = rows = distances(loaded, maps, texts, test, length, max(1, count // 4))
-    print(f"\n### Distance to λ of test texts of {length} tokens (root mean square of log λ at α = 1; Spearman)\n")
-    print("| calibrated on | all | Spearman | slow pairs | Spearman | fast pairs | Spearman | first layer | Spearman |")
-    print("|---" * 9 + "|")
-    for name, row in rows.items():
-        cells = [f"{mean:.4f} ± {error:.4f}" for part in row.values() for mean, error in part]
-        print(f"| {name} | " + " | ".join(cells) + " |")
+    print_table(
+        f"Distance to λ of test texts of {length} tokens (root mean square of log λ at α = 1; Spearman)",
+        (
+            "calibrated on",
+            *(head for part in ("all", "slow pairs", "fast pairs", "first layer") for head in (part, "Spearman")),
+        ),
+        [(name, *(f"{m:.4f} ± {e:.4f}" for part in row.values() for m, e in part)) for name, row in rows.items()],
+    )
 
     for num_bits in bits:
         fmt = Format(num_bits, "token", 128, 1, 16 if args.quick else 128, "float32")
