@@ -117,9 +117,9 @@ def fastest_sdpa(
     heads: Heads, point: Point, device: torch.device, count: int, replays: int
 ) -> tuple[Baseline, Attention] | None:
     """The fastest backend and form at this point, over ``count`` caches; None if all fail."""
-    ran = [(found, attention) for found, attention in sdpa(Kv(heads, point, count, device), replays) if attention]
-    best = fastest(found for found, _ in ran)
-    return next(((found, attention) for found, attention in ran if found is best), None)
+    ran = [(entry, attention) for entry, attention in sdpa(Kv(heads, point, count, device), replays) if attention]
+    best = fastest(entry for entry, _ in ran)
+    return next(((entry, attention) for entry, attention in ran if entry is best), None)
 
 
 def flex(kv: Kv, replays: int) -> Baseline:

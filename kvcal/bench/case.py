@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from pydantic.dataclasses import dataclass as strict_dataclass
 from torch import Tensor
 
 from kvcal.bench.content import fill_cache, forms_of, uniform_plan
 from kvcal.bench.device import Call
-from kvcal.bench.record import KernelUse
 from kvcal.bench.shape import CACHE_DTYPE, MIDDLE, Heads, Pair, Point
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.cache.static_layer import StaticLayer
@@ -36,6 +36,7 @@ from kvcal.plan.format import SIDES, Side
 from kvcal.store.prediction import predicted, predictor_of
 from kvcal.store.static_store import HeadStore
 from kvcal.store.stored_form import StoredForm
+from kvcal.strict import STRICT
 
 # Tokens that a cache has room for beyond its context: for the steps of a benchmark.
 ROOM = 2 * PAGE_TOKENS
@@ -43,6 +44,20 @@ ROOM = 2 * PAGE_TOKENS
 # hardly show. So many times as sharp, a few tokens count.
 SHARPNESS = 50.0
 NOBODY = ModelIdentity("random caches", "llama", "", "", "")
+
+
+@strict_dataclass(frozen=True, config=STRICT)
+class KernelUse:
+    """The kernel that served a measurement: its name, or that of another library's attention. ``reasons``:
+    why it is not ``decode`` alone, of all layers. In the last layer, None where no kernel of kvcal ran: blocks of the
+    ``grid``, ``threads`` and ``shared_bytes`` of a block, ``registers`` of a thread."""
+
+    name: str
+    reasons: tuple[str, ...] = ()
+    grid: int | None = None
+    threads: int | None = None
+    shared_bytes: int | None = None
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,28 +77,19 @@ class KernelCase:
     def scale(self) -> float:
         return 1 / math.sqrt(self.q.shape[-1])
 
-    @property
-    def decode_calls(self) -> list[Call]:
-        """Attention over ``point.context`` + 1 tokens, in each cache: what is stored made readable, and read."""
-        return [partial(self.attend, layer) for layer in self.layers]
-
-    @property
-    def append_calls(self) -> list[Call]:
-        """A step's token stored, and before it a page packed that is full, in each cache."""
-        return [partial(self.append, layer) for layer in self.layers]
-
-    @property
-    def step_calls(self) -> list[Call]:
-        """Both, in each cache."""
-        return [partial(self.step, layer) for layer in self.layers]
+    def calls(self, work: Callable[[StaticLayer], object]) -> list[Call]:
+        """``attend``, ``append`` or ``step`` in each cache."""
+        return [partial(work, layer) for layer in self.layers]
 
     def attend(self, layer: StaticLayer, sharpness: float = 1.0) -> Tensor:
+        """Attention over ``point.context`` + 1 tokens: what is stored made readable, and read."""
         if layer.forms is not None:
             layer.forms.step()
         parts = [store.decode(self.q, None, sharpness * self.scale, 0.0) for store in layer.stores]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def append(self, layer: StaticLayer) -> None:
+        """The step's token stored, and before it a page packed that is full."""
         for store in layer.stores:
             store.append(self.k_new, self.v_new, self.q)
 

@@ -128,8 +128,8 @@ def fill_pages(
     """Overwrite pages [B, ..., record_bytes] uint8, contiguous, in place."""
     dtype, defines = CACHE_DTYPES[cache_dtype], {}
     if fmt.num_bits != RAW_BITS:
-        found = side_defines(side, fmt, head_dim, cache_dtype, fmt.num_bits)
-        defines = {name.partition("_")[2]: value for name, value in found.items()}
+        of_side = side_defines(side, fmt, head_dim, cache_dtype, fmt.num_bits)
+        defines = {name.partition("_")[2]: value for name, value in of_side.items()}
     for part in _parts(pages):
         if not defines:
             part.view(dtype).normal_(std=SPREAD, generator=generator)

@@ -8,6 +8,7 @@ in the middle of a model's step, launch gaps of the device included. Baselines a
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import math
 import statistics
@@ -95,7 +96,7 @@ def require_gpu(what: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def machine(device: torch.device) -> Machine:
+def machine_of(device: torch.device) -> Machine:
     properties = torch.cuda.get_device_properties(device)
     return Machine(
         device=properties.name,
@@ -198,3 +199,23 @@ def spread(microseconds: Sequence[float], calls: int) -> Times:
     """Median and quartiles of two measurements or more."""
     low, median, high = statistics.quantiles(microseconds, n=4, method="inclusive")
     return Times(median, low, high, len(microseconds), calls)
+
+
+def context_bytes(device: torch.device) -> int:
+    """Bytes that the device's memory holds beside torch's allocator."""
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
+def ran_out(failed: BaseException | None) -> bool:
+    """Whether memory ran out; within a capture that is the cause of another error."""
+    if failed is None or isinstance(failed, torch.OutOfMemoryError):
+        return failed is not None
+    return ran_out(failed.__cause__ or failed.__context__)
+
+
+def collect() -> None:
+    """Give back what the last measurement held."""
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -11,7 +11,6 @@ second does a device of so many bytes give, when each plan takes as many sequenc
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,10 +21,10 @@ from pydantic import dataclasses as pydantic
 from transformers import PreTrainedModel
 
 from kvcal.bench import baselines
-from kvcal.bench.case import refusal
-from kvcal.bench.device import QUICK_REPLAYS, Times, machine, num_caches
+from kvcal.bench.case import KernelUse, refusal
+from kvcal.bench.device import QUICK_REPLAYS, Times, collect, context_bytes, machine_of, num_caches, ran_out
 from kvcal.bench.model import ROOM, Static16, StaticPlan, heads_of, model_plan, time_steps
-from kvcal.bench.record import KERNELS, Column, KernelUse, Report, Step, Table, measure
+from kvcal.bench.record import KERNELS, Column, Report, Step, Table, measure
 from kvcal.bench.shape import RAW_PAIR, Pair, Point, raw_bytes
 from kvcal.errors import KvcalError, UsageError
 from kvcal.progress import Reporter
@@ -165,7 +164,7 @@ def bench_e2e(job: StepJob) -> StepReport:
     """
     device = job.model.device
     report = StepReport(
-        machine=machine(device),
+        machine=machine_of(device),
         formats=tuple(job.pairs),
         shape=job.shape,
         weights=job.weights,
@@ -295,23 +294,3 @@ def require_memory(report: StepReport) -> None:
                 f"{format_bytes(report.weight_bytes)}, CUDA {format_bytes(report.context_bytes)}",
                 hint="give more memory, or a smaller --shape",
             )
-
-
-def context_bytes(device: torch.device) -> int:
-    """Bytes that the device's memory holds beside torch's allocator."""
-    torch.cuda.synchronize(device)
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
-
-
-def ran_out(failed: BaseException | None) -> bool:
-    """Whether memory ran out; within a capture that is the cause of another error."""
-    if failed is None or isinstance(failed, torch.OutOfMemoryError):
-        return failed is not None
-    return ran_out(failed.__cause__ or failed.__context__)
-
-
-def collect() -> None:
-    """Give back what the last measurement held."""
-    gc.collect()
-    torch.cuda.empty_cache()

@@ -35,7 +35,7 @@ from kvcal.bench.device import (
     Machine,
     Times,
     graph_times,
-    machine,
+    machine_of,
     measure_read_ceiling,
     num_caches,
 )
@@ -86,21 +86,19 @@ def _run(
     of_pair: Callable[[Job, Machine, Pair, Point], Step],
 ) -> LayerReport:
     job.reporter.say("bench: read bandwidth")
-    found = machine(job.device)
-    report = LayerReport(
-        kind=kind, machine=found, formats=tuple(job.pairs), ceiling=measure_read_ceiling(job.device), heads=job.heads
-    )
+    machine, ceiling = machine_of(job.device), measure_read_ceiling(job.device)
+    report = LayerReport(kind=kind, machine=machine, formats=tuple(job.pairs), ceiling=ceiling, heads=job.heads)
     steps = [
         step
         for point in job.points
-        for step in (of_point(job, found, point), *(of_pair(job, found, pair, point) for pair in job.pairs))
+        for step in (of_point(job, machine, point), *(of_pair(job, machine, pair, point) for pair in job.pairs))
     ]
     return measure(report, job.folder, job.reporter, steps)
 
 
-def measure_baselines(job: Job, found: Machine, point: Point) -> Step:
+def measure_baselines(job: Job, machine: Machine, point: Point) -> Step:
     """All libraries on the same keys and values."""
-    kv = baselines.Kv(job.heads, point, num_caches(raw_bytes(job.heads, point), found, job.is_quick), job.device)
+    kv = baselines.Kv(job.heads, point, num_caches(raw_bytes(job.heads, point), machine, job.is_quick), job.device)
     entries = [baseline for baseline, _ in baselines.sdpa(kv, job.replays)]
     entries += [baselines.flex(kv, job.replays), *baselines.flashinfer(kv, job.replays)]
     if point == job.points[0]:  # its bytes grow with the tokens and nothing else
@@ -110,9 +108,9 @@ def measure_baselines(job: Job, found: Machine, point: Point) -> Step:
     yield entries, f"{point.name}, 16 bits: {text}"
 
 
-def measure_static_cache(job: Job, found: Machine, point: Point) -> Step:
+def measure_static_cache(job: Job, machine: Machine, point: Point) -> Step:
     """StaticCache's update of one layer, then the fastest SDPA over the tokens that are there."""
-    count = num_caches(raw_bytes(job.heads, point), found)
+    count = num_caches(raw_bytes(job.heads, point), machine)
     name, version = "StaticCache update + SDPA", f"transformers {transformers.__version__}"
     best = baselines.fastest_sdpa(job.heads, point, job.device, count, REPLAYS)
     if best is None:
@@ -141,7 +139,7 @@ def measure_static_cache(job: Job, found: Machine, point: Point) -> Step:
 
 
 def measure_pair(
-    measured: Callable[[Job, KernelCase, Pair, Row], Row], job: Job, found: Machine, pair: Pair, point: Point
+    measured: Callable[[Job, KernelCase, Pair, Row], Row], job: Job, machine: Machine, pair: Pair, point: Point
 ) -> Step:
     """One format at one size; ``measured`` fills in the times of its row."""
     nbytes = step_bytes(pair, job.heads, point)
@@ -149,7 +147,7 @@ def measure_pair(
     if row.reason is None:
         # Where pages are reconstructed, most bytes are those of a workspace that all caches share, as layers do, and a
         # call takes long: no more caches than its bytes ask for.
-        count = num_caches(nbytes.total, found, job.is_quick or nbytes.reconstructed > 0)
+        count = num_caches(nbytes.total, machine, job.is_quick or nbytes.reconstructed > 0)
         try:
             case = kernel_case(pair, job.heads, point, count, job.device)
             row = measured(job, case, pair, replace(row, kernel=kernel_use(case.layers)))
@@ -162,23 +160,23 @@ def measure_attention(job: Job, case: KernelCase, pair: Pair, row: Row) -> Row:
     error = case.relative_error()
     if not error <= LARGEST_ERROR:  # NaN is wrong, too
         return replace(row, reason=f"wrong result: relative error {error:.2g}, at most {LARGEST_ERROR} allowed")
-    return replace(row, times=graph_times(case.decode_calls, job.replays), relative_error=error)
+    return replace(row, times=graph_times(case.calls(case.attend), job.replays), relative_error=error)
 
 
 def measure_step(job: Job, case: KernelCase, pair: Pair, row: Row) -> Row:
     """Steps are timed without advancing: each replay packs the same page again."""
 
-    def times_at(num_tokens: int, calls: Sequence[Call]) -> Times:
+    def times_at(num_tokens: int, work: Callable[[Any], object]) -> Times:
         set_length(case.cache, num_tokens)
-        return graph_times(calls, REPLAYS)
+        return graph_times(case.calls(work), REPLAYS)
 
     packing, plain = step_lengths(pair, case.point)
     prefill, prefill_bytes = prefill_call(case, case.point.context // PAGE_TOKENS)
     return replace(
         row,
-        times=times_at(plain, case.step_calls),
-        packing=tuple(times_at(num_tokens, case.step_calls) for num_tokens in packing),
-        append=times_at(plain, case.append_calls),
+        times=times_at(plain, case.step),
+        packing=tuple(times_at(num_tokens, case.step) for num_tokens in packing),
+        append=times_at(plain, case.append),
         prefill=graph_times([prefill], REPLAYS),
         prefill_bytes=prefill_bytes,
     )

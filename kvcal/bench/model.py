@@ -32,10 +32,9 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from kvcal.bench.baselines import Attention
-from kvcal.bench.case import kernel_use
+from kvcal.bench.case import KernelUse, kernel_use
 from kvcal.bench.content import fill_cache, set_length, uniform_plan
 from kvcal.bench.device import Times, captured, event_ms, spread
-from kvcal.bench.record import KernelUse
 from kvcal.bench.shape import CACHE_DTYPE, Heads, Pair
 from kvcal.cache.paged_attention import paged_attention
 from kvcal.cache.plan_cache import PlanCache

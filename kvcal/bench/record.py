@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from pydantic.dataclasses import dataclass
 
 from kvcal.artifact import write_text_atomic
+from kvcal.bench.case import KernelUse
 from kvcal.bench.device import Machine, ReadCeiling, Times
 from kvcal.bench.shape import Heads, Pair, Point, StepBytes, raw_bytes, target
 from kvcal.errors import KvcalError
@@ -80,20 +81,6 @@ class Table(NamedTuple):
     def values(self) -> list[dict[str, Any]]:
         """JSON: the value of each column by its header, texts of times and names."""
         return [{c.header: c.value(e) if c.spec else c.cell(e) for c in self.columns} for e in self.entries]
-
-
-@dataclass(frozen=True, config=STRICT)
-class KernelUse:
-    """The kernel that served a measurement: its name (KERNELS), or that of another library's attention. ``reasons``:
-    why it is not ``decode`` alone, of all layers. In the last layer, None where no kernel of kvcal ran: blocks of the
-    ``grid``, ``threads`` and ``shared_bytes`` of a block, ``registers`` of a thread."""
-
-    name: str
-    reasons: tuple[str, ...] = ()
-    grid: int | None = None
-    threads: int | None = None
-    shared_bytes: int | None = None
-    registers: int | None = None
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -8,11 +8,10 @@ import pytest
 import torch
 from bench_cases import MACHINE
 
-from kvcal.bench.case import SHARPNESS, kernel_case, kernel_use, prefill_call, refusal, stores_of
+from kvcal.bench.case import SHARPNESS, KernelUse, kernel_case, kernel_use, prefill_call, refusal, stores_of
 from kvcal.bench.content import CODE_RANGE, fill_lattice, fill_pages, forms_of
 from kvcal.bench.device import CACHES, L2_FACTOR, num_caches, spread
 from kvcal.bench.kernels import step_lengths
-from kvcal.bench.record import KernelUse
 from kvcal.bench.shape import (
     DEFAULT_PAIRS,
     PAIRS,
@@ -161,7 +160,7 @@ def test_layers_that_are_predicted_are_timed_between_a_first_and_a_last_one(name
 def test_reconstructions_stay_small_however_often_they_are_timed() -> None:
     case = kernel_case(PAIRS["aqua"], HEADS, Point(1, 256), 3, CPU)
     for _ in range(12):
-        outputs = [call() for call in case.step_calls]
+        outputs = [call() for call in case.calls(case.step)]
     assert all(torch.isfinite(out).all() for out in outputs)
     assert int(case.cache.static.error) == 0
     for layer in case.layers:

@@ -12,6 +12,7 @@ from bench_cases import DECODE, MACHINE, read_report, times
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedModel, StaticCache
 
 from kvcal.bench import baselines, e2e
+from kvcal.bench.device import ran_out
 from kvcal.bench.e2e import (
     FASTEST_16,
     MANY,
@@ -26,7 +27,6 @@ from kvcal.bench.e2e import (
     largest_batch,
     measure_plan,
     memory_limits,
-    ran_out,
     require_memory,
 )
 from kvcal.bench.model import (
@@ -266,7 +266,7 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     found = Device(1000)
-    monkeypatch.setattr(e2e, "machine", lambda device: MACHINE)
+    monkeypatch.setattr(e2e, "machine_of", lambda device: MACHINE)
     monkeypatch.setattr(e2e, "context_bytes", lambda device: GB // 2)
     monkeypatch.setattr(e2e, "time_steps", found)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *args: None)

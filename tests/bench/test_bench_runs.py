@@ -33,7 +33,7 @@ KERNELS = ("decode", "decode_plain", "reconstruct + decode", "reconstruct + deco
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """No GPU and no compiler: FlexAttention refuses, FlashInfer is absent, QuantizedCache has no device to count."""
     found = Clock()
-    monkeypatch.setattr(kernels, "machine", lambda device: MACHINE)
+    monkeypatch.setattr(kernels, "machine_of", lambda device: MACHINE)
     monkeypatch.setattr(kernels, "measure_read_ceiling", lambda device: CEILING)
     monkeypatch.setattr(kernels, "num_caches", lambda *args: 2)
     for module in (kernels, baselines):

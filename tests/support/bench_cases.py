@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from kvcal.bench.case import KernelUse
 from kvcal.bench.device import Call, Machine, ReadCeiling, Times
-from kvcal.bench.record import SCHEMA, Baseline, KernelUse, LayerReport, Report, Row
+from kvcal.bench.record import SCHEMA, Baseline, LayerReport, Report, Row
 from kvcal.bench.shape import PAIRS, Heads, Point, StepBytes, bits_per_value, raw_bytes, step_bytes
 from kvcal.errors import ArtifactError
 from kvcal.strict import parse
