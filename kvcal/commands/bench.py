@@ -172,7 +172,7 @@ def e2e(
 
     Example: `kvcal bench e2e --shape qwen3-4b --random-weights --recipe aqua-kv --memory 12GB --context 8192`
     """
-    from kvcal.bench.device import machine, require_gpu
+    from kvcal.bench.device import machine_of, require_gpu
     from kvcal.bench.e2e import StepJob, bench_e2e, memory_limits
     from kvcal.bench.shape import CONTEXTS, STEP_PAIRS, chosen_pairs, chosen_points
     from kvcal.console import TerminalReporter
@@ -181,7 +181,7 @@ def e2e(
     pairs = chosen_pairs(formats or (), recipe or (), STEP_PAIRS)
     contexts = [point.context for point in chosen_points((1,), context or CONTEXTS, ())]
     memory_limits(memory or (), 0)  # a text that means nothing is told before a device is looked for
-    limits = memory_limits(memory or (), machine(require_gpu("e2e")).memory_bytes)
+    limits = memory_limits(memory or (), machine_of(require_gpu("e2e")).memory_bytes)
     folder = Folder.create(out).path
     with TerminalReporter(quiet).running() as reporter:
         reporter.say(f"bench: {shape}")
