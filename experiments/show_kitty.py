@@ -215,7 +215,7 @@ def main() -> None:
     results = measure(loaded, cases_of(head_dim, given.quick), data, given.problems)
     print_results(results)
     exact = unquantized_plan(loaded.identity, loaded.geometry)
-    spec = EvaluateSpec(num_problems=given.problems)
+    spec = EvaluateSpec(num_problems=max(1, given.problems))
     at_16_bits = measure_tasks(loaded, exact, spec, TerminalReporter()) if given.problems else ()
     for task in at_16_bits:
         print(f"\n{task.task} at 16 bits: {task.accuracy:.1%} ± {task.accuracy_se:.1%}")
