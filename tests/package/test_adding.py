@@ -27,7 +27,7 @@ from kvcal.plan.plan import plan_record, save_plan
 from kvcal.progress import Silent
 from kvcal.recipe import Recipe
 from kvcal.run.pipeline import build_plan
-from kvcal.stages.profile import stage as profile_stage
+from kvcal.stages import profile as profile_stage
 from kvcal.stages.verify import verify_plan
 from kvcal.strict import dump, parse
 from kvcal.tables import format_name, layer_table, profile_table
