@@ -17,7 +17,8 @@ from transformers import Cache, DynamicCache
 from kvcal import Plan, PlanCache
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import LayerPlan, Workload
-from kvcal.recipe import fixed_layers, load_recipe
+from kvcal.recipe import fixed_layers
+from kvcal.recipe_files import load_recipe
 from kvcal.stages.divergence import bare_layers, feed
 from kvcal.stages.evaluate.mirror import MirroredCache
 

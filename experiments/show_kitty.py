@@ -27,7 +27,8 @@ from kvcal.pages.tiered import MAX_SLOTS, TieredLayout
 from kvcal.plan.format import RAW, Boost, Format, Tier
 from kvcal.plan.layer import bare_layers
 from kvcal.plan.plan import Plan, Workload
-from kvcal.recipe import EvaluateSpec, FormatsSpec, fixed_layers, load_recipe
+from kvcal.recipe import EvaluateSpec, FormatsSpec, fixed_layers
+from kvcal.recipe_files import load_recipe
 from kvcal.stages.divergence import divergences, unquantized_plan
 from kvcal.stages.evaluate.generation import TaskResult, measure_tasks
 

@@ -36,7 +36,7 @@ from kvcal.models.reread import rereading
 from kvcal.models.rope import rotary_maps
 from kvcal.plan.plan import RAW, Format, LayerPlan, Workload, bare_layers
 from kvcal.progress import Silent
-from kvcal.specs import ReparamSpec
+from kvcal.recipe import ReparamSpec
 from kvcal.stages.divergence import kl_divergence, lockstep, unquantized_plan
 from kvcal.stages.reparam.search import page_segments, read_back
 from kvcal.stages.reparam.stage import Reparam, run_reparam

@@ -1,57 +1,107 @@
-"""A recipe: every knob of a compilation in one strict TOML file.
+"""A recipe: every knob of a compilation, with its default, its range and one line about it.
 
-A recipe either fixes the formats ([formats]: the baselines) or lets the solver choose them ([allocate], from what
-[profile] measured). The command line overrides few knobs; unknown keys are errors. ``Recipe.sha256`` identifies
-the recipe by content, not by name or comments.
+A recipe either fixes the formats ([formats]: the baselines) or lets a stage choose them ([allocate], [importance],
+[search]); what follows works on what was chosen. Where a paper has a value, it is the default. Unknown keys are errors.
+``knobs`` lists all of them for programs; ``kvcal.recipe_files`` reads recipes and changes single knobs. [data] is a
+``DataSpec``, a layer's format a ``Format``.
 """
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from itertools import product
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from kvcal.artifact import require_file, sha256_json
+from kvcal.artifact import sha256_json
 from kvcal.data.sequences import DataSpec
 from kvcal.data.tasks import TASKS, require_lengths
 from kvcal.errors import UsageError
 from kvcal.pages.layout import AXES, PAGE_TOKENS
 from kvcal.plan.format import UNIFORM
-from kvcal.plan.plan import RAW, Format, LayerPlan, Side
-from kvcal.quantities import MAX_BATCH, parse_bytes
-from kvcal.specs import Bits, ImportanceSpec, PredictorSpec, ProgressiveSpec, ReparamSpec, SearchSpec, TuneSpec
-from kvcal.strict import MAX_COUNT, STRICT, Seed, Size, SizeOrNone, Tokens, dump, parse
+from kvcal.plan.plan import RAW, Boost, Format, LayerPlan, Side
+from kvcal.quantities import MAX_BATCH, MAX_SEED, parse_bytes
+from kvcal.strict import MAX_COUNT, STRICT, Seed, Share, Size, SizeOrNone, Tokens, dump, knob
 
 Objective = Literal["sensitivity", "kl", "combined", "importance"]
+Axis = Literal["channel", "token"]
+CandidateBits = Literal[1, 2, 3, 4, 8]
+GroupSize = Literal[32, 64, 128]
+# Bits per cached value: a single token in a buffer of 128 at 16 bits has 2,048.
+Bits = Annotated[float, Field(gt=0, le=4096)]
+TextTokens = Annotated[Tokens, Field(ge=2)]
 DEFAULT_KL_BITS = (2, 3, 4)
+LM_EVAL = "lm-eval:"
+BUDGET_KINDS = {
+    "budget": "of the whole device, such as 24GB",
+    "kv_budget": "of the cache alone, such as 2GiB",
+    "bits": "per cached value, such as 2.5",
+    "same_bytes_as": "a recipe, such as kivi-2",
+}
 
-RECIPE_FOLDERS = (Path(__file__).parent / "recipes", Path(__file__).parent.parent / "recipes")
+
+@dataclass(frozen=True, config=STRICT)
+class FormatsSpec:
+    """[formats]: fixed formats for every layer; the first one may differ (AQUA-KV)."""
+
+    k: Format = Field(description="Format of the keys.")
+    v: Format = Field(description="Format of the values.")
+    first_k: Format | None = knob(None, "Format of the first layer's keys, if it differs.")
+    first_v: Format | None = knob(None, "Format of the first layer's values, if it differs.")
+    k_pages: Literal["post", "pre"] = knob("post", "Pages hold keys after or before RoPE.")
+
+    def __post_init__(self) -> None:
+        sides: tuple[tuple[Side, tuple[Format | None, ...]], ...] = (
+            ("k", (self.k, self.first_k)),
+            ("v", (self.v, self.first_v)),
+        )
+        for side, formats in sides:
+            for fmt in formats:
+                if fmt is not None and fmt != RAW and fmt.axis not in AXES[side]:
+                    raise ValueError(f"{side} axis {fmt.axis!r}, expected one of {AXES[side]}")
+                if fmt is not None and fmt.num_sink_tokens + fmt.max_window > MAX_COUNT:
+                    raise ValueError(
+                        f"{side}: num_sink_tokens = {fmt.num_sink_tokens} and a window of {fmt.max_window}; allowed: "
+                        f"up to {MAX_COUNT} together"
+                    )
+
+
+def fixed_layers(formats: FormatsSpec, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
+    """The given layers with every paged one in the recipe's formats."""
+    first = next((layer.geometry.index for layer in layers if layer.is_paged), None)
+    fixed = []
+    for layer in layers:
+        k, v = formats.k, formats.v
+        if layer.geometry.index == first:
+            k, v = formats.first_k or k, formats.first_v or v
+        fixed.append(LayerPlan(layer.geometry, (k,), (v,), k_pages=formats.k_pages) if layer.is_paged else layer)
+    return tuple(fixed)
 
 
 @dataclass(frozen=True, config=STRICT)
 class ProfileSpec:
-    """The measured candidates: exactly ``quantizers`` (of kvcal.pages.LAYOUTS) x ``num_bits`` x axis x ``group_sizes``
-    (V: per token only) and 16 bits.
+    """[profile]: the measured candidates, just ``quantizers`` x ``num_bits`` x axis x ``group_sizes`` (V: per token only)
+    and 16 bits.
 
-    Of these, ``kl_num_bits`` (default: 2, 3 and 4 bits, or all where none of them is a candidate) x ``kl_group_size``
-    (default: the largest) x the first of ``k_axes`` are also measured by their KL to the 16-bit cache: one layer's K or
-    V alone, through the packed cache, on ``kl_samples`` sequences of ``kl_tokens`` tokens.
+    Of these, ``kl_num_bits`` x ``kl_group_size`` x the first of ``k_axes`` are also measured by their KL to the 16-bit
+    cache: one layer's K or V alone, through the packed cache.
     """
 
-    num_bits: tuple[Literal[1, 2, 3, 4, 8], ...] = (1, 2, 3, 4, 8)
-    k_axes: tuple[Literal["channel", "token"], ...] = ("channel", "token")
-    group_sizes: tuple[Literal[32, 64, 128], ...] = (32, 64, 128)
-    kl_num_bits: tuple[Literal[1, 2, 3, 4, 8], ...] | None = None
-    kl_group_size: Literal[32, 64, 128] | None = None
-    kl_samples: SizeOrNone = 3
-    kl_tokens: Annotated[Tokens, Field(ge=2)] = 512
+    num_bits: tuple[CandidateBits, ...] = knob((1, 2, 3, 4, 8), "Bits of the candidates.")
+    k_axes: tuple[Axis, ...] = knob(("channel", "token"), "What a group of keys shares its scale along.")
+    group_sizes: tuple[GroupSize, ...] = knob((32, 64, 128), "Values that share a scale.")
+    kl_num_bits: tuple[CandidateBits, ...] | None = knob(
+        None, "Bits whose KL is measured; default: 2, 3 and 4, or all where none of them is a candidate."
+    )
+    kl_group_size: GroupSize | None = knob(None, "Group size whose KL is measured; default: the largest.")
+    kl_samples: SizeOrNone = knob(3, "Texts that KL is measured on; 0: none is.")
+    kl_tokens: TextTokens = knob(512, "Tokens of each of these texts.")
     # Left out of JSON by default, as a format's quantizer.
-    quantizers: Annotated[tuple[str, ...], Field(exclude_if=lambda names: names == (UNIFORM,))] = (UNIFORM,)
+    quantizers: Annotated[tuple[str, ...], Field(exclude_if=lambda names: names == (UNIFORM,))] = knob(
+        (UNIFORM,), "Page layouts of the candidates, of kvcal.pages.LAYOUTS."
+    )
 
     def __post_init__(self) -> None:
         for quantizer, bits, axis, size in product(self.quantizers, self.num_bits, self.k_axes, self.group_sizes):
@@ -82,12 +132,12 @@ class ProfileSpec:
 
 @dataclass(frozen=True, config=STRICT)
 class CacheSpec:
-    """What all chosen formats share; windows and sinks in tokens."""
+    """[cache]: what all chosen formats share."""
 
-    num_sink_tokens: SizeOrNone = 4
-    k_recent_window: SizeOrNone = 64
-    v_recent_window: SizeOrNone = 64
-    param_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
+    num_sink_tokens: SizeOrNone = knob(4, "First tokens kept at 16 bits.")
+    k_recent_window: SizeOrNone = knob(64, "Most recent tokens whose keys stay at 16 bits.")
+    v_recent_window: SizeOrNone = knob(64, "Most recent tokens whose values stay at 16 bits.")
+    param_dtype: Literal["float16", "bfloat16", "float32"] = knob("float16", "Of scales and zeros.")
 
     @property
     def first_from_page(self) -> int:
@@ -112,23 +162,19 @@ class CacheSpec:
 
 @dataclass(frozen=True, config=STRICT)
 class AllocateSpec:
-    """The budget, in exactly one of four ways, for ``batch`` sequences of ``context`` tokens. ``granularity``: what
-    gets a format of its own: a layer's K and its V, a block (K and V alike, as in PM-KVQ), or every KV head.
+    """[allocate]: the budget, in exactly one of four ways, for ``batch`` sequences of ``context`` tokens."""
 
-    ``budget``: the whole device (weights + workspace + cache); ``kv_budget``: the cache; ``bits``: all-in bits per
-    cached value; ``same_bytes_as``: what the named recipe's cache takes. ``objective``: the cost that is minimised (see
-    stages.profile_record).
-    """
-
-    budget: str | None = None
-    kv_budget: str | None = None
-    bits: Bits | None = None
-    same_bytes_as: str | None = None
-    batch: Annotated[int, Field(ge=1, le=MAX_BATCH)] = 8
-    context: Tokens = 4096
-    workspace: str = "auto"
-    granularity: Literal["layer", "block", "head"] = "layer"
-    objective: Objective = "combined"
+    budget: str | None = knob(None, "Bytes of the device for weights, workspace and cache, such as 24GB.")
+    kv_budget: str | None = knob(None, "Bytes of the cache alone, such as 2GiB.")
+    bits: Bits | None = knob(None, "All-in bits per cached value, such as 2.5.")
+    same_bytes_as: str | None = knob(None, "A recipe with [formats], whose cache's bytes are the budget.")
+    batch: Annotated[int, Field(ge=1, le=MAX_BATCH)] = knob(8, "Sequences.")
+    context: Tokens = knob(4096, "Tokens of each sequence.")
+    workspace: str = knob("auto", "Bytes kept free on the device with budget, or auto.")
+    granularity: Literal["layer", "block", "head"] = knob(
+        "layer", "A format for each layer's K and V, for a block (K and V alike, PM-KVQ) or for each head."
+    )
+    objective: Objective = knob("combined", "The cost that is minimised, of those a profile measures.")
 
     def __post_init__(self) -> None:
         given = [name for name in BUDGET_KINDS if getattr(self, name) is not None]
@@ -145,60 +191,161 @@ class AllocateSpec:
                 raise ValueError(f"{name} = {size!r}: {refused.message}; {refused.hint}") from None
 
 
-BUDGET_KINDS = {
-    "budget": "of the whole device, such as 24GB",
-    "kv_budget": "of the cache alone, such as 2GiB",
-    "bits": "per cached value, such as 2.5",
-    "same_bytes_as": "a recipe, such as kivi-2",
-}
+@dataclass(frozen=True, config=STRICT)
+class ImportanceSpec:
+    """[importance], KVmix: layers with the largest gradient norms (K and V apart) get more bits and larger windows."""
+
+    share: Share = knob(0.2, "Share of the layers that get the high bits.")
+    k_high_bits: Literal[2, 3, 4, 8] = knob(3, "Bits of the keys of these layers.")
+    v_high_bits: Literal[2, 3, 4, 8] = knob(4, "Bits of the values of these layers.")
+    low_bits: Literal[1, 2, 3, 4] = knob(2, "Bits of all others.")
+    group_size: GroupSize = knob(32, "Values that share a scale.")
+    window: Literal["paged", "clamped", "none"] = knob("paged", "Recent window: by page (KVmix), a share, or none.")
+    high_window_share: Annotated[float, Field(ge=0, lt=1)] = knob(0.2, "Window share with the high bits.")
+    low_window_share: Annotated[float, Field(ge=0, lt=1)] = knob(0.1, "Window share with the low bits.")
+    min_window: SizeOrNone = knob(0, "Tokens of a clamped window at least.")
+    max_window: SizeOrNone = knob(512, "Tokens of a window at most.")
+    random_seed: Seed | None = knob(None, "Draws the layers at random instead (ablation).")
+
+    def __post_init__(self) -> None:
+        if self.min_window > self.max_window:
+            raise ValueError(f"expected min_window = {self.min_window} <= max_window = {self.max_window}")
 
 
 @dataclass(frozen=True, config=STRICT)
-class FormatsSpec:
-    """Fixed formats for every layer; ``first_k`` and ``first_v`` for the first one, if it differs (AQUA-KV).
-    ``k_pages`` "pre": pages hold keys before RoPE."""
+class KeyChoice:
+    """[[search.keys]]: one way to store a layer's keys."""
 
-    k: Format
-    v: Format
-    first_k: Format | None = None
-    first_v: Format | None = None
-    k_pages: Literal["post", "pre"] = "post"
+    num_bits: Literal[1, 2, 3, 4, 8, 16] = Field(description="Bits of a code.")
+    axis: Axis = knob("channel", "What a group shares its scale along.")
+    group_size: GroupSize = knob(128, "Values that share a scale.")
+    boost: Boost | None = knob(None, "Channels with more bits.")
+    lattice_dim: Literal[2, 4] | None = knob(None, "HIGGS's lattice of this dimension instead of scales.")
+    rescale: bool = knob(False, "With the layer's λ.")
+    predicted: bool = knob(False, "As the residual of a prediction.")
+
+
+@dataclass(frozen=True, config=STRICT)
+class ValueChoice:
+    """[[search.values]]: one way to store a layer's values."""
+
+    num_bits: Literal[1, 2, 3, 4, 8, 16] = Field(description="Bits of a code.")
+    group_size: GroupSize = knob(128, "Values that share a scale.")
+    lattice_dim: Literal[2, 4] | None = knob(None, "HIGGS's lattice of this dimension instead of scales.")
+    predicted: bool = knob(False, "As the residual of a prediction.")
+
+
+@dataclass(frozen=True, config=STRICT)
+class SearchSpec:
+    """[search]: which compositions of a layer's keys and values are measured, and how far the plan is refined.
+
+    Each is measured by its KL to the 16-bit cache while all other layers are as in a background plan: at first one
+    composition for all layers, that of least KL among those that fit the budget; in each round the best plan so far.
+    """
+
+    keys: tuple[KeyChoice, ...] = knob((KeyChoice(2), KeyChoice(3), KeyChoice(4)), "Ways to store a layer's keys.")
+    values: tuple[ValueChoice, ...] = knob(
+        (ValueChoice(2), ValueChoice(3), ValueChoice(4)), "Ways to store a layer's values."
+    )
+    kl_samples: Size = knob(6, "Texts that KL is measured on, others than those of the fits.")
+    kl_tokens: TextTokens = knob(768, "Tokens of each of these texts.")
+    proxy_plans: SizeOrNone = knob(30, "Random plans that check how well single KLs add up.")
+    refine_rounds: SizeOrNone = knob(3, "Rounds of refinement at most.")
+    neighbours: SizeOrNone = knob(2, "Dearer and cheaper compositions measured for each layer in a round.")
+    seed: Seed = knob(0, "Seed of the random plans.")
 
     def __post_init__(self) -> None:
-        sides: tuple[tuple[Side, tuple[Format | None, ...]], ...] = (
-            ("k", (self.k, self.first_k)),
-            ("v", (self.v, self.first_v)),
-        )
-        for side, formats in sides:
-            for fmt in formats:
-                if fmt is not None and fmt != RAW and fmt.axis not in AXES[side]:
-                    raise ValueError(f"{side} axis {fmt.axis!r}, expected one of {AXES[side]}")
-                if fmt is not None and fmt.num_sink_tokens + fmt.max_window > MAX_COUNT:
-                    raise ValueError(
-                        f"{side}: num_sink_tokens = {fmt.num_sink_tokens} and a window of {fmt.max_window}; allowed: "
-                        f"up to {MAX_COUNT} together"
-                    )
+        if not self.keys or not self.values:
+            raise ValueError("keys and values need one choice or more each")
+
+
+@dataclass(frozen=True, config=STRICT)
+class ProgressiveSpec:
+    """[progressive], PM-KVQ's 16 -> 8 -> 4 -> 2: pages shrink when the budget for the tokens so far is used up."""
+
+    bits: Bits | None = knob(None, "All-in bits per cached value; default: the allocation's budget.")
+    shift: Literal["equivalent", "modified", "direct"] = knob("equivalent", "How codes lose bits (others: ablations).")
+
+
+@dataclass(frozen=True, config=STRICT)
+class ReparamSpec:
+    """[reparam], PM-KVQ's λ: channel factors of the keys, searched on a grid of α."""
+
+    position_scale: Annotated[float, Field(gt=0, le=1000)] = knob(4.0, "Stretches positions: short text for long.")
+    num_steps: Annotated[int, Field(ge=1, le=1000)] = knob(20, "Steps of the grid of α over [0, 1].")
+    num_samples: Size = knob(4, "Calibration sequences.")
+    seq_len: TextTokens = knob(2048, "Tokens of each at most.")
+    offset: bool = knob(False, "Search a static key offset, too.")
+    shared_heads: bool = knob(False, "One λ for all KV heads: QK-norms need it to be folded.")
+
+
+@dataclass(frozen=True, config=STRICT)
+class PredictorSpec:
+    """[predictors], AQUA-KV: of which kind, and when one is left out."""
+
+    kind: Literal["linear", "low_rank", "int4"] = knob("linear", "How weights are stored.")
+    rank: Size | None = knob(None, "Rank of low_rank, and of it alone.")
+    group_size: Size | None = knob(None, "Weights that share a scale in int4, and in it alone.")
+    ridge: Annotated[float, Field(gt=0)] = knob(1e-3, "Penalty of the fit, relative to the variance.")
+    holdout_share: Annotated[float, Field(gt=0, lt=1)] = knob(0.25, "Share of the sequences held out to measure fits.")
+    min_explained: Annotated[float, Field(le=1)] = knob(
+        0.1, "Drop predictors that explain no more than this share of the variance."
+    )
+    drop: bool = knob(True, "Drop predictors that save fewer bytes than they take.")
+    sides: tuple[Side, ...] = knob(("k", "v"), "Predict keys, values or both (ablation).")
+    inputs: Literal["reconstructed", "exact"] = knob("reconstructed", "Fit on what is read back (exact: ablation).")
+
+    def __post_init__(self) -> None:
+        for kind, value in (("low_rank", self.rank), ("int4", self.group_size)):
+            if (value is not None) != (self.kind == kind):
+                raise ValueError(f"{kind} takes {'rank' if kind == 'low_rank' else 'group_size'}, other kinds do not")
+        if not self.sides or len(set(self.sides)) < len(self.sides):
+            raise ValueError(f"sides = {list(self.sides)}, expected one or both of ['k', 'v']")
+
+
+@dataclass(frozen=True, config=STRICT)
+class TuneSpec:
+    """[tune], MixKVQ's threshold search: Optuna's TPE, accuracy up and all-in bits down; the best accuracy under
+    ``max_bits`` is chosen."""
+
+    tasks: tuple[str, ...] = knob(("ledger", "chain", "times"), "Embedded tasks, or lm-eval:NAME[:METRIC].")
+    num_problems: Size = knob(16, "Problems of each task.")
+    num_trials: Size = knob(30, "Trials in all; a larger number continues the study.")
+    low: Annotated[float, Field(gt=0)] = knob(0.1, "Lowest threshold.")
+    high: float = knob(2.0, "Highest threshold.")
+    fit_range: bool = knob(False, "Instead of high: the score that 1 % of the channels exceed.")
+    max_bits: Bits | None = knob(None, "Cap on all-in bits per cached value.")
+    fit_capacity: bool = knob(True, "A tier's capacity is what pages need, not the recipe's share.")
+    page_share: Annotated[Share, Field(gt=0)] = knob(0.95, "Share of the pages whose need a capacity covers.")
+    seed: Annotated[Seed, Field(lt=MAX_SEED)] = knob(0, "Seed of the search and of its problems.")
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise ValueError(f"expected low = {self.low} < high = {self.high}")
+        own = [name for name in self.tasks if not name.startswith(LM_EVAL)]
+        unknown = sorted(set(own) - set(TASKS)) + [name for name in self.tasks if name == LM_EVAL]
+        if unknown or not self.tasks or len(set(self.tasks)) < len(self.tasks):
+            raise ValueError(
+                f"tasks {unknown or list(self.tasks)} unknown, missing or twice, expected some of {sorted(TASKS)}, or "
+                f"{LM_EVAL}NAME for a task of lm-eval"
+            )
 
 
 @dataclass(frozen=True, config=STRICT)
 class EvaluateSpec:
-    """Perplexity, KL and top-1 on ``data``; exact match by greedy generation on ``num_problems`` problems a task.
+    """[evaluate]: perplexity, KL and top-1 on ``data``; exact match by greedy generation on problems of ``tasks``."""
 
-    ``max_steps``, ``max_size``, ``max_hops`` and ``max_digits`` bound the tasks' lengths. ``against`` names recipes to
-    evaluate beside the plan.
-    """
-
-    data: DataSpec = DataSpec(seed=1)
-    tasks: tuple[str, ...] = tuple(TASKS)
-    num_problems: Size = 16
-    max_steps: int = 70
-    max_size: int = 160
-    max_hops: int = 40
-    max_digits: int = 7
-    max_new_tokens: Tokens = 2048
-    batch: Annotated[int, Field(ge=1, le=MAX_BATCH)] = 16
-    seed: Seed = 1
-    against: tuple[str, ...] = ()
+    data: DataSpec = knob(DataSpec(seed=1), "Texts to measure on.")
+    tasks: tuple[str, ...] = knob(tuple(TASKS), "Embedded tasks; [] for none.")
+    num_problems: Size = knob(16, "Problems of each task.")
+    max_steps: int = knob(70, "Transfers in a ledger at most.")
+    max_size: int = knob(160, "Words in a chain's table at most.")
+    max_hops: int = knob(40, "Hops along a chain at most.")
+    max_digits: int = knob(7, "Digits of a factor at most.")
+    max_new_tokens: Tokens = knob(2048, "Tokens generated for a problem at most.")
+    batch: Annotated[int, Field(ge=1, le=MAX_BATCH)] = knob(16, "Sequences fed at once.")
+    seed: Seed = knob(1, "Seed of the problems.")
+    against: tuple[str, ...] = knob((), "Recipes with [formats] to measure beside the plan.")
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.tasks) - set(TASKS))
@@ -214,13 +361,13 @@ class EvaluateSpec:
 
 @dataclass(frozen=True, config=STRICT)
 class Recipe:
-    """See the module's docstring. Exactly one of ``formats``, ``allocate``, ``importance`` and ``search`` chooses the
-    formats; ``progressive``, ``reparam`` and ``predictors`` then work on what was chosen. ``tune`` searches the
+    """Exactly one of ``formats``, ``allocate``, ``importance`` and ``search`` (with the budget of ``allocate``) chooses
+    the formats; ``progressive``, ``reparam`` and ``predictors`` then work on what was chosen. ``tune`` searches the
     thresholds of ``formats`` alone."""
 
-    name: str
-    description: str = ""
-    model: str = "reasoner-10m"
+    name: str = Field(description="The file's name unless given.")
+    description: str = knob("", "One line for people.")
+    model: str = knob("reasoner-10m", "Folder, hub id or embedded name.")
     formats: FormatsSpec | None = None
     data: DataSpec = DataSpec()
     profile: ProfileSpec = ProfileSpec()
@@ -235,8 +382,7 @@ class Recipe:
     evaluate: EvaluateSpec = EvaluateSpec()
 
     def __post_init__(self) -> None:
-        given = [name for name in ("formats", "importance") if getattr(self, name) is not None]
-        given += ["allocate"] if self.allocate is not None else []
+        given = [name for name in ("formats", "importance", "allocate") if getattr(self, name) is not None]
         if self.search is not None and given != ["allocate"]:
             raise ValueError("[search] needs the budget of [allocate], and none of [formats] and [importance]")
         if len(given) != 1:
@@ -284,77 +430,53 @@ class Recipe:
     @property
     def sha256(self) -> str:
         """Content hash of every knob (name and description left out)."""
-        knobs = dump(self)
-        return sha256_json({key: knobs[key] for key in knobs if key not in ("name", "description")})
+        content = dump(self)
+        return sha256_json({key: content[key] for key in content if key not in ("name", "description")})
 
 
-def find_recipe(name: str) -> Path:
-    """A path, or the name of a recipe that comes with kvcal.
+class Knob(NamedTuple):
+    """One key of a recipe file. ``section``: "" at its top, "search.keys[]" in the entries of a list of tables;
+    ``type``: for people, such as "integer, at least 1"; ``default``: JSON-like, Ellipsis where a value is required."""
 
-    Raises:
-        UsageError: neither a file nor a known name.
-    """
-    if Path(name).is_file():
-        return Path(name)
-    if name.endswith(".toml") or "/" in name:
-        name = Path(name).stem if Path(name).parent in (Path("recipes"), Path(".")) else name
-    for folder in RECIPE_FOLDERS:
-        if (folder / f"{name}.toml").is_file():
-            return folder / f"{name}.toml"
-    if name:
-        require_file(name, UsageError)
-    raise UsageError(
-        f"recipe {name!r} is neither a file nor one of {list(recipe_names())}",
-        hint="give the path of a TOML file or one of these names",
-    )
+    section: str
+    key: str
+    type: str
+    default: Any
+    doc: str
+
+    @property
+    def name(self) -> str:
+        """The key as `--set` names it."""
+        return f"{self.section}.{self.key}" if self.section else self.key
 
 
-def recipe_names() -> tuple[str, ...]:
-    """Names of the recipes that come with kvcal."""
-    return tuple(sorted({path.stem for folder in RECIPE_FOLDERS for path in folder.glob("*.toml")}))
+def knobs() -> Iterator[Knob]:
+    """Every key of a recipe file in order; a table comes before its keys, with its dataclass's docstring."""
+    schema = TypeAdapter(Recipe).json_schema()
+    return _knobs("", schema, {}, schema["$defs"])
 
 
-def load_recipe(name: str) -> Recipe:
-    """Read and check a recipe, and the recipes that it names.
-
-    Raises:
-        UsageError: not found, not TOML, unknown key or value out of range, with its place.
-    """
-    recipe = _read(name)
-    require_baselines(recipe.evaluate.against, f"{name}: evaluate.against")
-    same = None if recipe.allocate is None else recipe.allocate.same_bytes_as
-    require_baselines(() if same is None else (same,), f"{name}: allocate.same_bytes_as")
-    return recipe
+def _knobs(section: str, table: Mapping[str, Any], defaults: Mapping[str, Any], tables: Any) -> Iterator[Knob]:
+    for key, about in table["properties"].items():
+        default = defaults.get(key, about.get("default", ...))
+        knob = Knob(section, key, _type(about), default, about.get("description", ""))
+        named = [(kind, "") for kind in about.get("anyOf", [about])] + [(about.get("items", {}), "[]")]
+        below = [(tables[kind["$ref"].rpartition("/")[2]], end) for kind, end in named if "$ref" in kind]
+        yield knob._replace(doc=knob.doc or " ".join(item.get("description", "") for item, _ in below))
+        for item, end in below:
+            yield from _knobs(knob.name + end, item, default if isinstance(default, dict) else {}, tables)
 
 
-def _read(name: str) -> Recipe:
-    path = find_recipe(name)
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as broken:
-        raise UsageError(f"{path}: not TOML: {broken}") from None
-    return parse(Recipe, {"name": path.stem, **content}, str(path), UsageError)
-
-
-def require_baselines(names: Iterable[str], place: str) -> None:
-    """UsageError unless all are recipes with [formats], whose plans and bytes are known without a profile."""
-    for name in names:
-        if _read(name).formats is None:
-            raise UsageError(
-                f"{place}: recipe {name!r} has no [formats]",
-                hint="name a recipe with fixed formats, such as kivi-2; the other one is run by itself",
-            )
-
-
-def fixed_layers(formats: FormatsSpec, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
-    """The given layers with every paged one in the recipe's formats."""
-    first = next((layer.geometry.index for layer in layers if layer.is_paged), None)
-    found = []
-    for layer in layers:
-        k, v = formats.k, formats.v
-        if layer.geometry.index == first:
-            k, v = formats.first_k or k, formats.first_v or v
-        if layer.is_paged:
-            layer = LayerPlan(layer.geometry, (k,), (v,), k_pages=formats.k_pages)
-        found.append(layer)
-    return tuple(found)
+def _type(about: Mapping[str, Any]) -> str:
+    """A JSON schema's type and bounds for people."""
+    if "anyOf" in about:
+        return " or ".join(_type(kind) for kind in about["anyOf"] if kind.get("type") != "null")
+    if "$ref" in about:
+        return "table"
+    if "enum" in about or "const" in about:
+        return " | ".join(str(value) for value in about.get("enum", [about.get("const")]))
+    if about["type"] == "array":
+        return f"list of {_type(about['items'])}"
+    words = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
+    bounds = [f"{word} {about[key]}" for key, word in words.items() if key in about]
+    return ", ".join([{"string": "text", "boolean": "true | false"}.get(about["type"], about["type"]), *bounds])

@@ -38,6 +38,12 @@ Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Record = TypeVar("Record")
 
 
+def knob(default: Record, doc: str) -> Record:
+    """A field with a default and the line that documentation prints about it."""
+    field: Record = Field(default, description=doc)
+    return field
+
+
 def parse(
     record: type[Record],
     value: Mapping[str, Any],

@@ -24,8 +24,8 @@ from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS
 from kvcal.plan.format import RAW, SIDES, Boost, Format, Side, Tier
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.tensors import predictor_shape
-from kvcal.recipe import load_recipe
-from kvcal.specs import PredictorSpec
+from kvcal.recipe import PredictorSpec
+from kvcal.recipe_files import load_recipe
 from kvcal.stages.predictors.record import with_predictor
 from kvcal.strict import STRICT
 

@@ -78,7 +78,7 @@ def compare(
     from kvcal.charts.comparison import draw_comparison
     from kvcal.data.sequences import TASK_SOURCES
     from kvcal.plan.plan import Workload
-    from kvcal.recipe import load_recipe
+    from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
     from kvcal.run.transform import sequences
     from kvcal.stages.compare import FILE

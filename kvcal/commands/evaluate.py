@@ -58,7 +58,7 @@ def eval_command(
     from kvcal import tables as views
     from kvcal.errors import UsageError
     from kvcal.plan.plan import load_plan
-    from kvcal.recipe import load_recipe, require_baselines
+    from kvcal.recipe_files import load_recipe, require_baselines
     from kvcal.run import pipeline
     from kvcal.stages.verify import require_same_model
     from kvcal.strict import changed

@@ -59,9 +59,9 @@ def fit_predictors(
     from kvcal import console
     from kvcal.charts.predictors import draw_predictors
     from kvcal.folder import Folder
-    from kvcal.recipe import load_recipe
+    from kvcal.recipe import PredictorSpec
+    from kvcal.recipe_files import load_recipe
     from kvcal.run import transform as transform_folder
-    from kvcal.specs import PredictorSpec
     from kvcal.stages.predictors.record import load as load_record
     from kvcal.stages.predictors.record import table_rows
     from kvcal.strict import dump, parse

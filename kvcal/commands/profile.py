@@ -48,7 +48,7 @@ def profile(
     """
     from kvcal import console
     from kvcal import tables as views
-    from kvcal.recipe import load_recipe
+    from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
 
     base = with_data(load_recipe(recipe), DataOptions(data, columns, split, config, samples, seq_len, seed))

@@ -64,9 +64,9 @@ def reparam(
     """
     from kvcal import console
     from kvcal.folder import Folder
-    from kvcal.recipe import load_recipe
+    from kvcal.recipe import ReparamSpec
+    from kvcal.recipe_files import load_recipe
     from kvcal.run import transform as transform_folder
-    from kvcal.specs import ReparamSpec
     from kvcal.stages.reparam.record import load as load_record
     from kvcal.stages.reparam.record import table_rows
     from kvcal.strict import dump, parse

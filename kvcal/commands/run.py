@@ -57,7 +57,7 @@ def run(
     """
     from kvcal import console
     from kvcal import tables as views
-    from kvcal.recipe import load_recipe
+    from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
 
     given = DataOptions(data, columns, split, config, samples, seq_len, seed)

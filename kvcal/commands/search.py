@@ -59,7 +59,8 @@ def search(
     from kvcal import console
     from kvcal import tables as views
     from kvcal.errors import UsageError
-    from kvcal.recipe import AllocateSpec, load_recipe
+    from kvcal.recipe import AllocateSpec
+    from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
     from kvcal.stages.search import load as load_search
     from kvcal.strict import changed, dump, parse

@@ -77,10 +77,10 @@ def tune(
     from kvcal.errors import UsageError
     from kvcal.plan.plan import Workload
     from kvcal.quantities import parse_bytes
-    from kvcal.recipe import load_recipe
+    from kvcal.recipe import TuneSpec
+    from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
     from kvcal.run.tune import tune_plan
-    from kvcal.specs import TuneSpec
     from kvcal.stages.tune.objective import Origin
     from kvcal.strict import changed
 

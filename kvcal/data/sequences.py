@@ -29,7 +29,7 @@ from kvcal.data.pools import PURPOSES, Purpose, TokenDataset, id_bytes
 from kvcal.data.sources import Chat, Record, describe_source, identify_source, read_source
 from kvcal.data.tasks import TASKS, Problem, dealt, mixture
 from kvcal.errors import UsageError
-from kvcal.strict import STRICT
+from kvcal.strict import STRICT, knob
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,14 +51,14 @@ class DataSpec:
     Raises UsageError when a value is impossible whatever the data.
     """
 
-    source: str = "tasks"
-    num_samples: int = 16
-    seq_len: int = 1024
-    seed: int = 0
-    columns: tuple[str, ...] = ()
-    split: str | None = None
-    config: str | None = None
-    min_len: int = 0
+    source: str = knob("tasks", "tasks, tasks:NAME, a text, JSONL or parquet file or folder, or a hub id.")
+    num_samples: int = knob(16, "Sequences.")
+    seq_len: int = knob(1024, "Tokens of each at most.")
+    seed: int = knob(0, "Seed of the sample.")
+    columns: tuple[str, ...] = knob((), "Column of text or messages, or of prompt and completion; default: found.")
+    split: str | None = knob(None, "Split of a hub data set.")
+    config: str | None = knob(None, "Configuration of a hub data set.")
+    min_len: int = knob(0, "Tokens of each at least; shorter ones are passed over.")
 
     def __post_init__(self) -> None:
         if not self.source:

@@ -26,7 +26,8 @@ from kvcal.plan.plan import RAW, Plan, Workload, plan_bytes, save_plan
 from kvcal.plan.tensors import lattice_tensors, tensors_nbytes
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes
-from kvcal.recipe import AllocateSpec, Recipe, load_recipe
+from kvcal.recipe import AllocateSpec, Recipe
+from kvcal.recipe_files import load_recipe
 from kvcal.run.transform import (
     fit_predictors_folder,
     max_context,

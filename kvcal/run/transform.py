@@ -24,8 +24,7 @@ from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import LayerPlan, Plan, save_plan
 from kvcal.plan.tensors import lattice_tensors, tensors_nbytes
 from kvcal.progress import Reporter
-from kvcal.recipe import Recipe
-from kvcal.specs import ReparamSpec
+from kvcal.recipe import Recipe, ReparamSpec
 from kvcal.stages import allocate as allocation_stage
 from kvcal.stages.allocate.budget import bytes_left, reserve_hint, spared_lambdas
 from kvcal.stages.compile import compile_plan

@@ -14,9 +14,8 @@ from kvcal.folder import Folder, compute_dtype, flat, is_current, model_inputs
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan, save_plan
 from kvcal.progress import Reporter
-from kvcal.recipe import Recipe
+from kvcal.recipe import Recipe, TuneSpec
 from kvcal.run.transform import sequences
-from kvcal.specs import TuneSpec
 from kvcal.stages import allocate as allocation_stage
 from kvcal.stages.allocate import Allocation
 from kvcal.stages.tune import tune

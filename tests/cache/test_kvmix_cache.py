@@ -28,7 +28,7 @@ from kvcal import Plan, PlanCache, artifact, load_plan, save_plan
 from kvcal.errors import ArtifactError
 from kvcal.plan.format import RAW, Format, WindowRule
 from kvcal.plan.plan import KIND, SCHEMA
-from kvcal.specs import ImportanceSpec
+from kvcal.recipe import ImportanceSpec
 from kvcal.stages.allocate.importance import importance_formats, layer_format
 
 PAPER = ImportanceSpec()

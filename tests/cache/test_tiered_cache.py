@@ -32,7 +32,7 @@ from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, Geometry
 from kvcal.pages.scores import channel_scores
 from kvcal.plan.format import RAW, Boost, Format, Tier
 from kvcal.plan.layer import LayerPlan
-from kvcal.recipe import load_recipe
+from kvcal.recipe_files import load_recipe
 
 TOKENS = (1, 63, 127, 128, 129, 1000)
 HEADS = 4

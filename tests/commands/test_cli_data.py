@@ -15,7 +15,8 @@ from kvcal.commands.options import DataOptions, with_data
 from kvcal.data.sequences import DataSpec
 from kvcal.errors import UsageError
 from kvcal.plan.plan import load_plan
-from kvcal.recipe import Recipe, load_recipe
+from kvcal.recipe import Recipe
+from kvcal.recipe_files import load_recipe
 
 TOY = "embedded toy tasks"
 CALIBRATING = {

@@ -34,7 +34,7 @@ def run_folder(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with every artifact but the evaluation."""
     from kvcal.models.load import load
     from kvcal.progress import Silent
-    from kvcal.recipe import load_recipe
+    from kvcal.recipe_files import load_recipe
 
     folder = kvcal.run.pipeline.Folder.create(tmp_path_factory.mktemp("run"))
     recipe, loaded = load_recipe(str(files[1])), load(str(files[0]))

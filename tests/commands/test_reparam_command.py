@@ -17,7 +17,7 @@ from kvcal.commands.reparam import reparam
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Plan, Workload, load_plan
 from kvcal.progress import Silent
-from kvcal.recipe import load_recipe
+from kvcal.recipe_files import load_recipe
 from kvcal.run import pipeline
 from kvcal.run import transform as transform_folder
 from kvcal.stages.divergence import divergences, unquantized_plan

@@ -23,10 +23,10 @@ from kvcal.models.load import load
 from kvcal.plan.format import Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload, bare_layers, load_plan, plan_bytes
 from kvcal.progress import Silent
-from kvcal.recipe import AllocateSpec, EvaluateSpec, load_recipe
+from kvcal.recipe import AllocateSpec, EvaluateSpec, TuneSpec
+from kvcal.recipe_files import load_recipe
 from kvcal.run.pipeline import baseline_plan, build_plan
 from kvcal.run.transform import sequences
-from kvcal.specs import TuneSpec
 from kvcal.stages.allocate.budget import ModelSizes, resolve_budget
 from kvcal.stages.evaluate.generation import TaskResult, measure_tasks
 from kvcal.stages.tune import objective as tune_objective

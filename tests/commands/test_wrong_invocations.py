@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 import kvcal.run.pipeline
 from kvcal.models.load import load
 from kvcal.progress import Silent
-from kvcal.recipe import load_recipe
+from kvcal.recipe_files import load_recipe
 
 FIFO, ABSENT = object(), object()
 DEEP = "[" * 100_000

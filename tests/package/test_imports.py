@@ -20,7 +20,7 @@ LEVELS = (
     {"data", "pages", "models"},
     {"plan"},
     {"pages.codec"},
-    {"recipe", "specs", "folder"},  # a recipe may fix a plan's formats
+    {"recipe", "recipe_files", "folder"},  # a recipe may fix a plan's formats
     {"kernels"},
     {"store"},
     {"cache"},

@@ -28,9 +28,9 @@ from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import tensors_nbytes
 from kvcal.progress import Silent
-from kvcal.recipe import CacheSpec, Recipe, load_recipe
+from kvcal.recipe import CacheSpec, ProgressiveSpec, Recipe
+from kvcal.recipe_files import load_recipe
 from kvcal.run import pipeline
-from kvcal.specs import ProgressiveSpec
 from kvcal.stages import profile
 from kvcal.stages.allocate import reserved_bytes
 from kvcal.stages.checkpoint import Checkpoint, State

@@ -10,10 +10,12 @@ import pytest
 import torch
 from tiny_models import measured
 
+from kvcal.errors import UsageError
 from kvcal.plan.format import SIDES
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.tensors import lattice_tensors
-from kvcal.recipe import find_recipe, fixed_layers, load_recipe, recipe_names
+from kvcal.recipe import fixed_layers
+from kvcal.recipe_files import find_recipe, load_recipe, recipe_names
 
 
 def layers_of(recipe: str, model: str) -> tuple[LayerPlan, ...]:
@@ -65,6 +67,20 @@ def test_every_section_of_a_recipe_is_read_by_a_stage_that_runs() -> None:
         read |= {"data"} if measures or {"search", "reparam", "predictors", "tune"} & given else set()
         assert given <= read, name
         assert recipe.description and recipe.description[-1] != "."
+
+
+def test_ablations_are_found_by_name_and_listed_apart() -> None:
+    name = "aqua-kv-int4"
+    path = find_recipe(name)
+    assert path.parent.name == "ablations" and name in recipe_names()
+    for spelled in (f"ablations/{name}", f"{name}.toml", f"recipes/ablations/{name}.toml", f"recipes/{name}.toml"):
+        assert find_recipe(spelled).samefile(path)
+    with pytest.raises(UsageError) as refused:
+        find_recipe("aqua")
+    shown, ablations = refused.value.message.split("nor of the ablations")
+    assert "'aqua-kv'" in shown and name not in shown and name in ablations
+    with pytest.raises(UsageError):
+        find_recipe("elsewhere/kivi-2")
 
 
 def test_the_paper_s_blocks_have_keys_and_values_alike() -> None:

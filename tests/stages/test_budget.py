@@ -15,8 +15,18 @@ from kvcal.plan.format import RAW, SIDES, Format
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import tensors_nbytes
-from kvcal.recipe import AllocateSpec, CacheSpec, FormatsSpec, ProfileSpec
-from kvcal.specs import KeyChoice, PredictorSpec, ProgressiveSpec, ReparamSpec, SearchSpec, ValueChoice
+from kvcal.recipe import (
+    AllocateSpec,
+    CacheSpec,
+    FormatsSpec,
+    KeyChoice,
+    PredictorSpec,
+    ProfileSpec,
+    ProgressiveSpec,
+    ReparamSpec,
+    SearchSpec,
+    ValueChoice,
+)
 from kvcal.stages.allocate import Allocation, allocate, fixed_allocation, made_progressive, reserved_bytes
 from kvcal.stages.allocate.budget import require_budget, transform_bytes, workspace_bytes
 from kvcal.stages.compile import compile_plan

@@ -12,7 +12,8 @@ import torch
 from compare_cases import BASELINE_NAMES, BUDGETED, FIXED, write_recipes
 
 from kvcal.errors import UsageError
-from kvcal.recipe import AllocateSpec, load_recipe
+from kvcal.recipe import AllocateSpec
+from kvcal.recipe_files import load_recipe
 from kvcal.stages import compare as stage_times
 from kvcal.stages.compare.record import Point, Share, points_of, share_recovered
 

@@ -37,9 +37,9 @@ from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.models.load import load as load_model
 from kvcal.models.taps import Captured, tap
 from kvcal.progress import Silent
-from kvcal.recipe import load_recipe
+from kvcal.recipe import PredictorSpec
+from kvcal.recipe_files import load_recipe
 from kvcal.run.pipeline import Folder, build_plan
-from kvcal.specs import PredictorSpec
 from kvcal.stages.predictors.reconstruct import FIT, HELD_OUT, Reconstruction, Wanted, read_pages, split_sequences
 from kvcal.stages.predictors.record import KIND, PredictorRecord, load
 from kvcal.stages.predictors.stage import run_fit_predictors

@@ -20,8 +20,8 @@ from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
 from kvcal.plan.format import Format, WindowRule
 from kvcal.progress import Silent
-from kvcal.recipe import CacheSpec, ProfileSpec, load_recipe
-from kvcal.specs import ImportanceSpec
+from kvcal.recipe import CacheSpec, ImportanceSpec, ProfileSpec
+from kvcal.recipe_files import load_recipe
 from kvcal.stages.allocate.importance import (
     importance_formats,
     important_layers,

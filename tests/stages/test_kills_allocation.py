@@ -13,7 +13,8 @@ from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity, StateGeom
 from kvcal.plan.format import RAW, SIDES, Side
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
-from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec, fixed_layers, load_recipe
+from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec, fixed_layers
+from kvcal.recipe_files import load_recipe
 from kvcal.stages.allocate import Allocation, allocate, pareto
 from kvcal.stages.allocate.budget import ModelSizes, resolve_budget, workspace_bytes
 from kvcal.stages.allocate.record import layer_bytes

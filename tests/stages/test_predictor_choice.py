@@ -24,7 +24,7 @@ from kvcal.errors import ArtifactError, UsageError
 from kvcal.plan.format import RAW, Boost, Format, Tier
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.plan import Workload
-from kvcal.specs import PredictorSpec
+from kvcal.recipe import PredictorSpec
 from kvcal.stages.predictors.choice import saved_bits_per_value
 from kvcal.stages.predictors.record import KIND, SCHEMA, find_targets, load, save, table_rows
 

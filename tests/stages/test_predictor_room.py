@@ -11,7 +11,7 @@ from predictor_runs import WORKLOAD, aqua_layers, loaded_llama, sequences
 from kvcal.errors import InfeasibleBudget
 from kvcal.plan.tensors import needed_nbytes
 from kvcal.progress import Silent
-from kvcal.specs import PredictorSpec
+from kvcal.recipe import PredictorSpec
 from kvcal.stages.allocate.record import Allocation, Split, layer_bytes
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.predictors.choice import Room

@@ -20,7 +20,8 @@ from kvcal.models.load import LoadedModel, load
 from kvcal.plan.format import SIDES
 from kvcal.plan.plan import Plan, load_plan, plan_bytes
 from kvcal.progress import Silent
-from kvcal.recipe import Recipe, load_recipe
+from kvcal.recipe import Recipe
+from kvcal.recipe_files import load_recipe
 from kvcal.run import pipeline
 from kvcal.stages import search as run_search
 from kvcal.stages.divergence import KLMeter, Text, kl_texts

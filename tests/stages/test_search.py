@@ -16,8 +16,7 @@ from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
 from kvcal.plan.format import RAW, Boost, Tier
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import check_layers, tensors_nbytes
-from kvcal.recipe import CacheSpec
-from kvcal.specs import KeyChoice, PredictorSpec, SearchSpec, ValueChoice
+from kvcal.recipe import CacheSpec, KeyChoice, PredictorSpec, SearchSpec, ValueChoice
 from kvcal.stages.search import problem as search_problem
 from kvcal.stages.search.compositions import OptionTensors, Unit, composed_layers
 from kvcal.stages.search.problem import Choice, Problem, problem_of, search, uniform_choices

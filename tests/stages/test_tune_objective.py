@@ -11,8 +11,7 @@ from kvcal.data.sequences import DataSpec
 from kvcal.data.tasks import problems
 from kvcal.plan.format import Boost, Format, Tier
 from kvcal.plan.plan import Plan
-from kvcal.recipe import EvaluateSpec
-from kvcal.specs import TuneSpec
+from kvcal.recipe import EvaluateSpec, TuneSpec
 from kvcal.stages.evaluate.generation import TaskResult
 from kvcal.stages.tune import objective as tune_objective
 from kvcal.stages.tune.objective import Origin, TaskObjective

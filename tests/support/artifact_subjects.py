@@ -23,8 +23,7 @@ from kvcal.cache.queries import serving
 from kvcal.charts.evaluation import table_rows
 from kvcal.plan.format import SIDES, Format, WindowRule
 from kvcal.plan.plan import Workload, plan_bytes, save_plan
-from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
-from kvcal.specs import ReparamSpec
+from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec, ReparamSpec
 from kvcal.stages.allocate import allocate, pareto
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.checkpoint import Mean

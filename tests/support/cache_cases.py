@@ -15,7 +15,7 @@ from kvcal.cache.static_layer import StaticLayer
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
 from kvcal.models.geometry import geometry_of
 from kvcal.plan.plan import RAW, Format, LayerPlan, Workload
-from kvcal.recipe import load_recipe, recipe_names
+from kvcal.recipe_files import load_recipe, recipe_names
 from kvcal.store.static_state import Serving
 
 NUM_HEADS = 8

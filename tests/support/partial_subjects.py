@@ -16,8 +16,7 @@ from predictor_runs import WORKLOAD, aqua_layers, loaded_llama, sequences
 
 from kvcal.errors import ArtifactError
 from kvcal.progress import Silent
-from kvcal.recipe import CacheSpec, ProfileSpec
-from kvcal.specs import PredictorSpec, ReparamSpec
+from kvcal.recipe import CacheSpec, PredictorSpec, ProfileSpec, ReparamSpec
 from kvcal.stages import profile
 from kvcal.stages.checkpoint import Checkpoint, State
 from kvcal.stages.divergence import PHASE, KLMeter, Text, declare_kls

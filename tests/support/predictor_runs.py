@@ -21,7 +21,7 @@ from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_tensors
 from kvcal.progress import Silent
-from kvcal.specs import PredictorSpec
+from kvcal.recipe import PredictorSpec
 from kvcal.stages.predictors.record import PredictorRecord
 from kvcal.stages.predictors.stage import run_fit_predictors
 

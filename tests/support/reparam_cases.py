@@ -17,7 +17,7 @@ from kvcal.models.load import LoadedModel
 from kvcal.plan.format import Format
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.progress import Silent
-from kvcal.specs import ReparamSpec
+from kvcal.recipe import ReparamSpec
 from kvcal.stages.reparam import stage as reparam
 
 PER_TOKEN = Format(2, "token", 128, num_sink_tokens=1, recent_window=16)

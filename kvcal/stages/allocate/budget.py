@@ -18,8 +18,8 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_nbytes, tensors_nbytes
 from kvcal.quantities import format_bytes, parse_bytes
-from kvcal.recipe import AllocateSpec, CacheSpec, fixed_layers, load_recipe
-from kvcal.specs import PredictorSpec, ReparamSpec
+from kvcal.recipe import AllocateSpec, CacheSpec, PredictorSpec, ReparamSpec, fixed_layers
+from kvcal.recipe_files import load_recipe
 from kvcal.stages.allocate.record import Allocation, BudgetKind, Split, layer_bytes, layers_in, num_values
 from kvcal.stages.predictors.choice import find_targets
 from kvcal.stages.predictors.record import with_predictor

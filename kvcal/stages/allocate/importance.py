@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvcal.plan.format import SIDES, Format, Side, WindowRule
-from kvcal.specs import ImportanceSpec
+from kvcal.recipe import ImportanceSpec
 from kvcal.stages.profile.record import Profile
 
 # Any count far behind the last step of the paged rule.

@@ -19,9 +19,8 @@ from kvcal.plan.format import Format
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import check_layers, needed_tensors
-from kvcal.recipe import CacheSpec, FormatsSpec, fixed_layers
+from kvcal.recipe import CacheSpec, FormatsSpec, ImportanceSpec, ProgressiveSpec, fixed_layers
 from kvcal.records import record_of, refusing, require_tensors
-from kvcal.specs import ImportanceSpec, ProgressiveSpec
 from kvcal.stages.allocate.importance import importance_formats, importance_scores
 from kvcal.stages.allocate.schedule import progressive_layers
 from kvcal.stages.profile.record import Profile

@@ -32,7 +32,8 @@ from pydantic.dataclasses import dataclass as record
 from kvcal.errors import UsageError
 from kvcal.plan.plan import Workload
 from kvcal.quantities import format_bytes
-from kvcal.recipe import Recipe, load_recipe
+from kvcal.recipe import Recipe
+from kvcal.recipe_files import load_recipe
 from kvcal.records import read_json, write_json
 from kvcal.stages.evaluate.stage import Row, priced_header, require_same_tasks
 from kvcal.strict import STRICT, Amount, Number

@@ -21,7 +21,7 @@ from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
-from kvcal.specs import LM_EVAL
+from kvcal.recipe import LM_EVAL
 from kvcal.stages.divergence import feed
 from kvcal.stages.evaluate.generation import PLAIN_DECODING, generate_packed
 from kvcal.stages.evaluate.mirror import MirroredCache

@@ -23,7 +23,7 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import needed_nbytes
 from kvcal.quantities import format_bytes
-from kvcal.specs import PredictorSpec
+from kvcal.recipe import PredictorSpec
 from kvcal.stages.allocate.budget import bytes_left, reserve_hint, transform_bytes
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.predictors.record import Finding, Fit, PredictorRecord, Target, find_targets, with_predictors

@@ -25,8 +25,8 @@ from kvcal.plan.format import RAW, SIDES, Side
 from kvcal.plan.layer import LayerPlan, Predictor
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import check_layers, predictor_shape, rotary_spec
+from kvcal.recipe import PredictorSpec
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
-from kvcal.specs import PredictorSpec
 from kvcal.strict import STRICT, Amount, Count, Number, NumBytes, Positive, dump
 
 KIND = "predictors"

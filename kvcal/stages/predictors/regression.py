@@ -30,7 +30,7 @@ from torch import Tensor
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.geometry import CACHE_DTYPES, CacheDtype
 from kvcal.pages.predictor import INT4_ZERO, LinearPredictor, PredictorShape
-from kvcal.specs import PredictorSpec
+from kvcal.recipe import PredictorSpec
 
 RIDGE = 1e-3
 _CHUNK_TOKENS = 4096  # rows that are fp64 at a time

@@ -35,7 +35,7 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import needed_tensors
 from kvcal.progress import Reporter
-from kvcal.specs import PredictorSpec
+from kvcal.recipe import PredictorSpec
 from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic, require_steps
 from kvcal.stages.predictors.choice import Measured, Room, decide, measure
 from kvcal.stages.predictors.reconstruct import (

@@ -18,8 +18,8 @@ from kvcal.errors import ArtifactError
 from kvcal.geometry import Geometry, Index, ModelIdentity
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.tensors import offset_spec, rescale_spec
+from kvcal.recipe import ReparamSpec
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
-from kvcal.specs import ReparamSpec
 from kvcal.strict import STRICT, Amount, Count, Share, dump
 
 KIND = "reparam"

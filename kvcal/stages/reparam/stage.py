@@ -37,7 +37,7 @@ from kvcal.models.taps import Captured, check_taps
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Reporter
-from kvcal.specs import ReparamSpec
+from kvcal.recipe import ReparamSpec
 from kvcal.stages.checkpoint import LARGEST, Checkpoint, Mean, State, Statistic, require_steps
 from kvcal.stages.reparam.record import KIND, SCHEMA, LayerReparam, Reparam, Subject, load, save
 from kvcal.stages.reparam.search import (

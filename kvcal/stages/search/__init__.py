@@ -26,8 +26,7 @@ from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Reporter
-from kvcal.recipe import Recipe
-from kvcal.specs import ReparamSpec, SearchSpec
+from kvcal.recipe import Recipe, ReparamSpec, SearchSpec
 from kvcal.stages.allocate.budget import ModelSizes, resolve_budget, workspace_bytes
 from kvcal.stages.allocate.record import Allocation, layer_bytes, layers_in
 from kvcal.stages.checkpoint import Checkpoint, State

@@ -22,8 +22,7 @@ from kvcal.plan.format import RAW, SIDES, Format, Side
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import lattice_tensors, needed_nbytes, needed_tensors
-from kvcal.recipe import CacheSpec
-from kvcal.specs import KeyChoice, PredictorSpec, SearchSpec, ValueChoice
+from kvcal.recipe import CacheSpec, KeyChoice, PredictorSpec, SearchSpec, ValueChoice
 from kvcal.stages.allocate.record import one_or_each
 
 FLOAT_BYTES = 4

@@ -29,8 +29,7 @@ from kvcal.geometry import Geometry
 from kvcal.plan.format import SIDES, Side
 from kvcal.plan.layer import bare_layers
 from kvcal.plan.plan import Workload
-from kvcal.recipe import CacheSpec
-from kvcal.specs import PredictorSpec, SearchSpec
+from kvcal.recipe import CacheSpec, PredictorSpec, SearchSpec
 from kvcal.stages.allocate import solver
 from kvcal.stages.search.compositions import Composition, Unit, lattice_nbytes, option_nbytes, options_of
 

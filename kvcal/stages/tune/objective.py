@@ -22,8 +22,7 @@ from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Plan
 from kvcal.progress import Silent
 from kvcal.quantities import MAX_SEED
-from kvcal.recipe import EvaluateSpec
-from kvcal.specs import LM_EVAL, TuneSpec
+from kvcal.recipe import LM_EVAL, EvaluateSpec, TuneSpec
 from kvcal.stages.evaluate.generation import measure_tasks
 from kvcal.stages.evaluate.lm_eval import measure_lm_eval, require_lm_eval
 from kvcal.stages.tune.record import Outcome, Search, Threshold
