@@ -182,6 +182,14 @@ def read(path: str | Path, kind: str, schema: int) -> Artifact:
     return Artifact(head["kind"], head["schema"], head["inputs"], head["body"], tensors)
 
 
+def read_inputs(path: Path) -> dict[str, Any]:
+    """What an artifact was made from, by its header alone: for one that ``read`` has verified before."""
+    with open(path, "rb") as file:
+        size = file.read(8)
+        inputs: dict[str, Any] = _read_head(path, size + file.read(int.from_bytes(size, "little")))["inputs"]
+    return inputs
+
+
 def differing_input(expected: dict[str, Any], found: dict[str, Any]) -> str | None:
     """The first field, in sorted order, in which two ``inputs`` differ, with both values shortened to where
     they part, such as ``seq_len is 512, expected 2048``; None when they are the same JSON."""

@@ -1,21 +1,27 @@
-"""The folder of a run's artifacts, and whether one of them is current: made from what would be used now."""
+"""The folder of a run's artifacts, what ties one to its model, and the one way to reuse one: ``current_or``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvcal import artifact
-from kvcal.artifact import differing_input
+from kvcal.artifact import differing_input, read_inputs
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.models.load import LoadedModel
+from kvcal.plan.plan import Workload
 from kvcal.progress import Reporter
+from kvcal.recipe import Recipe
+
+Made = TypeVar("Made")
+DEFAULT_WORKLOAD = Workload(batch=8, context=4096)
 
 
 @dataclass(frozen=True)
 class Folder:
-    """Where the stages' artifacts lie."""
+    """The stages' artifacts in ``path``."""
 
     path: Path
 
@@ -62,8 +68,51 @@ class Folder:
         return self.path / "evaluation.png"
 
 
+def current_or(
+    stage: str,
+    path: Path,
+    load: Callable[[Path], Made],
+    inputs: dict[str, Any],
+    make: Callable[[], Made],
+    reporter: Reporter,
+    made_on: str | None = None,
+) -> Made:
+    """What ``load`` reads from ``path`` if that was made from ``inputs``, else what ``make`` makes and writes there.
+    Says which of the two, and on which data (``made_on``). The file is read and verified once.
+
+    Raises:
+        ArtifactError: the artifact is corrupt, or was made from another model.
+    """
+    if path.exists():
+        found = load(path)
+        difference = differing_input(inputs, read_inputs(path))
+        if difference is None:
+            reporter.say(f"{stage}: {path.name} is current, skipped")
+            return found
+        if difference.startswith("model."):
+            raise ArtifactError(
+                f"{path} was made from another model: {difference}",
+                hint="choose another --out, or delete the folder if its artifacts are not needed",
+            )
+        reporter.say(f"{stage}: runs again, {difference}")
+    if made_on is not None:
+        reporter.say(f"{stage}: {made_on}")
+    return make()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe to run on a model, in a folder. ``workload``: for formats that come without one."""
+
+    recipe: Recipe
+    loaded: LoadedModel
+    folder: Folder
+    reporter: Reporter
+    workload: Workload = DEFAULT_WORKLOAD
+
+
 def model_inputs(loaded: LoadedModel) -> dict[str, Any]:
-    """The fingerprints that tie an artifact to its model, and what it computes in."""
+    """The fingerprints that tie an artifact to its model."""
     identity = loaded.identity
     return {
         "model.config_sha256": identity.config_sha256,
@@ -77,30 +126,13 @@ def compute_dtype(loaded: LoadedModel) -> dict[str, Any]:
     return {"compute_dtype": str(loaded.model.dtype).removeprefix("torch.")}
 
 
+def max_context(loaded: LoadedModel) -> int | None:
+    """The model's context in tokens, None where its config states none."""
+    return getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
 def flat(prefix: str, value: Any) -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"prefix.a.b": 1}."""
     if not isinstance(value, dict):
         return {prefix: value}
     return {name: leaf for key, item in value.items() for name, leaf in flat(f"{prefix}.{key}", item).items()}
-
-
-def is_current(stage: str, path: Path, kind: str, schema: int, inputs: dict[str, Any], reporter: Reporter) -> bool:
-    """Whether ``path`` was made from ``inputs``; says so, or which field differs.
-
-    Raises:
-        ArtifactError: the artifact is corrupt, or was made from another model.
-    """
-    if not path.exists():
-        return False
-    found = artifact.read(path, kind, schema).inputs
-    difference = differing_input(inputs, found)
-    if difference is None:
-        reporter.say(f"{stage}: {path.name} is current, skipped")
-        return True
-    if difference.startswith("model."):
-        raise ArtifactError(
-            f"{path} was made from another model: {difference}",
-            hint="choose another --out, or delete the folder if its artifacts are not needed",
-        )
-    reporter.say(f"{stage}: runs again, {difference}")
-    return False

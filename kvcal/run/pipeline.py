@@ -1,56 +1,57 @@
-"""The pipeline: choose formats -> progressive -> reparam -> predictors -> compile -> evaluate.
+"""The pipeline: profile -> choice of formats -> reparam -> predictors -> compile -> evaluate.
 
-Formats are fixed by the recipe (thresholds of key tiers may be tuned), solved for a budget from a profile, assigned by
-importance, or searched; each stage then works on what the ones before chose, and leaves one artifact in one folder. A
-stage whose artifact was made from the same inputs is skipped; when they differ, the first differing field is named and
-the stage runs again. A folder made from another model is left alone.
+Each stage works on what the ones before chose, and leaves one artifact in one folder. A stage whose artifact was made
+from the same inputs is skipped; when they differ, the first differing field is named and the stage runs again. A folder
+made from another model is left alone.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from kvcal import artifact
-from kvcal.artifact import sha256_json
 from kvcal.charts.evaluation import draw
-from kvcal.data.pools import calibration, data_inputs, require_unseen, shared_sources, with_calibration
+from kvcal.data.pools import shared_sources, with_calibration
 from kvcal.errors import UsageError
-from kvcal.folder import Folder, compute_dtype, flat, is_current, model_inputs
+from kvcal.folder import DEFAULT_WORKLOAD, Folder, Job, compute_dtype, flat, max_context, model_inputs
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import warn_of_biases
-from kvcal.plan.plan import RAW, Plan, Workload, plan_bytes, save_plan
-from kvcal.plan.tensors import lattice_tensors, tensors_nbytes
+from kvcal.plan.plan import Plan, Workload, plan_bytes, save_plan
+from kvcal.plan.tensors import tensors_nbytes
 from kvcal.progress import Reporter
-from kvcal.quantities import format_bytes
-from kvcal.recipe import AllocateSpec, Recipe
+from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
-from kvcal.run.transform import (
-    fit_predictors_folder,
-    max_context,
-    reparam_data,
-    reparam_folder,
-    sequences,
-    transformed,
-    with_transform_data,
-)
-from kvcal.run.tune import tune_folder
+from kvcal.run.formats import allocate_recipe, fix_folder, formats_plan, profile_folder, search_folder, tune_folder
+from kvcal.run.transform import Transforms, fit_predictors_folder, reparam_folder, sequences
 from kvcal.stages import allocate as allocation_stage
-from kvcal.stages import profile as profile_stage
 from kvcal.stages import search as search_stage
-from kvcal.stages.allocate import Allocation
 from kvcal.stages.allocate.budget import transform_bytes
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate.stage import Evaluation, evaluate, require_scheduled_texts, scheduled_batch
-from kvcal.stages.profile import Profile
 from kvcal.strict import dump
 
-__all__ = ["Folder", "Result", "build_plan", "model_inputs", "run"]
 
-DEFAULT_WORKLOAD = Workload(batch=8, context=4096)
+class Stage(NamedTuple):
+    """``is_of``: whether a recipe has it; ``make``: makes its artifact in the job's folder, or reuses it."""
+
+    name: str
+    is_of: Callable[[Recipe], bool]
+    make: Callable[[Job], object]
+
+
+# The stages before compilation, in order. Exactly one of search, tune, allocate and fix writes the allocation; a search
+# finds λ and predictors itself.
+STAGES = (
+    Stage("profile", lambda r: bool(r.importance or (r.allocate and not r.search)), profile_folder),
+    Stage("search", lambda r: bool(r.search), search_folder),
+    Stage("tune", lambda r: bool(r.tune), tune_folder),
+    Stage("allocate", lambda r: bool(r.allocate and not r.search), allocate_recipe),
+    Stage("fix", lambda r: not (r.allocate or r.tune), fix_folder),
+    Stage("reparam", lambda r: bool(r.reparam and not r.search), reparam_folder),
+    Stage("predictors", lambda r: bool(r.predictors and not r.search), fit_predictors_folder),
+)
 
 
 @dataclass(frozen=True)
@@ -84,199 +85,39 @@ def build_plan(
     seq_len = recipe.data.seq_len
     one_sample = replace(recipe.data, num_samples=1, seq_len=min(seq_len, max_context(loaded) or seq_len))
     warn_of_biases(loaded, lambda: sequences(one_sample, loaded).sequences[0], reporter)
-    choose_formats(recipe, loaded, folder, workload or DEFAULT_WORKLOAD, reporter)
-    if recipe.search is not None:
-        return compile_folder(folder, folder.plan, reporter)
-    if recipe.reparam is not None:
-        reparam_folder(recipe, loaded, folder, reporter)
-    if recipe.predictors is not None:
-        fit_predictors_folder(recipe, loaded, folder, reporter)
+    run_stages(Job(recipe, loaded, folder, reporter, workload or DEFAULT_WORKLOAD))
     return compile_folder(folder, folder.plan, reporter, recipe.reparam is not None, recipe.predictors is not None)
 
 
-def choose_formats(
-    recipe: Recipe, loaded: LoadedModel, folder: Folder, workload: Workload, reporter: Reporter
-) -> Allocation:
-    """The formats of every layer: the recipe's own, tuned, the solver's, or by importance; progressive if asked for."""
-    if recipe.search is not None:
-        allocation = search_folder(recipe, loaded, folder, reporter)
-        tell_doubts(allocation, max_context(loaded), reporter)
-        return allocation
-    if recipe.tune is not None:
-        return tune_folder(recipe, loaded, formats_plan(recipe, loaded, workload), folder, reporter)
-    if recipe.allocate is not None:
-        profile_recipe(recipe, loaded, folder, reporter)
-        return allocate_folder(folder, recipe.allocate, provenance_of(recipe), reporter, recipe)
-    inputs = {
-        **model_inputs(loaded),
-        **flat("workload", dump(workload)),
-        **flat("formats", dump(recipe.formats)),
-        **flat("importance", dump(recipe.importance)),
-        **flat("progressive", dump(recipe.progressive)),
-        "provenance": sha256_json(provenance_of(recipe)),
-    }
-    if recipe.importance is not None:
-        profile_recipe(recipe, loaded, folder, reporter)
-        inputs["profile.sha256"] = _sha256(folder.profile)
-    kind, schema = allocation_stage.KIND, allocation_stage.SCHEMA
-    if is_current("allocate", folder.allocation, kind, schema, inputs, reporter):
-        return allocation_stage.load(folder.allocation)[0]
-    if recipe.importance is not None:
-        profile = profile_stage.load(folder.profile)
-        provenance = with_calibration(provenance_of(recipe), _profile_data(folder))
-        allocation = allocation_stage.important_allocation(
-            profile, recipe.importance, profile.cache, workload, provenance
-        )
-    else:
-        assert recipe.formats is not None
-        allocation = allocation_stage.fixed_allocation(
-            recipe.formats, loaded.identity, loaded.geometry, workload, provenance_of(recipe)
-        )
-    if recipe.progressive is not None:
-        reserved = allocation_stage.reserved_bytes(loaded.geometry, recipe.cache, recipe.reparam)
-        allocation = allocation_stage.made_progressive(allocation, recipe.progressive, reserved)
-    allocation_stage.save(allocation, inputs, folder.allocation)
-    return allocation
-
-
-def profile_recipe(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter: Reporter) -> Profile:
-    """The profile stage of a recipe."""
-    data = sequences(recipe.data, loaded, "fit")
-    inputs = {
-        **model_inputs(loaded),
-        **flat("profile", dump(recipe.profile)),
-        **flat("cache", dump(recipe.cache)),
-        **data_inputs(data),
-        **compute_dtype(loaded),
-    }
-    kind, schema = profile_stage.KIND, profile_stage.SCHEMA
-    if is_current("profile", folder.profile, kind, schema, inputs, reporter):
-        return profile_stage.load(folder.profile)
-    reporter.say(f"profile: {data.description}")
-    return profile_stage.run_profile(loaded, data, recipe.profile, recipe.cache, inputs, folder.profile, reporter)
-
-
-def allocate_folder(
-    folder: Folder,
-    spec: AllocateSpec,
-    provenance: dict[str, Any],
-    reporter: Reporter,
-    recipe: Recipe | None = None,
-    reserved: int = 0,
-) -> Allocation:
-    """The allocate stage, from the folder's profile. ``recipe``: whose [progressive], [reparam] and [predictors]
-    follow, so that what they take is kept free; without one, ``reserved`` bytes are."""
-    profile = profile_stage.load(folder.profile)
-    progressive = None if recipe is None else recipe.progressive
-    if recipe is not None:
-        is_counted = spec.budget is not None and spec.workspace == "auto"
-        workload = Workload(spec.batch, spec.context) if is_counted else None
-        reserved = allocation_stage.reserved_bytes(
-            profile.geometry, profile.cache, recipe.reparam, recipe.predictors, workload
-        )
-    inputs = {
-        **flat("allocate", dump(spec)),
-        **flat("cache", dump(profile.cache)),
-        **flat("progressive", dump(progressive)),
-        "reserved_bytes": reserved,
-        "profile.sha256": _sha256(folder.profile),
-        "provenance": sha256_json(provenance),
-    }
-    if spec.same_bytes_as is not None:
-        inputs["allocate.same_bytes_as.sha256"] = load_recipe(spec.same_bytes_as).sha256
-    kind, schema = allocation_stage.KIND, allocation_stage.SCHEMA
-    if is_current("allocate", folder.allocation, kind, schema, inputs, reporter):
-        allocation = allocation_stage.load(folder.allocation)[0]
-    else:
-        details = {"objective": spec.objective, "granularity": spec.granularity, "data": profile.data_fingerprint}
-        provenance = with_calibration({**provenance, **details}, _profile_data(folder))
-        allocation = allocation_stage.allocate(profile, spec, profile.cache, provenance, reserved)
-        if progressive is not None:
-            allocation = allocation_stage.made_progressive(allocation, progressive, reserved)
-        allocation_stage.save(allocation, inputs, folder.allocation)
-        reporter.say(
-            f"allocate: {format_bytes(allocation.split.cache)} of cache, loss {allocation.loss:.6g}, "
-            f"gap {allocation.gap:.2g} ({allocation.proof} proof)"
-        )
-    tell_doubts(allocation, profile.setup.max_positions, reporter)
-    return allocation
-
-
-def tell_doubts(allocation: Allocation, max_positions: int | None, reporter: Reporter) -> None:
-    """Say where a budget or a context is beyond what can be meant. ``max_positions``: of the model, None if unknown."""
-    split, context = allocation.split, allocation.workload.context
-    if split.kind is not None and all(fmt == RAW for layer in allocation.layers for fmt in (*layer.k, *layer.v)):
-        taken, budget = format_bytes(split.cache + split.overhead), format_bytes(split.budget)
-        reporter.say(f"allocate: 16 bits fit: {taken} of {budget}; nothing to quantize")
-    if max_positions is not None and context > max_positions:
-        reporter.say(
-            f"allocate: a context of {context} tokens is beyond the model's {max_positions} positions; its bytes "
-            "are counted all the same"
-        )
-
-
-def search_folder(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter: Reporter) -> Allocation:
-    """The search stage; its allocation has transforms, whose tensors are in its own artifact."""
-    fit_data = sequences(recipe.data, loaded, "fit")
-    select_data = sequences(recipe.data, loaded, "select")
-    assert recipe.allocate is not None and recipe.search is not None
-    takes_lambda = any(choice.rescale for choice in recipe.search.keys)
-    lambda_data = reparam_data(recipe, loaded) if takes_lambda else None
-    inputs = {
-        **model_inputs(loaded),
-        **flat("search", sha256_json(dump(recipe.search))),
-        **flat("allocate", dump(recipe.allocate)),
-        **flat("cache", dump(recipe.cache)),
-        **flat("reparam", dump(recipe.reparam)),
-        **flat("predictors", dump(recipe.predictors)),
-        **data_inputs(fit_data, "fit_data"),
-        **data_inputs(select_data, "select_data"),
-        **(data_inputs(lambda_data, "reparam_data") if lambda_data else {}),
-        "provenance": sha256_json(provenance_of(recipe)),
-        **compute_dtype(loaded),
-    }
-    if recipe.allocate.same_bytes_as is not None:
-        inputs["allocate.same_bytes_as.sha256"] = load_recipe(recipe.allocate.same_bytes_as).sha256
-    if is_current("search", folder.search, search_stage.KIND, search_stage.SCHEMA, inputs, reporter):
-        found = search_stage.load(folder.search)
-    else:
-        provenance = with_calibration(provenance_of(recipe), calibration("search", inputs))
-        require_unseen(provenance, select_data)
-        reporter.say(f"search: fits on {fit_data.description}; KL on {select_data.description}")
-        found = search_stage.run_search(
-            loaded, recipe, fit_data, select_data, lambda_data, inputs, folder.search, provenance, reporter
-        )
-    allocation_stage.save(found.allocation, {"search.sha256": _sha256(folder.search)}, folder.allocation)
-    return found.allocation
-
-
-def sweep_folder(folder: Folder, spec: AllocateSpec, num_points: int) -> tuple[str, list[dict[str, Any]]]:
-    """The Pareto front of the folder's profile, also kept as sweep.json: ("front" or "grid", a row per point)."""
-    profile = profile_stage.load(folder.profile)
-    found, rows = allocation_stage.pareto(profile, spec, profile.cache, num_points)
-    text = json.dumps({"method": found.method, "points": rows}, indent=2, sort_keys=True)
-    artifact.write_text_atomic(folder.path / "sweep.json", text + "\n")
-    return found.method, rows
+def run_stages(job: Job) -> None:
+    """Everything before compilation."""
+    for stage in STAGES:
+        if stage.is_of(job.recipe):
+            stage.make(job)
 
 
 def compile_folder(
-    folder: Folder, path: Path, reporter: Reporter, reparam: bool = False, predictors: bool = False
+    folder: Folder, path: Path, reporter: Reporter, reparam: bool | None = False, predictors: bool | None = False
 ) -> Plan:
-    """The compile stage, with the folder's λ and predictors if asked for, and always with the tensors of a search:
-    writes the plan unless the same one lies there.
+    """The compile stage, with the folder's λ and predictors if asked for (None: where the folder holds them for its
+    allocation), and always with the tensors of a search: writes the plan unless the same one lies there.
 
     Raises:
         InfeasibleBudget: with them, it takes more than its allocation's budget.
     """
     allocation, made_from = allocation_stage.load(folder.allocation)
     if "search.sha256" in made_from:
-        found = search_stage.load(folder.search)
-        allocation = found.allocation
-        plan = compile_plan(allocation, found.layers, found.plan_tensors)
+        searched = search_stage.load(folder.search)
+        allocation = searched.allocation
+        plan = compile_plan(allocation, searched.layers, searched.plan_tensors)
     else:
-        provenance = with_transform_data(allocation.provenance, folder, reparam, predictors)
-        allocation = replace(allocation, provenance=provenance)
-        plan = compile_plan(allocation, *transformed(folder, allocation.layers, reparam, predictors))
+        found = (
+            Transforms.made_for(folder, allocation.layers, reporter)
+            if reparam is None or predictors is None
+            else Transforms.of(folder, reparam, predictors)
+        )
+        allocation = replace(allocation, provenance=with_calibration(allocation.provenance, found.calibration))
+        plan = compile_plan(allocation, *found.apply(allocation.layers))
     reserved = allocation.split.reserved
     taken = max(0, transform_bytes(allocation, plan.layers, tensors_nbytes(plan.tensors)))
     if taken < reserved:
@@ -321,26 +162,3 @@ def baseline_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Pl
             hint="run it by itself, or beside others with `kvcal compare`",
         )
     return formats_plan(recipe, loaded, workload)
-
-
-def formats_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Plan:
-    """The plan of a recipe's [formats], before any stage."""
-    assert recipe.formats is not None
-    allocation = allocation_stage.fixed_allocation(
-        recipe.formats, loaded.identity, loaded.geometry, workload, provenance_of(recipe)
-    )
-    return compile_plan(allocation, allocation.layers, lattice_tensors(allocation.layers))
-
-
-def provenance_of(recipe: Recipe) -> dict[str, Any]:
-    """What of a recipe a plan carries."""
-    return {"recipe": recipe.name, "recipe_sha256": recipe.sha256, "seed": recipe.data.seed}
-
-
-def _profile_data(folder: Folder) -> dict[str, Any]:
-    """The record of the data that the folder's profile was measured on."""
-    return calibration("profile", artifact.read(folder.profile, profile_stage.KIND, profile_stage.SCHEMA).inputs)
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

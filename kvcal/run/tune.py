@@ -1,23 +1,17 @@
-"""From a plan whose key tiers have thresholds to one with the best thresholds that fit: search, picture, plan; and the
-tune stage of a folder, whose allocation has the thresholds, and the capacities, that its [tune] finds."""
+"""From a plan whose key tiers have thresholds to one with the best thresholds that fit: search, picture, plan."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvcal.artifact import sha256_json
 from kvcal.charts.thresholds import draw_tuning
-from kvcal.data.pools import calibration, data_inputs, with_calibration
 from kvcal.errors import InfeasibleBudget
-from kvcal.folder import Folder, compute_dtype, flat, is_current, model_inputs
+from kvcal.folder import compute_dtype, flat, model_inputs
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan, save_plan
 from kvcal.progress import Reporter
 from kvcal.recipe import Recipe, TuneSpec
-from kvcal.run.transform import sequences
-from kvcal.stages import allocate as allocation_stage
-from kvcal.stages.allocate import Allocation
 from kvcal.stages.tune import tune
 from kvcal.stages.tune.objective import HIGHEST_SHARE, Origin, TaskObjective
 from kvcal.stages.tune.record import Trial, Tuning, choose
@@ -61,7 +55,7 @@ def tune_plan(
     )
     if high < middle:
         reporter.say(
-            "tune: no setting leaves half of the channels at the lowest bits; raise 'high', or use --fit-range"
+            "tune: no setting leaves half of the channels at the lowest bits; raise 'high', or use --set tune.fit_range=true"
         )
     # All that outcomes depend on: not how many trials there are, nor which cap the choice is made under.
     asked = {name: value for name, value in dump(spec).items() if name not in ("num_trials", "max_bits")}
@@ -95,29 +89,3 @@ def tune_plan(
     )
     save_plan(best, folder / "plan.safetensors")
     return Tuned(tuning, chosen, best)
-
-
-def tune_folder(recipe: Recipe, loaded: LoadedModel, plan: Plan, folder: Folder, reporter: Reporter) -> Allocation:
-    """Search the thresholds of ``plan``, or go on with the folder's study; its choice becomes the allocation.
-
-    Raises:
-        What ``tune_plan`` raises; finished trials are kept.
-    """
-    data = sequences(recipe.data, loaded)
-    inputs = {
-        **model_inputs(loaded),
-        "plan.sha256": plan.sha256,
-        **flat("tune", dump(recipe.tune)),
-        **data_inputs(data),
-        "provenance": sha256_json(plan.provenance),
-        **compute_dtype(loaded),
-    }
-    if is_current("tune", folder.allocation, allocation_stage.KIND, allocation_stage.SCHEMA, inputs, reporter):
-        return allocation_stage.load(folder.allocation)[0]
-    reporter.say(f"tune: {data.description}")
-    origin = Origin(loaded.source, str(loaded.model.dtype).removeprefix("torch."), str(loaded.model.device))
-    best = tune_plan(loaded, origin, plan, recipe, folder.path, reporter).plan
-    provenance = with_calibration(best.provenance, calibration("tune", inputs))
-    allocation = allocation_stage.unbudgeted(best.layers, best.model, best.cache_dtype, best.workload, provenance)
-    allocation_stage.save(allocation, inputs, folder.allocation)
-    return allocation

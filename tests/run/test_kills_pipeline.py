@@ -23,16 +23,15 @@ from kvcal import PlanCache
 from kvcal.data.pools import Purpose
 from kvcal.data.sequences import encode_problem
 from kvcal.errors import ArtifactError, InfeasibleBudget
-from kvcal.models import load as loading
+from kvcal.folder import Job
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import tensors_nbytes
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, ProgressiveSpec, Recipe
 from kvcal.recipe_files import load_recipe
-from kvcal.run import pipeline
-from kvcal.stages import profile
-from kvcal.stages.allocate import reserved_bytes
+from kvcal.run import formats, pipeline
+from kvcal.stages.allocate.budget import reserved_bytes
 from kvcal.stages.checkpoint import Checkpoint, State
 from kvcal.stages.complete import complete
 from kvcal.stages.divergence import PHASE, KLMeter, declare_kls, divergences, kl_texts, unquantized_plan
@@ -103,7 +102,7 @@ def test_formats_that_shrink_leave_room_for_lambda(tmp_path: Path, loaded: Loade
     """Also where the recipe fixes them, and the bits are those of [progressive]."""
     folder, recipe = pipeline.Folder.create(tmp_path / "out"), load_recipe("pm-kvq-2-offset")
     recipe = replace(recipe, progressive=ProgressiveSpec(bits=9.0))
-    allocation = pipeline.choose_formats(recipe, loaded, folder, Workload(2, 4000), Silent())
+    allocation = formats.fix_folder(Job(recipe, loaded, folder, Silent(), Workload(2, 4000)))
     assert allocation.split.reserved == reserved_bytes(loaded.geometry, recipe.cache, recipe.reparam) > 0
 
 
@@ -129,7 +128,7 @@ def test_a_plan_is_for_the_workload_asked_for(tmp_path: Path, loaded: LoadedMode
 def test_a_profile_of_other_settings_is_made_again(tmp_path: Path, loaded: LoadedModel, old: str, new: str) -> None:
     folder = pipeline.Folder.create(tmp_path / "out")
     for recipe in (recipe_of(tmp_path, '"9MB"'), recipe_of(tmp_path, '"9MB"', old, new)):
-        pipeline.profile_recipe(recipe, loaded, folder, Silent())
+        formats.profile_folder(Job(recipe, loaded, folder, Silent()))
         subject = profile.load(folder.profile).setup
         assert (subject.spec, subject.cache) == (recipe.profile, recipe.cache)
 
@@ -138,8 +137,8 @@ def test_a_profile_in_another_dtype_is_made_again(tmp_path: Path, loaded: Loaded
     """Of the same checkpoint: the model computes otherwise."""
     folder, notes = pipeline.Folder.create(tmp_path / "out"), Notes()
     recipe = recipe_of(tmp_path, '"9MB"')
-    pipeline.profile_recipe(recipe, loaded, folder, Silent())
-    pipeline.profile_recipe(recipe, load(loaded.source, device="cpu", dtype="bfloat16"), folder, notes)
+    formats.profile_folder(Job(recipe, loaded, folder, Silent()))
+    formats.profile_folder(Job(recipe, load(loaded.source, device="cpu", dtype="bfloat16"), folder, notes))
     assert 'profile: runs again, compute_dtype is "float32", expected "bfloat16"' in notes.messages
 
 

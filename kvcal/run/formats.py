@@ -1,0 +1,260 @@
+"""The stages that choose a folder's formats: profile, then search, tune, allocate, or formats that a recipe fixes or
+assigns by importance.
+
+Each leaves one artifact, and reuses it as long as it was made from the same inputs (``folder.current_or``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from kvcal import artifact
+from kvcal.artifact import read_inputs, sha256_json
+from kvcal.data.pools import calibration, data_inputs, require_unseen, with_calibration
+from kvcal.folder import Folder, Job, compute_dtype, current_or, flat, max_context, model_inputs
+from kvcal.models.load import LoadedModel
+from kvcal.plan.plan import RAW, Plan, Workload
+from kvcal.plan.tensors import lattice_tensors
+from kvcal.progress import Reporter
+from kvcal.quantities import format_bytes
+from kvcal.recipe import AllocateSpec, Recipe
+from kvcal.recipe_files import load_recipe
+from kvcal.run.transform import reparam_data, sequences
+from kvcal.run.tune import tune_plan
+from kvcal.stages import allocate as allocation_stage
+from kvcal.stages import profile as profile_stage
+from kvcal.stages import search as search_stage
+from kvcal.stages.allocate.record import Allocation
+from kvcal.stages.compile import compile_plan
+from kvcal.stages.profile.record import Profile
+from kvcal.stages.search.record import SearchRecord
+from kvcal.stages.tune.objective import Origin
+from kvcal.strict import dump
+
+
+def profile_folder(job: Job) -> Profile:
+    """The profile stage."""
+    recipe, loaded, path = job.recipe, job.loaded, job.folder.profile
+    data = sequences(recipe.data, loaded, "fit")
+    inputs = {
+        **model_inputs(loaded),
+        **flat("profile", dump(recipe.profile)),
+        **flat("cache", dump(recipe.cache)),
+        **data_inputs(data),
+        **compute_dtype(loaded),
+    }
+
+    def make() -> Profile:
+        return profile_stage.run_profile(loaded, data, recipe.profile, recipe.cache, inputs, path, job.reporter)
+
+    return current_or("profile", path, profile_stage.load, inputs, make, job.reporter, data.description)
+
+
+def allocate_folder(
+    folder: Folder,
+    spec: AllocateSpec,
+    provenance: dict[str, Any],
+    reporter: Reporter,
+    recipe: Recipe | None = None,
+    reserved: int = 0,
+) -> Allocation:
+    """The allocate stage, from the folder's profile. ``recipe``: whose [progressive], [reparam] and [predictors]
+    follow, so that what they take is kept free; without one, ``reserved`` bytes are."""
+    profile = profile_stage.load(folder.profile)
+    progressive = None if recipe is None else recipe.progressive
+    if recipe is not None:
+        is_counted = spec.budget is not None and spec.workspace == "auto"
+        workload = Workload(spec.batch, spec.context) if is_counted else None
+        reserved = allocation_stage.reserved_bytes(
+            profile.geometry, profile.cache, recipe.reparam, recipe.predictors, workload
+        )
+    inputs = {
+        **flat("allocate", dump(spec)),
+        **flat("cache", dump(profile.cache)),
+        **flat("progressive", dump(progressive)),
+        "reserved_bytes": reserved,
+        "profile.sha256": _sha256(folder.profile),
+        "provenance": sha256_json(provenance),
+        **_baseline_inputs(spec),
+    }
+
+    def make() -> Allocation:
+        details = {"objective": spec.objective, "granularity": spec.granularity, "data": profile.data_fingerprint}
+        made_from = with_calibration({**provenance, **details}, calibration("profile", read_inputs(folder.profile)))
+        allocation = allocation_stage.allocate(profile, spec, profile.cache, made_from, reserved)
+        if progressive is not None:
+            allocation = allocation_stage.made_progressive(allocation, progressive, reserved)
+        allocation_stage.save(allocation, inputs, folder.allocation)
+        reporter.say(
+            f"allocate: {format_bytes(allocation.split.cache)} of cache, loss {allocation.loss:.6g}, "
+            f"gap {allocation.gap:.2g} ({allocation.proof} proof)"
+        )
+        return allocation
+
+    allocation = current_or("allocate", folder.allocation, _load_allocation, inputs, make, reporter)
+    tell_doubts(allocation, profile.subject.max_positions, reporter)
+    return allocation
+
+
+def allocate_recipe(job: Job) -> Allocation:
+    """The allocate stage of a recipe."""
+    assert job.recipe.allocate is not None
+    return allocate_folder(job.folder, job.recipe.allocate, provenance_of(job.recipe), job.reporter, job.recipe)
+
+
+def fix_folder(job: Job) -> Allocation:
+    """The recipe's own formats, or those that KVmix's importance assigns from the folder's profile; progressive if
+    asked for."""
+    recipe, loaded, folder, workload = job.recipe, job.loaded, job.folder, job.workload
+    inputs = {
+        **model_inputs(loaded),
+        **flat("workload", dump(workload)),
+        **flat("formats", dump(recipe.formats)),
+        **flat("importance", dump(recipe.importance)),
+        **flat("progressive", dump(recipe.progressive)),
+        "provenance": sha256_json(provenance_of(recipe)),
+    }
+    if recipe.importance is not None:
+        inputs["profile.sha256"] = _sha256(folder.profile)
+
+    def make() -> Allocation:
+        provenance = provenance_of(recipe)
+        if recipe.importance is not None:
+            profile = profile_stage.load(folder.profile)
+            provenance = with_calibration(provenance, calibration("profile", read_inputs(folder.profile)))
+            allocation = allocation_stage.important_allocation(
+                profile, recipe.importance, profile.cache, workload, provenance
+            )
+        else:
+            assert recipe.formats is not None
+            allocation = allocation_stage.fixed_allocation(
+                recipe.formats, loaded.identity, loaded.geometry, workload, provenance
+            )
+        if recipe.progressive is not None:
+            reserved = allocation_stage.reserved_bytes(loaded.geometry, recipe.cache, recipe.reparam)
+            allocation = allocation_stage.made_progressive(allocation, recipe.progressive, reserved)
+        allocation_stage.save(allocation, inputs, folder.allocation)
+        return allocation
+
+    return current_or("allocate", folder.allocation, _load_allocation, inputs, make, job.reporter)
+
+
+def tune_folder(job: Job) -> Allocation:
+    """The recipe's own formats with the thresholds, and the tiers' capacities, that its [tune] finds; goes on with the
+    folder's study.
+
+    Raises:
+        What ``tune_plan`` raises; finished trials are kept.
+    """
+    recipe, loaded, folder = job.recipe, job.loaded, job.folder
+    plan = formats_plan(recipe, loaded, job.workload)
+    data = sequences(recipe.data, loaded)
+    inputs = {
+        **model_inputs(loaded),
+        "plan.sha256": plan.sha256,
+        **flat("tune", dump(recipe.tune)),
+        **data_inputs(data),
+        "provenance": sha256_json(plan.provenance),
+        **compute_dtype(loaded),
+    }
+
+    def make() -> Allocation:
+        origin = Origin(loaded.source, str(loaded.model.dtype).removeprefix("torch."), str(loaded.model.device))
+        best = tune_plan(loaded, origin, plan, recipe, folder.path, job.reporter).plan
+        provenance = with_calibration(best.provenance, calibration("tune", inputs))
+        allocation = allocation_stage.unbudgeted(best.layers, best.model, best.cache_dtype, best.workload, provenance)
+        allocation_stage.save(allocation, inputs, folder.allocation)
+        return allocation
+
+    return current_or("tune", folder.allocation, _load_allocation, inputs, make, job.reporter, data.description)
+
+
+def search_folder(job: Job) -> Allocation:
+    """The search stage; its allocation has transforms, whose tensors are in its own artifact."""
+    recipe, loaded, folder = job.recipe, job.loaded, job.folder
+    fit_data = sequences(recipe.data, loaded, "fit")
+    select_data = sequences(recipe.data, loaded, "select")
+    assert recipe.allocate is not None and recipe.search is not None
+    takes_lambda = any(choice.rescale for choice in recipe.search.keys)
+    lambda_data = reparam_data(recipe, loaded) if takes_lambda else None
+    inputs = {
+        **model_inputs(loaded),
+        **flat("search", sha256_json(dump(recipe.search))),
+        **flat("allocate", dump(recipe.allocate)),
+        **flat("cache", dump(recipe.cache)),
+        **flat("reparam", dump(recipe.reparam)),
+        **flat("predictors", dump(recipe.predictors)),
+        **data_inputs(fit_data, "fit_data"),
+        **data_inputs(select_data, "select_data"),
+        **(data_inputs(lambda_data, "reparam_data") if lambda_data else {}),
+        "provenance": sha256_json(provenance_of(recipe)),
+        **compute_dtype(loaded),
+        **_baseline_inputs(recipe.allocate),
+    }
+
+    def make() -> SearchRecord:
+        provenance = with_calibration(provenance_of(recipe), calibration("search", inputs))
+        require_unseen(provenance, select_data)
+        return search_stage.run_search(
+            loaded, recipe, fit_data, select_data, lambda_data, inputs, folder.search, provenance, job.reporter
+        )
+
+    made_on = f"fits on {fit_data.description}; KL on {select_data.description}"
+    allocation = current_or("search", folder.search, search_stage.load, inputs, make, job.reporter, made_on).allocation
+    allocation_stage.save(allocation, {"search.sha256": _sha256(folder.search)}, folder.allocation)
+    tell_doubts(allocation, max_context(loaded), job.reporter)
+    return allocation
+
+
+def sweep_folder(folder: Folder, spec: AllocateSpec, num_points: int) -> tuple[str, list[dict[str, Any]]]:
+    """The Pareto front of the folder's profile, also kept as sweep.json: ("front" or "grid", a row per point)."""
+    profile = profile_stage.load(folder.profile)
+    swept, rows = allocation_stage.pareto(profile, spec, profile.cache, num_points)
+    text = json.dumps({"method": swept.method, "points": rows}, indent=2, sort_keys=True)
+    artifact.write_text_atomic(folder.path / "sweep.json", text + "\n")
+    return swept.method, rows
+
+
+def formats_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Plan:
+    """The plan of a recipe's [formats], before any stage."""
+    assert recipe.formats is not None
+    allocation = allocation_stage.fixed_allocation(
+        recipe.formats, loaded.identity, loaded.geometry, workload, provenance_of(recipe)
+    )
+    return compile_plan(allocation, allocation.layers, lattice_tensors(allocation.layers))
+
+
+def provenance_of(recipe: Recipe) -> dict[str, Any]:
+    """What of a recipe a plan carries."""
+    return {"recipe": recipe.name, "recipe_sha256": recipe.sha256, "seed": recipe.data.seed}
+
+
+def tell_doubts(allocation: Allocation, max_positions: int | None, reporter: Reporter) -> None:
+    """Say where a budget or a context is beyond what can be meant. ``max_positions``: of the model, None if unknown."""
+    split, context = allocation.split, allocation.workload.context
+    if split.kind is not None and all(fmt == RAW for layer in allocation.layers for fmt in (*layer.k, *layer.v)):
+        taken, budget = format_bytes(split.cache + split.overhead), format_bytes(split.budget)
+        reporter.say(f"allocate: 16 bits fit: {taken} of {budget}; nothing to quantize")
+    if max_positions is not None and context > max_positions:
+        reporter.say(
+            f"allocate: a context of {context} tokens is beyond the model's {max_positions} positions; its bytes "
+            "are counted all the same"
+        )
+
+
+def _load_allocation(path: Path) -> Allocation:
+    return allocation_stage.load(path)[0]
+
+
+def _baseline_inputs(spec: AllocateSpec) -> dict[str, Any]:
+    """The content of the recipe whose bytes are the budget."""
+    if spec.same_bytes_as is None:
+        return {}
+    return {"allocate.same_bytes_as.sha256": load_recipe(spec.same_bytes_as).sha256}
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
