@@ -37,13 +37,13 @@ def test_stages(tmp_path: Path) -> None:
         "import torch, transformers": ["-c", "import torch, transformers; transformers.AutoModelForCausalLM"],
         "--help": ["-m", "kvcal", "--help"],
         "profile": ["-m", "kvcal", "profile", model, "--out", folder],
-        "allocate": ["-m", "kvcal", "allocate", folder, "--same-bytes-as", "kivi-2"],
+        "allocate": ["-m", "kvcal", "allocate", folder, "--set", "allocate.same_bytes_as=kivi-2"],
         "allocate --sweep": ["-m", "kvcal", "allocate", folder, "--sweep"],
         "compile": ["-m", "kvcal", "compile", folder],
         "inspect": ["-m", "kvcal", "inspect", plan],
         "verify": ["-m", "kvcal", "verify", plan, "--model", model],
         "eval, two plans": [
-            "-m", "kvcal", "eval", plan, "--model", model, "--out", folder, "--against", "kivi-2",
+            "-m", "kvcal", "eval", plan, "--model", model, "--out", folder, "--set", 'evaluate.against=["kivi-2"]',
         ],
     }  # fmt: skip
     print(f"\n{'stage':28s} {'seconds':>8s} {'peak MiB':>9s}")

@@ -2,11 +2,12 @@
 
     from kvcal import PlanCache, load_plan
 
-Names are imported on first use: the command line's help should not wait for torch.
+Names are imported on first use: the command line's help should not wait for torch, nor a plan for transformers.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,22 +18,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "PlanCache", "hear_queries", "load_plan", "paged_attention", "save_plan"]
 
+_MODULES = {
+    "PlanCache": "kvcal.cache.plan_cache",
+    "hear_queries": "kvcal.cache.queries",
+    "paged_attention": "kvcal.cache.paged_attention",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "PlanCache":
-        from kvcal.cache.plan_cache import PlanCache
-
-        return PlanCache
-    if name == "hear_queries":
-        from kvcal.cache.queries import hear_queries
-
-        return hear_queries
-    if name == "paged_attention":
-        from kvcal.cache.paged_attention import paged_attention
-
-        return paged_attention
-    if name in __all__:
-        from kvcal.plan import plan
-
-        return getattr(plan, name)
-    raise AttributeError(f"module 'kvcal' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'kvcal' has no attribute {name!r}")
+    return getattr(import_module(_MODULES.get(name, "kvcal.plan.plan")), name)

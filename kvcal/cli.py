@@ -1,4 +1,4 @@
-"""The command line: its options, errors and exit codes; every command is a file of ``kvcal.commands``.
+"""The command line: its commands, errors and exit codes; the commands are in ``kvcal.commands``.
 
 Heavy imports happen inside commands, so that --help is quick. Exit codes: 0 ok, 2 usage, 3 infeasible budget,
 4 unsupported model, 5 stale, mismatched or corrupt artifact, 6 no GPU kernel, 130 interrupted.
@@ -8,25 +8,16 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
+from importlib.metadata import version
 from typing import Annotated, NoReturn
 
 import typer
 
-from kvcal.commands.allocate import allocate
+from kvcal.commands import plans, run, stages
 from kvcal.commands.bench import bench
-from kvcal.commands.compare import compare
-from kvcal.commands.compile import compile_command
-from kvcal.commands.evaluate import eval_command
-from kvcal.commands.fit_predictors import fit_predictors
-from kvcal.commands.generate import generate
-from kvcal.commands.inspect import inspect
-from kvcal.commands.pack_prefix import pack_prefix
-from kvcal.commands.profile import profile
-from kvcal.commands.reparam import reparam
-from kvcal.commands.run import run
-from kvcal.commands.search import search
-from kvcal.commands.tune import tune
-from kvcal.commands.verify import verify
+from kvcal.commands.options import needs_compile
+from kvcal.console import discard_stdout, print_error, print_text
 from kvcal.errors import ArtifactError, KvcalError, UsageError
 
 app = typer.Typer(
@@ -49,8 +40,6 @@ def main() -> None:
     except OSError as refused:  # the system's, where no stage expects it: a name too long, a full disk
         place = refused.filename
         if place is None:  # stdout's, of help
-            from kvcal.console import discard_stdout
-
             discard_stdout()
         _fail(ArtifactError(f"{place or 'stdout'}: {refused.strerror or refused}", "check the path and the space"))
     except (MemoryError, RuntimeError) as error:
@@ -60,51 +49,52 @@ def main() -> None:
         _fail(UsageError(f"not enough memory: {text[:200]}", "lower --batch, --context or the recipe's sizes"))
     except SystemExit as end:
         if end.code == 130:  # typer has caught the interrupt
-            print("interrupted: what was finished is kept; the same command goes on from there", file=sys.stderr)
+            print("interrupted: what was finished is kept; the same command resumes from there", file=sys.stderr)
         raise
 
 
 def _fail(error: KvcalError) -> NoReturn:
-    from kvcal.console import print_error
-
     print_error(error)
     sys.exit(error.exit_code)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        from kvcal.console import print_text
-
         print_text(version("kvcal"))
         raise typer.Exit
 
 
 @app.callback()
 def options(
-    version: Annotated[
+    show_version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Compile a KV-cache quantization plan for a language model, and run it."""
 
 
-app.command()(run)
-app.command()(profile)
-app.command()(allocate)
-app.command()(search)
-app.command()(reparam)
-app.command(name="fit-predictors")(fit_predictors)
-app.command(name="compile")(compile_command)
-app.command()(inspect)
-app.command()(verify)
-app.command(name="eval")(eval_command)
-app.command()(compare)
-app.command()(tune)
-app.command(name="pack-prefix")(pack_prefix)
-app.command()(generate)
-app.add_typer(bench, name="bench")
+# Help's panels, and in each the commands by name. Those on plans need no more than the runtime and the command line.
+PANELS: dict[str, dict[str, Callable[..., None]]] = {
+    "Whole recipes": {"run": run.run, "search": run.search, "tune": run.tune, "compare": run.compare},
+    "Stage by stage": {
+        "profile": stages.profile,
+        "allocate": stages.allocate,
+        "reparam": stages.reparam,
+        "fit-predictors": stages.fit_predictors,
+        "compile": stages.compile_command,
+        "eval": plans.eval_command,
+    },
+    "Plans": {
+        "inspect": plans.inspect,
+        "verify": plans.verify,
+        "generate": plans.generate,
+        "pack-prefix": plans.pack_prefix,
+    },
+}
+for panel, commands in PANELS.items():
+    for name, command in commands.items():
+        app.command(name, rich_help_panel=panel)(command if panel == "Plans" else needs_compile(command))
+app.add_typer(bench, name="bench", rich_help_panel="GPU")
 
 
 if __name__ == "__main__":

@@ -12,18 +12,12 @@ from io import StringIO, UnsupportedOperation
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvcal.errors import ArtifactError, KvcalError
 
+View = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # a table: title, headers, rows
 # Without a terminal, a line of progress at most this often.
 PLAIN_SECONDS = 15.0
 # Wider than any table: without a terminal nothing is wrapped.

@@ -82,8 +82,8 @@ def fixed_layers(formats: FormatsSpec, layers: tuple[LayerPlan, ...]) -> tuple[L
 
 @dataclass(frozen=True, config=STRICT)
 class ProfileSpec:
-    """[profile]: the measured candidates, just ``quantizers`` x ``num_bits`` x axis x ``group_sizes`` (V: per token only)
-    and 16 bits.
+    """[profile]: the measured candidates, just ``quantizers`` x ``num_bits`` x axis x ``group_sizes`` (V: per token
+    only) and 16 bits.
 
     Of these, ``kl_num_bits`` x ``kl_group_size`` x the first of ``k_axes`` are also measured by their KL to the 16-bit
     cache: one layer's K or V alone, through the packed cache.

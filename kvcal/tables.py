@@ -1,24 +1,29 @@
-"""What the command line shows: results as tables (title, headers, rows of text) and as JSON."""
+"""Results of commands as tables (title, headers, rows of text) and as JSON.
+
+Results of stages are imported for types alone, so that showing a plan loads no transformers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvcal.charts.evaluation import table_rows
+from kvcal.console import View
 from kvcal.pages import LAYOUTS
 from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, bare_layers, plan_record
 from kvcal.quantities import format_bytes
-from kvcal.run.pipeline import Result
-from kvcal.stages.allocate import Allocation
-from kvcal.stages.evaluate.stage import Evaluation
-from kvcal.stages.profile import Profile
-from kvcal.stages.search.record import SearchReport
-from kvcal.stages.verify import Check
 from kvcal.strict import dump
 
-View = tuple[str, Sequence[str], Sequence[Sequence[str]]]
+if TYPE_CHECKING:
+    from kvcal.run.pipeline import Result
+    from kvcal.run.tune import Tuned
+    from kvcal.stages.allocate.record import Allocation
+    from kvcal.stages.evaluate.stage import Evaluation
+    from kvcal.stages.prefix.pack import PackedPrefix
+    from kvcal.stages.profile.record import Profile
+    from kvcal.stages.search.record import SearchReport
+    from kvcal.stages.verify import Check
 
 
 def format_name(fmt: Format) -> str:
@@ -146,6 +151,8 @@ def checks_table(checks: Sequence[Check]) -> View:
 
 def evaluation_table(evaluation: Evaluation) -> View:
     """A row for each plan."""
+    from kvcal.charts.evaluation import table_rows
+
     columns = table_rows(evaluation)
     workload = evaluation.rows[0].workload
     title = f"{evaluation.data}; bytes at batch {workload.batch} x {workload.context} tokens; ± standard errors"
@@ -197,10 +204,6 @@ def profile_json(profile: Profile) -> dict[str, Any]:
     return {"subject": dump(subject), "candidates": names, "kl_candidates": kl_names, "layers": layers}
 
 
-def evaluation_json(evaluation: Evaluation) -> dict[str, Any]:
-    return dump(evaluation)
-
-
 def plan_json(plan: Plan, workload: Workload | None) -> dict[str, Any]:
     workload = workload or plan.workload
     return {
@@ -213,10 +216,6 @@ def plan_json(plan: Plan, workload: Workload | None) -> dict[str, Any]:
     }
 
 
-def allocation_json(allocation: Allocation) -> dict[str, Any]:
-    return dump(allocation)
-
-
 def checks_json(checks: Sequence[Check]) -> list[dict[str, str]]:
     return [asdict(check) for check in checks]
 
@@ -224,11 +223,47 @@ def checks_json(checks: Sequence[Check]) -> list[dict[str, str]]:
 def run_json(result: Result) -> dict[str, Any]:
     folder = result.folder
     return {
-        "allocation": allocation_json(result.allocation),
-        "evaluation": evaluation_json(result.evaluation),
-        "files": {
-            "plan": str(folder.plan),
-            "evaluation": str(folder.evaluation),
-            "picture": str(folder.picture),
-        },
+        "allocation": dump(result.allocation),
+        "evaluation": dump(result.evaluation),
+        "files": {"plan": str(folder.plan), "evaluation": str(folder.evaluation), "picture": str(folder.picture)},
     }
+
+
+def tuned_json(tuned: Tuned) -> dict[str, Any]:
+    return {"chosen": dump(tuned.chosen), "predicted_bytes": tuned.plan.predicted_bytes, **dump(tuned.tuning)}
+
+
+def tuned_table(tuned: Tuned) -> View:
+    """The Pareto front, the choice marked."""
+    names = [threshold.name for threshold in tuned.tuning.search.thresholds]
+    rows = []
+    for number in tuned.tuning.front:
+        trial = tuned.tuning.trials[number]
+        outcome = trial.outcome
+        error = "" if outcome.accuracy_se is None else f" ± {100 * outcome.accuracy_se:.1f}"
+        code_bits = outcome.facts.get("key_code_bits")
+        rows.append(
+            (
+                f"{number}{' (chosen)' if number == tuned.chosen.number else ''}",
+                *(f"{trial.thresholds[name]:.3f}" for name in names),
+                f"{100 * outcome.accuracy:.1f}{error}",
+                f"{outcome.bits_per_value:.3f}",
+                "" if code_bits is None else f"{code_bits:.2f}",
+                format_bytes(outcome.total_bytes),
+            )
+        )
+    workload, count = tuned.plan.workload, len(tuned.tuning.trials)
+    title = f"Pareto front of {count} trials; bits and bytes at {workload.batch} x {workload.context}"
+    return title, ("trial", *names, "accuracy %", "all-in bits", "code bits of keys", "cache"), rows
+
+
+def prefix_table(packed: PackedPrefix, name: str) -> View:
+    """What a packed prefix takes on disk."""
+    rows = [
+        ("tokens", str(packed.num_tokens), ""),
+        ("file", format_bytes(packed.file_bytes), str(packed.file_bytes)),
+        ("cache in it", format_bytes(packed.packed_bytes), str(packed.packed_bytes)),
+        ("at 16 bits", format_bytes(packed.raw_bytes), f"{packed.raw_bytes / packed.file_bytes:.2f}x the file"),
+        ("bits per value", f"{packed.bits_per_value:.3f}", "sinks and buffer included"),
+    ]
+    return f"Prefix {name}", ("", "size", "bytes"), rows

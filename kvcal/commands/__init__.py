@@ -1,1 +1,1 @@
-"""Commands beyond the pipeline's own, one file each; ``kvcal.cli`` names them."""
+"""Commands by what they work on: recipes (run), stages of a folder (stages), plans (plans), the GPU runtime (bench)."""

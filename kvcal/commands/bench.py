@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcal.commands.options import Json, Quiet
+from kvcal.commands.options import ModelOptions, Out, OutputOptions, needs_compile, spread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvcal.bench.record import Report
-    from kvcal.console import TerminalReporter
 
 bench = typer.Typer(
     help="Measure the GPU runtime: kernels, one layer's cache work, and whole decode steps.",
@@ -21,43 +20,40 @@ bench = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-Formats = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--format",
-        help="Bits; 2-window (32 sinks, the 128 most recent tokens); kitty; 16 (through the same kernel); 2-uneven (32 "
-        "sinks of keys alone: decode_plain); pre-rope (keys before RoPE), higgs (a lattice) or aqua (residuals of "
-        "predictors on it): reconstructed in every step. May be repeated.",
-    ),
-]
-Recipes = Annotated[
-    list[str] | None,
-    typer.Option("--recipe", help="A recipe with [formats], predictors included: path or name; may be repeated."),
-]
-Batches = Annotated[list[int] | None, typer.Option("--batch", help="Sequences; may be repeated.", min=1)]
-Contexts = Annotated[
-    list[int] | None, typer.Option("--context", help="Tokens of each sequence; may be repeated.", min=1)
-]
-KvHeads = Annotated[int, typer.Option("--heads", help="KV heads.", min=1)]
-HeadDim = Annotated[int, typer.Option(help="Size of a head, K and V: a multiple of 8 up to 512.", min=1)]
-Group = Annotated[int, typer.Option(help="Query heads for each KV head.", min=1)]
-Out = Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")]
+FORMATS_HELP = """Bits; 2-window (32 sinks, the 128 most recent tokens); kitty; 16 (through the same kernel); 2-uneven
+(32 sinks of keys alone: decode_plain); pre-rope (keys before RoPE), higgs (a lattice) or aqua (residuals of predictors
+on it): dequantised in every step. May be repeated."""
 OUT = Path("artifacts/bench")
 
 
+@dataclass(frozen=True)
+class PairOptions(OutputOptions):
+    """What is measured: K and V formats, and how long their texts are."""
+
+    formats: Annotated[list[str] | None, typer.Option("--format", help=FORMATS_HELP)] = None
+    recipe: Annotated[
+        list[str] | None, typer.Option(help="A recipe with [formats], predictors included: path or name; repeatable.")
+    ] = None
+    context: Annotated[list[int] | None, typer.Option(help="Tokens of each sequence; may be repeated.", min=1)] = None
+
+
+@dataclass(frozen=True)
+class GridOptions(PairOptions):
+    """Of which sizes."""
+
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences; may be repeated.", min=1)] = None
+    heads: Annotated[int, typer.Option(help="KV heads.", min=1)] = 8
+    head_dim: Annotated[int, typer.Option(help="Size of a head, K and V: a multiple of 8 up to 512.", min=1)] = 128
+    group: Annotated[int, typer.Option(help="Query heads for each KV head.", min=1)] = 4
+
+
 @bench.command()
+@needs_compile
+@spread
 def kernels(
-    formats: Formats = None,
-    recipe: Recipes = None,
-    batch: Batches = None,
-    context: Contexts = None,
-    heads: KvHeads = 8,
-    head_dim: HeadDim = 128,
-    group: Group = 4,
+    given: GridOptions,
     out: Out = OUT,
     quick: Annotated[bool, typer.Option("--quick", help="Two sizes, four formats, fewer replays.")] = False,
-    json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Time decode attention over a packed cache, against the fastest 16-bit attention of this machine.
 
@@ -88,34 +84,26 @@ def kernels(
         chosen_points,
     )
     from kvcal.charts.kernels import draw_kernels
-    from kvcal.console import TerminalReporter
     from kvcal.folder import Folder
 
-    pairs = chosen_pairs(formats or (), recipe or (), QUICK_PAIRS if quick else DEFAULT_PAIRS)
-    points = chosen_points(batch or (), context or (), QUICK_POINTS if quick else POINTS)
-    chosen = chosen_heads(heads, head_dim, group)
+    pairs = chosen_pairs(given.formats or (), given.recipe or (), QUICK_PAIRS if quick else DEFAULT_PAIRS)
+    points = chosen_points(given.batch or (), given.context or (), QUICK_POINTS if quick else POINTS)
+    chosen = chosen_heads(given.heads, given.head_dim, given.group)
     device = require_gpu("kernels")
     folder = Folder.create(out).path
-    with TerminalReporter(quiet).running() as reporter:
+    with given.reporting() as reporter:
         report = bench_kernels(Job(device, pairs, points, chosen, folder, reporter, quick))
     draw_kernels(report, folder / PICTURE)
-    _show(report, json, reporter, folder)
-    if not json:
-        reporter.say(f"picture: {folder / PICTURE}")
+    given.show(report.document(), *(table.text() for table in report.tables()))
+    reporter.say(f"table: {folder / report.file}\npicture: {folder / PICTURE}")
 
 
 @bench.command()
+@needs_compile
+@spread
 def layer(
-    formats: Formats = None,
-    recipe: Recipes = None,
-    batch: Batches = None,
-    context: Contexts = None,
-    heads: KvHeads = 8,
-    head_dim: HeadDim = 128,
-    group: Group = 4,
+    given: GridOptions,
     out: Out = OUT,
-    json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Time one layer's cache work in a decode step: storing the token, packing (amortised), attention.
 
@@ -130,36 +118,34 @@ def layer(
     from kvcal.bench.device import require_gpu
     from kvcal.bench.kernels import Job, bench_layer
     from kvcal.bench.shape import LAYER_POINTS, QUICK_PAIRS, chosen_heads, chosen_pairs, chosen_points
-    from kvcal.console import TerminalReporter
     from kvcal.folder import Folder
 
-    pairs = chosen_pairs(formats or (), recipe or (), QUICK_PAIRS)
-    points = chosen_points(batch or (), context or (), LAYER_POINTS)
-    chosen = chosen_heads(heads, head_dim, group)
+    pairs = chosen_pairs(given.formats or (), given.recipe or (), QUICK_PAIRS)
+    points = chosen_points(given.batch or (), given.context or (), LAYER_POINTS)
+    chosen = chosen_heads(given.heads, given.head_dim, given.group)
     device = require_gpu("layer")
     folder = Folder.create(out).path
-    with TerminalReporter(quiet).running() as reporter:
+    with given.reporting() as reporter:
         report = bench_layer(Job(device, pairs, points, chosen, folder, reporter))
-    _show(report, json, reporter, folder)
+    given.show(report.document(), *(table.text() for table in report.tables()))
+    reporter.say(f"table: {folder / report.file}")
 
 
 @bench.command()
+@needs_compile
+@spread
 def e2e(
+    given: PairOptions,
     shape: Annotated[
         str, typer.Option(help="llama-3.1-8b, qwen3-8b, qwen3-4b, a config.json, or (with weights) a model.")
     ] = "llama-3.1-8b",
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Fill the shape with random weights, on the GPU.")
     ] = False,
-    formats: Formats = None,
-    recipe: Recipes = None,
     memory: Annotated[
         list[str] | None, typer.Option(help="Device memory to fill, such as 24GB, or all; may be repeated.")
     ] = None,
-    context: Contexts = None,
     out: Out = OUT,
-    json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Time whole decode steps of a model as CUDA graphs, with the batch grown until the memory is full.
 
@@ -175,30 +161,18 @@ def e2e(
     from kvcal.bench.device import machine_of, require_gpu
     from kvcal.bench.e2e import StepJob, bench_e2e, memory_limits
     from kvcal.bench.shape import CONTEXTS, STEP_PAIRS, chosen_pairs, chosen_points
-    from kvcal.console import TerminalReporter
     from kvcal.folder import Folder
 
-    pairs = chosen_pairs(formats or (), recipe or (), STEP_PAIRS)
-    contexts = [point.context for point in chosen_points((1,), context or CONTEXTS, ())]
-    memory_limits(memory or (), 0)  # a text that means nothing is told before a device is looked for
+    pairs = chosen_pairs(given.formats or (), given.recipe or (), STEP_PAIRS)
+    contexts = [point.context for point in chosen_points((1,), given.context or CONTEXTS, ())]
+    memory_limits(memory or (), 0)  # a wrong text fails before a device is looked for
     limits = memory_limits(memory or (), machine_of(require_gpu("e2e")).memory_bytes)
     folder = Folder.create(out).path
-    with TerminalReporter(quiet).running() as reporter:
+    with given.reporting() as reporter:
         reporter.say(f"bench: {shape}")
         model, weights = _model(shape, random_weights)
         report = bench_e2e(StepJob(model, shape, weights, pairs, contexts, limits, folder, reporter))
-    _show(report, json, reporter, folder)
-
-
-def _show(report: Report, json: bool, reporter: TerminalReporter, folder: Path) -> None:
-    """Print the document, or the tables."""
-    from kvcal import console
-
-    if json:
-        console.print_json(report.document())
-        return
-    for table in report.tables():
-        console.print_table(*table.text())
+    given.show(report.document(), *(table.text() for table in report.tables()))
     reporter.say(f"table: {folder / report.file}")
 
 
@@ -206,7 +180,6 @@ def _model(shape: str, random_weights: bool) -> tuple[PreTrainedModel, str]:
     """The model, and what its weights are."""
     from kvcal.bench.device import require_gpu
     from kvcal.bench.model import SHAPES, random_model, shape_config
-    from kvcal.commands.options import load
     from kvcal.errors import UsageError
 
     if random_weights:
@@ -216,4 +189,4 @@ def _model(shape: str, random_weights: bool) -> tuple[PreTrainedModel, str]:
             f"--shape {shape} is a shape without weights",
             hint="add --random-weights, or name a model: its folder or hub id",
         )
-    return load(shape, "bfloat16", "cuda").model, "its own weights"
+    return ModelOptions(dtype="bfloat16", device="cuda").load(shape).model, "its own weights"

@@ -1,122 +1,236 @@
-"""Options that several commands share, and how a command loads its model."""
+"""Options that several commands share, each declared once: as a type, or as a field of a dataclass that ``spread``
+turns into options. And what they do: change a recipe, load a model, show a result."""
 
 from __future__ import annotations
 
+import inspect
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
+from importlib.util import find_spec
+from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from kvcal import console
 from kvcal.errors import UsageError
 from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
 
 if TYPE_CHECKING:
     from kvcal.data.sequences import DataSpec
     from kvcal.models.load import LoadedModel
+    from kvcal.plan.plan import Workload
     from kvcal.progress import Reporter
-    from kvcal.recipe import EvaluateSpec, Recipe
+    from kvcal.recipe import Recipe
 
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No messages and no progress.")]
-Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU, else the checkpoint's), bfloat16, float16, float32.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-ModelOption = Annotated[str, typer.Option("--model", help="Folder, hub id, or an embedded model's name.")]
+RecipeArgument = Annotated[str, typer.Argument(help="A recipe's path, or the name of one that comes with kvcal.")]
+RecipeOption = Annotated[str, typer.Option("--recipe", help="A recipe's path, or the name of one of kvcal's.")]
 PlanArgument = Annotated[Path, typer.Argument(help="A plan.safetensors file.", show_default=False)]
+PlanOption = Annotated[Path, typer.Option("--plan", help="A plan.safetensors file.", show_default=False)]
 FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the artifacts.")]
-Batch = Annotated[int | None, typer.Option(help="Sequences in the batch.", min=1, max=MAX_BATCH)]
-Context = Annotated[int | None, typer.Option(help="Tokens of each sequence.", min=1, max=MAX_CONTEXT)]
-Data = Annotated[
-    str | None, typer.Option("--data", help="tasks, a text, JSONL or parquet file or folder, or a hub id.")
+Out = Annotated[Path, typer.Option("--out", help="Folder of the results; made if needed.")]
+ModelOption = Annotated[str, typer.Option("--model", help="Folder, hub id, or an embedded model's name.")]
+OtherModel = Annotated[
+    str | None, typer.Option("--model", help="Folder, hub id or embedded name; default: the recipe's.")
 ]
-EvalData = Annotated[str | None, typer.Option("--eval-data", help="Data to evaluate on; default: those of --data.")]
-Columns = Annotated[str | None, typer.Option("--columns", help="Column of text or messages, or prompt,completion.")]
-Split = Annotated[str | None, typer.Option("--split", help="Split of a hub data set.")]
-Config = Annotated[str | None, typer.Option("--config", help="Configuration of a hub data set.")]
-Samples = Annotated[int | None, typer.Option("--samples", help="Sequences, of calibration where there is one.", min=1)]
-SeqLen = Annotated[
-    int | None, typer.Option("--seq-len", help="Tokens of every sequence at most, also to evaluate.", min=2)
-]
-Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the sample.")]
-Tasks = Annotated[list[str] | None, typer.Option("--task", help="Task to generate; repeatable; 'none' for none.")]
-Problems = Annotated[int | None, typer.Option("--problems", help="Problems of each task.", min=1)]
+KvBudget = Annotated[str | None, typer.Option("--kv-budget", help="The cache alone, such as 1.5GiB.")]
+SETS_HELP = """Change a knob of the recipe, such as `reparam.num_steps=10`: a TOML value or a word, nothing for the
+default; may be repeated."""
+
+KEYWORD_ONLY = Parameter.KEYWORD_ONLY
+# Packages of kvcal[compile], by their import names.
+COMPILE_PACKAGES = ("cvxpy", "datasets", "highspy", "huggingface_hub", "jinja2", "matplotlib", "optuna")
+# What of [data] says how a source is read: another source has its own.
+SOURCE_KEYS = ("columns", "split", "config", "min_len")
 
 
 @dataclass(frozen=True)
-class DataOptions:
-    """Data options of a command line; None: as the recipe has it."""
+class OutputOptions:
+    """How a command shows what it does."""
 
-    source: str | None = None
-    columns: str | None = None
-    split: str | None = None
-    config: str | None = None
-    samples: int | None = None
-    seq_len: int | None = None
-    seed: int | None = None
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No messages and no progress.")] = False
 
-    def of(self, spec: DataSpec) -> DataSpec:
-        """``spec`` with the source, the length, the sample's size and the seed that were given."""
-        return replace(self.source_of(spec), **_given({"num_samples": self.samples, "seed": self.seed}))
+    def reporter(self) -> console.TerminalReporter:
+        return console.TerminalReporter(self.quiet)
 
-    def source_of(self, spec: DataSpec, source: str | None = None) -> DataSpec:
-        """``spec`` with the length that was given, and another source (default: --data), whose columns, split, config
-        and least length are not the old one's."""
-        source = source or self.source
-        if source is not None:
-            spec = replace(spec, source=source, columns=(), split=None, config=None, min_len=0)
-        if self.seq_len is not None:
-            spec = replace(spec, seq_len=self.seq_len, min_len=min(spec.min_len, self.seq_len))
-        columns = None if self.columns is None else tuple(name.strip() for name in self.columns.split(","))
-        return replace(spec, **_given({"columns": columns, "split": self.split, "config": self.config}))
+    def reporting(self) -> AbstractContextManager[console.TerminalReporter]:
+        return self.reporter().running()
+
+    def show(self, value: Any, *tables: console.View) -> None:
+        """The result on stdout: ``value`` as JSON, or ``tables``."""
+        if self.json:
+            console.print_json(value)
+            return
+        for table in tables:
+            console.print_table(*table)
 
 
-def with_data(recipe: Recipe, data: DataOptions, eval_data: str | None = None) -> Recipe:
-    """The recipe calibrated on the given data, and evaluated on another pool of them or on ``eval_data``."""
-    evaluate = replace(recipe.evaluate, data=data.source_of(recipe.evaluate.data, eval_data))
-    return replace(recipe, data=data.of(recipe.data), evaluate=evaluate)
+@dataclass(frozen=True)
+class ModelOptions(OutputOptions):
+    """How a model is loaded."""
+
+    dtype: Annotated[
+        str, typer.Option(help="auto (float32 on a CPU, else the checkpoint's), bfloat16, float16, float32.")
+    ] = "auto"
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
+
+    def load(self, source: str, calibrated_on: DataSpec | None = None, reporter: Reporter | None = None) -> LoadedModel:
+        """The model; transformers' own progress bars are off. Says so when one of the user's is calibrated on the
+        embedded model's tasks."""
+        from transformers.utils import logging
+
+        from kvcal.data.sequences import TASK_SOURCES
+        from kvcal.models.load import embedded_models, load
+
+        logging.disable_progress_bar()
+        loaded = load(source, dtype=self.dtype, device=self.device)
+        is_toy = calibrated_on is not None and calibrated_on.source in TASK_SOURCES
+        if reporter is not None and is_toy and loaded.source not in embedded_models():
+            reporter.say(
+                f"note: {loaded.identity.id} is calibrated on the embedded toy tasks (ledgers, chains, products); "
+                "give --data with text such as the model will read"
+            )
+        return loaded
 
 
-def with_tasks(spec: EvaluateSpec, tasks: list[str] | None, problems: int | None) -> EvaluateSpec:
-    """The evaluation of the given tasks. UsageError for an unknown one."""
-    from kvcal.strict import changed
+@dataclass(frozen=True)
+class RecipeOptions(ModelOptions):
+    """What a command line changes of a recipe; None: as the recipe has it."""
 
-    names = [] if tasks == ["none"] else tasks
-    return changed(spec, {"tasks": names, "num_problems": problems}, "--task and --problems", UsageError)
+    sets: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help=SETS_HELP)] = None
+    data: Annotated[str | None, typer.Option(help="tasks, a text, JSONL or parquet file or folder, a hub id.")] = None
+    samples: Annotated[int | None, typer.Option(help="Sequences, of calibration where there is one.", min=1)] = None
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of each at most, also to evaluate.", min=2)] = None
+
+    def recipe(self, name: str, others: Mapping[str, Any] | None = None, section: str | None = None) -> Recipe:
+        """The recipe named ``name``, changed; see ``change``."""
+        from kvcal.recipe_files import load_recipe
+
+        return self.change(load_recipe(name), others, section)
+
+    def change(self, recipe: Recipe, others: Mapping[str, Any] | None = None, section: str | None = None) -> Recipe:
+        """The recipe with ``section``, in its defaults unless it is there; with the knobs of ``others`` (None: not
+        given), --data, --samples and --seq-len; and with --set, which counts most. --data and --seq-len are for
+        calibration and evaluation alike, and so is the way in which --set has the source of --data read.
+
+        Raises:
+            UsageError: an unknown knob, or a value out of range.
+        """
+        from kvcal.recipe_files import read_settings, with_knobs
+
+        settings = read_settings(self.sets or ())
+        given: dict[str, Any] = {} if section is None or getattr(recipe, section) is not None else {section: {}}
+        given |= {name: value for name, value in (others or {}).items() if value is not None}
+        if self.samples is not None:
+            given["data.num_samples"] = self.samples
+        for place, spec in (("data", recipe.data), ("evaluate.data", recipe.evaluate.data)):
+            if self.seq_len is not None:
+                given |= {f"{place}.seq_len": self.seq_len, f"{place}.min_len": min(spec.min_len, self.seq_len)}
+            if self.data is not None:
+                given |= {f"{place}.source": self.data, **{f"{place}.{key}": None for key in SOURCE_KEYS}}
+        if self.data is not None and "evaluate.data.source" not in settings:
+            read = {f"data.{key}" for key in SOURCE_KEYS} & settings.keys()
+            given |= {f"evaluate.{name}": settings[name] for name in read}
+        return with_knobs(recipe, given | settings)
 
 
-def _given(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+@dataclass(frozen=True)
+class WorkloadOptions:
+    """What a plan's bytes are counted for."""
+
+    batch: Annotated[int | None, typer.Option(help="Sequences; default: a plan's, or 8.", min=1, max=MAX_BATCH)] = None
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of each; default: a plan's, or 4096.", min=1, max=MAX_CONTEXT)
+    ] = None
+
+    def workload(self, default: Workload) -> Workload:
+        from kvcal.plan.plan import Workload
+
+        return Workload(self.batch or default.batch, self.context or default.context)
 
 
-def tell_toy_data(spec: DataSpec, loaded: LoadedModel, reporter: Reporter) -> None:
-    """Say so when a model of the user's is calibrated on the embedded model's tasks."""
-    from kvcal.data.sequences import TASK_SOURCES
-    from kvcal.models.load import embedded_models
+@dataclass(frozen=True)
+class BudgetOptions(WorkloadOptions):
+    """The budget of [allocate], and its workload."""
 
-    if spec.source in TASK_SOURCES and loaded.source not in embedded_models():
-        reporter.say(
-            f"note: {loaded.identity.id} is calibrated on the embedded toy tasks (ledgers, chains, products); "
-            "give --data with text such as the model will read"
-        )
+    budget: Annotated[str | None, typer.Option(help="Whole device, such as 24GB or 22.5GiB.")] = None
+    kv_budget: KvBudget = None
+    bits: Annotated[float | None, typer.Option(help="All-in bits per cached value.", min=0.1)] = None
 
-
-def load(source: str, dtype: str, device: str) -> LoadedModel:
-    """The model that a command was given; transformers' own progress bars are off."""
-    from transformers.utils import logging
-
-    from kvcal.models.load import load as load_model
-
-    logging.disable_progress_bar()
-    return load_model(source, dtype=dtype, device=device)
+    def knobs(self) -> dict[str, Any]:
+        """The knobs of [allocate] that were given, by dotted name."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {f"allocate.{name}": value for name, value in given.items() if value is not None}
 
 
-def prompt_text(prompt: str) -> str:
-    """The prompt that a command was given; - reads stdin. UsageError for bytes that are not UTF-8."""
-    place = "--prompt -: stdin" if prompt == "-" else "--prompt"
+def spread(command: Callable[..., None]) -> Callable[..., None]:
+    """``command``, for typer: its parameters that are dataclasses become the options that are their fields."""
+    given = inspect.signature(command, eval_str=True).parameters.values()
+    groups: dict[str, Any] = {one.name: one.annotation for one in given if is_dataclass(one.annotation)}
+    parameters = [parameter.replace(kind=KEYWORD_ONLY) for parameter in given if parameter.name not in groups]
+    for group in groups.values():
+        hints = get_type_hints(group, include_extras=True)
+        for name in (name for base in group.__mro__ for name in vars(base).get("__annotations__", ())):
+            parameters.append(Parameter(name, KEYWORD_ONLY, default=getattr(group, name), annotation=hints[name]))
+
+    @wraps(command)
+    def spread_command(**values: Any) -> None:
+        made = {
+            name: group(**{field.name: values.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**values, **made)
+
+    spread_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    spread_command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return spread_command
+
+
+def needs_compile(command: Callable[..., None]) -> Callable[..., None]:
+    """``command``, after a check that the packages of kvcal[compile] are there: hours before they are used."""
+
+    @wraps(command)
+    def checked(*args: Any, **kwargs: Any) -> None:
+        missing = [name for name in COMPILE_PACKAGES if not _is_installed(name)]
+        if missing:
+            raise UsageError(
+                f"this command needs packages that are not installed: {', '.join(missing)}",
+                hint="run: pip install 'kvcal[compile]'",
+            )
+        command(*args, **kwargs)
+
+    return checked
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def prompt_text(prompt: str | None, prompt_file: Path | None = None) -> str:
+    """The prompt that a command was given, by itself or in a file; - reads stdin. UsageError for none or both, and for
+    what is not UTF-8."""
+    from kvcal.artifact import require_file
+
+    if (prompt is None) == (prompt_file is None):
+        raise UsageError("expected exactly one of --prompt and --prompt-file")
+    if prompt_file is not None:
+        require_file(prompt_file, UsageError)
+        try:
+            return prompt_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as refused:
+            raise UsageError(f"--prompt-file {prompt_file}: cannot be read: {refused}") from None
+    assert prompt is not None
     try:
         text = sys.stdin.read() if prompt == "-" else prompt
         text.encode("utf-8")  # arguments, and a lenient stdin, have surrogates for bytes that are not text
     except UnicodeError as refused:
-        raise UsageError(f"{place} is not UTF-8: {refused}") from None
+        raise UsageError(f"--prompt{' -: stdin' if prompt == '-' else ''} is not UTF-8: {refused}") from None
     return text

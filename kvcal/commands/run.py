@@ -1,77 +1,219 @@
-"""``kvcal run``: all stages of a recipe."""
+"""Commands on whole recipes: ``kvcal run``, ``search``, ``tune`` and ``compare``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvcal.commands.options import (
-    Columns,
-    Config,
-    Data,
-    DataOptions,
-    Device,
-    Dtype,
-    EvalData,
-    Json,
-    Problems,
-    Quiet,
-    Samples,
-    Seed,
-    SeqLen,
-    Split,
-    Tasks,
-    load,
-    tell_toy_data,
-    with_data,
-    with_tasks,
+    BudgetOptions,
+    KvBudget,
+    ModelOption,
+    OtherModel,
+    Out,
+    RecipeArgument,
+    RecipeOption,
+    RecipeOptions,
+    WorkloadOptions,
+    spread,
 )
+from kvcal.errors import UsageError
+from kvcal.quantities import MAX_WORKERS
+
+if TYPE_CHECKING:
+    from kvcal.recipe import Recipe
+    from kvcal.stages.compare.record import Point
 
 
+@spread
 def run(
-    recipe: Annotated[str, typer.Argument(help="A recipe's path, or the name of one that comes with kvcal.")],
-    model: Annotated[str | None, typer.Option(help="Folder, hub id or embedded name; default: the recipe's.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the artifacts; made if needed.")] = Path("artifacts/run"),
-    data: Data = None,
-    columns: Columns = None,
-    split: Split = None,
-    config: Config = None,
-    samples: Samples = None,
-    seq_len: SeqLen = None,
-    seed: Seed = None,
-    eval_data: EvalData = None,
-    task: Tasks = None,
-    problems: Problems = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    json: Json = False,
-    quiet: Quiet = False,
+    recipe: RecipeArgument,
+    given: RecipeOptions,
+    model: OtherModel = None,
+    out: Out = Path("artifacts/run"),
 ) -> None:
     """Run all stages of a recipe, skipping those that are current, and print the table.
 
     One source serves both calibration and evaluation: they draw from different pools of it.
+
     Example: `kvcal run default --model Qwen/Qwen3-8B --data corpus.jsonl --out artifacts/qwen3`
+
+    Example: `kvcal run default --set allocate.bits=2.5 --set evaluate.tasks=[]`
     """
-    from kvcal import console
+    from kvcal import tables as views
+    from kvcal.run import pipeline
+
+    chosen = given.recipe(recipe)
+    folder = pipeline.Folder.create(out)
+    with given.reporting() as reporter:
+        loaded = given.load(model or chosen.model, chosen.data if chosen.calibrates else None, reporter)
+        result = pipeline.run(chosen, loaded, folder, reporter)
+    tables = (views.budget_table(result.allocation), views.evaluation_table(result.evaluation))
+    given.show(views.run_json(result), *tables)
+    reporter.say(f"plan: {folder.plan}\ntable: {folder.evaluation}\npicture: {folder.picture}")
+
+
+@spread
+def search(
+    given: RecipeOptions,
+    budgets: BudgetOptions,
+    recipe: RecipeArgument = "best",
+    model: OtherModel = None,
+    out: Out = Path("artifacts/search"),
+) -> None:
+    """Choose among compositions of all five systems for every layer, on measured KL, and write the plan. The recipe
+    needs [search]. Resumes after the last group of plans if interrupted.
+
+    Example: `kvcal search best --model Qwen/Qwen3-8B --bits 2.5 --batch 8 --context 32768 --data corpus.jsonl`
+    """
     from kvcal import tables as views
     from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
+    from kvcal.stages.search.record import load as load_search
+    from kvcal.strict import dump
 
-    given = DataOptions(data, columns, split, config, samples, seq_len, seed)
-    chosen = with_data(load_recipe(recipe), given, eval_data)
-    chosen = replace(chosen, evaluate=with_tasks(chosen.evaluate, task, problems))
+    base = load_recipe(recipe)
+    if base.search is None:
+        raise UsageError(f"recipe {base.name!r} has no [search]", hint="use `kvcal run`, or the recipe best")
+    base = given.change(base, budgets.knobs())
     folder = pipeline.Folder.create(out)
-    with console.TerminalReporter(quiet).running() as reporter:
-        loaded = load(model or chosen.model, dtype, device)
-        if chosen.calibrates:
-            tell_toy_data(chosen.data, loaded, reporter)
-        result = pipeline.run(chosen, loaded, folder, reporter)
-    if json:
-        console.print_json(views.run_json(result))
-        return
-    console.print_table(*views.budget_table(result.allocation))
-    console.print_table(*views.evaluation_table(result.evaluation))
-    reporter.say(f"plan: {folder.plan}\ntable: {folder.evaluation}\npicture: {folder.picture}")
+    with given.reporting() as reporter:
+        loaded = given.load(model or base.model, base.data, reporter)
+        plan = pipeline.build_plan(base, loaded, folder, None, reporter)
+    searched = load_search(folder.search)
+    value = {"report": dump(searched.report), "plan": views.plan_json(plan, None)}
+    given.show(value, views.search_table(searched.report), views.budget_table(searched.allocation))
+    reporter.say(f"plan: {folder.plan}")
+
+
+@spread
+def tune(
+    given: RecipeOptions,
+    sizes: WorkloadOptions,
+    recipe: RecipeArgument = "mixkvq",
+    model: OtherModel = None,
+    out: Out = Path("artifacts/tune"),
+    kv_budget: KvBudget = None,
+    workers: Annotated[
+        int, typer.Option(help="Processes, and so trials drawn at once by a new study.", min=1, max=MAX_WORKERS)
+    ] = 1,
+) -> None:
+    """Search the thresholds of the recipe's key tiers: accuracy up, all-in bits down; write the best plan under a cap
+    (tune.max_bits, --kv-budget). The recipe needs [formats] alone.
+
+    Interrupted, it resumes to exactly the trials it would have come to, whatever the number of workers then.
+
+    Example: `kvcal tune mixkvq --model Qwen/Qwen3-8B --set 'tune.tasks=["lm-eval:gsm8k"]' --set tune.max_bits=3.4`
+    """
+    from kvcal import tables as views
+    from kvcal.folder import DEFAULT_WORKLOAD, Folder
+    from kvcal.quantities import parse_bytes
+    from kvcal.recipe_files import load_recipe
+    from kvcal.run.formats import formats_plan
+    from kvcal.run.tune import tune_plan
+    from kvcal.stages.tune.objective import Origin
+
+    base = load_recipe(recipe)
+    _require_formats_alone(base)
+    base = given.change(base, section="tune")
+    max_bytes = None if kv_budget is None else parse_bytes(kv_budget)
+    origin = Origin(model or base.model, given.dtype, given.device)
+    folder = Folder.create(out)
+    with given.reporting() as reporter:
+        loaded = given.load(origin.source, base.data, reporter)
+        plan = formats_plan(base, loaded, sizes.workload(DEFAULT_WORKLOAD))
+        tuned = tune_plan(loaded, origin, plan, base, folder.path, reporter, workers, max_bytes)
+    given.show(views.tuned_json(tuned), views.tuned_table(tuned))
+    reporter.say(f"plan: {folder.plan}\nstudy: {folder.path / 'tune.json'}\npicture: {folder.path / 'tune.png'}")
+
+
+def _require_formats_alone(recipe: Recipe) -> None:
+    others = [name for name in ("progressive", "reparam", "predictors") if getattr(recipe, name) is not None]
+    if recipe.formats is None or others:
+        reason = "no [formats]" if recipe.formats is None else " and ".join(f"[{name}]" for name in others)
+        raise UsageError(
+            f"recipe {recipe.name!r} has {reason}; thresholds are searched for recipes with [formats] alone",
+            hint="tune a recipe such as mixkvq",
+        )
+
+
+@spread
+def compare(
+    recipes: Annotated[
+        list[str], typer.Argument(metavar="RECIPE...", help="Recipes: paths, or names of those that come with kvcal.")
+    ],
+    model: ModelOption,
+    given: RecipeOptions,
+    sizes: WorkloadOptions,
+    bits: Annotated[
+        list[float] | None,
+        typer.Option(help="All-in bits per cached value for the recipes with [allocate]; may be repeated."),
+    ] = None,
+    recipe: RecipeOption = "default",
+    out: Out = Path("artifacts/compare"),
+) -> None:
+    """Build and measure several recipes on one model, beside 16 bits, KIVI-2 and KIVI-4.
+
+    Recipes with [allocate] are built once for each --bits, others once. A recipe that fails is a row with the reason.
+    All are measured by the [evaluate] of --recipe. What is finished is kept in --out: the same command resumes there,
+    and --bits or recipes may be added. `--set evaluate.KEY` changes what is measured, any other the recipes that have
+    its section.
+
+    Example: `kvcal compare pm-kvq kitty best --model reasoner-10m --bits 2.25 --bits 2.5 --bits 3`
+
+    Example: `kvcal compare mine.toml --model Qwen/Qwen3-8B --bits 2.5 --batch 16 --context 32768 --json`
+    """
+    from kvcal.charts.comparison import draw_comparison
+    from kvcal.data.sequences import TASK_SOURCES
+    from kvcal.folder import DEFAULT_WORKLOAD
+    from kvcal.run import pipeline
+    from kvcal.run.transform import sequences
+    from kvcal.stages.compare import FILE
+    from kvcal.stages.compare import compare as compare_points
+    from kvcal.stages.compare.record import comparison_columns, comparison_title, points_of
+    from kvcal.strict import dump
+
+    evaluating = [text for text in given.sets or () if text.startswith(("evaluate.", "data."))]
+    spec = replace(given, sets=evaluating, samples=None).recipe(recipe).evaluate
+    points = _changed(points_of(recipes, bits or ()), given)
+    workload, folder = sizes.workload(DEFAULT_WORKLOAD), pipeline.Folder.create(out)
+    calibrations = [point.recipe.data for point in points if point.recipe.calibrates]
+    toy = next((data for data in calibrations if data.source in TASK_SOURCES), None)
+    with given.reporting() as reporter:
+        loaded = given.load(model, toy, reporter)
+        texts = sequences(spec.data, loaded, "report")
+        comparison = compare_points(loaded, points, workload, spec, texts, folder, pipeline.build_plan, reporter)
+        picture = folder.path / "compare.png"
+        draw_comparison(comparison, picture)
+    headers, columns = zip(*comparison_columns(comparison), strict=True)
+    table = (comparison_title(comparison), headers, list(zip(*columns, strict=True)))
+    given.show(dump(comparison), table)
+    reporter.say(f"table: {folder.path / FILE}\npicture: {picture}")
+    refusals = [entry.refusal for entry in comparison.entries if entry.refusal is not None]
+    if refusals and not any(not entry.is_baseline for entry, _ in comparison.measured):
+        raise typer.Exit(refusals[0].exit_code)
+
+
+def _changed(points: Sequence[Point], given: RecipeOptions) -> tuple[Point, ...]:
+    """The plans to compare, with the knobs of --set in those sections that their recipes have. UsageError for a section
+    that none has, and for budgets and workloads, which are the same for all."""
+    from kvcal.recipe import BUDGET_KINDS
+    from kvcal.recipe_files import read_settings
+
+    sets = [text for text in given.sets or () if not text.startswith("evaluate.")]
+    common = {f"allocate.{key}" for key in (*BUDGET_KINDS, "batch", "context")}
+    for name in read_settings(sets):
+        section = name.partition(".")[0]
+        if name in common:
+            raise UsageError(f"--set {name}: the same for all recipes", hint="use --bits, --batch and --context")
+        if all(getattr(point.recipe, section) is None for point in points):
+            raise UsageError(f"--set {name}: none of the recipes has [{section}]", hint="leave it out")
+    changed = []
+    for point in points:
+        own = [text for text in sets if getattr(point.recipe, text.partition("=")[0].partition(".")[0]) is not None]
+        changed.append(replace(point, recipe=replace(given, sets=own).change(point.recipe)))
+    return tuple(changed)

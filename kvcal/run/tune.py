@@ -55,7 +55,8 @@ def tune_plan(
     )
     if high < middle:
         reporter.say(
-            "tune: no setting leaves half of the channels at the lowest bits; raise 'high', or use --set tune.fit_range=true"
+            "tune: no setting leaves half of the channels at the lowest bits; raise 'high', or use --set "
+            "tune.fit_range=true"
         )
     # All that outcomes depend on: not how many trials there are, nor which cap the choice is made under.
     asked = {name: value for name, value in dump(spec).items() if name not in ("num_trials", "max_bits")}

@@ -40,7 +40,7 @@ data = { source = "tasks", num_samples = 1, seq_len = 200, seed = 1 }
 """
 REPARAM = "[reparam]\nnum_steps = 2\nnum_samples = 2\nseq_len = 256\n"
 PREDICTORS = '[predictors]\nkind = "linear"\ndrop = false\n'
-WORKLOAD = ("--batch", 8, "--context", 1024, "--objective", "sensitivity")
+WORKLOAD = ("--batch", 8, "--context", 1024, "--set", "allocate.objective=sensitivity")
 BUDGET = 1_200_000
 
 
@@ -95,7 +95,7 @@ def test_predictors_within_the_budget(commands: Commands) -> None:
     budget = commands.exact_budget()
     options = ("--kv-budget", f"{budget}B", *WORKLOAD)
     assert commands("allocate", *options).code == 0
-    refused = commands("fit-predictors", "--keep-all")
+    refused = commands("fit-predictors", "--set", "predictors.drop=false")
     assert refused.code == 3 and f"not all predictors fit the budget of 1.163 MB = {budget} bytes" in refused.err
     assert not (commands.folder / "predictors.safetensors").exists()
     assert commands("fit-predictors").code == 3
@@ -103,7 +103,7 @@ def test_predictors_within_the_budget(commands: Commands) -> None:
 
     again = commands("allocate", *options, "--reserve", reserve_of(refused))
     assert again.code == 0 and "reserved for transforms" in again.out
-    fitted = commands("fit-predictors", "--keep-all", "--json")
+    fitted = commands("fit-predictors", "--set", "predictors.drop=false", "--json")
     assert fitted.code == 0, fitted.err
     kept = [finding for finding in json.loads(fitted.out)["findings"] if finding["reason"] is None]
     assert len(kept) == 2
@@ -118,13 +118,13 @@ def test_lambda_within_the_budget(commands: Commands) -> None:
     budget = commands.exact_budget()
     exact = ("--kv-budget", f"{budget}B", *WORKLOAD)
     assert commands("allocate", *exact).code == 0
-    told = commands("reparam", "--steps", 2, "--samples", 2, "--seq-len", 256)
+    told = commands("reparam", "--set", "reparam.num_steps=2", "--samples", 2, "--seq-len", 256)
     assert told.code == 0 and "bytes beyond the budget; fold it" in " ".join(told.err.split())
     refused = commands("compile")
     assert refused.code == 3 and "more than the budget" in " ".join(refused.err.split()), refused.err
     assert reserve_of(refused) == reserve_of(told) == "256" and not (commands.folder / "plan.safetensors").exists()
     assert commands("allocate", *exact, "--reserve", "256").code == 0
-    assert commands("reparam", "--steps", 2, "--samples", 2, "--seq-len", 256).code == 0
+    assert commands("reparam", "--set", "reparam.num_steps=2", "--samples", 2, "--seq-len", 256).code == 0
     done = commands("compile")
     assert done.code == 0 and commands.plan_bytes <= budget, done.err
 
@@ -151,12 +151,12 @@ def test_a_budget_that_16_bits_fit_and_a_context_beyond_the_model_are_told(comma
     assert json.loads(done.out)["loss"] == 0 and "positions" not in done.err
     again = commands("allocate", "--kv-budget", budget, *WORKLOAD)
     assert again.code == 0 and "nothing to quantize" in again.err
-    far = commands("allocate", "--bits", 8, "--batch", 1, "--context", 1025, "--objective", "sensitivity")
+    far = commands("allocate", "--bits", 8, "--batch", 1, "--context", 1025, "--set", "allocate.objective=sensitivity")
     assert far.code == 0 and "1025 tokens is beyond the model's 1024 positions" in far.err
     assert "16 bits fit" not in far.err
     assert commands("compile").code == 0
 
 
 def test_the_help_names_every_granularity(capsys: pytest.CaptureFixture[str]) -> None:
-    text = run_kvcal(capsys, "allocate", "--help").out
-    assert "block (K and V" in text and "--reserve" in text
+    text = " ".join(run_kvcal(capsys, "allocate", "--help").out.replace("│", " ").split())
+    assert "granularity (layer, block: K and V alike, head)" in text and "--reserve" in text

@@ -139,7 +139,19 @@ def test_budget_below_weights(finished: Run, tmp_path: Path, capsys: pytest.Capt
 
 def test_heads_and_bits(finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = shutil.copytree(finished[2], tmp_path / "out")
-    arguments = ("allocate", copy, "--bits", "6", "--batch", 2, "--context", 1024, "--granularity", "head", "--json")
+    arguments = (
+        "allocate",
+        copy,
+        "--bits",
+        "6",
+        "--batch",
+        2,
+        "--context",
+        1024,
+        "--set",
+        "allocate.granularity=head",
+        "--json",
+    )
     done = run_kvcal(capsys, *arguments)
     assert done.code == 0, done.err
     assert run_kvcal(capsys, "compile", copy, "-o", tmp_path / "heads.safetensors").code == 0
@@ -213,10 +225,10 @@ def test_eval(finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         recipe,
         "--out",
         tmp_path,
-        "--task",
-        "none",
+        "--set",
+        "evaluate.tasks=[]",
     )
-    done: Outcome = run_kvcal(capsys, *arguments, "--against", "16-bit", "--json")
+    done: Outcome = run_kvcal(capsys, *arguments, "--set", 'evaluate.against=["16-bit"]', "--json")
     assert done.code == 0, done.err
     assert [row["name"] for row in json.loads(done.out)["rows"]] == ["16-bit", "plan"]
 

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import inspect
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cli_cases import RECIPE, Outcome, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
-from kvcal.commands import compare, evaluate, fit_predictors, profile, reparam, run, search, tune
-from kvcal.commands.options import DataOptions, with_data
+from kvcal.cli import PANELS
+from kvcal.commands.options import RecipeOptions
 from kvcal.data.sequences import DataSpec
 from kvcal.errors import UsageError
 from kvcal.plan.plan import load_plan
-from kvcal.recipe import Recipe
-from kvcal.recipe_files import load_recipe
+from kvcal.recipe import ProfileSpec, Recipe, ReparamSpec, knobs
+from kvcal.recipe_files import load_recipe, recipe_names, with_knobs
+from kvcal.strict import dump
 
 TOY = "embedded toy tasks"
-CALIBRATING = {
-    "run": run.run, "search": search.search, "compare": compare.compare, "tune": tune.tune,
-    "profile": profile.profile, "reparam": reparam.reparam, "fit-predictors": fit_predictors.fit_predictors,
-}  # fmt: skip
-NAMES = ("data", "columns", "split", "config", "samples", "seq_len", "seed")
+COMMANDS = {name: command for panel in PANELS.values() for name, command in panel.items()}
+COLUMNS = ("--set", 'data.columns=["q", "a"]')
+NO_TASKS = ("--set", "evaluate.tasks=[]")
+READ_A_RECIPE = ("run", "search", "compare", "tune", "profile", "reparam", "fit-predictors", "eval")
+NAMES = ("sets", "data", "samples", "seq_len", "dtype", "device", "json", "quiet")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
 def done(folder: Path) -> Outcome:
     """`kvcal run` on the file, once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
-        return run_here(patch, folder, "run", folder / "small.toml", "--data", folder / "pairs.jsonl", "--task", "none")
+        return run_here(patch, folder, "run", folder / "small.toml", "--data", folder / "pairs.jsonl", *NO_TASKS)
 
 
 def run_here(patch: pytest.MonkeyPatch, folder: Path, *arguments: object) -> Outcome:
@@ -62,30 +64,64 @@ def run_here(patch: pytest.MonkeyPatch, folder: Path, *arguments: object) -> Out
 
 
 def test_options_are_spelled_alike() -> None:
-    annotations = {name: inspect.signature(command).parameters for name, command in CALIBRATING.items()}
-    annotations["eval"] = inspect.signature(evaluate.eval_command).parameters
+    parameters = {name: inspect.signature(command).parameters for name, command in COMMANDS.items()}
     for option in NAMES:
-        assert len({parameters[option].annotation for parameters in annotations.values()}) == 1
-    for option in ("task", "problems"):
-        assert len({annotations[name][option].annotation for name in ("run", "compare", "eval")}) == 1
-    for name in CALIBRATING:
-        assert inspect.signature(CALIBRATING[name]).parameters["data"].default is None
+        given = [parameters[name][option] for name in READ_A_RECIPE]
+        assert len({(str(vars(one.annotation.__metadata__[0])), one.default) for one in given}) == 1
+    shared = {"budget", "kv_budget", "bits", "batch", "context", "recipe", "model", "out", *NAMES}
+    names = [name for name in COMMANDS if name not in ("compare", "allocate")]  # whose --bits and --set are others
+    for option in shared:
+        spelled = {parameters[name][option].annotation for name in names if option in parameters[name]}
+        roles = {"recipe": 2, "model": 3}  # an argument or an option; required, optional or an argument
+        assert len({str(kind.__metadata__[0].param_decls) for kind in spelled}) <= roles.get(option, 1), option
 
 
 def test_options_change_what_was_given_and_nothing_else() -> None:
     base = load_recipe("default")
-    assert with_data(base, DataOptions()) == base
-    given = DataOptions("a.jsonl", "q, a", samples=3, seq_len=64, seed=7)
-    changed = with_data(base, given)
+    assert RecipeOptions().change(base) == base
+    columns = ['data.columns=["q", "a"]']
+    given = RecipeOptions(data="a.jsonl", samples=3, seq_len=64, sets=["data.seed=7", *columns])
+    changed = given.change(base)
     assert changed.data == DataSpec("a.jsonl", 3, 64, 7, ("q", "a"))
     evaluate = base.evaluate.data
     assert changed.evaluate.data == DataSpec("a.jsonl", evaluate.num_samples, 64, evaluate.seed, ("q", "a"))
-    assert with_data(base, DataOptions("a.jsonl")).evaluate.data.min_len == 0 < evaluate.min_len
-    assert with_data(base, DataOptions(seq_len=64)).evaluate.data.min_len == 64
-    assert with_data(base, given, "b.txt").evaluate.data.source == "b.txt"
-    hub = with_data(base, DataOptions("owner/name", split="test", config="en"))
+    assert RecipeOptions(data="a.jsonl").change(base).evaluate.data.min_len == 0 < evaluate.min_len
+    assert RecipeOptions(seq_len=64).change(base).evaluate.data.min_len == 64
+    other = replace(given, sets=[*columns, "evaluate.data.source=b.txt"]).change(base)
+    assert (other.evaluate.data.source, other.evaluate.data.columns) == ("b.txt", ())
+    hub = RecipeOptions(data="owner/name", sets=["data.split=test", "data.config=en"]).change(base)
     assert (hub.data.split, hub.data.config) == (hub.evaluate.data.split, hub.evaluate.data.config) == ("test", "en")
-    assert with_data(hub, DataOptions("a.txt")).data.split is None  # another source has its own
+    assert RecipeOptions(data="a.txt").change(hub).data.split is None  # another source has its own
+
+
+def test_any_knob_is_set_and_the_strict_recipe_decides() -> None:
+    base = load_recipe("default")
+    sets = ["allocate.bits=2.5", "evaluate.tasks=[]", "profile.k_axes=['token']", "reparam.offset=true", "model=a b"]
+    changed = RecipeOptions(sets=sets).change(base)
+    assert changed.allocate is not None and (changed.allocate.bits, changed.allocate.same_bytes_as) == (2.5, None)
+    assert changed.evaluate == replace(base.evaluate, tasks=()) and changed.profile.k_axes == ("token",)
+    assert changed.reparam == ReparamSpec(offset=True) and changed.model == "a b"
+    rest = {"allocate", "evaluate", "profile", "reparam", "model"}
+    assert {k: v for k, v in dump(changed).items() if k not in rest} == {
+        k: v for k, v in dump(base).items() if k not in rest
+    }
+    restored = RecipeOptions(sets=["profile.k_axes=", "data.min_len="]).change(changed)
+    assert restored.profile == ProfileSpec(num_bits=base.profile.num_bits) and restored.data.min_len == 0
+    tiers = RecipeOptions(sets=["formats.k.boost.score=variance"]).change(load_recipe("kitty")).formats
+    assert tiers is not None and tiers.k.boost is not None and tiers.k.boost.score == "variance"
+    for name in recipe_names():
+        recipe = load_recipe(name)
+        assert with_knobs(recipe, {"data.seed": recipe.data.seed}) == recipe
+
+
+def test_every_knob_is_listed_with_a_line_of_documentation() -> None:
+    listed = {knob.name: knob for knob in knobs()}
+    assert listed["evaluate.data.seed"].default == 1 and listed["data.seed"].default == 0
+    assert listed["formats.k"].default is ... and listed["formats.k.num_bits"].section == "formats.k"
+    assert listed["reparam.num_steps"].type == "integer, at least 1, at most 1000"
+    assert listed["search.keys[].axis"].type == "channel | token" and listed["search"].type == "table"
+    elsewhere = [knob.name for knob in listed.values() if "boost." in knob.name or knob.name.startswith("formats.")]
+    assert not [knob.name for knob in listed.values() if not knob.doc and knob.name not in elsewhere]
 
 
 def test_run_calibrates_and_evaluates_on_the_file(folder: Path, done: Outcome) -> None:
@@ -103,10 +139,12 @@ def test_eval_says_that_the_plan_saw_the_source(
     folder: Path, done: Outcome, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     shown = ("eval", folder / "out" / "plan.safetensors", "--model", folder / "tiny", "--recipe", folder / "small.toml")
-    shown += ("--task", "none", "--out", tmp_path)
+    shown += (*NO_TASKS, "--out", tmp_path)
     again = run_kvcal(capsys, *shown, "--data", folder / "pairs.jsonl")
     assert again.code == 0 and "calibrated on pairs.jsonl, too" in again.err
-    other = run_kvcal(capsys, *shown, "--data", folder / "renamed.jsonl", "--columns", "q,a", "--samples", 3)
+    other = run_kvcal(
+        capsys, *shown, "--data", folder / "renamed.jsonl", "--set", 'data.columns=["q","a"]', "--samples", 3
+    )
     assert other.code == 0 and "calibrated on" not in other.err and "3 sequences" in other.out
 
 
@@ -125,7 +163,7 @@ def test_search_and_tune_get_the_given_data(
         raise UsageError("seen")
 
     monkeypatch.setattr(stage, stop)
-    common = ("--model", folder / "tiny", "--out", tmp_path, "--seed", 5)
+    common = ("--model", folder / "tiny", "--out", tmp_path, "--set", "data.seed=5")
     told = run_kvcal(capsys, *arguments, *common, "--data", folder / "pairs.jsonl", "--samples", 3, "--seq-len", 200)
     assert told.code == 2 and "seen" in told.err and TOY not in told.err
     assert given[0].data == DataSpec(str(folder / "pairs.jsonl"), 3, 200, 5)
@@ -133,9 +171,9 @@ def test_search_and_tune_get_the_given_data(
 
 
 def test_compare_measures_on_the_file(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    arguments = ("compare", "uniform-4", "--model", folder / "tiny", "--recipe-evaluate", folder / "small.toml")
-    arguments += ("--batch", 2, "--context", 256, "--out", tmp_path, "--task", "none")
-    shown = run_kvcal(capsys, *arguments, "--data", folder / "renamed.jsonl", "--columns", "q,a")
+    arguments = ("compare", "uniform-4", "--model", folder / "tiny", "--recipe", folder / "small.toml")
+    arguments += ("--batch", 2, "--context", 256, "--out", tmp_path, *NO_TASKS)
+    shown = run_kvcal(capsys, *arguments, "--data", folder / "renamed.jsonl", *COLUMNS)
     assert shown.code == 0 and "renamed.jsonl (pool report): 2 sequences" in shown.out and TOY not in shown.err
     assert "bits at 2 x 256" in shown.out and "bits at measured length (mean " in shown.out
 
@@ -146,7 +184,7 @@ def test_a_plan_is_not_measured_on_its_own_sequences(
     """Records that are equal up to the cut lie in every pool: only the digests can tell."""
     records = [json.dumps({"question": "again?", "answer": "and again " * 300 + str(i)}) for i in range(80)]
     (tmp_path / "same.jsonl").write_text("\n".join(records))
-    arguments = ("run", folder / "small.toml", "--model", folder / "tiny", "--out", tmp_path / "out", "--task", "none")
+    arguments = ("run", folder / "small.toml", "--model", folder / "tiny", "--out", tmp_path / "out", *NO_TASKS)
     found = run_kvcal(capsys, *arguments, "--data", tmp_path / "same.jsonl", "--seq-len", 224)
     assert found.code == 2 and "2 of 2 sequences of same.jsonl" in found.err, found.err
     assert "pool fit of same.jsonl" in found.err and "raise seq_len" in found.err
@@ -156,20 +194,30 @@ def test_toy_data_are_told(folder: Path, capsys: pytest.CaptureFixture[str], tmp
     arguments = ("profile", folder / "tiny", "--recipe", folder / "small.toml", "--out")
     toy = run_kvcal(capsys, *arguments, tmp_path / "toy")
     assert toy.code == 0 and f"note: tiny is calibrated on the {TOY}" in toy.err and "--data" in toy.err
-    own = run_kvcal(capsys, *arguments, tmp_path / "own", "--data", folder / "renamed.jsonl", "--columns", "q,a")
+    own = run_kvcal(
+        capsys, *arguments, tmp_path / "own", "--data", folder / "renamed.jsonl", "--set", 'data.columns=["q","a"]'
+    )
     assert own.code == 0 and TOY not in own.err and "renamed.jsonl" in own.out
 
 
 def test_a_recipe_without_calibration_has_nothing_to_tell(
     folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    arguments = ("run", "kivi-2", "--model", folder / "tiny", "--out", tmp_path / "out", "--task", "none")
-    told = run_kvcal(capsys, *arguments, "--eval-data", folder / "pairs.jsonl")
+    arguments = ("run", "kivi-2", "--model", folder / "tiny", "--out", tmp_path / "out", *NO_TASKS)
+    told = run_kvcal(capsys, *arguments, "--set", f"evaluate.data.source={folder / 'pairs.jsonl'}")
     assert told.code == 0 and TOY not in told.err and "pairs.jsonl (pool report): 16 sequences" in told.out
 
 
 def test_an_unknown_task_is_a_usage_error(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     told = run_kvcal(
-        capsys, "run", folder / "small.toml", "--model", folder / "tiny", "--task", "sums", "--out", tmp_path
+        capsys,
+        "run",
+        folder / "small.toml",
+        "--model",
+        folder / "tiny",
+        "--set",
+        'evaluate.tasks=["sums"]',
+        "--out",
+        tmp_path,
     )
     assert told.code == 2 and "sums" in told.err and "ledger" in told.err

@@ -15,7 +15,8 @@ from cli_cases import RECIPE, run_kvcal, save_falcon, save_llama
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-import kvcal.run.pipeline
+from kvcal.folder import Folder, Job
+from kvcal.run import formats, pipeline
 from kvcal.stages import profile as profile_stage
 
 Files = tuple[Path, Path]  # the model's folder, the recipe
@@ -36,13 +37,11 @@ def run_folder(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from kvcal.progress import Silent
     from kvcal.recipe_files import load_recipe
 
-    folder = kvcal.run.pipeline.Folder.create(tmp_path_factory.mktemp("run"))
+    folder = Folder.create(tmp_path_factory.mktemp("run"))
     recipe, loaded = load_recipe(str(files[1])), load(str(files[0]))
-    kvcal.run.pipeline.profile_recipe(recipe, loaded, folder, Silent())
-    assert recipe.allocate is not None
-    provenance = kvcal.run.pipeline.provenance_of(recipe)
-    kvcal.run.pipeline.allocate_folder(folder, recipe.allocate, provenance, Silent())
-    kvcal.run.pipeline.compile_folder(folder, folder.plan, Silent())
+    formats.profile_folder(Job(recipe, loaded, folder, Silent()))
+    formats.allocate_recipe(Job(recipe, loaded, folder, Silent()))
+    pipeline.compile_folder(folder, folder.plan, Silent())
     return folder.path
 
 
@@ -60,9 +59,13 @@ def no_temporary_files(folder: Path) -> bool:
         (["inspect", "{tmp}/none.safetensors"], 5, "does not exist"),
         (["inspect", "{recipe}"], 5, "not a safetensors file"),
         (["allocate", "{run}", "--budget", "24 parsecs"], 2, "parsecs"),
-        (["allocate", "{run}", "--bits", "3", "--granularity", "neuron"], 2, "neuron"),
-        (["allocate", "{run}", "--bits", "3", "--granularity", "head", "--objective", "kl"], 2, "per layer"),
-        (["allocate", "{run}", "--same-bytes-as", "default"], 2, "is no recipe of [formats] alone"),
+        (["allocate", "{run}", "--bits", "3", "--set", "allocate.granularity=neuron"], 2, "neuron"),
+        (
+            ["allocate", "{run}", "--bits=3", "--set=allocate.granularity=head", "--set=allocate.objective=kl"],
+            2,
+            "per layer",
+        ),
+        (["allocate", "{run}", "--set", "allocate.same_bytes_as=default"], 2, "is no recipe of [formats] alone"),
         (["allocate", "{run}", "--bits", "1e308"], 2, "bits = 1e+308: Input should be less than or equal to 4096"),
         (["allocate", "{run}", "--bits", "4.2", "--context", "256"], 3, "raise the bits, or --context"),
         (["compile", "{run}", "-o", "{tmp}"], 5, "{tmp}"),
@@ -77,7 +80,11 @@ def no_temporary_files(folder: Path) -> bool:
             2,
             "context",
         ),
-        (["eval", "{run}/plan.safetensors", "--model", "{model}", "--against", "none", "--out", "{tmp}"], 2, "none"),
+        (
+            ["eval", "{run}/plan.safetensors", "--model={model}", '--set=evaluate.against=["none"]', "--out={tmp}"],
+            2,
+            "none",
+        ),
         (["eval", "{run}/plan.safetensors", "--model", "reasoner-10m", "--out", "{tmp}"], 5, "reasoner-10m"),
         (["verify", "{run}/plan.safetensors", "--model", "reasoner-10m"], 5, "reasoner-10m"),
         (["run"], 2, "Missing argument"),
@@ -228,7 +235,7 @@ def test_full_disk(
     for arguments in (
         ("allocate", copy, "--bits", 5),
         ("compile", copy, "-o", copy / "other.safetensors"),
-        ("profile", files[0], "--out", copy, "--recipe", files[1], "--seed", 9),
+        ("profile", files[0], "--out", copy, "--recipe", files[1], "--set", "data.seed=9"),
         ("eval", copy / "plan.safetensors", "--model", files[0], "--recipe", files[1], "--out", copy),
     ):
         done = run_kvcal(capsys, *arguments)
@@ -255,9 +262,9 @@ def test_interrupt_in_every_stage_and_resume(
         if stage == "profile":
             patched.setattr(profile_stage, "_measure_divergences", interrupt)
         elif stage == "allocate":
-            patched.setattr(kvcal.run.pipeline.allocation_stage, "save", interrupt)
+            patched.setattr(formats.allocation_stage, "save", interrupt)
         elif stage == "compile":
-            patched.setattr(kvcal.run.pipeline, "save_plan", interrupt)
+            patched.setattr(pipeline, "save_plan", interrupt)
         else:
             patched.setattr("kvcal.stages.evaluate.stage.measure_tasks", interrupt)
         stopped = run_kvcal(capsys, "run", files[1], "--model", files[0], "--out", out)

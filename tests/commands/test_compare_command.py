@@ -23,7 +23,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedToke
     folder = tmp_path_factory.mktemp("compare")
     small_recipes = write_recipes(folder)
     model = save_llama(folder / "tiny-llama", tokenizer)
-    arguments: list[object] = ["compare", *small_recipes, "--model", model, "--recipe-evaluate", small_recipes[0]]
+    arguments: list[object] = ["compare", *small_recipes, "--model", model, "--recipe", small_recipes[0]]
     arguments += ["--batch", 2, "--context", 4096, "--out", folder / "out"]
     with pytest.MonkeyPatch.context() as patch:
         done = _capture(patch, *arguments, "--bits", 5, "--bits", 1, "--bits", 4, "--json")

@@ -13,13 +13,15 @@ from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from kvcal import PlanCache
-from kvcal.commands.reparam import reparam
+from kvcal.commands.stages import reparam
+from kvcal.folder import Job
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Plan, Workload, load_plan
 from kvcal.progress import Silent
 from kvcal.recipe_files import load_recipe
 from kvcal.run import pipeline
 from kvcal.run import transform as transform_folder
+from kvcal.run.formats import fix_folder
 from kvcal.stages.divergence import divergences, unquantized_plan
 
 RECIPE = """
@@ -61,19 +63,19 @@ def test_from_the_command_to_plans_and_folded_weights(tmp_path, model):
     recipe.write_text(RECIPE)
     folder = pipeline.Folder.create(tmp_path / "out")
     loaded = load(str(model), device="cpu")
-    pipeline.choose_formats(load_recipe(str(recipe)), loaded, folder, Workload(1, 512), Silent())
+    fix_folder(Job(load_recipe(str(recipe)), loaded, folder, Silent(), Workload(1, 512)))
     plain = pipeline.compile_folder(folder, tmp_path / "plain.safetensors", Silent())
 
     app = typer.Typer()
     app.command()(reparam)
     given = [str(folder.path), "--model", str(model), "--recipe", str(recipe), "--device", "cpu", "--json", "--quiet"]
-    done = CliRunner().invoke(app, [*given, "--position-scale", "2"])
+    done = CliRunner().invoke(app, [*given, "--set", "reparam.position_scale=2"])
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert result["position_scale"] == 2.0
     assert [layer["index"] for layer in result["layers"]] == [0, 1]
     assert all(layer["alpha"] > 0 and layer["error"] == min(layer["errors"]) for layer in result["layers"])
-    table = CliRunner().invoke(app, [*given[:-2], "--position-scale", "2"])
+    table = CliRunner().invoke(app, [*given[:-2], "--set", "reparam.position_scale=2"])
     assert "error without" in table.stdout and "reparam.safetensors is current" in table.output
 
     plan = pipeline.compile_folder(folder, folder.plan, Silent(), reparam=True)

@@ -160,7 +160,7 @@ def test_a_study_of_something_else_is_refused(
     other = save_llama(tmp_path / "other", tokenizer, seed=1)
     refused = run_kvcal(capsys, "tune", recipe, "--model", other, "--out", whole)
     assert refused.code == 5 and "model.weights_sha256 is" in refused.err
-    refused = run_kvcal(capsys, "tune", recipe, "--model", model, "--out", whole, "--task", "times")
+    refused = run_kvcal(capsys, "tune", recipe, "--model", model, "--out", whole, "--set", 'tune.tasks=["times"]')
     assert refused.code == 5 and 'tune.tasks is ["chain"], expected ["times"]' in refused.err
     changed = tmp_path / "changed.toml"
     changed.write_text(RECIPE.replace("share = 0.2", "share = 0.3"))
@@ -173,7 +173,7 @@ def test_a_cap_that_nothing_fits_says_the_smallest(
 ) -> None:
     smallest = min(trial.outcome.total_bytes for trial in load_tuning(whole / "tune.json").trials)
     command = ("tune", recipe, "--model", model, "--out", whole, "--json")
-    refused = run_kvcal(capsys, *command, "--max-bits", 1.5)
+    refused = run_kvcal(capsys, *command, "--set", "tune.max_bits=1.5")
     assert refused.code == 3 and f"{smallest} bytes" in refused.err and "hint: raise the cap" in refused.err
     fitting = run_kvcal(capsys, *command, "--kv-budget", smallest)
     assert fitting.code == 0 and json.loads(fitting.out)["predicted_bytes"] == smallest
@@ -183,8 +183,8 @@ def test_a_cap_that_nothing_fits_says_the_smallest(
 @pytest.mark.parametrize(
     ("content", "arguments", "reason"),
     [
-        (RECIPE, ("--task", "sums"), "tasks ['sums'] unknown"),
-        (RECIPE, ("--task", "lm-eval:gsm8k"), "needs the lm-evaluation-harness, which is not installed"),
+        (RECIPE, ("--set", 'tune.tasks=["sums"]'), "tasks ['sums'] unknown"),
+        (RECIPE, ("--set", 'tune.tasks=["lm-eval:gsm8k"]'), "needs the lm-evaluation-harness, which is not installed"),
         (RECIPE + "[reparam]\n", (), "[tune] needs [formats], and none of [progressive], [reparam] and [predictors]"),
         (UNTUNED + "[reparam]\n", (), "has [reparam]; thresholds are searched for recipes with [formats] alone"),
         (RECIPE.replace(", above = 1.0", "").replace(", above = 0.5", ""), (), "no tier of the keys has a threshold"),

@@ -17,10 +17,11 @@ import pytest
 from cli_cases import RECIPE, Outcome, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
-import kvcal.run.pipeline
+from kvcal.folder import Folder, Job
 from kvcal.models.load import load
 from kvcal.progress import Silent
 from kvcal.recipe_files import load_recipe
+from kvcal.run.pipeline import compile_folder, run_stages
 
 FIFO, ABSENT = object(), object()
 DEEP = "[" * 100_000
@@ -33,11 +34,9 @@ def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     folder = tmp_path_factory.mktemp("made")
     (folder / "small.toml").write_text(RECIPE)
     loaded, recipe = load(str(save_llama(folder / "model", tokenizer))), load_recipe(str(folder / "small.toml"))
-    run = kvcal.run.pipeline.Folder.create(folder / "run")
-    kvcal.run.pipeline.profile_recipe(recipe, loaded, run, Silent())
-    assert recipe.allocate is not None
-    kvcal.run.pipeline.allocate_folder(run, recipe.allocate, kvcal.run.pipeline.provenance_of(recipe), Silent())
-    kvcal.run.pipeline.compile_folder(run, run.plan, Silent())
+    run = Folder.create(folder / "run")
+    run_stages(Job(recipe, loaded, run, Silent()))
+    compile_folder(run, run.plan, Silent())
     return folder
 
 
@@ -303,12 +302,12 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     (PACK + "--prompt-file {tmp}/none", 2, "cannot be read"),
     (PACK + "--prompt \udcff", 2, "--prompt is not UTF-8"),
     # evaluate
-    (EVAL + "--task foo", 2, "tasks ['foo'] unknown, expected some of ['chain', 'ledger', 'times']"),
-    (EVAL + "--task none --task chain", 2, "tasks ['none'] unknown"),
-    (EVAL + "--task chain --task chain", 2, "expected each one once"),
-    (EVAL + "--problems 1000000000000", 2, "num_problems = 1000000000000"),
-    (EVAL + "--against none", 2, "recipe 'none' is neither"),
-    (EVAL + "--against default", 2, "--against: recipe 'default' has no [formats]"),
+    (EVAL + '--set evaluate.tasks=["foo"]', 2, "tasks ['foo'] unknown, expected some of ['chain', 'ledger', 'times']"),
+    (EVAL + '--set evaluate.tasks=["none","chain"]', 2, "tasks ['none'] unknown"),
+    (EVAL + '--set evaluate.tasks=["chain","chain"]', 2, "expected each one once"),
+    (EVAL + "--set evaluate.num_problems=1000000000000", 2, "evaluate.num_problems = 1000000000000"),
+    (EVAL + '--set evaluate.against=["none"]', 2, "recipe 'none' is neither"),
+    (EVAL + '--set evaluate.against=["default"]', 2, "evaluate.against: recipe 'default' has no [formats]"),
     (EVAL + "--recipe {tmp}/fifo", 2, "is a pipe"),
     (EVAL + "--recipe {tmp}", 2, "is a folder"),
     (EVAL + "--recipe {plan}", 2, "not TOML"),
@@ -325,43 +324,60 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     (PROFILE + "--data " + "a" * 5000, 5, "File name too long"),
     (PROFILE + "--samples 1000000000000", 2, "at most 1000000"),
     (PROFILE + "--samples 0", 2, "--samples"),
-    (PROFILE + "--seed x", 2, "--seed"),
+    (PROFILE + "--set data.seed=x", 2, "data.seed = 'x': Input should be a valid integer"),
+    # knobs
+    (PROFILE + "--set data.sed=1", 2, "--set data.sed=1: unknown key 'sed' of [data]; allowed: source, num_samples"),
+    (PROFILE + "--set data.sed=1", 2, "did you mean --set data.seed=1?"),
+    (PROFILE + "--set dato.seed=1", 2, "unknown section or key 'dato.seed'; allowed: allocate, cache, data, desc"),
+    (PROFILE + "--set kl_samples=1", 2, "did you mean --set profile.kl_samples=1?"),
+    (PROFILE + "--set profile.kl_samples", 2, "--set profile.kl_samples: expected section.key=value"),
+    (PROFILE + "--set profile.kl_samples=-1", 2, "profile.kl_samples = -1: Input should be greater than or equal to 0"),
+    (PROFILE + "--set profile.kl_samples=1.5", 2, "profile.kl_samples = 1.5: Input should be a valid integer"),
+    (PROFILE + "--set profile.num_bits=[5]", 2, "profile.num_bits.0 = 5: Input should be 1, 2, 3, 4 or 8"),
+    (PROFILE + "--set profile=3", 2, "profile = 3: Input should be an object"),
+    (PROFILE + "--set search.keys.axis=x", 2, "unknown section or key 'search.keys.axis'"),
+    (PROFILE + "--set cache.param_dtype=int8", 2, "cache.param_dtype = 'int8': Input should be 'float16'"),
+    (PROFILE + "--set formats.k.num_bits=2", 2, "formats.v"),
     # allocate, compile, reparam, fit-predictors
     ("allocate {run} --bits nan", 2, "bits"),
     ("allocate {run} --bits inf", 2, "bits = inf: Input should be a finite number"),
     ("allocate {run} --budget 24gb", 2, "unknown unit 'gb'"),
-    ("allocate {run} --budget 1GB --workspace x", 2, "workspace = 'x'"),
-    ("allocate {run} --bits 3 --workspace x", 2, "workspace = 'x'"),
+    ("allocate {run} --budget 1GB --set allocate.workspace=x", 2, "workspace = 'x'"),
+    ("allocate {run} --bits 3 --set allocate.workspace=x", 2, "workspace = 'x'"),
     ("allocate {run} --bits 3 --context 1" + "0" * 30, 2, "--context"),
+    ("allocate {run} --bits 3 --set cache.num_sink_tokens=4", 2, "only knobs of [allocate] are used here"),
+    ("allocate {run} --bits 3 --set allocate.budget=1GB", 2, "budget and bits given"),
     ("allocate {run} --sweep --sweep-points 1000000000000", 2, "--sweep-points"),
     ("allocate {tmp}/fd --bits 3", 5, "is a pipe"),
     ("compile {tmp}/fd", 5, "is a pipe"),
     ("compile {run} -o /dev/null", 5, "/dev/null is a device or a socket; expected a regular file"),
     ("compile {run} -o {tmp}/fifo", 5, "is a pipe"),
     ("compile {run} --fold {tmp}/f", 2, "--fold needs --model"),
-    ("reparam {run} --model {model} --position-scale nan", 2, "reparam: position_scale = nan"),
-    ("reparam {run} --model {model} --steps 1000000000", 2, "reparam: num_steps = 1000000000"),
-    ("fit-predictors {run} --model {model} --kind zap", 2, "kind = 'zap'"),
-    ("fit-predictors {run} --model {model} --kind low_rank", 2, "low_rank takes rank"),
-    ("fit-predictors {run} --model {model} --min-explained 5", 2, "min_explained = 5.0"),
+    ("reparam {run} --model {model} --set reparam.position_scale=nan", 2, "reparam.position_scale = nan"),
+    ("reparam {run} --model {model} --set reparam.num_steps=1000000000", 2, "reparam.num_steps = 1000000000"),
+    ("fit-predictors {run} --model {model} --set predictors.kind=zap", 2, "kind = 'zap'"),
+    ("fit-predictors {run} --model {model} --set predictors.kind=low_rank", 2, "low_rank takes rank"),
+    ("fit-predictors {run} --model {model} --set predictors.min_explained=5", 2, "min_explained = 5"),
     # tune, search, compare, run
-    (TUNE + "--task zap", 2, "tune: tasks ['zap'] unknown"),
-    (TUNE + "--task chain --task chain", 2, "unknown, missing or twice"),
-    (TUNE + "--task lm-eval:", 2, "tasks ['lm-eval:'] unknown"),
-    (TUNE + "--trials 9999999999", 2, "tune: num_trials = 9999999999"),
-    (TUNE + "--max-bits inf", 2, "tune: max_bits = inf"),
+    (TUNE + '--set tune.tasks=["zap"]', 2, "tune: tasks ['zap'] unknown"),
+    (TUNE + '--set tune.tasks=["chain","chain"]', 2, "unknown, missing or twice"),
+    (TUNE + '--set tune.tasks=["lm-eval:"]', 2, "tasks ['lm-eval:'] unknown"),
+    (TUNE + "--set tune.num_trials=9999999999", 2, "tune.num_trials = 9999999999"),
+    (TUNE + "--set tune.max_bits=inf", 2, "tune.max_bits = inf"),
     (TUNE + "--workers 100000", 2, "--workers"),
     (TUNE + "--kv-budget x", 2, "cannot read 'x'"),
     (TUNE + "--out {tmp}/tuned", 5, "tune.json is a pipe"),
     (TUNE + "--out {tmp}/stale", 5, "is not a tuning of version 2"),
     (TUNE + "--out {tmp}/deep", 5, "tune.json is truncated or not JSON"),
     ("tune default --model {model}", 2, "has no [formats]"),
-    ("search best --bits 1e308", 2, "search: bits = 1e+308"),
-    ("search best --rounds 99999999999", 2, "search: refine_rounds = 99999999999"),
+    ("search best --bits 1e308", 2, "allocate.bits = 1e+308"),
+    ("search best --set search.refine_rounds=99999999999", 2, "search.refine_rounds = 99999999999"),
     ("search best --bits 2 --budget 1GB", 2, "budget and bits given"),
     ("search kivi-2", 2, "has no [search]"),
     ("compare kitty --model {model} --context 99999999999", 2, "--context"),
     ("compare {recipe} --model {model} --bits nan", 2, "--bits"),
+    ("compare best --model {model} --set allocate.bits=3", 2, "use --bits, --batch and --context"),
+    ("compare kitty --model {model} --set tune.low=0.2", 2, "--set tune.low: none of the recipes has [tune]"),
     ("compare kitty kitty --model {model}", 2, "two recipes are named 'kitty'"),
     ("run {tmp}/fifo", 2, "is a pipe"),
     ("run " + "a" * 5000, 5, "File name too long"),

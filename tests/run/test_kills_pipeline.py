@@ -31,6 +31,7 @@ from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, ProgressiveSpec, Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.run import formats, pipeline
+from kvcal.stages import profile
 from kvcal.stages.allocate.budget import reserved_bytes
 from kvcal.stages.checkpoint import Checkpoint, State
 from kvcal.stages.complete import complete

@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvcal import PlanCache, artifact, load_plan
-from kvcal.commands.fit_predictors import fit_predictors as fit_command
+from kvcal.commands.stages import fit_predictors as fit_command
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.models.load import load as load_model
 from kvcal.models.taps import Captured, tap

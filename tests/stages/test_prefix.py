@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvcal import PlanCache, artifact, save_plan
 from kvcal.cache.queries import serving
-from kvcal.commands.pack_prefix import pack_prefix as pack_command
+from kvcal.commands.plans import pack_prefix as pack_command
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.format import RAW, Boost, Format, Tier

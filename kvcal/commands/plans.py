@@ -1,0 +1,178 @@
+"""Commands on a compiled plan: ``kvcal inspect``, ``verify``, ``eval``, ``generate`` and ``pack-prefix``.
+
+``inspect`` loads no transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvcal import console
+from kvcal.commands.options import (
+    ModelOption,
+    ModelOptions,
+    Out,
+    OutputOptions,
+    PlanArgument,
+    PlanOption,
+    RecipeOption,
+    RecipeOptions,
+    WorkloadOptions,
+    prompt_text,
+    spread,
+)
+from kvcal.errors import UsageError
+from kvcal.quantities import MAX_CONTEXT, MAX_SEED
+
+
+@spread
+def inspect(plan: PlanArgument, sizes: WorkloadOptions, given: OutputOptions) -> None:
+    """Show a plan: formats and bytes of every layer, all-in bits, where it came from.
+
+    Example: `kvcal inspect plan.safetensors --batch 32 --context 8192`
+    """
+    from kvcal import tables as views
+    from kvcal.plan.plan import load_plan
+
+    loaded = load_plan(plan)
+    workload = sizes.workload(loaded.workload)
+    layers = views.layer_table(loaded.layers, loaded.cache_dtype, workload)
+    given.show(views.plan_json(loaded, workload), views.plan_table(loaded, workload), layers)
+
+
+@spread
+def verify(
+    plan: PlanArgument,
+    model: ModelOption,
+    given: ModelOptions,
+) -> None:
+    """Check that a plan is sound, is this model's, and that the cache allocates exactly the bytes it predicts.
+
+    Example: `kvcal verify plan.safetensors --model Qwen/Qwen3-8B`
+    """
+    from kvcal import tables as views
+    from kvcal.folder import max_context
+    from kvcal.plan.plan import load_plan
+    from kvcal.stages.verify import verify_plan
+
+    loaded_plan = load_plan(plan)
+    with given.reporting() as reporter:
+        loaded = given.load(model)
+        checks = verify_plan(loaded_plan, loaded, max_context(loaded), reporter)
+    given.show(views.checks_json(checks), views.checks_table(checks))
+
+
+@spread
+def eval_command(
+    plan: PlanArgument,
+    model: ModelOption,
+    given: RecipeOptions,
+    recipe: RecipeOption = "default",
+    out: Out = Path("artifacts/eval"),
+) -> None:
+    """Perplexity, KL to 16 bits, top-1 agreement and exact match, through the packed cache, as the recipe's [evaluate]
+    says; beside the plan, only the baselines of `--set evaluate.against` are measured.
+
+    Example: `kvcal eval plan.safetensors --model reasoner-10m --set 'evaluate.against=["kivi-2"]'`
+    """
+    from kvcal import tables as views
+    from kvcal.folder import Folder
+    from kvcal.plan.plan import load_plan
+    from kvcal.run.pipeline import evaluate_plan
+    from kvcal.stages.verify import require_same_model
+    from kvcal.strict import dump
+
+    loaded_plan = load_plan(plan)
+    others: dict[str, Any] = {"name": plan.stem, "evaluate.against": [], "evaluate.data.num_samples": given.samples}
+    base = replace(given, samples=None).recipe(recipe, others)
+    folder = Folder.create(out)
+    with given.reporting() as reporter:
+        loaded = given.load(model)
+        require_same_model(loaded_plan, loaded)
+        evaluation = evaluate_plan(base, loaded, loaded_plan, folder, reporter)
+    given.show(dump(evaluation), views.evaluation_table(evaluation))
+
+
+@spread
+def generate(
+    model: ModelOption,
+    plan: PlanOption,
+    prompt: Annotated[str, typer.Option(help="The prompt; - reads stdin.")],
+    given: ModelOptions,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.", min=1, max=MAX_CONTEXT)] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; else 0.001 to 100.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0, max=MAX_SEED)] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
+    prefix: Annotated[
+        Path | None, typer.Option(help="A file of `kvcal pack-prefix`, made with this plan: how the prompt begins.")
+    ] = None,
+) -> None:
+    """Generate text with a plan's packed cache.
+
+    With --prefix, the packed pages of the prompt's beginning are taken from the file instead of computed; what follows
+    reads them as every later token does.
+
+    Example: `kvcal generate --model reasoner-10m --plan plan.safetensors --prompt "Times. 12 x 34"`
+
+    Example: `cat manual.txt question.txt | kvcal generate --model M --plan P --prefix manual.kv --prompt -`
+    """
+    from kvcal.plan.plan import load_plan
+    from kvcal.stages.complete import complete
+    from kvcal.stages.prefix.load import complete_after, load_prefix
+    from kvcal.stages.verify import require_same_model
+
+    if chat and prefix is not None:
+        raise UsageError("--chat with --prefix: a prefix is packed without a chat template", "leave out one of them")
+    if not (temperature == 0 or 0.001 <= temperature <= 100):
+        raise UsageError(f"--temperature {temperature}; allowed: 0 (greedy), or 0.001 to 100")
+    text = prompt_text(prompt)
+    loaded_plan = load_plan(plan)
+    loaded = given.load(model)
+    require_same_model(loaded_plan, loaded)
+    if prefix is None:
+        result = complete(loaded, loaded_plan, text, max_new_tokens, temperature, seed, chat)
+    else:
+        packed = load_prefix(loaded, loaded_plan, prefix)
+        result = complete_after(loaded, packed, text, max_new_tokens, temperature, seed)
+    if given.json:
+        console.print_json(result)
+        return
+    console.print_text(result["text"])
+    reporter = given.reporter()
+    if prefix is not None:
+        reporter.say(f"{result['prefix_tokens']} tokens of the prompt came from {prefix}")
+    reporter.say(
+        f"{result['new_tokens']} tokens; the cache of {result['cached_tokens']} tokens took {result['cache_bytes']} "
+        f"bytes, {result['raw_bytes']} in 16 bits"
+    )
+
+
+@spread
+def pack_prefix(
+    model: ModelOption,
+    plan: PlanOption,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The prefix file.", show_default=False)],
+    given: ModelOptions,
+    prompt: Annotated[str | None, typer.Option(help="The prompt; - reads stdin.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A text file with the prompt.")] = None,
+) -> None:
+    """Take a prompt in and write its packed cache to disk, to be loaded instead of computed again.
+
+    Example: `kvcal pack-prefix --plan plan.safetensors --model reasoner-10m --prompt-file manual.txt -o manual.kv`
+    """
+    from kvcal import tables as views
+    from kvcal.plan.plan import load_plan
+    from kvcal.stages.prefix import pack as stage
+    from kvcal.strict import dump
+
+    text = prompt_text(prompt, prompt_file)
+    loaded_plan = load_plan(plan)
+    with given.reporting() as reporter:
+        loaded = given.load(model)
+        packed = stage.pack_prefix(loaded, loaded_plan, stage.encode_prompt(loaded, text), output)
+        reporter.say(f"prefix: {output}")
+    given.show({**dump(packed), "path": str(output)}, views.prefix_table(packed, output.name))

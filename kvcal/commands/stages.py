@@ -1,0 +1,204 @@
+"""Commands on the stages of a folder: ``kvcal profile``, ``allocate``, ``reparam``, ``fit-predictors``, ``compile``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvcal.commands.options import (
+    BudgetOptions,
+    FolderArgument,
+    ModelOption,
+    ModelOptions,
+    Out,
+    OutputOptions,
+    RecipeOption,
+    RecipeOptions,
+    spread,
+)
+from kvcal.errors import UsageError
+from kvcal.quantities import parse_bytes
+
+
+@spread
+def profile(
+    model: Annotated[str, typer.Argument(help="Folder, hub id, or an embedded model's name.")],
+    out: Out,
+    given: RecipeOptions,
+    recipe: RecipeOption = "default",
+) -> None:
+    """Measure each layer's sensitivity to KV quantization, for the recipe's candidates. Resumes if interrupted.
+
+    Example: `kvcal profile meta-llama/Llama-3.1-8B --out artifacts/llama --data corpus.jsonl --samples 32`
+    """
+    from kvcal import tables as views
+    from kvcal.folder import Folder, Job
+    from kvcal.run.formats import profile_folder
+
+    base = given.recipe(recipe)
+    folder = Folder.create(out)
+    with given.reporting() as reporter:
+        loaded = given.load(model, base.data, reporter)
+        result = profile_folder(Job(base, loaded, folder, reporter))
+    given.show(views.profile_json(result), views.profile_table(result))
+
+
+@spread
+def allocate(
+    folder: FolderArgument,
+    given: OutputOptions,
+    budgets: BudgetOptions,
+    reserve: Annotated[
+        str | None, typer.Option(help="Bytes kept free for what reparam and fit-predictors will take; default none.")
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="allocate.KEY=VALUE",
+            help="same_bytes_as (a baseline, such as kivi-2), granularity (layer, block: K and V alike, head), "
+            "objective (sensitivity, kl, combined or importance; default: combined, heads: sensitivity), workspace "
+            "(bytes kept free with --budget, or auto); may be repeated.",
+        ),
+    ] = None,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Print the whole Pareto front instead; no budget needed.")
+    ] = False,
+    sweep_points: Annotated[
+        int, typer.Option(help="Budgets to solve where the front is too long.", min=2, max=10_000)
+    ] = 48,
+) -> None:
+    """Choose every layer's (or head's) K and V format for a byte budget, exactly. Its bytes are those of the compiled
+    plan: λ and predictors, which come later, take part of them (--reserve).
+
+    GB = 10^9 bytes, GiB = 2^30. Example: `kvcal allocate artifacts/llama --budget 24GB --batch 8 --context 32768`
+    """
+    from kvcal import tables as views
+    from kvcal.folder import Folder
+    from kvcal.recipe import BUDGET_KINDS, AllocateSpec
+    from kvcal.recipe_files import read_settings
+    from kvcal.run.formats import allocate_folder, sweep_folder
+    from kvcal.strict import dump, parse
+
+    knobs: dict[str, Any] = {}
+    for name, value in (budgets.knobs() | read_settings(sets or ())).items():
+        section, _, key = name.rpartition(".")
+        if section != "allocate":
+            raise UsageError(f"--set {name}: only knobs of [allocate] are used here", hint="use `kvcal run` for others")
+        knobs |= {} if value is None else {key: value}
+    if sweep and not any(knobs.get(kind) for kind in BUDGET_KINDS):
+        knobs["bits"] = 16.0
+    knobs.setdefault("objective", "sensitivity" if knobs.get("granularity") == "head" else "combined")
+    spec = parse(AllocateSpec, knobs, "allocate", UsageError)
+    reporter = given.reporter()
+    if sweep:
+        method, rows = sweep_folder(Folder(folder), spec, sweep_points)
+        given.show({"method": method, "points": rows}, views.sweep_table(method, rows))
+        return
+    reserved = 0 if reserve is None else parse_bytes(reserve)
+    result = allocate_folder(Folder(folder), spec, {"recipe": None}, reporter, reserved=reserved)
+    layers = views.layer_table(result.layers, result.cache_dtype, result.workload)
+    given.show(dump(result), views.budget_table(result), layers)
+
+
+@spread
+def reparam(
+    folder: FolderArgument,
+    model: ModelOption,
+    given: RecipeOptions,
+    recipe: RecipeOption = "pm-kvq",
+) -> None:
+    """Find the channel factors λ that make each layer's keys easiest to quantize, for the formats of DIR's allocation,
+    with the recipe's [reparam] (--samples and --seq-len are its own). `kvcal compile` then puts them into the plan, or
+    into the weights with `--fold`. Resumes if interrupted.
+
+    Example: `kvcal reparam artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl --samples 64`
+    """
+    from kvcal.folder import Folder, Job
+    from kvcal.run.transform import reparam_folder
+    from kvcal.stages.reparam.record import table_rows
+    from kvcal.strict import dump
+
+    sizes = {"reparam.num_samples": given.samples, "reparam.seq_len": given.seq_len}
+    base = replace(given, samples=None, seq_len=None).recipe(recipe, sizes, section="reparam")
+    paths = Folder(folder)
+    with given.reporting() as reporter:
+        loaded = given.load(model, base.data, reporter)
+        record = reparam_folder(Job(base, loaded, paths, reporter))
+        for warning in record.warnings:
+            reporter.say(warning)
+    scale = record.subject.position_scale
+    value = {"layers": [dump(layer) for layer in record.layers], "position_scale": scale, "path": str(paths.reparam)}
+    title = f"λ from {record.subject.num_tokens} tokens at positions x {scale:.3g}"
+    given.show(value, (title, *table_rows(record)))
+    reporter.say(f"reparam: {paths.reparam}")
+
+
+@spread
+def fit_predictors(
+    folder: FolderArgument,
+    model: ModelOption,
+    given: RecipeOptions,
+    recipe: RecipeOption = "aqua-kv",
+) -> None:
+    """Fit predictors of each layer's keys and values from the layer before, as the cache reads it back, with the
+    recipe's [predictors] (and after its [reparam]), and say which pay. Resumes if interrupted.
+
+    Example: `kvcal fit-predictors artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl --samples 256`
+
+    Example: `kvcal fit-predictors DIR --model M --set predictors.kind=low_rank --set predictors.rank=64`
+    """
+    from kvcal.charts.predictors import draw_predictors
+    from kvcal.folder import Folder, Job
+    from kvcal.run.transform import fit_predictors_folder
+    from kvcal.stages.predictors.record import table_rows
+    from kvcal.strict import dump
+
+    base = given.recipe(recipe, section="predictors")
+    paths, picture = Folder(folder), folder / "predictors.png"
+    with given.reporting() as reporter:
+        loaded = given.load(model, base.data, reporter)
+        record = fit_predictors_folder(Job(base, loaded, paths, reporter))
+        draw_predictors(record, picture)
+    kept, tokens = f"{len(record.kept)} of {len(record.findings)} kept", record.subject.num_held_out_tokens
+    value = {"findings": [dump(finding) for finding in record.findings], "nbytes": record.nbytes}
+    given.show(value, (f"Predictors: {kept}, on {tokens} held-out tokens", *table_rows(record)))
+    reporter.say(f"predictors: {paths.predictors}\npicture: {picture}")
+
+
+@spread
+def compile_command(
+    folder: FolderArgument,
+    given: ModelOptions,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The plan; default DIR/plan.safetensors.")
+    ] = None,
+    fold: Annotated[
+        Path | None, typer.Option(help="Fold λ into the model's weights and write the model to this new folder.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The model to fold into: folder, hub id or embedded name.")] = None,
+) -> None:
+    """Write the plan of an allocation, with the λ and the predictors that DIR holds for it.
+
+    Example: `kvcal compile artifacts/llama -o plan.safetensors`, or, with λ in the weights instead of the plan,
+    `kvcal compile artifacts/llama --fold llama-folded --model meta-llama/Llama-3.1-8B`
+    """
+    from kvcal import tables as views
+    from kvcal.folder import Folder
+    from kvcal.run.pipeline import compile_folder
+    from kvcal.run.transform import fold_folder
+
+    paths = Folder(folder)
+    reporter = given.reporter()
+    path = output or paths.plan
+    if fold is None:
+        plan = compile_folder(paths, path, reporter, reparam=None, predictors=None)
+    elif model is None:
+        raise UsageError("--fold needs --model", hint="name the model whose weights are to take λ")
+    else:
+        loaded = given.load(model)
+        plan = fold_folder(paths, path, loaded, fold, given.load, reporter)
+    given.show(views.plan_json(plan, None) | {"path": str(path)})
