@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 import subprocess
 import sys
@@ -10,8 +12,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from evaluation_cases import make_plan
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from kvcal.commands.options import COMPILE_PACKAGES
+from kvcal.models.load import load
+from kvcal.plan.plan import save_plan
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -31,9 +38,9 @@ def test_the_wheel_carries_the_package_the_model_and_the_recipes(wheel: zipfile.
         f"kvcal/embedded/reasoner-10m/{name}"
         for name in ("config.json", "model.safetensors", "tokenizer.json", "README.md")
     }
-    recipes = {f"kvcal/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.toml")}
-    assert recipes
-    assert package | model | recipes <= set(wheel.namelist())
+    recipes = {f"kvcal/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "recipes").rglob("*.toml")}
+    assert {path.split("/")[-2] for path in recipes} == {"recipes", "ablations"}
+    assert package | model | recipes | {"kvcal/py.typed"} <= set(wheel.namelist())
 
 
 def test_the_wheel_carries_nothing_else_and_names_the_command(wheel: zipfile.ZipFile) -> None:
@@ -50,6 +57,83 @@ def test_the_lock_pins_every_requirement_inside_its_range() -> None:
         assert re.fullmatch(r"[A-Za-z0-9_.-]+==[A-Za-z0-9.]+", line), line
         name, version = line.split("==")
         pins[canonicalize_name(name)] = version
-    for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]:
+    for text in itertools.chain(PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()):
         requirement = Requirement(text)
+        if requirement.name == "kvcal":  # an extra of other extras
+            assert requirement.extras <= PROJECT["optional-dependencies"].keys()
+            continue
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text
+
+
+# Runs the command with these packages missing, then prints the modules that it has loaded.
+CODE = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in MISSING:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+MISSING = sys.argv[1].split(",")
+sys.meta_path.insert(0, Missing())
+sys.argv = ["kvcal", *sys.argv[2:]]
+from kvcal.cli import main
+try:
+    main()
+finally:
+    print(*sys.modules)
+"""
+
+
+def without(missing: str, *command: object) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, without some packages."""
+    return subprocess.run(
+        [sys.executable, "-c", CODE, missing, *map(str, command)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(tmp_path: Path) -> None:
+    done = without("cvxpy,optuna", "run", "default", "--out", tmp_path / "out")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "needs packages that are not installed: cvxpy, optuna" in done.stderr
+    assert "pip install 'kvcal[compile]'" in done.stderr and not (tmp_path / "out").exists()
+    assert without("cvxpy", "run", "--help").returncode == 0
+
+
+def test_the_packages_of_the_extra_are_those_that_commands_look_for() -> None:
+    names = {Requirement(text).name for text in PROJECT["optional-dependencies"]["compile"]}
+    assert names == set(COMPILE_PACKAGES)
+    assert {Requirement(text).name for text in PROJECT["dependencies"]} == {
+        "numpy", "pydantic", "rich", "safetensors", "torch", "transformers", "typer",
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.safetensors"
+    save_plan(make_plan(load("reasoner-10m", device="cpu")), path)
+    return path
+
+
+def test_inspecting_a_plan_needs_neither_transformers_nor_what_compiles_plans(plan: Path) -> None:
+    missing = ",".join(("transformers", *COMPILE_PACKAGES))
+    done = without(missing.replace("jinja2,", ""), "inspect", plan, "--json")  # torch itself may load jinja2
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert "torch" in loaded and not {"transformers", "kvcal.models.load", "kvcal.stages"} & loaded
+
+
+@pytest.mark.parametrize("command", ["verify", "generate"])
+def test_a_plan_runs_without_what_compiles_plans(plan: Path, command: str) -> None:
+    missing = ",".join(set(COMPILE_PACKAGES) - {"huggingface_hub", "jinja2"})  # which transformers and torch bring
+    given = (plan,) if command == "verify" else ("--plan", plan, "--prompt", "Times. 12 x 34", "--max-new-tokens", 2)
+    done = without(missing, command, *given, "--model", "reasoner-10m", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+
+
+def test_reading_a_plan_loads_no_transformers() -> None:
+    code = "import sys\nfrom kvcal import load_plan\nprint(*sys.modules)"
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    assert not {name for name in done.stdout.split() if name.partition(".")[0] == "transformers"}

@@ -24,6 +24,7 @@ from kvcal.data.pools import Purpose
 from kvcal.data.sequences import encode_problem
 from kvcal.errors import ArtifactError, InfeasibleBudget
 from kvcal.folder import Job
+from kvcal.models import load as loading
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import tensors_nbytes
