@@ -29,7 +29,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object) -> None:
         raise Reached
 
-    monkeypatch.setattr(pipeline, "choose_formats", stop)
+    monkeypatch.setattr(pipeline, "run_stages", stop)
 
 
 @pytest.mark.parametrize("command", ["run", "search"])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cache_cases import assert_exact_bytes, feed
-from cli_cases import save_llama
+from cli_cases import run_kvcal, save_llama
 from oracles import dequantize_code, quantize_group
 from predictor_runs import (
     FIRST,
@@ -32,7 +32,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvcal import PlanCache, artifact, load_plan
-from kvcal.commands.stages import fit_predictors as fit_command
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.models.load import load as load_model
 from kvcal.models.taps import Captured, tap
@@ -376,15 +375,12 @@ def test_a_recipe_and_the_command(
     assert plan.layers[1].k_predictor is not None and plan.layers[1].v_predictor is not None
     assert plan.predicted_bytes == load_plan(folder / "plan.safetensors").predicted_bytes
     assert len(plan.provenance["calibration"]["predictors"]["sequences"]) == 4
-    given = {"rank": None, "group_size": None, "min_explained": None, "data": None, "samples": None, "seq_len": None}
-    given |= {"dtype": "auto", "device": "cpu"}
-    fit_command(folder, model, str(recipe), kind=None, keep_all=False, json=False, quiet=False, **given)
-    shown = capsys.readouterr()
+    command = ("fit-predictors", folder, "--model", model, "--recipe", recipe, "--device", "cpu")
+    shown = run_kvcal(capsys, *command)
     assert "is current, skipped" in shown.err and "2 of 4 kept" in shown.out
     assert (folder / "predictors.png").stat().st_size > 1000
-    given |= {"rank": 3}
-    fit_command(folder, model, str(recipe), kind="low_rank", keep_all=True, json=True, quiet=True, **given)
-    assert '"nbytes"' in capsys.readouterr().out
+    command += ("--json", "--quiet", "--set", "predictors.drop=false", "--set", "predictors.rank=3")
+    assert '"nbytes"' in run_kvcal(capsys, *command, "--set", "predictors.kind=low_rank").out
     assert load(folder / "predictors.safetensors").subject.spec == PredictorSpec("low_rank", 3, drop=False)
-    with pytest.raises(UsageError, match="(?s)fit-predictors: .*low_rank takes rank, other kinds do not"):
-        fit_command(folder, model, str(recipe), kind="int4", keep_all=False, json=True, quiet=True, **given)
+    refused = run_kvcal(capsys, *command, "--set", "predictors.kind=int4")
+    assert refused.code == 2 and "low_rank takes rank, other kinds do not" in refused.err

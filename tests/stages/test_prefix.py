@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from cache_cases import feed
-from cli_cases import save_llama
+from cli_cases import run_kvcal, save_llama
 from predictor_runs import (
     REST,
     aqua_layers,
@@ -27,7 +27,6 @@ from transformers import PreTrainedTokenizerBase
 
 from kvcal import PlanCache, artifact, save_plan
 from kvcal.cache.queries import serving
-from kvcal.commands.plans import pack_prefix as pack_command
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.format import RAW, Boost, Format, Tier
@@ -287,20 +286,19 @@ def test_the_command(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys:
     text = "Times. 12 x 34 = ? " * 30
     (tmp_path / "prompt.txt").write_text(text)
     out = tmp_path / "p.kv"
-    given = {"dtype": "auto", "device": "cpu", "quiet": True}
-    pack_command(model, tmp_path / "plan.safetensors", out, None, tmp_path / "prompt.txt", json=True, **given)
-    assert f'"path": "{out}"' in capsys.readouterr().out
+    command = ("pack-prefix", "--model", model, "--plan", tmp_path / "plan.safetensors", "-o", out, "--quiet")
+    shown = run_kvcal(capsys, *command, "--device", "cpu", "--prompt-file", tmp_path / "prompt.txt", "--json")
+    assert f'"path": "{out}"' in shown.out
     tokens_T = encode_prompt(loaded, text)
     prefix = load_prefix(loaded, plan, out)
     assert torch.equal(prefix.tokens_T, tokens_T)
     assert complete_prefix(loaded, prefix, 5).tolist() == generated(loaded, plan, tokens_T, 5)
-    pack_command(model, tmp_path / "plan.safetensors", out, "Times.", None, json=False, **given)
-    assert "bits per value" in capsys.readouterr().out
-    for wrong in ((None, None), ("a", out)):
-        with pytest.raises(UsageError, match="exactly one of --prompt"):
-            pack_command(model, tmp_path / "plan.safetensors", out, *wrong, json=False, **given)
-    with pytest.raises(UsageError, match="cannot be read"):
-        pack_command(model, tmp_path / "plan.safetensors", out, None, tmp_path / "none.txt", json=False, **given)
+    assert "bits per value" in run_kvcal(capsys, *command, "--device", "cpu", "--prompt", "Times.").out
+    for wrong in ((), ("--prompt", "a", "--prompt-file", out)):
+        refused = run_kvcal(capsys, *command, *wrong)
+        assert refused.code == 2 and "exactly one of --prompt" in refused.err
+    refused = run_kvcal(capsys, *command, "--prompt-file", tmp_path / "none.txt")
+    assert refused.code == 2 and "cannot be read" in refused.err
 
 
 def test_feeding_on_after_loading(tmp_path: Path) -> None:
