@@ -95,7 +95,7 @@ def allocate_folder(
         return allocation
 
     allocation = current_or("allocate", folder.allocation, _load_allocation, inputs, make, reporter)
-    tell_doubts(allocation, profile.subject.max_positions, reporter)
+    tell_doubts(allocation, profile.setup.max_positions, reporter)
     return allocation
 
 
