@@ -1,0 +1,90 @@
+"""Committed plans stay readable: each loads with its old bytes, or is refused by the name of its schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from tiny_models import built
+
+from kvcal import PlanCache, load_plan
+from kvcal.embedded import model_folder
+from kvcal.errors import ArtifactError
+from kvcal.models.identity import identity_of
+from kvcal.plan.plan import SCHEMA, Plan
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = sorted((ROOT / "artifacts/plans").iterdir())
+
+
+def schema_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("schema-"))
+
+
+def plan_of(folder: Path) -> Plan:
+    """The folder's plan; skips for a schema that this version does not read."""
+    try:
+        return load_plan(folder / "plan.safetensors")
+    except ArtifactError as refused:
+        assert schema_of(folder) != SCHEMA, f"a plan of the present schema must load: {refused}"
+        assert f"schema version {schema_of(folder)}" in refused.message
+        assert str(SCHEMA) in refused.message
+        pytest.skip(f"refused with its reason: {refused.message}")
+
+
+def test_the_schemas_are_named_by_their_folders() -> None:
+    assert schema_of(FOLDERS[0]) == 2
+    for folder in FOLDERS:
+        assert {path.name for path in folder.iterdir()} == {"plan.safetensors", "inspect.json", "evaluation.json"}
+        assert sum(path.stat().st_size for path in folder.iterdir()) < 64_000
+        with safe_open(folder / "plan.safetensors", "pt") as file:
+            assert json.loads(file.metadata()["kvcal"])["schema"] == schema_of(folder)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_committed_plan_loads_with_its_bytes_or_is_refused_by_schema(folder: Path) -> None:
+    plan = plan_of(folder)
+    report = json.loads((folder / "inspect.json").read_text())
+    assert plan.predicted_bytes == report["bytes"] == report["predicted_bytes"]
+    assert plan.bits_per_value() == report["bits_per_value"]
+    layer_bytes = [
+        layer.nbytes(plan.cache_dtype, plan.workload.lengths, plan.workload.context) for layer in plan.layers
+    ]
+    assert layer_bytes == report["layer_bytes"]
+    bits = [(layer.k[0].num_bits, layer.v[0].num_bits) for layer in plan.layers]
+    assert bits == [(layer["k"][0]["num_bits"], layer["v"][0]["num_bits"]) for layer in report["layers"]]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_committed_plan_is_the_embedded_models(folder: Path) -> None:
+    assert plan_of(folder).model == identity_of(model_folder(), "reasoner-10m")
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_committed_plan_is_refused_for_another_model(folder: Path) -> None:
+    with pytest.raises(ArtifactError, match="the plan is for model type 'llama', the model is 'qwen3'"):
+        PlanCache(plan_of(folder), built("qwen3").config)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_the_evaluation_table_is_of_the_plan(folder: Path) -> None:
+    """Read as JSON: the table's own schema may change as well."""
+    plan = plan_of(folder)
+    rows = {row["name"]: row for row in json.loads((folder / "evaluation.json").read_text())["body"]["rows"]}
+    assert rows["default"]["total_bytes"] == plan.predicted_bytes
+    assert rows["default"]["bits_per_value"] == plan.bits_per_value()
+    assert rows["default"]["total_bytes"] <= rows["kivi-2"]["total_bytes"]
+    assert rows["default"]["text"]["kl"] < rows["kivi-2"]["text"]["kl"] / 5
+
+
+def test_the_readme_of_the_artifacts_names_every_folder_and_its_figures() -> None:
+    text = (ROOT / "artifacts/README.md").read_text()
+    for folder in FOLDERS:
+        rows = {row["name"]: row for row in json.loads((folder / "evaluation.json").read_text())["body"]["rows"]}
+        row = rows["default"]
+        line = next(line for line in text.splitlines() if f"`plans/{folder.name}`" in line)
+        assert f"| {row['bits_per_value']:.3f} |" in line
+        assert f"| {row['total_bytes'] / 1e6:.2f} MB |" in line
+        assert f"| {row['text']['kl']:.4f} ± {row['text']['kl_se']:.4f} |" in line
