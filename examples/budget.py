@@ -1,0 +1,63 @@
+"""Compiles a plan for a byte budget: profile the model, allocate bits exactly, write the plan.
+
+    python examples/budget.py
+    python examples/budget.py --kv-budget 34MB --batch 8 --context 4096 --out plan.safetensors
+
+The profile is a short one: a few candidates, and the loss's gradients as their cost. `kvcal run recipes/default.toml`
+measures more candidates, their KL too, and takes about a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from kvcal.data.sequences import DataSpec
+from kvcal.errors import InfeasibleBudget
+from kvcal.folder import Folder
+from kvcal.models.load import load
+from kvcal.plan.plan import save_plan
+from kvcal.progress import Silent
+from kvcal.quantities import format_bytes
+from kvcal.recipe import AllocateSpec, ProfileSpec, Recipe
+from kvcal.run.pipeline import build_plan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compile a plan for a byte budget.")
+    parser.add_argument("--model", default="reasoner-10m", help="folder, hub id or embedded name")
+    parser.add_argument("--kv-budget", default="36MB", help="bytes of the whole cache, such as 36MB or 1.5GiB")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--out", type=Path, help="where to write the plan")
+    arguments = parser.parse_args()
+
+    recipe = Recipe(
+        name="budget",
+        data=DataSpec(source="tasks", num_samples=2, seq_len=512),
+        profile=ProfileSpec(num_bits=(2, 3, 4), k_axes=("channel",), group_sizes=(128,), kl_samples=0),
+        allocate=AllocateSpec(
+            kv_budget=arguments.kv_budget,
+            batch=arguments.batch,
+            context=arguments.context,
+            objective="sensitivity",
+        ),
+    )
+    loaded = load(arguments.model)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            plan = build_plan(recipe, loaded, Folder(Path(folder)), None, Silent())
+        except InfeasibleBudget as error:
+            raise SystemExit(f"{error}\nhint: {error.hint}") from None
+
+    for layer in plan.layers:
+        print(f"layer {layer.geometry.index}: K {layer.k[0].num_bits} bits, V {layer.v[0].num_bits} bits")
+    print(f"cache: {format_bytes(plan.predicted_bytes)} of {arguments.kv_budget}")
+    print(f"all-in bits per value: {plan.bits_per_value():.3f}")
+    if arguments.out is not None:
+        save_plan(plan, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

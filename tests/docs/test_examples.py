@@ -1,0 +1,91 @@
+"""Every example runs as its docstring says, on the embedded model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcal import load_plan
+from kvcal.data.tasks import problems
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = {"generate", "budget", "own_data", "gpu_graph"}
+
+
+def run_example(name: str, *arguments: object) -> str:
+    """The example's stdout. Fails with its stderr."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, ROOT / "examples" / f"{name}.py", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_example_is_tested_here() -> None:
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == EXAMPLES
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_an_examples_docstring_says_how_to_run_it(name: str) -> None:
+    text = (ROOT / "examples" / f"{name}.py").read_text()
+    assert f"    python examples/{name}.py\n" in text
+    for option in set(re.findall(r"(?<!\w)--[a-z-]+", text.split('"""')[1])):
+        assert f'"{option}"' in text, f"{name}: {option} is in its docstring alone"
+
+
+def test_generate_multiplies_through_a_packed_cache() -> None:
+    out = run_example("generate")
+    assert "Answer: 1091028" in out and 4071 * 268 == 1091028
+    assert "as the plan predicts" in out
+
+
+def test_generate_takes_a_plan_and_budget_writes_one(tmp_path: Path) -> None:
+    path = tmp_path / "plan.safetensors"
+    out = run_example("budget", "--kv-budget", "36MB", "--out", path)
+    plan = load_plan(path)
+    assert plan.predicted_bytes <= 36_000_000
+    assert len({layer.k[0].num_bits for layer in plan.layers}) > 1
+    for layer in plan.layers:
+        expected = f"layer {layer.geometry.index}: K {layer.k[0].num_bits} bits, V {layer.v[0].num_bits} bits"
+        assert expected in out
+    out = run_example("generate", "--plan", path, "--max-new-tokens", 8)
+    assert "as the plan predicts" in out
+
+
+def test_budget_says_the_smallest_feasible_budget() -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "examples/budget.py"), "--kv-budget", "1MB"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 1
+    assert "the smallest feasible one is" in done.stderr and "hint: " in done.stderr
+
+
+def test_own_data_profiles_every_layer_of_a_jsonl(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    lines = [json.dumps({"body": p.text}) for p in problems("chain", 60, seed=3)]
+    path.write_text("\n".join(lines) + "\n")
+    out = run_example("own_data", "--data", path, "--columns", "body", "--samples", 2, "--seq-len", 300)
+    assert "2 sequences, 600 tokens of mine.jsonl" in out
+    assert [f"layer {index}: " in out for index in range(10)] == [True] * 10
+
+
+def test_own_data_writes_a_sample_by_itself() -> None:
+    assert "tokens of ledgers.jsonl" in run_example("own_data")
+
+
+def test_gpu_graph_ends_well_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert run_example("gpu_graph") == "no GPU here: this example needs one\n"
+
+
+@pytest.mark.gpu
+def test_gpu_graph_multiplies_by_replays() -> None:
+    out = run_example("gpu_graph")
+    assert "row 8: 8x1+0=8" in out
+    assert "ms a step" in out
