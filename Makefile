@@ -17,7 +17,7 @@ MODEL_TESTS := tests/cache tests/store tests/run/test_recipe_runs.py $(addprefix
   load.py projections.py) $(addprefix tests/stages/test_,prefix.py evaluate*.py profile*.py reparam*.py *predict*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check format lint types test old-cpu gpu bench clean
+.PHONY: help setup demo check format lint types test old-cpu gpu bench docs clean
 
 help:
 	@echo "make demo    set up, run the pipeline on the embedded model, print the table"
@@ -28,6 +28,7 @@ help:
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make lint    format and lint, reading only"
 	@echo "make bench   measure time and memory (experiments)"
+	@echo "make docs    build the documentation as a site, in site/; warnings are errors"
 	@echo "make clean   remove caches, the demo's output and the environment"
 
 setup: $(READY)
@@ -75,6 +76,11 @@ gpu: $(READY)
 bench: $(READY)
 	$(PYTEST) experiments/bench_*.py -m bench -s
 
+# Links and pages are checked; pages that come from the code are compared with it by the tests.
+docs: $(READY)
+	$(PIP) --constraint requirements.lock --requirement docs/requirements.txt
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) $(DEMO) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DEMO) site build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kvcal tests -name __pycache__ -type d -prune -exec rm -rf {} +
