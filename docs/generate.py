@@ -1,0 +1,273 @@
+"""Writes the parts of the documentation that come from the code: recipe keys, supported models, outputs of commands.
+
+    python docs/generate.py            # recipe-keys.md, models.md, and the outputs in troubleshooting.md
+    python docs/generate.py tutorial   # the outputs in tutorial.md as well: about a minute
+
+Commands are quoted in blocks that begin with ```console and hold `$ kvcal ...` lines, each followed by its output and,
+if it fails, by `[exit N]`. tests/docs compares every page with what this script would write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from pydantic import TypeAdapter
+
+from kvcal import cli, recipe
+from kvcal.errors import UnsupportedModel
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+BLOCK = re.compile(r"(?<=^```console\n).*?(?=^```$)", re.MULTILINE | re.DOTALL)
+sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "tests/models")]
+
+KEYS_OPENING = """# Recipe keys
+
+A recipe is one TOML file. It holds every choice of a compilation; an unknown key is an error. `python docs/generate.py`
+writes this page from the code.
+
+Exactly one of `[formats]`, `[importance]` and `[allocate]` chooses the formats. `[search]` needs the budget of
+`[allocate]`. The name of a recipe is its file's name, unless `name` is given. TOML has no null: leave out a key whose
+default is none.
+"""
+MODELS_OPENING = """# Supported models
+
+kvcal measures a model instead of guessing. It runs the model once, and compares what attention computes with what the
+cache receives. Every decoder-only language model of `transformers` that passes is supported. The contract tests build a
+small random model of each family below; `python docs/generate.py` writes this page from these tests.
+
+## Supported
+
+| model type | class | query heads : KV heads | layers | keys before RoPE |
+|---|---|---|---|---|"""
+REFUSED_OPENING = """
+Full-attention layers are quantized. Sliding-window layers keep their window at 16 bits, and state layers keep their
+state, as the model stores them; both count towards the budget. Predictors need keys before RoPE.
+
+## Not supported, with the reason
+
+| class | reason | fails in |
+|---|---|---|"""
+MODELS_END = """
+Also not supported: encoder-decoders, models whose layers share one cache, checkpoints that lack weights. Remote code
+never runs. An unsupported model ends with exit code 4.
+"""
+
+
+def recipe_keys() -> str:
+    """The page of all recipe keys, from the schema of the recipe's dataclasses."""
+    records, top = SCHEMA["$defs"], SCHEMA["properties"]
+    lines = [
+        KEYS_OPENING,
+        *_table({name: key for name, key in top.items() if not _record(key)}, [], ""),
+    ]
+    for record in [*SECTIONS, *sorted(set(records) - set(SECTIONS))]:
+        section = SECTIONS.get(record, record)
+        title = f"[{section}]" if record in SECTIONS else record
+        lines += ["", f"## {title}", "", *_prose(records[record], title)]
+        lines += _table(records[record]["properties"], records[record].get("required", []), section)
+    return "\n".join(lines) + "\n"
+
+
+def _record(key: dict[str, Any]) -> str:
+    """The name of the record that a key holds, "" for another type."""
+    choices = [key, *key.get("anyOf", ())]
+    return next((choice["$ref"].rpartition("/")[2] for choice in choices if "$ref" in choice), "")
+
+
+def _prose(record: dict[str, Any], title: str) -> list[str]:
+    """A record's docstring without what only its module's reader needs."""
+    text = record.get("description", "").replace("``", "`").split("\nRaises")[0].strip()
+    text = re.sub(rf"^({re.escape(title)}[:,] )?(See the module's docstring\. )?", "", text)
+    return [text[:1].upper() + text[1:], ""] if text else []
+
+
+def _table(keys: dict[str, Any], required: list[str], section: str) -> list[str]:
+    docs = {(row[0], row[1]): row[4] for row in getattr(recipe, "knobs", list)()}
+    texts = {name: key.get("description") or docs.get((section, name), "") for name, key in keys.items()}
+    lines = ["| key | type | default |", "|---|---|---|"]
+    if any(texts.values()):
+        lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name, key in keys.items():
+        is_required = name in required or "default" not in key
+        default = "required" if is_required else f"`{_toml(key['default'], key)}`".replace("`none`", "none")
+        meaning = f" {' '.join(texts[name].split())} |" if any(texts.values()) else ""
+        lines.append(f"| `{name}` | {_type(key)} | {default} |{meaning}")
+    return lines
+
+
+def _toml(value: Any, key: dict[str, Any]) -> str:
+    """A default in TOML; of a record, the keys that differ from its own defaults."""
+    if value is None:
+        return "none"
+    if isinstance(value, list):
+        return f"[{', '.join(_toml(item, key.get('items', {})) for item in value)}]"
+    if isinstance(value, dict):
+        own = SCHEMA["$defs"][_record(key)]["properties"]
+        changed = {name: item for name, item in value.items() if own[name].get("default", own) != item}
+        return f"{{ {', '.join(f'{name} = {_toml(item, own[name])}' for name, item in changed.items())} }}"
+    return json.dumps(value)
+
+
+def _type(key: dict[str, Any]) -> str:
+    """A JSON schema's type in words."""
+    if "anyOf" in key:
+        return " or ".join(_type(choice) for choice in key["anyOf"] if choice.get("type") != "null")
+    if "$ref" in key:
+        section = SECTIONS.get(_record(key), _record(key))
+        return f"[{section}](#{section.lower()})"
+    if "enum" in key:
+        return ", ".join(f"`{json.dumps(value)}`" for value in key["enum"])
+    if key.get("type") == "array":
+        return f"list of {_type(key['items'])}"
+    text = {"integer": "integer", "number": "number", "string": "string", "boolean": "true or false"}[key["type"]]
+    low = key.get("minimum", key.get("exclusiveMinimum"))
+    high = key.get("maximum", key.get("exclusiveMaximum"))
+    if low is not None and high is not None:
+        above = "above " if "exclusiveMinimum" in key else ""
+        below = "below " if "exclusiveMaximum" in key else ""
+        return f"{text}, {above}{low} to {below}{high}"
+    if low is not None:
+        return f"{text}, {'above' if 'exclusiveMinimum' in key else 'at least'} {low}"
+    return text if high is None else f"{text}, {'below' if 'exclusiveMaximum' in key else 'at most'} {high}"
+
+
+SCHEMA = TypeAdapter(recipe.Recipe).json_schema()
+SECTIONS = {_record(key): name for name, key in SCHEMA["properties"].items() if _record(key)}
+
+
+def models() -> str:
+    """The page of supported and refused models, from the tiny models that the contract tests build."""
+    import test_models_contract as contract
+    from tiny_models import TINY_MODELS, built
+
+    lines = [MODELS_OPENING]
+    for name in sorted(contract.SHAPES):
+        heads, kv_heads, _, windows = contract.SHAPES[name]
+        model = built(name)
+        pre = "no: keys are normalised after RoPE" if name in contract.WITHOUT_K_PRE else "yes"
+        without = len(contract.WITHOUT_ROPE.get(name, ()))
+        if without:
+            pre += ", without RoPE in " + ("all layers" if without == len(windows) else "some layers")
+        lines.append(
+            f"| `{model.config.model_type}` ({name}) | `{type(model).__name__}` | {heads} : {kv_heads} | "
+            f"{_layers(windows)} | {pre} |"
+        )
+    lines.append(REFUSED_OPENING)
+    for name in sorted(contract.REFUSED):
+        refuse, _ = contract.REFUSED[name]
+        is_geometry = refuse is contract.geometry_of
+        stage = "every command" if is_geometry else "calibration"
+        lines.append(f"| `{type(TINY_MODELS[name]()).__name__}` | {_reason(name, is_geometry)} | {stage} |")
+    return "\n".join([*lines, MODELS_END])
+
+
+def _layers(windows: list[Any]) -> str:
+    kinds = ["state" if window == "state" else "full" if window is None else "sliding" for window in windows]
+    return " and ".join(kind for kind in ("full", "sliding", "state") if kind in kinds)
+
+
+def _reason(name: str, is_geometry: bool) -> str:
+    import test_models_contract as contract
+
+    try:
+        if is_geometry:
+            contract.geometry_of(contract.built(name))
+        else:
+            with contract.tap(contract.built(name), lambda captured: None, contract.measured(name)):
+                pass
+    except UnsupportedModel as refused:
+        return refused.message.replace("|", "\\|")
+    raise AssertionError(f"{name} is supported")
+
+
+@contextlib.contextmanager
+def workplace() -> Iterator[Path]:
+    """A folder, made the working directory, with what the commands of the pages name; without a GPU and a network."""
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as name, mock.patch.object(torch.cuda, "is_available", lambda: False):
+        os.chdir(name)
+        try:
+            _furnish(Path(name))
+            yield Path(name)
+        finally:
+            os.chdir(before)
+
+
+def _furnish(folder: Path) -> None:
+    """A plan, a folder with a profile, data of three lines, a recipe with a typing error, and two tiny models."""
+    from cli_cases import save_falcon, save_llama
+    from transformers import AutoTokenizer
+
+    from kvcal.embedded import model_folder
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder())
+    save_llama(folder / "tiny-llama", tokenizer)
+    save_falcon(folder / "tiny-falcon", tokenizer)
+    recipe_text = (ROOT / "recipes/default.toml").read_text()
+    short = {"num_samples = 8": "num_samples = 2", "seq_len = 1536": "seq_len = 512", "[1, 2, 3, 4, 8]": "[2, 4]"}
+    for old, new in short.items():
+        recipe_text = recipe_text.replace(old, new, 1)
+    (folder / "short.toml").write_text(recipe_text.replace("[profile]", "[profile]\nkl_samples = 0"))
+    (folder / "mine.toml").write_text("[allocate]\nbits = 2.5\n\n[cache]\nnum_sink_token = 4\n")
+    (folder / "few.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n{"text": "three"}\n')
+    run("kvcal profile reasoner-10m --out artifacts/mine --recipe short.toml --quiet", True)
+    run("kvcal allocate artifacts/mine --bits 4 --objective sensitivity --quiet", True)
+    run("kvcal compile artifacts/mine -o plan.safetensors --quiet", True)
+    (folder / "cut.safetensors").write_bytes((folder / "plan.safetensors").read_bytes()[:4000])
+
+
+def run(line: str, must_work: bool = False) -> str:
+    """What a command line of kvcal prints, both streams together, with its exit code if it fails."""
+    printed, code = io.StringIO(), 0
+    argv = shlex.split(line)
+    assert argv[0] == "kvcal", line
+    with (
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+        mock.patch.object(sys, "argv", argv),
+    ):
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    text = printed.getvalue().replace(f"torch {torch.__version__}", "torch")
+    text = "".join(f"{row.rstrip()}\n" for row in text.splitlines() if "Loading weights" not in row)
+    assert not (must_work and code), f"{line}\n{text}"
+    return text + (f"[exit {code}]\n" if code else "")
+
+
+def with_outputs(page: str) -> str:
+    """A page with the output of every command in its console blocks as it is now. Call it within ``workplace``."""
+    return BLOCK.sub(lambda block: "".join(f"$ {line}\n{run(line)}" for line in commands(block.group())), page)
+
+
+def commands(block: str) -> list[str]:
+    """The command lines of a console block."""
+    return [line.removeprefix("$ ") for line in block.splitlines() if line.startswith("$ ")]
+
+
+def main() -> None:
+    (DOCS / "recipe-keys.md").write_text(recipe_keys())
+    (DOCS / "models.md").write_text(models())
+    pages = ["troubleshooting.md", *(f"{name}.md" for name in sys.argv[1:])]
+    for name in pages:
+        with workplace():
+            text = with_outputs((DOCS / name).read_text())
+        (DOCS / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()
