@@ -1,0 +1,207 @@
+"""The documentation's claims: links, commands, paths, targets and Python exist; figures are the measured ones."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import click
+import pytest
+from typer.main import get_command
+
+from kvcal import cli, errors
+from kvcal.recipe import recipe_names
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "artifacts/README.md"])
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
+README = TEXTS["README.md"]
+COMMAND = re.compile(r"(?:^\$ |^|`)(kvcal [a-z][^`\n]*)", re.M)
+
+
+def fenced(text: str, language: str) -> list[str]:
+    """Contents of the blocks of one language. All fences are read, so that openings and ends pair up."""
+    return [block for name, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S) if name == language]
+
+
+def without_fences(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_relative_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", without_fences(TEXTS[page])):
+        if not target.startswith("http"):
+            assert (ROOT / page).parent.joinpath(target).exists(), target
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_paths_in_backticks_exist(page: str) -> None:
+    roots = "kvcal|tests|docs|examples|experiments|recipes|artifacts/plans"
+    for path in re.findall(rf"`((?:{roots})/[\w./*-]+)`", TEXTS[page]):
+        assert list(ROOT.glob(path.rstrip("/"))), path
+
+
+def command_lines(text: str) -> list[list[str]]:
+    """Every invocation of kvcal in a page, in fences and backticks, without comments and redirections."""
+    lines = (
+        "\n".join([*fenced(text, ""), *fenced(text, "console")])
+        + "\n"
+        + "\n".join(re.findall(r"`[^`\n]+`", without_fences(text)))
+    )
+    found = []
+    for line in COMMAND.findall(lines):
+        words = shlex.split(re.split(r" #| < ", line)[0])
+        found.append(words[1 : words.index("<")] if "<" in words else words[1:])
+    return found
+
+
+def require_parses(words: list[str]) -> None:
+    """Walks to the command's group and parses its options, without running it."""
+    command: click.Command = get_command(cli.app)
+    context = click.Context(command, info_name="kvcal")
+    while isinstance(command, click.Group):
+        assert words and words[0] in command.commands, words
+        command, words = command.commands[words[0]], words[1:]
+    if words and words != ["--help"]:
+        command.make_context(command.name, list(words), parent=context)
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_commands_have_the_options_they_are_given(page: str) -> None:
+    for words in command_lines(TEXTS[page]):
+        if words[0] in ("COMMAND", "--version"):
+            continue
+        if len(words) > 2 or words[0] == "run":
+            try:
+                require_parses(words)
+            except click.UsageError as wrong:
+                pytest.fail(f"kvcal {shlex.join(words)}: {wrong.format_message()}")
+        else:  # a command's name in a sentence
+            assert words[0] in get_command(cli.app).commands, words  # type: ignore[attr-defined]
+
+
+def test_the_readme_names_every_command() -> None:
+    named = {words[0] for words in command_lines(README)}
+    assert set(get_command(cli.app).commands) <= named  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_make_targets_exist(page: str) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.M))
+    for target in re.findall(r"(?:`|^)make ([a-z-]+)", TEXTS[page], re.M):
+        assert target in targets, target
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_python_blocks_import_what_exists(page: str) -> None:
+    for block in fenced(TEXTS[page], "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("kvcal"):
+                for alias in node.names:
+                    assert hasattr(importlib.import_module(str(node.module)), alias.name), alias.name
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "kvcal":
+                assert hasattr(importlib.import_module("kvcal"), node.attr), node.attr
+
+
+def test_recipes_and_exit_codes_of_the_readme_are_those_of_the_package() -> None:
+    section = README.split("## Five systems")[1].split("##")[0]
+    recipes = set(re.findall(r"`([\w-]+)`", section)) - {"kvcal"}
+    assert {"pm-kvq", "mixkvq", "aqua-kv", "kvmix", "kitty", "kitty-pro", "best"} <= recipes <= set(recipe_names())
+    codes = {error.exit_code for error in errors.KvcalError.__subclasses__()} | {0, 130}
+    sentence = re.search(r"Exit codes: (.*?)\.\n", README, re.S)
+    assert sentence is not None
+    assert {int(code) for code in re.findall(r"\b(\d+)\b", sentence[1])} == codes
+
+
+def test_the_readme_asks_for_the_python_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in README
+
+
+def test_the_results_of_the_readme_are_those_of_the_committed_evaluation() -> None:
+    content = json.loads((ROOT / "artifacts/plans/schema-2/evaluation.json").read_text())["body"]
+    names = {
+        "16-bit": "16-bit",
+        "kivi-4": "KIVI-4",
+        "uniform-4": "uniform 4 bits",
+        "uniform-3": "uniform 3 bits",
+        "kivi-2": "KIVI-2",
+        "default": "**kvcal, at KIVI-2's bytes**",
+        "uniform-2": "uniform 2 bits",
+    }
+    rows = {cells[0]: cells[1:] for cells in table_of(README, "## Results")}
+    assert {row["name"] for row in content["rows"]} == set(names)
+    for row in content["rows"]:
+        bits, cache, text_bits, kl, perplexity, accuracy = rows[names[row["name"]]]
+        assert float(bits) == pytest.approx(row["bits_per_value"], abs=0.0051)
+        assert float(cache.removesuffix(" MB")) == pytest.approx(row["total_bytes"] / 1e6, rel=2e-3)
+        assert float(text_bits) == pytest.approx(row["text_bits"]["bits_per_value"], abs=0.0051)
+        assert float(kl.split(" ± ")[0]) == pytest.approx(row["text"]["kl"], abs=6e-5)
+        assert float(perplexity) == pytest.approx(row["text"]["perplexity"], abs=6e-5)
+        correct = sum(task["num_correct"] for task in row["tasks"]) / sum(task["num_problems"] for task in row["tasks"])
+        assert float(accuracy.split(" ± ")[0]) == pytest.approx(100 * correct, abs=0.051)
+    kls = {row["name"]: row["text"]["kl"] for row in content["rows"]}
+    assert kls["default"] < kls["kivi-2"] / 10
+    sizes = {row["name"]: row["total_bytes"] for row in content["rows"]}
+    assert 4 < sizes["16-bit"] / sizes["default"] < 7
+
+
+def table_of(text: str, heading: str) -> list[list[str]]:
+    """The cells of the first table behind a heading, without its header."""
+    lines = text.split(heading)[1].splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("|---"))
+    rows = []
+    for line in lines[first + 1 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def test_the_gpu_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
+    benchmarks = TEXTS["docs/benchmarks.md"]
+    kernels = {tuple(cells[:2]): cells[3:] for cells in table_of(benchmarks, "### `kvcal bench kernels")}
+    rows = {cells[0]: cells[1:] for cells in table_of(README, "## On a GPU")}
+    for name, format_ in (("2 bits", "2"), ("Kitty 12.5 %", "kitty"), ("4 bits", "4")):
+        for cell, size in zip(rows[name], ("8 x 32K", "32 x 32K"), strict=False):
+            microseconds, factor = re.fullmatch(r"(\d+) µs, ([\d.]+)x", cell).groups()  # type: ignore[union-attr]
+            measured = kernels[size, format_]
+            assert int(microseconds) == pytest.approx(float(measured[0].split()[0]), abs=0.9)
+            assert float(factor) == pytest.approx(float(measured[3].removesuffix("x")), abs=0.051)
+    for tokens in re.findall(r"([\d,]+) \(batch \d+\)", README):
+        assert tokens in benchmarks
+
+
+def test_the_figures_of_the_readme_stand_in_the_measurements_too() -> None:
+    rows = {cells[0]: cells for cells in table_of(TEXTS["docs/measurements.md"], "## The default recipe")}
+    content = json.loads((ROOT / "artifacts/plans/schema-2/evaluation.json").read_text())["body"]
+    for row in content["rows"]:
+        cells = next(cells for name, cells in rows.items() if row["name"] in name)
+        assert float(cells[1]) == pytest.approx(row["bits_per_value"], abs=6e-4)
+        assert float(cells[4].split(" ± ")[0]) == pytest.approx(row["text"]["kl"], abs=6e-6)
+
+
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="mkdocs-material is not installed: make docs checks the site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "index.html").is_file()
+
+
+def test_the_site_shows_every_page_and_asks_no_other_host_for_anything() -> None:
+    config = (ROOT / "mkdocs.yml").read_text()
+    shown = set(re.findall(r"(\S+\.md)$", config, re.M))
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} == shown
+    assert "font: false" in config and "http" not in config
+    for picture in (ROOT / "docs/img").glob("*.svg"):
+        assert "href" not in picture.read_text()

@@ -1,0 +1,79 @@
+"""Pages that come from the code are current: recipe keys, models, and the outputs that troubleshooting quotes."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import built
+
+import kvcal.errors
+from kvcal import PlanCache
+from kvcal.models.load import load
+from kvcal.plan.plan import Workload
+from kvcal.recipe import load_recipe
+from kvcal.run.pipeline import formats_plan
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+STALE = "stale: run python docs/generate.py"
+sys.path.insert(0, str(DOCS))
+import generate  # noqa: E402
+
+
+def test_recipe_keys_are_current() -> None:
+    assert (DOCS / "recipe-keys.md").read_text() == generate.recipe_keys(), STALE
+
+
+def test_every_recipe_is_spelled_with_listed_keys() -> None:
+    page = (DOCS / "recipe-keys.md").read_text()
+    keys = set(re.findall(r"^\| `(\w+)` \|", page, re.M)) | set(re.findall(r"^## \[(\w+)\]", page, re.M))
+    for path in (ROOT / "recipes").glob("*.toml"):
+        used = re.findall(r"^\[([\w.]+)\]|^(\w+) =", path.read_text(), re.M)
+        names = {part for pair in used for name in pair for part in name.split(".") if part}
+        assert names <= keys, path.name
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own, about models without an optional package
+def test_supported_models_are_current() -> None:
+    assert (DOCS / "models.md").read_text() == generate.models(), STALE
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+def test_the_errors_of_troubleshooting_are_those_of_the_commands() -> None:
+    page = (DOCS / "troubleshooting.md").read_text()
+    with generate.workplace():
+        assert generate.with_outputs(page) == page, STALE
+    for code in (2, 3, 4, 5, 6):
+        assert f"[exit {code}]" in page
+
+
+def test_troubleshooting_names_every_exit_code() -> None:
+    page = (DOCS / "troubleshooting.md").read_text()
+    codes = {error.exit_code for error in kvcal.errors.KvcalError.__subclasses__()} | {0, 130}
+    assert codes <= {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.M)}
+
+
+def test_the_errors_in_python_are_those_of_the_package() -> None:
+    page = (DOCS / "troubleshooting.md").read_text()
+    loaded, ids = load("reasoner-10m"), torch.full((1, 8), 5)
+    names = {
+        "kvcal": kvcal,
+        "PlanCache": PlanCache,
+        "model": loaded.model,
+        "another_model": built("qwen3"),
+        "inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+        "plan": formats_plan(load_recipe("kivi-2"), loaded, Workload(1, 512)),
+        "mixkvq_plan": formats_plan(load_recipe("mixkvq-capped"), loaded, Workload(1, 512)),
+    }
+    blocks = re.findall(r"^```pycon\n(.*?)^```$", page, re.M | re.S)
+    assert len(blocks) == 3
+    runner = doctest.DocTestRunner()
+    for block in blocks:
+        test = doctest.DocTestParser().get_doctest(block, dict(names), "block", "troubleshooting.md", 0)
+        with torch.inference_mode():
+            assert runner.run(test).failed == 0

@@ -1,0 +1,44 @@
+"""The tutorial: every command works in its order and prints tables of the quoted form; its Python runs."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "tutorial.md").read_text()
+sys.path.insert(0, str(DOCS))
+import generate  # noqa: E402
+
+
+def form(output: str) -> list[str]:
+    """An output's words: no rules of tables, and # for every number, since the last digits depend on the machine."""
+    text = re.sub(r"[┏━┳┓┡╇┩└─┴┘]+", "", output)
+    text = re.sub(r"[0-9a-f]{64}|\d[\d.,]*(e[+-]?\d+)?", "#", text)
+    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+
+
+def quoted_outputs() -> dict[str, str]:
+    """By command line, what the page shows behind it."""
+    pairs = re.findall(r"^\$ (.+)\n((?:(?!\$ ).*\n)*)", "".join(generate.BLOCK.findall(PAGE)), re.M)
+    assert len(pairs) == 7
+    return dict(pairs)
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+def test_the_tutorial_from_profile_to_evaluation() -> None:
+    with generate.workplace() as folder:
+        for line, quoted in quoted_outputs().items():
+            output = generate.run(line, must_work=True)
+            if "generate" in line:  # a model's text may differ on another machine, the closing line not
+                assert form(output)[-1] == form(quoted)[-1]
+            else:
+                assert form(output) == form(quoted), line
+        assert (folder / "artifacts/first/plan.safetensors").stat().st_size < 20_000
+        for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S):
+            names: dict[str, object] = {}
+            exec(compile(block, "tutorial.md", "exec"), names)
+            assert names["cache"].nbytes == names["cache"].plan.nbytes(names["cache"].lengths)  # type: ignore[attr-defined]
