@@ -25,8 +25,9 @@ from unittest import mock
 import torch
 from pydantic import TypeAdapter
 
-from kvcal import cli, recipe
+from kvcal import cli
 from kvcal.errors import UnsupportedModel
+from kvcal.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -71,13 +72,12 @@ def recipe_keys() -> str:
     records, top = SCHEMA["$defs"], SCHEMA["properties"]
     lines = [
         KEYS_OPENING,
-        *_table({name: key for name, key in top.items() if not _record(key)}, [], ""),
+        *_table({name: key for name, key in top.items() if not _record(key)}, []),
     ]
     for record in [*SECTIONS, *sorted(set(records) - set(SECTIONS))]:
-        section = SECTIONS.get(record, record)
-        title = f"[{section}]" if record in SECTIONS else record
+        title = f"[{SECTIONS[record]}]" if record in SECTIONS else record
         lines += ["", f"## {title}", "", *_prose(records[record], title)]
-        lines += _table(records[record]["properties"], records[record].get("required", []), section)
+        lines += _table(records[record]["properties"], records[record].get("required", []))
     return "\n".join(lines) + "\n"
 
 
@@ -94,9 +94,8 @@ def _prose(record: dict[str, Any], title: str) -> list[str]:
     return [text[:1].upper() + text[1:], ""] if text else []
 
 
-def _table(keys: dict[str, Any], required: list[str], section: str) -> list[str]:
-    docs = {(row[0], row[1]): row[4] for row in getattr(recipe, "knobs", list)()}
-    texts = {name: key.get("description") or docs.get((section, name), "") for name, key in keys.items()}
+def _table(keys: dict[str, Any], required: list[str]) -> list[str]:
+    texts = {name: key.get("description", "") for name, key in keys.items()}
     lines = ["| key | type | default |", "|---|---|---|"]
     if any(texts.values()):
         lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
@@ -144,7 +143,7 @@ def _type(key: dict[str, Any]) -> str:
     return text if high is None else f"{text}, {'below' if 'exclusiveMaximum' in key else 'at most'} {high}"
 
 
-SCHEMA = TypeAdapter(recipe.Recipe).json_schema()
+SCHEMA = TypeAdapter(Recipe).json_schema()
 SECTIONS = {_record(key): name for name, key in SCHEMA["properties"].items() if _record(key)}
 
 
