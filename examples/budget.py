@@ -13,11 +13,11 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from kvcal import save_plan
 from kvcal.data.sequences import DataSpec
 from kvcal.errors import InfeasibleBudget
 from kvcal.folder import Folder
 from kvcal.models.load import load
-from kvcal.plan.plan import save_plan
 from kvcal.progress import Silent
 from kvcal.quantities import format_bytes
 from kvcal.recipe import AllocateSpec, ProfileSpec, Recipe

@@ -8,19 +8,16 @@ step serves every token: a replay neither allocates nor waits. Without a GPU, th
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvcal import PlanCache, paged_attention
-from kvcal.folder import Folder
-from kvcal.models.load import load
-from kvcal.progress import Silent
-from kvcal.recipe import load_recipe
-from kvcal.run.pipeline import build_plan
+from kvcal import PlanCache, load_plan, paged_attention
+from kvcal.embedded import model_folder
 
-PROMPT = "Times. 4071 x 268\nQuestion: product?\n<think>\n"
+PLAN = sorted((Path(__file__).parents[1] / "artifacts/plans").iterdir())[-1] / "plan.safetensors"
+PROMPT = "<eos>Times. 314 x 159\nQuestion: product?\n<think>\n"  # <eos> begins every text of this model
 NEW_TOKENS = 256
 
 
@@ -29,13 +26,11 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("no GPU here: this example needs one")
         return
-    loaded = load("reasoner-10m", dtype="bfloat16")
-    model, tokenizer = loaded.model, loaded.tokenizer
-    with tempfile.TemporaryDirectory() as folder:
-        plan = build_plan(load_recipe("kivi-2"), loaded, Folder(Path(folder)), None, Silent())
-    prompt = tokenizer(tokenizer.eos_token + PROMPT, return_tensors="pt")["input_ids"].cuda()
+    tokenizer = AutoTokenizer.from_pretrained(model_folder())
+    model = AutoModelForCausalLM.from_pretrained(model_folder(), dtype=torch.bfloat16).cuda().eval()
+    prompt = tokenizer(PROMPT, return_tensors="pt")["input_ids"].cuda()
 
-    cache = PlanCache(plan, model.config, max_tokens=1024)
+    cache = PlanCache(load_plan(PLAN), model.config, max_tokens=1024)
     cache.allocate(batch=1, device="cuda")
     token = torch.zeros(1, 1, dtype=torch.long, device="cuda")
     position = torch.zeros(1, 1, dtype=torch.long, device="cuda")
