@@ -20,7 +20,9 @@ from kvcal import cli, errors
 from kvcal.recipe import recipe_names
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "artifacts/README.md"])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("artifacts/*.md"), *ROOT.glob("kvcal/*/*/*.md")]
+)
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
 README = TEXTS["README.md"]
 COMMAND = re.compile(r"(?:^\$ |^|`)(kvcal [a-z][^`\n]*)", re.M)
