@@ -3,23 +3,32 @@
     python examples/own_data.py
     python examples/own_data.py --data texts.jsonl --columns text --model path/to/model
 
-Every line is one JSON object. Without --data, a small file of questions and answers is written first.
+Every line is one JSON object. Without --data, a small file of questions and answers is written first. The example runs
+`kvcal profile --json` with a short recipe, and reads what it prints.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
-from kvcal.data.sequences import DataSpec
 from kvcal.data.tasks import problems
-from kvcal.folder import Folder
-from kvcal.models.load import load
-from kvcal.progress import Silent
-from kvcal.recipe import AllocateSpec, ProfileSpec, Recipe
-from kvcal.run.pipeline import profile_recipe
+
+RECIPE = """
+[profile]
+num_bits = [2, 4]
+k_axes = ["channel"]
+group_sizes = [128]
+kl_samples = 0
+
+[allocate]
+bits = 3.0
+objective = "sensitivity"
+"""
 
 
 def write_sample(path: Path) -> None:
@@ -37,26 +46,25 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=512)
     arguments = parser.parse_args()
 
-    loaded = load(arguments.model)
     with tempfile.TemporaryDirectory() as name:
-        folder = Folder(Path(name))
-        path = arguments.data or folder.path / "ledgers.jsonl"
+        folder = Path(name)
+        (folder / "short.toml").write_text(RECIPE)
+        data = arguments.data or folder / "ledgers.jsonl"
         if arguments.data is None:
-            write_sample(path)
-        columns = tuple((arguments.columns or "").split(",")) if arguments.columns else ()
-        recipe = Recipe(
-            name="own-data",
-            data=DataSpec(str(path), num_samples=arguments.samples, seq_len=arguments.seq_len, columns=columns),
-            profile=ProfileSpec(num_bits=(2, 4), k_axes=("channel",), group_sizes=(128,), kl_samples=0),
-            allocate=AllocateSpec(bits=3.0, objective="sensitivity"),
-        )
-        profile = profile_recipe(recipe, loaded, folder, Silent())
+            write_sample(data)
+        command = [sys.executable, "-m", "kvcal", "profile", arguments.model, "--json", "--quiet"]
+        command += ["--out", str(folder), "--recipe", str(folder / "short.toml"), "--data", str(data)]
+        command += ["--samples", str(arguments.samples), "--seq-len", str(arguments.seq_len)]
+        command += ["--columns", arguments.columns] if arguments.columns else []
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise SystemExit(done.returncode)
+        profile = json.loads(done.stdout)
 
-    subject = profile.subject
-    print(f"{subject.num_samples} sequences, {subject.num_tokens} tokens of {subject.data_description}")
-    for layer in subject.layers:
-        worst = {side: float(profile.sensitivity(layer.index, side).sum(0).max()) for side in ("k", "v")}
-        print(f"layer {layer.index}: sensitivity at 2 bits: K {worst['k']:.4g}, V {worst['v']:.4g}")
+    print(f"sensitivity to 2 bits on {data.name}")
+    for layer in profile["layers"]:
+        worst = {side: max(map(sum, zip(*layer[side]["sensitivity"], strict=True))) for side in ("k", "v")}
+        print(f"layer {layer['layer']}: K {worst['k']:.4g}, V {worst['v']:.4g}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import pytest
 from typer.main import get_command
 
 from kvcal import cli, errors
-from kvcal.recipe import recipe_names
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -117,7 +116,8 @@ def test_python_blocks_import_what_exists(page: str) -> None:
 def test_recipes_and_exit_codes_of_the_readme_are_those_of_the_package() -> None:
     section = README.split("## Five systems")[1].split("##")[0]
     recipes = set(re.findall(r"`([\w-]+)`", section)) - {"kvcal"}
-    assert {"pm-kvq", "mixkvq", "aqua-kv", "kvmix", "kitty", "kitty-pro", "best"} <= recipes <= set(recipe_names())
+    assert {"pm-kvq", "mixkvq", "aqua-kv", "kvmix", "kitty", "kitty-pro", "best"} <= recipes
+    assert recipes <= {path.stem for path in (ROOT / "recipes").rglob("*.toml")}
     codes = {error.exit_code for error in errors.KvcalError.__subclasses__()} | {0, 130}
     sentence = re.search(r"Exit codes: (.*?)\.\n", README, re.S)
     assert sentence is not None

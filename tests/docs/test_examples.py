@@ -71,12 +71,12 @@ def test_own_data_profiles_every_layer_of_a_jsonl(tmp_path: Path) -> None:
     lines = [json.dumps({"body": p.text}) for p in problems("chain", 60, seed=3)]
     path.write_text("\n".join(lines) + "\n")
     out = run_example("own_data", "--data", path, "--columns", "body", "--samples", 2, "--seq-len", 300)
-    assert "2 sequences, 600 tokens of mine.jsonl" in out
+    assert out.startswith("sensitivity to 2 bits on mine.jsonl\n")
     assert [f"layer {index}: " in out for index in range(10)] == [True] * 10
 
 
 def test_own_data_writes_a_sample_by_itself() -> None:
-    assert "tokens of ledgers.jsonl" in run_example("own_data")
+    assert run_example("own_data").startswith("sensitivity to 2 bits on ledgers.jsonl\nlayer 0: K ")
 
 
 def test_gpu_graph_ends_well_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import doctest
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import built
+from transformers import AutoModelForCausalLM
 
 import kvcal.errors
 from kvcal import PlanCache
-from kvcal.models.load import load
-from kvcal.plan.plan import Workload
-from kvcal.recipe import load_recipe
-from kvcal.run.pipeline import formats_plan
+from kvcal.embedded import model_folder
+from kvcal.plan.format import Boost, Tier
+from kvcal.plan.plan import Plan, load_plan
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -32,7 +33,7 @@ def test_recipe_keys_are_current() -> None:
 def test_every_recipe_is_spelled_with_listed_keys() -> None:
     page = (DOCS / "recipe-keys.md").read_text()
     keys = set(re.findall(r"^\| `(\w+)` \|", page, re.M)) | set(re.findall(r"^## \[(\w+)\]", page, re.M))
-    for path in (ROOT / "recipes").glob("*.toml"):
+    for path in (ROOT / "recipes").rglob("*.toml"):
         used = re.findall(r"^\[([\w.]+)\]|^(\w+) =", path.read_text(), re.M)
         names = {part for pair in used for name in pair for part in name.split(".") if part}
         assert names <= keys, path.name
@@ -58,17 +59,26 @@ def test_troubleshooting_names_every_exit_code() -> None:
     assert codes <= {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.M)}
 
 
+def by_queries(plan: Plan) -> Plan:
+    """The plan with 2-bit keys, a quarter of whose channels are chosen by queries for 4 bits, as MixKVQ's are."""
+    boost = Boost("query_magnitude", (Tier(4, 0.25),))
+    layers = [
+        replace(layer, k=tuple(replace(fmt, num_bits=2, boost=boost) for fmt in layer.k)) for layer in plan.layers
+    ]
+    return replace(plan, layers=tuple(layers))
+
+
 def test_the_errors_in_python_are_those_of_the_package() -> None:
     page = (DOCS / "troubleshooting.md").read_text()
-    loaded, ids = load("reasoner-10m"), torch.full((1, 8), 5)
+    ids, plan = torch.full((1, 8), 5), load_plan(sorted((ROOT / "artifacts/plans").iterdir())[-1] / "plan.safetensors")
     names = {
         "kvcal": kvcal,
         "PlanCache": PlanCache,
-        "model": loaded.model,
+        "model": AutoModelForCausalLM.from_pretrained(model_folder()),
         "another_model": built("qwen3"),
         "inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
-        "plan": formats_plan(load_recipe("kivi-2"), loaded, Workload(1, 512)),
-        "mixkvq_plan": formats_plan(load_recipe("mixkvq-capped"), loaded, Workload(1, 512)),
+        "plan": plan,
+        "mixkvq_plan": by_queries(plan),
     }
     blocks = re.findall(r"^```pycon\n(.*?)^```$", page, re.M | re.S)
     assert len(blocks) == 3
