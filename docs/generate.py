@@ -219,11 +219,11 @@ def _furnish(folder: Path) -> None:
     short = {"num_samples = 8": "num_samples = 2", "seq_len = 1536": "seq_len = 512", "[1, 2, 3, 4, 8]": "[2, 4]"}
     for old, new in short.items():
         recipe_text = recipe_text.replace(old, new, 1)
-    (folder / "short.toml").write_text(recipe_text.replace("[profile]", "[profile]\nkl_samples = 0"))
+    (folder / "short.toml").write_text(recipe_text.replace("[profile]", "[profile]\nkl_samples = 1\nkl_tokens = 256"))
     (folder / "mine.toml").write_text("[allocate]\nbits = 2.5\n\n[cache]\nnum_sink_token = 4\n")
     (folder / "few.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n{"text": "three"}\n')
     run("kvcal profile reasoner-10m --out artifacts/mine --recipe short.toml --quiet", True)
-    run("kvcal allocate artifacts/mine --bits 4 --objective sensitivity --quiet", True)
+    run("kvcal allocate artifacts/mine --bits 4 --quiet", True)
     run("kvcal compile artifacts/mine -o plan.safetensors --quiet", True)
     (folder / "cut.safetensors").write_bytes((folder / "plan.safetensors").read_bytes()[:4000])
 
