@@ -43,7 +43,7 @@ def test_relative_links_lead_somewhere(page: str) -> None:
             assert (ROOT / page).parent.joinpath(target).exists(), target
 
 
-@pytest.mark.parametrize("page", TEXTS)
+@pytest.mark.parametrize("page", sorted(set(TEXTS) - {"docs/adding.md"}))  # whose files the reader writes
 def test_paths_in_backticks_exist(page: str) -> None:
     roots = "kvcal|tests|docs|examples|experiments|recipes|artifacts/plans"
     for path in re.findall(rf"`((?:{roots})/[\w./*-]+)`", TEXTS[page]):
