@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvcal import PlanCache, load_plan, paged_attention
+from kvcal import PlanCache, attached, load_plan
 from kvcal.embedded import model_folder
 
 PLAN = sorted((Path(__file__).parents[1] / "artifacts/plans").iterdir())[-1] / "plan.safetensors"
@@ -40,7 +40,7 @@ def main() -> None:
         token.copy_(logits.argmax(-1, keepdim=True))
         position.add_(1)
 
-    with paged_attention(model):
+    with attached(model):
         stream = torch.cuda.Stream()  # what initialises itself on first use must do so before the capture
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

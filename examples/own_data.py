@@ -55,7 +55,7 @@ def main() -> None:
         command = [sys.executable, "-m", "kvcal", "profile", arguments.model, "--json", "--quiet"]
         command += ["--out", str(folder), "--recipe", str(folder / "short.toml"), "--data", str(data)]
         command += ["--samples", str(arguments.samples), "--seq-len", str(arguments.seq_len)]
-        command += ["--columns", arguments.columns] if arguments.columns else []
+        command += ["--set", f"data.columns={json.dumps(arguments.columns.split(','))}"] if arguments.columns else []
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             raise SystemExit(done.returncode)

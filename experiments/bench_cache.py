@@ -20,7 +20,6 @@ from kvcal.plan.plan import LayerPlan, Workload
 from kvcal.recipe import fixed_layers
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.divergence import bare_layers, feed
-from kvcal.stages.evaluate.mirror import MirroredCache
 
 pytestmark = pytest.mark.bench
 BATCH, PROMPT, STEPS = 24, 600, 12
@@ -42,7 +41,9 @@ CACHES: dict[str, Callable[[LoadedModel, torch.Tensor], Cache]] = {
     "transformers": lambda loaded, mask: DynamicCache(config=loaded.model.config),
     "packed 16-bit": lambda loaded, mask: PlanCache(plan_of(loaded, "16-bit"), loaded.model.config, mask),
     "packed kivi-2": lambda loaded, mask: PlanCache(plan_of(loaded, "kivi-2"), loaded.model.config, mask),
-    "mirrored kivi-2": lambda loaded, mask: MirroredCache(plan_of(loaded, "kivi-2"), loaded.model.config, mask),
+    "mirrored kivi-2": lambda loaded, mask: PlanCache(
+        plan_of(loaded, "kivi-2"), loaded.model.config, mask, keep_decoded=True
+    ),
 }
 
 

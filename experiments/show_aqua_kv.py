@@ -37,9 +37,8 @@ from kvcal.plan.format import Format
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import lattice_tensors
-from kvcal.recipe import EvaluateSpec, fixed_layers
+from kvcal.recipe import EvaluateSpec, PredictorSpec, fixed_layers
 from kvcal.recipe_files import load_recipe
-from kvcal.recipe import PredictorSpec
 from kvcal.stages.evaluate.generation import measure_tasks
 from kvcal.stages.evaluate.text import Reference, measure_text
 from kvcal.stages.predictors.record import PredictorRecord, table_rows

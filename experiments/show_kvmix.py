@@ -33,8 +33,7 @@ from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.pages.uniform import PageLayout
 from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, bare_layers
 from kvcal.progress import Silent
-from kvcal.recipe import CacheSpec, ProfileSpec
-from kvcal.recipe import ImportanceSpec
+from kvcal.recipe import CacheSpec, ImportanceSpec, ProfileSpec
 from kvcal.stages.allocate.importance import (
     Scores,
     importance_formats,

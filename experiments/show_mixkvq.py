@@ -36,9 +36,8 @@ from kvcal.pages.scores import Score
 from kvcal.plan.format import RAW, Boost, Format, Tier
 from kvcal.plan.layer import bare_layers
 from kvcal.plan.plan import Plan, Workload
-from kvcal.recipe import Recipe, fixed_layers
+from kvcal.recipe import Recipe, TuneSpec, fixed_layers
 from kvcal.recipe_files import load_recipe
-from kvcal.recipe import TuneSpec
 from kvcal.stages.divergence import divergences, unquantized_plan
 from kvcal.stages.evaluate.generation import measure_tasks
 from kvcal.stages.tune import tune

@@ -33,6 +33,11 @@ class AttentionGeometry:
     v_head_dim: HeadDim
     window: Positive | None = None
 
+    @property
+    def group_heads(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_query_heads // self.num_kv_heads
+
 
 @dataclass(frozen=True, config=STRICT)
 class StateGeometry:

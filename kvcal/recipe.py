@@ -141,8 +141,9 @@ class CacheSpec:
 
     @property
     def first_from_page(self) -> int:
-        """The first token predicted from a quantized page, which is written with the token two before it."""
-        return self.num_sink_tokens + max(self.k_recent_window, self.v_recent_window) + PAGE_TOKENS + 1
+        """The first token predicted from a quantized page, which is read behind the window and not all of sinks."""
+        pages = self.num_sink_tokens // PAGE_TOKENS + 1
+        return max(self.k_recent_window, self.v_recent_window) + PAGE_TOKENS * pages + 1
 
     def format(self, side: Side, num_bits: int, axis: str, group_size: int, quantizer: str = UNIFORM) -> Format:
         """The Format of a candidate under this cache."""

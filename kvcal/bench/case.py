@@ -1,6 +1,6 @@
 """One decode step's work on one layer's cache, ready to be timed: several caches of random content.
 
-The only file of the benchmarks that does what a step of the attention does (``StaticLayer.attend``) piece by piece. The
+The only file of the benchmarks that does what a step of the attention does (``PagedLayer.attend``) piece by piece. The
 caches are layers of one PlanCache: they share its control state (lengths, workspace) and differ in every byte of what
 is stored. On a CPU the same calls run the reference, which is how the benchmarks themselves are tested.
 
@@ -20,22 +20,23 @@ import torch
 from pydantic.dataclasses import dataclass as strict_dataclass
 from torch import Tensor
 
-from kvcal.bench.content import fill_cache, forms_of, uniform_plan
+from kvcal.bench.content import fill_cache, uniform_plan
 from kvcal.bench.device import Call
 from kvcal.bench.shape import CACHE_DTYPE, MIDDLE, Heads, Pair, Point
+from kvcal.cache.layer import PagedLayer
 from kvcal.cache.plan_cache import PlanCache
-from kvcal.cache.static_layer import StaticLayer
+from kvcal.cache.window_layer import StaticWindow
 from kvcal.errors import SlowPath
 from kvcal.geometry import CACHE_DTYPES, ModelIdentity
-from kvcal.kernels import ops, reference
-from kvcal.kernels.choice import is_plain
+from kvcal.kernels import reference
+from kvcal.kernels.choice import is_plain, refusals
 from kvcal.kernels.decode import launch_of
-from kvcal.kernels.refusals import refusals
+from kvcal.kernels.variants import VARIANTS, Variant, stored_form
 from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.plan.format import SIDES, Side
+from kvcal.store.layer_store import NewTokens
+from kvcal.store.paged_tensor import PagedTensor
 from kvcal.store.prediction import predicted, predictor_of
-from kvcal.store.static_store import HeadStore
-from kvcal.store.stored_form import StoredForm
 from kvcal.strict import STRICT
 
 # Tokens that a cache has room for beyond its context: for the steps of a benchmark.
@@ -67,8 +68,8 @@ class KernelCase:
 
     point: Point
     cache: PlanCache
-    before: tuple[StaticLayer, ...]
-    layers: tuple[StaticLayer, ...]
+    before: tuple[PagedLayer, ...]
+    layers: tuple[PagedLayer, ...]
     q: Tensor  # [B, N G, D]
     k_new: Tensor  # [B, N, D]
     v_new: Tensor  # [B, N, D]
@@ -77,31 +78,31 @@ class KernelCase:
     def scale(self) -> float:
         return 1 / math.sqrt(self.q.shape[-1])
 
-    def calls(self, work: Callable[[StaticLayer], object]) -> list[Call]:
+    def calls(self, work: Callable[[PagedLayer], object]) -> list[Call]:
         """``attend``, ``append`` or ``step`` in each cache."""
         return [partial(work, layer) for layer in self.layers]
 
-    def attend(self, layer: StaticLayer, sharpness: float = 1.0) -> Tensor:
+    def attend(self, layer: PagedLayer, sharpness: float = 1.0) -> Tensor:
         """Attention over ``point.context`` + 1 tokens: what is stored made readable, and read."""
-        if layer.forms is not None:
-            layer.forms.step()
-        parts = [store.decode(self.q, None, sharpness * self.scale, 0.0) for store in layer.stores]
+        for form in layer.forms:
+            form.step()
+        parts = [step.decode(self.q, None, sharpness * self.scale, 0.0) for step in layer.store.steps]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def append(self, layer: StaticLayer) -> None:
-        """The step's token stored, and before it a page packed that is full."""
-        for store in layer.stores:
-            store.append(self.k_new, self.v_new, self.q)
+    def append(self, layer: PagedLayer) -> None:
+        """The step's token stored, and the page packed that it completes, if it does."""
+        for step in layer.store.steps:
+            step.append(self.k_new, self.v_new, self.q)
 
-    def step(self, layer: StaticLayer) -> Tensor:
+    def step(self, layer: PagedLayer) -> Tensor:
         self.append(layer)
         return self.attend(layer)
 
     def relative_error(self) -> float:
         """Of the first sequence's output in the first cache, against fp64 over its tokens as they are stored."""
         for layer in self.before:
-            if layer.forms is not None:
-                layer.forms.step()
+            for form in layer.forms:
+                form.step()
         layer = self.layers[0]
         output = self.attend(layer, SHARPNESS)[0].double()
         keys, values = (self._tokens(layer, side) for side in SIDES)
@@ -110,16 +111,18 @@ class KernelCase:
         expected = (scores.softmax(-1) @ values).flatten(0, 1)
         return float((output - expected).norm() / expected.norm())
 
-    def _tokens(self, layer: StaticLayer, side: Side) -> Tensor:
+    def _tokens(self, layer: PagedLayer, side: Side) -> Tensor:
         """fp64 [N, S, D]: of the first sequence, all that the step attended to."""
-        layers, parts, one = dict(enumerate((*self.before, layer))), [], slice(0, 1)
-        for store in stores_of(layer):
-            is_form = side in store.reconstructed
-            pages = expected_pages(layers, layer, store, side) if is_form else store.pages[side][one]
-            sinks, buffer, length = store.sinks[side][one], store.buffer[side][one], int(store.state.lengths[0])
-            tokens = reference.tokens(side, sinks, buffer, pages, length, store.rescale, store.offset, store.variant)
-            parts.append(tokens)
-        return torch.cat(parts, dim=1)[0].double()
+        layers, parts = dict(enumerate((*self.before, layer))), []
+        for step in layer.store.steps:
+            memory, table, variant = step.k if side == "k" else step.v, step.place.table, VARIANTS[step.variants[0]]
+            if stored_form(layer.plan, side, variant.format(side)) is not None:
+                memory = memory._replace(pages=expected_pages(layers, layer, step.heads, side))
+                table = torch.arange(len(memory.pages), device=table.device).unsqueeze(0)
+            transform = step.transform if side == "k" else step.transform.of_values
+            held = int(step.place.lengths[0])
+            parts.append(reference.tokens(side, memory, table, 0, held, transform, variant))
+        return torch.cat(parts).double()
 
 
 def kernel_case(pair: Pair, heads: Heads, point: Point, count: int, device: torch.device) -> KernelCase:
@@ -138,44 +141,23 @@ def kernel_case(pair: Pair, heads: Heads, point: Point, count: int, device: torc
         return torch.empty(shape, dtype=CACHE_DTYPES[CACHE_DTYPE], device=device).normal_(generator=generator)
 
     q, k_new, v_new = (normal(num) for num in (heads.num_query_heads, heads.num_kv_heads, heads.num_kv_heads))
-    layers = tuple(cache.static_layers)
+    layers = tuple(cache.paged_layers)
     before, timed = layers[: pair.num_ends], layers[pair.num_ends : pair.num_ends + count]
     return KernelCase(point, cache, before, timed, q, k_new, v_new)
 
 
 def prefill_call(case: KernelCase, num_pages: int) -> tuple[Call, int]:
-    """Packing the keys and the values of ``num_pages`` pages of every sequence at once, as after a prompt, and the
-    bytes that it reads and writes: the tokens, the records, and between them, twice, 16-bit pages of a stored form."""
-    layer = case.layers[0]
-    (store,) = stores_of(layer)
+    """Storing ``num_pages`` pages of keys and values of every sequence at once, as a prompt is, and the bytes that it
+    reads and writes: tokens and records."""
+    layer, static = case.layers[0], case.cache.static
+    assert static is not None
     shape = (*case.k_new.shape[:2], num_pages * PAGE_TOKENS, case.k_new.shape[-1])
     tokens = torch.empty(shape, dtype=case.k_new.dtype, device=case.k_new.device).normal_()
-    nothing = store.nothing
-    pages = {side: min(num_pages, store.pages[side].shape[1]) for side in SIDES}
-    # Query scores take the same statistic as a step would: ones.
-    mean = store.query_sum if store.variant.k.needs_queries else nothing
-
-    def call() -> None:
-        for side in SIDES:
-            ops.pack(
-                tokens[:, :, : pages[side] * PAGE_TOKENS], store.pages[side], 0, mean if side == "k" else nothing,
-                nothing, nothing, store.state.error, side, store.variant.key,
-            )  # fmt: skip
-        if layer.forms is not None:
-            layer.forms.extend(slice(0, case.point.batch), 0, num_pages * PAGE_TOKENS + 1)
-
-    nbytes = sum(tokens[:, :, : pages[side] * PAGE_TOKENS].nbytes for side in SIDES)
-    nbytes += sum(store.pages[side][:, : pages[side]].nbytes for side in SIDES)
-    for form in forms_of(layer):
-        if form.tokens:  # read once more, and stored
-            encoded = form.format.num_pages(num_pages * PAGE_TOKENS)
-            nbytes += sum(part[:, :encoded].nbytes for part in (store.pages[form.codec.side], form.records[0]))
-    return call, nbytes
-
-
-def stores_of(layer: StaticLayer) -> list[HeadStore]:
-    """Its head ranges: no layer of a benchmark has a sliding window."""
-    return [store for store in layer.stores if isinstance(store, HeadStore)]
+    query_sum = torch.ones(*case.k_new.shape, device=tokens.device)
+    new = NewTokens(tokens, tokens, static.rows, 0)
+    slots = len(static.table) * num_pages
+    nbytes = 2 * tokens.nbytes + sum(slots * part.pool.records[0].nbytes for part in layer.parts)
+    return partial(layer.store.write, new, query_sum), nbytes
 
 
 def refusal(pair: Pair, heads: Heads) -> str | None:
@@ -183,53 +165,59 @@ def refusal(pair: Pair, heads: Heads) -> str | None:
     return next(refusals(heads.layer(pair, MIDDLE), CACHE_DTYPE), None)
 
 
-def kernel_use(layers: Sequence[StaticLayer]) -> KernelUse:
-    """The kernels of a step of these layers, whose stores are allocated; compiles the last one's kernel on CUDA."""
+def kernel_use(layers: Sequence[PagedLayer]) -> KernelUse:
+    """The kernels of a step of these layers, which are allocated; compiles the last one's kernel on CUDA."""
     names = []
     for layer in layers:
-        is_any_plain = any(is_plain(store.variant) for store in layer.stores)
+        is_any_plain = any(is_plain(variant) for variant in _variants(layer))
         names.append(("reconstruct + " if layer.form_reasons else "") + ("decode_plain" if is_any_plain else "decode"))
     name = ", ".join(dict.fromkeys(names))
     reasons = tuple(dict.fromkeys(reason for layer in layers for reason in layer.slow_reasons))
-    store = layers[-1].stores[-1]
-    if not store.state.lengths.is_cuda:  # the reference
+    static, variant = layers[-1].static, _variants(layers[-1])[-1]
+    assert static is not None
+    if not static.lengths.is_cuda:  # the reference
         return KernelUse(name, reasons)
-    launch = launch_of(store.variant, CACHE_DTYPES[CACHE_DTYPE], store.state.lengths.get_device())
+    launch = launch_of(variant, CACHE_DTYPES[CACHE_DTYPE], static.lengths.get_device())
     return KernelUse(name, reasons, launch.grid, launch.threads, launch.shared_bytes, launch.kernel.registers)
 
 
-def expected_pages(layers: Mapping[int, StaticLayer], layer: StaticLayer, store: HeadStore, side: Side) -> Tensor:
-    """uint8 [1, pages, n, record]: the first sequence's pages of 16 bits that a step must reconstruct for a head range.
+def _variants(layer: PagedLayer) -> list[Variant]:
+    if isinstance(layer, StaticWindow):
+        return [layer.window.variant]
+    return [VARIANTS[number] for step in layer.store.steps for number in step.variants]
+
+
+def expected_pages(layers: Mapping[int, PagedLayer], layer: PagedLayer, heads: slice, side: Side) -> Tensor:
+    """uint8 [pages, n, record]: the first sequence's pages of 16 bits that a step must reconstruct for a head range.
 
     By the page codec alone, from records and the plan's tensors, those of the ``layers`` (by index) that it is
     predicted from included: nothing of what a step leaves in its workspace is read, and nothing that fills it is run.
     """
 
-    def form_at(of: StaticLayer, side: Side, head: int) -> StoredForm:
-        forms = [form for form in forms_of(of) if form.codec.side == side]
-        return next(form for form in forms if form.codec.heads.start <= head < form.codec.heads.stop)
+    def part_at(of: PagedLayer, side: Side, head: int) -> PagedTensor:
+        return next(part for part in of.sides[side] if part.heads.start <= head < part.heads.stop)
 
-    def stored(of: StaticLayer, form: StoredForm) -> Tensor:
+    def stored(of: PagedLayer, part: PagedTensor) -> Tensor:
         """[pages, n, 128, D], the prediction added: ``PageCodec.decode``."""
-        codec, predictor = form.codec, of.plan.predictor(form.codec.side)
-        records, prediction = torch.cat([part[0] for part in form.records], dim=1), None
+        codec, predictor, prediction = part.codec, of.plan.predictor(part.codec.side), None
+        records = part.pool.records[slots]
         if predictor is not None:
             inputs = [before_rope(layers[predictor.source], codec.side)]
             inputs += [before_rope(of, "k")] if codec.side == "v" else []
-            weights = predictor_of(of.plan, codec.side, of.state.shared, records.device)
+            weights = predictor_of(of.plan, codec.side, of.state, records.device)
             prediction = predicted(weights, inputs, codec.num_heads)
-        return codec.decode(records, form.format.num_bits, prediction)
+        return codec.decode(records, part.num_bits, prediction)
 
-    def before_rope(of: StaticLayer, side: Side) -> Tensor:
-        """fp32 [pages, N, 128, D]: as predictors read them, of a side that is one form."""
-        form = form_at(of, side, 0)
-        return form.codec.before_rope(stored(of, form), indices(form))
+    def before_rope(of: PagedLayer, side: Side) -> Tensor:
+        """fp32 [pages, N, 128, D]: as predictors read them, of a side that is one part."""
+        part = part_at(of, side, 0)
+        return part.codec.before_rope(stored(of, part), ordinals)
 
-    def indices(form: StoredForm) -> Tensor:
-        return torch.arange(form.max_pages, device=form.held.lengths.device)
-
-    form = form_at(layer, side, store.heads.start)
-    tokens = form.codec.restore(stored(layer, form), indices(form))
-    first, last = (head - form.codec.heads.start for head in (store.heads.start, store.heads.stop))
-    rounded = tokens[:, first:last].to(CACHE_DTYPES[form.codec.cache_dtype]).contiguous()
-    return rounded.flatten(-2).view(torch.uint8).unsqueeze(0)
+    assert layer.static is not None
+    slots = layer.static.table[0].long()
+    ordinals = torch.arange(len(slots), device=slots.device)
+    part = part_at(layer, side, heads.start)
+    tokens = part.codec.restore(stored(layer, part), ordinals)
+    first, last = (head - part.heads.start for head in (heads.start, heads.stop))
+    rounded = tokens[:, first:last].to(CACHE_DTYPES[part.codec.cache_dtype]).contiguous()
+    return rounded.flatten(-2).view(torch.uint8)

@@ -19,19 +19,18 @@ from torch import Tensor
 
 from kvcal.bench.shape import CACHE_DTYPE, Heads, Pair
 from kvcal.cache.plan_cache import PlanCache
-from kvcal.cache.static_layer import StaticLayer
+from kvcal.cache.window_layer import StaticWindow
 from kvcal.geometry import CACHE_DTYPES, ModelIdentity
-from kvcal.kernels.macros import side_defines
+from kvcal.kernels.variants import side_defines
 from kvcal.pages.grids import gaussian_grid
 from kvcal.pages.lattice import LatticeLayout
 from kvcal.pages.layout import PAGE_TOKENS, PARAM_DTYPES, RAW_BITS
 from kvcal.pages.tiered import NO_SLOT
-from kvcal.plan.format import SIDES, Format, Side
+from kvcal.plan.format import Format, Side
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_tensors
-from kvcal.store.static_store import HeadStore
-from kvcal.store.stored_form import StoredForm
+from kvcal.store.paged_tensor import PagedTensor
 
 THETA = 10_000.0  # RoPE's; angles cost the same with any
 GAIN = 0.25
@@ -83,21 +82,15 @@ def rotary_table(head_dim: int) -> Tensor:
 def fill_cache(cache: PlanCache, num_tokens: int, generator: Generator = None) -> None:
     """Random tokens and pages in all of an allocated static cache, every sequence with ``num_tokens``. Pages of 16 bits
     that a stored form is reconstructed into stay as they are: every step writes them."""
-    for layer in cache.static_layers:
-        for store in layer.stores:
-            if isinstance(store, HeadStore):
-                _fill_store(store, generator)
-            else:  # a sliding window holds nothing but tokens
-                for tensor in store.tensors:
-                    tensor.normal_(std=SPREAD, generator=generator)
-        for form in forms_of(layer):
-            if form.tokens:  # the others' records are the stores'
-                codec, fmt = form.codec, form.format
-                layout = fmt.layout(codec.side, codec.num_heads, codec.head_dim, codec.cache_dtype, fmt.num_bits)
-                if isinstance(layout, LatticeLayout):
-                    fill_lattice(form.records[0], layout, generator)
-                else:
-                    fill_pages(form.records[0], codec.side, fmt, codec.head_dim, codec.cache_dtype, generator)
+    for layer in cache.paged_layers:
+        for part in layer.parts:
+            for tensor in (part.sinks, part.ring):
+                tensor.normal_(std=SPREAD, generator=generator)
+            part.query_sum.fill_(1.0)
+            _fill_records(part, generator)
+        if isinstance(layer, StaticWindow):
+            for tensor in layer.tensors:
+                tensor.normal_(std=SPREAD, generator=generator)
     set_length(cache, num_tokens)
 
 
@@ -105,27 +98,24 @@ def set_length(cache: PlanCache, num_tokens: int) -> None:
     """Every sequence of a static cache holds so many tokens before the next step."""
     assert cache.static is not None
     cache.static.set_columns(num_tokens)
+    for layer in cache.paged_layers:
+        for tensor in layer.control:
+            tensor.zero_()
 
 
-def forms_of(layer: StaticLayer) -> list[StoredForm]:
-    """All stored forms of a layer, those that are merely predicted from included."""
-    return [] if layer.forms is None else [form for side in SIDES for form in layer.forms.forms[side]]
-
-
-def _fill_store(store: HeadStore, generator: Generator) -> None:
-    variant = store.variant
-    for side in SIDES:
-        store.sinks[side].normal_(std=SPREAD, generator=generator)
-        store.buffer[side].normal_(std=SPREAD, generator=generator)
-        if side not in store.reconstructed:
-            fill_pages(store.pages[side], side, variant.format(side), variant.head_dim, variant.cache_dtype, generator)
-    store.query_sum.fill_(1.0)
+def _fill_records(part: PagedTensor, generator: Generator) -> None:
+    codec, fmt = part.codec, part.format
+    layout = fmt.layout(codec.side, codec.num_heads, codec.head_dim, codec.cache_dtype, fmt.num_bits)
+    if isinstance(layout, LatticeLayout):
+        fill_lattice(part.pool.records, layout, generator)
+    else:
+        fill_pages(part.pool.records, codec.side, fmt, codec.head_dim, codec.cache_dtype, generator)
 
 
 def fill_pages(
     pages: Tensor, side: Side, fmt: Format, head_dim: int, cache_dtype: str, generator: Generator = None
 ) -> None:
-    """Overwrite pages [B, ..., record_bytes] uint8, contiguous, in place."""
+    """Overwrite pages [slots, ..., record_bytes] uint8, contiguous, in place."""
     dtype, defines = CACHE_DTYPES[cache_dtype], {}
     if fmt.num_bits != RAW_BITS:
         of_side = side_defines(side, fmt, head_dim, cache_dtype, fmt.num_bits)
@@ -148,7 +138,7 @@ def fill_pages(
 
 
 def fill_lattice(records: Tensor, layout: LatticeLayout, generator: Generator = None) -> None:
-    """The same for a lattice's records [B, ..., record_bytes] uint8, contiguous."""
+    """The same for a lattice's records [slots, ..., record_bytes] uint8, contiguous."""
     for part in _parts(records):
         part.random_(0, 256, generator=generator)
         num_scales, dtype = layout.num_groups * PAGE_TOKENS, PARAM_DTYPES[layout.param_dtype]

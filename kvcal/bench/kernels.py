@@ -34,16 +34,17 @@ from kvcal.bench.device import (
     Call,
     Machine,
     Times,
+    event_ms,
     graph_times,
     machine_of,
     measure_read_ceiling,
     num_caches,
+    spread,
 )
 from kvcal.bench.record import Baseline, LayerReport, Row, Step, fastest, measure
 from kvcal.bench.shape import Heads, Pair, Point, bits_per_value, raw_bytes, step_bytes
 from kvcal.errors import KvcalError
 from kvcal.pages.layout import PAGE_TOKENS
-from kvcal.plan.format import SIDES
 from kvcal.progress import Reporter
 
 # Rounding the output to bf16 alone is about 0.002 of it; a wrong scale, page or slot is beyond a tenth.
@@ -170,23 +171,19 @@ def measure_step(job: Job, case: KernelCase, pair: Pair, row: Row) -> Row:
         set_length(case.cache, num_tokens)
         return graph_times(case.calls(work), REPLAYS)
 
-    packing, plain = step_lengths(pair, case.point)
+    packing, plain = step_lengths(case.point.context)
     prefill, prefill_bytes = prefill_call(case, case.point.context // PAGE_TOKENS)
     return replace(
         row,
         times=times_at(plain, case.step),
-        packing=tuple(times_at(num_tokens, case.step) for num_tokens in packing),
+        packing=(times_at(packing, case.step),),
         append=times_at(plain, case.append),
-        prefill=graph_times([prefill], REPLAYS),
+        prefill=spread([1000 * duration for duration in event_ms([prefill] * REPLAYS)], 1),
         prefill_bytes=prefill_bytes,
     )
 
 
-def step_lengths(pair: Pair, point: Point) -> tuple[list[int], int]:
-    """Of PAGE_TOKENS successive lengths from ``point.context`` on: those with which the next step packs a page of keys,
-    of values, or of both; and the middle one of the others, whose buffers are as full as on average."""
-    formats = [pair.format(side) for side in SIDES]
-    lengths = range(point.context, point.context + PAGE_TOKENS)
-    packing = [n for n in lengths if any(fmt.num_pages(n) > fmt.num_pages(n - 1) for fmt in formats)]
-    plain = [n for n in lengths if n not in packing]
-    return packing, plain[len(plain) // 2]
+def step_lengths(context: int) -> tuple[int, int]:
+    """Two lengths near ``context``: the next token completes a page; and half a page before that."""
+    packing = context // PAGE_TOKENS * PAGE_TOKENS + PAGE_TOKENS - 1
+    return packing, packing - PAGE_TOKENS // 2

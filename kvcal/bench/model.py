@@ -36,7 +36,7 @@ from kvcal.bench.case import KernelUse, kernel_use
 from kvcal.bench.content import fill_cache, set_length, uniform_plan
 from kvcal.bench.device import Times, captured, event_ms, spread
 from kvcal.bench.shape import CACHE_DTYPE, Heads, Pair
-from kvcal.cache.paged_attention import paged_attention
+from kvcal.cache.attached import attached
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import SlowPath, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, ModelIdentity
@@ -183,7 +183,7 @@ class StaticPlan:
 
     @property
     def kernel(self) -> KernelUse:
-        return kernel_use(self.cache.static_layers)
+        return kernel_use(self.cache.paged_layers)
 
     def fill(self, num_tokens: int) -> None:
         fill_cache(self.cache, num_tokens)
@@ -194,7 +194,7 @@ class StaticPlan:
     @contextmanager
     def attention(self, model: PreTrainedModel) -> Iterator[None]:
         """Within it, the model attends to the cache."""
-        with warnings.catch_warnings(), paged_attention(model):
+        with warnings.catch_warnings(), attached(model):
             warnings.simplefilter("ignore", SlowPath)  # every row names its kernel
             yield
 

@@ -1,7 +1,7 @@
 """Formats and sizes to measure, the factors aimed for, and the bytes that a decode step must move.
 
 Bytes are those of one layer's attention. Packed pages are read once, where they are. A stored form
-(kvcal.store.stored_form) is read, written out as pages of 16 bits, and these are read by ``decode``; the pages that
+(kvcal.store.forms) is read, written out as pages of 16 bits, and these are read by ``decode``; the pages that
 predictors read are written and read in fp32 on top. Left out: temporaries, room beyond the tokens that are there, and
 pages that the step packs. So the bytes are a floor, and their ratio to 16 bits is the ceiling of a format's factor.
 """
@@ -17,11 +17,10 @@ from transformers import LlamaConfig
 
 from kvcal.errors import UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype
-from kvcal.kernels.choice import FOLDED_HEAD_DIMS
-from kvcal.kernels.refusals import CHANNELS_AT_ONCE, MAX_HEAD_DIM
+from kvcal.kernels.choice import CHANNELS_AT_ONCE, FOLDED_HEAD_DIMS, MAX_HEAD_DIM
 from kvcal.kernels.variants import stored_form
 from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS
-from kvcal.plan.format import RAW, SIDES, Boost, Format, Side, Tier
+from kvcal.plan.format import RAW, SIDES, Boost, Format, Side, Tier, num_pages
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.tensors import predictor_shape
 from kvcal.recipe import PredictorSpec
@@ -113,7 +112,7 @@ class Heads:
 
 @dataclass(frozen=True, config=STRICT)
 class StepBytes:
-    """Bytes of all sequences. ``stored``: records, sinks and the filled part of the buffer, read; ``reconstructed``:
+    """Bytes of all sequences. ``stored``: records, sinks and recent tokens, read; ``reconstructed``:
     pages of 16 bits, written and read; ``kept``: pages that predictors read, written and read; ``predictors``:
     weights."""
 
@@ -134,21 +133,23 @@ def step_bytes(pair: Pair, heads: Heads, point: Point) -> StepBytes:
     page_values: dict[Side, int] = {}
     for side in SIDES:
         fmt = pair.format(side)
-        pages = point.batch * fmt.num_pages(point.context)
-        page_values[side] = pages * PAGE_TOKENS * heads.num_kv_heads * heads.head_dim
+        is_form = stored_form(layer, side, fmt) is not None
+        read, held = point.batch * fmt.pages_read(point.context), point.batch * num_pages(point.context + 1)
+        page_values[side] = held * PAGE_TOKENS * heads.num_kv_heads * heads.head_dim
         record = fmt.layout(side, heads.num_kv_heads, heads.head_dim, CACHE_DTYPE, fmt.num_bits).record_bytes
-        unquantized = point.batch * (point.context + 1) - pages * PAGE_TOKENS
-        stored += pages * (heads.num_kv_heads if fmt.lattice_dim is None else 1) * record  # a lattice's: of all heads
+        sinks = point.batch * min(fmt.num_sink_tokens, fmt.pages_read(point.context) * PAGE_TOKENS)
+        unquantized = point.batch * (point.context + 1) - read * PAGE_TOKENS + sinks
+        stored += (held if is_form else read) * (heads.num_kv_heads if fmt.lattice_dim is None else 1) * record
         stored += unquantized * heads.num_kv_heads * heads.head_dim * ITEM_BYTES
-        if stored_form(layer, side, fmt) is not None:
-            reconstructed += 2 * ITEM_BYTES * page_values[side]
+        if is_form:
+            reconstructed += (held + read) * ITEM_BYTES * PAGE_TOKENS * heads.num_kv_heads * heads.head_dim
         if layer.predictor(side) is not None:
             predictors += predictor_shape(layer, heads.layer(pair, MIDDLE - 1), side, CACHE_DTYPE).nbytes
     # Values are predicted from this layer's keys, too.
     own_keys: list[Side] = ["k"] if layer.predictor("v") is not None else []
     written = {side for side in SIDES if following.predictor(side) is not None} | {*own_keys}
-    read = [side for side in SIDES if layer.predictor(side) is not None] + own_keys
-    kept = PREDICTOR_ITEM_BYTES * sum(page_values[side] for side in (*written, *read))
+    inputs = [side for side in SIDES if layer.predictor(side) is not None] + own_keys
+    kept = PREDICTOR_ITEM_BYTES * sum(page_values[side] for side in (*written, *inputs))
     return StepBytes(stored, reconstructed, kept, predictors)
 
 
@@ -158,7 +159,7 @@ def raw_bytes(heads: Heads, point: Point) -> int:
 
 
 def bits_per_value(pair: Pair, heads: Heads, point: Point) -> float:
-    """Bits that are stored for each cached value, scales, sinks and the filled part of the buffer included."""
+    """Bits that are stored for each cached value, scales, sinks and recent tokens included."""
     return RAW_BITS * step_bytes(pair, heads, point).stored / raw_bytes(heads, point)
 
 

@@ -1,1 +1,9 @@
-"""Plan caches for transformers: ``past_key_values`` over packed pages, and the attention that reads them."""
+"""Plan caches for transformers: ``past_key_values`` over packed pages, and the attention that reads them.
+
+plan_cache.py               ``PlanCache``, dynamic, or with ``max_tokens`` static
+attached.py                 ``attached``: gives queries to caches, and steps of static caches to the kernels
+layer.py, window_layer.py   layers of full attention and of sliding windows
+layers.py, shapes.py        which layer stores what; checks of what a model hands over
+decoded.py                  a dense copy for evaluation (``keep_decoded``)
+snapshot.py                 ``mark``, ``rewind`` and ``copy_from``
+"""

@@ -8,10 +8,8 @@ static.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import (
@@ -21,25 +19,20 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from kvcal.cache.bounded_layer import BoundedLayer
-from kvcal.cache.paged_layer import PagedLayer
-from kvcal.cache.static_layer import DYNAMIC_HINT, StaticLayer
-from kvcal.cache.static_window import StaticWindow, window_refusals
+from kvcal.cache.layer import DYNAMIC_HINT, Allocate, PagedLayer
+from kvcal.cache.window_layer import BoundedLayer, StaticWindow, require_left_padding, window_refusals
 from kvcal.errors import ArtifactError, UnsupportedModel
 from kvcal.geometry import AttentionGeometry, StateGeometry
-from kvcal.kernels.refusals import storage_refusals
+from kvcal.kernels.choice import storage_refusals
 from kvcal.plan.layer import LayerPlan
-from kvcal.store.plan_state import PlanState
-from kvcal.store.static_state import StaticState
-
-Allocate = Callable[[int, torch.device], None]
+from kvcal.store.state import PlanState, StepState
 
 
 def cache_layers(
-    config: PretrainedConfig, state: PlanState, static: StaticState | None, allocate: Allocate
+    config: PretrainedConfig, state: PlanState, static: StepState | None, allocate: Allocate, keep_decoded: bool
 ) -> list[Any]:
     """Empty layers, in the order of the model. ``static``: what those of a static cache share. ``allocate``: what they
-    call with batch and device when the first tokens come.
+    call with batch and device when the first tokens come. ``keep_decoded``: see kvcal.cache.decoded.
 
     Raises:
         ArtifactError: the plan's layers are not the model's.
@@ -54,9 +47,9 @@ def cache_layers(
                 continue
             _require_query_heads(config, plan)
             if static is not None:
-                layers[index] = _static_layer(plan, config, static, allocate)
+                layers[index] = _static_layer(plan, config, state, static, allocate)
             elif plan.is_paged:
-                layers[index] = PagedLayer(plan, state)
+                layers[index] = PagedLayer(plan, state, keep_decoded=keep_decoded)
             else:
                 layers[index] = BoundedLayer(plan.attention, state.plan.cache_dtype, state.padding)
         elif isinstance(native, DynamicLayer):
@@ -68,7 +61,7 @@ def cache_layers(
 
 def held_tensors(layer: object) -> list[Tensor]:
     """What a layer holds on the device."""
-    if isinstance(layer, PagedLayer | BoundedLayer | StaticLayer):
+    if isinstance(layer, PagedLayer | BoundedLayer):
         return layer.tensors
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
@@ -111,13 +104,18 @@ def _require_query_heads(config: PretrainedConfig, plan: LayerPlan) -> None:
         )
 
 
-def _static_layer(plan: LayerPlan, config: PretrainedConfig, static: StaticState, allocate: Allocate) -> StaticLayer:
+def _static_layer(
+    plan: LayerPlan, config: PretrainedConfig, state: PlanState, static: StepState, allocate: Allocate
+) -> PagedLayer:
     index = plan.geometry.index
     window_reasons = () if plan.is_paged else window_refusals(config, index)
-    for reason in itertools.chain(storage_refusals(plan, static.shared.plan.cache_dtype), window_reasons):
+    for reason in itertools.chain(storage_refusals(plan, state.plan.cache_dtype), window_reasons):
         raise UnsupportedModel(f"a static cache cannot hold layer {index}: {reason}", hint=DYNAMIC_HINT)
-    layer = (StaticLayer if plan.is_paged else StaticWindow)(plan, static, allocate)
-    for reason in layer.form_reasons if static.shared.is_scheduled else ():
+    if not plan.is_paged:
+        require_left_padding(state.padding.prompt)
+        return StaticWindow(plan, state, static, allocate)
+    layer = PagedLayer(plan, state, static, allocate)
+    for reason in layer.form_reasons if state.is_scheduled else ():
         raise UnsupportedModel(
             f"a static cache cannot hold layer {index}: {reason}, and others shrink: then all share one memory of "
             "packed pages",

@@ -9,10 +9,10 @@
 ``attention_mask`` is needed only for batches with padding: without it every column counts as a token.
 
 With ``max_tokens`` the cache is static: all memory is allocated at the first update, decoding steps are served by the
-kernels within ``kvcal.paged_attention(model)``, and can be compiled, or captured in a CUDA graph. Other batch sizes,
-dropping packed tokens, and plans that the kernels do not take are refused there. What they cannot read as it is stored
-(lattices, predicted pages, keys before RoPE) is reconstructed in every step: slower, and said so by a ``SlowPath``
-warning and by ``slow_layers``.
+kernels within ``kvcal.attached(model)``, and can be compiled, or captured in a CUDA graph. Other batch sizes,
+crops of pages that have shrunk, and plans that the kernels do not take are refused there. What they cannot read as it
+is stored (lattices, predicted pages, keys before RoPE) is reconstructed in every step: slower, and said so by a
+``SlowPath`` warning and by ``slow_layers``.
 ``mark`` and ``rewind`` serve many requests behind one prompt, which ``copy_from`` may have taken from disk.
 """
 
@@ -26,21 +26,18 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from kvcal.cache.bounded_layer import BoundedLayer
+from kvcal.cache.layer import DYNAMIC_HINT, NO_PAGE, PagedLayer
 from kvcal.cache.layers import cache_layers, held_tensors
-from kvcal.cache.paged_layer import NO_PAGE, PagedLayer
 from kvcal.cache.shapes import require_state
-from kvcal.cache.static_copy import copy_layers
-from kvcal.cache.static_crop import crop_static
-from kvcal.cache.static_layer import DYNAMIC_HINT, StaticLayer
-from kvcal.cache.static_mark import StaticMark
+from kvcal.cache.snapshot import Mark, copy_layers
+from kvcal.cache.window_layer import BoundedLayer, StaticWindow
 from kvcal.errors import ArtifactError, KvcalError, NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, StateGeometry
 from kvcal.kernels.choice import slow_path
+from kvcal.plan.format import SIDES
 from kvcal.plan.plan import Plan
-from kvcal.store.plan_state import PlanState
 from kvcal.store.rows import Padding
-from kvcal.store.static_state import StaticState
+from kvcal.store.state import PlanState, StepState
 
 
 def _require_type(name: str, value: object, expected: type, usage: str) -> None:
@@ -63,13 +60,16 @@ class PlanCache(Cache):
         config: PretrainedConfig,
         attention_mask: Tensor | None = None,
         max_tokens: int | None = None,
+        keep_decoded: bool = False,
     ) -> None:
         """config: the model's; attention_mask [B, columns] of the prompt, 0 at padding; max_tokens: tokens that every
-        sequence has room for, which makes the cache static.
+        sequence has room for, which makes the cache static; keep_decoded: a dynamic cache decodes every page once and
+        keeps a dense copy, for evaluation on machines where decoding dominates (kvcal.cache.decoded).
 
         Raises:
             ArtifactError: the plan's layers are not the model's.
-            UsageError: max_tokens is no integer of 1 or more; another argument is of another type.
+            UsageError: max_tokens is no integer of 1 or more, or goes with keep_decoded; another argument is of another
+                type.
             UnsupportedModel: a static cache cannot hold a layer, with the reason.
         """
         _require_type("plan", plan, Plan, "PlanCache(load_plan(path), model.config)")
@@ -79,8 +79,10 @@ class PlanCache(Cache):
         self.state = PlanState(plan, attention_mask)
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
             raise UsageError(f"max_tokens = {max_tokens!r}, expected an integer of 1 or more")
-        self.static = None
-        self._mark: StaticMark | None = None
+        if max_tokens is not None and keep_decoded:
+            raise UsageError("keep_decoded is for dynamic caches; this one has max_tokens", hint=DYNAMIC_HINT)
+        self.static, self._keep_decoded = None, keep_decoded
+        self._mark: Mark | None = None
         indices = [layer.geometry.index for layer in plan.layers if isinstance(layer.geometry, AttentionGeometry)]
         self._first_index, self._last_index = min(indices, default=-1), max(indices, default=-1)
         self._unseen_states = {
@@ -88,7 +90,7 @@ class PlanCache(Cache):
         }
         self._is_unfinished = False  # some layers hold the tokens of a forward pass that did not reach the last one
         if max_tokens is not None:
-            self.static = StaticState(self.state, max_tokens, in_prompt=attention_mask is not None)
+            self.static = StepState(self.state, max_tokens, in_prompt=attention_mask is not None)
         model_type = config.get_text_config(decoder=True).model_type
         if model_type != plan.model.model_type:
             raise ArtifactError(
@@ -99,7 +101,7 @@ class PlanCache(Cache):
 
     def _empty_layers(self) -> list[Any]:
         """Those of a cache without tokens."""
-        return cache_layers(self.config, self.state, self.static, self.allocate)
+        return cache_layers(self.config, self.state, self.static, self.allocate, self._keep_decoded)
 
     def allocate(self, batch: int, device: torch.device | str) -> None:
         """Allocate the memory of a static cache for ``batch`` sequences now; otherwise the first update does. Warns
@@ -110,14 +112,17 @@ class PlanCache(Cache):
             UnsupportedModel: the device is CUDA, and the kernels do not take a layer, with the reason.
         """
         if self.static is None or self.static.is_allocated:
-            raise UsageError(f"the cache {'grows by itself' if self.static is None else 'is allocated already'}")
+            problem = "is allocated already"
+            if self.static is None:
+                problem = "was built without max_tokens: allocate() is for static caches"
+            raise UsageError(f"the cache {problem}")
         with torch.inference_mode(False):  # or nothing could be written to them outside of inference mode
             self.static.allocate(batch, torch.device(device))
-            for layer in self.static_layers:
-                layer.create_stores()
+            for layer in self.paged_layers:
+                layer.create(batch, torch.device(device))
         slow = self.slow_layers
         if not self.static.lengths.is_cuda:  # where there is no other kernel to be slower than
-            slow = {layer.plan.geometry.index: layer.form_reasons for layer in self.static_layers if layer.form_reasons}
+            slow = {layer.plan.geometry.index: layer.form_reasons for layer in self.paged_layers if layer.form_reasons}
         if slow:
             warnings.warn(slow_path(slow), stacklevel=2)
 
@@ -173,13 +178,11 @@ class PlanCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
     @property
-    def static_layers(self) -> list[StaticLayer]:
-        return [layer for layer in self.layers if isinstance(layer, StaticLayer)]
-
-    @property
     def slow_layers(self) -> dict[int, list[str]]:
         """Layers of a static cache whose steps take longer than the fast kernels on CUDA, by index, and why."""
-        return {layer.plan.geometry.index: layer.slow_reasons for layer in self.static_layers if layer.slow_reasons}
+        if self.static is None:
+            return {}
+        return {layer.plan.geometry.index: layer.slow_reasons for layer in self.paged_layers if layer.slow_reasons}
 
     @property
     def workspace_nbytes(self) -> int:
@@ -187,7 +190,7 @@ class PlanCache(Cache):
         what it reconstructs, and what ``mark`` keeps."""
         if self.static is None or not self.static.is_allocated:
             return 0
-        control = (tensor for layer in self.static_layers for store in layer.stores for tensor in store.control)
+        control = (tensor for layer in self.paged_layers for tensor in layer.control)
         kept = 0 if self._mark is None else self._mark.nbytes
         return self.static.nbytes + kept + sum(tensor.untyped_storage().nbytes() for tensor in control)
 
@@ -206,8 +209,10 @@ class PlanCache(Cache):
 
     def tokens_to_next_page(self) -> int:
         """New tokens until some page is quantized; a chunk of at most this many is exactly like single steps."""
-        layers: list[PagedLayer | StaticLayer] = [*self.paged_layers, *self.static_layers]
-        return min((layer.tokens_to_next_page() for layer in layers), default=NO_PAGE)
+        found = [layer.tokens_to_next_page() for layer in self.paged_layers]
+        if self.static is not None and self.static.phases is not None and self.static.is_allocated:
+            found.append(self.static.phases.tokens_to_next_stage())
+        return min(found, default=NO_PAGE)
 
     def check(self) -> None:
         """Wait for the device, and raise what the steps of a static cache met; a prompt checks by itself.
@@ -220,7 +225,7 @@ class PlanCache(Cache):
             self.static.check()
 
     def mark(self) -> None:
-        """From now on, ``rewind`` brings a static cache back to the tokens that it holds now (runtime.static_mark).
+        """From now on, ``rewind`` brings a static cache back to the tokens that it holds now (kvcal.cache.snapshot).
 
         Raises:
             UsageError: the cache is dynamic, or not allocated.
@@ -230,19 +235,20 @@ class PlanCache(Cache):
         if self.static is None or not self.static.is_allocated:
             raise UsageError(
                 "there is nothing to mark: the cache is dynamic, or has no memory yet",
-                hint="PlanCache(plan, config, max_tokens=...), then the prompt within kvcal.paged_attention(model)",
+                hint="PlanCache(plan, config, max_tokens=...), then the prompt within kvcal.attached(model)",
             )
         self._require_restorable()
         self.static.check()
         if self._mark is None:
-            self._mark = StaticMark(self.static, self.static_layers)
+            self._mark = Mark(self.static, self.paged_layers)
         self._mark.mark()
 
     def rewind(self) -> None:
         """Go back to where ``mark`` was called last, as often as needed; nothing here waits for the device.
 
         Raises:
-            UsageError: never marked, or the rows changed places or the cache was reset since.
+            UsageError: never marked, or since then the rows changed places, pages before it were cropped, or the cache
+                was reset.
         """
         if self._mark is None:
             raise UsageError("the cache was never marked", hint="call mark() behind the prompt to come back to")
@@ -250,11 +256,11 @@ class PlanCache(Cache):
 
     def copy_from(self, other: PlanCache) -> None:
         """Hold, instead of anything else, what a dynamic cache of the same plan holds, row by row, or its one sequence
-        in every row (runtime.static_copy). Without memory yet, a row for each of the other's is allocated.
+        in every row (kvcal.cache.snapshot). Without memory yet, a row for each of the other's is allocated.
 
         Raises:
             UsageError: this cache is dynamic; the other one is static, empty, of another plan or batch, longer than
-                ``max_tokens``, or ends where a page was just packed.
+                ``max_tokens``.
             UnsupportedModel: a layer keeps a state, the plan has pages shrink, or a row is padded on the right behind
                 a sliding window's tokens.
         """
@@ -288,25 +294,36 @@ class PlanCache(Cache):
         """Remove the last -n columns (n negative or 0), or keep the first n. A refusal changes nothing.
 
         Raises:
-            UsageError: tokens that are packed in a static cache, or that would come back into a full sliding window;
-                the last forward pass did not reach the last layer.
+            UsageError: tokens that would come back into a full sliding window, or, in a static cache, bits that pages
+                have lost since; the last forward pass did not reach the last layer.
             UnsupportedModel: a layer keeps a state of linear attention.
         """
         self._require_finished()
-        if self.static is not None:
-            crop_static(self.static_layers, self.static, int(tokens_to_remove))
+        tokens, held, rows = int(tokens_to_remove), int(self.get_seq_length()), self.padding.rows
+        removed = min(0, tokens - held if tokens > 0 else max(tokens, -held))
+        if rows is None:
             return
-        tokens = int(tokens_to_remove)
-        removed = min(0, tokens - int(self.get_seq_length()) if tokens > 0 else tokens)
+        before, after = rows.lengths(held), rows.lengths(held + removed)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, BoundedLayer):
                 layer.require_removable(-removed)
+            elif isinstance(layer, StaticWindow):
+                layer.require_croppable(before, after)
             elif isinstance(layer, LinearAttentionCacheLayerMixin) and removed:
                 raise UnsupportedModel(f"layer {index} keeps a state of linear attention: no token can be taken back")
+        phases = None if self.static is None else self.static.phases
+        if phases is not None and removed and held + removed and phases.has_shrunk(held + removed):
+            raise UsageError(
+                f"cannot go back from {held} tokens to {held + removed}: pages have shrunk since", hint=DYNAMIC_HINT
+            )
         # The last layer first: a predicted layer needs its source's pages to cut its own.
         for layer in reversed(self.layers):
             if isinstance(layer, PagedLayer | BoundedLayer):
                 layer.crop(removed)
+        if self.static is not None:
+            self.static.set_columns(held + removed)
+        if self._mark is not None:
+            self._mark.crop(after)
 
     def reset(self, attention_mask: Tensor | None = None) -> None:
         """Forget all sequences; the next update may bring another batch (without padding, with the same mask, or with
@@ -327,6 +344,27 @@ class PlanCache(Cache):
         if self.static.is_allocated:
             self.static.set_columns(0)
             self.static.check()
+
+    def verify_decoded(self) -> None:
+        """Compare what ``keep_decoded`` keeps with a fresh read of the packed pages, every value of every layer.
+
+        Raises:
+            ArtifactError: they differ.
+        """
+        rows = self.padding.rows
+        for layer in self.paged_layers:
+            if layer.decoded is None or rows is None or not layer.decoded.dense:  # or nothing was read since a crop
+                continue
+            for side in SIDES:
+                dtype = layer.decoded.dense[side].dtype
+                fresh = layer.store.read(side, rows, layer.columns, 0, dtype)
+                difference = layer.decoded.difference(layer.sides[side], side, rows, fresh)
+                if difference != 0:
+                    raise ArtifactError(
+                        f"layer {layer.plan.geometry.index}: the decoded {side} differ from the packed cache by "
+                        f"{difference:g}, expected 0",
+                        hint="the packed cache changed under the evaluation: please report this",
+                    )
 
     def _require_restorable(self) -> None:
         """UnsupportedModel where something does not stay in place, so that it cannot be put back."""

@@ -1,9 +1,11 @@
-"""Which of two kernels serves ``decode`` on CUDA.
+"""Which of two kernels serves ``decode`` on CUDA, and what neither of them takes.
 
-The folded one (``csrc/decode.cu``) is built around the tensor cores' operands, and takes the head sizes whose planes
-lie in their order. The plain one (``csrc/decode_plain.cu``) takes everything, more slowly. So that nobody meets it
-unawares, a static cache warns of the layers that it serves (``SlowPath``), and a ``Variant`` can ask for it
-where both would do (``plain``): they must agree.
+The folded kernel (``csrc/decode.cu``) is built around the tensor cores' operands, and takes the head sizes whose planes
+lie in their order. The plain one (``csrc/decode_plain.cu``) takes everything, more slowly: a static cache warns of the
+layers that it serves (``SlowPath``), and a ``Variant`` can ask for it where both would do (``plain``): they must agree.
+
+``storage_refusals`` are what a cache of fixed size cannot hold on any device, layer by layer, each with its reason;
+``refusals`` adds what the kernels alone cannot do.
 """
 
 from __future__ import annotations
@@ -12,11 +14,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvcal.errors import SlowPath
 from kvcal.geometry import CacheDtype
-from kvcal.kernels.variants import Variant, head_ranges, variant_of
+from kvcal.kernels.variants import SCORES, Variant, head_ranges, page_layout, stored_form, variant_of
+from kvcal.pages import LAYOUTS
 from kvcal.pages.layout import RAW_BITS
+from kvcal.plan.format import SIDES, Format, Side
 from kvcal.plan.layer import LayerPlan
 
 FOLDED_HEAD_DIMS = (64, 128)
+# The kernels load tokens 8 channels at a time, and keep a tile of them in shared memory.
+CHANNELS_AT_ONCE, MAX_HEAD_DIM = 8, 512
 
 
 def is_plain(variant: Variant) -> bool:
@@ -30,7 +36,7 @@ def plain_reasons(variant: Variant) -> Iterator[str]:
         yield f"head size {variant.head_dim}, where the fast kernel takes {' and '.join(map(str, FOLDED_HEAD_DIMS))}"
     sinks = (variant.k.num_sink_tokens, variant.v.num_sink_tokens)
     if sinks[0] != sinks[1] and RAW_BITS not in (variant.num_bits("k"), variant.num_bits("v")):
-        yield f"{sinks[0]} sink tokens of keys and {sinks[1]} of values, so that their pages hold different tokens"
+        yield f"{sinks[0]} sink tokens of keys and {sinks[1]} of values, whose 16-bit copies cover different tokens"
 
 
 def slow_reasons(plan: LayerPlan, cache_dtype: CacheDtype) -> tuple[str, ...]:
@@ -46,3 +52,46 @@ def slow_path(layers: Mapping[int, Sequence[str]]) -> SlowPath:
         by_reasons.setdefault(tuple(reasons), []).append(index)
     parts = [f"layers {', '.join(map(str, found))}: {', '.join(reasons)}" for reasons, found in by_reasons.items()]
     return SlowPath(f"steps of some layers take longer than the fast kernels: {'; '.join(parts)}")
+
+
+def storage_refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
+    """Why a cache of fixed size cannot hold this layer, on any device; nothing if it can."""
+    geometry = plan.attention
+    if geometry.window == 1:
+        yield "its sliding window of 1 token keeps nothing"
+    if geometry.k_head_dim != geometry.v_head_dim:
+        yield f"head sizes {geometry.k_head_dim} (K) and {geometry.v_head_dim} (V) differ"
+    if any(fmt.keeps_queries for fmt in plan.k):
+        yield "its channels are chosen by all queries so far; a static cache has those since the page before"
+    for side in SIDES:
+        for fmt in plan.formats(side):
+            if not LAYOUTS[fmt.layout_name].has_kernels:
+                yield f"{side} pages are of the quantizer {fmt.quantizer!r}, which has no kernels"
+            if fmt.boost is not None and fmt.boost.score not in SCORES and not fmt.keeps_queries:
+                yield f"{side} channels are chosen by the score {fmt.boost.score!r}, which has no kernels"
+            if not fmt.shrink_at:
+                continue
+            form = stored_form(plan, side, fmt)
+            if form is not None:
+                yield f"{side} pages {form} and shrink: only pages that the kernels read as they are can"
+            else:
+                yield from _growths(side, fmt, plan.head_dim(side), cache_dtype)
+
+
+def _growths(side: Side, fmt: Format, head_dim: int, cache_dtype: str) -> Iterator[str]:
+    """Where pages take more bytes once they have shrunk: with scales and zeros in fp32, heads far below 16 channels."""
+    widths = [fmt.start_bits >> halvings for halvings in range(len(fmt.shrink_at) + 1)]
+    sizes = [page_layout(side, fmt, head_dim, cache_dtype, bits).record_bytes for bits in widths]
+    for wide, narrow, before, after in zip(widths, widths[1:], sizes, sizes[1:], strict=False):
+        if after > before:
+            yield f"{side} pages of {narrow} bits take {after} bytes, and those of {wide} that are to shrink {before}"
+
+
+def refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
+    """Why the kernels cannot serve this layer; nothing if they can."""
+    geometry = plan.attention
+    if cache_dtype == "float32":
+        yield "the cache holds float32; the kernels take bfloat16 and float16"
+    if geometry.k_head_dim % CHANNELS_AT_ONCE or geometry.k_head_dim > MAX_HEAD_DIM:
+        yield f"head size {geometry.k_head_dim}; the kernels take multiples of {CHANNELS_AT_ONCE} up to {MAX_HEAD_DIM}"
+    yield from storage_refusals(plan, cache_dtype)

@@ -2,7 +2,7 @@
 
 The sources are CUDA C++ without any header, so that NVRTC, a library of 58 MB that pip installs, is all it takes: no
 CUDA toolkit, and no GPU until something is to be run. A plan's formats are compiled in as macros
-(``kvcal.kernels.macros``), since offsets and widths that the compiler knows cost the inner loops no instruction.
+(``kvcal.kernels.variants``), since offsets and widths that the compiler knows cost the inner loops no instruction.
 A variant therefore is compiled when it is first needed, and kept in ``kernels`` under the folder of kvcal's other
 caches. The file's name is the sha256 of all that the result depends on (text, macros, architecture, NVRTC's version),
 and its first 32 bytes are the sha256 over that name and the rest. A file that does not agree is made again, without a
@@ -27,8 +27,7 @@ import torch
 
 from kvcal.artifact import sha256_json, write_bytes_atomic
 from kvcal.errors import ArtifactError, KernelError
-from kvcal.kernels.launch import Kernel
-from kvcal.kernels.resources import Resources, resources
+from kvcal.kernels.launch import Kernel, Resources, resources
 from kvcal.pages.grids import cache_folder
 
 __all__ = ["Kernel", "Resources", "cubin", "kernel", "resources"]

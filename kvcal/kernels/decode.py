@@ -1,13 +1,14 @@
-"""Launching ``csrc/decode.cu``, or ``csrc/decode_plain.cu`` for what it does not take: macros, shared memory, grid and
-workspace.
+"""Launching ``decode``: macros, shared memory, grid and workspace of its two kernels.
 
-The grid is fixed: as many blocks as the GPU runs at a time. Work is dealt to them on the device from the lengths there,
-so a launch depends on nothing that changes from step to step, and may be captured in a CUDA graph.
+``csrc/decode.cu`` is the fast one, ``csrc/decode_plain.cu`` serves what that does not take (kvcal.kernels.choice). The
+grid is fixed: as many blocks as the GPU runs at a time. Work is dealt to them on the device from the lengths there, so
+a launch depends on nothing that changes from step to step, and may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,15 +17,13 @@ from torch import Tensor
 from kvcal.errors import UsageError
 from kvcal.kernels.choice import FOLDED_HEAD_DIMS, is_plain
 from kvcal.kernels.compile import Kernel, kernel
-from kvcal.kernels.decode_plain import MAX_ROWS, plain_defines, plain_shape
-from kvcal.kernels.decode_plain import THREADS as PLAIN_THREADS
-from kvcal.kernels.macros import DTYPE_NAMES, DTYPES, Defines
-from kvcal.kernels.operands import PageCounts, PageTransform, StoredSide
-from kvcal.kernels.variants import Variant
-from kvcal.pages.layout import RAW_BITS
+from kvcal.kernels.operands import Memory, PageTransform, Place, Regions
+from kvcal.kernels.variants import DTYPE_NAMES, DTYPES, Defines, Variant
+from kvcal.pages.layout import RAW_BITS, padded_channels
 from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.format import SIDES
 
+MAX_ROWS = 512  # sequences of a launch
 TILE_HEADS = 4  # query heads of a tile of the tensor core; a pass over the cache serves one or two tiles
 SWAP_BYTES = 644 * 4
 MAX_WARPS = 12  # 168 registers a thread
@@ -34,6 +33,13 @@ SCHEDULERS = 4  # of an SM: warps come in multiples
 SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 OTHER_SHARED_KIB = 99
 
+# The plain kernel. Query heads of a pass, and blocks of an SM, at most: sums of P V take four registers a head, and an
+# SM has 65,536.
+PLAIN_THREADS, PLAIN_TILE_TOKENS = 256, 32
+MAX_HEADS = 16
+BLOCKS_BY_HEADS = ((4, 3), (MAX_HEADS, 2))
+RESERVED_BYTES = 1024  # of an SM's shared memory, for every block
+
 
 def shared_room(capability: tuple[int, int]) -> int:
     """Bytes of shared memory that a block gets at most."""
@@ -41,12 +47,8 @@ def shared_room(capability: tuple[int, int]) -> int:
 
 
 def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int]:
-    """(warps, dynamic shared memory) of a block, of which an SM runs one: ``Shared`` in the source, which asserts that
-    this is enough.
-
-    Raises:
-        UsageError: not even one warp fits.
-    """
+    """(warps, dynamic shared memory) of a block of the fast kernel, of which an SM runs one: ``Shared`` in the source,
+    which asserts that this is enough. UsageError where not even one warp fits."""
     dim, layout = variant.head_dim, variant.layout("k")
     boosted = layout.num_slots if isinstance(layout, TieredLayout) else 0
     is_packed = variant.num_bits("v") != RAW_BITS
@@ -70,14 +72,14 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
 
 
 def pass_heads(group_heads: int) -> int:
-    """Query heads of a group that one pass over the cache serves."""
+    """Query heads of a group that one pass of the fast kernel over the cache serves."""
     return TILE_HEADS if group_heads <= TILE_HEADS else 2 * TILE_HEADS
 
 
 def decode_defines(
     variant: Variant, q_dtype: str, softcap: bool, capability: tuple[int, int], is_staged: bool = False
 ) -> Defines:
-    """All macros of the kernel for a GPU of this compute capability. ``is_staged``: see csrc/stage.cuh."""
+    """All macros of the fast kernel for a GPU of this compute capability. ``is_staged``: see csrc/stage.cuh."""
     warps, shared = block_shape(variant, capability)
     rules = (variant.k.window_rule, variant.v.window_rule)
     return variant.defines | {
@@ -86,6 +88,51 @@ def decode_defines(
         "HAS_WINDOW_RULE": int(any(rule is not None for rule in rules)),
         "WARPS": warps,
         "SHARED_BYTES": shared,
+        **({"STAGED": 1} if is_staged else {}),
+    }
+
+
+@dataclass(frozen=True)
+class PlainShape:
+    """Of the plain kernel: ``heads`` query heads a pass, ``blocks`` an SM, ``shared_bytes`` a block."""
+
+    heads: int
+    blocks: int
+    shared_bytes: int
+
+    def part_floats(self, head_dim: int) -> int:
+        """``HEADS * PART`` of the source: a block's part of the heads of a pass."""
+        return self.heads * (head_dim + 4)
+
+
+@functools.cache
+def plain_shape(head_dim: int, group_heads: int, room: int) -> PlainShape:
+    """The fewest passes over the cache whose heads fit in ``room`` bytes of shared memory, the most that a block gets
+    (99 KiB or more): one head of 512 channels takes 72 KiB."""
+    fewer = (-(-group_heads // passes) for passes in range(1, group_heads + 1))
+    heads = next(heads for heads in fewer if heads <= MAX_HEADS and _plain_bytes(head_dim, heads) <= room)
+    shared = _plain_bytes(head_dim, heads)
+    most = next(blocks for heads_at_most, blocks in BLOCKS_BY_HEADS if heads <= heads_at_most)
+    return PlainShape(heads, min(most, (room + RESERVED_BYTES) // (shared + RESERVED_BYTES)), shared)
+
+
+def _plain_bytes(head_dim: int, heads: int) -> int:
+    """``Shared`` of the source, which asserts that this is enough: tile, queries, scores, weights, sums and rows."""
+    padded, weights = padded_channels(head_dim), -(-heads // 4) * 4
+    tile = max(PLAIN_TILE_TOKENS * (padded + 4), 4 * PLAIN_THREADS)
+    scores = PLAIN_THREADS // 32 * heads * PLAIN_TILE_TOKENS + PLAIN_TILE_TOKENS * weights
+    return 4 * (tile + heads * padded + scores + 2 * heads + weights + 2 * MAX_ROWS) + 16
+
+
+def plain_defines(variant: Variant, q_dtype: str, softcap: bool, room: int, is_staged: bool = False) -> Defines:
+    """All macros of the plain kernel where a block gets at most ``room`` bytes of shared memory."""
+    shape = plain_shape(variant.head_dim, variant.group_heads, room)
+    return variant.defines | {
+        "Q_DTYPE": DTYPES[q_dtype],
+        "HAS_SOFTCAP": int(softcap),
+        "HEADS": shape.heads,
+        "BLOCKS": shape.blocks,
+        "SHARED_BYTES": shape.shared_bytes,
         **({"STAGED": 1} if is_staged else {}),
     }
 
@@ -108,18 +155,19 @@ class Launch:
 def _launch(variant: Variant, q_dtype: torch.dtype, softcap: bool, is_staged: bool, device_index: int) -> Launch:
     capability = torch.cuda.get_device_capability(device_index)
     num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
+    dim, group = variant.head_dim, variant.group_heads
     if is_plain(variant):
         room = shared_room(capability)
-        shape = plain_shape(variant.head_dim, variant.group_heads, room)
-        found = plain_defines(variant, DTYPE_NAMES[q_dtype], softcap, room) | ({"STAGED": 1} if is_staged else {})
-        compiled = kernel("decode_plain", "decode", found, device_index)
-        passes, floats = -(-variant.group_heads // shape.heads), shape.part_floats(variant.head_dim)
-        return Launch(compiled, num_sms * shape.blocks, PLAIN_THREADS, shape.shared_bytes, passes, floats)
-    found = decode_defines(variant, DTYPE_NAMES[q_dtype], softcap, capability, is_staged)
-    compiled = kernel("decode", "decode", found, device_index)
-    heads = pass_heads(variant.group_heads)
-    passes, floats = -(-variant.group_heads // heads), heads * (variant.head_dim + 2)
-    return Launch(compiled, num_sms, found["WARPS"] * 32, found["SHARED_BYTES"], passes, floats, follows=True)
+        shape = plain_shape(dim, group, room)
+        defines = plain_defines(variant, DTYPE_NAMES[q_dtype], softcap, room, is_staged)
+        compiled = kernel("decode_plain", "decode", defines, device_index)
+        grid, passes = num_sms * shape.blocks, -(-group // shape.heads)
+        return Launch(compiled, grid, PLAIN_THREADS, shape.shared_bytes, passes, shape.part_floats(dim))
+    defines = decode_defines(variant, DTYPE_NAMES[q_dtype], softcap, capability, is_staged)
+    compiled = kernel("decode", "decode", defines, device_index)
+    heads = pass_heads(group)
+    passes, floats = -(-group // heads), heads * (dim + 2)
+    return Launch(compiled, num_sms, defines["WARPS"] * 32, defines["SHARED_BYTES"], passes, floats, follows=True)
 
 
 def launch_of(variant: Variant, q_dtype: torch.dtype, device_index: int) -> Launch:
@@ -147,65 +195,64 @@ def _counter_bytes(heads: int, group_heads: int) -> int:
 
 
 def launch_decode(
-    q: Tensor,
-    k: StoredSide,
-    v: StoredSide,
-    counts: PageCounts,
-    transform: PageTransform,
-    s_aux: Tensor,
-    workspace: Tensor,
-    scale: float,
-    softcap: float,
-    variant: Variant,
-    regions: tuple[int, ...] = (),
-    out: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Memory, v: Memory, place: Place, transform: PageTransform, s_aux: Tensor, workspace: Tensor,
+    scale: float, softcap: float, variants: Sequence[Variant], regions: Regions | None = None,
+) -> Tensor:  # fmt: skip
     """[B, n G, D] in q's dtype: see ``kvcal.kernels.ops.decode``.
 
-    Follows ``append`` on the same stream, or another ``decode`` of the same step: ``lengths`` was not written since.
-
-    ``regions``: addresses of the two regions, of keys and of values, that say where in ``k.pages`` and ``v.pages``, the
-    memory of all pages, theirs lie (kvcal.kernels.stages); unless they have the variant's bits, nothing is written to
-    ``out``, a contiguous tensor.
-
-    Rows beyond ``MAX_ROWS`` take launches of their own, in which a block has to know fewer lengths.
-
-    Raises:
-        UsageError: a workspace that is too small; more rows than that whose pages lie in regions.
+    Follows ``append`` on the same stream, or another ``decode`` of the same step: ``lengths`` and ``table`` were not
+    written since. With ``regions`` there is a launch for every variant, of which the one for the present bits writes
+    the result. Sequences beyond ``MAX_ROWS`` take launches of their own, in which a block has to know fewer lengths.
+    UsageError for a workspace that is too small, and for more sequences than that whose pages lie in regions.
     """
-    batch, num_heads = k.buffer.shape[:2]
-    if regions:
+    batch, num_heads = k.ring.shape[:2]
+    if regions is not None:
         require_rows(batch)
-    launch = _launch(variant, q.dtype, softcap != 0.0, bool(regions), q.get_device())
-    counters = _counter_bytes(batch * num_heads, variant.group_heads)
-    needed = counters + (batch * num_heads * launch.passes + launch.grid) * launch.part_floats * 4
-    if workspace.numel() < needed:
-        raise UsageError(f"a workspace of {workspace.numel()} bytes, expected at least {needed}")
     if q.stride(-1) != 1:
         q = q.contiguous()
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    sinks_logits = s_aux.float() if s_aux.numel() else s_aux
-    every = (q, out, counts.lengths, *k, *v)
-    for first in range(0, batch, MAX_ROWS):
-        of_rows = every if batch <= MAX_ROWS else [part[first : first + MAX_ROWS] for part in every]
-        q_rows, out_rows, lengths, *stored = map(Tensor.data_ptr, of_rows)
-        launch.kernel.launch(
-            (launch.grid, 1, 1),
-            launch.threads,
-            launch.shared_bytes,
-            q_rows, q.stride(0), q.stride(1),
-            *stored,
-            lengths, min(batch - first, MAX_ROWS), num_heads, k.pages.shape[1], v.pages.shape[1],
-            _pointer(counts.k_page_at), counts.k_page_at.numel(), _pointer(counts.v_page_at), counts.v_page_at.numel(),
-            *map(_pointer, (*transform, sinks_logits)),
-            workspace.data_ptr() + counters, workspace.data_ptr(), out_rows, float(scale), float(softcap),
-            *regions, follows=launch.follows,
-        )  # fmt: skip
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    sink_logits = s_aux.float() if s_aux.numel() else s_aux
+    counters = _counter_bytes(batch * num_heads, variants[0].group_heads)
+    every = (q, out, place.lengths, place.table, k.sinks, k.ring, v.sinks, v.ring)
+    for variant in variants:
+        launch = _launch(variant, q.dtype, softcap != 0.0, regions is not None, q.get_device())
+        needed = counters + (batch * num_heads * launch.passes + launch.grid) * launch.part_floats * 4
+        if workspace.numel() < needed:
+            raise UsageError(f"a workspace of {workspace.numel()} bytes, expected at least {needed}")
+        for first in range(0, batch, MAX_ROWS):
+            of_rows = every if batch <= MAX_ROWS else [part[first : first + MAX_ROWS] for part in every]
+            q_rows, out_rows, lengths, table, k_sinks, k_ring, v_sinks, v_ring = map(Tensor.data_ptr, of_rows)
+            launch.kernel.launch(
+                (launch.grid, 1, 1),
+                launch.threads,
+                launch.shared_bytes,
+                q_rows, q.stride(0), q.stride(1),
+                k_sinks, k.sinks.stride(0), k_ring, k.ring.stride(0), k.pages.data_ptr(), k.pages.stride(0),
+                v_sinks, v.sinks.stride(0), v_ring, v.ring.stride(0), v.pages.data_ptr(), v.pages.stride(0),
+                lengths, min(batch - first, MAX_ROWS), num_heads, table, *table_shape(place.table),
+                _pointer(place.k_read_at), place.k_read_at.numel(), _pointer(place.v_read_at), place.v_read_at.numel(),
+                *map(_pointer, (*transform, sink_logits)),
+                workspace.data_ptr() + counters, workspace.data_ptr(), out_rows, float(scale), float(softcap),
+                *region_addresses(regions), follows=launch.follows,
+            )  # fmt: skip
     return out
 
 
+def table_shape(table: Tensor) -> tuple[int, int]:
+    """Elements from row to row of a table of slots, and the pages it has room for; a sliding window has none."""
+    return (table.stride(0), table.shape[1]) if table.dim() == 2 else (0, 0)
+
+
+def region_addresses(regions: Regions | None) -> tuple[int, ...]:
+    """Of both sides' regions, which say where their pages lie now; nothing where pages do not shrink."""
+    if regions is None:
+        return ()
+    step = regions.present.stride(0) * regions.present.itemsize
+    return tuple(regions.present.data_ptr() + region * step for region in regions.of_sides)
+
+
 def require_rows(batch: int) -> None:
-    """UsageError for more rows than one launch takes, where their pages lie in regions."""
+    """UsageError for more sequences than one launch takes, where their pages lie in regions."""
     if batch > MAX_ROWS:
         raise UsageError(
             f"{batch} sequences in a batch of a plan whose pages shrink, expected at most {MAX_ROWS}",

@@ -1,28 +1,42 @@
-"""What the operators of a static cache are given, in groups: runs of the arguments that torch.library wants flat.
+"""Operands of the operators, in the groups in which they are handed over: a list of tensors each.
 
-One call serves one head range of one layer: B rows, n KV heads, head size D. What a variant does not have is an empty
-tensor.
+One call serves one head range of one layer: B sequences, n KV heads, G query heads for each, head size D. Absent
+operands are empty tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from kvcal.pages.layout import PAGE_TOKENS
 
-class StoredSide(NamedTuple):
-    """The keys, or the values. A sliding window has no pages, a ring for its buffer, and one sink, which
-    kvcal.kernels.window stores. Where pages shrink, ``pages`` is the memory of all regions, of one dimension."""
 
-    sinks: Tensor  # [B, n, sinks, D], cache dtype
-    buffer: Tensor  # [B, n, buffer_tokens, D], cache dtype
-    pages: Tensor  # [B, pages, n, record] uint8: a page's record for every head
+class Memory(NamedTuple):
+    """Where the keys, or the values, of a head range are stored. Heads lie side by side; sequences and slots may be
+    further apart than these heads are long. A sliding window has no pages, and one sink (kvcal.kernels.window). Where
+    pages shrink, ``pages`` is the memory of all regions, of one dimension (kvcal.kernels.stages)."""
 
-    def row(self, row: int) -> StoredSide:
-        """Of one row of the batch, which stays a dimension."""
-        return StoredSide(*(tensor[row : row + 1] for tensor in self))
+    sinks: Tensor  # [B, n, sinks, D], cache dtype: the first tokens
+    ring: Tensor  # [B, n, ring_tokens, D], cache dtype: token t lies at t modulo ring_tokens
+    pages: Tensor  # [slots, n, record_bytes] uint8
+
+    def page_in_ring(self, row: int, page: int) -> Tensor:
+        """[1, n, 128, D]: the tokens of a page, before the ring loses them. Sinks do not stretch the page's ranges."""
+        tokens = torch.arange(PAGE_TOKENS * page, PAGE_TOKENS * (page + 1), device=self.ring.device)
+        tokens = tokens.clamp(min=min(self.sinks.shape[2], PAGE_TOKENS * (page + 1) - 1))
+        return self.ring[row : row + 1, :, tokens % self.ring.shape[2]]
+
+
+class Place(NamedTuple):
+    """How many tokens each sequence has, and where its pages lie."""
+
+    lengths: Tensor  # [B] int32: tokens before the step
+    table: Tensor  # [B, pages] int32: the slot of every page, the same in all layers; one beyond its width has no room
+    k_read_at: Tensor  # int32: where the window follows a rule, tokens from which page i of the keys is read, ascending
+    v_read_at: Tensor
 
 
 class QueryStatistic(NamedTuple):
@@ -30,15 +44,17 @@ class QueryStatistic(NamedTuple):
     function of the length."""
 
     sum: Tensor  # [B, n, D] fp32: |q| since the last page, over the heads of a group
-    since: Tensor  # [B, n] int32: tokens that the row held when the sum was begun
+    since: Tensor  # [B, n] int32: tokens that the sequence had when the sum was begun
 
+    def mean(self, rows: slice, num_tokens: int, group_heads: int) -> Tensor:
+        """fp32 [b, n, D]: mean |q| of every channel since the last page of ``rows``, of ``num_tokens`` each."""
+        counts = (num_tokens - self.since[rows]) * group_heads
+        return self.sum[rows] / counts.float().unsqueeze(-1)
 
-class PageCounts(NamedTuple):
-    """What says how many pages every row has, and how many tokens behind them."""
-
-    lengths: Tensor  # [B] int32: tokens that the row held before the step
-    k_page_at: Tensor  # int32 [1 or more]: where the window follows a rule, tokens with which page i is due, ascending
-    v_page_at: Tensor
+    def begin(self, rows: slice, num_tokens: int) -> None:
+        """A page was packed: the sum begins anew."""
+        self.sum[rows] = 0
+        self.since[rows] = num_tokens
 
 
 class PageTransform(NamedTuple):
@@ -53,21 +69,9 @@ class PageTransform(NamedTuple):
         return PageTransform(self.rescale[:0], self.offset[:0])
 
 
-class Operands(NamedTuple):
-    """What a step is given of a head range, whatever its token."""
+class Regions(NamedTuple):
+    """Where pages shrink: ``present`` (int64 [regions, 7], kvcal.kernels.stages) says where the pages of all regions
+    lie now; ``of_sides``: which regions are the keys' and the values'."""
 
-    k: StoredSide
-    v: StoredSide
-    queries: QueryStatistic
-    counts: PageCounts
-    transform: PageTransform
-
-
-def grouped(flat: Sequence[Any], *groups: type[Any]) -> list[Any]:
-    """Flat arguments as these groups, one after the other, and what is left of them."""
-    found, start = [], 0
-    for group in groups:
-        stop = start + len(group._fields)
-        found.append(group(*flat[start:stop]))
-        start = stop
-    return [*found, *flat[start:]]
+    present: Tensor
+    of_sides: tuple[int, int]

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.compile import Kernel, kernel
-from kvcal.kernels.macros import DTYPE_NAMES, DTYPES
-from kvcal.kernels.operands import PageCounts, PageTransform, QueryStatistic, StoredSide
-from kvcal.kernels.variants import Variant
+from kvcal.kernels.decode import region_addresses, table_shape
+from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic, Regions
+from kvcal.kernels.variants import DTYPE_NAMES, DTYPES, Variant
 from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.plan.format import SIDES, Side
 
@@ -39,100 +40,62 @@ def _side_kernel(entry: str, side: Side, variant: Variant, device_index: int) ->
 
 
 def launch_append(
-    k_new: Tensor,
-    v_new: Tensor,
-    q: Tensor,
-    k: StoredSide,
-    v: StoredSide,
-    queries: QueryStatistic,
-    counts: PageCounts,
-    transform: PageTransform,
-    error: Tensor,
-    variant: Variant,
-    regions: tuple[int, ...] = (),
-) -> None:
-    """As ``ops.append``. ``regions``: as for ``launch_decode``."""
-    dtype = k.buffer.dtype
-    k_new, v_new, q = loadable(k_new, dtype), loadable(v_new, dtype), loadable(q, dtype)
+    k_new: Tensor, v_new: Tensor, q: Tensor, k: Memory, v: Memory, queries: QueryStatistic, place: Place,
+    transform: PageTransform, error: Tensor, variants: Sequence[Variant], regions: Regions | None = None,
+) -> None:  # fmt: skip
+    """As ``ops.append``. With ``regions`` there is a launch for every variant, of which the one for the present bits
+    does the work."""
+    dtype = k.ring.dtype
+    k_new, v_new = loadable(k_new, dtype), loadable(v_new, dtype)
+    of_queries: tuple[int, ...] = (0, 0, 0, 0, 0, 0, 0)
+    if queries.sum.numel():
+        q = loadable(q, dtype)
+        of_queries = (
+            q.data_ptr(), *q.stride()[:2], queries.sum.data_ptr(), queries.sum.stride(0), queries.since.data_ptr(),
+            queries.since.stride(0),
+        )  # fmt: skip
     batch, heads = k_new.shape[:2]
-    _append_kernel(variant, bool(regions), k_new.device.index).launch(
-        (heads, batch, 2),
-        THREADS,
-        0,
-        k_new.data_ptr(),
-        *k_new.stride()[:2],
-        v_new.data_ptr(),
-        *v_new.stride()[:2],
-        *((q.data_ptr(), *q.stride()[:2]) if queries.sum.numel() else (0, 0, 0)),
-        *map(Tensor.data_ptr, (*k, *v, *queries)),
-        counts.lengths.data_ptr(),
-        counts.k_page_at.data_ptr(),
-        counts.k_page_at.numel(),
-        counts.v_page_at.data_ptr(),
-        counts.v_page_at.numel(),
-        k.pages.shape[1],
-        v.pages.shape[1],
-        *map(Tensor.data_ptr, transform),
-        variant.first_head,
-        error.data_ptr(),
-        *regions,
-    )
+    for variant in variants:
+        _append_kernel(variant, regions is not None, k_new.get_device()).launch(
+            (heads, batch, 2),
+            THREADS,
+            0,
+            k_new.data_ptr(), *k_new.stride()[:2], v_new.data_ptr(), *v_new.stride()[:2], *of_queries,
+            *(number for tensor in (*k, *v) for number in (tensor.data_ptr(), tensor.stride(0))),
+            place.lengths.data_ptr(), place.table.data_ptr(), *table_shape(place.table),
+            *map(Tensor.data_ptr, transform), variant.first_head, error.data_ptr(), *region_addresses(regions),
+        )  # fmt: skip
 
 
 def launch_pack(
-    x: Tensor,
-    pages: Tensor,
-    first_page: int,
-    query_mean: Tensor,
-    rescale: Tensor,
-    offset: Tensor,
-    error: Tensor,
-    side: Side,
-    variant: Variant,
-) -> None:
+    x: Tensor, pages: Tensor, slots: Tensor, first_page: int, query_mean: Tensor, transform: PageTransform,
+    error: Tensor, side: Side, variant: Variant,
+) -> None:  # fmt: skip
     """As ``ops.pack``."""
     x = loadable(x, CACHE_DTYPES[variant.cache_dtype])
     batch, heads, tokens = x.shape[:3]
     query_mean = query_mean.contiguous()
-    _side_kernel("pack", side, variant, x.device.index).launch(
+    _side_kernel("pack", side, variant, x.get_device()).launch(
         (tokens // PAGE_TOKENS, heads, batch),
         THREADS,
         0,
-        x.data_ptr(),
-        *x.stride()[:3],
-        0,  # every row begins with its first token, none of which is a sink,
-        0,
-        0,  # and fills all of the grid,
-        first_page,
-        0,  # from the same page on
-        pages.data_ptr(),
-        pages.shape[1],
-        rescale.data_ptr(),
-        offset.data_ptr(),
-        query_mean.data_ptr(),
-        variant.first_head,
-        error.data_ptr(),
-    )
+        x.data_ptr(), *x.stride()[:3], pages.data_ptr(), pages.stride(0), slots.data_ptr(), slots.stride(0), first_page,
+        *map(Tensor.data_ptr, transform), query_mean.data_ptr(), variant.first_head, error.data_ptr(),
+    )  # fmt: skip
 
 
 def launch_unpack(
-    pages: Tensor, out: Tensor, first_page: int, rescale: Tensor, offset: Tensor, side: Side, variant: Variant
+    pages: Tensor, slots: Tensor, out: Tensor, transform: PageTransform, side: Side, variant: Variant
 ) -> None:
     """As ``ops.unpack``."""
     batch, heads, tokens = out.shape[:3]
-    _side_kernel("unpack", side, variant, pages.device.index).launch(
+    _side_kernel("unpack", side, variant, pages.get_device()).launch(
         (tokens // PAGE_TOKENS, heads, batch),
         THREADS,
         0,
-        pages.data_ptr(),
-        pages.shape[1],
-        first_page,
-        out.data_ptr(),
-        DTYPES[DTYPE_NAMES[out.dtype]],
-        *out.stride()[:3],
-        rescale.data_ptr(),
-        offset.data_ptr(),
-    )
+        pages.data_ptr(), pages.stride(0), slots.data_ptr(), slots.stride(0),
+        out.data_ptr(), DTYPES[DTYPE_NAMES[out.dtype]], *out.stride()[:3], *map(Tensor.data_ptr, transform),
+    )  # fmt: skip
 
 
 def loadable(x: Tensor, dtype: torch.dtype) -> Tensor:

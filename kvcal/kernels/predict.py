@@ -1,14 +1,12 @@
 """Linear predictions on CUDA: the bits of ``LinearPredictor.apply``, from products of bytes on tensor cores.
 
-Integers of at most 2^14, of which transforms/linear_predictor.py makes x and W, are 256 high + low with two signed
-bytes. Of a product of such integers, three sums are matrix products of bytes: of the high digits, of the low ones, and
-of high ones with low ones, both ways in one product of twice the length, since digits of x lie as [high | low] and
-those of W as [low | high]. Up to 2^15 inputs, each of them stays below 2^30, so 32 bits hold it; together they are the
-sum that fp64 would have, and the rest is its arithmetic. The products are the library's (cuBLASLt, through torch);
-``csrc/digits.cu`` makes the digits, ``csrc/digit_sums.cu`` puts the sums together.
-
-Rows are taken some at a time, which bounds the scratch. Inputs and outputs are padded with zeros
-to what the library asks for. On a CPU, ``LinearPredictor.apply`` itself.
+Integers of at most 2^14, of which pages/predictor.py makes x and W, are 256 high + low with two signed bytes. Of a
+product of such integers, three sums are matrix products of bytes: of the high digits, of the low ones, and of high ones
+with low ones, both ways in one product of twice the length, since digits of x lie as [high | low] and those of W as
+[low | high]. Up to 2^15 inputs, each of them stays below 2^30, so 32 bits hold it; together they are the sum that fp64
+would have, and the rest is its arithmetic. The products are the library's (cuBLASLt, through torch), which wants inputs
+and outputs padded with zeros; ``csrc/digits.cu`` makes the digits, ``csrc/digit_sums.cu`` puts the sums together. Rows
+are taken some at a time, which bounds the scratch. On a CPU, ``LinearPredictor.apply`` itself.
 """
 
 from __future__ import annotations
@@ -102,9 +100,7 @@ def _applied(factor: _Factor, bias: Tensor | None, parts: Sequence[Tensor], out:
         (min(needed, blocks), 1, 1),
         THREADS,
         0,
-        *(part.data_ptr() for part in sums),
-        units.data_ptr(),
-        factor.units.data_ptr(),
+        *(part.data_ptr() for part in (*sums, units, factor.units)),
         0 if bias is None else bias.data_ptr(),
         out.data_ptr(),
         num_rows,
@@ -130,23 +126,13 @@ def _digits_kernel(first: int, second: int, padded: int, device_index: int) -> K
 
 @functools.cache
 def _sums_kernel(outputs: int, padded: int, device_index: int) -> Kernel:
-    return kernel("digit_sums", "digit_sums", sums_defines(outputs, padded), device_index)
+    return kernel("digit_sums", "digit_sums", {"OUTPUTS": outputs, "PADDED_OUTPUTS": padded}, device_index)
 
 
 def digits_defines(first: int, second: int, padded: int) -> dict[str, int]:
     """Macros, names as in ``csrc``."""
-    return {
-        "FIRST": first,
-        "SECOND": second,
-        "PADDED_INPUTS": padded,
-        "INTEGER_BITS": INTEGER_BITS,
-        "LEAST_EXPONENT": LEAST_EXPONENT,
-    }
-
-
-def sums_defines(outputs: int, padded: int) -> dict[str, int]:
-    """As ``digits_defines``."""
-    return {"OUTPUTS": outputs, "PADDED_OUTPUTS": padded}
+    sizes = {"FIRST": first, "SECOND": second, "PADDED_INPUTS": padded}
+    return sizes | {"INTEGER_BITS": INTEGER_BITS, "LEAST_EXPONENT": LEAST_EXPONENT}
 
 
 def _round_up(count: int, multiple: int) -> int:

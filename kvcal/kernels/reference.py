@@ -1,134 +1,109 @@
-"""The operators of a static cache in torch: what the kernels must give, byte for byte where they store.
+"""The operators of a step in torch: what the kernels must give, byte for byte where they store.
 
-Built from the layouts in ``kvcal.quantizers``, row by row and page by page, with the host in the loop: it defines the
-result and makes everything around the kernels testable on a CPU. It is not meant to be fast.
+Row by row and page by page, with the host in the loop: it defines the result and makes everything around the kernels
+testable on a CPU. It is not meant to be fast.
 
-Terms, for one row that held n tokens before the step: pages(n) is a function of n alone (``Format.num_pages``), and of
-those pages(n - 1) are packed already. So at most one page is due at the beginning of a step: it is packed from the
-first 128 tokens of the buffer, then the new token is written (``append``), then attention reads all n + 1 (``decode``).
+A sequence held n tokens before the step. ``append`` writes token n to the ring (and to the sinks, if it is one of
+them), and packs page n // 128 if the token completes it. Then attention (``decode``) reads the n + 1 tokens: sinks,
+the first ``Format.pages_read(n)`` pages, and the ring behind them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations
-from kvcal.kernels.operands import PageCounts, PageTransform, QueryStatistic, StoredSide
-from kvcal.kernels.variants import Variant
+from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
+from kvcal.kernels.stages import BITS, region_pages
+from kvcal.kernels.variants import VARIANTS, Variant
 from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.tiered import TieredLayout
-from kvcal.plan.format import Format, Side
+from kvcal.plan.format import SIDES, Side
 
-# Bits of the error flag: a page that cannot be stored, and one beyond the room of its tensor.
+# Bits of the error flag: a page that cannot be stored, and one beyond the room of the table.
 NON_FINITE, NO_ROOM = 1, 2
 # Pages encoded at once: bounds the fp32 scratch of a long prefill to a few MB a head.
 PAGES_AT_ONCE = 64
 
 
+def present_operands(
+    k: Sequence[Tensor], v: Sequence[Tensor], place: Sequence[Tensor], variants: Sequence[int], present: Tensor,
+    regions: Sequence[int],
+) -> tuple[Variant, Memory, Memory, Place]:  # fmt: skip
+    """The variant for the present bits, and the memory that its pages lie in."""
+    keys, values, where = Memory(*k), Memory(*v), Place(*place)
+    if not regions:
+        return VARIANTS[variants[0]], keys, values, where
+    rows = [present[region].tolist() for region in regions]
+    bits = [row[BITS] for row in rows]
+    (variant,) = [x for x in map(VARIANTS.__getitem__, variants) if [x.num_bits(side) for side in SIDES] == bits]
+    batch = len(where.lengths)
+    k_pages, v_pages = (region_pages(keys.pages, row, batch) for row in rows)
+    assert k_pages.shape[1] == v_pages.shape[1], "a stage has room for the same tokens everywhere"
+    table = torch.arange(batch * k_pages.shape[1], dtype=torch.int32).view(batch, -1)
+    keys, values = keys._replace(pages=k_pages.flatten(0, 1)), values._replace(pages=v_pages.flatten(0, 1))
+    return variant, keys, values, where._replace(table=table)
+
+
 def append(
-    k_new: Tensor,
-    v_new: Tensor,
-    q: Tensor,
-    k: StoredSide,
-    v: StoredSide,
-    queries: QueryStatistic,
-    counts: PageCounts,
-    transform: PageTransform,
-    error: Tensor,
-    variant: Variant,
-) -> None:
-    """As ``ops.append``; the tables of pages are not needed: ``Format.num_pages`` is what they tabulate."""
-    for row, held in enumerate(counts.lengths.tolist()):
-        query_mean = None
-        if variant.k.needs_queries and variant.k.num_pages(held) > num_packed(variant.k, held):
-            query_mean = query_means(queries, slice(row, row + 1), held, variant.group_heads)
-            queries.sum[row] = 0
-            queries.since[row] = held
-        _append_side("k", row, held, k_new, k, query_mean, transform, error, variant)
-        _append_side("v", row, held, v_new, v, None, transform.of_values, error, variant)
-    if variant.k.needs_queries:
+    k_new: Tensor, v_new: Tensor, q: Tensor, k: Memory, v: Memory, queries: QueryStatistic, place: Place,
+    transform: PageTransform, error: Tensor, variant: Variant,
+) -> None:  # fmt: skip
+    """As ``ops.append``."""
+    needs_queries = variant.k.needs_queries
+    if needs_queries:
         queries.sum.add_(q.float().abs().unflatten(1, (k_new.shape[1], -1)).sum(2))
-
-
-def _append_side(
-    side: Side,
-    row: int,
-    held: int,
-    new: Tensor,
-    stored: StoredSide,
-    query_mean: Tensor | None,
-    transform: PageTransform,
-    error: Tensor,
-    variant: Variant,
-) -> None:
-    fmt = variant.format(side)
-    written = fmt.num_pages(held)
-    if written > num_packed(fmt, held):
-        page = stored.buffer[row : row + 1, :, :PAGE_TOKENS]
-        pack(page, stored.pages[row : row + 1], written - 1, query_mean, *transform, error, side, variant)
-        kept = fmt.buffer_tokens - PAGE_TOKENS
-        stored.buffer[row, :, :kept] = stored.buffer[row, :, PAGE_TOKENS:].clone()
-    if held < fmt.num_sink_tokens:
-        stored.sinks[row, :, held] = new[row]
-    else:
-        stored.buffer[row, :, held - fmt.num_sink_tokens - PAGE_TOKENS * written] = new[row]
-
-
-def num_packed(fmt: Format, held: int) -> int:
-    """Pages that are packed in a row of so many tokens: not the one that its last token fills."""
-    return fmt.num_pages(held - 1) if held else 0
-
-
-def query_means(queries: QueryStatistic, rows: slice, num_tokens: int, group_heads: int) -> Tensor:
-    """fp32 [b, n, D]: mean |q| of every channel since the last page of ``rows``, which hold ``num_tokens`` each."""
-    counts = (num_tokens - queries.since[rows]) * group_heads
-    return queries.sum[rows] / counts.float().unsqueeze(-1)
+    sides: tuple[tuple[Side, Tensor, Memory, PageTransform], ...] = (
+        ("k", k_new, k, transform), ("v", v_new, v, transform.of_values),
+    )  # fmt: skip
+    for row, held in enumerate(place.lengths.tolist()):
+        page, is_complete = held // PAGE_TOKENS, (held + 1) % PAGE_TOKENS == 0
+        for side, new, memory, of_side in sides:
+            memory.ring[row, :, held % memory.ring.shape[2]] = new[row]
+            if held < memory.sinks.shape[2]:
+                memory.sinks[row, :, held] = new[row]
+            if is_complete and page < place.table.shape[1]:
+                rows = slice(row, row + 1)
+                is_scored = side == "k" and needs_queries
+                mean = queries.mean(rows, held + 1, variant.group_heads) if is_scored else None
+                slots = place.table[rows, page : page + 1]
+                pack(memory.page_in_ring(row, page), memory.pages, slots, page, mean, of_side, error, side, variant)
+        if is_complete and page >= place.table.shape[1]:
+            error.bitwise_or_(NO_ROOM)
+        if is_complete and needs_queries:
+            queries.begin(slice(row, row + 1), held + 1)
 
 
 def pack(
-    x: Tensor,
-    pages: Tensor,
-    first_page: int,
-    query_mean: Tensor | None,
-    rescale: Tensor,
-    offset: Tensor,
-    error: Tensor,
-    side: Side,
-    variant: Variant,
-) -> None:
+    x: Tensor, pages: Tensor, slots: Tensor, first_page: int, query_mean: Tensor | None, transform: PageTransform,
+    error: Tensor, side: Side, variant: Variant,
+) -> None:  # fmt: skip
     """As ``ops.pack``; ``query_mean`` None for none."""
     by_page = x.unflatten(2, (-1, PAGE_TOKENS))  # [b, n, P, 128, D]
-    if first_page + by_page.shape[2] > pages.shape[1]:
-        error.bitwise_or_(NO_ROOM)
-        return
     for start in range(0, by_page.shape[2], PAGES_AT_ONCE):
         part = by_page[:, :, start : start + PAGES_AT_ONCE].transpose(1, 2)
-        target = slice(first_page + start, first_page + start + part.shape[1])
-        ordinals = torch.arange(target.start, target.stop, device=x.device)
+        target = slots[:, start : start + part.shape[1]]
+        ordinals = torch.arange(first_page + start, first_page + start + part.shape[1], device=x.device)
         mean = None if query_mean is None else query_mean.unsqueeze(1)
         try:
-            pages[:, target] = _encode(part, mean, ordinals, rescale, offset, side, variant)
+            pages[target.long()] = _encode(part, mean, ordinals, transform, side, variant)
         except NonFiniteActivations:
             error.bitwise_or_(NON_FINITE)
 
 
 def _encode(
-    page: Tensor,
-    query_mean: Tensor | None,
-    ordinals: Tensor,
-    rescale: Tensor,
-    offset: Tensor,
-    side: Side,
-    variant: Variant,
-) -> Tensor:
+    page: Tensor, query_mean: Tensor | None, ordinals: Tensor, transform: PageTransform, side: Side, variant: Variant,
+) -> Tensor:  # fmt: skip
     """[b, P, n, 128, D] -> records [b, P, n, record_bytes]; query_mean [b, 1, n, D]; ordinals [P]."""
     if side == "k" and variant.offset:
-        page = page.float() - offset.unsqueeze(-2)
+        page = page.float() - transform.offset.unsqueeze(-2)
     if side == "k" and variant.rescale:
-        page = page.float() / rescale.unsqueeze(-2)
-        query_mean = None if query_mean is None else query_mean * rescale
+        page = page.float() / transform.rescale.unsqueeze(-2)
+        query_mean = None if query_mean is None else query_mean * transform.rescale
     layout = variant.layout(side)
     if not isinstance(layout, TieredLayout):
         return layout.encode(page)
@@ -138,66 +113,54 @@ def _encode(
     return layout.encode(page, scores)
 
 
-def unpack(
-    pages: Tensor, out: Tensor, first_page: int, rescale: Tensor, offset: Tensor, side: Side, variant: Variant
-) -> None:
+def unpack(pages: Tensor, slots: Tensor, out: Tensor, transform: PageTransform, side: Side, variant: Variant) -> None:
     """As ``ops.unpack``."""
     by_page = out.unflatten(2, (-1, PAGE_TOKENS))
     for start in range(0, by_page.shape[2], PAGES_AT_ONCE):
         target = by_page[:, :, start : start + PAGES_AT_ONCE]
-        records = pages[:, first_page + start : first_page + start + target.shape[2]]
+        records = pages[slots[:, start : start + target.shape[2]].long()]
         values = variant.layout(side).decode(records)
         if side == "k" and variant.rescale:
-            values = values * rescale.unsqueeze(-2)
+            values = values * transform.rescale.unsqueeze(-2)
         if side == "k" and variant.offset:
-            values = values + offset.unsqueeze(-2)
+            values = values + transform.offset.unsqueeze(-2)
         target.copy_(values.transpose(1, 2))
 
 
 def decode(
-    q: Tensor,
-    k: StoredSide,
-    v: StoredSide,
-    counts: PageCounts,
-    transform: PageTransform,
-    s_aux: Tensor,
-    scale: float,
-    softcap: float,
-    variant: Variant,
-) -> Tensor:
+    q: Tensor, k: Memory, v: Memory, place: Place, transform: PageTransform, s_aux: Tensor, scale: float,
+    softcap: float, variant: Variant,
+) -> Tensor:  # fmt: skip
     """As ``ops.decode``: fp32 from decoded pages, rounded to q's dtype at the end."""
     parts = []
-    for row, held in enumerate(counts.lengths.tolist()):
-        keys = tokens("k", *k.row(row), held, *transform, variant)
-        values = tokens("v", *v.row(row), held, *transform.of_values, variant)
-        grouped = q[row].float().unflatten(0, (keys.shape[1], -1))  # [n, G, D]
-        scores = grouped @ keys[0].transpose(-1, -2) * scale
+    for row, held in enumerate(place.lengths.tolist()):
+        keys = tokens("k", k, place.table, row, held, transform, variant)
+        values = tokens("v", v, place.table, row, held, transform.of_values, variant)
+        by_group = q[row].float().unflatten(0, (keys.shape[0], -1))  # [n, G, D]
+        scores = by_group @ keys.transpose(-1, -2) * scale
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
         if s_aux.numel():
             scores = torch.cat([scores, s_aux.float().view(*scores.shape[:2], 1)], dim=-1)
-        weights = scores.softmax(-1)[..., : keys.shape[2]]
-        parts.append((weights @ values[0]).flatten(0, 1))
+        weights = scores.softmax(-1)[..., : keys.shape[1]]
+        parts.append((weights @ values).flatten(0, 1))
     return torch.stack(parts).to(q.dtype)
 
 
 def tokens(
-    side: Side,
-    sinks: Tensor,
-    buffer: Tensor,
-    pages: Tensor,
-    held: int,
-    rescale: Tensor,
-    offset: Tensor,
-    variant: Variant,
+    side: Side, memory: Memory, table: Tensor, row: int, held: int, transform: PageTransform, variant: Variant
 ) -> Tensor:
-    """fp32 [b, n, held + 1, D]: what attention of a step reads, in rows that held ``held`` tokens before it. Nothing
-    beyond what was allocated, whatever ``held``: so a ring that is full is read as a whole (kvcal.kernels.window)."""
-    room = sinks.shape[2] + PAGE_TOKENS * pages.shape[1] + buffer.shape[2]
-    held = min(held, room - 1)
-    written = min(variant.format(side).num_pages(held), pages.shape[1])
-    paged = buffer.new_empty(*buffer.shape[:2], written * PAGE_TOKENS, buffer.shape[-1], dtype=torch.float32)
-    unpack(pages, paged, 0, rescale, offset, side, variant)
+    """fp32 [n, held + 1, D]: what attention of a step reads, in a sequence that held ``held`` tokens before it. Nothing
+    beyond what was allocated, whatever ``held``."""
+    sinks, ring, pages = memory
+    if variant.ring_tokens is not None:  # of a sliding window: the token that leaves it, then the ring (kernels.window)
+        return torch.cat([sinks[row], ring[row, :, : min(held, ring.shape[2])]], dim=1).float()
+    held = min(held, PAGE_TOKENS * table.shape[1] + ring.shape[2] - 1)
+    read = min(variant.format(side).pages_read(held), table.shape[1])
+    paged = ring.new_empty(1, ring.shape[1], PAGE_TOKENS * read, ring.shape[3], dtype=torch.float32)
+    unpack(pages, table[row : row + 1, :read], paged, transform, side, variant)
+    recent = torch.arange(PAGE_TOKENS * read, held + 1, device=ring.device) % ring.shape[2]
+    found = torch.cat([paged[0], ring[row][:, recent].float()], dim=1)
     num_sinks = min(sinks.shape[2], held + 1)
-    rest = held + 1 - num_sinks - paged.shape[2]
-    return torch.cat([sinks[:, :, :num_sinks].float(), paged, buffer[:, :, :rest].float()], dim=2)
+    found[:, :num_sinks] = sinks[row, :, :num_sinks].float()
+    return found

@@ -1,35 +1,46 @@
-"""Pages that shrink, converted where they are: the operator ``kvcal::shrink``, and what its kernel is compiled for.
+"""The two sweeps that lead from one stage of a schedule to the next (kvcal.kernels.stages), as operators.
 
-The first of the sweeps that lead from one stage of a schedule to the next (kvcal.kernels.stages). The bytes are those
-of ``kvcal.pages.shrink``; ``csrc/shrink.cu`` says how they are made in place.
+``kvcal::shrink`` converts pages where they are: the bytes are those of ``kvcal.pages.shrink``; ``csrc/shrink.cu`` says
+how they are made in place. ``kvcal::slide`` then moves all records to the layout of the next stage (``csrc/slide.cu``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from pydantic.dataclasses import dataclass as strict_dataclass
 from torch import Tensor
 
-from kvcal.errors import NonFiniteActivations, UsageError
+from kvcal.errors import NonFiniteActivations
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.compile import Kernel, kernel
-from kvcal.kernels.macros import AXES, DTYPES, Defines, page_layout, record_defines
 from kvcal.kernels.reference import NON_FINITE
-from kvcal.kernels.stages import BITS, HEADS, TRANSFORM, Region, Stages, region_pages
+from kvcal.kernels.stages import (
+    BITS,
+    HEADS,
+    PAGES,
+    RECORD,
+    SQUEEZED,
+    TRANSFORM,
+    Region,
+    Stages,
+    records_at,
+    region_pages,
+)
+from kvcal.kernels.variants import AXES, DTYPES, Defines, Numbering, page_layout, record_defines
 from kvcal.pages.layout import RAW_BITS
 from kvcal.pages.shrink import SHIFTS, convert
 from kvcal.pages.transforms import Transform
 from kvcal.pages.uniform import PageLayout
-from kvcal.plan.format import SIDES, Format, Side
-from kvcal.strict import STRICT, dump, parse
+from kvcal.plan.format import SIDES, Format, Side, num_pages
+from kvcal.strict import STRICT
 
 THREADS = 256
 BLOCKS_PER_SM = 2
+IDLE = -1  # of a block that reads nothing: NOT_READING in csrc/slide.cu
 
 
 @strict_dataclass(frozen=True, config=STRICT)
@@ -50,10 +61,10 @@ class Shrinking:
         assert isinstance(narrow, PageLayout)
         return dataclasses.replace(narrow, num_bits=self.wide_bits), narrow
 
-    @functools.cached_property
-    def key(self) -> str:
-        """Canonical JSON, as a variant's."""
-        return json.dumps(dump(self), sort_keys=True, separators=(",", ":"))
+    @property
+    def number(self) -> int:
+        """The specialisation as the operator is handed it."""
+        return SHRINKINGS.number(self)
 
     @property
     def defines(self) -> Defines:
@@ -67,18 +78,13 @@ class Shrinking:
             "SHIFT": SHIFTS.index(self.format.shift),
             "HAS_RESCALE": int(self.rescale),
             "HAS_OFFSET": int(self.offset),
-            "SINKS": self.format.num_sink_tokens,
-            "WINDOW": self.format.recent_window,
-            "BUFFER": self.format.buffer_tokens,
         }
         for prefix, layout in zip(("FROM", "TO"), self.layouts(), strict=True):
             found |= {f"{prefix}_{name}": value for name, value in record_defines(layout).items()}
         return found
 
 
-@functools.cache
-def parse_shrinking(key: str) -> Shrinking:
-    return parse(Shrinking, json.loads(key), "what shrinks", UsageError)
+SHRINKINGS: Numbering[Shrinking] = Numbering()
 
 
 def shrinkings(region: Region) -> list[Shrinking]:
@@ -95,49 +101,31 @@ def shrinkings(region: Region) -> list[Shrinking]:
     return found
 
 
-torch.library.define(
-    "kvcal::shrink",
-    "(Tensor(a!) pages, Tensor stage, Tensor starts, Tensor layout, Tensor columns, Tensor members, Tensor lengths, "
-    "int due, Tensor page_at, Tensor transforms, Tensor(b!) error, str shrinking) -> ()",
-)
-
-
+@torch.library.custom_op("kvcal::shrink", mutates_args=("pages", "error"))
 def shrink(
-    pages: Tensor,
-    stages: Stages,
-    members: Tensor,
-    lengths: Tensor,
-    due: int,
-    page_at: Tensor,
-    transforms: Tensor,
-    error: Tensor,
-    shrinking: str,
-) -> None:
-    """Where the present stage is over: the packed pages, in ``pages`` (uint8, one dimension), of ``members`` (int64
-    [m], regions) that ``shrinking``, a key, is about are converted, each in its place.
-
-    ``lengths`` int32 [B]: tokens of every row. ``due``: 1 if the page that is due with the last of them is packed, else
-    0. ``page_at`` is one of kvcal.kernels.operands, ``error`` that of kvcal.kernels.ops. ``transforms`` fp32: see
-    ``Region``.
-    """
-    torch.ops.kvcal.shrink(pages, *stages, members, lengths, due, page_at, transforms, error, shrinking)
-
-
-def num_blocks(device: torch.device) -> int:
-    """Blocks that sweep over all records, whatever there is to do."""
-    return BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@torch.library.impl("kvcal::shrink", "CPU")
-def _shrink_cpu(
-    pages: Tensor, stage: Tensor, starts: Tensor, layout: Tensor, columns: Tensor, members: Tensor, lengths: Tensor,
-    due: int, page_at: Tensor, transforms: Tensor, error: Tensor, shrinking: str,
+    pages: Tensor, stages: Sequence[Tensor], members: Tensor, lengths: Tensor, transforms: Tensor, error: Tensor,
+    shrinking: int,
 ) -> None:  # fmt: skip
-    stages, named = Stages(stage, starts, layout, columns), parse_shrinking(shrinking)
-    if not stages.is_over:
+    """Where the present stage is over: the packed pages, in ``pages`` (uint8, one dimension), of ``members`` (int64
+    [m], regions) that ``shrinking``, a number, is about are converted, each in its place.
+
+    ``stages``: of kvcal.kernels.stages. ``lengths`` int32 [B]: tokens of every sequence. ``transforms`` fp32: see
+    ``Region``. ``error`` is that of kvcal.kernels.ops.
+    """
+    now, named = Stages(*stages), SHRINKINGS[shrinking]
+    if pages.is_cuda:
+        compiled, shared = _shrink_kernel(named, pages.get_device())
+        compiled.launch(
+            (num_blocks(pages.device), 1, 1), THREADS, shared,
+            pages.data_ptr(), now.stage.data_ptr(), now.starts.data_ptr(), now.layout.data_ptr(), *now.layout.shape[:2],
+            now.columns.data_ptr(), members.data_ptr(), len(members), lengths.data_ptr(), len(lengths),
+            transforms.data_ptr(), error.data_ptr(),
+        )  # fmt: skip
+        return
+    if not now.is_over:
         return
     wide, narrow = named.layouts()
-    present, following = stages.present_and_next()
+    present, following = now.present_and_next()
     for member in members.tolist():
         old, new = present[member], following[member]
         if (old[BITS], new[BITS]) != (wide.num_bits, narrow.num_bits):
@@ -149,7 +137,7 @@ def _shrink_cpu(
             transform.append(given.view(heads, 1, named.head_dim) if is_given else None)
         records = region_pages(pages, old, len(lengths))
         for row, held in zip(records, lengths.tolist(), strict=True):
-            packed = row[: named.format.num_pages(max(0, held - 1 + due))]
+            packed = row[: num_pages(held)]
             try:
                 packed[..., : narrow.record_bytes] = convert(
                     packed, wide, narrow, named.format.shift, Transform(*transform)
@@ -158,27 +146,58 @@ def _shrink_cpu(
                 error.bitwise_or_(NON_FINITE)
 
 
-@torch.library.impl("kvcal::shrink", "CUDA")
-def _shrink_cuda(
-    pages: Tensor, stage: Tensor, starts: Tensor, layout: Tensor, columns: Tensor, members: Tensor, lengths: Tensor,
-    due: int, page_at: Tensor, transforms: Tensor, error: Tensor, shrinking: str,
-) -> None:  # fmt: skip
-    compiled, shared = _shrink_kernel(shrinking, pages.get_device())
-    compiled.launch(
-        (num_blocks(pages.device), 1, 1), THREADS, shared,
-        pages.data_ptr(), stage.data_ptr(), starts.data_ptr(), layout.data_ptr(), *layout.shape[:2],
-        columns.data_ptr(), members.data_ptr(), len(members), lengths.data_ptr(), len(lengths), due,
-        page_at.data_ptr(), len(page_at), transforms.data_ptr(), error.data_ptr(),
-    )  # fmt: skip
-
-
 @functools.cache
-def _shrink_kernel(shrinking: str, device_index: int) -> tuple[Kernel, int]:
+def _shrink_kernel(shrinking: Shrinking, device_index: int) -> tuple[Kernel, int]:
     """The kernel and its shared memory: the record that it reads."""
-    defines = parse_shrinking(shrinking).defines
+    defines = shrinking.defines
     return kernel("shrink", "shrink", defines, device_index), defines["FROM_RECORD"]
 
 
-@torch.library.register_fake("kvcal::shrink")
-def _shrink_fake(*args: Any) -> None:
-    pass
+def num_blocks(device: torch.device) -> int:
+    """Blocks that sweep over all records, whatever there is to do."""
+    return BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@torch.library.custom_op("kvcal::slide", mutates_args=("pages", "stage", "present", "tickets"))
+def slide(
+    pages: Tensor, stage: Tensor, starts: Tensor, layout: Tensor, columns: Tensor, present: Tensor, tickets: Tensor,
+    batch: int, largest: int,
+) -> None:  # fmt: skip
+    """Where the present stage is over: all records of ``pages`` (uint8, one dimension) to the layout of the next one,
+    which is then the present one.
+
+    ``stage`` ... ``columns``: ``Stages``. ``present`` int64 [regions, 7]: the present row of the layout. ``tickets``:
+    see :func:`new_tickets`. ``largest``: bytes of the largest record of any stage.
+    """
+    if pages.is_cuda:
+        for sweep in _sweeps(pages.get_device()):
+            sweep.launch(
+                (len(tickets) - 2, 1, 1), THREADS, largest,
+                pages.data_ptr(), stage.data_ptr(), starts.data_ptr(), layout.data_ptr(), present.data_ptr(),
+                *layout.shape[:2], columns.data_ptr(), batch, tickets.data_ptr(), tickets.data_ptr() + 16,
+            )  # fmt: skip
+        return
+    stages = Stages(stage, starts, layout, columns)
+    if not stages.is_over:
+        return
+    old, new = stages.present_and_next()
+    squeezed = [
+        records_at(pages, to[SQUEEZED], batch, at[PAGES], to[HEADS], to[RECORD])
+        for at, to in zip(old, new, strict=True)
+    ]
+    for at, records in zip(old, squeezed, strict=True):
+        records.copy_(region_pages(pages, at, batch)[..., : records.shape[-1]].clone())
+    for to, records in reversed(list(zip(new, squeezed, strict=True))):
+        region_pages(pages, to, batch)[:, : records.shape[1]] = records.clone()
+    stage.add_(1)
+    present.copy_(layout[int(stage)])
+
+
+def new_tickets(device: torch.device) -> Tensor:
+    """int64: two counters and a place for each block of ``slide``, as they are between launches."""
+    return torch.tensor([0, 0] + [IDLE] * (num_blocks(device) if device.type == "cuda" else 0), device=device)
+
+
+@functools.cache
+def _sweeps(device_index: int) -> tuple[Kernel, Kernel]:
+    return kernel("slide", "squeeze", {}, device_index), kernel("slide", "spread", {}, device_index)

@@ -9,7 +9,7 @@ from one token count at which some pages shrink to the next. Within a stage the 
 The layout is a table int64 [stages, regions, 7] of ``FIELDS`` (``Region`` in csrc/stage.cuh). Three sweeps lead to the
 next stage, all in place and on the device. Pages that shrink are converted where they are (kvcal.kernels.shrink, once
 for all regions of the same formats). Then all records slide to the left, to the layout of the present stage with the
-records of the next one, and from there to the right, to make room for the pages to come (kvcal.kernels.slide). Nothing
+records of the next one, and from there to the right, to make room for the pages to come (kvcal.kernels.shrink). Nothing
 happens while a stage lasts: a launch returns at once, so that a CUDA graph with all of them may be replayed at any
 length.
 """
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from kvcal.geometry import CacheDtype
-from kvcal.kernels.macros import page_layout
-from kvcal.plan.format import Format, Side
+from kvcal.kernels.variants import page_layout
+from kvcal.plan.format import Format, Side, num_pages
 
 FIELDS = ("bits", "base", "pages", "heads", "record", "squeezed", "transform")
 BITS, BASE, PAGES, HEADS, RECORD, SQUEEZED, TRANSFORM = range(len(FIELDS))
@@ -59,9 +59,9 @@ class Stages(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        """Whether ``columns`` ends the present stage. Waits for the device."""
+        """Whether the next column ends the present stage: an update begins by shrinking. Waits for the device."""
         following = int(self.stage) + 1
-        return following < len(self.starts) and int(self.columns) >= int(self.starts[following])
+        return following < len(self.starts) and int(self.columns) + 1 >= int(self.starts[following])
 
     def present_and_next(self) -> tuple[list[list[int]], list[list[int]]]:
         """The layouts of the present stage and of the one behind it, region by region. Waits for the device."""
@@ -85,7 +85,7 @@ def layout_table(
     for start, end in zip(starts, [*(count - 1 for count in starts[1:]), max_tokens], strict=True):
         rows, base, squeezed = [], 0, 0
         for number, region in enumerate(regions):
-            bits, pages = region.format.bits_at(start), region.format.num_pages(min(end, max_tokens))
+            bits, pages = region.format.bits_at(start), num_pages(min(end, max_tokens))
             record, heads = region.record_bytes(bits), region.num_heads
             rows.append([bits, base, pages, heads, record, squeezed, region.transform])
             base += batch * pages * heads * record

@@ -1,31 +1,65 @@
-"""What a kernel is specialised for: one head range of a layer.
+"""What a kernel is specialised for, and the macros that it is compiled with.
 
 A *head range* is a run of neighbouring KV heads in which both formats, of keys and of values, stay the same. Every
-kernel is compiled for one of them, with its macros (kvcal.kernels.macros). A ``Variant`` names one specialisation; its
-``key``, a canonical JSON string, is what a torch operator can be handed.
+kernel is compiled for one of them. A ``Variant`` names one specialisation; its ``number``, within this process, is what
+a torch operator can be handed.
+
+Bit widths, groups, offsets and head sizes are constants of a kernel, so that every loop over planes, tiles and groups
+unrolls. All offsets come from the layouts in ``kvcal.pages``: the bit layout is defined there and nowhere else. Names
+of macros are as in ``csrc``, and so are the numbers of dtypes, axes and scores (``csrc/common.cuh``, ``side.cuh``).
 
 Lattices, residuals of a prediction and keys before RoPE do not fold into a query: they are stored forms, which are
-reconstructed into pages of 16 bits before the kernels meet them (``stored_form``).
+reconstructed into pages of 16 bits before the kernels read them (``stored_form``).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
-from dataclasses import dataclass
+import struct
+import threading
+from collections.abc import Hashable
+from dataclasses import dataclass, fields
+from typing import Generic, TypeVar
 
 from pydantic.dataclasses import dataclass as strict_dataclass
 
-from kvcal.errors import UsageError
-from kvcal.geometry import AttentionGeometry, CacheDtype
-from kvcal.kernels.macros import DTYPES, Defines, page_layout, side_defines
+from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype
 from kvcal.pages.layout import RAW_BITS
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import PageLayout
 from kvcal.plan.format import RAW, SIDES, Format, Side
 from kvcal.plan.layer import LayerPlan
-from kvcal.strict import STRICT, dump, parse
+from kvcal.strict import STRICT
+
+AXES = {"channel": 0, "token": 1}
+DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
+DTYPE_NAMES = {dtype: name for name, dtype in CACHE_DTYPES.items()}
+SCORES = {"magnitude": 0, "variance": 1, "range": 2, "query_magnitude": 3, "query_range": 4, "random": 5}
+
+Defines = dict[str, int]
+T = TypeVar("T", bound=Hashable)
+
+
+class Numbering(Generic[T]):
+    """Numbers for what a torch operator cannot be handed, within a process and for any thread: equal things have the
+    same one; ``numbering[number]`` gives the first of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers: dict[T, int] = {}
+        self._things: list[T] = []
+
+    def number(self, thing: T) -> int:
+        """The number of ``thing``, given to it at the first call."""
+        with self._lock:
+            if thing not in self._numbers:
+                self._numbers[thing] = len(self._things)
+                self._things.append(thing)
+            return self._numbers[thing]
+
+    def __getitem__(self, number: int) -> T:
+        return self._things[number]
 
 
 @dataclass(frozen=True)
@@ -48,9 +82,9 @@ class HeadRange:
 class Variant:
     """One specialisation of the kernels. ``group_heads`` query heads share a KV head. ``rescale``, ``offset``: pages
     hold (K - offset) / rescale. ``first_head`` numbers the range's heads for the score "random", and is 0 otherwise:
-    ranges of equal formats share their kernels. ``k_bits``, ``v_bits``: bits of the pages as the kernel meets them,
+    ranges of equal formats share their kernels. ``k_bits``, ``v_bits``: bits of the pages as the kernels read them,
     where those are not the format's own: more before they shrink, 16 where a stored form was decoded into tokens.
-    ``ring_tokens``: of a sliding window, whose buffer is a ring of so many tokens, with one sink and no pages
+    ``ring_tokens``: of a sliding window, whose ring has so many tokens, with one sink and no pages
     (kvcal.kernels.window). ``plain``: ``decode`` is to be served by the plain kernel, also where the other
     one could (kvcal.kernels.choice)."""
 
@@ -68,13 +102,17 @@ class Variant:
     plain: bool = False
 
     def __hash__(self) -> int:
-        return hash(self.key)  # kernels are looked up by it at every launch
+        return self._hash  # kernels are looked up by it at every launch
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def format(self, side: Side) -> Format:
         return self.k if side == "k" else self.v
 
     def num_bits(self, side: Side) -> int:
-        """Bits of the pages that the kernel meets."""
+        """Bits of the pages that the kernels read."""
         given = self.k_bits if side == "k" else self.v_bits
         return self.format(side).num_bits if given is None else given
 
@@ -82,10 +120,10 @@ class Variant:
         """The record of one page of one KV head."""
         return page_layout(side, self.format(side), self.head_dim, self.cache_dtype, self.num_bits(side))
 
-    @functools.cached_property
-    def key(self) -> str:
-        """Canonical JSON, the same for equal variants; :func:`parse_key` reads it."""
-        return json.dumps(dump(self), sort_keys=True, separators=(",", ":"))
+    @property
+    def number(self) -> int:
+        """The variant as an operator is handed it; ``VARIANTS[number]`` is the variant."""
+        return VARIANTS.number(self)
 
     @functools.cached_property
     def defines(self) -> Defines:
@@ -95,37 +133,29 @@ class Variant:
             "GROUP_HEADS": self.group_heads,
             "K_RESCALE": int(self.rescale),
             "K_OFFSET": int(self.offset),
+            "WHOLE_RING": int(self.ring_tokens is not None),
         }
         for side in SIDES:
             found |= side_defines(side, self.format(side), self.head_dim, self.cache_dtype, self.num_bits(side))
             if self.ring_tokens is not None:
-                found |= {f"{side.upper()}_SINKS": 1, f"{side.upper()}_BUFFER": self.ring_tokens}
+                found |= {f"{side.upper()}_SINKS": 1, f"{side.upper()}_RING": self.ring_tokens}
         return found
 
 
-@functools.cache
-def parse_key(key: str) -> Variant:
-    """The variant that a key names. UsageError for a key that is not one."""
-    return parse(Variant, json.loads(key), "the kernels' variant", UsageError)
+VARIANTS: Numbering[Variant] = Numbering()
 
 
 def variant_of(plan: LayerPlan, pair: HeadRange, cache_dtype: CacheDtype) -> Variant:
     """The specialisation that serves a head range of a layer."""
-    bits = {side: _met_bits(plan, side, pair.format(side)) for side in SIDES}
+    bits = {side: _read_bits(plan, side, pair.format(side)) for side in SIDES}
     is_raw = RAW_BITS in (pair.k.num_bits, bits["k"])
     is_random = pair.k.boost is not None and pair.k.boost.score == "random"
     return Variant(
-        pair.k,
-        pair.v,
-        plan.attention.k_head_dim,
-        cache_dtype,
+        pair.k, pair.v, plan.attention.k_head_dim, cache_dtype,
         plan.attention.num_query_heads // plan.attention.num_kv_heads,
-        rescale=plan.k_rescale and not is_raw,
-        offset=plan.k_offset and not is_raw,
-        first_head=pair.heads.start if is_random else 0,
-        k_bits=bits["k"],
-        v_bits=bits["v"],
-    )
+        rescale=plan.k_rescale and not is_raw, offset=plan.k_offset and not is_raw,
+        first_head=pair.heads.start if is_random else 0, k_bits=bits["k"], v_bits=bits["v"],
+    )  # fmt: skip
 
 
 def stored_form(plan: LayerPlan, side: Side, fmt: Format) -> str | None:
@@ -139,7 +169,7 @@ def stored_form(plan: LayerPlan, side: Side, fmt: Format) -> str | None:
     return None
 
 
-def _met_bits(plan: LayerPlan, side: Side, fmt: Format) -> int | None:
+def _read_bits(plan: LayerPlan, side: Side, fmt: Format) -> int | None:
     """``Variant.k_bits`` or ``v_bits``: 16 for a stored form."""
     return None if stored_form(plan, side, fmt) is None else RAW_BITS
 
@@ -147,16 +177,9 @@ def _met_bits(plan: LayerPlan, side: Side, fmt: Format) -> int | None:
 def window_variant(geometry: AttentionGeometry, ring_tokens: int, cache_dtype: CacheDtype) -> Variant:
     """The specialisation that serves all heads of a sliding-window layer, which stays at 16 bits."""
     return Variant(
-        RAW,
-        RAW,
-        geometry.k_head_dim,
-        cache_dtype,
-        geometry.num_query_heads // geometry.num_kv_heads,
-        rescale=False,
-        offset=False,
-        first_head=0,
-        ring_tokens=ring_tokens,
-    )
+        RAW, RAW, geometry.k_head_dim, cache_dtype, geometry.num_query_heads // geometry.num_kv_heads,
+        rescale=False, offset=False, first_head=0, ring_tokens=ring_tokens,
+    )  # fmt: skip
 
 
 def head_ranges(plan: LayerPlan) -> tuple[HeadRange, ...]:
@@ -168,3 +191,74 @@ def head_ranges(plan: LayerPlan) -> tuple[HeadRange, ...]:
         ranges.append(HeadRange(slice(first, last), k, v))
         first = last
     return tuple(ranges)
+
+
+def page_layout(side: Side, fmt: Format, head_dim: int, cache_dtype: str, num_bits: int) -> PageLayout | TieredLayout:
+    """The record of one page of one KV head, at ``num_bits``."""
+    if num_bits == RAW_BITS:  # whatever the format would quantize them with
+        fmt = RAW
+    layout = fmt.layout(side, 1, head_dim, cache_dtype, num_bits)
+    assert isinstance(layout, PageLayout | TieredLayout)
+    return layout
+
+
+def side_defines(side: Side, fmt: Format, head_dim: int, cache_dtype: str, num_bits: int) -> Defines:
+    """The macros of the pages, sinks and ring of one side, whose pages have ``num_bits``."""
+    layout = page_layout(side, fmt, head_dim, cache_dtype, num_bits)
+    found = _tier_defines(fmt, layout) if isinstance(layout, TieredLayout) else record_defines(layout) | {"TIERS": 0}
+    found |= {
+        "DIM": head_dim,
+        "AXIS": AXES[fmt.axis],
+        "GROUP": fmt.group_size,
+        "PARAM": DTYPES[fmt.param_dtype],
+        "SINKS": fmt.num_sink_tokens,
+        "WINDOW": fmt.recent_window,
+        "RING": fmt.ring_tokens,
+    }
+    return {f"{side.upper()}_{name}": value for name, value in found.items()}
+
+
+def record_defines(layout: PageLayout) -> Defines:
+    """The macros of a record whose channels all have the same bits: where what lies in it."""
+    scale = 0 if layout.num_bits == RAW_BITS else sum(layout.plane_sizes)
+    zero = 0 if layout.num_bits == RAW_BITS else scale + layout.param_size
+    return {"BITS": layout.num_bits, "RECORD": layout.record_bytes, "SCALE": scale, "ZERO": zero}
+
+
+def _tier_defines(fmt: Format, layout: TieredLayout) -> Defines:
+    assert fmt.boost is not None
+    offset = sum(layout.plane_sizes)
+    found = {
+        "BITS": layout.num_bits,
+        "RECORD": layout.record_bytes,
+        "TIERS": len(layout.tiers),
+        "SCORE": SCORES[fmt.boost.score],
+        "SLOTS": layout.num_slots,
+        "RAW_SLOTS": 0,
+    }
+    for number, ((bits, room, above), slots, sizes) in enumerate(
+        zip(layout.tiers, layout.slots, layout.high_sizes, strict=True)
+    ):
+        found |= {
+            f"TIER{number}_BITS": bits,
+            f"TIER{number}_ROOM": room,
+            f"TIER{number}_SLOT": slots.start,
+            f"TIER{number}_HIGH": offset,
+            f"TIER{number}_COLUMNS": 0 if bits == RAW_BITS else layout.padded_slots(bits, room),
+            f"TIER{number}_HAS_ABOVE": int(above is not None),
+            f"TIER{number}_ABOVE": _double_bits(above or 0.0),
+        }
+        if bits == RAW_BITS:
+            found["RAW_SLOTS"] = room
+        offset += sum(sizes)
+    return found | {
+        "RAW": offset,
+        "SCALE": offset + layout.raw_size,
+        "ZERO": offset + layout.raw_size + layout.param_size,
+        "INDEX": offset + layout.raw_size + 2 * layout.param_size,
+    }
+
+
+def _double_bits(value: float) -> int:
+    """An fp64 as the integer (int64) of its bits: scores are compared in fp64, and decimals would not all be exact."""
+    return int(struct.unpack("<q", struct.pack("<d", value + 0.0))[0])  # 0 for -0, which is no int64 literal

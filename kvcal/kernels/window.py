@@ -9,8 +9,8 @@ the place and the first ``lengths`` tokens of the ring, or all of it, are the wi
     place: the new token      ring: tokens 0 ... n - 1, then the new one, which is not read twice      (n < ring)
     place: token n - ring     ring: tokens n - ring + 1 ... n                                         (n >= ring)
 
-``decode`` needs nothing for it: it is given the place as sinks, the ring as a buffer, and no pages, and never reads
-beyond what was allocated, whatever the lengths (``Variant.ring_tokens``). The place is read within the same layer's
+``decode`` is given the place as the one sink, the ring, and no pages, and never reads beyond what was allocated,
+whatever the lengths (``Variant.ring_tokens``). The place is read within the same layer's
 step alone, so that all layers of a shape share it.
 
     k_new, v_new            [B, n, D]        the step's token, any float dtype and strides
@@ -22,8 +22,6 @@ step alone, so that all layers of a shape share it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -34,62 +32,23 @@ from kvcal.kernels.reference import NO_ROOM
 THREADS = 32
 WORD_BYTES = 16  # of a load
 
-torch.library.define(
-    "kvcal::append_window",
-    "(Tensor k_new, Tensor v_new, Tensor(a!) k_leaving, Tensor(b!) k_ring, Tensor(c!) v_leaving, Tensor(d!) v_ring, "
-    "Tensor lengths, Tensor(e!) error, int max_tokens) -> ()",
-)
 
-
+@torch.library.custom_op("kvcal::append_window", mutates_args=("k_leaving", "k_ring", "v_leaving", "v_ring", "error"))
 def append_window(
-    k_new: Tensor,
-    v_new: Tensor,
-    k_leaving: Tensor,
-    k_ring: Tensor,
-    v_leaving: Tensor,
-    v_ring: Tensor,
-    lengths: Tensor,
-    error: Tensor,
-    max_tokens: int,
-) -> None:
-    """Put the step's token in the ring, and what ``decode`` would miss in the place."""
-    torch.ops.kvcal.append_window(k_new, v_new, k_leaving, k_ring, v_leaving, v_ring, lengths, error, max_tokens)
-
-
-@torch.library.impl("kvcal::append_window", "CPU")
-def _append_window_cpu(
-    k_new: Tensor,
-    v_new: Tensor,
-    k_leaving: Tensor,
-    k_ring: Tensor,
-    v_leaving: Tensor,
-    v_ring: Tensor,
-    lengths: Tensor,
-    error: Tensor,
-    max_tokens: int,
-) -> None:
-    every_row, slots = torch.arange(len(lengths)), lengths.long() % k_ring.shape[2]
-    is_full = (lengths >= k_ring.shape[2]).view(-1, 1, 1)
-    for new, leaving, ring in ((k_new, k_leaving, k_ring), (v_new, v_leaving, v_ring)):
-        stored = new.to(ring.dtype)
-        leaving[:, :, 0] = torch.where(is_full, ring[every_row, :, slots], stored)
-        ring[every_row, :, slots] = stored
-    if bool((lengths >= max_tokens).any()):
-        error.bitwise_or_(NO_ROOM)
-
-
-@torch.library.impl("kvcal::append_window", "CUDA")
-def _append_window_cuda(
-    k_new: Tensor,
-    v_new: Tensor,
-    k_leaving: Tensor,
-    k_ring: Tensor,
-    v_leaving: Tensor,
-    v_ring: Tensor,
-    lengths: Tensor,
-    error: Tensor,
-    max_tokens: int,
-) -> None:
+    k_new: Tensor, v_new: Tensor, k_leaving: Tensor, k_ring: Tensor, v_leaving: Tensor, v_ring: Tensor,
+    lengths: Tensor, error: Tensor, max_tokens: int,
+) -> None:  # fmt: skip
+    """Puts the step's token in the ring, and what ``decode`` would miss in the place."""
+    if not k_new.is_cuda:
+        every_row, slots = torch.arange(len(lengths)), lengths.long() % k_ring.shape[2]
+        is_full = (lengths >= k_ring.shape[2]).view(-1, 1, 1)
+        for new, leaving, ring in ((k_new, k_leaving, k_ring), (v_new, v_leaving, v_ring)):
+            stored = new.to(ring.dtype)
+            leaving[:, :, 0] = torch.where(is_full, ring[every_row, :, slots], stored)
+            ring[every_row, :, slots] = stored
+        if bool((lengths >= max_tokens).any()):
+            error.bitwise_or_(NO_ROOM)
+        return
     k_new, v_new = loadable(k_new, k_ring.dtype), loadable(v_new, v_ring.dtype)
     batch, heads, dim = k_new.shape
     in_word = WORD_BYTES // k_ring.itemsize
@@ -97,24 +56,8 @@ def _append_window_cuda(
         (heads, batch, 2),
         THREADS,
         0,
-        k_new.data_ptr(),
-        k_new.stride(0) // in_word,
-        k_new.stride(1) // in_word,
-        v_new.data_ptr(),
-        v_new.stride(0) // in_word,
-        v_new.stride(1) // in_word,
-        k_leaving.data_ptr(),
-        k_ring.data_ptr(),
-        v_leaving.data_ptr(),
-        v_ring.data_ptr(),
-        lengths.data_ptr(),
-        k_ring.shape[2],
-        dim // in_word,
-        max_tokens,
-        error.data_ptr(),
-    )
-
-
-@torch.library.register_fake("kvcal::append_window")
-def _append_window_fake(*args: Any) -> None:
-    pass
+        k_new.data_ptr(), k_new.stride(0) // in_word, k_new.stride(1) // in_word,
+        v_new.data_ptr(), v_new.stride(0) // in_word, v_new.stride(1) // in_word,
+        k_leaving.data_ptr(), k_ring.data_ptr(), v_leaving.data_ptr(), v_ring.data_ptr(),
+        lengths.data_ptr(), k_ring.shape[2], dim // in_word, max_tokens, error.data_ptr(),
+    )  # fmt: skip

@@ -3,12 +3,12 @@
     encode   K_post -> [K_pre] or [(K - offset) / λ] -> [- prediction] -> quantizer -> record        (V: the last two)
     decode   the same in reverse
 
-Every transform is undone right after decoding, so that sinks and buffer hold K_post and V as the model made them, and
+Every transform is undone right after decoding, so that sinks and ring hold K_post and V as the model made them, and
 readers of a page need no transforms of their own. (The kernels fold λ and offset into the query instead.) Pages of
 16 bits hold K_post as the model made them, too: offset and λ are for codes.
 
-Of a page's place, only its index within its sequence matters here: page p has the tokens at positions num_sink_tokens +
-128 p + 0 .. 127, which are also their RoPE positions. Predictions are arguments.
+Of a page's place, only its index within its sequence matters here: page p has the tokens at positions 128 p + 0 .. 127,
+which are also their RoPE positions. Predictions are arguments.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class PageCodec:
 
     def _rope(self, page_index: Tensor) -> BeforeRope:
         assert self.rotary is not None
-        return BeforeRope(self.rotary, page_positions(self.format.num_sink_tokens, page_index))
+        return BeforeRope(self.rotary, page_positions(page_index))
 
     def _quantize(self, page: Tensor, page_index: Tensor, num_bits: int, query_mean: Tensor | None) -> Tensor:
         operands = self.operands

@@ -113,10 +113,22 @@ def padded_channels(head_dim: int) -> int:
     return -(-head_dim // CHANNEL_TILE) * CHANNEL_TILE
 
 
-def page_positions(num_sink_tokens: int, page_index: Tensor) -> Tensor:
+def page_positions(page_index: Tensor) -> Tensor:
     """Positions of the tokens of pages ``page_index`` of their sequences: int64 [M] -> [M, 1, 128]."""
     within = torch.arange(PAGE_TOKENS, device=page_index.device)
-    return (num_sink_tokens + PAGE_TOKENS * page_index)[:, None, None] + within
+    return (PAGE_TOKENS * page_index)[:, None, None] + within
+
+
+def without_sinks(tokens: Tensor, num_sinks: int, first_page: int = 0) -> Tensor:
+    """tokens [..., 128 P, D] of pages from ``first_page`` on, as they are packed: sinks, which are kept beside the
+    pages, must not stretch their ranges. So each is replaced by the first token behind the sinks in its page (by the
+    last one of the page, where all are sinks)."""
+    begin = PAGE_TOKENS * first_page
+    if begin >= num_sinks:
+        return tokens
+    number = torch.arange(begin, begin + tokens.shape[-2], device=tokens.device)
+    last_of_page = number // PAGE_TOKENS * PAGE_TOKENS + PAGE_TOKENS - 1
+    return tokens.index_select(-2, number.maximum(last_of_page.clamp(max=num_sinks)) - begin)
 
 
 def aligned_size(size: int) -> int:

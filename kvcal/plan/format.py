@@ -1,9 +1,9 @@
 """Formats of the keys, or the values, of KV heads, and the exact bytes that they take.
 
-A ``Format`` is the unit of choice of every allocation. A sequence is cut, from its first token on, into sinks (first
-tokens, unquantized), pages of 128 quantized tokens, and a buffer of unquantized tokens which always holds at least the
-last ``window`` ones. How many pages there are, and at how many bits, is a function of the number of tokens alone, so
-that bytes are known beforehand:
+A ``Format`` is the unit of choice of every allocation. Page p of a sequence holds tokens 128 p to 128 p + 127,
+quantized in the step that completes them. Beside the pages lie unquantized copies: of the first tokens (sinks), and, in
+a ring, of the last ones. Attention prefers them: to sinks, and to at least the last ``recent_window`` tokens. How many
+pages there are, and at how many bits, is a function of the number of tokens alone, so that bytes are known beforehand:
 
 - ``boost`` splits the channels of a page of keys by a score (Kitty, MixKVQ): the best get more bits;
 - ``window_rule`` lets the window grow with the text (KVmix's recent pivotal context);
@@ -217,29 +217,34 @@ class Format:
         return self.recent_window if self.window_rule is None else self.window_rule.max_tokens
 
     @property
-    def buffer_tokens(self) -> int:
-        """Capacity of the unquantized buffer in tokens."""
+    def ring_tokens(self) -> int:
+        """Tokens that the ring of unquantized recent tokens has room for: token t lies at t modulo this number."""
         return self.max_window + PAGE_TOKENS
 
-    def num_pages(self, num_tokens: int) -> int:
-        """Pages written once ``num_tokens`` tokens have been seen; never falls as tokens come."""
+    def pages_read(self, num_tokens: int) -> int:
+        """Pages from which attention reads the past of ``num_tokens`` tokens; the tokens behind them are in the ring.
+        Never falls as tokens come."""
         if self.window_rule is None:
-            return max(0, num_tokens - self.num_sink_tokens - self.recent_window) // PAGE_TOKENS
-        # Where the paged window jumps up, pages that were due just before it stay written.
+            return max(0, num_tokens - self.recent_window) // PAGE_TOKENS
+        # Where the paged window jumps up, pages that were read just before it stay so: the ring has lost their tokens.
         jumps = range(PAGE_TOKENS - 1, min(num_tokens, self.window_rule.last_jump), PAGE_TOKENS)
-        return max(self._due(count) for count in (*jumps, num_tokens))
+        return max(self._beyond_window(count) for count in (*jumps, num_tokens))
 
-    def _due(self, num_tokens: int) -> int:
+    def _beyond_window(self, num_tokens: int) -> int:
         assert self.window_rule is not None
-        return max(0, num_tokens - self.num_sink_tokens - self.window_rule.window(num_tokens)) // PAGE_TOKENS
+        return max(0, num_tokens - self.window_rule.window(num_tokens)) // PAGE_TOKENS
 
     def tokens_to_next_event(self, num_tokens: int, columns: int) -> int:
-        """New tokens until a page is written, or pages shrink; a row has ``num_tokens`` of the batch's ``columns``."""
-        pages = self.num_pages(num_tokens)
-        most = self.num_sink_tokens + self.buffer_tokens + PAGE_TOKENS
-        found = 1 + bisect_left(range(1, most + 1), pages + 1, key=lambda new: self.num_pages(num_tokens + new))
-        coming = [count - columns for count in self.shrink_at if count > columns]
-        return min(found, *coming) if pages and coming else found
+        """New tokens that are stored and read together as they are one by one; a row has ``num_tokens`` of the batch's
+        ``columns``. Behind them another page is read, or written by a query score, or pages shrink."""
+        read = self.pages_read(num_tokens)
+        most = self.ring_tokens + PAGE_TOKENS
+        events = [1 + bisect_left(range(1, most + 1), read + 1, key=lambda new: self.pages_read(num_tokens + new))]
+        if self.needs_queries:
+            events.append(PAGE_TOKENS - num_tokens % PAGE_TOKENS)
+        # An update begins by shrinking: the one that reaches the count comes alone.
+        events += [max(1, count - 1 - columns) for count in self.shrink_at if count > columns]
+        return min(events)
 
     def layout(self, side: Side, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> Layout:
         """The record of one page at ``num_bits``: of one head, or with a lattice of all ``num_heads`` in a row."""
@@ -258,12 +263,17 @@ class Format:
         the longest)."""
         columns = max(lengths, default=0) if columns is None else columns
         token_bytes = head_dim * CACHE_DTYPES[cache_dtype].itemsize
-        unquantized = (self.num_sink_tokens + self.buffer_tokens) * token_bytes
+        unquantized = (self.num_sink_tokens + self.ring_tokens) * token_bytes
         statistic = head_dim * QUERY_ITEM_BYTES if self.needs_queries else 0
-        pages = sum(count * self.num_pages(length) for length, count in Counter(lengths).items())
+        pages = sum(count * num_pages(length) for length, count in Counter(lengths).items())
         layout = self.layout(side, num_heads, head_dim, cache_dtype, self.bits_at(columns))
         page_bytes = layout.records_per_page(num_heads) * layout.record_bytes
         return len(lengths) * num_heads * (unquantized + statistic) + pages * page_bytes
+
+
+def num_pages(num_tokens: int) -> int:
+    """Pages of a sequence of ``num_tokens`` tokens, whatever its format: a page is packed in the step that fills it."""
+    return num_tokens // PAGE_TOKENS
 
 
 RAW = Format(num_bits=16)

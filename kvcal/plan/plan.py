@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 KIND = "kv-quantization-plan"
-SCHEMA = 2
+SCHEMA = 3  # pages hold tokens from multiples of 128 on; up to 2, from behind the sinks
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -118,7 +118,7 @@ class Plan:
 
     @property
     def needs_queries(self) -> bool:
-        """Whether the cache needs the model's queries (``kvcal.hear_queries``)."""
+        """Whether the cache needs the model's queries (``kvcal.attached``)."""
         return any(fmt.needs_queries for layer in self.layers for fmt in layer.k)
 
     @property
@@ -128,7 +128,7 @@ class Plan:
 
     def bits_per_value(self, workload: Workload | None = None) -> float:
         """Bits per cached value of the paged layers, everything included (scales, zeros, indices, sinks, windows,
-        buffers, padding, predictors and other tensors), at ``workload`` (default: the plan's)."""
+        rings, padding, predictors and other tensors), at ``workload`` (default: the plan's)."""
         workload = workload or self.workload
         paged = [layer for layer in self.layers if layer.is_paged]
         values = sum(p.attention.num_kv_heads * (p.attention.k_head_dim + p.attention.v_head_dim) for p in paged)

@@ -13,8 +13,8 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
+from kvcal.cache.attached import attached_for
 from kvcal.cache.plan_cache import PlanCache
-from kvcal.cache.queries import serving
 from kvcal.data.sequences import prefix_ids
 from kvcal.errors import UsageError
 from kvcal.models.load import LoadedModel
@@ -75,7 +75,7 @@ def new_tokens(
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     input_ids = tokens_T.unsqueeze(0).to(loaded.model.device)
     model: Any = loaded.model  # transformers declares no type for generate
-    with serving(loaded.model, cache.plan):
+    with attached_for(loaded.model, cache.plan):
         output: Tensor = model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),

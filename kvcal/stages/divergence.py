@@ -25,8 +25,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
 from kvcal.artifact import sha256_json, tensors_sha256
+from kvcal.cache.attached import attached_for
 from kvcal.cache.plan_cache import PlanCache
-from kvcal.cache.queries import serving
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.geometry import Geometry, ModelIdentity
@@ -76,7 +76,7 @@ def lockstep(
     """
     tokens_BT = tokens_BT.to(model.device)
     start, length = 0, tokens_BT.shape[1]
-    with serving(model, *(cache.plan for cache in caches)):
+    with attached_for(model, *(cache.plan for cache in caches)):
         while start < length:
             free = min(cache.tokens_to_next_page() for cache in caches)
             stop = min(length, start + max(1, min(free, MAX_CHUNK_TOKENS)))

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvcal.cache.attached import attached_for
 from kvcal.cache.plan_cache import PlanCache
-from kvcal.cache.queries import serving
 from kvcal.errors import ArtifactError
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
@@ -51,14 +51,14 @@ def verify_plan(plan: Plan, loaded: LoadedModel, max_context: int | None, report
         Check("file", f"digest, keys, values and predicted bytes ({plan.predicted_bytes}) are sound"),
         Check("model", f"{plan.model.id}: configuration, weights, tokenizer and layers match"),
     ]
-    longest = max((fmt.num_sink_tokens + fmt.buffer_tokens for p in plan.layers for fmt in (*p.k, *p.v)), default=0)
+    longest = max((fmt.num_sink_tokens + fmt.ring_tokens for p in plan.layers for fmt in (*p.k, *p.v)), default=0)
     counts = sorted({*AROUND_A_PAGE, longest - 1, longest, longest + 128})
     counts = [count for count in counts if 0 < count <= (max_context or count)]
     for batch in (1, 3):
         cache, fed = PlanCache(plan, loaded.model.config), 0
         tokens_BT = _random_tokens(loaded, batch, counts[-1])
         for number, count in enumerate(counts):
-            with serving(loaded.model, plan):
+            with attached_for(loaded.model, plan):
                 loaded.model(input_ids=tokens_BT[:, fed:count], past_key_values=cache)
             fed = count
             _compare(cache, plan, [count] * batch)
@@ -69,7 +69,7 @@ def verify_plan(plan: Plan, loaded: LoadedModel, max_context: int | None, report
     mask = torch.tensor([[0] * (width - length) + [1] * length for length in lengths], device=loaded.model.device)
     cache = PlanCache(plan, loaded.model.config, attention_mask=mask)
     tokens_BT = _random_tokens(loaded, len(lengths), width)
-    with serving(loaded.model, plan):
+    with attached_for(loaded.model, plan):
         loaded.model(input_ids=tokens_BT, attention_mask=mask, past_key_values=cache)
     _compare(cache, plan, lengths)
     checks.append(Check("bytes", f"ragged batch of {_joined(lengths)} tokens: allocated = predicted"))

@@ -1,4 +1,4 @@
-"""Scratch of a static cache whose plan has stored forms (kvcal.store.stored_form), allocated once for all layers.
+"""Scratch of a static cache whose plan has stored forms (kvcal.store.forms), allocated once for all layers.
 
     tokens    the pages of ONE layer as the kernels meet them: 16 bits, in the cache's dtype. Layers follow one another,
               so the largest layer's are room enough.
@@ -43,13 +43,13 @@ class FormWorkspace:
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
     def pages(self, layer: LayerPlan, pair: HeadRange, side: Side) -> Tensor:
-        """uint8 [B, pages, n, record]: 16-bit pages that the kernels meet, of a head range in a stored form."""
+        """uint8 [slots, n, record]: 16-bit pages that the kernels meet, of a head range in a stored form."""
         number = head_ranges(layer).index(pair)
         sizes = form_bytes(layer, side, self._dtype, self._batch, self._max_tokens)
         start = sum(sizes[:number])
         pages = self._tokens[side][start : start + sizes[number]]
         record = raw_record_bytes(layer, side, self._dtype)
-        return pages.view(self._batch, pair.format(side).num_pages(self._max_tokens), pair.num_heads, record)
+        return pages.view(-1, pair.num_heads, record)
 
     def kept(self, index: int, side: Side) -> Tensor | None:
         """fp32 [B, pages, 128, N, D]: pages of layer ``index`` as predictors read them; None where none does."""

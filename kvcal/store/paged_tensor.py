@@ -1,240 +1,279 @@
-"""The keys, or the values, of some KV heads of one layer: sinks, packed pages and buffer, for all rows of a batch.
+"""The keys, or the values, of some KV heads of one layer: sinks, a ring of recent tokens, and packed pages.
 
-A row's tokens run: ``num_sink_tokens`` unquantized, then pages of 128, then the buffer. Nothing else is kept: no
-full-precision copy of a packed token exists once ``append`` returns. Pages are written once; they lie in one pool
-[all pages of row 0, all pages of row 1, ...], so rows of different lengths waste nothing.
+Page p of a sequence holds its tokens 128 p ... 128 p + 127, and is packed by the update that completes it. Beside the
+pages lie the first tokens (sinks) and, in the ring, the last ones, at 16 bits; what is read prefers them. No other
+full-precision copy of a packed token exists once ``write`` returns. Page 0 holds the sinks, too, but they do not
+stretch its ranges: they are packed as copies of the first token behind them.
 
 How many pages there are is a function of the number of tokens alone, after ``crop`` too, so that bytes stay exact.
-Hence two exceptions to "written once": cropping below the token count at which a page was written (assisted decoding
-that rejects tokens) moves what is left of that page back into the buffer, as decoded; and where the plan has pages
-shrink, all of them are converted at once (``set_bits``), down as tokens come, up after a crop.
+Cropping below what the ring holds (assisted decoding that rejects tokens) brings tokens back from pages, as decoded.
+Where the plan has pages shrink, all of them are converted at once (``set_bits``), down as tokens come, up after a crop.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
-from kvcal.kernels.form_operands import VALUES_AT_ONCE
+from kvcal.kernels import ops
+from kvcal.kernels.forms import VALUES_AT_ONCE
+from kvcal.kernels.operands import PageTransform
+from kvcal.kernels.variants import Variant
 from kvcal.pages.codec import ENCODE_PAGES, PageCodec
-from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.layout import PAGE_TOKENS, without_sinks
+from kvcal.plan.format import SIDES, num_pages
+from kvcal.store.fixed import fixed
+from kvcal.store.phases import RegionPool
+from kvcal.store.pool import GrowingPool, Pool, Span, ordinals_of
 
-# (row, first, stop): consecutive pages of a row, by their ordinals within it.
-Span = tuple[int, int, int]
 Predict = Callable[[Sequence[Span]], Tensor]
 Keep = Callable[[Sequence[Span], Tensor], None]
+# Pages that one launch of the kernels takes.
+LAUNCHED_PAGES = 2**15
 
 
-def ordinals_of(spans: Sequence[Span], device: torch.device) -> Tensor:
-    """int64 [M]: the ordinal of every page of the spans, in their order."""
-    return torch.tensor([i for _, first, stop in spans for i in range(first, stop)], dtype=torch.int64, device=device)
+@dataclass(frozen=True)
+class KernelCodec:
+    """What packs and unpacks the pages of a static cache instead of torch: the kernels, for the one variant, or where
+    pages shrink, for the one of the bits that they have in ``pools``, of keys and of values. NaN and infinity set a bit
+    of ``error``."""
+
+    variants: Mapping[tuple[int, ...], Variant]
+    pools: Sequence[RegionPool]
+    transform: PageTransform
+    error: Tensor
+
+    @property
+    def variant(self) -> Variant:
+        return self.variants[tuple(pool.num_bits for pool in self.pools)]
 
 
 class PagedTensor:
     """See the module's docstring. ``codec`` says which KV heads (n of them) are held here, and how.
 
-    Tensors: sinks [B, n, num_sink_tokens, D] and buffer [B, n, buffer_tokens, D] in the cache's dtype;
-    pages [sum of rows' pages, n (1 for a lattice), record_bytes] uint8; for query scores query_sum [B, n, D] fp32, the
-    sum of |q| over the ``query_count`` query vectors of each row, all of them or those since its last page. ``predict``
-    says what a predictor says about pages, [M, n, 128, D] fp32; None without one. ``keep`` gets every page that is
-    decoded, before its transforms are undone.
+    Tensors: sinks [B, n, num_sink_tokens, D] and ring [B, n, ring_tokens, D] in the cache's dtype; for query scores
+    query_sum [B, n, D] fp32, the sum of |q| over the queries of each sequence since it had query_since (int32 [B, n])
+    tokens, mostly those at its last page. ``predict`` says what a predictor says about pages, [M, n, 128, D] fp32; None
+    without one. ``keep`` gets every page that is decoded, before its transforms are undone. ``group_heads``:
+    query heads of a KV head, over which |q| is summed.
     """
 
-    def __init__(self, codec: PageCodec, batch: int, device: torch.device, predict: Predict | None = None) -> None:
+    def __init__(
+        self,
+        codec: PageCodec,
+        group_heads: int,
+        batch: int,
+        device: torch.device,
+        pool: Pool | None = None,
+        predict: Predict | None = None,
+        kernels: KernelCodec | None = None,
+    ) -> None:
         fmt = codec.format
-        self.codec, self.format, self.heads, self.predict = codec, fmt, codec.heads, predict
+        self.codec, self.format, self.heads = codec, fmt, codec.heads
+        self.group_heads, self.predict, self.kernels = group_heads, predict, kernels
         self.num_bits = fmt.bits_at(0)
         shape = (batch, codec.num_heads)
         dtype = CACHE_DTYPES[codec.cache_dtype]
         channels = codec.head_dim if fmt.needs_queries else 0
         with torch.inference_mode(False):  # or nothing could be written to them outside of inference mode
-            self.sinks = torch.zeros(*shape, fmt.num_sink_tokens, codec.head_dim, dtype=dtype, device=device)
-            self.buffer = torch.zeros(*shape, fmt.buffer_tokens, codec.head_dim, dtype=dtype, device=device)
-            self.query_sum = torch.zeros(*shape, channels, dtype=torch.float32, device=device)
-        records = (codec.records_per_page, codec.record_bytes(self.num_bits))
-        self.pages = torch.empty(0, *records, dtype=torch.uint8, device=device)
-        self.num_pages = [0] * batch
-        self.query_count = [0] * batch
+            self.sinks = fixed(torch.zeros(*shape, fmt.num_sink_tokens, codec.head_dim, dtype=dtype, device=device))
+            self.ring = fixed(torch.zeros(*shape, fmt.ring_tokens, codec.head_dim, dtype=dtype, device=device))
+            self.query_sum = fixed(torch.zeros(*shape, channels, dtype=torch.float32, device=device))
+            counted = shape if fmt.needs_queries else (0,)
+            self.query_since = fixed(torch.zeros(*counted, dtype=torch.int32, device=device))
+        record = (codec.records_per_page, codec.record_bytes(self.num_bits))
+        self.pool: Pool = GrowingPool(batch, record, device) if pool is None else pool
         self.keep: Keep | None = None
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Everything this object holds on the device."""
-        return self.sinks, self.buffer, self.pages, self.query_sum
+    def overwritten(self) -> list[Tensor]:
+        """What later tokens overwrite, and counts as the plan's bytes: all but pages, which stay as they are."""
+        return [self.sinks, self.ring, self.query_sum]
 
-    def num_buffered(self, row: int, num_tokens: int) -> int:
-        """Tokens in the buffer of a row that has seen ``num_tokens``."""
-        return max(0, num_tokens - self.format.num_sink_tokens) - PAGE_TOKENS * self.num_pages[row]
-
-    def spans(self, rows: slice) -> list[Span]:
-        """All pages of ``rows``, in the pool's order."""
-        return [(row, 0, self.num_pages[row]) for row in range(rows.start, rows.stop)]
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Everything on the device that counts as the plan's bytes."""
+        return [*self.overwritten, *self.pool.held]
 
     def decode(self, spans: Sequence[Span], dtype: torch.dtype) -> Tensor:
         """[M, n, 128, D] of ``dtype``: these pages as keys after RoPE, or as values. Some at a time, which bounds the
         scratch, where no predictor wants them whole."""
-        ordinals = ordinals_of(spans, self.pages.device)
+        codec, device = self.codec, self.ring.device
+        ordinals = ordinals_of(spans, device)
         if self.keep is not None or self.predict is not None:
             stored = self.stored(spans)
             if self.keep is not None:
                 self.keep(spans, stored)
-            return self.codec.restore(stored, ordinals, self.num_bits).to(dtype)
-        records, codec = self.records(spans), self.codec
-        out = records.new_empty(len(records), codec.num_heads, PAGE_TOKENS, codec.head_dim, dtype=dtype)
+            return codec.restore(stored, ordinals, self.num_bits).to(dtype)
+        slots = self.pool.slots(spans)
+        out = torch.empty(len(slots), codec.num_heads, PAGE_TOKENS, codec.head_dim, dtype=dtype, device=device)
         pages_at_once = max(1, VALUES_AT_ONCE // (codec.num_heads * PAGE_TOKENS * codec.head_dim))
-        for start in range(0, len(records), pages_at_once):
+        if self.kernels is not None:
+            pages_at_once = LAUNCHED_PAGES
+        for start in range(0, len(slots), pages_at_once):
             part = slice(start, start + pages_at_once)
-            out[part] = codec.restore(codec.decode(records[part], self.num_bits), ordinals[part], self.num_bits)
+            if self.kernels is not None:
+                self._unpack(slots[part], out[part])
+            else:
+                decoded = codec.decode(self.pool.records[slots[part]], self.num_bits)
+                out[part] = codec.restore(decoded, ordinals[part], self.num_bits)
         return out
 
     def stored(self, spans: Sequence[Span]) -> Tensor:
         """[M, n, 128, D]: these pages before their transforms are undone (see PageCodec.decode)."""
-        records = self.records(spans)
-        return self.codec.decode(records, self.num_bits, self._prediction(spans) if len(records) else None)
-
-    def records(self, spans: Sequence[Span]) -> Tensor:
-        """[M, r, record_bytes]: these pages."""
-        first = [0, *itertools.accumulate(self.num_pages)]
-        if spans and all(start == 0 and stop == self.num_pages[row] for row, start, stop in spans):
-            rows = [row for row, _, _ in spans]
-            if rows == list(range(rows[0], rows[-1] + 1)):
-                return self.pages[first[rows[0]] : first[rows[-1] + 1]]
-        wanted = [first[row] + ordinal for row, start, stop in spans for ordinal in range(start, stop)]
-        return self.pages[torch.tensor(wanted, dtype=torch.int64, device=self.pages.device)]
+        slots = self.pool.slots(spans)
+        prediction = None if self.predict is None or not len(slots) else self.predict(spans)
+        return self.codec.decode(self.pool.records[slots], self.num_bits, prediction)
 
     def set_bits(self, num_bits: int) -> None:
         """Shrink all pages to ``num_bits``, or widen them after a crop; pages to come are written with as many."""
         if num_bits != self.num_bits:
-            self.pages = self.codec.convert(self.pages, self.num_bits, num_bits)
+            assert isinstance(self.pool, GrowingPool)
+            self.pool.records = self.codec.convert(self.pool.records, self.num_bits, num_bits)
             self.num_bits = num_bits
 
-    def append(self, rows: slice, num_tokens: int, x: Tensor) -> list[Span]:
-        """Store x [b, n, T, D] behind the ``num_tokens`` tokens that each of ``rows`` (equal ones) has seen; returns
-        the pages written.
+    def write(self, rows: slice, num_tokens: int, x: Tensor) -> list[Span]:
+        """Store x [b, n, T, D] behind the ``num_tokens`` tokens of each of ``rows`` (equal ones), for whose pages the
+        pool has room; returns the pages packed.
 
         Raises:
-            NonFiniteActivations: NaN or infinity in a page that is due.
+            NonFiniteActivations: NaN or infinity in a page, where torch packs it.
         """
-        due = self.format.num_pages(num_tokens + x.shape[2]) - self.num_pages[rows.start]
+        total = num_tokens + x.shape[2]
         sinks = min(max(0, self.format.num_sink_tokens - num_tokens), x.shape[2])
         self.sinks[rows, :, num_tokens : num_tokens + sinks] = x[:, :, :sinks]
-        x = x[:, :, sinks:]
-        held = self.num_buffered(rows.start, num_tokens)
-        written: list[Span] = []
-        if due > 0:
-            written = [(row, n, n + due) for row, n in enumerate(self.num_pages) if rows.start <= row < rows.stop]
-            self._pack(written, self.buffer[rows, :, :held], x)
-            left = self.buffer[rows, :, due * PAGE_TOKENS : held].clone()  # where a window's rule has jumped
-            self.buffer[rows, :, : left.shape[2]] = left
-            x, held = x[:, :, max(0, due * PAGE_TOKENS - held) :], left.shape[2]
-        self.buffer[rows, :, held : held + x.shape[2]] = x
-        return written
+        first, stop = num_pages(num_tokens), num_pages(total)
+        spans = [(row, first, stop) for row in range(rows.start, rows.stop)] if first < stop else []
+        if spans:
+            self._pack(spans, num_tokens, x)
+            if self.format.needs_queries and not self.format.keeps_queries:
+                self.query_sum[rows] = 0
+                self.query_since[rows] = total
+        last = x[:, :, -self.ring.shape[2] :]
+        self.ring[rows].index_copy_(2, self.places(total - last.shape[2], total), last)
+        return spans
 
-    def append_step(self, num_tokens: list[int], x: Tensor) -> bool:
-        """Store one token x [B, n, 1, D] of every row, as :meth:`append` would, if that only fills buffers; else do
-        nothing and return False. One indexed write instead of a loop over the rows of a ragged batch."""
-        counts = zip(num_tokens, self.num_pages, strict=True)
-        if min(num_tokens) < self.format.num_sink_tokens or any(self.format.num_pages(n + 1) > p for n, p in counts):
+    def write_step(self, num_tokens: list[int], x: Tensor) -> bool:
+        """Store one token x [B, n, 1, D] of every row, as :meth:`write` would, if it is no sink and completes no page;
+        else do nothing and return False. One indexed write instead of a loop over the rows of a ragged batch."""
+        is_special = (n < self.format.num_sink_tokens or (n + 1) % PAGE_TOKENS == 0 for n in num_tokens)
+        if any(is_special):
             return False
-        held = [self.num_buffered(row, count) for row, count in enumerate(num_tokens)]
-        every_row = torch.arange(len(held), device=x.device)
-        self.buffer[every_row, :, torch.tensor(held, device=x.device)] = x[:, :, 0]
+        every_row = torch.arange(len(num_tokens), device=x.device)
+        places = torch.tensor([n % self.ring.shape[2] for n in num_tokens], device=x.device)
+        self.ring[every_row, :, places] = x[:, :, 0]
         return True
 
-    def observe(self, query_sum: Tensor, counts: list[int]) -> None:
-        """Add to the running query statistic: query_sum [B, n, D] is the sum of |q| over ``counts`` vectors a row."""
-        self.query_sum += query_sum
-        self.query_count = [old + new for old, new in zip(self.query_count, counts, strict=True)]
+    def read_spans(self, rows: slice, num_tokens: int) -> list[Span]:
+        """The pages that a read of ``num_tokens`` of each of ``rows`` takes tokens from."""
+        return [(row, 0, self.format.pages_read(num_tokens)) for row in range(rows.start, rows.stop)]
 
     def read(self, rows: slice, num_tokens: int, decoded: Tensor, out: Tensor) -> None:
-        """Write the ``num_tokens`` tokens of each of ``rows`` (equal ones) to out [b, n, num_tokens, D];
-        ``decoded`` [pages of these rows, n, 128, D] is :meth:`decode` of their spans."""
-        sinks, pages = min(self.format.num_sink_tokens, num_tokens), self.num_pages[rows.start]
-        paged = sinks + pages * PAGE_TOKENS
+        """Write the ``num_tokens`` tokens of each of ``rows`` (equal ones) to out [b, n, num_tokens, D]; ``decoded``
+        [.., n, 128, D] is :meth:`decode` of their ``read_spans``."""
+        paged = PAGE_TOKENS * self.format.pages_read(num_tokens)
+        if paged:
+            of_rows = decoded.unflatten(0, (rows.stop - rows.start, -1)).transpose(1, 2)
+            out[:, :, :paged].unflatten(2, (-1, PAGE_TOKENS)).copy_(of_rows)
+        out[:, :, paged:] = self.ring[rows].index_select(2, self.places(paged, num_tokens))
+        sinks = min(self.format.num_sink_tokens, num_tokens)
         out[:, :, :sinks] = self.sinks[rows, :, :sinks]
-        if pages:
-            of_rows = decoded.unflatten(0, (-1, pages)).transpose(1, 2)
-            out[:, :, sinks:paged].unflatten(2, (pages, PAGE_TOKENS)).copy_(of_rows)
-        out[:, :, paged:] = self.buffer[rows, :, : num_tokens - paged]
 
-    def crop(self, rows: slice, num_tokens: int) -> None:
-        """Keep the first ``num_tokens`` tokens of each of ``rows`` (equal ones)."""
-        whole = self.format.num_pages(num_tokens)
-        if self.num_pages[rows.start] == whole:
+    def crop(self, rows: slice, num_tokens: int, kept_tokens: int) -> None:
+        """Keep the first ``kept_tokens`` of the ``num_tokens`` tokens of each of ``rows`` (equal ones). What the ring
+        has lost of those that it should hold then comes from pages, which the caller drops."""
+        first = PAGE_TOKENS * self.format.pages_read(kept_tokens)
+        self.refill(rows, first, min(kept_tokens, num_tokens - self.ring.shape[2]))
+        if self.format.needs_queries:
+            self.query_since[rows] -= num_tokens - kept_tokens
+
+    def refill(self, rows: slice, first: int, stop: int) -> None:
+        """Bring the tokens ``first`` ... ``stop`` - 1 of each of ``rows`` back into the ring, as decoded from pages."""
+        if first >= stop:
             return
-        rest = max(0, num_tokens - self.format.num_sink_tokens) - PAGE_TOKENS * whole
-        by_row = list(self.pages.split(self.num_pages))
-        for row in range(rows.start, rows.stop):
-            decoded = self.decode([(row, whole, self.num_pages[row])], self.buffer.dtype)
-            self.buffer[row, :, :rest] = torch.cat([*decoded, self.buffer[row]], dim=1)[:, :rest]
-        for row in range(rows.start, rows.stop):
-            by_row[row] = by_row[row][:whole]
-            self.num_pages[row] = whole
-        self.pages = torch.cat(by_row)
+        pages = range(first // PAGE_TOKENS, -(-stop // PAGE_TOKENS))
+        spans = [(row, pages.start, pages.stop) for row in range(rows.start, rows.stop)]
+        decoded = self.decode(spans, self.ring.dtype).unflatten(0, (len(spans), -1)).transpose(1, 2).flatten(2, 3)
+        tokens = decoded[:, :, first - PAGE_TOKENS * pages.start : stop - PAGE_TOKENS * pages.start]
+        self.ring[rows].index_copy_(2, self.places(first, stop), tokens)
 
     def select(self, indices: list[int]) -> None:
-        """Keep, repeat or reorder rows."""
-        by_row = self.pages.split(self.num_pages)
-        with torch.inference_mode(False):
-            self.sinks, self.buffer, self.query_sum = (x[indices] for x in (self.sinks, self.buffer, self.query_sum))
-        self.query_count = [self.query_count[index] for index in indices]
-        self.pages = torch.cat([by_row[index] for index in indices])
-        self.num_pages = [self.num_pages[index] for index in indices]
+        """Keep, repeat or reorder rows; in place where their number stays."""
+        if len(indices) == len(self.ring):
+            for tensor in (*self.overwritten, self.query_since):
+                if tensor.numel():
+                    tensor.copy_(tensor[indices])
+        else:
+            with torch.inference_mode(False):
+                self.sinks, self.ring, self.query_sum = (x[indices] for x in self.overwritten)
+                self.query_since = self.query_since[indices] if self.format.needs_queries else self.query_since
+        self.pool.select(indices)
 
-    def _pack(self, spans: list[Span], held: Tensor, new: Tensor) -> None:
-        """Write pages of the first tokens of held [b, n, .., D] and of new [b, n, .., D] behind them, one span a row,
-        a part at a time: beside the pages so far and all of them there is never more than the scratch of a part."""
-        pool, places = self._with_room(spans)
-        (_, first, stop), prediction = spans[0], self._prediction(spans)
-        query_mean = self._take_query_mean(spans)
-        pages_at_once = max(1, ENCODE_PAGES // len(spans))
+    def observe(self, query_sum: Tensor) -> None:
+        """Add to the query statistic: query_sum [B, n, D] is the sum of |q| over the new tokens of every row."""
+        self.query_sum += query_sum
+
+    def reset(self) -> None:
+        """No tokens; nothing but the query statistic survives in what a row without tokens reads."""
+        self.query_sum.zero_()
+        self.query_since.zero_()
+
+    def places(self, first: int, stop: int) -> Tensor:
+        """int64: where the tokens ``first`` ... ``stop`` - 1 of a row lie in the ring."""
+        return torch.arange(first, stop, device=self.ring.device) % self.ring.shape[2]
+
+    def _pack(self, spans: list[Span], num_tokens: int, new: Tensor) -> None:
+        """Write pages from the tokens in the ring that no page holds yet, and from new [b, n, T, D] behind them; one
+        span a row, a part at a time, which bounds the scratch."""
+        rows = slice(spans[0][0], spans[-1][0] + 1)
+        _, first, stop = spans[0]
+        begin = PAGE_TOKENS * first
+        held = self.ring[rows].index_select(2, self.places(begin, num_tokens))
+        prediction = None if self.predict is None else self.predict(spans)
+        query_mean = self._query_mean(rows, num_tokens + new.shape[2])
+        slots = self.pool.slots(spans).view(len(spans), -1)
+        pages_at_once = max(1, (LAUNCHED_PAGES if self.kernels else ENCODE_PAGES) // len(spans))
         for start in range(first, stop, pages_at_once):
-            ordinals = torch.arange(start, min(start + pages_at_once, stop), device=new.device)
-            begin, end = (PAGE_TOKENS * (n - first) for n in (start, start + len(ordinals)))
-            tokens = new[:, :, max(0, begin - held.shape[2]) : max(0, end - held.shape[2])]
-            if begin < held.shape[2]:
-                tokens = torch.cat([held[:, :, begin:end], tokens], dim=2)
-            pages = tokens.unflatten(2, (-1, PAGE_TOKENS)).transpose(1, 2).flatten(0, 1)
+            pages = range(start, min(start + pages_at_once, stop))
+            a, b = PAGE_TOKENS * pages.start - begin, PAGE_TOKENS * pages.stop - begin
+            tokens = new[:, :, max(0, a - held.shape[2]) : max(0, b - held.shape[2])]
+            if a < held.shape[2]:
+                tokens = torch.cat([held[:, :, a:b], tokens], dim=2)
+            tokens = without_sinks(tokens, self.format.num_sink_tokens, pages.start)
+            part = slice(pages.start - first, pages.stop - first)
+            if self.kernels is not None:
+                self._pack_by_kernel(tokens, slots[:, part], pages.start, query_mean)
+                continue
             predicted = None
             if prediction is not None:
-                by_row = prediction.unflatten(0, (len(spans), -1))
-                predicted = by_row[:, start - first : start - first + len(ordinals)].flatten(0, 1)
-            mean = None if query_mean is None else query_mean.repeat_interleave(len(ordinals), dim=0)
-            records = self.codec.encode(pages, ordinals.repeat(len(spans)), self.num_bits, mean, predicted)
-            for place, part in zip(places, records.unflatten(0, (len(spans), -1)), strict=True):
-                pool[place + start - first : place + start - first + len(ordinals)] = part
-        self.pages = pool
-        for row, _, stop in spans:
-            self.num_pages[row] = stop
+                predicted = prediction.unflatten(0, (len(spans), -1))[:, part].flatten(0, 1)
+            mean = None if query_mean is None else query_mean.repeat_interleave(len(pages), dim=0)
+            ordinals = torch.arange(pages.start, pages.stop, device=new.device).repeat(len(spans))
+            x = tokens.unflatten(2, (-1, PAGE_TOKENS)).transpose(1, 2).flatten(0, 1)
+            records = self.codec.encode(x, ordinals, self.num_bits, mean, predicted)
+            self.pool.records[slots[:, part].flatten()] = records
 
-    def _with_room(self, spans: list[Span]) -> tuple[Tensor, list[int]]:
-        """The pages so far, with room for ``spans`` behind those of their rows, and where each span begins."""
-        new = {row: stop - first for row, first, stop in spans}
-        pool = self.pages.new_empty(len(self.pages) + sum(new.values()), *self.pages.shape[1:])
-        places, at = [], 0
-        for row, old in enumerate(self.pages.split(self.num_pages)):
-            pool[at : at + len(old)] = old
-            at += len(old)
-            if row in new:
-                places.append(at)
-                at += new[row]
-        return pool, places
-
-    def _take_query_mean(self, spans: list[Span]) -> Tensor | None:
-        """[b, n, D]: the mean |q| of each span's row since its last page, which begins anew; None without scores."""
+    def _query_mean(self, rows: slice, num_tokens: int) -> Tensor | None:
+        """[b, n, D]: the mean |q| of each row, which has ``num_tokens``, since its last page; None without scores."""
         if not self.format.needs_queries:
             return None
-        rows = [row for row, _, _ in spans]
-        counts = self.query_sum.new_tensor([self.query_count[row] for row in rows])
-        query_mean = self.query_sum[rows] / counts[:, None, None]
-        for row in () if self.format.keeps_queries else rows:
-            self.query_sum[row] = 0
-            self.query_count[row] = 0
-        return query_mean
+        counts = (num_tokens - self.query_since[rows]) * self.group_heads
+        return self.query_sum[rows] / counts.float().unsqueeze(-1)
 
-    def _prediction(self, spans: Sequence[Span]) -> Tensor | None:
-        return None if self.predict is None else self.predict(spans)
+    def _pack_by_kernel(self, tokens: Tensor, slots: Tensor, first_page: int, query_mean: Tensor | None) -> None:
+        assert self.kernels is not None
+        mean = tokens.new_empty(0, dtype=torch.float32) if query_mean is None else query_mean
+        ops.pack(
+            tokens, self.pool.records, slots.int(), first_page, mean, list(self.kernels.transform), self.kernels.error,
+            SIDES.index(self.codec.side), self.kernels.variant.number,
+        )  # fmt: skip
+
+    def _unpack(self, slots: Tensor, out: Tensor) -> None:
+        """slots [M] -> out [M, n, 128, D]."""
+        assert self.kernels is not None
+        variant, side = self.kernels.variant, SIDES.index(self.codec.side)
+        ops.unpack(self.pool.records, slots.int().unsqueeze(1), out, list(self.kernels.transform), side, variant.number)

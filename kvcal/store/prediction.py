@@ -20,8 +20,9 @@ from kvcal.pages.predictor import LinearPredictor
 from kvcal.plan.format import SIDES, Side
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.tensors import predictor_shape
-from kvcal.store.paged_tensor import PagedTensor, Predict, Span, ordinals_of
-from kvcal.store.plan_state import PlanState
+from kvcal.store.paged_tensor import PagedTensor, Predict
+from kvcal.store.pool import Span, ordinals_of
+from kvcal.store.state import PlanState
 
 
 def predictor_of(layer: LayerPlan, side: Side, state: PlanState, device: torch.device) -> LinearPredictor:

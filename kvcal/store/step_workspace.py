@@ -24,12 +24,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES, CacheDtype
-from kvcal.kernels.form_operands import VALUES_AT_ONCE
-from kvcal.kernels.macros import page_layout
+from kvcal.kernels.forms import VALUES_AT_ONCE
 from kvcal.kernels.predict import ROWS_AT_ONCE
-from kvcal.kernels.variants import head_ranges, stored_form
+from kvcal.kernels.variants import head_ranges, page_layout, stored_form
 from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS
-from kvcal.plan.format import RAW, SIDES, Side
+from kvcal.plan.format import RAW, SIDES, Side, num_pages
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.tensors import needed_tensors, predictor_shape
 from kvcal.store.transient import SCRATCH_BYTES, largest_transient
@@ -105,7 +104,7 @@ def form_bytes(layer: LayerPlan, side: Side, cache_dtype: CacheDtype, batch: int
     record, found = raw_record_bytes(layer, side, cache_dtype), []
     for pair in head_ranges(layer):
         is_form = stored_form(layer, side, pair.format(side)) is not None
-        found.append(batch * pair.format(side).num_pages(max_tokens) * pair.num_heads * record if is_form else 0)
+        found.append(batch * num_pages(max_tokens) * pair.num_heads * record if is_form else 0)
     return found
 
 
@@ -134,7 +133,7 @@ def _passing(
         forms = [fmt for fmt in layer.formats(side) if stored_form(layer, side, fmt) is not None]
         if not forms:
             continue
-        tokens = batch * PAGE_TOKENS * max(fmt.num_pages(max_tokens) for fmt in forms)
+        tokens = batch * PAGE_TOKENS * num_pages(max_tokens)
         found = PART_COPIES * FLOAT_BYTES * min(VALUES_AT_ONCE, tokens * heads * layer.head_dim(side))
         predictor = layer.predictor(side)
         if predictor is not None:
@@ -179,7 +178,7 @@ def _slots(
             key = layer.geometry.index, side
             if key not in last_reader:
                 continue
-            pages = layer.formats(side)[0].num_pages(max_tokens)
+            pages = num_pages(max_tokens)
             shape = (batch, pages, PAGE_TOKENS, layer.attention.num_kv_heads, layer.head_dim(side))
             free = [n for n, slot in enumerate(slots) if slot == shape and busy_until[n] < key[0]]
             if not free:

@@ -19,13 +19,15 @@ from kvcal.geometry import CacheDtype
 from kvcal.pages.codec import ENCODE_PAGES
 from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.pages.shrink import RECORDS_AT_ONCE
-from kvcal.plan.format import SIDES, Format, Side
+from kvcal.plan.format import SIDES, Format, Side, num_pages
 from kvcal.plan.layer import LayerPlan
 
 # Scratch for each value that is encoded or converted at once. Measured: 14 to 19 bytes, 29 on a lattice.
 SCRATCH_BYTES = 32
 # Indices of rows and pages, for each sequence.
 INDEX_BYTES = 64
+# Where the new tokens lie in a ring: two int64 each, on the way.
+PLACE_BYTES = 16
 
 
 def transient_bytes(
@@ -39,7 +41,7 @@ def transient_bytes(
     ``before``, ``after``: tokens of every sequence; ``columns``: fed before and after, padding included.
 
         sum of max(before, after) over parts - max(sum before, sum after) + largest (both - max + scratch) of a part
-        + 64 bytes a sequence
+        + 64 bytes a sequence + 16 bytes a token of the longest ring
     """
     parts = [
         _Part(cache_dtype, layer, side, fmt, heads.stop - heads.start)
@@ -52,7 +54,8 @@ def transient_bytes(
     old = [part.page_bytes(counts[0], columns[0]) for part in parts]
     new = [part.page_bytes(counts[1], columns[1]) for part in parts]
     mixed = sum(map(max, zip(old, new, strict=True))) - max(sum(old), sum(new))
-    return mixed + INDEX_BYTES * len(after) + max((part.own_bytes(*counts, columns) for part in parts), default=0)
+    indices = INDEX_BYTES * len(after) + PLACE_BYTES * max((part.format.ring_tokens for part in parts), default=0)
+    return mixed + indices + max((part.own_bytes(*counts, columns) for part in parts), default=0)
 
 
 def largest_transient(layers: Sequence[LayerPlan], cache_dtype: CacheDtype, batch: int, max_tokens: int) -> int:
@@ -76,7 +79,7 @@ class _Part:
     num_heads: int
 
     def num_pages(self, lengths: Counter[int]) -> int:
-        return sum(count * self.format.num_pages(length) for length, count in lengths.items())
+        return sum(count * num_pages(length) for length, count in lengths.items())
 
     def page_bytes(self, lengths: Counter[int], columns: int) -> int:
         return self.num_pages(lengths) * self._bytes_of_page(columns)

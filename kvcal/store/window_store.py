@@ -1,7 +1,7 @@
 """The keys and values of a sliding-window layer, in memory that is allocated once.
 
 The last W - 1 tokens of every row, for a window of W, at 16 bits: what ``BoundedLayer`` holds and ``Plan.nbytes``
-counts, in a ring, where token number i of a row has slot i modulo its size. Behind the interface of ``HeadStore``, for
+counts, in a ring, where token number i of a row has slot i modulo its size. Of
 all heads of the layer. A step is ``append_window`` (kvcal.kernels.window), then ``decode``.
 """
 
@@ -15,51 +15,47 @@ from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import ops
-from kvcal.kernels.operands import PageCounts, PageTransform, StoredSide
+from kvcal.kernels.operands import Memory, PageTransform, Place
 from kvcal.kernels.variants import Variant, window_variant
 from kvcal.kernels.window import append_window
 from kvcal.plan.format import SIDES, Side
 from kvcal.plan.layer import LayerPlan
 from kvcal.store.fixed import fixed
-from kvcal.store.static_state import StaticState
+from kvcal.store.state import StepState
 
 
 @dataclass(frozen=True)
 class WindowStore:
-    """``ring`` [B, N, ring tokens, D]; ``leaving`` [B, N, 1, D] is scratch, the same for all layers of a shape;
-    ``no_pages`` [B, 0, N, record]."""
+    """``ring`` [B, N, ring tokens, D]; ``evicted`` [B, N, 1, D] is scratch, the same for all layers of a shape;
+    ``no_pages`` [0, N, record]."""
 
-    heads: slice
     variant: Variant
-    key: str  # the variant's, ready for torch.compile
-    state: StaticState
+    number: int  # the variant's, ready for torch.compile
+    state: StepState
     ring: Mapping[Side, Tensor]
-    leaving: Mapping[Side, Tensor]
+    evicted: Mapping[Side, Tensor]
     no_pages: Tensor
     workspace: Tensor
-    nothing: Tensor
     no_table: Tensor
 
     @classmethod
-    def allocate(cls, plan: LayerPlan, state: StaticState) -> WindowStore:
+    def allocate(cls, plan: LayerPlan, state: StepState) -> WindowStore:
         """Zeroed, on the device of ``state``, which is allocated."""
-        geometry, device, cache_dtype = plan.attention, state.lengths.device, state.shared.plan.cache_dtype
+        geometry, device, cache_dtype = plan.attention, state.lengths.device, state.plan.cache_dtype
         assert geometry.window is not None
         num_heads, dim, dtype = geometry.num_kv_heads, geometry.k_head_dim, CACHE_DTYPES[cache_dtype]
         ring_tokens = min(state.max_tokens, geometry.window - 1)
         variant = window_variant(geometry, ring_tokens, cache_dtype)
         shape, record = (state.batch, num_heads, ring_tokens, dim), variant.layout("k").record_bytes
         return cls(
-            slice(0, num_heads),
             variant,
-            variant.key,
+            variant.number,
             state,
             {side: fixed(torch.zeros(shape, dtype=dtype, device=device)) for side in SIDES},
-            {side: state.leaving(side, num_heads, dim, dtype) for side in SIDES},
-            torch.empty(state.batch, 0, num_heads, record, dtype=torch.uint8, device=device),
+            {side: state.evicted(side, num_heads, dim, dtype) for side in SIDES},
+            torch.empty(0, num_heads, record, dtype=torch.uint8, device=device),
             state.workspace(num_heads, variant.group_heads, dim),
-            torch.empty(0, dtype=torch.float32, device=device),
-            torch.empty(0, dtype=torch.int32, device=device),
+            torch.empty(state.batch, 0, dtype=torch.int32, device=device),
         )
 
     @property
@@ -68,27 +64,17 @@ class WindowStore:
         return list(self.ring.values())
 
     @property
-    def control(self) -> list[Tensor]:
-        """What a step changes besides, and is no part of the plan's bytes."""
-        return []
-
-    @property
-    def overwritten(self) -> list[Tensor]:
-        """What later tokens overwrite."""
-        return self.tensors
-
-    @property
     def ring_tokens(self) -> int:
         return self.ring["k"].shape[2]
 
-    def append(self, k_new: Tensor, v_new: Tensor, q: Tensor) -> None:
+    def append(self, k_new: Tensor, v_new: Tensor) -> None:
         """Store one token of every row: k_new, v_new [B, N, D]."""
         append_window(
             k_new,
             v_new,
-            self.leaving["k"],
+            self.evicted["k"],
             self.ring["k"],
-            self.leaving["v"],
+            self.evicted["v"],
             self.ring["v"],
             self.state.lengths,
             self.state.error,
@@ -97,22 +83,14 @@ class WindowStore:
 
     def decode(self, q: Tensor, s_aux: Tensor | None, scale: float, softcap: float) -> Tensor:
         """Attention [B, N G, D] of q [B, N G, D], with s_aux [N G], over the window that the step's token ends."""
-        k, v = (StoredSide(self.leaving[side], self.ring[side], self.no_pages) for side in SIDES)
-        return ops.decode(
-            q,
-            k,
-            v,
-            PageCounts(self.state.lengths, self.no_table, self.no_table),
-            PageTransform(self.nothing, self.nothing),
-            self.nothing if s_aux is None else s_aux,
-            self.workspace,
-            scale,
-            softcap,
-            self.key,
-        )
-
-    def pack_due(self, side: Side, rows: slice, num_tokens: int) -> None:
-        """Nothing is ever packed."""
+        k, v = (list(Memory(self.evicted[side], self.ring[side], self.no_pages)) for side in SIDES)
+        nothing = self.state.nothing
+        place = Place(self.state.lengths, self.no_table, nothing.int(), nothing.int())
+        attended: Tensor = ops.decode(
+            q, k, v, list(place), list(PageTransform(nothing, nothing)), nothing if s_aux is None else s_aux,
+            self.workspace, scale, softcap, [self.number], nothing, [],
+        )  # fmt: skip
+        return attended
 
     def read(self, side: Side, rows: slice, num_tokens: int, out: Tensor) -> None:
         """Write the last T of the ``num_tokens`` tokens of each of ``rows`` to out [b, N, T, D], T as many as there are
@@ -120,7 +98,7 @@ class WindowStore:
         slots = self._slots(num_tokens - out.shape[2], num_tokens)
         out.copy_(self.ring[side][rows].index_select(2, slots))
 
-    def extend(self, rows: slice, num_tokens: int, new: Mapping[Side, Tensor], query_sum: Tensor | None) -> None:
+    def extend(self, rows: slice, num_tokens: int, new: Mapping[Side, Tensor]) -> None:
         """Store T new tokens [b, N, T, D] (T 1 or more, cache dtype) behind the ``num_tokens`` of each of ``rows``."""
         for side in SIDES:
             last = new[side][:, :, -self.ring_tokens :]
@@ -133,16 +111,10 @@ class WindowStore:
             return f"tokens before them have left the sliding window of {self.ring_tokens + 1}"
         return None
 
-    def uncount(self, removed: list[int]) -> None:
-        """Every row lost so many tokens: nothing here counts them."""
-
     def select(self, indices: Tensor) -> None:
         """Rows in another order, or repeated, int64 [B], in the same memory."""
         for tensor in self.tensors:
             tensor.copy_(tensor.index_select(0, indices))
-
-    def reset(self) -> None:
-        """No tokens: a row without any reads nothing of the ring."""
 
     def _slots(self, first: int, stop: int) -> Tensor:
         """int64: where the tokens ``first`` ... ``stop`` - 1 of a row lie."""

@@ -8,8 +8,8 @@ import pytest
 import torch
 from bench_cases import MACHINE
 
-from kvcal.bench.case import SHARPNESS, KernelUse, kernel_case, kernel_use, prefill_call, refusal, stores_of
-from kvcal.bench.content import CODE_RANGE, fill_lattice, fill_pages, forms_of
+from kvcal.bench.case import SHARPNESS, KernelUse, kernel_case, kernel_use, prefill_call, refusal
+from kvcal.bench.content import CODE_RANGE, fill_lattice, fill_pages
 from kvcal.bench.device import CACHES, L2_FACTOR, num_caches, spread
 from kvcal.bench.kernels import step_lengths
 from kvcal.bench.shape import (
@@ -32,12 +32,13 @@ from kvcal.bench.shape import (
     step_bytes,
     target,
 )
-from kvcal.cache.static_layer import StaticLayer
+from kvcal.cache.layer import PagedLayer
 from kvcal.errors import UsageError
+from kvcal.kernels.variants import VARIANTS, stored_form
 from kvcal.pages.lattice import LatticeLayout
 from kvcal.pages.tiered import NO_SLOT, TieredLayout
 from kvcal.plan.format import SIDES, Boost, Format, Tier
-from kvcal.store.layer_forms import LayerForms
+from kvcal.store.forms import StepForm
 
 CPU = torch.device("cpu")
 HEADS = Heads(num_kv_heads=2, head_dim=64, group=2)
@@ -50,22 +51,25 @@ FORMS = [
 EVERY_PAIR = [*PAIRS.values(), MIXKVQ, *FORMS[3:]]
 
 
-def tensor_bytes(layer: StaticLayer, context: int) -> StepBytes:
+def tensor_bytes(layer: PagedLayer, context: int) -> StepBytes:
     """What a step after ``context`` tokens moves, counted in the layer's tensors."""
     stored = reconstructed = kept = predictors = 0
-    for store in stores_of(layer):
-        for side in SIDES:
-            pages, buffer = store.variant.format(side).num_pages(context), store.buffer[side]
-            held = store.pages[side][:, :pages].nbytes
-            stored += buffer[:, :, :1].nbytes * (context + 1 - 128 * pages)
-            stored += 0 if side in store.reconstructed else held
-            reconstructed += 2 * held if side in store.reconstructed else 0
-    for form in forms_of(layer):
-        pages = form.format.num_pages(context)
-        stored += form.records[0][:, :pages].nbytes if form.tokens else 0
+    held = 2 * ((context + 1) // 128)  # of two sequences
+    for step in layer.store.steps:
+        for side, memory in zip(SIDES, (step.k, step.v), strict=True):
+            fmt = VARIANTS[step.variants[0]].format(side)
+            is_form = stored_form(layer.plan, side, fmt) is not None
+            read = 2 * fmt.pages_read(context)
+            page, token = memory.pages[:1].nbytes, memory.ring[:, :, :1].nbytes
+            stored += token * (context + 1) - token // 2 * 128 * read
+            stored += token * min(memory.sinks.shape[2], 64 * read)
+            stored += 0 if is_form else read * page
+            reconstructed += (held + read) * page if is_form else 0
+    for form in layer.forms:
+        stored += held * form.records[:1].nbytes if form.tokens else 0
         inputs = () if form.predicted is None else form.predicted.inputs
         for tensor in (*inputs, *([] if form.kept is None else [form.kept])):
-            kept += tensor[:, :pages].nbytes
+            kept += held * tensor[:1, :1].nbytes
         predictors += 0 if form.predicted is None else form.predicted.predictor.nbytes
     return StepBytes(stored, reconstructed, kept, predictors)
 
@@ -130,9 +134,9 @@ def test_a_wrong_page_is_far_beyond_the_error_of_rounding(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("pair", [PAIRS["2"], PAIRS["8"], PAIRS["16"], PAIRS["kitty"]], ids=lambda pair: pair.name)
 def test_a_wrong_page_of_keys_is_beyond_it_too(pair: Pair, context: int) -> None:
     case = kernel_case(pair, HEADS, Point(1, context), 1, CPU)
-    (store,) = stores_of(case.layers[0])
+    (part,) = case.layers[0].sides["k"]
     right = case.attend(case.layers[0], SHARPNESS)
-    store.pages["k"].copy_(store.pages["k"].flip(1))
+    part.pool.records.copy_(part.pool.records.flip(1))
     wrong = case.attend(case.layers[0], SHARPNESS)
     assert (wrong - right).norm() > 0.1 * right.norm()
 
@@ -140,20 +144,19 @@ def test_a_wrong_page_of_keys_is_beyond_it_too(pair: Pair, context: int) -> None
 @pytest.mark.parametrize("pair", FORMS, ids=lambda pair: pair.name)
 def test_pages_that_are_not_reconstructed_are_far_beyond_it_too(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     case = kernel_case(pair, HEADS, Point(1, 300), 1, CPU)
-    monkeypatch.setattr(LayerForms, "step", lambda forms: None)
+    monkeypatch.setattr(StepForm, "step", lambda form: None)
     assert not case.relative_error() < 0.1
 
 
 @pytest.mark.parametrize("name", ["aqua-kv-int4", "aqua-kv-uniform"])
 def test_layers_that_are_predicted_are_timed_between_a_first_and_a_last_one(name: str) -> None:
     case = kernel_case(recipe_pair(name), HEADS, Point(1, 256), 3, CPU)
-    assert len(case.cache.static_layers) == 5
+    assert len(case.cache.paged_layers) == 5
     assert [layer.plan.geometry.index for layer in (*case.before, *case.layers)] == [0, 1, 2, 3]
     assert case.before[0].plan.k[0].num_bits == 4 and case.before[0].plan.k_predictor is None
     for layer in case.layers:
-        assert layer.plan.k[0].num_bits == 2 and layer.forms is not None
-        for side in SIDES:
-            (form,) = layer.forms.forms[side]
+        assert layer.plan.k[0].num_bits == 2 and [form.codec.side for form in layer.forms] == list(SIDES)
+        for form in layer.forms:
             assert form.kept is not None and form.predicted is not None, "predicted from, and predicted"
 
 
@@ -164,8 +167,8 @@ def test_reconstructions_stay_small_however_often_they_are_timed() -> None:
     assert all(torch.isfinite(out).all() for out in outputs)
     assert int(case.cache.static.error) == 0
     for layer in case.layers:
-        for store in stores_of(layer):
-            pages = [store.pages[side].view(torch.bfloat16).float() for side in SIDES]
+        for step in layer.store.steps:
+            pages = [memory.pages[:2].view(torch.bfloat16).float() for memory in (step.k, step.v)]
             assert all(0.01 < page.std() < 1 for page in pages)
 
 
@@ -201,48 +204,28 @@ def test_every_slot_belongs_to_one_channel(pair: Pair) -> None:
 
 
 def test_a_step_stores_its_token_and_packs_what_is_due() -> None:
-    pair = PAIRS["2"]
-    case = kernel_case(pair, HEADS, Point(1, 256), 1, CPU)
-    (store,) = stores_of(case.layers[0])
-    before = store.pages["k"].clone()
+    case = kernel_case(PAIRS["2"], HEADS, Point(1, 255), 1, CPU)
+    (part,) = case.layers[0].sides["k"]
+    before = part.pool.records.clone()
     case.step(case.layers[0])
-    assert not torch.equal(before[:, 1], store.pages["k"][:, 1]), "the second page was due"
-    assert torch.equal(before[:, 0], store.pages["k"][:, 0])
-    assert torch.equal(store.buffer["k"][:, :, 0], case.k_new)
-    assert int(store.state.error) == 0
+    assert not torch.equal(before[1], part.pool.records[1]), "the token completes the second page"
+    assert torch.equal(before[0], part.pool.records[0])
+    assert torch.equal(part.ring[:, :, 255 % 128], case.k_new)
+    assert int(case.cache.static.error) == 0
 
 
-def test_packing_a_prompt_writes_every_page() -> None:
-    case = kernel_case(PAIRS["kitty"], HEADS, Point(2, 512), 1, CPU)
-    (store,) = stores_of(case.layers[0])
-    before = {side: store.pages[side].clone() for side in ("k", "v")}
-    call, nbytes = prefill_call(case, 4)
-    call()
-    for side in ("k", "v"):
-        changed = (before[side][:, :4] != store.pages[side][:, :4]).any(-1)
-        assert changed.all()
-    written = sum(store.pages[side][:, :4].numel() for side in ("k", "v"))
-    assert nbytes == written + 2 * (2 * 2 * 512 * 64 * 2)
-    assert int(store.state.error) == 0
-
-
-@pytest.mark.parametrize("pair", FORMS[:4], ids=lambda pair: pair.name)
-def test_packing_a_prompt_encodes_stored_forms(pair: Pair) -> None:
+@pytest.mark.parametrize("pair", [PAIRS["kitty"], MIXKVQ, *FORMS[:4]], ids=lambda pair: pair.name)
+def test_storing_a_prompt_writes_every_page(pair: Pair) -> None:
     case = kernel_case(pair, HEADS, Point(2, 512), 1, CPU)
-    own = [form for form in forms_of(case.layers[0]) if form.tokens]
-    before = [form.records[0].clone() for form in own]
+    parts = case.layers[0].parts
+    before = [part.pool.records.clone() for part in parts]
     call, nbytes = prefill_call(case, 4)
     call()
-    encoded = 0
-    for form, old in zip(own, before, strict=True):
-        pages = form.format.num_pages(512)
-        assert (form.records[0][:, :pages] != old[:, :pages]).any(-1).all()
-        assert torch.equal(form.records[0][:, pages:], old[:, pages:])
-        encoded += form.records[0][:, :pages].nbytes + 2 * 2 * 128 * pages * 64 * 2  # of pages of 16 bits, read again
-    (store,) = stores_of(case.layers[0])
-    packed = sum(store.pages[side][:, :4].nbytes for side in SIDES)
-    assert nbytes == 2 * (2 * 2 * 512 * 64 * 2) + packed + encoded
-    assert int(store.state.error) == 0
+    slots = case.cache.static.table[:, :4].flatten().long()
+    for part, old in zip(parts, before, strict=True):
+        assert (part.pool.records[slots] != old[slots]).any(-1).all()
+    assert nbytes == sum(part.pool.records[slots].nbytes for part in parts) + 2 * (2 * 2 * 512 * 64 * 2)
+    assert int(case.cache.static.error) == 0
 
 
 @pytest.mark.parametrize("lattice_dim", [2, 4])
@@ -283,14 +266,8 @@ def test_a_kernels_reasons_are_those_of_the_cache() -> None:
 
 
 def test_a_page_is_due_once_in_128_steps() -> None:
-    point = Point(1, 1024)
-    assert step_lengths(PAIRS["2"], point)[0] == [1024]
-    assert step_lengths(PAIRS["2-window"], point)[0] == [1056]  # 32 sinks: 1056 = 32 + 128 + 7 pages
-    uneven = Pair("uneven", PAIRS["2"].k, replace(PAIRS["2"].v, recent_window=64))
-    assert step_lengths(uneven, point)[0] == [1024, 1088]
-    for pair in (*PAIRS.values(), uneven):
-        packing, plain = step_lengths(pair, point)
-        assert plain not in packing
+    assert step_lengths(1024) == (1151, 1087)
+    assert step_lengths(1000) == (1023, 959)
 
 
 def test_what_the_kernels_do_not_take_is_refused_with_a_reason() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 
 import oracles
 import pytest
@@ -57,8 +56,8 @@ def expected_bytes(plan: Plan, lengths: list[int]) -> int:
                 )
                 token = HEAD_DIM * oracles.ITEM_BYTES[plan.cache_dtype]
                 for length in lengths:
-                    pages = max(0, math.floor((length - fmt.num_sink_tokens - fmt.recent_window) / 128))
-                    total += (fmt.num_sink_tokens + fmt.recent_window + 128) * token + pages * record
+                    ring = fmt.recent_window + 128
+                    total += (fmt.num_sink_tokens + ring) * token + length // 128 * record
     return total
 
 
@@ -152,10 +151,10 @@ def test_two_bits_take_a_fraction_of_the_memory():
             cache.update(states, states, 0)
             assert_exact_bytes(cache, [cache.get_seq_length()])
             nbytes[num_bits, cache.get_seq_length()] = cache.nbytes
-    buffers = 2 * 128 * 256
+    rings = 2 * 128 * 256
     for tokens in (1024, 8192):
-        assert nbytes[16, tokens] == buffers + 2 * 256 * tokens
-        assert nbytes[2, tokens] == buffers + 2 * 36 * tokens
+        assert nbytes[16, tokens] == rings + 2 * 256 * tokens
+        assert nbytes[2, tokens] == rings + 2 * 36 * tokens
     assert nbytes[2, 8192] < nbytes[16, 8192] / 6
 
 
@@ -184,14 +183,14 @@ def test_a_step_that_packs_every_layer_takes_what_the_workspace_says(name, ragge
         another.update(few, few, layer)
     for layer in range(4):
         cache.update(states, states, layer)
-    pages = [part.pages.shape[0] for layer in cache.layers for part in layer.sides["k"]]
+    pages = [part.pool.records.shape[0] for layer in cache.layers for part in layer.sides["k"]]
     before = PeakBytes([tensor for layer in cache.layers for tensor in layer.tensors])
     held = before.now
     assert held == cache.nbytes
     with before as peak:
         for layer in range(4):
             cache.update(step, step, layer)
-    assert [part.pages.shape[0] for layer in cache.layers for part in layer.sides["k"]] == [n + 2 for n in pages]
+    assert [part.pool.records.shape[0] for layer in cache.layers for part in layer.sides["k"]] == [n + 2 for n in pages]
     said = step_workspace.step_workspace(plan.layers, plan.cache_dtype, 2, 4096)
     assert 0.6 * said.unpacked < peak.peak - held <= said.nbytes
     assert peak.now == cache.nbytes

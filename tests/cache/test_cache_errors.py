@@ -11,7 +11,7 @@ from cache_cases import assert_exact_bytes, feed, llama_plan, random_ids, tiny_l
 from test_cache_families import TWO_BITS, model_of, two_bit_plan
 from torch import Tensor
 
-from kvcal import PlanCache, paged_attention
+from kvcal import PlanCache, attached
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.plan.plan import Format
 
@@ -75,7 +75,7 @@ def test_a_cache_says_that_a_forward_pass_did_not_end(max_tokens: int | None) ->
     cache, fresh = (
         PlanCache(llama_plan(*TWO_BITS, 2, num_layers=THREE), model.config, max_tokens=max_tokens) for _ in range(2)
     )
-    context = contextlib.nullcontext() if max_tokens is None else paged_attention(model)
+    context = contextlib.nullcontext() if max_tokens is None else attached(model)
     with context:
         feed(model, cache, ids[:, :60])
         with interrupted(model), pytest.raises(KeyboardInterrupt):
@@ -108,7 +108,7 @@ def test_values_that_cannot_be_packed_end_the_cache_too() -> None:
 def test_a_refusal_before_anything_is_stored_is_not_an_end() -> None:
     model = tiny_llama(2)
     cache = PlanCache(llama_plan(*TWO_BITS, 2), model.config, max_tokens=20)
-    with paged_attention(model):
+    with attached(model):
         with pytest.raises(UsageError, match="does not fit"):
             feed(model, cache, random_ids(1, 21))
         feed(model, cache, random_ids(1, 20))

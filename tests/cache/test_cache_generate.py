@@ -22,7 +22,7 @@ from kvcal.plan.plan import RAW
 
 RAW_PLAN = llama_plan(RAW, RAW)
 QUANTIZED = {"kivi": llama_plan(*KIVI_2), "sinks": llama_plan(*SINKS_3), "per head": llama_plan(*per_head(2))}
-PROMPT = 244  # KIVI's next pages are full after 12 new tokens
+PROMPT = 244  # the next pages are full after 12 new tokens
 RAGGED = (244, 180, 3)
 
 
@@ -145,7 +145,7 @@ def test_prompt_lookup_with_quantized_plans(plan, monkeypatch):
     assert found.shape[1] == PROMPT + 90
     assert min(crops) < 0  # some drafts were rejected
     for formats in zip(QUANTIZED[plan].layers[0].k, QUANTIZED[plan].layers[0].v, strict=True):
-        assert any(fmt.num_pages(PROMPT + 89) > fmt.num_pages(PROMPT) for fmt in formats)  # and pages were written
+        assert any(fmt.pages_read(PROMPT + 89) > fmt.pages_read(PROMPT) for fmt in formats)  # and pages came to be read
 
 
 def test_reset_and_reuse_generate_the_same_again():

@@ -12,7 +12,7 @@ import transformers as hf
 from cache_cases import HEAD_DIM, feed, llama_plan, model_plan, plan_of, random_ids, tiny_llama
 from transformers import PretrainedConfig
 
-from kvcal import Plan, PlanCache, paged_attention
+from kvcal import Plan, PlanCache, attached
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry, StateGeometry
 from kvcal.plan.plan import RAW
@@ -133,10 +133,10 @@ def test_arguments_of_another_type(arguments, message: str, hint: str | None):
 @pytest.mark.parametrize("max_tokens", [None, 60])
 @pytest.mark.parametrize("name", ["gemma3", "llama"])
 def test_every_update_is_checked_and_a_refused_one_changes_nothing(name: str, max_tokens: int | None):
-    """Fewer heads, another head size, another batch or values of fewer tokens would be broadcast into the buffers."""
+    """Fewer heads, another head size, another batch or values of fewer tokens would be broadcast into the rings."""
     model = tiny_models.built(name)
     cache = PlanCache(model_plan(model), model.config, max_tokens=max_tokens)
-    with paged_attention(model):
+    with attached(model):
         feed(model, cache, random_ids(2, 9))
         held = cache.nbytes
         for index, layer in enumerate(cache.plan.layers):

@@ -10,6 +10,7 @@ from cache_cases import (
     HEAD_DIM,
     KIVI_2,
     SINKS_3,
+    after_crop,
     assert_exact_bytes,
     feed,
     llama_plan,
@@ -21,8 +22,8 @@ from cache_cases import (
 )
 
 from kvcal import Plan, PlanCache
-from kvcal.errors import UsageError
-from kvcal.plan.plan import RAW, Format
+from kvcal.errors import ArtifactError, UsageError
+from kvcal.plan.plan import RAW, SIDES, Format
 
 HEADS = 4
 EVERY_KIND = llama_plan(*per_head(HEADS), num_kv_heads=HEADS, num_layers=1)
@@ -166,19 +167,52 @@ def test_selecting_rows_of_an_empty_cache_does_nothing():
 @pytest.mark.parametrize("kept", [419, 390, 385, 384, 383, 300, 257, 256, 255, 130, 128, 5, 4, 3, 1])
 @pytest.mark.parametrize("plan", [EVERY_KIND, llama_plan(*NO_WINDOW, num_layers=1)], ids=["every kind", "no window"])
 def test_crop_keeps_what_was_read_and_the_bytes_of_the_shorter_cache(plan, kept):
-    """Into the buffer, into the window or into a page: what is left of a page goes back to the buffer as decoded."""
+    """Into the ring or into a page: what comes back into the ring is raw where the ring still has it, else as
+    decoded."""
     cache = filled(plan, 420, batch=2)
-    before = read(cache)
+    before, original = read(cache), random_states(2, plan.layers[0].attention.num_kv_heads, 420)
     cache.crop(kept - 420)
     assert_exact_bytes(cache, [kept, kept])
     assert cache.get_seq_length() == kept
-    assert all(torch.equal(now, then[:, :, :kept]) for now, then in zip(read(cache), before, strict=True))
+    sides = zip(SIDES, read(cache), before, (original, original.flip(1)), strict=True)
+    for side, now, then, raw in sides:
+        assert torch.equal(now, after_crop(plan, side, then, raw, kept))
     more = random_states(2, plan.layers[0].attention.num_kv_heads, 300, seed=4)
     cache.update(more, more, 0)
     assert_exact_bytes(cache, [kept + 300] * 2)
 
 
-def test_crop_within_the_buffer_leaves_no_trace():
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cache: cache.crop(-5),
+        lambda cache: cache.crop(-100),
+        lambda cache: cache.reorder_cache(torch.tensor([1, 1])),
+        lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    ],
+)
+def test_a_decoded_copy_follows(change):
+    """Pages that are decoded once, and again once rows or tokens have gone."""
+    config, caches = tiny_llama(HEADS, 1).config, []
+    for keep_decoded in (False, True):
+        cache = PlanCache(EVERY_KIND, config, keep_decoded=keep_decoded)
+        caches.append(cache)
+        cache.verify_decoded()  # nothing yet
+        for part in random_states(2, HEADS, 300).split(97, dim=2):
+            cache.update(part, part.flip(1), 0)
+        change(cache)
+        cache.verify_decoded()
+    more = random_states(len(caches[0].lengths), HEADS, 150, seed=3)
+    for part in more.split(7, dim=2):
+        plain, kept = (cache.update(part, part.flip(1), 0) for cache in caches)
+        assert all(torch.equal(one, other) for one, other in zip(plain, kept, strict=True))
+    caches[1].verify_decoded()
+    caches[1].layers[0].sides["v"][0].pool.records[0] ^= 1
+    with pytest.raises(ArtifactError, match="layer 0: the decoded v differ from the packed cache by"):
+        caches[1].verify_decoded()
+
+
+def test_crop_within_the_ring_leaves_no_trace():
     cache, plain = filled(EVERY_KIND, 300), filled(EVERY_KIND, 300)
     draft = random_states(1, HEADS, 5, seed=7)
     more = random_states(1, HEADS, 200, seed=8)
@@ -199,6 +233,20 @@ def test_crop_of_everything_and_of_nothing():
     empty_cache().crop(-3)
 
 
+def unpadded(states: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+    """[1, N, T, D] of every row."""
+    return [row[None, :, real.bool()] for row, real in zip(states, mask, strict=True)]
+
+
+def filled_alone(prompt: torch.Tensor, more: torch.Tensor, kept: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a row reads back by itself, fed and cropped as the batch was."""
+    single = empty_cache()
+    for part in (prompt, more):
+        single.update(part, part, 0)
+    single.crop(kept - 460)
+    return read(single)
+
+
 @pytest.mark.parametrize("kept", [450, 310, 300, 299])
 def test_crop_of_a_ragged_batch(kept):
     lengths = (300, 140, 7)
@@ -209,7 +257,11 @@ def test_crop_of_a_ragged_batch(kept):
     before = read(cache)
     cache.crop(kept - 460)
     assert_exact_bytes(cache, [length + kept - 300 for length in lengths], kept)
-    assert all(torch.equal(now, then[:, :, :kept]) for now, then in zip(read(cache), before, strict=True))
+    alone = [filled_alone(rows, more[row : row + 1], kept) for row, rows in enumerate(unpadded(states, mask))]
+    for now, *singles in zip(read(cache), *alone, strict=True):
+        for row, single in enumerate(singles):
+            assert torch.equal(now[row, :, kept - single.shape[2] :], single[0])
+    assert all(torch.equal(now[:, :, :100], then[:, :, :100]) for now, then in zip(read(cache), before, strict=True))
 
 
 def test_reset_forgets_everything_and_takes_another_batch():

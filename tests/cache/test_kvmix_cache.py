@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvcal import Plan, PlanCache, artifact, load_plan, save_plan
 from kvcal.errors import ArtifactError
-from kvcal.plan.format import RAW, Format, WindowRule
+from kvcal.plan.format import RAW, Format, WindowRule, num_pages
 from kvcal.plan.plan import KIND, SCHEMA
 from kvcal.recipe import ImportanceSpec
 from kvcal.stages.allocate.importance import importance_formats, layer_format
@@ -63,7 +63,7 @@ def kvmix_plan(window: str = "paged", num_layers: int = 2, **changes) -> Plan:
 
 
 def history(fmt: Format, num_tokens: int) -> list[tuple[int, int]]:
-    """(pages, window) after 0, 1, ... tokens. Pages are written when due and stay."""
+    """(pages read, window) after 0, 1, ... tokens. A page is read from the time that it has left the window."""
     rule = fmt.window_rule
     assert rule is not None
     share, kept, pages, found = Fraction(repr(rule.share)), 0, 0, [(0, rule.min_tokens)]
@@ -71,7 +71,7 @@ def history(fmt: Format, num_tokens: int) -> list[tuple[int, int]]:
         if count % 128 == 0:
             kept = floor(share * (kept + 128))
         window = min(max(kept if rule.kind == "paged" else floor(share * count), rule.min_tokens), rule.max_tokens)
-        if count - fmt.num_sink_tokens - 128 * pages >= window + 128:
+        if count - 128 * pages >= window + 128:
             pages += 1
         found.append((pages, window))
     return found
@@ -95,7 +95,7 @@ def test_the_paper_s_window_and_ours_are_as_documented() -> None:
         for _ in range(steps[-1]):
             kept.append(floor(Fraction(share) * (kept[-1] + 1)))
         fmt = Format(2, "token", 32, window_rule=WindowRule("paged", float(share), 512))
-        unquantized = [count - 128 * fmt.num_pages(count) for count in range(4096, 4096 + len(kept))]
+        unquantized = [count - 128 * fmt.pages_read(count) for count in range(4096, 4096 + len(kept))]
         columns += [[counts[step] for step in steps] for counts in (kept, unquantized)]
     assert columns[1][:6] == [819, 164, 33, 6, 1, 0]
     rows = zip(*columns, strict=True)
@@ -117,7 +117,7 @@ def test_a_plan_with_the_rule_s_old_name_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fmt", K_FORMATS + V_FORMATS, ids=str)
 def test_pages_are_those_of_a_simulation_token_by_token(fmt: Format) -> None:
     expected = history(fmt, 2000)
-    assert [fmt.num_pages(count) for count in range(2001)] == [pages for pages, _ in expected]
+    assert [fmt.pages_read(count) for count in range(2001)] == [pages for pages, _ in expected]
     assert [fmt.window_rule.window(count) for count in range(2001)] == [window for _, window in expected]
     for count in (0, 1, 100, 127, 128, 200, 255, 256, 511, 700):
         pages = expected[count][0]
@@ -130,9 +130,9 @@ def test_the_window_is_never_smaller_than_the_rule_says(kind: str) -> None:
     """But where the paged one has just jumped: tokens do not come back from pages."""
     fmt = Format(2, "token", 32, 4, window_rule=WindowRule(kind, 0.3, 512))
     for count, (pages, window) in enumerate(history(fmt, 3000)):
-        unquantized = count - 4 - 128 * fmt.num_pages(count)
-        assert unquantized >= min(window, count - 4) or (kind == "paged" and pages and count % 128 < 60)
-        assert unquantized < window + 128 and unquantized <= fmt.buffer_tokens
+        unquantized = count - 128 * fmt.pages_read(count)
+        assert unquantized >= min(window, count) or (kind == "paged" and pages and count % 128 < 60)
+        assert unquantized < window + 128 and unquantized <= fmt.ring_tokens
 
 
 def bytes_by_hand(plan: Plan, lengths: list[int]) -> int:
@@ -143,7 +143,7 @@ def bytes_by_hand(plan: Plan, lengths: list[int]) -> int:
                 fmt.num_bits, side, fmt.axis, fmt.group_size, HEAD_DIM, fmt.param_dtype, plan.cache_dtype
             )
             raw = (fmt.num_sink_tokens + fmt.window_rule.max_tokens + 128) * HEAD_DIM * 4
-            total += sum(raw + history(fmt, length)[-1][0] * record for length in lengths)
+            total += sum(raw + length // 128 * record for length in lengths)
     return total
 
 
@@ -161,21 +161,16 @@ class Contents:
     """What every head must read back as after any number of ``states`` [1, N, T, D]."""
 
     def __init__(self, states: Tensor) -> None:
-        self.states = states
-        self.pages: dict[tuple[str, int, int], Tensor] = {}
+        self.heads = {
+            (side, head): oracles.StoredHead(states[0, head], fmt)
+            for side, formats in (("k", K_FORMATS), ("v", V_FORMATS))
+            for head, fmt in enumerate(formats)
+        }
 
     def after(self, side: str, head: int, count: int) -> Tensor:
-        """[count, D]: sinks raw, pages quantized once, the buffer raw."""
-        fmt = (K_FORMATS if side == "k" else V_FORMATS)[head]
-        out = self.states[0, head, :count].clone()
-        for page in range(history(fmt, count)[-1][0]):
-            tokens = slice(fmt.num_sink_tokens + 128 * page, fmt.num_sink_tokens + 128 * (page + 1))
-            if (side, head, page) not in self.pages:
-                self.pages[side, head, page] = oracles.quantized_page(
-                    out[tokens], fmt.num_bits, fmt.axis, fmt.group_size, fmt.param_dtype
-                )
-            out[tokens] = self.pages[side, head, page]
-        return out
+        """[count, D]: sinks raw, pages that are read quantized once, the ring raw."""
+        stored = self.heads[side, head]
+        return stored.after(count, history(stored.fmt, count)[-1][0])
 
 
 @pytest.mark.parametrize("cuts", [[], [1, 127, 128, 129, 300], list(range(40, 520, 37))], ids=["one", "few", "many"])
@@ -239,7 +234,7 @@ def test_generate_keeps_bytes_exact_and_rows_apart(window: str) -> None:
     found = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **options)
     assert_exact_bytes(cache, [length + 39 for length in lengths], 189)
     formats = [fmt for layer in plan.layers for fmt in (*layer.k, *layer.v)]
-    assert any(fmt.num_pages(189) > fmt.num_pages(150) for fmt in formats)
+    assert num_pages(159) > num_pages(120) and any(fmt.pages_read(189) > fmt.pages_read(150) for fmt in formats)
     for row, length in enumerate(lengths):
         alone = ids[row : row + 1, 150 - length :]
         expected = model.generate(

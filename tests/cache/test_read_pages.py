@@ -20,7 +20,7 @@ from kvcal.models.taps import Captured
 from kvcal.plan.format import RAW, SIDES, Boost, Format, Tier, WindowRule
 from kvcal.plan.plan import Plan
 from kvcal.stages.predictors import reconstruct
-from kvcal.stages.predictors.reconstruct import Reconstruction, Wanted, query_spans, read_pages
+from kvcal.stages.predictors.reconstruct import Reconstruction, Wanted, read_pages
 
 LENGTH, KV_HEADS = 700, 2
 BOOST = Boost("query_range", (Tier(4, 0.25),))
@@ -61,13 +61,12 @@ def held_pages(plan: Plan, loaded: LoadedModel, replay: Replay) -> dict[tuple[in
             q, k, v = (x[:, :, start:stop] for x in (captured.q_post_BHTD, captured.k_post_BNTD, captured.v_BNTD))
             layer = cache.layers[captured.layer]
             layer.update(k, v)
-            layer.observe_queries(q)
+            layer.observe(q)
         start = stop
     found = {}
     for layer in cache.layers:
-        for side in layer.prediction.read_sides:
-            (paged,) = layer.sides[side]
-            pages = layer.prediction.before_rope(side, [(0, 0, paged.num_pages[0])])
+        for side in layer.store.prediction.read_sides:
+            pages = layer.store.prediction.before_rope(side, [(0, 0, LENGTH // 128)])
             found[layer.plan.geometry.index, side] = pages.transpose(1, 2).flatten(2).flatten(0, 1)
     return found
 
@@ -113,9 +112,17 @@ def compare(monkeypatch: pytest.MonkeyPatch, *formats: Format) -> None:
     read_pages(replay, loaded.geometry, wanted, [way], tables, torch.ones(LENGTH, dtype=torch.int64), receive)
     assert {(0, "v"), (1, "k"), (1, "v"), (2, "k")} == expected.keys()
     for key, pages in expected.items():
-        assert len(pages) >= 3 * 128 and torch.equal(found[key][: len(pages)], pages), key
+        assert len(pages) == 5 * 128 and torch.equal(found[key], pages), key
 
 
-def test_pages_still_in_the_window_take_the_last_queries() -> None:
-    fmt = Format(2, "channel", 32, num_sink_tokens=3, recent_window=100, boost=BOOST)
-    assert query_spans(fmt, 540, 4) == [range(0, 231), range(231, 359), range(359, 487), range(412, 540)]
+def test_pages_are_scored_with_the_queries_of_their_own_tokens() -> None:
+    """The tokens behind the last page, and those of the pages before, do not count."""
+    q = torch.zeros(1, NUM_HEADS, 300, HEAD_DIM)
+    for page, token in enumerate((0, 127, 128, 255, 256)):
+        q[0, :, token, page] = -128.0 * torch.arange(1, NUM_HEADS + 1)
+    found = reconstruct._query_means(q, KV_HEADS, 2)
+    of_groups = torch.tensor([2.5, 6.5])  # the means of 1, 2, 3, 4 and of 5, 6, 7, 8
+    expected = torch.zeros(2, KV_HEADS, HEAD_DIM)
+    for page, channels in enumerate((slice(0, 2), slice(2, 4))):
+        expected[page, :, channels] = of_groups[:, None]
+    assert torch.equal(found, expected)

@@ -88,11 +88,11 @@ def test_segments_follow_every_head_and_16_bit_heads_have_no_pages():
     assert searched_heads(layer).tolist() == [True, False]
     segments = page_segments(layer, 290)
     assert [(s.start, s.stop, s.is_stored_NT.sum(1).tolist()) for s in segments] == [
-        (0, 145, [0, 0]),
-        (145, 273, [128, 0]),
-        (273, 290, [256, 0]),
+        (0, 144, [0, 0]),
+        (144, 272, [127, 0]),
+        (272, 290, [255, 0]),
     ]
-    assert segments[1].is_stored_NT[0].nonzero().flatten().tolist() == list(range(1, 129))
+    assert segments[1].is_stored_NT[0].nonzero().flatten().tolist() == list(range(1, 128))
 
 
 def test_record_makes_a_plan_that_runs(tmp_path, outliers):

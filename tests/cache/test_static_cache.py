@@ -10,15 +10,15 @@ from cache_cases import HEAD_DIM, attended, feed, llama_plan, padded, random_ids
 from static_cases import FORMATS, V, assert_same_pages, drifting_ids, listened, plan_for
 from torch import Tensor
 
-from kvcal import Plan, PlanCache, paged_attention
+from kvcal import Plan, PlanCache, attached
 from kvcal.errors import ArtifactError, NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry
+from kvcal.kernels.choice import refusals
 from kvcal.kernels.reference import NO_ROOM
-from kvcal.kernels.refusals import refusals
-from kvcal.kernels.variants import head_ranges, parse_key, variant_of
-from kvcal.plan.format import RAW, Boost, Format, Tier
+from kvcal.kernels.variants import VARIANTS, head_ranges, variant_of
+from kvcal.plan.format import RAW, SIDES, Boost, Format, Tier
 from kvcal.plan.layer import LayerPlan
-from kvcal.store.static_state import Serving
+from kvcal.store.state import Serving
 
 ALL = [*FORMATS, "per head", "transformed"]
 
@@ -28,7 +28,7 @@ def static_cache(plan: Plan, max_tokens: int, mask: Tensor | None = None, layers
 
 
 def served(cache: PlanCache, ids: Tensor, cuts=(), mask: Tensor | None = None, layers: int = 1) -> Tensor:
-    with paged_attention(tiny_llama(2, layers)):
+    with attached(tiny_llama(2, layers)):
         return feed(tiny_llama(2, layers), cache, ids, cuts, mask)
 
 
@@ -41,25 +41,25 @@ def test_bytes_are_the_plans_from_the_first_update_on(name: str, max_tokens: int
     assert held == sum(tensor.nbytes for tensor in plan.tensors.values())
     served(cache, random_ids(3, 1), layers=2)
     assert cache.nbytes == plan.nbytes([max_tokens] * 3, max_tokens)
-    numbers = 4 * 3 + 8 + 4  # lengths, columns, error
+    numbers = 4 * 3 + 8 + 4 + 4 * 3 * (max_tokens // 128)  # lengths, columns, error, the table of slots
     starts = 2 * 4 * 3 * 2 if plan.needs_queries else 0
     rules = {fmt for layer in plan.layers for fmt in (*layer.k, *layer.v) if fmt.window_rule is not None}
-    tables = sum(4 * (fmt.num_pages(max_tokens) + 1) for fmt in rules)
+    tables = sum(4 * (fmt.pages_read(max_tokens) + 1) for fmt in rules)
     assert cache.workspace_nbytes == numbers + starts + tables
 
 
 @pytest.mark.parametrize("name", ["clamped window", "paged window"])
-def test_the_table_of_a_window_rule_says_when_pages_are_due(name: str) -> None:
+def test_the_table_of_a_window_rule_says_when_pages_are_read(name: str) -> None:
     cache = static_cache(plan_for(name), 700)
     cache.allocate(2, "cpu")
-    (store,) = cache.static_layers[0].stores
-    for side in ("k", "v"):
-        fmt, table = store.variant.format(side), store.page_at[side]
-        assert [int((table <= n).sum()) for n in range(701)] == [fmt.num_pages(n) for n in range(701)]
-        assert fmt.num_pages(700) > 2
+    (step,), layer = cache.paged_layers[0].store.steps, cache.plan.layers[0]
+    for side, table in zip(SIDES, (step.place.k_read_at, step.place.v_read_at), strict=True):
+        (fmt,) = layer.formats(side)
+        assert [int((table <= n).sum()) for n in range(701)] == [fmt.pages_read(n) for n in range(701)]
+        assert fmt.pages_read(700) > 2
 
 
-# On, before and behind the boundaries of pages, those of sinks (133, 261) and of windows (142, 270), too.
+# On, before and behind the boundaries of pages, and of windows of 9 (137, 265) and of 33 (161, 289), too.
 CUTS = [
     (128,),
     (127, 128),
@@ -67,9 +67,9 @@ CUTS = [
     (64, 256),
     (256, 257),
     (50, 100, 150, 200, 250, 300),
-    (133, 261),
-    (261,),
-    (142, 270),
+    (137, 265),
+    (265,),
+    (161, 289),
 ]
 
 
@@ -107,7 +107,7 @@ def test_memory_stays_where_it_is(name: str) -> None:
     cache = static_cache(plan_for(name), 300)
     cache.allocate(2, "cpu")
     state = cache.static
-    held = [*(tensor for layer in cache.static_layers for tensor in layer.tensors), state.lengths, state.columns]
+    held = [*(tensor for layer in cache.paged_layers for tensor in layer.tensors), state.lengths, state.columns]
     before = [tensor.data_ptr() for tensor in held]
     served(cache, random_ids(2, 270), (120, *range(121, 270)))
     cache.reorder_cache(torch.tensor([1, 0]))
@@ -117,12 +117,12 @@ def test_memory_stays_where_it_is(name: str) -> None:
     cache.reset()
     assert isinstance(length, Tensor) and int(length) == 269  # what was asked for does not move with the cache
     served(cache, random_ids(2, 130))
-    after = [*(tensor for layer in cache.static_layers for tensor in layer.tensors), state.lengths, state.columns]
+    after = [*(tensor for layer in cache.paged_layers for tensor in layer.tensors), state.lengths, state.columns]
     assert [tensor.data_ptr() for tensor in after] == before
     assert cache.lengths == [130, 130]
     with pytest.raises(UsageError, match="is allocated already"):
         cache.allocate(2, "cpu")
-    with pytest.raises(UsageError, match="grows by itself"):
+    with pytest.raises(UsageError, match=r"allocate\(\) is for static caches"):
         PlanCache(plan_for(name), tiny_llama(2, 1).config).allocate(2, "cpu")
 
 
@@ -159,14 +159,29 @@ def test_rows_change_places() -> None:
         assert "without max_tokens" in str(error.value.hint)
 
 
-def test_tokens_of_the_buffer_can_be_removed() -> None:
+@pytest.mark.parametrize("kept", [259, 257, 256, 255, 140, 129, 128, 127, 40, 3, 1])
+@pytest.mark.parametrize("name", ["uniform", "kivi", "kitty", "queries", "paged window", "per head", "transformed"])
+def test_removed_tokens_leave_what_they_leave_in_the_dynamic_cache(name: str, kept: int) -> None:
+    """Within the ring or into pages: what comes back, and what is packed from it, is the same to the last bit."""
+    plan, given, more = plan_for(name), random_qkv(2, 2, 260), random_qkv(2, 2, 150, seed=4)
+    dynamic, static = PlanCache(plan, tiny_llama(2, 1).config), static_cache(plan, 450)
+    found, expected = [], []
+    for cache, outputs in ((static, found), (dynamic, expected)):
+        attended(cache, *given, (200, *range(201, 240)))
+        cache.crop(kept - 260)
+        assert cache.lengths == [kept, kept]
+        layer, rows = cache.paged_layers[0], cache.padding.rows
+        outputs += [layer.store.read(side, rows, kept, 0, torch.float32) for side in SIDES]
+        outputs.append(attended(cache, *more, (1, 100, *range(101, 140))))
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    torch.testing.assert_close(found[2], expected[2], atol=1e-4, rtol=1e-4)
+    assert assert_same_pages(static, dynamic) > 0
+    assert static.nbytes == plan.nbytes([450] * 2)
+
+
+def test_tokens_of_the_ring_can_be_removed() -> None:
     plan, given, dropped = plan_for("kivi"), random_qkv(2, 2, 200), random_qkv(2, 2, 160, seed=4)
     cut, straight = static_cache(plan, 200), static_cache(plan, 200)
-    attended(cut, *dropped, (130,))
-    with pytest.raises(UsageError, match="cannot remove 32 of 160 tokens: some of them are packed"):
-        cut.crop(-32)
-    assert cut.lengths == [160, 160]
-    cut.reset()
     for part, tokens in ((given, 140), (dropped, 20)):
         attended(cut, *(x[:, :, :tokens] for x in part))
     cut.crop(-20)
@@ -210,25 +225,26 @@ def test_a_step_beyond_the_room_is_found_by_check() -> None:
     cache = static_cache(plan_for("uniform"), 130)
     served(cache, random_ids(1, 130))
     q, k, v = random_qkv(1, 2, 1)
-    before = cache.layers[0].stores[0].pages["k"].clone()
+    before = cache.layers[0].parts[0].pool.records.clone()
     for _ in range(127):
         cache.layers[0].attend(q, k, v, None, 1.0, 0.0)
     assert int(cache.static.error) == NO_ROOM
     with pytest.raises(UsageError, match="a sequence of 257 tokens does not fit"):
         cache.check()
     cache.check()
-    assert torch.equal(cache.layers[0].stores[0].pages["k"], before)
+    assert torch.equal(cache.layers[0].parts[0].pool.records, before)
 
 
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_what_is_not_finite_is_reported(side: str) -> None:
     cache = static_cache(llama_plan(Format(2, "channel", 32), Format(2, "token", 32), 2, "bfloat16", 1), 300)
     cache.allocate(1, "cpu")
-    layer = cache.static_layers[0]
+    cache.static.serving, layer = Serving(), cache.paged_layers[0]
     q, k, v = random_qkv(1, 2, 130)
     (k if side == "k" else v)[0, 1, 7, 2] = torch.nan
+    layer.update(k, v)
     with pytest.raises(NonFiniteActivations, match="keys or values cannot be quantized"):
-        layer.extend(q, k, v)
+        layer.observe(q)
     cache.reset()
     for t in range(130):
         one = slice(t, t + 1)
@@ -296,17 +312,15 @@ def test_what_the_kernels_refuse() -> None:
     assert "hold keys before RoPE and shrink" in found["shrinking, before RoPE"][0]
 
 
-def test_a_variant_is_its_key() -> None:
+def test_a_variant_is_its_number() -> None:
     plan = plan_for("per head", num_kv_heads=8)
     pairs = head_ranges(plan.layers[0])
     assert [pair.heads.start for pair in pairs] == list(range(8))
     variants = [variant_of(plan.layers[0], pair, "bfloat16") for pair in pairs]
-    assert [parse_key(variant.key) for variant in variants] == variants
-    assert variants[0] == variants[4] and len({variant.key for variant in variants}) == 4
+    assert [VARIANTS[variant.number] for variant in variants] == variants
+    assert variants[0] == variants[4] and len({variant.number for variant in variants}) == 4
     random = plan_for("random", num_kv_heads=2).layers[0]
     assert [variant_of(random, pair, "bfloat16").first_head for pair in head_ranges(random)] == [0]
-    with pytest.raises(UsageError, match="unknown key 'bits'"):
-        parse_key(variants[0].key[:-1] + ',"bits":3}')
 
 
 @pytest.mark.parametrize("name", ["queries", "clamped window", "transformed", "16 bits"])
@@ -314,17 +328,19 @@ def test_the_operators_declare_what_they_do(name: str) -> None:
     """torch's own checks: the schema's mutated arguments, and the fake implementations."""
     cache = static_cache(plan_for(name), 300)
     served(cache, random_ids(2, 140))
-    (store,) = cache.layers[0].stores
+    (step,), error = cache.layers[0].store.steps, cache.static.error
     q, k, v = (x[:, :, 0] for x in random_qkv(2, 2, 1))
-    calls = {"append": [], "decode": [], "pack": [], "unpack": []}
-    stored = [*store._stored("k"), *store._stored("v")]
-    control = [cache.static.lengths, store.page_at["k"], store.page_at["v"], store.rescale, store.offset]
-    queries = q if store.variant.k.needs_queries else store.nothing
-    calls["append"] = [k, v, queries, *stored, store.query_sum, store.query_since, *control, cache.static.error]
-    calls["decode"] = [q, *stored, *control, store.nothing, store.workspace, 0.5, 0.0]
-    x, mean = random_qkv(2, 2, 256)[1].bfloat16(), store.query_sum.clone()
-    calls["pack"] = [x, store.pages["k"], 0, mean, store.rescale, store.offset, cache.static.error, "k"]
-    calls["unpack"] = [store.pages["k"], torch.zeros(2, 2, 256, HEAD_DIM), 0, store.rescale, store.offset, "k"]
+    queries = q if step.needs_queries else cache.static.nothing
+    place, transform, variants = list(step.place), list(step.transform), list(step.variants)
+    held, present = (list(step.k), list(step.v)), (variants, step.present, list(step.regions))
+    x, mean, slots = random_qkv(2, 2, 256)[1].bfloat16(), step.statistic.sum.clone(), step.place.table
+    packed = step.k.pages, slots, torch.zeros(2, 2, 256, HEAD_DIM)
+    calls = {
+        "append": (k, v, queries, *held, list(step.statistic), place, transform, error, *present),
+        "decode": (q, *held, place, transform, cache.static.nothing, step.workspace, 0.5, 0.0, *present),
+        "pack": (x, step.k.pages, slots, 0, mean, transform, error, 0, *variants),
+        "unpack": (*packed, transform, 0, *variants),
+    }
     for op, args in calls.items():
         called = getattr(torch.ops.kvcal, op).default
-        torch.library.opcheck(called, (*args, store.key), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(called, args, test_utils=("test_schema", "test_faketensor"))

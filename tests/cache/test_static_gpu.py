@@ -21,7 +21,7 @@ from gpu_cases import (
 )
 from static_cases import assert_same_pages
 
-from kvcal import PlanCache, paged_attention
+from kvcal import PlanCache, attached
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.models.geometry import geometry_of
 from kvcal.plan.format import Format
@@ -78,7 +78,7 @@ def test_steps_tell_check_what_they_met() -> None:
     model = random_llama()
     cache = PlanCache(plan_for(model, "uniform"), model.config, max_tokens=130)
     cache.allocate(1, "cuda")
-    layer = cache.static_layers[0]
+    layer = cache.paged_layers[0]
 
     def feed(count: int, value: float) -> None:
         q, k = torch.randn(1, 8, 1, 64, device="cuda"), torch.full((1, 2, 1, 64), value, device="cuda")
@@ -106,6 +106,6 @@ def test_generate_gives_the_tokens_of_the_dynamic_cache(sizes: Sequence[int]) ->
     options = {"max_new_tokens": 150, "do_sample": False, "attention_mask": mask, "disable_compile": True}
     expected = model.generate(ids, past_key_values=PlanCache(plan, model.config, mask), **options)
     static = PlanCache(plan, model.config, mask, max_tokens=360)
-    with paged_attention(model):
+    with attached(model):
         found = model.generate(ids, past_key_values=static, **options)
     assert torch.equal(found, expected)

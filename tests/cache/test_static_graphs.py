@@ -9,7 +9,7 @@ from gpu_cases import mixed_plan, plan_for, random_ids, random_llama, reasoner, 
 from torch import Tensor
 from transformers import CompileConfig
 
-from kvcal import PlanCache, paged_attention
+from kvcal import PlanCache, attached
 from kvcal.kernels.launch import Kernel
 
 pytestmark = pytest.mark.gpu
@@ -79,7 +79,7 @@ def test_a_captured_step_is_an_eager_one_bit_for_bit_and_allocates_nothing(monke
     model = reasoner("bfloat16").model
     plan, prompt = mixed_plan(model), task_prompts(2, 100)
     found = []
-    with paged_attention(model):
+    with attached(model):
         for is_captured in (False, True):
             monkeypatch.setattr(Kernel, "launch", launch if is_captured else launch_alone)
             step = Step(model, PlanCache(plan, model.config, max_tokens=500), 2, 300)
@@ -98,7 +98,7 @@ def test_a_captured_step_is_an_eager_one_bit_for_bit_and_allocates_nothing(monke
     eager, captured = found
     assert torch.equal(eager.history, captured.history)
     assert captured.cache.lengths == [400, 400]
-    for ours, theirs in zip(captured.cache.static_layers, eager.cache.static_layers, strict=True):
+    for ours, theirs in zip(captured.cache.paged_layers, eager.cache.paged_layers, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(ours.tensors, theirs.tensors, strict=True))
 
 
@@ -107,7 +107,7 @@ def test_a_soak_of_20000_replays() -> None:
     """Twenty rounds of a thousand steps, each from an empty cache on: all rounds alike, and nothing grows."""
     model = random_llama()
     plan = plan_for(model, "kitty")
-    with paged_attention(model):
+    with attached(model):
         step = Step(model, PlanCache(plan, model.config, max_tokens=1000), 2, 1000)
         graph = step.capture()
         first, before = None, None
@@ -139,7 +139,7 @@ def test_generate_compiles_the_step_by_itself(mode: str) -> None:
     options = {"max_new_tokens": 200, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     torch.compiler.reset()
     counters.clear()
-    with paged_attention(model):
+    with attached(model):
         expected = model.generate(ids, past_key_values=cache, disable_compile=True, **options)
         cache.reset()
         found = model.generate(ids, past_key_values=cache, compile_config=CompileConfig(mode=mode), **options)

@@ -16,8 +16,8 @@ from static_cases import FORMATS, assert_same_pages
 from test_static_graphs import Step, allocations
 from torch import Tensor
 
-from kvcal import Plan, PlanCache, paged_attention
-from kvcal.cache.queries import serving
+from kvcal import Plan, PlanCache, attached
+from kvcal.cache.attached import attached_for
 from kvcal.errors import SlowPath
 from kvcal.models.geometry import geometry_of
 
@@ -62,7 +62,7 @@ def random_batch(device: str) -> tuple[Tensor, Tensor]:
 
 
 def context(model: hf.PreTrainedModel, cache: PlanCache) -> AbstractContextManager[None]:
-    return serving(model, cache.plan) if cache.static is None else paged_attention(model)
+    return attached_for(model, cache.plan) if cache.static is None else attached(model)
 
 
 def assert_like_the_dynamic_cache(model: hf.PreTrainedModel, static: PlanCache, tolerance: float) -> None:
@@ -129,7 +129,7 @@ class TestOnCuda:
     def test_a_captured_step_is_an_eager_one_bit_for_bit_and_allocates_nothing(self, name: str, formats: str) -> None:
         model, found = model_of(name, "cuda", torch.bfloat16), []
         prompt = random_batch("cuda")[0][:2, 150:PROMPT]
-        with paged_attention(model):
+        with attached(model):
             for is_captured in (False, True):
                 step = Step(model, self.allocated(model, formats, 2), 2, 250)
                 call = step.capture().replay if is_captured else step

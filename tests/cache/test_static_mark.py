@@ -8,7 +8,7 @@ from cache_cases import feed, model_plan, padded, random_ids, tiny_llama
 from static_cases import assert_same_pages, drifting_ids, listened, plan_for
 from tiny_models import built
 
-from kvcal import PlanCache, paged_attention
+from kvcal import PlanCache, attached
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.plan.format import Format
 
@@ -19,15 +19,17 @@ def windowed_plan():
     return model_plan(built("gemma3"), Format(2, "channel", 32, 4), Format(2, "token", 32, 4, 5))
 
 
-# Behind sinks that are not full, and where pages are due.
+# Behind sinks that are not full, and before, on and behind the ends of pages.
 @pytest.mark.parametrize(
     ("name", "length"),
     [
         *((name, 150) for name in NAMES),
         ("kivi", 128),
+        ("kivi", 255),
         ("uniform", 1),
         ("uniform", 128),
-        ("queries", 133),
+        ("queries", 127),
+        ("queries", 129),
         ("queries", 3),
     ],
 )
@@ -35,13 +37,13 @@ def test_requests_behind_a_prompt_are_as_behind_a_fresh_one(name: str, length: i
     """Requests of steps and chunks that pack pages; of each, every page is the dynamic cache's."""
     model, plan, prompt = tiny_llama(2, 1), plan_for(name), drifting_ids(2, length)
     cache = PlanCache(plan, model.config, max_tokens=length + 300)
-    with paged_attention(model):
+    with attached(model):
         feed(model, cache, prompt)
     cache.mark()
-    where = [tensor.data_ptr() for layer in cache.static_layers for tensor in layer.tensors]
+    where = [tensor.data_ptr() for layer in cache.paged_layers for tensor in layer.tensors]
     for request, cuts in enumerate([range(1, 140), (100, 101, 299), (110, *range(111, 135))]):
         ids, dynamic = random_ids(2, cuts[-1] + 1, seed=request), PlanCache(plan, model.config)
-        with paged_attention(model):
+        with attached(model):
             found = feed(model, cache, ids, cuts)
         with listened(2, 1, plan):
             feed(model, dynamic, prompt)
@@ -50,7 +52,7 @@ def test_requests_behind_a_prompt_are_as_behind_a_fresh_one(name: str, length: i
         assert assert_same_pages(cache, dynamic) > 0
         cache.rewind()
         assert cache.lengths == [length, length] and cache.static.longest == length
-    assert [tensor.data_ptr() for layer in cache.static_layers for tensor in layer.tensors] == where
+    assert [tensor.data_ptr() for layer in cache.paged_layers for tensor in layer.tensors] == where
 
 
 def test_a_rewound_cache_is_the_marked_one_bit_for_bit() -> None:
@@ -60,7 +62,7 @@ def test_a_rewound_cache_is_the_marked_one_bit_for_bit() -> None:
     first, second = (random_ids(3, 150, seed=seed) for seed in (1, 2))
     cache = PlanCache(plan, model.config, mask, max_tokens=300)
     later = torch.nn.functional.pad(mask, (0, 150), value=1)
-    with paged_attention(model):
+    with attached(model):
         feed(model, cache, ids.long(), (90,), mask)
         cache.mark()
         expected = feed(model, cache, first, range(1, 150), later)
@@ -76,7 +78,7 @@ def test_a_mark_within_a_prompt() -> None:
     model, plan = tiny_llama(2, 1), plan_for("kivi")
     ids, mask = padded([random_ids(1, n, seed=n)[0] for n in (60, 9)], 60, "left")
     cache = PlanCache(plan, model.config, mask, max_tokens=100)
-    with paged_attention(model):
+    with attached(model):
         feed(model, cache, ids[:, :30].long(), (), mask[:, :30])
         cache.mark()
         found = []
@@ -91,7 +93,7 @@ def test_a_mark_within_a_prompt() -> None:
 def test_a_later_mark_takes_the_place_of_the_first_and_a_crop_may_go_behind_it() -> None:
     model, plan, ids = tiny_llama(2, 2), plan_for("kivi", num_layers=2), random_ids(2, 160)
     cache, fresh = (PlanCache(plan, model.config, max_tokens=300) for _ in range(2))
-    with paged_attention(model):
+    with attached(model):
         for stop in (100, 140):
             feed(model, cache, ids[:, stop - 100 if stop == 100 else 100 : stop])
             cache.mark()
@@ -106,11 +108,33 @@ def test_a_later_mark_takes_the_place_of_the_first_and_a_crop_may_go_behind_it()
     assert cache.workspace_nbytes == held
 
 
+@pytest.mark.parametrize(("kept", "holds"), [(300, True), (256, True), (255, False), (129, False), (0, False)])
+def test_a_crop_into_pages_before_a_mark_ends_it(kept: int, holds: bool) -> None:
+    """Tokens to come are packed in their place."""
+    model, plan, rest = tiny_llama(2, 1), plan_for("uniform"), random_ids(2, 40, seed=5)
+    cache = PlanCache(plan, model.config, max_tokens=500)
+    with attached(model):
+        feed(model, cache, random_ids(2, 310))
+        cache.mark()
+        expected = feed(model, cache, rest, range(1, 40))
+        cache.crop(kept - 350)
+        feed(model, cache, random_ids(2, 140, seed=6), range(100, 140))
+        if holds:
+            cache.rewind()
+            assert torch.equal(feed(model, cache, rest, range(1, 40)), expected)
+            return
+        with pytest.raises(UsageError, match="no mark to go back to: .* pages before it were cropped"):
+            cache.rewind()
+        assert cache.lengths == [kept + 140] * 2
+        cache.mark()
+        cache.rewind()
+
+
 def test_generate_behind_a_mark() -> None:
     """``generate`` takes what the cache holds as the beginning of its prompt."""
     model, plan, prompt = built("gemma3"), windowed_plan(), random_ids(2, 140)
     cache = PlanCache(plan, model.config, max_tokens=300)
-    with paged_attention(model), torch.no_grad():
+    with attached(model), torch.no_grad():
         feed(model, cache, prompt)
         cache.mark()
         for seed in (1, 2, 1):
@@ -128,17 +152,13 @@ def test_generate_behind_a_mark() -> None:
 def test_bytes_of_a_mark_are_those_of_what_is_not_packed(name: str) -> None:
     model, plan = tiny_llama(2, 1), plan_for(name)
     cache = PlanCache(plan, model.config, max_tokens=3000)
-    with paged_attention(model):
+    with attached(model):
         feed(model, cache, random_ids(3, 10))
         before, stored = cache.workspace_nbytes, cache.nbytes
         cache.mark()
-    held = sum(
-        tensor.nbytes
-        for store in cache.static_layers[0].stores
-        for side in ("k", "v")
-        for tensor in (store.sinks[side], store.buffer[side])
-    )
-    sums = sum(store.query_sum.nbytes + store.query_since.nbytes for store in cache.static_layers[0].stores)
+    parts = cache.paged_layers[0].parts
+    held = sum(part.sinks.nbytes + part.ring.nbytes for part in parts)
+    sums = sum(part.query_sum.nbytes + part.query_since.nbytes for part in parts)
     assert cache.workspace_nbytes - before == held + sums + 4 * 3 + 8
     assert cache.nbytes == stored == plan.nbytes([3000] * 3)
 
@@ -151,7 +171,7 @@ def test_marks_that_do_not_hold() -> None:
             unmarkable.mark()
         with pytest.raises(UsageError, match="never marked"):
             unmarkable.rewind()
-    with paged_attention(model):
+    with attached(model):
         feed(model, cache, random_ids(2, 140))
         cache.mark()
         cache.reorder_cache(torch.tensor([0, 1]))

@@ -19,10 +19,8 @@ from static_cases import pages_of
 from torch import Tensor
 
 from kvcal import PlanCache
-from kvcal.cache.paged_layer import PagedLayer
-from kvcal.cache.static_layer import StaticLayer
 from kvcal.models.load import load
-from kvcal.plan.format import SIDES
+from kvcal.plan.format import num_pages
 
 pytestmark = pytest.mark.gpu
 
@@ -69,19 +67,18 @@ def forced(
 def adopt(cache: PlanCache, static: PlanCache) -> list[Distance]:
     """Put the pages of ``static`` into a dynamic cache; how its own differed from them, where they did."""
     distances = []
-    for ours, theirs in zip(cache.layers, static.layers, strict=True):
-        assert isinstance(ours, PagedLayer) and isinstance(theirs, StaticLayer)
-        for store, side, row in itertools.product(theirs.stores, SIDES, range(len(cache.lengths))):
-            layout = store.variant.layout(side)
-            for head in range(store.heads.start, store.heads.stop):
-                pages = pages_of(ours, side, row, head)
-                wanted = store.pages[side][row, : len(pages), head - store.heads.start].to(pages.device)
-                for number in (pages != wanted).any(dim=1).nonzero().flatten().tolist():
-                    share = (pages[number] != wanted[number]).double().mean()
-                    old, new = (layout.decode(of[number]).double() for of in (pages, wanted))
-                    off = (new - old).norm() / old.norm()
-                    distances.append(Distance(float(share), float(off)))
-                pages.copy_(wanted)
+    for ours, theirs in zip(cache.paged_layers, static.paged_layers, strict=True):
+        pairs = zip(ours.parts, theirs.parts, strict=True)
+        for (part, other), (row, length) in itertools.product(pairs, enumerate(cache.lengths)):
+            slots = part.pool.slots([(row, 0, num_pages(length))])
+            pages = part.pool.records[slots]
+            wanted = pages_of(other, row, length).to(pages.device)
+            for number, head in (pages != wanted).any(dim=2).nonzero().tolist():
+                share = (pages[number, head] != wanted[number, head]).double().mean()
+                old, new = (part.codec.decode(of[number : number + 1], part.num_bits) for of in (pages, wanted))
+                old, new = (x[0, head].double() for x in (old, new))
+                distances.append(Distance(float(share), float((new - old).norm() / old.norm())))
+            part.pool.records[slots] = wanted
     return distances
 
 

@@ -12,16 +12,15 @@ from tiny_models import built
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache
 
-from kvcal import Plan, PlanCache, paged_attention
-from kvcal.cache.bounded_layer import BoundedLayer
-from kvcal.cache.static_layer import StaticLayer
-from kvcal.cache.static_window import StaticWindow
+from kvcal import Plan, PlanCache, attached
+from kvcal.cache.layer import PagedLayer
+from kvcal.cache.window_layer import BoundedLayer, StaticWindow
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry
+from kvcal.kernels.choice import refusals
 from kvcal.kernels.compile import cubin, resources
 from kvcal.kernels.decode import decode_defines
 from kvcal.kernels.reference import NO_ROOM
-from kvcal.kernels.refusals import refusals
 from kvcal.kernels.variants import window_variant
 from kvcal.kernels.window import append_window
 from kvcal.plan.format import Format
@@ -47,7 +46,7 @@ def both(name: str, plan: Plan, ids: Tensor, cuts, mask: Tensor, prompt: int):
     model, found = built(name), []
     for max_tokens in (None, ids.shape[1]):
         cache = PlanCache(plan, model.config, mask[:, :prompt], max_tokens=max_tokens)
-        with paged_attention(model):
+        with attached(model):
             found.append((cache, feed(model, cache, ids, cuts, mask)))
     return found
 
@@ -67,14 +66,13 @@ def assert_same_windows(static: PlanCache, dynamic: PlanCache, exact: bool = Tru
         if not isinstance(theirs, BoundedLayer):
             continue
         assert isinstance(ours, StaticWindow) and theirs.keys is not None and theirs.values is not None
-        (store,) = ours.stores
         held = theirs.keys.shape[2]
         real = rows.mask(columns - held, held, torch.device("cpu"))
         for row, length in enumerate(dynamic.lengths):
             for side, dense in (("k", theirs.keys), ("v", theirs.values)):
                 expected = dense[row : row + 1, :, real[row]]
                 out = torch.empty_like(expected)
-                store.read(side, slice(row, row + 1), length, out)
+                ours.window.read(side, slice(row, row + 1), length, out)
                 assert torch.equal(out, expected) if exact else torch.allclose(out, expected, atol=1e-4)
                 count += out.shape[2]
     return count
@@ -108,7 +106,7 @@ def test_windows_and_rooms_of_any_size(window: int, max_tokens: int) -> None:
     model = windowed(window)
     plan, ids = model_plan(model), random_ids(2, min(max_tokens, 80))
     dynamic, static = (PlanCache(plan, model.config, max_tokens=size) for size in (None, max_tokens))
-    with paged_attention(model):
+    with attached(model):
         expected, found = (feed(model, cache, ids, range(1, 80)) for cache in (dynamic, static))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert static.nbytes == plan.nbytes([max_tokens] * 2)
@@ -135,14 +133,14 @@ def test_the_step_in_fp64(lengths: tuple[int, int]) -> None:
     plan, batch, window = slid_plan(6, dim=8), 2, 6
     static = PlanCache(plan, windowed(6, 1).config, max_tokens=40)
     static.allocate(batch, "cpu")
-    (layer,) = static.static_layers
+    (layer,) = static.paged_layers
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(batch, n, 31, 8, generator=generator) for n in (8, 2, 2))
     s_aux = torch.randn(8, generator=generator)
     for row, length in enumerate(lengths):
         if length:
             new = {"k": k[row : row + 1, :, :length], "v": v[row : row + 1, :, :length]}
-            layer.stores[0].extend(slice(row, row + 1), 0, new, None)
+            layer.window.extend(slice(row, row + 1), 0, new)
     static.static.lengths.copy_(torch.tensor(lengths))
     new = [torch.stack([x[row, :, length : length + 1] for row, length in enumerate(lengths)]) for x in (q, k, v)]
     out = layer.attend(*new, s_aux, 0.3, 2.5)
@@ -168,7 +166,7 @@ def test_generate_gives_the_tokens_of_the_models_own_cache(name: str) -> None:
     options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "attention_mask": mask}
     expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
     static = PlanCache(plan, model.config, mask, max_tokens=60)
-    with paged_attention(model):
+    with attached(model):
         for chunk in (None, 7):
             assert torch.equal(
                 model.generate(ids, past_key_values=static, prefill_chunk_size=chunk, **options), expected
@@ -182,7 +180,7 @@ def test_beams_reorder_rings() -> None:
     options["attention_mask"] = torch.ones_like(ids)
     expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
     static = PlanCache(model_plan(model), model.config, max_tokens=40)
-    with paged_attention(model):
+    with attached(model):
         assert torch.equal(model.generate(ids, past_key_values=static, **options), expected)
 
 
@@ -199,7 +197,7 @@ def test_a_step_compiles_into_one_graph(name: str) -> None:
     config._compile_all_devices = True  # transformers compiles for GPUs alone otherwise
     cache = PlanCache(plan, model.config, max_tokens=60)
     options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
-    with paged_attention(model):
+    with attached(model):
         expected = model.generate(ids, past_key_values=cache, **options)
         assert not graphs
         cache.reset()
@@ -212,8 +210,8 @@ def test_memory_stays_where_it_is_and_is_used_again() -> None:
     model, plan, ids = built("gemma3"), two_bits("gemma3"), random_ids(2, 200)
     used, fresh = (PlanCache(plan, model.config, max_tokens=240) for _ in range(2))
     used.allocate(2, "cpu")
-    before = [tensor.data_ptr() for layer in used.static_layers for tensor in layer.tensors]
-    with paged_attention(model):
+    before = [tensor.data_ptr() for layer in used.paged_layers for tensor in layer.tensors]
+    with attached(model):
         feed(model, used, random_ids(2, 220, seed=3), range(100, 220))
         used.reset()
         found, expected = (feed(model, cache, ids, range(150, 200)) for cache in (used, fresh))
@@ -223,15 +221,16 @@ def test_memory_stays_where_it_is_and_is_used_again() -> None:
         rest = random_ids(2, 20, seed=5)
         found, expected = feed(model, used, rest[order], range(1, 20)), feed(model, fresh, rest, range(1, 20))[order]
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)  # a row's last bits depend on its place
-    assert [tensor.data_ptr() for layer in used.static_layers for tensor in layer.tensors] == before
+    assert [tensor.data_ptr() for layer in used.paged_layers for tensor in layer.tensors] == before
     scratch = 2 * 2 * 1 * 16 * 4  # the leaving token: sides, rows, heads, channels of fp32
-    assert used.workspace_nbytes == 4 * 2 + 8 + 4 + scratch
+    table = 4 * 2  # a page of 128 tokens for each row
+    assert used.workspace_nbytes == 4 * 2 + 8 + 4 + table + scratch
 
 
 def test_tokens_are_removed_while_the_window_has_room() -> None:
     model, plan, ids = built("mistral_all_sliding"), model_plan(built("mistral_all_sliding")), random_ids(2, 30)
     cache, straight = (PlanCache(plan, model.config, max_tokens=40) for _ in range(2))
-    with paged_attention(model):
+    with attached(model):
         feed(model, cache, ids[:, :5])
         cache.crop(-3)
         feed(model, straight, ids[:, :2])
@@ -303,5 +302,5 @@ def test_full_layers_are_not_windows() -> None:
     model = built("gemma3")
     cache = PlanCache(model_plan(model), model.config, max_tokens=40)
     kinds = [type(layer) for layer in cache.layers]
-    assert kinds == [StaticWindow, StaticWindow, StaticLayer, StaticWindow]
+    assert kinds == [StaticWindow, StaticWindow, PagedLayer, StaticWindow]
     assert cache.is_sliding == [True, True, False, True] and cache.is_compileable

@@ -14,7 +14,7 @@ from test_static_window import assert_same_windows
 from torch import Tensor
 from transformers import CompileConfig
 
-from kvcal import Plan, PlanCache, paged_attention
+from kvcal import Plan, PlanCache, attached
 from kvcal.errors import UsageError
 from kvcal.geometry import AttentionGeometry, ModelIdentity
 from kvcal.kernels.window import append_window
@@ -93,12 +93,11 @@ def test_a_step_is_the_references(head_dim: int, window: int) -> None:
         generator = torch.Generator().manual_seed(window)
         cache = PlanCache(plan, config, max_tokens=400)
         cache.allocate(len(lengths), device)
-        (static,) = cache.static_layers
-        (store,) = static.stores
+        (windows,) = cache.paged_layers
         for row, length in enumerate(lengths):
             k, v = (torch.randn(1, 2, length, head_dim, generator=generator).bfloat16().to(device) for _ in range(2))
             if length:
-                store.extend(slice(row, row + 1), 0, {"k": k, "v": v}, None)
+                windows.window.extend(slice(row, row + 1), 0, {"k": k, "v": v})
         cache.static.lengths.copy_(torch.tensor(lengths))
         found = []
         for _ in range(40):
@@ -107,9 +106,9 @@ def test_a_step_is_the_references(head_dim: int, window: int) -> None:
                 for heads in (8, 2, 2)
             )
             s_aux = torch.linspace(-2, 2, 8, device=device)
-            found.append(static.attend(q.float(), k, v, s_aux, head_dim**-0.5, 20.0).cpu())
+            found.append(windows.attend(q.float(), k, v, s_aux, head_dim**-0.5, 20.0).cpu())
         outputs.append(torch.stack(found))
-        rings.append([tensor.cpu() for tensor in store.tensors])
+        rings.append([tensor.cpu() for tensor in windows.tensors])
     assert all(torch.equal(one, other) for one, other in zip(*rings, strict=True))
     assert relative(outputs[1], outputs[0]).max() < 5e-3
 
@@ -137,7 +136,7 @@ def test_captured_steps_go_on_behind_a_full_window_and_behind_a_rewind(kind: str
     from a mark, with the same graph."""
     model = sliding_model(kind)
     plan, prompt, found = kivi(model), random_ids(2, 60), []
-    with paged_attention(model):
+    with attached(model):
         for is_captured in (False, True):
             step = Step(model, PlanCache(plan, model.config, max_tokens=500), 2, 250)
             step.cache.allocate(2, "cuda")
@@ -169,7 +168,7 @@ def test_a_rewind_can_be_captured() -> None:
     """The copies of a rewind wait for nothing, so that a graph may hold them."""
     model = random_llama()
     plan = plan_for(model, "queries")
-    with paged_attention(model):
+    with attached(model):
         cache = PlanCache(plan, model.config, max_tokens=300)
         model(random_ids(2, 140), past_key_values=cache)
         cache.mark()
@@ -239,7 +238,7 @@ def test_steps_beyond_the_room_are_found_in_a_window_of_less() -> None:
     model = sliding_model("mistral")
     cache = PlanCache(kivi(model), model.config, max_tokens=20)
     cache.allocate(1, "cuda")
-    (layer,) = cache.static_layers
+    (layer,) = cache.paged_layers
     q, k = torch.randn(1, 8, 1, 64, device="cuda"), torch.randn(1, 2, 1, 64, device="cuda")
     for _ in range(20):
         layer.attend(q, k, k, None, 0.1, 0.0)
@@ -261,7 +260,7 @@ def test_generate_compiles_the_step_of_a_hybrid_model() -> None:
     options = {"max_new_tokens": 200, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     torch.compiler.reset()
     counters.clear()
-    with paged_attention(model):
+    with attached(model):
         expected = model.generate(ids, past_key_values=cache, disable_compile=True, **options)
         cache.reset()
         config = CompileConfig(mode="reduce-overhead")

@@ -6,7 +6,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -15,12 +14,11 @@ from static_cases import plan_for
 from tiny_models import built, measured
 from torch import Tensor
 
-from kvcal import Plan, PlanCache, hear_queries, paged_attention
+from kvcal import Plan, PlanCache, attached
 from kvcal.errors import UsageError
 from kvcal.models.taps import Captured, tap
 
 THREADS, REQUESTS, PROMPT, STEPS = 4, 12, 134, 5
-CONTEXTS: dict[str, Callable[..., AbstractContextManager[None]]] = {"paged": paged_attention, "queries": hear_queries}
 
 
 @pytest.fixture(autouse=True)
@@ -40,13 +38,10 @@ def request(model: torch.nn.Module, plan: Plan, max_tokens: int | None, seed: in
     return logits
 
 
-@pytest.mark.parametrize(
-    ("context", "name", "max_tokens"),
-    [("paged", "kivi", 160), ("paged", "queries", 160), ("paged", "queries", None), ("queries", "queries", None)],
-)
-def test_every_request_is_what_it_is_alone(context: str, name: str, max_tokens: int | None) -> None:
+@pytest.mark.parametrize(("name", "max_tokens"), [("kivi", 160), ("queries", 160), ("queries", None)])
+def test_every_request_is_what_it_is_alone(name: str, max_tokens: int | None) -> None:
     model, plan = tiny_llama(2, 2), plan_for(name, num_layers=2)
-    with CONTEXTS[context](model), ThreadPoolExecutor(THREADS) as pool:
+    with attached(model), ThreadPoolExecutor(THREADS) as pool:
         alone = [request(model, plan, max_tokens, seed) for seed in range(REQUESTS)]
         together = list(pool.map(lambda seed: request(model, plan, max_tokens, seed), range(REQUESTS)))
     for found, expected in zip(together, alone, strict=True):
@@ -73,7 +68,7 @@ def test_a_compiled_step_serves_the_cache_that_it_is_called_with() -> None:
             places = range(PROMPT, PROMPT + STEPS)
             return torch.cat([one(ids[:, i : i + 1], torch.full((1, 1), i), cache) for i in places], 1)
 
-    with paged_attention(model), ThreadPoolExecutor(THREADS) as pool:
+    with attached(model), ThreadPoolExecutor(THREADS) as pool:
         alone = [decoded(seed, step) for seed in range(REQUESTS)]
         decoded(0, compiled)
         together = list(pool.map(lambda seed: decoded(seed, compiled), range(REQUESTS)))
@@ -86,12 +81,12 @@ def test_two_models_at_a_time() -> None:
     alone, start = {}, threading.Barrier(2, timeout=20)
 
     def served(heads: int) -> list[Tensor]:
-        with paged_attention(tiny_llama(heads, 2)):
+        with attached(tiny_llama(heads, 2)):
             start.wait()
             return [request(tiny_llama(heads, 2), plans[heads], 160, seed) for seed in range(4)]
 
     for heads in plans:
-        with paged_attention(tiny_llama(heads, 2)):
+        with attached(tiny_llama(heads, 2)):
             alone[heads] = [request(tiny_llama(heads, 2), plans[heads], 160, seed) for seed in range(4)]
     with ThreadPoolExecutor(2) as pool:
         together = dict(zip(plans, pool.map(served, plans), strict=True))
@@ -101,8 +96,7 @@ def test_two_models_at_a_time() -> None:
         assert tiny_llama(heads, 2).config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_one_thread_enters_a_context(context: str) -> None:
+def test_one_thread_enters_the_context() -> None:
     """A second one says so, whether it comes later or at the same time; and both leave the model as it was."""
     model, start, rounds = tiny_llama(2, 1), threading.Barrier(THREADS, timeout=20), 20
     inside = threading.Barrier(THREADS, timeout=20)
@@ -112,7 +106,7 @@ def test_one_thread_enters_a_context(context: str) -> None:
         for _ in range(rounds):
             start.wait()
             try:
-                with CONTEXTS[context](model):
+                with attached(model):
                     count += 1
                     inside.wait()
             except UsageError as error:
@@ -122,8 +116,8 @@ def test_one_thread_enters_a_context(context: str) -> None:
 
     with ThreadPoolExecutor(THREADS) as pool:
         assert sum(pool.map(entered, range(THREADS))) == rounds
-        with CONTEXTS[context](model), pytest.raises(UsageError, match="tapped already"):
-            pool.submit(CONTEXTS[context](model).__enter__).result()
+        with attached(model), pytest.raises(UsageError, match="tapped already"):
+            pool.submit(attached(model).__enter__).result()
     assert model.config._attn_implementation == "sdpa" and not model.get_decoder()._forward_pre_hooks
 
 

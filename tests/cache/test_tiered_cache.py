@@ -10,6 +10,7 @@ import pytest
 import torch
 from cache_cases import (
     HEAD_DIM,
+    after_crop,
     assert_exact_bytes,
     attended,
     feed,
@@ -21,16 +22,17 @@ from cache_cases import (
     random_states,
     tiny_llama,
 )
-from oracles import ITEM_BYTES, num_pages
+from oracles import ITEM_BYTES, StoredHead, pages_read
 from oracles import record_bytes as plain_record_bytes
+from static_cases import pages_of
 from tier_oracle import OraclePage, record_bytes
 from torch import Tensor
 
-from kvcal import Plan, PlanCache, hear_queries, load_plan, save_plan
+from kvcal import Plan, PlanCache, attached, load_plan, save_plan
 from kvcal.errors import UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, Geometry
 from kvcal.pages.scores import channel_scores
-from kvcal.plan.format import RAW, Boost, Format, Tier
+from kvcal.plan.format import RAW, SIDES, Boost, Format, Tier, num_pages
 from kvcal.plan.layer import LayerPlan
 from kvcal.recipe_files import load_recipe
 
@@ -79,7 +81,7 @@ def bytes_by_hand(plan: Plan, lengths: list[int]) -> int:
                 else:
                     record = record_bytes(fmt.num_bits, tiers_of(fmt), fmt.group_size, HEAD_DIM, *dtypes)
                 raw = (fmt.num_sink_tokens + fmt.recent_window + 128) * HEAD_DIM * ITEM_BYTES[plan.cache_dtype]
-                total += sum(raw + num_pages(n, fmt.num_sink_tokens, fmt.recent_window) * record for n in lengths)
+                total += sum(raw + n // 128 * record for n in lengths)
     return total
 
 
@@ -94,11 +96,10 @@ def test_the_recipes_are_the_papers_settings():
     ("formats", "record", "bits"), [(KITTY, 5248, 2.40625), (KITTY_PRO, 5760, 2.53125)], ids=["kitty", "kitty-pro"]
 )
 def test_heads_of_128_take_the_bits_of_the_paper(formats, record, bits):
-    """2.41 and 2.53 bits a value with all that a page holds; sinks and buffers of 448 tokens come on top."""
+    """2.41 and 2.53 bits a value with all that a page holds; sinks and rings of 448 tokens come on top."""
     geometry = Geometry("llama", "bfloat16", (AttentionGeometry(0, 32, 8, 128, 128),))
     plan = plan_of(geometry, *formats)
-    tokens = 32 + 128 + 128 * 1000
-    assert plan.nbytes([tokens]) - plan.nbytes([160]) == 8 * 1000 * (record + 4608)
+    assert plan.nbytes([128 * 1000]) - plan.nbytes([127]) == 8 * 1000 * (record + 4608)
     assert 8 * (record + 4608) / (2 * 128 * 128) == bits
     assert plan.nbytes([1]) == 8 * 256 * (32 + 128 + 32 + 256)
 
@@ -158,8 +159,7 @@ class Contents:
     def page(self, row: int, head: int, number: int) -> OraclePage:
         if (row, head, number) not in self.pages:
             fmt = self.plan.layers[0].head_formats("k")[head]
-            start = fmt.num_sink_tokens + 128 * number
-            tokens = self.keys[row, head, start : start + 128]
+            tokens = StoredHead(self.keys[row, head], fmt).page_tokens(number)
             score = "magnitude" if fmt.boost is None else fmt.boost.score
             tiers = () if fmt.boost is None else tiers_of(fmt)
             scores = channel_scores(score, tokens, page=number, head=head).tolist()
@@ -172,16 +172,17 @@ class Contents:
         """[B, N, num_tokens, D] fp32."""
         out = self.keys[:, :, :num_tokens].float()
         for head, fmt in enumerate(self.plan.layers[0].head_formats("k")):
-            for number in range(num_pages(num_tokens, fmt.num_sink_tokens, fmt.recent_window)):
-                start = fmt.num_sink_tokens + 128 * number
+            for number in range(pages_read(num_tokens, fmt.recent_window)):
+                start = max(fmt.num_sink_tokens, 128 * number)
                 for row in range(len(out)):
-                    out[row, head, start : start + 128] = self.page(row, head, number).decoded
+                    decoded = self.page(row, head, number).decoded[start - 128 * number :]
+                    out[row, head, start : 128 * (number + 1)] = decoded
         return out
 
 
 @pytest.mark.parametrize("cache_dtype", ["float32", "bfloat16"])
 def test_pages_are_the_encoding_of_the_very_tokens(cache_dtype):
-    """Sinks and buffer are raw, and pages are what the oracle makes of their tokens; token by token where one fills."""
+    """Sinks and ring are raw, and pages are what the oracle makes of their tokens; token by token where one fills."""
     plan = replace(PER_HEAD, cache_dtype=cache_dtype)
     keys = random_states(2, HEADS, 300, seed=1)
     contents, cache = Contents(plan, keys), PlanCache(plan, tiny_llama(HEADS, 1).config)
@@ -191,7 +192,7 @@ def test_pages_are_the_encoding_of_the_very_tokens(cache_dtype):
         assert torch.equal(found[:, :, :count], contents.after(count)), count
     written = 0
     for part in cache.layers[0].sides["k"]:
-        for row, pages in enumerate(part.pages.split(part.num_pages)):
+        for row, pages in enumerate(pages_of(part, row, 300) for row in range(2)):
             for number, head in itertools.product(range(pages.shape[0]), range(pages.shape[1])):
                 if part.format.boost is not None:
                     record = contents.page(row, part.heads.start + head, number).record
@@ -239,8 +240,7 @@ def test_generate_keeps_bytes_exact_and_rows_apart(name, group):
     options = {"do_sample": False, "max_new_tokens": 50}
     found = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **options)
     assert_exact_bytes(cache, [length + 49 for length in lengths], width + 49)
-    fmt = plan.layers[0].k[0]
-    assert sum(fmt.num_pages(length + 49) > fmt.num_pages(length) for length in lengths) in (1, 2)
+    assert [num_pages(length + 49) - num_pages(length) for length in lengths] == [1, 1, 0]
     for row, length in enumerate(lengths):
         alone = ids[row : row + 1, width - length :]
         expected = model.generate(
@@ -252,17 +252,17 @@ def test_generate_keeps_bytes_exact_and_rows_apart(name, group):
         assert torch.equal(found[row, width:], expected[0, length:])
 
 
-@pytest.mark.parametrize("kept", [299, 288, 287, 160, 159, 100, 32, 1])
-def test_crop_keeps_what_was_read(kept):
-    """Into the buffer, into pages and into the sinks: what is left of a page goes back to the buffer as decoded."""
+@pytest.mark.parametrize("kept", [299, 257, 256, 255, 160, 159, 128, 127, 100, 32, 1])
+def test_crop_keeps_what_was_read_or_was_there(kept):
+    """Into the ring, into pages and into the sinks: what a page no longer serves is raw where the ring has it."""
     cache, states = PlanCache(PER_HEAD, tiny_llama(HEADS, 1).config), random_states(2, HEADS, 300)
     nothing = states[:, :, :0]
     cache.update(states, states, 0)
     before = cache.update(nothing, nothing, 0)
     cache.crop(kept - 300)
     assert_exact_bytes(cache, [kept, kept])
-    for now, then in zip(cache.update(nothing, nothing, 0), before, strict=True):
-        assert torch.equal(now, then[:, :, :kept])
+    for side, now, then in zip(SIDES, cache.update(nothing, nothing, 0), before, strict=True):
+        assert torch.equal(now, after_crop(PER_HEAD, side, then, states, kept))
     cache.update(states, states, 0)
     assert_exact_bytes(cache, [kept + 300] * 2)
 
@@ -316,8 +316,8 @@ def test_query_scores_weigh_channels_by_the_queries_since_the_last_page_or_by_al
     layer = cache.layers[0]
     for part in (slice(0, 160), slice(160, 240), slice(240, 300)):
         cache.update(keys[:, :, part], keys[:, :, part], 0)
-        layer.observe_queries(queries[:, :, part])
-    # Row 0: tokens 5 - 132 after the first chunk, 133 - 260 after the third. Row 1 begins at column 7.
+        layer.observe(queries[:, :, part])
+    # Of row 0, the first chunk packs tokens 0 to 127, the third those to 255. Row 1 begins at column 7.
     heard = {(0, 0): (0, 160), (0, 1): (160, 300), (1, 0): (7, 160), (1, 1): (160, 300)}
     if score == "running_query_range":
         heard |= {(0, 1): (0, 300), (1, 1): (7, 300)}
@@ -325,11 +325,11 @@ def test_query_scores_weigh_channels_by_the_queries_since_the_last_page_or_by_al
     layout = fmt.layout("k", heads, HEAD_DIM, "float32", 2)
     chosen = set()
     for (row, number), (start, stop) in heard.items():
-        begin = (7 if row else 0) + 5 + 128 * number
-        tokens = keys[row, :, begin : begin + 128]
+        heads_of_row = keys[row, :, 7 if row else 0 :]
+        tokens = torch.stack([StoredHead(head, fmt).page_tokens(number) for head in heads_of_row])
         mean = queries[row, :, start:stop].double().unflatten(0, (heads, group)).abs().mean((1, 2))
         expected = layout.encode(tokens, channel_scores(score, tokens, mean))
-        found = part.records([(row, number, number + 1)])[0]
+        found = part.pool.records[part.pool.slots([(row, number, number + 1)])][0]
         assert torch.equal(found, expected)
         bits = layout.channel_bits(found)
         assert set(bits.flatten().tolist()) <= {2, 4, 16}
@@ -346,11 +346,11 @@ def test_query_scores_generate_when_the_model_is_heard(score):
     ids, mask = padded([random_ids(1, length, seed=length)[0] for length in lengths], 150, "left")
     cache = PlanCache(plan, model.config, attention_mask=mask)
     options = {"do_sample": False, "max_new_tokens": 60}
-    with hear_queries(model):
+    with attached(model):
         model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **options)
     assert_exact_bytes(cache, [209, 179], 209)
     deaf = PlanCache(plan, model.config)
-    with pytest.raises(UsageError, match="chooses channels by queries, and hears none"):
+    with pytest.raises(UsageError, match="needs the queries of its tokens, which it was not given"):
         model.generate(input_ids=ids[:1], past_key_values=deaf, **options)
 
 
@@ -359,7 +359,7 @@ def test_chunks_cut_at_pages_equal_single_steps():
     chunked, stepped, exact = (
         PlanCache(each, tiny_llama(2, 1).config) for each in (plan, plan, llama_plan(RAW, RAW, num_layers=1))
     )
-    by_step = attended(stepped, *given, range(150, 200))
+    by_step = attended(stepped, *given, range(120, 200))  # no page is read before 128
     torch.testing.assert_close(attended(chunked, *given, None), by_step, atol=1e-4, rtol=1e-4)
     assert (by_step - attended(exact, *given)).abs().max() > 1e-2  # quantization is really there
 

@@ -13,7 +13,7 @@ from cli_cases import Outcome, run_kvcal, save_llama
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from kvcal import PlanCache, save_plan
-from kvcal.cache.queries import serving
+from kvcal.cache.attached import attached_for
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.format import RAW, Boost, Format, Tier
 from kvcal.plan.layer import LayerPlan, bare_layers
@@ -74,7 +74,7 @@ class Case:
         """What the model generates for both texts, the first taken in by itself."""
         known, tokens = (encode_prompt(self.loaded, text).unsqueeze(0) for text in (MANUAL, MANUAL + QUESTION))
         cache = PlanCache(self.plan, self.loaded.model.config)
-        with torch.no_grad(), serving(self.loaded.model, self.plan):
+        with torch.no_grad(), attached_for(self.loaded.model, self.plan):
             self.loaded.model(known, past_key_values=cache)
             torch.manual_seed(3)
             new = self.loaded.model.generate(

@@ -174,7 +174,7 @@ RECIPES: list[tuple[str, str, str]] = [  # old, new, what the error says
     ("seq_len = 256\n", "seq_len = 1979-05-27\n", "data.seq_len = '1979-05-27': Input should be a valid integer"),
     ("num_bits = [2, 4]", "num_bits = 2", "profile.num_bits = 2: Input should be a valid array"),
     ("kl_samples = 1", "kl_samples = -1", "profile.kl_samples = -1"),
-    ("kl_tokens = 256", "kl_tokens = 139", "profile.kl_tokens = 139: the sinks and windows of [cache]"),
+    ("kl_tokens = 256", "kl_tokens = 129", "profile.kl_tokens = 129: the sinks and windows of [cache]"),
     ("num_sink_tokens = 2", "num_sink_tokens = -1", "cache.num_sink_tokens = -1: Input should be greater"),
     ("num_sink_tokens = 2", "num_sink_tokens = 512", "cache.num_sink_tokens = 512 leaves nothing to quantize"),
     ("k_recent_window = 8", "k_recent_window = -8", "cache.k_recent_window = -8"),

@@ -130,7 +130,7 @@ def test_the_readme_asks_for_the_python_of_the_project() -> None:
 
 
 def test_the_results_of_the_readme_are_those_of_the_committed_evaluation() -> None:
-    content = json.loads((ROOT / "artifacts/plans/schema-2/evaluation.json").read_text())["body"]
+    content = json.loads((ROOT / "artifacts/plans/schema-3/evaluation.json").read_text())["body"]
     names = {
         "16-bit": "16-bit",
         "kivi-4": "KIVI-4",
@@ -185,7 +185,7 @@ def test_the_gpu_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
 
 def test_the_figures_of_the_readme_stand_in_the_measurements_too() -> None:
     rows = {cells[0]: cells for cells in table_of(TEXTS["docs/measurements.md"], "## The default recipe")}
-    content = json.loads((ROOT / "artifacts/plans/schema-2/evaluation.json").read_text())["body"]
+    content = json.loads((ROOT / "artifacts/plans/schema-3/evaluation.json").read_text())["body"]
     for row in content["rows"]:
         cells = next(cells for name, cells in rows.items() if row["name"] in name)
         assert float(cells[1]) == pytest.approx(row["bits_per_value"], abs=6e-4)

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from kvcal.models.identity import identity_of
 from safetensors import safe_open
 from tiny_models import built
 
 from kvcal import PlanCache, load_plan
 from kvcal.embedded import model_folder
 from kvcal.errors import ArtifactError
+from kvcal.models.load import identity_of
 from kvcal.plan.plan import SCHEMA, Plan
 
 ROOT = Path(__file__).parents[2]

@@ -140,6 +140,7 @@ def test_a_captured_launch_follows_the_lengths(dim: int, name: str) -> None:
     for case, result in zip(cases, expected, strict=True):
         held.q.copy_(case.q)
         held.lengths.copy_(case.lengths)
+        held.place.table.copy_(case.place.table)
         for side, store in held.stores.items():
             for tensor, other in zip(store, case.stores[side], strict=True):
                 tensor.copy_(other)
@@ -150,7 +151,7 @@ def test_a_captured_launch_follows_the_lengths(dim: int, name: str) -> None:
 def test_lengths_beyond_the_room_read_nothing_outside() -> None:
     """A replayed graph knows no end: it must stay inside what was allocated (``append`` reports it)."""
     case = Case(variant_of(*SINKS["sinks of both"], dim=80), (700, 300), heads=2, seed=12)
-    case.lengths += 100_000
+    case.lengths.add_(100_000)
     assert case.run(0.06).shape == case.q.shape
     torch.cuda.synchronize()
 

@@ -6,27 +6,27 @@ changes no result: without a GPU, a budget is the only test that sees it. The nu
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvcal.kernels.compile import cubin, resources
 from kvcal.kernels.decode import block_shape, decode_defines
-from kvcal.kernels.encoding import encoding_defines, encoding_shared_bytes
-from kvcal.kernels.reconstruction import Reconstruction
+from kvcal.kernels.forms import Reconstruction, encoding_defines, encoding_shared_bytes
 from kvcal.kernels.variants import Variant
 from kvcal.plan.format import RAW, Boost, Format, Tier
-from kvcal.store.staged_store import with_bits
 
 KITTY = Boost("magnitude", (Tier(4, 0.125),))
 # name: (K, V, instructions of decode at most, bytes of local memory of decode at most, instructions of append at most)
 VARIANTS = {
     "2 bits": (Format(2, "channel"), Format(2), 3800, 0, 1800),
-    "3 bits": (Format(3, "channel"), Format(3), 4800, 0, 2000),
-    "4 bits": (Format(4, "channel"), Format(4), 4400, 0, 1900),
+    "3 bits": (Format(3, "channel"), Format(3), 4900, 0, 2000),
+    "4 bits": (Format(4, "channel"), Format(4), 4500, 0, 1900),
     "Kitty": (Format(2, "channel", boost=KITTY), Format(2), 4200, 0, 3200),
     "16 bits": (RAW, RAW, 2950, 32, 440),
 }
 # Head size and query heads of a group: instructions at most, of 2 bits and of Kitty.
-SHAPES = {(64, 4): (3100, 3400), (64, 8): (3850, 4150), (128, 1): (3800, 4200), (128, 8): (4900, 5300)}
+SHAPES = {(64, 4): (3100, 3400), (64, 8): (3850, 4150), (128, 1): (3800, 4300), (128, 8): (4900, 5400)}
 # Warps of a block, by compute capability: each has a page in work, and two records in shared memory.
 WARPS = {(8, 0): 12, (8, 9): 4, (9, 0): 12, (12, 0): 4}
 
@@ -73,13 +73,15 @@ def test_a_block_is_as_large_as_its_shared_memory_lets_it(capability: tuple[int,
 def test_the_stages_of_pages_that_shrink_compile(capability: tuple[int, int], bits: tuple[int, int]) -> None:
     """Per token and 128, with λ: PM-KVQ. Finding out where the pages lie costs next to nothing."""
     fmt = Format(2, "token", 128, 1, 128, param_dtype="float32", shrink_at=(1000, 2000, 4000))
-    stage = with_bits(Variant(fmt, fmt, 128, "bfloat16", 4, True, False, 0), *bits)
+    stage = replace(
+        Variant(fmt, fmt, 128, "bfloat16", 4, True, False, 0), k_bits=bits[0], v_bits=bits[1], rescale=bits[0] != 16
+    )
     arch = f"sm_{capability[0]}{capability[1]}"
     plain, staged = (
         resources(cubin("decode", decode_defines(stage, "bfloat16", False, capability, is_staged), arch))["decode"]
         for is_staged in (False, True)
     )
-    assert staged.local_bytes <= plain.local_bytes + 16 and staged.instructions <= plain.instructions + 200
+    assert staged.local_bytes <= plain.local_bytes + 24 and staged.instructions <= plain.instructions + 200
     found = resources(cubin("pack", stage.defines | {"STAGED": 1}, arch))["append"]
     assert found.local_bytes <= 16 and found.registers <= 128
 
@@ -122,10 +124,10 @@ ENCODED = {
 
 @pytest.mark.parametrize("name", ENCODED)
 @pytest.mark.parametrize("capability", WARPS)
-def test_encode_due_stays_in_its_budget(capability: tuple[int, int], name: str) -> None:
+def test_encode_page_stays_in_its_budget(capability: tuple[int, int], name: str) -> None:
     """80 registers let an SM have three blocks; a page of a head is a block's on sm_89 and sm_120."""
     form = FORMS[name][0]
-    found = resources(cubin("encode_due", encoding_defines(form), f"sm_{capability[0]}{capability[1]}"))["encode_due"]
+    found = resources(cubin("encode_page", encoding_defines(form), f"sm_{capability[0]}{capability[1]}"))["encode_page"]
     assert found.local_bytes == 0 and found.registers <= 80
     assert (3 if form.is_lattice else 1) * (encoding_shared_bytes(form) + 1024) <= 100 * 1024
     assert found.instructions <= ENCODED[name]

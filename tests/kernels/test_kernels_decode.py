@@ -1,7 +1,8 @@
-"""The decode kernel against attention in fp64 over the decoded pages, on a GPU.
+"""The decode kernel against attention in fp64 over the decoded pages, and against the reference, on a GPU.
 
-What no token lies in is poisoned: pages beyond the written ones with 0xff bytes, buffers with NaN, the parts in the
-workspace too. Scores are sharp enough for the softmax to matter, and keys carry outlier channels.
+What no token lies in is poisoned: slots without a page with 0xff bytes, sinks and rings with NaN, the parts in the
+workspace too. Pages lie at scattered slots, heads in the middle of larger tensors. Scores are sharp enough for the
+softmax to matter, and keys carry outlier channels.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import math
 
 import pytest
 import torch
+from kernel_oracle import PAIRS, Paged, pair_variant, read_at, states
 from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
-from kvcal.kernels.operands import PageCounts, PageTransform, StoredSide
+from kvcal.kernels.operands import Memory, PageTransform, Place, Regions
 from kvcal.kernels.variants import Variant
 from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.pages.scores import channel_scores
@@ -58,6 +60,13 @@ CASES = {
         k_format(2, num_sink_tokens=32, recent_window=128),
         v_format(2, num_sink_tokens=32, recent_window=128),
     ),
+    "sinks beyond a page": (k_format(2, num_sink_tokens=130), v_format(2, num_sink_tokens=130)),
+    "sinks and a longer window of V": (
+        k_format(2, "token", num_sink_tokens=137),
+        v_format(3, num_sink_tokens=137, recent_window=300),
+    ),
+    "K 16 V 2, sinks beyond a page": (RAW, v_format(2, num_sink_tokens=300)),
+    "K 2 V 16, sinks beyond a page": (k_format(2, num_sink_tokens=300, recent_window=40), RAW),
     "K window longer": (k_format(2, num_sink_tokens=1, recent_window=300), v_format(2, num_sink_tokens=1)),
     "V window longer": (k_format(3, num_sink_tokens=40), v_format(2, num_sink_tokens=40, recent_window=140)),
     "window rules": (
@@ -81,10 +90,18 @@ def variant_of(k: Format, v: Format, dim: int = 128, group: int = 4, dtype: str 
 
 
 class Case:
-    """A cache after an append: ``lengths`` tokens a row before the step, the new one in the buffer. ``seen``: keys and
-    values as they are read back."""
+    """A cache after an append: ``lengths`` tokens a row before the step, the new one stored. ``seen``: keys and values
+    as they are read back. ``seed`` of the tokens; pages lie one behind the other unless they are ``scattered``."""
 
-    def __init__(self, variant: Variant, lengths: tuple[int, ...], heads: int, seed: int, outlier: float = 8.0) -> None:
+    def __init__(
+        self,
+        variant: Variant,
+        lengths: tuple[int, ...],
+        heads: int,
+        seed: int,
+        outlier: float = 8.0,
+        scattered: bool = True,
+    ) -> None:
         self.variant, self.heads = variant, heads
         generator = torch.Generator("cuda").manual_seed(seed)
         batch, dim, most = len(lengths), variant.head_dim, max(lengths) + 1
@@ -101,51 +118,62 @@ class Case:
         v[..., 3] = 0.25
         self.dense = {"k": k.to(dtype), "v": v.to(dtype)}
         self.q = normal(batch, heads * variant.group_heads, dim).to(dtype).float()  # as a model has it
-        self.lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
         self.seen = {side: self.dense[side].double() for side in SIDES}
-        self.stores = {side: self._store(side, lengths, most) for side in SIDES}
-        self.tables = {side: self._table(side) for side in SIDES}
+        num_pages = most // PAGE_TOKENS + 1
+        slots = torch.randperm(batch * num_pages) if scattered else torch.arange(batch * num_pages)
+        self.place = Place(
+            torch.tensor(lengths, dtype=torch.int32, device="cuda"), slots.view(batch, num_pages).int().cuda(),
+            *(read_at(variant.format(side), 40).cuda() for side in SIDES),
+        )  # fmt: skip
+        self.spare = 2 if scattered else 0
+        self.stores = {side: self._store(side, lengths) for side in SIDES}
 
-    def _store(self, side: Side, lengths: tuple[int, ...], most: int) -> StoredSide:
+    @property
+    def lengths(self) -> Tensor:
+        return self.place.lengths
+
+    def _store(self, side: Side, lengths: tuple[int, ...]) -> Memory:
         fmt, layout, x = self.variant.format(side), self.variant.layout(side), self.dense[side]
-        batch, heads, _, dim = x.shape
-        sinks = x.new_full((batch, heads, fmt.num_sink_tokens, dim), math.nan)
-        buffer = x.new_full((batch, heads, fmt.buffer_tokens, dim), math.nan)
-        num_pages = max(1, fmt.num_pages(most) + 1)
-        pages = torch.full((batch, num_pages, heads, layout.record_bytes), 255, dtype=torch.uint8, device="cuda")
+        (batch, heads, _, dim), all_heads = x.shape, x.shape[1] + self.spare
+        own = slice(self.spare // 2, self.spare // 2 + heads)
+        table = self.place.table.long()
+        sinks = x.new_full((batch, all_heads, fmt.num_sink_tokens, dim), math.nan)[:, own]
+        ring = x.new_full((batch, all_heads, fmt.ring_tokens, dim), math.nan)[:, own]
+        shape = (table.numel(), all_heads, layout.record_bytes)
+        pages = torch.full(shape, 255, dtype=torch.uint8, device="cuda")[:, own]
         for row, length in enumerate(lengths):
-            count, first = fmt.num_pages(length), fmt.num_sink_tokens
-            stored = min(first, length + 1)
+            for page in range((length + 1) // PAGE_TOKENS):
+                decoded = self._packed(side, row, page, pages[int(table[row, page])])
+                first = max(page * PAGE_TOKENS, fmt.num_sink_tokens)
+                if page < fmt.pages_read(length) and first < (page + 1) * PAGE_TOKENS:
+                    self.seen[side][row, :, first : (page + 1) * PAGE_TOKENS] = decoded[:, first % PAGE_TOKENS :]
+            stored = min(fmt.num_sink_tokens, length + 1)
             sinks[row, :, :stored] = x[row, :, :stored]
-            for page in range(count):
-                tokens = slice(first + page * PAGE_TOKENS, first + (page + 1) * PAGE_TOKENS)
-                values = x[row, :, tokens]
-                if side == "k" and self.variant.offset:
-                    values = values.float() - self.offset[:, None]
-                if side == "k" and self.variant.rescale:
-                    values = values.float() / self.rescale[:, None]
-                if isinstance(layout, TieredLayout):
-                    assert fmt.boost is not None
-                    pages[row, page] = layout.encode(values, channel_scores(fmt.boost.score, values))
-                else:
-                    pages[row, page] = layout.encode(values)
-                decoded = layout.decode(pages[row, page]).double()
-                if side == "k" and self.variant.rescale:
-                    decoded = decoded * self.rescale.double()[:, None]
-                if side == "k" and self.variant.offset:
-                    decoded = decoded + self.offset.double()[:, None]
-                self.seen[side][row, :, tokens] = decoded
-            rest = x[row, :, first + count * PAGE_TOKENS : length + 1]
-            buffer[row, :, : rest.shape[1]] = rest
-        return StoredSide(sinks, buffer, pages)
+            recent = torch.arange(max(0, length + 1 - fmt.ring_tokens), length + 1, device="cuda")
+            ring[row, :, recent % fmt.ring_tokens] = x[row, :, recent]
+        return Memory(sinks, ring, pages)
 
-    def _table(self, side: Side) -> Tensor:
-        fmt = self.variant.format(side)
-        if fmt.window_rule is None:
-            return torch.empty(0, dtype=torch.int32, device="cuda")
-        counts = [fmt.num_pages(n) for n in range(4096)]
-        at = [next(n for n, count in enumerate(counts) if count > page) for page in range(counts[-1])]
-        return torch.tensor(at, dtype=torch.int32, device="cuda")
+    def _packed(self, side: Side, row: int, page: int, record: Tensor) -> Tensor:
+        """The page's tokens, as they are read back; their record is written."""
+        fmt, layout = self.variant.format(side), self.variant.layout(side)
+        end = (page + 1) * PAGE_TOKENS
+        tokens = torch.arange(page * PAGE_TOKENS, end, device="cuda").clamp(min=min(fmt.num_sink_tokens, end - 1))
+        values = self.dense[side][row][:, tokens]
+        if side == "k" and self.variant.offset:
+            values = values.float() - self.offset[:, None]
+        if side == "k" and self.variant.rescale:
+            values = values.float() / self.rescale[:, None]
+        if isinstance(layout, TieredLayout):
+            assert fmt.boost is not None
+            record.copy_(layout.encode(values, channel_scores(fmt.boost.score, values)))
+        else:
+            record.copy_(layout.encode(values))
+        decoded = layout.decode(record).double()
+        if side == "k" and self.variant.rescale:
+            decoded = decoded * self.rescale.double()[:, None]
+        if side == "k" and self.variant.offset:
+            decoded = decoded + self.offset.double()[:, None]
+        return decoded
 
     def workspace(self) -> Tensor:
         """Counters of zero, and poison."""
@@ -170,9 +198,8 @@ class Case:
         workspace = self.workspace() if workspace is None else workspace
         none = self.q.new_empty(0)
         return launch_decode(
-            self.q.to(dtype), *self.stores.values(),
-            PageCounts(self.lengths, self.tables["k"], self.tables["v"]), PageTransform(self.rescale, self.offset),
-            none if s_aux is None else s_aux, workspace, scale, softcap, self.variant,
+            self.q.to(dtype), *self.stores.values(), self.place, PageTransform(self.rescale, self.offset),
+            none if s_aux is None else s_aux, workspace, scale, softcap, [self.variant],
         )  # fmt: skip
 
     def expected(
@@ -289,9 +316,68 @@ def test_the_sum_that_is_divided_by(name: str) -> None:
         assert relative_error(found, expected) <= TOLERANCE
 
 
+@pytest.mark.parametrize("name", ("2 bits", "sinks beyond a page", "window rules", "K 2 V 16", "K 16 V 2", "16 bits"))
+@pytest.mark.parametrize("plain", (False, True))
+def test_where_pages_lie_changes_no_bit(name: str, plain: bool) -> None:
+    variant = dataclasses.replace(variant_of(*CASES[name]), plain=plain)
+    cases = (Case(variant, LENGTHS, heads=2, seed=12, scattered=scattered) for scattered in (False, True))
+    assert torch.equal(*(case.run(0.06) for case in cases))
+
+
+@pytest.mark.parametrize("name", ("2 bits", "sinks and windows", "V window longer"))
+@pytest.mark.parametrize("plain", (False, True))
+def test_pages_in_regions(name: str, plain: bool) -> None:
+    """Of pages that shrink: the variant of the present bits writes the result, the other one does nothing."""
+    variant = dataclasses.replace(variant_of(*CASES[name]), plain=plain)
+    case = Case(variant, LENGTHS, heads=2, seed=13, scattered=False)
+    expected, bits = case.run(0.06), [variant.num_bits(side) for side in SIDES]
+    every, rows = [torch.full((64,), 255, dtype=torch.uint8, device="cuda")], []
+    for side, num_bits in zip(SIDES, bits, strict=True):
+        pages = case.stores[side].pages
+        start = sum(map(len, every))
+        rows += [[num_bits, start, case.place.table.shape[1], 2, pages.shape[-1], 0, 0], [7] * 7]
+        every.append(pages.flatten())
+    memory = torch.cat(every)
+    stores = [store._replace(pages=memory) for store in case.stores.values()]
+    place = case.place._replace(table=torch.empty(0, dtype=torch.int32, device="cuda"))
+    wider = dataclasses.replace(variant, k_bits=8, v_bits=8)
+    regions = Regions(torch.tensor(rows, dtype=torch.int64, device="cuda"), (0, 2))
+    from kvcal.kernels.decode import launch_decode
+
+    none = case.q.new_empty(0)
+    for variants in ([wider, variant], [variant, wider]):
+        found = launch_decode(
+            case.q, *stores, place, PageTransform(case.rescale, case.offset), none, case.workspace(), 0.06, 0.0,
+            variants, regions,
+        )  # fmt: skip
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dim", (64, 80))
+@pytest.mark.parametrize("name", PAIRS)
+def test_steps_read_what_the_reference_reads(name: str, dim: int) -> None:
+    """Row 1 is 38 tokens ahead."""
+    variant = pair_variant(name, dim=dim)
+    ours, theirs = Paged(variant, 2, 4, "cuda", seed=5, is_slice=True), Paged(variant, 2, 4)
+    x = [states(2, 400, heads, dim, seed) for seed, heads in enumerate((2, 2, 4))]
+    for step in range(380):
+        rows = slice(1, 2) if step < 38 else slice(0, 2)
+        at = theirs.place.lengths[rows].long()
+        taken = [tensor[torch.arange(2)[rows], at] for tensor in x]
+        for paged in (ours, theirs):
+            paged.append(rows, *(tensor.to(paged.device) for tensor in taken))
+        if step % 29 == 0 or step % 128 in (126, 127, 0, 1):
+            q = taken[-1].float()
+            found, expected = ours.decode(rows, q.cuda(), 0.1).cpu(), theirs.decode(rows, q, 0.1)
+            assert relative_error(found, expected.double()) <= TOLERANCE, step
+        for paged in (ours, theirs):
+            paged.place.lengths[rows] += 1
+    assert int(ours.error) == 0
+
+
 def test_lengths_beyond_the_room_read_nothing_outside() -> None:
     """A replayed graph knows no end: it must stay inside what was allocated (``append`` reports it)."""
     case = Case(variant_of(*CASES["sinks and windows"]), (700, 300), heads=2, seed=11)
-    case.lengths += 100_000
+    case.lengths.add_(100_000)
     assert case.run(0.06).shape == case.q.shape
     torch.cuda.synchronize()

@@ -14,15 +14,14 @@ from kvcal.errors import NonFiniteActivations
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.compile import cubin, resources
 from kvcal.kernels.reference import NON_FINITE
-from kvcal.kernels.shrink import Shrinking, shrink
-from kvcal.kernels.slide import new_tickets, slide
+from kvcal.kernels.shrink import Shrinking, new_tickets, shrink, slide
 from kvcal.kernels.stages import BASE, HEADS, PAGES, RECORD, Region, Stages, layout_table, region_pages, stage_starts
 from kvcal.pages.shrink import SHIFTS, convert
 from kvcal.pages.transforms import Transform
 from kvcal.plan.format import Format
 
 HALVINGS = [(16, 8), (16, 4), (16, 2), (8, 4), (8, 2), (8, 1), (4, 2), (4, 1), (2, 1)]
-BATCH, TOKENS, SINKS = 2, (3 * 128 + 5, 128), 1
+BATCH, TOKENS, SINKS = 2, (3 * 128 + 5, 127), 1
 POISON = 77
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -41,7 +40,7 @@ CASES += [shrinking(i, (4, 2), "equivalent") for i in range(12)]
 
 
 class Pool:
-    """Regions 0 and 2 of 2 heads shrink as the case says, region 1 not; rows have 3 pages and none (one is due)."""
+    """Regions 0 and 2 of 2 heads shrink as the case says, region 1 not; rows have 3 pages and none."""
 
     def __init__(self, case: Shrinking, device: str) -> None:
         self.case, self.wide_narrow = case, case.layouts()
@@ -70,7 +69,7 @@ class Pool:
         view.copy_(self.wide_narrow[0].encode(tokens + row[BASE] % 7))
         return view.clone()
 
-    def run(self, columns: int, due: int = 0, lengths: tuple[int, ...] = TOKENS) -> int:
+    def run(self, columns: int, lengths: tuple[int, ...] = TOKENS) -> int:
         """The error flag."""
         device = self.pages.device
         ints = {"dtype": torch.int32, "device": device}
@@ -79,8 +78,8 @@ class Pool:
             torch.tensor(columns, device=device),
         )  # fmt: skip
         shrink(
-            self.pages, stages, torch.tensor([0, 2], device=device), torch.tensor(lengths, **ints), due,
-            torch.empty(0, **ints), self.transforms, self.error, self.case.key,
+            self.pages, list(stages), torch.tensor([0, 2], device=device), torch.tensor(lengths, **ints),
+            self.transforms, self.error, self.case.number,
         )  # fmt: skip
         return int(self.error)
 
@@ -98,23 +97,23 @@ class Pool:
 def test_packed_pages_shrink_where_they_are(case: Shrinking, device: str) -> None:
     pool = Pool(case, device)
     before = pool.pages.clone()
-    assert pool.run(399) == 0 and torch.equal(pool.pages, before)
-    assert pool.run(400) == 0
+    assert pool.run(398) == 0 and torch.equal(pool.pages, before)
+    assert pool.run(399) == 0
     for number in range(3):
         found = region_pages(pool.pages, pool.layout[0, number].tolist(), BATCH).cpu()
         if number != 1:
             narrow = pool.wide_narrow[1].record_bytes
             assert torch.equal(found[0, :, :, :narrow], pool.expected(number)[0])
-            assert torch.equal(found[1], pool.records[number][1])  # whose page is not due yet
+            assert torch.equal(found[1], pool.records[number][1])  # whose page is not full yet
         else:
             assert torch.equal(found, pool.records[number])
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_page_that_is_due_shrinks_if_it_is_packed(device: str) -> None:
+def test_a_page_shrinks_from_its_last_token_on(device: str) -> None:
     case = CASES[0]
     pool = Pool(case, device)
-    assert pool.run(400, due=1, lengths=(3 * 128 + 5, 129)) == 0  # with the sink, one page is due
+    assert pool.run(400, (3 * 128 + 5, 128)) == 0
     found = region_pages(pool.pages, pool.layout[0, 0].tolist(), BATCH).cpu()
     narrow = pool.wide_narrow[1].record_bytes
     assert torch.equal(found[1, :1, :, :narrow], pool.expected(0)[1, :1])
@@ -162,10 +161,10 @@ def test_every_record_arrives_at_its_place(seed: int, device: str) -> None:
     begins = torch.tensor(starts, device=device)
     for number in range(len(starts) - 1):
         expected = [region_pages(pages, row, batch).clone() for row in table[number]]
-        for columns in (starts[number + 1] - 1, starts[number + 1]):
+        for columns in (starts[number + 1] - 2, starts[number + 1] - 1):
             assert torch.equal(present, layout[number])
             at = torch.tensor(columns, device=device)
-            slide(pages, Stages(stage, begins, layout, at), present, tickets, batch, largest)
+            slide(pages, stage, begins, layout, at, present, tickets, batch, largest)
         assert int(stage) == number + 1 and torch.equal(present, layout[number + 1]) and torch.equal(tickets, idle)
         for old, row in zip(expected, table[number + 1], strict=True):
             found = region_pages(pages, row, batch)
@@ -190,8 +189,8 @@ def test_a_large_memory_arrives_whole() -> None:
     for number, start in enumerate(starts[1:], 1):
         stages.columns.fill_(start)
         on_gpu.columns.fill_(start)
-        slide(on_cpu, stages, present, tickets.cpu(), 4, largest)
-        slide(pages, on_gpu, present_on_gpu, tickets, 4, largest)
+        slide(on_cpu, *stages, present, tickets.cpu(), 4, largest)
+        slide(pages, *on_gpu, present_on_gpu, tickets, 4, largest)
         for row, before in zip(table[number], table[number - 1], strict=True):
             found, expected = (region_pages(x, row, 4)[:, : before[PAGES]] for x in (pages, on_cpu))
             assert torch.equal(found.cpu(), expected)

@@ -10,7 +10,7 @@ from predictor_cases import fitted
 from torch import Tensor
 
 from kvcal.kernels.compile import cubin, resources
-from kvcal.kernels.predict import ROWS_AT_ONCE, _Factor, digits_defines, prepared, sums_defines
+from kvcal.kernels.predict import ROWS_AT_ONCE, _Factor, digits_defines, prepared
 from kvcal.pages.predictor import MAX_INPUTS, LinearPredictor, PredictorShape
 from kvcal.stages.predictors.regression import to_int4, to_linear, to_low_rank
 
@@ -65,7 +65,7 @@ def test_the_kernels_stay_in_their_budget(arch: str) -> None:
     ):
         found = resources(cubin("digits", digits_defines(first, second, first + second), arch))["digits"]
         assert found.local_bytes == 0 and found.registers <= registers and found.instructions <= instructions
-    found = resources(cubin("digit_sums", sums_defines(1024, 1024), arch))["digit_sums"]
+    found = resources(cubin("digit_sums", {"OUTPUTS": 1024, "PADDED_OUTPUTS": 1024}, arch))["digit_sums"]
     assert found.local_bytes == 0 and found.registers <= 48 and found.instructions <= 460
 
 
@@ -73,7 +73,7 @@ def test_the_kernels_stay_in_their_budget(arch: str) -> None:
 def test_unusual_sizes_compile(inputs: int, outputs: int) -> None:
     padded = -(-inputs // 16) * 16
     assert cubin("digits", digits_defines(inputs, 3, padded + 16))
-    assert cubin("digit_sums", sums_defines(outputs, -(-outputs // 8) * 8))
+    assert cubin("digit_sums", {"OUTPUTS": outputs, "PADDED_OUTPUTS": -(-outputs // 8) * 8})
 
 
 @pytest.mark.gpu

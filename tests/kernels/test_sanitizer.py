@@ -43,4 +43,4 @@ def test_the_calls_run_on_the_reference_too(case: str) -> None:
     main(case, "cpu")
     formats = CASES[case]
     for fmt in formats or ():
-        assert all(fmt.num_pages(length + STEPS - 1) > fmt.num_pages(length) for length in LENGTHS)
+        assert all(fmt.pages_read(length + STEPS - 1) > fmt.pages_read(length) for length in LENGTHS)

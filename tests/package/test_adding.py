@@ -74,7 +74,7 @@ def test_a_new_quantizer_is_measured_chosen_compiled_read_and_inspected(
     folder = Folder.create(tmp_path)
     plan = build_plan(recipe_of(MEASURED), model, folder, None, Silent())
     profile = profile_stage.load(folder.profile)
-    costs = zip(profile.subject.candidates("k"), profile.sensitivity(0, "k").sum(0).tolist(), strict=True)
+    costs = zip(profile.setup.candidates("k"), profile.sensitivity(0, "k").sum(0).tolist(), strict=True)
     by_name = {(candidate.quantizer, candidate.num_bits): cost for candidate, cost in costs}
     # No zero to fit a range that is off centre: worse than the uniform quantizer at equal bits, better than at half.
     assert by_name["uniform", 4] < by_name["absmax", 4] < by_name["uniform", 2] < by_name["absmax", 2]

@@ -51,7 +51,8 @@ def test_the_wheel_carries_nothing_else_and_names_the_command(wheel: zipfile.Zip
 
 
 def test_the_lock_pins_every_requirement_inside_its_range() -> None:
-    lines = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if line[:1] != "#"]
+    locks = [(ROOT / name).read_text().splitlines() for name in ("requirements.lock", "docs/requirements.txt")]
+    lines = [line for lock in locks for line in lock if line[:1] != "#"]
     pins = {}
     for line in lines:
         assert re.fullmatch(r"[A-Za-z0-9_.-]+==[A-Za-z0-9.]+", line), line

@@ -32,9 +32,9 @@ def random_page(dim: int, seed: int = 0) -> torch.Tensor:
     return page.to(torch.bfloat16)
 
 
-def test_tokens_of_a_page_lie_behind_sinks_and_earlier_pages():
-    found = page_positions(5, torch.tensor([0, 3]))
-    assert found.tolist() == [[[*range(5, 133)]], [[*range(389, 517)]]]
+def test_pages_begin_at_multiples_of_128():
+    found = page_positions(torch.tensor([0, 3]))
+    assert found.tolist() == [[[*range(128)]], [[*range(384, 512)]]]
 
 
 @pytest.mark.parametrize(("side", "axis"), SIDE_AXES)

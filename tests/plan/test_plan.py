@@ -13,6 +13,7 @@ import pytest
 
 from kvcal import load_plan, save_plan
 from kvcal.geometry import AttentionGeometry, ModelIdentity, StateGeometry
+from kvcal.plan.format import num_pages
 from kvcal.plan.plan import RAW, Format, LayerPlan, Plan, Workload, plan_bytes
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan.json"
@@ -74,14 +75,14 @@ def test_same_bytes_in_two_fresh_processes():
 
 
 def test_predicted_bytes_worked_out_by_hand():
-    """Two bytes a value; sequences of 4096 tokens; per head and sequence sinks, buffer and pages."""
+    """Two bytes a value; sequences of 4096 tokens; per head and sequence sinks, ring and pages."""
     state = 640
-    k_head_0 = (4 + 64 + 128) * 64 * 2 + (4096 - 4 - 64) // 128 * (128 * 64 // 4 + 2 * 4 * 64 * 2)
+    k_head_0 = (4 + 64 + 128) * 64 * 2 + 32 * (128 * 64 // 4 + 2 * 4 * 64 * 2)
     k_head_1 = 128 * 64 * 2 + 32 * (128 * 64 * 3 // 8 + 2 * 128 * 2)
     v_raw = 128 * 80 * 2 + 32 * 128 * 80 * 2
     sliding = 511 * 2 * (64 + 80) * 2
     k_raw = 128 * 64 * 2 + 32 * 128 * 64 * 2
-    v_4 = (128 + 128) * 80 * 2 + (4096 - 128) // 128 * (128 * 80 // 2 + 2 * 2 * 128 * 2)
+    v_4 = (128 + 128) * 80 * 2 + 32 * (128 * 80 // 2 + 2 * 2 * 128 * 2)
     total = 8 * (state + k_head_0 + k_head_1 + 2 * v_raw + sliding + 2 * k_raw + 2 * v_4)
     assert example().predicted_bytes == body_of(example())["predicted_bytes"] == total
 
@@ -99,11 +100,12 @@ def test_ragged_lengths_add_up_and_windows_hold_padding():
 
 @pytest.mark.parametrize("fmt", [Format(2, "channel", 32), Format(3, "token", 64, 5, 33), RAW])
 def test_pages_of_a_format(fmt):
-    seen = [fmt.num_pages(tokens) for tokens in range(600)]
-    first = fmt.num_sink_tokens + fmt.recent_window + 128
+    seen = [fmt.pages_read(tokens) for tokens in range(600)]
+    first = fmt.recent_window + 128
     assert seen.index(1) == first and seen[first + 128 - 1] == 1 and seen[first + 128] == 2
-    held = [max(0, t - fmt.num_sink_tokens) - 128 * pages for t, pages in enumerate(seen)]
-    assert max(held) == fmt.buffer_tokens - 1
+    assert all(pages <= num_pages(tokens) for tokens, pages in enumerate(seen))  # only what is packed is read
+    held = [tokens - 128 * pages for tokens, pages in enumerate(seen)]
+    assert max(held) == fmt.ring_tokens - 1
     assert all(count >= fmt.recent_window for count, pages in zip(held, seen, strict=True) if pages)
 
 

@@ -246,14 +246,14 @@ def test_a_completion_names_its_bytes_beside_those_of_16_bits(loaded: LoadedMode
 
 
 def test_a_loaded_prefix_counts_the_queries_of_its_prompt(tmp_path: Path) -> None:
-    """Of 100 tokens, 4 query heads a KV head; thresholds of scores depend on it."""
+    """From the last of 200 tokens on, which end a prompt's pages; thresholds of scores depend on it."""
     small = loaded_llama(2)
     plan = plan_with(small, tuple(replace(layer, k=(BOOSTED,)) for layer in aqua_layers(small)))
-    pack_prefix(small, plan, prompt(100), tmp_path / "p.kv")
+    pack_prefix(small, plan, prompt(200), tmp_path / "p.kv")
     parts = dict(named_parts(load_prefix(small, plan, tmp_path / "p.kv").cache))
-    assert {name: part.query_count for name, part in parts.items() if part.format.needs_queries} == {
-        "layers.0.k.0": [400],
-        "layers.1.k.0": [400],
+    assert {name: part.query_since.tolist() for name, part in parts.items() if part.format.needs_queries} == {
+        "layers.0.k.0": [[200, 200]],
+        "layers.1.k.0": [[200, 200]],
     }
 
 

@@ -180,11 +180,11 @@ def test_a_whole_device_without_room_for_the_scratch_of_predictors_is_refused() 
 
 
 def test_the_workspace_by_hand() -> None:
-    """Logits and softmax in fp32, one layer's keys and values, the pages of one side on their way there, and 32 bytes a
-    value that is encoded at once."""
+    """Logits and softmax in fp32, one layer's keys and values, the pages of one side on their way there, 32 bytes a
+    value that is encoded at once, and indices of rows and of places in a ring."""
     split = allocated(budget="20MB").split
-    one_side = BATCH * CONTEXT * 2 * 32
-    assert split.workspace == 2 * 4 * BATCH * VOCABULARY + 3 * 2 * one_side + 32 * one_side + 64 * BATCH
+    one_side, indices = BATCH * CONTEXT * 2 * 32, 64 * BATCH + 16 * 128
+    assert split.workspace == 2 * 4 * BATCH * VOCABULARY + 3 * 2 * one_side + 32 * one_side + indices
     assert split.weights + split.workspace + split.cache <= 20_000_000
 
 
@@ -215,9 +215,9 @@ def test_eight_rows_of_32k_of_a_predicted_8b_model() -> None:
         for layer in model.layers
     )
     said = step_workspace(layers, "bfloat16", 8, 32768)
-    pages = 8 * ((32768 - 4) // 128) * 128 * 8 * 128
+    pages = 8 * (32768 // 128) * 128 * 8 * 128
     assert said.forms == pages * (2 * 2 + 4 * 4) + 32768 * 64 * 2 * 4
-    assert 5.3e9 < said.forms < 5.4e9 and said.passing < 1 << 30
+    assert 5.3e9 < said.forms < 5.5e9 and said.passing < 1 << 30
 
 
 def test_all_in_bits_count_the_tensors() -> None:

@@ -1,4 +1,4 @@
-"""Accuracy by generation, and the mirror it reads through: the packed cache's values bit for bit."""
+"""Accuracy by generation, and the decoded copy it reads through: the packed cache's values bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from kvcal.progress import Silent
 from kvcal.recipe import EvaluateSpec
 from kvcal.stages.evaluate import generation
 from kvcal.stages.evaluate.generation import measure_tasks, wilson_se
-from kvcal.stages.evaluate.mirror import MirroredCache
 
 SMALL = {"max_steps": 6, "max_size": 22, "max_hops": 5, "max_digits": 2}
 
@@ -123,14 +122,14 @@ def test_wilson_against_the_interval_itself() -> None:
             assert (p - share) ** 2 == pytest.approx(p * (1 - p) / n, abs=1e-12)
 
 
-# ---- the mirror
+# ---- the decoded copy
 
 
 def run_both(pair, mask, steps, act=None):
-    """The same random tokens through a PlanCache and a MirroredCache: what both return must be equal, always."""
+    """The same random tokens through caches without and with a decoded copy: what both return must be equal, always."""
     loaded = tiny()
     plan = make_plan(loaded, pair)
-    caches = [kind(plan, loaded.model.config, attention_mask=mask) for kind in (PlanCache, MirroredCache)]
+    caches = [PlanCache(plan, loaded.model.config, mask, keep_decoded=keeps) for keeps in (False, True)]
     generator = torch.Generator().manual_seed(1)
     batch = mask.shape[0]
     for number, new in enumerate(steps):
@@ -140,9 +139,9 @@ def run_both(pair, mask, steps, act=None):
             k, v = (torch.randn(batch, 2, new, HEAD_DIM, generator=generator) for _ in range(2))
             if k.shape[2] == mask.shape[1] and not caches[1].layers[index].columns:  # the prompt
                 k, v = (x * mask.bool()[:, None, :, None] for x in (k, v))
-            plain, mirrored = (cache.update(k, v, index) for cache in caches)
-            assert torch.equal(plain[0], mirrored[0]) and torch.equal(plain[1], mirrored[1]), number
-    caches[1].verify()
+            plain, copied = (cache.update(k, v, index) for cache in caches)
+            assert torch.equal(plain[0], copied[0]) and torch.equal(plain[1], copied[1]), number
+    caches[1].verify_decoded()
     assert caches[0].nbytes == caches[1].nbytes == plan.nbytes(caches[1].lengths, caches[1].get_seq_length())
     return caches
 
@@ -155,11 +154,11 @@ def ragged_mask(*lengths: int, left: bool = True) -> torch.Tensor:
 
 @pytest.mark.parametrize("left", [True, False])
 @pytest.mark.parametrize("pair", [KIVI_2, SINKS_3, COARSE, RAW_PAIR])
-def test_mirror_returns_what_the_packed_cache_returns(pair, left: bool) -> None:
+def test_the_decoded_copy_returns_what_the_packed_cache_returns(pair, left: bool) -> None:
     run_both(pair, ragged_mask(170, 170, 90, 1, left=left), [170, 100, *[1] * 150, 7, 260, *[1] * 20])
 
 
-def test_mirror_when_rows_leave_and_when_tokens_are_taken_back() -> None:
+def test_the_decoded_copy_when_rows_leave_and_when_tokens_are_taken_back() -> None:
     def act(number: int, caches, batch: int) -> int:
         if number == 40:
             for cache in caches:
@@ -176,7 +175,7 @@ def test_mirror_when_rows_leave_and_when_tokens_are_taken_back() -> None:
     run_both(KIVI_2, ragged_mask(200, 150, 120), [200, *[1] * 160], act)
 
 
-def test_mirror_after_reset() -> None:
+def test_the_decoded_copy_after_reset() -> None:
     def act(number: int, caches, batch: int) -> int:
         if number == 5:
             for cache in caches:
@@ -188,21 +187,21 @@ def test_mirror_after_reset() -> None:
 
 def test_verify_finds_a_page_that_changed() -> None:
     _, cache = run_both(KIVI_2, ragged_mask(300, 280), [300, 1, 1])
-    pages = cache.paged_layers[1].sides["v"][0].pages
+    pages = cache.paged_layers[1].sides["v"][0].pool.records
     pages[0, 0, 0] ^= 1
     with pytest.raises(ArtifactError, match="layer 1: the decoded v differ from the packed cache"):
-        cache.verify()
+        cache.verify_decoded()
 
 
 def test_every_segment_compares_what_was_read_with_the_packed_cache(
     embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A page that changes behind the mirror's back ends the measurement."""
+    """A page that changes behind the copy's back ends the measurement."""
     counted = generation.require_predicted_bytes
 
-    def flip(cache: MirroredCache, plan: Plan) -> None:
+    def flip(cache: PlanCache, plan: Plan) -> None:
         counted(cache, plan)
-        pages = cache.paged_layers[0].sides["k"][0].pages
+        pages = cache.paged_layers[0].sides["k"][0].pool.records
         assert len(pages)
         pages[0, 0, 0] ^= 1
 

@@ -47,16 +47,30 @@ SINKS = 4
 
 
 def captured_rows(tokens_T: Tensor) -> list[dict[str, np.ndarray]]:
-    """Per layer {"k", "v"}: fp64 [tokens of whole pages, N D], keys before RoPE as the model itself has them."""
+    """Per layer {"k", "v"}: fp64 [tokens of whole pages, N D], keys before RoPE as the model itself has them; sinks, as
+    pages have them, by the first token behind."""
     loaded, seen = loaded_llama(), []
     with torch.no_grad(), tap(loaded.model, seen.append, loaded.geometry):
         loaded.model(input_ids=tokens_T.unsqueeze(0), use_cache=False)
-    stop = SINKS + (len(tokens_T) - SINKS) // 128 * 128
+    stop = len(tokens_T) // 128 * 128
+    theta = loaded.model.config.rope_parameters["rope_theta"]
     rows = []
     for captured in seen:
-        sides = {"k": captured.k_pre_BNTD, "v": captured.v_BNTD}
-        rows.append({s: x[0, :, SINKS:stop].transpose(0, 1).flatten(1).double().numpy() for s, x in sides.items()})
+        k_NTD, v_NTD = (x[0, :, :stop].double().clone() for x in (captured.k_pre_BNTD, captured.v_BNTD))
+        for sink in range(SINKS):
+            v_NTD[:, sink] = v_NTD[:, SINKS]
+            k_NTD[:, sink] = turned(k_NTD[:, SINKS], SINKS - sink, theta)
+        rows.append({s: x.transpose(0, 1).flatten(1).numpy() for s, x in (("k", k_NTD), ("v", v_NTD))})
     return rows
+
+
+def turned(k_ND: Tensor, positions: int, theta: float) -> Tensor:
+    """Llama's RoPE by so many positions, fp64 [N, D]."""
+    half = k_ND.shape[1] // 2
+    angle = positions * theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    first, second = k_ND.split(half, dim=1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=1)
 
 
 def quantized(rows: np.ndarray, num_bits: int, head_dim: int = 8) -> np.ndarray:
@@ -94,7 +108,7 @@ def test_every_layer_is_fitted_on_what_the_cache_reads_back() -> None:
     fp32, differ in the last bits, so a code may flip: weights agree to a hundredth of the largest."""
     layers, record = fitted_llama("pre")
     data = sequences([260] * 6)
-    splits = split_sequences(data, layers, 0.25)
+    splits = split_sequences(data, 0.25)
     rows = {i: captured_rows(tokens) for i, tokens in enumerate(data.sequences)}
     kept = {(f.layer, f.side): f for f in record.findings}
     held_out = [i for i in rows if splits[i] == HELD_OUT]
@@ -136,7 +150,7 @@ def test_pages_are_read_back_as_the_cache_reads_them(k_pages: str) -> None:
         layer = cache.layers[captured.layer]
         layer.update(captured.k_post_BNTD, captured.v_BNTD)
         for side in ("k", "v"):
-            pages = layer.prediction.before_rope(side, [(0, 0, 2)])
+            pages = layer.store.prediction.before_rope(side, [(0, 0, 2)])
             expected[captured.layer, side] = pages.transpose(1, 2).flatten(2).flatten(0, 1)
 
     with torch.no_grad(), tap(loaded.model, store, loaded.geometry):
@@ -221,7 +235,7 @@ def test_layers_behind_a_left_out_predictor_are_fitted_without_it() -> None:
     record = fit(loaded, layers, data, PredictorSpec(min_explained=0.999999))
     kept = fitted_llama("pre")[1]
     found, other = (next(f.fit for f in r.findings if (f.layer, f.side) == (2, "k")) for r in (record, kept))
-    splits = split_sequences(data, layers, 0.25)
+    splits = split_sequences(data, 0.25)
     rows = {i: captured_rows(tokens) for i, tokens in enumerate(data.sequences)}
     x = {s: np.vstack([quantized(rows[i][1]["k"], 2) for i in rows if splits[i] == s]) for s in (FIT, HELD_OUT)}
     y = {s: np.vstack([rows[i][2]["k"] for i in rows if splits[i] == s]) for s in (FIT, HELD_OUT)}
@@ -320,12 +334,11 @@ def test_what_is_kept_does_not_grow_with_the_tokens(tmp_path: Path) -> None:
 
 
 def test_held_out_sequences_are_spread_and_whole() -> None:
-    layers = aqua_layers(loaded_llama())
-    splits = split_sequences(sequences([140, 100, 140, 140, 260, 131, 140, 140, 140, 140]), layers, 0.25)
-    assert sorted(splits) == [0, 2, 3, 4, 6, 7, 8, 9]  # the others fill no page
-    assert [i for i, split in splits.items() if split == HELD_OUT] == [3, 8]
+    splits = split_sequences(sequences([140, 100, 140, 140, 260, 131, 140, 140, 140, 140]), 0.25)
+    assert sorted(splits) == [0, 2, 3, 4, 5, 6, 7, 8, 9]  # the others fill no page
+    assert [i for i, split in splits.items() if split == HELD_OUT] == [3, 7]
     with pytest.raises(UsageError, match="1 of 2 sequences fill a page"):
-        split_sequences(sequences([140, 131]), layers, 0.25)
+        split_sequences(sequences([140, 127]), 0.25)
 
 
 def test_too_few_tokens_are_refused() -> None:

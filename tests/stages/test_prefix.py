@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvcal import PlanCache, artifact, save_plan
-from kvcal.cache.queries import serving
+from kvcal.cache.attached import attached_for
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.format import RAW, Boost, Format, Tier
@@ -55,7 +55,7 @@ def generated(
 ) -> list[int]:
     """What the model generates for the prompt itself, with ``cache``, an empty one."""
     cache, ids = cache or PlanCache(plan, loaded.model.config), tokens_T.unsqueeze(0)
-    with torch.no_grad(), serving(loaded.model, plan):
+    with torch.no_grad(), attached_for(loaded.model, plan):
         output = loaded.model.generate(
             ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=count, do_sample=False
         )
@@ -119,9 +119,9 @@ def test_reconstructed_pages_are_what_predicted_ones_read(tmp_path: Path) -> Non
 def test_bytes_on_disk(tmp_path: Path) -> None:
     loaded, plan = aqua()
     packed = pack_prefix(loaded, plan, prompt(390), tmp_path / "p.kv")
-    # 4 sinks, 3 pages, 2 tokens in the buffer; 2 heads of 8 channels, K and V, 3 layers, fp32. A page: codes of 8
+    # 4 sinks, 3 pages, 6 tokens behind them; 2 heads of 8 channels, K and V, 3 layers, fp32. A page: codes of 8
     # channels padded to 16, 2 or 4 bits, and a scale and a zero of 2 bytes for each of 128 tokens.
-    unquantized = 3 * 2 * 2 * 6 * 8 * 4
+    unquantized = 3 * 2 * 2 * (4 + 6) * 8 * 4
     pages = 3 * 2 * 2 * sum(128 * 16 * bits // 8 + 128 * 4 for bits in (4, 2, 2))
     assert packed.packed_bytes == unquantized + pages
     assert packed.raw_bytes == 3 * 2 * 2 * 8 * 390 * 4
@@ -243,11 +243,11 @@ def test_a_flipped_bit_is_refused(tmp_path: Path, place: float) -> None:
         (lambda body, tensors: tensors["tokens"][0].fill_(9), "its tokens are not those"),
         (lambda body, tensors: tensors["tokens"].add_(1), "'tokens' holds values from 4 to 64, expected 0 to 63"),
         (lambda body, tensors: tensors["layers.1.k.0.pages"].fill_(255), "pages' holds NaN"),
-        (lambda body, tensors: tensors["layers.0.v.0.buffer"].fill_(3e38), "buffer' holds values from 3e"),
-        (lambda body, tensors: body["query_counts"].update(x=1), "query_counts of"),
+        (lambda body, tensors: tensors["layers.0.v.0.recent"].fill_(3e38), "recent' holds values from 3e"),
+        (lambda body, tensors: body["query_since"].update(x=1), "query_since of"),
         (lambda body, tensors: body.update(num_tokens=299), r"'tokens' is int32 \[300\]"),
         (lambda body, tensors: body.update(num_tokens=True), "num_tokens"),
-        (lambda body, tensors: body.pop("query_counts"), "missing key 'query_counts'"),
+        (lambda body, tensors: body.pop("query_since"), "missing key 'query_since'"),
     ],
 )
 def test_content_that_does_not_fit_is_refused(tmp_path: Path, spoil: Callable, message: str) -> None:

@@ -251,8 +251,8 @@ def test_a_folder_that_cannot_be_written_is_an_error_of_the_artifact(tmp_path: P
 
 def test_sequences_too_short_for_a_page_are_refused_at_once() -> None:
     listener = Listener()
-    with pytest.raises(UsageError, match="none of 2 sequences has a loss token behind token 149") as refused:
-        run(Path("/nonexistent"), listener, data=data_of(90, 149))
+    with pytest.raises(UsageError, match="none of 2 sequences has a loss token behind token 145") as refused:
+        run(Path("/nonexistent"), listener, data=data_of(90, 145))
     assert "kl_samples = 0" in refused.value.hint and not listener.steps
 
 

@@ -99,22 +99,24 @@ def errors_by_hand(loaded: LoadedModel, index: int, tokens_T: Tensor, lambda_ND:
     q, k, v = (seen[index].q_post_BHTD[0], seen[index].k_post_BNTD[0], seen[index].v_BNTD[0])
     read = k.double().clone()
     for head in range(k.shape[0]):
-        for page in range((len(tokens_T) - 1 - 1 - 16) // 128):
-            inside = slice(1 + 128 * page, 1 + 128 * (page + 1))
-            stored = (k[head, inside] - offset_ND[head]) / lambda_ND[head]
+        packed = k[head].clone()
+        packed[0] = packed[1]  # the sink, which is kept beside its page
+        for page in range((len(tokens_T) - 1 - 16) // 128):
+            inside = slice(128 * page, 128 * (page + 1))
+            stored = (packed[inside] - offset_ND[head]) / lambda_ND[head]
             decoded = quantized_page(stored, 2, "token", 128, "float16")
             read[head, inside] = (decoded * lambda_ND[head] + offset_ND[head]).double()
     weight = loaded.model.model.layers[index].self_attn.o_proj.weight.detach().double()
     total = 0.0
     for query in range(len(tokens_T)):
-        packed = 128 * max(0, (query - 1 - 16) // 128)
+        packed = 128 * max(0, (query - 16) // 128)
         parts = []
         for head in range(q.shape[0]):
             kv = head // 2
             outputs = []
             for keys in (
                 k[kv].double(),
-                torch.cat([k[kv, :1].double(), read[kv, 1 : 1 + packed], k[kv, 1 + packed :]]),
+                torch.cat([k[kv, :1].double(), read[kv, 1:packed], k[kv, max(1, packed) :]]),
             ):
                 logits = keys[: query + 1] @ q[head, query].double() / math.sqrt(16)
                 outputs.append(logits.softmax(0) @ v[kv, : query + 1].double())
@@ -235,7 +237,7 @@ def test_only_heads_per_token_are_searched(tmp_path, outliers):
 
 def test_refusals(tmp_path, outliers):
     with pytest.raises(UsageError, match="none reads a quantized page"):
-        run(tmp_path, outliers, data=data_of(100, 145))
+        run(tmp_path, outliers, data=data_of(100, 144))
     with pytest.raises(UsageError, match="a sequence of 513 tokens"):
         run(tmp_path, outliers, data=data_of(513))
     with pytest.raises(UnsupportedModel, match="changes its keys after RoPE"):

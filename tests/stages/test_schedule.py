@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import oracles
 import pytest
@@ -60,12 +59,8 @@ def layer_bytes(layer: LayerPlan, bits: int, num_tokens: int, dtype: str) -> int
             stored = fmt.num_bits if fmt.num_bits in (3, 16) else max(fmt.num_bits, bits)
             params = fmt.param_dtype if fmt.num_bits in (3, 16) else "float32"
             record = oracles.record_bytes(stored, side, fmt.axis, fmt.group_size, dim, params, dtype)
-            window, largest = fmt.recent_window, fmt.recent_window
-            if fmt.window_rule is not None:
-                rule = fmt.window_rule
-                window, largest = min(max(math.floor(rule.share * num_tokens), rule.min_tokens), rule.max_tokens), 100
-            pages = max(0, num_tokens - fmt.num_sink_tokens - window) // 128
-            total += (fmt.num_sink_tokens + largest + 128) * dim * item + pages * record
+            largest = fmt.recent_window if fmt.window_rule is None else fmt.window_rule.max_tokens
+            total += (fmt.num_sink_tokens + largest + 128) * dim * item + num_tokens // 128 * record
     return total
 
 

@@ -11,7 +11,7 @@ from evaluation_cases import as_loaded, make_plan, text
 from tier_oracle import slots_by_tier
 from torch import Tensor
 
-from kvcal import PlanCache, hear_queries
+from kvcal import PlanCache, attached
 from kvcal.errors import UsageError
 from kvcal.pages import codec as page_codec
 from kvcal.pages.tiered import TieredLayout
@@ -43,14 +43,14 @@ def scores_by_hand(fmt: Format, q_HTD: Tensor, k_NTD: Tensor) -> list[list[list[
     T, D, group = len(k[0]), len(k[0][0]), len(q) // len(k)
     pages, since = [], 0
     for num_tokens in range(1, T + 1):
-        new = fmt.num_pages(num_tokens) - len(pages)
+        new = num_tokens // 128 - len(pages)
         for ordinal in range(len(pages), len(pages) + new):
-            first = fmt.num_sink_tokens + 128 * ordinal
+            first = max(fmt.num_sink_tokens, 128 * ordinal)  # sinks are packed as copies of the first token behind them
             page = []
             for head, keys in enumerate(k):
                 row = []
                 for d in range(D):
-                    column = [keys[t][d] for t in range(first, first + 128)]
+                    column = [keys[t][d] for t in range(first, 128 * ordinal + 128)]
                     heads = q[head * group : (head + 1) * group]
                     magnitudes = [abs(one[t][d]) for one in heads for t in range(since, num_tokens)]
                     row.append(math.fsum(magnitudes) / len(magnitudes) * (max(column) - min(column)) / 3)
@@ -64,10 +64,10 @@ def scores_by_hand(fmt: Format, q_HTD: Tensor, k_NTD: Tensor) -> list[list[list[
     ("fmt", "num_pages"),
     [
         (format_of(), 3),
-        (format_of(sinks=5, window=40), 2),
+        (format_of(sinks=5, window=40), 3),
         (format_of(RUNNING, sinks=5), 3),
-        (format_of(rule=WindowRule("clamped", 0.3, 100, 10)), 2),
-        (format_of(window=300), 0),
+        (format_of(rule=WindowRule("clamped", 0.3, 100, 10)), 3),
+        (format_of(window=300), 3),
     ],
 )
 def test_scores_against_loops(fmt: Format, num_pages: int) -> None:
@@ -95,7 +95,7 @@ def test_scores_are_those_that_the_cache_decides_by(boost: Boost, monkeypatch: p
 
     monkeypatch.setattr(page_codec, "channel_scores", note)
     cache, tokens, start = PlanCache(plan, loaded.model.config), data.sequences[0][None], 0
-    with torch.no_grad(), hear_queries(loaded.model):
+    with torch.no_grad(), attached(loaded.model):
         while start < 300:
             stop = min(300, start + cache.tokens_to_next_page())
             loaded.model(input_ids=tokens[:, start:stop], past_key_values=cache)

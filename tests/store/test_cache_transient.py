@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvcal import PlanCache
-from kvcal.cache.paged_layer import PagedLayer
+from kvcal.cache.layer import PagedLayer
 from kvcal.pages.codec import ENCODE_PAGES
 from kvcal.plan.format import RAW, Format
+from kvcal.store.layer_store import NewTokens
 from kvcal.store.transient import SCRATCH_BYTES, transient_bytes
 
 
@@ -46,19 +48,25 @@ class Storages(TorchDispatchMode):
 
 
 def peak_of_storing(cache: PlanCache, states: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The most bytes alive while any layer stores ``states`` [B, N, T, D]: the whole cache and what storing takes."""
-    peak, store = 0, PagedLayer._store
+    """The most bytes alive while any layer shrinks its pages or stores ``states`` [B, N, T, D]: the whole cache and
+    what that takes."""
+    peak = 0
 
-    def watched(layer: PagedLayer, new_keys: torch.Tensor, new_values: torch.Tensor, rows: object) -> None:
-        nonlocal peak
-        held = [tensor for each in cache.layers for tensor in each.tensors]
-        with Storages(held, [new_keys, new_values, *cache.plan.tensors.values()]) as storages:
-            del held
-            store(layer, new_keys, new_values, rows)
-        peak = max(peak, storages.peak)
+    def watched(call: Callable[..., None]) -> Callable[..., None]:
+        def method(layer: PagedLayer, *args: Any) -> None:
+            nonlocal peak
+            held = [tensor for each in cache.layers for tensor in each.tensors]
+            given = [tensor for new in args if isinstance(new, NewTokens) for tensor in (new.keys, new.values)]
+            with Storages(held, [*given, *cache.plan.tensors.values()]) as storages:
+                del held
+                call(layer, *args)
+            peak = max(peak, storages.peak)
+
+        return method
 
     with monkeypatch.context() as patched:
-        patched.setattr(PagedLayer, "_store", watched)
+        for call in (PagedLayer._shrink, PagedLayer._store):
+            patched.setattr(PagedLayer, call.__name__, watched(call))
         for layer in range(len(cache.plan.layers)):
             cache.update(states, -states, layer)
     return peak

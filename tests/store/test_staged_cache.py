@@ -3,7 +3,9 @@ plan says, whatever the schedule, the padding and the chunks."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from cache_cases import attended, feed, llama_plan, padded, random_ids, random_q
 from form_cases import with_tensors
 from staged_cases import SCHEDULES, assert_same_bytes, caches, fed_alike, mixed_plan, staged_plan, transformed
 
-from kvcal import Plan, PlanCache, paged_attention
+from kvcal import Plan, PlanCache, attached
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.kernels.stages import BASE, HEADS, PAGES, RECORD, SQUEEZED
 from kvcal.pages.shrink import SHIFTS
@@ -44,14 +46,14 @@ def test_every_step_stores_and_reads_what_the_dynamic_cache_does(name: str) -> N
         torch.testing.assert_close(found[real], expected[real], atol=1e-4, rtol=1e-4)
         if name in ("unlike", "two at once") or stop % 7 == 0 or not starts.isdisjoint({stop - 1, stop, stop + 1}):
             count += assert_same_bytes(static, dynamic)
-        seen.add(int(static.static.pool.stage))
+        seen.add(int(static.static.phases.stage))
         assert static.nbytes == held
     static.check()
     assert seen == set(range(len(starts) + 1)) and count > 100
 
 
 @pytest.mark.parametrize(
-    "cuts", [(), (131,), (139, 140, 141), (200,), (130, 262), (1, 259, 387), (100, 261, 262, 263, 264)]
+    "cuts", [(), (128,), (139, 140, 141), (200,), (127, 262), (1, 256, 384), (100, 261, 262, 263, 264)]
 )
 @pytest.mark.parametrize("name", ["two at once", "modified shift", "mixed"])
 def test_prompts_in_chunks_store_what_the_dynamic_cache_does(name: str, cuts: tuple[int, ...]) -> None:
@@ -83,7 +85,7 @@ def test_memory_is_what_the_plan_says_at_its_worst_and_within_the_budget(batch: 
         assert sum(max(own[i : i + 560]) for i in range(0, len(own), 560)) > budget  # each with memory of its own
         states = torch.zeros(batch, 2, 1, 8)
         for _ in range(560):
-            for layer in static.static_layers:
+            for layer in static.paged_layers:
                 layer.attend(torch.zeros(batch, 8, 1, 8), states, states, None, 1.0, 0.0)
         assert static.nbytes == max(by_count)
 
@@ -106,7 +108,7 @@ def test_layers_that_shrink_apart_keep_their_pages() -> None:
             static.layers[index].attend(q[:, :, one], k[:, :, one], v[:, :, one], None, 1.0, 0.0)
         if t > 130 and t % 4 == 0:
             assert assert_same_bytes(static, dynamic) > 0
-    assert int(static.static.pool.stage) == 14
+    assert int(static.static.phases.stage) == 14
 
 
 def test_a_chunk_up_to_the_next_stage_is_like_single_steps() -> None:
@@ -114,7 +116,22 @@ def test_a_chunk_up_to_the_next_stage_is_like_single_steps() -> None:
     given = random_qkv(2, 2, LENGTH)
     found, expected = attended(by_chunk, *given, None), attended(by_step, *given, range(1, LENGTH))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    assert torch.equal(by_chunk.static.pool.pages, by_step.static.pool.pages)
+    assert torch.equal(by_chunk.static.phases.pages, by_step.static.phases.pages)
+
+
+def test_a_copy_keeps_its_own_stage() -> None:
+    """Prompts are packed and read back at the bits of the cache that they are fed to."""
+    cache, fresh = (caches(staged_plan(*SCHEDULES["unlike"]), LENGTH)[0] for _ in range(2))
+    given, later = random_qkv(2, 2, 200), random_qkv(2, 2, 200, seed=4)
+    attended(cache, *given, (130,))
+    copied = copy.deepcopy(cache)
+    attended(cache, *later, (60, 190))
+    assert int(cache.static.phases.stage) == 5 > int(copied.static.phases.stage)
+    attended(fresh, *given, (130,))
+    found, expected = (attended(each, *later, (55, 70, 150)) for each in (copied, fresh))
+    assert torch.equal(found, expected) and torch.equal(copied.static.phases.pages, fresh.static.phases.pages)
+    with pytest.raises(UsageError, match="a static cache cannot be pickled"):
+        pickle.dumps(copied)
 
 
 def test_reset_reorder_and_crop() -> None:
@@ -123,10 +140,10 @@ def test_reset_reorder_and_crop() -> None:
     given = random_qkv(3, 2, 281)
     prompt, rest = ([x[:, :, part] for x in given] for part in (slice(0, 201), slice(200, 280)))
     attended(used, *random_qkv(3, 2, 290, seed=5), (270, 280))
-    with pytest.raises(UsageError, match="cannot remove 40 of 290"):
+    with pytest.raises(UsageError, match="cannot go back from 290 tokens to 250: pages have shrunk"):
         used.crop(-40)
     used.reset()
-    assert int(used.static.pool.stage) == 0
+    assert int(used.static.phases.stage) == 0
     attended(used, *prompt)
     with pytest.raises(UsageError, match="cannot go back from 201 tokens to 199: pages have shrunk"):
         used.crop(-2)
@@ -138,14 +155,30 @@ def test_reset_reorder_and_crop() -> None:
     assert used.lengths == [280] * 3
 
 
+@pytest.mark.parametrize("kept", [380, 300, 256, 255, 201])
+def test_tokens_removed_between_stages_leave_what_they_leave_in_the_dynamic_cache(kept: int) -> None:
+    static, dynamic = caches(transformed(staged_plan((140, 200), (150, 190, 395))), 400)
+    given, more, read = random_qkv(2, 2, 390), random_qkv(2, 2, 390 - kept + 8, seed=4), []
+    for cache in (static, dynamic):
+        attended(cache, *given, (380, *range(381, 390)))
+        cache.crop(kept - 390)
+        layer = cache.paged_layers[0]
+        read.append([layer.store.read(side, cache.padding.rows, kept, 0, torch.float32) for side in ("k", "v")])
+    assert torch.equal(read[0][0], read[1][0]) and torch.equal(read[0][1], read[1][1])
+    assert_same_bytes(static, dynamic)
+    found, expected = (attended(cache, *more, range(1, 400)) for cache in (static, dynamic))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert assert_same_bytes(static, dynamic) > 0
+
+
 def test_what_is_not_finite_is_told_when_it_shrinks() -> None:
     static, _ = caches(staged_plan((150,), (160,)), 300)
     static.allocate(2, "cpu")
     q, k, v = random_qkv(2, 2, 150)
     k[1, 0, 40, 2] = torch.inf
-    for t in range(151):
+    for t in range(150):
         static.check()
-        one = slice(min(t, 149), min(t, 149) + 1)
+        one = slice(t, t + 1)
         static.layers[0].attend(q[:, :, one], k[:, :, one], v[:, :, one], None, 1.0, 0.0)
     with pytest.raises(NonFiniteActivations):
         static.check()
@@ -180,7 +213,7 @@ def test_records_only_ever_slide_where_nothing_is_left_to_read() -> None:
     """What the kernels rest on: by the order of addresses, left and then right, without gaps beyond the room."""
     static, _ = caches(transformed(mixed_plan()), 400)
     static.allocate(3, "cpu")
-    pool = static.static.pool
+    pool = static.static.phases
     table = pool._layout.tolist()
     assert len(table) == 6
     for old, new in zip(table, table[1:], strict=False):
@@ -208,35 +241,32 @@ def test_a_compiled_step_is_one_graph_that_serves_every_stage() -> None:
 
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     eager, static = (PlanCache(plan, model.config, max_tokens=160) for _ in range(2))
-    with paged_attention(model), torch.no_grad():
+    with attached(model), torch.no_grad():
         feed(model, eager, ids[:, :120])
         feed(model, static, ids[:, :120])
         for i in range(120, 160):
             token, position = ids[:, i : i + 1], torch.full((2, 1), i)
             assert torch.equal(compiled(token, position, static), step(token, position, eager))
-    assert len(graphs) == 1 and int(static.static.pool.stage) == 2
+    assert len(graphs) == 1 and int(static.static.phases.stage) == 2
 
 
 def test_the_operators_declare_what_they_do() -> None:
     static, _ = caches(transformed(staged_plan((140,), (140, 150))), 300)
-    with paged_attention(tiny_llama(2, 1)):
+    with attached(tiny_llama(2, 1)):
         feed(tiny_llama(2, 1), static, random_ids(2, 140), (139,))
-    pool, (store,) = static.static.pool, static.layers[0].stores
+    phases, (step,) = static.static.phases, static.layers[0].store.steps
     state, checks = static.static, ("test_schema", "test_faketensor")
-    key, members, page_at = pool._shrinking[0]
-    table = (pool._start_columns, pool._layout, state.columns)
-    calls = {
-        "shrink": (
-            pool.pages, pool.stage, *table, members, state.lengths, 0, page_at, pool._transforms, state.error, key
-        ),
-        "slide": (pool.pages, pool.stage, *table, pool.present, pool._tickets, 2, pool._largest),
-    }  # fmt: skip
+    number, members = phases._shrinking[0]
+    stages = (phases.stage, phases._start_columns, phases._layout, state.columns)
     q, k, v = (x[:, :, 0] for x in random_qkv(2, 2, 1))
-    raw = [store.sinks["k"], store.buffer["k"], store.sinks["v"], store.buffer["v"], pool.pages]
-    control = [state.lengths, store.page_at["k"], store.page_at["v"], store.rescale, store.offset]
-    calls["append_staged"] = (
-        k, v, store.nothing, *raw, store.query_sum, store.query_since, *control, state.error, *store._stages
-    )  # fmt: skip
-    calls["decode_staged"] = (q, *raw, *control, store.nothing, store.workspace, 0.5, 0.0, *store._stages)
+    held, place, transform = (list(step.k), list(step.v)), list(step.place), list(step.transform)
+    present = list(step.variants), step.present, list(step.regions)
+    assert len(step.variants) > 1 and len(step.regions) == 2
+    calls = {
+        "shrink": (phases.pages, list(stages), members, state.lengths, phases._transforms, state.error, number),
+        "slide": (phases.pages, *stages, phases.present, phases._tickets, 2, phases._largest),
+        "append": (k, v, state.nothing, *held, list(step.statistic), place, transform, state.error, *present),
+        "decode": (q, *held, place, transform, state.nothing, step.workspace, 0.5, 0.0, *present),
+    }
     for op, args in calls.items():
         torch.library.opcheck(getattr(torch.ops.kvcal, op).default, args, test_utils=checks)

@@ -10,11 +10,13 @@ import torch
 from cache_cases import padded, plan_of
 from gpu_cases import logits_of, random_ids, random_llama, relative
 from staged_cases import SCHEDULES, assert_same_bytes, fmt, mixed_plan, transformed
+from static_cases import pages_of
 from torch import Tensor
 
 from kvcal import Plan, PlanCache
 from kvcal.models.geometry import geometry_of
 from kvcal.plan.plan import Workload
+from kvcal.store.state import Serving
 
 pytestmark = pytest.mark.gpu
 
@@ -55,7 +57,7 @@ def test_a_ragged_batch_stores_what_the_dynamic_cache_stores(name: str, head_dim
     assert assert_same_bytes(static, dynamic) > 0
 
 
-@pytest.mark.parametrize("cut", [131, 139, 140, 200, 262, 387])
+@pytest.mark.parametrize("cut", [128, 139, 140, 200, 262, 384])
 def test_prompts_that_cross_stages(cut: int) -> None:
     model, plan, ids = random_llama(), plan_for("unlike"), random_ids(2, 400)
     static, dynamic = (PlanCache(plan, model.config, max_tokens=size) for size in (400, None))
@@ -72,6 +74,7 @@ class Steps:
         config = random_llama().config
         self.cache = PlanCache(plan, config, padded([torch.ones(n) for n in (40, 9, 1)], 40, "left")[1], max_tokens)
         self.cache.allocate(3, device)
+        self.cache.static.serving = Serving()
         generator = torch.Generator().manual_seed(5)
         shapes = [(max_tokens, 3, heads, 64) for heads in (8, 2, 2)]
         self.tables = [torch.randn(shape, generator=generator).bfloat16().to(device) for shape in shapes]
@@ -79,14 +82,14 @@ class Steps:
 
     @property
     def layer(self):
-        return self.cache.static_layers[0]
+        return self.cache.paged_layers[0]
 
     def begin(self) -> None:
         """An empty cache, and its prompt of 40 columns."""
         self.cache.reset()
-        self.cache.static.pool.prepare(40)
         q, k, v = (table[:40].permute(1, 2, 0, 3) for table in self.tables)
-        self.layer.extend(q, k, v)
+        self.layer.update(k, v)
+        self.layer.observe(q)
 
     def step(self) -> None:
         at = self.cache.static.columns.view(1)
@@ -96,10 +99,10 @@ class Steps:
     def store(self) -> None:
         """A step without its attention."""
         at = int(self.cache.static.columns)
-        self.cache.static.pool.advance()
+        self.cache.static.phases.advance()
         q, k, v = (table[at] for table in self.tables)
-        for store in self.layer.stores:
-            store.append(k, v, q)
+        for step in self.layer.store.steps:
+            step.append(k, v, q)
         self.cache.static.advance_step()
 
     def capture(self) -> torch.cuda.CUDAGraph:
@@ -118,12 +121,8 @@ class Steps:
 
 def packed(cache: PlanCache) -> list[Tensor]:
     """The pages that are packed, on the CPU, row by row."""
-    found = []
-    for store in cache.static_layers[0].stores:
-        for side in ("k", "v"):
-            for row, length in enumerate(cache.static.lengths.tolist()):
-                found.append(store.pages[side][row, : store.variant.format(side).num_pages(length - 1)].cpu())
-    return found
+    parts, lengths = cache.paged_layers[0].parts, cache.static.lengths.tolist()
+    return [pages_of(part, row, length).cpu() for part in parts for row, length in enumerate(lengths)]
 
 
 @torch.inference_mode()
@@ -139,7 +138,7 @@ def test_a_captured_step_crosses_stages_as_an_eager_one(name: str) -> None:
             call()
             history.append(steps.out.clone())
         steps.cache.check()
-        found.append((torch.stack(history), packed(steps.cache), int(steps.cache.static.pool.stage)))
+        found.append((torch.stack(history), packed(steps.cache), int(steps.cache.static.phases.stage)))
     assert torch.equal(found[0][0], found[1][0]) and found[0][2] == found[1][2] > 0
     assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
 
@@ -165,7 +164,7 @@ def test_a_soak_of_200000_steps() -> None:
         assert torch.equal(steps.out, first)
     assert torch.cuda.memory_allocated() <= before + first.numel() * first.itemsize + 512
     steps.cache.check()
-    assert steps.cache.lengths == [1000, 969, 961] and int(steps.cache.static.pool.stage) == 5
+    assert steps.cache.lengths == [1000, 969, 961] and int(steps.cache.static.phases.stage) == 5
     reference = Steps(plan, 1000, "cpu")
     reference.begin()
     for _ in range(960):

@@ -22,22 +22,24 @@ from form_cases import (
     states,
     static_of,
 )
+from static_cases import pages_of
 from torch import Tensor
 
-from kvcal import PlanCache, paged_attention
-from kvcal.cache.queries import serving
+from kvcal import PlanCache, attached
+from kvcal.cache.attached import attached_for
 from kvcal.errors import NonFiniteActivations, SlowPath, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry
-from kvcal.kernels import form_operands, variants
+from kvcal.kernels import reconstruct, variants
+from kvcal.kernels.choice import refusals
 from kvcal.kernels.compile import cubin, resources
 from kvcal.kernels.decode import decode_defines
-from kvcal.kernels.refusals import refusals
-from kvcal.kernels.variants import head_ranges, parse_key, variant_of
+from kvcal.kernels.variants import VARIANTS, head_ranges, variant_of
 from kvcal.models.geometry import geometry_of
 from kvcal.models.rope import rotary_maps
 from kvcal.pages.layout import noted_in
 from kvcal.pages.uniform import PageLayout
-from kvcal.plan.format import SIDES
+from kvcal.plan.format import SIDES, num_pages
+from kvcal.store import forms
 
 pytestmark = pytest.mark.filterwarnings("ignore::kvcal.errors.SlowPath")
 
@@ -55,13 +57,13 @@ def compare(
         poison(static)
         found, expected = (advance(cache, start, stop, inputs) for cache in (static, dynamic))
         for layer, ours, theirs, (q, _, _) in zip(static.layers, found, expected, inputs, strict=True):
-            keys, values = as_met(layer, *theirs)
             if isinstance(ours, Tensor):
+                keys, values = as_met(layer, *theirs)
                 exact = attention(q[:, :, start:stop], keys, values, real[:, :stop])
                 assert (ours - exact).abs().max() < 1e-5 * values.abs().max()  # fp32 sums of a few hundred tokens
             else:
                 seen = real[:, None, :stop, None]
-                assert torch.equal(ours[0] * seen, keys * seen) and torch.equal(ours[1] * seen, values * seen)
+                assert all(torch.equal(one * seen, other * seen) for one, other in zip(ours, theirs, strict=True))
         start = stop
     static.check()
     return assert_same_records(static, dynamic)
@@ -69,8 +71,8 @@ def compare(
 
 CUTS = {
     "steps": (1, 126, *range(127, 142), 255, *range(256, 300)),
-    "chunks": (64, 128, 129, 132, 140, 260, 264, 300),  # with 4 sinks, pages are due at 132 and 260
-    "a prompt that ends where a page is due": (132, 133, 134, 260, 261, 300),
+    "chunks": (64, 127, 129, 132, 140, 255, 264, 300),
+    "a prompt that ends with a page": (128, 129, 130, 256, 257, 300),
 }
 
 
@@ -85,7 +87,7 @@ def test_bytes_and_values_are_those_of_the_dynamic_cache(name: str, cuts: str) -
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_of_a_padded_batch(name: str) -> None:
-    """Pages are due in one row at a time; a row of 3 tokens has none."""
+    """Pages are packed in one row at a time; a row of 3 tokens has one in the end."""
     plan, width = form_plan(name), 300
     mask = torch.zeros(3, width, dtype=torch.long)
     for row, length in enumerate((300, 130, 3)):
@@ -98,7 +100,8 @@ def test_rows_of_a_padded_batch(name: str) -> None:
 
 
 def test_scratch_in_parts_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(form_operands, "VALUES_AT_ONCE", 3 * 2 * 128 * HEAD_DIM)  # three pages of both heads
+    for module in (reconstruct, forms):  # three pages of both heads
+        monkeypatch.setattr(module, "VALUES_AT_ONCE", 3 * 2 * 128 * HEAD_DIM)
     plan, inputs = form_plan("int4, lattice"), [states(layer, 2, 700) for layer in LAYERS]
     assert compare(static_of(plan, 720, 2), dynamic_of(plan), (600, 640, *range(641, 660), 700), inputs) >= 36
 
@@ -108,25 +111,27 @@ def test_reset_and_rows_that_change_places(name: str) -> None:
     plan, inputs = form_plan(name), [states(layer, 3, 300) for layer in LAYERS]
     static = static_of(plan, 320, 3)
     advance(static, 0, 290, [states(layer, 3, 290, seed=5) for layer in LAYERS])
-    addresses = [tensor.data_ptr() for layer in static.static_layers for tensor in layer.tensors]
+    addresses = [tensor.data_ptr() for layer in static.paged_layers for tensor in layer.tensors]
     static.reset()
     dynamic = dynamic_of(plan)
     compare(static, dynamic, (140, 150), inputs)
     for cache in (static, dynamic):
         cache.reorder_cache(torch.tensor([2, 0, 0]))
     assert compare(static, dynamic, (151, 261, *range(262, 280), 300), inputs) > 0
-    assert [tensor.data_ptr() for layer in static.static_layers for tensor in layer.tensors] == addresses
+    assert [tensor.data_ptr() for layer in static.paged_layers for tensor in layer.tensors] == addresses
 
 
+@pytest.mark.parametrize(("kept", "held"), [(162, 170), (140, 290), (125, 260)])
 @pytest.mark.parametrize("name", ["lattice d=2", "linear"])
-def test_tokens_of_the_buffer_can_be_removed(name: str) -> None:
+def test_tokens_can_be_removed(name: str, kept: int, held: int) -> None:
+    """Within the ring, and into pages, whose tokens come back as decoded."""
     plan, inputs = form_plan(name), [states(layer, 2, 300) for layer in LAYERS]
     static, dynamic = static_of(plan, 320, 2), dynamic_of(plan)
     for cache in (static, dynamic):
-        advance(cache, 0, 162, inputs)
-        advance(cache, 162, 170, [states(layer, 2, 300, seed=7) for layer in LAYERS])
-        cache.crop(-8)
-    assert compare(static, dynamic, (163, 164, 263, *range(264, 275), 300), inputs) >= 12
+        advance(cache, 0, kept, inputs)
+        advance(cache, kept, held, [states(layer, 2, 300, seed=7) for layer in LAYERS])
+        cache.crop(kept - held)
+    assert compare(static, dynamic, (kept + 1, kept + 2, 254, *range(255, 265), 300), inputs) >= 12
 
 
 @pytest.mark.parametrize("max_tokens", [1, 127, 133, 500])
@@ -140,7 +145,7 @@ def test_bytes_are_the_plans_and_scratch_is_counted(name: str, max_tokens: int) 
     most = {
         side: max(
             sum(
-                len(range(*heads.indices(2))) * fmt.num_pages(max_tokens)
+                len(range(*heads.indices(2))) * num_pages(max_tokens)
                 for fmt, heads in layer.runs(side)
                 if fmt.lattice_dim or layer.predictor(side) or (side == "k" and layer.k_pages == "pre")
             )
@@ -152,8 +157,7 @@ def test_bytes_are_the_plans_and_scratch_is_counted(name: str, max_tokens: int) 
     assert forms.nbytes == 3 * sum(most.values()) * page_bytes // 2 + kept
     # Two layers' keys and values in fp32 at a time, where every layer is predicted from the one before.
     if name in ("linear", "low rank", "int4, lattice"):
-        pages = plan.layers[0].k[0].num_pages(max_tokens)
-        assert kept == 2 * 2 * 3 * pages * 2 * page_bytes
+        assert kept == 2 * 2 * 3 * num_pages(max_tokens) * 2 * page_bytes
     before = static.workspace_nbytes
     advance(static, 0, min(max_tokens, 140), [states(layer, 3, 140) for layer in LAYERS])
     assert static.workspace_nbytes == before >= forms.nbytes
@@ -171,21 +175,18 @@ def test_a_source_of_many_stays_and_others_share() -> None:
 @pytest.mark.parametrize(("name", "layer"), [("lattice d=2", 0), ("before RoPE, on a lattice", 0), ("linear", 1)])
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_what_is_not_finite_is_reported_and_raises_later(name: str, layer: int, side: str) -> None:
-    plan = form_plan(name)
-    fmt = plan.layers[layer].formats(side)[0]
-    due = next(count for count in range(300) if fmt.num_pages(count))
-    inputs = [states(index, 2, due + 1) for index in LAYERS]
+    inputs = [states(index, 2, 128) for index in LAYERS]
     inputs[layer][1 if side == "k" else 2][1, 1, 60, 2] = torch.nan
-    static = static_of(plan, 300, 2)
-    for start in range(due):
+    static = static_of(form_plan(name), 300, 2)
+    for start in range(127):
         advance(static, start, start + 1, inputs)
-    static.check()  # the page is due now, and not packed
-    advance(static, due, due + 1, inputs)
+    static.check()  # nothing is packed
+    advance(static, 127, 128, inputs)
     with pytest.raises(NonFiniteActivations, match="a page holds NaN"):
         static.check()
     static.reset()
     with pytest.raises(NonFiniteActivations):
-        advance(static, 0, due + 1, inputs)
+        advance(static, 0, 128, inputs)
 
 
 def test_a_flag_instead_of_an_error() -> None:
@@ -213,7 +214,7 @@ def test_generate_gives_the_tokens_of_the_dynamic_cache(name: str, sizes: tuple[
     options = {"max_new_tokens": 20, "do_sample": False, "attention_mask": mask}
     expected = model.generate(ids.long(), past_key_values=PlanCache(plan, model.config, mask), **options)
     static = PlanCache(plan, model.config, mask, max_tokens=160)
-    with paged_attention(model):
+    with attached(model):
         found = model.generate(ids.long(), past_key_values=static, **options)
     assert torch.equal(found, expected)
     assert len(found[:, max(sizes) :].unique()) > 1
@@ -227,9 +228,9 @@ def test_logits_with_partial_rotary_and_other_families(family: str, name: str) -
     plan = form_plan(name, geometry=geometry, rotary=rotary_maps(model, geometry)[0].tensor())
     ids, cuts = random_ids(2, 150), (125, *range(126, 150))
     dynamic, static = (PlanCache(plan, model.config, max_tokens=size) for size in (None, 150))
-    with serving(model, plan):
+    with attached_for(model, plan):
         expected = feed(model, dynamic, ids, cuts)
-    with paged_attention(model):
+    with attached(model):
         found = feed(model, static, ids, cuts)
     # Behind the first layer attention's last bits differ, so that a code may be another one.
     relative = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
@@ -239,10 +240,9 @@ def test_logits_with_partial_rotary_and_other_families(family: str, name: str) -
 
 def assert_same_records_of_first_layer(static: PlanCache, dynamic: PlanCache) -> None:
     """Its keys and values depend on the tokens alone."""
-    (part,) = dynamic.layers[0].sides["k"]
-    forms = static.layers[0].forms.forms["k"]
-    found = forms[0].records[0] if forms else static.layers[0].stores[0].pages["k"]
-    assert torch.equal(found.flatten(0, 1), part.pages)
+    for ours, theirs in zip(static.layers[0].parts, dynamic.layers[0].parts, strict=True):
+        for row, length in enumerate(dynamic.lengths):
+            assert length >= 128 and torch.equal(pages_of(ours, row, length), pages_of(theirs, row, length))
 
 
 def test_a_slow_cache_says_so_once() -> None:
@@ -256,7 +256,7 @@ def test_a_slow_cache_says_so_once() -> None:
     ]
     assert list(static.slow_layers) == [0, 1, 2] and not static.is_compileable
     apart = static_of(form_plan("lattice d=2"), 300, 1)
-    first, *others = [layer.form_reasons for layer in apart.static_layers]
+    first, *others = [layer.form_reasons for layer in apart.paged_layers]
     assert first == ["k pages are on a lattice", "v pages are on a lattice"] and not any(others)
 
 
@@ -276,7 +276,7 @@ def test_kernels_compile_for_reconstructed_sides(name: str, capability: tuple[in
     variant, arch = variant_of(layer, pair, "bfloat16"), f"sm_{capability[0]}{capability[1]}"
     reconstructed = [variants.stored_form(layer, side, pair.format(side)) is not None for side in SIDES]
     assert [variant.num_bits(side) == 16 for side in SIDES] == reconstructed
-    assert parse_key(variant.key) == variant
+    assert VARIANTS[variant.number] == variant
     defines = decode_defines(variant, "bfloat16", False, capability)
     assert resources(cubin("decode", defines, arch))["decode"].local_bytes <= 256
     assert resources(cubin("pack", variant.defines, arch))["append"].local_bytes <= 256
@@ -292,5 +292,5 @@ def test_a_copy_goes_on_alike_and_pickle_is_refused(name: str) -> None:
     advance(cache, 301, 400, inputs)
     for ours, theirs in zip(advance(copied, 300, 301, inputs), expected, strict=True):
         assert torch.equal(ours, theirs)
-    with pytest.raises(UsageError, match="share the scratch of stored forms cannot be pickled"):
+    with pytest.raises(UsageError, match="a static cache cannot be pickled: its layers share memory"):
         pickle.dumps(cache)

@@ -23,7 +23,7 @@ from form_cases import (
 from gpu_cases import logits_of, random_ids, random_llama, relative
 from torch import Tensor
 
-from kvcal import Plan, PlanCache, paged_attention
+from kvcal import Plan, PlanCache, attached
 from kvcal.errors import NonFiniteActivations
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.models.geometry import geometry_of
@@ -124,7 +124,7 @@ def test_a_captured_step_is_an_eager_one_as_lengths_grow(name: str) -> None:
         caches.append(cache)
     assert torch.equal(*found)
     assert caches[0].lengths == caches[1].lengths == [420, 420]
-    for ours, theirs in zip(*(cache.static_layers for cache in caches), strict=True):
+    for ours, theirs in zip(*(cache.paged_layers for cache in caches), strict=True):
         assert all(torch.equal(one, other) for one, other in zip(ours.tensors, theirs.tensors, strict=True))
 
 
@@ -133,13 +133,13 @@ def test_a_captured_step_is_an_eager_one_as_lengths_grow(name: str) -> None:
 def test_a_step_waits_for_nothing(name: str) -> None:
     """Also the one that packs a page."""
     cache, given = static_of(plan_for(name), 300, 2, device="cuda"), on_gpu(inputs_of(2, 150))
-    advance(cache, 0, 126, given)
+    advance(cache, 0, 122, given)
     step = Step(cache, 2)
-    step.run(step, given, 126, 128)  # whatever is made once has been made
+    step.run(step, given, 122, 124)  # whatever is made once has been made
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step.run(step, given, 128, 140)
+        step.run(step, given, 124, 140)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     cache.check()
@@ -149,9 +149,9 @@ def test_what_is_not_finite_is_reported_by_check() -> None:
     cache, given = static_of(plan_for("lattice d=2"), 300, 2, device="cuda"), on_gpu(inputs_of(2, 160))
     given[0][1][1, 0, 40, 3] = torch.nan
     step = Step(cache, 2)
-    step.run(step, given, 0, 131)
+    step.run(step, given, 0, 127)
     cache.check()
-    step.run(step, given, 131, 133)
+    step.run(step, given, 127, 128)
     with pytest.raises(NonFiniteActivations, match="a page holds NaN"):
         cache.check()
 
@@ -170,7 +170,7 @@ def test_a_model_is_served(name: str) -> None:
     assert relative(found, expected)[:4].max() < 0.05
     assert name == "linear" or relative(found, expected).median() < 0.1
     static.reset()
-    with paged_attention(model):
+    with attached(model):
         options = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.ones_like(ids)}
         assert model.generate(ids, past_key_values=static, **options).shape == (2, 320)
     static.check()

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from kvcal import Plan, PlanCache, load_plan
 from kvcal import tables as views
-from kvcal.cache.queries import serving
+from kvcal.cache.attached import attached_for
 from kvcal.charts.evaluation import table_rows
 from kvcal.plan.format import SIDES, Format, WindowRule
 from kvcal.plan.plan import Workload, plan_bytes, save_plan
@@ -108,7 +108,7 @@ def use_plan(plan: Plan) -> None:
     model = model_for(plan)
     cache = PlanCache(plan, model.config)
     tokens = min(300, plan.workload.context if cache.state.is_scheduled else 300)
-    with serving(model, plan):
+    with attached_for(model, plan):
         logits = feed(model, cache, random_ids(1, tokens), [cut for cut in (tokens - 20, tokens - 1) if cut > 0])
     assert cache.nbytes == plan.nbytes([tokens]), f"{cache.nbytes} bytes, {plan.nbytes([tokens])} predicted"
     assert bool(torch.isfinite(logits).all()), "logits are not finite"
@@ -247,7 +247,7 @@ def open_prefix(path: Path, plan: Plan) -> None:
         "tokens beyond the vocabulary"
     )
     assert prefix.cache.nbytes == plan.nbytes([tokens])
-    with serving(loaded.model, plan):
+    with attached_for(loaded.model, plan):
         logits = feed(loaded.model, prefix.cache, random_ids(1, 3))
     assert bool(torch.isfinite(logits).all()), "logits are not finite"
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvcal import Plan, PlanCache
-from kvcal.cache.static_layer import StaticLayer
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
 from kvcal.models.geometry import geometry_of
+from kvcal.plan.format import Side
 from kvcal.plan.plan import RAW, Format, LayerPlan, Workload
 from kvcal.recipe_files import load_recipe, recipe_names
-from kvcal.store.static_state import Serving
+from kvcal.store.state import Serving
 
 NUM_HEADS = 8
 HEAD_DIM = 8
@@ -169,15 +169,26 @@ def attended(cache: PlanCache, q: Tensor, k: Tensor, v: Tensor, cuts: Sequence[i
         ends = [start + cache.tokens_to_next_page()] if cuts is None else [cut for cut in cuts if cut > start]
         new = slice(start, min([*ends, q.shape[2]]))
         keys, values = cache.update(k[:, :, new], v[:, :, new], 0)
-        if isinstance(layer, StaticLayer) and layer.state.is_step(new.stop - start):
+        if layer.static is not None and layer.static.is_step(new.stop - start):
             outputs.append(layer.attend(q[:, :, new], keys, values, None, 1.0, 0.0).transpose(1, 2))
         else:
             sees = torch.ones(new.stop - start, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - new.stop + start)
             given = q[:, :, new], keys, values
             outputs.append(scaled_dot_product_attention(*given, attn_mask=sees, scale=1.0, enable_gqa=True))
-            _ = layer.extend(*given) if isinstance(layer, StaticLayer) else layer.observe_queries(q[:, :, new])
+            layer.observe(q[:, :, new])
         start = new.stop
     return torch.cat(outputs, 2)
+
+
+def after_crop(plan: Plan, side: Side, read: Tensor, raw: Tensor, kept: int) -> Tensor:
+    """What ``kept`` tokens of layer 0 read back as once the others were removed: [B, N, kept, D], from ``read`` and
+    ``raw`` [B, N, T, D], what all T of them read back as, and were. Where pages are read no more, tokens are raw, if
+    the ring still has them."""
+    expected, total = read[:, :, :kept].clone(), read.shape[2]
+    for head, fmt in enumerate(plan.layers[0].head_formats(side)):
+        first = max(total - fmt.ring_tokens, 128 * fmt.pages_read(kept), 0)
+        expected[:, head, first:] = raw[:, head, first:kept]
+    return expected
 
 
 def assert_exact_bytes(cache: PlanCache, lengths: Sequence[int], columns: int | None = None) -> None:

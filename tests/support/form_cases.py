@@ -4,22 +4,21 @@ same queries, keys and values to a dynamic and to a static cache, layer by layer
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from cache_cases import HEAD_DIM, NUM_HEADS, llama_plan, plan_of, tiny_llama
-from static_cases import QUERY
+from static_cases import QUERY, assert_same_pages
 from torch import Tensor
 
 from kvcal import Plan, PlanCache
-from kvcal.cache.paged_layer import PagedLayer
-from kvcal.cache.static_layer import StaticLayer
+from kvcal.cache.layer import PagedLayer
 from kvcal.geometry import Geometry
-from kvcal.plan.format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
+from kvcal.plan.format import RAW, SIDES, Boost, Format, Tier, WindowRule, num_pages
 from kvcal.plan.layer import LayerPlan, Predictor
 from kvcal.plan.tensors import needed_tensors
-from kvcal.store.static_state import Serving
+from kvcal.store.state import Serving
 
 Change = Callable[[LayerPlan], LayerPlan]
 
@@ -147,24 +146,22 @@ def advance(cache: PlanCache, start: int, stop: int, all_states: Sequence[tuple[
     for layer, states_of_layer in zip(cache.layers, all_states, strict=True):
         q, k, v = (x[:, :, start:stop] for x in states_of_layer)
         keys, values = layer.update(k, v)
-        if isinstance(layer, PagedLayer):
-            layer.observe_queries(q)
-            found.append((keys, values))
-        elif layer.state.is_step(stop - start):
+        if layer.static is not None and layer.static.is_step(stop - start):
             found.append(layer.attend(q, keys, values, None, 0.3, 0.0)[:, 0])
         else:
-            layer.extend(q, keys, values)
+            layer.observe(q)
             found.append((keys, values))
     return found
 
 
-def as_met(layer: StaticLayer, keys: Tensor, values: Tensor) -> list[Tensor]:
-    """What the dynamic cache hands to attention, rounded once where the static one reconstructs it in 16 bits."""
+def as_met(layer: PagedLayer, keys: Tensor, values: Tensor) -> list[Tensor]:
+    """What the dynamic cache hands to attention, rounded once where a step of the static one reconstructs it in 16
+    bits."""
     found = [keys.clone(), values.clone()]
-    for store in layer.stores:
-        for side, x in zip(SIDES, found, strict=True):
-            if side in store.reconstructed:
-                x[:, store.heads] = x[:, store.heads].bfloat16().float()
+    for form in layer.forms:
+        if form.tokens:
+            x = found[SIDES.index(form.codec.side)]
+            x[:, form.codec.heads] = x[:, form.codec.heads].bfloat16().float()
     return found
 
 
@@ -182,36 +179,9 @@ def score_spread(q: Tensor, keys: Tensor, real: Tensor) -> float:
     return max(float(of_row[..., seen].std(-1).max()) for of_row, seen in zip(scores, real, strict=True))
 
 
-def records(static: PlanCache, layer: int, side: Side) -> Iterator[tuple[int, Tensor]]:
-    """(first head, [B, pages, r, record_bytes]) of everything that a layer's side has stored."""
-    ours = static.layers[layer]
-    assert isinstance(ours, StaticLayer)
-    forms = [] if ours.forms is None else [form for form in ours.forms.forms[side] if form.tokens]
-    for form in forms:
-        yield form.codec.heads.start, form.records[0]
-    for store in ours.stores:
-        if side not in store.reconstructed:
-            yield store.heads.start, store.pages[side]
-
-
 def assert_same_records(static: PlanCache, dynamic: PlanCache) -> int:
-    """Every page that is packed by now is stored with the same bytes, in all layers; how many there are."""
-    count = 0
-    assert static.lengths == dynamic.lengths
-    for index, theirs in enumerate(dynamic.layers):
-        assert isinstance(theirs, PagedLayer)
-        for side in SIDES:
-            for first_head, found in records(static, index, side):
-                (part,) = [p for p in theirs.sides[side] if p.heads.start <= first_head < p.heads.stop]
-                skip = first_head - part.heads.start
-                for row, (length, expected) in enumerate(
-                    zip(static.lengths, part.pages.split(part.num_pages), strict=True)
-                ):
-                    packed = part.format.num_pages(length - 1) if length else 0
-                    of_range = expected[:packed, skip : skip + found.shape[2]].to(found.device)
-                    assert torch.equal(found[row, :packed], of_range), (index, side, first_head, row)
-                    count += packed
-    return count
+    """Every page is stored with the same bytes, in all layers; how many there are."""
+    return assert_same_pages(static, dynamic)
 
 
 def poison(static: PlanCache) -> None:
@@ -219,8 +189,8 @@ def poison(static: PlanCache) -> None:
     forms = static.static.forms
     for tensor in (*forms._tokens.values(), *forms._slots):
         tensor.view(torch.uint8).fill_(255)
-    for index, side in itertools.product(range(len(static.layers)), SIDES):
-        formats = static.layers[index].plan.head_formats(side)
-        for first_head, found in records(static, index, side):
+    room = static.static.table.shape[1]
+    for layer in static.paged_layers:
+        for part in layer.parts:
             for row, length in enumerate(static.lengths):
-                found[row, formats[first_head].num_pages(length - 1) if length else 0 :] = 255
+                part.pool.records[part.pool.slots([(row, num_pages(length), room)])] = 255

@@ -14,8 +14,8 @@ from cache_cases import plan_of, recipe_formats
 from static_cases import FORMATS, V
 from torch import Tensor
 
-from kvcal import Plan, PlanCache, paged_attention
-from kvcal.cache.queries import serving
+from kvcal import Plan, PlanCache, attached
+from kvcal.cache.attached import attached_for
 from kvcal.data.tasks import chain
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel, load
@@ -89,7 +89,7 @@ def random_ids(*shape: int, seed: int = 0) -> Tensor:
 
 
 def context(model: hf.PreTrainedModel, cache: PlanCache) -> AbstractContextManager[None]:
-    return serving(model, cache.plan) if cache.static is None else paged_attention(model)
+    return attached_for(model, cache.plan) if cache.static is None else attached(model)
 
 
 @torch.inference_mode()

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
-from kvcal.kernels.macros import AXES, DTYPES, side_defines
+from kvcal.kernels import ops
+from kvcal.kernels.decode import workspace_bytes
+from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
+from kvcal.kernels.variants import AXES, DTYPES, Variant, side_defines
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.layout import PAGE_TOKENS
-from kvcal.plan.format import Boost, Format, Side, Tier, WindowRule
+from kvcal.plan.format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
 from kvcal.plan.layer import LayerPlan
 
 PARAMS = ("float16", "bfloat16", "float32")
@@ -45,12 +48,21 @@ class Case:
 
     @property
     def defines(self) -> dict[str, int]:
-        return side_defines(self.side, self.fmt, self.dim, self.cache, self.fmt.num_bits) | {
-            "DTYPE": DTYPES[self.cache],
-            "K_RESCALE": int(self.rescale),
-            "K_OFFSET": int(self.offset),
-            "GROUP_HEADS": GROUP_HEADS,
-        }
+        """Of ``pack`` and ``unpack``."""
+        own = {"DTYPE": DTYPES[self.cache], "SIDE": SIDES.index(self.side)}
+        own |= {"K_RESCALE": int(self.rescale), "K_OFFSET": int(self.offset)}
+        return own | side_defines(self.side, self.fmt, self.dim, self.cache, self.fmt.num_bits)
+
+    @property
+    def variant(self) -> Variant:
+        """The other side has 16 bits."""
+        k, v = (self.fmt, RAW) if self.side == "k" else (RAW, self.fmt)
+        return Variant(k, v, self.dim, self.cache, GROUP_HEADS, self.rescale, self.offset, HEADS.start)
+
+    def transform(self, device: str) -> PageTransform:
+        codec, empty = self.codec(), torch.empty(0, self.dim)
+        given = (empty if x is None else x.flatten(0, 1) for x in (codec.rescale, codec.offset))
+        return PageTransform(*(x.to(device) for x in given))
 
     def codec(self) -> PageCodec:
         """The reference; its ``rescale`` and ``offset`` [n, 1, D] or None are what a kernel is given."""
@@ -127,17 +139,148 @@ def reference_pages(case: Case, codec: PageCodec, x: Tensor, first_page: int, qu
     return codec.encode(by_page, torch.arange(first_page, first_page + len(by_page)), case.fmt.num_bits, mean)
 
 
-def page_table(fmt: Format, max_pages: int) -> Tensor | None:
-    """int32 [max_pages]: with how many tokens each page is due; None without a window rule."""
-    if fmt.window_rule is None:
-        return None
-    found = []
-    for tokens in itertools.count():
-        while fmt.num_pages(tokens) > len(found):
-            found.append(tokens)
-        if len(found) >= max_pages:
-            return torch.tensor(found[:max_pages], dtype=torch.int32)
+def read_at(fmt: Format, max_pages: int) -> Tensor:
+    """int32 [max_pages]: with how many tokens each page begins to be read; nothing without a window rule."""
+    found: list[int] = []
+    tokens = 0
+    while fmt.window_rule is not None and len(found) < max_pages:
+        found += [tokens] * (fmt.pages_read(tokens) - len(found))
+        tokens += 1
+    return torch.tensor(found[:max_pages], dtype=torch.int32)
 
 
 RULE = WindowRule("clamped", 0.3, 150, 10)
 PAGED = WindowRule("paged", 0.6, 200)
+
+
+POISON = 77
+
+
+class Paged:
+    """A head range with memory of its own, fed through the operators: ``step`` by step. Everything that nobody wrote is
+    poison. ``seed`` shuffles the slots of pages; ``is_slice``: the heads lie in the middle of larger tensors."""
+
+    def __init__(
+        self,
+        variant: Variant,
+        batch: int,
+        max_pages: int,
+        device: str = "cpu",
+        heads: int = 2,
+        seed: int | None = None,
+        is_slice: bool = False,
+    ) -> None:
+        self.variant, self.device, self.heads = variant, device, heads
+        dtype, dim = CACHE_DTYPES[variant.cache_dtype], variant.head_dim
+        taken, all_heads = (slice(1, 1 + heads), heads + 2) if is_slice else (slice(0, heads), heads)
+        slots = batch * max_pages + 3 * is_slice
+
+        def poisoned(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.full(shape, POISON, dtype=dtype, device=device)[:, taken]
+
+        self.memory = {}
+        for side in SIDES:
+            fmt, record = variant.format(side), variant.layout(side).record_bytes
+            self.memory[side] = Memory(
+                poisoned(batch, all_heads, fmt.num_sink_tokens, dim),
+                poisoned(batch, all_heads, fmt.ring_tokens, dim),
+                poisoned(slots, all_heads, record, dtype=torch.uint8),
+            )
+        order = torch.arange(slots)
+        if seed is not None:
+            order = torch.randperm(slots, generator=torch.Generator().manual_seed(seed))
+        table = order[: batch * max_pages].view(batch, max_pages).int().to(device)
+        lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        rules = (read_at(variant.format(side), max_pages).to(device) for side in SIDES)
+        self.place = Place(lengths, table, *rules)
+        needs_queries = variant.k.needs_queries
+        self.queries = QueryStatistic(
+            torch.zeros(batch, heads, dim if needs_queries else 0, device=device),
+            torch.zeros(batch, heads, dtype=torch.int32, device=device),
+        )
+        generator = torch.Generator().manual_seed(7)
+        shape = (heads, dim)
+        rescale, offset = torch.rand(shape, generator=generator) + 0.5, torch.randn(shape, generator=generator)
+        self.transform = PageTransform(
+            (rescale if variant.rescale else rescale[:0]).to(device),
+            (offset if variant.offset else offset[:0]).to(device),
+        )
+        self.error = torch.zeros(1, dtype=torch.int32, device=device)
+        self.nothing = torch.empty(0, device=device)
+
+    def append(self, rows: slice, k_new: Tensor, v_new: Tensor, q: Tensor) -> None:
+        """Tokens [b, n, D] and queries [b, n G, D] of some rows, whose lengths stay as they are."""
+        k, v = (self._of_rows(side, rows) for side in SIDES)
+        queries = [part[rows] for part in self.queries]
+        ops.append(
+            k_new, v_new, q, k, v, queries, self._place(rows), list(self.transform), self.error, [self.variant.number],
+            self.nothing, [],
+        )  # fmt: skip
+
+    def decode(self, rows: slice, q: Tensor, scale: float, softcap: float = 0.0, s_aux: Tensor | None = None) -> Tensor:
+        """[b, n G, D] of some rows, after ``append``."""
+        k, v = (self._of_rows(side, rows) for side in SIDES)
+        return ops.decode(
+            q, k, v, self._place(rows), list(self.transform), self.nothing if s_aux is None else s_aux,
+            self._workspace(), scale, softcap, [self.variant.number], self.nothing, [],
+        )  # fmt: skip
+
+    def step(self, rows: slice, k_new: Tensor, v_new: Tensor, q: Tensor) -> None:
+        """``append``, and the step is over."""
+        self.append(rows, k_new, v_new, q)
+        self.place.lengths[rows] += 1
+
+    def records(self, side: Side, row: int) -> Tensor:
+        """[P, n, record_bytes] on the CPU: all pages of a row in order, written or not."""
+        return self.memory[side].pages[self.place.table[row].long()].cpu()
+
+    def _of_rows(self, side: Side, rows: slice) -> list[Tensor]:
+        memory = self.memory[side]
+        return [memory.sinks[rows], memory.ring[rows], memory.pages]
+
+    def _place(self, rows: slice) -> list[Tensor]:
+        return [self.place.lengths[rows], self.place.table[rows], *self.place[2:]]
+
+    def _workspace(self) -> Tensor:
+        if self.device == "cpu":
+            return self.nothing
+        group, batch = self.variant.group_heads, len(self.place.lengths)
+        size = workspace_bytes(batch, self.heads, group, self.variant.head_dim, torch.device(self.device))
+        return torch.zeros(size, dtype=torch.uint8, device=self.device)
+
+
+# Pairs of formats whose steps are compared: alignment, sinks within a page and beyond one, windows, rings that wrap.
+PAIRS = {
+    "2 bits": (Format(2, "channel", 32), Format(2, "token", 32)),
+    "sinks": (Format(3, "channel", 64, 4), Format(4, "token", 32, 4)),
+    "sinks beyond a page": (Format(2, "channel", 32, 130), Format(2, "token", 32, 130)),
+    "windows": (Format(2, "channel", 32, 4, 32), Format(3, "token", 32, 4, 32)),
+    "windows of a page": (Format(2, "token", 32, 0, 128), Format(2, "token", 32, 0, 128)),
+    "unequal sinks": (Format(2, "channel", 32, 4), Format(2, "token", 32, 130)),
+    "unequal windows": (Format(2, "channel", 32, 4, 32), Format(2, "token", 32, 4, 128)),
+    "keys of a longer window": (Format(4, "channel", 32, 130, 128), Format(2, "token", 32, 130)),
+    "window rules": (
+        Format(3, "channel", 32, 4, window_rule=RULE),
+        Format(4, "token", 32, 4, window_rule=PAGED),
+    ),
+    "keys of 16 bits": (RAW, Format(2, "token", 32, 33)),
+    "values of 16 bits": (Format(2, "channel", 32, 33, 32), RAW),
+    "16 bits": (RAW, RAW),
+    "query scores": (boosted("query_magnitude", Tier(4, 0.25), group=32), Format(2, "token", 32, 5)),
+    "queries and a window": (
+        Format(2, "channel", 32, 5, 32, boost=Boost("query_range", (Tier(16, 0.125, 1.5), Tier(4, 0.25)))),
+        Format(3, "token", 32, 5),
+    ),
+}
+
+
+def pair_variant(name: str, dim: int = 16, group: int = 2, cache: str = "bfloat16", **more: bool) -> Variant:
+    flags = {"rescale": False, "offset": False} | more
+    return Variant(*PAIRS[name], dim, cache, group, first_head=0, **flags)
+
+
+def states(batch: int, tokens: int, heads: int, dim: int, seed: int = 0) -> Tensor:
+    """[B, T, heads, D] in bf16, with an outlier channel."""
+    x = torch.randn(batch, tokens, heads, dim, generator=torch.Generator().manual_seed(seed))
+    x[..., 1] *= 5
+    return x.bfloat16()

@@ -162,13 +162,12 @@ def _aligned(record: bytes) -> bytes:
     return record + b"\0" * (-len(record) % 16)
 
 
-def num_pages(num_tokens: int, num_sink_tokens: int, recent_window: int) -> int:
-    """Pages written once ``num_tokens`` have come one by one: one whenever the buffer holds recent_window + 128."""
-    buffered, pages = 0, 0
-    for _ in range(num_sink_tokens, num_tokens):
-        buffered += 1
-        if buffered == recent_window + PAGE:
-            buffered -= PAGE
+def pages_read(num_tokens: int, recent_window: int) -> int:
+    """Pages that are read once ``num_tokens`` have come one by one: one whenever all of its tokens have left the
+    window."""
+    pages = 0
+    for count in range(num_tokens + 1):
+        if count - recent_window >= PAGE * (pages + 1):
             pages += 1
     return pages
 
@@ -181,13 +180,19 @@ class StoredHead:
         self.pages: dict[int, Tensor] = {}
 
     def page_tokens(self, page: int) -> Tensor:
-        start = self.fmt.num_sink_tokens + PAGE * page
-        return self.original[start : start + PAGE]
+        """[128, D]: tokens 128 p ... 128 p + 127, but for sinks, which the first token behind them stands for."""
+        tokens = []
+        for token in range(PAGE * page, PAGE * (page + 1)):
+            while token < self.fmt.num_sink_tokens and token % PAGE < PAGE - 1:
+                token += 1
+            tokens.append(self.original[token])
+        return torch.stack(tokens)
 
-    def after(self, num_tokens: int) -> Tensor:
-        """[num_tokens, D] fp32: sinks raw, pages quantized once from the original values, buffer raw."""
-        fmt, parts = self.fmt, [self.original[: min(self.fmt.num_sink_tokens, num_tokens)].float()]
-        for page in range(num_pages(num_tokens, fmt.num_sink_tokens, fmt.recent_window)):
+    def after(self, num_tokens: int, read: int | None = None) -> Tensor:
+        """[num_tokens, D] fp32: sinks raw, pages quantized once from the original values, recent tokens raw. ``read``:
+        the pages that are read, where the window is not a fixed one."""
+        fmt, found = self.fmt, self.original[:num_tokens].float().clone()
+        for page in range(pages_read(num_tokens, fmt.recent_window) if read is None else read):
             if page not in self.pages:
                 values = self.page_tokens(page)
                 self.pages[page] = (
@@ -195,6 +200,7 @@ class StoredHead:
                     if fmt.num_bits == 16
                     else quantized_page(values, fmt.num_bits, fmt.axis, fmt.group_size, fmt.param_dtype)
                 )
-            parts.append(self.pages[page])
-        parts.append(self.original[sum(map(len, parts)) : num_tokens].float())
-        return torch.cat(parts)
+            first = max(fmt.num_sink_tokens, PAGE * page)
+            if first < PAGE * (page + 1):
+                found[first : PAGE * (page + 1)] = self.pages[page][first - PAGE * page :]
+        return found

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from form_cases import rotary_table
 from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
-from kvcal.kernels.form_operands import HeadPages, HeldPages, NumberedPages, PageCoding
+from kvcal.kernels.forms import PageCoding, Reconstruction
+from kvcal.kernels.operands import Place
 from kvcal.kernels.reconstruct import position_turns, reconstruct
-from kvcal.kernels.reconstruction import Reconstruction
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.hadamard import random_signs
 from kvcal.pages.lattice import LatticeLayout
@@ -110,6 +109,12 @@ def _cases() -> Iterator[tuple[str, Case]]:
 CASES = dict(_cases())
 
 
+def rotary_table(dim: int, pairs: int) -> Tensor:
+    """Llama's: the first ``pairs`` of dim / 2, neighbours dim / 2 apart."""
+    a = torch.arange(pairs, dtype=torch.float64)
+    return torch.stack([a, a + dim // 2, 1e4 ** (-2 * a / dim), torch.ones_like(a)], dim=1)
+
+
 @functools.cache
 def tensors_of(name: str) -> Mapping[str, Tensor]:
     """What the records of a case are read with, and the records: [BATCH, PAGES, r, bytes] uint8, on the CPU."""
@@ -157,42 +162,54 @@ def codec_of(name: str) -> PageCodec:
     return PageCodec.of_layer(layer, form.side, form.format, slice(0, form.num_heads), form.cache_dtype, tensors)
 
 
-def page_at(fmt: Format) -> Tensor:
-    """int32: tokens with which each page is due, for a window that follows a rule."""
-    if fmt.window_rule is None:
-        return torch.empty(0, dtype=torch.int32)
-    counts = [next(n for n in range(5000) if fmt.num_pages(n) > page) for page in range(PAGES)]
-    return torch.tensor([*counts, 2**31 - 1], dtype=torch.int32)
+def place_of(lengths: Sequence[int], device: str, seed: int | None = None) -> Place:
+    """Sequences of so many tokens before the step, PAGES pages each; ``seed`` shuffles the slots."""
+    nothing, slots = torch.empty(0, dtype=torch.int32, device=device), torch.arange(len(lengths) * PAGES)
+    if seed is not None:
+        slots = torch.randperm(len(slots), generator=torch.Generator().manual_seed(seed))
+    held = torch.tensor(lengths, dtype=torch.int32, device=device)
+    return Place(held, slots.view(-1, PAGES).int().to(device), nothing, nothing)
+
+
+def by_slot(x: Tensor, place: Place) -> Tensor:
+    """x [B, PAGES, ...] -> [slots, ...], on the place's device."""
+    table = place.table.long()
+    found = x.new_empty(table.numel(), *x.shape[2:], device=table.device)
+    found[table] = x.to(table.device)
+    return found
 
 
 def prepared(
-    name: str, device: str, lengths: Tensor | None = None, rows: slice = slice(0, BATCH), pages: range = range(PAGES)
-) -> tuple[list[Tensor], Callable[[], None]]:
-    """Outputs of a case on a device, full of 7, [BATCH, PAGES, ...]: tokens of every head range, then what is kept; and
-    what writes them, in two calls a head range. ``lengths``: as for the operator, on the device."""
+    name: str,
+    device: str,
+    lengths: Sequence[int] = (PAGE_TOKENS * PAGES,) * BATCH,
+    numbers: range = range(BATCH * PAGES),
+    seed: int | None = None,
+) -> tuple[Place, Callable[[], list[Tensor]], Callable[[], None]]:
+    """A place on a device; what reads a case's outputs, which were full of 7: tokens [BATCH, PAGES, n, 128, D] of every
+    head range, then what is kept; and what writes those of pages ``numbers``, in two calls a head range."""
     case, given = CASES[name], {key: x.to(device) for key, x in tensors_of(name).items()}
-    form, nothing = case.form, torch.empty(0, device=device)
-    shape, dtype = (BATCH, PAGES), CACHE_DTYPES[form.cache_dtype]
+    form, nothing, place = case.form, torch.empty(0, device=device), place_of(lengths, device, seed)
+    dtype, middle = CACHE_DTYPES[form.cache_dtype], (numbers.start + numbers.stop) // 2
     kept = turns = nothing
     if case.is_kept:
-        kept = torch.full((*shape, PAGE_TOKENS, form.num_heads, form.head_dim), 7.0, device=device)
+        kept = torch.full((BATCH, PAGES, PAGE_TOKENS, form.num_heads, form.head_dim), 7.0, device=device)
     if form.num_pairs:
-        turns = position_turns(given["rotary"], form.format.num_sink_tokens + PAGE_TOKENS * PAGES)
-    lengths = torch.empty(0, dtype=torch.int32, device=device) if lengths is None else lengths
-    held = HeldPages(lengths, page_at(form.format).to(device))
+        turns = position_turns(given["rotary"], PAGE_TOKENS * PAGES)
     coding = PageCoding(*(given.get(key, nothing) for key in PageCoding._fields[:-1]), turns)
-    every = NumberedPages.of(rows, pages)
     outputs, calls, first = [], [], 0
+    every_record = by_slot(given["records"], place)
     for heads in case.head_ranges:
-        tokens = torch.full((*shape, heads, PAGE_TOKENS, form.head_dim), 7.0, dtype=dtype, device=device)
-        records = given["records"]
+        shape = (BATCH * PAGES, heads, PAGE_TOKENS, form.head_dim)
+        tokens, records = torch.full(shape, 7.0, dtype=dtype, device=device), every_record
         if not form.is_lattice:
-            records = records[:, :, first : first + heads]
+            records = records[:, first : first + heads]
             records = records.clone() if case.merely else records  # of a store of their own
-        of_heads = HeadPages(records, nothing if case.merely else tokens, first)
-        for part in (every._replace(stop=every.stop // 2), every._replace(start=every.stop // 2)):
-            prediction = given["prediction"][part.start : part.stop] if case.is_predicted else nothing
-            calls.append((of_heads, held, coding, part, prediction, kept, form.key))
+        target = nothing if case.merely else tokens
+        for part in (range(numbers.start, middle), range(middle, numbers.stop)):
+            told = given["prediction"][part.start : part.stop] if case.is_predicted else nothing
+            operands = (records, target, first, list(place), list(coding), told, kept)
+            calls.append((*operands, part.start, part.stop, form.number))
         outputs.append(tokens)
         first += heads
 
@@ -200,11 +217,14 @@ def prepared(
         for call in calls:
             reconstruct(*call)
 
-    return [*outputs, kept], write
+    def read() -> list[Tensor]:
+        return [*(tokens[place.table.long()] for tokens in outputs), kept]
+
+    return place, read, write
 
 
-def run(name: str, device: str, *args: object, **more: object) -> list[Tensor]:
+def run(name: str, device: str, **more: object) -> list[Tensor]:
     """The outputs of ``prepared``, written."""
-    outputs, write = prepared(name, device, *args, **more)
+    _, read, write = prepared(name, device, **more)
     write()
-    return outputs
+    return read()

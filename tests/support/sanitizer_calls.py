@@ -20,6 +20,7 @@ from kvcal.geometry import AttentionGeometry, ModelIdentity
 from kvcal.plan.format import RAW, Boost, Format, Tier
 from kvcal.plan.layer import LayerPlan, Predictor
 from kvcal.plan.plan import Workload
+from kvcal.store.state import Serving
 
 KITTY = Boost("magnitude", (Tier(4, 0.125),))
 MIXKVQ = Boost("query_range", (Tier(16, 0.125, 1.5), Tier(4, 0.25, 0.5)))
@@ -75,7 +76,7 @@ def main(case: str, device: str = "cuda") -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SlowPath)
         cache.allocate(len(LENGTHS), device)
-    layers = cache.static_layers
+    cache.static.serving, layers = Serving(), cache.paged_layers
     generator = torch.Generator(device).manual_seed(0)
 
     def states(heads: int, tokens: int) -> torch.Tensor:
@@ -85,14 +86,11 @@ def main(case: str, device: str = "cuda") -> None:
     def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return states(GROUP * HEADS, count), states(HEADS, count), states(HEADS, count)
 
-    for layer in layers:
-        layer.extend(*tokens(max(LENGTHS)))
-    for store in layers[-1].stores:
-        for row, length in enumerate(LENGTHS):
-            held = min(length, getattr(store, "ring_tokens", length))
-            for side in ("k", "v"):
-                out = torch.empty(1, HEADS, held, DIM, dtype=torch.bfloat16, device=device)
-                store.read(side, slice(row, row + 1), length, out)
+    for count in (360, max(LENGTHS) - 360):  # the second chunk reads what the first has packed
+        for layer in layers:
+            q, k, v = tokens(count)
+            layer.update(k, v)
+            layer.observe(q)
     for _ in range(STEPS):
         for layer in layers:
             found = layer.attend(*tokens(1), None, DIM**-0.5, 0.0)

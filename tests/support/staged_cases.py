@@ -10,15 +10,15 @@ from cache_cases import HEAD_DIM, feed, llama_plan, tiny_llama
 from static_cases import assert_same_pages, listened
 from torch import Tensor
 
-from kvcal import Plan, PlanCache, paged_attention
+from kvcal import Plan, PlanCache, attached
 from kvcal.plan.format import RAW, Boost, Format, Tier, WindowRule
 from kvcal.plan.plan import Workload
 
-# Pages of 3 sinks are due with 131, 259 and 387 tokens.
+# Pages are packed with 128, 256 and 384 tokens.
 SCHEDULES = {
     "one by one": ((140, 260, 300), (150, 270, 310)),
     "unlike": ((140, 259, 262), (200, 300)),
-    "with the pages": ((131, 259, 387), (132, 260, 388)),
+    "with the pages": ((128, 256, 384), (129, 257, 385)),
     "two at once": ((200, 200, 300), (140, 261, 261)),
     "from the start": ((0, 200), (0, 0, 0)),
     "values alone": ((), (150, 280)),
@@ -71,20 +71,17 @@ def fed_alike(
         chunk, seen = ids[:, start:stop], None if mask is None else mask[:, :stop]
         with listened(2, len(static.plan.layers), static.plan):
             expected = feed(model, dynamic, chunk, mask=seen)
-        with paged_attention(model):
+        with attached(model):
             found = feed(model, static, chunk, mask=seen)
         yield stop, found, expected
         start = stop
 
 
 def assert_same_bytes(static: PlanCache, dynamic: PlanCache) -> int:
-    """As ``assert_same_pages``, once the static cache has done what the next update would begin with."""
-    static.static.pool.prepare(0)
-    for layer in static.static_layers:
-        for store in layer.stores:
-            assert store.pages.num_bits == tuple(
-                store.variant.format(side).bits_at(int(static.get_seq_length())) for side in ("k", "v")
-            )
+    """As ``assert_same_pages``; pages have the bits of the columns."""
+    for layer in static.paged_layers:
+        for part in layer.parts:
+            assert part.pool.num_bits == part.format.bits_at(int(static.get_seq_length()))
     return assert_same_pages(static, dynamic)
 
 

@@ -19,11 +19,10 @@ from cache_cases import (
 from torch import Tensor
 
 from kvcal import Plan, PlanCache
-from kvcal.cache.paged_layer import PagedLayer
-from kvcal.cache.queries import serving
-from kvcal.cache.static_layer import StaticLayer
-from kvcal.plan.format import RAW, Boost, Format, Side, Tier, WindowRule
-from kvcal.store.static_store import HeadStore
+from kvcal.cache.attached import attached_for
+from kvcal.cache.layer import PagedLayer
+from kvcal.plan.format import RAW, Boost, Format, Tier, WindowRule, num_pages
+from kvcal.store.paged_tensor import PagedTensor
 
 RECIPES = recipe_formats()
 V = Format(2, "token", 32, recent_window=33)
@@ -70,7 +69,7 @@ def plan_for(name: str, num_kv_heads: int = 2, num_layers: int = 1, cache_dtype:
 
 def listened(num_kv_heads: int, num_layers: int, plan: Plan) -> AbstractContextManager[None]:
     """What the dynamic cache must be called within."""
-    return serving(tiny_llama(num_kv_heads, num_layers), plan)
+    return attached_for(tiny_llama(num_kv_heads, num_layers), plan)
 
 
 def drifting_ids(batch: int, length: int) -> Tensor:
@@ -80,43 +79,32 @@ def drifting_ids(batch: int, length: int) -> Tensor:
 
 
 def assert_same_pages(static: PlanCache, dynamic: PlanCache, num_layers: int | None = None) -> int:
-    """Every page that is due is stored with the same bytes, in every row and head of all layers, or of the first ones,
-    and the queries since the last one were counted alike; how many pages there are."""
+    """Every page is stored with the same bytes, in every row and head of all layers, or of the first ones, and the
+    queries since the last one were counted alike; how many pages there are."""
     count = 0
     lengths = dynamic.lengths
     assert static.lengths == lengths
     for ours, theirs in list(zip(static.layers, dynamic.layers, strict=True))[:num_layers]:
-        assert isinstance(ours, StaticLayer) and isinstance(theirs, PagedLayer)
-        for store in ours.stores:
-            assert_same_queries(store, theirs, lengths)
+        assert isinstance(ours, PagedLayer) and isinstance(theirs, PagedLayer)
+        for our, their in zip(ours.parts, theirs.parts, strict=True):
+            assert_same_queries(our, their, lengths)
             for row, length in enumerate(lengths):
-                for side in ("k", "v"):
-                    if length:
-                        store.pack_due(side, slice(row, row + 1), length)
-                    for head in range(store.heads.start, store.heads.stop):
-                        expected = pages_of(theirs, side, row, head)
-                        found = store.pages[side][row, : len(expected), head - store.heads.start]
-                        assert torch.equal(found, expected), (side, row, head)
-                        count += len(expected)
+                found, expected = pages_of(our, row, length), pages_of(their, row, length)
+                assert torch.equal(found.to(expected.device), expected), (our.codec.side, row)
+                count += len(expected) * our.codec.num_heads
     return count
 
 
-def assert_same_queries(store: HeadStore, layer: PagedLayer, lengths: list[int]) -> None:
-    """The running query statistic, but where it waits for a page that is due: on a GPU to the last bit but one, as
-    torch adds the queries of a group there in an order of its own."""
-    fmt = store.variant.k
-    for row, length in enumerate(lengths):
-        if not fmt.needs_queries or not length or fmt.num_pages(length) > fmt.num_pages(length - 1):
-            continue
-        (part,) = [part for part in layer.sides["k"] if part.heads.start <= store.heads.start < part.heads.stop]
-        heads = slice(store.heads.start - part.heads.start, store.heads.stop - part.heads.start)
-        counts = store.variant.group_heads * (length - store.query_since[row])
-        assert counts.tolist() == [part.query_count[row]] * len(counts)
-        found, expected = store.query_sum[row], part.query_sum[row, heads]
+def assert_same_queries(our: PagedTensor, their: PagedTensor, lengths: list[int]) -> None:
+    """The running query statistic: on a GPU to the last bit but one, as torch adds the queries of a group there in an
+    order of its own."""
+    if our.format.needs_queries:
+        held = [row for row, length in enumerate(lengths) if length]
+        assert torch.equal(our.query_since[held].cpu(), their.query_since[held].cpu())
+        found, expected = our.query_sum[held], their.query_sum[held].to(our.query_sum.device)
         assert torch.allclose(found, expected, rtol=1e-6) if found.is_cuda else torch.equal(found, expected)
 
 
-def pages_of(layer: PagedLayer, side: Side, row: int, head: int) -> Tensor:
-    """[pages, record_bytes]: what the dynamic cache stores of one head of one row."""
-    (part,) = [part for part in layer.sides[side] if part.heads.start <= head < part.heads.stop]
-    return part.pages.split(part.num_pages)[row][:, head - part.heads.start]
+def pages_of(part: PagedTensor, row: int, length: int) -> Tensor:
+    """[pages, r, record_bytes]: what is stored of one row of so many tokens."""
+    return part.pool.records[part.pool.slots([(row, 0, num_pages(length))])]

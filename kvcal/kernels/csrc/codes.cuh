@@ -1,4 +1,4 @@
-// Planes of 1- and 2-bit codes become bytes, four codes a register, as tensor cores take them: kvcal/quantizers/packing.py
+// Planes of 1- and 2-bit codes become bytes, four codes a register, as tensor cores take them: kvcal/pages/packing.py
 // defines the order of a plane.
 //
 // A lane of a quad holds a quarter of a row's columns, in words of 16. Column 4 j + e of a word lies, at 2 bits, in byte j:

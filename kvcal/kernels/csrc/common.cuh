@@ -5,7 +5,7 @@
 #include "follow.cuh"
 
 constexpr int KV_PAGE_TOKENS = 128;
-// Numbers of dtypes, as macros.py writes them.
+// Numbers of dtypes, as variants.py writes them.
 enum { KV_FLOAT16, KV_BFLOAT16, KV_FLOAT32 };
 // Bits of `error`: a page with NaN, infinity or a range beyond its params; a page beyond the room of its tensor.
 enum { NON_FINITE = 1, NO_ROOM = 2 };
@@ -79,7 +79,7 @@ KV_INLINE float kv_store_param(unsigned char* field, int i, float x) {
     }
 }
 
-// ---- the uniform quantizer (quantizers/uniform.py)
+// ---- the uniform quantizer (pages/uniform.py)
 
 // What codes are divided by: a stored scale, or infinity for 0, which makes every code 0.
 KV_INLINE float kv_step_of(float scale) { return scale == 0.0f ? __uint_as_float(0x7f800000u) : scale; }
@@ -89,7 +89,7 @@ KV_INLINE unsigned kv_code_of(float x, float zero, float step, unsigned levels) 
     return min(__float2uint_rn(__fdiv_rn(__fsub_rn(x, zero), step)), levels);
 }
 
-// ---- the bit layout of a plane of ROWS x COLUMNS codes of WIDTH bits (quantizers/packing.py)
+// ---- the bit layout of a plane of ROWS x COLUMNS codes of WIDTH bits (pages/packing.py)
 
 KV_INLINE constexpr int kv_plane_bytes(int rows, int columns, int width) { return rows * columns * width / 8; }
 
@@ -221,25 +221,22 @@ KV_INLINE void kv_load_codes(const unsigned char* planes, int row, int column, u
     }
 }
 
-// ---- the schedule of pages (Format.num_pages)
+// ---- which pages are read, and where things lie
 
-// Pages of a sequence of `tokens`. page_at: token count at which each page is written, for a window that moves with
-// the text; 0 without one. Such a window is at most `buffer` - 128 tokens: few entries are left to look at.
-KV_INLINE int kv_pages(int tokens, int sinks, int window, int buffer, const int* page_at, int page_at_length) {
-    int behind = kv_max(0, tokens - sinks);
-    if (page_at == nullptr) {
-        return kv_max(0, behind - window) / KV_PAGE_TOKENS;
+// Pages that attention reads behind `tokens` tokens (Format.pages_read). read_at: token count from which each page is
+// read, for a window that moves with the text; 0 without one. Such a window is at most `ring` - 128 tokens: few entries
+// are left to look at.
+KV_INLINE int kv_pages(int tokens, int window, int ring, const int* read_at, int length) {
+    if (read_at == nullptr) {
+        return kv_max(0, tokens - window) / KV_PAGE_TOKENS;
     }
-    int pages = kv_max(0, behind - (buffer - KV_PAGE_TOKENS)) / KV_PAGE_TOKENS;
-    int most = kv_min(behind / KV_PAGE_TOKENS, page_at_length);
-    while (pages < most && page_at[pages] <= tokens) {
+    int pages = kv_max(0, tokens - (ring - KV_PAGE_TOKENS)) / KV_PAGE_TOKENS;
+    int most = kv_min(tokens / KV_PAGE_TOKENS, length);
+    while (pages < most && read_at[pages] <= tokens) {
         ++pages;
     }
     return pages;
 }
 
-// Those of a side S.
-template <class S>
-KV_INLINE int kv_pages_of(int tokens, const int* page_at, int page_at_length) {
-    return kv_pages(tokens, S::sinks, S::window, S::buffer, page_at, page_at_length);
-}
+// Where the sinks, or the ring, of a sequence begin: `stride` elements lie from one to the next.
+KV_INLINE long long kv_row_start(long long row, long long stride) { return row * stride; }

@@ -8,12 +8,13 @@
 // Codes are bytes and that operand is in fixed point of two bytes, so that the tensor core's integer products are
 // exact (limbs.cuh). The cache is the A operand of mma.m16n8k32 (16 tokens, or 16 channels, by 32); N are the high and low
 // bytes of 4 query heads of a group, and a second tile of 4 where a group has more. The planes' bytes lie so that a lane's
-// 16-byte load is its operand (kvcal/quantizers/packing.py), four codes a mask (codes.cuh). Lane = 4 g + quad.
+// 16-byte load is its operand (kvcal/pages/packing.py), four codes a mask (codes.cuh). Lane = 4 g + quad.
 //
 // Work: a row's tokens are cut in units: a page of packed values each, and UNIT tokens each of what is not packed (sinks,
-// buffer, 16-bit pages). All units of all rows and heads are dealt evenly to a fixed grid, from lengths on the device, so
+// ring, 16-bit pages). All units of all rows and heads are dealt evenly to a fixed grid, from lengths on the device, so
 // that ragged batches balance and a captured graph stays valid. The warps of a block take units in turn, each with its own
-// softmax, and slots for one record of keys and one of values: while one is in work, the other is on its way. Parts of a
+// softmax, and room for one record of keys and one of values: while one is in work, the other is on its way, and the table
+// was asked for the slot of the one behind it before that. Parts of a
 // head that several blocks share are merged in the order of the blocks by whichever comes last: bitwise repeatable.
 //
 // What runs once a head costs as much as many pages: its code comes from memory, and so does the query. Hence short code
@@ -23,14 +24,8 @@
 #include "values.cuh"
 #include "query.cuh"
 #include "merge.cuh"
-#include "stage.cuh"
 
 namespace decode_ {
-
-__device__ __forceinline__ int num_units(int tokens, int v_pages) {
-    return (BASE < tokens ? (BASE + UNIT - 1) / UNIT : (tokens + UNIT - 1) / UNIT)
-        + (V_PACKED ? v_pages : 0) + (max(0, tokens - BASE - (V_PACKED ? v_pages * PAGE : 0)) + UNIT - 1) / UNIT;
-}
 
 // The first unit of a block, of ``all`` that ``blocks`` blocks share evenly; and the block that has a unit.
 __device__ __forceinline__ u32 first_unit(u32 all, u32 blocks, u32 block) {
@@ -50,34 +45,43 @@ __device__ __forceinline__ u32 block_of(u32 all, u32 blocks, u32 unit) {
 
 // grid: any number of blocks, 32 WARPS threads; dynamic shared memory: SHARED_BYTES. parts: (grid + rows heads PASSES)
 // x HEADS (DIM + 2) floats; counters: rows heads PASSES ints, 0 before and after. q [rows, heads GROUP_HEADS, DIM] in Q_DTYPE (as
-// DTYPE), with strides in elements; out the same, contiguous. lengths: tokens of every row before this one.
+// DTYPE), with strides in elements; out the same, contiguous. lengths: tokens of every row before this one. The memory is that of
+// kvcal/kernels/operands.py: sinks and rings k_sink_row, ... elements from row to row, pages k_page_stride, ... bytes from slot to
+// slot, the slots in table [rows, table_width], table_row elements from row to row.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
-    const void* q, i64 q_row, i64 q_head, const u16* k_sinks, const u16* k_buffer, const u8* k_pages, const u16* v_sinks,
-    const u16* v_buffer, const u8* v_pages, const int* lengths, i64 rows, i64 heads, i64 max_k_pages, i64 max_v_pages,
-    const int* k_page_at, i64 k_events, const int* v_page_at, i64 v_events, const float* k_rescale, const float* k_offset,
-    const float* s_aux, float* parts, int* counters, void* out, float scale, float softcap STAGE_PARAMETERS) {
+    const void* q, i64 q_row, i64 q_head, const u16* k_sinks, i64 k_sink_row, const u16* k_ring, i64 k_ring_row, const u8* k_pages,
+    i64 k_page_stride, const u16* v_sinks, i64 v_sink_row, const u16* v_ring, i64 v_ring_row, const u8* v_pages, i64 v_page_stride,
+    const int* lengths, i64 rows, i64 heads, const int* table, i64 table_row, i64 table_width, const int* k_read_at, i64 k_events,
+    const int* v_read_at, i64 v_events, const float* k_rescale, const float* k_offset, const float* s_aux, float* parts,
+    int* counters, void* out, float scale, float softcap STAGE_PARAMETERS) {
     using namespace decode_;
     kv_let_next_start();
 #ifdef STAGED
     if (k_region->bits != K_BITS || v_region->bits != V_BITS) return kv_wait_for_previous();
-    k_pages += k_region->base; max_k_pages = k_region->pages;
-    v_pages += v_region->base; max_v_pages = v_region->pages;
+    k_pages += k_region->base; k_page_stride = heads * K_RECORD;
+    v_pages += v_region->base; v_page_stride = heads * V_RECORD;
+    table_row = table_width = k_region->pages;  // a stage has room for the same tokens everywhere
 #endif
     static_assert(sizeof(Shared) <= SHARED_BYTES, "kvcal.kernels.decode asks for less shared memory than the kernel takes");
     extern __shared__ unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    const Args a = {q, q_row, q_head, k_sinks, k_buffer, k_pages, v_sinks, v_buffer, v_pages, lengths, rows, heads,
-                    max_k_pages, max_v_pages, k_page_at, k_events, v_page_at, v_events, k_rescale, k_offset, s_aux, parts,
-                    counters, out, scale, softcap};
+    const Args a = {q, q_row, q_head, heads, k_rescale, k_offset, s_aux, parts, counters, out};
+    // Pages that are read behind so many tokens.
+    auto k_pages_behind = [&](int tokens) {
+        return WHOLE_RING ? 0 : min((int)table_width, kv_pages(tokens, K_WINDOW, K_RING, HAS_WINDOW_RULE ? k_read_at : nullptr, (int)k_events));
+    };
+    auto v_pages_behind = [&](int tokens) {
+        return WHOLE_RING ? 0 : min((int)table_width, kv_pages(tokens, V_WINDOW, V_RING, HAS_WINDOW_RULE ? v_read_at : nullptr, (int)v_events));
+    };
     const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int per_row = (int)(heads * PASSES);
     if (warp == 0) {
         // Beyond what was allocated nothing is read, whatever the lengths say (`append` reports it).
-        const int room = (int)min(K_SINKS + max_k_pages * PAGE + K_BUFFER, V_SINKS + max_v_pages * PAGE + V_BUFFER);
+        const int room = WHOLE_RING ? 1 + K_RING : (int)table_width * PAGE + min(K_RING, V_RING);
         int total = 0, of_first = 0;
         for (int from = 0; from < rows; from += 32) {
             int row = from + lane, count = 0, tokens = row < rows ? min(lengths[row], room - 1) : 0;
-            if (row < rows) count = num_units(tokens + 1, min((int)max_v_pages, kv_pages(tokens, V_SINKS, V_WINDOW, V_BUFFER, HAS_WINDOW_RULE ? v_page_at : nullptr, (int)v_events)));
+            if (row < rows) count = Cut(K_LEADS ? k_pages_behind(tokens) : 0, v_pages_behind(tokens)).units(tokens + 1);
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) { int other = __shfl_up_sync(0xffffffffu, count, step); if (lane >= step) count += other; }
             if (row < rows) { shared.units[row] = total + count; shared.lengths[row] = tokens; }
@@ -109,44 +113,52 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         const int last = min(units, first + (shared.end - position));
         const int head_index = in_row / PASSES, pass = in_row % PASSES;
         const int before = shared.lengths[row];
-        const i64 flat = (i64)row * heads + head_index;
-        const Head head = {k_sinks + flat * K_SINKS * DIM, k_buffer + flat * K_BUFFER * DIM, v_sinks + flat * V_SINKS * DIM, v_buffer + flat * V_BUFFER * DIM,
-                           k_pages + ((i64)row * max_k_pages * heads + head_index) * K_RECORD, v_pages + ((i64)row * max_v_pages * heads + head_index) * V_RECORD,
-                           heads * K_RECORD, heads * V_RECORD,
-                           min((int)max_k_pages, kv_pages(before, K_SINKS, K_WINDOW, K_BUFFER, HAS_WINDOW_RULE ? k_page_at : nullptr, (int)k_events)),
-                           min((int)max_v_pages, kv_pages(before, V_SINKS, V_WINDOW, V_BUFFER, HAS_WINDOW_RULE ? v_page_at : nullptr, (int)v_events)), before + 1};
-        const int packed_units = V_PACKED ? head.num_v_pages : 0;
+        const Head head = {k_sinks + kv_row_start(row, k_sink_row) + (i64)head_index * (K_SINKS * DIM),
+                           k_ring + kv_row_start(row, k_ring_row) + (i64)head_index * (K_RING * DIM),
+                           v_sinks + kv_row_start(row, v_sink_row) + (i64)head_index * (V_SINKS * DIM),
+                           v_ring + kv_row_start(row, v_ring_row) + (i64)head_index * (V_RING * DIM),
+                           k_pages + head_index * K_RECORD, v_pages + head_index * V_RECORD, (u32)k_page_stride, (u32)v_page_stride,
+                           slots_of(table, table_row, row), k_pages_behind(before), v_pages_behind(before), before + 1};
+        const Cut cut(head.num_k_pages, head.num_v_pages);
         u8 *k_slot = shared.slots[warp], *v_slot = k_slot + K_SLOT;
 
         // Units first + warp, + WARPS, ...: pages, then what is not packed. The next record is on its way while one is in work.
-        const int first_page = first + warp, stop_page = min(last, packed_units);
-        const int first_dense = first_page + (max(0, packed_units - first_page) + WARPS - 1) / WARPS * WARPS;
-        auto fetch_keys = [&](int page) {
-            if (K_PACKED && V_PACKED && page < min(stop_page, head.num_k_pages)) load_record<K_RECORD>(k_slot, head.k_pages + page * head.k_stride, lane);
+        const int first_packed = first + warp, stop_packed = min(last, cut.pages);
+        const int first_dense = first_packed + (max(0, cut.pages - first_packed) + WARPS - 1) / WARPS * WARPS;
+        auto slot_of = [&](int unit) { return V_PACKED && unit < stop_packed ? head.slots[FIRST_PAGE + unit] : 0; };
+        auto fetch_keys = [&](int unit, int slot) {
+            if (K_PACKED && V_PACKED && unit < min(stop_packed, head.num_k_pages - FIRST_PAGE)) load_record<K_RECORD>(k_slot, head.k_page(slot), lane);
             commit();
         };
-        auto fetch_values = [&](int page) {
-            if (V_PACKED && page < stop_page) load_record<V_RECORD>(v_slot, head.v_pages + page * head.v_stride, lane);
+        auto fetch_values = [&](int unit, int slot) {
+            if (V_PACKED && unit < stop_packed) load_record<V_RECORD>(v_slot, head.v_page(slot), lane);
             commit();
         };
-        // Tokens of a unit that is not packed: from, to.
-        auto dense_tokens = [&](int unit, int& stop) {
-            const int number = unit - packed_units, sink_units = BASE < head.num_tokens ? (BASE + UNIT - 1) / UNIT : units;
-            const bool is_sink = number < sink_units;
-            stop = is_sink ? min(BASE, head.num_tokens) : head.num_tokens;
-            return is_sink ? number * UNIT : BASE + packed_units * PAGE + (number - sink_units) * UNIT;
+        // Tokens of a unit that is not packed: the first one, and as ``dense_unit`` has it, from and stop.
+        auto dense_tokens = [&](int unit, int& from, int& stop) {
+            const int number = unit - cut.pages;
+            const bool is_sink = number < cut.sinks;
+            from = is_sink ? -1 : cut.from;
+            stop = is_sink ? BASE : head.num_tokens;
+            return is_sink ? number * UNIT : cut.start + (number - cut.sinks) * UNIT;
         };
+        auto dense_slot_of = [&](int unit) {
+            int from, stop;
+            const int page = dense_tokens(unit, from, stop) / PAGE;
+            return DENSE_READS_PAGES && unit < last && page < max(head.num_k_pages, head.num_v_pages) ? head.slots[page] : 0;
+        };
+        int slot = V_PACKED ? slot_of(first_packed) : dense_slot_of(first_dense), next_slot = slot_of(first_packed + WARPS);
         kv_wait_for_previous();
         // What is waited for first is asked for first: behind the records of all warps, memory takes microseconds.
         float query[DIM / 32];
         fetch_query(query, a, row, head_index, pass, warp, lane);
         if (DENSE_IS_RARE && first_dense < last) {
-            int stop;
-            const int token = dense_tokens(first_dense, stop);
-            prefetch_dense(head, token, stop, lane);
+            int from, stop;
+            const int token = dense_tokens(first_dense, from, stop);
+            prefetch_dense(head, token, stop, 0, lane);
         }
-        fetch_keys(first_page);
-        fetch_values(first_page);
+        fetch_keys(first_packed, slot);
+        fetch_values(first_packed, slot);
         prepare_query(query, a, shared, row, head_index, pass, thread);
         if (thread == WARPS * 32 - 1) {
             const int start = row_start + in_row * units;
@@ -159,7 +171,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         State state;
         state.start();
 #if V_BITS != 16
-        for (int page = first_page; page < stop_page; page += WARPS) {
+        for (int unit = first_packed; unit < stop_packed; unit += WARPS) {
+            const int page = FIRST_PAGE + unit;
             float s[QUERY_TILES][PAGE / 8];
             wait_all_but<1>();
             __syncwarp();
@@ -167,16 +180,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             if (!K_LAGS || page < head.num_k_pages) packed_scores<PAGE / 16>(s, k_slot, 0, shared, warp, lane, log2_scale);
             else
 #endif
-                dense_scores<PAGE / 16>(s, head, BASE + page * PAGE, head.num_tokens, shared, lane, log2_scale);
+                dense_scores<PAGE / 16>(s, head, page * PAGE, head.num_tokens, slot, shared, lane, log2_scale);
             __syncwarp();
-            fetch_keys(page + WARPS);
+            fetch_keys(unit + WARPS, next_slot);
+            if (BASE % PAGE && unit == 0) {  // sinks are read elsewhere
+#pragma unroll
+                for (int n = 0; n < QUERY_TILES; n++)
+#pragma unroll
+                    for (int i = 0; i < kv_ceil_div(BASE % PAGE, 8); i++)
+                        if (8 * i + (lane >> 2) < BASE % PAGE) s[n][i] = -INFINITY;
+            }
             cap(s, softcap);
             float down[QUERY_TILES];
             state.raise(s, down, lane);
             wait_all_but<1>();
             packed_values(state, s, v_slot, shared.swap[warp], lane);
             __syncwarp();
-            fetch_values(page + WARPS);
+            fetch_values(unit + WARPS, next_slot);
+            slot = next_slot;
+            next_slot = slot_of(unit + 2 * WARPS);
         }
         wait_all_but<0>();
         __syncwarp();
@@ -187,11 +209,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             for (int t = 0; t < TILES; t++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) out[t][i] = 0.f;
+            if (V_PACKED) slot = dense_slot_of(first_dense);
 #pragma unroll 1
             for (int unit = first_dense; unit < last; unit += WARPS) {
-                int stop;
-                const int token = dense_tokens(unit, stop);
-                dense_unit(state, out, head, token, stop, shared, warp, lane, log2_scale, softcap);
+                int from, stop;
+                const int token = dense_tokens(unit, from, stop);
+                next_slot = dense_slot_of(unit + WARPS);
+                dense_unit(state, out, head, token, from, stop, slot, shared, warp, lane, log2_scale, softcap);
+                slot = next_slot;
             }
             reorder(state, out, shared.swap[warp], lane);
         }

@@ -57,7 +57,7 @@ KV_INLINE void count_tiles(Shared& shared, const int* lengths, int rows, int roo
         int sum = 0;
         if (row < rows) {
             shared.lengths[row] = kv_min(lengths[row], room - 1);
-            sum = kv_ceil_div(LACKING + shared.lengths[row] + 1, TOKENS);
+            sum = kv_ceil_div(shared.lengths[row] + 1, TOKENS);
         }
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
@@ -159,29 +159,30 @@ KV_INLINE void multiply_values(float4 (&shares)[HEADS], const Shared& shared) {
 // grid: any number of blocks of THREADS; dynamic shared memory: SHARED_BYTES. parts: (grid + rows heads PASSES) x HEADS
 // x PART floats; counters: rows heads PASSES ints, 0 before and after. All else as for decode.cu.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(
-    const void* q, long long q_row, long long q_head, const unsigned short* k_sinks, const unsigned short* k_buffer,
-    const unsigned char* k_pages, const unsigned short* v_sinks, const unsigned short* v_buffer,
-    const unsigned char* v_pages, const int* lengths, long long rows, long long heads, long long max_k_pages,
-    long long max_v_pages, const int* k_page_at, long long k_events, const int* v_page_at, long long v_events,
-    const float* k_rescale, const float* k_offset, const float* s_aux, float* parts, int* counters, void* out,
-    float scale, float softcap STAGE_PARAMETERS) {
+    const void* q, long long q_row, long long q_head, const unsigned short* k_sinks, long long k_sink_row,
+    const unsigned short* k_ring, long long k_ring_row, const unsigned char* k_pages, long long k_page_stride,
+    const unsigned short* v_sinks, long long v_sink_row, const unsigned short* v_ring, long long v_ring_row,
+    const unsigned char* v_pages, long long v_page_stride, const int* lengths, long long rows, long long heads,
+    const int* table, long long table_row, long long table_width, const int* k_read_at, long long k_events,
+    const int* v_read_at, long long v_events, const float* k_rescale, const float* k_offset, const float* s_aux,
+    float* parts, int* counters, void* out, float scale, float softcap STAGE_PARAMETERS) {
     using namespace plain;
 #ifdef STAGED
     if (k_region->bits != K_BITS || v_region->bits != V_BITS) {
         return;
     }
-    k_pages += k_region->base, max_k_pages = k_region->pages;
-    v_pages += v_region->base, max_v_pages = v_region->pages;
+    k_pages += k_region->base, k_page_stride = heads * K_RECORD;
+    v_pages += v_region->base, v_page_stride = heads * V_RECORD;
+    table_row = table_width = k_region->pages;  // a stage has room for the same tokens everywhere
 #endif
-    static_assert(sizeof(Shared) <= SHARED_BYTES, "kvcal.kernels.decode_plain asks for less than the kernel takes");
+    static_assert(sizeof(Shared) <= SHARED_BYTES, "kvcal.kernels.decode asks for less than the kernel takes");
     extern __shared__ unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const Results results = {s_aux, parts, counters, out, (int)heads};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, per_row = (int)heads * PASSES;
     if (warp == 0) {
-        const long long k_room = Keys::sinks + max_k_pages * KV_PAGE_TOKENS + Keys::buffer;
-        const long long v_room = Values::sinks + max_v_pages * KV_PAGE_TOKENS + Values::buffer;
-        count_tiles(shared, lengths, (int)rows, (int)min(k_room, v_room));
+        const int in_pages = WHOLE_RING ? 1 : (int)table_width * KV_PAGE_TOKENS;
+        count_tiles(shared, lengths, (int)rows, in_pages + kv_min(Keys::ring, Values::ring));
     }
     __syncthreads();
     // Block b of `blocks` has tiles all b / blocks to all (b + 1) / blocks - 1.
@@ -206,16 +207,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(
         const int in_row = (int)((position - row_start) / tiles), first = (int)((position - row_start) % tiles);
         const int last = (int)min((long long)tiles, first + end - position), head = in_row / PASSES;
         const int tokens = shared.lengths[row], num_tokens = tokens + 1;
-        const long long flat = row * heads + head, virtual_head = (long long)row * per_row + in_row;
+        const long long virtual_head = (long long)row * per_row + in_row;
+        const int width = WHOLE_RING ? 0 : (int)table_width;
         const Head keys = {
-            k_sinks + flat * Keys::sinks * DIM, k_buffer + flat * Keys::buffer * DIM,
-            k_pages + (row * max_k_pages * heads + head) * Keys::record, heads * Keys::record,
-            min((int)max_k_pages, kv_pages(tokens, Keys::sinks, Keys::window, Keys::buffer, k_page_at, (int)k_events))};
+            k_sinks + kv_row_start(row, k_sink_row) + (long long)head * (Keys::sinks * DIM),
+            k_ring + kv_row_start(row, k_ring_row) + (long long)head * (Keys::ring * DIM),
+            min(width, kv_pages(tokens, Keys::window, Keys::ring, k_read_at, (int)k_events))};
         const Head values = {
-            v_sinks + flat * Values::sinks * DIM, v_buffer + flat * Values::buffer * DIM,
-            v_pages + (row * max_v_pages * heads + head) * Values::record, heads * Values::record,
-            min((int)max_v_pages,
-                kv_pages(tokens, Values::sinks, Values::window, Values::buffer, v_page_at, (int)v_events))};
+            v_sinks + kv_row_start(row, v_sink_row) + (long long)head * (Values::sinks * DIM),
+            v_ring + kv_row_start(row, v_ring_row) + (long long)head * (Values::ring * DIM),
+            min(width, kv_pages(tokens, Values::window, Values::ring, v_read_at, (int)v_events))};
+        // Of the page that a tile lies in, if one is read.
+        auto slot_of = [&](int tile) {
+            const int page = tile * TOKENS / KV_PAGE_TOKENS;
+            const bool is_read = tile < last && page < max(keys.num_pages, values.num_pages);
+            return is_read ? slots_of(table, table_row, row)[page] : 0;
+        };
 
         const long long first_query = row * q_row + (long long)head * GROUP_HEADS * q_head;
         load_queries<Q_DTYPE>(shared.query, q, first_query, q_head, in_row % PASSES);
@@ -224,15 +231,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(
             shared.sums[threadIdx.x] = 0.0f;
         }
         float4 shares[HEADS] = {};
-        for (int tile = first; tile < last; ++tile) {
-            const int token = tile * TOKENS - LACKING;
-            load_key_tile<Keys>(shared.tile, keys, token, num_tokens, k_rescale + head * DIM, k_offset + head * DIM);
+        for (int tile = first, slot = slot_of(first); tile < last; ++tile) {
+            const int token = tile * TOKENS;
+            load_key_tile<Keys>(
+                shared.tile, keys, k_pages + slot * k_page_stride + head * Keys::record, token, num_tokens,
+                k_rescale + head * DIM, k_offset + head * DIM);
             __syncthreads();
             multiply_keys(shared, warp, lane);
             __syncthreads();
-            const bool is_token = token + lane >= 0 && token + lane < num_tokens;
+            const bool is_token = token + lane < num_tokens;
             const bool raised = weigh(shared, is_token, scale, softcap, warp, lane);
-            load_value_tile<Values>(shared.tile, values, token, num_tokens);
+            load_value_tile<Values>(
+                shared.tile, values, v_pages + slot * v_page_stride + head * Values::record, token, num_tokens);
+            slot = slot_of(tile + 1);  // asked for before its turn
             if (__syncthreads_or(raised)) {
 #pragma unroll
                 for (int h = 0; h < HEADS; ++h) {

@@ -1,6 +1,7 @@
 // What `decode` is compiled for: sizes from the macros of a variant, the shared memory of a block, its arguments.
 
 #include "common.cuh"
+#include "stage.cuh"
 
 #define MAX_ROWS 512
 #define QUERY_TILES (GROUP_HEADS > 4 ? 2 : 1)      // of 4 query heads: two columns of the tensor core's tile each
@@ -10,7 +11,8 @@
 #define PAGE 128
 #define K_PACKED (K_BITS != 16)
 #define V_PACKED (V_BITS != 16)
-#define BASE (V_PACKED ? V_SINKS : K_PACKED ? K_SINKS : 0)  // pages hold the tokens from here on
+#define BASE (V_PACKED ? V_SINKS : K_PACKED ? K_SINKS : 0)  // tokens before it are read from sinks, the others from pages
+#define FIRST_PAGE (BASE / PAGE)                             // that is read
 #define TILES (DIM / 16)
 #define K_GROUPS (K_AXIS == 0 ? PAGE / K_GROUP : (DIM + K_GROUP - 1) / K_GROUP)
 #define V_GROUPS ((DIM + V_GROUP - 1) / V_GROUP)
@@ -38,6 +40,8 @@
 // Tokens of a unit that is not packed. Where they are few, one tile, for which values are loaded together with keys.
 #define DENSE_IS_RARE (K_PACKED && V_PACKED && !K_LEADS)
 #define UNIT (DENSE_IS_RARE ? 16 : 32)
+// Whether keys or values of such a unit may lie in a page. All units begin at a multiple of UNIT, so it is one page.
+#define DENSE_READS_PAGES (!K_PACKED || !V_PACKED || K_LEADS)
 #define INFINITY __int_as_float(0x7f800000)
 #define LOG2E 1.4426950408889634f
 
@@ -88,13 +92,26 @@ struct __align__(128) Shared {
     float swap[WARPS][QUERY_TILES * SWAP_WORDS] __attribute__((aligned(16)));
 };
 
+// What the query, and the merge of parts, are told.
 struct Args {
-    const void* q; i64 q_row, q_head;
-    const u16 *k_sinks, *k_buffer; const u8* k_pages;
-    const u16 *v_sinks, *v_buffer; const u8* v_pages;
-    const int* lengths; i64 rows, heads, max_k_pages, max_v_pages;
-    const int* k_page_at; i64 k_events; const int* v_page_at; i64 v_events;
-    const float *k_rescale, *k_offset, *s_aux; float* parts; int* counters; void* out; float scale, softcap;
+    const void* q; i64 q_row, q_head, heads;
+    const float *k_rescale, *k_offset, *s_aux; float* parts; int* counters; void* out;
+};
+
+// How the tokens of a sequence are cut in units: pages of packed values from FIRST_PAGE on, sinks, and tokens from
+// ``start`` on, of which those before ``from`` are left out. While no page has a token behind the sinks, all tokens from 0
+// on are one run, and no key is read from a page of codes (from = -1).
+struct Cut {
+    int pages, sinks, start, from;
+
+    __device__ __forceinline__ Cut(int k_pages, int v_pages) {
+        const bool has_pages = V_PACKED && v_pages > FIRST_PAGE, is_split = has_pages || (K_LEADS && k_pages > FIRST_PAGE);
+        pages = has_pages ? v_pages - FIRST_PAGE : 0;
+        sinks = is_split ? (BASE + UNIT - 1) / UNIT : 0;
+        start = has_pages ? v_pages * PAGE : is_split ? BASE / UNIT * UNIT : 0;
+        from = is_split ? BASE : -1;
+    }
+    __device__ __forceinline__ int units(int tokens) const { return pages + sinks + (tokens - start + UNIT - 1) / UNIT; }
 };
 
 }  // namespace decode_

@@ -1,38 +1,41 @@
-// Tokens that are not packed: sinks, the buffer, pages of 16 bits.
+// Tokens that are not packed: sinks, the ring, pages of 16 bits.
 
 #include "softmax.cuh"
 #include "keys.cuh"
 
 namespace decode_ {
 
+// Where a token lies in a ring of RING tokens; a sliding window reads all of it behind the one sink, in any order.
+template <int RING> __device__ __forceinline__ int ring_slot(int token) { return WHOLE_RING ? token - 1 : (int)((u32)token % RING); }
+
+// What one sequence and head stores. ``slot``: of the page that the token lies in, if one is read.
 struct Head {
-    const u16 *k_sinks, *k_buffer, *v_sinks, *v_buffer;
-    const u8 *k_pages, *v_pages;                  // of this head; the next page is k_stride bytes on
-    i64 k_stride, v_stride;
+    const u16 *k_sinks, *k_ring, *v_sinks, *v_ring;
+    const u8 *k_pages, *v_pages;                  // of this head in slot 0; the next slot is k_stride bytes on
+    u32 k_stride, v_stride;
+    Slots slots;
     int num_k_pages, num_v_pages, num_tokens;
 
-    __device__ __forceinline__ const u16* key(int token) const {
+    __device__ __forceinline__ const u8* k_page(int slot) const { return k_pages + (u64)(u32)slot * k_stride; }
+    __device__ __forceinline__ const u8* v_page(int slot) const { return v_pages + (u64)(u32)slot * v_stride; }
+    __device__ __forceinline__ const u16* key(int token, int slot) const {
         if (token < K_SINKS) return k_sinks + token * DIM;
-        int rest = token - K_SINKS;
-        if (!K_PACKED && rest < num_k_pages * PAGE)
-            return reinterpret_cast<const u16*>(k_pages + (rest / PAGE) * k_stride) + rest % PAGE * DIM;
-        return k_buffer + (rest - num_k_pages * PAGE) * DIM;
+        if (!K_PACKED && token < num_k_pages * PAGE) return reinterpret_cast<const u16*>(k_page(slot)) + token % PAGE * DIM;
+        return k_ring + ring_slot<K_RING>(token) * DIM;
     }
-    __device__ __forceinline__ const u16* value(int token) const {
+    __device__ __forceinline__ const u16* value(int token, int slot) const {
         if (token < V_SINKS) return v_sinks + token * DIM;
-        int rest = token - V_SINKS;
-        if (!V_PACKED && rest < num_v_pages * PAGE)
-            return reinterpret_cast<const u16*>(v_pages + (rest / PAGE) * v_stride) + rest % PAGE * DIM;
-        return v_buffer + (rest - num_v_pages * PAGE) * DIM;
+        if (!V_PACKED && token < num_v_pages * PAGE) return reinterpret_cast<const u16*>(v_page(slot)) + token % PAGE * DIM;
+        return v_ring + ring_slot<V_RING>(token) * DIM;
     }
 };
 
 // Ask for the keys and values of a tile, to be near when its turn comes.
-__device__ __forceinline__ void prefetch_dense(const Head& head, int token, int stop, int lane) {
+__device__ __forceinline__ void prefetch_dense(const Head& head, int token, int stop, int slot, int lane) {
     const int at = token + lane % 16;
     if (at < stop)
 #pragma unroll
-        for (int i = 0; i < DIM; i += 64) prefetch((lane < 16 ? head.key(at) : head.value(at)) + i);
+        for (int i = 0; i < DIM; i += 64) prefetch((lane < 16 ? head.key(at, slot) : head.value(at, slot)) + i);
 }
 
 // Keys of 16 tokens, as an operand: rows g and g + 8. Tokens from ``stop`` on are replaced by the last one before it: the
@@ -40,9 +43,9 @@ __device__ __forceinline__ void prefetch_dense(const Head& head, int token, int 
 struct DenseKeys {
     uint4 low[DIM / 32], high[DIM / 32];
 
-    __device__ __forceinline__ void load(const Head& head, int token, int stop, int lane) {
+    __device__ __forceinline__ void load(const Head& head, int token, int stop, int slot, int lane) {
         const int at = token + (lane >> 2);
-        const u16 *low_row = head.key(min(at, stop - 1)) + 8 * (lane & 3), *high_row = head.key(min(at + 8, stop - 1)) + 8 * (lane & 3);
+        const u16 *low_row = head.key(min(at, stop - 1), slot) + 8 * (lane & 3), *high_row = head.key(min(at + 8, stop - 1), slot) + 8 * (lane & 3);
 #pragma unroll
         for (int j = 0; j < DIM / 32; j++) {
             low[j] = *reinterpret_cast<const uint4*>(low_row + 32 * j);
@@ -55,13 +58,13 @@ struct DenseKeys {
 struct DenseValues {
     uint4 rows[DIM / 64][4];
 
-    __device__ __forceinline__ void load(const Head& head, int token, int stop, int lane) {
+    __device__ __forceinline__ void load(const Head& head, int token, int stop, int slot, int lane) {
 #pragma unroll
         for (int part = 0; part < DIM / 64; part++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int at = token + 2 * (lane & 3) + i / 2 * 8 + i % 2;
-                rows[part][i] = at < stop ? *reinterpret_cast<const uint4*>(head.value(at) + 64 * part + 8 * (lane >> 2)) : make_uint4(0, 0, 0, 0);
+                rows[part][i] = at < stop ? *reinterpret_cast<const uint4*>(head.value(at, slot) + 64 * part + 8 * (lane >> 2)) : make_uint4(0, 0, 0, 0);
             }
     }
 };
@@ -88,12 +91,12 @@ __device__ __forceinline__ void tile_scores(float (&s)[QUERY_TILES][2], const De
 
 // Scores of COUNT tiles of tokens that are not packed, from ``token``; those from ``stop`` on are left out.
 template <int COUNT> __device__ __forceinline__
-void dense_scores(float (&s)[QUERY_TILES][2 * COUNT], const Head& head, int token, int stop, const Shared& shared, int lane, float scale) {
+void dense_scores(float (&s)[QUERY_TILES][2 * COUNT], const Head& head, int token, int stop, int slot, const Shared& shared, int lane, float scale) {
 #pragma unroll
     for (int t = 0; t < COUNT; t++) {
         DenseKeys keys;
         float tile[QUERY_TILES][2];
-        keys.load(head, token + 16 * t, stop, lane);
+        keys.load(head, token + 16 * t, stop, slot, lane);
         tile_scores(tile, keys, token + 16 * t, stop, shared, lane, scale);
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; n++) { s[n][2 * t] = tile[n][0]; s[n][2 * t + 1] = tile[n][1]; }
@@ -124,25 +127,26 @@ __device__ __forceinline__ void add_values(float (&out)[TILES][4], const float (
         }
 }
 
-// UNIT tokens whose values are not packed. out: P V of heads quad and quad + 4, of channels 64 (t / 4) + 8 g + 2 (t % 4) and the
-// next one.
-__device__ __forceinline__ void dense_unit(State& state, float (&out)[TILES][4], const Head& head, int token, int stop, Shared& shared,
-                                           int warp, int lane, float scale, float softcap) {
+// UNIT tokens whose values are not packed. Keys lie in a page of codes where ``from`` says that some may, and are left out
+// before it. out: P V of heads quad and quad + 4, of channels 64 (t / 4) + 8 g + 2 (t % 4) and the next one.
+__device__ __forceinline__ void dense_unit(State& state, float (&out)[TILES][4], const Head& head, int token, int from, int stop, int slot,
+                                           Shared& shared, int warp, int lane, float scale, float softcap) {
     float s[QUERY_TILES][UNIT / 8];
     DenseValues values;
-    if (DENSE_IS_RARE) values.load(head, token, stop, lane);  // together with the keys
+    if (DENSE_IS_RARE) values.load(head, token, stop, slot, lane);  // together with the keys
 #if K_LEADS
-    if (token >= BASE && (token - BASE) / PAGE < head.num_k_pages) {
-        const int page = (token - BASE) / PAGE;
-        packed_scores<UNIT / 16>(s, head.k_pages + page * head.k_stride, (token - BASE) % PAGE / 16, shared, warp, lane, scale);
+    if (from >= 0 && token / PAGE < head.num_k_pages) {
+        packed_scores<UNIT / 16>(s, head.k_page(slot), token % PAGE / 16, shared, warp, lane, scale);
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll
-            for (int i = 0; i < UNIT / 8; i++)
-                if (token + 8 * i + (lane >> 2) >= stop) s[n][i] = -INFINITY;
+            for (int i = 0; i < UNIT / 8; i++) {
+                const int at = token + 8 * i + (lane >> 2);
+                if (at >= stop || (BASE % UNIT && at < from)) s[n][i] = -INFINITY;
+            }
     } else
 #endif
-        dense_scores<UNIT / 16>(s, head, token, stop, shared, lane, scale);
+        dense_scores<UNIT / 16>(s, head, token, stop, slot, shared, lane, scale);
     cap(s, softcap);
     float down[QUERY_TILES];
     if (state.raise(s, down, lane))
@@ -152,7 +156,7 @@ __device__ __forceinline__ void dense_unit(State& state, float (&out)[TILES][4],
             for (int i = 0; i < 4; i++) out[t][i] *= i % 2 < QUERY_TILES ? down[i % 2 < QUERY_TILES ? i % 2 : 0] : 1.f;
 #pragma unroll
     for (int t = 0; t < UNIT / 16; t++) {
-        if (!DENSE_IS_RARE) values.load(head, token + 16 * t, stop, lane);
+        if (!DENSE_IS_RARE) values.load(head, token + 16 * t, stop, slot, lane);
         float p[QUERY_TILES][2];
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; n++)

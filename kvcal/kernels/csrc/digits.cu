@@ -1,5 +1,5 @@
 // Rows of fp32 numbers as integers of at most 2^14, two digits to the base of 256 each: what tensor cores multiply. See
-// kvcal/kernels/predict.py and transforms/linear_predictor.py; csrc/digit_sums.cu goes back to numbers.
+// kvcal/kernels/predict.py and pages/predictor.py; csrc/digit_sums.cu goes back to numbers.
 //
 // Every number is made by the single IEEE operations of the reference, so that the integers are its integers.
 

@@ -1,5 +1,5 @@
-// A tile of a lattice page (quantizers/lattice.py): codes become points of the grid, times the scale of their group,
-// and the Hadamard transform is undone in place (transforms/hadamard.py).
+// A tile of a lattice page (pages/lattice.py): codes become points of the grid, times the scale of their group,
+// and the Hadamard transform is undone in place (pages/hadamard.py).
 //
 // A row is all KV heads of a token. The transform is rounds of additions and subtractions at distances 1, 2, 4, ...,
 // each sum rounded by itself: whoever does them, in the order of the rounds, gets the same bits. A thread does five
@@ -12,7 +12,6 @@ enum { THREADS = 256 };
 struct Lattice {
     static constexpr int side = SIDE, dim = DIM, heads = HEADS, param = PARAM;
     static constexpr int scale = SCALE;
-    static constexpr int sinks = SINKS, window = WINDOW, buffer = BUFFER;
     static constexpr bool has_rescale = RESCALE, has_offset = OFFSET;
     static constexpr int width = HEADS * DIM, group = width & -width, points = 1 << CODE_BITS;
     static constexpr int vectors = width / POINT_DIM, columns = kv_round_up(vectors, 8);

@@ -1,4 +1,4 @@
-// A tile of rotated rows becomes codes of a lattice and their scales (quantizers/lattice.py, gaussian_grid.py).
+// A tile of rotated rows becomes codes of a lattice and their scales (pages/lattice.py, grids.py).
 //
 // The norm of a group is summed by halves: what is left of 32 and more values lies in as many lanes. A thread takes 4
 // neighbouring vectors, whose codes share a byte of every plane, past all points of the grid.

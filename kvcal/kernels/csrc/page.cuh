@@ -11,7 +11,7 @@ KV_INLINE float value(const Source& source, const Scratch<S>& scratch, int token
     if constexpr (Page<S>::is_staged) {
         x = kv_float_of<DTYPE>(scratch.tile[token * Page<S>::stride + channel]);
     } else {
-        x = kv_float_of<DTYPE>(source.tokens[token * source.stride + channel]);
+        x = kv_float_of<DTYPE>(source.at(token)[channel]);
     }
     if constexpr (S::has_offset) {
         x = __fsub_rn(x, source.offset[channel]);
@@ -30,14 +30,13 @@ KV_INLINE unsigned code_at(const From& source, const Room& scratch, int token, i
     return kv_code_of(x, scratch.params.zero[i], scratch.params.step[i], levels);
 }
 
-// Copies `count` tokens of S::dim channels, strides in elements, 16 bytes a thread.
+// Copies the tokens of a page, `stride` elements from one to the next, 16 bytes a thread.
 template <class S>
-KV_INLINE void copy_tokens(
-    unsigned short* to, long long to_stride, const unsigned short* from, long long from_stride, int count) {
+KV_INLINE void copy_tokens(unsigned short* to, int stride, const Source& source) {
     constexpr int LOADS = S::dim / 8;
-    for (int i = threadIdx.x; i < count * LOADS; i += blockDim.x) {
-        int token = i / LOADS, load = i % LOADS;
-        ((uint4*)(to + token * to_stride))[load] = ((const uint4*)(from + token * from_stride))[load];
+    for (int i = threadIdx.x; i < KV_PAGE_TOKENS * LOADS; i += blockDim.x) {
+        const int token = i / LOADS, load = i % LOADS;
+        ((uint4*)(to + token * stride))[load] = ((const uint4*)source.at(token))[load];
     }
 }
 
@@ -100,7 +99,7 @@ KV_INLINE void score_channels(
             }
             score = __ddiv_rn(__dsub_rn((double)high, (double)low), 3.0);
         }
-        if constexpr (S::hears_queries) {
+        if constexpr (S::needs_queries) {
             float mean = __fdiv_rn(query[channel], query_count);
             if constexpr (S::has_rescale) {
                 mean = __fmul_rn(mean, source.rescale[channel]);
@@ -256,17 +255,17 @@ KV_INLINE void store_tiers(const Source& source, const Scratch<S>& scratch, unsi
     }
 }
 
-// One page -> its record, by the whole block. `page`: its number in the row; `head`: among all KV heads of the layer.
+// One page -> its record, by the whole block. `page`: its number in the sequence; `head`: among all KV heads of the layer.
 template <class S>
 KV_INLINE void pack_page(
     const Source& source, Scratch<S>& scratch, unsigned char* record, const float* query, float query_count, int page,
     int head, int* error) {
     if constexpr (Page<S>::is_raw) {
         static_assert(!S::has_rescale && !S::has_offset, "16-bit pages hold what the model made");
-        copy_tokens<S>((unsigned short*)record, S::dim, source.tokens, source.stride, KV_PAGE_TOKENS);
+        copy_tokens<S>((unsigned short*)record, S::dim, source);
     } else {
         if constexpr (Page<S>::is_staged) {
-            copy_tokens<S>(scratch.tile, Page<S>::stride, source.tokens, source.stride, KV_PAGE_TOKENS);
+            copy_tokens<S>(scratch.tile, Page<S>::stride, source);
             __syncthreads();
         }
         if constexpr (S::tiers > 0) {

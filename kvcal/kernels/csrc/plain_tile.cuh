@@ -1,8 +1,8 @@
 // A tile, the next 32 tokens of a head, as fp32 in shared memory: whatever they are stored as.
 //
-// Tiles begin at the first token behind the sinks of values, and at every 32nd from there in both directions. So a tile
-// of values lies in one page, or in none, and a page's 16 codes of a channel, which lie together, in one tile. Keys may
-// have another number of sinks: their codes lie together by channels, and every token is found by itself.
+// Tiles begin at every 32nd token of the sequence. So a tile lies in one page, or in none, and a page's 16 codes of a
+// channel of values, which lie together, in one tile; sinks among its tokens then take the place of what was decoded.
+// Codes of keys lie together by channels, and every token is found by itself.
 
 #include "stored.cuh"
 
@@ -12,41 +12,32 @@ constexpr int TOKENS = 32, DIM = Keys::dim;
 constexpr int PADDED = Page<Keys>::padded, UNITS = PADDED / 16;
 // Floats from token to token: an odd number of 16-byte words, which spreads equal channels of tokens over the banks.
 constexpr int STRIDE = PADDED + 4;
-// Tokens that the first tile lacks.
-constexpr int LACKING = kv_round_up(Values::sinks, TOKENS) - Values::sinks;
 static_assert(DIM % 8 == 0 && DIM == Values::dim, "tokens are loaded 8 channels at a time");
 
-// What one row and head stores of one side; the next page's record is `page_stride` bytes on.
+// What one sequence and head stores of one side beside its pages, and how many of these are read.
 struct Head {
     const unsigned short* sinks;
-    const unsigned short* buffer;
-    const unsigned char* pages;
-    long long page_stride;
+    const unsigned short* ring;
     int num_pages;
 };
 
-// Whether a token lies in a page of codes.
+// Whether a token is read from a page of codes.
 template <class S>
 KV_INLINE bool is_coded(const Head& head, int token) {
-    return !Page<S>::is_raw && token >= S::sinks && (token - S::sinks) / KV_PAGE_TOKENS < head.num_pages;
+    return !Page<S>::is_raw && token >= S::sinks && token / KV_PAGE_TOKENS < head.num_pages;
 }
 
+// A token that is stored as it is: a sink, in a page of 16 bits, or in the ring, all of which a sliding window reads
+// behind its one sink, in any order. record: of the page that the token lies in, if one is read.
 template <class S>
-KV_INLINE const unsigned char* record_of(const Head& head, int token) {
-    return head.pages + (token - S::sinks) / KV_PAGE_TOKENS * head.page_stride;
-}
-
-// A token that is stored as it is: a sink, in a page of 16 bits, or in the buffer.
-template <class S>
-KV_INLINE const unsigned short* token_of(const Head& head, int token) {
+KV_INLINE const unsigned short* token_of(const Head& head, const unsigned char* record, int token) {
     if (token < S::sinks) {
         return head.sinks + token * S::dim;
     }
-    const int rest = token - S::sinks;
-    if (Page<S>::is_raw && rest < head.num_pages * KV_PAGE_TOKENS) {
-        return (const unsigned short*)record_of<S>(head, token) + rest % KV_PAGE_TOKENS * S::dim;
+    if (Page<S>::is_raw && token / KV_PAGE_TOKENS < head.num_pages) {
+        return (const unsigned short*)record + token % KV_PAGE_TOKENS * S::dim;
     }
-    return head.buffer + (rest - head.num_pages * KV_PAGE_TOKENS) * S::dim;
+    return head.ring + (WHOLE_RING ? token - 1 : token % S::ring) * S::dim;
 }
 
 // 8 values in the cache's dtype, at a multiple of 16 bytes.
@@ -125,21 +116,24 @@ KV_INLINE void load_keys(const unsigned char* record, int token, int channel, fl
 // Neighbouring threads, which have neighbouring units, so write to neighbouring places.
 KV_INLINE constexpr int key_place(int channel) { return (channel % 16 / 4 * UNITS + channel / 16) * 4 + channel % 4; }
 
-// Keys `first` to first + 31; those beyond the `num_tokens` of the row are not written. rescale, offset: of this head.
+// Keys `first` to first + 31, of the page in `record`; those beyond the `num_tokens` of the row are not written. rescale,
+// offset: of this head.
 template <class S>
 KV_INLINE void load_key_tile(
-    float* tile, const Head& head, int first, int num_tokens, const float* rescale, const float* offset) {
+    float* tile, const Head& head, const unsigned char* record, int first, int num_tokens, const float* rescale,
+    const float* offset) {
     for (int i = threadIdx.x; i < TOKENS * UNITS; i += THREADS) {
         const int row = i / UNITS, channel = i % UNITS * 16, token = first + row;
-        if (token < 0 || token >= num_tokens) {
+        if (token >= num_tokens) {
             continue;
         }
+        asm volatile("" : "+l"(record));  // no addresses that are ready before the loop: there are no registers for them
         float x[16] = {};
         bool coded = false;
         if constexpr (!Page<S>::is_raw) {
             coded = is_coded<S>(head, token);
             if (coded) {
-                load_keys<S>(record_of<S>(head, token), (token - S::sinks) % KV_PAGE_TOKENS, channel, x);
+                load_keys<S>(record, token % KV_PAGE_TOKENS, channel, x);
 #pragma unroll
                 for (int k = 0; k < 16; ++k) {
                     if (channel + k < S::dim) {
@@ -154,7 +148,7 @@ KV_INLINE void load_key_tile(
             }
         }
         if (!coded) {
-            const unsigned short* from = token_of<S>(head, token) + channel;
+            const unsigned short* from = token_of<S>(head, record, token) + channel;
             load_eight<DTYPE>(from, x);
             if (channel + 8 < S::dim) {
                 load_eight<DTYPE>(from + 8, x + 8);
@@ -167,15 +161,31 @@ KV_INLINE void load_key_tile(
     }
 }
 
-// Values `first` to first + 31, channel by channel; zeros beyond the `num_tokens` of the row.
+// Tokens `first` to stop - 1 of values that are stored as they are, channel by channel; zeros from `num_tokens` on.
 template <class S>
-KV_INLINE void load_value_tile(float* tile, const Head& head, int first, int num_tokens) {
+KV_INLINE void copy_values(
+    float* tile, const Head& head, const unsigned char* record, int first, int stop, int num_tokens) {
+    for (int i = threadIdx.x; i < (stop - first) * (S::dim / 8); i += THREADS) {
+        const int row = i / (S::dim / 8), channel = i % (S::dim / 8) * 8, token = first + row;
+        float x[8] = {};
+        if (token < num_tokens) {
+            load_eight<DTYPE>(token_of<S>(head, record, token) + channel, x);
+        }
+        float4* to = (float4*)(tile + row * STRIDE + channel);
+        to[0] = make_float4(x[0], x[1], x[2], x[3]);
+        to[1] = make_float4(x[4], x[5], x[6], x[7]);
+    }
+}
+
+// Values `first` to first + 31, of the page in `record`; zeros beyond the `num_tokens` of the row.
+template <class S>
+KV_INLINE void load_value_tile(
+    float* tile, const Head& head, const unsigned char* record, int first, int num_tokens) {
     if constexpr (!Page<S>::is_raw) {
-        if (is_coded<S>(head, first)) {
-            const unsigned char* record = record_of<S>(head, first);
+        if (is_coded<S>(head, first + TOKENS - 1)) {
             for (int i = threadIdx.x; i < TOKENS / 16 * S::dim; i += THREADS) {
                 const int channel = i % S::dim, row = i / S::dim * 16;
-                const int column = (first - S::sinks) % KV_PAGE_TOKENS + row;
+                const int column = first % KV_PAGE_TOKENS + row;
                 const int place = channel / S::group * Page<S>::others + column;
                 unsigned code[16];
                 float scale[16], zero[16];
@@ -184,22 +194,18 @@ KV_INLINE void load_value_tile(float* tile, const Head& head, int first, int num
                 load_params<S::param>(record + S::zero, place, zero);
 #pragma unroll
                 for (int k = 0; k < 16; ++k) {
-                    tile[(row + k) * STRIDE + channel] = fmaf((float)code[k], scale[k], zero[k]);
+                    if (first + row + k >= S::sinks) {
+                        tile[(row + k) * STRIDE + channel] = fmaf((float)code[k], scale[k], zero[k]);
+                    }
                 }
+            }
+            if (first < S::sinks) {
+                copy_values<S>(tile, head, record, first, S::sinks, num_tokens);
             }
             return;
         }
     }
-    for (int i = threadIdx.x; i < TOKENS * (S::dim / 8); i += THREADS) {
-        const int row = i / (S::dim / 8), channel = i % (S::dim / 8) * 8, token = first + row;
-        float x[8] = {};
-        if (token >= 0 && token < num_tokens) {
-            load_eight<DTYPE>(token_of<S>(head, token) + channel, x);
-        }
-        float4* to = (float4*)(tile + row * STRIDE + channel);
-        to[0] = make_float4(x[0], x[1], x[2], x[3]);
-        to[1] = make_float4(x[4], x[5], x[6], x[7]);
-    }
+    copy_values<S>(tile, head, record, first, first + TOKENS, num_tokens);
 }
 
 }  // namespace plain

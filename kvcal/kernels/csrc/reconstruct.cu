@@ -31,7 +31,7 @@ enum { BLOCKS = 4 };  // an SM: leaves a thread 64 registers
 
 constexpr int STRIDE = tile_stride(WIDTH), CHUNKS = Stored::dim / 8;
 static_assert(Stored::dim % 8 == 0 && KV_PAGE_TOKENS % TILE_TOKENS == 0, "8 channels a thread, whole tiles");
-static_assert((GRID_FLOATS + TILE_TOKENS * STRIDE) * 4 <= SHARED_BYTES, "see kvcal/kernels/reconstruct.py");
+static_assert((GRID_FLOATS + TILE_TOKENS * STRIDE) * 4 <= SHARED_BYTES, "see kvcal/kernels/forms.py");
 
 KV_INLINE void store_tokens(unsigned short* to, const float* x) {
     unsigned words[4];
@@ -42,24 +42,25 @@ KV_INLINE void store_tokens(unsigned short* to, const float* x) {
     *(uint4*)to = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// What a launch is about, of n heads out of N: see ``reconstruct``.
+// What a launch is about, of neighbouring heads out of N: see ``reconstruct``.
 struct Task {
     unsigned short* tokens;
+    long long token_stride;  // from slot to slot
     float* kept;
     const float* prediction;
     const signed char* signs;
     float norm;
     const float* rescale;
     const float* offset;
-    long long first_head, heads, all_heads;
+    long long first_head, all_heads;
 };
 
-// Tokens `first_token` and on of page number `number` of the launch, `of_row` of all rows' pages; values of `num_heads`
-// heads, the first of which is number `own_head` of the n, from value `first_value` of a row on.
+// Tokens `first_token` and on of page number `number` of all rows' pages, `told` of those of the launch; values of
+// `num_heads` heads, the first of which is number `own_head` of the n, from value `first_value` of a row on.
 struct Tile {
     float* values;
     int first_value, num_heads, own_head, first_token;
-    long long number, of_row;
+    long long slot, number, told;
 };
 
 KV_INLINE void add(float* x, const float* more) {
@@ -77,7 +78,7 @@ KV_INLINE void correct(float* x, const Task& task, const Tile& tile, int token, 
     normalize(x, task.norm, task.signs, value);
 #endif
     if (task.prediction != nullptr) {
-        const long long of_token = tile.number * KV_PAGE_TOKENS + token;
+        const long long of_token = tile.told * KV_PAGE_TOKENS + token;
         add(x, task.prediction + of_token * task.all_heads * Stored::dim + of_run);
     }
     if constexpr (Stored::has_rescale) {
@@ -112,36 +113,38 @@ KV_INLINE void pass_over(const Task& task, const Tile& tile, bool will_turn) {
             }
         }
         if (task.tokens != nullptr && IS_TURNED == (TURN == TO_POSITIONS)) {
-            const long long of_head = (tile.of_row * task.heads + head) * KV_PAGE_TOKENS + token;
-            store_tokens(task.tokens + of_head * Stored::dim + channel, x);
+            const long long of_head = (long long)head * KV_PAGE_TOKENS + token;
+            store_tokens(task.tokens + tile.slot * task.token_stride + of_head * Stored::dim + channel, x);
         }
         if (task.kept != nullptr && IS_TURNED == (TURN == TURNED_BACK)) {
-            const long long of_token = tile.of_row * KV_PAGE_TOKENS + token;
+            const long long of_token = tile.number * KV_PAGE_TOKENS + token;
             store_floats<8>(task.kept + of_token * task.all_heads * Stored::dim + of_run, x);
         }
     }
 }
 
-// Grid: any, 256 threads; dynamic shared memory: SHARED_BYTES. n neighbouring heads out of N in one format, and `room`
-// pages a row.
-//   records     uint8, by strides in bytes: on a lattice a page of all N heads, else the first of n pages of one head
-//   tokens      16 bits [rows, room, n, 128, D], or 0;  kept fp32 [rows, room, 128, N, D], or 0
+// Grid: any, 256 threads; dynamic shared memory: SHARED_BYTES. n neighbouring heads out of N in one format, and a table
+// of num_pages pages a row.
+//   records     uint8 [slots, ...]: on a lattice a page of all N heads, else of n heads side by side; record_stride:
+//               bytes from slot to slot
+//   tokens      16 bits [slots, n, 128, D], or 0; token_stride: elements from slot to slot
+//   kept        fp32 [rows, num_pages, 128, N, D], or 0
 //   prediction  fp32 [stop - start, 128, N, D], or 0
-//   lengths     int32 [rows]: tokens, whose pages are wanted; or 0 for all pages. page_at int32 [page_at_length], or 0
+//   lengths     int32 [rows]: tokens before this step; table int32 [rows, num_pages], slots
 //   grid        fp32 [points, POINT_DIM]; signs int8 [N D]; norm: 1 / sqrt(group). For lattices
 //   rescale, offset  fp32 [N, D]
 //   rotary      fp64 [ROTARY_PAIRS, 4]; turns fp32 [positions, ROTARY_PAIRS, 2], cosine and sine
-// Pages: numbers start to stop - 1 of num_pages a row, from (first_row, first_page) on.
+// Pages: numbers start to stop - 1 of all rows', as far as they are complete behind this step's token.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) reconstruct(
-    const unsigned char* records, long long row_stride, long long page_stride, unsigned short* tokens, float* kept,
-    const float* prediction, const int* lengths, const int* page_at, long long page_at_length, const float* grid,
-    const signed char* signs, float norm, const float* rescale, const float* offset, const double* rotary,
-    const float2* turns, long long first_head, long long heads, long long all_heads, long long room,
-    long long first_row, long long first_page, long long num_pages, long long start, long long stop) {
+    const unsigned char* records, long long record_stride, unsigned short* tokens, long long token_stride, float* kept,
+    const float* prediction, const int* lengths, const int* table, long long table_stride, long long num_pages,
+    const float* grid, const signed char* signs, float norm, const float* rescale, const float* offset,
+    const double* rotary, const float2* turns, long long first_head, long long heads, long long all_heads,
+    long long start, long long stop) {
     extern __shared__ float4 shared[];
     float* points = (float*)shared;
-    const Task task{tokens, kept, prediction, signs, norm, rescale, offset, first_head, heads, all_heads};
-    Tile tile{points + GRID_FLOATS, 0, 1, 0, 0, 0, 0};
+    const Task task{tokens, token_stride, kept, prediction, signs, norm, rescale, offset, first_head, all_heads};
+    Tile tile{points + GRID_FLOATS, 0, 1, 0, 0, 0, 0, 0};
     if constexpr (IS_LATTICE) {
         tile.first_value = (int)first_head * Stored::dim, tile.num_heads = (int)heads;
         for (int i = threadIdx.x; i < GRID_FLOATS; i += THREADS) {
@@ -151,22 +154,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) reconstruct(
     const bool will_turn = TURN == TO_POSITIONS ? tokens != nullptr : TURN == TURNED_BACK && kept != nullptr;
     const int parts = KV_PAGE_TOKENS / TILE_TOKENS, tiles = parts * (IS_LATTICE ? 1 : (int)heads);  // of a page
     for (int i = blockIdx.x; i < (int)(stop - start) * tiles; i += gridDim.x) {
-        const int place = (int)start + i / tiles, row = (int)first_row + place / (int)num_pages;
-        const int page = (int)first_page + place % (int)num_pages;
-        if (lengths != nullptr && page >= kv_pages_of<Stored>(lengths[row], page_at, (int)page_at_length)) {
+        const int number = (int)start + i / tiles, row = number / (int)num_pages, page = number % (int)num_pages;
+        if (page >= (lengths[row] + 1) / KV_PAGE_TOKENS) {
             continue;
         }
-        tile.number = i / tiles, tile.of_row = row * room + page;
+        tile.slot = table[row * table_stride + page], tile.number = number, tile.told = i / tiles;
         tile.own_head = i % tiles / parts, tile.first_token = i % parts * TILE_TOKENS;
-        const unsigned char* record = records + row * row_stride + page * page_stride;
+        const unsigned char* record = records + tile.slot * record_stride;
         __syncthreads();  // the tile before is written out
         load_tile<TILE_TOKENS>(tile.values, points, record, tile.own_head, tile.first_token);
         __syncthreads();
         pass_over<false>(task, tile, will_turn);
         if (will_turn) {
             __syncthreads();
-            const long long position = Stored::sinks + (long long)page * KV_PAGE_TOKENS + tile.first_token;
-            turn(tile.values, tile.first_value, tile.num_heads, rotary, turns, position);
+            turn(
+                tile.values, tile.first_value, tile.num_heads, rotary, turns,
+                (long long)page * KV_PAGE_TOKENS + tile.first_token);
             __syncthreads();
             pass_over<true>(task, tile, false);
         }

@@ -1,10 +1,10 @@
-// Pages of FROM_BITS become pages of TO_BITS, each where it is (kvcal/quantizers/convert.py, shift.py): codes are halved
+// Pages of FROM_BITS become pages of TO_BITS, each where it is (kvcal/pages/shrink.py): codes are halved
 // by SHIFT (0 equivalent, 1 modified, 2 direct) as often as needed, and scales and zeros follow in fp32. Pages of 16
 // bits hold values in DTYPE; they are transformed and quantized to 8 bits first. A narrow record begins where the wide
 // one did, which lies in shared memory meanwhile; slide.cu closes the gaps.
 //
 // Macros: SIDE (0 keys: rows are tokens, 1 values: rows are channels), DIM, AXIS, GROUP, DTYPE, FROM_* and TO_*: BITS,
-// RECORD, SCALE, ZERO (bytes from the record's start); HAS_RESCALE, HAS_OFFSET; SINKS, WINDOW, BUFFER of the formats.
+// RECORD, SCALE, ZERO (bytes from the record's start); HAS_RESCALE, HAS_OFFSET.
 //
 // Left out: widening, which only a cropped cache needs, and static caches refuse.
 
@@ -154,14 +154,12 @@ KV_INLINE void shrink_record(
 // Grid: any, 256 threads; dynamic shared memory: FROM_RECORD bytes.
 //   arena, stage, starts, layout, columns  as for slide.cu
 //   members     [num_members] int64: regions of these formats; those that go from FROM_BITS to TO_BITS now do so
-//   lengths     [rows] int32, tokens of every row; page_at int32 [page_at_length] for a window rule, or 0
-//   due         1 if the page that the last token fills is packed, 0 if only those before it are
+//   lengths     [rows] int32, tokens of every sequence
 //   transforms  fp32, for HAS_RESCALE or HAS_OFFSET; error int32, gets bit 1 when values of 16 bits are not finite
 extern "C" __global__ void __launch_bounds__(256) shrink(
     unsigned char* arena, const long long* stage, const long long* starts, const Region* layout, long long num_stages,
     long long num_regions, const long long* columns, const long long* members, long long num_members,
-    const int* lengths, long long rows, long long due, const int* page_at, long long page_at_length,
-    const float* transforms, int* error) {
+    const int* lengths, long long rows, const float* transforms, int* error) {
     extern __shared__ uint4 held[];
     __shared__ Level levels[FROM_BITS == 16 ? PARAMS : 1];
     if (!kv_stage_is_over(stage, starts, num_stages, columns)) {
@@ -176,8 +174,7 @@ extern "C" __global__ void __launch_bounds__(256) shrink(
         const long long count = rows * region.pages * region.heads;
         for (long long number = blockIdx.x; number < count; number += gridDim.x) {
             const long long page = number / region.heads % region.pages, head = number % region.heads;
-            const int tokens = kv_max(0, lengths[number / region.heads / region.pages] - 1 + (int)due);
-            if (page >= kv_pages(tokens, SINKS, WINDOW, BUFFER, page_at, (int)page_at_length)) {
+            if (page >= lengths[number / region.heads / region.pages] / KV_PAGE_TOKENS) {
                 continue;
             }
             unsigned char* record = arena + region.base + number * FROM_RECORD;

@@ -35,11 +35,11 @@ struct Tier {
 struct Keys {
     static constexpr int side = 0, dim = K_DIM, bits = K_BITS, axis = K_AXIS, group = K_GROUP, param = K_PARAM;
     static constexpr int record = K_RECORD, scale = K_SCALE, zero = K_ZERO;
-    static constexpr int sinks = K_SINKS, window = K_WINDOW, buffer = K_BUFFER;
+    static constexpr int sinks = K_SINKS, window = K_WINDOW, ring = K_RING;
     static constexpr int tiers = K_TIERS, score = K_SCORE, slots = K_SLOTS;
     static constexpr int raw = K_RAW, raw_slots = K_RAW_SLOTS, index = K_INDEX;
     static constexpr bool has_rescale = K_RESCALE, has_offset = K_OFFSET;
-    static constexpr bool hears_queries = tiers > 0 && (score == QUERY_MAGNITUDE || score == QUERY_RANGE);
+    static constexpr bool needs_queries = tiers > 0 && (score == QUERY_MAGNITUDE || score == QUERY_RANGE);
 
     // Tier i, from most bits to fewest.
     KV_INLINE static constexpr Tier tier(int i) {
@@ -66,9 +66,9 @@ struct Keys {
 struct Values {
     static constexpr int side = 1, dim = V_DIM, bits = V_BITS, axis = V_AXIS, group = V_GROUP, param = V_PARAM;
     static constexpr int record = V_RECORD, scale = V_SCALE, zero = V_ZERO;
-    static constexpr int sinks = V_SINKS, window = V_WINDOW, buffer = V_BUFFER;
+    static constexpr int sinks = V_SINKS, window = V_WINDOW, ring = V_RING;
     static constexpr int tiers = 0, score = 0, slots = 0, raw = 0, raw_slots = 0, index = record;
-    static constexpr bool has_rescale = false, has_offset = false, hears_queries = false;
+    static constexpr bool has_rescale = false, has_offset = false, needs_queries = false;
 };
 #endif
 
@@ -102,10 +102,16 @@ struct Scratch {
     unsigned char level[S::tiers ? S::dim : 1];  // largest code of every channel, 0 for the 16-bit tier
 };
 
-// 128 tokens of one head as the model made them, and the transforms of its pages.
+// The 128 tokens of a page of one head as the model made them, and the transforms of its pages.
 struct Source {
     const unsigned short* tokens;
     long long stride;  // elements from token to token
     const float* rescale;
     const float* offset;
+    // Of a ring of so many tokens, otherwise 0: the page's first token, and the token that stands for those before it.
+    int ring, first, least;
+
+    KV_INLINE const unsigned short* at(int token) const {
+        return tokens + (ring ? kv_max(first + token, least) % ring : token) * stride;
+    }
 };

@@ -6,18 +6,18 @@
 struct Region {
     long long bits;       // of its pages
     long long base;       // its first byte
-    long long pages;      // room of a row, in pages
+    long long pages;      // room of a sequence, in pages
     long long heads;
     long long record;     // bytes of a page of a head
     long long squeezed;   // its first byte while the stage begins: records of this stage, room of the stage before
     long long transform;  // element of ``transforms`` where the region's λ [heads, D] begins; its offset follows
 };
 
-// Whether it is time for the next stage.
+// Whether the next column ends the present stage.
 KV_INLINE bool kv_stage_is_over(
     const long long* stage, const long long* starts, long long num_stages, const long long* columns) {
     const long long next = *stage + 1;
-    return next < num_stages && *columns >= starts[next];
+    return next < num_stages && *columns + 1 >= starts[next];
 }
 
 #ifdef STAGED
@@ -25,3 +25,24 @@ KV_INLINE bool kv_stage_is_over(
 #else
 #define STAGE_PARAMETERS
 #endif
+
+// The slots of a sequence's pages: from the table, or where pages shrink, one behind the other.
+struct Slots {
+#ifdef STAGED
+    int first;
+    KV_INLINE int operator[](int page) const { return first + page; }
+#else
+    const int* table;
+    KV_INLINE int operator[](int page) const { return table[page]; }
+#endif
+};
+
+// Of a sequence, of a table whose rows are `stride` elements apart; where pages shrink, `stride` is the room of a
+// sequence in pages.
+KV_INLINE Slots slots_of(const int* table, long long stride, long long row) {
+#ifdef STAGED
+    return {(int)(row * stride)};
+#else
+    return {table + row * stride};
+#endif
+}

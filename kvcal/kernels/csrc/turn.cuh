@@ -1,4 +1,4 @@
-// RoPE of a tile (transforms/rotation.py), by a table of the cosine and sine of every position. For a source that has
+// RoPE of a tile (pages/transforms.py), by a table of the cosine and sine of every position. For a source that has
 // Stored, WIDTH and THREADS.
 
 #include "tile.cuh"

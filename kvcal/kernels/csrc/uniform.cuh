@@ -1,4 +1,4 @@
-// A tile of a page of one head: codes times scale, plus zero, each rounded by itself (quantizers/uniform.py).
+// A tile of a page of one head: codes times scale, plus zero, each rounded by itself (pages/uniform.py).
 
 #include "stored.cuh"
 #include "tile.cuh"

@@ -21,8 +21,7 @@ from kvcal.quantities import format_bytes, parse_bytes
 from kvcal.recipe import AllocateSpec, CacheSpec, PredictorSpec, ReparamSpec, fixed_layers
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.allocate.record import Allocation, BudgetKind, Split, layer_bytes, layers_in, num_values
-from kvcal.stages.predictors.choice import find_targets
-from kvcal.stages.predictors.record import with_predictor
+from kvcal.stages.predictors.record import find_targets, with_predictor
 from kvcal.store.step_workspace import FLOAT_BYTES, step_workspace
 
 

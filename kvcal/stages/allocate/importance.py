@@ -5,7 +5,7 @@ projection's weight, as a mean over prompts (Eq. 10-11; ``Profile.grad_norm``). 
 floor(share L) layers of the highest scores, one at least when share > 0, are the important ones. The floor is the
 paper's: its names k2.19 v2.38 (20 %) and k2.28 v2.56 (30 %) stand for 6 and 9 of 32 layers. Of equal scores the lower
 layer comes first. Important layers get 3 bits for K, 4 for V, and 20 % of recent tokens in full precision; the others
-2 bits and 10 %, by the rule of ``formats.WindowRule``: page by page, which is not the paper's update by update.
+2 bits and 10 %, by the rule of ``plan.format.WindowRule``: page by page, which is not the paper's update by update.
 
 A random choice of as many layers is the ablation: K and V are drawn apart too. Left out: layers with a sliding window
 or a state, which stay as they are and are not counted in L; importance of single KV heads.
@@ -74,7 +74,7 @@ def layer_format(
 
 def window_rule(spec: ImportanceSpec, share: float) -> WindowRule | None:
     """None where nothing is to be kept but ``min_window`` tokens. A paged window that never reaches ``max_window`` is
-    bounded by what it does reach, so that no plan pays for a buffer that stays empty."""
+    bounded by what it does reach, so that no plan pays for a ring that stays empty."""
     if spec.window == "none" or share == 0:
         return None
     rule = WindowRule(spec.window, share, spec.max_window, spec.min_window)

@@ -11,7 +11,7 @@ A step that its layer's record sizes make useless or worse (head sizes far below
 ones. Where the budget is more than the final formats take at the workload's context, the last steps lie beyond it.
 
 Other than the paper: there, every block has a budget of its own, and code bits alone are counted. Here layers share one
-budget, and every byte counts (``LayerPlan.nbytes``): sinks, windows, buffers, fp32 scales and zeros, layers that cannot
+budget, and every byte counts (``LayerPlan.nbytes``): sinks, windows, rings, fp32 scales and zeros, layers that cannot
 shrink. Those are 16-bit and 3-bit formats (3 is not half of anything), lattices and boosted channels.
 """
 

@@ -3,7 +3,7 @@
 Problems of all tasks share ragged, left-padded batches, sorted by length. ``model.generate`` decodes in segments:
 between two of them the finished sequences (end-of-sequence token, or a complete answer line) leave the cache. The
 tokens are those of one long ``generate``. After every segment the cache's bytes are compared with the plan's
-prediction, and everything the model attended to with a fresh read of the packed pages (see mirror).
+prediction, and everything the model attended to with a fresh read of the packed pages (PlanCache.verify_decoded).
 
 The standard error of an accuracy is half the width of Wilson's score interval at z = 1, sqrt(p (1 - p) / n + 1 / (4
 n^2)) / (1 + 1 / n): unlike the plain binomial one it is not 0 when all problems, or none, are solved.
@@ -24,7 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from kvcal.cache.queries import serving
+from kvcal.cache.attached import attached_for
+from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.pools import Purpose
 from kvcal.data.sequences import encode_problem
 from kvcal.data.tasks import Problem, extract_answer, problems
@@ -33,7 +34,6 @@ from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.recipe import EvaluateSpec
-from kvcal.stages.evaluate.mirror import MirroredCache
 from kvcal.stages.evaluate.text import require_predicted_bytes
 from kvcal.strict import STRICT, Amount, Count, Share
 
@@ -125,7 +125,7 @@ def _complete(
     input_ids = pad_sequence(prompts, True, config.pad_token_id, "left")
     mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], True, 0, "left")
     left = _room(loaded, plan, input_ids.shape[1], max_new_tokens)
-    cache = MirroredCache(plan, model.config, attention_mask=mask)
+    cache = PlanCache(plan, model.config, attention_mask=mask, keep_decoded=True)
     while active and left:
         config.max_new_tokens = min(SEGMENT_TOKENS, left)
         width = input_ids.shape[1]
@@ -143,14 +143,14 @@ def _complete(
 
 
 def generate_packed(
-    cache: MirroredCache, model: PreTrainedModel, generate: Callable[..., Tensor], *args: Any, **kwargs: Any
+    cache: PlanCache, model: PreTrainedModel, generate: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> Tensor:
     """Tokens [B, T] of ``generate(*args, **kwargs)``, which is ``model.generate`` or calls it, through ``cache``; then
-    the cache's bytes and its mirror are checked."""
-    with serving(model, cache.plan):
+    the cache's bytes and its decoded copy are checked."""
+    with attached_for(model, cache.plan):
         output = generate(*args, **kwargs, past_key_values=cache, logits_processor=LogitsProcessorList([RefuseNaN()]))
     require_predicted_bytes(cache, cache.plan)
-    cache.verify()
+    cache.verify_decoded()
     return output
 
 

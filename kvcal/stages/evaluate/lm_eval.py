@@ -24,7 +24,6 @@ from kvcal.plan.plan import Plan
 from kvcal.recipe import LM_EVAL
 from kvcal.stages.divergence import feed
 from kvcal.stages.evaluate.generation import PLAIN_DECODING, generate_packed
-from kvcal.stages.evaluate.mirror import MirroredCache
 from kvcal.stages.evaluate.text import require_predicted_bytes
 
 
@@ -63,7 +62,7 @@ def packed_cache_lm(loaded: LoadedModel, plan: Plan, batch: int) -> Any:
         @torch.inference_mode()
         def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
             """Tokens [B, T] of prompts and completions; ``settings`` hold the attention mask."""
-            cache = MirroredCache(plan, model.config, attention_mask=settings["attention_mask"])
+            cache = PlanCache(plan, model.config, settings["attention_mask"], keep_decoded=True)
             generate, settings = super()._model_generate, PLAIN_DECODING | settings
             return generate_packed(cache, model, generate, context, max_length, stop, **settings)
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from kvcal.errors import InfeasibleBudget
 from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.pages.predictor import LinearPredictor
+from kvcal.plan.format import num_pages
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import needed_nbytes
@@ -60,8 +61,7 @@ def decide(target: Target, measured: Measured | None, spec: PredictorSpec, workl
     source, shape = None if target.source is None else target.source.geometry.index, target.shape
     if measured is None or shape is None:
         return Finding(target.index, target.side, source, target.reason or "was not fitted", None)
-    (fmt,) = target.layer.formats(target.side)
-    num_tokens = sum(PAGE_TOKENS * fmt.num_pages(length) for length in workload.lengths)
+    num_tokens = sum(PAGE_TOKENS * num_pages(length) for length in workload.lengths)
     saved_bits = saved_bits_per_value(measured.explained)
     saved_bytes = int(saved_bits * shape.num_outputs * num_tokens / 8)
     fit = Fit(shape.num_inputs, shape.num_outputs, *measured[1:], shape.nbytes, saved_bits, saved_bytes)

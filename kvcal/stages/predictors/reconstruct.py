@@ -24,11 +24,10 @@ from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, CacheDtype, Geometry
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.codec import PageCodec
-from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.layout import PAGE_TOKENS, page_positions, without_sinks
 from kvcal.pages.predictor import LinearPredictor
-from kvcal.pages.scores import query_sum
 from kvcal.pages.transforms import unrotate
-from kvcal.plan.format import SIDES, Format, Side
+from kvcal.plan.format import SIDES, Side, num_pages
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.tensors import predictor_shape
 
@@ -145,61 +144,36 @@ def read_pages(
     raise UnsupportedModel(f"layer {remaining[0].layer.geometry.index} of {geometry.model_type} was not observed")
 
 
-def num_page_tokens(layer: LayerPlan, length: int) -> int:
-    """Tokens of whole pages behind the sinks, of a sequence of ``length``; the fewer of keys and values."""
-    return min(len(_page_span(layer, side, length)) for side in SIDES)
-
-
-def _page_span(layer: LayerPlan, side: Side, length: int) -> range:
-    """The tokens of whole pages behind the sinks of ``side``."""
-    sinks = layer.formats(side)[0].num_sink_tokens
-    return range(sinks, sinks + max(0, length - sinks) // PAGE_TOKENS * PAGE_TOKENS)
+def num_page_tokens(length: int) -> int:
+    """Tokens of whole pages, of a sequence of ``length``."""
+    return PAGE_TOKENS * num_pages(length)
 
 
 def _raw_pages(layer: LayerPlan, captured: Captured, table: Tensor, cache_dtype: CacheDtype) -> _RawPages:
     index, dtype = captured.layer, CACHE_DTYPES[cache_dtype]
     sides = {}
     for side, x_BNTD in zip(SIDES, (captured.k_post_BNTD, captured.v_BNTD), strict=True):
-        span = _page_span(layer, side, x_BNTD.shape[2])
-        x_NTD = x_BNTD[0, :, span.start : span.stop].to(dtype)
+        x_NTD = x_BNTD[0, :, : num_page_tokens(x_BNTD.shape[2])].to(dtype)
         if not torch.isfinite(x_NTD).all():
             raise NonFiniteActivations(
                 f"the {'keys' if side == 'k' else 'values'} of layer {index} hold NaN or infinity",
                 hint="check the checkpoint; a model that overflows in float16 needs --dtype bfloat16 or float32",
             )
-        sides[side] = x_NTD.unflatten(1, (-1, PAGE_TOKENS)).transpose(0, 1)
-    span = _page_span(layer, "k", captured.k_post_BNTD.shape[2])
-    positions = torch.arange(span.start, span.stop, device=sides["k"].device).view(-1, 1, PAGE_TOKENS)
+        packed_NTD = without_sinks(x_NTD, layer.formats(side)[0].num_sink_tokens)
+        sides[side] = packed_NTD.unflatten(1, (-1, PAGE_TOKENS)).transpose(0, 1)
+    positions = page_positions(torch.arange(len(sides["k"]), device=sides["k"].device))
     k_pre = unrotate(sides["k"], table, positions)
     fmt, query_mean = layer.formats("k")[0], None
     if fmt.needs_queries:
-        query_mean = _query_means(fmt, captured.q_post_BHTD, layer.attention.num_kv_heads, len(k_pre))
+        query_mean = _query_means(captured.q_post_BHTD, layer.attention.num_kv_heads, len(k_pre))
     return _RawPages(sides, query_mean, {"k": _as_rows(k_pre), "v": _as_rows(sides["v"].float())})
 
 
-def _query_means(fmt: Format, q_post_BHTD: Tensor, num_heads: int, num_pages: int) -> Tensor:
-    """fp32 [P, N, D]: the mean |q| of the tokens and the heads of the group that each page is scored with."""
-    _, num_query_heads, length, head_dim = q_post_BHTD.shape
-    means = [q_post_BHTD.new_empty(0, num_heads, head_dim, dtype=torch.float32)]
-    for span in query_spans(fmt, length, num_pages):
-        q_BHTD = q_post_BHTD[:, :, span.start : span.stop]
-        real_BT = torch.ones(1, len(span), dtype=torch.bool, device=q_BHTD.device)
-        means.append(query_sum(q_BHTD, real_BT, num_heads) / (len(span) * num_query_heads // num_heads))
-    return torch.cat(means)
-
-
-def query_spans(fmt: Format, length: int, num_pages: int) -> list[range]:
-    """The tokens whose queries score each of ``num_pages`` pages of a sequence of ``length``, decoded token by token:
-    those since the page before was packed, its own last one included. Pages that are not packed by then: the last
-    128."""
-    spans: list[range] = []
-    start = count = 0
-    while (count := count + fmt.tokens_to_next_event(count, count)) <= length:
-        due = fmt.num_pages(count) - len(spans)
-        if due:
-            spans += [range(start, count)] * due
-            start = count
-    return spans + [range(max(0, length - PAGE_TOKENS), length)] * (num_pages - len(spans))
+def _query_means(q_post_BHTD: Tensor, num_heads: int, num_pages: int) -> Tensor:
+    """fp32 [P, N, D]: the mean |q| of the tokens and the heads of the group that each page is scored with: its own."""
+    magnitude_HTD = q_post_BHTD[0, :, : num_pages * PAGE_TOKENS].float().abs()
+    by_page = magnitude_HTD.unflatten(1, (num_pages, PAGE_TOKENS)).unflatten(0, (num_heads, -1))
+    return by_page.mean((1, 3)).transpose(0, 1)
 
 
 def _as_rows(pages: Tensor) -> Tensor:
@@ -212,15 +186,14 @@ def single_sides(layer: LayerPlan, among: Sequence[Side] = SIDES) -> tuple[Side,
     return tuple(side for side in among if len(layer.formats(side)) == 1)
 
 
-def split_sequences(data: TokenDataset, paged: Sequence[LayerPlan], holdout_share: float) -> dict[int, str]:
+def split_sequences(data: TokenDataset, holdout_share: float) -> dict[int, str]:
     """{sequence: FIT or HELD_OUT} of the sequences that fill a page; held-out ones evenly spread, at least one. Raises
     UsageError: fewer than two such sequences."""
     lengths = [tokens_T.numel() for tokens_T in data.sequences]
-    numbers = [i for i, length in enumerate(lengths) if all(num_page_tokens(layer, length) for layer in paged)]
+    numbers = [i for i, length in enumerate(lengths) if num_page_tokens(length)]
     if len(numbers) < 2:
         raise UsageError(
-            f"{len(numbers)} of {len(lengths)} sequences fill a page behind the sinks; at least 2 are needed, one of "
-            "them to hold out",
+            f"{len(numbers)} of {len(lengths)} sequences fill a page; at least 2 are needed, one of them to hold out",
             hint="give longer sequences, or more of them",
         )
     wanted = min(max(1, round(holdout_share * len(numbers))), len(numbers) - 1)

@@ -95,7 +95,7 @@ def run_fit_predictors(
     targets = find_targets(layers, spec, loaded.geometry.cache_dtype)
     paged = [layer for layer in layers if layer.is_paged]
     has_work = any(target.shape is not None for target in targets)
-    splits = split_sequences(data, paged, spec.holdout_share) if has_work else {}
+    splits = split_sequences(data, spec.holdout_share) if has_work else {}
     device = loaded.model.device
     maps = rotary_maps(loaded.model, loaded.geometry) if has_work else {}
     tables = {index: rotary.tensor().to(device) for index, rotary in maps.items()}
@@ -177,7 +177,7 @@ class _Fitting:
         stored = {name: tensor.cpu() for name, tensor in self._new_tensors().items() if name in needed}
         tokens = {split: 0 for split in (FIT, HELD_OUT)}
         for number, split in self.splits.items():
-            tokens[split] += num_page_tokens(self.paged[0], len(self.data.sequences[number]))
+            tokens[split] += num_page_tokens(len(self.data.sequences[number]))
         subject = Subject(
             model=self.loaded.identity,
             cache_dtype=cache_dtype,

@@ -17,19 +17,29 @@ import torch
 from torch import Tensor
 
 from kvcal import artifact
-from kvcal.cache.bounded_layer import BoundedLayer
-from kvcal.cache.paged_layer import PagedLayer
+from kvcal.cache.layer import PagedLayer
 from kvcal.cache.plan_cache import PlanCache
+from kvcal.cache.window_layer import BoundedLayer
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.models.load import LoadedModel
 from kvcal.pages.codec import ENCODE_PAGES
-from kvcal.plan.format import SIDES, Side
+from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.plan.format import SIDES, Side, num_pages
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.plan import Plan
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
 from kvcal.stages.complete import completion, new_tokens, prompt_tokens
-from kvcal.stages.prefix.pack import KIND, SCHEMA, Prefix, PrefixSubject, complete_prefix, named_parts, tokens_sha256
+from kvcal.stages.prefix.pack import (
+    KIND,
+    SCHEMA,
+    Prefix,
+    PrefixSubject,
+    complete_prefix,
+    named_parts,
+    recent_places,
+    tokens_sha256,
+)
 from kvcal.stages.verify import require_same_model
 
 _PACK_AGAIN = "pack the prompt again with this plan and model"
@@ -62,8 +72,8 @@ def load_prefix(loaded: LoadedModel, plan: Plan, path: str | Path, into: Plan | 
         tokens_T = stored.tensors["tokens"].to(torch.int64)
         if tokens_sha256(tokens_T) != subject.tokens_sha256:
             raise ValueError("its tokens are not those that its cache was made from")
-        if subject.query_counts.keys() != {name for name, part in named_parts(cache) if part.format.needs_queries}:
-            raise ValueError(f"query_counts of {list(subject.query_counts)[:4]} are not those of the plan")
+        if subject.query_since.keys() != {name for name, part in named_parts(cache) if part.format.needs_queries}:
+            raise ValueError(f"query_since of {list(subject.query_since)[:4]} are not those of the plan")
         _fill(cache, subject, stored.tensors, loaded.model.device)
     logits_V = stored.tensors["logits"]
     return Prefix(cache if into is None else _reconstructed(loaded, cache, into), tokens_T, logits_V)
@@ -112,11 +122,8 @@ def _empty(loaded: LoadedModel, plan: Plan, num_tokens: int) -> PlanCache:
     """The plan's cache with room for the prompt's tokens, which are not there yet."""
     cache = PlanCache(plan, loaded.model.config)
     for layer in cache.paged_layers:
-        layer.lazy_initialization(*(_nothing(layer.plan, side, 1, loaded) for side in SIDES))
-        layer.columns = num_tokens
-    for _, part in named_parts(cache):
-        part.num_bits = part.format.bits_at(num_tokens)
-        part.num_pages = [part.format.num_pages(num_tokens)]
+        layer.create(1, loaded.model.device)
+        layer.resume(num_tokens)
     return cache
 
 
@@ -132,9 +139,10 @@ def _declared(cache: PlanCache, num_tokens: int, vocab_size: int) -> dict[str, T
     }
     for name, part in named_parts(cache):
         codec, sinks = part.codec, min(part.format.num_sink_tokens, num_tokens)
-        records = (part.num_pages[0], codec.records_per_page, codec.record_bytes(part.num_bits))
+        records = (num_pages(num_tokens), codec.records_per_page, codec.record_bytes(part.num_bits))
         declared[f"{name}.pages"] = TensorSpec(torch.uint8, records)
-        for place, tokens in (("sinks", sinks), ("buffer", part.num_buffered(0, num_tokens))):
+        recent = num_tokens - PAGE_TOKENS * part.format.pages_read(num_tokens)
+        for place, tokens in (("sinks", sinks), ("recent", recent)):
             declared[f"{name}.{place}"] = unquantized(codec.num_heads, tokens, codec.head_dim)
         if part.format.needs_queries:
             declared[f"{name}.query_sum"] = TensorSpec(torch.float32, (codec.num_heads, codec.head_dim), low=0.0)
@@ -151,15 +159,20 @@ def _declared(cache: PlanCache, num_tokens: int, vocab_size: int) -> dict[str, T
 def _fill(cache: PlanCache, subject: PrefixSubject, tensors: Mapping[str, Tensor], device: torch.device) -> None:
     """An empty cache becomes what it was after the prompt. ValueError for pages that no prompt gives."""
     for name, part in named_parts(cache):
-        part.pages = tensors[f"{name}.pages"].to(device)
-        for pages in part.pages.split(ENCODE_PAGES):
+        records = tensors[f"{name}.pages"].to(device)
+        for pages in records.split(ENCODE_PAGES):
             if not bool((part.codec.decode(pages, part.num_bits).abs() <= LARGEST).all()):
                 raise ValueError(f"tensor '{name}.pages' holds NaN, or values beyond {LARGEST:g}")
-        for held, stored in ((part.sinks, tensors[f"{name}.sinks"]), (part.buffer, tensors[f"{name}.buffer"])):
-            held[0, :, : stored.shape[1]] = stored.to(device)
+        part.pool.records[:] = records
+        sinks, recent = (tensors[f"{name}.{place}"].to(device) for place in ("sinks", "recent"))
+        part.sinks[0, :, : sinks.shape[1]] = sinks
+        part.ring[0].index_copy_(1, recent_places(part, subject.num_tokens), recent)
         if part.format.needs_queries:
             part.query_sum[0] = tensors[f"{name}.query_sum"].to(device)
-            part.query_count = [subject.query_counts[name]]
+            part.query_since[:] = subject.query_since[name]
+    for _, part in named_parts(cache):  # what the ring holds of tokens that are read from pages
+        read = PAGE_TOKENS * part.format.pages_read(subject.num_tokens)
+        part.refill(slice(0, 1), max(0, subject.num_tokens - part.format.ring_tokens), read)
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, BoundedLayer):
             layer.update(*(tensors[f"layers.{index}.{side}.window"].unsqueeze(0).to(device) for side in SIDES))

@@ -1,15 +1,15 @@
 """A prompt's cache on disk, as the plan stores it: AQUA-KV's codec mode.
 
 Predicting pages from other layers' pages costs work in every step of a generation. Where a long prompt is used often
-(or sent elsewhere), it pays to keep it in predicted form on disk alone: the file holds packed pages, sinks and buffer,
-and loading either takes them as they are, or reconstructs them once into the pages of another plan, by default 16-bit
-ones, which need no predictor again.
+(or sent elsewhere), it pays to keep it in predicted form on disk alone: the file holds packed pages, sinks and the
+recent tokens, and loading either takes them as they are, or reconstructs them once into the pages of another plan, by
+default 16-bit ones, which need no predictor again.
 
     pack_prefix(loaded, plan, tokens, "prompt.safetensors")
     prefix = load_prefix(loaded, plan, "prompt.safetensors")                            # pages as stored
     prefix = load_prefix(loaded, plan, "prompt.safetensors", into=unpredicted(plan))    # reconstructed once
 
-(``load_prefix`` is in ``prefix_load``.)
+(``load_prefix`` is in ``prefix.load``.)
 
 The logits behind the last token are stored, too: a prompt attends to itself before it is quantized, which a cache
 alone cannot repeat. With them, generation goes on from the file token by token as it does from the prompt: for ever
@@ -33,13 +33,14 @@ from pydantic.dataclasses import dataclass as record
 from torch import Tensor
 
 from kvcal import artifact
-from kvcal.cache.bounded_layer import BoundedLayer
+from kvcal.cache.attached import attached_for
 from kvcal.cache.plan_cache import PlanCache
-from kvcal.cache.queries import serving
+from kvcal.cache.window_layer import BoundedLayer
 from kvcal.data.sequences import prefix_ids
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, ModelIdentity, StateGeometry
 from kvcal.models.load import LoadedModel
+from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.plan.format import SIDES
 from kvcal.plan.layer import bare_layers
 from kvcal.plan.plan import Plan
@@ -48,20 +49,20 @@ from kvcal.store.paged_tensor import PagedTensor
 from kvcal.strict import STRICT, Count, Positive, dump
 
 KIND = "prefix"
-SCHEMA = 2  # also of what pages stand for: residuals are of predictions in integers of 14 bits
+SCHEMA = 3  # also of what pages stand for: tokens from multiples of 128 on
 
 
 @record(frozen=True, config=STRICT)
 class PrefixSubject:
-    """Whose cache it is. ``compute_dtype``: in which the model took the prompt in; ``query_counts``: of running query
-    statistics, by the name of their part of the cache."""
+    """Whose cache it is. ``compute_dtype``: in which the model took the prompt in; ``query_since``: the
+    tokens at which query statistics begin, by the name of their part of the cache."""
 
     model: ModelIdentity
     plan_sha256: str
     compute_dtype: str
     num_tokens: Positive
     tokens_sha256: str
-    query_counts: dict[str, Count]
+    query_since: dict[str, Count]
 
 
 @record(frozen=True, config=STRICT)
@@ -118,7 +119,7 @@ def pack_prefix(loaded: LoadedModel, plan: Plan, tokens_T: Tensor, path: str | P
         raise UsageError(f"a prompt of {len(tokens_T)} tokens, expected 1 to {limit}, the model's context")
     cache = PlanCache(plan, loaded.model.config)
     model: Any = loaded.model  # transformers declares no type for generate
-    with serving(loaded.model, plan):
+    with attached_for(loaded.model, plan):
         output = model.generate(
             tokens_T.unsqueeze(0).to(loaded.model.device),
             attention_mask=torch.ones(1, len(tokens_T), dtype=torch.int64, device=loaded.model.device),
@@ -136,7 +137,7 @@ def pack_prefix(loaded: LoadedModel, plan: Plan, tokens_T: Tensor, path: str | P
         str(loaded.model.dtype).removeprefix("torch."),
         len(tokens_T),
         tokens_sha256(tokens_T),
-        {name: part.query_count[0] for name, part in named_parts(cache) if part.format.needs_queries},
+        {name: int(part.query_since[0, 0]) for name, part in named_parts(cache) if part.format.needs_queries},
     )
     data = artifact.to_bytes(artifact.Artifact(KIND, SCHEMA, {}, dump(subject), tensors))
     artifact.write_bytes_atomic(path, data)
@@ -157,7 +158,7 @@ def complete_prefix(loaded: LoadedModel, prefix: Prefix, max_new_tokens: int) ->
     if max_new_tokens > 1 and int(first) not in stops:
         input_ids = torch.cat([prefix.tokens_T, first]).unsqueeze(0).to(loaded.model.device)
         model: Any = loaded.model
-        with serving(loaded.model, prefix.cache.plan):
+        with attached_for(loaded.model, prefix.cache.plan):
             output = model.generate(
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),
@@ -181,9 +182,9 @@ def held_tensors(cache: PlanCache) -> Iterator[tuple[str, Tensor]]:
     """What a cache of one sequence holds, without empty places."""
     num_tokens = cache.get_seq_length()
     for name, part in named_parts(cache):
-        yield f"{name}.pages", part.pages
+        yield f"{name}.pages", part.pool.records
         yield f"{name}.sinks", part.sinks[0, :, :num_tokens]
-        yield f"{name}.buffer", part.buffer[0, :, : part.num_buffered(0, num_tokens)]
+        yield f"{name}.recent", part.ring[0].index_select(1, recent_places(part, num_tokens))
         if part.format.needs_queries:
             yield f"{name}.query_sum", part.query_sum[0]
     for index, layer in enumerate(cache.layers):
@@ -191,6 +192,11 @@ def held_tensors(cache: PlanCache) -> Iterator[tuple[str, Tensor]]:
             assert layer.keys is not None and layer.values is not None
             yield f"layers.{index}.k.window", layer.keys[0]
             yield f"layers.{index}.v.window", layer.values[0]
+
+
+def recent_places(part: PagedTensor, num_tokens: int) -> Tensor:
+    """Where the tokens lie in the ring that no page is read for, of a sequence of ``num_tokens``."""
+    return part.places(PAGE_TOKENS * part.format.pages_read(num_tokens), num_tokens)
 
 
 def tokens_sha256(tokens_T: Tensor) -> str:

@@ -34,7 +34,7 @@ from kvcal.models.reread import Segment
 from kvcal.models.rope import inputs_at
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.codec import PageCodec
-from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS
+from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS, without_sinks
 from kvcal.plan.format import Format
 from kvcal.plan.layer import LayerPlan
 from kvcal.progress import Reporter
@@ -196,14 +196,15 @@ def page_segments(layer: LayerPlan, num_tokens: int) -> tuple[Segment, ...]:
     before it filled; sinks and recent tokens, its own included, it reads exactly. 16-bit heads have no pages here."""
     formats = layer.head_formats("k")
     written = [
-        tuple(0 if fmt.num_bits == RAW_BITS else fmt.num_pages(query) for fmt in formats) for query in range(num_tokens)
+        tuple(0 if fmt.num_bits == RAW_BITS else fmt.pages_read(query) for fmt in formats)
+        for query in range(num_tokens)
     ]
     segments = []
     tokens = torch.arange(num_tokens)
     for pages, queries in groupby(range(num_tokens), key=lambda query: written[query]):
         start, *rest = queries
         sinks = torch.tensor([fmt.num_sink_tokens for fmt in formats])[:, None]
-        stored_until = sinks + PAGE_TOKENS * torch.tensor(pages)[:, None]
+        stored_until = PAGE_TOKENS * torch.tensor(pages)[:, None]
         segments.append(Segment(start, start + len(rest) + 1, (tokens >= sinks) & (tokens < stored_until)))
     return tuple(segments)
 
@@ -213,17 +214,13 @@ def read_back(layer: LayerPlan, cache_dtype: CacheDtype, tensors: Mapping[str, T
     k_post's dtype; what is in no page is as it was. Raises NonFiniteActivations: NaN or infinity in a page."""
     found = k_post_BNTD.clone()
     for fmt, heads in layer.runs("k"):
-        num_pages = fmt.num_pages(k_post_BNTD.shape[2] - 1)
+        num_pages = fmt.pages_read(k_post_BNTD.shape[2] - 1)
         if fmt.num_bits == RAW_BITS or not num_pages:
             continue
         codec = PageCodec.of_layer(layer, "k", fmt, heads, cache_dtype, tensors)
-        stored = slice(fmt.num_sink_tokens, fmt.num_sink_tokens + PAGE_TOKENS * num_pages)
-        cached = k_post_BNTD[0, heads, stored].to(CACHE_DTYPES[cache_dtype])  # what the cache is handed
-        pages = cached.unflatten(1, (num_pages, PAGE_TOKENS)).transpose(0, 1)
-        ordinals = torch.arange(num_pages, device=pages.device)
-        records = codec.encode(pages, ordinals, fmt.num_bits)
-        values = codec.restore(codec.decode(records, fmt.num_bits), ordinals)
-        found[0, heads, stored] = values.transpose(0, 1).flatten(1, 2).to(found.dtype)
+        sinks, stored = fmt.num_sink_tokens, PAGE_TOKENS * num_pages
+        cached = k_post_BNTD[0, heads, :stored].to(CACHE_DTYPES[cache_dtype])  # what the cache is given
+        found[0, heads, sinks:stored] = codec.read_back(without_sinks(cached, sinks))[:, sinks:].to(found.dtype)
     return found
 
 

@@ -100,7 +100,7 @@ def run_reparam(
 def _require_pages(data: TokenDataset, layers: Mapping[int, LayerPlan]) -> None:
     longest = max(len(tokens) for tokens in data.sequences)
     formats = [fmt for layer in layers.values() for fmt in layer.k if is_searched(fmt)]
-    if not any(fmt.num_pages(longest - 1) for fmt in formats):
+    if not any(fmt.pages_read(longest - 1) for fmt in formats):
         raise UsageError(
             f"the longest of {len(data.sequences)} sequences has {longest} tokens, of which none reads a quantized "
             "page: all errors would be 0",

@@ -3,8 +3,8 @@
 A unit is a layer's K or V, or one KV head's; its options are the recipe's choices as far as they can be composed there,
 and 16 bits, except where a prediction may read them and [cache] has sinks or a window: 16 bits have neither, so that
 their pages are of other tokens than those predicted. Bytes of an option are exact and belong to it alone: records,
-sinks, window, buffer, query statistic, and the tensors it brings (λ, signs, predictor, rotary tables). The points of a
-lattice, which options share, are reserved for the whole plan.
+sinks, ring, query statistic, and the tensors it brings (λ, signs, predictor, rotary tables). The points of a lattice,
+which options share, are reserved for the whole plan.
 """
 
 from __future__ import annotations

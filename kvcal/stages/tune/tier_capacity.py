@@ -12,7 +12,6 @@ all costs 0.3 to 0.5 bits a value less, and boosts almost the same channels (2.6
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ from kvcal.errors import UsageError
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.models.load import LoadedModel
 from kvcal.models.taps import Captured, tap
-from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.layout import PAGE_TOKENS, without_sinks
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.tiered import MAX_SLOTS
 from kvcal.plan.format import Boost, Format, Tier
@@ -71,17 +70,13 @@ def page_scores(fmt: Format, q_post_HTD: Tensor, k_post_NTD: Tensor) -> Tensor:
     """Scores [P, N, D] fp64 of the P pages that a sequence of T tokens fills."""
     assert fmt.boost is not None
     N, T, D = k_post_NTD.shape
-    # written[p]: tokens seen when page p is written; its queries are those after the write before, or all of them.
-    counts = [fmt.num_pages(num_tokens) for num_tokens in range(T + 1)]
-    written = [num_tokens for num_tokens in range(1, T + 1) for _ in range(counts[num_tokens - 1], counts[num_tokens])]
-    P, first, device = len(written), fmt.num_sink_tokens, k_post_NTD.device
-    if not P:
-        return torch.empty(0, N, D, dtype=torch.float64, device=device)
-    pages_PNtD = k_post_NTD[:, first : first + P * PAGE_TOKENS].unflatten(1, (P, PAGE_TOKENS)).transpose(0, 1)
-    magnitude_NTD = q_post_HTD.double().abs().unflatten(0, (N, -1)).mean(1)
-    spans = itertools.pairwise([0, *sorted(set(written))])
-    means = {stop: magnitude_NTD[:, 0 if fmt.keeps_queries else start : stop].mean(1) for start, stop in spans}
-    queries_PND = torch.stack([means[stop] for stop in written])
+    P, device = T // PAGE_TOKENS, k_post_NTD.device
+    keys_NTD = without_sinks(k_post_NTD[:, : P * PAGE_TOKENS], fmt.num_sink_tokens)
+    pages_PNtD = keys_NTD.unflatten(1, (P, PAGE_TOKENS)).transpose(0, 1)
+    magnitude_NTD = q_post_HTD[:, : P * PAGE_TOKENS].double().abs().unflatten(0, (N, -1)).mean(1)
+    queries_PND = magnitude_NTD.unflatten(1, (P, PAGE_TOKENS)).mean(2).transpose(0, 1)
+    if fmt.keeps_queries:
+        queries_PND = queries_PND.cumsum(0) / torch.arange(1, P + 1, device=device)[:, None, None]
     page_indices, heads = torch.arange(P, device=device).unsqueeze(-1), torch.arange(N, device=device)
     return channel_scores(fmt.boost.score, pages_PNtD, queries_PND, page_indices, heads)
 

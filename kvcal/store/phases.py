@@ -1,42 +1,37 @@
 """The memory of all pages of a static cache whose plan has them shrink, and the stages that it goes through.
 
-kvcal.kernels.stages says how the memory is laid out, and what leads from stage to stage. A step moves
-it on by itself, on the device, once for all layers and before the first of them (``advance``): pages have the bits of
-the columns that were fed before the step, as the dynamic cache has them when it reads. Prompts, and whatever else the
-host does, wait for the device.
-
-A prompt comes to a memory that is laid out for the columns behind it (``prepare``), because there is no room for its
-pages before the others shrink. So a chunk that ends beyond a stage attends to the past with fewer bits than it would
-in the dynamic cache, which reads every layer before it shrinks it; what is stored is the same.
+kvcal.kernels.stages says how the memory is laid out, and what leads from stage to stage. Every update begins by
+shrinking pages to the bits of the columns behind it, as in the dynamic cache: there is no room for new pages before. A
+step does so by itself, on the device, once for all layers and before the first of them (``advance``). Prompts, and
+whatever else the host does, wait for the device (``prepare``).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvcal.kernels.decode import require_rows
-from kvcal.kernels.shrink import Shrinking, shrink, shrinkings
-from kvcal.kernels.slide import new_tickets, slide
+from kvcal.kernels.shrink import Shrinking, new_tickets, shrink, shrinkings, slide
 from kvcal.kernels.stages import BITS, RECORD, Region, Stages, layout_table, region_pages, stage_starts
 from kvcal.kernels.variants import head_ranges, variant_of
-from kvcal.plan.format import SIDES, Format, Side
+from kvcal.plan.format import SIDES, Side
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.plan import Plan
 from kvcal.store.fixed import fixed
-from kvcal.store.plan_state import PlanState
+from kvcal.store.pool import Span
 
 # A distance in tokens beyond any context.
 NO_STAGE = 1 << 30
 
 
 class Control(Protocol):
-    """What the pool reads of the cache's state (kvcal.store.static_state)."""
+    """What the pool reads of the cache's state (kvcal.store.state)."""
 
-    shared: PlanState
     max_tokens: int
     batch: int
     lengths: Tensor
@@ -44,19 +39,16 @@ class Control(Protocol):
     error: Tensor
 
     @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
+    @property
     def layers(self) -> list[LayerPlan]: ...
 
-    def page_at(self, fmt: Format) -> Tensor: ...
 
-
-class Packing(Protocol):
-    """What it asks of the stores whose pages it holds."""
-
-    def pack_all_due(self, columns: int) -> None:
-        """Pack the pages that the tokens of so many columns have filled, the last one, too."""
-
-
-class PagePool:
+class PhasedPages:
     """``pages`` uint8: all pages of all rows and layers; its bytes are those of the plan's pages at the token count up
     to ``max_tokens`` at which they are most. ``present`` int64 [regions, 7]: where they are now. ``number``: the region
     of a side of the head range that begins with a head of a layer, (layer, head, side)."""
@@ -70,10 +62,9 @@ class PagePool:
         if control.lengths.is_cuda:
             require_rows(control.batch)
         self._control = control
-        self.stores: list[Packing] = []
         self.number: dict[tuple[int, int, Side], int] = {}
         regions, transforms = self._regions()
-        self._starts = stage_starts(regions, max(control.shared.plan.workload.context, control.max_tokens))
+        self._starts = stage_starts(regions, max(control.plan.workload.context, control.max_tokens))
         table, room = layout_table(regions, self._starts, control.batch, control.max_tokens)
         self._largest = max(at[RECORD] for rows in table for at in rows)
         self.pages = fixed(torch.zeros(room, dtype=torch.uint8, device=control.lengths.device))
@@ -91,7 +82,7 @@ class PagePool:
 
     def _regions(self) -> tuple[list[Region], Tensor]:
         """All regions, keys before values, and the transforms of their pages."""
-        plan, tensors = self._control.shared.plan, self._control.shared.tensors_on(self._control.lengths.device)
+        plan, tensors = self._control.plan, self._control.tensors
         regions: list[Region] = []
         transforms, elements = [torch.empty(0, device=self._control.lengths.device)], 0
         for layer in filter(lambda layer: layer.is_paged, self._control.layers):
@@ -110,46 +101,42 @@ class PagePool:
                             elements += len(transforms[-1])
         return regions, torch.cat(transforms)
 
-    def _shrinkings(self, regions: list[Region]) -> list[tuple[str, Tensor, Tensor]]:
-        """What shrinks alike at any time: its key, the regions (int64), and when their pages are due."""
+    def _shrinkings(self, regions: list[Region]) -> list[tuple[int, Tensor]]:
+        """What shrinks alike at any time: its number, and the regions (int64)."""
         members: dict[Shrinking, list[int]] = {}
         for number, region in enumerate(regions):
             for shrinking in shrinkings(region):
                 members.setdefault(shrinking, []).append(number)
-        return [
-            (shrinking.key, self._tensor(torch.tensor(numbers)), self._control.page_at(shrinking.format))
-            for shrinking, numbers in members.items()
-        ]
+        return [(shrinking.number, self._tensor(torch.tensor(numbers))) for shrinking, numbers in members.items()]
 
     @property
     def control_tensors(self) -> list[Tensor]:
         """What is neither keys nor values."""
         tables = (self.stage, self.present, self._layout, self._start_columns, self._transforms, self._tickets)
-        return [*tables, *(members for _, members, _ in self._shrinking)]
+        return [*tables, *(members for _, members in self._shrinking)]
 
     def region(self, number: int) -> Tensor:
         """[B, pages, heads, record]: the pages of a region, where they are now."""
         return region_pages(self.pages, self.present[number].tolist(), self._control.batch)
 
-    def widths(self, numbers: list[int]) -> list[tuple[int, ...]]:
+    def widths(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         """The bits that regions have together, stage by stage, each once."""
-        return list(dict.fromkeys(map(tuple, self._layout[:, numbers, BITS].tolist())))
+        return list(dict.fromkeys(map(tuple, self._layout[:, list(numbers), BITS].tolist())))
 
     def advance(self) -> None:
-        """On to the stage of the columns that were fed, before a step stores the next token. On a GPU nothing waits."""
-        self._advance(self._control.columns, due=0)
+        """On to the stage of the columns behind a step, before it reads or stores. On a GPU nothing waits."""
+        self._advance(self._control.columns)
 
     def prepare(self, tokens: int) -> None:
-        """On to the stage of the columns that were fed, and from there, once the pages are packed that are due with the
-        last of them, to that of the columns behind ``tokens`` more."""
+        """On to the stage of the columns behind so many more."""
         columns = int(self._control.columns)
-        self._settle(columns, due=0)
-        for store in self.stores:
-            store.pack_all_due(columns)
-        self._settle(columns + tokens, due=1)
+        if not columns:
+            self._enter(self._stage_of(tokens))
+        for _ in range(self._stage_of(columns + tokens) - int(self.stage)):
+            self._advance(self._start_columns.new_tensor([columns + tokens - 1]))
 
     def tokens_to_next_stage(self) -> int:
-        """New tokens, 1 or more, that meet pages of the same bits together as one by one."""
+        """New tokens, 1 or more, that read pages of the same bits together as one by one."""
         columns = int(self._control.columns)
         later = [start for start in self._starts if start > columns]
         return max(1, later[0] - 1 - columns) if later else NO_STAGE
@@ -170,39 +157,46 @@ class PagePool:
         self.stage.fill_(stage)
         self.present.copy_(self._layout[stage])
 
-    def _settle(self, columns: int, due: int) -> None:
-        if not int(self._control.columns):
-            self._enter(self._stage_of(columns))
-        for _ in range(self._stage_of(columns) - int(self.stage)):
-            self._advance(self._start_columns.new_tensor([columns]), due)
-
-    def _advance(self, columns: Tensor, due: int) -> None:
-        """To the next stage, if it begins with ``columns`` (int64, one) or fewer."""
+    def _advance(self, columns: Tensor) -> None:
+        """To the next stage, if it begins with the column behind ``columns`` (int64, one), or before."""
         control = self._control
         stages = Stages(self.stage, self._start_columns, self._layout, columns)
-        for key, members, page_at in self._shrinking:
-            shrink(self.pages, stages, members, control.lengths, due, page_at, self._transforms, control.error, key)
-        slide(self.pages, stages, self.present, self._tickets, control.batch, self._largest)
+        for number, members in self._shrinking:
+            shrink(self.pages, list(stages), members, control.lengths, self._transforms, control.error, number)
+        slide(self.pages, *stages, self.present, self._tickets, control.batch, self._largest)
 
 
-class RegionPages(Mapping[Side, Tensor]):
-    """The pages of both sides of a head range, where they are now: what a store of its own memory has as a dict.
-    ``numbers``: the regions; ``widths``: the bits of keys and of values that they have together, stage by stage."""
+class RegionPool:
+    """The pages of one side of a head range, where they are now (a ``Pool``)."""
 
-    def __init__(self, pool: PagePool, layer: int, first_head: int) -> None:
-        self.pool = pool
-        self.numbers = [pool.number[layer, first_head, side] for side in SIDES]
-        self.widths = pool.widths(self.numbers)
+    def __init__(self, phases: PhasedPages, layer: int, first_head: int, side: Side) -> None:
+        self.phases, self.number = phases, phases.number[layer, first_head, side]
 
     @property
-    def num_bits(self) -> tuple[int, ...]:
-        return tuple(self.pool.present[self.numbers, BITS].tolist())
+    def num_bits(self) -> int:
+        """Bits of the pages. Waits for the device."""
+        return int(self.phases.present[self.number, BITS])
 
-    def __getitem__(self, side: Side) -> Tensor:
-        return self.pool.region(self.numbers[SIDES.index(side)])
+    @property
+    def records(self) -> Tensor:
+        return self._region.flatten(0, 1)
 
-    def __iter__(self) -> Iterator[Side]:
-        return iter(SIDES)
+    @property
+    def held(self) -> list[Tensor]:
+        """The memory of all regions."""
+        return [self.phases.pages]
 
-    def __len__(self) -> int:
-        return len(SIDES)
+    def slots(self, spans: Sequence[Span]) -> Tensor:
+        room = self._region.shape[1]
+        found = [row * room + ordinal for row, first, stop in spans for ordinal in range(first, stop)]
+        return torch.tensor(found, dtype=torch.int64, device=self.phases.pages.device)
+
+    def resize(self, counts: Sequence[int]) -> None:
+        """The stage has room for them (``PhasedPages.prepare``)."""
+
+    def select(self, indices: list[int]) -> None:
+        self._region.copy_(self._region[indices])
+
+    @property
+    def _region(self) -> Tensor:
+        return self.phases.region(self.number)

@@ -1,57 +1,81 @@
-"""Serves a model from a static PlanCache: the attention of a step reads packed pages, and stores what is new.
+"""``kvcal.attached(model)``: the one context for plan caches that need a model's attention.
 
     cache = PlanCache(plan, model.config, max_tokens=4096)
-    with kvcal.paged_attention(model):
+    with kvcal.attached(model):
         model.generate(**inputs, past_key_values=cache)
 
+Within it, every plan cache that the model is called with, by any thread, is given its own queries, for plans that
+choose channels by queries (MixKVQ); and of a static cache, one new token for every row goes to the kernels, which read
+packed pages (``PagedLayer.attend``) and need no mask. Everything else goes to the implementation that the model had:
+prompts, whose tokens are stored then (``PagedLayer.observe``), and calls with other caches, or none.
+
 An attention function is registered with ``AttentionInterface``, and a mask function under the same name with
-``AttentionMaskInterface``. One new token for every row goes to the cache's kernels (``StaticLayer.attend``), which need
-no mask. Everything else goes to the implementation that the model had: prompts, whose tokens are stored afterwards
-(``StaticLayer.extend``), and calls with other caches, or none. A dynamic plan cache hears its queries, as it does
-within ``hear_queries``.
+``AttentionMaskInterface``. Attention functions are not handed the cache: it is noted by thread, before every forward
+pass of the decoder, which stays in its thread.
 
 Left out: implementations other than sdpa and eager, and models that bypass AttentionInterface (models.attention).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvcal.cache.current import CurrentCache, noting_cache
-from kvcal.cache.paged_layer import PagedLayer
-from kvcal.cache.static_layer import DYNAMIC_HINT, StaticLayer
+from kvcal.cache.layer import DYNAMIC_HINT, PagedLayer
+from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.models.attention import EAGER, INTERFACE, OURS, attention_modules, forward_of, replaced_attention
-from kvcal.store.static_state import Serving
+from kvcal.plan.plan import Plan
+from kvcal.store.state import Serving
 
-# By attention module; holds entries only within ``paged_attention``.
-_SERVING: dict[nn.Module, CurrentCache] = {}
+
+class CurrentCache(threading.local):
+    """``cache``: the one of this thread's last forward pass; None if that was no PlanCache."""
+
+    cache: PlanCache | None = None
+
+
+# By attention module; holds entries only within ``attached``.
+_ATTACHED: dict[nn.Module, CurrentCache] = {}
+
+
+def attached_for(model: PreTrainedModel, *plans: Plan) -> AbstractContextManager[None]:
+    """What a model must be called within for dynamic caches of these plans: ``attached`` if one of them needs it."""
+    return attached(model) if any(plan.needs_queries for plan in plans) else nullcontext()
 
 
 @contextmanager
-def paged_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Within the context, static plan caches that the model is called with, by any thread, are served by their kernels.
-    The attention implementation is restored on exit, also after an error.
+def attached(model: PreTrainedModel) -> Iterator[None]:
+    """See the module's docstring. The attention implementation is restored on exit, also after an error.
 
     Raises:
         UnsupportedModel: the model bypasses the attention interface, or does not let its implementation be set.
-        UsageError: its attention is neither sdpa nor eager, or is listened to or served already.
+        UsageError: its attention is neither sdpa nor eager, or is observed or attached already.
     """
-    modules, serving = attention_modules(model), Serving()
-    with replaced_attention(model, f"{OURS}paged_", _attention, _mask), noting_cache(model, serving) as current:
-        _SERVING.update(dict.fromkeys(modules, current))
+    modules, serving, current = attention_modules(model), Serving(), CurrentCache()
+
+    def note_cache(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = kwargs.get("past_key_values")
+        current.cache = cache if isinstance(cache, PlanCache) else None
+        if isinstance(cache, PlanCache) and cache.static is not None:
+            cache.static.serving = serving
+
+    with replaced_attention(model, f"{OURS}attached_", _attention, _mask):
+        handle = model.get_decoder().register_forward_pre_hook(note_cache, with_kwargs=True)
+        _ATTACHED.update(dict.fromkeys(modules, current))
         try:
             yield
         finally:
+            handle.remove()
             serving.is_active = False
             for module in modules:
-                del _SERVING[module]
+                del _ATTACHED[module]
 
 
 def _attention(
@@ -63,23 +87,23 @@ def _attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The registered attention function: query [B, H, T, D]; key and value as ``StaticLayer.update`` returned them."""
-    current = _SERVING.get(module)
+    """The registered attention function: query [B, H, T, D]; key and value as ``PagedLayer.update`` returned them."""
+    current = _ATTACHED.get(module)
     cache = None if current is None else current.cache
     layer = None if cache is None else cache.layers[_index(module)]
-    if isinstance(layer, StaticLayer) and layer.state.is_step(query.shape[2]):
+    if not isinstance(layer, PagedLayer):
+        return _base_attention(base, module, query, key, value, attention_mask, kwargs)
+    if layer.static is not None and layer.static.is_step(query.shape[2]):
         _require_plain(module, attention_mask, kwargs)
         scale = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         softcap = kwargs.get("softcap") or 0.0
         return layer.attend(query, key, value, kwargs.get("s_aux"), scale, softcap), None
-    if isinstance(layer, PagedLayer):
-        layer.observe_queries(query)
-    found = _base_attention(base, module, query, key, value, attention_mask, kwargs)
-    if isinstance(layer, StaticLayer):
-        _require_same_padding(layer, attention_mask, query.shape[2], key.shape[2])
-        layer.extend(query, key, value)
-    return found
+    if layer.static is not None:
+        _require_same_padding(layer, attention_mask, key.shape[2])
+    attended = _base_attention(base, module, query, key, value, attention_mask, kwargs)
+    layer.observe(query)
+    return attended
 
 
 def _index(module: nn.Module) -> int:
@@ -115,18 +139,21 @@ def _require_plain(module: nn.Module, attention_mask: Tensor | None, kwargs: dic
 
 
 @torch.compiler.disable
-def _require_same_padding(layer: StaticLayer, attention_mask: Tensor | None, tokens: int, columns: int) -> None:
+def _require_same_padding(layer: PagedLayer, attention_mask: Tensor | None, columns: int) -> None:
     """UsageError where a prompt's mask hides other columns than the cache's: steps go by the cache's alone.
-    The mask is of ``columns``, the last of which are the new ``tokens``."""
-    window = layer.plan.attention.window
+    The mask is of ``columns``, the last of which are the new ones."""
+    if layer.pending is None:
+        return
+    window, new = layer.plan.attention.window, layer.pending
     visible = columns if window is None else min(columns, window)
-    first = int(layer.state.columns) + tokens - visible
-    real = layer.state.rows.mask(first, visible, layer.state.lengths.device)
+    first = new.columns + new.keys.shape[2] - visible
+    real = new.rows.mask(first, visible, new.keys.device)
     seen = torch.ones_like(real)
     if attention_mask is not None:
         last = attention_mask[:, 0, -1, columns - visible : columns]
         seen = last if last.dtype == torch.bool else last == 0
     if not torch.equal(seen.expand_as(real), real):
+        layer.pending = None
         raise UsageError(
             "the attention mask that the model was called with is not the one that its cache was built with",
             hint="PlanCache(plan, config, attention_mask=inputs['attention_mask'], max_tokens=...)",

@@ -1,4 +1,4 @@
-"""Encoding pages of stored forms that are due, in torch: the dynamic cache's bytes, and no others are written."""
+"""Encoding pages of stored forms that are complete, in torch: the page codec's bytes, and no others are written."""
 
 from __future__ import annotations
 
@@ -6,28 +6,25 @@ from dataclasses import replace
 
 import pytest
 import torch
-from encode_cases import NAMES, due_at, page_of, run
+from encode_cases import COMPLETE, NAMES, page_of, run
 from reconstruct_cases import BATCH, CASES, PAGES, codec_of
 from torch import Tensor
 
 from kvcal.kernels.compile import cubin
-from kvcal.kernels.encoding import encoding_defines, encoding_shared_bytes, encoding_tile_tokens, unencoded
-from kvcal.kernels.reconstruction import SHARED_BYTES, Reconstruction
+from kvcal.kernels.forms import (
+    SHARED_BYTES,
+    Reconstruction,
+    encoding_defines,
+    encoding_shared_bytes,
+    encoding_tile_tokens,
+    unencoded,
+)
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.plan.format import RAW, Format
 
 
-def lengths_of(name: str) -> list[int]:
-    """A page that is due in two rows, one that was in the step before, and one that has no room."""
-    fmt = CASES[name].form.format
-    return [due_at(fmt, 0), due_at(fmt, 1) + 1, due_at(fmt, PAGES - 1), due_at(fmt, PAGES)]
-
-
-DUE = {0: 0, 2: PAGES - 1}  # of ``lengths_of``: page by row
-
-
 def expected_of(name: str, row: int, page: int) -> Tensor:
-    """The record [1, bytes], by the dynamic cache."""
+    """The record [1, bytes], by the page codec."""
     given, codec = page_of(name), codec_of(name)
     codec = replace(codec, operands={**codec.operands, "grid": given.grid})
     told = None if given.prediction is None else given.prediction[row : row + 1].transpose(1, 2)
@@ -35,13 +32,14 @@ def expected_of(name: str, row: int, page: int) -> Tensor:
     return codec.encode(x, ordinals, codec.format.num_bits, prediction=told)[0]
 
 
+@pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("name", NAMES)
-def test_records_are_those_of_the_dynamic_cache(name: str) -> None:
-    records, error = run(name, "cpu", lengths_of(name))
+def test_records_are_those_of_the_page_codec(name: str, seed: int | None) -> None:
+    records, error = run(name, "cpu", seed=seed)
     for row in range(BATCH):
         for page in range(PAGES):
-            is_due = DUE.get(row) == page
-            expected = expected_of(name, row, page) if is_due else torch.full_like(records[row, page], 7)
+            is_complete = COMPLETE.get(row) == page
+            expected = expected_of(name, row, page) if is_complete else torch.full_like(records[row, page], 7)
             assert torch.equal(records[row, page], expected), (row, page)
     assert error == 0
 
@@ -51,16 +49,16 @@ FINITE = ["lattice 2 bits d=2, 8 x 128", "lattice before RoPE, predicted, kept",
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", FINITE)
-def test_what_is_not_finite_is_noted_where_a_page_is_due(name: str, value: float) -> None:
+def test_what_is_not_finite_is_noted_where_a_page_is_complete(name: str, value: float) -> None:
     for row, page, expected in ((0, 0, NON_FINITE), (2, PAGES - 1, NON_FINITE), (0, 1, 0), (1, 1, 0), (3, 2, 0)):
         tokens = page_of(name).tokens.clone()
         tokens[row, page, 1, 77, 3] = value
-        assert run(name, "cpu", lengths_of(name), tokens)[1] == expected, (row, page)
+        assert run(name, "cpu", tokens=tokens)[1] == expected, (row, page)
 
 
 def test_a_norm_that_its_dtype_cannot_hold_is_noted() -> None:
     name = "lattice 2 bits d=2, 8 x 128"
-    assert run(name, "cpu", lengths_of(name), page_of(name).tokens * 1e5)[1] == NON_FINITE
+    assert run(name, "cpu", tokens=page_of(name).tokens * 1e5)[1] == NON_FINITE
 
 
 COMPILED = ["lattice d=4, 1 x 8", "lattice d=2, 3 x 80", "lattice, 33 x 256", "lattice before RoPE, partial"]
@@ -73,7 +71,7 @@ def test_unusual_sizes_compile(name: str, arch: str) -> None:
     """The source holds the sizes of its shared memory against those it is launched with."""
     form = CASES[name].form
     assert unencoded(form) is None
-    assert cubin("encode_due", encoding_defines(form), arch)
+    assert cubin("encode_page", encoding_defines(form), arch)
 
 
 def test_a_tile_is_a_byte_of_codes_a_thread() -> None:

@@ -1,4 +1,4 @@
-"""A static cache behind ``paged_attention`` decodes as the dynamic cache does, whatever the formats and lengths."""
+"""A static cache behind ``attached`` decodes as the dynamic cache does, whatever the formats and lengths."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tiny_models import SUPPORTED, batch, built
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
 
-from kvcal import PlanCache, hear_queries, paged_attention
-from kvcal.cache.paged_attention import _SERVING
+from kvcal import PlanCache, attached
+from kvcal.cache.attached import _ATTACHED
 from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.plan.format import Format
+from kvcal.plan.format import Format, num_pages
 
-# Every prompt goes on to where a page is due, the first ones beyond the sinks and windows of some formats.
+# Every prompt goes on to where a page is packed or comes to be read.
 STEPS = {1: 140, 63: 75, 127: 8, 128: 8, 129: 8, 300: 95}
 RAGGED = (300, 130, 3)
 
@@ -35,7 +35,7 @@ def both(plan, ids: Tensor, prompt: int, mask: Tensor | None = None, heads: int 
     prompt_mask = None if mask is None else mask[:, :prompt]
     for max_tokens in (None, ids.shape[1]):
         cache = PlanCache(plan, model.config, prompt_mask, max_tokens=max_tokens)
-        with listened(heads, layers, plan) if max_tokens is None else paged_attention(model):
+        with listened(heads, layers, plan) if max_tokens is None else attached(model):
             found.append((cache, decode(model, cache, ids, prompt, mask)))
     return found
 
@@ -48,7 +48,7 @@ def test_steps_give_the_logits_and_pages_of_the_dynamic_cache(name: str, prompt:
     (dynamic, expected), (static, found) = both(plan, ids, prompt)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     layer, total = plan.layers[0], ids.shape[1]
-    pages = sum(fmt.num_pages(total) for side in ("k", "v") for fmt in layer.head_formats(side))
+    pages = sum(num_pages(total) for side in ("k", "v") for _ in layer.head_formats(side))
     assert assert_same_pages(static, dynamic) == 2 * pages
 
 
@@ -95,7 +95,7 @@ def test_generate_gives_the_same_tokens(name: str, chunk: int | None) -> None:
     options = {"max_new_tokens": 40, "do_sample": False, "prefill_chunk_size": chunk, "attention_mask": mask}
     expected = model.generate(ids.long(), past_key_values=PlanCache(plan, model.config, mask), **options)
     static = PlanCache(plan, model.config, mask, max_tokens=300)
-    with paged_attention(model):
+    with attached(model):
         found = model.generate(ids.long(), past_key_values=static, **options)
     assert torch.equal(found, expected)
     assert static.lengths == [244 + 39, 180 + 39, 3 + 39]
@@ -107,7 +107,7 @@ def test_beams_reorder_rows_in_place() -> None:
     options = {"max_new_tokens": 40, "num_beams": 3, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
     static = PlanCache(plan, model.config, max_tokens=284)
-    with paged_attention(model):
+    with attached(model):
         assert torch.equal(model.generate(ids, past_key_values=static, **options), expected)
     assert static.nbytes == plan.nbytes([284] * 6)
 
@@ -125,7 +125,7 @@ def test_families(name: str) -> None:
     found = []
     for max_tokens in (None, 40):
         cache = PlanCache(plan, model.config, inputs["attention_mask"], max_tokens=max_tokens)
-        with paged_attention(model):  # leaves the dynamic cache alone
+        with attached(model):  # leaves the dynamic cache alone
             result = model.generate(**inputs, past_key_values=cache, **options)
         found.append(torch.stack(result.logits))
     torch.testing.assert_close(found[1], found[0], atol=1e-3, rtol=1e-3)
@@ -145,7 +145,7 @@ def test_a_compiled_step_is_one_graph_that_serves_every_step() -> None:
 
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     caches = [PlanCache(plan, model.config, max_tokens=200) for _ in range(2)]
-    with paged_attention(model), torch.no_grad():
+    with attached(model), torch.no_grad():
         expected = decode(model, caches[0], ids, 120)[:, 120:]
         feed(model, caches[1], ids[:, :120])
         found = [compiled(ids[:, i : i + 1], torch.full((2, 1), i), caches[1]) for i in range(120, 200)]
@@ -166,7 +166,7 @@ def test_generate_compiles_the_step_by_itself() -> None:
     config._compile_all_devices = True  # transformers compiles for GPUs alone otherwise
     cache = PlanCache(plan, model.config, max_tokens=200)
     options = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    with paged_attention(model):
+    with attached(model):
         expected = model.generate(ids, past_key_values=cache, **options)
         assert not graphs
         cache.reset()
@@ -199,18 +199,16 @@ def test_other_caches_are_left_alone_and_the_model_is_restored() -> None:
     model, ids = tiny_llama(2, 2), random_ids(2, 30)
     with torch.no_grad():
         expected = [feed(model, cache, ids, range(20, 30)) for cache in (DynamicCache(config=model.config),)]
-        with paged_attention(model):
-            assert model.config._attn_implementation == "kvcal_paged_sdpa"
+        with attached(model):
+            assert model.config._attn_implementation == "kvcal_attached_sdpa"
             for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=32)):
                 torch.testing.assert_close(feed(model, cache, ids, range(20, 30)), expected[0])
-            with pytest.raises(UsageError, match="tapped already"), paged_attention(model):
+            with pytest.raises(UsageError, match="tapped already") as caught, attached(model):
                 pytest.fail("entered twice")
-            with pytest.raises(UsageError, match="tapped already") as caught, hear_queries(model):
-                pytest.fail("entered")
-            assert "leave the other context first: paged_attention" in caught.value.hint
-        with pytest.raises(ArithmeticError), paged_attention(model):
+            assert "leave the other context first: attached" in caught.value.hint
+        with pytest.raises(ArithmeticError), attached(model):
             raise ArithmeticError
-    assert model.config._attn_implementation == "sdpa" and not _SERVING
+    assert model.config._attn_implementation == "sdpa" and not _ATTACHED
     assert not model.get_decoder()._forward_pre_hooks
 
 
@@ -218,10 +216,10 @@ def test_a_static_cache_needs_the_context() -> None:
     model = tiny_llama(2, 1)
     cache = PlanCache(plan_for("kivi"), model.config, max_tokens=32)
     for _ in range(2):
-        with pytest.raises(UsageError, match="the model does not call") as error:
+        with pytest.raises(UsageError, match="must be used inside") as error:
             feed(model, cache, random_ids(1, 5))
-        assert "kvcal.paged_attention(model)" in str(error.value.hint)
-        with paged_attention(model):
+        assert "kvcal.attached(model)" in str(error.value.hint)
+        with attached(model):
             feed(model, cache, random_ids(1, 5))
         assert cache.lengths == [5]
         cache.reset()
@@ -230,7 +228,7 @@ def test_a_static_cache_needs_the_context() -> None:
 def test_a_mask_that_the_cache_does_not_know_is_refused() -> None:
     model, plan = tiny_llama(2, 1), plan_for("kivi")
     ids, mask = padded([random_ids(1, length)[0] for length in (9, 6)], 9, "left")
-    with paged_attention(model):
+    with attached(model):
         with pytest.raises(UsageError, match="not the one that its cache was built with"):
             feed(model, PlanCache(plan, model.config, max_tokens=20), ids.long(), mask=mask)
         cache = PlanCache(plan, model.config, mask, max_tokens=20)
@@ -244,16 +242,16 @@ def test_a_mask_that_the_cache_does_not_know_is_refused() -> None:
 
 
 def test_models_that_cannot_be_served() -> None:
-    with pytest.raises(UnsupportedModel, match="BloomForCausalLM bypasses"), paged_attention(built("bloom")):
+    with pytest.raises(UnsupportedModel, match="BloomForCausalLM bypasses"), attached(built("bloom")):
         pytest.fail("entered")
     model = tiny_llama(2, 1)
     with ExitStack() as restore:
         restore.callback(model.set_attn_implementation, "sdpa")
         model.set_attn_implementation("flex_attention")
-        with pytest.raises(UsageError, match="supported: sdpa, eager"), paged_attention(model):
+        with pytest.raises(UsageError, match="supported: sdpa, eager"), attached(model):
             pytest.fail("entered")
         model.set_attn_implementation("eager")
         cache = PlanCache(plan_for("queries"), model.config, max_tokens=200)
-        with paged_attention(model):
+        with attached(model):
             decode(model, cache, random_ids(1, 150), 140)
         assert cache.lengths == [150] and QUERY.needs_queries

@@ -1,14 +1,14 @@
-"""The kernel that encodes pages of stored forms that are due: the bytes of torch, on the same GPU and on a CPU, also
-in a captured graph as lengths grow over the boundaries of pages."""
+"""The kernel that encodes complete pages of stored forms: the bytes of torch, on the same GPU and on a CPU, also in a
+captured graph as lengths grow over the boundaries of pages."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from encode_cases import NAMES, due_at, page_of, prepared, run
-from reconstruct_cases import BATCH, CASES, PAGES
+from encode_cases import NAMES, complete_at, page_of, prepared, run
+from reconstruct_cases import BATCH, PAGES
 
-from kvcal.kernels import encode_due as operator
+from kvcal.kernels import encode as operator
 from kvcal.kernels.reference import NON_FINITE
 
 pytestmark = [
@@ -26,27 +26,20 @@ SOME += [
 ]
 
 
-def lengths_of(name: str) -> list[int]:
-    """A page that is due in two rows, one that was in the step before, and one that has no room."""
-    fmt = CASES[name].form.format
-    return [due_at(fmt, 0), due_at(fmt, 1) + 1, due_at(fmt, PAGES - 1), due_at(fmt, PAGES)]
-
-
 def assert_same_bytes(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     wrong = (ours != theirs).nonzero()
     assert not len(wrong), f"{len(wrong)} bytes differ, first at {wrong[0].tolist()}"
 
 
+@pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("name", NAMES)
-def test_records_have_the_bytes_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = lengths_of(name)
-    found, error = run(name, "cuda", lengths)
-    expected, _ = run(name, "cpu", lengths)
-    assert_same_bytes(found, expected)
+def test_records_have_the_bytes_of_torch(name: str, seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, error = run(name, "cuda", seed=seed)
+    assert_same_bytes(found, run(name, "cpu")[0])
     assert error == 0 and [bool((row != 7).any()) for row in found] == [True, False, True, False]
     asked = []
     monkeypatch.setattr(operator, "unencoded", lambda form, **more: asked.append(form) or "asked for")
-    assert_same_bytes(run(name, "cuda", lengths)[0], found)
+    assert_same_bytes(run(name, "cuda", seed=seed)[0], found)
     assert asked
 
 
@@ -56,47 +49,45 @@ MANY = ["lattice 2 bits d=2, 8 x 128", "lattice before RoPE, predicted, kept"]
 @pytest.mark.parametrize("name", MANY)
 def test_more_tiles_than_blocks(name: str) -> None:
     """2,048 and 512 of them, where an H200 has 396 blocks."""
-    fmt = CASES[name].form.format
-    lengths = [due_at(fmt, page) for page in (0, 1, 2)] * 10 + [0, due_at(fmt, 0) - 1]
-    assert_same_bytes(run(name, "cuda", lengths)[0], run(name, "cpu", lengths)[0])
+    lengths = [complete_at(page) for page in (0, 1, 2)] * 10 + [0, complete_at(0) - 1]
+    assert_same_bytes(run(name, "cuda", lengths, seed=1)[0], run(name, "cpu", lengths)[0])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", [*MANY, "keys per channel, 3 x 64"])
-def test_what_is_not_finite_is_noted_where_a_page_is_due(name: str, value: float) -> None:
+def test_what_is_not_finite_is_noted_where_a_page_is_complete(name: str, value: float) -> None:
     for row, page, expected in ((0, 0, NON_FINITE), (2, PAGES - 1, NON_FINITE), (0, 1, 0), (1, 1, 0), (3, 2, 0)):
         tokens = page_of(name).tokens.clone()
         tokens[row, page, 1, 77, 3] = value
-        assert run(name, "cuda", lengths_of(name), tokens)[1] == expected, (row, page)
+        assert run(name, "cuda", tokens=tokens)[1] == expected, (row, page)
 
 
 def test_a_norm_that_its_dtype_cannot_hold_is_noted() -> None:
     name = "lattice 2 bits d=2, 8 x 128"
-    assert run(name, "cuda", lengths_of(name), page_of(name).tokens * 1e5)[1] == NON_FINITE
+    assert run(name, "cuda", tokens=page_of(name).tokens * 1e5)[1] == NON_FINITE
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_a_captured_call_follows_lengths_as_they_grow(name: str) -> None:
-    """Whatever lies in a page becomes its record in the one step in which it is due."""
-    fmt = CASES[name].form.format
-    (lengths, records, error), encode = prepared(name, "cuda", [0] * BATCH)
+    """Whatever lies in a page becomes its record in the one step that completes it."""
+    place, records, error, encode = prepared(name, "cuda", [0] * BATCH, seed=2)
     encode()  # compiled and loaded
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         encode()
     assert bool((records == 7).all())
-    due = [due_at(fmt, page) for page in range(PAGES)]
-    written = torch.full_like(records, 7).cpu()
+    due = [complete_at(page) for page in range(PAGES)]
+    written = torch.full_like(records[place.table.long()], 7).cpu()
     for grown in (
         [due[0] - 1, due[0], due[0] + 1, 0],
         [due[0], due[0] + 1, due[1] - 1, 1],
         [due[0] + 1, due[1], due[1], due[0]],
         [due[1], due[2], due[2] + 1, due[1]],
     ):
-        lengths.copy_(torch.tensor(grown, dtype=torch.int32))
+        place.lengths.copy_(torch.tensor(grown, dtype=torch.int32))
         graph.replay()
         now, _ = run(name, "cpu", grown)
         written = torch.where(now == 7, written, now)
-        assert_same_bytes(records.cpu(), written)
+        assert_same_bytes(records[place.table.long()].cpu(), written)
     assert int(error) == 0

@@ -1,0 +1,211 @@
+"""A sliding-window layer behind the interface of transformers: 16 bits, bounded, counted to the byte.
+
+``BoundedLayer`` is of a dynamic cache: transformers' own, without its hold on the whole prompt. ``StaticWindow`` is of
+a static one: like a full-attention layer, but for the past that it holds, the last W - 1 columns for a window of W. A
+prompt, or a chunk of one, is handed these and its own, under the masks that transformers makes for its own
+sliding-window layers; a step takes no mask, since all that a row still holds is in its window.
+
+That is so where a row's tokens lie in neighbouring columns: masks count columns, and a row counts tokens. So padding
+behind the tokens of a row is refused, and so is attention in chunks (Llama-4), whose windows begin anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from kvcal.cache.layer import PagedLayer
+from kvcal.cache.shapes import require_shapes
+from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
+from kvcal.plan.format import SIDES, Side
+from kvcal.store.layer_store import NewTokens
+from kvcal.store.rows import Block, Padding, Rows
+from kvcal.store.window_store import WindowStore
+
+
+class StaticWindow(PagedLayer):
+    """See the module's docstring."""
+
+    is_sliding = True
+
+    _window: WindowStore | None = None
+
+    @property
+    def window(self) -> WindowStore:
+        assert self._window is not None
+        return self._window
+
+    def create(self, batch: int, device: torch.device) -> None:
+        assert self.static is not None
+        self._window = WindowStore.allocate(self.plan, self.static)
+        self.is_initialized = True
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return self.window.tensors if self.is_initialized else []
+
+    @property
+    def overwritten(self) -> list[Tensor]:
+        return self.tensors
+
+    def _step(
+        self, q: Tensor, k_new: Tensor, v_new: Tensor, s_aux: Tensor | None, scale: float, softcap: float
+    ) -> Tensor:
+        self.window.append(k_new, v_new)
+        return self.window.decode(q, s_aux, scale, softcap)
+
+    def past_columns(self, columns: int) -> int:
+        """How many of the last of so many columns a prompt attends to."""
+        window = self.plan.attention.window
+        assert window is not None
+        return min(columns, window - 1)
+
+    def tokens_to_next_page(self) -> int:
+        """All of them: nothing is ever packed."""
+        assert self.static is not None
+        return self.static.max_tokens
+
+    def require_croppable(self, before: list[int], after: list[int]) -> None:
+        """UsageError where rows of so many tokens cannot go back: what was before them is gone."""
+        for count, kept in zip(before, after, strict=True):
+            loss = self.window.loss(count, kept)
+            if loss is not None:
+                raise UsageError(f"cannot remove {count - kept} of {count} tokens: {loss}")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """The ring stays as it is: tokens to come replace those that were removed."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.require_observed()
+        self.window.select(beam_idx.to(self.window.ring["k"].device))
+
+    def reset(self) -> None:
+        """UnsupportedModel where the padding to come is on the right."""
+        require_left_padding(self.padding.prompt)
+        self.pending = None
+
+    def _whole(self, side: Side, new: Tensor, dtype: torch.dtype, rows: Rows, columns: int) -> Tensor:
+        past = self.past_columns(columns)
+        whole = torch.zeros(*new.shape[:2], past + new.shape[2], new.shape[3], dtype=dtype, device=new.device)
+        for block in rows.blocks if past else ():
+            self._read_window(side, block, rows, columns, whole[block.rows, :, :past])
+        whole[:, :, past:] = new
+        return whole
+
+    def _read_window(self, side: Side, block: Block, rows: Rows, columns: int, out: Tensor) -> None:
+        """The tokens of a block's rows in the last S of so many columns, to out [b, N, S, D]."""
+        base = columns - out.shape[2]
+        intervals = [(start - base, stop - base) for start, stop in rows.intervals(block, base, columns)]
+        count = sum(stop - start for start, stop in intervals)
+        if not count:
+            return
+        tokens = out.new_empty(*out.shape[:2], count, out.shape[3])
+        self.window.read(side, block.rows, rows.num_tokens(block, columns), tokens)
+        for start, stop in intervals:
+            out[:, :, start:stop], tokens = tokens[:, :, : stop - start], tokens[:, :, stop - start :]
+
+    def _write(self, new: NewTokens, query_sum: Tensor | None) -> None:
+        for block in new.rows.blocks:
+            intervals = new.rows.intervals(block, new.columns, new.stop)
+            if not intervals:
+                continue
+            tokens: dict[Side, Tensor] = {}
+            for side, states in zip(SIDES, (new.keys, new.values), strict=True):
+                chunks = [states[block.rows, :, a - new.columns : b - new.columns] for a, b in intervals]
+                tokens[side] = torch.cat(chunks, dim=2)
+            self.window.extend(block.rows, new.rows.num_tokens(block, new.columns), tokens)
+        self._finish(new)
+
+
+class BoundedLayer(DynamicSlidingWindowLayer):
+    """A sliding-window layer at 16 bits: the parent's behaviour, in the cache's dtype, without the parent's hold on
+    the whole prompt."""
+
+    def __init__(self, geometry: AttentionGeometry, cache_dtype: str, padding: Padding) -> None:
+        assert geometry.window is not None
+        super().__init__(sliding_window=geometry.window)
+        self.geometry = geometry
+        self.cache_dtype = CACHE_DTYPES[cache_dtype]
+        self.padding = padding
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.keys, self.values) if tensor is not None]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As the parent's.
+
+        Raises:
+            ArtifactError: the model's heads or head sizes are not the plan's.
+            UsageError: another batch than before.
+        """
+        require_shapes(self.geometry, key_states, value_states)
+        dtype = key_states.dtype
+        self.padding.resolve(key_states.shape[0])
+        if self.record_past:
+            self.crop(0)  # what the last update kept for a crop is not needed any more
+        keys, values = super().update(key_states.to(self.cache_dtype), value_states.to(self.cache_dtype))
+        self._own()
+        return keys.to(dtype), values.to(dtype)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last -n tokens (n negative or 0).
+
+        Raises:
+            UsageError: the tokens that would come back into the window are gone: once it is full, only tokens of the
+                last update can be removed, and only if ``activate_past_recording`` was called before that update.
+        """
+        if self.keys is None:
+            return
+        tokens_to_remove = int(tokens_to_remove)  # older transformers hand over a tensor
+        self.require_removable(-tokens_to_remove)
+        if self.record_past or tokens_to_remove:
+            super().crop(tokens_to_remove)
+            self._own()
+
+    def require_removable(self, tokens: int) -> None:
+        """UsageError where so many of the last tokens cannot be removed: see ``crop``."""
+        if self.keys is None:
+            return
+        spare = max(0, self.keys.shape[2] - self.sliding_window + 1)
+        if self.cumulative_length >= self.sliding_window and tokens > spare:
+            raise UsageError(
+                f"cannot remove {tokens} tokens: the window of {self.sliding_window} tokens is full, with {spare} "
+                "tokens beyond it",
+                hint="call activate_past_recording() before the update, or reset() and start again",
+            )
+
+    def _own(self) -> None:
+        """Copy what is kept out of the larger tensors that the parent's slices keep alive."""
+        assert self.keys is not None and self.values is not None
+        self.keys, self.values = self.keys.clone(), self.values.clone()
+
+
+def require_left_padding(rows: Rows | None) -> None:
+    """UnsupportedModel for a prompt with padding behind the tokens of a row."""
+    if rows is None:
+        return
+    for row, (start, stop) in enumerate(rows.runs):
+        if start < stop < rows.width:
+            raise UnsupportedModel(
+                f"row {row} of the prompt is padded behind its tokens (columns {stop} to {rows.width - 1}), which a "
+                "static sliding window would count as tokens",
+                hint="pad on the left: tokenizer.padding_side = 'left'",
+            )
+
+
+def window_refusals(config: PretrainedConfig, index: int) -> Iterator[str]:
+    """Why the window of layer ``index`` is not one of a row's last tokens; nothing if it is."""
+    decoder = config.get_text_config(decoder=True)
+    layer_types = getattr(decoder, "layer_types", None)
+    is_chunked = getattr(decoder, "sliding_window", None) is None
+    if layer_types is not None:
+        is_chunked = layer_types[index] == "chunked_attention"
+    if is_chunked:
+        yield "it attends in chunks, which begin anew"

@@ -1,0 +1,256 @@
+"""The memory of one full-attention layer: the parts that hold its keys and values, and its steps by the kernels.
+
+A dynamic cache reads and writes parts through the host (``read``, ``write``), a static one does so with prompts; one
+token for every sequence of a static cache is a step (``attend``): two operators a head range (kvcal.store.step), and
+between them, what the kernels cannot read as it is stored is reconstructed (kvcal.store.forms). Nothing here knows of
+transformers or of who owns the memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcal.geometry import CacheDtype
+from kvcal.kernels.operands import Memory, PageTransform, QueryStatistic
+from kvcal.kernels.variants import HeadRange, Variant, head_ranges, stored_form, variant_of
+from kvcal.pages.codec import PageCodec
+from kvcal.plan.format import SIDES, Format, Side, num_pages
+from kvcal.plan.layer import LayerPlan
+from kvcal.store.fixed import fixed
+from kvcal.store.forms import StepForm, dequantized_tokens, step_forms
+from kvcal.store.paged_tensor import KernelCodec, PagedTensor
+from kvcal.store.phases import RegionPool
+from kvcal.store.pool import Pool, TablePool
+from kvcal.store.prediction import Prediction
+from kvcal.store.rows import Block, Rows
+from kvcal.store.state import PlanState, StepState
+from kvcal.store.step import HeadStep, phased_variants
+
+
+class NewTokens(NamedTuple):
+    """Keys and values [B, N, T, D] in the cache's dtype; ``columns`` were fed before them."""
+
+    keys: Tensor
+    values: Tensor
+    rows: Rows
+    columns: int
+
+    @property
+    def stop(self) -> int:
+        return self.columns + self.keys.shape[2]
+
+
+class LayerStore:
+    """See the module's docstring. ``sides``: the parts; ``static``: the state of a static cache."""
+
+    def __init__(
+        self, plan: LayerPlan, state: PlanState, static: StepState | None, batch: int, device: torch.device
+    ) -> None:
+        self.plan, self.static = plan, static
+        self.cache_dtype: CacheDtype = state.plan.cache_dtype
+        self.prediction = Prediction(plan, state)
+        self.sides: dict[Side, list[PagedTensor]] = {"k": [], "v": []}
+        tensors, group = state.tensors_on(device), plan.attention.group_heads
+        for side in SIDES:
+            for fmt, heads in _parts(plan, side, (plan.geometry.index, side) in state.sources):
+                codec = PageCodec.of_layer(plan, side, fmt, heads, self.cache_dtype, tensors)
+                pool, kernels, predict = self._pool(codec), self._kernels(codec), self.prediction.of(side)
+                self.sides[side].append(PagedTensor(codec, group, batch, device, pool, predict, kernels))
+        self.prediction.attach(self.sides)
+        self.forms: list[StepForm] = [] if static is None else step_forms(plan, static, self.sides)
+        self.steps = [] if static is None else [self._head_step(pair, static) for pair in head_ranges(plan)]
+
+    @property
+    def parts(self) -> list[PagedTensor]:
+        return [*self.sides["k"], *self.sides["v"]]
+
+    # ---- through the host
+
+    def set_bits(self, columns: int) -> None:
+        """Pages of a dynamic cache to the bits of so many columns."""
+        for part in self.parts:
+            part.set_bits(part.format.bits_at(columns))
+
+    def resize(self, lengths: list[int]) -> None:
+        """Room for the pages of sequences of these lengths."""
+        for part in self.parts:
+            part.pool.resize([num_pages(length) for length in lengths])
+
+    def read(self, side: Side, rows: Rows, columns: int, new: int, dtype: torch.dtype) -> Tensor:
+        """[B, N, S + new, D]: the past at its S columns, zero at padding; the last columns are left to the caller."""
+        padded = any(block.start or block.stop < rows.width for block in rows.blocks)
+        allocate = torch.zeros if padded else torch.empty
+        shape = (rows.batch, self.plan.attention.num_kv_heads, columns + new, self.plan.head_dim(side))
+        out = allocate(*shape, dtype=dtype, device=self.sides[side][0].ring.device)
+        for part in self.sides[side]:
+            spans = [part.read_spans(block.rows, rows.num_tokens(block, columns)) for block in rows.blocks]
+            decoded = part.decode([span for of_block in spans for span in of_block], dtype)
+            counts = [sum(stop for _, _, stop in of_block) for of_block in spans]
+            for block, pages in zip(rows.blocks, decoded.split(counts), strict=True):
+                _read_block(part, block, rows, columns, pages, out)
+        return out
+
+    def write(self, new: NewTokens, query_sum: Tensor | None) -> None:
+        """Store new tokens behind what every sequence holds. ``query_sum`` [B, N, D] fp32: the sum of their |q|, where
+        channels are chosen by queries. Keys first: values may be predicted from them."""
+        for part in self.sides["k"]:
+            if part.format.needs_queries:
+                assert query_sum is not None
+                part.observe(query_sum[:, part.heads])
+        self._write_side("k", new.keys, new)
+        self._write_side("v", new.values, new)
+        self.prediction.release()
+
+    def _write_side(self, side: Side, states: Tensor, new: NewTokens) -> None:
+        rows, columns, parts = new.rows, new.columns, self.sides[side]
+        if states.shape[2] == 1 and columns >= rows.width:
+            lengths = rows.lengths(columns)
+            parts = [part for part in parts if not part.write_step(lengths, states[:, part.heads])]
+        counts = [num_pages(length) for length in rows.lengths(new.stop)] if parts else []
+        for part in parts:
+            part.pool.resize(counts)
+        for part, block in itertools.product(parts, rows.blocks):
+            intervals = rows.intervals(block, columns, new.stop)
+            if intervals:
+                chunks = [states[block.rows, part.heads, a - columns : b - columns] for a, b in intervals]
+                tokens = chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=2)
+                self.prediction.written(side, part.write(block.rows, rows.num_tokens(block, columns), tokens))
+
+    def crop(self, rows: Rows, held: int, columns: int) -> None:
+        """Keep the first ``columns`` of the ``held`` columns."""
+        for side in reversed(SIDES):  # predicted values are decoded with the help of the keys
+            for part, block in itertools.product(self.sides[side], rows.blocks):
+                part.crop(block.rows, rows.num_tokens(block, held), rows.num_tokens(block, columns))
+        self.resize(rows.lengths(columns))
+        if self.static is None:
+            self.set_bits(columns)
+        self.prediction.forget()
+
+    def select(self, indices: list[int]) -> None:
+        """Keep, repeat or reorder sequences."""
+        for part in self.parts:
+            part.select(indices)
+        self.prediction.forget()
+
+    # ---- steps of a static cache
+
+    def attend(
+        self, q: Tensor, k_new: Tensor, v_new: Tensor, s_aux: Tensor | None, scale: float, softcap: float
+    ) -> Tensor:
+        """Store k_new, v_new [B, N, D], and attend from q [B, N G, D] to all tokens: [B, N G, D] in q's dtype.
+        ``softcap`` 0 for none."""
+        for step in self.steps:
+            step.append(k_new, v_new, q)
+        if self.forms:
+            self._reconstruct()
+        parts = [step.decode(q, s_aux, scale, softcap) for step in self.steps]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    @torch.compiler.disable
+    def _reconstruct(self) -> None:
+        """Not for torch.compile: products and sums that it would fuse round otherwise, and records must be the same
+        bytes everywhere."""
+        for form in self.forms:
+            form.step()
+
+    # ---- how the memory is made
+
+    def _pool(self, codec: PageCodec) -> Pool | None:
+        """Where the pages of a part of a static cache lie; None for a pool that grows."""
+        if self.static is None:
+            return None
+        if self.static.phases is not None:
+            return RegionPool(self.static.phases, self.plan.geometry.index, codec.heads.start, codec.side)
+        return TablePool(self.static.table, (codec.records_per_page, codec.record_bytes(codec.format.bits_at(0))))
+
+    def _kernels(self, codec: PageCodec) -> KernelCodec | None:
+        """What packs prompts of a static cache, where the kernels read pages as they are stored."""
+        pairs = [pair for pair in head_ranges(self.plan) if pair.heads == codec.heads]
+        if self.static is None or not pairs or stored_form(self.plan, codec.side, codec.format) is not None:
+            return None
+        variant, error = variant_of(self.plan, pairs[0], self.cache_dtype), self.static.error
+        transform = self._transform(variant, codec.heads, self.static)
+        if codec.side == "v":
+            transform = transform.of_values
+        if self.static.phases is None:
+            return KernelCodec({(): variant}, [], transform, error)
+        pools = self._regions(pairs[0], self.static)
+        by_bits = {tuple(v.num_bits(side) for side in SIDES): v for v in phased_variants(variant, pools)}
+        return KernelCodec(by_bits, pools, transform, error)
+
+    def _regions(self, pair: HeadRange, static: StepState) -> list[RegionPool]:
+        assert static.phases is not None
+        return [RegionPool(static.phases, self.plan.geometry.index, pair.heads.start, side) for side in SIDES]
+
+    def _transform(self, variant: Variant, heads: slice, static: StepState) -> PageTransform:
+        prefix, tensors = f"layers.{self.plan.geometry.index}", static.tensors
+        return PageTransform(
+            tensors[f"{prefix}.k_rescale"][heads] if variant.rescale else static.nothing,
+            tensors[f"{prefix}.k_offset"][heads] if variant.offset else static.nothing,
+        )
+
+    def _head_step(self, pair: HeadRange, static: StepState) -> HeadStep:
+        variant, group = variant_of(self.plan, pair, self.cache_dtype), self.plan.attention.group_heads
+        variants, present, regions = [variant], static.nothing, tuple[int, ...]()
+        if static.phases is not None:
+            pools = self._regions(pair, static)
+            variants, present = phased_variants(variant, pools), static.phases.present
+            regions = tuple(pool.number for pool in pools)
+        k_part = self._part_of(pair, "k")
+        return HeadStep(
+            pair.heads,
+            slice(pair.heads.start * group, pair.heads.stop * group),
+            static,
+            self._memory(pair, "k", static),
+            self._memory(pair, "v", static),
+            QueryStatistic(k_part.query_sum, k_part.query_since),
+            static.place(pair.k, pair.v),
+            self._transform(variant, pair.heads, static),
+            static.workspace(pair.num_heads, group, variant.head_dim),
+            tuple(v.number for v in variants),
+            present,
+            regions,
+            pair.k.needs_queries,
+        )
+
+    def _memory(self, pair: HeadRange, side: Side, static: StepState) -> Memory:
+        part = self._part_of(pair, side)
+        heads = slice(pair.heads.start - part.heads.start, pair.heads.stop - part.heads.start)
+        if static.phases is not None:
+            pages = static.phases.pages
+        elif stored_form(self.plan, side, pair.format(side)) is not None:
+            pages = dequantized_tokens(static, self.plan, pair.heads, side).flatten(2).view(torch.uint8)
+        else:  # a part of these heads alone, or of all heads, which something is predicted from
+            pages = part.pool.records[:, heads]
+        return Memory(*map(fixed, (part.sinks[:, heads], part.ring[:, heads], pages)))
+
+    def _part_of(self, pair: HeadRange, side: Side) -> PagedTensor:
+        (part,) = [part for part in self.sides[side] if part.heads.start <= pair.heads.start < part.heads.stop]
+        return part
+
+
+def _parts(plan: LayerPlan, side: Side, is_source: bool) -> list[tuple[Format, slice]]:
+    """Formats and heads of the parts: the head ranges, or all heads at once where a lattice or a prediction wants them
+    in a row."""
+    is_lattice = any(fmt.lattice_dim is not None for fmt in plan.formats(side))
+    if is_lattice or is_source or plan.predictor(side) is not None:
+        return list(plan.runs(side))
+    return [(pair.format(side), pair.heads) for pair in head_ranges(plan)]
+
+
+def _read_block(part: PagedTensor, block: Block, rows: Rows, columns: int, decoded: Tensor, out: Tensor) -> None:
+    """Write the past of one block's rows to its columns of out [B, N, columns, D]; ``decoded``: their pages."""
+    view = out[block.rows, part.heads]
+    intervals = rows.intervals(block, 0, columns)
+    if len(intervals) == 1:
+        (start, stop) = intervals[0]
+        part.read(block.rows, stop - start, decoded, view[:, :, start:stop])
+    elif intervals:
+        tokens = view.new_empty(*view.shape[:2], rows.num_tokens(block, columns), view.shape[3])
+        part.read(block.rows, tokens.shape[2], decoded, tokens)
+        for start, stop in intervals:
+            view[:, :, start:stop], tokens = tokens[:, :, : stop - start], tokens[:, :, stop - start :]

@@ -1,0 +1,271 @@
+"""What the layers of one cache share: the plan and its tensors on the device, padding, predictions; and, of a static
+cache, how far it is, where its pages lie, and the scratch of its kernels (``StepState``).
+
+The latter is control state, not stored keys and values: a few numbers a sequence, tables, and workspace. It is counted
+apart (``nbytes``) and no part of a plan's bytes. What a step changes lies in tensors of fixed addresses, so that a
+captured graph, replayed, goes on where it stands. The host keeps two things of its own, neither of them needed by a
+replay: whether the prompt's padding is behind (``in_prompt``), and a lower bound of the longest sequence, which lets an
+eager step beyond ``max_tokens`` fail before it is computed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from kvcal.errors import NonFiniteActivations, UsageError
+from kvcal.geometry import AttentionGeometry
+from kvcal.kernels.decode import workspace_bytes
+from kvcal.kernels.operands import Place
+from kvcal.kernels.reference import NON_FINITE
+from kvcal.plan.format import SIDES, Format, Side, num_pages
+from kvcal.plan.layer import LayerPlan
+from kvcal.plan.plan import Plan
+from kvcal.store.fixed import fixed
+from kvcal.store.form_workspace import FormWorkspace
+from kvcal.store.phases import PhasedPages
+from kvcal.store.pool import Span
+from kvcal.store.rows import Padding, Rows
+
+
+class Source(Protocol):
+    """A layer as others see it that are predicted from it (kvcal.store.prediction)."""
+
+    plan: LayerPlan
+
+    def before_rope(self, side: Side, spans: Sequence[Span]) -> Tensor:
+        """[M, n, 128, D] fp32: these pages as predictors read them."""
+
+    def forget(self) -> None:
+        """Drop what was kept for readers."""
+
+
+class PlanState:
+    """``sources``: (layer, side) of the pages that something is predicted from; ``later_sources``: layers that a
+    later one is predicted from; ``predictions``: every layer's, by its index."""
+
+    def __init__(self, plan: Plan, attention_mask: Tensor | None) -> None:
+        self.plan = plan
+        self.padding = Padding(attention_mask)
+        self.tensors: Mapping[str, Tensor] = plan.tensors
+        self.sources: set[tuple[int, Side]] = set()
+        for layer, side in itertools.product(plan.layers, SIDES):
+            predictor = layer.predictor(side)
+            if predictor is not None:
+                self.sources.add((predictor.source, side))
+                self.sources |= {(layer.geometry.index, "k")} if side == "v" else set()
+        predictors = [layer.predictor(side) for layer in plan.layers for side in SIDES]
+        self.later_sources = {predictor.source for predictor in predictors if predictor is not None}
+        self.predictions: dict[int, Source] = {}
+        self.is_scheduled = plan.is_progressive
+
+    def tensors_on(self, device: torch.device) -> Mapping[str, Tensor]:
+        """The plan's tensors on ``device``, moved there once."""
+        if any(tensor.device != device for tensor in self.tensors.values()):
+            self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return self.tensors
+
+    def require_scheduled(self, batch: int, columns: int) -> None:
+        """UsageError beyond the workload of a plan whose pages shrink: nothing is known to fit there."""
+        workload = self.plan.workload
+        if self.is_scheduled and (batch > workload.batch or columns > workload.context):
+            raise UsageError(
+                f"{batch} sequences of {columns} tokens: the plan's pages shrink on a schedule for at most "
+                f"{workload.batch} of {workload.context}",
+                hint="allocate again with the batch and context you need",
+            )
+
+
+NEVER = 2**31 - 1
+
+
+@dataclass
+class Serving:
+    """Who computes the attention of the caches that a model is called with (kvcal.cache.attached)."""
+
+    is_active: bool = True
+
+
+class StepState:
+    """Tensors, once allocated: ``lengths`` int32 [B], tokens of every row; ``columns`` int64 [], columns fed, padding
+    included; ``table`` int32 [B, pages], the slot of every page; ``error`` int32 [1] (see kvcal.kernels.ops);
+    ``forms``, the scratch of stored forms. ``shared`` is the plan's state; ``phases`` holds the pages of a plan that
+    has them shrink; ``in_prompt``: a prompt with padding is to come, or has not ended."""
+
+    def __init__(self, shared: PlanState, max_tokens: int, in_prompt: bool = False) -> None:
+        self.shared = shared
+        self.max_tokens = max_tokens
+        self.batch = 0
+        self.in_prompt = in_prompt
+        self.longest = 0
+        self.serving: Serving | None = None
+        self.phases: PhasedPages | None = None
+        self.lengths = self.columns = self.error = self.table = self.nothing = torch.empty(0)
+        self.forms = FormWorkspace(shared.plan, 0, max_tokens, torch.device("cpu"))
+        self._read_at: dict[Format, Tensor] = {}
+        self._workspaces: dict[tuple[int, int, int], Tensor] = {}
+        self._evicted: dict[tuple[Side, int, int], Tensor] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = memo[id(self)] = object.__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """UsageError: pickle would give every layer scratch of its own, and kernels have their numbers in a process."""
+        raise UsageError(
+            "a static cache cannot be pickled: its layers share memory",
+            hint="copy.deepcopy keeps it together; kvcal pack-prefix stores a prompt",
+        )
+
+    @property
+    def is_allocated(self) -> bool:
+        return self.batch > 0
+
+    @property
+    def plan(self) -> Plan:
+        return self.shared.plan
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The plan's, on the cache's device."""
+        return self.shared.tensors_on(self.lengths.device)
+
+    @property
+    def layers(self) -> list[LayerPlan]:
+        """Those that attention stores, in the order in which a step comes to them."""
+        return [layer for layer in self.shared.plan.layers if isinstance(layer.geometry, AttentionGeometry)]
+
+    @property
+    def rows(self) -> Rows:
+        return self.shared.padding.resolve(self.batch)
+
+    def allocate(self, batch: int, device: torch.device) -> None:
+        """The control tensors, for ``batch`` rows.
+
+        Raises:
+            UsageError: the padding's rows do not divide the batch, or the plan's schedule is for fewer sequences or
+                tokens.
+        """
+        self.shared.require_scheduled(batch, self.max_tokens)
+        rows = self.shared.padding.resolve(batch)
+        self.batch = batch
+        self.in_prompt = rows.width > 0
+        self.lengths = fixed(torch.zeros(batch, dtype=torch.int32, device=device))
+        self.columns = fixed(torch.zeros((), dtype=torch.int64, device=device))
+        self.error = fixed(torch.zeros(1, dtype=torch.int32, device=device))
+        self.nothing = torch.empty(0, device=device)
+        self.forms = FormWorkspace(self.shared.plan, batch, self.max_tokens, device)
+        pages = num_pages(self.max_tokens)
+        slots = torch.arange(batch * pages, dtype=torch.int32, device=device)
+        self.table = fixed(slots.view(batch, pages))
+        self.phases = PhasedPages(self) if self.shared.is_scheduled else None
+
+    def place(self, k: Format, v: Format) -> Place:
+        """As the operators are given it, for pages of these formats."""
+        return Place(self.lengths, self.table, self.read_at(k), self.read_at(v))
+
+    def read_at(self, fmt: Format) -> Tensor:
+        """int32: tokens from which page i of a sequence is read, and one beyond all; empty without a window rule."""
+        if fmt not in self._read_at:
+            starts: list[int] = []
+            if fmt.window_rule is not None:
+                counts, pages = range(self.max_tokens + 1), range(fmt.pages_read(self.max_tokens))
+                starts = [*(bisect.bisect_left(counts, page + 1, key=fmt.pages_read) for page in pages), NEVER]
+            self._read_at[fmt] = fixed(torch.tensor(starts, dtype=torch.int32, device=self.lengths.device))
+        return self._read_at[fmt]
+
+    def workspace(self, num_kv_heads: int, group_heads: int, head_dim: int) -> Tensor:
+        """uint8: scratch of ``decode`` for a head range of this shape; the reference needs none. It begins with
+        counters that every launch leaves at zero, as many as there are heads, so each shape has its own."""
+        shape = (num_kv_heads, group_heads, head_dim)
+        if shape not in self._workspaces:
+            device = self.lengths.device
+            needed = workspace_bytes(self.batch, *shape, device) if device.type == "cuda" else 0
+            self._workspaces[shape] = fixed(torch.zeros(needed, dtype=torch.uint8, device=device))
+        return self._workspaces[shape]
+
+    def evicted(self, side: Side, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+        """[B, N, 1, D]: the token that a sliding window attends to for the last time (kvcal.kernels.window). Scratch of
+        one layer at a time."""
+        shape = (num_kv_heads, head_dim)
+        if (side, *shape) not in self._evicted:
+            tokens = torch.zeros(self.batch, num_kv_heads, 1, head_dim, dtype=dtype, device=self.lengths.device)
+            self._evicted[side, *shape] = fixed(tokens)
+        return self._evicted[side, *shape]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the control state."""
+        tables = (*self._read_at.values(), *self._workspaces.values(), *self._evicted.values())
+        numbers: tuple[Tensor, ...] = (self.lengths, self.columns, self.error, self.table)
+        if self.phases is not None:
+            numbers = (*numbers, *self.phases.control_tensors)
+        return self.forms.nbytes + sum(tensor.untyped_storage().nbytes() for tensor in (*numbers, *tables))
+
+    def is_step(self, tokens: int) -> bool:
+        """Whether an update of so many columns is a step of the kernels: one token for every row."""
+        return tokens == 1 and not self.in_prompt
+
+    def require_served(self) -> None:
+        """UsageError outside ``kvcal.attached``: new tokens are stored by the attention."""
+        if self.serving is None or not self.serving.is_active:
+            raise UsageError(
+                "a static cache (max_tokens=...) must be used inside `kvcal.attached(model)`",
+                hint="with kvcal.attached(model): model.generate(..., past_key_values=cache)",
+            )
+
+    def require_room(self, longest: int) -> None:
+        """UsageError where a row would get more tokens than were allocated."""
+        if longest > self.max_tokens:
+            raise UsageError(
+                f"a sequence of {longest} tokens does not fit: the cache was allocated for max_tokens = "
+                f"{self.max_tokens}",
+                hint="build the PlanCache with more max_tokens, or without it: a dynamic cache grows",
+            )
+
+    def advance_step(self) -> None:
+        """One more token in every row: at the end of a step. Nothing here waits for the device."""
+        self.lengths.add_(1)
+        self.columns.add_(1)
+        if not torch.compiler.is_compiling() and not _is_capturing(self.lengths.device):
+            self.longest += 1
+
+    def set_columns(self, columns: int) -> None:
+        """So many columns have been fed: after a prompt or a crop."""
+        lengths = self.rows.lengths(columns)
+        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
+        self.columns.fill_(columns)
+        self.longest = max(lengths)
+        self.in_prompt = columns < self.rows.width
+        if self.phases is not None and not columns:
+            self.phases.reset()
+
+    def check(self) -> None:
+        """Wait for the device, and raise what its kernels found.
+
+        Raises:
+            NonFiniteActivations: NaN or infinity in a page, or a range that its parameters cannot hold.
+            UsageError: more tokens than were allocated.
+        """
+        found = int(self.error) if self.is_allocated else 0
+        if not found:
+            return
+        self.error.zero_()
+        if found & NON_FINITE:
+            raise NonFiniteActivations(
+                "keys or values cannot be quantized: a page holds NaN, infinity, or a range beyond its param_dtype",
+                hint="check the model's outputs; a range too large for float16 fits with param_dtype = 'bfloat16'",
+            )
+        self.require_room(max(self.max_tokens + 1, int(self.lengths.max())))
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
