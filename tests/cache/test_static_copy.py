@@ -26,7 +26,8 @@ def assert_same_tokens(first: PlanCache, second: PlanCache) -> None:
     """Two static caches hold the same bits."""
     assert first.lengths == second.lengths
     for pair, side in itertools.product(zip(first.paged_layers, second.paged_layers, strict=True), SIDES):
-        found, expected = (layer.store.read(side, first.padding.rows, layer.columns, 0, torch.float32) for layer in pair)
+        rows = first.padding.rows
+        found, expected = (layer.store.read(side, rows, layer.columns, 0, torch.float32) for layer in pair)
         assert torch.equal(found, expected)
 
 
