@@ -33,8 +33,8 @@ from kvcal.console import TerminalReporter
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.models.load import LoadedModel, load
 from kvcal.pages.grids import GRIDS, gaussian_grid, mean_squared_error
-from kvcal.plan.format import Format
 from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.recipe import EvaluateSpec, PredictorSpec, fixed_layers

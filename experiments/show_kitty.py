@@ -24,8 +24,8 @@ from kvcal.models.load import LoadedModel, load
 from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.pages.scores import Score
 from kvcal.pages.tiered import MAX_SLOTS, TieredLayout
-from kvcal.plan.format import RAW, Boost, Format, Tier
 from kvcal.plan.layer import bare_layers
+from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload
 from kvcal.recipe import EvaluateSpec, FormatsSpec, fixed_layers
 from kvcal.recipe_files import load_recipe

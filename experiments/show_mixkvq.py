@@ -33,8 +33,8 @@ from kvcal.console import TerminalReporter
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.models.load import LoadedModel, load
 from kvcal.pages.scores import Score
-from kvcal.plan.format import RAW, Boost, Format, Tier
 from kvcal.plan.layer import bare_layers
+from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload
 from kvcal.recipe import Recipe, TuneSpec, fixed_layers
 from kvcal.recipe_files import load_recipe

@@ -20,7 +20,7 @@ from kvcal.data.sequences import DataSpec
 from kvcal.data.tasks import TASKS, require_lengths
 from kvcal.errors import UsageError
 from kvcal.pages.layout import AXES, PAGE_TOKENS
-from kvcal.plan.format import UNIFORM
+from kvcal.plan.page_format import UNIFORM
 from kvcal.plan.plan import RAW, Boost, Format, LayerPlan, Side
 from kvcal.quantities import MAX_BATCH, MAX_SEED, parse_bytes
 from kvcal.strict import MAX_COUNT, STRICT, Seed, Share, Size, SizeOrNone, Tokens, dump, knob

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvcal.run.tune import Tuned
     from kvcal.stages.allocate.record import Allocation
     from kvcal.stages.evaluate.stage import Evaluation
-    from kvcal.stages.prefix.pack import PackedPrefix
+    from kvcal.stages.prefix.save import PackedPrefix
     from kvcal.stages.profile.record import Profile
     from kvcal.stages.search.record import SearchReport
     from kvcal.stages.verify import Check

@@ -23,9 +23,9 @@ from torch import Tensor
 from kvcal.bench.content import fill_cache, uniform_plan
 from kvcal.bench.device import Call
 from kvcal.bench.shape import CACHE_DTYPE, MIDDLE, Heads, Pair, Point
-from kvcal.cache.layer import PagedLayer
+from kvcal.cache.paged_layer import PagedLayer
 from kvcal.cache.plan_cache import PlanCache
-from kvcal.cache.window_layer import StaticWindow
+from kvcal.cache.sliding_window import StaticWindow
 from kvcal.errors import SlowPath
 from kvcal.geometry import CACHE_DTYPES, ModelIdentity
 from kvcal.kernels import reference
@@ -33,7 +33,7 @@ from kvcal.kernels.choice import is_plain, refusals
 from kvcal.kernels.decode import launch_of
 from kvcal.kernels.variants import VARIANTS, Variant, stored_form
 from kvcal.pages.layout import PAGE_TOKENS
-from kvcal.plan.format import SIDES, Side
+from kvcal.plan.page_format import SIDES, Side
 from kvcal.store.layer_store import NewTokens
 from kvcal.store.paged_tensor import PagedTensor
 from kvcal.store.prediction import predicted, predictor_of

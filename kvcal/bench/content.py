@@ -19,15 +19,15 @@ from torch import Tensor
 
 from kvcal.bench.shape import CACHE_DTYPE, Heads, Pair
 from kvcal.cache.plan_cache import PlanCache
-from kvcal.cache.window_layer import StaticWindow
+from kvcal.cache.sliding_window import StaticWindow
 from kvcal.geometry import CACHE_DTYPES, ModelIdentity
 from kvcal.kernels.variants import side_defines
 from kvcal.pages.grids import gaussian_grid
 from kvcal.pages.lattice import LatticeLayout
 from kvcal.pages.layout import PAGE_TOKENS, PARAM_DTYPES, RAW_BITS
 from kvcal.pages.tiered import NO_SLOT
-from kvcal.plan.format import Format, Side
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import Format, Side
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_tensors
 from kvcal.store.paged_tensor import PagedTensor

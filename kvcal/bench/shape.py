@@ -1,7 +1,7 @@
 """Formats and sizes to measure, the factors aimed for, and the bytes that a decode step must move.
 
 Bytes are those of one layer's attention. Packed pages are read once, where they are. A stored form
-(kvcal.store.forms) is read, written out as pages of 16 bits, and these are read by ``decode``; the pages that
+(kvcal.store.dequantize) is read, written out as pages of 16 bits, and these are read by ``decode``; the pages that
 predictors read are written and read in fp32 on top. Left out: temporaries, room beyond the tokens that are there, and
 pages that the step packs. So the bytes are a floor, and their ratio to 16 bits is the ceiling of a format's factor.
 """
@@ -20,8 +20,8 @@ from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype
 from kvcal.kernels.choice import CHANNELS_AT_ONCE, FOLDED_HEAD_DIMS, MAX_HEAD_DIM
 from kvcal.kernels.variants import stored_form
 from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS
-from kvcal.plan.format import RAW, SIDES, Boost, Format, Side, Tier, num_pages
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, num_pages
 from kvcal.plan.tensors import predictor_shape
 from kvcal.recipe import PredictorSpec
 from kvcal.recipe_files import load_recipe

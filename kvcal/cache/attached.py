@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvcal.cache.layer import DYNAMIC_HINT, PagedLayer
+from kvcal.cache.paged_layer import DYNAMIC_HINT, PagedLayer
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.models.attention import EAGER, INTERFACE, OURS, attention_modules, forward_of, replaced_attention

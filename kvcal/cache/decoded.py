@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvcal.plan.format import Side
+from kvcal.plan.page_format import Side
+from kvcal.store.padding import Rows
 from kvcal.store.paged_tensor import PagedTensor
-from kvcal.store.rows import Rows
 
 # Columns that the copy grows by: each growth copies it.
 GROWTH = 256

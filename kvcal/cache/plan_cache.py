@@ -26,17 +26,17 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from kvcal.cache.layer import DYNAMIC_HINT, NO_PAGE, PagedLayer
-from kvcal.cache.layers import cache_layers, held_tensors
+from kvcal.cache.build import cache_layers, held_tensors
+from kvcal.cache.paged_layer import DYNAMIC_HINT, NO_PAGE, PagedLayer
 from kvcal.cache.shapes import require_state
+from kvcal.cache.sliding_window import BoundedLayer, StaticWindow
 from kvcal.cache.snapshot import Mark, copy_layers
-from kvcal.cache.window_layer import BoundedLayer, StaticWindow
 from kvcal.errors import ArtifactError, KvcalError, NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, StateGeometry
 from kvcal.kernels.choice import slow_path
-from kvcal.plan.format import SIDES
+from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan
-from kvcal.store.rows import Padding
+from kvcal.store.padding import Padding
 from kvcal.store.state import PlanState, StepState
 
 

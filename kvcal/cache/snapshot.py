@@ -27,11 +27,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcal.cache.layer import PagedLayer
-from kvcal.cache.window_layer import BoundedLayer, StaticWindow, require_left_padding
+from kvcal.cache.paged_layer import PagedLayer
+from kvcal.cache.sliding_window import BoundedLayer, StaticWindow, require_left_padding
 from kvcal.errors import UsageError
-from kvcal.plan.format import Side, num_pages
-from kvcal.store.rows import Rows
+from kvcal.plan.page_format import Side, num_pages
+from kvcal.store.padding import Rows
 from kvcal.store.state import StepState
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcal.charts import BLUE, RED, Picture
-from kvcal.plan.format import Side
+from kvcal.plan.page_format import Side
 from kvcal.stages.predictors.record import PredictorRecord
 
 if TYPE_CHECKING:

@@ -121,7 +121,7 @@ def generate(
     Example: `cat manual.txt question.txt | kvcal generate --model M --plan P --prefix manual.kv --prompt -`
     """
     from kvcal.plan.plan import load_plan
-    from kvcal.stages.complete import complete
+    from kvcal.stages.generate import complete
     from kvcal.stages.prefix.load import complete_after, load_prefix
     from kvcal.stages.verify import require_same_model
 
@@ -166,7 +166,7 @@ def pack_prefix(
     """
     from kvcal import tables as views
     from kvcal.plan.plan import load_plan
-    from kvcal.stages.prefix import pack as stage
+    from kvcal.stages.prefix import save as stage
     from kvcal.strict import dump
 
     text = prompt_text(prompt, prompt_file)

@@ -17,8 +17,8 @@ from kvcal.geometry import CacheDtype
 from kvcal.kernels.variants import SCORES, Variant, head_ranges, page_layout, stored_form, variant_of
 from kvcal.pages import LAYOUTS
 from kvcal.pages.layout import RAW_BITS
-from kvcal.plan.format import SIDES, Format, Side
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import SIDES, Format, Side
 
 FOLDED_HEAD_DIMS = (64, 128)
 # The kernels load tokens 8 channels at a time, and keep a tile of them in shared memory.

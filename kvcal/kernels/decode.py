@@ -21,7 +21,7 @@ from kvcal.kernels.operands import Memory, PageTransform, Place, Regions
 from kvcal.kernels.variants import DTYPE_NAMES, DTYPES, Defines, Variant
 from kvcal.pages.layout import RAW_BITS, padded_channels
 from kvcal.pages.tiered import TieredLayout
-from kvcal.plan.format import SIDES
+from kvcal.plan.page_format import SIDES
 
 MAX_ROWS = 512  # sequences of a launch
 TILE_HEADS = 4  # query heads of a tile of the tensor core; a pass over the cache serves one or two tiles

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from kvcal.kernels.compile import Kernel, kernel
-from kvcal.kernels.forms import (
+from kvcal.kernels.operands import Place
+from kvcal.kernels.page_codec import (
     FORMS,
     THREADS,
     PageCoding,
@@ -37,7 +38,6 @@ from kvcal.kernels.forms import (
     encoding_tile_tokens,
     unencoded,
 )
-from kvcal.kernels.operands import Place
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.pages.hadamard import norm
 from kvcal.pages.layout import PAGE_TOKENS, noted_in, page_positions

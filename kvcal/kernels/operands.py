@@ -17,7 +17,7 @@ from kvcal.pages.layout import PAGE_TOKENS
 class Memory(NamedTuple):
     """Where the keys, or the values, of a head range are stored. Heads lie side by side; sequences and slots may be
     further apart than these heads are long. A sliding window has no pages, and one sink (kvcal.kernels.window). Where
-    pages shrink, ``pages`` is the memory of all regions, of one dimension (kvcal.kernels.stages)."""
+    pages shrink, ``pages`` is the memory of all regions, of one dimension (kvcal.kernels.regions)."""
 
     sinks: Tensor  # [B, n, sinks, D], cache dtype: the first tokens
     ring: Tensor  # [B, n, ring_tokens, D], cache dtype: token t lies at t modulo ring_tokens
@@ -70,7 +70,7 @@ class PageTransform(NamedTuple):
 
 
 class Regions(NamedTuple):
-    """Where pages shrink: ``present`` (int64 [regions, 7], kvcal.kernels.stages) says where the pages of all regions
+    """Where pages shrink: ``present`` (int64 [regions, 7], kvcal.kernels.regions) says where the pages of all regions
     lie now; ``of_sides``: which regions are the keys' and the values'."""
 
     present: Tensor

@@ -29,7 +29,7 @@ from kvcal.kernels.decode import launch_decode
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic, Regions
 from kvcal.kernels.pack import launch_append, launch_pack, launch_unpack
 from kvcal.kernels.variants import VARIANTS
-from kvcal.plan.format import SIDES
+from kvcal.plan.page_format import SIDES
 
 
 @torch.library.custom_op("kvcal::append", mutates_args=("k", "v", "queries", "error"))

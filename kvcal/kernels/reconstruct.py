@@ -1,6 +1,6 @@
 """Pages that the attention kernels cannot read, in every step: the operator ``kvcal::reconstruct``.
 
-A stored form (kvcal.store.forms) is one side of N neighbouring heads in one format, whose records are points of
+A stored form (kvcal.store.dequantize) is one side of N neighbouring heads in one format, whose records are points of
 a lattice, residuals of a prediction, or keys before RoPE. What is made of them:
 
     stored   what the layout decodes, + prediction
@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from kvcal.kernels.compile import Kernel, kernel
-from kvcal.kernels.forms import FORMS, THREADS, VALUES_AT_ONCE, PageCoding, Reconstruction, unserved
 from kvcal.kernels.operands import Place
+from kvcal.kernels.page_codec import FORMS, THREADS, VALUES_AT_ONCE, PageCoding, Reconstruction, unserved
 from kvcal.pages.hadamard import norm
 from kvcal.pages.layout import PAGE_TOKENS, page_positions
 from kvcal.pages.transforms import cos_sin, rotate, unrotate

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
-from kvcal.kernels.stages import BITS, region_pages
+from kvcal.kernels.regions import BITS, region_pages
 from kvcal.kernels.variants import VARIANTS, Variant
 from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.tiered import TieredLayout
-from kvcal.plan.format import SIDES, Side
+from kvcal.plan.page_format import SIDES, Side
 
 # Bits of the error flag: a page that cannot be stored, and one beyond the room of the table.
 NON_FINITE, NO_ROOM = 1, 2

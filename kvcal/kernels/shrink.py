@@ -1,4 +1,4 @@
-"""The two sweeps that lead from one stage of a schedule to the next (kvcal.kernels.stages), as operators.
+"""The two sweeps that lead from one stage of a schedule to the next (kvcal.kernels.regions), as operators.
 
 ``kvcal::shrink`` converts pages where they are: the bytes are those of ``kvcal.pages.shrink``; ``csrc/shrink.cu`` says
 how they are made in place. ``kvcal::slide`` then moves all records to the layout of the next stage (``csrc/slide.cu``).
@@ -18,7 +18,7 @@ from kvcal.errors import NonFiniteActivations
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.reference import NON_FINITE
-from kvcal.kernels.stages import (
+from kvcal.kernels.regions import (
     BITS,
     HEADS,
     PAGES,
@@ -35,7 +35,7 @@ from kvcal.pages.layout import RAW_BITS
 from kvcal.pages.shrink import SHIFTS, convert
 from kvcal.pages.transforms import Transform
 from kvcal.pages.uniform import PageLayout
-from kvcal.plan.format import SIDES, Format, Side, num_pages
+from kvcal.plan.page_format import SIDES, Format, Side, num_pages
 from kvcal.strict import STRICT
 
 THREADS = 256
@@ -109,7 +109,7 @@ def shrink(
     """Where the present stage is over: the packed pages, in ``pages`` (uint8, one dimension), of ``members`` (int64
     [m], regions) that ``shrinking``, a number, is about are converted, each in its place.
 
-    ``stages``: of kvcal.kernels.stages. ``lengths`` int32 [B]: tokens of every sequence. ``transforms`` fp32: see
+    ``stages``: of kvcal.kernels.regions. ``lengths`` int32 [B]: tokens of every sequence. ``transforms`` fp32: see
     ``Region``. ``error`` is that of kvcal.kernels.ops.
     """
     now, named = Stages(*stages), SHRINKINGS[shrinking]

@@ -28,8 +28,8 @@ from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype
 from kvcal.pages.layout import RAW_BITS
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import PageLayout
-from kvcal.plan.format import RAW, SIDES, Format, Side
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.strict import STRICT
 
 AXES = {"channel": 0, "token": 1}

@@ -25,8 +25,8 @@ from kvcal.pages.scores import channel_scores
 from kvcal.pages.shrink import convert
 from kvcal.pages.transforms import BeforeRope, Invertible, Residual, Transform
 from kvcal.pages.uniform import PageLayout
-from kvcal.plan.format import Format, Side
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import Format, Side
 
 # Pages encoded at once: bounds the scratch of a long prefill to 8 MB a head of 128 (kvcal.store.transient).
 ENCODE_PAGES = 16

@@ -33,7 +33,7 @@ PARAM_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32":
 
 
 class Knobs(Protocol):
-    """The fields of a ``Format`` (kvcal.plan.format) that layouts read."""
+    """The fields of a ``Format`` (kvcal.plan.page_format) that layouts read."""
 
     @property
     def quantizer(self) -> str: ...

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, Geometry, LayerGeometry, StateGeometry
 from kvcal.pages.layout import AXES, RAW_BITS, Layout
-from kvcal.plan.format import RAW, SIDES, Format, Side
+from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.strict import STRICT
 
 

@@ -21,8 +21,8 @@ from kvcal import artifact
 from kvcal.errors import ArtifactError
 from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
 from kvcal.pages.layout import RAW_BITS
-from kvcal.plan.format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
+from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
 from kvcal.plan.tensors import check_layers, check_tensors, tensors_nbytes
 from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
 from kvcal.records import record_of, refusing

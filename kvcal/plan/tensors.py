@@ -22,8 +22,8 @@ from torch import Tensor
 
 from kvcal.geometry import CacheDtype
 from kvcal.pages.predictor import PredictorShape
-from kvcal.plan.format import SIDES, Format, Side
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.records import TensorSpec, require_tensors
 
 LARGEST_RESCALE = 2.0**32

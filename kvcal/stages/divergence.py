@@ -31,8 +31,8 @@ from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.geometry import Geometry, ModelIdentity
 from kvcal.models.load import LoadedModel
-from kvcal.plan.format import Format, Side
 from kvcal.plan.layer import bare_layers
+from kvcal.plan.page_format import Format, Side
 from kvcal.plan.plan import Plan, Workload, plan_record
 from kvcal.progress import Reporter
 from kvcal.recipe import CacheSpec

@@ -2,8 +2,8 @@
 
 A dynamic cache reads and writes parts through the host (``read``, ``write``), a static one does so with prompts; one
 token for every sequence of a static cache is a step (``attend``): two operators a head range (kvcal.store.step), and
-between them, what the kernels cannot read as it is stored is reconstructed (kvcal.store.forms). Nothing here knows of
-transformers or of who owns the memory.
+between them, what the kernels cannot read as it is stored is reconstructed (kvcal.store.dequantize). Nothing here
+knows of transformers or of who owns the memory.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from kvcal.geometry import CacheDtype
 from kvcal.kernels.operands import Memory, PageTransform, QueryStatistic
 from kvcal.kernels.variants import HeadRange, Variant, head_ranges, stored_form, variant_of
 from kvcal.pages.codec import PageCodec
-from kvcal.plan.format import SIDES, Format, Side, num_pages
 from kvcal.plan.layer import LayerPlan
-from kvcal.store.fixed import fixed
-from kvcal.store.forms import StepForm, dequantized_tokens, step_forms
+from kvcal.plan.page_format import SIDES, Format, Side, num_pages
+from kvcal.store.dequantize import StepForm, dequantized_tokens, step_forms
+from kvcal.store.padding import Block, Rows
 from kvcal.store.paged_tensor import KernelCodec, PagedTensor
-from kvcal.store.phases import RegionPool
-from kvcal.store.pool import Pool, TablePool
+from kvcal.store.pool import Pool, TablePool, fixed
 from kvcal.store.prediction import Prediction
-from kvcal.store.rows import Block, Rows
+from kvcal.store.shrinking import RegionPool
 from kvcal.store.state import PlanState, StepState
 from kvcal.store.step import HeadStep, phased_variants
 

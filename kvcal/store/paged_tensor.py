@@ -20,15 +20,14 @@ from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import ops
-from kvcal.kernels.forms import VALUES_AT_ONCE
 from kvcal.kernels.operands import PageTransform
+from kvcal.kernels.page_codec import VALUES_AT_ONCE
 from kvcal.kernels.variants import Variant
 from kvcal.pages.codec import ENCODE_PAGES, PageCodec
 from kvcal.pages.layout import PAGE_TOKENS, without_sinks
-from kvcal.plan.format import SIDES, num_pages
-from kvcal.store.fixed import fixed
-from kvcal.store.phases import RegionPool
-from kvcal.store.pool import GrowingPool, Pool, Span, ordinals_of
+from kvcal.plan.page_format import SIDES, num_pages
+from kvcal.store.pool import GrowingPool, Pool, Span, fixed, ordinals_of
+from kvcal.store.shrinking import RegionPool
 
 Predict = Callable[[Sequence[Span]], Tensor]
 Keep = Callable[[Sequence[Span], Tensor], None]

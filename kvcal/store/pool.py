@@ -4,7 +4,7 @@
     TablePool     slots for ``max_tokens`` in every sequence, named by the cache's table. A static cache.
 
 A part is the keys or the values of some KV heads of a layer in one format (kvcal.store.paged_tensor). Where pages
-shrink, a static cache has a pool of its own (kvcal.store.phases).
+shrink, a static cache has a pool of its own (kvcal.store.shrinking).
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvcal.store.fixed import fixed
-
 # (row, first, stop): consecutive pages of a sequence, by their numbers within it.
 Span = tuple[int, int, int]
+
+
+def fixed(tensor: Tensor) -> Tensor:
+    """The tensor, known to torch.compile as one whose address stays: CUDA graphs may write to it in place."""
+    torch._dynamo.mark_static_address(tensor)
+    return tensor
 
 
 def ordinals_of(spans: Sequence[Span], device: torch.device) -> Tensor:

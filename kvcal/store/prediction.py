@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kvcal.errors import ArtifactError
 from kvcal.pages.predictor import LinearPredictor
-from kvcal.plan.format import SIDES, Side
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.tensors import predictor_shape
 from kvcal.store.paged_tensor import PagedTensor, Predict
 from kvcal.store.pool import Span, ordinals_of

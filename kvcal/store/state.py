@@ -25,14 +25,13 @@ from kvcal.geometry import AttentionGeometry
 from kvcal.kernels.decode import workspace_bytes
 from kvcal.kernels.operands import Place
 from kvcal.kernels.reference import NON_FINITE
-from kvcal.plan.format import SIDES, Format, Side, num_pages
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import SIDES, Format, Side, num_pages
 from kvcal.plan.plan import Plan
-from kvcal.store.fixed import fixed
-from kvcal.store.form_workspace import FormWorkspace
-from kvcal.store.phases import PhasedPages
-from kvcal.store.pool import Span
-from kvcal.store.rows import Padding, Rows
+from kvcal.store.dequantize_workspace import FormWorkspace
+from kvcal.store.padding import Padding, Rows
+from kvcal.store.pool import Span, fixed
+from kvcal.store.shrinking import PhasedPages
 
 
 class Source(Protocol):

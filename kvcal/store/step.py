@@ -16,7 +16,7 @@ from kvcal.kernels import ops
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import Variant
 from kvcal.pages.layout import RAW_BITS
-from kvcal.store.phases import RegionPool
+from kvcal.store.shrinking import RegionPool
 from kvcal.store.state import StepState
 
 

@@ -1,5 +1,5 @@
 """Bytes that a decode step of a plan takes beside its cache: what whole-device budgets count, what a static cache then
-allocates for stored forms (kvcal.store.form_workspace), and what the bench reckons with.
+allocates for stored forms (kvcal.store.dequantize_workspace), and what the bench reckons with.
 
     kept       pages that predictors read, fp32, before RoPE; a slot is free again behind its last reader
     tokens     static cache: pages of one layer's stored forms in 16 bits, in the cache's dtype
@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES, CacheDtype
-from kvcal.kernels.forms import VALUES_AT_ONCE
+from kvcal.kernels.page_codec import VALUES_AT_ONCE
 from kvcal.kernels.predict import ROWS_AT_ONCE
 from kvcal.kernels.variants import head_ranges, page_layout, stored_form
 from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS
-from kvcal.plan.format import RAW, SIDES, Side, num_pages
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import RAW, SIDES, Side, num_pages
 from kvcal.plan.tensors import needed_tensors, predictor_shape
 from kvcal.store.transient import SCRATCH_BYTES, largest_transient
 

@@ -19,8 +19,8 @@ from kvcal.geometry import CacheDtype
 from kvcal.pages.codec import ENCODE_PAGES
 from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.pages.shrink import RECORDS_AT_ONCE
-from kvcal.plan.format import SIDES, Format, Side, num_pages
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import SIDES, Format, Side, num_pages
 
 # Scratch for each value that is encoded or converted at once. Measured: 14 to 19 bytes, 29 on a lattice.
 SCRATCH_BYTES = 32

@@ -32,13 +32,13 @@ from kvcal.bench.shape import (
     step_bytes,
     target,
 )
-from kvcal.cache.layer import PagedLayer
+from kvcal.cache.paged_layer import PagedLayer
 from kvcal.errors import UsageError
 from kvcal.kernels.variants import VARIANTS, stored_form
 from kvcal.pages.lattice import LatticeLayout
 from kvcal.pages.tiered import NO_SLOT, TieredLayout
-from kvcal.plan.format import SIDES, Boost, Format, Tier
-from kvcal.store.forms import StepForm
+from kvcal.plan.page_format import SIDES, Boost, Format, Tier
+from kvcal.store.dequantize import StepForm
 
 CPU = torch.device("cpu")
 HEADS = Heads(num_kv_heads=2, head_dim=64, group=2)

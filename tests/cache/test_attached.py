@@ -16,7 +16,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 from kvcal import PlanCache, attached
 from kvcal.cache.attached import _ATTACHED
 from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.plan.format import Format, num_pages
+from kvcal.plan.page_format import Format, num_pages
 
 # Every prompt goes on to where a page is packed or comes to be read.
 STEPS = {1: 140, 63: 75, 127: 8, 128: 8, 129: 8, 300: 95}

@@ -28,7 +28,7 @@ from peak_bytes import PeakBytes
 
 from kvcal import PlanCache
 from kvcal.geometry import AttentionGeometry, Geometry
-from kvcal.plan.format import Boost, Tier
+from kvcal.plan.page_format import Boost, Tier
 from kvcal.plan.plan import RAW, Format, Plan
 from kvcal.store import paged_tensor, step_workspace
 

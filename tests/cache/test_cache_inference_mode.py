@@ -12,7 +12,7 @@ from test_cache_families import model_of, two_bit_plan
 from test_progressive_cache import fixed
 
 from kvcal import Plan, PlanCache
-from kvcal.plan.format import RAW
+from kvcal.plan.page_format import RAW
 
 PLANS = {
     "kivi": llama_plan(*KIVI_2, num_layers=1),

@@ -9,8 +9,8 @@ from kvcal.geometry import AttentionGeometry
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.transforms import rotate, unrotate
-from kvcal.plan.format import Boost, Format, Tier, WindowRule
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import Boost, Format, Tier, WindowRule
 
 BOOSTED = Format(2, "channel", 32, boost=Boost("query_range", (Tier(4, 0.25),)))
 

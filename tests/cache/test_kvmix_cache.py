@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvcal import Plan, PlanCache, artifact, load_plan, save_plan
 from kvcal.errors import ArtifactError
-from kvcal.plan.format import RAW, Format, WindowRule, num_pages
+from kvcal.plan.page_format import RAW, Format, WindowRule, num_pages
 from kvcal.plan.plan import KIND, SCHEMA
 from kvcal.recipe import ImportanceSpec
 from kvcal.stages.allocate.importance import importance_formats, layer_format

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcal import PlanCache
 from kvcal.models.load import LoadedModel
 from kvcal.models.taps import Captured
-from kvcal.plan.format import RAW, SIDES, Boost, Format, Tier, WindowRule
+from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier, WindowRule
 from kvcal.plan.plan import Plan
 from kvcal.stages.predictors import reconstruct
 from kvcal.stages.predictors.reconstruct import Reconstruction, Wanted, read_pages

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvcal import PlanCache
 from kvcal.errors import SlowPath
 from kvcal.geometry import AttentionGeometry, Geometry
-from kvcal.plan.format import Format
+from kvcal.plan.page_format import Format
 
 K, V = Format(2, "channel"), Format(2)
 K_SINKS = replace(K, num_sink_tokens=4)

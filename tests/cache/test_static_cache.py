@@ -16,8 +16,8 @@ from kvcal.geometry import AttentionGeometry
 from kvcal.kernels.choice import refusals
 from kvcal.kernels.reference import NO_ROOM
 from kvcal.kernels.variants import VARIANTS, head_ranges, variant_of
-from kvcal.plan.format import RAW, SIDES, Boost, Format, Tier
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier
 from kvcal.store.state import Serving
 
 ALL = [*FORMATS, "per head", "transformed"]

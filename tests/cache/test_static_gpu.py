@@ -24,7 +24,7 @@ from static_cases import assert_same_pages
 from kvcal import PlanCache, attached
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.models.geometry import geometry_of
-from kvcal.plan.format import Format
+from kvcal.plan.page_format import Format
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ from tiny_models import built
 
 from kvcal import PlanCache, attached
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
-from kvcal.plan.format import Format
+from kvcal.plan.page_format import Format
 
 NAMES = ("uniform", "kivi", "kitty", "queries", "random", "paged window", "16-bit values", "per head", "transformed")
 

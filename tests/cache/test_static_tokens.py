@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvcal import PlanCache
 from kvcal.models.load import load
-from kvcal.plan.format import num_pages
+from kvcal.plan.page_format import num_pages
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import CompileConfig, DynamicCache
 
 from kvcal import Plan, PlanCache, attached
-from kvcal.cache.layer import PagedLayer
-from kvcal.cache.window_layer import BoundedLayer, StaticWindow
+from kvcal.cache.paged_layer import PagedLayer
+from kvcal.cache.sliding_window import BoundedLayer, StaticWindow
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry
 from kvcal.kernels.choice import refusals
@@ -23,8 +23,8 @@ from kvcal.kernels.decode import decode_defines
 from kvcal.kernels.reference import NO_ROOM
 from kvcal.kernels.variants import window_variant
 from kvcal.kernels.window import append_window
-from kvcal.plan.format import Format
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Workload
 
 FAMILIES = ("gemma3", "gpt_oss", "mistral_all_sliding")

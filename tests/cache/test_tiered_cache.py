@@ -32,8 +32,8 @@ from kvcal import Plan, PlanCache, attached, load_plan, save_plan
 from kvcal.errors import UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, Geometry
 from kvcal.pages.scores import channel_scores
-from kvcal.plan.format import RAW, SIDES, Boost, Format, Tier, num_pages
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier, num_pages
 from kvcal.recipe_files import load_recipe
 
 TOKENS = (1, 63, 127, 128, 129, 1000)

@@ -15,10 +15,10 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from kvcal import PlanCache, save_plan
 from kvcal.cache.attached import attached_for
 from kvcal.models.load import LoadedModel, load
-from kvcal.plan.format import RAW, Boost, Format, Tier
 from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload
-from kvcal.stages.prefix.pack import encode_prompt
+from kvcal.stages.prefix.save import encode_prompt
 
 MANUAL = "Times. 12 x 34 = 408\n" * 30
 QUESTION = "Times. 56 x 78 = ?\n" * 3

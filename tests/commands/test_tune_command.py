@@ -20,7 +20,7 @@ from kvcal.data.tasks import problems
 from kvcal.errors import UsageError
 from kvcal.folder import Folder
 from kvcal.models.load import load
-from kvcal.plan.format import Boost, Format, Tier
+from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload, bare_layers, load_plan, plan_bytes
 from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec, EvaluateSpec, TuneSpec

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import kvcal.errors
 from kvcal import PlanCache
 from kvcal.embedded import model_folder
-from kvcal.plan.format import Boost, Tier
+from kvcal.plan.page_format import Boost, Tier
 from kvcal.plan.plan import Plan, load_plan
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from test_kernels_decode import CASES, TOLERANCE, Case, k_format, relative_error
 from test_kernels_decode import LENGTHS as FOLDED_LENGTHS
 
 from kvcal.errors import UsageError
-from kvcal.plan.format import Format
+from kvcal.plan.page_format import Format
 
 pytestmark = [
     pytest.mark.gpu,

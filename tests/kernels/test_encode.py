@@ -11,7 +11,7 @@ from reconstruct_cases import BATCH, CASES, PAGES, codec_of
 from torch import Tensor
 
 from kvcal.kernels.compile import cubin
-from kvcal.kernels.forms import (
+from kvcal.kernels.page_codec import (
     SHARED_BYTES,
     Reconstruction,
     encoding_defines,
@@ -20,7 +20,7 @@ from kvcal.kernels.forms import (
     unencoded,
 )
 from kvcal.kernels.reference import NON_FINITE
-from kvcal.plan.format import RAW, Format
+from kvcal.plan.page_format import RAW, Format
 
 
 def expected_of(name: str, row: int, page: int) -> Tensor:

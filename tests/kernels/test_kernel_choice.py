@@ -16,8 +16,8 @@ from kvcal.kernels.choice import MAX_HEAD_DIM, is_plain, plain_reasons, refusals
 from kvcal.kernels.compile import cubin, resources
 from kvcal.kernels.decode import MAX_HEADS, plain_defines, plain_shape
 from kvcal.kernels.variants import VARIANTS, Variant
-from kvcal.plan.format import RAW, SIDES, Boost, Format, Tier
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier
 
 K, V = Format(2, "channel"), Format(2)
 K_SINKS, V_SINKS = replace(K, num_sink_tokens=4), replace(V, num_sink_tokens=9)

@@ -12,9 +12,9 @@ import pytest
 
 from kvcal.kernels.compile import cubin, resources
 from kvcal.kernels.decode import block_shape, decode_defines
-from kvcal.kernels.forms import Reconstruction, encoding_defines, encoding_shared_bytes
+from kvcal.kernels.page_codec import Reconstruction, encoding_defines, encoding_shared_bytes
 from kvcal.kernels.variants import Variant
-from kvcal.plan.format import RAW, Boost, Format, Tier
+from kvcal.plan.page_format import RAW, Boost, Format, Tier
 
 KITTY = Boost("magnitude", (Tier(4, 0.125),))
 # name: (K, V, instructions of decode at most, bytes of local memory of decode at most, instructions of append at most)

@@ -21,7 +21,7 @@ from kvcal.kernels.variants import Variant
 from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.tiered import TieredLayout
-from kvcal.plan.format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
+from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
 
 pytestmark = [
     pytest.mark.gpu,

@@ -32,7 +32,7 @@ from kvcal.kernels import ops
 from kvcal.kernels.compile import cubin, resources
 from kvcal.kernels.reference import NO_ROOM, NON_FINITE
 from kvcal.kernels.variants import Variant
-from kvcal.plan.format import SIDES, Format, Tier
+from kvcal.plan.page_format import SIDES, Format, Tier
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 N = HEADS.stop - HEADS.start

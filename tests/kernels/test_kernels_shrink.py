@@ -14,11 +14,11 @@ from kvcal.errors import NonFiniteActivations
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.compile import cubin, resources
 from kvcal.kernels.reference import NON_FINITE
+from kvcal.kernels.regions import BASE, HEADS, PAGES, RECORD, Region, Stages, layout_table, region_pages, stage_starts
 from kvcal.kernels.shrink import Shrinking, new_tickets, shrink, slide
-from kvcal.kernels.stages import BASE, HEADS, PAGES, RECORD, Region, Stages, layout_table, region_pages, stage_starts
 from kvcal.pages.shrink import SHIFTS, convert
 from kvcal.pages.transforms import Transform
-from kvcal.plan.format import Format
+from kvcal.plan.page_format import Format
 
 HALVINGS = [(16, 8), (16, 4), (16, 2), (8, 4), (8, 2), (8, 1), (4, 2), (4, 1), (2, 1)]
 BATCH, TOKENS, SINKS = 2, (3 * 128 + 5, 127), 1

@@ -10,8 +10,8 @@ from torch import Tensor
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import reconstruct as operator
 from kvcal.kernels.compile import cubin
-from kvcal.kernels.forms import FORMS, SHARED_BYTES, Reconstruction, unserved
-from kvcal.plan.format import Format
+from kvcal.kernels.page_codec import FORMS, SHARED_BYTES, Reconstruction, unserved
+from kvcal.plan.page_format import Format
 
 ALL_PAGES = torch.arange(BATCH * PAGES)
 

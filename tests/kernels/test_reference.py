@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcal.kernels.reference import NO_ROOM, NON_FINITE
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.tiered import TieredLayout
-from kvcal.plan.format import SIDES, Side
+from kvcal.plan.page_format import SIDES, Side
 
 HEADS, GROUP, DIM, SCALE = 2, 2, 16, 0.2
 STEPS = 300

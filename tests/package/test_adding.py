@@ -22,7 +22,7 @@ from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.folder import Folder
 from kvcal.models.load import LoadedModel, load
 from kvcal.pages import LAYOUTS, scores
-from kvcal.plan.format import Boost, Format, Tier
+from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import plan_record, save_plan
 from kvcal.progress import Silent
 from kvcal.recipe import Recipe

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcal.errors import NonFiniteActivations
 from kvcal.pages import LAYOUTS
 from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS, Layout, noted_in
-from kvcal.plan.format import Boost, Format, Side, Tier
+from kvcal.plan.page_format import Boost, Format, Side, Tier
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "layouts.json").read_text())
 KITTY = Boost("magnitude", (Tier(4, 0.125),))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvcal.geometry import AttentionGeometry, ModelIdentity
-from kvcal.plan.format import Format, WindowRule
 from kvcal.plan.layer import LayerPlan, Predictor
+from kvcal.plan.page_format import Format, WindowRule
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_tensors
 

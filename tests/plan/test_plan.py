@@ -13,7 +13,7 @@ import pytest
 
 from kvcal import load_plan, save_plan
 from kvcal.geometry import AttentionGeometry, ModelIdentity, StateGeometry
-from kvcal.plan.format import num_pages
+from kvcal.plan.page_format import num_pages
 from kvcal.plan.plan import RAW, Format, LayerPlan, Plan, Workload, plan_bytes
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan.json"

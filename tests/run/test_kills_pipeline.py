@@ -35,12 +35,12 @@ from kvcal.run import formats, pipeline
 from kvcal.stages import profile
 from kvcal.stages.allocate.budget import reserved_bytes
 from kvcal.stages.checkpoint import Checkpoint, State
-from kvcal.stages.complete import complete
 from kvcal.stages.divergence import PHASE, KLMeter, declare_kls, divergences, kl_texts, unquantized_plan
 from kvcal.stages.evaluate import generation
 from kvcal.stages.evaluate.generation import TaskResult, measure_tasks
+from kvcal.stages.generate import complete
 from kvcal.stages.prefix.load import load_prefix
-from kvcal.stages.prefix.pack import named_parts, pack_prefix
+from kvcal.stages.prefix.save import named_parts, pack_prefix
 from kvcal.stages.verify import verify_plan
 
 RECIPE = """

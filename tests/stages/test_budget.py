@@ -11,8 +11,8 @@ from allocation_cases import IDENTITY, VOCABULARY, WEIGHTS, geometry, profile
 from form_cases import NAMES, form_plan, rotary_table, static_of, with_tensors
 
 from kvcal.errors import InfeasibleBudget
-from kvcal.plan.format import RAW, SIDES, Format
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
+from kvcal.plan.page_format import RAW, SIDES, Format
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import tensors_nbytes
 from kvcal.recipe import (

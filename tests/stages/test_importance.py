@@ -18,7 +18,7 @@ from kvcal.data.sequences import TokenDataset
 from kvcal.geometry import ModelIdentity
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
-from kvcal.plan.format import Format, WindowRule
+from kvcal.plan.page_format import Format, WindowRule
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, ImportanceSpec, ProfileSpec
 from kvcal.recipe_files import load_recipe

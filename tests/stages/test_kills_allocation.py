@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity, StateGeometry
-from kvcal.plan.format import RAW, SIDES, Side
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import RAW, SIDES, Side
 from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec, fixed_layers
 from kvcal.recipe_files import load_recipe

@@ -10,7 +10,7 @@ import torch
 from predictor_runs import loaded_llama, plan_of_random_predictors, sequences
 from torch import Tensor
 
-from kvcal.plan.format import Format
+from kvcal.plan.page_format import Format
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Silent
 from kvcal.stages import divergence as kl_meter

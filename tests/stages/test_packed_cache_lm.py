@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from kvcal import PlanCache
 from kvcal.errors import ArtifactError, NonFiniteActivations, UsageError
 from kvcal.models.load import LoadedModel
-from kvcal.plan.format import Boost, Format, Tier
+from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.stages.divergence import feed
 from kvcal.stages.evaluate.lm_eval import measure_lm_eval, packed_cache_lm, read_accuracy
 

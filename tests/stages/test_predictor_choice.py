@@ -21,8 +21,8 @@ from predictor_runs import (
 from kvcal import artifact
 from kvcal.charts.predictors import draw_predictors
 from kvcal.errors import ArtifactError, UsageError
-from kvcal.plan.format import RAW, Boost, Format, Tier
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Workload
 from kvcal.recipe import PredictorSpec
 from kvcal.stages.predictors.choice import saved_bits_per_value

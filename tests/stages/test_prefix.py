@@ -29,11 +29,11 @@ from kvcal import PlanCache, artifact, save_plan
 from kvcal.cache.attached import attached_for
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.models.load import LoadedModel, load
-from kvcal.plan.format import RAW, Boost, Format, Tier
 from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Plan
 from kvcal.stages.prefix.load import load_prefix
-from kvcal.stages.prefix.pack import (
+from kvcal.stages.prefix.save import (
     KIND,
     SCHEMA,
     complete_prefix,

@@ -17,7 +17,7 @@ from kvcal import artifact
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import ArtifactError, InfeasibleBudget
 from kvcal.models.load import LoadedModel, load
-from kvcal.plan.format import SIDES
+from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan, load_plan, plan_bytes
 from kvcal.progress import Silent
 from kvcal.recipe import Recipe

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from kvcal.errors import InfeasibleBudget, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
-from kvcal.plan.format import RAW, Boost, Tier
+from kvcal.plan.page_format import RAW, Boost, Tier
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import check_layers, tensors_nbytes
 from kvcal.recipe import CacheSpec, KeyChoice, PredictorSpec, SearchSpec, ValueChoice

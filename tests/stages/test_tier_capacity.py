@@ -15,7 +15,7 @@ from kvcal import PlanCache, attached
 from kvcal.errors import UsageError
 from kvcal.pages import codec as page_codec
 from kvcal.pages.tiered import TieredLayout
-from kvcal.plan.format import Boost, Format, Tier, WindowRule
+from kvcal.plan.page_format import Boost, Format, Tier, WindowRule
 from kvcal.progress import Silent
 from kvcal.stages.tune.tier_capacity import (
     fitted_boost,

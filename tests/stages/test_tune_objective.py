@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvcal.data.sequences import DataSpec
 from kvcal.data.tasks import problems
-from kvcal.plan.format import Boost, Format, Tier
+from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import Plan
 from kvcal.recipe import EvaluateSpec, TuneSpec
 from kvcal.stages.evaluate.generation import TaskResult

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvcal import PlanCache
-from kvcal.cache.layer import PagedLayer
+from kvcal.cache.paged_layer import PagedLayer
 from kvcal.pages.codec import ENCODE_PAGES
-from kvcal.plan.format import RAW, Format
+from kvcal.plan.page_format import RAW, Format
 from kvcal.store.layer_store import NewTokens
 from kvcal.store.transient import SCRATCH_BYTES, transient_bytes
 

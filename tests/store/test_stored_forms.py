@@ -38,8 +38,8 @@ from kvcal.models.geometry import geometry_of
 from kvcal.models.rope import rotary_maps
 from kvcal.pages.layout import noted_in
 from kvcal.pages.uniform import PageLayout
-from kvcal.plan.format import SIDES, num_pages
-from kvcal.store import forms
+from kvcal.plan.page_format import SIDES, num_pages
+from kvcal.store import dequantize
 
 pytestmark = pytest.mark.filterwarnings("ignore::kvcal.errors.SlowPath")
 
@@ -100,7 +100,7 @@ def test_rows_of_a_padded_batch(name: str) -> None:
 
 
 def test_scratch_in_parts_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (reconstruct, forms):  # three pages of both heads
+    for module in (reconstruct, dequantize):  # three pages of both heads
         monkeypatch.setattr(module, "VALUES_AT_ONCE", 3 * 2 * 128 * HEAD_DIM)
     plan, inputs = form_plan("int4, lattice"), [states(layer, 2, 700) for layer in LAYERS]
     assert compare(static_of(plan, 720, 2), dynamic_of(plan), (600, 640, *range(641, 660), 700), inputs) >= 36

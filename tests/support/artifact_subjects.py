@@ -21,7 +21,7 @@ from kvcal import Plan, PlanCache, load_plan
 from kvcal import tables as views
 from kvcal.cache.attached import attached_for
 from kvcal.charts.evaluation import table_rows
-from kvcal.plan.format import SIDES, Format, WindowRule
+from kvcal.plan.page_format import SIDES, Format, WindowRule
 from kvcal.plan.plan import Workload, plan_bytes, save_plan
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec, ReparamSpec
 from kvcal.stages.allocate import allocate, pareto
@@ -43,7 +43,7 @@ from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate.stage import Row, load_evaluation, save_evaluation
 from kvcal.stages.predictors import record as predictor_record
 from kvcal.stages.prefix.load import load_prefix
-from kvcal.stages.prefix.pack import pack_prefix
+from kvcal.stages.prefix.save import pack_prefix
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.reparam import record as reparam_record
 from kvcal.stages.search import record as search_record

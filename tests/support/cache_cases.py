@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvcal import Plan, PlanCache
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
 from kvcal.models.geometry import geometry_of
-from kvcal.plan.format import Side
+from kvcal.plan.page_format import Side
 from kvcal.plan.plan import RAW, Format, LayerPlan, Workload
 from kvcal.recipe_files import load_recipe, recipe_names
 from kvcal.store.state import Serving

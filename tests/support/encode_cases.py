@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.encode import encode_page
-from kvcal.kernels.forms import PageCoding
 from kvcal.kernels.operands import Place
+from kvcal.kernels.page_codec import PageCoding
 from kvcal.kernels.reconstruct import position_turns
 from kvcal.pages.layout import PAGE_TOKENS
 

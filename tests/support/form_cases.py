@@ -13,10 +13,10 @@ from static_cases import QUERY, assert_same_pages
 from torch import Tensor
 
 from kvcal import Plan, PlanCache
-from kvcal.cache.layer import PagedLayer
+from kvcal.cache.paged_layer import PagedLayer
 from kvcal.geometry import Geometry
-from kvcal.plan.format import RAW, SIDES, Boost, Format, Tier, WindowRule, num_pages
 from kvcal.plan.layer import LayerPlan, Predictor
+from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier, WindowRule, num_pages
 from kvcal.plan.tensors import needed_tensors
 from kvcal.store.state import Serving
 

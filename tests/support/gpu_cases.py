@@ -19,7 +19,7 @@ from kvcal.cache.attached import attached_for
 from kvcal.data.tasks import chain
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel, load
-from kvcal.plan.format import RAW, Format
+from kvcal.plan.page_format import RAW, Format
 
 VOCABULARY = 512
 RECIPES = recipe_formats()

@@ -16,8 +16,8 @@ from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import AXES, DTYPES, Variant, side_defines
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.layout import PAGE_TOKENS
-from kvcal.plan.format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
 
 PARAMS = ("float16", "bfloat16", "float32")
 CACHES = ("bfloat16", "float16")

@@ -16,8 +16,8 @@ from kvcal.data.sequences import TokenDataset
 from kvcal.geometry import ModelIdentity
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
-from kvcal.plan.format import Format
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
+from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_tensors
 from kvcal.progress import Silent

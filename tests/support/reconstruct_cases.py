@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
-from kvcal.kernels.forms import PageCoding, Reconstruction
 from kvcal.kernels.operands import Place
+from kvcal.kernels.page_codec import PageCoding, Reconstruction
 from kvcal.kernels.reconstruct import position_turns, reconstruct
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.hadamard import random_signs
 from kvcal.pages.lattice import LatticeLayout
 from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.pages.tiered import TieredLayout
-from kvcal.plan.format import RAW, Boost, Format, Tier, WindowRule
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import RAW, Boost, Format, Tier, WindowRule
 
 LATTICES = ((2, 2), (3, 2), (4, 2), (2, 4))  # num_bits, lattice_dim
 KITTY = Boost("magnitude", (Tier(4, 0.25),))

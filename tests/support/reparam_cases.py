@@ -14,8 +14,8 @@ from kvcal.data.sequences import TokenDataset
 from kvcal.geometry import ModelIdentity
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
-from kvcal.plan.format import Format
 from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.page_format import Format
 from kvcal.progress import Silent
 from kvcal.recipe import ReparamSpec
 from kvcal.stages.reparam import stage as reparam

@@ -17,8 +17,8 @@ from transformers import LlamaConfig, MistralConfig
 from kvcal import Plan, PlanCache
 from kvcal.errors import SlowPath
 from kvcal.geometry import AttentionGeometry, ModelIdentity
-from kvcal.plan.format import RAW, Boost, Format, Tier
 from kvcal.plan.layer import LayerPlan, Predictor
+from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Workload
 from kvcal.store.state import Serving
 

@@ -11,7 +11,7 @@ from static_cases import assert_same_pages, listened
 from torch import Tensor
 
 from kvcal import Plan, PlanCache, attached
-from kvcal.plan.format import RAW, Boost, Format, Tier, WindowRule
+from kvcal.plan.page_format import RAW, Boost, Format, Tier, WindowRule
 from kvcal.plan.plan import Workload
 
 # Pages are packed with 128, 256 and 384 tokens.

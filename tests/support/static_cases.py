@@ -20,8 +20,8 @@ from torch import Tensor
 
 from kvcal import Plan, PlanCache
 from kvcal.cache.attached import attached_for
-from kvcal.cache.layer import PagedLayer
-from kvcal.plan.format import RAW, Boost, Format, Tier, WindowRule, num_pages
+from kvcal.cache.paged_layer import PagedLayer
+from kvcal.plan.page_format import RAW, Boost, Format, Tier, WindowRule, num_pages
 from kvcal.store.paged_tensor import PagedTensor
 
 RECIPES = recipe_formats()

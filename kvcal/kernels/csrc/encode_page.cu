@@ -27,7 +27,7 @@ enum { BLOCKS = 3 };  // an SM: leaves a thread 80 registers
 
 constexpr int STRIDE = tile_stride(WIDTH), TILES = KV_PAGE_TOKENS / TILE_TOKENS;
 static_assert(Stored::dim % 8 == 0 && KV_PAGE_TOKENS % TILE_TOKENS == 0, "8 channels a thread, whole tiles");
-static_assert((TILE_TOKENS * STRIDE + SCRATCH_FLOATS) * 4 <= SHARED_BYTES, "see kvcal/kernels/forms.py");
+static_assert((TILE_TOKENS * STRIDE + SCRATCH_FLOATS) * 4 <= SHARED_BYTES, "see kvcal/kernels/page_codec.py");
 
 // What a launch is about, of neighbouring heads out of N: see ``encode_page``.
 struct Task {

@@ -31,7 +31,7 @@ enum { BLOCKS = 4 };  // an SM: leaves a thread 64 registers
 
 constexpr int STRIDE = tile_stride(WIDTH), CHUNKS = Stored::dim / 8;
 static_assert(Stored::dim % 8 == 0 && KV_PAGE_TOKENS % TILE_TOKENS == 0, "8 channels a thread, whole tiles");
-static_assert((GRID_FLOATS + TILE_TOKENS * STRIDE) * 4 <= SHARED_BYTES, "see kvcal/kernels/forms.py");
+static_assert((GRID_FLOATS + TILE_TOKENS * STRIDE) * 4 <= SHARED_BYTES, "see kvcal/kernels/page_codec.py");
 
 KV_INLINE void store_tokens(unsigned short* to, const float* x) {
     unsigned words[4];

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.plan.format import RAW, SIDES, UNIFORM, Format, Side
 from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.page_format import RAW, SIDES, UNIFORM, Format, Side
 from kvcal.plan.plan import Workload
 from kvcal.recipe import AllocateSpec, CacheSpec
 from kvcal.stages.allocate.budget import ModelSizes, infeasible, reserved_bytes, resolve_budget

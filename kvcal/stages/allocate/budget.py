@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from kvcal.errors import InfeasibleBudget, UsageError
 from kvcal.geometry import CacheDtype, Geometry
-from kvcal.plan.format import SIDES
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_nbytes, tensors_nbytes
 from kvcal.quantities import format_bytes, parse_bytes

@@ -21,7 +21,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from kvcal.plan.format import SIDES, Format, Side, WindowRule
+from kvcal.plan.page_format import SIDES, Format, Side, WindowRule
 from kvcal.recipe import ImportanceSpec
 from kvcal.stages.profile.record import Profile
 

@@ -15,8 +15,8 @@ from pydantic.dataclasses import dataclass
 
 from kvcal import artifact
 from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
-from kvcal.plan.format import Format
 from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import check_layers, needed_tensors
 from kvcal.recipe import CacheSpec, FormatsSpec, ImportanceSpec, ProgressiveSpec, fixed_layers

@@ -27,8 +27,8 @@ from kvcal.errors import InfeasibleBudget
 from kvcal.geometry import CacheDtype
 from kvcal.pages.layout import RAW_BITS
 from kvcal.pages.shrink import Shift
-from kvcal.plan.format import SIDES, UNIFORM, Format
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import SIDES, UNIFORM, Format
 from kvcal.plan.plan import Workload
 from kvcal.quantities import format_bytes
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 from kvcal.errors import InfeasibleBudget
 from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.pages.predictor import LinearPredictor
-from kvcal.plan.format import num_pages
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import num_pages
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import needed_nbytes
 from kvcal.quantities import format_bytes

@@ -27,8 +27,8 @@ from kvcal.pages.codec import PageCodec
 from kvcal.pages.layout import PAGE_TOKENS, page_positions, without_sinks
 from kvcal.pages.predictor import LinearPredictor
 from kvcal.pages.transforms import unrotate
-from kvcal.plan.format import SIDES, Side, num_pages
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import SIDES, Side, num_pages
 from kvcal.plan.tensors import predictor_shape
 
 FIT, HELD_OUT = "fit", "held_out"

@@ -21,8 +21,8 @@ from kvcal import artifact
 from kvcal.errors import UsageError
 from kvcal.geometry import CacheDtype, Index, ModelIdentity
 from kvcal.pages.predictor import MAX_INPUTS, PredictorShape
-from kvcal.plan.format import RAW, SIDES, Side
 from kvcal.plan.layer import LayerPlan, Predictor
+from kvcal.plan.page_format import RAW, SIDES, Side
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import check_layers, predictor_shape, rotary_spec
 from kvcal.recipe import PredictorSpec

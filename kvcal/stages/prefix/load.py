@@ -17,20 +17,20 @@ import torch
 from torch import Tensor
 
 from kvcal import artifact
-from kvcal.cache.layer import PagedLayer
+from kvcal.cache.paged_layer import PagedLayer
 from kvcal.cache.plan_cache import PlanCache
-from kvcal.cache.window_layer import BoundedLayer
+from kvcal.cache.sliding_window import BoundedLayer
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.models.load import LoadedModel
 from kvcal.pages.codec import ENCODE_PAGES
 from kvcal.pages.layout import PAGE_TOKENS
-from kvcal.plan.format import SIDES, Side, num_pages
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import SIDES, Side, num_pages
 from kvcal.plan.plan import Plan
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
-from kvcal.stages.complete import completion, new_tokens, prompt_tokens
-from kvcal.stages.prefix.pack import (
+from kvcal.stages.generate import completion, new_tokens, prompt_tokens
+from kvcal.stages.prefix.save import (
     KIND,
     SCHEMA,
     Prefix,

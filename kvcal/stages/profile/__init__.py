@@ -19,7 +19,7 @@ from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations
 from kvcal.models.load import LoadedModel, weight_bytes
 from kvcal.models.taps import check_taps
-from kvcal.plan.format import SIDES, Side
+from kvcal.plan.page_format import SIDES, Side
 from kvcal.progress import Reporter
 from kvcal.recipe import CacheSpec, ProfileSpec
 from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic, require_steps

@@ -29,7 +29,7 @@ from kvcal.models.geometry import attention_layers
 from kvcal.models.projections import KVProjection, kv_projections
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.layout import PARAM_DTYPES
-from kvcal.plan.format import SIDES, Side
+from kvcal.plan.page_format import SIDES, Side
 from kvcal.stages.profile.sensitivity import Candidate, Errors, quantization_errors
 
 LayerSide = tuple[int, Side]  # the layer's cache index first

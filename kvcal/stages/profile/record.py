@@ -35,7 +35,7 @@ from torch import Tensor
 from kvcal import artifact
 from kvcal.errors import UsageError
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
-from kvcal.plan.format import SIDES, Side
+from kvcal.plan.page_format import SIDES, Side
 from kvcal.recipe import CacheSpec, Objective, ProfileSpec
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
 from kvcal.stages.checkpoint import LARGEST, Mean

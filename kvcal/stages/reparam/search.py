@@ -30,13 +30,13 @@ from torch import Tensor
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.geometry import CACHE_DTYPES, CacheDtype
 from kvcal.models.load import LoadedModel
-from kvcal.models.reread import Segment
+from kvcal.models.replay import Segment
 from kvcal.models.rope import inputs_at
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS, without_sinks
-from kvcal.plan.format import Format
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import Format
 from kvcal.progress import Reporter
 from kvcal.stages.checkpoint import Mean
 

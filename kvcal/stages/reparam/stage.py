@@ -31,7 +31,7 @@ from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import bias_findings
-from kvcal.models.reread import Reread, rereading
+from kvcal.models.replay import Reread, rereading
 from kvcal.models.rope import rotary_pairs
 from kvcal.models.taps import Captured, check_taps
 from kvcal.plan.layer import LayerPlan

@@ -21,8 +21,8 @@ from torch import Tensor
 from kvcal.artifact import sha256_json, tensors_sha256
 from kvcal.data.sequences import TokenDataset
 from kvcal.models.load import LoadedModel, weight_bytes
-from kvcal.plan.format import SIDES
 from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Reporter

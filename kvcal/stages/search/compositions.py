@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kvcal.errors import UsageError
 from kvcal.geometry import Geometry
-from kvcal.plan.format import RAW, SIDES, Format, Side
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
+from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import lattice_tensors, needed_nbytes, needed_tensors
 from kvcal.recipe import CacheSpec, KeyChoice, PredictorSpec, SearchSpec, ValueChoice

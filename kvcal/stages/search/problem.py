@@ -26,8 +26,8 @@ from operator import itemgetter
 
 from kvcal.errors import InfeasibleBudget
 from kvcal.geometry import Geometry
-from kvcal.plan.format import SIDES, Side
 from kvcal.plan.layer import bare_layers
+from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import Workload
 from kvcal.recipe import CacheSpec, PredictorSpec, SearchSpec
 from kvcal.stages.allocate import solver

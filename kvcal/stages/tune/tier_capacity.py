@@ -27,7 +27,7 @@ from kvcal.models.taps import Captured, tap
 from kvcal.pages.layout import PAGE_TOKENS, without_sinks
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.tiered import MAX_SLOTS
-from kvcal.plan.format import Boost, Format, Tier
+from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.variants import page_layout
-from kvcal.plan.format import Format, Side, num_pages
+from kvcal.plan.page_format import Format, Side, num_pages
 
 FIELDS = ("bits", "base", "pages", "heads", "record", "squeezed", "transform")
 BITS, BASE, PAGES, HEADS, RECORD, SQUEEZED, TRANSFORM = range(len(FIELDS))

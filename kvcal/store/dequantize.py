@@ -2,7 +2,7 @@
 
 None of them folds into a query. So they stay what they are in memory, the same bytes as in the dynamic cache, and in
 every step the pages of one layer are reconstructed into pages of 16 bits, in a workspace that all layers share
-(kvcal.store.form_workspace), over which the ordinary kernels run. Reconstruction is a kernel of its own
+(kvcal.store.dequantize_workspace), over which the ordinary kernels run. Reconstruction is a kernel of its own
 (kvcal.kernels.reconstruct), in fp32, rounded once to the cache's dtype. What is predicted from is reconstructed for its
 readers as well, before RoPE and in fp32.
 
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.encode import completed_pages, encode_page
-from kvcal.kernels.forms import VALUES_AT_ONCE, PageCoding, Reconstruction
 from kvcal.kernels.operands import Place
+from kvcal.kernels.page_codec import VALUES_AT_ONCE, PageCoding, Reconstruction
 from kvcal.kernels.predict import Predict, prepared
 from kvcal.kernels.reconstruct import reconstruct
 from kvcal.kernels.reference import NON_FINITE
@@ -34,8 +34,8 @@ from kvcal.kernels.variants import head_ranges, stored_form
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS, noted_in
 from kvcal.pages.predictor import LinearPredictor
-from kvcal.plan.format import SIDES, Side
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import SIDES, Side
 from kvcal.store.paged_tensor import PagedTensor
 from kvcal.store.prediction import predictor_of
 from kvcal.store.state import StepState

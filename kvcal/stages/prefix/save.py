@@ -35,14 +35,14 @@ from torch import Tensor
 from kvcal import artifact
 from kvcal.cache.attached import attached_for
 from kvcal.cache.plan_cache import PlanCache
-from kvcal.cache.window_layer import BoundedLayer
+from kvcal.cache.sliding_window import BoundedLayer
 from kvcal.data.sequences import prefix_ids
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, ModelIdentity, StateGeometry
 from kvcal.models.load import LoadedModel
 from kvcal.pages.layout import PAGE_TOKENS
-from kvcal.plan.format import SIDES
 from kvcal.plan.layer import bare_layers
+from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan
 from kvcal.stages.verify import require_same_model
 from kvcal.store.paged_tensor import PagedTensor

@@ -1,6 +1,6 @@
 """The memory of all pages of a static cache whose plan has them shrink, and the stages that it goes through.
 
-kvcal.kernels.stages says how the memory is laid out, and what leads from stage to stage. Every update begins by
+kvcal.kernels.regions says how the memory is laid out, and what leads from stage to stage. Every update begins by
 shrinking pages to the bits of the columns behind it, as in the dynamic cache: there is no room for new pages before. A
 step does so by itself, on the device, once for all layers and before the first of them (``advance``). Prompts, and
 whatever else the host does, wait for the device (``prepare``).
@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from kvcal.kernels.decode import require_rows
+from kvcal.kernels.regions import BITS, RECORD, Region, Stages, layout_table, region_pages, stage_starts
 from kvcal.kernels.shrink import Shrinking, new_tickets, shrink, shrinkings, slide
-from kvcal.kernels.stages import BITS, RECORD, Region, Stages, layout_table, region_pages, stage_starts
 from kvcal.kernels.variants import head_ranges, variant_of
-from kvcal.plan.format import SIDES, Side
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import Plan
-from kvcal.store.fixed import fixed
-from kvcal.store.pool import Span
+from kvcal.store.pool import Span, fixed
 
 # A distance in tokens beyond any context.
 NO_STAGE = 1 << 30

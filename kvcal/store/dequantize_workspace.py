@@ -1,4 +1,4 @@
-"""Scratch of a static cache whose plan has stored forms (kvcal.store.forms), allocated once for all layers.
+"""Scratch of a static cache whose plan has stored forms (kvcal.store.dequantize), allocated once for all layers.
 
     tokens    the pages of ONE layer as the kernels meet them: 16 bits, in the cache's dtype. Layers follow one another,
               so the largest layer's are room enough.
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from kvcal.kernels.reconstruct import position_turns
 from kvcal.kernels.variants import HeadRange, head_ranges
-from kvcal.plan.format import SIDES, Side
 from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import Plan
 from kvcal.store.step_workspace import form_bytes, raw_record_bytes, step_workspace
 

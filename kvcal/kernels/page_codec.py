@@ -1,6 +1,6 @@
 """A stored form: what the kernels that encode and reconstruct its pages are compiled for, and their operands.
 
-A stored form (kvcal.store.forms) is one side of N neighbouring heads of one layer in one format, whose pages the
+A stored form (kvcal.store.dequantize) is one side of N neighbouring heads of one layer in one format, whose pages the
 attention kernels cannot read: on a lattice, residuals of a prediction, keys before RoPE. ``csrc/reconstruct.cu`` and
 ``csrc/encode_page.cu`` serve all of them but what has no room in a block's shared memory (``unserved``, ``unencoded``).
 
@@ -24,7 +24,7 @@ from kvcal.pages.layout import PAGE_TOKENS, PARAM_DTYPES, RAW_BITS
 from kvcal.pages.shrink import Transform
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import PageLayout
-from kvcal.plan.format import SIDES, Format, Layout, Side
+from kvcal.plan.page_format import SIDES, Format, Layout, Side
 from kvcal.strict import STRICT
 
 THREADS = 256

@@ -19,8 +19,8 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from kvcal.cache.layer import DYNAMIC_HINT, Allocate, PagedLayer
-from kvcal.cache.window_layer import BoundedLayer, StaticWindow, require_left_padding, window_refusals
+from kvcal.cache.paged_layer import DYNAMIC_HINT, Allocate, PagedLayer
+from kvcal.cache.sliding_window import BoundedLayer, StaticWindow, require_left_padding, window_refusals
 from kvcal.errors import ArtifactError, UnsupportedModel
 from kvcal.geometry import AttentionGeometry, StateGeometry
 from kvcal.kernels.choice import storage_refusals

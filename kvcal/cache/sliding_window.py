@@ -19,14 +19,14 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvcal.cache.layer import PagedLayer
+from kvcal.cache.paged_layer import PagedLayer
 from kvcal.cache.shapes import require_shapes
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
-from kvcal.plan.format import SIDES, Side
+from kvcal.plan.page_format import SIDES, Side
 from kvcal.store.layer_store import NewTokens
-from kvcal.store.rows import Block, Padding, Rows
-from kvcal.store.window_store import WindowStore
+from kvcal.store.padding import Block, Padding, Rows
+from kvcal.store.sliding_window import WindowStore
 
 
 class StaticWindow(PagedLayer):

@@ -27,12 +27,12 @@ from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.choice import refusals, slow_reasons
 from kvcal.pages.scores import query_sum
-from kvcal.plan.format import RAW, SIDES, Side
 from kvcal.plan.layer import LayerPlan
-from kvcal.store.forms import StepForm, form_reasons
+from kvcal.plan.page_format import RAW, SIDES, Side
+from kvcal.store.dequantize import StepForm, form_reasons
 from kvcal.store.layer_store import LayerStore, NewTokens
+from kvcal.store.padding import Padding, Rows
 from kvcal.store.paged_tensor import PagedTensor
-from kvcal.store.rows import Padding, Rows
 from kvcal.store.state import PlanState, StepState
 
 # A distance in tokens beyond any context: 16-bit pages lose nothing, whenever they are written.

@@ -18,9 +18,9 @@ from kvcal.kernels import ops
 from kvcal.kernels.operands import Memory, PageTransform, Place
 from kvcal.kernels.variants import Variant, window_variant
 from kvcal.kernels.window import append_window
-from kvcal.plan.format import SIDES, Side
 from kvcal.plan.layer import LayerPlan
-from kvcal.store.fixed import fixed
+from kvcal.plan.page_format import SIDES, Side
+from kvcal.store.pool import fixed
 from kvcal.store.state import StepState
 
 
