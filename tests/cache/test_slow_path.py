@@ -22,7 +22,9 @@ K_SINKS = replace(K, num_sink_tokens=4)
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
-    """Tensors on CUDA without memory; properties of an H200."""
+    """Tensors on CUDA without memory, of which a CPU build cannot make views: layers stay empty. Properties of an
+    H200."""
+    monkeypatch.setattr("kvcal.cache.paged_layer.LayerStore", lambda *given: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     return FakeTensorMode()

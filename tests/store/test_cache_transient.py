@@ -16,10 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvcal import PlanCache
-from kvcal.cache.paged_layer import PagedLayer
 from kvcal.pages.codec import ENCODE_PAGES
 from kvcal.plan.page_format import RAW, Format
-from kvcal.store.layer_store import NewTokens
+from kvcal.store.layer_store import LayerStore, NewTokens
 from kvcal.store.transient import SCRATCH_BYTES, transient_bytes
 
 
@@ -53,7 +52,7 @@ def peak_of_storing(cache: PlanCache, states: torch.Tensor, monkeypatch: pytest.
     peak = 0
 
     def watched(call: Callable[..., None]) -> Callable[..., None]:
-        def method(layer: PagedLayer, *args: Any) -> None:
+        def method(layer: LayerStore, *args: Any) -> None:
             nonlocal peak
             held = [tensor for each in cache.layers for tensor in each.tensors]
             given = [tensor for new in args if isinstance(new, NewTokens) for tensor in (new.keys, new.values)]
@@ -65,8 +64,8 @@ def peak_of_storing(cache: PlanCache, states: torch.Tensor, monkeypatch: pytest.
         return method
 
     with monkeypatch.context() as patched:
-        for call in (PagedLayer._shrink, PagedLayer._store):
-            patched.setattr(PagedLayer, call.__name__, watched(call))
+        for call in (LayerStore.set_bits, LayerStore.write):
+            patched.setattr(LayerStore, call.__name__, watched(call))
         for layer in range(len(cache.plan.layers)):
             cache.update(states, -states, layer)
     return peak
