@@ -75,7 +75,8 @@ class TokenDataset:
     """``sequences``: int64 [T] each, T <= seq_len, no padding. ``loss_masks``: bool [T] each, True where the token is a
     target of the next-token loss (never at position 0, at least one per sequence). ``fingerprint``: sha256 over both;
     ``description``: one line for people, without machine paths; ``source``: where they come from, None if they were
-    made up; ``purpose``: of which pool. All counts are tokens."""
+    made up; ``purpose``: of which pool; ``kinds``: what kind of text each sequence is, such as "code". All counts are
+    tokens."""
 
     sequences: tuple[Tensor, ...]
     loss_masks: tuple[Tensor, ...]
@@ -83,6 +84,11 @@ class TokenDataset:
     description: str
     source: SourceId | None = None
     purpose: Purpose = "fit"
+    kinds: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.kinds:
+            object.__setattr__(self, "kinds", (self.description,) * len(self.sequences))
 
     @property
     def digests(self) -> tuple[str, ...]:

@@ -130,11 +130,12 @@ def kl_divergence(reference_nV: Tensor, logits_nV: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """A calibration sequence for the KL, cut; ``sample`` is its number in the data."""
+    """A calibration sequence for the KL, cut; ``sample`` is its number in the data, ``kind`` its kind of text."""
 
     sample: int
     tokens_T: Tensor
     loss_mask_T: Tensor
+    kind: str = ""
 
 
 def kl_texts(data: TokenDataset, num_samples: int, num_tokens: int, cache: CacheSpec) -> list[Text]:
@@ -143,8 +144,8 @@ def kl_texts(data: TokenDataset, num_samples: int, num_tokens: int, cache: Cache
     if num_samples == 0:
         return []
     first = cache.first_from_page
-    pairs = zip(data.sequences, data.loss_masks, strict=True)
-    cut = [Text(i, tokens[:num_tokens], mask[:num_tokens]) for i, (tokens, mask) in enumerate(pairs)]
+    sequences = enumerate(zip(data.sequences, data.loss_masks, data.kinds, strict=True))
+    cut = [Text(i, tokens[:num_tokens], mask[:num_tokens], kind) for i, (tokens, mask, kind) in sequences]
     texts = [text for text in cut if bool(text.loss_mask_T[first:].any())][:num_samples]
     if not texts:
         raise UsageError(
