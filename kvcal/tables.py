@@ -16,11 +16,11 @@ from kvcal.quantities import format_bytes
 from kvcal.strict import dump
 
 if TYPE_CHECKING:
+    from kvcal.run.formats import Tuned
     from kvcal.run.pipeline import Result
-    from kvcal.run.tune import Tuned
     from kvcal.stages.allocate.record import Allocation
-    from kvcal.stages.evaluate.stage import Evaluation
-    from kvcal.stages.prefix.save import PackedPrefix
+    from kvcal.stages.evaluate import Evaluation
+    from kvcal.stages.prefix import PackedPrefix
     from kvcal.stages.profile.record import Profile
     from kvcal.stages.search.record import SearchReport
     from kvcal.stages.verify import Check

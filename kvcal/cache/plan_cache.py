@@ -50,7 +50,7 @@ class PlanCache(Cache):
 
     ``nbytes`` equals ``plan.nbytes(lengths, columns)`` at any time, but for one case: while past recording is on
     (assisted decoding), sliding-window layers hold the tokens of the last update on top, until the next crop or update.
-    While it stores new tokens, a dynamic cache takes up to ``kvcal.store.transient.transient_bytes`` more. A static
+    While it stores new tokens, a dynamic cache takes up to ``kvcal.store.workspace.transient_bytes`` more. A static
     cache takes ``plan.nbytes`` of rows of ``max_tokens``, from the first update on, and ``workspace_nbytes`` on top;
     where pages shrink, the most that ``plan.nbytes`` says of rows of 1 ... ``max_tokens``."""
 

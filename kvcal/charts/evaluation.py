@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvcal.charts import GREY, RED, SMALLEST_KL, Mark, Panel, Picture, accuracy_mark, kl_mark
 from kvcal.plan.plan import SIDES, Plan
 from kvcal.quantities import format_bytes
-from kvcal.stages.evaluate.stage import Evaluation, Row, priced_header
+from kvcal.stages.evaluate import Evaluation, Row, priced_header
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -122,7 +122,7 @@ def generate(
     """
     from kvcal.plan.plan import load_plan
     from kvcal.stages.generate import complete
-    from kvcal.stages.prefix.load import complete_after, load_prefix
+    from kvcal.stages.prefix import complete_after, load_prefix
     from kvcal.stages.verify import require_same_model
 
     if chat and prefix is not None:
@@ -166,7 +166,7 @@ def pack_prefix(
     """
     from kvcal import tables as views
     from kvcal.plan.plan import load_plan
-    from kvcal.stages.prefix import save as stage
+    from kvcal.stages import prefix as stage
     from kvcal.strict import dump
 
     text = prompt_text(prompt, prompt_file)

@@ -113,8 +113,7 @@ def tune(
     from kvcal.folder import DEFAULT_WORKLOAD, Folder
     from kvcal.quantities import parse_bytes
     from kvcal.recipe_files import load_recipe
-    from kvcal.run.formats import formats_plan
-    from kvcal.run.tune import tune_plan
+    from kvcal.run.formats import formats_plan, tune_plan
     from kvcal.stages.tune.objective import Origin
 
     base = load_recipe(recipe)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations
-from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
-from kvcal.kernels.regions import BITS, region_pages
+from kvcal.kernels.operands import BITS, Memory, PageTransform, Place, QueryStatistic, region_pages
 from kvcal.kernels.variants import VARIANTS, Variant
 from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.pages.scores import channel_scores

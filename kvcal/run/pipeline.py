@@ -30,7 +30,7 @@ from kvcal.stages import search as search_stage
 from kvcal.stages.allocate.budget import transform_bytes
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.compile import compile_plan
-from kvcal.stages.evaluate.stage import Evaluation, evaluate, require_scheduled_texts, scheduled_batch
+from kvcal.stages.evaluate import Evaluation, evaluate, require_scheduled_texts, scheduled_batch
 from kvcal.strict import dump
 
 

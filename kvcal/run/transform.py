@@ -25,12 +25,12 @@ from kvcal.plan.tensors import lattice_tensors, tensors_nbytes
 from kvcal.progress import Reporter
 from kvcal.recipe import Recipe, ReparamSpec
 from kvcal.stages import allocate as allocation_stage
+from kvcal.stages import reparam as reparam_stage
 from kvcal.stages.allocate.budget import bytes_left, reserve_hint, spared_lambdas
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.predictors import stage as predictor_stage
 from kvcal.stages.predictors.choice import Room
 from kvcal.stages.predictors.record import PredictorRecord
-from kvcal.stages.reparam import stage as reparam_stage
 from kvcal.stages.reparam.record import Reparam
 from kvcal.strict import dump
 

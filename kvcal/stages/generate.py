@@ -1,6 +1,6 @@
 """One completion with a plan's packed cache: what ``kvcal generate`` runs, and what a user of the library writes.
 
-Its steps stand by themselves for prompts whose beginning lies in a file (``prefix.load``): the prompt's tokens,
+Its steps stand by themselves for prompts whose beginning lies in a file (``prefix``): the prompt's tokens,
 what follows them with a cache that may hold some of them, and the result.
 """
 

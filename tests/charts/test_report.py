@@ -14,8 +14,8 @@ from kvcal.charts.evaluation import draw, draw_kl, table_rows
 from kvcal.errors import ArtifactError
 from kvcal.geometry import AttentionGeometry, ModelIdentity, StateGeometry
 from kvcal.plan.plan import RAW, Format, LayerPlan, Plan, Workload
-from kvcal.stages.evaluate.generation import TaskResult, wilson_se
-from kvcal.stages.evaluate.stage import Evaluation, Row, measured_bits
+from kvcal.stages.evaluate import Evaluation, Row, measured_bits
+from kvcal.stages.evaluate.tasks import TaskResult, wilson_se
 from kvcal.stages.evaluate.text import TextQuality
 
 K3, K4, V2, V8 = Format(3, "channel", 64), Format(4, "token", 32), Format(2, "token", 32), Format(8, "token", 128)

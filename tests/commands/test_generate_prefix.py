@@ -18,7 +18,7 @@ from kvcal.models.load import LoadedModel, load
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload
-from kvcal.stages.prefix.save import encode_prompt
+from kvcal.stages.prefix import encode_prompt
 
 MANUAL = "Times. 12 x 34 = 408\n" * 30
 QUESTION = "Times. 56 x 78 = ?\n" * 3

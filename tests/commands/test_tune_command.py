@@ -28,7 +28,7 @@ from kvcal.recipe_files import load_recipe
 from kvcal.run.pipeline import baseline_plan, build_plan
 from kvcal.run.transform import sequences
 from kvcal.stages.allocate.budget import ModelSizes, resolve_budget
-from kvcal.stages.evaluate.generation import TaskResult, measure_tasks
+from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
 from kvcal.stages.tune import objective as tune_objective
 from kvcal.stages.tune.objective import Origin, TaskObjective, tuned_bits
 from kvcal.stages.tune.record import Outcome, choose, load_tuning
@@ -85,7 +85,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, model: Path, recipe: Path) -
         patch.setattr(
             "sys.argv", ["kvcal", "tune", str(recipe), "--model", str(model), "--out", str(folder), "--quiet"]
         )
-        from kvcal import cli
+        from kvcal import __main__ as cli
 
         with pytest.raises(SystemExit) as end:
             cli.main()

@@ -32,13 +32,13 @@ from kvcal.models.load import LoadedModel, load
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Plan
-from kvcal.stages.prefix.load import load_prefix
-from kvcal.stages.prefix.save import (
+from kvcal.stages.prefix import (
     KIND,
     SCHEMA,
     complete_prefix,
     encode_prompt,
     held_tensors,
+    load_prefix,
     pack_prefix,
     unpredicted,
 )

@@ -40,10 +40,9 @@ from kvcal.stages.compare.record import (
     with_shares,
 )
 from kvcal.stages.compile import compile_plan
-from kvcal.stages.evaluate.stage import Row, load_evaluation, save_evaluation
+from kvcal.stages.evaluate import Row, load_evaluation, save_evaluation
 from kvcal.stages.predictors import record as predictor_record
-from kvcal.stages.prefix.load import load_prefix
-from kvcal.stages.prefix.save import pack_prefix
+from kvcal.stages.prefix import load_prefix, pack_prefix
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.reparam import record as reparam_record
 from kvcal.stages.search import record as search_record

@@ -35,7 +35,7 @@ from kvcal.quantities import format_bytes
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.records import read_json, write_json
-from kvcal.stages.evaluate.stage import Row, priced_header, require_same_tasks
+from kvcal.stages.evaluate import Row, priced_header, require_same_tasks
 from kvcal.strict import STRICT, Amount, Number
 
 KIND = "comparison"

@@ -2,7 +2,7 @@
 
 A trial takes the plan with its thresholds in the key tiers, which have the capacity that calibration pages need (see
 ``tier_capacity``) or the recipe's shares, and has the model solve problems through that plan's packed cache; there is
-no simulated score. Tasks are the embedded ones (``evaluate.generation``), or "lm-eval:NAME" (``evaluate.lm_eval``); the
+no simulated score. Tasks are the embedded ones (``measure_tasks``), or "lm-eval:NAME" (``packed_cache_lm``); the
 accuracy is their mean. Bits count everything at the plan's workload: the paper's count key codes alone, and are kept
 as a fact.
 
@@ -23,8 +23,7 @@ from kvcal.plan.plan import Plan
 from kvcal.progress import Silent
 from kvcal.quantities import MAX_SEED
 from kvcal.recipe import LM_EVAL, EvaluateSpec, TuneSpec
-from kvcal.stages.evaluate.generation import measure_tasks
-from kvcal.stages.evaluate.lm_eval import measure_lm_eval, require_lm_eval
+from kvcal.stages.evaluate.tasks import measure_lm_eval, measure_tasks, require_lm_eval
 from kvcal.stages.tune.record import Outcome, Search, Threshold
 from kvcal.stages.tune.tier_capacity import Scores, key_code_bits, measure_scores, score_quantile, with_thresholds
 
