@@ -26,9 +26,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from kvcal.cache.build import cache_layers, held_tensors
+from kvcal.cache.build import cache_layers, held_tensors, require_state
 from kvcal.cache.paged_layer import DYNAMIC_HINT, NO_PAGE, PagedLayer
-from kvcal.cache.shapes import require_state
 from kvcal.cache.sliding_window import BoundedLayer, StaticWindow
 from kvcal.cache.snapshot import Mark, copy_layers
 from kvcal.errors import ArtifactError, KvcalError, NonFiniteActivations, UnsupportedModel, UsageError

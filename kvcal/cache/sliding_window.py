@@ -23,8 +23,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvcal.cache.paged_layer import PagedLayer
-from kvcal.cache.shapes import require_shapes
+from kvcal.cache.paged_layer import PagedLayer, require_shapes
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
 from kvcal.kernels import ops

@@ -9,7 +9,7 @@ Two passes over the data, one sequence at a time, which an interrupted run conti
 
 1. statistics: largest, smallest and mean K_post per channel, without the sinks, which are never quantized;
 2. search: for every α of the grid, without and with the offset, the keys are written to the plan's pages and read back,
-   and the attention block runs again with them (``models.reread``), as decoding would read them. The smallest squared
+   and the attention block runs again with them (``rereading``), as decoding would read them. The smallest squared
    error of the block's output wins; values stay exact, since no choice here changes theirs.
 
 Left out: one α per head, α chosen on the loss instead of layer by layer, and far positions for the keys alone, with the
@@ -31,9 +31,8 @@ from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import bias_findings
-from kvcal.models.replay import Reread, rereading
 from kvcal.models.rope import rotary_pairs
-from kvcal.models.taps import Captured, check_taps
+from kvcal.models.taps import Captured, Reread, check_taps, rereading
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Reporter
