@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvcal.charts import BLUE, COLOURS, GREY, MARKERS, RED, SMALLEST_KL, Mark, Panel, Picture, accuracy_mark, kl_mark
 from kvcal.stages.compare.record import BASELINES, RAW_RECIPE, WORST_RECIPE, Comparison
 from kvcal.stages.evaluate import Row
 from kvcal.stages.tune import Trial, Tuning
-
-if TYPE_CHECKING:
-    pass
 
 BASELINE_DASHES = dict(zip(BASELINES, ("-", ":", "--"), strict=True))
 BITS = "bits per cached value, everything counted"

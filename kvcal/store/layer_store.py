@@ -89,11 +89,6 @@ def with_bits(variant: Variant, k_bits: int, v_bits: int) -> Variant:
     )
 
 
-def no_transform(device: torch.device) -> PageTransform:
-    nothing = torch.empty(0, dtype=torch.float32, device=device)
-    return PageTransform(nothing, nothing)
-
-
 class NewTokens(NamedTuple):
     """Keys and values [B, N, T, D] in the cache's dtype; ``columns`` were fed before them."""
 
