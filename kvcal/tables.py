@@ -151,9 +151,9 @@ def checks_table(checks: Sequence[Check]) -> View:
 
 def evaluation_table(evaluation: Evaluation) -> View:
     """A row for each plan."""
-    from kvcal.charts.evaluation import table_rows
+    from kvcal.stages.evaluate import table_columns
 
-    columns = table_rows(evaluation)
+    columns = table_columns(evaluation.rows)
     workload = evaluation.rows[0].workload
     title = f"{evaluation.data}; bytes at batch {workload.batch} x {workload.context} tokens; ± standard errors"
     return title, [header for header, _ in columns], list(zip(*(cells for _, cells in columns), strict=True))

@@ -1,4 +1,4 @@
-"""The evaluation as a table and as one picture: where the bits went, and what they bought; and a picture of predictors.
+"""The evaluation as one picture: where the bits went, and what they bought; and a picture of predictors.
 
 The allocation has a row per layer, K and V side by side, a cell per KV head where heads differ. Colour and number say
 the bits of a code; groups, sinks and windows are in ``kvcal inspect``'s table. The predictors' picture says what each
@@ -15,7 +15,7 @@ from kvcal.charts import BLUE, GREY, RED, SMALLEST_KL, Mark, Panel, Picture, acc
 from kvcal.plan.page_format import Side
 from kvcal.plan.plan import SIDES, Plan
 from kvcal.quantities import format_bytes
-from kvcal.stages.evaluate import Evaluation, Row, priced_header
+from kvcal.stages.evaluate import Evaluation, Row
 from kvcal.stages.predictors.record import PredictorRecord
 
 if TYPE_CHECKING:
@@ -27,37 +27,6 @@ DARK_BITS = 8
 # Beyond these, cells are too small for their numbers, and not every layer is named.
 MOST_NUMBERED_LAYERS, MOST_NUMBERED_HEADS, MOST_NAMED_LAYERS = 48, 8, 32
 GAP = 0.04
-
-
-def table_rows(evaluation: Evaluation) -> list[tuple[str, tuple[str, ...]]]:
-    """The table as (header, one cell a row) columns: text, ready to print. None without rows."""
-    rows = evaluation.rows
-    if not rows:
-        return []
-    columns = [
-        ("plan", [row.name for row in rows]),
-        (priced_header(rows[0].workload), [f"{row.bits_per_value:.3f}" for row in rows]),
-        ("cache", [format_bytes(row.total_bytes) for row in rows]),
-        (rows[0].text_bits.header, [f"{row.text_bits.bits_per_value:.3f}" for row in rows]),
-        ("KL to 16 bits", [_with_error(row.text.kl, row.text.kl_se, 5) for row in rows]),
-        ("top-1 %", [_percent(row.text.top1_agreement, row.text.top1_se) for row in rows]),
-        ("perplexity", [_with_error(row.text.perplexity, row.text.perplexity_se, 4) for row in rows]),
-    ]
-    for results in zip(*(row.tasks for row in rows), strict=True):
-        columns.append((f"{results[0].task} %", [_percent(task.accuracy, task.accuracy_se) for task in results]))
-    if rows[0].tasks:
-        columns.append(("all tasks %", [_percent(row.accuracy or 0.0, row.accuracy_se) for row in rows]))
-        columns.append(("bits at the tasks' lengths", [row.task_bits.cell if row.task_bits else "" for row in rows]))
-        columns.append(("generated", [str(sum(task.generated_tokens for task in row.tasks)) for row in rows]))
-    return [(header, tuple(cells)) for header, cells in columns]
-
-
-def _with_error(value: float, error: float | None, digits: int) -> str:
-    return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
-
-
-def _percent(share: float, error: float | None) -> str:
-    return _with_error(100 * share, None if error is None else 100 * error, 1)
 
 
 def draw(evaluation: Evaluation, plan: Plan, path: str | Path) -> None:

@@ -30,6 +30,7 @@ from kvcal.errors import ArtifactError, UsageError
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan, Workload
 from kvcal.progress import Reporter
+from kvcal.quantities import format_bytes
 from kvcal.recipe import EvaluateSpec
 from kvcal.records import read_json, write_json
 from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
@@ -184,6 +185,37 @@ def measured_bits(plan: Plan, lengths: Sequence[int]) -> MeasuredBits:
 def priced_header(workload: Workload) -> str:
     """Of the column of ``Row.bits_per_value``."""
     return f"bits at {workload.batch} x {workload.context}"
+
+
+def table_columns(rows: Sequence[Row]) -> list[tuple[str, tuple[str, ...]]]:
+    """The rows as (header, one cell a row) columns: text, ready to print. None without rows."""
+    if not rows:
+        return []
+    columns = [
+        ("plan", [row.name for row in rows]),
+        (priced_header(rows[0].workload), [f"{row.bits_per_value:.3f}" for row in rows]),
+        ("cache", [format_bytes(row.total_bytes) for row in rows]),
+        (rows[0].text_bits.header, [f"{row.text_bits.bits_per_value:.3f}" for row in rows]),
+        ("KL to 16 bits", [_with_error(row.text.kl, row.text.kl_se, 5) for row in rows]),
+        ("top-1 %", [percent(row.text.top1_agreement, row.text.top1_se) for row in rows]),
+        ("perplexity", [_with_error(row.text.perplexity, row.text.perplexity_se, 4) for row in rows]),
+    ]
+    for results in zip(*(row.tasks for row in rows), strict=True):
+        columns.append((f"{results[0].task} %", [percent(task.accuracy, task.accuracy_se) for task in results]))
+    if rows[0].tasks:
+        columns.append(("all tasks %", [percent(row.accuracy or 0.0, row.accuracy_se) for row in rows]))
+        columns.append(("bits at the tasks' lengths", [row.task_bits.cell if row.task_bits else "" for row in rows]))
+        columns.append(("generated", [str(sum(task.generated_tokens for task in row.tasks)) for row in rows]))
+    return [(header, tuple(cells)) for header, cells in columns]
+
+
+def _with_error(value: float, error: float | None, digits: int) -> str:
+    return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+
+
+def percent(share: float, error: float | None) -> str:
+    """A cell: a share and its standard error, None if unknown, in %."""
+    return _with_error(100 * share, None if error is None else 100 * error, 1)
 
 
 def save_evaluation(evaluation: Evaluation, path: str | Path) -> None:
