@@ -65,7 +65,7 @@ def calibrated(loaded: LoadedModel, fmt: Format, texts: Texts, length: int, step
         for name, (num_tokens, spec) in wanted.items():
             path = Path(folder) / f"{num_tokens}-{spec.position_scale}-{spec.offset}.safetensors"
             data = TokenDataset(texts.pieces(num_tokens), (), "show", f"pieces of {num_tokens} tokens")
-            found[name] = run_reparam(loaded, layers, {}, data, spec, {}, path, Silent())
+            found[name] = run_reparam(loaded, layers, data, spec, {}, path, Silent())
             print(f"calibrated: {fmt.num_bits} bits, {name}", flush=True)
     return found
 

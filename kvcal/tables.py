@@ -6,12 +6,12 @@ Results of stages are imported for types alone, so that showing a plan loads no 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvcal.console import View
 from kvcal.pages import LAYOUTS
-from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, bare_layers, plan_record
+from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, plan_record
 from kvcal.quantities import format_bytes
 from kvcal.strict import dump
 
@@ -90,7 +90,7 @@ def search_table(report: SearchReport) -> View:
 
 def plan_table(plan: Plan, workload: Workload) -> View:
     """A plan's totals and where it came from."""
-    raw_bytes = replace(plan, layers=bare_layers(plan.geometry), tensors={}).nbytes(workload.lengths)
+    raw_bytes = plan.unquantized().nbytes(workload.lengths)
     total = plan.nbytes(workload.lengths)
     libraries = plan.provenance.get("libraries")
     rows = [

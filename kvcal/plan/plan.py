@@ -95,6 +95,10 @@ class Plan:
     def geometry(self) -> Geometry:
         return Geometry(self.model.model_type, self.cache_dtype, tuple(layer.geometry for layer in self.layers))
 
+    def unquantized(self) -> Plan:
+        """The same model with every layer at 16 bits, without transforms."""
+        return dataclasses.replace(self, layers=bare_layers(self.geometry), tensors={})
+
     def nbytes(self, lengths: Sequence[int], columns: int | None = None) -> int:
         """Exact bytes of the cache for sequences of these lengths (tokens), padded to ``columns`` (default: the
         longest), with the tensors of the transforms. Equals ``PlanCache.nbytes`` at every length and batch."""

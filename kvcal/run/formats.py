@@ -17,7 +17,7 @@ from kvcal.artifact import read_inputs, sha256_json
 from kvcal.charts.comparison import draw_tuning
 from kvcal.data.pools import calibration, data_inputs, require_unseen, with_calibration
 from kvcal.errors import InfeasibleBudget
-from kvcal.folder import Folder, Job, compute_dtype, current_or, flat, max_context, model_inputs
+from kvcal.folder import Folder, Job, compute_dtype, current_or, flat, max_context, model_inputs, sequences
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import RAW, Plan, Workload, save_plan
 from kvcal.plan.tensors import lattice_tensors
@@ -25,7 +25,7 @@ from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes
 from kvcal.recipe import AllocateSpec, Recipe, TuneSpec
 from kvcal.recipe_files import load_recipe
-from kvcal.run.transform import reparam_data, sequences
+from kvcal.run.transform import reparam_data
 from kvcal.stages import allocate as allocation_stage
 from kvcal.stages import profile as profile_stage
 from kvcal.stages import search as search_stage

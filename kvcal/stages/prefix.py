@@ -7,7 +7,7 @@ default 16-bit ones, which need no predictor again.
 
     pack_prefix(loaded, plan, tokens, "prompt.safetensors")
     prefix = load_prefix(loaded, plan, "prompt.safetensors")                            # pages as stored
-    prefix = load_prefix(loaded, plan, "prompt.safetensors", into=unpredicted(plan))    # reconstructed once
+    prefix = load_prefix(loaded, plan, "prompt.safetensors", into=plan.unquantized())    # reconstructed once
 
 The logits behind the last token are stored, too: a prompt attends to itself before it is quantized, which a cache
 alone cannot repeat. With them, generation goes on from the file token by token as it does from the prompt: for ever
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,13 @@ from kvcal.cache.attached import attached_for
 from kvcal.cache.paged_layer import PagedLayer
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.cache.sliding_window import BoundedLayer
-from kvcal.data.sequences import prefix_ids
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
+from kvcal.folder import max_context
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, ModelIdentity, StateGeometry
 from kvcal.models.load import LoadedModel
 from kvcal.pages.codec import ENCODE_PAGES
 from kvcal.pages.layout import PAGE_TOKENS
-from kvcal.plan.layer import LayerPlan, bare_layers
-from kvcal.plan.page_format import SIDES, Side, num_pages
+from kvcal.plan.page_format import SIDES, num_pages
 from kvcal.plan.plan import Plan
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
 from kvcal.stages.generate import completion, new_tokens, prompt_tokens
@@ -93,21 +92,6 @@ class Prefix:
     logits_V: Tensor
 
 
-def encode_prompt(loaded: LoadedModel, prompt: str) -> Tensor:
-    """Token ids int64 [T], beginning as the model's sequences do. UsageError without text or tokenizer."""
-    if loaded.tokenizer is None:
-        raise UsageError(f"{loaded.source}: no tokenizer", hint="a prompt cannot be tokenized without one")
-    if not prompt.strip():
-        raise UsageError("the prompt is empty", hint="give --prompt TEXT or --prompt-file FILE")
-    body = loaded.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor(prefix_ids(loaded.tokenizer) + list(body), dtype=torch.int64)
-
-
-def unpredicted(plan: Plan) -> Plan:
-    """The plan that a prefix is reconstructed into: every layer at 16 bits."""
-    return replace(plan, layers=bare_layers(plan.geometry), tensors={})
-
-
 @torch.no_grad()
 def pack_prefix(loaded: LoadedModel, plan: Plan, tokens_T: Tensor, path: str | Path) -> PackedPrefix:
     """Take the prompt in through the plan's cache, and write that to ``path``.
@@ -121,7 +105,7 @@ def pack_prefix(loaded: LoadedModel, plan: Plan, tokens_T: Tensor, path: str | P
     states = [layer.geometry.index for layer in plan.layers if isinstance(layer.geometry, StateGeometry)]
     if states:
         raise UnsupportedModel(f"layers {states} keep a state of linear attention, which a prefix file does not hold")
-    limit = getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = max_context(loaded)
     if not 0 < len(tokens_T) <= (limit or len(tokens_T)):
         raise UsageError(f"a prompt of {len(tokens_T)} tokens, expected 1 to {limit}, the model's context")
     cache = PlanCache(plan, loaded.model.config)
@@ -159,22 +143,12 @@ def complete_prefix(loaded: LoadedModel, prefix: Prefix, max_new_tokens: int) ->
     """Greedy continuation, int64 [n]: what ``generate`` gives for the prompt and the same cache. The prefix's cache is
     used up."""
     first = prefix.logits_V.argmax().view(1)
-    new_tokens = first
     stop = loaded.model.generation_config.eos_token_id
     stops = [] if stop is None else [stop] if isinstance(stop, int) else list(stop)
-    if max_new_tokens > 1 and int(first) not in stops:
-        input_ids = torch.cat([prefix.tokens_T, first]).unsqueeze(0).to(loaded.model.device)
-        model: Any = loaded.model
-        with attached_for(loaded.model, prefix.cache.plan):
-            output = model.generate(
-                input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                past_key_values=prefix.cache,
-                max_new_tokens=max_new_tokens - 1,
-                do_sample=False,
-            )
-        new_tokens = output[0, len(prefix.tokens_T) :].cpu()
-    return new_tokens
+    if max_new_tokens <= 1 or int(first) in stops:
+        return first
+    tokens_T = torch.cat([prefix.tokens_T, first])
+    return torch.cat([first, new_tokens(loaded, prefix.cache, tokens_T, max_new_tokens - 1, 0.0, 0).cpu()])
 
 
 def named_parts(cache: PlanCache) -> Iterator[tuple[str, PagedTensor]]:
@@ -367,20 +341,14 @@ def _reconstructed(loaded: LoadedModel, cache: PlanCache, into: Plan) -> PlanCac
             hint="reconstruct into a plan without query scores, or take the prompt in again",
         )
     made = PlanCache(into, loaded.model.config)
-    by_index = {layer.geometry.index: layer for layer in cache.plan.layers}
-    for index, (old, new) in enumerate(zip(cache.layers, made.layers, strict=True)):
+    for old, new in zip(cache.layers, made.layers, strict=True):
         if isinstance(old, PagedLayer) and isinstance(new, PagedLayer):
-            # An update of no tokens returns all that is held.
-            keys, values = old.update(*(_nothing(by_index[index], side, 0, loaded) for side in SIDES))
-            new.update(keys, values)
+            # An update of no tokens returns all that is held, here in fp32.
+            num_heads, device = old.plan.attention.num_kv_heads, loaded.model.device
+            no_tokens = (torch.zeros(1, num_heads, 0, old.plan.head_dim(side), device=device) for side in SIDES)
+            new.update(*old.update(*no_tokens))
         elif isinstance(old, BoundedLayer) and isinstance(new, BoundedLayer):
             assert old.keys is not None and old.values is not None
             new.update(old.keys, old.values)
             new.cumulative_length = old.cumulative_length
     return made
-
-
-def _nothing(layer: LayerPlan, side: Side, num_tokens: int, loaded: LoadedModel) -> Tensor:
-    """Zeros [1, N, num_tokens, D] in fp32: the shape of an update."""
-    shape = (1, layer.attention.num_kv_heads, num_tokens, layer.head_dim(side))
-    return torch.zeros(shape, device=loaded.model.device)

@@ -18,7 +18,7 @@ from kvcal.data.pools import Purpose
 from kvcal.data.sequences import DataSpec
 from kvcal.data.tasks import problems
 from kvcal.errors import UsageError
-from kvcal.folder import Folder
+from kvcal.folder import Folder, sequences
 from kvcal.models.load import load
 from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload, bare_layers, load_plan, plan_bytes
@@ -26,7 +26,6 @@ from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec, EvaluateSpec, TuneSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.run.pipeline import baseline_plan, build_plan
-from kvcal.run.transform import sequences
 from kvcal.stages.allocate.budget import ModelSizes, resolve_budget
 from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
 from kvcal.stages.tune import Outcome, choose, load_tuning

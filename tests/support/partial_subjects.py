@@ -40,7 +40,7 @@ def run_profile(target: Path) -> None:
 def run_reparam(target: Path) -> None:
     layers = aqua_layers(loaded_llama())
     spec = ReparamSpec(position_scale=1.0, num_steps=2, offset=True)
-    reparam.run_reparam(loaded_llama(), layers, {}, DATA, spec, {}, target, Strict())
+    reparam.run_reparam(loaded_llama(), layers, DATA, spec, {}, target, Strict())
     reparam_record.table_rows(reparam_record.load(target))
 
 

@@ -61,7 +61,6 @@ def run(folder: Path, loaded: LoadedModel, layers=None, reporter=None, **other) 
     return reparam.run_reparam(
         loaded,
         layers_of(loaded) if layers is None else layers,
-        {},
         path=folder / "reparam.safetensors",
         reporter=reporter or Silent(),
         **given,

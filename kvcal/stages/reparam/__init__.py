@@ -61,7 +61,6 @@ STATISTICS, SEARCH = "statistics samples", "search samples"
 def run_reparam(
     loaded: LoadedModel,
     layers: tuple[LayerPlan, ...],
-    tensors: Mapping[str, Tensor],
     data: TokenDataset,
     spec: ReparamSpec,
     inputs: dict[str, Any],
@@ -69,7 +68,7 @@ def run_reparam(
     reporter: Reporter,
 ) -> Reparam:
     """Calibrate λ for the formats of ``layers`` and write the record to ``path``; an earlier run of the same ``inputs``
-    that was interrupted is continued. ``tensors``: the plan's so far (those of lattices are made here if missing).
+    that was interrupted is continued.
 
     Raises:
         UsageError: a sequence longer than the model's context, or none in which a page is read.
@@ -80,7 +79,7 @@ def run_reparam(
     searched = {layer.geometry.index: layer for layer in layers if searched_heads(layer) is not None}
     check_taps(loaded.model, loaded.geometry)
     pairs = rotary_pairs(loaded.model, loaded.geometry)
-    tensors = {name: t.to(loaded.model.device) for name, t in {**lattice_tensors(layers), **tensors}.items()}
+    tensors = {name: t.to(loaded.model.device) for name, t in lattice_tensors(layers).items()}
     if searched:
         _require_pages(data, searched)
     else:

@@ -143,9 +143,7 @@ class _Fits:
                 k, v = choice_format(choice, cache), choice_format(self.spec.values[0], cache)
                 layers, part = layers_in(self.loaded.geometry, k, v), self._part(f"lambda-{number}")
                 spec, inputs = self.recipe.reparam or ReparamSpec(), self.inputs
-                fitted = reparam.run_reparam(
-                    self.loaded, layers, {}, self.reparam_data, spec, inputs, part, self.reporter
-                )
+                fitted = reparam.run_reparam(self.loaded, layers, self.reparam_data, spec, inputs, part, self.reporter)
                 lambdas[number] = dict(fitted.lambdas)
                 part.unlink()
         return lambdas

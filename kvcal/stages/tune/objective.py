@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from kvcal.data.sequences import DataSpec, load_sequences
+from kvcal.data.sequences import DataSpec
 from kvcal.errors import UsageError
+from kvcal.folder import sequences
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Plan
 from kvcal.progress import Silent
@@ -107,11 +108,7 @@ class TaskObjective:
     @cached_property
     def scores(self) -> Scores:
         """Scores of the calibration pages."""
-        if self.loaded.tokenizer is None:
-            raise UsageError(f"{self.loaded.source}: no tokenizer", hint="data cannot be tokenized without one")
-        config = self.loaded.model.config.get_text_config(decoder=True)
-        data = load_sequences(self.data, self.loaded.tokenizer, getattr(config, "max_position_embeddings", None))
-        return measure_scores(self.loaded, self.plan, data, Silent())
+        return measure_scores(self.loaded, self.plan, sequences(self.data, self.loaded), Silent())
 
     def search(self) -> Search:
         """The search space: a threshold "tau_BITS" for every tier that has one."""
