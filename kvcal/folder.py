@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from kvcal import artifact
 from kvcal.artifact import differing_input, read_inputs
+from kvcal.data.pools import Purpose
+from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Workload
@@ -129,6 +131,13 @@ def compute_dtype(loaded: LoadedModel) -> dict[str, Any]:
 def max_context(loaded: LoadedModel) -> int | None:
     """The model's context in tokens, None where its config states none."""
     return getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def sequences(spec: DataSpec, loaded: LoadedModel, purpose: Purpose = "fit") -> TokenDataset:
+    """The sequences of a purpose's pool for this model; raises what kvcal.data.sequences.load_sequences raises."""
+    if loaded.tokenizer is None:
+        raise UsageError(f"{loaded.source}: no tokenizer", hint="data cannot be tokenized without one")
+    return load_sequences(spec, loaded.tokenizer, max_context(loaded), purpose)
 
 
 def flat(prefix: str, value: Any) -> dict[str, Any]:

@@ -6,21 +6,21 @@ Results of stages are imported for types alone, so that showing a plan loads no 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvcal.console import View
 from kvcal.pages import LAYOUTS
-from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, bare_layers, plan_record
+from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, plan_record
 from kvcal.quantities import format_bytes
 from kvcal.strict import dump
 
 if TYPE_CHECKING:
+    from kvcal.run.formats import Tuned
     from kvcal.run.pipeline import Result
-    from kvcal.run.tune import Tuned
     from kvcal.stages.allocate.record import Allocation
-    from kvcal.stages.evaluate.stage import Evaluation
-    from kvcal.stages.prefix.save import PackedPrefix
+    from kvcal.stages.evaluate import Evaluation
+    from kvcal.stages.prefix import PackedPrefix
     from kvcal.stages.profile.record import Profile
     from kvcal.stages.search.record import SearchReport
     from kvcal.stages.verify import Check
@@ -90,7 +90,7 @@ def search_table(report: SearchReport) -> View:
 
 def plan_table(plan: Plan, workload: Workload) -> View:
     """A plan's totals and where it came from."""
-    raw_bytes = replace(plan, layers=bare_layers(plan.geometry), tensors={}).nbytes(workload.lengths)
+    raw_bytes = plan.unquantized().nbytes(workload.lengths)
     total = plan.nbytes(workload.lengths)
     libraries = plan.provenance.get("libraries")
     rows = [
@@ -151,9 +151,9 @@ def checks_table(checks: Sequence[Check]) -> View:
 
 def evaluation_table(evaluation: Evaluation) -> View:
     """A row for each plan."""
-    from kvcal.charts.evaluation import table_rows
+    from kvcal.stages.evaluate import table_columns
 
-    columns = table_rows(evaluation)
+    columns = table_columns(evaluation.rows)
     workload = evaluation.rows[0].workload
     title = f"{evaluation.data}; bytes at batch {workload.batch} x {workload.context} tokens; ± standard errors"
     return title, [header for header, _ in columns], list(zip(*(cells for _, cells in columns), strict=True))

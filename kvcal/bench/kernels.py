@@ -26,8 +26,7 @@ import transformers
 from transformers.cache_utils import StaticLayer
 
 from kvcal.bench import baselines
-from kvcal.bench.case import ROOM, KernelCase, kernel_case, kernel_use, prefill_call, refusal
-from kvcal.bench.content import set_length
+from kvcal.bench.case import ROOM, KernelCase, kernel_case, kernel_use, prefill_call, refusal, set_length
 from kvcal.bench.device import (
     QUICK_REPLAYS,
     REPLAYS,

@@ -32,8 +32,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from kvcal.bench.baselines import Attention
-from kvcal.bench.case import KernelUse, kernel_use
-from kvcal.bench.content import fill_cache, set_length, uniform_plan
+from kvcal.bench.case import KernelUse, fill_cache, kernel_use, set_length, uniform_plan
 from kvcal.bench.device import Times, captured, event_ms, spread
 from kvcal.bench.shape import CACHE_DTYPE, Heads, Pair
 from kvcal.cache.attached import attached

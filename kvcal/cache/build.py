@@ -19,7 +19,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from kvcal.cache.paged_layer import DYNAMIC_HINT, Allocate, PagedLayer
+from kvcal.cache.paged_layer import ANOTHER_MODEL, DYNAMIC_HINT, Allocate, PagedLayer
 from kvcal.cache.sliding_window import BoundedLayer, StaticWindow, require_left_padding, window_refusals
 from kvcal.errors import ArtifactError, UnsupportedModel
 from kvcal.geometry import AttentionGeometry, StateGeometry
@@ -69,6 +69,17 @@ def held_tensors(layer: object) -> list[Tensor]:
     return []
 
 
+def require_state(geometry: StateGeometry, states: list[Tensor]) -> None:
+    """ArtifactError unless the state of a layer, tensors [B, ...], takes the plan's bytes per sequence."""
+    found = sum(state.nbytes // state.shape[0] for state in states)
+    if found != geometry.bytes_per_sequence:
+        raise ArtifactError(
+            f"layer {geometry.index} keeps a state of {found} bytes per sequence, but the plan is for "
+            f"{geometry.bytes_per_sequence}",
+            hint=f"{ANOTHER_MODEL}, or with the model in another dtype",
+        )
+
+
 def _is_ours(native: object, plan: LayerPlan) -> bool:
     """Whether we store the layer that transformers would store as ``native``, and not transformers, a state.
 
@@ -100,7 +111,7 @@ def _require_query_heads(config: PretrainedConfig, plan: LayerPlan) -> None:
     if found != planned:
         raise ArtifactError(
             f"layer {plan.geometry.index} has {found} query heads, but the plan is for {planned}",
-            hint="the plan was compiled for another model",
+            hint=ANOTHER_MODEL,
         )
 
 

@@ -22,9 +22,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcal.cache.decoded import DecodedCopy
-from kvcal.cache.shapes import require_shapes
-from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.geometry import CACHE_DTYPES
+from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
+from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
 from kvcal.kernels.choice import refusals, slow_reasons
 from kvcal.pages.scores import query_sum
 from kvcal.plan.layer import LayerPlan
@@ -38,6 +37,8 @@ from kvcal.store.state import PlanState, StepState
 # A distance in tokens beyond any context: 16-bit pages lose nothing, whenever they are written.
 NO_PAGE = 1 << 30
 DYNAMIC_HINT = "build the PlanCache without max_tokens: the dynamic cache takes every plan, in torch"
+
+ANOTHER_MODEL = "the plan was compiled for another model"
 
 Allocate = Callable[[int, torch.device], None]
 
@@ -337,3 +338,25 @@ class PagedLayer(CacheLayerMixin):
     def _forget_decoded(self) -> None:
         if self.decoded is not None:
             self.decoded = DecodedCopy()
+
+
+def require_shapes(geometry: AttentionGeometry, key_states: Tensor, value_states: Tensor) -> None:
+    """Checks key_states [B, N, T, k_head_dim] and value_states [B, N, T, v_head_dim], for N and head sizes of the plan.
+
+    Raises:
+        ArtifactError: other heads or head sizes.
+        UsageError: values of other sequences, heads or tokens than the keys.
+    """
+    expected = (geometry.num_kv_heads, geometry.k_head_dim, geometry.v_head_dim)
+    found = (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
+    if found != expected:
+        raise ArtifactError(
+            f"layer {geometry.index} caches {found[0]} KV heads of size {found[1]} (K) and {found[2]} (V), but the "
+            f"plan is for {expected[0]} of {expected[1]} and {expected[2]}",
+            hint=ANOTHER_MODEL,
+        )
+    if value_states.shape[:-1] != key_states.shape[:-1]:
+        raise UsageError(
+            f"layer {geometry.index} is given keys {list(key_states.shape)} and values {list(value_states.shape)}, "
+            "expected the same sequences, heads and tokens"
+        )

@@ -26,9 +26,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from kvcal.cache.build import cache_layers, held_tensors
+from kvcal.cache.build import cache_layers, held_tensors, require_state
 from kvcal.cache.paged_layer import DYNAMIC_HINT, NO_PAGE, PagedLayer
-from kvcal.cache.shapes import require_state
 from kvcal.cache.sliding_window import BoundedLayer, StaticWindow
 from kvcal.cache.snapshot import Mark, copy_layers
 from kvcal.errors import ArtifactError, KvcalError, NonFiniteActivations, UnsupportedModel, UsageError
@@ -50,7 +49,7 @@ class PlanCache(Cache):
 
     ``nbytes`` equals ``plan.nbytes(lengths, columns)`` at any time, but for one case: while past recording is on
     (assisted decoding), sliding-window layers hold the tokens of the last update on top, until the next crop or update.
-    While it stores new tokens, a dynamic cache takes up to ``kvcal.store.transient.transient_bytes`` more. A static
+    While it stores new tokens, a dynamic cache takes up to ``kvcal.store.workspace.transient_bytes`` more. A static
     cache takes ``plan.nbytes`` of rows of ``max_tokens``, from the first update on, and ``workspace_nbytes`` on top;
     where pages shrink, the most that ``plan.nbytes`` says of rows of 1 ... ``max_tokens``."""
 

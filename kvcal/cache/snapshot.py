@@ -1,6 +1,6 @@
 """What a static cache can be put back to, or filled from.
 
-    prefix = load_prefix(loaded, plan, "prompt.safetensors")    # kvcal.stages.prefix.load: a dynamic cache
+    prefix = load_prefix(loaded, plan, "prompt.safetensors")    # kvcal.stages.prefix: a dynamic cache
     cache = PlanCache(plan, loaded.model.config, max_tokens=4096)
     cache.allocate(8, "cuda")
     cache.copy_from(prefix.cache)                               # one sequence, into all eight rows

@@ -151,7 +151,7 @@ def fit_predictors(
 
     Example: `kvcal fit-predictors DIR --model M --set predictors.kind=low_rank --set predictors.rank=64`
     """
-    from kvcal.charts.predictors import draw_predictors
+    from kvcal.charts.evaluation import draw_predictors
     from kvcal.folder import Folder, Job
     from kvcal.run.transform import fit_predictors_folder
     from kvcal.stages.predictors.record import table_rows

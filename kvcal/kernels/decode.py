@@ -82,14 +82,17 @@ def decode_defines(
     """All macros of the fast kernel for a GPU of this compute capability. ``is_staged``: see csrc/stage.cuh."""
     warps, shared = block_shape(variant, capability)
     rules = (variant.k.window_rule, variant.v.window_rule)
-    return variant.defines | {
-        "Q_DTYPE": DTYPES[q_dtype],
-        "HAS_SOFTCAP": int(softcap),
+    return _call_defines(variant, q_dtype, softcap, is_staged) | {
         "HAS_WINDOW_RULE": int(any(rule is not None for rule in rules)),
         "WARPS": warps,
         "SHARED_BYTES": shared,
-        **({"STAGED": 1} if is_staged else {}),
     }
+
+
+def _call_defines(variant: Variant, q_dtype: str, softcap: bool, is_staged: bool) -> Defines:
+    """The macros that both kernels have."""
+    found = variant.defines | {"Q_DTYPE": DTYPES[q_dtype], "HAS_SOFTCAP": int(softcap)}
+    return found | {"STAGED": 1} if is_staged else found
 
 
 @dataclass(frozen=True)
@@ -127,14 +130,8 @@ def _plain_bytes(head_dim: int, heads: int) -> int:
 def plain_defines(variant: Variant, q_dtype: str, softcap: bool, room: int, is_staged: bool = False) -> Defines:
     """All macros of the plain kernel where a block gets at most ``room`` bytes of shared memory."""
     shape = plain_shape(variant.head_dim, variant.group_heads, room)
-    return variant.defines | {
-        "Q_DTYPE": DTYPES[q_dtype],
-        "HAS_SOFTCAP": int(softcap),
-        "HEADS": shape.heads,
-        "BLOCKS": shape.blocks,
-        "SHARED_BYTES": shape.shared_bytes,
-        **({"STAGED": 1} if is_staged else {}),
-    }
+    found = {"HEADS": shape.heads, "BLOCKS": shape.blocks, "SHARED_BYTES": shape.shared_bytes}
+    return _call_defines(variant, q_dtype, softcap, is_staged) | found
 
 
 @dataclass(frozen=True)

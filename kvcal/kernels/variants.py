@@ -85,7 +85,7 @@ class Variant:
     ranges of equal formats share their kernels. ``k_bits``, ``v_bits``: bits of the pages as the kernels read them,
     where those are not the format's own: more before they shrink, 16 where a stored form was decoded into tokens.
     ``ring_tokens``: of a sliding window, whose ring has so many tokens, with one sink and no pages
-    (kvcal.kernels.window). ``plain``: ``decode`` is to be served by the plain kernel, also where the other
+    (kvcal.kernels.ops). ``plain``: ``decode`` is to be served by the plain kernel, also where the other
     one could (kvcal.kernels.choice)."""
 
     k: Format

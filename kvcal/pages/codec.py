@@ -28,7 +28,7 @@ from kvcal.pages.uniform import PageLayout
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Format, Side
 
-# Pages encoded at once: bounds the scratch of a long prefill to 8 MB a head of 128 (kvcal.store.transient).
+# Pages encoded at once: bounds the scratch of a long prefill to 8 MB a head of 128 (kvcal.store.workspace).
 ENCODE_PAGES = 16
 
 

@@ -12,8 +12,9 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
@@ -24,9 +25,9 @@ from kvcal.pages.layout import RAW_BITS
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
 from kvcal.plan.tensors import check_layers, check_tensors, tensors_nbytes
-from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
+from kvcal.quantities import MAX_BATCH
 from kvcal.records import record_of, refusing
-from kvcal.strict import STRICT, dump
+from kvcal.strict import STRICT, Tokens, dump
 
 __all__ = [
     "RAW",
@@ -55,14 +56,8 @@ SCHEMA = 3  # pages hold tokens from multiples of 128 on; up to 2, from behind t
 class Workload:
     """The load that a budget is for: ``batch`` sequences of ``context`` tokens each."""
 
-    batch: int
-    context: int
-
-    def __post_init__(self) -> None:
-        if not (1 <= self.batch <= MAX_BATCH and 1 <= self.context <= MAX_CONTEXT):
-            raise ValueError(
-                f"batch = {self.batch} and context = {self.context}, expected 1 to {MAX_BATCH} and 1 to {MAX_CONTEXT}"
-            )
+    batch: Annotated[int, Field(ge=1, le=MAX_BATCH)]
+    context: Tokens
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -99,6 +94,10 @@ class Plan:
     @property
     def geometry(self) -> Geometry:
         return Geometry(self.model.model_type, self.cache_dtype, tuple(layer.geometry for layer in self.layers))
+
+    def unquantized(self) -> Plan:
+        """The same model with every layer at 16 bits, without transforms."""
+        return dataclasses.replace(self, layers=bare_layers(self.geometry), tensors={})
 
     def nbytes(self, lengths: Sequence[int], columns: int | None = None) -> int:
         """Exact bytes of the cache for sequences of these lengths (tokens), padded to ``columns`` (default: the

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kvcal.charts.evaluation import draw
 from kvcal.data.pools import shared_sources, with_calibration
 from kvcal.errors import UsageError
-from kvcal.folder import DEFAULT_WORKLOAD, Folder, Job, compute_dtype, flat, max_context, model_inputs
+from kvcal.folder import DEFAULT_WORKLOAD, Folder, Job, compute_dtype, flat, max_context, model_inputs, sequences
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import warn_of_biases
 from kvcal.plan.plan import Plan, Workload, plan_bytes, save_plan
@@ -24,13 +24,13 @@ from kvcal.progress import Reporter
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.run.formats import allocate_recipe, fix_folder, formats_plan, profile_folder, search_folder, tune_folder
-from kvcal.run.transform import Transforms, fit_predictors_folder, reparam_folder, sequences
+from kvcal.run.transform import Transforms, fit_predictors_folder, reparam_folder
 from kvcal.stages import allocate as allocation_stage
 from kvcal.stages import search as search_stage
 from kvcal.stages.allocate.budget import transform_bytes
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.compile import compile_plan
-from kvcal.stages.evaluate.stage import Evaluation, evaluate, require_scheduled_texts, scheduled_batch
+from kvcal.stages.evaluate import Evaluation, evaluate, require_scheduled_texts, scheduled_batch
 from kvcal.strict import dump
 
 

@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from kvcal.artifact import read_inputs, sha256_json, tensors_sha256
-from kvcal.data.pools import Purpose, calibration, data_inputs, with_calibration
-from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
+from kvcal.data.pools import calibration, data_inputs, with_calibration
+from kvcal.data.sequences import TokenDataset
 from kvcal.errors import UsageError
-from kvcal.folder import Folder, Job, compute_dtype, current_or, flat, max_context, model_inputs
+from kvcal.folder import Folder, Job, compute_dtype, current_or, flat, model_inputs, sequences
 from kvcal.models.fold import fold, save_folded
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import LayerPlan, Plan, save_plan
@@ -25,12 +25,12 @@ from kvcal.plan.tensors import lattice_tensors, tensors_nbytes
 from kvcal.progress import Reporter
 from kvcal.recipe import Recipe, ReparamSpec
 from kvcal.stages import allocate as allocation_stage
+from kvcal.stages import reparam as reparam_stage
 from kvcal.stages.allocate.budget import bytes_left, reserve_hint, spared_lambdas
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.predictors import stage as predictor_stage
 from kvcal.stages.predictors.choice import Room
 from kvcal.stages.predictors.record import PredictorRecord
-from kvcal.stages.reparam import stage as reparam_stage
 from kvcal.stages.reparam.record import Reparam
 from kvcal.strict import dump
 
@@ -96,7 +96,7 @@ def reparam_folder(job: Job) -> Reparam:
     inputs = _transform_inputs("reparam", dump(spec), layers, {}, data, loaded)
 
     def make() -> Reparam:
-        return reparam_stage.run_reparam(loaded, layers, {}, data, spec, inputs, folder.reparam, reporter)
+        return reparam_stage.run_reparam(loaded, layers, data, spec, inputs, folder.reparam, reporter)
 
     found = current_or("reparam", folder.reparam, reparam_stage.load, inputs, make, reporter, data.description)
     nbytes = tensors_nbytes(found.tensors())
@@ -184,13 +184,6 @@ def reparam_data(recipe: Recipe, loaded: LoadedModel) -> TokenDataset:
     min_len = min(recipe.data.min_len, reparam.seq_len)
     spec = replace(recipe.data, num_samples=reparam.num_samples, seq_len=reparam.seq_len, min_len=min_len)
     return sequences(spec, loaded, "fit")
-
-
-def sequences(spec: DataSpec, loaded: LoadedModel, purpose: Purpose = "fit") -> TokenDataset:
-    """The sequences of a purpose's pool for this model; raises what kvcal.data.sequences.load_sequences raises."""
-    if loaded.tokenizer is None:
-        raise UsageError(f"{loaded.source}: no tokenizer", hint="data cannot be tokenized without one")
-    return load_sequences(spec, loaded.tokenizer, max_context(loaded), purpose)
 
 
 def _transform_inputs(

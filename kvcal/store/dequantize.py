@@ -2,7 +2,7 @@
 
 None of them folds into a query. So they stay what they are in memory, the same bytes as in the dynamic cache, and in
 every step the pages of one layer are reconstructed into pages of 16 bits, in a workspace that all layers share
-(kvcal.store.dequantize_workspace), over which the ordinary kernels run. Reconstruction is a kernel of its own
+(kvcal.store.workspace), over which the ordinary kernels run. Reconstruction is a kernel of its own
 (kvcal.kernels.reconstruct), in fp32, rounded once to the cache's dtype. What is predicted from is reconstructed for its
 readers as well, before RoPE and in fp32.
 

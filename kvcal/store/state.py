@@ -28,10 +28,9 @@ from kvcal.kernels.reference import NON_FINITE
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Format, Side, num_pages
 from kvcal.plan.plan import Plan
-from kvcal.store.dequantize_workspace import FormWorkspace
 from kvcal.store.padding import Padding, Rows
-from kvcal.store.pool import Span, fixed
-from kvcal.store.shrinking import PhasedPages
+from kvcal.store.pool import PhasedPages, Span, fixed
+from kvcal.store.workspace import FormWorkspace
 
 
 class Source(Protocol):
@@ -192,7 +191,7 @@ class StepState:
         return self._workspaces[shape]
 
     def evicted(self, side: Side, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-        """[B, N, 1, D]: the token that a sliding window attends to for the last time (kvcal.kernels.window). Scratch of
+        """[B, N, 1, D]: the token that a sliding window attends to for the last time (kvcal.kernels.ops). Scratch of
         one layer at a time."""
         shape = (num_kv_heads, head_dim)
         if (side, *shape) not in self._evicted:

@@ -20,9 +20,9 @@ from kvcal.geometry import AttentionGeometry
 from kvcal.kernels.choice import refusals
 from kvcal.kernels.compile import cubin, resources
 from kvcal.kernels.decode import decode_defines
+from kvcal.kernels.ops import append_window
 from kvcal.kernels.reference import NO_ROOM
 from kvcal.kernels.variants import window_variant
-from kvcal.kernels.window import append_window
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Workload

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvcal.charts import Panel
-from kvcal.charts.evaluation import draw, draw_kl, table_rows
+from kvcal.charts.evaluation import draw, draw_kl
 from kvcal.errors import ArtifactError
 from kvcal.geometry import AttentionGeometry, ModelIdentity, StateGeometry
 from kvcal.plan.plan import RAW, Format, LayerPlan, Plan, Workload
-from kvcal.stages.evaluate.generation import TaskResult, wilson_se
-from kvcal.stages.evaluate.stage import Evaluation, Row, measured_bits
+from kvcal.stages.evaluate import Evaluation, Row, measured_bits, table_columns
+from kvcal.stages.evaluate.tasks import TaskResult, wilson_se
 from kvcal.stages.evaluate.text import TextQuality
 
 K3, K4, V2, V8 = Format(3, "channel", 64), Format(4, "token", 32), Format(2, "token", 32), Format(8, "token", 128)
@@ -56,7 +56,7 @@ def evaluation(*rows: Row) -> Evaluation:
 
 
 def test_table() -> None:
-    columns = dict(table_rows(evaluation(row("a", UNIFORM, 0.05, 6), row("b", MIXED, 1e-7, 0, None))))
+    columns = dict(table_columns([row("a", UNIFORM, 0.05, 6), row("b", MIXED, 1e-7, 0, None)]))
     assert columns["plan"] == ("a", "b")
     assert columns["bits at 8 x 4096"][0] == f"{UNIFORM.bits_per_value():.3f}"
     at_text = columns["bits at measured length (mean 500 tokens)"]
@@ -71,10 +71,10 @@ def test_table() -> None:
 
 
 def test_table_without_tasks_and_without_rows() -> None:
-    headers = [header for header, _ in table_rows(evaluation(row("a", UNIFORM, 0.05, None)))]
+    headers = [header for header, _ in table_columns([row("a", UNIFORM, 0.05, None)])]
     measured = "bits at measured length (mean 500 tokens)"
     assert headers == ["plan", "bits at 8 x 4096", "cache", measured, "KL to 16 bits", "top-1 %", "perplexity"]
-    assert table_rows(evaluation()) == []
+    assert table_columns([]) == []
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ def test_interrupt_in_every_stage_and_resume(
         elif stage == "compile":
             patched.setattr(pipeline, "save_plan", interrupt)
         else:
-            patched.setattr("kvcal.stages.evaluate.stage.measure_tasks", interrupt)
+            patched.setattr("kvcal.stages.evaluate.measure_tasks", interrupt)
         stopped = run_kvcal(capsys, "run", files[1], "--model", files[0], "--out", out)
     assert stopped.code == 130 and "interrupted" in stopped.err
     assert no_temporary_files(out)

@@ -18,7 +18,7 @@ from kvcal.data.pools import Purpose
 from kvcal.data.sequences import DataSpec
 from kvcal.data.tasks import problems
 from kvcal.errors import UsageError
-from kvcal.folder import Folder
+from kvcal.folder import Folder, sequences
 from kvcal.models.load import load
 from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload, bare_layers, load_plan, plan_bytes
@@ -26,12 +26,11 @@ from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec, EvaluateSpec, TuneSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.run.pipeline import baseline_plan, build_plan
-from kvcal.run.transform import sequences
 from kvcal.stages.allocate.budget import ModelSizes, resolve_budget
-from kvcal.stages.evaluate.generation import TaskResult, measure_tasks
+from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
+from kvcal.stages.tune import Outcome, choose, load_tuning
 from kvcal.stages.tune import objective as tune_objective
 from kvcal.stages.tune.objective import Origin, TaskObjective, tuned_bits
-from kvcal.stages.tune.record import Outcome, choose, load_tuning
 from kvcal.stages.tune.tier_capacity import measure_scores
 
 RECIPE = """
@@ -85,7 +84,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, model: Path, recipe: Path) -
         patch.setattr(
             "sys.argv", ["kvcal", "tune", str(recipe), "--model", str(model), "--out", str(folder), "--quiet"]
         )
-        from kvcal import cli
+        from kvcal import __main__ as cli
 
         with pytest.raises(SystemExit) as end:
             cli.main()

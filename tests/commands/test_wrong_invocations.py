@@ -218,7 +218,7 @@ RECIPES: list[tuple[str, str, str]] = [  # old, new, what the error says
     (RECIPE, "[importance]\nmin_window = 9\nmax_window = 5", "expected min_window = 9 <= max_window = 5"),
     (RECIPE, "[importance]\nrandom_seed = -4", "importance.random_seed = -4"),
     (RECIPE, "[formats]\nk = { num_bits = 2, num_sink_tokens = 9_999_999 }\nv = { num_bits = 2 }", "tokens = 9999999"),
-    (RECIPE, "[formats]\nk = { num_bits = 2, recent_window = 9_999_999 }\nv = { num_bits = 2 }", "= 9999999, expected"),
+    (RECIPE, "[formats]\nk = { num_bits = 2, recent_window = 9_999_999 }\nv = { num_bits = 2 }", "window = 9999999: I"),
     (RECIPE, "", "nothing given; expected one of [formats], [importance], [allocate]"),
     (RECIPE, "a = " + DEEP, "not TOML: maximum recursion depth"),
 ]  # fmt: skip

@@ -16,7 +16,8 @@ import click
 import pytest
 from typer.main import get_command
 
-from kvcal import cli, errors
+from kvcal import __main__ as cli
+from kvcal import errors
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(

@@ -47,7 +47,7 @@ def test_the_wheel_carries_nothing_else_and_names_the_command(wheel: zipfile.Zip
     information = f"kvcal-{PROJECT['version']}.dist-info"
     assert {name.split("/")[0] for name in wheel.namelist()} == {"kvcal", information}
     assert not [name for name in wheel.namelist() if "__pycache__" in name]
-    assert b"kvcal = kvcal.cli:main" in wheel.read(f"{information}/entry_points.txt")
+    assert b"kvcal = kvcal.__main__:main" in wheel.read(f"{information}/entry_points.txt")
 
 
 def test_the_lock_pins_every_requirement_inside_its_range() -> None:
@@ -76,7 +76,7 @@ class Missing:
 MISSING = sys.argv[1].split(",")
 sys.meta_path.insert(0, Missing())
 sys.argv = ["kvcal", *sys.argv[2:]]
-from kvcal.cli import main
+from kvcal.__main__ import main
 try:
     main()
 finally:

@@ -36,11 +36,10 @@ from kvcal.stages import profile
 from kvcal.stages.allocate.budget import reserved_bytes
 from kvcal.stages.checkpoint import Checkpoint, State
 from kvcal.stages.divergence import PHASE, KLMeter, declare_kls, divergences, kl_texts, unquantized_plan
-from kvcal.stages.evaluate import generation
-from kvcal.stages.evaluate.generation import TaskResult, measure_tasks
+from kvcal.stages.evaluate import tasks
+from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
 from kvcal.stages.generate import complete
-from kvcal.stages.prefix.load import load_prefix
-from kvcal.stages.prefix.save import named_parts, pack_prefix
+from kvcal.stages.prefix import load_prefix, named_parts, pack_prefix
 from kvcal.stages.verify import verify_plan
 
 RECIPE = """
@@ -213,13 +212,13 @@ def test_problems_are_those_of_the_seed_and_the_pool(
     embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch, purpose: Purpose
 ) -> None:
     asked: list[tuple[str, int, int, str]] = []
-    problems = generation.problems
+    problems = tasks.problems
 
     def noted(task: str, count: int, seed: int, of: Purpose, **limits: int):
         asked.append((task, count, seed, of))
         return problems(task, count, seed, of, **limits)
 
-    monkeypatch.setattr(generation, "problems", noted)
+    monkeypatch.setattr(tasks, "problems", noted)
     wanted = spec(tasks=("times", "chain"), num_problems=1, seed=5, max_new_tokens=1)
     measure_tasks(embedded, make_plan(embedded), wanted, Silent(), purpose)
     assert asked == [("times", 1, 5, purpose), ("chain", 1, 5, purpose)]
@@ -229,7 +228,7 @@ def test_a_generation_ends_with_the_models_context(
     embedded: LoadedModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (problem,) = generation.problems("times", 1, 1, **SMALL)
+    (problem,) = tasks.problems("times", 1, 1, **SMALL)
     length = len(encode_problem(problem, embedded.tokenizer))
     monkeypatch.setattr(embedded.model.config, "max_position_embeddings", length + 7)
     wanted = spec(tasks=("times",), num_problems=1, max_new_tokens=20)

@@ -31,7 +31,7 @@ from kvcal.stages.allocate import Allocation, allocate, fixed_allocation, made_p
 from kvcal.stages.allocate.budget import require_budget, transform_bytes, workspace_bytes
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.search.compositions import most_scratch, options_of
-from kvcal.store.step_workspace import step_workspace
+from kvcal.store.workspace import step_workspace
 
 BATCH, CONTEXT = 2, 1024
 LINEAR = PredictorSpec(drop=False)

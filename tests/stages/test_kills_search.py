@@ -14,7 +14,7 @@ from test_tune_command import DATA, LIMITS, PAIR
 from test_tune_command import SPEC as TUNE
 from transformers import PreTrainedTokenizerBase
 
-from kvcal.stages.evaluate.generation import TaskResult
+from kvcal.stages.evaluate.tasks import TaskResult
 from kvcal.stages.search.compositions import OptionTensors, composed_layers
 from kvcal.stages.search.problem import Choice, search
 from kvcal.stages.tune import objective as tune_objective

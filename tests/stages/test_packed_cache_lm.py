@@ -22,7 +22,7 @@ from kvcal.errors import ArtifactError, NonFiniteActivations, UsageError
 from kvcal.models.load import LoadedModel
 from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.stages.divergence import feed
-from kvcal.stages.evaluate.lm_eval import measure_lm_eval, packed_cache_lm, read_accuracy
+from kvcal.stages.evaluate.tasks import measure_lm_eval, packed_cache_lm, read_accuracy
 
 QUERY_PAIR = (
     Format(2, "channel", 32, boost=Boost("query_range", (Tier(4, 0.25, 0.01),))),

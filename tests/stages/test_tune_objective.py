@@ -12,7 +12,7 @@ from kvcal.data.tasks import problems
 from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import Plan
 from kvcal.recipe import EvaluateSpec, TuneSpec
-from kvcal.stages.evaluate.generation import TaskResult
+from kvcal.stages.evaluate.tasks import TaskResult
 from kvcal.stages.tune import objective as tune_objective
 from kvcal.stages.tune.objective import Origin, TaskObjective
 

@@ -19,7 +19,7 @@ from kvcal import PlanCache
 from kvcal.pages.codec import ENCODE_PAGES
 from kvcal.plan.page_format import RAW, Format
 from kvcal.store.layer_store import LayerStore, NewTokens
-from kvcal.store.transient import SCRATCH_BYTES, transient_bytes
+from kvcal.store.workspace import SCRATCH_BYTES, transient_bytes
 
 
 class Storages(TorchDispatchMode):

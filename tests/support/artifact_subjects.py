@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from kvcal import Plan, PlanCache, load_plan
 from kvcal import tables as views
 from kvcal.cache.attached import attached_for
-from kvcal.charts.evaluation import table_rows
 from kvcal.plan.page_format import SIDES, Format, WindowRule
 from kvcal.plan.plan import Workload, plan_bytes, save_plan
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec, ReparamSpec
@@ -40,14 +39,13 @@ from kvcal.stages.compare.record import (
     with_shares,
 )
 from kvcal.stages.compile import compile_plan
-from kvcal.stages.evaluate.stage import Row, load_evaluation, save_evaluation
+from kvcal.stages.evaluate import Row, load_evaluation, save_evaluation, table_columns
 from kvcal.stages.predictors import record as predictor_record
-from kvcal.stages.prefix.load import load_prefix
-from kvcal.stages.prefix.save import pack_prefix
+from kvcal.stages.prefix import load_prefix, pack_prefix
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.reparam import record as reparam_record
 from kvcal.stages.search import record as search_record
-from kvcal.stages.tune.record import (
+from kvcal.stages.tune import (
     Outcome,
     Search,
     Threshold,
@@ -290,7 +288,7 @@ def open_comparison(path: Path) -> None:
 def open_evaluation(path: Path) -> None:
     found = load_evaluation(path)
     same_again(path, lambda again: save_evaluation(found, again))
-    table_rows(found)
+    table_columns(found.rows)
 
 
 def _saved(save: Callable, record: object) -> Callable[[Path], None]:

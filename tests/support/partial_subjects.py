@@ -17,14 +17,13 @@ from predictor_runs import WORKLOAD, aqua_layers, loaded_llama, sequences
 from kvcal.errors import ArtifactError
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, PredictorSpec, ProfileSpec, ReparamSpec
-from kvcal.stages import profile
+from kvcal.stages import profile, reparam
 from kvcal.stages.checkpoint import Checkpoint, State
 from kvcal.stages.divergence import PHASE, KLMeter, Text, declare_kls
 from kvcal.stages.predictors import record as predictor_record
 from kvcal.stages.predictors import stage as fit_predictors
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.reparam import record as reparam_record
-from kvcal.stages.reparam import stage as reparam
 
 DATA = sequences([200, 180, 190], 1)
 SPEC = ProfileSpec(
@@ -41,7 +40,7 @@ def run_profile(target: Path) -> None:
 def run_reparam(target: Path) -> None:
     layers = aqua_layers(loaded_llama())
     spec = ReparamSpec(position_scale=1.0, num_steps=2, offset=True)
-    reparam.run_reparam(loaded_llama(), layers, {}, DATA, spec, {}, target, Strict())
+    reparam.run_reparam(loaded_llama(), layers, DATA, spec, {}, target, Strict())
     reparam_record.table_rows(reparam_record.load(target))
 
 

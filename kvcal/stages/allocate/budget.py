@@ -22,7 +22,7 @@ from kvcal.recipe import AllocateSpec, CacheSpec, PredictorSpec, ReparamSpec, fi
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.allocate.record import Allocation, BudgetKind, Split, layer_bytes, layers_in, num_values
 from kvcal.stages.predictors.record import find_targets, with_predictor
-from kvcal.store.step_workspace import FLOAT_BYTES, step_workspace
+from kvcal.store.workspace import FLOAT_BYTES, step_workspace
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Budget:
 
 
 def workspace_bytes(layers: Sequence[LayerPlan], cache_dtype: CacheDtype, workload: Workload) -> int:
-    """The workspace of one decode step beside its logits: kvcal.store.step_workspace. A long prompt that is fed in
+    """The workspace of one decode step beside its logits: kvcal.store.workspace. A long prompt that is fed in
     one piece needs more: state ``workspace`` then."""
     return step_workspace(layers, cache_dtype, workload.batch, workload.context).nbytes
 

@@ -45,7 +45,7 @@ from kvcal.stages.compare.record import (
     save_comparison,
     with_shares,
 )
-from kvcal.stages.evaluate.stage import Row, evaluate, load_evaluation, scheduled_batch
+from kvcal.stages.evaluate import Row, evaluate, load_evaluation, scheduled_batch
 from kvcal.strict import dump
 
 __all__ = ["FILE", "Build", "Point", "compare", "points_of"]

@@ -30,9 +30,8 @@ from torch import Tensor
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.geometry import CACHE_DTYPES, CacheDtype
 from kvcal.models.load import LoadedModel
-from kvcal.models.replay import Segment
 from kvcal.models.rope import inputs_at
-from kvcal.models.taps import Captured, tap
+from kvcal.models.taps import Captured, Segment, tap
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS, without_sinks
 from kvcal.plan.layer import LayerPlan
