@@ -45,8 +45,8 @@ from kvcal.data.tasks import TASKS, Problem, chain, extract_answer, ledger, prob
 from kvcal.embedded import model_folder
 
 ROW_LEN, MAX_LEN, ROWS_A_BLOCK = 1024, 4096, 8
-TEXT_SHARE, PROMPT_WEIGHT = 0.3, 0.1
-LR, WEIGHT_DECAY, MOMENTUM, WARMUP_STEPS = 3e-3, 0.05, 0.95, 50
+TEXT_SHARE, PROMPT_WEIGHT = 0.25, 0.1
+LR, WEIGHT_DECAY, MOMENTUM, WARMUP_STEPS = 2.5e-3, 0.05, 0.95, 50
 HARDEST_AT, LONG_ROWS_AT, DECAY_AT = 0.6, 0.86, 0.5  # shares of the budget
 EASY = {"max_steps": 10, "max_size": 28, "max_hops": 6, "max_digits": 3}
 IDS = {"vocab_size": 4096, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
@@ -179,7 +179,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 class Muon:
     """Momentum whose updates are orthogonal, over matrices [R, C] and stacks of them; those of one shape in one go. An
-    update's entries have a root mean square of 0.2 learning rates, as AdamW's have (Moonlight, arXiv 2502.16982)."""
+    update's entries have a root mean square of 0.3 learning rates; Moonlight's have 0.2 (arXiv 2502.16982)."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.groups: defaultdict[torch.Size, list[nn.Parameter]] = defaultdict(list)
@@ -194,7 +194,7 @@ class Muon:
             momentum = self.momenta[shape].lerp_(gradients, 1 - MOMENTUM)
             update = orthogonal(gradients.lerp(momentum, MOMENTUM).flatten(0, -3)).view(gradients.shape)
             torch._foreach_mul_(group, 1 - lr * WEIGHT_DECAY)
-            scale = 0.2 * math.sqrt(max(shape[-2:]))
+            scale = 0.3 * math.sqrt(max(shape[-2:]))
             torch._foreach_add_(group, list(update.to(momentum.dtype).unbind()), alpha=-lr * scale)
 
 
@@ -203,7 +203,7 @@ def draw(rng: random.Random, progress: float, limits: float) -> Problem:
     share = limits * min(1.0, progress / HARDEST_AT)
     if progress >= LONG_ROWS_AT and rng.random() < 0.2:
         share = 1.0
-    name = rng.choices(list(TASKS), weights=(4, 4, 2))[0]
+    name = rng.choices(list(TASKS), weights=(3, 5, 2))[0]
     while True:
         if name == "ledger":
             problem = ledger(rng, max_steps=round(8 + 62 * share))
@@ -301,8 +301,10 @@ def token_losses(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits, targets.flatten(), reduction="none").view(targets.shape)
 
 
-def train(model: hf.PreTrainedModel, rows: Rows, seconds: float, batch_tokens: int, is_compiled: bool) -> dict:
-    """Train in place until ``seconds`` have passed; returns the steps, the tokens and the log of losses."""
+def train(
+    model: hf.PreTrainedModel, rows: Rows, seconds: float, batch_tokens: int, is_compiled: bool, record: dict
+) -> None:
+    """Train in place until ``seconds`` have passed; ``record`` gets the steps, the tokens and the log of losses."""
     matrices, others = [], []
     for name, parameter in model.named_parameters():
         (matrices if name.endswith(("_proj", "_proj.weight")) else others).append(parameter)
@@ -315,7 +317,7 @@ def train(model: hf.PreTrainedModel, rows: Rows, seconds: float, batch_tokens: i
     device, embed, masks = model.device, model.get_input_embeddings(), {}
     rows.batch(0.0, batch_tokens)  # the workers have started before the clock does
     started = logged_at = time.monotonic()
-    step, num_tokens, log = 0, 0, []
+    step, num_tokens, record["log"] = 0, 0, []
     while (progress := (time.monotonic() - started) / seconds) < 1:
         tokens, weights, num_text = rows.batch(progress, batch_tokens)
         tokens, weights = tokens.to(device, non_blocking=True), weights.to(device, non_blocking=True)
@@ -338,17 +340,15 @@ def train(model: hf.PreTrainedModel, rows: Rows, seconds: float, batch_tokens: i
         muon.step(lr)
         model.zero_grad(set_to_none=True)
         step, num_tokens = step + 1, num_tokens + weights.numel()
+        record |= {"steps": step, "tokens": num_tokens}
         if time.monotonic() - logged_at > 4 or step == 1:
-            is_reasoning = weights[num_text:] == 1
-            entry = {
-                "seconds": round(time.monotonic() - started, 1), "step": step, "tokens": num_tokens,
-                "text": losses[:num_text].mean().item(), "tasks": losses[num_text:][is_reasoning].mean().item(),
-            }  # fmt: skip
-            log.append(entry)
             logged_at = time.monotonic()
-            print(" ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-                           for key, value in entry.items()), flush=True)  # fmt: skip
-    return {"steps": step, "tokens": num_tokens, "log": log}
+            entry = {"seconds": round(logged_at - started, 1), "steps": step, "tokens": num_tokens}
+            entry["tasks"] = losses[num_text:][weights[num_text:] == 1].mean().item()
+            if num_text:
+                entry["text"] = losses[:num_text].mean().item()
+            record["log"].append(entry)
+            print(" ".join(f"{name} {value:.8g}" for name, value in entry.items()), flush=True)
 
 
 def save(model: hf.PreTrainedModel, record: dict, out: Path) -> None:
@@ -362,8 +362,8 @@ def save(model: hf.PreTrainedModel, record: dict, out: Path) -> None:
 
 @torch.no_grad()
 def measure(folder: Path, device: str, text: Path | None, count: int) -> dict[str, float]:
-    """Of the saved model: how many of ``count`` easy problems of each task it solves, decoding greedily, and its loss on
-    held-out text, in nats a token."""
+    """Of the saved model: its loss on held-out text, in nats a token, and how many of ``count`` easy problems of each
+    task it solves, decoding greedily."""
     model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
     tokenizer = hf.AutoTokenizer.from_pretrained(folder, padding_side="left")
     found: dict[str, float] = {}
@@ -413,8 +413,10 @@ def main() -> None:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{args.family}: {num_parameters / 1e6:.1f} M parameters", flush=True)
     record = {"family": args.family, "parameters": num_parameters}
-    record |= train(model, rows, args.seconds, args.batch_tokens, is_compiled=not args.tiny)
-    save(model, record, args.out)
+    try:
+        train(model, rows, args.seconds, args.batch_tokens, not args.tiny, record)
+    finally:  # whatever there is
+        save(model, record, args.out)
     print(f"saved after {record['steps']} steps, {record['tokens'] / 1e6:.1f} M tokens", flush=True)
     if args.problems:
         record["measured"] = measure(args.out, args.device, args.text, args.problems)
