@@ -86,8 +86,7 @@ class StaticWindow(PagedLayer):
         self.window.select(beam_idx.to(self.window.ring["k"].device))
 
     def reset(self) -> None:
-        """UnsupportedModel where the padding to come is on the right."""
-        require_left_padding(self.padding.prompt)
+        """The ring stays as it is: tokens to come replace what it holds."""
         self.pending = None
 
     def _whole(self, side: Side, new: Tensor, dtype: torch.dtype, rows: Rows, columns: int) -> Tensor:
