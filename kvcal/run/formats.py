@@ -14,7 +14,7 @@ from typing import Any
 from kvcal import artifact
 from kvcal.artifact import read_inputs, sha256_json
 from kvcal.data.pools import calibration, data_inputs, require_unseen, with_calibration
-from kvcal.folder import Folder, Job, compute_dtype, current_or, flat, max_context, model_inputs
+from kvcal.folder import Folder, Job, compute_dtype, current_or, flat, identity_inputs, max_context, model_inputs
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import RAW, Plan, Workload
 from kvcal.plan.tensors import lattice_tensors
@@ -72,6 +72,7 @@ def allocate_folder(
             profile.geometry, profile.cache, recipe.reparam, recipe.predictors, workload
         )
     inputs = {
+        **identity_inputs(profile.setup.identity),
         **flat("allocate", dump(spec)),
         **flat("cache", dump(profile.cache)),
         **flat("progressive", dump(progressive)),
@@ -204,7 +205,8 @@ def search_folder(job: Job) -> Allocation:
 
     made_on = f"fits on {fit_data.description}; KL on {select_data.description}"
     allocation = current_or("search", folder.search, search_stage.load, inputs, make, job.reporter, made_on).allocation
-    allocation_stage.save(allocation, {"search.sha256": _sha256(folder.search)}, folder.allocation)
+    made_from = {**model_inputs(loaded), "search.sha256": _sha256(folder.search)}
+    allocation_stage.save(allocation, made_from, folder.allocation)
     tell_doubts(allocation, max_context(loaded), job.reporter)
     return allocation
 

@@ -152,8 +152,9 @@ def fold_folder(
 
     Raises:
         UsageError: no λ in the folder, or ``out_model`` exists.
-        UnsupportedModel, ArtifactError: λ cannot be folded into this model.
+        UnsupportedModel, ArtifactError: λ cannot be folded into this model, or was found for another one.
     """
+    folder.require_model(model_inputs(loaded))
     allocation, made_from = allocation_stage.load(folder.allocation)
     is_searched = "search.sha256" in made_from
     found = Transforms() if is_searched else Transforms.made_for(folder, allocation.layers, reporter)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvcal.charts.thresholds import draw_tuning
 from kvcal.errors import InfeasibleBudget
-from kvcal.folder import compute_dtype, flat, model_inputs
+from kvcal.folder import Folder, compute_dtype, flat, model_inputs
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan, save_plan
 from kvcal.progress import Reporter
@@ -46,6 +46,7 @@ def tune_plan(
         UsageError, ArtifactError and others: see ``TaskObjective`` and ``tune``.
     """
     spec, folder = recipe.tune or TuneSpec(), Path(folder)
+    Folder(folder).require_model(model_inputs(loaded))
     objective = TaskObjective(origin, plan, spec, recipe.evaluate, recipe.data, loaded)
     search = objective.search()
     low, high = search.thresholds[0].low, search.thresholds[0].high

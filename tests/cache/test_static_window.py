@@ -248,7 +248,7 @@ def test_what_a_static_window_cannot_be() -> None:
     with pytest.raises(UnsupportedModel, match=r"row 0 .* padded behind its tokens \(columns 3 to 3\)") as error:
         PlanCache(plan, model.config, right, max_tokens=40)
     assert "padding_side = 'left'" in str(error.value.hint)
-    cache = PlanCache(plan, model.config, right.flip(1), max_tokens=40)
+    PlanCache(plan, model.config, right.flip(1), max_tokens=40)
     PlanCache(plan, model.config, right)
     PlanCache(model_plan(tiny_llama()), tiny_llama().config, right, max_tokens=40)
     chunked = built("llama4")
