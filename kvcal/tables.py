@@ -98,10 +98,19 @@ def plan_table(plan: Plan, workload: Workload) -> View:
         ("cache", f"{format_bytes(total)} ({total} bytes), {raw_bytes / total:.2f}x smaller than 16 bits"),
         ("per token", f"{total / (workload.batch * workload.context):.1f} bytes"),
         ("all-in bits per value", f"{plan.bits_per_value(workload):.3f}"),
-        *((key, str(value)) for key, value in sorted(plan.provenance.items()) if not isinstance(value, dict)),
+        *((key, str(value)) for key, value in sorted(_origin(plan).items()) if not isinstance(value, dict)),
         *((name, str(value)) for name, value in sorted(libraries.items() if isinstance(libraries, dict) else ())),
     ]
     return f"Plan at batch {workload.batch} x {workload.context} tokens", ("", "value"), rows
+
+
+def _origin(plan: Plan) -> dict[str, Any]:
+    """A plan's provenance; for one without a recipe, the stages that measured a model for it."""
+    origin, measured = plan.provenance, plan.provenance.get("calibration")
+    if origin.get("recipe", "") is not None:
+        return origin
+    stages = [name for name in ("profile", "reparam", "predictors") if isinstance(measured, dict) and name in measured]
+    return {**origin, "recipe": f"none, made stage by stage: {', '.join([*stages[:1], 'allocate', *stages[1:]])}"}
 
 
 def budget_table(allocation: Allocation) -> View:

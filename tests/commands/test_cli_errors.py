@@ -20,6 +20,12 @@ from kvcal.run import formats, pipeline
 from kvcal.stages import profile as profile_stage
 
 Files = tuple[Path, Path]  # the model's folder, the recipe
+KEYS = """
+[search]
+values = [{{ num_bits = 2 }}]
+keys = [{{ num_bits = 2, boost = {{ score = "magnitude", tiers = [{{ {} }}] }} }}]
+[cache]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +115,16 @@ def test_refusals(
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("context = 512", "contxt = 512", "unknown key 'allocate.contxt'"),
+        ("context = 512", "contxt = 512", "unknown key 'allocate.contxt' (allowed: budget, kv_budget, bits, same_by"),
+        ("context = 512", "contxt = 512", "hint: did you mean 'context'?"),
+        ("[allocate]", "[alocate]", "unknown key 'alocate' (allowed: name, description, model, formats, data, profile"),
+        ("[allocate]", "[alocate]", "hint: did you mean 'allocate'"),
+        ("num_samples = 2, seq_len = 224", "num_sampels = 2", "unknown key 'evaluate.data.num_sampels' (allowed: sou"),
+        ("num_samples = 2, seq_len = 224", "num_sampels = 2", "hint: did you mean 'num_samples'?"),
+        ("[cache]", "[tune]\nobjectve = 1\n[cache]", "unknown key 'tune.objectve' (allowed: tasks, "),
+        ("[cache]", KEYS.format("bits = 4"), "'search.keys.0.boost.tiers.0.bits' (allowed: num_bits, share, above)"),
+        ("[cache]", KEYS.format("bits = 4"), "hint: did you mean 'num_bits'?"),
+        ("[cache]", KEYS.format("x = 1"), "unknown key 'search.keys.0.boost.tiers.0.x' (allowed: num_bits, sh"),
         ("batch = 2", "batch = 0", "allocate.batch = 0: Input should be greater than or equal to 1"),
         ("num_bits = [2, 4]", "num_bits = [2, 5]", "profile.num_bits"),
         ('same_bytes_as = "kivi-2"', "", "exactly one of"),
