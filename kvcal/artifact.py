@@ -183,8 +183,8 @@ def read(path: str | Path, kind: str, schema: int) -> Artifact:
 
 
 def read_inputs(path: Path) -> dict[str, Any]:
-    """What an artifact was made from, by its header alone, whose digest is not checked. ArtifactError when there is
-    none, or the system refuses."""
+    """An artifact's ``inputs``, by its header alone, whose digest is not checked. ArtifactError when there is none, or
+    the system refuses."""
     require_file(path, ArtifactError)
     try:
         with open(path, "rb") as file:

@@ -150,7 +150,7 @@ def identity_inputs(identity: ModelIdentity) -> dict[str, Any]:
 
 
 def compute_dtype(loaded: LoadedModel) -> dict[str, Any]:
-    """What every measurement depends on, beside the model."""
+    """The dtype that a model computes in, on which every measurement depends."""
     return {"compute_dtype": str(loaded.model.dtype).removeprefix("torch.")}
 
 

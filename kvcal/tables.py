@@ -72,7 +72,7 @@ def _window(fmt: Format) -> str:
 
 
 def search_table(report: SearchReport) -> View:
-    """What every layer's side got, and what each of its options would have cost in the background plan."""
+    """The choice for every layer's side, and the cost of each of its options in the background plan."""
     rows = []
     for unit in report.units:
         order = sorted(range(len(unit.options)), key=lambda option: unit.nbytes[option])
@@ -114,7 +114,7 @@ def _origin(plan: Plan) -> dict[str, Any]:
 
 
 def budget_table(allocation: Allocation) -> View:
-    """Where the bytes of the budget go."""
+    """The parts of the budget, in bytes."""
     split, workload = allocation.split, allocation.workload
     rows = [("budget", format_bytes(split.budget), str(split.budget))]
     if split.weights is not None and split.workspace is not None:
@@ -267,7 +267,7 @@ def tuned_table(tuned: Tuned) -> View:
 
 
 def prefix_table(packed: PackedPrefix, name: str) -> View:
-    """What a packed prefix takes on disk."""
+    """Sizes of a packed prefix on disk."""
     rows = [
         ("tokens", str(packed.num_tokens), ""),
         ("file", format_bytes(packed.file_bytes), str(packed.file_bytes)),

@@ -61,7 +61,7 @@ class StaticWindow(PagedLayer):
         return self.window.decode(q, s_aux, scale, softcap)
 
     def past_columns(self, columns: int) -> int:
-        """How many of the last of so many columns a prompt attends to."""
+        """Number of the last of so many columns that a prompt attends to."""
         window = self.plan.attention.window
         assert window is not None
         return min(columns, window - 1)

@@ -50,7 +50,7 @@ class Region:
 
 
 class Stages(NamedTuple):
-    """Where a memory of pages stands, as the operators ``shrink`` and ``slide`` are told: a run of their arguments."""
+    """The state of a memory of pages, as the operators ``shrink`` and ``slide`` take it: a run of their arguments."""
 
     stage: Tensor  # int64 [1]: the present one
     starts: Tensor  # int64 [stages]: the columns with which each begins

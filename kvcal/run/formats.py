@@ -230,7 +230,7 @@ def formats_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Pla
 
 
 def provenance_of(recipe: Recipe) -> dict[str, Any]:
-    """What of a recipe a plan carries."""
+    """The part of a recipe that a plan carries."""
     return {"recipe": recipe.name, "recipe_sha256": recipe.sha256, "seed": recipe.data.seed}
 
 

@@ -1,4 +1,4 @@
-"""Where the pages of one part of a cache lie: records in slots, and the slot of every page.
+"""Pools of the pages of one part of a cache: records in slots, and the slot of every page.
 
     GrowingPool   as many slots as there are pages: those of sequence 0, of sequence 1, ... A dynamic cache.
     TablePool     slots for ``max_tokens`` in every sequence, named by the cache's table. A static cache.
@@ -39,7 +39,7 @@ class Pool(Protocol):
 
     @property
     def held(self) -> list[Tensor]:
-        """What counts as the plan's bytes."""
+        """Tensors that count as the plan's bytes."""
 
     def slots(self, spans: Sequence[Span]) -> Tensor:
         """int64 [M]: where these pages lie."""

@@ -29,7 +29,7 @@ NO_STAGE = 1 << 30
 
 
 class Control(Protocol):
-    """What the pool reads of the cache's state (kvcal.store.state)."""
+    """The part of the cache's state that the pool reads (kvcal.store.state)."""
 
     max_tokens: int
     batch: int
@@ -101,7 +101,7 @@ class PhasedPages:
         return regions, torch.cat(transforms)
 
     def _shrinkings(self, regions: list[Region]) -> list[tuple[int, Tensor]]:
-        """What shrinks alike at any time: its number, and the regions (int64)."""
+        """Groups of regions that shrink alike at any time: a number, and the regions (int64)."""
         members: dict[Shrinking, list[int]] = {}
         for number, region in enumerate(regions):
             for shrinking in shrinkings(region):
@@ -110,7 +110,7 @@ class PhasedPages:
 
     @property
     def control_tensors(self) -> list[Tensor]:
-        """What is neither keys nor values."""
+        """Tensors that are neither keys nor values."""
         tables = (self.stage, self.present, self._layout, self._start_columns, self._transforms, self._tickets)
         return [*tables, *(members for _, members in self._shrinking)]
 

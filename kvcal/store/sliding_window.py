@@ -60,7 +60,7 @@ class WindowStore:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What is stored, and counts as the plan's bytes."""
+        """Tensors that are stored, and count as the plan's bytes."""
         return list(self.ring.values())
 
     @property

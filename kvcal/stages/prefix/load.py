@@ -83,7 +83,7 @@ def load_prefix(loaded: LoadedModel, plan: Plan, path: str | Path, into: Plan | 
 def complete_after(
     loaded: LoadedModel, prefix: Prefix, prompt: str, max_new_tokens: int, temperature: float, seed: int
 ) -> dict[str, Any]:
-    """What ``complete`` gives for a prompt that begins with the prefix, whose cache is used up; "prefix_tokens" says
+    """The result of ``complete`` for a prompt that begins with the prefix, whose cache is used up; "prefix_tokens" says
     how many tokens came from it.
 
     Raises:
