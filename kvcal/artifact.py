@@ -183,10 +183,17 @@ def read(path: str | Path, kind: str, schema: int) -> Artifact:
 
 
 def read_inputs(path: Path) -> dict[str, Any]:
-    """What an artifact was made from, by its header alone: for one that ``read`` has verified before."""
-    with open(path, "rb") as file:
-        size = file.read(8)
-        inputs: dict[str, Any] = _read_head(path, size + file.read(int.from_bytes(size, "little")))["inputs"]
+    """An artifact's ``inputs``, by its header alone, whose digest is not checked. ArtifactError when there is none, or
+    the system refuses."""
+    require_file(path, ArtifactError)
+    try:
+        with open(path, "rb") as file:
+            size = file.read(8)
+            inputs = _read_head(path, size + file.read(int.from_bytes(size, "little")))["inputs"]
+    except (OSError, ValueError, LookupError, AttributeError, RecursionError, OverflowError) as wrong:
+        raise ArtifactError(f"{path} has no artifact's header: {wrong}", hint=_MAKE_AGAIN) from None
+    if not isinstance(inputs, dict):
+        raise ArtifactError(f"{path} has no artifact's header: inputs are no object", hint=_MAKE_AGAIN)
     return inputs
 
 

@@ -72,7 +72,7 @@ def _window(fmt: Format) -> str:
 
 
 def search_table(report: SearchReport) -> View:
-    """What every layer's side got, and what each of its options would have cost in the background plan."""
+    """The choice for every layer's side, and the cost of each of its options in the background plan."""
     rows = []
     for unit in report.units:
         order = sorted(range(len(unit.options)), key=lambda option: unit.nbytes[option])
@@ -98,14 +98,23 @@ def plan_table(plan: Plan, workload: Workload) -> View:
         ("cache", f"{format_bytes(total)} ({total} bytes), {raw_bytes / total:.2f}x smaller than 16 bits"),
         ("per token", f"{total / (workload.batch * workload.context):.1f} bytes"),
         ("all-in bits per value", f"{plan.bits_per_value(workload):.3f}"),
-        *((key, str(value)) for key, value in sorted(plan.provenance.items()) if not isinstance(value, dict)),
+        *((key, str(value)) for key, value in sorted(_origin(plan).items()) if not isinstance(value, dict)),
         *((name, str(value)) for name, value in sorted(libraries.items() if isinstance(libraries, dict) else ())),
     ]
     return f"Plan at batch {workload.batch} x {workload.context} tokens", ("", "value"), rows
 
 
+def _origin(plan: Plan) -> dict[str, Any]:
+    """A plan's provenance; for one without a recipe, the stages that measured a model for it."""
+    origin, measured = plan.provenance, plan.provenance.get("calibration")
+    if origin.get("recipe", "") is not None:
+        return origin
+    stages = [name for name in ("profile", "reparam", "predictors") if isinstance(measured, dict) and name in measured]
+    return {**origin, "recipe": f"none, made stage by stage: {', '.join([*stages[:1], 'allocate', *stages[1:]])}"}
+
+
 def budget_table(allocation: Allocation) -> View:
-    """Where the bytes of the budget go."""
+    """The parts of the budget, in bytes."""
     split, workload = allocation.split, allocation.workload
     rows = [("budget", format_bytes(split.budget), str(split.budget))]
     if split.weights is not None and split.workspace is not None:
@@ -258,7 +267,7 @@ def tuned_table(tuned: Tuned) -> View:
 
 
 def prefix_table(packed: PackedPrefix, name: str) -> View:
-    """What a packed prefix takes on disk."""
+    """Sizes of a packed prefix on disk."""
     rows = [
         ("tokens", str(packed.num_tokens), ""),
         ("file", format_bytes(packed.file_bytes), str(packed.file_bytes)),

@@ -47,7 +47,7 @@ OUT_OF_MEMORY = "out of memory"
 
 @dataclass(frozen=True)
 class StepJob:
-    """What to measure, and where to. ``memory``: bytes of device memory, each a limit of its own."""
+    """Work of a measurement, and its folder. ``memory``: bytes of device memory, each a limit of its own."""
 
     model: PreTrainedModel
     shape: str

@@ -54,7 +54,7 @@ PICTURE = "kernels.png"
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure, and the folder of ``kernels.json`` or ``layer.json``."""
+    """Work of a measurement, and the folder of ``kernels.json`` or ``layer.json``."""
 
     device: torch.device
     pairs: Sequence[Pair]

@@ -247,5 +247,5 @@ def time_steps(model: PreTrainedModel, timed: Static16 | StaticPlan, batch: int,
 
 
 def num_steps(are_equal: bool, slowest_ms: float) -> int:
-    """How many steps to time: a page of them, or where all are alike, as many of these as ENOUGH_MS holds."""
+    """Number of steps to time: a page of them, or where all are alike, as many of these as ENOUGH_MS holds."""
     return max(FEWEST_STEPS, min(PAGE_TOKENS, int(ENOUGH_MS / slowest_ms))) if are_equal else PAGE_TOKENS

@@ -1,4 +1,4 @@
-"""What stores each layer of a model: ours for attention, transformers' own for the states of linear attention.
+"""The layers of a cache: ours for attention, transformers' own for the states of linear attention.
 
 The model's configuration says which layers there are, as it does to transformers' ``DynamicCache``; the plan has to
 agree with it, layer by layer. Full attention is stored in pages, a sliding window at 16 bits, either of them dynamic or
@@ -60,7 +60,7 @@ def cache_layers(
 
 
 def held_tensors(layer: object) -> list[Tensor]:
-    """What a layer holds on the device."""
+    """Tensors that a layer holds on the device."""
     if isinstance(layer, PagedLayer | BoundedLayer):
         return layer.tensors
     if isinstance(layer, LinearAttentionCacheLayerMixin):

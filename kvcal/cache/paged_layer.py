@@ -92,17 +92,17 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What counts as the plan's bytes."""
+        """Tensors that count as the plan's bytes."""
         return [tensor for part in self.parts for tensor in part.tensors]
 
     @property
     def control(self) -> list[Tensor]:
-        """What a step changes besides, and is no part of the plan's bytes."""
+        """Tensors that a step changes besides, no part of the plan's bytes."""
         return [part.query_since for part in self.parts]
 
     @property
     def overwritten(self) -> list[Tensor]:
-        """What later tokens overwrite."""
+        """Tensors that later tokens overwrite."""
         return [tensor for part in self.parts for tensor in (*part.overwritten, part.query_since)]
 
     @property
@@ -114,7 +114,7 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def form_reasons(self) -> list[str]:
-        """What is reconstructed in every step, before the kernels can read it; usually nothing."""
+        """Reasons for dequantizing pages in every step, before the kernels can read them; usually none."""
         index = self.plan.geometry.index
         return form_reasons(self.plan, [side for side in SIDES if (index, side) in self.state.sources])
 
@@ -285,7 +285,7 @@ class PagedLayer(CacheLayerMixin):
         return min((fmt.tokens_to_next_event(n, columns) for fmt in formats for n in lengths), default=NO_PAGE)
 
     def past_columns(self, columns: int) -> int:
-        """How many of the last of so many columns a prompt attends to."""
+        """Number of the last of so many columns that a prompt attends to."""
         return columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -74,7 +74,7 @@ class WindowStore:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What is stored, and counts as the plan's bytes."""
+        """Tensors that are stored, and count as the plan's bytes."""
         return list(self.ring.values())
 
     @property
@@ -167,7 +167,7 @@ class StaticWindow(PagedLayer):
         return self.window.decode(q, s_aux, scale, softcap)
 
     def past_columns(self, columns: int) -> int:
-        """How many of the last of so many columns a prompt attends to."""
+        """Number of the last of so many columns that a prompt attends to."""
         window = self.plan.attention.window
         assert window is not None
         return min(columns, window - 1)
@@ -192,8 +192,7 @@ class StaticWindow(PagedLayer):
         self.window.select(beam_idx.to(self.window.ring["k"].device))
 
     def reset(self) -> None:
-        """UnsupportedModel where the padding to come is on the right."""
-        require_left_padding(self.padding.prompt)
+        """The ring stays as it is: tokens to come replace what it holds."""
         self.pending = None
 
     def _whole(self, side: Side, new: Tensor, dtype: torch.dtype, rows: Rows, columns: int) -> Tensor:

@@ -33,7 +33,7 @@ OUT = Path("artifacts/bench")
 
 @dataclass(frozen=True)
 class PairOptions(OutputOptions):
-    """What is measured: K and V formats, and how long their texts are."""
+    """K and V formats to measure, and the lengths of their texts."""
 
     formats: Annotated[list[str] | None, typer.Option("--format", help=FORMATS_HELP)] = None
     recipe: Annotated[

@@ -1,4 +1,4 @@
-"""Which of two kernels serves ``decode`` on CUDA, and what neither of them takes.
+"""The choice between two kernels that serve ``decode`` on CUDA, and what neither of them takes.
 
 The folded kernel (``csrc/decode.cu``) is built around the tensor cores' operands, and takes the head sizes whose planes
 lie in their order. The plain one (``csrc/decode_plain.cu``) takes everything, more slowly: a static cache warns of the
@@ -46,7 +46,7 @@ def slow_reasons(plan: LayerPlan, cache_dtype: CacheDtype) -> tuple[str, ...]:
 
 
 def slow_path(layers: Mapping[int, Sequence[str]]) -> SlowPath:
-    """What ``PlanCache.slow_layers`` says, in one sentence: layers of the same reasons together."""
+    """``PlanCache.slow_layers`` in one sentence: layers of the same reasons together."""
     by_reasons: dict[tuple[str, ...], list[int]] = {}
     for index, reasons in layers.items():
         by_reasons.setdefault(tuple(reasons), []).append(index)

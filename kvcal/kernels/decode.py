@@ -168,7 +168,7 @@ def _launch(variant: Variant, q_dtype: torch.dtype, softcap: bool, is_staged: bo
 
 
 def launch_of(variant: Variant, q_dtype: torch.dtype, device_index: int) -> Launch:
-    """How ``decode`` of a variant is launched on a GPU, without softcap: for whoever reports it."""
+    """The launch of ``decode`` of a variant on a GPU, without softcap: for whoever reports it."""
     return _launch(variant, q_dtype, False, False, device_index)
 
 

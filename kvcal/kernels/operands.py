@@ -34,7 +34,7 @@ from kvcal.plan.page_format import Format, Side, num_pages
 
 
 class Memory(NamedTuple):
-    """Where the keys, or the values, of a head range are stored. Heads lie side by side; sequences and slots may be
+    """Memory of the keys, or the values, of a head range. Heads lie side by side; sequences and slots may be
     further apart than these heads are long. A sliding window has no pages, and one sink (kvcal.kernels.ops). Where
     pages shrink, ``pages`` is the memory of all regions, of one dimension."""
 
@@ -50,7 +50,7 @@ class Memory(NamedTuple):
 
 
 class Place(NamedTuple):
-    """How many tokens each sequence has, and where its pages lie."""
+    """The number of tokens of each sequence, and the places of its pages."""
 
     lengths: Tensor  # [B] int32: tokens before the step
     table: Tensor  # [B, pages] int32: the slot of every page, the same in all layers; one beyond its width has no room
@@ -59,7 +59,7 @@ class Place(NamedTuple):
 
 
 class QueryStatistic(NamedTuple):
-    """What query scores are made from. A prompt that ends between two pages begins the sum anew, so ``since`` is not a
+    """The statistic of query scores. A prompt that ends between two pages begins the sum anew, so ``since`` is not a
     function of the length."""
 
     sum: Tensor  # [B, n, D] fp32: |q| since the last page, over the heads of a group
@@ -77,7 +77,7 @@ class QueryStatistic(NamedTuple):
 
 
 class PageTransform(NamedTuple):
-    """What pages of keys hold: (K - offset) / rescale."""
+    """The transform of pages of keys, which hold (K - offset) / rescale."""
 
     rescale: Tensor  # [n, D] fp32
     offset: Tensor  # [n, D] fp32
@@ -119,7 +119,7 @@ class Region:
 
 
 class Stages(NamedTuple):
-    """Where a memory of pages stands, as the operators ``shrink`` and ``slide`` are told: a run of their arguments."""
+    """The state of a memory of pages, as the operators ``shrink`` and ``slide`` take it: a run of their arguments."""
 
     stage: Tensor  # int64 [1]: the present one
     starts: Tensor  # int64 [stages]: the columns with which each begins

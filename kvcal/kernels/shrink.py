@@ -88,7 +88,7 @@ SHRINKINGS: Numbering[Shrinking] = Numbering()
 
 
 def shrinkings(region: Region) -> list[Shrinking]:
-    """What the pages of a region go through, in order."""
+    """The conversions that the pages of a region go through, in order."""
     found, wide = [], region.format.bits_at(0)
     for count in region.format.shrink_at:
         narrow = region.format.bits_at(count)

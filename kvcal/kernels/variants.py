@@ -1,4 +1,4 @@
-"""What a kernel is specialised for, and the macros that it is compiled with.
+"""Variants: all that a kernel is specialised for, and the macros that it is compiled with.
 
 A *head range* is a run of neighbouring KV heads in which both formats, of keys and of values, stay the same. Every
 kernel is compiled for one of them. A ``Variant`` names one specialisation; its ``number``, within this process, is what
@@ -159,7 +159,7 @@ def variant_of(plan: LayerPlan, pair: HeadRange, cache_dtype: CacheDtype) -> Var
 
 
 def stored_form(plan: LayerPlan, side: Side, fmt: Format) -> str | None:
-    """What keeps the kernels from reading pages of this format as they are stored; None if nothing does."""
+    """The reason why kernels cannot read pages of this format as they are stored; None where they can."""
     if fmt.lattice_dim is not None:
         return "are on a lattice"
     if plan.predictor(side) is not None:

@@ -17,7 +17,17 @@ from kvcal.artifact import read_inputs, sha256_json
 from kvcal.charts.comparison import draw_tuning
 from kvcal.data.pools import calibration, data_inputs, require_unseen, with_calibration
 from kvcal.errors import InfeasibleBudget
-from kvcal.folder import Folder, Job, compute_dtype, current_or, flat, max_context, model_inputs, sequences
+from kvcal.folder import (
+    Folder,
+    Job,
+    compute_dtype,
+    current_or,
+    flat,
+    identity_inputs,
+    max_context,
+    model_inputs,
+    sequences,
+)
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import RAW, Plan, Workload, save_plan
 from kvcal.plan.tensors import lattice_tensors
@@ -76,6 +86,7 @@ def allocate_folder(
             profile.geometry, profile.cache, recipe.reparam, recipe.predictors, workload
         )
     inputs = {
+        **identity_inputs(profile.setup.identity),
         **flat("allocate", dump(spec)),
         **flat("cache", dump(profile.cache)),
         **flat("progressive", dump(progressive)),
@@ -208,7 +219,8 @@ def search_folder(job: Job) -> Allocation:
 
     made_on = f"fits on {fit_data.description}; KL on {select_data.description}"
     allocation = current_or("search", folder.search, search_stage.load, inputs, make, job.reporter, made_on).allocation
-    allocation_stage.save(allocation, {"search.sha256": _sha256(folder.search)}, folder.allocation)
+    made_from = {**model_inputs(loaded), "search.sha256": _sha256(folder.search)}
+    allocation_stage.save(allocation, made_from, folder.allocation)
     tell_doubts(allocation, max_context(loaded), job.reporter)
     return allocation
 
@@ -232,7 +244,7 @@ def formats_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Pla
 
 
 def provenance_of(recipe: Recipe) -> dict[str, Any]:
-    """What of a recipe a plan carries."""
+    """The part of a recipe that a plan carries."""
     return {"recipe": recipe.name, "recipe_sha256": recipe.sha256, "seed": recipe.data.seed}
 
 
@@ -291,6 +303,7 @@ def tune_plan(
         UsageError, ArtifactError and others: see ``TaskObjective`` and ``tune``.
     """
     spec, folder = recipe.tune or TuneSpec(), Path(folder)
+    Folder(folder).require_model(model_inputs(loaded))
     objective = TaskObjective(origin, plan, spec, recipe.evaluate, recipe.data, loaded)
     search = objective.search()
     low, high = search.thresholds[0].low, search.thresholds[0].high

@@ -57,7 +57,7 @@ STAGES = (
 
 @dataclass(frozen=True)
 class Result:
-    """What a run made."""
+    """The artifacts of a run."""
 
     folder: Folder
     allocation: Allocation

@@ -1,4 +1,4 @@
-"""What follows the choice of formats in a folder: λ (reparam), predictors, and the folding of λ into weights.
+"""The stages behind the choice of formats in a folder: λ (reparam), predictors, and the folding of λ into weights.
 
 Each stage works on the layers as the ones before left them, and its artifact names these layers by their sha256: λ and
 predictors of another allocation are never mixed into a plan.
@@ -152,8 +152,9 @@ def fold_folder(
 
     Raises:
         UsageError: no λ in the folder, or ``out_model`` exists.
-        UnsupportedModel, ArtifactError: λ cannot be folded into this model.
+        UnsupportedModel, ArtifactError: λ cannot be folded into this model, or was found for another one.
     """
+    folder.require_model(model_inputs(loaded))
     allocation, made_from = allocation_stage.load(folder.allocation)
     is_searched = "search.sha256" in made_from
     found = Transforms() if is_searched else Transforms.made_for(folder, allocation.layers, reporter)

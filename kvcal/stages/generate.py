@@ -70,7 +70,7 @@ def prompt_tokens(loaded: LoadedModel, prompt: str, chat: bool, max_new_tokens: 
 def new_tokens(
     loaded: LoadedModel, cache: PlanCache, tokens_T: Tensor, max_new_tokens: int, temperature: float, seed: int
 ) -> Tensor:
-    """What follows the tokens, int64 [n]; the first of them may lie in the cache, not all."""
+    """Text behind the tokens, int64 [n]; the first of them may lie in the cache, not all."""
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     input_ids = tokens_T.unsqueeze(0).to(loaded.model.device)

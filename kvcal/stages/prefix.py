@@ -60,8 +60,8 @@ SCHEMA = 3  # also of what pages stand for: tokens from multiples of 128 on
 
 @record(frozen=True, config=STRICT)
 class PrefixSubject:
-    """Whose cache it is. ``compute_dtype``: in which the model took the prompt in; ``query_since``: the
-    tokens at which query statistics begin, by the name of their part of the cache."""
+    """The model and the plan of a prefix. ``compute_dtype``: in which the model took the prompt in; ``query_since``:
+    the tokens at which query statistics begin, by the name of their part of the cache."""
 
     model: ModelIdentity
     plan_sha256: str
@@ -160,7 +160,7 @@ def named_parts(cache: PlanCache) -> Iterator[tuple[str, PagedTensor]]:
 
 
 def held_tensors(cache: PlanCache) -> Iterator[tuple[str, Tensor]]:
-    """What a cache of one sequence holds, without empty places."""
+    """Tensors of a cache of one sequence, without empty places."""
     num_tokens = cache.get_seq_length()
     for name, part in named_parts(cache):
         yield f"{name}.pages", part.pool.records
@@ -176,7 +176,7 @@ def held_tensors(cache: PlanCache) -> Iterator[tuple[str, Tensor]]:
 
 
 def recent_places(part: PagedTensor, num_tokens: int) -> Tensor:
-    """Where the tokens lie in the ring that no page is read for, of a sequence of ``num_tokens``."""
+    """Places in the ring of the tokens that no page is read for, of a sequence of ``num_tokens``."""
     return part.places(PAGE_TOKENS * part.format.pages_read(num_tokens), num_tokens)
 
 
@@ -236,7 +236,7 @@ def load_prefix(loaded: LoadedModel, plan: Plan, path: str | Path, into: Plan | 
 def complete_after(
     loaded: LoadedModel, prefix: Prefix, prompt: str, max_new_tokens: int, temperature: float, seed: int
 ) -> dict[str, Any]:
-    """What ``complete`` gives for a prompt that begins with the prefix, whose cache is used up; "prefix_tokens" says
+    """The result of ``complete`` for a prompt that begins with the prefix, whose cache is used up; "prefix_tokens" says
     how many tokens came from it.
 
     Raises:

@@ -218,7 +218,7 @@ class LayerStore:
     # ---- how the memory is made
 
     def _pool(self, codec: PageCodec) -> Pool | None:
-        """Where the pages of a part of a static cache lie; None for a pool that grows."""
+        """The pool of a part of a static cache; None for a pool that grows."""
         if self.static is None:
             return None
         if self.static.phases is not None:
@@ -226,7 +226,7 @@ class LayerStore:
         return TablePool(self.static.table, (codec.records_per_page, codec.record_bytes(codec.format.bits_at(0))))
 
     def _kernels(self, codec: PageCodec) -> KernelCodec | None:
-        """What packs prompts of a static cache, where the kernels read pages as they are stored."""
+        """The kernels that pack prompts of a static cache, where they read pages as they are stored."""
         pairs = [pair for pair in head_ranges(self.plan) if pair.heads == codec.heads]
         if self.static is None or not pairs or stored_form(self.plan, codec.side, codec.format) is not None:
             return None

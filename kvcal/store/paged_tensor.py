@@ -36,9 +36,9 @@ LAUNCHED_PAGES = 2**15
 
 @dataclass(frozen=True)
 class KernelCodec:
-    """What packs and unpacks the pages of a static cache instead of torch: the kernels, for the one variant, or where
-    pages shrink, for the one of the bits that they have in ``pools``, of keys and of values. NaN and infinity set a bit
-    of ``error``."""
+    """The kernels that pack and unpack the pages of a static cache instead of torch: of the one variant, or where pages
+    shrink, of the one for the bits that they have in ``pools``, of keys and of values. NaN and infinity set a bit of
+    ``error``."""
 
     variants: Mapping[tuple[int, ...], Variant]
     pools: Sequence[RegionPool]
@@ -89,7 +89,7 @@ class PagedTensor:
 
     @property
     def overwritten(self) -> list[Tensor]:
-        """What later tokens overwrite, and counts as the plan's bytes: all but pages, which stay as they are."""
+        """Tensors that later tokens overwrite, part of the plan's bytes: all but pages, which stay as they are."""
         return [self.sinks, self.ring, self.query_sum]
 
     @property

@@ -1,4 +1,4 @@
-"""Pools: where the pages of one part of a cache lie, records in slots, and the slot of every page.
+"""Pools of the pages of one part of a cache: records in slots, and the slot of every page.
 
     GrowingPool   as many slots as there are pages: those of sequence 0, of sequence 1, ... A dynamic cache.
     TablePool     slots for ``max_tokens`` in every sequence, named by the cache's table. A static cache.
@@ -53,7 +53,7 @@ class Pool(Protocol):
 
     @property
     def held(self) -> list[Tensor]:
-        """What counts as the plan's bytes."""
+        """Tensors that count as the plan's bytes."""
 
     def slots(self, spans: Sequence[Span]) -> Tensor:
         """int64 [M]: where these pages lie."""
@@ -125,7 +125,7 @@ NO_STAGE = 1 << 30
 
 
 class Control(Protocol):
-    """What the pool reads of the cache's state (kvcal.store.state)."""
+    """The part of the cache's state that the pool reads (kvcal.store.state)."""
 
     max_tokens: int
     batch: int
@@ -197,7 +197,7 @@ class PhasedPages:
         return regions, torch.cat(transforms)
 
     def _shrinkings(self, regions: list[Region]) -> list[tuple[int, Tensor]]:
-        """What shrinks alike at any time: its number, and the regions (int64)."""
+        """Groups of regions that shrink alike at any time: a number, and the regions (int64)."""
         members: dict[Shrinking, list[int]] = {}
         for number, region in enumerate(regions):
             for shrinking in shrinkings(region):
@@ -206,7 +206,7 @@ class PhasedPages:
 
     @property
     def control_tensors(self) -> list[Tensor]:
-        """What is neither keys nor values."""
+        """Tensors that are neither keys nor values."""
         tables = (self.stage, self.present, self._layout, self._start_columns, self._transforms, self._tickets)
         return [*tables, *(members for _, members in self._shrinking)]
 

@@ -1,5 +1,5 @@
-"""What the layers of one cache share: the plan and its tensors on the device, padding, predictions; and, of a static
-cache, how far it is, where its pages lie, and the scratch of its kernels (``StepState``).
+"""State that the layers of one cache share: the plan and its tensors on the device, padding, predictions; and, of a
+static cache, how far it is, where its pages lie, and the scratch of its kernels (``StepState``).
 
 The latter is control state, not stored keys and values: a few numbers a sequence, tables, and workspace. It is counted
 apart (``nbytes``) and no part of a plan's bytes. What a step changes lies in tensors of fixed addresses, so that a
@@ -86,7 +86,7 @@ NEVER = 2**31 - 1
 
 @dataclass
 class Serving:
-    """Who computes the attention of the caches that a model is called with (kvcal.cache.attached)."""
+    """The context that computes the attention of the caches of a model (kvcal.cache.attached)."""
 
     is_active: bool = True
 

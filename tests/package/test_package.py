@@ -138,3 +138,12 @@ def test_reading_a_plan_loads_no_transformers() -> None:
     run = [sys.executable, "-c", code]
     done = subprocess.run(run, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
     assert not {name for name in done.stdout.split() if name.partition(".")[0] == "transformers"}
+
+
+def test_a_test_module_is_imported_only_within_its_folder() -> None:
+    """Else the tests of one folder would not run by themselves: what folders share is in tests/support."""
+    tests = ROOT / "tests"
+    folder_of = {path.stem: path.parent for path in tests.rglob("test_*.py")}
+    for path in tests.rglob("*.py"):
+        for name in re.findall(r"^\s*(?:from|import) (test_\w+)", path.read_text(), re.MULTILINE):
+            assert folder_of.get(name) == path.parent, f"{path.relative_to(ROOT)} imports {name}"

@@ -10,11 +10,9 @@ import pytest
 import torch
 from cache_cases import KIVI_2
 from cli_cases import save_llama
-from evaluation_cases import COARSE, RAW_PAIR, Notes, make_plan, text, tiny
-from predictor_runs import aqua_layers, as_loaded, loaded_llama, plan_with
-from test_evaluate_generation import SMALL, spec
-from test_prefix import BOOSTED, prompt
-from test_report import UNIFORM, row
+from evaluation_cases import COARSE, RAW_PAIR, SMALL, Notes, make_plan, spec, text, tiny
+from predictor_runs import BOOSTED, aqua_layers, as_loaded, loaded_llama, plan_with, prompt
+from report_cases import UNIFORM, row
 from tiny_models import VOCAB_SIZE as TINY_VOCAB
 from tiny_models import built
 from transformers import PreTrainedTokenizerBase

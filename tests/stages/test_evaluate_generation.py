@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cache_cases import HEAD_DIM, KIVI_2, SINKS_3, tiny_llama
-from evaluation_cases import COARSE, RAW_PAIR, Notes, as_loaded, make_plan, tiny
+from evaluation_cases import COARSE, RAW_PAIR, SMALL, Notes, as_loaded, make_plan, spec, tiny
 from transformers import PreTrainedTokenizerBase
 
 from kvcal import PlanCache
@@ -15,22 +15,13 @@ from kvcal.errors import ArtifactError, NonFiniteActivations, UsageError
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Plan
 from kvcal.progress import Silent
-from kvcal.recipe import EvaluateSpec
 from kvcal.stages.evaluate import tasks
 from kvcal.stages.evaluate.tasks import measure_tasks, wilson_se
-
-SMALL = {"max_steps": 6, "max_size": 22, "max_hops": 5, "max_digits": 2}
 
 
 @pytest.fixture(scope="module")
 def embedded() -> LoadedModel:
     return load("reasoner-10m", device="cpu")
-
-
-def spec(**changes) -> EvaluateSpec:
-    return EvaluateSpec(
-        **{"tasks": ("chain",), "num_problems": 3, "max_new_tokens": 60, "batch": 6, **SMALL, **changes}
-    )
 
 
 def independent(loaded: LoadedModel, plan, task: str, count: int) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import torch
 from cache_cases import feed
 from cli_cases import run_kvcal, save_llama
 from predictor_runs import (
+    BOOSTED,
     REST,
     aqua_layers,
     as_loaded,
@@ -18,6 +19,7 @@ from predictor_runs import (
     fitted_llama,
     loaded_llama,
     plan_with,
+    prompt,
     sequences,
 )
 from tiny_models import VOCAB_SIZE as TINY_VOCAB
@@ -30,7 +32,7 @@ from kvcal.cache.attached import attached_for
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.layer import LayerPlan, bare_layers
-from kvcal.plan.page_format import RAW, Boost, Format, Tier
+from kvcal.plan.page_format import RAW
 from kvcal.plan.plan import Plan
 from kvcal.stages.generate import prompt_tokens
 from kvcal.stages.prefix import (
@@ -41,12 +43,6 @@ from kvcal.stages.prefix import (
     load_prefix,
     pack_prefix,
 )
-
-BOOSTED = Format(2, "channel", 32, 4, boost=Boost("query_magnitude", (Tier(4, 0.5),)))
-
-
-def prompt(length: int, vocab_size: int = 64) -> Tensor:
-    return sequences([length], seed=7, vocab_size=vocab_size).sequences[0]
 
 
 def generated(

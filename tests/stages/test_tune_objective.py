@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from evaluation_cases import as_loaded, make_plan
-from test_packed_cache_lm import model as tiny_model
+from evaluation_cases import as_loaded, make_plan, wordy_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.data.sequences import DataSpec
@@ -34,7 +33,7 @@ def test_a_trial_measures_the_plan_of_its_thresholds_on_problems_of_its_own(
         return (TaskResult("chain", 0.5, 0.1, 2, 1, 0, 10, (5, 5)),)
 
     monkeypatch.setattr(tune_objective, "measure_tasks", measure)
-    loaded = as_loaded(tiny_model(len(tokenizer)), tokenizer)
+    loaded = as_loaded(wordy_llama(len(tokenizer)), tokenizer)
     untuned, evaluated = make_plan(loaded, (Format(2, "channel", 32, boost=BOOST), Format(2))), EvaluateSpec()
     spec = TuneSpec(tasks=("chain",), num_problems=2, fit_capacity=False, seed=seed)
     objective = TaskObjective(Origin("", "", ""), untuned, spec, evaluated, DATA, loaded)

@@ -12,8 +12,8 @@ from cache_cases import KIVI_2, feed, llama_plan, model_plan, random_ids, tiny_l
 from form_cases import RULE, form_plan
 from partial_subjects import STAGES, use_partial, write_partial
 from predictor_runs import fitted_llama, loaded_llama, plan_with
+from report_cases import UNIFORM, evaluation, row
 from staged_cases import staged_plan, transformed
-from test_report import UNIFORM, evaluation, row
 from tiny_models import built
 from transformers import PreTrainedModel
 

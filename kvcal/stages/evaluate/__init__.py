@@ -26,7 +26,8 @@ from pydantic.dataclasses import dataclass
 from kvcal.artifact import differing_input
 from kvcal.data.pools import require_unseen
 from kvcal.data.sequences import TokenDataset
-from kvcal.errors import ArtifactError, UsageError
+from kvcal.errors import UsageError
+from kvcal.folder import require_model
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan, Workload
 from kvcal.progress import Reporter
@@ -234,14 +235,7 @@ def _reusable(path: Path, inputs: dict[str, Any], reporter: Reporter) -> dict[st
     if not path.exists():
         return {}
     earlier = load_evaluation(path)
-    of_model = [
-        {key: value for key, value in given.items() if key.startswith("model.")} for given in (inputs, earlier.inputs)
-    ]
-    if (difference := differing_input(*of_model)) is not None:
-        raise ArtifactError(
-            f"{path} was made from another model: {difference}",
-            hint="choose another --out, or delete the folder if its artifacts are not needed",
-        )
+    require_model(path, inputs, earlier.inputs)
     if (difference := differing_input(inputs, earlier.inputs)) is not None:
         reporter.say(f"evaluate: starts anew, {difference}")
         return {}
