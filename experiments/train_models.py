@@ -179,7 +179,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 class Muon:
     """Momentum whose updates are orthogonal, over matrices [R, C] and stacks of them; those of one shape in one go. An
-    update's entries have a root mean square of 0.25 learning rates; Moonlight's have 0.2 (arXiv 2502.16982)."""
+    update's entries have a root mean square of 0.4 learning rates; Moonlight's have 0.2 (arXiv 2502.16982)."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.groups: defaultdict[torch.Size, list[nn.Parameter]] = defaultdict(list)
@@ -194,7 +194,7 @@ class Muon:
             momentum = self.momenta[shape].lerp_(gradients, 1 - MOMENTUM)
             update = orthogonal(gradients.lerp(momentum, MOMENTUM).flatten(0, -3)).view(gradients.shape)
             torch._foreach_mul_(group, 1 - lr * WEIGHT_DECAY)
-            scale = 0.25 * math.sqrt(max(shape[-2:]))
+            scale = 0.4 * math.sqrt(max(shape[-2:]))
             torch._foreach_add_(group, list(update.to(momentum.dtype).unbind()), alpha=-lr * scale)
 
 
