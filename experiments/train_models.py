@@ -46,7 +46,7 @@ from kvcal.embedded import model_folder
 
 ROW_LEN, MAX_LEN, ROWS_A_BLOCK = 1024, 4096, 8
 TEXT_SHARE, PROMPT_WEIGHT = 0.25, 0.1
-LR, WEIGHT_DECAY, MOMENTUM, WARMUP_STEPS = 2.5e-3, 0.05, 0.95, 50
+LR, WEIGHT_DECAY, MOMENTUM, WARMUP_STEPS = 3e-3, 0.05, 0.95, 50
 HARDEST_AT, LONG_ROWS_AT, DECAY_AT = 0.6, 0.86, 0.5  # shares of the budget
 EASY = {"max_steps": 10, "max_size": 28, "max_hops": 6, "max_digits": 3}
 IDS = {"vocab_size": 4096, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
@@ -179,7 +179,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 class Muon:
     """Momentum whose updates are orthogonal, over matrices [R, C] and stacks of them; those of one shape in one go. An
-    update's entries have a root mean square of 0.3 learning rates; Moonlight's have 0.2 (arXiv 2502.16982)."""
+    update's entries have a root mean square of 0.4 learning rates; Moonlight's have 0.2 (arXiv 2502.16982)."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.groups: defaultdict[torch.Size, list[nn.Parameter]] = defaultdict(list)
@@ -194,7 +194,7 @@ class Muon:
             momentum = self.momenta[shape].lerp_(gradients, 1 - MOMENTUM)
             update = orthogonal(gradients.lerp(momentum, MOMENTUM).flatten(0, -3)).view(gradients.shape)
             torch._foreach_mul_(group, 1 - lr * WEIGHT_DECAY)
-            scale = 0.3 * math.sqrt(max(shape[-2:]))
+            scale = 0.4 * math.sqrt(max(shape[-2:]))
             torch._foreach_add_(group, list(update.to(momentum.dtype).unbind()), alpha=-lr * scale)
 
 

@@ -54,7 +54,7 @@ def test_a_trained_model_runs_through_a_plans_cache(tmp_path, monkeypatch):
     torch.manual_seed(0)
     model = train_models.build("gpt-oss", True, "cpu")
     record: dict = {}
-    train_models.train(model, SameRows(), 4, 2 * LENGTH, False, record)
+    train_models.train(model, SameRows(), 3, 2 * LENGTH, False, record)
     train_models.save(model, record, tmp_path)
     ids = SameRows().tokens[:1, :-1]
     loaded = load(str(tmp_path), device="cpu")
