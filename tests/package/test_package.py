@@ -117,6 +117,16 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    "command", [("--help",), ("--version",), ("inspect", "--help"), ("run", "--help")], ids=" ".join
+)
+def test_help_and_the_version_load_no_heavy_library(command: tuple[str, ...]) -> None:
+    done = without("torch,transformers,numpy,safetensors", *command)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert "kvcal.cli" in loaded and not {"torch", "numpy", "kvcal.strict"} & loaded
+
+
 def test_inspecting_a_plan_needs_neither_transformers_nor_what_compiles_plans(plan: Path) -> None:
     missing = ",".join(("transformers", *COMPILE_PACKAGES))
     done = without(missing.replace("jinja2,", ""), "inspect", plan, "--json")  # torch itself may load jinja2
