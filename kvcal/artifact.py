@@ -54,6 +54,16 @@ METADATA_KEY = "kvcal"
 _FIELDS = {"kind", "schema", "inputs", "body", "digest"}
 _EMPTY_SECONDS = 60.0
 _MOST_LEVELS = 64  # of lists and objects within each other; what reads them may recurse
+# By kind, the command that makes an artifact which others need.
+COMMANDS = {
+    "profile": "kvcal profile",
+    "allocation": "kvcal allocate",
+    "search": "kvcal search",
+    "reparam": "kvcal reparam",
+    "predictors": "kvcal fit-predictors",
+    "kv-quantization-plan": "kvcal compile",
+    "prefix": "kvcal pack-prefix",
+}
 _MAKE_AGAIN = "delete the file and run the stage that makes it again"
 
 
@@ -149,7 +159,9 @@ def read_bytes(path: str | Path, kind: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except FileNotFoundError:
-        raise ArtifactError(f"no {kind} at {path}: the file does not exist", "run the stage that makes it") from None
+        command = COMMANDS.get(kind.removesuffix(" artifact"))
+        hint = f"check the path, or make it first: {command}" if command else "check the path"
+        raise ArtifactError(f"no {kind} at {path}: the file does not exist", hint) from None
     except OSError as error:
         raise ArtifactError(f"cannot read {path}: {error.strerror}", "check the path") from error
 

@@ -15,6 +15,8 @@ from cli_cases import RECIPE, run_kvcal, save_falcon, save_llama
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
+from kvcal.artifact import COMMANDS
+from kvcal.cli import app
 from kvcal.folder import Folder, Job
 from kvcal.run import formats, pipeline
 from kvcal.stages import profile as profile_stage
@@ -61,7 +63,11 @@ def no_temporary_files(folder: Path) -> bool:
         (["run", "no-such-recipe"], 2, "no-such-recipe"),
         (["profile", "./no/such/model", "--out", "{tmp}"], 2, "no/such/model"),
         (["allocate", "{tmp}", "--bits", "3"], 5, "does not exist"),
+        (["allocate", "{tmp}", "--bits", "3"], 5, "hint: check the path, or make it first: kvcal profile"),
         (["compile", "{tmp}"], 5, "does not exist"),
+        (["compile", "{tmp}"], 5, "hint: check the path, or make it first: kvcal allocate"),
+        (["reparam", "{tmp}", "--model", "{model}"], 5, "hint: check the path, or make it first: kvcal allocate"),
+        (["inspect", "{tmp}/none.safetensors"], 5, "hint: check the path, or make it first: kvcal compile"),
         (["inspect", "{tmp}/none.safetensors"], 5, "does not exist"),
         (["inspect", "{recipe}"], 5, "not a safetensors file"),
         (["allocate", "{run}", "--budget", "24 parsecs"], 2, "parsecs"),
@@ -338,3 +344,9 @@ def test_interrupt_in_every_stage_and_resume(
     if stage == "profile":
         assert "goes on after" in done.err
     assert (out / "plan.safetensors").read_bytes() == (run_folder / "plan.safetensors").read_bytes()
+
+
+def test_the_commands_of_hints_exist() -> None:
+    from typer.main import get_command
+
+    assert {command.removeprefix("kvcal ") for command in COMMANDS.values()} <= set(get_command(app).commands)  # type: ignore[attr-defined]
