@@ -90,12 +90,12 @@ def search_table(report: SearchReport) -> View:
 
 def plan_table(plan: Plan, workload: Workload) -> View:
     """A plan's totals and where it came from."""
-    raw_bytes = plan.unquantized().nbytes(workload.lengths)
-    total = plan.nbytes(workload.lengths)
+    raw_bytes, total = plan.raw_nbytes(workload.lengths), plan.nbytes(workload.lengths)
+    factor = f"{raw_bytes / total:.2f}x smaller" if total <= raw_bytes else f"{total / raw_bytes:.2f}x larger"
     libraries = plan.provenance.get("libraries")
     rows = [
         ("model", f"{plan.model.id} ({plan.model.model_type}, cache in {plan.cache_dtype})"),
-        ("cache", f"{format_bytes(total)} ({total} bytes), {raw_bytes / total:.2f}x smaller than 16 bits"),
+        ("cache", f"{format_bytes(total)} ({total} bytes), {factor} than 16 bits"),
         ("per token", f"{total / (workload.batch * workload.context):.1f} bytes"),
         ("all-in bits per value", f"{plan.bits_per_value(workload):.3f}"),
         *((key, str(value)) for key, value in sorted(_origin(plan).items()) if not isinstance(value, dict)),

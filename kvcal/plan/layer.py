@@ -147,8 +147,8 @@ class LayerPlan:
             return sum(self.side_nbytes(side, cache_dtype, lengths, columns) for side in SIDES)
         window = self.geometry.window
         assert window is not None
-        values = self.geometry.num_kv_heads * (self.geometry.k_head_dim + self.geometry.v_head_dim)
-        return len(lengths) * min(columns, window - 1) * values * CACHE_DTYPES[cache_dtype].itemsize
+        values = len(lengths) * min(columns, window - 1) * self.geometry.values_per_token
+        return values * CACHE_DTYPES[cache_dtype].itemsize
 
 
 def bare_layers(geometry: Geometry) -> tuple[LayerPlan, ...]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvcal import artifact
 from kvcal.errors import ArtifactError
-from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
+from kvcal.geometry import CACHE_DTYPES, CacheDtype, Geometry, ModelIdentity
 from kvcal.pages.layout import RAW_BITS
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
@@ -110,6 +110,14 @@ class Plan:
         )
         return stored + tensors_nbytes(self.tensors)
 
+    def raw_nbytes(self, lengths: Sequence[int]) -> int:
+        """Bytes that the model's own cache takes for sequences of these lengths: their keys and values in the cache's
+        dtype and nothing else, states of linear attention as they are. ``unquantized`` takes more: its ring."""
+        columns, itemsize = max(lengths), CACHE_DTYPES[self.cache_dtype].itemsize
+        paged = sum(layer.attention.values_per_token for layer in self.layers if layer.is_paged)
+        others = (layer.nbytes(self.cache_dtype, lengths, columns) for layer in self.layers if not layer.is_paged)
+        return sum(lengths) * paged * itemsize + sum(others)
+
     @property
     def predicted_bytes(self) -> int:
         """Bytes at the plan's workload."""
@@ -130,7 +138,7 @@ class Plan:
         rings, padding, predictors and other tensors), at ``workload`` (default: the plan's)."""
         workload = workload or self.workload
         paged = [layer for layer in self.layers if layer.is_paged]
-        values = sum(p.attention.num_kv_heads * (p.attention.k_head_dim + p.attention.v_head_dim) for p in paged)
+        values = sum(layer.attention.values_per_token for layer in paged)
         nbytes = sum(layer.nbytes(self.cache_dtype, workload.lengths, workload.context) for layer in paged)
         nbytes += tensors_nbytes(self.tensors)
         return 8 * nbytes / (values * workload.batch * workload.context) if values else float(RAW_BITS)

@@ -94,5 +94,5 @@ def completion(loaded: LoadedModel, cache: PlanCache, new_n: Tensor) -> dict[str
         "new_tokens": len(new_n),
         "cached_tokens": cache.get_seq_length(),
         "cache_bytes": cache.nbytes,
-        "raw_bytes": cache.plan.unquantized().nbytes(cache.lengths),
+        "raw_bytes": cache.plan.raw_nbytes(cache.lengths),
     }

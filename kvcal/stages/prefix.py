@@ -42,7 +42,7 @@ from kvcal.cache.plan_cache import PlanCache
 from kvcal.cache.sliding_window import BoundedLayer
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.folder import max_context
-from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, ModelIdentity, StateGeometry
+from kvcal.geometry import CACHE_DTYPES, ModelIdentity, StateGeometry
 from kvcal.models.load import LoadedModel
 from kvcal.pages.codec import ENCODE_PAGES
 from kvcal.pages.layout import PAGE_TOKENS
@@ -133,9 +133,9 @@ def pack_prefix(loaded: LoadedModel, plan: Plan, tokens_T: Tensor, path: str | P
     data = artifact.to_bytes(artifact.Artifact(KIND, SCHEMA, {}, dump(subject), tensors))
     artifact.write_bytes_atomic(path, data)
     packed = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
-    num_values = _num_values(plan, len(tokens_T))
-    raw = num_values * CACHE_DTYPES[plan.cache_dtype].itemsize
-    return PackedPrefix(len(tokens_T), len(data), packed, raw, 8 * packed / num_values)
+    raw = plan.raw_nbytes([len(tokens_T)])
+    bits = 8 * CACHE_DTYPES[plan.cache_dtype].itemsize * packed / raw
+    return PackedPrefix(len(tokens_T), len(data), packed, raw, bits)
 
 
 @torch.no_grad()
@@ -183,16 +183,6 @@ def recent_places(part: PagedTensor, num_tokens: int) -> Tensor:
 def tokens_sha256(tokens_T: Tensor) -> str:
     """Of the ids as int64, little-endian."""
     return hashlib.sha256(tokens_T.cpu().to(torch.int64).numpy().astype("<i8").tobytes()).hexdigest()
-
-
-def _num_values(plan: Plan, num_tokens: int) -> int:
-    """Keys and values of so many tokens, a number each; of a sliding window those in it."""
-    total = 0
-    for layer in plan.geometry.layers:
-        assert isinstance(layer, AttentionGeometry)
-        held = num_tokens if layer.window is None else min(num_tokens, layer.window - 1)
-        total += held * layer.num_kv_heads * (layer.k_head_dim + layer.v_head_dim)
-    return total
 
 
 _PACK_AGAIN = "pack the prompt again with this plan and model"

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from cli_cases import RECIPE, run_kvcal, save_falcon, save_llama
+from kvcal.cli import app
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.artifact import COMMANDS
-from kvcal.cli import app
 from kvcal.folder import Folder, Job
 from kvcal.run import formats, pipeline
 from kvcal.stages import profile as profile_stage

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cache_cases import KIVI_2
 from cli_cases import save_llama
-from evaluation_cases import COARSE, RAW_PAIR, SMALL, Notes, make_plan, spec, text, tiny
+from evaluation_cases import COARSE, SMALL, Notes, make_plan, spec, text, tiny
 from predictor_runs import BOOSTED, aqua_layers, as_loaded, loaded_llama, plan_with, prompt
 from report_cases import UNIFORM, row
 from tiny_models import VOCAB_SIZE as TINY_VOCAB
@@ -239,7 +239,9 @@ def test_a_completion_names_its_bytes_beside_those_of_16_bits(loaded: LoadedMode
     found = complete(loaded, plan, "Times. 12 x 34\n" * 12, 9, 0.0, 0, False)
     assert found["new_tokens"] == 9 and found["cached_tokens"] > 128
     assert found["cache_bytes"] == plan.nbytes([found["cached_tokens"]])
-    assert found["raw_bytes"] == make_plan(loaded, RAW_PAIR).nbytes([found["cached_tokens"]])
+    layers = plan.geometry.layers
+    per_token = sum(layer.num_kv_heads * (layer.k_head_dim + layer.v_head_dim) for layer in layers)
+    assert plan.cache_dtype == "float32" and found["raw_bytes"] == 4 * per_token * found["cached_tokens"]
 
 
 def test_a_loaded_prefix_counts_the_queries_of_its_prompt(tmp_path: Path) -> None:
