@@ -64,6 +64,8 @@ def storage_refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
     if any(fmt.keeps_queries for fmt in plan.k):
         yield "its channels are chosen by all queries so far; a static cache has those since the page before"
     for side in SIDES:
+        if plan.feedback(side):
+            yield f"{side} codes are chosen with error feedback, which has no kernels"
         for fmt in plan.formats(side):
             if not LAYOUTS[fmt.layout_name].has_kernels:
                 yield f"{side} pages are of the quantizer {fmt.quantizer!r}, which has no kernels"
