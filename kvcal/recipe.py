@@ -310,6 +310,7 @@ class FeedbackSpec:
 
     sides: tuple[Side, ...] = knob(("k", "v"), "Keys, values or both.")
     damping: Annotated[float, Field(ge=1e-4, le=10)] = knob(0.03, "Added to the Hessian, times its mean diagonal.")
+    position_scale: Annotated[float, Field(gt=0, le=1000)] = knob(4.0, "Stretches positions: short text for long.")
     num_samples: Size = knob(16, "Calibration sequences.")
     seq_len: TextTokens = knob(2048, "Tokens of each at most.")
 

@@ -4,7 +4,8 @@ For keys the Hessian of a KV head is the mean of q q' over the queries after RoP
 forward of each sequence; for values the sum of W_o' W_o over its query heads, which needs no data. Both are taken to
 the space that pages are stored in: times λ or turned before RoPE for keys, rotated where pages are. A key before
 RoPE is read at any distance; so every query is turned back by ``DISTANCES`` positions of keys, evenly spread between
-the first token and its own. Offsets and predictions move keys and values, not their errors.
+the first token and its own. Offsets and predictions move keys and values, not their errors. Positions are stretched as
+for λ: a Hessian knows only the turns of RoPE that it has seen.
 
 The stage comes last, when layers have all their transforms. It keeps sums alone, so memory does not grow with the
 number of sequences, and an interrupted run goes on after the last one. Left out: Hessians weighted by attention, and of
@@ -39,7 +40,8 @@ from kvcal.progress import Reporter
 from kvcal.recipe import FeedbackSpec
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
 from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic, require_steps
-from kvcal.strict import STRICT, Count, Share, dump
+from kvcal.stages.reparam.search import calibration_inputs, calibration_positions, fitting_scale
+from kvcal.strict import STRICT, Amount, Count, Share, dump
 
 KIND = "feedback"
 SCHEMA = 1
@@ -61,11 +63,13 @@ class SideFeedback:
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Subject:
-    """The model, settings and data of a calibration. ``num_tokens``: of the data."""
+    """The model, settings and data of a calibration. ``position_scale``: the one used, which is the spec's within the
+    model's context; ``num_tokens``: of the data."""
 
     identity: ModelIdentity
     geometry: Geometry
     spec: FeedbackSpec
+    position_scale: Amount
     data_fingerprint: str
     data_description: str
     num_tokens: Count
@@ -132,6 +136,7 @@ def run_feedback(
     continued. ``layers`` and ``tensors``: the plan's, with all transforms.
 
     Raises:
+        UsageError: a sequence longer than the model's context.
         UnsupportedModel: the model's queries cannot be observed, or its output projections are not found.
         NonFiniteActivations: NaN or infinity in queries, naming layer and sample.
         ArtifactError: a file cannot be written.
@@ -139,7 +144,8 @@ def run_feedback(
     places = feedback_places(layers, spec.sides)
     if not places:
         reporter.say("feedback: no layer has codes that could be chosen, nothing to calibrate")
-    calibration = _Calibration(loaded, {layer.geometry.index: layer for layer in layers}, tensors, places)
+    scale = fitting_scale(loaded, data.sequences, spec.position_scale, reporter, "feedback")
+    calibration = _Calibration(loaded, {layer.geometry.index: layer for layer in layers}, tensors, places, scale)
     total = len(data.sequences) if calibration.key_layers else 0
 
     def declared(done: Mapping[str, int], _: Collection[str]) -> dict[str, Statistic]:
@@ -163,7 +169,8 @@ def run_feedback(
             factors[place], share_N = feedback_factor(hessian_NDD, spec.damping)
             sides.append(SideFeedback(*place, min(1.0, float(share_N.mean()))))
         about_data = (data.fingerprint, data.description, data.num_tokens)
-        record = FeedbackRecord(Subject(loaded.identity, loaded.geometry, spec, *about_data), tuple(sides), factors)
+        subject = Subject(loaded.identity, loaded.geometry, spec, scale, *about_data)
+        record = FeedbackRecord(subject, tuple(sides), factors)
         save(record, inputs, path)
     return record
 
@@ -176,6 +183,7 @@ class _Calibration:
     layers: Mapping[int, LayerPlan]
     tensors: Mapping[str, Tensor]
     places: list[Place]
+    position_scale: float
 
     @property
     def key_layers(self) -> list[int]:
@@ -202,11 +210,12 @@ class _Calibration:
                 raise NonFiniteActivations(f"queries of layer {captured.layer} hold NaN or infinity")
             layer, name = self.layers[captured.layer], f"queries.{captured.layer}"
             table = self.tensors.get(f"layers.{captured.layer}.rotary") if layer.k_pages == "pre" else None
-            total = query_products(q_post_HTD, layer.attention.num_kv_heads, table)
+            position_T = calibration_positions(q_post_HTD.shape[1], self.position_scale).to(q_post_HTD.device)
+            total = query_products(q_post_HTD, layer.attention.num_kv_heads, position_T, table)
             merged[name] = means[name].merge(Mean(total.cpu(), q_post_HTD.shape[1]))
 
         with torch.no_grad(), tap(self.loaded.model, measure, self.loaded.geometry):
-            self.loaded.model(input_ids=tokens_T[None].to(self.loaded.model.device), use_cache=False)
+            self.loaded.model(**calibration_inputs(self.loaded, tokens_T, self.position_scale))
         return merged
 
     def hessians(self, means: Mapping[str, Mean]) -> dict[Place, Tensor]:
@@ -231,12 +240,12 @@ class _Calibration:
         return found
 
 
-def query_products(q_post_HTD: Tensor, num_kv_heads: int, rotary: Tensor | None = None) -> Tensor:
-    """Sum of q q' over tokens and the query heads of each KV head, fp64 [N, D, D]. With a ``rotary`` table (of
-    kvcal.pages.transforms) queries are those that keys before RoPE meet, a mean over ``DISTANCES`` keys."""
+def query_products(q_post_HTD: Tensor, num_kv_heads: int, position_T: Tensor, rotary: Tensor | None = None) -> Tensor:
+    """Sum of q q' over tokens, at ``position_T`` int64, and the query heads of each KV head, fp64 [N, D, D]. With a
+    ``rotary`` table (of kvcal.pages.transforms) queries are those that keys before RoPE meet, a mean over ``DISTANCES``
+    keys."""
     if rotary is None:
         return _products(q_post_HTD, num_kv_heads)
-    position_T = torch.arange(q_post_HTD.shape[1], device=q_post_HTD.device)
     total = q_post_HTD.new_zeros((), dtype=torch.float64)
     for number in range(DISTANCES):
         key_T = position_T * (2 * number + 1) // (2 * DISTANCES)
