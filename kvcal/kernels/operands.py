@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.plan.page_format import Side
+
+NOTHING = torch.empty(0)
 
 
 class Memory(NamedTuple):
@@ -58,15 +61,22 @@ class QueryStatistic(NamedTuple):
 
 
 class PageTransform(NamedTuple):
-    """What pages of keys hold: (K - offset) / rescale."""
+    """What pages of keys hold: (K - offset) / rescale; and how codes of both sides are chosen."""
 
     rescale: Tensor  # [n, D] fp32
     offset: Tensor  # [n, D] fp32
+    k_feedback: Tensor = NOTHING  # [n, D (D - 1) / 2] fp16: factors of error feedback (kvcal.pages.feedback)
+    v_feedback: Tensor = NOTHING
 
     @property
     def of_values(self) -> PageTransform:
-        """None of it: pages of values hold V."""
-        return PageTransform(self.rescale[:0], self.offset[:0])
+        """Pages of values hold V."""
+        return self._replace(rescale=self.rescale[:0], offset=self.offset[:0])
+
+    def feedback(self, side: Side) -> Tensor | None:
+        """The factor of a side's codes; None without feedback."""
+        factor = self.k_feedback if side == "k" else self.v_feedback
+        return factor if factor.numel() else None
 
 
 class Regions(NamedTuple):

@@ -106,11 +106,11 @@ def _encode(
         query_mean = None if query_mean is None else query_mean * transform.rescale
     layout = variant.layout(side)
     if not isinstance(layout, TieredLayout):
-        return layout.encode(page)
+        return layout.encode(page, transform.feedback(side))
     assert variant.k.boost is not None
     heads = torch.arange(page.shape[2], device=page.device) + variant.first_head
     scores = channel_scores(variant.k.boost.score, page, query_mean, ordinals.unsqueeze(-1), heads)
-    return layout.encode(page, scores)
+    return layout.encode(page, scores, transform.feedback(side))
 
 
 def unpack(pages: Tensor, slots: Tensor, out: Tensor, transform: PageTransform, side: Side, variant: Variant) -> None:

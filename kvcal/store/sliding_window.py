@@ -87,8 +87,8 @@ class WindowStore:
         nothing = self.state.nothing
         place = Place(self.state.lengths, self.no_table, nothing.int(), nothing.int())
         attended: Tensor = ops.decode(
-            q, k, v, list(place), list(PageTransform(nothing, nothing)), nothing if s_aux is None else s_aux,
-            self.workspace, scale, softcap, [self.number], nothing, [],
+            q, k, v, list(place), list(PageTransform(nothing, nothing, nothing, nothing)),
+            nothing if s_aux is None else s_aux, self.workspace, scale, softcap, [self.number], nothing, [],
         )  # fmt: skip
         return attended
 

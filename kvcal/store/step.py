@@ -78,4 +78,4 @@ def with_bits(variant: Variant, k_bits: int, v_bits: int) -> Variant:
 
 def no_transform(device: torch.device) -> PageTransform:
     nothing = torch.empty(0, dtype=torch.float32, device=device)
-    return PageTransform(nothing, nothing)
+    return PageTransform(nothing, nothing, nothing, nothing)

@@ -125,11 +125,20 @@ APPENDED = [
     ),
     (Case("k", Format(2, "channel", 128), 256), Case("v", Format(4, window_rule=PAGED), 256)),
     (Case("k", Format(2, "channel", 32, 130), 256), Case("v", Format(4, "token", 32, 300), 256)),
+    (Case("k", Format(2, "channel", 128, 4, 30), feedback=True), Case("v", Format(2, "token", 128, 4), feedback=True)),
+    (
+        Case("k", replace(MIXKVQ, num_sink_tokens=3), 64, rescale=True, feedback=True),
+        Case("v", Format(3, "token", 32), 64),
+    ),
+    (Case("k", Format(16), 80), Case("v", Format(4, "token", 64), 80, feedback=True)),
 ]
 
 
 def variant_of(k: Case, v: Case) -> Variant:
-    return Variant(k.fmt, v.fmt, k.dim, k.cache, GROUP_HEADS, k.rescale, k.offset, HEADS.start)
+    return Variant(
+        k.fmt, v.fmt, k.dim, k.cache, GROUP_HEADS, k.rescale, k.offset, HEADS.start,
+        k_feedback=k.feedback, v_feedback=v.feedback,
+    )  # fmt: skip
 
 
 def assert_same(ours: Paged, theirs: Paged) -> None:

@@ -24,6 +24,7 @@ from kvcal import PlanCache, attached
 from kvcal.commands.stages import feedback as feedback_command
 from kvcal.errors import ArtifactError, NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.folder import Folder, Job
+from kvcal.kernels.choice import refusals
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel, load
 from kvcal.models.projections import output_weights
@@ -307,15 +308,21 @@ def test_what_takes_no_feedback_is_refused() -> None:
         replace(window, v_feedback=True)
 
 
-def test_a_static_cache_refuses_feedback_and_rotated_pages(tmp_path, llama) -> None:
-    record = run(tmp_path, llama)
-    plan = plan_of(llama, record.apply(layers_of(llama)), record.tensors())
-    with pytest.raises(UnsupportedModel, match="k codes are chosen with error feedback, which has no kernels"):
-        PlanCache(plan, llama.model.config, max_tokens=300)
+def test_static_caches_refuse_what_has_no_kernels(tmp_path, llama) -> None:
     layers = layers_of(llama, K, Format(2, quantizer="rotated"))
     plan = plan_of(llama, layers, lattice_tensors(layers))
     with pytest.raises(UnsupportedModel, match="v pages are of the quantizer 'rotated', which has no kernels"):
         PlanCache(plan, llama.model.config, max_tokens=300)
+    layers = layers_of(llama, k_pages="pre")
+    tables = {f"layers.{i}.rotary": rotary_table(16) for i in range(2)}
+    record = run(tmp_path, llama, layers, tables)
+    plan = plan_of(llama, record.apply(layers), tables | record.tensors())
+    with pytest.raises(UnsupportedModel, match="k pages hold keys before RoPE, and their codes are chosen with error"):
+        PlanCache(plan, llama.model.config, max_tokens=300)
+    wide = replace(bare_layers(llama.geometry)[0], k=(K,), v=(V,), k_feedback=True)
+    wide = replace(wide, geometry=replace(wide.attention, k_head_dim=256, v_head_dim=256))
+    assert list(refusals(wide, "bfloat16")) == ["head size 256; with error feedback the kernels take up to 128"]
+    assert not list(refusals(replace(wide, k_feedback=False), "bfloat16"))
 
 
 RECIPE = """
