@@ -101,8 +101,8 @@ def plans() -> dict[str, Plan]:
     found["heads apart"] = llama_plan((KIVI_2[0], Format(3, "token", 64, 4, 64)), KIVI_2[1])
     found["sliding windows"] = model_plan(built("gemma3"), *KIVI_2)
     found["states"] = model_plan(built("qwen3_next"), *KIVI_2)
-    fed = llama_plan(KITTY, Format(2, quantizer="rotated"), num_layers=2)
-    layers = [replace(layer, k_feedback=True, v_feedback=True) for layer in fed.layers]
+    fed, rotated = llama_plan(KITTY, KIVI_2[1]), (Format(2, quantizer="rotated"),)
+    layers = [replace(layer, v=rotated, k_feedback=True, v_feedback=True) for layer in fed.layers]
     found["error feedback, rotated"] = with_tensors(fed, layers)
     provenance = {"recipe": "r", "seed": 0, "libraries": {"torch": "2"}}
     return {name: replace(plan, provenance=provenance) for name, plan in found.items()}
