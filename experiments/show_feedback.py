@@ -3,9 +3,10 @@ no Hessian was calibrated on.
 
     python experiments/show_feedback.py --fit wikitext2/wiki.test.raw --on gutenberg --on tasks --out feedback.json
 
-Errors are standard errors over texts; a row's "of plain" is the ratio of mean KL to the plain page of the same bits,
-with the paired error of the difference in units of the plain KL. Damping is 0.03 and positions are stretched by 4,
-unless a row names others. There are 4 sinks and no windows, so that nearly everything that is read was quantized.
+Errors are standard errors over texts; a row's "of plain" is the ratio of mean KL to the plain page of the same bits and
+boosted channels, with the paired error of the difference in units of the plain KL. Damping is 0.03 and positions are
+stretched by 4, unless a row names others. There are 4 sinks and no windows, so that nearly everything that is read was
+quantized.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class Case:
     position_scale: float = 4.0
 
 
-def cases(quick: bool) -> list[Case]:
+def cases() -> list[Case]:
     boost = Boost("magnitude", (Tier(4, 0.125),))
     found = []
-    for bits in (2,) if quick else (2, 3, 4):
+    for bits in (2, 3, 4):
         k = Format(bits, "channel", 128, SINKS)
         v = Format(bits, "token", 128, SINKS)
         turned = replace(v, quantizer="rotated")
@@ -89,6 +90,14 @@ def plan_of(loaded: LoadedModel, case: Case, fit: TokenDataset) -> Plan:
     return Plan(loaded.identity, loaded.geometry.cache_dtype, layers, Workload(8, 32768), {}, tensors)
 
 
+def number_of_plain(every: Sequence[Case], case: Case) -> int:
+    """The row that a row is compared with: without feedback and rotation, of the same channels."""
+    boosted = case.k.boost is not None
+    alike = [other.num_bits == case.num_bits and (other.k.boost is not None) == boosted for other in every]
+    names = ("plain", "12.5 % of K at 4 bits")
+    return next(n for n, other in enumerate(every) if alike[n] and other.name in names)
+
+
 def measure(loaded: LoadedModel, plans: Sequence[Plan], data: TokenDataset) -> tuple[Tensor, Tensor]:
     """Sums of KL [P, texts] and counts [texts] of the loss tokens."""
     reference, columns = unquantized_plan(loaded.identity, loaded.geometry), []
@@ -103,11 +112,15 @@ def main() -> None:
     parser.add_argument("--on", required=True, action="append", help="texts to measure on; may be repeated")
     parser.add_argument("--texts", type=int, default=6, help="of each kind")
     parser.add_argument("--tokens", type=int, default=512, help="of each text")
-    parser.add_argument("--quick", action="store_true", help="2 bits alone")
+    parser.add_argument(
+        "--fit-tokens", type=int, default=512, help="of each of 8 texts that Hessians are calibrated on"
+    )
+    parser.add_argument("--only", action="append", help="rows of this name at 2 bits alone; may be repeated")
     given = parser.parse_args()
     loaded = load(given.model, device=given.device)
-    fit = texts_of_length(loaded, DataSpec(given.fit, 4 * 8, 512, min_len=512), 8, "fit")
-    every = cases(given.quick)
+    fit_spec = DataSpec(given.fit, 4 * 8, given.fit_tokens, min_len=given.fit_tokens)
+    fit = texts_of_length(loaded, fit_spec, 8, "fit")
+    every = [case for case in cases() if given.only is None or (case.num_bits == 2 and case.name in given.only)]
     plans = [plan_of(loaded, case, fit) for case in every]
     results = []
     for source in given.on:
@@ -116,7 +129,7 @@ def main() -> None:
         sums, counts = measure(loaded, plans, data)
         rows = []
         for number, (case, plan) in enumerate(zip(every, plans, strict=True)):
-            plain = next(n for n, other in enumerate(every) if (other.name, other.num_bits) == ("plain", case.num_bits))
+            plain = number_of_plain(every, case)
             kl, error = ratio_and_error(sums[number], counts)
             plain_kl, _ = ratio_and_error(sums[plain], counts)
             _, change_error = ratio_and_error(sums[number] - sums[plain], counts)
