@@ -23,13 +23,18 @@ from torch import Tensor
 
 from kvcal.data.sequences import DataSpec, TokenDataset
 from kvcal.models.load import LoadedModel, load
+from kvcal.models.projections import output_weights
+from kvcal.models.taps import Captured, tap
+from kvcal.pages.feedback import feedback_factor, round_with_feedback
+from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.uniform import quantize
 from kvcal.plan.page_format import Boost, Format, Side, Tier
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Silent
 from kvcal.recipe import FeedbackSpec
 from kvcal.stages.divergence import divergences, unquantized_plan
-from kvcal.stages.feedback import run_feedback
+from kvcal.stages.feedback import output_products, query_products, run_feedback
 
 DAMPINGS = (0.003, 0.01, 0.1)
 SINKS = 4
@@ -106,6 +111,69 @@ def measure(loaded: LoadedModel, plans: Sequence[Plan], data: TokenDataset) -> t
     return torch.stack(columns, 1), torch.tensor([int(mask.sum()) for mask in data.loss_masks], dtype=torch.float64)
 
 
+def weighted_errors(loaded: LoadedModel, fit: TokenDataset, data: TokenDataset) -> list[list[object]]:
+    """e H e' of unseen keys and values with feedback, relative to without: a mean over layers, by side and bits."""
+    found: dict[tuple[Side, int], list[list[float]]] = {}
+    weights = output_weights(loaded.model, loaded.geometry)
+    captured = [_captured(loaded, texts) for texts in (fit, data)]
+    for index, weight in weights.items():
+        (queries, _, _), (unseen, keys, values) = (of[index] for of in captured)
+        heads = keys.shape[1]
+        position_T = torch.arange(queries.shape[1])
+        hessians = [query_products(q, heads, position_T) for q in (queries, unseen)]
+        for side, x, (of_fit, of_unseen) in (
+            ("k", keys, hessians),
+            ("v", values, [output_products(weight, heads)] * 2),
+        ):
+            for bits in (2, 3):
+                codes, *grid = quantize(x, bits, PAGE_TOKENS, -2 if side == "k" else -1, torch.float16)
+                step, zero = (part.float().expand_as(x) for part in grid)
+                levels, ratios = torch.tensor(2.0**bits - 1), []
+                plain = _weighted(codes * step + zero - x, of_unseen)
+                diagonal = of_fit.diagonal(dim1=1, dim2=2)
+                natural = torch.arange(x.shape[-1]).expand(heads, -1)
+                for damping, order in (
+                    *((damping, natural) for damping in (*DAMPINGS[:2], 0.03, *DAMPINGS[2:], 0.3)),
+                    (0.03, diagonal.argsort(-1, descending=True)),
+                    (0.03, diagonal.argsort(-1)),
+                ):
+                    ordered = torch.stack([H[row][:, row] for H, row in zip(of_fit, order, strict=True)])
+                    factor, _ = feedback_factor(ordered, damping)
+                    place = order[None, :, None].expand_as(x)
+                    parts = (part.gather(-1, place) for part in (x, step, zero))
+                    chosen, _ = round_with_feedback(*parts, levels, factor)
+                    back = chosen.gather(-1, order.argsort(-1)[None, :, None].expand_as(x))
+                    ratios.append(_weighted(back * step + zero - x, of_unseen) / plain)
+                found.setdefault((side, bits), []).append(ratios)
+    means = {place: torch.tensor(ratios).mean(0).tolist() for place, ratios in found.items()}
+    return [[side, bits, *(f"{ratio:.3f}" for ratio in row)] for (side, bits), row in sorted(means.items())]
+
+
+def _captured(loaded: LoadedModel, data: TokenDataset) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+    """{layer: queries [H, T, D] of all texts in a row, keys and values [M, N, 128, D] of their pages, bf16 in fp32}."""
+    found: dict[int, list[Captured]] = {}
+    for tokens_T in data.sequences:
+        with torch.no_grad(), tap(loaded.model, lambda c: found.setdefault(c.layer, []).append(c), loaded.geometry):
+            loaded.model(input_ids=tokens_T[None], use_cache=False)
+
+    def pages(parts: list[Tensor]) -> Tensor:
+        whole = [part[0, :, : part.shape[2] // PAGE_TOKENS * PAGE_TOKENS] for part in parts]
+        return torch.cat(whole, 1).unflatten(1, (-1, PAGE_TOKENS)).transpose(0, 1).bfloat16().float()
+
+    return {
+        index: (
+            torch.cat([c.q_post_BHTD[0] for c in every], 1),
+            pages([c.k_post_BNTD for c in every]),
+            pages([c.v_BNTD for c in every]),
+        )
+        for index, every in found.items()
+    }
+
+
+def _weighted(error: Tensor, hessian_NDD: Tensor) -> float:
+    return float(torch.einsum("mntd,nde,mnte->", error.double(), hessian_NDD, error.double()))
+
+
 def main() -> None:
     parser = arguments(__doc__, is_out_required=False)
     parser.add_argument("--fit", required=True, help="text that Hessians are calibrated on: a source as in [data]")
@@ -116,10 +184,16 @@ def main() -> None:
         "--fit-tokens", type=int, default=512, help="of each of 8 texts that Hessians are calibrated on"
     )
     parser.add_argument("--only", action="append", help="rows of this name at 2 bits alone; may be repeated")
+    parser.add_argument("--weighted", action="store_true", help="weighted errors of keys and values alone, on a CPU")
     given = parser.parse_args()
     loaded = load(given.model, device=given.device)
     fit_spec = DataSpec(given.fit, 4 * 8, given.fit_tokens, min_len=given.fit_tokens)
     fit = texts_of_length(loaded, fit_spec, 8, "fit")
+    if given.weighted:
+        unseen = texts_of_length(loaded, DataSpec(given.on[0], 4 * 4, given.tokens, seed=1), 4, "report")
+        head = ["side", "bits", *(f"damping {d}" for d in (0.003, 0.01, 0.03, 0.1, 0.3)), "loud first", "quiet first"]
+        print_table("Weighted error with feedback, relative to without", head, weighted_errors(loaded, fit, unseen))
+        return
     every = [case for case in cases() if given.only is None or (case.num_bits == 2 and case.name in given.only)]
     plans = [plan_of(loaded, case, fit) for case in every]
     results = []
