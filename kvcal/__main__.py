@@ -81,6 +81,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "allocate": stages.allocate,
         "reparam": stages.reparam,
         "fit-predictors": stages.fit_predictors,
+        "feedback": stages.feedback,
         "compile": stages.compile_command,
         "eval": plans.eval_command,
     },

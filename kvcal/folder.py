@@ -59,6 +59,10 @@ class Folder:
         return self.path / "predictors.safetensors"
 
     @property
+    def feedback(self) -> Path:
+        return self.path / "feedback.safetensors"
+
+    @property
     def plan(self) -> Path:
         return self.path / "plan.safetensors"
 

@@ -131,7 +131,9 @@ def tune(
 
 
 def _require_formats_alone(recipe: Recipe) -> None:
-    others = [name for name in ("progressive", "reparam", "predictors") if getattr(recipe, name) is not None]
+    others = [
+        name for name in ("progressive", "reparam", "predictors", "feedback") if getattr(recipe, name) is not None
+    ]
     if recipe.formats is None or others:
         reason = "no [formats]" if recipe.formats is None else " and ".join(f"[{name}]" for name in others)
         raise UsageError(

@@ -32,6 +32,8 @@ from kvcal.kernels.variants import page_layout
 from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.plan.page_format import Format, Side, num_pages
 
+NOTHING = torch.empty(0)
+
 
 class Memory(NamedTuple):
     """Memory of the keys, or the values, of a head range. Heads lie side by side; sequences and slots may be
@@ -77,15 +79,22 @@ class QueryStatistic(NamedTuple):
 
 
 class PageTransform(NamedTuple):
-    """The transform of pages of keys, which hold (K - offset) / rescale."""
+    """The transform of pages of keys, which hold (K - offset) / rescale, and how codes of both sides are chosen."""
 
     rescale: Tensor  # [n, D] fp32
     offset: Tensor  # [n, D] fp32
+    k_feedback: Tensor = NOTHING  # [n, D (D - 1) / 2] fp16: factors of error feedback (kvcal.pages.feedback)
+    v_feedback: Tensor = NOTHING
 
     @property
     def of_values(self) -> PageTransform:
-        """None of it: pages of values hold V."""
-        return PageTransform(self.rescale[:0], self.offset[:0])
+        """Pages of values hold V."""
+        return self._replace(rescale=self.rescale[:0], offset=self.offset[:0])
+
+    def feedback(self, side: Side) -> Tensor | None:
+        """The factor of a side's codes; None without feedback."""
+        factor = self.k_feedback if side == "k" else self.v_feedback
+        return factor if factor.numel() else None
 
 
 class Regions(NamedTuple):

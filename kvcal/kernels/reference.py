@@ -118,6 +118,7 @@ def _codec(num_heads: int, transform: PageTransform, side: Side, variant: Varian
         variant.cache_dtype,
         rescale=transform.rescale.unsqueeze(-2) if is_k and variant.rescale else None,
         offset=transform.offset.unsqueeze(-2) if is_k and variant.offset else None,
+        feedback=None if num_bits == RAW_BITS else transform.feedback(side),
     )
 
 

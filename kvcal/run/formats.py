@@ -75,15 +75,15 @@ def allocate_folder(
     recipe: Recipe | None = None,
     reserved: int = 0,
 ) -> Allocation:
-    """The allocate stage, from the folder's profile. ``recipe``: whose [progressive], [reparam] and [predictors]
-    follow, so that what they take is kept free; without one, ``reserved`` bytes are."""
+    """The allocate stage, from the folder's profile. ``recipe``: whose [progressive], [reparam], [predictors] and
+    [feedback] follow, so that what they take is kept free; without one, ``reserved`` bytes are."""
     profile = profile_stage.load(folder.profile)
     progressive = None if recipe is None else recipe.progressive
     if recipe is not None:
         is_counted = spec.budget is not None and spec.workspace == "auto"
         workload = Workload(spec.batch, spec.context) if is_counted else None
         reserved = allocation_stage.reserved_bytes(
-            profile.geometry, profile.cache, recipe.reparam, recipe.predictors, workload
+            profile.geometry, profile.cache, recipe.reparam, recipe.predictors, workload, recipe.feedback
         )
     inputs = {
         **identity_inputs(profile.setup.identity),

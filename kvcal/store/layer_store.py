@@ -249,6 +249,8 @@ class LayerStore:
         return PageTransform(
             tensors[f"{prefix}.k_rescale"][heads] if variant.rescale else static.nothing,
             tensors[f"{prefix}.k_offset"][heads] if variant.offset else static.nothing,
+            tensors[f"{prefix}.k_feedback"][heads] if variant.k_feedback else static.nothing,
+            tensors[f"{prefix}.v_feedback"][heads] if variant.v_feedback else static.nothing,
         )
 
     def _head_step(self, pair: HeadRange, static: StepState) -> HeadStep:

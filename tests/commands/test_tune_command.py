@@ -177,7 +177,7 @@ def test_a_cap_that_nothing_fits_says_the_smallest(
     [
         (RECIPE, ("--set", 'tune.tasks=["sums"]'), "tasks ['sums'] unknown"),
         (RECIPE, ("--set", 'tune.tasks=["lm-eval:gsm8k"]'), "needs the lm-evaluation-harness, which is not installed"),
-        (RECIPE + "[reparam]\n", (), "[tune] needs [formats], and none of [progressive], [reparam] and [predictors]"),
+        (RECIPE + "[reparam]\n", (), "[tune] needs [formats], and none of [progressive], [reparam], [predictors] and"),
         (UNTUNED + "[reparam]\n", (), "has [reparam]; thresholds are searched for recipes with [formats] alone"),
         (RECIPE.replace(", above = 1.0", "").replace(", above = 0.5", ""), (), "no tier of the keys has a threshold"),
         ('[allocate]\nbits = 3.0\n', (), "has no [formats]"),

@@ -16,8 +16,8 @@ from predictor_runs import WORKLOAD, aqua_layers, loaded_llama, sequences
 
 from kvcal.errors import ArtifactError
 from kvcal.progress import Silent
-from kvcal.recipe import CacheSpec, PredictorSpec, ProfileSpec, ReparamSpec
-from kvcal.stages import profile, reparam
+from kvcal.recipe import CacheSpec, FeedbackSpec, PredictorSpec, ProfileSpec, ReparamSpec
+from kvcal.stages import feedback, profile, reparam
 from kvcal.stages.checkpoint import Checkpoint, State
 from kvcal.stages.divergence import PHASE, KLMeter, Text, declare_kls
 from kvcal.stages.predictors import record as predictor_record
@@ -51,6 +51,12 @@ def run_predictors(target: Path) -> None:
     predictor_record.table_rows(predictor_record.load(target))
 
 
+def run_feedback(target: Path) -> None:
+    layers = aqua_layers(loaded_llama())
+    feedback.run_feedback(loaded_llama(), layers, {}, DATA, FeedbackSpec(), {}, target, Strict())
+    feedback.table_rows(feedback.load(target))
+
+
 def run_search(target: Path) -> None:
     """What the search stage asks its checkpoint: KL of plans."""
     plans = [llama_plan(fmt, KIVI_2[1]) for fmt in KIVI_2]
@@ -78,6 +84,7 @@ STAGES: dict[str, tuple[Callable[[Path], None], ModuleType | None]] = {
     "profile": (run_profile, profile),
     "reparam": (run_reparam, reparam),
     "predictors": (run_predictors, fit_predictors),
+    "feedback": (run_feedback, feedback),
     "search": (run_search, None),
 }
 
