@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from cli_cases import RECIPE, run_kvcal, save_falcon, save_llama
-from kvcal.cli import app
+from kvcal.__main__ import app
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
