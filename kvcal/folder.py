@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 
 from kvcal import artifact
 from kvcal.artifact import differing_input, read_inputs
+from kvcal.data.samples import Sampler
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Workload
-from kvcal.progress import Reporter
+from kvcal.progress import Reporter, Silent
 from kvcal.recipe import Recipe
 
 Made = TypeVar("Made")
@@ -129,6 +130,12 @@ def compute_dtype(loaded: LoadedModel) -> dict[str, Any]:
 def max_context(loaded: LoadedModel) -> int | None:
     """The model's context in tokens, None where its config states none."""
     return getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def sampler_of(loaded: LoadedModel, folder: Folder | None = None, reporter: Reporter | None = None) -> Sampler:
+    """The model as a source of text; what it wrote is kept in ``folder``."""
+    identity = {**model_inputs(loaded), **compute_dtype(loaded), "device": loaded.model.device.type}
+    return Sampler(loaded.model, identity, None if folder is None else folder.path, reporter or Silent())
 
 
 def flat(prefix: str, value: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes
 from kvcal.recipe import AllocateSpec, Recipe
 from kvcal.recipe_files import load_recipe
-from kvcal.run.transform import reparam_data, sequences
+from kvcal.run.transform import job_sequences, reparam_data
 from kvcal.run.tune import tune_plan
 from kvcal.stages import allocate as allocation_stage
 from kvcal.stages import profile as profile_stage
@@ -38,7 +38,7 @@ from kvcal.strict import dump
 def profile_folder(job: Job) -> Profile:
     """The profile stage."""
     recipe, loaded, path = job.recipe, job.loaded, job.folder.profile
-    data = sequences(recipe.data, loaded, "fit")
+    data = job_sequences(job, recipe.data, "fit")
     inputs = {
         **model_inputs(loaded),
         **flat("profile", dump(recipe.profile)),
@@ -151,7 +151,7 @@ def tune_folder(job: Job) -> Allocation:
     """
     recipe, loaded, folder = job.recipe, job.loaded, job.folder
     plan = formats_plan(recipe, loaded, job.workload)
-    data = sequences(recipe.data, loaded)
+    data = job_sequences(job, recipe.data, "fit")
     inputs = {
         **model_inputs(loaded),
         "plan.sha256": plan.sha256,
@@ -175,11 +175,11 @@ def tune_folder(job: Job) -> Allocation:
 def search_folder(job: Job) -> Allocation:
     """The search stage; its allocation has transforms, whose tensors are in its own artifact."""
     recipe, loaded, folder = job.recipe, job.loaded, job.folder
-    fit_data = sequences(recipe.data, loaded, "fit")
-    select_data = sequences(recipe.data, loaded, "select")
+    fit_data = job_sequences(job, recipe.data, "fit")
+    select_data = job_sequences(job, recipe.data, "select")
     assert recipe.allocate is not None and recipe.search is not None
     takes_lambda = any(choice.rescale for choice in recipe.search.keys)
-    lambda_data = reparam_data(recipe, loaded) if takes_lambda else None
+    lambda_data = reparam_data(job) if takes_lambda else None
     inputs = {
         **model_inputs(loaded),
         **flat("search", sha256_json(dump(recipe.search))),

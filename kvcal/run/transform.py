@@ -17,13 +17,13 @@ from kvcal.artifact import read_inputs, sha256_json, tensors_sha256
 from kvcal.data.pools import Purpose, calibration, data_inputs, with_calibration
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.errors import UsageError
-from kvcal.folder import Folder, Job, compute_dtype, current_or, flat, max_context, model_inputs
+from kvcal.folder import Folder, Job, compute_dtype, current_or, flat, max_context, model_inputs, sampler_of
 from kvcal.models.fold import fold, save_folded
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import LayerPlan, Plan, save_plan
 from kvcal.plan.tensors import lattice_tensors, tensors_nbytes
 from kvcal.progress import Reporter
-from kvcal.recipe import Recipe, ReparamSpec
+from kvcal.recipe import ReparamSpec
 from kvcal.stages import allocate as allocation_stage
 from kvcal.stages.allocate.budget import bytes_left, reserve_hint, spared_lambdas
 from kvcal.stages.compile import compile_plan
@@ -90,7 +90,7 @@ def reparam_folder(job: Job) -> Reparam:
     """The reparam stage: λ of every layer, for the folder's allocation."""
     spec, loaded, folder, reporter = job.recipe.reparam, job.loaded, job.folder, job.reporter
     assert spec is not None
-    data = reparam_data(job.recipe, loaded)
+    data = reparam_data(job)
     allocation = allocation_stage.load(folder.allocation)[0]
     layers = allocation.layers
     inputs = _transform_inputs("reparam", dump(spec), layers, {}, data, loaded)
@@ -123,7 +123,7 @@ def fit_predictors_folder(job: Job) -> PredictorRecord:
     room = None if allocation.split.kind is None else Room(allocation, layers, spec)
     if room is not None:
         room.require_some()
-    data = sequences(recipe.data, loaded, "fit")
+    data = job_sequences(job, recipe.data, "fit")
     inputs = _transform_inputs("predictors", dump(spec), layers, tensors, data, loaded)
     inputs |= flat("workload", dump(allocation.workload)) | {"budget.left": None if room is None else room.left()}
 
@@ -178,19 +178,31 @@ def fold_folder(
     return plan
 
 
-def reparam_data(recipe: Recipe, loaded: LoadedModel) -> TokenDataset:
+def reparam_data(job: Job) -> TokenDataset:
     """Calibration text for λ."""
-    reparam = recipe.reparam or ReparamSpec()
-    min_len = min(recipe.data.min_len, reparam.seq_len)
-    spec = replace(recipe.data, num_samples=reparam.num_samples, seq_len=reparam.seq_len, min_len=min_len)
-    return sequences(spec, loaded, "fit")
+    reparam, data = job.recipe.reparam or ReparamSpec(), job.recipe.data
+    min_len = min(data.min_len, reparam.seq_len)
+    spec = replace(data, num_samples=reparam.num_samples, seq_len=reparam.seq_len, min_len=min_len)
+    return job_sequences(job, spec, "fit")
 
 
-def sequences(spec: DataSpec, loaded: LoadedModel, purpose: Purpose = "fit") -> TokenDataset:
-    """The sequences of a purpose's pool for this model; raises what kvcal.data.sequences.load_sequences raises."""
+def job_sequences(job: Job, spec: DataSpec, purpose: Purpose) -> TokenDataset:
+    """``sequences`` for a job."""
+    return sequences(spec, job.loaded, purpose, job.folder, job.reporter)
+
+
+def sequences(
+    spec: DataSpec,
+    loaded: LoadedModel,
+    purpose: Purpose = "fit",
+    folder: Folder | None = None,
+    reporter: Reporter | None = None,
+) -> TokenDataset:
+    """The sequences of a purpose's pool for this model, whose own samples are kept in ``folder``; raises what
+    kvcal.data.sequences.load_sequences raises."""
     if loaded.tokenizer is None:
         raise UsageError(f"{loaded.source}: no tokenizer", hint="data cannot be tokenized without one")
-    return load_sequences(spec, loaded.tokenizer, max_context(loaded), purpose)
+    return load_sequences(spec, loaded.tokenizer, max_context(loaded), purpose, sampler_of(loaded, folder, reporter))
 
 
 def _transform_inputs(
