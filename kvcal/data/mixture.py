@@ -3,7 +3,7 @@
 A source is spelled alike in a recipe's [data] and after --data, as its name and then options:
 
     mixture                                       the default calibration of a user's model
-    my.jsonl,weight=2,kind=dialogue               a path; windows' paths have no comma before a key
+    my.jsonl,weight=2,kind=dialogue               a path, of any system
     owner/name,config=en,split=test,columns=q+a   a data set on the hub
 
 Sequences are apportioned to the sources by weight (largest remainder; of equal remainders the first source's counts).
@@ -29,7 +29,7 @@ GENERATED |= {f"{SAMPLES}:{kind}": kind for kind in KINDS}
 INSTALLED = {"python:code": "code", "python:docs": "prose"}
 SOURCES = (MIXTURE, *GENERATED, *INSTALLED)
 MIXTURE_WEIGHTS = {"samples": 3.0, "python:docs": 1.0, "python:code": 1.0, "math": 1.0, "dialogues": 1.0, "tasks": 1.0}
-_OPTION = re.compile(r",(\w+)=([^,=]*)$")
+_OPTION = re.compile(r",(\w+)=([^,=/\\]*)$")
 
 
 @dataclass(frozen=True)

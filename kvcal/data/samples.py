@@ -69,7 +69,7 @@ def openings(kind: str, purpose: Purpose, seed: str, is_chat: bool) -> Iterator[
     """Openings of a pool without end: texts that begin, or with ``is_chat`` what a user asks."""
     rng = random.Random(f"openings:{seed}")
     while True:
-        text = rng.choice(OPENINGS[kind][is_chat]).format(rng.choice(_SUBJECTS))
+        text = rng.choice(OPENINGS[kind][is_chat]).format(rng.choice(_SUBJECTS)).rstrip(" ")  # a word takes its space
         if pool_of(text) == purpose:
             yield text
 
