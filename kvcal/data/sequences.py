@@ -59,17 +59,17 @@ Span = tuple[str, bool]  # text, and whether it is in the loss
 
 @dataclass(frozen=True, config=STRICT)
 class DataSpec:
-    """Sequences to load. ``source``: one source, or several, each spelled as kvcal.data.mixture says; ``split`` and
-    ``config`` belong to a hub id, and are for a single source, as is ``columns``, which names one column (text, or chat
-    messages) or two (prompt, completion); empty means the first that exists of messages, text, content, question +
-    answer. Sequences are cut at ``seq_len`` tokens, and passed over with fewer than ``min_len``: a KL over short ones
-    says little of a cache whose pages hold 128 tokens.
+    """Sequences to load. ``source``: one source, or a list of several, each a name and then options, such as
+    "my.jsonl,weight=2,kind=code" (see the tutorial). ``split`` and ``config`` belong to a hub id, and are for a single
+    source, as is ``columns``, which names one column (text, or chat messages) or two (prompt, completion); empty means
+    the first that exists of messages, text, content, question + answer. Sequences are cut at ``seq_len`` tokens, and
+    passed over with fewer than ``min_len``: a KL over short ones says little of a cache whose pages hold 128 tokens.
 
     Raises UsageError when a value is impossible whatever the data.
     """
 
     source: str | tuple[str, ...] = knob(
-        "tasks", "mixture, tasks, samples, a file, a folder, a hub id …, or a list: NAME,weight=2,kind=code each."
+        "tasks", "A file, a folder, a hub id, mixture, samples, tasks …, or a list of these."
     )
     num_samples: int = knob(16, "Sequences.")
     seq_len: int = knob(1024, "Tokens of each at most.")
