@@ -104,11 +104,11 @@ def held_out(given: argparse.Namespace, loaded: LoadedModel, folder: Path) -> di
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--real", type=Path, help="folder with gutenberg, wikitext2, gsm8k and latex")
-    parser.add_argument("--texts", type=int, default=4, help="calibration texts of a source")
-    parser.add_argument("--tokens", type=int, default=448, help="of each")
+    parser.add_argument("--texts", type=int, default=2, help="calibration texts of a source")
+    parser.add_argument("--tokens", type=int, default=400, help="of each")
     parser.add_argument("--held-out", type=int, default=3, help="texts of a kind that plans are measured on")
-    parser.add_argument("--held-out-tokens", type=int, default=512, help="of each")
-    parser.add_argument("--bits", type=float, nargs="+", default=[3.25])
+    parser.add_argument("--held-out-tokens", type=int, default=400, help="of each")
+    parser.add_argument("--bits", type=float, nargs="+", default=[3.5])
     given = parser.parse_args()
     loaded = load(given.model, device=given.device)
     formats = cells(loaded, CacheSpec())
@@ -120,6 +120,8 @@ def main() -> None:
         for i, row in enumerate(kl_of(loaded, plans, sequences(spec, loaded, "fit"))):
             kl[source, i] = row
         print(f"measured {source}", flush=True)
+        cells_out = {"|".join(map(str, text)): row.tolist() for text, row in kl.items()}
+        given.out.with_suffix(".cells.json").write_text(json.dumps(cells_out))
     chosen = {
         (name, bits): allocated(loaded, formats, torch.stack([kl[text] for text in texts]).mean(0), bits)
         for name, texts in mixtures(given.texts).items()

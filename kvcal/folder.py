@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from kvcal import artifact
 from kvcal.artifact import differing_input, read_inputs
 from kvcal.data.samples import Sampler
+from kvcal.data.sequences import DataSpec
 from kvcal.errors import ArtifactError, UsageError
-from kvcal.models.load import LoadedModel
+from kvcal.models.load import LoadedModel, embedded_models
 from kvcal.plan.plan import Workload
 from kvcal.progress import Reporter, Silent
 from kvcal.recipe import Recipe
@@ -130,6 +131,11 @@ def compute_dtype(loaded: LoadedModel) -> dict[str, Any]:
 def max_context(loaded: LoadedModel) -> int | None:
     """The model's context in tokens, None where its config states none."""
     return getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def data_spec(spec: DataSpec, loaded: LoadedModel) -> DataSpec:
+    """``spec`` with the source that "auto" stands for."""
+    return spec.for_model(loaded.source in embedded_models())
 
 
 def sampler_of(loaded: LoadedModel, folder: Folder | None = None, reporter: Reporter | None = None) -> Sampler:

@@ -83,20 +83,22 @@ class ModelOptions(OutputOptions):
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
 
     def load(self, source: str, calibrated_on: DataSpec | None = None, reporter: Reporter | None = None) -> LoadedModel:
-        """The model; transformers' own progress bars are off. Says so when one of the user's is calibrated on the
-        embedded model's tasks."""
+        """The model; transformers' own progress bars are off. Says so when one of the user's is calibrated on text that
+        the user did not choose: the embedded model's tasks, or the mixture."""
         from transformers.utils import logging
 
         from kvcal.models.load import embedded_models, load
 
         logging.disable_progress_bar()
         loaded = load(source, dtype=self.dtype, device=self.device)
-        is_toy = calibrated_on is not None and calibrated_on.is_toy
-        if reporter is not None and is_toy and loaded.source not in embedded_models():
-            reporter.say(
-                f"note: {loaded.identity.id} is calibrated on the embedded toy tasks (ledgers, chains, products); "
-                "give --data with text such as the model will read, or --data mixture"
-            )
+        if reporter is not None and calibrated_on is not None and loaded.source not in embedded_models():
+            advice = "give --data with text such as the model will read"
+            if calibrated_on.is_toy:
+                toys = "the embedded toy tasks (ledgers, chains, products)"
+                reporter.say(f"note: {loaded.identity.id} is calibrated on {toys}; {advice}, or --data mixture")
+            elif calibrated_on.source == "auto":
+                mixture = "a mixture of its own samples, installed packages' text and generated text"
+                reporter.say(f"note: {loaded.identity.id} is calibrated on {mixture}; {advice}")
         return loaded
 
 

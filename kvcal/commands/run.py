@@ -181,7 +181,7 @@ def compare(
     points = _changed(points_of(recipes, bits or ()), given)
     workload, folder = sizes.workload(DEFAULT_WORKLOAD), pipeline.Folder.create(out)
     calibrations = [point.recipe.data for point in points if point.recipe.calibrates]
-    toy = next((data for data in calibrations if data.is_toy), None)
+    toy = next((data for data in calibrations if data.is_toy or data.source == "auto"), None)
     with given.reporting() as reporter:
         loaded = given.load(model, toy, reporter)
         texts = sequences(spec.data, loaded, "report", folder, reporter)

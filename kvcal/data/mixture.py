@@ -2,7 +2,8 @@
 
 A source is spelled alike in a recipe's [data] and after --data, as its name and then options:
 
-    mixture                                       the default calibration of a user's model
+    auto                                          the tasks for an embedded model, the mixture for a user's
+    mixture                                       text of all kinds that needs no network
     my.jsonl,weight=2,kind=dialogue               a path, of any system
     owner/name,config=en,split=test,columns=q+a   a data set on the hub
 
@@ -22,13 +23,14 @@ from kvcal.data.tasks import TASKS
 from kvcal.errors import UsageError
 
 KINDS = ("prose", "code", "math", "dialogue", "reasoning")
-MIXTURE, SAMPLES, TASK_SOURCES = "mixture", "samples", ("tasks", *(f"tasks:{name}" for name in TASKS))
+AUTO, MIXTURE, SAMPLES = "auto", "mixture", "samples"
+TASK_SOURCES = ("tasks", *(f"tasks:{name}" for name in TASKS))
 # Sources that need neither a file nor a network, and their kind; "" where it differs from sequence to sequence.
 GENERATED = dict.fromkeys(TASK_SOURCES, "reasoning") | {"dialogues": "dialogue", "math": "math", SAMPLES: ""}
 GENERATED |= {f"{SAMPLES}:{kind}": kind for kind in KINDS}
 INSTALLED = {"python:code": "code", "python:docs": "prose"}
-SOURCES = (MIXTURE, *GENERATED, *INSTALLED)
-MIXTURE_WEIGHTS = {"samples": 3.0, "python:docs": 1.0, "python:code": 1.0, "math": 1.0, "dialogues": 1.0, "tasks": 1.0}
+SOURCES = (AUTO, MIXTURE, *GENERATED, *INSTALLED)
+MIXTURE_WEIGHTS = {"samples": 2.0, "python:docs": 1.0, "python:code": 1.0, "math": 1.0, "dialogues": 1.0, "tasks": 1.0}
 _OPTION = re.compile(r",(\w+)=([^,=/\\]*)$")
 
 
@@ -108,14 +110,20 @@ def _weight(text: str, value: str) -> float:
 
 
 def read_parts(texts: Sequence[str]) -> tuple[Part, ...]:
-    """The sources, in order, with the mixture's in its place and public sets by their ids. UsageError as ``read_part``,
-    and for a source that is given twice."""
+    """The sources, in order, with the mixture's in its place and public sets by their ids; "auto" is the tasks as long
+    as no model is known. UsageError as ``read_part``, and for a source that is given twice."""
     if not texts:
         raise UsageError("source = [] is empty", hint="give mixture, tasks, a file, a folder or a hub id")
     parts: list[Part] = []
     for text in texts:
         part = read_part(text)
-        if part.source == MIXTURE:
+        if part.source == AUTO:
+            if text != AUTO or len(texts) > 1:
+                raise UsageError(
+                    f"source = {text!r}: auto stands for all sources", hint="name mixture or tasks instead"
+                )
+            parts.append(Part(TASK_SOURCES[0]))
+        elif part.source == MIXTURE:
             share = part.weight / sum(MIXTURE_WEIGHTS.values())
             parts += [Part(name, share * weight, is_shared=True) for name, weight in MIXTURE_WEIGHTS.items()]
         else:

@@ -31,9 +31,11 @@ from torch import Tensor
 from kvcal.artifact import sha256_json
 from kvcal.data.dialogues import dialogue, word_problem
 from kvcal.data.mixture import (
+    AUTO,
     GENERATED,
     INSTALLED,
     KINDS,
+    MIXTURE,
     SAMPLES,
     TASK_SOURCES,
     Part,
@@ -69,7 +71,9 @@ class DataSpec:
     """
 
     source: str | tuple[str, ...] = knob(
-        "tasks", "A file, a folder, a hub id, mixture, samples, tasks …, or a list of these."
+        AUTO,
+        "A file, a folder, a hub id, mixture, samples, tasks …, or a list of these; auto: tasks for an embedded model, "
+        "mixture for another.",
     )
     num_samples: int = knob(16, "Sequences.")
     seq_len: int = knob(1024, "Tokens of each at most.")
@@ -109,7 +113,11 @@ class DataSpec:
     @property
     def is_toy(self) -> bool:
         """Whether the embedded model's tasks are all there is."""
-        return all(part.source in TASK_SOURCES for part in self.parts)
+        return self.source != AUTO and all(part.source in TASK_SOURCES for part in self.parts)
+
+    def for_model(self, is_embedded: bool) -> DataSpec:
+        """With the source that "auto" stands for."""
+        return replace(self, source=TASK_SOURCES[0] if is_embedded else MIXTURE) if self.source == AUTO else self
 
 
 def load_sequences(

@@ -17,7 +17,7 @@ from kvcal.artifact import read_inputs, sha256_json, tensors_sha256
 from kvcal.data.pools import Purpose, calibration, data_inputs, with_calibration
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.errors import UsageError
-from kvcal.folder import Folder, Job, compute_dtype, current_or, flat, max_context, model_inputs, sampler_of
+from kvcal.folder import Folder, Job, compute_dtype, current_or, data_spec, flat, max_context, model_inputs, sampler_of
 from kvcal.models.fold import fold, save_folded
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import LayerPlan, Plan, save_plan
@@ -202,7 +202,8 @@ def sequences(
     kvcal.data.sequences.load_sequences raises."""
     if loaded.tokenizer is None:
         raise UsageError(f"{loaded.source}: no tokenizer", hint="data cannot be tokenized without one")
-    return load_sequences(spec, loaded.tokenizer, max_context(loaded), purpose, sampler_of(loaded, folder, reporter))
+    spec, sampler = data_spec(spec, loaded), sampler_of(loaded, folder, reporter)
+    return load_sequences(spec, loaded.tokenizer, max_context(loaded), purpose, sampler)
 
 
 def _transform_inputs(

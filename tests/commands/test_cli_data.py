@@ -20,7 +20,7 @@ from kvcal.recipe import ProfileSpec, Recipe, ReparamSpec, knobs
 from kvcal.recipe_files import load_recipe, recipe_names, with_knobs
 from kvcal.strict import dump
 
-TOY = "embedded toy tasks"
+TOY, MIXED = "embedded toy tasks", "calibrated on a mixture of its own samples"
 COMMANDS = {name: command for panel in PANELS.values() for name, command in panel.items()}
 COLUMNS = ("--set", 'data.columns=["q", "a"]')
 NO_TASKS = ("--set", "evaluate.tasks=[]")
@@ -145,6 +145,22 @@ def test_run_on_several_sources(folder: Path, capsys: pytest.CaptureFixture[str]
     assert "the plan was calibrated on pairs.jsonl 2, samples 1, math 1, too (profile)" in " ".join(again.err.split())
 
 
+def test_a_model_of_the_users_is_calibrated_on_the_mixture(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = (
+        (folder / "small.toml")
+        .read_text()
+        .replace('source = "tasks"\n', "", 1)
+        .replace("num_samples = 2", "num_samples = 6", 1)
+    )
+    (tmp_path / "small.toml").write_text(text)
+    for model, source in ((folder / "tiny", "samples 1, python:docs 1, python:code 1"), ("reasoner-10m", "tasks")):
+        told = run_kvcal(capsys, "profile", model, "--recipe", tmp_path / "small.toml", "--out", tmp_path / source[:5])
+        assert told.code == 0 and f"profile: {source}" in told.err
+        assert (MIXED in told.err) == (source != "tasks") and TOY not in told.err
+
+
 def test_any_knob_is_set_and_the_strict_recipe_decides() -> None:
     base = load_recipe("default")
     sets = ["allocate.bits=2.5", "evaluate.tasks=[]", "profile.k_axes=['token']", "reparam.offset=true", "model=a b"]
@@ -216,9 +232,10 @@ def test_search_and_tune_get_the_given_data(
     monkeypatch.setattr(stage, stop)
     common = ("--model", folder / "tiny", "--out", tmp_path, "--set", "data.seed=5")
     told = run_kvcal(capsys, *arguments, *common, "--data", folder / "pairs.jsonl", "--samples", 3, "--seq-len", 200)
-    assert told.code == 2 and "seen" in told.err and TOY not in told.err
+    assert told.code == 2 and "seen" in told.err and TOY not in told.err and MIXED not in told.err
     assert given[0].data == DataSpec(str(folder / "pairs.jsonl"), 3, 200, 5)
-    assert TOY in run_kvcal(capsys, *arguments, *common).err
+    assert MIXED in run_kvcal(capsys, *arguments, *common).err
+    assert TOY in run_kvcal(capsys, *arguments, *common, "--data", "tasks").err
 
 
 def test_compare_measures_on_the_file(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

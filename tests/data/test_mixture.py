@@ -78,6 +78,7 @@ def test_a_source_is_spelled_with_its_options(text: str, part: Part) -> None:
         (["python:tests"], ["python:tests", "python:code, python:docs"]),
         (["tasks,columns=a"], ["for files and data sets"]),
         (["a.txt", "tasks", "a.txt,weight=2"], ["a.txt", "twice"]),
+        (["auto", "a.txt"], ["auto stands for all sources", "mixture or tasks"]),
         (["tasks", "mixture"], ["'tasks'", "twice, once by the mixture"]),
         (["a.jsonl,columns=a+b+c"], ["columns", "a prompt and a completion"]),
     ],
@@ -117,6 +118,14 @@ def test_the_mixture_has_all_kinds_and_the_weight_of_one_source() -> None:
     mixed = [part for part in parts if part.is_shared]
     assert [part.source for part in mixed] == list(MIXTURE_WEIGHTS)
     assert sum(part.weight for part in mixed) == pytest.approx(2) and parts[-1].weight == 1
+
+
+def test_auto_depends_on_the_model(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert DataSpec().source == "auto" and DataSpec().for_model(True) == DataSpec("tasks")
+    assert DataSpec().for_model(False) == DataSpec("mixture") and not DataSpec().is_toy and DataSpec("tasks").is_toy
+    assert DataSpec("math").for_model(False) == DataSpec("math")
+    known, unknown = (load_sequences(DataSpec(source, 2, 256), tokenizer) for source in ("tasks", "auto"))
+    assert known.fingerprint == unknown.fingerprint and known.description == unknown.description
 
 
 def test_sequences_are_apportioned_by_weight() -> None:

@@ -18,7 +18,7 @@ from functools import cached_property
 
 from kvcal.data.sequences import DataSpec, load_sequences
 from kvcal.errors import UsageError
-from kvcal.folder import max_context, sampler_of
+from kvcal.folder import data_spec, max_context, sampler_of
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Plan
 from kvcal.progress import Silent
@@ -111,8 +111,8 @@ class TaskObjective:
         """Scores of the calibration pages."""
         if self.loaded.tokenizer is None:
             raise UsageError(f"{self.loaded.source}: no tokenizer", hint="data cannot be tokenized without one")
-        sampler = sampler_of(self.loaded)
-        data = load_sequences(self.data, self.loaded.tokenizer, max_context(self.loaded), "fit", sampler)
+        spec, sampler = data_spec(self.data, self.loaded), sampler_of(self.loaded)
+        data = load_sequences(spec, self.loaded.tokenizer, max_context(self.loaded), "fit", sampler)
         return measure_scores(self.loaded, self.plan, data, Silent())
 
     def search(self) -> Search:
