@@ -22,7 +22,7 @@ from pathlib import Path
 from kvcal.data.tasks import TASKS
 from kvcal.errors import UsageError
 
-KINDS = ("prose", "code", "math", "dialogue", "reasoning")
+KINDS = ("prose", "math", "code", "dialogue", "reasoning")
 AUTO, MIXTURE, SAMPLES = "auto", "mixture", "samples"
 TASK_SOURCES = ("tasks", *(f"tasks:{name}" for name in TASKS))
 # Sources that need neither a file nor a network, and their kind; "" where it differs from sequence to sequence.
@@ -30,7 +30,8 @@ GENERATED = dict.fromkeys(TASK_SOURCES, "reasoning") | {"dialogues": "dialogue",
 GENERATED |= {f"{SAMPLES}:{kind}": kind for kind in KINDS}
 INSTALLED = {"python:code": "code", "python:docs": "prose"}
 SOURCES = (AUTO, MIXTURE, *GENERATED, *INSTALLED)
-MIXTURE_WEIGHTS = {"samples": 2.0, "python:docs": 1.0, "python:code": 1.0, "math": 1.0, "dialogues": 1.0, "tasks": 1.0}
+# In this order, so that the first few sequences are of different kinds.
+MIXTURE_WEIGHTS = {"samples": 2.0, "python:code": 1.0, "dialogues": 1.0, "tasks": 1.0, "math": 1.0, "python:docs": 1.0}
 _OPTION = re.compile(r",(\w+)=([^,=/\\]*)$")
 
 

@@ -111,7 +111,7 @@ def test_data_may_be_given_several_times() -> None:
     [
         (["a.txt,weight=0"], ["weight = 0", "above 0"]),
         (["mixture", "tasks"], ["'tasks'", "twice", "mixture"]),
-        (["tasks,kind=verse"], ["unknown kind 'verse'", "prose, code"]),
+        (["tasks,kind=verse"], ["unknown kind 'verse'", "prose, math, code"]),
         (["a.txt,colums=q"], ["unknown option 'colums'", "weight, kind, columns"]),
         (["math", "tasks", "dialogues"], ["num_samples = 2 leaves no sequence for dialogues", "raise num_samples"]),
     ],
@@ -155,7 +155,10 @@ def test_a_model_of_the_users_is_calibrated_on_the_mixture(
         .replace("num_samples = 2", "num_samples = 6", 1)
     )
     (tmp_path / "small.toml").write_text(text)
-    for model, source in ((folder / "tiny", "samples 1, python:docs 1, python:code 1"), ("reasoner-10m", "tasks")):
+    for model, source in (
+        (folder / "tiny", "samples 1, python:code 1, dialogues 1, tasks 1"),
+        ("reasoner-10m", "tasks"),
+    ):
         told = run_kvcal(capsys, "profile", model, "--recipe", tmp_path / "small.toml", "--out", tmp_path / source[:5])
         assert told.code == 0 and f"profile: {source}" in told.err
         assert (MIXED in told.err) == (source != "tasks") and TOY not in told.err

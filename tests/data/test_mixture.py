@@ -18,6 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from kvcal.data import installed
 from kvcal.data.dialogues import dialogue, word_problem
 from kvcal.data.mixture import (
+    GENERATED,
+    INSTALLED,
     KINDS,
     MIXTURE_WEIGHTS,
     PUBLIC,
@@ -71,7 +73,7 @@ def test_a_source_is_spelled_with_its_options(text: str, part: Part) -> None:
         (["a.txt,weight="], ["weight is empty"]),
         (["a.txt,weight=1,weight=2"], ["weight is given twice"]),
         (["a.txt,wight=2"], ["unknown option 'wight'", "weight, kind, columns, split, config"]),
-        (["a.txt,kind=poetry"], ["unknown kind 'poetry'", "prose, code, math, dialogue, reasoning"]),
+        (["a.txt,kind=poetry"], ["unknown kind 'poetry'", "prose, math, code, dialogue, reasoning"]),
         (["mixture,kind=code"], ["several kinds"]),
         (["samples,kind=code"], ["several kinds"]),
         (["samples:poetry"], ["samples:poetry", "samples:prose"]),
@@ -117,6 +119,9 @@ def test_the_mixture_has_all_kinds_and_the_weight_of_one_source() -> None:
     parts = read_parts(["mixture,weight=2", "a.txt"])
     mixed = [part for part in parts if part.is_shared]
     assert [part.source for part in mixed] == list(MIXTURE_WEIGHTS)
+    counts = apportion(mixed, 8)
+    kinds = [{**GENERATED, **INSTALLED}[mixed[part].source] or KINDS[index] for part, index in interleaved(counts)]
+    assert sum(counts) == 8 and set(kinds[:5]) == {"prose", "code", "dialogue", "reasoning", "math"}
     assert sum(part.weight for part in mixed) == pytest.approx(2) and parts[-1].weight == 1
 
 
