@@ -3,9 +3,9 @@
     python experiments/show_mixtures.py --out mixtures.json --real ../shared/data
 
 For every calibration text, the KL of every layer's keys and values at 2, 3 and 4 bits alone is measured once. Each
-mixture averages them over its own texts, and the solver allocates a fixed budget. The plans are
-measured on texts of the pool "report" of every source, and on real text where --real names a folder of it (never
-committed). Errors are over texts.
+mixture averages them over its own texts, and the solver allocates a fixed budget. The plans are measured on texts of
+the pool "report" of every source, and on real text where --real names a folder of it (never committed). Errors are over
+texts. The measured cells are kept beside --out: delete them with other --texts or --tokens.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--real", type=Path, help="folder with gutenberg, wikitext2, gsm8k and latex")
     parser.add_argument("--texts", type=int, default=2, help="calibration texts of a source")
     parser.add_argument("--tokens", type=int, default=400, help="of each")
-    parser.add_argument("--held-out", type=int, default=3, help="texts of a kind that plans are measured on")
+    parser.add_argument("--held-out", type=int, default=8, help="texts of a kind that plans are measured on")
     parser.add_argument("--held-out-tokens", type=int, default=400, help="of each")
     parser.add_argument("--bits", type=float, nargs="+", default=[3.5])
     given = parser.parse_args()
@@ -115,13 +115,15 @@ def main() -> None:
     alone = unquantized_plan(loaded.identity, loaded.geometry)
     plans = [one_side_plan(alone, index, side, fmt) for (index, side, _), fmt in formats.items()]
     kl: dict[tuple[str, int], Tensor] = {}
+    kept = given.out.with_suffix(".cells.json")  # the costly part: measured once
+    known = json.loads(kept.read_text()) if kept.exists() else {}
     for source in SOURCES:
-        spec = DataSpec(source, given.texts, given.tokens, min_len=given.tokens)
-        for i, row in enumerate(kl_of(loaded, plans, sequences(spec, loaded, "fit"))):
-            kl[source, i] = row
-        print(f"measured {source}", flush=True)
-        cells_out = {"|".join(map(str, text)): row.tolist() for text, row in kl.items()}
-        given.out.with_suffix(".cells.json").write_text(json.dumps(cells_out))
+        if source not in known:
+            spec = DataSpec(source, given.texts, given.tokens, min_len=given.tokens)
+            known[source] = kl_of(loaded, plans, sequences(spec, loaded, "fit")).tolist()
+            kept.write_text(json.dumps(known))
+            print(f"measured {source}", flush=True)
+        kl |= {(source, i): torch.tensor(row, dtype=torch.float64) for i, row in enumerate(known[source])}
     chosen = {
         (name, bits): allocated(loaded, formats, torch.stack([kl[text] for text in texts]).mean(0), bits)
         for name, texts in mixtures(given.texts).items()
