@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from cli_cases import RECIPE, run_kvcal, save_falcon, save_llama
-from kvcal.__main__ import app
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
+from kvcal.__main__ import app
 from kvcal.artifact import COMMANDS
 from kvcal.folder import Folder, Job
 from kvcal.run import formats, pipeline
