@@ -20,7 +20,8 @@ EXAMPLES = {"generate", "budget", "own_data", "gpu_graph"}
 
 def run_example(name: str, *arguments: object) -> str:
     """The example's stdout. Fails with its stderr."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, ROOT / "examples" / f"{name}.py", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -59,7 +60,8 @@ def test_generate_takes_a_plan_and_budget_writes_one(tmp_path: Path) -> None:
 
 
 def test_budget_says_the_smallest_feasible_budget() -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "examples/budget.py"), "--kv-budget", "1MB"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 1

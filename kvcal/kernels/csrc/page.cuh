@@ -31,6 +31,9 @@ KV_INLINE int place_of_params(int token, int channel) {
 template <class S, class From, class Room>
 KV_INLINE unsigned code_at(const From& source, const Room& scratch, int token, int channel) {
     if constexpr (S::has_feedback) {
+        if constexpr (S::tiers > 0) {
+            if (scratch.level[channel] == 0) return 0;  // of 16 bits: the tile has its target
+        }
         return scratch.tile[token * Page<S>::stride + channel];  // see choose_codes
     } else {
         const int i = place_of_params<S>(token, channel);
