@@ -85,7 +85,8 @@ class ModelOptions(OutputOptions):
         from transformers.utils import logging
 
         from kvcal.data.sequences import TASK_SOURCES
-        from kvcal.models.load import embedded_models, load
+        from kvcal.models.files import embedded_models
+        from kvcal.models.load import load
 
         logging.disable_progress_bar()
         loaded = load(source, dtype=self.dtype, device=self.device)
