@@ -14,8 +14,9 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from kvcal.commands import plans, run, stages
+from kvcal.commands import about, plans, run, stages
 from kvcal.commands.bench import bench
+from kvcal.commands.doctor import doctor
 from kvcal.commands.options import needs_compile
 from kvcal.console import discard_stdout, print_error, print_text
 from kvcal.errors import ArtifactError, KvcalError, UsageError
@@ -75,6 +76,7 @@ def options(
 
 # Help's panels, and in each the commands by name. Those on plans need no more than the runtime and the command line.
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
+    "First": {"size": about.size, "recipes": about.recipes, "models": about.models, "doctor": doctor},
     "Whole recipes": {"run": run.run, "search": run.search, "tune": run.tune, "compare": run.compare},
     "Stage by stage": {
         "profile": stages.profile,
@@ -93,7 +95,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
 }
 for panel, commands in PANELS.items():
     for name, command in commands.items():
-        app.command(name, rich_help_panel=panel)(command if panel == "Plans" else needs_compile(command))
+        app.command(name, rich_help_panel=panel)(command if panel in ("First", "Plans") else needs_compile(command))
 app.add_typer(bench, name="bench", rich_help_panel="GPU")
 
 

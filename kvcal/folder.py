@@ -11,12 +11,11 @@ from kvcal import artifact
 from kvcal.artifact import differing_input, read_inputs
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.models.load import LoadedModel
-from kvcal.plan.plan import Workload
+from kvcal.plan.plan import DEFAULT_WORKLOAD, Workload
 from kvcal.progress import Reporter
 from kvcal.recipe import Recipe
 
 Made = TypeVar("Made")
-DEFAULT_WORKLOAD = Workload(batch=8, context=4096)
 
 
 @dataclass(frozen=True)
