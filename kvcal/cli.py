@@ -1,7 +1,7 @@
 """The command line: its commands, errors and exit codes; the commands are in ``kvcal.commands``.
 
 Heavy imports happen inside commands, so that --help is quick. Exit codes: 0 ok, 2 usage, 3 infeasible budget,
-4 unsupported model, 5 stale, mismatched or corrupt artifact, 6 no GPU kernel, 130 interrupted.
+4 unsupported model, 5 stale, mismatched or corrupt artifact, 6 no GPU kernel, 7 a gate failed, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from kvcal.commands import about, plans, run, stages
 from kvcal.commands.bench import bench
 from kvcal.commands.doctor import doctor
 from kvcal.commands.options import needs_compile
-from kvcal.console import discard_stdout, print_error, print_text
+from kvcal.console import discard_stdout, print_error, print_error_json, print_text
 from kvcal.errors import ArtifactError, KvcalError, UsageError
+
+# click's error of a command line, of which typer has a copy of its own since 0.16.
+WrongArguments = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     name="kvcal",
@@ -28,14 +31,17 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     epilog="Exit codes: 0 ok, 2 usage, 3 infeasible budget, 4 unsupported model, 5 bad artifact, 6 no GPU kernel, "
-    "130 interrupted.",
+    "7 a gate of eval failed, 130 interrupted.",
 )
 
 
 def main() -> None:
     """Entry point of the ``kvcal`` command."""
     try:
-        app()
+        # With --json, typer's own errors are raised instead of drawn, and an exit code is returned.
+        code = app(standalone_mode=not _wants_json())
+        if isinstance(code, int):
+            sys.exit(code)
     except KvcalError as error:
         _fail(error)
     except OSError as refused:  # the system's, where no stage expects it: a name too long, a full disk
@@ -48,14 +54,23 @@ def main() -> None:
         if not isinstance(error, MemoryError) and not re.search("allocate memory|out of memory", text):
             raise
         _fail(UsageError(f"not enough memory: {text[:200]}", "lower --batch, --context or the recipe's sizes"))
+    except WrongArguments as refused:
+        _fail(UsageError(refused.format_message(), "the same command with --help tells its options"))
     except SystemExit as end:
         if end.code == 130:  # typer has caught the interrupt
             print("interrupted: what was finished is kept; the same command resumes from there", file=sys.stderr)
         raise
 
 
+def _wants_json() -> bool:
+    return "--json" in sys.argv[1:]
+
+
 def _fail(error: KvcalError) -> NoReturn:
-    print_error(error)
+    if _wants_json():
+        print_error_json(error)
+    else:
+        print_error(error)
     sys.exit(error.exit_code)
 
 
