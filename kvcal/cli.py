@@ -18,6 +18,7 @@ from kvcal.commands import about, plans, run, stages
 from kvcal.commands.bench import bench
 from kvcal.commands.doctor import doctor
 from kvcal.commands.options import needs_compile
+from kvcal.commands.plan import diff, plan
 from kvcal.console import discard_stdout, print_error, print_error_json, print_text
 from kvcal.errors import ArtifactError, KvcalError, UsageError
 
@@ -91,7 +92,13 @@ def options(
 
 # Help's panels, and in each the commands by name. Those on plans need no more than the runtime and the command line.
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
-    "First": {"size": about.size, "recipes": about.recipes, "models": about.models, "doctor": doctor},
+    "First": {
+        "plan": needs_compile(plan),
+        "size": about.size,
+        "recipes": about.recipes,
+        "models": about.models,
+        "doctor": doctor,
+    },
     "Whole recipes": {"run": run.run, "search": run.search, "tune": run.tune, "compare": run.compare},
     "Stage by stage": {
         "profile": stages.profile,
@@ -103,6 +110,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
     },
     "Plans": {
         "inspect": plans.inspect,
+        "diff": diff,
         "verify": plans.verify,
         "generate": plans.generate,
         "pack-prefix": plans.pack_prefix,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,10 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Folder:
-    """The stages' artifacts in ``path``."""
+    """The stages' artifacts in ``path``; of a named allocation, all but the profile, which lies in ``profiled``."""
 
     path: Path
+    profiled: Path | None = None
 
     @classmethod
     def create(cls, path: str | Path) -> Folder:
@@ -34,9 +36,15 @@ class Folder:
         artifact.remove_stale(Path(path))
         return cls(Path(path))
 
+    def named(self, name: str) -> Folder:
+        """A folder below, for one allocation of the profile here; it is not made yet. UsageError for a wrong name."""
+        if not re.fullmatch(r"[\w+-][\w.+-]*", name):
+            raise UsageError(f"--name {name!r}; allowed: letters, digits and . _ + -, no . first")
+        return Folder(self.path / name, self.path)
+
     @property
     def profile(self) -> Path:
-        return self.path / "profile.safetensors"
+        return (self.profiled or self.path) / "profile.safetensors"
 
     @property
     def allocation(self) -> Path:

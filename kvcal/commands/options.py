@@ -163,6 +163,10 @@ class BudgetOptions(WorkloadOptions):
     kv_budget: KvBudget = None
     bits: Annotated[float | None, typer.Option(help="All-in bits per cached value.", min=0.1)] = None
 
+    def kinds(self) -> list[str]:
+        """The kinds of budget that were given."""
+        return [name for name in ("budget", "kv_budget", "bits") if getattr(self, name) is not None]
+
     def knobs(self) -> dict[str, Any]:
         """The knobs of [allocate] that were given, by dotted name."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}

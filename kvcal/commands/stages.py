@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +19,7 @@ from kvcal.commands.options import (
     RecipeOptions,
     spread,
 )
+from kvcal.embedded import MODEL_NAME
 from kvcal.errors import UsageError
 from kvcal.quantities import parse_bytes
 
@@ -64,6 +65,10 @@ def allocate(
             "(bytes kept free with --budget, or auto); may be repeated.",
         ),
     ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Keep this allocation in DIR/NAME, beside others; that is then the next stage's DIR."),
+    ] = None,
     sweep: Annotated[
         bool, typer.Option("--sweep", help="Print the whole Pareto front instead; no budget needed.")
     ] = False,
@@ -74,7 +79,11 @@ def allocate(
     """Choose every layer's (or head's) K and V format for a byte budget, exactly. Its bytes are those of the compiled
     plan: λ and predictors, which come later, take part of them (--reserve).
 
+    A second budget replaces the first, unless it has a --name: then `kvcal compile DIR/NAME` compiles it.
+
     GB = 10^9 bytes, GiB = 2^30. Example: `kvcal allocate artifacts/llama --budget 24GB --batch 8 --context 32768`
+
+    Example: `kvcal allocate artifacts/llama --bits 2.5 --name small`
     """
     from kvcal import tables as views
     from kvcal.folder import Folder
@@ -84,10 +93,12 @@ def allocate(
     from kvcal.strict import dump, parse
 
     knobs: dict[str, Any] = {}
-    for name, value in (budgets.knobs() | read_settings(sets or ())).items():
-        section, _, key = name.rpartition(".")
+    for dotted, value in (budgets.knobs() | read_settings(sets or ())).items():
+        section, _, key = dotted.rpartition(".")
         if section != "allocate":
-            raise UsageError(f"--set {name}: only knobs of [allocate] are used here", hint="use `kvcal run` for others")
+            raise UsageError(
+                f"--set {dotted}: only knobs of [allocate] are used here", hint="use `kvcal run` for others"
+            )
         knobs |= {} if value is None else {key: value}
     if sweep and not any(knobs.get(kind) for kind in BUDGET_KINDS):
         knobs["bits"] = 16.0
@@ -99,9 +110,14 @@ def allocate(
         given.show({"method": method, "points": rows}, views.sweep_table(method, rows))
         return
     reserved = 0 if reserve is None else parse_bytes(reserve)
-    result = allocate_folder(Folder(folder), spec, {"recipe": None}, reporter, reserved=reserved)
+    paths = Folder(folder) if name is None else Folder(folder).named(name)
+    if name is not None and paths.profile.is_file():
+        Folder.create(paths.path)
+    result = allocate_folder(paths, spec, {"recipe": None}, reporter, reserved=reserved)
     layers = views.layer_table(result.layers, result.cache_dtype, result.workload)
     given.show(dump(result), views.budget_table(result), layers)
+    if name is not None:
+        reporter.say(f"allocation: {paths.allocation}\nnext: kvcal compile {paths.path}")
 
 
 @spread
@@ -169,10 +185,40 @@ def fit_predictors(
     reporter.say(f"predictors: {paths.predictors}\npicture: {picture}")
 
 
+@dataclass(frozen=True)
+class EarlierOptions:
+    """Options of the stages before: `kvcal compile` tells where they belong."""
+
+    budget: Annotated[str | None, typer.Option(hidden=True)] = None
+    kv_budget: Annotated[str | None, typer.Option(hidden=True)] = None
+    bits: Annotated[str | None, typer.Option(hidden=True)] = None
+    batch: Annotated[str | None, typer.Option(hidden=True)] = None
+    context: Annotated[str | None, typer.Option(hidden=True)] = None
+    data: Annotated[str | None, typer.Option(hidden=True)] = None
+
+    def require_none(self, folder: Path) -> None:
+        """UsageError, with the command that was meant, for such an option, or for a model instead of artifacts."""
+        from kvcal.folder import Folder
+
+        given = {field.name.replace("_", "-"): getattr(self, field.name) for field in fields(self)}
+        words = "".join(f" --{name} {value}" for name, value in given.items() if value is not None)
+        is_model = (folder / "config.json").is_file() or str(folder) == MODEL_NAME
+        if not words and not (is_model and not Folder(folder).allocation.exists()):
+            return
+        meant = f"kvcal plan {folder}{words or ' --budget 24GB'}"
+        if Folder(folder).profile.exists():
+            meant = f"kvcal allocate {folder}{words}, then kvcal compile {folder}"
+        raise UsageError(
+            f"kvcal compile{words or f' {folder}'}: it writes the plan of an allocation, and takes its folder",
+            hint=f"from here: {meant}",
+        )
+
+
 @spread
 def compile_command(
     folder: FolderArgument,
     given: ModelOptions,
+    earlier: EarlierOptions,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The plan; default DIR/plan.safetensors.")
     ] = None,
@@ -191,6 +237,7 @@ def compile_command(
     from kvcal.run.pipeline import compile_folder
     from kvcal.run.transform import fold_folder
 
+    earlier.require_none(folder)
     paths = Folder(folder)
     reporter = given.reporter()
     path = output or paths.plan

@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from kvcal.errors import UsageError
 from kvcal.geometry import AttentionGeometry, Geometry, LayerGeometry, ModelIdentity, StateGeometry
 from kvcal.models.config import ModelSizes
-from kvcal.plan.layer import bare_layers
+from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan, Workload
-from kvcal.plan.tensors import needed_nbytes
+from kvcal.plan.tensors import tensors_nbytes
 from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
 from kvcal.recipe import fixed_layers
 from kvcal.recipe_files import load_recipe
@@ -68,9 +69,8 @@ def uniform_sizes(sizes: ModelSizes, workload: Workload, memory: int | None, dev
         formats = load_recipe(name).formats
         assert formats is not None
         layers = fixed_layers(formats, bare_layers(geometry))
-        assert needed_nbytes(layers, geometry.cache_dtype) == 0, f"{name} needs tensors"
         plan = Plan(identity, geometry.cache_dtype, layers, workload, {})
-        fit = None if memory is None else _fit(plan, weights, sizes.vocab_size, memory)
+        fit = None if memory is None else fit_of(plan, memory, weights, sizes.vocab_size)
         yield SizeRow(name, plan.bits_per_value(), plan.predicted_bytes, fit)
 
 
@@ -79,20 +79,34 @@ def finest(rows: list[SizeRow], memory: int) -> SizeRow | None:
     return next((row for row in rows if row.fit is not None and row.fit.total <= memory), None)
 
 
-def _fit(plan: Plan, weights: int, vocab_size: int, memory: int) -> Fit:
-    alike = Counter(replace(layer, geometry=replace(layer.geometry, index=0)) for layer in plan.layers)
+def fit_of(plan: Plan, memory: int, weights: int | None, vocab_size: int) -> Fit:
+    """How far ``memory`` bytes go. ``weights``: their bytes, None where the memory is for the cache alone."""
+    tensors, alike = tensors_nbytes(plan.tensors), Counter(map(_without_index, plan.layers))
+    # A step's workspace is that of its largest layer, where nothing is predicted from another one.
+    is_predicted = any(layer.predictor(side) is not None for layer in plan.layers for side in SIDES)
+    distinct = plan.layers if is_predicted else tuple(alike)
 
     def total(batch: int, context: int) -> int:
         row = sum(count * layer.nbytes(plan.cache_dtype, (context,), context) for layer, count in alike.items())
-        # A step's workspace is that of its largest layer, where nothing is predicted from another one.
-        workspace = step_workspace(tuple(alike), plan.cache_dtype, batch, context).nbytes
-        return weights + batch * row + logits_bytes(batch, vocab_size) + workspace
+        cache = batch * row + tensors
+        if weights is None:
+            return cache
+        workspace = step_workspace(distinct, plan.cache_dtype, batch, context).nbytes
+        return weights + cache + logits_bytes(batch, vocab_size) + workspace
 
     batch, context = plan.workload.batch, plan.workload.context
     return Fit(
         total(batch, context),
         _largest(MAX_BATCH, lambda count: total(count, context) <= memory),
         _largest(MAX_CONTEXT, lambda count: total(batch, count) <= memory),
+    )
+
+
+def _without_index(layer: LayerPlan) -> LayerPlan:
+    """What decides a layer's bytes, equal for layers that take the same."""
+    geometry = replace(layer.geometry, index=0)
+    return (
+        replace(layer, geometry=geometry, k_predictor=None, v_predictor=None) if layer.is_paged else LayerPlan(geometry)
     )
 
 
