@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -23,7 +23,7 @@ from kvcal.console import discard_stdout, print_error, print_error_json, print_t
 from kvcal.errors import ArtifactError, KvcalError, UsageError
 
 # click's error of a command line, of which typer has a copy of its own since 0.16.
-WrongArguments = typer.BadParameter.__mro__[2]
+WrongArguments: Any = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     name="kvcal",

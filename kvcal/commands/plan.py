@@ -59,7 +59,6 @@ def plan(
 
     from kvcal import tables as views
     from kvcal.folder import Folder, max_context
-    from kvcal.models.load import weight_bytes
     from kvcal.plan.plan import save_plan
     from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
@@ -95,7 +94,6 @@ def plan(
         if output is not None:
             save_plan(made, output)
     value = {"plan": str(path), "folder": str(folder.path), "gain": asdict(gain), "checks": views.checks_json(checks)}
-    value |= {"weight_bytes": weight_bytes(loaded.model), "inspect": views.plan_json(made, None)}
     layers = views.layer_table(made.layers, made.cache_dtype, made.workload)
     given.show(value, layers, views.budget_table(allocation), gain_table(gain, made.workload))
     reporter.say(f"plan: {path}\nnext: kvcal eval {path} --model {model} --out {folder.path}")

@@ -113,9 +113,12 @@ def allocate(
     paths = Folder(folder) if name is None else Folder(folder).named(name)
     if name is not None and paths.profile.is_file():
         Folder.create(paths.path)
+    before = paths.allocation.read_bytes() if name is None and paths.allocation.is_file() else None
     result = allocate_folder(paths, spec, {"recipe": None}, reporter, reserved=reserved)
     layers = views.layer_table(result.layers, result.cache_dtype, result.workload)
     given.show(dump(result), views.budget_table(result), layers)
+    if before is not None and before != paths.allocation.read_bytes():
+        reporter.say("note: the allocation that was here is replaced; --name NAME keeps several side by side")
     if name is not None:
         reporter.say(f"allocation: {paths.allocation}\nnext: kvcal compile {paths.path}")
 

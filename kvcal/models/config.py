@@ -43,7 +43,7 @@ DIRECT: dict[str, tuple[str, ...]] = {
     "smollm3": ("use_sliding_window",),
     "stablelm": (),
 }
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, STATE = "full_attention", "sliding_attention", "linear_attention"
 EVERY_COMMAND = "every command"
 _MAX_HEADER_BYTES = 100_000_000  # of a safetensors file: the format's own limit
 
@@ -100,7 +100,7 @@ def read_sizes(source: str) -> ModelSizes:
         raise UnsupportedModel(f"{place}: no layer uses the cache")
     return ModelSizes(
         location.id,
-        Geometry(stated["model_type"], dtype, layers),
+        Geometry(stated["model_type"], dtype, layers),  # type: ignore[arg-type]
         _number(stated, "vocab_size", place),
         checkpoint_bytes(location),
         stated.get("max_position_embeddings"),
@@ -152,13 +152,13 @@ def _with_defaults(location: Location) -> tuple[dict[str, Any], list[Any], list[
     config = read_config(location)
     text = config.get_text_config(decoder=True)
     types = getattr(text, "layer_types", None) or []
+    names: dict[Any, str] = {DynamicLayer: FULL, DynamicSlidingWindowLayer: SLIDING, LinearAttentionLayer: STATE}
     kinds, per_layer = [], []
     caches = DynamicCache(config=text).layers
     for index, (cache, layer) in enumerate(zip(caches, text.per_layer_config, strict=True)):
         keys = {name: getattr(layer, name, None) for name in (*SHAPE_KEYS, *_LAYER_KEYS)}
         if type(cache) is DynamicSlidingWindowLayer:
             keys["sliding_window"] = cache.sliding_window
-        names = {DynamicLayer: FULL, DynamicSlidingWindowLayer: SLIDING, LinearAttentionLayer: "linear_attention"}
         kind = names.get(type(cache))
         if kind is None and index < len(types) and types[index] in LAYERS_WITHOUT_ATTENTION:
             kind = "none"
@@ -183,7 +183,7 @@ def _layer(index: int, kind: str, keys: dict[str, Any], dtype: str, place: str) 
     """One layer's geometry; None for a layer that caches nothing."""
     if kind == "none":
         return None
-    if kind == "linear_attention":
+    if kind == STATE:
         return StateGeometry(index, _delta_rule_bytes(index, keys, dtype, place))
     if kind not in (FULL, SLIDING):
         raise UnsupportedModel(f"{place}: layer {index} is of the type {kind!r}; supported: {FULL}, {SLIDING}")
@@ -247,7 +247,7 @@ def _tensor_bytes(path: Path, model_id: str) -> int:
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length)) if length <= _MAX_HEADER_BYTES else None
+            header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
         tensors = [about for name, about in header.items() if name != "__metadata__"]
         return sum(end - begin for begin, end in (about["data_offsets"] for about in tensors))
     except (OSError, ValueError, struct.error, AttributeError, LookupError, TypeError, RecursionError) as error:

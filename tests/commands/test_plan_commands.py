@@ -130,6 +130,11 @@ def test_named_allocations_lie_side_by_side(made: Path, tmp_path: Path, capsys: 
         done = run_kvcal(capsys, "allocate", tmp_path, "--bits", bits, "--name", name, *SIZES)
         assert done.code == 0 and f"next: kvcal compile {tmp_path / name}" in done.err
     assert not Folder(tmp_path).allocation.exists()
+    notes = [
+        run_kvcal(capsys, "allocate", tmp_path, "--bits", bits, *SIZES).err.count("--name NAME keeps several")
+        for bits in (4, 4, 9)
+    ]
+    assert notes == [0, 0, 1]
     for name in ("small", "large"):
         assert run_kvcal(capsys, "compile", tmp_path / name).code == 0
     small, large = (load_plan(tmp_path / name / "plan.safetensors") for name in ("small", "large"))
