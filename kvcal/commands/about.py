@@ -125,7 +125,7 @@ def _remarks(
     elif fitting.recipe == "16-bit":
         lines.append("16 bits fit already: nothing has to be quantized at this batch and context")
     else:
-        lines.append(f"{fitting.recipe} fits; for the same bytes, bits by each layer's sensitivity: {plan}")
+        lines.append(f"{fitting.recipe} fits; to give each layer its own bits within this memory: {plan}")
     return lines
 
 
