@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from kvcal import console
+from kvcal.embedded import MODEL_NAME
 from kvcal.errors import UsageError
 from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
 
@@ -171,6 +172,11 @@ class BudgetOptions(WorkloadOptions):
         """The knobs of [allocate] that were given, by dotted name."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         return {f"allocate.{name}": value for name, value in given.items() if value is not None}
+
+
+def is_model(text: str) -> bool:
+    """Whether ``text`` names an embedded model, or a folder with a configuration: no recipe, and no artifacts."""
+    return text == MODEL_NAME or (Path(text) / "config.json").is_file()
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:

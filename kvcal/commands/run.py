@@ -19,6 +19,7 @@ from kvcal.commands.options import (
     RecipeOption,
     RecipeOptions,
     WorkloadOptions,
+    is_model,
     spread,
 )
 from kvcal.errors import UsageError
@@ -50,6 +51,11 @@ def run(
     from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
 
+    if is_model(recipe):
+        raise UsageError(
+            f"kvcal run {recipe}: a model, where a recipe's name or path is expected",
+            hint=f"kvcal plan {recipe} --budget 24GB, or kvcal run default --model {recipe}",
+        )
     base = load_recipe(recipe)
     is_fixed = base.allocate is None
     if is_fixed and budgets.kinds():

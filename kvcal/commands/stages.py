@@ -17,9 +17,9 @@ from kvcal.commands.options import (
     OutputOptions,
     RecipeOption,
     RecipeOptions,
+    is_model,
     spread,
 )
-from kvcal.embedded import MODEL_NAME
 from kvcal.errors import UsageError
 from kvcal.quantities import parse_bytes
 
@@ -205,8 +205,7 @@ class EarlierOptions:
 
         given = {field.name.replace("_", "-"): getattr(self, field.name) for field in fields(self)}
         words = "".join(f" --{name} {value}" for name, value in given.items() if value is not None)
-        is_model = (folder / "config.json").is_file() or str(folder) == MODEL_NAME
-        if not words and not (is_model and not Folder(folder).allocation.exists()):
+        if not words and (not is_model(str(folder)) or Folder(folder).allocation.exists()):
             return
         meant = f"kvcal plan {folder}{words or ' --budget 24GB'}"
         if Folder(folder).profile.exists():

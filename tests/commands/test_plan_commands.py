@@ -106,6 +106,51 @@ def test_a_budget_of_the_device_counts_weights(made: Path, capsys: pytest.Captur
     assert total == raw["fit"]["total"] + 64 and (made / "plans" / "device" / "plan.safetensors").is_file()
 
 
+def test_a_searched_plan(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its KL is the one that the search measured for the plan."""
+    search = """[search]
+keys = [{ num_bits = 2 }, { num_bits = 4 }]
+values = [{ num_bits = 2 }, { num_bits = 4 }]
+kl_samples = 1
+kl_tokens = 256
+proxy_plans = 0
+refine_rounds = 1
+"""
+    (tmp_path / "searched.toml").write_text(RECIPE + search)
+    done = run_kvcal(capsys, "plan", made / "model", "--recipe", tmp_path / "searched.toml", "--search", "--bits", 5,
+                     *SIZES, "--out", tmp_path / "out", "--name", "one", "--json")  # fmt: skip
+    assert done.code == 0, done.err
+    gain = json.loads(done.out)["gain"]
+    allocation = load_allocation(tmp_path / "out" / "one" / "allocation.safetensors")[0]
+    assert gain["expected_kl"] == allocation.loss and gain["kl_source"] == "measured by the search"
+    assert gain["cache_bytes"] <= gain["budget"] and not (tmp_path / "out" / "profile.safetensors").exists()
+
+
+def test_a_plan_whose_pages_shrink_is_for_its_workload_alone(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ("--samples", 1, "--seq-len", 512, "--set", "reparam.num_samples=1", "--set", "reparam.num_steps=2")
+    arguments = (
+        "plan",
+        made / "model",
+        "--recipe",
+        "pm-kvq",
+        "--bits",
+        9,
+        "--out",
+        tmp_path,
+        "--set",
+        "data.min_len=1",
+    )
+    done = run_kvcal(capsys, *arguments, *few, "--set", "reparam.seq_len=512", *SIZES)
+    assert done.code == 0, done.err
+    assert "the plan's alone" in done.out and "expected KL" not in done.out
+    path = next(tmp_path.glob("pm-kvq-*/plan.safetensors"))
+    verified = run_kvcal(capsys, "verify", path, "--model", made / "model")  # for batches of 2, not of 3
+    assert verified.code == 0 and "batch 2: allocated = predicted" in verified.out, verified.err
+    assert "ragged batch of 64, 129 tokens" in verified.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -213,6 +258,8 @@ FIRST = [  # what is typed, exit code, what is said
         2,
         "from here: kvcal allocate {plans} --bits 3, then kvcal compile {plans}",
     ),
+    (("run", "{model}"), 2, "kvcal plan {model} --budget 24GB, or kvcal run default --model {model}"),
+    (("run", "reasoner-10m", "--budget", "1GB"), 2, "a model, where a recipe's name or path is expected"),
     (("run", "kivi-2", "--budget", "24GB"), 2, "--budget: recipe 'kivi-2' has no [allocate]: no budget chooses its"),
 ]
 
