@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 from pydantic import TypeAdapter
 
-from kvcal import cli
+from kvcal import __main__ as cli
 from kvcal.errors import UnsupportedModel
 from kvcal.models.config import EVERY_COMMAND
 from kvcal.recipe import Recipe

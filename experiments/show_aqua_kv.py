@@ -39,7 +39,7 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.recipe import EvaluateSpec, PredictorSpec, fixed_layers
 from kvcal.recipe_files import load_recipe
-from kvcal.stages.evaluate.generation import measure_tasks
+from kvcal.stages.evaluate.tasks import measure_tasks
 from kvcal.stages.evaluate.text import Reference, measure_text
 from kvcal.stages.predictors.record import PredictorRecord, table_rows
 from kvcal.stages.predictors.stage import run_fit_predictors

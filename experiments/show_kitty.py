@@ -30,7 +30,7 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.recipe import EvaluateSpec, FormatsSpec, fixed_layers
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.divergence import divergences, unquantized_plan
-from kvcal.stages.evaluate.generation import TaskResult, measure_tasks
+from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
 
 SHARES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
 SCORES: tuple[Score, ...] = ("magnitude", "variance", "range", "query_magnitude", "query_range", "random")

@@ -28,7 +28,7 @@ import torch
 from shared import arguments, mean_and_error, print_table
 from torch import Tensor
 
-from kvcal.charts.thresholds import draw_tuning
+from kvcal.charts.comparison import draw_tuning
 from kvcal.console import TerminalReporter
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.models.load import LoadedModel, load
@@ -39,10 +39,9 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.recipe import Recipe, TuneSpec, fixed_layers
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.divergence import divergences, unquantized_plan
-from kvcal.stages.evaluate.generation import measure_tasks
-from kvcal.stages.tune import tune
+from kvcal.stages.evaluate.tasks import measure_tasks
+from kvcal.stages.tune import Outcome, Tuning, tune
 from kvcal.stages.tune.objective import Origin, TaskObjective
-from kvcal.stages.tune.record import Outcome, Tuning
 
 SCORES: tuple[Score, ...] = ("query_range", "range", "magnitude", "query_magnitude", "random")
 # (name, tiers): the recipe's rooms, and a single tier.

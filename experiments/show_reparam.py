@@ -32,14 +32,14 @@ from torch import Tensor
 from kvcal import PlanCache
 from kvcal.data.sequences import DataSpec, TokenDataset
 from kvcal.models.load import LoadedModel, load
-from kvcal.models.replay import rereading
 from kvcal.models.rope import rotary_maps
+from kvcal.models.taps import rereading
 from kvcal.plan.plan import RAW, Format, LayerPlan, Workload, bare_layers
 from kvcal.progress import Silent
 from kvcal.recipe import ReparamSpec
 from kvcal.stages.divergence import kl_divergence, lockstep, unquantized_plan
+from kvcal.stages.reparam import Reparam, run_reparam
 from kvcal.stages.reparam.search import page_segments, read_back
-from kvcal.stages.reparam.stage import Reparam, run_reparam
 from kvcal.strict import dump
 
 # Name -> layers and plan tensors.
@@ -65,7 +65,7 @@ def calibrated(loaded: LoadedModel, fmt: Format, texts: Texts, length: int, step
         for name, (num_tokens, spec) in wanted.items():
             path = Path(folder) / f"{num_tokens}-{spec.position_scale}-{spec.offset}.safetensors"
             data = TokenDataset(texts.pieces(num_tokens), (), "show", f"pieces of {num_tokens} tokens")
-            found[name] = run_reparam(loaded, layers, {}, data, spec, {}, path, Silent())
+            found[name] = run_reparam(loaded, layers, data, spec, {}, path, Silent())
             print(f"calibrated: {fmt.num_bits} bits, {name}", flush=True)
     return found
 

@@ -54,6 +54,16 @@ METADATA_KEY = "kvcal"
 _FIELDS = {"kind", "schema", "inputs", "body", "digest"}
 _EMPTY_SECONDS = 60.0
 _MOST_LEVELS = 64  # of lists and objects within each other; what reads them may recurse
+# By kind, the command that makes an artifact which others need.
+COMMANDS = {
+    "profile": "kvcal profile",
+    "allocation": "kvcal allocate",
+    "search": "kvcal search",
+    "reparam": "kvcal reparam",
+    "predictors": "kvcal fit-predictors",
+    "kv-quantization-plan": "kvcal compile",
+    "prefix": "kvcal pack-prefix",
+}
 _MAKE_AGAIN = "delete the file and run the stage that makes it again"
 
 
@@ -149,7 +159,9 @@ def read_bytes(path: str | Path, kind: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except FileNotFoundError:
-        raise ArtifactError(f"no {kind} at {path}: the file does not exist", "run the stage that makes it") from None
+        command = COMMANDS.get(kind.removesuffix(" artifact"))
+        hint = f"check the path, or make it first: {command}" if command else "check the path"
+        raise ArtifactError(f"no {kind} at {path}: the file does not exist", hint) from None
     except OSError as error:
         raise ArtifactError(f"cannot read {path}: {error.strerror}", "check the path") from error
 
@@ -191,10 +203,17 @@ def _read(path: Path, kind: str, schema: int) -> Artifact:
 
 
 def read_inputs(path: Path) -> dict[str, Any]:
-    """What an artifact was made from, by its header alone: for one that ``read`` has verified before."""
-    with open(path, "rb") as file:
-        size = file.read(8)
-        inputs: dict[str, Any] = _read_head(path, size + file.read(int.from_bytes(size, "little")))["inputs"]
+    """An artifact's ``inputs``, by its header alone, whose digest is not checked. ArtifactError when there is none, or
+    the system refuses."""
+    require_file(path, ArtifactError)
+    try:
+        with open(path, "rb") as file:
+            size = file.read(8)
+            inputs = _read_head(path, size + file.read(int.from_bytes(size, "little")))["inputs"]
+    except (OSError, ValueError, LookupError, AttributeError, RecursionError, OverflowError) as wrong:
+        raise ArtifactError(f"{path} has no artifact's header: {wrong}", hint=_MAKE_AGAIN) from None
+    if not isinstance(inputs, dict):
+        raise ArtifactError(f"{path} has no artifact's header: inputs are no object", hint=_MAKE_AGAIN)
     return inputs
 
 

@@ -126,7 +126,7 @@ def print_error_json(error: KvcalError) -> None:
 
 
 def print_error(error: KvcalError) -> None:
-    """What went wrong and what to do, on stderr."""
+    """Prints the error and its hint on stderr."""
     with suppress(OSError):  # the exit code is left
         stderr.print("error: ", style="bold red", end="")
         stderr.print(error.message, highlight=False, markup=False, soft_wrap=True)

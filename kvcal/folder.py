@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvcal import artifact
 from kvcal.artifact import differing_input, read_inputs
+from kvcal.data.pools import Purpose
+from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.errors import ArtifactError, UsageError
+from kvcal.geometry import ModelIdentity
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import DEFAULT_WORKLOAD, Workload
 from kvcal.progress import Reporter
@@ -63,6 +66,10 @@ class Folder:
         return self.path / "predictors.safetensors"
 
     @property
+    def feedback(self) -> Path:
+        return self.path / "feedback.safetensors"
+
+    @property
     def plan(self) -> Path:
         return self.path / "plan.safetensors"
 
@@ -74,6 +81,33 @@ class Folder:
     def picture(self) -> Path:
         return self.path / "evaluation.png"
 
+    def require_model(self, inputs: Mapping[str, Any]) -> None:
+        """ArtifactError when a stage's artifact in the folder, finished or not, was made from another model than the
+        one in ``inputs``. A damaged file is left to the stage that reads it."""
+        for whole in (self.profile, self.search, self.allocation, self.reparam, self.predictors):
+            for path in (whole, partial_path(whole)):
+                try:
+                    earlier = read_inputs(path)
+                except ArtifactError:
+                    continue
+                require_model(path, inputs, earlier)
+
+
+def partial_path(target: Path) -> Path:
+    """The file of an unfinished stage (kvcal.stages.checkpoint), beside its ``target``."""
+    return target.with_name(f"{target.stem}.partial{target.suffix}")
+
+
+def require_model(path: Path, inputs: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
+    """ArtifactError when ``earlier``, what ``path`` was made from, names another model than ``inputs``."""
+    ours, theirs = ({key: given[key] for key in given if key.startswith("model.")} for given in (inputs, earlier))
+    difference = differing_input(ours, theirs) if ours and theirs else None
+    if difference is not None:
+        raise ArtifactError(
+            f"{path} was made from another model: {difference}",
+            hint="choose another --out, or delete the folder if its artifacts are not needed",
+        )
+
 
 def current_or(
     stage: str,
@@ -84,23 +118,19 @@ def current_or(
     reporter: Reporter,
     made_on: str | None = None,
 ) -> Made:
-    """What ``load`` reads from ``path`` if that was made from ``inputs``, else what ``make`` makes and writes there.
-    Says which of the two, and on which data (``made_on``). The file is read and verified once.
+    """The content of ``path`` if it was made from ``inputs``, else what ``make`` makes and writes there. Says which of
+    the two, and on which data (``made_on``). The file is read and verified once.
 
     Raises:
-        ArtifactError: the artifact is corrupt, or was made from another model.
+        ArtifactError: the artifact is corrupt, or the folder's artifacts were made from another model.
     """
+    Folder(path.parent).require_model(inputs)
     if path.exists():
         found = load(path)
         difference = differing_input(inputs, read_inputs(path))
         if difference is None:
             reporter.say(f"{stage}: {path.name} is current, skipped")
             return found
-        if difference.startswith("model."):
-            raise ArtifactError(
-                f"{path} was made from another model: {difference}",
-                hint="choose another --out, or delete the folder if its artifacts are not needed",
-            )
         reporter.say(f"{stage}: runs again, {difference}")
     if made_on is not None:
         reporter.say(f"{stage}: {made_on}")
@@ -120,7 +150,11 @@ class Job:
 
 def model_inputs(loaded: LoadedModel) -> dict[str, Any]:
     """The fingerprints that tie an artifact to its model."""
-    identity = loaded.identity
+    return identity_inputs(loaded.identity)
+
+
+def identity_inputs(identity: ModelIdentity) -> dict[str, Any]:
+    """``model_inputs`` of a model that is not loaded."""
     return {
         "model.config_sha256": identity.config_sha256,
         "model.weights_sha256": identity.weights_sha256,
@@ -129,13 +163,20 @@ def model_inputs(loaded: LoadedModel) -> dict[str, Any]:
 
 
 def compute_dtype(loaded: LoadedModel) -> dict[str, Any]:
-    """What every measurement depends on, beside the model."""
+    """The dtype that a model computes in, on which every measurement depends."""
     return {"compute_dtype": str(loaded.model.dtype).removeprefix("torch.")}
 
 
 def max_context(loaded: LoadedModel) -> int | None:
     """The model's context in tokens, None where its config states none."""
     return getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def sequences(spec: DataSpec, loaded: LoadedModel, purpose: Purpose = "fit") -> TokenDataset:
+    """The sequences of a purpose's pool for this model; raises what kvcal.data.sequences.load_sequences raises."""
+    if loaded.tokenizer is None:
+        raise UsageError(f"{loaded.source}: no tokenizer", hint="data cannot be tokenized without one")
+    return load_sequences(spec, loaded.tokenizer, max_context(loaded), purpose)
 
 
 def flat(prefix: str, value: Any) -> dict[str, Any]:

@@ -38,6 +38,11 @@ class AttentionGeometry:
         """Query heads that share a KV head."""
         return self.num_query_heads // self.num_kv_heads
 
+    @property
+    def values_per_token(self) -> int:
+        """Cached values of a token: its keys and its values."""
+        return self.num_kv_heads * (self.k_head_dim + self.v_head_dim)
+
 
 @dataclass(frozen=True, config=STRICT)
 class StateGeometry:

@@ -1,4 +1,4 @@
-"""How stages speak to whoever runs them: messages and progress, never the terminal itself."""
+"""Messages and progress of stages, for whoever runs them; never the terminal itself."""
 
 from __future__ import annotations
 

@@ -300,8 +300,28 @@ class PredictorSpec:
         for kind, value in (("low_rank", self.rank), ("int4", self.group_size)):
             if (value is not None) != (self.kind == kind):
                 raise ValueError(f"{kind} takes {'rank' if kind == 'low_rank' else 'group_size'}, other kinds do not")
-        if not self.sides or len(set(self.sides)) < len(self.sides):
-            raise ValueError(f"sides = {list(self.sides)}, expected one or both of ['k', 'v']")
+        require_sides(self.sides)
+
+
+@dataclass(frozen=True, config=STRICT)
+class FeedbackSpec:
+    """[feedback], GPTQ's and LDLQ's error feedback: codes of a token are chosen one after the other, each making up for
+    the errors before it. Pages and their decoder stay."""
+
+    sides: tuple[Side, ...] = knob(("k", "v"), "Keys, values or both.")
+    damping: Annotated[float, Field(ge=1e-4, le=10)] = knob(0.03, "Added to the Hessian, times its mean diagonal.")
+    position_scale: Annotated[float, Field(gt=0, le=1000)] = knob(4.0, "Stretches positions: short text for long.")
+    num_samples: Size = knob(16, "Calibration sequences.")
+    seq_len: TextTokens = knob(2048, "Tokens of each at most.")
+
+    def __post_init__(self) -> None:
+        require_sides(self.sides)
+
+
+def require_sides(sides: tuple[Side, ...]) -> None:
+    """ValueError unless one or both are given, each once."""
+    if not sides or len(set(sides)) < len(sides):
+        raise ValueError(f"sides = {list(sides)}, expected one or both of ['k', 'v']")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -363,8 +383,8 @@ class EvaluateSpec:
 @dataclass(frozen=True, config=STRICT)
 class Recipe:
     """Exactly one of ``formats``, ``allocate``, ``importance`` and ``search`` (with the budget of ``allocate``) chooses
-    the formats; ``progressive``, ``reparam`` and ``predictors`` then work on what was chosen. ``tune`` searches the
-    thresholds of ``formats`` alone."""
+    the formats; ``progressive``, ``reparam``, ``predictors`` and ``feedback`` then work on what was chosen. ``tune``
+    searches the thresholds of ``formats`` alone."""
 
     name: str = Field(description="The file's name unless given.")
     description: str = knob("", "One line for people.")
@@ -379,6 +399,7 @@ class Recipe:
     progressive: ProgressiveSpec | None = None
     reparam: ReparamSpec | None = None
     predictors: PredictorSpec | None = None
+    feedback: Annotated[FeedbackSpec | None, Field(exclude_if=lambda spec: spec is None)] = None
     tune: TuneSpec | None = None
     evaluate: EvaluateSpec = EvaluateSpec()
 
@@ -391,9 +412,16 @@ class Recipe:
                 f"{' and '.join(given) or 'nothing'} given; expected one of [formats], [importance], [allocate]"
             )
         if self.tune is not None and not self.is_formats_alone:
-            raise ValueError("[tune] needs [formats], and none of [progressive], [reparam] and [predictors]")
+            raise ValueError(
+                "[tune] needs [formats], and none of [progressive], [reparam], [predictors] and [feedback]"
+            )
         if self.progressive is not None and self.predictors is not None:
             raise ValueError("[progressive] and [predictors]: predictions of pages that shrink would change with them")
+        if self.feedback is not None and (self.search is not None or self.progressive is not None):
+            raise ValueError(
+                "[feedback] goes with neither [search], which measures plans without it, nor [progressive], whose "
+                "pages round their codes again"
+            )
         self._require_pages()
 
     def _require_pages(self) -> None:
@@ -415,7 +443,7 @@ class Recipe:
     @property
     def is_formats_alone(self) -> bool:
         """Whether its formats are fixed and no stage but [tune] works on them."""
-        others = (self.progressive, self.reparam, self.predictors)
+        others = (self.progressive, self.reparam, self.predictors, self.feedback)
         return self.formats is not None and all(other is None for other in others)
 
     @property
@@ -426,7 +454,8 @@ class Recipe:
     @property
     def calibrates(self) -> bool:
         """Whether a stage of `kvcal run` reads [data]."""
-        return any(stage is not None for stage in (self.allocate, self.importance, self.reparam, self.predictors))
+        stages = (self.allocate, self.importance, self.reparam, self.predictors, self.feedback)
+        return any(stage is not None for stage in stages)
 
     @property
     def sha256(self) -> str:

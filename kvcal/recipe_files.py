@@ -15,7 +15,7 @@ from typing import Any
 from kvcal.artifact import require_file
 from kvcal.errors import UsageError
 from kvcal.recipe import BUDGET_KINDS, Recipe, knobs
-from kvcal.strict import dump, parse
+from kvcal.strict import did_you_mean, dump, parse
 
 # In the wheel, and in a clone.
 RECIPE_FOLDERS = (Path(__file__).parent / "recipes", Path(__file__).parent.parent / "recipes")
@@ -55,7 +55,7 @@ def find_recipe(name: str) -> Path:
     raise UsageError(
         f"recipe {name!r} is neither a file nor one of {_names('*.toml')}, nor of the ablations "
         f"{_names(f'{ABLATIONS}/*.toml')}",
-        hint="give the path of a TOML file or one of these names",
+        hint=did_you_mean(stem, recipe_names()) or "give the path of a TOML file or one of these names",
     )
 
 
@@ -114,7 +114,8 @@ def read_settings(texts: Sequence[str]) -> dict[str, Any]:
             section, key = name.rpartition(".")[::2]
             keys = [knob.key for knob in known.values() if section and knob.section == section]
             unknown = f"key {key!r} of [{section}]" if keys else f"section or key {name!r}"
-            near = [other for other in known if other.endswith(f".{name}")] or get_close_matches(name, known, n=1)
+            values = [other for other, knob in known.items() if knob.type != "table"]
+            near = [other for other in values if other.endswith(f".{name}")] or get_close_matches(name, values, n=1)
             raise UsageError(
                 f"--set {text}: unknown {unknown}; allowed: {', '.join(keys or sections)}",
                 hint=f"did you mean --set {near[0]}={value}?" if near else None,

@@ -7,8 +7,11 @@ checking, this file only turns its findings into our errors, with the place of e
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
+from difflib import get_close_matches
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
@@ -59,7 +62,7 @@ def parse(
     try:
         return TypeAdapter(record).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as found:
-        raise error(f"{place}: {findings(found)}", hint).at(place) from None
+        raise error(f"{place}: {findings(found, record)}", hint or _suggestion(found, record)).at(place) from None
     except KvcalError as refused:  # a record's own
         raise error(f"{place}: {refused.message}", refused.hint or hint).at(place) from None
 
@@ -75,13 +78,14 @@ def dump(record: Any) -> Any:
     return TypeAdapter(type(record)).dump_python(record, mode="json")
 
 
-def findings(found: ValidationError, at_most: int = 3) -> str:
-    """The first few, each with its place, the value, and what is allowed."""
+def findings(found: ValidationError, record: Any = None, at_most: int = 3) -> str:
+    """The first few, each with its place, the value, and what is allowed; of ``record`` also its keys."""
     lines = []
     for item in found.errors(include_url=False)[:at_most]:
         where, message = ".".join(str(part) for part in item["loc"]), item["msg"].removeprefix("Value error, ")
         if item["type"] == "unexpected_keyword_argument":
-            lines.append(f"unknown key {where!r}")
+            allowed = ", ".join(_keys_beside(record, item["loc"]))
+            lines.append(f"unknown key {where!r}" + (f" (allowed: {allowed})" if allowed else ""))
         elif item["type"] == "missing":
             lines.append(f"missing key {where!r}")
         elif item["type"] == "value_error" and isinstance(
@@ -92,6 +96,39 @@ def findings(found: ValidationError, at_most: int = 3) -> str:
             lines.append(f"{where or 'value'} = {_shown(item['input'])}: {message}")
     more = found.error_count() - at_most
     return "; ".join(lines) + (f"; and {more} more" if more > 0 else "")
+
+
+def did_you_mean(name: str, allowed: Iterable[str]) -> str | None:
+    """A hint with the allowed names that are most like ``name``; None where none is."""
+    near = get_close_matches(name, list(allowed))
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else None
+
+
+def _suggestion(found: ValidationError, record: Any) -> str | None:
+    """``did_you_mean`` of the first unknown key or word that is like an allowed one."""
+    for item in found.errors(include_url=False):
+        hint = None
+        if item["type"] == "unexpected_keyword_argument":
+            hint = did_you_mean(str(item["loc"][-1]), _keys_beside(record, item["loc"]))
+        elif item["type"] == "literal_error" and isinstance(item["input"], str):
+            hint = did_you_mean(item["input"], re.findall("'([^']*)'", item["ctx"]["expected"]))
+        if hint is not None:
+            return hint
+    return None
+
+
+def _keys_beside(record: Any, place: Sequence[str | int]) -> list[str]:
+    """The keys of the table of ``record`` in which the key at ``place`` stands."""
+    tables = _tables(record)
+    for part in place[:-1]:
+        below = [table for of in tables for table in _tables(get_type_hints(of).get(str(part)))]
+        tables = below or tables  # the place in a list or the tag of a choice is no key
+    return [key for table in tables for key in table.__dataclass_fields__]
+
+
+def _tables(kind: Any) -> list[Any]:
+    """The dataclasses in an annotation: itself, or those of its list or choice."""
+    return [kind] if is_dataclass(kind) else [table for part in get_args(kind) for table in _tables(part)]
 
 
 def _shown(value: Any, width: int = 200) -> str:

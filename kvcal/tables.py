@@ -6,22 +6,22 @@ Results of stages are imported for types alone, so that showing a plan loads no 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvcal.console import View
 from kvcal.pages import LAYOUTS
-from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, bare_layers, plan_record
+from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, plan_record
 from kvcal.quantities import format_bytes
 from kvcal.strict import dump
 
 if TYPE_CHECKING:
+    from kvcal.run.formats import Tuned
     from kvcal.run.pipeline import Result
-    from kvcal.run.tune import Tuned
     from kvcal.stages.allocate.record import Allocation
+    from kvcal.stages.evaluate import Evaluation
     from kvcal.stages.evaluate.gates import GateResult
-    from kvcal.stages.evaluate.stage import Evaluation
-    from kvcal.stages.prefix.save import PackedPrefix
+    from kvcal.stages.prefix import PackedPrefix
     from kvcal.stages.profile.record import Profile
     from kvcal.stages.search.record import SearchReport
     from kvcal.stages.verify import Check
@@ -41,6 +41,7 @@ def side_name(layer: LayerPlan, side: Side) -> str:
     if side == "k":
         name += (" λ" if layer.k_rescale else "") + (" offset" if layer.k_offset else "")
         name += " before RoPE" if layer.k_pages == "pre" else ""
+    name += " with feedback" if layer.feedback(side) else ""
     predictor = layer.predictor(side)
     return name if predictor is None else f"{name}, {predictor.kind} from layer {predictor.source}"
 
@@ -73,7 +74,7 @@ def _window(fmt: Format) -> str:
 
 
 def search_table(report: SearchReport) -> View:
-    """What every layer's side got, and what each of its options would have cost in the background plan."""
+    """The choice for every layer's side, and the cost of each of its options in the background plan."""
     rows = []
     for unit in report.units:
         order = sorted(range(len(unit.options)), key=lambda option: unit.nbytes[option])
@@ -91,22 +92,31 @@ def search_table(report: SearchReport) -> View:
 
 def plan_table(plan: Plan, workload: Workload) -> View:
     """A plan's totals and where it came from."""
-    raw_bytes = replace(plan, layers=bare_layers(plan.geometry), tensors={}).nbytes(workload.lengths)
-    total = plan.nbytes(workload.lengths)
+    raw_bytes, total = plan.raw_nbytes(workload.lengths), plan.nbytes(workload.lengths)
+    factor = f"{raw_bytes / total:.2f}x smaller" if total <= raw_bytes else f"{total / raw_bytes:.2f}x larger"
     libraries = plan.provenance.get("libraries")
     rows = [
         ("model", f"{plan.model.id} ({plan.model.model_type}, cache in {plan.cache_dtype})"),
-        ("cache", f"{format_bytes(total)} ({total} bytes), {raw_bytes / total:.2f}x smaller than 16 bits"),
+        ("cache", f"{format_bytes(total)} ({total} bytes), {factor} than 16 bits"),
         ("per token", f"{total / (workload.batch * workload.context):.1f} bytes"),
         ("all-in bits per value", f"{plan.bits_per_value(workload):.3f}"),
-        *((key, str(value)) for key, value in sorted(plan.provenance.items()) if not isinstance(value, dict)),
+        *((key, str(value)) for key, value in sorted(_origin(plan).items()) if not isinstance(value, dict)),
         *((name, str(value)) for name, value in sorted(libraries.items() if isinstance(libraries, dict) else ())),
     ]
     return f"Plan at batch {workload.batch} x {workload.context} tokens", ("", "value"), rows
 
 
+def _origin(plan: Plan) -> dict[str, Any]:
+    """A plan's provenance; for one without a recipe, the stages that measured a model for it."""
+    origin, measured = plan.provenance, plan.provenance.get("calibration")
+    if origin.get("recipe", "") is not None:
+        return origin
+    stages = [name for name in ("profile", "reparam", "predictors") if isinstance(measured, dict) and name in measured]
+    return {**origin, "recipe": f"none, made stage by stage: {', '.join([*stages[:1], 'allocate', *stages[1:]])}"}
+
+
 def budget_table(allocation: Allocation) -> View:
-    """Where the bytes of the budget go."""
+    """The parts of the budget, in bytes."""
     split, workload = allocation.split, allocation.workload
     rows = [("budget", format_bytes(split.budget), str(split.budget))]
     if split.weights is not None and split.workspace is not None:
@@ -152,9 +162,9 @@ def checks_table(checks: Sequence[Check]) -> View:
 
 def evaluation_table(evaluation: Evaluation) -> View:
     """A row for each plan."""
-    from kvcal.charts.evaluation import table_rows
+    from kvcal.stages.evaluate import table_columns
 
-    columns = table_rows(evaluation)
+    columns = table_columns(evaluation.rows)
     workload = evaluation.rows[0].workload
     title = f"{evaluation.data}; bytes at batch {workload.batch} x {workload.context} tokens; ± standard errors"
     return title, [header for header, _ in columns], list(zip(*(cells for _, cells in columns), strict=True))
@@ -273,7 +283,7 @@ def tuned_table(tuned: Tuned) -> View:
 
 
 def prefix_table(packed: PackedPrefix, name: str) -> View:
-    """What a packed prefix takes on disk."""
+    """Sizes of a packed prefix on disk."""
     rows = [
         ("tokens", str(packed.num_tokens), ""),
         ("file", format_bytes(packed.file_bytes), str(packed.file_bytes)),

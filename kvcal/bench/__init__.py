@@ -2,8 +2,7 @@
 
     shape.py       what is measured: formats, sizes, the bytes that a step must move
     device.py      the machine, its read bandwidth, and the time of CUDA graphs
-    content.py     plans, pages and caches of random content
-    case.py        one layer's decode step, ready to be timed
+    case.py        plans and caches of random content: one layer's decode step, ready to be timed
     baselines.py   16-bit attention of other libraries
     record.py      results, saved after every measurement
     kernels.py     ``kvcal bench kernels`` and ``kvcal bench layer``

@@ -140,7 +140,7 @@ def measure_read_ceiling(device: torch.device) -> ReadCeiling:
 
 
 def num_caches(nbytes: int, machine: Machine, is_quick: bool = False) -> int:
-    """How many caches of ``nbytes`` to rotate through: CACHES of them (in quick runs none for their own sake), more
+    """Number of caches of ``nbytes`` to rotate through: CACHES of them (in quick runs none for their own sake), more
     where those would nearly fit into L2, fewer where memory ends."""
     enough = math.ceil(L2_FACTOR * machine.l2_bytes / nbytes)
     wanted = enough if is_quick else max(CACHES, enough)

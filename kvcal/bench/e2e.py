@@ -29,7 +29,7 @@ from kvcal.bench.shape import RAW_PAIR, Pair, Point, raw_bytes
 from kvcal.errors import KvcalError, UsageError
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes, parse_bytes
-from kvcal.store.step_workspace import step_workspace
+from kvcal.store.workspace import step_workspace
 from kvcal.strict import STRICT
 
 # Plans in 16 bits; the factors of whole steps are against the faster of the two.
@@ -47,7 +47,7 @@ OUT_OF_MEMORY = "out of memory"
 
 @dataclass(frozen=True)
 class StepJob:
-    """What to measure, and where to. ``memory``: bytes of device memory, each a limit of its own."""
+    """Work of a measurement, and its folder. ``memory``: bytes of device memory, each a limit of its own."""
 
     model: PreTrainedModel
     shape: str

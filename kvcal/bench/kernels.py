@@ -26,8 +26,7 @@ import transformers
 from transformers.cache_utils import StaticLayer
 
 from kvcal.bench import baselines
-from kvcal.bench.case import ROOM, KernelCase, kernel_case, kernel_use, prefill_call, refusal
-from kvcal.bench.content import set_length
+from kvcal.bench.case import ROOM, KernelCase, kernel_case, kernel_use, prefill_call, refusal, set_length
 from kvcal.bench.device import (
     QUICK_REPLAYS,
     REPLAYS,
@@ -55,7 +54,7 @@ PICTURE = "kernels.png"
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure, and the folder of ``kernels.json`` or ``layer.json``."""
+    """Work of a measurement, and the folder of ``kernels.json`` or ``layer.json``."""
 
     device: torch.device
     pairs: Sequence[Pair]

@@ -32,8 +32,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from kvcal.bench.baselines import Attention
-from kvcal.bench.case import KernelUse, kernel_use
-from kvcal.bench.content import fill_cache, set_length, uniform_plan
+from kvcal.bench.case import KernelUse, fill_cache, kernel_use, set_length, uniform_plan
 from kvcal.bench.device import Times, captured, event_ms, spread
 from kvcal.bench.shape import CACHE_DTYPE, Heads, Pair
 from kvcal.cache.attached import attached
@@ -248,5 +247,5 @@ def time_steps(model: PreTrainedModel, timed: Static16 | StaticPlan, batch: int,
 
 
 def num_steps(are_equal: bool, slowest_ms: float) -> int:
-    """How many steps to time: a page of them, or where all are alike, as many of these as ENOUGH_MS holds."""
+    """Number of steps to time: a page of them, or where all are alike, as many of these as ENOUGH_MS holds."""
     return max(FEWEST_STEPS, min(PAGE_TOKENS, int(ENOUGH_MS / slowest_ms))) if are_equal else PAGE_TOKENS

@@ -194,7 +194,7 @@ class LayerReport(Report):
         return fastest(entry for entry in self.baselines if entry.point == point)
 
     def factor(self, row: Row) -> float | None:
-        """How many times faster than the fastest baseline, packing included."""
+        """Factor to the fastest baseline's time, packing included; above 1 is faster."""
         best = self.fastest(row.point)
         if row.mean_us is None or best is None or best.times is None:
             return None

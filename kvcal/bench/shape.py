@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 from transformers import LlamaConfig
 
@@ -26,7 +27,7 @@ from kvcal.plan.tensors import predictor_shape
 from kvcal.recipe import PredictorSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.predictors.record import with_predictor
-from kvcal.strict import STRICT
+from kvcal.strict import STRICT, Positive
 
 CACHE_DTYPE: CacheDtype = "bfloat16"
 ITEM_BYTES = CACHE_DTYPES[CACHE_DTYPE].itemsize
@@ -39,12 +40,8 @@ MIDDLE, NEXT = 1, 2
 class Point:
     """``batch`` sequences that hold ``context`` tokens each."""
 
-    batch: int
-    context: int
-
-    def __post_init__(self) -> None:
-        if self.batch < 1 or self.context < PAGE_TOKENS:
-            raise ValueError(f"batch = {self.batch} must be 1 or more, context = {self.context} {PAGE_TOKENS} or more")
+    batch: Positive
+    context: Annotated[int, Field(ge=PAGE_TOKENS)]
 
     @property
     def name(self) -> str:

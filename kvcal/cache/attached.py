@@ -46,7 +46,7 @@ _ATTACHED: dict[nn.Module, CurrentCache] = {}
 
 
 def attached_for(model: PreTrainedModel, *plans: Plan) -> AbstractContextManager[None]:
-    """What a model must be called within for dynamic caches of these plans: ``attached`` if one of them needs it."""
+    """The context to call a model in, for dynamic caches of these plans: ``attached`` if one of them needs it."""
     return attached(model) if any(plan.needs_queries for plan in plans) else nullcontext()
 
 
@@ -114,7 +114,7 @@ def _index(module: nn.Module) -> int:
 
 @torch.compiler.disable
 def _base_attention(base: str, module: nn.Module, *args: Any) -> tuple[Tensor, Tensor | None]:
-    """What the model file would call under ``base``; the last of ``args`` are the keyword arguments."""
+    """The attention that the model file calls under ``base``; the last of ``args`` are the keyword arguments."""
     namespace = forward_of(module).__globals__
     attention: Callable[..., tuple[Tensor, Tensor | None]] = namespace[INTERFACE].get_interface(base, namespace[EAGER])
     return attention(module, *args[:-1], **args[-1])

@@ -1,4 +1,4 @@
-"""What stores each layer of a model: ours for attention, transformers' own for the states of linear attention.
+"""The layers of a cache: ours for attention, transformers' own for the states of linear attention.
 
 The model's configuration says which layers there are, as it does to transformers' ``DynamicCache``; the plan has to
 agree with it, layer by layer. Full attention is stored in pages, a sliding window at 16 bits, either of them dynamic or
@@ -19,7 +19,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from kvcal.cache.paged_layer import DYNAMIC_HINT, Allocate, PagedLayer
+from kvcal.cache.paged_layer import ANOTHER_MODEL, DYNAMIC_HINT, Allocate, PagedLayer
 from kvcal.cache.sliding_window import BoundedLayer, StaticWindow, require_left_padding, window_refusals
 from kvcal.errors import ArtifactError, UnsupportedModel
 from kvcal.geometry import AttentionGeometry, StateGeometry
@@ -60,13 +60,24 @@ def cache_layers(
 
 
 def held_tensors(layer: object) -> list[Tensor]:
-    """What a layer holds on the device."""
+    """Tensors that a layer holds on the device."""
     if isinstance(layer, PagedLayer | BoundedLayer):
         return layer.tensors
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
         return [state for state in states if state is not None]
     return []
+
+
+def require_state(geometry: StateGeometry, states: list[Tensor]) -> None:
+    """ArtifactError unless the state of a layer, tensors [B, ...], takes the plan's bytes per sequence."""
+    found = sum(state.nbytes // state.shape[0] for state in states)
+    if found != geometry.bytes_per_sequence:
+        raise ArtifactError(
+            f"layer {geometry.index} keeps a state of {found} bytes per sequence, but the plan is for "
+            f"{geometry.bytes_per_sequence}",
+            hint=f"{ANOTHER_MODEL}, or with the model in another dtype",
+        )
 
 
 def _is_ours(native: object, plan: LayerPlan) -> bool:
@@ -100,7 +111,7 @@ def _require_query_heads(config: PretrainedConfig, plan: LayerPlan) -> None:
     if found != planned:
         raise ArtifactError(
             f"layer {plan.geometry.index} has {found} query heads, but the plan is for {planned}",
-            hint="the plan was compiled for another model",
+            hint=ANOTHER_MODEL,
         )
 
 

@@ -22,9 +22,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcal.cache.decoded import DecodedCopy
-from kvcal.cache.shapes import require_shapes
-from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.geometry import CACHE_DTYPES
+from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
+from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
 from kvcal.kernels.choice import refusals, slow_reasons
 from kvcal.pages.scores import query_sum
 from kvcal.plan.layer import LayerPlan
@@ -38,6 +37,8 @@ from kvcal.store.state import PlanState, StepState
 # A distance in tokens beyond any context: 16-bit pages lose nothing, whenever they are written.
 NO_PAGE = 1 << 30
 DYNAMIC_HINT = "build the PlanCache without max_tokens: the dynamic cache takes every plan, in torch"
+
+ANOTHER_MODEL = "the plan was compiled for another model"
 
 Allocate = Callable[[int, torch.device], None]
 
@@ -91,17 +92,17 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What counts as the plan's bytes."""
+        """Tensors that count as the plan's bytes."""
         return [tensor for part in self.parts for tensor in part.tensors]
 
     @property
     def control(self) -> list[Tensor]:
-        """What a step changes besides, and is no part of the plan's bytes."""
+        """Tensors that a step changes besides, no part of the plan's bytes."""
         return [part.query_since for part in self.parts]
 
     @property
     def overwritten(self) -> list[Tensor]:
-        """What later tokens overwrite."""
+        """Tensors that later tokens overwrite."""
         return [tensor for part in self.parts for tensor in (*part.overwritten, part.query_since)]
 
     @property
@@ -113,7 +114,7 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def form_reasons(self) -> list[str]:
-        """What is reconstructed in every step, before the kernels can read it; usually nothing."""
+        """Reasons for dequantizing pages in every step, before the kernels can read them; usually none."""
         index = self.plan.geometry.index
         return form_reasons(self.plan, [side for side in SIDES if (index, side) in self.state.sources])
 
@@ -284,7 +285,7 @@ class PagedLayer(CacheLayerMixin):
         return min((fmt.tokens_to_next_event(n, columns) for fmt in formats for n in lengths), default=NO_PAGE)
 
     def past_columns(self, columns: int) -> int:
-        """How many of the last of so many columns a prompt attends to."""
+        """Number of the last of so many columns that a prompt attends to."""
         return columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -337,3 +338,25 @@ class PagedLayer(CacheLayerMixin):
     def _forget_decoded(self) -> None:
         if self.decoded is not None:
             self.decoded = DecodedCopy()
+
+
+def require_shapes(geometry: AttentionGeometry, key_states: Tensor, value_states: Tensor) -> None:
+    """Checks key_states [B, N, T, k_head_dim] and value_states [B, N, T, v_head_dim], for N and head sizes of the plan.
+
+    Raises:
+        ArtifactError: other heads or head sizes.
+        UsageError: values of other sequences, heads or tokens than the keys.
+    """
+    expected = (geometry.num_kv_heads, geometry.k_head_dim, geometry.v_head_dim)
+    found = (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
+    if found != expected:
+        raise ArtifactError(
+            f"layer {geometry.index} caches {found[0]} KV heads of size {found[1]} (K) and {found[2]} (V), but the "
+            f"plan is for {expected[0]} of {expected[1]} and {expected[2]}",
+            hint=ANOTHER_MODEL,
+        )
+    if value_states.shape[:-1] != key_states.shape[:-1]:
+        raise UsageError(
+            f"layer {geometry.index} is given keys {list(key_states.shape)} and values {list(value_states.shape)}, "
+            "expected the same sequences, heads and tokens"
+        )

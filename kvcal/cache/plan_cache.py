@@ -26,10 +26,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from kvcal.cache.build import cache_layers, held_tensors
+from kvcal.cache.build import cache_layers, held_tensors, require_state
 from kvcal.cache.paged_layer import DYNAMIC_HINT, NO_PAGE, PagedLayer
-from kvcal.cache.shapes import require_state
-from kvcal.cache.sliding_window import BoundedLayer, StaticWindow
+from kvcal.cache.sliding_window import BoundedLayer, StaticWindow, require_left_padding
 from kvcal.cache.snapshot import Mark, copy_layers
 from kvcal.errors import ArtifactError, KvcalError, NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, StateGeometry
@@ -50,7 +49,7 @@ class PlanCache(Cache):
 
     ``nbytes`` equals ``plan.nbytes(lengths, columns)`` at any time, but for one case: while past recording is on
     (assisted decoding), sliding-window layers hold the tokens of the last update on top, until the next crop or update.
-    While it stores new tokens, a dynamic cache takes up to ``kvcal.store.transient.transient_bytes`` more. A static
+    While it stores new tokens, a dynamic cache takes up to ``kvcal.store.workspace.transient_bytes`` more. A static
     cache takes ``plan.nbytes`` of rows of ``max_tokens``, from the first update on, and ``workspace_nbytes`` on top;
     where pages shrink, the most that ``plan.nbytes`` says of rows of 1 ... ``max_tokens``."""
 
@@ -105,7 +104,7 @@ class PlanCache(Cache):
 
     def allocate(self, batch: int, device: torch.device | str) -> None:
         """Allocate the memory of a static cache for ``batch`` sequences now; otherwise the first update does. Warns
-        with ``SlowPath`` of ``slow_layers``.
+        with ``SlowPath`` of ``slow_layers``. Refused, the cache is as it was.
 
         Raises:
             UsageError: the cache is dynamic, or is allocated already.
@@ -116,10 +115,17 @@ class PlanCache(Cache):
             if self.static is None:
                 problem = "was built without max_tokens: allocate() is for static caches"
             raise UsageError(f"the cache {problem}")
-        with torch.inference_mode(False):  # or nothing could be written to them outside of inference mode
-            self.static.allocate(batch, torch.device(device))
-            for layer in self.paged_layers:
-                layer.create(batch, torch.device(device))
+        in_prompt = self.static.in_prompt
+        try:
+            with torch.inference_mode(False):  # or nothing could be written to them outside of inference mode
+                self.static.allocate(batch, torch.device(device))
+                for layer in self.paged_layers:
+                    layer.create(batch, torch.device(device))
+        except BaseException:
+            self.padding.reset()
+            self.static = StepState(self.state, self.static.max_tokens, in_prompt)
+            self.layers = self._empty_layers()
+            raise
         slow = self.slow_layers
         if not self.static.lengths.is_cuda:  # where there is no other kernel to be slower than
             slow = {layer.plan.geometry.index: layer.form_reasons for layer in self.paged_layers if layer.form_reasons}
@@ -327,10 +333,20 @@ class PlanCache(Cache):
 
     def reset(self, attention_mask: Tensor | None = None) -> None:
         """Forget all sequences; the next update may bring another batch (without padding, with the same mask, or with
-        the one given). A static cache keeps its memory and its batch; NonFiniteActivations if it met NaN or infinity.
+        the one given). A static cache keeps its memory and its batch.
+
+        Raises:
+            UsageError, UnsupportedModel: the mask is no mask, not of a static cache's batch, or padded on the right of
+                a static sliding window; nothing is changed.
+            NonFiniteActivations: a static cache met NaN or infinity; it is reset all the same.
         """
         if attention_mask is not None:
-            self.state.padding = Padding(attention_mask)
+            padding = Padding(attention_mask)
+            if any(isinstance(layer, StaticWindow) for layer in self.layers):
+                require_left_padding(padding.prompt)
+            if self.static is not None and self.static.is_allocated:
+                padding.resolve(self.static.batch)
+            self.state.padding = padding
         self.padding.reset()
         self._is_unfinished = False
         if self._mark is not None:

@@ -1,6 +1,6 @@
-"""What a static cache can be put back to, or filled from.
+"""Snapshots that a static cache can be put back to, and dynamic caches that it can be filled from.
 
-    prefix = load_prefix(loaded, plan, "prompt.safetensors")    # kvcal.stages.prefix.load: a dynamic cache
+    prefix = load_prefix(loaded, plan, "prompt.safetensors")    # kvcal.stages.prefix: a dynamic cache
     cache = PlanCache(plan, loaded.model.config, max_tokens=4096)
     cache.allocate(8, "cuda")
     cache.copy_from(prefix.cache)                               # one sequence, into all eight rows
@@ -36,7 +36,7 @@ from kvcal.store.state import StepState
 
 
 class Mark:
-    """What later tokens overwrite, as it was at ``mark``."""
+    """The tensors that later tokens overwrite, as they were at ``mark``."""
 
     def __init__(self, state: StepState, layers: Sequence[PagedLayer]) -> None:
         self._state = state
@@ -60,7 +60,7 @@ class Mark:
             kept.copy_(live)
 
     def forget(self) -> None:
-        """What was packed before the mark is not there any more."""
+        """Forgets the mark: pages that were packed before it are gone."""
         self._holds = False
 
     def crop(self, lengths: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcal.artifact import write_bytes_atomic
-from kvcal.stages.evaluate.stage import Row
+from kvcal.stages.evaluate import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,7 +1,8 @@
-"""The evaluation as a table and as one picture: where the bits went, and what they bought.
+"""The evaluation as one picture: where the bits went, and what they bought; and a picture of predictors.
 
 The allocation has a row per layer, K and V side by side, a cell per KV head where heads differ. Colour and number say
-the bits of a code; groups, sinks and windows are in ``kvcal inspect``'s table.
+the bits of a code; groups, sinks and windows are in ``kvcal inspect``'s table. The predictors' picture says what each
+explains, layer by layer, and what the errors of the cache became.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcal.charts import GREY, RED, SMALLEST_KL, Mark, Panel, Picture, accuracy_mark, kl_mark
+from kvcal.charts import BLUE, GREY, RED, SMALLEST_KL, Mark, Panel, Picture, accuracy_mark, kl_mark
+from kvcal.plan.page_format import Side
 from kvcal.plan.plan import SIDES, Plan
 from kvcal.quantities import format_bytes
-from kvcal.stages.evaluate.stage import Evaluation, Row, priced_header
+from kvcal.stages.evaluate import Evaluation, Row
+from kvcal.stages.predictors.record import PredictorRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,37 +27,6 @@ DARK_BITS = 8
 # Beyond these, cells are too small for their numbers, and not every layer is named.
 MOST_NUMBERED_LAYERS, MOST_NUMBERED_HEADS, MOST_NAMED_LAYERS = 48, 8, 32
 GAP = 0.04
-
-
-def table_rows(evaluation: Evaluation) -> list[tuple[str, tuple[str, ...]]]:
-    """The table as (header, one cell a row) columns: text, ready to print. None without rows."""
-    rows = evaluation.rows
-    if not rows:
-        return []
-    columns = [
-        ("plan", [row.name for row in rows]),
-        (priced_header(rows[0].workload), [f"{row.bits_per_value:.3f}" for row in rows]),
-        ("cache", [format_bytes(row.total_bytes) for row in rows]),
-        (rows[0].text_bits.header, [f"{row.text_bits.bits_per_value:.3f}" for row in rows]),
-        ("KL to 16 bits", [_with_error(row.text.kl, row.text.kl_se, 5) for row in rows]),
-        ("top-1 %", [_percent(row.text.top1_agreement, row.text.top1_se) for row in rows]),
-        ("perplexity", [_with_error(row.text.perplexity, row.text.perplexity_se, 4) for row in rows]),
-    ]
-    for results in zip(*(row.tasks for row in rows), strict=True):
-        columns.append((f"{results[0].task} %", [_percent(task.accuracy, task.accuracy_se) for task in results]))
-    if rows[0].tasks:
-        columns.append(("all tasks %", [_percent(row.accuracy or 0.0, row.accuracy_se) for row in rows]))
-        columns.append(("bits at the tasks' lengths", [row.task_bits.cell if row.task_bits else "" for row in rows]))
-        columns.append(("generated", [str(sum(task.generated_tokens for task in row.tasks)) for row in rows]))
-    return [(header, tuple(cells)) for header, cells in columns]
-
-
-def _with_error(value: float, error: float | None, digits: int) -> str:
-    return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
-
-
-def _percent(share: float, error: float | None) -> str:
-    return _with_error(100 * share, None if error is None else 100 * error, 1)
 
 
 def draw(evaluation: Evaluation, plan: Plan, path: str | Path) -> None:
@@ -150,3 +122,45 @@ def draw_allocation(axes: Axes, plan: Plan) -> None:
     axes.legend(
         handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.01), ncols=min(3, len(handles)), frameon=False
     )
+
+
+NAMED_SIDES: tuple[tuple[Side, str, str], ...] = (("k", "keys", BLUE), ("v", "values", RED))
+
+
+def draw_predictors(record: PredictorRecord, path: str | Path) -> None:
+    """Write the picture, whole or not at all. ArtifactError when it cannot be written."""
+    picture = Picture(11, 4.5)
+    left, right = picture.panel(1, 2, 1), picture.panel(1, 2, 2)
+    for side, name, colour in NAMED_SIDES:
+        _draw_explained(left.axes, record, side, name, colour)
+        _draw_errors(right.axes, record, side, name, colour)
+    left.axes.axhline(record.subject.spec.min_explained, color="grey", linestyle=":", linewidth=1)
+    left.axes.set_ylim(top=1.0)
+    left.frame("What a layer's predictor explains", "layer", "explained variance, held out")
+    right.frame("What the cache reads back", "layer", "squared error / variance, held out")
+    for panel in (left, right):
+        if panel.axes.get_legend_handles_labels()[0]:
+            panel.axes.legend(frameon=False)
+    picture.save(path)
+
+
+def _draw_explained(axes: Axes, record: PredictorRecord, side: Side, name: str, colour: str) -> None:
+    """Explained variance on held-out tokens; predictors that are left out are hollow."""
+    fits = [(f.layer, f.fit.explained, f.is_kept) for f in record.findings if f.side == side and f.fit is not None]
+    if fits:
+        axes.plot([fit[0] for fit in fits], [fit[1] for fit in fits], "-", color=colour, linewidth=1)
+    for is_kept, fill, text in ((True, colour, name), (False, "white", f"{name}, left out")):
+        points = [fit[:2] for fit in fits if fit[2] == is_kept]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o", color=colour, markerfacecolor=fill, label=text)
+
+
+def _draw_errors(axes: Axes, record: PredictorRecord, side: Side, name: str, colour: str) -> None:
+    """Squared error of what the cache reads back, as a share of the variance, without predictors and with them."""
+    fits = [(finding.layer, finding.fit) for finding in record.findings if finding.side == side and finding.fit]
+    plain = [(layer, fit.plain_error) for layer, fit in fits if fit.plain_error is not None]
+    predicted = [(layer, fit.error) for layer, fit in fits if fit.error is not None]
+    if plain and predicted:
+        axes.plot(*zip(*plain, strict=True), "o--", color=colour, alpha=0.5, label=f"{name}, without")
+        axes.plot(*zip(*predicted, strict=True), "o-", color=colour, label=f"{name}, with predictors")
+        axes.set_yscale("log")

@@ -170,7 +170,12 @@ def chooses_by(recipe: Recipe) -> str:
         choice = f"integer program, {recipe.allocate.objective}"
     else:
         choice = "fixed formats"
-    others = {"progressive": recipe.progressive, "λ": recipe.reparam, "predictors": recipe.predictors}
+    others = {
+        "progressive": recipe.progressive,
+        "λ": recipe.reparam,
+        "predictors": recipe.predictors,
+        "feedback": recipe.feedback,
+    }
     names = [name for name, spec in others.items() if spec is not None]
     return f"{choice}; {', '.join(names)}" if names else choice
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,10 @@ from kvcal.commands.options import ModelOptions, Out, OutputOptions, needs_compi
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from kvcal.bench.kernels import Job
+    from kvcal.bench.shape import Point
+    from kvcal.progress import Reporter
 
 
 bench = typer.Typer(
@@ -28,7 +33,7 @@ OUT = Path("artifacts/bench")
 
 @dataclass(frozen=True)
 class PairOptions(OutputOptions):
-    """What is measured: K and V formats, and how long their texts are."""
+    """K and V formats to measure, and the lengths of their texts."""
 
     formats: Annotated[list[str] | None, typer.Option("--format", help=FORMATS_HELP)] = None
     recipe: Annotated[
@@ -72,30 +77,17 @@ def kernels(
 
     Example: `kvcal bench kernels --quick --format higgs --format aqua --batch 8 --context 8192` (reconstruct + decode)
     """
-    from kvcal.bench.device import require_gpu
-    from kvcal.bench.kernels import PICTURE, Job, bench_kernels
-    from kvcal.bench.shape import (
-        DEFAULT_PAIRS,
-        POINTS,
-        QUICK_PAIRS,
-        QUICK_POINTS,
-        chosen_heads,
-        chosen_pairs,
-        chosen_points,
-    )
+    from kvcal.bench.kernels import PICTURE, bench_kernels
+    from kvcal.bench.shape import DEFAULT_PAIRS, POINTS, QUICK_PAIRS, QUICK_POINTS
     from kvcal.charts.kernels import draw_kernels
-    from kvcal.folder import Folder
 
-    pairs = chosen_pairs(given.formats or (), given.recipe or (), QUICK_PAIRS if quick else DEFAULT_PAIRS)
-    points = chosen_points(given.batch or (), given.context or (), QUICK_POINTS if quick else POINTS)
-    chosen = chosen_heads(given.heads, given.head_dim, given.group)
-    device = require_gpu("kernels")
-    folder = Folder.create(out).path
+    pairs, points = (QUICK_PAIRS, QUICK_POINTS) if quick else (DEFAULT_PAIRS, POINTS)
     with given.reporting() as reporter:
-        report = bench_kernels(Job(device, pairs, points, chosen, folder, reporter, quick))
-    draw_kernels(report, folder / PICTURE)
+        job = _job("kernels", given, out, pairs, points, reporter, quick)
+        report = bench_kernels(job)
+    draw_kernels(report, job.folder / PICTURE)
     given.show(report.document(), *(table.text() for table in report.tables()))
-    reporter.say(f"table: {folder / report.file}\npicture: {folder / PICTURE}")
+    reporter.say(f"table: {job.folder / report.file}\npicture: {job.folder / PICTURE}")
 
 
 @bench.command()
@@ -115,20 +107,31 @@ def layer(
 
     Example: `kvcal bench layer --format 2 --format higgs --recipe aqua-kv --batch 1 --context 32768`
     """
+    from kvcal.bench.kernels import bench_layer
+    from kvcal.bench.shape import LAYER_POINTS, QUICK_PAIRS
+
+    with given.reporting() as reporter:
+        job = _job("layer", given, out, QUICK_PAIRS, LAYER_POINTS, reporter)
+        report = bench_layer(job)
+    given.show(report.document(), *(table.text() for table in report.tables()))
+    reporter.say(f"table: {job.folder / report.file}")
+
+
+def _job(
+    kind: str, given: GridOptions, out: Path, pairs: Sequence[str], points: Sequence[Point], reporter: Reporter,
+    quick: bool = False,
+) -> Job:  # fmt: skip
+    """The work of ``bench kernels`` or ``layer``; ``pairs`` and ``points``: unless others are asked for."""
     from kvcal.bench.device import require_gpu
-    from kvcal.bench.kernels import Job, bench_layer
-    from kvcal.bench.shape import LAYER_POINTS, QUICK_PAIRS, chosen_heads, chosen_pairs, chosen_points
+    from kvcal.bench.kernels import Job
+    from kvcal.bench.shape import chosen_heads, chosen_pairs, chosen_points
     from kvcal.folder import Folder
 
-    pairs = chosen_pairs(given.formats or (), given.recipe or (), QUICK_PAIRS)
-    points = chosen_points(given.batch or (), given.context or (), LAYER_POINTS)
-    chosen = chosen_heads(given.heads, given.head_dim, given.group)
-    device = require_gpu("layer")
-    folder = Folder.create(out).path
-    with given.reporting() as reporter:
-        report = bench_layer(Job(device, pairs, points, chosen, folder, reporter))
-    given.show(report.document(), *(table.text() for table in report.tables()))
-    reporter.say(f"table: {folder / report.file}")
+    chosen = chosen_pairs(given.formats or (), given.recipe or (), pairs)
+    sizes = chosen_points(given.batch or (), given.context or (), points)
+    heads = chosen_heads(given.heads, given.head_dim, given.group)
+    device = require_gpu(kind)
+    return Job(device, chosen, sizes, heads, Folder.create(out).path, reporter, quick)
 
 
 @bench.command()

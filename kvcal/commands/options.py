@@ -51,7 +51,7 @@ SOURCE_KEYS = ("columns", "split", "config", "min_len")
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """How a command shows what it does."""
+    """Options of a command's output."""
 
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No messages and no progress.")] = False
@@ -73,7 +73,7 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class ModelOptions(OutputOptions):
-    """How a model is loaded."""
+    """Options of loading a model."""
 
     dtype: Annotated[
         str, typer.Option(help="auto (float32 on a CPU, else the checkpoint's), bfloat16, float16, float32.")
@@ -102,7 +102,7 @@ class ModelOptions(OutputOptions):
 
 @dataclass(frozen=True)
 class RecipeOptions(ModelOptions):
-    """What a command line changes of a recipe; None: as the recipe has it."""
+    """Changes of a recipe by a command line; None: as the recipe has it."""
 
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help=SETS_HELP)] = None
     data: Annotated[str | None, typer.Option(help="tasks, a text, JSONL or parquet file or folder, a hub id.")] = None
@@ -143,7 +143,7 @@ class RecipeOptions(ModelOptions):
 
 @dataclass(frozen=True)
 class WorkloadOptions:
-    """What a plan's bytes are counted for."""
+    """The workload that a plan's bytes are counted for."""
 
     batch: Annotated[int | None, typer.Option(help="Sequences; default: a plan's, or 8.", min=1, max=MAX_BATCH)] = None
     context: Annotated[

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvcal.plan.diff import PlanDiff
     from kvcal.plan.plan import Plan, Workload
     from kvcal.recipe import AllocateSpec
-    from kvcal.stages.evaluate.stage import Row
+    from kvcal.stages.evaluate import Row
     from kvcal.stages.gain import Gain
 
 
@@ -176,7 +176,7 @@ def _measured(path: Path, plan: Plan) -> Row | None:
     evaluation = Folder(path.parent).evaluation
     if not evaluation.is_file():
         return None
-    from kvcal.stages.evaluate.stage import load_evaluation
+    from kvcal.stages.evaluate import load_evaluation
 
     return next((row for row in load_evaluation(evaluation).rows if row.plan_sha256 == plan.sha256), None)
 

@@ -159,7 +159,7 @@ def generate(
     """
     from kvcal.plan.plan import load_plan
     from kvcal.stages.generate import complete
-    from kvcal.stages.prefix.load import complete_after, load_prefix
+    from kvcal.stages.prefix import complete_after, load_prefix
     from kvcal.stages.verify import require_same_model
 
     if chat and prefix is not None:
@@ -203,13 +203,14 @@ def pack_prefix(
     """
     from kvcal import tables as views
     from kvcal.plan.plan import load_plan
-    from kvcal.stages.prefix import save as stage
+    from kvcal.stages.generate import prompt_tokens
+    from kvcal.stages.prefix import pack_prefix as pack
     from kvcal.strict import dump
 
     text = prompt_text(prompt, prompt_file)
     loaded_plan = load_plan(plan)
     with given.reporting() as reporter:
         loaded = given.load(model)
-        packed = stage.pack_prefix(loaded, loaded_plan, stage.encode_prompt(loaded, text), output)
+        packed = pack(loaded, loaded_plan, prompt_tokens(loaded, text, False, 0), output)
         reporter.say(f"prefix: {output}")
     given.show({**dump(packed), "path": str(output)}, views.prefix_table(packed, output.name))

@@ -131,8 +131,7 @@ def tune(
     from kvcal.folder import DEFAULT_WORKLOAD, Folder
     from kvcal.quantities import parse_bytes
     from kvcal.recipe_files import load_recipe
-    from kvcal.run.formats import formats_plan
-    from kvcal.run.tune import tune_plan
+    from kvcal.run.formats import formats_plan, tune_plan
     from kvcal.stages.tune.objective import Origin
 
     base = load_recipe(recipe)
@@ -150,7 +149,9 @@ def tune(
 
 
 def _require_formats_alone(recipe: Recipe) -> None:
-    others = [name for name in ("progressive", "reparam", "predictors") if getattr(recipe, name) is not None]
+    others = [
+        name for name in ("progressive", "reparam", "predictors", "feedback") if getattr(recipe, name) is not None
+    ]
     if recipe.formats is None or others:
         reason = "no [formats]" if recipe.formats is None else " and ".join(f"[{name}]" for name in others)
         raise UsageError(
@@ -187,9 +188,8 @@ def compare(
     """
     from kvcal.charts.comparison import draw_comparison
     from kvcal.data.sequences import TASK_SOURCES
-    from kvcal.folder import DEFAULT_WORKLOAD
+    from kvcal.folder import DEFAULT_WORKLOAD, sequences
     from kvcal.run import pipeline
-    from kvcal.run.transform import sequences
     from kvcal.stages.compare import FILE
     from kvcal.stages.compare import compare as compare_points
     from kvcal.stages.compare.record import comparison_columns, comparison_title, points_of

@@ -1,4 +1,5 @@
-"""Commands on the stages of a folder: ``kvcal profile``, ``allocate``, ``reparam``, ``fit-predictors``, ``compile``."""
+"""Commands on the stages of a folder: ``kvcal profile``, ``allocate``, ``reparam``, ``fit-predictors``, ``feedback``,
+``compile``."""
 
 from __future__ import annotations
 
@@ -170,7 +171,7 @@ def fit_predictors(
 
     Example: `kvcal fit-predictors DIR --model M --set predictors.kind=low_rank --set predictors.rank=64`
     """
-    from kvcal.charts.predictors import draw_predictors
+    from kvcal.charts.evaluation import draw_predictors
     from kvcal.folder import Folder, Job
     from kvcal.run.transform import fit_predictors_folder
     from kvcal.stages.predictors.record import table_rows
@@ -217,6 +218,35 @@ class EarlierOptions:
 
 
 @spread
+def feedback(
+    folder: FolderArgument,
+    model: ModelOption,
+    given: RecipeOptions,
+    recipe: RecipeOption = "kitty-feedback",
+) -> None:
+    """Calibrate error feedback, with which codes make up for the errors of the channels before them, for the formats
+    of DIR and the transforms of the recipe, with its [feedback] (--samples and --seq-len are its own). Resumes if
+    interrupted.
+
+    Example: `kvcal feedback artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl --samples 16`
+    """
+    from kvcal.folder import Folder, Job
+    from kvcal.run.transform import feedback_folder
+    from kvcal.stages.feedback import table_rows
+    from kvcal.strict import dump
+
+    sizes = {"feedback.num_samples": given.samples, "feedback.seq_len": given.seq_len}
+    base = replace(given, samples=None, seq_len=None).recipe(recipe, sizes, section="feedback")
+    paths = Folder(folder)
+    with given.reporting() as reporter:
+        loaded = given.load(model, base.data, reporter)
+        record = feedback_folder(Job(base, loaded, paths, reporter))
+    value = {"sides": [dump(side) for side in record.sides], "path": str(paths.feedback)}
+    given.show(value, (f"Error feedback from {record.subject.num_tokens} tokens", *table_rows(record)))
+    reporter.say(f"feedback: {paths.feedback}")
+
+
+@spread
 def compile_command(
     folder: FolderArgument,
     given: ModelOptions,
@@ -229,7 +259,7 @@ def compile_command(
     ] = None,
     model: Annotated[str | None, typer.Option(help="The model to fold into: folder, hub id or embedded name.")] = None,
 ) -> None:
-    """Write the plan of an allocation, with the λ and the predictors that DIR holds for it.
+    """Write the plan of an allocation, with the λ, the predictors and the error feedback that DIR holds for it.
 
     Example: `kvcal compile artifacts/llama -o plan.safetensors`, or, with λ in the weights instead of the plan,
     `kvcal compile artifacts/llama --fold llama-folded --model meta-llama/Llama-3.1-8B`
@@ -244,7 +274,7 @@ def compile_command(
     reporter = given.reporter()
     path = output or paths.plan
     if fold is None:
-        plan = compile_folder(paths, path, reporter, reparam=None, predictors=None)
+        plan = compile_folder(paths, path, reporter)
     elif model is None:
         raise UsageError("--fold needs --model", hint="name the model whose weights are to take λ")
     else:

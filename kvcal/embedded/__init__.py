@@ -1,5 +1,4 @@
-"""What ships inside the package besides code: a real, small, trained model (its card:
-reasoner-10m/README.md)."""
+"""The model that ships inside the package: real, small, trained (its card: reasoner-10m/README.md)."""
 
 from __future__ import annotations
 

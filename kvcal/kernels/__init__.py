@@ -1,13 +1,12 @@
 """The operators of a decoding step: CUDA kernels, their torch reference, and the choice between them.
 
-ops.py, operands.py             ``append``, ``decode``, ``pack``, ``unpack`` and their operands, in groups
+ops.py, operands.py             ``append``, ``decode``, ``pack``, ``unpack``, ``append_window``; operands, in groups
 reference.py                    the same in torch: what the kernels must give
 variants.py, choice.py          what a kernel is compiled for; which kernel serves it, what none takes
 pack.py, decode.py              launches of these operators
 page_codec.py                   stored forms: pages that the kernels cannot read as they are
 encode.py, reconstruct.py       their operators ``encode_page`` and ``reconstruct``
 predict.py                      linear predictions, to the same bits on every device
-regions.py, shrink.py           pages that shrink: the layout of their memory, and the sweeps between stages
-window.py                       a step of a sliding-window layer
+shrink.py                       pages that shrink: the sweeps between the stages of their memory
 compile.py, launch.py           from a source in csrc/ and the macros of a variant to a kernel on a GPU
 """

@@ -1,4 +1,4 @@
-"""Which of two kernels serves ``decode`` on CUDA, and what neither of them takes.
+"""The choice between two kernels that serve ``decode`` on CUDA, and what neither of them takes.
 
 The folded kernel (``csrc/decode.cu``) is built around the tensor cores' operands, and takes the head sizes whose planes
 lie in their order. The plain one (``csrc/decode_plain.cu``) takes everything, more slowly: a static cache warns of the
@@ -17,12 +17,13 @@ from kvcal.geometry import CacheDtype
 from kvcal.kernels.variants import SCORES, Variant, head_ranges, page_layout, stored_form, variant_of
 from kvcal.pages import LAYOUTS
 from kvcal.pages.layout import RAW_BITS
-from kvcal.plan.layer import LayerPlan
+from kvcal.plan.layer import LayerPlan, takes_feedback
 from kvcal.plan.page_format import SIDES, Format, Side
 
 FOLDED_HEAD_DIMS = (64, 128)
 # The kernels load tokens 8 channels at a time, and keep a tile of them in shared memory.
 CHANNELS_AT_ONCE, MAX_HEAD_DIM = 8, 512
+MAX_FEEDBACK_DIM = 128  # tokens that lie in shared memory make room for their codes
 
 
 def is_plain(variant: Variant) -> bool:
@@ -46,7 +47,7 @@ def slow_reasons(plan: LayerPlan, cache_dtype: CacheDtype) -> tuple[str, ...]:
 
 
 def slow_path(layers: Mapping[int, Sequence[str]]) -> SlowPath:
-    """What ``PlanCache.slow_layers`` says, in one sentence: layers of the same reasons together."""
+    """``PlanCache.slow_layers`` in one sentence: layers of the same reasons together."""
     by_reasons: dict[tuple[str, ...], list[int]] = {}
     for index, reasons in layers.items():
         by_reasons.setdefault(tuple(reasons), []).append(index)
@@ -65,13 +66,15 @@ def storage_refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
         yield "its channels are chosen by all queries so far; a static cache has those since the page before"
     for side in SIDES:
         for fmt in plan.formats(side):
+            form = stored_form(plan, side, fmt)
+            if plan.feedback(side) and takes_feedback(fmt) and form is not None:
+                yield f"{side} pages {form}, and their codes are chosen with error feedback, which has no kernels there"
             if not LAYOUTS[fmt.layout_name].has_kernels:
                 yield f"{side} pages are of the quantizer {fmt.quantizer!r}, which has no kernels"
             if fmt.boost is not None and fmt.boost.score not in SCORES and not fmt.keeps_queries:
                 yield f"{side} channels are chosen by the score {fmt.boost.score!r}, which has no kernels"
             if not fmt.shrink_at:
                 continue
-            form = stored_form(plan, side, fmt)
             if form is not None:
                 yield f"{side} pages {form} and shrink: only pages that the kernels read as they are can"
             else:
@@ -94,4 +97,6 @@ def refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
         yield "the cache holds float32; the kernels take bfloat16 and float16"
     if geometry.k_head_dim % CHANNELS_AT_ONCE or geometry.k_head_dim > MAX_HEAD_DIM:
         yield f"head size {geometry.k_head_dim}; the kernels take multiples of {CHANNELS_AT_ONCE} up to {MAX_HEAD_DIM}"
+    if geometry.k_head_dim > MAX_FEEDBACK_DIM and (plan.k_feedback or plan.v_feedback):
+        yield f"head size {geometry.k_head_dim}; with error feedback the kernels take up to {MAX_FEEDBACK_DIM}"
     yield from storage_refusals(plan, cache_dtype)

@@ -82,14 +82,17 @@ def decode_defines(
     """All macros of the fast kernel for a GPU of this compute capability. ``is_staged``: see csrc/stage.cuh."""
     warps, shared = block_shape(variant, capability)
     rules = (variant.k.window_rule, variant.v.window_rule)
-    return variant.defines | {
-        "Q_DTYPE": DTYPES[q_dtype],
-        "HAS_SOFTCAP": int(softcap),
+    return _call_defines(variant, q_dtype, softcap, is_staged) | {
         "HAS_WINDOW_RULE": int(any(rule is not None for rule in rules)),
         "WARPS": warps,
         "SHARED_BYTES": shared,
-        **({"STAGED": 1} if is_staged else {}),
     }
+
+
+def _call_defines(variant: Variant, q_dtype: str, softcap: bool, is_staged: bool) -> Defines:
+    """The macros that both kernels have."""
+    found = variant.defines | {"Q_DTYPE": DTYPES[q_dtype], "HAS_SOFTCAP": int(softcap)}
+    return found | {"STAGED": 1} if is_staged else found
 
 
 @dataclass(frozen=True)
@@ -127,14 +130,8 @@ def _plain_bytes(head_dim: int, heads: int) -> int:
 def plain_defines(variant: Variant, q_dtype: str, softcap: bool, room: int, is_staged: bool = False) -> Defines:
     """All macros of the plain kernel where a block gets at most ``room`` bytes of shared memory."""
     shape = plain_shape(variant.head_dim, variant.group_heads, room)
-    return variant.defines | {
-        "Q_DTYPE": DTYPES[q_dtype],
-        "HAS_SOFTCAP": int(softcap),
-        "HEADS": shape.heads,
-        "BLOCKS": shape.blocks,
-        "SHARED_BYTES": shape.shared_bytes,
-        **({"STAGED": 1} if is_staged else {}),
-    }
+    found = {"HEADS": shape.heads, "BLOCKS": shape.blocks, "SHARED_BYTES": shape.shared_bytes}
+    return _call_defines(variant, q_dtype, softcap, is_staged) | found
 
 
 @dataclass(frozen=True)
@@ -171,7 +168,7 @@ def _launch(variant: Variant, q_dtype: torch.dtype, softcap: bool, is_staged: bo
 
 
 def launch_of(variant: Variant, q_dtype: torch.dtype, device_index: int) -> Launch:
-    """How ``decode`` of a variant is launched on a GPU, without softcap: for whoever reports it."""
+    """The launch of ``decode`` of a variant on a GPU, without softcap: for whoever reports it."""
     return _launch(variant, q_dtype, False, False, device_index)
 
 
@@ -231,7 +228,7 @@ def launch_decode(
                 v_sinks, v.sinks.stride(0), v_ring, v.ring.stride(0), v.pages.data_ptr(), v.pages.stride(0),
                 lengths, min(batch - first, MAX_ROWS), num_heads, table, *table_shape(place.table),
                 _pointer(place.k_read_at), place.k_read_at.numel(), _pointer(place.v_read_at), place.v_read_at.numel(),
-                *map(_pointer, (*transform, sink_logits)),
+                *map(_pointer, (transform.rescale, transform.offset, sink_logits)),
                 workspace.data_ptr() + counters, workspace.data_ptr(), out_rows, float(scale), float(softcap),
                 *region_addresses(regions), follows=launch.follows,
             )  # fmt: skip

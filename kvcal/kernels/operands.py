@@ -2,22 +2,43 @@
 
 One call serves one head range of one layer: B sequences, n KV heads, G query heads for each, head size D. Absent
 operands are empty tensors.
+
+Pages that shrink on a schedule lie in memory of a fixed size, which is laid out anew in every stage. A *region* is one
+side of one head range of a layer. All regions share one memory, because the layers of a plan do not shrink together:
+while one has 16-bit pages, they live in the room that others gave back. (With memory for its own widest moment each,
+many layers would take up to 1.4 times the budget that their schedule was made for.) A *stage* lasts from one token
+count at which some pages shrink to the next. Within a stage the regions lie one behind the other, each [B, pages,
+heads, record] with room for the stage's last token count: together, what the plan says for that count.
+
+The layout is a table int64 [stages, regions, 7] of ``FIELDS`` (``Region`` in csrc/stage.cuh). Three sweeps lead to the
+next stage, all in place and on the device. Pages that shrink are converted where they are (kvcal.kernels.shrink, once
+for all regions of the same formats). Then all records slide to the left, to the layout of the present stage with the
+records of the next one, and from there to the right, to make room for the pages to come (kvcal.kernels.shrink). Nothing
+happens while a stage lasts: a launch returns at once, so that a CUDA graph with all of them may be replayed at any
+length.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvcal.geometry import CacheDtype
+from kvcal.kernels.variants import page_layout
 from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.plan.page_format import Format, Side, num_pages
+
+NOTHING = torch.empty(0)
 
 
 class Memory(NamedTuple):
-    """Where the keys, or the values, of a head range are stored. Heads lie side by side; sequences and slots may be
-    further apart than these heads are long. A sliding window has no pages, and one sink (kvcal.kernels.window). Where
-    pages shrink, ``pages`` is the memory of all regions, of one dimension (kvcal.kernels.regions)."""
+    """Memory of the keys, or the values, of a head range. Heads lie side by side; sequences and slots may be
+    further apart than these heads are long. A sliding window has no pages, and one sink (kvcal.kernels.ops). Where
+    pages shrink, ``pages`` is the memory of all regions, of one dimension."""
 
     sinks: Tensor  # [B, n, sinks, D], cache dtype: the first tokens
     ring: Tensor  # [B, n, ring_tokens, D], cache dtype: token t lies at t modulo ring_tokens
@@ -31,7 +52,7 @@ class Memory(NamedTuple):
 
 
 class Place(NamedTuple):
-    """How many tokens each sequence has, and where its pages lie."""
+    """The number of tokens of each sequence, and the places of its pages."""
 
     lengths: Tensor  # [B] int32: tokens before the step
     table: Tensor  # [B, pages] int32: the slot of every page, the same in all layers; one beyond its width has no room
@@ -40,7 +61,7 @@ class Place(NamedTuple):
 
 
 class QueryStatistic(NamedTuple):
-    """What query scores are made from. A prompt that ends between two pages begins the sum anew, so ``since`` is not a
+    """The statistic of query scores. A prompt that ends between two pages begins the sum anew, so ``since`` is not a
     function of the length."""
 
     sum: Tensor  # [B, n, D] fp32: |q| since the last page, over the heads of a group
@@ -58,20 +79,107 @@ class QueryStatistic(NamedTuple):
 
 
 class PageTransform(NamedTuple):
-    """What pages of keys hold: (K - offset) / rescale."""
+    """The transform of pages of keys, which hold (K - offset) / rescale, and how codes of both sides are chosen."""
 
     rescale: Tensor  # [n, D] fp32
     offset: Tensor  # [n, D] fp32
+    k_feedback: Tensor = NOTHING  # [n, D (D - 1) / 2] fp16: factors of error feedback (kvcal.pages.feedback)
+    v_feedback: Tensor = NOTHING
 
     @property
     def of_values(self) -> PageTransform:
-        """None of it: pages of values hold V."""
-        return PageTransform(self.rescale[:0], self.offset[:0])
+        """Pages of values hold V."""
+        return self._replace(rescale=self.rescale[:0], offset=self.offset[:0])
+
+    def feedback(self, side: Side) -> Tensor | None:
+        """The factor of a side's codes; None without feedback."""
+        factor = self.k_feedback if side == "k" else self.v_feedback
+        return factor if factor.numel() else None
 
 
 class Regions(NamedTuple):
-    """Where pages shrink: ``present`` (int64 [regions, 7], kvcal.kernels.regions) says where the pages of all regions
+    """Where pages shrink: ``present`` (int64 [regions, 7], ``FIELDS``) says where the pages of all regions
     lie now; ``of_sides``: which regions are the keys' and the values'."""
 
     present: Tensor
     of_sides: tuple[int, int]
+
+
+FIELDS = ("bits", "base", "pages", "heads", "record", "squeezed", "transform")
+BITS, BASE, PAGES, HEADS, RECORD, SQUEEZED, TRANSFORM = range(len(FIELDS))
+
+
+@dataclass(frozen=True)
+class Region:
+    """Pages of ``num_heads`` heads. Those of fewer than 16 bits hold (K - offset) / rescale where that is given;
+    ``transform``: the element at which the pool's transforms hold rescale [heads, D], and then offset alike."""
+
+    side: Side
+    format: Format
+    num_heads: int
+    head_dim: int
+    cache_dtype: CacheDtype
+    rescale: bool
+    offset: bool
+    transform: int
+
+    def record_bytes(self, num_bits: int) -> int:
+        return page_layout(self.side, self.format, self.head_dim, self.cache_dtype, num_bits).record_bytes
+
+
+class Stages(NamedTuple):
+    """The state of a memory of pages, as the operators ``shrink`` and ``slide`` take it: a run of their arguments."""
+
+    stage: Tensor  # int64 [1]: the present one
+    starts: Tensor  # int64 [stages]: the columns with which each begins
+    layout: Tensor  # int64 [stages, regions, 7]
+    columns: Tensor  # int64, one: those that were fed
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the next column ends the present stage: an update begins by shrinking. Waits for the device."""
+        following = int(self.stage) + 1
+        return following < len(self.starts) and int(self.columns) + 1 >= int(self.starts[following])
+
+    def present_and_next(self) -> tuple[list[list[int]], list[list[int]]]:
+        """The layouts of the present stage and of the one behind it, region by region. Waits for the device."""
+        present, following = self.layout[int(self.stage) : int(self.stage) + 2].tolist()
+        return present, following
+
+
+def stage_starts(regions: Sequence[Region], last_columns: int) -> list[int]:
+    """Columns with which every stage begins, up to ``last_columns``: 0, and all counts at which pages shrink."""
+    counts = {count for region in regions for count in region.format.shrink_at}
+    return [0, *sorted(count for count in counts if 0 < count <= last_columns)]
+
+
+def layout_table(
+    regions: Sequence[Region], starts: Sequence[int], batch: int, max_tokens: int
+) -> tuple[list[list[list[int]]], int]:
+    """The layout of every stage for ``batch`` rows of at most ``max_tokens`` tokens, and the bytes of the memory: those
+    of all pages where they are most, at the last token count of some stage."""
+    table, room = [], 0
+    before = [0] * len(regions)  # room of a row in the stage before, in pages
+    for start, end in zip(starts, [*(count - 1 for count in starts[1:]), max_tokens], strict=True):
+        rows, base, squeezed = [], 0, 0
+        for number, region in enumerate(regions):
+            bits, pages = region.format.bits_at(start), num_pages(min(end, max_tokens))
+            record, heads = region.record_bytes(bits), region.num_heads
+            rows.append([bits, base, pages, heads, record, squeezed, region.transform])
+            base += batch * pages * heads * record
+            squeezed += batch * before[number] * heads * record
+            before[number] = pages
+        table.append(rows)
+        room = max(room, base)
+    return table, room
+
+
+def region_pages(pages: Tensor, region: Sequence[int], batch: int) -> Tensor:
+    """[B, pages, heads, record]: a region of the memory ``pages`` (uint8, one dimension), by its row of the layout."""
+    return records_at(pages, region[BASE], batch, region[PAGES], region[HEADS], region[RECORD])
+
+
+def records_at(pages: Tensor, base: int, *shape: int) -> Tensor:
+    """That shape of the bytes from ``base`` on."""
+    count = torch.Size(shape).numel()
+    return pages[base : base + count].view(shape)

@@ -135,7 +135,7 @@ def unserved(form: Reconstruction) -> str | None:
 
 
 class PageCoding(NamedTuple):
-    """What values become records with, and records values."""
+    """Operands that turn values into records, and records into values."""
 
     grid: Tensor  # [points, d] fp32, of a lattice
     signs: Tensor  # [N D] int8, of a lattice

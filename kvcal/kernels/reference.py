@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations
-from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
-from kvcal.kernels.regions import BITS, region_pages
+from kvcal.kernels.operands import BITS, Memory, PageTransform, Place, QueryStatistic, region_pages
 from kvcal.kernels.variants import VARIANTS, Variant
-from kvcal.pages.layout import PAGE_TOKENS
-from kvcal.pages.scores import channel_scores
-from kvcal.pages.tiered import TieredLayout
-from kvcal.plan.page_format import SIDES, Side
+from kvcal.pages.codec import PageCodec
+from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS
+from kvcal.plan.page_format import RAW, SIDES, Side
 
 # Bits of the error flag: a page that cannot be stored, and one beyond the room of the table.
 NON_FINITE, NO_ROOM = 1, 2
@@ -84,47 +82,44 @@ def pack(
 ) -> None:  # fmt: skip
     """As ``ops.pack``; ``query_mean`` None for none."""
     by_page = x.unflatten(2, (-1, PAGE_TOKENS))  # [b, n, P, 128, D]
+    codec, num_bits = _codec(x.shape[1], transform, side, variant), variant.num_bits(side)
     for start in range(0, by_page.shape[2], PAGES_AT_ONCE):
         part = by_page[:, :, start : start + PAGES_AT_ONCE].transpose(1, 2)
-        target = slots[:, start : start + part.shape[1]]
-        ordinals = torch.arange(first_page + start, first_page + start + part.shape[1], device=x.device)
-        mean = None if query_mean is None else query_mean.unsqueeze(1)
+        batch, count = part.shape[:2]
+        page_index = torch.arange(first_page + start, first_page + start + count, device=x.device).repeat(batch)
+        mean = None if query_mean is None else query_mean.repeat_interleave(count, dim=0)
         try:
-            pages[target.long()] = _encode(part, mean, ordinals, transform, side, variant)
+            records = codec.encode(part.flatten(0, 1), page_index, num_bits, mean)
         except NonFiniteActivations:
             error.bitwise_or_(NON_FINITE)
-
-
-def _encode(
-    page: Tensor, query_mean: Tensor | None, ordinals: Tensor, transform: PageTransform, side: Side, variant: Variant,
-) -> Tensor:  # fmt: skip
-    """[b, P, n, 128, D] -> records [b, P, n, record_bytes]; query_mean [b, 1, n, D]; ordinals [P]."""
-    if side == "k" and variant.offset:
-        page = page.float() - transform.offset.unsqueeze(-2)
-    if side == "k" and variant.rescale:
-        page = page.float() / transform.rescale.unsqueeze(-2)
-        query_mean = None if query_mean is None else query_mean * transform.rescale
-    layout = variant.layout(side)
-    if not isinstance(layout, TieredLayout):
-        return layout.encode(page)
-    assert variant.k.boost is not None
-    heads = torch.arange(page.shape[2], device=page.device) + variant.first_head
-    scores = channel_scores(variant.k.boost.score, page, query_mean, ordinals.unsqueeze(-1), heads)
-    return layout.encode(page, scores)
+            continue
+        pages[slots[:, start : start + count].flatten().long()] = records
 
 
 def unpack(pages: Tensor, slots: Tensor, out: Tensor, transform: PageTransform, side: Side, variant: Variant) -> None:
     """As ``ops.unpack``."""
     by_page = out.unflatten(2, (-1, PAGE_TOKENS))
+    codec, num_bits = _codec(out.shape[1], transform, side, variant), variant.num_bits(side)
     for start in range(0, by_page.shape[2], PAGES_AT_ONCE):
         target = by_page[:, :, start : start + PAGES_AT_ONCE]
-        records = pages[slots[:, start : start + target.shape[2]].long()]
-        values = variant.layout(side).decode(records)
-        if side == "k" and variant.rescale:
-            values = values * transform.rescale.unsqueeze(-2)
-        if side == "k" and variant.offset:
-            values = values + transform.offset.unsqueeze(-2)
-        target.copy_(values.transpose(1, 2))
+        chosen = slots[:, start : start + target.shape[2]].flatten().long()
+        values = codec.restore(codec.decode(pages[chosen], num_bits), chosen, num_bits)
+        target.copy_(values.unflatten(0, (len(out), -1)).transpose(1, 2))
+
+
+def _codec(num_heads: int, transform: PageTransform, side: Side, variant: Variant) -> PageCodec:
+    """Of the pages of a head range as the kernels read them: stored forms are pages of 16 bits here."""
+    is_k, num_bits = side == "k", variant.num_bits(side)
+    return PageCodec(
+        side,
+        RAW if num_bits == RAW_BITS else variant.format(side),
+        slice(variant.first_head, variant.first_head + num_heads),
+        variant.head_dim,
+        variant.cache_dtype,
+        rescale=transform.rescale.unsqueeze(-2) if is_k and variant.rescale else None,
+        offset=transform.offset.unsqueeze(-2) if is_k and variant.offset else None,
+        feedback=None if num_bits == RAW_BITS else transform.feedback(side),
+    )
 
 
 def decode(

@@ -1,4 +1,4 @@
-"""The two sweeps that lead from one stage of a schedule to the next (kvcal.kernels.regions), as operators.
+"""The two sweeps that lead from one stage of a schedule to the next (kvcal.kernels.operands), as operators.
 
 ``kvcal::shrink`` converts pages where they are: the bytes are those of ``kvcal.pages.shrink``; ``csrc/shrink.cu`` says
 how they are made in place. ``kvcal::slide`` then moves all records to the layout of the next stage (``csrc/slide.cu``).
@@ -17,8 +17,7 @@ from torch import Tensor
 from kvcal.errors import NonFiniteActivations
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.compile import Kernel, kernel
-from kvcal.kernels.reference import NON_FINITE
-from kvcal.kernels.regions import (
+from kvcal.kernels.operands import (
     BITS,
     HEADS,
     PAGES,
@@ -30,6 +29,7 @@ from kvcal.kernels.regions import (
     records_at,
     region_pages,
 )
+from kvcal.kernels.reference import NON_FINITE
 from kvcal.kernels.variants import AXES, DTYPES, Defines, Numbering, page_layout, record_defines
 from kvcal.pages.layout import RAW_BITS
 from kvcal.pages.shrink import SHIFTS, convert
@@ -88,7 +88,7 @@ SHRINKINGS: Numbering[Shrinking] = Numbering()
 
 
 def shrinkings(region: Region) -> list[Shrinking]:
-    """What the pages of a region go through, in order."""
+    """The conversions that the pages of a region go through, in order."""
     found, wide = [], region.format.bits_at(0)
     for count in region.format.shrink_at:
         narrow = region.format.bits_at(count)
@@ -109,7 +109,7 @@ def shrink(
     """Where the present stage is over: the packed pages, in ``pages`` (uint8, one dimension), of ``members`` (int64
     [m], regions) that ``shrinking``, a number, is about are converted, each in its place.
 
-    ``stages``: of kvcal.kernels.regions. ``lengths`` int32 [B]: tokens of every sequence. ``transforms`` fp32: see
+    ``stages``: of kvcal.kernels.operands. ``lengths`` int32 [B]: tokens of every sequence. ``transforms`` fp32: see
     ``Region``. ``error`` is that of kvcal.kernels.ops.
     """
     now, named = Stages(*stages), SHRINKINGS[shrinking]

@@ -1,4 +1,4 @@
-"""What a kernel is specialised for, and the macros that it is compiled with.
+"""Variants: all that a kernel is specialised for, and the macros that it is compiled with.
 
 A *head range* is a run of neighbouring KV heads in which both formats, of keys and of values, stay the same. Every
 kernel is compiled for one of them. A ``Variant`` names one specialisation; its ``number``, within this process, is what
@@ -28,7 +28,7 @@ from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype
 from kvcal.pages.layout import RAW_BITS
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import PageLayout
-from kvcal.plan.layer import LayerPlan
+from kvcal.plan.layer import LayerPlan, takes_feedback
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.strict import STRICT
 
@@ -81,11 +81,12 @@ class HeadRange:
 @strict_dataclass(frozen=True, config=STRICT)
 class Variant:
     """One specialisation of the kernels. ``group_heads`` query heads share a KV head. ``rescale``, ``offset``: pages
-    hold (K - offset) / rescale. ``first_head`` numbers the range's heads for the score "random", and is 0 otherwise:
+    hold (K - offset) / rescale. ``k_feedback``, ``v_feedback``: codes are chosen with error feedback. ``first_head``
+    numbers the range's heads for the score "random", and is 0 otherwise:
     ranges of equal formats share their kernels. ``k_bits``, ``v_bits``: bits of the pages as the kernels read them,
     where those are not the format's own: more before they shrink, 16 where a stored form was decoded into tokens.
     ``ring_tokens``: of a sliding window, whose ring has so many tokens, with one sink and no pages
-    (kvcal.kernels.window). ``plain``: ``decode`` is to be served by the plain kernel, also where the other
+    (kvcal.kernels.ops). ``plain``: ``decode`` is to be served by the plain kernel, also where the other
     one could (kvcal.kernels.choice)."""
 
     k: Format
@@ -100,6 +101,8 @@ class Variant:
     v_bits: int | None = None
     ring_tokens: int | None = None
     plain: bool = False
+    k_feedback: bool = False
+    v_feedback: bool = False
 
     def __hash__(self) -> int:
         return self._hash  # kernels are looked up by it at every launch
@@ -133,6 +136,8 @@ class Variant:
             "GROUP_HEADS": self.group_heads,
             "K_RESCALE": int(self.rescale),
             "K_OFFSET": int(self.offset),
+            "K_FEEDBACK": int(self.k_feedback),
+            "V_FEEDBACK": int(self.v_feedback),
             "WHOLE_RING": int(self.ring_tokens is not None),
         }
         for side in SIDES:
@@ -155,11 +160,12 @@ def variant_of(plan: LayerPlan, pair: HeadRange, cache_dtype: CacheDtype) -> Var
         plan.attention.num_query_heads // plan.attention.num_kv_heads,
         rescale=plan.k_rescale and not is_raw, offset=plan.k_offset and not is_raw,
         first_head=pair.heads.start if is_random else 0, k_bits=bits["k"], v_bits=bits["v"],
+        k_feedback=plan.k_feedback and takes_feedback(pair.k), v_feedback=plan.v_feedback and takes_feedback(pair.v),
     )  # fmt: skip
 
 
 def stored_form(plan: LayerPlan, side: Side, fmt: Format) -> str | None:
-    """What keeps the kernels from reading pages of this format as they are stored; None if nothing does."""
+    """The reason why kernels cannot read pages of this format as they are stored; None where they can."""
     if fmt.lattice_dim is not None:
         return "are on a lattice"
     if plan.predictor(side) is not None:

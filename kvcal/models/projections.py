@@ -40,6 +40,8 @@ Channels = tuple[Tensor, Tensor, Tensor]
 # Names of the attention module's children. Separate: (query, key, value). Fused: all three in one.
 SEPARATE_NAMES = (("q_proj", "k_proj", "v_proj"), ("query_proj", "key_proj", "value_proj"), ("query", "key", "value"))
 FUSED_NAMES = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "wqkv", "qkv")
+# What reads the heads' outputs, all heads in a row.
+OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 # (query, key) norms between projection and RoPE.
 NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
 # A bias that is more than this share of the keys' energy is worth a warning.
@@ -121,6 +123,24 @@ def projections(model: PreTrainedModel, geometry: Geometry) -> dict[int, LayerPr
     channels = _measure_fused(model, geometry, fused) if fused else {}
     found = {index: LayerProjections(child, child, child, *channels[index]) for index, child in fused.items()}
     return {index: found.get(index) or _separate(modules[index], layer) for index, layer in layers.items()}
+
+
+def output_weights(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tensor]:
+    """{layer: W_o [C, H, D_v]} of every attention layer: what its output projection makes of the heads' outputs, C
+    channels. Raises UnsupportedModel where a layer's is not found."""
+    layers = {layer.index: layer for layer in attention_layers(geometry)}
+    found: dict[int, Tensor] = {}
+    for index, module in _modules_by_layer(model, tuple(layers.values())).items():
+        heads = layers[index].num_query_heads, layers[index].v_head_dim
+        child = _child(module, *OUTPUT_NAMES)
+        if child is None or child.weight.shape[1 - output_dim(child)] != math.prod(heads):
+            raise UnsupportedModel(
+                f"layer {index}: {type(module).__name__} has the children "
+                f"{', '.join(name for name, _ in module.named_children())}; known output projections of "
+                f"{math.prod(heads)} inputs: {', '.join(OUTPUT_NAMES)}"
+            )
+        found[index] = child.weight.detach().movedim(output_dim(child), 0).unflatten(1, heads)
+    return found
 
 
 def _modules_by_layer(model: PreTrainedModel, layers: tuple[AttentionGeometry, ...]) -> dict[int, nn.Module]:

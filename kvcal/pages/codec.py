@@ -28,7 +28,7 @@ from kvcal.pages.uniform import PageLayout
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Format, Side
 
-# Pages encoded at once: bounds the scratch of a long prefill to 8 MB a head of 128 (kvcal.store.transient).
+# Pages encoded at once: bounds the scratch of a long prefill to 8 MB a head of 128 (kvcal.store.workspace).
 ENCODE_PAGES = 16
 
 
@@ -36,7 +36,8 @@ ENCODE_PAGES = 16
 class PageCodec:
     """The codec of the KV heads ``heads`` (n of them) of one side, all in ``format``; :meth:`of_layer` makes one from a
     plan. Tensors are on the pages' device: ``rescale`` and ``offset`` [n, 1, D] fp32, ``rotary`` [pairs, 4] fp64 (where
-    ``is_pre``, or for :meth:`before_rope`), ``operands`` as the layout names them.
+    ``is_pre``, or for :meth:`before_rope`), ``feedback`` the factor of kvcal.pages.feedback, ``operands`` as the layout
+    names them.
 
     M pages are encoded or decoded at once: ``page_index`` int64 [M]; ``prediction`` [M, n, 128, D] fp32, None without a
     predictor; r records a page.
@@ -51,6 +52,7 @@ class PageCodec:
     offset: Tensor | None = None
     rotary: Tensor | None = None
     is_pre: bool = False
+    feedback: Tensor | None = None
     operands: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -77,6 +79,9 @@ class PageCodec:
             offset=tensors[f"{prefix}.k_offset"][heads].unsqueeze(-2) if is_k and plan.k_offset else None,
             rotary=tensors.get(f"{prefix}.rotary") if is_k else None,
             is_pre=is_k and plan.k_pages == "pre",
+            feedback=tensors[f"{prefix}.{side}_feedback"][heads]
+            if plan.feedback(side) and layout.takes_feedback
+            else None,
             operands={operand: tensors[name] for operand, (name, _) in named.items()},
         )
 
@@ -186,6 +191,8 @@ class PageCodec:
             heads = torch.arange(self.heads.start, self.heads.stop, device=page.device)
             scores = channel_scores(self.format.boost.score, page, query_mean, page_index.unsqueeze(-1), heads)
             operands = {**operands, "scores": scores}
+        if self.feedback is not None:
+            operands = {**operands, "feedback": self.feedback}
         return self._layout(num_bits).encode_pages(page, operands)
 
     def _layout(self, num_bits: int) -> Layout:

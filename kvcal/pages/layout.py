@@ -57,11 +57,13 @@ class Layout(Protocol):
     """The record of one page: a class in ``kvcal.pages.LAYOUTS``, a frozen dataclass that inherits from this one.
 
     M pages of n KV heads are encoded at once; r is ``records_per_page(n)``. ``operands``: the plan's tensors that
-    ``plan_tensors`` names, and for tiers "scores" [M, n, D] fp64 (kvcal.pages.scores).
+    ``plan_tensors`` names, for tiers "scores" [M, n, D] fp64 (kvcal.pages.scores), and with error feedback "feedback",
+    the factor of the n heads (kvcal.pages.feedback).
     """
 
     num_bits: int
     has_kernels: ClassVar[bool] = False  # without kernels, static caches refuse the format; dynamic ones run it
+    takes_feedback: ClassVar[bool] = False  # whether codes of pages can be chosen with error feedback
 
     @classmethod
     def of(cls, fmt: Knobs, side: str, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> Layout:

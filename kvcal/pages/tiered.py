@@ -34,6 +34,7 @@ from torch import Tensor
 from kvcal.errors import UsageError
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages import packing, uniform
+from kvcal.pages.feedback import round_with_feedback
 from kvcal.pages.layout import (
     PAGE_TOKENS,
     PARAM_DTYPES,
@@ -65,6 +66,7 @@ class TieredLayout(Layout):
     param_dtype: str
     cache_dtype: str
     has_kernels: ClassVar[bool] = True
+    takes_feedback: ClassVar[bool] = True
 
     @classmethod
     def of(cls, fmt: Knobs, side: str, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> TieredLayout:
@@ -152,29 +154,37 @@ class TieredLayout(Layout):
         return sum(self.plane_sizes), *high, self.raw_size, self.param_size, self.param_size, self.head_dim
 
     def encode_pages(self, x: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
-        return self.encode(x, operands["scores"])
+        return self.encode(x, operands["scores"], operands.get("feedback"))
 
     def decode_pages(self, records: Tensor, num_heads: int, operands: Mapping[str, Tensor]) -> Tensor:
         return self.decode(records)
 
-    def encode(self, x: Tensor, scores: Tensor) -> Tensor:
-        """Keys x [..., 128, head_dim] and their scores [..., head_dim] -> records [..., record_bytes] uint8."""
+    def encode(self, x: Tensor, scores: Tensor, feedback: Tensor | None = None) -> Tensor:
+        """Keys x [..., 128, head_dim] and their scores [..., head_dim] -> records [..., record_bytes] uint8.
+        ``feedback``: the factor of the heads n of x [..., n, 128, head_dim] (kvcal.pages.feedback), or None."""
         index, channels = self._select(scores)
-        base = self._quantize(x.masked_fill((index != NO_SLOT).unsqueeze(-2), 0.0), self.num_bits)
-        parts, high, raw = [base], [], []
+        parts = [self._quantize(x.masked_fill((index != NO_SLOT).unsqueeze(-2), 0.0), self.num_bits)]
         for (bits, _, _), slots in zip(self.tiers, self.slots, strict=True):
             values = _take(x, channels[..., slots])
             if bits == RAW_BITS:
-                raw.append(self._raw_bytes(values))
                 parts.append(self._quantize(torch.zeros_like(values), self.num_bits))  # code, scale and zero of 0
             else:
                 parts.append(self._quantize(values, bits))
-                padded = (0, self.padded_slots(bits, values.shape[-1]) - values.shape[-1])
-                above = torch.nn.functional.pad(parts[-1][0] >> self.num_bits, padded)
-                high += pack_planes(above, bits - self.num_bits)
         every = torch.arange(self.head_dim, device=x.device)
         source = torch.where(index == NO_SLOT, every, self.head_dim + index)
         codes, scale, zero = (_gather(torch.cat(tensors, dim=-1), source) for tensors in zip(*parts, strict=True))
+        if feedback is not None:
+            step, start = (uniform.expand_groups(params, self.group_size, -2, PAGE_TOKENS) for params in (scale, zero))
+            levels = self._levels(index).unsqueeze(-2)
+            codes, x = round_with_feedback(x, step, start, levels, feedback, CACHE_DTYPES[self.cache_dtype])
+        high, raw = [], []
+        for (bits, _, _), slots in zip(self.tiers, self.slots, strict=True):
+            if bits == RAW_BITS:
+                raw.append(self._raw_bytes(_take(x, channels[..., slots])))
+            else:
+                above = _take(codes, channels[..., slots]) >> self.num_bits
+                padded = (0, self.padded_slots(bits, above.shape[-1]) - above.shape[-1])
+                high += pack_planes(torch.nn.functional.pad(above, padded), bits - self.num_bits)
         padding = (0, padded_channels(self.head_dim) - self.head_dim)
         low = torch.nn.functional.pad(codes & (2**self.num_bits - 1), padding)
         params = [torch.nn.functional.pad(p, padding).view(torch.uint8).flatten(-2) for p in (scale, zero)]
@@ -205,10 +215,19 @@ class TieredLayout(Layout):
     def channel_bits(self, records: Tensor) -> Tensor:
         """Records [..., record_bytes] -> bits of every channel [..., head_dim] int64."""
         *_, index, _ = self._split(records)
-        bits = index.new_full((NO_SLOT + 1,), self.num_bits, dtype=torch.int64)
+        return self._bits(index.to(torch.int64))
+
+    def _bits(self, index: Tensor) -> Tensor:
+        """Slots of channels int64 -> their bits."""
+        bits = index.new_full((NO_SLOT + 1,), self.num_bits)
         for (tier_bits, _, _), slots in zip(self.tiers, self.slots, strict=True):
             bits[slots] = tier_bits
-        return bits[index.to(torch.int64)]
+        return bits[index]
+
+    def _levels(self, index: Tensor) -> Tensor:
+        """Slots of channels int64 -> the largest code of each, fp32; 0 for 16 bits, which have none."""
+        bits = self._bits(index)
+        return torch.where(bits == RAW_BITS, 0.0, 2.0**bits - 1)
 
     def _split(self, records: Tensor) -> tuple[Tensor, ...]:
         """The fields of ``_field_sizes``, then the padding."""

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages import packing
+from kvcal.pages.feedback import round_with_feedback
 from kvcal.pages.layout import (
     PAGE_TOKENS,
     PARAM_DTYPES,
@@ -88,6 +89,11 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, group_size: int, dim:
     return values.flatten(dim - 1, dim).narrow(dim, 0, codes.shape[dim])
 
 
+def expand_groups(params: Tensor, group_size: int, dim: int, length: int) -> Tensor:
+    """Scale or zero of groups along ``dim`` (negative) -> fp32, one for each of the ``length`` values there."""
+    return params.float().repeat_interleave(min(group_size, length), dim).narrow(dim, 0, length)
+
+
 def _grouped(x: Tensor, group_size: int, dim: int) -> Tensor:
     """x [..., C, ...] -> [..., G, g, ...], the members g at ``dim``. A shorter last group is filled up with its own
     last value, which moves neither minimum nor maximum."""
@@ -111,6 +117,7 @@ class PageLayout(Layout):
     param_dtype: str
     cache_dtype: str
     has_kernels: ClassVar[bool] = True
+    takes_feedback: ClassVar[bool] = True
 
     @classmethod
     def of(cls, fmt: Knobs, side: str, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> PageLayout:
@@ -158,24 +165,36 @@ class PageLayout(Layout):
         return aligned_size(size)
 
     def encode_pages(self, x: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
-        return self.encode(x)
+        return self.encode(x, operands.get("feedback"))
 
     def decode_pages(self, records: Tensor, num_heads: int, operands: Mapping[str, Tensor]) -> Tensor:
         return self.decode(records)
 
-    def encode(self, x: Tensor) -> Tensor:
-        """[..., 128, head_dim] -> records [..., record_bytes] uint8."""
+    def encode(self, x: Tensor, feedback: Tensor | None = None) -> Tensor:
+        """[..., 128, head_dim] -> records [..., record_bytes] uint8. ``feedback``: as :meth:`quantize` takes it."""
         if self.num_bits == RAW_BITS:
             values = x.to(CACHE_DTYPES[self.cache_dtype]).contiguous()
             return join_fields([values.view(torch.uint8).flatten(-2)])
-        return self.pack(*self.quantize(x))
+        return self.pack(*self.quantize(x, feedback))
 
-    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def quantize(self, x: Tensor, feedback: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """[..., 128, head_dim] -> codes [..., rows, columns] uint8 in the order of the planes, without padded channels;
-        scale and zero as :func:`dequantize` takes them. Not for 16 bits, which have none."""
-        plane_order = x if self.side == "k" else x.transpose(-1, -2)
+        scale and zero as :func:`dequantize` takes them. Not for 16 bits, which have none. ``feedback``: the factor of
+        the heads n of x [..., n, 128, head_dim] (kvcal.pages.feedback), None to round each value by itself."""
         param_dtype = PARAM_DTYPES[self.param_dtype]
-        return quantize(plane_order, self.num_bits, self.group_size, self._group_dim, param_dtype)
+        codes, scale, zero = quantize(self._turned(x), self.num_bits, self.group_size, self._group_dim, param_dtype)
+        return (codes if feedback is None else self._feed_back(x, scale, zero, feedback)), scale, zero
+
+    def _feed_back(self, x: Tensor, scale: Tensor, zero: Tensor, feedback: Tensor) -> Tensor:
+        """The codes of :meth:`quantize` with feedback."""
+        dim, length = self._group_dim, PAGE_TOKENS if self.axis == "channel" else self.head_dim
+        step, start = (self._turned(expand_groups(params, self.group_size, dim, length)) for params in (scale, zero))
+        levels = x.new_full((), 2**self.num_bits - 1, dtype=torch.float32)
+        return self._turned(round_with_feedback(x, step, start, levels, feedback)[0])
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """[..., 128, channels] -> in the order of the planes, and back."""
+        return x if self.side == "k" else x.transpose(-1, -2)
 
     def pack(self, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """Fields as :meth:`quantize` gives them -> records [..., record_bytes]."""

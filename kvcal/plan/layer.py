@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, Geometry, LayerGeometry, StateGeometry
+from kvcal.pages import LAYOUTS
 from kvcal.pages.layout import AXES, RAW_BITS, Layout
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.strict import STRICT
+
+# Left out of JSON where there is none: plans without the key stay the same bytes.
+Feedback = Annotated[bool, Field(exclude_if=lambda has_feedback: not has_feedback)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -41,6 +46,8 @@ class LayerPlan:
 
     Transforms of pages, whose tensors the plan holds: ``k_rescale`` (PM-KVQ's λ: pages hold K_post / λ), ``k_offset``
     (subtracted before), ``k_pages`` "pre" (pages hold K before RoPE), predictors (AQUA-KV: pages hold the residual).
+    ``k_feedback``, ``v_feedback``: codes are chosen with error feedback (kvcal.pages.feedback), whose factor the plan
+    holds; pages are read as without it.
     """
 
     geometry: LayerGeometry
@@ -51,6 +58,8 @@ class LayerPlan:
     k_pages: Literal["post", "pre"] = "post"
     k_predictor: Predictor | None = None
     v_predictor: Predictor | None = None
+    k_feedback: Feedback = False
+    v_feedback: Feedback = False
 
     def __post_init__(self) -> None:
         index = self.geometry.index
@@ -73,7 +82,8 @@ class LayerPlan:
         """Why these transforms and formats do not go together; usually nothing."""
         found = []
         transformed = self.k_rescale or self.k_offset or self.k_pages == "pre" or self.predictor("k") is not None
-        if (transformed or self.predictor("v") is not None) and not self.is_paged:
+        has_feedback = self.k_feedback or self.v_feedback
+        if (transformed or has_feedback or self.predictor("v") is not None) and not self.is_paged:
             return ["is bounded and takes no transforms"]
         if self.k_pages == "pre" and (self.k_rescale or self.k_offset):
             found.append("has k_pages 'pre': k_rescale and k_offset are for keys after RoPE")
@@ -86,6 +96,10 @@ class LayerPlan:
                 found.append(f"has a {side}_predictor and formats per head; expected one format")
             if len(self.formats(side)) > 1 and any(fmt.lattice_dim for fmt in self.formats(side)):
                 found.append(f"has a lattice for single {side} heads; it takes all heads of a layer")
+            if self.feedback(side) and not any(takes_feedback(fmt) for fmt in self.formats(side)):
+                found.append(f"has {side}_feedback, and no {side} format whose codes can be chosen with it")
+            if self.feedback(side) and any(fmt.shrink_at for fmt in self.formats(side)):
+                found.append(f"has {side}_feedback and {side} pages that shrink, which rounds their codes again")
         if any(fmt.boost for fmt in self.v):
             found.append("has a boost of values; it is for keys per channel")
         return found
@@ -112,6 +126,9 @@ class LayerPlan:
 
     def predictor(self, side: Side) -> Predictor | None:
         return self.k_predictor if side == "k" else self.v_predictor
+
+    def feedback(self, side: Side) -> bool:
+        return self.k_feedback if side == "k" else self.v_feedback
 
     def head_formats(self, side: Side) -> tuple[Format, ...]:
         """One Format per KV head."""
@@ -147,8 +164,13 @@ class LayerPlan:
             return sum(self.side_nbytes(side, cache_dtype, lengths, columns) for side in SIDES)
         window = self.geometry.window
         assert window is not None
-        values = self.geometry.num_kv_heads * (self.geometry.k_head_dim + self.geometry.v_head_dim)
-        return len(lengths) * min(columns, window - 1) * values * CACHE_DTYPES[cache_dtype].itemsize
+        values = len(lengths) * min(columns, window - 1) * self.geometry.values_per_token
+        return values * CACHE_DTYPES[cache_dtype].itemsize
+
+
+def takes_feedback(fmt: Format) -> bool:
+    """Whether pages of this format have codes that can be chosen with error feedback."""
+    return fmt.num_bits != RAW_BITS and LAYOUTS[fmt.layout_name].takes_feedback
 
 
 def bare_layers(geometry: Geometry) -> tuple[LayerPlan, ...]:

@@ -34,6 +34,7 @@ Side = Literal["k", "v"]
 SIDES: tuple[Side, Side] = ("k", "v")
 QUERY_ITEM_BYTES = 4  # the running query statistic is a sum in fp32 for every channel of a KV head
 MAX_UNQUANTIZED = 2**20  # tokens of sinks, and of a window
+Unquantized = Annotated[int, Field(ge=0, le=MAX_UNQUANTIZED)]
 
 
 UNIFORM, TIERED, LATTICE = "uniform", "tiered", "lattice"
@@ -47,12 +48,8 @@ class Tier:
     best channels by score (Kitty); a number takes only channels whose score is above it (MixKVQ)."""
 
     num_bits: Literal[4, 8, 16]
-    share: float
+    share: Annotated[float, Field(gt=0, le=1)]
     above: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share = {self.share} of the channels, expected more than 0 and at most 1")
 
     def num_channels(self, head_dim: int) -> int:
         """Channels of a page that the tier has room for, at least one."""
@@ -134,8 +131,8 @@ class Format:
     num_bits: Literal[1, 2, 3, 4, 8, 16]
     axis: Literal["channel", "token"] = "token"
     group_size: Literal[32, 64, 128] = 128
-    num_sink_tokens: int = 0
-    recent_window: int = 0
+    num_sink_tokens: Unquantized = 0
+    recent_window: Unquantized = 0
     param_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
     boost: Boost | None = None
     window_rule: WindowRule | None = None
@@ -145,11 +142,6 @@ class Format:
     quantizer: Quantizer = UNIFORM
 
     def __post_init__(self) -> None:
-        if not (0 <= self.num_sink_tokens <= MAX_UNQUANTIZED and 0 <= self.recent_window <= MAX_UNQUANTIZED):
-            raise ValueError(
-                f"num_sink_tokens = {self.num_sink_tokens} and recent_window = {self.recent_window}, expected 0 to "
-                f"{MAX_UNQUANTIZED}"
-            )
         if self.num_bits == RAW_BITS and (self.axis, self.group_size, self.num_sink_tokens, self.recent_window) != (
             "token", 128, 0, 0,
         ):  # fmt: skip

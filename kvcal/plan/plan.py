@@ -12,21 +12,22 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from kvcal import artifact
 from kvcal.errors import ArtifactError
-from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
+from kvcal.geometry import CACHE_DTYPES, CacheDtype, Geometry, ModelIdentity
 from kvcal.pages.layout import RAW_BITS
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
 from kvcal.plan.tensors import check_layers, check_tensors, tensors_nbytes
-from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
+from kvcal.quantities import MAX_BATCH
 from kvcal.records import record_of, refusing
-from kvcal.strict import STRICT, dump
+from kvcal.strict import STRICT, Tokens, dump
 
 __all__ = [
     "DEFAULT_WORKLOAD",
@@ -56,14 +57,8 @@ SCHEMA = 3  # pages hold tokens from multiples of 128 on; up to 2, from behind t
 class Workload:
     """The load that a budget is for: ``batch`` sequences of ``context`` tokens each."""
 
-    batch: int
-    context: int
-
-    def __post_init__(self) -> None:
-        if not (1 <= self.batch <= MAX_BATCH and 1 <= self.context <= MAX_CONTEXT):
-            raise ValueError(
-                f"batch = {self.batch} and context = {self.context}, expected 1 to {MAX_BATCH} and 1 to {MAX_CONTEXT}"
-            )
+    batch: Annotated[int, Field(ge=1, le=MAX_BATCH)]
+    context: Tokens
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -104,6 +99,10 @@ class Plan:
     def geometry(self) -> Geometry:
         return Geometry(self.model.model_type, self.cache_dtype, tuple(layer.geometry for layer in self.layers))
 
+    def unquantized(self) -> Plan:
+        """The same model with every layer at 16 bits, without transforms."""
+        return dataclasses.replace(self, layers=bare_layers(self.geometry), tensors={})
+
     def nbytes(self, lengths: Sequence[int], columns: int | None = None) -> int:
         """Exact bytes of the cache for sequences of these lengths (tokens), padded to ``columns`` (default: the
         longest), with the tensors of the transforms. Equals ``PlanCache.nbytes`` at every length and batch."""
@@ -114,6 +113,14 @@ class Plan:
             for layer in self.layers
         )
         return stored + tensors_nbytes(self.tensors)
+
+    def raw_nbytes(self, lengths: Sequence[int]) -> int:
+        """Bytes that the model's own cache takes for sequences of these lengths: their keys and values in the cache's
+        dtype and nothing else, states of linear attention as they are. ``unquantized`` takes more: its ring."""
+        columns, itemsize = max(lengths), CACHE_DTYPES[self.cache_dtype].itemsize
+        paged = sum(layer.attention.values_per_token for layer in self.layers if layer.is_paged)
+        others = (layer.nbytes(self.cache_dtype, lengths, columns) for layer in self.layers if not layer.is_paged)
+        return sum(lengths) * paged * itemsize + sum(others)
 
     @property
     def predicted_bytes(self) -> int:
@@ -135,7 +142,7 @@ class Plan:
         rings, padding, predictors and other tensors), at ``workload`` (default: the plan's)."""
         workload = workload or self.workload
         paged = [layer for layer in self.layers if layer.is_paged]
-        values = sum(p.attention.num_kv_heads * (p.attention.k_head_dim + p.attention.v_head_dim) for p in paged)
+        values = sum(layer.attention.values_per_token for layer in paged)
         nbytes = sum(layer.nbytes(self.cache_dtype, workload.lengths, workload.context) for layer in paged)
         nbytes += tensors_nbytes(self.tensors)
         return 8 * nbytes / (values * workload.batch * workload.context) if values else float(RAW_BITS)

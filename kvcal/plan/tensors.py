@@ -5,6 +5,7 @@
     layers.{i}.rotary      fp64 [pairs, 4]           channel a, channel b, radians per position (0 ... π), amplitude
                                                      (2^-8 ... 2^8): where keys before RoPE are stored or predicted from
     layers.{i}.{s}_predictor.*                       see LinearPredictor                         (AQUA-KV Alg. 1)
+    layers.{i}.{s}_feedback  fp16 [N, D (D - 1) / 2]   the factor of error feedback       (kvcal.pages.feedback)
     layers.{i}.{s}_signs   int8 [N D] of -1 and 1    random signs before the Hadamard transform  (HIGGS)
     lattice.d{d}.b{bits}   fp32 [2^(d bits), d]      the lattice's points, each number up to 16
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kvcal.geometry import CacheDtype
+from kvcal.pages.feedback import factor_spec
 from kvcal.pages.predictor import PredictorShape
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Format, Side
@@ -78,6 +80,8 @@ def needed_tensors(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> dict
         for side in SIDES:
             for layout in layer.layouts(side, cache_dtype):
                 needed |= dict(layout.plan_tensors(f"{prefix}.{side}").values())
+            if layer.feedback(side):
+                needed[f"{prefix}.{side}_feedback"] = factor_spec(heads, layer.head_dim(side))
             predictor = layer.predictor(side)
             if predictor is not None:
                 source = by_index[predictor.source]

@@ -8,22 +8,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvcal import artifact
 from kvcal.artifact import read_inputs, sha256_json
+from kvcal.charts.comparison import draw_tuning
 from kvcal.data.pools import calibration, data_inputs, require_unseen, with_calibration
-from kvcal.folder import Folder, Job, compute_dtype, current_or, flat, max_context, model_inputs
+from kvcal.errors import InfeasibleBudget
+from kvcal.folder import (
+    Folder,
+    Job,
+    compute_dtype,
+    current_or,
+    flat,
+    identity_inputs,
+    max_context,
+    model_inputs,
+    sequences,
+)
 from kvcal.models.load import LoadedModel
-from kvcal.plan.plan import RAW, Plan, Workload
+from kvcal.plan.plan import RAW, Plan, Workload, save_plan
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes
-from kvcal.recipe import AllocateSpec, Recipe
+from kvcal.recipe import AllocateSpec, Recipe, TuneSpec
 from kvcal.recipe_files import load_recipe
-from kvcal.run.transform import reparam_data, sequences
-from kvcal.run.tune import tune_plan
+from kvcal.run.transform import reparam_data
 from kvcal.stages import allocate as allocation_stage
 from kvcal.stages import profile as profile_stage
 from kvcal.stages import search as search_stage
@@ -31,7 +43,9 @@ from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.profile.record import Profile
 from kvcal.stages.search.record import SearchRecord
-from kvcal.stages.tune.objective import Origin
+from kvcal.stages.tune import Trial, Tuning, choose, tune
+from kvcal.stages.tune.objective import HIGHEST_SHARE, Origin, TaskObjective
+from kvcal.stages.tune.tier_capacity import overflow_share, score_quantile, with_thresholds
 from kvcal.strict import dump
 
 
@@ -61,17 +75,18 @@ def allocate_folder(
     recipe: Recipe | None = None,
     reserved: int = 0,
 ) -> Allocation:
-    """The allocate stage, from the folder's profile. ``recipe``: whose [progressive], [reparam] and [predictors]
-    follow, so that what they take is kept free; without one, ``reserved`` bytes are."""
+    """The allocate stage, from the folder's profile. ``recipe``: whose [progressive], [reparam], [predictors] and
+    [feedback] follow, so that what they take is kept free; without one, ``reserved`` bytes are."""
     profile = profile_stage.load(folder.profile)
     progressive = None if recipe is None else recipe.progressive
     if recipe is not None:
         is_counted = spec.budget is not None and spec.workspace == "auto"
         workload = Workload(spec.batch, spec.context) if is_counted else None
         reserved = allocation_stage.reserved_bytes(
-            profile.geometry, profile.cache, recipe.reparam, recipe.predictors, workload
+            profile.geometry, profile.cache, recipe.reparam, recipe.predictors, workload, recipe.feedback
         )
     inputs = {
+        **identity_inputs(profile.setup.identity),
         **flat("allocate", dump(spec)),
         **flat("cache", dump(profile.cache)),
         **flat("progressive", dump(progressive)),
@@ -204,7 +219,8 @@ def search_folder(job: Job) -> Allocation:
 
     made_on = f"fits on {fit_data.description}; KL on {select_data.description}"
     allocation = current_or("search", folder.search, search_stage.load, inputs, make, job.reporter, made_on).allocation
-    allocation_stage.save(allocation, {"search.sha256": _sha256(folder.search)}, folder.allocation)
+    made_from = {**model_inputs(loaded), "search.sha256": _sha256(folder.search)}
+    allocation_stage.save(allocation, made_from, folder.allocation)
     tell_doubts(allocation, max_context(loaded), job.reporter)
     return allocation
 
@@ -228,7 +244,7 @@ def formats_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Pla
 
 
 def provenance_of(recipe: Recipe) -> dict[str, Any]:
-    """What of a recipe a plan carries."""
+    """The part of a recipe that a plan carries."""
     return {"recipe": recipe.name, "recipe_sha256": recipe.sha256, "seed": recipe.data.seed}
 
 
@@ -258,3 +274,77 @@ def _baseline_inputs(spec: AllocateSpec) -> dict[str, Any]:
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The result of a search: all trials, the one chosen, and its plan."""
+
+    tuning: Tuning
+    chosen: Trial
+    plan: Plan
+
+
+def tune_plan(
+    loaded: LoadedModel,
+    origin: Origin,
+    plan: Plan,
+    recipe: Recipe,
+    folder: str | Path,
+    reporter: Reporter,
+    workers: int = 1,
+    max_bytes: int | None = None,
+) -> Tuned:
+    """Search the thresholds of ``plan`` as ``recipe.tune`` says; the best under its ``max_bits`` and ``max_bytes``
+    becomes ``folder``/plan.safetensors. The study and its picture lie beside it.
+
+    Raises:
+        InfeasibleBudget: no trial fits; the study and the picture are kept.
+        UsageError, ArtifactError and others: see ``TaskObjective`` and ``tune``.
+    """
+    spec, folder = recipe.tune or TuneSpec(), Path(folder)
+    Folder(folder).require_model(model_inputs(loaded))
+    objective = TaskObjective(origin, plan, spec, recipe.evaluate, recipe.data, loaded)
+    search = objective.search()
+    low, high = search.thresholds[0].low, search.thresholds[0].high
+    middle, most = (score_quantile(objective.scores, share) for share in (0.5, HIGHEST_SHARE))
+    reporter.say(
+        f"tune: half of the channels score above {middle:.3g}, 1 % above {most:.3g}; searched from {low:g} to {high:g}"
+    )
+    if high < middle:
+        reporter.say(
+            "tune: no setting leaves half of the channels at the lowest bits; raise 'high', or use --set "
+            "tune.fit_range=true"
+        )
+    # All that outcomes depend on: not how many trials there are, nor which cap the choice is made under.
+    asked = {name: value for name, value in dump(spec).items() if name not in ("num_trials", "max_bits")}
+    limits = {name: value for name, value in dump(recipe.evaluate).items() if name.startswith("max_")}
+    inputs = {
+        **model_inputs(loaded),
+        **compute_dtype(loaded),
+        **flat("tune", asked),
+        **flat("evaluate", limits),
+        "evaluate.batch": recipe.evaluate.batch,
+        "evaluate.seed": recipe.evaluate.seed,
+        **flat("data", dump(recipe.data)),
+        "plan.sha256": plan.sha256,
+    }
+    tuning = tune(search, objective, inputs, folder, reporter, workers)
+    picture = folder / "tune.png"
+    try:
+        chosen = choose(tuning, spec.max_bits, max_bytes)
+    except InfeasibleBudget:
+        draw_tuning(tuning, picture, max_bits=spec.max_bits)
+        raise
+    draw_tuning(tuning, picture, chosen, spec.max_bits)
+    best = objective.plan_with(chosen.thresholds)
+    by_bits = {int(name.removeprefix("tau_")): value for name, value in chosen.thresholds.items()}
+    overflow = overflow_share(best, with_thresholds(plan, by_bits), objective.scores)
+    details = {"thresholds": chosen.thresholds, "tune_seed": search.seed, "overflow_share": overflow}
+    best = replace(best, provenance={**plan.provenance, **details})
+    reporter.say(
+        f"tune: trial {chosen.number} of {len(tuning.trials)} is chosen, {chosen.outcome.bits_per_value:.3f} bits a "
+        f"value; {overflow:.1%} of the calibration pages have a channel above its threshold and no room for it"
+    )
+    save_plan(best, folder / "plan.safetensors")
+    return Tuned(tuning, chosen, best)

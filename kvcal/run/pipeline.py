@@ -1,4 +1,4 @@
-"""The pipeline: profile -> choice of formats -> reparam -> predictors -> compile -> evaluate.
+"""The pipeline: profile -> choice of formats -> reparam -> predictors -> feedback -> compile -> evaluate.
 
 Each stage works on what the ones before chose, and leaves one artifact in one folder. A stage whose artifact was made
 from the same inputs is skipped; when they differ, the first differing field is named and the stage runs again. A folder
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kvcal.charts.evaluation import draw
 from kvcal.data.pools import shared_sources, with_calibration
 from kvcal.errors import UsageError
-from kvcal.folder import DEFAULT_WORKLOAD, Folder, Job, compute_dtype, flat, max_context, model_inputs
+from kvcal.folder import DEFAULT_WORKLOAD, Folder, Job, compute_dtype, flat, max_context, model_inputs, sequences
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import warn_of_biases
 from kvcal.plan.plan import Plan, Workload, plan_bytes, save_plan
@@ -24,13 +24,13 @@ from kvcal.progress import Reporter
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.run.formats import allocate_recipe, fix_folder, formats_plan, profile_folder, search_folder, tune_folder
-from kvcal.run.transform import Transforms, fit_predictors_folder, reparam_folder, sequences
+from kvcal.run.transform import Transforms, feedback_folder, fit_predictors_folder, reparam_folder
 from kvcal.stages import allocate as allocation_stage
 from kvcal.stages import search as search_stage
 from kvcal.stages.allocate.budget import transform_bytes
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.compile import compile_plan
-from kvcal.stages.evaluate.stage import Evaluation, evaluate, require_scheduled_texts, scheduled_batch
+from kvcal.stages.evaluate import Evaluation, evaluate, require_scheduled_texts, scheduled_batch
 from kvcal.strict import dump
 
 
@@ -52,12 +52,13 @@ STAGES = (
     Stage("fix", lambda r: not (r.allocate or r.tune), fix_folder),
     Stage("reparam", lambda r: bool(r.reparam and not r.search), reparam_folder),
     Stage("predictors", lambda r: bool(r.predictors and not r.search), fit_predictors_folder),
+    Stage("feedback", lambda r: bool(r.feedback), feedback_folder),
 )
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run made."""
+    """The artifacts of a run."""
 
     folder: Folder
     allocation: Allocation
@@ -90,7 +91,7 @@ def build_plan(
     one_sample = replace(recipe.data, num_samples=1, seq_len=min(seq_len, max_context(loaded) or seq_len))
     warn_of_biases(loaded, lambda: sequences(one_sample, loaded).sequences[0], reporter)
     run_stages(Job(recipe, loaded, folder, reporter, workload or DEFAULT_WORKLOAD))
-    return compile_folder(folder, folder.plan, reporter, recipe.reparam is not None, recipe.predictors is not None)
+    return compile_folder(folder, folder.plan, reporter, recipe)
 
 
 def run_stages(job: Job) -> None:
@@ -100,11 +101,9 @@ def run_stages(job: Job) -> None:
             stage.make(job)
 
 
-def compile_folder(
-    folder: Folder, path: Path, reporter: Reporter, reparam: bool | None = False, predictors: bool | None = False
-) -> Plan:
-    """The compile stage, with the folder's λ and predictors if asked for (None: where the folder holds them for its
-    allocation), and always with the tensors of a search: writes the plan unless the same one lies there.
+def compile_folder(folder: Folder, path: Path, reporter: Reporter, recipe: Recipe | None = None) -> Plan:
+    """The compile stage, with the transforms of the recipe's stages (without a recipe: with those that the folder holds
+    for its allocation), and always with the tensors of a search: writes the plan unless the same one lies there.
 
     Raises:
         InfeasibleBudget: with them, it takes more than its allocation's budget.
@@ -117,8 +116,8 @@ def compile_folder(
     else:
         found = (
             Transforms.made_for(folder, allocation.layers, reporter)
-            if reparam is None or predictors is None
-            else Transforms.of(folder, reparam, predictors)
+            if recipe is None
+            else Transforms.of(folder, recipe)
         )
         allocation = replace(allocation, provenance=with_calibration(allocation.provenance, found.calibration))
         plan = compile_plan(allocation, *found.apply(allocation.layers))

@@ -1,4 +1,4 @@
-"""What follows the choice of formats in a folder: λ (reparam), predictors, and the folding of λ into weights.
+"""The stages behind the choice of formats in a folder: λ (reparam), predictors, error feedback, λ folded into weights.
 
 Each stage works on the layers as the ones before left them, and its artifact names these layers by their sha256: λ and
 predictors of another allocation are never mixed into a plan.
@@ -14,76 +14,85 @@ from typing import Any
 from torch import Tensor
 
 from kvcal.artifact import read_inputs, sha256_json, tensors_sha256
-from kvcal.data.pools import Purpose, calibration, data_inputs, with_calibration
-from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
+from kvcal.data.pools import calibration, data_inputs, with_calibration
+from kvcal.data.sequences import TokenDataset
 from kvcal.errors import UsageError
-from kvcal.folder import Folder, Job, compute_dtype, current_or, flat, max_context, model_inputs
+from kvcal.folder import Folder, Job, compute_dtype, current_or, flat, model_inputs, sequences
 from kvcal.models.fold import fold, save_folded
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import LayerPlan, Plan, save_plan
 from kvcal.plan.tensors import lattice_tensors, tensors_nbytes
 from kvcal.progress import Reporter
-from kvcal.recipe import Recipe, ReparamSpec
+from kvcal.recipe import FeedbackSpec, Recipe, ReparamSpec
 from kvcal.stages import allocate as allocation_stage
+from kvcal.stages import feedback as feedback_stage
+from kvcal.stages import reparam as reparam_stage
 from kvcal.stages.allocate.budget import bytes_left, reserve_hint, spared_lambdas
 from kvcal.stages.compile import compile_plan
+from kvcal.stages.feedback import FeedbackRecord
 from kvcal.stages.predictors import stage as predictor_stage
 from kvcal.stages.predictors.choice import Room
 from kvcal.stages.predictors.record import PredictorRecord
-from kvcal.stages.reparam import stage as reparam_stage
 from kvcal.stages.reparam.record import Reparam
 from kvcal.strict import dump
 
 Layers = tuple[LayerPlan, ...]
+Record = Reparam | PredictorRecord | FeedbackRecord
 
 
 @dataclass(frozen=True)
 class Transforms:
-    """λ and predictors of a folder, None where a plan goes without, and the records of the data they were fitted on."""
+    """Records of a folder's transforms by stage, in the order in which they were made, and of the data they were fitted
+    on."""
 
-    reparam: Reparam | None = None
-    predictors: PredictorRecord | None = None
+    records: tuple[Record, ...] = ()
     calibration: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, folder: Folder, reparam: bool, predictors: bool) -> Transforms:
-        """Those asked for. ArtifactError where one is missing or corrupt."""
+    def of(cls, folder: Folder, recipe: Recipe, before: str | None = None) -> Transforms:
+        """Those of the recipe's stages, of the ones before a stage alone. ArtifactError where one is missing or
+        corrupt."""
         found = cls()
-        if reparam:
-            found = found.with_record(reparam_stage.load(folder.reparam), folder.reparam)
-        if predictors:
-            found = found.with_record(predictor_stage.load(folder.predictors), folder.predictors)
+        for stage, load in LOADS.items():
+            if stage == before:
+                break
+            if getattr(recipe, stage) is not None:
+                found = found._with(stage, folder, load(getattr(folder, stage)))
         return found
 
     @classmethod
     def made_for(cls, folder: Folder, layers: Layers, reporter: Reporter) -> Transforms:
         """Those that the folder holds for an allocation's ``layers``; those of other formats are named and left out."""
         found = cls()
-        for path, load in ((folder.reparam, reparam_stage.load), (folder.predictors, predictor_stage.load)):
-            record: Reparam | PredictorRecord | None = load(path) if path.exists() else None
-            if record is None:
+        for stage, load in LOADS.items():
+            path = getattr(folder, stage)
+            if not path.exists():
                 continue
+            record = load(path)
             if read_inputs(path).get("layers") == _layers_sha256(found.apply(layers)[0]):
-                found = found.with_record(record, path)
+                found = found._with(stage, folder, record)
             else:
                 reporter.say(f"compile: {path.name} is of other formats, left out")
         return found
 
-    def with_record(self, record: Reparam | PredictorRecord, path: Path) -> Transforms:
-        """With λ or predictors, which were read from ``path``."""
-        if isinstance(record, Reparam):
-            data = calibration("reparam", read_inputs(path))
-            return replace(self, reparam=record, calibration=self.calibration | data)
-        data = calibration("predictors", read_inputs(path))
-        return replace(self, predictors=record, calibration=self.calibration | data)
-
     def apply(self, layers: Layers) -> tuple[Layers, dict[str, Tensor]]:
         """Layers and plan tensors with them."""
         tensors = lattice_tensors(layers)
-        for found in (self.reparam, self.predictors):
-            if found is not None:
-                layers, tensors = found.apply(layers), tensors | found.tensors()
+        for found in self.records:
+            layers, tensors = found.apply(layers), tensors | found.tensors()
         return layers, tensors
+
+    def _with(self, stage: str, folder: Folder, record: Record) -> Transforms:
+        data = calibration(stage, read_inputs(getattr(folder, stage)))
+        return replace(self, records=(*self.records, record), calibration=self.calibration | data)
+
+
+# In order; the names are those of a recipe's sections and of a folder's files.
+LOADS: dict[str, Callable[[Path], Record]] = {
+    "reparam": reparam_stage.load,
+    "predictors": predictor_stage.load,
+    "feedback": feedback_stage.load,
+}
 
 
 def reparam_folder(job: Job) -> Reparam:
@@ -96,7 +105,7 @@ def reparam_folder(job: Job) -> Reparam:
     inputs = _transform_inputs("reparam", dump(spec), layers, {}, data, loaded)
 
     def make() -> Reparam:
-        return reparam_stage.run_reparam(loaded, layers, {}, data, spec, inputs, folder.reparam, reporter)
+        return reparam_stage.run_reparam(loaded, layers, data, spec, inputs, folder.reparam, reporter)
 
     found = current_or("reparam", folder.reparam, reparam_stage.load, inputs, make, reporter, data.description)
     nbytes = tensors_nbytes(found.tensors())
@@ -119,7 +128,7 @@ def fit_predictors_folder(job: Job) -> PredictorRecord:
     spec = recipe.predictors
     assert spec is not None
     allocation = allocation_stage.load(folder.allocation)[0]
-    layers, tensors = Transforms.of(folder, recipe.reparam is not None, predictors=False).apply(allocation.layers)
+    layers, tensors = Transforms.of(folder, recipe, before="predictors").apply(allocation.layers)
     room = None if allocation.split.kind is None else Room(allocation, layers, spec)
     if room is not None:
         room.require_some()
@@ -139,6 +148,22 @@ def fit_predictors_folder(job: Job) -> PredictorRecord:
     return fitted
 
 
+def feedback_folder(job: Job) -> FeedbackRecord:
+    """The feedback stage, on the layers as the stages before left them."""
+    recipe, loaded, folder, reporter = job.recipe, job.loaded, job.folder, job.reporter
+    spec = recipe.feedback
+    assert spec is not None
+    allocation = allocation_stage.load(folder.allocation)[0]
+    layers, tensors = Transforms.of(folder, recipe, before="feedback").apply(allocation.layers)
+    data = short_data(recipe, loaded, spec)
+    inputs = _transform_inputs("feedback", dump(spec), layers, tensors, data, loaded)
+
+    def make() -> FeedbackRecord:
+        return feedback_stage.run_feedback(loaded, layers, tensors, data, spec, inputs, folder.feedback, reporter)
+
+    return current_or("feedback", folder.feedback, feedback_stage.load, inputs, make, reporter, data.description)
+
+
 def fold_folder(
     folder: Folder,
     path: Path,
@@ -152,8 +177,9 @@ def fold_folder(
 
     Raises:
         UsageError: no λ in the folder, or ``out_model`` exists.
-        UnsupportedModel, ArtifactError: λ cannot be folded into this model.
+        UnsupportedModel, ArtifactError: λ cannot be folded into this model, or was found for another one.
     """
+    folder.require_model(model_inputs(loaded))
     allocation, made_from = allocation_stage.load(folder.allocation)
     is_searched = "search.sha256" in made_from
     found = Transforms() if is_searched else Transforms.made_for(folder, allocation.layers, reporter)
@@ -180,17 +206,14 @@ def fold_folder(
 
 def reparam_data(recipe: Recipe, loaded: LoadedModel) -> TokenDataset:
     """Calibration text for λ."""
-    reparam = recipe.reparam or ReparamSpec()
-    min_len = min(recipe.data.min_len, reparam.seq_len)
-    spec = replace(recipe.data, num_samples=reparam.num_samples, seq_len=reparam.seq_len, min_len=min_len)
+    return short_data(recipe, loaded, recipe.reparam or ReparamSpec())
+
+
+def short_data(recipe: Recipe, loaded: LoadedModel, stage: ReparamSpec | FeedbackSpec) -> TokenDataset:
+    """The recipe's calibration text, as many sequences of as many tokens as ``stage`` says."""
+    min_len = min(recipe.data.min_len, stage.seq_len)
+    spec = replace(recipe.data, num_samples=stage.num_samples, seq_len=stage.seq_len, min_len=min_len)
     return sequences(spec, loaded, "fit")
-
-
-def sequences(spec: DataSpec, loaded: LoadedModel, purpose: Purpose = "fit") -> TokenDataset:
-    """The sequences of a purpose's pool for this model; raises what kvcal.data.sequences.load_sequences raises."""
-    if loaded.tokenizer is None:
-        raise UsageError(f"{loaded.source}: no tokenizer", hint="data cannot be tokenized without one")
-    return load_sequences(spec, loaded.tokenizer, max_context(loaded), purpose)
 
 
 def _transform_inputs(

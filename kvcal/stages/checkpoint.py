@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvcal import artifact
 from kvcal.errors import ArtifactError
+from kvcal.folder import partial_path
 from kvcal.progress import Reporter
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
 from kvcal.strict import STRICT, Count, dump
@@ -109,7 +110,7 @@ class Checkpoint:
         self, target: Path, kind: str, inputs: dict[str, Any], start: State, declare: Declare, reporter: Reporter
     ) -> None:
         """``start``: the first state, unless an earlier run for the same ``target`` left one that is as declared."""
-        self.path = target.with_name(f"{target.stem}.partial{target.suffix}")
+        self.path = partial_path(target)
         self._kind = f"{kind}-partial"
         self._inputs = inputs
         self._declare = declare

@@ -1,12 +1,11 @@
 """One completion with a plan's packed cache: what ``kvcal generate`` runs, and what a user of the library writes.
 
-Its steps stand by themselves for prompts whose beginning lies in a file (``prefix.load``): the prompt's tokens,
+Its steps stand by themselves for prompts whose beginning lies in a file (``prefix``): the prompt's tokens,
 what follows them with a cache that may hold some of them, and the result.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +16,9 @@ from kvcal.cache.attached import attached_for
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import prefix_ids
 from kvcal.errors import UsageError
+from kvcal.folder import max_context
 from kvcal.models.load import LoadedModel
-from kvcal.plan.plan import Plan, bare_layers
+from kvcal.plan.plan import Plan
 
 # A template is a small program of the model's author.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -58,7 +58,7 @@ def prompt_tokens(loaded: LoadedModel, prompt: str, chat: bool, max_new_tokens: 
         tokens = prefix_ids(tokenizer) + tokenizer(prompt, add_special_tokens=False)["input_ids"]
     if not tokens or not prompt.strip():
         raise UsageError("the prompt is empty", hint="give --prompt TEXT, or - to read it from stdin")
-    limit = getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = max_context(loaded)
     if limit is not None and len(tokens) + max_new_tokens > limit:
         raise UsageError(
             f"{len(tokens)} prompt tokens + {max_new_tokens} new ones exceed the model's context of {limit}",
@@ -70,7 +70,7 @@ def prompt_tokens(loaded: LoadedModel, prompt: str, chat: bool, max_new_tokens: 
 def new_tokens(
     loaded: LoadedModel, cache: PlanCache, tokens_T: Tensor, max_new_tokens: int, temperature: float, seed: int
 ) -> Tensor:
-    """What follows the tokens, int64 [n]; the first of them may lie in the cache, not all."""
+    """Text behind the tokens, int64 [n]; the first of them may lie in the cache, not all."""
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     input_ids = tokens_T.unsqueeze(0).to(loaded.model.device)
@@ -88,12 +88,11 @@ def new_tokens(
 
 def completion(loaded: LoadedModel, cache: PlanCache, new_n: Tensor) -> dict[str, Any]:
     """The result of ``complete``: the new tokens' text, and what the cache holds behind them."""
-    raw = replace(cache.plan, layers=bare_layers(cache.plan.geometry), tensors={})
     assert loaded.tokenizer is not None
     return {
         "text": loaded.tokenizer.decode(new_n, skip_special_tokens=True),
         "new_tokens": len(new_n),
         "cached_tokens": cache.get_seq_length(),
         "cache_bytes": cache.nbytes,
-        "raw_bytes": raw.nbytes(cache.lengths),
+        "raw_bytes": cache.plan.raw_nbytes(cache.lengths),
     }

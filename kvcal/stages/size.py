@@ -25,7 +25,7 @@ from kvcal.plan.tensors import tensors_nbytes
 from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
 from kvcal.recipe import fixed_layers
 from kvcal.recipe_files import load_recipe
-from kvcal.store.step_workspace import logits_bytes, step_workspace
+from kvcal.store.workspace import logits_bytes, step_workspace
 
 RECIPES = ("16-bit", "uniform-8", "uniform-4", "uniform-3", "uniform-2")
 

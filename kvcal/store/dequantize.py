@@ -2,7 +2,7 @@
 
 None of them folds into a query. So they stay what they are in memory, the same bytes as in the dynamic cache, and in
 every step the pages of one layer are reconstructed into pages of 16 bits, in a workspace that all layers share
-(kvcal.store.dequantize_workspace), over which the ordinary kernels run. Reconstruction is a kernel of its own
+(kvcal.store.workspace), over which the ordinary kernels run. Reconstruction is a kernel of its own
 (kvcal.kernels.reconstruct), in fp32, rounded once to the cache's dtype. What is predicted from is reconstructed for its
 readers as well, before RoPE and in fp32.
 
@@ -43,7 +43,7 @@ from kvcal.store.state import StepState
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a side's pages are predicted from: ``inputs`` [B, P, 128, .., ..] fp32, of the source first."""
+    """The predictor of a side's pages, and its ``inputs`` [B, P, 128, .., ..] fp32, of the source first."""
 
     predictor: LinearPredictor
     inputs: tuple[Tensor, ...]
@@ -79,7 +79,7 @@ class StepForm:
         self._reconstruct(predict)
 
     def _encode(self, predict: Predict | None) -> None:
-        """What is predicted is one page of every sequence, complete or not."""
+        """Predicts one page of every sequence, complete or not."""
         is_tiered, prediction = self.codec.format.boost is not None, self.nothing
         pages, slots, is_complete = completed_pages(self.place)
         if self.predicted is not None:
@@ -165,8 +165,8 @@ class StepForm:
 
 
 def step_forms(plan: LayerPlan, state: StepState, sides: dict[Side, list[PagedTensor]]) -> list[StepForm]:
-    """What of a layer of a static cache is reconstructed in every step; keys first, as values may be predicted from
-    them. ``sides``: the layer's parts."""
+    """The parts of a layer of a static cache that are dequantized in every step; keys first, as values may be
+    predicted from them. ``sides``: the layer's parts."""
     index, found = plan.geometry.index, []
     for side in SIDES:
         kept = state.forms.kept(index, side)

@@ -1,33 +1,92 @@
 """The memory of one full-attention layer: the parts that hold its keys and values, and its steps by the kernels.
 
-A dynamic cache reads and writes parts through the host (``read``, ``write``), a static one does so with prompts; one
-token for every sequence of a static cache is a step (``attend``): two operators a head range (kvcal.store.step), and
-between them, what the kernels cannot read as it is stored is reconstructed (kvcal.store.dequantize). Nothing here
-knows of transformers or of who owns the memory.
+A dynamic cache reads and writes parts through the host (``read``, ``write``), a static one does so with prompts. One
+token for every sequence of a static cache is a step (``attend``): it stores the token and attends to all of them, by
+two operators a head range (``HeadStep``); between them, what the kernels cannot read as it is stored is reconstructed
+(kvcal.store.dequantize). A step waits for nothing and knows no lengths on the host, so that it may be captured in a
+CUDA graph. Nothing here knows of transformers or of who owns the memory.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvcal.geometry import CacheDtype
-from kvcal.kernels.operands import Memory, PageTransform, QueryStatistic
+from kvcal.kernels import ops
+from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import HeadRange, Variant, head_ranges, stored_form, variant_of
 from kvcal.pages.codec import PageCodec
+from kvcal.pages.layout import RAW_BITS
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Format, Side, num_pages
 from kvcal.store.dequantize import StepForm, dequantized_tokens, step_forms
 from kvcal.store.padding import Block, Rows
 from kvcal.store.paged_tensor import KernelCodec, PagedTensor
-from kvcal.store.pool import Pool, TablePool, fixed
+from kvcal.store.pool import Pool, RegionPool, TablePool, fixed
 from kvcal.store.prediction import Prediction
-from kvcal.store.shrinking import RegionPool
 from kvcal.store.state import PlanState, StepState
-from kvcal.store.step import HeadStep, phased_variants
+
+
+@dataclass(frozen=True)
+class HeadStep:
+    """KV heads ``heads`` of a layer; ``queries`` are theirs. ``variants``: one, or where pages shrink, one for each
+    pair of bits that keys and values come to have; ``regions``: where those pages lie, else empty."""
+
+    heads: slice
+    queries: slice
+    state: StepState
+    k: Memory
+    v: Memory
+    statistic: QueryStatistic
+    place: Place
+    transform: PageTransform
+    workspace: Tensor
+    variants: tuple[int, ...]
+    present: Tensor
+    regions: tuple[int, ...]
+    needs_queries: bool
+
+    def append(self, k_new: Tensor, v_new: Tensor, q: Tensor) -> None:
+        """Store one token of every row: k_new, v_new [B, N, D] and queries q [B, N G, D] of all heads of the layer."""
+        scored = q[:, self.queries] if self.needs_queries else self.state.nothing
+        ops.append(
+            k_new[:, self.heads], v_new[:, self.heads], scored, list(self.k), list(self.v), list(self.statistic),
+            list(self.place), list(self.transform), self.state.error, list(self.variants), self.present,
+            list(self.regions),
+        )  # fmt: skip
+
+    def decode(self, q: Tensor, s_aux: Tensor | None, scale: float, softcap: float) -> Tensor:
+        """Attention [B, n G, D] of these heads' queries, of q [B, N G, D] and s_aux [N G] of all heads."""
+        sinks = self.state.nothing if s_aux is None else s_aux[self.queries]
+        attended: Tensor = ops.decode(
+            q[:, self.queries], list(self.k), list(self.v), list(self.place), list(self.transform), sinks,
+            self.workspace, scale, softcap, list(self.variants), self.present, list(self.regions),
+        )  # fmt: skip
+        return attended
+
+
+def phased_variants(variant: Variant, pools: Sequence[RegionPool]) -> list[Variant]:
+    """One for each pair of bits that pages in these regions, of keys and of values, come to have."""
+    phases = pools[0].phases
+    return [with_bits(variant, *bits) for bits in phases.widths([pool.number for pool in pools])]
+
+
+def with_bits(variant: Variant, k_bits: int, v_bits: int) -> Variant:
+    """The variant for pages of these bits. Those of 16 hold K as the model made them."""
+    is_plain = k_bits == RAW_BITS
+    return replace(
+        variant,
+        k_bits=k_bits,
+        v_bits=v_bits,
+        rescale=variant.rescale and not is_plain,
+        offset=variant.offset and not is_plain,
+    )
 
 
 class NewTokens(NamedTuple):
@@ -159,7 +218,7 @@ class LayerStore:
     # ---- how the memory is made
 
     def _pool(self, codec: PageCodec) -> Pool | None:
-        """Where the pages of a part of a static cache lie; None for a pool that grows."""
+        """The pool of a part of a static cache; None for a pool that grows."""
         if self.static is None:
             return None
         if self.static.phases is not None:
@@ -167,7 +226,7 @@ class LayerStore:
         return TablePool(self.static.table, (codec.records_per_page, codec.record_bytes(codec.format.bits_at(0))))
 
     def _kernels(self, codec: PageCodec) -> KernelCodec | None:
-        """What packs prompts of a static cache, where the kernels read pages as they are stored."""
+        """The kernels that pack prompts of a static cache, where they read pages as they are stored."""
         pairs = [pair for pair in head_ranges(self.plan) if pair.heads == codec.heads]
         if self.static is None or not pairs or stored_form(self.plan, codec.side, codec.format) is not None:
             return None
@@ -190,6 +249,8 @@ class LayerStore:
         return PageTransform(
             tensors[f"{prefix}.k_rescale"][heads] if variant.rescale else static.nothing,
             tensors[f"{prefix}.k_offset"][heads] if variant.offset else static.nothing,
+            tensors[f"{prefix}.k_feedback"][heads] if variant.k_feedback else static.nothing,
+            tensors[f"{prefix}.v_feedback"][heads] if variant.v_feedback else static.nothing,
         )
 
     def _head_step(self, pair: HeadRange, static: StepState) -> HeadStep:

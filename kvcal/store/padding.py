@@ -1,4 +1,4 @@
-"""Which columns of a padded batch hold tokens.
+"""The columns of a padded batch that hold tokens.
 
 A cache is handed whole columns [B, ..., T, ...]; of a ragged batch some of them are padding, which must enter no
 group, no page and no byte count. The prompt's attention mask says which: each row is one contiguous run of tokens

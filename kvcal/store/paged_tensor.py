@@ -26,8 +26,7 @@ from kvcal.kernels.variants import Variant
 from kvcal.pages.codec import ENCODE_PAGES, PageCodec
 from kvcal.pages.layout import PAGE_TOKENS, without_sinks
 from kvcal.plan.page_format import SIDES, num_pages
-from kvcal.store.pool import GrowingPool, Pool, Span, fixed, ordinals_of
-from kvcal.store.shrinking import RegionPool
+from kvcal.store.pool import GrowingPool, Pool, RegionPool, Span, fixed, ordinals_of
 
 Predict = Callable[[Sequence[Span]], Tensor]
 Keep = Callable[[Sequence[Span], Tensor], None]
@@ -37,9 +36,9 @@ LAUNCHED_PAGES = 2**15
 
 @dataclass(frozen=True)
 class KernelCodec:
-    """What packs and unpacks the pages of a static cache instead of torch: the kernels, for the one variant, or where
-    pages shrink, for the one of the bits that they have in ``pools``, of keys and of values. NaN and infinity set a bit
-    of ``error``."""
+    """The kernels that pack and unpack the pages of a static cache instead of torch: of the one variant, or where pages
+    shrink, of the one for the bits that they have in ``pools``, of keys and of values. NaN and infinity set a bit of
+    ``error``."""
 
     variants: Mapping[tuple[int, ...], Variant]
     pools: Sequence[RegionPool]
@@ -90,7 +89,7 @@ class PagedTensor:
 
     @property
     def overwritten(self) -> list[Tensor]:
-        """What later tokens overwrite, and counts as the plan's bytes: all but pages, which stay as they are."""
+        """Tensors that later tokens overwrite, part of the plan's bytes: all but pages, which stay as they are."""
         return [self.sinks, self.ring, self.query_sum]
 
     @property

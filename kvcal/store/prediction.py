@@ -56,11 +56,11 @@ class Prediction:
         state.predictions[plan.geometry.index] = self
 
     def of(self, side: Side) -> Predict | None:
-        """What the pages of ``side`` ask; None where nothing is predicted."""
+        """The predictor that the pages of ``side`` ask; None where nothing is predicted."""
         return None if self.plan.predictor(side) is None else functools.partial(self._predict, side)
 
     def attach(self, sides: dict[Side, list[PagedTensor]]) -> None:
-        """Where the layer's pages lie."""
+        """Takes the places of the layer's pages."""
         self.sides = sides
         for side in self.read_sides:
             for paged in sides[side]:

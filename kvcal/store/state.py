@@ -1,5 +1,5 @@
-"""What the layers of one cache share: the plan and its tensors on the device, padding, predictions; and, of a static
-cache, how far it is, where its pages lie, and the scratch of its kernels (``StepState``).
+"""State that the layers of one cache share: the plan and its tensors on the device, padding, predictions; and, of a
+static cache, how far it is, where its pages lie, and the scratch of its kernels (``StepState``).
 
 The latter is control state, not stored keys and values: a few numbers a sequence, tables, and workspace. It is counted
 apart (``nbytes``) and no part of a plan's bytes. What a step changes lies in tensors of fixed addresses, so that a
@@ -28,10 +28,9 @@ from kvcal.kernels.reference import NON_FINITE
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Format, Side, num_pages
 from kvcal.plan.plan import Plan
-from kvcal.store.dequantize_workspace import FormWorkspace
 from kvcal.store.padding import Padding, Rows
-from kvcal.store.pool import Span, fixed
-from kvcal.store.shrinking import PhasedPages
+from kvcal.store.pool import PhasedPages, Span, fixed
+from kvcal.store.workspace import FormWorkspace
 
 
 class Source(Protocol):
@@ -87,7 +86,7 @@ NEVER = 2**31 - 1
 
 @dataclass
 class Serving:
-    """Who computes the attention of the caches that a model is called with (kvcal.cache.attached)."""
+    """The context that computes the attention of the caches of a model (kvcal.cache.attached)."""
 
     is_active: bool = True
 
@@ -192,7 +191,7 @@ class StepState:
         return self._workspaces[shape]
 
     def evicted(self, side: Side, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-        """[B, N, 1, D]: the token that a sliding window attends to for the last time (kvcal.kernels.window). Scratch of
+        """[B, N, 1, D]: the token that a sliding window attends to for the last time (kvcal.kernels.ops). Scratch of
         one layer at a time."""
         shape = (num_kv_heads, head_dim)
         if (side, *shape) not in self._evicted:

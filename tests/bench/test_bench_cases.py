@@ -8,8 +8,17 @@ import pytest
 import torch
 from bench_cases import MACHINE
 
-from kvcal.bench.case import SHARPNESS, KernelUse, kernel_case, kernel_use, prefill_call, refusal
-from kvcal.bench.content import CODE_RANGE, fill_lattice, fill_pages
+from kvcal.bench.case import (
+    CODE_RANGE,
+    SHARPNESS,
+    KernelUse,
+    fill_lattice,
+    fill_pages,
+    kernel_case,
+    kernel_use,
+    prefill_call,
+    refusal,
+)
 from kvcal.bench.device import CACHES, L2_FACTOR, num_caches, spread
 from kvcal.bench.kernels import step_lengths
 from kvcal.bench.shape import (

@@ -48,7 +48,7 @@ from kvcal.commands.bench import _model
 from kvcal.errors import SlowPath, UnsupportedModel, UsageError
 from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.progress import Silent
-from kvcal.store.step_workspace import step_workspace
+from kvcal.store.workspace import step_workspace
 
 GB = 10**9
 FORMS = (PAIRS["higgs"], PAIRS["pre-rope"], recipe_pair("aqua-kv-int4"), recipe_pair("aqua-kv-uniform"))

@@ -30,7 +30,7 @@ from kvcal import PlanCache
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.plan.page_format import Boost, Tier
 from kvcal.plan.plan import RAW, Format, Plan
-from kvcal.store import paged_tensor, step_workspace
+from kvcal.store import paged_tensor, workspace
 
 TOKENS = (1, 63, 127, 128, 129, 1000)
 # Boosted records are counted by hand in test_tiered_cache, lattices in test_lattice.
@@ -171,7 +171,7 @@ def test_a_step_that_packs_every_layer_takes_what_the_workspace_says(name, ragge
     """Keys and values of one layer, the pages of one side, and the scratch of some of them, however many layers are
     packed in the step."""
     monkeypatch.setattr(paged_tensor, "VALUES_AT_ONCE", 2**16)
-    monkeypatch.setattr(step_workspace, "VALUES_AT_ONCE", 2**16)
+    monkeypatch.setattr(workspace, "VALUES_AT_ONCE", 2**16)
     plan, model = llama_plan(*WRITTEN[name], num_layers=4), tiny_llama(num_layers=4)
     lengths = [4095, 4095 - 128 * 9 if ragged else 4095]
     mask = torch.tensor([[int(column >= 4095 - length) for column in range(4095)] for length in lengths])
@@ -191,6 +191,6 @@ def test_a_step_that_packs_every_layer_takes_what_the_workspace_says(name, ragge
         for layer in range(4):
             cache.update(step, step, layer)
     assert [part.pool.records.shape[0] for layer in cache.layers for part in layer.sides["k"]] == [n + 2 for n in pages]
-    said = step_workspace.step_workspace(plan.layers, plan.cache_dtype, 2, 4096)
+    said = workspace.step_workspace(plan.layers, plan.cache_dtype, 2, 4096)
     assert 0.6 * said.unpacked < peak.peak - held <= said.nbytes
     assert peak.now == cache.nbytes

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 from cache_cases import KIVI_2, attended, llama_plan, per_head, random_qkv, tiny_llama
+from progressive_cases import fixed
 from static_cases import plan_for
 from test_cache_families import model_of, two_bit_plan
-from test_progressive_cache import fixed
 
 from kvcal import Plan, PlanCache
 from kvcal.plan.page_format import RAW

@@ -12,7 +12,7 @@ from cache_cases import plan_of, tiny_llama
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcal import PlanCache
-from kvcal.errors import SlowPath
+from kvcal.errors import SlowPath, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.plan.page_format import Format
 
@@ -45,6 +45,21 @@ def test_a_cache_names_its_slow_layers_when_it_is_allocated_on_cuda(fake_gpu: Fa
     both = two_layers((128, 64), K_SINKS)
     with fake_gpu, pytest.warns(SlowPath, match=r"layers 0, 1: 4 sink tokens of keys and 0 of values"):
         both.allocate(2, "cuda")
+
+
+def test_a_refused_allocation_leaves_the_cache_unallocated(fake_gpu: FakeTensorMode) -> None:
+    """Layer 1 is refused behind layer 0 and the control tensors; the CPU, which takes it, may then have the cache."""
+    cache = two_layers((128, 20))
+    for _ in range(2):
+        with fake_gpu, pytest.raises(UnsupportedModel, match="the kernels cannot serve layer 1: head size 20"):
+            cache.allocate(2, "cuda")
+        assert cache.static is not None and not cache.static.is_allocated
+        assert cache.padding.rows is None and not any(layer.is_initialized for layer in cache.layers)
+        assert cache.workspace_nbytes == 0
+    cache.allocate(3, "cpu")
+    assert cache.static is not None and cache.static.lengths.tolist() == [0, 0, 0]
+    with pytest.raises(UsageError, match="is allocated already"):
+        cache.allocate(3, "cpu")
 
 
 def test_a_cache_without_slow_layers_is_silent(fake_gpu: FakeTensorMode) -> None:

@@ -20,7 +20,7 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier
 from kvcal.store.state import Serving
 
-ALL = [*FORMATS, "per head", "transformed"]
+ALL = [*FORMATS, "per head", "transformed", "feedback"]
 
 
 def static_cache(plan: Plan, max_tokens: int, mask: Tensor | None = None, layers: int = 1) -> PlanCache:

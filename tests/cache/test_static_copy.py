@@ -16,8 +16,7 @@ from tiny_models import built
 from kvcal import PlanCache, attached
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.plan.page_format import SIDES, Format
-from kvcal.stages.prefix.load import load_prefix
-from kvcal.stages.prefix.save import complete_prefix, pack_prefix
+from kvcal.stages.prefix import complete_prefix, load_prefix, pack_prefix
 
 NAMES = ("uniform", "kivi", "kitty", "queries", "query magnitude", "paged window", "per head", "transformed")
 

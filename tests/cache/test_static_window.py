@@ -20,9 +20,9 @@ from kvcal.geometry import AttentionGeometry
 from kvcal.kernels.choice import refusals
 from kvcal.kernels.compile import cubin, resources
 from kvcal.kernels.decode import decode_defines
+from kvcal.kernels.ops import append_window
 from kvcal.kernels.reference import NO_ROOM
 from kvcal.kernels.variants import window_variant
-from kvcal.kernels.window import append_window
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Workload
@@ -248,9 +248,7 @@ def test_what_a_static_window_cannot_be() -> None:
     with pytest.raises(UnsupportedModel, match=r"row 0 .* padded behind its tokens \(columns 3 to 3\)") as error:
         PlanCache(plan, model.config, right, max_tokens=40)
     assert "padding_side = 'left'" in str(error.value.hint)
-    cache = PlanCache(plan, model.config, right.flip(1), max_tokens=40)
-    with pytest.raises(UnsupportedModel, match="padded behind its tokens"):
-        cache.reset(right)
+    PlanCache(plan, model.config, right.flip(1), max_tokens=40)
     PlanCache(plan, model.config, right)
     PlanCache(model_plan(tiny_llama()), tiny_llama().config, right, max_tokens=40)
     chunked = built("llama4")
@@ -258,6 +256,28 @@ def test_what_a_static_window_cannot_be() -> None:
         PlanCache(model_plan(chunked), chunked.config, max_tokens=40)
     with pytest.raises(UnsupportedModel, match="cannot hold layer 0: its sliding window of 1 token keeps nothing"):
         PlanCache(slid_plan(1, 8), windowed(1, 1).config, max_tokens=40)
+
+
+def test_a_refused_reset_changes_nothing() -> None:
+    """Neither the padding nor what is cached: the next step gives the logits of a cache that was never reset."""
+    model, ids = built("gemma3"), random_ids(2, 12)
+    left = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    full = torch.nn.functional.pad(left, (0, 8), value=1)
+    used, untouched = (PlanCache(model_plan(model), model.config, left, max_tokens=40) for _ in range(2))
+    refused = {
+        "padded behind its tokens": left.flip(1),
+        "attention_mask has 3 rows, but the batch has 2": torch.ones(3, 4, dtype=torch.long),
+        "has holes": torch.tensor([[1, 0, 1], [1, 1, 1]]),
+    }
+    with attached(model):
+        for cache in (used, untouched):
+            feed(model, cache, ids[:, :6], mask=full[:, :6])
+        for message, mask in refused.items():
+            with pytest.raises((UnsupportedModel, UsageError), match=message):
+                used.reset(mask)
+            assert used.lengths == untouched.lengths == [5, 6] and used.padding.prompt == untouched.padding.prompt
+        found, expected = (feed(model, each, ids[:, 6:], mask=full) for each in (used, untouched))
+    assert torch.equal(found, expected)
 
 
 def test_the_kernels_take_windows_of_their_head_sizes() -> None:

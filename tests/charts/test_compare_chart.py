@@ -20,8 +20,8 @@ from kvcal.stages.compare.record import (
     comparison_columns,
     with_shares,
 )
-from kvcal.stages.evaluate.generation import TaskResult, wilson_se
-from kvcal.stages.evaluate.stage import MeasuredBits, Row
+from kvcal.stages.evaluate import MeasuredBits, Row
+from kvcal.stages.evaluate.tasks import TaskResult, wilson_se
 from kvcal.stages.evaluate.text import TextQuality
 
 WORKLOAD = Workload(8, 4096)

@@ -8,28 +8,15 @@ import struct
 from pathlib import Path
 
 import pytest
+from report_cases import K3, K4, UNIFORM, V2, V8, attention, evaluation, plan_of, row
 
 from kvcal.charts import Panel
-from kvcal.charts.evaluation import draw, draw_kl, table_rows
+from kvcal.charts.evaluation import draw, draw_kl
 from kvcal.errors import ArtifactError
-from kvcal.geometry import AttentionGeometry, ModelIdentity, StateGeometry
-from kvcal.plan.plan import RAW, Format, LayerPlan, Plan, Workload
-from kvcal.stages.evaluate.generation import TaskResult, wilson_se
-from kvcal.stages.evaluate.stage import Evaluation, Row, measured_bits
-from kvcal.stages.evaluate.text import TextQuality
+from kvcal.geometry import StateGeometry
+from kvcal.plan.plan import RAW, LayerPlan, Plan
+from kvcal.stages.evaluate import Row, measured_bits, table_columns
 
-K3, K4, V2, V8 = Format(3, "channel", 64), Format(4, "token", 32), Format(2, "token", 32), Format(8, "token", 128)
-
-
-def attention(index: int, window: int | None = None) -> AttentionGeometry:
-    return AttentionGeometry(index, 8, 2, 64, 64, window)
-
-
-def plan_of(*layers: LayerPlan) -> Plan:
-    return Plan(ModelIdentity("m", "llama", "a", "b", "c"), "bfloat16", layers, Workload(8, 4096), {})
-
-
-UNIFORM = plan_of(*(LayerPlan(attention(i), (K3,), (V2,)) for i in range(4)))
 MIXED = plan_of(
     LayerPlan(attention(0), (RAW,), (V8,)),
     LayerPlan(attention(1), (K3, K4), (V2, V2)),
@@ -39,24 +26,8 @@ MIXED = plan_of(
 DEEP = plan_of(*(LayerPlan(attention(i), (K3, K4), (V2, V8)) for i in range(80)))
 
 
-def row(name: str, plan: Plan, kl: float, correct: int | None, se: float | None = 0.01) -> Row:
-    quality = TextQuality(1.25, se, kl, se, 0.975, se, 8, 4000, 3500)
-    tasks = (
-        ()
-        if correct is None
-        else (TaskResult("chain", correct / 8, wilson_se(correct, 8), 8, correct, 0, 900, (500, 700)),)
-    )
-    bits, at_text = plan.bits_per_value(), measured_bits(plan, [400, 600])
-    at_tasks = measured_bits(plan, tasks[0].lengths) if tasks else None
-    return Row(name, plan.sha256, plan.workload, bits, plan.predicted_bytes, quality, at_text, tasks, at_tasks, 1.0)
-
-
-def evaluation(*rows: Row) -> Evaluation:
-    return Evaluation({}, "text", "f", 1, rows)
-
-
 def test_table() -> None:
-    columns = dict(table_rows(evaluation(row("a", UNIFORM, 0.05, 6), row("b", MIXED, 1e-7, 0, None))))
+    columns = dict(table_columns([row("a", UNIFORM, 0.05, 6), row("b", MIXED, 1e-7, 0, None)]))
     assert columns["plan"] == ("a", "b")
     assert columns["bits at 8 x 4096"][0] == f"{UNIFORM.bits_per_value():.3f}"
     at_text = columns["bits at measured length (mean 500 tokens)"]
@@ -71,10 +42,10 @@ def test_table() -> None:
 
 
 def test_table_without_tasks_and_without_rows() -> None:
-    headers = [header for header, _ in table_rows(evaluation(row("a", UNIFORM, 0.05, None)))]
+    headers = [header for header, _ in table_columns([row("a", UNIFORM, 0.05, None)])]
     measured = "bits at measured length (mean 500 tokens)"
     assert headers == ["plan", "bits at 8 x 4096", "cache", measured, "KL to 16 bits", "top-1 %", "perplexity"]
-    assert table_rows(evaluation()) == []
+    assert table_columns([]) == []
 
 
 @pytest.mark.parametrize(

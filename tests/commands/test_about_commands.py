@@ -115,7 +115,7 @@ def test_size_reads_a_large_configuration_without_transformers(tmp_path: Path) -
                "hidden_size": 8192, "vocab_size": 128256, "torch_dtype": "bfloat16"}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(content))
     code = (
-        "import sys, time; from kvcal.cli import main; sys.argv = ['kvcal', *sys.argv[1:]]\n"
+        "import sys, time; from kvcal.__main__ import main; sys.argv = ['kvcal', *sys.argv[1:]]\n"
         "import torch; started = time.process_time()\n"
         "try: main()\n"
         "finally: print(time.process_time() - started, 'transformers' in sys.modules, file=sys.stderr)"

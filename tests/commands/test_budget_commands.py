@@ -131,6 +131,8 @@ def test_lambda_within_the_budget(commands: Commands) -> None:
     assert commands("reparam", "--set", "reparam.num_steps=2", "--samples", 2, "--seq-len", 256).code == 0
     done = commands("compile")
     assert done.code == 0 and commands.plan_bytes <= budget, done.err
+    shown = run_kvcal(commands.capsys, "inspect", commands.folder / "plan.safetensors").out
+    assert "none, made stage by stage: profile, allocate, reparam" in shown
 
 
 @pytest.mark.parametrize("reparam", [True, False])

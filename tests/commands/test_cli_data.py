@@ -11,7 +11,7 @@ import pytest
 from cli_cases import RECIPE, Outcome, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
-from kvcal.cli import PANELS
+from kvcal.__main__ import PANELS
 from kvcal.commands.options import RecipeOptions
 from kvcal.data.sequences import DataSpec
 from kvcal.errors import UsageError
@@ -56,7 +56,7 @@ def run_here(patch: pytest.MonkeyPatch, folder: Path, *arguments: object) -> Out
     patch.setattr(
         "sys.argv", ["kvcal", *map(str, arguments), "--model", str(folder / "tiny"), "--out", str(folder / "out")]
     )
-    from kvcal import cli
+    from kvcal import __main__ as cli
 
     with pytest.raises(SystemExit) as end:
         cli.main()
@@ -150,7 +150,7 @@ def test_eval_says_that_the_plan_saw_the_source(
 
 @pytest.mark.parametrize(
     ("arguments", "stage"),
-    [(("search", "best"), "kvcal.run.pipeline.build_plan"), (("tune", "mixkvq"), "kvcal.run.tune.tune_plan")],
+    [(("search", "best"), "kvcal.run.pipeline.build_plan"), (("tune", "mixkvq"), "kvcal.run.formats.tune_plan")],
 )
 def test_search_and_tune_get_the_given_data(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,

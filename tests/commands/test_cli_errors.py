@@ -15,11 +15,19 @@ from cli_cases import RECIPE, run_kvcal, save_falcon, save_llama
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
+from kvcal.__main__ import app
+from kvcal.artifact import COMMANDS
 from kvcal.folder import Folder, Job
 from kvcal.run import formats, pipeline
 from kvcal.stages import profile as profile_stage
 
 Files = tuple[Path, Path]  # the model's folder, the recipe
+KEYS = """
+[search]
+values = [{{ num_bits = 2 }}]
+keys = [{{ num_bits = 2, boost = {{ score = "magnitude", tiers = [{{ {} }}] }} }}]
+[cache]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +63,11 @@ def no_temporary_files(folder: Path) -> bool:
         (["run", "no-such-recipe"], 2, "no-such-recipe"),
         (["profile", "./no/such/model", "--out", "{tmp}"], 2, "no/such/model"),
         (["allocate", "{tmp}", "--bits", "3"], 5, "does not exist"),
+        (["allocate", "{tmp}", "--bits", "3"], 5, "hint: check the path, or make it first: kvcal profile"),
         (["compile", "{tmp}"], 5, "does not exist"),
+        (["compile", "{tmp}"], 5, "hint: check the path, or make it first: kvcal allocate"),
+        (["reparam", "{tmp}", "--model", "{model}"], 5, "hint: check the path, or make it first: kvcal allocate"),
+        (["inspect", "{tmp}/none.safetensors"], 5, "hint: check the path, or make it first: kvcal compile"),
         (["inspect", "{tmp}/none.safetensors"], 5, "does not exist"),
         (["inspect", "{recipe}"], 5, "not a safetensors file"),
         (["allocate", "{run}", "--budget", "24 parsecs"], 2, "parsecs"),
@@ -109,7 +121,16 @@ def test_refusals(
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("context = 512", "contxt = 512", "unknown key 'allocate.contxt'"),
+        ("context = 512", "contxt = 512", "unknown key 'allocate.contxt' (allowed: budget, kv_budget, bits, same_by"),
+        ("context = 512", "contxt = 512", "hint: did you mean 'context'?"),
+        ("[allocate]", "[alocate]", "unknown key 'alocate' (allowed: name, description, model, formats, data, profile"),
+        ("[allocate]", "[alocate]", "hint: did you mean 'allocate'"),
+        ("num_samples = 2, seq_len = 224", "num_sampels = 2", "unknown key 'evaluate.data.num_sampels' (allowed: sou"),
+        ("num_samples = 2, seq_len = 224", "num_sampels = 2", "hint: did you mean 'num_samples'?"),
+        ("[cache]", "[tune]\nobjectve = 1\n[cache]", "unknown key 'tune.objectve' (allowed: tasks, "),
+        ("[cache]", KEYS.format("bits = 4"), "'search.keys.0.boost.tiers.0.bits' (allowed: num_bits, share, above)"),
+        ("[cache]", KEYS.format("bits = 4"), "hint: did you mean 'num_bits'?"),
+        ("[cache]", KEYS.format("x = 1"), "unknown key 'search.keys.0.boost.tiers.0.x' (allowed: num_bits, sh"),
         ("batch = 2", "batch = 0", "allocate.batch = 0: Input should be greater than or equal to 1"),
         ("num_bits = [2, 4]", "num_bits = [2, 5]", "profile.num_bits"),
         ('same_bytes_as = "kivi-2"', "", "exactly one of"),
@@ -203,19 +224,67 @@ def flipped(data: bytes) -> bytes:
     return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
 
 
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
+    return save_llama(tmp_path_factory.mktemp("other") / "other-llama", tokenizer, seed=1)
+
+
+OTHERS = {
+    "run": "run {recipe} --model {other} --out {run}",
+    "run, fixed formats": "run kivi-2 --model {other} --out {run}",
+    "profile": "profile {other} --recipe {recipe} --out {run}",
+    "profile, other data": "profile {other} --recipe {recipe} --set data.seed=9 --out {run}",
+    "allocate": "allocate {run} --bits 5",
+    "reparam": "reparam {run} --model {other} --samples 1 --seq-len 256",
+    "fit-predictors": "fit-predictors {run} --model {other} --samples 2 --seq-len 256",
+    "compile --fold": "compile {run} --fold {run}/folded --model {other}",
+    "search": "search best --model {other} --data {text} --samples 2 --seq-len 64 --set data.min_len=64 --out {run}",
+    "tune": "tune mixkvq --model {other} --out {run}",
+}
+
+
+@pytest.mark.parametrize("command", OTHERS.values(), ids=OTHERS)
 def test_folder_of_another_model(
+    command: str,
     files: Files,
     run_folder: Path,
+    other_model: Path,
     tmp_path: Path,
-    tokenizer: PreTrainedTokenizerBase,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    copy = Path(shutil.copytree(run_folder, tmp_path / "out"))
-    other = save_llama(tmp_path / "other", tokenizer, seed=1)
-    before = {path.name: path.read_bytes() for path in copy.iterdir()}
-    done = run_kvcal(capsys, "run", files[1], "--model", other, "--out", copy)
-    assert done.code == 5 and "another model" in done.err and "model.weights_sha256" in done.err
-    assert {path.name: path.read_bytes() for path in copy.iterdir()} == before
+    """Whatever else differs, too: the folder is left alone. `kvcal allocate`'s model is its profile's."""
+    folder = Path(shutil.copytree(run_folder, tmp_path / "out"))
+    if command.startswith("allocate"):
+        run_kvcal(capsys, "profile", other_model, "--recipe", files[1], "--out", tmp_path / "of-other")
+        shutil.copy(tmp_path / "of-other" / "profile.safetensors", folder)
+    (text := tmp_path / "text.txt").write_text("one two three four five six seven\n" * 4000)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    places = {"recipe": files[1], "other": other_model, "run": folder, "text": text}
+    done = run_kvcal(capsys, *(argument.format(**places) for argument in command.split()))
+    assert done.code == 5 and "was made from another model: model.weights_sha256" in done.err, done.err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_an_unfinished_stage_of_another_model(
+    files: Files,
+    other_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    out = ("--out", tmp_path / "out", "--recipe", files[1])
+    with monkeypatch.context() as patched:
+        patched.setattr(profile_stage, "_measure_divergences", interrupt)
+        assert run_kvcal(capsys, "profile", files[0], *out).code == 130
+    partial = tmp_path / "out" / "profile.partial.safetensors"
+    before = partial.read_bytes()
+    done = run_kvcal(capsys, "profile", other_model, *out)
+    assert done.code == 5 and f"{partial} was made from another model" in done.err
+    assert partial.read_bytes() == before
+    assert "goes on after" in run_kvcal(capsys, "profile", files[0], *out).err
 
 
 def test_full_disk(
@@ -266,7 +335,7 @@ def test_interrupt_in_every_stage_and_resume(
         elif stage == "compile":
             patched.setattr(pipeline, "save_plan", interrupt)
         else:
-            patched.setattr("kvcal.stages.evaluate.stage.measure_tasks", interrupt)
+            patched.setattr("kvcal.stages.evaluate.measure_tasks", interrupt)
         stopped = run_kvcal(capsys, "run", files[1], "--model", files[0], "--out", out)
     assert stopped.code == 130 and "interrupted" in stopped.err
     assert no_temporary_files(out)
@@ -275,3 +344,9 @@ def test_interrupt_in_every_stage_and_resume(
     if stage == "profile":
         assert "goes on after" in done.err
     assert (out / "plan.safetensors").read_bytes() == (run_folder / "plan.safetensors").read_bytes()
+
+
+def test_the_commands_of_hints_exist() -> None:
+    from typer.main import get_command
+
+    assert {command.removeprefix("kvcal ") for command in COMMANDS.values()} <= set(get_command(app).commands)  # type: ignore[attr-defined]

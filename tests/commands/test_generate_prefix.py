@@ -18,7 +18,7 @@ from kvcal.models.load import LoadedModel, load
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload
-from kvcal.stages.prefix.save import encode_prompt
+from kvcal.stages.generate import prompt_tokens
 
 MANUAL = "Times. 12 x 34 = 408\n" * 30
 QUESTION = "Times. 56 x 78 = ?\n" * 3
@@ -67,12 +67,16 @@ class Case:
         done = self.run("generate", "--prompt", prompt, *prefix, "--max-new-tokens", 24, "--json", *arguments)
         assert done.code == 0, done.err
         found: dict[str, object] = json.loads(done.out)
-        assert found.pop("prefix_tokens", 0) == (len(encode_prompt(self.loaded, MANUAL)) if with_prefix else 0)
+        assert found.pop("prefix_tokens", 0) == (
+            len(prompt_tokens(self.loaded, MANUAL, False, 0)) if with_prefix else 0
+        )
         return found
 
     def in_two_parts(self, **sampling: float) -> str:
         """What the model generates for both texts, the first taken in by itself."""
-        known, tokens = (encode_prompt(self.loaded, text).unsqueeze(0) for text in (MANUAL, MANUAL + QUESTION))
+        known, tokens = (
+            prompt_tokens(self.loaded, text, False, 0).unsqueeze(0) for text in (MANUAL, MANUAL + QUESTION)
+        )
         cache = PlanCache(self.plan, self.loaded.model.config)
         with torch.no_grad(), attached_for(self.loaded.model, self.plan):
             self.loaded.model(known, past_key_values=cache)
@@ -91,7 +95,7 @@ def case(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.Capt
 
 def test_the_whole_prefix_gives_what_the_prompt_gives(case: Case) -> None:
     """Also the same bytes, with pages written before and after the prompt's end."""
-    cached = case.plan.nbytes([len(encode_prompt(case.loaded, MANUAL)) + 23])
+    cached = case.plan.nbytes([len(prompt_tokens(case.loaded, MANUAL, False, 0)) + 23])
     found = case.generate(MANUAL)
     assert found == case.generate(MANUAL, with_prefix=False) and found["cache_bytes"] == cached
 
@@ -120,7 +124,10 @@ def test_at_16_bits_a_longer_prompt_gives_what_it_gives_in_one_part(
 
 def test_what_people_read(case: Case) -> None:
     done = case.run("generate", "--prompt", MANUAL + QUESTION, "--prefix", case.prefix_file, "--max-new-tokens", 2)
-    assert done.code == 0 and f"{len(encode_prompt(case.loaded, MANUAL))} tokens of the prompt came from" in done.err
+    assert (
+        done.code == 0
+        and f"{len(prompt_tokens(case.loaded, MANUAL, False, 0))} tokens of the prompt came from" in done.err
+    )
 
 
 @pytest.mark.parametrize(

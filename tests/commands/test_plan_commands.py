@@ -16,7 +16,7 @@ from kvcal.plan.layer import bare_layers
 from kvcal.plan.plan import load_plan
 from kvcal.recipe import CacheSpec
 from kvcal.stages.allocate import load as load_allocation
-from kvcal.stages.evaluate.stage import load_evaluation
+from kvcal.stages.evaluate import load_evaluation
 from kvcal.stages.gain import expected_kl
 from kvcal.stages.profile import load as load_profile
 

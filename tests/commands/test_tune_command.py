@@ -10,28 +10,26 @@ from pathlib import Path
 
 import pytest
 from cli_cases import run_kvcal, save_llama
-from evaluation_cases import as_loaded, make_plan
-from test_packed_cache_lm import model as tiny_model
+from evaluation_cases import as_loaded, make_plan, wordy_llama
 from transformers import PreTrainedTokenizerBase
+from tune_cases import DATA, LIMITS, PAIR, SPEC, K
 
 from kvcal.data.pools import Purpose
-from kvcal.data.sequences import DataSpec
 from kvcal.data.tasks import problems
 from kvcal.errors import UsageError
-from kvcal.folder import Folder
+from kvcal.folder import Folder, sequences
 from kvcal.models.load import load
-from kvcal.plan.page_format import Boost, Format, Tier
+from kvcal.plan.page_format import Boost, Tier
 from kvcal.plan.plan import Plan, Workload, bare_layers, load_plan, plan_bytes
 from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec, EvaluateSpec, TuneSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.run.pipeline import baseline_plan, build_plan
-from kvcal.run.transform import sequences
 from kvcal.stages.allocate.budget import ModelSizes, resolve_budget
-from kvcal.stages.evaluate.generation import TaskResult, measure_tasks
+from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
+from kvcal.stages.tune import Outcome, choose, load_tuning
 from kvcal.stages.tune import objective as tune_objective
 from kvcal.stages.tune.objective import Origin, TaskObjective, tuned_bits
-from kvcal.stages.tune.record import Outcome, choose, load_tuning
 from kvcal.stages.tune.tier_capacity import measure_scores
 
 RECIPE = """
@@ -57,12 +55,6 @@ low = 0.0001
 fit_range = true
 """
 UNTUNED = RECIPE[: RECIPE.index("[tune]")]
-TIERS = (Tier(16, 0.1, 1.0), Tier(4, 0.2, 0.5))
-K = Format(2, "channel", 32, boost=Boost("query_range", TIERS))
-PAIR = (K, Format(2, "token", 32))
-LIMITS = EvaluateSpec(max_size=22, max_hops=4, max_new_tokens=6)
-DATA = DataSpec(num_samples=2, seq_len=300)
-SPEC = TuneSpec(tasks=("chain",), num_problems=2, low=1e-4, fit_range=True)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +77,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, model: Path, recipe: Path) -
         patch.setattr(
             "sys.argv", ["kvcal", "tune", str(recipe), "--model", str(model), "--out", str(folder), "--quiet"]
         )
-        from kvcal import cli
+        from kvcal import __main__ as cli
 
         with pytest.raises(SystemExit) as end:
             cli.main()
@@ -185,7 +177,7 @@ def test_a_cap_that_nothing_fits_says_the_smallest(
     [
         (RECIPE, ("--set", 'tune.tasks=["sums"]'), "tasks ['sums'] unknown"),
         (RECIPE, ("--set", 'tune.tasks=["lm-eval:gsm8k"]'), "needs the lm-evaluation-harness, which is not installed"),
-        (RECIPE + "[reparam]\n", (), "[tune] needs [formats], and none of [progressive], [reparam] and [predictors]"),
+        (RECIPE + "[reparam]\n", (), "[tune] needs [formats], and none of [progressive], [reparam], [predictors] and"),
         (UNTUNED + "[reparam]\n", (), "has [reparam]; thresholds are searched for recipes with [formats] alone"),
         (RECIPE.replace(", above = 1.0", "").replace(", above = 0.5", ""), (), "no tier of the keys has a threshold"),
         ('[allocate]\nbits = 3.0\n', (), "has no [formats]"),
@@ -220,7 +212,7 @@ def test_the_objective_travels_without_its_model(model: Path) -> None:
 def test_a_trial_measures_the_tuned_plan_on_problems_of_its_own(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = as_loaded(tiny_model(len(tokenizer)), tokenizer)
+    loaded = as_loaded(wordy_llama(len(tokenizer)), tokenizer)
     plan = make_plan(loaded, PAIR)
     measured: list[Plan] = []
     monkeypatch.setattr(tune_objective, "require_lm_eval", lambda: None)
@@ -260,7 +252,7 @@ def test_a_trial_measures_the_tuned_plan_on_problems_of_its_own(
 def test_several_tasks_and_the_harness_share_the_mean(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = as_loaded(tiny_model(len(tokenizer)), tokenizer)
+    loaded = as_loaded(wordy_llama(len(tokenizer)), tokenizer)
     spec = TuneSpec(tasks=("chain", "lm-eval:arc:acc", "times"), num_problems=1)
     monkeypatch.setattr(tune_objective, "require_lm_eval", lambda: None)
     asked = []
@@ -277,7 +269,7 @@ def test_several_tasks_and_the_harness_share_the_mean(
 
 
 def test_rooms_from_the_recipe_cost_the_same(tokenizer: PreTrainedTokenizerBase) -> None:
-    loaded = as_loaded(tiny_model(len(tokenizer)), tokenizer)
+    loaded = as_loaded(wordy_llama(len(tokenizer)), tokenizer)
     plan = make_plan(loaded, PAIR)
     spec = TuneSpec(tasks=("chain",), num_problems=1, fit_capacity=False)
     objective = TaskObjective(Origin("", "", ""), plan, spec, EvaluateSpec(max_new_tokens=2), DATA, loaded)
@@ -288,7 +280,7 @@ def test_rooms_from_the_recipe_cost_the_same(tokenizer: PreTrainedTokenizerBase)
 
 
 def test_what_cannot_be_tuned_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
-    loaded = as_loaded(tiny_model(len(tokenizer)), tokenizer)
+    loaded = as_loaded(wordy_llama(len(tokenizer)), tokenizer)
     with pytest.raises(UsageError, match="no tier of the keys has a threshold"):
         tuned_bits(make_plan(loaded))
     per_head = make_plan(loaded, PAIR)

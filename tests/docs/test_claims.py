@@ -16,7 +16,8 @@ import click
 import pytest
 from typer.main import get_command
 
-from kvcal import cli, errors
+from kvcal import __main__ as cli
+from kvcal import errors
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -36,11 +37,23 @@ def without_fences(text: str) -> str:
     return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
 
 
+def anchors(page: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.+)$", without_fences(TEXTS[page]), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", TEXTS)
 def test_relative_links_lead_somewhere(page: str) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", without_fences(TEXTS[page])):
-        if not target.startswith("http"):
-            assert (ROOT / page).parent.joinpath(target).exists(), target
+    for target, anchor in re.findall(r"\]\((?!http)([^)#\s]*)#?([^)\s]*)[^)]*\)", without_fences(TEXTS[page])):
+        path = (ROOT / page).parent.joinpath(target).resolve() if target else ROOT / page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path.relative_to(ROOT).as_posix()), f"{target}#{anchor}"
+
+
+def test_every_console_block_is_on_a_page_whose_commands_are_run() -> None:
+    shown = {page for page, text in TEXTS.items() if fenced(text, "console")}
+    assert shown == {"docs/troubleshooting.md", "docs/tutorial.md"}  # test_generated_pages.py and test_tutorial.py
 
 
 @pytest.mark.parametrize("page", sorted(set(TEXTS) - {"docs/adding.md"}))  # whose files the reader writes

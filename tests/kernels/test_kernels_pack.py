@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -125,11 +126,20 @@ APPENDED = [
     ),
     (Case("k", Format(2, "channel", 128), 256), Case("v", Format(4, window_rule=PAGED), 256)),
     (Case("k", Format(2, "channel", 32, 130), 256), Case("v", Format(4, "token", 32, 300), 256)),
+    (Case("k", Format(2, "channel", 128, 4, 30), feedback=True), Case("v", Format(2, "token", 128, 4), feedback=True)),
+    (
+        Case("k", replace(MIXKVQ, num_sink_tokens=3), 64, rescale=True, feedback=True),
+        Case("v", Format(3, "token", 32), 64),
+    ),
+    (Case("k", Format(16), 80), Case("v", Format(4, "token", 64), 80, feedback=True)),
 ]
 
 
 def variant_of(k: Case, v: Case) -> Variant:
-    return Variant(k.fmt, v.fmt, k.dim, k.cache, GROUP_HEADS, k.rescale, k.offset, HEADS.start)
+    return Variant(
+        k.fmt, v.fmt, k.dim, k.cache, GROUP_HEADS, k.rescale, k.offset, HEADS.start,
+        k_feedback=k.feedback, v_feedback=v.feedback,
+    )  # fmt: skip
 
 
 def assert_same(ours: Paged, theirs: Paged) -> None:
@@ -212,6 +222,33 @@ def test_a_step_packs_into_regions() -> None:
         for row in range(2):
             assert torch.equal(found[row].cpu(), paged.records(side, row))
     assert bool((memory[:start] == POISON).all()) and int(paged.error) == 0
+
+
+@pytest.mark.gpu
+def test_feedback_takes_at_most_a_hundredth_of_a_step() -> None:
+    """Of a layer at 8 x 32,768 tokens, 8 KV heads of 128, 2 bits: one step of 128 packs pages."""
+    plain = Variant(Format(2, "channel", 128), Format(2, "token", 128), 128, "bfloat16", 4, False, False, 0)
+    took: dict[str, float] = {}
+    for name, variant in {"plain": plain, "fed": replace(plain, k_feedback=True, v_feedback=True)}.items():
+        paged = Paged(variant, 8, 256, "cuda", 8)
+        paged.place.lengths += 32767
+        k, v, q = (states(8, 1, heads, 128, seed).cuda()[:, 0] for seed, heads in enumerate((8, 8, 32)))
+        took[name] = microseconds(lambda p=paged, x=(k, v, q): p.append(slice(0, 8), *x))
+        took["step"] = microseconds(lambda p=paged, q=q: p.decode(slice(0, 8), q, 0.06))
+    share = (took["fed"] - took["plain"]) / 128 / took["step"]
+    assert share <= 0.01, took
+
+
+def microseconds(call: Callable[[], object], count: int = 20) -> float:
+    """The mean of ``count`` calls on the GPU, after one that compiles."""
+    call()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        call()
+    stop.record()
+    torch.cuda.synchronize()
+    return 1000 * start.elapsed_time(stop) / count
 
 
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_120")

@@ -13,8 +13,8 @@ from torch import Tensor
 from kvcal.errors import NonFiniteActivations
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.compile import cubin, resources
+from kvcal.kernels.operands import BASE, HEADS, PAGES, RECORD, Region, Stages, layout_table, region_pages, stage_starts
 from kvcal.kernels.reference import NON_FINITE
-from kvcal.kernels.regions import BASE, HEADS, PAGES, RECORD, Region, Stages, layout_table, region_pages, stage_starts
 from kvcal.kernels.shrink import Shrinking, new_tickets, shrink, slide
 from kvcal.pages.shrink import SHIFTS, convert
 from kvcal.pages.transforms import Transform

@@ -52,7 +52,7 @@ class History:
         num_sinks, end = self.variant.format(side).num_sink_tokens, 128 * page + 127
         tokens = [max(token, min(num_sinks, end)) for token in range(128 * page, end + 1)]
         values = torch.stack([self.x[side][row, token] for token in tokens], dim=1)  # [n, 128, D]
-        rescale, offset = self.paged.transform
+        rescale, offset, *_ = self.paged.transform
         mean = self.query_mean(row, page) if self.variant.k.needs_queries else None
         if side == "k" and self.variant.offset:
             values = values.float() - offset[:, None]
@@ -69,7 +69,7 @@ class History:
         if token < fmt.num_sink_tokens or page >= fmt.pages_read(length):
             return self.x[side][row, token].double()
         value = self.variant.layout(side).decode(self.record(side, row, page))[:, token % 128].double()
-        rescale, offset = self.paged.transform
+        rescale, offset, *_ = self.paged.transform
         if side == "k" and self.variant.rescale:
             value = value * rescale.double()
         return value + offset.double() if side == "k" and self.variant.offset else value

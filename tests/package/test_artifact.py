@@ -119,7 +119,10 @@ def test_any_truncation_is_refused(tmp_path):
 def test_missing_file_and_folder(tmp_path):
     with pytest.raises(ArtifactError, match=r"no demo artifact at .*gone") as caught:
         read(tmp_path / "gone", "demo", 3)
-    assert caught.value.exit_code == 5 and "run the stage" in caught.value.hint
+    assert caught.value.exit_code == 5 and caught.value.hint == "check the path"
+    with pytest.raises(ArtifactError, match="no profile artifact at") as caught:
+        read(tmp_path / "gone", "profile", 3)
+    assert caught.value.hint == "check the path, or make it first: kvcal profile"
     with pytest.raises(ArtifactError, match="is a folder; expected a regular file"):
         read(tmp_path, "demo", 3)
 

@@ -47,7 +47,7 @@ def test_the_wheel_carries_nothing_else_and_names_the_command(wheel: zipfile.Zip
     information = f"kvcal-{PROJECT['version']}.dist-info"
     assert {name.split("/")[0] for name in wheel.namelist()} == {"kvcal", information}
     assert not [name for name in wheel.namelist() if "__pycache__" in name]
-    assert b"kvcal = kvcal.cli:main" in wheel.read(f"{information}/entry_points.txt")
+    assert b"kvcal = kvcal.__main__:main" in wheel.read(f"{information}/entry_points.txt")
 
 
 def test_the_lock_pins_every_requirement_inside_its_range() -> None:
@@ -76,7 +76,7 @@ class Missing:
 MISSING = sys.argv[1].split(",")
 sys.meta_path.insert(0, Missing())
 sys.argv = ["kvcal", *sys.argv[2:]]
-from kvcal.cli import main
+from kvcal.__main__ import main
 try:
     main()
 finally:
@@ -117,6 +117,16 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    "command", [("--help",), ("--version",), ("inspect", "--help"), ("run", "--help")], ids=" ".join
+)
+def test_help_and_the_version_load_no_heavy_library(command: tuple[str, ...]) -> None:
+    done = without("torch,transformers,numpy,safetensors", *command)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert "kvcal.__main__" in loaded and not {"torch", "numpy", "kvcal.strict"} & loaded
+
+
 def test_inspecting_a_plan_needs_neither_transformers_nor_what_compiles_plans(plan: Path) -> None:
     missing = ",".join(("transformers", *COMPILE_PACKAGES))
     done = without(missing.replace("jinja2,", ""), "inspect", plan, "--json")  # torch itself may load jinja2
@@ -138,3 +148,12 @@ def test_reading_a_plan_loads_no_transformers() -> None:
     run = [sys.executable, "-c", code]
     done = subprocess.run(run, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
     assert not {name for name in done.stdout.split() if name.partition(".")[0] == "transformers"}
+
+
+def test_a_test_module_is_imported_only_within_its_folder() -> None:
+    """Else the tests of one folder would not run by themselves: what folders share is in tests/support."""
+    tests = ROOT / "tests"
+    folder_of = {path.stem: path.parent for path in tests.rglob("test_*.py")}
+    for path in tests.rglob("*.py"):
+        for name in re.findall(r"^\s*(?:from|import) (test_\w+)", path.read_text(), re.MULTILINE):
+            assert folder_of.get(name) == path.parent, f"{path.relative_to(ROOT)} imports {name}"

@@ -27,7 +27,7 @@ THREE_TIERS = Boost("magnitude", (Tier(16, 0.2, 1.7), Tier(8, 0.15, 1.2), Tier(4
 
 @dataclass(frozen=True)
 class Case:
-    """``error``: bound of the squared error, relative to the page's energy."""
+    """``error``: bound of the squared error, relative to the page's energy. ``feedback``: codes are chosen with it."""
 
     format: Format
     side: Side
@@ -35,6 +35,7 @@ class Case:
     error: float
     num_heads: int = 2
     cache_dtype: str = "bfloat16"
+    feedback: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -42,7 +43,9 @@ class Case:
 
     def __str__(self) -> str:
         fmt, bits = self.format, f"{self.format.num_bits} {LAYOUTS[self.format.layout_name].label(self.format)}"
-        return f"{self.side} {bits} {fmt.param_dtype} {self.num_heads}x{self.head_dim} {self.cache_dtype}"
+        return f"{self.side} {bits} {fmt.param_dtype} {self.num_heads}x{self.head_dim} {self.cache_dtype}" + (
+            " feedback" if self.feedback else ""
+        )
 
 
 # A layout without a case fails the first test below.
@@ -63,6 +66,9 @@ CASES: dict[str, list[Case]] = {
             )
         ),
         *(Case(Format(16), "v", 20, 0.0, cache_dtype=dtype) for dtype in ("bfloat16", "float32")),
+        Case(Format(1, "channel", 32), "k", 20, 4.0, feedback=True),
+        Case(Format(2, "token", 64, param_dtype="float32"), "k", 80, 0.5, num_heads=3, feedback=True),
+        Case(Format(3, "token", 128), "v", 96, 0.6, num_heads=1, feedback=True),
     ],
     "tiered": [
         Case(Format(2, "channel", 128, boost=KITTY), "k", 20, 0.3),
@@ -72,6 +78,25 @@ CASES: dict[str, list[Case]] = {
         Case(Format(2, "channel", 32, param_dtype="bfloat16", boost=MIXKVQ), "k", 64, 0.2, cache_dtype="float16"),
         Case(Format(2, "channel", 128, boost=THREE_TIERS), "k", 20, 0.2, cache_dtype="float16"),
         Case(Format(4, "channel", 64, boost=Boost("range", (Tier(8, 0.1),))), "k", 64, 0.01, cache_dtype="float32"),
+        Case(Format(2, "channel", 64, boost=MIXKVQ), "k", 80, 0.35, feedback=True),
+        Case(Format(2, "channel", 128, boost=THREE_TIERS), "k", 20, 0.3, cache_dtype="float16", feedback=True),
+    ],
+    "rotated": [
+        *(
+            Case(Format(bits, group_size=size, param_dtype=param, quantizer="rotated"), side, dim, error, 2)
+            for side, (bits, size, param, dim, error) in itertools.product(
+                ("k", "v"),
+                [
+                    (1, 128, "float16", 128, 0.13),
+                    (2, 128, "float16", 128, 0.12),
+                    (2, 32, "bfloat16", 80, 0.1),
+                    (3, 64, "float32", 96, 0.032),
+                    (4, 128, "float16", 20, 0.012),
+                    (8, 64, "float16", 64, 9e-5),
+                ],
+            )
+        ),
+        Case(Format(2, quantizer="rotated"), "v", 96, 0.3, num_heads=3, feedback=True),
     ],
     "lattice": [
         Case(Format(bits, lattice_dim=dim, param_dtype=param), side, width // heads, error, heads)
@@ -103,7 +128,14 @@ def operands_of(case: Case, num_pages: int = 3) -> dict[str, Tensor]:
     operands = {name: case.layout.make_tensor(name, seed=3) for name in case.layout.plan_tensors("layers.0.k")}
     generator = torch.Generator().manual_seed(7)
     scores = torch.randint(0, 9, (num_pages, case.num_heads, case.head_dim), generator=generator).double() / 4
-    return operands | ({"scores": scores} if case.format.boost is not None else {})
+    operands |= {"scores": scores} if case.format.boost is not None else {}
+    return operands | ({"feedback": factor_of(case.num_heads, case.head_dim)} if case.feedback else {})
+
+
+def factor_of(num_heads: int, head_dim: int) -> Tensor:
+    """A factor of error feedback, [n, D (D - 1) / 2] fp16, in 64ths."""
+    number = torch.arange(num_heads * head_dim * (head_dim - 1) // 2).view(num_heads, -1)
+    return ((number * 7 % 31 - 15) / 64).half()
 
 
 def part_of(operands: dict[str, Tensor], pages: slice) -> dict[str, Tensor]:

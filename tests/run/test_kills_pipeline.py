@@ -10,11 +10,9 @@ import pytest
 import torch
 from cache_cases import KIVI_2
 from cli_cases import save_llama
-from evaluation_cases import COARSE, RAW_PAIR, Notes, make_plan, text, tiny
-from predictor_runs import aqua_layers, as_loaded, loaded_llama, plan_with
-from test_evaluate_generation import SMALL, spec
-from test_prefix import BOOSTED, prompt
-from test_report import UNIFORM, row
+from evaluation_cases import COARSE, SMALL, Notes, make_plan, spec, text, tiny
+from predictor_runs import BOOSTED, aqua_layers, as_loaded, loaded_llama, plan_with, prompt
+from report_cases import UNIFORM, row
 from tiny_models import VOCAB_SIZE as TINY_VOCAB
 from tiny_models import built
 from transformers import PreTrainedTokenizerBase
@@ -36,11 +34,10 @@ from kvcal.stages import profile
 from kvcal.stages.allocate.budget import reserved_bytes
 from kvcal.stages.checkpoint import Checkpoint, State
 from kvcal.stages.divergence import PHASE, KLMeter, declare_kls, divergences, kl_texts, unquantized_plan
-from kvcal.stages.evaluate import generation
-from kvcal.stages.evaluate.generation import TaskResult, measure_tasks
+from kvcal.stages.evaluate import tasks
+from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
 from kvcal.stages.generate import complete
-from kvcal.stages.prefix.load import load_prefix
-from kvcal.stages.prefix.save import named_parts, pack_prefix
+from kvcal.stages.prefix import load_prefix, named_parts, pack_prefix
 from kvcal.stages.verify import verify_plan
 
 RECIPE = """
@@ -213,13 +210,13 @@ def test_problems_are_those_of_the_seed_and_the_pool(
     embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch, purpose: Purpose
 ) -> None:
     asked: list[tuple[str, int, int, str]] = []
-    problems = generation.problems
+    problems = tasks.problems
 
     def noted(task: str, count: int, seed: int, of: Purpose, **limits: int):
         asked.append((task, count, seed, of))
         return problems(task, count, seed, of, **limits)
 
-    monkeypatch.setattr(generation, "problems", noted)
+    monkeypatch.setattr(tasks, "problems", noted)
     wanted = spec(tasks=("times", "chain"), num_problems=1, seed=5, max_new_tokens=1)
     measure_tasks(embedded, make_plan(embedded), wanted, Silent(), purpose)
     assert asked == [("times", 1, 5, purpose), ("chain", 1, 5, purpose)]
@@ -229,7 +226,7 @@ def test_a_generation_ends_with_the_models_context(
     embedded: LoadedModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (problem,) = generation.problems("times", 1, 1, **SMALL)
+    (problem,) = tasks.problems("times", 1, 1, **SMALL)
     length = len(encode_problem(problem, embedded.tokenizer))
     monkeypatch.setattr(embedded.model.config, "max_position_embeddings", length + 7)
     wanted = spec(tasks=("times",), num_problems=1, max_new_tokens=20)
@@ -242,7 +239,9 @@ def test_a_completion_names_its_bytes_beside_those_of_16_bits(loaded: LoadedMode
     found = complete(loaded, plan, "Times. 12 x 34\n" * 12, 9, 0.0, 0, False)
     assert found["new_tokens"] == 9 and found["cached_tokens"] > 128
     assert found["cache_bytes"] == plan.nbytes([found["cached_tokens"]])
-    assert found["raw_bytes"] == make_plan(loaded, RAW_PAIR).nbytes([found["cached_tokens"]])
+    layers = plan.geometry.layers
+    per_token = sum(layer.num_kv_heads * (layer.k_head_dim + layer.v_head_dim) for layer in layers)
+    assert plan.cache_dtype == "float32" and found["raw_bytes"] == 4 * per_token * found["cached_tokens"]
 
 
 def test_a_loaded_prefix_counts_the_queries_of_its_prompt(tmp_path: Path) -> None:

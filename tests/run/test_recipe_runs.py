@@ -49,6 +49,8 @@ def shortened(recipe: Recipe) -> Recipe:
     )
     if recipe.reparam is not None:
         found = replace(found, reparam=replace(recipe.reparam, num_samples=2, seq_len=320, num_steps=2))
+    if recipe.feedback is not None:
+        found = replace(found, feedback=replace(recipe.feedback, num_samples=2, seq_len=320))
     if recipe.search is not None:
         search = replace(recipe.search, kl_samples=2, kl_tokens=320, proxy_plans=2, refine_rounds=1, neighbours=1)
         found = replace(

@@ -14,10 +14,11 @@ from kvcal.errors import InfeasibleBudget
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, Format
 from kvcal.plan.plan import Plan, Workload
-from kvcal.plan.tensors import tensors_nbytes
+from kvcal.plan.tensors import needed_nbytes, tensors_nbytes
 from kvcal.recipe import (
     AllocateSpec,
     CacheSpec,
+    FeedbackSpec,
     FormatsSpec,
     KeyChoice,
     PredictorSpec,
@@ -31,7 +32,7 @@ from kvcal.stages.allocate import Allocation, allocate, fixed_allocation, made_p
 from kvcal.stages.allocate.budget import require_budget, transform_bytes, workspace_bytes
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.search.compositions import most_scratch, options_of
-from kvcal.store.step_workspace import step_workspace
+from kvcal.store.workspace import step_workspace
 
 BATCH, CONTEXT = 2, 1024
 LINEAR = PredictorSpec(drop=False)
@@ -132,6 +133,11 @@ def test_the_transforms_of_a_recipe_take_what_is_reserved_for_them() -> None:
     device = reserved_bytes(model, cache, None, LINEAR, Workload(BATCH, CONTEXT))
     grown = [workspace_bytes(layers, "bfloat16", Workload(BATCH, CONTEXT)) for layers in (quantized(alike), found[0])]
     assert device == tensors_nbytes(found[1]) + grown[1] - grown[0] > tensors_nbytes(found[1])
+    for sides in (("k",), ("k", "v")):
+        fed = [replace(layer, k_feedback=True, v_feedback="v" in sides) for layer in quantized(alike)]
+        factors = needed_nbytes(fed, "bfloat16")
+        assert reserved_bytes(model, cache, None, feedback=FeedbackSpec(sides)) == factors > 0
+        assert reserved_bytes(model, cache, ReparamSpec(), feedback=FeedbackSpec(sides)) == factors + LAMBDAS // 2
 
 
 def quantized(allocation: Allocation) -> tuple[LayerPlan, ...]:

@@ -14,7 +14,7 @@ from kvcal.errors import ArtifactError
 from kvcal.plan.plan import Plan
 from kvcal.progress import Silent
 from kvcal.recipe import EvaluateSpec
-from kvcal.stages.evaluate.stage import (
+from kvcal.stages.evaluate import (
     Evaluation,
     MeasuredBits,
     evaluate,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cache_cases import HEAD_DIM, KIVI_2, SINKS_3, tiny_llama
-from evaluation_cases import COARSE, RAW_PAIR, Notes, as_loaded, make_plan, tiny
+from evaluation_cases import COARSE, RAW_PAIR, SMALL, Notes, as_loaded, make_plan, spec, tiny
 from transformers import PreTrainedTokenizerBase
 
 from kvcal import PlanCache
@@ -15,22 +15,13 @@ from kvcal.errors import ArtifactError, NonFiniteActivations, UsageError
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Plan
 from kvcal.progress import Silent
-from kvcal.recipe import EvaluateSpec
-from kvcal.stages.evaluate import generation
-from kvcal.stages.evaluate.generation import measure_tasks, wilson_se
-
-SMALL = {"max_steps": 6, "max_size": 22, "max_hops": 5, "max_digits": 2}
+from kvcal.stages.evaluate import tasks
+from kvcal.stages.evaluate.tasks import measure_tasks, wilson_se
 
 
 @pytest.fixture(scope="module")
 def embedded() -> LoadedModel:
     return load("reasoner-10m", device="cpu")
-
-
-def spec(**changes) -> EvaluateSpec:
-    return EvaluateSpec(
-        **{"tasks": ("chain",), "num_problems": 3, "max_new_tokens": 60, "batch": 6, **SMALL, **changes}
-    )
 
 
 def independent(loaded: LoadedModel, plan, task: str, count: int) -> tuple[int, int]:
@@ -65,7 +56,7 @@ def test_accuracy_equals_generating_one_by_one(embedded: LoadedModel, pair) -> N
 def test_batches_and_segments_do_not_change_the_tokens(embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(embedded, KIVI_2)
     whole = measure_tasks(embedded, plan, spec(tasks=("chain", "times"), num_problems=2), Silent())
-    monkeypatch.setattr(generation, "SEGMENT_TOKENS", 7)
+    monkeypatch.setattr(tasks, "SEGMENT_TOKENS", 7)
     assert measure_tasks(embedded, plan, spec(tasks=("chain", "times"), num_problems=2, batch=3), Silent()) == whole
 
 
@@ -79,8 +70,8 @@ def test_answer_line_ends_a_completion(tokenizer: PreTrainedTokenizerBase) -> No
     cases = {"x\nAnswer: 12": False, "x\nAnswer: 12\n": True, "the Answer: 12\n": False, "Answer: a b\n": False}
     for text, is_finished in cases.items():
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        sequence = generation.Sequence(problems("chain", 1, 0)[0], torch.ones(1), 1)
-        generation._extend(sequence, tokens, None, tokenizer)
+        sequence = tasks.Sequence(problems("chain", 1, 0)[0], torch.ones(1), 1)
+        tasks._extend(sequence, tokens, None, tokenizer)
         assert sequence.is_finished == is_finished, text
 
 
@@ -197,7 +188,7 @@ def test_every_segment_compares_what_was_read_with_the_packed_cache(
     embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A page that changes behind the copy's back ends the measurement."""
-    counted = generation.require_predicted_bytes
+    counted = tasks.require_predicted_bytes
 
     def flip(cache: PlanCache, plan: Plan) -> None:
         counted(cache, plan)
@@ -205,7 +196,7 @@ def test_every_segment_compares_what_was_read_with_the_packed_cache(
         assert len(pages)
         pages[0, 0, 0] ^= 1
 
-    monkeypatch.setattr(generation, "require_predicted_bytes", flip)
+    monkeypatch.setattr(tasks, "require_predicted_bytes", flip)
     long = spec(num_problems=1, max_size=64, max_new_tokens=40)
     with pytest.raises(ArtifactError, match="layer 0: the decoded k differ from the packed cache"):
         measure_tasks(embedded, make_plan(embedded), long, Silent())

@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from evaluation_cases import as_loaded, make_plan
-from test_packed_cache_lm import model as tiny_model
+from evaluation_cases import as_loaded, make_plan, wordy_llama
 from test_search import GEOMETRY, SPEC, additive, brute_force, interacting, problem
-from test_tune_command import DATA, LIMITS, PAIR
-from test_tune_command import SPEC as TUNE
 from transformers import PreTrainedTokenizerBase
+from tune_cases import DATA, LIMITS, PAIR
+from tune_cases import SPEC as TUNE
 
-from kvcal.stages.evaluate.generation import TaskResult
+from kvcal.stages.evaluate.tasks import TaskResult
 from kvcal.stages.search.compositions import OptionTensors, composed_layers
 from kvcal.stages.search.problem import Choice, search
 from kvcal.stages.tune import objective as tune_objective
@@ -68,6 +67,6 @@ def test_the_error_of_a_tuned_accuracy_is_that_of_a_mean(
 ) -> None:
     results = [TaskResult(name, 0.5, error, 4, 2, 0, 9, (9,) * 4) for name, error in (("chain", 0.3), ("times", 0.4))]
     monkeypatch.setattr(tune_objective, "measure_tasks", lambda *args: results)
-    tiny = as_loaded(tiny_model(len(tokenizer)), tokenizer)
+    tiny = as_loaded(wordy_llama(len(tokenizer)), tokenizer)
     objective = TaskObjective(Origin("", "", ""), make_plan(tiny, PAIR), TUNE, LIMITS, DATA, tiny)
     assert objective.accuracy(objective.plan) == (0.5, pytest.approx(0.25))

@@ -6,29 +6,27 @@ from __future__ import annotations
 import importlib.util
 import sys
 from dataclasses import dataclass
-from functools import cache
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from cache_cases import KIVI_2
-from evaluation_cases import RAW_PAIR, as_loaded, make_plan
+from evaluation_cases import RAW_PAIR, WORDY_CONTEXT, as_loaded, make_plan, wordy_llama
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from kvcal import PlanCache
 from kvcal.errors import ArtifactError, NonFiniteActivations, UsageError
 from kvcal.models.load import LoadedModel
 from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.stages.divergence import feed
-from kvcal.stages.evaluate.lm_eval import measure_lm_eval, packed_cache_lm, read_accuracy
+from kvcal.stages.evaluate.tasks import measure_lm_eval, packed_cache_lm, read_accuracy
 
 QUERY_PAIR = (
     Format(2, "channel", 32, boost=Boost("query_range", (Tier(4, 0.25, 0.01),))),
     Format(2, "token", 32),
 )
-CONTEXT = 640
 WORDS = "ann pays bob 12, cid earns 7, dee halves, eva copies fay, gus 31+5=36, hal 9-4=5, ivy 88/2=44\n"
 
 
@@ -37,24 +35,9 @@ class Request:
     args: tuple[Any, ...]
 
 
-@cache
-def model(vocab_size: int) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=CONTEXT, bos_token_id=0, eos_token_id=0,
-        pad_token_id=1,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    built = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in built.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return built
-
-
 @pytest.fixture(scope="module")
 def loaded(tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
-    return as_loaded(model(len(tokenizer)), tokenizer)
+    return as_loaded(wordy_llama(len(tokenizer)), tokenizer)
 
 
 class StandIn:
@@ -152,7 +135,7 @@ def test_completions_of_the_model_are_those_of_single_sequences(stand_in: None, 
 def test_bytes_and_logits_are_checked(
     stand_in: None, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = as_loaded(model.__wrapped__(len(tokenizer)), tokenizer)
+    broken = as_loaded(wordy_llama.__wrapped__(len(tokenizer)), tokenizer)
     input_ids = torch.tensor([broken.tokenizer(WORDS)["input_ids"]])  # type: ignore[misc]
     settings: dict[str, Any] = {"attention_mask": torch.ones_like(input_ids), "max_length": 150, "stop": []}
     with monkeypatch.context() as patched:
@@ -194,21 +177,21 @@ def test_likelihoods_are_those_of_single_sequences(
 def test_a_long_context_is_cut_on_the_left(harness: None, loaded: LoadedModel) -> None:
     tokenizer: Any = loaded.tokenizer
     whole = tokenizer(WORDS * 30 + " ned 5")["input_ids"]
-    num_given = len(tokenizer((WORDS * 30).rstrip())["input_ids"]) - len(whole) + CONTEXT + 1
+    num_given = len(tokenizer((WORDS * 30).rstrip())["input_ids"]) - len(whole) + WORDY_CONTEXT + 1
     ((value, _),) = lm(loaded, RAW_PAIR).loglikelihood([Request((WORDS * 30, " ned 5"))], disable_tqdm=True)
-    assert value == pytest.approx(alone(loaded, RAW_PAIR, whole[-CONTEXT - 1 :], num_given)[0], rel=2e-4)
+    assert value == pytest.approx(alone(loaded, RAW_PAIR, whole[-WORDY_CONTEXT - 1 :], num_given)[0], rel=2e-4)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_rolling_likelihood_predicts_every_token_once(harness: None, loaded: LoadedModel) -> None:
     text = WORDS * 22
     tokens = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[misc]
-    assert CONTEXT < len(tokens) < 2 * CONTEXT
+    assert WORDY_CONTEXT < len(tokens) < 2 * WORDY_CONTEXT
     asked = lm(loaded, RAW_PAIR)
     short, long = asked.loglikelihood_rolling([Request((WORDS,)), Request((text,))], disable_tqdm=True)
-    first, rest = tokens[:CONTEXT], tokens[len(tokens) - CONTEXT - 1 :]
+    first, rest = tokens[:WORDY_CONTEXT], tokens[len(tokens) - WORDY_CONTEXT - 1 :]
     expected = alone(loaded, RAW_PAIR, [0, *first], 1)[0]
-    expected += alone(loaded, RAW_PAIR, rest, CONTEXT - len(tokens) + CONTEXT + 1)[0]
+    expected += alone(loaded, RAW_PAIR, rest, WORDY_CONTEXT - len(tokens) + WORDY_CONTEXT + 1)[0]
     assert long == pytest.approx(expected, rel=1e-4)
     assert short == pytest.approx(alone(loaded, RAW_PAIR, [0, *loaded.tokenizer(WORDS)["input_ids"]], 1)[0], rel=1e-4)  # type: ignore[misc]
 

@@ -11,6 +11,7 @@ import torch
 from cache_cases import feed
 from cli_cases import run_kvcal, save_llama
 from predictor_runs import (
+    BOOSTED,
     REST,
     aqua_layers,
     as_loaded,
@@ -18,6 +19,7 @@ from predictor_runs import (
     fitted_llama,
     loaded_llama,
     plan_with,
+    prompt,
     sequences,
 )
 from tiny_models import VOCAB_SIZE as TINY_VOCAB
@@ -30,24 +32,17 @@ from kvcal.cache.attached import attached_for
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.layer import LayerPlan, bare_layers
-from kvcal.plan.page_format import RAW, Boost, Format, Tier
+from kvcal.plan.page_format import RAW
 from kvcal.plan.plan import Plan
-from kvcal.stages.prefix.load import load_prefix
-from kvcal.stages.prefix.save import (
+from kvcal.stages.generate import prompt_tokens
+from kvcal.stages.prefix import (
     KIND,
     SCHEMA,
     complete_prefix,
-    encode_prompt,
     held_tensors,
+    load_prefix,
     pack_prefix,
-    unpredicted,
 )
-
-BOOSTED = Format(2, "channel", 32, 4, boost=Boost("query_magnitude", (Tier(4, 0.5),)))
-
-
-def prompt(length: int, vocab_size: int = 64) -> Tensor:
-    return sequences([length], seed=7, vocab_size=vocab_size).sequences[0]
 
 
 def generated(
@@ -90,9 +85,9 @@ def test_reconstructed_pages_give_the_same_generation(tmp_path: Path, length: in
     loaded, plan = aqua()
     tokens_T, path = prompt(length), tmp_path / "p.kv"
     pack_prefix(loaded, plan, tokens_T, path)
-    prefix = load_prefix(loaded, plan, path, into=unpredicted(plan))
+    prefix = load_prefix(loaded, plan, path, into=plan.unquantized())
     assert prefix.cache.plan.layers == bare_layers(plan.geometry)
-    assert prefix.cache.nbytes == unpredicted(plan).nbytes([length])
+    assert prefix.cache.nbytes == plan.unquantized().nbytes([length])
     free = 128 - (length - 4) % 128
     assert complete_prefix(loaded, prefix, free).tolist() == generated(loaded, plan, tokens_T, free)
 
@@ -105,7 +100,7 @@ def test_reconstructed_pages_are_what_predicted_ones_read(tmp_path: Path) -> Non
     read = {}
     eight = replace(REST, num_bits=8)
     coarse = tuple(LayerPlan(layer.geometry, (eight,), (eight,)) for layer in plan.layers)
-    for name, into in (("stored", None), ("16", unpredicted(plan)), ("8", plan_with(loaded, coarse))):
+    for name, into in (("stored", None), ("16", plan.unquantized()), ("8", plan_with(loaded, coarse))):
         cache = load_prefix(loaded, plan, path, into).cache
         empty = torch.zeros(1, 2, 0, 8)
         read[name] = [layer.update(empty, empty) for layer in cache.layers]
@@ -153,8 +148,8 @@ def test_sliding_windows(tmp_path: Path, length: int) -> None:
     pack_prefix(loaded, plan, tokens_T, tmp_path / "p.kv")
     expected = generated(loaded, plan, tokens_T, 12)
     assert complete_prefix(loaded, load_prefix(loaded, plan, tmp_path / "p.kv"), 12).tolist() == expected
-    raw = load_prefix(loaded, plan, tmp_path / "p.kv", into=unpredicted(plan))
-    assert raw.cache.nbytes == unpredicted(plan).nbytes([length])
+    raw = load_prefix(loaded, plan, tmp_path / "p.kv", into=plan.unquantized())
+    assert raw.cache.nbytes == plan.unquantized().nbytes([length])
     assert complete_prefix(loaded, raw, 12).tolist() == expected
 
 
@@ -268,7 +263,7 @@ def test_prompts_that_cannot_be_packed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a prompt of 2049 tokens"):
         pack_prefix(loaded, plan, prompt(2049), tmp_path / "p.kv")
     with pytest.raises(UsageError, match="no tokenizer"):
-        encode_prompt(loaded, "text")
+        prompt_tokens(loaded, "text", False, 0)
     with pytest.raises(ArtifactError, match="cannot write"):
         pack_prefix(loaded, plan, prompt(9), tmp_path / "nowhere" / "p.kv")
     assert not list(tmp_path.iterdir())
@@ -289,7 +284,7 @@ def test_the_command(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys:
     command = ("pack-prefix", "--model", model, "--plan", tmp_path / "plan.safetensors", "-o", out, "--quiet")
     shown = run_kvcal(capsys, *command, "--device", "cpu", "--prompt-file", tmp_path / "prompt.txt", "--json")
     assert f'"path": "{out}"' in shown.out
-    tokens_T = encode_prompt(loaded, text)
+    tokens_T = prompt_tokens(loaded, text, False, 0)
     prefix = load_prefix(loaded, plan, out)
     assert torch.equal(prefix.tokens_T, tokens_T)
     assert complete_prefix(loaded, prefix, 5).tolist() == generated(loaded, plan, tokens_T, 5)

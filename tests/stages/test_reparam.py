@@ -22,7 +22,7 @@ from kvcal.models.rope import rotary_pairs
 from kvcal.models.taps import tap
 from kvcal.plan.page_format import RAW, Format
 from kvcal.stages import checkpoint as checkpoint_module
-from kvcal.stages.reparam import stage as reparam
+from kvcal.stages import reparam
 from kvcal.stages.reparam.search import KeyStatistics, key_statistics, lambda_of
 
 

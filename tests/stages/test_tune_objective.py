@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from evaluation_cases import as_loaded, make_plan
-from test_packed_cache_lm import model as tiny_model
+from evaluation_cases import as_loaded, make_plan, wordy_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.data.sequences import DataSpec
@@ -12,7 +11,7 @@ from kvcal.data.tasks import problems
 from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import Plan
 from kvcal.recipe import EvaluateSpec, TuneSpec
-from kvcal.stages.evaluate.generation import TaskResult
+from kvcal.stages.evaluate.tasks import TaskResult
 from kvcal.stages.tune import objective as tune_objective
 from kvcal.stages.tune.objective import Origin, TaskObjective
 
@@ -34,7 +33,7 @@ def test_a_trial_measures_the_plan_of_its_thresholds_on_problems_of_its_own(
         return (TaskResult("chain", 0.5, 0.1, 2, 1, 0, 10, (5, 5)),)
 
     monkeypatch.setattr(tune_objective, "measure_tasks", measure)
-    loaded = as_loaded(tiny_model(len(tokenizer)), tokenizer)
+    loaded = as_loaded(wordy_llama(len(tokenizer)), tokenizer)
     untuned, evaluated = make_plan(loaded, (Format(2, "channel", 32, boost=BOOST), Format(2))), EvaluateSpec()
     spec = TuneSpec(tasks=("chain",), num_problems=2, fit_capacity=False, seed=seed)
     objective = TaskObjective(Origin("", "", ""), untuned, spec, evaluated, DATA, loaded)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cache_cases import KIVI_2, SINKS_3, llama_plan, padded, per_head, random_states, recipe_formats, tiny_llama
 from form_cases import with_tensors
-from test_progressive_cache import K_2, V_2, fixed, scheduled
+from progressive_cases import K_2, V_2, fixed, scheduled
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,7 +19,7 @@ from kvcal import PlanCache
 from kvcal.pages.codec import ENCODE_PAGES
 from kvcal.plan.page_format import RAW, Format
 from kvcal.store.layer_store import LayerStore, NewTokens
-from kvcal.store.transient import SCRATCH_BYTES, transient_bytes
+from kvcal.store.workspace import SCRATCH_BYTES, transient_bytes
 
 
 class Storages(TorchDispatchMode):

@@ -15,7 +15,7 @@ from staged_cases import SCHEDULES, assert_same_bytes, caches, fed_alike, mixed_
 
 from kvcal import Plan, PlanCache, attached
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
-from kvcal.kernels.regions import BASE, HEADS, PAGES, RECORD, SQUEEZED
+from kvcal.kernels.operands import BASE, HEADS, PAGES, RECORD, SQUEEZED
 from kvcal.pages.shrink import SHIFTS
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Workload

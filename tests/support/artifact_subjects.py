@@ -9,21 +9,22 @@ from pathlib import Path
 
 import torch
 from cache_cases import KIVI_2, feed, llama_plan, model_plan, random_ids, tiny_llama
-from form_cases import RULE, form_plan
+from form_cases import KITTY, RULE, form_plan, with_tensors
 from partial_subjects import STAGES, use_partial, write_partial
 from predictor_runs import fitted_llama, loaded_llama, plan_with
+from report_cases import UNIFORM, evaluation, row
 from staged_cases import staged_plan, transformed
-from test_report import UNIFORM, evaluation, row
 from tiny_models import built
 from transformers import PreTrainedModel
 
 from kvcal import Plan, PlanCache, load_plan
 from kvcal import tables as views
 from kvcal.cache.attached import attached_for
-from kvcal.charts.evaluation import table_rows
+from kvcal.pages.feedback import factor_spec
 from kvcal.plan.page_format import SIDES, Format, WindowRule
 from kvcal.plan.plan import Workload, plan_bytes, save_plan
-from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec, ReparamSpec
+from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, ProfileSpec, ReparamSpec
+from kvcal.stages import feedback as feedback_stage
 from kvcal.stages.allocate import allocate, pareto
 from kvcal.stages.allocate import record as allocation_record
 from kvcal.stages.checkpoint import Mean
@@ -40,14 +41,13 @@ from kvcal.stages.compare.record import (
     with_shares,
 )
 from kvcal.stages.compile import compile_plan
-from kvcal.stages.evaluate.stage import Row, load_evaluation, save_evaluation
+from kvcal.stages.evaluate import Row, load_evaluation, save_evaluation, table_columns
 from kvcal.stages.predictors import record as predictor_record
-from kvcal.stages.prefix.load import load_prefix
-from kvcal.stages.prefix.save import pack_prefix
+from kvcal.stages.prefix import load_prefix, pack_prefix
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.reparam import record as reparam_record
 from kvcal.stages.search import record as search_record
-from kvcal.stages.tune.record import (
+from kvcal.stages.tune import (
     Outcome,
     Search,
     Threshold,
@@ -62,7 +62,18 @@ from kvcal.stages.tune.record import (
 SECONDS_SPEC = {"kl_samples": 1, "kl_num_bits": (2, 4), "num_bits": (2, 4), "group_sizes": (32,)}
 
 
-KINDS = ("plan", "profile", "allocation", "search", "predictors", "reparam", "comparison", "evaluation", "tuning")
+KINDS = (
+    "plan",
+    "profile",
+    "allocation",
+    "search",
+    "predictors",
+    "reparam",
+    "feedback",
+    "comparison",
+    "evaluation",
+    "tuning",
+)
 KINDS += ("prefix", *(f"{name}.partial" for name in STAGES))
 
 
@@ -88,6 +99,9 @@ def plans() -> dict[str, Plan]:
     found["heads apart"] = llama_plan((KIVI_2[0], Format(3, "token", 64, 4, 64)), KIVI_2[1])
     found["sliding windows"] = model_plan(built("gemma3"), *KIVI_2)
     found["states"] = model_plan(built("qwen3_next"), *KIVI_2)
+    fed, rotated = llama_plan(KITTY, KIVI_2[1]), (Format(2, quantizer="rotated"),)
+    layers = [replace(layer, v=rotated, k_feedback=True, v_feedback=True) for layer in fed.layers]
+    found["error feedback, rotated"] = with_tensors(fed, layers)
     provenance = {"recipe": "r", "seed": 0, "libraries": {"torch": "2"}}
     return {name: replace(plan, provenance=provenance) for name, plan in found.items()}
 
@@ -230,6 +244,25 @@ def open_reparam(path: Path) -> None:
 
 
 @functools.cache
+def feedback_result() -> feedback_stage.FeedbackRecord:
+    loaded = loaded_llama()
+    subject = feedback_stage.Subject(loaded.identity, loaded.geometry, FeedbackSpec(), 4.0, "f", "text", 900)
+    places = [(index, side) for index in range(3) for side in SIDES if (index, side) != (1, "v")]
+    generator, shape = torch.Generator().manual_seed(0), factor_spec(2, 8).extents
+    factors = {place: torch.randn(shape, generator=generator).half() for place in places}
+    sides = tuple(feedback_stage.SideFeedback(*place, 0.5) for place in places)
+    return feedback_stage.FeedbackRecord(subject, sides, factors)
+
+
+def open_feedback(path: Path) -> None:
+    found = feedback_stage.load(path)
+    same_again(path, lambda again: feedback_stage.save(found, {}, again))
+    feedback_stage.table_rows(found)
+    plan = llama_plan(*KIVI_2, num_layers=3)
+    use_plan(replace(plan, layers=found.apply(plan.layers), tensors=found.tensors()))
+
+
+@functools.cache
 def prefix_plans() -> dict[str, Plan]:
     """Of ``loaded_llama``, of which a prompt of 300 tokens is packed."""
     loaded = loaded_llama()
@@ -290,7 +323,7 @@ def open_comparison(path: Path) -> None:
 def open_evaluation(path: Path) -> None:
     found = load_evaluation(path)
     same_again(path, lambda again: save_evaluation(found, again))
-    table_rows(found)
+    table_columns(found.rows)
 
 
 def _saved(save: Callable, record: object) -> Callable[[Path], None]:
@@ -309,6 +342,7 @@ def subjects() -> list[Subject]:
         Subject("search", "", _saved(search_record.save, search_result()), open_search),
         Subject("predictors", "", _saved(predictor_record.save, fitted), open_predictors),
         Subject("reparam", "", _saved(reparam_record.save, reparam_result()), open_reparam),
+        Subject("feedback", "", _saved(feedback_stage.save, feedback_result()), open_feedback),
         Subject("comparison", "", functools.partial(save_comparison, comparison()), open_comparison),
         Subject("evaluation", "", functools.partial(save_evaluation, evaluation(*_rows())), open_evaluation),
         Subject("tuning", "", functools.partial(save_tuning, tuning()), open_tuning),

@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 from transformers import FalconConfig, FalconForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from kvcal import cli
+from kvcal import __main__ as cli
 
 RECIPE = """
 description = "a test"
@@ -124,7 +124,7 @@ def kvcal_process(*arguments: object, hash_seed: int = 0) -> Outcome:
     import os
 
     done = subprocess.run(
-        [sys.executable, "-m", "kvcal.cli", *map(str, arguments)],
+        [sys.executable, "-m", "kvcal", *map(str, arguments)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONHASHSEED": str(hash_seed), "OMP_NUM_THREADS": "1"},

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from cache_cases import KIVI_2, VOCAB_SIZE, tiny_llama
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcal.data.sequences import TokenDataset
 from kvcal.geometry import ModelIdentity
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import RAW, Format, LayerPlan, Plan, Workload
+from kvcal.recipe import EvaluateSpec
 
 RAW_PAIR = (RAW, RAW)
+WORDY_CONTEXT = 640  # tokens at most, of ``wordy_llama``
 COARSE = (Format(1, "channel", 128), Format(2, "token", 64, 3, 20))
+SMALL = {"max_steps": 6, "max_size": 22, "max_hops": 5, "max_digits": 2}
 
 
 class Notes:
@@ -52,3 +57,25 @@ def text(*lengths: int, first_loss: int = 1) -> TokenDataset:
     sequences = tuple(torch.randint(VOCAB_SIZE, (length,), generator=generator) for length in lengths)
     masks = tuple(torch.arange(length) >= first_loss for length in lengths)
     return TokenDataset(sequences, masks, "f" * 64, "random tokens")
+
+
+@cache
+def wordy_llama(vocab_size: int) -> LlamaForCausalLM:
+    """Two layers, whose logits differ from word to word."""
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=WORDY_CONTEXT, bos_token_id=0, eos_token_id=0,
+        pad_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    built = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return built
+
+
+def spec(**changes) -> EvaluateSpec:
+    return EvaluateSpec(
+        **{"tasks": ("chain",), "num_problems": 3, "max_new_tokens": 60, "batch": 6, **SMALL, **changes}
+    )

@@ -19,7 +19,8 @@ from kvcal.cache.attached import attached_for
 from kvcal.data.tasks import chain
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel, load
-from kvcal.plan.page_format import RAW, Format
+from kvcal.pages.feedback import factor_spec
+from kvcal.plan.page_format import RAW, SIDES, Format
 
 VOCABULARY = 512
 RECIPES = recipe_formats()
@@ -63,15 +64,20 @@ def reasoner(dtype: str) -> LoadedModel:
 
 def plan_for(model: hf.PreTrainedModel, name: str) -> Plan:
     geometry = geometry_of(model, cache_dtype="bfloat16")
-    if name != "transformed":
+    if name not in ("transformed", "feedback"):
         return plan_of(geometry, *PAIRS[name])
     plan, generator, tensors = plan_of(geometry, *PAIRS["queries"]), torch.Generator().manual_seed(0), {}
     for index, layer in enumerate(plan.layers):
         shape = (layer.attention.num_kv_heads, layer.attention.k_head_dim)
         tensors[f"layers.{index}.k_rescale"] = torch.rand(shape, generator=generator) + 0.5
         tensors[f"layers.{index}.k_offset"] = torch.randn(shape, generator=generator)
-    layers = tuple(replace(layer, k_rescale=True, k_offset=True) for layer in plan.layers)
-    return replace(plan, layers=layers, tensors=tensors)
+        if name == "feedback":
+            for side in SIDES:
+                factor = torch.randn(factor_spec(*shape).extents, generator=generator) * 0.2
+                tensors[f"layers.{index}.{side}_feedback"] = factor.half()
+    has = name == "feedback"
+    layers = [replace(layer, k_rescale=True, k_offset=True, k_feedback=has, v_feedback=has) for layer in plan.layers]
+    return replace(plan, layers=tuple(layers), tensors=tensors)
 
 
 def mixed_plan(model: hf.PreTrainedModel) -> Plan:

@@ -36,6 +36,7 @@ class Case:
     cache: str = "bfloat16"
     rescale: bool = False
     offset: bool = False
+    feedback: bool = False
 
     @property
     def name(self) -> str:
@@ -44,35 +45,41 @@ class Case:
         parts += [fmt.param_dtype, self.cache]
         if fmt.boost is not None:
             parts += [fmt.boost.score, *(f"{tier.num_bits}b{tier.share}" for tier in fmt.boost.tiers)]
-        return "-".join([*parts, "rescale" * self.rescale, "offset" * self.offset]).rstrip("-")
+        parts += ["rescale" * self.rescale, "offset" * self.offset, "feedback" * self.feedback]
+        return "-".join(parts).rstrip("-")
 
     @property
     def defines(self) -> dict[str, int]:
         """Of ``pack`` and ``unpack``."""
         own = {"DTYPE": DTYPES[self.cache], "SIDE": SIDES.index(self.side)}
         own |= {"K_RESCALE": int(self.rescale), "K_OFFSET": int(self.offset)}
+        own |= {f"{self.side.upper()}_FEEDBACK": int(self.feedback)}
         return own | side_defines(self.side, self.fmt, self.dim, self.cache, self.fmt.num_bits)
 
     @property
     def variant(self) -> Variant:
         """The other side has 16 bits."""
         k, v = (self.fmt, RAW) if self.side == "k" else (RAW, self.fmt)
-        return Variant(k, v, self.dim, self.cache, GROUP_HEADS, self.rescale, self.offset, HEADS.start)
+        fed = {f"{self.side}_feedback": self.feedback}
+        return Variant(k, v, self.dim, self.cache, GROUP_HEADS, self.rescale, self.offset, HEADS.start, **fed)
 
     def transform(self, device: str) -> PageTransform:
         codec, empty = self.codec(), torch.empty(0, self.dim)
         given = (empty if x is None else x.flatten(0, 1) for x in (codec.rescale, codec.offset))
-        return PageTransform(*(x.to(device) for x in given))
+        factor = torch.empty(0) if codec.feedback is None else codec.feedback
+        return PageTransform(*(x.to(device) for x in (*given, factor, factor)))
 
     def codec(self) -> PageCodec:
         """The reference; its ``rescale`` and ``offset`` [n, 1, D] or None are what a kernel is given."""
         geometry = AttentionGeometry(0, NUM_HEADS * GROUP_HEADS, NUM_HEADS, self.dim, self.dim)
         k, v = (self.fmt, Format(2)) if self.side == "k" else (Format(2), self.fmt)
-        plan = LayerPlan(geometry, (k,), (v,), k_rescale=self.rescale, k_offset=self.offset)
+        fed = {f"{self.side}_feedback": self.feedback}
+        plan = LayerPlan(geometry, (k,), (v,), k_rescale=self.rescale, k_offset=self.offset, **fed)
         generator = torch.Generator().manual_seed(3)
         tensors = {
             "layers.0.k_rescale": 0.2 + 3 * torch.rand(NUM_HEADS, self.dim, generator=generator),
             "layers.0.k_offset": torch.randn(NUM_HEADS, self.dim, generator=generator),
+            f"layers.0.{self.side}_feedback": feedback_of(NUM_HEADS, self.dim),
         }
         return PageCodec.of_layer(plan, self.side, self.fmt, HEADS, self.cache, tensors)
 
@@ -85,6 +92,12 @@ class Case:
         x[..., 9] = x[..., 8]
         x[..., 11] *= torch.where(torch.rand(shape, generator=generator) > 0.98, 100, 1)
         return x.to(CACHE_DTYPES[self.cache])
+
+
+def feedback_of(num_heads: int, dim: int) -> Tensor:
+    """A factor of error feedback: [n, D (D - 1) / 2] fp16."""
+    generator = torch.Generator().manual_seed(5)
+    return (torch.randn(num_heads, dim * (dim - 1) // 2, generator=generator) * 0.2).half()
 
 
 def _every_uniform_format() -> list[Case]:
@@ -129,7 +142,18 @@ TIERED = [
     Case("k", MIXKVQ, rescale=True),
     Case("k", MIXKVQ, 64, "float16"),
 ]
-PACKED = UNIFORM + TIERED
+FED = [
+    Case("k", Format(2, "channel", 128, 5), feedback=True),
+    Case("k", Format(3, "channel", 32), 80, "float16", rescale=True, offset=True, feedback=True),
+    Case("k", Format(1, "token", 64), 64, feedback=True),
+    Case("v", Format(2, "token", 128), feedback=True),
+    Case("v", Format(3, "token", 32, param_dtype="float32"), 96, "float16", feedback=True),
+    Case("v", Format(8, "token", 64), 16, feedback=True),
+    Case("k", KITTY, feedback=True),
+    Case("k", MIXKVQ, 64, "float16", rescale=True, feedback=True),
+    Case("k", boosted("range", Tier(16, 0.05), Tier(8, 0.1), Tier(4, 0.2)), 72, offset=True, feedback=True),
+]
+PACKED = UNIFORM + TIERED + FED
 
 
 def reference_pages(case: Case, codec: PageCodec, x: Tensor, first_page: int, query_mean: Tensor | None) -> Tensor:
@@ -204,9 +228,14 @@ class Paged:
         self.transform = PageTransform(
             (rescale if variant.rescale else rescale[:0]).to(device),
             (offset if variant.offset else offset[:0]).to(device),
+            *(self._factor(has_feedback) for has_feedback in (variant.k_feedback, variant.v_feedback)),
         )
         self.error = torch.zeros(1, dtype=torch.int32, device=device)
         self.nothing = torch.empty(0, device=device)
+
+    def _factor(self, has_feedback: bool) -> Tensor:
+        factor = feedback_of(self.heads, self.variant.head_dim)
+        return (factor if has_feedback else factor[:0]).to(self.device)
 
     def append(self, rows: slice, k_new: Tensor, v_new: Tensor, q: Tensor) -> None:
         """Tokens [b, n, D] and queries [b, n G, D] of some rows, whose lengths stay as they are."""

@@ -16,15 +16,14 @@ from predictor_runs import WORKLOAD, aqua_layers, loaded_llama, sequences
 
 from kvcal.errors import ArtifactError
 from kvcal.progress import Silent
-from kvcal.recipe import CacheSpec, PredictorSpec, ProfileSpec, ReparamSpec
-from kvcal.stages import profile
+from kvcal.recipe import CacheSpec, FeedbackSpec, PredictorSpec, ProfileSpec, ReparamSpec
+from kvcal.stages import feedback, profile, reparam
 from kvcal.stages.checkpoint import Checkpoint, State
 from kvcal.stages.divergence import PHASE, KLMeter, Text, declare_kls
 from kvcal.stages.predictors import record as predictor_record
 from kvcal.stages.predictors import stage as fit_predictors
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.reparam import record as reparam_record
-from kvcal.stages.reparam import stage as reparam
 
 DATA = sequences([200, 180, 190], 1)
 SPEC = ProfileSpec(
@@ -41,7 +40,7 @@ def run_profile(target: Path) -> None:
 def run_reparam(target: Path) -> None:
     layers = aqua_layers(loaded_llama())
     spec = ReparamSpec(position_scale=1.0, num_steps=2, offset=True)
-    reparam.run_reparam(loaded_llama(), layers, {}, DATA, spec, {}, target, Strict())
+    reparam.run_reparam(loaded_llama(), layers, DATA, spec, {}, target, Strict())
     reparam_record.table_rows(reparam_record.load(target))
 
 
@@ -50,6 +49,12 @@ def run_predictors(target: Path) -> None:
     spec = PredictorSpec(drop=False)
     fit_predictors.run_fit_predictors(loaded, aqua_layers(loaded), {}, DATA, spec, WORKLOAD, {}, target, Strict())
     predictor_record.table_rows(predictor_record.load(target))
+
+
+def run_feedback(target: Path) -> None:
+    layers = aqua_layers(loaded_llama())
+    feedback.run_feedback(loaded_llama(), layers, {}, DATA, FeedbackSpec(), {}, target, Strict())
+    feedback.table_rows(feedback.load(target))
 
 
 def run_search(target: Path) -> None:
@@ -79,6 +84,7 @@ STAGES: dict[str, tuple[Callable[[Path], None], ModuleType | None]] = {
     "profile": (run_profile, profile),
     "reparam": (run_reparam, reparam),
     "predictors": (run_predictors, fit_predictors),
+    "feedback": (run_feedback, feedback),
     "search": (run_search, None),
 }
 

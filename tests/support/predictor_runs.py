@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from cache_cases import HEAD_DIM, VOCAB_SIZE, tiny_llama
 from form_cases import rotary_table
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvcal.data.sequences import TokenDataset
@@ -17,7 +18,7 @@ from kvcal.geometry import ModelIdentity
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
-from kvcal.plan.page_format import Format
+from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_tensors
 from kvcal.progress import Silent
@@ -27,6 +28,7 @@ from kvcal.stages.predictors.stage import run_fit_predictors
 
 FIRST = Format(4, "token", 64, num_sink_tokens=4)
 REST = Format(2, "token", 64, num_sink_tokens=4)
+BOOSTED = Format(2, "channel", 32, 4, boost=Boost("query_magnitude", (Tier(4, 0.5),)))
 WORKLOAD = Workload(8, 4096)
 
 
@@ -103,3 +105,7 @@ def fitted_llama(k_pages: str = "post") -> tuple[tuple[LayerPlan, ...], Predicto
     """Layers of ``loaded_llama`` and their predictors; ``k_pages`` of the layers without one."""
     layers = aqua_layers(loaded_llama(), k_pages)
     return layers, fit(loaded_llama(), layers, sequences([260] * 6))
+
+
+def prompt(length: int, vocab_size: int = 64) -> Tensor:
+    return sequences([length], seed=7, vocab_size=vocab_size).sequences[0]

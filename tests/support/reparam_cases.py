@@ -18,7 +18,7 @@ from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import Format
 from kvcal.progress import Silent
 from kvcal.recipe import ReparamSpec
-from kvcal.stages.reparam import stage as reparam
+from kvcal.stages import reparam
 
 PER_TOKEN = Format(2, "token", 128, num_sink_tokens=1, recent_window=16)
 SPEC = ReparamSpec(position_scale=1.0, num_steps=4, offset=True)
@@ -61,7 +61,6 @@ def run(folder: Path, loaded: LoadedModel, layers=None, reporter=None, **other) 
     return reparam.run_reparam(
         loaded,
         layers_of(loaded) if layers is None else layers,
-        {},
         path=folder / "reparam.safetensors",
         reporter=reporter or Silent(),
         **given,

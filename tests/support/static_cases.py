@@ -21,7 +21,8 @@ from torch import Tensor
 from kvcal import Plan, PlanCache
 from kvcal.cache.attached import attached_for
 from kvcal.cache.paged_layer import PagedLayer
-from kvcal.plan.page_format import RAW, Boost, Format, Tier, WindowRule, num_pages
+from kvcal.pages.feedback import factor_spec
+from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier, WindowRule, num_pages
 from kvcal.store.paged_tensor import PagedTensor
 
 RECIPES = recipe_formats()
@@ -49,13 +50,14 @@ FORMATS: dict[str, tuple] = {
 
 
 def plan_for(name: str, num_kv_heads: int = 2, num_layers: int = 1, cache_dtype: str = "bfloat16") -> Plan:
-    """For ``tiny_llama(num_kv_heads, num_layers)``; "per head": every head another format; "transformed": λ and offset.
+    """For ``tiny_llama(num_kv_heads, num_layers)``; "per head": every head another format; "transformed": λ and offset;
+    "feedback": with error feedback of both sides, too.
 
     With one layer, keys, values and queries depend on the tokens alone, so both caches store the very same bytes.
     """
     if name == "per head":
         return llama_plan(*per_head(num_kv_heads), num_kv_heads, cache_dtype, num_layers)
-    if name != "transformed":
+    if name not in ("transformed", "feedback"):
         return llama_plan(*FORMATS[name], num_kv_heads, cache_dtype, num_layers)
     plan = llama_plan(*FORMATS["queries"], num_kv_heads, cache_dtype, num_layers)
     generator, tensors = torch.Generator().manual_seed(0), {}
@@ -63,7 +65,15 @@ def plan_for(name: str, num_kv_heads: int = 2, num_layers: int = 1, cache_dtype:
         shape = (num_kv_heads, HEAD_DIM)
         tensors[f"layers.{index}.k_rescale"] = torch.rand(shape, generator=generator) + 0.5
         tensors[f"layers.{index}.k_offset"] = torch.randn(shape, generator=generator)
-    layers = tuple(replace(layer, k_rescale=True, k_offset=True) for layer in plan.layers)
+        if name == "feedback":
+            for side in SIDES:
+                factor = torch.randn(factor_spec(*shape).extents, generator=generator) * 0.3
+                tensors[f"layers.{index}.{side}_feedback"] = factor.half()
+    has_feedback = name == "feedback"
+    layers = tuple(
+        replace(layer, k_rescale=True, k_offset=True, k_feedback=has_feedback, v_feedback=has_feedback)
+        for layer in plan.layers
+    )
     return replace(plan, layers=layers, tensors=tensors)
 
 

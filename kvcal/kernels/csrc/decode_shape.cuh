@@ -42,6 +42,8 @@
 #define UNIT (DENSE_IS_RARE ? 16 : 32)
 // Whether keys or values of such a unit may lie in a page. All units begin at a multiple of UNIT, so it is one page.
 #define DENSE_READS_PAGES (!K_PACKED || !V_PACKED || K_LEADS)
+// Whether such a unit lies in one page, or in the ring without a turn of it.
+#define UNITS_IN_A_ROW (!K_PACKED && !V_PACKED && K_SINKS + V_SINKS == 0 && K_RING % UNIT + V_RING % UNIT == 0 && !WHOLE_RING)
 #define INFINITY __int_as_float(0x7f800000)
 #define LOG2E 1.4426950408889634f
 

@@ -28,6 +28,13 @@ struct Head {
         if (!V_PACKED && token < num_v_pages * PAGE) return reinterpret_cast<const u16*>(v_page(slot)) + token % PAGE * DIM;
         return v_ring + ring_slot<V_RING>(token) * DIM;
     }
+    // The same, of a token of the unit of ``from``, which is found once where units lie in a row.
+    __device__ __forceinline__ const u16* key(int from, int token, int slot) const {
+        return UNITS_IN_A_ROW ? key(from, slot) + (token - from) * DIM : key(token, slot);
+    }
+    __device__ __forceinline__ const u16* value(int from, int token, int slot) const {
+        return UNITS_IN_A_ROW ? value(from, slot) + (token - from) * DIM : value(token, slot);
+    }
 };
 
 // Ask for the keys and values of a tile, to be near when its turn comes.
@@ -45,7 +52,8 @@ struct DenseKeys {
 
     __device__ __forceinline__ void load(const Head& head, int token, int stop, int slot, int lane) {
         const int at = token + (lane >> 2);
-        const u16 *low_row = head.key(min(at, stop - 1), slot) + 8 * (lane & 3), *high_row = head.key(min(at + 8, stop - 1), slot) + 8 * (lane & 3);
+        const u16 *low_row = head.key(token, min(at, stop - 1), slot) + 8 * (lane & 3);
+        const u16 *high_row = head.key(token, min(at + 8, stop - 1), slot) + 8 * (lane & 3);
 #pragma unroll
         for (int j = 0; j < DIM / 32; j++) {
             low[j] = *reinterpret_cast<const uint4*>(low_row + 32 * j);
@@ -64,7 +72,7 @@ struct DenseValues {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int at = token + 2 * (lane & 3) + i / 2 * 8 + i % 2;
-                rows[part][i] = at < stop ? *reinterpret_cast<const uint4*>(head.value(at, slot) + 64 * part + 8 * (lane >> 2)) : make_uint4(0, 0, 0, 0);
+                rows[part][i] = at < stop ? *reinterpret_cast<const uint4*>(head.value(token, at, slot) + 64 * part + 8 * (lane >> 2)) : make_uint4(0, 0, 0, 0);
             }
     }
 };

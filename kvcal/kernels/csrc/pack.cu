@@ -14,6 +14,10 @@
 #include "stage.cuh"
 #include "stored.cuh"
 
+// Numbers of the factor of error feedback of one head.
+template <class S>
+constexpr int FACTOR = S::dim * (S::dim - 1) / 2;
+
 #ifndef SIDE
 
 // ---- one decode step
@@ -41,7 +45,7 @@ struct Queries {
 template <class S>
 KV_INLINE void append_side(
     const Store& store, Scratch<S>& scratch, const Queries& queries, int tokens, Slots slots, int num_slots,
-    const float* rescale, const float* offset, int first_head, int* error) {
+    const float* rescale, const float* offset, const unsigned short* feedback, int first_head, int* error) {
     const int head = blockIdx.x, row = blockIdx.y, page = tokens / KV_PAGE_TOKENS;
     const bool is_complete = tokens % KV_PAGE_TOKENS == KV_PAGE_TOKENS - 1;
     unsigned short* ring = store.ring + kv_row_start(row, store.ring_stride) + (long long)head * S::ring * S::dim;
@@ -73,7 +77,7 @@ KV_INLINE void append_side(
         // Sinks do not stretch the page's ranges.
         Source source{
             ring, S::dim, rescale + head * S::dim, offset + head * S::dim, S::ring, first,
-            kv_min(S::sinks, first + KV_PAGE_TOKENS - 1)};
+            kv_min(S::sinks, first + KV_PAGE_TOKENS - 1), feedback + head * FACTOR<S>};
         float count = 1.0f;
         if constexpr (S::needs_queries) {
             count = (float)(GROUP_HEADS * (tokens + 1 - *queries.since));
@@ -101,6 +105,7 @@ KV_INLINE void append_side(
 //   lengths       [B] int32, tokens before this step
 //   table         [B, table_width] int32, slots of pages
 //   k_rescale, k_offset  fp32 [n, D] of these heads, or 0; first_head: the number of the first one in the layer
+//   k_feedback, v_feedback  fp16 [n, D (D - 1) / 2], the factors of error feedback, or 0
 //   error         int32, gets the bits NON_FINITE and NO_ROOM
 // With STAGED, k_pages and v_pages are the memory of all pages, and the regions say what of it is theirs, and its room.
 extern "C" __global__ void __launch_bounds__(THREADS) append(
@@ -111,7 +116,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
     long long k_ring_stride, unsigned char* k_pages, long long k_page_stride, unsigned short* v_sinks,
     long long v_sink_stride, unsigned short* v_ring, long long v_ring_stride, unsigned char* v_pages,
     long long v_page_stride, const int* lengths, const int* table, long long table_stride, long long table_width,
-    const float* k_rescale, const float* k_offset, long long first_head, int* error STAGE_PARAMETERS) {
+    const float* k_rescale, const float* k_offset, const unsigned short* k_feedback, const unsigned short* v_feedback,
+    long long first_head, int* error STAGE_PARAMETERS) {
     kv_let_next_start();
 #ifdef STAGED
     if (k_region->bits != K_BITS || v_region->bits != V_BITS) {
@@ -131,12 +137,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
             q + row * q_row_stride + (long long)head * GROUP_HEADS * q_head_stride, q_head_stride,
             query_sum + row * query_sum_stride + head * Keys::dim, query_since + row * query_since_stride + head};
         append_side<Keys>(
-            store, scratch.k, queries, tokens, slots, (int)table_width, k_rescale, k_offset, (int)first_head, error);
+            store, scratch.k, queries, tokens, slots, (int)table_width, k_rescale, k_offset, k_feedback, (int)first_head,
+            error);
     } else {
         const Store store{
             v_new, v_row_stride, v_head_stride, v_sinks, v_sink_stride, v_ring, v_ring_stride, v_pages, v_page_stride};
         append_side<Values>(
-            store, scratch.v, Queries{}, tokens, slots, (int)table_width, k_rescale, k_offset, (int)first_head, error);
+            store, scratch.v, Queries{}, tokens, slots, (int)table_width, k_rescale, k_offset, v_feedback, (int)first_head,
+            error);
     }
 }
 
@@ -154,19 +162,21 @@ typedef Values Packed;
 //   x            [b, n, 128 P, D] in DTYPE, by strides in elements
 //   pages        records of the n heads of a slot side by side
 //   slots        [b, P] int32, rows slot_stride elements apart; first_page: the number of page 0 in its sequence
-//   rescale, offset  fp32 [n, D] of these heads, or 0
+//   rescale, offset  fp32 [n, D] of these heads, or 0; k_feedback, v_feedback  fp16 [n, D (D - 1) / 2], or 0
 //   query_mean   [b, n, D] fp32, for query scores, or 0; first_head: the number of the first head in the layer
 //   error        int32, gets the bit NON_FINITE
 extern "C" __global__ void __launch_bounds__(THREADS) pack(
     const unsigned short* x, long long row_stride, long long head_stride, long long token_stride, unsigned char* pages,
     long long page_stride, const int* slots, long long slot_stride, long long first_page, const float* rescale,
-    const float* offset, const float* query_mean, long long first_head, int* error) {
+    const float* offset, const unsigned short* k_feedback, const unsigned short* v_feedback, const float* query_mean,
+    long long first_head, int* error) {
     __shared__ Scratch<Packed> scratch;
     const int head = blockIdx.y, heads = gridDim.y, row = blockIdx.z;
     const long long first_token = (long long)blockIdx.x * KV_PAGE_TOKENS, slot = slots[row * slot_stride + blockIdx.x];
     const Source source{
         x + row * row_stride + head * head_stride + first_token * token_stride, token_stride,
-        rescale + head * Packed::dim, offset + head * Packed::dim, 0, 0, 0};
+        rescale + head * Packed::dim, offset + head * Packed::dim, 0, 0, 0,
+        (SIDE == 0 ? k_feedback : v_feedback) + head * FACTOR<Packed>};
     const float* query = query_mean + ((long long)row * heads + head) * Packed::dim;
     pack_page<Packed>(
         source, scratch, pages + slot * page_stride + head * Packed::record, query, 1.0f,

@@ -22,12 +22,22 @@ KV_INLINE float value(const Source& source, const Scratch<S>& scratch, int token
     return x;
 }
 
+// Where the scale and the zero of a token's channel lie.
+template <class S>
+KV_INLINE int place_of_params(int token, int channel) {
+    return S::axis == 0 ? token / S::group * Page<S>::others + channel : channel / S::group * Page<S>::others + token;
+}
+
 template <class S, class From, class Room>
 KV_INLINE unsigned code_at(const From& source, const Room& scratch, int token, int channel) {
-    int i = S::axis == 0 ? token / S::group * Page<S>::others + channel : channel / S::group * Page<S>::others + token;
-    unsigned levels = S::tiers ? scratch.level[channel] : (1u << S::bits) - 1;
-    float x = value<S>(source, scratch, token, channel);
-    return kv_code_of(x, scratch.params.zero[i], scratch.params.step[i], levels);
+    if constexpr (S::has_feedback) {
+        return scratch.tile[token * Page<S>::stride + channel];  // see choose_codes
+    } else {
+        const int i = place_of_params<S>(token, channel);
+        unsigned levels = S::tiers ? scratch.level[channel] : (1u << S::bits) - 1;
+        float x = value<S>(source, scratch, token, channel);
+        return kv_code_of(x, scratch.params.zero[i], scratch.params.step[i], levels);
+    }
 }
 
 // Copies the tokens of a page, `stride` elements from one to the next, 16 bytes a thread.
@@ -186,6 +196,56 @@ KV_INLINE void store_params(const From& source, Room& scratch, unsigned char* re
     __syncthreads();
 }
 
+// Codes with error feedback, as kvcal/pages/feedback.py chooses them: they take the place of the staged values; in that of
+// a 16-bit channel are the bits of its target. Eight lanes share a token, lane l has the channels l, l + 8, ... in
+// registers, and each error goes from its lane to the others. A target is summed up in the order of the channels.
+template <class S>
+KV_INLINE void choose_codes(const Source& source, Scratch<S>& scratch) {
+    constexpr int LANES = 8, OWN = S::dim / LANES;
+    static_assert(Page<S>::is_staged && S::dim % LANES == 0, "at most 128 channels, 8 at a time");
+    const int lane = threadIdx.x % LANES;
+    for (int token = threadIdx.x / LANES; token < KV_PAGE_TOKENS; token += THREADS / LANES) {
+        float x[OWN], target[OWN];
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            target[i] = x[i] = value<S>(source, scratch, token, LANES * i + lane);
+        }
+        const unsigned short* row = source.feedback;
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+#pragma unroll 1
+            for (int owner = 0; owner < LANES; ++owner) {
+                const int channel = LANES * i + owner;
+                float error = 0.0f;
+                if (lane == owner) {
+                    const int place = place_of_params<S>(token, channel);
+                    const float step = scratch.params.step[place], zero = scratch.params.zero[place];
+                    const unsigned levels = S::tiers ? scratch.level[channel] : (1u << S::bits) - 1;
+                    unsigned short kept = (unsigned short)kv_code_of(target[i], zero, step, levels);
+                    // A scale of 0 is an infinite step.
+                    float decoded = __fadd_rn(__fmul_rn((float)kept, kv_finite(step) ? step : 0.0f), zero);
+                    if (S::tiers && levels == 0) {
+                        kept = kv_bits_of<DTYPE>(target[i]);
+                        decoded = kv_float_of<DTYPE>(kept);
+                    }
+                    scratch.tile[token * Page<S>::stride + channel] = kept;
+                    error = __fsub_rn(x[i], decoded);
+                }
+                error = __shfl_sync(0xffffffffu, error, owner, LANES);
+#pragma unroll
+                for (int k = i; k < OWN; ++k) {
+                    const int ahead = LANES * k + lane - channel;
+                    if (ahead > 0) {
+                        target[k] = __fadd_rn(target[k], __fmul_rn(kv_float_of<KV_FLOAT16>(row[ahead - 1]), error));
+                    }
+                }
+                row += S::dim - 1 - channel;
+            }
+        }
+    }
+    __syncthreads();
+}
+
 // The low bits of every code.
 template <class S, class From, class Room>
 KV_INLINE void store_planes(const From& source, const Room& scratch, unsigned char* record) {
@@ -243,7 +303,8 @@ KV_INLINE void store_tiers(const Source& source, const Scratch<S>& scratch, unsi
         int channel = scratch.channel[i / KV_PAGE_TOKENS], token = i % KV_PAGE_TOKENS;
         unsigned short bits = 0;
         if (channel >= 0) {
-            bits = kv_bits_of<DTYPE>(value<S>(source, scratch, token, channel));
+            bits = S::has_feedback ? scratch.tile[token * Page<S>::stride + channel]
+                                   : kv_bits_of<DTYPE>(value<S>(source, scratch, token, channel));
             if (!kv_finite(kv_float_of<DTYPE>(bits))) {
                 atomicOr(error, NON_FINITE);
             }
@@ -273,6 +334,9 @@ KV_INLINE void pack_page(
             select_channels<S>(scratch);
         }
         store_params<S>(source, scratch, record, error);
+        if constexpr (S::has_feedback) {
+            choose_codes<S>(source, scratch);
+        }
         store_planes<S>(source, scratch, record);
         if constexpr (S::tiers > 0) {
             store_tiers<S>(source, scratch, record, error);

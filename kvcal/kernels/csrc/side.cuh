@@ -24,6 +24,13 @@ struct Tier {
             K_TIER##i##_HAS_ABOVE != 0, K_TIER##i##_ABOVE \
     }
 
+#ifndef K_FEEDBACK
+#define K_FEEDBACK 0
+#endif
+#ifndef V_FEEDBACK
+#define V_FEEDBACK 0
+#endif
+
 #ifdef K_DIM
 #if K_TIERS == 0
 #define K_SCORE 0
@@ -38,7 +45,7 @@ struct Keys {
     static constexpr int sinks = K_SINKS, window = K_WINDOW, ring = K_RING;
     static constexpr int tiers = K_TIERS, score = K_SCORE, slots = K_SLOTS;
     static constexpr int raw = K_RAW, raw_slots = K_RAW_SLOTS, index = K_INDEX;
-    static constexpr bool has_rescale = K_RESCALE, has_offset = K_OFFSET;
+    static constexpr bool has_rescale = K_RESCALE, has_offset = K_OFFSET, has_feedback = K_FEEDBACK && bits != RAW_BITS;
     static constexpr bool needs_queries = tiers > 0 && (score == QUERY_MAGNITUDE || score == QUERY_RANGE);
 
     // Tier i, from most bits to fewest.
@@ -68,7 +75,8 @@ struct Values {
     static constexpr int record = V_RECORD, scale = V_SCALE, zero = V_ZERO;
     static constexpr int sinks = V_SINKS, window = V_WINDOW, ring = V_RING;
     static constexpr int tiers = 0, score = 0, slots = 0, raw = 0, raw_slots = 0, index = record;
-    static constexpr bool has_rescale = false, has_offset = false, needs_queries = false;
+    static constexpr bool has_rescale = false, has_offset = false, has_feedback = V_FEEDBACK && bits != RAW_BITS;
+    static constexpr bool needs_queries = false;
 };
 #endif
 
@@ -110,6 +118,8 @@ struct Source {
     const float* offset;
     // Of a ring of so many tokens, otherwise 0: the page's first token, and the token that stands for those before it.
     int ring, first, least;
+    // The factor of error feedback (kvcal/pages/feedback.py): fp16, the rows of U right of its diagonal, one by one.
+    const unsigned short* feedback;
 
     KV_INLINE const unsigned short* at(int token) const {
         return tokens + (ring ? kv_max(first + token, least) % ring : token) * stride;

@@ -1,4 +1,4 @@
-// One decoding step of a sliding-window layer: see kvcal/kernels/window.py. No macros: a token is so many words of 16
+// One decoding step of a sliding-window layer: see kvcal/kernels/ops.py. No macros: a token is so many words of 16
 // bytes, whatever its dtype.
 
 #include "follow.cuh"

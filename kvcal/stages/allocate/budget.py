@@ -13,16 +13,17 @@ from dataclasses import dataclass
 
 from kvcal.errors import InfeasibleBudget, UsageError
 from kvcal.geometry import CacheDtype, Geometry
+from kvcal.pages.feedback import factor_spec
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_nbytes, tensors_nbytes
 from kvcal.quantities import format_bytes, parse_bytes
-from kvcal.recipe import AllocateSpec, CacheSpec, PredictorSpec, ReparamSpec, fixed_layers
+from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, PredictorSpec, ReparamSpec, fixed_layers
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.allocate.record import Allocation, BudgetKind, Split, layer_bytes, layers_in, num_values
 from kvcal.stages.predictors.record import find_targets, with_predictor
-from kvcal.store.step_workspace import FLOAT_BYTES, logits_bytes, step_workspace
+from kvcal.store.workspace import FLOAT_BYTES, logits_bytes, step_workspace
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Budget:
 
 
 def workspace_bytes(layers: Sequence[LayerPlan], cache_dtype: CacheDtype, workload: Workload) -> int:
-    """The workspace of one decode step beside its logits: kvcal.store.step_workspace. A long prompt that is fed in
+    """The workspace of one decode step beside its logits: kvcal.store.workspace. A long prompt that is fed in
     one piece needs more: state ``workspace`` then."""
     return step_workspace(layers, cache_dtype, workload.batch, workload.context).nbytes
 
@@ -92,13 +93,20 @@ def reserved_bytes(
     reparam: ReparamSpec | None,
     predictors: PredictorSpec | None = None,
     device_workload: Workload | None = None,
+    feedback: FeedbackSpec | None = None,
 ) -> int:
     """Upper bound of the bytes that the transforms of a recipe take: λ and offset of every layer, all predictors that
-    can be, and, with a ``device_workload``, the workspace that these need."""
+    can be, and, with a ``device_workload``, the workspace that these need; and all factors of error feedback."""
     k, v = (cache.format(side, 2, "token", 128) for side in SIDES)
     layers = layers_in(geometry, k, v)
     lambdas = sum(layer.attention.num_kv_heads * layer.head_dim("k") for layer in layers if layer.is_paged)
     total = 0 if reparam is None else FLOAT_BYTES * lambdas * (2 if reparam.offset else 1)
+    total += sum(
+        factor_spec(layer.attention.num_kv_heads, layer.head_dim(side)).nbytes
+        for layer in layers
+        for side in (() if feedback is None else feedback.sides)
+        if layer.is_paged
+    )
     if predictors is None:
         return total
     predicted = {layer.geometry.index: layer for layer in layers}

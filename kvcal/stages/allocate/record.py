@@ -150,7 +150,7 @@ def layer_bytes(layers: tuple[LayerPlan, ...], cache_dtype: str, workload: Workl
 def num_values(layers: tuple[LayerPlan, ...], workload: Workload) -> int:
     """Values that the paged layers cache at the workload."""
     paged = [layer.attention for layer in layers if layer.is_paged]
-    per_token = sum(layer.num_kv_heads * (layer.k_head_dim + layer.v_head_dim) for layer in paged)
+    per_token = sum(layer.values_per_token for layer in paged)
     return per_token * workload.batch * workload.context
 
 

@@ -26,8 +26,8 @@ from typing import Any
 
 from kvcal.artifact import differing_input, write_bytes_atomic
 from kvcal.data.sequences import TokenDataset
-from kvcal.errors import ArtifactError, KvcalError
-from kvcal.folder import Folder, compute_dtype, flat, model_inputs
+from kvcal.errors import KvcalError
+from kvcal.folder import Folder, compute_dtype, flat, model_inputs, require_model
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan, Workload
 from kvcal.progress import Reporter
@@ -45,7 +45,7 @@ from kvcal.stages.compare.record import (
     save_comparison,
     with_shares,
 )
-from kvcal.stages.evaluate.stage import Row, evaluate, load_evaluation, scheduled_batch
+from kvcal.stages.evaluate import Row, evaluate, load_evaluation, scheduled_batch
 from kvcal.strict import dump
 
 __all__ = ["FILE", "Build", "Point", "compare", "points_of"]
@@ -98,13 +98,7 @@ def _earlier_seconds(path: Path, loaded: LoadedModel) -> dict[str, float]:
     if not path.exists():
         return {}
     earlier = load_comparison(path)
-    model = model_inputs(loaded)
-    difference = differing_input(model, {key: earlier.inputs.get(key) for key in model})
-    if difference is not None:
-        raise ArtifactError(
-            f"{path} was made from another model: {difference}",
-            hint="choose another --out, or delete the folder if its artifacts are not needed",
-        )
+    require_model(path, model_inputs(loaded), earlier.inputs)
     return dict(earlier.stage_seconds)
 
 

@@ -31,11 +31,10 @@ from pydantic.dataclasses import dataclass as record
 
 from kvcal.errors import UsageError
 from kvcal.plan.plan import Workload
-from kvcal.quantities import format_bytes
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.records import read_json, write_json
-from kvcal.stages.evaluate.stage import Row, priced_header, require_same_tasks
+from kvcal.stages.evaluate import Row, percent, require_same_tasks, table_columns
 from kvcal.strict import STRICT, Amount, Number
 
 KIND = "comparison"
@@ -44,6 +43,8 @@ RAW_RECIPE, WORST_RECIPE = "16-bit", "kivi-2"
 BASELINES = (RAW_RECIPE, WORST_RECIPE, "kivi-4")
 MIN_BITS, MAX_BITS = 0.1, 16.0
 NOTHING = "-"  # of a cell
+# Columns of an evaluation that have no place beside the shares recovered.
+EVALUATION_ALONE = ("plan", "top-1 %", "generated")
 
 # (loss, its standard error or None where it is unknown)
 Loss = tuple[float, float | None]
@@ -261,37 +262,25 @@ def comparison_title(comparison: Comparison) -> str:
 
 def comparison_columns(comparison: Comparison) -> list[tuple[str, tuple[str, ...]]]:
     """The table: (header, one cell an entry) columns. Reasons of refusals are in a last one, where there are any."""
-    rows = [row for _, row in comparison.measured]
-    tasks = [task.task for row in rows[:1] for task in row.tasks]
-    measured = rows[0].text_bits.header if rows else "bits at measured length"
-    headers = [priced_header(comparison.workload), "cache", measured, "KL to 16 bits", "perplexity"]
-    headers += [f"{name} %" for name in tasks] + (["all tasks %", "bits at the tasks' lengths"] if tasks else [])
-    table = [("plan", *headers, "KL recovered %", *(["tasks recovered %"] if tasks else []), "calibration s")]
-    for entry in comparison.entries:
-        numbers = [NOTHING] * len(headers) if entry.row is None else _numbers(entry.row)
-        shares = [entry.kl_recovered, *([entry.accuracy_recovered] if tasks else [])]
-        recovered = [NOTHING if s is None else _with_error(100 * s.value, s.se and 100 * s.se, 1) for s in shares]
-        table.append((entry.name, *numbers, *recovered, _calibration(entry.calibration)))
-    columns = [(header, tuple(cells)) for header, *cells in zip(*table, strict=True)]
-    if any(entry.refusal for entry in comparison.entries):
-        columns.append(("refused", tuple(e.refusal.message if e.refusal else "" for e in comparison.entries)))
+    entries, rows = comparison.entries, [row for _, row in comparison.measured]
+    columns = [("plan", tuple(entry.name for entry in entries))]
+    for header, cells in table_columns(rows):
+        if header not in EVALUATION_ALONE:
+            measured = iter(cells)
+            columns.append((header, tuple(NOTHING if entry.row is None else next(measured) for entry in entries)))
+    columns.append(("KL recovered %", tuple(_share(entry.kl_recovered) for entry in entries)))
+    if rows and rows[0].tasks:
+        columns.append(("tasks recovered %", tuple(_share(entry.accuracy_recovered) for entry in entries)))
+    columns.append(("calibration s", tuple(_calibration(entry.calibration) for entry in entries)))
+    if any(entry.refusal for entry in entries):
+        columns.append(("refused", tuple(entry.refusal.message if entry.refusal else "" for entry in entries)))
     return columns
 
 
-def _numbers(row: Row) -> list[str]:
-    text = row.text
-    cells = [f"{row.bits_per_value:.3f}", format_bytes(row.total_bytes), f"{row.text_bits.bits_per_value:.3f}"]
-    cells += [_with_error(text.kl, text.kl_se, 5), _with_error(text.perplexity, text.perplexity_se, 4)]
-    cells += [_with_error(100 * task.accuracy, 100 * task.accuracy_se, 1) for task in row.tasks]
-    if row.accuracy is not None and row.accuracy_se is not None and row.task_bits is not None:
-        cells += [_with_error(100 * row.accuracy, 100 * row.accuracy_se, 1), row.task_bits.cell]
-    return cells
+def _share(share: Share | None) -> str:
+    return NOTHING if share is None else percent(share.value, share.se)
 
 
 def _calibration(calibration: Calibration) -> str:
     seconds = NOTHING if calibration.seconds is None else f"{calibration.seconds:.1f}"
     return f"{seconds} (kept)" if calibration.is_kept else seconds
-
-
-def _with_error(value: float, error: float | None, digits: int) -> str:
-    return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")

@@ -1,1 +1,269 @@
-"""Evaluation: KL, perplexity and accuracy of plans, through the packed cache."""
+"""The evaluation of several plans of one model: text quality and task accuracy beside exact bytes, saved row by row.
+
+Every number comes through the packed cache (text, tasks). A plan is priced at its workload, and measured on
+sequences that are mostly shorter, of which sinks, windows and unfilled pages are a larger part. So each row states the
+bits at the measured lengths, too:
+
+    sum_i nbytes(batch x n_i) / sum_i batch n_i,  in bits per cached value,  n_i: tokens of sequence i at its end
+
+with the workload's batch, which shares the plan's tensors as the price does, and bytes as in ``Plan.bits_per_value``.
+
+The file is rewritten after each plan, so an interrupted run loses one row at most. A row is kept if its plan (formats,
+workload and model, not its name or provenance) and the evaluation's inputs are the same; other inputs start the file
+anew. Plans that are equal under two names are measured once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic.dataclasses import dataclass
+
+from kvcal.artifact import differing_input
+from kvcal.data.pools import require_unseen
+from kvcal.data.sequences import TokenDataset
+from kvcal.errors import UsageError
+from kvcal.folder import require_model
+from kvcal.models.load import LoadedModel
+from kvcal.plan.plan import Plan, Workload
+from kvcal.progress import Reporter
+from kvcal.quantities import format_bytes
+from kvcal.recipe import EvaluateSpec
+from kvcal.records import read_json, write_json
+from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
+from kvcal.stages.evaluate.text import Reference, TextQuality, measure_text
+from kvcal.stages.verify import require_same_model
+from kvcal.strict import STRICT, Amount, NumBytes
+
+KIND = "evaluation"
+SCHEMA = 2
+
+
+@dataclass(frozen=True, config=STRICT)
+class MeasuredBits:
+    """All-in bits per cached value at the lengths that were measured, whose mean is ``mean_tokens``."""
+
+    bits_per_value: Amount
+    mean_tokens: Amount
+
+    @property
+    def header(self) -> str:
+        """Of a table's column."""
+        return f"bits at measured length (mean {self.mean_tokens:.0f} tokens)"
+
+    @property
+    def cell(self) -> str:
+        """In a column of other lengths in every row."""
+        return f"{self.bits_per_value:.3f} ({self.mean_tokens:.0f} tokens)"
+
+
+@dataclass(frozen=True, config=STRICT)
+class Row:
+    """One plan. ``bits_per_value`` counts everything and ``total_bytes`` is the whole cache, both at ``workload``;
+    ``text_bits`` and ``task_bits`` are at the texts' and at the solved problems' lengths, prompt and completion;
+    ``seconds`` is what measuring took, on whatever else the machine was doing."""
+
+    name: str
+    plan_sha256: str
+    workload: Workload
+    bits_per_value: Amount
+    total_bytes: NumBytes
+    text: TextQuality
+    text_bits: MeasuredBits
+    tasks: tuple[TaskResult, ...]
+    task_bits: MeasuredBits | None
+    seconds: Amount
+
+    @property
+    def accuracy(self) -> float | None:
+        """Mean accuracy over tasks, None without tasks."""
+        return sum(task.accuracy for task in self.tasks) / len(self.tasks) if self.tasks else None
+
+    @property
+    def accuracy_se(self) -> float | None:
+        """Standard error of ``accuracy``: the tasks' errors are independent."""
+        if not self.tasks:
+            return None
+        return sum(task.accuracy_se**2 for task in self.tasks) ** 0.5 / len(self.tasks)
+
+
+@dataclass(frozen=True, config=STRICT)
+class Evaluation:
+    """``inputs``: what it was measured with (model, data and settings), flat. ``data`` describes the text for people;
+    ``task_seed`` seeds the problems. ``rows`` in the order the plans were given."""
+
+    inputs: dict[str, Any]
+    data: str
+    data_fingerprint: str
+    task_seed: int
+    rows: tuple[Row, ...]
+
+    def __post_init__(self) -> None:
+        require_same_tasks(self.rows)
+
+
+def require_same_tasks(rows: Sequence[Row]) -> None:
+    """ValueError unless all rows are of the same tasks, in the same order."""
+    if len({tuple(task.task for task in row.tasks) for row in rows}) > 1:
+        raise ValueError(f"rows of other tasks than {[task.task for task in rows[0].tasks]}, those of the first")
+
+
+def evaluate(
+    loaded: LoadedModel,
+    plans: Sequence[tuple[str, Plan]],
+    spec: EvaluateSpec,
+    data: TokenDataset,
+    inputs: dict[str, Any],
+    path: str | Path,
+    reporter: Reporter,
+) -> Evaluation:
+    """Measure every (name, plan) that ``path`` does not hold yet, saving after each.
+
+    ``inputs`` must name everything but the plans that the numbers depend on; fields of the model begin with "model.".
+
+    Raises:
+        ArtifactError: ``path`` is corrupt, another model's, or cannot be written; a plan is another model's; a cache
+            whose bytes are not the predicted ones.
+        NonFiniteActivations, UsageError: see measure_text and measure_tasks.
+        UsageError: a plan was made from a sequence of ``data``.
+    """
+    path = Path(path)
+    for _, plan in plans:
+        require_same_model(plan, loaded)
+    digests = [plan.sha256 for _, plan in plans]
+    measured = _reusable(path, inputs, reporter)
+    reference = Reference(loaded, data, spec.batch)
+
+    def save() -> Evaluation:
+        named = zip(plans, digests, strict=True)
+        rows = tuple(replace(measured[digest], name=name) for (name, _), digest in named if digest in measured)
+        evaluation = Evaluation(inputs, data.description, data.fingerprint, spec.seed, rows)
+        save_evaluation(evaluation, path)
+        return evaluation
+
+    for number, ((name, plan), digest) in enumerate(zip(plans, digests, strict=True)):
+        if digest in measured:
+            reporter.say(f"evaluate: {name} is measured already, kept")
+            continue
+        reporter.say(f"evaluate: {name} ({number + 1} of {len(plans)})")
+        measured[digest] = _measure(loaded, name, plan, spec, data, reference, reporter)
+        save()
+    return save()
+
+
+def scheduled_batch(spec: EvaluateSpec, plans: Iterable[tuple[str, Plan]], reporter: Reporter) -> EvaluateSpec:
+    """``spec`` with a batch that every (name, plan) can hold: plans whose pages shrink are scheduled for
+    ``workload.batch`` sequences. All plans are measured alike."""
+    limits = {name: plan.workload.batch for name, plan in plans if plan.is_progressive}
+    name = min(limits, key=limits.__getitem__, default="")
+    if not limits or spec.batch <= limits[name]:
+        return spec
+    reporter.say(f"evaluate: {limits[name]} sequences at a time: the pages of {name} shrink on a schedule for no more")
+    return replace(spec, batch=limits[name])
+
+
+def require_scheduled_texts(plans: Iterable[tuple[str, Plan]], data: TokenDataset) -> None:
+    """UsageError where a text of ``data`` is longer than the schedule of a (name, plan) whose pages shrink."""
+    longest = max(sequence.numel() for sequence in data.sequences)
+    for name, plan in plans:
+        if plan.is_progressive and longest > plan.workload.context:
+            raise UsageError(
+                f"a text of {longest} tokens, and the pages of {name} shrink on a schedule for {plan.workload.context}",
+                hint="lower seq_len in [evaluate], or allocate with a longer --context",
+            )
+
+
+def measured_bits(plan: Plan, lengths: Sequence[int]) -> MeasuredBits:
+    """The bits of sequences of these lengths, in tokens, at least one: see the module's docstring."""
+    bits = sum(n * plan.bits_per_value(Workload(plan.workload.batch, n)) for n in lengths) / sum(lengths)
+    return MeasuredBits(bits, sum(lengths) / len(lengths))
+
+
+def priced_header(workload: Workload) -> str:
+    """Of the column of ``Row.bits_per_value``."""
+    return f"bits at {workload.batch} x {workload.context}"
+
+
+def table_columns(rows: Sequence[Row]) -> list[tuple[str, tuple[str, ...]]]:
+    """The rows as (header, one cell a row) columns: text, ready to print. None without rows."""
+    if not rows:
+        return []
+    columns = [
+        ("plan", [row.name for row in rows]),
+        (priced_header(rows[0].workload), [f"{row.bits_per_value:.3f}" for row in rows]),
+        ("cache", [format_bytes(row.total_bytes) for row in rows]),
+        (rows[0].text_bits.header, [f"{row.text_bits.bits_per_value:.3f}" for row in rows]),
+        ("KL to 16 bits", [_with_error(row.text.kl, row.text.kl_se, 5) for row in rows]),
+        ("top-1 %", [percent(row.text.top1_agreement, row.text.top1_se) for row in rows]),
+        ("perplexity", [_with_error(row.text.perplexity, row.text.perplexity_se, 4) for row in rows]),
+    ]
+    for results in zip(*(row.tasks for row in rows), strict=True):
+        columns.append((f"{results[0].task} %", [percent(task.accuracy, task.accuracy_se) for task in results]))
+    if rows[0].tasks:
+        columns.append(("all tasks %", [percent(row.accuracy or 0.0, row.accuracy_se) for row in rows]))
+        columns.append(("bits at the tasks' lengths", [row.task_bits.cell if row.task_bits else "" for row in rows]))
+        columns.append(("generated", [str(sum(task.generated_tokens for task in row.tasks)) for row in rows]))
+    return [(header, tuple(cells)) for header, cells in columns]
+
+
+def _with_error(value: float, error: float | None, digits: int) -> str:
+    return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+
+
+def percent(share: float, error: float | None) -> str:
+    """A cell: a share and its standard error, None if unknown, in %."""
+    return _with_error(100 * share, None if error is None else 100 * error, 1)
+
+
+def save_evaluation(evaluation: Evaluation, path: str | Path) -> None:
+    """Write the JSON file whole or not at all; ArtifactError when it cannot be written."""
+    write_json(path, KIND, SCHEMA, evaluation)
+
+
+def load_evaluation(path: str | Path) -> Evaluation:
+    """Read what ``save_evaluation`` wrote. ArtifactError: missing, unreadable, not JSON, of another kind or version,
+    corrupt, or values out of range."""
+    return read_json(path, KIND, SCHEMA, Evaluation, "delete the file and run the evaluation again")
+
+
+def _reusable(path: Path, inputs: dict[str, Any], reporter: Reporter) -> dict[str, Row]:
+    """Rows of an earlier run with the same inputs, by plan; the reporter is told why there are none."""
+    if not path.exists():
+        return {}
+    earlier = load_evaluation(path)
+    require_model(path, inputs, earlier.inputs)
+    if (difference := differing_input(inputs, earlier.inputs)) is not None:
+        reporter.say(f"evaluate: starts anew, {difference}")
+        return {}
+    return {row.plan_sha256: row for row in earlier.rows}
+
+
+def _measure(
+    loaded: LoadedModel,
+    name: str,
+    plan: Plan,
+    spec: EvaluateSpec,
+    data: TokenDataset,
+    reference: Reference,
+    reporter: Reporter,
+) -> Row:
+    started = time.monotonic()
+    require_unseen(plan.provenance, data)
+    text = measure_text(loaded, plan, data, spec.batch, reporter, reference)
+    tasks = measure_tasks(loaded, plan, spec, reporter)
+    return Row(
+        name=name,
+        plan_sha256=plan.sha256,
+        workload=plan.workload,
+        bits_per_value=plan.bits_per_value(),
+        total_bytes=plan.predicted_bytes,
+        text=text,
+        text_bits=measured_bits(plan, [tokens_T.numel() for tokens_T in data.sequences]),
+        tasks=tasks,
+        task_bits=measured_bits(plan, [length for task in tasks for length in task.lengths]) if tasks else None,
+        seconds=round(time.monotonic() - started, 3),
+    )

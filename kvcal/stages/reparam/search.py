@@ -30,9 +30,8 @@ from torch import Tensor
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.geometry import CACHE_DTYPES, CacheDtype
 from kvcal.models.load import LoadedModel
-from kvcal.models.replay import Segment
 from kvcal.models.rope import inputs_at
-from kvcal.models.taps import Captured, tap
+from kvcal.models.taps import Captured, Segment, tap
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS, without_sinks
 from kvcal.plan.layer import LayerPlan
@@ -126,14 +125,21 @@ def key_statistics(
 
 def calibration_inputs(loaded: LoadedModel, tokens_T: Tensor, position_scale: float) -> dict[str, Any]:
     """Arguments of a forward of one sequence at positions ``position_scale`` x 0, 1, 2, ..., rounded."""
-    positions_T = (torch.arange(len(tokens_T), dtype=torch.float64) * position_scale).round().long()
+    positions_T = calibration_positions(len(tokens_T), position_scale)
     inputs: dict[str, Any] = {**inputs_at(loaded.model, tokens_T[None], positions_T), "use_cache": False}
     if "logits_to_keep" in inspect.signature(loaded.model.forward).parameters:
         inputs["logits_to_keep"] = 1  # the logits of a long sequence can be larger than all its keys
     return inputs
 
 
-def fitting_scale(loaded: LoadedModel, sequences: Sequence[Tensor], wanted: float, reporter: Reporter) -> float:
+def calibration_positions(num_tokens: int, position_scale: float) -> Tensor:
+    """``position_scale`` x 0, 1, 2, ..., rounded, int64 [num_tokens]."""
+    return (torch.arange(num_tokens, dtype=torch.float64) * position_scale).round().long()
+
+
+def fitting_scale(
+    loaded: LoadedModel, sequences: Sequence[Tensor], wanted: float, reporter: Reporter, stage: str = "reparam"
+) -> float:
     """``wanted``, or as much of it as takes the longest sequence to the end of the model's context: what lies beyond is
     never cached. UsageError for a sequence longer than the context."""
     context = loaded.model.config.get_text_config(decoder=True).to_dict().get("max_position_embeddings")
@@ -144,7 +150,7 @@ def fitting_scale(loaded: LoadedModel, sequences: Sequence[Tensor], wanted: floa
         raise UsageError(f"a sequence of {longest} tokens, and the model's context is {context}", hint="lower seq_len")
     scale = (context - 1) / (longest - 1)
     reporter.say(
-        f"reparam: positions x {scale:.3g} instead of x {wanted:g}, so that {longest} tokens end with the model's "
+        f"{stage}: positions x {scale:.3g} instead of x {wanted:g}, so that {longest} tokens end with the model's "
         f"context of {context}"
     )
     return scale

@@ -27,12 +27,12 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Reporter
 from kvcal.recipe import Recipe, ReparamSpec, SearchSpec
+from kvcal.stages import reparam
 from kvcal.stages.allocate.budget import ModelSizes, resolve_budget, workspace_bytes
 from kvcal.stages.allocate.record import Allocation, layer_bytes, layers_in
 from kvcal.stages.checkpoint import Checkpoint, State
 from kvcal.stages.divergence import PHASE, KLMeter, declare_kls, kl_texts
 from kvcal.stages.predictors import stage as fit_predictors
-from kvcal.stages.reparam import stage as reparam
 from kvcal.stages.search.compositions import OptionTensors, choice_format, composed_layers, most_scratch
 from kvcal.stages.search.problem import Choice, Outcome, Problem, problem_of, search, uniform_choices
 from kvcal.stages.search.record import KIND, SCHEMA, SearchRecord, SearchReport, UnitResult, less_of, load, save
@@ -143,9 +143,7 @@ class _Fits:
                 k, v = choice_format(choice, cache), choice_format(self.spec.values[0], cache)
                 layers, part = layers_in(self.loaded.geometry, k, v), self._part(f"lambda-{number}")
                 spec, inputs = self.recipe.reparam or ReparamSpec(), self.inputs
-                fitted = reparam.run_reparam(
-                    self.loaded, layers, {}, self.reparam_data, spec, inputs, part, self.reporter
-                )
+                fitted = reparam.run_reparam(self.loaded, layers, self.reparam_data, spec, inputs, part, self.reporter)
                 lambdas[number] = dict(fitted.lambdas)
                 part.unlink()
         return lambdas

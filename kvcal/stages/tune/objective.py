@@ -2,7 +2,7 @@
 
 A trial takes the plan with its thresholds in the key tiers, which have the capacity that calibration pages need (see
 ``tier_capacity``) or the recipe's shares, and has the model solve problems through that plan's packed cache; there is
-no simulated score. Tasks are the embedded ones (``evaluate.generation``), or "lm-eval:NAME" (``evaluate.lm_eval``); the
+no simulated score. Tasks are the embedded ones (``measure_tasks``), or "lm-eval:NAME" (``packed_cache_lm``); the
 accuracy is their mean. Bits count everything at the plan's workload: the paper's count key codes alone, and are kept
 as a fact.
 
@@ -16,16 +16,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from kvcal.data.sequences import DataSpec, load_sequences
+from kvcal.data.sequences import DataSpec
 from kvcal.errors import UsageError
+from kvcal.folder import sequences
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Plan
 from kvcal.progress import Silent
 from kvcal.quantities import MAX_SEED
 from kvcal.recipe import LM_EVAL, EvaluateSpec, TuneSpec
-from kvcal.stages.evaluate.generation import measure_tasks
-from kvcal.stages.evaluate.lm_eval import measure_lm_eval, require_lm_eval
-from kvcal.stages.tune.record import Outcome, Search, Threshold
+from kvcal.stages.evaluate.tasks import measure_lm_eval, measure_tasks, require_lm_eval
+from kvcal.stages.tune import Outcome, Search, Threshold
 from kvcal.stages.tune.tier_capacity import Scores, key_code_bits, measure_scores, score_quantile, with_thresholds
 
 # Of all channels of calibration pages: where the search ends when the recipe does not say it.
@@ -108,11 +108,7 @@ class TaskObjective:
     @cached_property
     def scores(self) -> Scores:
         """Scores of the calibration pages."""
-        if self.loaded.tokenizer is None:
-            raise UsageError(f"{self.loaded.source}: no tokenizer", hint="data cannot be tokenized without one")
-        config = self.loaded.model.config.get_text_config(decoder=True)
-        data = load_sequences(self.data, self.loaded.tokenizer, getattr(config, "max_position_embeddings", None))
-        return measure_scores(self.loaded, self.plan, data, Silent())
+        return measure_scores(self.loaded, self.plan, sequences(self.data, self.loaded), Silent())
 
     def search(self) -> Search:
         """The search space: a threshold "tau_BITS" for every tier that has one."""

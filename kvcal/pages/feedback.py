@@ -1,0 +1,106 @@
+"""Error feedback: codes that are chosen one channel after the other, each making up for the errors before it.
+
+A page's grid (scales and zeros), its bytes and its decoder stay; only codes change. What counts is not the squared
+error e of a token but e H e', the error of what attention makes of it:
+
+    keys     H = mean q q' over queries after RoPE, summed over the KV head's query heads: the squared error of scores
+    values   H = sum of W_o' W_o over the KV head's query heads: the squared error of the attention block's output
+
+With H = U diag(d) U', U upper triangular with ones on its diagonal, e H e' is the sum over channels k of d_k r_k^2,
+where r = e U. So channel k is rounded not to its value x_k but to its target, and each r_k is an ordinary rounding
+error:
+
+    target_k = x_k + sum over j < k of e_j U_jk,    x'_k = the grid's point nearest to target_k,    e_j = x_j - x'_j
+
+This is GPTQ (Frantar et al., arXiv 2210.17323) in the form of LDLQ (Chee et al., QuIP, arXiv 2307.13304), whose factor
+it has, for tokens instead of rows of weights. Channels keep their natural order. Left out: an order by H's diagonal,
+and another H for every position of a page.
+
+A plan stores U above the diagonal, row by row, in fp16: D (D - 1) / 2 numbers a head. Errors are pushed as they arise,
+one product and one sum in fp32 for every later channel, never fused: any device has the same codes, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvcal.records import TensorSpec
+
+FACTOR_DTYPE = torch.float16
+LARGEST_FACTOR = 32768.0
+
+
+def factor_spec(num_heads: int, head_dim: int) -> TensorSpec:
+    """The stored factor of a layer's keys or values: [N, D (D - 1) / 2]."""
+    shape = (num_heads, head_dim * (head_dim - 1) // 2)
+    return TensorSpec(FACTOR_DTYPE, shape, -LARGEST_FACTOR, LARGEST_FACTOR)
+
+
+def feedback_factor(hessian_NDD: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """(factor, share) of hessian_NDD fp64, to whose diagonal ``damping`` times its mean is added: the stored factor
+    fp16 [N, D (D - 1) / 2], and sum(d) / trace(H) fp64 [N], the share of the error that is left where codes never
+    saturate. A head whose Hessian is 0 has factor 0 and share 1."""
+    head_dim = hessian_NDD.shape[-1]
+    trace = hessian_NDD.diagonal(dim1=1, dim2=2).sum(1)
+    scaled = hessian_NDD / torch.where(trace > 0, trace / head_dim, 1.0)[:, None, None]
+    eye = torch.eye(head_dim, dtype=torch.float64, device=hessian_NDD.device)
+    damped = torch.where((trace > 0)[:, None, None], scaled + damping * eye, eye)
+    # Upper from lower: the last channel first.
+    upper = torch.linalg.cholesky(damped.flip(1, 2)).flip(1, 2)
+    diagonal = upper.diagonal(dim1=1, dim2=2)
+    row, column = torch.triu_indices(head_dim, head_dim, 1)
+    factor = (upper / diagonal.unsqueeze(1))[:, row, column].clamp(-LARGEST_FACTOR, LARGEST_FACTOR)
+    share = diagonal.square().sum(1) / damped.diagonal(dim1=1, dim2=2).sum(1)
+    return factor.to(FACTOR_DTYPE), share
+
+
+def factor_row(factor: Tensor, channel: int, head_dim: int) -> Tensor:
+    """Row ``channel`` of U right of the diagonal: [N, D (D - 1) / 2] -> [N, D - 1 - channel]."""
+    start = channel * (2 * head_dim - channel - 1) // 2
+    return factor[:, start : start + head_dim - 1 - channel]
+
+
+def round_with_feedback(
+    x: Tensor, scale: Tensor, zero: Tensor, levels: Tensor, factor: Tensor, raw_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Codes, and the targets that they are nearest to.
+
+    Args:
+        x: [..., n, T, D], any float dtype, finite; converted to fp32.
+        scale, zero, levels: broadcast to x: of its grid, and the largest code. Where levels are 0, values are kept as
+            ``raw_dtype`` has their targets, and codes are 0.
+        factor: [n, D (D - 1) / 2], as ``feedback_factor`` makes it.
+    Returns:
+        codes uint8 and targets fp32, shaped like x.
+    """
+    head_dim = x.shape[-1]
+    values, scale, zero, levels = (_channels_first(part, x.shape) for part in (x, scale, zero, levels))
+    step = torch.where(scale == 0, torch.inf, scale)
+    targets, codes = values.clone(), torch.empty_like(values, dtype=torch.uint8)
+    for channel in range(head_dim):
+        target = targets[channel]
+        code = ((target - zero[channel]) / step[channel]).round_().clamp_(min=0.0)
+        code = torch.minimum(code, levels[channel])
+        codes[channel] = code
+        later = factor_row(factor, channel, head_dim).t().float().unsqueeze(-1)
+        decoded = code * scale[channel] + zero[channel]
+        if raw_dtype is not None:
+            decoded = torch.where(levels[channel] == 0, target.to(raw_dtype).float(), decoded)
+        targets[channel + 1 :] += later * (values[channel] - decoded)
+    return _channels_last(codes, x.shape), _channels_last(targets, x.shape)
+
+
+def _channels_first(x: Tensor, shape: torch.Size) -> Tensor:
+    """What broadcasts to shape [..., n, T, D] -> fp32 [D, n, all others], contiguous: a channel is a run of memory."""
+    n, T, D = shape[-3:]
+    full = x.float().expand(shape).reshape(math.prod(shape[:-3]), n, T, D)
+    return full.permute(3, 1, 0, 2).flatten(2).contiguous()
+
+
+def _channels_last(x: Tensor, shape: torch.Size) -> Tensor:
+    """Inverse of :func:`_channels_first`."""
+    n, T, D = shape[-3:]
+    return x.view(D, n, math.prod(shape[:-3]), T).permute(2, 1, 3, 0).reshape(shape)

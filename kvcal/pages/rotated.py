@@ -1,0 +1,94 @@
+"""Rotated pages: uniform pages of values that a Hadamard rotation has made nearly Gaussian (QuaRot's rotation, per
+head).
+
+A token of one KV head is rotated (see hadamard; all heads of a side share its signs), and each group of its channels is
+rounded to the uniform grid that errs least on a Gaussian of the group's root mean square: 2^b levels around 0, a step
+of
+
+    1.596 (1 bit), 0.9957 (2), 0.5860 (3), 0.3352 (4), 0.03076 (8)        (Max 1960, Table II; the last computed anew)
+
+standard deviations. At 2 bits the squared error is .119 of the variance; Lloyd and Max's levels would have .1175,
+HIGGS's lattice of dimension 2 .108. The record is that of a uniform page of codes per token, zeros included, so
+whatever reads one reads the rotated values, and an inner product of two tokens that are rotated alike is the one
+before. Left out: keys per channel, whose outliers a rotation would spread over the head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvcal.pages.feedback import round_with_feedback
+from kvcal.pages.hadamard import random_signs, rotate, unrotate
+from kvcal.pages.layout import PARAM_DTYPES, RAW_BITS, Knobs, require_finite
+from kvcal.pages.uniform import PageLayout, expand_groups, num_groups
+from kvcal.records import TensorSpec
+
+STEPS = {1: 1.5957691, 2: 0.99568666, 3: 0.58601944, 4: 0.33520061, 8: 0.030762384}
+_signs = functools.cache(random_signs)
+
+
+@dataclass(frozen=True)
+class RotatedLayout(PageLayout):
+    """Shape of a page's record: that of uniform codes per token."""
+
+    has_kernels: ClassVar[bool] = False
+
+    @classmethod
+    def conflicts(cls, fmt: Knobs) -> Iterator[str]:
+        if fmt.num_bits == RAW_BITS or fmt.axis != "token":
+            yield f"rotated pages take fewer than 16 bits and axis 'token', found {fmt.num_bits} and {fmt.axis!r}"
+
+    @classmethod
+    def label(cls, fmt: Knobs) -> str:
+        return f"rotated g{fmt.group_size}"
+
+    def plan_tensors(self, prefix: str) -> dict[str, tuple[str, TensorSpec]]:
+        return {"signs": (f"{prefix}_signs", TensorSpec(torch.int8, (self.head_dim,), -1, 1))}
+
+    def make_tensor(self, operand: str, seed: int) -> Tensor:
+        return _signs(self.head_dim, seed)
+
+    def encode_pages(self, x: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
+        rotated = rotate(x, operands["signs"])
+        scale, zero = self._gaussian_grid(rotated)
+        step, start = (expand_groups(params, self.group_size, -1, self.head_dim) for params in (scale, zero))
+        levels = x.new_full((), 2**self.num_bits - 1, dtype=torch.float32)
+        if operands.get("feedback") is None:
+            steps = (rotated - start) / torch.where(step == 0, torch.inf, step)
+            codes = steps.round_().clamp_(0.0, 2.0**self.num_bits - 1).to(torch.uint8)
+        else:
+            codes, _ = round_with_feedback(rotated, step, start, levels, operands["feedback"])
+        return self.pack(*(self._turned(part) for part in (codes, scale, zero)))
+
+    def decode_pages(self, records: Tensor, num_heads: int, operands: Mapping[str, Tensor]) -> Tensor:
+        return unrotate(self.decode(records), operands["signs"])
+
+    def _gaussian_grid(self, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        """rotated [..., 128, head_dim] fp32 -> scale and zero [..., 128, num_groups] in ``param_dtype``.
+
+        Squares of fp32 numbers are exact in fp64; halves are added until one number is left."""
+        groups, size = num_groups(self.head_dim, self.group_size), min(self.group_size, self.head_dim)
+        sums = torch.nn.functional.pad(rotated.double().square_(), (0, groups * size - self.head_dim))
+        sums = sums.unflatten(-1, (groups, size))
+        sums = torch.nn.functional.pad(sums, (0, (1 << (size - 1).bit_length()) - size))
+        while sums.shape[-1] > 1:
+            low, high = sums.unflatten(-1, (2, -1)).unbind(-2)
+            sums = low + high
+        counts = torch.full((groups,), size, dtype=torch.float64, device=rotated.device)
+        counts[-1] = self.head_dim - size * (groups - 1)
+        rms = (sums.squeeze(-1) / counts).sqrt_()
+        param_dtype = PARAM_DTYPES[self.param_dtype]
+        scale = (rms * STEPS[self.num_bits]).float().to(param_dtype)
+        require_finite(
+            scale,
+            f"keys or values cannot be quantized: a group of {size} values holds NaN, infinity, or has a norm beyond "
+            f"{self.param_dtype}",
+            hint="check the model's outputs; a norm too large for float16 fits with param_dtype = 'bfloat16'",
+        )
+        return scale, (scale.double() * (-(2**self.num_bits - 1) / 2)).float().to(param_dtype)

@@ -1,1 +1,0 @@
-"""Prefix files: a prompt's cache on disk, as the plan stores it (AQUA-KV's codec mode)."""

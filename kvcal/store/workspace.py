@@ -1,0 +1,342 @@
+"""Memory that a decode step of a plan takes beside its cache: its bytes, which whole-device budgets and the bench
+count, and the part of it that a static cache allocates once (``FormWorkspace``).
+
+    kept       what predictors read: pages before RoPE in fp32, from the time they are reconstructed until their last
+               reader has used them. A layer that is predicted from the one before makes two exist at a time; a layer
+               that many are predicted from stays until the last of them
+    tokens     static cache: the pages of ONE layer's stored forms (kvcal.store.dequantize) as the kernels read them: 16
+               bits, in the cache's dtype. Layers follow one another, so the largest layer's are room enough
+    turns      static cache: cosine and sine of every position, one table for all layers of the same RoPE
+    passing    static cache: what a step that reconstructs pages computes with on the way, some pages at a time
+    unpacked   dynamic cache: keys and values of one layer as attention reads them, one side's pages on their way there
+    reading    dynamic cache: scratch of the pages that are decoded at once
+    packing    dynamic cache: what storing takes for a moment (``transient_bytes``)
+
+A step is served by one of the two caches: the larger sum counts; of the dynamic cache, the larger of reading and
+storing, which follow each other. Sizes depend on the plan, the batch and ``max_tokens`` alone. Nothing here is part of
+the plan's bytes, and nothing outlives a forward pass.
+
+In a dynamic cache, the pages of one part (the keys or the values of one layer, or of a run of its heads in one format)
+lie in one tensor, which is allocated anew when pages are added or change their bits. So the old and the new pages of
+one part exist at a time; of all other parts, either those before the update or those after it. New pages are encoded,
+and old ones converted, a few at a time, which bounds the scratch.
+
+Left out: logits, and the scratch of ``decode`` on CUDA (some MB a shape); activations of a prompt that is fed in one
+piece; and temporaries of the dynamic cache while it decodes predicted pages, which are decoded whole: 40 bytes a value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcal.geometry import CACHE_DTYPES, CacheDtype
+from kvcal.kernels.page_codec import VALUES_AT_ONCE
+from kvcal.kernels.predict import ROWS_AT_ONCE
+from kvcal.kernels.reconstruct import position_turns
+from kvcal.kernels.variants import HeadRange, head_ranges, page_layout, stored_form
+from kvcal.pages.codec import ENCODE_PAGES
+from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS
+from kvcal.pages.shrink import RECORDS_AT_ONCE
+from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import RAW, SIDES, Format, Side, num_pages
+from kvcal.plan.plan import Plan
+from kvcal.plan.tensors import needed_tensors, predictor_shape
+
+# Scratch for each value that is encoded or converted at once. Measured: 14 to 19 bytes, 29 on a lattice.
+SCRATCH_BYTES = 32
+# Indices of rows and pages, for each sequence.
+INDEX_BYTES = 64
+# Where the new tokens lie in a ring: two int64 each, on the way.
+PLACE_BYTES = 16
+
+
+def transient_bytes(
+    layers: Sequence[LayerPlan],
+    cache_dtype: CacheDtype,
+    before: Sequence[int],
+    after: Sequence[int],
+    columns: tuple[int, int],
+) -> int:
+    """Upper bound of the bytes that an update takes for storing beyond max(nbytes(before), nbytes(after)) of the plan.
+    ``before``, ``after``: tokens of every sequence; ``columns``: fed before and after, padding included.
+
+        sum of max(before, after) over parts - max(sum before, sum after) + largest (both - max + scratch) of a part
+        + 64 bytes a sequence + 16 bytes a token of the longest ring
+    """
+    parts = [
+        _Part(cache_dtype, layer, side, fmt, heads.stop - heads.start)
+        for layer in layers
+        if layer.is_paged
+        for side in SIDES
+        for fmt, heads in layer.runs(side)
+    ]
+    counts = Counter(before), Counter(after)
+    old = [part.page_bytes(counts[0], columns[0]) for part in parts]
+    new = [part.page_bytes(counts[1], columns[1]) for part in parts]
+    mixed = sum(map(max, zip(old, new, strict=True))) - max(sum(old), sum(new))
+    indices = INDEX_BYTES * len(after) + PLACE_BYTES * max((part.format.ring_tokens for part in parts), default=0)
+    return mixed + indices + max((part.own_bytes(*counts, columns) for part in parts), default=0)
+
+
+def largest_transient(layers: Sequence[LayerPlan], cache_dtype: CacheDtype, batch: int, max_tokens: int) -> int:
+    """The most that ``transient_bytes`` is for ``batch`` equal sequences on their way to ``max_tokens``: fed at once,
+    filling their last page, or where pages shrink."""
+    formats = {fmt for layer in layers for fmt in (*layer.k, *layer.v)}
+    shrinking = {count for fmt in formats for count in fmt.shrink_at if count <= max_tokens}
+    steps = {(0, max_tokens), (max(0, max_tokens - PAGE_TOKENS), max_tokens)}
+    steps |= {(max(0, count - 1), count) for count in shrinking}
+    return max(transient_bytes(layers, cache_dtype, (n,) * batch, (m,) * batch, (n, m)) for n, m in steps)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The keys, or values, of ``num_heads`` KV heads of a layer in one format: a PagedTensor."""
+
+    cache_dtype: CacheDtype
+    layer: LayerPlan
+    side: Side
+    format: Format
+    num_heads: int
+
+    def num_pages(self, lengths: Counter[int]) -> int:
+        return sum(count * num_pages(length) for length, count in lengths.items())
+
+    def page_bytes(self, lengths: Counter[int], columns: int) -> int:
+        return self.num_pages(lengths) * self._bytes_of_page(columns)
+
+    def own_bytes(self, before: Counter[int], after: Counter[int], columns: tuple[int, int]) -> int:
+        """Beyond the larger one of its pages before and after."""
+        old, new = self.num_pages(before), self.num_pages(after)
+        wide, narrow = (self._bytes_of_page(count) for count in columns)
+        converted = old * (wide + narrow) if wide != narrow else 0
+        added = (old + new) * narrow if new > old else 0
+        at_once = max(
+            RECORDS_AT_ONCE if converted or self.format.lattice_dim is not None else 0,
+            min(new - old, max(ENCODE_PAGES, after.total())) * self.num_heads,
+        )
+        scratch = SCRATCH_BYTES * at_once * PAGE_TOKENS * self.layer.head_dim(self.side)
+        held = max(old * wide, new * narrow)
+        return max(0, converted - held, added - held) + scratch
+
+    def _bytes_of_page(self, columns: int) -> int:
+        head_dim, dtype = self.layer.head_dim(self.side), self.cache_dtype
+        layout = self.format.layout(self.side, self.num_heads, head_dim, dtype, self.format.bits_at(columns))
+        return layout.record_bytes * (1 if self.format.lattice_dim is not None else self.num_heads)
+
+
+FLOAT_BYTES = 4
+# Room in fp32 for pages that are reconstructed at once, of which torch makes a copy at every turn: inputs, prediction,
+# codes, values, transforms.
+PART_COPIES = 16
+# Of a predictor's weight on the way to its digits: two digits, fp32, fp64.
+WEIGHT_BYTES = 2 + 4 + 8
+SUMS = 3  # int32 products of digits for every output (kvcal.kernels.predict)
+
+Slot = tuple[int, int, int, int, int]  # [B, pages, 128, N, D]
+
+
+@dataclass(frozen=True)
+class StepWorkspace:
+    """Bytes, as in the module's docstring. ``slots``: the shapes of ``kept``; ``slot_of``: which of them holds the
+    pages of a layer's side."""
+
+    tokens: Mapping[Side, int]
+    slots: tuple[Slot, ...]
+    slot_of: Mapping[tuple[int, Side], int]
+    turns: int
+    passing: int
+    unpacked: int
+    reading: int
+    packing: int
+
+    @property
+    def kept(self) -> int:
+        return sum(FLOAT_BYTES * math.prod(slot) for slot in self.slots)
+
+    @property
+    def forms(self) -> int:
+        """Of a static cache, allocated once."""
+        return self.kept + sum(self.tokens.values()) + self.turns
+
+    @property
+    def nbytes(self) -> int:
+        """Of a step, whichever cache serves it."""
+        return max(self.forms + self.passing, self.kept + self.unpacked + max(self.reading, self.packing))
+
+
+def logits_bytes(batch: int, vocab_size: int) -> int:
+    """Bytes of a step's logits and of their softmax, both in fp32."""
+    return 2 * FLOAT_BYTES * batch * vocab_size
+
+
+def step_workspace(
+    layers: Sequence[LayerPlan],
+    cache_dtype: CacheDtype,
+    batch: int,
+    max_tokens: int,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> StepWorkspace:
+    """Of ``batch`` rows of up to ``max_tokens`` tokens. ``tensors``: the plan's, None before they are known, when all
+    rotary tables of a head size count as one."""
+    paged = [layer for layer in layers if layer.is_paged]
+    slots, slot_of = _slots(paged, batch, max_tokens)
+    turns = sum(2 * FLOAT_BYTES * max_tokens * pairs for pairs in _rotary_pairs(layers, cache_dtype, tensors))
+    sizes = {side: [sum(form_bytes(layer, side, cache_dtype, batch, max_tokens)) for layer in paged] for side in SIDES}
+    return StepWorkspace(
+        {side: max(sizes[side], default=0) for side in SIDES},
+        slots,
+        slot_of,
+        turns,
+        max((_passing(layer, layers, cache_dtype, batch, max_tokens) for layer in paged), default=0),
+        max((_dense(layer, cache_dtype) for layer in paged), default=0) * batch * max_tokens,
+        SCRATCH_BYTES
+        * min(VALUES_AT_ONCE, max((_side_values(layer) for layer in paged), default=0) * batch * max_tokens),
+        largest_transient(paged, cache_dtype, batch, max_tokens),
+    )
+
+
+def form_bytes(layer: LayerPlan, side: Side, cache_dtype: CacheDtype, batch: int, max_tokens: int) -> list[int]:
+    """16-bit pages of every head range in a stored form; 0 for the others."""
+    record, found = raw_record_bytes(layer, side, cache_dtype), []
+    for pair in head_ranges(layer):
+        is_form = stored_form(layer, side, pair.format(side)) is not None
+        found.append(batch * num_pages(max_tokens) * pair.num_heads * record if is_form else 0)
+    return found
+
+
+def raw_record_bytes(layer: LayerPlan, side: Side, cache_dtype: CacheDtype) -> int:
+    """Of a 16-bit page of one head."""
+    return page_layout(side, RAW, layer.head_dim(side), cache_dtype, RAW_BITS).record_bytes
+
+
+def _dense(layer: LayerPlan, cache_dtype: CacheDtype) -> int:
+    """One token's keys and values, and the larger of them again."""
+    values = layer.attention.num_kv_heads * sum(layer.head_dim(side) for side in SIDES)
+    return (values + _side_values(layer)) * CACHE_DTYPES[cache_dtype].itemsize
+
+
+def _side_values(layer: LayerPlan) -> int:
+    """Of one token, the larger of keys and values."""
+    return layer.attention.num_kv_heads * max(layer.head_dim(side) for side in SIDES)
+
+
+def _passing(
+    layer: LayerPlan, layers: Sequence[LayerPlan], cache_dtype: CacheDtype, batch: int, max_tokens: int
+) -> int:
+    """Of the larger side; one follows the other."""
+    heads, most = layer.attention.num_kv_heads, 0
+    for side in SIDES:
+        forms = [fmt for fmt in layer.formats(side) if stored_form(layer, side, fmt) is not None]
+        if not forms:
+            continue
+        tokens = batch * PAGE_TOKENS * num_pages(max_tokens)
+        found = PART_COPIES * FLOAT_BYTES * min(VALUES_AT_ONCE, tokens * heads * layer.head_dim(side))
+        predictor = layer.predictor(side)
+        if predictor is not None:
+            (source,) = [other for other in layers if other.geometry.index == predictor.source]
+            shape = predictor_shape(layer, source, side, cache_dtype)
+            row = 2 * shape.num_inputs + SUMS * FLOAT_BYTES * shape.num_outputs
+            found += min(ROWS_AT_ONCE, tokens) * row + WEIGHT_BYTES * shape.num_inputs * shape.num_outputs
+        most = max(most, found)
+    return most
+
+
+def _rotary_pairs(
+    layers: Sequence[LayerPlan], cache_dtype: CacheDtype, tensors: Mapping[str, Tensor] | None
+) -> list[int]:
+    """Pairs of channels of every distinct rotary table."""
+    names = {f"layers.{layer.geometry.index}.rotary": layer for layer in layers if layer.is_paged}
+    needed = [name for name in needed_tensors(layers, cache_dtype) if name in names]
+    if tensors is None:
+        return [dim // 2 for dim in {names[name].attention.k_head_dim for name in needed}]
+    tables = {tensors[name].cpu().contiguous().numpy().tobytes(): len(tensors[name]) for name in needed}
+    return list(tables.values())
+
+
+def _slots(
+    paged: Sequence[LayerPlan], batch: int, max_tokens: int
+) -> tuple[tuple[Slot, ...], dict[tuple[int, Side], int]]:
+    """A slot for all pages that something is predicted from, shared by those that are not needed at the same time."""
+    last_reader: dict[tuple[int, Side], int] = {}
+    for layer in paged:
+        for side in SIDES:
+            predictor = layer.predictor(side)
+            if predictor is None:
+                continue
+            last_reader[predictor.source, side] = layer.geometry.index
+            if side == "v":
+                last_reader[layer.geometry.index, "k"] = layer.geometry.index
+    slots: list[Slot] = []
+    busy_until: list[int] = []
+    slot_of: dict[tuple[int, Side], int] = {}
+    for layer in paged:
+        for side in SIDES:
+            key = layer.geometry.index, side
+            if key not in last_reader:
+                continue
+            pages = num_pages(max_tokens)
+            shape = (batch, pages, PAGE_TOKENS, layer.attention.num_kv_heads, layer.head_dim(side))
+            free = [n for n, slot in enumerate(slots) if slot == shape and busy_until[n] < key[0]]
+            if not free:
+                slots.append(shape)
+                busy_until.append(-1)
+                free = [len(slots) - 1]
+            slot_of[key] = free[0]
+            busy_until[free[0]] = last_reader[key]
+    return tuple(slots), slot_of
+
+
+class FormWorkspace:
+    """``tokens``, ``kept`` and ``turns`` of a static cache, for all layers. Empty for a plan without stored forms.
+    Zeroed, so that nothing that is computed from a page that was never written is NaN."""
+
+    def __init__(self, plan: Plan, batch: int, max_tokens: int, device: torch.device) -> None:
+        self._batch, self._max_tokens, self._dtype = batch, max_tokens, plan.cache_dtype
+        sizes = step_workspace(plan.layers, plan.cache_dtype, batch, max_tokens, plan.tensors)
+        self._tokens = {side: torch.zeros(sizes.tokens[side], dtype=torch.uint8, device=device) for side in SIDES}
+        self._slots = [torch.zeros(slot, dtype=torch.float32, device=device) for slot in sizes.slots]
+        self._kept = {key: self._slots[number] for key, number in sizes.slot_of.items()}
+        self._turns = _turns(plan, max_tokens, device)
+
+    @property
+    def nbytes(self) -> int:
+        turns = {tensor.data_ptr(): tensor for tensor in self._turns.values()}
+        tensors = (*self._tokens.values(), *self._slots, *turns.values())
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+    def pages(self, layer: LayerPlan, pair: HeadRange, side: Side) -> Tensor:
+        """uint8 [slots, n, record]: 16-bit pages that the kernels meet, of a head range in a stored form."""
+        number = head_ranges(layer).index(pair)
+        sizes = form_bytes(layer, side, self._dtype, self._batch, self._max_tokens)
+        start = sum(sizes[:number])
+        pages = self._tokens[side][start : start + sizes[number]]
+        record = raw_record_bytes(layer, side, self._dtype)
+        return pages.view(-1, pair.num_heads, record)
+
+    def kept(self, index: int, side: Side) -> Tensor | None:
+        """fp32 [B, pages, 128, N, D]: pages of layer ``index`` as predictors read them; None where none does."""
+        return self._kept.get((index, side))
+
+    def turns(self, index: int) -> Tensor | None:
+        """fp32 [max_tokens, pairs, 2] of layer ``index``, for ``kvcal::reconstruct``; None where no kernel asks."""
+        return self._turns.get(index)
+
+
+def _turns(plan: Plan, max_tokens: int, device: torch.device) -> dict[int, Tensor]:
+    """By the index of every layer with a rotary table; empty on a CPU, where torch computes the angles as it goes."""
+    found: dict[int, Tensor] = {}
+    by_table: dict[bytes, Tensor] = {}
+    for layer in plan.layers if device.type == "cuda" else ():
+        rotary = plan.tensors.get(f"layers.{layer.geometry.index}.rotary")
+        if rotary is not None:
+            table = rotary.cpu().contiguous().numpy().tobytes()
+            if table not in by_table:
+                by_table[table] = position_turns(rotary.to(device), max_tokens)
+            found[layer.geometry.index] = by_table[table]
+    return found

@@ -1,0 +1,385 @@
+"""The feedback stage: Hessians against loops, the record, and what its factors do in a cache and in a folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from cache_cases import random_ids
+from cli_cases import save_llama
+from form_cases import rotary_table
+from predictor_runs import as_loaded, sequences
+from reparam_cases import outlier_model
+from test_profile import Listener
+from tiny_models import built, captured_by
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from typer.testing import CliRunner
+
+from kvcal import PlanCache, attached
+from kvcal.commands.stages import feedback as feedback_command
+from kvcal.errors import ArtifactError, NonFiniteActivations, UnsupportedModel, UsageError
+from kvcal.folder import Folder, Job
+from kvcal.kernels.choice import refusals
+from kvcal.models.geometry import geometry_of
+from kvcal.models.load import LoadedModel, load
+from kvcal.models.projections import output_weights
+from kvcal.pages.feedback import feedback_factor
+from kvcal.pages.hadamard import rotate as rotate_channels
+from kvcal.pages.transforms import rotate
+from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.page_format import RAW, Boost, Format, Tier
+from kvcal.plan.plan import Plan, Workload, load_plan
+from kvcal.plan.tensors import lattice_tensors
+from kvcal.progress import Silent
+from kvcal.recipe import FeedbackSpec, Recipe
+from kvcal.recipe_files import load_recipe
+from kvcal.run import pipeline
+from kvcal.run.formats import fix_folder
+from kvcal.stages import checkpoint as checkpoint_module
+from kvcal.stages import feedback
+from kvcal.strict import parse
+
+K, V = Format(2, "channel", 128, 2), Format(2, "token", 128, 2)
+DATA = sequences([200, 180, 190], 1, 128)
+SPEC = FeedbackSpec(damping=0.01, position_scale=1.0)
+
+
+def layers_of(loaded: LoadedModel, k: Format = K, v: Format = V, **changes) -> tuple[LayerPlan, ...]:
+    return tuple(
+        replace(layer, k=(k,), v=(v,), **changes) if layer.is_paged else layer for layer in bare_layers(loaded.geometry)
+    )
+
+
+def run(folder: Path, loaded: LoadedModel, layers=None, tensors=None, spec=SPEC, reporter=None, data=DATA):
+    folder.mkdir(exist_ok=True)
+    layers = layers_of(loaded) if layers is None else layers
+    path = folder / "feedback.safetensors"
+    return feedback.run_feedback(loaded, layers, tensors or {}, data, spec, {}, path, reporter or Silent())
+
+
+@pytest.fixture(scope="module")
+def llama() -> LoadedModel:
+    """2 KV heads, 4 query heads of 16; queries and what is read of values lie in few directions, as trained ones."""
+    model = outlier_model(scale=1.0)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            queries = layer.self_attn.q_proj.weight.view(4, 16, -1)
+            queries[:, [2, 3, 4, 10, 11, 12]] += 3 * queries[:, [5, 6, 7, 13, 14, 15]]
+            queries[:, [0, 1, 8, 9]] *= 0.1
+            heads = layer.self_attn.o_proj.weight.view(32, 4, 16)
+            heads[:, :, 4:] = heads[:, :, :4] @ torch.randn(4, 12, generator=torch.Generator().manual_seed(0))
+    return as_loaded(model, "float32")
+
+
+def queries_of(loaded: LoadedModel, layer: int) -> list[Tensor]:
+    """[H, T, D] of each sequence of DATA."""
+    return [
+        captured_by(loaded.model, loaded.geometry, {"input_ids": ids[None]})[0][layer].q_post_BHTD[0]
+        for ids in DATA.sequences
+    ]
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
+def test_products_of_queries_are_those_of_a_loop(num_kv_heads: int) -> None:
+    q = torch.randn(8, 5, 6, generator=torch.Generator().manual_seed(0))
+    found = feedback.query_products(q, num_kv_heads, torch.arange(5))
+    expected = torch.zeros(num_kv_heads, 6, 6, dtype=torch.float64)
+    for head in range(8):
+        for token in range(5):
+            row = q[head, token].double()
+            expected[head * num_kv_heads // 8] += torch.outer(row, row)
+    torch.testing.assert_close(found, expected)
+
+
+def test_queries_that_keys_before_rope_meet_give_the_same_scores() -> None:
+    """q_s' R(t) e for an error e of a key before RoPE at t: a quadratic form of the mean over t."""
+    table = rotary_table(16, 6)
+    table[:, 3] = 1.25  # an amplitude, as of YaRN
+    q = torch.randn(2, 40, 16, generator=torch.Generator().manual_seed(0))
+    hessian = feedback.query_products(q, 1, 3 * torch.arange(40), table)[0]
+    error = torch.randn(16, generator=torch.Generator().manual_seed(1))
+    scores = []
+    for s in range(40):
+        for number in range(feedback.DISTANCES):
+            t = 3 * s * (2 * number + 1) // (2 * feedback.DISTANCES)
+            assert 0 <= t <= 3 * s
+            turned = rotate(error, table, torch.tensor(t))
+            scores.append(float((q[:, s] @ turned.reshape(-1)).double().square().sum()))
+    expected = sum(scores) / feedback.DISTANCES
+    assert float(error.double() @ hessian @ error.double()) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gpt_neox", "phi3", "glm4"])
+def test_output_weights_are_what_reads_the_heads(name: str) -> None:
+    model = built(name)
+    geometry = geometry_of(model)
+    weights = output_weights(model, geometry)
+    for layer in geometry.layers:
+        found = weights[layer.index]
+        assert found.shape[1:] == (layer.num_query_heads, layer.v_head_dim)
+        modules = [m for m in model.modules() if getattr(m, "layer_idx", None) == layer.index]
+        module = next(m for m in modules if any(hasattr(m, child) for child in ("o_proj", "dense", "c_proj")))
+        projection = next(getattr(module, n) for n in ("o_proj", "dense", "c_proj") if hasattr(module, n))
+        heads = torch.randn(3, layer.num_query_heads, layer.v_head_dim)
+        bias = projection.bias if projection.bias is not None else 0.0
+        torch.testing.assert_close(torch.einsum("thd,chd->tc", heads, found) + bias, projection(heads.flatten(1)))
+
+
+def test_an_output_projection_of_other_inputs_is_refused() -> None:
+    model = outlier_model()
+    geometry = geometry_of(model)
+    projection = model.model.layers[1].self_attn.o_proj
+    projection.weight = torch.nn.Parameter(projection.weight[:, :-1])
+    with pytest.raises(UnsupportedModel, match="layer 1: .* known output projections of 64 inputs: o_proj"):
+        output_weights(model, geometry)
+
+
+def test_factors_are_those_of_the_hessians(tmp_path: Path, llama: LoadedModel) -> None:
+    record = run(tmp_path, llama)
+    assert [(found.index, found.side) for found in record.sides] == [(0, "k"), (0, "v"), (1, "k"), (1, "v")]
+    weights = output_weights(llama.model, llama.geometry)
+    for layer in (0, 1):
+        queries = torch.cat(queries_of(llama, layer), 1).double()
+        hessian = torch.einsum("ngtd,ngte->nde", *[queries.unflatten(0, (2, 2))] * 2) / queries.shape[1]
+        factor, share = feedback_factor(hessian, 0.01)
+        torch.testing.assert_close(record.factors[layer, "k"], factor, rtol=2e-3, atol=1e-4)
+        assert record.sides[2 * layer].share == pytest.approx(float(share.mean()), rel=1e-4)
+        by_head = weights[layer].double().unflatten(1, (2, 2))
+        hessian = torch.einsum("cngd,cnge->nde", by_head, by_head)
+        torch.testing.assert_close(record.factors[layer, "v"], feedback_factor(hessian, 0.01)[0], rtol=2e-3, atol=1e-4)
+    again = feedback.load(tmp_path / "feedback.safetensors")
+    assert again.subject == record.subject and again.sides == record.sides
+    assert all(torch.equal(again.factors[place], factor) for place, factor in record.factors.items())
+    headers, rows = feedback.table_rows(record)
+    assert len(rows) == 2 and all(len(row) == len(headers) and row[1].endswith("%") for row in rows)
+
+
+def test_hessians_are_in_the_space_of_the_pages(tmp_path: Path, llama: LoadedModel) -> None:
+    """λ and a rotation change the basis of errors, offsets do not; 16-bit heads and other sides are left out."""
+    generator = torch.Generator().manual_seed(0)
+    lambdas = {f"layers.{i}.k_rescale": torch.rand(2, 16, generator=generator) + 0.5 for i in range(2)}
+    offsets = {f"layers.{i}.k_offset": torch.ones(2, 16) for i in range(2)}
+    rotated = Format(2, quantizer="rotated")
+    layers = layers_of(llama, K, rotated, k_rescale=True, k_offset=True)
+    record = run(tmp_path / "a", llama, layers, {**lambdas, **offsets})
+    queries = (
+        torch.cat(queries_of(llama, 1), 1).double()
+        * lambdas["layers.1.k_rescale"].double().repeat_interleave(2, 0)[:, None]
+    )
+    hessian = torch.einsum("ngtd,ngte->nde", *[queries.unflatten(0, (2, 2))] * 2) / queries.shape[1]
+    torch.testing.assert_close(record.factors[1, "k"], feedback_factor(hessian, 0.01)[0], rtol=2e-3, atol=2e-4)
+    signs = lattice_tensors(layers)["layers.1.v_signs"]
+    weight = output_weights(llama.model, llama.geometry)[1]
+    turned = rotate_channels(weight, signs).double().unflatten(1, (2, 2))
+    hessian = torch.einsum("cngd,cnge->nde", turned, turned)
+    torch.testing.assert_close(record.factors[1, "v"], feedback_factor(hessian, 0.01)[0], rtol=2e-3, atol=2e-4)
+
+    keys = run(tmp_path / "b", llama, layers_of(llama, K, RAW))
+    assert {side for _, side in keys.factors} == {"k"}
+    lattice = run(tmp_path / "c", llama, layers_of(llama, Format(2, lattice_dim=2), V))
+    assert {side for _, side in lattice.factors} == {"v"}
+    listener = Listener()
+    nothing = run(tmp_path / "d", llama, layers_of(llama, RAW, RAW), reporter=listener)
+    assert not nothing.factors and "nothing to calibrate" in listener.said[0]
+    assert nothing.apply(layers_of(llama, RAW, RAW)) == layers_of(llama, RAW, RAW)
+    with pytest.raises(ArtifactError, match="whose layers are not the plan's"):
+        keys.apply(bare_layers(geometry_of(built("qwen3"))))
+
+
+def test_keys_before_rope_are_measured_before_rope(tmp_path: Path, llama: LoadedModel) -> None:
+    tables = {f"layers.{i}.rotary": rotary_table(16) for i in range(2)}
+    record = run(tmp_path, llama, layers_of(llama, k_pages="pre"), tables, replace(SPEC, sides=("k",)))
+    total = sum(feedback.query_products(q, 2, torch.arange(q.shape[1]), rotary_table(16)) for q in queries_of(llama, 0))
+    factor, _ = feedback_factor(total / sum(map(len, DATA.sequences)), 0.01)
+    torch.testing.assert_close(record.factors[0, "k"], factor, rtol=2e-3, atol=1e-4)
+
+
+def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path: Path, llama: LoadedModel, monkeypatch) -> None:
+    monkeypatch.setattr(checkpoint_module, "SAVE_SECONDS", 0.0)
+    run(tmp_path / "whole", llama)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", llama, reporter=Listener(2))
+    listener = Listener()
+    run(tmp_path / "cut", llama, reporter=listener)
+    assert "goes on after 1 samples" in listener.said[0] or "goes on after 2 samples" in listener.said[0]
+    whole, cut = (tmp_path / name / "feedback.safetensors" for name in ("whole", "cut"))
+    assert whole.read_bytes() == cut.read_bytes() and len(list(cut.parent.iterdir())) == 1
+
+
+def test_queries_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    model = outlier_model()
+    loaded = as_loaded(model)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[0, 0] = torch.nan
+    with pytest.raises((NonFiniteActivations, UnsupportedModel), match="sample 0: queries of layer 1|not finite"):
+        run(tmp_path, loaded)
+
+
+def plan_of(loaded: LoadedModel, layers: tuple[LayerPlan, ...], tensors: dict[str, Tensor]) -> Plan:
+    return Plan(loaded.identity, loaded.geometry.cache_dtype, layers, Workload(1, 512), {}, tensors)
+
+
+KITTY = replace(K, boost=Boost("query_range", (Tier(16, 0.1, 1.0), Tier(4, 0.2))))
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "changes"),
+    [
+        (K, V, {}),
+        (KITTY, replace(V, num_bits=3), {}),
+        (replace(K, axis="token", num_bits=4), Format(2, quantizer="rotated"), {}),
+        (replace(K, recent_window=40), V, {"k_pages": "pre"}),
+    ],
+    ids=["plain", "boosted", "rotated", "before RoPE"],
+)
+def test_a_cache_packs_pages_with_feedback_and_errs_less(tmp_path, llama, k, v, changes) -> None:
+    """Scores of unseen queries, and the block's outputs, in as many bytes and the factors'."""
+    layers = layers_of(llama, k, v, **changes)
+    tensors = lattice_tensors(layers)
+    if changes:
+        tensors |= {f"layers.{i}.rotary": rotary_table(16) for i in range(2)}
+    record = run(tmp_path, llama, layers, tensors)
+    plain, fed = plan_of(llama, layers, tensors), plan_of(llama, record.apply(layers), tensors | record.tensors())
+    more = sum(tensor.nbytes for tensor in record.tensors().values())
+    assert fed.nbytes([300]) == plain.nbytes([300]) + more == plain.nbytes([300]) + 2 * 2 * 2 * 120 * 2
+    ids = sequences([190], 7, 128).sequences[0]
+    seen, _ = captured_by(llama.model, llama.geometry, {"input_ids": ids[None]})
+    weights = output_weights(llama.model, llama.geometry)
+    errors = []
+    for plan in (plain, fed):
+        cache = PlanCache(plan, llama.model.config)
+        with attached(llama.model), torch.no_grad():
+            llama.model(input_ids=ids[None], past_key_values=cache)
+        assert cache.nbytes == plan.nbytes([190])
+        found = {"k": 0.0, "v": 0.0}
+        for captured, layer in zip(seen, cache.paged_layers, strict=True):
+            for side, exact in (("k", captured.k_post_BNTD), ("v", captured.v_BNTD)):
+                [part] = layer.store.sides[side]
+                spans = [(0, 0, part.format.pages_read(190))]
+                read = part.decode(spans, torch.float32).transpose(0, 1).flatten(1, 2)
+                error = (read - exact[0, :, : read.shape[1]])[:, 2:].repeat_interleave(2, 0)
+                if side == "k":
+                    made = captured.q_post_BHTD[0] @ error.transpose(1, 2)
+                else:
+                    made = torch.einsum("htd,chd->tch", error, weights[captured.layer])
+                found[side] += float(made.double().square().sum())
+        errors.append(found)
+    ratios = {side: errors[1][side] / errors[0][side] for side in ("k", "v")}
+    assert ratios["k"] < 0.9 and ratios["v"] < 0.6, ratios
+
+
+def test_sequences_of_a_batch_are_packed_as_alone(tmp_path, llama) -> None:
+    record = run(tmp_path, llama)
+    layers = layers_of(llama)
+    plan = plan_of(llama, record.apply(layers), record.tensors())
+    ids = random_ids(3, 150)
+    together = PlanCache(plan, llama.model.config)
+    with torch.no_grad():
+        llama.model(input_ids=ids, past_key_values=together)
+    for row in range(3):
+        alone = PlanCache(plan, llama.model.config)
+        with torch.no_grad():
+            llama.model(input_ids=ids[row : row + 1], past_key_values=alone)
+        for one, many in zip(alone.paged_layers, together.paged_layers, strict=True):
+            ours, theirs = one.store.sides["v"][0], many.store.sides["v"][0]
+            slots = theirs.pool.slots([(row, 0, 1)])
+            read = ours.codec.decode(ours.pool.records[ours.pool.slots([(0, 0, 1)])], 2)
+            expected = theirs.codec.decode(theirs.pool.records[slots], 2)
+            assert float((read - expected).abs().mean()) < 1e-3  # forwards of other shapes round otherwise
+
+
+def test_what_takes_no_feedback_is_refused() -> None:
+    loaded = as_loaded(built("llama"))
+    layer = layers_of(loaded)[0]
+    with pytest.raises(ValueError, match="has k_feedback, and no k format whose codes"):
+        replace(layer, k=(Format(2, lattice_dim=2),), k_feedback=True)
+    with pytest.raises(ValueError, match="has v_feedback, and no v format"):
+        replace(layer, v=(RAW,), v_feedback=True)
+    shrinking = Format(2, "token", 128, param_dtype="float32", shrink_at=(100,))
+    with pytest.raises(ValueError, match="has v_feedback and v pages that shrink"):
+        replace(layer, v=(shrinking,), v_feedback=True)
+    window = bare_layers(geometry_of(built("mistral_all_sliding")))[0]
+    with pytest.raises(ValueError, match="is bounded and takes no transforms"):
+        replace(window, v_feedback=True)
+
+
+def test_static_caches_refuse_what_has_no_kernels(tmp_path, llama) -> None:
+    layers = layers_of(llama, K, Format(2, quantizer="rotated"))
+    plan = plan_of(llama, layers, lattice_tensors(layers))
+    with pytest.raises(UnsupportedModel, match="v pages are of the quantizer 'rotated', which has no kernels"):
+        PlanCache(plan, llama.model.config, max_tokens=300)
+    layers = layers_of(llama, k_pages="pre")
+    tables = {f"layers.{i}.rotary": rotary_table(16) for i in range(2)}
+    record = run(tmp_path, llama, layers, tables)
+    plan = plan_of(llama, record.apply(layers), tables | record.tensors())
+    with pytest.raises(UnsupportedModel, match="k pages hold keys before RoPE, and their codes are chosen with error"):
+        PlanCache(plan, llama.model.config, max_tokens=300)
+    wide = replace(bare_layers(llama.geometry)[0], k=(K,), v=(V,), k_feedback=True)
+    wide = replace(wide, geometry=replace(wide.attention, k_head_dim=256, v_head_dim=256))
+    assert list(refusals(wide, "bfloat16")) == ["head size 256; with error feedback the kernels take up to 128"]
+    assert not list(refusals(replace(wide, k_feedback=False), "bfloat16"))
+
+
+RECIPE = """
+[data]
+source = "tasks"
+[formats]
+k = { num_bits = 2, axis = "token", num_sink_tokens = 1 }
+v = { num_bits = 2, quantizer = "rotated" }
+[feedback]
+num_samples = 2
+seq_len = 200
+damping = 0.02
+"""
+
+
+def test_from_a_recipe_to_a_plan(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    model = save_llama(tmp_path / "tiny", tokenizer, dtype=torch.float32)
+    loaded, path = load(str(model), device="cpu"), tmp_path / "small.toml"
+    path.write_text(RECIPE)
+    recipe = load_recipe(str(path))
+    plan = pipeline.build_plan(recipe, loaded, Folder.create(tmp_path / "run"), Workload(1, 512), Silent())
+    assert all(layer.k_feedback and layer.v_feedback for layer in plan.layers if layer.is_paged)
+    assert plan.provenance["calibration"]["feedback"]["purpose"] == "fit"
+    assert load_plan(tmp_path / "run" / "plan.safetensors").sha256 == plan.sha256
+
+    folder = Folder.create(tmp_path / "stages")
+    fix_folder(Job(recipe, loaded, folder, Silent(), Workload(1, 512)))
+    app = typer.Typer()
+    app.command()(feedback_command)
+    given = [str(folder.path), "--model", str(model), "--recipe", str(path), "--device", "cpu", "--json", "--quiet"]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 0, done.output
+    assert {side["side"] for side in json.loads(done.stdout)["sides"]} == {"k", "v"}
+    table = CliRunner().invoke(app, given[:-2])
+    assert "K error left" in table.stdout and "feedback.safetensors is current" in table.output
+    assert pipeline.compile_folder(folder, folder.plan, Silent()).sha256 == plan.sha256
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sides": []}, "sides = \\[\\], expected one or both"),
+        ({"sides": ["k", "k"]}, "sides = \\['k', 'k'\\], expected one or both"),
+        ({"damping": 0.0}, "damping = 0.0"),
+    ],
+)
+def test_knobs_have_ranges(change: dict, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        parse(FeedbackSpec, change, "feedback", UsageError)
+
+
+def test_sections_that_feedback_does_not_go_with() -> None:
+    base = load_recipe("kitty-feedback")
+    assert base.feedback is not None and base.calibrates and not base.is_baseline
+    with pytest.raises(ValueError, match="goes with neither"):
+        replace(load_recipe("pm-kvq"), feedback=FeedbackSpec())
+    with pytest.raises(ValueError, match="goes with neither"):
+        replace(load_recipe("best"), feedback=FeedbackSpec())
+    kitty, fed = load_recipe("kitty"), base
+    assert isinstance(fed, Recipe) and kitty.formats == fed.formats

@@ -1,0 +1,31 @@
+"""Plans whose pages shrink: on the schedule of a workload, or at given token counts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from cache_cases import llama_plan
+
+from kvcal.plan.plan import Format, Plan, Workload
+from kvcal.stages.allocate.schedule import progressive_layers
+
+CONTEXT = 560
+K_2 = Format(2, "channel", 32, 3, 20)
+V_2 = Format(2, "token", 32)
+
+
+def scheduled(k: Format, v: Format, batch: int, num_layers: int = 2, dtype: str = "float32", context: int = CONTEXT):
+    """A plan and its budget: what its final formats take at the workload."""
+    plan = llama_plan(k, v, cache_dtype=dtype, num_layers=num_layers)
+    wide = [dataclasses.replace(fmt, param_dtype="float32") for fmt in (k, v)]
+    budget = llama_plan(*wide, cache_dtype=dtype, num_layers=num_layers).nbytes((context,) * batch)
+    workload = Workload(batch, context)
+    layers = progressive_layers(plan.layers, workload, plan.cache_dtype, budget)
+    return dataclasses.replace(plan, layers=layers, workload=workload), budget
+
+
+def fixed(k_at: tuple[int, ...], v_at: tuple[int, ...], **changes) -> Plan:
+    """One layer, 2 KV heads, K per channel and V per token, shrinking at given counts."""
+    k = Format(16 >> len(k_at), "channel", 32, 3, param_dtype="float32", shrink_at=k_at, **changes)
+    v = Format(16 >> len(v_at), "token", 32, param_dtype="float32", shrink_at=v_at, **changes)
+    return dataclasses.replace(llama_plan(k, v, num_layers=1), workload=Workload(8, 4096))
