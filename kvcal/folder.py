@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 from kvcal import artifact
 from kvcal.artifact import differing_input, read_inputs
 from kvcal.data.pools import Purpose
+from kvcal.data.samples import Sampler
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.geometry import ModelIdentity
+from kvcal.models.files import embedded_models
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import DEFAULT_WORKLOAD, Workload
-from kvcal.progress import Reporter
+from kvcal.progress import Reporter, Silent
 from kvcal.recipe import Recipe
 
 Made = TypeVar("Made")
@@ -172,11 +174,35 @@ def max_context(loaded: LoadedModel) -> int | None:
     return getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
-def sequences(spec: DataSpec, loaded: LoadedModel, purpose: Purpose = "fit") -> TokenDataset:
-    """The sequences of a purpose's pool for this model; raises what kvcal.data.sequences.load_sequences raises."""
+def sequences(
+    spec: DataSpec,
+    loaded: LoadedModel,
+    purpose: Purpose = "fit",
+    folder: Folder | None = None,
+    reporter: Reporter | None = None,
+) -> TokenDataset:
+    """The sequences of a purpose's pool for this model, whose own samples are kept in ``folder``; raises what
+    kvcal.data.sequences.load_sequences raises."""
     if loaded.tokenizer is None:
         raise UsageError(f"{loaded.source}: no tokenizer", hint="data cannot be tokenized without one")
-    return load_sequences(spec, loaded.tokenizer, max_context(loaded), purpose)
+    spec, sampler = data_spec(spec, loaded), sampler_of(loaded, folder, reporter)
+    return load_sequences(spec, loaded.tokenizer, max_context(loaded), purpose, sampler)
+
+
+def job_sequences(job: Job, spec: DataSpec, purpose: Purpose) -> TokenDataset:
+    """``sequences`` for a job."""
+    return sequences(spec, job.loaded, purpose, job.folder, job.reporter)
+
+
+def data_spec(spec: DataSpec, loaded: LoadedModel) -> DataSpec:
+    """``spec`` with the source that "auto" stands for."""
+    return spec.for_model(loaded.source in embedded_models())
+
+
+def sampler_of(loaded: LoadedModel, folder: Folder | None = None, reporter: Reporter | None = None) -> Sampler:
+    """The model as a source of text; what it wrote is kept beside the profile of ``folder``."""
+    identity = {**model_inputs(loaded), **compute_dtype(loaded), "device": loaded.model.device.type}
+    return Sampler(loaded.model, identity, None if folder is None else folder.profile.parent, reporter or Silent())
 
 
 def flat(prefix: str, value: Any) -> dict[str, Any]:

@@ -42,6 +42,9 @@ KvBudget = Annotated[str | None, typer.Option("--kv-budget", help="The cache alo
 SETS_HELP = """Change a knob of the recipe, such as `reparam.num_steps=10`: a TOML value or a word, nothing for the
 default; may be repeated."""
 
+DATA_HELP = """mixture, tasks, samples, dialogues, math, python:code, python:docs, a text, JSONL or parquet file or
+folder, a hub id, or a public set such as wikitext; may be repeated. Options: weight, kind, columns, split, config."""
+
 KEYWORD_ONLY = Parameter.KEYWORD_ONLY
 # Packages of kvcal[compile], by their import names.
 COMPILE_PACKAGES = ("cvxpy", "datasets", "highspy", "huggingface_hub", "jinja2", "matplotlib", "optuna")
@@ -81,22 +84,23 @@ class ModelOptions(OutputOptions):
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
 
     def load(self, source: str, calibrated_on: DataSpec | None = None, reporter: Reporter | None = None) -> LoadedModel:
-        """The model; transformers' own progress bars are off. Says so when one of the user's is calibrated on the
-        embedded model's tasks."""
+        """The model; transformers' own progress bars are off. Says so when one of the user's is calibrated on text that
+        the user did not choose: the embedded model's tasks, or the mixture."""
         from transformers.utils import logging
 
-        from kvcal.data.sequences import TASK_SOURCES
         from kvcal.models.files import embedded_models
         from kvcal.models.load import load
 
         logging.disable_progress_bar()
         loaded = load(source, dtype=self.dtype, device=self.device)
-        is_toy = calibrated_on is not None and calibrated_on.source in TASK_SOURCES
-        if reporter is not None and is_toy and loaded.source not in embedded_models():
-            reporter.say(
-                f"note: {loaded.identity.id} is calibrated on the embedded toy tasks (ledgers, chains, products); "
-                "give --data with text such as the model will read"
-            )
+        if reporter is not None and calibrated_on is not None and loaded.source not in embedded_models():
+            advice = "give --data with text such as the model will read"
+            if calibrated_on.is_toy:
+                toys = "the embedded toy tasks (ledgers, chains, products)"
+                reporter.say(f"note: {loaded.identity.id} is calibrated on {toys}; {advice}, or --data mixture")
+            elif calibrated_on.source == "auto":
+                mixture = "a mixture of its own samples, installed packages' text and generated text"
+                reporter.say(f"note: {loaded.identity.id} is calibrated on {mixture}; {advice}")
         return loaded
 
 
@@ -105,7 +109,7 @@ class RecipeOptions(ModelOptions):
     """Changes of a recipe by a command line; None: as the recipe has it."""
 
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help=SETS_HELP)] = None
-    data: Annotated[str | None, typer.Option(help="tasks, a text, JSONL or parquet file or folder, a hub id.")] = None
+    data: Annotated[list[str] | None, typer.Option(metavar="SOURCE[,weight=2][,kind=KIND]", help=DATA_HELP)] = None
     samples: Annotated[int | None, typer.Option(help="Sequences, of calibration where there is one.", min=1)] = None
     seq_len: Annotated[int | None, typer.Option(help="Tokens of each at most, also to evaluate.", min=2)] = None
 
@@ -133,9 +137,10 @@ class RecipeOptions(ModelOptions):
         for place, spec in (("data", recipe.data), ("evaluate.data", recipe.evaluate.data)):
             if self.seq_len is not None:
                 given |= {f"{place}.seq_len": self.seq_len, f"{place}.min_len": min(spec.min_len, self.seq_len)}
-            if self.data is not None:
-                given |= {f"{place}.source": self.data, **{f"{place}.{key}": None for key in SOURCE_KEYS}}
-        if self.data is not None and "evaluate.data.source" not in settings:
+            if self.data:
+                source = self.data[0] if len(self.data) == 1 else self.data
+                given |= {f"{place}.source": source, **{f"{place}.{key}": None for key in SOURCE_KEYS}}
+        if self.data and "evaluate.data.source" not in settings:
             read = {f"data.{key}" for key in SOURCE_KEYS} & settings.keys()
             given |= {f"evaluate.{name}": settings[name] for name in read}
         return with_knobs(recipe, given | settings)

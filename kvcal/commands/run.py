@@ -187,7 +187,6 @@ def compare(
     Example: `kvcal compare mine.toml --model Qwen/Qwen3-8B --bits 2.5 --batch 16 --context 32768 --json`
     """
     from kvcal.charts.comparison import draw_comparison
-    from kvcal.data.sequences import TASK_SOURCES
     from kvcal.folder import DEFAULT_WORKLOAD, sequences
     from kvcal.run import pipeline
     from kvcal.stages.compare import FILE
@@ -200,10 +199,10 @@ def compare(
     points = _changed(points_of(recipes, bits or ()), given)
     workload, folder = sizes.workload(DEFAULT_WORKLOAD), pipeline.Folder.create(out)
     calibrations = [point.recipe.data for point in points if point.recipe.calibrates]
-    toy = next((data for data in calibrations if data.source in TASK_SOURCES), None)
+    toy = next((data for data in calibrations if data.is_toy or data.source == "auto"), None)
     with given.reporting() as reporter:
         loaded = given.load(model, toy, reporter)
-        texts = sequences(spec.data, loaded, "report")
+        texts = sequences(spec.data, loaded, "report", folder, reporter)
         comparison = compare_points(loaded, points, workload, spec, texts, folder, pipeline.build_plan, reporter)
         picture = folder.path / "compare.png"
         draw_comparison(comparison, picture)

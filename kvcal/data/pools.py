@@ -7,8 +7,9 @@ to the pools in turn, from the pool on that the first piece's content names. The
 every round, up to 16 KiB: a file of 60 KiB gives each pool 15, and windows of a large one are seldom broken.
 
 A stage names its data among its artifact's inputs, and the plan's provenance takes them over: {"calibration": {stage:
-{"purpose", "source", "source_sha256", "sequences"}}}, with 12 hex digits of sha256 for each sequence. The guard finds
-what dealing cannot: a source that repeats itself, and records that are equal up to where they are cut.
+{"purpose", "source", "source_sha256", "sequences"}}}, with 12 hex digits of sha256 for each sequence, and "parts"
+where there are several sources. The guard finds what dealing cannot: a source that repeats itself, and records that are
+equal up to where they are cut.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 
 from kvcal.errors import ArtifactError, UsageError
-from kvcal.strict import STRICT, dump, parse
+from kvcal.strict import STRICT, Size, dump, parse
 
 # fit: profile, λ, predictors. select: a search's candidates, tuning. validate: a final choice. report: evaluation.
 Purpose = Literal["fit", "select", "validate", "report"]
@@ -70,13 +72,22 @@ class SourceId:
     sha256: str
 
 
+@pydantic_dataclass(frozen=True, config=STRICT)
+class SourcePart:
+    """One of several sources of a data set, and how many of its sequences are of it."""
+
+    source: str
+    source_sha256: str
+    num_sequences: Size
+
+
 @dataclass(frozen=True, eq=False)
 class TokenDataset:
     """``sequences``: int64 [T] each, T <= seq_len, no padding. ``loss_masks``: bool [T] each, True where the token is a
     target of the next-token loss (never at position 0, at least one per sequence). ``fingerprint``: sha256 over both;
     ``description``: one line for people, without machine paths; ``source``: where they come from, None if they were
-    made up; ``purpose``: of which pool; ``kinds``: what kind of text each sequence is, such as "code". All counts are
-    tokens."""
+    made up; ``purpose``: of which pool; ``kinds``: what kind of text each sequence is, such as "code"; ``parts``: of
+    several sources, which ``source`` then stands for together. All counts are tokens."""
 
     sequences: tuple[Tensor, ...]
     loss_masks: tuple[Tensor, ...]
@@ -85,6 +96,7 @@ class TokenDataset:
     source: SourceId | None = None
     purpose: Purpose = "fit"
     kinds: tuple[str, ...] = ()
+    parts: tuple[SourcePart, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.kinds:
@@ -115,18 +127,26 @@ _SUFFIX = ".record"
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class DataRecord:
-    """One stage's data. ``source``, its name, and ``source_sha256`` are None for made-up data."""
+    """One stage's data. ``source``, its name, and ``source_sha256`` are None for made-up data; ``parts``: of several
+    sources."""
 
     purpose: Purpose
     source: str | None
     source_sha256: str | None
     sequences: tuple[str, ...]
+    # Left out of JSON for one source.
+    parts: Annotated[tuple[SourcePart, ...], Field(exclude_if=lambda parts: parts == ())] = ()
+
+    @property
+    def sources(self) -> set[str | None]:
+        """sha256 of every source."""
+        return {self.source_sha256} | {part.source_sha256 for part in self.parts}
 
 
 def data_inputs(data: TokenDataset, name: str = "data") -> dict[str, Any]:
     """Fields of an artifact's inputs that name its data."""
     source, sha256 = (None, None) if data.source is None else (data.source.name, data.source.sha256)
-    record = DataRecord(data.purpose, source, sha256, data.digests)
+    record = DataRecord(data.purpose, source, sha256, data.digests, data.parts)
     return {f"{name}.fingerprint": data.fingerprint, f"{name}{_SUFFIX}": dump(record)}
 
 
@@ -157,11 +177,11 @@ def require_unseen(provenance: Mapping[str, Any], data: TokenDataset) -> None:
 
 
 def shared_sources(provenance: Mapping[str, Any], data: TokenDataset) -> list[str]:
-    """Stages that used the source of ``data``, in order of their names."""
+    """Stages that used a source of ``data``, in order of their names."""
     if data.source is None:
         return []
-    records = _records(provenance).items()
-    return sorted(stage for stage, record in records if record.source_sha256 == data.source.sha256)
+    own = {data.source.sha256} | {part.source_sha256 for part in data.parts}
+    return sorted(stage for stage, record in _records(provenance).items() if record.sources & own)
 
 
 def _records(provenance: Mapping[str, Any]) -> dict[str, DataRecord]:

@@ -1,35 +1,54 @@
-"""Token sequences for calibration and evaluation: from a source to int64 tensors with a fingerprint.
+"""Token sequences for calibration and evaluation: from sources to int64 tensors with a fingerprint.
 
 Plain documents, and the pieces of a text file, are joined with the end-of-sequence token and cut into windows of
 exactly ``seq_len`` tokens. Records that have a prompt and a completion (tasks, question and answer, chat messages) stay
-one record per sequence, cut at ``seq_len``; their loss mask covers the completion alone, since predicting a random
-prompt says nothing about how well the cache is read. Every sequence starts with what the tokenizer puts at position 0
-(or with its bos token): many models park their attention there, and a window that begins in mid-text has other keys.
+one record per sequence, cut at ``seq_len``; their loss mask covers the completion, or all that the assistant says,
+since predicting a random prompt says nothing about how well the cache is read. Every sequence starts with what the
+tokenizer puts at position 0 (or with its bos token): many models park their attention there, and a window that begins
+in mid-text has other keys. Sequences of several sources (see kvcal.data.mixture) take turns, in proportion.
 
-Sampling: the first ``CANDIDATES * num_samples`` sequences of the purpose's pool (see kvcal.data.pools) are candidates,
-of which ``seed`` picks ``num_samples``, in stream order. So no more than that is ever tokenized, and the choice does
-not depend on the process, the machine or the folder's listing order. Left out: shuffling inside a larger source.
+Choice: of a source, the first ``CANDIDATES`` times as many sequences of the purpose's pool (see kvcal.data.pools) as
+are needed are candidates, of which ``seed`` picks, in stream order. So no more than that is ever tokenized, and the
+choice does not depend on the process, the machine or the folder's listing order; what is generated is drawn by the seed
+already. Left out: shuffling inside a larger source.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jinja2 import TemplateError
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from kvcal.data.pools import PURPOSES, Purpose, TokenDataset, id_bytes
-from kvcal.data.sources import Chat, Record, describe_source, identify_source, read_source
-from kvcal.data.tasks import TASKS, Problem, dealt, mixture
+from kvcal.artifact import sha256_json
+from kvcal.data.dialogues import dialogue, word_problem
+from kvcal.data.mixture import (
+    AUTO,
+    GENERATED,
+    INSTALLED,
+    KINDS,
+    MIXTURE,
+    SAMPLES,
+    TASK_SOURCES,
+    Part,
+    apportion,
+    interleaved,
+    read_parts,
+)
+from kvcal.data.pools import PURPOSES, Purpose, SourceId, SourcePart, TokenDataset, id_bytes
+from kvcal.data.samples import Sampler, openings
+from kvcal.data.sources import Chat, Item, Piece, Record, describe_source, identify_source, read_source
+from kvcal.data.tasks import TASKS, Problem, dealt, mixture, prompt_of
 from kvcal.errors import UsageError
-from kvcal.strict import STRICT, knob
+from kvcal.strict import STRICT, dump, knob
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,21 +56,25 @@ if TYPE_CHECKING:
 CANDIDATES = 4
 MAX_SAMPLES = 1_000_000
 TokensAndMask = tuple[Tensor, Tensor]  # int64 [T], and whether each is a target of the loss, bool [T]
-TASK_SOURCES = ("tasks", *(f"tasks:{name}" for name in TASKS))
+Span = tuple[str, bool]  # text, and whether it is in the loss
 
 
 @dataclass(frozen=True, config=STRICT)
 class DataSpec:
-    """Sequences to load. ``source`` is "tasks", "tasks:NAME", a file, a folder or a hub id; ``split`` and ``config``
-    belong to hub ids only. ``columns`` names one column (text, or chat messages) or two (prompt, completion); empty
-    means the first that exists of messages, text, content, question + answer. Sequences are cut at ``seq_len`` tokens,
-    and passed over with fewer than ``min_len``: a KL over short ones says little of a cache whose pages hold 128
-    tokens.
+    """Sequences to load. ``source``: one source, or a list of several, each a name and then options, such as
+    "my.jsonl,weight=2,kind=code" (see the tutorial). ``split`` and ``config`` belong to a hub id, and are for a single
+    source, as is ``columns``, which names one column (text, or chat messages) or two (prompt, completion); empty means
+    the first that exists of messages, text, content, question + answer. Sequences are cut at ``seq_len`` tokens, and
+    passed over with fewer than ``min_len``: a KL over short ones says little of a cache whose pages hold 128 tokens.
 
     Raises UsageError when a value is impossible whatever the data.
     """
 
-    source: str = knob("tasks", "tasks, tasks:NAME, a text, JSONL or parquet file or folder, or a hub id.")
+    source: str | tuple[str, ...] = knob(
+        AUTO,
+        "A file, a folder, a hub id, mixture, samples, tasks …, or a list of these; auto: tasks for an embedded model, "
+        "mixture for another.",
+    )
     num_samples: int = knob(16, "Sequences.")
     seq_len: int = knob(1024, "Tokens of each at most.")
     seed: int = knob(0, "Seed of the sample.")
@@ -61,57 +84,172 @@ class DataSpec:
     min_len: int = knob(0, "Tokens of each at least; shorter ones are passed over.")
 
     def __post_init__(self) -> None:
-        if not self.source:
-            raise UsageError("source = '' is empty", hint="give tasks, a file, a folder or a hub id")
         if not 1 <= self.num_samples <= MAX_SAMPLES:
             raise UsageError(f"num_samples = {self.num_samples}", hint=f"ask for at least 1, at most {MAX_SAMPLES}")
         if self.seq_len < 2:
             raise UsageError(f"seq_len = {self.seq_len}", hint="at least 2 tokens: the first predicts the second")
         if not 0 <= self.min_len <= self.seq_len:
             raise UsageError(f"min_len = {self.min_len}", hint=f"from 0 to seq_len = {self.seq_len}")
-        if len(self.columns) > 2:
-            raise UsageError(f"columns = {list(self.columns)}", hint="name one column, or a prompt and a completion")
-        if self.source.startswith("tasks:") and self.source not in TASK_SOURCES:
-            raise UsageError(f"source = {self.source!r} is unknown", hint=f"choose one of: {', '.join(TASK_SOURCES)}")
+        for part in self.parts:
+            if len(part.columns) > 2:
+                raise UsageError(
+                    f"columns = {list(part.columns)}", hint="name one column, or a prompt and a completion"
+                )
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The sources in order. UsageError as ``read_parts``, and for ``columns``, ``split`` or ``config`` beside
+        several sources or options of the source's own."""
+        parts = read_parts((self.source,) if isinstance(self.source, str) else self.source)
+        given = {name: value for name in ("columns", "split", "config") if (value := getattr(self, name))}
+        if given and len(parts) > 1:
+            name = next(iter(given))
+            raise UsageError(
+                f"{name} is given beside {len(parts)} sources",
+                hint=f"give each source its own, such as my.jsonl,{name}={'q+a' if name == 'columns' else 'NAME'}",
+            )
+        return tuple(replace(part, **given) for part in parts)
+
+    @property
+    def is_toy(self) -> bool:
+        """Whether the embedded model's tasks are all there is."""
+        return self.source != AUTO and all(part.source in TASK_SOURCES for part in self.parts)
+
+    def for_model(self, is_embedded: bool) -> DataSpec:
+        """With the source that "auto" stands for."""
+        return replace(self, source=TASK_SOURCES[0] if is_embedded else MIXTURE) if self.source == AUTO else self
 
 
 def load_sequences(
-    spec: DataSpec, tokenizer: PreTrainedTokenizerBase, max_context: int | None = None, purpose: Purpose = "fit"
+    spec: DataSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    max_context: int | None = None,
+    purpose: Purpose = "fit",
+    sampler: Sampler | None = None,
 ) -> TokenDataset:
-    """Read, tokenize and sample what is dealt to ``purpose``. ``max_context``: the model's context in tokens, None if
-    it has no limit.
+    """Read, tokenize and choose from what is dealt to ``purpose``. ``max_context``: the model's context in tokens, None
+    if it has no limit; ``sampler``: the model, for the source "samples".
 
     Raises UsageError: ``seq_len`` beyond the context, a missing path, an unsupported or mixed kind of file, an
-    unreadable or empty source, an unknown column, messages without a chat template, or fewer than ``num_samples``
-    sequences in the purpose's pool (the message says how many there are).
+    unreadable or empty source, an unknown column, messages without a chat template, a source that gets no sequence, or
+    fewer sequences in the purpose's pool than are asked for (the message says how many there are).
     """
     if max_context is not None and spec.seq_len > max_context:
         raise UsageError(
             f"seq_len = {spec.seq_len} is greater than the model's context of {max_context} tokens",
             hint=f"choose a seq_len of at most {max_context}, such as --seq-len {max_context}",
         )
-    if spec.source in TASK_SOURCES:
-        pool = list(islice(_task_sequences(spec, tokenizer, purpose), spec.num_samples))  # drawn by the seed already
+    parts = [
+        (part, count, identify_source(part.source, part.split, part.config))
+        for part, count in zip(spec.parts, apportion(spec.parts, spec.num_samples), strict=True)
+        if count
+    ]
+    chosen = [_chosen(part, count, spec, tokenizer, purpose, sampler) for part, count, _ in parts]
+    order = interleaved([count for _, count, _ in parts])
+    sequences, masks, kinds = zip(*(chosen[part][index] for part, index in order), strict=True)
+    least = f"{spec.min_len} to " if spec.min_len else "at most "
+    least = "" if spec.min_len == spec.seq_len else least
+    shape = f"{spec.num_samples} sequences of {least}{spec.seq_len} tokens, seed {spec.seed}"
+    source = parts[0][2]
+    records = tuple(SourcePart(identity.name, identity.sha256, count) for _, count, identity in parts)
+    if len(records) > 1:
+        name = ", ".join(f"{record.source} {record.num_sequences}" for record in records)
+        source = SourceId(name, sha256_json([dump(record) for record in records]))
+    fingerprint, description = _fingerprint(sequences, masks), f"{source.name} (pool {purpose}): {shape}"
+    records = records if len(records) > 1 else ()
+    return TokenDataset(sequences, masks, fingerprint, description, source, purpose, kinds, records)
+
+
+def _chosen(
+    part: Part,
+    count: int,
+    spec: DataSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    purpose: Purpose,
+    sampler: Sampler | None,
+) -> list[tuple[Tensor, Tensor, str]]:
+    """``count`` sequences of one source with their masks and kinds."""
+    kind = part.kind or GENERATED.get(part.source) or INSTALLED.get(part.source)
+    if part.source in GENERATED:
+        if part.source.partition(":")[0] == SAMPLES:
+            return _samples(part, count, spec, tokenizer, purpose, sampler)
+        items = _generated(part.source, 64 * count, spec.seed, purpose)
+        pool = list(islice(_item_sequences(items, part, tokenizer, spec), count))  # drawn by the seed already
     else:
-        pool = list(islice(_source_sequences(spec, tokenizer, purpose), CANDIDATES * spec.num_samples))
-    if len(pool) < spec.num_samples:
-        needed = len(PURPOSES) * spec.num_samples
+        items = read_source(part.source, part.columns, part.split, part.config, spec.seed, purpose)
+        pool = list(islice(_item_sequences(items, part, tokenizer, spec), CANDIDATES * count))
+    name = describe_source(part.source)
+    if len(pool) < count:
+        needed = len(PURPOSES) * count
         asked = f"seq_len = {spec.seq_len}" + (f" and min_len = {spec.min_len}" if spec.min_len else "")
         raise UsageError(
-            f"{describe_source(spec.source)} holds {len(pool)} sequences of {asked} tokens in the "
-            f"pool {purpose!r}, and num_samples = {spec.num_samples} were asked for",
+            f"{name} holds {len(pool)} sequences of {asked} tokens in the pool {purpose!r}, and num_samples = "
+            f"{spec.num_samples}"
+            + (f", {count} of this source," if count < spec.num_samples else "")
+            + " were asked for",
             hint=f"each of the pools {', '.join(PURPOSES)} gets a quarter of a source: give about {needed} records, or "
             f"{needed * spec.seq_len} tokens of text; or lower num_samples, seq_len or min_len; if only the report's "
             "pool is too small, give the evaluation a larger source of its own",
         )
-    picked = sorted(random.Random(f"pick:{spec.seed}").sample(range(len(pool)), spec.num_samples))
-    sequences, masks = zip(*(pool[i] for i in picked), strict=True)
-    least = f"{spec.min_len} to " if spec.min_len else "at most "
-    least = "" if spec.min_len == spec.seq_len else least
-    shape = f"{spec.num_samples} sequences of {least}{spec.seq_len} tokens, seed {spec.seed}"
-    source = identify_source(spec.source, spec.split, spec.config)
-    description = f"{source.name} (pool {purpose}): {shape}"
-    return TokenDataset(sequences, masks, _fingerprint(sequences, masks), description, source, purpose)
+    picked = sorted(random.Random(f"pick:{spec.seed}").sample(range(len(pool)), count))
+    return [(*pool[i], kind or name) for i in picked]
+
+
+def _generated(source: str, count: int, seed: int, purpose: Purpose) -> Iterator[Item]:
+    """``count`` items: bounded, since a short seq_len can cut off every completion."""
+    name = f"{source}:{seed}"
+    if source == "dialogues":
+        for messages in islice(dealt(dialogue, purpose, name, list), count):
+            yield Chat(tuple(messages), None)
+    elif source == "math":
+        for text in islice(dealt(word_problem, purpose, name, str), count):
+            yield Piece(text)
+    else:
+        draw = mixture if source == "tasks" else TASKS[source.removeprefix("tasks:")]
+        for problem in islice(dealt(draw, purpose, name, prompt_of), count):
+            yield Record(problem.prompt_text, problem.completion)
+
+
+def _samples(
+    part: Part,
+    count: int,
+    spec: DataSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    purpose: Purpose,
+    sampler: Sampler | None,
+) -> list[tuple[Tensor, Tensor, str]]:
+    """The model's own samples: of all kinds in turn, or of one."""
+    if sampler is None:
+        raise UsageError(f"source = {part.source} needs the model, which is not at hand here", "name another source")
+    one = part.source.partition(":")[2]
+    kinds = [one or KINDS[i % len(KINDS)] for i in range(count)]
+    seeds = [f"{purpose}:{kind}:{spec.seed}:{i}" for i, kind in enumerate(kinds)]
+    is_chat = tokenizer.chat_template is not None
+    prefix = [] if is_chat else prefix_ids(tokenizer)
+
+    def opening_ids(kind: str, seed: str) -> Iterator[list[int]]:
+        for i, text in enumerate(openings(kind, purpose, seed, is_chat)):
+            if is_chat:
+                messages = [{"role": "user", "content": text}]
+                text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            yield (prefix if i == 0 else []) + _encode(tokenizer, text)
+
+    stated = sampler.model.generation_config.eos_token_id if sampler.model.generation_config is not None else None
+    ends = {*_end_ids(tokenizer), *(stated if isinstance(stated, list) else [] if stated is None else [stated])}
+    asked = {"purpose": purpose, "is_chat": is_chat, "ends": sorted(ends)}
+    rows = [opening_ids(kind, seed) for kind, seed in zip(kinds, seeds, strict=True)]
+    tokens_NT, written_NT = sampler.rows(asked, rows, seeds, spec.seq_len, ends)
+    short = next((i for i, written_T in enumerate(written_NT[:, 1:]) if not written_T.any()), None)
+    if short is not None:
+        raise UsageError(
+            f"seq_len = {spec.seq_len} ends within a sample's opening", hint="ask for a greater seq_len, 64 or more"
+        )
+    written_NT = written_NT.clone()
+    written_NT[:, 0] = False
+    return [
+        (tokens_T, written_T, part.kind or kind)
+        for tokens_T, written_T, kind in zip(tokens_NT, written_NT, kinds, strict=True)
+    ]
 
 
 def prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -138,14 +276,9 @@ def _end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
-def _task_sequences(spec: DataSpec, tokenizer: PreTrainedTokenizerBase, purpose: Purpose) -> Iterator[TokensAndMask]:
-    draw = mixture if spec.source == "tasks" else TASKS[spec.source.removeprefix("tasks:")]
-    drawn = dealt(draw, purpose, f"{spec.source}:{spec.seed}")
-    for problem in islice(drawn, 64 * spec.num_samples):  # bounded: a short seq_len can cut off every completion
-        yield from _record_sequence(Record(problem.prompt_text, problem.completion), tokenizer, spec)
-
-
-def _source_sequences(spec: DataSpec, tokenizer: PreTrainedTokenizerBase, purpose: Purpose) -> Iterator[TokensAndMask]:
+def _item_sequences(
+    items: Iterator[Item], part: Part, tokenizer: PreTrainedTokenizerBase, spec: DataSpec
+) -> Iterator[TokensAndMask]:
     prefix, end = prefix_ids(tokenizer), _end_ids(tokenizer)
     num_body = spec.seq_len - len(prefix)
     if num_body < 1:
@@ -154,58 +287,80 @@ def _source_sequences(spec: DataSpec, tokenizer: PreTrainedTokenizerBase, purpos
             hint=f"at least {len(prefix) + 1}",
         )
     pending: list[int] = []  # tokens of plain documents that do not fill a window yet
-    for item in read_source(spec.source, spec.columns, spec.split, spec.config, spec.seed, purpose):
+    for item in items:
         if isinstance(item, Record):
-            yield from _record_sequence(item, tokenizer, spec)
+            spans = [(item.prompt, False), (item.completion, True)]
+            yield from _sequence(_encode_spans(spans, prefix, end, tokenizer), spec)
         elif isinstance(item, Chat):
-            yield from _chat_sequence(item, tokenizer, spec)
+            if item.index is None and tokenizer.chat_template is None:  # generated: plain text will do
+                spans = [span for message in item.messages for span in _plain_message(message)]
+                yield from _sequence(_encode_spans(spans, prefix, end, tokenizer), spec)
+            else:
+                yield from _sequence(_encode_spans(_chat_spans(item, part, tokenizer), [], [], tokenizer), spec)
         else:
             pending += _encode(tokenizer, item.text) + end
             num_windows = len(pending) // num_body
             for i in range(num_windows):
                 body = pending[i * num_body : (i + 1) * num_body]
-                yield from _sequence(prefix + body, len(prefix), spec)
+                yield from _sequence([*((token, False) for token in prefix), *((token, True) for token in body)], spec)
             pending = pending[num_windows * num_body :]
 
 
-def _record_sequence(record: Record, tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> Iterator[TokensAndMask]:
-    """Prompt and completion are tokenized apart, as they are when a model generates."""
-    prompt = prefix_ids(tokenizer) + _encode(tokenizer, record.prompt)
-    completion = _encode(tokenizer, record.completion) + _end_ids(tokenizer)
-    yield from _sequence(prompt + completion, len(prompt), spec)
+def _encode_spans(
+    spans: Iterable[Span], prefix: list[int], end: list[int], tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[int, bool]]:
+    """Token ids, and whether each is in the loss. Spans are tokenized apart, as they are when a model generates."""
+    tokens = [(token, False) for token in prefix]
+    for text, is_target in spans:
+        tokens += [(token, is_target) for token in _encode(tokenizer, text)]
+    return tokens + [(token, tokens[-1][1]) for token in end]
 
 
-def _chat_sequence(chat: Chat, tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> Iterator[TokensAndMask]:
-    """The loss covers the last message if it is the assistant's and the template only appends, else all tokens."""
+def _plain_message(message: Mapping[str, Any]) -> list[Span]:
+    role, is_reply = str(message["role"]).capitalize(), message["role"] == "assistant"
+    return [(f"{role}: ", False), (f"{message['content']}\n", is_reply)]
+
+
+def _chat_spans(chat: Chat, part: Part, tokenizer: PreTrainedTokenizerBase) -> list[Span]:
+    """The loss covers what the assistant says if the template only appends, else all tokens."""
     if tokenizer.chat_template is None:
         raise UsageError(
-            f"source = {spec.source} holds chat messages, and the model's tokenizer has no chat template",
+            f"source = {part.source} holds chat messages, and the model's tokenizer has no chat template",
             hint="use a model with a chat template, or name a text column",
         )
     # A column of records gives every message every field; those that a message lacks are None.
     messages = [{key: x for key, x in message.items() if x is not None} for message in chat.messages]
-    opening = messages[:-1] if messages[-1].get("role") == "assistant" else []
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
+    spans: list[Span] = []
+    done = ""
     try:
-        render = partial(tokenizer.apply_chat_template, tokenize=False)
-        text = str(render(messages, add_generation_prompt=False))
-        prompt = str(render(opening, add_generation_prompt=True)) if opening else ""
+        whole = str(render(messages, add_generation_prompt=False))
+        for i, message in enumerate(messages):
+            if message.get("role") == "assistant":
+                prompt = str(render(messages[:i], add_generation_prompt=True)) if i else ""
+                answered = str(render(messages[: i + 1], add_generation_prompt=False))
+                if not (prompt.startswith(done) and answered.startswith(prompt) and whole.startswith(answered)):
+                    return [(whole, True)]
+                spans += [(prompt[len(done) :], False), (answered[len(prompt) :], True)]
+                done = answered
     except TemplateError as error:
+        place = f"source = {part.source}" + (f", record {chat.index}" if chat.index is not None else "")
         raise UsageError(
-            f"source = {spec.source}, record {chat.index}: the chat template does not take its messages: {error}",
+            f"{place}: the chat template does not take its messages: {error}",
             hint="a template wants role and content, and often alternating user and assistant",
         ) from error
-    if not text.startswith(prompt):
-        prompt = ""
-    prompt_ids = _encode(tokenizer, prompt)
-    reply_ids = _encode(tokenizer, text.removeprefix(prompt))
-    yield from _sequence(prompt_ids + reply_ids, len(prompt_ids), spec)
+    return [*spans, (whole[len(done) :], not spans)]
 
 
-def _sequence(tokens: list[int], num_prompt: int, spec: DataSpec) -> Iterator[TokensAndMask]:
+def _sequence(tokens: list[tuple[int, bool]], spec: DataSpec) -> Iterator[TokensAndMask]:
     """Nothing, when the cut at ``seq_len`` leaves no token to predict, or when there are too few tokens."""
-    tokens_T = torch.tensor(tokens[: spec.seq_len], dtype=torch.int64)
-    if tokens_T.numel() > max(num_prompt, 1) and tokens_T.numel() >= spec.min_len:
-        yield tokens_T, torch.arange(tokens_T.numel()) >= max(num_prompt, 1)
+    if not tokens:
+        return
+    ids, is_target = zip(*tokens[: spec.seq_len], strict=True)
+    mask_T = torch.tensor(is_target)
+    mask_T[0] = False
+    if mask_T.any() and len(ids) >= spec.min_len:
+        yield torch.tensor(ids, dtype=torch.int64), mask_T
 
 
 def _fingerprint(sequences: tuple[Tensor, ...], masks: tuple[Tensor, ...]) -> str:

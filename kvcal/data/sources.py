@@ -1,4 +1,4 @@
-"""Sources of calibration text: a file, a folder or a hub id, read as a stream through ``datasets``.
+"""Sources of calibration text: a file, a folder or a hub id, read as a stream through ``datasets``; or installed text.
 
 Yields three kinds of item: a ``Piece`` of plain text, a ``Record`` with a prompt and a completion, and a ``Chat``; of
 each, those that are dealt to one pool (see kvcal.data.pools). The kind is decided once per source, by the kind of file
@@ -16,13 +16,15 @@ import hashlib
 import random
 import re
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from kvcal.artifact import require_file
+from kvcal.data.installed import installed_sha256, installed_texts
+from kvcal.data.mixture import GENERATED, INSTALLED, SOURCES
 from kvcal.data.pools import Purpose, SourceId, dealt_pieces, pool_of
 from kvcal.errors import UsageError
 
@@ -53,10 +55,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages for ``tokenizer.apply_chat_template``: mappings with role and content; ``index`` counts records."""
+    """Messages for ``tokenizer.apply_chat_template``: mappings with role and content; ``index`` counts a source's
+    records, None for a generated one, which may be rendered as plain text."""
 
     messages: tuple[Mapping[str, Any], ...]
-    index: int
+    index: int | None
 
 
 Item = Piece | Record | Chat
@@ -67,7 +70,11 @@ def identify_source(source: str, split: str | None = None, config: str | None = 
     """Raises UsageError for a path without a supported file."""
     path = Path(source).expanduser()
     digest = hashlib.sha256()
-    if path.is_file():
+    if source in INSTALLED:
+        digest.update(f"{source}:{installed_sha256()}".encode())
+    elif source in GENERATED:
+        digest.update(f"{source}:{config}:{split}".encode())
+    elif path.is_file():
         with open(path, "rb") as file:
             digest.update(f"{path.stat().st_size}:".encode() + file.read(HEAD_BYTES))
     elif path.exists():
@@ -81,20 +88,22 @@ def identify_source(source: str, split: str | None = None, config: str | None = 
 def describe_source(source: str) -> str:
     """The source's name for people and provenance: a path's last part, a hub id or "tasks" as it is."""
     path = Path(source).expanduser()
-    return path.resolve().name if path.exists() else source
+    return path.resolve().name if source not in SOURCES and path.exists() else source
 
 
 def read_source(
     source: str, columns: tuple[str, ...], split: str | None, config: str | None, seed: int, purpose: Purpose
 ) -> Iterator[Item]:
-    """Stream those items of a file, folder or hub id that are in the pool of ``purpose``; ``seed`` orders the files of
-    a folder.
+    """Stream those items of a file, folder, hub id or installed text that are in the pool of ``purpose``; ``seed``
+    orders the files of a folder.
 
     Raises UsageError (while iterating): missing path, unsupported or mixed extensions, ``split`` or ``config`` with a
     path, an unreachable hub id, unreadable content, an unknown column, a column of the wrong type, no item at all.
     """
     path = Path(source).expanduser()
-    if path.exists():
+    if source in INSTALLED:
+        items = _texts(installed_texts(source))
+    elif path.exists():
         for name, value in (("split", split), ("config", config)):
             if value is not None:
                 raise UsageError(f"{name} = {value!r} with the local source {source}", hint=f"{name} is for hub ids")
@@ -219,11 +228,8 @@ def _items(records: Iterator[dict[str, Any]], source: str, columns: tuple[str, .
         match values:
             case [list() as messages] if all(isinstance(message, dict) for message in messages):
                 yield pool_of(messages), Chat(tuple(messages), index)
-            case [str() as text] if len(text) <= LONG_CHARS:
-                yield pool_of(text), Piece(text)
             case [str() as text]:
-                for pool, piece in dealt_pieces(iter(text.splitlines(keepends=True))):
-                    yield pool, Piece(piece)
+                yield from _texts([text])
             case [str() as prompt, str() as completion]:
                 yield pool_of([prompt, completion]), Record(prompt + "\n", completion)
             case _:
@@ -231,6 +237,14 @@ def _items(records: Iterator[dict[str, Any]], source: str, columns: tuple[str, .
                 raise UsageError(
                     f"source = {source}, record {index}: {found}", hint="a column must hold text, or a list of messages"
                 )
+
+
+def _texts(documents: Iterable[str]) -> Iterator[Dealt]:
+    for text in documents:
+        if len(text) <= LONG_CHARS:
+            yield pool_of(text), Piece(text)
+        else:
+            yield from ((pool, Piece(piece)) for pool, piece in dealt_pieces(iter(text.splitlines(keepends=True))))
 
 
 def _choose_columns(record: dict[str, Any], source: str, columns: tuple[str, ...]) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import Any, TypeVar
 
 from kvcal.data.pools import Purpose, pool_of
 from kvcal.errors import UsageError
@@ -33,6 +34,7 @@ NAMES = [
 CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwxz", "aeiou"
 MIN_STEPS, MIN_SIZE, MIN_HOPS, MIN_DIGITS = 6, 20, 4, 2
 THINK = "<think>\n"
+Drawn = TypeVar("Drawn")
 ANSWER = re.compile(r"^Answer: (\S+)[^\S\n]*$", re.MULTILINE)
 
 
@@ -184,13 +186,21 @@ def require_lengths(max_steps: int, max_size: int, max_hops: int, max_digits: in
             raise UsageError(f"{name} = {value} is out of range", hint=f"choose {smallest} to {largest}")
 
 
-def dealt(draw: Callable[[random.Random], Problem], purpose: Purpose, name: str) -> Iterator[Problem]:
-    """Problems of one purpose's pool without end, from the generator called ``name`` of that purpose."""
+def dealt(
+    draw: Callable[[random.Random], Drawn], purpose: Purpose, name: str, content: Callable[[Drawn], Any]
+) -> Iterator[Drawn]:
+    """What ``draw`` makes without end, of one purpose's pool by its ``content`` (JSON), from the generator called
+    ``name`` of that purpose."""
     rng = random.Random(f"{purpose}:{name}")  # a string seed: hashed by sha512, equal in every process
     while True:
-        problem = draw(rng)
-        if pool_of(problem.prompt) == purpose:
-            yield problem
+        drawn = draw(rng)
+        if pool_of(content(drawn)) == purpose:
+            yield drawn
+
+
+def prompt_of(problem: Problem) -> str:
+    """What tells a problem from others."""
+    return problem.prompt
 
 
 def problems(
@@ -217,7 +227,7 @@ def problems(
         "chain": partial(chain, max_size=max_size, max_hops=max_hops),
         "times": partial(times, max_digits=max_digits),
     }
-    return tuple(islice(dealt(draws[task], purpose, f"{task}:{seed}"), count))
+    return tuple(islice(dealt(draws[task], purpose, f"{task}:{seed}", prompt_of), count))
 
 
 def extract_answer(text: str) -> str | None:

@@ -24,9 +24,9 @@ from kvcal.folder import (
     current_or,
     flat,
     identity_inputs,
+    job_sequences,
     max_context,
     model_inputs,
-    sequences,
 )
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import RAW, Plan, Workload, save_plan
@@ -52,7 +52,7 @@ from kvcal.strict import dump
 def profile_folder(job: Job) -> Profile:
     """The profile stage."""
     recipe, loaded, path = job.recipe, job.loaded, job.folder.profile
-    data = sequences(recipe.data, loaded, "fit")
+    data = job_sequences(job, recipe.data, "fit")
     inputs = {
         **model_inputs(loaded),
         **flat("profile", dump(recipe.profile)),
@@ -166,7 +166,7 @@ def tune_folder(job: Job) -> Allocation:
     """
     recipe, loaded, folder = job.recipe, job.loaded, job.folder
     plan = formats_plan(recipe, loaded, job.workload)
-    data = sequences(recipe.data, loaded)
+    data = job_sequences(job, recipe.data, "fit")
     inputs = {
         **model_inputs(loaded),
         "plan.sha256": plan.sha256,
@@ -190,11 +190,11 @@ def tune_folder(job: Job) -> Allocation:
 def search_folder(job: Job) -> Allocation:
     """The search stage; its allocation has transforms, whose tensors are in its own artifact."""
     recipe, loaded, folder = job.recipe, job.loaded, job.folder
-    fit_data = sequences(recipe.data, loaded, "fit")
-    select_data = sequences(recipe.data, loaded, "select")
+    fit_data = job_sequences(job, recipe.data, "fit")
+    select_data = job_sequences(job, recipe.data, "select")
     assert recipe.allocate is not None and recipe.search is not None
     takes_lambda = any(choice.rescale for choice in recipe.search.keys)
-    lambda_data = reparam_data(recipe, loaded) if takes_lambda else None
+    lambda_data = reparam_data(job) if takes_lambda else None
     inputs = {
         **model_inputs(loaded),
         **flat("search", sha256_json(dump(recipe.search))),

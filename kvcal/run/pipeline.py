@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from kvcal.charts.evaluation import draw
 from kvcal.data.pools import shared_sources, with_calibration
+from kvcal.data.sequences import DataSpec
 from kvcal.errors import UsageError
 from kvcal.folder import DEFAULT_WORKLOAD, Folder, Job, compute_dtype, flat, max_context, model_inputs, sequences
 from kvcal.models.load import LoadedModel
@@ -87,8 +88,8 @@ def build_plan(
     if workload is not None and recipe.allocate is not None:
         spec = replace(recipe.allocate, batch=workload.batch, context=workload.context)
         recipe = replace(recipe, allocate=spec)
-    seq_len = recipe.data.seq_len
-    one_sample = replace(recipe.data, num_samples=1, seq_len=min(seq_len, max_context(loaded) or seq_len))
+    seq_len = min(recipe.data.seq_len, max_context(loaded) or recipe.data.seq_len)
+    one_sample = DataSpec("math", num_samples=1, seq_len=seq_len)
     warn_of_biases(loaded, lambda: sequences(one_sample, loaded).sequences[0], reporter)
     run_stages(Job(recipe, loaded, folder, reporter, workload or DEFAULT_WORKLOAD))
     return compile_folder(folder, folder.plan, reporter, recipe)
@@ -141,7 +142,7 @@ def evaluate_plan(recipe: Recipe, loaded: LoadedModel, plan: Plan, folder: Folde
     plans = [(name, baseline_plan(load_recipe(name), loaded, plan.workload)) for name in recipe.evaluate.against]
     plans.append((recipe.name, plan))
     spec = scheduled_batch(recipe.evaluate, plans, reporter)
-    data = sequences(spec.data, loaded, "report")
+    data = sequences(spec.data, loaded, "report", folder, reporter)
     require_scheduled_texts(plans, data)
     if data.source is not None and (stages := shared_sources(plan.provenance, data)):
         name = f"{data.source.name}, too ({', '.join(stages)})"

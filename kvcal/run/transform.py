@@ -17,7 +17,7 @@ from kvcal.artifact import read_inputs, sha256_json, tensors_sha256
 from kvcal.data.pools import calibration, data_inputs, with_calibration
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import UsageError
-from kvcal.folder import Folder, Job, compute_dtype, current_or, flat, model_inputs, sequences
+from kvcal.folder import Folder, Job, compute_dtype, current_or, flat, job_sequences, model_inputs
 from kvcal.models.fold import fold, save_folded
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import LayerPlan, Plan, save_plan
@@ -99,7 +99,7 @@ def reparam_folder(job: Job) -> Reparam:
     """The reparam stage: λ of every layer, for the folder's allocation."""
     spec, loaded, folder, reporter = job.recipe.reparam, job.loaded, job.folder, job.reporter
     assert spec is not None
-    data = reparam_data(job.recipe, loaded)
+    data = reparam_data(job)
     allocation = allocation_stage.load(folder.allocation)[0]
     layers = allocation.layers
     inputs = _transform_inputs("reparam", dump(spec), layers, {}, data, loaded)
@@ -132,7 +132,7 @@ def fit_predictors_folder(job: Job) -> PredictorRecord:
     room = None if allocation.split.kind is None else Room(allocation, layers, spec)
     if room is not None:
         room.require_some()
-    data = sequences(recipe.data, loaded, "fit")
+    data = job_sequences(job, recipe.data, "fit")
     inputs = _transform_inputs("predictors", dump(spec), layers, tensors, data, loaded)
     inputs |= flat("workload", dump(allocation.workload)) | {"budget.left": None if room is None else room.left()}
 
@@ -155,7 +155,7 @@ def feedback_folder(job: Job) -> FeedbackRecord:
     assert spec is not None
     allocation = allocation_stage.load(folder.allocation)[0]
     layers, tensors = Transforms.of(folder, recipe, before="feedback").apply(allocation.layers)
-    data = short_data(recipe, loaded, spec)
+    data = short_data(job, spec)
     inputs = _transform_inputs("feedback", dump(spec), layers, tensors, data, loaded)
 
     def make() -> FeedbackRecord:
@@ -204,16 +204,16 @@ def fold_folder(
     return plan
 
 
-def reparam_data(recipe: Recipe, loaded: LoadedModel) -> TokenDataset:
+def reparam_data(job: Job) -> TokenDataset:
     """Calibration text for λ."""
-    return short_data(recipe, loaded, recipe.reparam or ReparamSpec())
+    return short_data(job, job.recipe.reparam or ReparamSpec())
 
 
-def short_data(recipe: Recipe, loaded: LoadedModel, stage: ReparamSpec | FeedbackSpec) -> TokenDataset:
+def short_data(job: Job, stage: ReparamSpec | FeedbackSpec) -> TokenDataset:
     """The recipe's calibration text, as many sequences of as many tokens as ``stage`` says."""
-    min_len = min(recipe.data.min_len, stage.seq_len)
-    spec = replace(recipe.data, num_samples=stage.num_samples, seq_len=stage.seq_len, min_len=min_len)
-    return sequences(spec, loaded, "fit")
+    data = job.recipe.data
+    spec = replace(data, num_samples=stage.num_samples, seq_len=stage.seq_len, min_len=min(data.min_len, stage.seq_len))
+    return job_sequences(job, spec, "fit")
 
 
 def _transform_inputs(

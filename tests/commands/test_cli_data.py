@@ -20,7 +20,7 @@ from kvcal.recipe import ProfileSpec, Recipe, ReparamSpec, knobs
 from kvcal.recipe_files import load_recipe, recipe_names, with_knobs
 from kvcal.strict import dump
 
-TOY = "embedded toy tasks"
+TOY, MIXED = "embedded toy tasks", "calibrated on a mixture of its own samples"
 COMMANDS = {name: command for panel in PANELS.values() for name, command in panel.items()}
 COLUMNS = ("--set", 'data.columns=["q", "a"]')
 NO_TASKS = ("--set", "evaluate.tasks=[]")
@@ -80,18 +80,88 @@ def test_options_change_what_was_given_and_nothing_else() -> None:
     base = load_recipe("default")
     assert RecipeOptions().change(base) == base
     columns = ['data.columns=["q", "a"]']
-    given = RecipeOptions(data="a.jsonl", samples=3, seq_len=64, sets=["data.seed=7", *columns])
+    given = RecipeOptions(data=["a.jsonl"], samples=3, seq_len=64, sets=["data.seed=7", *columns])
     changed = given.change(base)
     assert changed.data == DataSpec("a.jsonl", 3, 64, 7, ("q", "a"))
     evaluate = base.evaluate.data
     assert changed.evaluate.data == DataSpec("a.jsonl", evaluate.num_samples, 64, evaluate.seed, ("q", "a"))
-    assert RecipeOptions(data="a.jsonl").change(base).evaluate.data.min_len == 0 < evaluate.min_len
+    assert RecipeOptions(data=["a.jsonl"]).change(base).evaluate.data.min_len == 0 < evaluate.min_len
     assert RecipeOptions(seq_len=64).change(base).evaluate.data.min_len == 64
     other = replace(given, sets=[*columns, "evaluate.data.source=b.txt"]).change(base)
     assert (other.evaluate.data.source, other.evaluate.data.columns) == ("b.txt", ())
-    hub = RecipeOptions(data="owner/name", sets=["data.split=test", "data.config=en"]).change(base)
+    hub = RecipeOptions(data=["owner/name"], sets=["data.split=test", "data.config=en"]).change(base)
     assert (hub.data.split, hub.data.config) == (hub.evaluate.data.split, hub.evaluate.data.config) == ("test", "en")
-    assert RecipeOptions(data="a.txt").change(hub).data.split is None  # another source has its own
+    assert RecipeOptions(data=["a.txt"]).change(hub).data.split is None  # another source has its own
+
+
+def test_data_may_be_given_several_times() -> None:
+    base = load_recipe("default")
+    both = ["mixture", "a.jsonl,weight=2,kind=dialogue"]
+    changed = RecipeOptions(data=both).change(base)
+    assert changed.data.source == changed.evaluate.data.source == tuple(both)
+    assert with_knobs(base, {"data.source": both}).data.parts == changed.data.parts  # as a recipe has it
+    set_ = RecipeOptions(sets=[f"data.source={json.dumps(both)}"]).change(base)
+    assert set_.data.parts == changed.data.parts and set_.evaluate.data == base.evaluate.data
+    with pytest.raises(UsageError, match="columns is given beside"):
+        RecipeOptions(data=both, sets=[*COLUMNS[1:]]).change(base)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (["a.txt,weight=0"], ["weight = 0", "above 0"]),
+        (["mixture", "tasks"], ["'tasks'", "twice", "mixture"]),
+        (["tasks,kind=verse"], ["unknown kind 'verse'", "prose, math, code"]),
+        (["a.txt,colums=q"], ["unknown option 'colums'", "weight, kind, columns"]),
+        (["math", "tasks", "dialogues"], ["num_samples = 2 leaves no sequence for dialogues", "raise num_samples"]),
+    ],
+)
+def test_data_that_cannot_be_meant(
+    data: list[str], words: list[str], folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = [option for source in data for option in ("--data", source)]
+    told = run_kvcal(
+        capsys, "run", folder / "small.toml", "--model", folder / "tiny", "--out", tmp_path, *NO_TASKS, *given
+    )
+    assert told.code == 2 and all(word in " ".join(told.err.split()) for word in words), told.err
+
+
+def test_run_on_several_sources(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A file and the model's own samples among the sources; a second run samples nothing again."""
+    arguments = ("run", folder / "small.toml", "--model", folder / "tiny", "--out", tmp_path, *NO_TASKS)
+    arguments += ("--data", f"{folder / 'pairs.jsonl'},weight=2,kind=dialogue", "--data", "samples", "--data", "math")
+    arguments += ("--samples", 4, "--set", "evaluate.data.num_samples=4")
+    done = run_kvcal(capsys, *arguments)
+    assert done.code == 0, done.err
+    assert "profile: pairs.jsonl 2, samples 1, math 1 (pool fit): 4 sequences" in done.err and TOY not in done.err
+    record = load_plan(tmp_path / "plan.safetensors").provenance["calibration"]["profile"]
+    assert [(part["source"], part["num_sequences"]) for part in record["parts"]] == [
+        ("pairs.jsonl", 2), ("samples", 1), ("math", 1),
+    ]  # fmt: skip
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("samples-*.safetensors")}
+    again = run_kvcal(capsys, *arguments)
+    assert again.code == 0 and "profile: profile.safetensors is current, skipped" in again.err
+    assert len(kept) == 2 and kept == {path: path.stat().st_mtime_ns for path in kept}
+    assert "the plan was calibrated on pairs.jsonl 2, samples 1, math 1, too (profile)" in " ".join(again.err.split())
+
+
+def test_a_model_of_the_users_is_calibrated_on_the_mixture(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = (
+        (folder / "small.toml")
+        .read_text()
+        .replace('source = "tasks"\n', "", 1)
+        .replace("num_samples = 2", "num_samples = 6", 1)
+    )
+    (tmp_path / "small.toml").write_text(text)
+    for model, source in (
+        (folder / "tiny", "samples 1, python:code 1, dialogues 1, tasks 1"),
+        ("reasoner-10m", "tasks"),
+    ):
+        told = run_kvcal(capsys, "profile", model, "--recipe", tmp_path / "small.toml", "--out", tmp_path / source[:5])
+        assert told.code == 0 and f"profile: {source}" in told.err
+        assert (MIXED in told.err) == (source != "tasks") and TOY not in told.err
 
 
 def test_any_knob_is_set_and_the_strict_recipe_decides() -> None:
@@ -165,9 +235,10 @@ def test_search_and_tune_get_the_given_data(
     monkeypatch.setattr(stage, stop)
     common = ("--model", folder / "tiny", "--out", tmp_path, "--set", "data.seed=5")
     told = run_kvcal(capsys, *arguments, *common, "--data", folder / "pairs.jsonl", "--samples", 3, "--seq-len", 200)
-    assert told.code == 2 and "seen" in told.err and TOY not in told.err
+    assert told.code == 2 and "seen" in told.err and TOY not in told.err and MIXED not in told.err
     assert given[0].data == DataSpec(str(folder / "pairs.jsonl"), 3, 200, 5)
-    assert TOY in run_kvcal(capsys, *arguments, *common).err
+    assert MIXED in run_kvcal(capsys, *arguments, *common).err
+    assert TOY in run_kvcal(capsys, *arguments, *common, "--data", "tasks").err
 
 
 def test_compare_measures_on_the_file(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

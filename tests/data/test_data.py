@@ -279,17 +279,25 @@ def chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def one_chat(folder: Path, messages: list[dict[str, str]], template: str = TEMPLATE) -> tuple[str, str]:
+    """What a chat becomes, and what of it is in the loss."""
+    tokenizer = chat_tokenizer(template)
+    source = write_jsonl(folder / "chat.jsonl", [{"messages": messages}])
+    data = load_any(DataSpec(source, num_samples=1, seq_len=64), tokenizer)
+    return tokenizer.decode(data.sequences[0]), tokenizer.decode(data.sequences[0][data.loss_masks[0]])
+
+
 def test_chat_messages_go_through_the_template(tmp_path: Path) -> None:
+    """All that the assistant says is in the loss; all there is, where it says nothing or the template rewrites."""
     user, reply = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
-    tokenizer = chat_tokenizer()
-    datasets = []
-    for name, messages in (("a.jsonl", [user, reply]), ("b.jsonl", [user, reply, user])):
-        source = write_jsonl(tmp_path / name, [{"messages": messages}])
-        datasets.append(load_any(DataSpec(source, num_samples=1, seq_len=64), tokenizer))
-    answered, unanswered = datasets
-    assert tokenizer.decode(answered.sequences[0]) == "<user>hi</user>\n<assistant>hello</assistant>\n"
-    assert tokenizer.decode(answered.sequences[0][answered.loss_masks[0]]) == "hello</assistant>\n"
-    assert unanswered.loss_masks[0].tolist() == [False] + [True] * (len(unanswered.sequences[0]) - 1)
+    asked, answered = "<user>hi</user>\n", "<assistant>hello</assistant>\n"
+    said = answered.removeprefix("<assistant>")
+    assert one_chat(tmp_path, [user, reply]) == (asked + answered, said)
+    assert one_chat(tmp_path, [user, reply] * 2 + [user]) == ((asked + answered) * 2 + asked, said * 2)
+    assert one_chat(tmp_path, [user]) == (asked, asked.removeprefix("<"))
+    rewriting = "{{ messages | length }}" + TEMPLATE
+    whole, target = one_chat(tmp_path, [user, reply] * 2, rewriting)
+    assert whole == "4" + (asked + answered) * 2 and target == whole[1:]
 
 
 def test_records_are_cut_at_seq_len_and_skipped_when_nothing_is_left_to_predict(

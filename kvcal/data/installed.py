@@ -1,0 +1,133 @@
+"""Text of the installed Python packages and the standard library, read at run time: source code and documentation.
+
+Every machine that runs kvcal has some, nobody's text is committed for it, and it needs no network. Other versions of
+packages give other texts, and so another fingerprint. Files come in rounds, one of each package a round, so that no
+package is the whole sample; a package's order is that of hashes of its name and paths, the same on every machine and
+whatever a folder's listing order. A package is not looked into before its turn, nor a file read.
+
+python:code: files of 2 to 200 thousand characters. python:docs: a package's description, its .rst, .md and .txt files,
+and the docstrings of a module, joined. Left out: packages without a list of files, licences, tests of the standard
+library.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import platform
+import re
+import sysconfig
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+MIN_CHARS, MAX_CHARS = 2_000, 200_000
+STDLIB = "python"
+_OUTSIDE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+_NO_PROSE = re.compile(r"licen|copying|notice|authors|require|top_level|entry_points|sources|credits", re.IGNORECASE)
+_PROSE_SHARE = 0.75  # of letters and spaces in what is read as prose
+
+
+def installed_texts(source: str) -> Iterator[str]:
+    """Documents of "python:code" or "python:docs"."""
+    read: Callable[[str, Distribution | None], Iterator[str]] = _code if source == "python:code" else _docs
+    waiting = deque(
+        read(name, package) for name, package in sorted(_packages().items(), key=lambda item: _hash(item[0]))
+    )
+    while waiting:
+        package = waiting.popleft()
+        text = next(package, None)
+        if text is not None:
+            waiting.append(package)
+            yield text
+
+
+def _hash(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
+
+
+def installed_sha256() -> str:
+    """Of the packages' names and versions, and Python's."""
+    versions = [f"{name}=={'' if package is None else package.version}" for name, package in _packages().items()]
+    return hashlib.sha256(";".join([platform.python_version(), *sorted(versions)]).encode()).hexdigest()
+
+
+def _packages() -> dict[str, Distribution | None]:
+    """By normalized name; of two with one name, the one that is imported. None stands for the standard library."""
+    found: dict[str, Distribution | None] = {STDLIB: None}
+    for package in distributions():
+        name = package.metadata["Name"]
+        if name:
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), package)
+    return found
+
+
+def _code(name: str, package: Distribution | None) -> Iterator[str]:
+    for path in _files(name, package, (".py",)):
+        text = _text(path)
+        if text is not None:
+            yield text
+
+
+def _docs(name: str, package: Distribution | None) -> Iterator[str]:
+    description = "" if package is None else (package.read_text("METADATA") or "").partition("\n\n")[2]
+    if _is_prose(description):
+        yield description[:MAX_CHARS]
+    for path in _files(name, package, (".rst", ".md", ".txt", ".py")):
+        if path.suffix != ".py" and _NO_PROSE.search(path.name):
+            continue
+        text = _text(path)
+        if text is not None and path.suffix == ".py":
+            text = _docstrings(text)
+        if text is not None and _is_prose(text):
+            yield text
+
+
+def _files(name: str, package: Distribution | None, suffixes: tuple[str, ...]) -> list[Path]:
+    """Files of a package, in the order of a hash of its name and their paths."""
+    if package is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        paths = {path.relative_to(root).as_posix(): path for path in _walk(root, suffixes)}
+    else:
+        files = [path for path in package.files or () if path.suffix in suffixes]
+        paths = {path.as_posix(): Path(str(package.locate_file(path))) for path in files}
+    return [paths[key] for key in sorted(paths, key=lambda key: _hash(f"{name}/{key}"))]
+
+
+def _walk(root: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _OUTSIDE]
+        yield from (Path(folder) / name for name in names if name.endswith(suffixes))
+
+
+def _text(path: Path) -> str | None:
+    """A file's text, None where it cannot be read, is no UTF-8, or is too short or too long."""
+    try:
+        if not MIN_CHARS <= path.stat().st_size <= 4 * MAX_CHARS:
+            return None
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return text if MIN_CHARS <= len(text) <= MAX_CHARS else None
+
+
+def _docstrings(text: str) -> str | None:
+    """Docstrings of a module, its classes and functions, in order; None where it is no Python of this version."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes and the like in others' code
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+    return "\n\n".join(one for one in found if one) + "\n"
+
+
+def _is_prose(text: str) -> bool:
+    if len(text) < MIN_CHARS:
+        return False
+    return sum(char.isalpha() or char == " " for char in text) >= _PROSE_SHARE * len(text)
