@@ -1,6 +1,6 @@
 """Writes the parts of the documentation that come from the code: recipe keys, supported models, outputs of commands.
 
-    python docs/generate.py            # recipe-keys.md, models.md, and the outputs in troubleshooting.md
+    python docs/generate.py            # recipe-keys.md, models.md (and kvcal/models/families.json), troubleshooting.md
     python docs/generate.py tutorial   # the outputs in tutorial.md as well: about a minute
 
 Commands are quoted in blocks that begin with ```console and hold `$ kvcal ...` lines, each followed by its output and,
@@ -27,10 +27,12 @@ from pydantic import TypeAdapter
 
 from kvcal import __main__ as cli
 from kvcal.errors import UnsupportedModel
+from kvcal.models.config import EVERY_COMMAND
 from kvcal.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+FAMILIES = ROOT / "kvcal/models/families.json"
 BLOCK = re.compile(r"(?<=^```console\n).*?(?=^```$)", re.MULTILINE | re.DOTALL)
 sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "tests/models")]
 
@@ -47,7 +49,8 @@ MODELS_OPENING = """# Supported models
 
 kvcal measures a model instead of guessing. It runs the model once, and compares what attention computes with what the
 cache receives. Every decoder-only language model of `transformers` that passes is supported. The contract tests build a
-small random model of each family below; `python docs/generate.py` writes this page from these tests.
+small random model of each family below; `python docs/generate.py` writes this page from these tests, and
+`kvcal models` prints it. `kvcal size MODEL` tells the bytes of a model's cache before anything is loaded.
 
 ## Supported
 
@@ -147,12 +150,12 @@ SCHEMA = TypeAdapter(Recipe).json_schema()
 SECTIONS = {_record(key): name for name, key in SCHEMA["properties"].items() if _record(key)}
 
 
-def models() -> str:
-    """The page of supported and refused models, from the tiny models that the contract tests build."""
+def families() -> str:
+    """kvcal/models/families.json: the tiny models that the contract tests build, as they are measured."""
     import test_models_contract as contract
     from tiny_models import TINY_MODELS, built
 
-    lines = [MODELS_OPENING]
+    supported, refused = [], []
     for name in sorted(contract.SHAPES):
         heads, kv_heads, _, windows = contract.SHAPES[name]
         model = built(name)
@@ -160,16 +163,33 @@ def models() -> str:
         without = len(contract.WITHOUT_ROPE.get(name, ()))
         if without:
             pre += ", without RoPE in " + ("all layers" if without == len(windows) else "some layers")
-        lines.append(
-            f"| `{model.config.model_type}` ({name}) | `{type(model).__name__}` | {heads} : {kv_heads} | "
-            f"{_layers(windows)} | {pre} |"
-        )
-    lines.append(REFUSED_OPENING)
+        about = _about(name, model) | {"heads": f"{heads} : {kv_heads}", "layers": _layers(windows)}
+        supported.append(about | {"keys_before_rope": pre})
     for name in sorted(contract.REFUSED):
-        refuse, _ = contract.REFUSED[name]
-        is_geometry = refuse is contract.geometry_of
-        stage = "every command" if is_geometry else "calibration"
-        lines.append(f"| `{type(TINY_MODELS[name]()).__name__}` | {_reason(name, is_geometry)} | {stage} |")
+        is_geometry = contract.REFUSED[name][0] is contract.geometry_of
+        about = _about(name, TINY_MODELS[name]())
+        fails_in = EVERY_COMMAND if is_geometry else "calibration"
+        refused.append(about | {"reason": _reason(name, is_geometry), "fails_in": fails_in})
+    return json.dumps({"supported": supported, "refused": refused}, indent=1) + "\n"
+
+
+def _about(name: str, model: Any) -> dict[str, str]:
+    return {"name": name, "model_type": model.config.model_type, "class": type(model).__name__}
+
+
+def models(content: str) -> str:
+    """The page of supported and refused models, from the content of families.json."""
+    listed = json.loads(content)
+    lines = [MODELS_OPENING]
+    lines += [
+        f"| `{one['model_type']}` ({one['name']}) | `{one['class']}` | {one['heads']} | {one['layers']} | "
+        f"{one['keys_before_rope']} |"
+        for one in listed["supported"]
+    ]
+    lines.append(REFUSED_OPENING)
+    for one in listed["refused"]:
+        reason = one["reason"].replace("|", "\\|")
+        lines.append(f"| `{one['class']}` | {reason} | {one['fails_in']} |")
     return "\n".join([*lines, MODELS_END])
 
 
@@ -188,7 +208,7 @@ def _reason(name: str, is_geometry: bool) -> str:
             with contract.tap(contract.built(name), lambda captured: None, contract.measured(name)):
                 pass
     except UnsupportedModel as refused:
-        return refused.message.replace("|", "\\|")
+        return refused.message
     raise AssertionError(f"{name} is supported")
 
 
@@ -260,7 +280,8 @@ def commands(block: str) -> list[str]:
 
 def main() -> None:
     (DOCS / "recipe-keys.md").write_text(recipe_keys())
-    (DOCS / "models.md").write_text(models())
+    FAMILIES.write_text(families())
+    (DOCS / "models.md").write_text(models(FAMILIES.read_text()))
     pages = ["troubleshooting.md", *(f"{name}.md" for name in sys.argv[1:])]
     for name in pages:
         with workplace():

@@ -173,7 +173,15 @@ def read(path: str | Path, kind: str, schema: int) -> Artifact:
     has other metadata than the one key, its JSON is not canonical, its kind, schema version or digest
     differs, or a tensor holds NaN or infinity.
     """
-    path, data = Path(path), read_bytes(path, f"{kind} artifact")
+    try:
+        return _read(Path(path), kind, schema)
+    except ArtifactError as refused:
+        refused.at(path)
+        raise
+
+
+def _read(path: Path, kind: str, schema: int) -> Artifact:
+    data = read_bytes(path, f"{kind} artifact")
     try:
         tensors = safetensors.torch.load(data)
     except safetensors.SafetensorError as error:

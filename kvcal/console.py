@@ -116,6 +116,15 @@ def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]
     print_text(drawn.getvalue().removesuffix("\n"))
 
 
+def print_error_json(error: KvcalError) -> None:
+    """One line of JSON on stderr, its last: what went wrong, where, what to do, and the exit code. stdout is empty, or
+    has the result that the error is about."""
+    names = ("message", "hint", "place", "exit_code", "smallest_bytes")
+    about = {name: getattr(error, name) for name in names if hasattr(error, name)}
+    with suppress(OSError):
+        print(json.dumps({"error": {"kind": type(error).__name__} | about}), file=sys.stderr, flush=True)
+
+
 def print_error(error: KvcalError) -> None:
     """Prints the error and its hint on stderr."""
     with suppress(OSError):  # the exit code is left

@@ -5,6 +5,8 @@ A message names the value, the place and the allowed set; the optional hint says
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class KvcalError(Exception):
     """Base class; never raised itself."""
@@ -15,6 +17,12 @@ class KvcalError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.place: str | None = None
+
+    def at(self, place: object) -> Self:
+        """The error with its place, such as a file, for programs: the message names it for people."""
+        self.place = str(place)
+        return self
 
 
 class UsageError(KvcalError):
@@ -55,6 +63,12 @@ class KernelError(KvcalError):
     """A CUDA kernel that cannot be compiled, loaded or run here: no cuda-core, no GPU, one that is too old."""
 
     exit_code = 6
+
+
+class GateFailed(KvcalError):
+    """A measurement that is beyond a limit that the command was given; its result was printed."""
+
+    exit_code = 7
 
 
 class SlowPath(UserWarning):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,20 +15,21 @@ from kvcal.data.samples import Sampler
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.geometry import ModelIdentity
-from kvcal.models.load import LoadedModel, embedded_models
-from kvcal.plan.plan import Workload
+from kvcal.models.files import embedded_models
+from kvcal.models.load import LoadedModel
+from kvcal.plan.plan import DEFAULT_WORKLOAD, Workload
 from kvcal.progress import Reporter, Silent
 from kvcal.recipe import Recipe
 
 Made = TypeVar("Made")
-DEFAULT_WORKLOAD = Workload(batch=8, context=4096)
 
 
 @dataclass(frozen=True)
 class Folder:
-    """The stages' artifacts in ``path``."""
+    """The stages' artifacts in ``path``; of a named allocation, all but the profile, which lies in ``profiled``."""
 
     path: Path
+    profiled: Path | None = None
 
     @classmethod
     def create(cls, path: str | Path) -> Folder:
@@ -39,9 +41,15 @@ class Folder:
         artifact.remove_stale(Path(path))
         return cls(Path(path))
 
+    def named(self, name: str) -> Folder:
+        """A folder below, for one allocation of the profile here; it is not made yet. UsageError for a wrong name."""
+        if not re.fullmatch(r"[\w+-][\w.+-]*", name):
+            raise UsageError(f"--name {name!r}; allowed: letters, digits and . _ + -, no . first")
+        return Folder(self.path / name, self.path)
+
     @property
     def profile(self) -> Path:
-        return self.path / "profile.safetensors"
+        return (self.profiled or self.path) / "profile.safetensors"
 
     @property
     def allocation(self) -> Path:
@@ -192,9 +200,9 @@ def data_spec(spec: DataSpec, loaded: LoadedModel) -> DataSpec:
 
 
 def sampler_of(loaded: LoadedModel, folder: Folder | None = None, reporter: Reporter | None = None) -> Sampler:
-    """The model as a source of text; what it wrote is kept in ``folder``."""
+    """The model as a source of text; what it wrote is kept beside the profile of ``folder``."""
     identity = {**model_inputs(loaded), **compute_dtype(loaded), "device": loaded.model.device.type}
-    return Sampler(loaded.model, identity, None if folder is None else folder.path, reporter or Silent())
+    return Sampler(loaded.model, identity, None if folder is None else folder.profile.parent, reporter or Silent())
 
 
 def flat(prefix: str, value: Any) -> dict[str, Any]:

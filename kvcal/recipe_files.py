@@ -27,6 +27,11 @@ def recipe_names() -> tuple[str, ...]:
     return tuple(sorted({*_names("*.toml"), *_names(f"{ABLATIONS}/*.toml")}))
 
 
+def ablation_names() -> tuple[str, ...]:
+    """Names of those that vary a system for comparison alone."""
+    return tuple(_names(f"{ABLATIONS}/*.toml"))
+
+
 def _names(pattern: str) -> list[str]:
     return sorted({path.stem for folder in RECIPE_FOLDERS for path in folder.glob(pattern)})
 

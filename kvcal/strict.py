@@ -62,9 +62,9 @@ def parse(
     try:
         return TypeAdapter(record).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as found:
-        raise error(f"{place}: {findings(found, record)}", hint or _suggestion(found, record)) from None
+        raise error(f"{place}: {findings(found, record)}", hint or _suggestion(found, record)).at(place) from None
     except KvcalError as refused:  # a record's own
-        raise error(f"{place}: {refused.message}", refused.hint or hint) from None
+        raise error(f"{place}: {refused.message}", refused.hint or hint).at(place) from None
 
 
 def changed(record: Record, changes: Mapping[str, Any], place: str, error: type[KvcalError]) -> Record:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvcal.run.pipeline import Result
     from kvcal.stages.allocate.record import Allocation
     from kvcal.stages.evaluate import Evaluation
+    from kvcal.stages.evaluate.gates import GateResult
     from kvcal.stages.prefix import PackedPrefix
     from kvcal.stages.profile.record import Profile
     from kvcal.stages.search.record import SearchReport
@@ -167,6 +168,20 @@ def evaluation_table(evaluation: Evaluation) -> View:
     workload = evaluation.rows[0].workload
     title = f"{evaluation.data}; bytes at batch {workload.batch} x {workload.context} tokens; ± standard errors"
     return title, [header for header, _ in columns], list(zip(*(cells for _, cells in columns), strict=True))
+
+
+def gates_table(results: Sequence[GateResult]) -> View:
+    """A row for each limit."""
+    rows = [
+        (
+            one.gate,
+            f"{one.limit:.6g}",
+            f"{one.measured:.6g}" + ("" if one.standard_error is None else f" ± {one.standard_error:.2g}"),
+            "passed" if one.passed else "FAILED",
+        )
+        for one in results
+    ]
+    return "Gates", ("gate", "limit", "measured", ""), rows
 
 
 def profile_table(profile: Profile) -> View:

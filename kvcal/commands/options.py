@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from kvcal import console
+from kvcal.embedded import MODEL_NAME
 from kvcal.errors import UsageError
 from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
 
@@ -87,7 +88,8 @@ class ModelOptions(OutputOptions):
         the user did not choose: the embedded model's tasks, or the mixture."""
         from transformers.utils import logging
 
-        from kvcal.models.load import embedded_models, load
+        from kvcal.models.files import embedded_models
+        from kvcal.models.load import load
 
         logging.disable_progress_bar()
         loaded = load(source, dtype=self.dtype, device=self.device)
@@ -167,10 +169,19 @@ class BudgetOptions(WorkloadOptions):
     kv_budget: KvBudget = None
     bits: Annotated[float | None, typer.Option(help="All-in bits per cached value.", min=0.1)] = None
 
+    def kinds(self) -> list[str]:
+        """The kinds of budget that were given."""
+        return [name for name in ("budget", "kv_budget", "bits") if getattr(self, name) is not None]
+
     def knobs(self) -> dict[str, Any]:
         """The knobs of [allocate] that were given, by dotted name."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         return {f"allocate.{name}": value for name, value in given.items() if value is not None}
+
+
+def is_model(text: str) -> bool:
+    """Whether ``text`` names an embedded model, or a folder with a configuration: no recipe, and no artifacts."""
+    return text == MODEL_NAME or (Path(text) / "config.json").is_file()
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:

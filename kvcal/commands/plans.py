@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,7 +26,30 @@ from kvcal.commands.options import (
     spread,
 )
 from kvcal.errors import UsageError
-from kvcal.quantities import MAX_CONTEXT, MAX_SEED
+from kvcal.quantities import MAX_CONTEXT, MAX_SEED, parse_bytes
+
+if TYPE_CHECKING:
+    from kvcal.stages.evaluate.gates import Gates
+
+BASELINE = "16-bit"  # always measured beside a plan
+
+
+@dataclass(frozen=True)
+class GateOptions:
+    """Limits that an evaluation is held against."""
+
+    max_kl: Annotated[float | None, typer.Option(help="Largest KL to 16 bits, in nats per token.")] = None
+    min_accuracy: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TASK=SHARE", help="Least accuracy of a task, or (a share alone) of all; repeatable."),
+    ] = None
+    max_bytes: Annotated[str | None, typer.Option(help="Largest cache at the plan's workload, such as 1GB.")] = None
+
+    def gates(self) -> Gates:
+        from kvcal.stages.evaluate.gates import Gates, read_accuracies
+
+        max_bytes = None if self.max_bytes is None else parse_bytes(self.max_bytes)
+        return Gates(self.max_kl, read_accuracies(self.min_accuracy or ()), max_bytes)
 
 
 @spread
@@ -71,30 +94,44 @@ def eval_command(
     plan: PlanArgument,
     model: ModelOption,
     given: RecipeOptions,
+    limits: GateOptions,
     recipe: RecipeOption = "default",
     out: Out = Path("artifacts/eval"),
 ) -> None:
     """Perplexity, KL to 16 bits, top-1 agreement and exact match, through the packed cache, as the recipe's [evaluate]
-    says; beside the plan, only the baselines of `--set evaluate.against` are measured.
+    says; beside the plan, 16 bits and the baselines of `--set evaluate.against` are measured.
+
+    With limits, such as those of a CI job, the command ends with exit code 7 when the plan is beyond one of them; the
+    table is printed all the same.
 
     Example: `kvcal eval plan.safetensors --model reasoner-10m --set 'evaluate.against=["kivi-2"]'`
+
+    Example: `kvcal eval plan.safetensors --model M --max-kl 0.01 --min-accuracy chain=0.9 --max-bytes 1GB --json`
     """
     from kvcal import tables as views
     from kvcal.folder import Folder
     from kvcal.plan.plan import load_plan
     from kvcal.run.pipeline import evaluate_plan
+    from kvcal.stages.evaluate.gates import require_passed
     from kvcal.stages.verify import require_same_model
     from kvcal.strict import dump
 
     loaded_plan = load_plan(plan)
     others: dict[str, Any] = {"name": plan.stem, "evaluate.against": [], "evaluate.data.num_samples": given.samples}
     base = replace(given, samples=None).recipe(recipe, others)
+    if BASELINE not in base.evaluate.against:
+        base = replace(base, evaluate=replace(base.evaluate, against=(BASELINE, *base.evaluate.against)))
+    gates = limits.gates()
+    gates.require_measured(base.evaluate.tasks)
     folder = Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model)
         require_same_model(loaded_plan, loaded)
         evaluation = evaluate_plan(base, loaded, loaded_plan, folder, reporter)
-    given.show(dump(evaluation), views.evaluation_table(evaluation))
+    results = list(gates.results(evaluation.rows[-1]))
+    tables = [views.evaluation_table(evaluation), *([views.gates_table(results)] if results else [])]
+    given.show(dump(evaluation) | {"gates": [asdict(one) for one in results]}, *tables)
+    require_passed(plan.name, results)
 
 
 @spread

@@ -19,6 +19,7 @@ from kvcal.commands.options import (
     RecipeOption,
     RecipeOptions,
     WorkloadOptions,
+    is_model,
     spread,
 )
 from kvcal.errors import UsageError
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 def run(
     recipe: RecipeArgument,
     given: RecipeOptions,
+    budgets: BudgetOptions,
     model: OtherModel = None,
     out: Out = Path("artifacts/run"),
 ) -> None:
@@ -42,16 +44,32 @@ def run(
 
     Example: `kvcal run default --model Qwen/Qwen3-8B --data corpus.jsonl --out artifacts/qwen3`
 
-    Example: `kvcal run default --set allocate.bits=2.5 --set evaluate.tasks=[]`
+    Example: `kvcal run default --budget 24GB --batch 8 --context 32768 --set evaluate.tasks=[]`
     """
     from kvcal import tables as views
+    from kvcal.folder import DEFAULT_WORKLOAD
+    from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
 
-    chosen = given.recipe(recipe)
+    if is_model(recipe):
+        raise UsageError(
+            f"kvcal run {recipe}: a model, where a recipe's name or path is expected",
+            hint=f"kvcal plan {recipe} --budget 24GB, or kvcal run default --model {recipe}",
+        )
+    base = load_recipe(recipe)
+    is_fixed = base.allocate is None
+    if is_fixed and budgets.kinds():
+        raise UsageError(
+            f"--{budgets.kinds()[0].replace('_', '-')}: recipe {base.name!r} has no [allocate]: no budget "
+            "chooses its formats",
+            hint="use a recipe with [allocate], such as default; `kvcal recipes` lists what each chooses by",
+        )
+    chosen = given.change(base, {} if is_fixed else budgets.knobs())
+    workload = budgets.workload(DEFAULT_WORKLOAD) if is_fixed else None
     folder = pipeline.Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model or chosen.model, chosen.data if chosen.calibrates else None, reporter)
-        result = pipeline.run(chosen, loaded, folder, reporter)
+        result = pipeline.run(chosen, loaded, folder, reporter, workload)
     tables = (views.budget_table(result.allocation), views.evaluation_table(result.evaluation))
     given.show(views.run_json(result), *tables)
     reporter.say(f"plan: {folder.plan}\ntable: {folder.evaluation}\npicture: {folder.picture}")

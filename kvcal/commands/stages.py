@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from kvcal.commands.options import (
     OutputOptions,
     RecipeOption,
     RecipeOptions,
+    is_model,
     spread,
 )
 from kvcal.errors import UsageError
@@ -65,6 +66,10 @@ def allocate(
             "(bytes kept free with --budget, or auto); may be repeated.",
         ),
     ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Keep this allocation in DIR/NAME, beside others; that is then the next stage's DIR."),
+    ] = None,
     sweep: Annotated[
         bool, typer.Option("--sweep", help="Print the whole Pareto front instead; no budget needed.")
     ] = False,
@@ -75,7 +80,11 @@ def allocate(
     """Choose every layer's (or head's) K and V format for a byte budget, exactly. Its bytes are those of the compiled
     plan: λ and predictors, which come later, take part of them (--reserve).
 
+    A second budget replaces the first, unless it has a --name: then `kvcal compile DIR/NAME` compiles it.
+
     GB = 10^9 bytes, GiB = 2^30. Example: `kvcal allocate artifacts/llama --budget 24GB --batch 8 --context 32768`
+
+    Example: `kvcal allocate artifacts/llama --bits 2.5 --name small`
     """
     from kvcal import tables as views
     from kvcal.folder import Folder
@@ -85,10 +94,12 @@ def allocate(
     from kvcal.strict import dump, parse
 
     knobs: dict[str, Any] = {}
-    for name, value in (budgets.knobs() | read_settings(sets or ())).items():
-        section, _, key = name.rpartition(".")
+    for dotted, value in (budgets.knobs() | read_settings(sets or ())).items():
+        section, _, key = dotted.rpartition(".")
         if section != "allocate":
-            raise UsageError(f"--set {name}: only knobs of [allocate] are used here", hint="use `kvcal run` for others")
+            raise UsageError(
+                f"--set {dotted}: only knobs of [allocate] are used here", hint="use `kvcal run` for others"
+            )
         knobs |= {} if value is None else {key: value}
     if sweep and not any(knobs.get(kind) for kind in BUDGET_KINDS):
         knobs["bits"] = 16.0
@@ -100,9 +111,17 @@ def allocate(
         given.show({"method": method, "points": rows}, views.sweep_table(method, rows))
         return
     reserved = 0 if reserve is None else parse_bytes(reserve)
-    result = allocate_folder(Folder(folder), spec, {"recipe": None}, reporter, reserved=reserved)
+    paths = Folder(folder) if name is None else Folder(folder).named(name)
+    if name is not None and paths.profile.is_file():
+        Folder.create(paths.path)
+    before = paths.allocation.read_bytes() if name is None and paths.allocation.is_file() else None
+    result = allocate_folder(paths, spec, {"recipe": None}, reporter, reserved=reserved)
     layers = views.layer_table(result.layers, result.cache_dtype, result.workload)
     given.show(dump(result), views.budget_table(result), layers)
+    if before is not None and before != paths.allocation.read_bytes():
+        reporter.say("note: the allocation that was here is replaced; --name NAME keeps several side by side")
+    if name is not None:
+        reporter.say(f"allocation: {paths.allocation}\nnext: kvcal compile {paths.path}")
 
 
 @spread
@@ -170,6 +189,34 @@ def fit_predictors(
     reporter.say(f"predictors: {paths.predictors}\npicture: {picture}")
 
 
+@dataclass(frozen=True)
+class EarlierOptions:
+    """Options of the stages before: `kvcal compile` tells where they belong."""
+
+    budget: Annotated[str | None, typer.Option(hidden=True)] = None
+    kv_budget: Annotated[str | None, typer.Option(hidden=True)] = None
+    bits: Annotated[str | None, typer.Option(hidden=True)] = None
+    batch: Annotated[str | None, typer.Option(hidden=True)] = None
+    context: Annotated[str | None, typer.Option(hidden=True)] = None
+    data: Annotated[str | None, typer.Option(hidden=True)] = None
+
+    def require_none(self, folder: Path) -> None:
+        """UsageError, with the command that was meant, for such an option, or for a model instead of artifacts."""
+        from kvcal.folder import Folder
+
+        given = {field.name.replace("_", "-"): getattr(self, field.name) for field in fields(self)}
+        words = "".join(f" --{name} {value}" for name, value in given.items() if value is not None)
+        if not words and (not is_model(str(folder)) or Folder(folder).allocation.exists()):
+            return
+        meant = f"kvcal plan {folder}{words or ' --budget 24GB'}"
+        if Folder(folder).profile.exists():
+            meant = f"kvcal allocate {folder}{words}, then kvcal compile {folder}"
+        raise UsageError(
+            f"kvcal compile{words or f' {folder}'}: it writes the plan of an allocation, and takes its folder",
+            hint=f"from here: {meant}",
+        )
+
+
 @spread
 def feedback(
     folder: FolderArgument,
@@ -203,6 +250,7 @@ def feedback(
 def compile_command(
     folder: FolderArgument,
     given: ModelOptions,
+    earlier: EarlierOptions,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The plan; default DIR/plan.safetensors.")
     ] = None,
@@ -221,6 +269,7 @@ def compile_command(
     from kvcal.run.pipeline import compile_folder
     from kvcal.run.transform import fold_folder
 
+    earlier.require_none(folder)
     paths = Folder(folder)
     reporter = given.reporter()
     path = output or paths.plan

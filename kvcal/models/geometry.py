@@ -32,7 +32,7 @@ from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype, Geometry, LayerGeometry, StateGeometry
 
 # Layer types without any attention: transformers gives them a placeholder for a cache layer.
-_LAYERS_WITHOUT_ATTENTION = ("moe", "mlp")
+LAYERS_WITHOUT_ATTENTION = ("moe", "mlp")
 
 
 class RecordingCache(DynamicCache):
@@ -153,7 +153,7 @@ def _layer_geometry(config: PreTrainedConfig, cache: RecordingCache, index: int)
     place = f"layer {index} of {config.model_type}"
     if not isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin):  # a placeholder
         layer_types = getattr(config, "layer_types", None) or []
-        if index < len(layer_types) and layer_types[index] in _LAYERS_WITHOUT_ATTENTION:
+        if index < len(layer_types) and layer_types[index] in LAYERS_WITHOUT_ATTENTION:
             return None
         raise UnsupportedModel(f"{place} reuses another layer's keys and values")
     if type(layer) is LinearAttentionLayer:

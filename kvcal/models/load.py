@@ -23,8 +23,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -36,38 +35,21 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from kvcal.artifact import require_file
-from kvcal.embedded import model_folder
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, Geometry, ModelIdentity, StateGeometry
+from kvcal.models.files import Location, locate, read_json, require_sizes, tokenizer_files, weight_files
 from kvcal.models.geometry import checkpoint_dtype, geometry_of
 
-EMBEDDED_FOLDER = model_folder().parent
 # From what config.json says: wrong types, sizes and names.
 CONFIG_ERRORS = (StrictDataclassError, TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError)
 # From files of weights, and their index.
 WEIGHT_ERRORS = (
     OSError, SafetensorError, UnpicklingError, EOFError, RuntimeError, LookupError, TypeError, AttributeError,
 )  # fmt: skip
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-SIZES = LAYER_COUNTS + (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-    "max_position_embeddings", "num_experts", "num_local_experts",
-)  # fmt: skip
-MAX_LAYERS, MAX_SIZE = 10_000, 1_000_000_000
 MAX_REASON = 300
 
 _VOLATILE_KEYS = ("transformers_version", "_name_or_path")
-# In the order in which transformers prefers them: one file, or an index that names the shards.
-_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-# tokenizer.json alone defines a tokenizer; without it, the vocabulary files do.
-_TOKENIZER_FILE = "tokenizer.json"
-_VOCABULARY_FILES = (
-    "merges.txt", "sentencepiece.bpe.model", "spiece.model", "tekken.json", "tiktoken.model", "tokenizer.model",
-    "vocab.json", "vocab.txt",
-)  # fmt: skip
 _CHUNK_BYTES = 1 << 24
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 @dataclass(frozen=True)
@@ -81,17 +63,6 @@ class LoadedModel:
     source: str
 
 
-@dataclass(frozen=True)
-class _Location:
-    """A source's id, the name that transformers is given, and the folder that holds its files (or will, once the hub
-    has sent them). ``commit`` is the hub's, None for a local folder."""
-
-    id: str
-    pretrained: str
-    folder: Path
-    commit: str | None = None
-
-
 def load(source: str, *, dtype: str = "auto", device: str = "auto", need_tokenizer: bool = True) -> LoadedModel:
     """Load ``source``: the name of an embedded model, else a local folder, else a hub id.
 
@@ -103,8 +74,8 @@ def load(source: str, *, dtype: str = "auto", device: str = "auto", need_tokeniz
     target = _device(device)
     if dtype != "auto" and dtype not in CACHE_DTYPES:
         raise UsageError(f"dtype {dtype!r}; allowed: auto, {', '.join(CACHE_DTYPES)}")
-    location = _locate(source)
-    config = _config(location)
+    location = locate(source)
+    config = read_config(location)
     if location.commit is None:
         weight_files(location.folder, location.id)  # fail before transformers looks elsewhere
     tokenizer = _tokenizer(location, need_tokenizer)  # before the weights: fail early
@@ -145,49 +116,10 @@ def _device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def embedded_models() -> tuple[str, ...]:
-    """Names of the models inside the package."""
-    return tuple(sorted(path.parent.name for path in EMBEDDED_FOLDER.glob("*/config.json")))
-
-
-def _locate(source: str) -> _Location:
-    if source in embedded_models():
-        folder = EMBEDDED_FOLDER / source
-        return _Location(source, str(folder), folder)
-    path = Path(source).expanduser()
-    if not source:
-        raise UsageError("model '' is empty", hint="give a folder, an embedded model's name or a hub id")
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UsageError(
-                f"folder {source!r} has no config.json",
-                hint="give the folder that save_pretrained or a hub download wrote",
-            )
-        return _Location(path.resolve().name, str(path), path)
-    if path.exists():
-        raise UsageError(f"{source!r} is a file", hint="give the folder that holds config.json and the weights")
-    looked_for = f"no folder {source!r}, no embedded model of that name ({', '.join(embedded_models())})"
-    if not _HUB_ID.fullmatch(source):
-        raise UsageError(
-            f"model {source!r} was not found: {looked_for}, and it is no hub id",
-            hint="check the path, or give a hub id such as owner/name",
-        )
-    try:
-        config_path = Path(hf_hub_download(source, "config.json"))
-    except (HFValidationError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UsageError(
-            f"model {source!r} was not found: {looked_for}, and the hub gives no config.json ({reason})",
-            hint="check the name, the network, and HF_TOKEN for a gated model",
-        ) from error
-    # The snapshot's folder is named after its commit: pin it, so that every file is of one version.
-    return _Location(source, source, config_path.parent, commit=config_path.parent.name)
-
-
-def _config(location: _Location) -> PreTrainedConfig:
+def read_config(location: Location) -> PreTrainedConfig:
     """The configuration, of a kind that is served, from which transformers can build the model."""
     content = read_json(location.folder / "config.json", location.id)
-    _require_sizes(content, location.id)
+    require_sizes(content, location.id)
     broken = f"{location.id}: config.json: transformers cannot build a model from it:"
     hint = "copy or download the model's config.json again"
     try:
@@ -210,17 +142,7 @@ def _config(location: _Location) -> PreTrainedConfig:
     return config
 
 
-def _require_sizes(content: dict[str, Any], model_id: str, place: str = "") -> None:
-    """UsageError for a size in config.json that no model has: building it would take the machine's memory."""
-    for key, value in content.items():
-        if isinstance(value, dict):
-            _require_sizes(value, model_id, f"{place}{key}.")
-        largest = MAX_LAYERS if key in LAYER_COUNTS else MAX_SIZE
-        if key in SIZES and isinstance(value, int) and not 1 <= value <= largest:
-            raise UsageError(f"{model_id}: config.json: {place}{key} = {value}; allowed: 1 to {largest}")
-
-
-def _model(location: _Location, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _model(location: Location, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             location.pretrained, revision=location.commit or "main", config=config, dtype=dtype,
@@ -244,7 +166,7 @@ def _model(location: _Location, config: PreTrainedConfig, dtype: torch.dtype, de
     return model.to(device).eval()
 
 
-def _tokenizer(location: _Location, needed: bool) -> Tokenizer | None:
+def _tokenizer(location: Location, needed: bool) -> Tokenizer | None:
     hint = "save the tokenizer next to the weights (tokenizer.json)"
     tokenizer, reason = None, "no tokenizer.json or vocabulary file"
     if location.commit is not None or tokenizer_files(location.folder):
@@ -287,49 +209,6 @@ def identity_of(folder: Path, model_id: str) -> ModelIdentity:
         weights_sha256=_sha256_of_files(weight_files(folder, model_id)),
         tokenizer_sha256=_sha256_of_files(tokenizer) if tokenizer else "",
     )
-
-
-def weight_files(folder: Path, model_id: str) -> list[Path]:
-    """The files that hold the checkpoint's weights; raises UsageError naming what is missing."""
-    for name in _WEIGHT_FILES:
-        index = folder / f"{name}.index.json"
-        if (folder / name).is_file():
-            return [folder / name]
-        if index.is_file():
-            shards = read_json(index, model_id).get("weight_map")
-            if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-                raise UsageError(
-                    f"{model_id}: {index.name} has the weight_map {str(shards)[:60]}; expected an object of names of "
-                    "tensors and of files"
-                )
-            names = sorted(set(shards.values()))
-            missing = [name for name in names if not (folder / name).is_file()]
-            if missing or not names:
-                raise UsageError(f"{model_id}: {index.name} names {len(missing)} missing files: {missing[:3]}")
-            return [folder / name for name in names]
-    raise UsageError(
-        f"{model_id} has no weights: looked for {', '.join(_WEIGHT_FILES)} and their .index.json",
-        hint="copy or download the weights next to config.json",
-    )
-
-
-def tokenizer_files(folder: Path) -> list[Path]:
-    """The files that define the tokenizer; empty if there is none."""
-    if (folder / _TOKENIZER_FILE).is_file():
-        return [folder / _TOKENIZER_FILE]
-    return [folder / name for name in _VOCABULARY_FILES if (folder / name).is_file()]
-
-
-def read_json(path: Path, model_id: str) -> dict:
-    """A JSON object from a file; raises UsageError if it is missing or none."""
-    require_file(path, UsageError)
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{model_id}: {path.name} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise UsageError(f"{model_id}: {path.name} holds a {type(value).__name__}; expected a JSON object")
-    return value
 
 
 def _sha256_of_files(paths: list[Path]) -> str:

@@ -30,6 +30,7 @@ from kvcal.records import record_of, refusing
 from kvcal.strict import STRICT, Tokens, dump
 
 __all__ = [
+    "DEFAULT_WORKLOAD",
     "RAW",
     "SIDES",
     "Boost",
@@ -62,6 +63,9 @@ class Workload:
     @property
     def lengths(self) -> tuple[int, ...]:
         return (self.context,) * self.batch
+
+
+DEFAULT_WORKLOAD = Workload(batch=8, context=4096)
 
 
 @dataclass(frozen=True, config=STRICT)

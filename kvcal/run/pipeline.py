@@ -67,9 +67,12 @@ class Result:
     evaluation: Evaluation
 
 
-def run(recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter: Reporter) -> Result:
-    """All stages. Raises what the stages raise; whatever was finished stays and is reused by the next run."""
-    plan = build_plan(recipe, loaded, folder, None, reporter)
+def run(
+    recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter: Reporter, workload: Workload | None = None
+) -> Result:
+    """All stages, as in ``build_plan`` and ``evaluate_plan``. Raises what the stages raise; whatever was finished stays
+    and is reused by the next run."""
+    plan = build_plan(recipe, loaded, folder, workload, reporter)
     evaluation = evaluate_plan(recipe, loaded, plan, folder, reporter)
     return Result(folder, allocation_stage.load(folder.allocation)[0], plan, evaluation)
 

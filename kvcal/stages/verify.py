@@ -53,8 +53,12 @@ def verify_plan(plan: Plan, loaded: LoadedModel, max_context: int | None, report
     ]
     longest = max((fmt.num_sink_tokens + fmt.ring_tokens for p in plan.layers for fmt in (*p.k, *p.v)), default=0)
     counts = sorted({*AROUND_A_PAGE, longest - 1, longest, longest + 128})
+    most_rows = len(RAGGED)
+    if plan.is_progressive:  # its pages shrink on a schedule for no more than the workload
+        most_rows = min(most_rows, plan.workload.batch)
+        max_context = min(max_context or plan.workload.context, plan.workload.context)
     counts = [count for count in counts if 0 < count <= (max_context or count)]
-    for batch in (1, 3):
+    for batch in sorted({1, most_rows}):
         cache, fed = PlanCache(plan, loaded.model.config), 0
         tokens_BT = _random_tokens(loaded, batch, counts[-1])
         for number, count in enumerate(counts):
@@ -64,7 +68,7 @@ def verify_plan(plan: Plan, loaded: LoadedModel, max_context: int | None, report
             _compare(cache, plan, [count] * batch)
             reporter(number + 1, len(counts), f"verify: batch {batch}")
         checks.append(Check("bytes", f"batch {batch}: allocated = predicted at {_joined(counts)} tokens"))
-    lengths = [length for length in RAGGED if length <= (max_context or length)]
+    lengths = [length for length in RAGGED if length <= (max_context or length)][-most_rows:]
     width = max(lengths)
     mask = torch.tensor([[0] * (width - length) + [1] * length for length in lengths], device=loaded.model.device)
     cache = PlanCache(plan, loaded.model.config, attention_mask=mask)

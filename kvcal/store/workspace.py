@@ -170,6 +170,11 @@ class StepWorkspace:
         return max(self.forms + self.passing, self.kept + self.unpacked + max(self.reading, self.packing))
 
 
+def logits_bytes(batch: int, vocab_size: int) -> int:
+    """Bytes of a step's logits and of their softmax, both in fp32."""
+    return 2 * FLOAT_BYTES * batch * vocab_size
+
+
 def step_workspace(
     layers: Sequence[LayerPlan],
     cache_dtype: CacheDtype,

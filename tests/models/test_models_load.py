@@ -13,7 +13,8 @@ from tiny_models import TINY_MODELS
 
 from kvcal.embedded import MODEL_NAME, model_folder
 from kvcal.errors import KvcalError, UnsupportedModel, UsageError
-from kvcal.models.load import embedded_models, identity_of, load, weight_bytes
+from kvcal.models.files import embedded_models
+from kvcal.models.load import identity_of, load, weight_bytes
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, PredictorSpec, R
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.allocate.record import Allocation, BudgetKind, Split, layer_bytes, layers_in, num_values
 from kvcal.stages.predictors.record import find_targets, with_predictor
-from kvcal.store.workspace import FLOAT_BYTES, step_workspace
+from kvcal.store.workspace import FLOAT_BYTES, logits_bytes, step_workspace
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def resolve_budget(sizes: ModelSizes, spec: AllocateSpec, layers: tuple[LayerPla
         total = parse_bytes(spec.budget)
         if spec.workspace != "auto":
             return Budget("budget", total, sizes.weight_bytes, parse_bytes(spec.workspace))
-        logits = 2 * FLOAT_BYTES * workload.batch * sizes.vocab_size  # and their softmax
+        logits = logits_bytes(workload.batch, sizes.vocab_size)
         workspace = logits + workspace_bytes(layers, sizes.geometry.cache_dtype, workload)
         return Budget("budget", total, sizes.weight_bytes, workspace, logits)
     if spec.kv_budget is not None:

@@ -1,0 +1,203 @@
+"""Commands that load no model: ``kvcal size``, ``recipes`` and ``models``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcal import console
+from kvcal.commands.options import OutputOptions, WorkloadOptions, spread
+from kvcal.quantities import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from kvcal.models.config import ModelSizes
+    from kvcal.plan.plan import Workload
+    from kvcal.recipe import Recipe
+    from kvcal.stages.size import SizeRow
+
+MAX_DEVICES = 1024
+
+
+@spread
+def size(
+    model: Annotated[str, typer.Argument(help="Folder, hub id, or an embedded model's name.")],
+    sizes: WorkloadOptions,
+    given: OutputOptions,
+    memory: Annotated[
+        str | None, typer.Option(help="Of one device, such as 24GB: also tell what fits, with weights and workspace.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Bytes of the weights, such as 16GB; default: as their files or index state.")
+    ] = None,
+    tp: Annotated[
+        int,
+        typer.Option(
+            "--tp", help="Devices that share each layer's heads; all bytes are of one.", min=1, max=MAX_DEVICES
+        ),
+    ] = 1,
+) -> None:
+    """Tell what a model's cache takes at 16, 8, 4, 3 and 2 bits, and what fits in a memory. Reads config.json and the
+    headers of the weights alone.
+
+    Every row is a recipe: `kvcal run uniform-4 --model MODEL` makes its plan. A layer's sensitivity is not looked at:
+    `kvcal plan` gives each layer its own bits within a budget.
+
+    Example: `kvcal size meta-llama/Llama-3.1-8B --memory 24GB --batch 8 --context 32768`
+
+    Example: `kvcal size ./my-model --memory 80GB --tp 2 --json`
+    """
+    from dataclasses import asdict, replace
+
+    from kvcal.models.config import read_sizes
+    from kvcal.plan.plan import DEFAULT_WORKLOAD
+    from kvcal.stages.size import finest, uniform_sizes
+    from kvcal.strict import dump
+
+    limit = None if memory is None else parse_bytes(memory)
+    stated = None if weights is None else parse_bytes(weights)
+    facts, workload = read_sizes(model), sizes.workload(DEFAULT_WORKLOAD)
+    if stated is not None:
+        facts = replace(facts, weight_bytes=stated)
+    rows = list(uniform_sizes(facts, workload, limit, tp))
+    fitting = None if limit is None else finest(rows, limit)
+    value = {
+        "model": facts.id,
+        "model_type": facts.geometry.model_type,
+        "is_tested": facts.is_tested,
+        "max_positions": facts.max_positions,
+        "weight_bytes": facts.weight_bytes,
+        "workload": dump(workload),
+        "memory_bytes": limit,
+        "devices": tp,
+        "rows": [asdict(row) for row in rows],
+        "finest_that_fits": None if fitting is None else fitting.recipe,
+    }
+    given.show(value, _size_table(facts, workload, rows, limit, tp))
+    reporter = given.reporter()
+    for line in _remarks(facts, workload, memory, fitting, model):
+        reporter.say(line)
+
+
+def _size_table(
+    facts: ModelSizes, workload: Workload, rows: list[SizeRow], memory: int | None, devices: int
+) -> console.View:
+    raw = rows[0].cache_bytes
+    table = []
+    for row in rows:
+        cells = [
+            row.recipe,
+            f"{row.bits_per_value:.2f}",
+            format_bytes(row.cache_bytes),
+            f"{raw / row.cache_bytes:.2f}x",
+        ]
+        if row.fit is not None and memory is not None:
+            cells += [format_bytes(row.fit.total), "yes" if row.fit.total <= memory else "no"]
+            cells += [str(row.fit.max_batch), str(row.fit.max_context)]
+        table.append(cells)
+    headers = ["recipe", "bits", "cache", "smaller"]
+    if memory is not None:
+        headers += ["in all", "fits", f"batch at {workload.context}", f"context at {workload.batch}"]
+    weights = "unknown" if facts.weight_bytes is None else format_bytes(facts.weight_bytes)
+    parts = [f"{facts.id} at batch {workload.batch} x {workload.context} tokens", f"weights {weights}"]
+    parts += [] if memory is None else [f"memory {format_bytes(memory)}"]
+    parts += [] if devices == 1 else [f"on each of {devices} devices"]
+    return "; ".join(parts), headers, table
+
+
+def _remarks(
+    facts: ModelSizes, workload: Workload, memory: str | None, fitting: SizeRow | None, model: str
+) -> list[str]:
+    """What a reader should know beside the table."""
+    lines = []
+    if not facts.is_tested:
+        lines.append(
+            f"note: the contract tests build no model of the type {facts.geometry.model_type!r}; its layers are as "
+            "config.json states them, and `kvcal profile` measures them"
+        )
+    if facts.max_positions is not None and workload.context > facts.max_positions:
+        lines.append(f"note: the model has {facts.max_positions} positions, fewer than the context")
+    if memory is None:
+        return lines
+    plan = f"kvcal plan {model} --budget {memory} --batch {workload.batch} --context {workload.context}"
+    if fitting is None:
+        lines.append("nothing fits, 2 bits included: lower --batch or --context")
+    elif fitting.recipe == "16-bit":
+        lines.append("16 bits fit already: nothing has to be quantized at this batch and context")
+    else:
+        lines.append(f"{fitting.recipe} fits; to give each layer its own bits within this memory: {plan}")
+    return lines
+
+
+@spread
+def recipes(
+    given: OutputOptions,
+    name: Annotated[str | None, typer.Argument(help="Print this recipe's file.", show_default=False)] = None,
+    ablations: Annotated[bool, typer.Option("--ablations", help="Also list those that vary a system.")] = False,
+) -> None:
+    """List the recipes that come with kvcal, and what each chooses bits by; or print one.
+
+    Example: `kvcal recipes`
+
+    Example: `kvcal recipes default > mine.toml`
+    """
+    from kvcal.recipe_files import ablation_names, find_recipe, load_recipe, recipe_names
+    from kvcal.strict import dump
+
+    if name is not None:
+        recipe = load_recipe(name)
+        if given.json:
+            console.print_json(dump(recipe))
+        else:
+            console.print_text(find_recipe(name).read_text(encoding="utf-8").removesuffix("\n"))
+        return
+    listed = [one for one in recipe_names() if ablations or one not in ablation_names()]
+    found = [(one, load_recipe(one)) for one in listed]
+    values = [{"name": one, "description": r.description, "chooses_by": chooses_by(r)} for one, r in found]
+    table = [(value["name"], value["chooses_by"], value["description"]) for value in values]
+    given.show(values, ("Recipes: `kvcal recipes NAME` prints one", ("recipe", "chooses by", "description"), table))
+
+
+def chooses_by(recipe: Recipe) -> str:
+    """What decides a recipe's formats, and what is then done to them."""
+    if recipe.search is not None:
+        choice = "measured KL, compositions"
+    elif recipe.tune is not None:
+        choice = "task accuracy, thresholds"
+    elif recipe.importance is not None:
+        choice = "gradient norms"
+    elif recipe.allocate is not None:
+        choice = f"integer program, {recipe.allocate.objective}"
+    else:
+        choice = "fixed formats"
+    others = {
+        "progressive": recipe.progressive,
+        "λ": recipe.reparam,
+        "predictors": recipe.predictors,
+        "feedback": recipe.feedback,
+    }
+    names = [name for name, spec in others.items() if spec is not None]
+    return f"{choice}; {', '.join(names)}" if names else choice
+
+
+@spread
+def models(given: OutputOptions) -> None:
+    """List the embedded models, and the model families that the contract tests run: those that are supported, and those
+    that are not, with the reason. Other decoder-only models of transformers are measured when they are loaded.
+
+    Example: `kvcal models --json`
+    """
+    from kvcal.models.config import families
+    from kvcal.models.files import embedded_models
+
+    listed: dict[str, Any] = {"embedded": list(embedded_models()), **families()}
+    supported = [
+        (one["model_type"], one["class"], one["layers"], one["keys_before_rope"]) for one in listed["supported"]
+    ]
+    refused = [(one["model_type"], one["fails_in"], one["reason"]) for one in listed["refused"]]
+    given.show(
+        listed,
+        ("Embedded models", ("name",), [(name,) for name in listed["embedded"]]),
+        ("Supported families", ("model type", "class", "layers", "keys before RoPE"), supported),
+        ("Families that are not supported", ("model type", "fails in", "reason"), refused),
+    )

@@ -1,0 +1,256 @@
+"""Sizes of a model from its config.json and the headers of its weights, before anything is loaded.
+
+A loaded model's cache is measured (``kvcal.models.geometry``). To tell beforehand what would fit, the configuration has
+to do. Model types in ``DIRECT`` state their layers in plain keys, which are read without transformers, whose import
+takes longer than the answer. For all others transformers reads the configuration, fills in its defaults and names the
+kind of each layer. Tests compare both ways with what running the model measures.
+
+``families.json`` lists what the contract tests measured: families that are served, and those that are not, with the
+reason. ``python docs/generate.py`` writes it.
+
+Left out: states of other layers than gated delta rules (their bytes are known once the model has run), and keys and
+values of different head sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, get_args
+
+from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype, Geometry, LayerGeometry, StateGeometry
+from kvcal.models.files import Location, locate, read_json, require_sizes, weight_files
+
+# Model types whose layers plain keys state, with the keys beside SHAPE_KEYS whose absence would leave something open.
+SHAPE_KEYS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size")
+DIRECT: dict[str, tuple[str, ...]] = {
+    "gemma3_text": ("head_dim", "layer_types", "sliding_window"),
+    "glm4": ("head_dim",),
+    "gpt_oss": ("head_dim", "layer_types", "sliding_window"),
+    "llama": (),
+    "mistral": ("sliding_window",),
+    "olmo2": (),
+    "phi3": ("sliding_window",),
+    "qwen2": ("use_sliding_window",),
+    "qwen3": ("head_dim", "use_sliding_window"),
+    "qwen3_moe": ("use_sliding_window",),
+    "smollm3": ("use_sliding_window",),
+    "stablelm": (),
+}
+FULL, SLIDING, STATE = "full_attention", "sliding_attention", "linear_attention"
+EVERY_COMMAND = "every command"
+_MAX_HEADER_BYTES = 100_000_000  # of a safetensors file: the format's own limit
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """``geometry``: as the configuration states it. ``weight_bytes``: of the checkpoint, None where neither its files
+    nor an index are here. ``max_positions``: the context in tokens, None if it is not stated. ``is_tested``: whether
+    the contract tests measure this model type."""
+
+    id: str
+    geometry: Geometry
+    vocab_size: int
+    weight_bytes: int | None
+    max_positions: int | None
+    is_tested: bool
+
+
+@functools.cache
+def families() -> dict[str, list[dict[str, Any]]]:
+    """What the contract tests measured: ``supported`` and ``refused`` families, a dict each."""
+    content: dict[str, list[dict[str, Any]]] = json.loads((files("kvcal.models") / "families.json").read_text("utf-8"))
+    return content
+
+
+def read_sizes(source: str) -> ModelSizes:
+    """The sizes of ``source`` (an embedded name, a folder or a hub id), without its weights.
+
+    Raises:
+        UsageError: the source is not there, or config.json cannot be read or has sizes out of range.
+        UnsupportedModel: a model that kvcal does not serve, or whose cache config.json does not tell.
+    """
+    location = locate(source)
+    content = read_json(location.folder / "config.json", location.id)
+    require_sizes(content, location.id)
+    model_type = content.get("model_type")
+    if isinstance(model_type, str):
+        _require_served(model_type, content, location.id)
+    if _is_direct(content):
+        stated, kinds = content, _direct_kinds(content)
+        per_layer: Sequence[Any] = [content] * len(kinds)
+        dtype = content.get("dtype", content.get("torch_dtype")) or "float32"
+    else:
+        stated, per_layer, kinds, dtype = _with_defaults(location)
+    if dtype not in get_args(CacheDtype):
+        raise UnsupportedModel(f"{location.id}: checkpoint dtype {dtype}; supported: {', '.join(CACHE_DTYPES)}")
+    place = f"{location.id}: config.json"
+    layers = tuple(
+        layer
+        for index, (kind, keys) in enumerate(zip(kinds, per_layer, strict=True))
+        if (layer := _layer(index, kind, keys, dtype, place)) is not None
+    )
+    if not layers:
+        raise UnsupportedModel(f"{place}: no layer uses the cache")
+    return ModelSizes(
+        location.id,
+        Geometry(stated["model_type"], dtype, layers),  # type: ignore[arg-type]
+        _number(stated, "vocab_size", place),
+        checkpoint_bytes(location),
+        stated.get("max_position_embeddings"),
+        any(one["model_type"] == stated["model_type"] for one in families()["supported"]),
+    )
+
+
+def _require_served(model_type: str, content: dict[str, Any], model_id: str) -> None:
+    """UnsupportedModel for a family that is not served, or that cannot be calibrated."""
+    latent = content.get("kv_lora_rank")
+    if latent is not None:
+        raise UnsupportedModel(
+            f"{model_id}: config.json: kv_lora_rank = {latent}: {model_type} caches latents (multi-head latent "
+            "attention), not keys and values"
+        )
+    for one in families()["refused"]:
+        if one["model_type"] == model_type:
+            served = "served" if one["fails_in"] == EVERY_COMMAND else "calibrated"
+            raise UnsupportedModel(f"{model_id}: models of the type {model_type!r} are not {served}: {one['reason']}")
+
+
+def _is_direct(content: dict[str, Any]) -> bool:
+    """Whether plain keys state all layers."""
+    needed = DIRECT.get(str(content.get("model_type")))
+    if needed is None or any(content.get(key) is None for key in SHAPE_KEYS) or "text_config" in content:
+        return False
+    given = all(key in content for key in needed)
+    return given and (content.get("layer_types") is not None or not content.get("use_sliding_window"))
+
+
+def _direct_kinds(content: dict[str, Any]) -> list[str]:
+    """The kind of every layer, as transformers' caches derive it from the same keys."""
+    kinds = content.get("layer_types")
+    if isinstance(kinds, list):
+        return [str(kind) for kind in kinds]
+    slides = content.get("sliding_window") is not None and "use_sliding_window" not in content
+    return [SLIDING if slides else FULL] * content["num_hidden_layers"]
+
+
+def _with_defaults(location: Location) -> tuple[dict[str, Any], list[Any], list[str], str]:
+    """The language model's configuration as transformers reads it: as a whole, for each layer, and each one's kind; and
+    the checkpoint's dtype. Refuses what loading refuses before it reads weights."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+
+    from kvcal.models.geometry import LAYERS_WITHOUT_ATTENTION, checkpoint_dtype
+    from kvcal.models.load import read_config
+
+    config = read_config(location)
+    text = config.get_text_config(decoder=True)
+    types = getattr(text, "layer_types", None) or []
+    names: dict[Any, str] = {DynamicLayer: FULL, DynamicSlidingWindowLayer: SLIDING, LinearAttentionLayer: STATE}
+    kinds, per_layer = [], []
+    caches = DynamicCache(config=text).layers
+    for index, (cache, layer) in enumerate(zip(caches, text.per_layer_config, strict=True)):
+        keys = {name: getattr(layer, name, None) for name in (*SHAPE_KEYS, *_LAYER_KEYS)}
+        if type(cache) is DynamicSlidingWindowLayer:
+            keys["sliding_window"] = cache.sliding_window
+        kind = names.get(type(cache))
+        if kind is None and index < len(types) and types[index] in LAYERS_WITHOUT_ATTENTION:
+            kind = "none"
+        if kind is None:
+            raise UnsupportedModel(
+                f"{location.id}: layer {index} is cached by {type(cache).__name__}; supported: "
+                f"{', '.join(one.__name__ for one in names)}"
+            )
+        kinds.append(kind)
+        per_layer.append(keys)
+    stated = {key: getattr(text, key, None) for key in ("model_type", "vocab_size", "max_position_embeddings")}
+    return stated, per_layer, kinds, checkpoint_dtype(config)
+
+
+_LAYER_KEYS = (
+    "head_dim", "multi_query", "sliding_window", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+)  # fmt: skip
+
+
+def _layer(index: int, kind: str, keys: dict[str, Any], dtype: str, place: str) -> LayerGeometry | None:
+    """One layer's geometry; None for a layer that caches nothing."""
+    if kind == "none":
+        return None
+    if kind == STATE:
+        return StateGeometry(index, _delta_rule_bytes(index, keys, dtype, place))
+    if kind not in (FULL, SLIDING):
+        raise UnsupportedModel(f"{place}: layer {index} is of the type {kind!r}; supported: {FULL}, {SLIDING}")
+    heads = _number(keys, "num_attention_heads", place)
+    if keys.get("multi_query"):
+        raise UnsupportedModel(f"{place}: multi_query: how many heads are cached is known once the model has run")
+    kv_heads = heads if keys.get("num_key_value_heads") is None else _number(keys, "num_key_value_heads", place)
+    if heads % kv_heads:
+        raise UnsupportedModel(f"{place}: {heads} query heads over {kv_heads} KV heads")
+    hidden = _number(keys, "hidden_size", place)
+    head_dim = hidden // heads if keys.get("head_dim") is None else _number(keys, "head_dim", place)
+    window = _number(keys, "sliding_window", place) if kind == SLIDING else None
+    return AttentionGeometry(index, heads, kv_heads, head_dim, head_dim, window)
+
+
+def _delta_rule_bytes(index: int, keys: dict[str, Any], dtype: str, place: str) -> int:
+    """Bytes of the convolution's state, in the cache's dtype, and of the recurrent one, in fp32, of a gated delta
+    rule (Qwen3-Next)."""
+    names = [name for name in _LAYER_KEYS if name.startswith("linear_")]
+    if any(keys.get(name) is None for name in names):
+        raise UnsupportedModel(
+            f"{place}: layer {index} keeps a state, whose bytes are known once the model has run",
+            hint="`kvcal profile` or `kvcal run` measures it",
+        )
+    k_heads, v_heads, k_dim, v_dim, kernel = (_number(keys, name, place) for name in names)
+    channels = 2 * k_heads * k_dim + v_heads * v_dim
+    return kernel * channels * CACHE_DTYPES[dtype].itemsize + 4 * v_heads * k_dim * v_dim
+
+
+def _number(keys: dict[str, Any], name: str, place: str) -> int:
+    value = keys.get(name)
+    if type(value) is not int or value < 1:
+        raise UsageError(f"{place}: {name} = {value!r}; expected a positive integer")
+    return value
+
+
+def checkpoint_bytes(location: Location) -> int | None:
+    """Bytes of the checkpoint's tensors, by the headers of its safetensors files, or by an index where those are not
+    here; None where neither is.
+
+    Raises:
+        UsageError: a header that cannot be read.
+    """
+    folder = location.folder
+    try:
+        paths = weight_files(folder, location.id)
+    except UsageError:
+        paths = []
+    if paths and all(path.suffix == ".safetensors" for path in paths):
+        return sum(_tensor_bytes(path, location.id) for path in paths)
+    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (folder / name).is_file():
+            size = (read_json(folder / name, location.id).get("metadata") or {}).get("total_size")
+            if isinstance(size, int | float) and size > 0:
+                return int(size)
+    return None
+
+
+def _tensor_bytes(path: Path, model_id: str) -> int:
+    """Bytes of the tensors of a safetensors file, by its header alone."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
+        tensors = [about for name, about in header.items() if name != "__metadata__"]
+        return sum(end - begin for begin, end in (about["data_offsets"] for about in tensors))
+    except (OSError, ValueError, struct.error, AttributeError, LookupError, TypeError, RecursionError) as error:
+        raise UsageError(
+            f"{model_id}: the header of {path.name} cannot be read: {error}", "copy or download the file again"
+        ) from None

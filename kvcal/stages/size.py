@@ -1,0 +1,141 @@
+"""What a model's cache takes at the same bits in every layer, and what fits in a memory: before anything is measured.
+
+The rows are recipes with [formats] alone, so that each can be compiled as it stands. Bytes are the plan's own
+(``Plan.nbytes``); what a memory has to hold beside the cache is what a budget of a whole device counts: weights, logits
+and the workspace of a decode step. The largest batch and context are found by bisection, since all of these grow with
+both. Left out: activations of a long prompt, and what the framework itself takes.
+
+On several devices (tensor parallelism) each holds its share of the KV heads, and copies where there are fewer heads
+than devices; weights and states are divided evenly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from kvcal.errors import UsageError
+from kvcal.geometry import AttentionGeometry, Geometry, LayerGeometry, ModelIdentity, StateGeometry
+from kvcal.models.config import ModelSizes
+from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.page_format import SIDES
+from kvcal.plan.plan import Plan, Workload
+from kvcal.plan.tensors import tensors_nbytes
+from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
+from kvcal.recipe import fixed_layers
+from kvcal.recipe_files import load_recipe
+from kvcal.store.workspace import logits_bytes, step_workspace
+
+RECIPES = ("16-bit", "uniform-8", "uniform-4", "uniform-3", "uniform-2")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One plan in a memory: bytes of ``total`` at the workload; the largest batch at its context and the largest
+    context at its batch, 0 where not even one fits."""
+
+    total: int
+    max_batch: int
+    max_context: int
+
+
+@dataclass(frozen=True)
+class SizeRow:
+    """One recipe at a workload; ``fit`` is None without a memory."""
+
+    recipe: str
+    bits_per_value: float
+    cache_bytes: int
+    fit: Fit | None
+
+
+def uniform_sizes(sizes: ModelSizes, workload: Workload, memory: int | None, devices: int = 1) -> Iterator[SizeRow]:
+    """A row for each of ``RECIPES``, on each of ``devices`` alike. ``memory``: bytes of one device, which needs
+    ``sizes.weight_bytes``.
+
+    Raises:
+        UsageError: heads that cannot be shared out evenly, or a memory without known weights.
+    """
+    if memory is not None and sizes.weight_bytes is None:
+        raise UsageError(
+            f"{sizes.id}: its weights are not here, neither their safetensors files nor an index",
+            hint="state their bytes, such as --weights 16GB",
+        )
+    geometry = shared_geometry(sizes.geometry, devices)
+    weights = -(-(sizes.weight_bytes or 0) // devices)
+    identity = ModelIdentity(sizes.id, geometry.model_type, "", "", "")
+    for name in RECIPES:
+        formats = load_recipe(name).formats
+        assert formats is not None
+        layers = fixed_layers(formats, bare_layers(geometry))
+        plan = Plan(identity, geometry.cache_dtype, layers, workload, {})
+        fit = None if memory is None else fit_of(plan, memory, weights, sizes.vocab_size)
+        yield SizeRow(name, plan.bits_per_value(), plan.predicted_bytes, fit)
+
+
+def finest(rows: list[SizeRow], memory: int) -> SizeRow | None:
+    """The first row that fits the memory, None where none does."""
+    return next((row for row in rows if row.fit is not None and row.fit.total <= memory), None)
+
+
+def fit_of(plan: Plan, memory: int, weights: int | None, vocab_size: int) -> Fit:
+    """How far ``memory`` bytes go. ``weights``: their bytes, None where the memory is for the cache alone."""
+    tensors, alike = tensors_nbytes(plan.tensors), Counter(map(_without_index, plan.layers))
+    # A step's workspace is that of its largest layer, where nothing is predicted from another one.
+    is_predicted = any(layer.predictor(side) is not None for layer in plan.layers for side in SIDES)
+    distinct = plan.layers if is_predicted else tuple(alike)
+
+    def total(batch: int, context: int) -> int:
+        row = sum(count * layer.nbytes(plan.cache_dtype, (context,), context) for layer, count in alike.items())
+        cache = batch * row + tensors
+        if weights is None:
+            return cache
+        workspace = step_workspace(distinct, plan.cache_dtype, batch, context).nbytes
+        return weights + cache + logits_bytes(batch, vocab_size) + workspace
+
+    batch, context = plan.workload.batch, plan.workload.context
+    return Fit(
+        total(batch, context),
+        _largest(MAX_BATCH, lambda count: total(count, context) <= memory),
+        _largest(MAX_CONTEXT, lambda count: total(batch, count) <= memory),
+    )
+
+
+def _without_index(layer: LayerPlan) -> LayerPlan:
+    """What decides a layer's bytes, equal for layers that take the same."""
+    geometry = replace(layer.geometry, index=0)
+    return (
+        replace(layer, geometry=geometry, k_predictor=None, v_predictor=None) if layer.is_paged else LayerPlan(geometry)
+    )
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest count from 1 to ``most`` that fits, 0 for none; what fits stays so with less."""
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def shared_geometry(geometry: Geometry, devices: int) -> Geometry:
+    """What one of ``devices`` caches. UsageError where heads cannot be shared out evenly."""
+    return replace(geometry, layers=tuple(_shared(layer, devices) for layer in geometry.layers))
+
+
+def _shared(layer: LayerGeometry, devices: int) -> LayerGeometry:
+    if isinstance(layer, StateGeometry):
+        return replace(layer, bytes_per_sequence=-(-layer.bytes_per_sequence // devices))
+    assert isinstance(layer, AttentionGeometry)
+    queries, heads = layer.num_query_heads, layer.num_kv_heads
+    if queries % devices or (heads % devices and devices % heads):
+        raise UsageError(
+            f"--tp {devices}: layer {layer.index} has {queries} query heads and {heads} KV heads, which {devices} "
+            "devices cannot share evenly",
+            hint="choose a divisor of the query heads that divides the KV heads, or is a multiple of them",
+        )
+    return replace(layer, num_query_heads=queries // devices, num_kv_heads=max(1, heads // devices))

@@ -1,0 +1,139 @@
+"""Limits of `kvcal eval` with an exit code of their own, its 16-bit row, and errors as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_cases import RECIPE, Outcome, kvcal_process, run_kvcal, save_llama
+from transformers import PreTrainedTokenizerBase
+
+from kvcal.errors import GateFailed, UsageError
+from kvcal.plan.plan import load_plan
+from kvcal.stages.evaluate.gates import Gates, read_accuracies
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """A model, and a plan of 2 bits for it."""
+    folder = tmp_path_factory.mktemp("gates")
+    model = save_llama(folder / "model", tokenizer)
+    (folder / "small.toml").write_text(RECIPE)
+    done = kvcal_process("run", "uniform-2", "--model", model, "--out", folder / "run", "--set", "evaluate.tasks=[]",
+                         "--set", "evaluate.against=[]", "--samples", 1, "--seq-len", 200)  # fmt: skip
+    assert done.code == 0, done.err
+    return folder
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], made: Path, *arguments: object) -> Outcome:
+    """`kvcal eval` of the plan; what one call measured, the next one keeps."""
+    plan = made / "run" / "plan.safetensors"
+    return run_kvcal(
+        capsys, "eval", plan, "--model", made / "model", "--recipe", made / "small.toml", "--out", made / "eval",
+        "--set", "evaluate.against=[]", *arguments,
+    )  # fmt: skip
+
+
+def test_a_row_of_16_bits_is_always_there(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = evaluated(capsys, made, "--json")
+    assert done.code == 0, done.err
+    value = json.loads(done.out)
+    assert [row["name"] for row in value["rows"]] == ["16-bit", "plan"] and value["gates"] == []
+    again = evaluated(capsys, made, "--set", 'evaluate.against=["kivi-2", "16-bit"]', "--json")
+    assert [row["name"] for row in json.loads(again.out)["rows"]] == ["kivi-2", "16-bit", "plan"]
+
+
+def test_gates_that_pass_and_gates_that_fail(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = json.loads(evaluated(capsys, made, "--json").out)["rows"][-1]
+    kl, nbytes = row["text"]["kl"], row["total_bytes"]
+    assert kl > 0 and nbytes == load_plan(made / "run" / "plan.safetensors").predicted_bytes
+    wide = ("--max-kl", 2 * kl, "--min-accuracy", "chain=0", "--min-accuracy", "0", "--max-bytes", nbytes)
+    done = evaluated(capsys, made, *wide, "--json")
+    assert done.code == 0, done.err
+    gates = json.loads(done.out)["gates"]
+    assert [one["gate"] for one in gates] == ["max_kl", "min_accuracy chain", "min_accuracy all", "max_bytes"]
+    assert all(one["passed"] for one in gates) and gates[0]["measured"] == kl
+    assert gates[0]["standard_error"] == row["text"]["kl_se"]
+
+    narrow = ("--max-kl", kl / 2, "--min-accuracy", "chain=0", "--max-bytes", nbytes - 1)
+    done = evaluated(capsys, made, *narrow, "--json")
+    assert done.code == 7
+    assert [one["passed"] for one in json.loads(done.out)["gates"]] == [False, True, False]
+    error = json.loads(done.err.splitlines()[-1])["error"]
+    assert error["kind"] == "GateFailed" and error["exit_code"] == 7
+    assert "plan.safetensors fails 2 of 3 gates: max_kl:" in error["message"] and "max_bytes:" in error["message"]
+
+    done = evaluated(capsys, made, *narrow)
+    assert done.code == 7 and "16-bit" in done.out and "FAILED" in done.out and "passed" in done.out
+    assert "error: plan.safetensors fails 2 of 3 gates" in done.err
+
+
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        (("--min-accuracy", "times=0.9"), "'times' is not measured; allowed: chain, all"),
+        (("--min-accuracy", "chain=9"), "chain=9.0; expected a share from 0 to 1"),
+        (("--min-accuracy", "chain=nan"), "expected a share from 0 to 1"),
+        (("--min-accuracy", "chain=good"), "'good' is no number"),
+        (("--max-kl", "-1"), "--max-kl -1.0; expected a number from 0 on"),
+        (("--max-kl", "nan"), "--max-kl nan"),
+        (("--max-bytes", "1zap"), "unknown unit 'zap'"),
+        (("--min-accuracy", "0.5", "--set", "evaluate.tasks=[]"), "'all' is not measured; allowed: none"),
+    ],
+)
+def test_a_limit_that_cannot_be_held_is_refused_before_anything_is_measured(
+    limits: tuple[str, ...], says: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = evaluated(capsys, made, "--out", tmp_path / "out", *limits)
+    assert done.code == 2 and says in done.err and not (tmp_path / "out").exists()
+
+
+def test_limits_are_read_by_task() -> None:
+    assert read_accuracies(["chain=0.9", "0.5"]) == {"chain": 0.9, "all": 0.5}
+    with pytest.raises(UsageError):
+        Gates(max_kl=float("inf")).require_measured(("chain",))
+    assert GateFailed.exit_code == 7
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "kind", "place", "says"),
+    [
+        (("inspect", "{tmp}/none"), 5, "ArtifactError", "{tmp}/none", "does not exist"),
+        (("inspect", "{made}/small.toml"), 5, "ArtifactError", "{made}/small.toml", "not a safetensors file"),
+        (("run", "{tmp}/wrong.toml"), 2, "UsageError", "{tmp}/wrong.toml", "unknown key 'zap'"),
+        (("size", "reasoner-10m", "--memory", "zap"), 2, "UsageError", None, "cannot read 'zap'"),
+        (("size", "reasoner-10m", "--context", "0"), 2, "UsageError", None, "--context"),
+        (("inspect",), 2, "UsageError", None, "Missing argument"),
+        (("zap",), 2, "UsageError", None, "No such command"),
+    ],
+)
+def test_errors_are_json_where_results_are(
+    command: tuple[str, ...], code: int, kind: str, place: str | None, says: str, made: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "wrong.toml").write_text("zap = 1\n[allocate]\nbits = 3\n")
+    places = {"tmp": tmp_path, "made": made}
+    done = run_kvcal(capsys, *(word.format(**places) for word in command), "--json")
+    assert done.code == code and not done.out
+    (line,) = done.err.splitlines()
+    error = json.loads(line)["error"]
+    assert (error["kind"], error["exit_code"]) == (kind, code) and says in error["message"]
+    assert error["place"] == (None if place is None else place.format(**places))
+    assert error["hint"] is None or isinstance(error["hint"], str)
+
+
+def test_an_infeasible_budget_tells_the_smallest_one(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = kvcal_process("profile", made / "model", "--out", made / "run", "--recipe", made / "small.toml")
+    assert done.code == 0, done.err
+    done = run_kvcal(capsys, "allocate", made / "run", "--kv-budget", "20KB", "--json")
+    error = json.loads(done.err.splitlines()[-1])["error"]
+    assert (done.code, error["kind"]) == (3, "InfeasibleBudget") and not done.out
+    smallest = error["smallest_bytes"]
+    assert run_kvcal(capsys, "allocate", made / "run", "--kv-budget", smallest, "--json").code == 0
+
+
+def test_help_and_version_end_well_beside_json(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (("size", "--help", "--json"), ("--version",)):
+        done = run_kvcal(capsys, *arguments)
+        assert done.code == 0 and done.out and not done.err

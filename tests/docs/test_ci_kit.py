@@ -1,0 +1,167 @@
+"""The CI kit: its templates are well-formed and fit the script, the container installs what it says, the job runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cli_cases import RECIPE, Outcome, run_kvcal
+from test_claims import require_parses
+
+from kvcal.plan.plan import load_plan
+
+ROOT = Path(__file__).parents[2]
+CI = ROOT / "ci"
+SCRIPT = (CI / "plan.sh").read_text()
+VARIABLES = set(re.findall(r"^# ([A-Z_]+)  ", SCRIPT, re.M))
+
+
+def template(name: str) -> dict[str, Any]:
+    return yaml.safe_load((CI / name).read_text())
+
+
+def test_the_script_is_bash_and_uses_what_it_documents() -> None:
+    subprocess.run(["bash", "-n", CI / "plan.sh"], check=True)
+    assert os.access(CI / "plan.sh", os.X_OK)
+    assert set(re.findall(r"\$\{?([A-Z_]+)", SCRIPT.partition("set -euo")[2])) == VARIABLES
+
+
+def test_the_action_gives_the_script_its_variables() -> None:
+    action = template("action.yml")
+    assert action["runs"]["using"] == "composite" and {"name", "description", "inputs"} <= set(action)
+    steps = action["runs"]["steps"]
+    assert all(("run" in step) == ("shell" in step) != ("uses" in step) for step in steps)
+    assert all(re.fullmatch(r"actions/[\w/-]+@v\d+", step["uses"]) for step in steps if "uses" in step)
+    (plan,) = [step for step in steps if "plan.sh" in step.get("run", "")]
+    assert set(plan["env"]) == VARIABLES
+    used = set(re.findall(r"inputs\.([\w-]+)", (CI / "action.yml").read_text()))
+    assert used == set(action["inputs"])
+    assert all("${{" not in step["run"] for step in steps if "run" in step)  # inputs are never part of a script
+    assert all("description" in one and ("default" in one or one["required"]) for one in action["inputs"].values())
+    always = [step["uses"].partition("@")[0] for step in steps if step.get("if") == "always()" and "uses" in step]
+    assert always == ["actions/cache/save", "actions/upload-artifact"]
+    for step in steps:
+        if "run" in step:
+            subprocess.run(["bash", "-n"], input=step["run"], text=True, check=True)
+
+
+def require_matrix(entries: list[dict[str, str]], keys: set[str]) -> None:
+    """Every entry has the keys, and its options are options of the commands."""
+    assert len(entries) > 1
+    for entry in entries:
+        given = {key.lower(): value for key, value in entry.items()}
+        assert set(given) == keys
+        require_parses(["plan", given["model"], *given["budget"].split()])
+        require_parses(["eval", "plan.safetensors", "--model", given["model"], *given["gates"].split()])
+    assert len({next(iter(entry.values())) for entry in entries}) == len(entries)
+
+
+def test_the_workflow_calls_the_action_for_a_matrix() -> None:
+    workflow = template("github-workflow.yml")
+    job = workflow["jobs"]["plan"]
+    require_matrix(job["strategy"]["matrix"]["include"], {"name", "model", "budget", "gates"})
+    (call,) = [step for step in job["steps"] if step["uses"] == "./ci"]
+    inputs = template("action.yml")["inputs"]
+    assert {name for name, one in inputs.items() if one.get("required")} <= set(call["with"]) <= set(inputs)
+    assert workflow["permissions"] == {"contents": "read"} and set(workflow[True]) == {"workflow_dispatch", "push"}
+
+
+def test_the_gitlab_job_runs_the_script_for_a_matrix() -> None:
+    job = template("gitlab.yml")["plan"]
+    require_matrix(job["parallel"]["matrix"], {"name", "model", "budget", "gates"})
+    assert job["script"][-1] == "ci/plan.sh" and "OUT" in job["variables"]
+    assert job["cache"]["when"] == job["artifacts"]["when"] == "always"
+    assert all(path.startswith("artifacts/ci/$NAME/") for path in job["artifacts"]["paths"])
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The Dockerfile's instructions with their arguments, continued lines joined."""
+    lines = [line for line in (CI / "Dockerfile").read_text().splitlines() if line and not line.startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    return [(name, rest.strip()) for name, _, rest in (line.partition(" ") for line in joined.splitlines())]
+
+
+def test_the_container_copies_what_is_there_and_runs_the_command() -> None:
+    names = [name for name, _ in instructions()]
+    assert set(names) <= {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "USER", "ENTRYPOINT", "CMD"}
+    assert names.index("USER") > max(i for i, (_, rest) in enumerate(instructions()) if "pip install" in rest)
+    for name, rest in instructions():
+        if name == "COPY":
+            assert all((ROOT / source).exists() for source in rest.split()[:-1]), rest
+        if name == "RUN":
+            subprocess.run(["bash", "-n"], input=rest, text=True, check=True)
+        if name == "ENTRYPOINT":
+            assert json.loads(rest) == ["kvcal"]
+    assert ("RUN", "kvcal doctor") in instructions()
+
+
+@pytest.mark.parametrize(
+    ("device", "index", "code", "extras"),
+    [("cpu", "", 0, "compile"), ("cuda", "", 0, "compile,cuda"), ("cpu", "URL", 0, "compile"), ("tpu", "", 2, None)],
+)
+def test_the_container_installs_what_its_device_needs(
+    device: str, index: str, code: int, extras: str | None, tmp_path: Path
+) -> None:
+    """The build's own command, with a pip that prints its arguments."""
+    (command,) = [rest for name, rest in instructions() if name == "RUN" and "pip install" in rest]
+    (tmp_path / "pip").write_text('#!/bin/sh\nfor word in "$@"; do printf "%s|" "$word"; done; echo\n')
+    (tmp_path / "pip").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DEVICE": device, "TORCH_INDEX": index}
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    if extras is None:
+        assert "allowed: cpu, cuda" in done.stderr and not done.stdout
+        return
+    first, second = done.stdout.splitlines()
+    assert re.search(r"\|torch==[\d.]+\|$", first) and ("|--index-url|URL|" in first) == bool(index)
+    assert second == f"install|--no-cache-dir|--constraint|requirements.lock|.[{extras}]|"
+
+
+def run_script(folder: Path, **variables: str) -> Outcome:
+    """ci/plan.sh in ``folder``, with this checkout's command."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin/kvcal").write_text(f'#!/bin/sh\nexec {sys.executable} -m kvcal "$@"\n')
+    (folder / "bin/kvcal").chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [CI / "plan.sh"], cwd=folder, env=environment | variables, capture_output=True, text=True, timeout=900
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def test_the_script_makes_a_plan_and_fails_its_gates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "small.toml").write_text(RECIPE)
+    few = "--recipe small.toml --set evaluate.against=[]"
+    variables = {"MODEL": "reasoner-10m", "BUDGET": "--bits 4 --batch 8 --context 4096", "OUT": "out",
+                 "PLAN_OPTIONS": "--recipe small.toml", "EVAL_OPTIONS": few}  # fmt: skip
+    done = run_script(tmp_path, **variables, GATES="--max-kl 100 --min-accuracy chain=0 --max-bytes 60MB")
+    assert done.code == 0, done.err
+    out = tmp_path / "out"
+    assert load_plan(out / "plan.safetensors").bits_per_value() <= 4
+    value = json.loads((out / "evaluation.json").read_text())
+    assert [one["passed"] for one in value["gates"]] == [True] * 3
+    assert json.loads((out / "plan.json").read_text())["plan"] == "out/plan.safetensors"
+    assert json.loads((out / "size.json").read_text())["model"] == "reasoner-10m"
+    report = (out / "report.txt").read_text()
+    assert "all-in bits per value" in report and "16-bit" in report and "max_kl" in report
+
+    again = run_script(tmp_path, **variables, GATES="--max-bytes 1KB")
+    assert again.code == 7 and "profile: profile.safetensors is current" in again.err
+    assert json.loads((out / "evaluation.json").read_text())["gates"][0]["passed"] is False
+    assert "FAILED" in (out / "report.txt").read_text()
+    assert run_kvcal(capsys, "inspect", out / "plan.safetensors").code == 0
+
+
+def test_the_script_names_what_is_missing(tmp_path: Path) -> None:
+    assert "set MODEL, such as" in run_script(tmp_path, MODEL="").err
+    assert "set BUDGET, such as" in run_script(tmp_path, MODEL="reasoner-10m").err
+    done = run_script(tmp_path, MODEL="no-such/model/here", BUDGET="--bits 3")
+    assert done.code == 2 and json.loads(done.err.splitlines()[-1])["error"]["kind"] == "UsageError"
+    assert not (tmp_path / "artifacts/ci/plan.safetensors").exists()
