@@ -109,7 +109,7 @@ def pools_table(report: SearchReport, measured: Row | None = None) -> View:
         for k in pool.kinds
     ]
     if measured is not None:
-        rows.append(("report", "all", f"{measured.text.kl:.4g} ± {measured.text.kl_se:.2g}", "", "", ""))
+        rows.append(("report", "all", f"{measured.text.kl:.4g} ± {measured.text.kl_se or 0:.2g}", "", "", ""))
     headers = ("pool", "kind of text", "KL to 16 bits", "score", "99th percentile", "sure tokens flipped %")
     return "The plan that ships, by pool", headers, rows
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cli_cases import save_llama
+from cli_cases import run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal import artifact
@@ -271,6 +272,20 @@ def test_a_dry_run_says_the_size_of_a_search_and_measures_nothing(
     assert estimate.cost.texts >= estimate.cost.plans and estimate.num_texts == 3
     assert estimate.seconds > 0 and estimate.nbytes > 10**6
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_the_commands_take_what_a_plan_is_for_and_print_every_pool(
+    whole: Path, tmp_path: Path, loaded: LoadedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe_of(tmp_path, 4.0)
+    command = ("search", str(tmp_path / "small.toml"), "--model", loaded.source)
+    found = run_kvcal(capsys, *command, "--for", "decode", "--bits", "6", "--out", str(tmp_path), "--dry-run", "--json")
+    estimate = json.loads(found.out)
+    assert found.code == 0 and estimate["cost"]["plans"] > 10 and estimate["num_texts"] == 3
+    found = run_kvcal(capsys, "run", str(tmp_path / "small.toml"), "--model", loaded.source, "--out", str(whole))
+    assert found.code == 0 and "search.safetensors is current" in found.err
+    for line in ("Plans by score", "by pool", "select", "validate", "report"):
+        assert line in found.out
 
 
 def test_a_record_whose_loss_is_not_its_kl_is_refused(whole: Path, tmp_path: Path) -> None:

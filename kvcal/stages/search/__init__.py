@@ -91,7 +91,7 @@ from kvcal.stages.search.record import (
 )
 from kvcal.strict import dump
 
-__all__ = ["KIND", "SCHEMA", "SearchData", "SearchRecord", "dry_run", "load", "run_search"]
+__all__ = ["KIND", "SCHEMA", "Search", "SearchData", "SearchRecord", "dry_run", "load", "run_search"]
 
 # Texts fed at once: as in the profile on a CPU; a GPU takes 16 short ones in the time of one.
 KL_BATCH = {"cpu": 4, "cuda": 16}
@@ -124,7 +124,7 @@ def run_search(
         InfeasibleBudget: nothing fits.
         NonFiniteActivations, UnsupportedModel, ArtifactError: as the stages it calls.
     """
-    job = _Job(loaded, recipe, data, path, reporter)
+    job = Search(loaded, recipe, data, path, reporter)
     brought, earlier = job.brought, job.earlier_plans()
     with ExitStack() as stack:
         select, validate = (job.pool(purpose, stack) for purpose in ("select", "validate"))
@@ -166,7 +166,7 @@ class _Measured(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Job:
+class Search:
     """One search; see the module's docstring."""
 
     loaded: LoadedModel
@@ -493,7 +493,7 @@ class Estimate(NamedTuple):
 
 def dry_run(loaded: LoadedModel, recipe: Recipe, data: SearchData, path: Path, reporter: Reporter) -> Estimate:
     """The size of a search, from one timed plan on the first few texts. Raises as ``run_search``."""
-    job = _Job(loaded, recipe, data, path, reporter)
+    job = Search(loaded, recipe, data, path, reporter)
     texts = job.texts("select")
     tiers = tiers_of([text.kind for text in texts])
     num_validate = len(job.texts("validate"))
