@@ -132,8 +132,10 @@ def choose(
     validate: Pool[Candidate],
     champion: Candidate | None = None,
 ) -> Candidate:
-    """From the champion (the simplest candidate without one), simple ones first: each that is better takes over."""
-    ranked = sorted(candidates, key=lambda candidate: (candidate.complexity, select.score(candidate)))
+    """The first of whole plans is the simplest; each that is better takes over, simple ones first. With a champion, the
+    compositions that challenge it come by their score."""
+    is_first = champion is None
+    ranked = sorted(candidates, key=lambda one: (one.complexity if is_first else 0, select.score(one)))
     champion = ranked[0] if champion is None else champion
     for candidate in ranked:
         if candidate != champion and better(candidate, champion, select, validate):
