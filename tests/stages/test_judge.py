@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcal.stages.search.judge import Pool, better, difference, halve, kind_means, score, shrink, tiers_of
+from kvcal.stages.search.judge import Pool, better, difference, halve, kind_means, log_ratio, score, shrink, tiers_of
 
 KINDS = ("prose", "code", "maths") * 5 + ("prose",) * 3
 
@@ -160,6 +160,25 @@ def test_the_least_of_many_noisy_means_is_no_better_plan() -> None:
         taken = [plan for plan in plans[1:] if better(plan, "simple", select, validate)]
         assert len(taken) <= 6  # 2 % of all, of which a search tries a handful
     assert fooled >= 5  # the old rule: looks far better, and is worse
+
+
+def test_a_plan_that_is_better_on_every_text_is_taken_whatever_the_tail() -> None:
+    """KLs of texts differ by a factor of a thousand: their difference is one text's, their ratio is everyone's."""
+    kl = {"reference": [1.0] * 6, "other": [0.01, 0.02, 0.01, 0.03, 0.02, 9.0]}
+    kl["tenth"] = [x / 10 * (1 + 0.1 * n) for n, x in enumerate(kl["other"])]
+
+    def table(plans: Sequence[object], num_texts: int, what: str) -> Tensor:
+        return torch.tensor([kl[str(plan)][:num_texts] for plan in plans], dtype=torch.float64)
+
+    judged = pool(table, ("x",) * 6)
+    change, error = judged.difference("tenth", "other")
+    assert -2 * error < change < 0
+    logs = [math.log((1 + 0.1 * n) / 10) for n in range(6)]
+    mean = sum(logs) / 6
+    expected = mean, math.sqrt(sum((x - mean) ** 2 for x in logs) / 5 / 6)
+    assert log_ratio(*judged.scores(["tenth", "other"]).unbind()) == pytest.approx(expected)
+    assert better("tenth", "other", judged, judged) and not better("other", "tenth", judged, judged)
+    assert log_ratio(torch.tensor([2.0]), torch.tensor([1.0])) == pytest.approx((math.log(2), math.log(2)))
 
 
 def test_a_plan_that_is_better_is_taken_and_one_that_the_validation_refutes_is_not() -> None:

@@ -98,10 +98,20 @@ def difference(a_n: Tensor, b_n: Tensor, kinds: Sequence[str]) -> tuple[float, f
     return total, math.sqrt(variance)
 
 
+def log_ratio(a_n: Tensor, b_n: Tensor) -> tuple[float, float]:
+    """The mean of log(a / b) over texts, and its standard error; of a single text, all of it."""
+    logs_n = a_n.clamp(min=SMALLEST).log() - b_n.clamp(min=SMALLEST).log()
+    mean, count = float(logs_n.mean()), len(logs_n)
+    return mean, abs(mean) if count == 1 else float(logs_n.std()) / math.sqrt(count)
+
+
 def better(plan: Plan, other: Plan, select: Pool[Plan], validate: Pool[Plan]) -> bool:
-    """Whether ``plan`` is to replace ``other``."""
+    """Whether ``plan`` replaces ``other``: its score is lower on both pools, and on the selection significantly so,
+    either in the difference or, as KL has a heavy tail over texts, in the ratio on a typical text."""
     change, error = select.difference(plan, other)
-    return change < -SIGNIFICANT * error and validate.difference(plan, other)[0] <= 0
+    ratio, ratio_error = log_ratio(*select.scores([plan, other]).unbind())
+    is_significant = change < -SIGNIFICANT * error or ratio < -SIGNIFICANT * ratio_error
+    return change < 0 and is_significant and validate.difference(plan, other)[0] <= 0
 
 
 def shrink(estimates: Sequence[float], errors: Sequence[float]) -> tuple[list[float], list[float]]:
