@@ -23,6 +23,7 @@ import os
 import secrets
 import stat
 import time
+from collections.abc import MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvcal.errors import ArtifactError, KvcalError
 
@@ -232,6 +234,20 @@ def differing_input(expected: dict[str, Any], found: dict[str, Any]) -> str | No
 def tensors_sha256(tensors: dict[str, Tensor]) -> str:
     """Hex sha256 over names, dtypes, shapes and bytes, in order of the names."""
     return _digest({}, {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+
+
+_hashed: MutableMapping[Tensor, tuple[int, str]] = WeakTensorKeyDictionary()
+
+
+def tensor_sha256(tensor: Tensor) -> str:
+    """Hex sha256 over dtype, shape and bytes; of a tensor that is unchanged, found once in a process."""
+    if tensor.is_inference():  # has no count of its changes
+        return tensors_sha256({"": tensor})
+    version, digest = _hashed.get(tensor, (-1, ""))
+    if version != tensor._version:
+        version, digest = tensor._version, tensors_sha256({"": tensor})
+        _hashed[tensor] = version, digest
+    return digest
 
 
 def _digest(head: dict[str, Any], tensors: dict[str, Tensor]) -> str:

@@ -224,6 +224,8 @@ class KeyChoice:
     lattice_dim: Literal[2, 4] | None = knob(None, "HIGGS's lattice of this dimension instead of scales.")
     rescale: bool = knob(False, "With the layer's λ.")
     predicted: bool = knob(False, "As the residual of a prediction.")
+    num_sink_tokens: SizeOrNone | None = knob(None, "First tokens kept at 16 bits; default: [cache]'s.")
+    recent_window: SizeOrNone | None = knob(None, "Most recent tokens kept at 16 bits; default: [cache]'s.")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -234,26 +236,31 @@ class ValueChoice:
     group_size: GroupSize = knob(128, "Values that share a scale.")
     lattice_dim: Literal[2, 4] | None = knob(None, "HIGGS's lattice of this dimension instead of scales.")
     predicted: bool = knob(False, "As the residual of a prediction.")
+    num_sink_tokens: SizeOrNone | None = knob(None, "First tokens kept at 16 bits; default: [cache]'s.")
+    recent_window: SizeOrNone | None = knob(None, "Most recent tokens kept at 16 bits; default: [cache]'s.")
+
+
+SYSTEMS = ("kivi-2", "kivi-4", "kitty", "kitty-pro", "mixkvq-capped", "kvmix", "pm-kvq-2", "higgs-2", "aqua-kv")
 
 
 @dataclass(frozen=True, config=STRICT)
 class SearchSpec:
-    """[search]: which compositions of a layer's keys and values are measured, and how far the plan is refined.
+    """[search]: compositions of formats, compared with each other and with the plans of ``systems`` by their KL to the
+    16-bit cache. ``keys``, ``values``, the formats of the systems and 16 bits are the options of every layer."""
 
-    Each is measured by its KL to the 16-bit cache while all other layers are as in a background plan: at first one
-    composition for all layers, that of least KL among those that fit the budget; in each round the best plan so far.
-    """
-
+    serve: Literal["decode", "storage"] = knob(
+        "decode", "What the plan is for: fast decoding, or few bytes on disk or a network (`--for`)."
+    )
+    systems: tuple[str, ...] = knob(
+        SYSTEMS, "Recipes with [formats] or [importance], whose plans and formats are tried."
+    )
     keys: tuple[KeyChoice, ...] = knob((KeyChoice(2), KeyChoice(3), KeyChoice(4)), "Ways to store a layer's keys.")
     values: tuple[ValueChoice, ...] = knob(
         (ValueChoice(2), ValueChoice(3), ValueChoice(4)), "Ways to store a layer's values."
     )
-    kl_samples: Size = knob(6, "Texts that KL is measured on, others than those of the fits.")
+    kl_samples: Size = knob(12, "Texts at most of each pool, select and validate, that KL is measured on.")
     kl_tokens: TextTokens = knob(768, "Tokens of each of these texts.")
-    proxy_plans: SizeOrNone = knob(30, "Random plans that check how well single KLs add up.")
-    refine_rounds: SizeOrNone = knob(3, "Rounds of refinement at most.")
-    neighbours: SizeOrNone = knob(2, "Dearer and cheaper compositions measured for each layer in a round.")
-    seed: Seed = knob(0, "Seed of the random plans.")
+    refine_rounds: SizeOrNone = knob(2, "Rounds of composing at most; 0 compares whole plans alone.")
 
     def __post_init__(self) -> None:
         if not self.keys or not self.values:

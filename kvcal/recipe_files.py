@@ -80,10 +80,16 @@ def _read(name: str) -> Recipe:
 
 
 def _require_named(recipe: Recipe, place: str) -> None:
-    """UsageError unless the recipes that ``recipe`` names have [formats]."""
+    """UsageError unless the recipes that ``recipe`` names have [formats], or, as systems of a search, [importance]."""
     require_baselines(recipe.evaluate.against, f"{place}evaluate.against")
     same = None if recipe.allocate is None else recipe.allocate.same_bytes_as
     require_baselines(() if same is None else (same,), f"{place}allocate.same_bytes_as")
+    for name in () if recipe.search is None else recipe.search.systems:
+        if (system := _read(name)).formats is None and system.importance is None:
+            raise UsageError(
+                f"{place}search.systems: recipe {name!r} has neither [formats] nor [importance]",
+                hint="name recipes such as kitty or kvmix, or give their formats in search.keys and search.values",
+            )
 
 
 def require_baselines(names: Iterable[str], place: str) -> None:

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from kvcal.run.formats import Tuned
     from kvcal.run.pipeline import Result
     from kvcal.stages.allocate.record import Allocation
-    from kvcal.stages.evaluate import Evaluation
+    from kvcal.stages.evaluate import Evaluation, Row
     from kvcal.stages.evaluate.gates import GateResult
     from kvcal.stages.prefix import PackedPrefix
     from kvcal.stages.profile.record import Profile
+    from kvcal.stages.search import Estimate
     from kvcal.stages.search.record import SearchReport
     from kvcal.stages.verify import Check
 
@@ -74,20 +75,58 @@ def _window(fmt: Format) -> str:
 
 
 def search_table(report: SearchReport) -> View:
-    """The choice for every layer's side, and the cost of each of its options in the background plan."""
+    """The choice for every layer's side, and what other options would have changed in the last round's background."""
     rows = []
     for unit in report.units:
-        order = sorted(range(len(unit.options)), key=lambda option: unit.nbytes[option])
-        costs = "  ".join(f"{unit.options[option]}: {unit.costs[option]:+.2g}" for option in order)
-        rows.append((unit.unit, unit.options[unit.chosen], format_bytes(unit.nbytes[unit.chosen]), costs))
+        options = sorted(unit.options, key=lambda option: option.nbytes)
+        changes = "  ".join(f"{o.name}: {o.estimate:+.2g} ({o.change:+.2g} ± {o.error:.1g})" for o in options)
+        rows.append((unit.unit, unit.chosen, format_bytes(unit.nbytes), changes))
     correlation = report.proxy_correlation
-    proxy = (
-        "" if correlation is None else f", rank correlation of the proxy {correlation:.2f} ({len(report.proxy)} plans)"
-    )
-    kls = " -> ".join(f"{kl:.4g}" for kl in report.history)
-    refitted = "" if report.refitted_kl is None else f"; {report.refitted_kl:.4g} with refitted predictors"
-    title = f"Search: KL {kls}{refitted}{proxy}; {report.num_plans} plans measured, the {report.shipped} one ships"
-    return title, ("unit", "chosen", "bytes", "change of KL in the background plan"), rows
+    proxy = "" if correlation is None else f"; rank correlation of estimates {correlation:.2f}"
+    title = f"Search for {report.serve}: {report.shipped} ships; {report.num_plans} plans measured{proxy}"
+    return title, ("unit", "chosen", "bytes", "change of the score, shrunk (measured)"), rows
+
+
+def candidates_table(report: SearchReport) -> View:
+    """The plans that saw all texts of the selection. Scores are KL over that of plain 2 bits; errors are those of the
+    paired difference from the plan that ships."""
+    rows = []
+    for one in sorted(report.candidates, key=lambda candidate: candidate.select):
+        validate = "-" if one.validate is None else f"{one.validate:.4f} ± {one.validate_error or 0:.4f}"
+        name = f"{one.name} (ships)" if one.name == report.shipped else one.name
+        select = f"{one.select:.4f} ± {one.select_error:.4f}"
+        rows.append((name, str(one.complexity), format_bytes(one.nbytes), select, validate))
+    return "Plans by score (1 is plain 2 bits)", ("plan", "ways", "bytes", "select", "validate"), rows
+
+
+def pools_table(report: SearchReport, measured: Row | None = None) -> View:
+    """KL of the plan that ships on each pool: what it was chosen by, what confirmed it and, where it was ``measured``,
+    what neither saw."""
+    pools = {"select": report.select, "validate": report.validate}
+    rows = [(name, "all", f"{pool.kl:.4g} ± {pool.kl_error:.2g}", f"{pool.score:.4f}", "", "")
+            for name, pool in pools.items()]  # fmt: skip
+    rows += [
+        (name, k.kind, f"{k.kl:.4g} ± {k.kl_error:.2g}", "", f"{k.tail:.3g}", f"{100 * k.flips:.3g}")
+        for name, pool in pools.items()
+        for k in pool.kinds
+    ]
+    if measured is not None:
+        rows.append(("report", "all", f"{measured.text.kl:.4g} ± {measured.text.kl_se or 0:.2g}", "", "", ""))
+    headers = ("pool", "kind of text", "KL to 16 bits", "score", "99th percentile", "sure tokens flipped %")
+    return "The plan that ships, by pool", headers, rows
+
+
+def estimate_table(estimate: Estimate) -> View:
+    """What a search would take."""
+    minutes = estimate.seconds / 60
+    rows = [
+        ("plans at most", str(estimate.cost.plans)),
+        ("texts of the selection", str(estimate.num_texts)),
+        ("times a plan is measured on a text, at most", str(estimate.cost.texts)),
+        ("time without fits", f"{minutes:.1f} min" if minutes >= 2 else f"{estimate.seconds:.0f} s"),
+        ("memory", format_bytes(estimate.nbytes)),
+    ]
+    return "The search, before it begins", ("", "estimate"), rows
 
 
 def plan_table(plan: Plan, workload: Workload) -> View:

@@ -179,6 +179,22 @@ class BudgetOptions(WorkloadOptions):
         return {f"allocate.{name}": value for name, value in given.items() if value is not None}
 
 
+@dataclass(frozen=True)
+class ServeOptions:
+    """What the plans of recipes with [search] are for."""
+
+    serve: Annotated[
+        str | None,
+        typer.Option("--for", help="What a searched plan is for: decode or storage; default: the recipe's."),
+    ] = None
+
+    def knobs(self, recipe: Recipe) -> dict[str, Any]:
+        """The knob that was given. UsageError for a recipe without [search]."""
+        if self.serve is not None and recipe.search is None:
+            raise UsageError(f"--for {self.serve}: recipe {recipe.name!r} has no [search]", hint="leave --for out")
+        return {} if self.serve is None else {"search.serve": self.serve}
+
+
 def is_model(text: str) -> bool:
     """Whether ``text`` names an embedded model, or a folder with a configuration: no recipe, and no artifacts."""
     return text == MODEL_NAME or (Path(text) / "config.json").is_file()

@@ -18,6 +18,7 @@ from kvcal.commands.options import (
     RecipeArgument,
     RecipeOption,
     RecipeOptions,
+    ServeOptions,
     WorkloadOptions,
     is_model,
     spread,
@@ -35,6 +36,7 @@ def run(
     recipe: RecipeArgument,
     given: RecipeOptions,
     budgets: BudgetOptions,
+    served: ServeOptions,
     model: OtherModel = None,
     out: Out = Path("artifacts/run"),
 ) -> None:
@@ -50,6 +52,7 @@ def run(
     from kvcal.folder import DEFAULT_WORKLOAD
     from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
+    from kvcal.stages.search.record import load as load_search
 
     if is_model(recipe):
         raise UsageError(
@@ -64,13 +67,16 @@ def run(
             "chooses its formats",
             hint="use a recipe with [allocate], such as default; `kvcal recipes` lists what each chooses by",
         )
-    chosen = given.change(base, {} if is_fixed else budgets.knobs())
+    chosen = given.change(base, {**({} if is_fixed else budgets.knobs()), **served.knobs(base)})
     workload = budgets.workload(DEFAULT_WORKLOAD) if is_fixed else None
     folder = pipeline.Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model or chosen.model, chosen.data if chosen.calibrates else None, reporter)
         result = pipeline.run(chosen, loaded, folder, reporter, workload)
-    tables = (views.budget_table(result.allocation), views.evaluation_table(result.evaluation))
+    tables = [views.budget_table(result.allocation), views.evaluation_table(result.evaluation)]
+    if chosen.search is not None:
+        report, row = load_search(folder.search).report, result.evaluation.rows[-1]
+        tables += [views.candidates_table(report), views.pools_table(report, row)]
     given.show(views.run_json(result), *tables)
     reporter.say(f"plan: {folder.plan}\ntable: {folder.evaluation}\npicture: {folder.picture}")
 
@@ -79,32 +85,48 @@ def run(
 def search(
     given: RecipeOptions,
     budgets: BudgetOptions,
+    served: ServeOptions,
     recipe: RecipeArgument = "best",
     model: OtherModel = None,
     out: Out = Path("artifacts/search"),
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say how many plans, how long and how much memory, and stop.")
+    ] = False,
 ) -> None:
-    """Choose among compositions of all five systems for every layer, on measured KL, and write the plan. The recipe
-    needs [search]. Resumes after the last group of plans if interrupted.
+    """Compare the systems' plans and compose all their formats, layer by layer, on measured KL, and write the plan. The
+    recipe needs [search]. Resumes after the last group of plans if interrupted; another budget in the same folder
+    measures only what is new.
 
     Example: `kvcal search best --model Qwen/Qwen3-8B --bits 2.5 --batch 8 --context 32768 --data corpus.jsonl`
+
+    Example: `kvcal search best --model Qwen/Qwen3-8B --for storage --dry-run`
     """
     from kvcal import tables as views
     from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
+    from kvcal.run.formats import search_data
+    from kvcal.stages import search as search_stage
     from kvcal.stages.search.record import load as load_search
     from kvcal.strict import dump
 
     base = load_recipe(recipe)
     if base.search is None:
         raise UsageError(f"recipe {base.name!r} has no [search]", hint="use `kvcal run`, or the recipe best")
-    base = given.change(base, budgets.knobs())
+    base = given.change(base, budgets.knobs() | served.knobs(base))
     folder = pipeline.Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model or base.model, base.data, reporter)
+        if dry_run:
+            data = search_data(pipeline.Job(base, loaded, folder, reporter))
+            estimate = search_stage.dry_run(loaded, base, data, folder.search, reporter)
+            given.show({**estimate._asdict(), "cost": estimate.cost._asdict()}, views.estimate_table(estimate))
+            return
         plan = pipeline.build_plan(base, loaded, folder, None, reporter)
     searched = load_search(folder.search)
     value = {"report": dump(searched.report), "plan": views.plan_json(plan, None)}
-    given.show(value, views.search_table(searched.report), views.budget_table(searched.allocation))
+    report = searched.report
+    tables = (views.search_table(report), views.candidates_table(report), views.pools_table(report))
+    given.show(value, *tables, views.budget_table(searched.allocation))
     reporter.say(f"plan: {folder.plan}")
 
 
@@ -167,6 +189,7 @@ def compare(
     ],
     model: ModelOption,
     given: RecipeOptions,
+    served: ServeOptions,
     sizes: WorkloadOptions,
     bits: Annotated[
         list[float] | None,
@@ -196,7 +219,7 @@ def compare(
 
     evaluating = [text for text in given.sets or () if text.startswith(("evaluate.", "data."))]
     spec = replace(given, sets=evaluating, samples=None).recipe(recipe).evaluate
-    points = _changed(points_of(recipes, bits or ()), given)
+    points = _changed(points_of(recipes, bits or ()), given, served)
     workload, folder = sizes.workload(DEFAULT_WORKLOAD), pipeline.Folder.create(out)
     calibrations = [point.recipe.data for point in points if point.recipe.calibrates]
     toy = next((data for data in calibrations if data.is_toy or data.source == "auto"), None)
@@ -215,7 +238,7 @@ def compare(
         raise typer.Exit(refusals[0].exit_code)
 
 
-def _changed(points: Sequence[Point], given: RecipeOptions) -> tuple[Point, ...]:
+def _changed(points: Sequence[Point], given: RecipeOptions, served: ServeOptions) -> tuple[Point, ...]:
     """The plans to compare, with the knobs of --set in those sections that their recipes have. UsageError for a section
     that none has, and for budgets and workloads, which are the same for all."""
     from kvcal.recipe import BUDGET_KINDS
@@ -229,8 +252,11 @@ def _changed(points: Sequence[Point], given: RecipeOptions) -> tuple[Point, ...]
             raise UsageError(f"--set {name}: the same for all recipes", hint="use --bits, --batch and --context")
         if all(getattr(point.recipe, section) is None for point in points):
             raise UsageError(f"--set {name}: none of the recipes has [{section}]", hint="leave it out")
+    if served.serve is not None and all(point.recipe.search is None for point in points):
+        raise UsageError(f"--for {served.serve}: none of the recipes has [search]", hint="leave --for out")
     changed = []
     for point in points:
         own = [text for text in sets if getattr(point.recipe, text.partition("=")[0].partition(".")[0]) is not None]
-        changed.append(replace(point, recipe=replace(given, sets=own).change(point.recipe)))
+        knobs = {} if point.recipe.search is None else served.knobs(point.recipe)
+        changed.append(replace(point, recipe=replace(given, sets=own).change(point.recipe, knobs)))
     return tuple(changed)

@@ -25,7 +25,7 @@ from kvcal.geometry import CacheDtype
 from kvcal.pages.feedback import factor_spec
 from kvcal.pages.predictor import PredictorShape
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import SIDES, Format, Side
+from kvcal.plan.page_format import SIDES, Side
 from kvcal.records import TensorSpec, require_tensors
 
 LARGEST_RESCALE = 2.0**32
@@ -104,8 +104,8 @@ def needed_nbytes(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> int:
 
 
 def check_layers(layers: Sequence[LayerPlan]) -> None:
-    """ValueError unless the layers are unique and in order, and every predictor reads an earlier paged layer whose
-    pages are of the same tokens."""
+    """ValueError unless the layers are unique and in order, and every predictor reads an earlier paged layer, all heads
+    of it in one format. Sinks and windows may differ: page p holds the same tokens in every layer."""
     indices = [layer.geometry.index for layer in layers]
     if not indices or indices != sorted(set(indices)):
         raise ValueError(f"layers must be present, unique and in order, found indices {indices[:8]}")
@@ -120,20 +120,10 @@ def check_layers(layers: Sequence[LayerPlan]) -> None:
             if source is None or not source.is_paged or predictor.source >= layer.geometry.index:
                 raise ValueError(f"{place}, which is not an earlier layer of full attention")
             read = [source.formats(side)] + ([layer.k] if side == "v" else [])
-            own = layer.formats(side)[0]
             if any(fmt.shrink_at for formats in (*read, layer.formats(side)) for fmt in formats):
                 raise ValueError(f"{place}, and pages shrink: the prediction would change with them")
-            for formats in read:
-                if len(formats) != 1 or not _same_pages(formats[0], own):
-                    raise ValueError(
-                        f"{place}, whose pages are of other tokens; expected one format for all heads with the same "
-                        "sinks and window"
-                    )
-
-
-def _same_pages(one: Format, other: Format) -> bool:
-    names = ("num_sink_tokens", "recent_window", "window_rule")
-    return all(getattr(one, name) == getattr(other, name) for name in names)
+            if any(len(formats) != 1 for formats in read):
+                raise ValueError(f"{place}, whose heads have formats of their own; expected one format for all heads")
 
 
 def check_tensors(tensors: Mapping[str, Tensor], layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> None:

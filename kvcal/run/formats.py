@@ -15,7 +15,7 @@ from typing import Any
 from kvcal import artifact
 from kvcal.artifact import read_inputs, sha256_json
 from kvcal.charts.comparison import draw_tuning
-from kvcal.data.pools import calibration, data_inputs, require_unseen, with_calibration
+from kvcal.data.pools import Purpose, calibration, data_inputs, require_unseen, with_calibration
 from kvcal.errors import InfeasibleBudget
 from kvcal.folder import (
     Folder,
@@ -187,14 +187,21 @@ def tune_folder(job: Job) -> Allocation:
     return current_or("tune", folder.allocation, _load_allocation, inputs, make, job.reporter, data.description)
 
 
+def search_data(job: Job) -> search_stage.SearchData:
+    """The sequences of a search, by purpose."""
+    purposes: tuple[Purpose, ...] = ("fit", "select", "validate")
+    fit, select, validate = (job_sequences(job, job.recipe.data, purpose) for purpose in purposes)
+    return search_stage.SearchData(fit, select, validate, reparam_data(job))
+
+
 def search_folder(job: Job) -> Allocation:
     """The search stage; its allocation has transforms, whose tensors are in its own artifact."""
     recipe, loaded, folder = job.recipe, job.loaded, job.folder
-    fit_data = job_sequences(job, recipe.data, "fit")
-    select_data = job_sequences(job, recipe.data, "select")
+    data = search_data(job)
     assert recipe.allocate is not None and recipe.search is not None
-    takes_lambda = any(choice.rescale for choice in recipe.search.keys)
-    lambda_data = reparam_data(job) if takes_lambda else None
+    pools = {"fit_data": data.fit, "select_data": data.select, "validate_data": data.validate}
+    pools |= {"reparam_data": data.reparam}
+    systems = [load_recipe(name).sha256 for name in recipe.search.systems]
     inputs = {
         **model_inputs(loaded),
         **flat("search", sha256_json(dump(recipe.search))),
@@ -202,9 +209,8 @@ def search_folder(job: Job) -> Allocation:
         **flat("cache", dump(recipe.cache)),
         **flat("reparam", dump(recipe.reparam)),
         **flat("predictors", dump(recipe.predictors)),
-        **data_inputs(fit_data, "fit_data"),
-        **data_inputs(select_data, "select_data"),
-        **(data_inputs(lambda_data, "reparam_data") if lambda_data else {}),
+        **{key: value for name, pool in pools.items() for key, value in data_inputs(pool, name).items()},
+        "search.systems.sha256": sha256_json(systems),
         "provenance": sha256_json(provenance_of(recipe)),
         **compute_dtype(loaded),
         **_baseline_inputs(recipe.allocate),
@@ -212,12 +218,11 @@ def search_folder(job: Job) -> Allocation:
 
     def make() -> SearchRecord:
         provenance = with_calibration(provenance_of(recipe), calibration("search", inputs))
-        require_unseen(provenance, select_data)
-        return search_stage.run_search(
-            loaded, recipe, fit_data, select_data, lambda_data, inputs, folder.search, provenance, job.reporter
-        )
+        for pool in pools.values():
+            require_unseen(provenance, pool)
+        return search_stage.run_search(loaded, recipe, data, inputs, folder.search, provenance, job.reporter)
 
-    made_on = f"fits on {fit_data.description}; KL on {select_data.description}"
+    made_on = f"fits on {data.fit.description}; plans on {data.select.description} and {data.validate.description}"
     allocation = current_or("search", folder.search, search_stage.load, inputs, make, job.reporter, made_on).allocation
     made_from = {**model_inputs(loaded), "search.sha256": _sha256(folder.search)}
     allocation_stage.save(allocation, made_from, folder.allocation)

@@ -104,13 +104,21 @@ def require_steps(done: Mapping[str, int], most: Mapping[str, int]) -> None:
 
 class Checkpoint:
     """A context: ``state`` is the newest, ``advance`` replaces it, leaving by an error saves it,
-    by success removes the file."""
+    by success removes the file, unless it ``is_kept`` for runs to come."""
 
     def __init__(
-        self, target: Path, kind: str, inputs: dict[str, Any], start: State, declare: Declare, reporter: Reporter
+        self,
+        target: Path,
+        kind: str,
+        inputs: dict[str, Any],
+        start: State,
+        declare: Declare,
+        reporter: Reporter,
+        is_kept: bool = False,
     ) -> None:
         """``start``: the first state, unless an earlier run for the same ``target`` left one that is as declared."""
-        self.path = partial_path(target)
+        self.path = target if is_kept else partial_path(target)
+        self._is_kept = is_kept
         self._kind = f"{kind}-partial"
         self._inputs = inputs
         self._declare = declare
@@ -128,9 +136,9 @@ class Checkpoint:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+        if kind is None and not self._is_kept:
             self.path.unlink(missing_ok=True)
-        elif self.state is not self._saved and not issubclass(kind, ArtifactError):  # such as a full disk
+        elif self.state is not self._saved and not (kind and issubclass(kind, ArtifactError)):  # such as a full disk
             self._save()
 
     def _save(self) -> None:

@@ -9,22 +9,24 @@ the logits of more than one chunk: with a large vocabulary the logits of a seque
 16-bit reference is fed anew for every group of ``LOCKSTEP`` plans, which costs 1 / LOCKSTEP more time, and needs
 neither a limit nor a second way for models whose log-probabilities would not fit.
 
-``divergences`` is one measurement, ``kl_texts`` are the texts of one, and ``KLMeter`` makes many: each plan once.
+``deviations`` is one measurement, ``kl_texts`` are the texts of one, and ``KLMeter`` makes many: each plan once.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
-from kvcal.artifact import sha256_json, tensors_sha256
+from kvcal.artifact import sha256_json, tensor_sha256
 from kvcal.cache.attached import attached_for
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
@@ -36,12 +38,16 @@ from kvcal.plan.page_format import Format, Side
 from kvcal.plan.plan import Plan, Workload, plan_record
 from kvcal.progress import Reporter
 from kvcal.recipe import CacheSpec
-from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic
+from kvcal.stages.checkpoint import Checkpoint, Declare, Mean, State, Statistic
 
 # Tokens fed at once where no page ends sooner: bounds the logits and the attention's scratch.
 MAX_CHUNK_TOKENS = 256
 # Plans compared at once: as many caches of one sequence are held, and one more for the reference.
 LOCKSTEP = 12
+# Of each text: mean KL and 99th percentile of KL in nats, and the share of loss tokens at which 16 bits are sure (give
+# their most likely token SURE or more) and the plan's most likely token is another.
+STATISTICS = ("kl", "tail", "flips")
+TAIL, SURE = 0.99, 0.9
 # Logits compared at once: bounds the fp64 scratch to 64 MiB a tensor.
 MAX_COMPARED = 1 << 23
 
@@ -90,31 +96,65 @@ def lockstep(
 def divergences(
     model: PreTrainedModel, reference: Plan, plans: Sequence[Plan], tokens_BT: Tensor, loss_mask_BT: Tensor
 ) -> Tensor:
-    """KL(reference || plan) in nats of the next-token distributions, [P, n] fp64 on the CPU: a row for each plan, a
-    column for each of the n loss tokens (bool loss_mask_BT, False at position 0), by chunk, sequence and position.
-    Sequences may be padded on the right, where there are no loss tokens.
+    """KL(reference || plan) in nats of the next-token distributions, [P, n] fp64: ``deviations`` without the rest."""
+    return deviations(model, reference, plans, tokens_BT, loss_mask_BT).kl_Pn
+
+
+class Deviations(NamedTuple):
+    """Of P plans at n loss tokens, on the CPU. ``kl_Pn``: fp64, nats; ``flips_Pn``: whether the most likely token is
+    another than at 16 bits; ``is_sure_n``: whether that one has a probability of ``SURE`` or more at 16 bits;
+    ``sequence_n``: which sequence of the batch the token is in."""
+
+    kl_Pn: Tensor
+    flips_Pn: Tensor
+    is_sure_n: Tensor
+    sequence_n: Tensor
+
+    def statistics(self, num_sequences: int) -> Tensor:
+        """[P, B, 3] fp64, a row of ``STATISTICS`` for each sequence; 0 where it has no (sure) loss token."""
+        found = torch.zeros(len(self.kl_Pn), num_sequences, len(STATISTICS), dtype=torch.float64)
+        for number in range(num_sequences):
+            mine = self.sequence_n == number
+            if mine.any():
+                kl_Pm = self.kl_Pn[:, mine]
+                found[:, number, 0], found[:, number, 1] = kl_Pm.mean(1), kl_Pm.quantile(TAIL, dim=1)
+                flips_Pm, sure_m = self.flips_Pn[:, mine], self.is_sure_n[mine]
+                found[:, number, 2] = (flips_Pm & sure_m).double().sum(1) / max(1, int(sure_m.sum()))
+        return found
+
+
+def deviations(
+    model: PreTrainedModel, reference: Plan, plans: Sequence[Plan], tokens_BT: Tensor, loss_mask_BT: Tensor
+) -> Deviations:
+    """What P plans change at the n loss tokens (bool loss_mask_BT, False at position 0), by chunk, sequence and
+    position. Sequences may be padded on the right, where there are no loss tokens.
 
     Raises:
         NonFiniteActivations: a plan's or the reference's logits are not finite.
     """
     predicting_BT = loss_mask_BT.roll(-1, dims=1)  # the position before each loss token; 0 is never one
-    if not plans:
-        return torch.empty(0, int(predicting_BT.sum()), dtype=torch.float64)
-    chunks: list[list[Tensor]] = [[] for _ in plans]
+    chunks: list[list[tuple[Tensor, ...]]] = [[] for _ in plans]
     for first in range(0, len(plans), LOCKSTEP):
         caches = [PlanCache(plan, model.config) for plan in (reference, *plans[first : first + LOCKSTEP])]
         for number, start, logits_BTV in lockstep(model, caches, tokens_BT):
             is_predicting = predicting_BT[:, start : start + logits_BTV.shape[1]]
             logits_nV = logits_BTV[is_predicting.to(logits_BTV.device)]
             if number == 0:
-                reference_nV = logits_nV
+                reference_nV, sequence_n = logits_nV, is_predicting.nonzero()[:, 0]
+                top_n = logits_nV.argmax(-1)
+                is_sure_n = (logits_nV.float().log_softmax(-1).amax(-1) >= math.log(SURE)).cpu()
             else:
-                chunks[first + number - 1].append(kl_divergence(reference_nV, logits_nV).cpu())
-    kl_Pn = torch.stack([torch.cat(parts) for parts in chunks])
+                kl_n, flips_n = kl_divergence(reference_nV, logits_nV), logits_nV.argmax(-1) != top_n
+                chunks[first + number - 1].append((kl_n.cpu(), flips_n.cpu(), is_sure_n, sequence_n.cpu()))
+    if not plans:
+        none = torch.empty(0, int(predicting_BT.sum()), dtype=torch.float64)
+        return Deviations(none, none.bool(), none.new_zeros(none.shape[1]).bool(), none.new_zeros(none.shape[1]).long())
+    columns = [[torch.cat(parts) for parts in zip(*of_plan, strict=True)] for of_plan in chunks]
+    kl_Pn, flips_Pn = (torch.stack([of_plan[part] for of_plan in columns]) for part in (0, 1))
     if not torch.isfinite(kl_Pn).all():
         plan = int((~torch.isfinite(kl_Pn)).any(1).nonzero()[0])
         raise NonFiniteActivations(f"logits are not finite through the cache of plan {plan}, or at 16 bits")
-    return kl_Pn
+    return Deviations(kl_Pn, flips_Pn, *columns[0][2:])
 
 
 def kl_divergence(reference_nV: Tensor, logits_nV: Tensor) -> Tensor:
@@ -140,13 +180,17 @@ class Text:
 
 def kl_texts(data: TokenDataset, num_samples: int, num_tokens: int, cache: CacheSpec) -> list[Text]:
     """The first ``num_samples`` sequences, cut at ``num_tokens``, in which some loss token is predicted from a
-    quantized page. UsageError if there is none."""
+    quantized page, the kinds of text in turn: any first few are of all kinds. UsageError if there is none."""
     if num_samples == 0:
         return []
     first = cache.first_from_page
     sequences = enumerate(zip(data.sequences, data.loss_masks, data.kinds, strict=True))
     cut = [Text(i, tokens[:num_tokens], mask[:num_tokens], kind) for i, (tokens, mask, kind) in sequences]
-    texts = [text for text in cut if bool(text.loss_mask_T[first:].any())][:num_samples]
+    by_kind: dict[str, list[Text]] = {}
+    for text in cut:
+        if bool(text.loss_mask_T[first:].any()):
+            by_kind.setdefault(text.kind, []).append(text)
+    texts = [text for turn in zip_longest(*by_kind.values()) for text in turn if text is not None][:num_samples]
     if not texts:
         raise UsageError(
             f"none of {len(cut)} sequences has a loss token behind token {first} and within kl_tokens = "
@@ -165,64 +209,95 @@ def padded_texts(texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
 PHASE = "groups of plans"
 
 
-def declare_kls(done: Mapping[str, int], names: Collection[str]) -> dict[str, Statistic]:
-    """The content of the meter's checkpoint: a mean for each plan, named by the plan's sha256."""
-    for name in names:
-        if not re.fullmatch("[0-9a-f]{64}", name):
-            raise ValueError(f"{name[:80]!r} is no plan's sha256")
-    if bool(names) != bool(done[PHASE]):
-        raise ValueError(f"{len(names)} plans after {done[PHASE]} {PHASE}")
-    return {name: Statistic.of((), low=0.0) for name in names}
+def declare_plans(num_texts: int) -> Declare:
+    """The content of a meter's checkpoint: for each plan, named by its sha256, ``STATISTICS`` of its first texts, as
+    many as it counts."""
+
+    def declare(done: Mapping[str, int], names: Collection[str]) -> dict[str, Statistic]:
+        for name in names:
+            if not re.fullmatch("[0-9a-f]{64}", name):
+                raise ValueError(f"{name[:80]!r} is no plan's sha256")
+        if bool(names) != bool(done[PHASE]):
+            raise ValueError(f"{len(names)} plans after {done[PHASE]} {PHASE}")
+        return {name: Statistic.of((num_texts, len(STATISTICS)), low=0.0) for name in names}
+
+    return declare
 
 
 class KLMeter:
-    """Mean KL in nats per loss token of many plans, kept in a checkpoint: an interrupted search measures none twice.
-    Plans are told apart by their layers and the content of their tensors, so that a plan that comes again costs
-    nothing. A tensor is hashed once, however many plans share it."""
+    """``STATISTICS`` of many plans on the first few texts or on all of them, kept in a checkpoint: no plan is measured
+    twice on a text. Plans are told apart by their layers and the content of their tensors, so that a plan that comes
+    again, in another search, too, costs nothing."""
 
     def __init__(
-        self, loaded: LoadedModel, texts: Sequence[Text], batch: int, checkpoint: Checkpoint, reporter: Reporter
+        self,
+        loaded: LoadedModel,
+        texts: Sequence[Text],
+        tiers: Sequence[int],
+        batch: int,
+        checkpoint: Checkpoint,
+        reporter: Reporter,
     ) -> None:
-        """``batch``: texts fed at once."""
-        self._model = loaded.model
-        self._batches = [padded_texts(texts[first : first + batch]) for first in range(0, len(texts), batch)]
+        """``tiers``: numbers of texts, ascending up to all, that may be asked for; ``batch``: texts fed at once."""
+        self.texts, self.tiers = texts, tuple(tiers)
+        self._model, self._batch = loaded.model, batch
         self._reference = unquantized_plan(loaded.identity, loaded.geometry)
-        self._checkpoint = checkpoint
-        self._reporter = reporter
-        self._hashed: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
+        self._checkpoint, self._reporter = checkpoint, reporter
 
-    def kl(self, plans: Sequence[Plan], what: str) -> list[float]:
-        """One for each plan; ``what`` is being measured, for the progress.
+    @property
+    def num_plans(self) -> int:
+        """Plans that were measured so far, by this search or by others in its folder."""
+        return len(self._checkpoint.state.means)
+
+    def measure(self, plans: Sequence[Plan], num_texts: int, what: str) -> Tensor:
+        """[P, num_texts, 3] fp64: ``STATISTICS`` of each plan on the first texts; ``what`` is being measured, for the
+        progress.
 
         Raises:
             NonFiniteActivations: with a plan, or at 16 bits.
         """
-        digests = [self._digest(plan) for plan in plans]
-        first_of = {digest: plan for digest, plan in zip(reversed(digests), reversed(plans), strict=True)}
-        missing = [digest for digest in dict.fromkeys(digests) if digest not in self._checkpoint.state.means]
-        for first in range(0, len(missing), LOCKSTEP):
-            self._reporter(first, len(missing), f"search: {what}")
-            group = missing[first : first + LOCKSTEP]
-            self._measure(group, [first_of[digest] for digest in group])
-        self._reporter(len(missing), len(missing), f"search: {what}")
-        return [float(self._checkpoint.state.means[digest].result()) for digest in digests]
+        digests = [plan_digest(plan) for plan in plans]
+        plan_of = {digest: plan for digest, plan in zip(reversed(digests), reversed(plans), strict=True)}
+        parts = [(a, b) for a, b in zip((0, *self.tiers), self.tiers, strict=False) if a < num_texts]
+        missing = [[d for d in dict.fromkeys(digests) if self._num_measured(d) < stop] for _, stop in parts]
+        done, total = 0, sum(map(len, missing))
+        for (start, stop), wanted in zip(parts, missing, strict=True):
+            for first in range(0, len(wanted), LOCKSTEP):
+                self._reporter(done, total, f"search: {what}")
+                group = wanted[first : first + LOCKSTEP]
+                self._measure(group, [plan_of[digest] for digest in group], start, stop)
+                done += len(group)
+        self._reporter(total, total, f"search: {what}")
+        return torch.stack([self._checkpoint.state.means[digest].total[:num_texts] for digest in digests])
 
-    def _digest(self, plan: Plan) -> str:
-        """Hex sha256 of all that the plan does."""
-        for tensor in plan.tensors.values():
-            if tensor not in self._hashed:
-                self._hashed[tensor] = tensors_sha256({"": tensor})
-        tensors = {name: self._hashed[tensor] for name, tensor in plan.tensors.items()}
-        return sha256_json({**plan_record(plan), "provenance": {}, "tensors": tensors})
+    def _num_measured(self, digest: str) -> int:
+        mean = self._checkpoint.state.means.get(digest)
+        return 0 if mean is None else mean.count
 
-    def _measure(self, digests: Sequence[str], plans: Sequence[Plan]) -> None:
-        try:
-            parts = [divergences(self._model, self._reference, plans, *batch) for batch in self._batches]
-        except NonFiniteActivations as error:
-            names = ", ".join(digest[:8] for digest in digests)
-            raise NonFiniteActivations(f"search, plans {names}: {error.message}", error.hint) from error
-        kl_Pn = torch.cat(parts, dim=1)
-        state = self._checkpoint.state
-        means = {digest: Mean.empty(()).update(row) for digest, row in zip(digests, kl_Pn, strict=True)}
+    def _measure(self, digests: Sequence[str], plans: Sequence[Plan], start: int, stop: int) -> None:
+        """Texts ``start`` to ``stop``, in batches that depend on nothing else."""
+        rows = []
+        for first in range(start, stop, self._batch):
+            texts = self.texts[first : min(first + self._batch, stop)]
+            try:
+                found = deviations(self._model, self._reference, plans, *padded_texts(texts))
+            except NonFiniteActivations as error:
+                names = ", ".join(digest[:8] for digest in digests)
+                raise NonFiniteActivations(f"search, plans {names}: {error.message}", error.hint) from error
+            rows.append(found.statistics(len(texts)))
+        found_PNS, state, means = torch.cat(rows, dim=1), self._checkpoint.state, dict[str, Mean]()
+        for digest, found_NS in zip(digests, found_PNS, strict=True):
+            known = state.means.get(digest, Mean.empty((len(self.texts), len(STATISTICS))))
+            table_NS = known.total.clone()
+            table_NS[start:stop] = found_NS
+            means[digest] = Mean(table_NS, stop)
         done = {**state.done, PHASE: state.done[PHASE] + 1}
         self._checkpoint.advance(State({**state.means, **means}, done))
+
+
+def plan_digest(plan: Plan) -> str:
+    """Hex sha256 of all that the plan does. A tensor is hashed once, however many plans share it."""
+    tensors = {name: tensor_sha256(tensor) for name, tensor in plan.tensors.items()}
+    return sha256_json(
+        {**plan_record(plan), **dict.fromkeys(("workload", "predicted_bytes", "provenance")), "tensors": tensors}
+    )

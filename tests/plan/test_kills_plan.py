@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcal.geometry import AttentionGeometry, ModelIdentity
 from kvcal.plan.layer import LayerPlan, Predictor
-from kvcal.plan.page_format import Format, WindowRule
+from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_tensors
 
@@ -67,10 +67,6 @@ def test_tensors_that_are_not_those_needed(message: str) -> None:
     [
         ({"v_predictor": Predictor("linear", 1)}, "predicts v from layer 1, which is not an earlier layer"),
         ({"v_predictor": Predictor("linear", 7)}, "predicts v from layer 7, which is not an earlier layer"),
-        ({"v": (replace(PLAIN, num_sink_tokens=5),)}, "whose pages are of other tokens"),
-        ({"v": (replace(PLAIN, recent_window=128),)}, "whose pages are of other tokens"),
-        ({"v": (replace(PLAIN, window_rule=WindowRule("clamped", 0.1, 64)),)}, "whose pages are of other tokens"),
-        ({"k": (replace(PLAIN, recent_window=1),)}, "whose pages are of other tokens"),  # values read this layer's keys
         ({"k": (PLAIN, replace(PLAIN, num_bits=4))}, "expected one format for all heads"),
         ({"v": (SHRINKING,)}, "and pages shrink: the prediction would change with them"),
         ({"k": (SHRINKING,)}, "and pages shrink: the prediction would change with them"),

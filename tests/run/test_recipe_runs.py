@@ -52,10 +52,8 @@ def shortened(recipe: Recipe) -> Recipe:
     if recipe.feedback is not None:
         found = replace(found, feedback=replace(recipe.feedback, num_samples=2, seq_len=320))
     if recipe.search is not None:
-        search = replace(recipe.search, kl_samples=2, kl_tokens=320, proxy_plans=2, refine_rounds=1, neighbours=1)
-        found = replace(
-            found, search=replace(search, keys=(*search.keys[:1], *search.keys[5:7]), values=search.values[::3])
-        )
+        search = replace(recipe.search, kl_samples=2, kl_tokens=320, refine_rounds=1)
+        found = replace(found, search=replace(search, keys=search.keys[:2], values=search.values[:2]))
     if recipe.tune is not None:
         found = replace(found, tune=replace(recipe.tune, num_trials=2, num_problems=2))
     return found

@@ -1,44 +1,43 @@
-"""The search through the pipeline on a tiny model: every kind of composition at once, bytes, resuming."""
+"""The search through the pipeline on a tiny model: every kind of composition at once, bytes, resuming, budgets."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Sequence
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cli_cases import save_llama
+from cli_cases import run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal import artifact
-from kvcal.data.sequences import TokenDataset
-from kvcal.errors import ArtifactError, InfeasibleBudget
+from kvcal.data.pools import TokenDataset
+from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.page_format import SIDES
-from kvcal.plan.plan import Plan, load_plan, plan_bytes
+from kvcal.plan.plan import load_plan
 from kvcal.progress import Silent
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
-from kvcal.run import pipeline
-from kvcal.stages import search as run_search
-from kvcal.stages.divergence import KLMeter, Text, kl_texts
+from kvcal.run import formats, pipeline
+from kvcal.stages import search as search_stage
+from kvcal.stages.divergence import STATISTICS, KLMeter, deviations, kl_texts, plan_digest, unquantized_plan
 from kvcal.stages.predictors import stage as fit_predictors
-from kvcal.stages.predictors.record import PredictorRecord
-from kvcal.stages.predictors.stage import _Fitting, run_fit_predictors
-from kvcal.stages.search.record import KIND, SCHEMA
+from kvcal.stages.predictors.stage import run_fit_predictors
+from kvcal.stages.search.judge import Pool
+from kvcal.stages.search.record import KIND, SCHEMA, SearchRecord
 from kvcal.stages.search.record import load as load_search
 from kvcal.stages.search.record import save as save_search
 from kvcal.stages.verify import verify_plan
-from kvcal.tables import search_table
+from kvcal.tables import candidates_table, pools_table, search_table
 
 RECIPE = """
 [data]
 source = "tasks:times"
 num_samples = 8
-seq_len = 384
+seq_len = 300
 [cache]
 num_sink_tokens = 2
 k_recent_window = 0
@@ -55,19 +54,17 @@ seq_len = 300
 [predictors]
 kind = "linear"
 [search]
+serve = "storage"
+systems = ["kitty", "aqua-kv"]
 keys = [
-  { num_bits = 2, axis = "channel", group_size = 128, boost = { score = "query_range", tiers = [
-    { num_bits = 4, share = 0.25 },
-  ] } },
+  { num_bits = 2, boost = { score = "query_range", tiers = [{ num_bits = 4, share = 0.25 }] } },
   { num_bits = 3, axis = "token", group_size = 32, rescale = true },
   { num_bits = 2, axis = "token", lattice_dim = 2, predicted = true },
 ]
 values = [{ num_bits = 2, group_size = 32 }, { num_bits = 2, lattice_dim = 2, predicted = true }, { num_bits = 4 }]
-kl_samples = 2
-kl_tokens = 384
-proxy_plans = 4
+kl_samples = 3
+kl_tokens = 300
 refine_rounds = 1
-neighbours = 1
 [evaluate]
 tasks = []
 data = { source = "tasks:times", num_samples = 1, seq_len = 300, seed = 1 }
@@ -90,177 +87,217 @@ class Told(Silent):
         self.messages.append(message)
 
 
-def recipe_of(folder: Path, bits: float) -> Recipe:
+def recipe_of(folder: Path, bits: float, *changes: tuple[str, str]) -> Recipe:
+    text = RECIPE.replace("BITS", str(bits))
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
     path = folder / "small.toml"
-    path.write_text(RECIPE.replace("BITS", str(bits)))
+    path.write_text(text)
     return load_recipe(str(path))
 
 
-def test_every_system_in_one_search_and_the_same_after_an_interruption(tmp_path, loaded, monkeypatch):
-    recipe = recipe_of(tmp_path, 4.0)
-    whole = pipeline.Folder.create(tmp_path / "whole")
-    plan = pipeline.build_plan(recipe, loaded, whole, None, Silent())
-    report = load_search(whole.search).report
-    offered = {option for unit in report.units for option in unit.options}
-    assert any("λ" in option for option in offered) and any("predicted" in option for option in offered)
-    assert any("query_range" in option for option in offered) and len(report.proxy) == 4
-    assert report.searched_kl == min(report.history) and report.num_plans >= 12
-    assert report.kl == load_search(whole.search).allocation.loss <= report.searched_kl
+def built(recipe: Recipe, loaded: LoadedModel, folder: Path, reporter: Silent | None = None) -> SearchRecord:
+    made = pipeline.Folder.create(folder)
+    pipeline.build_plan(recipe, loaded, made, None, reporter or Silent())
+    return load_search(made.search)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, loaded: LoadedModel) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    built(recipe_of(folder, 4.0), loaded, folder)
+    return folder
+
+
+def test_every_system_in_one_search(whole: Path, loaded: LoadedModel) -> None:
+    record, plan = load_search(whole / "search.safetensors"), load_plan(whole / "plan.safetensors")
+    report = record.report
+    names = {candidate.name for candidate in report.candidates}
+    assert report.shipped in names and report.num_plans >= 30
+    assert any("aqua-kv" in name or "predicted" in name for name in names)
     values = sum(2 * layer.attention.num_kv_heads * layer.head_dim("k") for layer in plan.layers) * 4 * 20000
     assert plan.predicted_bytes <= 4.0 * values / 8
-    assert load_plan(whole.plan).sha256 == plan.sha256
     verify_plan(plan, loaded, 400, Silent())
     data = plan.provenance["calibration"]
-    purposes = {stage: record["purpose"] for stage, record in data.items()}
-    assert purposes == {"search.fit_data": "fit", "search.reparam_data": "fit", "search.select_data": "select"}
-    assert not set(data["search.select_data"]["sequences"]) & set(data["search.fit_data"]["sequences"])
+    assert {stage: entry["purpose"] for stage, entry in data.items()} == {
+        "search.fit_data": "fit",
+        "search.reparam_data": "fit",
+        "search.select_data": "select",
+        "search.validate_data": "validate",
+    }
+    for one, other in (("fit", "select"), ("fit", "validate"), ("select", "validate")):
+        mine, theirs = (set(data[f"search.{name}_data"]["sequences"]) for name in (one, other))
+        assert mine and not mine & theirs
+    for table in (search_table(report), candidates_table(report), pools_table(report)):
+        assert all(len(row) == len(table[1]) for row in table[2])
 
-    measured = KLMeter._measure
-    calls = []
 
-    def stops(self, *args):
+def test_the_plan_that_ships_is_the_plan_that_was_measured(whole: Path, loaded: LoadedModel) -> None:
+    """Byte for byte: both pools' files hold its digest, and its KL there is that of a measurement by hand."""
+    record, plan = load_search(whole / "search.safetensors"), load_plan(whole / "plan.safetensors")
+    assert plan_digest(plan) == plan_digest(record.plan)
+    recipe = recipe_of(whole, 4.0)
+    for purpose, found in (("select", record.report.select), ("validate", record.report.validate)):
+        stored = artifact.read(whole / f"search.{purpose}.safetensors", f"{KIND}-partial", 1)
+        table_NS = stored.tensors[plan_digest(plan)]
+        data = formats.sequences(recipe.data, loaded, purpose)  # type: ignore[arg-type]
+        texts = kl_texts(data, 3, 300, recipe.cache)
+        reference = unquantized_plan(loaded.identity, loaded.geometry)
+        for text, row_S in zip(texts, table_NS, strict=True):
+            one = deviations(loaded.model, reference, [plan], text.tokens_T[None], text.loss_mask_T[None])
+            assert one.statistics(1)[0, 0].tolist() == pytest.approx(row_S.tolist(), rel=1e-3, abs=1e-9)
+            assert len(row_S) == len(STATISTICS) and float(one.kl_Pn.mean()) == pytest.approx(float(row_S[0]), rel=1e-3)
+        assert found.kl == pytest.approx(float(table_NS[:, 0].mean()), rel=1e-12)
+        assert record.allocation.loss == record.report.select.kl
+
+
+def test_an_interrupted_search_writes_the_same_bytes(
+    whole: Path, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, calls = KLMeter._measure, []
+
+    def stops(self: KLMeter, *args: Any) -> None:
         calls.append(args)
         if len(calls) == 3:
             raise KeyboardInterrupt
         measured(self, *args)
 
-    cut = pipeline.Folder.create(tmp_path / "cut")
+    recipe = recipe_of(whole, 4.0)
     monkeypatch.setattr(KLMeter, "_measure", stops)
     with pytest.raises(KeyboardInterrupt):
-        pipeline.build_plan(recipe, loaded, cut, None, Silent())
-    assert (cut.path / "search.partial.safetensors").exists() and not cut.search.exists()
-    again = pipeline.build_plan(recipe, loaded, cut, None, Silent())
-    assert plan_bytes(again) == plan_bytes(plan)
-    assert not list(cut.path.glob("*.partial*"))
+        built(recipe, loaded, tmp_path)
+    assert (tmp_path / "search.select.safetensors").exists() and not (tmp_path / "search.safetensors").exists()
+    built(recipe, loaded, tmp_path)
+    for name in ("search.safetensors", "plan.safetensors"):
+        assert (tmp_path / name).read_bytes() == (whole / name).read_bytes()
+    assert not list(tmp_path.glob("*.partial*"))
 
 
-def forced_recipe(folder: Path, bits: float) -> Recipe:
-    """The only choices are boosted keys by query score and predicted values, which must wait for those keys."""
-    path = folder / "forced.toml"
-    text = RECIPE.replace("BITS", str(bits))
-    start, stop = text.index("values ="), text.index("kl_samples")
-    text = (
-        text[:start]
-        + "values = [{ num_bits = 2, lattice_dim = 2, predicted = true }, { num_bits = 8 }]\n"
-        + text[stop:]
+def test_a_larger_budget_starts_from_what_is_known_and_is_never_worse(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, calls = KLMeter._measure, list[tuple[object, ...]]()
+
+    def counted(self: KLMeter, digests: Any, plans: Any, start: int, stop: int) -> None:
+        calls.extend((digest, start, self.texts[start].tokens_T.tolist()[:50].__repr__()) for digest in digests)
+        measured(self, digests, plans, start, stop)
+
+    monkeypatch.setattr(KLMeter, "_measure", counted)
+    fits: list[object] = []
+    monkeypatch.setattr(fit_predictors, "run_fit_predictors", lambda *a: fits.append(a) or run_fit_predictors(*a))
+    small = built(recipe_of(tmp_path, 3.5), loaded, tmp_path)
+    num_fits = len(fits)
+    large = built(recipe_of(tmp_path, 5.0), loaded, tmp_path)
+    assert len(set(calls)) == len(calls)  # nothing was measured twice
+    assert len(fits) - num_fits <= 1  # the shipped plan's own predictors at most
+    assert large.report.validate.score <= small.report.validate.score
+    assert [path.name.startswith("search.earlier-") for path in tmp_path.glob("search.earlier-*")] == [True]
+    known = len(calls)
+    again = built(recipe_of(tmp_path, 3.5), loaded, tmp_path)
+    assert len(calls) == known and again.report.validate.score <= small.report.validate.score
+    assert plan_digest(again.plan) == plan_digest(small.plan)
+
+
+def predicted_recipe(folder: Path, bits: float) -> Recipe:
+    """Keys and values are predicted, or have 8 bits."""
+    start, stop = RECIPE.index("keys ="), RECIPE.index("kl_samples")
+    lattice = "{ num_bits = 2, lattice_dim = 2, predicted = true"
+    chosen = f"keys = [{lattice}, axis = 'token' }}, {{ num_bits = 8 }}]\nvalues = [{lattice} }}, {{ num_bits = 8 }}]\n"
+    return recipe_of(folder, bits, (RECIPE[start:stop], chosen), ('"kitty", "aqua-kv"', ""))
+
+
+@pytest.mark.parametrize("is_better", [False, True])
+def test_refitted_predictors_ship_if_they_are_better(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_better: bool
+) -> None:
+    fitted: list[Any] = []
+    monkeypatch.setattr(
+        fit_predictors, "run_fit_predictors", lambda *a: fitted.append(run_fit_predictors(*a)) or fitted[-1]
     )
-    start, stop = text.index("  { num_bits = 3, axis"), text.index("]\nvalues")
-    path.write_text(text[:start] + text[stop:])
-    return load_recipe(str(path))
+    monkeypatch.setattr(search_stage, "better", lambda *a: is_better)
+    difference = Pool.difference
+    monkeypatch.setattr(Pool, "difference", lambda *a: (0.0, difference(*a)[1]))
+    record = built(predicted_recipe(tmp_path, 6.5), loaded, tmp_path)
+    assert record.report.refitted == is_better == record.report.shipped.endswith("refitted")
+    assert len(fitted) in (1, 2)  # one, if the plan that ships is the one of the first fit
+    shipped = fitted[-1 if is_better else 0].tensors()
+    names = [name for name in record.plan_tensors if "_predictor." in name]
+    assert names and all(torch.equal(record.plan_tensors[name], shipped[name]) for name in names)
 
 
-def test_predicted_values_beside_keys_chosen_by_queries(tmp_path, loaded):
-    folder = pipeline.Folder.create(tmp_path / "out")
-    plan = pipeline.build_plan(forced_recipe(tmp_path, 8.0), loaded, folder, None, Silent())
-    assert plan.needs_queries
-    verify_plan(plan, loaded, 400, Silent())
-    costs = [unit.costs for unit in load_search(folder.search).report.units if unit.unit == "layer 1 V"]
-    assert len(costs[0]) == 2 and costs[0][0] != costs[0][1]
-    assert all(len(layer.formats(side)) == 1 for layer in plan.layers for side in SIDES)
+def test_a_search_for_decoding_needs_no_fits_and_stores_what_attention_reads(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit_predictors, "run_fit_predictors", lambda *a: pytest.fail("predictors were fitted"))
+    told, recipe = Told(), recipe_of(tmp_path, 5.0, ('"storage"', '"decode"'))
+    record = built(recipe, loaded, tmp_path, told)
+    assert all(f.lattice_dim is None for layer in record.layers for side in SIDES for f in layer.formats(side))
+    assert any("left out: aqua-kv" in message for message in told.messages)
+    assert any("at most" in message and "plans" in message for message in told.messages)
 
 
-@pytest.mark.parametrize("refit_is_worse", [False, True])
-def test_the_plan_that_ships_is_the_better_of_two_measured_ones(tmp_path, loaded, monkeypatch, refit_is_worse):
-    """Predictors fitted on the chosen layers are measured, too; their plan ships if, and only if, its KL is less."""
-    kl, asked, fitted = KLMeter.kl, [], []
-
-    def skewed(self: KLMeter, plans: Sequence[Plan], what: str) -> list[float]:
-        found = kl(self, plans, what)
-        if "refitted" in what:
-            found = [max(asked[-1][2]) + 1.0] if refit_is_worse else [0.0]
-        asked.append((what, list(plans), found))
-        return found
-
-    def fit(*args: Any) -> PredictorRecord:
-        fitted.append(run_fit_predictors(*args))
-        return fitted[-1]
-
-    monkeypatch.setattr(KLMeter, "kl", skewed)
-    monkeypatch.setattr(fit_predictors, "run_fit_predictors", fit)
-    folder, told = pipeline.Folder.create(tmp_path / "out"), Told()
-    plan = pipeline.build_plan(forced_recipe(tmp_path, 5.0), loaded, folder, None, told)
-    what, [measured], [refitted_kl] = asked[-1]
-    report = load_search(folder.search).report
-    assert "refitted" in what and len(fitted) == 2 and report.refitted_kl == refitted_kl
-    of_first, of_chosen = ({n: t for n, t in one.tensors().items() if "_predictor." in n} for one in fitted)
-    shipped, others = (of_first, of_chosen) if refit_is_worse else (of_chosen, of_first)
-    names = [name for name in plan.tensors if "_predictor." in name]
-    assert names and all(torch.equal(plan.tensors[name], shipped[name]) for name in names)
-    assert not any(torch.equal(plan.tensors[name], others[name]) for name in names if name.endswith("weight"))
-    assert report.shipped == ("searched" if refit_is_worse else "refitted")
-    assert report.kl == (report.searched_kl if refit_is_worse else 0.0)
-    assert any(f"the {report.shipped} plan ships" in message for message in told.messages)
-    assert (plan.sha256 == measured.sha256) == (not refit_is_worse)
-    title, _, _ = search_table(report)
-    assert title.endswith(f"the {report.shipped} one ships") and f"{refitted_kl:.4g} with refitted predictors" in title
+def test_heads_of_their_own(loaded: LoadedModel, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, 4.2, ("context = 20000", 'context = 20000\ngranularity = "head"'))
+    record = built(recipe, loaded, tmp_path)
+    assert not record.report.units or any("heads 1" in unit.unit for unit in record.report.units)
+    verify_plan(load_plan(tmp_path / "plan.safetensors"), loaded, 400, Silent())
 
 
-def test_a_record_whose_loss_is_not_its_kl_is_refused(tmp_path, loaded):
-    folder = pipeline.Folder.create(tmp_path / "out")
-    pipeline.build_plan(forced_recipe(tmp_path, 5.0), loaded, folder, None, Silent())
-    found = load_search(folder.search)
-    wrong = replace(found, allocation=replace(found.allocation, loss=found.report.kl + 1.0))
-    save_search(wrong, {}, folder.search)
+def test_pools_that_meet_are_refused(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source that repeats itself: the same sequence to select and to validate on."""
+    load_data = formats.sequences
+
+    def meeting(spec: Any, loaded: LoadedModel, purpose: Any = "fit") -> TokenDataset:
+        if purpose != "validate":
+            return load_data(spec, loaded, purpose)
+        found, other = load_data(spec, loaded, purpose), load_data(spec, loaded, "select")
+        return replace(found, sequences=(other.sequences[0], *found.sequences[1:]))
+
+    monkeypatch.setattr(formats, "sequences", meeting)
+    with pytest.raises(UsageError, match="1 of 8 sequences of .* are among those that search"):
+        built(recipe_of(tmp_path, 4.0), loaded, tmp_path)
+
+
+def test_a_dry_run_says_the_size_of_a_search_and_measures_nothing(
+    loaded: LoadedModel, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit_predictors, "run_fit_predictors", lambda *a: pytest.fail("predictors were fitted"))
+    monkeypatch.setattr(KLMeter, "measure", lambda *a: pytest.fail("a plan was measured"))
+    recipe, folder = recipe_of(tmp_path, 4.0), pipeline.Folder.create(tmp_path / "out")
+    data = formats.search_data(pipeline.Job(recipe, loaded, folder, Silent()))
+    estimate = search_stage.dry_run(loaded, recipe, data, folder.search, Silent())
+    measured = load_search(whole / "search.safetensors").report.num_plans
+    assert measured <= estimate.cost.plans + 2  # the reference, and refitted predictors
+    assert estimate.cost.texts >= estimate.cost.plans and estimate.num_texts == 3
+    assert estimate.seconds > 0 and estimate.nbytes > 10**6
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_the_commands_take_what_a_plan_is_for_and_print_every_pool(
+    whole: Path, tmp_path: Path, loaded: LoadedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe_of(tmp_path, 4.0)
+    command = ("search", str(tmp_path / "small.toml"), "--model", loaded.source)
+    found = run_kvcal(capsys, *command, "--for", "decode", "--bits", "6", "--out", str(tmp_path), "--dry-run", "--json")
+    estimate = json.loads(found.out)
+    assert found.code == 0 and estimate["cost"]["plans"] > 10 and estimate["num_texts"] == 3
+    found = run_kvcal(capsys, "run", str(tmp_path / "small.toml"), "--model", loaded.source, "--out", str(whole))
+    assert found.code == 0 and "search.safetensors is current" in found.err
+    for line in ("Plans by score", "by pool", "select", "validate", "report"):
+        assert line in found.out
+
+
+def test_a_record_whose_loss_is_not_its_kl_is_refused(whole: Path, tmp_path: Path) -> None:
+    found = load_search(whole / "search.safetensors")
+    path = tmp_path / "wrong.safetensors"
+    save_search(replace(found, allocation=replace(found.allocation, loss=found.report.select.kl + 1.0)), {}, path)
     with pytest.raises(ArtifactError, match="the allocation's loss is"):
-        load_search(folder.search)
+        load_search(path)
+    inputs = artifact.read(whole / "search.safetensors", KIND, SCHEMA).inputs
+    assert inputs["validate_data.fingerprint"] != inputs["select_data.fingerprint"]
 
 
-def test_texts_of_the_fits_are_not_those_of_the_kl(tmp_path, loaded, monkeypatch):
-    seen: dict[str, list[TokenDataset]] = {"fit": [], "kl": []}
-
-    def fit(loaded: LoadedModel, layers: Any, tensors: Any, data: TokenDataset, *args: Any) -> PredictorRecord:
-        seen["fit"].append(data)
-        return run_fit_predictors(loaded, layers, tensors, data, *args)
-
-    def texts(data: TokenDataset, *args: Any) -> list[Text]:
-        seen["kl"].append(data)
-        return kl_texts(data, *args)
-
-    monkeypatch.setattr(fit_predictors, "run_fit_predictors", fit)
-    monkeypatch.setattr(run_search, "kl_texts", texts)
-    folder, told = pipeline.Folder.create(tmp_path / "out"), Told()
-    pipeline.build_plan(forced_recipe(tmp_path, 5.0), loaded, folder, None, told)
-    [fit_print], [kl_print] = ({data.fingerprint for data in datas} for datas in seen.values())
-    inputs = artifact.read(folder.search, KIND, SCHEMA).inputs
-    assert (inputs["fit_data.fingerprint"], inputs["select_data.fingerprint"]) == (fit_print, kl_print)
-    tokens = [{tuple(t.tolist()) for data in datas for t in data.sequences} for datas in seen.values()]
-    assert all(tokens) and not tokens[0] & tokens[1]
-    assert any("plans to measure: 1 uniform, 4 with one unit changed, 4 random" in message for message in told.messages)
-
-
-def test_the_chosen_layers_predictors_go_on_and_the_first_ones_are_not_theirs(tmp_path, loaded, monkeypatch):
-    """Interrupted when the chosen layers' predictors are fitted: the first fit, of other layers, starts anew, and would
-    even if it found that fit's checkpoint in place of its own."""
-    recipe = forced_recipe(tmp_path, 5.0)
-    whole, cut = (pipeline.Folder.create(tmp_path / name) for name in ("whole", "cut"))
-    pipeline.build_plan(recipe, loaded, whole, None, Silent())
-    measure_errors = _Fitting._measure_errors
-    fits: list[_Fitting] = []
-
-    def stops(self: _Fitting) -> None:
-        fits.append(self)
-        if len(fits) == 2:
-            raise KeyboardInterrupt
-        measure_errors(self)
-
-    monkeypatch.setattr(_Fitting, "_measure_errors", stops)
-    with pytest.raises(KeyboardInterrupt):
-        pipeline.build_plan(recipe, loaded, cut, None, Silent())
-    first, chosen = ([(layer.k, layer.v) for layer in fit.layers] for fit in fits)
-    assert first != chosen
-    left = cut.path / "search.chosen-predictors.partial.safetensors"
-    shutil.copy(left, cut.path / "search.predictors.partial.safetensors")
-    told = Told()
-    pipeline.build_plan(recipe, loaded, cut, None, told)
-    assert any("predictors.partial.safetensors is discarded: fitted.layers" in message for message in told.messages)
-    assert cut.search.read_bytes() == whole.search.read_bytes()
-    assert [message.split(":")[0] for message in told.messages if "goes on after" in message] == [
-        "search.partial.safetensors",
-        left.name,
-    ]
-    assert not list(cut.path.glob("*.partial*")) and not list(cut.path.glob("*predictors*"))
-
-
-def test_a_budget_below_the_smallest_compositions(tmp_path, loaded):
+def test_a_budget_below_the_smallest_compositions(tmp_path: Path, loaded: LoadedModel) -> None:
     with pytest.raises(InfeasibleBudget, match="smallest compositions"):
-        pipeline.build_plan(recipe_of(tmp_path, 1.0), loaded, pipeline.Folder.create(tmp_path / "out"), None, Silent())
+        built(recipe_of(tmp_path, 1.0), loaded, tmp_path)

@@ -194,17 +194,23 @@ def search_result() -> search_record.SearchRecord:
     allocation = allocation_record.Allocation(
         plan.model, plan.cache_dtype, plan.layers, plan.workload, {"recipe": "r"}, split, 0.25
     )
-    unit = search_record.UnitResult("layer 0 k", ("2", "4"), (100, 200), (0.5, 0.1), 1)
+    option = search_record.OptionResult("2", 100, 0.5, 0.1, 0.4)
+    unit = search_record.UnitResult("layer 0 K", "4", 200, (option,))
+    kind = search_record.KindResult("prose", 3, 0.25, 0.01, 2.0, 0.0)
+    pool = search_record.PoolResult(0.25, 0.01, 0.5, (kind, replace(kind, kind="code")))
+    candidate = search_record.CandidateResult("kitty", 2, 1000, 0.5, 0.0, 0.6, 0.1)
     report = search_record.SearchReport(
-        (unit, replace(unit, chosen=0)), 0.25, "refitted", 0.3, 0.25, (0.5, 0.3, 0.25), ((0.1, 0.2),) * 3, 9
-    )
+        "kitty", False, "decode", pool, replace(pool, kl=0.3), (candidate, replace(candidate, name="b", validate=None)),
+        (unit, replace(unit, options=())), ((0.1, 0.2),) * 3, 9,
+    )  # fmt: skip
     return search_record.SearchRecord(allocation, report, plan.tensors)
 
 
 def open_search(path: Path) -> None:
     found = search_record.load(path)
     same_again(path, lambda again: search_record.save(found, {}, again))
-    views.search_table(found.report)
+    for view in (views.search_table, views.candidates_table, views.pools_table):
+        view(found.report)
     use_allocation(found.allocation)
     use_plan(compile_plan(found.allocation, found.layers, found.plan_tensors))
 

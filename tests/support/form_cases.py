@@ -72,6 +72,11 @@ LAYERS: dict[str, list[Change]] = {
         _formats((K, RAW), V),
         _formats(K, V, v_predictor=Predictor("linear", 0)),
     ],
+    "predicted, sinks and windows of other sides": [
+        _formats(RAW, replace(V, recent_window=40)),
+        _predicted("linear", replace(K, num_sink_tokens=9, recent_window=20), replace(V, window_rule=RULE), 0),
+        _predicted("linear", LATTICE_4, LATTICE_2, 1),
+    ],
     "predicted, windows that grow": [
         _formats(replace(K, window_rule=RULE), replace(V, window_rule=RULE)),
         _predicted("linear", replace(K, window_rule=RULE), replace(V, window_rule=RULE), 0),

@@ -19,7 +19,7 @@ from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, FeedbackSpec, PredictorSpec, ProfileSpec, ReparamSpec
 from kvcal.stages import feedback, profile, reparam
 from kvcal.stages.checkpoint import Checkpoint, State
-from kvcal.stages.divergence import PHASE, KLMeter, Text, declare_kls
+from kvcal.stages.divergence import PHASE, KLMeter, Text, declare_plans
 from kvcal.stages.predictors import record as predictor_record
 from kvcal.stages.predictors import stage as fit_predictors
 from kvcal.stages.profile import record as profile_record
@@ -62,9 +62,9 @@ def run_search(target: Path) -> None:
     plans = [llama_plan(fmt, KIVI_2[1]) for fmt in KIVI_2]
     loaded = loaded_llama(2)
     texts = [Text(0, random_ids(1, 150)[0], torch.arange(150) > 9)]
-    with Checkpoint(target, "search", {}, State({}, {PHASE: 0}), declare_kls, Strict()) as checkpoint:
-        found = KLMeter(loaded, texts, 1, checkpoint, Strict()).kl(plans, "plans")
-        assert all(kl >= 0 for kl in found), "a KL below 0"
+    with Checkpoint(target, "search", {}, State({}, {PHASE: 0}), declare_plans(1), Strict()) as checkpoint:
+        found = KLMeter(loaded, texts, (1,), 1, checkpoint, Strict()).measure(plans, 1, "plans")
+        assert bool((found >= 0).all()), "a KL below 0"
         checkpoint_hook()
 
 

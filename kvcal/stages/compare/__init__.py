@@ -120,6 +120,7 @@ class _Job:
         """Build one plan: its entry, and the plan unless the recipe raised an error."""
         folder = Folder.create(self.folder.path / "plans" / point.folder)
         self._take_over_profile(point, folder)
+        self._take_over_search(point, folder)
         plan, refusal, recipe = None, None, point.recipe
         with timed(folder.path, self.seconds) as made:
             try:
@@ -149,6 +150,18 @@ class _Job:
             content = source.read_bytes()
             if not folder.profile.exists() or folder.profile.read_bytes() != content:
                 write_bytes_atomic(folder.profile, content)
+
+    def _take_over_search(self, point: Point, folder: Folder) -> None:
+        """Copy into ``folder`` what the search of the same recipe at a smaller budget measured and shipped: this one
+        starts from there."""
+        earlier = self.built.get(point.recipe.name)
+        if point.bits is None or point.recipe.search is None or earlier is None or folder.search.exists():
+            return
+        for path in earlier.path.glob(f"{folder.search.stem}*{folder.search.suffix}"):
+            content, name = path.read_bytes(), path.name
+            if path == earlier.search:
+                name = f"{path.stem}.earlier-{hashlib.sha256(content).hexdigest()[:12]}{path.suffix}"
+            write_bytes_atomic(folder.path / name, content)
 
     def inputs(self, spec: EvaluateSpec) -> dict[str, Any]:
         """Everything but the plans that the rows depend on, flat."""

@@ -1,187 +1,513 @@
-"""The search stage: λ and predictors for the choices that need them, then the search itself, then its artifact.
+"""The search stage: the fits that options need, the measurements, the search itself, and its artifact.
 
-λ is calibrated for each choice with rescale on its own, with that choice's quantizer in every layer. Predictors are
-fitted on the first predicted choices, and once more on the layers that were chosen. The plan with these is measured
-like all others: it ships if its KL is less than that of the plan that was searched, which ships otherwise.
+Data have purposes: λ and predictors are fitted on *fit*, plans are compared on *select*, and *validate* has the last
+word. λ is calibrated for each style with λ, with its quantizer in every layer. Predictors are fitted once in AQUA-KV's
+own layers (or in those of the first predicted choices), and once more on the layers that were chosen, as one candidate
+more. The plan that ships was measured on both pools, byte for byte.
 
-Texts of the fits and texts of the KL are two data sets. Measured KLs are kept in a checkpoint: an interrupted search
-goes on after the last group of plans. Every fit has a checkpoint of its own, which only a fit of the same layers with
-the same tensors takes up.
+The folder remembers: fits and measurements lie beside the search's artifact, named by what they are of, and so do the
+plans of earlier searches. Another budget in the same folder measures only plans that are new, starts from the plans of
+fewer bytes, and ships none that the validation shows to be worse. An interrupted search goes on after the last group of
+plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from kvcal.artifact import sha256_json, tensors_sha256
-from kvcal.data.sequences import TokenDataset
+from kvcal.data.pools import Purpose, TokenDataset, data_inputs
+from kvcal.errors import ArtifactError
+from kvcal.folder import compute_dtype, current_or, flat, model_inputs
+from kvcal.geometry import CACHE_DTYPES
 from kvcal.models.load import LoadedModel, weight_bytes
 from kvcal.plan.layer import LayerPlan, bare_layers
-from kvcal.plan.page_format import SIDES
+from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.plan.plan import Plan, Workload
-from kvcal.plan.tensors import lattice_tensors
+from kvcal.plan.tensors import lattice_tensors, needed_tensors
 from kvcal.progress import Reporter
 from kvcal.recipe import Recipe, ReparamSpec, SearchSpec
 from kvcal.stages import reparam
-from kvcal.stages.allocate.budget import ModelSizes, resolve_budget, workspace_bytes
+from kvcal.stages.allocate.budget import Budget, ModelSizes, resolve_budget, workspace_bytes
 from kvcal.stages.allocate.record import Allocation, layer_bytes, layers_in
 from kvcal.stages.checkpoint import Checkpoint, State
-from kvcal.stages.divergence import PHASE, KLMeter, declare_kls, kl_texts
+from kvcal.stages.divergence import (
+    LOCKSTEP,
+    MAX_CHUNK_TOKENS,
+    PHASE,
+    KLMeter,
+    Text,
+    declare_plans,
+    deviations,
+    kl_texts,
+    padded_texts,
+    plan_digest,
+    unquantized_plan,
+)
 from kvcal.stages.predictors import stage as fit_predictors
-from kvcal.stages.search.compositions import OptionTensors, choice_format, composed_layers, most_scratch
-from kvcal.stages.search.problem import Choice, Outcome, Problem, problem_of, search, uniform_choices
-from kvcal.stages.search.record import KIND, SCHEMA, SearchRecord, SearchReport, UnitResult, less_of, load, save
+from kvcal.stages.search.compose import (
+    FINALISTS,
+    MAX_SINGLES,
+    MAX_UNIFORM,
+    Candidate,
+    Outcome,
+    search,
+)
+from kvcal.stages.search.compositions import (
+    RAW_OPTION,
+    OptionTensors,
+    Style,
+    complexity,
+    composed_layers,
+    options_of,
+    slow_because,
+    styles_of,
+    system_plans,
+    with_options,
+)
+from kvcal.stages.search.judge import Pool, better, tiers_of
+from kvcal.stages.search.problem import Choice, Problem, problem_of, shared_styles
+from kvcal.stages.search.record import (
+    KIND,
+    SCHEMA,
+    CandidateResult,
+    OptionResult,
+    SearchRecord,
+    SearchReport,
+    UnitResult,
+    load,
+    pool_result,
+    save,
+)
 from kvcal.strict import dump
 
-__all__ = ["KIND", "SCHEMA", "SearchRecord", "load", "run_search"]
+__all__ = ["KIND", "SCHEMA", "Search", "SearchData", "SearchRecord", "dry_run", "load", "run_search"]
 
 # Texts fed at once: as in the profile on a CPU; a GPU takes 16 short ones in the time of one.
 KL_BATCH = {"cpu": 4, "cuda": 16}
+Layers = tuple[LayerPlan, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class SearchData:
+    """Sequences by purpose; ``reparam``: for λ, where a style takes it."""
+
+    fit: TokenDataset
+    select: TokenDataset
+    validate: TokenDataset
+    reparam: TokenDataset
 
 
 def run_search(
     loaded: LoadedModel,
     recipe: Recipe,
-    fit_data: TokenDataset,
-    select_data: TokenDataset,
-    reparam_data: TokenDataset | None,
+    data: SearchData,
     inputs: dict[str, Any],
     path: Path,
     provenance: dict[str, Any],
     reporter: Reporter,
 ) -> SearchRecord:
-    """Search and write to ``path``. ``fit_data``: for predictors; ``select_data``: for the KL of plans;
-    ``reparam_data``: for λ, where a choice takes it.
+    """Search and write to ``path``.
 
     Raises:
         UsageError: a choice that cannot be composed, or no text long enough.
         InfeasibleBudget: nothing fits.
         NonFiniteActivations, UnsupportedModel, ArtifactError: as the stages it calls.
     """
-    spec, allocate = recipe.search, recipe.allocate
-    assert spec is not None and allocate is not None
-    geometry, cache_dtype = loaded.geometry, loaded.geometry.cache_dtype
-    workload = Workload(allocate.batch, allocate.context)
-    bare = bare_layers(geometry)
-    fixed, _ = layer_bytes(bare, cache_dtype, workload)
-    vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
-    per_head = allocate.granularity == "head"
-    extremes = [bare] if per_head else [bare, most_scratch(geometry, spec, recipe.cache, recipe.predictors)]
-    largest = max(extremes, key=lambda layers: workspace_bytes(layers, cache_dtype, workload))
-    budget = resolve_budget(ModelSizes(geometry, weight_bytes(loaded.model), vocab_size), allocate, largest, fixed)
-    problem = problem_of(geometry, spec, recipe.cache, recipe.predictors, workload, budget.cache - fixed, per_head)
-    fits = _Fits(loaded, recipe, spec, fit_data, reparam_data, workload, inputs, path, reporter)
-    brought = OptionTensors(fits.lambdas(), fits.first_predictors())
-    texts = kl_texts(select_data, spec.kl_samples, spec.kl_tokens, recipe.cache)
-
-    def plan_of(choice: Choice) -> Plan:
-        layers, tensors = composed_layers(geometry, problem.chosen(choice), brought)
-        return Plan(loaded.identity, cache_dtype, layers, workload, {}, tensors)
-
-    with Checkpoint(path, KIND, inputs, State({}, {PHASE: 0}), declare_kls, reporter) as checkpoint:
-        meter = KLMeter(loaded, texts, KL_BATCH.get(loaded.model.device.type, 4), checkpoint, reporter)
-
-        def measure(choices: Sequence[Choice], what: str) -> list[float]:
-            return meter.kl([plan_of(choice) for choice in choices], what)
-
-        reporter.say(
-            f"search: plans to measure: {len(uniform_choices(problem))} uniform, {sum(map(len, problem.options))} with "
-            f"one unit changed, {spec.proxy_plans} random, and those of at most {spec.refine_rounds} rounds of "
-            "refinement"
+    job = Search(loaded, recipe, data, path, reporter)
+    brought, earlier = job.brought, job.earlier_plans()
+    with ExitStack() as stack:
+        select, validate = (job.pool(purpose, stack) for purpose in ("select", "validate"))
+        reporter.say(job.announcement(select.meter.tiers))
+        systems = [job.candidate(name, layers) for name, layers in job.systems.items()]
+        fitting = [one for one in (*systems, *earlier) if one.nbytes <= job.budget.cache]
+        outcome = search(
+            job.problem,
+            job.spec.refine_rounds,
+            select.pool,
+            validate.pool,
+            [one for one in fitting if one not in earlier],
+            [one for one in fitting if one in earlier],
+            lambda name, choice: job.composed(name, choice, brought),
         )
-        outcome = search(problem, spec, measure)
-        plan = plan_of(outcome.choice)
-        refitted = fits.refitted(plan)
-        refitted_kl = None if refitted is None else meter.kl([refitted], "the plan with refitted predictors")[0]
-        report = _report(problem, outcome, refitted_kl, len(checkpoint.state.means))
-        if refitted is not None:
-            kls = f"KL {outcome.kl:.4g} as searched, {refitted_kl:.4g} with refitted predictors"
-            reporter.say(f"search: {kls}; the {report.shipped} plan ships")
-            plan = refitted if report.shipped == "refitted" else plan
-        split = budget.split(fixed, layer_bytes(plan.layers, cache_dtype, workload)[1], reserved=0)
-        allocation = Allocation(loaded.identity, cache_dtype, plan.layers, workload, provenance, split, report.kl)
-        record = SearchRecord(allocation, report, plan.tensors)
-        save(record, inputs, path)
+        champion = job.refitted(outcome.champion, select.pool, validate.pool)
+        report = job.report(outcome, champion, select, validate)
+    plan, budget, workload = champion.plan, job.budget, job.workload
+    fixed, paged = layer_bytes(plan.layers, plan.cache_dtype, workload)
+    split = budget.split(fixed, paged, reserved=0)
+    allocation = Allocation(
+        loaded.identity, plan.cache_dtype, plan.layers, workload, provenance, split, report.select.kl
+    )
+    record = SearchRecord(allocation, report, plan.tensors)
+    job.keep_earlier()
+    save(record, inputs, path)
+    kls = ", ".join(
+        f"{n} {p.kl:.4g} ± {p.kl_error:.2g}" for n, p in (("select", report.select), ("validate", report.validate))
+    )
+    reporter.say(f"search: {report.shipped} ships; KL {kls}; {report.num_plans} plans measured in this folder")
     return record
 
 
-def _report(problem: Problem, outcome: Outcome, refitted_kl: float | None, num_plans: int) -> SearchReport:
-    units = tuple(
-        UnitResult(str(unit), tuple(option.name for option in options), sizes, costs, chosen)
-        for unit, options, sizes, costs, chosen in zip(
-            problem.units, problem.options, problem.nbytes, outcome.costs, outcome.choice, strict=True
-        )
-    )
-    shipped, kl = less_of(outcome.kl, refitted_kl)
-    return SearchReport(units, kl, shipped, outcome.kl, refitted_kl, outcome.history, outcome.proxy, num_plans)
+class _Measured(NamedTuple):
+    """A pool, and the meter behind it."""
+
+    pool: Pool[Candidate]
+    meter: KLMeter
 
 
 @dataclass(frozen=True, eq=False)
-class _Fits:
-    """The fits of a search, each with a file of its own beside ``path``, which is gone in the end."""
+class Search:
+    """One search; see the module's docstring."""
 
     loaded: LoadedModel
     recipe: Recipe
-    spec: SearchSpec
-    fit_data: TokenDataset
-    reparam_data: TokenDataset | None
-    workload: Workload
-    inputs: dict[str, Any]
+    data: SearchData
     path: Path
     reporter: Reporter
 
-    def lambdas(self) -> dict[int, dict[int, Tensor]]:
-        """λ of every layer, for every choice with rescale by its number."""
-        cache, lambdas = self.recipe.cache, {}
-        for number, choice in enumerate(self.spec.keys):
-            if choice.rescale and self.reparam_data is not None:
-                k, v = choice_format(choice, cache), choice_format(self.spec.values[0], cache)
-                layers, part = layers_in(self.loaded.geometry, k, v), self._part(f"lambda-{number}")
-                spec, inputs = self.recipe.reparam or ReparamSpec(), self.inputs
-                fitted = reparam.run_reparam(self.loaded, layers, self.reparam_data, spec, inputs, part, self.reporter)
-                lambdas[number] = dict(fitted.lambdas)
-                part.unlink()
-        return lambdas
+    @property
+    def spec(self) -> SearchSpec:
+        assert self.recipe.search is not None
+        return self.recipe.search
 
-    def first_predictors(self) -> dict[str, Tensor]:
-        """Tensors of predictors for layers in the first predicted choices of keys and values; none without such."""
-        keys = [choice for choice in self.spec.keys if choice.predicted]
-        values = [choice for choice in self.spec.values if choice.predicted]
-        if not (keys or values):
-            return {}
-        k, v = (
-            choice_format(choice, self.recipe.cache)
-            for choice in ((keys or self.spec.keys)[0], (values or self.spec.values)[0])
+    @cached_property
+    def workload(self) -> Workload:
+        assert self.recipe.allocate is not None
+        return Workload(self.recipe.allocate.batch, self.recipe.allocate.context)
+
+    @cached_property
+    def systems(self) -> dict[str, Layers]:
+        """Systems' own plans, those that serve."""
+        every = system_plans(self.loaded.geometry, self.spec, self.recipe.predictors)
+        served = {name: layers for name, layers in every.items() if self._serves(layers)}
+        if left_out := sorted(every.keys() - served.keys()):
+            self.reporter.say(
+                f"search: for {self.spec.serve}, plans that attention does not read as they are stored are left out: "
+                f"{', '.join(left_out)} (`--for storage` takes them)"
+            )
+        return served
+
+    def _serves(self, layers: Layers) -> bool:
+        cache_dtype, bare = self.loaded.geometry.cache_dtype, bare_layers(self.loaded.geometry)
+        return self.spec.serve == "storage" or all(
+            slow_because(layer, cache_dtype) <= slow_because(raw, cache_dtype)
+            for layer, raw in zip(layers, bare, strict=True)
+            if layer.is_paged
         )
-        layers = layers_in(self.loaded.geometry, k, v, "pre" if keys else "post")
-        return self._predictors(layers, lattice_tensors(layers), "predictors")
 
-    def refitted(self, plan: Plan) -> Plan | None:
-        """The chosen plan with predictors fitted on what they read now; None without predictors."""
+    @cached_property
+    def styles(self) -> dict[Side, tuple[Style, ...]]:
+        recipe, plans = self.recipe, self.systems.values()
+        return {side: styles_of(side, self.spec, recipe.cache, recipe.predictors, plans) for side in SIDES}
+
+    @cached_property
+    def budget(self) -> Budget:
+        loaded, geometry, allocate = self.loaded, self.loaded.geometry, self.recipe.allocate
+        assert allocate is not None
+        bare = bare_layers(geometry)
+        fixed, _ = layer_bytes(bare, geometry.cache_dtype, self.workload)
+        extremes = [bare, self._most_scratch(), *self.systems.values()]
+        largest = max(extremes, key=lambda layers: workspace_bytes(layers, geometry.cache_dtype, self.workload))
+        vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
+        return resolve_budget(ModelSizes(geometry, weight_bytes(loaded.model), vocab_size), allocate, largest, fixed)
+
+    def _most_scratch(self) -> Layers:
+        """Every layer in those of its options that need the most scratch: predicted ones, else lattices."""
+        geometry, layers, source = self.loaded.geometry, [], None
+        for layer in bare_layers(geometry):
+            if layer.is_paged:
+                k, v = (
+                    max(
+                        options_of(
+                            layer, side, source, self.styles[side], self.recipe.predictors, geometry.cache_dtype,
+                            self.spec.serve,
+                        ),
+                        key=lambda option: (option.predictor is not None, option.format.lattice_dim or 0),
+                    )
+                    for side in SIDES
+                )  # fmt: skip
+                layer, source = replace(with_options(layer, [k], [v]), k_rescale=False), layer.geometry.index
+            layers.append(layer)
+        return tuple(layers)
+
+    @cached_property
+    def problem(self) -> Problem:
+        geometry, allocate = self.loaded.geometry, self.recipe.allocate
+        assert allocate is not None
+        fixed, _ = layer_bytes(bare_layers(geometry), geometry.cache_dtype, self.workload)
+        room, per_head = self.budget.cache - fixed, allocate.granularity == "head"
+        return problem_of(geometry, self.styles, self.recipe.predictors, self.workload, room, per_head, self.spec.serve)
+
+    @cached_property
+    def brought(self) -> OptionTensors:
+        """The fits, made or read."""
+        return OptionTensors(self._lambdas(), self._first_predictors())
+
+    def composed(self, name: str, choice: Choice, brought: OptionTensors) -> Candidate:
+        """A choice of the problem as a plan."""
+        layers, tensors = composed_layers(self.loaded.geometry, self.problem.chosen(choice), brought)
+        return self._as_candidate(name, choice, layers, tensors)
+
+    def candidate(self, name: str, layers: Layers) -> Candidate:
+        """A system's plan: as a choice where it is one."""
+        choice = self.problem.choice_of(layers)
+        if choice is not None:
+            return self.composed(name, choice, self.brought)
+        needed = needed_tensors(layers, self.loaded.geometry.cache_dtype)
+        tensors = {n: tensor for n, tensor in self.brought.predictors.items() if n in needed}
+        for layer in layers:
+            if layer.k_rescale:
+                index = layer.geometry.index
+                tensors[f"layers.{index}.k_rescale"] = self.brought.lambdas[layer.k[0]][index]
+        return self._as_candidate(name, None, layers, tensors | lattice_tensors(layers))
+
+    def _as_candidate(self, name: str, choice: Choice | None, layers: Layers, tensors: dict[str, Tensor]) -> Candidate:
+        plan = Plan(self.loaded.identity, self.loaded.geometry.cache_dtype, layers, self.workload, {}, tensors)
+        return Candidate(name, choice, complexity(layers), plan.predicted_bytes, plan)
+
+    def pool(self, purpose: Purpose, stack: ExitStack) -> _Measured:
+        """Of the texts of one purpose; what is measured stays in the folder."""
+        texts, loaded = self.texts(purpose), self.loaded
+        of_texts = {f"{n}.{part}": t for n, text in enumerate(texts)
+                    for part, t in (("tokens", text.tokens_T), ("mask", text.loss_mask_T))}  # fmt: skip
+        inputs = {**model_inputs(loaded), **compute_dtype(loaded), "texts.sha256": tensors_sha256(of_texts)}
+        kinds = tuple(text.kind for text in texts)
+        tiers = tiers_of(kinds)
+        target, start = self._beside(purpose), State({}, {PHASE: 0})
+        checkpoint = stack.enter_context(
+            Checkpoint(target, KIND, inputs, start, declare_plans(len(texts)), self.reporter, is_kept=True)
+        )
+        meter = KLMeter(loaded, texts, tiers, self._batch, checkpoint, self.reporter)
+
+        def table(candidates: Sequence[Candidate], num_texts: int, what: str) -> Tensor:
+            label = what if purpose == "select" else f"{what}, {purpose}"
+            return meter.measure([candidate.plan for candidate in candidates], num_texts, label)[..., 0]
+
+        return _Measured(Pool(kinds, tiers, table, self.reference), meter)
+
+    def texts(self, purpose: Purpose) -> list[Text]:
+        data = self.data.select if purpose == "select" else self.data.validate
+        return kl_texts(data, self.spec.kl_samples, self.spec.kl_tokens, self.recipe.cache)
+
+    @property
+    def _batch(self) -> int:
+        return KL_BATCH.get(self.loaded.model.device.type, 4)
+
+    @cached_property
+    def reference(self) -> Candidate:
+        """2 bits in groups of 32, keys per channel and values per token: KL is counted in its KLs."""
+        layers = layers_in(self.loaded.geometry, Format(2, "channel", 32), Format(2, "token", 32))
+        return self._as_candidate("2 bits", None, layers, {})
+
+    def earlier_plans(self) -> list[Candidate]:
+        """What other searches in the folder shipped, and can be shipped again."""
+        found = []
+        for path in [self.path, *sorted(self.path.parent.glob(f"{self.path.stem}.earlier-*{self.path.suffix}"))]:
+            if not path.exists():
+                continue
+            try:
+                record = load(path)
+            except ArtifactError as error:
+                self.reporter.say(f"search: {path.name} is not used: {error.message}")
+                continue
+            plan = replace(record.plan, workload=self.workload)
+            if plan.model == self.loaded.identity and self._serves(plan.layers):
+                bits = plan.bits_per_value()
+                name, choice = f"{record.report.shipped} of {bits:.3f} bits", self.problem.choice_of(plan.layers)
+                same = None if choice is None else self.composed(name, choice, self.brought)
+                if same is None or plan_digest(same.plan) != plan_digest(plan):
+                    same = Candidate(name, None, complexity(plan.layers), plan.predicted_bytes, plan)
+                found.append(same)
+        return sorted(found, key=lambda candidate: (candidate.nbytes, candidate.name))
+
+    def keep_earlier(self) -> None:
+        """The record that lies where the new one is to be, under a name of its own."""
+        if self.path.exists():
+            digest = hashlib.sha256(self.path.read_bytes()).hexdigest()[:12]
+            os.replace(self.path, self._beside(f"earlier-{digest}"))
+
+    def refitted(self, champion: Candidate, select: Pool[Candidate], validate: Pool[Candidate]) -> Candidate:
+        """With predictors fitted on what they read now, if that is better."""
+        plan = champion.plan
         if not any(layer.predictor(side) for layer in plan.layers for side in SIDES):
-            return None
+            return champion
         layers = tuple(replace(layer, k_predictor=None, v_predictor=None) for layer in plan.layers)
         others = {name: tensor for name, tensor in plan.tensors.items() if "_predictor." not in name}
-        fitted = self._predictors(layers, others, "chosen-predictors")
-        return replace(plan, tensors={name: fitted.get(name, tensor) for name, tensor in plan.tensors.items()})
+        fitted = self._predictors(layers, others)
+        tensors = {name: fitted.get(name, tensor) for name, tensor in plan.tensors.items()}
+        found = replace(champion, name=f"{champion.name}, refitted", choice=None, plan=replace(plan, tensors=tensors))
+        return found if better(found, champion, select, validate) else champion
 
-    def _predictors(self, layers: tuple[LayerPlan, ...], tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    def report(self, outcome: Outcome, champion: Candidate, select: _Measured, validate: _Measured) -> SearchReport:
+        candidates = list(outcome.compared) + ([champion] if champion not in outcome.compared else [])
+        results = []
+        for one in candidates:
+            pairs = [(pool.score(one), pool.difference(one, champion)[1]) for pool in (select.pool, validate.pool)]
+            results.append(CandidateResult(one.name, one.complexity, one.nbytes, *pairs[0], *pairs[1]))
+        of_select, of_validate = (
+            pool_result(meter.measure([champion.plan], len(pool.kinds), "plan")[0], pool.kinds, pool.score(champion))
+            for pool, meter in (select, validate)
+        )
+        return SearchReport(
+            champion.name,
+            champion is not outcome.champion,
+            self.spec.serve,
+            of_select,
+            of_validate,
+            tuple(results),
+            self._units(outcome),
+            outcome.proxy,
+            select.meter.num_plans,
+        )
+
+    def _units(self, outcome: Outcome) -> tuple[UnitResult, ...]:
+        """None where the plan that ships is no choice."""
+        problem, choice, units = self.problem, outcome.champion.choice, []
+        for position, option in enumerate(choice or ()):
+            options, sizes = problem.options[position], problem.nbytes[position]
+            tried = tuple(
+                OptionResult(options[c.option].name, sizes[c.option], c.measured, c.error, c.estimate)
+                for c in outcome.changes
+                if c.position == position
+            )
+            units.append(UnitResult(str(problem.units[position]), options[option].name, sizes[option], tried))
+        return tuple(units)
+
+    def announcement(self, tiers: Sequence[int]) -> str:
+        cost = planned(self.problem, tiers, len(self.systems), self.spec.refine_rounds)
+        return f"search: at most {cost.plans} plans, {cost.texts} times a text; {tiers[-1]} texts, {tiers[0]} at first"
+
+    def _beside(self, name: str) -> Path:
+        return self.path.with_name(f"{self.path.stem}.{name}{self.path.suffix}")
+
+    def _fit_inputs(
+        self, data: TokenDataset, spec: Any, layers: Layers, tensors: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        return {
+            **model_inputs(self.loaded),
+            **compute_dtype(self.loaded),
+            **data_inputs(data),
+            **flat("spec", dump(spec)),
+            **flat("workload", dump(self.workload)),
+            "fitted.layers.sha256": sha256_json([dump(layer) for layer in layers]),
+            "fitted.tensors.sha256": tensors_sha256(dict(tensors)),
+        }
+
+    def _lambdas(self) -> dict[Format, dict[int, Tensor]]:
+        """λ of every layer, for every format of keys with λ."""
+        formats = {layer.k[0] for layers in self.systems.values() for layer in layers if layer.k_rescale}
+        formats |= {o.format for options in self.problem.options for o in options if o.style.rescale}
+        spec, lambdas = self.recipe.reparam or ReparamSpec(), {}
+        for fmt in sorted(formats, key=str):
+            layers = layers_in(self.loaded.geometry, fmt, RAW_OPTION.format)
+            path, inputs = self._beside(f"lambda-{_short(fmt)}"), self._fit_inputs(self.data.reparam, spec, layers, {})
+
+            def fit(layers: Layers = layers, inputs: dict[str, Any] = inputs, path: Path = path) -> reparam.Reparam:
+                return reparam.run_reparam(self.loaded, layers, self.data.reparam, spec, inputs, path, self.reporter)
+
+            lambdas[fmt] = dict(current_or("search, λ", path, reparam.load, inputs, fit, self.reporter).lambdas)
+        return lambdas
+
+    def _first_predictors(self) -> dict[str, Tensor]:
+        """Tensors of predictors of all layers; none where nothing is predicted."""
+        systems = [p for p in self.systems.values() if any(layer.predictor(s) for layer in p for s in SIDES)]
+        options = [o for row in self.problem.options for o in row if o.predictor is not None]
+        if not (systems or options):
+            return {}
+        if systems:
+            layers = tuple(replace(layer, k_predictor=None, v_predictor=None) for layer in systems[0])
+        else:
+            k, v = (
+                next((style for style in self.styles[side] if style.predicted), self.styles[side][0]) for side in SIDES
+            )
+            layers = layers_in(self.loaded.geometry, k.format, v.format, "pre" if k.predicted else "post")
+        return self._predictors(layers, lattice_tensors(layers))
+
+    def _predictors(self, layers: Layers, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of predictors for all sides of ``layers``, whether they pay or not: the search decides that."""
         assert self.recipe.predictors is not None
-        spec, part = replace(self.recipe.predictors, drop=False), self._part(name)
-        layers_sha256 = sha256_json([dump(layer) for layer in layers])
-        of_layers = {"fitted.layers.sha256": layers_sha256, "fitted.tensors.sha256": tensors_sha256(tensors)}
-        fitted = fit_predictors.run_fit_predictors(
-            self.loaded, layers, tensors, self.fit_data, spec, self.workload, self.inputs | of_layers, part,
-            self.reporter,
-        )  # fmt: skip
-        part.unlink()
-        return fitted.tensors()
+        spec, data = replace(self.recipe.predictors, drop=False), self.data.fit
+        inputs = self._fit_inputs(data, spec, layers, tensors)
+        path = self._beside(f"predictors-{inputs['fitted.layers.sha256'][:12]}")
 
-    def _part(self, name: str) -> Path:
-        return self.path.with_name(f"{self.path.stem}.{name}{self.path.suffix}")
+        def fit() -> fit_predictors.PredictorRecord:
+            return fit_predictors.run_fit_predictors(
+                self.loaded, layers, tensors, data, spec, self.workload, inputs, path, self.reporter
+            )
+
+        return current_or("search, predictors", path, fit_predictors.load, inputs, fit, self.reporter).tensors()
+
+
+def _short(fmt: Format) -> str:
+    return sha256_json(dump(fmt))[:12]
+
+
+class Cost(NamedTuple):
+    """At most: different ``plans``, and how often one of them is measured on a text."""
+
+    plans: int
+    texts: int
+
+
+def planned(problem: Problem, tiers: Sequence[int], num_systems: int, num_rounds: int) -> Cost:
+    """What a search measures at most, on the texts of the selection; the validation sees a dozen plans."""
+    steps = [after - before for before, after in zip((0, *tiers), tiers, strict=False)]
+
+    def halved(count: int) -> int:
+        total = 0
+        for step in steps:
+            total += step * count
+            count = max(FINALISTS, -(-count // 2))
+        return total
+
+    styles = sum(len(shared_styles(problem, side)) for side in SIDES)
+    num_units = len(problem.units)
+    most = [max(2, MAX_SINGLES // num_units) + 1] * num_units
+    singles = sum(min(limit, len(row) - 1) for limit, row in zip(most, problem.options, strict=True))
+    whole = MAX_UNIFORM + num_systems
+    plans = styles + whole + num_rounds * (singles + 5)
+    return Cost(plans, tiers[0] * (styles + num_rounds * singles) + halved(whole) + num_rounds * halved(5))
+
+
+class Estimate(NamedTuple):
+    """What a search would take. ``seconds``: without fits of λ and predictors; ``nbytes``: weights, as many caches as
+    are fed side by side, at most at 16 bits, and logits."""
+
+    cost: Cost
+    num_texts: int
+    seconds: float
+    nbytes: int
+
+
+def dry_run(loaded: LoadedModel, recipe: Recipe, data: SearchData, path: Path, reporter: Reporter) -> Estimate:
+    """The size of a search, from one timed plan on the first few texts. Raises as ``run_search``."""
+    job = Search(loaded, recipe, data, path, reporter)
+    texts = job.texts("select")
+    tiers = tiers_of([text.kind for text in texts])
+    num_validate = len(job.texts("validate"))
+    cost = planned(job.problem, tiers, len(job.systems), job.spec.refine_rounds)
+    batch = texts[: min(job._batch, tiers[0])]
+    tokens_BT, mask_BT = padded_texts(batch)
+    reference = unquantized_plan(loaded.identity, loaded.geometry)
+    deviations(loaded.model, reference, [reference], tokens_BT[:, :2], mask_BT[:, :2])  # compiles what has to be
+    started = time.perf_counter()
+    deviations(loaded.model, reference, [job.reference.plan], tokens_BT, mask_BT)
+    each = (time.perf_counter() - started) / 2 * (1 + 1 / LOCKSTEP) / len(batch)
+    validated = num_validate * (len(job.systems) + 2 * FINALISTS)
+    width = max(text.tokens_T.numel() for text in texts)
+    cached = reference.nbytes((width,) * min(job._batch, len(texts)))
+    vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
+    itemsize = CACHE_DTYPES[str(loaded.model.dtype).removeprefix("torch.")].itemsize
+    logits = 2 * min(job._batch, len(texts)) * MAX_CHUNK_TOKENS * vocab_size * itemsize
+    nbytes = weight_bytes(loaded.model) + (LOCKSTEP + 1) * cached + logits
+    return Estimate(cost, len(texts), each * (cost.texts + validated), nbytes)

@@ -1,200 +1,278 @@
 """Compositions: all the ways to store a layer's keys or values that a search may choose from, and plans made of them.
 
-A unit is a layer's K or V, or one KV head's; its options are the recipe's choices as far as they can be composed there,
-and 16 bits, except where a prediction may read them and [cache] has sinks or a window: 16 bits have neither, so that
-their pages are of other tokens than those predicted. Bytes of an option are exact and belong to it alone: records,
-sinks, ring, query statistic, and the tensors it brings (λ, signs, predictor, rotary tables). The points of a lattice,
-which options share, are reserved for the whole plan.
+A unit is a layer's K or V, or some KV heads of it. Its options are the recipe's choices, the formats of the systems
+that it names, and 16 bits. For decoding, an option goes where attention does not read its pages as they are stored, or
+reads them more slowly than 16 bits of the same layer (``slow_because``). Bytes of an option are exact and belong to it
+alone: records, sinks, ring, query statistic, and the tensors it brings (λ, signs, predictor, rotary tables). The points
+of a lattice, which options share, are reserved for the whole plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from kvcal.errors import UsageError
-from kvcal.geometry import Geometry
+from kvcal.geometry import CacheDtype, Geometry
+from kvcal.kernels.choice import refusals, slow_reasons
+from kvcal.pages import LAYOUTS
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import lattice_tensors, needed_nbytes, needed_tensors
-from kvcal.recipe import CacheSpec, KeyChoice, PredictorSpec, SearchSpec, ValueChoice
-from kvcal.stages.allocate.record import one_or_each
+from kvcal.recipe import CacheSpec, KeyChoice, PredictorSpec, Recipe, SearchSpec, ValueChoice, fixed_layers
+from kvcal.recipe_files import load_recipe
+from kvcal.stages.allocate.importance import layer_format
+from kvcal.stages.allocate.record import layers_in, one_or_each
+from kvcal.stages.predictors.record import with_predictor
+from kvcal.stages.reparam.search import is_searched
+from kvcal.store.dequantize import form_reasons
+from kvcal.strict import dump
 
 FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a layer that gets an option of its own. ``head`` None: all KV heads of the layer."""
+    """A part of a layer that gets an option of its own. ``heads`` None: all KV heads of the layer."""
 
     index: int
     side: Side
-    head: int | None
+    heads: tuple[int, ...] | None
 
     def __str__(self) -> str:
-        return f"layer {self.index} {self.side.upper()}" + ("" if self.head is None else f" head {self.head}")
+        heads = "" if self.heads is None else f" heads {', '.join(map(str, self.heads))}"
+        return f"layer {self.index} {self.side.upper()}{heads}"
+
+
+class Style(NamedTuple):
+    """A way to store keys or values in any layer: a format, with the layer's λ, as residuals of a prediction."""
+
+    format: Format
+    rescale: bool = False
+    predicted: bool = False
+
+    def __str__(self) -> str:
+        """Such as "2 channel g128 +12.5%@4 magnitude λ sinks 4"."""
+        fmt = self.format
+        parts = ["16" if fmt == RAW else f"{fmt.num_bits} {LAYOUTS[fmt.layout_name].label(fmt)}"]
+        parts += ["λ"] * self.rescale + ["predicted"] * self.predicted
+        parts += [f"sinks {fmt.num_sink_tokens}"] * bool(fmt.num_sink_tokens)
+        parts += [f"window {fmt.max_window}"] * bool(fmt.max_window)
+        parts += [f"params {fmt.param_dtype}"] * (fmt.param_dtype != RAW.param_dtype)
+        return " ".join(parts)
 
 
 @dataclass(frozen=True)
 class Composition:
-    """An option. ``rescale``: the number of the choice whose λ the keys are divided by, None for none."""
+    """An option: a style in one layer."""
 
-    name: str
-    format: Format
-    rescale: int | None = None
+    style: Style
     predictor: Predictor | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.style)
+
+    @property
+    def format(self) -> Format:
+        return self.style.format
+
+
+RAW_OPTION = Composition(Style(RAW))
 
 
 @dataclass(frozen=True, eq=False)
 class OptionTensors:
-    """Tensors that options need beside their formats. ``lambdas``: for each number of a choice with rescale, λ [N, D]
-    fp32 of every layer; ``predictors``: tensors of fitted predictors, and rotary tables, by their names in a plan."""
+    """Tensors that options need beside their formats. ``lambdas``: for each format of keys with λ, λ [N, D] fp32 of
+    every layer; ``predictors``: tensors of fitted predictors, and rotary tables, by their names in a plan. ``rows``: λ
+    of layers whose heads have options of their own, made once."""
 
-    lambdas: Mapping[int, Mapping[int, Tensor]]
+    lambdas: Mapping[Format, Mapping[int, Tensor]]
     predictors: Mapping[str, Tensor]
+    rows: dict[object, Tensor] = field(default_factory=dict)
+
+    def rescale(self, index: int, options: Sequence[Composition], head_dim: int) -> Tensor:
+        """λ [N, D] of a layer; 1 for heads whose option takes none."""
+        key = index, tuple(options)
+        if key not in self.rows:
+            ones = torch.ones(head_dim)
+            rows = [
+                self.lambdas[option.format][index][head] if option.style.rescale else ones
+                for head, option in enumerate(options)
+            ]
+            self.rows[key] = torch.stack(rows)
+        return self.rows[key]
 
 
-def choice_name(choice: KeyChoice | ValueChoice) -> str:
-    """The name of a choice in tables: "2 channel/128 + 12% at 4 (magnitude) λ"."""
-    parts = [str(choice.num_bits)]
-    if choice.num_bits < RAW.num_bits:
-        axis = choice.axis if isinstance(choice, KeyChoice) else "token"
-        parts.append(f"lattice d{choice.lattice_dim}" if choice.lattice_dim else f"{axis}/{choice.group_size}")
-    if isinstance(choice, KeyChoice):
-        if choice.boost is not None:
-            tiers = ", ".join(f"{100 * tier.share:g}% at {tier.num_bits}" for tier in choice.boost.tiers)
-            parts.append(f"+ {tiers} ({choice.boost.score})")
-        if choice.rescale:
-            parts.append("λ")
-    if choice.predicted:
-        parts.append("predicted")
-    return " ".join(parts)
-
-
-def choice_format(choice: KeyChoice | ValueChoice, cache: CacheSpec) -> Format:
+def choice_style(choice: KeyChoice | ValueChoice, cache: CacheSpec) -> Style:
     """UsageError, naming the choice, where its parts do not go together."""
+    side: Side = "k" if isinstance(choice, KeyChoice) else "v"
+    rescale, axis = (choice.rescale, choice.axis) if isinstance(choice, KeyChoice) else (False, "token")
     if choice.num_bits == RAW.num_bits:
-        return RAW
+        return Style(RAW)
+    boost = choice.boost if isinstance(choice, KeyChoice) else None
     try:
-        if isinstance(choice, ValueChoice):
-            plain = cache.format("v", choice.num_bits, "token", choice.group_size)
-            return replace(plain, lattice_dim=choice.lattice_dim)
-        plain = cache.format("k", choice.num_bits, choice.axis, choice.group_size)
-        return replace(plain, lattice_dim=choice.lattice_dim, boost=choice.boost)
+        plain = cache.format(side, choice.num_bits, axis, choice.group_size)
+        fmt = replace(
+            plain,
+            lattice_dim=choice.lattice_dim,
+            boost=boost,
+            num_sink_tokens=plain.num_sink_tokens if choice.num_sink_tokens is None else choice.num_sink_tokens,
+            recent_window=plain.recent_window if choice.recent_window is None else choice.recent_window,
+        )
+        return Style(fmt, rescale, choice.predicted)
     except ValidationError as conflict:
         reason = conflict.errors()[0]["msg"].removeprefix("Value error, ")
+        given = {name: value for name, value in dump(choice).items() if value not in (None, False)}
         raise UsageError(
-            f"the choice {choice_name(choice)!r} cannot be composed: {reason}",
+            f"the choice {given} of [search] cannot be composed: {reason}",
             hint="take it out of [search], or change the part that is named",
         ) from None
+
+
+def system_plans(
+    geometry: Geometry, spec: SearchSpec, predictors: PredictorSpec | None
+) -> dict[str, tuple[LayerPlan, ...]]:
+    """The layers of every system's own plan, by name: final formats of a recipe whose pages shrink, thresholds as they
+    are, of [importance] one plan for either class of layers. AQUA-KV's are missing without ``predictors``."""
+    plans: dict[str, tuple[LayerPlan, ...]] = {}
+    for name in spec.systems:
+        recipe = load_recipe(name)
+        if recipe.importance is not None:
+            for label, is_important in (("few bits", False), ("more bits", True)):
+                k, v = (
+                    layer_format(
+                        side, is_important, recipe.importance, recipe.cache.num_sink_tokens, recipe.cache.param_dtype
+                    )
+                    for side in SIDES
+                )
+                plans[f"{name} ({label})"] = layers_in(geometry, k, v)
+        elif recipe.predictors is None or predictors is not None:
+            plans[name] = _transformed(recipe, geometry, predictors)
+    return plans
+
+
+def _transformed(recipe: Recipe, geometry: Geometry, predictors: PredictorSpec | None) -> tuple[LayerPlan, ...]:
+    """A recipe's formats with the λ and the predictors that it asks for."""
+    assert recipe.formats is not None
+    layers, source = [], None
+    for layer in fixed_layers(recipe.formats, bare_layers(geometry)):
+        if layer.is_paged:
+            if recipe.reparam is not None and is_searched(layer.k[0]):
+                layer = replace(layer, k_rescale=True)
+            if recipe.predictors is not None and predictors is not None and source is not None:
+                for side in recipe.predictors.sides:
+                    layer = with_predictor(layer, side, source, predictors)
+            source = layer.geometry.index
+        layers.append(layer)
+    return tuple(layers)
+
+
+def styles_of(
+    side: Side,
+    spec: SearchSpec,
+    cache: CacheSpec,
+    predictors: PredictorSpec | None,
+    systems: Iterable[Sequence[LayerPlan]],
+) -> tuple[Style, ...]:
+    """All ways to store keys, or values: the recipe's own, those of the systems' plans, and 16 bits; each once."""
+    choices: Sequence[KeyChoice | ValueChoice] = spec.keys if side == "k" else spec.values
+    styles = [choice_style(choice, cache) for choice in choices]
+    if predictors is None and any(style.predicted for style in styles):
+        raise UsageError(
+            f"the choice '{next(style for style in styles if style.predicted)}' is predicted, and the recipe has no "
+            "[predictors]",
+            hint="add [predictors], or take the choice out of [search]",
+        )
+    for layers in systems:
+        styles += [
+            Style(fmt, side == "k" and layer.k_rescale, layer.predictor(side) is not None)
+            for layer in layers
+            for fmt in layer.formats(side)
+        ]
+    return tuple(dict.fromkeys((*styles, RAW_OPTION.style)))
 
 
 def options_of(
     layer: LayerPlan,
     side: Side,
     source: int | None,
-    is_last: bool,
-    spec: SearchSpec,
-    cache: CacheSpec,
+    styles: Sequence[Style],
     predictors: PredictorSpec | None,
+    cache_dtype: CacheDtype,
+    serve: str,
 ) -> tuple[Composition, ...]:
     """The compositions of a layer's side. ``source``: the paged layer before it, None for the first, which cannot be
-    predicted; ``is_last``: no paged layer is behind it."""
-    choices: Sequence[KeyChoice | ValueChoice] = spec.keys if side == "k" else spec.values
-    options = []
-    for number, choice in enumerate(choices):
+    predicted. UsageError for a style that no layer can have."""
+    options, raw_reasons = [], slow_because(layer, cache_dtype)
+    for style in styles:
         predictor = None
-        if choice.predicted:
-            _require_predictable(choice, cache, predictors)
+        if style.predicted:
             if source is None or predictors is None:
                 continue
             predictor = Predictor(predictors.kind, source, predictors.rank, predictors.group_size)
-        rescale = number if isinstance(choice, KeyChoice) and choice.rescale else None
-        options.append(Composition(choice_name(choice), choice_format(choice, cache), rescale, predictor))
-    options.append(Composition(choice_name(KeyChoice(16)), RAW))
-    read_by_next = not is_last and any(choice.predicted for choice in choices)
-    read_by_values = side == "k" and source is not None and any(choice.predicted for choice in spec.values)
-    if (read_by_next or read_by_values) and (cache.num_sink_tokens or cache.k_recent_window or cache.v_recent_window):
-        options = [option for option in options if option.format != RAW]
-    unique: dict[object, Composition] = {}
-    for option in options:
-        unique.setdefault((option.format, option.rescale, option.predictor), option)
-    return tuple(unique.values())
+        option = Composition(style, predictor)
+        try:
+            alone = alone_in(layer, side, option)
+        except ValidationError as conflict:
+            reason = conflict.errors()[0]["msg"].removeprefix("Value error, ")
+            raise UsageError(
+                f"the choice '{style}' of [search] cannot be composed: {reason}",
+                hint="take it out of [search], or change the part that is named",
+            ) from None
+        if serve == "storage" or slow_because(alone, cache_dtype) <= raw_reasons:
+            options.append(option)
+    return tuple(options)
 
 
-def _require_predictable(choice: KeyChoice | ValueChoice, cache: CacheSpec, predictors: PredictorSpec | None) -> None:
-    name = choice_name(choice)
-    if predictors is None:
-        raise UsageError(
-            f"the choice {name!r} is predicted, and the recipe has no [predictors]",
-            hint="add [predictors], or take the choice out of [search]",
-        )
-    if cache.k_recent_window != cache.v_recent_window:
-        raise UsageError(
-            f"the choice {name!r} is predicted, and k_recent_window = {cache.k_recent_window} differs from "
-            f"v_recent_window = {cache.v_recent_window}: pages would be of other tokens",
-            hint="give both the same window in [cache]",
-        )
+def slow_because(layer: LayerPlan, cache_dtype: CacheDtype) -> set[str]:
+    """Why attention cannot read the layer's pages as they are stored, or only with the slower kernel."""
+    forms = form_reasons(layer, ())
+    return {*refusals(layer, cache_dtype), *forms, *(() if forms else slow_reasons(layer, cache_dtype))}
 
 
-def most_scratch(
-    geometry: Geometry, spec: SearchSpec, cache: CacheSpec, predictors: PredictorSpec | None
-) -> tuple[LayerPlan, ...]:
-    """Every layer in those of its options that need the most scratch: predicted ones, else lattices."""
-    layers, source = [], None
-    for layer in bare_layers(geometry):
-        if layer.is_paged:
-            k, v = (
-                max(
-                    options_of(layer, side, source, False, spec, cache, predictors),
-                    key=lambda option: (option.predictor is not None, option.format.lattice_dim or 0),
-                )
-                for side in SIDES
-            )
-            layer = _with_options(layer, [replace(k, rescale=None)], [v])
-            source = layer.geometry.index
-        layers.append(layer)
-    return tuple(layers)
+def alone_in(layer: LayerPlan, side: Side, option: Composition) -> LayerPlan:
+    """The layer with one side in ``option`` and the other at 16 bits."""
+    return with_options(layer, *([option], [RAW_OPTION]) if side == "k" else ([RAW_OPTION], [option]))
 
 
 def composed_layers(
     geometry: Geometry, chosen: Mapping[Unit, Composition], brought: OptionTensors
 ) -> tuple[tuple[LayerPlan, ...], dict[str, Tensor]]:
-    """The layers and plan tensors of one option for every unit. λ is 1 for heads that take none, where others do."""
+    """The layers and plan tensors of one option for every unit."""
     layers, tensors = [], {}
     for layer in bare_layers(geometry):
         if layer.is_paged:
             index, heads = layer.geometry.index, range(layer.attention.num_kv_heads)
-            k, v = (
-                [chosen.get(Unit(index, side, None)) or chosen[Unit(index, side, head)] for head in heads]
-                for side in SIDES
-            )
-            layer = _with_options(layer, k, v)
+            of_head = {
+                (unit.side, head): option
+                for unit, option in chosen.items()
+                if unit.index == index
+                for head in (heads if unit.heads is None else unit.heads)
+            }
+            k, v = ([of_head[side, head] for head in heads] for side in SIDES)
+            layer = with_options(layer, k, v)
             if layer.k_rescale:
-                ones = torch.ones(layer.attention.k_head_dim)
-                rows = [
-                    ones if option.rescale is None else brought.lambdas[option.rescale][index][head]
-                    for head, option in zip(heads, k, strict=True)
-                ]
-                tensors[f"layers.{index}.k_rescale"] = torch.stack(rows)
+                tensors[f"layers.{index}.k_rescale"] = brought.rescale(index, k, layer.attention.k_head_dim)
         layers.append(layer)
     needed = needed_tensors(layers, geometry.cache_dtype)
     tensors |= {name: tensor for name, tensor in brought.predictors.items() if name in needed}
     return tuple(layers), tensors | lattice_tensors(layers)
 
 
-def _with_options(layer: LayerPlan, k: Sequence[Composition], v: Sequence[Composition]) -> LayerPlan:
+def with_options(layer: LayerPlan, k: Sequence[Composition], v: Sequence[Composition]) -> LayerPlan:
     """The layer in one option for all heads, or one for each. Predictions are of all heads."""
     return LayerPlan(
         layer.geometry,
         one_or_each(tuple(option.format for option in k)),
         one_or_each(tuple(option.format for option in v)),
-        k_rescale=any(option.rescale is not None for option in k),
+        k_rescale=any(option.style.rescale for option in k),
         k_pages="post" if k[0].predictor is None else "pre",
         k_predictor=k[0].predictor,
         v_predictor=v[0].predictor,
@@ -204,9 +282,9 @@ def _with_options(layer: LayerPlan, k: Sequence[Composition], v: Sequence[Compos
 def option_nbytes(unit: Unit, option: Composition, layer: LayerPlan, geometry: Geometry, workload: Workload) -> int:
     """Bytes that the option takes at the workload, with the tensors that it alone brings (of λ a row for every head,
     whichever of them take it)."""
-    heads = layer.attention.num_kv_heads if unit.head is None else 1
-    dim, cache_dtype, raw = layer.head_dim(unit.side), geometry.cache_dtype, [Composition("", RAW)]
-    alone = _with_options(layer, [option], raw) if unit.side == "k" else _with_options(layer, raw, [option])
+    heads = layer.attention.num_kv_heads if unit.heads is None else len(unit.heads)
+    dim, cache_dtype = layer.head_dim(unit.side), geometry.cache_dtype
+    alone = alone_in(layer, unit.side, option)
     layers = [alone if one.geometry.index == unit.index else one for one in bare_layers(geometry)]
     shared = lattice_nbytes([(option.format.lattice_dim, option.format.num_bits)])
     stored = option.format.nbytes(unit.side, heads, dim, cache_dtype, workload.lengths)
@@ -216,3 +294,14 @@ def option_nbytes(unit: Unit, option: Composition, layer: LayerPlan, geometry: G
 def lattice_nbytes(lattices: Iterable[tuple[int | None, int]]) -> int:
     """Bytes of the points of all lattices (their dimension, None for no lattice, and bits), each once."""
     return sum(2 ** (dim * bits) * dim * FLOAT_BYTES for dim, bits in set(lattices) if dim is not None)
+
+
+def complexity(layers: Sequence[LayerPlan]) -> int:
+    """Different ways in which the plan stores keys, and values: 2 for one of each."""
+    ways = {
+        (side, fmt, layer.predictor(side) is not None, side == "k" and layer.k_rescale)
+        for layer in layers
+        for side in SIDES
+        for fmt in layer.formats(side)
+    }
+    return len(ways)

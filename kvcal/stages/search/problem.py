@@ -1,54 +1,52 @@
-"""The search: compositions of all five systems, chosen layer by layer under one byte budget, on measured KL.
+"""The units of a search, their options, and the bytes that these may take together.
 
-1. Every plan of one composition for all keys and one for all values that fits the budget is measured. The best of them
-   is the background: it shows what layers break together.
-2. Every option of every unit is measured in the background. Distortion is never carried over from one quantizer to
-   another.
-3. The exact solver chooses (``allocate.solver``), taking the differences of these KLs as if they added up.
-4. Random plans test whether they do: the rank correlation of predicted and measured KL is part of the result.
-5. Refinement: with the best plan as background, neighbouring options of every unit are measured again and solved for,
-   moving few units or many (a penalty for each unit that changes), until no plan is better.
+Keys and values of a layer (of a group of KV heads) are a couple: some pairs of options do not go together, because the
+pair would be decoded by the slower kernel. The solver chooses pairs.
 
-The best plan is always that of least real KL among all within the budget that were measured, whatever for: also a
-uniform one, a random one, or one that differs from a background in one unit.
-
-The texts of the KL are neither those of the fits nor those of the evaluation. Left out: pairs of units, beyond what 5
-sees.
+KV heads of a layer form as many groups as leave no more than ``MAX_UNITS`` units in all, neighbours together: what each
+does to the KL is measured, and measurements are what a search pays for.
 """
 
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from kvcal.errors import InfeasibleBudget
-from kvcal.geometry import Geometry
-from kvcal.plan.layer import bare_layers
+from kvcal.geometry import CacheDtype, Geometry
+from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import Workload
-from kvcal.recipe import CacheSpec, PredictorSpec, SearchSpec
+from kvcal.recipe import PredictorSpec
 from kvcal.stages.allocate import solver
-from kvcal.stages.search.compositions import Composition, Unit, lattice_nbytes, option_nbytes, options_of
+from kvcal.stages.search.compositions import (
+    RAW_OPTION,
+    Composition,
+    Style,
+    Unit,
+    lattice_nbytes,
+    option_nbytes,
+    options_of,
+    slow_because,
+    with_options,
+)
 
-# Uniform plans at most, the largest ones: their KLs cost less than those of single options in a deep model.
-MAX_UNIFORM = 96
-# Penalties for a unit that changes, as shares of the largest gain that one change promises: few moves to all of them.
-TRUST = (1.0, 0.5, 0.25, 0.1, 0.03, 0.0)
+MAX_UNITS = 128
 
 Choice = tuple[int, ...]  # an option number for every unit
-Measure = Callable[[Sequence[Choice], str], list[float]]
+Pairs = frozenset[tuple[int, int]]
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """The options of every unit, their bytes, and the bytes they may take together."""
+    """The options of every unit, their bytes, and the bytes they may take together. ``couples``: positions of the units
+    of keys and values of the same heads, with the pairs of options that go together."""
 
     units: tuple[Unit, ...]
     options: tuple[tuple[Composition, ...], ...]
     nbytes: tuple[tuple[int, ...], ...]
+    couples: tuple[tuple[int, int, Pairs], ...]
     capacity: int
 
     def size(self, choice: Choice) -> int:
@@ -57,49 +55,112 @@ class Problem:
     def chosen(self, choice: Choice) -> dict[Unit, Composition]:
         return {unit: options[option] for unit, options, option in zip(self.units, self.options, choice, strict=True)}
 
-    def solve(self, losses: Sequence[Mapping[int, float]]) -> Choice:
-        """The choice of least loss among the options that ``losses`` names. InfeasibleBudget if none fits."""
-        numbers = [sorted(row) for row in losses]
-        units = []
-        for unit, sizes, row, allowed in zip(self.units, self.nbytes, losses, numbers, strict=True):
-            low = min(row.values())  # the solver takes no negative losses
-            options = (solver.Option(str(number), sizes[number], row[number] - low) for number in allowed)
-            units.append(solver.Unit(str(unit), tuple(options)))
-        solution = solver.solve(units, self.capacity)
-        return tuple(allowed[position] for allowed, position in zip(numbers, solution.choice, strict=True))
+    def is_allowed(self, choice: Choice) -> bool:
+        """Whether all pairs go together."""
+        return all((choice[k], choice[v]) in pairs for k, v, pairs in self.couples)
+
+    @property
+    def raw(self) -> Choice:
+        """16 bits everywhere."""
+        return tuple(options.index(RAW_OPTION) for options in self.options)
+
+    @property
+    def smallest(self) -> Choice:
+        """The pair of fewest bytes for every couple."""
+        choice = [0] * len(self.units)
+        for k, v, pairs in self.couples:
+            choice[k], choice[v] = min(pairs, key=lambda p: (self.nbytes[k][p[0]] + self.nbytes[v][p[1]], p))
+        return tuple(choice)
+
+    def choice_of(self, layers: Sequence[LayerPlan]) -> Choice | None:
+        """The choice whose plan has these layers; None where they are no composition of the options."""
+        by_index, choice = {layer.geometry.index: layer for layer in layers}, []
+        for unit, options in zip(self.units, self.options, strict=True):
+            layer, side = by_index[unit.index], unit.side
+            formats = {layer.head_formats(side)[head] for head in unit.heads or range(layer.attention.num_kv_heads)}
+            rescale = side == "k" and layer.k_rescale
+            found = [
+                number
+                for number, option in enumerate(options)
+                if {option.format} == formats
+                and (option.predictor, option.style.rescale) == (layer.predictor(side), rescale)
+            ]
+            if not found:
+                return None
+            choice.append(found[0])
+        of_unit = self.chosen(tuple(choice))
+        for layer in layers:
+            if layer.is_paged:
+                k, v = ([o for unit, o in of_unit.items() if (unit.index, unit.side) == (layer.geometry.index, side)]
+                        for side in SIDES)  # fmt: skip
+                if (with_options(layer, k[:1], v[:1]).k_pages, layer.k_offset) != (layer.k_pages, False):
+                    return None
+        return tuple(choice)
+
+    def solve(self, losses: Sequence[Mapping[int, float]]) -> Choice | None:
+        """The choice of least loss among the pairs of options that ``losses`` names; None if none fits."""
+        units, pairs_of = [], []
+        for k, v, pairs in self.couples:
+            named = sorted(pair for pair in pairs if pair[0] in losses[k] and pair[1] in losses[v])
+            costs = [losses[k][i] + losses[v][j] for i, j in named]
+            options = [
+                solver.Option(str(number), self.nbytes[k][i] + self.nbytes[v][j], cost - min(costs))
+                for number, ((i, j), cost) in enumerate(zip(named, costs, strict=True))
+            ]
+            units.append(solver.Unit(f"{self.units[k]}, {self.units[v]}", tuple(options)))
+            pairs_of.append(named)
+        try:
+            solution = solver.solve(units, self.capacity)
+        except InfeasibleBudget:
+            return None
+        choice = [0] * len(self.units)
+        for (k, v, _), named, number in zip(self.couples, pairs_of, solution.choice, strict=True):
+            choice[k], choice[v] = named[number]
+        return tuple(choice)
 
 
 def problem_of(
     geometry: Geometry,
-    spec: SearchSpec,
-    cache: CacheSpec,
+    styles: Mapping[Side, Sequence[Style]],
     predictors: PredictorSpec | None,
     workload: Workload,
     paged_bytes: int,
     per_head: bool,
+    serve: str,
 ) -> Problem:
-    """Units and options of a model, those that fit beside the smallest ones of all other units. ``paged_bytes``: what
-    the paged layers and their tensors may take.
+    """Units and options of a model: all that fit beside the smallest of all other units, and 16 bits. ``paged_bytes``:
+    what the paged layers and their tensors may take.
 
     Raises:
-        UsageError: a choice that cannot be composed. InfeasibleBudget: not even the smallest options fit.
+        UsageError: a style that cannot be composed. InfeasibleBudget: not even the smallest options fit.
     """
-    units, options, nbytes = [], [], []
-    source = None
+    units: list[Unit] = []
+    options: list[tuple[Composition, ...]] = []
+    couples, source = [], None
     paged = [layer for layer in bare_layers(geometry) if layer.is_paged]
+    layer_of = {layer.geometry.index: layer for layer in paged}
     for layer in paged:
-        for side in SIDES:
-            offered = options_of(layer, side, source, layer is paged[-1], spec, cache, predictors)
-            for head in range(layer.attention.num_kv_heads) if per_head else (None,):
-                unit = Unit(layer.geometry.index, side, head)
-                allowed = offered if head is None else tuple(o for o in offered if fits_one_head(o))
-                units.append(unit)
-                options.append(allowed)
-                nbytes.append(tuple(option_nbytes(unit, option, layer, geometry, workload) for option in allowed))
-        source = layer.geometry.index
+        index = layer.geometry.index
+        offered = {
+            side: options_of(layer, side, source, styles[side], predictors, geometry.cache_dtype, serve)
+            for side in SIDES
+        }
+        for heads in _groups(layer.attention.num_kv_heads, len(paged)) if per_head else (None,):
+            first = len(units)
+            for side in SIDES:
+                units.append(Unit(index, side, heads))
+                options.append(tuple(o for o in offered[side] if heads is None or fits_one_head(o)))
+            pairs = _pairs(layer, options[first], options[first + 1], geometry.cache_dtype, serve)
+            couples.append((first, first + 1, pairs))
+        source = index
+    nbytes = tuple(
+        tuple(option_nbytes(unit, option, layer_of[unit.index], geometry, workload) for option in row)
+        for unit, row in zip(units, options, strict=True)
+    )
     lattices = ((option.format.lattice_dim, option.format.num_bits) for row in options for option in row)
     capacity = paged_bytes - lattice_nbytes(lattices)
-    smallest = sum(min(sizes) for sizes in nbytes)
+    wide = Problem(tuple(units), tuple(options), nbytes, tuple(couples), capacity)
+    smallest = wide.size(wide.smallest)
     if smallest > capacity:
         missing = smallest - capacity
         raise InfeasibleBudget(
@@ -108,11 +169,44 @@ def problem_of(
             paged_bytes + missing,
             hint="raise the budget, or add choices with fewer bits",
         )
-    for position, sizes in enumerate(nbytes):
-        fits = [size - min(sizes) <= capacity - smallest for size in sizes]
-        options[position] = tuple(itertools.compress(options[position], fits))
-        nbytes[position] = tuple(itertools.compress(sizes, fits))
-    return Problem(tuple(units), tuple(options), tuple(nbytes), capacity)
+    return _fitting(wide, capacity - smallest)
+
+
+def _groups(num_heads: int, num_layers: int) -> list[tuple[int, ...]]:
+    """Neighbouring heads, in as many groups of a layer as ``MAX_UNITS`` allows."""
+    count = max(1, min(num_heads, MAX_UNITS // (2 * num_layers)))
+    bounds = [round(number * num_heads / count) for number in range(count + 1)]
+    return [tuple(range(a, b)) for a, b in itertools.pairwise(bounds)]
+
+
+def _pairs(
+    layer: LayerPlan, k: Sequence[Composition], v: Sequence[Composition], cache_dtype: CacheDtype, serve: str
+) -> Pairs:
+    """Numbers of the options that go together."""
+    every = itertools.product(range(len(k)), range(len(v)))
+    if serve == "storage":
+        return frozenset(every)
+    raw_reasons = slow_because(layer, cache_dtype)
+    return frozenset(
+        (i, j) for i, j in every if slow_because(with_options(layer, [k[i]], [v[j]]), cache_dtype) <= raw_reasons
+    )
+
+
+def _fitting(wide: Problem, room: int) -> Problem:
+    """The problem without options that fit beside the smallest in no pair. 16 bits stay: others are measured beside
+    them."""
+    options, nbytes, couples = list(wide.options), list(wide.nbytes), []
+    for k, v, pairs in wide.couples:
+        sizes = {pair: wide.nbytes[k][pair[0]] + wide.nbytes[v][pair[1]] for pair in pairs}
+        fitting = [pair for pair, size in sizes.items() if size - min(sizes.values()) <= room]
+        new_number = []
+        for place, position in enumerate((k, v)):
+            kept = {pair[place] for pair in fitting} | {wide.options[position].index(RAW_OPTION)}
+            new_number.append({old: new for new, old in enumerate(sorted(kept))})
+            options[position] = tuple(wide.options[position][number] for number in sorted(kept))
+            nbytes[position] = tuple(wide.nbytes[position][number] for number in sorted(kept))
+        couples.append((k, v, frozenset((new_number[0][i], new_number[1][j]) for i, j in fitting)))
+    return replace(wide, options=tuple(options), nbytes=tuple(nbytes), couples=tuple(couples))
 
 
 def fits_one_head(option: Composition) -> bool:
@@ -120,145 +214,47 @@ def fits_one_head(option: Composition) -> bool:
     return option.format.lattice_dim is None and option.predictor is None
 
 
-def uniform_choices(problem: Problem) -> list[Choice]:
-    """One composition by name for all keys and one for all values: every such plan within the capacity, the largest
-    ``MAX_UNIFORM``, by bytes from most to fewest; the smallest options where none fits.
-
-    The first layer cannot be predicted: where the others are, it takes its smallest options, and in a second plan the
-    largest that there is room for (AQUA-KV stores its first layer with more bits)."""
-    smallest = tuple(sizes.index(min(sizes)) for sizes in problem.nbytes)
-    choices: dict[Choice, int] = {}
-    for names in itertools.product(_names(problem, "k"), _names(problem, "v")):
-        name_of = dict(zip(SIDES, names, strict=True))
-        choice, lacking = list(smallest), []
-        for position, (unit, options) in enumerate(zip(problem.units, problem.options, strict=True)):
-            offered = [option.name for option in options]
-            if name_of[unit.side] in offered:
-                choice[position] = offered.index(name_of[unit.side])
-            else:
-                lacking.append(position)
-        choices[tuple(choice)] = problem.size(tuple(choice))
-        for position in lacking:
-            sizes = problem.nbytes[position]
-            room = problem.capacity - problem.size(tuple(choice)) + sizes[choice[position]]
-            choice[position] = max(range(len(sizes)), key=lambda option: (sizes[option] <= room) * sizes[option])
-        choices[tuple(choice)] = problem.size(tuple(choice))
-    fitting = [choice for choice, size in choices.items() if size <= problem.capacity]
-    return sorted(fitting, key=choices.__getitem__, reverse=True)[:MAX_UNIFORM] or [smallest]
-
-
-def _names(problem: Problem, side: Side) -> list[str]:
-    """Names of the options that all layers behind the first have."""
-    offered = [
-        (unit.index, {option.name for option in options})
-        for unit, options in zip(problem.units, problem.options, strict=True)
-        if unit.side == side
-    ]
-    every = set[str]().union(*(names for _, names in offered))
-    return sorted(every.intersection(*(names for index, names in offered if index != problem.units[0].index)))
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The best plan. ``proxy``: (predicted, measured) KL of random plans; ``history``: the measured KL of the
-    background, of the solver's first plan, and of the best plan after every round of refinement, which is ``kl`` after
-    the last one (without a round, ``kl`` may be a plan's that ``history`` does not name). The last round may have
-    improved nothing."""
-
-    choice: Choice
-    kl: float
-    background_kl: float
-    costs: tuple[tuple[float, ...], ...]
-    proxy: tuple[tuple[float, float], ...]
-    history: tuple[float, ...]
-
-
-def search(problem: Problem, spec: SearchSpec, measure: Measure) -> Outcome:
-    """See the module's docstring. ``measure``: the KL of choices."""
-    kl_of: dict[Choice, float] = {}  # within the budget, in the order of measurement
-
-    def measured(choices: Sequence[Choice], what: str) -> list[float]:
-        kls = measure(choices, what)
-        pairs = zip(choices, kls, strict=True)
-        kl_of.update((choice, kl) for choice, kl in pairs if problem.size(choice) <= problem.capacity)
-        return kls
-
-    uniform = uniform_choices(problem)
-    background_kl, background = min(zip(measured(uniform, "uniform plans"), uniform, strict=True), key=itemgetter(0))
-    all_options = [range(len(options)) for options in problem.options]
-    costs = _costs(problem, background, all_options, measured, "compositions")
-    costs = [{option: kl - background_kl for option, kl in row.items()} for row in costs]
-    [solved_kl] = measured([problem.solve(costs)], "the solver's plan")
-    history = [background_kl, solved_kl]
-    proxy = _check_proxy(problem, costs, background_kl, spec, measured)
-    best = min(kl_of, key=kl_of.__getitem__)
-    for number in range(1, spec.refine_rounds + 1):
-        _refine(problem, best, kl_of[best], spec.neighbours, measured, number)
-        before, best = best, min(kl_of, key=kl_of.__getitem__)
-        history.append(kl_of[best])
-        if best == before:
-            break
-    table = tuple(tuple(row[option] for option in range(len(row))) for row in costs)
-    return Outcome(best, kl_of[best], background_kl, table, proxy, tuple(history))
-
-
-def _costs(
-    problem: Problem, background: Choice, options: Sequence[Sequence[int]], measure: Measure, what: str
-) -> list[dict[int, float]]:
-    """For every unit: {option: KL with that option alone changed in the background}, for its ``options``."""
-    places = [(position, option) for position, row in enumerate(options) for option in row]
-    kls = measure([(*background[:unit], option, *background[unit + 1 :]) for unit, option in places], what)
-    rows: list[dict[int, float]] = [{} for _ in problem.units]
-    for (position, option), kl in zip(places, kls, strict=True):
-        rows[position][option] = kl
-    return rows
-
-
-def _check_proxy(
-    problem: Problem, costs: Sequence[Mapping[int, float]], background_kl: float, spec: SearchSpec, measure: Measure
-) -> tuple[tuple[float, float], ...]:
-    """(predicted, measured) KL of random plans within the budget."""
-    draw = random.Random(f"search:{spec.seed}")
-    choices: dict[Choice, None] = {}
-    for _ in range(100 * spec.proxy_plans):
-        if len(choices) == spec.proxy_plans:
-            break
-        choices[_random_choice(problem, draw)] = None
-    kls = measure(list(choices), "random plans")
-    predicted = [background_kl + sum(row[o] for row, o in zip(costs, choice, strict=True)) for choice in choices]
-    return tuple(zip(predicted, kls, strict=True))
-
-
-def _random_choice(problem: Problem, draw: random.Random) -> Choice:
-    """Units in random order take a random option of those that leave room for the smallest of all others."""
-    left = problem.capacity - sum(min(sizes) for sizes in problem.nbytes)
-    choice = [0] * len(problem.units)
-    for position in draw.sample(range(len(choice)), len(choice)):
-        sizes = problem.nbytes[position]
-        choice[position] = draw.choice([option for option, size in enumerate(sizes) if size - min(sizes) <= left])
-        left -= sizes[choice[position]] - min(sizes)
+def side_choice(problem: Problem, side: Side, style: Style, room: int | None = None) -> Choice:
+    """One style for all keys, or all values, and 16 bits for the others. Where a layer does not have it (the first
+    cannot be predicted), the largest option within ``room`` bytes of the smallest; 16 bits without one."""
+    choice = list(problem.raw)
+    for position, (unit, options) in enumerate(zip(problem.units, problem.options, strict=True)):
+        if unit.side == side:
+            numbers = [number for number, option in enumerate(options) if option.style == style]
+            if numbers:
+                choice[position] = numbers[0]
+            elif room is not None:
+                sizes = problem.nbytes[position]
+                fitting = [number for number, size in enumerate(sizes) if size <= min(sizes) + room]
+                choice[position] = max(fitting, key=lambda number: sizes[number])
     return tuple(choice)
 
 
-def _refine(problem: Problem, best: Choice, best_kl: float, num_neighbours: int, measure: Measure, number: int) -> None:
-    """One round from ``best``: measures its neighbours, and the plans that are solved for with them."""
-    near = [_neighbours(sizes, current, num_neighbours) for sizes, current in zip(problem.nbytes, best, strict=True)]
-    around = _costs(problem, best, near, measure, f"round {number}")
-    gains = [{option: kl - best_kl for option, kl in row.items()} for row in around]
-    largest = max((abs(gain) for row in gains for gain in row.values()), default=0.0)
-    candidates: dict[Choice, None] = {}
-    for trust in TRUST:
-        losses = [
-            {o: gain + (0.0 if o == current else trust * largest) for o, gain in {**row, current: 0.0}.items()}
-            for row, current in zip(gains, best, strict=True)
-        ]
-        candidates[problem.solve(losses)] = None
-    measure(list(candidates), f"round {number}, plans")
+def uniform_choices(problem: Problem, effects: Mapping[tuple[Side, Style], float], most: int) -> dict[str, Choice]:
+    """One style for all keys and one for all values: those that fit, the ``most`` of least ``effects`` (of either side
+    alone, taken to add up), by name."""
+    found: dict[Choice, tuple[float, str]] = {}
+    for (k_side, k), (v_side, v) in itertools.product(effects, effects):
+        if (k_side, v_side) == ("k", "v"):
+            whole = problem.size(_beside(problem, side_choice(problem, "k", k, 0), side_choice(problem, "v", v, 0)))
+            room = max(0, (problem.capacity - whole) // 2)
+            choice = _beside(problem, side_choice(problem, "k", k, room), side_choice(problem, "v", v, room))
+            if problem.size(choice) <= problem.capacity and problem.is_allowed(choice):
+                found.setdefault(choice, (effects["k", k] + effects["v", v], f"K {k}, V {v}"))
+    ranked = sorted(found, key=lambda choice: found[choice])[:most]
+    return {found[choice][1]: choice for choice in ranked}
 
 
-def _neighbours(sizes: Sequence[int], current: int, count: int) -> list[int]:
-    """The ``count`` next cheaper and next dearer sizes, all options of them, and those as large as the current one."""
-    levels = sorted(set(sizes))
-    at = levels.index(sizes[current])
-    near = set(levels[max(0, at - count) : at + count + 1])
-    return [option for option, size in enumerate(sizes) if size in near and option != current]
+def _beside(problem: Problem, keys: Choice, values: Choice) -> Choice:
+    return tuple(k if unit.side == "k" else v for unit, k, v in zip(problem.units, keys, values, strict=True))
+
+
+def shared_styles(problem: Problem, side: Side) -> list[Style]:
+    """Styles that all layers behind the first have, in the order of the options."""
+    rows = [
+        (unit.index, [option.style for option in options])
+        for unit, options in zip(problem.units, problem.options, strict=True)
+        if unit.side == side
+    ]
+    later = [row for index, row in rows if index != problem.units[0].index] or [row for _, row in rows]
+    return [style for style in dict.fromkeys(s for _, row in rows for s in row) if all(style in row for row in later)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic.dataclasses import dataclass as record
 from torch import Tensor
@@ -15,68 +16,97 @@ from kvcal.plan.plan import Plan
 from kvcal.records import record_of, refusing
 from kvcal.stages.allocate.importance import rank_correlation
 from kvcal.stages.allocate.record import Allocation
-from kvcal.strict import STRICT, Count, Number, NumBytes, dump
+from kvcal.strict import STRICT, Amount, Count, Number, NumBytes, Positive, dump
 
 KIND = "search"
-SCHEMA = 2
+SCHEMA = 3
+
+
+@record(frozen=True, config=STRICT)
+class OptionResult:
+    """An option of a unit in the last round: the change of the score when the unit alone takes it, its standard error,
+    and the estimate shrunk towards what the same change does elsewhere."""
+
+    name: str
+    nbytes: NumBytes
+    change: Number
+    error: Amount
+    estimate: Number
 
 
 @record(frozen=True, config=STRICT)
 class UnitResult:
-    """One unit's options: names, bytes, and the change of KL (nats per loss token) when it alone takes the option in
-    the background plan; ``chosen`` is the number of the one that the final plan takes."""
+    """One unit: what the plan that ships takes there, and what else was measured."""
 
     unit: str
-    options: tuple[str, ...]
-    nbytes: tuple[NumBytes, ...]
-    costs: tuple[Number, ...]
-    chosen: Count
-
-    def __post_init__(self) -> None:
-        if not len(self.options) == len(self.nbytes) == len(self.costs) > self.chosen:
-            raise ValueError(
-                f"unit {self.unit!r} has {len(self.options)} options, {len(self.nbytes)} sizes, {len(self.costs)} "
-                f"costs and chosen = {self.chosen}"
-            )
+    chosen: str
+    nbytes: NumBytes
+    options: tuple[OptionResult, ...]
 
 
-Shipped = Literal["searched", "refitted"]
+@record(frozen=True, config=STRICT)
+class KindResult:
+    """The plan that ships on one kind of text: mean KL in nats per loss token with its standard error over texts, the
+    99th percentile of KL, and the share of tokens that flip where 16 bits are sure; means over texts."""
+
+    kind: str
+    num_texts: Positive
+    kl: Number
+    kl_error: Amount
+    tail: Number
+    flips: Number
 
 
-def less_of(searched_kl: float, refitted_kl: float | None) -> tuple[Shipped, float]:
-    """The plan of less KL and its KL; the searched one where both are equal."""
-    if refitted_kl is not None and refitted_kl < searched_kl:
-        return "refitted", refitted_kl
-    return "searched", searched_kl
+@record(frozen=True, config=STRICT)
+class PoolResult:
+    """The plan that ships on one pool: mean KL of texts and its standard error; ``score``: relative to the reference
+    plan (kvcal.stages.search.judge)."""
+
+    kl: Number
+    kl_error: Amount
+    score: Number
+    kinds: tuple[KindResult, ...]
+
+
+@record(frozen=True, config=STRICT)
+class CandidateResult:
+    """A plan that was measured on all texts of the selection: its scores, and the paired standard error of its
+    difference from the plan that ships (0 for that one). ``validate``: None where it was not measured there."""
+
+    name: str
+    complexity: Count
+    nbytes: NumBytes
+    select: Number
+    select_error: Amount
+    validate: Number | None
+    validate_error: Amount | None
 
 
 @record(frozen=True, config=STRICT)
 class SearchReport:
-    """``kl``: of the plan that ships, on the search's texts. ``searched_kl``: of the best plan of the search;
-    ``refitted_kl``: of that plan with predictors fitted on its own layers, None where nothing is predicted. The one of
-    less KL ships, the searched one where both are equal. ``history``: of the background, the solver's plan, and the
-    best after every round of refinement. ``proxy``: (predicted, measured) KL of random plans."""
+    """``shipped``: the name of the plan that ships. ``proxy``: (estimated, measured) score of compositions.
+    ``refitted``: whether its predictors were fitted on its own layers. Both pools measured exactly the plan that ships.
+    ``num_plans``: plans whose KL was measured in the folder so far."""
 
+    shipped: str
+    refitted: bool
+    serve: str
+    select: PoolResult
+    validate: PoolResult
+    candidates: tuple[CandidateResult, ...]
     units: tuple[UnitResult, ...]
-    kl: Number
-    shipped: Shipped
-    searched_kl: Number
-    refitted_kl: Number | None
-    history: tuple[Number, ...]
     proxy: tuple[tuple[Number, Number], ...]
     num_plans: Count
 
     def __post_init__(self) -> None:
-        expected = less_of(self.searched_kl, self.refitted_kl)
-        if (self.shipped, self.kl) != expected:
-            raise ValueError(
-                f"shipped = {self.shipped!r} with kl = {self.kl}, expected {expected[0]!r} with {expected[1]}: the "
-                f"less of searched_kl = {self.searched_kl} and refitted_kl = {self.refitted_kl}"
-            )
+        names = [candidate.name for candidate in self.candidates]
+        if self.shipped not in names:
+            raise ValueError(f"shipped = {self.shipped!r}, expected one of the candidates {names[:20]}")
 
     @property
     def proxy_correlation(self) -> float | None:
-        """Spearman's rank correlation of predicted and measured KL; None for fewer than three plans, or equal ones."""
+        """Spearman's rank correlation of estimated and measured scores; None for fewer than three plans, or equal
+        ones."""
         predicted, measured = [p for p, _ in self.proxy], [m for _, m in self.proxy]
         if len(self.proxy) < 3 or len(set(predicted)) == 1 or len(set(measured)) == 1:
             return None
@@ -94,6 +124,27 @@ class SearchRecord:
     @property
     def layers(self) -> tuple[LayerPlan, ...]:
         return self.allocation.layers
+
+    @property
+    def plan(self) -> Plan:
+        """What was measured."""
+        chosen = self.allocation
+        return Plan(chosen.model, chosen.cache_dtype, chosen.layers, chosen.workload, {}, self.plan_tensors)
+
+
+def pool_result(table_NS: Tensor, kinds: Sequence[str], score: float) -> PoolResult:
+    """From ``divergence.STATISTICS`` of each text [N, 3]."""
+    found = []
+    for kind in dict.fromkeys(kinds):
+        mine_nS = table_NS[[number for number, name in enumerate(kinds) if name == kind]]
+        kl, tail, flips = mine_nS.mean(0).tolist()
+        found.append(KindResult(kind, len(mine_nS), kl, _error(mine_nS[:, 0]), tail, flips))
+    return PoolResult(float(table_NS[:, 0].mean()), _error(table_NS[:, 0]), score, tuple(found))
+
+
+def _error(values_n: Tensor) -> float:
+    """Of their mean; 0 for a single one."""
+    return float(values_n.std() / len(values_n) ** 0.5) if len(values_n) > 1 else 0.0
 
 
 @record(frozen=True, config=STRICT)
@@ -113,9 +164,12 @@ def load(path: Path) -> SearchRecord:
     stored = artifact.read(path, KIND, SCHEMA)
     body = record_of(_SearchBody, stored.body, path, hint="delete the file and search again")
     chosen, report = body.allocation, body.report
+    found = SearchRecord(chosen, report, stored.tensors)
     with refusing(path):
         chosen.require_sound()
-        Plan(chosen.model, chosen.cache_dtype, chosen.layers, chosen.workload, {}, stored.tensors)
-        if chosen.loss != report.kl:
-            raise ValueError(f"the allocation's loss is {chosen.loss}, the KL of the plan that ships {report.kl}")
-    return SearchRecord(chosen, report, stored.tensors)
+        assert found.plan is not None  # its tensors are those needed
+        if chosen.loss != report.select.kl:
+            raise ValueError(
+                f"the allocation's loss is {chosen.loss}, the KL of the plan that ships {report.select.kl}"
+            )
+    return found

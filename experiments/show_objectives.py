@@ -1,0 +1,107 @@
+"""Which statistic of texts orders plans as tasks do: mean KL, the tail of KL, or flips of sure tokens.
+
+    python experiments/show_objectives.py --model reasoner-10m --out objectives.json [--problems 8] [--texts 8]
+
+Plans: the systems' own and plain formats of 2 to 4 bits, keys and values alike or apart. Each is measured on texts of
+the select pool, decode-faithfully, and solves problems of all tasks greedily. Rank correlations are Spearman's between
+a statistic's mean over texts and the problems lost. Errors are standard deviations over 200 bootstrap samples of texts
+and problems; the plans stay the same, so that they are no errors over plans.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import product
+
+import torch
+from kvcal.stages.evaluate.generation import measure_tasks
+from shared import arguments, print_table
+
+from kvcal.console import TerminalReporter
+from kvcal.data.sequences import DataSpec, load_sequences
+from kvcal.geometry import Geometry
+from kvcal.models.load import load
+from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import Format
+from kvcal.plan.plan import Plan, Workload
+from kvcal.recipe import CacheSpec, EvaluateSpec, SearchSpec
+from kvcal.stages.allocate.importance import rank_correlation
+from kvcal.stages.allocate.record import layers_in
+from kvcal.stages.divergence import STATISTICS, deviations, kl_texts, padded_texts, unquantized_plan
+from kvcal.stages.search.compositions import system_plans
+
+WITHOUT_FITS = ("kivi-2", "kivi-4", "kitty", "kitty-pro", "mixkvq-capped", "kvmix", "higgs-2")
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--problems", type=int, default=8, help="of each task")
+    parser.add_argument("--texts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=768)
+    given = parser.parse_args()
+    loaded, reporter = load(given.model, device=given.device), TerminalReporter()
+    assert loaded.tokenizer is not None
+    plans = {
+        name: Plan(loaded.identity, loaded.geometry.cache_dtype, layers, Workload(8, 32768), {})
+        for name, layers in layers_of(loaded.geometry).items()
+        if not any(fmt.lattice_dim for layer in layers for fmt in layer.k)
+    }
+    data = load_sequences(
+        DataSpec(num_samples=2 * given.texts, seq_len=given.tokens, min_len=300), loaded.tokenizer, purpose="select"
+    )
+    texts = kl_texts(data, given.texts, given.tokens, CacheSpec(0, 0, 0))
+    reference = unquantized_plan(loaded.identity, loaded.geometry)
+    parts = []
+    for first in range(0, len(texts), 4):
+        reporter(first, len(texts), "texts")
+        batch = texts[first : first + 4]
+        parts.append(
+            deviations(loaded.model, reference, list(plans.values()), *padded_texts(batch)).statistics(len(batch))
+        )
+    found_PNS = torch.cat(parts, dim=1)
+    spec = EvaluateSpec(
+        num_problems=given.problems, max_steps=16, max_size=48, max_hops=16, max_digits=3, max_new_tokens=512,
+        batch=3 * given.problems,
+    )  # fmt: skip
+    solved: list[list[int]] = []
+    for name, plan in plans.items():
+        results = measure_tasks(loaded, plan, spec, reporter)
+        solved.append([round(result.accuracy * result.num_problems) for result in results])
+        reporter.say(f"{name}: {solved[-1]}, {found_PNS[len(solved) - 1].mean(0).tolist()}")
+    lost = [1 - sum(row) / (len(row) * given.problems) for row in solved]
+    means = {statistic: found_PNS[..., n].mean(1) for n, statistic in enumerate(STATISTICS)}
+    means["worst text's kl"] = found_PNS[..., 0].amax(1)
+    rows = [
+        [name, share, *(float(values[p]) for values in means.values())]
+        for p, (name, share) in enumerate(zip(plans, lost, strict=True))
+    ]
+    print_table("Plans", ["plan", "problems lost", *means], rows)
+    draw, correlations = random.Random(0), []
+    for statistic, number in zip(STATISTICS, range(len(STATISTICS)), strict=True):
+        samples = []
+        for _ in range(200):
+            chosen = [draw.randrange(len(texts)) for _ in texts]
+            drawn = [
+                sum(draw.random() < count / given.problems for count in row for _ in range(given.problems))
+                for row in solved
+            ]
+            values = found_PNS[:, chosen, number].mean(1).tolist()
+            if len(set(values)) > 1 and len(set(drawn)) > 1:
+                samples.append(rank_correlation(values, [-share for share in drawn]))
+        whole = rank_correlation(means[statistic].tolist(), lost)
+        correlations.append([statistic, whole, float(torch.tensor(samples).std())])
+    print_table("Rank correlation with problems lost", ["statistic", "correlation", "error"], correlations)
+    given.out.write_text(json.dumps({"plans": rows, "correlations": correlations}, indent=1))
+
+
+def layers_of(geometry: Geometry) -> dict[str, tuple[LayerPlan, ...]]:
+    """Of the systems that need no fits, and of plain formats."""
+    layers = system_plans(geometry, SearchSpec(systems=WITHOUT_FITS), None)
+    for k, v in product((2, 3, 4), (2, 3, 4)):
+        layers[f"K {k} V {v}"] = layers_in(geometry, Format(k, "channel", 128, 4), Format(v, "token", 128, 4))
+    return layers
+
+
+if __name__ == "__main__":
+    main()
