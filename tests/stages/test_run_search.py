@@ -13,8 +13,10 @@ from cli_cases import run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal import artifact
-from kvcal.data.pools import TokenDataset
+from kvcal.data.pools import Purpose, TokenDataset
+from kvcal.data.sequences import DataSpec
 from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
+from kvcal.folder import Job, job_sequences, sequences
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import load_plan
@@ -141,7 +143,7 @@ def test_the_plan_that_ships_is_the_plan_that_was_measured(whole: Path, loaded: 
     for purpose, found in (("select", record.report.select), ("validate", record.report.validate)):
         stored = artifact.read(whole / f"search.{purpose}.safetensors", f"{KIND}-partial", 1)
         table_NS = stored.tensors[plan_digest(plan)]
-        data = formats.sequences(recipe.data, loaded, purpose)  # type: ignore[arg-type]
+        data = sequences(recipe.data, loaded, purpose)  # type: ignore[arg-type]
         texts = kl_texts(data, 3, 300, recipe.cache)
         reference = unquantized_plan(loaded.identity, loaded.geometry)
         for text, row_S in zip(texts, table_NS, strict=True):
@@ -246,15 +248,14 @@ def test_heads_of_their_own(loaded: LoadedModel, tmp_path: Path) -> None:
 
 def test_pools_that_meet_are_refused(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A source that repeats itself: the same sequence to select and to validate on."""
-    load_data = formats.sequences
 
-    def meeting(spec: Any, loaded: LoadedModel, purpose: Any = "fit") -> TokenDataset:
+    def meeting(job: Job, spec: DataSpec, purpose: Purpose) -> TokenDataset:
         if purpose != "validate":
-            return load_data(spec, loaded, purpose)
-        found, other = load_data(spec, loaded, purpose), load_data(spec, loaded, "select")
+            return job_sequences(job, spec, purpose)
+        found, other = job_sequences(job, spec, purpose), job_sequences(job, spec, "select")
         return replace(found, sequences=(other.sequences[0], *found.sequences[1:]))
 
-    monkeypatch.setattr(formats, "sequences", meeting)
+    monkeypatch.setattr(formats, "job_sequences", meeting)
     with pytest.raises(UsageError, match="1 of 8 sequences of .* are among those that search"):
         built(recipe_of(tmp_path, 4.0), loaded, tmp_path)
 
