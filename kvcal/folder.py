@@ -83,6 +83,10 @@ class Folder:
     def picture(self) -> Path:
         return self.path / "evaluation.png"
 
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
     def require_model(self, inputs: Mapping[str, Any]) -> None:
         """ArtifactError when a stage's artifact in the folder, finished or not, was made from another model than the
         one in ``inputs``. A damaged file is left to the stage that reads it."""

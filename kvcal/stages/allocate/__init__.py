@@ -36,8 +36,8 @@ from kvcal.stages.allocate.solver import Option, Sweep, Unit, solve, sweep
 from kvcal.stages.profile.record import Profile
 
 __all__ = [
-    "KIND", "SCHEMA", "Allocation", "Split", "allocate", "fixed_allocation", "important_allocation", "load",
-    "made_progressive", "pareto", "reserved_bytes", "save", "unbudgeted",
+    "KIND", "SCHEMA", "Allocation", "Problem", "Split", "allocate", "fixed_allocation", "important_allocation", "load",
+    "made_progressive", "option_name", "pareto", "reserved_bytes", "save", "unbudgeted",
 ]  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def allocate(
         UsageError: an unreadable budget, or an objective that was not profiled.
         UnsupportedModel: no layer of the model has pages.
     """
-    problem = _Problem(profile, spec, cache)
+    problem = Problem(profile, spec, cache)
     if not problem.units:
         raise UnsupportedModel(
             "there is nothing to allocate: every layer of the model is a sliding window, kept at 16 bits, or a state",
@@ -82,7 +82,7 @@ def pareto(
 ) -> tuple[Sweep, list[dict[str, Any]]]:
     """All useful budgets: the solver's sweep, and a row for each point: bytes of the whole cache, all-in bits per
     value, loss, and the bits chosen per layer."""
-    problem = _Problem(profile, spec, cache)
+    problem = Problem(profile, spec, cache)
     front, rows = sweep(problem.units, num_points=num_points), []
     for point in front.points:
         layers = problem.layers_of(point.choice)
@@ -111,8 +111,8 @@ class _Cost(NamedTuple):
     losses: list[float]
 
 
-class _Problem:
-    """Units of the integer program, with the formats behind every option."""
+class Problem:
+    """``units`` of the integer program, with the formats behind every option."""
 
     def __init__(self, profile: Profile, spec: AllocateSpec, cache: CacheSpec) -> None:
         if spec.granularity == "head" and spec.objective != "sensitivity":
@@ -145,7 +145,7 @@ class _Problem:
         costs[RAW] = [0.0] * layer.attention.num_kv_heads
         dim, cache_dtype, lengths = layer.head_dim(side), self.geometry.cache_dtype, self.workload.lengths
         return {
-            _option_name(fmt): _Cost(fmt, fmt.nbytes(side, 1, dim, cache_dtype, lengths), loss)
+            option_name(fmt): _Cost(fmt, fmt.nbytes(side, 1, dim, cache_dtype, lengths), loss)
             for fmt, loss in costs.items()
         }
 
@@ -170,6 +170,10 @@ class _Problem:
         """The choice of every unit's largest option."""
         return [max(range(len(unit.options)), key=lambda n: unit.options[n].nbytes) for unit in self.units]
 
+    def formats(self, position: int) -> Sequence[Mapping[tuple[int, Side, int], Format]]:
+        """Of every option of a unit: the format of each (cache index, side, head) in it."""
+        return self._formats[position]
+
     def layers_of(self, choice: Sequence[int]) -> tuple[LayerPlan, ...]:
         """The layers that a choice (an option number per unit) stands for."""
         chosen: dict[tuple[int, Side, int], Format] = {}
@@ -185,6 +189,7 @@ class _Problem:
         return tuple(layers)
 
 
-def _option_name(fmt: Format) -> str:
+def option_name(fmt: Format) -> str:
+    """The name of a format among a unit's options; of pages that shrink, that of their final bits."""
     quantizer = "" if fmt.quantizer == UNIFORM else f"-{fmt.quantizer}"
     return f"{fmt.num_bits}-{fmt.axis}-{fmt.group_size}{quantizer}"

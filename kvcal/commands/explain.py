@@ -1,0 +1,113 @@
+"""Commands on what a folder's artifacts tell: ``kvcal explain`` and ``kvcal report``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcal import console
+from kvcal.commands.options import OutputOptions, PlanArgument, spread
+from kvcal.quantities import format_bytes
+
+if TYPE_CHECKING:
+    from kvcal.stages.explain import Explanation, MoreBytes, Risk, UnitReasons
+
+
+@spread
+def explain(
+    plan: PlanArgument,
+    given: OutputOptions,
+    folder: Annotated[
+        Path | None, typer.Option(help="Folder of the plan's artifacts; default: the one it lies in.")
+    ] = None,
+    layer: Annotated[
+        int | None, typer.Option(help="This layer alone, with the options that others better, too.", min=0)
+    ] = None,
+) -> None:
+    """Tell why each layer's keys and values got their bits: what every option would have cost, there and in all; what
+    10 % more bytes would buy; where the plan is at risk. From the artifacts beside the plan; nothing is measured.
+
+    Example: `kvcal explain artifacts/first/plan.safetensors --layer 7`
+
+    Example: `kvcal explain plan.safetensors --folder artifacts/first --json`
+    """
+    from dataclasses import asdict
+
+    from kvcal.plan.plan import load_plan
+    from kvcal.stages.explain import explain as explain_plan
+    from kvcal.stages.explain import folder_of
+
+    with given.reporting() as reporter:
+        found = explain_plan(load_plan(plan), folder_of(plan, folder), reporter, layer)
+        tables = [_options_table(found, layer is not None), _reasons_table(found)]
+        tables += [] if found.more is None else [_more_table(found, found.more)]
+        value = asdict(found)
+        value["risks"] = [risk._asdict() for risk in found.risks]
+        if found.more is not None:
+            value["more"]["swaps"] = [swap._asdict() for swap in found.more.swaps]
+        given.show(value, *tables, _risks_table(found.risks))
+        if not found.units:
+            reporter.say("the plan that ships is no composition of single options: it won as a whole")
+        if found.source == "profile":
+            reporter.say("note: a profile keeps no KL by kind of text; `kvcal search` does")
+
+
+def _options_table(found: Explanation, is_whole: bool) -> console.View:
+    """Options that another betters are left out, unless ``is_whole``."""
+    headers = ["unit", "option", "bytes", f"{'change of the ' if found.source == 'search' else ''}{found.measure}"]
+    is_profile = found.source == "profile"
+    headers += ["KL alone", "sensitivity", "plan's loss"] if is_profile else []
+    rows = []
+    for unit in found.units:
+        name = unit.name
+        for option in sorted(unit.options, key=lambda option: option.nbytes):
+            if option.better is not None and not (is_whole or option.is_chosen):
+                continue
+            error = "" if option.error is None else f" ± {option.error:.1g}"
+            cells = [name, f"{option.name}{' (chosen)' if option.is_chosen else ''}", format_bytes(option.nbytes)]
+            cells.append(f"{option.loss:.4g}{error}")
+            if is_profile:
+                total = "" if option.total is None else f"{option.total:+.3g}"
+                total = total if option.better is None else f"worse than {option.better}"
+                cells += [_number(option.kl), _number(option.sensitivity), total if option.fits else "does not fit"]
+            rows.append(cells)
+            name = ""
+    return "What each option costs; plan's loss: of the best plan with it, against this one", headers, rows
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _reasons_table(found: Explanation) -> console.View:
+    def cells(unit: UnitReasons) -> tuple[str, str, str]:
+        return unit.name, unit.chosen.name, unit.reason
+
+    headers = ("unit", "chosen", f"what the next smaller and the next larger option would change ({found.measure})")
+    return "Why", headers, [cells(unit) for unit in found.units]
+
+
+def _more_table(found: Explanation, more: MoreBytes) -> console.View:
+    error = "" if more.error is None else f" ± {more.error:.1g}"
+    gained = f"{more.loss_after - more.loss_before:+.3g}{error}"
+    rows = [
+        ("formats take", format_bytes(more.nbytes_before), format_bytes(more.nbytes_after), ""),
+        (found.measure, f"{more.loss_before:.4g}", f"{more.loss_after:.4g}", gained),
+    ]
+    if more.kl_before is not None and more.kl_after is not None:
+        change = f"{more.kl_after - more.kl_before:+.3g}"
+        rows.append(("sum of KLs alone", f"{more.kl_before:.4g}", f"{more.kl_after:.4g}", change))
+    rows += [(swap.unit, swap.before, swap.after, f"{swap.nbytes:+d} bytes") for swap in more.swaps]
+    return f"What 10 % more bytes would buy ({format_bytes(more.capacity)})", ("", "now", "then", "change"), rows
+
+
+def _risks_table(risks: Sequence[Risk]) -> console.View:
+    rows = []
+    for risk in risks:
+        error = "" if risk.error is None else f" ± {risk.error:.1g}"
+        share = "" if risk.share is None else f"{100 * risk.share:.1f}"
+        rows.append((risk.kind, risk.what, f"{risk.value:.3g}{error}", risk.measure, share))
+    return "At risk", ("", "where", "value", "of", "share %"), rows
