@@ -17,7 +17,7 @@ import typer
 from kvcal.commands import about, plans, run, stages
 from kvcal.commands.bench import bench
 from kvcal.commands.doctor import doctor
-from kvcal.commands.explain import explain
+from kvcal.commands.explain import explain, report
 from kvcal.commands.options import needs_compile
 from kvcal.commands.plan import diff, plan
 from kvcal.console import discard_stdout, print_error, print_error_json, print_text
@@ -113,6 +113,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Plans": {
         "inspect": plans.inspect,
         "explain": needs_compile(explain),
+        "report": needs_compile(report),
         "diff": diff,
         "verify": plans.verify,
         "generate": plans.generate,

@@ -289,7 +289,7 @@ def run_json(result: Result) -> dict[str, Any]:
     return {
         "allocation": dump(result.allocation),
         "evaluation": dump(result.evaluation),
-        "files": {"plan": str(folder.plan), "evaluation": str(folder.evaluation), "picture": str(folder.picture)},
+        "files": {name: str(getattr(folder, name)) for name in ("plan", "evaluation", "picture", "report")},
     }
 
 

@@ -34,11 +34,14 @@ body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var
   max-width: 1100px; padding: 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; border-bottom: 1px solid var(--rule); padding-bottom: .2rem; }
 p, figcaption { color: var(--dim); max-width: 75ch; } figure { margin: 0; overflow-x: auto; }
-svg { max-width: 100%; height: auto; min-width: 420px; } svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
-.wide { overflow-x: auto; } .row { display: flex; flex-wrap: wrap; gap: 1.5rem; } .row > * { flex: 1 1 420px; min-width: 0; }
+svg { max-width: 100%; height: auto; min-width: 420px; }
+svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
+.wide { overflow-x: auto; } .row { display: flex; flex-wrap: wrap; gap: 1.5rem; }
+.row > * { flex: 1 1 420px; min-width: 0; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { padding: .15rem .5rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } td.text { white-space: normal; text-align: left; overflow-wrap: anywhere; }
+th:first-child, td:first-child { text-align: left; }
+td.text { white-space: normal; text-align: left; overflow-wrap: anywhere; }
 td.heat { background: color-mix(in srgb, var(--hot) calc(var(--h) * 1%), var(--cold)); }
 td.chosen { outline: 2px solid var(--ink); outline-offset: -2px; font-weight: 700; }
 .grid { stroke: var(--rule); } .axis { stroke: var(--dim); } .line { fill: none; stroke-width: 1.5; }
@@ -59,7 +62,9 @@ def page(title: str, parts: Sequence[str]) -> str:
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escaped(title)}</title>\n'
-        f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escaped(title)}</h1>\n" + "\n".join(parts) + "\n</body>\n</html>\n"
+        f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escaped(title)}</h1>\n"
+        + "\n".join(parts)
+        + "\n</body>\n</html>\n"
     )
 
 
@@ -79,7 +84,8 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], text_column: in
     body = "\n".join(
         "<tr>"
         + "".join(
-            f'<td{" class=text" if number == text_column else ""}>{escaped(cell)}</td>' for number, cell in enumerate(row)
+            f"<td{' class=text' if number == text_column else ''}>{escaped(cell)}</td>"
+            for number, cell in enumerate(row)
         )
         + "</tr>"
         for row in rows
@@ -172,7 +178,9 @@ class Part(NamedTuple):
 def bars(rows: Sequence[tuple[str, Sequence[Part]]], x_name: str, limit: tuple[float, str] | None = None) -> str:
     """Horizontal bars, the parts of each one after the other; an error bar at the end of each part that has one.
     ``limit``: a value and its name, drawn as a line."""
-    most = max([sum(part.value for part in parts) + max((p.error for p in parts), default=0) for _, parts in rows] or [0])
+    most = max(
+        [sum(part.value for part in parts) + max((p.error for p in parts), default=0) for _, parts in rows] or [0]
+    )
     most = max(most, limit[0] if limit else 0.0)
     if not most > 0:
         return ""
@@ -192,8 +200,8 @@ def bars(rows: Sequence[tuple[str, Sequence[Part]]], x_name: str, limit: tuple[f
                 middle = y + BAR / 2
                 whisker = f'<line class="axis" x1="{low:.1f}" x2="{high:.1f}" y1="{middle}" y2="{middle}"/>'
             drawn.append(
-                f'<g class="bar"><rect class="{kind}" x="{left:.1f}" y="{y}" width="{right - left:.1f}" height="{BAR}"/>'
-                f"{whisker}<title>{escaped(part.hover)}</title></g>"
+                f'<g class="bar"><rect class="{kind}" x="{left:.1f}" y="{y}" width="{right - left:.1f}" '
+                f'height="{BAR}"/>{whisker}<title>{escaped(part.hover)}</title></g>'
             )
             start += part.value
     if limit:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcal import console
-from kvcal.commands.options import OutputOptions, PlanArgument, spread
+from kvcal.commands.options import FolderArgument, OutputOptions, PlanArgument, spread
 from kvcal.quantities import format_bytes
 
 if TYPE_CHECKING:
@@ -53,6 +53,22 @@ def explain(
             reporter.say("the plan that ships is no composition of single options: it won as a whole")
         if found.source == "profile":
             reporter.say("note: a profile keeps no KL by kind of text; `kvcal search` does")
+
+
+@spread
+def report(folder: FolderArgument, given: OutputOptions) -> None:
+    """Write report.html of what a folder of `kvcal plan`, `run`, `search`, `compare` or `tune` holds: one page, which
+    needs no network. These commands write it, too.
+
+    Example: `kvcal report artifacts/first`
+    """
+    from kvcal.charts.report import write_report
+    from kvcal.folder import Folder
+    from kvcal.stages.explain import folder_of
+
+    path = write_report(folder_of(Folder(folder).plan, None))
+    given.show({"report": str(path)})
+    given.reporter().say(f"report: {path}")
 
 
 def _options_table(found: Explanation, is_whole: bool) -> console.View:

@@ -58,6 +58,7 @@ def plan(
     from dataclasses import asdict
 
     from kvcal import tables as views
+    from kvcal.charts.report import write_report
     from kvcal.folder import Folder, max_context
     from kvcal.plan.plan import save_plan
     from kvcal.recipe_files import load_recipe
@@ -93,10 +94,17 @@ def plan(
         path = output or folder.plan
         if output is not None:
             save_plan(made, output)
-    value = {"plan": str(path), "folder": str(folder.path), "gain": asdict(gain), "checks": views.checks_json(checks)}
+        write_report(folder)
+    value = {
+        "plan": str(path),
+        "folder": str(folder.path),
+        "report": str(folder.report),
+        "gain": asdict(gain),
+        "checks": views.checks_json(checks),
+    }
     layers = views.layer_table(made.layers, made.cache_dtype, made.workload)
     given.show(value, layers, views.budget_table(allocation), gain_table(gain, made.workload))
-    reporter.say(f"plan: {path}\nnext: kvcal eval {path} --model {model} --out {folder.path}")
+    reporter.say(f"plan: {path}\nreport: {folder.report}\nnext: kvcal eval {path} --model {model} --out {folder.path}")
 
 
 def budget_name(spec: AllocateSpec) -> str:

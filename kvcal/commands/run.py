@@ -49,6 +49,7 @@ def run(
     Example: `kvcal run default --budget 24GB --batch 8 --context 32768 --set evaluate.tasks=[]`
     """
     from kvcal import tables as views
+    from kvcal.charts.report import write_report
     from kvcal.folder import DEFAULT_WORKLOAD
     from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
@@ -73,12 +74,13 @@ def run(
     with given.reporting() as reporter:
         loaded = given.load(model or chosen.model, chosen.data if chosen.calibrates else None, reporter)
         result = pipeline.run(chosen, loaded, folder, reporter, workload)
+        write_report(folder)
     tables = [views.budget_table(result.allocation), views.evaluation_table(result.evaluation)]
     if chosen.search is not None:
         report, row = load_search(folder.search).report, result.evaluation.rows[-1]
         tables += [views.candidates_table(report), views.pools_table(report, row)]
     given.show(views.run_json(result), *tables)
-    reporter.say(f"plan: {folder.plan}\ntable: {folder.evaluation}\npicture: {folder.picture}")
+    reporter.say(f"plan: {folder.plan}\ntable: {folder.evaluation}\npicture: {folder.picture}\nreport: {folder.report}")
 
 
 @spread
@@ -102,6 +104,7 @@ def search(
     Example: `kvcal search best --model Qwen/Qwen3-8B --for storage --dry-run`
     """
     from kvcal import tables as views
+    from kvcal.charts.report import write_report
     from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
     from kvcal.run.formats import search_data
@@ -122,12 +125,13 @@ def search(
             given.show({**estimate._asdict(), "cost": estimate.cost._asdict()}, views.estimate_table(estimate))
             return
         plan = pipeline.build_plan(base, loaded, folder, None, reporter)
+        write_report(folder)
     searched = load_search(folder.search)
     value = {"report": dump(searched.report), "plan": views.plan_json(plan, None)}
     report = searched.report
     tables = (views.search_table(report), views.candidates_table(report), views.pools_table(report))
     given.show(value, *tables, views.budget_table(searched.allocation))
-    reporter.say(f"plan: {folder.plan}")
+    reporter.say(f"plan: {folder.plan}\nreport: {folder.report}")
 
 
 @spread
@@ -150,6 +154,7 @@ def tune(
     Example: `kvcal tune mixkvq --model Qwen/Qwen3-8B --set 'tune.tasks=["lm-eval:gsm8k"]' --set tune.max_bits=3.4`
     """
     from kvcal import tables as views
+    from kvcal.charts.report import write_report
     from kvcal.folder import DEFAULT_WORKLOAD, Folder
     from kvcal.quantities import parse_bytes
     from kvcal.recipe_files import load_recipe
@@ -166,8 +171,10 @@ def tune(
         loaded = given.load(origin.source, base.data, reporter)
         plan = formats_plan(base, loaded, sizes.workload(DEFAULT_WORKLOAD))
         tuned = tune_plan(loaded, origin, plan, base, folder.path, reporter, workers, max_bytes)
+        write_report(folder)
     given.show(views.tuned_json(tuned), views.tuned_table(tuned))
     reporter.say(f"plan: {folder.plan}\nstudy: {folder.path / 'tune.json'}\npicture: {folder.path / 'tune.png'}")
+    reporter.say(f"report: {folder.report}")
 
 
 def _require_formats_alone(recipe: Recipe) -> None:
@@ -210,6 +217,7 @@ def compare(
     Example: `kvcal compare mine.toml --model Qwen/Qwen3-8B --bits 2.5 --batch 16 --context 32768 --json`
     """
     from kvcal.charts.comparison import draw_comparison
+    from kvcal.charts.report import write_report
     from kvcal.folder import DEFAULT_WORKLOAD, sequences
     from kvcal.run import pipeline
     from kvcal.stages.compare import FILE
@@ -229,10 +237,11 @@ def compare(
         comparison = compare_points(loaded, points, workload, spec, texts, folder, pipeline.build_plan, reporter)
         picture = folder.path / "compare.png"
         draw_comparison(comparison, picture)
+        write_report(folder)
     headers, columns = zip(*comparison_columns(comparison), strict=True)
     table = (comparison_title(comparison), headers, list(zip(*columns, strict=True)))
     given.show(dump(comparison), table)
-    reporter.say(f"table: {folder.path / FILE}\npicture: {picture}")
+    reporter.say(f"table: {folder.path / FILE}\npicture: {picture}\nreport: {folder.report}")
     refusals = [entry.refusal for entry in comparison.entries if entry.refusal is not None]
     if refusals and not any(not entry.is_baseline for entry, _ in comparison.measured):
         raise typer.Exit(refusals[0].exit_code)

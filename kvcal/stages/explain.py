@@ -218,8 +218,8 @@ def _of_profile(
     best = math.fsum(unit.chosen.loss for unit in units)
     explained = []
     for count, number in enumerate(shown):
-        unit = _priced(units[number], number, problem.units, capacity, best) if priced else units[number]
-        explained.append(_with_reason(unit))
+        found = units[number]
+        explained.append(_with_reason(_priced(found, number, problem.units, capacity, best) if priced else found))
         if priced:
             reporter(count + 1, len(shown), "explain")
     risks = (*_layer_risks(units, spec.objective), *_head_risks(allocation, costs))
@@ -344,11 +344,10 @@ def _more(units: Sequence[UnitReasons]) -> MoreBytes:
     after = [unit.options[number] for unit, number in zip(units, choice, strict=True)]
     changed = [(unit, option) for unit, option in zip(units, after, strict=True) if not option.is_chosen]
     errors = [option.error for _, option in changed if option.error is not None]
-    kls = [_sum(options) for options in ([unit.chosen for unit in units], after)]
     return MoreBytes(
         capacity, before, sum(option.nbytes for option in after),
         math.fsum(unit.chosen.loss for unit in units), math.fsum(option.loss for option in after),
-        math.hypot(*errors) if errors else None, *kls,
+        math.hypot(*errors) if errors else None, _sum([unit.chosen for unit in units]), _sum(after),
         tuple(Swap(u.name, u.chosen.name, option.name, option.nbytes - u.chosen.nbytes) for u, option in changed),
     )  # fmt: skip
 
