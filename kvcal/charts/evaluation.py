@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvcal.charts import BLUE, GREY, RED, SMALLEST_KL, Mark, Panel, Picture, accuracy_mark, kl_mark
 from kvcal.plan.page_format import Side
-from kvcal.plan.plan import SIDES, Plan
+from kvcal.plan.plan import SIDES, LayerPlan, Plan
 from kvcal.quantities import format_bytes
 from kvcal.stages.evaluate import Evaluation, Row
 from kvcal.stages.predictors.record import PredictorRecord
@@ -44,7 +44,7 @@ def draw(evaluation: Evaluation, plan: Plan, path: str | Path) -> None:
         f"{format_bytes(plan.predicted_bytes)} at batch {workload.batch} x {workload.context} tokens",
     )
     grid = picture.figure.add_gridspec(2, 2, width_ratios=(1, 1.9))
-    draw_allocation(picture.panel(grid[:, 0]).axes, plan)
+    draw_allocation(picture.panel(grid[:, 0]).axes, plan.layers)
     has_tasks = any(row.tasks for row in rows)
     if rows:
         draw_kl(picture.panel(grid[0, 1] if has_tasks else grid[:, 1]), rows, digest)
@@ -85,12 +85,10 @@ def _draw(panel: Panel, title: str, y: str, rows: Sequence[Row], marks: Sequence
     panel.frame(title, size, y)
 
 
-def draw_allocation(axes: Axes, plan: Plan) -> None:
-    """Fill ``axes`` with the code bits of every layer of ``plan``: one value a side, or one per KV head where they
-    differ."""
+def draw_allocation(axes: Axes, layers: Sequence[LayerPlan]) -> None:
+    """Fill ``axes`` with the code bits of every layer: one value a side, or one per KV head where they differ."""
     from matplotlib.patches import Patch, Rectangle
 
-    layers = plan.layers
     is_per_head, used = False, set[int | None]()
     for y, layer in enumerate(layers):
         for x, side in enumerate(SIDES):

@@ -40,7 +40,7 @@ svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
 .row > * { flex: 1 1 420px; min-width: 0; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { padding: .15rem .5rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
+th { white-space: normal; vertical-align: bottom; } th:first-child, td:first-child { text-align: left; }
 td.text { white-space: normal; text-align: left; overflow-wrap: anywhere; }
 td.heat { background: color-mix(in srgb, var(--hot) calc(var(--h) * 1%), var(--cold)); }
 td.chosen { outline: 2px solid var(--ink); outline-offset: -2px; font-weight: 700; }

@@ -160,13 +160,12 @@ def _choices_part(found: Explanation) -> str:
     parts = [side_by_side(maps)] if maps else []
     more = found.more
     if more is not None:
-        error = "" if more.error is None else f" ± {more.error:.1g}"
-        change = f"{more.loss_after - more.loss_before:+.3g}{error}"
         buys = [(swap.unit, swap.before, swap.after, f"{swap.nbytes:+d}") for swap in more.swaps]
-        parts.append(
-            f"<h3>10 % more bytes ({format_bytes(more.capacity)}) would change the {escaped(_plain(found.measure))} "
-            f"from {more.loss_before:.4g} to {more.loss_after:.4g} ({change})</h3>"
-        )
+        says = f"10 % more bytes ({format_bytes(more.capacity)}) would change the {found.measure} by "
+        says += f"{more.loss_after - more.loss_before:+.3g}"
+        says += "" if more.error is None else f" ± {more.error:.1g}, by the estimates"
+        says += f", from {more.loss_before:.4g}" if found.source == "profile" else ""
+        parts.append(f"<h3>{escaped(says)}</h3>")
         parts.append(table(("unit", "now", "then", "bytes"), buys))
     rows = [
         (risk.kind, risk.what, _with(risk.value, risk.error), risk.measure,
@@ -178,10 +177,6 @@ def _choices_part(found: Explanation) -> str:
         f"Outlined: the choice. Colour and number: {what}; rest the pointer on a cell for bytes, KL and sensitivity."
     )
     return section("choices", "Sensitivity and bits", parts, about)
-
-
-def _plain(measure: str) -> str:
-    return measure if measure == "score" else f"loss ({measure})"
 
 
 def _costs_map(units: Sequence[UnitReasons], side: str, found: Explanation) -> str:

@@ -91,7 +91,10 @@ def _options_table(found: Explanation, is_whole: bool) -> console.View:
                 cells += [_number(option.kl), _number(option.sensitivity), total if option.fits else "does not fit"]
             rows.append(cells)
             name = ""
-    return "What each option costs; plan's loss: of the best plan with it, against this one", headers, rows
+    title = "What each option costs" + (
+        "; plan's loss: of the best plan with it, against this one" if is_profile else ""
+    )
+    return title, headers, rows
 
 
 def _number(value: float | None) -> str:

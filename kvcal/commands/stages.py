@@ -37,6 +37,7 @@ def profile(
     Example: `kvcal profile meta-llama/Llama-3.1-8B --out artifacts/llama --data corpus.jsonl --samples 32`
     """
     from kvcal import tables as views
+    from kvcal.charts.allocation import draw_profile
     from kvcal.folder import Folder, Job
     from kvcal.run.formats import profile_folder
 
@@ -45,7 +46,10 @@ def profile(
     with given.reporting() as reporter:
         loaded = given.load(model, base.data, reporter)
         result = profile_folder(Job(base, loaded, folder, reporter))
+        picture = folder.profile.with_suffix(".png")
+        draw_profile(result, picture)
     given.show(views.profile_json(result), views.profile_table(result))
+    reporter.say(f"profile: {folder.profile}\npicture: {picture}")
 
 
 @spread
@@ -87,6 +91,7 @@ def allocate(
     Example: `kvcal allocate artifacts/llama --bits 2.5 --name small`
     """
     from kvcal import tables as views
+    from kvcal.charts.allocation import draw_formats, draw_front
     from kvcal.folder import Folder
     from kvcal.recipe import BUDGET_KINDS, AllocateSpec
     from kvcal.recipe_files import read_settings
@@ -108,7 +113,9 @@ def allocate(
     reporter = given.reporter()
     if sweep:
         method, rows = sweep_folder(Folder(folder), spec, sweep_points)
+        draw_front(rows, spec.objective, folder / "sweep.png")
         given.show({"method": method, "points": rows}, views.sweep_table(method, rows))
+        reporter.say(f"picture: {folder / 'sweep.png'}")
         return
     reserved = 0 if reserve is None else parse_bytes(reserve)
     paths = Folder(folder) if name is None else Folder(folder).named(name)
@@ -117,7 +124,10 @@ def allocate(
     before = paths.allocation.read_bytes() if name is None and paths.allocation.is_file() else None
     result = allocate_folder(paths, spec, {"recipe": None}, reporter, reserved=reserved)
     layers = views.layer_table(result.layers, result.cache_dtype, result.workload)
+    picture = paths.allocation.with_suffix(".png")
+    draw_formats(result, picture)
     given.show(dump(result), views.budget_table(result), layers)
+    reporter.say(f"picture: {picture}")
     if before is not None and before != paths.allocation.read_bytes():
         reporter.say("note: the allocation that was here is replaced; --name NAME keeps several side by side")
     if name is not None:

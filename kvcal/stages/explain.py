@@ -222,8 +222,8 @@ def _of_profile(
         explained.append(_with_reason(_priced(found, number, problem.units, capacity, best) if priced else found))
         if priced:
             reporter(count + 1, len(shown), "explain")
-    risks = (*_layer_risks(units, spec.objective), *_head_risks(allocation, costs))
-    return Explanation("profile", spec.objective, tuple(explained), _more(units), risks)
+    risks = (*_layer_risks(units, f"{spec.objective} loss"), *_head_risks(allocation, costs))
+    return Explanation("profile", f"{spec.objective} loss", tuple(explained), _more(units), risks)
 
 
 def _layer(allocation: Allocation, index: int) -> Any:
@@ -357,11 +357,11 @@ def _sum(options: Sequence[OptionCost]) -> float | None:
     return None if None in kls else math.fsum(kl for kl in kls if kl is not None)
 
 
-def _layer_risks(units: Sequence[UnitReasons], objective: str) -> Iterator[Risk]:
+def _layer_risks(units: Sequence[UnitReasons], minimised: str) -> Iterator[Risk]:
     """Where the plan loses most: by KL if that was measured for all, else by what was minimised."""
     has_kl = _sum([unit.chosen for unit in units]) is not None
     costs = {unit.name: (unit.chosen.kl or 0.0) if has_kl else unit.chosen.loss for unit in units}
-    measure = "KL alone, nats per token" if has_kl else f"loss ({objective})"
+    measure = "KL alone, nats per token" if has_kl else minimised
     return _largest("layer", costs, measure)
 
 
