@@ -87,7 +87,7 @@ def _options_table(found: Explanation, is_whole: bool) -> console.View:
             cells.append(f"{option.loss:.4g}{error}")
             if is_profile:
                 total = "" if option.total is None else f"{option.total:+.3g}"
-                total = total if option.better is None else f"worse than {option.better}"
+                total = total if option.better is None else f"no better than {option.better}"
                 cells += [_number(option.kl), _number(option.sensitivity), total if option.fits else "does not fit"]
             rows.append(cells)
             name = ""

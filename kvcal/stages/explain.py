@@ -49,7 +49,7 @@ MOST_RISKS = 5
 class OptionCost:
     """An option of a unit. ``loss``: what was minimised, of the unit alone (after a search relative to the background
     plan, with its standard ``error``). ``kl`` in nats per token and ``sensitivity``: of the unit alone, None where they
-    were not measured. ``better``: another option with no more bytes and no more loss. ``fits``: whether any plan with
+    were not measured. ``better``: an option that is in no way worse. ``fits``: whether any plan with
     it does; ``total``: how much more the best of these loses than the plan, None where that was not solved for."""
 
     name: str
@@ -243,9 +243,13 @@ def _capacity(allocation: Allocation, taken: int) -> int:
 
 
 def _better(option: Option, options: Sequence[Option], names: Sequence[str]) -> str | None:
+    """Of equal options, the solver and this take the first."""
     for name, other in zip(names, options, strict=True):
-        is_other = (other.nbytes, other.loss) != (option.nbytes, option.loss)
-        if is_other and other.nbytes <= option.nbytes and other.loss <= option.loss:
+        if other is option:
+            continue
+        is_equal = (other.nbytes, other.loss) == (option.nbytes, option.loss)
+        is_first = options.index(other) < options.index(option)
+        if other.nbytes <= option.nbytes and other.loss <= option.loss and (is_first or not is_equal):
             return name
     return None
 
@@ -395,7 +399,8 @@ def _of_search(report: SearchReport, layer: int | None) -> Explanation:
 def _searched(unit: UnitResult) -> UnitReasons:
     """The options that the last round tried, and the chosen one, which it did not where the plan began with it."""
     found = re.match(r"layer (\d+) ([KV])", unit.unit)
-    assert found is not None
+    if found is None:
+        raise ArtifactError(f"the search has a unit {unit.unit!r}, expected one such as 'layer 0 K'", "search again")
     tried = [OptionCost(o.name, o.nbytes, o.estimate, o.error, is_chosen=o.name == unit.chosen) for o in unit.options]
     if not any(option.is_chosen for option in tried):
         tried.append(OptionCost(unit.chosen, unit.nbytes, 0.0, is_chosen=True))
