@@ -71,13 +71,12 @@ def report_html(folder: Folder) -> str:
         plan = load_plan(folder.plan)
         title = f"{plan.model.id}: {plan.bits_per_value():.2f} bits per cached value"
         parts += list(_plan_parts(plan, folder))
-    evaluation = load_evaluation(folder.evaluation) if folder.evaluation.is_file() else None
-    if evaluation is not None and evaluation.rows:
-        parts.append(_evaluation_part(evaluation))
-    if (folder.path / COMPARISON).is_file():
+    if (folder.path / COMPARISON).is_file():  # with the rows of the evaluation beside it
         comparison = load_comparison(folder.path / COMPARISON)
         title = f"{comparison.model}: {len(comparison.measured)} plans compared" if not parts else title
         parts += list(_comparison_parts(comparison))
+    elif folder.evaluation.is_file() and (evaluation := load_evaluation(folder.evaluation)).rows:
+        parts.append(_evaluation_part(evaluation))
     if (folder.path / TUNING).is_file():
         parts.append(_tuning_part(load_tuning(folder.path / TUNING), folder))
     if not parts:
@@ -101,7 +100,11 @@ def _plan_parts(plan: Plan, folder: Folder) -> Iterator[str]:
     try:
         found = explain(plan, folder, Silent(), priced=False)
     except ArtifactError as refused:
-        yield _formats_part(plan, f"{refused.message}.")
+        paths = (folder.allocation, folder.search, folder.profile)
+        why = next(
+            (refused.message.replace(str(p), p.name) for p in paths if str(p) in refused.message), refused.message
+        )
+        yield _formats_part(plan, f"{why}.")
     else:
         yield _choices_part(found)
         if found.source == "profile":

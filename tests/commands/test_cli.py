@@ -40,6 +40,7 @@ def test_run_makes_every_artifact(finished: Run) -> None:
         "plan.safetensors",
         "evaluation.json",
         "evaluation.png",
+        "report.html",
     }
 
 

@@ -50,7 +50,9 @@ def test_command_measures_every_recipe(finished: Finished) -> None:
     assert done.code == 0, done.err
     stored = load_comparison(out / "compare.json")
     assert json.loads(done.out) == dump(stored)
-    assert {path.name for path in out.iterdir()} == {"compare.json", "compare.png", "evaluation.json", "plans"}
+    assert {path.name for path in out.iterdir()} == {
+        "compare.json", "compare.png", "evaluation.json", "plans", "report.html"
+    }  # fmt: skip
     entries = by_name(stored)
     assert list(entries) == [*BASELINE_NAMES, "small @ 1", "small @ 4", "small @ 5", "fixed"]
     refusal = entries["small @ 1"].refusal

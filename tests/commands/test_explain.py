@@ -218,6 +218,27 @@ def test_fixed_formats_have_no_reason(made: Path, tmp_path: Path, capsys: pytest
     assert 'id="bits"' in page and "nothing was solved for" in page
 
 
+def test_reports_lie_beside_plans_and_are_written_anew(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in (made / "plans" / "a", made / "searched"):
+        path = folder / "report.html"
+        before = path.read_bytes()
+        path.unlink()
+        done = run_kvcal(capsys, "report", folder)
+        assert done.code == 0 and f"report: {path}" in done.err
+        assert path.read_bytes() == before
+    value, page = (
+        explained(capsys, made / "plans" / "a" / "plan.safetensors"),
+        (made / "plans/a/report.html").read_text(),
+    )
+    for unit in value["units"]:
+        chosen = next(option for option in unit["options"] if option["is_chosen"])
+        cell = f"{unit['name']}, {chosen['name']}: sensitivity loss {chosen['loss']:.3g}; "
+        assert re.search(f'class="heat chosen"[^>]*title="{re.escape(cell)}', page)
+    points = re.findall(r"<title>([\d.]+) bits, [^:]+: loss ([\d.e-]+)</title>", page)
+    chosen = re.search(r"<title>chosen: ([\d.]+) bits, [^:]+: loss ([\d.e-]+)</title>", page)
+    assert chosen is not None and chosen.groups() in points  # the front is exact, and the plan lies on it
+
+
 @pytest.mark.parametrize("granularity", ["block", "head"])
 def test_blocks_and_heads_are_units_of_their_own(
     granularity: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -226,6 +247,9 @@ def test_blocks_and_heads_are_units_of_their_own(
     sets = ("--set", f"allocate.granularity={granularity}", "--set", "allocate.objective=sensitivity")
     assert run_kvcal(capsys, "allocate", tmp_path, "--bits", 6, *SIZES, *sets).code == 0
     assert run_kvcal(capsys, "compile", tmp_path).code == 0
+    assert run_kvcal(capsys, "allocate", tmp_path, "--sweep", *SIZES, *sets).code == 0
+    for name in ("allocation.png", "sweep.png"):
+        assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     value, plan = explained(capsys, tmp_path / "plan.safetensors"), load_plan(tmp_path / "plan.safetensors")
     names = [unit["name"] for unit in value["units"]]
     expected = {"block": ["layer 0 K and V", "layer 1 K and V"],

@@ -93,6 +93,7 @@ def test_a_study_leaves_a_plan_a_front_and_a_picture(whole: Path, model: Path) -
     bits = {trial.outcome.bits_per_value for trial in tuning.trials}
     assert len(bits) > 1  # rooms follow the thresholds
     assert (whole / "tune.png").read_bytes()[:4] == b"\x89PNG"
+    assert "(chosen)" in (whole / "report.html").read_text()
     plan = load_plan(whole / "plan.safetensors")
     assert plan.predicted_bytes == chosen.outcome.total_bytes
     assert plan.bits_per_value() == chosen.outcome.bits_per_value
