@@ -13,6 +13,7 @@ import pytest
 from cli_cases import RECIPE, kvcal_process, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
+from kvcal.charts.allocation import draw_profile
 from kvcal.folder import Folder
 from kvcal.plan.page_format import RAW, Format
 from kvcal.plan.plan import load_plan
@@ -250,6 +251,9 @@ def test_blocks_and_heads_are_units_of_their_own(
     assert run_kvcal(capsys, "allocate", tmp_path, "--sweep", *SIZES, *sets).code == 0
     for name in ("allocation.png", "sweep.png"):
         assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    for number in (1, 2):
+        draw_profile(load_profile(tmp_path / "profile.safetensors"), tmp_path / f"profile{number}.png")
+    assert (tmp_path / "profile1.png").read_bytes() == (tmp_path / "profile2.png").read_bytes()
     value, plan = explained(capsys, tmp_path / "plan.safetensors"), load_plan(tmp_path / "plan.safetensors")
     names = [unit["name"] for unit in value["units"]]
     expected = {"block": ["layer 0 K and V", "layer 1 K and V"],
