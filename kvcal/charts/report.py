@@ -115,7 +115,8 @@ def _plan_parts(plan: Plan, folder: Folder) -> Iterator[str]:
 
 def _memory_part(plan: Plan, allocation: Allocation | None) -> str:
     """Bytes of the plan and of 16 bits, beside the budget."""
-    raw, tensors, workload = plan.unquantized().predicted_bytes, tensors_nbytes(plan.tensors), plan.workload
+    tensors, workload = tensors_nbytes(plan.tensors), plan.workload
+    raw = plan.raw_nbytes(workload.lengths)
     split = None if allocation is None else allocation.split
     beside = {} if split is None else {"weights": split.weights or 0, "workspace": split.workspace or 0}
     budget = None if split is None or split.kind is None else split.budget

@@ -170,7 +170,7 @@ def test_memory_and_evaluation_state_the_records_figures(tmp_path: Path) -> None
     assert list(found.sections) == ["top", "memory", "bits", "evaluation", "provenance"]
     cells = {cells[0]: cells[1:] for cells in found.rows}
     assert cells["cache of this plan"][1] == str(plan.predicted_bytes)
-    assert cells["cache at 16 bits"][1] == str(plan.unquantized().predicted_bytes)
+    assert cells["cache at 16 bits"][1] == str(2 * 8 * 4096 * 4 * 2 * (64 + 64))
     assert [cells[name][1] for name in ("weights", "workspace", "left over")] == ["3000000", "1000000", "3000000"]
     assert cells["budget"][1] == str(plan.predicted_bytes + 7_000_000)
     assert cells["0"][:2] == ["3 channel g64", "2 token g32"]
