@@ -242,6 +242,25 @@ def alone_in(layer: LayerPlan, side: Side, option: Composition) -> LayerPlan:
     return with_options(layer, *([option], [RAW_OPTION]) if side == "k" else ([RAW_OPTION], [option]))
 
 
+def most_scratch(
+    geometry: Geometry, styles: Mapping[Side, Sequence[Style]], predictors: PredictorSpec | None, serve: str
+) -> tuple[LayerPlan, ...]:
+    """Every layer in those of its options that need the most scratch: predicted ones, else lattices."""
+    layers, source = [], None
+    for layer in bare_layers(geometry):
+        if layer.is_paged:
+            k, v = (
+                max(
+                    options_of(layer, side, source, styles[side], predictors, geometry.cache_dtype, serve),
+                    key=lambda option: (option.predictor is not None, option.format.lattice_dim or 0),
+                )
+                for side in SIDES
+            )
+            layer, source = replace(with_options(layer, [k], [v]), k_rescale=False), layer.geometry.index
+        layers.append(layer)
+    return tuple(layers)
+
+
 def composed_layers(
     geometry: Geometry, chosen: Mapping[Unit, Composition], brought: OptionTensors
 ) -> tuple[tuple[LayerPlan, ...], dict[str, Tensor]]:
