@@ -20,7 +20,7 @@ from torch import Tensor
 from kvcal.errors import UsageError
 from kvcal.geometry import CacheDtype, Geometry
 from kvcal.kernels.choice import refusals, slow_reasons
-from kvcal.pages import LAYOUTS
+from kvcal.pages.layouts import LAYOUTS
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.plan.plan import Workload
