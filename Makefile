@@ -14,7 +14,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 # Of forward passes that are compared: caches, attention, statistics, what is measured.
 MODEL_TESTS := tests/cache tests/store tests/run/test_recipe_runs.py $(addprefix tests/models/test_models_,contract.py \
-  load.py projections.py) $(addprefix tests/stages/test_,prefix.py evaluate*.py profile*.py reparam*.py *predict*.py)
+  load.py projections.py) $(addprefix tests/stages/test_,prefix.py evaluate*.py profile*.py reparam*.py \
+  *predict*.py feedback*.py run_search.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check format lint types test old-cpu gpu bench docs clean

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvcal.console import TerminalReporter
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.models.load import LoadedModel, load
-from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.pages.scores import Score
 from kvcal.pages.tiered import MAX_SLOTS, TieredLayout
 from kvcal.plan.layer import bare_layers

@@ -186,7 +186,9 @@ def sequences(
     reporter: Reporter | None = None,
 ) -> TokenDataset:
     """The sequences of a purpose's pool for this model, whose own samples are kept in ``folder``; raises what
-    kvcal.data.sequences.load_sequences raises."""
+    kvcal.data.sequences.load_sequences raises, and ArtifactError for a folder of another model."""
+    if folder is not None:
+        folder.require_model(model_inputs(loaded))
     if loaded.tokenizer is None:
         raise UsageError(f"{loaded.source}: no tokenizer", hint="data cannot be tokenized without one")
     spec, sampler = data_spec(spec, loaded), sampler_of(loaded, folder, reporter)

@@ -19,7 +19,7 @@ from kvcal.artifact import sha256_json
 from kvcal.data.sequences import DataSpec
 from kvcal.data.tasks import TASKS, require_lengths
 from kvcal.errors import UsageError
-from kvcal.pages.layout import AXES, PAGE_TOKENS
+from kvcal.pages.record_layout import AXES, PAGE_TOKENS
 from kvcal.plan.page_format import UNIFORM
 from kvcal.plan.plan import RAW, Boost, Format, LayerPlan, Side
 from kvcal.quantities import MAX_BATCH, MAX_SEED, parse_bytes
@@ -100,7 +100,7 @@ class ProfileSpec:
     kl_tokens: TextTokens = knob(512, "Tokens of each of these texts.")
     # Left out of JSON by default, as a format's quantizer.
     quantizers: Annotated[tuple[str, ...], Field(exclude_if=lambda names: names == (UNIFORM,))] = knob(
-        (UNIFORM,), "Page layouts of the candidates, of kvcal.pages.LAYOUTS."
+        (UNIFORM,), "Page layouts of the candidates, of kvcal.pages.layouts.LAYOUTS."
     )
 
     def __post_init__(self) -> None:

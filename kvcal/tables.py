@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvcal.console import View
-from kvcal.pages import LAYOUTS
+from kvcal.pages.layouts import LAYOUTS
 from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, plan_record
 from kvcal.quantities import format_bytes
 from kvcal.strict import dump

@@ -42,14 +42,14 @@ from kvcal.kernels.decode import launch_of
 from kvcal.kernels.variants import VARIANTS, Variant, side_defines, stored_form
 from kvcal.pages.grids import gaussian_grid
 from kvcal.pages.lattice import LatticeLayout
-from kvcal.pages.layout import PAGE_TOKENS, PARAM_DTYPES, RAW_BITS
+from kvcal.pages.record_layout import PAGE_TOKENS, PARAM_DTYPES, RAW_BITS
 from kvcal.pages.tiered import NO_SLOT
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_tensors
 from kvcal.store.layer_store import NewTokens
-from kvcal.store.paged_tensor import PagedTensor
+from kvcal.store.pages_and_ring import PagedTensor
 from kvcal.store.prediction import predicted, predictor_of
 from kvcal.strict import STRICT
 

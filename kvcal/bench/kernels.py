@@ -43,7 +43,7 @@ from kvcal.bench.device import (
 from kvcal.bench.record import Baseline, LayerReport, Row, Step, fastest, measure
 from kvcal.bench.shape import Heads, Pair, Point, bits_per_value, raw_bytes, step_bytes
 from kvcal.errors import KvcalError
-from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.progress import Reporter
 
 # Rounding the output to bf16 alone is about 0.002 of it; a wrong scale, page or slot is beyond a tenth.

@@ -39,7 +39,7 @@ from kvcal.cache.attached import attached
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import SlowPath, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, ModelIdentity
-from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.plan import Plan
 
 _GQA: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}

@@ -19,7 +19,7 @@ from kvcal.bench.case import KernelUse
 from kvcal.bench.device import Machine, ReadCeiling, Times
 from kvcal.bench.shape import Heads, Pair, Point, StepBytes, raw_bytes, target
 from kvcal.errors import KvcalError
-from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes
 from kvcal.strict import STRICT, dump

@@ -20,7 +20,7 @@ from kvcal.errors import UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype
 from kvcal.kernels.choice import CHANNELS_AT_ONCE, FOLDED_HEAD_DIMS, MAX_HEAD_DIM
 from kvcal.kernels.variants import stored_form
-from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS
+from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, num_pages
 from kvcal.plan.tensors import predictor_shape

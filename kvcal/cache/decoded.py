@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvcal.plan.page_format import Side
 from kvcal.store.padding import Rows
-from kvcal.store.paged_tensor import PagedTensor
+from kvcal.store.pages_and_ring import PagedTensor
 
 # Columns that the copy grows by: each growth copies it.
 GROWTH = 256

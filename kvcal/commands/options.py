@@ -191,7 +191,10 @@ class ServeOptions:
     def knobs(self, recipe: Recipe) -> dict[str, Any]:
         """The knob that was given. UsageError for a recipe without [search]."""
         if self.serve is not None and recipe.search is None:
-            raise UsageError(f"--for {self.serve}: recipe {recipe.name!r} has no [search]", hint="leave --for out")
+            raise UsageError(
+                f"--for {self.serve}: recipe {recipe.name!r} has no [search]",
+                hint="choose a recipe with it: `kvcal plan MODEL --search`",
+            )
         return {} if self.serve is None else {"search.serve": self.serve}
 
 

@@ -13,6 +13,7 @@ from kvcal.commands.options import (
     OutputOptions,
     PlanArgument,
     RecipeOptions,
+    ServeOptions,
     WorkloadOptions,
     spread,
 )
@@ -32,6 +33,7 @@ def plan(
     model: Annotated[str, typer.Argument(help="Folder, hub id, or an embedded model's name.")],
     given: RecipeOptions,
     budgets: BudgetOptions,
+    served: ServeOptions,
     recipe: Annotated[
         str | None, typer.Option("--recipe", help="A recipe with [allocate]; default: default, with --search: best.")
     ] = None,
@@ -77,7 +79,7 @@ def plan(
     if base.allocate is None or (search and base.search is None):
         lacking = "allocate" if base.allocate is None else "search"
         raise UsageError(f"recipe {base.name!r} has no [{lacking}]", hint="`kvcal recipes` lists what each chooses by")
-    chosen = given.change(base, budgets.knobs())
+    chosen = given.change(base, budgets.knobs() | served.knobs(base))
     assert chosen.allocate is not None
     with given.reporting() as reporter:
         loaded = given.load(model, chosen.data, reporter)

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvcal.errors import SlowPath
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.variants import SCORES, Variant, head_ranges, page_layout, stored_form, variant_of
-from kvcal.pages import LAYOUTS
-from kvcal.pages.layout import RAW_BITS
+from kvcal.pages.layouts import LAYOUTS
+from kvcal.pages.record_layout import RAW_BITS
 from kvcal.plan.layer import LayerPlan, takes_feedback
 from kvcal.plan.page_format import SIDES, Format, Side
 

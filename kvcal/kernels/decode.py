@@ -19,7 +19,7 @@ from kvcal.kernels.choice import FOLDED_HEAD_DIMS, is_plain
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.operands import Memory, PageTransform, Place, Regions
 from kvcal.kernels.variants import DTYPE_NAMES, DTYPES, Defines, Variant
-from kvcal.pages.layout import RAW_BITS, padded_channels
+from kvcal.pages.record_layout import RAW_BITS, padded_channels
 from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.page_format import SIDES
 

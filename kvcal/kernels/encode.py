@@ -40,7 +40,7 @@ from kvcal.kernels.page_codec import (
 )
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.pages.hadamard import norm
-from kvcal.pages.layout import PAGE_TOKENS, noted_in, page_positions
+from kvcal.pages.record_layout import PAGE_TOKENS, noted_in, page_positions
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.transforms import unrotate
 

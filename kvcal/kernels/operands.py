@@ -29,7 +29,7 @@ from torch import Tensor
 
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.variants import page_layout
-from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.page_format import Format, Side, num_pages
 
 NOTHING = torch.empty(0)

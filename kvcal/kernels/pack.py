@@ -19,7 +19,7 @@ from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.decode import region_addresses, table_shape
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic, Regions
 from kvcal.kernels.variants import DTYPE_NAMES, DTYPES, Variant
-from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.page_format import SIDES, Side
 
 THREADS = 256

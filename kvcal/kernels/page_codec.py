@@ -20,7 +20,7 @@ from torch import Tensor
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.variants import DTYPES, Defines, Numbering, side_defines
 from kvcal.pages.lattice import LatticeLayout
-from kvcal.pages.layout import PAGE_TOKENS, PARAM_DTYPES, RAW_BITS
+from kvcal.pages.record_layout import PAGE_TOKENS, PARAM_DTYPES, RAW_BITS
 from kvcal.pages.shrink import Transform
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import PageLayout

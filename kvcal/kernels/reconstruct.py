@@ -35,7 +35,7 @@ from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.operands import Place
 from kvcal.kernels.page_codec import FORMS, THREADS, VALUES_AT_ONCE, PageCoding, Reconstruction, unserved
 from kvcal.pages.hadamard import norm
-from kvcal.pages.layout import PAGE_TOKENS, page_positions
+from kvcal.pages.record_layout import PAGE_TOKENS, page_positions
 from kvcal.pages.transforms import cos_sin, rotate, unrotate
 
 # Of the kernel's grid: some rounds of all that fit, so that blocks of short rows make room.

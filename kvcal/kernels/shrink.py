@@ -31,7 +31,7 @@ from kvcal.kernels.operands import (
 )
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.kernels.variants import AXES, DTYPES, Defines, Numbering, page_layout, record_defines
-from kvcal.pages.layout import RAW_BITS
+from kvcal.pages.record_layout import RAW_BITS
 from kvcal.pages.shrink import SHIFTS, convert
 from kvcal.pages.transforms import Transform
 from kvcal.pages.uniform import PageLayout

@@ -25,7 +25,7 @@ from typing import Generic, TypeVar
 from pydantic.dataclasses import dataclass as strict_dataclass
 
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype
-from kvcal.pages.layout import RAW_BITS
+from kvcal.pages.record_layout import RAW_BITS
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import PageLayout
 from kvcal.plan.layer import LayerPlan, takes_feedback

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvcal.geometry import CacheDtype
-from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS, Layout, page_positions
+from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS, Layout, page_positions
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.shrink import convert
 from kvcal.pages.transforms import BeforeRope, Invertible, Residual, Transform

@@ -28,8 +28,16 @@ from torch import Tensor
 from kvcal.errors import UsageError
 from kvcal.pages.grids import GRIDS, LARGEST_POINT, gaussian_grid, nearest_point
 from kvcal.pages.hadamard import block_size, random_signs, rotate, unrotate
-from kvcal.pages.layout import PAGE_TOKENS, PARAM_DTYPES, Knobs, Layout, aligned_size, join_fields, require_finite
 from kvcal.pages.packing import pack_planes, plane_sizes, unpack_planes
+from kvcal.pages.record_layout import (
+    PAGE_TOKENS,
+    PARAM_DTYPES,
+    Knobs,
+    Layout,
+    aligned_size,
+    join_fields,
+    require_finite,
+)
 from kvcal.records import TensorSpec
 
 COLUMN_TILE = 8

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvcal.pages.feedback import round_with_feedback
 from kvcal.pages.hadamard import random_signs, rotate, unrotate
-from kvcal.pages.layout import PARAM_DTYPES, RAW_BITS, Knobs, require_finite
+from kvcal.pages.record_layout import PARAM_DTYPES, RAW_BITS, Knobs, require_finite
 from kvcal.pages.uniform import PageLayout, expand_groups, num_groups
 from kvcal.records import TensorSpec
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from kvcal.errors import UsageError
-from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.record_layout import PAGE_TOKENS
 
 RANGE_LEVELS = 2**2 - 1
 HASH_BITS = 32

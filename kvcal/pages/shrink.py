@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvcal.pages.layout import RAW_BITS
+from kvcal.pages.record_layout import RAW_BITS
 from kvcal.pages.transforms import Transform
 from kvcal.pages.uniform import PageLayout
 

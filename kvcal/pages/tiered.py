@@ -35,7 +35,8 @@ from kvcal.errors import UsageError
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages import packing, uniform
 from kvcal.pages.feedback import round_with_feedback
-from kvcal.pages.layout import (
+from kvcal.pages.packing import pack_planes, plane_sizes, unpack_planes
+from kvcal.pages.record_layout import (
     PAGE_TOKENS,
     PARAM_DTYPES,
     RAW_BITS,
@@ -46,7 +47,6 @@ from kvcal.pages.layout import (
     padded_channels,
     require_finite,
 )
-from kvcal.pages.packing import pack_planes, plane_sizes, unpack_planes
 
 NO_SLOT = 255
 MAX_SLOTS = 254

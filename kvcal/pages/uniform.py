@@ -29,7 +29,7 @@ from torch import Tensor
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages import packing
 from kvcal.pages.feedback import round_with_feedback
-from kvcal.pages.layout import (
+from kvcal.pages.record_layout import (
     PAGE_TOKENS,
     PARAM_DTYPES,
     RAW_BITS,

@@ -11,8 +11,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, Geometry, LayerGeometry, StateGeometry
-from kvcal.pages import LAYOUTS
-from kvcal.pages.layout import AXES, RAW_BITS, Layout
+from kvcal.pages.layouts import LAYOUTS
+from kvcal.pages.record_layout import AXES, RAW_BITS, Layout
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.strict import STRICT
 

@@ -8,7 +8,7 @@ pages there are, and at how many bits, is a function of the number of tokens alo
 - ``boost`` splits the channels of a page of keys by a score (Kitty, MixKVQ): the best get more bits;
 - ``window_rule`` lets the window grow with the text (KVmix's recent pivotal context);
 - ``lattice_dim`` takes HIGGS's lattice quantizer instead of the uniform one (AQUA-KV), ``quantizer`` any other of
-  ``kvcal.pages.LAYOUTS``;
+  ``kvcal.pages.layouts.LAYOUTS``;
 - ``shrink_at`` lets pages begin with more bits and halve them at given token counts (PM-KVQ's progressive cache).
 """
 
@@ -25,8 +25,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from kvcal.geometry import CACHE_DTYPES
-from kvcal.pages import LAYOUTS
-from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS, Layout
+from kvcal.pages.layouts import LAYOUTS
+from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS, Layout
 from kvcal.pages.scores import SCORES
 from kvcal.strict import STRICT
 
@@ -182,7 +182,7 @@ class Format:
 
     @property
     def layout_name(self) -> str:
-        """The key of its pages' layout in ``kvcal.pages.LAYOUTS``."""
+        """The key of its pages' layout in ``kvcal.pages.layouts.LAYOUTS``."""
         return TIERED if self.boost is not None else LATTICE if self.lattice_dim is not None else self.quantizer
 
     @property

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvcal import artifact
 from kvcal.errors import ArtifactError
 from kvcal.geometry import CACHE_DTYPES, CacheDtype, Geometry, ModelIdentity
-from kvcal.pages.layout import RAW_BITS
+from kvcal.pages.record_layout import RAW_BITS
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
 from kvcal.plan.tensors import check_layers, check_tensors, tensors_nbytes

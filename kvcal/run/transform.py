@@ -205,8 +205,9 @@ def fold_folder(
 
 
 def reparam_data(job: Job) -> TokenDataset:
-    """Calibration text for λ."""
-    return short_data(job, job.recipe.reparam or ReparamSpec())
+    """Calibration text for λ; without [reparam], no longer than the recipe's."""
+    recipe, plain = job.recipe, ReparamSpec()
+    return short_data(job, recipe.reparam or replace(plain, seq_len=min(plain.seq_len, recipe.data.seq_len)))
 
 
 def short_data(job: Job, stage: ReparamSpec | FeedbackSpec) -> TokenDataset:

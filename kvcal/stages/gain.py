@@ -7,10 +7,9 @@ profile, the sum of what each layer's keys and values cause alone, which need no
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-from kvcal.plan.layer import bare_layers
 from kvcal.plan.page_format import RAW, SIDES
 from kvcal.plan.plan import Plan
 from kvcal.stages.allocate.record import Allocation
@@ -22,9 +21,9 @@ KlSource = Literal["measured by the search", "sum of single layers"]
 
 @dataclass(frozen=True)
 class Gain:
-    """Bytes of the cache at the plan's workload, in the plan and at 16 bits; ``budget`` in bytes, and how far it goes
-    with both: None where pages shrink on a schedule for the workload alone. ``expected_kl`` in nats per token, None
-    where it was not measured for these formats."""
+    """Bytes of the cache at the plan's workload, in the plan and in the model's own; ``budget`` in bytes, and how far
+    it goes with the plan and at 16 bits: None where pages shrink on a schedule for the workload alone. ``expected_kl``
+    in nats per token, None where it was not measured for these formats."""
 
     cache_bytes: int
     raw_bytes: int
@@ -43,18 +42,17 @@ class Gain:
 def gain_of(plan: Plan, allocation: Allocation, vocab_size: int, profile: Profile | None) -> Gain:
     """The gain of ``plan`` within the budget of its ``allocation``; ``profile``: what the allocation was made from;
     None after a search."""
-    raw = replace(plan, layers=bare_layers(plan.geometry), tensors={})
     split = allocation.split
     fit = None if plan.is_progressive else fit_of(plan, split.budget, split.weights, vocab_size)
     kl = allocation.loss if profile is None else expected_kl(allocation, profile)
     source: KlSource = "measured by the search" if profile is None else "sum of single layers"
     return Gain(
         plan.predicted_bytes,
-        raw.predicted_bytes,
+        plan.raw_nbytes(plan.workload.lengths),
         plan.bits_per_value(),
         split.budget,
         fit,
-        fit_of(raw, split.budget, split.weights, vocab_size),
+        fit_of(plan.unquantized(), split.budget, split.weights, vocab_size),
         kl,
         None if kl is None else source,
     )

@@ -45,13 +45,13 @@ from kvcal.folder import max_context
 from kvcal.geometry import CACHE_DTYPES, ModelIdentity, StateGeometry
 from kvcal.models.load import LoadedModel
 from kvcal.pages.codec import ENCODE_PAGES
-from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.page_format import SIDES, num_pages
 from kvcal.plan.plan import Plan
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
 from kvcal.stages.generate import completion, new_tokens, prompt_tokens
 from kvcal.stages.verify import require_same_model
-from kvcal.store.paged_tensor import PagedTensor
+from kvcal.store.pages_and_ring import PagedTensor
 from kvcal.strict import STRICT, Count, Positive, dump
 
 KIND = "prefix"

@@ -11,7 +11,7 @@ A step knows no lengths on the host. The kernel reads them, and reconstructs the
 of full sequences, whatever they hold, which the cache says by ``SlowPath``. A page that ``append`` has just packed, at
 16 bits, is encoded by a kernel (kvcal.kernels.encode), which returns at once where none was; pages whose channels have
 different bits in torch, one of every sequence. What would be cheaper than to predict in every step: to reconstruct once
-(AQUA-KV's codec mode), at 16 bits. Prompts take the way of the dynamic cache (kvcal.store.paged_tensor).
+(AQUA-KV's codec mode), at 16 bits. Prompts take the way of the dynamic cache (kvcal.store.pages_and_ring).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from kvcal.kernels.reconstruct import reconstruct
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.kernels.variants import head_ranges, stored_form
 from kvcal.pages.codec import PageCodec
-from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS, noted_in
 from kvcal.pages.predictor import LinearPredictor
+from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS, noted_in
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
-from kvcal.store.paged_tensor import PagedTensor
+from kvcal.store.pages_and_ring import PagedTensor
 from kvcal.store.prediction import predictor_of
 from kvcal.store.state import StepState
 

@@ -22,14 +22,15 @@ from kvcal.kernels import ops
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import HeadRange, Variant, head_ranges, stored_form, variant_of
 from kvcal.pages.codec import PageCodec
-from kvcal.pages.layout import RAW_BITS
+from kvcal.pages.record_layout import RAW_BITS
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Format, Side, num_pages
 from kvcal.store.dequantize import StepForm, dequantized_tokens, step_forms
 from kvcal.store.padding import Block, Rows
-from kvcal.store.paged_tensor import KernelCodec, PagedTensor
-from kvcal.store.pool import Pool, RegionPool, TablePool, fixed
+from kvcal.store.pages_and_ring import KernelCodec, PagedTensor
+from kvcal.store.pool import Pool, TablePool, fixed
 from kvcal.store.prediction import Prediction
+from kvcal.store.shrinking import RegionPool
 from kvcal.store.state import PlanState, StepState
 
 

@@ -20,7 +20,7 @@ from kvcal.pages.predictor import LinearPredictor
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.tensors import predictor_shape
-from kvcal.store.paged_tensor import PagedTensor, Predict
+from kvcal.store.pages_and_ring import PagedTensor, Predict
 from kvcal.store.pool import Span, ordinals_of
 from kvcal.store.state import PlanState
 

@@ -29,7 +29,8 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Format, Side, num_pages
 from kvcal.plan.plan import Plan
 from kvcal.store.padding import Padding, Rows
-from kvcal.store.pool import PhasedPages, Span, fixed
+from kvcal.store.pool import Span, fixed
+from kvcal.store.shrinking import PhasedPages
 from kvcal.store.workspace import FormWorkspace
 
 

@@ -41,7 +41,7 @@ from kvcal.kernels.predict import ROWS_AT_ONCE
 from kvcal.kernels.reconstruct import position_turns
 from kvcal.kernels.variants import HeadRange, head_ranges, page_layout, stored_form
 from kvcal.pages.codec import ENCODE_PAGES
-from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS
+from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
 from kvcal.pages.shrink import RECORDS_AT_ONCE
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Format, Side, num_pages

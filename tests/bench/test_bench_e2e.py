@@ -46,7 +46,7 @@ from kvcal.bench.shape import PAIRS, RAW_PAIR, Heads, Pair, recipe_pair
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.commands.bench import _model
 from kvcal.errors import SlowPath, UnsupportedModel, UsageError
-from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.progress import Silent
 from kvcal.store.workspace import step_workspace
 

@@ -11,7 +11,7 @@ from cache_cases import KIVI_2, VOCAB_SIZE, tiny_llama
 from evaluation_cases import as_loaded, make_plan
 
 from kvcal.cache.plan_cache import PlanCache
-from kvcal.pages.layout import AXES
+from kvcal.pages.record_layout import AXES
 from kvcal.pages.uniform import PageLayout
 from kvcal.plan.plan import Format
 from kvcal.stages.divergence import feed

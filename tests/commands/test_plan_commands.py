@@ -12,6 +12,7 @@ from cli_cases import RECIPE, kvcal_process, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.folder import Folder
+from kvcal.geometry import CACHE_DTYPES
 from kvcal.plan.layer import bare_layers
 from kvcal.plan.plan import load_plan
 from kvcal.recipe import CacheSpec
@@ -43,7 +44,8 @@ def test_a_plan_in_one_command(made: Path) -> None:
     assert load_plan(folder / "plan.safetensors") == plan and value["folder"] == str(folder)
     assert (made / "plans" / "profile.safetensors").is_file() and not (folder / "profile.safetensors").exists()
     gain = value["gain"]
-    raw = sum(layer.nbytes(plan.cache_dtype, (4096, 4096), 4096) for layer in bare_layers(plan.geometry))
+    heads = [layer.num_kv_heads * (layer.k_head_dim + layer.v_head_dim) for layer in plan.geometry.layers]
+    raw = 2 * 4096 * sum(heads) * CACHE_DTYPES[plan.cache_dtype].itemsize
     assert (gain["cache_bytes"], gain["raw_bytes"]) == (plan.predicted_bytes, raw) and plan.bits_per_value() <= 4
     for fit, layers in ((gain["fit"], plan.layers), (gain["raw_fit"], bare_layers(plan.geometry))):
         for batch, context, fits in (
@@ -111,9 +113,9 @@ def test_a_searched_plan(made: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     search = """[search]
 keys = [{ num_bits = 2 }, { num_bits = 4 }]
 values = [{ num_bits = 2 }, { num_bits = 4 }]
+systems = ["kivi-2"]
 kl_samples = 1
 kl_tokens = 256
-proxy_plans = 0
 refine_rounds = 1
 """
     (tmp_path / "searched.toml").write_text(RECIPE + search)

@@ -167,7 +167,7 @@ def test_a_cap_that_nothing_fits_says_the_smallest(
     smallest = min(trial.outcome.total_bytes for trial in load_tuning(whole / "tune.json").trials)
     command = ("tune", recipe, "--model", model, "--out", whole, "--json")
     refused = run_kvcal(capsys, *command, "--set", "tune.max_bits=1.5")
-    assert refused.code == 3 and f"{smallest} bytes" in refused.err and "hint: raise the cap" in refused.err
+    assert refused.code == 3 and f"{smallest} bytes" in refused.err and '"hint": "raise the cap' in refused.err
     fitting = run_kvcal(capsys, *command, "--kv-budget", smallest)
     assert fitting.code == 0 and json.loads(fitting.out)["predicted_bytes"] == smallest
     run_kvcal(capsys, *command)  # the whole study's own choice again

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.operands import Memory, PageTransform, Place, Regions
 from kvcal.kernels.variants import Variant
-from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule

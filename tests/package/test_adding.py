@@ -21,7 +21,8 @@ from kvcal import PlanCache, load_plan
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.folder import Folder
 from kvcal.models.load import LoadedModel, load
-from kvcal.pages import LAYOUTS, scores
+from kvcal.pages import scores
+from kvcal.pages.layouts import LAYOUTS
 from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import plan_record, save_plan
 from kvcal.progress import Silent

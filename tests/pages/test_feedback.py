@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcal.pages.feedback import factor_row, factor_spec, feedback_factor, round_with_feedback
 from kvcal.pages.hadamard import rotate
-from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.pages.rotated import STEPS, RotatedLayout
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import PageLayout

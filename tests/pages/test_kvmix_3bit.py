@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations
 from kvcal.pages import uniform
-from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.pages.uniform import PageLayout
 
 

@@ -1,4 +1,4 @@
-"""The contract of ``kvcal.pages.LAYOUTS``, over cases of each layout: exact bytes, a bounded error, the same bytes
+"""The contract of kvcal.pages.layouts, over cases of each layout: exact bytes, a bounded error, the same bytes
 of a page in any batch and on a GPU, and nothing stored that is not finite."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from test_pages import SIDE_AXES, random_page
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations
-from kvcal.pages import LAYOUTS
-from kvcal.pages.layout import PAGE_TOKENS, RAW_BITS, Layout, noted_in
+from kvcal.pages.layouts import LAYOUTS
+from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS, Layout, noted_in
 from kvcal.plan.page_format import Boost, Format, Side, Tier
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "layouts.json").read_text())

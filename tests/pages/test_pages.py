@@ -11,7 +11,7 @@ import oracles
 import pytest
 import torch
 
-from kvcal.pages.layout import NUM_BITS, PAGE_TOKENS, page_positions
+from kvcal.pages.record_layout import NUM_BITS, PAGE_TOKENS, page_positions
 from kvcal.pages.uniform import PageLayout
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "pages.json").read_text())

@@ -10,7 +10,7 @@ import torch
 
 from kvcal.errors import NonFiniteActivations
 from kvcal.pages import uniform
-from kvcal.pages.layout import PARAM_DTYPES
+from kvcal.pages.record_layout import PARAM_DTYPES
 
 NUM_BITS = (1, 2, 3, 4, 8)
 HALVES = torch.tensor([0.0, 0.5, 1.5, 2.5, 3.5, 14.5, 254.5])

@@ -11,7 +11,7 @@ from test_pages import random_page
 from tier_oracle import NO_SLOT, OraclePage, record_bytes
 
 from kvcal.errors import NonFiniteActivations, UsageError
-from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import PageLayout

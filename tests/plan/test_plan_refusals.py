@@ -19,7 +19,7 @@ from kvcal import artifact, load_plan
 from kvcal.artifact import Artifact
 from kvcal.errors import ArtifactError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, ModelIdentity, StateGeometry
-from kvcal.pages.layout import GROUP_SIZES, NUM_BITS, PARAM_DTYPES
+from kvcal.pages.record_layout import GROUP_SIZES, NUM_BITS, PARAM_DTYPES
 from kvcal.plan.plan import (
     KIND,
     SCHEMA,

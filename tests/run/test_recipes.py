@@ -61,10 +61,11 @@ def test_every_section_of_a_recipe_is_read_by_a_stage_that_runs() -> None:
         given = set(tomllib.loads(find_recipe(name).read_text())) - {"description", "model", "evaluate"}
         recipe = load_recipe(name)
         measures = recipe.importance is not None or (recipe.allocate is not None and recipe.search is None)
-        read = {"formats", "importance", "allocate", "search", "progressive", "reparam", "predictors", "tune"}
+        transforms = {"reparam", "predictors", "feedback"}
+        read = {"formats", "importance", "allocate", "search", "progressive", "tune"} | transforms
         read |= {"profile"} if measures else set()
         read |= {"cache"} if measures or recipe.search is not None else set()
-        read |= {"data"} if measures or {"search", "reparam", "predictors", "tune"} & given else set()
+        read |= {"data"} if measures or ({"search", "tune"} | transforms) & given else set()
         assert given <= read, name
         assert recipe.description and recipe.description[-1] != "."
 

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvcal.errors import NonFiniteActivations
 from kvcal.models.attention import _LISTENING
 from kvcal.models.geometry import geometry_of
-from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.pages.uniform import PageLayout
 from kvcal.stages.checkpoint import Mean
 from kvcal.stages.profile.observers import OBSERVERS, GradientPass, SampleGradients, next_token_loss

@@ -36,7 +36,7 @@ from kvcal.kernels.decode import decode_defines
 from kvcal.kernels.variants import VARIANTS, head_ranges, variant_of
 from kvcal.models.geometry import geometry_of
 from kvcal.models.rope import rotary_maps
-from kvcal.pages.layout import noted_in
+from kvcal.pages.record_layout import noted_in
 from kvcal.pages.uniform import PageLayout
 from kvcal.plan.page_format import SIDES, num_pages
 from kvcal.store import dequantize

@@ -15,7 +15,7 @@ from kvcal.kernels.encode import encode_page
 from kvcal.kernels.operands import Place
 from kvcal.kernels.page_codec import PageCoding
 from kvcal.kernels.reconstruct import position_turns
-from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.record_layout import PAGE_TOKENS
 
 NAMES = [name for name, case in CASES.items() if case.form.format.boost is None and not case.merely]
 

@@ -16,7 +16,7 @@ from kvcal.kernels.reconstruct import position_turns, reconstruct
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.hadamard import random_signs
 from kvcal.pages.lattice import LatticeLayout
-from kvcal.pages.layout import PAGE_TOKENS
+from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, Boost, Format, Tier, WindowRule

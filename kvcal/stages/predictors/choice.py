@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvcal.errors import InfeasibleBudget
-from kvcal.pages.layout import PAGE_TOKENS
 from kvcal.pages.predictor import LinearPredictor
+from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import num_pages
 from kvcal.plan.plan import Workload

@@ -24,8 +24,8 @@ from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, CacheDtype, Geometry
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.codec import PageCodec
-from kvcal.pages.layout import PAGE_TOKENS, page_positions, without_sinks
 from kvcal.pages.predictor import LinearPredictor
+from kvcal.pages.record_layout import PAGE_TOKENS, page_positions, without_sinks
 from kvcal.pages.transforms import unrotate
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side, num_pages

@@ -28,7 +28,7 @@ from kvcal.geometry import CACHE_DTYPES, Geometry
 from kvcal.models.geometry import attention_layers
 from kvcal.models.projections import KVProjection, kv_projections
 from kvcal.models.taps import Captured, tap
-from kvcal.pages.layout import PARAM_DTYPES
+from kvcal.pages.record_layout import PARAM_DTYPES
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.stages.profile.sensitivity import Candidate, Errors, quantization_errors
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations
 from kvcal.pages.codec import PageCodec
-from kvcal.pages.layout import AXES, PAGE_TOKENS
+from kvcal.pages.record_layout import AXES, PAGE_TOKENS
 from kvcal.plan.page_format import UNIFORM, Format, Side
 
 

@@ -69,11 +69,10 @@ from kvcal.stages.search.compositions import (
     Style,
     complexity,
     composed_layers,
-    options_of,
+    most_scratch,
     slow_because,
     styles_of,
     system_plans,
-    with_options,
 )
 from kvcal.stages.search.judge import Pool, better, tiers_of
 from kvcal.stages.search.problem import Choice, Problem, problem_of, shared_styles
@@ -216,29 +215,11 @@ class Search:
         assert allocate is not None
         bare = bare_layers(geometry)
         fixed, _ = layer_bytes(bare, geometry.cache_dtype, self.workload)
-        extremes = [bare, self._most_scratch(), *self.systems.values()]
+        most = most_scratch(geometry, self.styles, self.recipe.predictors, self.spec.serve)
+        extremes = [bare, most, *self.systems.values()]
         largest = max(extremes, key=lambda layers: workspace_bytes(layers, geometry.cache_dtype, self.workload))
         vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
         return resolve_budget(ModelSizes(geometry, weight_bytes(loaded.model), vocab_size), allocate, largest, fixed)
-
-    def _most_scratch(self) -> Layers:
-        """Every layer in those of its options that need the most scratch: predicted ones, else lattices."""
-        geometry, layers, source = self.loaded.geometry, [], None
-        for layer in bare_layers(geometry):
-            if layer.is_paged:
-                k, v = (
-                    max(
-                        options_of(
-                            layer, side, source, self.styles[side], self.recipe.predictors, geometry.cache_dtype,
-                            self.spec.serve,
-                        ),
-                        key=lambda option: (option.predictor is not None, option.format.lattice_dim or 0),
-                    )
-                    for side in SIDES
-                )  # fmt: skip
-                layer, source = replace(with_options(layer, [k], [v]), k_rescale=False), layer.geometry.index
-            layers.append(layer)
-        return tuple(layers)
 
     @cached_property
     def problem(self) -> Problem:

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvcal.errors import UsageError
 from kvcal.geometry import CacheDtype, Geometry
 from kvcal.kernels.choice import refusals, slow_reasons
-from kvcal.pages import LAYOUTS
+from kvcal.pages.layouts import LAYOUTS
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.plan.plan import Workload
@@ -240,6 +240,25 @@ def slow_because(layer: LayerPlan, cache_dtype: CacheDtype) -> set[str]:
 def alone_in(layer: LayerPlan, side: Side, option: Composition) -> LayerPlan:
     """The layer with one side in ``option`` and the other at 16 bits."""
     return with_options(layer, *([option], [RAW_OPTION]) if side == "k" else ([RAW_OPTION], [option]))
+
+
+def most_scratch(
+    geometry: Geometry, styles: Mapping[Side, Sequence[Style]], predictors: PredictorSpec | None, serve: str
+) -> tuple[LayerPlan, ...]:
+    """Every layer in those of its options that need the most scratch: predicted ones, else lattices."""
+    layers, source = [], None
+    for layer in bare_layers(geometry):
+        if layer.is_paged:
+            k, v = (
+                max(
+                    options_of(layer, side, source, styles[side], predictors, geometry.cache_dtype, serve),
+                    key=lambda option: (option.predictor is not None, option.format.lattice_dim or 0),
+                )
+                for side in SIDES
+            )
+            layer, source = replace(with_options(layer, [k], [v]), k_rescale=False), layer.geometry.index
+        layers.append(layer)
+    return tuple(layers)
 
 
 def composed_layers(

@@ -54,7 +54,7 @@ class Knobs(Protocol):
 
 
 class Layout(Protocol):
-    """The record of one page: a class in ``kvcal.pages.LAYOUTS``, a frozen dataclass that inherits from this one.
+    """The record of one page: a class in kvcal.pages.layouts, a frozen dataclass that inherits from this one.
 
     M pages of n KV heads are encoded at once; r is ``records_per_page(n)``. ``operands``: the plan's tensors that
     ``plan_tensors`` names, for tiers "scores" [M, n, D] fp64 (kvcal.pages.scores), and with error feedback "feedback",

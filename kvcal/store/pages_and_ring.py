@@ -24,9 +24,10 @@ from kvcal.kernels.operands import PageTransform
 from kvcal.kernels.page_codec import VALUES_AT_ONCE
 from kvcal.kernels.variants import Variant
 from kvcal.pages.codec import ENCODE_PAGES, PageCodec
-from kvcal.pages.layout import PAGE_TOKENS, without_sinks
+from kvcal.pages.record_layout import PAGE_TOKENS, without_sinks
 from kvcal.plan.page_format import SIDES, num_pages
-from kvcal.store.pool import GrowingPool, Pool, RegionPool, Span, fixed, ordinals_of
+from kvcal.store.pool import GrowingPool, Pool, Span, fixed, ordinals_of
+from kvcal.store.shrinking import RegionPool
 
 Predict = Callable[[Sequence[Span]], Tensor]
 Keep = Callable[[Sequence[Span], Tensor], None]
