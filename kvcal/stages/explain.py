@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
 from kvcal.folder import Folder
-from kvcal.pages import LAYOUTS
+from kvcal.pages.layouts import LAYOUTS
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter

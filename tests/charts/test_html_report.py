@@ -3,6 +3,7 @@ shows it without a complaint."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 import subprocess
@@ -24,7 +25,6 @@ from kvcal.stages.allocate.record import save as save_allocation
 from kvcal.stages.compare.record import Calibration, Comparison, Entry, StageTime, save_comparison, with_shares
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate import save_evaluation
-from kvcal.stages.explain import _sha256
 from kvcal.stages.search.record import save as save_search
 from kvcal.stages.tune import Outcome, Search, Threshold, Trial, Tuning, pareto_front, save_tuning
 
@@ -124,7 +124,9 @@ def searched(folder: Path) -> None:
     result = search_result()
     paths = Folder(folder)
     save_search(result, {}, paths.search)
-    save_allocation(result.allocation, {"search.sha256": _sha256(paths.search)}, paths.allocation)
+    save_allocation(
+        result.allocation, {"search.sha256": hashlib.sha256(paths.search.read_bytes()).hexdigest()}, paths.allocation
+    )
     save_plan(compile_plan(result.allocation, result.layers, result.plan_tensors), paths.plan)
 
 
