@@ -22,11 +22,11 @@ from shared import arguments, layers_with, mean_and_error, print_table
 from torch import Tensor
 
 from kvcal.data.sequences import DataSpec, TokenDataset
+from kvcal.folder import sequences
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.plan.plan import Plan, Workload
 from kvcal.recipe import CacheSpec
-from kvcal.run.transform import sequences
 from kvcal.stages.allocate.record import layer_bytes, num_values
 from kvcal.stages.allocate.solver import Option, Unit, solve
 from kvcal.stages.divergence import divergences, one_side_plan, unquantized_plan
