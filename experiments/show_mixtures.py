@@ -98,6 +98,7 @@ def held_out(given: argparse.Namespace, loaded: LoadedModel, folder: Path) -> di
         paths |= {"gsm8k": folder / "gsm8k.jsonl", "latex": given.real / "latex"}
         names |= {name: DataSpec(str(path)) for name, path in paths.items()}
     size = {"num_samples": given.held_out, "seq_len": given.held_out_tokens, "min_len": given.held_out_tokens}
+    size["seed"] = given.seed
     return {name: sequences(replace(spec, **size), loaded, "report") for name, spec in names.items()}
 
 
@@ -108,6 +109,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400, help="of each")
     parser.add_argument("--held-out", type=int, default=8, help="texts of a kind that plans are measured on")
     parser.add_argument("--held-out-tokens", type=int, default=400, help="of each")
+    parser.add_argument("--seed", type=int, default=0, help="of the texts that plans are measured on")
     parser.add_argument("--bits", type=float, nargs="+", default=[3.5])
     given = parser.parse_args()
     loaded = load(given.model, device=given.device)

@@ -5,8 +5,8 @@
 For every --data (several sources in one argument, with spaces between) a search at every budget, smaller ones first and
 in one folder, as ``kvcal search`` would. Then, on the pool *report* of every generated source and on real text where
 --real names a folder of it (never committed): the plans that ship; what the least mean KL on the first texts of the
-selection would have shipped (the old rule), of all plans that were measured; every system's own plan; and of the first
---data the finalists. Errors are over texts, differences paired by text. Searches are kept in --work and measured cells
+selection would have shipped (the old rule), of all plans that were measured; every system's own plan; and the
+finalists, of compositions with --finalists alone. Errors are over texts, differences paired by text. Searches are kept in --work and measured cells
 in --out: the same command goes on where it was interrupted. Delete both with other --texts, --tokens or --singles.
 """
 
@@ -46,7 +46,7 @@ def searched(given: argparse.Namespace, loaded: LoadedModel, data: str, bits: fl
     knobs = {
         "allocate.bits": bits, "allocate.granularity": given.granularity, "search.kl_samples": given.texts,
         "search.kl_tokens": given.tokens, "search.refine_rounds": given.rounds,
-        "reparam.num_samples": 4, "reparam.seq_len": given.tokens,
+        "reparam.num_samples": max(4, len(data.split()) + 1), "reparam.seq_len": given.tokens,
     }  # fmt: skip
     recipe = with_knobs(load_recipe("best"), knobs)
     sources = data.split()
@@ -105,18 +105,20 @@ def measure(given: argparse.Namespace, loaded: LoadedModel, files: set[str]) -> 
     reference, names = unquantized_plan(loaded.identity, loaded.geometry), sorted(files)
     plans = [load_plan(file) for file in names]
     for kind, data in held_out(given, loaded, given.work).items():
+        if given.kinds and kind not in given.kinds:
+            continue
         of_kind = kl.setdefault(kind, {})
         missing = [number for number, name in enumerate(names) if name not in of_kind]
-        texts = kl_texts(data, given.held_out, given.held_out_tokens, load_recipe("best").cache)
-        parts = []
+        if not missing:
+            continue
+        texts, parts = kl_texts(data, given.held_out, given.held_out_tokens, load_recipe("best").cache), []
         for first in range(0, len(texts), 4):
             batch = texts[first : first + 4]
             found = deviations(loaded.model, reference, [plans[n] for n in missing], *padded_texts(batch))
             parts.append(found.statistics(len(batch))[..., 0])
-        if missing:
-            of_kind |= {names[n]: row for n, row in zip(missing, torch.cat(parts, 1).tolist(), strict=True)}
-            given.out.write_text(json.dumps(kl))
-            print(f"measured {kind}", flush=True)
+        of_kind |= {names[n]: row for n, row in zip(missing, torch.cat(parts, 1).tolist(), strict=True)}
+        given.out.write_text(json.dumps(kl))
+        print(f"measured {kind}", flush=True)
     return kl
 
 
@@ -130,6 +132,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="of each")
     parser.add_argument("--held-out", type=int, default=4, help="texts of a kind that plans are measured on")
     parser.add_argument("--held-out-tokens", type=int, default=512, help="of each")
+    parser.add_argument("--seed", type=int, default=0, help="of held-out texts")
+    parser.add_argument("--finalists", action="store_true", help="measure compositions that lost in the end, too")
+    parser.add_argument("--kinds", nargs="+", help="of held-out text; default: all")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--granularity", default="layer", choices=("layer", "head"))
     parser.add_argument("--singles", type=int, default=compose.MAX_SINGLES, help="single changes measured in a round")
@@ -138,9 +143,9 @@ def main() -> None:
     found = {(data, bits): searched(given, loaded, data, bits) for data in given.data for bits in sorted(given.bits)}
     wanted = {
         file
-        for (data, _), body in found.items()
+        for body in found.values()
         for role, file in body["plans"].items()
-        if data == given.data[0] or not role.startswith("finalist")
+        if given.finalists or "composition" not in role
     }
     kl = measure(given, loaded, wanted)
     for (data, bits), body in found.items():

@@ -174,6 +174,18 @@ def test_more_bytes_are_never_worse_on_the_validation(seed: int) -> None:
     assert scores == sorted(scores, reverse=True)
 
 
+def test_a_single_change_ships_where_changes_do_not_add_up() -> None:
+    small = problem(0.5)
+    simple = tuple(0 for _ in small.units)
+
+    def kl(choice: Choice) -> float:
+        return {0: 1.0, 1: 0.9}.get(sum(map(bool, choice)), 3.0)
+
+    outcome = run(small, pools(kl), 1)
+    assert outcome.background is not None and outcome.background.choice == simple
+    assert outcome.champion.choice is not None and kl(outcome.champion.choice) == 0.9
+
+
 def test_a_smaller_budgets_plan_gives_way_to_what_is_better_than_it() -> None:
     """Nothing proves to be better than the simple plan, so the guard takes the earlier one, which is a little lower on
     the validation. Another plan is lower than that one on every text."""
