@@ -5,9 +5,10 @@
 For every --data (several sources in one argument, with spaces between) a search at every budget, smaller ones first and
 in one folder, as ``kvcal search`` would. Then, on the pool *report* of every generated source and on real text where
 --real names a folder of it (never committed): the plans that ship; what the least mean KL on the first texts of the
-selection would have shipped (the old rule), of all plans that were measured; every system's own plan; and the
-finalists, of compositions with --finalists alone. Errors are over texts, differences paired by text. Searches are kept in --work and measured cells
-in --out: the same command goes on where it was interrupted. Delete both with other --texts, --tokens or --singles.
+selection would have shipped (the old rule), of all plans that were measured; every system's own plan; and finalists, of
+compositions with --finalists alone. Errors are over texts, differences paired by text. Searches are kept in --work and
+measured cells in --out: the same command goes on where it was interrupted. Delete both with other --texts, --tokens or
+--singles.
 """
 
 from __future__ import annotations

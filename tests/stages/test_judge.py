@@ -205,5 +205,6 @@ def test_a_plan_that_is_better_is_taken_and_one_that_the_validation_refutes_is_n
     truth = {"simple": 1.0, "good": 0.5, "reference": 1.0}
     select, validate = (pool(partial(noisy, lambda p: truth[str(p)], 0.3, name)) for name in ("s", "v"))
     assert better("good", "simple", select, validate) and not better("simple", "good", select, validate)
-    turned = pool(partial(noisy, lambda p: 1 / truth[str(p)], 0.3, "v"))
-    assert not better("good", "simple", select, turned)
+    for level in (2.0, 1.2):  # the latter is no loss on the texts of both pools together
+        turned = pool(partial(noisy, lambda p, level=level: level if p == "good" else 1.0, 0.3, "v"))
+        assert not better("good", "simple", select, turned)
