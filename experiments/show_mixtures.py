@@ -22,11 +22,11 @@ from shared import arguments, layers_with, mean_and_error, print_table
 from torch import Tensor
 
 from kvcal.data.sequences import DataSpec, TokenDataset
+from kvcal.folder import sequences
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.plan.plan import Plan, Workload
 from kvcal.recipe import CacheSpec
-from kvcal.run.transform import sequences
 from kvcal.stages.allocate.record import layer_bytes, num_values
 from kvcal.stages.allocate.solver import Option, Unit, solve
 from kvcal.stages.divergence import divergences, one_side_plan, unquantized_plan
@@ -98,6 +98,7 @@ def held_out(given: argparse.Namespace, loaded: LoadedModel, folder: Path) -> di
         paths |= {"gsm8k": folder / "gsm8k.jsonl", "latex": given.real / "latex"}
         names |= {name: DataSpec(str(path)) for name, path in paths.items()}
     size = {"num_samples": given.held_out, "seq_len": given.held_out_tokens, "min_len": given.held_out_tokens}
+    size["seed"] = given.seed
     return {name: sequences(replace(spec, **size), loaded, "report") for name, spec in names.items()}
 
 
@@ -108,6 +109,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400, help="of each")
     parser.add_argument("--held-out", type=int, default=8, help="texts of a kind that plans are measured on")
     parser.add_argument("--held-out-tokens", type=int, default=400, help="of each")
+    parser.add_argument("--seed", type=int, default=0, help="of the texts that plans are measured on")
     parser.add_argument("--bits", type=float, nargs="+", default=[3.5])
     given = parser.parse_args()
     loaded = load(given.model, device=given.device)

@@ -1,96 +1,173 @@
-"""A search by the least mean KL against one that wants proof, on texts of kinds that neither saw.
+"""Whether plans that a search ships hold on texts, and kinds of text, that calibration never saw.
 
-    python experiments/show_search.py --model reasoner-10m --real FOLDER_OR_FILE --out search.json [--bits 2.5]
+    python experiments/show_search.py --data mixture --bits 2.8 3.1 3.5 --real FOLDER --work FOLDER --out search.json
 
-Both rules choose among the same measured plans: all that one search measures within the budget. The old rule ships the
-plan of least mean KL on the texts that all plans saw (the first tier); the new one is ``kvcal search``. Both, and every
-system's own plan within the budget, are then measured on the select, the validate and the report pool of the recipe's
-data, and on ``--real``: text of another kind, which calibration never saw. Errors are standard errors over texts;
-differences are from the plan that ships, paired by text.
+For every --data (several sources in one argument, with spaces between) a search at every budget, smaller ones first and
+in one folder, as ``kvcal search`` would. Then, on the pool *report* of every generated source and on real text where
+--real names a folder of it (never committed): the plans that ship; what the least mean KL on the first texts of the
+selection would have shipped (the old rule), of all plans that were measured; every system's own plan; and finalists, of
+compositions with --finalists alone. Errors are over texts, differences paired by text. Searches are kept in --work and
+measured cells in --out: the same command goes on where it was interrupted. Delete both with other --texts, --tokens or
+--singles.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
 
 import torch
 from shared import arguments, mean_and_error, print_table
+from show_mixtures import held_out
 
 from kvcal.console import TerminalReporter
-from kvcal.data.sequences import DataSpec, load_sequences
+from kvcal.data.sequences import DataSpec
 from kvcal.folder import Folder, Job
-from kvcal.models.load import load
+from kvcal.models.load import LoadedModel, load
+from kvcal.plan.plan import load_plan, save_plan
 from kvcal.recipe_files import load_recipe, with_knobs
 from kvcal.run.formats import search_data
-from kvcal.stages.divergence import deviations, kl_texts, padded_texts, unquantized_plan
-from kvcal.stages.search import Search
-from kvcal.stages.search.compose import Candidate, search
+from kvcal.stages.divergence import deviations, kl_texts, padded_texts, plan_digest, unquantized_plan
+from kvcal.stages.search import Search, compose, run_search
+from kvcal.stages.search.compose import Candidate
+
+
+def searched(given: argparse.Namespace, loaded: LoadedModel, data: str, bits: float) -> dict[str, Any]:
+    """One search: the files of the plans of interest by their roles, and what the search itself measured of them."""
+    folder = given.work / data.replace(" ", "+").replace(":", "-")
+    kept = folder / f"{bits:g}.json"
+    if kept.exists():
+        return dict(json.loads(kept.read_text()))
+    folder.mkdir(parents=True, exist_ok=True)
+    knobs = {
+        "allocate.bits": bits, "allocate.granularity": given.granularity, "search.kl_samples": given.texts,
+        "search.kl_tokens": given.tokens, "search.refine_rounds": given.rounds,
+        "reparam.num_samples": max(4, len(data.split()) + 1), "reparam.seq_len": given.tokens,
+    }  # fmt: skip
+    recipe = with_knobs(load_recipe("best"), knobs)
+    sources = data.split()
+    spec = DataSpec(
+        sources[0] if len(sources) == 1 else tuple(sources),
+        given.texts + 4, given.tokens, min_len=min(given.tokens, 256),
+    )  # fmt: skip
+    recipe, reporter = replace(recipe, data=spec), TerminalReporter()
+    sequences = search_data(Job(recipe, loaded, Folder(folder), reporter))
+    path, seen, composed = folder / "search.safetensors", dict[str, Candidate](), Search.composed
+
+    def noted(self: Search, *what: object) -> Candidate:
+        found = composed(self, *what)
+        return seen.setdefault(plan_digest(found.plan), found)
+
+    with mock.patch.object(Search, "composed", noted), mock.patch.object(compose, "MAX_SINGLES", given.singles):
+        record = run_search(loaded, recipe, sequences, {"experiment": f"{data} {bits}"}, path, {}, reporter)
+        job = Search(loaded, recipe, sequences, path, reporter)
+        systems = {name: job.candidate(name, layers) for name, layers in job.systems.items()}
+        fitting = [one for one in (*systems.values(), *seen.values()) if one.nbytes <= job.budget.cache]
+        with ExitStack() as stack:
+            select, validate = (job.pool(purpose, stack) for purpose in ("select", "validate"))
+            means = select.pool.table(fitting, select.pool.tiers[0], "all plans").mean(1)
+            old = fitting[int(means.argmin())]
+            finalists = [one for one in fitting if one.name in {c.name for c in record.report.candidates}]
+            pools = {"select": select, "validate": validate}
+            gaps = {
+                role: {name: mean_and_error(pool.meter.measure([plan], len(pool.pool.kinds), role)[0, :, 0])
+                       for name, pool in pools.items()}
+                for role, plan in (("shipped", record.plan), ("old rule", old.plan))
+            }  # fmt: skip
+    plans = {"shipped": record.plan, "old rule": old.plan}
+    plans |= {f"finalist {one.name}": one.plan for one in finalists}
+    plans |= {f"system {name}": one.plan for name, one in systems.items()}
+    files = {}
+    for role, plan in plans.items():
+        files[role] = str(folder / f"{plan_digest(plan)[:16]}.plan")
+        save_plan(plan, files[role])
+    report = record.report
+    body = {
+        "plans": files,
+        "shipped": report.shipped,
+        "old rule": old.name,
+        "num_plans": len({plan_digest(one.plan) for one in fitting}),
+        "kl": gaps,
+        "candidates": {c.name: (c.select, c.select_error, c.validate, c.validate_error) for c in report.candidates},
+    }
+    kept.write_text(json.dumps(body, indent=1))
+    return body
+
+
+def measure(given: argparse.Namespace, loaded: LoadedModel, files: set[str]) -> dict[str, dict[str, list[float]]]:
+    """KL of every text by kind and plan file; what --out holds is not measured again."""
+    kl = json.loads(given.out.read_text()) if given.out.exists() else {}
+    given.work.mkdir(parents=True, exist_ok=True)
+    reference, names = unquantized_plan(loaded.identity, loaded.geometry), sorted(files)
+    plans = [load_plan(file) for file in names]
+    for kind, data in held_out(given, loaded, given.work).items():
+        if given.kinds and kind not in given.kinds:
+            continue
+        of_kind = kl.setdefault(kind, {})
+        missing = [number for number, name in enumerate(names) if name not in of_kind]
+        if not missing:
+            continue
+        texts, parts = kl_texts(data, given.held_out, given.held_out_tokens, load_recipe("best").cache), []
+        for first in range(0, len(texts), 4):
+            batch = texts[first : first + 4]
+            found = deviations(loaded.model, reference, [plans[n] for n in missing], *padded_texts(batch))
+            parts.append(found.statistics(len(batch))[..., 0])
+        of_kind |= {names[n]: row for n, row in zip(missing, torch.cat(parts, 1).tolist(), strict=True)}
+        given.out.write_text(json.dumps(kl))
+        print(f"measured {kind}", flush=True)
+    return kl
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--real", required=True, help="text of a kind that calibration never sees")
-    parser.add_argument("--bits", type=float, default=2.5)
-    parser.add_argument("--texts", type=int, default=8, help="of each pool")
-    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--data", action="append", required=True, help="calibration's sources; may be given again")
+    parser.add_argument("--bits", type=float, nargs="+", default=[2.8, 3.1, 3.5])
+    parser.add_argument("--work", type=Path, required=True, help="folder for searches")
+    parser.add_argument("--real", type=Path, help="folder with gutenberg, wikitext2, gsm8k and latex")
+    parser.add_argument("--texts", type=int, default=10, help="of each pool of the search")
+    parser.add_argument("--tokens", type=int, default=512, help="of each")
+    parser.add_argument("--held-out", type=int, default=4, help="texts of a kind that plans are measured on")
+    parser.add_argument("--held-out-tokens", type=int, default=512, help="of each")
+    parser.add_argument("--seed", type=int, default=0, help="of held-out texts")
+    parser.add_argument("--finalists", action="store_true", help="measure compositions that lost in the end, too")
+    parser.add_argument("--kinds", nargs="+", help="of held-out text; default: all")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--granularity", default="layer", choices=("layer", "head"))
+    parser.add_argument("--singles", type=int, default=compose.MAX_SINGLES, help="single changes measured in a round")
     given = parser.parse_args()
-    loaded, reporter = load(given.model, device=given.device), TerminalReporter()
-    assert loaded.tokenizer is not None
-    knobs = {
-        "allocate.bits": given.bits,
-        "data.num_samples": 2 * given.texts, "data.seq_len": given.tokens, "data.min_len": given.tokens // 2,
-        "search.kl_samples": given.texts, "search.kl_tokens": given.tokens, "search.refine_rounds": given.rounds,
-        "reparam.num_samples": 4, "reparam.seq_len": given.tokens,
-    }  # fmt: skip
-    recipe = with_knobs(load_recipe("best"), knobs)
-    seen: dict[object, Candidate] = {}
-    with TemporaryDirectory() as folder, ExitStack() as stack:
-        data = search_data(Job(recipe, loaded, Folder(Path(folder)), reporter))
-        job = Search(loaded, recipe, data, Path(folder) / "search.safetensors", reporter)
-        select, validate = (job.pool(purpose, stack).pool for purpose in ("select", "validate"))
-        systems = [job.candidate(name, layers) for name, layers in job.systems.items()]
-        systems = [one for one in systems if one.nbytes <= job.budget.cache]
-
-        def make(name: str, choice: tuple[int, ...]) -> Candidate:
-            found = job.composed(name, choice, job.brought)
-            return seen.setdefault(choice, found) if found.nbytes <= job.budget.cache else found
-
-        outcome = search(job.problem, job.spec.refine_rounds, select, validate, systems, [], make)
-        candidates = [*systems, *seen.values()]
-        few = select.table(candidates, select.tiers[0], "all plans").mean(1)
-        old = candidates[int(few.argmin())]
-    shown = {f"new rule: {outcome.champion.name}": outcome.champion, f"old rule: {old.name}": old}
-    shown |= {one.name: one for one in systems if one not in shown.values()}
-    reference = unquantized_plan(loaded.identity, loaded.geometry)
-    tables = {}
-    for pool, spec, purpose in (
-        ("select", recipe.data, "select"),
-        ("validate", recipe.data, "validate"),
-        ("report", recipe.data, "report"),
-        ("other text", DataSpec(given.real, given.texts, given.tokens), "report"),
-    ):
-        texts = kl_texts(
-            load_sequences(spec, loaded.tokenizer, purpose=purpose), given.texts, given.tokens, recipe.cache
-        )
-        parts = []
-        for first in range(0, len(texts), 4):
-            batch = texts[first : first + 4]
-            found = deviations(loaded.model, reference, [one.plan for one in shown.values()], *padded_texts(batch))
-            parts.append(found.statistics(len(batch))[..., 0])
-        tables[pool] = torch.cat(parts, 1)
-    rows = []
-    for number, (name, one) in enumerate(shown.items()):
-        cells = []
-        for table in tables.values():
-            (mean, error), (change, off) = mean_and_error(table[number]), mean_and_error(table[number] - table[0])
-            cells.append(f"{mean:.4f} ± {error:.4f}" + (f" ({change:+.4f} ± {off:.4f})" if number else ""))
-        rows.append([name, f"{one.plan.bits_per_value():.3f}", *cells])
-    print_table(f"{len(candidates)} plans within {given.bits:g} bits", ["plan", "bits", *tables], rows)
-    given.out.write_text(json.dumps({"rows": rows, "tables": {k: v.tolist() for k, v in tables.items()}}, indent=1))
+    loaded = load(given.model, device=given.device)
+    found = {(data, bits): searched(given, loaded, data, bits) for data in given.data for bits in sorted(given.bits)}
+    wanted = {
+        file
+        for body in found.values()
+        for role, file in body["plans"].items()
+        if given.finalists or "composition" not in role
+    }
+    kl = measure(given, loaded, wanted)
+    for (data, bits), body in found.items():
+        files = body["plans"]
+        size = {file: load_plan(file).bits_per_value() for file in files.values()}
+        shown = dict.fromkeys(file for file in files.values() if all(file in of_kind for of_kind in kl.values()))
+        rows = []
+        for file in shown:
+            roles = ", ".join(role for role, one in files.items() if one == file)
+            if roles.startswith("system") and size[file] > bits and roles != "system kivi-2":
+                continue
+            cells = []
+            for of_kind in kl.values():
+                mine, shipped = (torch.tensor(of_kind[one], dtype=torch.float64) for one in (file, files["shipped"]))
+                (mean, error), (change, off) = mean_and_error(1e3 * mine), mean_and_error(1e3 * (shipped - mine))
+                cells.append(f"{mean:.1f} ± {error:.1f}" + (f" ({change:+.1f} ± {off:.1f})" if change else ""))
+            rows.append([roles, f"{size[file]:.3f}", *cells])
+        print_table(f"{data}, {bits:g} bits: KL x 1,000 (shipped less this)", ["plan", "bits", *kl], rows)
+        for role, pools in body["kl"].items():
+            shown_kl = ", ".join(f"{k} {1e3 * a:.1f} ± {1e3 * e:.1f}" for k, (a, e) in pools.items())
+            print(f"{role}: {body[role]}; {shown_kl}")
 
 
 if __name__ == "__main__":

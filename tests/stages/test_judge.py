@@ -162,6 +162,26 @@ def test_the_least_of_many_noisy_means_is_no_better_plan() -> None:
     assert fooled >= 5  # the old rule: looks far better, and is worse
 
 
+def test_the_texts_of_both_pools_prove_a_plan_together() -> None:
+    """Lower on either pool, and beyond the error on neither: together they show it, unless they disagree."""
+    logs = {"select": [-0.5, 0.2, -0.6, 0.1, -0.4, -0.1], "validate": [-0.7, 0.1, -0.3, 0.2, -0.5, -0.1]}
+
+    def judged(name: str, sign: float = 1.0) -> Pool:
+        def table(plans: Sequence[object], num_texts: int, what: str) -> Tensor:
+            kl = {"other": [1.0] * 6, "reference": [1.0] * 6, "good": [math.exp(sign * x) for x in logs[name]]}
+            return torch.tensor([kl[str(plan)][:num_texts] for plan in plans], dtype=torch.float64)
+
+        return pool(table, ("x",) * 6)
+
+    select, validate = judged("select"), judged("validate")
+    for one in (select, validate):
+        change, error = one.difference("good", "other")
+        ratio, ratio_error = log_ratio(*one.scores(["good", "other"]))
+        assert -2 * error < change < 0 and -2 * ratio_error < ratio < 0
+    assert better("good", "other", select, validate) and not better("other", "good", select, validate)
+    assert not better("good", "other", select, judged("validate", -1.0))
+
+
 def test_a_plan_that_is_better_on_every_text_is_taken_whatever_the_tail() -> None:
     """KLs of texts differ by a factor of a thousand: their difference is one text's, their ratio is everyone's."""
     kl = {"reference": [1.0] * 6, "other": [0.01, 0.02, 0.01, 0.03, 0.02, 9.0]}
@@ -185,5 +205,6 @@ def test_a_plan_that_is_better_is_taken_and_one_that_the_validation_refutes_is_n
     truth = {"simple": 1.0, "good": 0.5, "reference": 1.0}
     select, validate = (pool(partial(noisy, lambda p: truth[str(p)], 0.3, name)) for name in ("s", "v"))
     assert better("good", "simple", select, validate) and not better("simple", "good", select, validate)
-    turned = pool(partial(noisy, lambda p: 1 / truth[str(p)], 0.3, "v"))
-    assert not better("good", "simple", select, turned)
+    for level in (2.0, 1.2):  # the latter is no loss on the texts of both pools together
+        turned = pool(partial(noisy, lambda p, level=level: level if p == "good" else 1.0, 0.3, "v"))
+        assert not better("good", "simple", select, turned)

@@ -174,6 +174,38 @@ def test_more_bytes_are_never_worse_on_the_validation(seed: int) -> None:
     assert scores == sorted(scores, reverse=True)
 
 
+def test_a_single_change_ships_where_changes_do_not_add_up() -> None:
+    small = problem(0.5)
+    simple = tuple(0 for _ in small.units)
+
+    def kl(choice: Choice) -> float:
+        return {0: 1.0, 1: 0.9}.get(sum(map(bool, choice)), 3.0)
+
+    outcome = run(small, pools(kl), 1)
+    assert outcome.background is not None and outcome.background.choice == simple
+    assert outcome.champion.choice is not None and kl(outcome.champion.choice) == 0.9
+
+
+def test_a_smaller_budgets_plan_gives_way_to_what_is_better_than_it() -> None:
+    """Nothing proves to be better than the simple plan, so the guard takes the earlier one, which is a little lower on
+    the validation. Another plan is lower than that one on every text."""
+    good = [0.2, 1.5, 0.9, 1.2] * 2
+    kl = {"simple": [1.0] * 8, "good": good, "earlier": [1.04 * x for x in good]}
+
+    def table(candidates: Sequence[Candidate], num_texts: int, what: str) -> Tensor:
+        rows = [kl.get(candidate.name, [9.0] * 8)[:num_texts] for candidate in candidates]
+        return torch.tensor(rows, dtype=torch.float64)
+
+    judged = Pool(("x",) * 8, tiers_of(("x",) * 8), table, Candidate("simple", None, 2, 0))
+    simple, better_one, earlier = (
+        Candidate(name, None, number, 0) for number, name in enumerate(("simple", "good", "earlier"))
+    )
+    small = problem(0.5)
+    outcome = search(small, 0, judged, judged, [simple, better_one], [earlier], maker(small))
+    assert outcome.champion == better_one
+    assert search(small, 0, judged, judged, [simple, better_one], [], maker(small)).champion == simple
+
+
 def test_the_same_search_measures_the_same_plans_and_no_more_than_planned() -> None:
     small, runs = problem(0.5), []
     for _ in range(2):

@@ -57,6 +57,7 @@ from kvcal.stages.divergence import (
 from kvcal.stages.predictors import stage as fit_predictors
 from kvcal.stages.search.compose import (
     FINALISTS,
+    MAX_COMPOSED,
     MAX_SINGLES,
     MAX_UNIFORM,
     Candidate,
@@ -456,8 +457,8 @@ def planned(problem: Problem, tiers: Sequence[int], num_systems: int, num_rounds
     most = [max(2, MAX_SINGLES // num_units) + 1] * num_units
     singles = sum(min(limit, len(row) - 1) for limit, row in zip(most, problem.options, strict=True))
     whole = MAX_UNIFORM + num_systems
-    plans = styles + whole + num_rounds * (singles + 5)
-    return Cost(plans, tiers[0] * (styles + num_rounds * singles) + halved(whole) + num_rounds * halved(5))
+    plans = styles + whole + num_rounds * (singles + MAX_COMPOSED)
+    return Cost(plans, tiers[0] * (styles + num_rounds * singles) + halved(whole) + num_rounds * halved(MAX_COMPOSED))
 
 
 class Estimate(NamedTuple):

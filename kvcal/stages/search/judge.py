@@ -5,8 +5,8 @@ mean over kinds and half the worst kind. The mean alone would trade one kind for
 of a few texts; the reference makes kinds comparable whose KLs lie a factor of a hundred apart. 1 is the reference plan.
 
 - ``difference`` is paired: plans are hard on the same texts, and what they share cancels. Its error is over texts.
-- ``better`` needs a significant difference on the texts of the selection, and no loss on those of the validation. The
-  least of many noisy means is no such difference (the winner's curse).
+- ``better`` needs a lower score on the selection and on the validation, and a significant difference on both together.
+  The least of many noisy means is no such difference (the winner's curse).
 - ``shrink`` draws the estimates of one change in many places towards their mean by the share of their spread that noise
   explains (empirical Bayes with a normal prior, moments after DerSimonian and Laird, 1986).
 - ``halve`` measures many plans on few texts and few plans on many (successive halving, Jamieson and Talwalkar, 2016).
@@ -106,12 +106,15 @@ def log_ratio(a_n: Tensor, b_n: Tensor) -> tuple[float, float]:
 
 
 def better(plan: Plan, other: Plan, select: Pool[Plan], validate: Pool[Plan]) -> bool:
-    """Whether ``plan`` replaces ``other``: its score is lower on both pools, and on the selection significantly so,
-    either in the difference or, as KL has a heavy tail over texts, in the ratio on a typical text."""
-    change, error = select.difference(plan, other)
-    ratio, ratio_error = log_ratio(*select.scores([plan, other]).unbind())
-    is_significant = change < -SIGNIFICANT * error or ratio < -SIGNIFICANT * ratio_error
-    return change < 0 and is_significant and validate.difference(plan, other)[0] <= 0
+    """Whether ``plan`` replaces ``other``: its score is lower on both pools, and on the texts of both together
+    significantly so, either in the difference or, as KL has a heavy tail over texts, in the ratio on a typical text."""
+    if not (select.difference(plan, other)[0] < 0 and validate.difference(plan, other)[0] <= 0):
+        return False
+    kinds = (*select.kinds, *validate.kinds)
+    a_n, b_n = torch.cat([pool.scores([plan, other]) for pool in (select, validate)], dim=1)
+    change, error = difference(a_n, b_n, kinds)
+    ratio, ratio_error = log_ratio(a_n, b_n)
+    return change < -SIGNIFICANT * error or ratio < -SIGNIFICANT * ratio_error
 
 
 def shrink(estimates: Sequence[float], errors: Sequence[float]) -> tuple[list[float], list[float]]:
