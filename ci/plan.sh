@@ -10,7 +10,7 @@
 # GATES         limits of `kvcal eval`; exit code 7 beyond one of them
 # OUT           folder of the results; default artifacts/ci
 #
-# OUT then holds plan.safetensors, report.txt, size.json, plan.json and evaluation.json; OUT/work holds what another run
+# OUT then holds plan.safetensors, report.txt, size.json, plan.json and evaluation.json; OUT/made holds what another run
 # resumes from. Options are split at spaces.
 set -euo pipefail
 : "${MODEL:?set MODEL, such as Qwen/Qwen3-8B}" "${BUDGET:?set BUDGET, such as --budget 24GB}"
@@ -23,11 +23,11 @@ mkdir -p "$out"
 
 kvcal doctor
 kvcal size "$MODEL" --json > "$out/size.json"
-kvcal plan "$MODEL" "${budget[@]}" "${plan_options[@]}" --out "$out/work" -o "$out/plan.safetensors" --json \
+kvcal plan "$MODEL" "${budget[@]}" "${plan_options[@]}" --out "$out/made" -o "$out/plan.safetensors" --json \
   > "$out/plan.json"
 
 # The report repeats the evaluation from the rows that the JSON's call has measured, and never decides.
-evaluate=(kvcal eval "$out/plan.safetensors" --model "$MODEL" "${eval_options[@]}" "${gates[@]}" --out "$out/work/eval")
+evaluate=(kvcal eval "$out/plan.safetensors" --model "$MODEL" "${eval_options[@]}" "${gates[@]}" --out "$out/made/eval")
 code=0
 "${evaluate[@]}" --json > "$out/evaluation.json" || code=$?
 {

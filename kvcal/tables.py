@@ -117,7 +117,7 @@ def pools_table(report: SearchReport, measured: Row | None = None) -> View:
 
 
 def estimate_table(estimate: Estimate) -> View:
-    """What a search would take."""
+    """The size of a search."""
     minutes = estimate.seconds / 60
     rows = [
         ("plans at most", str(estimate.cost.plans)),

@@ -108,7 +108,7 @@ def _size_table(
 def _remarks(
     facts: ModelSizes, workload: Workload, memory: str | None, fitting: SizeRow | None, model: str
 ) -> list[str]:
-    """What a reader should know beside the table."""
+    """The notes beside the table."""
     lines = []
     if not facts.is_tested:
         lines.append(
@@ -159,7 +159,7 @@ def recipes(
 
 
 def chooses_by(recipe: Recipe) -> str:
-    """What decides a recipe's formats, and what is then done to them."""
+    """The stage that decides a recipe's formats, and those that then work on them."""
     if recipe.search is not None:
         choice = "measured KL, compositions"
     elif recipe.tune is not None:

@@ -127,7 +127,7 @@ def _engines() -> Iterator[Finding]:
 
 
 def _cache_folder() -> Finding:
-    """Where compiled kernels and grids are kept."""
+    """The folder of compiled kernels and grids."""
     from kvcal.pages.grids import cache_folder
 
     folder = cache_folder()

@@ -181,7 +181,7 @@ class BudgetOptions(WorkloadOptions):
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What the plans of recipes with [search] are for."""
+    """The purpose of plans of recipes with [search]."""
 
     serve: Annotated[
         str | None,

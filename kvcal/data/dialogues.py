@@ -61,7 +61,7 @@ Turn = tuple[str, str]  # what the user says, and the assistant's answer
 
 @dataclass
 class _Talk:
-    """What was said so far."""
+    """The state of a dialogue: who talks, and the facts so far."""
 
     rng: random.Random
     name: str

@@ -50,7 +50,7 @@ class Part:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What makes two parts the same source."""
+        """The key by which two parts are the same source."""
         path = Path(self.source).expanduser()
         name = str(path.resolve()) if self.source not in SOURCES and path.exists() else self.source
         return name, self.columns, self.split, self.config

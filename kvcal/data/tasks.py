@@ -189,8 +189,8 @@ def require_lengths(max_steps: int, max_size: int, max_hops: int, max_digits: in
 def dealt(
     draw: Callable[[random.Random], Drawn], purpose: Purpose, name: str, content: Callable[[Drawn], Any]
 ) -> Iterator[Drawn]:
-    """What ``draw`` makes without end, of one purpose's pool by its ``content`` (JSON), from the generator called
-    ``name`` of that purpose."""
+    """The items that ``draw`` makes without end, of one purpose's pool by its ``content`` (JSON), from the generator
+    called ``name`` of that purpose."""
     rng = random.Random(f"{purpose}:{name}")  # a string seed: hashed by sha512, equal in every process
     while True:
         drawn = draw(rng)
@@ -199,7 +199,7 @@ def dealt(
 
 
 def prompt_of(problem: Problem) -> str:
-    """What tells a problem from others."""
+    """The content that tells a problem from others."""
     return problem.prompt
 
 

@@ -64,7 +64,7 @@ class ModelSizes:
 
 @functools.cache
 def families() -> dict[str, list[dict[str, Any]]]:
-    """What the contract tests measured: ``supported`` and ``refused`` families, a dict each."""
+    """The outcome of the contract tests: ``supported`` and ``refused`` families, a dict each."""
     content: dict[str, list[dict[str, Any]]] = json.loads((files("kvcal.models") / "families.json").read_text("utf-8"))
     return content
 

@@ -53,7 +53,7 @@ def embedded_models() -> tuple[str, ...]:
 
 
 def locate(source: str) -> Location:
-    """Where the files of ``source`` are; the hub is asked for config.json alone, and only for what is not local.
+    """The folder of the files of ``source``; the hub is asked for config.json alone, and only for what is not local.
 
     Raises:
         UsageError: the source is not there, or the hub cannot be asked.

@@ -26,8 +26,9 @@ class LayerDiff:
 
 @dataclass(frozen=True)
 class PlanDiff:
-    """What differs. ``facts``: of the model, the cache's dtype and the plans' workloads; ``tensors``: by name "added",
-    "removed" or "changed"; ``provenance``: flat; each with the value before and the one after, None for absent."""
+    """The differences of two plans. ``facts``: of the model, the cache's dtype and the plans' workloads; ``tensors``:
+    by name "added", "removed" or "changed"; ``provenance``: flat; each with the value before and the one
+    after, None for absent."""
 
     facts: dict[str, tuple[Any, Any]]
     layers: tuple[LayerDiff, ...]

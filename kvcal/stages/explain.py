@@ -296,7 +296,7 @@ def _change(rival: OptionCost, chosen: OptionCost) -> str:
 
 
 class _Measured:
-    """What a profile measured of single formats."""
+    """The measurements of single formats in a profile."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -362,7 +362,7 @@ def _sum(options: Sequence[OptionCost]) -> float | None:
 
 
 def _layer_risks(units: Sequence[UnitReasons], minimised: str) -> Iterator[Risk]:
-    """Where the plan loses most: by KL if that was measured for all, else by what was minimised."""
+    """The places where the plan loses most: by KL if that was measured for all, else by what was minimised."""
     has_kl = _sum([unit.chosen for unit in units]) is not None
     costs = {unit.name: (unit.chosen.kl or 0.0) if has_kl else unit.chosen.loss for unit in units}
     measure = "KL alone, nats per token" if has_kl else minimised

@@ -80,7 +80,7 @@ def finest(rows: list[SizeRow], memory: int) -> SizeRow | None:
 
 
 def fit_of(plan: Plan, memory: int, weights: int | None, vocab_size: int) -> Fit:
-    """How far ``memory`` bytes go. ``weights``: their bytes, None where the memory is for the cache alone."""
+    """The reach of ``memory`` bytes. ``weights``: their bytes, None where the memory is for the cache alone."""
     tensors, alike = tensors_nbytes(plan.tensors), Counter(map(_without_index, plan.layers))
     # A step's workspace is that of its largest layer, where nothing is predicted from another one.
     is_predicted = any(layer.predictor(side) is not None for layer in plan.layers for side in SIDES)
@@ -103,7 +103,7 @@ def fit_of(plan: Plan, memory: int, weights: int | None, vocab_size: int) -> Fit
 
 
 def _without_index(layer: LayerPlan) -> LayerPlan:
-    """What decides a layer's bytes, equal for layers that take the same."""
+    """The key of a layer's bytes, equal for layers that take the same."""
     geometry = replace(layer.geometry, index=0)
     return (
         replace(layer, geometry=geometry, k_predictor=None, v_predictor=None) if layer.is_paged else LayerPlan(geometry)
@@ -123,7 +123,7 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
 
 
 def shared_geometry(geometry: Geometry, devices: int) -> Geometry:
-    """What one of ``devices`` caches. UsageError where heads cannot be shared out evenly."""
+    """The share of one of ``devices``. UsageError where heads cannot be shared out evenly."""
     return replace(geometry, layers=tuple(_shared(layer, devices) for layer in geometry.layers))
 
 

@@ -48,7 +48,7 @@ class Budget:
 
     @property
     def cache(self) -> int:
-        """What is left for the cache; may be negative."""
+        """The bytes left for the cache; may be negative."""
         return self.total - (self.weights or 0) - (self.workspace or 0)
 
     def split(self, fixed: int, paged: int, reserved: int) -> Split:

@@ -53,7 +53,7 @@ class Gates:
                 )
 
     def results(self, row: Row) -> Iterator[GateResult]:
-        """What each limit says of the plan of ``row``."""
+        """The verdict of each limit on the plan of ``row``."""
         if self.max_kl is not None:
             kl = row.text.kl
             yield GateResult("max_kl", self.max_kl, kl, row.text.kl_se, kl <= self.max_kl)

@@ -292,7 +292,7 @@ class Search:
         return self._as_candidate("2 bits", None, layers, {})
 
     def earlier_plans(self) -> list[Candidate]:
-        """What other searches in the folder shipped, and can be shipped again."""
+        """The plans that other searches in the folder shipped, and that can be shipped again."""
         found = []
         for path in [self.path, *sorted(self.path.parent.glob(f"{self.path.stem}.earlier-*{self.path.suffix}"))]:
             if not path.exists():
@@ -442,7 +442,7 @@ class Cost(NamedTuple):
 
 
 def planned(problem: Problem, tiers: Sequence[int], num_systems: int, num_rounds: int) -> Cost:
-    """What a search measures at most, on the texts of the selection; the validation sees a dozen plans."""
+    """The cost of a search at most, on the texts of the selection; the validation sees a dozen plans."""
     steps = [after - before for before, after in zip((0, *tiers), tiers, strict=False)]
 
     def halved(count: int) -> int:
@@ -462,7 +462,7 @@ def planned(problem: Problem, tiers: Sequence[int], num_systems: int, num_rounds
 
 
 class Estimate(NamedTuple):
-    """What a search would take. ``seconds``: without fits of λ and predictors; ``nbytes``: weights, as many caches as
+    """The size of a search. ``seconds``: without fits of λ and predictors; ``nbytes``: weights, as many caches as
     are fed side by side, at most at 16 bits, and logits."""
 
     cost: Cost

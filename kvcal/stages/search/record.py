@@ -127,7 +127,7 @@ class SearchRecord:
 
     @property
     def plan(self) -> Plan:
-        """What was measured."""
+        """The measurement."""
         chosen = self.allocation
         return Plan(chosen.model, chosen.cache_dtype, chosen.layers, chosen.workload, {}, self.plan_tensors)
 
