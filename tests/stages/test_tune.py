@@ -20,7 +20,8 @@ from kvcal.charts.comparison import draw_tuning
 from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
 from kvcal.progress import Silent
 from kvcal.stages import tune as tune_module
-from kvcal.stages.tune import (
+from kvcal.stages.tune import next_thresholds, tune
+from kvcal.stages.tune.record import (
     Outcome,
     Search,
     Threshold,
@@ -28,10 +29,8 @@ from kvcal.stages.tune import (
     Tuning,
     choose,
     load_tuning,
-    next_thresholds,
     pareto_front,
     save_tuning,
-    tune,
 )
 
 SEARCH = Search((Threshold("tau_16"), Threshold("tau_4")), num_trials=14, seed=7)
