@@ -13,15 +13,11 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from kvcal import save_plan
+import kvcal
 from kvcal.data.sequences import DataSpec
 from kvcal.errors import InfeasibleBudget
-from kvcal.folder import Folder
-from kvcal.models.load import load
-from kvcal.progress import Silent
 from kvcal.quantities import format_bytes
-from kvcal.recipe import AllocateSpec, ProfileSpec, Recipe
-from kvcal.run.pipeline import build_plan
+from kvcal.recipe import ProfileSpec
 
 
 def main() -> None:
@@ -33,21 +29,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to write the plan")
     arguments = parser.parse_args()
 
-    recipe = Recipe(
+    recipe = kvcal.Recipe(
         name="budget",
         data=DataSpec(source="tasks", num_samples=2, seq_len=512),
         profile=ProfileSpec(num_bits=(2, 3, 4), k_axes=("channel",), group_sizes=(128,), kl_samples=0),
-        allocate=AllocateSpec(
+        allocate=kvcal.AllocateSpec(
             kv_budget=arguments.kv_budget,
             batch=arguments.batch,
             context=arguments.context,
             objective="sensitivity",
         ),
     )
-    loaded = load(arguments.model)
+    model = kvcal.load_model(arguments.model)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            plan = build_plan(recipe, loaded, Folder(Path(folder)), None, Silent())
+            plan = kvcal.build_plan(model, kvcal.Folder(Path(folder)), recipe)
         except InfeasibleBudget as error:
             raise SystemExit(f"{error}\nhint: {error.hint}") from None
 
@@ -56,7 +52,7 @@ def main() -> None:
     print(f"cache: {format_bytes(plan.predicted_bytes)} of {arguments.kv_budget}")
     print(f"all-in bits per value: {plan.bits_per_value():.3f}")
     if arguments.out is not None:
-        save_plan(plan, arguments.out)
+        kvcal.save_plan(plan, arguments.out)
 
 
 if __name__ == "__main__":

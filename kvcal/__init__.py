@@ -1,26 +1,55 @@
 """kvcal compiles one KV-cache quantization plan for a model and runs it.
 
-    from kvcal import PlanCache, attached, load_plan
+    from kvcal import PlanCache, attached, load_plan         runs a plan
+    from kvcal import build_plan, load_model, load_recipe    makes one, as ``kvcal plan`` does (docs/api.md)
 
 Names are imported on first use: the command line's help should not wait for torch, nor a plan for transformers.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvcal.cache.attached import attached
     from kvcal.cache.plan_cache import PlanCache
-    from kvcal.plan.plan import Plan, load_plan, save_plan
+    from kvcal.folder import Folder
+    from kvcal.models.load import load as load_model
+    from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
+    from kvcal.recipe import AllocateSpec, Recipe
+    from kvcal.recipe_files import load_recipe, with_knobs
+    from kvcal.run.formats import allocate_folder as allocate
+    from kvcal.run.formats import profile_folder as profile
+    from kvcal.run.pipeline import build_plan
+    from kvcal.run.pipeline import compile_folder as compile
 
-__all__ = ["Plan", "PlanCache", "attached", "load_plan", "save_plan"]
+__all__ = [
+    "AllocateSpec", "Folder", "Plan", "PlanCache", "Recipe", "Workload", "allocate", "attached", "build_plan",
+    "compile", "load_model", "load_plan", "load_recipe", "profile", "save_plan", "with_knobs",
+]  # fmt: skip
 
-_MODULES = {"PlanCache": "kvcal.cache.plan_cache", "attached": "kvcal.cache.attached"}
+_PLACES = {
+    "AllocateSpec": "kvcal.recipe:AllocateSpec",
+    "Folder": "kvcal.folder:Folder",
+    "Plan": "kvcal.plan.plan:Plan",
+    "PlanCache": "kvcal.cache.plan_cache:PlanCache",
+    "Recipe": "kvcal.recipe:Recipe",
+    "Workload": "kvcal.plan.plan:Workload",
+    "allocate": "kvcal.run.formats:allocate_folder",
+    "attached": "kvcal.cache.attached:attached",
+    "build_plan": "kvcal.run.pipeline:build_plan",
+    "compile": "kvcal.run.pipeline:compile_folder",
+    "load_model": "kvcal.models.load:load",
+    "load_plan": "kvcal.plan.plan:load_plan",
+    "load_recipe": "kvcal.recipe_files:load_recipe",
+    "profile": "kvcal.run.formats:profile_folder",
+    "save_plan": "kvcal.plan.plan:save_plan",
+    "with_knobs": "kvcal.recipe_files:with_knobs",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _PLACES:
         raise AttributeError(f"module 'kvcal' has no attribute {name!r}")
-    return getattr(import_module(_MODULES.get(name, "kvcal.plan.plan")), name)
+    return resolve_name(_PLACES[name])

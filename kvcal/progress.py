@@ -23,3 +23,6 @@ class Silent:
 
     def __call__(self, done: int, total: int, label: str) -> None:
         pass
+
+
+SILENT = Silent()

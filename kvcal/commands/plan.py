@@ -86,7 +86,7 @@ def plan(
         folder = Folder.create(out or Path("artifacts") / loaded.identity.id.rpartition("/")[2])
         folder = folder.named(name or f"{chosen.name}-{budget_name(chosen.allocate)}")
         Folder.create(folder.path)
-        made = pipeline.build_plan(chosen, loaded, folder, None, reporter)
+        made = pipeline.build_plan(loaded, folder, chosen, reporter=reporter)
         checks = verify_plan(made, loaded, max_context(loaded), reporter)
         reporter.say(f"verify: {len(checks)} checks passed")
         allocation = allocation_stage.load(folder.allocation)[0]

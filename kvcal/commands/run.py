@@ -73,7 +73,7 @@ def run(
     folder = pipeline.Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model or chosen.model, chosen.data if chosen.calibrates else None, reporter)
-        result = pipeline.run(chosen, loaded, folder, reporter, workload)
+        result = pipeline.run(loaded, folder, chosen, workload, reporter)
         write_report(folder)
     tables = [views.budget_table(result.allocation), views.evaluation_table(result.evaluation)]
     if chosen.search is not None:
@@ -124,7 +124,7 @@ def search(
             estimate = search_stage.dry_run(loaded, base, data, folder.search, reporter)
             given.show({**estimate._asdict(), "cost": estimate.cost._asdict()}, views.estimate_table(estimate))
             return
-        plan = pipeline.build_plan(base, loaded, folder, None, reporter)
+        plan = pipeline.build_plan(loaded, folder, base, reporter=reporter)
         write_report(folder)
     searched = load_search(folder.search)
     value = {"report": dump(searched.report), "plan": views.plan_json(plan, None)}

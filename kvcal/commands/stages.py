@@ -38,14 +38,14 @@ def profile(
     """
     from kvcal import tables as views
     from kvcal.charts.allocation import draw_profile
-    from kvcal.folder import Folder, Job
+    from kvcal.folder import Folder
     from kvcal.run.formats import profile_folder
 
     base = given.recipe(recipe)
     folder = Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model, base.data, reporter)
-        result = profile_folder(Job(base, loaded, folder, reporter))
+        result = profile_folder(loaded, folder, base, reporter)
         picture = folder.profile.with_suffix(".png")
         draw_profile(result, picture)
     given.show(views.profile_json(result), views.profile_table(result))
@@ -119,10 +119,8 @@ def allocate(
         return
     reserved = 0 if reserve is None else parse_bytes(reserve)
     paths = Folder(folder) if name is None else Folder(folder).named(name)
-    if name is not None and paths.profile.is_file():
-        Folder.create(paths.path)
     before = paths.allocation.read_bytes() if name is None and paths.allocation.is_file() else None
-    result = allocate_folder(paths, spec, {"recipe": None}, reporter, reserved=reserved)
+    result = allocate_folder(paths, spec, reporter, reserved=reserved)
     layers = views.layer_table(result.layers, result.cache_dtype, result.workload)
     picture = paths.allocation.with_suffix(".png")
     draw_formats(result, picture)

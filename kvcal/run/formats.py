@@ -27,11 +27,12 @@ from kvcal.folder import (
     job_sequences,
     max_context,
     model_inputs,
+    sequences,
 )
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import RAW, Plan, Workload, save_plan
 from kvcal.plan.tensors import lattice_tensors
-from kvcal.progress import Reporter
+from kvcal.progress import SILENT, Reporter
 from kvcal.quantities import format_bytes
 from kvcal.recipe import AllocateSpec, Recipe, TuneSpec
 from kvcal.recipe_files import load_recipe
@@ -50,10 +51,16 @@ from kvcal.stages.tune.tier_capacity import overflow_share, score_quantile, with
 from kvcal.strict import dump
 
 
-def profile_folder(job: Job) -> Profile:
-    """The profile stage."""
-    recipe, loaded, path = job.recipe, job.loaded, job.folder.profile
-    data = job_sequences(job, recipe.data, "fit")
+def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter: Reporter = SILENT) -> Profile:
+    """The profile stage: the sensitivity of every layer to the candidates of the recipe's [profile], on its [data].
+
+    Raises:
+        UsageError: data that cannot be read, or are too few.
+        UnsupportedModel: keys, values or their projections cannot be found.
+        ArtifactError: the folder is another model's, holds a corrupt profile, or cannot be written to.
+    """
+    path = folder.profile
+    data = sequences(recipe.data, loaded, "fit", folder, reporter)
     inputs = {
         **model_inputs(loaded),
         **flat("profile", dump(recipe.profile)),
@@ -63,23 +70,31 @@ def profile_folder(job: Job) -> Profile:
     }
 
     def make() -> Profile:
-        return profile_stage.run_profile(loaded, data, recipe.profile, recipe.cache, inputs, path, job.reporter)
+        return profile_stage.run_profile(loaded, data, recipe.profile, recipe.cache, inputs, path, reporter)
 
-    return current_or("profile", path, profile_stage.load, inputs, make, job.reporter, data.description)
+    return current_or("profile", path, profile_stage.load, inputs, make, reporter, data.description)
 
 
 def allocate_folder(
     folder: Folder,
     spec: AllocateSpec,
-    provenance: dict[str, Any],
-    reporter: Reporter,
+    reporter: Reporter = SILENT,
     recipe: Recipe | None = None,
     reserved: int = 0,
 ) -> Allocation:
-    """The allocate stage, from the folder's profile. ``recipe``: whose [progressive], [reparam], [predictors] and
-    [feedback] follow, so that what they take is kept free; without one, ``reserved`` bytes are."""
+    """The allocate stage, from the folder's profile; a named folder is made. ``recipe``: whose [progressive],
+    [reparam], [predictors] and [feedback] follow, so that what they take is kept free; without one, ``reserved`` bytes
+    are.
+
+    Raises:
+        InfeasibleBudget: nothing fits; the message states the smallest budget that would.
+        UsageError, UnsupportedModel: as ``kvcal.stages.allocate.allocate``.
+        ArtifactError: no profile, or a corrupt one.
+    """
     profile = profile_stage.load(folder.profile)
+    Folder.create(folder.path)
     progressive = None if recipe is None else recipe.progressive
+    provenance = {"recipe": None} if recipe is None else provenance_of(recipe)
     if recipe is not None:
         is_counted = spec.budget is not None and spec.workspace == "auto"
         workload = Workload(spec.batch, spec.context) if is_counted else None
@@ -118,7 +133,7 @@ def allocate_folder(
 def allocate_recipe(job: Job) -> Allocation:
     """The allocate stage of a recipe."""
     assert job.recipe.allocate is not None
-    return allocate_folder(job.folder, job.recipe.allocate, provenance_of(job.recipe), job.reporter, job.recipe)
+    return allocate_folder(job.folder, job.recipe.allocate, job.reporter, job.recipe)
 
 
 def fix_folder(job: Job) -> Allocation:

@@ -21,7 +21,7 @@ from kvcal.models.load import LoadedModel
 from kvcal.models.projections import warn_of_biases
 from kvcal.plan.plan import Plan, Workload, plan_bytes, save_plan
 from kvcal.plan.tensors import tensors_nbytes
-from kvcal.progress import Reporter
+from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.run.formats import allocate_recipe, fix_folder, formats_plan, profile_folder, search_folder, tune_folder
@@ -46,7 +46,11 @@ class Stage(NamedTuple):
 # The stages before compilation, in order. Exactly one of search, tune, allocate and fix writes the allocation; a search
 # finds λ and predictors itself.
 STAGES = (
-    Stage("profile", lambda r: bool(r.importance or (r.allocate and not r.search)), profile_folder),
+    Stage(
+        "profile",
+        lambda r: bool(r.importance or (r.allocate and not r.search)),
+        lambda job: profile_folder(job.loaded, job.folder, job.recipe, job.reporter),
+    ),
     Stage("search", lambda r: bool(r.search), search_folder),
     Stage("tune", lambda r: bool(r.tune), tune_folder),
     Stage("allocate", lambda r: bool(r.allocate and not r.search), allocate_recipe),
@@ -68,17 +72,17 @@ class Result:
 
 
 def run(
-    recipe: Recipe, loaded: LoadedModel, folder: Folder, reporter: Reporter, workload: Workload | None = None
+    loaded: LoadedModel, folder: Folder, recipe: Recipe, workload: Workload | None = None, reporter: Reporter = SILENT
 ) -> Result:
     """All stages, as in ``build_plan`` and ``evaluate_plan``. Raises what the stages raise; whatever was finished stays
     and is reused by the next run."""
-    plan = build_plan(recipe, loaded, folder, workload, reporter)
+    plan = build_plan(loaded, folder, recipe, workload, reporter)
     evaluation = evaluate_plan(recipe, loaded, plan, folder, reporter)
     return Result(folder, allocation_stage.load(folder.allocation)[0], plan, evaluation)
 
 
 def build_plan(
-    recipe: Recipe, loaded: LoadedModel, folder: Folder, workload: Workload | None, reporter: Reporter
+    loaded: LoadedModel, folder: Folder, recipe: Recipe, workload: Workload | None = None, reporter: Reporter = SILENT
 ) -> Plan:
     """All stages of a recipe up to its plan, for ``workload`` (default: the recipe's, or 8 x 4,096 tokens).
 
@@ -92,7 +96,7 @@ def build_plan(
     one_sample = DataSpec("math", num_samples=1, seq_len=seq_len)
     warn_of_biases(loaded, lambda: sequences(one_sample, loaded).sequences[0], reporter)
     run_stages(Job(recipe, loaded, folder, reporter, workload or DEFAULT_WORKLOAD))
-    return compile_folder(folder, folder.plan, reporter, recipe)
+    return compile_folder(folder, reporter=reporter, recipe=recipe)
 
 
 def run_stages(job: Job) -> None:
@@ -102,13 +106,18 @@ def run_stages(job: Job) -> None:
             stage.make(job)
 
 
-def compile_folder(folder: Folder, path: Path, reporter: Reporter, recipe: Recipe | None = None) -> Plan:
+def compile_folder(
+    folder: Folder, path: Path | None = None, reporter: Reporter = SILENT, recipe: Recipe | None = None
+) -> Plan:
     """The compile stage, with the transforms of the recipe's stages (without a recipe: with those that the folder holds
-    for its allocation), and always with the tensors of a search: writes the plan unless the same one lies there.
+    for its allocation), and always with the tensors of a search: writes the plan to ``path`` (default: into the
+    folder) unless the same one lies there.
 
     Raises:
         InfeasibleBudget: with them, it takes more than its allocation's budget.
+        ArtifactError: no allocation, a corrupt artifact, or a plan that cannot be written.
     """
+    path = folder.plan if path is None else path
     allocation, made_from = allocation_stage.load(folder.allocation)
     if "search.sha256" in made_from:
         searched = search_stage.load(folder.search)

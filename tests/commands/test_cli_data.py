@@ -228,7 +228,7 @@ def test_search_and_tune_get_the_given_data(
 ) -> None:  # fmt: skip
     given: list[Recipe] = []
 
-    def stop(*values: object) -> None:
+    def stop(*values: object, **_: object) -> None:
         given.extend(value for value in values if isinstance(value, Recipe))
         raise UsageError("seen")
 

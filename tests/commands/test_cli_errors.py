@@ -47,9 +47,9 @@ def run_folder(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = Folder.create(tmp_path_factory.mktemp("run"))
     recipe, loaded = load_recipe(str(files[1])), load(str(files[0]))
-    formats.profile_folder(Job(recipe, loaded, folder, Silent()))
+    formats.profile_folder(loaded, folder, recipe)
     formats.allocate_recipe(Job(recipe, loaded, folder, Silent()))
-    pipeline.compile_folder(folder, folder.plan, Silent())
+    pipeline.compile_folder(folder)
     return folder.path
 
 

@@ -64,7 +64,7 @@ def test_from_the_command_to_plans_and_folded_weights(tmp_path, model):
     folder = pipeline.Folder.create(tmp_path / "out")
     loaded = load(str(model), device="cpu")
     fix_folder(Job(load_recipe(str(recipe)), loaded, folder, Silent(), Workload(1, 512)))
-    plain = pipeline.compile_folder(folder, tmp_path / "plain.safetensors", Silent())
+    plain = pipeline.compile_folder(folder, tmp_path / "plain.safetensors")
 
     app = typer.Typer()
     app.command()(reparam)
@@ -78,7 +78,7 @@ def test_from_the_command_to_plans_and_folded_weights(tmp_path, model):
     table = CliRunner().invoke(app, [*given[:-2], "--set", "reparam.position_scale=2"])
     assert "error without" in table.stdout and "reparam.safetensors is current" in table.output
 
-    plan = pipeline.compile_folder(folder, folder.plan, Silent())
+    plan = pipeline.compile_folder(folder)
     assert all(layer.k_rescale for layer in load_plan(folder.plan).layers)
     assert kl(loaded, plan) < 0.5 * kl(loaded, plain)
     PlanCache(plan, loaded.model.config)

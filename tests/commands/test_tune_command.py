@@ -329,7 +329,7 @@ def test_run_tunes_and_fits_the_rooms(
 def test_compare_builds_the_tuned_plan(whole: Path, model: Path, recipe: Path, tmp_path: Path) -> None:
     """By the function that ``kvcal compare`` is given, at the study's workload."""
     tuned = load_plan(whole / "plan.safetensors")
-    plan = build_plan(load_recipe(str(recipe)), load(str(model)), Folder.create(tmp_path), tuned.workload, Silent())
+    plan = build_plan(load(str(model)), Folder.create(tmp_path), load_recipe(str(recipe)), tuned.workload)
     assert plan.provenance.pop("calibration").keys() == {"tune"}  # an artifact's inputs, which the command has not
     assert plan_bytes(plan) == plan_bytes(tuned)
 

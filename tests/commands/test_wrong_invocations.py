@@ -36,7 +36,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     loaded, recipe = load(str(save_llama(folder / "model", tokenizer))), load_recipe(str(folder / "small.toml"))
     run = Folder.create(folder / "run")
     run_stages(Job(recipe, loaded, run, Silent()))
-    compile_folder(run, run.plan, Silent())
+    compile_folder(run)
     return folder
 
 

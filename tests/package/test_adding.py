@@ -75,7 +75,7 @@ def test_a_new_quantizer_is_measured_chosen_compiled_read_and_inspected(
     absmax: ModuleType, model: LoadedModel, tmp_path: Path
 ) -> None:
     folder = Folder.create(tmp_path)
-    plan = build_plan(recipe_of(MEASURED), model, folder, None, Silent())
+    plan = build_plan(model, folder, recipe_of(MEASURED))
     profile = profile_stage.load(folder.profile)
     costs = zip(profile.setup.candidates("k"), profile.sensitivity(0, "k").sum(0).tolist(), strict=True)
     by_name = {(candidate.quantizer, candidate.num_bits): cost for candidate, cost in costs}
@@ -103,7 +103,7 @@ ALLOCATED = MEASURED.replace('"uniform", "absmax"', '"absmax"')
 def test_a_plan_of_the_new_quantizer_generates(
     toml: str, absmax: ModuleType, model: LoadedModel, tmp_path: Path
 ) -> None:
-    plan = build_plan(recipe_of(toml), model, Folder.create(tmp_path), None, Silent())
+    plan = build_plan(model, Folder.create(tmp_path), recipe_of(toml))
     save_plan(plan, tmp_path / "plan.safetensors")
     assert load_plan(tmp_path / "plan.safetensors") == plan
     layer = json.loads(json.dumps(plan_record(plan)))["layers"][0]
@@ -126,7 +126,7 @@ def test_a_plan_of_the_new_quantizer_generates(
 def test_a_file_with_a_quantizer_that_is_not_there_is_refused(
     absmax: ModuleType, model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = build_plan(recipe_of(FIXED), model, Folder.create(tmp_path), None, Silent())
+    plan = build_plan(model, Folder.create(tmp_path), recipe_of(FIXED))
     save_plan(plan, tmp_path / "plan.safetensors")
     monkeypatch.delitem(LAYOUTS, "absmax")
     with pytest.raises(ArtifactError, match="quantizer = 'absmax', expected one of"):

@@ -88,11 +88,11 @@ def test_the_smallest_budget_that_is_named_has_room_for_lambda(tmp_path: Path, l
     """Also for what the search then leaves at 1, which takes no bytes."""
     folder = pipeline.Folder.create(tmp_path / "out")
     with pytest.raises(InfeasibleBudget) as refused:
-        pipeline.build_plan(recipe_of(tmp_path, '"1B"'), loaded, folder, None, Silent())
+        pipeline.build_plan(loaded, folder, recipe_of(tmp_path, '"1B"'))
     smallest = refused.value.smallest_bytes
     assert smallest is not None
     recipe = recipe_of(tmp_path, f'"{smallest}B"')
-    plan = pipeline.build_plan(recipe, loaded, folder, None, Silent())
+    plan = pipeline.build_plan(loaded, folder, recipe)
     unused = reserved_bytes(loaded.geometry, recipe.cache, recipe.reparam) - tensors_nbytes(plan.tensors)
     assert plan.predicted_bytes + unused == smallest
 
@@ -117,9 +117,9 @@ def test_an_evaluation_feeds_no_more_sequences_than_the_schedule_has(tmp_path: P
 
 def test_a_plan_is_for_the_workload_asked_for(tmp_path: Path, loaded: LoadedModel) -> None:
     folder, recipe = pipeline.Folder.create(tmp_path / "out"), replace(recipe_of(tmp_path, '"9MB"'), reparam=None)
-    plan = pipeline.build_plan(recipe, loaded, folder, Workload(3, 700), Silent())
+    plan = pipeline.build_plan(loaded, folder, recipe, Workload(3, 700))
     assert plan.workload == Workload(3, 700)
-    baseline = pipeline.build_plan(load_recipe("kivi-2"), loaded, folder, Workload(3, 700), Silent())
+    baseline = pipeline.build_plan(loaded, folder, load_recipe("kivi-2"), Workload(3, 700))
     assert baseline.workload == Workload(3, 700)
 
 
@@ -127,7 +127,7 @@ def test_a_plan_is_for_the_workload_asked_for(tmp_path: Path, loaded: LoadedMode
 def test_a_profile_of_other_settings_is_made_again(tmp_path: Path, loaded: LoadedModel, old: str, new: str) -> None:
     folder = pipeline.Folder.create(tmp_path / "out")
     for recipe in (recipe_of(tmp_path, '"9MB"'), recipe_of(tmp_path, '"9MB"', old, new)):
-        formats.profile_folder(Job(recipe, loaded, folder, Silent()))
+        formats.profile_folder(loaded, folder, recipe)
         subject = profile.load(folder.profile).setup
         assert (subject.spec, subject.cache) == (recipe.profile, recipe.cache)
 
@@ -136,8 +136,8 @@ def test_a_profile_in_another_dtype_is_made_again(tmp_path: Path, loaded: Loaded
     """Of the same checkpoint: the model computes otherwise."""
     folder, notes = pipeline.Folder.create(tmp_path / "out"), Notes()
     recipe = recipe_of(tmp_path, '"9MB"')
-    formats.profile_folder(Job(recipe, loaded, folder, Silent()))
-    formats.profile_folder(Job(recipe, load(loaded.source, device="cpu", dtype="bfloat16"), folder, notes))
+    formats.profile_folder(loaded, folder, recipe)
+    formats.profile_folder(load(loaded.source, device="cpu", dtype="bfloat16"), folder, recipe, notes)
     assert 'profile: runs again, compute_dtype is "float32", expected "bfloat16"' in notes.messages
 
 

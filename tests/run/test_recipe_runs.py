@@ -62,7 +62,7 @@ def shortened(recipe: Recipe) -> Recipe:
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_shipped_recipe_runs_to_its_table(name: str, model: LoadedModel, tmp_path: Path) -> None:
     recipe = shortened(load_recipe(name))
-    result = run(recipe, model, Folder.create(tmp_path), Silent())
+    result = run(model, Folder.create(tmp_path), recipe)
     row = next(row for row in result.evaluation.rows if row.name == name)
     assert load_plan(tmp_path / "plan.safetensors").sha256 == row.plan_sha256 == result.plan.sha256
     assert row.total_bytes == result.plan.predicted_bytes
@@ -73,7 +73,7 @@ def test_a_shipped_recipe_runs_to_its_table(name: str, model: LoadedModel, tmp_p
 
 def test_texts_beyond_a_schedule_are_told_before_anything_is_measured(model: LoadedModel, tmp_path: Path) -> None:
     recipe = shortened(load_recipe("pm-kvq-2-no-reparam"))
-    built = build_plan(recipe, model, Folder.create(tmp_path), Workload(8, 300), Silent())
+    built = build_plan(model, Folder.create(tmp_path), recipe, Workload(8, 300))
     with pytest.raises(UsageError, match="a text of 320 tokens, .* on a schedule for 300"):
         evaluate_plan(recipe, model, built, Folder.create(tmp_path), Silent())
     assert not (tmp_path / "evaluation.json").exists()

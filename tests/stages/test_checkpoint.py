@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,8 +52,9 @@ def sound(tmp_path_factory) -> dict[str, Path]:
 
 def spoiled(name: str, sound: Path, target: Path, change: Callable[[dict, Tensors], object]) -> Path:
     stored = artifact.read(sound, f"{name}-partial", 1)
-    change(stored.body, stored.tensors)
-    artifact.write(target, stored)
+    tensors = dict(stored.tensors)
+    change(stored.body, tensors)
+    artifact.write(target, replace(stored, tensors=tensors))
     return target
 
 

@@ -27,7 +27,7 @@ WORKLOAD = Workload(2, 512)
 SHRINKING = tuple(Format(2, fmt.axis, 32, param_dtype="float32", shrink_at=(128, 192, 256)) for fmt in KIVI_2)
 
 
-def build(recipe: Recipe, loaded: LoadedModel, folder: Folder, workload: Workload, reporter: Reporter) -> Plan:
+def build(loaded: LoadedModel, folder: Folder, recipe: Recipe, workload: Workload, reporter: Reporter) -> Plan:
     """Formats of as many bits as the budget; no profile."""
     if recipe.allocate is None:
         assert recipe.formats is not None

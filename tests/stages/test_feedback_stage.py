@@ -343,7 +343,7 @@ def test_from_a_recipe_to_a_plan(tmp_path: Path, tokenizer: PreTrainedTokenizerB
     loaded, path = load(str(model), device="cpu"), tmp_path / "small.toml"
     path.write_text(RECIPE)
     recipe = load_recipe(str(path))
-    plan = pipeline.build_plan(recipe, loaded, Folder.create(tmp_path / "run"), Workload(1, 512), Silent())
+    plan = pipeline.build_plan(loaded, Folder.create(tmp_path / "run"), recipe, Workload(1, 512))
     assert all(layer.k_feedback and layer.v_feedback for layer in plan.layers if layer.is_paged)
     assert plan.provenance["calibration"]["feedback"]["purpose"] == "fit"
     assert load_plan(tmp_path / "run" / "plan.safetensors").sha256 == plan.sha256
@@ -358,7 +358,7 @@ def test_from_a_recipe_to_a_plan(tmp_path: Path, tokenizer: PreTrainedTokenizerB
     assert {side["side"] for side in json.loads(done.stdout)["sides"]} == {"k", "v"}
     table = CliRunner().invoke(app, given[:-2])
     assert "K error left" in table.stdout and "feedback.safetensors is current" in table.output
-    assert pipeline.compile_folder(folder, folder.plan, Silent()).sha256 == plan.sha256
+    assert pipeline.compile_folder(folder).sha256 == plan.sha256
 
 
 @pytest.mark.parametrize(

@@ -384,7 +384,7 @@ def test_a_recipe_and_the_command(
     model, recipe, folder = str(save_llama(tmp_path / "model", tokenizer)), tmp_path / "small.toml", tmp_path / "run"
     recipe.write_text(RECIPE.format(quantizer=quantizer))
     loaded = load_model(model, device="cpu")
-    plan = build_plan(load_recipe(str(recipe)), loaded, Folder.create(folder), WORKLOAD, Silent())
+    plan = build_plan(loaded, Folder.create(folder), load_recipe(str(recipe)), WORKLOAD)
     assert plan.layers[1].k_predictor is not None and plan.layers[1].v_predictor is not None
     assert plan.predicted_bytes == load_plan(folder / "plan.safetensors").predicted_bytes
     assert len(plan.provenance["calibration"]["predictors"]["sequences"]) == 4

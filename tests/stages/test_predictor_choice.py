@@ -148,7 +148,8 @@ def test_a_broken_record_is_refused(tmp_path: Path, spoil: Callable, message: st
     path = tmp_path / "p.safetensors"
     save(record, {}, path)
     stored = artifact.read(path, KIND, SCHEMA)
-    spoil(stored.body, stored.tensors)
-    artifact.write(path, stored)
+    tensors = dict(stored.tensors)
+    spoil(stored.body, tensors)
+    artifact.write(path, replace(stored, tensors=tensors))
     with pytest.raises(ArtifactError, match=message):
         load(path)

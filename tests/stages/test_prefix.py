@@ -250,8 +250,9 @@ def test_content_that_does_not_fit_is_refused(tmp_path: Path, spoil: Callable, m
     path = tmp_path / "p.kv"
     pack_prefix(loaded, plan, prompt(300), path)
     stored = artifact.read(path, KIND, SCHEMA)
-    spoil(stored.body, stored.tensors)
-    artifact.write(path, stored)
+    tensors = dict(stored.tensors)
+    spoil(stored.body, tensors)
+    artifact.write(path, replace(stored, tensors=tensors))
     with pytest.raises(ArtifactError, match=message):
         load_prefix(loaded, plan, path)
 

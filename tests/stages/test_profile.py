@@ -357,8 +357,9 @@ def test_divergence_of_no_candidate_is_refused(changes: dict, message: str) -> N
 def rewritten(path: Path, target: Path, change) -> Path:
     """A copy of the profile with its body and tensors changed, and a valid digest."""
     stored = artifact.read(path, profile.KIND, profile.SCHEMA)
-    change(stored.body, stored.tensors)
-    artifact.write(target, stored)
+    tensors = dict(stored.tensors)
+    change(stored.body, tensors)
+    artifact.write(target, replace(stored, tensors=tensors))
     return target
 
 

@@ -101,7 +101,7 @@ def recipe_of(folder: Path, bits: float, *changes: tuple[str, str]) -> Recipe:
 
 def built(recipe: Recipe, loaded: LoadedModel, folder: Path, reporter: Silent | None = None) -> SearchRecord:
     made = pipeline.Folder.create(folder)
-    pipeline.build_plan(recipe, loaded, made, None, reporter or Silent())
+    pipeline.build_plan(loaded, made, recipe, reporter=reporter or Silent())
     return load_search(made.search)
 
 

@@ -53,7 +53,7 @@ __all__ = ["FILE", "Build", "Point", "compare", "points_of"]
 FILE = "compare.json"
 
 # All stages of a recipe up to its plan, resuming from the folder's artifacts.
-Build = Callable[[Recipe, LoadedModel, Folder, Workload, Reporter], Plan]
+Build = Callable[[LoadedModel, Folder, Recipe, Workload, Reporter], Plan]
 
 
 def compare(
@@ -124,7 +124,7 @@ class _Job:
         plan, refusal, recipe = None, None, point.recipe
         with timed(folder.path, self.seconds) as made:
             try:
-                plan = self.build(recipe, self.loaded, folder, self.workload, self.reporter)
+                plan = self.build(self.loaded, folder, recipe, self.workload, self.reporter)
             except KvcalError as error:
                 if point.is_baseline:
                     raise
