@@ -1,15 +1,20 @@
-"""Every example runs as its docstring says, on the embedded model."""
+"""Every example runs as its docstring says, on the embedded model. Two have a process of their own: its imports take
+longer than most examples."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvcal import load_plan
 from kvcal.data.tasks import problems
@@ -18,14 +23,26 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = {"generate", "budget", "own_data", "gpu_graph"}
 
 
-def run_example(name: str, *arguments: object) -> str:
-    """The example's stdout. Fails with its stderr."""
+def run_alone(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """The example in a process of its own."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, ROOT / "examples" / f"{name}.py", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+@pytest.fixture
+def run_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs an example in this process, which has imported torch already; returns its stdout."""
+
+    def run(name: str, *arguments: object) -> str:
+        path = str(ROOT / "examples" / f"{name}.py")
+        monkeypatch.setattr(sys, "argv", [path, *map(str, arguments)])
+        with warnings.catch_warnings(action="default"):
+            runpy.run_path(path, run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
 
 
 def test_every_example_is_tested_here() -> None:
@@ -41,12 +58,14 @@ def test_an_examples_docstring_says_how_to_run_it(name: str) -> None:
 
 
 def test_generate_multiplies_through_a_packed_cache() -> None:
-    out = run_example("generate")
+    done = run_alone("generate")
+    assert done.returncode == 0, done.stderr
+    out = done.stdout
     assert "Answer: 49926" in out and 314 * 159 == 49926
     assert "as the plan predicts" in out
 
 
-def test_generate_takes_a_plan_and_budget_writes_one(tmp_path: Path) -> None:
+def test_generate_takes_a_plan_and_budget_writes_one(run_example: Callable[..., str], tmp_path: Path) -> None:
     path = tmp_path / "plan.safetensors"
     out = run_example("budget", "--kv-budget", "36MB", "--out", path)
     plan = load_plan(path)
@@ -60,15 +79,12 @@ def test_generate_takes_a_plan_and_budget_writes_one(tmp_path: Path) -> None:
 
 
 def test_budget_says_the_smallest_feasible_budget() -> None:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "examples/budget.py"), "--kv-budget", "1MB"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = run_alone("budget", "--kv-budget", "1MB")
     assert done.returncode == 1
     assert "the smallest feasible one is" in done.stderr and "hint: " in done.stderr
 
 
-def test_own_data_profiles_every_layer_of_a_jsonl(tmp_path: Path) -> None:
+def test_own_data_profiles_every_layer_of_a_jsonl(run_example: Callable[..., str], tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     lines = [json.dumps({"body": p.text}) for p in problems("chain", 60, seed=3)]
     path.write_text("\n".join(lines) + "\n")
@@ -77,17 +93,17 @@ def test_own_data_profiles_every_layer_of_a_jsonl(tmp_path: Path) -> None:
     assert [f"layer {index}: " in out for index in range(10)] == [True] * 10
 
 
-def test_own_data_writes_a_sample_by_itself() -> None:
+def test_own_data_writes_a_sample_by_itself(run_example: Callable[..., str]) -> None:
     assert run_example("own_data").startswith("sensitivity to 2 bits on ledgers.jsonl\nlayer 0: K ")
 
 
-def test_gpu_graph_ends_well_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+def test_gpu_graph_ends_well_without_a_gpu(run_example: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run_example("gpu_graph") == "no GPU here: this example needs one\n"
 
 
 @pytest.mark.gpu
-def test_gpu_graph_multiplies_by_replays() -> None:
+def test_gpu_graph_multiplies_by_replays(run_example: Callable[..., str]) -> None:
     out = run_example("gpu_graph")
     assert "row 9: 9x4+0=36" in out
     assert "ms a step" in out

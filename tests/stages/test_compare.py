@@ -129,7 +129,7 @@ def test_a_plan_that_cannot_be_measured_is_a_row(tmp_path: Path, small_recipes: 
 
 
 def test_a_refused_baseline_ends_the_comparison(tmp_path: Path, small_recipes: tuple[str, str]) -> None:
-    def refuse(recipe: Recipe, loaded: LoadedModel, folder: Folder, workload: Workload, reporter: Reporter) -> Plan:
+    def refuse(loaded: LoadedModel, folder: Folder, recipe: Recipe, workload: Workload, reporter: Reporter) -> Plan:
         raise UsageError("not with this model")
 
     with pytest.raises(KvcalError, match="not with this model"):
@@ -141,12 +141,12 @@ def test_plans_of_one_recipe_share_a_profile(tmp_path: Path, small_recipes: tupl
     made: list[str] = []
     version = 1.0
 
-    def profiling(recipe: Recipe, loaded: LoadedModel, folder: Folder, workload: Workload, reporter: Reporter) -> Plan:
+    def profiling(loaded: LoadedModel, folder: Folder, recipe: Recipe, workload: Workload, reporter: Reporter) -> Plan:
         current = f"{version}".encode()
         if recipe.allocate is not None and (not folder.profile.exists() or folder.profile.read_bytes() != current):
             folder.profile.write_bytes(current)
             made.append(folder.path.name)
-        return build(recipe, loaded, folder, workload, reporter)
+        return build(loaded, folder, recipe, workload, reporter)
 
     entries = by_name(run(tmp_path, small_recipes, [3, 4], builder=profiling))
     assert made == ["small@3"]
