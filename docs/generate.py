@@ -214,19 +214,19 @@ def _reason(name: str, is_geometry: bool) -> str:
 
 @contextlib.contextmanager
 def workplace() -> Iterator[Path]:
-    """A folder, made the working directory, with what the commands of the pages name; without a GPU and a network."""
+    """An empty folder, made the working directory; without a GPU and a network."""
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as name, mock.patch.object(torch.cuda, "is_available", lambda: False):
         os.chdir(name)
         try:
-            _furnish(Path(name))
             yield Path(name)
         finally:
             os.chdir(before)
 
 
-def _furnish(folder: Path) -> None:
-    """A plan, a folder with a profile, data of three lines, a recipe with a typing error, and two tiny models."""
+def furnish(folder: Path) -> None:
+    """What the commands of troubleshooting name: a plan, a folder with a profile, data of three lines, a recipe with a
+    typing error, and two tiny models."""
     from cli_cases import save_falcon, save_llama
     from transformers import AutoTokenizer
 
@@ -284,7 +284,9 @@ def main() -> None:
     (DOCS / "models.md").write_text(models(FAMILIES.read_text()))
     pages = ["troubleshooting.md", *(f"{name}.md" for name in sys.argv[1:])]
     for name in pages:
-        with workplace():
+        with workplace() as folder:
+            if name == "troubleshooting.md":
+                furnish(folder)
             text = with_outputs((DOCS / name).read_text())
         (DOCS / name).write_text(text)
 

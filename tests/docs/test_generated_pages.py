@@ -48,7 +48,8 @@ def test_supported_models_are_current() -> None:
 @pytest.mark.filterwarnings("ignore:.*")
 def test_the_errors_of_troubleshooting_are_those_of_the_commands() -> None:
     page = (DOCS / "troubleshooting.md").read_text()
-    with generate.workplace():
+    with generate.workplace() as folder:
+        generate.furnish(folder)
         assert generate.with_outputs(page) == page, STALE
     for code in (2, 3, 4, 5, 6):
         assert f"[exit {code}]" in page
