@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cache_cases import HEAD_DIM, attended, feed, llama_plan, padded, random_ids, random_qkv, tiny_llama
-from static_cases import FORMATS, V, assert_same_pages, drifting_ids, listened, plan_for
+from static_cases import FORMATS, TRANSFORMED, V, assert_same_pages, drifting_ids, listened, plan_for
 from torch import Tensor
 
 from kvcal import Plan, PlanCache, attached
@@ -20,7 +20,7 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier
 from kvcal.store.state import Serving
 
-ALL = [*FORMATS, "per head", "transformed", "feedback"]
+ALL = [*FORMATS, "per head", *TRANSFORMED]
 
 
 def static_cache(plan: Plan, max_tokens: int, mask: Tensor | None = None, layers: int = 1) -> PlanCache:
