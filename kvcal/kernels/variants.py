@@ -270,5 +270,5 @@ def _tier_defines(fmt: Format, layout: TieredLayout) -> Defines:
 
 
 def _double_bits(value: float) -> int:
-    """An fp64 as the integer (int64) of its bits: what decides a byte is in fp64, and decimals would not all be exact."""
+    """An fp64 as the integer (int64) of its bits: what decides a byte is fp64, and decimals would not all be exact."""
     return int(struct.unpack("<q", struct.pack("<d", value + 0.0))[0])  # 0 for -0, which is no int64 literal

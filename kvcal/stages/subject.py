@@ -10,8 +10,8 @@ from kvcal.strict import STRICT, Amount, Count
 
 @dataclass(frozen=True, config=STRICT)
 class CalibrationSubject:
-    """The model and the data. A stage adds its settings. ``position_scale``: the one used, which is the settings' within
-    the model's context; ``num_tokens``: of the data."""
+    """The model and the data; a stage adds its settings. ``position_scale``: the one used, which is the settings'
+    within the model's context; ``num_tokens``: of the data."""
 
     identity: ModelIdentity
     geometry: Geometry
