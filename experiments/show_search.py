@@ -53,6 +53,7 @@ def searched(given: argparse.Namespace, loaded: LoadedModel, data: str, bits: fl
         "allocate.bits": bits, "allocate.granularity": given.granularity, "search.kl_samples": given.texts,
         "search.kl_tokens": given.tokens, "search.refine_rounds": given.rounds,
         "reparam.num_samples": max(4, len(data.split()) + 1), "reparam.seq_len": given.tokens,
+        "feedback.num_samples": given.texts, "feedback.seq_len": given.tokens,
     }  # fmt: skip
     recipe = with_knobs(load_recipe("best"), knobs)
     sources = data.split()

@@ -221,6 +221,7 @@ class KeyChoice:
     axis: Axis = knob("channel", "What a group shares its scale along.")
     group_size: GroupSize = knob(128, "Values that share a scale.")
     boost: Boost | None = knob(None, "Channels with more bits.")
+    quantizer: str = knob("uniform", "How values become codes: uniform, or rotated (Hadamard, per token).")
     lattice_dim: Literal[2, 4] | None = knob(None, "HIGGS's lattice of this dimension instead of scales.")
     rescale: bool = knob(False, "With the layer's λ.")
     predicted: bool = knob(False, "As the residual of a prediction.")
@@ -234,6 +235,7 @@ class ValueChoice:
 
     num_bits: Literal[1, 2, 3, 4, 8, 16] = Field(description="Bits of a code.")
     group_size: GroupSize = knob(128, "Values that share a scale.")
+    quantizer: str = knob("uniform", "How values become codes: uniform, or rotated (Hadamard, per token).")
     lattice_dim: Literal[2, 4] | None = knob(None, "HIGGS's lattice of this dimension instead of scales.")
     predicted: bool = knob(False, "As the residual of a prediction.")
     num_sink_tokens: SizeOrNone | None = knob(None, "First tokens kept at 16 bits; default: [cache]'s.")
@@ -424,11 +426,8 @@ class Recipe:
             )
         if self.progressive is not None and self.predictors is not None:
             raise ValueError("[progressive] and [predictors]: predictions of pages that shrink would change with them")
-        if self.feedback is not None and (self.search is not None or self.progressive is not None):
-            raise ValueError(
-                "[feedback] goes with neither [search], which measures plans without it, nor [progressive], whose "
-                "pages round their codes again"
-            )
+        if self.feedback is not None and self.progressive is not None:
+            raise ValueError("[feedback] does not go with [progressive], whose pages round their codes again")
         self._require_pages()
 
     def _require_pages(self) -> None:

@@ -228,7 +228,8 @@ def launch_decode(
                 v_sinks, v.sinks.stride(0), v_ring, v.ring.stride(0), v.pages.data_ptr(), v.pages.stride(0),
                 lengths, min(batch - first, MAX_ROWS), num_heads, table, *table_shape(place.table),
                 _pointer(place.k_read_at), place.k_read_at.numel(), _pointer(place.v_read_at), place.v_read_at.numel(),
-                *map(_pointer, (transform.rescale, transform.offset, sink_logits)),
+                *map(_pointer, (transform.rescale, transform.offset, transform.k_signs, transform.v_signs)),
+                _pointer(sink_logits),
                 workspace.data_ptr() + counters, workspace.data_ptr(), out_rows, float(scale), float(softcap),
                 *region_addresses(regions), follows=launch.follows,
             )  # fmt: skip

@@ -79,12 +79,15 @@ class QueryStatistic(NamedTuple):
 
 
 class PageTransform(NamedTuple):
-    """The transform of pages of keys, which hold (K - offset) / rescale, and how codes of both sides are chosen."""
+    """The transform of pages of keys, which hold (K - offset) / rescale, and how codes of both sides are chosen: with
+    error feedback, of rotated tokens."""
 
     rescale: Tensor  # [n, D] fp32
     offset: Tensor  # [n, D] fp32
     k_feedback: Tensor = NOTHING  # [n, D (D - 1) / 2] fp16: factors of error feedback (kvcal.pages.feedback)
     v_feedback: Tensor = NOTHING
+    k_signs: Tensor = NOTHING  # [D] int8: of rotated pages (kvcal.pages.rotated)
+    v_signs: Tensor = NOTHING
 
     @property
     def of_values(self) -> PageTransform:
@@ -95,6 +98,10 @@ class PageTransform(NamedTuple):
         """The factor of a side's codes; None without feedback."""
         factor = self.k_feedback if side == "k" else self.v_feedback
         return factor if factor.numel() else None
+
+    def signs(self, side: Side) -> Tensor:
+        """The signs of a side's rotated pages; empty where they are not rotated."""
+        return self.k_signs if side == "k" else self.v_signs
 
 
 class Regions(NamedTuple):

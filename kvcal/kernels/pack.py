@@ -95,6 +95,7 @@ def launch_unpack(
         0,
         pages.data_ptr(), pages.stride(0), slots.data_ptr(), slots.stride(0),
         out.data_ptr(), DTYPES[DTYPE_NAMES[out.dtype]], *out.stride()[:3], *map(Tensor.data_ptr, transform[:2]),
+        transform.signs(side).data_ptr(),
     )  # fmt: skip
 
 

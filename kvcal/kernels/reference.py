@@ -119,6 +119,7 @@ def _codec(num_heads: int, transform: PageTransform, side: Side, variant: Varian
         rescale=transform.rescale.unsqueeze(-2) if is_k and variant.rescale else None,
         offset=transform.offset.unsqueeze(-2) if is_k and variant.offset else None,
         feedback=None if num_bits == RAW_BITS else transform.feedback(side),
+        operands={"signs": transform.signs(side)},
     )
 
 

@@ -44,7 +44,7 @@ class Stage(NamedTuple):
 
 
 # The stages before compilation, in order. Exactly one of search, tune, allocate and fix writes the allocation; a search
-# finds λ and predictors itself.
+# fits λ, predictors and error feedback itself.
 STAGES = (
     Stage("profile", lambda r: bool(r.importance or (r.allocate and not r.search)), profile_folder),
     Stage("search", lambda r: bool(r.search), search_folder),
@@ -53,7 +53,7 @@ STAGES = (
     Stage("fix", lambda r: not (r.allocate or r.tune), fix_folder),
     Stage("reparam", lambda r: bool(r.reparam and not r.search), reparam_folder),
     Stage("predictors", lambda r: bool(r.predictors and not r.search), fit_predictors_folder),
-    Stage("feedback", lambda r: bool(r.feedback), feedback_folder),
+    Stage("feedback", lambda r: bool(r.feedback and not r.search), feedback_folder),
 )
 
 

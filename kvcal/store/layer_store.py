@@ -252,6 +252,7 @@ class LayerStore:
             tensors[f"{prefix}.k_offset"][heads] if variant.offset else static.nothing,
             tensors[f"{prefix}.k_feedback"][heads] if variant.k_feedback else static.nothing,
             tensors[f"{prefix}.v_feedback"][heads] if variant.v_feedback else static.nothing,
+            *(tensors.get(f"{prefix}.{side}_signs", static.nothing) for side in SIDES),
         )
 
     def _head_step(self, pair: HeadRange, static: StepState) -> HeadStep:

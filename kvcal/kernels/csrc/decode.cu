@@ -3,7 +3,8 @@
 //
 // The algebra is folded, so that a code costs no multiplication of its own: scales go to the operand that is not the
 // cache, per-channel key scales into the query, once a page, value scales into the probabilities; zeros into one sum a
-// head. Per-token key scales multiply the scores.
+// head. Per-token key scales multiply the scores. Where pages are rotated, so is the query, and what values have added up
+// to is rotated back, once a warp and head.
 //
 // Codes are bytes and that operand is in fixed point of two bytes, so that the tensor core's integer products are
 // exact (limbs.cuh). The cache is the A operand of mma.m16n8k32 (16 tokens, or 16 channels, by 32); N are the high and low
@@ -52,8 +53,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     const void* q, i64 q_row, i64 q_head, const u16* k_sinks, i64 k_sink_row, const u16* k_ring, i64 k_ring_row, const u8* k_pages,
     i64 k_page_stride, const u16* v_sinks, i64 v_sink_row, const u16* v_ring, i64 v_ring_row, const u8* v_pages, i64 v_page_stride,
     const int* lengths, i64 rows, i64 heads, const int* table, i64 table_row, i64 table_width, const int* k_read_at, i64 k_events,
-    const int* v_read_at, i64 v_events, const float* k_rescale, const float* k_offset, const float* s_aux, float* parts,
-    int* counters, void* out, float scale, float softcap STAGE_PARAMETERS) {
+    const int* v_read_at, i64 v_events, const float* k_rescale, const float* k_offset, const signed char* k_signs,
+    const signed char* v_signs, const float* s_aux, float* parts, int* counters, void* out, float scale, float softcap STAGE_PARAMETERS) {
     using namespace decode_;
     kv_let_next_start();
 #ifdef STAGED
@@ -65,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     static_assert(sizeof(Shared) <= SHARED_BYTES, "kvcal.kernels.decode asks for less shared memory than the kernel takes");
     extern __shared__ unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    const Args a = {q, q_row, q_head, heads, k_rescale, k_offset, s_aux, parts, counters, out};
+    const Args a = {q, q_row, q_head, heads, k_rescale, k_offset, k_signs, s_aux, parts, counters, out};
     // Pages that are read behind so many tokens.
     auto k_pages_behind = [&](int tokens) {
         return WHOLE_RING ? 0 : min((int)table_width, kv_pages(tokens, K_WINDOW, K_RING, HAS_WINDOW_RULE ? k_read_at : nullptr, (int)k_events));
@@ -202,6 +203,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         }
         wait_all_but<0>();
         __syncwarp();
+#if V_ROTATED
+        if (first_packed < stop_packed) unrotate(state, v_signs, shared.swap[warp], lane);
+#endif
 #endif
         if (first_dense < last) {  // last, for what they ask for to be there
             float out[TILES][4];
