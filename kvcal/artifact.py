@@ -19,23 +19,22 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import secrets
 import stat
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors
-import safetensors.torch
-import torch
-from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvcal.errors import ArtifactError, KvcalError
+from kvcal.lazy_torch import Tensor, torch
+from kvcal.stored_tensor import DTYPES, NAMES, StoredTensor, StoredTensors, stored
 
 
 def require_file(path: str | Path, error: type[KvcalError]) -> None:
@@ -78,7 +77,7 @@ class Artifact:
     schema: int
     inputs: dict[str, Any]
     body: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
 
 
 def canonical_json(obj: Any) -> str:
@@ -96,15 +95,17 @@ def sha256_json(obj: Any) -> str:
 
 def to_bytes(artifact: Artifact) -> bytes:
     """The file's bytes: the same in any process for the same content. ArtifactError on non-finite content."""
-    _check_finite(artifact.tensors, f"the {artifact.kind} artifact to write")
+    from safetensors.torch import save
+
+    parts = stored(artifact.tensors)
+    _check_finite(parts, f"the {artifact.kind} artifact to write")
     head = {"kind": artifact.kind, "schema": artifact.schema, "inputs": artifact.inputs, "body": artifact.body}
     # Cloned: safetensors refuses tensors that share memory, and a view would otherwise depend on its base.
     tensors = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in artifact.tensors.items()
     }
-    metadata = canonical_json(head | {"digest": _digest(head, tensors)})
-    return safetensors.torch.save(tensors, {METADATA_KEY: metadata})
+    return save(tensors, {METADATA_KEY: canonical_json(head | {"digest": _digest(head, parts)})})
 
 
 def write(path: str | Path, artifact: Artifact) -> None:
@@ -169,7 +170,8 @@ def read_bytes(path: str | Path, kind: str) -> bytes:
 
 
 def read(path: str | Path, kind: str, schema: int) -> Artifact:
-    """Reads and verifies an artifact of this ``kind`` and ``schema``; tensors come on the CPU, in own memory.
+    """Reads and verifies an artifact of this ``kind`` and ``schema``, without torch; tensors come on the CPU, in own
+    memory, each made on its first use.
 
     ArtifactError, each with its own message, when the file is missing or unreadable, is not safetensors,
     has other metadata than the one key, its JSON is not canonical, its kind, schema version or digest
@@ -185,13 +187,14 @@ def read(path: str | Path, kind: str, schema: int) -> Artifact:
 def _read(path: Path, kind: str, schema: int) -> Artifact:
     data = read_bytes(path, f"{kind} artifact")
     try:
-        tensors = safetensors.torch.load(data)
+        parts = safetensors.deserialize(data)
     except safetensors.SafetensorError as error:
         raise ArtifactError(
             f"{path} is truncated or is not a safetensors file ({len(data)} bytes): {error}", hint=_MAKE_AGAIN
         ) from error
     head = _read_head(path, data)
     _check_head(path, head, kind, schema)
+    tensors = {name: _stored(path, name, about) for name, about in parts}
     digest = head.pop("digest")
     actual = _digest(head, tensors)
     if digest != actual:
@@ -201,7 +204,18 @@ def _read(path: Path, kind: str, schema: int) -> Artifact:
             hint=_MAKE_AGAIN,
         )
     _check_finite(tensors, str(path))
-    return Artifact(head["kind"], head["schema"], head["inputs"], head["body"], tensors)
+    return Artifact(head["kind"], head["schema"], head["inputs"], head["body"], StoredTensors(tensors))
+
+
+def _stored(path: Path, name: str, about: Mapping[str, Any]) -> StoredTensor:
+    """A tensor as safetensors has read it."""
+    dtype = NAMES.get(about["dtype"])
+    if dtype is None:
+        raise ArtifactError(
+            f"{path}: the tensor '{name}' has the dtype {about['dtype']}; allowed: {', '.join(DTYPES)}",
+            hint=_MAKE_AGAIN,
+        )
+    return StoredTensor(dtype, tuple(about["shape"]), about["data"])
 
 
 def read_inputs(path: Path) -> dict[str, Any]:
@@ -231,32 +245,17 @@ def differing_input(expected: dict[str, Any], found: dict[str, Any]) -> str | No
     return None
 
 
-def tensors_sha256(tensors: dict[str, Tensor]) -> str:
+def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
     """Hex sha256 over names, dtypes, shapes and bytes, in order of the names."""
-    return _digest({}, {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    return _digest({}, stored(tensors))
 
 
-_hashed: MutableMapping[Tensor, tuple[int, str]] = WeakTensorKeyDictionary()
-
-
-def tensor_sha256(tensor: Tensor) -> str:
-    """Hex sha256 over dtype, shape and bytes; of a tensor that is unchanged, found once in a process."""
-    if tensor.is_inference():  # has no count of its changes
-        return tensors_sha256({"": tensor})
-    version, digest = _hashed.get(tensor, (-1, ""))
-    if version != tensor._version:
-        version, digest = tensor._version, tensors_sha256({"": tensor})
-        _hashed[tensor] = version, digest
-    return digest
-
-
-def _digest(head: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+def _digest(head: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> str:
     digest = hashlib.sha256(canonical_json(head).encode("ascii"))
     for name in sorted(tensors):
         tensor = tensors[name]
-        about = [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-        digest.update(canonical_json(about).encode("ascii"))
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(canonical_json([name, tensor.dtype, list(tensor.shape)]).encode("ascii"))
+        digest.update(tensor.data)
     return digest.hexdigest()
 
 
@@ -317,17 +316,13 @@ def _check_head(path: Path, head: dict[str, Any], kind: str, schema: int) -> Non
         )
 
 
-def _check_finite(tensors: dict[str, Tensor], where: str) -> None:
+def _check_finite(tensors: Mapping[str, StoredTensor], where: str) -> None:
     for name in sorted(tensors):
-        tensor = tensors[name]
-        if not tensor.is_floating_point():
-            continue
-        # fp8 has no isfinite of its own; widening it is exact.
-        finite = torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor)
-        if not bool(finite.all()):
+        count = tensors[name].num_infinite
+        if count:
             raise ArtifactError(
-                f"{where}: the tensor '{name}' holds NaN or infinity in {int((~finite).sum())} of "
-                f"{tensor.numel()} values; allowed: finite values",
+                f"{where}: the tensor '{name}' holds NaN or infinity in {count} of "
+                f"{math.prod(tensors[name].shape)} values; allowed: finite values",
                 hint="find the stage that produced them: the statistics or the model overflowed",
             )
 

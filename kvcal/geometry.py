@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import torch
 from pydantic import Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
 
+from kvcal.lazy_torch import Dtypes
 from kvcal.strict import STRICT, NumBytes, Positive
 
 CacheDtype = Literal["bfloat16", "float16", "float32"]
-CACHE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+CACHE_DTYPES = Dtypes("bfloat16", "float16", "float32")
 
 Index = Annotated[int, Field(ge=0, le=2**14)]
 NumHeads = Annotated[int, Field(ge=1, le=2**12)]

@@ -16,21 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 from kvcal.artifact import differing_input, read_bytes, require_shallow, sha256_json, write_text_atomic
 from kvcal.errors import ArtifactError, UsageError
+from kvcal.lazy_torch import Tensor
+from kvcal.stored_tensor import ITEM_BYTES, StoredTensor, stored
 from kvcal.strict import dump, findings, parse
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor. ``shape``: None is any extent. ``low`` and ``high``: the least and the largest value allowed, one
-    number for all, or one for each place of the last dimension; values are finite in any case."""
+    """One tensor. ``dtype``: torch's name of it; ``shape``: None is any extent. ``low`` and ``high``: the least and the
+    largest value allowed, one number for all, or one for each place of the last dimension; values are finite in any
+    case."""
 
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int | None, ...]
     low: float | tuple[float, ...] = -math.inf
     high: float | tuple[float, ...] = math.inf
@@ -42,25 +43,24 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.extents) * self.dtype.itemsize
+        return math.prod(self.extents) * ITEM_BYTES[self.dtype]
 
-    def fault(self, tensor: Tensor) -> str | None:
-        """The fault of ``tensor``, as the end of a sentence; None if it has none."""
-        extents = tuple(tensor.shape)
-        fits = len(extents) == len(self.shape) and all(
-            want is None or want == have for want, have in zip(self.shape, extents, strict=True)
+    def fault(self, found: StoredTensor) -> str | None:
+        """The fault of a tensor, as the end of a sentence; None if it has none."""
+        fits = len(found.shape) == len(self.shape) and all(
+            want is None or want == have for want, have in zip(self.shape, found.shape, strict=True)
         )
-        if tensor.dtype != self.dtype or not fits:
+        if found.dtype != self.dtype or not fits:
             expected = ", ".join("any" if extent is None else str(extent) for extent in self.shape)
-            return f"is {_name(tensor.dtype)} {list(extents)}, expected {_name(self.dtype)} [{expected}]"
-        if not tensor.numel():
+            return f"is {found.dtype} {list(found.shape)}, expected {self.dtype} [{expected}]"
+        if not found.nbytes:
             return None
+        if found.num_infinite:
+            return "holds NaN or infinity; allowed: finite values"
         by_place = isinstance(self.low, tuple) or isinstance(self.high, tuple)
-        values = tensor.flatten(0, -2) if by_place else tensor.flatten()
-        for number, (least, largest) in enumerate(zip(*_extremes(values), strict=True)):
+        values = found.values().reshape(-1, found.shape[-1] if by_place else 1)
+        for number, (least, largest) in enumerate(zip(values.min(0).tolist(), values.max(0).tolist(), strict=True)):
             low, high = (bound[number] if isinstance(bound, tuple) else bound for bound in (self.low, self.high))
-            if not (math.isfinite(least) and math.isfinite(largest)):
-                return "holds NaN or infinity; allowed: finite values"
             if not low <= least <= largest <= high:
                 return f"holds values from {least:g} to {largest:g}, expected {low:g} to {high:g}"
         return None
@@ -70,20 +70,11 @@ def require_tensors(found: Mapping[str, Tensor], declared: Mapping[str, TensorSp
     """ValueError, naming the first, unless ``found`` are exactly the declared tensors."""
     for name in sorted(declared.keys() ^ found.keys()):
         raise ValueError(f"{'missing' if name in declared else 'unknown'} tensor {name[:80]!r}")
+    parts = stored(found)
     for name, spec in declared.items():
-        fault = spec.fault(found[name])
+        fault = spec.fault(parts[name])
         if fault is not None:
             raise ValueError(f"tensor {name!r} {fault}")
-
-
-def _extremes(values: Tensor) -> tuple[list[float], list[float]]:
-    """The least and the largest of values [n], or of every column of [n, places]."""
-    low, high = values.aminmax(dim=0)
-    return low.double().reshape(-1).tolist(), high.double().reshape(-1).tolist()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 Record = TypeVar("Record")

@@ -83,13 +83,13 @@ def _tensors(layers: Sequence[LayerPlan]) -> dict[str, Tensor]:
             tensor = gaussian_grid(size[1], size[0])
         elif kind.endswith("signs"):
             tensor = torch.randint(0, 2, size, generator=generator).mul_(2).sub_(1)
-        elif spec.dtype == torch.uint8:  # codes of 4 bits, two a byte
+        elif spec.dtype == "uint8":  # codes of 4 bits, two a byte
             tensor = torch.randint(0, 256, size, generator=generator)
         elif kind == "scale":
             tensor = torch.rand(*size, generator=generator).add_(0.5).mul_(spread / INT4_SPREAD)
         else:
             tensor = torch.randn(*size, generator=generator).mul_(spread)
-        tensors[name] = tensor.to(spec.dtype)
+        tensors[name] = tensor.to(getattr(torch, spec.dtype))
     return tensors
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kvcal.charts import BLUE, COLOURS, GREY, MARKERS, RED, SMALLEST_KL, Mark, Panel, Picture, accuracy_mark, kl_mark
 from kvcal.stages.compare.record import BASELINES, RAW_RECIPE, WORST_RECIPE, Comparison
 from kvcal.stages.evaluate import Row
-from kvcal.stages.tune import Trial, Tuning
+from kvcal.stages.tune.record import Trial, Tuning
 
 BASELINE_DASHES = dict(zip(BASELINES, ("-", ":", "--"), strict=True))
 BITS = "bits per cached value, everything counted"

@@ -45,7 +45,7 @@ from kvcal.stages.compare.record import Comparison, comparison_columns, comparis
 from kvcal.stages.evaluate import Evaluation, Row, load_evaluation, table_columns
 from kvcal.stages.explain import Explanation, UnitReasons, allocation_of, explain, format_name, spec_of
 from kvcal.stages.search.record import KindResult, SearchReport
-from kvcal.stages.tune import Tuning, load_tuning
+from kvcal.stages.tune.record import Tuning, load_tuning
 
 TUNING = "tune.json"
 # Budgets of the Pareto front where the whole front is too long.

@@ -181,9 +181,7 @@ def diff(
 
 def _measured(path: Path, plan: Plan) -> Row | None:
     """The row of the plan in the evaluation beside it; None where there is none."""
-    from kvcal.folder import Folder
-
-    evaluation = Folder(path.parent).evaluation
+    evaluation = path.with_name("evaluation.json")
     if not evaluation.is_file():
         return None
     from kvcal.stages.evaluate import load_evaluation

@@ -22,9 +22,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
-from torch import Tensor
 
 from kvcal.errors import ArtifactError, UsageError
+from kvcal.lazy_torch import Tensor
 from kvcal.strict import STRICT, Size, dump, parse
 
 # fit: profile, λ, predictors. select: a search's candidates, tuning. validate: a final choice. report: evaluation.

@@ -22,12 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
-
 from kvcal.artifact import Artifact, differing_input, read, sha256_json, write
 from kvcal.data.pools import Purpose, pool_of
 from kvcal.errors import ArtifactError, NonFiniteActivations
+from kvcal.lazy_torch import Tensor, torch
 from kvcal.progress import Reporter, Silent
 
 if TYPE_CHECKING:

@@ -23,10 +23,8 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import torch
 from jinja2 import TemplateError
 from pydantic.dataclasses import dataclass
-from torch import Tensor
 
 from kvcal.artifact import sha256_json
 from kvcal.data.dialogues import dialogue, word_problem
@@ -48,6 +46,7 @@ from kvcal.data.samples import Sampler, openings
 from kvcal.data.sources import Chat, Item, Piece, Record, describe_source, identify_source, read_source
 from kvcal.data.tasks import TASKS, Problem, dealt, mixture, prompt_of
 from kvcal.errors import UsageError
+from kvcal.lazy_torch import Tensor, torch
 from kvcal.strict import STRICT, dump, knob
 
 if TYPE_CHECKING:

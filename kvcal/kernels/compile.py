@@ -23,11 +23,10 @@ from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 
-import torch
-
 from kvcal.artifact import sha256_json, write_bytes_atomic
 from kvcal.errors import ArtifactError, KernelError
 from kvcal.kernels.launch import Kernel, Resources, resources
+from kvcal.lazy_torch import torch
 from kvcal.pages.grids import cache_folder
 
 __all__ = ["Kernel", "Resources", "cubin", "kernel", "resources"]

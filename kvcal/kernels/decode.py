@@ -17,8 +17,8 @@ from torch import Tensor
 from kvcal.errors import UsageError
 from kvcal.kernels.choice import FOLDED_HEAD_DIMS, is_plain
 from kvcal.kernels.compile import Kernel, kernel
-from kvcal.kernels.operands import Memory, PageTransform, Place, Regions
-from kvcal.kernels.variants import DTYPE_NAMES, DTYPES, Defines, Variant
+from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, Regions
+from kvcal.kernels.variants import DTYPES, Defines, Variant
 from kvcal.pages.record_layout import RAW_BITS, padded_channels
 from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.page_format import SIDES

@@ -26,9 +26,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from kvcal.errors import KernelError
+from kvcal.lazy_torch import torch
 
 _FREE_SHARED_BYTES = 48 * 1024  # static and dynamic together; a kernel must ask for what lies above
 _CONFIGS = 64  # launch configurations that are kept

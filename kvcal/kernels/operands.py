@@ -27,11 +27,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcal.geometry import CacheDtype
+from kvcal.geometry import CACHE_DTYPES, CacheDtype
 from kvcal.kernels.variants import page_layout
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.page_format import Format, Side, num_pages
 
+DTYPE_NAMES = {dtype: name for name, dtype in CACHE_DTYPES.items()}
 NOTHING = torch.empty(0)
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.decode import region_addresses, table_shape
-from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic, Regions
-from kvcal.kernels.variants import DTYPE_NAMES, DTYPES, Variant
+from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, QueryStatistic, Regions
+from kvcal.kernels.variants import DTYPES, Variant
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.page_format import SIDES, Side
 

@@ -15,10 +15,10 @@ import functools
 from typing import NamedTuple
 
 from pydantic.dataclasses import dataclass as strict_dataclass
-from torch import Tensor
 
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.variants import DTYPES, Defines, Numbering, side_defines
+from kvcal.lazy_torch import Tensor
 from kvcal.pages.lattice import LatticeLayout
 from kvcal.pages.record_layout import PAGE_TOKENS, PARAM_DTYPES, RAW_BITS
 from kvcal.pages.rotated import RotatedLayout

@@ -15,10 +15,8 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from kvcal.kernels.compile import Kernel, kernel
+from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages.predictor import INTEGER_BITS, LEAST_EXPONENT, LinearPredictor, balanced_columns
 
 # [..., F1], [..., F2], fp32: inputs in a row, one or two parts -> [..., O] fp32

@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 
 from pydantic.dataclasses import dataclass as strict_dataclass
 
-from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype
+from kvcal.geometry import AttentionGeometry, CacheDtype
 from kvcal.pages.record_layout import RAW_BITS
 from kvcal.pages.rotated import STEPS, RotatedLayout
 from kvcal.pages.tiered import TieredLayout
@@ -35,7 +35,6 @@ from kvcal.strict import STRICT
 
 AXES = {"channel": 0, "token": 1}
 DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
-DTYPE_NAMES = {dtype: name for name, dtype in CACHE_DTYPES.items()}
 SCORES = {"magnitude": 0, "variance": 1, "range": 2, "query_magnitude": 3, "query_range": 4, "random": 5}
 
 Defines = dict[str, int]

@@ -26,6 +26,7 @@ from typing import Any, get_args
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype, Geometry, LayerGeometry, StateGeometry
 from kvcal.models.files import Location, locate, read_json, require_sizes, weight_files
+from kvcal.stored_tensor import ITEM_BYTES
 
 # Model types whose layers plain keys state, with the keys beside SHAPE_KEYS whose absence would leave something open.
 SHAPE_KEYS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size")
@@ -210,7 +211,7 @@ def _delta_rule_bytes(index: int, keys: dict[str, Any], dtype: str, place: str) 
         )
     k_heads, v_heads, k_dim, v_dim, kernel = (_number(keys, name, place) for name in names)
     channels = 2 * k_heads * k_dim + v_heads * v_dim
-    return kernel * channels * CACHE_DTYPES[dtype].itemsize + 4 * v_heads * k_dim * v_dim
+    return kernel * channels * ITEM_BYTES[dtype] + 4 * v_heads * k_dim * v_dim
 
 
 def _number(keys: dict[str, Any], name: str, place: str) -> int:

@@ -16,10 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from kvcal.geometry import CacheDtype
+from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS, Layout, page_positions
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.shrink import convert

@@ -24,19 +24,16 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
-
+from kvcal.lazy_torch import Tensor, torch
 from kvcal.records import TensorSpec
 
-FACTOR_DTYPE = torch.float16
 LARGEST_FACTOR = 32768.0
 
 
 def factor_spec(num_heads: int, head_dim: int) -> TensorSpec:
     """The stored factor of a layer's keys or values: [N, D (D - 1) / 2]."""
     shape = (num_heads, head_dim * (head_dim - 1) // 2)
-    return TensorSpec(FACTOR_DTYPE, shape, -LARGEST_FACTOR, LARGEST_FACTOR)
+    return TensorSpec("float16", shape, -LARGEST_FACTOR, LARGEST_FACTOR)
 
 
 def feedback_factor(hessian_NDD: Tensor, damping: float) -> tuple[Tensor, Tensor]:
@@ -54,7 +51,7 @@ def feedback_factor(hessian_NDD: Tensor, damping: float) -> tuple[Tensor, Tensor
     row, column = torch.triu_indices(head_dim, head_dim, 1)
     factor = (upper / diagonal.unsqueeze(1))[:, row, column].clamp(-LARGEST_FACTOR, LARGEST_FACTOR)
     share = diagonal.square().sum(1) / damped.diagonal(dim1=1, dim2=2).sum(1)
-    return factor.to(FACTOR_DTYPE), share
+    return factor.to(torch.float16), share
 
 
 def factor_row(factor: Tensor, channel: int, head_dim: int) -> Tensor:

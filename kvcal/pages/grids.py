@@ -23,12 +23,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from kvcal import artifact
 from kvcal.artifact import Artifact
 from kvcal.errors import ArtifactError, UsageError
+from kvcal.lazy_torch import Tensor, torch
 from kvcal.records import TensorSpec, refusing, require_tensors
 
 GRIDS = ((2, 16), (2, 64), (2, 256), (4, 256))  # (dim, num_points)
@@ -131,7 +129,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 def _read(path: Path, inputs: dict[str, Any]) -> Tensor | None:
     """The grid of a whole and current file, else None."""
-    spec = TensorSpec(torch.float32, (inputs["num_points"], inputs["dim"]), -LARGEST_POINT, LARGEST_POINT)
+    spec = TensorSpec("float32", (inputs["num_points"], inputs["dim"]), -LARGEST_POINT, LARGEST_POINT)
     try:
         found = artifact.read(path, KIND, SCHEMA)
         with refusing(path):

@@ -17,8 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 
-import torch
-from torch import Tensor
+from kvcal.lazy_torch import Tensor, torch
 
 
 def block_size(width: int) -> int:

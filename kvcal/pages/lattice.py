@@ -22,10 +22,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from kvcal.errors import UsageError
+from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages.grids import GRIDS, LARGEST_POINT, gaussian_grid, nearest_point
 from kvcal.pages.hadamard import block_size, random_signs, rotate, unrotate
 from kvcal.pages.packing import pack_planes, plane_sizes, unpack_planes
@@ -39,6 +37,7 @@ from kvcal.pages.record_layout import (
     require_finite,
 )
 from kvcal.records import TensorSpec
+from kvcal.stored_tensor import ITEM_BYTES
 
 COLUMN_TILE = 8
 _ALLOWED_BITS = {dim: tuple((points.bit_length() - 1) // dim for of, points in GRIDS if of == dim) for dim, _ in GRIDS}
@@ -123,7 +122,7 @@ class LatticeLayout(Layout):
     @property
     def param_size(self) -> int:
         """Bytes of the scales."""
-        return self.num_groups * PAGE_TOKENS * PARAM_DTYPES[self.param_dtype].itemsize
+        return self.num_groups * PAGE_TOKENS * ITEM_BYTES[self.param_dtype]
 
     @property
     def record_bytes(self) -> int:
@@ -134,9 +133,9 @@ class LatticeLayout(Layout):
         return 1
 
     def plan_tensors(self, prefix: str) -> dict[str, tuple[str, TensorSpec]]:
-        points = TensorSpec(torch.float32, (self.num_points, self.lattice_dim), -LARGEST_POINT, LARGEST_POINT)
+        points = TensorSpec("float32", (self.num_points, self.lattice_dim), -LARGEST_POINT, LARGEST_POINT)
         return {
-            "signs": (f"{prefix}_signs", TensorSpec(torch.int8, (self.width,), -1, 1)),
+            "signs": (f"{prefix}_signs", TensorSpec("int8", (self.width,), -1, 1)),
             "grid": (f"lattice.d{self.lattice_dim}.b{self.num_bits}", points),
         }
 

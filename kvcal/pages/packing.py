@@ -25,8 +25,7 @@ from __future__ import annotations
 
 import functools
 
-import torch
-from torch import Tensor
+from kvcal.lazy_torch import Tensor, torch
 
 LOAD_BYTES = 16
 QUAD = 4

@@ -27,10 +27,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch
-from torch import Tensor
-
-from kvcal.geometry import CACHE_DTYPES, CacheDtype
+from kvcal.geometry import CacheDtype
+from kvcal.lazy_torch import Tensor, torch
 from kvcal.records import TensorSpec, refusing, require_tensors
 
 Kind = Literal["linear", "low_rank", "int4"]
@@ -78,15 +76,15 @@ class PredictorShape:
         """Every tensor by name: the one definition of what a predictor is made of."""
 
         def spec(*shape: int) -> TensorSpec:
-            return TensorSpec(CACHE_DTYPES[self.cache_dtype], shape, -LARGEST, LARGEST)
+            return TensorSpec(self.cache_dtype, shape, -LARGEST, LARGEST)
 
         bias = spec(self.num_outputs)
         if self.rank is not None:
             return {"down": spec(self.rank, self.num_inputs), "up": spec(self.num_outputs, self.rank), "bias": bias}
         if self.group_size is not None:
             num_groups = -(-self.num_inputs // self.group_size)
-            codes = TensorSpec(torch.uint8, (self.num_outputs, -(-self.num_inputs // 2)))
-            scale = TensorSpec(torch.float16, (self.num_outputs, num_groups), low=0.0)
+            codes = TensorSpec("uint8", (self.num_outputs, -(-self.num_inputs // 2)))
+            scale = TensorSpec("float16", (self.num_outputs, num_groups), low=0.0)
             return {"weight": codes, "scale": scale, "bias": bias}
         return {"weight": spec(self.num_outputs, self.num_inputs), "bias": bias}
 

@@ -16,10 +16,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar, Protocol
 
-import torch
-from torch import Tensor
-
 from kvcal.errors import NonFiniteActivations
+from kvcal.lazy_torch import Dtypes, Tensor, torch
 from kvcal.records import TensorSpec
 
 PAGE_TOKENS = 128
@@ -29,7 +27,7 @@ RAW_BITS = 16
 NUM_BITS = (1, 2, 3, 4, 8, RAW_BITS)
 GROUP_SIZES = (32, 64, 128)
 AXES = {"k": ("channel", "token"), "v": ("token",)}
-PARAM_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+PARAM_DTYPES = Dtypes("float16", "bfloat16", "float32")
 
 
 class Knobs(Protocol):

@@ -21,10 +21,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from kvcal.geometry import CACHE_DTYPES
+from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages.feedback import round_with_feedback
 from kvcal.pages.hadamard import random_signs, rotate, unrotate
 from kvcal.pages.record_layout import PARAM_DTYPES, RAW_BITS, Knobs, require_finite
@@ -51,7 +49,7 @@ class RotatedLayout(PageLayout):
         return f"rotated g{fmt.group_size}"
 
     def plan_tensors(self, prefix: str) -> dict[str, tuple[str, TensorSpec]]:
-        return {"signs": (f"{prefix}_signs", TensorSpec(torch.int8, (self.head_dim,), -1, 1))}
+        return {"signs": (f"{prefix}_signs", TensorSpec("int8", (self.head_dim,), -1, 1))}
 
     def make_tensor(self, operand: str, seed: int) -> Tensor:
         return _signs(self.head_dim, seed)

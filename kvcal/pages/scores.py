@@ -22,10 +22,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from kvcal.errors import UsageError
+from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages.record_layout import PAGE_TOKENS
 
 RANGE_LEVELS = 2**2 - 1

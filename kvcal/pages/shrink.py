@@ -18,9 +18,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-import torch
-from torch import Tensor
-
+from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages.record_layout import RAW_BITS
 from kvcal.pages.transforms import Transform
 from kvcal.pages.uniform import PageLayout

@@ -28,11 +28,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from kvcal.errors import UsageError
 from kvcal.geometry import CACHE_DTYPES
+from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages import packing, uniform
 from kvcal.pages.feedback import round_with_feedback
 from kvcal.pages.packing import pack_planes, plane_sizes, unpack_planes
@@ -47,6 +45,7 @@ from kvcal.pages.record_layout import (
     padded_channels,
     require_finite,
 )
+from kvcal.stored_tensor import ITEM_BYTES
 
 NO_SLOT = 255
 MAX_SLOTS = 254
@@ -134,13 +133,13 @@ class TieredLayout(Layout):
     def raw_size(self) -> int:
         """Bytes of the values of the 16-bit tier, if there is one."""
         rooms = sum(room for bits, room, _ in self.tiers if bits == RAW_BITS)
-        return rooms * PAGE_TOKENS * CACHE_DTYPES[self.cache_dtype].itemsize
+        return rooms * PAGE_TOKENS * ITEM_BYTES[self.cache_dtype]
 
     @property
     def param_size(self) -> int:
         """Bytes of the scales; the zeros take as many."""
         groups = uniform.num_groups(PAGE_TOKENS, self.group_size)
-        return groups * padded_channels(self.head_dim) * PARAM_DTYPES[self.param_dtype].itemsize
+        return groups * padded_channels(self.head_dim) * ITEM_BYTES[self.param_dtype]
 
     @property
     def record_bytes(self) -> int:

@@ -19,8 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-from torch import Tensor
+from kvcal.lazy_torch import Tensor, torch
 
 
 class Invertible(Protocol):

@@ -23,10 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from kvcal.geometry import CACHE_DTYPES
+from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages import packing
 from kvcal.pages.feedback import round_with_feedback
 from kvcal.pages.record_layout import (
@@ -40,6 +38,7 @@ from kvcal.pages.record_layout import (
     padded_channels,
     require_finite,
 )
+from kvcal.stored_tensor import ITEM_BYTES
 
 
 def num_groups(length: int, group_size: int) -> int:
@@ -153,13 +152,13 @@ class PageLayout(Layout):
     def param_size(self) -> int:
         """Bytes of the scales; the zeros take as many."""
         groups, others = self._param_shape
-        return groups * others * PARAM_DTYPES[self.param_dtype].itemsize
+        return groups * others * ITEM_BYTES[self.param_dtype]
 
     @property
     def record_bytes(self) -> int:
         """Bytes of one page of one KV head, everything included."""
         if self.num_bits == RAW_BITS:
-            size = PAGE_TOKENS * self.head_dim * CACHE_DTYPES[self.cache_dtype].itemsize
+            size = PAGE_TOKENS * self.head_dim * ITEM_BYTES[self.cache_dtype]
         else:
             size = sum(self.plane_sizes) + 2 * self.param_size
         return aligned_size(size)

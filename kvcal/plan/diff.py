@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from kvcal.artifact import canonical_json
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.plan import Plan, Workload
+from kvcal.stored_tensor import stored
 
 
 @dataclass(frozen=True)
@@ -73,13 +72,13 @@ def _layers(before: Plan, after: Plan, workload: Workload) -> list[LayerDiff]:
 
 
 def _tensors(before: Plan, after: Plan) -> dict[str, str]:
-    found = {}
-    for name in sorted(before.tensors.keys() | after.tensors.keys()):
-        if name not in after.tensors:
+    found, old, new = {}, stored(before.tensors), stored(after.tensors)
+    for name in sorted(old.keys() | new.keys()):
+        if name not in new:
             found[name] = "removed"
-        elif name not in before.tensors:
+        elif name not in old:
             found[name] = "added"
-        elif not torch.equal(before.tensors[name], after.tensors[name]):
+        elif old[name] != new[name]:
             found[name] = "changed"
     return found
 

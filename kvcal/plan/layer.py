@@ -10,10 +10,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, Geometry, LayerGeometry, StateGeometry
+from kvcal.geometry import AttentionGeometry, Geometry, LayerGeometry, StateGeometry
 from kvcal.pages.layouts import LAYOUTS
 from kvcal.pages.record_layout import AXES, RAW_BITS, Layout
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
+from kvcal.stored_tensor import ITEM_BYTES
 from kvcal.strict import STRICT
 
 # Left out of JSON where there is none: plans without the key stay the same bytes.
@@ -165,7 +166,7 @@ class LayerPlan:
         window = self.geometry.window
         assert window is not None
         values = len(lengths) * min(columns, window - 1) * self.geometry.values_per_token
-        return values * CACHE_DTYPES[cache_dtype].itemsize
+        return values * ITEM_BYTES[cache_dtype]
 
 
 def takes_feedback(fmt: Format) -> bool:

@@ -24,10 +24,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages.layouts import LAYOUTS
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS, Layout
 from kvcal.pages.scores import SCORES
+from kvcal.stored_tensor import ITEM_BYTES
 from kvcal.strict import STRICT
 
 Side = Literal["k", "v"]
@@ -254,7 +254,7 @@ class Format:
         """Bytes that ``num_heads`` KV heads take for sequences of the given lengths, padded to ``columns`` (default:
         the longest)."""
         columns = max(lengths, default=0) if columns is None else columns
-        token_bytes = head_dim * CACHE_DTYPES[cache_dtype].itemsize
+        token_bytes = head_dim * ITEM_BYTES[cache_dtype]
         unquantized = (self.num_sink_tokens + self.ring_tokens) * token_bytes
         statistic = head_dim * QUERY_ITEM_BYTES if self.needs_queries else 0
         pages = sum(count * num_pages(length) for length, count in Counter(lengths).items())

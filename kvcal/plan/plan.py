@@ -10,23 +10,24 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor
 
 from kvcal import artifact
 from kvcal.errors import ArtifactError
-from kvcal.geometry import CACHE_DTYPES, CacheDtype, Geometry, ModelIdentity
+from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
+from kvcal.lazy_torch import Tensor
 from kvcal.pages.record_layout import RAW_BITS
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
 from kvcal.plan.tensors import check_layers, check_tensors, tensors_nbytes
 from kvcal.quantities import MAX_BATCH
 from kvcal.records import record_of, refusing
+from kvcal.stored_tensor import ITEM_BYTES
 from kvcal.strict import STRICT, Tokens, dump
 
 __all__ = [
@@ -89,7 +90,7 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     workload: Workload
     provenance: dict[str, Any]
-    tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict, compare=False)
+    tensors: Mapping[str, Tensor] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         check_layers(self.layers)
@@ -117,7 +118,7 @@ class Plan:
     def raw_nbytes(self, lengths: Sequence[int]) -> int:
         """Bytes that the model's own cache takes for sequences of these lengths: their keys and values in the cache's
         dtype and nothing else, states of linear attention as they are. ``unquantized`` takes more: its ring."""
-        columns, itemsize = max(lengths), CACHE_DTYPES[self.cache_dtype].itemsize
+        columns, itemsize = max(lengths), ITEM_BYTES[self.cache_dtype]
         paged = sum(layer.attention.values_per_token for layer in self.layers if layer.is_paged)
         others = (layer.nbytes(self.cache_dtype, lengths, columns) for layer in self.layers if not layer.is_paged)
         return sum(lengths) * paged * itemsize + sum(others)

@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from kvcal.geometry import CacheDtype
+from kvcal.lazy_torch import Tensor
 from kvcal.pages.feedback import factor_spec
 from kvcal.pages.predictor import PredictorShape
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.records import TensorSpec, require_tensors
+from kvcal.stored_tensor import ITEM_BYTES, StoredTensors, stored
 
 LARGEST_RESCALE = 2.0**32
 LARGEST_OFFSET = 2.0**20
@@ -35,7 +35,8 @@ LARGEST_AMPLITUDE = 2.0**8
 
 def tensors_nbytes(tensors: Mapping[str, Tensor]) -> int:
     """Bytes that they take on a device, once for all sequences."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    held: Mapping[str, Any] = tensors.stored if isinstance(tensors, StoredTensors) else tensors
+    return sum(tensor.nbytes for tensor in held.values())
 
 
 def predictor_shape(layer: LayerPlan, source: LayerPlan, side: Side, cache_dtype: CacheDtype) -> PredictorShape:
@@ -52,17 +53,17 @@ def predictor_shape(layer: LayerPlan, source: LayerPlan, side: Side, cache_dtype
 
 
 def rescale_spec(num_heads: int, head_dim: int) -> TensorSpec:
-    return TensorSpec(torch.float32, (num_heads, head_dim), 1 / LARGEST_RESCALE, LARGEST_RESCALE)
+    return TensorSpec("float32", (num_heads, head_dim), 1 / LARGEST_RESCALE, LARGEST_RESCALE)
 
 
 def offset_spec(num_heads: int, head_dim: int) -> TensorSpec:
-    return TensorSpec(torch.float32, (num_heads, head_dim), -LARGEST_OFFSET, LARGEST_OFFSET)
+    return TensorSpec("float32", (num_heads, head_dim), -LARGEST_OFFSET, LARGEST_OFFSET)
 
 
 def rotary_spec(head_dim: int) -> TensorSpec:
     last = float(head_dim - 1)
     low, high = (0.0, 0.0, 0.0, 1 / LARGEST_AMPLITUDE), (last, last, math.pi, LARGEST_AMPLITUDE)
-    return TensorSpec(torch.float64, (None, 4), low, high)
+    return TensorSpec("float64", (None, 4), low, high)
 
 
 def needed_tensors(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> dict[str, TensorSpec]:
@@ -98,7 +99,7 @@ def needed_nbytes(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> int:
     """Bytes of all tensors that the layers need; of rotary tables the most, which turn all channels of a head."""
     most = {f"layers.{layer.geometry.index}.rotary": layer.head_dim("k") // 2 for layer in layers if layer.is_paged}
     return sum(
-        math.prod(most[name] if extent is None else extent for extent in spec.shape) * spec.dtype.itemsize
+        math.prod(most[name] if extent is None else extent for extent in spec.shape) * ITEM_BYTES[spec.dtype]
         for name, spec in needed_tensors(layers, cache_dtype).items()
     )
 
@@ -129,11 +130,11 @@ def check_layers(layers: Sequence[LayerPlan]) -> None:
 def check_tensors(tensors: Mapping[str, Tensor], layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> None:
     """ValueError unless ``tensors`` are exactly the needed ones, with their dtypes, shapes and values allowed."""
     require_tensors(tensors, needed_tensors(layers, cache_dtype))
-    for name, tensor in tensors.items():
-        if name.endswith("_signs") and not bool(tensor.all()):
+    for name, tensor in stored(tensors).items():
+        if name.endswith("_signs") and not tensor.values().all():
             raise ValueError(f"tensor {name!r} holds a sign that is neither -1 nor 1")
         if name.endswith(".rotary"):
-            channels = tensor[:, :2].flatten().tolist()
+            channels = tensor.values()[:, :2].flatten().tolist()
             if len(set(channels)) != len(channels) or not all(channel.is_integer() for channel in channels):
                 raise ValueError(
                     f"tensor {name!r} pairs channels {channels[:8]} ..., expected distinct ones of the head"

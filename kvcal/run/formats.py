@@ -43,8 +43,9 @@ from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.profile.record import Profile
 from kvcal.stages.search.record import SearchRecord
-from kvcal.stages.tune import Trial, Tuning, choose, tune
 from kvcal.stages.tune.objective import HIGHEST_SHARE, Origin, TaskObjective
+from kvcal.stages.tune.record import Trial, Tuning, choose
+from kvcal.stages.tune.study import tune
 from kvcal.stages.tune.tier_capacity import overflow_share, score_quantile, with_thresholds
 from kvcal.strict import dump
 

@@ -81,7 +81,7 @@ class Statistic:
     @classmethod
     def of(cls, shape: Sequence[int], count: int | None = None, low: float = -LARGEST) -> Statistic:
         """Of an fp64 total within ``low`` and ``LARGEST``."""
-        return cls(TensorSpec(torch.float64, tuple(shape), low, LARGEST), count)
+        return cls(TensorSpec("float64", tuple(shape), low, LARGEST), count)
 
 
 # The content of a stage's checkpoint, by name, after ``done`` steps of each phase, when it holds these names.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import version
 
 from torch import Tensor
@@ -16,7 +17,7 @@ LIBRARIES = ("cvxpy", "highspy", "kvcal", "safetensors", "torch", "transformers"
 
 
 def compile_plan(
-    allocation: Allocation, layers: tuple[LayerPlan, ...] | None = None, tensors: dict[str, Tensor] | None = None
+    allocation: Allocation, layers: tuple[LayerPlan, ...] | None = None, tensors: Mapping[str, Tensor] | None = None
 ) -> Plan:
     """The plan of an allocation, or of its ``layers`` with transforms and their ``tensors``, with the versions of the
     libraries that made it (local build tags such as +cpu left out).

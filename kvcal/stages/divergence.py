@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
@@ -24,9 +24,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
-from kvcal.artifact import sha256_json, tensor_sha256
+from kvcal.artifact import sha256_json, tensors_sha256
 from kvcal.cache.attached import attached_for
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
@@ -297,7 +298,21 @@ class KLMeter:
 
 def plan_digest(plan: Plan) -> str:
     """Hex sha256 of all that the plan does. A tensor is hashed once, however many plans share it."""
-    tensors = {name: tensor_sha256(tensor) for name, tensor in plan.tensors.items()}
+    tensors = {name: _tensor_sha256(tensor) for name, tensor in plan.tensors.items()}
     return sha256_json(
         {**plan_record(plan), **dict.fromkeys(("workload", "predicted_bytes", "provenance")), "tensors": tensors}
     )
+
+
+_hashed: MutableMapping[Tensor, tuple[int, str]] = WeakTensorKeyDictionary()
+
+
+def _tensor_sha256(tensor: Tensor) -> str:
+    """Hex sha256 over dtype, shape and bytes; of a tensor that is unchanged, found once in a process."""
+    if tensor.is_inference():  # has no count of its changes
+        return tensors_sha256({"": tensor})
+    version, digest = _hashed.get(tensor, (-1, ""))
+    if version != tensor._version:
+        version, digest = tensor._version, tensors_sha256({"": tensor})
+        _hashed[tensor] = version, digest
+    return digest

@@ -274,21 +274,21 @@ def _declared(cache: PlanCache, num_tokens: int, vocab_size: int) -> dict[str, T
     """Every tensor of the file of a cache of one sequence."""
 
     def unquantized(*shape: int) -> TensorSpec:
-        return TensorSpec(CACHE_DTYPES[cache.plan.cache_dtype], shape, -LARGEST, LARGEST)
+        return TensorSpec(cache.plan.cache_dtype, shape, -LARGEST, LARGEST)
 
     declared = {
-        "tokens": TensorSpec(torch.int32, (num_tokens,), 0, vocab_size - 1),
-        "logits": TensorSpec(torch.float32, (vocab_size,)),
+        "tokens": TensorSpec("int32", (num_tokens,), 0, vocab_size - 1),
+        "logits": TensorSpec("float32", (vocab_size,)),
     }
     for name, part in named_parts(cache):
         codec, sinks = part.codec, min(part.format.num_sink_tokens, num_tokens)
         records = (num_pages(num_tokens), codec.records_per_page, codec.record_bytes(part.num_bits))
-        declared[f"{name}.pages"] = TensorSpec(torch.uint8, records)
+        declared[f"{name}.pages"] = TensorSpec("uint8", records)
         recent = num_tokens - PAGE_TOKENS * part.format.pages_read(num_tokens)
         for place, tokens in (("sinks", sinks), ("recent", recent)):
             declared[f"{name}.{place}"] = unquantized(codec.num_heads, tokens, codec.head_dim)
         if part.format.needs_queries:
-            declared[f"{name}.query_sum"] = TensorSpec(torch.float32, (codec.num_heads, codec.head_dim), low=0.0)
+            declared[f"{name}.query_sum"] = TensorSpec("float32", (codec.num_heads, codec.head_dim), low=0.0)
     for layer in cache.plan.layers:
         if not layer.is_paged:
             heads, window = layer.attention.num_kv_heads, layer.attention.window

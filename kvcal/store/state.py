@@ -28,10 +28,10 @@ from kvcal.kernels.reference import NON_FINITE
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Format, Side, num_pages
 from kvcal.plan.plan import Plan
+from kvcal.store.form_workspace import FormWorkspace
 from kvcal.store.padding import Padding, Rows
 from kvcal.store.pool import Span, fixed
 from kvcal.store.shrinking import PhasedPages
-from kvcal.store.workspace import FormWorkspace
 
 
 class Source(Protocol):

@@ -1,5 +1,5 @@
 """Memory that a decode step of a plan takes beside its cache: its bytes, which whole-device budgets and the bench
-count, and the part of it that a static cache allocates once (``FormWorkspace``).
+count. A static cache allocates a part of it once (``kvcal.store.form_workspace``).
 
     kept       what predictors read: pages before RoPE in fp32, from the time they are reconstructed until their last
                reader has used them. A layer that is predicted from the one before makes two exist at a time; a layer
@@ -32,21 +32,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from kvcal.geometry import CACHE_DTYPES, CacheDtype
+from kvcal.geometry import CacheDtype
 from kvcal.kernels.page_codec import VALUES_AT_ONCE
 from kvcal.kernels.predict import ROWS_AT_ONCE
-from kvcal.kernels.reconstruct import position_turns
-from kvcal.kernels.variants import HeadRange, head_ranges, page_layout, stored_form
+from kvcal.kernels.variants import head_ranges, page_layout, stored_form
+from kvcal.lazy_torch import Tensor
 from kvcal.pages.codec import ENCODE_PAGES
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
 from kvcal.pages.shrink import RECORDS_AT_ONCE
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Format, Side, num_pages
-from kvcal.plan.plan import Plan
 from kvcal.plan.tensors import needed_tensors, predictor_shape
+from kvcal.stored_tensor import ITEM_BYTES
 
 # Scratch for each value that is encoded or converted at once. Measured: 14 to 19 bytes, 29 on a lattice.
 SCRATCH_BYTES = 32
@@ -218,7 +215,7 @@ def raw_record_bytes(layer: LayerPlan, side: Side, cache_dtype: CacheDtype) -> i
 def _dense(layer: LayerPlan, cache_dtype: CacheDtype) -> int:
     """One token's keys and values, and the larger of them again."""
     values = layer.attention.num_kv_heads * sum(layer.head_dim(side) for side in SIDES)
-    return (values + _side_values(layer)) * CACHE_DTYPES[cache_dtype].itemsize
+    return (values + _side_values(layer)) * ITEM_BYTES[cache_dtype]
 
 
 def _side_values(layer: LayerPlan) -> int:
@@ -290,53 +287,3 @@ def _slots(
             slot_of[key] = free[0]
             busy_until[free[0]] = last_reader[key]
     return tuple(slots), slot_of
-
-
-class FormWorkspace:
-    """``tokens``, ``kept`` and ``turns`` of a static cache, for all layers. Empty for a plan without stored forms.
-    Zeroed, so that nothing that is computed from a page that was never written is NaN."""
-
-    def __init__(self, plan: Plan, batch: int, max_tokens: int, device: torch.device) -> None:
-        self._batch, self._max_tokens, self._dtype = batch, max_tokens, plan.cache_dtype
-        sizes = step_workspace(plan.layers, plan.cache_dtype, batch, max_tokens, plan.tensors)
-        self._tokens = {side: torch.zeros(sizes.tokens[side], dtype=torch.uint8, device=device) for side in SIDES}
-        self._slots = [torch.zeros(slot, dtype=torch.float32, device=device) for slot in sizes.slots]
-        self._kept = {key: self._slots[number] for key, number in sizes.slot_of.items()}
-        self._turns = _turns(plan, max_tokens, device)
-
-    @property
-    def nbytes(self) -> int:
-        turns = {tensor.data_ptr(): tensor for tensor in self._turns.values()}
-        tensors = (*self._tokens.values(), *self._slots, *turns.values())
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-
-    def pages(self, layer: LayerPlan, pair: HeadRange, side: Side) -> Tensor:
-        """uint8 [slots, n, record]: 16-bit pages that the kernels meet, of a head range in a stored form."""
-        number = head_ranges(layer).index(pair)
-        sizes = form_bytes(layer, side, self._dtype, self._batch, self._max_tokens)
-        start = sum(sizes[:number])
-        pages = self._tokens[side][start : start + sizes[number]]
-        record = raw_record_bytes(layer, side, self._dtype)
-        return pages.view(-1, pair.num_heads, record)
-
-    def kept(self, index: int, side: Side) -> Tensor | None:
-        """fp32 [B, pages, 128, N, D]: pages of layer ``index`` as predictors read them; None where none does."""
-        return self._kept.get((index, side))
-
-    def turns(self, index: int) -> Tensor | None:
-        """fp32 [max_tokens, pairs, 2] of layer ``index``, for ``kvcal::reconstruct``; None where no kernel asks."""
-        return self._turns.get(index)
-
-
-def _turns(plan: Plan, max_tokens: int, device: torch.device) -> dict[int, Tensor]:
-    """By the index of every layer with a rotary table; empty on a CPU, where torch computes the angles as it goes."""
-    found: dict[int, Tensor] = {}
-    by_table: dict[bytes, Tensor] = {}
-    for layer in plan.layers if device.type == "cuda" else ():
-        rotary = plan.tensors.get(f"layers.{layer.geometry.index}.rotary")
-        if rotary is not None:
-            table = rotary.cpu().contiguous().numpy().tobytes()
-            if table not in by_table:
-                by_table[table] = position_turns(rotary.to(device), max_tokens)
-            found[layer.geometry.index] = by_table[table]
-    return found

@@ -9,6 +9,7 @@ import torch
 from predictor_cases import fitted
 from torch import Tensor
 
+from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.compile import cubin, resources
 from kvcal.kernels.predict import ROWS_AT_ONCE, _Factor, digits_defines, prepared
 from kvcal.pages.predictor import MAX_INPUTS, LinearPredictor, PredictorShape
@@ -21,7 +22,7 @@ def random_predictor(inputs: int, outputs: int, cache_dtype: str = "bfloat16") -
     """Columns of sizes from 1e-3 to 1e3, and one of zeros."""
     generator = torch.Generator().manual_seed(inputs)
     shape = PredictorShape("linear", inputs, outputs, cache_dtype)
-    dtype = shape.tensors()["weight"].dtype
+    dtype = CACHE_DTYPES[cache_dtype]
     weight = torch.randn(outputs, inputs, generator=generator) * torch.logspace(-3, 3, inputs)
     weight[:, inputs // 2] = 0.0
     return LinearPredictor(

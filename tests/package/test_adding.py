@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -82,6 +84,16 @@ def test_a_new_quantizer_is_measured_chosen_compiled_read_and_inspected(
     assert profile_table(profile)[2]
     again = load_plan(folder.plan)
     assert again == plan and again.predicted_bytes == plan.predicted_bytes
+
+
+def test_bytes_of_the_new_quantizer_are_counted_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "absmax.py").write_text(FILE, encoding="utf-8")
+    layout = "absmax.AbsmaxLayout(4, 64, 'float16')"
+    code = f"import sys; sys.modules['torch'] = None; import absmax; print({layout}.record_bytes)"
+    path = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[2])))
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == 128 * 64 * 4 // 8 + 128 * 2
 
 
 ALLOCATED = MEASURED.replace('"uniform", "absmax"', '"absmax"')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -13,12 +14,14 @@ from pathlib import Path
 
 import pytest
 from evaluation_cases import make_plan
+from form_cases import form_plan
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from kvcal import artifact, load_plan
 from kvcal.commands.options import COMPILE_PACKAGES
 from kvcal.models.load import load
-from kvcal.plan.plan import save_plan
+from kvcal.plan.plan import plan_record, save_plan
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -127,12 +130,37 @@ def test_help_and_the_version_load_no_heavy_library(command: tuple[str, ...]) ->
     assert "kvcal.__main__" in loaded and not {"torch", "numpy", "kvcal.strict"} & loaded
 
 
-def test_inspecting_a_plan_needs_neither_transformers_nor_what_compiles_plans(plan: Path) -> None:
-    missing = ",".join(("transformers", *COMPILE_PACKAGES))
-    done = without(missing.replace("jinja2,", ""), "inspect", plan, "--json")  # torch itself may load jinja2
+@pytest.mark.parametrize("tensors", [None, "int4, lattice", "one source of two layers, λ"])
+@pytest.mark.parametrize("command", ["inspect", "diff"])
+def test_a_plan_is_read_with_neither_torch_nor_what_compiles_plans(
+    plan: Path, tensors: str | None, command: str, tmp_path: Path
+) -> None:
+    """Tensors included: their values are checked, their bytes are counted and compared."""
+    if tensors is not None:
+        plan = tmp_path / "plan.safetensors"
+        save_plan(form_plan(tensors), plan)
+    given = (plan, "--json") if command == "inspect" else (plan, plan, "--json")
+    done = without(",".join(("torch", "transformers", *COMPILE_PACKAGES)), command, *given)
     assert done.returncode == 0, done.stderr
-    loaded = set(done.stdout.splitlines()[-1].split())
-    assert "torch" in loaded and not {"transformers", "kvcal.models.load", "kvcal.stages"} & loaded
+    *printed, loaded = done.stdout.splitlines()
+    assert "kvcal.plan.plan" in loaded.split() and not {"kvcal.models.load", "kvcal.stages"} & set(loaded.split())
+    if command == "inspect":
+        assert json.loads("\n".join(printed))["bytes"] == load_plan(plan).predicted_bytes
+
+
+def test_a_plan_with_a_wrong_tensor_is_refused_without_torch(tmp_path: Path) -> None:
+    built = form_plan("one source of two layers, λ")
+    wrong = {name: tensor * (-1 if name.endswith("rescale") else 1) for name, tensor in built.tensors.items()}
+    content = artifact.Artifact("kv-quantization-plan", 3, {}, plan_record(built), wrong)
+    artifact.write(tmp_path / "plan.safetensors", content)
+    done = without("torch,transformers", "inspect", tmp_path / "plan.safetensors")
+    assert done.returncode == 5 and "layers.0.k_rescale' holds values from -" in done.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--memory", "24GB", "--tp", 2)], ids=["bytes", "fit"])
+def test_sizes_are_told_with_neither_torch_nor_transformers(options: tuple[object, ...]) -> None:
+    done = without("torch,transformers", "size", "reasoner-10m", *options)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("command", ["verify", "generate"])
@@ -143,11 +171,11 @@ def test_a_plan_runs_without_what_compiles_plans(plan: Path, command: str) -> No
     assert done.returncode == 0, done.stderr
 
 
-def test_reading_a_plan_loads_no_transformers() -> None:
-    code = "import sys\nfrom kvcal import load_plan\nprint(*sys.modules)"
+def test_importing_kvcal_and_its_plans_loads_neither_torch_nor_transformers() -> None:
+    code = "import sys, kvcal, kvcal.plan.plan\nfrom kvcal import Plan, load_plan, save_plan\nprint(*sys.modules)"
     run = [sys.executable, "-c", code]
     done = subprocess.run(run, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
-    assert not {name for name in done.stdout.split() if name.partition(".")[0] == "transformers"}
+    assert not {"torch", "transformers"} & set(done.stdout.split())
 
 
 def test_a_test_module_is_imported_only_within_its_folder() -> None:

@@ -18,6 +18,7 @@ from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.pages.rotated import STEPS, RotatedLayout
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import PageLayout
+from kvcal.stored_tensor import StoredTensor
 
 SIDE_AXES = [("k", "channel"), ("k", "token"), ("v", "token")]
 
@@ -94,7 +95,7 @@ def test_codes_are_those_of_a_loop(head_dim: int, num_heads: int) -> None:
 def test_the_factor_is_the_hessians(head_dim: int) -> None:
     hessian, damping = hessian_of(3, head_dim), 0.02
     factor, share = feedback_factor(hessian, damping)
-    assert factor_spec(3, head_dim).fault(factor) is None
+    assert factor_spec(3, head_dim).fault(StoredTensor.of(factor)) is None
     mean = hessian.diagonal(dim1=1, dim2=2).mean(1)
     damped = hessian + damping * mean[:, None, None] * torch.eye(head_dim, dtype=torch.float64)
     upper = upper_of(factor, head_dim)

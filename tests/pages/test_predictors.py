@@ -153,7 +153,7 @@ BYTES_BY_HAND = [
 @pytest.mark.parametrize("shape, nbytes", BYTES_BY_HAND)
 def test_bytes_by_hand(shape: PredictorShape, nbytes: int) -> None:
     assert shape.nbytes == nbytes
-    tensors = {name: torch.ones(spec.shape, dtype=spec.dtype) for name, spec in shape.tensors().items()}
+    tensors = {name: torch.ones(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in shape.tensors().items()}
     assert LinearPredictor(shape, tensors).nbytes == nbytes
 
 

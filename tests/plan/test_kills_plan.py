@@ -29,7 +29,7 @@ def plan_of(
 ) -> Plan:
     """With tensors of ones and rotary tables, ``change`` applied."""
     tensors = {
-        name: ROTARY.clone() if name.endswith("rotary") else torch.ones(spec.extents, dtype=spec.dtype)
+        name: ROTARY.clone() if name.endswith("rotary") else torch.ones(spec.extents, dtype=getattr(torch, spec.dtype))
         for name, spec in needed_tensors(layers, "float32").items()
     }
     change(tensors)

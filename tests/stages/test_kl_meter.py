@@ -11,7 +11,6 @@ import torch
 from predictor_runs import loaded_llama, plan_of_random_predictors, sequences
 from torch import Tensor
 
-from kvcal import artifact
 from kvcal.models.load import LoadedModel
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Workload
@@ -35,13 +34,13 @@ def checkpoint_of(folder: Path, num_texts: int) -> Checkpoint:
 def test_plans_are_measured_once_by_content_and_tensors_hashed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded, hashed, original = loaded_llama(), [], artifact.tensors_sha256
+    loaded, hashed, original = loaded_llama(), [], kl_meter.tensors_sha256
 
     def counted(tensors: dict[str, Tensor]) -> str:
         hashed.extend(tensors.values())
         return original(tensors)
 
-    monkeypatch.setattr(artifact, "tensors_sha256", counted)
+    monkeypatch.setattr(kl_meter, "tensors_sha256", counted)
     k, v = Format(2, "channel", 32), Format(2, "token", 32)
     plan = plan_of_random_predictors(loaded, k, v)
     others = [

@@ -47,7 +47,7 @@ from kvcal.stages.prefix import load_prefix, pack_prefix
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.reparam import record as reparam_record
 from kvcal.stages.search import record as search_record
-from kvcal.stages.tune import (
+from kvcal.stages.tune.record import (
     Outcome,
     Search,
     Threshold,

@@ -92,7 +92,8 @@ def with_tensors(plan: Plan, layers: Sequence[LayerPlan], rotary: Tensor | None 
     channels if None."""
     generator, tensors = torch.Generator().manual_seed(1), {}
     for name, spec in needed_tensors(layers, plan.cache_dtype).items():
-        dtype, normal = spec.dtype, torch.randn([extent or 1 for extent in spec.shape], generator=generator)
+        normal = torch.randn([extent or 1 for extent in spec.shape], generator=generator)
+        dtype = getattr(torch, spec.dtype)
         if name.endswith("rotary"):
             index = int(name.split(".")[1])
             (dim,) = {layer.attention.k_head_dim for layer in layers if layer.geometry.index == index}

@@ -96,7 +96,7 @@ def plan_of_random_predictors(
         if name.endswith("rotary"):
             tensors[name] = rotary_table(HEAD_DIM, HEAD_DIM // 2)
         else:
-            tensors[name] = (0.1 * torch.randn(*spec.extents, generator=generator)).to(spec.dtype)
+            tensors[name] = (0.1 * torch.randn(*spec.extents, generator=generator)).to(getattr(torch, spec.dtype))
     return Plan(loaded.identity, loaded.geometry.cache_dtype, layers, WORKLOAD, {}, tensors)
 
 

@@ -28,7 +28,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic.dataclasses import dataclass as record
 from torch import Tensor
 
@@ -206,7 +205,7 @@ def load(path: Path) -> Profile:
 
 
 def _total(*shape: int) -> TensorSpec:
-    return TensorSpec(torch.float64, shape, 0.0, LARGEST)
+    return TensorSpec("float64", shape, 0.0, LARGEST)
 
 
 @record(frozen=True, config=STRICT)

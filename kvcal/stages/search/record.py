@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ class SearchRecord:
 
     allocation: Allocation
     report: SearchReport
-    plan_tensors: dict[str, Tensor]
+    plan_tensors: Mapping[str, Tensor]
 
     @property
     def layers(self) -> tuple[LayerPlan, ...]:

@@ -25,7 +25,7 @@ from kvcal.progress import Silent
 from kvcal.quantities import MAX_SEED
 from kvcal.recipe import LM_EVAL, EvaluateSpec, TuneSpec
 from kvcal.stages.evaluate.tasks import measure_lm_eval, measure_tasks, require_lm_eval
-from kvcal.stages.tune import Outcome, Search, Threshold
+from kvcal.stages.tune.record import Outcome, Search, Threshold
 from kvcal.stages.tune.tier_capacity import Scores, key_code_bits, measure_scores, score_quantile, with_thresholds
 
 # Of all channels of calibration pages: where the search ends when the recipe does not say it.
