@@ -26,7 +26,7 @@ VARIANTS = {
     "Kitty": (Format(2, "channel", boost=KITTY), Format(2), 4200, 0, 3200),
     "rotated 2 bits": (ROTATED, ROTATED, 5000, 0, 5700),
     "rotated values": (Format(2, "channel", boost=KITTY), ROTATED, 5000, 0, 4800),
-    "16 bits": (RAW, RAW, 2600, 32, 440),
+    "16 bits": (RAW, RAW, 2600, 32, 480),
 }
 # Head size and query heads of a group: instructions at most, of 2 bits and of Kitty.
 SHAPES = {(64, 4): (3100, 3400), (64, 8): (3850, 4150), (128, 1): (3800, 4300), (128, 8): (4900, 5400)}
