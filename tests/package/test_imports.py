@@ -24,7 +24,7 @@ LEVELS = (
     {"kernels"},
     {"store"},
     {"cache"},
-    {"stages", "bench", "charts"},
+    {"stages", "bench", "charts", "exports"},
     {"run"},
     {"commands", "console", "tables", "__main__"},
 )
