@@ -59,14 +59,14 @@ def export(
         "dropped": [asdict(one) for one in lost],
         "notes": made.notes,
     }
-    given.show(value, _bits_table(loaded, made, to), _dropped_table(lost, to))
+    given.show(value, _bits_table(loaded, made, to), *([_dropped_table(lost, to)] if lost else []))
     reporter = given.reporter()
     for note in made.notes:
         reporter.say(f"note: {note}")
     if not is_written:
         parts = "; ".join(one.part for one in lost)
         raise GateFailed(f"{plan.name}: {to} drops {len(lost)} parts: {parts}", "leave out --strict to write it")
-    reporter.say(f"export: {output}")
+    reporter.say(f"export: {output}" + ("" if lost else ", nothing is dropped"))
 
 
 def _bits_table(plan: Plan, made: Export, to: str) -> View:
@@ -80,7 +80,7 @@ def _bits_table(plan: Plan, made: Export, to: str) -> View:
 
 def _dropped_table(lost: list[Dropped], to: str) -> View:
     rows = [(one.part, ranges(one.layers)) for one in lost]
-    return f"Dropped by {to}" if lost else f"{to} drops nothing", ("part", "layers"), rows
+    return f"Dropped by {to}", ("part", "layers"), rows
 
 
 def ranges(layers: tuple[int, ...]) -> str:
