@@ -33,6 +33,16 @@ LARGEST_OFFSET = 2.0**20
 LARGEST_AMPLITUDE = 2.0**8
 
 
+# Tensors of a layer whose first dimension is its KV heads.
+BY_HEAD = ("k_rescale", "k_offset", "k_feedback", "v_feedback")
+
+
+def layer_transforms(tensors: Mapping[str, Tensor], index: int, heads: slice) -> dict[str, Tensor]:
+    """Those of ``BY_HEAD`` that layer ``index`` has, of these heads: [n, ...] each, by the last part of their names."""
+    prefix = f"layers.{index}."
+    return {name: tensors[prefix + name][heads] for name in BY_HEAD if prefix + name in tensors}
+
+
 def tensors_nbytes(tensors: Mapping[str, Tensor]) -> int:
     """Bytes that they take on a device, once for all sequences."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -23,7 +23,7 @@ VARIANTS = {
     "3 bits": (Format(3, "channel"), Format(3), 4900, 0, 2000),
     "4 bits": (Format(4, "channel"), Format(4), 4500, 0, 1900),
     "Kitty": (Format(2, "channel", boost=KITTY), Format(2), 4200, 0, 3200),
-    "16 bits": (RAW, RAW, 2600, 32, 440),
+    "16 bits": (RAW, RAW, 2600, 32, 480),
 }
 # Head size and query heads of a group: instructions at most, of 2 bits and of Kitty.
 SHAPES = {(64, 4): (3100, 3400), (64, 8): (3850, 4150), (128, 1): (3800, 4300), (128, 8): (4900, 5400)}

@@ -182,7 +182,7 @@ class Case:
         group, device = self.variant.group_heads, self.q.device
         size = workspace_bytes(len(self.lengths), self.heads, group, self.variant.head_dim, device)
         workspace = torch.full((size,), 255, dtype=torch.uint8, device="cuda")
-        workspace[: -(-len(self.lengths) * self.heads * -(-group // 8) * 4 // 256) * 256] = 0
+        workspace[-(-(-len(self.lengths) * self.heads * -(-group // 8) * 4 // 256) * 256) :] = 0
         return workspace
 
     def run(

@@ -24,13 +24,13 @@ LEVELS = (
     {"kernels"},
     {"store"},
     {"cache"},
-    {"stages", "bench", "charts", "exports"},
+    {"stages", "bench", "charts", "exports", "engines"},
     {"run"},
     {"commands", "console", "tables", "__main__"},
 )
 RUNTIME = (
     "errors", "strict", "geometry", "artifact", "records", "pages", "models.attention", "plan", "kernels", "store",
-    "cache",
+    "cache", "engines.support", "engines.block", "engines.shard", "engines.step", "engines.prefill",
 )  # fmt: skip
 TOO_HEAVY_FOR_THE_RUNTIME = {"cvxpy", "datasets", "highspy", "matplotlib", "optuna", "rich", "typer"}
 

@@ -44,12 +44,12 @@ struct Queries {
 
 template <class S>
 KV_INLINE void append_side(
-    const Store& store, Scratch<S>& scratch, const Queries& queries, int tokens, Slots slots, int num_slots,
+    const Store& store, Scratch<S>& scratch, const Queries& queries, int row, int tokens, Slots slots, int num_slots,
     const float* rescale, const float* offset, const unsigned short* feedback, int first_head, int* error) {
-    const int head = blockIdx.x, row = blockIdx.y, page = tokens / KV_PAGE_TOKENS;
+    const int head = blockIdx.x, page = tokens / KV_PAGE_TOKENS;
     const bool is_complete = tokens % KV_PAGE_TOKENS == KV_PAGE_TOKENS - 1;
     unsigned short* ring = store.ring + kv_row_start(row, store.ring_stride) + (long long)head * S::ring * S::dim;
-    const uint4* incoming = (const uint4*)(store.incoming + row * store.row_stride + head * store.head_stride);
+    const uint4* incoming = (const uint4*)(store.incoming + blockIdx.y * store.row_stride + head * store.head_stride);
     for (int load = threadIdx.x; load < S::dim / 8; load += blockDim.x) {
         const uint4 token = incoming[load];
         ((uint4*)(ring + tokens % S::ring * S::dim))[load] = token;
@@ -103,6 +103,7 @@ KV_INLINE void append_side(
 //   query_sum     [B, n, D] fp32, sum of |q| since it was last 0; query_since [B, n] int32, the sequence's tokens then
 //   k_sinks ...   the memory of the head range, as kvcal/kernels/operands.py has it
 //   lengths       [B] int32, tokens before this step
+//   rows          [B] int32, each sequence's row of sinks, ring and query statistic, or 0: in their order
 //   table         [B, table_width] int32, slots of pages
 //   k_rescale, k_offset  fp32 [n, D] of these heads, or 0; first_head: the number of the first one in the layer
 //   k_feedback, v_feedback  fp16 [n, D (D - 1) / 2], the factors of error feedback, or 0
@@ -115,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
     long long query_since_stride, unsigned short* k_sinks, long long k_sink_stride, unsigned short* k_ring,
     long long k_ring_stride, unsigned char* k_pages, long long k_page_stride, unsigned short* v_sinks,
     long long v_sink_stride, unsigned short* v_ring, long long v_ring_stride, unsigned char* v_pages,
-    long long v_page_stride, const int* lengths, const int* table, long long table_stride, long long table_width,
+    long long v_page_stride, const int* lengths, const int* rows, const int* table, long long table_stride, long long table_width,
     const float* k_rescale, const float* k_offset, const unsigned short* k_feedback, const unsigned short* v_feedback,
     long long first_head, int* error STAGE_PARAMETERS) {
     kv_let_next_start();
@@ -128,22 +129,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
     table_stride = table_width = k_region->pages;  // a stage has room for the same tokens everywhere
 #endif
     __shared__ union { Scratch<Keys> k; Scratch<Values> v; } scratch;
-    const int head = blockIdx.x, row = blockIdx.y, tokens = lengths[row];
-    const Slots slots = slots_of(table, table_stride, row);
+    const int head = blockIdx.x, sequence = blockIdx.y, tokens = lengths[sequence], row = kv_row_of(rows, sequence);
+    const Slots slots = slots_of(table, table_stride, sequence);
     if (blockIdx.z == 0) {
         const Store store{
             k_new, k_row_stride, k_head_stride, k_sinks, k_sink_stride, k_ring, k_ring_stride, k_pages, k_page_stride};
         const Queries queries{
-            q + row * q_row_stride + (long long)head * GROUP_HEADS * q_head_stride, q_head_stride,
+            q + sequence * q_row_stride + (long long)head * GROUP_HEADS * q_head_stride, q_head_stride,
             query_sum + row * query_sum_stride + head * Keys::dim, query_since + row * query_since_stride + head};
         append_side<Keys>(
-            store, scratch.k, queries, tokens, slots, (int)table_width, k_rescale, k_offset, k_feedback, (int)first_head,
+            store, scratch.k, queries, row, tokens, slots, (int)table_width, k_rescale, k_offset, k_feedback, (int)first_head,
             error);
     } else {
         const Store store{
             v_new, v_row_stride, v_head_stride, v_sinks, v_sink_stride, v_ring, v_ring_stride, v_pages, v_page_stride};
         append_side<Values>(
-            store, scratch.v, Queries{}, tokens, slots, (int)table_width, k_rescale, k_offset, v_feedback, (int)first_head,
+            store, scratch.v, Queries{}, row, tokens, slots, (int)table_width, k_rescale, k_offset, v_feedback, (int)first_head,
             error);
     }
 }
