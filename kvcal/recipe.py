@@ -29,6 +29,8 @@ Objective = Literal["sensitivity", "kl", "combined", "importance"]
 Axis = Literal["channel", "token"]
 CandidateBits = Literal[1, 2, 3, 4, 8]
 GroupSize = Literal[32, 64, 128]
+# Left out of JSON where there is one.
+Ranks = Annotated[int, Field(ge=1, le=1024, exclude_if=lambda ranks: ranks == 1)]
 # Bits per cached value: a single token in a buffer of 128 at 16 bits has 2,048.
 Bits = Annotated[float, Field(gt=0, le=4096)]
 TextTokens = Annotated[Tokens, Field(ge=2)]
@@ -176,6 +178,7 @@ class AllocateSpec:
         "layer", "A format for each layer's K and V, for a block (K and V alike, PM-KVQ) or for each head."
     )
     objective: Objective = knob("combined", "The cost that is minimised, of those a profile measures.")
+    tp: Ranks = knob(1, "Ranks of tensor parallelism, which get the same bytes of each layer: heads of the same order.")
 
     def __post_init__(self) -> None:
         given = [name for name in BUDGET_KINDS if getattr(self, name) is not None]
@@ -416,6 +419,8 @@ class Recipe:
         given = [name for name in ("formats", "importance", "allocate") if getattr(self, name) is not None]
         if self.search is not None and given != ["allocate"]:
             raise ValueError("[search] needs the budget of [allocate], and none of [formats] and [importance]")
+        if self.search is not None and self.allocate is not None and self.allocate.tp > 1:
+            raise ValueError(f"allocate.tp = {self.allocate.tp}: [search] does not give ranks equal bytes; expected 1")
         if len(given) != 1:
             raise ValueError(
                 f"{' and '.join(given) or 'nothing'} given; expected one of [formats], [importance], [allocate]"

@@ -24,7 +24,7 @@ LEVELS = (
     {"kernels"},
     {"store"},
     {"cache"},
-    {"stages", "bench", "charts", "engines"},
+    {"stages", "bench", "charts", "exports", "engines"},
     {"run"},
     {"commands", "console", "tables", "__main__"},
 )
