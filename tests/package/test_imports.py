@@ -26,7 +26,7 @@ LEVELS = (
     {"cache"},
     {"stages", "bench", "charts"},
     {"run"},
-    {"commands", "console", "tables", "__main__"},
+    {"commands", "console", "tables", "lm_eval", "__main__"},
 )
 RUNTIME = (
     "errors", "strict", "geometry", "artifact", "records", "pages", "models.attention", "plan", "kernels", "store",
