@@ -118,6 +118,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "verify": plans.verify,
         "generate": plans.generate,
         "pack-prefix": plans.pack_prefix,
+        "push": plans.push,
     },
 }
 for panel, commands in PANELS.items():
