@@ -121,6 +121,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "pack-prefix": plans.pack_prefix,
         "export": export,
         "import-kvtuner": import_kvtuner,
+        "push": plans.push,
     },
 }
 for panel, commands in PANELS.items():

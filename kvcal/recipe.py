@@ -355,13 +355,18 @@ class TuneSpec:
     def __post_init__(self) -> None:
         if not self.low < self.high:
             raise ValueError(f"expected low = {self.low} < high = {self.high}")
-        own = [name for name in self.tasks if not name.startswith(LM_EVAL)]
-        unknown = sorted(set(own) - set(TASKS)) + [name for name in self.tasks if name == LM_EVAL]
-        if unknown or not self.tasks or len(set(self.tasks)) < len(self.tasks):
-            raise ValueError(
-                f"tasks {unknown or list(self.tasks)} unknown, missing or twice, expected some of {sorted(TASKS)}, or "
-                f"{LM_EVAL}NAME for a task of lm-eval"
-            )
+        if not self.tasks:
+            raise ValueError(f"no tasks, expected some of {sorted(TASKS)}, or {LM_EVAL}NAME of lm-eval")
+        _require_tasks(self.tasks)
+
+
+def _require_tasks(tasks: tuple[str, ...]) -> None:
+    """ValueError for a task that is not there, or named twice; lm-eval's are looked up when they run."""
+    unknown = sorted(name for name in tasks if name not in TASKS and (not name.startswith(LM_EVAL) or name == LM_EVAL))
+    if unknown:
+        raise ValueError(f"tasks {unknown} unknown, expected some of {sorted(TASKS)}, or {LM_EVAL}NAME of lm-eval")
+    if len(set(tasks)) < len(tasks):
+        raise ValueError(f"tasks = {list(tasks)}, expected each one once")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -369,7 +374,7 @@ class EvaluateSpec:
     """[evaluate]: perplexity, KL and top-1 on ``data``; exact match by greedy generation on problems of ``tasks``."""
 
     data: DataSpec = knob(DataSpec(seed=1), "Texts to measure on.")
-    tasks: tuple[str, ...] = knob(tuple(TASKS), "Embedded tasks; [] for none.")
+    tasks: tuple[str, ...] = knob(tuple(TASKS), "Embedded tasks, or lm-eval:NAME[:METRIC]; [] for none.")
     num_problems: Size = knob(16, "Problems of each task.")
     max_steps: int = knob(70, "Transfers in a ledger at most.")
     max_size: int = knob(160, "Words in a chain's table at most.")
@@ -379,17 +384,25 @@ class EvaluateSpec:
     batch: Annotated[int, Field(ge=1, le=MAX_BATCH)] = knob(16, "Sequences fed at once.")
     seed: Seed = knob(1, "Seed of the problems.")
     against: tuple[str, ...] = knob((), "Recipes with [formats] to measure beside the plan.")
+    include_path: Annotated[str, Field(exclude_if=lambda folder: not folder)] = knob(
+        "", "Folder with task files (YAML) of lm-eval, beside its own."
+    )
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.tasks) - set(TASKS))
-        if unknown:
-            raise ValueError(f"tasks {unknown} unknown, expected some of {sorted(TASKS)}")
-        if len(set(self.tasks)) < len(self.tasks):
-            raise ValueError(f"tasks = {list(self.tasks)}, expected each one once")
+        _require_tasks(self.tasks)
         try:
             require_lengths(self.max_steps, self.max_size, self.max_hops, self.max_digits)
         except UsageError as refused:
             raise ValueError(f"{refused.message}: {refused.hint}") from None
+
+    @property
+    def embedded_tasks(self) -> tuple[str, ...]:
+        return tuple(name for name in self.tasks if name in TASKS)
+
+    @property
+    def harness_tasks(self) -> tuple[str, ...]:
+        """Tasks of the lm-evaluation-harness, NAME or NAME:METRIC."""
+        return tuple(name.removeprefix(LM_EVAL) for name in self.tasks if name not in TASKS)
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -377,7 +377,7 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     ("fit-predictors {run} --model {model} --set predictors.min_explained=5", 2, "min_explained = 5"),
     # tune, search, compare, run
     (TUNE + '--set tune.tasks=["zap"]', 2, "tune: tasks ['zap'] unknown"),
-    (TUNE + '--set tune.tasks=["chain","chain"]', 2, "unknown, missing or twice"),
+    (TUNE + '--set tune.tasks=["chain","chain"]', 2, "expected each one once"),
     (TUNE + '--set tune.tasks=["lm-eval:"]', 2, "tasks ['lm-eval:'] unknown"),
     (TUNE + "--set tune.num_trials=9999999999", 2, "tune.num_trials = 9999999999"),
     (TUNE + "--set tune.max_bits=inf", 2, "tune.max_bits = inf"),
