@@ -173,7 +173,9 @@ def main() -> None:
         if given.finalists or "composition" not in role
     }
     kl = measure(given, loaded, wanted)
-    solved = solve(given, loaded, wanted) if given.problems else {}
+    small = {file for file in wanted if load_plan(file).bits_per_value() <= max(given.bits)}
+    small |= {body["plans"]["system kivi-2"] for body in found.values()}
+    solved = solve(given, loaded, small) if given.problems else {}
     for (data, bits), body in found.items():
         files = body["plans"]
         plans = {file: load_plan(file) for file in files.values()}
