@@ -112,8 +112,6 @@ def measure(given: argparse.Namespace, loaded: LoadedModel, files: set[str]) -> 
     reference, names = unquantized_plan(loaded.identity, loaded.geometry), sorted(files)
     plans = [load_plan(file) for file in names]
     for kind, data in held_out(given, loaded, given.work).items():
-        if given.kinds and kind not in given.kinds:
-            continue
         of_kind = kl.setdefault(kind, {})
         missing = [number for number, name in enumerate(names) if name not in of_kind]
         if not missing:
