@@ -18,7 +18,7 @@ MODEL_TESTS := tests/cache tests/store tests/run/test_recipe_runs.py $(addprefix
   *predict*.py feedback*.py run_search.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check format lint types test old-cpu gpu bench docs clean
+.PHONY: help setup demo check format lint types test old-cpu gpu bench consumers docs clean
 
 help:
 	@echo "make demo    set up, run the pipeline on the embedded model, print the table"
@@ -29,6 +29,7 @@ help:
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make lint    format and lint, reading only"
 	@echo "make bench   measure time and memory (experiments)"
+	@echo "make consumers  an interpreter beside this one, with programs that read exports"
 	@echo "make docs    build the documentation as a site, in site/; warnings are errors"
 	@echo "make clean   remove caches, the demo's output and the environment"
 
@@ -76,6 +77,17 @@ gpu: $(READY)
 
 bench: $(READY)
 	$(PYTEST) experiments/bench_*.py -m bench -s
+
+# Other programs' pins would change the environment: theirs is another one, outside of the checkout, that sees this one's
+# packages behind its own. Tests that read exports with their parsers skip without it.
+CONSUMERS ?= $(HOME)/.cache/kvcal-consumers
+consumers: $(READY)
+	@test -x $(CONSUMERS)/bin/python || $(BIN)/python -m venv $(CONSUMERS)
+	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > "$$($(CONSUMERS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/kvcal.pth"
+	@$(CONSUMERS)/bin/python -m pip install -qq --disable-pip-version-check --no-input --no-deps \
+	  compressed-tensors==0.20.0 loguru psutil
+	@echo "export KVCAL_CONSUMERS=$(CONSUMERS)/bin/python"
 
 # Links and pages are checked; pages that come from the code are compared with it by the tests.
 docs: $(READY)

@@ -99,7 +99,8 @@ def held_out(given: argparse.Namespace, loaded: LoadedModel, folder: Path) -> di
         names |= {name: DataSpec(str(path)) for name, path in paths.items()}
     size = {"num_samples": given.held_out, "seq_len": given.held_out_tokens, "min_len": given.held_out_tokens}
     size["seed"] = given.seed
-    return {name: sequences(replace(spec, **size), loaded, "report") for name, spec in names.items()}
+    kinds = given.kinds or list(names)
+    return {name: sequences(replace(names[name], **size), loaded, "report") for name in kinds}
 
 
 def main() -> None:
@@ -109,6 +110,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400, help="of each")
     parser.add_argument("--held-out", type=int, default=8, help="texts of a kind that plans are measured on")
     parser.add_argument("--held-out-tokens", type=int, default=400, help="of each")
+    parser.add_argument("--kinds", nargs="+", help="of held-out text; default: all")
     parser.add_argument("--seed", type=int, default=0, help="of the texts that plans are measured on")
     parser.add_argument("--bits", type=float, nargs="+", default=[3.5])
     given = parser.parse_args()

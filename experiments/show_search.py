@@ -6,9 +6,9 @@ For every --data (several sources in one argument, with spaces between) a search
 in one folder, as ``kvcal search`` would. Then, on the pool *report* of every generated source and on real text where
 --real names a folder of it (never committed): the plans that ship; what the least mean KL on the first texts of the
 selection would have shipped (the old rule), of all plans that were measured; every system's own plan; and finalists, of
-compositions with --finalists alone. Errors are over texts, differences paired by text. Searches are kept in --work and
-measured cells in --out: the same command goes on where it was interrupted. Delete both with other --texts, --tokens or
---singles.
+compositions with --finalists alone. Errors are over texts, differences paired by text. With --problems, the share of
+generated problems that 16 bits and these plans solve. Searches are kept in --work and measured cells in --out: the same
+command goes on where it was interrupted. Delete both with other --texts, --tokens or --singles.
 """
 
 from __future__ import annotations
@@ -27,14 +27,19 @@ from show_mixtures import held_out
 
 from kvcal.console import TerminalReporter
 from kvcal.data.sequences import DataSpec
+from kvcal.data.tasks import TASKS
 from kvcal.folder import Folder, Job
 from kvcal.models.load import LoadedModel, load
-from kvcal.plan.plan import load_plan, save_plan
+from kvcal.plan.plan import Workload, load_plan, save_plan
+from kvcal.recipe import EvaluateSpec
 from kvcal.recipe_files import load_recipe, with_knobs
 from kvcal.run.formats import search_data
 from kvcal.stages.divergence import deviations, kl_texts, padded_texts, plan_digest, unquantized_plan
-from kvcal.stages.search import Search, compose, run_search
+from kvcal.stages.evaluate.tasks import measure_tasks
+from kvcal.stages.search import KL_BATCH, Search, compose, run_search
 from kvcal.stages.search.compose import Candidate
+
+LIMITS = ("max_steps", "max_size", "max_hops", "max_digits")
 
 
 def searched(given: argparse.Namespace, loaded: LoadedModel, data: str, bits: float) -> dict[str, Any]:
@@ -48,6 +53,7 @@ def searched(given: argparse.Namespace, loaded: LoadedModel, data: str, bits: fl
         "allocate.bits": bits, "allocate.granularity": given.granularity, "search.kl_samples": given.texts,
         "search.kl_tokens": given.tokens, "search.refine_rounds": given.rounds,
         "reparam.num_samples": max(4, len(data.split()) + 1), "reparam.seq_len": given.tokens,
+        "feedback.num_samples": given.texts, "feedback.seq_len": given.tokens,
     }  # fmt: skip
     recipe = with_knobs(load_recipe("best"), knobs)
     sources = data.split()
@@ -106,21 +112,35 @@ def measure(given: argparse.Namespace, loaded: LoadedModel, files: set[str]) -> 
     reference, names = unquantized_plan(loaded.identity, loaded.geometry), sorted(files)
     plans = [load_plan(file) for file in names]
     for kind, data in held_out(given, loaded, given.work).items():
-        if given.kinds and kind not in given.kinds:
-            continue
         of_kind = kl.setdefault(kind, {})
         missing = [number for number, name in enumerate(names) if name not in of_kind]
         if not missing:
             continue
         texts, parts = kl_texts(data, given.held_out, given.held_out_tokens, load_recipe("best").cache), []
-        for first in range(0, len(texts), 4):
-            batch = texts[first : first + 4]
+        size = KL_BATCH[loaded.model.device.type]
+        for first in range(0, len(texts), size):
+            batch = texts[first : first + size]
             found = deviations(loaded.model, reference, [plans[n] for n in missing], *padded_texts(batch))
             parts.append(found.statistics(len(batch))[..., 0])
         of_kind |= {names[n]: row for n, row in zip(missing, torch.cat(parts, 1).tolist(), strict=True)}
         given.out.write_text(json.dumps(kl))
         print(f"measured {kind}", flush=True)
     return kl
+
+
+def solve(given: argparse.Namespace, loaded: LoadedModel, files: set[str]) -> dict[str, dict[str, list[int]]]:
+    """Solved and posed problems by plan file, "" for 16 bits, and task; a file beside --out holds what is known."""
+    kept = given.out.with_suffix(".solved.json")
+    solved = json.loads(kept.read_text()) if kept.exists() else {}
+    limits = {name: round(given.limits * getattr(EvaluateSpec(), name)) for name in LIMITS}
+    spec = EvaluateSpec(num_problems=given.problems, batch=given.problems * len(TASKS), seed=given.seed, **limits)
+    for file in ("", *sorted(files)):
+        if file not in solved:
+            plan = load_plan(file) if file else unquantized_plan(loaded.identity, loaded.geometry)
+            found = measure_tasks(loaded, plan, spec, TerminalReporter())
+            solved[file] = {one.task: [one.num_correct, one.num_problems] for one in found}
+            kept.write_text(json.dumps(solved))
+    return dict(solved)
 
 
 def main() -> None:
@@ -133,7 +153,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="of each")
     parser.add_argument("--held-out", type=int, default=4, help="texts of a kind that plans are measured on")
     parser.add_argument("--held-out-tokens", type=int, default=512, help="of each")
-    parser.add_argument("--seed", type=int, default=0, help="of held-out texts")
+    parser.add_argument("--problems", type=int, default=0, help="of each task that plans solve")
+    parser.add_argument("--limits", type=float, default=0.35, help="hardest problems, a share of the default lengths")
+    parser.add_argument("--seed", type=int, default=0, help="of held-out texts and problems")
     parser.add_argument("--finalists", action="store_true", help="measure compositions that lost in the end, too")
     parser.add_argument("--kinds", nargs="+", help="of held-out text; default: all")
     parser.add_argument("--rounds", type=int, default=1)
@@ -149,9 +171,17 @@ def main() -> None:
         if given.finalists or "composition" not in role
     }
     kl = measure(given, loaded, wanted)
+    small = {file for file in wanted if load_plan(file).bits_per_value() <= max(given.bits)}
+    small |= {body["plans"]["system kivi-2"] for body in found.values()}
+    solved = solve(given, loaded, small) if given.problems else {}
     for (data, bits), body in found.items():
         files = body["plans"]
-        size = {file: load_plan(file).bits_per_value() for file in files.values()}
+        plans = {file: load_plan(file) for file in files.values()}
+        size = {file: plan.bits_per_value() for file, plan in plans.items()}
+        measured_size = {
+            file: replace(plan, workload=Workload(1, given.held_out_tokens)).bits_per_value()
+            for file, plan in plans.items()
+        }
         shown = dict.fromkeys(file for file in files.values() if all(file in of_kind for of_kind in kl.values()))
         rows = []
         for file in shown:
@@ -163,8 +193,13 @@ def main() -> None:
                 mine, shipped = (torch.tensor(of_kind[one], dtype=torch.float64) for one in (file, files["shipped"]))
                 (mean, error), (change, off) = mean_and_error(1e3 * mine), mean_and_error(1e3 * (shipped - mine))
                 cells.append(f"{mean:.1f} ± {error:.1f}" + (f" ({change:+.1f} ± {off:.1f})" if change else ""))
-            rows.append([roles, f"{size[file]:.3f}", *cells])
-        print_table(f"{data}, {bits:g} bits: KL x 1,000 (shipped less this)", ["plan", "bits", *kl], rows)
+            cells += [f"{right} of {asked}" for right, asked in solved.get(file, {}).values()]
+            rows.append([roles, f"{size[file]:.3f}", f"{measured_size[file]:.3f}", *cells])
+        head = ["plan", "bits", f"at {given.held_out_tokens}", *kl, *solved.get("", {})]
+        if solved:
+            full = [f"{right} of {asked}" for right, asked in solved[""].values()]
+            rows.append(["16 bits", "16", "16", *("0" for _ in kl), *full])
+        print_table(f"{data}, {bits:g} bits: KL x 1,000 (shipped less this)", head, rows)
         for role, pools in body["kl"].items():
             shown_kl = ", ".join(f"{k} {1e3 * a:.1f} ± {1e3 * e:.1f}" for k, (a, e) in pools.items())
             print(f"{role}: {body[role]}; {shown_kl}")

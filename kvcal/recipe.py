@@ -29,6 +29,8 @@ Objective = Literal["sensitivity", "kl", "combined", "importance"]
 Axis = Literal["channel", "token"]
 CandidateBits = Literal[1, 2, 3, 4, 8]
 GroupSize = Literal[32, 64, 128]
+# Left out of JSON where there is one.
+Ranks = Annotated[int, Field(ge=1, le=1024, exclude_if=lambda ranks: ranks == 1)]
 # Bits per cached value: a single token in a buffer of 128 at 16 bits has 2,048.
 Bits = Annotated[float, Field(gt=0, le=4096)]
 TextTokens = Annotated[Tokens, Field(ge=2)]
@@ -176,6 +178,7 @@ class AllocateSpec:
         "layer", "A format for each layer's K and V, for a block (K and V alike, PM-KVQ) or for each head."
     )
     objective: Objective = knob("combined", "The cost that is minimised, of those a profile measures.")
+    tp: Ranks = knob(1, "Ranks of tensor parallelism, which get the same bytes of each layer: heads of the same order.")
 
     def __post_init__(self) -> None:
         given = [name for name in BUDGET_KINDS if getattr(self, name) is not None]
@@ -221,6 +224,7 @@ class KeyChoice:
     axis: Axis = knob("channel", "What a group shares its scale along.")
     group_size: GroupSize = knob(128, "Values that share a scale.")
     boost: Boost | None = knob(None, "Channels with more bits.")
+    quantizer: str = knob("uniform", "How values become codes: uniform, or rotated (Hadamard, per token).")
     lattice_dim: Literal[2, 4] | None = knob(None, "HIGGS's lattice of this dimension instead of scales.")
     rescale: bool = knob(False, "With the layer's λ.")
     predicted: bool = knob(False, "As the residual of a prediction.")
@@ -234,6 +238,7 @@ class ValueChoice:
 
     num_bits: Literal[1, 2, 3, 4, 8, 16] = Field(description="Bits of a code.")
     group_size: GroupSize = knob(128, "Values that share a scale.")
+    quantizer: str = knob("uniform", "How values become codes: uniform, or rotated (Hadamard, per token).")
     lattice_dim: Literal[2, 4] | None = knob(None, "HIGGS's lattice of this dimension instead of scales.")
     predicted: bool = knob(False, "As the residual of a prediction.")
     num_sink_tokens: SizeOrNone | None = knob(None, "First tokens kept at 16 bits; default: [cache]'s.")
@@ -350,13 +355,18 @@ class TuneSpec:
     def __post_init__(self) -> None:
         if not self.low < self.high:
             raise ValueError(f"expected low = {self.low} < high = {self.high}")
-        own = [name for name in self.tasks if not name.startswith(LM_EVAL)]
-        unknown = sorted(set(own) - set(TASKS)) + [name for name in self.tasks if name == LM_EVAL]
-        if unknown or not self.tasks or len(set(self.tasks)) < len(self.tasks):
-            raise ValueError(
-                f"tasks {unknown or list(self.tasks)} unknown, missing or twice, expected some of {sorted(TASKS)}, or "
-                f"{LM_EVAL}NAME for a task of lm-eval"
-            )
+        if not self.tasks:
+            raise ValueError(f"no tasks, expected some of {sorted(TASKS)}, or {LM_EVAL}NAME of lm-eval")
+        _require_tasks(self.tasks)
+
+
+def _require_tasks(tasks: tuple[str, ...]) -> None:
+    """ValueError for a task that is not there, or named twice; lm-eval's are looked up when they run."""
+    unknown = sorted(name for name in tasks if name not in TASKS and (not name.startswith(LM_EVAL) or name == LM_EVAL))
+    if unknown:
+        raise ValueError(f"tasks {unknown} unknown, expected some of {sorted(TASKS)}, or {LM_EVAL}NAME of lm-eval")
+    if len(set(tasks)) < len(tasks):
+        raise ValueError(f"tasks = {list(tasks)}, expected each one once")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -364,7 +374,7 @@ class EvaluateSpec:
     """[evaluate]: perplexity, KL and top-1 on ``data``; exact match by greedy generation on problems of ``tasks``."""
 
     data: DataSpec = knob(DataSpec(seed=1), "Texts to measure on.")
-    tasks: tuple[str, ...] = knob(tuple(TASKS), "Embedded tasks; [] for none.")
+    tasks: tuple[str, ...] = knob(tuple(TASKS), "Embedded tasks, or lm-eval:NAME[:METRIC]; [] for none.")
     num_problems: Size = knob(16, "Problems of each task.")
     max_steps: int = knob(70, "Transfers in a ledger at most.")
     max_size: int = knob(160, "Words in a chain's table at most.")
@@ -374,17 +384,25 @@ class EvaluateSpec:
     batch: Annotated[int, Field(ge=1, le=MAX_BATCH)] = knob(16, "Sequences fed at once.")
     seed: Seed = knob(1, "Seed of the problems.")
     against: tuple[str, ...] = knob((), "Recipes with [formats] to measure beside the plan.")
+    include_path: Annotated[str, Field(exclude_if=lambda folder: not folder)] = knob(
+        "", "Folder with task files (YAML) of lm-eval, beside its own."
+    )
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.tasks) - set(TASKS))
-        if unknown:
-            raise ValueError(f"tasks {unknown} unknown, expected some of {sorted(TASKS)}")
-        if len(set(self.tasks)) < len(self.tasks):
-            raise ValueError(f"tasks = {list(self.tasks)}, expected each one once")
+        _require_tasks(self.tasks)
         try:
             require_lengths(self.max_steps, self.max_size, self.max_hops, self.max_digits)
         except UsageError as refused:
             raise ValueError(f"{refused.message}: {refused.hint}") from None
+
+    @property
+    def embedded_tasks(self) -> tuple[str, ...]:
+        return tuple(name for name in self.tasks if name in TASKS)
+
+    @property
+    def harness_tasks(self) -> tuple[str, ...]:
+        """Tasks of the lm-evaluation-harness, NAME or NAME:METRIC."""
+        return tuple(name.removeprefix(LM_EVAL) for name in self.tasks if name not in TASKS)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -414,6 +432,8 @@ class Recipe:
         given = [name for name in ("formats", "importance", "allocate") if getattr(self, name) is not None]
         if self.search is not None and given != ["allocate"]:
             raise ValueError("[search] needs the budget of [allocate], and none of [formats] and [importance]")
+        if self.search is not None and self.allocate is not None and self.allocate.tp > 1:
+            raise ValueError(f"allocate.tp = {self.allocate.tp}: [search] does not give ranks equal bytes; expected 1")
         if len(given) != 1:
             raise ValueError(
                 f"{' and '.join(given) or 'nothing'} given; expected one of [formats], [importance], [allocate]"
@@ -424,11 +444,8 @@ class Recipe:
             )
         if self.progressive is not None and self.predictors is not None:
             raise ValueError("[progressive] and [predictors]: predictions of pages that shrink would change with them")
-        if self.feedback is not None and (self.search is not None or self.progressive is not None):
-            raise ValueError(
-                "[feedback] goes with neither [search], which measures plans without it, nor [progressive], whose "
-                "pages round their codes again"
-            )
+        if self.feedback is not None and self.progressive is not None:
+            raise ValueError("[feedback] does not go with [progressive], whose pages round their codes again")
         self._require_pages()
 
     def _require_pages(self) -> None:

@@ -260,13 +260,14 @@ class KernelCase:
         """fp64 [N, S, D]: of the first sequence, all that the step attended to."""
         layers, parts = dict(enumerate((*self.before, layer))), []
         for step in layer.store.steps:
-            memory, table, variant = step.k if side == "k" else step.v, step.place.table, VARIANTS[step.variants[0]]
+            memory, place, variant = step.k if side == "k" else step.v, step.place, VARIANTS[step.variants[0]]
             if stored_form(layer.plan, side, variant.format(side)) is not None:
                 memory = memory._replace(pages=expected_pages(layers, layer, step.heads, side))
-                table = torch.arange(len(memory.pages), device=table.device).unsqueeze(0)
+                slots = torch.arange(len(memory.pages), device=place.table.device)
+                place = place._replace(table=slots.unsqueeze(0))
             transform = step.transform if side == "k" else step.transform.of_values
             held = int(step.place.lengths[0])
-            parts.append(reference.tokens(side, memory, table, 0, held, transform, variant))
+            parts.append(reference.tokens(side, memory, place, 0, held, transform, variant))
         return torch.cat(parts).double()
 
 

@@ -101,7 +101,7 @@ class WindowStore:
         nothing = self.state.nothing
         place = Place(self.state.lengths, self.no_table, nothing.int(), nothing.int())
         attended: Tensor = ops.decode(
-            q, k, v, list(place), list(PageTransform(*[nothing] * 4)), nothing if s_aux is None else s_aux,
+            q, k, v, list(place), list(PageTransform(*[nothing] * 6)), nothing if s_aux is None else s_aux,
             self.workspace, scale, softcap, [self.number], nothing, [],
         )  # fmt: skip
         return attended

@@ -168,6 +168,12 @@ class BudgetOptions(WorkloadOptions):
     budget: Annotated[str | None, typer.Option(help="Whole device, such as 24GB or 22.5GiB.")] = None
     kv_budget: KvBudget = None
     bits: Annotated[float | None, typer.Option(help="All-in bits per cached value.", min=0.1)] = None
+    tp: Annotated[
+        int | None,
+        typer.Option(
+            "--tp", help="Ranks of tensor parallelism: of heads with their own bits, each gets equal bytes.", min=1
+        ),
+    ] = None
 
     def kinds(self) -> list[str]:
         """The kinds of budget that were given."""

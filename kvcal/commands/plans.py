@@ -52,6 +52,35 @@ class GateOptions:
         return Gates(self.max_kl, read_accuracies(self.min_accuracy or ()), max_bytes)
 
 
+@dataclass(frozen=True)
+class TaskOptions:
+    """The tasks of an evaluation."""
+
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME",
+            help="Tasks: ledger, chain, times, and those of lm-eval (NAME or NAME:METRIC); '' is none.",
+        ),
+    ] = None
+    include_path: Annotated[str | None, typer.Option(help="A folder with lm-eval task files (YAML) of your own.")] = (
+        None
+    )
+    limit: Annotated[int | None, typer.Option(help="Problems of each task at most.", min=1)] = None
+
+    def knobs(self) -> dict[str, Any]:
+        """The knobs of [evaluate] that were given, by dotted name."""
+        from kvcal.data.tasks import TASKS
+        from kvcal.recipe import LM_EVAL
+
+        names = None
+        if self.tasks is not None:
+            given = [name.strip() for name in self.tasks.split(",") if name.strip()]
+            names = [name if name in TASKS else LM_EVAL + name.removeprefix(LM_EVAL) for name in given]
+        values = {"tasks": names, "include_path": self.include_path, "num_problems": self.limit}
+        return {f"evaluate.{key}": value for key, value in values.items()}
+
+
 @spread
 def inspect(plan: PlanArgument, sizes: WorkloadOptions, given: OutputOptions) -> None:
     """Show a plan: formats and bytes of every layer, all-in bits, where it came from.
@@ -95,6 +124,7 @@ def eval_command(
     model: ModelOption,
     given: RecipeOptions,
     limits: GateOptions,
+    posed: TaskOptions,
     recipe: RecipeOption = "default",
     out: Out = Path("artifacts/eval"),
 ) -> None:
@@ -106,6 +136,8 @@ def eval_command(
 
     Example: `kvcal eval plan.safetensors --model reasoner-10m --set 'evaluate.against=["kivi-2"]'`
 
+    Example: `kvcal eval plan.safetensors --model M --tasks gsm8k,arc_easy:acc_norm --limit 200`
+
     Example: `kvcal eval plan.safetensors --model M --max-kl 0.01 --min-accuracy chain=0.9 --max-bytes 1GB --json`
     """
     from kvcal import tables as views
@@ -113,16 +145,19 @@ def eval_command(
     from kvcal.plan.plan import load_plan
     from kvcal.run.pipeline import evaluate_plan
     from kvcal.stages.evaluate.gates import require_passed
+    from kvcal.stages.evaluate.harness import require_tasks
     from kvcal.stages.verify import require_same_model
     from kvcal.strict import dump
 
     loaded_plan = load_plan(plan)
     others: dict[str, Any] = {"name": plan.stem, "evaluate.against": [], "evaluate.data.num_samples": given.samples}
-    base = replace(given, samples=None).recipe(recipe, others)
+    base = replace(given, samples=None).recipe(recipe, others | posed.knobs())
     if BASELINE not in base.evaluate.against:
         base = replace(base, evaluate=replace(base.evaluate, against=(BASELINE, *base.evaluate.against)))
     gates = limits.gates()
-    gates.require_measured(base.evaluate.tasks)
+    gates.require_measured((*base.evaluate.embedded_tasks, *base.evaluate.harness_tasks))
+    if base.evaluate.harness_tasks:
+        require_tasks(base.evaluate)
     folder = Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model)
@@ -214,3 +249,40 @@ def pack_prefix(
         packed = pack(loaded, loaded_plan, prompt_tokens(loaded, text, False, 0), output)
         reporter.say(f"prefix: {output}")
     given.show({**dump(packed), "path": str(output)}, views.prefix_table(packed, output.name))
+
+
+@spread
+def push(
+    plan: PlanArgument,
+    repository: Annotated[str, typer.Argument(help="On the Hugging Face hub, owner/name; made if needed.")],
+    given: OutputOptions,
+    evaluation: Annotated[
+        Path | None, typer.Option(help="An evaluation.json with this plan's row: its table goes into the card.")
+    ] = None,
+    branch: Annotated[str | None, typer.Option(help="Default: main.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="A repository that is made is private.")] = False,
+) -> None:
+    """Share a plan on the Hugging Face hub, with a card of its size, provenance and measurements.
+
+    `load_plan("owner/name", revision=COMMIT)` reads it back; the commit is printed. HF_TOKEN says who writes.
+
+    Example: `kvcal push plan.safetensors owner/qwen3-8b-2.5-bits --evaluation artifacts/eval/evaluation.json`
+    """
+    from kvcal.plan.plan import load_plan
+
+    loaded, measured = load_plan(plan), []
+    if evaluation is not None:
+        from kvcal.stages.evaluate import load_evaluation, table_columns
+
+        rows = load_evaluation(evaluation).rows
+        if loaded.sha256 not in {row.plan_sha256 for row in rows}:
+            raise UsageError(
+                f"{evaluation} has no row of {plan}, only of {', '.join(row.name for row in rows)}",
+                hint=f"kvcal eval {plan} --model MODEL --out {evaluation.parent}",
+            )
+        measured = table_columns(rows)
+    commit = loaded.push_to_hub(repository, measured=measured, branch=branch, private=private)
+    if given.json:
+        console.print_json({"repository": repository, "commit": commit})
+        return
+    console.print_text(f'load_plan("{repository}", revision="{commit}")')

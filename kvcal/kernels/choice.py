@@ -23,7 +23,7 @@ from kvcal.plan.page_format import SIDES, Format, Side
 FOLDED_HEAD_DIMS = (64, 128)
 # The kernels load tokens 8 channels at a time, and keep a tile of them in shared memory.
 CHANNELS_AT_ONCE, MAX_HEAD_DIM = 8, 512
-MAX_FEEDBACK_DIM = 128  # tokens that lie in shared memory make room for their codes
+MAX_STAGED_DIM = 128  # tokens that lie in shared memory make room for their codes, or for themselves rotated
 
 
 def is_plain(variant: Variant) -> bool:
@@ -97,6 +97,9 @@ def refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
         yield "the cache holds float32; the kernels take bfloat16 and float16"
     if geometry.k_head_dim % CHANNELS_AT_ONCE or geometry.k_head_dim > MAX_HEAD_DIM:
         yield f"head size {geometry.k_head_dim}; the kernels take multiples of {CHANNELS_AT_ONCE} up to {MAX_HEAD_DIM}"
-    if geometry.k_head_dim > MAX_FEEDBACK_DIM and (plan.k_feedback or plan.v_feedback):
-        yield f"head size {geometry.k_head_dim}; with error feedback the kernels take up to {MAX_FEEDBACK_DIM}"
+    if geometry.k_head_dim > MAX_STAGED_DIM:
+        if plan.k_feedback or plan.v_feedback:
+            yield f"head size {geometry.k_head_dim}; with error feedback the kernels take up to {MAX_STAGED_DIM}"
+        if any(fmt.quantizer == "rotated" for fmt in (*plan.k, *plan.v)):
+            yield f"head size {geometry.k_head_dim}; of rotated pages the kernels take up to {MAX_STAGED_DIM}"
     yield from storage_refusals(plan, cache_dtype)

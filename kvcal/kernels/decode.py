@@ -173,8 +173,8 @@ def launch_of(variant: Variant, q_dtype: torch.dtype, device_index: int) -> Laun
 
 
 def workspace_bytes(batch: int, num_kv_heads: int, group_heads: int, head_dim: int, device: torch.device) -> int:
-    """Scratch that :func:`launch_decode` needs for calls of at most this size, whichever kernel serves them; zeroed
-    before the first use."""
+    """Scratch that :func:`launch_decode` needs for calls of at most this batch, whichever kernel serves them; zeroed
+    before the first use. Counters are its end, where no smaller batch has its parts."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     shape = plain_shape(head_dim, group_heads, shared_room(torch.cuda.get_device_capability(device)))
     heads = batch * num_kv_heads
@@ -202,7 +202,7 @@ def launch_decode(
     the result. Sequences beyond ``MAX_ROWS`` take launches of their own, in which a block has to know fewer lengths.
     UsageError for a workspace that is too small, and for more sequences than that whose pages lie in regions.
     """
-    batch, num_heads = k.ring.shape[:2]
+    batch, num_heads = len(place.lengths), k.ring.shape[1]
     if regions is not None:
         require_rows(batch)
     if q.stride(-1) != 1:
@@ -210,7 +210,9 @@ def launch_decode(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sink_logits = s_aux.float() if s_aux.numel() else s_aux
     counters = _counter_bytes(batch * num_heads, variants[0].group_heads)
-    every = (q, out, place.lengths, place.table, k.sinks, k.ring, v.sinks, v.ring)
+    every = (q, out, place.lengths, place.table, place.rows)
+    memory = (k.sinks, k.ring, v.sinks, v.ring)
+    counted = workspace.data_ptr() + workspace.numel() - counters
     for variant in variants:
         launch = _launch(variant, q.dtype, softcap != 0.0, regions is not None, q.get_device())
         needed = counters + (batch * num_heads * launch.passes + launch.grid) * launch.part_floats * 4
@@ -218,7 +220,11 @@ def launch_decode(
             raise UsageError(f"a workspace of {workspace.numel()} bytes, expected at least {needed}")
         for first in range(0, batch, MAX_ROWS):
             of_rows = every if batch <= MAX_ROWS else [part[first : first + MAX_ROWS] for part in every]
-            q_rows, out_rows, lengths, table, k_sinks, k_ring, v_sinks, v_ring = map(Tensor.data_ptr, of_rows)
+            q_rows, out_rows, lengths, table, ring_rows = map(Tensor.data_ptr, of_rows)
+            behind = 0 if place.rows.numel() else first  # rows of a table count from the first sequence of all
+            k_sinks, k_ring, v_sinks, v_ring = (
+                part.data_ptr() + behind * part.stride(0) * part.itemsize for part in memory
+            )
             launch.kernel.launch(
                 (launch.grid, 1, 1),
                 launch.threads,
@@ -226,10 +232,11 @@ def launch_decode(
                 q_rows, q.stride(0), q.stride(1),
                 k_sinks, k.sinks.stride(0), k_ring, k.ring.stride(0), k.pages.data_ptr(), k.pages.stride(0),
                 v_sinks, v.sinks.stride(0), v_ring, v.ring.stride(0), v.pages.data_ptr(), v.pages.stride(0),
-                lengths, min(batch - first, MAX_ROWS), num_heads, table, *table_shape(place.table),
+                lengths, ring_rows, min(batch - first, MAX_ROWS), num_heads, table, *table_shape(place.table),
                 _pointer(place.k_read_at), place.k_read_at.numel(), _pointer(place.v_read_at), place.v_read_at.numel(),
-                *map(_pointer, (transform.rescale, transform.offset, sink_logits)),
-                workspace.data_ptr() + counters, workspace.data_ptr(), out_rows, float(scale), float(softcap),
+                *map(_pointer, (transform.rescale, transform.offset, transform.k_signs, transform.v_signs)),
+                _pointer(sink_logits),
+                workspace.data_ptr(), counted, out_rows, float(scale), float(softcap),
                 *region_addresses(regions), follows=launch.follows,
             )  # fmt: skip
     return out

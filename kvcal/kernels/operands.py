@@ -20,7 +20,7 @@ length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES, CacheDtype
-from kvcal.kernels.variants import page_layout
+from kvcal.kernels.variants import Variant, page_layout
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.page_format import Format, Side, num_pages
 
@@ -37,12 +37,13 @@ NOTHING = torch.empty(0)
 
 
 class Memory(NamedTuple):
-    """Memory of the keys, or the values, of a head range. Heads lie side by side; sequences and slots may be
-    further apart than these heads are long. A sliding window has no pages, and one sink (kvcal.kernels.ops). Where
-    pages shrink, ``pages`` is the memory of all regions, of one dimension."""
+    """Memory of the keys, or the values, of a head range. Heads lie side by side; rows and slots may be further apart
+    than these heads are long. There are R rows: one a sequence in their order, unless ``Place.rows`` names each
+    sequence's own. A sliding window has no pages, and one sink (kvcal.kernels.ops). Where pages shrink, ``pages`` is
+    the memory of all regions, of one dimension."""
 
-    sinks: Tensor  # [B, n, sinks, D], cache dtype: the first tokens
-    ring: Tensor  # [B, n, ring_tokens, D], cache dtype: token t lies at t modulo ring_tokens
+    sinks: Tensor  # [R, n, sinks, D], cache dtype: the first tokens
+    ring: Tensor  # [R, n, ring_tokens, D], cache dtype: token t lies at t modulo ring_tokens
     pages: Tensor  # [slots, n, record_bytes] uint8
 
     def page_in_ring(self, row: int, page: int) -> Tensor:
@@ -59,14 +60,19 @@ class Place(NamedTuple):
     table: Tensor  # [B, pages] int32: the slot of every page, the same in all layers; one beyond its width has no room
     k_read_at: Tensor  # int32: where the window follows a rule, tokens from which page i of the keys is read, ascending
     v_read_at: Tensor
+    rows: Tensor = NOTHING  # [B] int32: each sequence's row of sinks, ring and query statistic; empty: in their order
+
+    def row(self, sequence: int) -> int:
+        """The row of a sequence in sinks, ring and query statistic. Waits for the device."""
+        return int(self.rows[sequence]) if self.rows.numel() else sequence
 
 
 class QueryStatistic(NamedTuple):
     """The statistic of query scores. A prompt that ends between two pages begins the sum anew, so ``since`` is not a
     function of the length."""
 
-    sum: Tensor  # [B, n, D] fp32: |q| since the last page, over the heads of a group
-    since: Tensor  # [B, n] int32: tokens that the sequence had when the sum was begun
+    sum: Tensor  # [R, n, D] fp32: |q| since the last page, over the heads of a group
+    since: Tensor  # [R, n] int32: tokens that the sequence had when the sum was begun
 
     def mean(self, rows: slice, num_tokens: int, group_heads: int) -> Tensor:
         """fp32 [b, n, D]: mean |q| of every channel since the last page of ``rows``, of ``num_tokens`` each."""
@@ -80,12 +86,26 @@ class QueryStatistic(NamedTuple):
 
 
 class PageTransform(NamedTuple):
-    """The transform of pages of keys, which hold (K - offset) / rescale, and how codes of both sides are chosen."""
+    """The transform of pages of keys, which hold (K - offset) / rescale, and how codes of both sides are chosen: with
+    error feedback, of rotated tokens."""
 
     rescale: Tensor  # [n, D] fp32
     offset: Tensor  # [n, D] fp32
     k_feedback: Tensor = NOTHING  # [n, D (D - 1) / 2] fp16: factors of error feedback (kvcal.pages.feedback)
     v_feedback: Tensor = NOTHING
+    k_signs: Tensor = NOTHING  # [D] int8: of rotated pages (kvcal.pages.rotated)
+    v_signs: Tensor = NOTHING
+
+    @classmethod
+    def of_variant(cls, variant: Variant, tensors: Mapping[str, Tensor], nothing: Tensor) -> PageTransform:
+        """Of the tensors of a variant's heads, by the last part of their names in the plan (kvcal.plan.tensors)."""
+        has = {
+            "k_rescale": variant.rescale, "k_offset": variant.offset,
+            "k_feedback": variant.k_feedback, "v_feedback": variant.v_feedback,
+        }  # fmt: skip
+        given = {name: tensors[name] for name, is_given in has.items() if is_given}
+        signs = {name: tensors.get(name, nothing) for name in ("k_signs", "v_signs")}
+        return cls(**dict.fromkeys(has, nothing) | given | signs)
 
     @property
     def of_values(self) -> PageTransform:
@@ -96,6 +116,10 @@ class PageTransform(NamedTuple):
         """The factor of a side's codes; None without feedback."""
         factor = self.k_feedback if side == "k" else self.v_feedback
         return factor if factor.numel() else None
+
+    def signs(self, side: Side) -> Tensor:
+        """The signs of a side's rotated pages; empty where they are not rotated."""
+        return self.k_signs if side == "k" else self.v_signs
 
 
 class Regions(NamedTuple):

@@ -8,8 +8,8 @@ One call serves one head range of one layer. Lists of tensors are the groups of 
     error          [1] int32     bits that are set, never cleared: 1 when a page cannot be stored (NaN, infinity; its
                                  record is then undefined), 2 when there is no room for it
     s_aux          [n G]         logits of attention sinks without a key (gpt-oss)
-    workspace      uint8         scratch of ``decode`` on CUDA: kvcal.kernels.decode says how much. Begins with counters
-                                 that are zero between calls: for one number of heads
+    workspace      uint8         scratch of ``decode`` on CUDA: kvcal.kernels.decode says how much. Ends with counters
+                                 that are zero between calls: for one number of heads, and any smaller batch
     variants                     what the kernels are compiled for (``Variant.number``): one, or where pages shrink, one
                                  for each pair of bits that keys and values come to have
     present, regions             where pages shrink: ``operands.Regions``; else empty

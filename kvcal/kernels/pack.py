@@ -62,7 +62,7 @@ def launch_append(
             0,
             k_new.data_ptr(), *k_new.stride()[:2], v_new.data_ptr(), *v_new.stride()[:2], *of_queries,
             *(number for tensor in (*k, *v) for number in (tensor.data_ptr(), tensor.stride(0))),
-            place.lengths.data_ptr(), place.table.data_ptr(), *table_shape(place.table),
+            place.lengths.data_ptr(), place.rows.data_ptr(), place.table.data_ptr(), *table_shape(place.table),
             *map(Tensor.data_ptr, transform), variant.first_head, error.data_ptr(), *region_addresses(regions),
         )  # fmt: skip
 
@@ -95,6 +95,7 @@ def launch_unpack(
         0,
         pages.data_ptr(), pages.stride(0), slots.data_ptr(), slots.stride(0),
         out.data_ptr(), DTYPES[DTYPE_NAMES[out.dtype]], *out.stride()[:3], *map(Tensor.data_ptr, transform[:2]),
+        transform.signs(side).data_ptr(),
     )  # fmt: skip
 
 

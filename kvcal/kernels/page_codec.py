@@ -21,6 +21,7 @@ from kvcal.kernels.variants import DTYPES, Defines, Numbering, side_defines
 from kvcal.lazy_torch import Tensor
 from kvcal.pages.lattice import LatticeLayout
 from kvcal.pages.record_layout import PAGE_TOKENS, PARAM_DTYPES, RAW_BITS
+from kvcal.pages.rotated import RotatedLayout
 from kvcal.pages.shrink import Transform
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import PageLayout
@@ -126,6 +127,8 @@ FORMS: Numbering[Reconstruction] = Numbering()
 
 def unserved(form: Reconstruction) -> str | None:
     """Why torch reconstructs these pages on CUDA, too; None where the kernel does."""
+    if isinstance(form.layout, RotatedLayout):
+        return "pages are rotated, which the kernel does not undo"
     if form.shared_bytes > SHARED_BYTES:
         return (
             f"a row of {form.row_values} values takes {form.shared_bytes} bytes of shared memory; allowed: "
@@ -138,7 +141,7 @@ class PageCoding(NamedTuple):
     """Operands that turn values into records, and records into values."""
 
     grid: Tensor  # [points, d] fp32, of a lattice
-    signs: Tensor  # [N D] int8, of a lattice
+    signs: Tensor  # int8, of a lattice [N D], of rotated pages [D]
     rescale: Tensor  # [N, D] fp32: pages of keys hold (K - offset) / rescale, where the form says so
     offset: Tensor  # [N, D] fp32
     rotary: Tensor  # [pairs, 4] fp64: the table of kvcal.pages.transforms
@@ -195,6 +198,8 @@ def unencoded(form: Reconstruction, num_head_ranges: int = 1) -> str | None:
     assert not isinstance(form.layout, TieredLayout), "scores of channels are the page codec's"
     if form.format.num_bits == RAW_BITS:
         return "pages of 16 bits have no codes"
+    if isinstance(form.layout, RotatedLayout):
+        return "pages are rotated, which the kernel does not do"
     if form.is_lattice and num_head_ranges > 1:
         return f"a row of a lattice lies in {num_head_ranges} head ranges; allowed: 1"
     if encoding_shared_bytes(form) > SHARED_BYTES:

@@ -54,21 +54,23 @@ def append(
     """As ``ops.append``."""
     needs_queries = variant.k.needs_queries
     if needs_queries:
-        queries.sum.add_(q.float().abs().unflatten(1, (k_new.shape[1], -1)).sum(2))
+        summed = q.float().abs().unflatten(1, (k_new.shape[1], -1)).sum(2)
+        queries.sum.index_add_(0, torch.tensor([place.row(n) for n in range(len(q))]), summed)
     sides: tuple[tuple[Side, Tensor, Memory, PageTransform], ...] = (
         ("k", k_new, k, transform), ("v", v_new, v, transform.of_values),
     )  # fmt: skip
-    for row, held in enumerate(place.lengths.tolist()):
+    for sequence, held in enumerate(place.lengths.tolist()):
+        row = place.row(sequence)
         page, is_complete = held // PAGE_TOKENS, (held + 1) % PAGE_TOKENS == 0
         for side, new, memory, of_side in sides:
-            memory.ring[row, :, held % memory.ring.shape[2]] = new[row]
+            memory.ring[row, :, held % memory.ring.shape[2]] = new[sequence]
             if held < memory.sinks.shape[2]:
-                memory.sinks[row, :, held] = new[row]
+                memory.sinks[row, :, held] = new[sequence]
             if is_complete and page < place.table.shape[1]:
                 rows = slice(row, row + 1)
                 is_scored = side == "k" and needs_queries
                 mean = queries.mean(rows, held + 1, variant.group_heads) if is_scored else None
-                slots = place.table[rows, page : page + 1]
+                slots = place.table[sequence : sequence + 1, page : page + 1]
                 pack(memory.page_in_ring(row, page), memory.pages, slots, page, mean, of_side, error, side, variant)
         if is_complete and page >= place.table.shape[1]:
             error.bitwise_or_(NO_ROOM)
@@ -119,6 +121,7 @@ def _codec(num_heads: int, transform: PageTransform, side: Side, variant: Varian
         rescale=transform.rescale.unsqueeze(-2) if is_k and variant.rescale else None,
         offset=transform.offset.unsqueeze(-2) if is_k and variant.offset else None,
         feedback=None if num_bits == RAW_BITS else transform.feedback(side),
+        operands={"signs": transform.signs(side)},
     )
 
 
@@ -128,10 +131,10 @@ def decode(
 ) -> Tensor:  # fmt: skip
     """As ``ops.decode``: fp32 from decoded pages, rounded to q's dtype at the end."""
     parts = []
-    for row, held in enumerate(place.lengths.tolist()):
-        keys = tokens("k", k, place.table, row, held, transform, variant)
-        values = tokens("v", v, place.table, row, held, transform.of_values, variant)
-        by_group = q[row].float().unflatten(0, (keys.shape[0], -1))  # [n, G, D]
+    for sequence, held in enumerate(place.lengths.tolist()):
+        keys = tokens("k", k, place, sequence, held, transform, variant)
+        values = tokens("v", v, place, sequence, held, transform.of_values, variant)
+        by_group = q[sequence].float().unflatten(0, (keys.shape[0], -1))  # [n, G, D]
         scores = by_group @ keys.transpose(-1, -2) * scale
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
@@ -143,17 +146,17 @@ def decode(
 
 
 def tokens(
-    side: Side, memory: Memory, table: Tensor, row: int, held: int, transform: PageTransform, variant: Variant
+    side: Side, memory: Memory, place: Place, sequence: int, held: int, transform: PageTransform, variant: Variant
 ) -> Tensor:
     """fp32 [n, held + 1, D]: what attention of a step reads, in a sequence that held ``held`` tokens before it. Nothing
     beyond what was allocated, whatever ``held``."""
-    sinks, ring, pages = memory
+    (sinks, ring, pages), table, row = memory, place.table, place.row(sequence)
     if variant.ring_tokens is not None:  # of a sliding window: the token that leaves it, then the ring (kernels.window)
         return torch.cat([sinks[row], ring[row, :, : min(held, ring.shape[2])]], dim=1).float()
     held = min(held, PAGE_TOKENS * table.shape[1] + ring.shape[2] - 1)
     read = min(variant.format(side).pages_read(held), table.shape[1])
     paged = ring.new_empty(1, ring.shape[1], PAGE_TOKENS * read, ring.shape[3], dtype=torch.float32)
-    unpack(pages, table[row : row + 1, :read], paged, transform, side, variant)
+    unpack(pages, table[sequence : sequence + 1, :read], paged, transform, side, variant)
     recent = torch.arange(PAGE_TOKENS * read, held + 1, device=ring.device) % ring.shape[2]
     found = torch.cat([paged[0], ring[row][:, recent].float()], dim=1)
     num_sinks = min(sinks.shape[2], held + 1)

@@ -26,6 +26,7 @@ from pydantic.dataclasses import dataclass as strict_dataclass
 
 from kvcal.geometry import AttentionGeometry, CacheDtype
 from kvcal.pages.record_layout import RAW_BITS
+from kvcal.pages.rotated import STEPS, RotatedLayout
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import PageLayout
 from kvcal.plan.layer import LayerPlan, takes_feedback
@@ -211,7 +212,10 @@ def side_defines(side: Side, fmt: Format, head_dim: int, cache_dtype: str, num_b
     """The macros of the pages, sinks and ring of one side, whose pages have ``num_bits``."""
     layout = page_layout(side, fmt, head_dim, cache_dtype, num_bits)
     found = _tier_defines(fmt, layout) if isinstance(layout, TieredLayout) else record_defines(layout) | {"TIERS": 0}
+    is_rotated = isinstance(layout, RotatedLayout)
     found |= {
+        "ROTATED": int(is_rotated),
+        "STEP": _double_bits(STEPS[num_bits]) if is_rotated else 0,
         "DIM": head_dim,
         "AXIS": AXES[fmt.axis],
         "GROUP": fmt.group_size,
@@ -265,5 +269,5 @@ def _tier_defines(fmt: Format, layout: TieredLayout) -> Defines:
 
 
 def _double_bits(value: float) -> int:
-    """An fp64 as the integer (int64) of its bits: scores are compared in fp64, and decimals would not all be exact."""
+    """An fp64 as the integer (int64) of its bits: what decides a byte is fp64, and decimals would not all be exact."""
     return int(struct.unpack("<q", struct.pack("<d", value + 0.0))[0])  # 0 for -0, which is no int64 literal

@@ -94,7 +94,7 @@ class PageCodec:
 
     @property
     def signs(self) -> Tensor | None:
-        """A lattice's random signs."""
+        """Random signs, of a lattice or of rotated pages."""
         return self.operands.get("signs")
 
     @property

@@ -1,16 +1,17 @@
 """Rotated pages: uniform pages of values that a Hadamard rotation has made nearly Gaussian (QuaRot's rotation, per
 head).
 
-A token of one KV head is rotated (see hadamard; all heads of a side share its signs), and each group of its channels is
-rounded to the uniform grid that errs least on a Gaussian of the group's root mean square: 2^b levels around 0, a step
-of
+A token of one KV head is rotated (see hadamard; all heads of a side share its signs) and rounded to the cache's dtype,
+as a kernel keeps it in 16 bits. Each group of its channels is then rounded to the uniform grid that errs least on a
+Gaussian of the group's root mean square: 2^b levels around 0, a step of
 
     1.596 (1 bit), 0.9957 (2), 0.5860 (3), 0.3352 (4), 0.03076 (8)        (Max 1960, Table II; the last computed anew)
 
 standard deviations. At 2 bits the squared error is .119 of the variance; Lloyd and Max's levels would have .1175,
 HIGGS's lattice of dimension 2 .108. The record is that of a uniform page of codes per token, zeros included, so
 whatever reads one reads the rotated values, and an inner product of two tokens that are rotated alike is the one
-before. Left out: keys per channel, whose outliers a rotation would spread over the head.
+before: kernels rotate the query, and rotate back what values add up to. Sinks and recent tokens stay as the model made
+them. Left out: keys per channel, whose outliers a rotation would spread over the head.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvcal.geometry import CACHE_DTYPES
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages.feedback import round_with_feedback
 from kvcal.pages.hadamard import random_signs, rotate, unrotate
@@ -35,7 +37,7 @@ _signs = functools.cache(random_signs)
 class RotatedLayout(PageLayout):
     """Shape of a page's record: that of uniform codes per token."""
 
-    has_kernels: ClassVar[bool] = False
+    has_kernels: ClassVar[bool] = True
 
     @classmethod
     def conflicts(cls, fmt: Knobs) -> Iterator[str]:
@@ -53,7 +55,7 @@ class RotatedLayout(PageLayout):
         return _signs(self.head_dim, seed)
 
     def encode_pages(self, x: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
-        rotated = rotate(x, operands["signs"])
+        rotated = rotate(x, operands["signs"]).to(CACHE_DTYPES[self.cache_dtype]).float()
         scale, zero = self._gaussian_grid(rotated)
         step, start = (expand_groups(params, self.group_size, -1, self.head_dim) for params in (scale, zero))
         levels = x.new_full((), 2**self.num_bits - 1, dtype=torch.float32)
@@ -83,10 +85,11 @@ class RotatedLayout(PageLayout):
         rms = (sums.squeeze(-1) / counts).sqrt_()
         param_dtype = PARAM_DTYPES[self.param_dtype]
         scale = (rms * STEPS[self.num_bits]).float().to(param_dtype)
+        zero = (scale.double() * (-(2**self.num_bits - 1) / 2)).float().to(param_dtype)
         require_finite(
-            scale,
+            scale.double() + zero.double(),
             f"keys or values cannot be quantized: a group of {size} values holds NaN, infinity, or has a norm beyond "
             f"{self.param_dtype}",
             hint="check the model's outputs; a norm too large for float16 fits with param_dtype = 'bfloat16'",
         )
-        return scale, (scale.double() * (-(2**self.num_bits - 1) / 2)).float().to(param_dtype)
+        return scale, zero

@@ -18,10 +18,12 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from kvcal import artifact
-from kvcal.errors import ArtifactError
+from kvcal.errors import ArtifactError, UsageError
 from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
 from kvcal.lazy_torch import Tensor
 from kvcal.pages.record_layout import RAW_BITS
+from kvcal.plan import hub
+from kvcal.plan.card import Columns, plan_card
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
 from kvcal.plan.tensors import check_layers, check_tensors, tensors_nbytes
@@ -154,6 +156,29 @@ class Plan:
         empty = dataclasses.replace(self, provenance={})
         return hashlib.sha256(plan_bytes(empty)).hexdigest()
 
+    def push_to_hub(
+        self,
+        repository: str,
+        *,
+        measured: Columns = (),
+        branch: str | None = None,
+        private: bool = False,
+        message: str = "Add a plan of kvcal",
+    ) -> str:
+        """Write the plan and its card to ``repository`` (owner/name) on the Hugging Face hub, made if needed, in one
+        commit; returns the commit's id, which ``load_plan(repository, revision=...)`` takes.
+
+        ``measured``: a table for the card, such as ``table_columns(load_evaluation(path).rows)`` of
+        kvcal.stages.evaluate. Raises UsageError: the name is none, or the hub does not take the files."""
+        sizes = {
+            "total_bytes": self.predicted_bytes,
+            "raw_bytes": self.raw_nbytes(self.workload.lengths),
+            "bits_per_value": self.bits_per_value(),
+            "sha256": self.sha256,
+        }
+        card = plan_card(repository, plan_record(self), self.layers, sizes, measured)
+        return hub.push(repository, plan_bytes(self), card, branch, private, message)
+
 
 def plan_record(plan: Plan) -> dict[str, Any]:
     """All of a plan that is JSON."""
@@ -172,13 +197,19 @@ def save_plan(plan: Plan, path: str | Path) -> None:
     artifact.write_bytes_atomic(path, plan_bytes(plan))
 
 
-def load_plan(path: str | Path) -> Plan:
-    """Read and validate a plan.
+def load_plan(path: str | Path, revision: str | None = None) -> Plan:
+    """Read and validate a plan: a file, or the plan of a repository on the Hugging Face hub, "owner/name", at
+    ``revision`` (a commit's id, a tag or a branch; default: the newest).
 
     Raises:
+        UsageError: no such repository or revision, no network, or a revision of a file.
         ArtifactError: missing, truncated, corrupt or foreign file; unknown version, key or tensor; missing or
             mis-shaped content; predicted bytes that are not what the layers take.
     """
+    if hub.is_hub_id(path):
+        path = hub.fetch(str(path), revision)
+    elif revision is not None:
+        raise UsageError(f"revision {revision!r} of {path}: a file has none", "give a repository, owner/name")
     stored = artifact.read(path, KIND, SCHEMA)
     content = dict(stored.body)
     predicted = content.pop("predicted_bytes", None)

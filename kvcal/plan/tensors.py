@@ -33,6 +33,17 @@ LARGEST_OFFSET = 2.0**20
 LARGEST_AMPLITUDE = 2.0**8
 
 
+# Tensors of a layer that its pages are encoded with: by KV heads first, or the same for all heads.
+BY_HEAD, OF_ALL_HEADS = ("k_rescale", "k_offset", "k_feedback", "v_feedback"), ("k_signs", "v_signs")
+
+
+def layer_transforms(tensors: Mapping[str, Tensor], index: int, heads: slice) -> dict[str, Tensor]:
+    """Those that layer ``index`` has, of these heads, by the last part of their names."""
+    prefix = f"layers.{index}."
+    found = {name: tensors[prefix + name] for name in (*BY_HEAD, *OF_ALL_HEADS) if prefix + name in tensors}
+    return {name: tensor[heads] if name in BY_HEAD else tensor for name, tensor in found.items()}
+
+
 def tensors_nbytes(tensors: Mapping[str, Tensor]) -> int:
     """Bytes that they take on a device, once for all sequences."""
     held: Mapping[str, Any] = tensors.stored if isinstance(tensors, StoredTensors) else tensors

@@ -36,7 +36,7 @@ from kvcal.progress import SILENT, Reporter
 from kvcal.quantities import format_bytes
 from kvcal.recipe import AllocateSpec, Recipe, TuneSpec
 from kvcal.recipe_files import load_recipe
-from kvcal.run.transform import reparam_data
+from kvcal.run.transform import reparam_data, short_data
 from kvcal.stages import allocate as allocation_stage
 from kvcal.stages import profile as profile_stage
 from kvcal.stages import search as search_stage
@@ -207,7 +207,9 @@ def search_data(job: Job) -> search_stage.SearchData:
     """The sequences of a search, by purpose."""
     purposes: tuple[Purpose, ...] = ("fit", "select", "validate")
     fit, select, validate = (job_sequences(job, job.recipe.data, purpose) for purpose in purposes)
-    return search_stage.SearchData(fit, select, validate, reparam_data(job))
+    spec = job.recipe.feedback
+    feedback = None if spec is None else short_data(job, spec)
+    return search_stage.SearchData(fit, select, validate, reparam_data(job), feedback)
 
 
 def search_folder(job: Job) -> Allocation:
@@ -216,7 +218,7 @@ def search_folder(job: Job) -> Allocation:
     data = search_data(job)
     assert recipe.allocate is not None and recipe.search is not None
     pools = {"fit_data": data.fit, "select_data": data.select, "validate_data": data.validate}
-    pools |= {"reparam_data": data.reparam}
+    pools |= {"reparam_data": data.reparam} | ({} if data.feedback is None else {"feedback_data": data.feedback})
     systems = [load_recipe(name).sha256 for name in recipe.search.systems]
     inputs = {
         **model_inputs(loaded),
@@ -225,6 +227,7 @@ def search_folder(job: Job) -> Allocation:
         **flat("cache", dump(recipe.cache)),
         **flat("reparam", dump(recipe.reparam)),
         **flat("predictors", dump(recipe.predictors)),
+        **flat("feedback", dump(recipe.feedback)),
         **{key: value for name, pool in pools.items() for key, value in data_inputs(pool, name).items()},
         "search.systems.sha256": sha256_json(systems),
         "provenance": sha256_json(provenance_of(recipe)),

@@ -44,7 +44,7 @@ class Stage(NamedTuple):
 
 
 # The stages before compilation, in order. Exactly one of search, tune, allocate and fix writes the allocation; a search
-# finds λ and predictors itself.
+# fits λ, predictors and error feedback itself.
 STAGES = (
     Stage(
         "profile",
@@ -57,7 +57,7 @@ STAGES = (
     Stage("fix", lambda r: not (r.allocate or r.tune), fix_folder),
     Stage("reparam", lambda r: bool(r.reparam and not r.search), reparam_folder),
     Stage("predictors", lambda r: bool(r.predictors and not r.search), fit_predictors_folder),
-    Stage("feedback", lambda r: bool(r.feedback), feedback_folder),
+    Stage("feedback", lambda r: bool(r.feedback and not r.search), feedback_folder),
 )
 
 

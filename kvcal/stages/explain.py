@@ -200,8 +200,9 @@ def _of_profile(
             problem.formats(position),
             [format_name(next(iter(p.values()))) for p in problem.formats(position)],
         )
-        (index, _, head), sides = next(iter(formats[0])), sorted({side for _, side, _ in formats[0]})
-        chosen = allocation_stage.option_name(_layer(allocation, index).head_formats(sides[0])[head])
+        (index, _, _), sides = next(iter(formats[0])), sorted({side for _, side, _ in formats[0]})
+        heads = sorted({head for _, _, head in formats[0]})
+        chosen = allocation_stage.option_name(_layer(allocation, index).head_formats(sides[0])[heads[0]])
         options = tuple(
             OptionCost(
                 name, option.nbytes, option.loss, None, costs.kl(parts), costs.sensitivity(parts),
@@ -210,7 +211,8 @@ def _of_profile(
             for name, option, parts in zip(names, unit.options, formats, strict=True)
         )  # fmt: skip
         place = f"layer {index} {' and '.join(sides).upper().replace('AND', 'and')}"
-        place += f" head {head}" if spec.granularity == "head" else ""
+        if spec.granularity == "head":
+            place += f" head{'s' if len(heads) > 1 else ''} {', '.join(map(str, heads))}"
         units.append(UnitReasons(place, index, "".join(sides), options))
     capacity = _capacity(allocation, sum(unit.chosen.nbytes for unit in units))
     shown = [n for n, unit in enumerate(units) if layer is None or unit.index == layer]

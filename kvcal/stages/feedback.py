@@ -26,7 +26,7 @@ from torch import Tensor
 from kvcal import artifact
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import ArtifactError, NonFiniteActivations
-from kvcal.geometry import Geometry, Index, ModelIdentity
+from kvcal.geometry import Index
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import output_weights
 from kvcal.models.taps import Captured, check_taps, tap
@@ -41,7 +41,8 @@ from kvcal.recipe import FeedbackSpec
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
 from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic, require_steps
 from kvcal.stages.reparam.search import calibration_inputs, calibration_positions, fitting_scale
-from kvcal.strict import STRICT, Amount, Count, Share, dump
+from kvcal.stages.subject import CalibrationSubject
+from kvcal.strict import STRICT, Share, dump
 
 KIND = "feedback"
 SCHEMA = 1
@@ -62,17 +63,10 @@ class SideFeedback:
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
-class Subject:
-    """The model, settings and data of a calibration. ``position_scale``: the one used, which is the spec's within the
-    model's context; ``num_tokens``: of the data."""
+class Subject(CalibrationSubject):
+    """The model, data and settings of a calibration."""
 
-    identity: ModelIdentity
-    geometry: Geometry
     spec: FeedbackSpec
-    position_scale: Amount
-    data_fingerprint: str
-    data_description: str
-    num_tokens: Count
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
@@ -169,7 +163,7 @@ def run_feedback(
             factors[place], share_N = feedback_factor(hessian_NDD, spec.damping)
             sides.append(SideFeedback(*place, min(1.0, float(share_N.mean()))))
         about_data = (data.fingerprint, data.description, data.num_tokens)
-        subject = Subject(loaded.identity, loaded.geometry, spec, scale, *about_data)
+        subject = Subject(loaded.identity, loaded.geometry, scale, *about_data, spec)
         record = FeedbackRecord(subject, tuple(sides), factors)
         save(record, inputs, path)
     return record

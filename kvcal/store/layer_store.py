@@ -25,6 +25,7 @@ from kvcal.pages.codec import PageCodec
 from kvcal.pages.record_layout import RAW_BITS
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Format, Side, num_pages
+from kvcal.plan.tensors import layer_transforms
 from kvcal.store.dequantize import StepForm, dequantized_tokens, step_forms
 from kvcal.store.padding import Block, Rows
 from kvcal.store.pages_and_ring import KernelCodec, PagedTensor
@@ -246,13 +247,8 @@ class LayerStore:
         return [RegionPool(static.phases, self.plan.geometry.index, pair.heads.start, side) for side in SIDES]
 
     def _transform(self, variant: Variant, heads: slice, static: StepState) -> PageTransform:
-        prefix, tensors = f"layers.{self.plan.geometry.index}", static.tensors
-        return PageTransform(
-            tensors[f"{prefix}.k_rescale"][heads] if variant.rescale else static.nothing,
-            tensors[f"{prefix}.k_offset"][heads] if variant.offset else static.nothing,
-            tensors[f"{prefix}.k_feedback"][heads] if variant.k_feedback else static.nothing,
-            tensors[f"{prefix}.v_feedback"][heads] if variant.v_feedback else static.nothing,
-        )
+        of_heads = layer_transforms(static.tensors, self.plan.geometry.index, heads)
+        return PageTransform.of_variant(variant, of_heads, static.nothing)
 
     def _head_step(self, pair: HeadRange, static: StepState) -> HeadStep:
         variant, group = variant_of(self.plan, pair, self.cache_dtype), self.plan.attention.group_heads

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 from cache_cases import HEAD_DIM, feed, model_plan, padded, random_ids, random_qkv, tiny_llama
-from static_cases import FORMATS, QUERY, assert_same_pages, drifting_ids, listened, plan_for
+from static_cases import FORMATS, QUERY, TRANSFORMED, assert_same_pages, drifting_ids, listened, plan_for
 from tiny_models import SUPPORTED, batch, built
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
@@ -41,7 +41,7 @@ def both(plan, ids: Tensor, prompt: int, mask: Tensor | None = None, heads: int 
 
 
 @pytest.mark.parametrize("prompt", STEPS)
-@pytest.mark.parametrize("name", [*FORMATS, "per head", "transformed"])
+@pytest.mark.parametrize("name", [*FORMATS, "per head", *TRANSFORMED])
 def test_steps_give_the_logits_and_pages_of_the_dynamic_cache(name: str, prompt: int) -> None:
     plan = plan_for(name)
     ids = drifting_ids(2, prompt + STEPS[prompt])
@@ -55,7 +55,7 @@ def test_steps_give_the_logits_and_pages_of_the_dynamic_cache(name: str, prompt:
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
 def test_groups_of_query_heads(num_kv_heads: int) -> None:
     """8, 4 and 1 query heads for each KV head."""
-    for name in ("queries", "kitty"):
+    for name in ("queries", "kitty", "rotated, feedback"):
         ids = random_ids(2, 270)
         (dynamic, expected), (static, found) = both(plan_for(name, num_kv_heads), ids, 100, heads=num_kv_heads)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cache_cases import HEAD_DIM, attended, feed, llama_plan, padded, random_ids, random_qkv, tiny_llama
-from static_cases import FORMATS, V, assert_same_pages, drifting_ids, listened, plan_for
+from static_cases import FORMATS, TRANSFORMED, V, assert_same_pages, drifting_ids, listened, plan_for
 from torch import Tensor
 
 from kvcal import Plan, PlanCache, attached
@@ -20,7 +20,7 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier
 from kvcal.store.state import Serving
 
-ALL = [*FORMATS, "per head", "transformed", "feedback"]
+ALL = [*FORMATS, "per head", *TRANSFORMED]
 
 
 def static_cache(plan: Plan, max_tokens: int, mask: Tensor | None = None, layers: int = 1) -> PlanCache:
@@ -160,7 +160,7 @@ def test_rows_change_places() -> None:
 
 
 @pytest.mark.parametrize("kept", [259, 257, 256, 255, 140, 129, 128, 127, 40, 3, 1])
-@pytest.mark.parametrize("name", ["uniform", "kivi", "kitty", "queries", "paged window", "per head", "transformed"])
+@pytest.mark.parametrize("name", ["uniform", "kivi", "kitty", "queries", "paged window", "per head", *TRANSFORMED])
 def test_removed_tokens_leave_what_they_leave_in_the_dynamic_cache(name: str, kept: int) -> None:
     """Within the ring or into pages: what comes back, and what is packed from it, is the same to the last bit."""
     plan, given, more = plan_for(name), random_qkv(2, 2, 260), random_qkv(2, 2, 150, seed=4)
@@ -293,21 +293,33 @@ def test_what_the_kernels_refuse() -> None:
 
     running = Boost("running_query_range", (Tier(4, 0.25),))
     k, sinks = Format(2, "channel"), replace(V, num_sink_tokens=3)
+    rotated = replace(V, quantizer="rotated")
     found = {
         "fine": list(refusals(layer(k, V), "bfloat16")),
         "raw keys": list(refusals(layer(RAW, sinks), "float16")),
         "float32": list(refusals(layer(k, V), "float32")),
         "head size": list(refusals(layer(k, V, 36, 36), "bfloat16")),
         "unequal": list(refusals(layer(k, V, 128, 64), "bfloat16")),
+        "rotated": list(refusals(layer(rotated, rotated, k_rescale=True, k_offset=True), "bfloat16")),
+        "rotated, head size": list(refusals(layer(k, rotated, 256, 256), "bfloat16")),
+        "rotated, before RoPE": list(refusals(layer(rotated, rotated, k_pages="pre"), "bfloat16")),
         "lattice": list(refusals(layer(Format(2, lattice_dim=2), sinks), "bfloat16")),
         "pre": list(refusals(layer(k, sinks, k_pages="pre"), "bfloat16")),
         "all queries": list(refusals(layer(replace(k, boost=running), V), "bfloat16")),
         "shrinking": list(refusals(layer(SHRINKING, V), "bfloat16")),
         "shrinking, before RoPE": list(refusals(layer(SHRINKING, V, k_pages="pre"), "bfloat16")),
     }
-    counts = {"float32": 1, "head size": 1, "unequal": 1, "all queries": 1, "shrinking, before RoPE": 1}
+    counts = {
+        "rotated, head size": 1,
+        "float32": 1,
+        "head size": 1,
+        "unequal": 1,
+        "all queries": 1,
+        "shrinking, before RoPE": 1,
+    }
     assert {name: len(reasons) for name, reasons in found.items()} == dict.fromkeys(found, 0) | counts
     assert "float32" in found["float32"][0] and "36" in found["head size"][0]
+    assert found["rotated, head size"] == ["head size 256; of rotated pages the kernels take up to 128"]
     assert "chosen by all queries so far" in found["all queries"][0]
     assert "hold keys before RoPE and shrink" in found["shrinking, before RoPE"][0]
 
@@ -323,7 +335,7 @@ def test_a_variant_is_its_number() -> None:
     assert [variant_of(random, pair, "bfloat16").first_head for pair in head_ranges(random)] == [0]
 
 
-@pytest.mark.parametrize("name", ["queries", "clamped window", "transformed", "16 bits"])
+@pytest.mark.parametrize("name", ["queries", "clamped window", "transformed", "rotated", "16 bits"])
 def test_the_operators_declare_what_they_do(name: str) -> None:
     """torch's own checks: the schema's mutated arguments, and the fake implementations."""
     cache = static_cache(plan_for(name), 300)

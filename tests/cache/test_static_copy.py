@@ -18,7 +18,7 @@ from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.plan.page_format import SIDES, Format
 from kvcal.stages.prefix import complete_prefix, load_prefix, pack_prefix
 
-NAMES = ("uniform", "kivi", "kitty", "queries", "query magnitude", "paged window", "per head", "transformed")
+NAMES = ("uniform", "kivi", "kitty", "queries", "query magnitude", "paged window", "per head", "transformed", "rotated")
 
 
 def assert_same_tokens(first: PlanCache, second: PlanCache) -> None:

@@ -19,7 +19,7 @@ from gpu_cases import (
     random_llama,
     relative,
 )
-from static_cases import assert_same_pages
+from static_cases import TRANSFORMED, assert_same_pages
 
 from kvcal import PlanCache, attached
 from kvcal.errors import NonFiniteActivations, UsageError
@@ -29,7 +29,7 @@ from kvcal.plan.page_format import Format
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("name", [*PAIRS, "transformed", "feedback"])
+@pytest.mark.parametrize("name", [*PAIRS, *TRANSFORMED])
 def test_pages_of_a_ragged_batch_are_those_of_the_dynamic_cache(name: str) -> None:
     """Prompts of 300, 130 and 3 tokens, padded on the left; then 300 steps, which fill pages in every row."""
     model = random_llama()

@@ -12,7 +12,18 @@ from kvcal import PlanCache, attached
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.plan.page_format import Format
 
-NAMES = ("uniform", "kivi", "kitty", "queries", "random", "paged window", "16-bit values", "per head", "transformed")
+NAMES = (
+    "uniform",
+    "kivi",
+    "kitty",
+    "queries",
+    "random",
+    "paged window",
+    "16-bit values",
+    "per head",
+    "transformed",
+    "rotated",
+)
 
 
 def windowed_plan():

@@ -177,7 +177,7 @@ def test_a_cap_that_nothing_fits_says_the_smallest(
     ("content", "arguments", "reason"),
     [
         (RECIPE, ("--set", 'tune.tasks=["sums"]'), "tasks ['sums'] unknown"),
-        (RECIPE, ("--set", 'tune.tasks=["lm-eval:gsm8k"]'), "needs the lm-evaluation-harness, which is not installed"),
+        (RECIPE, ("--set", 'tune.tasks=["lm-eval:gsm8k"]'), "lm-evaluation-harness, of which lm_eval is not"),
         (RECIPE + "[reparam]\n", (), "[tune] needs [formats], and none of [progressive], [reparam], [predictors] and"),
         (UNTUNED + "[reparam]\n", (), "has [reparam]; thresholds are searched for recipes with [formats] alone"),
         (RECIPE.replace(", above = 1.0", "").replace(", above = 0.5", ""), (), "no tier of the keys has a threshold"),
@@ -218,7 +218,7 @@ def test_a_trial_measures_the_tuned_plan_on_problems_of_its_own(
     measured: list[Plan] = []
     monkeypatch.setattr(tune_objective, "require_lm_eval", lambda: None)
     monkeypatch.setattr(
-        tune_objective, "measure_lm_eval", lambda loaded, plan, *rest: measured.append(plan) or (0.5, None)
+        tune_objective, "measure_harness", lambda loaded, plan, *rest: measured.append(plan) or (harness_result(0.5),)
     )
 
     def measure(
@@ -246,8 +246,12 @@ def test_a_trial_measures_the_tuned_plan_on_problems_of_its_own(
 
     for evaluation_seed, tune_seed in ((1, 0), (2, 0), (0, 5), (5, 0), (2**32 - 1, 0), (0, 2**32 - 2)):
         limits = EvaluateSpec(seed=evaluation_seed)
-        tuned = TaskObjective(Origin("", "", ""), plan, TuneSpec(seed=tune_seed), limits, DATA, loaded).own_tasks
+        tuned = TaskObjective(Origin("", "", ""), plan, TuneSpec(seed=tune_seed), limits, DATA, loaded).tasks
         assert not posed(tuned) & posed(limits)
+
+
+def harness_result(accuracy: float) -> TaskResult:
+    return TaskResult("arc:acc", accuracy, 0.1, 1, None, None, 0, (9,))
 
 
 def test_several_tasks_and_the_harness_share_the_mean(
@@ -256,17 +260,19 @@ def test_several_tasks_and_the_harness_share_the_mean(
     loaded = as_loaded(wordy_llama(len(tokenizer)), tokenizer)
     spec = TuneSpec(tasks=("chain", "lm-eval:arc:acc", "times"), num_problems=1)
     monkeypatch.setattr(tune_objective, "require_lm_eval", lambda: None)
-    asked = []
-    for error, expected in ((0.1, True), (None, False)):
-        monkeypatch.setattr(tune_objective, "measure_lm_eval", lambda *args, e=error: asked.append(args) or (0.75, e))
-        plan = make_plan(loaded, PAIR)
-        objective = TaskObjective(Origin("", "", ""), plan, spec, EvaluateSpec(max_new_tokens=2), DATA, loaded)
-        own = measure_tasks(loaded, plan, objective.own_tasks, Silent(), "select")
-        accuracy, accuracy_se = objective.accuracy(plan)
-        assert accuracy == pytest.approx((sum(task.accuracy for task in own) + 0.75) / 3)
-        assert (accuracy_se is not None) == expected
-    assert asked[0][2:] == ("arc:acc", 1, 16, 0)
-    assert accuracy_se is None
+    asked: list[EvaluateSpec] = []
+    monkeypatch.setattr(
+        tune_objective, "measure_harness",
+        lambda loaded, plan, spec, reporter: asked.append(spec) or (harness_result(0.75),),
+    )  # fmt: skip
+    plan = make_plan(loaded, PAIR)
+    objective = TaskObjective(Origin("", "", ""), plan, spec, EvaluateSpec(max_new_tokens=2), DATA, loaded)
+    own = measure_tasks(loaded, plan, objective.tasks, Silent(), "select")
+    accuracy, accuracy_se = objective.accuracy(plan)
+    assert [task.task for task in own] == ["chain", "times"]
+    assert accuracy == pytest.approx((sum(task.accuracy for task in own) + 0.75) / 3)
+    assert accuracy_se == pytest.approx((sum(task.accuracy_se**2 for task in own) + 0.1**2) ** 0.5 / 3)
+    assert (asked[0].harness_tasks, asked[0].num_problems) == (("arc:acc",), 1)
 
 
 def test_rooms_from_the_recipe_cost_the_same(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.operands import Memory, PageTransform, Place, Regions
 from kvcal.kernels.variants import Variant
+from kvcal.pages.hadamard import random_signs
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.tiered import TieredLayout
@@ -30,6 +31,7 @@ pytestmark = [
 
 KITTY = Boost("magnitude", (Tier(4, 0.125),))
 MIXKVQ = Boost("magnitude", (Tier(16, 1 / 64), Tier(4, 0.25)))
+ROTATED = {"quantizer": "rotated"}
 EMPTY_ROOM = Boost("magnitude", (Tier(16, 1 / 32, 1e9), Tier(8, 0.25, 2.0)))
 # Of a row and head, relative, against fp64 over what the pages hold; outputs in fp32 or fp16.
 TOLERANCE = 1e-3
@@ -80,6 +82,14 @@ CASES = {
     "empty room": (k_format(2, boost=EMPTY_ROOM), v_format(2)),
     "8 over 4": (k_format(4, boost=Boost("range", (Tier(8, 0.125),))), v_format(4)),
     "bf16 params": (k_format(2, param_dtype="bfloat16"), v_format(2, param_dtype="bfloat16")),
+    "rotated 2 bits": (k_format(2, "token", **ROTATED), v_format(2, **ROTATED)),
+    "rotated V": (k_format(2, boost=KITTY), v_format(2, **ROTATED)),
+    "rotated K": (k_format(4, "token", 32, **ROTATED), v_format(3)),
+    "rotated K, V 16": (k_format(3, "token", num_sink_tokens=5, **ROTATED), RAW),
+    "rotated, sinks and windows": (
+        k_format(3, "token", 64, num_sink_tokens=37, recent_window=40, **ROTATED),
+        v_format(4, 32, num_sink_tokens=37, recent_window=300, **ROTATED),
+    ),
     "fp32 params": (k_format(2, param_dtype="float32"), v_format(3, param_dtype="float32")),
 }
 
@@ -110,6 +120,7 @@ class Case:
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, device="cuda", generator=generator)
 
+        self.signs = {side: random_signs(dim, seed).cuda() for seed, side in enumerate(SIDES)}
         self.rescale = normal(heads, dim).exp() if variant.rescale else normal(0)
         self.offset = normal(heads, dim) if variant.offset else normal(0)
         k, v = normal(batch, heads, most, dim), normal(batch, heads, most, dim)
@@ -127,6 +138,11 @@ class Case:
         )  # fmt: skip
         self.spare = 2 if scattered else 0
         self.stores = {side: self._store(side, lengths) for side in SIDES}
+
+    @property
+    def transform(self) -> PageTransform:
+        signs = {f"{side}_signs": signs for side, signs in self.signs.items()}
+        return PageTransform(self.rescale, self.offset, **signs)
 
     @property
     def lengths(self) -> Tensor:
@@ -166,9 +182,11 @@ class Case:
         if isinstance(layout, TieredLayout):
             assert fmt.boost is not None
             record.copy_(layout.encode(values, channel_scores(fmt.boost.score, values)))
+            decoded = layout.decode(record).double()
         else:
-            record.copy_(layout.encode(values))
-        decoded = layout.decode(record).double()
+            operands = {"signs": self.signs[side]}
+            record.copy_(layout.encode_pages(values, operands))
+            decoded = layout.decode_pages(record, len(record), operands).double()
         if side == "k" and self.variant.rescale:
             decoded = decoded * self.rescale.double()[:, None]
         if side == "k" and self.variant.offset:
@@ -182,7 +200,7 @@ class Case:
         group, device = self.variant.group_heads, self.q.device
         size = workspace_bytes(len(self.lengths), self.heads, group, self.variant.head_dim, device)
         workspace = torch.full((size,), 255, dtype=torch.uint8, device="cuda")
-        workspace[: -(-len(self.lengths) * self.heads * -(-group // 8) * 4 // 256) * 256] = 0
+        workspace[-(-(-len(self.lengths) * self.heads * -(-group // 8) * 4 // 256) * 256) :] = 0
         return workspace
 
     def run(
@@ -198,7 +216,7 @@ class Case:
         workspace = self.workspace() if workspace is None else workspace
         none = self.q.new_empty(0)
         return launch_decode(
-            self.q.to(dtype), *self.stores.values(), self.place, PageTransform(self.rescale, self.offset),
+            self.q.to(dtype), *self.stores.values(), self.place, self.transform,
             none if s_aux is None else s_aux, workspace, scale, softcap, [self.variant],
         )  # fmt: skip
 
@@ -233,9 +251,10 @@ def test_every_format(name: str, dim: int) -> None:
     assert relative_error(case.run(0.4 * dim**-0.5), case.expected(0.4 * dim**-0.5)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("group", (1, 2, 3, 4, 8, 12, 16))
-def test_query_groups(group: int) -> None:
-    case = Case(variant_of(k_format(2, boost=KITTY), v_format(2), group=group), LENGTHS, heads=3, seed=2)
+@pytest.mark.parametrize("group", (1, 2, 3, 4, 7, 8, 12, 16))
+@pytest.mark.parametrize("name", ("Kitty", "rotated 2 bits"))
+def test_query_groups(name: str, group: int) -> None:
+    case = Case(variant_of(*CASES[name], group=group), LENGTHS, heads=3, seed=2)
     assert relative_error(case.run(0.06), case.expected(0.06)) <= TOLERANCE
 
 
@@ -254,10 +273,10 @@ def test_bfloat16_output_is_the_rounded_result() -> None:
 
 
 @pytest.mark.parametrize(("rescale", "offset"), ((False, True), (True, False), (True, True)))
-@pytest.mark.parametrize("axis", ("channel", "token"))
+@pytest.mark.parametrize("key", (k_format(3), k_format(3, "token"), k_format(3, "token", **ROTATED)), ids=str)
 @pytest.mark.parametrize("group", (4, 12))
-def test_rescaled_keys(rescale: bool, offset: bool, axis: str, group: int) -> None:
-    formats = k_format(3, axis, num_sink_tokens=4), v_format(3, num_sink_tokens=4)
+def test_rescaled_keys(rescale: bool, offset: bool, key: Format, group: int) -> None:
+    formats = dataclasses.replace(key, num_sink_tokens=4), v_format(3, num_sink_tokens=4)
     case = Case(variant_of(*formats, group=group, rescale=rescale, offset=offset), LENGTHS, heads=2, seed=5)
     assert relative_error(case.run(0.05), case.expected(0.05)) <= TOLERANCE
 
@@ -271,7 +290,7 @@ def test_softcap_and_sink_logits(name: str) -> None:
 
 
 @pytest.mark.parametrize("outlier", (1.0, 100.0, 1000.0))
-@pytest.mark.parametrize("name", ("2 bits", "4 bits", "K per token", "Kitty"))
+@pytest.mark.parametrize("name", ("2 bits", "4 bits", "K per token", "Kitty", "rotated 2 bits"))
 def test_outliers_and_sharp_or_flat_attention(name: str, outlier: float) -> None:
     case = Case(variant_of(*CASES[name]), (5, 600, 1300), heads=2, seed=7, outlier=outlier)
     for scale in (0.0, 1e-3, 0.02 / outlier, 0.5 / outlier):
@@ -304,7 +323,7 @@ def test_rows_beyond_one_launch(batch: int, name: str) -> None:
     assert all(torch.equal(case.run(0.06, workspace=workspace), first) for _ in range(3))
 
 
-@pytest.mark.parametrize("name", ("2 bits", "4 bits", "Kitty", "sinks and windows", "16 bits"))
+@pytest.mark.parametrize("name", ("2 bits", "4 bits", "Kitty", "sinks and windows", "rotated 2 bits", "16 bits"))
 def test_the_sum_that_is_divided_by(name: str) -> None:
     """A sink logit as large as the log-sum-exp of a head's scores takes half of the weight."""
     case, scale = Case(variant_of(*CASES[name]), (1000,), heads=2, seed=14), 0.1
@@ -347,7 +366,7 @@ def test_pages_in_regions(name: str, plain: bool) -> None:
     none = case.q.new_empty(0)
     for variants in ([wider, variant], [variant, wider]):
         found = launch_decode(
-            case.q, *stores, place, PageTransform(case.rescale, case.offset), none, case.workspace(), 0.06, 0.0,
+            case.q, *stores, place, case.transform, none, case.workspace(), 0.06, 0.0,
             variants, regions,
         )  # fmt: skip
         assert torch.equal(found, expected)

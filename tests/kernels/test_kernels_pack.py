@@ -231,7 +231,7 @@ def test_feedback_takes_at_most_a_hundredth_of_a_step() -> None:
     took: dict[str, float] = {}
     for name, variant in {"plain": plain, "fed": replace(plain, k_feedback=True, v_feedback=True)}.items():
         paged = Paged(variant, 8, 256, "cuda", 8)
-        paged.place.lengths += 32767
+        paged.place.lengths.add_(32767)
         k, v, q = (states(8, 1, heads, 128, seed).cuda()[:, 0] for seed, heads in enumerate((8, 8, 32)))
         took[name] = microseconds(lambda p=paged, x=(k, v, q): p.append(slice(0, 8), *x))
         took["step"] = microseconds(lambda p=paged, q=q: p.decode(slice(0, 8), q, 0.06))

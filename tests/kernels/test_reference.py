@@ -61,14 +61,18 @@ class History:
         layout = self.variant.layout(side)
         if isinstance(layout, TieredLayout):
             return layout.encode(values, channel_scores(self.variant.k.boost.score, values, mean))
-        return layout.encode(values)
+        return layout.encode_pages(values, self.operands(side))
+
+    def operands(self, side: Side) -> dict[str, Tensor]:
+        return {"signs": self.paged.transform.signs(side).cpu()}
 
     def read(self, side: Side, row: int, token: int, length: int) -> Tensor:
         """[n, D] fp64: a token as attention of the step at ``length`` reads it."""
         fmt, page = self.variant.format(side), token // 128
         if token < fmt.num_sink_tokens or page >= fmt.pages_read(length):
             return self.x[side][row, token].double()
-        value = self.variant.layout(side).decode(self.record(side, row, page))[:, token % 128].double()
+        layout, record = self.variant.layout(side), self.record(side, row, page)
+        value = layout.decode_pages(record, HEADS, self.operands(side))[:, token % 128].double()
         rescale, offset, *_ = self.paged.transform
         if side == "k" and self.variant.rescale:
             value = value * rescale.double()
@@ -125,7 +129,7 @@ def test_a_step_stores_and_reads_every_token_where_it_belongs(name: str) -> None
     assert int(history.paged.error) == 0
 
 
-@pytest.mark.parametrize("name", ["sinks", "query scores"])
+@pytest.mark.parametrize("name", ["sinks", "query scores", "rotated"])
 def test_transforms_are_applied_to_pages_alone(name: str) -> None:
     history = History(name, 260, rescale=True, offset=True)
     history.feed(0, 259)
@@ -137,7 +141,7 @@ def test_transforms_are_applied_to_pages_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("is_slice", [False, True])
-@pytest.mark.parametrize("name", ["unequal sinks", "unequal windows", "query scores", "16 bits"])
+@pytest.mark.parametrize("name", ["unequal sinks", "unequal windows", "query scores", "rotated", "16 bits"])
 def test_where_pages_lie_changes_nothing(name: str, is_slice: bool) -> None:
     plain, other = History(name, STEPS + 1), History(name, STEPS + 1, seed=5, is_slice=is_slice)
     for history in (plain, other):
@@ -172,8 +176,9 @@ def test_a_page_without_room_is_noted_and_reading_stays_inside() -> None:
     assert bool(history.paged.decode(ALL, history.taken(ALL)[-1], SCALE).isfinite().all())
 
 
-def test_what_a_prompt_packs_is_what_steps_pack() -> None:
-    history = History("2 bits", 256, ahead=0, seed=3, is_slice=True)
+@pytest.mark.parametrize("name", ["2 bits", "rotated values"])
+def test_what_a_prompt_packs_is_what_steps_pack(name: str) -> None:
+    history = History(name, 256, ahead=0, seed=3, is_slice=True)
     history.feed(0, 256)
     from kvcal.kernels import ops
 

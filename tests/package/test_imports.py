@@ -24,13 +24,14 @@ LEVELS = (
     {"kernels"},
     {"store"},
     {"cache"},
-    {"stages", "bench", "charts"},
+    {"stages", "bench", "charts", "exports", "engines"},
     {"run"},
-    {"commands", "console", "tables", "__main__"},
+    {"commands", "console", "tables", "lm_eval", "__main__"},
 )
 RUNTIME = (
     "errors", "lazy_torch", "strict", "stored_tensor", "geometry", "artifact", "records", "pages", "models.attention",
-    "plan", "kernels", "store", "cache",
+    "plan", "kernels", "store", "cache", "engines.support", "engines.block", "engines.shard", "engines.step",
+    "engines.prefill",
 )  # fmt: skip
 TOO_HEAVY_FOR_THE_RUNTIME = {"cvxpy", "datasets", "highspy", "matplotlib", "optuna", "rich", "typer"}
 

@@ -309,10 +309,6 @@ def test_what_takes_no_feedback_is_refused() -> None:
 
 
 def test_static_caches_refuse_what_has_no_kernels(tmp_path, llama) -> None:
-    layers = layers_of(llama, K, Format(2, quantizer="rotated"))
-    plan = plan_of(llama, layers, lattice_tensors(layers))
-    with pytest.raises(UnsupportedModel, match="v pages are of the quantizer 'rotated', which has no kernels"):
-        PlanCache(plan, llama.model.config, max_tokens=300)
     layers = layers_of(llama, k_pages="pre")
     tables = {f"layers.{i}.rotary": rotary_table(16) for i in range(2)}
     record = run(tmp_path, llama, layers, tables)

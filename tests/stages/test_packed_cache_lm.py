@@ -1,12 +1,9 @@
-"""The lm-evaluation-harness's model, through the packed cache: its calls of the model by themselves, with a stand-in
-for the harness's class, and the harness's own questions where it is installed."""
+"""The lm-evaluation-harness's model, through the packed cache: its calls of the model by themselves, and the harness's
+questions."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,11 +14,15 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from kvcal import PlanCache
-from kvcal.errors import ArtifactError, NonFiniteActivations, UsageError
+from kvcal.errors import ArtifactError, NonFiniteActivations
 from kvcal.models.load import LoadedModel
 from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.stages.divergence import feed
-from kvcal.stages.evaluate.tasks import measure_lm_eval, packed_cache_lm, read_accuracy
+
+pytest.importorskip("lm_eval.models.huggingface", reason="needs kvcal[lm-eval]")
+from kvcal.stages.evaluate.packed_lm import PackedCacheLM  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the harness's own
 
 QUERY_PAIR = (
     Format(2, "channel", 32, boost=Boost("query_range", (Tier(4, 0.25, 0.01),))),
@@ -40,34 +41,8 @@ def loaded(tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
     return as_loaded(wordy_llama(len(tokenizer)), tokenizer)
 
 
-class StandIn:
-    """What of ``HFLM`` the two calls of the model need."""
-
-    def __init__(self, pretrained: Any, tokenizer: Any, batch_size: int, softmax_dtype: torch.dtype) -> None:
-        self.model, self.tokenizer = pretrained, tokenizer
-
-    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **settings: Any) -> torch.Tensor:
-        return self.model.generate(
-            input_ids=context, max_length=max_length, pad_token_id=self.tokenizer.pad_token_id, **settings
-        )
-
-
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = ModuleType("lm_eval.models.huggingface")
-    module.HFLM = StandIn
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: module)
-    for name in ("lm_eval", "lm_eval.models", "lm_eval.models.huggingface"):
-        monkeypatch.setitem(sys.modules, name, module)
-
-
-@pytest.fixture
-def harness(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("lm_eval.models.huggingface")
-
-
 def lm(loaded: LoadedModel, pair: tuple[Format, Format] = KIVI_2, batch: int = 3) -> Any:
-    return packed_cache_lm(loaded, make_plan(loaded, pair), batch)
+    return PackedCacheLM(loaded, make_plan(loaded, pair), batch_size=batch)
 
 
 def alone(loaded: LoadedModel, pair: tuple[Format, Format], tokens: list[int], num_given: int) -> tuple[float, bool]:
@@ -103,7 +78,7 @@ def completed(loaded: LoadedModel, pair: tuple[Format, Format], context: str, co
 
 
 @pytest.mark.parametrize("pair", [RAW_PAIR, KIVI_2, QUERY_PAIR], ids=["raw", "kivi", "query"])
-def test_logits_are_those_of_single_sequences(stand_in: None, loaded: LoadedModel, pair: tuple[Format, Format]) -> None:
+def test_logits_are_those_of_single_sequences(loaded: LoadedModel, pair: tuple[Format, Format]) -> None:
     tokenizer: Any = loaded.tokenizer
     sequences = [torch.tensor(tokenizer(WORDS * count)["input_ids"]) for count in (6, 1, 8)]
     found = lm(loaded, pair)._model_call(pad_sequence(sequences, True))
@@ -117,7 +92,7 @@ def test_logits_are_those_of_single_sequences(stand_in: None, loaded: LoadedMode
         assert (found[2, : len(plain)] - plain).abs().max() > 1e-2
 
 
-def test_completions_of_the_model_are_those_of_single_sequences(stand_in: None, loaded: LoadedModel) -> None:
+def test_completions_of_the_model_are_those_of_single_sequences(loaded: LoadedModel) -> None:
     contexts = [WORDS * 3, "ann pays", WORDS * 2 + "bob"]
     tokenizer: Any = loaded.tokenizer
     prompts = [torch.tensor(tokenizer(context)["input_ids"]) for context in contexts]
@@ -132,9 +107,7 @@ def test_completions_of_the_model_are_those_of_single_sequences(stand_in: None, 
     assert not torch.equal(lm(loaded)._model_generate(input_ids, do_sample=True, temperature=5.0, **settings), found)
 
 
-def test_bytes_and_logits_are_checked(
-    stand_in: None, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_and_logits_are_checked(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = as_loaded(wordy_llama.__wrapped__(len(tokenizer)), tokenizer)
     input_ids = torch.tensor([broken.tokenizer(WORDS)["input_ids"]])  # type: ignore[misc]
     settings: dict[str, Any] = {"attention_mask": torch.ones_like(input_ids), "max_length": 150, "stop": []}
@@ -151,14 +124,8 @@ def test_bytes_and_logits_are_checked(
         lm(broken)._model_generate(input_ids, **settings)
 
 
-# ---- the harness's questions
-
-
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("pair", [RAW_PAIR, KIVI_2, QUERY_PAIR], ids=["raw", "kivi", "query"])
-def test_likelihoods_are_those_of_single_sequences(
-    harness: None, loaded: LoadedModel, pair: tuple[Format, Format]
-) -> None:
+def test_likelihoods_are_those_of_single_sequences(loaded: LoadedModel, pair: tuple[Format, Format]) -> None:
     found = lm(loaded, pair).loglikelihood([Request(args) for args in PAIRS], disable_tqdm=True)
     tokenizer = loaded.tokenizer
     assert tokenizer is not None
@@ -173,8 +140,7 @@ def test_likelihoods_are_those_of_single_sequences(
     assert max(len(tokenizer(context + more)["input_ids"]) for context, more in PAIRS) > 300  # pages were read back
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_long_context_is_cut_on_the_left(harness: None, loaded: LoadedModel) -> None:
+def test_a_long_context_is_cut_on_the_left(loaded: LoadedModel) -> None:
     tokenizer: Any = loaded.tokenizer
     whole = tokenizer(WORDS * 30 + " ned 5")["input_ids"]
     num_given = len(tokenizer((WORDS * 30).rstrip())["input_ids"]) - len(whole) + WORDY_CONTEXT + 1
@@ -182,8 +148,7 @@ def test_a_long_context_is_cut_on_the_left(harness: None, loaded: LoadedModel) -
     assert value == pytest.approx(alone(loaded, RAW_PAIR, whole[-WORDY_CONTEXT - 1 :], num_given)[0], rel=2e-4)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_rolling_likelihood_predicts_every_token_once(harness: None, loaded: LoadedModel) -> None:
+def test_rolling_likelihood_predicts_every_token_once(loaded: LoadedModel) -> None:
     text = WORDS * 22
     tokens = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[misc]
     assert WORDY_CONTEXT < len(tokens) < 2 * WORDY_CONTEXT
@@ -196,8 +161,7 @@ def test_rolling_likelihood_predicts_every_token_once(harness: None, loaded: Loa
     assert short == pytest.approx(alone(loaded, RAW_PAIR, [0, *loaded.tokenizer(WORDS)["input_ids"]], 1)[0], rel=1e-4)  # type: ignore[misc]
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_completions_end_before_the_first_stop(harness: None, loaded: LoadedModel) -> None:
+def test_completions_end_before_the_first_stop(loaded: LoadedModel) -> None:
     contexts = [WORDS * 3, "ann pays", WORDS, WORDS * 2 + "bob"]
     asked = [Request((context, {"until": [], "max_gen_toks": 12})) for context in contexts]
     asked.insert(1, Request(("cid", {"until": [], "max_gen_toks": 5, "do_sample": False, "temperature": 0.0})))
@@ -207,37 +171,3 @@ def test_completions_end_before_the_first_stop(harness: None, loaded: LoadedMode
     whole = completed(loaded, KIVI_2, "ann pays", 12)
     asked = [Request(("ann pays", {"until": until, "max_gen_toks": 12})) for until in ([whole[9:12], whole[4:7]],)]
     assert lm(loaded).generate_until(asked, disable_tqdm=True) == [whole[: whole.index(whole[4:7])]]
-
-
-RESULTS = {
-    "results": {
-        "gsm8k": {
-            "alias": "gsm8k",
-            "perplexity,none": 3.0,
-            "exact_match,strict-match": 0.25,
-            "exact_match_stderr,strict-match": 0.05,
-            "exact_match,flexible-extract": 0.5,
-            "exact_match_stderr,flexible-extract": "N/A",
-        }
-    },
-    "higher_is_better": {"gsm8k": {"exact_match": True, "perplexity": False}},
-}
-
-
-def test_accuracy_is_read_from_the_harness() -> None:
-    assert read_accuracy(RESULTS, "gsm8k", "") == (0.25, 0.05)
-    assert read_accuracy(RESULTS, "gsm8k", "exact_match,flexible-extract") == (0.5, None)
-    assert read_accuracy(RESULTS, "gsm8k", "exact_match") == (0.25, 0.05)
-    with pytest.raises(UsageError, match="'perplexity,none' of 'gsm8k' is better when it is less"):
-        read_accuracy(RESULTS, "gsm8k", "perplexity")
-    with pytest.raises(UsageError, match="'gsm8k' has no metric acc; it has"):
-        read_accuracy(RESULTS, "gsm8k", "acc")
-    with pytest.raises(UsageError, match="no metric of which more is better"):
-        read_accuracy(RESULTS, "arc", "")
-
-
-def test_the_harness_is_missed_with_a_hint(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="which is not installed") as error:
-        measure_lm_eval(loaded, make_plan(loaded), "gsm8k", 2, 2, 0)
-    assert error.value.hint is not None and "pip install lm-eval" in error.value.hint

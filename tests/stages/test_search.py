@@ -19,7 +19,6 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import check_layers, tensors_nbytes
 from kvcal.recipe import CacheSpec, KeyChoice, PredictorSpec, SearchSpec, ValueChoice
 from kvcal.stages.search import compose as search_module
-from kvcal.stages.search import planned
 from kvcal.stages.search import problem as search_problem
 from kvcal.stages.search.compose import Candidate, search
 from kvcal.stages.search.compositions import (
@@ -31,6 +30,7 @@ from kvcal.stages.search.compositions import (
     styles_of,
     system_plans,
 )
+from kvcal.stages.search.cost import planned
 from kvcal.stages.search.judge import SIGNIFICANT, Pool, tiers_of
 from kvcal.stages.search.problem import Choice, Problem, problem_of
 
@@ -107,8 +107,10 @@ def brute_force(which: Problem, kl: Callable[[Choice], float]) -> float:
     return min(kl(choice) for choice in choices if which.size(choice) <= which.capacity)
 
 
-def run(which: Problem, judged: Sequence[Pool[Candidate]], rounds: int = 3, systems=(), earlier=()):
-    return search(which, rounds, *judged, systems, earlier, maker(which))
+def run(
+    which: Problem, judged: Sequence[Pool[Candidate]], rounds: int = 3, systems=(), earlier=(), finish=lambda one: one
+):
+    return search(which, rounds, *judged, systems, earlier, maker(which), finish)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9])
@@ -201,9 +203,9 @@ def test_a_smaller_budgets_plan_gives_way_to_what_is_better_than_it() -> None:
         Candidate(name, None, number, 0) for number, name in enumerate(("simple", "good", "earlier"))
     )
     small = problem(0.5)
-    outcome = search(small, 0, judged, judged, [simple, better_one], [earlier], maker(small))
+    outcome = run(small, (judged, judged), 0, [simple, better_one], [earlier])
     assert outcome.champion == better_one
-    assert search(small, 0, judged, judged, [simple, better_one], [], maker(small)).champion == simple
+    assert run(small, (judged, judged), 0, [simple, better_one]).champion == simple
 
 
 def test_the_same_search_measures_the_same_plans_and_no_more_than_planned() -> None:

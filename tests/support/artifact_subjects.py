@@ -230,7 +230,7 @@ def open_predictors(path: Path) -> None:
 def reparam_result() -> reparam_record.Reparam:
     loaded = loaded_llama()
     subject = reparam_record.Subject(
-        loaded.identity, loaded.geometry, ReparamSpec(num_steps=2, offset=True), 4.0, "f", "text", 900
+        loaded.identity, loaded.geometry, 4.0, "f", "text", 900, ReparamSpec(num_steps=2, offset=True)
     )
     curve = (0.5, 0.25, 0.375)
     layers = tuple(reparam_record.LayerReparam(i, 0.5, i == 1, 0.25, 8.0, curve, curve, 0.1, None) for i in range(3))
@@ -252,7 +252,7 @@ def open_reparam(path: Path) -> None:
 @functools.cache
 def feedback_result() -> feedback_stage.FeedbackRecord:
     loaded = loaded_llama()
-    subject = feedback_stage.Subject(loaded.identity, loaded.geometry, FeedbackSpec(), 4.0, "f", "text", 900)
+    subject = feedback_stage.Subject(loaded.identity, loaded.geometry, 4.0, "f", "text", 900, FeedbackSpec())
     places = [(index, side) for index in range(3) for side in SIDES if (index, side) != (1, "v")]
     generator, shape = torch.Generator().manual_seed(0), factor_spec(2, 8).extents
     factors = {place: torch.randn(shape, generator=generator).half() for place in places}

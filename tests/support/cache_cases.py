@@ -15,6 +15,7 @@ from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
 from kvcal.models.geometry import geometry_of
 from kvcal.plan.page_format import Side
 from kvcal.plan.plan import RAW, Format, LayerPlan, Workload
+from kvcal.plan.tensors import lattice_tensors
 from kvcal.recipe_files import load_recipe, recipe_names
 from kvcal.store.state import Serving
 
@@ -78,6 +79,7 @@ def plan_of(geometry: Geometry, k: Format | Sequence[Format], v: Format | Sequen
         for layer in geometry.layers
     )
     identity = ModelIdentity("tiny", geometry.model_type, "0", "1", "2")
+    changes = {"tensors": lattice_tensors(layers)} | changes
     return Plan(identity, geometry.cache_dtype, layers, Workload(2, 300), {}, **changes)
 
 

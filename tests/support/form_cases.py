@@ -25,6 +25,7 @@ Change = Callable[[LayerPlan], LayerPlan]
 K, V = Format(2, "channel", 32, 4), Format(2, "token", 32, 4)
 RULE = WindowRule("clamped", 0.25, 100, 10)
 LATTICE_2, LATTICE_4 = Format(3, lattice_dim=2, num_sink_tokens=3), Format(2, lattice_dim=4, recent_window=33)
+ROTATED = Format(3, num_sink_tokens=4, quantizer="rotated")
 KITTY = Format(2, "channel", 64, 4, boost=Boost("magnitude", (Tier(4, 0.25),)))
 
 
@@ -53,6 +54,7 @@ LAYERS: dict[str, list[Change]] = {
     "before RoPE, heads apart": [_formats((RAW, replace(K, num_bits=3, recent_window=20)), (V, V), k_pages="pre")],
     "before RoPE, boosted": [_formats(KITTY, V, k_pages="pre")],
     "before RoPE, on a lattice": [_formats(LATTICE_2, LATTICE_4, k_pages="pre")],
+    "rotated residuals": [_formats(K, V), _predicted("linear", ROTATED, ROTATED, 0), _predicted("linear", K, V, 1)],
     "linear": [_formats(K, V), _predicted("linear", K, V, 0), _predicted("linear", K, V, 1)],
     "low rank": [_formats(RAW, RAW), *(_predicted("low_rank", Format(2), Format(3), n, rank=3) for n in (0, 1))],
     "int4, lattice": [

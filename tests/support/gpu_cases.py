@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 import transformers as hf
 from cache_cases import plan_of, recipe_formats
-from static_cases import FORMATS, V
+from static_cases import FORMATS, TRANSFORMED, V
 from torch import Tensor
 
 from kvcal import Plan, PlanCache, attached
@@ -64,18 +64,18 @@ def reasoner(dtype: str) -> LoadedModel:
 
 def plan_for(model: hf.PreTrainedModel, name: str) -> Plan:
     geometry = geometry_of(model, cache_dtype="bfloat16")
-    if name not in ("transformed", "feedback"):
+    if name not in TRANSFORMED:
         return plan_of(geometry, *PAIRS[name])
-    plan, generator, tensors = plan_of(geometry, *PAIRS["queries"]), torch.Generator().manual_seed(0), {}
+    plan, generator = plan_of(geometry, *PAIRS[TRANSFORMED[name]]), torch.Generator().manual_seed(0)
+    tensors, has = dict(plan.tensors), name != "transformed"
     for index, layer in enumerate(plan.layers):
         shape = (layer.attention.num_kv_heads, layer.attention.k_head_dim)
         tensors[f"layers.{index}.k_rescale"] = torch.rand(shape, generator=generator) + 0.5
         tensors[f"layers.{index}.k_offset"] = torch.randn(shape, generator=generator)
-        if name == "feedback":
+        if has:
             for side in SIDES:
                 factor = torch.randn(factor_spec(*shape).extents, generator=generator) * 0.2
                 tensors[f"layers.{index}.{side}_feedback"] = factor.half()
-    has = name == "feedback"
     layers = [replace(layer, k_rescale=True, k_offset=True, k_feedback=has, v_feedback=has) for layer in plan.layers]
     return replace(plan, layers=tuple(layers), tensors=tensors)
 

@@ -15,6 +15,7 @@ from kvcal.kernels.decode import workspace_bytes
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import AXES, DTYPES, Variant, side_defines
 from kvcal.pages.codec import PageCodec
+from kvcal.pages.hadamard import random_signs
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
@@ -42,6 +43,7 @@ class Case:
     def name(self) -> str:
         fmt = self.fmt
         parts = [self.side, f"{fmt.num_bits}b", f"{fmt.axis}{fmt.group_size}", f"D{self.dim}"]
+        parts += [fmt.quantizer] if fmt.quantizer != "uniform" else []
         parts += [fmt.param_dtype, self.cache]
         if fmt.boost is not None:
             parts += [fmt.boost.score, *(f"{tier.num_bits}b{tier.share}" for tier in fmt.boost.tiers)]
@@ -66,8 +68,8 @@ class Case:
     def transform(self, device: str) -> PageTransform:
         codec, empty = self.codec(), torch.empty(0, self.dim)
         given = (empty if x is None else x.flatten(0, 1) for x in (codec.rescale, codec.offset))
-        factor = torch.empty(0) if codec.feedback is None else codec.feedback
-        return PageTransform(*(x.to(device) for x in (*given, factor, factor)))
+        factor, signs = (torch.empty(0) if x is None else x for x in (codec.feedback, codec.signs))
+        return PageTransform(*(x.to(device) for x in (*given, factor, factor, signs, signs)))
 
     def codec(self) -> PageCodec:
         """The reference; its ``rescale`` and ``offset`` [n, 1, D] or None are what a kernel is given."""
@@ -80,6 +82,7 @@ class Case:
             "layers.0.k_rescale": 0.2 + 3 * torch.rand(NUM_HEADS, self.dim, generator=generator),
             "layers.0.k_offset": torch.randn(NUM_HEADS, self.dim, generator=generator),
             f"layers.0.{self.side}_feedback": feedback_of(NUM_HEADS, self.dim),
+            f"layers.0.{self.side}_signs": random_signs(self.dim, 2),
         }
         return PageCodec.of_layer(plan, self.side, self.fmt, HEADS, self.cache, tensors)
 
@@ -153,7 +156,20 @@ FED = [
     Case("k", MIXKVQ, 64, "float16", rescale=True, feedback=True),
     Case("k", boosted("range", Tier(16, 0.05), Tier(8, 0.1), Tier(4, 0.2)), 72, offset=True, feedback=True),
 ]
-PACKED = UNIFORM + TIERED + FED
+ROTATED = [
+    Case(side, Format(bits, "token", size, 5, param_dtype=param, quantizer="rotated"), dim, cache, **more)
+    for side, bits, size, param, dim, cache, more in [
+        ("k", 2, 128, "float16", 128, "bfloat16", {"rescale": True, "offset": True}),
+        ("k", 3, 64, "float32", 64, "float16", {"feedback": True}),
+        ("k", 1, 32, "bfloat16", 80, "bfloat16", {"rescale": True}),
+        ("k", 8, 128, "float16", 96, "float16", {}),
+        ("v", 2, 128, "float16", 128, "bfloat16", {"feedback": True}),
+        ("v", 4, 64, "float16", 96, "bfloat16", {}),
+        ("v", 3, 32, "float32", 72, "float16", {}),
+        ("v", 2, 128, "bfloat16", 24, "bfloat16", {"feedback": True}),
+    ]
+]
+PACKED = UNIFORM + TIERED + FED + ROTATED
 
 
 def reference_pages(case: Case, codec: PageCodec, x: Tensor, first_page: int, query_mean: Tensor | None) -> Tensor:
@@ -229,6 +245,7 @@ class Paged:
             (rescale if variant.rescale else rescale[:0]).to(device),
             (offset if variant.offset else offset[:0]).to(device),
             *(self._factor(has_feedback) for has_feedback in (variant.k_feedback, variant.v_feedback)),
+            *(random_signs(dim, seed).to(device) for seed in (0, 1)),
         )
         self.error = torch.zeros(1, dtype=torch.int32, device=device)
         self.nothing = torch.empty(0, device=device)
@@ -292,6 +309,11 @@ PAIRS = {
         Format(3, "channel", 32, 4, window_rule=RULE),
         Format(4, "token", 32, 4, window_rule=PAGED),
     ),
+    "rotated": (
+        Format(2, "token", 32, 4, 32, quantizer="rotated"),
+        Format(3, "token", 128, 4, quantizer="rotated"),
+    ),
+    "rotated values": (Format(2, "channel", 32), Format(2, "token", 32, quantizer="rotated")),
     "keys of 16 bits": (RAW, Format(2, "token", 32, 33)),
     "values of 16 bits": (Format(2, "channel", 32, 33, 32), RAW),
     "16 bits": (RAW, RAW),

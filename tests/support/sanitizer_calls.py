@@ -34,6 +34,7 @@ CASES = {
     "values of 16 bits": (Format(2, "channel", 32, 4), RAW),
     "query scores": (Format(2, "channel", 32, boost=MIXKVQ), Format(2, "token", 32)),
     "unequal sinks": (Format(2, "channel", 32, 4), Format(2, "token", 32)),
+    "rotated pages": (Format(2, num_sink_tokens=4, quantizer="rotated"), Format(3, quantizer="rotated")),
     "a lattice": (Format(2, lattice_dim=2), Format(3, lattice_dim=2)),
     "a prediction": (Format(2, "channel", 32, 4), Format(2, "token", 32, 4)),
     "a sliding window": None,

@@ -45,31 +45,35 @@ FORMATS: dict[str, tuple] = {
         Format(2, "token", 32, 4, window_rule=WindowRule("paged", 0.2, 200)),
     ),
     "16-bit values": (Format(2, "channel", 32), RAW),
+    "rotated": (Format(3, "token", 64, 5, 9, quantizer="rotated"), replace(V, num_sink_tokens=5, quantizer="rotated")),
+    "rotated values": (KIVI_2[0], replace(KIVI_2[1], quantizer="rotated")),
     "16 bits": (RAW, RAW),
 }
+
+# Plans with transforms: the formats that they have.
+TRANSFORMED = {"transformed": "queries", "feedback": "queries", "rotated, feedback": "rotated"}
 
 
 def plan_for(name: str, num_kv_heads: int = 2, num_layers: int = 1, cache_dtype: str = "bfloat16") -> Plan:
     """For ``tiny_llama(num_kv_heads, num_layers)``; "per head": every head another format; "transformed": λ and offset;
-    "feedback": with error feedback of both sides, too.
+    "feedback": with error feedback of both sides, too, and "rotated, feedback": the same of rotated pages.
 
     With one layer, keys, values and queries depend on the tokens alone, so both caches store the very same bytes.
     """
     if name == "per head":
         return llama_plan(*per_head(num_kv_heads), num_kv_heads, cache_dtype, num_layers)
-    if name not in ("transformed", "feedback"):
+    if name not in TRANSFORMED:
         return llama_plan(*FORMATS[name], num_kv_heads, cache_dtype, num_layers)
-    plan = llama_plan(*FORMATS["queries"], num_kv_heads, cache_dtype, num_layers)
-    generator, tensors = torch.Generator().manual_seed(0), {}
+    plan = llama_plan(*FORMATS[TRANSFORMED[name]], num_kv_heads, cache_dtype, num_layers)
+    generator, tensors, has_feedback = torch.Generator().manual_seed(0), dict(plan.tensors), name != "transformed"
     for index in range(num_layers):
         shape = (num_kv_heads, HEAD_DIM)
         tensors[f"layers.{index}.k_rescale"] = torch.rand(shape, generator=generator) + 0.5
         tensors[f"layers.{index}.k_offset"] = torch.randn(shape, generator=generator)
-        if name == "feedback":
+        if has_feedback:
             for side in SIDES:
                 factor = torch.randn(factor_spec(*shape).extents, generator=generator) * 0.3
                 tensors[f"layers.{index}.{side}_feedback"] = factor.half()
-    has_feedback = name == "feedback"
     layers = tuple(
         replace(layer, k_rescale=True, k_offset=True, k_feedback=has_feedback, v_feedback=has_feedback)
         for layer in plan.layers

@@ -238,5 +238,8 @@ KV_INLINE int kv_pages(int tokens, int window, int ring, const int* read_at, int
     return pages;
 }
 
-// Where the sinks, or the ring, of a sequence begin: `stride` elements lie from one to the next.
+// The row of sinks and ring of a sequence: from a table of rows, or 0 where sequences follow one another.
+KV_INLINE int kv_row_of(const int* rows, int sequence) { return rows == nullptr ? sequence : rows[sequence]; }
+
+// Where the sinks, or the ring, of a row begin: `stride` elements lie from one to the next.
 KV_INLINE long long kv_row_start(long long row, long long stride) { return row * stride; }

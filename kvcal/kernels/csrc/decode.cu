@@ -3,7 +3,8 @@
 //
 // The algebra is folded, so that a code costs no multiplication of its own: scales go to the operand that is not the
 // cache, per-channel key scales into the query, once a page, value scales into the probabilities; zeros into one sum a
-// head. Per-token key scales multiply the scores.
+// head. Per-token key scales multiply the scores. Where pages are rotated, so is the query, and what values have added up
+// to is rotated back, once a warp and head.
 //
 // Codes are bytes and that operand is in fixed point of two bytes, so that the tensor core's integer products are
 // exact (limbs.cuh). The cache is the A operand of mma.m16n8k32 (16 tokens, or 16 channels, by 32); N are the high and low
@@ -45,15 +46,16 @@ __device__ __forceinline__ u32 block_of(u32 all, u32 blocks, u32 unit) {
 
 // grid: any number of blocks, 32 WARPS threads; dynamic shared memory: SHARED_BYTES. parts: (grid + rows heads PASSES)
 // x HEADS (DIM + 2) floats; counters: rows heads PASSES ints, 0 before and after. q [rows, heads GROUP_HEADS, DIM] in Q_DTYPE (as
-// DTYPE), with strides in elements; out the same, contiguous. lengths: tokens of every row before this one. The memory is that of
+// DTYPE), with strides in elements; out the same, contiguous. lengths: tokens of every row before this one. ring_rows: each one's row of sinks and ring, or 0: in their order. The memory is that of
 // kvcal/kernels/operands.py: sinks and rings k_sink_row, ... elements from row to row, pages k_page_stride, ... bytes from slot to
 // slot, the slots in table [rows, table_width], table_row elements from row to row.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     const void* q, i64 q_row, i64 q_head, const u16* k_sinks, i64 k_sink_row, const u16* k_ring, i64 k_ring_row, const u8* k_pages,
     i64 k_page_stride, const u16* v_sinks, i64 v_sink_row, const u16* v_ring, i64 v_ring_row, const u8* v_pages, i64 v_page_stride,
-    const int* lengths, i64 rows, i64 heads, const int* table, i64 table_row, i64 table_width, const int* k_read_at, i64 k_events,
-    const int* v_read_at, i64 v_events, const float* k_rescale, const float* k_offset, const float* s_aux, float* parts,
-    int* counters, void* out, float scale, float softcap STAGE_PARAMETERS) {
+    const int* lengths, const int* ring_rows, i64 rows, i64 heads, const int* table, i64 table_row, i64 table_width,
+    const int* k_read_at, i64 k_events, const int* v_read_at, i64 v_events, const float* k_rescale, const float* k_offset,
+    const signed char* k_signs, const signed char* v_signs, const float* s_aux, float* parts, int* counters, void* out,
+    float scale, float softcap STAGE_PARAMETERS) {
     using namespace decode_;
     kv_let_next_start();
 #ifdef STAGED
@@ -65,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     static_assert(sizeof(Shared) <= SHARED_BYTES, "kvcal.kernels.decode asks for less shared memory than the kernel takes");
     extern __shared__ unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    const Args a = {q, q_row, q_head, heads, k_rescale, k_offset, s_aux, parts, counters, out};
+    const Args a = {q, q_row, q_head, heads, k_rescale, k_offset, k_signs, s_aux, parts, counters, out};
     // Pages that are read behind so many tokens.
     auto k_pages_behind = [&](int tokens) {
         return WHOLE_RING ? 0 : min((int)table_width, kv_pages(tokens, K_WINDOW, K_RING, HAS_WINDOW_RULE ? k_read_at : nullptr, (int)k_events));
@@ -112,11 +114,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         const int in_row = (u32)(position - row_start) / (u32)units, first = position - row_start - in_row * units;
         const int last = min(units, first + (shared.end - position));
         const int head_index = in_row / PASSES, pass = in_row % PASSES;
-        const int before = shared.lengths[row];
-        const Head head = {k_sinks + kv_row_start(row, k_sink_row) + (i64)head_index * (K_SINKS * DIM),
-                           k_ring + kv_row_start(row, k_ring_row) + (i64)head_index * (K_RING * DIM),
-                           v_sinks + kv_row_start(row, v_sink_row) + (i64)head_index * (V_SINKS * DIM),
-                           v_ring + kv_row_start(row, v_ring_row) + (i64)head_index * (V_RING * DIM),
+        const int before = shared.lengths[row], stored = kv_row_of(ring_rows, row);
+        const Head head = {k_sinks + kv_row_start(stored, k_sink_row) + (i64)head_index * (K_SINKS * DIM),
+                           k_ring + kv_row_start(stored, k_ring_row) + (i64)head_index * (K_RING * DIM),
+                           v_sinks + kv_row_start(stored, v_sink_row) + (i64)head_index * (V_SINKS * DIM),
+                           v_ring + kv_row_start(stored, v_ring_row) + (i64)head_index * (V_RING * DIM),
                            k_pages + head_index * K_RECORD, v_pages + head_index * V_RECORD, (u32)k_page_stride, (u32)v_page_stride,
                            slots_of(table, table_row, row), k_pages_behind(before), v_pages_behind(before), before + 1};
         const Cut cut(head.num_k_pages, head.num_v_pages);
@@ -202,6 +204,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         }
         wait_all_but<0>();
         __syncwarp();
+#if V_ROTATED
+        if (first_packed < stop_packed) unrotate(state, v_signs, shared.swap[warp], lane);
+#endif
 #endif
         if (first_dense < last) {  // last, for what they ask for to be there
             float out[TILES][4];

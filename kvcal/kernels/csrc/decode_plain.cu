@@ -162,10 +162,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(
     const void* q, long long q_row, long long q_head, const unsigned short* k_sinks, long long k_sink_row,
     const unsigned short* k_ring, long long k_ring_row, const unsigned char* k_pages, long long k_page_stride,
     const unsigned short* v_sinks, long long v_sink_row, const unsigned short* v_ring, long long v_ring_row,
-    const unsigned char* v_pages, long long v_page_stride, const int* lengths, long long rows, long long heads,
-    const int* table, long long table_row, long long table_width, const int* k_read_at, long long k_events,
-    const int* v_read_at, long long v_events, const float* k_rescale, const float* k_offset, const float* s_aux,
-    float* parts, int* counters, void* out, float scale, float softcap STAGE_PARAMETERS) {
+    const unsigned char* v_pages, long long v_page_stride, const int* lengths, const int* ring_rows, long long rows,
+    long long heads, const int* table, long long table_row, long long table_width, const int* k_read_at, long long k_events,
+    const int* v_read_at, long long v_events, const float* k_rescale, const float* k_offset, const signed char* k_signs,
+    const signed char* v_signs, const float* s_aux, float* parts, int* counters, void* out, float scale,
+    float softcap STAGE_PARAMETERS) {
     using namespace plain;
 #ifdef STAGED
     if (k_region->bits != K_BITS || v_region->bits != V_BITS) {
@@ -208,14 +209,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(
         const int last = (int)min((long long)tiles, first + end - position), head = in_row / PASSES;
         const int tokens = shared.lengths[row], num_tokens = tokens + 1;
         const long long virtual_head = (long long)row * per_row + in_row;
-        const int width = WHOLE_RING ? 0 : (int)table_width;
+        const int width = WHOLE_RING ? 0 : (int)table_width, stored = kv_row_of(ring_rows, row);
         const Head keys = {
-            k_sinks + kv_row_start(row, k_sink_row) + (long long)head * (Keys::sinks * DIM),
-            k_ring + kv_row_start(row, k_ring_row) + (long long)head * (Keys::ring * DIM),
+            k_sinks + kv_row_start(stored, k_sink_row) + (long long)head * (Keys::sinks * DIM),
+            k_ring + kv_row_start(stored, k_ring_row) + (long long)head * (Keys::ring * DIM),
             min(width, kv_pages(tokens, Keys::window, Keys::ring, k_read_at, (int)k_events))};
         const Head values = {
-            v_sinks + kv_row_start(row, v_sink_row) + (long long)head * (Values::sinks * DIM),
-            v_ring + kv_row_start(row, v_ring_row) + (long long)head * (Values::ring * DIM),
+            v_sinks + kv_row_start(stored, v_sink_row) + (long long)head * (Values::sinks * DIM),
+            v_ring + kv_row_start(stored, v_ring_row) + (long long)head * (Values::ring * DIM),
             min(width, kv_pages(tokens, Values::window, Values::ring, v_read_at, (int)v_events))};
         // Of the page that a tile lies in, if one is read.
         auto slot_of = [&](int tile) {
@@ -237,6 +238,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(
                 shared.tile, keys, k_pages + slot * k_page_stride + head * Keys::record, token, num_tokens,
                 k_rescale + head * DIM, k_offset + head * DIM);
             __syncthreads();
+            if constexpr (Keys::is_rotated) {
+                unrotate_tile<Keys>(
+                    shared.tile, keys, token, k_signs, k_rescale + head * DIM, k_offset + head * DIM,
+                    [](int channel) { return key_place(channel); });
+            }
             multiply_keys(shared, warp, lane);
             __syncthreads();
             const bool is_token = token + lane < num_tokens;
@@ -249,6 +255,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(
                 for (int h = 0; h < HEADS; ++h) {
                     shares[h] = scaled(shares[h], shared.down[h]);
                 }
+            }
+            if constexpr (Values::is_rotated) {
+                unrotate_tile<Values>(
+                    shared.tile, values, token, v_signs, nullptr, nullptr, [](int channel) { return channel; });
             }
             if (threadIdx.x < QUADS * SPLITS) {
                 multiply_values(shares, shared);

@@ -97,7 +97,7 @@ struct __align__(128) Shared {
 // What the query, and the merge of parts, are told.
 struct Args {
     const void* q; i64 q_row, q_head, heads;
-    const float *k_rescale, *k_offset, *s_aux; float* parts; int* counters; void* out;
+    const float *k_rescale, *k_offset; const signed char* k_signs; const float* s_aux; float* parts; int* counters; void* out;
 };
 
 // How the tokens of a sequence are cut in units: pages of packed values from FIRST_PAGE on, sinks, and tokens from

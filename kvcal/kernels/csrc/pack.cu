@@ -44,12 +44,13 @@ struct Queries {
 
 template <class S>
 KV_INLINE void append_side(
-    const Store& store, Scratch<S>& scratch, const Queries& queries, int tokens, Slots slots, int num_slots,
-    const float* rescale, const float* offset, const unsigned short* feedback, int first_head, int* error) {
-    const int head = blockIdx.x, row = blockIdx.y, page = tokens / KV_PAGE_TOKENS;
+    const Store& store, Scratch<S>& scratch, const Queries& queries, int row, int tokens, Slots slots, int num_slots,
+    const float* rescale, const float* offset, const unsigned short* feedback, const signed char* signs, int first_head,
+    int* error) {
+    const int head = blockIdx.x, page = tokens / KV_PAGE_TOKENS;
     const bool is_complete = tokens % KV_PAGE_TOKENS == KV_PAGE_TOKENS - 1;
     unsigned short* ring = store.ring + kv_row_start(row, store.ring_stride) + (long long)head * S::ring * S::dim;
-    const uint4* incoming = (const uint4*)(store.incoming + row * store.row_stride + head * store.head_stride);
+    const uint4* incoming = (const uint4*)(store.incoming + blockIdx.y * store.row_stride + head * store.head_stride);
     for (int load = threadIdx.x; load < S::dim / 8; load += blockDim.x) {
         const uint4 token = incoming[load];
         ((uint4*)(ring + tokens % S::ring * S::dim))[load] = token;
@@ -77,7 +78,7 @@ KV_INLINE void append_side(
         // Sinks do not stretch the page's ranges.
         Source source{
             ring, S::dim, rescale + head * S::dim, offset + head * S::dim, S::ring, first,
-            kv_min(S::sinks, first + KV_PAGE_TOKENS - 1), feedback + head * FACTOR<S>};
+            kv_min(S::sinks, first + KV_PAGE_TOKENS - 1), feedback + head * FACTOR<S>, signs};
         float count = 1.0f;
         if constexpr (S::needs_queries) {
             count = (float)(GROUP_HEADS * (tokens + 1 - *queries.since));
@@ -103,9 +104,11 @@ KV_INLINE void append_side(
 //   query_sum     [B, n, D] fp32, sum of |q| since it was last 0; query_since [B, n] int32, the sequence's tokens then
 //   k_sinks ...   the memory of the head range, as kvcal/kernels/operands.py has it
 //   lengths       [B] int32, tokens before this step
+//   rows          [B] int32, each sequence's row of sinks, ring and query statistic, or 0: in their order
 //   table         [B, table_width] int32, slots of pages
 //   k_rescale, k_offset  fp32 [n, D] of these heads, or 0; first_head: the number of the first one in the layer
 //   k_feedback, v_feedback  fp16 [n, D (D - 1) / 2], the factors of error feedback, or 0
+//   k_signs, v_signs  int8 [D], of rotated pages, or 0
 //   error         int32, gets the bits NON_FINITE and NO_ROOM
 // With STAGED, k_pages and v_pages are the memory of all pages, and the regions say what of it is theirs, and its room.
 extern "C" __global__ void __launch_bounds__(THREADS) append(
@@ -115,9 +118,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
     long long query_since_stride, unsigned short* k_sinks, long long k_sink_stride, unsigned short* k_ring,
     long long k_ring_stride, unsigned char* k_pages, long long k_page_stride, unsigned short* v_sinks,
     long long v_sink_stride, unsigned short* v_ring, long long v_ring_stride, unsigned char* v_pages,
-    long long v_page_stride, const int* lengths, const int* table, long long table_stride, long long table_width,
+    long long v_page_stride, const int* lengths, const int* rows, const int* table, long long table_stride, long long table_width,
     const float* k_rescale, const float* k_offset, const unsigned short* k_feedback, const unsigned short* v_feedback,
-    long long first_head, int* error STAGE_PARAMETERS) {
+    const signed char* k_signs, const signed char* v_signs, long long first_head, int* error STAGE_PARAMETERS) {
     kv_let_next_start();
 #ifdef STAGED
     if (k_region->bits != K_BITS || v_region->bits != V_BITS) {
@@ -128,23 +131,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
     table_stride = table_width = k_region->pages;  // a stage has room for the same tokens everywhere
 #endif
     __shared__ union { Scratch<Keys> k; Scratch<Values> v; } scratch;
-    const int head = blockIdx.x, row = blockIdx.y, tokens = lengths[row];
-    const Slots slots = slots_of(table, table_stride, row);
+    const int head = blockIdx.x, sequence = blockIdx.y, tokens = lengths[sequence], row = kv_row_of(rows, sequence);
+    const Slots slots = slots_of(table, table_stride, sequence);
     if (blockIdx.z == 0) {
         const Store store{
             k_new, k_row_stride, k_head_stride, k_sinks, k_sink_stride, k_ring, k_ring_stride, k_pages, k_page_stride};
         const Queries queries{
-            q + row * q_row_stride + (long long)head * GROUP_HEADS * q_head_stride, q_head_stride,
+            q + sequence * q_row_stride + (long long)head * GROUP_HEADS * q_head_stride, q_head_stride,
             query_sum + row * query_sum_stride + head * Keys::dim, query_since + row * query_since_stride + head};
         append_side<Keys>(
-            store, scratch.k, queries, tokens, slots, (int)table_width, k_rescale, k_offset, k_feedback, (int)first_head,
-            error);
+            store, scratch.k, queries, row, tokens, slots, (int)table_width, k_rescale, k_offset, k_feedback, k_signs,
+            (int)first_head, error);
     } else {
         const Store store{
             v_new, v_row_stride, v_head_stride, v_sinks, v_sink_stride, v_ring, v_ring_stride, v_pages, v_page_stride};
         append_side<Values>(
-            store, scratch.v, Queries{}, tokens, slots, (int)table_width, k_rescale, k_offset, v_feedback, (int)first_head,
-            error);
+            store, scratch.v, Queries{}, row, tokens, slots, (int)table_width, k_rescale, k_offset, v_feedback, v_signs,
+            (int)first_head, error);
     }
 }
 
@@ -163,20 +166,21 @@ typedef Values Packed;
 //   pages        records of the n heads of a slot side by side
 //   slots        [b, P] int32, rows slot_stride elements apart; first_page: the number of page 0 in its sequence
 //   rescale, offset  fp32 [n, D] of these heads, or 0; k_feedback, v_feedback  fp16 [n, D (D - 1) / 2], or 0
+//   k_signs, v_signs  int8 [D], or 0
 //   query_mean   [b, n, D] fp32, for query scores, or 0; first_head: the number of the first head in the layer
 //   error        int32, gets the bit NON_FINITE
 extern "C" __global__ void __launch_bounds__(THREADS) pack(
     const unsigned short* x, long long row_stride, long long head_stride, long long token_stride, unsigned char* pages,
     long long page_stride, const int* slots, long long slot_stride, long long first_page, const float* rescale,
-    const float* offset, const unsigned short* k_feedback, const unsigned short* v_feedback, const float* query_mean,
-    long long first_head, int* error) {
+    const float* offset, const unsigned short* k_feedback, const unsigned short* v_feedback, const signed char* k_signs,
+    const signed char* v_signs, const float* query_mean, long long first_head, int* error) {
     __shared__ Scratch<Packed> scratch;
     const int head = blockIdx.y, heads = gridDim.y, row = blockIdx.z;
     const long long first_token = (long long)blockIdx.x * KV_PAGE_TOKENS, slot = slots[row * slot_stride + blockIdx.x];
     const Source source{
         x + row * row_stride + head * head_stride + first_token * token_stride, token_stride,
         rescale + head * Packed::dim, offset + head * Packed::dim, 0, 0, 0,
-        (SIDE == 0 ? k_feedback : v_feedback) + head * FACTOR<Packed>};
+        (SIDE == 0 ? k_feedback : v_feedback) + head * FACTOR<Packed>, SIDE == 0 ? k_signs : v_signs};
     const float* query = query_mean + ((long long)row * heads + head) * Packed::dim;
     pack_page<Packed>(
         source, scratch, pages + slot * page_stride + head * Packed::record, query, 1.0f,
@@ -184,30 +188,47 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack(
 }
 
 // Grid (pages P, n heads, b sequences), 256 threads: pages of these slots -> x [b, n, 128 P, D] in dtype number `type`,
-// by strides in elements. Transforms are undone. Arguments as for pack.
+// by strides in elements. Transforms are undone. signs: of this side, or 0; other arguments as for pack.
 extern "C" __global__ void __launch_bounds__(THREADS) unpack(
     const unsigned char* pages, long long page_stride, const int* slots, long long slot_stride, void* x, long long type,
-    long long row_stride, long long head_stride, long long token_stride, const float* rescale, const float* offset) {
-    constexpr int DIM = Packed::dim;
+    long long row_stride, long long head_stride, long long token_stride, const float* rescale, const float* offset,
+    const signed char* signs) {
+    constexpr int DIM = Packed::dim, LANES = Packed::is_rotated ? 8 : 1, OWN = Packed::is_rotated ? DIM / LANES : 1;
     const int head = blockIdx.y, row = blockIdx.z;
     const long long slot = slots[row * slot_stride + blockIdx.x];
     const unsigned char* record = pages + slot * page_stride + head * Packed::record;
     const long long first_token = (long long)blockIdx.x * KV_PAGE_TOKENS;
     const long long start = row * row_stride + head * head_stride + first_token * token_stride;
-    for (int i = threadIdx.x; i < KV_PAGE_TOKENS * DIM; i += blockDim.x) {
-        const int token = i / DIM, channel = i % DIM;
-        float y = stored_value<Packed>(record, token, channel);
-        if constexpr (Packed::has_rescale) {
-            y = __fmul_rn(y, rescale[head * DIM + channel]);
+    // One channel a thread, or where pages are rotated, a token for eight lanes.
+    for (int i = threadIdx.x; i < KV_PAGE_TOKENS * DIM / OWN; i += blockDim.x) {
+        const int token = i / (DIM / OWN), first = i % (DIM / OWN);
+        float values[OWN];
+#pragma unroll
+        for (int k = 0; k < OWN; ++k) {
+            values[k] = stored_value<Packed>(record, token, first + k * LANES);
         }
-        if constexpr (Packed::has_offset) {
-            y = __fadd_rn(y, offset[head * DIM + channel]);
+        if constexpr (Packed::is_rotated) {
+            hadamard<LANES>(values, first);
         }
-        const long long place = start + token * token_stride + channel;
-        if (type == KV_FLOAT32) {
-            ((float*)x)[place] = y;
-        } else {
-            ((unsigned short*)x)[place] = type == KV_FLOAT16 ? kv_bits_of<KV_FLOAT16>(y) : kv_bits_of<KV_BFLOAT16>(y);
+#pragma unroll
+        for (int k = 0; k < OWN; ++k) {
+            const int channel = first + k * LANES;
+            float y = values[k];
+            if constexpr (Packed::is_rotated) {
+                y = __fmul_rn(y, (float)signs[channel]);
+            }
+            if constexpr (Packed::has_rescale) {
+                y = __fmul_rn(y, rescale[head * DIM + channel]);
+            }
+            if constexpr (Packed::has_offset) {
+                y = __fadd_rn(y, offset[head * DIM + channel]);
+            }
+            const long long at = start + token * token_stride + channel;
+            if (type == KV_FLOAT32) {
+                ((float*)x)[at] = y;
+            } else {
+                ((unsigned short*)x)[at] = type == KV_FLOAT16 ? kv_bits_of<KV_FLOAT16>(y) : kv_bits_of<KV_BFLOAT16>(y);
+            }
         }
     }
 }

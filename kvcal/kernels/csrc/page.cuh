@@ -2,7 +2,19 @@
 // is ``value``, of a Source here; parameters and planes are written from anything that has one.
 
 #include "side.cuh"
+#include "hadamard.cuh"
 
+// A token's channel with offset and rescaling, before it is rotated or quantized.
+template <class S>
+KV_INLINE float transformed(float x, const Source& source, int channel) {
+    if constexpr (S::has_offset) {
+        x = __fsub_rn(x, source.offset[channel]);
+    }
+    if constexpr (S::has_rescale) {
+        x = __fdiv_rn(x, source.rescale[channel]);
+    }
+    return x;
+}
 
 // What the page stores of a token's channel, before the quantizer.
 template <class S>
@@ -13,11 +25,8 @@ KV_INLINE float value(const Source& source, const Scratch<S>& scratch, int token
     } else {
         x = kv_float_of<DTYPE>(source.at(token)[channel]);
     }
-    if constexpr (S::has_offset) {
-        x = __fsub_rn(x, source.offset[channel]);
-    }
-    if constexpr (S::has_rescale) {
-        x = __fdiv_rn(x, source.rescale[channel]);
+    if constexpr (!S::is_rotated) {
+        x = transformed<S>(x, source, channel);
     }
     return x;
 }
@@ -53,13 +62,13 @@ KV_INLINE void copy_tokens(unsigned short* to, int stride, const Source& source)
     }
 }
 
-// Sum of term(t) over tokens t = first, first + K, ...: halves of the page are added to each other, as scores.py does.
-template <int K, class F>
+// Sum of term(t) over t = first, first + K, ... below COUNT: halves are added to each other, as scores.py and rotated.py do.
+template <int K, int COUNT = KV_PAGE_TOKENS, class F>
 KV_INLINE double halving_sum(int first, F term) {
-    if constexpr (K == KV_PAGE_TOKENS) {
+    if constexpr (K == COUNT) {
         return term(first);
     } else {
-        return __dadd_rn(halving_sum<2 * K>(first, term), halving_sum<2 * K>(first + K, term));
+        return __dadd_rn(halving_sum<2 * K, COUNT>(first, term), halving_sum<2 * K, COUNT>(first + K, term));
     }
 }
 
@@ -164,6 +173,46 @@ KV_INLINE void select_channels(Scratch<S>& scratch) {
     __syncthreads();
 }
 
+// The staged tokens, rotated and rounded to the cache's dtype (kvcal/pages/rotated.py). Eight lanes share a token.
+template <class S>
+KV_INLINE void rotate_tile(const Source& source, Scratch<S>& scratch) {
+    constexpr int LANES = 8, OWN = S::dim / LANES;
+    static_assert(Page<S>::is_staged && S::dim % LANES == 0 && S::tiers == 0, "at most 128 channels, 8 at a time");
+    const int lane = threadIdx.x % LANES;
+    for (int token = threadIdx.x / LANES; token < KV_PAGE_TOKENS; token += THREADS / LANES) {
+        unsigned short* row = scratch.tile + token * Page<S>::stride + lane;
+        float x[OWN];
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            const int channel = LANES * i + lane;
+            const float y = transformed<S>(kv_float_of<DTYPE>(row[LANES * i]), source, channel);
+            x[i] = __fmul_rn(y, (float)source.signs[channel]);
+        }
+        hadamard<LANES>(x, lane);
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            row[LANES * i] = kv_bits_of<DTYPE>(x[i]);
+        }
+    }
+    __syncthreads();
+}
+
+// The least of the powers of two that are no less than `count`.
+KV_INLINE constexpr int kv_power_of_two(int count) { return count > 1 ? 2 * kv_power_of_two((count + 1) / 2) : 1; }
+
+// The scale that errs least on Gaussians of the norm of a token's channels from `first` on.
+template <class S, class From, class Room>
+KV_INLINE float gaussian_scale(const From& source, const Room& scratch, int token, int first) {
+    constexpr int SIZE = kv_min(S::group, S::dim);
+    const int count = kv_min(SIZE, S::dim - first);
+    const double sum = halving_sum<1, kv_power_of_two(SIZE)>(0, [&](int k) {
+        const double x = k < count ? (double)value<S>(source, scratch, token, first + k) : 0.0;
+        return __dmul_rn(x, x);
+    });
+    const double rms = __dsqrt_rn(__ddiv_rn(sum, (double)count));
+    return __double2float_rn(__dmul_rn(rms, __longlong_as_double(S::gaussian_step)));
+}
+
 // Scale and zero of every group, to the record and, as codes need them, to shared memory.
 template <class S, class From, class Room>
 KV_INLINE void store_params(const From& source, Room& scratch, unsigned char* record, int* error) {
@@ -174,7 +223,9 @@ KV_INLINE void store_params(const From& source, Room& scratch, unsigned char* re
             levels = other < S::dim ? scratch.level[other] : 0;
         }
         float low = 0.0f, scale = 0.0f;
-        if ((S::axis == 1 || other < S::dim) && levels > 0) {
+        if constexpr (S::is_rotated) {
+            scale = gaussian_scale<S>(source, scratch, other, first);
+        } else if ((S::axis == 1 || other < S::dim) && levels > 0) {
             int last = S::axis == 0 ? first + S::group : kv_min(first + S::group, S::dim);
             float high;
             low = value<S>(source, scratch, S::axis == 0 ? first : other, S::axis == 0 ? other : first);
@@ -189,6 +240,9 @@ KV_INLINE void store_params(const From& source, Room& scratch, unsigned char* re
             scale = __fdiv_rn(__fsub_rn(__fadd_rn(high, 0.0f), low), (float)levels);
         }
         scale = kv_store_param<S::param>(record + S::scale, i, scale);
+        if constexpr (S::is_rotated) {
+            low = __fmul_rn(scale, -0.5f * levels);
+        }
         float zero = kv_store_param<S::param>(record + S::zero, i, low);
         if (!kv_finite(scale) || !kv_finite(zero)) {
             atomicOr(error, NON_FINITE);
@@ -331,6 +385,9 @@ KV_INLINE void pack_page(
         if constexpr (Page<S>::is_staged) {
             copy_tokens<S>(scratch.tile, Page<S>::stride, source);
             __syncthreads();
+        }
+        if constexpr (S::is_rotated) {
+            rotate_tile<S>(source, scratch);
         }
         if constexpr (S::tiers > 0) {
             score_channels<S>(source, scratch, query, query_count, page, head, error);

@@ -5,6 +5,7 @@
 // Codes of keys lie together by channels, and every token is found by itself.
 
 #include "stored.cuh"
+#include "hadamard.cuh"
 
 namespace plain {
 
@@ -112,6 +113,37 @@ KV_INLINE void load_keys(const unsigned char* record, int token, int channel, fl
     }
 }
 
+// Codes' values in a tile are rotated back, and then take the transforms of keys; place(channel): where a token has it. Eight
+// lanes share a token, of which only those from pages of codes are changed.
+template <class S, class Place>
+KV_INLINE void unrotate_tile(
+    float* tile, const Head& head, int first, const signed char* signs, const float* rescale, const float* offset,
+    Place place) {
+    constexpr int LANES = THREADS / TOKENS, OWN = S::dim / LANES;
+    const int row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    float x[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+        x[i] = tile[row * STRIDE + place(LANES * i + lane)];
+    }
+    hadamard<LANES>(x, lane);
+    if (is_coded<S>(head, first + row)) {
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            const int channel = LANES * i + lane;
+            float y = x[i] * signs[channel];
+            if constexpr (S::has_rescale) {
+                y *= rescale[channel];
+            }
+            if constexpr (S::has_offset) {
+                y += offset[channel];
+            }
+            tile[row * STRIDE + place(channel)] = y;
+        }
+    }
+    __syncthreads();
+}
+
 // Where a tile of keys has a channel, in floats from its token on: the first 4 channels of all units, the next 4, ...
 // Neighbouring threads, which have neighbouring units, so write to neighbouring places.
 KV_INLINE constexpr int key_place(int channel) { return (channel % 16 / 4 * UNITS + channel / 16) * 4 + channel % 4; }
@@ -137,10 +169,10 @@ KV_INLINE void load_key_tile(
 #pragma unroll
                 for (int k = 0; k < 16; ++k) {
                     if (channel + k < S::dim) {
-                        if constexpr (S::has_rescale) {
+                        if constexpr (S::has_rescale && !S::is_rotated) {
                             x[k] *= rescale[channel + k];
                         }
-                        if constexpr (S::has_offset) {
+                        if constexpr (S::has_offset && !S::is_rotated) {
                             x[k] += offset[channel + k];
                         }
                     }

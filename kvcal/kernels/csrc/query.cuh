@@ -1,6 +1,7 @@
 // The query of a head, in the orders in which the operands want it.
 
 #include "limbs.cuh"
+#include "hadamard.cuh"
 
 namespace decode_ {
 
@@ -12,8 +13,8 @@ __device__ __forceinline__ void fetch_query(float (&raw)[DIM / 32], const Args& 
     for (int i = 0; i < DIM / 32; i++) raw[i] = h < HEADS && member < GROUP_HEADS ? number_at<Q_DTYPE>(a.q, from + i * 32) : 0.f;
 }
 
-// A group's query heads of one pass, of which this warp fetched number ``warp`` already. The rescaling of keys and their
-// offset are folded in.
+// A group's query heads of one pass, of which this warp fetched number ``warp`` already. The rescaling of keys, their
+// offset and their rotation are folded in.
 __device__ __forceinline__ void prepare_query(float (&raw)[DIM / 32], const Args& a, Shared& shared, int row, int head, int pass, u32 thread) {
     const u32 warp = thread / 32, lane = thread % 32;
 #pragma unroll 1
@@ -31,6 +32,11 @@ __device__ __forceinline__ void prepare_query(float (&raw)[DIM / 32], const Args
             folded[i] *= a.k_rescale[head * DIM + c];
 #endif
         }
+#if K_ROTATED  // pages hold rotated keys
+#pragma unroll
+        for (int i = 0; i < DIM / 32; i++) folded[i] *= a.k_signs[i * 32 + lane];
+        hadamard<32>(folded, lane);
+#endif
 #if K_OFFSET
 #pragma unroll
         for (int mask = 1; mask < 32; mask *= 2) offset += shuffle(offset, mask);

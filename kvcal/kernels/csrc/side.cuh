@@ -46,6 +46,8 @@ struct Keys {
     static constexpr int tiers = K_TIERS, score = K_SCORE, slots = K_SLOTS;
     static constexpr int raw = K_RAW, raw_slots = K_RAW_SLOTS, index = K_INDEX;
     static constexpr bool has_rescale = K_RESCALE, has_offset = K_OFFSET, has_feedback = K_FEEDBACK && bits != RAW_BITS;
+    static constexpr bool is_rotated = K_ROTATED;
+    static constexpr long long gaussian_step = K_STEP;  // of rotated codes, in standard deviations: the bits of an fp64
     static constexpr bool needs_queries = tiers > 0 && (score == QUERY_MAGNITUDE || score == QUERY_RANGE);
 
     // Tier i, from most bits to fewest.
@@ -76,6 +78,8 @@ struct Values {
     static constexpr int sinks = V_SINKS, window = V_WINDOW, ring = V_RING;
     static constexpr int tiers = 0, score = 0, slots = 0, raw = 0, raw_slots = 0, index = record;
     static constexpr bool has_rescale = false, has_offset = false, has_feedback = V_FEEDBACK && bits != RAW_BITS;
+    static constexpr bool is_rotated = V_ROTATED;
+    static constexpr long long gaussian_step = V_STEP;
     static constexpr bool needs_queries = false;
 };
 #endif
@@ -120,6 +124,7 @@ struct Source {
     int ring, first, least;
     // The factor of error feedback (kvcal/pages/feedback.py): fp16, the rows of U right of its diagonal, one by one.
     const unsigned short* feedback;
+    const signed char* signs;  // of rotated pages
 
     KV_INLINE const unsigned short* at(int token) const {
         return tokens + (ring ? kv_max(first + token, least) % ring : token) * stride;

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvcal.engines.shard import rank_heads
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, UNIFORM, Format, Side
@@ -110,6 +111,9 @@ class _Cost(NamedTuple):
     nbytes: int
     losses: list[float]
 
+    def loss(self, heads: Sequence[int]) -> float:
+        return self.losses[0] if len(self.losses) == 1 else sum(self.losses[head] for head in heads)
+
 
 class Problem:
     """``units`` of the integer program, with the formats behind every option."""
@@ -130,7 +134,7 @@ class Problem:
                 every = tuple(range(layer.attention.num_kv_heads))
                 shares: dict[str, list[list[tuple[Side, tuple[int, ...]]]]] = {
                     "layer": [[(side, every)] for side in SIDES],
-                    "head": [[(side, (head,))] for side in SIDES for head in every],
+                    "head": [[(side, heads)] for side in SIDES for heads in _alike(layer, costs[side], spec.tp)],
                     "block": [[(side, every) for side in SIDES]],
                 }
                 for share in shares[spec.granularity]:
@@ -158,7 +162,7 @@ class Problem:
             if all(name in costs[side] for side, _ in share):
                 parts = [(side, heads, costs[side][name]) for side, heads in share]
                 nbytes = sum(len(heads) * cost.nbytes for _, heads, cost in parts)
-                loss = sum(cost.losses[heads[0]] if len(heads) == 1 else sum(cost.losses) for _, heads, cost in parts)
+                loss = sum(cost.loss(heads) for _, heads, cost in parts)
                 options.append(Option(name, nbytes, loss))
                 formats.append({(index, side, head): cost.format for side, heads, cost in parts for head in heads})
         names = ", ".join(f"{side} {'-'.join(map(str, heads))}" for side, heads in share)
@@ -187,6 +191,20 @@ class Problem:
                 layer = LayerPlan(layer.geometry, k, v)
             layers.append(layer)
         return tuple(layers)
+
+
+def _alike(layer: LayerPlan, costs: Mapping[str, _Cost], num_ranks: int) -> list[tuple[int, ...]]:
+    """The heads that get one format together. With several ranks of tensor parallelism, all of them then have blocks of
+    the same bytes: the heads that lose most in the smallest format, one of each rank, are together, and so on.
+
+    Raises:
+        UnsupportedModel: the ranks cannot share the heads equally.
+    """
+    smallest = min(costs.values(), key=lambda cost: cost.nbytes)
+    shared = (rank_heads(layer.attention, rank, num_ranks) for rank in range(num_ranks))
+    ranks = {heads.start: range(heads.start, heads.stop) for heads in shared}.values()
+    by_loss = [sorted(heads, key=lambda head: -smallest.losses[head]) for heads in ranks]
+    return sorted(tuple(sorted(heads)) for heads in zip(*by_loss, strict=True))
 
 
 def option_name(fmt: Format) -> str:

@@ -49,7 +49,7 @@ class Gates:
             if task not in allowed:
                 raise UsageError(
                     f"--min-accuracy {task}={share}: {task!r} is not measured; allowed: {', '.join(allowed) or 'none'}",
-                    hint=f"add it to the tasks: --set 'evaluate.tasks=[\"{task}\"]'",
+                    hint=f"add it to the tasks: --tasks {task}",
                 )
 
     def results(self, row: Row) -> Iterator[GateResult]:

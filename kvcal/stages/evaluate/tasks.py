@@ -1,4 +1,4 @@
-"""Accuracy of a plan on tasks: problems that are generated here, and tasks of the lm-evaluation-harness.
+"""Accuracy of a plan on tasks whose problems are generated here; the lm-evaluation-harness's are in ``harness``.
 
 Exact-match accuracy on generated problems is that of greedy generation through the packed cache. Problems of all tasks
 share ragged, left-padded batches, sorted by length. ``model.generate`` decodes in segments: between two of them the
@@ -8,20 +8,13 @@ attended to with a fresh read of the packed pages (PlanCache.verify_decoded).
 
 The standard error of an accuracy is half the width of Wilson's score interval at z = 1, sqrt(p (1 - p) / n + 1 / (4
 n^2)) / (1 + 1 / n): unlike the plain binomial one it is not 0 when all problems, or none, are solved.
-
-The harness's Hugging Face model (``HFLM``) encodes, cuts, batches and stops; only its two calls of the model are
-replaced (``packed_cache_lm``). Likelihoods are decode-faithful: context and continuation are fed in chunks that end
-where pages are written (see divergence), so that every token reads what it would read in decoding. Generation is
-``model.generate``, whose prompt attends to itself at full precision, as in use. ``lm_eval`` is optional, and imported
-when a task needs it. Left out: chat templates.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,8 +35,7 @@ from kvcal.folder import max_context
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
-from kvcal.recipe import LM_EVAL, EvaluateSpec
-from kvcal.stages.divergence import feed
+from kvcal.recipe import EvaluateSpec
 from kvcal.stages.evaluate.text import require_predicted_bytes
 from kvcal.strict import STRICT, Amount, Count, Share
 
@@ -57,14 +49,14 @@ _ANSWER_LINE = re.compile(r"^Answer: \S+[^\S\n]*\n", re.MULTILINE)
 class TaskResult:
     """``accuracy_se``: see the module's docstring. ``num_unfinished`` problems were cut at ``max_new_tokens``;
     ``generated_tokens`` counts those up to the end of each completion; ``lengths``: tokens of each problem, prompt and
-    completion."""
+    completion. The harness does not count ``num_correct`` and ``num_unfinished``: None."""
 
     task: str
     accuracy: Share
     accuracy_se: Amount
     num_problems: Count
-    num_correct: Count
-    num_unfinished: Count
+    num_correct: Count | None
+    num_unfinished: Count | None
     generated_tokens: Count
     lengths: tuple[Count, ...]
 
@@ -84,8 +76,8 @@ class Sequence:
 def measure_tasks(
     loaded: LoadedModel, plan: Plan, spec: EvaluateSpec, reporter: Reporter, purpose: Purpose = "report"
 ) -> tuple[TaskResult, ...]:
-    """Accuracy of ``plan`` on ``spec.num_problems`` problems of each of ``spec.tasks``, in their order; ``purpose``: of
-    which pool.
+    """Accuracy of ``plan`` on ``spec.num_problems`` problems of each embedded task of ``spec``, in their order;
+    ``purpose``: of which pool.
 
     Raises:
         UsageError: no tokenizer, or a prompt that fills the model's context.
@@ -93,16 +85,18 @@ def measure_tasks(
         ArtifactError: the plan is not this model's, the cache's bytes are not the predicted ones, or what was read
             back is not what the packed cache holds.
     """
-    if not spec.tasks:
+    if not spec.embedded_tasks:
         return ()
     sequences = _sequences(loaded, spec, purpose)
     order = sorted(sequences, key=lambda s: s.prompt_T.numel() + s.expected_tokens)
     for first in range(0, len(order), spec.batch):
         _complete(loaded, plan, order[first : first + spec.batch], order, spec.max_new_tokens, reporter)
-    return tuple(_result(loaded, task, [s for s in sequences if s.problem.task == task]) for task in spec.tasks)
+    return tuple(
+        _result(loaded, task, [s for s in sequences if s.problem.task == task]) for task in spec.embedded_tasks
+    )
 
 
-def wilson_se(num_correct: int, num_problems: int) -> float:
+def wilson_se(num_correct: float, num_problems: int) -> float:
     """Half the width of Wilson's interval at z = 1."""
     p, n = num_correct / num_problems, num_problems
     return math.sqrt(p * (1 - p) / n + 1 / (4 * n * n)) / (1 + 1 / n)
@@ -110,11 +104,11 @@ def wilson_se(num_correct: int, num_problems: int) -> float:
 
 def _sequences(loaded: LoadedModel, spec: EvaluateSpec, purpose: Purpose) -> list[Sequence]:
     """All problems, encoded."""
-    tokenizer = _tokenizer(loaded)
+    tokenizer = tokenizer_of(loaded)
     limits = {name: getattr(spec, name) for name in ("max_steps", "max_size", "max_hops", "max_digits")}
     return [
         Sequence(problem, encode_problem(problem, tokenizer), len(tokenizer(problem.completion)["input_ids"]))
-        for task in spec.tasks
+        for task in spec.embedded_tasks
         for problem in problems(task, spec.num_problems, spec.seed, purpose, **limits)
     ]
 
@@ -128,7 +122,7 @@ def _complete(
     reporter: Reporter,
 ) -> None:
     """Complete the sequences of one batch."""
-    tokenizer = _tokenizer(loaded)
+    tokenizer = tokenizer_of(loaded)
     model: Any = loaded.model  # transformers declares no type for generate
     config = generation_config(model, tokenizer)
     prompts = [sequence.prompt_T.to(model.device) for sequence in active]
@@ -196,7 +190,7 @@ def _extend(sequence: Sequence, new: list[int], ends: list[int] | None, tokenize
 
 
 def _result(loaded: LoadedModel, task: str, sequences: list[Sequence]) -> TaskResult:
-    tokenizer = _tokenizer(loaded)
+    tokenizer = tokenizer_of(loaded)
     answers = [extract_answer(str(tokenizer.decode(s.completion))) for s in sequences]
     correct = sum(answer == s.problem.answer for answer, s in zip(answers, sequences, strict=True))
     return TaskResult(
@@ -226,106 +220,7 @@ def _room(loaded: LoadedModel, plan: Plan, width: int, max_new_tokens: int) -> i
     return min(max_new_tokens, *(limit - width for limit in limits.values() if limit is not None))
 
 
-def _tokenizer(loaded: LoadedModel) -> Tokenizer:
+def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
     if loaded.tokenizer is None:
         raise UsageError(f"{loaded.source}: no tokenizer", hint="tasks cannot be posed without one")
     return loaded.tokenizer
-
-
-def require_lm_eval() -> None:
-    """UsageError unless the harness can be imported."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UsageError(
-            f"a task named {LM_EVAL}... needs the lm-evaluation-harness, which is not installed",
-            hint="pip install lm-eval[hf], or choose one of the embedded tasks",
-        )
-
-
-def packed_cache_lm(loaded: LoadedModel, plan: Plan, batch: int) -> Any:
-    """The harness's model of ``loaded``, reading ``plan``'s packed cache, ``batch`` sequences at once. Raises
-    UsageError: the model has no tokenizer, or the harness is not installed."""
-    require_lm_eval()
-    from lm_eval.models.huggingface import HFLM
-
-    if loaded.tokenizer is None:
-        raise UsageError(f"{loaded.source}: no tokenizer", hint="tasks cannot be posed without one")
-    model = loaded.model
-
-    class PackedCacheLM(HFLM):
-        """HFLM with a packed cache for every batch."""
-
-        @torch.inference_mode()
-        def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-            """Logits [B, T, V] of sequences that are padded on the right."""
-            cache = PlanCache(plan, model.config)
-            logits_BTV = torch.cat([chunk_BTV for _, chunk_BTV in feed(model, cache, inps)], dim=1)
-            require_predicted_bytes(cache, plan)
-            if torch.isnan(logits_BTV).any():
-                raise NonFiniteActivations("the logits hold NaN", hint="check the model in this dtype")
-            return logits_BTV
-
-        @torch.inference_mode()
-        def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
-            """Tokens [B, T] of prompts and completions; ``settings`` hold the attention mask."""
-            cache = PlanCache(plan, model.config, settings["attention_mask"], keep_decoded=True)
-            generate, settings = super()._model_generate, PLAIN_DECODING | settings
-            return generate_packed(cache, model, generate, context, max_length, stop, **settings)
-
-    return PackedCacheLM(pretrained=model, tokenizer=loaded.tokenizer, batch_size=batch, softmax_dtype=torch.float32)
-
-
-def measure_lm_eval(
-    loaded: LoadedModel, plan: Plan, task: str, num_problems: int, batch: int, seed: int
-) -> tuple[float, float | None]:
-    """Accuracy of ``plan`` on the first ``num_problems`` problems of a task (or group) of the harness, and its standard
-    error if the harness has one. ``task`` is NAME, or NAME:METRIC; without a metric, the task's first of which more is
-    better.
-
-    Raises:
-        UsageError: the harness is not installed, does not have the task, or cannot pose it to this model; the task has
-            no such metric.
-        NonFiniteActivations, ArtifactError: see generation.measure_tasks.
-    """
-    lm = packed_cache_lm(loaded, plan, batch)
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    name, _, metric = task.partition(":")
-    manager = TaskManager()
-    if name not in manager.all_tasks:
-        raise UsageError(f"lm-eval has no task {name!r}", hint="lm-eval ls tasks prints their names")
-    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
-    try:
-        results = simple_evaluate(
-            model=lm,
-            tasks=[name],
-            task_manager=manager,
-            limit=num_problems,
-            log_samples=False,
-            **dict.fromkeys(seeds, seed),
-        )
-    except (AssertionError, ValueError) as refused:  # such as a prompt beyond the context, or an unknown setting
-        raise UsageError(f"lm-eval's task {name!r} cannot be posed to {loaded.source}: {refused}") from refused
-    return read_accuracy(results, name, metric)
-
-
-def read_accuracy(results: Mapping[str, Any], name: str, metric: str) -> tuple[float, float | None]:
-    """The metric's value and standard error in what ``simple_evaluate`` gave; see measure_lm_eval."""
-    values = results["results"].get(name, {})
-    better = results.get("higher_is_better", {}).get(name, {})
-    # Keys are "metric,filter" and "metric_stderr,filter", beside others.
-    found = {key: value for key, value in values.items() if "," in key and "_stderr," not in key}
-    for key, value in found.items():
-        short, _, rule = key.partition(",")
-        is_wanted = metric in (key, short) if metric else bool(better.get(short))
-        if is_wanted and not better.get(short, True):
-            raise UsageError(
-                f"lm-eval's metric {key!r} of {name!r} is better when it is less: it cannot be an accuracy"
-            )
-        if is_wanted and isinstance(value, int | float):
-            error = values.get(f"{short}_stderr,{rule}")
-            return float(value), float(error) if isinstance(error, int | float) else None
-    raise UsageError(
-        f"lm-eval's task {name!r} has no metric {metric or 'of which more is better'}; it has {sorted(found)}",
-        hint=f"name one: {LM_EVAL}{name}:METRIC",
-    )

@@ -234,5 +234,5 @@ class _Search:
             energy = float(means[f"energy.{index}"].result())
             found.append(LayerReparam(index, alpha, has_offset, error, energy, plain, with_offset, *biases[index]))
         about_data = (data.fingerprint, data.description, data.num_tokens)
-        subject = Subject(loaded.identity, loaded.geometry, spec, self.position_scale, *about_data)
+        subject = Subject(loaded.identity, loaded.geometry, self.position_scale, *about_data, spec)
         return Reparam(subject, tuple(found), lambdas, offsets)

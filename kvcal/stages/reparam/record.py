@@ -15,12 +15,13 @@ from torch import Tensor
 
 from kvcal import artifact
 from kvcal.errors import ArtifactError
-from kvcal.geometry import Geometry, Index, ModelIdentity
+from kvcal.geometry import Index
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.tensors import offset_spec, rescale_spec
 from kvcal.recipe import ReparamSpec
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
-from kvcal.strict import STRICT, Amount, Count, Share, dump
+from kvcal.stages.subject import CalibrationSubject
+from kvcal.strict import STRICT, Amount, Share, dump
 
 KIND = "reparam"
 SCHEMA = 1
@@ -53,17 +54,10 @@ class LayerReparam:
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
-class Subject:
-    """The model, settings and data of a calibration. ``position_scale``: the one used, which is the spec's within the
-    model's context; ``num_tokens``: of the data."""
+class Subject(CalibrationSubject):
+    """The model, data and settings of a calibration."""
 
-    identity: ModelIdentity
-    geometry: Geometry
     spec: ReparamSpec
-    position_scale: Amount
-    data_fingerprint: str
-    data_description: str
-    num_tokens: Count
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)

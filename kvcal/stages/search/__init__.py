@@ -1,9 +1,10 @@
-"""The search stage: the fits that options need, the measurements, the search itself, and its artifact.
+"""The search stage: the measurements of plans, the search itself, and its artifact.
 
-Data have purposes: λ and predictors are fitted on *fit*, plans are compared on *select*, and *validate* has the last
-word. λ is calibrated for each style with λ, with its quantizer in every layer. Predictors are fitted once in AQUA-KV's
-own layers (or in those of the first predicted choices), and once more on the layers that were chosen, as one candidate
-more. The plan that ships was measured on both pools, byte for byte.
+Data have purposes: λ, predictors and error feedback are fitted on *fit*, plans are compared on *select*, and *validate*
+has the last word. Predictors are fitted once in AQUA-KV's own layers (or in those of the first predicted choices). The
+champion is finished by two candidates more, each of which has to win: with predictors fitted once more on the layers
+that were chosen, and with error feedback, whose factors' bytes were kept free. The plan that ships was measured on both
+pools, byte for byte.
 
 The folder remembers: fits and measurements lie beside the search's artifact, named by what they are of, and so do the
 plans of earlier searches. Another budget in the same folder measures only plans that are new, starts from the plans of
@@ -16,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,20 +26,20 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kvcal.artifact import sha256_json, tensors_sha256
-from kvcal.data.pools import Purpose, TokenDataset, data_inputs
+from kvcal.artifact import tensors_sha256
+from kvcal.data.pools import Purpose
 from kvcal.errors import ArtifactError
-from kvcal.folder import compute_dtype, current_or, flat, model_inputs
+from kvcal.folder import compute_dtype, model_inputs
 from kvcal.geometry import CACHE_DTYPES
+from kvcal.kernels.variants import stored_form
 from kvcal.models.load import LoadedModel, weight_bytes
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import lattice_tensors, needed_tensors
 from kvcal.progress import Reporter
-from kvcal.recipe import Recipe, ReparamSpec, SearchSpec
-from kvcal.stages import reparam
-from kvcal.stages.allocate.budget import Budget, ModelSizes, resolve_budget, workspace_bytes
+from kvcal.recipe import Recipe, SearchSpec
+from kvcal.stages.allocate.budget import Budget, ModelSizes, reserved_bytes, resolve_budget, workspace_bytes
 from kvcal.stages.allocate.record import Allocation, layer_bytes, layers_in
 from kvcal.stages.checkpoint import Checkpoint, State
 from kvcal.stages.divergence import (
@@ -54,18 +55,8 @@ from kvcal.stages.divergence import (
     plan_digest,
     unquantized_plan,
 )
-from kvcal.stages.predictors import stage as fit_predictors
-from kvcal.stages.search.compose import (
-    FINALISTS,
-    MAX_COMPOSED,
-    MAX_SINGLES,
-    MAX_UNIFORM,
-    Candidate,
-    Outcome,
-    search,
-)
+from kvcal.stages.search.compose import FINALISTS, Candidate, Outcome, search
 from kvcal.stages.search.compositions import (
-    RAW_OPTION,
     OptionTensors,
     Style,
     complexity,
@@ -75,8 +66,10 @@ from kvcal.stages.search.compositions import (
     styles_of,
     system_plans,
 )
+from kvcal.stages.search.cost import Estimate, planned
+from kvcal.stages.search.fits import Fits, SearchData
 from kvcal.stages.search.judge import Pool, better, tiers_of
-from kvcal.stages.search.problem import Choice, Problem, problem_of, shared_styles
+from kvcal.stages.search.problem import Choice, Problem, problem_of
 from kvcal.stages.search.record import (
     KIND,
     SCHEMA,
@@ -89,23 +82,14 @@ from kvcal.stages.search.record import (
     pool_result,
     save,
 )
-from kvcal.strict import dump
 
 __all__ = ["KIND", "SCHEMA", "Search", "SearchData", "SearchRecord", "dry_run", "load", "run_search"]
 
 # Texts fed at once: as in the profile on a CPU; a GPU takes 16 short ones in the time of one.
 KL_BATCH = {"cpu": 4, "cuda": 16}
+# Of the cache: factors of error feedback that take more are not worth their room.
+MAX_FEEDBACK_SHARE = 0.01
 Layers = tuple[LayerPlan, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class SearchData:
-    """Sequences by purpose; ``reparam``: for λ, where a style takes it."""
-
-    fit: TokenDataset
-    select: TokenDataset
-    validate: TokenDataset
-    reparam: TokenDataset
 
 
 def run_search(
@@ -131,6 +115,7 @@ def run_search(
         reporter.say(job.announcement(select.meter.tiers))
         systems = [job.candidate(name, layers) for name, layers in job.systems.items()]
         fitting = [one for one in (*systems, *earlier) if one.nbytes <= job.budget.cache]
+        both = select.pool, validate.pool
         outcome = search(
             job.problem,
             job.spec.refine_rounds,
@@ -139,10 +124,10 @@ def run_search(
             [one for one in fitting if one not in earlier],
             [one for one in fitting if one in earlier],
             lambda name, choice: job.composed(name, choice, brought),
+            lambda champion: job.fed(job.refitted(champion, *both), *both),
         )
-        champion = job.refitted(outcome.champion, select.pool, validate.pool)
-        report = job.report(outcome, champion, select, validate)
-    plan, budget, workload = champion.plan, job.budget, job.workload
+        report = job.report(outcome, select, validate)
+    plan, budget, workload = outcome.champion.plan, job.budget, job.workload
     fixed, paged = layer_bytes(plan.layers, plan.cache_dtype, workload)
     split = budget.split(fixed, paged, reserved=0)
     allocation = Allocation(
@@ -186,6 +171,10 @@ class Search:
         return Workload(self.recipe.allocate.batch, self.recipe.allocate.context)
 
     @cached_property
+    def fits(self) -> Fits:
+        return Fits(self.loaded, self.recipe, self.data, self.workload, self.path, self.reporter)
+
+    @cached_property
     def systems(self) -> dict[str, Layers]:
         """Systems' own plans, those that serve."""
         every = system_plans(self.loaded.geometry, self.spec, self.recipe.predictors)
@@ -195,7 +184,15 @@ class Search:
                 f"search: for {self.spec.serve}, plans that attention does not read as they are stored are left out: "
                 f"{', '.join(left_out)} (`--for storage` takes them)"
             )
-        return served
+        unfitted = {name for name, layers in served.items() for layer in layers if not self._can_rescale(layer)}
+        if unfitted:
+            self.reporter.say(
+                f"search: texts for λ are too short to read a page of {', '.join(sorted(unfitted))}: left out"
+            )
+        return {name: layers for name, layers in served.items() if name not in unfitted}
+
+    def _can_rescale(self, layer: LayerPlan) -> bool:
+        return not layer.k_rescale or all(map(self.fits.can_rescale, layer.k))
 
     def _serves(self, layers: Layers) -> bool:
         cache_dtype, bare = self.loaded.geometry.cache_dtype, bare_layers(self.loaded.geometry)
@@ -208,7 +205,12 @@ class Search:
     @cached_property
     def styles(self) -> dict[Side, tuple[Style, ...]]:
         recipe, plans = self.recipe, self.systems.values()
-        return {side: styles_of(side, self.spec, recipe.cache, recipe.predictors, plans) for side in SIDES}
+        every = {side: styles_of(side, self.spec, recipe.cache, recipe.predictors, plans) for side in SIDES}
+        unfitted = {style for style in every["k"] if style.rescale and not self.fits.can_rescale(style.format)}
+        if unfitted:
+            named = ", ".join(f"'{style}'" for style in sorted(unfitted, key=str))
+            self.reporter.say(f"search: texts for λ are too short to read a page of keys {named}: left out")
+        return every | {"k": tuple(style for style in every["k"] if style not in unfitted)}
 
     @cached_property
     def budget(self) -> Budget:
@@ -223,17 +225,30 @@ class Search:
         return resolve_budget(ModelSizes(geometry, weight_bytes(loaded.model), vocab_size), allocate, largest, fixed)
 
     @cached_property
+    def reserved(self) -> int:
+        """Bytes that are kept free for the factors of error feedback; 0 where it is not tried."""
+        nbytes = reserved_bytes(self.loaded.geometry, self.recipe.cache, None, feedback=self.recipe.feedback)
+        if nbytes <= MAX_FEEDBACK_SHARE * self.budget.cache:
+            return nbytes
+        self.reporter.say(
+            f"search: no error feedback: its factors would take {nbytes / self.budget.cache:.1%} of the cache"
+        )
+        return 0
+
+    @cached_property
     def problem(self) -> Problem:
         geometry, allocate = self.loaded.geometry, self.recipe.allocate
         assert allocate is not None
         fixed, _ = layer_bytes(bare_layers(geometry), geometry.cache_dtype, self.workload)
-        room, per_head = self.budget.cache - fixed, allocate.granularity == "head"
+        room, per_head = self.budget.cache - fixed - self.reserved, allocate.granularity == "head"
         return problem_of(geometry, self.styles, self.recipe.predictors, self.workload, room, per_head, self.spec.serve)
 
     @cached_property
     def brought(self) -> OptionTensors:
         """The fits, made or read."""
-        return OptionTensors(self._lambdas(), self._first_predictors())
+        formats = {layer.k[0] for layers in self.systems.values() for layer in layers if layer.k_rescale}
+        formats |= {o.format for options in self.problem.options for o in options if o.style.rescale}
+        return OptionTensors(self.fits.lambdas(formats), self._first_predictors())
 
     def composed(self, name: str, choice: Choice, brought: OptionTensors) -> Candidate:
         """A choice of the problem as a plan."""
@@ -265,7 +280,7 @@ class Search:
         inputs = {**model_inputs(loaded), **compute_dtype(loaded), "texts.sha256": tensors_sha256(of_texts)}
         kinds = tuple(text.kind for text in texts)
         tiers = tiers_of(kinds)
-        target, start = self._beside(purpose), State({}, {PHASE: 0})
+        target, start = self.fits.beside(purpose), State({}, {PHASE: 0})
         checkpoint = stack.enter_context(
             Checkpoint(target, KIND, inputs, start, declare_plans(len(texts)), self.reporter, is_kept=True)
         )
@@ -316,7 +331,7 @@ class Search:
         """The record that lies where the new one is to be, under a name of its own."""
         if self.path.exists():
             digest = hashlib.sha256(self.path.read_bytes()).hexdigest()[:12]
-            os.replace(self.path, self._beside(f"earlier-{digest}"))
+            os.replace(self.path, self.fits.beside(f"earlier-{digest}"))
 
     def refitted(self, champion: Candidate, select: Pool[Candidate], validate: Pool[Candidate]) -> Candidate:
         """With predictors fitted on what they read now, if that is better."""
@@ -325,15 +340,35 @@ class Search:
             return champion
         layers = tuple(replace(layer, k_predictor=None, v_predictor=None) for layer in plan.layers)
         others = {name: tensor for name, tensor in plan.tensors.items() if "_predictor." not in name}
-        fitted = self._predictors(layers, others)
+        fitted = self.fits.predictors(layers, others)
         tensors = {name: fitted.get(name, tensor) for name, tensor in plan.tensors.items()}
         found = replace(champion, name=f"{champion.name}, refitted", choice=None, plan=replace(plan, tensors=tensors))
         return found if better(found, champion, select, validate) else champion
 
-    def report(self, outcome: Outcome, champion: Candidate, select: _Measured, validate: _Measured) -> SearchReport:
-        candidates = list(outcome.compared) + ([champion] if champion not in outcome.compared else [])
-        results = []
-        for one in candidates:
+    def fed(self, champion: Candidate, select: Pool[Candidate], validate: Pool[Candidate]) -> Candidate:
+        """With error feedback of all codes that attention reads as they are stored, if that is better."""
+        plan = champion.plan
+        if not self.reserved or any(layer.feedback(side) for layer in plan.layers for side in SIDES):
+            return champion
+        fitted, by_index = (
+            self.fits.feedback(plan.layers, plan.tensors),
+            {one.geometry.index: one for one in plan.layers},
+        )
+        factors = {
+            (index, side): factor
+            for (index, side), factor in fitted.factors.items()
+            if all(stored_form(by_index[index], side, fmt) is None for fmt in by_index[index].formats(side))
+        }
+        fitted = replace(fitted, factors=factors)
+        layers = fitted.apply(plan.layers)
+        found = self._as_candidate(f"{champion.name}, feedback", None, layers, {**plan.tensors, **fitted.tensors()})
+        if not factors or found.nbytes > self.budget.cache or not self._serves(layers):
+            return champion
+        return found if better(found, champion, select, validate) else champion
+
+    def report(self, outcome: Outcome, select: _Measured, validate: _Measured) -> SearchReport:
+        champion, results = outcome.champion, []
+        for one in outcome.compared:
             pairs = [(pool.score(one), pool.difference(one, champion)[1]) for pool in (select.pool, validate.pool)]
             results.append(CandidateResult(one.name, one.complexity, one.nbytes, *pairs[0], *pairs[1]))
         of_select, of_validate = (
@@ -342,7 +377,7 @@ class Search:
         )
         return SearchReport(
             champion.name,
-            champion is not outcome.champion,
+            self._is_refitted(champion.plan),
             self.spec.serve,
             of_select,
             of_validate,
@@ -352,9 +387,13 @@ class Search:
             select.meter.num_plans,
         )
 
+    def _is_refitted(self, plan: Plan) -> bool:
+        first = self.brought.predictors
+        return any(name in first and not tensor.equal(first[name]) for name, tensor in plan.tensors.items())
+
     def _units(self, outcome: Outcome) -> tuple[UnitResult, ...]:
-        """None where the plan that ships is no choice."""
-        problem, choice, units = self.problem, outcome.champion.choice, []
+        """None where the layers that ship are no choice, whatever encodes their pages."""
+        problem, choice, units = self.problem, self.problem.choice_of(outcome.champion.plan.layers), []
         for position, option in enumerate(choice or ()):
             options, sizes = problem.options[position], problem.nbytes[position]
             tried = tuple(
@@ -369,37 +408,6 @@ class Search:
         cost = planned(self.problem, tiers, len(self.systems), self.spec.refine_rounds)
         return f"search: at most {cost.plans} plans, {cost.texts} times a text; {tiers[-1]} texts, {tiers[0]} at first"
 
-    def _beside(self, name: str) -> Path:
-        return self.path.with_name(f"{self.path.stem}.{name}{self.path.suffix}")
-
-    def _fit_inputs(
-        self, data: TokenDataset, spec: Any, layers: Layers, tensors: Mapping[str, Tensor]
-    ) -> dict[str, Any]:
-        return {
-            **model_inputs(self.loaded),
-            **compute_dtype(self.loaded),
-            **data_inputs(data),
-            **flat("spec", dump(spec)),
-            **flat("workload", dump(self.workload)),
-            "fitted.layers.sha256": sha256_json([dump(layer) for layer in layers]),
-            "fitted.tensors.sha256": tensors_sha256(dict(tensors)),
-        }
-
-    def _lambdas(self) -> dict[Format, dict[int, Tensor]]:
-        """λ of every layer, for every format of keys with λ."""
-        formats = {layer.k[0] for layers in self.systems.values() for layer in layers if layer.k_rescale}
-        formats |= {o.format for options in self.problem.options for o in options if o.style.rescale}
-        spec, lambdas = self.recipe.reparam or ReparamSpec(), {}
-        for fmt in sorted(formats, key=str):
-            layers = layers_in(self.loaded.geometry, fmt, RAW_OPTION.format)
-            path, inputs = self._beside(f"lambda-{_short(fmt)}"), self._fit_inputs(self.data.reparam, spec, layers, {})
-
-            def fit(layers: Layers = layers, inputs: dict[str, Any] = inputs, path: Path = path) -> reparam.Reparam:
-                return reparam.run_reparam(self.loaded, layers, self.data.reparam, spec, inputs, path, self.reporter)
-
-            lambdas[fmt] = dict(current_or("search, λ", path, reparam.load, inputs, fit, self.reporter).lambdas)
-        return lambdas
-
     def _first_predictors(self) -> dict[str, Tensor]:
         """Tensors of predictors of all layers; none where nothing is predicted."""
         systems = [p for p in self.systems.values() if any(layer.predictor(s) for layer in p for s in SIDES)]
@@ -413,62 +421,7 @@ class Search:
                 next((style for style in self.styles[side] if style.predicted), self.styles[side][0]) for side in SIDES
             )
             layers = layers_in(self.loaded.geometry, k.format, v.format, "pre" if k.predicted else "post")
-        return self._predictors(layers, lattice_tensors(layers))
-
-    def _predictors(self, layers: Layers, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of predictors for all sides of ``layers``, whether they pay or not: the search decides that."""
-        assert self.recipe.predictors is not None
-        spec, data = replace(self.recipe.predictors, drop=False), self.data.fit
-        inputs = self._fit_inputs(data, spec, layers, tensors)
-        path = self._beside(f"predictors-{inputs['fitted.layers.sha256'][:12]}")
-
-        def fit() -> fit_predictors.PredictorRecord:
-            return fit_predictors.run_fit_predictors(
-                self.loaded, layers, tensors, data, spec, self.workload, inputs, path, self.reporter
-            )
-
-        return current_or("search, predictors", path, fit_predictors.load, inputs, fit, self.reporter).tensors()
-
-
-def _short(fmt: Format) -> str:
-    return sha256_json(dump(fmt))[:12]
-
-
-class Cost(NamedTuple):
-    """At most: different ``plans``, and how often one of them is measured on a text."""
-
-    plans: int
-    texts: int
-
-
-def planned(problem: Problem, tiers: Sequence[int], num_systems: int, num_rounds: int) -> Cost:
-    """The cost of a search at most, on the texts of the selection; the validation sees a dozen plans."""
-    steps = [after - before for before, after in zip((0, *tiers), tiers, strict=False)]
-
-    def halved(count: int) -> int:
-        total = 0
-        for step in steps:
-            total += step * count
-            count = max(FINALISTS, -(-count // 2))
-        return total
-
-    styles = sum(len(shared_styles(problem, side)) for side in SIDES)
-    num_units = len(problem.units)
-    most = [max(2, MAX_SINGLES // num_units) + 1] * num_units
-    singles = sum(min(limit, len(row) - 1) for limit, row in zip(most, problem.options, strict=True))
-    whole = MAX_UNIFORM + num_systems
-    plans = styles + whole + num_rounds * (singles + MAX_COMPOSED)
-    return Cost(plans, tiers[0] * (styles + num_rounds * singles) + halved(whole) + num_rounds * halved(MAX_COMPOSED))
-
-
-class Estimate(NamedTuple):
-    """The size of a search. ``seconds``: without fits of λ and predictors; ``nbytes``: weights, as many caches as
-    are fed side by side, at most at 16 bits, and logits."""
-
-    cost: Cost
-    num_texts: int
-    seconds: float
-    nbytes: int
+        return self.fits.predictors(layers, lattice_tensors(layers))
 
 
 def dry_run(loaded: LoadedModel, recipe: Recipe, data: SearchData, path: Path, reporter: Reporter) -> Estimate:

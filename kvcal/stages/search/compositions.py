@@ -121,6 +121,7 @@ def choice_style(choice: KeyChoice | ValueChoice, cache: CacheSpec) -> Style:
         plain = cache.format(side, choice.num_bits, axis, choice.group_size)
         fmt = replace(
             plain,
+            quantizer=choice.quantizer,
             lattice_dim=choice.lattice_dim,
             boost=boost,
             num_sink_tokens=plain.num_sink_tokens if choice.num_sink_tokens is None else choice.num_sink_tokens,
@@ -129,7 +130,7 @@ def choice_style(choice: KeyChoice | ValueChoice, cache: CacheSpec) -> Style:
         return Style(fmt, rescale, choice.predicted)
     except ValidationError as conflict:
         reason = conflict.errors()[0]["msg"].removeprefix("Value error, ")
-        given = {name: value for name, value in dump(choice).items() if value not in (None, False)}
+        given = {name: value for name, value in dump(choice).items() if value not in (None, False, "uniform")}
         raise UsageError(
             f"the choice {given} of [search] cannot be composed: {reason}",
             hint="take it out of [search], or change the part that is named",

@@ -2,7 +2,7 @@
 
 A trial takes the plan with its thresholds in the key tiers, which have the capacity that calibration pages need (see
 ``tier_capacity``) or the recipe's shares, and has the model solve problems through that plan's packed cache; there is
-no simulated score. Tasks are the embedded ones (``measure_tasks``), or "lm-eval:NAME" (``packed_cache_lm``); the
+no simulated score. Tasks are the embedded ones (``measure_tasks``), or "lm-eval:NAME" (``measure_harness``); the
 accuracy is their mean. Bits count everything at the plan's workload: the paper's count key codes alone, and are kept
 as a fact.
 
@@ -23,8 +23,9 @@ from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Plan
 from kvcal.progress import Silent
 from kvcal.quantities import MAX_SEED
-from kvcal.recipe import LM_EVAL, EvaluateSpec, TuneSpec
-from kvcal.stages.evaluate.tasks import measure_lm_eval, measure_tasks, require_lm_eval
+from kvcal.recipe import EvaluateSpec, TuneSpec
+from kvcal.stages.evaluate.harness import measure_harness, require_lm_eval
+from kvcal.stages.evaluate.tasks import measure_tasks
 from kvcal.stages.tune.record import Outcome, Search, Threshold
 from kvcal.stages.tune.tier_capacity import Scores, key_code_bits, measure_scores, score_quantile, with_thresholds
 
@@ -87,19 +88,18 @@ class TaskObjective:
 
     def __post_init__(self) -> None:
         tuned_bits(self.plan)
-        if any(name.startswith(LM_EVAL) for name in self.spec.tasks):
+        if self.tasks.harness_tasks:
             require_lm_eval()
 
     def __reduce__(self) -> tuple[type[TaskObjective], tuple[object, ...]]:
         return TaskObjective, (self.origin, self.plan, self.spec, self.evaluate, self.data)
 
     @property
-    def own_tasks(self) -> EvaluateSpec:
-        """The embedded tasks; never with the evaluation's seed, whose problems measure the choice."""
+    def tasks(self) -> EvaluateSpec:
+        """The tasks of the search; never with the evaluation's seed, whose problems measure the choice."""
         evaluate, spec = self.evaluate, self.spec
-        own = tuple(name for name in spec.tasks if not name.startswith(LM_EVAL))
         seed = (evaluate.seed + 1 + spec.seed) % (MAX_SEED + 1)
-        return replace(evaluate, tasks=own, num_problems=spec.num_problems, seed=seed)
+        return replace(evaluate, tasks=spec.tasks, num_problems=spec.num_problems, seed=seed)
 
     @cached_property
     def loaded(self) -> LoadedModel:
@@ -132,20 +132,12 @@ class TaskObjective:
         facts = {"key_code_bits": key_code_bits(plan, self.scores), **_capacity_shares(plan)}
         return Outcome(accuracy, error, plan.bits_per_value(), plan.predicted_bytes, facts)
 
-    def accuracy(self, plan: Plan) -> tuple[float, float | None]:
-        """Mean accuracy over the tasks, and its standard error (the tasks' errors are independent), None where a task
-        has none."""
-        evaluate, spec = self.evaluate, self.spec
-        measured = measure_tasks(self.loaded, plan, self.own_tasks, Silent(), "select")
-        results: list[tuple[float, float | None]] = [(task.accuracy, task.accuracy_se) for task in measured]
-        for name in spec.tasks:
-            if name.startswith(LM_EVAL):
-                task = name.removeprefix(LM_EVAL)
-                results.append(measure_lm_eval(self.loaded, plan, task, spec.num_problems, evaluate.batch, spec.seed))
-        values, errors = zip(*results, strict=True)
-        if None in errors:
-            return sum(values) / len(results), None
-        return sum(values) / len(results), sum(error**2 for error in errors) ** 0.5 / len(results)
+    def accuracy(self, plan: Plan) -> tuple[float, float]:
+        """Mean accuracy over the tasks, and its standard error: the tasks' errors are independent."""
+        results = measure_tasks(self.loaded, plan, self.tasks, Silent(), "select")
+        results += measure_harness(self.loaded, plan, self.tasks, Silent())
+        error = sum(result.accuracy_se**2 for result in results) ** 0.5 / len(results)
+        return sum(result.accuracy for result in results) / len(results), error
 
 
 def _capacity_shares(plan: Plan) -> dict[str, float]:

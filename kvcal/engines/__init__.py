@@ -1,0 +1,12 @@
+"""Plans inside serving engines, which own the memory of the cache in blocks and hand out tables of them.
+
+support.py            what of a plan an engine takes, with reasons for what it does not
+shard.py              the heads of one rank of tensor parallelism; equal bytes on all ranks
+block.py              a layer's opaque block of 128 tokens, and its ring: what lies where
+step.py               storing tokens in an engine's memory, and attention to them
+prefill.py            attention of a chunk to its past, in tiles
+contract.py           what of an engine's code is used, and whether the installed version has it
+vllm/                 the plug-in of vLLM
+
+Nothing outside a folder of an engine imports that engine. kvcal never depends on one.
+"""

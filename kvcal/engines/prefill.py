@@ -1,0 +1,86 @@
+"""Attention of a chunk of new tokens to its past and to itself, in tiles that are merged by log-sum-exp.
+
+A prompt comes in chunks, and what a chunk attends to may be long and packed. So the past is decoded a tile at a time
+into the same scratch, attended to without a mask, and merged: with the outputs o and the log-sum-exps l of two parts of
+the keys,
+
+    l = log(exp(l1) + exp(l2))      o = o1 exp(l1 - l) + o2 exp(l2 - l)      (Milakov and Gimelshein 2018)
+
+Tiles are served by torch's FlashAttention on CUDA in 16 bits, by products in fp32 elsewhere. Left out: chunks of
+several sequences in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Past tokens that are decoded at once.
+TILE_TOKENS = 8192
+# Scores in fp32 that products in torch have at once: 64 MB.
+SCORES_AT_ONCE = 2**24
+FLASH_DTYPES, FLASH_MAX_DIM = (torch.float16, torch.bfloat16), 256
+
+
+class Part(NamedTuple):
+    """Attention to a part of the keys: ``out`` [H, T, D] fp32, and the log-sum-exp of its scores, ``lse`` [H, T]
+    fp32."""
+
+    out: Tensor
+    lse: Tensor
+
+    def merged(self, other: Part) -> Part:
+        """Attention to both parts."""
+        lse = torch.logaddexp(self.lse, other.lse)
+        weights = ((part.lse - lse).exp().unsqueeze(-1) for part in (self, other))
+        return Part(sum(part.out * weight for part, weight in zip((self, other), weights, strict=True)), lse)  # type: ignore[arg-type]
+
+
+def attend_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    past: Iterable[tuple[Tensor, Tensor]],
+    scale: float,
+    softcap: float,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Attention [T, H, D] in q's dtype of q [T, H, D], causal over k, v [T, N, D] and to all of ``past``: tiles of keys
+    and values [N, S, D]. ``softcap`` 0 for none; ``s_aux`` [H]: logits of sinks without a key."""
+    queries = q.transpose(0, 1)
+    found = attend_part(queries, k.transpose(0, 1), v.transpose(0, 1), True, scale, softcap)
+    for keys, values in past:
+        found = found.merged(attend_part(queries, keys, values, False, scale, softcap))
+    out = found.out
+    if s_aux is not None:
+        out = out * torch.sigmoid(found.lse - s_aux.float().unsqueeze(-1)).unsqueeze(-1)
+    return out.transpose(0, 1).to(q.dtype)
+
+
+def attend_part(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, softcap: float) -> Part:
+    """Attention of q [H, T, D] to k, v [N, S, D]: to all, or, where T = S, each to the tokens up to its own."""
+    if q.is_cuda and q.dtype in FLASH_DTYPES and not softcap and q.shape[-1] <= FLASH_MAX_DIM:
+        batched = (x.unsqueeze(0) for x in (q, k, v))
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*batched, 0.0, is_causal, scale=scale)
+        return Part(out[0].float(), lse[0])
+    (num_heads, tokens, dim), past = q.shape, k.shape[1]
+    keys, values = k.float().transpose(-1, -2), v.float()
+    by_group = q.unflatten(0, (k.shape[0], -1))  # [N, G, T, D]
+    at_once = max(1, SCORES_AT_ONCE // (num_heads * past))
+    parts = []
+    for first in range(0, tokens, at_once):
+        taken = by_group[:, :, first : first + at_once].float()
+        scores = (taken.flatten(1, 2) @ keys).unflatten(1, taken.shape[1:3]) * scale  # [N, G, t, S]
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
+        if is_causal:
+            is_later = torch.ones(taken.shape[2], past, dtype=torch.bool, device=q.device).triu(first + 1)
+            scores = scores.masked_fill(is_later, -torch.inf)
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse.unsqueeze(-1)).exp()
+        parts.append(((weights.flatten(1, 2) @ values).view(num_heads, -1, dim), lse.flatten(0, 1)))
+    outs, lses = zip(*parts, strict=True)
+    return Part(torch.cat(outs, dim=1), torch.cat(lses, dim=1))

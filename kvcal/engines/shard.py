@@ -1,0 +1,94 @@
+"""The heads of one rank of tensor parallelism: its layers, tensors, and the bytes that all ranks give a block.
+
+Ranks take neighbouring KV heads, as Megatron's column-parallel projections do; where there are more ranks than heads,
+ranks / heads of them hold the same one. An engine wants blocks of equal size on all ranks, and heads may differ in
+bits: so every rank takes the bytes of the largest one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvcal.engines.block import BlockLayout
+from kvcal.errors import UnsupportedModel
+from kvcal.geometry import AttentionGeometry
+from kvcal.plan.layer import LayerPlan, takes_feedback
+from kvcal.plan.plan import Plan
+from kvcal.plan.tensors import layer_transforms
+
+
+def rank_heads(geometry: AttentionGeometry, rank: int, size: int) -> slice:
+    """KV heads of a rank.
+
+    Raises:
+        UnsupportedModel: neither of ``size`` and the KV heads divides the other, or ``size`` does not divide the query
+            heads.
+    """
+    heads = geometry.num_kv_heads
+    if (heads % size and size % heads) or geometry.num_query_heads % size:
+        raise UnsupportedModel(
+            f"layer {geometry.index} has {geometry.num_query_heads} query heads and {heads} KV heads, which {size} "
+            "ranks cannot share equally",
+            hint="choose a tensor parallel size that divides the KV heads, or a multiple of them",
+        )
+    first = rank * heads // size
+    return slice(first, first + max(1, heads // size))
+
+
+@dataclass(frozen=True)
+class HeadShard:
+    """A plan that ``kvcal.engines.support`` takes, as rank ``rank`` of ``size`` serves it."""
+
+    plan: Plan
+    rank: int = 0
+    size: int = 1
+
+    @functools.cached_property
+    def blocks(self) -> dict[int, BlockLayout]:
+        """The rank's layout of every layer, by the layer's index."""
+        return self._blocks_of(self.rank)
+
+    def heads(self, index: int) -> slice:
+        """The rank's KV heads of a layer, as the plan counts them."""
+        return rank_heads(self._whole(index).attention, self.rank, self.size)
+
+    def block_bytes(self, index: int) -> int:
+        """Bytes of a layer's block, equal on all ranks."""
+        return max(each[index].block_bytes for each in self._every_rank)
+
+    def ring_bytes(self, index: int) -> int:
+        """Bytes of a request's ring of a layer, equal on all ranks."""
+        return max(each[index].ring_bytes for each in self._every_rank)
+
+    def tensors(self, index: int) -> dict[str, Tensor]:
+        """The transforms of a layer's heads of this rank, [n, ...] each, by the last part of their names."""
+        return layer_transforms(self.plan.tensors, index, self.heads(index))
+
+    @functools.cached_property
+    def _every_rank(self) -> list[dict[int, BlockLayout]]:
+        return [self._blocks_of(rank) for rank in range(self.size)]
+
+    def _blocks_of(self, rank: int) -> dict[int, BlockLayout]:
+        layers = [_layer_of(layer, rank, self.size) for layer in self.plan.layers]
+        return {layer.geometry.index: BlockLayout(layer, self.plan.cache_dtype) for layer in layers}
+
+    def _whole(self, index: int) -> LayerPlan:
+        return next(layer for layer in self.plan.layers if layer.geometry.index == index)
+
+
+def _layer_of(layer: LayerPlan, rank: int, size: int) -> LayerPlan:
+    whole = layer.attention
+    heads = rank_heads(whole, rank, size)
+    geometry = dataclasses.replace(
+        whole, num_query_heads=whole.num_query_heads // size, num_kv_heads=heads.stop - heads.start
+    )
+    k, v = (formats if len(formats) == 1 else formats[heads] for formats in (layer.k, layer.v))
+    return dataclasses.replace(
+        layer, geometry=geometry, k=k, v=v,
+        k_feedback=layer.k_feedback and any(map(takes_feedback, k)),
+        v_feedback=layer.v_feedback and any(map(takes_feedback, v)),
+    )  # fmt: skip

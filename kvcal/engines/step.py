@@ -1,0 +1,255 @@
+"""Storing new tokens of one layer in an engine's memory, and attention to all tokens of their sequences.
+
+An engine gives every layer its blocks and rings once (``PagedStep.bind``), and with every step the place of each
+sequence in them. Two kinds of sequences are served:
+
+    decode    one token each for many sequences: the operators of kvcal.kernels.ops, with the engine's tables of blocks
+              and of rings as they are. On CUDA these are the kernels; nothing waits for the device, so that the call
+              may be captured in a CUDA graph
+    extend    a chunk of tokens of one sequence: it attends to its past, page tile by page tile, and to itself at full
+              precision; then it is stored. Sizes come from the host
+
+Either packs every page that its tokens fill, into the page's block, before it returns. A full block may be shared,
+hashed, moved or kept from then on; nothing in it depends on the sequence that filled it. A sequence that begins behind
+shared blocks begins at a multiple of 128, where a ring holds nothing that is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcal.engines.block import BlockLayout
+from kvcal.engines.prefill import TILE_TOKENS, attend_chunk
+from kvcal.engines.shard import HeadShard
+from kvcal.geometry import CACHE_DTYPES
+from kvcal.kernels import ops
+from kvcal.kernels.decode import workspace_bytes
+from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
+from kvcal.kernels.variants import HeadRange, Variant, variant_of
+from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.plan.page_format import SIDES, Side
+
+
+class Decodes(NamedTuple):
+    """Sequences that get one token each, all int32 on the device. Rows of length 0 whose blocks and rings nobody else
+    has may fill a batch up."""
+
+    lengths: Tensor  # [B]: tokens of each sequence before the step
+    table: Tensor  # [B, pages], channels side by side: the block of every page, the token's own included
+    rings: Tensor  # [B]: each sequence's ring
+
+
+class Chunk(NamedTuple):
+    """New tokens of one sequence behind the ``num_past`` that are stored."""
+
+    num_past: int
+    table: Tensor  # [pages] int32 on the device: the block of every page, those of the new tokens included
+    ring: Tensor  # [1] int32 on the device
+
+
+class Scratch:
+    """Scratch that all layers of a rank share, of at most ``max_rows`` sequences a decode; counted by no plan.
+    ``error`` int32 [1]: bits that are set when a page cannot be stored (kvcal.kernels.ops)."""
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self.max_rows, self.device = max_rows, device
+        self.error = torch.zeros(1, dtype=torch.int32, device=device)
+        self.nothing = torch.empty(0, device=device)
+        self.no_window = torch.empty(0, dtype=torch.int32, device=device)
+        self._workspaces: dict[tuple[int, int, int], Tensor] = {}
+        self._past: dict[tuple[Side, int, int, torch.dtype], Tensor] = {}
+
+    def workspace(self, num_kv_heads: int, group_heads: int, head_dim: int) -> Tensor:
+        """uint8: scratch of ``decode`` for a head range of this shape; the reference needs none."""
+        shape = (num_kv_heads, group_heads, head_dim)
+        if shape not in self._workspaces:
+            needed = workspace_bytes(self.max_rows, *shape, self.device) if self.device.type == "cuda" else 0
+            self._workspaces[shape] = torch.zeros(needed, dtype=torch.uint8, device=self.device)
+        return self._workspaces[shape]
+
+    def past(self, side: Side, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+        """[N, TILE_TOKENS, D]: room for a tile of decoded pages."""
+        key = (side, num_kv_heads, head_dim, dtype)
+        if key not in self._past:
+            self._past[key] = torch.empty(num_kv_heads, TILE_TOKENS, head_dim, dtype=dtype, device=self.device)
+        return self._past[key]
+
+
+@dataclass(frozen=True)
+class _RangeMemory:
+    """One head range of a layer in an engine's memory; ``queries`` are its query heads."""
+
+    pair: HeadRange
+    queries: slice
+    variant: Variant
+    transform: PageTransform
+    k: Memory
+    v: Memory
+    workspace: Tensor
+
+    def memory(self, side: Side) -> Memory:
+        return self.k if side == "k" else self.v
+
+    def of_side(self, side: Side) -> list[Tensor]:
+        return list(self.transform if side == "k" else self.transform.of_values)
+
+
+class PagedStep:
+    """See the module's docstring: layer ``index`` of a shard. Built once; ``bind`` before the first step.
+
+    Keys and values are those of the rank's N heads after RoPE, queries of its H = N G heads, in any float dtype; D is
+    the head size. Both calls return attention in the queries' dtype.
+    """
+
+    def __init__(self, shard: HeadShard, index: int, scratch: Scratch) -> None:
+        self.layout: BlockLayout = shard.blocks[index]
+        self.scratch = scratch
+        self.dtype = CACHE_DTYPES[shard.plan.cache_dtype]
+        self._first_head = shard.heads(index).start
+        self._tensors = {name: tensor.to(scratch.device) for name, tensor in shard.tensors(index).items()}
+        self._ranges: list[_RangeMemory] = []
+        self._rings: dict[Side, Tensor] = {}
+        geometry = self.layout.layer.attention
+        for pair in self.layout.ranges:  # now, so that an engine's measurement of free memory counts it
+            scratch.workspace(pair.num_heads, geometry.group_heads, geometry.k_head_dim)
+
+    @property
+    def is_bound(self) -> bool:
+        return bool(self._ranges)
+
+    def bind(self, blocks: Tensor, rings: Tensor) -> None:
+        """The layer's memory: blocks, uint8 [blocks, block_bytes or more], and rings, uint8 [rings, ring_bytes or
+        more], bytes side by side, with strides between them of multiples of 16."""
+        layer, group = self.layout.layer, self.layout.layer.attention.group_heads
+        self._rings = {side: self.layout.ring(rings, side) for side in SIDES}
+        self._ranges = []
+        for pair in self.layout.ranges:
+            variant = variant_of(layer, pair, self.layout.cache_dtype)
+            if pair.k.boost is not None and pair.k.boost.score == "random":  # numbered as in the whole layer
+                variant = dataclasses.replace(variant, first_head=self._first_head + pair.heads.start)
+            of_heads = {name: tensor[pair.heads] for name, tensor in self._tensors.items()}
+            memory = {
+                side: Memory(ring[:, pair.heads, :0], ring[:, pair.heads], self.layout.pages(blocks, pair, side))
+                for side, ring in self._rings.items()
+            }
+            self._ranges.append(
+                _RangeMemory(
+                    pair,
+                    slice(pair.heads.start * group, pair.heads.stop * group),
+                    variant,
+                    PageTransform.of_variant(variant, of_heads, self.scratch.nothing),
+                    memory["k"],
+                    memory["v"],
+                    self.scratch.workspace(pair.num_heads, group, variant.head_dim),
+                )
+            )
+
+    def decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decodes: Decodes,
+        scale: float,
+        softcap: float = 0.0,
+        s_aux: Tensor | None = None,
+    ) -> Tensor:
+        """Store k, v [B, N, D], one token a sequence, and attend from q [B, H, D] to all tokens of each: [B, H, D].
+        ``softcap`` 0 for none; ``s_aux`` [H]: logits of sinks without a key."""
+        scratch, none = self.scratch, self.scratch.nothing
+        place = list(Place(decodes.lengths, decodes.table, scratch.no_window, scratch.no_window, decodes.rings))
+        statistic = list(QueryStatistic(none, scratch.no_window))
+        found = []
+        for held in self._ranges:
+            heads, transform, variants = held.pair.heads, list(held.transform), [held.variant.number]
+            ops.append(
+                k[:, heads], v[:, heads], none, list(held.k), list(held.v), statistic, place, transform, scratch.error,
+                variants, none, [],
+            )  # fmt: skip
+            sinks = none if s_aux is None else s_aux[held.queries]
+            found.append(
+                ops.decode(
+                    q[:, held.queries],
+                    list(held.k),
+                    list(held.v),
+                    place,
+                    transform,
+                    sinks,
+                    held.workspace,
+                    scale,
+                    softcap,
+                    variants,
+                    none,
+                    [],
+                )  # fmt: skip
+            )
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+    def extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        chunk: Chunk,
+        scale: float,
+        softcap: float = 0.0,
+        s_aux: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from q [T, H, D] to the past and, each up to its own token, to k, v [T, N, D]; then store these:
+        [T, H, D]. ``softcap``, ``s_aux`` as for :meth:`decode`."""
+        keys, values = k.to(self.dtype), v.to(self.dtype)
+        given = (keys.to(q.dtype), values.to(q.dtype))
+        attended = attend_chunk(q, *given, self._past(chunk, q.dtype), scale, softcap, s_aux)
+        for side, new in (("k", keys), ("v", values)):
+            self._store(side, new, chunk)  # type: ignore[arg-type]
+        return attended
+
+    def _past(self, chunk: Chunk, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values [N, S, D] of the chunk's past: tiles of pages, valid until the next, then the ring."""
+        layer = self.layout.layer
+        pages, at_once = chunk.num_past // PAGE_TOKENS, TILE_TOKENS // PAGE_TOKENS
+        rooms: dict[Side, Tensor] = {}
+        for side in SIDES if pages else ():
+            rooms[side] = self.scratch.past(side, layer.attention.num_kv_heads, layer.head_dim(side), dtype)
+        for first in range(0, pages, at_once):
+            slots = chunk.table[first : min(first + at_once, pages)].unsqueeze(0)
+            tile = {side: room[:, : slots.shape[1] * PAGE_TOKENS] for side, room in rooms.items()}
+            for side, held in ((side, held) for side in SIDES for held in self._ranges):
+                ops.unpack(
+                    held.memory(side).pages, slots, tile[side][held.pair.heads].unsqueeze(0), held.of_side(side),
+                    SIDES.index(side), held.variant.number,
+                )  # fmt: skip
+            yield tile["k"], tile["v"]
+        count = chunk.num_past % PAGE_TOKENS
+        if count:
+            recent = {side: self._in_ring(side, chunk, count) for side in SIDES}
+            yield recent["k"].to(dtype), recent["v"].to(dtype)
+
+    def _in_ring(self, side: Side, chunk: Chunk, count: int) -> Tensor:
+        """[N, count, D] in the cache's dtype: the tokens behind the last page."""
+        return self._rings[side].index_select(0, chunk.ring)[0, :, :count]
+
+    def _store(self, side: Side, new: Tensor, chunk: Chunk) -> None:
+        """Pack the pages that new [T, N, D] fill, and put the tokens behind them into the ring."""
+        by_head, total = new.transpose(0, 1), chunk.num_past + len(new)
+        first, stop = chunk.num_past // PAGE_TOKENS, total // PAGE_TOKENS
+        if first < stop:
+            count = chunk.num_past % PAGE_TOKENS
+            tokens = by_head[:, : PAGE_TOKENS * stop - chunk.num_past]
+            if count:
+                tokens = torch.cat([self._in_ring(side, chunk, count), tokens], dim=1)
+            slots = chunk.table[first:stop].unsqueeze(0)
+            for held in self._ranges:
+                ops.pack(
+                    tokens[held.pair.heads].unsqueeze(0), held.memory(side).pages, slots, first, self.scratch.nothing,
+                    held.of_side(side), self.scratch.error, SIDES.index(side), held.variant.number,
+                )  # fmt: skip
+        begin = max(chunk.num_past, PAGE_TOKENS * stop)
+        places = torch.arange(begin, total, device=new.device) % PAGE_TOKENS
+        self._rings[side][chunk.ring.long(), :, places] = new[begin - chunk.num_past :]

@@ -1,0 +1,53 @@
+"""What of a plan an engine takes, layer by layer, with the reason for what it does not.
+
+An engine takes pages that its prefix cache can share: a block holds 128 tokens and nothing of the request that wrote
+them. So sinks and windows, which are kept at 16 bits beside the pages, are refused; and what the kernels cannot read as
+it is stored. Refused at start, a plan is never served wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvcal.errors import UnsupportedModel
+from kvcal.geometry import CacheDtype, StateGeometry
+from kvcal.kernels import choice
+from kvcal.kernels.variants import stored_form
+from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import SIDES
+from kvcal.plan.plan import Plan
+
+HINT = "allocate a plan of uniform or boosted pages with num_sink_tokens = 0 and recent_window = 0"
+
+
+def refusals(layer: LayerPlan, cache_dtype: CacheDtype, is_cuda: bool) -> Iterator[str]:
+    """Why an engine cannot serve this layer; nothing if it can."""
+    if not layer.is_paged:
+        is_state = isinstance(layer.geometry, StateGeometry)
+        yield f"it {'keeps a state' if is_state else 'has a sliding window'}; only full attention is served"
+        return
+    for side in SIDES:
+        for fmt in dict.fromkeys(layer.formats(side)):
+            if fmt.num_sink_tokens:
+                yield f"{side} keeps {fmt.num_sink_tokens} sink tokens at 16 bits, which a shared block cannot hold"
+            if fmt.max_window:
+                yield f"{side} keeps a window of {fmt.max_window} tokens at 16 bits, which a prefix hit has lost"
+            if fmt.shrink_at:
+                yield f"{side} pages shrink, and an engine's blocks stay as they are"
+            form = stored_form(layer, side, fmt)
+            if form is not None:
+                yield f"{side} pages {form}, which the kernels cannot read from a block"
+            if fmt.needs_queries:
+                yield f"{side} channels are chosen by queries, whose sums the ring does not carry"
+    yield from (choice.refusals if is_cuda else choice.storage_refusals)(layer, cache_dtype)
+
+
+def require_served(plan: Plan, is_cuda: bool) -> None:
+    """UnsupportedModel (exit code 4) unless an engine can serve every layer: all reasons, with their layers."""
+    by_reason: dict[str, list[int]] = {}
+    for layer in plan.layers:
+        for reason in dict.fromkeys(refusals(layer, plan.cache_dtype, is_cuda)):
+            by_reason.setdefault(reason, []).append(layer.geometry.index)
+    if by_reason:
+        parts = [f"layers {', '.join(map(str, found))}: {reason}" for reason, found in by_reason.items()]
+        raise UnsupportedModel(f"an engine cannot serve this plan: {'; '.join(parts)}", hint=HINT)

@@ -1,0 +1,96 @@
+"""The lm-evaluation-harness's model "kvcal": a model of transformers with a plan's packed cache. Needs ``lm_eval``.
+
+    python -m kvcal.lm_eval run --model kvcal --model_args pretrained=MODEL,plan=plan.safetensors --tasks gsm8k
+
+The harness's Hugging Face model (``HFLM``) encodes, cuts, batches and stops; only its two calls of the model are
+replaced. Likelihoods are decode-faithful: context and continuation are fed in chunks that end where pages are written
+(``divergence.feed``), so that every token reads what it would read in decoding. Generation is ``model.generate``, whose
+prompt attends to itself at full precision, as in use. After each call the cache's bytes are compared with the plan's
+prediction, and after generation what was read with the packed pages.
+
+Importing this module registers the model (see kvcal.lm_eval).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+
+from kvcal.cache.plan_cache import PlanCache
+from kvcal.errors import NonFiniteActivations
+from kvcal.models.load import LoadedModel, load
+from kvcal.plan.plan import Plan, load_plan
+from kvcal.stages.divergence import feed
+from kvcal.stages.evaluate.tasks import PLAIN_DECODING, generate_packed, tokenizer_of
+from kvcal.stages.evaluate.text import require_predicted_bytes
+from kvcal.stages.verify import require_same_model
+
+
+@register_model("kvcal")
+class PackedCacheLM(HFLM):
+    """HFLM with a packed cache for every batch. ``lengths``: tokens of each sequence that it was asked about, cut to
+    the model's context; ``generated_tokens``: those of completions, padding apart."""
+
+    def __init__(
+        self,
+        pretrained: str | LoadedModel,
+        plan: str | Plan,
+        dtype: str = "auto",
+        device: str = "auto",
+        batch_size: int | str = 1,
+        **settings: Any,
+    ) -> None:
+        """``pretrained``: a loaded model, or what ``kvcal --model`` takes; ``plan``: a plan, or its file; ``settings``:
+        others of HFLM, such as ``max_length`` and ``add_bos_token``.
+
+        Raises:
+            UsageError: the model cannot be found or read, or has no tokenizer.
+            ArtifactError: the plan cannot be read, or is another model's.
+            UnsupportedModel: see ``load``.
+        """
+        self.plan = load_plan(plan) if isinstance(plan, str) else plan
+        loaded = load(pretrained, dtype=dtype, device=device) if isinstance(pretrained, str) else pretrained
+        require_same_model(self.plan, loaded)
+        self.source, self.lengths, self.generated_tokens = loaded.source, list[int](), 0
+        tokenizer = tokenizer_of(loaded)
+        super().__init__(
+            pretrained=loaded.model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype=torch.float32, **settings
+        )
+
+    def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
+        longest = self.max_length
+        self.lengths += [min(len(context) + len(more) - 1, longest) for _, context, more in requests]
+        answers: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, *args, **kwargs)
+        return answers
+
+    @torch.inference_mode()
+    def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        """Logits [B, T, V] of sequences that are padded on the right."""
+        cache = PlanCache(self.plan, self.model.config)
+        logits_BTV = torch.cat([chunk_BTV for _, chunk_BTV in feed(self.model, cache, inps)], dim=1)
+        require_predicted_bytes(cache, self.plan)
+        if torch.isnan(logits_BTV).any():
+            raise NonFiniteActivations("the logits hold NaN", hint="check the model in this dtype")
+        return logits_BTV
+
+    @torch.inference_mode()
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
+        """Tokens [B, T] of prompts and completions; ``settings`` hold the attention mask."""
+        mask = settings["attention_mask"]
+        cache = PlanCache(self.plan, self.model.config, mask, keep_decoded=True)
+        generate, settings = super()._model_generate, PLAIN_DECODING | settings
+        output = generate_packed(cache, self.model, generate, context, max_length, stop, **settings)
+        new_B = (output[:, context.shape[1] :] != self.tokenizer.pad_token_id).sum(1)
+        self.generated_tokens += int(new_B.sum())
+        self.lengths += (mask.sum(1) + new_B).tolist()
+        return output
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness keeps beside its results, found without a network."""
+        identity = {"model_sha": self.plan.model.weights_sha256, "model_dtype": str(self.model.dtype)}
+        bits = self.plan.bits_per_value()
+        return identity | {"pretrained": self.source, "plan_sha256": self.plan.sha256, "plan_bits_per_value": bits}

@@ -1,0 +1,200 @@
+"""The core of the engines against ``PlanCache``: the same tokens in the same chunks, in random blocks and rings."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from cache_cases import attended
+from engine_cases import (
+    PAGE,
+    POISON,
+    TAKEN,
+    TRANSFORMED,
+    Memory,
+    Sequence,
+    cache_records,
+    decode,
+    plan_for,
+    random_tokens,
+    transformed,
+)
+from tiny_models import built
+from torch import Tensor
+
+from kvcal import Plan, PlanCache
+from kvcal.engines import prefill
+from kvcal.engines import step as stepping
+from kvcal.engines.shard import HeadShard
+from kvcal.plan.page_format import SIDES
+
+TOLERANCE = 2e-5
+PLANS = {name: plan_for(name) for name in TAKEN} | {f"{n}, λ": transformed(plan_for(n)) for n in TRANSFORMED}
+
+
+def config(plan: Plan):
+    model = built("llama").config.__class__(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=8, head_dim=8, vocab_size=64,
+        num_key_value_heads=plan.layers[0].attention.num_kv_heads,
+    )  # fmt: skip
+    return model
+
+
+class Both:
+    """One sequence, served by an engine's memory and by a dynamic cache."""
+
+    def __init__(self, memory: Memory, plan: Plan, seed: int, shared: Both | None = None, pages: int = 0) -> None:
+        self.plan, self.cache = plan, PlanCache(plan, config(plan))
+        self.sequence = Sequence(memory, plan, shared.sequence.blocks[:pages] if shared else None)
+        self.tokens = random_tokens(1200, plan.layers[0].attention.num_kv_heads, seed)
+        if shared is not None:  # the same first tokens, which the engine does not compute again
+            for own, theirs in zip(self.tokens, shared.tokens, strict=True):
+                own[: PAGE * pages] = theirs[: PAGE * pages]
+            self.by_cache(slice(0, PAGE * pages))
+
+    @property
+    def length(self) -> int:
+        return self.sequence.length
+
+    def by_cache(self, new: slice) -> Tensor:
+        """[T, H, D]."""
+        states = (x[new].transpose(0, 1).unsqueeze(0) for x in self.tokens)
+        return attended(self.cache, *states)[0].transpose(0, 1)
+
+    def extend(self, count: int) -> None:
+        new = slice(self.length, self.length + count)
+        found = self.sequence.extend(*(x[new] for x in self.tokens))
+        torch.testing.assert_close(found, self.by_cache(new), atol=TOLERANCE, rtol=TOLERANCE)
+
+    def check_pages(self) -> None:
+        for side in SIDES:
+            held = self.sequence.memory.pages(side, self.sequence.blocks[: self.length // PAGE])
+            for ours, theirs in zip(held, cache_records(self.cache, side), strict=True):
+                assert torch.equal(ours, theirs)
+
+
+def decode_all(every: list[Both]) -> None:
+    """A token for each."""
+    rows = [slice(both.length, both.length + 1) for both in every]
+    pairs = list(zip(every, rows, strict=True))
+    given = (torch.cat([both.tokens[number][row] for both, row in pairs]) for number in range(3))
+    found = decode([both.sequence for both in every], *given)
+    expected = torch.cat([both.by_cache(row) for both, row in pairs])
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_ragged_sequences_are_what_the_cache_gives(name: str) -> None:
+    """Prompts that end before, at and behind the end of a page, decoded together over the next pages; in chunks; with
+    blocks that another one filled. Nothing that nobody wrote is read, nothing foreign is written."""
+    plan = PLANS[name]
+    memory = Memory(HeadShard(plan))
+    every = [Both(memory, plan, seed) for seed in range(4)]
+    for both, prompt in zip(every, (1, 127, 128, 129), strict=True):
+        both.extend(prompt)
+    for _ in range(3):
+        decode_all(every)
+    for count in (100, 28, 300):  # chunks that begin and end anywhere
+        every[0].extend(count)
+    every.append(Both(memory, plan, 9, shared=every[0], pages=2))
+    every[-1].extend(60)
+    for _ in range(130):
+        decode_all(every[1:])
+    decode_all(every)
+    for both in every:
+        both.check_pages()
+    untouched = memory.blocks[[0, *memory.free_blocks]], memory.rings[[0, *memory.free_rings]]
+    assert all(bool((part == POISON).all()) for part in untouched)
+    assert int(memory.scratch.error) == 0
+
+
+def test_a_ring_and_a_block_serve_another_request_after_the_first() -> None:
+    """As an engine hands them out again, with what they held."""
+    plan = PLANS["per head"]
+    memory = Memory(HeadShard(plan), num_blocks=4, num_rings=2)
+    for seed in range(3):
+        both = Both(memory, plan, seed)
+        both.extend(200 + seed)
+        for _ in range(60):
+            decode_all([both])
+        both.check_pages()
+        memory.free_blocks += both.sequence.blocks
+        memory.free_rings.append(both.sequence.ring)
+
+
+def test_past_pages_are_decoded_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 2 pages, and scores of a few queries at once."""
+    monkeypatch.setattr(stepping, "TILE_TOKENS", 256)
+    monkeypatch.setattr(prefill, "SCORES_AT_ONCE", 8 * 256 * 7)
+    plan = PLANS["three tiers, λ"]
+    both = Both(Memory(HeadShard(plan)), plan, 1)
+    for count in (700, 130, 50):
+        both.extend(count)
+    assert both.sequence.memory.scratch.past("k", 4, 8, torch.float32).shape == (4, 256, 8)
+
+
+def test_softcap_and_sink_logits_of_a_chunk_are_those_of_single_steps() -> None:
+    plan = PLANS["2 bits by channel"]
+    q, k, v = random_tokens(150, 4, 5)
+    s_aux = torch.linspace(-1, 2, 8)
+    results = []
+    for cuts in ((140, 150), (140, *range(141, 151))):
+        sequence, start, found = Sequence(Memory(HeadShard(plan)), plan), 0, []
+        for stop in cuts:
+            new = slice(start, stop)
+            sequence.grow(stop - start)
+            step, ring = sequence.memory.step, torch.tensor([sequence.ring], dtype=torch.int32)
+            if stop - start == 1:
+                place = stepping.Decodes(torch.tensor([start], dtype=torch.int32), sequence.table.unsqueeze(0), ring)
+                found.append(step.decode(q[new], k[new], v[new], place, 0.7, 5.0, s_aux))
+            else:
+                chunk = stepping.Chunk(start, sequence.table, ring)
+                found.append(step.extend(q[new], k[new], v[new], chunk, 0.7, 5.0, s_aux))
+            sequence.length = start = stop
+        results.append(torch.cat(found))
+    torch.testing.assert_close(*results, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["2 bits by channel", "per head", "per head, λ"])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_shards_together_are_the_whole(name: str, size: int) -> None:
+    """Blocks of all ranks have the same bytes; 8 ranks of 4 KV heads hold each twice."""
+    plan = PLANS[name]
+    q, k, v = random_tokens(300, 4, 2)
+    whole = _served(HeadShard(plan), q, k, v)
+    parts = []
+    for rank in range(size):
+        shard = HeadShard(plan, rank, size)
+        heads, queries = shard.heads(0), slice(rank * 8 // size, (rank + 1) * 8 // size)
+        assert shard.block_bytes(0) == HeadShard(plan, 0, size).block_bytes(0) >= shard.blocks[0].block_bytes
+        parts.append(_served(shard, q[:, queries], k[:, heads], v[:, heads]))
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def _served(shard: HeadShard, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """250 tokens in two chunks, then one by one."""
+    sequence = Sequence(Memory(shard), shard.plan)
+    found = [sequence.extend(*(x[new] for x in (q, k, v))) for new in (slice(0, 90), slice(90, 250))]
+    found += [decode([sequence], *(x[n : n + 1] for x in (q, k, v))) for n in range(250, 300)]
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_blocks_and_rings_take_the_bytes_of_the_plan(name: str) -> None:
+    for dtype in ("float32", "bfloat16"):
+        plan = dataclasses.replace(PLANS[name], cache_dtype=dtype)
+        shard = HeadShard(plan)
+        assert shard.block_bytes(0) % 16 == 0
+        for pages in (0, 1, 5):
+            expected = plan.layers[0].nbytes(dtype, (PAGE * pages,), PAGE * pages)
+            assert pages * shard.block_bytes(0) + shard.ring_bytes(0) == expected
+
+
+def test_nan_in_a_page_sets_the_error_and_nothing_else() -> None:
+    plan = PLANS["2 bits by channel"]
+    sequence = Sequence(Memory(HeadShard(plan)), plan)
+    q, k, v = random_tokens(130, 4, 2)
+    k[5, 0, 0] = torch.nan
+    sequence.extend(q, k, v)
+    assert int(sequence.memory.scratch.error) == 1

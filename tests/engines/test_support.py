@@ -1,0 +1,73 @@
+"""Plans that an engine does not take are refused at start, with every reason and its layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from cache_cases import llama_plan
+from engine_cases import TAKEN, boosted, plan_for
+
+from kvcal.engines.shard import HeadShard, rank_heads
+from kvcal.engines.support import require_served
+from kvcal.errors import UnsupportedModel
+from kvcal.geometry import AttentionGeometry, StateGeometry
+from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import Format, WindowRule
+
+K, V = Format(2, "channel", 32), Format(2, "token", 32)
+REFUSED = {
+    "sinks": (replace(K, num_sink_tokens=4), V, "k keeps 4 sink tokens"),
+    "window": (K, replace(V, recent_window=128), "v keeps a window of 128 tokens"),
+    "window rule": (K, replace(V, window_rule=WindowRule("clamped", 0.2, 64)), "v keeps a window of 64 tokens"),
+    "query score": (boosted("query_magnitude"), V, "k channels are chosen by queries"),
+    "shrinking": (K, replace(V, num_bits=4, shrink_at=(256,), param_dtype="float32"), "v pages shrink"),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_every_taken_format_is_served(name: str) -> None:
+    require_served(plan_for(name), is_cuda=False)
+    require_served(plan_for(name, cache_dtype="bfloat16"), is_cuda=True)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_format_that_a_block_cannot_hold_is_refused_with_its_layers(name: str) -> None:
+    k, v, reason = REFUSED[name]
+    plan = llama_plan(k, v, num_layers=3)
+    served = llama_plan(K, V, num_layers=3)
+    mixed = replace(plan, layers=(plan.layers[0], served.layers[1], plan.layers[2]))
+    with pytest.raises(UnsupportedModel, match=f"layers 0, 2: {reason}") as refused:
+        require_served(mixed, is_cuda=False)
+    assert refused.value.exit_code == 4
+    assert "num_sink_tokens = 0" in str(refused.value.hint)
+
+
+def test_layers_without_pages_are_refused() -> None:
+    plan = llama_plan(K, V, num_layers=3)
+    window = LayerPlan(AttentionGeometry(1, 8, 2, 8, 8, window=64))
+    layers = (plan.layers[0], window, LayerPlan(StateGeometry(2, 64)))
+    with pytest.raises(UnsupportedModel, match="layers 1: it has a sliding window.*layers 2: it keeps a state"):
+        require_served(replace(plan, layers=layers), is_cuda=False)
+
+
+def test_what_the_kernels_do_not_take_is_refused_on_a_gpu_alone() -> None:
+    plan = plan_for("2 bits by channel", cache_dtype="float32")
+    require_served(plan, is_cuda=False)
+    with pytest.raises(UnsupportedModel, match="the cache holds float32"):
+        require_served(plan, is_cuda=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(1, [(0, 4)]), (2, [(0, 2), (2, 4)]), (8, [(n // 2, n // 2 + 1) for n in range(8)])]
+)
+def test_ranks_take_neighbouring_heads(size: int, expected: list[tuple[int, int]]) -> None:
+    geometry = AttentionGeometry(0, 8, 4, 8, 8)
+    found = [rank_heads(geometry, rank, size) for rank in range(size)]
+    assert [(heads.start, heads.stop) for heads in found] == expected
+
+
+@pytest.mark.parametrize("size", [3, 16])
+def test_heads_that_ranks_cannot_share_are_refused(size: int) -> None:
+    with pytest.raises(UnsupportedModel, match=f"which {size} ranks cannot share"):
+        HeadShard(plan_for("16 bits"), 0, size).block_bytes(0)

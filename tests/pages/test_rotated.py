@@ -1,0 +1,79 @@
+"""Rotated pages against loops in fp64: what a record stands for, and the grid that a token's norm gives."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcal.errors import NonFiniteActivations
+from kvcal.pages.hadamard import block_size, random_signs
+from kvcal.pages.rotated import STEPS, RotatedLayout
+
+SIZES = [("k", 2, 128, 128), ("v", 3, 32, 96), ("k", 4, 64, 80), ("v", 1, 128, 24), ("k", 8, 128, 8)]
+
+
+def matrix(width: int, signs: Tensor) -> Tensor:
+    """H diag(s) / sqrt(n) [D, D] fp64: (-1) to the number of ones that row and column have in common."""
+    block, out = block_size(width), torch.zeros(width, width, dtype=torch.float64)
+    for row in range(width):
+        for column in range(row // block * block, row // block * block + block):
+            common = (row % block & column % block).bit_count()
+            out[row, column] = (-1) ** common * int(signs[column]) / math.sqrt(block)
+    return out
+
+
+def tokens(head_dim: int) -> Tensor:
+    """[2, 128, D] in bf16 with an outlier channel."""
+    x = torch.randn(2, 128, head_dim, generator=torch.Generator().manual_seed(head_dim))
+    x[..., 1] *= 20
+    return x.bfloat16()
+
+
+@pytest.mark.parametrize(("side", "num_bits", "group_size", "head_dim"), SIZES)
+def test_a_page_holds_the_nearest_points_of_the_grid_of_every_norm(
+    side: str, num_bits: int, group_size: int, head_dim: int
+) -> None:
+    layout = RotatedLayout(side, num_bits, "token", group_size, head_dim, "float16", "bfloat16")
+    signs, x = random_signs(head_dim, 3), tokens(head_dim)
+    records = layout.encode_pages(x, {"signs": signs})
+    found = layout.decode_pages(records, 2, {"signs": signs})
+    turn = matrix(head_dim, signs)
+    middle = (2**num_bits - 1) / 2
+    for head, token in ((0, 0), (1, 77), (0, 127)):
+        rotated = (turn @ x[head, token].double()).bfloat16().double()
+        kept = torch.zeros(head_dim, dtype=torch.float64)
+        for start in range(0, head_dim, group_size):
+            group = rotated[start : start + group_size]
+            scale = float((STEPS[num_bits] * group.square().mean().sqrt()).half())
+            zero = float(torch.tensor(-middle * scale).half())
+            for channel, value in enumerate(group.tolist(), start):
+                code = min(max(round((value - zero) / scale), 0), 2**num_bits - 1)
+                kept[channel] = code * scale + zero
+        # A value between two codes may be rounded otherwise in fp32: one step in one channel at most.
+        difference = (turn.T @ kept - found[head, token].double()).norm()
+        assert difference < 1e-5 * x[head, token].double().norm(), (head, token)
+
+
+def test_what_is_stored_is_what_16_bits_hold_of_the_rotated_token() -> None:
+    """A kernel keeps rotated tokens in 16 bits: what fp32 knows beyond them must not decide a code."""
+    layouts = [RotatedLayout("k", 8, "token", 128, 128, "float32", dtype) for dtype in ("bfloat16", "float32")]
+    signs, x = random_signs(128, 1), tokens(128)
+    in_bf16, in_fp32 = (layout.encode_pages(x, {"signs": signs}) for layout in layouts)
+    assert not torch.equal(in_bf16, in_fp32)
+    turned = (matrix(128, signs) @ x.double().transpose(1, 2)).transpose(1, 2)
+    read = [layout.decode(layout.encode_pages(x, {"signs": signs})).double() for layout in layouts]
+    errors = [float((values - turned).square().mean() / turned.square().mean()) for values in read]
+    assert errors[1] < errors[0] < 1.1 * errors[1] < 1.2e-4
+
+
+def test_a_zero_beyond_the_params_is_refused() -> None:
+    """8 bits: the zero is 127.5 times the scale."""
+    signs, x = random_signs(32, 0), torch.full((1, 128, 32), 60000.0)
+    layout = RotatedLayout("v", 8, "token", 128, 32, "float16", "bfloat16")
+    with pytest.raises(NonFiniteActivations):
+        layout.encode_pages(x, {"signs": signs})
+    wide = RotatedLayout("v", 8, "token", 128, 32, "bfloat16", "bfloat16")
+    assert bool(torch.isfinite(wide.decode(wide.encode_pages(x, {"signs": signs}))).all())

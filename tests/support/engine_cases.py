@@ -1,0 +1,139 @@
+"""An engine's memory without an engine: blocks and rings that are handed out at random, poisoned where nobody wrote."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import torch
+from cache_cases import HEAD_DIM, NUM_HEADS, llama_plan
+from kernel_oracle import feedback_of
+from torch import Tensor
+
+from kvcal import Plan, PlanCache
+from kvcal.engines.shard import HeadShard
+from kvcal.engines.step import Chunk, Decodes, PagedStep, Scratch
+from kvcal.plan.page_format import RAW, Boost, Format, Side, Tier
+
+PAGE = 128
+POISON = 255  # a NaN in every dtype
+
+
+def boosted(score: str, *tiers: Tier) -> Format:
+    return Format(2, "channel", 32, boost=Boost(score, tiers or (Tier(4, 0.25),)))
+
+
+V2 = Format(2, "token", 32)
+# Every kind of format that an engine takes: formats of K and V, one for all heads or one for each.
+TAKEN: dict[str, tuple[Format | list[Format], Format | list[Format]]] = {
+    **{f"{bits} bits by channel": (Format(bits, "channel", 64), Format(bits, "token", 32)) for bits in (1, 2, 3, 4, 8)},
+    "keys by token": (Format(3, "token", 32, param_dtype="bfloat16"), Format(4, "token", 64, param_dtype="float32")),
+    "16 bits": (RAW, RAW),
+    "keys of 16 bits": (RAW, V2),
+    "values of 16 bits": (Format(2, "channel", 128), RAW),
+    **{score: (boosted(score), V2) for score in ("magnitude", "variance", "range", "random")},
+    "three tiers": (boosted("magnitude", Tier(16, 0.125), Tier(8, 0.125, 0.5), Tier(4, 0.25)), V2),
+    "per head": (
+        [Format(4, "channel", 32), Format(4, "channel", 32), RAW, boosted("random")],
+        [Format(2, "token", 32), Format(8, "token", 64), Format(3, "token", 32), Format(3, "token", 32)],
+    ),
+}
+TRANSFORMED = ("2 bits by channel", "three tiers", "per head")
+
+
+def plan_for(name: str, num_kv_heads: int = 4, cache_dtype: str = "float32", num_layers: int = 1) -> Plan:
+    return llama_plan(*TAKEN[name], num_kv_heads, cache_dtype, num_layers)
+
+
+def transformed(plan: Plan) -> Plan:
+    """λ, offset and error feedback on all layers."""
+    heads = plan.layers[0].attention.num_kv_heads
+    layers = tuple(
+        replace(layer, k_rescale=True, k_offset=True, k_feedback=True, v_feedback=True) for layer in plan.layers
+    )
+    generator, tensors = torch.Generator().manual_seed(3), {}
+    for layer in layers:
+        prefix = f"layers.{layer.geometry.index}"
+        tensors[f"{prefix}.k_rescale"] = torch.rand(heads, HEAD_DIM, generator=generator) + 0.5
+        tensors[f"{prefix}.k_offset"] = torch.randn(heads, HEAD_DIM, generator=generator)
+        tensors |= {f"{prefix}.{side}_feedback": feedback_of(heads, HEAD_DIM) for side in ("k", "v")}
+    return replace(plan, layers=layers, tensors=tensors)
+
+
+class Memory:
+    """One layer's blocks and rings, as an engine of ``num_blocks`` lends them; block and ring 0 are nobody's. They lie
+    ``gap`` bytes apart, as those of other layers would have it."""
+
+    def __init__(
+        self, shard: HeadShard, num_blocks: int = 64, num_rings: int = 9, seed: int = 0, gap: int = 48
+    ) -> None:
+        self.scratch = Scratch(num_rings, torch.device("cpu"))
+        self.step = PagedStep(shard, 0, self.scratch)
+        sizes = (num_blocks, shard.block_bytes(0)), (num_rings, shard.ring_bytes(0))
+        self.blocks, self.rings = (
+            torch.full((count, size + gap), POISON, dtype=torch.uint8)[:, gap:] for count, size in sizes
+        )
+        self.step.bind(self.blocks, self.rings)
+        self.random = random.Random(seed)
+        self.free_blocks, self.free_rings = list(range(1, num_blocks)), list(range(1, num_rings))
+        for free in (self.free_blocks, self.free_rings):
+            self.random.shuffle(free)
+
+    def pages(self, side: Side, blocks: list[int]) -> list[Tensor]:
+        """Of every head range, the records [P, n, record_bytes] in these blocks."""
+        layout = self.step.layout
+        return [layout.pages(self.blocks, pair, side)[blocks] for pair in layout.ranges]
+
+
+class Sequence:
+    """A sequence in an engine's memory, and the same in a dynamic ``PlanCache``. ``shared``: blocks that another one
+    filled, which it begins behind."""
+
+    def __init__(self, memory: Memory, plan: Plan, shared: list[int] | None = None) -> None:
+        self.memory, self.blocks = memory, list(shared or ())
+        self.ring = memory.free_rings.pop()
+        self.length = PAGE * len(self.blocks)
+
+    def grow(self, tokens: int) -> None:
+        while len(self.blocks) * PAGE < self.length + tokens:
+            self.blocks.append(self.memory.free_blocks.pop())
+
+    @property
+    def table(self) -> Tensor:
+        return torch.tensor(self.blocks, dtype=torch.int32)
+
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0) -> Tensor:
+        """A chunk: q [T, H, D], k, v [T, N, D]."""
+        self.grow(len(q))
+        chunk = Chunk(self.length, self.table, torch.tensor([self.ring], dtype=torch.int32))
+        self.length += len(q)
+        return self.memory.step.extend(q, k, v, chunk, scale)
+
+
+def decode(sequences: list[Sequence], q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0) -> Tensor:
+    """One token of every sequence: q [B, H, D], k, v [B, N, D]."""
+    for sequence in sequences:
+        sequence.grow(1)
+    width = max(len(sequence.blocks) for sequence in sequences)
+    table = torch.zeros(len(sequences), width, dtype=torch.int32)
+    for row, sequence in enumerate(sequences):
+        table[row, : len(sequence.blocks)] = sequence.table
+    lengths, rings = ([s.length for s in sequences], [s.ring for s in sequences])
+    place = Decodes(torch.tensor(lengths, dtype=torch.int32), table, torch.tensor(rings, dtype=torch.int32))
+    for sequence in sequences:
+        sequence.length += 1
+    return sequences[0].memory.step.decode(q, k, v, place, scale)
+
+
+def cache_records(cache: PlanCache, side: Side) -> list[Tensor]:
+    """Of every head range of layer 0, its records [P, n, record_bytes] of a cache of one sequence."""
+    return [part.pool.records for part in cache.layers[0].sides[side]]
+
+
+def random_tokens(tokens: int, num_kv_heads: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q [T, H, D], k, v [T, N, D] that bf16 holds, channel 1 of the keys far from the others."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = (NUM_HEADS, num_kv_heads, num_kv_heads)
+    q, k, v = (torch.randn(tokens, n, HEAD_DIM, generator=generator).bfloat16().float() for n in heads)
+    k[..., 1] *= 16.0
+    return q * 0.3, k, v
