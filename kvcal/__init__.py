@@ -8,7 +8,7 @@ Names are imported on first use: the command line's help should not wait for tor
 
 from __future__ import annotations
 
-from pkgutil import resolve_name
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,4 +52,5 @@ _PLACES = {
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module 'kvcal' has no attribute {name!r}")
-    return resolve_name(_PLACES[name])
+    module, _, attribute = _PLACES[name].partition(":")
+    return getattr(import_module(module), attribute)

@@ -1,10 +1,12 @@
-"""Every error for users, one class per kind, each with a stable exit code; and a warning.
+"""Every error for users, one class per kind, each with a stable exit code; a warning; and the hint of a misspelling.
 
 A message names the value, the place and the allowed set; the optional hint says what to do next.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Self
 
 
@@ -73,3 +75,9 @@ class GateFailed(KvcalError):
 
 class SlowPath(UserWarning):
     """A warning: a request is served, but not by the fast kernels."""
+
+
+def did_you_mean(name: str, allowed: Iterable[str]) -> str | None:
+    """A hint with the allowed names that are most like ``name``; None where none is."""
+    near = get_close_matches(name, list(allowed))
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else None

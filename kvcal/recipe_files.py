@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from kvcal.artifact import require_file
-from kvcal.errors import UsageError
+from kvcal.errors import UsageError, did_you_mean
 from kvcal.recipe import BUDGET_KINDS, Recipe, knobs
-from kvcal.strict import did_you_mean, dump, parse
+from kvcal.strict import dump, parse
 
 # In the wheel, and in a clone.
 RECIPE_FOLDERS = (Path(__file__).parent / "recipes", Path(__file__).parent.parent / "recipes")

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
-from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
-from kvcal.errors import KvcalError
+from kvcal.errors import KvcalError, did_you_mean
 from kvcal.quantities import MAX_CONTEXT, MAX_SEED
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -96,12 +95,6 @@ def findings(found: ValidationError, record: Any = None, at_most: int = 3) -> st
             lines.append(f"{where or 'value'} = {_shown(item['input'])}: {message}")
     more = found.error_count() - at_most
     return "; ".join(lines) + (f"; and {more} more" if more > 0 else "")
-
-
-def did_you_mean(name: str, allowed: Iterable[str]) -> str | None:
-    """A hint with the allowed names that are most like ``name``; None where none is."""
-    near = get_close_matches(name, list(allowed))
-    return f"did you mean {' or '.join(map(repr, near))}?" if near else None
 
 
 def _suggestion(found: ValidationError, record: Any) -> str | None:

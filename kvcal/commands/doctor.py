@@ -11,12 +11,13 @@ import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import Literal
-
-from packaging.requirements import Requirement
+from typing import TYPE_CHECKING, Literal
 
 from kvcal.commands.options import OutputOptions, spread
 from kvcal.errors import KernelError, UsageError
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 # Extras of kvcal, and what needs them.
 EXTRAS = {"compile": "commands that make plans", "cuda": "static caches on a GPU, and `kvcal bench`"}
@@ -56,6 +57,8 @@ def doctor(given: OutputOptions) -> None:
 
 
 def _software() -> Iterator[Finding]:
+    from packaging.requirements import Requirement
+
     yield Finding("python", platform.python_version())
     yield Finding("kvcal", version("kvcal"))
     for text in requires("kvcal") or ():

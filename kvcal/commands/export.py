@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcal.commands.options import ModelOption, ModelOptions, Out, OutputOptions, PlanArgument, WorkloadOptions, spread
-from kvcal.errors import GateFailed, UsageError
-from kvcal.strict import did_you_mean
+from kvcal.errors import GateFailed, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from kvcal.console import View
