@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,8 +87,10 @@ def mixtures(num_texts: int) -> dict[str, list[tuple[str, int]]]:
     return found
 
 
-def held_out(given: argparse.Namespace, loaded: LoadedModel, folder: Path) -> dict[str, TokenDataset]:
-    """Texts that no calibration holds."""
+def held_out(
+    given: argparse.Namespace, loaded: LoadedModel, folder: Path, kinds: Collection[str] = ()
+) -> dict[str, TokenDataset]:
+    """Texts that no calibration holds, of these kinds, or of all."""
     names = {source: DataSpec(source) for source in SOURCES}
     if given.real is not None:
         pairs = [json.loads(line) for line in (given.real / "gsm8k/train.jsonl").read_text().splitlines()]
@@ -99,7 +101,8 @@ def held_out(given: argparse.Namespace, loaded: LoadedModel, folder: Path) -> di
         names |= {name: DataSpec(str(path)) for name, path in paths.items()}
     size = {"num_samples": given.held_out, "seq_len": given.held_out_tokens, "min_len": given.held_out_tokens}
     size["seed"] = given.seed
-    return {name: sequences(replace(spec, **size), loaded, "report") for name, spec in names.items()}
+    chosen = {name: spec for name, spec in names.items() if not kinds or name in kinds}
+    return {name: sequences(replace(spec, **size), loaded, "report") for name, spec in chosen.items()}
 
 
 def main() -> None:
