@@ -261,6 +261,17 @@ def test_error_feedback_ships_if_it_is_better(
     assert plan_digest(again.plan) == plan_digest(plan)
 
 
+def test_the_bytes_of_feedback_are_kept_free(loaded: LoadedModel, tmp_path: Path) -> None:
+    capacities = []
+    for changes in ((), (("[search]", FEEDBACK),)):
+        job = Job(recipe_of(tmp_path, 4.0, *changes), loaded, pipeline.Folder.create(tmp_path), Silent())
+        data, path = formats.search_data(job), tmp_path / "search.safetensors"
+        search = search_stage.Search(loaded, job.recipe, data, path, Silent())
+        capacities.append(search.problem.capacity)
+    # 2 layers, K and V, 2 heads of 16 channels in fp16.
+    assert capacities[0] - capacities[1] == search.reserved == 2 * 2 * 2 * (16 * 15 // 2) * 2
+
+
 def test_factors_that_would_take_much_of_the_cache_are_not_tried(loaded: LoadedModel, tmp_path: Path) -> None:
     told = Told()
     small = ("batch = 4\ncontext = 20000", "batch = 1\ncontext = 400")

@@ -306,7 +306,8 @@ def test_rotated_pages_are_options_for_decoding(per_head: bool) -> None:
         choice = solved(wide, seed)
         layers, tensors = composed_layers(GEOMETRY, wide.chosen(choice), OptionTensors({}, {}))
         plan = Plan(IDENTITY, "bfloat16", layers, WORKLOAD, {}, tensors)
-        signs = 64 * sum(fmt.quantizer == "rotated" for layer in layers for side in SIDES for fmt in layer.formats(side))
+        formats = [fmt for layer in layers for side in SIDES for fmt in layer.formats(side)]
+        signs = 64 * sum(fmt.quantizer == "rotated" for fmt in formats)
         assert plan.predicted_bytes <= wide.size(choice) <= plan.predicted_bytes + signs * per_head
         assert wide.choice_of(layers) == choice
     large = Geometry("llama", "bfloat16", tuple(AttentionGeometry(index, 8, 2, 256, 256) for index in range(2)))

@@ -115,7 +115,6 @@ def run_search(
         reporter.say(job.announcement(select.meter.tiers))
         systems = [job.candidate(name, layers) for name, layers in job.systems.items()]
         fitting = [one for one in (*systems, *earlier) if one.nbytes <= job.budget.cache]
-        both = select.pool, validate.pool
         outcome = search(
             job.problem,
             job.spec.refine_rounds,
@@ -124,7 +123,7 @@ def run_search(
             [one for one in fitting if one not in earlier],
             [one for one in fitting if one in earlier],
             lambda name, choice: job.composed(name, choice, brought),
-            lambda champion: job.fed(job.refitted(champion, *both), *both),
+            lambda champion: job.finished(champion, select.pool, validate.pool),
         )
         report = job.report(outcome, select, validate)
     plan, budget, workload = outcome.champion.plan, job.budget, job.workload
@@ -333,38 +332,43 @@ class Search:
             digest = hashlib.sha256(self.path.read_bytes()).hexdigest()[:12]
             os.replace(self.path, self.fits.beside(f"earlier-{digest}"))
 
-    def refitted(self, champion: Candidate, select: Pool[Candidate], validate: Pool[Candidate]) -> Candidate:
-        """With predictors fitted on what they read now, if that is better."""
+    def finished(self, champion: Candidate, select: Pool[Candidate], validate: Pool[Candidate]) -> Candidate:
+        """With predictors, and then error feedback, fitted for its own layers; each if that is better."""
+        for fitted in (self.refitted, self.fed):
+            found = fitted(champion)
+            if found is not None and better(found, champion, select, validate):
+                champion = found
+        return champion
+
+    def refitted(self, champion: Candidate) -> Candidate | None:
+        """With predictors fitted on what they read now; None where nothing is predicted."""
         plan = champion.plan
         if not any(layer.predictor(side) for layer in plan.layers for side in SIDES):
-            return champion
+            return None
         layers = tuple(replace(layer, k_predictor=None, v_predictor=None) for layer in plan.layers)
         others = {name: tensor for name, tensor in plan.tensors.items() if "_predictor." not in name}
         fitted = self.fits.predictors(layers, others)
         tensors = {name: fitted.get(name, tensor) for name, tensor in plan.tensors.items()}
-        found = replace(champion, name=f"{champion.name}, refitted", choice=None, plan=replace(plan, tensors=tensors))
-        return found if better(found, champion, select, validate) else champion
+        return replace(champion, name=f"{champion.name}, refitted", choice=None, plan=replace(plan, tensors=tensors))
 
-    def fed(self, champion: Candidate, select: Pool[Candidate], validate: Pool[Candidate]) -> Candidate:
-        """With error feedback of all codes that attention reads as they are stored, if that is better."""
+    def fed(self, champion: Candidate) -> Candidate | None:
+        """With error feedback of all codes that attention reads as they are stored; None where there are none, or the
+        plan has it, or its kernels or bytes do not allow it."""
         plan = champion.plan
         if not self.reserved or any(layer.feedback(side) for layer in plan.layers for side in SIDES):
-            return champion
-        fitted, by_index = (
-            self.fits.feedback(plan.layers, plan.tensors),
-            {one.geometry.index: one for one in plan.layers},
-        )
-        factors = {
-            (index, side): factor
-            for (index, side), factor in fitted.factors.items()
-            if all(stored_form(by_index[index], side, fmt) is None for fmt in by_index[index].formats(side))
+            return None
+        fitted = self.fits.feedback(plan.layers, plan.tensors)
+        reconstructed = {
+            (layer.geometry.index, side)
+            for layer in plan.layers
+            for side in SIDES
+            if any(stored_form(layer, side, fmt) is not None for fmt in layer.formats(side))
         }
+        factors = {place: factor for place, factor in fitted.factors.items() if place not in reconstructed}
         fitted = replace(fitted, factors=factors)
         layers = fitted.apply(plan.layers)
         found = self._as_candidate(f"{champion.name}, feedback", None, layers, {**plan.tensors, **fitted.tensors()})
-        if not factors or found.nbytes > self.budget.cache or not self._serves(layers):
-            return champion
-        return found if better(found, champion, select, validate) else champion
+        return found if factors and found.nbytes <= self.budget.cache and self._serves(layers) else None
 
     def report(self, outcome: Outcome, select: _Measured, validate: _Measured) -> SearchReport:
         champion, results = outcome.champion, []
