@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("--held-out-tokens", type=int, default=512, help="of each")
     parser.add_argument("--seed", type=int, default=0, help="of held-out texts")
     parser.add_argument("--finalists", action="store_true", help="measure compositions that lost in the end, too")
+    parser.add_argument("--roles", nargs="+", help="plans that are measured, by how their roles begin; default: all")
     parser.add_argument("--kinds", nargs="+", help="of held-out text; default: all")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--granularity", default="layer", choices=("layer", "head"))
@@ -151,7 +152,7 @@ def main() -> None:
         file
         for body in found.values()
         for role, file in body["plans"].items()
-        if given.finalists or "composition" not in role
+        if role.startswith(tuple(given.roles or [""])) and (given.finalists or "composition" not in role)
     }
     kl = measure(given, loaded, wanted)
     for (data, bits), body in found.items():

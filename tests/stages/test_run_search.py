@@ -244,6 +244,7 @@ def test_error_feedback_ships_if_it_is_better(
     record = built(recipe, loaded, tmp_path)
     fed = {(layer.geometry.index, side) for layer in record.layers for side in SIDES if layer.feedback(side)}
     assert bool(fed) == is_better == record.report.shipped.endswith(", feedback")
+    assert any(candidate.name.endswith(", feedback") for candidate in record.report.candidates)  # and what was tried
     assert record.report.units and any("_feedback" in name for name in record.plan_tensors) == is_better
     plan = load_plan(tmp_path / "plan.safetensors")
     assert plan.predicted_bytes <= 4.0 * 2 * 4 * 20000 * sum(

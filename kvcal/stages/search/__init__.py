@@ -332,13 +332,18 @@ class Search:
             digest = hashlib.sha256(self.path.read_bytes()).hexdigest()[:12]
             os.replace(self.path, self.fits.beside(f"earlier-{digest}"))
 
-    def finished(self, champion: Candidate, select: Pool[Candidate], validate: Pool[Candidate]) -> Candidate:
-        """With predictors, and then error feedback, fitted for its own layers; each if that is better."""
+    def finished(
+        self, champion: Candidate, select: Pool[Candidate], validate: Pool[Candidate]
+    ) -> tuple[Candidate, list[Candidate]]:
+        """With predictors, and then error feedback, fitted for its own layers, each if that is better; and all that was
+        tried."""
+        tried = []
         for fitted in (self.refitted, self.fed):
             found = fitted(champion)
-            if found is not None and better(found, champion, select, validate):
-                champion = found
-        return champion
+            if found is not None:
+                tried.append(found)
+                champion = found if better(found, champion, select, validate) else champion
+        return champion, tried
 
     def refitted(self, champion: Candidate) -> Candidate | None:
         """With predictors fitted on what they read now; None where nothing is predicted."""
