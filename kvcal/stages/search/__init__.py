@@ -14,10 +14,11 @@ plans.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -89,6 +90,7 @@ __all__ = ["KIND", "SCHEMA", "Search", "SearchData", "SearchRecord", "dry_run", 
 KL_BATCH = {"cpu": 4, "cuda": 16}
 # Of the cache: factors of error feedback that take more are not worth their room.
 MAX_FEEDBACK_SHARE = 0.01
+FED_SIDES: tuple[tuple[Side, ...], ...] = (("k", "v"), ("k",), ("v",))
 Layers = tuple[LayerPlan, ...]
 
 
@@ -335,10 +337,12 @@ class Search:
     def finished(
         self, champion: Candidate, select: Pool[Candidate], validate: Pool[Candidate]
     ) -> tuple[Candidate, list[Candidate]]:
-        """With predictors, and then error feedback, fitted for its own layers, each if that is better; and all that was
-        tried."""
+        """With predictors, and then error feedback of both sides or of one, fitted for its own layers, each if that is
+        better; and all that was tried."""
+        fits: list[Callable[[Candidate], Candidate | None]] = [self.refitted]
+        fits += [functools.partial(self.fed, sides=sides) for sides in FED_SIDES]
         tried = []
-        for fitted in (self.refitted, self.fed):
+        for fitted in fits:
             found = fitted(champion)
             if found is not None:
                 tried.append(found)
@@ -356,9 +360,9 @@ class Search:
         tensors = {name: fitted.get(name, tensor) for name, tensor in plan.tensors.items()}
         return replace(champion, name=f"{champion.name}, refitted", choice=None, plan=replace(plan, tensors=tensors))
 
-    def fed(self, champion: Candidate) -> Candidate | None:
-        """With error feedback of all codes that attention reads as they are stored; None where there are none, or the
-        plan has it, or its kernels or bytes do not allow it."""
+    def fed(self, champion: Candidate, sides: tuple[Side, ...]) -> Candidate | None:
+        """With error feedback of all codes of these sides that attention reads as they are stored; None where there are
+        none on each, or the plan has it, or its kernels or bytes do not allow it."""
         plan = champion.plan
         if not self.reserved or any(layer.feedback(side) for layer in plan.layers for side in SIDES):
             return None
@@ -369,11 +373,17 @@ class Search:
             for side in SIDES
             if any(stored_form(layer, side, fmt) is not None for fmt in layer.formats(side))
         }
-        factors = {place: factor for place, factor in fitted.factors.items() if place not in reconstructed}
+        factors = {
+            (index, side): factor
+            for (index, side), factor in fitted.factors.items()
+            if side in sides and (index, side) not in reconstructed
+        }
+        if {side for _, side in factors} != set(sides):
+            return None
         fitted = replace(fitted, factors=factors)
-        layers = fitted.apply(plan.layers)
-        found = self._as_candidate(f"{champion.name}, feedback", None, layers, {**plan.tensors, **fitted.tensors()})
-        return found if factors and found.nbytes <= self.budget.cache and self._serves(layers) else None
+        layers, tensors = fitted.apply(plan.layers), {**plan.tensors, **fitted.tensors()}
+        found = self._as_candidate(f"{champion.name}, feedback {'+'.join(sides).upper()}", None, layers, tensors)
+        return found if found.nbytes <= self.budget.cache and self._serves(layers) else None
 
     def report(self, outcome: Outcome, select: _Measured, validate: _Measured) -> SearchReport:
         champion, results = outcome.champion, []
