@@ -1,5 +1,5 @@
-"""The four compiled operators that vLLM calls on a CPU and that its pure-Python build does not have, in torch. A plug-in
-of vLLM's, so that every one of its processes has them."""
+"""The four compiled operators that vLLM calls on a CPU and that its pure-Python build does not have, in torch. It is a
+plug-in of vLLM's, so that every one of its processes has them."""
 
 from __future__ import annotations
 
