@@ -55,7 +55,7 @@ def serve(scenario: dict) -> dict:
             if given.get("at", 0) <= step:
                 sampling = SamplingParams(
                     temperature=given.get("temperature", 0.0), max_tokens=given["tokens"], ignore_eos=True,
-                    detokenize=False, n=given.get("n", 1), seed=number, logprobs=0,
+                    detokenize=False, n=given.get("n", 1), logprobs=0,
                 )  # fmt: skip
                 engine.add_request(str(number), {"prompt_token_ids": given["prompt"]}, sampling)
                 del waiting[number]
