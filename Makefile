@@ -18,7 +18,7 @@ MODEL_TESTS := tests/cache tests/store tests/run/test_recipe_runs.py $(addprefix
   *predict*.py feedback*.py run_search.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check format lint types test old-cpu gpu bench consumers docs clean
+.PHONY: help setup demo check format lint types test old-cpu gpu engines bench consumers docs clean
 
 help:
 	@echo "make demo    set up, run the pipeline on the embedded model, print the table"
@@ -26,6 +26,7 @@ help:
 	@echo "make test    set up, then the tests alone"
 	@echo "make old-cpu set up, then the tests that run models, with the arithmetic of an older CPU"
 	@echo "make gpu     set up, then what needs a GPU"
+	@echo "make engines set up, then what serves in a real engine"
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make lint    format and lint, reading only"
 	@echo "make bench   measure time and memory (experiments)"
@@ -74,6 +75,10 @@ old-cpu: $(READY)
 # A worker's share of the GPU is small, its share of the host's memory is not.
 gpu: $(READY)
 	$(PYTEST) -m gpu -n 8 --dist loadgroup
+
+# The environment of each engine is made at the first run, in a folder of caches; some minutes a version.
+engines: $(READY)
+	$(PYTEST) -m engines -n 2 --dist load tests/engines
 
 bench: $(READY)
 	$(PYTEST) experiments/bench_*.py -m bench -s

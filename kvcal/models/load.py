@@ -199,16 +199,22 @@ def identity_of(folder: Path, model_id: str) -> ModelIdentity:
     Raises UsageError if configuration or weights are missing or cannot be read.
     """
     config = read_json(folder / "config.json", model_id)
-    kept = {key: value for key, value in config.items() if key not in _VOLATILE_KEYS}
-    canonical = json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=True)  # may hold Infinity
     tokenizer = tokenizer_files(folder)
     return ModelIdentity(
         id=model_id,
         model_type=str(config.get("model_type", "")),
-        config_sha256=hashlib.sha256(canonical.encode()).hexdigest(),
+        config_sha256=config_sha256(folder, model_id),
         weights_sha256=_sha256_of_files(weight_files(folder, model_id)),
         tokenizer_sha256=_sha256_of_files(tokenizer) if tokenizer else "",
     )
+
+
+def config_sha256(folder: Path, model_id: str) -> str:
+    """Of ``config.json``, without the keys that saving changes. UsageError if it cannot be read."""
+    config = read_json(folder / "config.json", model_id)
+    kept = {key: value for key, value in config.items() if key not in _VOLATILE_KEYS}
+    canonical = json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=True)  # may hold Infinity
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _sha256_of_files(paths: list[Path]) -> str:

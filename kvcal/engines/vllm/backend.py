@@ -1,0 +1,225 @@
+"""The attention backend: vLLM's metadata of a batch, as the core's decodes and chunks.
+
+vLLM puts requests with one new token first. They are decodes, served by one call; every other request is a chunk of its
+own. A batch of decodes alone may be captured in a CUDA graph: what changes from step to step lies in tensors of fixed
+addresses, which are written while the metadata is built, outside of the graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from kvcal.engines.step import Chunk, Decodes, PagedStep
+from kvcal.engines.vllm.plugin import BACKEND
+from kvcal.engines.vllm.ring import RingLayer, RingMetadata
+from kvcal.engines.vllm.serving import Serving
+from kvcal.errors import ArtifactError, UsageError
+from kvcal.pages.record_layout import PAGE_TOKENS
+
+
+class PlanLayer:
+    """What is attached to one of vLLM's attention layers: its step, its ring, the bytes of its block."""
+
+    def __init__(self, serving: Serving, attention: Any, config: VllmConfig) -> None:
+        """ArtifactError where the layer is not in the plan, or has other heads."""
+        index = extract_layer_index(attention.layer_name)
+        if index not in serving.shard.blocks:
+            raise ArtifactError(f"vLLM's layer {attention.layer_name} is not in the plan {serving.path}")
+        planned = serving.shard.blocks[index].layer.attention
+        expected = (planned.num_query_heads, planned.num_kv_heads, planned.k_head_dim)
+        found = (attention.num_heads, attention.num_kv_heads, attention.head_size)
+        if found != expected:
+            raise ArtifactError(
+                f"vLLM's layer {attention.layer_name} has {found[0]} query heads and {found[1]} KV heads of size "
+                f"{found[2]}; the plan has {expected[0]}, {expected[1]} of {expected[2]} there"
+            )
+        self.index, self.serving = index, serving
+        self.block_bytes = serving.shard.block_bytes(index)
+        self.step = PagedStep(serving.shard, index, serving.scratch)
+        self.ring = RingLayer(attention.layer_name, serving.shard.ring_bytes(index), config)
+        self._bound: tuple[Tensor, Tensor] | None = None
+
+    def bind(self, blocks: Tensor) -> None:
+        """vLLM's memory of the layer, as it is now."""
+        rings = self.ring.kv_cache
+        if self._bound is None or self._bound[0] is not blocks or self._bound[1] is not rings:
+            self._bound = blocks, rings
+            by_block = _as_bytes(blocks)
+            self.step.bind(by_block, _as_bytes(rings))
+            self.serving.bound(self.index, by_block)
+
+
+def _as_bytes(cache: Tensor) -> Tensor:
+    """vLLM's view of a layer's memory, [blocks, 1, 1, bytes]: uint8 [blocks, bytes]."""
+    return cache.view(torch.uint8).flatten(1)
+
+
+class NewTokens(NamedTuple):
+    """A request with more than one new token: its row of the batch, its rows of the queries, tokens before."""
+
+    row: int
+    tokens: slice
+    num_past: int
+
+
+@dataclass
+class PlanMetadata(AttentionMetadata):
+    """``num_decodes`` requests of one token, the first ones; ``lengths`` int32 [B]: tokens of every request before the
+    step; ``table`` int32 [B, pages]."""
+
+    num_decodes: int
+    lengths: Tensor
+    table: Tensor
+    chunks: list[NewTokens]
+
+
+class PlanMetadataBuilder(AttentionMetadataBuilder[PlanMetadata]):
+    """See the module's docstring."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1)
+        self._lengths = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
+        attention: Any = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        self._serving: Serving = attention.kvcal_layer.serving
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PlanMetadata:
+        given, batch = common_attn_metadata, common_attn_metadata.num_reqs
+        self._serving.report_errors()
+        starts = given.query_start_loc_cpu[: batch + 1]
+        counts = starts[1:] - starts[:-1]
+        lengths = self._lengths[:batch]
+        torch.sub(given.seq_lens[:batch], (given.query_start_loc[1:] - given.query_start_loc[:-1])[:batch], out=lengths)
+        lengths.clamp_(min=0)  # of padding
+        if given.max_query_len <= 1:
+            return PlanMetadata(batch, lengths, given.block_table_tensor, [])
+        num_decodes = int((counts == 1).int().cumprod(0).sum())
+        assert given.seq_lens_cpu_upper_bound is not None, "vLLM gives exact lengths of requests with a prompt"
+        totals, bounds = given.seq_lens_cpu_upper_bound.tolist(), starts.tolist()
+        chunks = [
+            NewTokens(row, slice(bounds[row], bounds[row + 1]), totals[row] - bounds[row + 1] + bounds[row])
+            for row in range(num_decodes, batch)
+            if bounds[row] < bounds[row + 1]
+        ]
+        return PlanMetadata(num_decodes, lengths, given.block_table_tensor, chunks)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PlanMetadata:
+        """Of requests without a past: no page is read while a graph is captured."""
+        found = self.build(0, common_attn_metadata)
+        found.lengths.zero_()
+        return found
+
+
+class PlanImpl(AttentionImpl[PlanMetadata]):
+    """Attention of one layer, by the step that is attached to it."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """UsageError for attention that is more than the plan's: ALiBi, windows, shared layers, encoders."""
+        refused = {
+            "ALiBi": alibi_slopes is not None,
+            f"a sliding window of {sliding_window} tokens": sliding_window is not None,
+            f"attention of the kind {attn_type!r}": attn_type != AttentionType.DECODER,
+            "keys and values of another layer": kv_sharing_target_layer_name is not None,
+        }
+        for reason, is_there in refused.items():
+            if is_there:
+                raise UsageError(f"a layer of this model has {reason}, which is not served with a plan")
+        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
+        self.scale, self.softcap = float(scale), logits_soft_cap or 0.0
+        self.kv_cache_dtype, self.sinks = kv_cache_dtype, sinks
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: PlanMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """query [tokens, H, D], key and value [tokens, N, D] -> output [tokens, H, D]; padding behind the tokens of the
+        batch is left as it is."""
+        if attn_metadata is None:  # vLLM measures the memory of a model without a cache
+            return output.fill_(0)
+        plan: PlanLayer = layer.kvcal_layer
+        plan.bind(kv_cache)
+        by_layer: Any = get_forward_context().attn_metadata
+        ring: RingMetadata = by_layer[plan.ring.name]
+        count, table = attn_metadata.num_decodes, attn_metadata.table
+        more = (self.scale, self.softcap, self.sinks)
+        if count:
+            decodes = Decodes(attn_metadata.lengths[:count], table[:count], ring.rings[:count])
+            output[:count] = plan.step.decode(query[:count], key[:count], value[:count], decodes, *more)
+        for row, tokens, num_past in attn_metadata.chunks:
+            chunk = Chunk(num_past, table[row], ring.rings[row : row + 1])
+            output[tokens] = plan.step.extend(query[tokens], key[tokens], value[tokens], chunk, *more)
+        return output
+
+
+class PlanBackend(AttentionBackend):
+    """What vLLM asks of an attention backend."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
+
+    @staticmethod
+    def get_name() -> str:
+        return BACKEND
+
+    @staticmethod
+    def get_impl_cls() -> type[PlanImpl]:
+        return PlanImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[PlanMetadataBuilder]:
+        return PlanMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [PAGE_TOKENS]
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Blocks of layers of unequal bytes lie side by side."""
+        return (KVCacheLayout.BLHNC,)

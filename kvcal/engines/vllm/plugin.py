@@ -1,0 +1,31 @@
+"""The entry point ``vllm.general_plugins``: vLLM calls :func:`register` in each of its processes, maybe more than once.
+
+A process without a plan in its configuration is left as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from kvcal.engines.contract import missing_parts
+
+logger = logging.getLogger("vllm.kvcal")
+
+BACKEND = "KVCAL"
+BACKEND_PATH = "kvcal.engines.vllm.backend.PlanBackend"
+
+
+def register() -> None:
+    """Make the backend known and wrap the attention layer. A version of vLLM without a part that is needed is left as
+    it is, with a warning: a plan is refused there by vLLM, which does not know its backend."""
+    missing = missing_parts("vllm")
+    if missing:
+        logger.warning("kvcal cannot serve plans in this version of vLLM: %s", "; ".join(missing))
+        return
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from kvcal.engines.vllm.hooks import wrap_attention
+
+    if BACKEND not in AttentionBackendEnum.__members__:
+        register_backend(BACKEND, BACKEND_PATH)
+    wrap_attention()

@@ -1,0 +1,179 @@
+"""The plan of a process of vLLM: what is checked before the model is built, and this rank's share.
+
+Nothing that could be served wrongly is served: a plan of another model, one that the core does not take, a vLLM feature
+that has not been tried with it, and ranks with unequal plans are refused, with the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    get_world_group,
+)
+
+from kvcal.engines.contract import require_parts
+from kvcal.engines.shard import HeadShard
+from kvcal.engines.step import Scratch
+from kvcal.engines.support import require_served
+from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
+from kvcal.models.load import config_sha256
+from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.plan.plan import Plan, load_plan
+
+logger = logging.getLogger("vllm.kvcal")
+
+PLAN_KEY = "kvcal_plan"
+
+
+class Serving:
+    """A plan in a process: ``shard`` is this rank's; ``scratch`` is shared by its layers."""
+
+    def __init__(self, config: VllmConfig, path: str) -> None:
+        """
+        Raises:
+            ArtifactError: the plan cannot be read, is of another model, or differs from another rank's.
+            UnsupportedModel: something about the plan, or about how vLLM was started, is not served.
+            UsageError: an option of vLLM has to be another one.
+        """
+        require_parts("vllm")
+        self.config, self.path = config, path
+        self.device = torch.device(config.device_config.device)
+        plan = load_plan(path)
+        require_served(plan, self.device.type == "cuda")
+        for reason in _refused_options(config):
+            raise UnsupportedModel(f"vLLM was started with {reason}, which is not served with a plan")
+        if config.cache_config.block_size != PAGE_TOKENS:
+            raise UsageError(
+                f"blocks of {config.cache_config.block_size} tokens, expected {PAGE_TOKENS}: a page of a plan",
+                hint=f"--block-size {PAGE_TOKENS}",
+            )
+        require_model(plan, config)
+        rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        _require_equal_plans(plan.sha256, get_world_group())
+        self.shard = HeadShard(plan, rank, size)
+        self.scratch = Scratch(config.scheduler_config.max_num_seqs, self.device)
+        self._unbound = {layer.geometry.index for layer in plan.layers}
+        self._allocated = 0
+        self._reported = 0
+        logger.info("serving the plan %s (%s), rank %d of %d", path, plan.sha256[:16], rank, size)
+
+    def bound(self, index: int, blocks: Tensor) -> None:
+        """Note the memory of a layer; with the last of them, log what was predicted and allocated."""
+        self._allocated = max(self._allocated, blocks.stride(0))
+        self._unbound.discard(index)
+        if not self._unbound:
+            shard = self.shard
+            indices = list(shard.blocks)
+            predicted = sum(map(shard.block_bytes, indices))
+            rings = sum(map(shard.ring_bytes, indices))
+            logger.info(
+                "%d blocks of %d tokens: the plan takes %d bytes a block and %d a request, vLLM allocated %d a block",
+                len(blocks), PAGE_TOKENS, predicted, rings, self._allocated,
+            )  # fmt: skip
+
+    def report_errors(self) -> None:
+        """Log pages that could not be stored, once a kind. Waits for nothing: on CUDA an error is seen some steps
+        later."""
+        if self.device.type == "cuda":
+            if not hasattr(self, "_seen"):
+                self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+            found = int(self._seen)
+            self._seen.copy_(self.scratch.error, non_blocking=True)
+        else:
+            found = int(self.scratch.error)
+        if found & ~self._reported:
+            self._reported |= found
+            logger.error("keys or values cannot be quantized: a page holds NaN, infinity, or has no room (%d)", found)
+
+
+_latest: Serving | None = None
+
+
+def serving_of(config: VllmConfig) -> Serving | None:
+    """The plan that ``config`` names, loaded and checked once; None without one."""
+    global _latest
+    path = plan_path(config.additional_config)
+    if path is None:
+        return None
+    if _latest is None or _latest.config is not config:
+        _latest = Serving(config, path)
+    return _latest
+
+
+def plan_path(additional: Any) -> str | None:
+    """UsageError for a value that is no path, or another key of kvcal's."""
+    given = additional if isinstance(additional, dict) else {}
+    unknown = [key for key in given if str(key).startswith("kvcal") and key != PLAN_KEY]
+    if unknown:
+        raise UsageError(f"additional_config has the key {unknown[0]!r}, expected {PLAN_KEY!r}")
+    path = given.get(PLAN_KEY)
+    if path is not None and not isinstance(path, str):
+        raise UsageError(f"additional_config has {PLAN_KEY} = {path!r}, expected the path of a plan")
+    return path
+
+
+def _refused_options(config: VllmConfig) -> Iterator[str]:
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        yield f"pipeline parallelism of {parallel.pipeline_parallel_size}"
+    if parallel.decode_context_parallel_size > 1:
+        yield f"decode context parallelism of {parallel.decode_context_parallel_size}"
+    if config.speculative_config is not None:
+        yield "speculative decoding"
+    if config.kv_transfer_config is not None:
+        yield "a KV connector"
+    if config.cache_config.cache_dtype != "auto":
+        yield f"--kv-cache-dtype {config.cache_config.cache_dtype}"
+
+
+def require_model(plan: Plan, config: VllmConfig) -> None:
+    """ArtifactError unless the model that vLLM is about to build is the plan's."""
+    model = config.model_config
+    text = model.hf_text_config
+    attention = [layer.attention for layer in plan.layers]
+    expected = {
+        "model type": plan.model.model_type,
+        "layers": len(plan.layers),
+        "query heads": attention[0].num_query_heads,
+        "KV heads": attention[0].num_kv_heads,
+        "head size": attention[0].k_head_dim,
+    }
+    found = {
+        "model type": model.hf_config.model_type,
+        "layers": text.num_hidden_layers,
+        "query heads": text.num_attention_heads,
+        "KV heads": model.get_total_num_kv_heads(),
+        "head size": model.get_head_size(),
+    }
+    folder = Path(model.model)
+    if (folder / "config.json").is_file():
+        expected["sha256 of config.json"] = plan.model.config_sha256
+        found["sha256 of config.json"] = config_sha256(folder, model.model)
+    for name, value in expected.items():
+        if found[name] != value:
+            raise ArtifactError(
+                f"the plan is for {plan.model.id}, of {name} {value}, but vLLM serves {model.model}, of {name} "
+                f"{found[name]}",
+                hint="compile a plan for this model, or serve the model that the plan names",
+            )
+
+
+def _require_equal_plans(digest: str, world: Any) -> None:
+    """ArtifactError unless all ranks have a plan of this sha256."""
+    digests: list[Any] = [None] * world.world_size
+    if world.world_size > 1:
+        torch.distributed.all_gather_object(digests, digest, group=world.cpu_group)
+        if set(digests) != {digest}:
+            raise ArtifactError(
+                f"the ranks have unequal plans: {', '.join(sorted(each[:16] for each in set(digests)))}",
+                hint="give every node the same file",
+            )

@@ -1,0 +1,212 @@
+"""A plan in the real vLLM, on a CPU, in fp32: every token of every request is the one that ``PlanCache`` gives for the
+same tokens in the same chunks. ``make engines`` runs these tests; they are no part of ``make check``."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from engine_replay import Replay, assert_replayed
+from vllm_environment import Unavailable, python_with_vllm, run_in
+
+from kvcal import Plan
+from kvcal.engines.contract import CONTRACTS
+from kvcal.models.geometry import geometry_of
+from kvcal.models.load import identity_of
+from kvcal.plan.page_format import Boost, Format, Tier
+from kvcal.plan.plan import LayerPlan, Workload, save_plan
+
+pytestmark = pytest.mark.engines
+
+OLDEST, NEWEST = CONTRACTS["vllm"].tried[0], CONTRACTS["vllm"].tried[-1]
+VOCABULARY, TOKENS = 128, 40
+LENGTHS = (5, 130, 300, 700)
+
+
+def fmt(num_bits: int, axis: str = "channel", **more: Any) -> Format:
+    return Format(num_bits, axis, 32, **more)
+
+
+FORMATS = [
+    ((fmt(4),), (fmt(4, "token"),)),
+    ((fmt(2, boost=Boost("magnitude", (Tier(4, 0.25),))),), (fmt(2, "token"),)),
+    ((fmt(3),), (fmt(2, "token"),)),
+    ((fmt(4), fmt(2)), (fmt(3, "token"), fmt(2, "token"))),
+]
+
+
+class Served:
+    """A random Llama of 4 layers in a folder, and a plan for it, with λ and offset in layer 2."""
+
+    def __init__(self, folder: Path, seed: int = 0, layers: int = 4) -> None:
+        torch.manual_seed(seed)
+        config = hf.LlamaConfig(
+            hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=8,
+            num_key_value_heads=2, head_dim=16, vocab_size=VOCABULARY, max_position_embeddings=4096, bos_token_id=1,
+            eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
+        )  # fmt: skip
+        self.model = hf.LlamaForCausalLM(config).eval()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.15)
+        self.folder = folder
+        self.model.save_pretrained(folder)
+        geometry = geometry_of(self.model, cache_dtype="float32")
+        planned = [LayerPlan(*given[:1], *given[1]) for given in zip(geometry.layers, FORMATS, strict=False)]
+        tensors = {}
+        if layers > 2:
+            planned[2] = dataclasses.replace(planned[2], k_rescale=True, k_offset=True)
+            tensors = {"layers.2.k_rescale": torch.rand(2, 16) + 0.5, "layers.2.k_offset": torch.randn(2, 16)}
+        self.plan = Plan(identity_of(folder, "tiny"), "float32", tuple(planned), Workload(2, 300), {}, tensors)
+
+    def write(self, name: str, plan: Plan | None = None) -> str:
+        path = self.folder / "plans" / name  # vLLM takes every file of tensors beside a configuration for weights
+        path.parent.mkdir(exist_ok=True)
+        save_plan(self.plan if plan is None else plan, path)
+        return str(path)
+
+    def arguments(self, plan: str | None = None, **more: Any) -> dict[str, Any]:
+        """Of vLLM's LLM."""
+        return {
+            "model": str(self.folder), "dtype": "float32", "skip_tokenizer_init": True, "block_size": 128,
+            "max_model_len": 2048, "enforce_eager": True, "max_num_seqs": 4, "kv_cache_memory_bytes": 64 << 20,
+            "enable_prefix_caching": True, "compilation_config": {"custom_ops": ["none"]},
+            "additional_config": {"kvcal_plan": self.write("plan.safetensors") if plan is None else plan},
+        } | more  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(params=[OLDEST, NEWEST])
+def version(request: pytest.FixtureRequest) -> str:
+    return _available(request.param)
+
+
+@pytest.fixture
+def oldest() -> str:
+    return _available(OLDEST)
+
+
+def _available(version: str) -> str:
+    try:
+        python_with_vllm(version)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    return version
+
+
+def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    chosen = random.Random(seed)
+    return [[chosen.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+def serve(version: str, folder: Path, served: Served, requests: list[dict], **arguments: Any) -> tuple[dict, Replay]:
+    found = run_in(version, folder, "vllm_host.py", {"llm": served.arguments(**arguments), "requests": requests})
+    assert "error" not in found, found
+    is_greedy = not any(request.get("temperature") for request in requests)
+    return found, assert_replayed(found, served.model, served.plan, is_greedy)
+
+
+def test_cold_and_behind_cached_prefixes(version: str, tmp_path: Path, served: Served) -> None:
+    """The second time around, prompts begin behind the blocks that the first time filled."""
+    given = prompts(*LENGTHS)
+    requests = [{"prompt": ids, "tokens": TOKENS, "at": at} for at in (0, TOKENS + 5) for ids in given]
+    found, replay = serve(version, tmp_path, served, requests)
+    assert sorted(replay.cached.values()) == [0, 0, 0, 0, 0, 128, 256, 640]
+    assert sum(len(output) for _, output in found["requests"].values()) == 8 * TOKENS
+    assert replay.restarts == 0
+
+
+def test_16_bits_give_other_tokens(served: Served) -> None:
+    """So that a plan that is not served would be seen."""
+    (prompt,) = prompts(300)
+    tokens = []
+    for plan in (served.plan, served.plan.unquantized()):
+        from kvcal import PlanCache
+
+        cache = PlanCache(plan, served.model.config)
+        options = {"max_new_tokens": TOKENS, "do_sample": False, "past_key_values": cache}
+        tokens.append(served.model.generate(torch.tensor([prompt]), **options)[0, 300:].tolist())
+    assert tokens[0] != tokens[1]
+
+
+def test_prompts_in_chunks(version: str, tmp_path: Path, served: Served) -> None:
+    requests = [{"prompt": ids, "tokens": TOKENS} for ids in prompts(*LENGTHS)]
+    found, _ = serve(version, tmp_path, served, requests, max_num_batched_tokens=256)
+    assert max(count for step in found["steps"] for _, _, count in step) <= 256
+
+
+def test_blocks_run_short(oldest: str, tmp_path: Path, served: Served) -> None:
+    """Requests lose their blocks and are computed again."""
+    requests = [{"prompt": ids, "tokens": 150} for ids in prompts(300, 310, 320, 330)]
+    _, replay = serve(oldest, tmp_path, served, requests, num_gpu_blocks_override=15, enable_prefix_caching=False)
+    assert replay.restarts > 0
+
+
+def test_200_random_requests(oldest: str, tmp_path: Path, served: Served) -> None:
+    """Shared prefixes, few blocks, aborts anywhere, samples that share the blocks of their prompt."""
+    chosen = random.Random(7)
+    prefixes = prompts(128, 260, 400, seed=3)
+    requests = []
+    for number in range(200):
+        prefix = chosen.choice([[], *prefixes])
+        ids = prefix + prompts(chosen.randrange(1, 150), seed=100 + number)[0]
+        request = {"prompt": ids, "tokens": chosen.randrange(1, 30), "at": number * 2, "temperature": 1.0}
+        if chosen.random() < 0.2:
+            request["abort"] = request["at"] + chosen.randrange(1, 40)
+        if chosen.random() < 0.1:
+            request["n"] = 2
+        requests.append(request)
+    _, replay = serve(oldest, tmp_path, served, requests, num_gpu_blocks_override=40, max_num_batched_tokens=512)
+    assert sum(replay.cached.values()) > 1000
+
+
+def test_the_log_says_predicted_and_allocated_bytes(oldest: str, tmp_path: Path, served: Served) -> None:
+    found, _ = serve(oldest, tmp_path, served, [{"prompt": ids, "tokens": 2} for ids in prompts(5)])
+    predicted = served.plan.nbytes((128,)) - served.plan.nbytes((0,))
+    assert any(f"the plan takes {predicted} bytes a block" in line for line in found["log"])
+
+
+def test_tensor_parallel(oldest: str, tmp_path: Path, served: Served) -> None:
+    """Two processes, a KV head each, of unequal bits."""
+    given = prompts(130, 300)
+    requests = [{"prompt": ids, "tokens": 20, "at": at} for at in (0, 25) for ids in given]
+    arguments = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    _, replay = serve(oldest, tmp_path, served, requests, **arguments)
+    assert sorted(replay.cached.values()) == [0, 0, 128, 256]
+
+
+def test_what_is_not_served_is_refused_at_start(oldest: str, tmp_path: Path, served: Served) -> None:
+    other = Served(tmp_path / "other", layers=2)
+    first, *others = served.plan.layers
+    sinks = dataclasses.replace(first, k=(fmt(4, num_sink_tokens=4),))
+    foreign = dataclasses.replace(served.plan.model, config_sha256="0" * 64)
+    refused = [
+        (served.arguments(other.write("plan.safetensors")), "of layers 2, but vLLM serves"),
+        (
+            served.arguments(served.write("foreign", dataclasses.replace(served.plan, model=foreign))),
+            "sha256 of config",
+        ),
+        (
+            served.arguments(served.write("sinks", dataclasses.replace(served.plan, layers=(sinks, *others)))),
+            "layers 0: k keeps 4 sink tokens",
+        ),
+        (served.arguments(str(tmp_path / "nothing")), "nothing"),
+        (served.arguments(block_size=64), "blocks of 64 tokens, expected 128"),
+        (served.arguments(additional_config={"kvcal_plam": "x"}), "'kvcal_plam', expected 'kvcal_plan'"),
+    ]
+    found = run_in(oldest, tmp_path, "vllm_host.py", {"starts": [arguments for arguments, _ in refused]})
+    for start, (_, text) in zip(found["starts"], refused, strict=True):
+        assert text in start["message"], start
+
+
+def test_the_contract_is_what_the_installed_version_has(version: str, tmp_path: Path) -> None:
+    assert run_in(version, tmp_path, "contract_host.py") == {"missing": []}

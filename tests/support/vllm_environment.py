@@ -1,0 +1,122 @@
+"""Environments of vLLM's pure-Python build, from the official source distribution, kept outside of the repository.
+
+    folder of caches / kvcal-tests / vllm-0.32.0-py3.11-torch2.13.0
+
+An environment sees the packages of the one that runs the tests (torch, transformers), and has vLLM and what that
+imports beside them. It is made once, in a minute or two, from the package index; tests that cannot have one are
+skipped with the reason.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+# Before conftest gives the tests a folder of caches of their own, which goes with them.
+ENVIRONMENTS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvcal-tests"
+CHECKOUT = Path(__file__).parents[2]
+BUILD = ("setuptools>=77,<81", "setuptools-scm>=8", "setuptools-rust>=1.9", "wheel", "packaging", "jinja2")
+# What a model without images, tools or a server makes vLLM import.
+NEEDED = (
+    "aiohttp", "blake3", "cachetools", "cbor2", "cloudpickle", "einops", "fastapi", "llguidance", "loguru",
+    "mistral_common", "msgspec", "openai", "openai-harmony", "partial-json-parser", "prometheus-client", "psutil",
+    "py-cpuinfo", "pybase64", "python-json-logger", "pyzmq", "setproctitle", "tiktoken", "uvloop",
+)  # fmt: skip
+# Without their own needs: torch and transformers are there, in whatever version.
+ALONE = ("compressed-tensors", "xgrammar", "apache-tvm-ffi")
+MINUTES = 10
+
+
+class Unavailable(Exception):
+    """Why there is no environment."""
+
+
+@functools.cache
+def python_with_vllm(wanted: str) -> Path:
+    """The interpreter of an environment with this version of vLLM. Unavailable where it cannot be made."""
+    name = f"vllm-{wanted}-py{sys.version_info.major}.{sys.version_info.minor}-torch{version('torch').split('+')[0]}"
+    made = ENVIRONMENTS / name
+    try:
+        ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
+        with open(ENVIRONMENTS / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (made / "ready").exists():
+                shutil.rmtree(made, ignore_errors=True)
+                _make(made, wanted)
+                (made / "ready").touch()
+    except OSError as error:
+        raise Unavailable(f"no environment with vLLM {wanted}: {error}") from error
+    return made / "bin" / "python"
+
+
+def _make(folder: Path, wanted: str) -> None:
+    _run([sys.executable, "-m", "venv", str(folder)], {})
+    python, paths = str(folder / "bin" / "python"), {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
+    site = next(folder.glob("lib/python*/site-packages"))
+    (site / "parent.pth").write_text("".join(f"{path}\n" for path in sorted(paths)))
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    empty = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": wanted}
+    alone = ["--no-deps", "--no-build-isolation"]
+    _run([*pip, "install", *BUILD], {})
+    _run([*pip, "download", *alone, "--no-binary", "vllm", f"vllm=={wanted}", "--dest", str(folder / "sdist")], empty)
+    (source,) = (folder / "sdist").iterdir()
+    # vLLM takes the platform of a CPU where its version says so.
+    on_cpu = empty | {"VLLM_VERSION_OVERRIDE": f"{wanted}+cpu"}
+    _run([*pip, "wheel", *alone, str(source), "--wheel-dir", str(folder / "wheel")], on_cpu)
+    _run([*pip, "install", "--no-deps", *map(str, (folder / "wheel").iterdir()), *ALONE], {})
+    _run([*pip, "install", *NEEDED], {})
+
+
+def _run(command: list[str], variables: dict[str, str]) -> None:
+    try:
+        subprocess.run(
+            command, env=os.environ | variables, check=True, capture_output=True, text=True, timeout=60 * MINUTES
+        )
+    except subprocess.CalledProcessError as error:
+        lines = [line for line in (error.stdout + error.stderr).splitlines() if "ERROR" in line or "rror:" in line]
+        raise Unavailable(f"{' '.join(command[2:5])} fails: {' '.join(lines)[-300:]}") from error
+    except subprocess.TimeoutExpired as error:
+        raise Unavailable(f"{' '.join(command[2:5])} took more than {MINUTES} minutes") from error
+
+
+def installed_checkout(folder: Path) -> list[str]:
+    """PYTHONPATH on which vLLM finds the plug-in of this checkout, as if it were installed, and the tests' own."""
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+    points = project["entry-points"]
+    own = {"vllm.general_plugins": {"stubs": "vllm_stubs:register"}}
+    for name, groups in ((project["name"], points), ("kvcal-test-stubs", own)):
+        about = folder / f"{name.replace('-', '_')}-{project['version']}.dist-info"
+        about.mkdir(parents=True, exist_ok=True)
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {project['version']}\n")
+        text = "".join(
+            f"[{group}]\n" + "".join(f"{key} = {value}\n" for key, value in entries.items())
+            for group, entries in groups.items()
+        )
+        (about / "entry_points.txt").write_text(text)
+    return [str(folder), str(CHECKOUT), str(CHECKOUT / "tests" / "support")]
+
+
+def run_in(wanted: str, folder: Path, program: str, given: Any = None, seconds: int = 900) -> Any:
+    """What a program of tests/support answers in the environment of this version of vLLM."""
+    variables = {
+        "PYTHONPATH": os.pathsep.join(installed_checkout(folder / "meta")), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(folder / "root"),
+    }  # fmt: skip
+    command = [str(python_with_vllm(wanted)), str(CHECKOUT / "tests" / "support" / program)]
+    done = subprocess.run(
+        command, input=json.dumps(given), env=os.environ | variables, capture_output=True, text=True, timeout=seconds
+    )
+    answers = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert answers, f"{program} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return json.loads(answers[-1].removeprefix("RESULT "))

@@ -1,0 +1,51 @@
+"""The four compiled operators that vLLM calls on a CPU and that its pure-Python build does not have, in torch. It is a
+plug-in of vLLM's, so that every one of its processes has them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LIBRARY: list[torch.library.Library] = []
+
+
+def register() -> None:
+    """Once a process."""
+    if _LIBRARY:
+        return
+    library = torch.library.Library("_C", "FRAGMENT")
+    _LIBRARY.append(library)
+    for schema, function in {
+        "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
+        "init_cpu_threads_env(str cores) -> str": lambda cores: "",
+        "greedy_argmax(Tensor logits) -> Tensor": lambda logits: logits.argmax(-1),
+        "compute_slot_mapping_kernel_impl(Tensor query_start_loc, Tensor positions, Tensor block_table, "
+        "Tensor(a!) slot_mapping, int block_size) -> ()": _slot_mapping,
+    }.items():
+        name = schema.split("(")[0]
+        library.define(schema)
+        library.impl(name, function, "CompositeExplicitAutograd")
+    from vllm.utils import cpu_triton_utils
+
+    cpu_triton_utils._compute_slot_mapping_kernel_impl = _slot_mapping_of_kernel
+
+
+def _slot_mapping_of_kernel(*args: object) -> None:
+    """In place of the Triton kernel, by position: 0.32 hands over its arguments in the order of the kernel, and its own
+    replacement expects the block size one place earlier."""
+    starts, positions, table, _, *others = args[2:]
+    if isinstance(others[0], Tensor):
+        slots, block_size = others[:2]
+    else:
+        block_size, slots = others[:2]
+    _slot_mapping(starts, positions, table, slots, block_size)  # type: ignore[arg-type]
+
+
+def _slot_mapping(starts: Tensor, positions: Tensor, table: Tensor, slots: Tensor, block_size: int) -> None:
+    """The slot of every token; of a table that is too narrow (rings), some slot of its last block: nobody reads it."""
+    counts = starts[1:] - starts[:-1]
+    row = torch.repeat_interleave(torch.arange(len(counts)), counts.long())
+    at = positions[: len(row)]
+    blocks = table[row, (at // block_size).clamp(max=table.shape[1] - 1)]
+    slots[: len(row)] = blocks.long() * block_size + at % block_size
+    slots[len(row) :] = -1
