@@ -146,6 +146,7 @@ CONTRACTS = {
             ),
         ),
     ),
+    "sglang": Contract("0.5.23", ("0.5.23",), ()),
 }  # fmt: skip
 
 
