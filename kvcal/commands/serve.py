@@ -15,14 +15,19 @@ from kvcal.errors import ArtifactError, UsageError
 from kvcal.quantities import MAX_CONTEXT, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from kvcal.engines.capacity import Capacity
     from kvcal.models.config import ModelSizes
     from kvcal.plan.plan import Plan
 
-ENGINES = ("vllm",)
+ENGINES = ("vllm", "sglang")
 UTILIZATION = 0.92  # vLLM's own default share of a device
 OVERHEAD = "3GB"
+MAX_REQUESTS = 64
 
-EngineOption = Annotated[str, typer.Option("--engine", help="vllm.")]
+EngineOption = Annotated[str, typer.Option("--engine", help="vllm or sglang.")]
+RequestsOption = Annotated[
+    int, typer.Option("--max-requests", help="Requests that run at once at most: SGLang keeps a ring for each.", min=1)
+]
 RanksOption = Annotated[int, typer.Option("--tp", help="Ranks of tensor parallelism.", min=1, max=1024)]
 
 
@@ -38,6 +43,7 @@ def capacity(
     ] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Of one device, for the cache alone, such as 50GB.")] = None,
     tp: RanksOption = 1,
+    max_requests: RequestsOption = MAX_REQUESTS,
     weights: Annotated[
         str | None, typer.Option(help="Bytes of the weights, such as 16GB; default: as their files or index state.")
     ] = None,
@@ -55,7 +61,6 @@ def capacity(
     """
     from dataclasses import asdict
 
-    from kvcal.engines.capacity import vllm_capacity
     from kvcal.engines.support import require_served
     from kvcal.models.config import read_sizes
     from kvcal.plan.plan import load_plan
@@ -81,7 +86,7 @@ def capacity(
                 f"{overhead} of overhead",
                 hint="raise --memory, --utilization or --tp",
             )
-    found = vllm_capacity(loaded, nbytes, tp, context)
+    found = _capacity(engine, loaded, nbytes, tp, context, max_requests)
     value = asdict(found) | {"engine": engine, "tp": tp, "concurrency": found.concurrency, "tokens": found.num_tokens}
     rows = [
         ("memory for the cache, on each rank", format_bytes(nbytes)),
@@ -94,7 +99,8 @@ def capacity(
     given.show(value, (f"{facts.id} with {plan.name} in {engine}", ("", ""), rows))
     if memory is not None:
         given.reporter().say(
-            f"note: {overhead} of overhead is assumed; `kvcal serve-args {plan} --kv-memory {nbytes}` fixes the memory"
+            f"note: {overhead} of overhead is assumed; `kvcal serve-args {plan} --engine {engine} "
+            f"--kv-memory {nbytes}` fixes the memory"
         )
 
 
@@ -105,6 +111,7 @@ def serve_args(
     engine: EngineOption = "vllm",
     model: Annotated[str | None, typer.Option("--model", help="As the engine finds it; default: the plan's.")] = None,
     tp: RanksOption = 1,
+    max_requests: RequestsOption = MAX_REQUESTS,
     context: Annotated[
         int | None, typer.Option(help="Tokens of a request at most; default: the model's.", min=1, max=MAX_CONTEXT)
     ] = None,
@@ -124,15 +131,34 @@ def serve_args(
     loaded = load_plan(plan)
     require_served(loaded, is_cuda=True)
     HeadShard(loaded, 0, tp).blocks  # noqa: B018 - refuses ranks that cannot share the heads
-    words = ["vllm", "serve", model or loaded.model.id, "--attention-backend", "KVCAL", "--block-size", "128"]
-    words += ["--additional-config", json.dumps({"kvcal_plan": str(plan.resolve())})]
-    words += ["--tensor-parallel-size", str(tp)] if tp > 1 else []
-    words += ["--max-model-len", str(context)] if context is not None else []
-    words += ["--kv-cache-memory-bytes", str(parse_bytes(kv_memory))] if kv_memory is not None else []
+    name, path = model or loaded.model.id, str(plan.resolve())
+    if engine == "vllm":
+        words = ["vllm", "serve", name, "--attention-backend", "KVCAL", "--block-size", "128"]
+        words += ["--additional-config", json.dumps({"kvcal_plan": path})]
+        words += ["--tensor-parallel-size", str(tp)] if tp > 1 else []
+        words += ["--max-model-len", str(context)] if context is not None else []
+        words += ["--kv-cache-memory-bytes", str(parse_bytes(kv_memory))] if kv_memory is not None else []
+    else:
+        words = ["env", f"KVCAL_PLAN={path}", "python", "-m", "sglang.launch_server", "--model-path", name]
+        words += ["--attention-backend", "kvcal", "--page-size", "128", "--max-running-requests", str(max_requests)]
+        words += ["--disable-prefill-cuda-graph", "--disable-decode-cuda-graph"]
+        words += ["--tp-size", str(tp)] if tp > 1 else []
+        words += ["--context-length", str(context)] if context is not None else []
+        if kv_memory is not None:
+            found = _capacity(engine, loaded, parse_bytes(kv_memory), tp, context or 1, max_requests)
+            words += ["--max-total-tokens", str(found.num_blocks * 128)]
     if given.json:
         console.print_json({"engine": engine, "arguments": words})
     else:
         console.print_text(shlex.join(words))
+
+
+def _capacity(engine: str, plan: Plan, memory: int, tp: int, context: int, max_requests: int) -> Capacity:
+    from kvcal.engines.capacity import sglang_capacity, vllm_capacity
+
+    if engine == "vllm":
+        return vllm_capacity(plan, memory, tp, context)
+    return sglang_capacity(plan, memory, tp, context, max_requests)
 
 
 def _require_engine(engine: str) -> None:

@@ -2,7 +2,8 @@
 
 vLLM's pool has blocks of one size, that of all layers' pages side by side. A request takes a block for every 128 tokens
 that it has begun, and blocks for its rings: as many rings lie in one as there is room for (vLLM's
-``_get_packed_kv_cache_groups``).
+``_get_packed_kv_cache_groups``). SGLang's pool has pages of 128 tokens, whose bytes it rounds up token by token; beside
+it lies a ring for every request that may run, from the start.
 
 Bytes are those of one rank; all ranks have the same. Left out: what weights, activations and graphs take, which
 engines measure when they start.
@@ -59,18 +60,35 @@ def vllm_capacity(plan: Plan, memory: int, num_ranks: int, context: int) -> Capa
     if len(rings) != 1:
         raise UnsupportedModel("layers of different heads or head sizes: how vLLM packs their rings is not predicted")
     block_bytes, ring_blocks = vllm_blocks([shard.block_bytes(index) for index in indices], rings.pop())
-    layers = [shard.blocks[index].layer.attention for index in indices]
-    raw = sum(layer.values_per_token for layer in layers) * CACHE_DTYPES[plan.cache_dtype].itemsize
     needed = -(-context // PAGE_TOKENS) + ring_blocks
-    found = Capacity(memory, block_bytes, memory // block_bytes, needed, ring_blocks, context, memory // raw)
-    if found.num_blocks < needed:
+    return _capacity(shard, memory, 0, block_bytes, needed, ring_blocks, context)
+
+
+def sglang_capacity(plan: Plan, memory: int, num_ranks: int, context: int, max_requests: int) -> Capacity:
+    """As :func:`vllm_capacity`, with rings for ``max_requests``, and one more for padding."""
+    shard = HeadShard(plan, 0, num_ranks)
+    token_bytes = -(-sum(map(shard.block_bytes, shard.blocks)) // PAGE_TOKENS)
+    rings = (max_requests + 1) * sum(map(shard.ring_bytes, shard.blocks))
+    block_bytes, needed = token_bytes * PAGE_TOKENS, -(-context // PAGE_TOKENS)
+    return _capacity(shard, memory, rings, block_bytes, needed, 0, context)
+
+
+def _capacity(
+    shard: HeadShard, memory: int, fixed: int, block_bytes: int, needed: int, ring_blocks: int, context: int
+) -> Capacity:
+    """``fixed``: bytes of the memory that are no blocks."""
+    layers = [block.layer.attention for block in shard.blocks.values()]
+    raw = sum(layer.values_per_token for layer in layers) * CACHE_DTYPES[shard.plan.cache_dtype].itemsize
+    num_blocks = max(0, memory - fixed) // block_bytes
+    if num_blocks < needed:
+        smallest = needed * block_bytes + fixed
         raise InfeasibleBudget(
-            f"{memory} bytes are {found.num_blocks} blocks of {block_bytes} bytes, and a request of {context} tokens "
-            f"takes {needed}",
-            smallest_bytes=needed * block_bytes,
-            hint=f"give the cache {needed * block_bytes} bytes on each rank, or a shorter context",
+            f"{memory} bytes are {num_blocks} blocks of {block_bytes} bytes, and a request of {context} tokens takes "
+            f"{needed}",
+            smallest_bytes=smallest,
+            hint=f"give the cache {smallest} bytes on each rank, or a shorter context",
         )
-    return found
+    return Capacity(memory, block_bytes, num_blocks, needed, ring_blocks, context, memory // raw)
 
 
 def vllm_blocks(pages: Sequence[int], ring: int) -> tuple[int, int]:

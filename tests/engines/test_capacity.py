@@ -12,7 +12,7 @@ from cli_cases import run_kvcal, save_llama
 from consumers import consumed
 from transformers import PreTrainedTokenizerBase
 
-from kvcal.engines.capacity import vllm_blocks, vllm_capacity
+from kvcal.engines.capacity import sglang_capacity, vllm_blocks, vllm_capacity
 from kvcal.engines.shard import HeadShard
 from kvcal.errors import InfeasibleBudget, UnsupportedModel
 from kvcal.geometry import AttentionGeometry, ModelIdentity
@@ -124,6 +124,40 @@ def test_blocks_and_concurrency_are_those_of_vllms_own_planner() -> None:
     assert [found.num_blocks, found.num_tokens, found.concurrency] == expected[-1]
 
 
+# SGLang's own sizing, of a pool whose token and rings take these bytes; cases are (token, rings, memory).
+SIZING = """
+import json, sys
+from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+found = []
+for token, rings, memory in json.load(sys.stdin):
+    sizes = object.__new__(DefaultPoolConfigurator)
+    sizes._cell_size, sizes._fixed_overhead_bytes = token, rings
+    found.append(sizes.calculate_pool_sizes(memory, 128).max_total_num_tokens)
+print(json.dumps(found))
+"""
+
+
+def test_tokens_are_those_of_sglangs_own_sizing() -> None:
+    plan, cases, found = eight_billion([2, 2, 3, 4]), [], []
+    for ranks, requests, memory in ((1, 64, 40 * 10**9), (4, 256, 10**10), (1, 1, 10**9)):
+        shard = HeadShard(plan, 0, ranks)
+        token = -(-sum(shard.block_bytes(n) for n in range(32)) // 128)
+        cases.append((token, (requests + 1) * 32 * shard.ring_bytes(0), memory))
+        found.append(sglang_capacity(plan, memory, ranks, 8192, requests).num_blocks * 128)
+    assert found == json.loads(consumed(("sglang",), SIZING, json.dumps(cases)))
+
+
+def test_sglang_takes_rings_off_the_memory_first() -> None:
+    plan = eight_billion([2])
+    shard = HeadShard(plan)
+    rings = 65 * 32 * shard.ring_bytes(0)
+    found = sglang_capacity(plan, 256 * 2_359_296 + rings, 1, 32768, 64)
+    assert (found.block_bytes, found.num_blocks, found.ring_blocks) == (2_359_296, 256, 0) and found.concurrency == 1
+    with pytest.raises(InfeasibleBudget) as refused:
+        sglang_capacity(plan, 1000, 1, 32768, 64)
+    assert refused.value.smallest_bytes == 256 * 2_359_296 + rings
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
     return save_llama(tmp_path_factory.mktemp("served") / "model", tokenizer, num_layers=3, head_dim=64)
@@ -154,7 +188,7 @@ def test_capacity_of_a_device_and_of_the_cache_alone(
     done = run_kvcal(capsys, *shared, "--kv-memory", "100MB")
     assert str(value["num_blocks"]) in done.out and f"{value['concurrency']:.2f}" in done.out
     done = run_kvcal(capsys, *shared, *device)
-    assert "100MB of overhead is assumed" in done.err and "--kv-memory 250000000" in done.err
+    assert "100MB of overhead is assumed" in done.err and "--engine vllm --kv-memory 250000000" in done.err
 
 
 def test_serve_args_are_one_command_line(
@@ -175,6 +209,24 @@ def test_serve_args_are_one_command_line(
     ]  # fmt: skip
 
 
+def test_serve_args_of_sglang(model: Path, plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shared = ("serve-args", plan_path, "--engine", "sglang", "--max-requests", 8)
+    words = shlex.split(run_kvcal(capsys, *shared).out)
+    assert words[:7] == [
+        "env", f"KVCAL_PLAN={plan_path}", "python", "-m", "sglang.launch_server", "--model-path", IDENTITY.id,
+    ]  # fmt: skip
+    assert words[7:] == [
+        "--attention-backend", "kvcal", "--page-size", "128", "--max-running-requests", "8",
+        "--disable-prefill-cuda-graph", "--disable-decode-cuda-graph",
+    ]  # fmt: skip
+    words = shlex.split(run_kvcal(capsys, *shared, "--tp", 2, "--context", 512, "--kv-memory", "10MB").out)
+    sized = ("capacity", model, "--plan", plan_path, "--engine", "sglang", "--max-requests", 8, "--tp", 2)
+    value = json.loads(run_kvcal(capsys, *sized, "--context", 512, "--kv-memory", "10MB", "--json").out)
+    assert words[15:] == [
+        "--tp-size", "2", "--context-length", "512", "--max-total-tokens", str(128 * value["num_blocks"]),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
@@ -183,9 +235,13 @@ def test_serve_args_are_one_command_line(
         ("capacity {model} --plan {plan} --context 8 --memory 1GB", 2, "of overhead"),
         ("capacity {model} --plan {plan} --context 8 --kv-memory 1KB", 3, "a request of 8 tokens takes"),
         ("capacity {model} --plan {plan} --context 8 --kv-memory 1GB --tp 3", 4, "3 ranks cannot share equally"),
-        ("capacity {model} --plan {plan} --context 8 --kv-memory 1GB --engine none", 2, "--engine none; allowed: vllm"),
+        (
+            "capacity {model} --plan {plan} --context 8 --kv-memory 1GB --engine none",
+            2,
+            "none; allowed: vllm, sglang",
+        ),
         ("capacity reasoner-10m --plan {plan} --context 8 --kv-memory 1GB", 5, "layers or heads are others than those"),
-        ("serve-args {plan} --engine llama", 2, "--engine llama; allowed: vllm"),
+        ("serve-args {plan} --engine llama", 2, "--engine llama; allowed: vllm, sglang"),
         ("serve-args {plan} --tp 3", 4, "3 ranks cannot share equally"),
         ("serve-args {sinks}", 4, "keeps 4 sink tokens at 16 bits"),
     ],

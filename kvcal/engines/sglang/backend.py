@@ -13,6 +13,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
+from kvcal.engines.contract import require_parts
 from kvcal.engines.sglang.pool import PlanPool
 from kvcal.engines.step import Chunk, Decodes, PagedStep, Scratch
 from kvcal.errors import ArtifactError, UsageError
@@ -35,6 +36,7 @@ class PlanAttentionBackend(AttentionBackend):
         super().__init__()
         pool = runner.token_to_kv_pool
         if not isinstance(pool, PlanPool):
+            require_parts("sglang")
             raise UsageError("the attention backend kvcal needs a plan", hint="set KVCAL_PLAN=plan.safetensors")
         self._rows: Tensor = runner.req_to_token_pool.req_to_token
         self._scratch = Scratch(len(self._rows), pool.serving.device)
@@ -86,17 +88,17 @@ class PlanAttentionBackend(AttentionBackend):
     ) -> Tensor:
         """q [B, H D], k, v [B, N D], one token a request -> [B, H D]."""
         assert self._decodes is not None
-        step, given = self._step(layer), _by_head(layer, q, k, v)
-        return step.decode(*given, self._decodes, *_scores(layer, more)).reshape(len(given[0]), -1)
+        q, k, v = _by_head(layer, q, k, v)
+        return self._step(layer).decode(q, k, v, self._decodes, *_scores(layer, more)).flatten(1)
 
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> Tensor:
         """q [T, H D], k, v [T, N D] of all requests in a row -> [T, H D]; rows of padding are 0."""
-        step, given = self._step(layer), _by_head(layer, q, k, v)
-        out = torch.zeros_like(given[0])
+        step, (q, k, v) = self._step(layer), _by_head(layer, q, k, v)
+        out = torch.zeros_like(q)
         for tokens, chunk in self._chunks:
-            out[tokens] = step.extend(*(x[tokens] for x in given), chunk, *_scores(layer, more))
+            out[tokens] = step.extend(q[tokens], k[tokens], v[tokens], chunk, *_scores(layer, more))
         return out.flatten(1)
 
     def _step(self, layer: Any) -> PagedStep:

@@ -9,23 +9,16 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from kvcal.engines.contract import require_parts
-from kvcal.engines.sglang.serving import PLAN_VARIABLE, serving_of
-
+PLAN_VARIABLE = "KVCAL_PLAN"
 BACKEND = "kvcal"
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 SIZES = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 
 
 def register() -> None:
-    """Make the backend known and wrap the functions.
-
-    Raises:
-        UnsupportedModel: there is a plan, and this version of SGLang lacks a part that serves it.
-    """
+    """Make the backend known and wrap the functions, where there is a plan."""
     if PLAN_VARIABLE not in os.environ:
         return
-    require_parts("sglang")
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_attention_backend_choices
@@ -51,9 +44,13 @@ def _pool_class(original: Any, configurator: Any, *, kind: str, default: type) -
 
 def _token_bytes(original: Any, sizes: Any, kvc: Any, num_layers: int) -> int:
     """Bytes of a token: a share of the blocks of all layers, rounded up."""
+    from kvcal.engines.sglang.serving import serving_of
+
     return serving_of(kvc).token_bytes
 
 
 def _with_rings(original: Any, sizes: Any, kvc: Any) -> None:
+    from kvcal.engines.sglang.serving import serving_of
+
     original(sizes, kvc)
     sizes._fixed_overhead_bytes += serving_of(kvc).rings_bytes

@@ -1,8 +1,7 @@
 """SGLang's pool of tokens, as a tensor of blocks for each layer.
 
-SGLang counts tokens and hands them out in pages of 128, all of a request's side by side in a page: page p of the pool is
-block p of every layer, and page 0 is nobody's. Its radix tree shares full pages. What would read a token's keys and values
-from the pool is refused.
+SGLang hands out places of tokens in pages of 128, each of one request: page p of the pool is block p of every layer.
+Page 0 is nobody's. The radix tree shares full pages. What would read single tokens from the pool is refused.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ class PlanPool(MHATokenToKVPool):
     """``blocks``: of every layer, by index, uint8 [pages, block_bytes]."""
 
     blocks: dict[int, Tensor]
+    k_buffer: list[Tensor]
+    v_buffer: list[Tensor]
 
     def _create_buffers(self) -> None:
         self.serving = current()
@@ -38,7 +39,7 @@ class PlanPool(MHATokenToKVPool):
         return sum(blocks.nbytes for blocks in self.blocks.values()), 0
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise UnsupportedModel("a part of SGLang reads or moves single tokens of the cache, which a plan packs in pages")
+        raise UnsupportedModel("a part of SGLang reads or moves single tokens, which a plan packs in pages")
 
     get_key_buffer = get_value_buffer = get_kv_buffer = set_kv_buffer = _refuse
     move_kv_cache = get_contiguous_buf_infos = get_device_pool_infos = get_cpu_copy = load_cpu_copy = _refuse

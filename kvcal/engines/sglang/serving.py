@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 from sglang.srt.runtime_context import get_parallel
 
+from kvcal.engines.contract import require_parts
+from kvcal.engines.sglang.plugin import BACKEND, PLAN_VARIABLE
 from kvcal.engines.shard import HeadShard
 from kvcal.engines.support import require_served
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
@@ -24,8 +27,15 @@ from kvcal.plan.plan import Plan, load_plan
 
 logger = logging.getLogger("sglang.kvcal")
 
-PLAN_VARIABLE = "KVCAL_PLAN"
-OPTIONS = {"attention_backend": "kvcal", "page_size": PAGE_TOKENS, "kv_cache_dtype": "auto"}
+OPTIONS = {"attention_backend": BACKEND, "page_size": PAGE_TOKENS, "kv_cache_dtype": "auto"}
+# Options that have not been tried with a plan, by the value that leaves them out.
+NEUTRAL: dict[str, Any] = {
+    "pp_size": 1, "dcp_size": 1, "attn_cp_size": 1, "speculative_algorithm": None, "disaggregation_mode": "null",
+    "enable_hierarchical_cache": False, "enable_hisparse": False, "enable_lmcache": False, "enable_flexkv": False,
+    "enable_unified_memory": False, "enable_page_major_kv_layout": False, "enable_kv_cache_sharding": False,
+    "enable_memory_saver": False, "enable_two_batch_overlap": False, "enable_pdmux": False, "kv_canary": "none",
+    "enable_torch_compile": False,
+}  # fmt: skip
 
 
 class Serving:
@@ -38,6 +48,7 @@ class Serving:
             UnsupportedModel: something about the plan, or about how SGLang was started, is not served.
             UsageError: an option of SGLang has to be another one.
         """
+        require_parts("sglang")
         args = kvc.server_args
         self.path, self.device = os.environ[PLAN_VARIABLE], torch.device(kvc.device)
         plan = load_plan(self.path)
@@ -89,16 +100,14 @@ def current() -> Serving:
 
 def _refused_options(kvc: Any) -> Iterator[str]:
     args = kvc.server_args
-    if args.pp_size > 1:
-        yield f"pipeline parallelism of {args.pp_size}"
-    if args.speculative_algorithm is not None:
-        yield "speculative decoding"
-    if args.disaggregation_mode != "null":
-        yield f"--disaggregation-mode {args.disaggregation_mode}"
-    if args.enable_hierarchical_cache:
-        yield "a hierarchical cache"
-    if not args.disable_cuda_graph and torch.device(kvc.device).type == "cuda":
-        yield "CUDA graphs (give --disable-cuda-graph)"
+    for name, neutral in NEUTRAL.items():
+        if (value := getattr(args, name)) != neutral:
+            yield f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+    for name in ("prefill_attention_backend", "decode_attention_backend"):
+        if getattr(args, name) not in (None, OPTIONS["attention_backend"]):
+            yield f"--{name.replace('_', '-')} {getattr(args, name)}"
+    if not cuda_graph_fully_disabled():
+        yield "CUDA graphs (give --disable-prefill-cuda-graph --disable-decode-cuda-graph)"
     if kvc.use_mla_backend:
         yield "multi-head latent attention"
 
@@ -112,14 +121,12 @@ def require_model(plan: Plan, config: Any) -> None:
         "layers": len(plan.layers),
         "query heads": attention.num_query_heads,
         "KV heads": attention.num_kv_heads,
-        "head size": attention.k_head_dim,
     }
     found = {
         "model type": config.hf_config.model_type,
         "layers": text.num_hidden_layers,
         "query heads": text.num_attention_heads,
         "KV heads": config.get_total_num_kv_heads(),
-        "head size": config.head_dim,
     }
     folder = Path(config.model_path)
     if (folder / "config.json").is_file():
