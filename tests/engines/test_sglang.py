@@ -88,7 +88,7 @@ def test_requests_together_and_pages_that_are_used_again(served: Served, tmp_pat
     [
         ({"page_size": 64}, "--page-size 64, expected 128 with a plan"),
         ({"max_running_requests": None}, "a plan needs --max-running-requests"),
-        ({"enable_memory_saver": True}, "SGLang was started with --enable-memory-saver, which is not served"),
+        ({"prefill_attention_backend": "torch_native"}, "started with --prefill-attention-backend torch_native, which"),
     ],
 )
 def test_options_that_would_be_served_wrongly_are_refused(
