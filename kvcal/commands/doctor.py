@@ -11,11 +11,13 @@ import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import Literal
+from typing import Annotated, Literal
 
+import typer
 from packaging.requirements import Requirement
 
 from kvcal.commands.options import OutputOptions, spread
+from kvcal.engines.contract import CONTRACTS, missing_parts, require_parts
 from kvcal.errors import KernelError, UsageError
 
 # Extras of kvcal, and what needs them.
@@ -37,15 +39,26 @@ class Finding:
 
 
 @spread
-def doctor(given: OutputOptions) -> None:
+def doctor(
+    given: OutputOptions,
+    *,
+    engine: Annotated[
+        str | None, typer.Option(help="Also check that this engine can serve plans: vllm.", show_default=False)
+    ] = None,
+) -> None:
     """Check this machine: versions, GPU, driver, compiler of the kernels, optional engines; what would be slow or
-    refused, and why. Exit code 0 when kvcal is usable, with or without a GPU; 2 when it is not.
+    refused, and why. Exit code 0 when kvcal is usable, with or without a GPU; 2 when it is not; 4 when plans cannot be
+    served in the engine of `--engine`.
 
     Example: `kvcal doctor`
 
     Example: `kvcal doctor --json`
+
+    Example: `kvcal doctor --engine vllm`
     """
     findings = [*_software(), *_gpu(), *_engines(), _cache_folder()]
+    if engine is not None:
+        findings.append(_contract(engine))
     rows = [(one.name, one.found, one.status, one.note) for one in findings]
     is_usable = all(one.status != "unusable" for one in findings)
     value = {"is_usable": is_usable, "findings": [asdict(one) for one in findings]}
@@ -53,6 +66,8 @@ def doctor(given: OutputOptions) -> None:
     if not is_usable:
         names = ", ".join(one.name for one in findings if one.status == "unusable")
         raise UsageError(f"kvcal is not usable here: {names}", hint="pip install --upgrade kvcal")
+    if engine is not None:
+        require_parts(engine)
 
 
 def _software() -> Iterator[Finding]:
@@ -124,6 +139,18 @@ def _engines() -> Iterator[Finding]:
             yield Finding(name, version(name))
         except PackageNotFoundError:
             yield Finding(name, "not installed", "absent")
+
+
+def _contract(engine: str) -> Finding:
+    """Whether the installed engine has all that its plug-in uses. UsageError for an engine without a plug-in, or one
+    that is not installed."""
+    missing = missing_parts(engine)
+    name, found = f"plans in {engine}", version(engine)
+    if missing:
+        return Finding(name, found, "refused", f"lacks {'; '.join(missing)}")
+    tried = CONTRACTS[engine].tried
+    is_tried = found.split("+")[0] in tried
+    return Finding(name, found, note="" if is_tried else f"all parts are there; tried versions: {', '.join(tried)}")
 
 
 def _cache_folder() -> Finding:

@@ -33,10 +33,10 @@ class Part(NamedTuple):
     lse: Tensor
 
     def merged(self, other: Part) -> Part:
-        """Attention to both parts."""
+        """Attention to both parts, where this one was."""
         lse = torch.logaddexp(self.lse, other.lse)
-        weights = ((part.lse - lse).exp().unsqueeze(-1) for part in (self, other))
-        return Part(sum(part.out * weight for part, weight in zip((self, other), weights, strict=True)), lse)  # type: ignore[arg-type]
+        own, others = ((part.lse - lse).exp().unsqueeze(-1) for part in (self, other))
+        return Part(self.out.mul_(own).addcmul_(other.out.float(), others), lse)
 
 
 def attend_chunk(

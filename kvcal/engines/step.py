@@ -7,11 +7,14 @@ sequence in them. Two kinds of sequences are served:
               and of rings as they are. On CUDA these are the kernels; nothing waits for the device, so that the call
               may be captured in a CUDA graph
     extend    a chunk of tokens of one sequence: it attends to its past, page tile by page tile, and to itself at full
-              precision; then it is stored. Sizes come from the host
+              precision. Sizes come from the host
 
 Either packs every page that its tokens fill, into the page's block, before it returns. A full block may be shared,
 hashed, moved or kept from then on; nothing in it depends on the sequence that filled it. A sequence that begins behind
 shared blocks begins at a multiple of 128, where a ring holds nothing that is read.
+
+An engine may let a sequence begin behind blocks that another one fills in the same step. Then all tokens of the step
+must be stored before any attention is computed: each call has a half that stores and a half that attends.
 """
 
 from __future__ import annotations
@@ -35,6 +38,9 @@ from kvcal.kernels.variants import HeadRange, Variant, variant_of
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.page_format import SIDES, Side
 
+# Of a chunk's output, while parts are merged: the sum, the part in 16 and in 32 bits, and a product.
+FLOATS_OF_A_VALUE = 4
+
 
 class Decodes(NamedTuple):
     """Sequences that get one token each, all int32 on the device. Rows of length 0 whose blocks and rings nobody else
@@ -51,6 +57,13 @@ class Chunk(NamedTuple):
     num_past: int
     table: Tensor  # [pages] int32 on the device: the block of every page, those of the new tokens included
     ring: Tensor  # [1] int32 on the device
+
+
+class Tail(NamedTuple):
+    """Keys and values [N, less than 128, D] of a chunk's past that no page holds yet."""
+
+    keys: Tensor
+    values: Tensor
 
 
 class Scratch:
@@ -162,34 +175,38 @@ class PagedStep:
     ) -> Tensor:
         """Store k, v [B, N, D], one token a sequence, and attend from q [B, H, D] to all tokens of each: [B, H, D].
         ``softcap`` 0 for none; ``s_aux`` [H]: logits of sinks without a key."""
+        self.append(k, v, decodes)
+        return self.attend(q, decodes, scale, softcap, s_aux)
+
+    def append(self, k: Tensor, v: Tensor, decodes: Decodes) -> None:
+        """The first half of :meth:`decode`."""
         scratch, none = self.scratch, self.scratch.nothing
-        place = list(Place(decodes.lengths, decodes.table, scratch.no_window, scratch.no_window, decodes.rings))
         statistic = list(QueryStatistic(none, scratch.no_window))
-        found = []
         for held in self._ranges:
-            heads, transform, variants = held.pair.heads, list(held.transform), [held.variant.number]
+            heads = held.pair.heads
             ops.append(
-                k[:, heads], v[:, heads], none, list(held.k), list(held.v), statistic, place, transform, scratch.error,
-                variants, none, [],
+                k[:, heads], v[:, heads], none, list(held.k), list(held.v), statistic, self._place(decodes),
+                list(held.transform), scratch.error, [held.variant.number], none, [],
             )  # fmt: skip
+
+    def attend(
+        self, q: Tensor, decodes: Decodes, scale: float, softcap: float = 0.0, s_aux: Tensor | None = None
+    ) -> Tensor:
+        """The second half of :meth:`decode`."""
+        none, found = self.scratch.nothing, []
+        for held in self._ranges:
             sinks = none if s_aux is None else s_aux[held.queries]
             found.append(
                 ops.decode(
-                    q[:, held.queries],
-                    list(held.k),
-                    list(held.v),
-                    place,
-                    transform,
-                    sinks,
-                    held.workspace,
-                    scale,
-                    softcap,
-                    variants,
-                    none,
-                    [],
-                )  # fmt: skip
-            )
+                    q[:, held.queries], list(held.k), list(held.v), self._place(decodes), list(held.transform), sinks,
+                    held.workspace, scale, softcap, [held.variant.number], none, [],
+                )
+            )  # fmt: skip
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+    def _place(self, decodes: Decodes) -> list[Tensor]:
+        no_window = self.scratch.no_window
+        return list(Place(decodes.lengths, decodes.table, no_window, no_window, decodes.rings))
 
     def extend(
         self,
@@ -201,16 +218,42 @@ class PagedStep:
         softcap: float = 0.0,
         s_aux: Tensor | None = None,
     ) -> Tensor:
-        """Attend from q [T, H, D] to the past and, each up to its own token, to k, v [T, N, D]; then store these:
+        """Store k, v [T, N, D], and attend from q [T, H, D] to the past and, each up to its own token, to k and v:
         [T, H, D]. ``softcap``, ``s_aux`` as for :meth:`decode`."""
-        keys, values = k.to(self.dtype), v.to(self.dtype)
-        given = (keys.to(q.dtype), values.to(q.dtype))
-        attended = attend_chunk(q, *given, self._past(chunk, q.dtype), scale, softcap, s_aux)
-        for side, new in (("k", keys), ("v", values)):
-            self._store(side, new, chunk)  # type: ignore[arg-type]
-        return attended
+        return self.attend_chunk(q, k, v, chunk, self.store(k, v, chunk), scale, softcap, s_aux)
 
-    def _past(self, chunk: Chunk, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    def store(self, k: Tensor, v: Tensor, chunk: Chunk) -> Tail:
+        """The first half of :meth:`extend`. Returns what it may overwrite of the past."""
+        tail = Tail(self._in_ring("k", chunk), self._in_ring("v", chunk))
+        self._store("k", k.to(self.dtype), tail.keys, chunk)
+        self._store("v", v.to(self.dtype), tail.values, chunk)
+        return tail
+
+    def attend_chunk(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        chunk: Chunk,
+        tail: Tail,
+        scale: float,
+        softcap: float = 0.0,
+        s_aux: Tensor | None = None,
+    ) -> Tensor:
+        """The second half of :meth:`extend`, of what :meth:`store` returned."""
+        keys, values = (new.to(self.dtype).to(q.dtype) for new in (k, v))
+        return attend_chunk(q, keys, values, self._past(chunk, tail, q.dtype), scale, softcap, s_aux)
+
+    def rehearse(self, num_tokens: int, dtype: torch.dtype) -> None:
+        """Allocate for a moment what :meth:`extend` of so many tokens in ``dtype`` takes beside its result, for an
+        engine that measures how much memory a model leaves; the room for decoded pages stays."""
+        layer, geometry = self.layout.layer, self.layout.layer.attention
+        for side in SIDES:
+            self.scratch.past(side, geometry.num_kv_heads, layer.head_dim(side), dtype)
+        values = num_tokens * geometry.num_query_heads * geometry.k_head_dim
+        torch.empty(FLOATS_OF_A_VALUE * values, dtype=torch.float32, device=self.scratch.device)
+
+    def _past(self, chunk: Chunk, tail: Tail, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values [N, S, D] of the chunk's past: tiles of pages, valid until the next, then the ring."""
         layer = self.layout.layer
         pages, at_once = chunk.num_past // PAGE_TOKENS, TILE_TOKENS // PAGE_TOKENS
@@ -226,24 +269,22 @@ class PagedStep:
                     SIDES.index(side), held.variant.number,
                 )  # fmt: skip
             yield tile["k"], tile["v"]
-        count = chunk.num_past % PAGE_TOKENS
-        if count:
-            recent = {side: self._in_ring(side, chunk, count) for side in SIDES}
-            yield recent["k"].to(dtype), recent["v"].to(dtype)
+        if tail.keys.shape[1]:
+            yield tail.keys.to(dtype), tail.values.to(dtype)
 
-    def _in_ring(self, side: Side, chunk: Chunk, count: int) -> Tensor:
-        """[N, count, D] in the cache's dtype: the tokens behind the last page."""
-        return self._rings[side].index_select(0, chunk.ring)[0, :, :count]
+    def _in_ring(self, side: Side, chunk: Chunk) -> Tensor:
+        """[N, less than 128, D] in the cache's dtype: a copy of the tokens behind the last page."""
+        return self._rings[side].index_select(0, chunk.ring)[0, :, : chunk.num_past % PAGE_TOKENS]
 
-    def _store(self, side: Side, new: Tensor, chunk: Chunk) -> None:
-        """Pack the pages that new [T, N, D] fill, and put the tokens behind them into the ring."""
-        by_head, total = new.transpose(0, 1), chunk.num_past + len(new)
+    def _store(self, side: Side, new: Tensor, tail: Tensor, chunk: Chunk) -> None:
+        """Pack the pages that new [T, N, D] fill behind tail [N, ..., D], and put the tokens behind them into the
+        ring."""
+        total = chunk.num_past + len(new)
         first, stop = chunk.num_past // PAGE_TOKENS, total // PAGE_TOKENS
         if first < stop:
-            count = chunk.num_past % PAGE_TOKENS
-            tokens = by_head[:, : PAGE_TOKENS * stop - chunk.num_past]
-            if count:
-                tokens = torch.cat([self._in_ring(side, chunk, count), tokens], dim=1)
+            tokens = new[: PAGE_TOKENS * stop - chunk.num_past].transpose(0, 1)
+            if tail.shape[1]:
+                tokens = torch.cat([tail, tokens], dim=1)
             slots = chunk.table[first:stop].unsqueeze(0)
             for held in self._ranges:
                 ops.pack(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -121,6 +122,34 @@ def test_a_ring_and_a_block_serve_another_request_after_the_first() -> None:
         both.check_pages()
         memory.free_blocks += both.sequence.blocks
         memory.free_rings.append(both.sequence.ring)
+
+
+def test_a_sequence_begins_behind_blocks_that_are_filled_in_the_same_step() -> None:
+    """One of a chunk, one of a single token; both are stored before the one that fills the blocks."""
+    plan = PLANS["three tiers, λ"]
+    memory = Memory(HeadShard(plan))
+    first = Both(memory, plan, 0)
+    first.extend(50)
+    first.sequence.grow(300)
+    others = [Both(memory, plan, seed, shared=first, pages=2) for seed in (1, 2)]
+    new = [slice(256, 257), slice(256, 300), slice(50, 350)]
+    every, step = [*others, first], memory.step
+    given = [[x[rows] for x in both.tokens] for both, rows in zip(every, new, strict=True)]
+    others[0].sequence.grow(1)
+    lengths, rings = (torch.tensor([n], dtype=torch.int32) for n in (256, others[0].sequence.ring))
+    place = stepping.Decodes(lengths, others[0].sequence.table.unsqueeze(0), rings)
+    step.append(*given[0][1:], place)
+    chunks = [both.sequence.chunk(len(q)) for both, (q, _, _) in zip(every[1:], given[1:], strict=True)]
+    tails = [step.store(k, v, chunk) for (_, k, v), chunk in zip(given[1:], chunks, strict=True)]
+    found = [step.attend(given[0][0], place, 1.0)]
+    found += [step.attend_chunk(*x, chunk, tail, 1.0) for x, chunk, tail in zip(given[1:], chunks, tails, strict=True)]
+    expected = [first.by_cache(new[2])]
+    for both, rows in zip(others, new[:2], strict=True):
+        both.cache = copy.deepcopy(first.cache)
+        both.cache.crop(256 - 350)
+        expected.insert(-1, both.by_cache(rows))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_past_pages_are_decoded_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

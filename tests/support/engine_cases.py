@@ -65,16 +65,17 @@ class Memory:
     ``gap`` bytes apart, as those of other layers would have it."""
 
     def __init__(
-        self, shard: HeadShard, num_blocks: int = 64, num_rings: int = 9, seed: int = 0, gap: int = 48
+        self, shard: HeadShard, num_blocks: int = 64, num_rings: int = 9, device: str = "cpu", gap: int = 48
     ) -> None:
-        self.scratch = Scratch(num_rings, torch.device("cpu"))
+        self.device = torch.device(device)
+        self.scratch = Scratch(num_rings, self.device)
         self.step = PagedStep(shard, 0, self.scratch)
         sizes = (num_blocks, shard.block_bytes(0)), (num_rings, shard.ring_bytes(0))
         self.blocks, self.rings = (
-            torch.full((count, size + gap), POISON, dtype=torch.uint8)[:, gap:] for count, size in sizes
+            torch.full((count, size + gap), POISON, dtype=torch.uint8, device=device)[:, gap:] for count, size in sizes
         )
         self.step.bind(self.blocks, self.rings)
-        self.random = random.Random(seed)
+        self.random = random.Random(0)
         self.free_blocks, self.free_rings = list(range(1, num_blocks)), list(range(1, num_rings))
         for free in (self.free_blocks, self.free_rings):
             self.random.shuffle(free)
@@ -100,14 +101,18 @@ class Sequence:
 
     @property
     def table(self) -> Tensor:
-        return torch.tensor(self.blocks, dtype=torch.int32)
+        return torch.tensor(self.blocks, dtype=torch.int32, device=self.memory.device)
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0) -> Tensor:
         """A chunk: q [T, H, D], k, v [T, N, D]."""
-        self.grow(len(q))
-        chunk = Chunk(self.length, self.table, torch.tensor([self.ring], dtype=torch.int32))
+        chunk = self.chunk(len(q))
         self.length += len(q)
         return self.memory.step.extend(q, k, v, chunk, scale)
+
+    def chunk(self, tokens: int) -> Chunk:
+        """The place of so many new tokens."""
+        self.grow(tokens)
+        return Chunk(self.length, self.table, torch.tensor([self.ring], dtype=torch.int32, device=self.memory.device))
 
 
 def decode(sequences: list[Sequence], q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0) -> Tensor:
@@ -115,11 +120,13 @@ def decode(sequences: list[Sequence], q: Tensor, k: Tensor, v: Tensor, scale: fl
     for sequence in sequences:
         sequence.grow(1)
     width = max(len(sequence.blocks) for sequence in sequences)
-    table = torch.zeros(len(sequences), width, dtype=torch.int32)
+    device = sequences[0].memory.device
+    table = torch.zeros(len(sequences), width, dtype=torch.int32, device=device)
     for row, sequence in enumerate(sequences):
         table[row, : len(sequence.blocks)] = sequence.table
-    lengths, rings = ([s.length for s in sequences], [s.ring for s in sequences])
-    place = Decodes(torch.tensor(lengths, dtype=torch.int32), table, torch.tensor(rings, dtype=torch.int32))
+    lengths = torch.tensor([each.length for each in sequences], dtype=torch.int32, device=device)
+    rings = torch.tensor([each.ring for each in sequences], dtype=torch.int32, device=device)
+    place = Decodes(lengths, table, rings)
     for sequence in sequences:
         sequence.length += 1
     return sequences[0].memory.step.decode(q, k, v, place, scale)

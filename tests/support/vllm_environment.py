@@ -111,6 +111,7 @@ def run_in(wanted: str, folder: Path, program: str, given: Any = None, seconds: 
     variables = {
         "PYTHONPATH": os.pathsep.join(installed_checkout(folder / "meta")), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CACHE_ROOT": str(folder / "root"),
     }  # fmt: skip
     command = [str(python_with_vllm(wanted)), str(CHECKOUT / "tests" / "support" / program)]

@@ -3,7 +3,8 @@ engine did as JSON, so that all of it can be computed again without vLLM (engine
 
     {"llm": arguments of LLM,
      "requests": [{"prompt": [id, ...], "tokens": 40, "at": step, "abort": step, "temperature": 0, "n": 1}, ...]}
-    -> {"steps": [[[request, first token, count], ...] of each step], "requests": {request: [[prompt], [output]]},
+    -> {"steps": [[[request, first token, count, [block of each page]], ...] of each step],
+        "requests": {request: [[prompt], [output]]},
         "outputs": {request: [[output], [log-probability of each]]}, "log": [lines of kvcal's]}
     or {"error": name of the class, "message": text} where vLLM does not start
 
@@ -42,7 +43,9 @@ def serve(scenario: dict) -> dict:
         new = {request.req_id: request.num_computed_tokens for request in found.scheduled_new_reqs}
         cached = found.scheduled_cached_reqs
         starts = new | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        steps.append([[name, starts[name], count] for name, count in found.num_scheduled_tokens.items()])
+        steps.append(
+            [[name, starts[name], count, pages_of(self, name)] for name, count in found.num_scheduled_tokens.items()]
+        )
         seen.update({name: self.requests[name] for name in found.num_scheduled_tokens})
         return found
 
@@ -55,7 +58,7 @@ def serve(scenario: dict) -> dict:
             if given.get("at", 0) <= step:
                 sampling = SamplingParams(
                     temperature=given.get("temperature", 0.0), max_tokens=given["tokens"], ignore_eos=True,
-                    detokenize=False, n=given.get("n", 1), seed=number, logprobs=0,
+                    detokenize=False, n=given.get("n", 1), logprobs=0,
                 )  # fmt: skip
                 engine.add_request(str(number), {"prompt_token_ids": given["prompt"]}, sampling)
                 del waiting[number]
@@ -73,6 +76,13 @@ def serve(scenario: dict) -> dict:
     steps = [[[name.rsplit("-", 1)[0], *numbers] for name, *numbers in one] for one in steps]
     requests = {n.rsplit("-", 1)[0]: [list(r.prompt_token_ids), list(r.output_token_ids)] for n, r in seen.items()}
     return {"steps": steps, "requests": requests, "outputs": outputs, "log": lines.lines}
+
+
+def pages_of(scheduler: object, name: str) -> list[int]:
+    """The blocks of a request's pages; those of its rings are in other groups."""
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    (number,) = [n for n, group in enumerate(groups) if not group.layer_names[0].endswith(".kvcal_ring")]
+    return list(scheduler.kv_cache_manager.get_block_ids(name)[number])
 
 
 def _tokens_of(sample: object) -> list:

@@ -1,4 +1,4 @@
-"""The four compiled operators that vLLM calls on a CPU and that its pure-Python build does not have, in torch. It is a
+"""The five compiled operators that vLLM calls on a CPU and that its pure-Python build does not have, in torch. It is a
 plug-in of vLLM's, so that every one of its processes has them."""
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ def register() -> None:
         "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
         "init_cpu_threads_env(str cores) -> str": lambda cores: "",
         "greedy_argmax(Tensor logits) -> Tensor": lambda logits: logits.argmax(-1),
+        "fused_gumbel_argmax(Tensor logits, Tensor seeds) -> Tensor": _sampled,
         "compute_slot_mapping_kernel_impl(Tensor query_start_loc, Tensor positions, Tensor block_table, "
         "Tensor(a!) slot_mapping, int block_size) -> ()": _slot_mapping,
     }.items():
@@ -39,6 +40,13 @@ def _slot_mapping_of_kernel(*args: object) -> None:
     else:
         block_size, slots = others[:2]
     _slot_mapping(starts, positions, table, slots, block_size)  # type: ignore[arg-type]
+
+
+def _sampled(logits: Tensor, seeds: Tensor) -> Tensor:
+    """A token of every row [B, vocabulary], by noise of the row's seed."""
+    generators = (torch.Generator().manual_seed(seed) for seed in seeds.tolist())
+    noise = [torch.empty_like(row).exponential_(generator=own) for row, own in zip(logits, generators, strict=True)]
+    return (logits.softmax(-1) / torch.stack(noise)).argmax(-1)
 
 
 def _slot_mapping(starts: Tensor, positions: Tensor, table: Tensor, slots: Tensor, block_size: int) -> None:

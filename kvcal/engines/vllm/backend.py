@@ -1,7 +1,10 @@
 """The attention backend: vLLM's metadata of a batch, as the core's decodes and chunks.
 
 vLLM puts requests with one new token first. They are decodes, served by one call; every other request is a chunk of its
-own. A batch of decodes alone may be captured in a CUDA graph: what changes from step to step lies in tensors of fixed
+own. All tokens are stored before any attention is computed: vLLM lets a request begin behind blocks that another one
+fills in the same step.
+
+A batch of decodes alone may be captured in a CUDA graph: what changes from step to step lies in tensors of fixed
 addresses, which are written while the metadata is built, outside of the graph.
 """
 
@@ -176,20 +179,26 @@ class PlanImpl(AttentionImpl[PlanMetadata]):
     ) -> Tensor:
         """query [tokens, H, D], key and value [tokens, N, D] -> output [tokens, H, D]; padding behind the tokens of the
         batch is left as it is."""
-        if attn_metadata is None:  # vLLM measures the memory of a model without a cache
-            return output.fill_(0)
         plan: PlanLayer = layer.kvcal_layer
+        if attn_metadata is None:  # vLLM measures the memory of a model without a cache
+            plan.step.rehearse(len(query), query.dtype)
+            return output.fill_(0)
         plan.bind(kv_cache)
         by_layer: Any = get_forward_context().attn_metadata
         ring: RingMetadata = by_layer[plan.ring.name]
         count, table = attn_metadata.num_decodes, attn_metadata.table
-        more = (self.scale, self.softcap, self.sinks)
+        step, more = plan.step, (self.scale, self.softcap, self.sinks)
+        decodes = Decodes(attn_metadata.lengths[:count], table[:count], ring.rings[:count])
         if count:
-            decodes = Decodes(attn_metadata.lengths[:count], table[:count], ring.rings[:count])
-            output[:count] = plan.step.decode(query[:count], key[:count], value[:count], decodes, *more)
+            step.append(key[:count], value[:count], decodes)
+        stored = []
         for row, tokens, num_past in attn_metadata.chunks:
             chunk = Chunk(num_past, table[row], ring.rings[row : row + 1])
-            output[tokens] = plan.step.extend(query[tokens], key[tokens], value[tokens], chunk, *more)
+            stored.append((tokens, chunk, step.store(key[tokens], value[tokens], chunk)))
+        if count:
+            output[:count] = step.attend(query[:count], decodes, *more)
+        for tokens, chunk, tail in stored:
+            output[tokens] = step.attend_chunk(query[tokens], key[tokens], value[tokens], chunk, tail, *more)
         return output
 
 

@@ -1,0 +1,120 @@
+"""The kernels in an engine's memory against the torch reference in the same blocks, on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from cache_cases import plan_of
+from engine_cases import TAKEN, Memory, Sequence, decode, random_tokens, transformed
+from torch import Tensor
+
+from kvcal import Plan
+from kvcal.engines.prefill import attend_part
+from kvcal.engines.shard import HeadShard
+from kvcal.engines.step import Decodes
+from kvcal.geometry import AttentionGeometry, Geometry
+from kvcal.plan.page_format import SIDES
+
+pytestmark = pytest.mark.gpu
+
+HEADS, KV_HEADS = 8, 4
+TOLERANCE = 2e-2  # bf16 outputs
+
+
+def plan_for(name: str, dim: int) -> Plan:
+    geometry = Geometry("llama", "bfloat16", (AttentionGeometry(0, HEADS, KV_HEADS, dim, dim),))
+    return plan_of(geometry, *TAKEN[name])
+
+
+def tokens(count: int, dim: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q [T, 8, D], k, v [T, 4, D] in bf16."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(count, heads, dim, generator=generator).bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS))
+    k[..., 1] *= 16
+    return q, k, v
+
+
+@pytest.mark.parametrize("dim", [64, 128, 80])
+@pytest.mark.parametrize("name", TAKEN)
+def test_steps_are_those_of_the_reference(name: str, dim: int) -> None:
+    """Ragged sequences in shuffled blocks and rings, poisoned where nobody wrote; batches of falling size in the same
+    scratch. Pages are the same bytes."""
+    plan = plan_for(name, dim)
+    memories = [Memory(HeadShard(plan), device=device) for device in ("cpu", "cuda")]
+    x = [tokens(800, dim, seed) for seed in range(4)]
+    served = [[Sequence(memory, plan) for _ in range(4)] for memory in memories]
+    for prompt, *both in zip((1, 127, 128, 500), *served, strict=True):
+        at = served[0].index(both[0])
+        results = [s.extend(*(t[:prompt].to(s.memory.device) for t in x[at]), scale=0.1).cpu() for s in both]
+        torch.testing.assert_close(*results, atol=TOLERANCE, rtol=TOLERANCE)
+    for step in range(140):
+        rows = range(4) if step < 130 else range(2)
+        new = [torch.stack([x[row][part][served[0][row].length] for row in rows]) for part in range(3)]
+        results = [
+            decode([s[row] for row in rows], *(t.to(s[0].memory.device) for t in new), scale=0.1).cpu() for s in served
+        ]
+        torch.testing.assert_close(*results, atol=TOLERANCE, rtol=TOLERANCE)
+    for row in range(4):
+        ours, theirs = (s[row] for s in served)
+        assert ours.blocks == theirs.blocks
+        full = ours.blocks[: ours.length // 128]
+        for side in SIDES:
+            for a, b in zip(memories[0].pages(side, full), memories[1].pages(side, full), strict=True):
+                assert torch.equal(a, b.cpu())
+    assert int(memories[1].scratch.error) == 0
+
+
+def test_decodes_may_be_captured_in_a_graph() -> None:
+    """With rows of length 0 in nobody's ring behind the sequences; replayed over the end of a page."""
+    plan = plan_for("2 bits by channel", 128)
+    memory = Memory(HeadShard(plan), device="cuda")
+    eager = Memory(HeadShard(plan), device="cuda")
+    x = tokens(300, 128, 0)
+    sequences = [Sequence(each, plan) for each in (memory, eager)]
+    for sequence in sequences:
+        sequence.grow(300)
+        sequence.extend(*(t[:120].cuda() for t in x), scale=0.1)
+    lengths, rings = (torch.tensor([first, 0], dtype=torch.int32, device="cuda") for first in (120, sequences[0].ring))
+    table = torch.zeros(2, len(sequences[0].blocks), dtype=torch.int32, device="cuda")
+    table[0] = sequences[0].table
+    given = [torch.zeros(2, *t.shape[1:], dtype=t.dtype, device="cuda") for t in x]
+    place, stream = Decodes(lengths, table, rings), torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # kernels are compiled before; what is stored is stored again
+        for buffer, t in zip(given, x, strict=True):
+            buffer[0] = t[120]
+        memory.step.decode(*given, place, 0.1)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = memory.step.decode(*given, place, 0.1)
+    for token in range(120, 300):
+        for buffer, t in zip(given, x, strict=True):
+            buffer[0] = t[token]
+        lengths[0] = token
+        graph.replay()
+        expected = decode([sequences[1]], *(t[token : token + 1].cuda() for t in x), scale=0.1)
+        assert torch.equal(out[:1], expected), token
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_flash_attention_and_products_agree(is_causal: bool) -> None:
+    q, k, v = (t.transpose(0, 1).cuda() for t in tokens(200, 128, 1))
+    fast = attend_part(q, k, v, is_causal, 0.1, 0.0)
+    exact = attend_part(q.float(), k.float(), v.float(), is_causal, 0.1, 0.0)
+    torch.testing.assert_close(fast.out, exact.out, atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(fast.lse, exact.lse, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_transformed_pages_are_the_same_bytes_from_chunks() -> None:
+    plan = transformed(dataclasses.replace(plan_for("three tiers", 8)))
+    memories = [Memory(HeadShard(plan), device=device) for device in ("cpu", "cuda")]
+    x = random_tokens(400, KV_HEADS, 3)
+    sequences = [Sequence(memory, plan) for memory in memories]
+    for first, stop in ((0, 100), (100, 300), (300, 400)):
+        results = [s.extend(*(t[first:stop].to(s.memory.device) for t in x)).cpu() for s in sequences]
+        torch.testing.assert_close(*results, atol=TOLERANCE, rtol=TOLERANCE)
+    for side in SIDES:
+        for a, b in zip(*(m.pages(side, s.blocks[:3]) for m, s in zip(memories, sequences, strict=True)), strict=True):
+            assert torch.equal(a, b.cpu())
