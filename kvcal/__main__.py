@@ -21,6 +21,7 @@ from kvcal.commands.explain import explain, report
 from kvcal.commands.export import export, import_kvtuner
 from kvcal.commands.options import needs_compile
 from kvcal.commands.plan import diff, plan
+from kvcal.commands.serve import capacity, serve_args
 from kvcal.console import discard_stdout, print_error, print_error_json, print_text
 from kvcal.errors import ArtifactError, KvcalError, UsageError
 
@@ -111,6 +112,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "compile": stages.compile_command,
         "eval": plans.eval_command,
     },
+    "Serving engines": {"capacity": capacity, "serve-args": serve_args},
     "Plans": {
         "inspect": plans.inspect,
         "explain": needs_compile(explain),
@@ -124,9 +126,10 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "push": plans.push,
     },
 }
+RUNTIME_PANELS = ("First", "Serving engines", "Plans")
 for panel, commands in PANELS.items():
     for name, command in commands.items():
-        app.command(name, rich_help_panel=panel)(command if panel in ("First", "Plans") else needs_compile(command))
+        app.command(name, rich_help_panel=panel)(command if panel in RUNTIME_PANELS else needs_compile(command))
 app.add_typer(bench, name="bench", rich_help_panel="GPU")
 
 

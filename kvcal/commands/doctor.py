@@ -45,7 +45,8 @@ def doctor(
     given: OutputOptions,
     *,
     engine: Annotated[
-        str | None, typer.Option(help="Also check that this engine can serve plans: vllm.", show_default=False)
+        str | None,
+        typer.Option(help="Also check that an engine can serve plans: vllm, sglang.", show_default=False),
     ] = None,
 ) -> None:
     """Check this machine: versions, GPU, driver, compiler of the kernels, optional engines; what would be slow or

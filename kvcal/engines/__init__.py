@@ -6,7 +6,8 @@ block.py              a layer's opaque block of 128 tokens, and its ring: what l
 step.py               storing tokens in an engine's memory, and attention to them
 prefill.py            attention of a chunk to its past, in tiles
 contract.py           what of an engine's code is used, and whether the installed version has it
-vllm/                 the plug-in of vLLM
+capacity.py           what of a plan fits into an engine's memory
+vllm/, sglang/        the plug-ins
 
 Nothing outside a folder of an engine imports that engine. kvcal never depends on one.
 """

@@ -83,7 +83,7 @@ def test_doctor_is_content_with_an_engine_that_has_all_parts(
         assert (done.code, found["status"], found["note"]) == (0, "ok", note)
 
 
-@pytest.mark.parametrize(("engine", "text"), [("vlm", "no plug-in for the engine 'vlm'; allowed: vllm")])
+@pytest.mark.parametrize(("engine", "text"), [("vlm", "no plug-in for the engine 'vlm'; allowed: vllm, sglang")])
 def test_an_engine_without_a_plug_in_is_a_wrong_argument(
     engine: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -167,11 +167,12 @@ def test_vllm_reads_the_scheme_and_the_arguments() -> None:
     code = (
         "import json, sys; from vllm.engine.arg_utils import EngineArgs\n"
         "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
-        "read = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(sys.stdin.read().split())\n"
-        "print(json.dumps([read.kv_cache_dtype, read.kv_cache_dtype_skip_layers]))"
+        "parser = EngineArgs.add_cli_args(FlexibleArgumentParser())\n"
+        "read = [parser.parse_args(line.split()) for line in sys.stdin]\n"
+        "print(json.dumps([[one.kv_cache_dtype, one.kv_cache_dtype_skip_layers] for one in read]))"
     )
-    for plan, expected in ARGUMENTS:
-        assert json.loads(consumed(("vllm",), code, EXPORTERS["vllm-args"](plan).text)) == expected
+    lines = "".join(EXPORTERS["vllm-args"](plan).text for plan, _ in ARGUMENTS)
+    assert json.loads(consumed(("vllm",), code, lines)) == [expected for _, expected in ARGUMENTS]
 
 
 ARGUMENTS = [

@@ -1,0 +1,174 @@
+"""Commands before a plan is served in an engine: ``kvcal capacity`` and ``kvcal serve-args``. No engine is imported."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcal import console
+from kvcal.commands.options import OutputOptions, PlanArgument, PlanOption, spread
+from kvcal.errors import ArtifactError, UsageError
+from kvcal.quantities import MAX_CONTEXT, format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from kvcal.engines.capacity import Capacity
+    from kvcal.models.config import ModelSizes
+    from kvcal.plan.plan import Plan
+
+ENGINES = ("vllm", "sglang")
+UTILIZATION = 0.92  # vLLM's own default share of a device
+OVERHEAD = "3GB"
+MAX_REQUESTS = 64
+
+EngineOption = Annotated[str, typer.Option("--engine", help="vllm or sglang.")]
+RequestsOption = Annotated[
+    int, typer.Option("--max-requests", help="Requests that run at once at most: SGLang keeps a ring for each.", min=1)
+]
+RanksOption = Annotated[int, typer.Option("--tp", help="Ranks of tensor parallelism.", min=1, max=1024)]
+
+
+@spread
+def capacity(
+    model: Annotated[str, typer.Argument(help="Folder, hub id, or an embedded model's name.")],
+    plan: PlanOption,
+    given: OutputOptions,
+    context: Annotated[int, typer.Option(help="Tokens of a request at most.", min=1, max=MAX_CONTEXT)],
+    engine: EngineOption = "vllm",
+    memory: Annotated[
+        str | None, typer.Option(help="Of one device, such as 80GB; weights and overhead are taken off.")
+    ] = None,
+    kv_memory: Annotated[str | None, typer.Option(help="Of one device, for the cache alone, such as 50GB.")] = None,
+    tp: RanksOption = 1,
+    max_requests: RequestsOption = MAX_REQUESTS,
+    weights: Annotated[
+        str | None, typer.Option(help="Bytes of the weights, such as 16GB; default: as their files or index state.")
+    ] = None,
+    utilization: Annotated[
+        float, typer.Option(help="Share of the device that the engine takes.", min=0.01, max=1)
+    ] = UTILIZATION,
+    overhead: Annotated[
+        str, typer.Option(help="Bytes of a device for activations and graphs, which an engine measures at its start.")
+    ] = OVERHEAD,
+) -> None:
+    """Tell what fits into an engine's memory with a plan: blocks, tokens, and requests of a context, as the engine will
+    count them. With --kv-memory, exactly so; with --memory, as far as the overhead is right.
+
+    Example: `kvcal capacity meta-llama/Llama-3.1-8B --plan plan.safetensors --memory 80GB --tp 4 --context 32768`
+    """
+    from dataclasses import asdict
+
+    from kvcal.engines.support import require_served
+    from kvcal.models.config import read_sizes
+    from kvcal.plan.plan import load_plan
+
+    _require_engine(engine)
+    if (memory is None) == (kv_memory is None):
+        raise UsageError("expected exactly one of --memory and --kv-memory")
+    loaded, facts = load_plan(plan), read_sizes(model)
+    _require_geometry(loaded, facts, plan)
+    require_served(loaded, is_cuda=True)
+    if kv_memory is not None:
+        nbytes = parse_bytes(kv_memory)
+    else:
+        assert memory is not None
+        weight_bytes = facts.weight_bytes if weights is None else parse_bytes(weights)
+        if weight_bytes is None:
+            raise UsageError(f"{facts.id}: its weights are not here", hint="state their bytes, such as --weights 16GB")
+        share = -(-weight_bytes // tp)
+        nbytes = int(parse_bytes(memory) * utilization) - share - parse_bytes(overhead)
+        if nbytes < 1:
+            raise UsageError(
+                f"--memory {memory}: {utilization:g} of it is less than {format_bytes(share)} of weights and "
+                f"{overhead} of overhead",
+                hint="raise --memory, --utilization or --tp",
+            )
+    found = _capacity(engine, loaded, nbytes, tp, context, max_requests)
+    value = asdict(found) | {"engine": engine, "tp": tp, "concurrency": found.concurrency, "tokens": found.num_tokens}
+    rows = [
+        ("memory for the cache, on each rank", format_bytes(nbytes)),
+        ("block of 128 tokens, all layers", format_bytes(found.block_bytes)),
+        ("blocks", str(found.num_blocks)),
+        ("blocks of a request", f"{found.blocks_per_request}, {found.ring_blocks} of them for rings"),
+        (f"requests of {context} tokens at once", f"{found.concurrency:.2f}"),
+        ("tokens", f"{found.num_tokens}, {found.num_tokens / max(1, found.raw_tokens):.2f}x of 16 bits"),
+    ]
+    given.show(value, (f"{facts.id} with {plan.name} in {engine}", ("", ""), rows))
+    if memory is not None:
+        given.reporter().say(
+            f"note: {overhead} of overhead is assumed; `kvcal serve-args {plan} --engine {engine} "
+            f"--kv-memory {nbytes}` fixes the memory"
+        )
+
+
+@spread
+def serve_args(
+    plan: PlanArgument,
+    given: OutputOptions,
+    engine: EngineOption = "vllm",
+    model: Annotated[str | None, typer.Option("--model", help="As the engine finds it; default: the plan's.")] = None,
+    tp: RanksOption = 1,
+    max_requests: RequestsOption = MAX_REQUESTS,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of a request at most; default: the model's.", min=1, max=MAX_CONTEXT)
+    ] = None,
+    kv_memory: Annotated[
+        str | None, typer.Option(help="Of one device, for the cache alone; default: what the engine finds.")
+    ] = None,
+) -> None:
+    """Print the command line that serves a plan in an engine, with kvcal installed beside it.
+
+    Example: `kvcal serve-args plan.safetensors --engine vllm --tp 2`
+    """
+    from kvcal.engines.shard import HeadShard
+    from kvcal.engines.support import require_served
+    from kvcal.plan.plan import load_plan
+
+    _require_engine(engine)
+    loaded = load_plan(plan)
+    require_served(loaded, is_cuda=True)
+    HeadShard(loaded, 0, tp).blocks  # noqa: B018 - refuses ranks that cannot share the heads
+    name, path = model or loaded.model.id, str(plan.resolve())
+    if engine == "vllm":
+        words = ["vllm", "serve", name, "--attention-backend", "KVCAL", "--block-size", "128"]
+        words += ["--additional-config", json.dumps({"kvcal_plan": path})]
+        words += ["--tensor-parallel-size", str(tp)] if tp > 1 else []
+        words += ["--max-model-len", str(context)] if context is not None else []
+        words += ["--kv-cache-memory-bytes", str(parse_bytes(kv_memory))] if kv_memory is not None else []
+    else:
+        words = ["env", f"KVCAL_PLAN={path}", "python", "-m", "sglang.launch_server", "--model-path", name]
+        words += ["--attention-backend", "kvcal", "--page-size", "128", "--max-running-requests", str(max_requests)]
+        words += ["--disable-prefill-cuda-graph", "--disable-decode-cuda-graph"]
+        words += ["--tp-size", str(tp)] if tp > 1 else []
+        words += ["--context-length", str(context)] if context is not None else []
+        if kv_memory is not None:
+            found = _capacity(engine, loaded, parse_bytes(kv_memory), tp, context or 1, max_requests)
+            words += ["--max-total-tokens", str(found.num_blocks * 128)]
+    if given.json:
+        console.print_json({"engine": engine, "arguments": words})
+    else:
+        console.print_text(shlex.join(words))
+
+
+def _capacity(engine: str, plan: Plan, memory: int, tp: int, context: int, max_requests: int) -> Capacity:
+    from kvcal.engines.capacity import sglang_capacity, vllm_capacity
+
+    if engine == "vllm":
+        return vllm_capacity(plan, memory, tp, context)
+    return sglang_capacity(plan, memory, tp, context, max_requests)
+
+
+def _require_engine(engine: str) -> None:
+    if engine not in ENGINES:
+        raise UsageError(f"--engine {engine}; allowed: {', '.join(ENGINES)}")
+
+
+def _require_geometry(plan: Plan, facts: ModelSizes, path: Path) -> None:
+    """ArtifactError for a plan of other layers than the model's."""
+    if plan.geometry.layers != facts.geometry.layers:
+        raise ArtifactError(
+            f"{path}: the plan is for {plan.model.id}, whose layers or heads are others than those of {facts.id}"
+        )

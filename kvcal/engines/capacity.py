@@ -1,0 +1,107 @@
+"""What of a plan fits into an engine's memory, by the engine's own rule, before it is started.
+
+vLLM's pool has blocks of one size, that of all layers' pages side by side. A request takes a block for every 128 tokens
+that it has begun, and blocks for its rings: as many rings lie in one as there is room for (vLLM's
+``_get_packed_kv_cache_groups``). SGLang's pool has pages of 128 tokens, whose bytes it rounds up token by token; beside
+it lies a ring for every request that may run, from the start.
+
+Bytes are those of one rank; all ranks have the same. Left out: what weights, activations and graphs take, which
+engines measure when they start.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcal.engines.shard import HeadShard
+from kvcal.errors import InfeasibleBudget, UnsupportedModel
+from kvcal.geometry import CACHE_DTYPES
+from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """``block_bytes`` of 128 tokens of all layers, padding included; ``num_blocks`` in the pool, with the one that
+    engines keep for nobody; a request of the context takes ``blocks_per_request``, of which ``ring_blocks`` whatever
+    its length. ``raw_tokens``: tokens at 16 bits in the same memory."""
+
+    memory: int
+    block_bytes: int
+    num_blocks: int
+    blocks_per_request: int
+    ring_blocks: int
+    context: int
+    raw_tokens: int
+
+    @property
+    def concurrency(self) -> float:
+        """Requests of the context that fit at once, as vLLM prints it."""
+        return self.num_blocks / self.blocks_per_request
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of such requests, as vLLM prints it."""
+        return int(self.concurrency * self.context)
+
+
+def vllm_capacity(plan: Plan, memory: int, num_ranks: int, context: int) -> Capacity:
+    """``memory``: bytes of the cache on one of ``num_ranks``.
+
+    Raises:
+        UnsupportedModel: heads that the ranks cannot share equally, or layers whose rings differ.
+        InfeasibleBudget: not one request of the context fits.
+    """
+    shard = HeadShard(plan, 0, num_ranks)
+    indices = list(shard.blocks)
+    rings = {shard.ring_bytes(index) for index in indices}
+    if len(rings) != 1:
+        raise UnsupportedModel("layers of different heads or head sizes: how vLLM packs their rings is not predicted")
+    block_bytes, ring_blocks = vllm_blocks([shard.block_bytes(index) for index in indices], rings.pop())
+    needed = -(-context // PAGE_TOKENS) + ring_blocks
+    return _capacity(shard, memory, 0, block_bytes, needed, ring_blocks, context)
+
+
+def sglang_capacity(plan: Plan, memory: int, num_ranks: int, context: int, max_requests: int) -> Capacity:
+    """As :func:`vllm_capacity`, with rings for ``max_requests``, and one more for padding."""
+    shard = HeadShard(plan, 0, num_ranks)
+    token_bytes = -(-sum(map(shard.block_bytes, shard.blocks)) // PAGE_TOKENS)
+    rings = (max_requests + 1) * sum(map(shard.ring_bytes, shard.blocks))
+    block_bytes, needed = token_bytes * PAGE_TOKENS, -(-context // PAGE_TOKENS)
+    return _capacity(shard, memory, rings, block_bytes, needed, 0, context)
+
+
+def _capacity(
+    shard: HeadShard, memory: int, fixed: int, block_bytes: int, needed: int, ring_blocks: int, context: int
+) -> Capacity:
+    """``fixed``: bytes of the memory that are no blocks."""
+    layers = [block.layer.attention for block in shard.blocks.values()]
+    raw = sum(layer.values_per_token for layer in layers) * CACHE_DTYPES[shard.plan.cache_dtype].itemsize
+    num_blocks = max(0, memory - fixed) // block_bytes
+    if num_blocks < needed:
+        smallest = needed * block_bytes + fixed
+        raise InfeasibleBudget(
+            f"{memory} bytes are {num_blocks} blocks of {block_bytes} bytes, and a request of {context} tokens takes "
+            f"{needed}",
+            smallest_bytes=smallest,
+            hint=f"give the cache {smallest} bytes on each rank, or a shorter context",
+        )
+    return Capacity(memory, block_bytes, num_blocks, needed, ring_blocks, context, memory // raw)
+
+
+def vllm_blocks(pages: Sequence[int], ring: int) -> tuple[int, int]:
+    """vLLM's packing: bytes of a block of the pool, and the blocks that the rings of a request take. ``pages``: bytes
+    of every layer's block of 128 tokens; ``ring``: bytes of a layer's ring."""
+    count = len(pages)
+    groups = -(-count // max(max(sum(pages), ring) // ring, 1))
+    sizes = Counter(pages)
+    if len(sizes) > 1 and len(set(sizes.values())) == 1:  # pages that vLLM takes for a repeating pattern of layers
+        groups = max(groups, -(-count // _repeats(sizes[pages[0]], count)))
+    return max(sum(pages), -(-count // groups) * ring), groups
+
+
+def _repeats(pattern: int, count: int) -> int:
+    """The number, from ``pattern`` to ``count``, to whose multiples both are padded least; the largest of several."""
+    return min(range(count, pattern - 1, -1), key=lambda number: -pattern % number + -count % number)

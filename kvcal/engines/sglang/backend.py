@@ -1,0 +1,137 @@
+"""The attention backend: SGLang's batch, as the core's decodes and chunks; and the rings.
+
+A request keeps its row of ``req_to_token`` as long as it runs, so that row is its ring, too. Row 0 is for padding. A
+request's pages are every 128th entry of its row. Left out: CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from torch import Tensor
+
+from kvcal.engines.contract import require_parts
+from kvcal.engines.sglang.pool import PlanPool
+from kvcal.engines.step import Chunk, Decodes, PagedStep, Scratch
+from kvcal.errors import ArtifactError, UsageError
+from kvcal.pages.record_layout import PAGE_TOKENS
+
+logger = logging.getLogger("sglang.kvcal")
+
+
+class NewTokens(NamedTuple):
+    """The new tokens of one request: its rows of the queries, and its place in memory."""
+
+    tokens: slice
+    chunk: Chunk
+
+
+class PlanAttentionBackend(AttentionBackend):
+    """See the module's docstring."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        pool = runner.token_to_kv_pool
+        if not isinstance(pool, PlanPool):
+            require_parts("sglang")
+            raise UsageError("the attention backend kvcal needs a plan", hint="set KVCAL_PLAN=plan.safetensors")
+        self._rows: Tensor = runner.req_to_token_pool.req_to_token
+        self._scratch = Scratch(len(self._rows), pool.serving.device)
+        self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=self._scratch.device.type == "cuda")
+        self._reported = 0
+        shard = pool.serving.shard
+        self._steps = {index: PagedStep(shard, index, self._scratch) for index in shard.blocks}
+        for index, step in self._steps.items():
+            rings = torch.zeros(len(self._rows), shard.ring_bytes(index), dtype=torch.uint8, device=pool.device)
+            step.bind(pool.blocks[index], rings)
+        self._checked: set[int] = set()
+        self._decodes: Decodes | None = None
+        self._chunks: list[NewTokens] = []
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Lengths, blocks and rings of a batch, once for all layers."""
+        self._report_errors()
+        rows, mode = forward_batch.req_pool_indices, forward_batch.forward_mode
+        self._decodes, self._chunks = None, []
+        if mode.is_idle():
+            return
+        rings = rows.int()
+        pages = self._rows[:, ::PAGE_TOKENS]
+        if mode.is_decode():
+            width = -(-int(forward_batch.seq_lens_cpu.max()) // PAGE_TOKENS)
+            table = pages[:, :width][rows] // PAGE_TOKENS
+            self._decodes = Decodes((forward_batch.seq_lens - 1).int(), table, rings)
+            return
+        start = 0
+        counts = zip(forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu, strict=True)
+        for row, (num_past, count) in enumerate(counts):
+            width = -(-(num_past + count) // PAGE_TOKENS)
+            table = pages[rows[row], :width] // PAGE_TOKENS
+            if count:
+                chunk = Chunk(int(num_past), table, rings[row : row + 1])
+                self._chunks.append(NewTokens(slice(start, start + int(count)), chunk))
+            start += int(count)
+
+    def _report_errors(self) -> None:
+        """Log pages that could not be stored, once a kind; on CUDA some steps later, since nothing waits."""
+        found = int(self._seen)
+        self._seen.copy_(self._scratch.error, non_blocking=True)
+        if found & ~self._reported:
+            self._reported |= found
+            logger.error("keys or values cannot be quantized: a page holds NaN, infinity, or has no room (%d)", found)
+
+    def forward_decode(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
+    ) -> Tensor:
+        """q [B, H D], k, v [B, N D], one token a request -> [B, H D]."""
+        assert self._decodes is not None
+        q, k, v = _by_head(layer, q, k, v)
+        return self._step(layer).decode(q, k, v, self._decodes, *_scores(layer, more)).flatten(1)
+
+    def forward_extend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
+    ) -> Tensor:
+        """q [T, H D], k, v [T, N D] of all requests in a row -> [T, H D]; rows of padding are 0."""
+        step, (q, k, v) = self._step(layer), _by_head(layer, q, k, v)
+        out = torch.zeros_like(q)
+        for tokens, chunk in self._chunks:
+            out[tokens] = step.extend(q[tokens], k[tokens], v[tokens], chunk, *_scores(layer, more))
+        return out.flatten(1)
+
+    def _step(self, layer: Any) -> PagedStep:
+        """A layer's step; the layer is compared with the plan when it comes first.
+
+        Raises:
+            ArtifactError: the layer is not in the plan, or has other heads.
+            UsageError: attention that is more than the plan's.
+        """
+        index = layer.layer_id
+        if index in self._checked:
+            return self._steps[index]
+        if index not in self._steps:
+            raise ArtifactError(f"SGLang's attention layer {index} is not in the plan")
+        planned = self._steps[index].layout.layer.attention
+        expected = (planned.num_query_heads, planned.num_kv_heads, planned.k_head_dim, planned.v_head_dim)
+        found = (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)
+        if found != expected:
+            raise ArtifactError(f"SGLang's layer {index} has heads and sizes {found}; the plan has {expected} there")
+        if layer.is_cross_attention or (layer.sliding_window_size or -1) > -1 or layer.attn_type.value != "decoder":
+            raise UsageError(f"layer {index} has a window or is no decoder's, which is not served with a plan")
+        self._checked.add(index)
+        return self._steps[index]
+
+
+def _by_head(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+        k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim),
+        v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim),
+    )
+
+
+def _scores(layer: Any, more: dict[str, Any]) -> tuple[float, float, Tensor | None]:
+    """Scale, softcap and sink logits of a layer."""
+    return float(layer.scaling), float(layer.logit_cap or 0.0), more.get("sinks")

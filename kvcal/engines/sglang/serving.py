@@ -1,0 +1,141 @@
+"""The plan of a process of SGLang: what is checked before memory is allocated, and this rank's share.
+
+Nothing that could be served wrongly is served: a plan of another model, one that the core does not take, and a feature
+of SGLang that has not been tried with it are refused, with the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
+from sglang.srt.runtime_context import get_parallel
+
+from kvcal.engines.contract import require_parts
+from kvcal.engines.sglang.plugin import BACKEND, PLAN_VARIABLE
+from kvcal.engines.shard import HeadShard
+from kvcal.engines.support import require_served
+from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
+from kvcal.models.load import config_sha256
+from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.plan.plan import Plan, load_plan
+
+logger = logging.getLogger("sglang.kvcal")
+
+OPTIONS = {"attention_backend": BACKEND, "page_size": PAGE_TOKENS, "kv_cache_dtype": "auto"}
+# Options that have not been tried with a plan, by the value that leaves them out.
+NEUTRAL: dict[str, Any] = {
+    "pp_size": 1, "dcp_size": 1, "attn_cp_size": 1, "speculative_algorithm": None, "disaggregation_mode": "null",
+    "enable_hierarchical_cache": False, "enable_hisparse": False, "enable_lmcache": False, "enable_flexkv": False,
+    "enable_unified_memory": False, "enable_page_major_kv_layout": False, "enable_kv_cache_sharding": False,
+    "enable_memory_saver": False, "enable_two_batch_overlap": False, "enable_pdmux": False, "kv_canary": "none",
+    "enable_torch_compile": False,
+}  # fmt: skip
+
+
+class Serving:
+    """A plan in a process; ``shard`` is this rank's."""
+
+    def __init__(self, kvc: Any) -> None:
+        """
+        Raises:
+            ArtifactError: the plan cannot be read, or is of another model.
+            UnsupportedModel: something about the plan, or about how SGLang was started, is not served.
+            UsageError: an option of SGLang has to be another one.
+        """
+        require_parts("sglang")
+        args = kvc.server_args
+        self.path, self.device = os.environ[PLAN_VARIABLE], torch.device(kvc.device)
+        plan = load_plan(self.path)
+        require_served(plan, self.device.type == "cuda")
+        for name, value in OPTIONS.items():
+            if getattr(args, name) != value:
+                option = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{option} {getattr(args, name)}, expected {value} with a plan", f"{option} {value}")
+        if args.max_running_requests is None:
+            raise UsageError(
+                "a plan needs --max-running-requests: every request that may run has a ring from the start",
+                hint="such as --max-running-requests 64",
+            )
+        for reason in _refused_options(kvc):
+            raise UnsupportedModel(f"SGLang was started with {reason}, which is not served with a plan")
+        require_model(plan, kvc.model_config)
+        parallel = get_parallel()
+        self.shard = HeadShard(plan, parallel.attn_tp_rank, parallel.attn_tp_size)
+        self.max_requests: int = args.max_running_requests
+        logger.info("serving the plan %s (%s)", self.path, plan.sha256[:16])
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in blocks, rounded up."""
+        return -(-sum(map(self.shard.block_bytes, self.shard.blocks)) // PAGE_TOKENS)
+
+    @property
+    def rings_bytes(self) -> int:
+        """Bytes of all rings; SGLang has one place more than requests, for padding."""
+        return (self.max_requests + 1) * sum(map(self.shard.ring_bytes, self.shard.blocks))
+
+
+_latest: tuple[Any, Serving] | None = None
+
+
+def serving_of(kvc: Any) -> Serving:
+    """The plan of SGLang's configurator of the cache, loaded and checked once."""
+    global _latest
+    if _latest is None or _latest[0] is not kvc.server_args:
+        _latest = kvc.server_args, Serving(kvc)
+    return _latest[1]
+
+
+def current() -> Serving:
+    """The plan of this process."""
+    assert _latest is not None, "SGLang sizes its pool before it makes it"
+    return _latest[1]
+
+
+def _refused_options(kvc: Any) -> Iterator[str]:
+    args = kvc.server_args
+    for name, neutral in NEUTRAL.items():
+        if (value := getattr(args, name)) != neutral:
+            yield f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+    for name in ("prefill_attention_backend", "decode_attention_backend"):
+        if getattr(args, name) not in (None, OPTIONS["attention_backend"]):
+            yield f"--{name.replace('_', '-')} {getattr(args, name)}"
+    if not cuda_graph_fully_disabled():
+        yield "CUDA graphs (give --disable-prefill-cuda-graph --disable-decode-cuda-graph)"
+    if kvc.use_mla_backend:
+        yield "multi-head latent attention"
+
+
+def require_model(plan: Plan, config: Any) -> None:
+    """ArtifactError unless the model that SGLang serves is the plan's."""
+    attention = plan.layers[0].attention
+    text = config.hf_text_config
+    expected = {
+        "model type": plan.model.model_type,
+        "layers": len(plan.layers),
+        "query heads": attention.num_query_heads,
+        "KV heads": attention.num_kv_heads,
+    }
+    found = {
+        "model type": config.hf_config.model_type,
+        "layers": text.num_hidden_layers,
+        "query heads": text.num_attention_heads,
+        "KV heads": config.get_total_num_kv_heads(),
+    }
+    folder = Path(config.model_path)
+    if (folder / "config.json").is_file():
+        expected["sha256 of config.json"] = plan.model.config_sha256
+        found["sha256 of config.json"] = config_sha256(folder, config.model_path)
+    for name, value in expected.items():
+        if found[name] != value:
+            raise ArtifactError(
+                f"the plan is for {plan.model.id}, of {name} {value}, but SGLang serves {config.model_path}, of {name} "
+                f"{found[name]}",
+                hint="compile a plan for this model, or serve the model that the plan names",
+            )

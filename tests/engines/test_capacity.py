@@ -1,0 +1,256 @@
+"""Capacity by vLLM's rule: known shapes, vLLM's own planner where it is at hand, and the commands."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+from pathlib import Path
+
+import pytest
+from cli_cases import run_kvcal, save_llama
+from consumers import consumed
+from transformers import PreTrainedTokenizerBase
+
+from kvcal.engines.capacity import sglang_capacity, vllm_blocks, vllm_capacity
+from kvcal.engines.shard import HeadShard
+from kvcal.errors import InfeasibleBudget, UnsupportedModel
+from kvcal.geometry import AttentionGeometry, ModelIdentity
+from kvcal.models.config import read_sizes
+from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import Format
+from kvcal.plan.plan import Plan, Workload, save_plan
+
+IDENTITY = ModelIdentity("meta-llama/Llama-3.1-8B", "llama", "a" * 64, "b" * 64, "c" * 64)
+
+
+def eight_billion(bits: list[int]) -> Plan:
+    """A plan of Llama-3-8B's shape: keys and values of layer i at ``bits[i % len(bits)]`` bits."""
+    layers = []
+    for index in range(32):
+        k, v = (Format(bits[index % len(bits)], axis) for axis in ("channel", "token"))
+        layers.append(LayerPlan(AttentionGeometry(index, 32, 8, 128, 128), (k,), (v,)))
+    return Plan(IDENTITY, "bfloat16", tuple(layers), Workload(1, 256), {})
+
+
+# Bytes of a block and groups of rings as vLLM 0.32 plans them, and its tokens at 32K against 16 bits.
+@pytest.mark.parametrize(
+    ("bits", "block_bytes", "ring_blocks", "factor"), [([2], 2_359_296, 8, 6.90), ([2, 2, 3, 4], 3_145_728, 6, 5.21)]
+)
+def test_llama_8b(bits: list[int], block_bytes: int, ring_blocks: int, factor: float) -> None:
+    found = vllm_capacity(eight_billion(bits), 40 * 10**9, 1, 32768)
+    assert (found.block_bytes, found.ring_blocks) == (block_bytes, ring_blocks)
+    assert found.blocks_per_request == 256 + ring_blocks and found.num_blocks == 40 * 10**9 // block_bytes
+    assert found.concurrency == found.num_blocks / found.blocks_per_request
+    assert found.num_tokens / found.raw_tokens == pytest.approx(factor, abs=0.01)
+
+
+def test_ranks_share_the_heads() -> None:
+    whole, shared = (vllm_capacity(eight_billion([2, 4]), 10**10, ranks, 32768) for ranks in (1, 4))
+    assert shared.block_bytes * 4 == whole.block_bytes and shared.raw_tokens // 4 == whole.raw_tokens
+    copied = vllm_capacity(eight_billion([2, 4]), 10**10, 32, 32768)  # every head on four ranks
+    assert copied.block_bytes * 8 == whole.block_bytes
+    with pytest.raises(UnsupportedModel, match="3 ranks cannot share equally"):
+        vllm_capacity(eight_billion([2, 4]), 10**10, 3, 32768)
+
+
+def test_a_memory_without_room_for_one_request_is_refused() -> None:
+    plan = eight_billion([2])
+    needed = 264 * 2_359_296
+    assert vllm_capacity(plan, needed, 1, 32768).concurrency == 1
+    with pytest.raises(InfeasibleBudget, match="a request of 32768 tokens takes 264") as refused:
+        vllm_capacity(plan, needed - 1, 1, 32768)
+    assert refused.value.smallest_bytes == needed
+
+
+def test_layers_of_unequal_rings_are_not_predicted() -> None:
+    layers = [
+        LayerPlan(AttentionGeometry(n, 8, heads, 64, 64), (Format(2, "channel"),), (Format(2),))
+        for n, heads in enumerate((2, 4))
+    ]
+    with pytest.raises(UnsupportedModel, match="layers of different heads"):
+        vllm_capacity(Plan(IDENTITY, "bfloat16", tuple(layers), Workload(1, 256), {}), 10**9, 1, 1024)
+
+
+# What vLLM needs of its configuration to plan a cache; cases are (pages, ring, memory, context).
+PLANNER = """
+import json, sys
+from types import SimpleNamespace as Some
+import torch
+from vllm.v1.core import kv_cache_utils as planner
+from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec, KVCacheLayout
+
+def spec(cls, nbytes):
+    return cls(block_size=128, num_kv_heads=1, head_size=1, dtype=torch.uint8, num_head_slots=1,
+               tokens_per_state=128, state_content_bytes=nbytes)
+
+found = []
+for pages, ring, memory, context in json.load(sys.stdin):
+    cache = Some(get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLHNC, num_gpu_blocks_override=None,
+                 prefix_cache_retention_interval=None, block_size=128)
+    config = Some(cache_config=cache, model_config=Some(max_model_len=context), speculative_config=None,
+                  scheduler_config=Some(disable_hybrid_kv_cache_manager=False, max_num_batched_tokens=8192),
+                  parallel_config=Some(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+                  attention_config=Some(hisparse_config=None), kv_transfer_config=None)
+    specs = {f"model.layers.{n}.attn": spec(FullAttentionSpec, nbytes) for n, nbytes in enumerate(pages)}
+    specs |= {f"model.layers.{n}.attn.ring": spec(CircularBufferSpec, ring) for n in range(len(pages))}
+    groups = planner.get_kv_cache_groups(config, specs)
+    made = planner.get_kv_cache_config_from_groups(config, groups, memory)
+    found.append([made.num_blocks, *planner.get_kv_cache_capacity(config, made)])
+print(json.dumps(found))
+"""
+
+
+def test_blocks_and_concurrency_are_those_of_vllms_own_planner() -> None:
+    """Random layers, among them patterns that repeat, equal ones, and rings beyond a block."""
+    draw, cases = random.Random(0), []
+    for _ in range(200):
+        count, ring = draw.choice([1, 2, 3, 4, 8, 12, 32, 80]), 16 * draw.randint(1, 400)
+        sizes = [16 * draw.randint(1, 200) for _ in range(draw.randint(1, 4))]
+        pages = draw.choices(sizes, k=count) if draw.random() < 0.6 else (sizes * count)[:count]
+        cases.append((pages, ring, 10**6 * draw.randint(1, 50), draw.randint(1, 5000)))
+    cases += [([ring] * count, ring, 10**6, 1000) for count in (1, 5, 32) for ring in (64, 4096)]
+    plan = eight_billion([2, 2, 3, 4])
+    for ranks in (1, 4):
+        shard = HeadShard(plan, 0, ranks)
+        cases.append(([shard.block_bytes(n) for n in range(32)], shard.ring_bytes(0), 40 * 10**9, 32768))
+    expected = json.loads(consumed(("vllm",), PLANNER, json.dumps(cases)))
+    for (pages, ring, memory, context), (num_blocks, tokens, concurrency) in zip(cases, expected, strict=True):
+        block_bytes, groups = vllm_blocks(pages, ring)
+        assert memory // block_bytes == num_blocks
+        assert num_blocks / (-(-context // 128) + groups) == concurrency
+        assert int(concurrency * context) == tokens
+    found = vllm_capacity(plan, 40 * 10**9, 4, 32768)
+    assert [found.num_blocks, found.num_tokens, found.concurrency] == expected[-1]
+
+
+# SGLang's own sizing, of a pool whose token and rings take these bytes; cases are (token, rings, memory).
+SIZING = """
+import json, sys
+from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+found = []
+for token, rings, memory in json.load(sys.stdin):
+    sizes = object.__new__(DefaultPoolConfigurator)
+    sizes._cell_size, sizes._fixed_overhead_bytes = token, rings
+    found.append(sizes.calculate_pool_sizes(memory, 128).max_total_num_tokens)
+print(json.dumps(found))
+"""
+
+
+def test_tokens_are_those_of_sglangs_own_sizing() -> None:
+    plan, cases, found = eight_billion([2, 2, 3, 4]), [], []
+    for ranks, requests, memory in ((1, 64, 40 * 10**9), (4, 256, 10**10), (1, 1, 10**9)):
+        shard = HeadShard(plan, 0, ranks)
+        token = -(-sum(shard.block_bytes(n) for n in range(32)) // 128)
+        cases.append((token, (requests + 1) * 32 * shard.ring_bytes(0), memory))
+        found.append(sglang_capacity(plan, memory, ranks, 8192, requests).num_blocks * 128)
+    assert found == json.loads(consumed(("sglang",), SIZING, json.dumps(cases)))
+
+
+def test_sglang_takes_rings_off_the_memory_first() -> None:
+    plan = eight_billion([2])
+    shard = HeadShard(plan)
+    rings = 65 * 32 * shard.ring_bytes(0)
+    found = sglang_capacity(plan, 256 * 2_359_296 + rings, 1, 32768, 64)
+    assert (found.block_bytes, found.num_blocks, found.ring_blocks) == (2_359_296, 256, 0) and found.concurrency == 1
+    with pytest.raises(InfeasibleBudget) as refused:
+        sglang_capacity(plan, 1000, 1, 32768, 64)
+    assert refused.value.smallest_bytes == 256 * 2_359_296 + rings
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
+    return save_llama(tmp_path_factory.mktemp("served") / "model", tokenizer, num_layers=3, head_dim=64)
+
+
+@pytest.fixture(scope="module")
+def plan_path(model: Path) -> Path:
+    geometry = read_sizes(str(model)).geometry
+    layers = tuple(LayerPlan(layer, (Format(2, "channel"),), (Format(4),)) for layer in geometry.layers)
+    path = model.parent / "a plan.safetensors"
+    save_plan(Plan(IDENTITY, geometry.cache_dtype, layers, Workload(1, 256), {}), path)
+    return path
+
+
+def test_capacity_of_a_device_and_of_the_cache_alone(
+    model: Path, plan_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = ("capacity", model, "--plan", plan_path, "--context", 1000, "--tp", 2)
+    done = run_kvcal(capsys, *shared, "--kv-memory", "100MB", "--json")
+    assert done.code == 0, done.err
+    value = json.loads(done.out)
+    assert value["memory"] == 10**8 and value["num_blocks"] == 10**8 // value["block_bytes"]
+    assert value["blocks_per_request"] == 8 + value["ring_blocks"] and value["tp"] == 2
+    assert value["tokens"] == int(value["concurrency"] * 1000)
+    device = ("--memory", "1GB", "--weights", "300MB", "--overhead", "100MB", "--utilization", 0.5)
+    done = run_kvcal(capsys, *shared, *device, "--json")
+    assert json.loads(done.out)["memory"] == 250_000_000
+    done = run_kvcal(capsys, *shared, "--kv-memory", "100MB")
+    assert str(value["num_blocks"]) in done.out and f"{value['concurrency']:.2f}" in done.out
+    done = run_kvcal(capsys, *shared, *device)
+    assert "100MB of overhead is assumed" in done.err and "--engine vllm --kv-memory 250000000" in done.err
+
+
+def test_serve_args_are_one_command_line(
+    model: Path, plan_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(plan_path.parent)
+    done = run_kvcal(capsys, "serve-args", plan_path.name)
+    assert done.code == 0, done.err
+    words = shlex.split(done.out)
+    assert words[:3] == ["vllm", "serve", "meta-llama/Llama-3.1-8B"]
+    given = dict(zip(words[3::2], words[4::2], strict=True))
+    assert json.loads(given.pop("--additional-config")) == {"kvcal_plan": str(plan_path)}
+    assert given == {"--attention-backend": "KVCAL", "--block-size": "128"}
+    more = ("--model", model, "--tp", 2, "--context", 4096, "--kv-memory", "1GB", "--json")
+    value = json.loads(run_kvcal(capsys, "serve-args", plan_path.name, *more).out)
+    assert value["arguments"][2] == str(model) and value["arguments"][-6:] == [
+        "--tensor-parallel-size", "2", "--max-model-len", "4096", "--kv-cache-memory-bytes", "1000000000",
+    ]  # fmt: skip
+
+
+def test_serve_args_of_sglang(model: Path, plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shared = ("serve-args", plan_path, "--engine", "sglang", "--max-requests", 8)
+    words = shlex.split(run_kvcal(capsys, *shared).out)
+    assert words[:7] == [
+        "env", f"KVCAL_PLAN={plan_path}", "python", "-m", "sglang.launch_server", "--model-path", IDENTITY.id,
+    ]  # fmt: skip
+    assert words[7:] == [
+        "--attention-backend", "kvcal", "--page-size", "128", "--max-running-requests", "8",
+        "--disable-prefill-cuda-graph", "--disable-decode-cuda-graph",
+    ]  # fmt: skip
+    words = shlex.split(run_kvcal(capsys, *shared, "--tp", 2, "--context", 512, "--kv-memory", "10MB").out)
+    sized = ("capacity", model, "--plan", plan_path, "--engine", "sglang", "--max-requests", 8, "--tp", 2)
+    value = json.loads(run_kvcal(capsys, *sized, "--context", 512, "--kv-memory", "10MB", "--json").out)
+    assert words[15:] == [
+        "--tp-size", "2", "--context-length", "512", "--max-total-tokens", str(128 * value["num_blocks"]),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("capacity {model} --plan {plan} --context 8", 2, "expected exactly one of --memory and --kv-memory"),
+        ("capacity {model} --plan {plan} --context 8 --memory 1GB --kv-memory 1GB", 2, "expected exactly one of"),
+        ("capacity {model} --plan {plan} --context 8 --memory 1GB", 2, "of overhead"),
+        ("capacity {model} --plan {plan} --context 8 --kv-memory 1KB", 3, "a request of 8 tokens takes"),
+        ("capacity {model} --plan {plan} --context 8 --kv-memory 1GB --tp 3", 4, "3 ranks cannot share equally"),
+        (
+            "capacity {model} --plan {plan} --context 8 --kv-memory 1GB --engine none",
+            2,
+            "none; allowed: vllm, sglang",
+        ),
+        ("capacity reasoner-10m --plan {plan} --context 8 --kv-memory 1GB", 5, "layers or heads are others than those"),
+        ("serve-args {plan} --engine llama", 2, "--engine llama; allowed: vllm, sglang"),
+        ("serve-args {plan} --tp 3", 4, "3 ranks cannot share equally"),
+        ("serve-args {sinks}", 4, "keeps 4 sink tokens at 16 bits"),
+    ],
+)
+def test_refusals(
+    words: str, code: int, says: str, model: Path, plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer = LayerPlan(AttentionGeometry(0, 4, 2, 64, 64), (Format(2, "channel", 128, 4),), (Format(4),))
+    save_plan(Plan(IDENTITY, "bfloat16", (layer,), Workload(1, 256), {}), tmp_path / "sinks.safetensors")
+    names = {"model": model, "plan": plan_path, "sinks": tmp_path / "sinks.safetensors"}
+    done = run_kvcal(capsys, *(word.format(**names) for word in words.split()))
+    assert done.code == code and says in done.err, done.err

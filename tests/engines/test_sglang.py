@@ -1,0 +1,112 @@
+"""A plan in the real SGLang, on a CPU, in fp32: greedy tokens are those of ``generate`` with ``PlanCache``, for the
+same tokens in the same chunks. ``make engines`` runs these tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang_environment import python_with_sglang, run_sglang
+from test_vllm import LENGTHS, Served, prompts
+from vllm_environment import Unavailable
+
+from kvcal import PlanCache
+from kvcal.engines.contract import CONTRACTS
+
+pytestmark = pytest.mark.engines
+
+VERSION = CONTRACTS["sglang"].tried[-1]
+TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    try:
+        python_with_sglang(VERSION)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    return Served(tmp_path_factory.mktemp("model"))
+
+
+def arguments(served: Served, **more: Any) -> dict[str, Any]:
+    """Of SGLang's Engine."""
+    return {
+        "model_path": str(served.folder), "dtype": "float32", "skip_tokenizer_init": True, "device": "cpu",
+        "page_size": 128, "attention_backend": "kvcal", "max_running_requests": 4, "max_total_tokens": 8192,
+        "context_length": 2048, "disable_cuda_graph": True, "mem_fraction_static": 0.3, "log_level": "info",
+    } | more  # fmt: skip
+
+
+def serve(
+    served: Served, folder: Path, rounds: list[list[list[int]]], together: bool = False, **more: Any
+) -> list[list[dict]]:
+    given = {"engine": arguments(served, **more), "rounds": rounds, "tokens": TOKENS, "together": together}
+    found, log = run_sglang(VERSION, folder, served.write("plan.safetensors"), given)
+    assert found is not None, log[-4000:]
+    return found
+
+
+@torch.no_grad()
+def expected(served: Served, prompt: list[int], cached: int, chunk: int = 4096) -> list[int]:
+    """Greedy tokens behind ``cached`` tokens that were computed before, all in chunks of at most ``chunk``."""
+    cache = PlanCache(served.plan, served.model.config)
+    cuts = sorted({*range(0, cached, chunk), *range(cached, len(prompt), chunk)})
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        served.model(torch.tensor([prompt[start:stop]]), past_key_values=cache)
+    ids = torch.tensor([prompt])
+    return served.model.generate(ids, past_key_values=cache, max_new_tokens=TOKENS, do_sample=False)[
+        0, len(prompt) :
+    ].tolist()
+
+
+@pytest.mark.parametrize("chunk", [4096, 256])
+def test_cold_and_behind_the_radix_trees_prefixes(chunk: int, served: Served, tmp_path: Path) -> None:
+    """The second time around, prompts begin behind the pages that the first time filled."""
+    given = prompts(*LENGTHS)
+    rounds = serve(served, tmp_path, [given, given], chunked_prefill_size=chunk)
+    assert [one["cached"] for one in rounds[0]] == [0, 0, 0, 0]
+    assert [one["cached"] for one in rounds[1]] == [0, 128, 256, 640]
+    for found in rounds:
+        for prompt, one in zip(given, found, strict=True):
+            assert one["output"] == expected(served, prompt, one["cached"], chunk)
+
+
+def test_requests_together_and_pages_that_are_used_again(served: Served, tmp_path: Path) -> None:
+    """Four requests decode together, over the ends of pages; 12 pages serve them round after round."""
+    rounds = [prompts(100, 120, 250, 130, seed=seed) for seed in range(3)]
+    found = serve(served, tmp_path, rounds, together=True, max_total_tokens=1536)
+    for given, round_ in zip(rounds, found, strict=True):
+        for prompt, one in zip(given, round_, strict=True):
+            assert one["cached"] == 0 and one["output"] == expected(served, prompt, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"page_size": 64}, "--page-size 64, expected 128 with a plan"),
+        ({"max_running_requests": None}, "a plan needs --max-running-requests"),
+        ({"prefill_attention_backend": "torch_native"}, "started with --prefill-attention-backend torch_native, which"),
+    ],
+)
+def test_options_that_would_be_served_wrongly_are_refused(
+    changes: dict[str, Any], says: str, served: Served, tmp_path: Path
+) -> None:
+    given = {"engine": arguments(served, **changes), "rounds": [], "tokens": 1, "together": False}
+    found, log = run_sglang(VERSION, tmp_path, served.write("plan.safetensors"), given)
+    assert found is None and says in log, log[-4000:]
+
+
+def test_a_plan_of_another_model_and_a_plan_with_sinks_are_refused(served: Served, tmp_path: Path) -> None:
+    given = {"engine": arguments(served), "rounds": [], "tokens": 1, "together": False}
+    identity = dataclasses.replace(served.plan.model, config_sha256="0" * 64)
+    other = served.write("other.safetensors", dataclasses.replace(served.plan, model=identity))
+    found, log = run_sglang(VERSION, tmp_path, other, given)
+    assert found is None and "the plan is for tiny, of sha256 of config.json 0000" in log, log[-4000:]
+    layer = served.plan.layers[0]
+    sinks = dataclasses.replace(layer, k=(dataclasses.replace(layer.k[0], num_sink_tokens=4),))
+    plan = dataclasses.replace(served.plan, layers=(sinks, *served.plan.layers[1:]))
+    found, log = run_sglang(VERSION, tmp_path, served.write("sinks.safetensors", plan), given)
+    assert found is None and "layers 0: k keeps 4 sink tokens at 16 bits" in log, log[-4000:]

@@ -1,0 +1,1 @@
+from torchvision.io import __getattr__  # noqa: F401
