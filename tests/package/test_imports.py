@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "kvcal"
 # A module may import its own level and those before it. Names are files or folders directly under kvcal/.
 LEVELS = (
-    {"errors", "quantities", "progress", "embedded"},
+    {"errors", "quantities", "progress", "embedded", "recipe_names"},
     {"strict", "artifact", "records"},
     {"geometry"},
     {"data", "pages", "models"},
@@ -26,7 +26,7 @@ LEVELS = (
     {"cache"},
     {"stages", "bench", "charts"},
     {"run"},
-    {"commands", "console", "tables", "lm_eval", "__main__"},
+    {"commands", "console", "tables", "heat_map", "lm_eval", "__main__"},
 )
 RUNTIME = (
     "errors", "strict", "geometry", "artifact", "records", "pages", "models.attention", "plan", "kernels", "store",
