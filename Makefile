@@ -18,7 +18,7 @@ MODEL_TESTS := tests/cache tests/store tests/run/test_recipe_runs.py $(addprefix
   *predict*.py feedback*.py run_search.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check format lint types test old-cpu gpu bench docs clean
+.PHONY: help setup demo check format lint types test old-cpu gpu bench first-user docs clean
 
 help:
 	@echo "make demo    set up, run the pipeline on the embedded model, print the table"
@@ -29,6 +29,7 @@ help:
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make lint    format and lint, reading only"
 	@echo "make bench   measure time and memory (experiments)"
+	@echo "make first-user  install the wheel in an empty environment, and go the way of docs/first-user.md"
 	@echo "make docs    build the documentation as a site, in site/; warnings are errors"
 	@echo "make clean   remove caches, the demo's output and the environment"
 
@@ -76,6 +77,10 @@ gpu: $(READY)
 
 bench: $(READY)
 	$(PYTEST) experiments/bench_*.py -m bench -s
+
+# Minutes, most of them pip's; writes the page's outputs anew.
+first-user: $(READY)
+	PYTHON=$(CURDIR)/$(BIN)/python experiments/first_user.sh
 
 # Links and pages are checked; pages that come from the code are compared with it by the tests.
 docs: $(READY)
