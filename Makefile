@@ -18,7 +18,7 @@ MODEL_TESTS := tests/cache tests/store tests/run/test_recipe_runs.py $(addprefix
   *predict*.py feedback*.py run_search.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check format lint types test old-cpu gpu engines bench consumers docs clean
+.PHONY: help setup demo check format lint types test old-cpu gpu engines bench consumers first-user docs clean
 
 help:
 	@echo "make demo    set up, run the pipeline on the embedded model, print the table"
@@ -31,6 +31,7 @@ help:
 	@echo "make lint    format and lint, reading only"
 	@echo "make bench   measure time and memory (experiments)"
 	@echo "make consumers  an interpreter beside this one, with programs that read exports"
+	@echo "make first-user  install the wheel in an empty environment, and go the way of docs/first-user.md"
 	@echo "make docs    build the documentation as a site, in site/; warnings are errors"
 	@echo "make clean   remove caches, the demo's output and the environment"
 
@@ -93,6 +94,9 @@ consumers: $(READY)
 	@$(CONSUMERS)/bin/python -m pip install -qq --disable-pip-version-check --no-input --no-deps \
 	  compressed-tensors==0.20.0 loguru psutil
 	@echo "export KVCAL_CONSUMERS=$(CONSUMERS)/bin/python"
+# Minutes, most of them pip's; writes the page's outputs anew.
+first-user: $(READY)
+	PYTHON=$(CURDIR)/$(BIN)/python experiments/first_user.sh
 
 # Links and pages are checked; pages that come from the code are compared with it by the tests.
 docs: $(READY)

@@ -15,25 +15,8 @@ from typing import Any
 from kvcal.artifact import require_file
 from kvcal.errors import UsageError, did_you_mean
 from kvcal.recipe import BUDGET_KINDS, Recipe, knobs
+from kvcal.recipe_names import ABLATIONS, RECIPE_FOLDERS, ablation_names, recipe_names
 from kvcal.strict import dump, parse
-
-# In the wheel, and in a clone.
-RECIPE_FOLDERS = (Path(__file__).parent / "recipes", Path(__file__).parent.parent / "recipes")
-ABLATIONS = "ablations"
-
-
-def recipe_names() -> tuple[str, ...]:
-    """Names of the recipes that come with kvcal, ablations included."""
-    return tuple(sorted({*_names("*.toml"), *_names(f"{ABLATIONS}/*.toml")}))
-
-
-def ablation_names() -> tuple[str, ...]:
-    """Names of those that vary a system for comparison alone."""
-    return tuple(_names(f"{ABLATIONS}/*.toml"))
-
-
-def _names(pattern: str) -> list[str]:
-    return sorted({path.stem for folder in RECIPE_FOLDERS for path in folder.glob(pattern)})
 
 
 def find_recipe(name: str) -> Path:
@@ -53,8 +36,8 @@ def find_recipe(name: str) -> Path:
     if name:
         require_file(name, UsageError)
     raise UsageError(
-        f"recipe {name!r} is neither a file nor one of {_names('*.toml')}, nor of the ablations "
-        f"{_names(f'{ABLATIONS}/*.toml')}",
+        f"recipe {name!r} is neither a file nor one of {sorted({*recipe_names()} - {*ablation_names()})}, nor of the "
+        f"ablations {list(ablation_names())}",
         hint=did_you_mean(stem, recipe_names()) or "give the path of a TOML file or one of these names",
     )
 

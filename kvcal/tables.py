@@ -5,6 +5,7 @@ Results of stages are imported for types alone, so that showing a plan loads no 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -62,7 +63,7 @@ def layer_table(layers: Sequence[LayerPlan], cache_dtype: str, workload: Workloa
         per_token = nbytes / (workload.batch * workload.context)
         rows.append((str(layer.geometry.index), *cells, protected, f"{per_token:.1f}", format_bytes(nbytes)))
     title = f"Layers at batch {workload.batch} x {workload.context} tokens"
-    return title, ("layer", "K bits", "V bits", "sinks + window", "bytes/token", "bytes"), rows
+    return title, ("layer", "K bits", "V bits", "sinks + window", "bytes per token", "bytes"), rows
 
 
 def _protected(layer: LayerPlan, side: Side) -> str:
@@ -139,10 +140,15 @@ def plan_table(plan: Plan, workload: Workload) -> View:
         ("cache", f"{format_bytes(total)} ({total} bytes), {factor} than 16 bits"),
         ("per token", f"{total / (workload.batch * workload.context):.1f} bytes"),
         ("all-in bits per value", f"{plan.bits_per_value(workload):.3f}"),
-        *((key, str(value)) for key, value in sorted(_origin(plan).items()) if not isinstance(value, dict)),
+        *((key, _short(str(value))) for key, value in sorted(_origin(plan).items()) if not isinstance(value, dict)),
         *((name, str(value)) for name, value in sorted(libraries.items() if isinstance(libraries, dict) else ())),
     ]
     return f"Plan at batch {workload.batch} x {workload.context} tokens", ("", "value"), rows
+
+
+def _short(text: str) -> str:
+    """A sha256 by its first 16 digits, other text as it is."""
+    return f"{text[:16]}…" if re.fullmatch("[0-9a-f]{64}", text) else text
 
 
 def _origin(plan: Plan) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Table(NamedTuple):
     entries: Sequence[Any]
 
     def text(self) -> tuple[str, list[str], list[tuple[str, ...]]]:
-        """As ``kvcal.console.print_table`` takes it."""
+        """As ``kvcal.console.show`` takes it."""
         rows = [tuple(column.cell(entry) for column in self.columns) for entry in self.entries]
         return self.title, [column.header for column in self.columns], rows
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcal import console
-from kvcal.commands.options import OutputOptions, WorkloadOptions, spread
+from kvcal.commands.options import ModelArgument, OutputOptions, WorkloadOptions, complete_recipe, spread
 from kvcal.quantities import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ MAX_DEVICES = 1024
 
 @spread
 def size(
-    model: Annotated[str, typer.Argument(help="Folder, hub id, or an embedded model's name.")],
+    model: ModelArgument,
     sizes: WorkloadOptions,
     given: OutputOptions,
     memory: Annotated[
@@ -132,7 +132,9 @@ def _remarks(
 @spread
 def recipes(
     given: OutputOptions,
-    name: Annotated[str | None, typer.Argument(help="Print this recipe's file.", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Print this recipe's file.", show_default=False, autocompletion=complete_recipe)
+    ] = None,
     ablations: Annotated[bool, typer.Option("--ablations", help="Also list those that vary a system.")] = False,
 ) -> None:
     """List the recipes that come with kvcal, and what each chooses bits by; or print one.
@@ -141,7 +143,8 @@ def recipes(
 
     Example: `kvcal recipes default > mine.toml`
     """
-    from kvcal.recipe_files import ablation_names, find_recipe, load_recipe, recipe_names
+    from kvcal.recipe_files import find_recipe, load_recipe
+    from kvcal.recipe_names import ablation_names, recipe_names
     from kvcal.strict import dump
 
     if name is not None:

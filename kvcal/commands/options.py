@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from importlib.util import find_spec
 from inspect import Parameter
 from pathlib import Path
+from string import ascii_letters, digits
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -20,23 +21,64 @@ from kvcal import console
 from kvcal.embedded import MODEL_NAME
 from kvcal.errors import UsageError
 from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
+from kvcal.recipe_names import recipe_names
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from kvcal.data.sequences import DataSpec
     from kvcal.models.load import LoadedModel
     from kvcal.plan.plan import Workload
     from kvcal.progress import Reporter
     from kvcal.recipe import Recipe
 
-RecipeArgument = Annotated[str, typer.Argument(help="A recipe's path, or the name of one that comes with kvcal.")]
-RecipeOption = Annotated[str, typer.Option("--recipe", help="A recipe's path, or the name of one of kvcal's.")]
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """A shell's completions of a recipe: kvcal's names, and paths of TOML files."""
+    return [*_starting(recipe_names(), incomplete), *_paths(incomplete, lambda path: path.suffix == ".toml")]
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """A shell's completions of a model: the embedded one, and folders."""
+    return [*_starting((MODEL_NAME,), incomplete), *_paths(incomplete, lambda path: False)]
+
+
+def _starting(names: Iterable[str], incomplete: str) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def _paths(incomplete: str, is_wanted: Callable[[Path], bool]) -> list[str]:
+    """Folders, with a slash behind, and wanted files, whose path begins so; hidden ones only if asked for."""
+    start = incomplete.rpartition("/")[2]
+    folder = incomplete[: len(incomplete) - len(start)]
+    try:
+        entries = sorted(Path(folder or ".").iterdir())
+    except OSError:
+        return []
+    shown = [path for path in entries if path.name.startswith(start or tuple(ascii_letters + digits))]
+    return [f"{folder}{path.name}{'/' * path.is_dir()}" for path in shown if path.is_dir() or is_wanted(path)]
+
+
+MODEL_HELP = "Folder, hub id, or an embedded model's name."
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(help="A recipe's path, or the name of one that comes with kvcal.", autocompletion=complete_recipe),
+]
+RecipeOption = Annotated[
+    str,
+    typer.Option("--recipe", help="A recipe's path, or the name of one of kvcal's.", autocompletion=complete_recipe),
+]
+ModelArgument = Annotated[str, typer.Argument(help=MODEL_HELP, autocompletion=complete_model)]
 PlanArgument = Annotated[Path, typer.Argument(help="A plan.safetensors file.", show_default=False)]
 PlanOption = Annotated[Path, typer.Option("--plan", help="A plan.safetensors file.", show_default=False)]
 FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the artifacts.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder of the results; made if needed.")]
-ModelOption = Annotated[str, typer.Option("--model", help="Folder, hub id, or an embedded model's name.")]
+ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP, autocompletion=complete_model)]
 OtherModel = Annotated[
-    str | None, typer.Option("--model", help="Folder, hub id or embedded name; default: the recipe's.")
+    str | None,
+    typer.Option(
+        "--model", help="Folder, hub id or embedded name; default: the recipe's.", autocompletion=complete_model
+    ),
 ]
 KvBudget = Annotated[str | None, typer.Option("--kv-budget", help="The cache alone, such as 1.5GiB.")]
 SETS_HELP = """Change a knob of the recipe, such as `reparam.num_steps=10`: a TOML value or a word, nothing for the
@@ -65,13 +107,13 @@ class OutputOptions:
     def reporting(self) -> AbstractContextManager[console.TerminalReporter]:
         return self.reporter().running()
 
-    def show(self, value: Any, *tables: console.View) -> None:
-        """The result on stdout: ``value`` as JSON, or ``tables``."""
+    def show(self, value: Any, *parts: console.View | Text) -> None:
+        """The result on stdout: ``value`` as JSON, or ``parts`` for people."""
         if self.json:
             console.print_json(value)
             return
-        for table in tables:
-            console.print_table(*table)
+        for part in parts:
+            console.show(part)
 
 
 @dataclass(frozen=True)

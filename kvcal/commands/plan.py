@@ -10,11 +10,13 @@ import typer
 from kvcal import console
 from kvcal.commands.options import (
     BudgetOptions,
+    ModelArgument,
     OutputOptions,
     PlanArgument,
     RecipeOptions,
     ServeOptions,
     WorkloadOptions,
+    complete_recipe,
     spread,
 )
 from kvcal.errors import UsageError
@@ -30,12 +32,17 @@ if TYPE_CHECKING:
 
 @spread
 def plan(
-    model: Annotated[str, typer.Argument(help="Folder, hub id, or an embedded model's name.")],
+    model: ModelArgument,
     given: RecipeOptions,
     budgets: BudgetOptions,
     served: ServeOptions,
     recipe: Annotated[
-        str | None, typer.Option("--recipe", help="A recipe with [allocate]; default: default, with --search: best.")
+        str | None,
+        typer.Option(
+            "--recipe",
+            help="A recipe with [allocate]; default: default, with --search: best.",
+            autocompletion=complete_recipe,
+        ),
     ] = None,
     search: Annotated[
         bool, typer.Option("--search", help="Choose among compositions of all systems, on measured KL: hours.")
@@ -62,6 +69,7 @@ def plan(
     from kvcal import tables as views
     from kvcal.charts.report import write_report
     from kvcal.folder import Folder, max_context
+    from kvcal.heat_map import heat_map
     from kvcal.plan.plan import save_plan
     from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
@@ -105,7 +113,8 @@ def plan(
         "checks": views.checks_json(checks),
     }
     layers = views.layer_table(made.layers, made.cache_dtype, made.workload)
-    given.show(value, layers, views.budget_table(allocation), gain_table(gain, made.workload))
+    picture = heat_map(made.layers)
+    given.show(value, layers, picture, views.budget_table(allocation), gain_table(gain, made.workload))
     reporter.say(f"plan: {path}\nreport: {folder.report}\nnext: kvcal eval {path} --model {model} --out {folder.path}")
 
 

@@ -88,12 +88,13 @@ def inspect(plan: PlanArgument, sizes: WorkloadOptions, given: OutputOptions) ->
     Example: `kvcal inspect plan.safetensors --batch 32 --context 8192`
     """
     from kvcal import tables as views
+    from kvcal.heat_map import heat_map
     from kvcal.plan.plan import load_plan
 
     loaded = load_plan(plan)
     workload = sizes.workload(loaded.workload)
     layers = views.layer_table(loaded.layers, loaded.cache_dtype, workload)
-    given.show(views.plan_json(loaded, workload), views.plan_table(loaded, workload), layers)
+    given.show(views.plan_json(loaded, workload), views.plan_table(loaded, workload), layers, heat_map(loaded.layers))
 
 
 @spread

@@ -12,6 +12,7 @@ import typer
 from kvcal.commands.options import (
     BudgetOptions,
     FolderArgument,
+    ModelArgument,
     ModelOption,
     ModelOptions,
     Out,
@@ -27,7 +28,7 @@ from kvcal.quantities import parse_bytes
 
 @spread
 def profile(
-    model: Annotated[str, typer.Argument(help="Folder, hub id, or an embedded model's name.")],
+    model: ModelArgument,
     out: Out,
     given: RecipeOptions,
     recipe: RecipeOption = "default",

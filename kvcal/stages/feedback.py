@@ -26,6 +26,7 @@ from torch import Tensor
 from kvcal import artifact
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import ArtifactError, NonFiniteActivations
+from kvcal.folder import partial_path
 from kvcal.geometry import Index
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import output_weights
@@ -133,7 +134,7 @@ def run_feedback(
         UsageError: a sequence longer than the model's context.
         UnsupportedModel: the model's queries cannot be observed, or its output projections are not found.
         NonFiniteActivations: NaN or infinity in queries, naming layer and sample.
-        ArtifactError: a file cannot be written.
+        ArtifactError: a file cannot be written; a Hessian that is none.
     """
     places = feedback_places(layers, spec.sides)
     if not places:
@@ -160,7 +161,14 @@ def run_feedback(
         reporter(total, total, "feedback")
         factors, sides = {}, []
         for place, hessian_NDD in calibration.hessians(checkpoint.state.means).items():
-            factors[place], share_N = feedback_factor(hessian_NDD, spec.damping)
+            try:
+                factors[place], share_N = feedback_factor(hessian_NDD, spec.damping)
+            except torch.linalg.LinAlgError as error:
+                raise ArtifactError(
+                    f"feedback: the Hessian of layer {place[0]}'s {place[1]} is not positive definite: no sum of "
+                    "squares gives it, so that the checkpoint beside this file is damaged, or the damping too small",
+                    hint=f"delete {partial_path(path).name}, or raise [feedback] damping",
+                ).at(path) from error
             sides.append(SideFeedback(*place, min(1.0, float(share_N.mean()))))
         about_data = (data.fingerprint, data.description, data.num_tokens)
         subject = Subject(loaded.identity, loaded.geometry, scale, *about_data, spec)

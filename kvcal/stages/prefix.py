@@ -208,6 +208,11 @@ def load_prefix(loaded: LoadedModel, plan: Plan, path: str | Path, into: Plan | 
         raise ArtifactError(
             f"{path} was packed with the plan {subject.plan_sha256[:16]}, this one is {plan.sha256[:16]}", _PACK_AGAIN
         )
+    with refusing(path, _PACK_AGAIN):
+        if "tokens" not in stored.tensors or stored.tensors["tokens"].numel() != subject.num_tokens:
+            raise ValueError(f"num_tokens = {subject.num_tokens}, and it does not hold as many tokens")
+        if max(subject.query_since.values(), default=0) > subject.num_tokens:
+            raise ValueError(f"query_since is beyond its {subject.num_tokens} tokens")
     cache = _empty(loaded, plan, subject.num_tokens)
     with refusing(path, _PACK_AGAIN):
         vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size

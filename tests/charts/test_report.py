@@ -44,7 +44,7 @@ def test_table() -> None:
 def test_table_without_tasks_and_without_rows() -> None:
     headers = [header for header, _ in table_columns([row("a", UNIFORM, 0.05, None)])]
     measured = "bits at measured length (mean 500 tokens)"
-    assert headers == ["plan", "bits at 8 x 4096", "cache", measured, "KL to 16 bits", "top-1 %", "perplexity"]
+    assert headers == ["plan", "bits at 8 x 4096", "cache", "KL to 16 bits", "top-1 %", "perplexity", measured]
     assert table_columns([]) == []
 
 

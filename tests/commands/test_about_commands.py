@@ -17,7 +17,8 @@ from kvcal.models.config import families, read_sizes
 from kvcal.plan.layer import bare_layers
 from kvcal.plan.plan import Workload, load_plan
 from kvcal.recipe import AllocateSpec, fixed_layers
-from kvcal.recipe_files import find_recipe, load_recipe, recipe_names
+from kvcal.recipe_files import find_recipe, load_recipe
+from kvcal.recipe_names import recipe_names
 from kvcal.stages.allocate.budget import ModelSizes, resolve_budget
 from kvcal.stages.size import RECIPES
 

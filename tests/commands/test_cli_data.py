@@ -17,7 +17,8 @@ from kvcal.data.sequences import DataSpec
 from kvcal.errors import UsageError
 from kvcal.plan.plan import load_plan
 from kvcal.recipe import ProfileSpec, Recipe, ReparamSpec, knobs
-from kvcal.recipe_files import load_recipe, recipe_names, with_knobs
+from kvcal.recipe_files import load_recipe, with_knobs
+from kvcal.recipe_names import recipe_names
 from kvcal.strict import dump
 
 TOY, MIXED = "embedded toy tasks", "calibrated on a mixture of its own samples"

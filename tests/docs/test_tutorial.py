@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from test_claims import require_parses
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "tutorial.md").read_text()
@@ -26,6 +30,20 @@ def quoted_outputs() -> dict[str, str]:
     pairs = re.findall(r"^\$ (.+)\n((?:(?!\$ ).*\n)*)", "".join(generate.BLOCK.findall(PAGE)), re.M)
     assert len(pairs) == 8
     return dict(pairs)
+
+
+def test_the_first_users_way_is_whole() -> None:
+    """`make first-user` runs it; here, that its commands can be parsed, and that each has its output."""
+    page = (DOCS / "first-user.md").read_text()
+    [block] = re.findall(r"^```text\n(.*?)^```$", page, re.M | re.S)
+    pairs = re.findall(r"^\$ kvcal (.+)\n((?:(?!\$ ).*\n)*)", block, re.M)
+    assert [line.split()[0] for line, _ in pairs] == ["size", "plan", "inspect", "explain", "report", "eval"]
+    for line, output in pairs:
+        require_parses(shlex.split(line))
+        assert output.strip() and ("[exit 7]" in output) == line.startswith("eval") and "Traceback" not in output
+    script = (DOCS.parent / "experiments/first_user.sh").read_text()
+    assert "docs/first-user.md" in script and os.access(DOCS.parent / "experiments/first_user.sh", os.X_OK)
+    subprocess.run(["bash", "-n", DOCS.parent / "experiments/first_user.sh"], check=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*")

@@ -1,6 +1,6 @@
 """Mutated artifacts, sealed with a right digest: each is refused with ArtifactError, or good for what it says.
 
-    python tests/support/fuzz_artifacts.py --files 1500 --seed 0 [--kind plan] [--show 3]
+    python tests/support/fuzz_artifacts.py --count 1000000 --seed 0 [--kind plan] [--show 3]
 
 prints, for each kind, how many files were refused, accepted and held what they say, accepted and did not ("wrong"),
 raised another kvcal error than ArtifactError ("other"), raised anything else ("raw"), or took too long ("hang").
@@ -136,7 +136,7 @@ def fuzz(subject: Subject, count: int, seed: int) -> tuple[Counter[str], list[tu
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--files", type=int, default=200, help="of each kind")
+    parser.add_argument("--count", type=int, default=2000, help="files in all, shared by the kinds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kind", help="this kind alone")
     parser.add_argument("--show", type=int, default=2, help="messages of each kind and outcome")
@@ -145,7 +145,7 @@ def main() -> int:
     of_kind = Counter(subject.kind for subject in chosen)
     totals: dict[str, Counter[str]] = {kind: Counter() for kind in of_kind}
     for subject in chosen:
-        counts, bad = fuzz(subject, -(-options.files // of_kind[subject.kind]), options.seed)
+        counts, bad = fuzz(subject, -(-options.count // len(of_kind) // of_kind[subject.kind]), options.seed)
         totals[subject.kind] += counts
         shown: Counter[str] = Counter()
         for found, message in bad:
@@ -156,7 +156,9 @@ def main() -> int:
     print(f"{'kind':20}" + "".join(f"{name:>10}" for name in OUTCOMES))
     for kind, counts in totals.items():
         print(f"{kind:20}" + "".join(f"{counts[name]:>10}" for name in OUTCOMES))
-    return int(any(counts[name] for counts in totals.values() for name in BAD))
+    whole = sum(totals.values(), Counter[str]())
+    print(f"{'all':20}" + "".join(f"{whole[name]:>10}" for name in OUTCOMES) + f"{whole.total():>10} files")
+    return int(any(whole[name] for name in BAD))
 
 
 if __name__ == "__main__":

@@ -151,6 +151,7 @@ def evaluate(
             reporter.say(f"evaluate: {name} is measured already, kept")
             continue
         reporter.say(f"evaluate: {name} ({number + 1} of {len(plans)})")
+        reporter(number, len(plans), "evaluate: plans")
         measured[digest] = _measure(loaded, name, plan, spec, data, reference, reporter)
         save()
     return save()
@@ -197,7 +198,6 @@ def table_columns(rows: Sequence[Row]) -> list[tuple[str, tuple[str, ...]]]:
         ("plan", [row.name for row in rows]),
         (priced_header(rows[0].workload), [f"{row.bits_per_value:.3f}" for row in rows]),
         ("cache", [format_bytes(row.total_bytes) for row in rows]),
-        (rows[0].text_bits.header, [f"{row.text_bits.bits_per_value:.3f}" for row in rows]),
         ("KL to 16 bits", [_with_error(row.text.kl, row.text.kl_se, 5) for row in rows]),
         ("top-1 %", [percent(row.text.top1_agreement, row.text.top1_se) for row in rows]),
         ("perplexity", [_with_error(row.text.perplexity, row.text.perplexity_se, 4) for row in rows]),
@@ -206,6 +206,8 @@ def table_columns(rows: Sequence[Row]) -> list[tuple[str, tuple[str, ...]]]:
         columns.append((f"{results[0].task} %", [percent(task.accuracy, task.accuracy_se) for task in results]))
     if rows[0].tasks:
         columns.append(("all tasks %", [percent(row.accuracy or 0.0, row.accuracy_se) for row in rows]))
+    columns.append((rows[0].text_bits.header, [f"{row.text_bits.bits_per_value:.3f}" for row in rows]))
+    if rows[0].tasks:
         columns.append(("bits at the tasks' lengths", [row.task_bits.cell if row.task_bits else "" for row in rows]))
         columns.append(("generated", [str(sum(task.generated_tokens for task in row.tasks)) for row in rows]))
     return [(header, tuple(cells)) for header, cells in columns]

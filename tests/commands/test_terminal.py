@@ -1,0 +1,213 @@
+"""The terminal: tables that fit 80 columns, the heat map of bits, the remaining time, a closed pipe, completion."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cli_cases import RECIPE, run_kvcal, save_llama
+from rich.cells import cell_len
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+from typer.testing import CliRunner
+
+from kvcal import console, load_plan
+from kvcal.__main__ import app
+from kvcal.commands.options import complete_model, complete_recipe
+from kvcal.console import TerminalReporter
+from kvcal.heat_map import heat_map
+from kvcal.plan.page_format import RAW
+from kvcal.plan.plan import Plan
+from kvcal.recipe_names import recipe_names
+
+ROOT = Path(__file__).parents[2]
+PLAN = sorted((ROOT / "artifacts/plans").iterdir())[-1] / "plan.safetensors"
+ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+LINES = [
+    "inspect {plan}",
+    "inspect {plan} --batch 64 --context 131072",
+    "diff {plan} {folder}/tiny/plan.safetensors",
+    "recipes --ablations",
+    "models",
+    "size reasoner-10m --memory 800MB --batch 48 --context 4096",
+    "profile {model} --recipe {folder}/small.toml --out {folder}",
+    "allocate {folder} --bits 8",
+    "allocate {folder} --sweep",
+    "explain {folder}/tiny/plan.safetensors",
+    "eval {folder}/tiny/plan.safetensors --model {model} --recipe {folder}/small.toml --max-kl 9 --out {folder}/tiny",
+    "verify {folder}/tiny/plan.safetensors --model {model}",
+]
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal of 80 columns."""
+    monkeypatch.setattr(console, "stdout", Console(width=80, force_terminal=True))
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> dict[str, Path]:
+    """A model, and a folder of `kvcal plan` for it."""
+    folder = tmp_path_factory.mktemp("terminal")
+    model = save_llama(folder / "model", tokenizer)
+    (folder / "small.toml").write_text(RECIPE)
+    command = ["plan", model, "--recipe", folder / "small.toml", "--bits", "8", "--out", folder, "--name", "tiny"]
+    code = "import sys; from kvcal.__main__ import main; sys.argv[0] = 'kvcal'; main()"
+    subprocess.run([sys.executable, "-c", code, *map(str, command)], cwd=ROOT, check=True, capture_output=True)
+    return {"model": model, "folder": folder, "plan": PLAN}
+
+
+def words(text: str) -> set[str]:
+    """Of tables, their rules apart."""
+    return set(re.sub("[┏━┳┓┃┡╇┩│└─┴┘]", " ", ESCAPE.sub("", text)).split())
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_tables_fit_80_columns(
+    narrow: None, line: str, places: dict[str, Path], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """And break no word that the wide table has; words of more than 24 characters may be broken."""
+    arguments = line.format(**places).split()
+    done = run_kvcal(capsys, *arguments)
+    assert done.code == 0, done.err
+    assert max(cell_len(row) for row in ESCAPE.sub("", done.out).splitlines()) <= 80
+    monkeypatch.setattr(console, "stdout", Console(width=400, force_terminal=False))
+    wide = words(run_kvcal(capsys, *arguments).out)
+    long = "".join(word for word in wide if len(word) > 24)
+    new = {word for word in words(done.out) - wide if word.rstrip(",") not in wide and word not in long}
+    assert new <= {"not", "shown", "in", "80", "columns:"}
+
+
+def test_any_table_fits_with_its_words_whole(narrow: None, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = random.Random(0)
+
+    def text(most: int) -> str:
+        return " ".join("x" * rng.randint(1, 18) for _ in range(rng.randint(0, most)))
+
+    for width in (40, 80, 120):
+        console.stdout.width = width
+        for _ in range(60):
+            num_columns = rng.randint(1, 9)
+            headers = [text(3) for _ in range(num_columns)]
+            rows = [[text(rng.choice((1, 2, 9))) for _ in range(num_columns)] for _ in range(rng.randint(0, 4))]
+            console.show(("t", headers, rows))
+            drawn = ESCAPE.sub("", capsys.readouterr().out)
+            assert max(map(cell_len, drawn.splitlines())) <= width
+            table, _, note = drawn.partition("not shown")
+            assert words(table) <= words(" ".join(["t", *headers, *(cell for row in rows for cell in row)]))
+            assert bool(note) or sum(map(len, headers)) <= width * 3
+
+
+def heads_that_differ(plan: Plan) -> Plan:
+    """The plan with 16, 2, 16 and 2 bits in the first four heads of layer 1's keys."""
+    layer = plan.layers[1]
+    low = replace(layer.k[0], num_bits=2)
+    heads = layer.attention.num_kv_heads
+    k = tuple(RAW if head % 2 == 0 else low for head in range(heads))
+    return replace(plan, layers=(plan.layers[0], replace(layer, k=k), *plan.layers[2:]))
+
+
+def test_the_heat_map_has_every_layer_and_head() -> None:
+    plan = load_plan(PLAN)
+    lines = heat_map(plan.layers).plain.splitlines()
+    assert lines[1].split() == ["layer", *(str(layer.geometry.index) for layer in plan.layers)]
+    for line, side in zip(lines[2:], ("k", "v"), strict=True):
+        assert line.split() == [side.upper(), *(str(layer.formats(side)[0].num_bits) for layer in plan.layers)]
+    changed = heads_that_differ(plan)
+    by_label = dict(re.split(r"  +", line, maxsplit=1) for line in heat_map(changed.layers).plain.splitlines()[2:])
+    bits = [fmt.num_bits for fmt in changed.layers[1].k]
+    assert [int(by_label[f"K head {head}"].split()[1]) for head in range(len(bits))] == bits
+    assert by_label["K head 1"].split()[2] == str(plan.layers[2].k[0].num_bits)  # heads that are alike
+    many = plan.layers * 9
+    blocks = heat_map(many).plain.splitlines()
+    assert max(map(len, blocks)) <= 80 and sum(line.count(" 8") for line in blocks if line.startswith("layer")) == 9
+    drawn = io.StringIO()
+    Console(file=drawn, width=80, force_terminal=True, color_system="truecolor").print(heat_map(plan.layers))
+    assert "48;2;" in drawn.getvalue() and ESCAPE.sub("", drawn.getvalue()).rstrip("\n") == "\n".join(lines)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_remaining_time_survives_slow_steps_and_other_work(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    reporter = TerminalReporter(clock=clock)
+
+    def lines() -> list[str]:
+        return [reporter.line(work) for work in reporter._open]
+
+    reporter(3, 10, "plans")  # resumed: three of an earlier run
+    assert lines() == ["plans: 3 of 10"]
+    reporter(0, 4, "text")
+    clock.now = 100.0
+    reporter(1, 4, "text")
+    assert lines() == ["plans: 3 of 10", "text: 1 of 4, about 300 s left"]
+    clock.now = 150.0  # a slow step: it counts down
+    assert lines()[1] == "text: 1 of 4, about 250 s left"
+    clock.now = 900.0
+    assert lines()[1] == "text: 1 of 4, about 0 s left"
+    reporter(4, 4, "text")
+    reporter(0, 9, "problems")
+    assert lines() == ["plans: 3 of 10", "problems: 0 of 9"]
+    reporter(4, 10, "plans")  # ends what is within
+    assert lines() == ["plans: 4 of 10, about 5400 s left"]
+    reporter(0, 4, "text")
+    clock.now = 910.0
+    reporter(2, 4, "text")
+    assert lines()[1] == "text: 2 of 4, about 10 s left"  # begun anew
+    reporter(10, 10, "plans")
+    reporter(0, 2, "verify")
+    assert lines() == ["verify: 0 of 2"]
+    assert "plans: 3 of 10; text: 1 of 4, about 300 s left" in capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize("line", ["recipes", "recipes default", f"inspect {PLAN} --json", "--help", "models"])
+def test_a_closed_pipe_ends_a_command_without_a_word(line: str) -> None:
+    """As `kvcal recipes | head -1` does, or earlier."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "kvcal", *line.split()], stdout=write, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    os.close(write)
+    assert done.stderr == b"" and done.returncode == (1 if line == "--help" else 0)
+
+
+def test_names_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    for name in ("mine.toml", "mine.txt", ".hidden.toml"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    assert {"mixkvq", "mine/", "mine.toml"} < set(complete_recipe("mi")) and "mine.txt" not in complete_recipe("mi")
+    assert set(recipe_names()) < set(complete_recipe(""))
+    assert complete_model("re") == ["reasoner-10m"] and complete_model("m") == ["mine/"]
+    assert complete_model(f"{tmp_path}/mi") == [f"{tmp_path}/mine/"] and complete_recipe("none/") == []
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("kvcal run aqua", "aqua-kv"),
+        ("kvcal eval plan --recipe uniform-", "uniform-2"),
+        ("kvcal plan reas", "reasoner-10m"),
+        ("kvcal verify plan --model rea", "reasoner-10m"),
+        ("kvcal recipes pm", "pm-kvq"),
+    ],
+)
+def test_the_shell_is_given_the_names(line: str, expected: str) -> None:
+    count = len(line.split()) - 1
+    asked = {"_KVCAL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(count)}
+    done = CliRunner().invoke(app, [], env=asked, prog_name="kvcal")
+    assert done.exit_code == 0 and expected in done.output.split()

@@ -1,0 +1,51 @@
+"""Short versions of the scripts whose counts docs/measurements.md states: kills, threads, soaks. Mutated files are in
+test_fuzz_artifacts."""
+
+from __future__ import annotations
+
+import kill_stages
+import pytest
+import soak_caches
+import threaded_requests
+
+
+def test_a_killed_stage_ends_with_the_same_bytes() -> None:
+    counts = kill_stages.kill_and_compare("reparam", 3, seed=0)
+    assert counts["kills"] >= 3 and counts["finished"] > 0 and counts["differ"] == 0
+
+
+def test_kills_are_found_to_differ_if_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counts can fail."""
+    written = iter(range(100))
+
+    def other_bytes(name: str, target, seconds: float | None) -> bool:
+        target.write_bytes(bytes([next(written)]))
+        return seconds is not None
+
+    monkeypatch.setattr(kill_stages, "killed", other_bytes)
+    counts = kill_stages.kill_and_compare("reparam", 3, seed=0)
+    assert counts["differ"] == counts["finished"] > 0
+
+
+@pytest.mark.parametrize("kind", threaded_requests.KINDS)
+def test_threaded_requests_are_those_alone(kind: str) -> None:
+    assert threaded_requests.compare(kind, 6, 3, seed=0) == {"served": 6, "differ": 0}
+
+
+@pytest.mark.parametrize("kind", soak_caches.KINDS)
+def test_soaked_caches_keep_their_bytes_and_rows(kind: str) -> None:
+    counts = soak_caches.soak(kind, 1500, seed=0)
+    assert counts["tokens"] >= 1500 and counts["rounds"] > 1 and counts["wrong"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", soak_caches.KINDS)
+def test_soaked_caches_on_a_gpu(kind: str) -> None:
+    counts = soak_caches.soak(kind, 200_000, seed=0, device="cuda")
+    soak_caches.tiny_llama().to("cpu")
+    assert counts["tokens"] >= 200_000 and counts["wrong"] == 0
+
+
+def test_a_soak_finds_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak_caches.PlanCache, "nbytes", property(lambda cache: 1))
+    assert soak_caches.soak("ragged", 300, seed=0)["wrong"] > 0
