@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,8 +87,10 @@ def mixtures(num_texts: int) -> dict[str, list[tuple[str, int]]]:
     return found
 
 
-def held_out(given: argparse.Namespace, loaded: LoadedModel, folder: Path) -> dict[str, TokenDataset]:
-    """Texts that no calibration holds."""
+def held_out(
+    given: argparse.Namespace, loaded: LoadedModel, folder: Path, kinds: Collection[str] = ()
+) -> dict[str, TokenDataset]:
+    """Texts that no calibration holds, of these kinds, or of all."""
     names = {source: DataSpec(source) for source in SOURCES}
     if given.real is not None:
         pairs = [json.loads(line) for line in (given.real / "gsm8k/train.jsonl").read_text().splitlines()]
@@ -99,8 +101,8 @@ def held_out(given: argparse.Namespace, loaded: LoadedModel, folder: Path) -> di
         names |= {name: DataSpec(str(path)) for name, path in paths.items()}
     size = {"num_samples": given.held_out, "seq_len": given.held_out_tokens, "min_len": given.held_out_tokens}
     size["seed"] = given.seed
-    kinds = given.kinds or list(names)
-    return {name: sequences(replace(names[name], **size), loaded, "report") for name in kinds}
+    chosen = {name: spec for name, spec in names.items() if not kinds or name in kinds}
+    return {name: sequences(replace(spec, **size), loaded, "report") for name, spec in chosen.items()}
 
 
 def main() -> None:
@@ -110,7 +112,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400, help="of each")
     parser.add_argument("--held-out", type=int, default=8, help="texts of a kind that plans are measured on")
     parser.add_argument("--held-out-tokens", type=int, default=400, help="of each")
-    parser.add_argument("--kinds", nargs="+", help="of held-out text; default: all")
     parser.add_argument("--seed", type=int, default=0, help="of the texts that plans are measured on")
     parser.add_argument("--bits", type=float, nargs="+", default=[3.5])
     given = parser.parse_args()

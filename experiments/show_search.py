@@ -56,6 +56,11 @@ def searched(given: argparse.Namespace, loaded: LoadedModel, data: str, bits: fl
         "feedback.num_samples": given.texts, "feedback.seq_len": given.tokens,
     }  # fmt: skip
     recipe = with_knobs(load_recipe("best"), knobs)
+    if given.no_rescale:
+        assert recipe.search is not None
+        keys = tuple(choice for choice in recipe.search.keys if not choice.rescale)
+        systems = tuple(name for name in recipe.search.systems if load_recipe(name).reparam is None)
+        recipe = replace(recipe, search=replace(recipe.search, keys=keys, systems=systems))
     sources = data.split()
     spec = DataSpec(
         sources[0] if len(sources) == 1 else tuple(sources),
@@ -111,7 +116,7 @@ def measure(given: argparse.Namespace, loaded: LoadedModel, files: set[str]) -> 
     given.work.mkdir(parents=True, exist_ok=True)
     reference, names = unquantized_plan(loaded.identity, loaded.geometry), sorted(files)
     plans = [load_plan(file) for file in names]
-    for kind, data in held_out(given, loaded, given.work).items():
+    for kind, data in held_out(given, loaded, given.work, given.kinds or ()).items():
         of_kind = kl.setdefault(kind, {})
         missing = [number for number, name in enumerate(names) if name not in of_kind]
         if not missing:
@@ -157,9 +162,11 @@ def main() -> None:
     parser.add_argument("--limits", type=float, default=0.35, help="hardest problems, a share of the default lengths")
     parser.add_argument("--seed", type=int, default=0, help="of held-out texts and problems")
     parser.add_argument("--finalists", action="store_true", help="measure compositions that lost in the end, too")
+    parser.add_argument("--roles", nargs="+", help="plans that are measured, by how their roles begin; default: all")
     parser.add_argument("--kinds", nargs="+", help="of held-out text; default: all")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--granularity", default="layer", choices=("layer", "head"))
+    parser.add_argument("--no-rescale", action="store_true", help="without λ, whose fits take a CPU longest")
     parser.add_argument("--singles", type=int, default=compose.MAX_SINGLES, help="single changes measured in a round")
     given = parser.parse_args()
     loaded = load(given.model, device=given.device)
@@ -168,7 +175,7 @@ def main() -> None:
         file
         for body in found.values()
         for role, file in body["plans"].items()
-        if given.finalists or "composition" not in role
+        if role.startswith(tuple(given.roles or [""])) and (given.finalists or "composition" not in role)
     }
     kl = measure(given, loaded, wanted)
     small = {file for file in wanted if load_plan(file).bits_per_value() <= max(given.bits)}

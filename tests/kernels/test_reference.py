@@ -22,11 +22,12 @@ ALL = slice(None)
 class History:
     """What a batch was fed, and what has to become of it. ``ahead``: steps that row 1 has more than row 0."""
 
-    def __init__(self, name: str, num_tokens: int, ahead: int = 38, **more: object) -> None:
-        self.variant = pair_variant(name, **{key: more.pop(key) for key in ("rescale", "offset") if key in more})
+    def __init__(self, name: str, num_tokens: int, ahead: int = 38, group: int = GROUP, **more: object) -> None:
+        flags = {key: more.pop(key) for key in ("rescale", "offset") if key in more}
+        self.variant, self.group = pair_variant(name, group=group, **flags), group
         self.paged = Paged(self.variant, 2, 4, **more)
         self.x = {"k": states(2, num_tokens, HEADS, DIM), "v": states(2, num_tokens, HEADS, DIM, 1)}
-        self.q = states(2, num_tokens, HEADS * GROUP, DIM, 2)
+        self.q = states(2, num_tokens, HEADS * group, DIM, 2)
         self.ahead = ahead
 
     def feed(self, start: int, stop: int) -> None:
@@ -44,8 +45,8 @@ class History:
         """Of the steps in which the page was filled: a sum in fp32, token by token."""
         total = torch.zeros(HEADS, DIM)
         for token in range(128 * page, 128 * (page + 1)):
-            total = total + self.q[row, token].float().abs().unflatten(0, (HEADS, GROUP)).sum(1)
-        return total / (128 * GROUP)
+            total = total + self.q[row, token].float().abs().unflatten(0, (HEADS, self.group)).sum(1)
+        return total / (128 * self.group)
 
     def record(self, side: Side, row: int, page: int) -> Tensor:
         """[n, record_bytes]."""
@@ -85,9 +86,9 @@ class History:
         )
         outputs = []
         for head, query in enumerate(self.q[row, length].double()):
-            scores = [float(key[head // GROUP] @ query) * SCALE for key in keys]
+            scores = [float(key[head // self.group] @ query) * SCALE for key in keys]
             weights = [math.exp(score - max(scores)) for score in scores]
-            total = sum(weight * value[head // GROUP] for weight, value in zip(weights, values, strict=True))
+            total = sum(weight * value[head // self.group] for weight, value in zip(weights, values, strict=True))
             outputs.append(total / sum(weights))
         return torch.stack(outputs)
 
@@ -137,6 +138,16 @@ def test_transforms_are_applied_to_pages_alone(name: str) -> None:
     taken = history.taken(slice(0, 1))
     history.paged.append(slice(0, 1), *taken)
     found, expected = history.paged.decode(slice(0, 1), taken[-1].float(), SCALE), history.attention(0, 221)
+    assert float((found[0] - expected).norm() / expected.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("group", [1, 4, 7, 8])
+def test_groups_of_query_heads_read_rotated_pages(group: int) -> None:
+    history = History("rotated", 260, ahead=0, group=group)
+    history.feed(0, 259)
+    taken = history.taken(slice(0, 1))
+    history.paged.append(slice(0, 1), *taken)
+    found, expected = history.paged.decode(slice(0, 1), taken[-1].float(), SCALE), history.attention(0, 259)
     assert float((found[0] - expected).norm() / expected.norm()) < 1e-5
 
 

@@ -17,6 +17,7 @@ from kvcal.data.pools import Purpose, TokenDataset
 from kvcal.data.sequences import DataSpec
 from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
 from kvcal.folder import Job, job_sequences, sequences
+from kvcal.kernels.variants import stored_form
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import load_plan
@@ -226,6 +227,69 @@ def test_refitted_predictors_ship_if_they_are_better(
     shipped = fitted[-1 if is_better else 0].tensors()
     names = [name for name in record.plan_tensors if "_predictor." in name]
     assert names and all(torch.equal(record.plan_tensors[name], shipped[name]) for name in names)
+
+
+FEEDBACK = "[feedback]\nnum_samples = 2\nseq_len = 300\n[search]"
+
+
+@pytest.mark.parametrize("serve", ["decode", "storage"])
+@pytest.mark.parametrize("is_better", [False, True])
+def test_error_feedback_ships_if_it_is_better(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_better: bool, serve: str
+) -> None:
+    monkeypatch.setattr(search_stage, "better", lambda plan, *_: is_better and "feedback" in plan.name)
+    difference = Pool.difference
+    monkeypatch.setattr(Pool, "difference", lambda *a: (0.0, difference(*a)[1]))
+    recipe = recipe_of(tmp_path, 4.0, ("[search]", FEEDBACK), ('"storage"', f'"{serve}"'))
+    record = built(recipe, loaded, tmp_path)
+    fed = {(layer.geometry.index, side) for layer in record.layers for side in SIDES if layer.feedback(side)}
+    assert bool(fed) == is_better == (", feedback" in record.report.shipped)
+    tried = {c.name.rpartition(" ")[2] for c in record.report.candidates if ", feedback" in c.name}
+    assert tried == ({"K+V"} if is_better else {"K+V", "K", "V"}) or serve == "storage"
+    assert record.report.units and any("_feedback" in name for name in record.plan_tensors) == is_better
+    plan = load_plan(tmp_path / "plan.safetensors")
+    assert plan.predicted_bytes <= 4.0 * 2 * 4 * 20000 * sum(
+        layer.attention.num_kv_heads * layer.head_dim("k") for layer in plan.layers
+    ) / 8  # fmt: skip
+    assert plan.provenance["calibration"]["search.feedback_data"]["purpose"] == "fit"
+    for layer in plan.layers:  # what is reconstructed before it is read has no kernels for feedback
+        for side in SIDES:
+            assert not layer.feedback(side) or not stored_form(layer, side, layer.formats(side)[0])
+    for purpose in ("select", "validate"):
+        stored = artifact.read(tmp_path / f"search.{purpose}.safetensors", f"{KIND}-partial", 1)
+        assert plan_digest(plan) in stored.tensors
+    assert len(list(tmp_path.glob("search.feedback-*"))) == 1
+    again = built(recipe, loaded, tmp_path)  # is read, whatever it holds
+    assert plan_digest(again.plan) == plan_digest(plan)
+
+
+def test_the_bytes_of_feedback_are_kept_free(loaded: LoadedModel, tmp_path: Path) -> None:
+    capacities = []
+    for changes in ((), (("[search]", FEEDBACK),)):
+        job = Job(recipe_of(tmp_path, 4.0, *changes), loaded, pipeline.Folder.create(tmp_path), Silent())
+        data, path = formats.search_data(job), tmp_path / "search.safetensors"
+        search = search_stage.Search(loaded, job.recipe, data, path, Silent())
+        capacities.append(search.problem.capacity)
+    # 2 layers, K and V, 2 heads of 16 channels in fp16.
+    assert capacities[0] - capacities[1] == search.reserved == 2 * 2 * 2 * (16 * 15 // 2) * 2
+
+
+def test_factors_that_would_take_much_of_the_cache_are_not_tried(loaded: LoadedModel, tmp_path: Path) -> None:
+    told = Told()
+    small = ("batch = 4\ncontext = 20000", "batch = 1\ncontext = 400")
+    changes = (("[search]", FEEDBACK), small, ('"storage"', '"decode"'))
+    record = built(recipe_of(tmp_path, 20.0, *changes), loaded, tmp_path, told)
+    assert any("no error feedback: its factors would take" in message for message in told.messages)
+    assert not any(layer.feedback(side) for layer in record.layers for side in SIDES)
+
+
+def test_texts_too_short_for_lambda_leave_out_what_needs_it(loaded: LoadedModel, tmp_path: Path) -> None:
+    told, systems = Told(), ('"kitty", "aqua-kv"', '"kitty", "pm-kvq-2"')
+    short = ("num_steps = 2\nnum_samples = 2\nseq_len = 300", "num_steps = 2\nnum_samples = 2\nseq_len = 120")
+    record = built(recipe_of(tmp_path, 5.0, short, systems, ('"storage"', '"decode"')), loaded, tmp_path, told)
+    assert any("too short to read a page of pm-kvq-2: left out" in message for message in told.messages)
+    assert any("too short to read a page of keys '3 token g32 λ" in message for message in told.messages)
+    assert not any(layer.k_rescale for layer in record.layers) and not list(tmp_path.glob("search.lambda-*"))
 
 
 def test_a_search_for_decoding_needs_no_fits_and_stores_what_attention_reads(

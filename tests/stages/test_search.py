@@ -108,7 +108,12 @@ def brute_force(which: Problem, kl: Callable[[Choice], float]) -> float:
 
 
 def run(
-    which: Problem, judged: Sequence[Pool[Candidate]], rounds: int = 3, systems=(), earlier=(), finish=lambda one: one
+    which: Problem,
+    judged: Sequence[Pool[Candidate]],
+    rounds: int = 3,
+    systems=(),
+    earlier=(),
+    finish=lambda one: (one, []),
 ):
     return search(which, rounds, *judged, systems, earlier, maker(which), finish)
 
@@ -208,6 +213,30 @@ def test_a_smaller_budgets_plan_gives_way_to_what_is_better_than_it() -> None:
     assert run(small, (judged, judged), 0, [simple, better_one]).champion == simple
 
 
+@pytest.mark.parametrize(("validated", "shipped"), [(9.0, "good, finished"), (0.01, "earlier, finished")])
+def test_what_ships_is_finished_whoever_wins(validated: float, shipped: str) -> None:
+    """The champion before it meets the plans of smaller budgets, and one of these if it takes the champion's place."""
+    kl = {"simple": 3.0, "good": 1.0, "good, finished": 0.5, "earlier, finished": 0.005}
+
+    def pool(of_earlier: float) -> Pool[Candidate]:
+        def table(candidates: Sequence[Candidate], num_texts: int, what: str) -> Tensor:
+            levels = [(kl | {"earlier": of_earlier}).get(one.name, 9.0) for one in candidates]
+            rows = [[level + n / 1e6 for n in range(num_texts)] for level in levels]
+            return torch.tensor(rows, dtype=torch.float64)
+
+        return Pool(("x",) * 8, tiers_of(("x",) * 8), table, Candidate("simple", None, 2, 0))
+
+    def finish(one: Candidate) -> tuple[Candidate, list[Candidate]]:
+        found, worse = (replace(one, name=f"{one.name}, {how}") for how in ("finished", "tried"))
+        return found, [found, worse]
+
+    simple, good, earlier = (Candidate(name, None, n, 0) for n, name in enumerate(("simple", "good", "earlier")))
+    outcome = run(problem(0.5), (pool(9.0), pool(validated)), 0, [simple, good], [earlier], finish)
+    names = [one.name for one in outcome.compared]
+    assert outcome.champion.name == shipped and {shipped, "good, tried", "good, finished"} <= set(names)
+    assert len(set(names)) == len(names)
+
+
 def test_the_same_search_measures_the_same_plans_and_no_more_than_planned() -> None:
     small, runs = problem(0.5), []
     for _ in range(2):
@@ -273,6 +302,25 @@ def solved(which: Problem, seed: int) -> Choice:
     choice = which.solve([{o: draw.random() for o in range(len(row))} for row in which.options])
     assert choice is not None
     return choice
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_rotated_pages_are_options_for_decoding(per_head: bool) -> None:
+    keys = (KeyChoice(2), KeyChoice(3, "token", quantizer="rotated"))
+    values = (ValueChoice(2, quantizer="rotated"), ValueChoice(4, quantizer="rotated"), ValueChoice(4))
+    spec = SearchSpec("decode", (), keys, values)
+    wide = wide_problem(spec, per_head)
+    assert [{o.format.quantizer for o in row} for row in wide.options] == [{"uniform", "rotated"}] * len(wide.units)
+    for seed in range(4):
+        choice = solved(wide, seed)
+        layers, tensors = composed_layers(GEOMETRY, wide.chosen(choice), OptionTensors({}, {}))
+        plan = Plan(IDENTITY, "bfloat16", layers, WORKLOAD, {}, tensors)
+        formats = [fmt for layer in layers for side in SIDES for fmt in layer.formats(side)]
+        signs = 64 * sum(fmt.quantizer == "rotated" for fmt in formats)
+        assert plan.predicted_bytes <= wide.size(choice) <= plan.predicted_bytes + signs * per_head
+        assert wide.choice_of(layers) == choice
+    large = Geometry("llama", "bfloat16", tuple(AttentionGeometry(index, 8, 2, 256, 256) for index in range(2)))
+    assert all(o.format.quantizer == "uniform" for row in wide_problem(spec, geometry=large).options for o in row)
 
 
 def test_systems_are_plans_of_the_options() -> None:
@@ -370,6 +418,8 @@ def test_options_that_fit_in_no_plan_are_left_out_but_sixteen_bits() -> None:
         (KeyChoice(2, "token", 128, BOOST), "boost needs"),
         (KeyChoice(4, "token", 128, lattice_dim=4), "lattice_dim = 4 takes"),
         (KeyChoice(2, predicted=True), r"no \[predictors\]"),
+        (KeyChoice(2, quantizer="rotated"), "rotated pages take fewer than 16 bits and axis 'token'"),
+        (KeyChoice(2, quantizer="absmax"), "quantizer = 'absmax', expected one of"),
     ],
 )
 def test_choices_that_cannot_be_composed_are_refused_by_name(choice: KeyChoice, reason: str) -> None:

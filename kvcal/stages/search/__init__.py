@@ -14,10 +14,11 @@ plans.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -89,6 +90,7 @@ __all__ = ["KIND", "SCHEMA", "Search", "SearchData", "SearchRecord", "dry_run", 
 KL_BATCH = {"cpu": 4, "cuda": 16}
 # Of the cache: factors of error feedback that take more are not worth their room.
 MAX_FEEDBACK_SHARE = 0.01
+FED_SIDES: tuple[tuple[Side, ...], ...] = (("k", "v"), ("k",), ("v",))
 Layers = tuple[LayerPlan, ...]
 
 
@@ -115,7 +117,6 @@ def run_search(
         reporter.say(job.announcement(select.meter.tiers))
         systems = [job.candidate(name, layers) for name, layers in job.systems.items()]
         fitting = [one for one in (*systems, *earlier) if one.nbytes <= job.budget.cache]
-        both = select.pool, validate.pool
         outcome = search(
             job.problem,
             job.spec.refine_rounds,
@@ -124,7 +125,7 @@ def run_search(
             [one for one in fitting if one not in earlier],
             [one for one in fitting if one in earlier],
             lambda name, choice: job.composed(name, choice, brought),
-            lambda champion: job.fed(job.refitted(champion, *both), *both),
+            lambda champion: job.finished(champion, select.pool, validate.pool),
         )
         report = job.report(outcome, select, validate)
     plan, budget, workload = outcome.champion.plan, job.budget, job.workload
@@ -333,38 +334,56 @@ class Search:
             digest = hashlib.sha256(self.path.read_bytes()).hexdigest()[:12]
             os.replace(self.path, self.fits.beside(f"earlier-{digest}"))
 
-    def refitted(self, champion: Candidate, select: Pool[Candidate], validate: Pool[Candidate]) -> Candidate:
-        """With predictors fitted on what they read now, if that is better."""
+    def finished(
+        self, champion: Candidate, select: Pool[Candidate], validate: Pool[Candidate]
+    ) -> tuple[Candidate, list[Candidate]]:
+        """With predictors, and then error feedback of both sides or of one, fitted for its own layers, each if that is
+        better; and all that was tried."""
+        fits: list[Callable[[Candidate], Candidate | None]] = [self.refitted]
+        fits += [functools.partial(self.fed, sides=sides) for sides in FED_SIDES]
+        tried = []
+        for fitted in fits:
+            found = fitted(champion)
+            if found is not None:
+                tried.append(found)
+                champion = found if better(found, champion, select, validate) else champion
+        return champion, tried
+
+    def refitted(self, champion: Candidate) -> Candidate | None:
+        """With predictors fitted on what they read now; None where nothing is predicted."""
         plan = champion.plan
         if not any(layer.predictor(side) for layer in plan.layers for side in SIDES):
-            return champion
+            return None
         layers = tuple(replace(layer, k_predictor=None, v_predictor=None) for layer in plan.layers)
         others = {name: tensor for name, tensor in plan.tensors.items() if "_predictor." not in name}
         fitted = self.fits.predictors(layers, others)
         tensors = {name: fitted.get(name, tensor) for name, tensor in plan.tensors.items()}
-        found = replace(champion, name=f"{champion.name}, refitted", choice=None, plan=replace(plan, tensors=tensors))
-        return found if better(found, champion, select, validate) else champion
+        return replace(champion, name=f"{champion.name}, refitted", choice=None, plan=replace(plan, tensors=tensors))
 
-    def fed(self, champion: Candidate, select: Pool[Candidate], validate: Pool[Candidate]) -> Candidate:
-        """With error feedback of all codes that attention reads as they are stored, if that is better."""
+    def fed(self, champion: Candidate, sides: tuple[Side, ...]) -> Candidate | None:
+        """With error feedback of all codes of these sides that attention reads as they are stored; None where there are
+        none on each, or the plan has it, or its kernels or bytes do not allow it."""
         plan = champion.plan
         if not self.reserved or any(layer.feedback(side) for layer in plan.layers for side in SIDES):
-            return champion
-        fitted, by_index = (
-            self.fits.feedback(plan.layers, plan.tensors),
-            {one.geometry.index: one for one in plan.layers},
-        )
+            return None
+        fitted = self.fits.feedback(plan.layers, plan.tensors)
+        reconstructed = {
+            (layer.geometry.index, side)
+            for layer in plan.layers
+            for side in SIDES
+            if any(stored_form(layer, side, fmt) is not None for fmt in layer.formats(side))
+        }
         factors = {
             (index, side): factor
             for (index, side), factor in fitted.factors.items()
-            if all(stored_form(by_index[index], side, fmt) is None for fmt in by_index[index].formats(side))
+            if side in sides and (index, side) not in reconstructed
         }
+        if {side for _, side in factors} != set(sides):
+            return None
         fitted = replace(fitted, factors=factors)
-        layers = fitted.apply(plan.layers)
-        found = self._as_candidate(f"{champion.name}, feedback", None, layers, {**plan.tensors, **fitted.tensors()})
-        if not factors or found.nbytes > self.budget.cache or not self._serves(layers):
-            return champion
-        return found if better(found, champion, select, validate) else champion
+        layers, tensors = fitted.apply(plan.layers), {**plan.tensors, **fitted.tensors()}
+        found = self._as_candidate(f"{champion.name}, feedback {'+'.join(sides).upper()}", None, layers, tensors)
+        return found if found.nbytes <= self.budget.cache and self._serves(layers) else None
 
     def report(self, outcome: Outcome, select: _Measured, validate: _Measured) -> SearchReport:
         champion, results = outcome.champion, []

@@ -49,7 +49,8 @@ class Candidate:
 
 
 Make = Callable[[str, Choice], Candidate]
-Finish = Callable[[Candidate], Candidate]
+# The candidate, or a better plan of the same options; and all plans that were tried in its place.
+Finish = Callable[[Candidate], tuple[Candidate, list[Candidate]]]
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,7 @@ def search(
     make: Make,
     finish: Finish,
 ) -> Outcome:
-    """See the module's docstring. ``systems`` and ``earlier``: whole plans within the budget; ``finish``: a better plan
-    of the same options, or the same one."""
+    """See the module's docstring. ``systems`` and ``earlier``: whole plans within the budget."""
     effects = style_effects(problem, select, make)
     uniform = [make(name, choice) for name, choice in uniform_choices(problem, effects, MAX_UNIFORM).items()]
     whole = _distinct([*systems, *earlier, *uniform]) or [make("the smallest", problem.smallest)]
@@ -112,11 +112,13 @@ def search(
         compared += [candidate for candidate in found if candidate not in compared]
         if champion == before:
             break
-    champion = finish(champion)
-    compared = _distinct([*compared, champion])
+    champion, tried = finish(champion)
+    compared = _distinct([*compared, champion, *tried])
     guard = guarded(champion, ingredients, earlier, validate)
-    champion = champion if guard == champion else finish(choose(compared, select, validate, guard))
-    return Outcome(champion, tuple(_distinct([*compared, champion])), background, changes, tuple(proxy))
+    if guard != champion:
+        champion, tried = finish(choose(compared, select, validate, guard))
+        compared = _distinct([*compared, champion, *tried])
+    return Outcome(champion, tuple(compared), background, changes, tuple(proxy))
 
 
 def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:

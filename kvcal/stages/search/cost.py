@@ -9,7 +9,7 @@ from kvcal.plan.page_format import SIDES
 from kvcal.stages.search.compose import FINALISTS, MAX_COMPOSED, MAX_SINGLES, MAX_UNIFORM
 from kvcal.stages.search.problem import Problem, shared_styles
 
-FINISHED = 2  # the champion with predictors of its own, and with error feedback
+FINISHED = 4  # the champion with predictors of its own, and with error feedback of both sides or of one
 
 
 class Cost(NamedTuple):
