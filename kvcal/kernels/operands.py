@@ -103,9 +103,8 @@ class PageTransform(NamedTuple):
             "k_rescale": variant.rescale, "k_offset": variant.offset,
             "k_feedback": variant.k_feedback, "v_feedback": variant.v_feedback,
         }  # fmt: skip
-        given = {name: tensors[name] for name, is_given in has.items() if is_given}
-        signs = {name: tensors.get(name, nothing) for name in ("k_signs", "v_signs")}
-        return cls(**dict.fromkeys(has, nothing) | given | signs)
+        given = (tensors[name] if is_given else nothing for name, is_given in has.items())
+        return cls(*given, *(tensors.get(name, nothing) for name in ("k_signs", "v_signs")))
 
     @property
     def of_values(self) -> PageTransform:

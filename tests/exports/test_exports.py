@@ -40,7 +40,7 @@ def plan_of(*pairs: tuple[Format | tuple[Format, ...], Format | tuple[Format, ..
             pair = LayerPlan(attention(index), k, v)
         layers.append(pair)
     made = {
-        name: torch.full(spec.extents, 1, dtype=spec.dtype)
+        name: torch.full(spec.extents, 1, dtype=getattr(torch, spec.dtype))
         for name, spec in needed_tensors(tuple(layers), "bfloat16").items()
     }
     return Plan(IDENTITY, "bfloat16", tuple(layers), Workload(1, 256), {}, made)

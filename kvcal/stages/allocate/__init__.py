@@ -132,9 +132,11 @@ class Problem:
             if layer.is_paged:
                 costs = {side: self._costs(profile, spec, cache, layer, side) for side in SIDES}
                 every = tuple(range(layer.attention.num_kv_heads))
+                # Only granularity "head" has a loss of every head.
+                alike = {side: _alike(layer, costs[side], spec.tp) for side in SIDES if spec.granularity == "head"}
                 shares: dict[str, list[list[tuple[Side, tuple[int, ...]]]]] = {
                     "layer": [[(side, every)] for side in SIDES],
-                    "head": [[(side, heads)] for side in SIDES for heads in _alike(layer, costs[side], spec.tp)],
+                    "head": [[(side, heads)] for side in alike for heads in alike[side]],
                     "block": [[(side, every) for side in SIDES]],
                 }
                 for share in shares[spec.granularity]:
