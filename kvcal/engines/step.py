@@ -37,6 +37,7 @@ from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import HeadRange, Variant, variant_of
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.page_format import SIDES, Side
+from kvcal.plan.tensors import transforms_of_heads
 
 # Of a chunk's output, while parts are merged: the sum, the part in 16 and in 32 bits, and a product.
 FLOATS_OF_A_VALUE = 4
@@ -146,7 +147,7 @@ class PagedStep:
             variant = variant_of(layer, pair, self.layout.cache_dtype)
             if pair.k.boost is not None and pair.k.boost.score == "random":  # numbered as in the whole layer
                 variant = dataclasses.replace(variant, first_head=self._first_head + pair.heads.start)
-            of_heads = {name: tensor[pair.heads] for name, tensor in self._tensors.items()}
+            of_heads = transforms_of_heads(self._tensors, pair.heads)
             memory = {
                 side: Memory(ring[:, pair.heads, :0], ring[:, pair.heads], self.layout.pages(blocks, pair, side))
                 for side, ring in self._rings.items()

@@ -41,7 +41,12 @@ def layer_transforms(tensors: Mapping[str, Tensor], index: int, heads: slice) ->
     """Those that layer ``index`` has, of these heads, by the last part of their names."""
     prefix = f"layers.{index}."
     found = {name: tensors[prefix + name] for name in (*BY_HEAD, *OF_ALL_HEADS) if prefix + name in tensors}
-    return {name: tensor[heads] if name in BY_HEAD else tensor for name, tensor in found.items()}
+    return transforms_of_heads(found, heads)
+
+
+def transforms_of_heads(transforms: Mapping[str, Tensor], heads: slice) -> dict[str, Tensor]:
+    """What these heads take of a layer's transforms, by the last part of their names."""
+    return {name: tensor[heads] if name in BY_HEAD else tensor for name, tensor in transforms.items()}
 
 
 def tensors_nbytes(tensors: Mapping[str, Tensor]) -> int:

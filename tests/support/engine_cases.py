@@ -33,6 +33,8 @@ TAKEN: dict[str, tuple[Format | list[Format], Format | list[Format]]] = {
     "values of 16 bits": (Format(2, "channel", 128), RAW),
     **{score: (boosted(score), V2) for score in ("magnitude", "variance", "range", "random")},
     "three tiers": (boosted("magnitude", Tier(16, 0.125), Tier(8, 0.125, 0.5), Tier(4, 0.25)), V2),
+    "rotated": (Format(4, "token", 64, quantizer="rotated"), Format(2, "token", 32, quantizer="rotated")),
+    "rotated values": (boosted("magnitude"), Format(3, "token", 64, quantizer="rotated")),
     "per head": (
         [Format(4, "channel", 32), Format(4, "channel", 32), RAW, boosted("random")],
         [Format(2, "token", 32), Format(8, "token", 64), Format(3, "token", 32), Format(3, "token", 32)],
