@@ -149,7 +149,7 @@ class PageCoding(NamedTuple):
 
     def arguments(self, norm: float) -> tuple[int | float, ...]:
         """As the kernels take them; ``norm`` of the transform of a lattice's rows."""
-        grid, signs, *others = map(Tensor.data_ptr, self)
+        grid, signs, *others = (operand.data_ptr() for operand in self)
         return (grid, signs, norm, *others)
 
     def transform(self, form: Reconstruction, heads: slice = slice(None)) -> Transform:
