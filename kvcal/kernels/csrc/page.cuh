@@ -204,11 +204,15 @@ KV_INLINE constexpr int kv_power_of_two(int count) { return count > 1 ? 2 * kv_p
 template <class S, class From, class Room>
 KV_INLINE float gaussian_scale(const From& source, const Room& scratch, int token, int first) {
     constexpr int SIZE = kv_min(S::group, S::dim);
-    const int count = kv_min(SIZE, S::dim - first);
-    const double sum = halving_sum<1, kv_power_of_two(SIZE)>(0, [&](int k) {
-        const double x = k < count ? (double)value<S>(source, scratch, token, first + k) : 0.0;
-        return __dmul_rn(x, x);
-    });
+    const int count = S::dim % SIZE == 0 ? SIZE : kv_min(SIZE, S::dim - first);
+    double sum = 0.0;
+#pragma unroll 1  // even channels, then odd ones: half of the code
+    for (int parity = 0; parity < 2; ++parity) {
+        sum = __dadd_rn(sum, halving_sum<2, kv_power_of_two(SIZE)>(parity, [&](int k) {
+            const double x = k < count ? (double)value<S>(source, scratch, token, first + k) : 0.0;
+            return __dmul_rn(x, x);
+        }));
+    }
     const double rms = __dsqrt_rn(__ddiv_rn(sum, (double)count));
     return __double2float_rn(__dmul_rn(rms, __longlong_as_double(S::gaussian_step)));
 }
