@@ -10,8 +10,8 @@ import threaded_requests
 
 
 def test_a_killed_stage_ends_with_the_same_bytes() -> None:
-    counts = kill_stages.kill_and_compare("reparam", 3, seed=0)
-    assert counts["kills"] >= 3 and counts["finished"] > 0 and counts["differ"] == 0
+    counts = kill_stages.kill_and_compare("reparam", 1, seed=0)
+    assert counts["kills"] >= 1 and counts["finished"] > 0 and counts["differ"] == 0
 
 
 def test_kills_are_found_to_differ_if_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
