@@ -9,7 +9,6 @@ import typer
 
 from kvcal.commands.options import ModelOption, ModelOptions, Out, OutputOptions, PlanArgument, WorkloadOptions, spread
 from kvcal.errors import GateFailed, UsageError
-from kvcal.strict import did_you_mean
 
 if TYPE_CHECKING:
     from kvcal.console import View
@@ -41,6 +40,7 @@ def export(
     from kvcal.exports.export import dropped, planned_bits
     from kvcal.exports.exporters import EXPORTERS
     from kvcal.plan.plan import load_plan
+    from kvcal.strict import did_you_mean
 
     if to not in EXPORTERS:
         raise UsageError(f"--to {to}; allowed: {', '.join(EXPORTERS)}", did_you_mean(to, EXPORTERS))

@@ -18,7 +18,7 @@ from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disable
 from sglang.srt.runtime_context import get_parallel
 
 from kvcal.engines.contract import require_parts
-from kvcal.engines.sglang.plugin import BACKEND, PLAN_VARIABLE
+from kvcal.engines.sglang import BACKEND, PLAN_VARIABLE
 from kvcal.engines.shard import HeadShard, require_equal_plans
 from kvcal.engines.support import require_served
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
