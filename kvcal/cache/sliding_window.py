@@ -98,8 +98,8 @@ class WindowStore:
     def decode(self, q: Tensor, s_aux: Tensor | None, scale: float, softcap: float) -> Tensor:
         """Attention [B, N G, D] of q [B, N G, D], with s_aux [N G], over the window that the step's token ends."""
         k, v = (list(Memory(self.evicted[side], self.ring[side], self.no_pages)) for side in SIDES)
-        nothing = self.state.nothing
-        place = Place(self.state.lengths, self.no_table, nothing.int(), nothing.int())
+        nothing, none = self.state.nothing, self.state.in_order
+        place = Place(self.state.lengths, self.no_table, none, none, none)
         attended: Tensor = ops.decode(
             q, k, v, list(place), list(PageTransform(*[nothing] * 6)), nothing if s_aux is None else s_aux,
             self.workspace, scale, softcap, [self.number], nothing, [],

@@ -194,6 +194,10 @@ CONTRACTS = {
             Part("sglang.srt.model_executor.forward_batch_info", "ForwardMode.is_idle"),
             Part("sglang.srt.model_executor.forward_batch_info", "ForwardMode.is_decode"),
             Part("sglang.srt.runtime_context", "get_parallel"),
+            Part("sglang.srt.distributed", "get_tp_group"),
+            Part(
+                "sglang.srt.distributed.parallel_state", "GroupCoordinator", fields=("world_size", "cpu_group")
+            ),
             Part(
                 "sglang.srt.configs.model_config", "ModelConfig",
                 fields=("hf_config", "hf_text_config", "model_path", "get_total_num_kv_heads"),

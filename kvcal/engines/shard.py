@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvcal.engines.block import BlockLayout
-from kvcal.errors import UnsupportedModel
+from kvcal.errors import ArtifactError, UnsupportedModel
 from kvcal.geometry import AttentionGeometry
 from kvcal.plan.layer import LayerPlan, takes_feedback
 from kvcal.plan.plan import Plan
@@ -37,6 +39,19 @@ def rank_heads(geometry: AttentionGeometry, rank: int, size: int) -> slice:
         )
     first = rank * heads // size
     return slice(first, first + max(1, heads // size))
+
+
+def require_equal_plans(digest: str, group: Any) -> None:
+    """ArtifactError unless all ranks of an engine's group of processes (its ``world_size`` and ``cpu_group``) have a
+    plan of this sha256."""
+    digests: list[Any] = [None] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(digests, digest, group=group.cpu_group)
+        if set(digests) != {digest}:
+            raise ArtifactError(
+                f"the ranks have unequal plans: {', '.join(sorted({each[:16] for each in digests}))}",
+                hint="give every node the same file",
+            )
 
 
 @dataclass(frozen=True)

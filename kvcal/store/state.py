@@ -106,7 +106,7 @@ class StepState:
         self.longest = 0
         self.serving: Serving | None = None
         self.phases: PhasedPages | None = None
-        self.lengths = self.columns = self.error = self.table = self.nothing = torch.empty(0)
+        self.lengths = self.columns = self.error = self.table = self.nothing = self.in_order = torch.empty(0)
         self.forms = FormWorkspace(shared.plan, 0, max_tokens, torch.device("cpu"))
         self._read_at: dict[Format, Tensor] = {}
         self._workspaces: dict[tuple[int, int, int], Tensor] = {}
@@ -160,7 +160,7 @@ class StepState:
         self.lengths = fixed(torch.zeros(batch, dtype=torch.int32, device=device))
         self.columns = fixed(torch.zeros((), dtype=torch.int64, device=device))
         self.error = fixed(torch.zeros(1, dtype=torch.int32, device=device))
-        self.nothing = torch.empty(0, device=device)
+        self.nothing, self.in_order = torch.empty(0, device=device), torch.empty(0, dtype=torch.int32, device=device)
         self.forms = FormWorkspace(self.shared.plan, batch, self.max_tokens, device)
         pages = num_pages(self.max_tokens)
         slots = torch.arange(batch * pages, dtype=torch.int32, device=device)
@@ -169,7 +169,7 @@ class StepState:
 
     def place(self, k: Format, v: Format) -> Place:
         """As the operators are given it, for pages of these formats."""
-        return Place(self.lengths, self.table, self.read_at(k), self.read_at(v))
+        return Place(self.lengths, self.table, self.read_at(k), self.read_at(v), self.in_order)
 
     def read_at(self, fmt: Format) -> Tensor:
         """int32: tokens from which page i of a sequence is read, and one beyond all; empty without a window rule."""

@@ -83,6 +83,14 @@ def test_requests_together_and_pages_that_are_used_again(served: Served, tmp_pat
             assert one["cached"] == 0 and one["output"] == expected(served, prompt, 0)
 
 
+def test_two_ranks_hold_a_head_each(served: Served, tmp_path: Path) -> None:
+    """Of unequal bits in one layer; cold, and behind prefixes."""
+    given = prompts(130, 300)
+    for found in serve(served, tmp_path, [given, given], tp_size=2):
+        for prompt, one in zip(given, found, strict=True):
+            assert one["output"] == expected(served, prompt, one["cached"])
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

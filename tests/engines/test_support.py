@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from cache_cases import llama_plan
 from engine_cases import TAKEN, boosted, plan_for
 
-from kvcal.engines.shard import HeadShard, rank_heads
+from kvcal.engines.shard import HeadShard, rank_heads, require_equal_plans
 from kvcal.engines.support import require_served
-from kvcal.errors import UnsupportedModel
+from kvcal.errors import ArtifactError, UnsupportedModel
 from kvcal.geometry import AttentionGeometry, StateGeometry
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Format, WindowRule
@@ -71,3 +72,22 @@ def test_ranks_take_neighbouring_heads(size: int, expected: list[tuple[int, int]
 def test_heads_that_ranks_cannot_share_are_refused(size: int) -> None:
     with pytest.raises(UnsupportedModel, match=f"which {size} ranks cannot share"):
         HeadShard(plan_for("16 bits"), 0, size).block_bytes(0)
+
+
+class Ranks:
+    """A group of two ranks, as engines have it."""
+
+    world_size, cpu_group = 2, None
+
+
+@pytest.mark.parametrize("other", ["a", "b"])
+def test_ranks_compare_their_plans(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(found: list, digest: str, group: object) -> None:
+        found[:] = [digest, other * 64]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    if other == "a":
+        require_equal_plans("a" * 64, Ranks)
+        return
+    with pytest.raises(ArtifactError, match="the ranks have unequal plans: a{16}, b{16}"):
+        require_equal_plans("a" * 64, Ranks)

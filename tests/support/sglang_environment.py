@@ -57,11 +57,13 @@ def _make(folder: Path, wanted: str) -> None:
 def run_sglang(wanted: str, folder: Path, plan: str | None, given: Any, seconds: int = 900) -> tuple[Any, str]:
     """What sglang_host.py answers, None where SGLang did not start, and what was logged."""
     support = CHECKOUT / "tests" / "support"
+    # SGLang wants cores for each rank, where there are more ranks than memories.
+    cores = "|".join(["0"] * given["engine"].get("tp_size", 1))
     paths = [*installed_checkout(folder / "meta"), str(support / "sglang_stand_ins")]
     # The radix tree's compiled core is built for one torch.
     variables = {
         "PYTHONPATH": os.pathsep.join(paths), "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
-        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores,
     } | ({} if plan is None else {"KVCAL_PLAN": plan})  # fmt: skip
     done = subprocess.run(
         [str(python_with_sglang(wanted)), str(support / "sglang_host.py")], input=json.dumps(given),

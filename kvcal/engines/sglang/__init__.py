@@ -5,3 +5,5 @@ serving.py    the plan of a process: what is checked at start, and this rank's s
 pool.py       SGLang's pool of tokens, as blocks of bytes for each layer
 backend.py    the attention backend: from SGLang's batch to the core's step, and the rings of requests
 """
+
+BACKEND, PLAN_VARIABLE = "kvcal", "KVCAL_PLAN"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-PLAN_VARIABLE = "KVCAL_PLAN"
-BACKEND = "kvcal"
+from kvcal.engines.sglang import BACKEND, PLAN_VARIABLE
+
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 SIZES = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 

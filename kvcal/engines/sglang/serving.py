@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.distributed import get_tp_group
 from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 from sglang.srt.runtime_context import get_parallel
 
 from kvcal.engines.contract import require_parts
-from kvcal.engines.sglang.plugin import BACKEND, PLAN_VARIABLE
-from kvcal.engines.shard import HeadShard
+from kvcal.engines.sglang import BACKEND, PLAN_VARIABLE
+from kvcal.engines.shard import HeadShard, require_equal_plans
 from kvcal.engines.support import require_served
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.models.load import config_sha256
@@ -44,7 +45,7 @@ class Serving:
     def __init__(self, kvc: Any) -> None:
         """
         Raises:
-            ArtifactError: the plan cannot be read, or is of another model.
+            ArtifactError: the plan cannot be read, is of another model, or differs from another rank's.
             UnsupportedModel: something about the plan, or about how SGLang was started, is not served.
             UsageError: an option of SGLang has to be another one.
         """
@@ -65,6 +66,7 @@ class Serving:
         for reason in _refused_options(kvc):
             raise UnsupportedModel(f"SGLang was started with {reason}, which is not served with a plan")
         require_model(plan, kvc.model_config)
+        require_equal_plans(plan.sha256, get_tp_group())
         parallel = get_parallel()
         self.shard = HeadShard(plan, parallel.attn_tp_rank, parallel.attn_tp_size)
         self.max_requests: int = args.max_running_requests

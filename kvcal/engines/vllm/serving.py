@@ -21,7 +21,7 @@ from vllm.distributed import (
 )
 
 from kvcal.engines.contract import require_parts
-from kvcal.engines.shard import HeadShard
+from kvcal.engines.shard import HeadShard, require_equal_plans
 from kvcal.engines.step import Scratch
 from kvcal.engines.support import require_served
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
@@ -58,7 +58,7 @@ class Serving:
             )
         require_model(plan, config)
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        _require_equal_plans(plan.sha256, get_world_group())
+        require_equal_plans(plan.sha256, get_world_group())
         self.shard = HeadShard(plan, rank, size)
         self.scratch = Scratch(config.scheduler_config.max_num_seqs, self.device)
         self._unbound = {layer.geometry.index for layer in plan.layers}
@@ -164,16 +164,4 @@ def require_model(plan: Plan, config: VllmConfig) -> None:
                 f"the plan is for {plan.model.id}, of {name} {value}, but vLLM serves {model.model}, of {name} "
                 f"{found[name]}",
                 hint="compile a plan for this model, or serve the model that the plan names",
-            )
-
-
-def _require_equal_plans(digest: str, world: Any) -> None:
-    """ArtifactError unless all ranks have a plan of this sha256."""
-    digests: list[Any] = [None] * world.world_size
-    if world.world_size > 1:
-        torch.distributed.all_gather_object(digests, digest, group=world.cpu_group)
-        if set(digests) != {digest}:
-            raise ArtifactError(
-                f"the ranks have unequal plans: {', '.join(sorted(each[:16] for each in set(digests)))}",
-                hint="give every node the same file",
             )

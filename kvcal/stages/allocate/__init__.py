@@ -131,16 +131,20 @@ class Problem:
         for layer in bare_layers(profile.geometry):
             if layer.is_paged:
                 costs = {side: self._costs(profile, spec, cache, layer, side) for side in SIDES}
-                every = tuple(range(layer.attention.num_kv_heads))
-                # Only granularity "head" has a loss of every head.
-                alike = {side: _alike(layer, costs[side], spec.tp) for side in SIDES if spec.granularity == "head"}
-                shares: dict[str, list[list[tuple[Side, tuple[int, ...]]]]] = {
-                    "layer": [[(side, every)] for side in SIDES],
-                    "head": [[(side, heads)] for side in alike for heads in alike[side]],
-                    "block": [[(side, every) for side in SIDES]],
-                }
-                for share in shares[spec.granularity]:
+                for share in self._shares(spec, layer, costs):
                     self._add_unit(layer.geometry.index, share, costs)
+
+    @staticmethod
+    def _shares(
+        spec: AllocateSpec, layer: LayerPlan, costs: Mapping[Side, Mapping[str, _Cost]]
+    ) -> list[list[tuple[Side, tuple[int, ...]]]]:
+        """What of a layer gets one format together: sides, and heads of each."""
+        every = tuple(range(layer.attention.num_kv_heads))
+        if spec.granularity == "head":
+            return [[(side, heads)] for side in SIDES for heads in _alike(layer, costs[side], spec.tp)]
+        if spec.granularity == "block":
+            return [[(side, every) for side in SIDES]]
+        return [[(side, every)] for side in SIDES]
 
     def _costs(
         self, profile: Profile, spec: AllocateSpec, cache: CacheSpec, layer: LayerPlan, side: Side
