@@ -40,7 +40,6 @@ def export(
     from kvcal.exports.export import dropped, planned_bits
     from kvcal.exports.exporters import EXPORTERS
     from kvcal.plan.plan import load_plan
-    from kvcal.strict import did_you_mean
 
     if to not in EXPORTERS:
         raise UsageError(f"--to {to}; allowed: {', '.join(EXPORTERS)}", did_you_mean(to, EXPORTERS))
