@@ -127,8 +127,8 @@ class Deviations(NamedTuple):
 def deviations(
     model: PreTrainedModel, reference: Plan, plans: Sequence[Plan], tokens_BT: Tensor, loss_mask_BT: Tensor
 ) -> Deviations:
-    """What P plans change at the n loss tokens (bool loss_mask_BT, False at position 0), by chunk, sequence and
-    position. Sequences may be padded on the right, where there are no loss tokens.
+    """What P plans change at the n loss tokens (bool loss_mask_BT, False at position 0), sequence by sequence. Sequences
+    may be padded on the right, where there are no loss tokens.
 
     Raises:
         NonFiniteActivations: a plan's or the reference's logits are not finite.
@@ -150,12 +150,18 @@ def deviations(
     if not plans:
         none = torch.empty(0, int(predicting_BT.sum()), dtype=torch.float64)
         return Deviations(none, none.bool(), none.new_zeros(none.shape[1]).bool(), none.new_zeros(none.shape[1]).long())
-    columns = [[torch.cat(parts) for parts in zip(*of_plan, strict=True)] for of_plan in chunks]
+    columns = [_by_sequence(*(torch.cat(parts) for parts in zip(*of_plan, strict=True))) for of_plan in chunks]
     kl_Pn, flips_Pn = (torch.stack([of_plan[part] for of_plan in columns]) for part in (0, 1))
     if not torch.isfinite(kl_Pn).all():
         plan = int((~torch.isfinite(kl_Pn)).any(1).nonzero()[0])
         raise NonFiniteActivations(f"logits are not finite through the cache of plan {plan}, or at 16 bits")
     return Deviations(kl_Pn, flips_Pn, *columns[0][2:])
+
+
+def _by_sequence(*columns: Tensor) -> list[Tensor]:
+    """The same, [n] each, in the order of the last one: plans whose pages end elsewhere are fed in other chunks."""
+    order_n = columns[-1].argsort(stable=True)
+    return [column_n[order_n] for column_n in columns]
 
 
 def kl_divergence(reference_nV: Tensor, logits_nV: Tensor) -> Tensor:

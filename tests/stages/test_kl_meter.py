@@ -98,6 +98,22 @@ def test_texts_are_measured_tier_by_tier_and_known_by_the_next_process(
             assert row.tolist() == pytest.approx(expected, rel=2e-3, abs=1e-9)
 
 
+def test_plans_that_are_fed_in_other_chunks_are_told_apart_by_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two plans a lockstep, whose pages end at other tokens: every text of a batch has its own statistics."""
+    monkeypatch.setattr(kl_meter, "LOCKSTEP", 2)
+    loaded, reference = loaded_llama(), unquantized_plan(loaded_llama().identity, loaded_llama().geometry)
+    formats = [Format(2, "channel", 32, recent_window=window) for window in (0, 0, 20, 50)]
+    plans = [plan_of_random_predictors(loaded, k, replace(k, axis="token")) for k in formats]
+    texts = [
+        Text(n, tokens_T, torch.arange(len(tokens_T)) > 60)
+        for n, tokens_T in enumerate(sequences([400, 260]).sequences)
+    ]
+    together = kl_meter.deviations(loaded.model, reference, plans, *kl_meter.padded_texts(texts)).statistics(2)
+    for number, text in enumerate(texts):
+        alone = kl_meter.deviations(loaded.model, reference, plans, text.tokens_T[None], text.loss_mask_T[None])
+        torch.testing.assert_close(together[:, number, 0], alone.kl_Pn.mean(1), rtol=1e-3, atol=1e-9)
+
+
 def test_sure_tokens_and_flips_are_those_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of made-up logits, chunk by chunk: a row of each kind."""
     loaded = loaded_llama()
