@@ -95,6 +95,11 @@ def _call_defines(variant: Variant, q_dtype: str, softcap: bool, is_staged: bool
     return found | {"STAGED": 1} if is_staged else found
 
 
+def row_defines(has_rows: bool) -> Defines:
+    """The macro of a kernel that is given ``Place.rows``."""
+    return {"RING_ROWS": 1} if has_rows else {}
+
+
 @dataclass(frozen=True)
 class PlainShape:
     """Of the plain kernel: ``heads`` query heads a pass, ``blocks`` an SM, ``shared_bytes`` a block."""
@@ -149,7 +154,9 @@ class Launch:
 
 
 @functools.cache
-def _launch(variant: Variant, q_dtype: torch.dtype, softcap: bool, is_staged: bool, device_index: int) -> Launch:
+def _launch(
+    variant: Variant, q_dtype: torch.dtype, softcap: bool, is_staged: bool, has_rows: bool, device_index: int
+) -> Launch:
     capability = torch.cuda.get_device_capability(device_index)
     num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
     dim, group = variant.head_dim, variant.group_heads
@@ -157,11 +164,11 @@ def _launch(variant: Variant, q_dtype: torch.dtype, softcap: bool, is_staged: bo
         room = shared_room(capability)
         shape = plain_shape(dim, group, room)
         defines = plain_defines(variant, DTYPE_NAMES[q_dtype], softcap, room, is_staged)
-        compiled = kernel("decode_plain", "decode", defines, device_index)
+        compiled = kernel("decode_plain", "decode", defines | row_defines(has_rows), device_index)
         grid, passes = num_sms * shape.blocks, -(-group // shape.heads)
         return Launch(compiled, grid, PLAIN_THREADS, shape.shared_bytes, passes, shape.part_floats(dim))
     defines = decode_defines(variant, DTYPE_NAMES[q_dtype], softcap, capability, is_staged)
-    compiled = kernel("decode", "decode", defines, device_index)
+    compiled = kernel("decode", "decode", defines | row_defines(has_rows), device_index)
     heads = pass_heads(group)
     passes, floats = -(-group // heads), heads * (dim + 2)
     return Launch(compiled, num_sms, defines["WARPS"] * 32, defines["SHARED_BYTES"], passes, floats, follows=True)
@@ -169,7 +176,7 @@ def _launch(variant: Variant, q_dtype: torch.dtype, softcap: bool, is_staged: bo
 
 def launch_of(variant: Variant, q_dtype: torch.dtype, device_index: int) -> Launch:
     """The launch of ``decode`` of a variant on a GPU, without softcap: for whoever reports it."""
-    return _launch(variant, q_dtype, False, False, device_index)
+    return _launch(variant, q_dtype, False, False, False, device_index)
 
 
 def workspace_bytes(batch: int, num_kv_heads: int, group_heads: int, head_dim: int, device: torch.device) -> int:
@@ -214,7 +221,7 @@ def launch_decode(
     memory = (k.sinks, k.ring, v.sinks, v.ring)
     counted = workspace.data_ptr() + workspace.numel() - counters
     for variant in variants:
-        launch = _launch(variant, q.dtype, softcap != 0.0, regions is not None, q.get_device())
+        launch = _launch(variant, q.dtype, softcap != 0.0, regions is not None, place.rows.numel() > 0, q.get_device())
         needed = counters + (batch * num_heads * launch.passes + launch.grid) * launch.part_floats * 4
         if workspace.numel() < needed:
             raise UsageError(f"a workspace of {workspace.numel()} bytes, expected at least {needed}")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.compile import Kernel, kernel
-from kvcal.kernels.decode import region_addresses, table_shape
+from kvcal.kernels.decode import region_addresses, row_defines, table_shape
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic, Regions
 from kvcal.kernels.variants import DTYPE_NAMES, DTYPES, Variant
 from kvcal.pages.record_layout import PAGE_TOKENS
@@ -26,8 +26,8 @@ THREADS = 256
 
 
 @functools.cache
-def _append_kernel(variant: Variant, is_staged: bool, device_index: int) -> Kernel:
-    defines = variant.defines | ({"STAGED": 1} if is_staged else {})
+def _append_kernel(variant: Variant, is_staged: bool, has_rows: bool, device_index: int) -> Kernel:
+    defines = variant.defines | ({"STAGED": 1} if is_staged else {}) | row_defines(has_rows)
     return kernel("pack", "append", defines, device_index)
 
 
@@ -56,7 +56,7 @@ def launch_append(
         )  # fmt: skip
     batch, heads = k_new.shape[:2]
     for variant in variants:
-        _append_kernel(variant, regions is not None, k_new.get_device()).launch(
+        _append_kernel(variant, regions is not None, place.rows.numel() > 0, k_new.get_device()).launch(
             (heads, batch, 2),
             THREADS,
             0,

@@ -88,5 +88,6 @@ def assert_replayed(found: dict[str, Any], model: PreTrainedModel, plan: Plan, i
             distances.append(0.0 if chance is None else abs(float(row[token]) - chance))
         replay.distances += distances
         assert max(distances, default=0) <= MOST and statistics.median([0.0, *distances]) <= MEDIAN, (name, distances)
-    assert finished == len(found["outputs"])
+    unscheduled = [ids for name, (ids, _) in found["outputs"].items() if name not in found["requests"]]
+    assert finished and not any(unscheduled)  # aborted while they waited
     return replay

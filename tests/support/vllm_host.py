@@ -66,10 +66,10 @@ def serve(scenario: dict) -> dict:
         if aborted:
             engine.abort_request(aborted)
         for output in engine.step():
-            if output.finished:
-                is_one = len(output.outputs) == 1
-                for sample in output.outputs:
-                    name = output.request_id if is_one else f"{sample.index}_{output.request_id}"
+            is_one = scenario["requests"][int(output.request_id)].get("n", 1) == 1
+            for sample in output.outputs:
+                name = output.request_id if is_one else f"{sample.index}_{output.request_id}"
+                if sample.finish_reason is not None:
                     outputs[name] = _tokens_of(sample)
         step += 1
     # vLLM adds a random ending to a request's name.

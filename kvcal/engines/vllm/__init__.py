@@ -6,3 +6,5 @@ serving.py    the plan of a process: what is checked at start, and this rank's s
 ring.py       a layer of vLLM's that owns the ring of requests
 backend.py    the attention backend: from vLLM's metadata to the core's step
 """
+
+BACKEND = "KVCAL"  # its name in vLLM

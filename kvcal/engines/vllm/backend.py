@@ -30,7 +30,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from kvcal.engines.step import Chunk, Decodes, PagedStep
-from kvcal.engines.vllm.plugin import BACKEND
+from kvcal.engines.vllm import BACKEND
 from kvcal.engines.vllm.ring import RingLayer, RingMetadata
 from kvcal.engines.vllm.serving import Serving
 from kvcal.errors import ArtifactError, UsageError

@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 
 from kvcal.engines.contract import missing_parts
+from kvcal.engines.vllm import BACKEND
 
 logger = logging.getLogger("vllm.kvcal")
 
-BACKEND = "KVCAL"
 BACKEND_PATH = "kvcal.engines.vllm.backend.PlanBackend"
 
 

@@ -238,8 +238,14 @@ KV_INLINE int kv_pages(int tokens, int window, int ring, const int* read_at, int
     return pages;
 }
 
-// The row of sinks and ring of a sequence: from a table of rows, or 0 where sequences follow one another.
-KV_INLINE int kv_row_of(const int* rows, int sequence) { return rows == nullptr ? sequence : rows[sequence]; }
+// The row of sinks and ring of a sequence: with RING_ROWS from a table of rows, else sequences follow one another.
+KV_INLINE int kv_row_of(const int* rows, int sequence) {
+#ifdef RING_ROWS
+    return rows[sequence];
+#else
+    return sequence;
+#endif
+}
 
 // Where the sinks, or the ring, of a row begin: `stride` elements lie from one to the next.
 KV_INLINE long long kv_row_start(long long row, long long stride) { return row * stride; }
