@@ -88,6 +88,17 @@ def test_no_import_cycle() -> None:
     assert not remaining, f"cycle among: {sorted(remaining)}"
 
 
+@pytest.mark.parametrize("module", [name for name in GRAPH if "kvcal.lazy_torch" in GRAPH[name]])
+def test_a_class_that_is_for_annotations_alone_is_not_used(module: str) -> None:
+    """``lazy_torch.Tensor`` is no class at run time: neither its methods nor its instances can be asked for."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        asked: list[ast.expr] = [node.value] if isinstance(node, ast.Attribute) else []
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"isinstance", "issubclass", "map", "partial"}:
+            asked = node.args
+        names = {name.id for one in asked for name in ast.walk(one) if isinstance(name, ast.Name)}
+        assert "Tensor" not in names, f"{module}:{node.lineno}: {ast.unparse(node)}"
+
+
 @pytest.mark.parametrize("module", RUNTIME_MODULES)
 def test_the_runtime_names_no_heavy_library(module: str) -> None:
     named = {name.split(".")[0] for name in imports(MODULES[module])}
