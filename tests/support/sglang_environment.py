@@ -3,19 +3,14 @@ with the torch and transformers of the environment that runs the tests."""
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import json
 import os
-import shutil
 import subprocess
-import sys
-import sysconfig
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from vllm_environment import CHECKOUT, ENVIRONMENTS, Unavailable, _run, installed_checkout
+from vllm_environment import CHECKOUT, environment, installed_checkout, run
 
 # What a model without images, tools or a server makes SGLang import.
 NEEDED = (
@@ -29,29 +24,12 @@ ALONE = ("compressed-tensors", "xgrammar", "apache-tvm-ffi", "triton")
 @functools.cache
 def python_with_sglang(wanted: str) -> Path:
     """The interpreter of an environment with this version of SGLang. Unavailable where it cannot be made."""
-    name = f"sglang-{wanted}-py{sys.version_info.major}.{sys.version_info.minor}-torch{version('torch').split('+')[0]}"
-    made = ENVIRONMENTS / name
-    try:
-        ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
-        with open(ENVIRONMENTS / f"{name}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (made / "ready").exists():
-                shutil.rmtree(made, ignore_errors=True)
-                _make(made, wanted)
-                (made / "ready").touch()
-    except OSError as error:
-        raise Unavailable(f"no environment with SGLang {wanted}: {error}") from error
-    return made / "bin" / "python"
+    return environment("sglang", wanted, _fill)
 
 
-def _make(folder: Path, wanted: str) -> None:
-    _run([sys.executable, "-m", "venv", str(folder)], {})
-    python, paths = str(folder / "bin" / "python"), {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
-    site = next(folder.glob("lib/python*/site-packages"))
-    (site / "parent.pth").write_text("".join(f"{path}\n" for path in sorted(paths)))
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
-    _run([*pip, "--no-deps", f"sglang=={wanted}", *ALONE], {})
-    _run([*pip, *NEEDED], {})
+def _fill(pip: list[str], folder: Path, wanted: str) -> None:
+    run([*pip, "install", "--no-deps", f"sglang=={wanted}", *ALONE])
+    run([*pip, "install", *NEEDED])
 
 
 def run_sglang(wanted: str, folder: Path, plan: str | None, given: Any, seconds: int = 900) -> tuple[Any, str]:

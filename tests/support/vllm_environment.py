@@ -18,8 +18,10 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 # Before conftest gives the tests a folder of caches of their own, which goes with them.
@@ -41,10 +43,15 @@ class Unavailable(Exception):
     """Why there is no environment."""
 
 
-@functools.cache
-def python_with_vllm(wanted: str) -> Path:
-    """The interpreter of an environment with this version of vLLM. Unavailable where it cannot be made."""
-    name = f"vllm-{wanted}-py{sys.version_info.major}.{sys.version_info.minor}-torch{version('torch').split('+')[0]}"
+# Installs an engine's version with this pip; the folder is its environment.
+Fill = Callable[[list[str], Path, str], None]
+
+
+def environment(engine: str, wanted: str, fill: Fill) -> Path:
+    """The interpreter of an environment with this version of an engine. Unavailable where it cannot be made."""
+    name = (
+        f"{engine}-{wanted}-py{sys.version_info.major}.{sys.version_info.minor}-torch{version('torch').split('+')[0]}"
+    )
     made = ENVIRONMENTS / name
     try:
         ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
@@ -52,35 +59,45 @@ def python_with_vllm(wanted: str) -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (made / "ready").exists():
                 shutil.rmtree(made, ignore_errors=True)
-                _make(made, wanted)
+                run([sys.executable, "-m", "venv", str(made)])
+                paths = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
+                site = next(made.glob("lib/python*/site-packages"))
+                (site / "parent.pth").write_text("".join(f"{path}\n" for path in sorted(paths)))
+                fill(
+                    [str(made / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"],
+                    made,
+                    wanted,
+                )
                 (made / "ready").touch()
     except OSError as error:
-        raise Unavailable(f"no environment with vLLM {wanted}: {error}") from error
+        raise Unavailable(f"no environment with {engine} {wanted}: {error}") from error
     return made / "bin" / "python"
 
 
-def _make(folder: Path, wanted: str) -> None:
-    _run([sys.executable, "-m", "venv", str(folder)], {})
-    python, paths = str(folder / "bin" / "python"), {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
-    site = next(folder.glob("lib/python*/site-packages"))
-    (site / "parent.pth").write_text("".join(f"{path}\n" for path in sorted(paths)))
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+@functools.cache
+def python_with_vllm(wanted: str) -> Path:
+    """The interpreter of an environment with this version of vLLM. Unavailable where it cannot be made."""
+    return environment("vllm", wanted, _fill)
+
+
+def _fill(pip: list[str], folder: Path, wanted: str) -> None:
     empty = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": wanted}
     alone = ["--no-deps", "--no-build-isolation"]
-    _run([*pip, "install", *BUILD], {})
-    _run([*pip, "download", *alone, "--no-binary", "vllm", f"vllm=={wanted}", "--dest", str(folder / "sdist")], empty)
+    run([*pip, "install", *BUILD])
+    run([*pip, "download", *alone, "--no-binary", "vllm", f"vllm=={wanted}", "--dest", str(folder / "sdist")], empty)
     (source,) = (folder / "sdist").iterdir()
     # vLLM takes the platform of a CPU where its version says so.
     on_cpu = empty | {"VLLM_VERSION_OVERRIDE": f"{wanted}+cpu"}
-    _run([*pip, "wheel", *alone, str(source), "--wheel-dir", str(folder / "wheel")], on_cpu)
-    _run([*pip, "install", "--no-deps", *map(str, (folder / "wheel").iterdir()), *ALONE], {})
-    _run([*pip, "install", *NEEDED], {})
+    run([*pip, "wheel", *alone, str(source), "--wheel-dir", str(folder / "wheel")], on_cpu)
+    run([*pip, "install", "--no-deps", *map(str, (folder / "wheel").iterdir()), *ALONE])
+    run([*pip, "install", *NEEDED])
 
 
-def _run(command: list[str], variables: dict[str, str]) -> None:
+def run(command: list[str], variables: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Unavailable where the command fails or takes too long."""
     try:
         subprocess.run(
-            command, env=os.environ | variables, check=True, capture_output=True, text=True, timeout=60 * MINUTES
+            command, env={**os.environ, **variables}, check=True, capture_output=True, text=True, timeout=60 * MINUTES
         )
     except subprocess.CalledProcessError as error:
         lines = [line for line in (error.stdout + error.stderr).splitlines() if "ERROR" in line or "rror:" in line]
