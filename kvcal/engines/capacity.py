@@ -1,4 +1,4 @@
-"""What of a plan fits into an engine's memory, by the engine's own rule, before it is started.
+"""Tokens and requests of a plan that fit into an engine's memory, by the engine's own rule, before it is started.
 
 vLLM's pool has blocks of one size, that of all layers' pages side by side. A request takes a block for every 128 tokens
 that it has begun, and blocks for its rings: as many rings lie in one as there is room for (vLLM's

@@ -30,7 +30,7 @@ class Part:
     fields: tuple[str, ...] = ()
 
     def missing(self) -> str | None:
-        """What the installed engine lacks of it; None for nothing."""
+        """The part of it that the installed engine lacks; None for nothing."""
         try:
             found: Any = importlib.import_module(self.module)
             for step in self.name.split("."):
@@ -208,7 +208,7 @@ CONTRACTS = {
 
 
 def missing_parts(engine: str) -> list[str]:
-    """What the installed version of an engine lacks; nothing if plans can be served in it.
+    """Parts that the installed version of an engine lacks; nothing if plans can be served in it.
 
     Raises:
         UsageError: an engine without a plug-in, or one that is not installed.

@@ -1,4 +1,4 @@
-"""What of a plan an engine takes, layer by layer, with the reason for what it does not.
+"""Refusals: layers of a plan that an engine does not take, each with its reason.
 
 An engine takes pages that its prefix cache can share: a block holds 128 tokens and nothing of the request that wrote
 them. So sinks and windows, which are kept at 16 bits beside the pages, are refused; and what the kernels cannot read as

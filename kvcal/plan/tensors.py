@@ -45,7 +45,7 @@ def layer_transforms(tensors: Mapping[str, Tensor], index: int, heads: slice) ->
 
 
 def transforms_of_heads(transforms: Mapping[str, Tensor], heads: slice) -> dict[str, Tensor]:
-    """What these heads take of a layer's transforms, by the last part of their names."""
+    """These heads' part of a layer's transforms, by the last part of their names."""
     return {name: tensor[heads] if name in BY_HEAD else tensor for name, tensor in transforms.items()}
 
 

@@ -127,7 +127,7 @@ class Deviations(NamedTuple):
 def deviations(
     model: PreTrainedModel, reference: Plan, plans: Sequence[Plan], tokens_BT: Tensor, loss_mask_BT: Tensor
 ) -> Deviations:
-    """What P plans change at the n loss tokens (bool loss_mask_BT, False at position 0), sequence by sequence.
+    """Changes by P plans at the n loss tokens (bool loss_mask_BT, False at position 0), sequence by sequence.
     Sequences may be padded on the right, where there are no loss tokens.
 
     Raises:

@@ -38,7 +38,7 @@ from kvcal.pages.record_layout import PAGE_TOKENS
 
 
 class PlanLayer:
-    """What is attached to one of vLLM's attention layers: its step, its ring, the bytes of its block."""
+    """Attachment of one of vLLM's attention layers: its step, its ring, the bytes of its block."""
 
     def __init__(self, serving: Serving, attention: Any, config: VllmConfig) -> None:
         """ArtifactError where the layer is not in the plan, or has other heads."""
@@ -203,7 +203,7 @@ class PlanImpl(AttentionImpl[PlanMetadata]):
 
 
 class PlanBackend(AttentionBackend):
-    """What vLLM asks of an attention backend."""
+    """The attention backend, as vLLM asks for it."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]

@@ -76,7 +76,7 @@ class RingMetadataBuilder(AttentionMetadataBuilder[RingMetadata]):
 
 
 class RingBackend(AttentionBackend):
-    """What vLLM asks of a layer with a cache; it computes nothing."""
+    """A layer with a cache, as vLLM asks for it; it computes nothing."""
 
     @staticmethod
     def get_name() -> str:

@@ -138,7 +138,7 @@ class Problem:
     def _shares(
         spec: AllocateSpec, layer: LayerPlan, costs: Mapping[Side, Mapping[str, _Cost]]
     ) -> list[list[tuple[Side, tuple[int, ...]]]]:
-        """What of a layer gets one format together: sides, and heads of each."""
+        """Parts of a layer that get one format together: sides, and heads of each."""
         every = tuple(range(layer.attention.num_kv_heads))
         if spec.granularity == "head":
             return [[(side, heads)] for side in SIDES for heads in _alike(layer, costs[side], spec.tp)]
