@@ -1,4 +1,4 @@
-"""What a calibration of a model's forwards was made of: the part that its record shares with those of other stages."""
+"""The subject of a calibration of a model's forwards: the part that its record shares with those of other stages."""
 
 from __future__ import annotations
 

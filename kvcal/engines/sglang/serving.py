@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +17,13 @@ from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disable
 from sglang.srt.runtime_context import get_parallel
 
 from kvcal.engines.contract import require_parts
+from kvcal.engines.served_model import ServedModel, require_model
 from kvcal.engines.sglang import BACKEND, PLAN_VARIABLE
 from kvcal.engines.shard import HeadShard, require_equal_plans
 from kvcal.engines.support import require_served
-from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
-from kvcal.models.load import config_sha256
+from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.pages.record_layout import PAGE_TOKENS
-from kvcal.plan.plan import Plan, load_plan
+from kvcal.plan.plan import load_plan
 
 logger = logging.getLogger("sglang.kvcal")
 
@@ -65,7 +64,7 @@ class Serving:
             )
         for reason in _refused_options(kvc):
             raise UnsupportedModel(f"SGLang was started with {reason}, which is not served with a plan")
-        require_model(plan, kvc.model_config)
+        require_model(plan, _served_model(kvc.model_config), "SGLang")
         require_equal_plans(plan.sha256, get_tp_group())
         parallel = get_parallel()
         self.shard = HeadShard(plan, parallel.attn_tp_rank, parallel.attn_tp_size)
@@ -114,30 +113,13 @@ def _refused_options(kvc: Any) -> Iterator[str]:
         yield "multi-head latent attention"
 
 
-def require_model(plan: Plan, config: Any) -> None:
-    """ArtifactError unless the model that SGLang serves is the plan's."""
-    attention = plan.layers[0].attention
+def _served_model(config: Any) -> ServedModel:
     text = config.hf_text_config
-    expected = {
-        "model type": plan.model.model_type,
-        "layers": len(plan.layers),
-        "query heads": attention.num_query_heads,
-        "KV heads": attention.num_kv_heads,
-    }
-    found = {
-        "model type": config.hf_config.model_type,
-        "layers": text.num_hidden_layers,
-        "query heads": text.num_attention_heads,
-        "KV heads": config.get_total_num_kv_heads(),
-    }
-    folder = Path(config.model_path)
-    if (folder / "config.json").is_file():
-        expected["sha256 of config.json"] = plan.model.config_sha256
-        found["sha256 of config.json"] = config_sha256(folder, config.model_path)
-    for name, value in expected.items():
-        if found[name] != value:
-            raise ArtifactError(
-                f"the plan is for {plan.model.id}, of {name} {value}, but SGLang serves {config.model_path}, of {name} "
-                f"{found[name]}",
-                hint="compile a plan for this model, or serve the model that the plan names",
-            )
+    return ServedModel(
+        config.model_path,
+        config.hf_config.model_type,
+        text.num_hidden_layers,
+        text.num_attention_heads,
+        config.get_total_num_kv_heads(),
+        None,
+    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +20,13 @@ from vllm.distributed import (
 )
 
 from kvcal.engines.contract import require_parts
+from kvcal.engines.served_model import ServedModel, require_model
 from kvcal.engines.shard import HeadShard, require_equal_plans
 from kvcal.engines.step import Scratch
 from kvcal.engines.support import require_served
-from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
-from kvcal.models.load import config_sha256
+from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.pages.record_layout import PAGE_TOKENS
-from kvcal.plan.plan import Plan, load_plan
+from kvcal.plan.plan import load_plan
 
 logger = logging.getLogger("vllm.kvcal")
 
@@ -56,7 +55,7 @@ class Serving:
                 f"blocks of {config.cache_config.block_size} tokens, expected {PAGE_TOKENS}: a page of a plan",
                 hint=f"--block-size {PAGE_TOKENS}",
             )
-        require_model(plan, config)
+        require_model(plan, _served_model(config), "vLLM")
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         require_equal_plans(plan.sha256, get_world_group())
         self.shard = HeadShard(plan, rank, size)
@@ -135,33 +134,14 @@ def _refused_options(config: VllmConfig) -> Iterator[str]:
         yield f"--kv-cache-dtype {config.cache_config.cache_dtype}"
 
 
-def require_model(plan: Plan, config: VllmConfig) -> None:
-    """ArtifactError unless the model that vLLM is about to build is the plan's."""
+def _served_model(config: VllmConfig) -> ServedModel:
     model = config.model_config
     text = model.hf_text_config
-    attention = [layer.attention for layer in plan.layers]
-    expected = {
-        "model type": plan.model.model_type,
-        "layers": len(plan.layers),
-        "query heads": attention[0].num_query_heads,
-        "KV heads": attention[0].num_kv_heads,
-        "head size": attention[0].k_head_dim,
-    }
-    found = {
-        "model type": model.hf_config.model_type,
-        "layers": text.num_hidden_layers,
-        "query heads": text.num_attention_heads,
-        "KV heads": model.get_total_num_kv_heads(),
-        "head size": model.get_head_size(),
-    }
-    folder = Path(model.model)
-    if (folder / "config.json").is_file():
-        expected["sha256 of config.json"] = plan.model.config_sha256
-        found["sha256 of config.json"] = config_sha256(folder, model.model)
-    for name, value in expected.items():
-        if found[name] != value:
-            raise ArtifactError(
-                f"the plan is for {plan.model.id}, of {name} {value}, but vLLM serves {model.model}, of {name} "
-                f"{found[name]}",
-                hint="compile a plan for this model, or serve the model that the plan names",
-            )
+    return ServedModel(
+        model.model,
+        model.hf_config.model_type,
+        text.num_hidden_layers,
+        text.num_attention_heads,
+        model.get_total_num_kv_heads(),
+        model.get_head_size(),
+    )
