@@ -75,7 +75,7 @@ old-cpu: $(READY)
 
 # A worker's share of the GPU is small, its share of the host's memory is not.
 gpu: $(READY)
-	$(PYTEST) -m gpu -n 8 --dist loadgroup
+	$(PYTEST) -m gpu -n 8
 
 # The environment of each engine is made at the first run, in a folder of caches; some minutes a version.
 engines: $(READY)
