@@ -80,8 +80,7 @@ class RotatedLayout(PageLayout):
         while sums.shape[-1] > 1:
             low, high = sums.unflatten(-1, (2, -1)).unbind(-2)
             sums = low + high
-        counts = torch.full((groups,), size, dtype=torch.float64, device=rotated.device)
-        counts[-1] = self.head_dim - size * (groups - 1)
+        counts = (self.head_dim - size * torch.arange(groups, device=rotated.device)).clamp_(max=size)
         rms = (sums.squeeze(-1) / counts).sqrt_()
         param_dtype = PARAM_DTYPES[self.param_dtype]
         scale = (rms * STEPS[self.num_bits]).float().to(param_dtype)
