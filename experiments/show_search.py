@@ -137,7 +137,7 @@ def solve(given: argparse.Namespace, loaded: LoadedModel, files: set[str]) -> di
     """Solved and posed problems by plan file, "" for 16 bits, and task; a file beside --out holds what is known."""
     kept = given.out.with_suffix(".solved.json")
     solved = json.loads(kept.read_text()) if kept.exists() else {}
-    limits = {name: round(given.limits * getattr(EvaluateSpec(), name)) for name in LIMITS}
+    limits = {name: max(2, round(given.limits * getattr(EvaluateSpec(), name))) for name in LIMITS}
     spec = EvaluateSpec(num_problems=given.problems, batch=given.problems * len(TASKS), seed=given.seed, **limits)
     for file in ("", *sorted(files)):
         if file not in solved:
