@@ -413,15 +413,15 @@ def test_gradients_that_are_not_finite_are_refused() -> None:
     tokens_T, mask_T = sample_of(30)
 
     def poison(module, args, output):
-        output.register_hook(lambda gradient: gradient * math.inf)
+        output.requires_grad_().register_hook(lambda gradient: gradient * math.inf)
 
     observing = observer(model, FEW)
     handle = model.model.layers[1].self_attn.o_proj.register_forward_hook(poison)
     with pytest.raises(NonFiniteActivations, match="gradient of the (keys|values) of layer 1 .* sample 4"):
         measure(observing, 4, tokens_T, mask_T)
     handle.remove()
-    handle = model.model.layers[1].self_attn.k_proj.register_forward_hook(poison)
-    with pytest.raises(NonFiniteActivations, match="the k projection of layer 1 has a gradient .* in sample 4"):
+    handle = model.model.layers[0].self_attn.k_proj.register_forward_hook(poison)
+    with pytest.raises(NonFiniteActivations, match="the k projection of layer 0 has a gradient .* in sample 4"):
         measure(observing, 4, tokens_T, mask_T)
     handle.remove()
     assert measure(observing, 4, tokens_T, mask_T).loss_B > 0
