@@ -63,7 +63,7 @@ def log_lambdas(
 
     with torch.no_grad(), tap(loaded.model, measure, loaded.geometry):
         for tokens in sequences:
-            loaded.model(**calibration_inputs(loaded, tokens, scale))
+            loaded.model(**calibration_inputs(loaded, tokens[None], scale))
     return {
         index: lambda_of(found.magnitude(torch.zeros_like(found.offset)), maps[index].pairs, 1.0, False).double().log()
         for index, found in total.items()

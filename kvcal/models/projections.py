@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
+from kvcal.errors import UnsupportedModel
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.models.attention import attention_modules, layer_index
 from kvcal.models.geometry import attention_layers, probe_ids
@@ -64,34 +64,19 @@ class LayerProjections:
 
 @dataclass(frozen=True, eq=False)
 class KVProjection:
-    """One layer's key or value projection: ``channels_ND[n, d]`` (int64) is the index, along ``channel_dim`` of
-    ``parameter``, that makes channel d of KV head n. ``channel_dim`` is 0 in nn.Linear, 1 in Conv1D."""
+    """One layer's key or value projection: ``channels_ND[n, d]`` (int64) is the output channel of ``module`` that makes
+    channel d of KV head n."""
 
     layer: int
     side: Literal["k", "v"]
-    parameter: nn.Parameter
+    module: Projection
     channels_ND: Tensor
-    channel_dim: int
 
-    def weight_grad_norms(self) -> tuple[float, ...]:
-        """‖∂L/∂W‖₂ of each KV head, summed in fp64, from the gradient that a backward left on ``parameter``.
-
-        Raises UsageError without a gradient, NonFiniteActivations if it is not finite.
-        """
-        gradient = self.parameter.grad
-        place = f"the {self.side} projection of layer {self.layer}"
-        if gradient is None:
-            raise UsageError(f"{place} has no gradient", hint="call backward on a loss that depends on it")
-        channels = self.channels_ND.flatten().to(gradient.device)
-        selected = gradient.index_select(self.channel_dim, channels).movedim(self.channel_dim, 0)
-        norms = selected.reshape(len(self.channels_ND), -1).to(torch.float64).norm(dim=1)
-        if not norms.isfinite().all():
-            raise NonFiniteActivations(f"{place} has a gradient that is not finite")
-        return tuple(norms.tolist())
-
-    def weight_grad_norm(self) -> float:
-        """‖∂L/∂W‖₂ over all KV heads; see ``weight_grad_norms``."""
-        return math.hypot(*self.weight_grad_norms())
+    def weight_grad_norms(self, x_BTF: Tensor, g_BTO: Tensor) -> Tensor:
+        """‖∂L/∂W‖₂ over all KV heads for each sequence of a batch, fp64 [B], from the module's inputs and the gradients
+        of its outputs, which are zero in padding."""
+        g_BTC = g_BTO[..., self.channels_ND.flatten().to(g_BTO.device)]
+        return torch.linalg.vector_norm(g_BTC.transpose(1, 2) @ x_BTF, dim=(1, 2), dtype=torch.float64)
 
 
 def output_dim(projection: Projection) -> int:
@@ -104,9 +89,8 @@ def kv_projections(model: PreTrainedModel, geometry: Geometry) -> tuple[KVProjec
     ``projections``."""
     found: list[KVProjection] = []
     for index, layer in projections(model, geometry).items():
-        key, value = (weight.get_parameter("weight") for weight in (layer.key, layer.value))
-        found.append(KVProjection(index, "k", key, layer.k_channels_ND, output_dim(layer.key)))
-        found.append(KVProjection(index, "v", value, layer.v_channels_ND, output_dim(layer.value)))
+        found.append(KVProjection(index, "k", layer.key, layer.k_channels_ND))
+        found.append(KVProjection(index, "v", layer.value, layer.v_channels_ND))
     return tuple(found)
 
 

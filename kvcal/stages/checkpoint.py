@@ -38,9 +38,14 @@ class Mean:
         """No observation yet."""
         return cls(torch.zeros(tuple(shape), dtype=torch.float64), 0)
 
+    @classmethod
+    def of(cls, observations: Tensor) -> Mean:
+        """Of n observations: [n, *shape], any float dtype."""
+        return cls(observations.to("cpu", torch.float64).sum(0), observations.shape[0])
+
     def update(self, observations: Tensor) -> Mean:
-        """With n more observations: [n, *shape], any float dtype."""
-        return self.merge(Mean(observations.to("cpu", torch.float64).sum(0), observations.shape[0]))
+        """With n more observations."""
+        return self.merge(Mean.of(observations))
 
     def merge(self, other: Mean) -> Mean:
         """The statistic of both sets of observations."""
@@ -65,10 +70,10 @@ class State:
     means: Mapping[str, Mean]
     done: Mapping[str, int]
 
-    def after(self, phase: str, observations: Mapping[str, Tensor]) -> State:
-        """With one more step of ``phase``, and what it observed: [n, *shape] by name."""
-        means = {name: self.means[name].update(values) for name, values in observations.items()}
-        return State({**self.means, **means}, {**self.done, phase: self.done[phase] + 1})
+    def merged(self, phase: str, means: Mapping[str, Mean], steps: int = 1) -> State:
+        """With ``steps`` more of ``phase``, whose statistics are ``means``."""
+        merged = {name: self.means[name].merge(mean) for name, mean in means.items()}
+        return State({**self.means, **merged}, {**self.done, phase: self.done[phase] + steps})
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ the first token and its own. Offsets and predictions move keys and values, not t
 for λ: a Hessian knows only the turns of RoPE that it has seen.
 
 The stage comes last, when layers have all their transforms. It keeps sums alone, so memory does not grow with the
-number of sequences, and an interrupted run goes on after the last one. Left out: Hessians weighted by attention, and of
-the loss.
+number of sequences, and an interrupted run goes on after the last batch. Left out: Hessians weighted by attention, and
+of the loss.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Reporter
 from kvcal.recipe import FeedbackSpec
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
+from kvcal.stages.batches import Batch, for_each_batch, longest_first
 from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic, require_steps
 from kvcal.stages.reparam.search import calibration_inputs, calibration_positions, fitting_scale
 from kvcal.stages.subject import CalibrationSubject
@@ -48,6 +49,8 @@ from kvcal.strict import STRICT, Share, dump
 KIND = "feedback"
 SCHEMA = 1
 SAMPLES = "samples"
+# Tokens of a batch, padding included: at 32k tokens a GPU is busy, and memory holds one layer's activations alone.
+BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 DISTANCES = 8  # positions of keys that a query is turned back by, where pages hold keys before RoPE
 
 Place = tuple[int, Side]  # the layer's cache index first
@@ -145,20 +148,14 @@ def run_feedback(
 
     def declared(done: Mapping[str, int], _: Collection[str]) -> dict[str, Statistic]:
         require_steps(done, {SAMPLES: total})
-        num_tokens = sum(len(tokens) for tokens in data.sequences[: done[SAMPLES]])
+        num_tokens = sum(len(data.sequences[number]) for number in longest_first(data)[: done[SAMPLES]])
         return calibration.declared(num_tokens)
 
     with Checkpoint(path, KIND, inputs, calibration.start(), declared, reporter) as checkpoint:
         if total:
             check_taps(loaded.model, loaded.geometry)
-        for sample in range(checkpoint.state.done[SAMPLES], total):
-            reporter(sample, total, "feedback")
-            try:
-                means = calibration.with_sequence(data.sequences[sample], checkpoint.state.means)
-            except NonFiniteActivations as error:
-                raise NonFiniteActivations(f"sample {sample}: {error.message}", error.hint) from error
-            checkpoint.advance(State(means, {SAMPLES: sample + 1}))
-        reporter(total, total, "feedback")
+            most_tokens = BATCH_TOKENS[loaded.model.device.type]
+            for_each_batch(data, most_tokens, calibration.query_means, SAMPLES, checkpoint, reporter, "feedback")
         factors, sides = {}, []
         for place, hessian_NDD in calibration.hessians(checkpoint.state.means).items():
             try:
@@ -200,25 +197,34 @@ class _Calibration:
     def declared(self, num_tokens: int) -> dict[str, Statistic]:
         return {name: Statistic.of(mean.total.shape, num_tokens) for name, mean in self.start().means.items()}
 
-    def with_sequence(self, tokens_T: Tensor, means: Mapping[str, Mean]) -> dict[str, Mean]:
-        """The sums with one more sequence."""
-        merged: dict[str, Mean] = {}
+    def query_means(self, batch: Batch) -> dict[str, Mean]:
+        """The sums over the queries of a batch.
+
+        Raises:
+            NonFiniteActivations: NaN or infinity in queries, naming layer and sample.
+        """
+        device, width = self.loaded.model.device, batch.tokens_BT.shape[1]
+        real_n = (torch.arange(width) < torch.tensor(batch.lengths)[:, None]).flatten().nonzero().squeeze(1).to(device)
+        position_n = calibration_positions(width, self.position_scale).to(device)[real_n % width]
+        products: dict[int, Tensor] = {}
+        finite: dict[int, Tensor] = {}
 
         def measure(captured: Captured) -> None:
-            if captured.layer not in self.key_layers:
-                return
-            q_post_HTD = captured.q_post_BHTD[0]
-            if not bool(torch.isfinite(q_post_HTD).all()):
-                raise NonFiniteActivations(f"queries of layer {captured.layer} hold NaN or infinity")
-            layer, name = self.layers[captured.layer], f"queries.{captured.layer}"
-            table = self.tensors.get(f"layers.{captured.layer}.rotary") if layer.k_pages == "pre" else None
-            position_T = calibration_positions(q_post_HTD.shape[1], self.position_scale).to(q_post_HTD.device)
-            total = query_products(q_post_HTD, layer.attention.num_kv_heads, position_T, table)
-            merged[name] = means[name].merge(Mean(total.cpu(), q_post_HTD.shape[1]))
+            if captured.layer in self.key_layers:
+                layer = self.layers[captured.layer]
+                table = self.tensors.get(f"layers.{captured.layer}.rotary") if layer.k_pages == "pre" else None
+                q_post_HnD = captured.q_post_BHTD.transpose(0, 1).flatten(1, 2)[:, real_n]
+                heads = layer.attention.num_kv_heads
+                products[captured.layer] = query_products(q_post_HnD, heads, position_n, table)
+                finite[captured.layer] = captured.q_post_BHTD.isfinite().flatten(1).all(1)
 
         with torch.no_grad(), tap(self.loaded.model, measure, self.loaded.geometry):
-            self.loaded.model(**calibration_inputs(self.loaded, tokens_T, self.position_scale))
-        return merged
+            self.loaded.model(**calibration_inputs(self.loaded, batch.tokens_BT, self.position_scale))
+        for layer, is_finite_B in finite.items():
+            for number, is_finite in zip(batch.numbers, is_finite_B.tolist(), strict=True):
+                if not is_finite:
+                    raise NonFiniteActivations(f"sample {number}: queries of layer {layer} hold NaN or infinity")
+        return {f"queries.{layer}": Mean(total.cpu(), batch.num_tokens) for layer, total in products.items()}
 
     def hessians(self, means: Mapping[str, Mean]) -> dict[Place, Tensor]:
         """fp64 [N, D, D] of every place, in the space that its pages are stored in."""

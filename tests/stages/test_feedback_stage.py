@@ -201,6 +201,7 @@ def test_keys_before_rope_are_measured_before_rope(tmp_path: Path, llama: Loaded
 
 def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path: Path, llama: LoadedModel, monkeypatch) -> None:
     monkeypatch.setattr(checkpoint_module, "SAVE_SECONDS", 0.0)
+    monkeypatch.setitem(feedback.BATCH_TOKENS, "cpu", 200)
     run(tmp_path / "whole", llama)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "cut", llama, reporter=Listener(2))

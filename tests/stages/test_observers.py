@@ -15,14 +15,16 @@ from tiny_models import built, measured
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations
 from kvcal.models.attention import _LISTENING
 from kvcal.models.geometry import geometry_of
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.pages.uniform import PageLayout
+from kvcal.stages.batches import Batch
 from kvcal.stages.checkpoint import Mean
-from kvcal.stages.profile.observers import OBSERVERS, GradientPass, SampleGradients, next_token_loss
-from kvcal.stages.profile.sensitivity import Candidate, candidates, quantization_errors
+from kvcal.stages.profile.observers import OBSERVERS, BatchGradients, GradientPass, next_token_losses
+from kvcal.stages.profile.sensitivity import Candidate, Errors, candidates, quantization_errors, range_refusal
 
 IDS = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 SHAPE = {
@@ -61,6 +63,35 @@ def sample_of(length: int, num_prompt: int = 5, seed: int = 0) -> tuple[Tensor, 
 
 def observer(model: PreTrainedModel, wanted=ALL, sinks: int = 4) -> GradientPass:
     return GradientPass(model, geometry_of(model, "float32"), wanted, sinks, "float16")
+
+
+def batch_of(number: int, tokens_T: Tensor, mask_T: Tensor) -> Batch:
+    """One sequence."""
+    return Batch((number,), tokens_T[None], mask_T[None], (len(tokens_T),))
+
+
+def measure(gradients: GradientPass, number: int, tokens_T: Tensor, mask_T: Tensor) -> BatchGradients:
+    """Of one sequence, without the dimension of the batch."""
+    return row_of(gradients.measure(batch_of(number, tokens_T, mask_T)), 0)
+
+
+def row_of(found: BatchGradients, row: int) -> BatchGradients:
+    """Of one sequence of a batch."""
+    errors = {place: Errors(*(part[row] for part in of_place)) for place, of_place in found.errors.items()}
+    return BatchGradients(
+        found.loss_B[row], errors, {place: norm_B[row] for place, norm_B in found.weight_grad_norms.items()}
+    )
+
+
+def errors_of(x_NTD: Tensor, g_NTD: Tensor, *others) -> Errors:
+    """Of one sequence, without the dimension of the batch."""
+    length_1 = torch.tensor([x_NTD.shape[1]])
+    return Errors(*(part[0] for part in quantization_errors(x_NTD[None], g_NTD[None], length_1, *others)))
+
+
+def next_token_loss(logits_TV: Tensor, tokens_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Of one sequence."""
+    return next_token_losses(logits_TV[None], tokens_T[None], mask_T[None])[0][0]
 
 
 class Watched(DynamicCache):
@@ -120,14 +151,14 @@ def test_weighted_errors_are_those_of_scalar_arithmetic() -> None:
     torch.manual_seed(0)
     x_NTD, g_NTD = torch.randn(1, 4 + 128 + 41, 40) * 3, torch.randn(1, 4 + 128 + 41, 40)
     for wanted in (Candidate(1, "channel", 32), Candidate(3, "channel", 128), Candidate(2, "token", 32)):
-        found = quantization_errors(x_NTD, g_NTD, [wanted], 4, torch.bfloat16, torch.float16)
+        found = errors_of(x_NTD, g_NTD, [wanted], 4, torch.bfloat16, torch.float16)
         rounded = x_NTD.bfloat16().float()
         error = quantization_error(rounded[0].numpy(), wanted, 4)
         expected = np.abs(error * g_NTD[0].double().numpy()).sum()
-        assert found.weighted_NC.dtype == torch.float64 and found.weighted_NC.shape == (1, 1)
-        assert float(found.weighted_NC) == pytest.approx(expected, rel=1e-6)
-        assert float(found.squared_C) == pytest.approx((error**2).sum(), rel=1e-6)
-        assert float(found.energy) == pytest.approx(float(rounded[0, 4:].double().square().sum()), rel=1e-6)
+        assert found.weighted_BNC.dtype == torch.float64 and found.weighted_BNC.shape == (1, 1)
+        assert float(found.weighted_BNC) == pytest.approx(expected, rel=1e-6)
+        assert float(found.squared_BC) == pytest.approx((error**2).sum(), rel=1e-6)
+        assert float(found.energy_B) == pytest.approx(float(rounded[0, 4:].double().square().sum()), rel=1e-6)
 
 
 @pytest.mark.parametrize("head_dim", [16, 80])
@@ -146,7 +177,7 @@ def test_errors_are_bit_for_bit_those_of_a_packed_page(side: str, head_dim: int)
     for channel in (0, 2, 15, head_dim - 1):
         g_NTD = torch.zeros_like(x_NTD)
         g_NTD[..., channel] = -1.0
-        found_NC = quantization_errors(x_NTD, g_NTD, ALL[side], 0, torch.bfloat16, torch.float16).weighted_NC
+        found_NC = errors_of(x_NTD, g_NTD, ALL[side], 0, torch.bfloat16, torch.float16).weighted_BNC
         for column, wanted in enumerate(ALL[side]):
             expected_N = errors[wanted][..., channel].sum(-1)
             torch.testing.assert_close(found_NC[:, column], expected_N, rtol=1e-13, atol=0)
@@ -155,18 +186,20 @@ def test_errors_are_bit_for_bit_those_of_a_packed_page(side: str, head_dim: int)
 
 def test_tokens_in_the_sinks_cost_nothing() -> None:
     x_NTD = torch.randn(2, 6, 16)
-    few = quantization_errors(x_NTD, torch.ones_like(x_NTD), FEW["k"], 6, torch.float32, torch.float16)
-    assert few.weighted_NC.shape == (2, 2) and not any(part.any() for part in few)
-    one = quantization_errors(x_NTD, torch.ones_like(x_NTD), FEW["k"], 5, torch.float32, torch.float16)
-    assert (one.weighted_NC[:, 1] > 0).all()
+    few = errors_of(x_NTD, torch.ones_like(x_NTD), FEW["k"], 6, torch.float32, torch.float16)
+    assert few.weighted_BNC.shape == (2, 2) and not any(part.any() for part in few)
+    one = errors_of(x_NTD, torch.ones_like(x_NTD), FEW["k"], 5, torch.float32, torch.float16)
+    assert (one.weighted_BNC[:, 1] > 0).all()
 
 
 def test_a_range_beyond_the_parameters_is_refused() -> None:
     x_NTD = torch.tensor([-6e4, 6e4]).view(1, 2, 1)
-    with pytest.raises(NonFiniteActivations, match="range beyond float16"):
-        quantization_errors(x_NTD, x_NTD, [Candidate(1, "channel", 32)], 0, torch.float32, torch.float16)
-    wide = quantization_errors(x_NTD, x_NTD, [Candidate(1, "channel", 32)], 0, torch.float32, torch.bfloat16)
-    assert torch.isfinite(wide.weighted_NC).all()
+    [candidate] = wanted = [Candidate(1, "channel", 32)]
+    narrow = errors_of(x_NTD, x_NTD, wanted, 0, torch.float32, torch.float16)
+    assert not torch.isfinite(narrow.squared_BC).any() and torch.isfinite(narrow.energy_B)
+    assert "a group of 32 values" in range_refusal(candidate, torch.float16).message
+    wide = errors_of(x_NTD, x_NTD, wanted, 0, torch.float32, torch.bfloat16)
+    assert torch.isfinite(wide.weighted_BNC).all()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -174,20 +207,20 @@ def test_one_backward_gives_the_sensitivities_and_norms_of_a_reference(name: str
     """Reference: the model in fp64 with all weights trained and every key and value retaining its gradient. Pairing
     a layer's error with the gradient of the layer at the other end, as the paper's public code does, must fail."""
     tokens_T, mask_T = sample_of(4 + 128 + 41)
-    found = observer(gqa_model(name), FEW).measure(0, tokens_T, mask_T)
+    found = measure(observer(gqa_model(name), FEW), 0, tokens_T, mask_T)
     model = gqa_model(name, torch.float64)
     cache = Watched(model.config)
     logits_TV = model(input_ids=tokens_T.unsqueeze(0), past_key_values=cache, use_cache=True).logits[0]
     loss = loss_by_hand(logits_TV, tokens_T, mask_T)
     loss.backward()
-    assert found.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert float(found.loss_B) == pytest.approx(loss.item(), rel=1e-5)
     for number, layer in enumerate(model.model.layers):
         for side, projection in (("k", layer.self_attn.k_proj), ("v", layer.self_attn.v_proj)):
             norm = math.sqrt(float((projection.weight.grad**2).sum()))
             assert found.weight_grad_norms[number, side] == pytest.approx(norm, rel=1e-4)
             own, opposite = (reference_errors(cache, number, n, FEW[side], side) for n in (number, 3 - number))
-            torch.testing.assert_close(found.errors[number, side].weighted_NC, own, rtol=1e-4, atol=0)
-            assert not torch.isclose(found.errors[number, side].weighted_NC, opposite, rtol=0.3).any()
+            torch.testing.assert_close(found.errors[number, side].weighted_BNC, own, rtol=1e-4, atol=0)
+            assert not torch.isclose(found.errors[number, side].weighted_BNC, opposite, rtol=0.3).any()
 
 
 def reference_errors(cache: Watched, number: int, gradient_of: int, wanted, side: str) -> Tensor:
@@ -206,7 +239,7 @@ def test_sensitivities_agree_with_finite_differences_of_the_loss(name: str) -> N
     A reversed or shifted order of the layers fails, and so does a gradient of another loss."""
     tokens_T, mask_T = sample_of(9, num_prompt=2)
     wanted = {"k": (Candidate(2, "token", 32),), "v": (Candidate(2, "token", 32),)}
-    found = observer(gqa_model(name), wanted, sinks=0).measure(0, tokens_T, mask_T)
+    found = measure(observer(gqa_model(name), wanted, sinks=0), 0, tokens_T, mask_T)
     model = gqa_model(name, torch.float64)
     slopes, states = {}, {}
     for number, side in product(range(4), "kv"):
@@ -217,7 +250,7 @@ def test_sensitivities_agree_with_finite_differences_of_the_loss(name: str) -> N
         e_NTD = np.stack([quantization_error(x.numpy(), wanted[side][0], 0) for x in x_NTD])
         for pairs, other in ((right, number), (reversed_order, 3 - number)):
             expected_N = (slopes[other, side] * torch.from_numpy(e_NTD)).abs().sum((1, 2))
-            pairs.append((found.errors[number, side].weighted_NC[:, 0], expected_N))
+            pairs.append((found.errors[number, side].weighted_BNC[:, 0], expected_N))
     for found_N, expected_N in right:
         torch.testing.assert_close(found_N, expected_N, rtol=2e-3, atol=0)
     assert not any(torch.allclose(found_N, expected_N, rtol=0.1) for found_N, expected_N in reversed_order)
@@ -269,12 +302,14 @@ def test_the_gradient_is_of_a_mean_over_loss_tokens() -> None:
     would scale it."""
     model = gqa_model("llama")
     tokens_T, mask_T = sample_of(132 + 128)
-    half = observer(model).measure(0, tokens_T[:132], mask_T[:132])
+    half = measure(observer(model), 0, tokens_T[:132], mask_T[:132])
     mask_T[132:] = False
-    whole = observer(model).measure(0, tokens_T, mask_T)
-    assert whole.loss == pytest.approx(half.loss, rel=1e-5)
+    whole = measure(observer(model), 0, tokens_T, mask_T)
+    assert float(whole.loss_B) == pytest.approx(float(half.loss_B), rel=1e-5)
     # 4 sinks and one page: the tokens behind them have no gradient.
-    torch.testing.assert_close(whole.errors[1, "k"].weighted_NC, half.errors[1, "k"].weighted_NC, rtol=1e-4, atol=1e-12)
+    torch.testing.assert_close(
+        whole.errors[1, "k"].weighted_BNC, half.errors[1, "k"].weighted_BNC, rtol=1e-4, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", ["phi3", "qwen3_moe", "gemma3", "qwen3_next", "gpt_neox", "gpt_oss"])
@@ -282,7 +317,7 @@ def test_full_attention_layers_alone_are_measured_in_every_family(name: str) -> 
     model, geometry = built(name), measured(name)
     tokens_T, mask_T = sample_of(30)
     wanted = {side: FEW[side] for side in "kv"}
-    found = GradientPass(model, geometry, wanted, 4, "float16").measure(0, tokens_T, mask_T)
+    found = measure(GradientPass(model, geometry, wanted, 4, "float16"), 0, tokens_T, mask_T)
     full = {layer.index for layer in geometry.layers if getattr(layer, "window", 1) is None}
     assert len(full) > 0
     assert found.errors.keys() == found.weight_grad_norms.keys() == set(product(full, "kv"))
@@ -292,11 +327,46 @@ def test_full_attention_layers_alone_are_measured_in_every_family(name: str) -> 
 
 def test_a_model_in_bfloat16_gives_nearly_the_same() -> None:
     tokens_T, mask_T = sample_of(140)
-    exact = observer(gqa_model("llama"), FEW).measure(0, tokens_T, mask_T)
-    rough = observer(gqa_model("llama", torch.bfloat16), FEW).measure(0, tokens_T, mask_T)
+    exact = measure(observer(gqa_model("llama"), FEW), 0, tokens_T, mask_T)
+    rough = measure(observer(gqa_model("llama", torch.bfloat16), FEW), 0, tokens_T, mask_T)
     for key in exact.errors:
-        torch.testing.assert_close(rough.errors[key].weighted_NC, exact.errors[key].weighted_NC, rtol=0.25, atol=0)
+        torch.testing.assert_close(rough.errors[key].weighted_BNC, exact.errors[key].weighted_BNC, rtol=0.25, atol=0)
         assert rough.weight_grad_norms[key] == pytest.approx(exact.weight_grad_norms[key], rel=0.25)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "qwen3_moe", "gemma3", "qwen3_next", "gpt_neox", "gpt_oss", "gpt2"])
+def test_a_ragged_batch_gives_each_sequence_what_it_gives_alone(name: str) -> None:
+    """Padded on the right: behind two pages, within the first, and behind the sinks alone. Forwards of other shapes
+    round otherwise, 1e-6 a value; an error near the middle between two codes may then fall to the other one."""
+    model, geometry = built(name), measured(name)
+    wanted = {"k": (*FEW["k"], Candidate(4, "channel", 64)), "v": (*FEW["v"], Candidate(2, "token", 128, "rotated"))}
+    gradients = GradientPass(model, geometry, wanted, 4, "float16")
+    samples = [sample_of(length, seed=length) for length in (270, 140, 5)]
+    samples[2][1][:] = torch.arange(5) > 2
+    data = TokenDataset(*(tuple(parts) for parts in zip(*samples, strict=True)), "f", "random")
+    together = gradients.measure(Batch.of(data, (2, 0, 1)))
+    assert together.loss_B.shape == (3,)
+    for row, number in enumerate((2, 0, 1)):
+        alone, one = measure(gradients, number, *samples[number]), row_of(together, row)
+        assert float(one.loss_B) == pytest.approx(float(alone.loss_B), rel=1e-5)
+        for place, norm in alone.weight_grad_norms.items():
+            assert float(one.weight_grad_norms[place]) == pytest.approx(float(norm), rel=2e-3)
+            for part, expected in zip(one.errors[place], alone.errors[place], strict=True):
+                torch.testing.assert_close(part, expected, rtol=2e-3, atol=1e-12)
+
+
+@pytest.mark.parametrize("head_dim", [16, 40])
+def test_errors_of_a_padded_batch_are_bit_for_bit_those_of_its_sequences(head_dim: int) -> None:
+    """Given the same keys, padding changes nothing at all but the order of fp64 sums."""
+    x_BNTD, g_BNTD = (torch.randn(4, 2, 4 + 128 + 41, head_dim) for _ in range(2))
+    lengths = (173, 140, 3, 5)
+    for side in ("k", "v"):
+        others = ((*ALL[side], Candidate(2, "token", 128, "rotated")), 4, torch.bfloat16, torch.float16, side)
+        found = quantization_errors(x_BNTD, g_BNTD, torch.tensor(lengths), *others)
+        for row, length in enumerate(lengths):
+            alone = errors_of(x_BNTD[row, :, :length], g_BNTD[row, :, :length], *others)
+            for part, expected in zip(found, alone, strict=True):
+                torch.testing.assert_close(part[row], expected, rtol=1e-14, atol=0)
 
 
 def count_tensors() -> int:
@@ -310,12 +380,12 @@ def test_the_model_is_left_as_it_was_and_nothing_is_kept() -> None:
     flags = [parameter.requires_grad for parameter in model.parameters()]
     tokens_T, mask_T = sample_of(60)
     observing = observer(model, FEW)
-    first = observing.measure(0, tokens_T, mask_T)
+    first = observing.measure(batch_of(0, tokens_T, mask_T))
     alive = count_tensors()
     for sample in range(3):
-        again = observing.measure(sample, tokens_T, mask_T)
-        assert all(torch.equal(again.errors[key].weighted_NC, first.errors[key].weighted_NC) for key in first.errors)
-    kept = 3 * len(again.errors)  # what the last sample returned
+        again = observing.measure(batch_of(sample, tokens_T, mask_T))
+        assert all(torch.equal(again.errors[key].weighted_BNC, first.errors[key].weighted_BNC) for key in first.errors)
+    kept = 2 + 1 + 4 * len(again.errors)  # of the last batch, and what it measured
     assert count_tensors() <= alive + kept
     assert [parameter.requires_grad for parameter in model.parameters()] == flags
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -329,13 +399,13 @@ def test_nan_is_refused_with_layer_and_sample_and_the_model_restored() -> None:
     with torch.no_grad():
         model.model.layers[2].self_attn.v_proj.weight[0, 0] = math.nan
     with pytest.raises(NonFiniteActivations, match="the values of layer 2 are not finite in sample 7"):
-        observing.measure(7, tokens_T, mask_T)
+        measure(observing, 7, tokens_T, mask_T)
     assert not _LISTENING and all(parameter.grad is None for parameter in model.parameters())
     with torch.no_grad():
         model.model.layers[2].self_attn.v_proj.weight[0, 0] = 0.0
         model.lm_head.weight[5] = math.inf
     with pytest.raises(NonFiniteActivations, match="the loss of sample 8 is nan"):
-        observing.measure(8, tokens_T, mask_T)
+        measure(observing, 8, tokens_T, mask_T)
 
 
 def test_gradients_that_are_not_finite_are_refused() -> None:
@@ -343,14 +413,18 @@ def test_gradients_that_are_not_finite_are_refused() -> None:
     tokens_T, mask_T = sample_of(30)
 
     def poison(module, args, output):
-        output.register_hook(lambda gradient: gradient * math.inf)
+        output.requires_grad_().register_hook(lambda gradient: gradient * math.inf)
 
     observing = observer(model, FEW)
     handle = model.model.layers[1].self_attn.o_proj.register_forward_hook(poison)
     with pytest.raises(NonFiniteActivations, match="gradient of the (keys|values) of layer 1 .* sample 4"):
-        observing.measure(4, tokens_T, mask_T)
+        measure(observing, 4, tokens_T, mask_T)
     handle.remove()
-    assert observing.measure(4, tokens_T, mask_T).loss > 0
+    handle = model.model.layers[0].self_attn.k_proj.register_forward_hook(poison)
+    with pytest.raises(NonFiniteActivations, match="the k projection of layer 0 has a gradient .* in sample 4"):
+        measure(observing, 4, tokens_T, mask_T)
+    handle.remove()
+    assert measure(observing, 4, tokens_T, mask_T).loss_B > 0
 
 
 def test_keys_too_large_for_the_scales_are_refused_with_layer_and_sample() -> None:
@@ -358,7 +432,7 @@ def test_keys_too_large_for_the_scales_are_refused_with_layer_and_sample() -> No
     with torch.no_grad():
         model.model.layers[3].self_attn.k_proj.weight.mul_(1e6)
     with pytest.raises(NonFiniteActivations, match="the keys of layer 3 in sample 2: .* beyond float16"):
-        observer(model, FEW).measure(2, *sample_of(30))
+        measure(observer(model, FEW), 2, *sample_of(30))
 
 
 def test_candidates_have_one_order_and_only_axes_that_exist() -> None:
@@ -371,10 +445,11 @@ def test_candidates_have_one_order_and_only_axes_that_exist() -> None:
 
 
 @pytest.fixture(scope="module")
-def samples() -> list[SampleGradients]:
+def samples() -> list[BatchGradients]:
     """Three sequences through a model, one of them shorter than a page."""
     gradients = observer(gqa_model("llama"), FEW)
-    return [gradients.measure(seed, *sample_of(length, seed=seed)) for seed, length in enumerate((140, 30, 60))]
+    lengths = enumerate((140, 30, 60))
+    return [gradients.measure(batch_of(seed, *sample_of(length, seed=seed))) for seed, length in lengths]
 
 
 @pytest.mark.parametrize("name", OBSERVERS)
@@ -384,18 +459,18 @@ def test_an_observer_streams_and_merges_to_the_statistic_of_the_batch(samples, n
     observing = OBSERVERS[name]
     shape = observing.shape(2, len(FEW[place[1]]))
     observed = [observing.observe(sample, place) for sample in samples]
-    assert all(x.dtype == torch.float64 and x.shape == shape and bool((x > 0).all()) for x in observed)
+    assert all(x.dtype == torch.float64 and x.shape == (1, *shape) and bool((x > 0).all()) for x in observed)
     assert all(torch.equal(observing.observe(sample, place), x) for sample, x in zip(samples, observed, strict=True))
     batch, parts = (
-        Mean.empty(shape).update(torch.stack(observed)),
-        [Mean.empty(shape).update(x[None]) for x in observed],
+        Mean.of(torch.cat(observed)),
+        [Mean.of(x) for x in observed],
     )
     stream = parts[0].merge(parts[1]).merge(parts[2])
     other = parts[0].merge(parts[1].merge(parts[2]))
     assert batch.count == stream.count == other.count == 3
     before = stream.result()
     for mean in (batch, stream, other):
-        torch.testing.assert_close(mean.result(), torch.stack(observed).mean(0), rtol=1e-13, atol=0)
+        torch.testing.assert_close(mean.result(), torch.cat(observed).mean(0), rtol=1e-13, atol=0)
     assert torch.equal(stream.result(), before)
 
 

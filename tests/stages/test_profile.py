@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_observers import gqa_model
+from test_observers import gqa_model, measure
 from tiny_models import built, measured
 
 from kvcal import artifact
@@ -80,8 +80,9 @@ def run(folder: Path, reporter=None, loaded: LoadedModel | None = None, **other)
 
 @pytest.fixture(scope="module", autouse=True)
 def small_groups() -> Iterator[None]:
-    """Two layer sides of two candidates each in a lockstep, one text at a time: 2 x 2 steps."""
+    """A sequence in a batch; two layer sides of two candidates each in a lockstep, one text at a time: 2 x 2 steps."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(profile.BATCH_TOKENS, "cpu", 1)
         patch.setattr(profile, "KL_BATCH", 1)
         for module in (profile, divergence):
             patch.setattr(module, "LOCKSTEP", 4)
@@ -100,14 +101,14 @@ def test_sensitivities_norms_and_loss_are_means_over_samples(finished) -> None:
     loaded = loaded_model()
     wanted = {side: found.setup.candidates(side) for side in SIDES}
     observer = GradientPass(loaded.model, loaded.geometry, wanted, 4, "float16")
-    samples = [observer.measure(i, DATA.sequences[i], DATA.loss_masks[i]) for i in range(len(DATA.sequences))]
-    assert found.loss == pytest.approx(sum(s.loss for s in samples) / 4, rel=1e-6)
+    samples = [measure(observer, i, DATA.sequences[i], DATA.loss_masks[i]) for i in range(len(DATA.sequences))]
+    assert found.loss == pytest.approx(float(sum(s.loss_B for s in samples)) / 4, rel=1e-6)
     for index, side in product(range(2), SIDES):
-        mean_NC = sum(s.errors[index, side].weighted_NC for s in samples) / 4
+        mean_NC = sum(s.errors[index, side].weighted_BNC for s in samples) / 4
         assert mean_NC.shape == (2, 8 if side == "k" else 4)
         torch.testing.assert_close(found.sensitivity(index, side), mean_NC, rtol=1e-12, atol=0)
         norms = [s.weight_grad_norms[index, side] for s in samples]
-        assert found.grad_norm(index, side) == pytest.approx(sum(norms) / 4, rel=1e-12)
+        assert found.grad_norm(index, side) == pytest.approx(float(sum(norms)) / 4, rel=1e-12)
 
 
 def test_kl_is_that_of_each_side_alone_per_loss_token(finished) -> None:
@@ -125,6 +126,47 @@ def test_kl_is_that_of_each_side_alone_per_loss_token(finished) -> None:
             assert expected > 0
             assert float(found.kl(index, side)[column]) == pytest.approx(expected, rel=1e-4)
     assert found.means["kl.k.0"].count == (170 - 7) + (175 - 7)
+
+
+def test_batches_of_any_size_give_the_same_profile(finished, tmp_path: Path, monkeypatch) -> None:
+    """To the rounding of forwards of other shapes; the size is in the artifact, which counts no padding."""
+    expected, _ = finished
+    assert expected.setup.batch_tokens == 1
+    for most_tokens in (400, 2048):
+        monkeypatch.setitem(profile.BATCH_TOKENS, "cpu", most_tokens)
+        listener = Listener()
+        run(tmp_path / str(most_tokens), listener, spec=replace(SPEC, kl_samples=0))
+        found = profile.load(tmp_path / str(most_tokens) / "profile.safetensors")
+        # Longest first: two of 200 tokens and two of 170 in 400, all four of 200 in 2,048.
+        assert [done for _, done, _ in listener.steps] == ([0, 2, 4, 0] if most_tokens == 400 else [0, 4, 0])
+        assert found.setup.batch_tokens == most_tokens and found.setup.num_tokens == expected.setup.num_tokens
+        for name, mean in found.means.items():
+            assert mean.count == 4
+            torch.testing.assert_close(mean.result(), expected.means[name].result(), rtol=1e-4, atol=0)
+
+
+def test_out_of_memory_halves_the_batch_and_goes_on(finished, tmp_path: Path, monkeypatch) -> None:
+    """A device that holds 210 tokens: four sequences, then two, then one at a time."""
+    original, fed = GradientPass.measure, []
+
+    def limited(self, batch):
+        fed.append(batch.numbers)
+        if batch.tokens_BT.numel() > 210:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(self, batch)
+
+    monkeypatch.setattr(GradientPass, "measure", limited)
+    monkeypatch.setitem(profile.BATCH_TOKENS, "cpu", 2048)
+    listener = Listener()
+    found = run(tmp_path, listener, spec=replace(SPEC, kl_samples=0))
+    assert fed == [(2, 3, 0, 1), (2, 3), (2,), (3,), (0,), (1,)] and found.setup.batch_tokens == 200
+    assert [said.split("goes on with ")[1] for said in listener.said] == [
+        f"at most {most_tokens} tokens in a batch" for most_tokens in (400, 200)
+    ]
+    for name, mean in found.means.items():
+        assert torch.equal(mean.total, finished[0].means[name].total)
+    with pytest.raises(UsageError, match="one sequence of 300 tokens does not fit into the device's memory"):
+        run(tmp_path / "long", data=data_of(300), spec=replace(SPEC, kl_samples=0))
 
 
 def test_a_profile_is_read_back_as_it_was_written(finished) -> None:
@@ -220,19 +262,19 @@ def test_a_corrupt_file_of_unfinished_statistics_is_discarded(finished, tmp_path
 
 
 def test_nan_names_layer_and_sample_and_keeps_what_was_measured(tmp_path: Path) -> None:
-    """The embedding of a token that only the third sequence holds."""
+    """The embedding of a token that only the shortest sequence holds, which is measured last."""
     loaded = loaded_model()
     sequences = [tokens.clamp(max=60) for tokens in DATA.sequences]
-    sequences[2][40] = 63
+    sequences[1][40] = 63
     with torch.no_grad():
         loaded.model.model.embed_tokens.weight[63] = math.nan
     data = replace(DATA, sequences=tuple(sequences))
-    with pytest.raises(NonFiniteActivations, match="the keys of layer 0 are not finite in sample 2"):
+    with pytest.raises(NonFiniteActivations, match="the keys of layer 0 are not finite in sample 1"):
         run(tmp_path, loaded=loaded, data=data)
     listener = Listener()
     with pytest.raises(NonFiniteActivations):
         run(tmp_path, listener, loaded=loaded, data=data)
-    assert listener.steps == [("profile: gradients", 2, 4)]
+    assert listener.steps == [("profile: gradients", 3, 4)]
     assert not (tmp_path / "profile.safetensors").exists()
 
 

@@ -1,19 +1,19 @@
 """The profile stage: measures what every candidate format costs in every layer, and writes the profile.
 
-One backward per sequence gives the statistics of ``profile.observers``, PM-KVQ's sensitivities (Eq. 5) and KVmix's
-weight-gradient norms among them; then the KL to the 16-bit cache is measured for one layer's keys or values at a time
-(``stages.divergence``). Both resume where an interrupted run stopped (``stages.checkpoint``), and neither's memory
-grows with the number of sequences. Left out: several devices (statistics merge, so shards of the data could).
+One backward per batch of sequences gives the statistics of ``profile.observers``, PM-KVQ's sensitivities (Eq. 5) and
+KVmix's weight-gradient norms among them; then the KL to the 16-bit cache is measured for one layer's keys or values at
+a time (``stages.divergence``). Both resume where an interrupted run stopped (``stages.checkpoint``), and neither's
+memory grows with the number of sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
-
-import torch
 
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations
@@ -22,6 +22,7 @@ from kvcal.models.taps import check_taps
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.progress import Reporter
 from kvcal.recipe import CacheSpec, ProfileSpec
+from kvcal.stages.batches import Batch, for_each_batch
 from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic, require_steps
 from kvcal.stages.divergence import LOCKSTEP, Text, divergences, kl_texts, one_side_plan, padded_texts, unquantized_plan
 from kvcal.stages.profile.observers import OBSERVERS, GradientPass
@@ -30,6 +31,8 @@ from kvcal.stages.profile.record import KIND, SCHEMA, Profile, ProfileSetup, loa
 __all__ = ["KIND", "SCHEMA", "Profile", "ProfileSetup", "load", "run_profile", "save"]
 
 GRADIENTS, DIVERGENCES = "gradient samples", "divergence steps"
+# Tokens of a batch of gradients, padding included.
+BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 # Texts fed at once: 1.5 times faster than one by one on a CPU, and as many logits of one chunk are held.
 KL_BATCH = 4
 
@@ -83,54 +86,53 @@ def run_profile(
         return {name: Statistic(total, counts[name]) for name, total in totals.items()}
 
     with Checkpoint(path, KIND, inputs, start, declare, reporter) as checkpoint:
-        _measure_gradients(loaded, data, setup, checkpoint, reporter)
-        _measure_divergences(loaded, steps, setup, checkpoint, reporter)
-        profile = Profile(setup, checkpoint.state.means)
+        gradients = GradientPass(
+            loaded.model,
+            loaded.geometry,
+            {side: setup.candidates(side) for side in SIDES},
+            cache.num_sink_tokens,
+            cache.param_dtype,
+        )
+        measure = partial(gradient_means, gradients)
+        most_tokens = BATCH_TOKENS[loaded.model.device.type]
+        most_tokens = for_each_batch(data, most_tokens, measure, GRADIENTS, checkpoint, reporter, "profile: gradients")
+        for number in range(checkpoint.state.done[DIVERGENCES], len(steps)):
+            reporter(number, len(steps), "profile: divergence")
+            means = divergence_means(loaded, setup, steps[number])
+            checkpoint.advance(checkpoint.state.merged(DIVERGENCES, means))
+        reporter(len(steps), len(steps), "profile: divergence")
+        profile = Profile(replace(setup, batch_tokens=most_tokens), checkpoint.state.means)
         save(profile, inputs, path)
     return profile
 
 
-def _measure_gradients(
-    loaded: LoadedModel, data: TokenDataset, setup: ProfileSetup, checkpoint: Checkpoint, reporter: Reporter
-) -> None:
-    """One step a sequence."""
-    candidates = {side: setup.candidates(side) for side in SIDES}
-    cache, total = setup.cache, len(data.sequences)
-    gradients = GradientPass(loaded.model, loaded.geometry, candidates, cache.num_sink_tokens, cache.param_dtype)
-    for number in range(checkpoint.state.done[GRADIENTS], total):
-        reporter(number, total, "profile: gradients")
-        sample = gradients.measure(number, data.sequences[number], data.loss_masks[number])
-        observed = {"loss": torch.tensor([sample.loss])}
-        for place, (name, observer) in product(sample.errors, OBSERVERS.items()):
-            observed[f"{name}.{place[1]}.{place[0]}"] = observer.observe(sample, place).unsqueeze(0)
-        checkpoint.advance(checkpoint.state.after(GRADIENTS, observed))
-    reporter(total, total, "profile: gradients")
+def gradient_means(gradients: GradientPass, batch: Batch) -> dict[str, Mean]:
+    """The statistics of a batch by name."""
+    found = gradients.measure(batch)
+    means = {"loss": Mean.of(found.loss_B)}
+    for place, (name, observer) in product(found.errors, OBSERVERS.items()):
+        means[f"{name}.{place[1]}.{place[0]}"] = Mean.of(observer.observe(found, place))
+    return means
 
 
-def _measure_divergences(
-    loaded: LoadedModel, steps: Sequence[Step], setup: ProfileSetup, checkpoint: Checkpoint, reporter: Reporter
-) -> None:
-    """One step for some layers' sides, so many that their plans fill a lockstep, in a batch of texts."""
+def divergence_means(loaded: LoadedModel, setup: ProfileSetup, step: Step) -> dict[str, Mean]:
+    """The KL of some layers' sides on a batch of texts, by name: so many sides that their plans fill a lockstep."""
+    places, texts = step
     reference = unquantized_plan(loaded.identity, loaded.geometry)
-    for number in range(checkpoint.state.done[DIVERGENCES], len(steps)):
-        reporter(number, len(steps), "profile: divergence")
-        places, texts = steps[number]
-        plans = [
-            one_side_plan(reference, index, side, setup.cache.format(side, *candidate))
-            for index, side in places
-            for candidate in setup.kl_candidates(side)
-        ]
-        try:
-            kl_Pn = divergences(loaded.model, reference, plans, *padded_texts(texts))
-        except NonFiniteActivations as error:
-            names = ", ".join(f"{side} of layer {index}" for index, side in places)
-            samples = [text.sample for text in texts]
-            message = f"samples {samples} with a quantized cache ({names}): {error.message}"
-            raise NonFiniteActivations(message, error.hint) from error
-        rows = kl_Pn.split([len(setup.kl_candidates(side)) for _, side in places])
-        observed = {_kl_name(*place): row.T for place, row in zip(places, rows, strict=True)}
-        checkpoint.advance(checkpoint.state.after(DIVERGENCES, observed))
-    reporter(len(steps), len(steps), "profile: divergence")
+    plans = [
+        one_side_plan(reference, index, side, setup.cache.format(side, *candidate))
+        for index, side in places
+        for candidate in setup.kl_candidates(side)
+    ]
+    try:
+        kl_Pn = divergences(loaded.model, reference, plans, *padded_texts(texts))
+    except NonFiniteActivations as error:
+        names = ", ".join(f"{side} of layer {index}" for index, side in places)
+        samples = [text.sample for text in texts]
+        message = f"samples {samples} with a quantized cache ({names}): {error.message}"
+        raise NonFiniteActivations(message, error.hint) from error
+    rows = kl_Pn.split([len(setup.kl_candidates(side)) for _, side in places])
+    return {_kl_name(*place): Mean.of(row.T) for place, row in zip(places, rows, strict=True)}
 
 
 def _kl_name(index: int, side: Side) -> str:

@@ -1,11 +1,14 @@
-"""Observers: the statistics of a profile that one backward per sequence gives.
+"""Observers: the statistics of a profile that one backward of a batch of sequences gives, sequence by sequence.
 
-The loss is the ordinary next-token cross-entropy, its labels shifted once, as a mean over the loss tokens. During the
+The loss is the ordinary next-token cross-entropy, its labels shifted once, as a mean over a sequence's loss tokens; the
+backward is of the sum over the batch, so that each sequence's gradients are those of its own loss. During the
 forward, the taps hand over each layer's keys and values; a hook on each takes its own gradient in the backward, so
 that a layer's error is weighted by its own gradient alone (collecting errors and gradients in two lists that fill in
-opposite orders pairs layer i with layer N - 1 - i, and the ranking of layers comes out inverted). Only the key and
-value projections are trained, and their gradients are freed as soon as their norms are taken: beyond the autograd
-graph itself nothing is kept.
+opposite orders pairs layer i with layer N - 1 - i, and the ranking of layers comes out inverted).
+
+No weight is trained: the backward makes gradients of activations alone. The norm of a projection's weight gradient
+is taken in the same backward, from the projection's inputs and the gradients of its outputs, while both are there; only
+so can the sequences of a batch be told apart. Beyond the autograd graph and these inputs nothing is kept.
 
 Layers with a sliding window are not measured: they stay at 16 bits. Left out: gradient checkpointing, and backwards
 through layers that do not fit on one device.
@@ -13,11 +16,13 @@ through layers that do not fit on one device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,57 +35,91 @@ from kvcal.models.projections import KVProjection, kv_projections
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.record_layout import PARAM_DTYPES
 from kvcal.plan.page_format import SIDES, Side
-from kvcal.stages.profile.sensitivity import Candidate, Errors, quantization_errors
+from kvcal.stages.batches import Batch
+from kvcal.stages.profile.sensitivity import Candidate, Errors, quantization_errors, range_refusal
 
 LayerSide = tuple[int, Side]  # the layer's cache index first
 NAMES = {"k": "the keys", "v": "the values"}
 HINT = "check the checkpoint; a model that overflows in float16 needs --dtype bfloat16 or float32"
+# Logits whose loss is taken at once: bounds the fp32 scratch to 512 MiB a tensor.
+MAX_LOGITS = 1 << 27
 
 
 @dataclass(frozen=True, eq=False)
-class SampleGradients:
-    """One sequence's contribution. ``errors``: of the side's candidates, on the CPU; ``weight_grad_norms``: of the
-    projection's weight; ``loss`` in nats per loss token."""
+class BatchGradients:
+    """The contribution of B sequences, fp64 on the CPU. ``loss_B`` in nats per loss token; ``errors``: of the side's
+    candidates; ``weight_grad_norms`` [B]: of the projection's weight."""
 
-    loss: float
+    loss_B: Tensor
     errors: Mapping[LayerSide, Errors]
-    weight_grad_norms: Mapping[LayerSide, float]
+    weight_grad_norms: Mapping[LayerSide, Tensor]
 
 
 class Observer(NamedTuple):
     """One statistic of a layer's keys or values. The profile keeps its ``checkpoint.Mean`` over sequences (update,
     merge, result) under the tensor name "OBSERVER.SIDE.LAYER".
 
-    ``shape``: of an observation, for N KV heads and C candidates; ``observe``: one sequence's, fp64 on the CPU."""
+    ``shape``: of an observation, for N KV heads and C candidates; ``observe``: a batch's, [B, *shape] fp64 on the
+    CPU."""
 
     shape: Callable[[int, int], tuple[int, ...]]
-    observe: Callable[[SampleGradients, LayerSide], Tensor]
-
-
-def _grad_norm(sample: SampleGradients, place: LayerSide) -> Tensor:
-    return torch.tensor(sample.weight_grad_norms[place], dtype=torch.float64)
+    observe: Callable[[BatchGradients, LayerSide], Tensor]
 
 
 OBSERVERS: dict[str, Observer] = {
     # PM-KVQ's Eq. 5, per KV head and candidate.
-    "sensitivity": Observer(lambda N, C: (N, C), lambda sample, place: sample.errors[place].weighted_NC),
+    "sensitivity": Observer(lambda N, C: (N, C), lambda found, place: found.errors[place].weighted_BNC),
     # KVmix's score: the norm of the projection weight's gradient.
-    "grad_norm": Observer(lambda N, C: (), _grad_norm),
+    "grad_norm": Observer(lambda N, C: (), lambda found, place: found.weight_grad_norms[place]),
     # ‖X − Q(X)‖² of every candidate, and ‖X‖².
-    "squared_error": Observer(lambda N, C: (C,), lambda sample, place: sample.errors[place].squared_C),
-    "energy": Observer(lambda N, C: (), lambda sample, place: sample.errors[place].energy),
+    "squared_error": Observer(lambda N, C: (C,), lambda found, place: found.errors[place].squared_BC),
+    "energy": Observer(lambda N, C: (), lambda found, place: found.errors[place].energy_B),
 }
 
 
-def next_token_loss(logits_TV: Tensor, tokens_T: Tensor, loss_mask_T: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of the tokens that ``loss_mask_T`` marks, each predicted from the one before it."""
-    predicted = loss_mask_T[1:].nonzero().squeeze(-1)
-    targets = tokens_T[1:][predicted]
-    return nn.functional.cross_entropy(logits_TV[predicted].float(), targets)
+def next_token_losses(logits_BTV: Tensor, tokens_BT: Tensor, loss_mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy in nats, the mean over the tokens that a sequence's mask marks, each predicted from the one before
+    it: fp64 [B]; NaN for a sequence that has none. And the gradient of their sum with respect to the logits, in their
+    dtype and shape, computed a part at a time: autograd would hold four fp32 tensors as large as the logits."""
+    B, T, V = logits_BTV.shape
+    row_n, position_n = loss_mask_BT[:, 1:].nonzero().unbind(1)
+    count_B = loss_mask_BT[:, 1:].sum(1)
+    losses_B = logits_BTV.new_zeros(B, dtype=torch.float64)
+    gradient_BTV = torch.zeros_like(logits_BTV)
+    for row_m, position_m in zip(*(x_n.split(max(1, MAX_LOGITS // V)) for x_n in (row_n, position_n)), strict=True):
+        target_m1 = tokens_BT[row_m, position_m + 1].unsqueeze(1)
+        log_p_mV = logits_BTV[row_m, position_m].float().log_softmax(-1)
+        losses_B.index_add_(0, row_m, -log_p_mV.gather(1, target_m1).squeeze(1).double())
+        slope_mV = log_p_mV.exp_().scatter_add_(1, target_m1, -torch.ones_like(target_m1, dtype=torch.float32))
+        gradient_BTV[row_m, position_m] = slope_mV.div_(count_B[row_m].unsqueeze(1)).to(gradient_BTV.dtype)
+    return losses_B / count_B, gradient_BTV
+
+
+@dataclass(eq=False)
+class _Pass:
+    """What the hooks of one forward and backward of ``batch`` collect. ``lengths_B`` int64, on the model's device;
+    ``finite`` [B] bool: of keys or values, then of their gradients, in the order of the hooks."""
+
+    batch: Batch
+    lengths_B: Tensor
+    finite: list[tuple[LayerSide, Tensor]] = field(default_factory=list)
+    finite_gradients: list[tuple[LayerSide, Tensor]] = field(default_factory=list)
+    errors: dict[LayerSide, Errors] = field(default_factory=dict)
+    norms: dict[LayerSide, Tensor] = field(default_factory=dict)
+
+    def require_finite(self, flags: Sequence[tuple[LayerSide, Tensor]], message: str) -> None:
+        """NonFiniteActivations for the first flag that is False. Waits for the device, once."""
+        if flags:
+            all_FB = torch.stack([flag_B for _, flag_B in flags]).cpu()
+            for ((layer, side), _), flag_B in zip(flags, all_FB, strict=True):
+                if not flag_B.all():
+                    sample = self.batch.numbers[int((~flag_B).nonzero()[0])]
+                    place = f"{NAMES[side]} of layer {layer}"
+                    raise NonFiniteActivations(message.format(place=place, sample=sample), HINT)
 
 
 class GradientPass:
-    """Forward and backward of one sequence at a time; between two calls the model is as it was."""
+    """Forward and backward of one batch at a time; between two calls the model is as it was."""
 
     def __init__(
         self,
@@ -97,97 +136,114 @@ class GradientPass:
         self._num_sink_tokens = num_sink_tokens
         self._param_dtype = PARAM_DTYPES[param_dtype]
         self._layers = {layer.index for layer in attention_layers(geometry) if layer.window is None}
-        self._projections: dict[nn.Parameter, list[KVProjection]] = {}  # fused weights are both K's and V's
+        self._projections: dict[nn.Module, list[KVProjection]] = {}  # fused weights are both K's and V's
         for projection in kv_projections(model, geometry) if self._layers else ():
             if projection.layer in self._layers:
-                self._projections.setdefault(projection.parameter, []).append(projection)
+                self._projections.setdefault(projection.module, []).append(projection)
 
-    def measure(self, sample: int, tokens_T: Tensor, loss_mask_T: Tensor) -> SampleGradients:
-        """Errors and norms of one sequence. ``sample`` is its number, for messages; tokens_T int64; loss_mask_T bool,
-        at least one True behind position 0.
+    def measure(self, batch: Batch) -> BatchGradients:
+        """Errors and norms of each sequence, which has at least one loss token behind position 0.
 
         Raises:
             NonFiniteActivations: in keys, values, the loss or gradients, naming layer and sample.
             UnsupportedModel: a layer's keys or values do not come through the taps, or do not reach the loss.
         """
-        errors: dict[LayerSide, Errors] = {}
-        norms: dict[LayerSide, float] = {}
-        tokens_T, loss_mask_T = tokens_T.to(self._model.device), loss_mask_T.to(self._model.device)
+        tokens_BT, loss_mask_BT = (x.to(self._model.device) for x in (batch.tokens_BT, batch.loss_mask_BT))
+        found = _Pass(batch, torch.tensor(batch.lengths, device=self._model.device))
         with ExitStack() as stack, torch.enable_grad():
-            stack.enter_context(_only_trainable(self._model, self._projections))
-            for parameter in self._projections:
-                take = partial(self._take_norms, sample, norms)
-                stack.callback(parameter.register_post_accumulate_grad_hook(take).remove)
-            stack.enter_context(tap(self._model, partial(self._watch, sample, errors), self._geometry))
-            logits_TV = self._model(input_ids=tokens_T.unsqueeze(0), use_cache=False).logits[0]
-            loss = next_token_loss(logits_TV, tokens_T, loss_mask_T)
-            del logits_TV
-            if not torch.isfinite(loss):
-                raise NonFiniteActivations(f"the loss of sample {sample} is {loss.item()}", HINT)
+            stack.enter_context(_untrained(self._model))
+            for module, projections in self._projections.items():
+                watch = partial(self._watch_projection, found, projections)
+                stack.callback(module.register_forward_hook(watch).remove)
+            stack.enter_context(tap(self._model, partial(self._watch, found), self._geometry))
+            logits_BTV = self._model(input_ids=tokens_BT, use_cache=False).logits
+            with torch.no_grad():
+                loss_B, gradient_BTV = next_token_losses(logits_BTV, tokens_BT, loss_mask_BT)
+            found.require_finite(found.finite, "{place} are not finite in sample {sample}")
+            loss_B = loss_B.cpu()
+            for number, loss in zip(batch.numbers, loss_B.tolist(), strict=True):
+                if not math.isfinite(loss):
+                    raise NonFiniteActivations(f"the loss of sample {number} is {loss}", HINT)
             if self._layers:
-                loss.backward()
-        expected = {(index, side) for index in self._layers for side in SIDES}
-        if missing := sorted((expected - errors.keys()) | (expected - norms.keys())):
+                torch.autograd.backward(logits_BTV, gradient_BTV)
+        found.require_finite(found.finite_gradients, "the gradient of {place} is not finite in sample {sample}")
+        expected = set(product(self._layers, SIDES))
+        if missing := sorted((expected - found.errors.keys()) | (expected - found.norms.keys())):
             raise UnsupportedModel(f"the loss does not depend on these keys and values: {missing}")
-        on_cpu = {place: Errors(*(tensor.cpu() for tensor in errors[place])) for place in sorted(errors)}
-        return SampleGradients(loss.item(), on_cpu, norms)
+        errors = {place: Errors(*(tensor.cpu() for tensor in found.errors[place])) for place in sorted(found.errors)}
+        norms = {place: norm_B.cpu() for place, norm_B in found.norms.items()}
+        self._require_sums(batch, errors, norms)
+        return BatchGradients(loss_B, errors, norms)
 
-    def _watch(self, sample: int, errors: dict[LayerSide, Errors], captured: Captured) -> None:
+    def _watch(self, found: _Pass, captured: Captured) -> None:
         """In the forward: hook one layer's keys and values."""
         if captured.layer not in self._layers:
             return
         for side, x_BNTD in zip(SIDES, (captured.k_post_BNTD, captured.v_BNTD), strict=True):
-            if not torch.isfinite(x_BNTD).all():
-                place = f"{NAMES[side]} of layer {captured.layer}"
-                raise NonFiniteActivations(f"{place} are not finite in sample {sample}", HINT)
+            place: LayerSide = (captured.layer, side)
+            found.finite.append((place, x_BNTD.isfinite().flatten(1).all(1)))
             if x_BNTD.requires_grad:
-                take = partial(self._take_errors, sample, errors, (captured.layer, side), x_BNTD.detach())
-                x_BNTD.register_hook(take)
+                x_BNTD.register_hook(partial(self._take_errors, found, place, x_BNTD.detach()))
 
-    def _take_errors(
-        self, sample: int, errors: dict[LayerSide, Errors], place: LayerSide, x_BNTD: Tensor, g_BNTD: Tensor
-    ) -> None:
+    def _take_errors(self, found: _Pass, place: LayerSide, x_BNTD: Tensor, g_BNTD: Tensor) -> None:
         """In the backward: the errors of one layer's keys or values, weighted by their gradient."""
+        found.finite_gradients.append((place, g_BNTD.isfinite().flatten(1).all(1)))
         layer, side = place
-        name = f"{NAMES[side]} of layer {layer}"
-        if not torch.isfinite(g_BNTD).all():
-            raise NonFiniteActivations(f"the gradient of {name} is not finite in sample {sample}", HINT)
         cache_dtype = CACHE_DTYPES[self._geometry.cache_dtype]
         try:
-            errors[place] = quantization_errors(
-                x_BNTD[0],
-                g_BNTD[0],
+            found.errors[place] = quantization_errors(
+                x_BNTD,
+                g_BNTD,
+                found.lengths_B,
                 self._candidates[side],
                 self._num_sink_tokens,
                 cache_dtype,
                 self._param_dtype,
                 side,
             )
-        except NonFiniteActivations as error:
-            raise NonFiniteActivations(f"{name} in sample {sample}: {error.message}", error.hint) from error
+        except NonFiniteActivations as error:  # of a page that cannot be packed
+            message = f"{NAMES[side]} of layer {layer} in samples {list(found.batch.numbers)}: {error.message}"
+            raise NonFiniteActivations(message, error.hint) from error
 
-    def _take_norms(self, sample: int, norms: dict[LayerSide, float], parameter: nn.Parameter) -> None:
-        """In the backward: the norm of a projection's gradient, which is then freed."""
-        for projection in self._projections[parameter]:
-            try:
-                norms[projection.layer, projection.side] = projection.weight_grad_norm()
-            except NonFiniteActivations as error:
-                raise NonFiniteActivations(f"{error.message} in sample {sample}", HINT) from error
-        parameter.grad = None
+    def _watch_projection(
+        self, found: _Pass, projections: Sequence[KVProjection], module: nn.Module, args: tuple[Any, ...], out: Tensor
+    ) -> None:
+        """In the forward: hook a projection's output, which begins the autograd graph where none has begun."""
+        if not out.requires_grad:
+            out.requires_grad_()
+        out.register_hook(partial(self._take_norms, found, projections, args[0].detach()))
+
+    def _take_norms(self, found: _Pass, projections: Sequence[KVProjection], x: Tensor, g: Tensor) -> None:
+        """In the backward: the norms of a projection's weight gradient."""
+        batch = len(found.lengths_B)
+        x_BTF, g_BTO = (tensor.reshape(batch, -1, tensor.shape[-1]) for tensor in (x, g))
+        for projection in projections:
+            found.norms[projection.layer, projection.side] = projection.weight_grad_norms(x_BTF, g_BTO)
+
+    def _require_sums(
+        self, batch: Batch, errors: Mapping[LayerSide, Errors], norms: Mapping[LayerSide, Tensor]
+    ) -> None:
+        """NonFiniteActivations for an error or a norm that is not finite."""
+        for (layer, side), of_place in errors.items():
+            for row, column in (~of_place.squared_BC.isfinite()).nonzero().tolist():
+                reason = range_refusal(self._candidates[side][column], self._param_dtype)
+                place = f"{NAMES[side]} of layer {layer} in sample {batch.numbers[row]}"
+                raise NonFiniteActivations(f"{place}: {reason.message}", reason.hint)
+        for (layer, side), norm_B in norms.items():
+            for row in (~norm_B.isfinite()).nonzero().flatten().tolist():
+                place = f"the {side} projection of layer {layer}"
+                message = f"{place} has a gradient that is not finite in sample {batch.numbers[row]}"
+                raise NonFiniteActivations(message, HINT)
 
 
 @contextmanager
-def _only_trainable(model: PreTrainedModel, parameters: Mapping[nn.Parameter, object]) -> Iterator[None]:
-    """Gradients for ``parameters`` alone; on exit, requires_grad is as before and these have no gradient."""
+def _untrained(model: PreTrainedModel) -> Iterator[None]:
+    """No parameter requires a gradient; on exit, requires_grad is as before."""
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         for parameter, _ in before:
-            parameter.requires_grad_(parameter in parameters)
-        for parameter in parameters:
-            parameter.grad = None
+            parameter.requires_grad_(False)
         yield
     finally:
         for parameter, required in before:
             parameter.requires_grad_(required)
-        for parameter in parameters:
-            parameter.grad = None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,15 +26,16 @@ from kvcal.errors import NonFiniteActivations
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.record_layout import AXES, PAGE_TOKENS
 from kvcal.plan.page_format import UNIFORM, Format, Side
+from kvcal.stages.profile.fused_errors import fused_errors, is_fused
 
 
 class Errors(NamedTuple):
-    """Of one layer's keys or values in one sequence, fp64: ``weighted_NC`` Eq. 5 for N heads and C candidates,
-    ``squared_C`` the sum of (X - Q(X))^2 over all heads, ``energy`` that of X^2."""
+    """Of one layer's keys or values in B sequences, fp64: ``weighted_BNC`` Eq. 5 for N heads and C candidates,
+    ``squared_BC`` the sum of (X - Q(X))^2 over all heads, ``energy_B`` that of X^2."""
 
-    weighted_NC: Tensor
-    squared_C: Tensor
-    energy: Tensor
+    weighted_BNC: Tensor
+    squared_BC: Tensor
+    energy_B: Tensor
 
 
 class Candidate(NamedTuple):
@@ -59,84 +61,124 @@ def candidates(
 
 
 def quantization_errors(
-    x_NTD: Tensor,
-    g_NTD: Tensor,
+    x_BNTD: Tensor,
+    g_BNTD: Tensor,
+    lengths_B: Tensor,
     formats: Sequence[Candidate],
     num_sink_tokens: int,
     cache_dtype: torch.dtype,
     param_dtype: torch.dtype,
     side: Side = "k",
 ) -> Errors:
-    """The errors of every candidate in ``formats``, on the device of x; zero where all tokens are sinks.
+    """The errors of every candidate in ``formats``, on the device of x; zero where all tokens are sinks, not finite
+    where a group's range is one that ``param_dtype`` cannot hold (``range_refusal``). Does not wait for the device.
 
     Products, and their sums over at most ``D`` channels, are fp32 (1e-7 relative); all further sums are fp64.
 
     Args:
-        x_NTD, g_NTD: keys or values, and the loss's gradients with respect to them, any float dtype.
+        x_BNTD, g_BNTD: keys or values, and the loss's gradients with respect to them, any float dtype.
+        lengths_B: int64, on the device of x; what lies behind a sequence's length is padding.
     Raises:
-        NonFiniteActivations: x is not finite, or has a range that ``param_dtype`` cannot hold.
+        NonFiniteActivations: pages of another quantizer than "uniform" cannot hold x.
     """
-    x_NTD = x_NTD[:, num_sink_tokens:].to(cache_dtype).float()
-    weight_NTD = g_NTD[:, num_sink_tokens:].float().abs()
-    weighted_NC = x_NTD.new_zeros(x_NTD.shape[0], len(formats), dtype=torch.float64)
-    squared_C, energy = weighted_NC.new_zeros(len(formats)), _squares(x_NTD)
-    if x_NTD.shape[1] == 0:
-        return Errors(weighted_NC, squared_C, energy)
+    B, N, T, D = x_BNTD.shape
+    weighted_BNC = x_BNTD.new_zeros(B, N, len(formats), dtype=torch.float64)
+    squared_BC = weighted_BNC.new_zeros(B, len(formats))
+    if num_sink_tokens >= T:
+        return Errors(weighted_BNC, squared_BC, squared_BC.new_zeros(B))
+    values = _Values.behind_sinks(x_BNTD, g_BNTD, lengths_B, num_sink_tokens, cache_dtype)
     columns_of: dict[tuple[str, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for column, (num_bits, axis, size, quantizer) in enumerate(formats):
         if quantizer != UNIFORM:
             fmt = Format(num_bits, axis, size, param_dtype=_name(param_dtype), quantizer=quantizer)  # type: ignore[arg-type]
-            error_NTD = (_read_back(fmt, side, x_NTD, _name(cache_dtype)) - x_NTD).abs()
-            squared_C[column] = _squares(error_NTD)
-            weighted_NC[:, column] = error_NTD.mul_(weight_NTD).sum(-1).sum(-1, dtype=torch.float64)
+            read_BNTD = torch.stack([_read_back(fmt, side, x_NTD, _name(cache_dtype)) for x_NTD in values.x_BNTD])
+            error_BNTD = (read_BNTD - values.x_BNTD).abs()
+            squared_BC[:, column] = values.squares(error_BNTD)
+            weighted_BNC[..., column] = error_BNTD.mul_(values.weight_BNTD).sum(-1).sum(-1, dtype=torch.float64)
             continue
         # Groups longer than a token's channels are all the same group.
-        columns_of[axis, min(size, x_NTD.shape[2]) if axis == "token" else size][num_bits].append(column)
+        columns_of[axis, min(size, D) if axis == "token" else size][num_bits].append(column)
     for (axis, size), columns_of_bits in columns_of.items():
-        dim = -2 if axis == "channel" else -1
-        errors = _group_errors(x_NTD, weight_NTD, tuple(columns_of_bits), size, dim, param_dtype)
-        for columns, (weighted_N, squared) in zip(columns_of_bits.values(), errors, strict=True):
-            weighted_NC[:, columns] = weighted_N.unsqueeze(-1)
-            squared_C[columns] = squared
-    return Errors(weighted_NC, squared_C, energy)
+        all_bits = tuple(columns_of_bits)
+        if is_fused(x_BNTD, axis, size):
+            weighted_BNb, squared_Bb = fused_errors(
+                x_BNTD, g_BNTD, lengths_B, all_bits, axis, size, num_sink_tokens, cache_dtype, param_dtype
+            )
+        else:
+            weighted_BNb, squared_Bb = _group_errors(values, all_bits, axis, size, param_dtype)
+        for number, columns in enumerate(columns_of_bits.values()):
+            weighted_BNC[..., columns] = weighted_BNb[..., number, None]
+            squared_BC[:, columns] = squared_Bb[:, number, None]
+    return Errors(weighted_BNC, squared_BC, values.squares(values.x_BNTD))
+
+
+@dataclass(frozen=True, eq=False)
+class _Values:
+    """Keys or values behind the sinks, as a cache holds them, fp32; |gradients|; and which tokens are no padding.
+    Padding is the last token again, which moves no group's range; it has weight 0, and no part in sums of squares."""
+
+    x_BNTD: Tensor
+    weight_BNTD: Tensor
+    is_real_BT: Tensor
+
+    @classmethod
+    def behind_sinks(
+        cls, x_BNTD: Tensor, g_BNTD: Tensor, lengths_B: Tensor, num_sink_tokens: int, cache_dtype: torch.dtype
+    ) -> _Values:
+        token_T = torch.arange(x_BNTD.shape[2] - num_sink_tokens, device=x_BNTD.device)
+        lengths_B1 = (lengths_B - num_sink_tokens).clamp(min=0)[:, None]
+        read_BT = token_T.minimum((lengths_B1 - 1).clamp(min=0)) + num_sink_tokens
+        is_real_BT = token_T < lengths_B1
+        weight_BNTD = g_BNTD[:, :, num_sink_tokens:].float().abs() * is_real_BT[:, None, :, None]
+        x_BNTD = x_BNTD.take_along_dim(read_BT[:, None, :, None], 2).to(cache_dtype).float()
+        return cls(x_BNTD, weight_BNTD, is_real_BT)
+
+    def squares(self, x_BNTD: Tensor) -> Tensor:
+        """The sum of squares over heads, channels and real tokens, fp64 [B]."""
+        norm_BNT = torch.linalg.vector_norm(x_BNTD, dim=-1).double()
+        return norm_BNT.square().mul_(self.is_real_BT[:, None]).sum((1, 2))
+
+
+def range_refusal(candidate: Candidate, param_dtype: torch.dtype) -> NonFiniteActivations:
+    """The error for a candidate whose errors are not finite."""
+    return NonFiniteActivations(
+        f"a group of {candidate.group_size} values holds NaN, infinity, or a range beyond {_name(param_dtype)}",
+        hint="a range too large for float16 fits with param_dtype = 'bfloat16'",
+    )
 
 
 def _group_errors(
-    x_NTD: Tensor, weight_NTD: Tensor, all_bits: Sequence[int], group_size: int, dim: int, param_dtype: torch.dtype
-) -> list[tuple[Tensor, Tensor]]:
-    """Eq. 5, [N] fp64, and the squared error, [], for groups of ``group_size`` along ``dim``: for each of
-    ``all_bits``.
+    values: _Values, all_bits: Sequence[int], axis: str, group_size: int, param_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Eq. 5, [B, N, C] fp64, and the squared errors, [B, C], for C = len(all_bits) and groups of ``group_size`` along
+    ``axis``.
 
     |Q(x) - x| is what pages.uniform does, the same operations in the same order (a test compares bit for bit), but
     without codes and with the minima and x - zero shared by all bits: 2.4 times faster for the default candidates.
     """
-    length = x_NTD.shape[dim]
+    dim = -2 if axis == "channel" else -1
+    x_BNTD, weight_BNTD = values.x_BNTD, values.weight_BNTD
+    length = x_BNTD.shape[dim]
     # A partial group is filled up with its own last value, which moves neither minimum nor maximum, at weight 0.
     missing = -length % group_size
     if missing:
-        fill = x_NTD.narrow(dim, length - 1, 1).repeat_interleave(missing, dim)
-        x_NTD = torch.cat([x_NTD, fill], dim)
-        weight_NTD = torch.cat([weight_NTD, torch.zeros_like(fill)], dim)
-    grouped = x_NTD.contiguous().unflatten(dim, (-1, group_size))
-    weight = weight_NTD.contiguous().unflatten(dim, (-1, group_size))
+        fill = x_BNTD.narrow(dim, length - 1, 1).repeat_interleave(missing, dim)
+        x_BNTD = torch.cat([x_BNTD, fill], dim)
+        weight_BNTD = torch.cat([weight_BNTD, torch.zeros_like(fill)], dim)
+    grouped = x_BNTD.contiguous().unflatten(dim, (-1, group_size))
+    weight = weight_BNTD.contiguous().unflatten(dim, (-1, group_size))
     minimum, maximum = torch.aminmax(grouped, dim=dim, keepdim=True)
     zero = minimum.to(param_dtype).float()
     offset, error = grouped - zero, torch.empty_like(grouped)
-    errors = []
+    weighted, squared = [], []
     for num_bits in all_bits:
         levels = float(2**num_bits - 1)
         step = ((maximum - minimum) / maximum.new_full((), levels)).to(param_dtype).float()
-        if not torch.isfinite(step.sum(dtype=torch.float64) + zero.sum(dtype=torch.float64)):
-            raise NonFiniteActivations(
-                f"a group of {group_size} values holds NaN, infinity, or a range beyond "
-                f"{str(param_dtype).removeprefix('torch.')}",
-                hint="a range too large for float16 fits with param_dtype = 'bfloat16'",
-            )
         torch.div(offset, torch.where(step == 0, torch.inf, step), out=error)
         error.round_().clamp_(0.0, levels).mul_(step).add_(zero).sub_(grouped).abs_()
-        squared = _squares(error.flatten(dim - 1, dim).narrow(dim, 0, length))
-        errors.append((error.mul_(weight).sum(-1).flatten(1).sum(-1, dtype=torch.float64), squared))
-    return errors
+        squared.append(values.squares(error.flatten(dim - 1, dim).narrow(dim, 0, length)))
+        weighted.append(error.mul_(weight).sum(-1).flatten(2).sum(-1, dtype=torch.float64))
+    return torch.stack(weighted, -1), torch.stack(squared, -1)
 
 
 def _read_back(fmt: Format, side: Side, x_NTD: Tensor, cache_dtype: str) -> Tensor:
@@ -155,8 +197,3 @@ def _read_back(fmt: Format, side: Side, x_NTD: Tensor, cache_dtype: str) -> Tens
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _squares(x_NTD: Tensor) -> Tensor:
-    """The sum of squares, [] fp64."""
-    return torch.linalg.vector_norm(x_NTD, dim=-1).double().square().sum()

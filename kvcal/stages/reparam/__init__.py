@@ -196,7 +196,7 @@ class _Search:
                 merged[f"energy.{index}"] = means[f"energy.{index}"].update(energy[None])
 
         with rereading(self.loaded.model, measure, self.loaded.geometry):
-            self.loaded.model(**calibration_inputs(self.loaded, tokens_T, self.position_scale))
+            self.loaded.model(**calibration_inputs(self.loaded, tokens_T[None], self.position_scale))
         return merged
 
     def _errors(self, captured: Captured, reread: Reread, statistics: KeyStatistics) -> tuple[Tensor, Tensor]:

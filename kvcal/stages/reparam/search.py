@@ -119,14 +119,14 @@ def key_statistics(
         found[captured.layer] = KeyStatistics.of(k_post_NTD) if T else KeyStatistics.empty(N, D)
 
     with torch.no_grad(), tap(loaded.model, measure, loaded.geometry):
-        loaded.model(**calibration_inputs(loaded, tokens_T, position_scale))
+        loaded.model(**calibration_inputs(loaded, tokens_T[None], position_scale))
     return found
 
 
-def calibration_inputs(loaded: LoadedModel, tokens_T: Tensor, position_scale: float) -> dict[str, Any]:
-    """Arguments of a forward of one sequence at positions ``position_scale`` x 0, 1, 2, ..., rounded."""
-    positions_T = calibration_positions(len(tokens_T), position_scale)
-    inputs: dict[str, Any] = {**inputs_at(loaded.model, tokens_T[None], positions_T), "use_cache": False}
+def calibration_inputs(loaded: LoadedModel, tokens_BT: Tensor, position_scale: float) -> dict[str, Any]:
+    """Arguments of a forward of sequences at positions ``position_scale`` x 0, 1, 2, ..., rounded."""
+    positions_T = calibration_positions(tokens_BT.shape[1], position_scale)
+    inputs: dict[str, Any] = {**inputs_at(loaded.model, tokens_BT, positions_T), "use_cache": False}
     if "logits_to_keep" in inspect.signature(loaded.model.forward).parameters:
         inputs["logits_to_keep"] = 1  # the logits of a long sequence can be larger than all its keys
     return inputs
