@@ -1,7 +1,8 @@
 """The command line: its commands, errors and exit codes; the commands are in ``kvcal.commands``.
 
 Heavy imports happen inside commands, so that --help is quick. Exit codes: 0 ok, 2 usage, 3 infeasible budget,
-4 unsupported model, 5 stale, mismatched or corrupt artifact, 6 no GPU kernel, 7 a gate failed, 130 interrupted.
+4 unsupported model, 5 stale, mismatched or corrupt artifact, 6 no GPU kernel, 7 a gate failed, 8 another rank ended,
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from kvcal import distributed
 from kvcal.commands import about, plans, run, stages
 from kvcal.commands.bench import bench
 from kvcal.commands.doctor import doctor
 from kvcal.commands.explain import explain, report
 from kvcal.commands.export import export, import_kvtuner
-from kvcal.commands.options import needs_compile
+from kvcal.commands.options import for_ranks, needs_compile
 from kvcal.commands.plan import diff, plan
 from kvcal.commands.serve import capacity, serve_args
 from kvcal.console import discard_stdout, print_error, print_error_json, print_text
@@ -35,7 +37,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     epilog="Exit codes: 0 ok, 2 usage, 3 infeasible budget, 4 unsupported model, 5 bad artifact, 6 no GPU kernel, "
-    "7 a gate of eval or export failed, 130 interrupted.",
+    "7 a gate of eval or export failed, 8 another rank ended, 130 interrupted.",
 )
 
 
@@ -61,7 +63,7 @@ def main() -> None:
     except WrongArguments as refused:
         _fail(UsageError(refused.format_message(), "the same command with --help tells its options"))
     except SystemExit as end:
-        if end.code == 130:  # typer has caught the interrupt
+        if end.code == 130 and distributed.speaks():  # typer has caught the interrupt
             print("interrupted: what was finished is kept; the same command resumes from there", file=sys.stderr)
         raise
 
@@ -71,10 +73,8 @@ def _wants_json() -> bool:
 
 
 def _fail(error: KvcalError) -> NoReturn:
-    if _wants_json():
-        print_error_json(error)
-    else:
-        print_error(error)
+    if distributed.speaks():
+        print_error_json(error) if _wants_json() else print_error(error)
     sys.exit(error.exit_code)
 
 
@@ -127,9 +127,12 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
     },
 }
 RUNTIME_PANELS = ("First", "Serving engines", "Plans")
+# The commands that torchrun may start in several processes: those that measure.
+RANKED = ("run", "search", "tune", "compare", "profile", "reparam", "fit-predictors", "feedback", "eval")
 for panel, commands in PANELS.items():
     for name, command in commands.items():
-        app.command(name, rich_help_panel=panel)(command if panel in RUNTIME_PANELS else needs_compile(command))
+        checked = command if panel in RUNTIME_PANELS else needs_compile(command)
+        app.command(name, rich_help_panel=panel)(for_ranks(checked, name in RANKED))
 app.add_typer(bench, name="bench", rich_help_panel="GPU")
 
 

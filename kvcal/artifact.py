@@ -225,7 +225,8 @@ def read_inputs(path: Path) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             size = file.read(8)
-            inputs = _read_head(path, size + file.read(int.from_bytes(size, "little")))["inputs"]
+            header = file.read(min(int.from_bytes(size, "little"), os.fstat(file.fileno()).st_size))
+            inputs = _read_head(path, size + header)["inputs"]
     except (OSError, ValueError, LookupError, AttributeError, RecursionError, OverflowError) as wrong:
         raise ArtifactError(f"{path} has no artifact's header: {wrong}", hint=_MAKE_AGAIN) from None
     if not isinstance(inputs, dict):

@@ -73,6 +73,12 @@ class GateFailed(KvcalError):
     exit_code = 7
 
 
+class RankFailed(KvcalError):
+    """Another process of a command of several (kvcal.distributed) has ended before its work was done."""
+
+    exit_code = 8
+
+
 class SlowPath(UserWarning):
     """A warning: a request is served, but not by the fast kernels."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvcal import artifact
+from kvcal import artifact, distributed
 from kvcal.artifact import differing_input, read_inputs
 from kvcal.data.pools import Purpose
 from kvcal.data.samples import Sampler
@@ -140,7 +140,8 @@ def current_or(
         reporter.say(f"{stage}: runs again, {difference}")
     if made_on is not None:
         reporter.say(f"{stage}: {made_on}")
-    return make()
+    made = make()
+    return load(path) if distributed.same_file(path) else made
 
 
 @dataclass(frozen=True)

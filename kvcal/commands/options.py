@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from kvcal import console
+from kvcal import console, distributed
 from kvcal.embedded import MODEL_NAME
 from kvcal.errors import UsageError
 from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
@@ -102,7 +102,7 @@ class OutputOptions:
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No messages and no progress.")] = False
 
     def reporter(self) -> console.TerminalReporter:
-        return console.TerminalReporter(self.quiet)
+        return console.TerminalReporter(self.quiet or distributed.rank() > 0)
 
     def reporting(self) -> AbstractContextManager[console.TerminalReporter]:
         return self.reporter().running()
@@ -134,7 +134,7 @@ class ModelOptions(OutputOptions):
         from kvcal.models.load import load
 
         logging.disable_progress_bar()
-        loaded = load(source, dtype=self.dtype, device=self.device)
+        loaded = load(source, dtype=self.dtype, device=distributed.device(self.device))
         if reporter is not None and calibrated_on is not None and loaded.source not in embedded_models():
             advice = "give --data with text such as the model will read"
             if calibrated_on.is_toy:
@@ -288,6 +288,22 @@ def needs_compile(command: Callable[..., None]) -> Callable[..., None]:
         command(*args, **kwargs)
 
     return checked
+
+
+def for_ranks(command: Callable[..., None], is_ranked: bool) -> Callable[..., None]:
+    """``command``, run by all processes that torchrun has started; UsageError where several are, and it is for one."""
+
+    @wraps(command)
+    def ranked(*args: Any, **kwargs: Any) -> None:
+        if not is_ranked and distributed.world_size() > 1:
+            raise UsageError(
+                f"this command runs in one process, and torchrun has started {distributed.world_size()}",
+                hint="leave torchrun out; it is for commands that calibrate, search or evaluate",
+            )
+        with distributed.joined():
+            command(*args, **kwargs)
+
+    return ranked
 
 
 def _is_installed(package: str) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcal import console
+from kvcal import console, distributed
 from kvcal.commands.options import (
     ModelOption,
     ModelOptions,
@@ -159,7 +159,7 @@ def eval_command(
     gates.require_measured((*base.evaluate.embedded_tasks, *base.evaluate.harness_tasks))
     if base.evaluate.harness_tasks:
         require_tasks(base.evaluate)
-    folder = Folder.create(out)
+    folder = Folder.create(distributed.own_folder(out))
     with given.reporting() as reporter:
         loaded = given.load(model)
         require_same_model(loaded_plan, loaded)

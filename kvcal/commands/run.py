@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcal import distributed
 from kvcal.commands.options import (
     BudgetOptions,
     KvBudget,
@@ -70,7 +71,7 @@ def run(
         )
     chosen = given.change(base, {**({} if is_fixed else budgets.knobs()), **served.knobs(base)})
     workload = budgets.workload(DEFAULT_WORKLOAD) if is_fixed else None
-    folder = pipeline.Folder.create(out)
+    folder = pipeline.Folder.create(distributed.own_folder(out))
     with given.reporting() as reporter:
         loaded = given.load(model or chosen.model, chosen.data if chosen.calibrates else None, reporter)
         result = pipeline.run(loaded, folder, chosen, workload, reporter)
@@ -116,7 +117,7 @@ def search(
     if base.search is None:
         raise UsageError(f"recipe {base.name!r} has no [search]", hint="use `kvcal run`, or the recipe best")
     base = given.change(base, budgets.knobs() | served.knobs(base))
-    folder = pipeline.Folder.create(out)
+    folder = pipeline.Folder.create(distributed.own_folder(out))
     with given.reporting() as reporter:
         loaded = given.load(model or base.model, base.data, reporter)
         if dry_run:
@@ -166,7 +167,7 @@ def tune(
     base = given.change(base, section="tune")
     max_bytes = None if kv_budget is None else parse_bytes(kv_budget)
     origin = Origin(model or base.model, given.dtype, given.device)
-    folder = Folder.create(out)
+    folder = Folder.create(distributed.own_folder(out))
     with given.reporting() as reporter:
         loaded = given.load(origin.source, base.data, reporter)
         plan = formats_plan(base, loaded, sizes.workload(DEFAULT_WORKLOAD))
@@ -228,7 +229,8 @@ def compare(
     evaluating = [text for text in given.sets or () if text.startswith(("evaluate.", "data."))]
     spec = replace(given, sets=evaluating, samples=None).recipe(recipe).evaluate
     points = _changed(points_of(recipes, bits or ()), given, served)
-    workload, folder = sizes.workload(DEFAULT_WORKLOAD), pipeline.Folder.create(out)
+    workload = sizes.workload(DEFAULT_WORKLOAD)
+    folder = pipeline.Folder.create(distributed.own_folder(out, "plans/*"))
     calibrations = [point.recipe.data for point in points if point.recipe.calibrates]
     toy = next((data for data in calibrations if data.is_toy or data.source == "auto"), None)
     with given.reporting() as reporter:

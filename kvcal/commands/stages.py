@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvcal import distributed
 from kvcal.commands.options import (
     BudgetOptions,
     FolderArgument,
@@ -43,7 +44,7 @@ def profile(
     from kvcal.run.formats import profile_folder
 
     base = given.recipe(recipe)
-    folder = Folder.create(out)
+    folder = Folder.create(distributed.own_folder(out))
     with given.reporting() as reporter:
         loaded = given.load(model, base.data, reporter)
         result = profile_folder(loaded, folder, base, reporter)
@@ -153,7 +154,7 @@ def reparam(
 
     sizes = {"reparam.num_samples": given.samples, "reparam.seq_len": given.seq_len}
     base = replace(given, samples=None, seq_len=None).recipe(recipe, sizes, section="reparam")
-    paths = Folder(folder)
+    paths = Folder(distributed.own_folder(folder))
     with given.reporting() as reporter:
         loaded = given.load(model, base.data, reporter)
         record = reparam_folder(Job(base, loaded, paths, reporter))
@@ -187,7 +188,8 @@ def fit_predictors(
     from kvcal.strict import dump
 
     base = given.recipe(recipe, section="predictors")
-    paths, picture = Folder(folder), folder / "predictors.png"
+    paths = Folder(distributed.own_folder(folder))
+    picture = paths.path / "predictors.png"
     with given.reporting() as reporter:
         loaded = given.load(model, base.data, reporter)
         record = fit_predictors_folder(Job(base, loaded, paths, reporter))
@@ -246,7 +248,7 @@ def feedback(
 
     sizes = {"feedback.num_samples": given.samples, "feedback.seq_len": given.seq_len}
     base = replace(given, samples=None, seq_len=None).recipe(recipe, sizes, section="feedback")
-    paths = Folder(folder)
+    paths = Folder(distributed.own_folder(folder))
     with given.reporting() as reporter:
         loaded = given.load(model, base.data, reporter)
         record = feedback_folder(Job(base, loaded, paths, reporter))

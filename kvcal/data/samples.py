@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 
 from kvcal.artifact import Artifact, differing_input, read, sha256_json, write
 from kvcal.data.pools import Purpose, pool_of
+from kvcal.distributed import Parcel, in_turn
 from kvcal.errors import ArtifactError, NonFiniteActivations
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.progress import Reporter, Silent
@@ -163,10 +164,15 @@ class Sampler:
         written_NT = torch.empty(0, length, dtype=torch.bool)
         if path is not None and path.exists():
             tokens_NT, written_NT = _load(path, inputs)
-        for first in range(len(tokens_NT), len(seeds), BATCH):
+
+        def batch(first: int) -> Parcel:
             part = slice(first, first + BATCH)
             new = sample(self.model, openings[part], draws(seeds[part], length), end_ids, self.reporter)
-            tokens_NT, written_NT = torch.cat([tokens_NT, new[0]]), torch.cat([written_NT, new[1]])
+            return Parcel(tensors={"tokens": new[0], "written": new[1]})
+
+        for new in in_turn("samples", range(len(tokens_NT), len(seeds), BATCH), batch):
+            tokens_NT = torch.cat([tokens_NT, new.tensors["tokens"]])
+            written_NT = torch.cat([written_NT, new.tensors["written"]])
             if path is not None:
                 write(path, Artifact(KIND, SCHEMA, inputs, {}, {"tokens": tokens_NT, "written": written_NT}))
         known[digest] = tokens_NT, written_NT

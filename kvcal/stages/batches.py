@@ -72,19 +72,29 @@ def for_each_batch(
         UsageError: a single sequence does not fit into the device's memory.
     """
     order = longest_first(data)
-    while (done := checkpoint.state.done[phase]) < len(order):
-        reporter(done, len(order), label)
-        width = len(data.sequences[order[done]])
-        batch = Batch.of(data, order[done : done + max(1, most_tokens // width)])
-        means = _within_memory(measure, batch)
-        if means is None:
-            most_tokens = len(batch.numbers) // 2 * width
-            require_smaller(most_tokens, f"one sequence of {width} tokens")
-            reporter.say(f"{label}: out of memory, goes on with at most {most_tokens} tokens in a batch")
-        else:
-            checkpoint.advance(checkpoint.state.merged(phase, means, len(batch.numbers)))
-    reporter(len(order), len(order), label)
-    return most_tokens
+
+    def measure_run(run: range) -> Mapping[str, Mean] | None:
+        return _within_memory(measure, Batch.of(data, [order[position] for position in run]))
+
+    while True:
+        runs = _runs([len(data.sequences[number]) for number in order], most_tokens, checkpoint.state.done[phase])
+        too_large = checkpoint.run(phase, runs, measure_run, reporter, label)
+        if too_large is None:
+            return most_tokens
+        width = len(data.sequences[order[too_large.start]])
+        most_tokens = len(too_large) // 2 * width
+        require_smaller(most_tokens, f"one sequence of {width} tokens")
+        reporter.say(f"{label}: out of memory, goes on with at most {most_tokens} tokens in a batch")
+
+
+def _runs(widths: Sequence[int], most_tokens: int, first: int) -> list[range]:
+    """The positions from ``first`` on, of sequences of ``widths`` tokens, descending, in batches."""
+    runs = []
+    while first < len(widths):
+        stop = min(len(widths), first + max(1, most_tokens // widths[first]))
+        runs.append(range(first, stop))
+        first = stop
+    return runs
 
 
 def _within_memory(measure: Callable[[Batch], Mapping[str, Mean]], batch: Batch) -> Mapping[str, Mean] | None:

@@ -3,7 +3,8 @@
 The file is written about every ``SAVE_SECONDS`` and when the stage is left by any error, Ctrl-C included, whole or
 not at all. It is taken up again only by a run with the same inputs, which declares what it must hold after the steps
 that it counts; anything else is discarded. Statistics are sums in fp64, and steps come in a fixed order: a resumed run
-gives the same bits as one that was not interrupted.
+gives the same bits as one that was not interrupted. So does one of several processes, which measure steps in turn
+(kvcal.distributed); rank 0 keeps the file.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pydantic.dataclasses import dataclass as record
 from torch import Tensor
 
 from kvcal import artifact
+from kvcal.distributed import Parcel, from_first, in_turn, rank, undisturbed
 from kvcal.errors import ArtifactError
 from kvcal.folder import partial_path
 from kvcal.progress import Reporter
@@ -70,11 +72,6 @@ class State:
     means: Mapping[str, Mean]
     done: Mapping[str, int]
 
-    def merged(self, phase: str, means: Mapping[str, Mean], steps: int = 1) -> State:
-        """With ``steps`` more of ``phase``, whose statistics are ``means``."""
-        merged = {name: self.means[name].merge(mean) for name, mean in means.items()}
-        return State({**self.means, **merged}, {**self.done, phase: self.done[phase] + steps})
-
 
 @dataclass(frozen=True)
 class Statistic:
@@ -87,6 +84,50 @@ class Statistic:
     def of(cls, shape: Sequence[int], count: int | None = None, low: float = -LARGEST) -> Statistic:
         """Of an fp64 total within ``low`` and ``LARGEST``."""
         return cls(TensorSpec("float64", tuple(shape), low, LARGEST), count)
+
+
+# Statistics so far, and more: those that change, of both.
+Merge = Callable[[Mapping[str, Mean], Mapping[str, Mean]], Mapping[str, Mean]]
+
+
+def added(means: Mapping[str, Mean], observed: Mapping[str, Mean]) -> Mapping[str, Mean]:
+    """The statistics of both; what is new joins as it is."""
+    return {name: means[name].merge(mean) if name in means else mean for name, mean in observed.items()}
+
+
+def packed(means: Mapping[str, Mean] | None) -> Parcel:
+    """Statistics as processes send them; None as a parcel of None."""
+    if means is None:
+        return Parcel()
+    return Parcel({name: mean.count for name, mean in means.items()}, {n: mean.total for n, mean in means.items()})
+
+
+def unpacked(parcel: Parcel) -> dict[str, Mean]:
+    """The inverse of ``packed``, but for None."""
+    return {name: Mean(total, parcel.value[name]) for name, total in parcel.tensors.items()}
+
+
+# Runs of a pass: as many processes have work, and statistics are sent and merged as often.
+MAX_SHARDS = 64
+
+
+def shards(count: int) -> list[range]:
+    """The numbers below ``count`` in up to ``MAX_SHARDS`` runs of one length, the last of what is left. They do not
+    depend on the number of processes."""
+    length = max(1, -(-count // MAX_SHARDS))
+    return [range(first, min(first + length, count)) for first in range(0, count, length)]
+
+
+def summed(measure: Callable[[int], Mapping[str, Mean]], merge: Merge = added) -> Callable[[range], dict[str, Mean]]:
+    """``measure`` of one item, for a run of items: their statistics, merged in order."""
+
+    def measure_run(run: range) -> dict[str, Mean]:
+        means: dict[str, Mean] = {}
+        for number in run:
+            means |= merge(means, measure(number))
+        return means
+
+    return measure_run
 
 
 # The content of a stage's checkpoint, by name, after ``done`` steps of each phase, when it holds these names.
@@ -127,7 +168,7 @@ class Checkpoint:
         self._kind = f"{kind}-partial"
         self._inputs = inputs
         self._declare = declare
-        self.state = self._resumed(start, reporter)
+        self.state = self._of_first(start, lambda: self._resumed(start, reporter))
         self._saved = self.state
         self._saved_at = time.monotonic()
 
@@ -136,6 +177,44 @@ class Checkpoint:
         self.state = state
         if time.monotonic() - self._saved_at >= SAVE_SECONDS:
             self._save()
+
+    def run(
+        self,
+        phase: str,
+        runs: Sequence[range],
+        measure: Callable[[range], Mapping[str, Mean] | None],
+        reporter: Reporter,
+        label: str,
+        merge: Merge = added,
+    ) -> range | None:
+        """A pass over the steps of ``phase``, from where it is. ``runs``: all steps by number, in runs that one process
+        measures at once. Rank 0 merges what ``measure`` returns of each run, in their order; at the end all ranks have
+        the statistics. The pass ends early with a run of which ``measure`` returns None, and returns that run.
+
+        Raises:
+            What ``measure`` raises, on all ranks.
+        """
+        done, changed = self.state.done[phase], set[str]()
+        total = runs[-1].stop if runs else done
+        left = [range(max(done, run.start), run.stop) for run in runs if run.stop > done]
+
+        def step(run: range) -> Parcel:
+            reporter(run.start, total, label)
+            return packed(measure(run))
+
+        ended = None
+        for run, parcel in zip(left, in_turn(label, left, step, for_all=False), strict=False):
+            if parcel.value is None:
+                ended = run
+                break
+            means = merge(self.state.means, unpacked(parcel))
+            changed |= means.keys()
+            self.advance(State({**self.state.means, **means}, {**self.state.done, phase: run.stop}))
+        else:
+            reporter(total, total, label)
+        found = from_first(f"{label}, the sums", lambda: packed({name: self.state.means[name] for name in changed}))
+        self.state = State({**self.state.means, **unpacked(found)}, self.state.done)
+        return ended
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -147,11 +226,32 @@ class Checkpoint:
             self._save()
 
     def _save(self) -> None:
+        if rank() > 0:
+            return
         means = self.state.means
         body = dump(_StateBody({name: mean.count for name, mean in means.items()}, dict(self.state.done)))
         totals = {name: mean.total for name, mean in means.items()}
-        artifact.write(self.path, artifact.Artifact(self._kind, SCHEMA, self._inputs, body, totals))
+        with undisturbed():
+            artifact.write(self.path, artifact.Artifact(self._kind, SCHEMA, self._inputs, body, totals))
         self._saved, self._saved_at = self.state, time.monotonic()
+
+    def _of_first(self, start: State, resume: Callable[[], State]) -> State:
+        """The state that rank 0 has resumed; ``start`` where it has none, which all ranks have."""
+        before: list[State] = []
+
+        def make() -> Parcel:
+            before.append(state := resume())
+            if state is start:
+                return Parcel()
+            parcel = packed(state.means)
+            return Parcel({"counts": parcel.value, "done": dict(state.done)}, parcel.tensors)
+
+        found = from_first(f"resuming {self.path.name}", make)
+        if before:
+            return before[0]
+        if found.value is None:
+            return start
+        return State(unpacked(Parcel(found.value["counts"], found.tensors)), found.value["done"])
 
     def _resumed(self, start: State, reporter: Reporter) -> State:
         if not self.path.exists():

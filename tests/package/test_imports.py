@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "kvcal"
 # A module may import its own level and those before it. Names are files or folders directly under kvcal/.
 LEVELS = (
     {"errors", "quantities", "progress", "embedded", "lazy_torch", "recipe_names"},
-    {"strict", "stored_tensor", "artifact", "records"},
+    {"strict", "stored_tensor", "artifact", "records", "distributed"},
     {"geometry"},
     {"data", "pages", "models"},
     {"plan"},

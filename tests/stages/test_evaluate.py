@@ -97,9 +97,9 @@ def test_rows_follow_the_plans_and_equal_plans_are_measured_once(tmp_path: Path)
     evaluation = run(path, [coarse, ("mine", renamed), kivi], notes)
     assert [row.name for row in evaluation.rows] == ["coarse", "mine", "kivi"]
     assert notes.messages == [
-        "evaluate: coarse (1 of 3)",
         "evaluate: mine is measured already, kept",
         "evaluate: kivi is measured already, kept",
+        "evaluate: coarse (1 of 3)",
     ]
     assert load_evaluation(path) == evaluation
 

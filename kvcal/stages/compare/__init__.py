@@ -26,7 +26,7 @@ from typing import Any
 
 from kvcal.artifact import differing_input, write_bytes_atomic
 from kvcal.data.sequences import TokenDataset
-from kvcal.errors import KvcalError
+from kvcal.errors import KvcalError, RankFailed
 from kvcal.folder import Folder, compute_dtype, flat, model_inputs, require_model
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan, Workload
@@ -126,7 +126,7 @@ class _Job:
             try:
                 plan = self.build(self.loaded, folder, recipe, self.workload, self.reporter)
             except KvcalError as error:
-                if point.is_baseline:
+                if point.is_baseline or isinstance(error, RankFailed):
                     raise
                 refusal = Refusal("build", error.message, error.hint, error.exit_code)
                 self.reporter.say(f"compare: {point.name} is refused: {error.message}")
@@ -185,7 +185,7 @@ class _Job:
             except KvcalError as error:
                 measured = _measured(path, inputs)
                 name = next((name for name, plan in remaining.items() if plan.sha256 not in measured), None)
-                if name is None or name in BASELINES:
+                if name is None or name in BASELINES or isinstance(error, RankFailed):
                     raise
                 refusals[name] = Refusal("evaluate", error.message, error.hint, error.exit_code)
                 self.reporter.say(f"compare: {name} cannot be measured: {error.message}")

@@ -10,7 +10,7 @@ with the workload's batch, which shares the plan's tensors as the price does, an
 
 The file is rewritten after each plan, so an interrupted run loses one row at most. A row is kept if its plan (formats,
 workload and model, not its name or provenance) and the evaluation's inputs are the same; other inputs start the file
-anew. Plans that are equal under two names are measured once.
+anew. Plans that are equal under two names are measured once. Of several processes, each measures a plan at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from pydantic.dataclasses import dataclass
 from kvcal.artifact import differing_input
 from kvcal.data.pools import require_unseen
 from kvcal.data.sequences import TokenDataset
-from kvcal.errors import UsageError
+from kvcal.distributed import Parcel, in_turn
+from kvcal.errors import ArtifactError, UsageError
 from kvcal.folder import require_model
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan, Workload
@@ -38,7 +39,7 @@ from kvcal.stages.evaluate.harness import measure_harness
 from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
 from kvcal.stages.evaluate.text import Reference, TextQuality, measure_text
 from kvcal.stages.verify import require_same_model
-from kvcal.strict import STRICT, Amount, NumBytes
+from kvcal.strict import STRICT, Amount, NumBytes, dump, parse
 
 KIND = "evaluation"
 SCHEMA = 2
@@ -146,13 +147,21 @@ def evaluate(
         save_evaluation(evaluation, path)
         return evaluation
 
-    for number, ((name, plan), digest) in enumerate(zip(plans, digests, strict=True)):
-        if digest in measured:
-            reporter.say(f"evaluate: {name} is measured already, kept")
-            continue
+    numbers: dict[str, int] = {}  # by digest, of the plans to measure: equal ones once
+    for number, digest in enumerate(digests):
+        if digest in measured or digest in numbers:
+            reporter.say(f"evaluate: {plans[number][0]} is measured already, kept")
+        else:
+            numbers[digest] = number
+
+    def measure(number: int) -> Parcel:
+        name, plan = plans[number]
         reporter.say(f"evaluate: {name} ({number + 1} of {len(plans)})")
         reporter(number, len(plans), "evaluate: plans")
-        measured[digest] = _measure(loaded, name, plan, spec, data, reference, reporter)
+        return Parcel(dump(_measure(loaded, name, plan, spec, data, reference, reporter)))
+
+    for digest, sent in zip(numbers, in_turn("evaluate", list(numbers.values()), measure), strict=True):
+        measured[digest] = parse(Row, sent.value, "a rank's row", ArtifactError)
         save()
     return save()
 

@@ -4,8 +4,8 @@ Layer l's keys are regressed on the keys of the paged layer before it, its value
 keys, all as the cache will read them back: through the layers' own quantizers and the predictors fitted so far. So
 layers are fitted in order, one pass over the data for each: pass l sums up the normal equations of f_key of layer l
 and, one layer behind, of f_value of layer l - 1, whose inputs need f_key of layer l - 1. A forward of pass l ends at
-layer l. Nothing but sums is kept between sequences, so memory does not grow with the number of tokens, and an
-interrupted run goes on after the last sequence.
+layer l. Nothing but sums is kept between sequences, so memory does not grow with the number of tokens. An interrupted
+run goes on after the last shard of sequences, and several processes take shards in turn.
 
 A share of the sequences, evenly spread, is held out: their own normal equations give the explained variance of the
 predictor as it is stored (rounded, of low rank, in 4 bits), and one more pass over them what quantizing residuals
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from kvcal.data.sequences import TokenDataset
+from kvcal.distributed import Parcel, from_first
 from kvcal.errors import NonFiniteActivations
 from kvcal.models.load import LoadedModel
 from kvcal.models.rope import rotary_maps
@@ -36,7 +37,17 @@ from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import needed_tensors
 from kvcal.progress import Reporter
 from kvcal.recipe import PredictorSpec
-from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic, require_steps
+from kvcal.stages.checkpoint import (
+    Checkpoint,
+    Mean,
+    State,
+    Statistic,
+    packed,
+    require_steps,
+    shards,
+    summed,
+    unpacked,
+)
 from kvcal.stages.predictors.choice import Measured, Room, decide, measure
 from kvcal.stages.predictors.reconstruct import (
     FIT,
@@ -222,10 +233,10 @@ class _Fitting:
             self._run_pass(label, (FIT, HELD_OUT), wanted, ways, partial(_sum_equations, targets))
         means = {name: mean for name, mean in self.checkpoint.state.means.items() if not name.startswith("sums.")}
         for target in targets:
-            means |= self._solved(target)
+            means |= unpacked(from_first("a predictor's fit", partial(self._solved, target)))
         self.checkpoint.advance(State(means, {PASSES: number, SEQUENCES: 0}))
 
-    def _solved(self, target: Target) -> dict[str, Mean]:
+    def _solved(self, target: Target) -> Parcel:
         """The target's predictor and what it explains, from the sums of the pass."""
         equations = {}
         for split in (FIT, HELD_OUT):
@@ -238,9 +249,8 @@ class _Fitting:
         measured = measure(fit, predictor, equations[HELD_OUT], self.spec)
         tensors = predictor.tensors(f"fitted.layers.{target.index}.{target.side}_predictor")
         facts = torch.tensor([number for number in measured if number is not None], dtype=torch.float64)
-        return {name: Mean(tensor, 1) for name, tensor in tensors.items()} | {
-            f"facts.{target.index}.{target.side}": Mean(facts, 1)
-        }
+        tensors |= {f"facts.{target.index}.{target.side}": facts}
+        return packed({name: Mean(tensor, 1) for name, tensor in tensors.items()})
 
     def _measure_errors(self) -> None:
         """The last pass, over held-out sequences: what the cache reads back without predictors and with them."""
@@ -257,19 +267,18 @@ class _Fitting:
     ) -> None:
         """Every sequence of ``splits`` that the pass has not seen through the model; its ``sums`` join the state."""
         numbers = [number for number, split in sorted(self.splits.items()) if split in splits]
-        for step in range(self.checkpoint.state.done[SEQUENCES], len(numbers)):
-            self.reporter(step, len(numbers), label)
+
+        def measure(item: int) -> dict[str, Mean]:
             found: dict[str, Mean] = {}
-            receive = sums(self.splits[numbers[step]], found)
-            tokens_T = self.data.sequences[numbers[step]]
+            receive = sums(self.splits[numbers[item]], found)
+            tokens_T = self.data.sequences[numbers[item]]
             try:
                 read_pages(self.loaded.model, self.loaded.geometry, wanted, ways, self.tables, tokens_T, receive)
             except NonFiniteActivations as error:
-                raise NonFiniteActivations(f"sequence {numbers[step]}: {error.message}", error.hint) from error
-            state = self.checkpoint.state
-            merged = {n: state.means[n].merge(mean) if n in state.means else mean for n, mean in found.items()}
-            self.checkpoint.advance(State({**state.means, **merged}, {**state.done, SEQUENCES: step + 1}))
-        self.reporter(len(numbers), len(numbers), label)
+                raise NonFiniteActivations(f"sequence {numbers[item]}: {error.message}", error.hint) from error
+            return found
+
+        self.checkpoint.run(SEQUENCES, shards(len(numbers)), summed(measure), self.reporter, label)
 
     def _way(self, findings: Sequence[Finding]) -> Reconstruction:
         """Pages as stored with the predictors of ``findings``."""

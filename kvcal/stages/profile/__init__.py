@@ -23,7 +23,7 @@ from kvcal.plan.page_format import SIDES, Side
 from kvcal.progress import Reporter
 from kvcal.recipe import CacheSpec, ProfileSpec
 from kvcal.stages.batches import Batch, for_each_batch
-from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic, require_steps
+from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic, require_steps, summed
 from kvcal.stages.divergence import LOCKSTEP, Text, divergences, kl_texts, one_side_plan, padded_texts, unquantized_plan
 from kvcal.stages.profile.observers import OBSERVERS, GradientPass
 from kvcal.stages.profile.record import KIND, SCHEMA, Profile, ProfileSetup, load, save
@@ -96,11 +96,9 @@ def run_profile(
         measure = partial(gradient_means, gradients)
         most_tokens = BATCH_TOKENS[loaded.model.device.type]
         most_tokens = for_each_batch(data, most_tokens, measure, GRADIENTS, checkpoint, reporter, "profile: gradients")
-        for number in range(checkpoint.state.done[DIVERGENCES], len(steps)):
-            reporter(number, len(steps), "profile: divergence")
-            means = divergence_means(loaded, setup, steps[number])
-            checkpoint.advance(checkpoint.state.merged(DIVERGENCES, means))
-        reporter(len(steps), len(steps), "profile: divergence")
+        runs = [range(number, number + 1) for number in range(len(steps))]
+        kl_means = summed(lambda number: divergence_means(loaded, setup, steps[number]))
+        checkpoint.run(DIVERGENCES, runs, kl_means, reporter, "profile: divergence")
         profile = Profile(replace(setup, batch_tokens=most_tokens), checkpoint.state.means)
         save(profile, inputs, path)
     return profile

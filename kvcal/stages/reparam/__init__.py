@@ -19,8 +19,10 @@ before RoPE, 16 bits or in a sliding window stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Reporter
 from kvcal.recipe import ReparamSpec
-from kvcal.stages.checkpoint import LARGEST, Checkpoint, Mean, State, Statistic, require_steps
+from kvcal.stages.checkpoint import LARGEST, Checkpoint, Mean, State, Statistic, require_steps, shards, summed
 from kvcal.stages.reparam.record import KIND, SCHEMA, LayerReparam, Reparam, Subject, load, save
 from kvcal.stages.reparam.search import (
     KeyStatistics,
@@ -47,6 +49,7 @@ from kvcal.stages.reparam.search import (
     fitting_scale,
     is_searched,
     key_statistics,
+    merged_statistics,
     page_segments,
     read_back,
     searched_heads,
@@ -88,8 +91,11 @@ def run_reparam(
     search = _Search(loaded, searched, pairs, tensors, data, spec, scale)
     with Checkpoint(path, KIND, inputs, search.start(), search.declared, reporter) as checkpoint:
         if searched:
-            _for_each_sample(STATISTICS, data, checkpoint, reporter, search.with_statistics)
-            _for_each_sample(SEARCH, data, checkpoint, reporter, search.with_errors)
+            count = len(data.sequences)
+            statistics = summed(search.statistics, merged_statistics)
+            checkpoint.run(STATISTICS, shards(count), statistics, reporter, "reparam: statistics", merged_statistics)
+            errors = summed(partial(search.errors, KeyStatistics.by_layer(checkpoint.state.means)))
+            checkpoint.run(SEARCH, shards(count), errors, reporter, "reparam: search")
         record = search.record(checkpoint.state.means)
         save(record, inputs, path)
     return record
@@ -106,25 +112,13 @@ def _require_pages(data: TokenDataset, layers: Mapping[int, LayerPlan]) -> None:
         )
 
 
-def _for_each_sample(
-    phase: str,
-    data: TokenDataset,
-    checkpoint: Checkpoint,
-    reporter: Reporter,
-    step: Callable[[Tensor, Mapping[str, Mean]], Mapping[str, Mean]],
-) -> None:
-    """One pass over the sequences that are left: ``step`` takes tokens [T] and the statistics so far, and returns those
-    that change."""
-    total, label = len(data.sequences), f"reparam: {phase.removesuffix(' samples')}"
-    for sample in range(checkpoint.state.done[phase], total):
-        reporter(sample, total, label)
-        state = checkpoint.state
-        try:
-            means = step(data.sequences[sample], state.means)
-        except NonFiniteActivations as error:
-            raise NonFiniteActivations(f"sample {sample}: {error.message}", error.hint) from error
-        checkpoint.advance(State({**state.means, **means}, {**state.done, phase: sample + 1}))
-    reporter(total, total, label)
+@contextmanager
+def _naming(sample: int) -> Iterator[None]:
+    """NonFiniteActivations name the sample."""
+    try:
+        yield
+    except NonFiniteActivations as error:
+        raise NonFiniteActivations(f"sample {sample}: {error.message}", error.hint) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,28 +170,27 @@ class _Search:
             declared[name] = Statistic.of(mean.total.shape, count, low)
         return declared
 
-    def with_statistics(self, tokens_T: Tensor, means: Mapping[str, Mean]) -> dict[str, Mean]:
-        """The statistics with one more sequence."""
-        merged: dict[str, Mean] = {}
-        found = key_statistics(self.loaded, tokens_T, self.position_scale, self.sinks)
-        for index, statistics in found.items():
-            merged |= KeyStatistics.from_stored(means, index).merge(statistics).stored(index)
-        return merged
+    def statistics(self, sample: int) -> dict[str, Mean]:
+        """The statistics of one sequence."""
+        with _naming(sample):
+            found = key_statistics(self.loaded, self.data.sequences[sample], self.position_scale, self.sinks)
+        return {name: mean for index, keys in found.items() for name, mean in keys.stored(index).items()}
 
-    def with_errors(self, tokens_T: Tensor, means: Mapping[str, Mean]) -> dict[str, Mean]:
-        """Errors and energies with one more sequence."""
-        merged: dict[str, Mean] = {}
+    def errors(self, statistics: Mapping[int, KeyStatistics], sample: int) -> dict[str, Mean]:
+        """Errors and energies of one sequence."""
+        found: dict[str, Mean] = {}
 
         def measure(captured: Captured, reread: Reread) -> None:
             index = captured.layer
             if index in self.layers:
-                errors_C, energy = self._errors(captured, reread, KeyStatistics.from_stored(means, index))
-                merged[f"errors.{index}"] = means[f"errors.{index}"].update(errors_C[None])
-                merged[f"energy.{index}"] = means[f"energy.{index}"].update(energy[None])
+                errors_C, energy = self._errors(captured, reread, statistics[index])
+                found[f"errors.{index}"] = Mean(errors_C.cpu(), 1)
+                found[f"energy.{index}"] = Mean(energy.cpu(), 1)
 
-        with rereading(self.loaded.model, measure, self.loaded.geometry):
-            self.loaded.model(**calibration_inputs(self.loaded, tokens_T[None], self.position_scale))
-        return merged
+        inputs = calibration_inputs(self.loaded, self.data.sequences[sample][None], self.position_scale)
+        with _naming(sample), rereading(self.loaded.model, measure, self.loaded.geometry):
+            self.loaded.model(**inputs)
+        return found
 
     def _errors(self, captured: Captured, reread: Reread, statistics: KeyStatistics) -> tuple[Tensor, Tensor]:
         """Squared errors of all candidates [C] and energy [] of one layer and sequence, fp64."""
@@ -219,7 +212,7 @@ class _Search:
     def record(self, means: Mapping[str, Mean]) -> Reparam:
         """The best candidate of every layer."""
         loaded, spec, data = self.loaded, self.spec, self.data
-        by_layer = {index: KeyStatistics.from_stored(means, index) for index in self.layers}
+        by_layer = KeyStatistics.by_layer(means)
         energies = {index: float(keys.square) / max(keys.count, 1) for index, keys in by_layer.items()}
         biases = bias_findings(loaded, energies)
         found, lambdas, offsets = [], {}, {}

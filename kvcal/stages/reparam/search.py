@@ -96,10 +96,20 @@ class KeyStatistics:
         return {f"{name}.{index}": Mean(getattr(self, name), self.count) for name in _SUMS}
 
     @classmethod
-    def from_stored(cls, means: Mapping[str, Mean], index: int) -> KeyStatistics:
-        """The inverse of ``stored``."""
-        sums = {name: means[f"{name}.{index}"].total for name in _SUMS}
-        return cls(**sums, count=means[f"total.{index}"].count)
+    def by_layer(cls, means: Mapping[str, Mean]) -> dict[int, KeyStatistics]:
+        """The inverse of ``stored``, for all layers in ``means``."""
+        indices = [int(name.removeprefix("total.")) for name in means if name.startswith("total.")]
+        sums = {index: {name: means[f"{name}.{index}"].total for name in _SUMS} for index in indices}
+        return {index: cls(**sums[index], count=means[f"total.{index}"].count) for index in indices}
+
+
+def merged_statistics(means: Mapping[str, Mean], observed: Mapping[str, Mean]) -> dict[str, Mean]:
+    """``KeyStatistics.merge`` of all layers in ``observed``, as a checkpoint keeps them."""
+    merged: dict[str, Mean] = {}
+    before = KeyStatistics.by_layer(means)
+    for index, keys in KeyStatistics.by_layer(observed).items():
+        merged |= (before[index].merge(keys) if index in before else keys).stored(index)
+    return merged
 
 
 def key_statistics(

@@ -1,0 +1,258 @@
+"""Ranks: torchrun starts them, and the artifacts do not tell how many there were."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cli_cases import RECIPE, kvcal_process, run_kvcal, save_llama
+from transformers import PreTrainedTokenizerBase
+
+from kvcal import artifact, distributed
+from kvcal.distributed import Parcel
+from kvcal.errors import InfeasibleBudget, KvcalError, RankFailed, UsageError
+from kvcal.stages.checkpoint import MAX_SHARDS, Mean, shards, summed
+
+ROOT = Path(__file__).parents[2]
+STAGES = """
+[reparam]
+num_samples = 5
+seq_len = 256
+num_steps = 2
+[predictors]
+drop = false
+[feedback]
+num_samples = 5
+seq_len = 1000
+[data]
+source = "tasks:ledger"
+num_samples = 5
+seq_len = 1000
+min_len = 800
+"""
+
+
+def torchrun(num_ranks: int, *command: object) -> subprocess.CompletedProcess[str]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    return subprocess.run(
+        [*launch, *map(str, command)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        timeout=600,
+    )
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> tuple[Path, Path]:
+    """A model and a recipe with all stages that measure."""
+    folder = tmp_path_factory.mktemp("given")
+    data = RECIPE.index("[data]"), RECIPE.index("[profile]")
+    recipe = RECIPE[: data[0]] + RECIPE[data[1] :] + STAGES
+    for old, new in (
+        ('["channel"]', '["token"]'),
+        ("kl_samples = 1", "kl_samples = 5"),
+        ("kl_tokens = 256", "kl_tokens = 900"),
+    ):
+        assert old in recipe
+        recipe = recipe.replace(old, new)
+    (folder / "ranked.toml").write_text(recipe)
+    return save_llama(folder / "model", tokenizer), folder / "ranked.toml"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, given: tuple[Path, Path]) -> Iterator[Path]:
+    """The folder of one process; what runs in this one computes on one thread, too, as torchrun's ranks do."""
+    folder, (model, recipe) = tmp_path_factory.mktemp("alone"), given
+    done = kvcal_process("run", recipe, "--model", model, "--out", folder)
+    assert done.code == 0, done.err
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield folder
+    torch.set_num_threads(threads)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safetensors"))}
+
+
+def rows(folder: Path) -> list[dict]:
+    """All that was measured, but for the time that it took."""
+    found = json.loads((folder / "evaluation.json").read_text())["body"]["rows"]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in found]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_artifacts_do_not_depend_on_the_number_of_ranks(
+    num_ranks: int, given: tuple[Path, Path], alone: Path, tmp_path: Path
+) -> None:
+    """Five sequences, three batches of them, and three plans: ranks are not equally busy anywhere."""
+    model, recipe = given
+    done = torchrun(num_ranks, "-m", "kvcal", "run", recipe, "--model", model, "--out", tmp_path, "--json")
+    assert done.returncode == 0, done.stderr
+    names = {"profile", "allocation", "reparam", "predictors", "feedback", "plan"}
+    assert {name.removesuffix(".safetensors") for name in digests(alone)} == names
+    assert digests(tmp_path) == digests(alone)
+    assert rows(tmp_path) == rows(alone)
+    assert json.loads(done.stdout)  # rank 0's alone
+    assert done.stderr.count("evaluate: 16-bit (1 of 3)") == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "message", "code"),
+    [
+        ("item", "error: sample 3: keys of layer 1 hold NaN or infinity", 4),
+        ("alone", "error: weights.safetensors: Input/output error", 5),
+        ("killed", None, -9),
+    ],
+)
+def test_a_rank_that_fails_ends_all_and_the_run_resumes(
+    how: str,
+    message: str | None,
+    code: int,
+    given: tuple[Path, Path],
+    alone: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, recipe = given
+    for name in ("profile", "allocation"):
+        shutil.copy(alone / f"{name}.safetensors", tmp_path)
+    arguments = ["reparam", tmp_path, "--model", model, "--recipe", recipe]
+    failed = torchrun(2, ROOT / "tests/support/failing_ranks.py", how, *arguments)
+    assert failed.returncode != 0
+    assert len(re.findall("^error: ", failed.stderr, re.M)) == 1
+    assert message is None or message in failed.stderr
+    root_cause = failed.stderr.partition("Root Cause")[2]
+    assert re.search(rf"exitcode  : {code} ", root_cause), failed.stderr
+    partial = artifact.read(tmp_path / "reparam.partial.safetensors", "reparam-partial", 1)
+    assert partial.body["done"]["statistics samples"] in (2, 3)  # of the round that failed, what comes before
+    resumed = run_kvcal(capsys, *arguments)  # by one process
+    assert resumed.code == 0 and "reparam.partial.safetensors: goes on after" in resumed.err
+    assert digests(tmp_path)["reparam.safetensors"] == digests(alone)["reparam.safetensors"]
+
+
+def test_a_command_for_one_process_refuses_several(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused = run_kvcal(capsys, "recipes")
+    assert refused.code == 2 and "torchrun has started 2" in refused.err
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    refused = run_kvcal(capsys, "recipes")
+    assert refused.code == 2 and "WORLD_SIZE = 'two'" in refused.err
+
+
+def test_one_process_measures_items_as_they_are_asked_for() -> None:
+    seen: list[int] = []
+
+    def measure(item: int) -> Parcel:
+        seen.append(item)
+        return Parcel(item)
+
+    found = distributed.in_turn("items", range(3), measure)
+    assert next(found).value == 0 and seen == [0]
+    assert [parcel.value for parcel in found] == [1, 2]
+    assert distributed.from_first("one", lambda: Parcel("x")).value == "x"
+    assert distributed.own_folder(Path("a")) == Path("a") and not distributed.same_file(Path("a"))
+
+
+def test_a_parcel_comes_out_as_it_went_in() -> None:
+    shared = torch.arange(6, dtype=torch.float64).reshape(2, 3)
+    tensors = {
+        "": torch.tensor(0.1, dtype=torch.float64),
+        "a": shared,
+        "turned": shared.T,
+        "bits": torch.tensor([True, False]),
+        "half": torch.tensor([1.5], dtype=torch.bfloat16),
+        "none": torch.empty(0, 3),
+    }
+    found = distributed._from_bytes(distributed._to_bytes(tensors))
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+    assert distributed._from_bytes(distributed._to_bytes({})) == {}
+
+
+@pytest.mark.parametrize("kind", sorted(distributed.ERRORS))
+def test_an_error_of_an_item_reaches_all_ranks_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"message": "m", "hint": "h"} | ({"smallest_bytes": 7} if kind == "InfeasibleBudget" else {})
+    error = distributed.ERRORS[kind](**given).at("a place")
+
+    def measure(_: object) -> Parcel:
+        raise error
+
+    if kind == "RankFailed":  # the end of all, not of an item
+        with pytest.raises(RankFailed):
+            distributed._outcome(measure, None)
+        return
+    outcome = distributed._outcome(measure, None)
+    monkeypatch.setattr(distributed, "_broadcast", lambda data, owner: data)
+    with pytest.raises(type(error)) as caught:
+        distributed._sent(outcome, 0, True)
+    assert vars(caught.value) == vars(error) and caught.value.exit_code == error.exit_code
+    assert not isinstance(error, InfeasibleBudget) or caught.value.smallest_bytes == 7
+
+
+def test_all_errors_of_the_package_are_known() -> None:
+    def kinds(kind: type[KvcalError]) -> set[str]:
+        return {kind.__name__}.union(*map(kinds, kind.__subclasses__()))
+
+    assert kinds(KvcalError) - {"KvcalError"} == distributed.ERRORS.keys()
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, MAX_SHARDS, MAX_SHARDS + 1, 300, 512])
+def test_shards_are_all_items_in_order(count: int) -> None:
+    runs = shards(count)
+    assert [number for run in runs for number in run] == list(range(count))
+    assert len(runs) <= MAX_SHARDS and len({len(run) for run in runs[:-1]}) <= 1
+    assert count > MAX_SHARDS or all(len(run) == 1 for run in runs)
+
+
+def test_a_run_sums_up_its_items_in_order() -> None:
+    means = summed(lambda number: {"all": Mean(torch.tensor(0.1 * number), 1), f"{number % 2}": Mean.empty(())})
+    found = means(range(2, 6))
+    assert found["all"].count == 4 and float(found["all"].total) == float(
+        sum(torch.tensor(0.1 * n) for n in range(2, 6))
+    )
+    assert found.keys() == {"all", "0", "1"}
+
+
+def test_a_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert distributed.device("auto") == "auto"
+    monkeypatch.setattr(distributed, "size", lambda: 2)
+    assert distributed.device("cpu") == "cpu"
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert distributed.device("auto") == distributed.device("cuda") == "cuda:1" and chosen == [1, 1]
+    with pytest.raises(UsageError, match="a GPU of its own"):
+        distributed.device("cuda:0")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UsageError, match="which has 2 GPUs"):
+        distributed.device("auto")
+
+
+def test_the_artifacts_of_a_folder_are_copied_and_nothing_else(alone: Path, tmp_path: Path) -> None:
+    for name in ("plan.safetensors", "evaluation.json"):
+        shutil.copy(alone / name, tmp_path)
+        (tmp_path / "plans/a").mkdir(parents=True, exist_ok=True)
+        shutil.copy(alone / name, tmp_path / "plans/a")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "picture.png").write_bytes(b"")
+    found = [str(path) for path in distributed._kept(tmp_path, ())]
+    assert found == ["evaluation.json", "plan.safetensors"]
+    found = [str(path) for path in distributed._kept(tmp_path, ("plans/*",))]
+    assert found == ["evaluation.json", "plan.safetensors", "plans/a/evaluation.json", "plans/a/plan.safetensors"]

@@ -1,0 +1,38 @@
+"""The kvcal command, one of whose ranks fails: `torchrun ... failing_ranks.py HOW ARGUMENT...`.
+
+It ends with the second sequence of rank 1, when the statistics of λ hold one sequence of each rank:
+
+    item     an error of the sequence, which is every rank's
+    alone    an error of the rank alone, outside of a sequence's measurement
+    killed   the system kills the process
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from kvcal import __main__ as cli
+from kvcal import distributed
+from kvcal.errors import NonFiniteActivations
+from kvcal.stages import reparam
+from kvcal.stages.reparam import search
+
+how = sys.argv.pop(1)
+measure, calls = search.key_statistics, []
+
+
+def failing(*args):
+    calls.append(args)
+    if distributed.rank() == 1 and len(calls) == 2:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "alone":
+            raise OSError(5, "Input/output error", "weights.safetensors")
+        raise NonFiniteActivations("keys of layer 1 hold NaN or infinity", "check the checkpoint")
+    return measure(*args)
+
+
+reparam.key_statistics = failing
+cli.main()
