@@ -165,7 +165,7 @@ def tune(
     _require_formats_alone(base)
     base = given.change(base, section="tune")
     max_bytes = None if kv_budget is None else parse_bytes(kv_budget)
-    origin = Origin(model or base.model, given.dtype, given.device)
+    origin = Origin(model or base.model, given.dtype, given.device, given.memory_bytes)
     folder = Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(origin.source, base.data, reporter)
