@@ -254,3 +254,30 @@ def test_missing_shards_and_tensors_are_named(saved, tmp_path: Path) -> None:
     index.write_text(json.dumps(content))
     with pytest.raises(UsageError, match="names 1 missing files: .'gone.safetensors'"):
         open_model(folder, 1 << 40)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_places", [1, 2])
+def test_a_gpu_gives_the_bits_of_the_whole_model(num_places: int, saved) -> None:
+    folder = saved("gemma3")
+    least, layer = shapes_of(folder).least, shapes_of(folder).layer
+    ids = torch.randint(3, VOCAB_SIZE, (4, NUM_TOKENS), generator=torch.Generator().manual_seed(2)).cuda()
+    results = []
+    try:
+        for memory in (None, least + (num_places - 1) * layer):
+            given = {"device": "cuda", "need_tokenizer": False, "memory": memory, "num_tokens": NUM_TOKENS}
+            loaded = load(str(folder), **given)
+            assert memory is None or (loaded.residence.num_kept, loaded.residence.num_places) == (0, num_places)
+            model = loaded.model.requires_grad_(True)
+            torch.cuda.set_per_process_memory_fraction(1.0)  # less than torch's smallest block
+            for _ in range(2):  # the second one finds the places as the first backward left them
+                model.zero_grad()
+                logits = model(input_ids=ids, use_cache=False).logits
+                logits.square().mean().backward()
+            names = ("k_proj", "up_proj")
+            results.append([logits, *(p.grad for name, p in model.named_parameters() if any(n in name for n in names))])
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert len(results[0]) == 9
+    for whole, streamed_one in zip(*results, strict=True):
+        assert torch.equal(whole, streamed_one)
