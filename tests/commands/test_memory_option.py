@@ -73,7 +73,7 @@ def test_a_run_writes_the_same_bytes(model: Path, least: int, tmp_path: Path, ca
     texts = [(folder / "evaluation.json").read_text() for folder in folders]
     evaluations = [re.sub(r'"(seconds|digest)": \S+', "", text) for text in texts]
     assert evaluations[0] == evaluations[1]
-    verified = run_kvcal(capsys, "verify", whole["plan.safetensors"], "--model", model, "--memory", f"{least * 2}B")
+    verified = run_kvcal(capsys, "verify", whole["plan.safetensors"], "--model", model, "--memory", "200MB")
     assert verified.code == 0, verified.err
 
 
