@@ -20,7 +20,7 @@ import typer
 from kvcal import console, distributed
 from kvcal.embedded import MODEL_NAME
 from kvcal.errors import UsageError
-from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
+from kvcal.quantities import MAX_BATCH, MAX_CONTEXT, parse_bytes
 from kvcal.recipe_names import recipe_names
 
 if TYPE_CHECKING:
@@ -124,6 +124,17 @@ class ModelOptions(OutputOptions):
         str, typer.Option(help="auto (float32 on a CPU, else the checkpoint's), bfloat16, float16, float32.")
     ] = "auto"
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the device, such as 24GB: layers beyond are streamed from the files. Default: all of it."
+        ),
+    ] = None
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """--memory in bytes. UsageError if it is none."""
+        return None if self.memory is None else parse_bytes(self.memory)
 
     def load(self, source: str, calibrated_on: DataSpec | None = None, reporter: Reporter | None = None) -> LoadedModel:
         """The model; transformers' own progress bars are off. Says so when one of the user's is calibrated on text that
@@ -132,9 +143,15 @@ class ModelOptions(OutputOptions):
 
         from kvcal.models.files import embedded_models
         from kvcal.models.load import load
+        from kvcal.models.streamed import NUM_TOKENS
 
         logging.disable_progress_bar()
-        loaded = load(source, dtype=self.dtype, device=distributed.device(self.device))
+        num_tokens = NUM_TOKENS if calibrated_on is None else calibrated_on.seq_len
+        memory = self.memory_bytes
+        device = distributed.device(self.device)
+        loaded = load(source, dtype=self.dtype, device=device, memory=memory, num_tokens=num_tokens)
+        if reporter is not None and loaded.residence is not None:
+            reporter.say(str(loaded.residence))
         if reporter is not None and calibrated_on is not None and loaded.source not in embedded_models():
             advice = "give --data with text such as the model will read"
             if calibrated_on.is_toy:

@@ -166,7 +166,7 @@ def tune(
     _require_formats_alone(base)
     base = given.change(base, section="tune")
     max_bytes = None if kv_budget is None else parse_bytes(kv_budget)
-    origin = Origin(model or base.model, given.dtype, given.device)
+    origin = Origin(model or base.model, given.dtype, given.device, given.memory_bytes)
     folder = Folder.create(distributed.own_folder(out))
     with given.reporting() as reporter:
         loaded = given.load(origin.source, base.data, reporter)

@@ -34,6 +34,7 @@ from kvcal.models.geometry import attention_layers, checkpoint_dtype, geometry_o
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import LayerProjections, output_dim, projections, query_key_norms
 from kvcal.models.rope import rotary_pairs
+from kvcal.models.streamed import is_streamed
 from kvcal.models.taps import Captured, tap
 
 _HINT = "keep λ as a runtime vector: a plan with k_rescale needs no folding"
@@ -54,7 +55,10 @@ def fold(model: PreTrainedModel, lambdas: Mapping[int, Tensor], geometry: Geomet
     Raises:
         ArtifactError: λ is for no layer of the model, mis-shaped, not positive and finite, or differs in a rotary pair.
         UnsupportedModel: the model's weights cannot take λ; the model is then as it was.
+        UsageError: the model's layers are streamed from files.
     """
+    if is_streamed(model):
+        raise UsageError("λ cannot be folded into weights that are streamed from files", "leave --memory out")
     geometry = geometry or geometry_of(model)
     check_lambdas(model, geometry, lambdas)
     if model.config.get_text_config(decoder=True).to_dict().get("clip_qkv") is not None:

@@ -39,6 +39,7 @@ from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, Geometry, ModelIdentity, StateGeometry
 from kvcal.models.files import Location, locate, read_json, require_sizes, tokenizer_files, weight_files
 from kvcal.models.geometry import checkpoint_dtype, geometry_of
+from kvcal.models.streamed import NUM_TOKENS, Residence, stream
 
 # From what config.json says: wrong types, sizes and names.
 CONFIG_ERRORS = (StrictDataclassError, TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError)
@@ -54,22 +55,34 @@ _CHUNK_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in eval mode on its device; ``tokenizer`` is None only if none was needed and there is none."""
+    """A model in eval mode on its device; ``tokenizer`` is None only if none was needed and there is none;
+    ``residence`` is that of a model whose layers are streamed."""
 
     model: PreTrainedModel
     tokenizer: Tokenizer | None
     identity: ModelIdentity
     geometry: Geometry
     source: str
+    residence: Residence | None = None
 
 
-def load(source: str, *, dtype: str = "auto", device: str = "auto", need_tokenizer: bool = True) -> LoadedModel:
+def load(
+    source: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    need_tokenizer: bool = True,
+    memory: int | None = None,
+    num_tokens: int = NUM_TOKENS,
+) -> LoadedModel:
     """Load ``source``: the name of an embedded model, else a local folder, else a hub id.
 
     ``dtype``: auto (float32 on a CPU unless the model keeps states, else the checkpoint's), or a key of CACHE_DTYPES.
-    ``device``: auto (CUDA if there is one), cpu, cuda, cuda:N. Raises UsageError for a source that is not there, cannot
-    be read or lacks weights or a tokenizer, and for a wrong dtype or device; UnsupportedModel for a model that is not a
-    causal language model of transformers, or that ``geometry_of`` does not support.
+    ``device``: auto (CUDA if there is one), cpu, cuda, cuda:N. ``memory``: bytes of the device that the model may take
+    while it runs sequences of ``num_tokens``; layers beyond are streamed (``kvcal.models.streamed``). Raises UsageError
+    for a source that is not there, cannot be read or lacks weights or a tokenizer, for a wrong dtype or device, and for
+    too little memory; UnsupportedModel for a model that is not a causal language model of transformers, or that
+    ``geometry_of`` does not support.
     """
     target = _device(device)
     if dtype != "auto" and dtype not in CACHE_DTYPES:
@@ -83,12 +96,14 @@ def load(source: str, *, dtype: str = "auto", device: str = "auto", need_tokeniz
     # States are kept in the dtype that computes them: in another one their bytes would not be the plan's.
     automatic = [stored_dtype] if target.type == "cuda" else dict.fromkeys(["float32", stored_dtype])
     for compute_dtype in automatic if dtype == "auto" else (dtype,):
-        model = _model(location, config, CACHE_DTYPES[compute_dtype], target)
+        model: Any = _model(location, config, CACHE_DTYPES[compute_dtype])
+        residence = None if memory is None else stream(model, target, memory, num_tokens)
+        model.to(target)
         model.config.dtype = CACHE_DTYPES[stored_dtype]
         geometry = geometry_of(model, stored_dtype)
         if not any(isinstance(layer, StateGeometry) for layer in geometry.layers):
             break
-    return LoadedModel(model, tokenizer, identity_of(location.folder, location.id), geometry, source)
+    return LoadedModel(model, tokenizer, identity_of(location.folder, location.id), geometry, source, residence)
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
@@ -142,7 +157,8 @@ def read_config(location: Location) -> PreTrainedConfig:
     return config
 
 
-def _model(location: Location, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _model(location: Location, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """On the CPU, where its parameters are maps of the files, unless they are converted."""
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             location.pretrained, revision=location.commit or "main", config=config, dtype=dtype,
@@ -163,7 +179,7 @@ def _model(location: Location, config: PreTrainedConfig, dtype: torch.dtype, dev
             f"{location.id}: the checkpoint lacks {len(lacking)} of the model's tensors, first {lacking[0]}",
             hint="the weights do not belong to this config.json, or a file is missing",
         )
-    return model.to(device).eval()
+    return model.eval()
 
 
 def _tokenizer(location: Location, needed: bool) -> Tokenizer | None:

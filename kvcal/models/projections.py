@@ -31,6 +31,7 @@ from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.models.attention import attention_modules, layer_index
 from kvcal.models.geometry import attention_layers, probe_ids
 from kvcal.models.load import LoadedModel
+from kvcal.models.streamed import stored
 from kvcal.models.taps import Captured, tap
 from kvcal.progress import Reporter
 
@@ -111,7 +112,7 @@ def projections(model: PreTrainedModel, geometry: Geometry) -> dict[int, LayerPr
 
 def output_weights(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tensor]:
     """{layer: W_o [C, H, D_v]} of every attention layer: what its output projection makes of the heads' outputs, C
-    channels. Raises UnsupportedModel where a layer's is not found."""
+    channels; in host memory where the layer is streamed. Raises UnsupportedModel where a layer's is not found."""
     layers = {layer.index: layer for layer in attention_layers(geometry)}
     found: dict[int, Tensor] = {}
     for index, module in _modules_by_layer(model, tuple(layers.values())).items():
@@ -123,7 +124,7 @@ def output_weights(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tens
                 f"{', '.join(name for name, _ in module.named_children())}; known output projections of "
                 f"{math.prod(heads)} inputs: {', '.join(OUTPUT_NAMES)}"
             )
-        found[index] = child.weight.detach().movedim(output_dim(child), 0).unflatten(1, heads)
+        found[index] = stored(child.weight).movedim(output_dim(child), 0).unflatten(1, heads)
     return found
 
 

@@ -35,8 +35,17 @@ from transformers import PreTrainedModel
 
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry
-from kvcal.models.attention import attention_modules, base_attention, forward_of, listen, require_base, substituted
+from kvcal.models.attention import (
+    attention_modules,
+    base_attention,
+    forward_of,
+    layer_index,
+    listen,
+    require_base,
+    substituted,
+)
 from kvcal.models.geometry import RecordingCache, attention_layers, geometry_of, probe_ids
+from kvcal.models.streamed import runs_again
 
 _ROTARY_NAME = re.compile(r"_?apply_\w*(rotary|rope)")
 _AXES = ((0, 1, 2, 3), (0, 2, 1, 3))  # of keys (B, N, T, R) or (B, T, N, R), as (B, N, T, R)
@@ -91,7 +100,8 @@ Observer = Callable[[Captured], None]
 @contextmanager
 def tap(model: PreTrainedModel, on_attention: Observer, geometry: Geometry | None = None) -> Iterator[None]:
     """Within the context, every ``model(..., use_cache=False)`` calls ``on_attention`` once per attention layer, in
-    layer order, during the forward; logits are unchanged.
+    layer order, during the forward; logits are unchanged. With gradients, a streamed model's layers have no graph then,
+    and are observed once more, with one, in the backward (``kvcal.models.streamed``).
 
     ``geometry`` spares its measurement when it is known. Raises UnsupportedModel on entry for a model that bypasses the
     attention interface, and in the forward for a layer that is missing, of another shape, or one too many; UsageError
@@ -171,10 +181,7 @@ class _Recorder(threading.local):
 
     def observe(self, module: nn.Module, q_post_BHTD: Tensor, k_post_BNTD: Tensor, v_BNTD: Tensor) -> None:
         """One attention call: check it against the geometry, hand it to the observer."""
-        if self._next == len(self._layers):
-            raise UnsupportedModel(f"{self._name} attends more often than its {self._next} caching layers")
-        layer = self._layers[self._next]
-        self._next += 1
+        layer = self._layer_of(module)
         B, _, T, _ = q_post_BHTD.shape
         shapes = tuple(tuple(tensor.shape) for tensor in (q_post_BHTD, k_post_BNTD, v_BNTD))
         expected = (
@@ -187,6 +194,15 @@ class _Recorder(threading.local):
             raise UnsupportedModel(f"{place} attends with shapes {shapes}, its cache says {expected}")
         k_pre_BNTD, rotation = self._take(k_post_BNTD, forward_of(module))
         self._on_attention(Captured(layer.index, q_post_BHTD, k_pre_BNTD, k_post_BNTD, v_BNTD, rotation))
+
+    def _layer_of(self, module: nn.Module) -> AttentionGeometry:
+        """The layer whose attention is called: the next one, but in a backward, where a streamed layer runs again."""
+        if runs_again():
+            return next(layer for layer in self._layers if layer.index == layer_index(module))
+        if self._next == len(self._layers):
+            raise UnsupportedModel(f"{self._name} attends more often than its {self._next} caching layers")
+        self._next += 1
+        return self._layers[self._next - 1]
 
     @contextmanager
     def recording(self, forwards: Iterable[FunctionType]) -> Iterator[None]:

@@ -193,7 +193,9 @@ def tune_folder(job: Job) -> Allocation:
     }
 
     def make() -> Allocation:
-        origin = Origin(loaded.source, str(loaded.model.dtype).removeprefix("torch."), str(loaded.model.device))
+        memory = None if loaded.residence is None else loaded.residence.memory
+        dtype = str(loaded.model.dtype).removeprefix("torch.")
+        origin = Origin(loaded.source, dtype, str(loaded.model.device), memory)
         best = tune_plan(loaded, origin, plan, recipe, folder.path, job.reporter).plan
         provenance = with_calibration(best.provenance, calibration("tune", inputs))
         allocation = allocation_stage.unbudgeted(best.layers, best.model, best.cache_dtype, best.workload, provenance)

@@ -35,17 +35,18 @@ HIGHEST_SHARE = 0.99
 
 @dataclass(frozen=True)
 class Origin:
-    """The source of the model: a worker loads it again."""
+    """The source of the model, and how it is loaded: a worker loads it again."""
 
     source: str
     dtype: str
     device: str
+    memory: int | None = None
 
     def load(self) -> LoadedModel:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        return load(self.source, dtype=self.dtype, device=self.device)
+        return load(self.source, dtype=self.dtype, device=self.device, memory=self.memory)
 
 
 def tuned_bits(plan: Plan) -> tuple[int, ...]:

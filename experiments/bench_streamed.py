@@ -1,0 +1,166 @@
+"""Seconds a layer, and memory, of profiling a model of 70B's shape whose layers are streamed through 24 GB of a GPU.
+
+Writes a Llama checkpoint of random weights with that shape, but as few layers as a disk holds: a layer's time does not
+depend on how many there are. Then it measures
+
+- loads: a forward of few tokens, with the files on the disk alone, then in the page cache;
+- the gradients of a profile, streamed;
+- the same with all layers on the device, which is the time without any waiting, and must give the same bytes.
+
+Example: python experiments/bench_streamed.py /scratch/llama-70b-20 --layers 20 --sequences 16 --memory 24GB
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from kvcal.data.sequences import TokenDataset
+from kvcal.geometry import ModelIdentity
+from kvcal.models.geometry import geometry_of
+from kvcal.models.load import LoadedModel
+from kvcal.models.streamed import Residence, stream
+from kvcal.progress import Silent
+from kvcal.quantities import parse_bytes
+from kvcal.recipe import CacheSpec, ProfileSpec
+from kvcal.stages.profile import run_profile
+
+SHAPE = {
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+FULL_SEQUENCES = 128
+
+
+def write_checkpoint(folder: Path, config: LlamaConfig, device: torch.device) -> None:
+    """One shard a layer, and one for the rest, written through to the disk, and not in the page cache."""
+    folder.mkdir(parents=True)
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    shards: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        number = name.split(".")[2] if name.startswith("model.layers.") else "rest"
+        shards.setdefault(f"model-{number}.safetensors", {})[name] = parameter
+    torch.manual_seed(0)
+    for file, parameters in shards.items():
+        tensors = {}
+        for name, parameter in parameters.items():
+            weight = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
+            tensors[name] = (weight.fill_(1.0) if weight.ndim == 1 else weight.normal_(0, 0.02)).cpu()
+        save_file(tensors, folder / file, {"format": "pt"})
+        with (folder / file).open("rb") as written:
+            os.fsync(written.fileno())
+            os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    places = {name: file for file, parameters in shards.items() for name in parameters}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def open_model(folder: Path, memory: int, num_tokens: int, device: torch.device) -> tuple[PreTrainedModel, Residence]:
+    """As ``kvcal.models.load`` does, but for the hash of the weights, which takes long and tells nothing here."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    residence = stream(model, device, memory, num_tokens)
+    print(residence, flush=True)
+    return model, residence
+
+
+def seconds_of_forward(model: PreTrainedModel) -> float:
+    start = time.perf_counter()
+    with torch.no_grad():
+        model(input_ids=torch.arange(3, 35, device=model.device)[None], use_cache=False)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+class Timer(Silent):
+    """Times at which sequences were done."""
+
+    def __init__(self) -> None:
+        self.times: list[tuple[int, float]] = []
+
+    def __call__(self, done: int, total: int, label: str) -> None:
+        if label == "profile: gradients":
+            torch.cuda.synchronize()
+            self.times.append((done, time.perf_counter()))
+
+
+def measure(model: PreTrainedModel, num_sequences: int, seq_len: int) -> tuple[bytes, dict[str, Any]]:
+    """The profile's bytes; seconds and memory of its gradients."""
+    loaded = LoadedModel(model, None, ModelIdentity("70b", "llama", "c", "w", "t"), geometry_of(model), "70b")
+    generator = torch.Generator().manual_seed(0)
+    tokens = tuple(torch.randint(3, 128000, (seq_len,), generator=generator) for _ in range(num_sequences))
+    data = TokenDataset(tokens, tuple(torch.arange(seq_len) > 0 for _ in tokens), "f", "random tokens")
+    timer = Timer()
+    torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as out:
+        path = Path(out) / "profile.safetensors"
+        run_profile(loaded, data, ProfileSpec(kl_samples=0), CacheSpec(), {}, path, timer)
+        content = path.read_bytes()
+    (_, first), *steps = timer.times
+    seconds = [(done, round(at - first, 2)) for done, at in steps]
+    return content, {
+        "seconds": seconds[-1][1],
+        "steps": seconds,
+        "peak allocated GB": torch.cuda.max_memory_allocated() / 1e9,
+        "peak reserved GB": torch.cuda.max_memory_reserved() / 1e9,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of the checkpoint; written, and removed at the end")
+    parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--memory", default="24GB")
+    given = parser.parse_args()
+    device = torch.device("cuda:0")
+
+    def show(what: str, **figures: object) -> None:
+        print(json.dumps({"what": what, **figures}), flush=True)
+
+    start = time.perf_counter()
+    write_checkpoint(given.folder, LlamaConfig(**SHAPE, num_hidden_layers=given.layers), device)
+    nbytes = sum(path.stat().st_size for path in given.folder.glob("*.safetensors"))
+    show("written", seconds=time.perf_counter() - start, nbytes=nbytes)
+    try:
+        model, residence = open_model(given.folder, parse_bytes(given.memory), given.seq_len, device)
+        for what in ("disk", "page cache", "page cache"):
+            seconds = seconds_of_forward(model) / (given.layers - residence.num_kept)
+            show(f"loads from the {what}", seconds_a_layer=seconds, GB_s=residence.shapes.layer / seconds / 1e9)
+        bytes_streamed, figures = measure(model, given.sequences, given.seq_len)
+        scale = FULL_SEQUENCES / given.sequences / given.layers
+        show("streamed", **figures, seconds_a_layer_of_all_sequences=figures["seconds"] * scale)
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+        model, _ = open_model(given.folder, torch.cuda.get_device_properties(0).total_memory, given.seq_len, device)
+        bytes_whole, whole = measure(model, given.sequences, given.seq_len)
+        show("on the device", **whole, seconds_a_layer_of_all_sequences=whole["seconds"] * scale)
+        show("compared", same_bytes=bytes_streamed == bytes_whole, waiting=1 - whole["seconds"] / figures["seconds"])
+    finally:
+        shutil.rmtree(given.folder)
+
+
+if __name__ == "__main__":
+    main()

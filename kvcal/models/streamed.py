@@ -1,0 +1,406 @@
+"""A model larger than its device: decoder layers take turns on the device, streamed from the safetensors files.
+
+transformers loads the model as ever, on the CPU, where its parameters are memory maps of the safetensors files. What is
+no decoder layer (embeddings, final norm, head) then goes to the device, and so do the vectors of all layers (norms,
+biases). A layer's matrices stay in the files: its parameters have their shapes, and the value NaN, until the layer is
+called. Then a thread copies its matrices from the files to pinned memory and on, by a stream of its own, to one of
+``Residence.num_places`` places on the device; the next layer is fetched while one computes. Layers that fit beside them
+stay on the device for good. So a stage needs no change, and its results are the same bits.
+
+With gradients, a layer runs without a graph in the forward, and its input is kept in (pinned) host memory; in the
+backward, the last layer first, the layer runs again with a graph. Hooks on modules and parameters are those of the
+model, so that what a layer's backward gives is measured and freed before the layer before it runs. A tapped layer
+(``kvcal.models.taps``) is observed in both runs: without a graph, then with one.
+
+Each forward, and each backward, loads every layer once. ``together`` runs several calls of a model, such as batches of
+a stage, layer by layer: each in its own thread, one thread at a time, which hands over when it comes to another layer.
+So a layer is loaded once for all of them, and no call's shapes change, nor any bit of its results.
+
+accelerate's offloading was not used: its hooks make every parameter anew at each call, which loses hooks on parameters
+and the tensors of a graph, keep each layer in the graph until the backward, and read without prefetching or pinning.
+
+Left out: parts of what is no decoder layer, if it does not fit; gradients that reach a layer by another input than its
+hidden states. Weights that transformers converts (experts merged, another dtype than the files') lie in host memory
+instead of a map.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import PreTrainedModel
+
+from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.quantities import format_bytes
+
+ALIGNMENT = 256  # bytes: of a matrix in a layer's place
+PREFETCHING = 2  # places, so that one layer arrives while another computes
+# Of the tokens that memory must at least hold, where the caller names none.
+NUM_TOKENS = 2048
+
+# Of host memory, for the inputs of layers that wait for a backward.
+HOST_SHARE = 0.5
+
+# The values of parameters that are streamed, in host memory.
+_STORED = WeakTensorKeyDictionary()
+
+
+class _Running(threading.local):
+    is_again = False
+
+
+_RUNNING = _Running()
+
+
+def runs_again() -> bool:
+    """Whether this thread runs a streamed layer a second time, with a graph, in a backward."""
+    return _RUNNING.is_again
+
+
+def stored(parameter: Tensor) -> Tensor:
+    """The parameter's values, detached: those in host memory for one that is streamed."""
+    return _STORED.get(parameter, parameter).detach()
+
+
+def is_streamed(model: PreTrainedModel) -> bool:
+    """Whether layers of ``model`` are streamed."""
+    return any(parameter in _STORED for parameter in model.parameters())
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What decides how many layers fit a device, in bytes. ``fixed``: of all that is never streamed; ``layer``: of the
+    largest layer's matrices; and of a token: ``activations`` of a layer with a graph, ``scores`` for each token that it
+    may attend to, its ``hidden`` state, and its ``logits`` with their fp32 copies and gradients. ``num_tokens``: of a
+    sequence."""
+
+    num_layers: int
+    num_tokens: int
+    fixed: int
+    layer: int
+    activations: int
+    scores: int
+    hidden: int
+    logits: int
+
+    def running(self, num_tokens: int) -> int:
+        """Bytes of one sequence in a layer, with a graph: activations, its input and output, and their gradients."""
+        return num_tokens * (self.activations + num_tokens * self.scores + 4 * self.hidden)
+
+    @property
+    def working(self) -> int:
+        """Bytes that one sequence takes at most beside the weights."""
+        return max(self.running(self.num_tokens), self.num_tokens * (self.logits + 2 * self.hidden))
+
+    @property
+    def least(self) -> int:
+        """Bytes of memory that hold one layer, and a sequence in it."""
+        return self.fixed + self.layer + self.working
+
+
+@dataclass(frozen=True)
+class Residence:
+    """How a model's layers share ``memory`` bytes of a device. The first ``num_kept`` layers stay there; the others
+    take turns in ``num_places`` places."""
+
+    memory: int
+    shapes: Shapes
+    num_kept: int
+    num_places: int
+
+    @property
+    def working(self) -> int:
+        """Bytes that are left for activations."""
+        return self.memory - self.shapes.fixed - (self.num_kept + self.num_places) * self.shapes.layer
+
+    def num_together(self, batch: int, num_tokens: int) -> int:
+        """Calls of a batch of sequences of ``num_tokens`` each that may run ``together``, at least one: while one runs,
+        the hidden states of the others wait, and their gradients; each keeps its layers' inputs in host memory, of
+        which all take half at most."""
+        waiting = batch * num_tokens * 2 * self.shapes.hidden
+        on_device = (self.working - batch * self.shapes.running(num_tokens)) // waiting + 1
+        in_host = HOST_SHARE * _host_bytes() // (batch * num_tokens * self.shapes.hidden * self.shapes.num_layers)
+        return max(1, min(on_device, int(in_host)))
+
+    def __str__(self) -> str:
+        shapes, others = self.shapes, self.shapes.num_layers - self.num_kept
+        places = f"the other {others} take turns in {self.num_places} places" if others else "no other is streamed"
+        return (
+            f"memory: {self.num_kept} of {shapes.num_layers} layers of {format_bytes(shapes.layer)} stay on the device,"
+            f" {places}; {format_bytes(self.working)} of {format_bytes(self.memory)} are left for activations"
+        )
+
+
+def residence(shapes: Shapes, memory: int) -> Residence:
+    """The layers that ``memory`` bytes hold: two places if they fit, so that loading is hidden; half of what is left
+    then is for layers that stay, half for activations.
+
+    Raises UsageError where not one layer fits, with the least memory that would do.
+    """
+    if memory < shapes.least:
+        raise UsageError(
+            f"--memory {format_bytes(memory)} holds not one of {shapes.num_layers} layers: {shapes.least} bytes are "
+            f"needed: {format_bytes(shapes.fixed)} of embeddings, head and norms, {format_bytes(shapes.layer)} of a "
+            f"layer, {format_bytes(shapes.working)} of activations of one sequence",
+            hint=f"give --memory {shapes.least}B or more, or shorter sequences",
+        )
+    room = memory - shapes.fixed - shapes.working
+    if room // shapes.layer >= shapes.num_layers:
+        return Residence(memory, shapes, shapes.num_layers, 0)
+    num_places = min(PREFETCHING, room // shapes.layer)
+    spare = memory - shapes.fixed - num_places * shapes.layer
+    num_kept = min(spare // 2, spare - shapes.working) // shapes.layer
+    return Residence(memory, shapes, min(num_kept, shapes.num_layers - num_places), num_places)
+
+
+def stream(model: PreTrainedModel, device: torch.device, memory: int, num_tokens: int = NUM_TOKENS) -> Residence:
+    """Stream the layers of ``model``, which lies on the CPU as transformers loaded it, to ``device``, within ``memory``
+    bytes, for sequences of ``num_tokens``. On a CUDA device, torch allocates no more than that from now on.
+
+    Raises:
+        UsageError: not one layer fits.
+        UnsupportedModel: no list of decoder layers is found.
+    """
+    layers = _decoder_layers(model)
+    matrices = [_matrices(model, layer) for layer in layers]
+    plan = residence(_shapes(model, layers, matrices, num_tokens), memory)
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory / total), device)
+    for parameter in (parameter for of_layer in matrices[plan.num_kept :] for parameter in of_layer):
+        _STORED[parameter] = parameter.data
+        parameter.data = _absent(parameter, device)
+    nn.Module.to(model, device)
+    streamer = _Streamer(layers, matrices, plan, device)
+    for number, layer in enumerate(layers):
+        run = partial(streamer.run, number, layer.forward)
+        layer.forward = run  # hooks stay around it, as in a call
+    return plan
+
+
+def _decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return list(module)
+    raise UnsupportedModel(
+        f"{type(model).__name__} has no list of {num_layers} decoder layers: it cannot be streamed",
+        hint="leave --memory out",
+    )
+
+
+def _matrices(model: PreTrainedModel, layer: nn.Module) -> list[nn.Parameter]:
+    """The layer's own floating-point parameters of two dimensions or more, each once."""
+    mine = [p for p in layer.parameters() if p.ndim > 1 and p.is_floating_point()]
+    inside = set(layer.modules())
+    others = {p for module in model.modules() if module not in inside for p in module.parameters(recurse=False)}
+    return [parameter for parameter in dict.fromkeys(mine) if parameter not in others]
+
+
+def _absent(parameter: nn.Parameter, device: torch.device) -> Tensor:
+    """A tensor of the parameter's shape that takes one element, NaN: read by mistake, it shows."""
+    return torch.full((), torch.nan, dtype=parameter.dtype, device=device).expand(parameter.shape)
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _shapes(
+    model: PreTrainedModel, layers: Sequence[nn.Module], matrices: Sequence[Sequence[nn.Parameter]], num_tokens: int
+) -> Shapes:
+    """The model's, as transformers loaded it. Activations are an estimate: every matrix's input and output, and the
+    gradients of both, of as many experts as a token takes, and eight fp32 copies of hidden states (norms). Eager
+    attention has a score, in fp32 and the compute dtype, and both gradients, for each query head and token."""
+    config, itemsize = model.config.get_text_config(decoder=True), model.dtype.itemsize
+    own = {parameter for of_layer in matrices for parameter in of_layer}
+    num_experts = int(config.to_dict().get("num_experts_per_tok") or 1)
+
+    def channels(layer: nn.Module) -> int:
+        large = (parameter.shape for parameter in layer.parameters() if parameter.ndim > 1)
+        return sum((num_experts if len(shape) > 2 else 1) * sum(shape[-2:]) for shape in large)
+
+    is_eager = config._attn_implementation == "eager"
+    return Shapes(
+        num_layers=len(layers),
+        num_tokens=num_tokens,
+        fixed=sum(tensor.nbytes for tensor in [*(p for p in model.parameters() if p not in own), *model.buffers()]),
+        layer=max(sum(_aligned(parameter.nbytes) for parameter in of_layer) for of_layer in matrices),
+        activations=2 * itemsize * max(map(channels, layers)) + 8 * 4 * config.hidden_size,
+        scores=config.num_attention_heads * 2 * (4 + itemsize) if is_eager else 0,
+        hidden=config.hidden_size * itemsize,
+        logits=config.vocab_size * (2 * itemsize + 3 * 4),  # fp32: a copy, log-probabilities, their gradient
+    )
+
+
+class _Place:
+    """Room for one layer's matrices on the device, and as much pinned host memory for a CUDA device."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.layer: int | None = None
+        self.arriving: Future[None] | None = None
+        if device.type == "cuda":
+            self.pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            self.arrived, self.left = torch.cuda.Event(), torch.cuda.Event()
+
+
+def _views(buffer: Tensor, matrices: Sequence[nn.Parameter]) -> Iterator[Tensor]:
+    """The matrices' parts of a buffer of bytes."""
+    start = 0
+    for matrix in matrices:
+        yield buffer[start : start + matrix.numel() * matrix.itemsize].view(matrix.dtype).view(matrix.shape)
+        start += _aligned(matrix.numel() * matrix.itemsize)
+
+
+class _Streamer:
+    """Runs the layers of one model, one call at a time."""
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        matrices: Sequence[Sequence[nn.Parameter]],
+        residence: Residence,
+        device: torch.device,
+    ) -> None:
+        self._layers, self._matrices, self._residence, self._device = layers, matrices, residence, device
+        self._is_cuda = device.type == "cuda"
+        self._places = [_Place(residence.shapes.layer, device) for _ in range(residence.num_places)]  # last used last
+        self._reader = ThreadPoolExecutor(1, "layers")
+        self._copies = torch.cuda.Stream(device) if self._is_cuda else None
+
+    def run(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A layer's call: run again in the backward if there may be one."""
+        hidden_BTC, *others = args or (kwargs.pop("hidden_states"),)
+        call = partial(_call, forward, others, kwargs)
+        if not torch.is_grad_enabled():
+            following = number + 1 if number + 1 < len(self._layers) else 0  # of the next forward
+            return self.forward(number, call, hidden_BTC, max(following, self._residence.num_kept))
+        if any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves((others, kwargs))):
+            name = type(self._layers[number]).__name__
+            message = f"{name} takes several inputs that need gradients: it cannot be streamed"
+            raise UnsupportedModel(message, hint="leave --memory out")
+        # A hook may begin the graph within the layer: only the anchor makes sure that its backward is called.
+        anchor = torch.empty(0, device=self._device, requires_grad=True)
+        return _Rerun.apply(self, number, call, hidden_BTC, anchor)
+
+    def forward(self, number: int, call: Callable[[Tensor], Any], hidden_BTC: Tensor, following: int) -> Any:
+        """The layer's output without a graph. ``following``: the layer to be fetched meanwhile, if there is one."""
+        with self._present(number, following), torch.no_grad():
+            return call(hidden_BTC)
+
+    def backward(
+        self, number: int, call: Callable[[Tensor], Any], kept_BTC: Tensor, output_grad_BTC: Tensor, needs_grad: bool
+    ) -> Tensor | None:
+        """The gradient of the layer's input, ``kept_BTC`` in host memory; parameters accumulate theirs."""
+        with self._present(number, number - 1):
+            hidden_BTC = kept_BTC.to(self._device, non_blocking=True).detach().requires_grad_(needs_grad)
+            _RUNNING.is_again = True
+            try:
+                with torch.enable_grad():
+                    output = call(hidden_BTC)
+            finally:
+                _RUNNING.is_again = False
+            output_BTC = output[0] if isinstance(output, tuple) else output
+            if output_BTC.requires_grad:
+                torch.autograd.backward(output_BTC, output_grad_BTC)
+            return hidden_BTC.grad
+
+    def kept(self, hidden_BTC: Tensor) -> Tensor:
+        """A layer's input in host memory."""
+        if not self._is_cuda:
+            return hidden_BTC.detach()
+        kept_BTC = torch.empty(hidden_BTC.shape, dtype=hidden_BTC.dtype, pin_memory=True)
+        return kept_BTC.copy_(hidden_BTC, non_blocking=True)  # read in the order of this stream
+
+    @contextmanager
+    def _present(self, number: int, following: int) -> Iterator[None]:
+        """Within the context, the layer is on the device; ``following`` is fetched, if it has a place of its own."""
+        if number < self._residence.num_kept:
+            if self._places and self._residence.num_kept <= following < len(self._layers):
+                self._fetch(following)
+            yield
+            return
+        place = self._fetch(number)
+        assert place.arriving is not None
+        place.arriving.result()
+        if self._is_cuda:
+            torch.cuda.current_stream(self._device).wait_event(place.arrived)
+        for matrix, view in zip(self._matrices[number], _views(place.on_device, self._matrices[number]), strict=True):
+            matrix.data = view
+        if len(self._places) > 1 and self._residence.num_kept <= following < len(self._layers):
+            self._fetch(following)
+        try:
+            yield
+        finally:
+            if self._is_cuda:
+                place.left.record(torch.cuda.current_stream(self._device))
+
+    def _fetch(self, number: int) -> _Place:
+        """The place that holds the layer, or will: otherwise the one whose layer was used longest ago."""
+        place = next((place for place in self._places if place.layer == number), self._places[0])
+        self._places.remove(place)
+        self._places.append(place)
+        if place.layer != number:
+            for matrix in self._matrices[place.layer] if place.layer is not None else ():
+                matrix.data = _absent(matrix, self._device)
+            place.layer, place.arriving = number, self._reader.submit(self._copy, place, number)
+        return place
+
+    def _copy(self, place: _Place, number: int) -> None:
+        """In the reader's thread: from the files to the place."""
+        matrices = self._matrices[number]
+        views = _views(place.on_device, matrices)
+        if not self._is_cuda:
+            for matrix, view in zip(matrices, views, strict=True):
+                view.copy_(_STORED[matrix])
+            return
+        assert self._copies is not None
+        place.arrived.synchronize()  # the layer that was here has left pinned memory
+        self._copies.wait_event(place.left)
+        with torch.cuda.stream(self._copies):
+            for matrix, view, pinned in zip(matrices, views, _views(place.pinned, matrices), strict=True):
+                pinned.copy_(_STORED[matrix])
+                view.copy_(pinned, non_blocking=True)
+            place.arrived.record(self._copies)
+
+
+def _call(forward: Callable[..., Any], others: Sequence[Any], kwargs: dict[str, Any], hidden_BTC: Tensor) -> Any:
+    return forward(hidden_BTC, *others, **kwargs)
+
+
+class _Rerun(torch.autograd.Function):
+    """A layer that keeps nothing but its input, in host memory, and runs again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, streamer: _Streamer, number: int, call: Any, hidden_BTC: Tensor, anchor: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.streamer, ctx.number, ctx.call, ctx.kept_BTC = streamer, number, call, streamer.kept(hidden_BTC)
+        return streamer.forward(number, call, hidden_BTC, number + 1)
+
+    @staticmethod
+    def backward(ctx: Any, output_grad_BTC: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+        if any(other is not None for other in others):
+            raise UnsupportedModel("a layer with several outputs cannot be streamed", hint="leave --memory out")
+        gradient = None
+        if output_grad_BTC is not None:
+            gradient = ctx.streamer.backward(
+                ctx.number, ctx.call, ctx.kept_BTC, output_grad_BTC, ctx.needs_input_grad[3]
+            )
+        ctx.kept_BTC = None
+        return None, None, None, gradient, None

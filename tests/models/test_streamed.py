@@ -1,0 +1,283 @@
+"""Streamed layers: the same bits as with the whole model in memory, within the memory that was given."""
+
+from __future__ import annotations
+
+import json
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS, VOCAB_SIZE
+from torch import nn
+
+from kvcal.data.sequences import TokenDataset
+from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.models import streamed
+from kvcal.models.fold import fold
+from kvcal.models.load import LoadedModel, load, weight_bytes
+from kvcal.models.projections import key_biases, output_weights
+from kvcal.models.streamed import Residence, Shapes, residence, stream
+from kvcal.models.taps import Captured, tap
+from kvcal.progress import Silent
+from kvcal.recipe import CacheSpec, ProfileSpec
+from kvcal.stages import profile
+
+# One of each kind: tied embeddings, sharded index, sliding layers, sinks and merged experts, experts that transformers
+# merges, a fused projection, Conv1D, a state.
+FAMILIES = ("llama", "tied", "gemma3", "gpt_oss", "qwen3_moe", "phi3", "gpt2", "qwen3_next")
+NUM_TOKENS = 200
+SPEC = ProfileSpec(num_bits=(2, 4), group_sizes=(32,), kl_group_size=32, kl_num_bits=(2,), kl_samples=2, kl_tokens=170)
+CACHE = CacheSpec(num_sink_tokens=4, k_recent_window=16, v_recent_window=8)
+# One sequence takes 800 bytes, the least memory is 6800.
+SHAPES = Shapes(num_layers=10, num_tokens=100, fixed=5000, layer=1000, activations=4, scores=0, hidden=1, logits=2)
+
+
+def data_of(*lengths: int) -> TokenDataset:
+    generator = torch.Generator().manual_seed(5)
+    sequences = tuple(torch.randint(3, VOCAB_SIZE, (length,), generator=generator) for length in lengths)
+    return TokenDataset(sequences, tuple(torch.arange(length) >= 7 for length in lengths), "f", "random tokens")
+
+
+DATA = data_of(170, 60, 180)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory):
+    """The folder of a family's checkpoint, in many shards with an index."""
+    root = tmp_path_factory.mktemp("models")
+
+    @cache
+    def folder(family: str) -> Path:
+        model = TINY_MODELS["qwen2" if family == "tied" else family]()
+        if family == "tied":
+            model.config.tie_word_embeddings = True
+            model.tie_weights()
+        model.save_pretrained(root / family, max_shard_size="50KB")
+        assert (root / family / "model.safetensors.index.json").exists()
+        return root / family
+
+    return folder
+
+
+def open_model(folder: Path, memory: int | None = None, num_tokens: int = NUM_TOKENS) -> LoadedModel:
+    return load(str(folder), device="cpu", need_tokenizer=False, memory=memory, num_tokens=num_tokens)
+
+
+def shapes_of(folder: Path, num_tokens: int = NUM_TOKENS) -> Shapes:
+    found = open_model(folder, 1 << 40, num_tokens).residence
+    assert found is not None and (found.num_kept, found.num_places) == (found.shapes.num_layers, 0)
+    return found.shapes
+
+
+def with_places(folder: Path, num_kept: int, num_places: int) -> LoadedModel:
+    """A model with as many layers that stay, and that take turns."""
+    num_tokens, shapes = NUM_TOKENS, shapes_of(folder)
+    memory = shapes.least + (num_places - 1) * shapes.layer
+    if num_kept:  # few tokens, so that one layer fits half of what activations leave
+        num_tokens = 10
+        shapes = shapes_of(folder, num_tokens)
+        memory = shapes.fixed + (num_places + 2 * num_kept) * shapes.layer
+    loaded = open_model(folder, memory, num_tokens)
+    found = loaded.residence
+    assert found is not None and (found.num_kept, found.num_places) == (num_kept, num_places)
+    return loaded
+
+
+def profile_bytes(loaded: LoadedModel, folder: Path, reporter: object = None) -> bytes:
+    folder.mkdir(exist_ok=True)
+    path = folder / "profile.safetensors"
+    profile.run_profile(loaded, DATA, SPEC, CACHE, {"data.fingerprint": "f"}, path, reporter or Silent())
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_profile_is_the_same_bytes(family: str, saved, tmp_path: Path) -> None:
+    whole = profile_bytes(open_model(saved(family)), tmp_path / "whole")
+    for num_places in (1, 2) if family != "gpt2" else (1,):  # it has two layers
+        loaded = with_places(saved(family), 0, num_places)
+        assert profile_bytes(loaded, tmp_path / str(num_places)) == whole
+    if family == "tied":
+        assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
+
+
+def test_layers_that_stay_change_no_byte(saved, tmp_path: Path) -> None:
+    whole = profile_bytes(open_model(saved("gemma3")), tmp_path / "whole")
+    assert profile_bytes(with_places(saved("gemma3"), 1, 2), tmp_path / "kept") == whole
+    assert profile_bytes(open_model(saved("gemma3"), 1 << 40), tmp_path / "all") == whole
+
+
+def test_an_interrupted_profile_goes_on_to_the_same_bytes(saved, tmp_path: Path) -> None:
+    class Interrupt(Silent):
+        steps = 0
+
+        def __call__(self, done: int, total: int, label: str) -> None:
+            self.steps += 1
+            if self.steps == 3:
+                raise KeyboardInterrupt
+
+    whole = profile_bytes(open_model(saved("llama")), tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        profile_bytes(with_places(saved("llama"), 0, 2), tmp_path / "other", Interrupt())
+    assert profile_bytes(with_places(saved("llama"), 0, 2), tmp_path / "other") == whole
+
+
+@pytest.mark.parametrize("num_places", [1, 2])
+def test_no_more_layers_than_places_are_on_the_device(num_places: int, saved) -> None:
+    """Also while gradients are taken; each layer's are gone before the next layer's come."""
+    loaded = with_places(saved("gemma3"), 0, num_places)
+    layers = loaded.model.model.layers
+    present, graded = set(), set()
+
+    def look(*_: object) -> None:
+        is_here = [layer.mlp.up_proj.weight.untyped_storage().nbytes() > 4 for layer in layers]
+        present.add(sum(is_here))
+        graded.add(sum(layer.mlp.up_proj.weight.grad is not None for layer in layers))
+
+    def free(parameter: nn.Parameter) -> None:
+        look()
+        parameter.grad = None
+
+    for layer in layers:
+        layer.mlp.register_forward_hook(look)
+        layer.mlp.up_proj.weight.register_post_accumulate_grad_hook(free)
+    loaded.model(input_ids=torch.arange(3, 9)[None], use_cache=False).logits.square().mean().backward()
+    assert max(present) == num_places
+    assert max(graded) == 1
+
+
+def test_taps_observe_a_layer_again_in_the_backward(saved) -> None:
+    """Without a graph in the forward, in order; with one in the backward, in the reverse order."""
+    loaded = with_places(saved("llama"), 0, 2)
+    seen: list[Captured] = []
+    with tap(loaded.model, seen.append, loaded.geometry):
+        logits = loaded.model(input_ids=torch.arange(3, 19).view(2, 8), use_cache=False).logits
+        assert [captured.layer for captured in seen] == [0, 1, 2]
+        logits.square().mean().backward()
+    assert [captured.layer for captured in seen] == [0, 1, 2, 2, 1, 0]
+    for first, again in zip(seen[:3], seen[:2:-1], strict=True):
+        assert not first.v_BNTD.requires_grad and again.v_BNTD.requires_grad
+        for name in ("q_post_BHTD", "k_pre_BNTD", "k_post_BNTD", "v_BNTD"):
+            assert torch.equal(getattr(first, name), getattr(again, name))
+
+
+def test_a_hook_may_begin_the_graph_within_a_layer(saved) -> None:
+    """No parameter is trained, and no input needs a gradient."""
+    gradients = []
+    for loaded in (open_model(saved("llama")), with_places(saved("llama"), 0, 1)):
+        loaded.model.requires_grad_(False)
+        found = {}
+
+        def begin(number: int, module: nn.Module, args: tuple, output: torch.Tensor, found: dict = found) -> None:
+            if not output.requires_grad:
+                output.requires_grad_()
+            output.register_hook(partial(found.__setitem__, number))
+
+        for number, layer in enumerate(loaded.model.model.layers):
+            layer.self_attn.k_proj.register_forward_hook(partial(begin, number))
+        loaded.model(input_ids=torch.arange(3, 9)[None], use_cache=False).logits.square().mean().backward()
+        gradients.append(found)
+    assert gradients[0].keys() == gradients[1].keys() == {0, 1, 2}
+    assert all(torch.equal(gradients[0][number], gradients[1][number]) for number in range(3))
+
+
+def test_weights_that_are_read_beside_a_forward(saved) -> None:
+    whole, loaded = open_model(saved("tied")), with_places(saved("tied"), 0, 1)
+    for read in (output_weights, key_biases):
+        expected, found = read(whole.model, whole.geometry), read(loaded.model, loaded.geometry)
+        assert expected.keys() == found.keys() and expected
+        assert all(torch.equal(found[index], weight) for index, weight in expected.items())
+    assert weight_bytes(loaded.model) == weight_bytes(whole.model)
+    with pytest.raises(UsageError, match="cannot be folded"):
+        fold(loaded.model, {}, loaded.geometry)
+
+
+def test_the_least_memory_is_named_and_suffices(saved) -> None:
+    least = shapes_of(saved("gpt_oss")).least
+    with pytest.raises(UsageError, match=rf"holds not one of 3 layers: {least} bytes are needed") as error:
+        open_model(saved("gpt_oss"), least - 1)
+    assert f"--memory {least}B" in str(error.value.hint)
+    assert open_model(saved("gpt_oss"), least).residence.num_places == 1
+
+
+@pytest.mark.parametrize(
+    ("memory", "num_kept", "num_places"),
+    [(6800, 0, 1), (7800, 0, 2), (8999, 0, 2), (9000, 1, 2), (13000, 3, 2), (15799, 4, 2), (15800, 10, 0)],
+)
+def test_residence_by_hand(memory: int, num_kept: int, num_places: int) -> None:
+    """Two places first, then layers that stay in half of what is left; at last, all."""
+    found = residence(SHAPES, memory)
+    assert (found.num_kept, found.num_places) == (num_kept, num_places)
+    assert SHAPES.working <= found.working == memory - 5000 - 1000 * (num_kept + num_places)
+
+
+def test_calls_together_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4,000 bytes, a call of one sequence takes 800 while it runs, and 200 while it waits; in host memory 1,000."""
+    found = Residence(memory=10_000, shapes=SHAPES, num_kept=0, num_places=1)
+    assert found.working == 4000
+    assert found.num_together(1, 100) == 17
+    assert found.num_together(2, 100) == 7
+    assert found.num_together(5, 100) == found.num_together(50, 100) == 1
+    monkeypatch.setattr(streamed, "_host_bytes", lambda: 10_000)
+    assert found.num_together(1, 100) == 5
+
+
+def test_an_input_that_needs_a_gradient_of_its_own_is_refused(saved) -> None:
+    loaded = with_places(saved("llama"), 0, 1)
+    hidden, other = torch.zeros(1, 2, 64, requires_grad=True), torch.zeros(1, 2, 16, requires_grad=True)
+    with pytest.raises(UnsupportedModel, match="several inputs that need gradients"):
+        loaded.model.model.layers[0](hidden, position_embeddings=(other, other))
+
+
+def test_a_model_without_a_list_of_layers_is_refused(saved) -> None:
+    model = open_model(saved("llama")).model
+    model.config.num_hidden_layers = 4
+    with pytest.raises(UnsupportedModel, match="has no list of 4 decoder layers"):
+        stream(model, torch.device("cpu"), 1 << 40)
+
+
+def test_missing_shards_and_tensors_are_named(saved, tmp_path: Path) -> None:
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    for path in saved("llama").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    name = "model.layers.1.mlp.up_proj.weight"
+    shard = content["weight_map"].pop(name)
+    index.write_text(json.dumps(content))
+    if shard not in content["weight_map"].values():
+        (folder / shard).unlink()
+        with pytest.raises(UsageError, match=f"lacks 1 of the model's tensors, first {name}"):
+            open_model(folder, 1 << 40)
+    content["weight_map"][name] = "gone.safetensors"
+    index.write_text(json.dumps(content))
+    with pytest.raises(UsageError, match="names 1 missing files: .'gone.safetensors'"):
+        open_model(folder, 1 << 40)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_places", [1, 2])
+def test_a_gpu_gives_the_bits_of_the_whole_model(num_places: int, saved) -> None:
+    folder = saved("gemma3")
+    least, layer = shapes_of(folder).least, shapes_of(folder).layer
+    ids = torch.randint(3, VOCAB_SIZE, (4, NUM_TOKENS), generator=torch.Generator().manual_seed(2)).cuda()
+    results = []
+    try:
+        for memory in (None, least + (num_places - 1) * layer):
+            given = {"device": "cuda", "need_tokenizer": False, "memory": memory, "num_tokens": NUM_TOKENS}
+            loaded = load(str(folder), **given)
+            assert memory is None or (loaded.residence.num_kept, loaded.residence.num_places) == (0, num_places)
+            model = loaded.model.requires_grad_(True)
+            torch.cuda.set_per_process_memory_fraction(1.0)  # less than torch's smallest block
+            for _ in range(2):  # the second one finds the places as the first backward left them
+                model.zero_grad()
+                logits = model(input_ids=ids, use_cache=False).logits
+                logits.square().mean().backward()
+            names = ("k_proj", "up_proj")
+            results.append([logits, *(p.grad for name, p in model.named_parameters() if any(n in name for n in names))])
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert len(results[0]) == 9
+    for whole, streamed_one in zip(*results, strict=True):
+        assert torch.equal(whole, streamed_one)
