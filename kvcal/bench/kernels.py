@@ -40,10 +40,11 @@ from kvcal.bench.device import (
     num_caches,
     spread,
 )
-from kvcal.bench.record import Baseline, LayerReport, Row, Step, fastest, measure
+from kvcal.bench.record import RIVALS, Baseline, LayerReport, Row, Step, fastest, measure
+from kvcal.bench.rivals import measured_rivals
 from kvcal.bench.shape import Heads, Pair, Point, bits_per_value, raw_bytes, step_bytes
 from kvcal.errors import KvcalError
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
 from kvcal.progress import Reporter
 
 # Rounding the output to bf16 alone is about 0.002 of it; a wrong scale, page or slot is beyond a tenth.
@@ -101,11 +102,14 @@ def measure_baselines(job: Job, machine: Machine, point: Point) -> Step:
     kv = baselines.Kv(job.heads, point, num_caches(raw_bytes(job.heads, point), machine, job.is_quick), job.device)
     entries = [baseline for baseline, _ in baselines.sdpa(kv, job.replays)]
     entries += [baselines.flex(kv, job.replays), *baselines.flashinfer(kv, job.replays)]
+    entries += measured_rivals(kv, job.replays)
     if point == job.points[0]:  # its bytes grow with the tokens and nothing else
         entries += [baselines.quantized_cache(kv, num_bits) for num_bits in QUANTIZED_CACHE_BITS]
-    best = fastest(entries)
-    text = "nothing ran" if best is None else f"{best.name}, {best.times} µs"
-    yield entries, f"{point.name}, 16 bits: {text}"
+    best = {bits: fastest(entry for entry in entries if entry.bits == bits) for bits in (RAW_BITS, *RIVALS)}
+    text = "; ".join(
+        f"{bits} bits: {entry.name}, {entry.times} µs" for bits, entry in best.items() if entry is not None
+    )
+    yield entries, f"{point.name}, {text or 'no other library ran'}"
 
 
 def measure_static_cache(job: Job, machine: Machine, point: Point) -> Step:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -19,13 +20,15 @@ from kvcal.bench.case import KernelUse
 from kvcal.bench.device import Machine, ReadCeiling, Times
 from kvcal.bench.shape import Heads, Pair, Point, StepBytes, raw_bytes, target
 from kvcal.errors import KvcalError
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes
 from kvcal.strict import STRICT, dump
 
-SCHEMA = 3
+SCHEMA = 4
 NOTHING = "–"
+# Bits of other libraries' caches that factors stand for beside those over 16 bits.
+RIVALS = {8: "fp8", 4: "int4"}
 # Share of a step's time that quantizing and packing may take on average, at this batch or more.
 PACK_SHARE, PACK_SHARE_BATCH = 0.002, 32
 # Below the titles of tables.
@@ -86,7 +89,7 @@ class Table(NamedTuple):
 @dataclass(frozen=True, config=STRICT)
 class Baseline:
     """Attention of another library. ``version`` names it; without ``times`` there is a ``reason``. ``nbytes``: those of
-    the cache, which a baseline for memory alone has, too."""
+    the cache, which a baseline for memory alone has, too; ``bits``: of a stored value, without scales."""
 
     point: Point
     name: str
@@ -94,6 +97,7 @@ class Baseline:
     nbytes: int | None = None
     times: Times | None = None
     reason: str | None = None
+    bits: int = RAW_BITS
 
 
 def fastest(baselines: Iterable[Baseline]) -> Baseline | None:
@@ -189,13 +193,13 @@ class LayerReport(Report):
     heads: Heads
     rows: tuple[Row, ...] = ()
 
-    def fastest(self, point: Point) -> Baseline | None:
-        """The baseline that everything at ``point`` is held against; None if none ran."""
-        return fastest(entry for entry in self.baselines if entry.point == point)
+    def fastest(self, point: Point, bits: int = RAW_BITS) -> Baseline | None:
+        """The fastest baseline of so many bits at ``point``; None if none ran."""
+        return fastest(entry for entry in self.baselines if (entry.point, entry.bits) == (point, bits))
 
-    def factor(self, row: Row) -> float | None:
-        """Factor to the fastest baseline's time, packing included; above 1 is faster."""
-        best = self.fastest(row.point)
+    def factor(self, row: Row, bits: int = RAW_BITS) -> float | None:
+        """Factor to the time of the fastest baseline of so many bits, packing included; above 1 is faster."""
+        best = self.fastest(row.point, bits)
         if row.mean_us is None or best is None or best.times is None:
             return None
         return best.times.median_us / row.mean_us
@@ -226,9 +230,9 @@ class LayerReport(Report):
             Column("target", lambda row: PACK_SHARE if row.point.batch >= PACK_SHARE_BATCH else None, ".1%"),
             Column("prompt packing GB/s", lambda row: row.prefill_gb_per_s, ".0f"),
         )
-        what, heads = "One layer's cache work in a decode step", self.heads
+        what, heads, rivals = "One layer's cache work in a decode step", self.heads, dict[int, str]()
         if self.kind == "kernels":
-            what = "Decode attention"
+            what, rivals = "Decode attention", RIVALS
             of_kind = (
                 Column("bits stored", lambda row: row.bits_per_value, ".2f"),
                 Column("µs", lambda row: row.times),
@@ -244,12 +248,17 @@ class LayerReport(Report):
             *of_kind,
             Column("factor", self.factor, ".2f", "x"),
             Column("against", lambda row: row.reason or self.fastest(row.point)),
+            *(Column(f"over {name}", partial(self.factor, bits=bits), ".2f", "x") for bits, name in rivals.items()),
         )
         baselines = (
             size,
-            Column("baseline", lambda entry: entry.name + (" *" if entry == self.fastest(entry.point) else "")),
+            Column(
+                "baseline",
+                lambda entry: entry.name + (" *" if entry == self.fastest(entry.point, entry.bits) else ""),
+            ),
             Column("µs", lambda entry: entry.times),
             Column("bytes", lambda entry: entry.nbytes, "bytes"),
+            Column("bits", lambda entry: entry.bits, "d"),
             *speed,
             Column("version", lambda entry: entry.version),
             Column("reason", lambda entry: entry.reason or ""),
@@ -260,7 +269,12 @@ class LayerReport(Report):
         )
         return [
             Table("rows", f"{title}\n{KERNELS}\n{BYTES}", rows, self.rows),
-            Table("baselines", "Baselines (* the fastest, which factors are against)", baselines, self.baselines),
+            Table(
+                "baselines",
+                "Baselines (* the fastest of its bits, which factors are against)",
+                baselines,
+                self.baselines,
+            ),
         ]
 
 
