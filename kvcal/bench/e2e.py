@@ -24,8 +24,9 @@ from kvcal.bench import baselines
 from kvcal.bench.case import KernelUse, refusal
 from kvcal.bench.device import QUICK_REPLAYS, Times, collect, context_bytes, machine_of, num_caches, ran_out
 from kvcal.bench.model import ROOM, Static16, StaticPlan, heads_of, model_plan, time_steps
+from kvcal.bench.plan_layers import TimedPlan
 from kvcal.bench.record import KERNELS, Column, Report, Step, Table, measure
-from kvcal.bench.shape import RAW_PAIR, Pair, Point, raw_bytes
+from kvcal.bench.shape import RAW_PAIR, Pair, Point, Stored, raw_bytes
 from kvcal.errors import KvcalError, UsageError
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes, parse_bytes
@@ -47,16 +48,18 @@ OUT_OF_MEMORY = "out of memory"
 
 @dataclass(frozen=True)
 class StepJob:
-    """Work of a measurement, and its folder. ``memory``: bytes of device memory, each a limit of its own."""
+    """Work of a measurement, and its folder. ``memory``: bytes of device memory, each a limit of its own; ``plan``: the
+    plan that ``pairs`` holds."""
 
     model: PreTrainedModel
     shape: str
     weights: str
-    pairs: Sequence[Pair]
+    pairs: Sequence[Stored]
     contexts: Sequence[int]
     memory: Sequence[int]
     folder: Path
     reporter: Reporter
+    plan: TimedPlan | None = None
 
 
 @pydantic.dataclass(frozen=True, config=STRICT)
@@ -165,7 +168,8 @@ def bench_e2e(job: StepJob) -> StepReport:
     device = job.model.device
     report = StepReport(
         machine=machine_of(device),
-        formats=tuple(job.pairs),
+        formats=tuple(pair for pair in job.pairs if isinstance(pair, Pair)),
+        plan=job.plan,
         shape=job.shape,
         weights=job.weights,
         weight_bytes=sum(tensor.nbytes for tensor in {*job.model.parameters(), *job.model.buffers()}),
@@ -181,7 +185,7 @@ def bench_e2e(job: StepJob) -> StepReport:
 def measure_plan(job: StepJob, report: StepReport, name: str, context: int) -> Step:
     """One plan at one context, at growing batches."""
     heads, pair = heads_of(job.model.config), {pair.name: pair for pair in job.pairs}.get(name, RAW_PAIR)
-    reason = None if name in BASELINES else refusal(pair, heads)
+    reason = None if name in BASELINES else refusal(pair, heads, job.model.config.num_hidden_layers)
     if reason is not None:
         yield [StepRow(name, context, 1, report.memory[-1], reason=reason)], f"{name}: {reason}"
         return
@@ -205,7 +209,7 @@ def measure_plan(job: StepJob, report: StepReport, name: str, context: int) -> S
             yield [row], f"{Point(row.batch, context).name}, {name}: {rate}"
 
 
-def attempt(job: StepJob, report: StepReport, row: StepRow, pair: Pair) -> StepRow:
+def attempt(job: StepJob, report: StepReport, row: StepRow, pair: Stored) -> StepRow:
     """The row measured within its limit of the device's bytes; out of memory is a reason."""
     device = job.model.device
     share = (row.limit_bytes - report.context_bytes) / report.machine.memory_bytes
@@ -233,7 +237,7 @@ def attempt(job: StepJob, report: StepReport, row: StepRow, pair: Pair) -> StepR
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def _cache(job: StepJob, report: StepReport, row: StepRow, pair: Pair) -> Static16 | StaticPlan:
+def _cache(job: StepJob, report: StepReport, row: StepRow, pair: Stored) -> Static16 | StaticPlan:
     """The cache of one plan."""
     model, max_tokens = job.model, row.context + ROOM
     if row.plan == TRANSFORMERS_16:
@@ -259,7 +263,7 @@ def largest_batch(room: int, per_sequence: int) -> int:
     return max(0, (room - RESERVE) // (per_sequence + RESERVE_PER_SEQUENCE))
 
 
-def cache_bytes(shape: str, model: PreTrainedModel, pair: Pair, context: int) -> tuple[int, int]:
+def cache_bytes(shape: str, model: PreTrainedModel, pair: Stored, context: int) -> tuple[int, int]:
     """(bytes of a static cache however many sequences it has: the tensors of transforms, temporaries of stored forms;
     bytes of each sequence, the workspace of stored forms included)."""
     tokens = context + ROOM

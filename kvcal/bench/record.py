@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass
 from kvcal.artifact import write_text_atomic
 from kvcal.bench.case import KernelUse
 from kvcal.bench.device import Machine, ReadCeiling, Times
+from kvcal.bench.plan_layers import TimedPlan
 from kvcal.bench.shape import Heads, Pair, Point, StepBytes, raw_bytes, target
 from kvcal.errors import KvcalError
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
@@ -150,11 +151,13 @@ class Row:
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
 class Report:
-    """Results of a run. ``kind``: the command; ``formats``: the pairs that names in rows stand for."""
+    """Results of a run. ``kind``: the command; ``formats``: the pairs that names in rows stand for; ``plan``: the plan
+    whose kinds of layers they stand for."""
 
     kind: str
     machine: Machine
     formats: tuple[Pair, ...] = ()
+    plan: TimedPlan | None = None
     rows: tuple[Any, ...] = ()
     baselines: tuple[Baseline, ...] = ()
     is_complete: bool = False
@@ -204,6 +207,20 @@ class LayerReport(Report):
             return None
         return best.times.median_us / row.mean_us
 
+    def plan_us(self, point: Point) -> float | None:
+        """Microseconds of a step in all paged layers of the plan; None where one of its kinds was not timed."""
+        mean_us = {row.format: row.mean_us for row in self.rows if row.point == point}
+        found = [(len(kind.indices), mean_us.get(kind.name)) for kind in (self.plan.kinds if self.plan else ())]
+        times = [count * us for count, us in found if us is not None]
+        return sum(times) if times and len(times) == len(found) else None
+
+    def plan_factor(self, point: Point, bits: int = RAW_BITS) -> float | None:
+        """How many times as long as the plan's layers the fastest baseline of so many bits takes in as many."""
+        us, best = self.plan_us(point), self.fastest(point, bits)
+        if us is None or best is None or best.times is None or self.plan is None:
+            return None
+        return sum(len(kind.indices) for kind in self.plan.kinds) * best.times.median_us / us
+
     def factor_ceiling(self, row: Row) -> float:
         """The factor if bytes were all that counts: those of 16 bits over the row's."""
         return raw_bytes(self.heads, row.point) / row.nbytes.total
@@ -230,9 +247,9 @@ class LayerReport(Report):
             Column("target", lambda row: PACK_SHARE if row.point.batch >= PACK_SHARE_BATCH else None, ".1%"),
             Column("prompt packing GB/s", lambda row: row.prefill_gb_per_s, ".0f"),
         )
-        what, heads, rivals = "One layer's cache work in a decode step", self.heads, dict[int, str]()
+        what, heads = "One layer's cache work in a decode step", self.heads
         if self.kind == "kernels":
-            what, rivals = "Decode attention", RIVALS
+            what = "Decode attention"
             of_kind = (
                 Column("bits stored", lambda row: row.bits_per_value, ".2f"),
                 Column("µs", lambda row: row.times),
@@ -248,7 +265,7 @@ class LayerReport(Report):
             *of_kind,
             Column("factor", self.factor, ".2f", "x"),
             Column("against", lambda row: row.reason or self.fastest(row.point)),
-            *(Column(f"over {name}", partial(self.factor, bits=bits), ".2f", "x") for bits, name in rivals.items()),
+            *(self._over_rivals(self.factor) if self.kind == "kernels" else ()),
         )
         baselines = (
             size,
@@ -267,15 +284,30 @@ class LayerReport(Report):
             f"{what}, {heads.num_kv_heads} KV heads of {heads.head_dim}, {heads.group} query heads each, on "
             f"{self.machine.device}; read ceiling {self.ceiling.gb_per_s:.0f} GB/s{self.unfinished}"
         )
-        return [
+        of_baselines = "Baselines (* the fastest of its bits, which factors are against)"
+        tables = [
             Table("rows", f"{title}\n{KERNELS}\n{BYTES}", rows, self.rows),
-            Table(
-                "baselines",
-                "Baselines (* the fastest of its bits, which factors are against)",
-                baselines,
-                self.baselines,
-            ),
+            Table("baselines", of_baselines, baselines, self.baselines),
         ]
+        return tables if self.plan is None else [*tables, self._of_plan(self.plan)]
+
+    def _over_rivals(self, factor: Callable[..., float | None]) -> list[Column]:
+        """Factors over other libraries' caches of fewer bits."""
+        return [Column(f"over {name}", partial(factor, bits=bits), ".2f", "x") for bits, name in RIVALS.items()]
+
+    def _of_plan(self, plan: TimedPlan) -> Table:
+        """The plan's whole step."""
+        num_layers = sum(len(kind.indices) for kind in plan.kinds)
+        others = f"; {plan.num_others} layers without pages are not timed" if plan.num_others else ""
+        columns = (
+            Column("batch x context", lambda point: point.name),
+            Column("layers", lambda point: num_layers, "d"),
+            Column("step µs", self.plan_us, ".1f"),
+            Column("factor", self.plan_factor, ".2f", "x"),
+            *self._over_rivals(self.plan_factor),
+        )
+        points = tuple(dict.fromkeys(row.point for row in self.rows))
+        return Table("plan", f"All {num_layers} layers of {plan.name} ({plan.sha256[:12]}){others}", columns, points)
 
 
 AnyReport = TypeVar("AnyReport", bound=Report)

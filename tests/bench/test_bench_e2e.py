@@ -317,7 +317,7 @@ def test_a_batch_that_runs_out_of_memory_is_tried_again_smaller(
 def test_a_plan_that_the_kernels_refuse_is_a_row(
     device: Device, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(e2e, "refusal", lambda pair, heads: "head size 100")
+    monkeypatch.setattr(e2e, "refusal", lambda pair, heads, num_layers: "head size 100")
     found = bench_e2e(step_job(model, tmp_path))
     (refused,) = [entry for entry in found.rows if entry.plan == "2"]
     assert refused.reason == "head size 100" and refused.steps is None and refused.kernel is None
