@@ -5,8 +5,9 @@ That largest is computed (weights, cache, reserve) and then enforced: torch's al
 memory less what CUDA itself holds, and a batch that does run out is tried again a tenth smaller. Peak memory is read
 off the allocator.
 
-Two questions are kept apart. At the same batch: how much faster is a step? With the same memory: how many tokens a
-second does a device of so many bytes give, when each plan takes as many sequences as fit?
+Three questions are kept apart. At the same batch: how much faster is a step? With the same memory: how many tokens a
+second does a device of so many bytes give, when each plan takes as many sequences as fit? And what does packing add to
+the time of a prompt (kvcal.bench.prefill)?
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from pydantic import dataclasses as pydantic
@@ -25,6 +27,7 @@ from kvcal.bench.case import KernelUse, refusal
 from kvcal.bench.device import QUICK_REPLAYS, Times, collect, context_bytes, machine_of, num_caches, ran_out
 from kvcal.bench.model import ROOM, Static16, StaticPlan, heads_of, model_plan, time_steps
 from kvcal.bench.plan_layers import TimedPlan
+from kvcal.bench.prefill import DYNAMIC_16, PrefillRow, measure_prefill
 from kvcal.bench.record import KERNELS, Column, Report, Step, Table, measure
 from kvcal.bench.shape import RAW_PAIR, Pair, Point, Stored, raw_bytes
 from kvcal.errors import KvcalError, UsageError
@@ -94,6 +97,19 @@ class StepReport(Report):
     context_bytes: int
     memory: tuple[int, ...]
     rows: tuple[StepRow, ...] = ()
+    prompts: tuple[PrefillRow, ...] = ()
+
+    def with_entries(self, entries: Sequence[Any]) -> Self:
+        prompts = [entry for entry in entries if isinstance(entry, PrefillRow)]
+        others = [entry for entry in entries if not isinstance(entry, PrefillRow)]
+        return replace(super().with_entries(others), prompts=(*self.prompts, *prompts))
+
+    def to_first_token(self, row: PrefillRow) -> float | None:
+        """Time of the prompt over that of the 16-bit cache; above 1 is slower."""
+        raw = [other.times for other in self.prompts if (other.plan, other.context) == (DYNAMIC_16, row.context)]
+        if row.times is None or not raw or raw[0] is None:
+            return None
+        return row.times.median_us / raw[0].median_us
 
     def same_batch(self, row: StepRow) -> float | None:
         """Tokens a second over those of the fastest 16-bit cache at the same context and batch; None where that does
@@ -152,9 +168,17 @@ class StepReport(Report):
             f"random contents, which a step's time does not depend on{self.unfinished}\n{KERNELS}"
         )
         best = f"Decode of {self.shape} with the same memory: the batch that gives most tokens a second"
+        prefill = (
+            Column("context", lambda row: row.context, "d"),
+            Column("cache", lambda row: row.plan),
+            Column("prompt µs", lambda row: row.times),
+            Column("of 16 bits", self.to_first_token, ".3f", "x"),
+            Column("reason", lambda row: row.reason or ""),
+        )
         return [
             Table("same_batch", title, same_batch, self.rows),
             Table("same_memory", best, same_memory, self.by_memory()),
+            Table("prompts", "Time to the first token: one prompt, packed as it is taken in", prefill, self.prompts),
         ]
 
 
@@ -179,7 +203,10 @@ def bench_e2e(job: StepJob) -> StepReport:
     require_memory(report)
     names = [TRANSFORMERS_16, FASTEST_16, *(pair.name for pair in job.pairs)]
     steps = [measure_plan(job, report, name, context) for context in job.contexts for name in names]
-    return measure(report, job.folder, job.reporter, steps)
+    prompts = [
+        measure_prefill(job.model, job.shape, pair, context) for context in job.contexts for pair in (None, *job.pairs)
+    ]
+    return measure(report, job.folder, job.reporter, [*steps, *prompts])
 
 
 def measure_plan(job: StepJob, report: StepReport, name: str, context: int) -> Step:

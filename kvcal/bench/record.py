@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic.dataclasses import dataclass
 
@@ -166,6 +166,12 @@ class Report:
     def file(self) -> str:
         """The document's name in its folder."""
         return f"{self.kind}.json"
+
+    def with_entries(self, entries: Sequence[Any]) -> Self:
+        """The report with what a step measured."""
+        baselines = [entry for entry in entries if isinstance(entry, Baseline)]
+        rows = [entry for entry in entries if not isinstance(entry, Baseline)]
+        return replace(self, rows=(*self.rows, *rows), baselines=(*self.baselines, *baselines))
 
     def tables(self) -> list[Table]:
         """All that is shown; what follows from the measurements is derived here."""
@@ -326,9 +332,7 @@ def measure(report: AnyReport, folder: Path, reporter: Reporter, steps: Sequence
         for number, step in enumerate(steps):
             reporter(number, len(steps), f"bench {report.kind}")
             for entries, text in step:
-                baselines = [entry for entry in entries if isinstance(entry, Baseline)]
-                rows = [entry for entry in entries if not isinstance(entry, Baseline)]
-                report = replace(report, rows=(*report.rows, *rows), baselines=(*report.baselines, *baselines))
+                report = report.with_entries(entries)
                 report.save(folder)
                 count += len(entries)
                 reporter.say(text)

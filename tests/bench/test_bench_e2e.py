@@ -11,7 +11,7 @@ import torch
 from bench_cases import DECODE, MACHINE, read_report, times
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedModel, StaticCache
 
-from kvcal.bench import baselines, e2e
+from kvcal.bench import baselines, e2e, prefill
 from kvcal.bench.device import ran_out
 from kvcal.bench.e2e import (
     FASTEST_16,
@@ -270,7 +270,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(e2e, "context_bytes", lambda device: GB // 2)
     monkeypatch.setattr(e2e, "time_steps", found)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *args: None)
-    monkeypatch.setattr(e2e, "collect", lambda: None)
+    for module in (e2e, prefill):
+        monkeypatch.setattr(module, "collect", lambda: None)
+    monkeypatch.setattr(prefill, "event_ms", lambda calls: [2.0 for call in calls if call() is not None])
     best = baselines.Baseline(e2e.Point(1, 1024), "SDPA FLASH, enable_gqa", "torch")
     monkeypatch.setattr(baselines, "fastest_sdpa", lambda *args: (best, lambda q, k, v: q))
     return found
