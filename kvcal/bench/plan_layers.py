@@ -7,7 +7,6 @@ states hold what the model holds without a plan; they are counted and not timed.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,13 +136,9 @@ def plan_heads(plan: Plan, name: str) -> Heads:
 
 
 def kind_name(like: LayerPlan, indices: Sequence[int]) -> str:
-    """Such as "layers 0, 2-5: K 2 channel g128, V 2 token g128"."""
-    ranges = []
-    for _, group in itertools.groupby(enumerate(indices), lambda pair: pair[1] - pair[0]):
-        first, *_, last = [index for _, index in group] * 2
-        ranges.append(str(first) if first == last else f"{first}-{last}")
+    """Such as "19 layers from 2: K 2 channel g128, V 2 token g128"; the first index tells kinds apart."""
     sides = [f"{side.upper()} {' + '.join(_styles(like, side))}" for side in SIDES]
-    return f"layers {', '.join(ranges)}: {', '.join(sides)}"
+    return f"{len(indices)} layer{'s' * (len(indices) > 1)} from {indices[0]}: {', '.join(sides)}"
 
 
 def _styles(layer: LayerPlan, side: Side) -> list[str]:
