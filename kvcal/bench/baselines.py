@@ -27,6 +27,7 @@ from kvcal.bench.device import Call, graph_times
 from kvcal.bench.record import Baseline, fastest
 from kvcal.bench.shape import CACHE_DTYPE, Heads, Point, raw_bytes
 from kvcal.geometry import CACHE_DTYPES
+from kvcal.pages.record_layout import RAW_BITS
 
 BACKENDS = {
     "FLASH": SDPBackend.FLASH_ATTENTION,
@@ -72,8 +73,12 @@ class Kv:
     def calls(self, attention: Attention) -> list[Call]:
         return [partial(attention, self.q, k, v) for k, v in self.caches]
 
-    def measured(self, name: str, version: str, calls: Callable[[], list[Call]], replays: int) -> Baseline:
-        """The baseline of the calls that ``calls`` makes; a failure becomes its reason."""
+    def measured(
+        self, name: str, version: str, calls: Callable[[], list[Call]], replays: int,
+        nbytes: int | None = None, bits: int = RAW_BITS,
+    ) -> Baseline:  # fmt: skip
+        """The baseline of the calls that ``calls`` makes; a failure becomes its reason. ``nbytes``: of the cache, those
+        of 16 bits by default."""
         times, reason = None, None
         with warnings.catch_warnings(record=True) as warned:  # SDPA warns with a backend's reasons
             warnings.simplefilter("always")
@@ -81,7 +86,7 @@ class Kv:
                 times = graph_times(calls(), replays)
             except FAILURES as failed:
                 reason = first_line(failed, [str(warning.message) for warning in warned])
-        return Baseline(self.point, name, version, self.nbytes, times, reason)
+        return Baseline(self.point, name, version, self.nbytes if nbytes is None else nbytes, times, reason, bits)
 
 
 def sdpa_forms(backend: SDPBackend) -> dict[str, Attention]:
@@ -132,20 +137,36 @@ def flex(kv: Kv, replays: int) -> Baseline:
         compiled = torch.compile(flex_attention, dynamic=False)
         return kv.calls(lambda q, k, v: compiled(q, k, v, enable_gqa=q.shape[1] != k.shape[1]))
 
-    version = f"torch {torch.__version__}, triton {_version('triton')}"
+    version = f"torch {torch.__version__}, triton {version_of('triton')}"
     return kv.measured("FlexAttention", version, calls, replays)
 
 
 def flashinfer(kv: Kv, replays: int) -> list[Baseline]:
     """Batch decode over a paged cache, with tensor cores, in two layouts."""
-    version = f"flashinfer {_version('flashinfer-python')}"
+    version = f"flashinfer {version_of('flashinfer-python')}"
+
+    def calls(layout: str, page_size: int) -> list[Call]:
+        # The contents are random either way: the same memory is seen as pages of the layout.
+        num_heads = kv.heads.num_kv_heads
+        shape = (page_size, num_heads) if layout == "NHD" else (num_heads, page_size)
+        pages = [(k.view(-1, *shape, k.shape[-1]), v.view(-1, *shape, v.shape[-1])) for k, v in kv.caches]
+        return flashinfer_calls(kv, layout, page_size, pages)
+
     return [
-        kv.measured(f"FlashInfer {layout}, page {size}", version, partial(_flashinfer_calls, kv, layout, size), replays)
+        kv.measured(f"FlashInfer {layout}, page {size}", version, partial(calls, layout, size), replays)
         for layout, size in FLASHINFER_PAGES
     ]
 
 
-def _flashinfer_calls(kv: Kv, layout: str, page_size: int) -> list[Call]:
+def flashinfer_calls(
+    kv: Kv,
+    layout: str,
+    page_size: int,
+    caches: Sequence[tuple[Tensor, Tensor]],
+    scales: Sequence[tuple[float, float]] = (),
+) -> list[Call]:
+    """A call for each cache: pages of keys and values in the layout. ``scales``: of keys and of values, where pages are
+    in e4m3. Raises what the library raises."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
     point, heads, device = kv.point, kv.heads, kv.q.device
@@ -169,18 +190,20 @@ def _flashinfer_calls(kv: Kv, layout: str, page_size: int) -> list[Call]:
         heads.head_dim,
         page_size,
         q_data_type=kv.q.dtype,
-        kv_data_type=kv.q.dtype,
+        kv_data_type=caches[0][0].dtype,
     )
-    # The contents are random either way: the same memory is seen as pages of the layout.
-    shape = (page_size, heads.num_kv_heads) if layout == "NHD" else (heads.num_kv_heads, page_size)
-    caches = [tuple(x.view(pages * point.batch, *shape, heads.head_dim) for x in cache) for cache in kv.caches]
     q = kv.q.squeeze(2)
-    return [partial(wrapper.run, q, cache) for cache in caches]
+    if not scales:
+        return [partial(wrapper.run, q, cache) for cache in caches]
+    return [
+        partial(wrapper.run, q, cache, k_scale=k_scale, v_scale=v_scale)
+        for cache, (k_scale, v_scale) in zip(caches, scales, strict=True)
+    ]
 
 
 def quantized_cache(kv: Kv, num_bits: int) -> Baseline:
     """Bytes of one layer in transformers' QuantizedCache with quanto, as allocated on the device."""
-    version = f"transformers {transformers.__version__}, optimum-quanto {_version('optimum-quanto')}"
+    version = f"transformers {transformers.__version__}, optimum-quanto {version_of('optimum-quanto')}"
     name = f"QuantizedCache, {num_bits} bits"
     try:
         before = torch.cuda.memory_allocated(kv.q.device)
@@ -188,8 +211,9 @@ def quantized_cache(kv: Kv, num_bits: int) -> Baseline:
         cache.update(*kv.caches[0], 0)
         nbytes = torch.cuda.memory_allocated(kv.q.device) - before
     except FAILURES as failed:
-        return Baseline(kv.point, name, version, reason=first_line(failed))
-    return Baseline(kv.point, name, version, nbytes, reason="bytes only: it has no kernel that reads them")
+        return Baseline(kv.point, name, version, reason=first_line(failed), bits=num_bits)
+    reason = "bytes only: it has no kernel that reads them"
+    return Baseline(kv.point, name, version, nbytes, reason=reason, bits=num_bits)
 
 
 def first_line(failed: BaseException, warned: Sequence[str] = ()) -> str:
@@ -201,7 +225,8 @@ def first_line(failed: BaseException, warned: Sequence[str] = ()) -> str:
     return f"{type(failed).__name__}: {'; '.join(dict.fromkeys(reasons))}"[:300]
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Of an installed distribution; "absent" without it."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

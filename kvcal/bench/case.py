@@ -30,7 +30,7 @@ from pydantic.dataclasses import dataclass as strict_dataclass
 from torch import Tensor
 
 from kvcal.bench.device import Call
-from kvcal.bench.shape import CACHE_DTYPE, MIDDLE, Heads, Pair, Point
+from kvcal.bench.shape import CACHE_DTYPE, Heads, Point, Stored
 from kvcal.cache.paged_layer import PagedLayer
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.cache.sliding_window import StaticWindow
@@ -66,9 +66,8 @@ PART_BYTES = 16 << 20
 Generator = torch.Generator | None
 
 
-def uniform_plan(model: ModelIdentity, pair: Pair, heads: Heads, num_layers: int, batch: int, num_tokens: int) -> Plan:
-    """A plan of ``num_layers`` layers with the formats of ``pair``."""
-    layers = tuple(heads.layer(pair, index) for index in range(num_layers))
+def random_plan(model: ModelIdentity, layers: tuple[LayerPlan, ...], batch: int, num_tokens: int) -> Plan:
+    """A plan of these layers with random tensors."""
     return Plan(model, CACHE_DTYPE, layers, Workload(batch, num_tokens), provenance={}, tensors=_tensors(layers))
 
 
@@ -85,6 +84,8 @@ def _tensors(layers: Sequence[LayerPlan]) -> dict[str, Tensor]:
             tensor = torch.randint(0, 2, size, generator=generator).mul_(2).sub_(1)
         elif spec.dtype == "uint8":  # codes of 4 bits, two a byte
             tensor = torch.randint(0, 256, size, generator=generator)
+        elif kind == "k_rescale":
+            tensor = torch.rand(*size, generator=generator).add_(0.5)
         elif kind == "scale":
             tensor = torch.rand(*size, generator=generator).add_(0.5).mul_(spread / INT4_SPREAD)
         else:
@@ -271,11 +272,12 @@ class KernelCase:
         return torch.cat(parts).double()
 
 
-def kernel_case(pair: Pair, heads: Heads, point: Point, count: int, device: torch.device) -> KernelCase:
+def kernel_case(stored_as: Stored, heads: Heads, point: Point, count: int, device: torch.device) -> KernelCase:
     """``count`` caches of ``point``, every sequence with ``point.context`` tokens before the step."""
     generator = torch.Generator(device).manual_seed(0)
-    num_layers, max_tokens = count + 2 * pair.num_ends, point.context + ROOM
-    plan = uniform_plan(NOBODY, pair, heads, num_layers, 1, max_tokens)
+    ends = stored_as.num_ends
+    num_layers, max_tokens = count + 2 * ends, point.context + ROOM
+    plan = random_plan(NOBODY, stored_as.layers(heads, num_layers), 1, max_tokens)
     cache = PlanCache(plan, heads.config(num_layers), max_tokens=max_tokens)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SlowPath)  # every row names its kernel
@@ -288,7 +290,7 @@ def kernel_case(pair: Pair, heads: Heads, point: Point, count: int, device: torc
 
     q, k_new, v_new = (normal(num) for num in (heads.num_query_heads, heads.num_kv_heads, heads.num_kv_heads))
     layers = tuple(cache.paged_layers)
-    before, timed = layers[: pair.num_ends], layers[pair.num_ends : pair.num_ends + count]
+    before, timed = layers[:ends], layers[ends : ends + count]
     return KernelCase(point, cache, before, timed, q, k_new, v_new)
 
 
@@ -306,9 +308,9 @@ def prefill_call(case: KernelCase, num_pages: int) -> tuple[Call, int]:
     return partial(layer.store.write, new, query_sum), nbytes
 
 
-def refusal(pair: Pair, heads: Heads) -> str | None:
-    """Why no kernel serves this format; None if one does."""
-    return next(refusals(heads.layer(pair, MIDDLE), CACHE_DTYPE), None)
+def refusal(stored_as: Stored, heads: Heads, num_layers: int = 3) -> str | None:
+    """Why no kernel serves these layers; None if one does."""
+    return next((why for layer in stored_as.layers(heads, num_layers) for why in refusals(layer, CACHE_DTYPE)), None)
 
 
 def kernel_use(layers: Sequence[PagedLayer]) -> KernelUse:

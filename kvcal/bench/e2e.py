@@ -5,8 +5,9 @@ That largest is computed (weights, cache, reserve) and then enforced: torch's al
 memory less what CUDA itself holds, and a batch that does run out is tried again a tenth smaller. Peak memory is read
 off the allocator.
 
-Two questions are kept apart. At the same batch: how much faster is a step? With the same memory: how many tokens a
-second does a device of so many bytes give, when each plan takes as many sequences as fit?
+Three questions are kept apart. At the same batch: how much faster is a step? With the same memory: how many tokens a
+second does a device of so many bytes give, when each plan takes as many sequences as fit? And what does packing add to
+the time of a prompt (kvcal.bench.prefill)?
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from pydantic import dataclasses as pydantic
@@ -24,8 +26,10 @@ from kvcal.bench import baselines
 from kvcal.bench.case import KernelUse, refusal
 from kvcal.bench.device import QUICK_REPLAYS, Times, collect, context_bytes, machine_of, num_caches, ran_out
 from kvcal.bench.model import ROOM, Static16, StaticPlan, heads_of, model_plan, time_steps
+from kvcal.bench.plan_layers import TimedPlan
+from kvcal.bench.prefill import DYNAMIC_16, PrefillRow, measure_prefill
 from kvcal.bench.record import KERNELS, Column, Report, Step, Table, measure
-from kvcal.bench.shape import RAW_PAIR, Pair, Point, raw_bytes
+from kvcal.bench.shape import RAW_PAIR, Pair, Point, Stored, raw_bytes
 from kvcal.errors import KvcalError, UsageError
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes, parse_bytes
@@ -47,16 +51,18 @@ OUT_OF_MEMORY = "out of memory"
 
 @dataclass(frozen=True)
 class StepJob:
-    """Work of a measurement, and its folder. ``memory``: bytes of device memory, each a limit of its own."""
+    """Work of a measurement, and its folder. ``memory``: bytes of device memory, each a limit of its own; ``plan``: the
+    plan that ``pairs`` holds."""
 
     model: PreTrainedModel
     shape: str
     weights: str
-    pairs: Sequence[Pair]
+    pairs: Sequence[Stored]
     contexts: Sequence[int]
     memory: Sequence[int]
     folder: Path
     reporter: Reporter
+    plan: TimedPlan | None = None
 
 
 @pydantic.dataclass(frozen=True, config=STRICT)
@@ -91,6 +97,19 @@ class StepReport(Report):
     context_bytes: int
     memory: tuple[int, ...]
     rows: tuple[StepRow, ...] = ()
+    prompts: tuple[PrefillRow, ...] = ()
+
+    def with_entries(self, entries: Sequence[Any]) -> Self:
+        prompts = [entry for entry in entries if isinstance(entry, PrefillRow)]
+        others = [entry for entry in entries if not isinstance(entry, PrefillRow)]
+        return replace(super().with_entries(others), prompts=(*self.prompts, *prompts))
+
+    def to_first_token(self, row: PrefillRow) -> float | None:
+        """Time of the prompt over that of the 16-bit cache; above 1 is slower."""
+        raw = [other.times for other in self.prompts if (other.plan, other.context) == (DYNAMIC_16, row.context)]
+        if row.times is None or not raw or raw[0] is None:
+            return None
+        return row.times.median_us / raw[0].median_us
 
     def same_batch(self, row: StepRow) -> float | None:
         """Tokens a second over those of the fastest 16-bit cache at the same context and batch; None where that does
@@ -149,9 +168,17 @@ class StepReport(Report):
             f"random contents, which a step's time does not depend on{self.unfinished}\n{KERNELS}"
         )
         best = f"Decode of {self.shape} with the same memory: the batch that gives most tokens a second"
+        prefill = (
+            Column("context", lambda row: row.context, "d"),
+            Column("cache", lambda row: row.plan),
+            Column("prompt µs", lambda row: row.times),
+            Column("of 16 bits", self.to_first_token, ".3f", "x"),
+            Column("reason", lambda row: row.reason or ""),
+        )
         return [
             Table("same_batch", title, same_batch, self.rows),
             Table("same_memory", best, same_memory, self.by_memory()),
+            Table("prompts", "Time to the first token: one prompt, packed as it is taken in", prefill, self.prompts),
         ]
 
 
@@ -165,7 +192,8 @@ def bench_e2e(job: StepJob) -> StepReport:
     device = job.model.device
     report = StepReport(
         machine=machine_of(device),
-        formats=tuple(job.pairs),
+        formats=tuple(pair for pair in job.pairs if isinstance(pair, Pair)),
+        plan=job.plan,
         shape=job.shape,
         weights=job.weights,
         weight_bytes=sum(tensor.nbytes for tensor in {*job.model.parameters(), *job.model.buffers()}),
@@ -175,13 +203,16 @@ def bench_e2e(job: StepJob) -> StepReport:
     require_memory(report)
     names = [TRANSFORMERS_16, FASTEST_16, *(pair.name for pair in job.pairs)]
     steps = [measure_plan(job, report, name, context) for context in job.contexts for name in names]
-    return measure(report, job.folder, job.reporter, steps)
+    prompts = [
+        measure_prefill(job.model, job.shape, pair, context) for context in job.contexts for pair in (None, *job.pairs)
+    ]
+    return measure(report, job.folder, job.reporter, [*steps, *prompts])
 
 
 def measure_plan(job: StepJob, report: StepReport, name: str, context: int) -> Step:
     """One plan at one context, at growing batches."""
     heads, pair = heads_of(job.model.config), {pair.name: pair for pair in job.pairs}.get(name, RAW_PAIR)
-    reason = None if name in BASELINES else refusal(pair, heads)
+    reason = None if name in BASELINES else refusal(pair, heads, job.model.config.num_hidden_layers)
     if reason is not None:
         yield [StepRow(name, context, 1, report.memory[-1], reason=reason)], f"{name}: {reason}"
         return
@@ -205,7 +236,7 @@ def measure_plan(job: StepJob, report: StepReport, name: str, context: int) -> S
             yield [row], f"{Point(row.batch, context).name}, {name}: {rate}"
 
 
-def attempt(job: StepJob, report: StepReport, row: StepRow, pair: Pair) -> StepRow:
+def attempt(job: StepJob, report: StepReport, row: StepRow, pair: Stored) -> StepRow:
     """The row measured within its limit of the device's bytes; out of memory is a reason."""
     device = job.model.device
     share = (row.limit_bytes - report.context_bytes) / report.machine.memory_bytes
@@ -233,7 +264,7 @@ def attempt(job: StepJob, report: StepReport, row: StepRow, pair: Pair) -> StepR
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def _cache(job: StepJob, report: StepReport, row: StepRow, pair: Pair) -> Static16 | StaticPlan:
+def _cache(job: StepJob, report: StepReport, row: StepRow, pair: Stored) -> Static16 | StaticPlan:
     """The cache of one plan."""
     model, max_tokens = job.model, row.context + ROOM
     if row.plan == TRANSFORMERS_16:
@@ -259,7 +290,7 @@ def largest_batch(room: int, per_sequence: int) -> int:
     return max(0, (room - RESERVE) // (per_sequence + RESERVE_PER_SEQUENCE))
 
 
-def cache_bytes(shape: str, model: PreTrainedModel, pair: Pair, context: int) -> tuple[int, int]:
+def cache_bytes(shape: str, model: PreTrainedModel, pair: Stored, context: int) -> tuple[int, int]:
     """(bytes of a static cache however many sequences it has: the tensors of transforms, temporaries of stored forms;
     bytes of each sequence, the workspace of stored forms included)."""
     tokens = context + ROOM

@@ -40,10 +40,12 @@ from kvcal.bench.device import (
     num_caches,
     spread,
 )
-from kvcal.bench.record import Baseline, LayerReport, Row, Step, fastest, measure
-from kvcal.bench.shape import Heads, Pair, Point, bits_per_value, raw_bytes, step_bytes
+from kvcal.bench.plan_layers import TimedPlan
+from kvcal.bench.record import RIVALS, Baseline, LayerReport, Row, Step, fastest, measure
+from kvcal.bench.rivals import measured_rivals
+from kvcal.bench.shape import Heads, Pair, Point, Stored, bits_per_value, raw_bytes, step_bytes
 from kvcal.errors import KvcalError
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
 from kvcal.progress import Reporter
 
 # Rounding the output to bf16 alone is about 0.002 of it; a wrong scale, page or slot is beyond a tenth.
@@ -54,15 +56,17 @@ PICTURE = "kernels.png"
 
 @dataclass(frozen=True)
 class Job:
-    """Work of a measurement, and the folder of ``kernels.json`` or ``layer.json``."""
+    """Work of a measurement, and the folder of ``kernels.json`` or ``layer.json``. ``plan``: whose kinds of layers
+    ``pairs`` are, if they are those of a plan."""
 
     device: torch.device
-    pairs: Sequence[Pair]
+    pairs: Sequence[Stored]
     points: Sequence[Point]
     heads: Heads
     folder: Path
     reporter: Reporter
     is_quick: bool = False
+    plan: TimedPlan | None = None
 
     @property
     def replays(self) -> int:
@@ -83,11 +87,12 @@ def _run(
     job: Job,
     kind: Literal["kernels", "layer"],
     of_point: Callable[[Job, Machine, Point], Step],
-    of_pair: Callable[[Job, Machine, Pair, Point], Step],
+    of_pair: Callable[[Job, Machine, Stored, Point], Step],
 ) -> LayerReport:
     job.reporter.say("bench: read bandwidth")
     machine, ceiling = machine_of(job.device), measure_read_ceiling(job.device)
-    report = LayerReport(kind=kind, machine=machine, formats=tuple(job.pairs), ceiling=ceiling, heads=job.heads)
+    formats = tuple(pair for pair in job.pairs if isinstance(pair, Pair))
+    report = LayerReport(kind=kind, machine=machine, formats=formats, ceiling=ceiling, heads=job.heads, plan=job.plan)
     steps = [
         step
         for point in job.points
@@ -101,11 +106,14 @@ def measure_baselines(job: Job, machine: Machine, point: Point) -> Step:
     kv = baselines.Kv(job.heads, point, num_caches(raw_bytes(job.heads, point), machine, job.is_quick), job.device)
     entries = [baseline for baseline, _ in baselines.sdpa(kv, job.replays)]
     entries += [baselines.flex(kv, job.replays), *baselines.flashinfer(kv, job.replays)]
+    entries += measured_rivals(kv, job.replays)
     if point == job.points[0]:  # its bytes grow with the tokens and nothing else
         entries += [baselines.quantized_cache(kv, num_bits) for num_bits in QUANTIZED_CACHE_BITS]
-    best = fastest(entries)
-    text = "nothing ran" if best is None else f"{best.name}, {best.times} µs"
-    yield entries, f"{point.name}, 16 bits: {text}"
+    best = {bits: fastest(entry for entry in entries if entry.bits == bits) for bits in (RAW_BITS, *RIVALS)}
+    text = "; ".join(
+        f"{bits} bits: {entry.name}, {entry.times} µs" for bits, entry in best.items() if entry is not None
+    )
+    yield entries, f"{point.name}, {text or 'no other library ran'}"
 
 
 def measure_static_cache(job: Job, machine: Machine, point: Point) -> Step:
@@ -139,7 +147,7 @@ def measure_static_cache(job: Job, machine: Machine, point: Point) -> Step:
 
 
 def measure_pair(
-    measured: Callable[[Job, KernelCase, Pair, Row], Row], job: Job, machine: Machine, pair: Pair, point: Point
+    measured: Callable[[Job, KernelCase, Row], Row], job: Job, machine: Machine, pair: Stored, point: Point
 ) -> Step:
     """One format at one size; ``measured`` fills in the times of its row."""
     nbytes = step_bytes(pair, job.heads, point)
@@ -150,20 +158,20 @@ def measure_pair(
         count = num_caches(nbytes.total, machine, job.is_quick or nbytes.reconstructed > 0)
         try:
             case = kernel_case(pair, job.heads, point, count, job.device)
-            row = measured(job, case, pair, replace(row, kernel=kernel_use(case.layers)))
+            row = measured(job, case, replace(row, kernel=kernel_use(case.layers)))
         except KvcalError as refused:  # not compiled, or not for this GPU: the other formats go on
             row = replace(row, reason=refused.message)
     yield [row], f"{point.name}, {pair.name}: {row.reason or f'{row.times} µs'}"
 
 
-def measure_attention(job: Job, case: KernelCase, pair: Pair, row: Row) -> Row:
+def measure_attention(job: Job, case: KernelCase, row: Row) -> Row:
     error = case.relative_error()
     if not error <= LARGEST_ERROR:  # NaN is wrong, too
         return replace(row, reason=f"wrong result: relative error {error:.2g}, at most {LARGEST_ERROR} allowed")
     return replace(row, times=graph_times(case.calls(case.attend), job.replays), relative_error=error)
 
 
-def measure_step(job: Job, case: KernelCase, pair: Pair, row: Row) -> Row:
+def measure_step(job: Job, case: KernelCase, row: Row) -> Row:
     """Steps are timed without advancing: each replay packs the same page again."""
 
     def times_at(num_tokens: int, work: Callable[[Any], object]) -> Times:

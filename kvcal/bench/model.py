@@ -32,9 +32,9 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from kvcal.bench.baselines import Attention
-from kvcal.bench.case import KernelUse, fill_cache, kernel_use, set_length, uniform_plan
+from kvcal.bench.case import KernelUse, fill_cache, kernel_use, random_plan, set_length
 from kvcal.bench.device import Times, captured, event_ms, spread
-from kvcal.bench.shape import CACHE_DTYPE, Heads, Pair
+from kvcal.bench.shape import CACHE_DTYPE, Heads, Stored
 from kvcal.cache.attached import attached
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import SlowPath, UnsupportedModel, UsageError
@@ -105,10 +105,10 @@ def random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedMo
     return model.eval().requires_grad_(False)
 
 
-def model_plan(name: str, config: PreTrainedConfig, pair: Pair, batch: int, num_tokens: int) -> Plan:
-    """A plan whose layers all have the formats of ``pair``."""
+def model_plan(name: str, config: PreTrainedConfig, stored_as: Stored, batch: int, num_tokens: int) -> Plan:
+    """A plan of all of the model's layers."""
     identity = ModelIdentity(name, config.model_type, NO_DIGEST, NO_DIGEST, NO_DIGEST)
-    return uniform_plan(identity, pair, heads_of(config), config.num_hidden_layers, batch, num_tokens)
+    return random_plan(identity, stored_as.layers(heads_of(config), config.num_hidden_layers), batch, num_tokens)
 
 
 class Static16:

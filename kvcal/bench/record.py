@@ -9,23 +9,27 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic.dataclasses import dataclass
 
 from kvcal.artifact import write_text_atomic
 from kvcal.bench.case import KernelUse
 from kvcal.bench.device import Machine, ReadCeiling, Times
+from kvcal.bench.plan_layers import TimedPlan
 from kvcal.bench.shape import Heads, Pair, Point, StepBytes, raw_bytes, target
 from kvcal.errors import KvcalError
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes
 from kvcal.strict import STRICT, dump
 
-SCHEMA = 3
+SCHEMA = 4
 NOTHING = "–"
+# Bits of other libraries' caches that factors stand for beside those over 16 bits.
+RIVALS = {8: "fp8", 4: "int4"}
 # Share of a step's time that quantizing and packing may take on average, at this batch or more.
 PACK_SHARE, PACK_SHARE_BATCH = 0.002, 32
 # Below the titles of tables.
@@ -86,7 +90,7 @@ class Table(NamedTuple):
 @dataclass(frozen=True, config=STRICT)
 class Baseline:
     """Attention of another library. ``version`` names it; without ``times`` there is a ``reason``. ``nbytes``: those of
-    the cache, which a baseline for memory alone has, too."""
+    the cache, which a baseline for memory alone has, too; ``bits``: of a stored value, without scales."""
 
     point: Point
     name: str
@@ -94,6 +98,7 @@ class Baseline:
     nbytes: int | None = None
     times: Times | None = None
     reason: str | None = None
+    bits: int = RAW_BITS
 
 
 def fastest(baselines: Iterable[Baseline]) -> Baseline | None:
@@ -146,11 +151,13 @@ class Row:
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
 class Report:
-    """Results of a run. ``kind``: the command; ``formats``: the pairs that names in rows stand for."""
+    """Results of a run. ``kind``: the command; ``formats``: the pairs that names in rows stand for; ``plan``: the plan
+    whose kinds of layers they stand for."""
 
     kind: str
     machine: Machine
     formats: tuple[Pair, ...] = ()
+    plan: TimedPlan | None = None
     rows: tuple[Any, ...] = ()
     baselines: tuple[Baseline, ...] = ()
     is_complete: bool = False
@@ -159,6 +166,12 @@ class Report:
     def file(self) -> str:
         """The document's name in its folder."""
         return f"{self.kind}.json"
+
+    def with_entries(self, entries: Sequence[Any]) -> Self:
+        """The report with what a step measured."""
+        baselines = [entry for entry in entries if isinstance(entry, Baseline)]
+        rows = [entry for entry in entries if not isinstance(entry, Baseline)]
+        return replace(self, rows=(*self.rows, *rows), baselines=(*self.baselines, *baselines))
 
     def tables(self) -> list[Table]:
         """All that is shown; what follows from the measurements is derived here."""
@@ -189,16 +202,30 @@ class LayerReport(Report):
     heads: Heads
     rows: tuple[Row, ...] = ()
 
-    def fastest(self, point: Point) -> Baseline | None:
-        """The baseline that everything at ``point`` is held against; None if none ran."""
-        return fastest(entry for entry in self.baselines if entry.point == point)
+    def fastest(self, point: Point, bits: int = RAW_BITS) -> Baseline | None:
+        """The fastest baseline of so many bits at ``point``; None if none ran."""
+        return fastest(entry for entry in self.baselines if (entry.point, entry.bits) == (point, bits))
 
-    def factor(self, row: Row) -> float | None:
-        """Factor to the fastest baseline's time, packing included; above 1 is faster."""
-        best = self.fastest(row.point)
+    def factor(self, row: Row, bits: int = RAW_BITS) -> float | None:
+        """Factor to the time of the fastest baseline of so many bits, packing included; above 1 is faster."""
+        best = self.fastest(row.point, bits)
         if row.mean_us is None or best is None or best.times is None:
             return None
         return best.times.median_us / row.mean_us
+
+    def plan_us(self, point: Point) -> float | None:
+        """Microseconds of a step in all paged layers of the plan; None where one of its kinds was not timed."""
+        mean_us = {row.format: row.mean_us for row in self.rows if row.point == point}
+        found = [(len(kind.indices), mean_us.get(kind.name)) for kind in (self.plan.kinds if self.plan else ())]
+        times = [count * us for count, us in found if us is not None]
+        return sum(times) if times and len(times) == len(found) else None
+
+    def plan_factor(self, point: Point, bits: int = RAW_BITS) -> float | None:
+        """How many times as long as the plan's layers the fastest baseline of so many bits takes in as many."""
+        us, best = self.plan_us(point), self.fastest(point, bits)
+        if us is None or best is None or best.times is None or self.plan is None:
+            return None
+        return sum(len(kind.indices) for kind in self.plan.kinds) * best.times.median_us / us
 
     def factor_ceiling(self, row: Row) -> float:
         """The factor if bytes were all that counts: those of 16 bits over the row's."""
@@ -244,12 +271,17 @@ class LayerReport(Report):
             *of_kind,
             Column("factor", self.factor, ".2f", "x"),
             Column("against", lambda row: row.reason or self.fastest(row.point)),
+            *(self._over_rivals(self.factor) if self.kind == "kernels" else ()),
         )
         baselines = (
             size,
-            Column("baseline", lambda entry: entry.name + (" *" if entry == self.fastest(entry.point) else "")),
+            Column(
+                "baseline",
+                lambda entry: entry.name + (" *" if entry == self.fastest(entry.point, entry.bits) else ""),
+            ),
             Column("µs", lambda entry: entry.times),
             Column("bytes", lambda entry: entry.nbytes, "bytes"),
+            Column("bits", lambda entry: entry.bits, "d"),
             *speed,
             Column("version", lambda entry: entry.version),
             Column("reason", lambda entry: entry.reason or ""),
@@ -258,10 +290,30 @@ class LayerReport(Report):
             f"{what}, {heads.num_kv_heads} KV heads of {heads.head_dim}, {heads.group} query heads each, on "
             f"{self.machine.device}; read ceiling {self.ceiling.gb_per_s:.0f} GB/s{self.unfinished}"
         )
-        return [
+        of_baselines = "Baselines (* the fastest of its bits, which factors are against)"
+        tables = [
             Table("rows", f"{title}\n{KERNELS}\n{BYTES}", rows, self.rows),
-            Table("baselines", "Baselines (* the fastest, which factors are against)", baselines, self.baselines),
+            Table("baselines", of_baselines, baselines, self.baselines),
         ]
+        return tables if self.plan is None else [*tables, self._of_plan(self.plan)]
+
+    def _over_rivals(self, factor: Callable[..., float | None]) -> list[Column]:
+        """Factors over other libraries' caches of fewer bits."""
+        return [Column(f"over {name}", partial(factor, bits=bits), ".2f", "x") for bits, name in RIVALS.items()]
+
+    def _of_plan(self, plan: TimedPlan) -> Table:
+        """The plan's whole step."""
+        num_layers = sum(len(kind.indices) for kind in plan.kinds)
+        others = f"; {plan.num_others} layers without pages are not timed" if plan.num_others else ""
+        columns = (
+            Column("batch x context", lambda point: point.name),
+            Column("layers", lambda point: num_layers, "d"),
+            Column("step µs", self.plan_us, ".1f"),
+            Column("factor", self.plan_factor, ".2f", "x"),
+            *self._over_rivals(self.plan_factor),
+        )
+        points = tuple(dict.fromkeys(row.point for row in self.rows))
+        return Table("plan", f"All {num_layers} layers of {plan.name} ({plan.sha256[:12]}){others}", columns, points)
 
 
 AnyReport = TypeVar("AnyReport", bound=Report)
@@ -280,9 +332,7 @@ def measure(report: AnyReport, folder: Path, reporter: Reporter, steps: Sequence
         for number, step in enumerate(steps):
             reporter(number, len(steps), f"bench {report.kind}")
             for entries, text in step:
-                baselines = [entry for entry in entries if isinstance(entry, Baseline)]
-                rows = [entry for entry in entries if not isinstance(entry, Baseline)]
-                report = replace(report, rows=(*report.rows, *rows), baselines=(*report.baselines, *baselines))
+                report = report.with_entries(entries)
                 report.save(folder)
                 count += len(entries)
                 reporter.say(text)

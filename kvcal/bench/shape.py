@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -32,8 +32,6 @@ from kvcal.strict import STRICT, Positive
 CACHE_DTYPE: CacheDtype = "bfloat16"
 ITEM_BYTES = CACHE_DTYPES[CACHE_DTYPE].itemsize
 PREDICTOR_ITEM_BYTES = 4  # predictors read pages in fp32
-# Indices of a layer that is predicted, and of the next one, which is predicted from it.
-MIDDLE, NEXT = 1, 2
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -49,6 +47,20 @@ class Point:
         return f"{self.batch} x {self.context if self.context % 1024 else f'{self.context // 1024}K'}"
 
 
+class Stored(Protocol):
+    """Layers to time, under one name. ``num_ends``: layers at either end of a model that are unlike those between
+    them: the first predicts without being predicted, the last is predicted without predicting."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_ends(self) -> int: ...
+
+    def layers(self, heads: Heads, count: int) -> tuple[LayerPlan, ...]:
+        """The first ``count`` layers of a model."""
+
+
 @dataclass(frozen=True, config=STRICT)
 class Pair:
     """Formats of keys and values under one name. ``k_pages`` "pre": pages hold keys before RoPE. ``predictors``: every
@@ -62,14 +74,12 @@ class Pair:
     predictors: PredictorSpec | None = None
     first: tuple[Format, Format] | None = None
 
-    def format(self, side: Side) -> Format:
-        return self.k if side == "k" else self.v
-
     @property
     def num_ends(self) -> int:
-        """Layers at either end of a model that are not like those between them: the first predicts without being
-        predicted, the last is predicted without predicting."""
         return 0 if self.predictors is None and self.first is None else 1
+
+    def layers(self, heads: Heads, count: int) -> tuple[LayerPlan, ...]:
+        return tuple(heads.layer(self, index) for index in range(count))
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -123,25 +133,27 @@ class StepBytes:
         return self.stored + self.reconstructed + self.kept + self.predictors
 
 
-def step_bytes(pair: Pair, heads: Heads, point: Point) -> StepBytes:
+def step_bytes(stored_as: Stored, heads: Heads, point: Point) -> StepBytes:
     """Bytes of a layer in the middle of a model; ``point.context`` tokens before the step, and the new one."""
-    layer, following = heads.layer(pair, MIDDLE), heads.layer(pair, NEXT)
+    before, layer, following = stored_as.layers(heads, 3)
     stored = reconstructed = predictors = 0
     page_values: dict[Side, int] = {}
     for side in SIDES:
-        fmt = pair.format(side)
-        is_form = stored_form(layer, side, fmt) is not None
-        read, held = point.batch * fmt.pages_read(point.context), point.batch * num_pages(point.context + 1)
+        held = point.batch * num_pages(point.context + 1)
         page_values[side] = held * PAGE_TOKENS * heads.num_kv_heads * heads.head_dim
-        record = fmt.layout(side, heads.num_kv_heads, heads.head_dim, CACHE_DTYPE, fmt.num_bits).record_bytes
-        sinks = point.batch * min(fmt.num_sink_tokens, fmt.pages_read(point.context) * PAGE_TOKENS)
-        unquantized = point.batch * (point.context + 1) - read * PAGE_TOKENS + sinks
-        stored += (held if is_form else read) * (heads.num_kv_heads if fmt.lattice_dim is None else 1) * record
-        stored += unquantized * heads.num_kv_heads * heads.head_dim * ITEM_BYTES
-        if is_form:
-            reconstructed += (held + read) * ITEM_BYTES * PAGE_TOKENS * heads.num_kv_heads * heads.head_dim
+        for fmt, of_heads in layer.runs(side):
+            num_heads = of_heads.stop - of_heads.start
+            is_form = stored_form(layer, side, fmt) is not None
+            read = point.batch * fmt.pages_read(point.context)
+            record = fmt.layout(side, num_heads, heads.head_dim, CACHE_DTYPE, fmt.num_bits).record_bytes
+            sinks = point.batch * min(fmt.num_sink_tokens, fmt.pages_read(point.context) * PAGE_TOKENS)
+            unquantized = point.batch * (point.context + 1) - read * PAGE_TOKENS + sinks
+            stored += (held if is_form else read) * (num_heads if fmt.lattice_dim is None else 1) * record
+            stored += unquantized * num_heads * heads.head_dim * ITEM_BYTES
+            if is_form:
+                reconstructed += (held + read) * ITEM_BYTES * PAGE_TOKENS * num_heads * heads.head_dim
         if layer.predictor(side) is not None:
-            predictors += predictor_shape(layer, heads.layer(pair, MIDDLE - 1), side, CACHE_DTYPE).nbytes
+            predictors += predictor_shape(layer, before, side, CACHE_DTYPE).nbytes
     # Values are predicted from this layer's keys, too.
     own_keys: list[Side] = ["k"] if layer.predictor("v") is not None else []
     written = {side for side in SIDES if following.predictor(side) is not None} | {*own_keys}
@@ -155,9 +167,9 @@ def raw_bytes(heads: Heads, point: Point) -> int:
     return 2 * point.batch * heads.num_kv_heads * point.context * heads.head_dim * ITEM_BYTES
 
 
-def bits_per_value(pair: Pair, heads: Heads, point: Point) -> float:
+def bits_per_value(stored_as: Stored, heads: Heads, point: Point) -> float:
     """Bits that are stored for each cached value, scales, sinks and recent tokens included."""
-    return RAW_BITS * step_bytes(pair, heads, point).stored / raw_bytes(heads, point)
+    return RAW_BITS * step_bytes(stored_as, heads, point).stored / raw_bytes(heads, point)
 
 
 def uniform(num_bits: int, num_sink_tokens: int = 0, recent_window: int = 0) -> tuple[Format, Format]:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcal.commands.options import ModelOptions, Out, OutputOptions, needs_compile, spread
+from kvcal.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvcal.bench.kernels import Job
-    from kvcal.bench.shape import Point
+    from kvcal.bench.plan_layers import TimedPlan
+    from kvcal.bench.shape import Heads, Point, Stored
     from kvcal.progress import Reporter
 
 
@@ -41,15 +43,50 @@ class PairOptions(OutputOptions):
     ] = None
     context: Annotated[list[int] | None, typer.Option(help="Tokens of each sequence; may be repeated.", min=1)] = None
 
+    plan: Annotated[
+        Path | None, typer.Option(help="Time this plan's layers instead of formats; layers alike share a measurement.")
+    ] = None
+
+    def stored(self, default: Sequence[str]) -> tuple[tuple[Stored, ...], TimedPlan | None]:
+        """What is to be timed, and the plan that it belongs to. UsageError: a plan and formats."""
+        from kvcal.bench.plan_layers import timed_plan
+        from kvcal.bench.shape import chosen_pairs
+
+        if self.plan is None:
+            return chosen_pairs(self.formats or (), self.recipe or (), default), None
+        if self.formats or self.recipe:
+            raise UsageError(
+                "--plan and --format or --recipe: a plan has its own formats",
+                hint="time formats in a run of their own",
+            )
+        plan = timed_plan(self.plan)
+        return plan.kinds, plan
+
 
 @dataclass(frozen=True)
 class GridOptions(PairOptions):
     """Of which sizes."""
 
     batch: Annotated[list[int] | None, typer.Option(help="Sequences; may be repeated.", min=1)] = None
-    heads: Annotated[int, typer.Option(help="KV heads.", min=1)] = 8
-    head_dim: Annotated[int, typer.Option(help="Size of a head, K and V: a multiple of 8 up to 512.", min=1)] = 128
-    group: Annotated[int, typer.Option(help="Query heads for each KV head.", min=1)] = 4
+    heads: Annotated[int | None, typer.Option(help="KV heads; 8, or the plan's.", min=1)] = None
+    head_dim: Annotated[
+        int | None,
+        typer.Option(help="Size of a head, K and V: a multiple of 8 up to 512; 128, or the plan's.", min=1),
+    ] = None
+    group: Annotated[int | None, typer.Option(help="Query heads for each KV head; 4, or the plan's.", min=1)] = None
+
+    def chosen_heads(self, plan: TimedPlan | None) -> Heads:
+        """The plan's, or those asked for. UsageError: both, or a head size that no kernel takes."""
+        from kvcal.bench.shape import Heads, chosen_heads
+
+        if plan is None:
+            usual = Heads()
+            return chosen_heads(
+                self.heads or usual.num_kv_heads, self.head_dim or usual.head_dim, self.group or usual.group
+            )
+        if (self.heads, self.head_dim, self.group) != (None, None, None):
+            raise UsageError("--plan and --heads, --head-dim or --group: a plan has its own heads")
+        return plan.heads
 
 
 @bench.command()
@@ -74,6 +111,8 @@ def kernels(
     Example: `kvcal bench kernels --format 2 --recipe mixkvq-capped --batch 16 --context 65536 --group 8`
 
     Example: `kvcal bench kernels --format 2 --head-dim 96 --batch 8 --context 32768` (decode_plain)
+
+    Example: `kvcal bench kernels --plan plan.safetensors` (all of a plan's layers, at its workload)
 
     Example: `kvcal bench kernels --quick --format higgs --format aqua --batch 8 --context 8192` (reconstruct + decode)
     """
@@ -124,14 +163,14 @@ def _job(
     """The work of ``bench kernels`` or ``layer``; ``pairs`` and ``points``: unless others are asked for."""
     from kvcal.bench.device import require_gpu
     from kvcal.bench.kernels import Job
-    from kvcal.bench.shape import chosen_heads, chosen_pairs, chosen_points
+    from kvcal.bench.shape import chosen_points
     from kvcal.folder import Folder
 
-    chosen = chosen_pairs(given.formats or (), given.recipe or (), pairs)
-    sizes = chosen_points(given.batch or (), given.context or (), points)
-    heads = chosen_heads(given.heads, given.head_dim, given.group)
+    chosen, plan = given.stored(pairs)
+    sizes = chosen_points(given.batch or (), given.context or (), points if plan is None else plan.points)
+    heads = given.chosen_heads(plan)
     device = require_gpu(kind)
-    return Job(device, chosen, sizes, heads, Folder.create(out).path, reporter, quick)
+    return Job(device, chosen, sizes, heads, Folder.create(out).path, reporter, quick, plan)
 
 
 @bench.command()
@@ -163,10 +202,12 @@ def e2e(
     """
     from kvcal.bench.device import machine_of, require_gpu
     from kvcal.bench.e2e import StepJob, bench_e2e, memory_limits
-    from kvcal.bench.shape import CONTEXTS, STEP_PAIRS, chosen_pairs, chosen_points
+    from kvcal.bench.plan_layers import whole_plan
+    from kvcal.bench.shape import CONTEXTS, STEP_PAIRS, chosen_points
     from kvcal.folder import Folder
 
-    pairs = chosen_pairs(given.formats or (), given.recipe or (), STEP_PAIRS)
+    pairs, plan = given.stored(STEP_PAIRS)
+    pairs = pairs if given.plan is None else (whole_plan(given.plan),)
     contexts = [point.context for point in chosen_points((1,), given.context or CONTEXTS, ())]
     memory_limits(memory or (), 0)  # a wrong text fails before a device is looked for
     limits = memory_limits(memory or (), machine_of(require_gpu("e2e")).memory_bytes)
@@ -174,7 +215,7 @@ def e2e(
     with given.reporting() as reporter:
         reporter.say(f"bench: {shape}")
         model, weights = _model(shape, random_weights)
-        report = bench_e2e(StepJob(model, shape, weights, pairs, contexts, limits, folder, reporter))
+        report = bench_e2e(StepJob(model, shape, weights, pairs, contexts, limits, folder, reporter, plan))
     given.show(report.document(), *(table.text() for table in report.tables()))
     reporter.say(f"table: {folder / report.file}")
 
@@ -183,7 +224,6 @@ def _model(shape: str, random_weights: bool) -> tuple[PreTrainedModel, str]:
     """The model, and what its weights are."""
     from kvcal.bench.device import require_gpu
     from kvcal.bench.model import SHAPES, random_model, shape_config
-    from kvcal.errors import UsageError
 
     if random_weights:
         return random_model(shape_config(shape), require_gpu("e2e")), "random weights"

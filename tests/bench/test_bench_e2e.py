@@ -11,7 +11,7 @@ import torch
 from bench_cases import DECODE, MACHINE, read_report, times
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedModel, StaticCache
 
-from kvcal.bench import baselines, e2e
+from kvcal.bench import baselines, e2e, prefill
 from kvcal.bench.device import ran_out
 from kvcal.bench.e2e import (
     FASTEST_16,
@@ -270,7 +270,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(e2e, "context_bytes", lambda device: GB // 2)
     monkeypatch.setattr(e2e, "time_steps", found)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *args: None)
-    monkeypatch.setattr(e2e, "collect", lambda: None)
+    for module in (e2e, prefill):
+        monkeypatch.setattr(module, "collect", lambda: None)
+    monkeypatch.setattr(prefill, "event_ms", lambda calls: [2.0 for call in calls if call() is not None])
     best = baselines.Baseline(e2e.Point(1, 1024), "SDPA FLASH, enable_gqa", "torch")
     monkeypatch.setattr(baselines, "fastest_sdpa", lambda *args: (best, lambda q, k, v: q))
     return found
@@ -317,7 +319,7 @@ def test_a_batch_that_runs_out_of_memory_is_tried_again_smaller(
 def test_a_plan_that_the_kernels_refuse_is_a_row(
     device: Device, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(e2e, "refusal", lambda pair, heads: "head size 100")
+    monkeypatch.setattr(e2e, "refusal", lambda pair, heads, num_layers: "head size 100")
     found = bench_e2e(step_job(model, tmp_path))
     (refused,) = [entry for entry in found.rows if entry.plan == "2"]
     assert refused.reason == "head size 100" and refused.steps is None and refused.kernel is None

@@ -1,0 +1,151 @@
+"""A plan's layers as what is timed: layers that differ in nothing but their place share a measurement.
+
+A layer is timed among others of its kind: it is predicted from one like it, wherever the plan has it predicted from.
+Formats, transforms and predictors are the plan's, tensors are random (kvcal.bench.case). Layers with sliding windows or
+states hold what the model holds without a plan; they are counted and not timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic.dataclasses import dataclass as record
+
+from kvcal.bench.shape import Heads, Point
+from kvcal.errors import UsageError
+from kvcal.geometry import AttentionGeometry
+from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import SIDES, Side
+from kvcal.plan.plan import Plan, load_plan
+from kvcal.stages.search.compositions import Style
+from kvcal.strict import STRICT
+
+
+@record(frozen=True, config=STRICT)
+class LayerKind:
+    """Layers of a plan that are alike. ``like``: one of them, as layer 1 of a model that has no others (index and
+    predictors' sources)."""
+
+    name: str
+    like: LayerPlan
+    indices: tuple[int, ...]
+
+    @property
+    def num_ends(self) -> int:
+        """As of a Pair: layers at either end that are unlike those between them."""
+        return int(any(self.like.predictor(side) is not None for side in SIDES))
+
+    def layers(self, heads: Heads, count: int) -> tuple[LayerPlan, ...]:
+        """``count`` layers of the kind, each predicted from the one before; the first is not."""
+        return tuple(placed(self.like, index) for index in range(count))
+
+
+@record(frozen=True, config=STRICT)
+class TimedPlan:
+    """The plan that a report is about. ``point``: its workload; ``num_others``: layers that are not timed."""
+
+    name: str
+    sha256: str
+    heads: Heads
+    point: Point
+    kinds: tuple[LayerKind, ...]
+    num_others: int
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """The sizes to time unless others are asked for."""
+        return (self.point,)
+
+
+@dataclass(frozen=True)
+class WholePlan:
+    """All layers of a plan, for whole steps of a model."""
+
+    name: str
+    plan_layers: tuple[LayerPlan, ...]
+    num_ends: int = 0
+
+    def layers(self, heads: Heads, count: int) -> tuple[LayerPlan, ...]:
+        """The plan's own. UsageError: the model has others."""
+        theirs = {layer.geometry for layer in self.plan_layers}
+        expected = {
+            AttentionGeometry(index, heads.num_query_heads, heads.num_kv_heads, heads.head_dim, heads.head_dim)
+            for index in range(count)
+        }
+        if theirs != expected:
+            raise UsageError(
+                f"--plan {self.name}: it is for {len(theirs)} layers, the shape has {count} of {heads}; or their heads "
+                "differ",
+                hint="give the --shape that the plan was made for",
+            )
+        return self.plan_layers
+
+
+def placed(layer: LayerPlan, index: int) -> LayerPlan:
+    """The layer as number ``index`` of a model, predicted from the one before it."""
+
+    def moved(side: Side) -> object:
+        predictor = layer.predictor(side)
+        return None if predictor is None or index == 0 else replace(predictor, source=index - 1)
+
+    geometry = replace(layer.attention, index=index)
+    predictors = {f"{side}_predictor": moved(side) for side in SIDES}
+    return replace(layer, geometry=geometry, **predictors)  # type: ignore[arg-type]
+
+
+def whole_plan(path: str | Path) -> WholePlan:
+    """The layers of a plan file, under the file's name. ArtifactError: no plan there."""
+    return WholePlan(Path(path).stem, load_plan(path).layers)
+
+
+def timed_plan(path: str | Path) -> TimedPlan:
+    """The kinds of layers of a plan file.
+
+    Raises:
+        ArtifactError: no plan there.
+        UsageError: no pages, or layers of different heads.
+    """
+    plan = load_plan(path)
+    heads = plan_heads(plan, str(path))
+    groups: dict[LayerPlan, list[int]] = {}
+    paged = [layer for layer in plan.layers if layer.is_paged]
+    for layer in paged:
+        groups.setdefault(placed(layer, 1), []).append(layer.geometry.index)
+    kinds = tuple(LayerKind(kind_name(like, indices), like, tuple(indices)) for like, indices in groups.items())
+    point = Point(plan.workload.batch, max(PAGE_TOKENS, plan.workload.context))
+    return TimedPlan(Path(path).name, plan.sha256, heads, point, kinds, len(plan.layers) - len(paged))
+
+
+def plan_heads(plan: Plan, name: str) -> Heads:
+    """The heads of all paged layers. UsageError: there are none, or they differ."""
+    found = {
+        Heads(layer.attention.num_kv_heads, layer.head_dim("k"), layer.attention.group_heads): layer
+        for layer in plan.layers
+        if layer.is_paged
+    }
+    if len(found) != 1 or any(layer.head_dim("k") != layer.head_dim("v") for layer in plan.layers if layer.is_paged):
+        shown = ", ".join(map(str, found)) or "no pages"
+        raise UsageError(
+            f"--plan {name}: its layers have {shown}; expected one number of heads and one size for keys and values",
+            hint="time its formats one by one: --recipe with [formats], --heads and --head-dim",
+        )
+    return next(iter(found))
+
+
+def kind_name(like: LayerPlan, indices: Sequence[int]) -> str:
+    """Such as "19 layers from 2: K 2 channel g128, V 2 token g128"; the first index tells kinds apart."""
+    sides = [f"{side.upper()} {' + '.join(_styles(like, side))}" for side in SIDES]
+    return f"{len(indices)} layer{'s' * (len(indices) > 1)} from {indices[0]}: {', '.join(sides)}"
+
+
+def _styles(layer: LayerPlan, side: Side) -> list[str]:
+    """One for each format, with the number of its heads where there are several."""
+    runs = layer.runs(side)
+    counts: dict[str, int] = {}
+    for fmt, heads in runs:
+        style = Style(fmt, side == "k" and layer.k_rescale, layer.predictor(side) is not None)
+        counts[str(style)] = counts.get(str(style), 0) + heads.stop - heads.start
+    return [style if len(counts) == 1 else f"{style} ({count} heads)" for style, count in counts.items()]
