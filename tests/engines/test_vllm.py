@@ -16,6 +16,7 @@ from vllm_environment import Unavailable, python_with_vllm, run_in
 
 from kvcal import Plan
 from kvcal.engines.contract import CONTRACTS
+from kvcal.geometry import CacheDtype
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import identity_of
 from kvcal.plan.page_format import Boost, Format, Tier
@@ -46,11 +47,13 @@ FORMATS = [
 class Served:
     """A random Llama of 4 layers in a folder, and a plan for it, with λ and offset in layer 2."""
 
-    def __init__(self, folder: Path, seed: int = 0, layers: int = 4) -> None:
+    def __init__(
+        self, folder: Path, seed: int = 0, layers: int = 4, head_dim: int = 16, cache_dtype: CacheDtype = "float32"
+    ) -> None:
         torch.manual_seed(seed)
         config = hf.LlamaConfig(
             hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=8,
-            num_key_value_heads=2, head_dim=16, vocab_size=VOCABULARY, max_position_embeddings=4096, bos_token_id=1,
+            num_key_value_heads=2, head_dim=head_dim, vocab_size=VOCABULARY, max_position_embeddings=4096, bos_token_id=1,
             eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
         )  # fmt: skip
         self.model = hf.LlamaForCausalLM(config).eval()
@@ -59,13 +62,15 @@ class Served:
                 parameter.add_(torch.randn_like(parameter) * 0.15)
         self.folder = folder
         self.model.save_pretrained(folder)
-        geometry = geometry_of(self.model, cache_dtype="float32")
+        geometry = geometry_of(self.model, cache_dtype=cache_dtype)
         planned = [LayerPlan(*given[:1], *given[1]) for given in zip(geometry.layers, FORMATS, strict=False)]
         tensors = {}
         if layers > 2:
             planned[2] = dataclasses.replace(planned[2], k_rescale=True, k_offset=True)
-            tensors = {"layers.2.k_rescale": torch.rand(2, 16) + 0.5, "layers.2.k_offset": torch.randn(2, 16)}
-        self.plan = Plan(identity_of(folder, "tiny"), "float32", tuple(planned), Workload(2, 300), {}, tensors)
+            tensors = {
+                "layers.2.k_rescale": torch.rand(2, head_dim) + 0.5, "layers.2.k_offset": torch.randn(2, head_dim),
+            }  # fmt: skip
+        self.plan = Plan(identity_of(folder, "tiny"), cache_dtype, tuple(planned), Workload(2, 300), {}, tensors)
 
     def write(self, name: str, plan: Plan | None = None) -> str:
         path = self.folder / "plans" / name  # vLLM takes every file of tensors beside a configuration for weights
