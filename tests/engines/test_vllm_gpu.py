@@ -36,7 +36,7 @@ def serve(folder: Path, served: Served, requests: list[dict], runner: int = 2, *
     on_gpu = {"attention_backend": "KVCAL", "compilation_config": {}, "gpu_memory_utilization": 0.1}
     given = {"llm": served.arguments(**on_gpu | more), "requests": requests}
     found = answer_of(Path(sys.executable), folder, "vllm_host.py", given, variables)
-    assert "error" not in found, found
+    assert "error" not in found, found["trace"]
     return found
 
 
