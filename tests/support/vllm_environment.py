@@ -133,7 +133,7 @@ def run_in(wanted: str, folder: Path, program: str, given: Any = None) -> Any:
 
 
 def answer_of(python: Path, folder: Path, program: str, given: Any, variables: Mapping[str, str]) -> Any:
-    """What a program of tests/support answers to ``given``."""
+    """What a program of tests/support answers to ``given``; ``folder`` / log: what all of its processes write."""
     shared = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CACHE_ROOT": str(folder / "root"),
@@ -142,6 +142,7 @@ def answer_of(python: Path, folder: Path, program: str, given: Any, variables: M
         [str(python), str(CHECKOUT / "tests" / "support" / program)], input=json.dumps(given),
         env=os.environ | shared | variables, capture_output=True, text=True, timeout=60 * 15,
     )  # fmt: skip
+    (folder / "log").write_text(done.stdout + done.stderr)
     answers = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert answers, f"{program} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return json.loads(answers[-1].removeprefix("RESULT "))
