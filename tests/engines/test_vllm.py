@@ -16,6 +16,7 @@ from vllm_environment import Unavailable, python_with_vllm, run_in
 
 from kvcal import Plan
 from kvcal.engines.contract import CONTRACTS
+from kvcal.geometry import CacheDtype
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import identity_of
 from kvcal.plan.page_format import Boost, Format, Tier
@@ -23,7 +24,6 @@ from kvcal.plan.plan import LayerPlan, Workload, save_plan
 
 pytestmark = pytest.mark.engines
 
-OLDEST, NEWEST = CONTRACTS["vllm"].tried[0], CONTRACTS["vllm"].tried[-1]
 VOCABULARY, TOKENS = 128, 40
 LENGTHS = (5, 130, 300, 700)
 # A request of this model takes four blocks for its rings beside those of its tokens. Three of 300 tokens fit into these
@@ -46,11 +46,13 @@ FORMATS = [
 class Served:
     """A random Llama of 4 layers in a folder, and a plan for it, with λ and offset in layer 2."""
 
-    def __init__(self, folder: Path, seed: int = 0, layers: int = 4) -> None:
+    def __init__(
+        self, folder: Path, seed: int = 0, layers: int = 4, head_dim: int = 16, cache_dtype: CacheDtype = "float32"
+    ) -> None:
         torch.manual_seed(seed)
         config = hf.LlamaConfig(
             hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=8,
-            num_key_value_heads=2, head_dim=16, vocab_size=VOCABULARY, max_position_embeddings=4096, bos_token_id=1,
+            num_key_value_heads=2, head_dim=head_dim, vocab_size=VOCABULARY, max_position_embeddings=4096, bos_token_id=1,
             eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
         )  # fmt: skip
         self.model = hf.LlamaForCausalLM(config).eval()
@@ -59,13 +61,15 @@ class Served:
                 parameter.add_(torch.randn_like(parameter) * 0.15)
         self.folder = folder
         self.model.save_pretrained(folder)
-        geometry = geometry_of(self.model, cache_dtype="float32")
+        geometry = geometry_of(self.model, cache_dtype=cache_dtype)
         planned = [LayerPlan(*given[:1], *given[1]) for given in zip(geometry.layers, FORMATS, strict=False)]
         tensors = {}
         if layers > 2:
             planned[2] = dataclasses.replace(planned[2], k_rescale=True, k_offset=True)
-            tensors = {"layers.2.k_rescale": torch.rand(2, 16) + 0.5, "layers.2.k_offset": torch.randn(2, 16)}
-        self.plan = Plan(identity_of(folder, "tiny"), "float32", tuple(planned), Workload(2, 300), {}, tensors)
+            tensors = {
+                "layers.2.k_rescale": torch.rand(2, head_dim) + 0.5, "layers.2.k_offset": torch.randn(2, head_dim),
+            }  # fmt: skip
+        self.plan = Plan(identity_of(folder, "tiny"), cache_dtype, tuple(planned), Workload(2, 300), {}, tensors)
 
     def write(self, name: str, plan: Plan | None = None) -> str:
         path = self.folder / "plans" / name  # vLLM takes every file of tensors beside a configuration for weights
@@ -88,22 +92,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     return Served(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(params=[OLDEST, NEWEST])
+@pytest.fixture(params=CONTRACTS["vllm"].tried)
 def version(request: pytest.FixtureRequest) -> str:
-    return _available(request.param)
-
-
-@pytest.fixture
-def oldest() -> str:
-    return _available(OLDEST)
-
-
-def _available(version: str) -> str:
     try:
-        python_with_vllm(version)
+        python_with_vllm(request.param)
     except Unavailable as reason:
         pytest.skip(str(reason))
-    return version
+    return request.param
+
+
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
@@ -147,14 +144,14 @@ def test_prompts_in_chunks(version: str, tmp_path: Path, served: Served) -> None
     assert max(count for step in found["steps"] for _, _, count, _ in step) <= 256
 
 
-def test_blocks_run_short(oldest: str, tmp_path: Path, served: Served) -> None:
+def test_blocks_run_short(version: str, tmp_path: Path, served: Served) -> None:
     """Requests lose their blocks and are computed again."""
     requests = [{"prompt": ids, "tokens": 150} for ids in prompts(300, 310, 320, 330)]
-    _, replay = serve(oldest, tmp_path, served, requests, **SHORT, enable_prefix_caching=False)
+    _, replay = serve(version, tmp_path, served, requests, **SHORT, enable_prefix_caching=False)
     assert replay.restarts > 0
 
 
-def test_200_random_requests(oldest: str, tmp_path: Path, served: Served) -> None:
+def test_200_random_requests(version: str, tmp_path: Path, served: Served) -> None:
     """Shared prefixes, few blocks, aborts anywhere, samples that share the blocks of their prompt."""
     chosen = random.Random(7)
     prefixes = prompts(128, 260, 400, seed=3)
@@ -168,29 +165,43 @@ def test_200_random_requests(oldest: str, tmp_path: Path, served: Served) -> Non
         if chosen.random() < 0.1:
             request["n"] = 2
         requests.append(request)
-    _, replay = serve(oldest, tmp_path, served, requests, **SHORT, max_num_batched_tokens=512)
+    _, replay = serve(version, tmp_path, served, requests, **SHORT, max_num_batched_tokens=512)
     assert sum(replay.cached.values()) > 1000
 
 
-def test_the_log_says_predicted_and_allocated_bytes(oldest: str, tmp_path: Path, served: Served) -> None:
-    found, _ = serve(oldest, tmp_path, served, [{"prompt": ids, "tokens": 2} for ids in prompts(5)])
+def test_the_log_says_predicted_and_allocated_bytes(version: str, tmp_path: Path, served: Served) -> None:
+    found, _ = serve(version, tmp_path, served, [{"prompt": ids, "tokens": 2} for ids in prompts(5)])
     predicted = served.plan.nbytes((128,)) - served.plan.nbytes((0,))
     assert any(f"the plan takes {predicted} bytes a block" in line for line in found["log"])
 
 
-def test_tensor_parallel(oldest: str, tmp_path: Path, served: Served) -> None:
+def test_tensor_parallel(version: str, tmp_path: Path, served: Served) -> None:
     """Two processes, a KV head each, of unequal bits."""
     given = prompts(130, 300)
     requests = [{"prompt": ids, "tokens": 20, "at": at} for at in (0, 25) for ids in given]
     arguments = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    _, replay = serve(oldest, tmp_path, served, requests, **arguments)
+    _, replay = serve(version, tmp_path, served, requests, **arguments)
     assert sorted(replay.cached.values()) == [0, 0, 128, 256]
 
 
-def test_what_is_not_served_is_refused_at_start(oldest: str, tmp_path: Path, served: Served) -> None:
+def test_ranks_with_unequal_plans_are_refused(
+    version: str, tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes, whose file of the same name differs, as on two machines."""
+    *layers, last = served.plan.layers
+    other = dataclasses.replace(served.plan, layers=(*layers, dataclasses.replace(last, v=(fmt(4, "token"),))))
+    monkeypatch.setenv("KVCAL_TEST_PLAN_OF_RANK_1", served.write("other.safetensors", other))
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    found = run_in(version, tmp_path, "vllm_host.py", {"starts": [served.arguments(**ranks)]})
+    assert "error" in found["starts"][0]
+    assert "the ranks have unequal plans" in (tmp_path / "log").read_text()
+
+
+def test_what_is_not_served_is_refused_at_start(version: str, tmp_path: Path, served: Served) -> None:
     other = Served(tmp_path / "other", layers=2)
     first, *others = served.plan.layers
     sinks = dataclasses.replace(first, k=(fmt(4, num_sink_tokens=4),))
+    drafts = {"method": "draft_model", "model": str(served.folder), "num_speculative_tokens": 2}
     foreign = dataclasses.replace(served.plan.model, config_sha256="0" * 64)
     refused = [
         (served.arguments(other.write("plan.safetensors")), "of layers 2, but vLLM serves"),
@@ -205,8 +216,10 @@ def test_what_is_not_served_is_refused_at_start(oldest: str, tmp_path: Path, ser
         (served.arguments(str(tmp_path / "nothing")), "nothing"),
         (served.arguments(block_size=64), "blocks of 64 tokens, expected 128"),
         (served.arguments(additional_config={"kvcal_plam": "x"}), "'kvcal_plam', expected 'kvcal_plan'"),
+        (served.arguments(kv_cache_dtype="fp8"), "--kv-cache-dtype fp8"),
+        (served.arguments(speculative_config=drafts), "speculative decoding"),
     ]
-    found = run_in(oldest, tmp_path, "vllm_host.py", {"starts": [arguments for arguments, _ in refused]})
+    found = run_in(version, tmp_path, "vllm_host.py", {"starts": [arguments for arguments, _ in refused]})
     for start, (_, text) in zip(found["starts"], refused, strict=True):
         assert text in start["message"], start
 

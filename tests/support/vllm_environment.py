@@ -106,12 +106,12 @@ def run(command: list[str], variables: Mapping[str, str] = MappingProxyType({}))
         raise Unavailable(f"{' '.join(command[2:5])} took more than {MINUTES} minutes") from error
 
 
-def installed_checkout(folder: Path) -> list[str]:
-    """PYTHONPATH on which vLLM finds the plug-in of this checkout, as if it were installed, and the tests' own."""
+def installed_checkout(folder: Path, has_stubs: bool = True) -> list[str]:
+    """PYTHONPATH on which vLLM finds the plug-in of this checkout, as if it were installed, and, where ``has_stubs``,
+    the tests' own operators."""
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
-    points = project["entry-points"]
-    own = {"vllm.general_plugins": {"stubs": "vllm_stubs:register"}}
-    for name, groups in ((project["name"], points), ("kvcal-test-stubs", own)):
+    own = {"vllm.general_plugins": {"stubs": "vllm_stubs:register"}} if has_stubs else {}
+    for name, groups in ((project["name"], project["entry-points"]), ("kvcal-test-stubs", own)):
         about = folder / f"{name.replace('-', '_')}-{project['version']}.dist-info"
         about.mkdir(parents=True, exist_ok=True)
         (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {project['version']}\n")
@@ -123,18 +123,26 @@ def installed_checkout(folder: Path) -> list[str]:
     return [str(folder), str(CHECKOUT), str(CHECKOUT / "tests" / "support")]
 
 
-def run_in(wanted: str, folder: Path, program: str, given: Any = None, seconds: int = 900) -> Any:
+def run_in(wanted: str, folder: Path, program: str, given: Any = None) -> Any:
     """What a program of tests/support answers in the environment of this version of vLLM."""
     variables = {
-        "PYTHONPATH": os.pathsep.join(installed_checkout(folder / "meta")), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONPATH": os.pathsep.join(installed_checkout(folder / "meta")), "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }  # fmt: skip
+    return answer_of(python_with_vllm(wanted), folder, program, given, variables)
+
+
+def answer_of(python: Path, folder: Path, program: str, given: Any, variables: Mapping[str, str]) -> Any:
+    """What a program of tests/support answers to ``given``; ``folder`` / log: what all of its processes write."""
+    shared = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CACHE_ROOT": str(folder / "root"),
     }  # fmt: skip
-    command = [str(python_with_vllm(wanted)), str(CHECKOUT / "tests" / "support" / program)]
     done = subprocess.run(
-        command, input=json.dumps(given), env=os.environ | variables, capture_output=True, text=True, timeout=seconds
-    )
+        [str(python), str(CHECKOUT / "tests" / "support" / program)], input=json.dumps(given),
+        env=os.environ | shared | variables, capture_output=True, text=True, timeout=60 * 15,
+    )  # fmt: skip
+    (folder / "log").write_text(done.stdout + done.stderr)
     answers = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert answers, f"{program} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return json.loads(answers[-1].removeprefix("RESULT "))

@@ -6,7 +6,7 @@ engine did as JSON, so that all of it can be computed again without vLLM (engine
     -> {"steps": [[[request, first token, count, [block of each page]], ...] of each step],
         "requests": {request: [[prompt], [output]]},
         "outputs": {request: [[output], [log-probability of each]]}, "log": [lines of kvcal's]}
-    or {"error": name of the class, "message": text} where vLLM does not start
+    or {"error": name of the class, "message": text, "trace": text} where vLLM does not start
 
 or only starts vLLM: {"starts": [arguments of LLM, ...]} -> {"starts": [error, ...]}
 """
@@ -94,8 +94,7 @@ def answer(scenario: dict) -> dict:
     try:
         return serve(scenario)
     except Exception as error:  # noqa: BLE001  (the test looks at it)
-        traceback.print_exc()
-        return {"error": type(error).__name__, "message": str(error)}
+        return {"error": type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
 
 
 def main() -> None:

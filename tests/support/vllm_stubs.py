@@ -1,7 +1,13 @@
 """The five compiled operators that vLLM calls on a CPU and that its pure-Python build does not have, in torch. It is a
-plug-in of vLLM's, so that every one of its processes has them."""
+plug-in of vLLM's, so that every one of its processes has them.
+
+KVCAL_TEST_PLAN_OF_RANK_1: the plan that rank 1 reads in place of the one that it is told.
+"""
 
 from __future__ import annotations
+
+import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +32,25 @@ def register() -> None:
         name = schema.split("(")[0]
         library.define(schema)
         library.impl(name, function, "CompositeExplicitAutograd")
+    if "KVCAL_TEST_PLAN_OF_RANK_1" in os.environ:
+        _read_other_plan()
     from vllm.utils import cpu_triton_utils
 
     cpu_triton_utils._compute_slot_mapping_kernel_impl = _slot_mapping_of_kernel
+
+
+def _read_other_plan() -> None:
+    """As where two machines have different files of the same name."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    from kvcal.plan import plan
+
+    load = plan.load_plan
+
+    def load_plan(path: str) -> Any:
+        return load(os.environ["KVCAL_TEST_PLAN_OF_RANK_1"] if get_tensor_model_parallel_rank() else path)
+
+    plan.load_plan = load_plan
 
 
 def _slot_mapping_of_kernel(*args: object) -> None:

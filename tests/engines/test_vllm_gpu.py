@@ -1,0 +1,59 @@
+"""A plan in vLLM on a GPU: tokens are those of ``PlanCache`` on a CPU, and CUDA graphs give what the eager run gives, bit
+for bit. vLLM is the one of the interpreter that runs the tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_replay import assert_replayed
+from test_vllm import LENGTHS, TOKENS, Served, prompts
+from vllm_environment import answer_of, installed_checkout
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="no vLLM in this environment"),
+]
+
+# All tokens of a step in one product of fixed size; steps that only decode are replayed.
+GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """Its model computes in fp32, as the reference does; the kernels store bf16."""
+    return Served(tmp_path_factory.mktemp("model"), head_dim=64, cache_dtype="bfloat16")
+
+
+def serve(folder: Path, served: Served, requests: list[dict], runner: int = 2, **more: Any) -> dict[str, Any]:
+    """What vLLM did; ``runner``: vLLM has two model runners on a GPU, of which the second is the usual one."""
+    paths = [*installed_checkout(folder / "meta", has_stubs=False), os.environ.get("PYTHONPATH", "")]
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "VLLM_USE_V2_MODEL_RUNNER": str(runner - 1)}
+    on_gpu = {"attention_backend": "KVCAL", "compilation_config": {}, "gpu_memory_utilization": 0.1}
+    given = {"llm": served.arguments(**on_gpu | more), "requests": requests}
+    found = answer_of(Path(sys.executable), folder, "vllm_host.py", given, variables)
+    assert "error" not in found, found["trace"]
+    return found
+
+
+def twice(*lengths: int, tokens: int = TOKENS) -> list[dict]:
+    """Requests of these lengths, and the same again behind the blocks that the first ones filled."""
+    return [{"prompt": ids, "tokens": tokens, "at": at} for at in (0, tokens + 5) for ids in prompts(*lengths)]
+
+
+@pytest.mark.parametrize("runner", [1, 2])
+def test_cold_and_behind_cached_prefixes(runner: int, tmp_path: Path, served: Served) -> None:
+    found = serve(tmp_path, served, twice(*LENGTHS), runner)
+    replay = assert_replayed(found, served.model, served.plan)
+    assert sorted(replay.cached.values()) == [0, 0, 0, 0, 0, 128, 256, 640]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_give_what_the_eager_run_gives(dtype: str, tmp_path: Path, served: Served) -> None:
+    """Tokens and log-probabilities, over the ends of pages."""
+    runs = [serve(tmp_path, served, twice(*LENGTHS), dtype=dtype, **more) for more in ({}, GRAPHS)]
+    assert runs[0]["outputs"] == runs[1]["outputs"]
