@@ -53,9 +53,10 @@ class _Worker:
         self.connection.send(shard)
 
     def seconds_at_step(self) -> float:
+        """0 before the first: what imports and begins may take its time."""
         if self.at.value != self.seen:
             self.seen, self.since = self.at.value, time.monotonic()
-        return time.monotonic() - self.since
+        return time.monotonic() - self.since if self.seen >= 0 else 0.0
 
 
 def _serve(start: Callable[[], Work], connection: Connection, at: Any) -> None:
