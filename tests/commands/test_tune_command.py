@@ -12,7 +12,7 @@ import pytest
 from cli_cases import run_kvcal, save_llama
 from evaluation_cases import as_loaded, make_plan, wordy_llama
 from transformers import PreTrainedTokenizerBase
-from tune_cases import DATA, LIMITS, PAIR, SPEC, K
+from tune_cases import DATA, LIMITS, PAIR, RECIPE, SPEC, K
 
 from kvcal.data.pools import Purpose
 from kvcal.data.tasks import problems
@@ -32,28 +32,6 @@ from kvcal.stages.tune.objective import Origin, TaskObjective, tuned_bits
 from kvcal.stages.tune.record import Outcome, choose, load_tuning
 from kvcal.stages.tune.tier_capacity import measure_scores
 
-RECIPE = """
-[formats]
-k = { num_bits = 2, axis = "channel", group_size = 32, boost = { score = "query_range", tiers = [
-  { num_bits = 16, share = 0.1, above = 1.0 }, { num_bits = 4, share = 0.2, above = 0.5 } ] } }
-v = { num_bits = 2, axis = "token", group_size = 32 }
-[data]
-num_samples = 2
-seq_len = 300
-[evaluate]
-tasks = ["chain"]
-num_problems = 2
-max_size = 22
-max_hops = 4
-max_new_tokens = 6
-data = { num_samples = 1, seq_len = 200, seed = 1 }
-[tune]
-tasks = ["chain"]
-num_problems = 2
-num_trials = 4
-low = 0.0001
-fit_range = true
-"""
 UNTUNED = RECIPE[: RECIPE.index("[tune]")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from kvcal import Plan, PlanCache, load_plan
 from kvcal import tables as views
 from kvcal.cache.attached import attached_for
+from kvcal.geometry import ModelIdentity
 from kvcal.pages.feedback import factor_spec
 from kvcal.plan.page_format import SIDES, Format, WindowRule
 from kvcal.plan.plan import Workload, plan_bytes, save_plan
@@ -113,12 +115,23 @@ def model_for(plan: Plan) -> PreTrainedModel:
     return built(name) if name else tiny_llama(2, len(plan.layers) if len(plan.layers) in (2, 3) else 2)
 
 
-@torch.no_grad()
 def use_plan(plan: Plan) -> None:
     """Everything that is said about it can be said; its cache takes the bytes it predicts, and finite logits come."""
     views.plan_json(plan, plan.workload)
     views.plan_table(plan, plan.workload)
     views.layer_table(plan.layers, plan.cache_dtype, plan.workload)
+    nameless = replace(plan, model=ModelIdentity("", plan.model.model_type, "", "", ""), provenance={})
+    content = hashlib.sha256(plan_bytes(nameless)).digest()
+    if content not in _CACHED:  # names and provenance change no cache
+        use_cache(plan)
+        _CACHED.add(content)
+
+
+_CACHED: set[bytes] = set()
+
+
+@torch.no_grad()
+def use_cache(plan: Plan) -> None:
     model = model_for(plan)
     cache = PlanCache(plan, model.config)
     tokens = min(300, plan.workload.context if cache.state.is_scheduled else 300)

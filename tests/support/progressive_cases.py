@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from cache_cases import llama_plan
+from cache_cases import llama_plan, plan_of
 
+from kvcal.geometry import Geometry
 from kvcal.plan.plan import Format, Plan, Workload
 from kvcal.stages.allocate.schedule import progressive_layers
 
@@ -14,11 +15,26 @@ K_2 = Format(2, "channel", 32, 3, 20)
 V_2 = Format(2, "token", 32)
 
 
-def scheduled(k: Format, v: Format, batch: int, num_layers: int = 2, dtype: str = "float32", context: int = CONTEXT):
-    """A plan and its budget: what its final formats take at the workload."""
-    plan = llama_plan(k, v, cache_dtype=dtype, num_layers=num_layers)
-    wide = [dataclasses.replace(fmt, param_dtype="float32") for fmt in (k, v)]
-    budget = llama_plan(*wide, cache_dtype=dtype, num_layers=num_layers).nbytes((context,) * batch)
+def scheduled(
+    k: Format,
+    v: Format,
+    batch: int,
+    num_layers: int = 2,
+    dtype: str = "float32",
+    context: int = CONTEXT,
+    geometry: Geometry | None = None,
+) -> tuple[Plan, int]:
+    """A plan and its budget: what its final formats take at the workload. For ``tiny_llama``, or any ``geometry``."""
+
+    def made(*formats: Format) -> Plan:
+        return (
+            llama_plan(*formats, cache_dtype=dtype, num_layers=num_layers)
+            if geometry is None
+            else plan_of(geometry, *formats)
+        )
+
+    plan = made(k, v)
+    budget = made(*(dataclasses.replace(fmt, param_dtype="float32") for fmt in (k, v))).nbytes((context,) * batch)
     workload = Workload(batch, context)
     layers = progressive_layers(plan.layers, workload, plan.cache_dtype, budget)
     return dataclasses.replace(plan, layers=layers, workload=workload), budget
