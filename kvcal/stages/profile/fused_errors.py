@@ -98,7 +98,7 @@ def _kernel() -> Any:
     import triton.language as tl
 
     @triton.jit
-    def kernel(
+    def kernel(  # type: ignore[no-untyped-def]
         x_ptr,
         g_ptr,
         lengths_ptr,
