@@ -196,6 +196,10 @@ class PagedLayer(CacheLayerMixin):
         self._columns += tokens
         return keys, values
 
+    def skip(self, tokens: int) -> None:
+        """Count columns that are never stored nor read, in a dynamic cache that is fed none here."""
+        self._columns += tokens
+
     def _shrink(self, columns: int, tokens: int) -> None:
         """Every update begins by shrinking pages to the bits of the columns behind it: nothing ever takes more."""
         if self.static is None:

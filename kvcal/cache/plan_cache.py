@@ -213,6 +213,14 @@ class PlanCache(Cache):
         rows = self.padding.rows
         return [] if rows is None else rows.lengths(int(self.get_seq_length()))
 
+    def skip(self, num_layers: int, batch: int, tokens: int) -> None:
+        """Count ``tokens`` more columns, of ``batch`` rows, as fed to the first layers of a dynamic cache, of which it
+        stores nothing: a forward that begins behind them never reads them."""
+        self.padding.resolve(batch)
+        for layer in self.layers[:num_layers]:
+            if isinstance(layer, PagedLayer | BoundedLayer):
+                layer.skip(tokens)
+
     def tokens_to_next_page(self) -> int:
         """New tokens until some page is quantized; a chunk of at most this many is exactly like single steps."""
         found = [layer.tokens_to_next_page() for layer in self.paged_layers]

@@ -259,6 +259,10 @@ class BoundedLayer(DynamicSlidingWindowLayer):
         self._own()
         return keys.to(dtype), values.to(dtype)
 
+    def skip(self, tokens: int) -> None:
+        """Count tokens that are never stored nor read, in a layer that is fed none."""
+        self.cumulative_length += tokens
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -n tokens (n negative or 0).
 

@@ -5,9 +5,13 @@ read in decoding one token at a time: old tokens back from packed pages, recent 
 would attend to exact keys and values, and measure nothing.)
 
 Several caches are fed in lockstep, chunk by chunk, so that their predictions can be compared without ever holding
-the logits of more than one chunk: with a large vocabulary the logits of a sequence are larger than its cache. The
-16-bit reference is fed anew for every group of ``LOCKSTEP`` plans, which costs 1 / LOCKSTEP more time, and needs
-neither a limit nor a second way for models whose log-probabilities would not fit.
+the logits of more than one chunk: with a large vocabulary the logits of a sequence are larger than its cache. Plans
+that store their first layers alike, as each other or as the reference, run these layers once: a plan begins at its
+first layer that differs, with the hidden states that the other brought there (``kvcal.models.layer_inputs``). Shapes
+are those of a whole forward, so that the logits are the same bits. Hidden states are held for one chunk, on the device.
+
+The 16-bit reference is fed anew for every group of plans, which costs one plan's time a group, and needs neither a
+limit nor a second way for models whose hidden states and log-probabilities would not fit.
 
 ``deviations`` is one measurement, ``kl_texts`` are the texts of one, and ``KLMeter`` makes many: each plan once.
 """
@@ -16,9 +20,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -33,17 +39,19 @@ from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.geometry import Geometry, ModelIdentity
+from kvcal.models.layer_inputs import LayerInputs, kept_inputs
 from kvcal.models.load import LoadedModel
-from kvcal.plan.layer import bare_layers
-from kvcal.plan.page_format import Format, Side
+from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.plan.plan import Plan, Workload, plan_record
-from kvcal.progress import Reporter
+from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import CacheSpec
+from kvcal.stages.batches import require_smaller
 from kvcal.stages.checkpoint import Checkpoint, Declare, Mean, State, Statistic
 
 # Tokens fed at once where no page ends sooner: bounds the logits and the attention's scratch.
 MAX_CHUNK_TOKENS = 256
-# Plans compared at once: as many caches of one sequence are held, and one more for the reference.
+# Plans compared at once, counted by the layers that they run: so many caches are held, and one more for the reference.
 LOCKSTEP = 12
 # Of each text: mean KL and 99th percentile of KL in nats, and the share of loss tokens at which 16 bits are sure (give
 # their most likely token SURE or more) and the plan's most likely token is another.
@@ -74,7 +82,7 @@ def feed(model: PreTrainedModel, cache: PlanCache, tokens_BT: Tensor) -> Iterato
 
 def lockstep(
     model: PreTrainedModel, caches: Sequence[PlanCache], tokens_BT: Tensor
-) -> Iterator[tuple[int, int, Tensor]]:
+) -> Generator[tuple[int, int, Tensor]]:
     """Feed the same tokens to each of ``caches`` (empty ones): (number of the cache, start, logits [B, t, V]), for
     every chunk, for every cache in order. No gradients.
 
@@ -82,23 +90,80 @@ def lockstep(
     real token, so that real tokens see and group real tokens only.
     """
     tokens_BT = tokens_BT.to(model.device)
-    start, length = 0, tokens_BT.shape[1]
-    with attached_for(model, *(cache.plan for cache in caches)):
+    begins = _begins([cache.plan for cache in caches])
+    start, (batch, length) = 0, tokens_BT.shape
+    whole = nullcontext(LayerInputs(can_begin_later=False))
+    with (
+        attached_for(model, *(cache.plan for cache in caches)),
+        whole if set(begins) == {WHOLE} else kept_inputs(model) as inputs,
+    ):
         while start < length:
             free = min(cache.tokens_to_next_page() for cache in caches)
             stop = min(length, start + max(1, min(free, MAX_CHUNK_TOKENS)))
+            hidden: dict[Begin, Tensor] = {WHOLE: tokens_BT}
             for number, cache in enumerate(caches):
+                begin = begins[number] if inputs.can_begin_later else WHOLE
+                inputs.first, inputs.hidden = begin.layer, hidden[begin]
+                inputs.wanted = {later.layer for later in begins if later.parent == number}
                 with torch.no_grad():
                     logits_BTV = model(input_ids=tokens_BT[:, start:stop], past_key_values=cache, use_cache=True).logits
+                hidden |= {Begin(layer, number): inputs.kept.pop(layer) for layer in sorted(inputs.kept)}
+                cache.skip(begin.layer, batch, stop - start)
                 yield number, start, logits_BTV
             start = stop
 
 
+class Begin(NamedTuple):
+    """The layer at which a cache's forward begins, and the number of the cache whose hidden states it takes."""
+
+    layer: int
+    parent: int
+
+
+WHOLE = Begin(0, -1)
+
+
+def _begins(plans: Sequence[Plan]) -> list[Begin]:
+    """Of each plan: as late as an earlier plan allows."""
+    begins = []
+    for number, plan in enumerate(plans):
+        found = (Begin(first_difference(plans[parent], plan), parent) for parent in range(number))
+        latest = max(found, key=lambda begin: begin.layer, default=WHOLE)
+        begins.append(latest if latest.layer else WHOLE)
+    return begins
+
+
+def first_difference(one: Plan, other: Plan) -> int:
+    """The cache index of the first layer that ``other`` stores in another way than ``one``, or that its later layers
+    are predicted from; of the last layer where there is none."""
+    if one.cache_dtype != other.cache_dtype:
+        return 0
+    pairs = zip(one.layers, other.layers, strict=True)
+    differing = (b.geometry.index for a, b in pairs if a != b or _tensors_of(one, a) != _tensors_of(other, b))
+    first = next(differing, other.layers[-1].geometry.index)
+    predictors = [(layer.geometry.index, layer.predictor(side)) for layer in other.layers for side in SIDES]
+    sources = [(index, predictor.source) for index, predictor in predictors if predictor is not None]
+    while earlier := [source for index, source in sources if source < first <= index]:
+        first = min(earlier)
+    return first
+
+
+def _tensors_of(plan: Plan, layer: LayerPlan) -> dict[str, int]:
+    """Identities of a layer's tensors, by name."""
+    prefix = f"layers.{layer.geometry.index}."
+    return {name: id(tensor) for name, tensor in plan.tensors.items() if name.startswith(prefix)}
+
+
 def divergences(
-    model: PreTrainedModel, reference: Plan, plans: Sequence[Plan], tokens_BT: Tensor, loss_mask_BT: Tensor
+    model: PreTrainedModel,
+    reference: Plan,
+    plans: Sequence[Plan],
+    tokens_BT: Tensor,
+    loss_mask_BT: Tensor,
+    room: Room | None = None,
 ) -> Tensor:
     """KL(reference || plan) in nats of the next-token distributions, [P, n] fp64: ``deviations`` without the rest."""
-    return deviations(model, reference, plans, tokens_BT, loss_mask_BT).kl_Pn
+    return deviations(model, reference, plans, tokens_BT, loss_mask_BT, room).kl_Pn
 
 
 class Deviations(NamedTuple):
@@ -124,33 +189,81 @@ class Deviations(NamedTuple):
         return found
 
 
+class Room:
+    """Plans that are fed at once: as many as hold ``most`` whole caches, not counting layers that are not run. Halved
+    for good, and ``reporter`` told, when the device runs out of memory."""
+
+    def __init__(self, most: float, reporter: Reporter = SILENT) -> None:
+        self.most, self._reporter = most, reporter
+
+    def groups(self, reference: Plan, plans: Sequence[Plan], feed_group: Callable[[Sequence[Plan]], None]) -> None:
+        """Feed all plans in groups; one that does not fit into memory is fed again, in halves.
+
+        Raises:
+            UsageError: a single plan does not fit.
+        """
+        shares = [cache_share(reference, plan) for plan in plans]
+        first = 0
+        while first < len(plans):
+            stop = first + max(1, bisect_right(list(accumulate(shares[first:])), self.most))
+            if _is_within_memory(feed_group, plans[first:stop]):
+                first = stop
+                continue
+            self.most = sum(shares[first:stop]) / 2
+            require_smaller((stop - first) // 2, "one plan's cache of these texts")
+            self._reporter.say(f"out of memory, goes on with {self.most:.3g} caches at once")
+
+
+def _is_within_memory(feed_group: Callable[[Sequence[Plan]], None], plans: Sequence[Plan]) -> bool:
+    try:
+        feed_group(plans)
+    except torch.OutOfMemoryError:  # whose traceback holds the group's tensors until here
+        return False
+    return True
+
+
+def cache_share(reference: Plan, plan: Plan) -> float:
+    """The share of its layers that a plan fed beside the reference runs, and holds a cache of."""
+    return 1 - first_difference(reference, plan) / (1 + plan.layers[-1].geometry.index)
+
+
 def deviations(
-    model: PreTrainedModel, reference: Plan, plans: Sequence[Plan], tokens_BT: Tensor, loss_mask_BT: Tensor
+    model: PreTrainedModel,
+    reference: Plan,
+    plans: Sequence[Plan],
+    tokens_BT: Tensor,
+    loss_mask_BT: Tensor,
+    room: Room | None = None,
 ) -> Deviations:
     """Changes by P plans at the n loss tokens (bool loss_mask_BT, False at position 0), sequence by sequence.
-    Sequences may be padded on the right, where there are no loss tokens.
+    Sequences may be padded on the right, where there are no loss tokens. ``room``: of earlier calls, which it limits.
 
     Raises:
         NonFiniteActivations: a plan's or the reference's logits are not finite.
+        UsageError: a single plan does not fit into the device's memory.
     """
-    predicting_BT = loss_mask_BT.roll(-1, dims=1)  # the position before each loss token; 0 is never one
-    chunks: list[list[tuple[Tensor, ...]]] = [[] for _ in plans]
-    for first in range(0, len(plans), LOCKSTEP):
-        caches = [PlanCache(plan, model.config) for plan in (reference, *plans[first : first + LOCKSTEP])]
-        for number, start, logits_BTV in lockstep(model, caches, tokens_BT):
-            is_predicting = predicting_BT[:, start : start + logits_BTV.shape[1]]
-            logits_nV = logits_BTV[is_predicting.to(logits_BTV.device)]
-            if number == 0:
-                reference_nV, sequence_n = logits_nV, is_predicting.nonzero()[:, 0]
-                top_n = logits_nV.argmax(-1)
-                is_sure_n = (logits_nV.float().log_softmax(-1).amax(-1) >= math.log(SURE)).cpu()
-            else:
-                kl_n, flips_n = kl_divergence(reference_nV, logits_nV), logits_nV.argmax(-1) != top_n
-                chunks[first + number - 1].append((kl_n.cpu(), flips_n.cpu(), is_sure_n, sequence_n.cpu()))
+    predicting_BT = loss_mask_BT.roll(-1, dims=1).cpu()  # the position before each loss token; 0 is never one
+    columns: list[list[Tensor]] = []
+
+    def feed_group(group: Sequence[Plan]) -> None:
+        caches = [PlanCache(plan, model.config) for plan in (reference, *group)]
+        chunks: list[list[tuple[Tensor, ...]]] = [[] for _ in group]
+        with closing(lockstep(model, caches, tokens_BT)) as fed:
+            for number, start, logits_BTV in fed:
+                sequence_n, position_n = predicting_BT[:, start : start + logits_BTV.shape[1]].nonzero().unbind(1)
+                logits_nV = logits_BTV[sequence_n.to(logits_BTV.device), position_n.to(logits_BTV.device)]
+                if number == 0:
+                    reference_nV, top_n = logits_nV, logits_nV.argmax(-1)
+                    is_sure_n = logits_nV.float().log_softmax(-1).amax(-1) >= math.log(SURE)
+                else:
+                    kl_n, flips_n = kl_divergence(reference_nV, logits_nV), logits_nV.argmax(-1) != top_n
+                    chunks[number - 1].append((kl_n, flips_n, is_sure_n, sequence_n))
+        columns.extend(_by_sequence(*(torch.cat(parts).cpu() for parts in zip(*plan, strict=True))) for plan in chunks)
+
+    (room or Room(LOCKSTEP)).groups(reference, plans, feed_group)
     if not plans:
         none = torch.empty(0, int(predicting_BT.sum()), dtype=torch.float64)
         return Deviations(none, none.bool(), none.new_zeros(none.shape[1]).bool(), none.new_zeros(none.shape[1]).long())
-    columns = [_by_sequence(*(torch.cat(parts) for parts in zip(*of_plan, strict=True))) for of_plan in chunks]
     kl_Pn, flips_Pn = (torch.stack([of_plan[part] for of_plan in columns]) for part in (0, 1))
     if not torch.isfinite(kl_Pn).all():
         plan = int((~torch.isfinite(kl_Pn)).any(1).nonzero()[0])
@@ -249,7 +362,7 @@ class KLMeter:
         self.texts, self.tiers = texts, tuple(tiers)
         self._model, self._batch = loaded.model, batch
         self._reference = unquantized_plan(loaded.identity, loaded.geometry)
-        self._checkpoint, self._reporter = checkpoint, reporter
+        self._checkpoint, self._reporter, self._room = checkpoint, reporter, Room(LOCKSTEP, reporter)
 
     @property
     def num_plans(self) -> int:
@@ -287,7 +400,7 @@ class KLMeter:
         for first in range(start, stop, self._batch):
             texts = self.texts[first : min(first + self._batch, stop)]
             try:
-                found = deviations(self._model, self._reference, plans, *padded_texts(texts))
+                found = deviations(self._model, self._reference, plans, *padded_texts(texts), self._room)
             except NonFiniteActivations as error:
                 names = ", ".join(digest[:8] for digest in digests)
                 raise NonFiniteActivations(f"search, plans {names}: {error.message}", error.hint) from error

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from test_profile import CACHE, loaded_model
+from predictor_runs import HEAD_DIM, loaded_llama, plan_of_random_predictors
+from test_profile import CACHE, Listener, loaded_model
+from tiny_models import TINY_MODELS, measured
 
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import DataSpec, load_sequences
-from kvcal.errors import NonFiniteActivations
-from kvcal.models.load import load
+from kvcal.errors import NonFiniteActivations, UsageError
+from kvcal.geometry import ModelIdentity
+from kvcal.models import layer_inputs
+from kvcal.models.layer_inputs import decoder_layers
+from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import RAW, Format, Plan
+from kvcal.plan.tensors import needed_tensors
 from kvcal.recipe import CacheSpec
 from kvcal.stages import divergence
-from kvcal.stages.divergence import divergences, feed, kl_divergence, lockstep, one_side_plan, unquantized_plan
+from kvcal.stages.divergence import (
+    Room,
+    cache_share,
+    deviations,
+    divergences,
+    feed,
+    first_difference,
+    kl_divergence,
+    lockstep,
+    one_side_plan,
+    unquantized_plan,
+)
 
 
 def plans_of(loaded) -> tuple[Plan, Plan]:
@@ -106,6 +124,111 @@ def test_kl_counts_the_positions_that_predict_loss_tokens() -> None:
     mask_T[:] = False
     assert divergences(loaded.model, reference, [plan], tokens_T[None], mask_T[None]).shape == (1, 0)
     assert divergences(loaded.model, reference, [], tokens_T[None], mask_T[None]).shape == (0, 0)
+
+
+def sharing_plans(loaded: LoadedModel) -> list[Plan]:
+    """One layer's side alone, of every layer in turn; then two plans that differ from the first in the last layer."""
+    reference = unquantized_plan(loaded.identity, loaded.geometry)
+    paged = [layer.geometry.index for layer in reference.layers if layer.is_paged]
+    plans = [
+        one_side_plan(reference, index, side, CACHE.format(side, 2, "token", 32)) for index in paged for side in "vk"
+    ]
+    first = one_side_plan(plans[0], paged[-1], "v", CACHE.format("v", 4, "token", 32))
+    return [*plans, first, one_side_plan(first, paged[-1], "k", CACHE.format("k", 3, "token", 32)), reference]
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "qwen3_moe", "gemma3", "qwen3_next", "gpt_neox", "gpt_oss", "gpt2"])
+def test_layers_that_plans_share_run_once_and_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry, model = measured(name), TINY_MODELS[name]()
+    loaded = LoadedModel(model, None, ModelIdentity(name, geometry.model_type, "c", "w", "t"), geometry, name)
+    tokens_BT, mask_BT = tokens_of(2, 330), torch.arange(330).expand(2, -1) > 150
+    plans, reference = sharing_plans(loaded), unquantized_plan(loaded.identity, geometry)
+    own, found, calls = list(decoder_layers(model)), [], []
+    for layer_number, layer in enumerate(own):
+        layer.register_forward_hook(lambda *_, index=layer_number: calls[-1].append(index))
+    for is_shared in (True, False):
+        calls.append([])
+        with monkeypatch.context() as patch:
+            if not is_shared:
+                patch.setattr(layer_inputs, "decoder_layers", lambda _: None)
+            found.append(deviations(model, reference, plans, tokens_BT, mask_BT, Room(100.0)))
+        assert list(decoder_layers(model)) == own
+    for part, expected in zip(*found, strict=True):
+        assert torch.equal(part, expected)
+    assert (found[0].kl_Pn[:-1].amax(1) > 0).all() and not found[0].kl_Pn[-1].any()
+    num_chunks, rest = divmod(calls[1].count(0), len(plans) + 1)
+    assert rest == 0 and {calls[1].count(index) for index in range(len(own))} == {num_chunks * (len(plans) + 1)}
+    paged = [layer.geometry.index for layer in reference.layers if layer.is_paged]
+    begins = [0, *sorted(2 * paged), paged[-1], paged[-1], geometry.layers[-1].index]
+    expected = [num_chunks * sum(begin <= index for begin in begins) for index in range(len(own))]
+    assert [calls[0].count(index) for index in range(len(own))] == expected
+
+
+def test_a_layer_that_returns_more_than_hidden_states_is_noticed() -> None:
+    model = loaded_model().model
+    own = list(model.model.layers)
+    with layer_inputs.kept_inputs(model) as inputs:
+        wrapped, given = model.model.layers[0], {"position_embeddings": (torch.ones(1, 2, 16),) * 2}
+        assert wrapped.self_attn is own[0].self_attn
+        wrapped(torch.zeros(1, 2, 32), **given)
+        assert inputs.can_begin_later
+        own[0].register_forward_hook(lambda module, args, output: (output, None))
+        wrapped(torch.zeros(1, 2, 32), **given)
+        assert inputs.can_begin_later
+        own[0].register_forward_hook(lambda module, args, output: (output[0], "weights"))
+        wrapped(torch.zeros(1, 2, 32), **given)
+        assert not inputs.can_begin_later
+    assert list(model.model.layers) == own
+
+
+def test_plans_begin_where_nothing_before_is_read() -> None:
+    """Formats, tensors and predictors' sources count."""
+    loaded = loaded_llama()
+    reference = unquantized_plan(loaded.identity, loaded.geometry)
+    last = reference.layers[-1].geometry.index
+    assert first_difference(reference, reference) == last and last >= 1
+    assert cache_share(reference, reference) == pytest.approx(1 / (last + 1))
+    assert first_difference(reference, one_side_plan(reference, 1, "v", Format(2, "token", 32))) == 1
+    predicted = plan_of_random_predictors(loaded, Format(2, "channel", 32), Format(2, "token", 32))
+    layers = (*reference.layers[:last], predicted.layers[last])
+    needed = needed_tensors(layers, reference.cache_dtype)
+    alone = replace(reference, layers=layers, tensors={name: predicted.tensors[name] for name in needed})
+    assert alone.layers[last].predictor("v").source == last - 1
+    plain = replace(reference, layers=(*layers[:last], replace(layers[last], v_predictor=None)))
+    assert first_difference(alone, plain) == last and first_difference(plain, alone) == last - 1
+    layer = replace(reference.layers[0], k=(Format(2, "token", 32),), k_rescale=True)
+    scaled = replace(
+        reference, layers=(layer, *reference.layers[1:]), tensors={"layers.0.k_rescale": torch.ones(2, HEAD_DIM)}
+    )
+    assert first_difference(scaled, replace(scaled)) == last
+    assert first_difference(scaled, replace(scaled, tensors={"layers.0.k_rescale": torch.ones(2, HEAD_DIM)})) == 0
+    assert first_difference(plain, replace(plain, cache_dtype="float16")) == 0
+
+
+def test_out_of_memory_halves_the_plans_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that holds two plans' caches beside the reference."""
+    loaded, sizes, listener = loaded_model(), [], Listener()
+    reference, _ = plans_of(loaded)
+    plans = [one_side_plan(reference, 0, "k", CACHE.format("k", bits, "channel", 32)) for bits in (1, 2, 3, 4, 8)]
+    given = (loaded.model, reference, plans, tokens_of(1, 300), torch.arange(300)[None] > 150)
+    expected, original, most = deviations(*given), divergence.lockstep, 2
+
+    def limited(model, caches, tokens_BT):
+        sizes.append(len(caches) - 1)
+        for fed in original(model, caches, tokens_BT):
+            if fed[0] > most:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            yield fed
+
+    monkeypatch.setattr(divergence, "lockstep", limited)
+    room = Room(12, listener)
+    for _ in range(2):
+        assert torch.equal(deviations(*given, room).kl_Pn, expected.kl_Pn)
+    assert sizes == [5, 2, 2, 1, 2, 2, 1]
+    assert listener.said == ["out of memory, goes on with 2.5 caches at once"]
+    most = 0
+    with pytest.raises(UsageError, match="one plan's cache of these texts does not fit"):
+        deviations(*given, room)
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:

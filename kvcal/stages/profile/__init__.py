@@ -13,18 +13,29 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations
 from kvcal.models.load import LoadedModel, weight_bytes
 from kvcal.models.taps import check_taps
 from kvcal.plan.page_format import SIDES, Side
+from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.recipe import CacheSpec, ProfileSpec
 from kvcal.stages.batches import Batch, for_each_batch
 from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic, require_steps, summed
-from kvcal.stages.divergence import LOCKSTEP, Text, divergences, kl_texts, one_side_plan, padded_texts, unquantized_plan
+from kvcal.stages.divergence import (
+    LOCKSTEP,
+    Room,
+    Text,
+    cache_share,
+    divergences,
+    kl_texts,
+    one_side_plan,
+    padded_texts,
+    unquantized_plan,
+)
 from kvcal.stages.profile.observers import OBSERVERS, GradientPass
 from kvcal.stages.profile.record import KIND, SCHEMA, Profile, ProfileSetup, load, save
 
@@ -36,7 +47,6 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 # Texts fed at once: 1.5 times faster than one by one on a CPU, and as many logits of one chunk are held.
 KL_BATCH = 4
 
-Item = TypeVar("Item")
 # Layers' sides to measure, and the texts to measure them on.
 Step = tuple[Sequence[tuple[int, Side]], Sequence[Text]]
 
@@ -96,8 +106,9 @@ def run_profile(
         measure = partial(gradient_means, gradients)
         most_tokens = BATCH_TOKENS[loaded.model.device.type]
         most_tokens = for_each_batch(data, most_tokens, measure, GRADIENTS, checkpoint, reporter, "profile: gradients")
+        room = Room(LOCKSTEP, reporter)
         runs = [range(number, number + 1) for number in range(len(steps))]
-        kl_means = summed(lambda number: divergence_means(loaded, setup, steps[number]))
+        kl_means = summed(lambda number: divergence_means(loaded, setup, steps[number], room))
         checkpoint.run(DIVERGENCES, runs, kl_means, reporter, "profile: divergence")
         profile = Profile(replace(setup, batch_tokens=most_tokens), checkpoint.state.means)
         save(profile, inputs, path)
@@ -113,17 +124,13 @@ def gradient_means(gradients: GradientPass, batch: Batch) -> dict[str, Mean]:
     return means
 
 
-def divergence_means(loaded: LoadedModel, setup: ProfileSetup, step: Step) -> dict[str, Mean]:
+def divergence_means(loaded: LoadedModel, setup: ProfileSetup, step: Step, room: Room) -> dict[str, Mean]:
     """The KL of some layers' sides on a batch of texts, by name: so many sides that their plans fill a lockstep."""
     places, texts = step
     reference = unquantized_plan(loaded.identity, loaded.geometry)
-    plans = [
-        one_side_plan(reference, index, side, setup.cache.format(side, *candidate))
-        for index, side in places
-        for candidate in setup.kl_candidates(side)
-    ]
+    plans = [plan for place in places for plan in _plans_of(setup, reference, place)]
     try:
-        kl_Pn = divergences(loaded.model, reference, plans, *padded_texts(texts))
+        kl_Pn = divergences(loaded.model, reference, plans, *padded_texts(texts), room)
     except NonFiniteActivations as error:
         names = ", ".join(f"{side} of layer {index}" for index, side in places)
         samples = [text.sample for text in texts]
@@ -137,11 +144,23 @@ def _kl_name(index: int, side: Side) -> str:
     return f"kl.{side}.{index}"
 
 
+def _plans_of(setup: ProfileSetup, reference: Plan, place: tuple[int, Side]) -> list[Plan]:
+    """A layer's side alone in each of its candidates."""
+    return [one_side_plan(reference, *place, setup.cache.format(place[1], *c)) for c in setup.kl_candidates(place[1])]
+
+
 def _divergence_steps(setup: ProfileSetup, texts: Sequence[Text]) -> list[Step]:
-    places = [(layer.index, side) for layer, side in product(setup.layers, SIDES) if setup.kl_candidates(side)]
-    most = max((len(setup.kl_candidates(side)) for _, side in places), default=1)
-    return list(product(_split(places, max(1, LOCKSTEP // most)), _split(texts, KL_BATCH)))
-
-
-def _split(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
-    return [items[first : first + size] for first in range(0, len(items), size)]
+    """Layers' sides, so many that their plans fill a lockstep, or one, with each batch of texts."""
+    reference = unquantized_plan(setup.identity, setup.geometry)
+    groups: list[list[tuple[int, Side]]] = []
+    free = 0.0
+    for layer, side in product(setup.layers, SIDES):
+        place = (layer.index, side)
+        needed = sum(cache_share(reference, plan) for plan in _plans_of(setup, reference, place))
+        if needed > free:
+            groups.append([])
+            free = LOCKSTEP
+        if needed:
+            groups[-1].append(place)
+        free -= needed
+    return list(product(groups, [texts[first : first + KL_BATCH] for first in range(0, len(texts), KL_BATCH)]))
