@@ -64,6 +64,7 @@ class _Ranks:
 
 _ranks: _Ranks | None = None
 _is_speaker = True
+_is_measuring = False  # an item, for itself: what that calls is not dealt out again
 
 
 def rank() -> int:
@@ -210,7 +211,7 @@ def in_turn(
         UsageError: ranks are at different places; ``what`` and the items' number tell them.
     """
     ranks = _ranks
-    if ranks is None:
+    if ranks is None or _is_measuring:
         yield from map(measure, items)
         return
     for first in range(0, len(items), ranks.size):
@@ -223,7 +224,7 @@ def in_turn(
 
 def from_first(what: str, make: Callable[[], Parcel]) -> Parcel:
     """What rank 0 makes, for all ranks. Raises as ``in_turn``."""
-    if _ranks is None:
+    if _ranks is None or _is_measuring:
         return make()
     _require_same_place(what)
     return _sent(_outcome(lambda _: make(), None) if _ranks.rank == 0 else _NOTHING, 0, True)
@@ -277,6 +278,8 @@ _NOTHING = Parcel()
 
 def _outcome(measure: Callable[[Item], Parcel], item: Item) -> Parcel:
     """The parcel or the error, as it is sent."""
+    global _is_measuring
+    _is_measuring = True
     try:
         parcel = measure(item)
     except RankFailed:
@@ -284,6 +287,8 @@ def _outcome(measure: Callable[[Item], Parcel], item: Item) -> Parcel:
     except KvcalError as error:
         given = {name: getattr(error, name) for name in ("message", "hint", "smallest_bytes") if hasattr(error, name)}
         return Parcel({"error": type(error).__name__, "given": given, "place": error.place})
+    finally:
+        _is_measuring = False
     return Parcel({"value": parcel.value}, parcel.tensors)
 
 

@@ -144,7 +144,12 @@ def tune(
     out: Out = Path("artifacts/tune"),
     kv_budget: KvBudget = None,
     workers: Annotated[
-        int, typer.Option(help="Processes, and so trials drawn at once by a new study.", min=1, max=MAX_WORKERS)
+        int,
+        typer.Option(
+            help="Trials that a new study draws at once, for as many processes: its own, or torchrun's.",
+            min=1,
+            max=MAX_WORKERS,
+        ),
     ] = 1,
 ) -> None:
     """Search the thresholds of the recipe's key tiers: accuracy up, all-in bits down; write the best plan under a cap

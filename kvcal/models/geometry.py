@@ -68,6 +68,12 @@ def geometry_of(model: PreTrainedModel, cache_dtype: CacheDtype | None = None) -
         raise UnsupportedModel(f"{name} is an encoder-decoder; supported: decoder-only language models")
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModel(f"{name}.forward takes no past_key_values: it has no key-value cache")
+    if (model.tp_size or 1) > 1:
+        raise UnsupportedModel(
+            f"{name} is split over {model.tp_size} processes (tp_plan): each has some of the heads, and its geometry "
+            "would be theirs",
+            hint="load the whole model in each process; ranks share the work over sequences and plans",
+        )
     if model.training:
         raise UsageError(f"{name} is in training mode", hint="call model.eval() first")
     config = model.config.get_text_config(decoder=True)

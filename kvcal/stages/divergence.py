@@ -37,6 +37,7 @@ from kvcal.artifact import sha256_json, tensors_sha256
 from kvcal.cache.attached import attached_for
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
+from kvcal.distributed import Parcel, in_turn
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.geometry import Geometry, ModelIdentity
 from kvcal.models.layer_inputs import LayerInputs, kept_inputs
@@ -380,32 +381,43 @@ class KLMeter:
         plan_of = {digest: plan for digest, plan in zip(reversed(digests), reversed(plans), strict=True)}
         parts = [(a, b) for a, b in zip((0, *self.tiers), self.tiers, strict=False) if a < num_texts]
         missing = [[d for d in dict.fromkeys(digests) if self._num_measured(d) < stop] for _, stop in parts]
-        done, total = 0, sum(map(len, missing))
-        for (start, stop), wanted in zip(parts, missing, strict=True):
-            for first in range(0, len(wanted), LOCKSTEP):
-                self._reporter(done, total, f"search: {what}")
-                group = wanted[first : first + LOCKSTEP]
-                self._measure(group, [plan_of[digest] for digest in group], start, stop)
-                done += len(group)
-        self._reporter(total, total, f"search: {what}")
+        groups = [
+            (wanted[first : first + LOCKSTEP], *part)
+            for part, wanted in zip(parts, missing, strict=True)
+            for first in range(0, len(wanted), LOCKSTEP)
+        ]
+        batches = [[range(n, min(n + self._batch, stop)) for n in range(a, stop, self._batch)] for _, a, stop in groups]
+        items = [(number, texts) for number, of_group in enumerate(batches) for texts in of_group]
+        label, total = f"search: {what}", sum(map(len, missing))
+
+        def step(item: tuple[int, range]) -> Parcel:
+            self._reporter(sum(len(names) for names, *_ in groups[: item[0]]), total, label)
+            names = groups[item[0]][0]
+            return Parcel(tensors={"": self._measured(names, [plan_of[name] for name in names], item[1])})
+
+        found = in_turn(label, items, step)
+        for (names, start, stop), of_group in zip(groups, batches, strict=True):
+            self._keep(names, start, stop, torch.cat([next(found).tensors[""] for _ in of_group], dim=1))
+        self._reporter(total, total, label)
         return torch.stack([self._checkpoint.state.means[digest].total[:num_texts] for digest in digests])
 
     def _num_measured(self, digest: str) -> int:
         mean = self._checkpoint.state.means.get(digest)
         return 0 if mean is None else mean.count
 
-    def _measure(self, digests: Sequence[str], plans: Sequence[Plan], start: int, stop: int) -> None:
-        """Texts ``start`` to ``stop``, in batches that depend on nothing else."""
-        rows = []
-        for first in range(start, stop, self._batch):
-            texts = self.texts[first : min(first + self._batch, stop)]
-            try:
-                found = deviations(self._model, self._reference, plans, *padded_texts(texts), self._room)
-            except NonFiniteActivations as error:
-                names = ", ".join(digest[:8] for digest in digests)
-                raise NonFiniteActivations(f"search, plans {names}: {error.message}", error.hint) from error
-            rows.append(found.statistics(len(texts)))
-        found_PNS, state, means = torch.cat(rows, dim=1), self._checkpoint.state, dict[str, Mean]()
+    def _measured(self, digests: Sequence[str], plans: Sequence[Plan], numbers: range) -> Tensor:
+        """[P, B, 3] fp64: ``STATISTICS`` on the texts of these numbers, in a batch that depends on nothing else."""
+        texts = [self.texts[number] for number in numbers]
+        try:
+            found = deviations(self._model, self._reference, plans, *padded_texts(texts), self._room)
+        except NonFiniteActivations as error:
+            names = ", ".join(digest[:8] for digest in digests)
+            raise NonFiniteActivations(f"search, plans {names}: {error.message}", error.hint) from error
+        return found.statistics(len(texts))
+
+    def _keep(self, digests: Sequence[str], start: int, stop: int, found_PNS: Tensor) -> None:
+        """What was measured on texts ``start`` to ``stop``."""
+        state, means = self._checkpoint.state, dict[str, Mean]()
         for digest, found_NS in zip(digests, found_PNS, strict=True):
             known = state.means.get(digest, Mean.empty((len(self.texts), len(STATISTICS))))
             table_NS = known.total.clone()

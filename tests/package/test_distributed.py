@@ -11,10 +11,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import tune_cases
 from cli_cases import RECIPE, kvcal_process, run_kvcal, save_llama
+from compare_cases import write_recipes
 from transformers import PreTrainedTokenizerBase
 
 from kvcal import artifact, distributed
@@ -38,6 +41,31 @@ source = "tasks:ledger"
 num_samples = 5
 seq_len = 1000
 min_len = 800
+"""
+
+
+# A search of two systems and a few options, for plans that hold no more than a page.
+SEARCH = """
+[data]
+source = "tasks:times"
+num_samples = 4
+seq_len = 300
+[cache]
+num_sink_tokens = 2
+k_recent_window = 0
+v_recent_window = 0
+[allocate]
+bits = 4.0
+batch = 4
+context = 20000
+[search]
+serve = "storage"
+systems = ["kitty"]
+keys = [{ num_bits = 2 }, { num_bits = 4 }]
+values = [{ num_bits = 2, group_size = 32 }, { num_bits = 4 }]
+kl_samples = 2
+kl_tokens = 300
+refine_rounds = 1
 """
 
 
@@ -86,10 +114,16 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safetensors"))}
 
 
-def rows(folder: Path) -> list[dict]:
-    """All that was measured, but for the time that it took."""
-    found = json.loads((folder / "evaluation.json").read_text())["body"]["rows"]
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in found]
+def without_seconds(value: Any) -> Any:
+    """JSON without the times that measurements took, and the digests that times are kept by."""
+    if isinstance(value, dict):
+        return {key: without_seconds(item) for key, item in value.items() if "seconds" not in key}
+    return [without_seconds(item) for item in value] if isinstance(value, list) else value
+
+
+def rows(folder: Path) -> Any:
+    """All that was measured."""
+    return without_seconds(json.loads((folder / "evaluation.json").read_text())["body"]["rows"])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -106,6 +140,27 @@ def test_artifacts_do_not_depend_on_the_number_of_ranks(
     assert rows(tmp_path) == rows(alone)
     assert json.loads(done.stdout)  # rank 0's alone
     assert done.stderr.count("evaluate: 16-bit (1 of 3)") == 1
+
+
+@pytest.mark.parametrize("command", ["search", "tune", "compare"])
+def test_plans_and_trials_do_not_depend_on_the_number_of_ranks(
+    command: str, given: tuple[Path, Path], alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here with one process and with two."""
+    (tmp_path / "search.toml").write_text(SEARCH)
+    (tmp_path / "tune.toml").write_text(tune_cases.RECIPE)
+    arguments: list[object] = [command, tmp_path / f"{command}.toml"]
+    if command == "compare":
+        small, fixed = write_recipes(tmp_path)
+        arguments = [command, small, fixed, "--recipe", small, "--bits", 5, "--bits", 1, "--batch", 2, "--context", 512]
+    arguments += ["--model", given[0], "--json", "--out"]
+    done = run_kvcal(capsys, *arguments, tmp_path / "one")
+    assert done.code == 0, done.err
+    both = torchrun(2, "-m", "kvcal", *arguments, tmp_path / "two")
+    assert both.returncode == 0, both.stderr
+    assert digests(tmp_path / "two") == digests(tmp_path / "one") and digests(tmp_path / "one")
+    printed = both.stdout.replace(str(tmp_path / "two"), str(tmp_path / "one"))
+    assert without_seconds(json.loads(printed)) == without_seconds(json.loads(done.out))
 
 
 @pytest.mark.parametrize(

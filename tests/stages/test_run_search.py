@@ -158,16 +158,16 @@ def test_the_plan_that_ships_is_the_plan_that_was_measured(whole: Path, loaded: 
 def test_an_interrupted_search_writes_the_same_bytes(
     whole: Path, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured, calls = KLMeter._measure, []
+    kept, calls = KLMeter._keep, []
 
     def stops(self: KLMeter, *args: Any) -> None:
         calls.append(args)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        measured(self, *args)
+        kept(self, *args)
 
     recipe = recipe_of(whole, 4.0)
-    monkeypatch.setattr(KLMeter, "_measure", stops)
+    monkeypatch.setattr(KLMeter, "_keep", stops)
     with pytest.raises(KeyboardInterrupt):
         built(recipe, loaded, tmp_path)
     assert (tmp_path / "search.select.safetensors").exists() and not (tmp_path / "search.safetensors").exists()
@@ -180,13 +180,13 @@ def test_an_interrupted_search_writes_the_same_bytes(
 def test_a_larger_budget_starts_from_what_is_known_and_is_never_worse(
     loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured, calls = KLMeter._measure, list[tuple[object, ...]]()
+    kept, calls = KLMeter._keep, list[tuple[object, ...]]()
 
-    def counted(self: KLMeter, digests: Any, plans: Any, start: int, stop: int) -> None:
+    def counted(self: KLMeter, digests: Any, start: int, stop: int, found: Any) -> None:
         calls.extend((digest, start, self.texts[start].tokens_T.tolist()[:50].__repr__()) for digest in digests)
-        measured(self, digests, plans, start, stop)
+        kept(self, digests, start, stop, found)
 
-    monkeypatch.setattr(KLMeter, "_measure", counted)
+    monkeypatch.setattr(KLMeter, "_keep", counted)
     fits: list[object] = []
     monkeypatch.setattr(fit_predictors, "run_fit_predictors", lambda *a: fits.append(a) or run_fit_predictors(*a))
     small = built(recipe_of(tmp_path, 3.5), loaded, tmp_path)

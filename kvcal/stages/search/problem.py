@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kvcal.distributed import Parcel, from_first
 from kvcal.errors import InfeasibleBudget
 from kvcal.geometry import CacheDtype, Geometry
 from kvcal.plan.layer import LayerPlan, bare_layers
@@ -109,12 +110,12 @@ class Problem:
             ]
             units.append(solver.Unit(f"{self.units[k]}, {self.units[v]}", tuple(options)))
             pairs_of.append(named)
-        try:
-            solution = solver.solve(units, self.capacity)
+        try:  # by rank 0: the solver's time is limited, and ranks could come to other choices
+            solved = from_first("the choice", lambda: Parcel(list(solver.solve(units, self.capacity).choice)))
         except InfeasibleBudget:
             return None
         choice = [0] * len(self.units)
-        for (k, v, _), named, number in zip(self.couples, pairs_of, solution.choice, strict=True):
+        for (k, v, _), named, number in zip(self.couples, pairs_of, solved.value, strict=True):
             choice[k], choice[v] = named[number]
         return tuple(choice)
 

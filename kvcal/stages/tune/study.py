@@ -11,7 +11,8 @@ generation, and a study that was interrupted, however often, goes on to the byte
 
 Workers are spawned, not forked: CUDA does not survive a fork. Each loads the model for itself, once, and measures one
 setting after the other; its outcomes are read in the order of the settings, so that they do not depend on which worker
-was faster. Whatever ends the search ends the workers.
+was faster. Whatever ends the search ends the workers. The ranks of torchrun (kvcal.distributed), on one node or on many,
+are workers, too: they measure the trials of a generation in turn.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ import torch
 from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.samplers import TPESampler
 
+from kvcal import distributed
 from kvcal.artifact import canonical_json, differing_input
+from kvcal.distributed import Parcel, in_turn
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.progress import Reporter
 from kvcal.stages.tune.record import Outcome, Search, Trial, Tuning, load_tuning, pareto_front, save_tuning
-from kvcal.strict import dump
+from kvcal.strict import dump, parse
 
 # Measures the plan with these thresholds, by name.
 Evaluate = Callable[[Mapping[str, float]], Outcome]
@@ -97,6 +100,8 @@ def _opened(path: Path, search: Search, inputs: dict[str, Any], workers: int, re
     """The study, new, or made with the same inputs and the same Optuna."""
     inputs = inputs | {"optuna": optuna.__version__}
     if not path.exists():
+        if distributed.size() > workers:
+            reporter.say(f"tune: draws {workers} trials at once, more ranks would wait: --workers draws more")
         return Tuning(inputs, search, workers, (), ())
     tuning = load_tuning(path)
     difference = differing_input(_identity(inputs, search), _identity(tuning.inputs, tuning.search))
@@ -106,7 +111,7 @@ def _opened(path: Path, search: Search, inputs: dict[str, Any], workers: int, re
             hint="choose another folder, or delete tune.json if its trials are not needed",
         )
     reporter.say(f"tune: goes on after {len(tuning.trials)} trials in {path.parent}")
-    if workers > tuning.generation:
+    if max(workers, distributed.size()) > tuning.generation:
         reporter.say(f"tune: this study draws {tuning.generation} trials at once, more workers would wait")
     return replace(tuning, search=search)
 
@@ -169,6 +174,9 @@ def _sampler(seed: int, number: int) -> TPESampler:
 def _measuring(evaluate: Evaluate, workers: int) -> Iterator[Measure]:
     """``evaluate`` for many settings: in this process if ``workers`` is 1, else in as many others, which end with the
     context. The calls raise UsageError when a worker dies, and what ``evaluate`` raises."""
+    if distributed.size() > 1:
+        yield partial(_measured_by_ranks, evaluate)
+        return
     if workers == 1:
         yield partial(map, evaluate)
         return
@@ -185,6 +193,11 @@ def _measuring(evaluate: Evaluate, workers: int) -> Iterator[Measure]:
         for process in set(multiprocessing.active_children()) - others:
             process.terminate()
         executor.shutdown(cancel_futures=True)
+
+
+def _measured_by_ranks(evaluate: Evaluate, settings: Sequence[Mapping[str, float]]) -> Iterator[Outcome]:
+    for parcel in in_turn(LABEL, settings, lambda setting: Parcel(dump(evaluate(setting)))):
+        yield parse(Outcome, parcel.value, "a rank's trial", ArtifactError)
 
 
 def _start_worker(evaluate: Evaluate, workers: int) -> None:
