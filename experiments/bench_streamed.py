@@ -30,7 +30,8 @@ from kvcal.data.sequences import TokenDataset
 from kvcal.geometry import ModelIdentity
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
-from kvcal.models.streamed import Residence, stream
+from kvcal.models.residence import Residence
+from kvcal.models.streamed import stream
 from kvcal.progress import Silent
 from kvcal.quantities import parse_bytes
 from kvcal.recipe import CacheSpec, ProfileSpec

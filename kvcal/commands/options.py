@@ -143,7 +143,7 @@ class ModelOptions(OutputOptions):
 
         from kvcal.models.files import embedded_models
         from kvcal.models.load import load
-        from kvcal.models.streamed import NUM_TOKENS
+        from kvcal.models.residence import NUM_TOKENS
 
         logging.disable_progress_bar()
         num_tokens = NUM_TOKENS if calibrated_on is None else calibrated_on.seq_len

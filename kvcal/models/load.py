@@ -39,7 +39,8 @@ from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, Geometry, ModelIdentity, StateGeometry
 from kvcal.models.files import Location, locate, read_json, require_sizes, tokenizer_files, weight_files
 from kvcal.models.geometry import checkpoint_dtype, geometry_of
-from kvcal.models.streamed import NUM_TOKENS, Residence, stream
+from kvcal.models.residence import NUM_TOKENS, Residence
+from kvcal.models.streamed import stream
 
 # From what config.json says: wrong types, sizes and names.
 CONFIG_ERRORS = (StrictDataclassError, TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError)

@@ -12,9 +12,8 @@ backward, the last layer first, the layer runs again with a graph. Hooks on modu
 model, so that what a layer's backward gives is measured and freed before the layer before it runs. A tapped layer
 (``kvcal.models.taps``) is observed in both runs: without a graph, then with one.
 
-Each forward, and each backward, loads every layer once. ``together`` runs several calls of a model, such as batches of
-a stage, layer by layer: each in its own thread, one thread at a time, which hands over when it comes to another layer.
-So a layer is loaded once for all of them, and no call's shapes change, nor any bit of its results.
+Each forward, and each backward, loads every layer once. So batches should be large: a layer of a 70B takes longer to
+load than to run for some thousand tokens.
 
 accelerate's offloading was not used: its hooks make every parameter anew at each call, which loses hooks on parameters
 and the tensors of a graph, keep each layer in the graph until the backward, and read without prefetching or pinning.
@@ -26,12 +25,10 @@ instead of a map.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,16 +38,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
-from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.quantities import format_bytes
+from kvcal.errors import UnsupportedModel
+from kvcal.models.residence import NUM_TOKENS, Residence, Shapes, residence
 
 ALIGNMENT = 256  # bytes: of a matrix in a layer's place
-PREFETCHING = 2  # places, so that one layer arrives while another computes
-# Of the tokens that memory must at least hold, where the caller names none.
-NUM_TOKENS = 2048
-
-# Of host memory, for the inputs of layers that wait for a backward.
-HOST_SHARE = 0.5
 
 # The values of parameters that are streamed, in host memory.
 _STORED = WeakTensorKeyDictionary()
@@ -76,92 +67,6 @@ def stored(parameter: Tensor) -> Tensor:
 def is_streamed(model: PreTrainedModel) -> bool:
     """Whether layers of ``model`` are streamed."""
     return any(parameter in _STORED for parameter in model.parameters())
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """What decides how many layers fit a device, in bytes. ``fixed``: of all that is never streamed; ``layer``: of the
-    largest layer's matrices; and of a token: ``activations`` of a layer with a graph, ``scores`` for each token that it
-    may attend to, its ``hidden`` state, and its ``logits`` with their fp32 copies and gradients. ``num_tokens``: of a
-    sequence."""
-
-    num_layers: int
-    num_tokens: int
-    fixed: int
-    layer: int
-    activations: int
-    scores: int
-    hidden: int
-    logits: int
-
-    def running(self, num_tokens: int) -> int:
-        """Bytes of one sequence in a layer, with a graph: activations, its input and output, and their gradients."""
-        return num_tokens * (self.activations + num_tokens * self.scores + 4 * self.hidden)
-
-    @property
-    def working(self) -> int:
-        """Bytes that one sequence takes at most beside the weights."""
-        return max(self.running(self.num_tokens), self.num_tokens * (self.logits + 2 * self.hidden))
-
-    @property
-    def least(self) -> int:
-        """Bytes of memory that hold one layer, and a sequence in it."""
-        return self.fixed + self.layer + self.working
-
-
-@dataclass(frozen=True)
-class Residence:
-    """How a model's layers share ``memory`` bytes of a device. The first ``num_kept`` layers stay there; the others
-    take turns in ``num_places`` places."""
-
-    memory: int
-    shapes: Shapes
-    num_kept: int
-    num_places: int
-
-    @property
-    def working(self) -> int:
-        """Bytes that are left for activations."""
-        return self.memory - self.shapes.fixed - (self.num_kept + self.num_places) * self.shapes.layer
-
-    def num_together(self, batch: int, num_tokens: int) -> int:
-        """Calls of a batch of sequences of ``num_tokens`` each that may run ``together``, at least one: while one runs,
-        the hidden states of the others wait, and their gradients; each keeps its layers' inputs in host memory, of
-        which all take half at most."""
-        waiting = batch * num_tokens * 2 * self.shapes.hidden
-        on_device = (self.working - batch * self.shapes.running(num_tokens)) // waiting + 1
-        in_host = HOST_SHARE * _host_bytes() // (batch * num_tokens * self.shapes.hidden * self.shapes.num_layers)
-        return max(1, min(on_device, int(in_host)))
-
-    def __str__(self) -> str:
-        shapes, others = self.shapes, self.shapes.num_layers - self.num_kept
-        places = f"the other {others} take turns in {self.num_places} places" if others else "no other is streamed"
-        return (
-            f"memory: {self.num_kept} of {shapes.num_layers} layers of {format_bytes(shapes.layer)} stay on the device,"
-            f" {places}; {format_bytes(self.working)} of {format_bytes(self.memory)} are left for activations"
-        )
-
-
-def residence(shapes: Shapes, memory: int) -> Residence:
-    """The layers that ``memory`` bytes hold: two places if they fit, so that loading is hidden; half of what is left
-    then is for layers that stay, half for activations.
-
-    Raises UsageError where not one layer fits, with the least memory that would do.
-    """
-    if memory < shapes.least:
-        raise UsageError(
-            f"--memory {format_bytes(memory)} holds not one of {shapes.num_layers} layers: {shapes.least} bytes are "
-            f"needed: {format_bytes(shapes.fixed)} of embeddings, head and norms, {format_bytes(shapes.layer)} of a "
-            f"layer, {format_bytes(shapes.working)} of activations of one sequence",
-            hint=f"give --memory {shapes.least}B or more, or shorter sequences",
-        )
-    room = memory - shapes.fixed - shapes.working
-    if room // shapes.layer >= shapes.num_layers:
-        return Residence(memory, shapes, shapes.num_layers, 0)
-    num_places = min(PREFETCHING, room // shapes.layer)
-    spare = memory - shapes.fixed - num_places * shapes.layer
-    num_kept = min(spare // 2, spare - shapes.working) // shapes.layer
-    return Residence(memory, shapes, min(num_kept, shapes.num_layers - num_places), num_places)
 
 
 def stream(model: PreTrainedModel, device: torch.device, memory: int, num_tokens: int = NUM_TOKENS) -> Residence:
@@ -211,10 +116,6 @@ def _matrices(model: PreTrainedModel, layer: nn.Module) -> list[nn.Parameter]:
 def _absent(parameter: nn.Parameter, device: torch.device) -> Tensor:
     """A tensor of the parameter's shape that takes one element, NaN: read by mistake, it shows."""
     return torch.full((), torch.nan, dtype=parameter.dtype, device=device).expand(parameter.shape)
-
-
-def _host_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _aligned(nbytes: int) -> int:

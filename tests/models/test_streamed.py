@@ -13,11 +13,11 @@ from torch import nn
 
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.models import streamed
 from kvcal.models.fold import fold
 from kvcal.models.load import LoadedModel, load, weight_bytes
 from kvcal.models.projections import key_biases, output_weights
-from kvcal.models.streamed import Residence, Shapes, residence, stream
+from kvcal.models.residence import Shapes, residence
+from kvcal.models.streamed import stream
 from kvcal.models.taps import Captured, tap
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, ProfileSpec
@@ -211,17 +211,6 @@ def test_residence_by_hand(memory: int, num_kept: int, num_places: int) -> None:
     assert SHAPES.working <= found.working == memory - 5000 - 1000 * (num_kept + num_places)
 
 
-def test_calls_together_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 4,000 bytes, a call of one sequence takes 800 while it runs, and 200 while it waits; in host memory 1,000."""
-    found = Residence(memory=10_000, shapes=SHAPES, num_kept=0, num_places=1)
-    assert found.working == 4000
-    assert found.num_together(1, 100) == 17
-    assert found.num_together(2, 100) == 7
-    assert found.num_together(5, 100) == found.num_together(50, 100) == 1
-    monkeypatch.setattr(streamed, "_host_bytes", lambda: 10_000)
-    assert found.num_together(1, 100) == 5
-
-
 def test_an_input_that_needs_a_gradient_of_its_own_is_refused(saved) -> None:
     loaded = with_places(saved("llama"), 0, 1)
     hidden, other = torch.zeros(1, 2, 64, requires_grad=True), torch.zeros(1, 2, 16, requires_grad=True)
@@ -279,5 +268,5 @@ def test_a_gpu_gives_the_bits_of_the_whole_model(num_places: int, saved) -> None
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert len(results[0]) == 9
-    for whole, streamed_one in zip(*results, strict=True):
-        assert torch.equal(whole, streamed_one)
+    for whole, streamed in zip(*results, strict=True):
+        assert torch.equal(whole, streamed)
