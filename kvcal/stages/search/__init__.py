@@ -143,9 +143,7 @@ def run_search(
     reporter.say(f"search: {report.shipped} ships; KL {kls}; {report.num_plans} plans measured in this folder")
     if isinstance(job.speed, Measured):
         share = job.speed.share(plan.layers)
-        reporter.say(
-            f"search: its attention takes {share:.0%} of the time of 16 bits by the times of {job.speed.times.device}"
-        )
+        reporter.say(f"search: its attention takes {share:.0%} of the time of 16 bits on {job.speed.times.device}")
     return record
 
 
@@ -187,7 +185,7 @@ class Search:
         served = {name: layers for name, layers in every.items() if self._serves(layers)}
         if left_out := sorted(every.keys() - served.keys()):
             self.reporter.say(
-                f"search: for {self.spec.serve}, plans whose steps are not known to be as fast as 16 bits are left out: "
+                f"search: for {self.spec.serve}, plans not known to be as fast as 16 bits are left out: "
                 f"{', '.join(left_out)} (`--for storage` takes them)"
             )
         unfitted = {name for name, layers in served.items() for layer in layers if not self._can_rescale(layer)}

@@ -1,9 +1,9 @@
 """Compositions: all the ways to store a layer's keys or values that a search may choose from, and plans made of them.
 
 A unit is a layer's K or V, or some KV heads of it. Its options are the recipe's choices, the formats of the systems
-that it names, and 16 bits, as far as they can decode (kvcal.stages.search.speed). Bytes of an option are exact and belong to it
-alone: records, sinks, ring, query statistic, and the tensors it brings (λ, signs, predictor, rotary tables). The points
-of a lattice, which options share, are reserved for the whole plan.
+that it names, and 16 bits, as far as a plan may have them (kvcal.stages.search.speed). Bytes of an option are exact and
+belong to it alone: records, sinks, ring, query statistic, and the tensors it brings (λ, signs, predictor, rotary
+tables). The points of a lattice, which options share, are reserved for the whole plan.
 """
 
 from __future__ import annotations
