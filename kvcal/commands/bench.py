@@ -125,9 +125,11 @@ def kernels(
     with given.reporting() as reporter:
         job = _job("kernels", given, out, pairs, points, reporter, quick)
         report = bench_kernels(job)
-    draw_kernels(report, job.folder / PICTURE)
     given.show(report.document(), *(table.text() for table in report.tables()))
-    reporter.say(f"table: {job.folder / report.file}\npicture: {job.folder / PICTURE}")
+    reporter.say(f"table: {job.folder / report.file}")
+    if report.plan is None:  # kinds of layers are no curves over the context
+        draw_kernels(report, job.folder / PICTURE)
+        reporter.say(f"picture: {job.folder / PICTURE}")
     if (job.folder / FILE).exists():
         reporter.say(f"step times, for `kvcal search --step-times`: {job.folder / FILE}")
 

@@ -3,7 +3,8 @@
 Keys and values of a layer (of a group of KV heads) are a couple: some pairs of options do not go together, because the
 pair would be decoded by the slower kernel. The solver chooses pairs. A choice has two constraints: its bytes, and a
 step's time no longer than at 16 bits (kvcal.stages.search.speed). The solver knows bytes alone; where its answer is too
-slow, time gets a price, by bisection the lowest at which the answer is fast enough.
+slow, time gets a price, by bisection the lowest at which the answer is fast enough. The choice lies between the two
+answers at either side of that price.
 
 KV heads of a layer form as many groups as leave no more than ``MAX_UNITS`` units in all, neighbours together: what each
 does to the KL is measured, and measurements are what a search pays for.
@@ -12,6 +13,7 @@ does to the KL is measured, and measurements are what a search pays for.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -112,21 +114,38 @@ class Problem:
     def solve(self, losses: Sequence[Mapping[int, float]]) -> Choice | None:
         """The choice of least loss among the pairs of options that ``losses`` names; None if none fits, or is fast
         enough."""
-        choice = self._solved(losses, 0.0)
-        if choice is None or self.is_allowed(choice):
-            return choice
+        slow = self._solved(losses, 0.0)
+        if slow is None or self.is_allowed(slow):
+            return slow
         spread = sum(max(row.values()) - min(row.values()) for row in losses)
-        low, high, found = 0.0, max(spread, TOLERANCE) / max(self.most_us, TOLERANCE), None
+        low, high, fast = 0.0, max(spread, TOLERANCE) / max(self.most_us, TOLERANCE), None
         for _ in range(PRICES):
-            price = high if found is None else (low + high) / 2
+            price = high if fast is None else (low + high) / 2
             choice = self._solved(losses, price)
-            if choice is not None and self.is_allowed(choice):
-                found, high = choice, price
-            elif found is None:
-                low, high = high, 4 * high
+            assert choice is not None  # one fits the bytes
+            if self.is_allowed(choice):
+                fast, high = choice, price
             else:
-                low = price
-        return found
+                slow, low, high = choice, price, 4 * high if fast is None else high
+        return None if fast is None else self._between(slow, fast, losses)
+
+    def _between(self, slow: Choice, fast: Choice, losses: Sequence[Mapping[int, float]]) -> Choice:
+        """Couples of the slow choice as those of the fast one, by the loss for the time saved, until it is allowed:
+        where many layers are alike, one price turns all at once. The fast choice if bytes do not allow that."""
+
+        def cost(couple: tuple[int, Mapping[tuple[int, int], float]]) -> float:
+            (k, v, _), us = self.couples[couple[0]], couple[1]
+            saved = us[slow[k], slow[v]] - us[fast[k], fast[v]]
+            more = sum(losses[unit][fast[unit]] - losses[unit][slow[unit]] for unit in (k, v))
+            return more / saved if saved > 0 else math.inf
+
+        choice = list(slow)
+        for number, _ in sorted(enumerate(self.us), key=cost):
+            for unit in self.couples[number][:2]:
+                choice[unit] = fast[unit]
+            if self.is_allowed(tuple(choice)) and self.size(tuple(choice)) <= self.capacity:
+                return tuple(choice)
+        return fast
 
     def _solved(self, losses: Sequence[Mapping[int, float]], us_price: float) -> Choice | None:
         """The choice of least loss and price of its time within the bytes."""
