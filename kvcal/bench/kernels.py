@@ -4,7 +4,8 @@ Size by size: first the baselines, then the formats, so that every row is writte
 measured. A format that no kernel serves is a row with the reason.
 
 Kernels: decode attention over packed pages against that of every other library over 16 bits. A format's output is
-compared with fp64 over the decoded pages before its time counts; a wrong one is a row without a time.
+compared with fp64 over the decoded pages before its time counts; a wrong one is a row without a time. What ran becomes
+the table of step times, which a search reads.
 
 Layer: a step stores its token, packs the page that is full, reconstructs pages that are not read as they are stored,
 and attends. One of 128 steps packs a page; those steps and the others are timed apart, by the same graph replayed at
@@ -46,7 +47,9 @@ from kvcal.bench.rivals import measured_rivals
 from kvcal.bench.shape import Heads, Pair, Point, Stored, bits_per_value, raw_bytes, step_bytes
 from kvcal.errors import KvcalError
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
+from kvcal.plan.plan import Workload
 from kvcal.progress import Reporter
+from kvcal.stages.search import step_times
 
 # Rounding the output to bf16 alone is about 0.002 of it; a wrong scale, page or slot is beyond a tenth.
 LARGEST_ERROR = 0.02
@@ -74,8 +77,26 @@ class Job:
 
 
 def bench_kernels(job: Job) -> LayerReport:
-    """Measure attention. Interrupted: on Ctrl-C."""
-    return _run(job, "kernels", measure_baselines, partial(measure_pair, measure_attention))
+    """Measure attention, and write the step times that a search reads. Interrupted: on Ctrl-C."""
+    report = _run(job, "kernels", measure_baselines, partial(measure_pair, measure_attention))
+    times = step_times_of(job, report)
+    if times.times:
+        step_times.save(times, {"kvcal": report.machine.kvcal}, job.folder / step_times.FILE)
+    return report
+
+
+def step_times_of(job: Job, report: LayerReport) -> step_times.StepTimes:
+    """The times of all layers at sizes where another library's 16 bits ran, and of 16 bits the fastest."""
+    stored = {pair.name: pair for pair in job.pairs}
+    found = []
+    for row in report.rows:
+        workload, best = Workload(row.point.batch, row.point.context), report.fastest(row.point)
+        if row.times is not None and best is not None and best.times is not None:
+            layer = step_times.timed_as(stored[row.format].layers(job.heads, 3)[1])
+            found.append(step_times.StepTime(workload, layer, row.times.median_us))
+            raw = step_times.unquantized(layer)
+            found.append(step_times.StepTime(workload, raw, best.times.median_us))
+    return step_times.merged(report.machine.device, found)
 
 
 def bench_layer(job: Job) -> LayerReport:

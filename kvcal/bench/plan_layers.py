@@ -8,7 +8,7 @@ states hold what the model holds without a plan; they are counted and not timed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic.dataclasses import dataclass as record
@@ -21,6 +21,7 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import Plan, load_plan
 from kvcal.stages.search.compositions import Style
+from kvcal.stages.search.step_times import placed
 from kvcal.strict import STRICT
 
 
@@ -84,18 +85,6 @@ class WholePlan:
         return self.plan_layers
 
 
-def placed(layer: LayerPlan, index: int) -> LayerPlan:
-    """The layer as number ``index`` of a model, predicted from the one before it."""
-
-    def moved(side: Side) -> object:
-        predictor = layer.predictor(side)
-        return None if predictor is None or index == 0 else replace(predictor, source=index - 1)
-
-    geometry = replace(layer.attention, index=index)
-    predictors = {f"{side}_predictor": moved(side) for side in SIDES}
-    return replace(layer, geometry=geometry, **predictors)  # type: ignore[arg-type]
-
-
 def whole_plan(path: str | Path) -> WholePlan:
     """The layers of a plan file, under the file's name. ArtifactError: no plan there."""
     return WholePlan(Path(path).stem, load_plan(path).layers)
@@ -113,7 +102,7 @@ def timed_plan(path: str | Path) -> TimedPlan:
     groups: dict[LayerPlan, list[int]] = {}
     paged = [layer for layer in plan.layers if layer.is_paged]
     for layer in paged:
-        groups.setdefault(placed(layer, 1), []).append(layer.geometry.index)
+        groups.setdefault(placed(layer), []).append(layer.geometry.index)
     kinds = tuple(LayerKind(kind_name(like, indices), like, tuple(indices)) for like, indices in groups.items())
     point = Point(plan.workload.batch, max(PAGE_TOKENS, plan.workload.context))
     return TimedPlan(Path(path).name, plan.sha256, heads, point, kinds, len(plan.layers) - len(paged))

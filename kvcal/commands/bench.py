@@ -119,14 +119,19 @@ def kernels(
     from kvcal.bench.kernels import PICTURE, bench_kernels
     from kvcal.bench.shape import DEFAULT_PAIRS, POINTS, QUICK_PAIRS, QUICK_POINTS
     from kvcal.charts.kernels import draw_kernels
+    from kvcal.stages.search.step_times import FILE
 
     pairs, points = (QUICK_PAIRS, QUICK_POINTS) if quick else (DEFAULT_PAIRS, POINTS)
     with given.reporting() as reporter:
         job = _job("kernels", given, out, pairs, points, reporter, quick)
         report = bench_kernels(job)
-    draw_kernels(report, job.folder / PICTURE)
     given.show(report.document(), *(table.text() for table in report.tables()))
-    reporter.say(f"table: {job.folder / report.file}\npicture: {job.folder / PICTURE}")
+    reporter.say(f"table: {job.folder / report.file}")
+    if report.plan is None:  # kinds of layers are no curves over the context
+        draw_kernels(report, job.folder / PICTURE)
+        reporter.say(f"picture: {job.folder / PICTURE}")
+    if (job.folder / FILE).exists():
+        reporter.say(f"step times, for `kvcal search --step-times`: {job.folder / FILE}")
 
 
 @bench.command()

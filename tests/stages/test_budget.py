@@ -32,6 +32,7 @@ from kvcal.stages.allocate import Allocation, allocate, fixed_allocation, made_p
 from kvcal.stages.allocate.budget import require_budget, transform_bytes, workspace_bytes
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.search.compositions import most_scratch, options_of, styles_of
+from kvcal.stages.search.speed import Unbounded
 from kvcal.store.workspace import step_workspace
 
 BATCH, CONTEXT = 2, 1024
@@ -331,15 +332,14 @@ def test_a_search_counts_the_most_workspace_of_its_choices() -> None:
     for offered in ((keys, values), (keys[:2], values[:1]), (keys[:1], values[:1])):
         spec = SearchSpec("storage", keys=offered[0], values=offered[1])
         styles = {side: styles_of(side, spec, cache, LINEAR, ()) for side in SIDES}
-        largest = most_scratch(model, styles, LINEAR, "storage")
+        largest = most_scratch(model, styles, LINEAR, Unbounded())
         most = workspace_bytes(largest, "bfloat16", Workload(BATCH, CONTEXT))
         found = []
         for _ in range(40):
             layers, source = [], None
             for layer in bare_layers(model):
                 k, v = (
-                    draw.choice(options_of(layer, side, source, styles[side], LINEAR, "bfloat16", "storage"))
-                    for side in SIDES
+                    draw.choice(options_of(layer, side, source, styles[side], LINEAR, Unbounded())) for side in SIDES
                 )
                 pages = "pre" if k.predictor else "post"
                 predictors = {"k_predictor": k.predictor, "v_predictor": v.predictor}

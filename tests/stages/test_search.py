@@ -26,13 +26,14 @@ from kvcal.stages.search.compositions import (
     Unit,
     choice_style,
     composed_layers,
-    slow_because,
     styles_of,
     system_plans,
 )
 from kvcal.stages.search.cost import planned
 from kvcal.stages.search.judge import SIGNIFICANT, Pool, tiers_of
 from kvcal.stages.search.problem import Choice, Problem, problem_of
+from kvcal.stages.search.speed import slow_because, speed_of
+from kvcal.stages.search.step_times import StepTimes
 
 GEOMETRY = Geometry("llama", "bfloat16", tuple(AttentionGeometry(index, 8, 2, 64, 64) for index in range(3)))
 WORKLOAD = Workload(2, 1000)
@@ -53,10 +54,12 @@ def wide_problem(
     predictors: PredictorSpec | None = None,
     geometry: Geometry = GEOMETRY,
     room: int = 10**9,
+    times: StepTimes | None = None,
 ) -> Problem:
     plans = system_plans(geometry, spec, predictors).values()
     styles = {side: styles_of(side, spec, cache, predictors, plans) for side in SIDES}
-    return problem_of(geometry, styles, predictors, WORKLOAD, room, per_head, spec.serve)
+    speed = speed_of(spec.serve, geometry.cache_dtype, WORKLOAD, bare_layers(geometry), times)
+    return problem_of(geometry, styles, predictors, WORKLOAD, room, per_head, speed)
 
 
 def problem(share: float = 0.5, **kwargs) -> Problem:

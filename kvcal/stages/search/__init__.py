@@ -63,7 +63,6 @@ from kvcal.stages.search.compositions import (
     complexity,
     composed_layers,
     most_scratch,
-    slow_because,
     styles_of,
     system_plans,
 )
@@ -83,6 +82,7 @@ from kvcal.stages.search.record import (
     pool_result,
     save,
 )
+from kvcal.stages.search.speed import Measured, Speed, is_no_slower, speed_of
 
 __all__ = ["KIND", "SCHEMA", "Search", "SearchData", "SearchRecord", "dry_run", "load", "run_search"]
 
@@ -141,6 +141,9 @@ def run_search(
         f"{n} {p.kl:.4g} ± {p.kl_error:.2g}" for n, p in (("select", report.select), ("validate", report.validate))
     )
     reporter.say(f"search: {report.shipped} ships; KL {kls}; {report.num_plans} plans measured in this folder")
+    if isinstance(job.speed, Measured):
+        share = job.speed.share(plan.layers)
+        reporter.say(f"search: its attention takes {share:.0%} of the time of 16 bits on {job.speed.times.device}")
     return record
 
 
@@ -182,7 +185,7 @@ class Search:
         served = {name: layers for name, layers in every.items() if self._serves(layers)}
         if left_out := sorted(every.keys() - served.keys()):
             self.reporter.say(
-                f"search: for {self.spec.serve}, plans that attention does not read as they are stored are left out: "
+                f"search: for {self.spec.serve}, plans not known to be as fast as 16 bits are left out: "
                 f"{', '.join(left_out)} (`--for storage` takes them)"
             )
         unfitted = {name for name, layers in served.items() for layer in layers if not self._can_rescale(layer)}
@@ -196,12 +199,13 @@ class Search:
         return not layer.k_rescale or all(map(self.fits.can_rescale, layer.k))
 
     def _serves(self, layers: Layers) -> bool:
-        cache_dtype, bare = self.loaded.geometry.cache_dtype, bare_layers(self.loaded.geometry)
-        return self.spec.serve == "storage" or all(
-            slow_because(layer, cache_dtype) <= slow_because(raw, cache_dtype)
-            for layer, raw in zip(layers, bare, strict=True)
-            if layer.is_paged
-        )
+        return is_no_slower(self.speed, layers)
+
+    @cached_property
+    def speed(self) -> Speed:
+        """The speed of decoding that plans are held to."""
+        geometry, times = self.loaded.geometry, self.data.step_times
+        return speed_of(self.spec.serve, geometry.cache_dtype, self.workload, bare_layers(geometry), times)
 
     @cached_property
     def styles(self) -> dict[Side, tuple[Style, ...]]:
@@ -219,7 +223,7 @@ class Search:
         assert allocate is not None
         bare = bare_layers(geometry)
         fixed, _ = layer_bytes(bare, geometry.cache_dtype, self.workload)
-        most = most_scratch(geometry, self.styles, self.recipe.predictors, self.spec.serve)
+        most = most_scratch(geometry, self.styles, self.recipe.predictors, self.speed)
         extremes = [bare, most, *self.systems.values()]
         largest = max(extremes, key=lambda layers: workspace_bytes(layers, geometry.cache_dtype, self.workload))
         vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
@@ -242,7 +246,7 @@ class Search:
         assert allocate is not None
         fixed, _ = layer_bytes(bare_layers(geometry), geometry.cache_dtype, self.workload)
         room, per_head = self.budget.cache - fixed - self.reserved, allocate.granularity == "head"
-        return problem_of(geometry, self.styles, self.recipe.predictors, self.workload, room, per_head, self.spec.serve)
+        return problem_of(geometry, self.styles, self.recipe.predictors, self.workload, room, per_head, self.speed)
 
     @cached_property
     def brought(self) -> OptionTensors:

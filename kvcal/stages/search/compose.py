@@ -230,7 +230,7 @@ def compositions(
             taken = {(position, option) for position, option in enumerate(choice)}
             found[choice] = sum(c.estimate for c in changes if (c.position, c.option) in taken)
     alone = {(*current[: c.position], c.option, *current[c.position + 1 :]): c.estimate for c in changes}
-    fitting = [choice for choice in alone if problem.size(choice) <= problem.capacity]
+    fitting = [choice for choice in alone if problem.size(choice) <= problem.capacity and problem.is_allowed(choice)]
     if fitting:
         best = min(fitting, key=alone.__getitem__)
         found.setdefault(best, alone[best])

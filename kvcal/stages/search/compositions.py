@@ -1,10 +1,9 @@
 """Compositions: all the ways to store a layer's keys or values that a search may choose from, and plans made of them.
 
 A unit is a layer's K or V, or some KV heads of it. Its options are the recipe's choices, the formats of the systems
-that it names, and 16 bits. For decoding, an option goes where attention does not read its pages as they are stored, or
-reads them more slowly than 16 bits of the same layer (``slow_because``). Bytes of an option are exact and belong to it
-alone: records, sinks, ring, query statistic, and the tensors it brings (λ, signs, predictor, rotary tables). The points
-of a lattice, which options share, are reserved for the whole plan.
+that it names, and 16 bits, as far as a plan may have them (kvcal.stages.search.speed). Bytes of an option are exact and
+belong to it alone: records, sinks, ring, query statistic, and the tensors it brings (λ, signs, predictor, rotary
+tables). The points of a lattice, which options share, are reserved for the whole plan.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from kvcal.errors import UsageError
-from kvcal.geometry import CacheDtype, Geometry
-from kvcal.kernels.choice import refusals, slow_reasons
+from kvcal.geometry import Geometry
 from kvcal.pages.layouts import LAYOUTS
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
@@ -31,7 +29,7 @@ from kvcal.stages.allocate.importance import layer_format
 from kvcal.stages.allocate.record import layers_in, one_or_each
 from kvcal.stages.predictors.record import with_predictor
 from kvcal.stages.reparam.search import is_searched
-from kvcal.store.dequantize import form_reasons
+from kvcal.stages.search.speed import Speed
 from kvcal.strict import dump
 
 FLOAT_BYTES = 4
@@ -206,12 +204,11 @@ def options_of(
     source: int | None,
     styles: Sequence[Style],
     predictors: PredictorSpec | None,
-    cache_dtype: CacheDtype,
-    serve: str,
+    speed: Speed,
 ) -> tuple[Composition, ...]:
     """The compositions of a layer's side. ``source``: the paged layer before it, None for the first, which cannot be
     predicted. UsageError for a style that no layer can have."""
-    options, raw_reasons = [], slow_because(layer, cache_dtype)
+    options = []
     for style in styles:
         predictor = None
         if style.predicted:
@@ -227,15 +224,9 @@ def options_of(
                 f"the choice '{style}' of [search] cannot be composed: {reason}",
                 hint="take it out of [search], or change the part that is named",
             ) from None
-        if serve == "storage" or slow_because(alone, cache_dtype) <= raw_reasons:
+        if speed.offers(alone, side):
             options.append(option)
     return tuple(options)
-
-
-def slow_because(layer: LayerPlan, cache_dtype: CacheDtype) -> set[str]:
-    """Why attention cannot read the layer's pages as they are stored, or only with the slower kernel."""
-    forms = form_reasons(layer, ())
-    return {*refusals(layer, cache_dtype), *forms, *(() if forms else slow_reasons(layer, cache_dtype))}
 
 
 def alone_in(layer: LayerPlan, side: Side, option: Composition) -> LayerPlan:
@@ -244,7 +235,7 @@ def alone_in(layer: LayerPlan, side: Side, option: Composition) -> LayerPlan:
 
 
 def most_scratch(
-    geometry: Geometry, styles: Mapping[Side, Sequence[Style]], predictors: PredictorSpec | None, serve: str
+    geometry: Geometry, styles: Mapping[Side, Sequence[Style]], predictors: PredictorSpec | None, speed: Speed
 ) -> tuple[LayerPlan, ...]:
     """Every layer in those of its options that need the most scratch: predicted ones, else lattices."""
     layers, source = [], None
@@ -252,7 +243,7 @@ def most_scratch(
         if layer.is_paged:
             k, v = (
                 max(
-                    options_of(layer, side, source, styles[side], predictors, geometry.cache_dtype, serve),
+                    options_of(layer, side, source, styles[side], predictors, speed),
                     key=lambda option: (option.predictor is not None, option.format.lattice_dim or 0),
                 )
                 for side in SIDES

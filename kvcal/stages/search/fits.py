@@ -26,6 +26,7 @@ from kvcal.recipe import Recipe, ReparamSpec
 from kvcal.stages import feedback, reparam
 from kvcal.stages.allocate.record import layers_in
 from kvcal.stages.predictors import stage as fit_predictors
+from kvcal.stages.search.step_times import StepTimes
 from kvcal.strict import dump
 
 Layers = tuple[LayerPlan, ...]
@@ -34,13 +35,14 @@ Layers = tuple[LayerPlan, ...]
 @dataclass(frozen=True, eq=False)
 class SearchData:
     """Sequences by purpose; ``reparam``: for λ, where a style takes it; ``feedback``: for error feedback, None where
-    the recipe does not ask for it."""
+    the recipe does not ask for it; ``step_times``: of the GPU that the plan is for, where they were measured."""
 
     fit: TokenDataset
     select: TokenDataset
     validate: TokenDataset
     reparam: TokenDataset
     feedback: TokenDataset | None = None
+    step_times: StepTimes | None = None
 
 
 @dataclass(frozen=True, eq=False)
