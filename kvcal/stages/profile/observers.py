@@ -124,7 +124,7 @@ class GradientPass:
             del logits_TV
             if not torch.isfinite(loss):
                 raise NonFiniteActivations(f"the loss of sample {sample} is {loss.item()}", HINT)
-            if self._layers:
+            if loss.requires_grad:
                 loss.backward()
         expected = {(index, side) for index in self._layers for side in SIDES}
         if missing := sorted((expected - errors.keys()) | (expected - norms.keys())):
