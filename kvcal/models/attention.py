@@ -99,9 +99,13 @@ def replaced_attention(
             name, base_mask = prefix + base, AttentionMaskInterface()[base]
             AttentionInterface.register(name, partial(attention, base))
             AttentionMaskInterface.register(name, base_mask if mask is None else partial(mask, base_mask))
-            model.set_attn_implementation(implementations_of(model.config, name))
+            fixed = f"{type(model).__name__} does not let its attention implementation be set"
+            try:
+                model.set_attn_implementation(implementations_of(model.config, name))
+            except ValueError as refused:  # of one of its parts, such as an encoder of sound
+                raise UnsupportedModel(f"{fixed}: {str(refused).partition('. ')[0]}") from refused
             if model.config.get_text_config(decoder=True)._attn_implementation != name:
-                raise UnsupportedModel(f"{type(model).__name__} does not let its attention implementation be set")
+                raise UnsupportedModel(fixed)
         yield
 
 

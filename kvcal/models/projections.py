@@ -15,7 +15,7 @@ Left out: scores of biases (the paper scores weights), latent attention, and qua
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -129,15 +129,29 @@ def output_weights(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tens
 
 
 def _modules_by_layer(model: PreTrainedModel, layers: tuple[AttentionGeometry, ...]) -> dict[int, nn.Module]:
-    """The attention modules by their ``layer_idx``, which must be the cache's indices."""
-    indexed = ((layer_index(module), module) for module in attention_modules(model))
-    modules = {index: module for index, module in indexed if index is not None}
+    """The attention modules by their ``layer_idx``, which must be the cache's indices. Cross-attention, which a decoder
+    by itself does not call, carries the same ones: of two modules the one that is called counts."""
+    indexed = [(index, module) for module in attention_modules(model) if (index := layer_index(module)) is not None]
+    if len({index for index, _ in indexed}) < len(indexed):
+        called = _called(model, [module for _, module in indexed])
+        indexed = [(index, module) for index, module in indexed if module in called]
+    modules = dict(indexed)
     if sorted(modules) != sorted(layer.index for layer in layers):
         raise UnsupportedModel(
             f"{type(model).__name__}: attention modules carry the layer indices {sorted(modules)}, the cache "
             f"{[layer.index for layer in layers]}"
         )
     return modules
+
+
+def _called(model: PreTrainedModel, modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Those of ``modules`` that a forward of two tokens calls."""
+    called: set[nn.Module] = set()
+    with ExitStack() as hooks, torch.no_grad():
+        for module in modules:
+            hooks.callback(module.register_forward_pre_hook(lambda module, args: called.add(module)).remove)
+        model(input_ids=probe_ids(model, 1, 2), use_cache=False)
+    return called
 
 
 def _child(module: nn.Module, *names: str) -> Projection | None:

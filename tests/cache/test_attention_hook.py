@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -193,9 +194,16 @@ def test_other_attention_is_refused_with_the_reason() -> None:
         pytest.fail("entered")
 
 
-def test_a_model_whose_implementation_cannot_be_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def not_for_a_tower(implementation: object) -> None:
+    raise ValueError("A tower of sound does not support it. Please ask for it.")
+
+
+@pytest.mark.parametrize("setter", [lambda implementation: None, not_for_a_tower])
+def test_a_model_whose_implementation_cannot_be_set_is_refused(
+    setter: Callable[[object], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = built("llama")
-    monkeypatch.setattr(model, "set_attn_implementation", lambda implementation: None)
+    monkeypatch.setattr(model, "set_attn_implementation", setter)
     reason = "does not let its attention implementation be set"
     with pytest.raises(UnsupportedModel, match=reason), listen(model, print):
         pytest.fail("entered")

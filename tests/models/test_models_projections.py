@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny_models import SUPPORTED, TINY_MODELS, batch, built, captured_by, measured
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BartConfig, BartForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvcal.errors import UnsupportedModel
 from kvcal.models.geometry import attention_layers, geometry_of
@@ -124,3 +124,19 @@ def test_projection_refusals_say_why():
     attention.register_module("k_proj", torch.nn.Sequential(attention.k_proj))
     with pytest.raises(UnsupportedModel, match="layer 1: LlamaAttention has the children"):
         kv_projections(model, measured("llama"))
+
+
+def test_cross_attention_that_is_not_called_is_no_layer() -> None:
+    """Found by going through the families: a decoder taken out of its encoder-decoder carries unused modules with the
+    same layer indices, and their weights are in no loss."""
+    torch.manual_seed(0)
+    shape = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 32, "vocab_size": 64}
+    config = BartConfig(
+        **shape, encoder_layers=2, max_position_embeddings=64, is_decoder=True, is_encoder_decoder=False
+    )
+    model = BartForCausalLM(config).eval()
+    decoder = model.get_decoder()
+    found = {(one.layer, one.side): one.module for one in kv_projections(model, geometry_of(model))}
+    for index, layer in enumerate(decoder.layers):
+        assert found[index, "k"] is layer.self_attn.k_proj and found[index, "v"] is layer.self_attn.v_proj
+    assert all(hasattr(layer, "encoder_attn") for layer in decoder.layers)

@@ -164,7 +164,7 @@ class GradientPass:
             for number, loss in zip(batch.numbers, loss_B.tolist(), strict=True):
                 if not math.isfinite(loss):
                     raise NonFiniteActivations(f"the loss of sample {number} is {loss}", HINT)
-            if self._layers:
+            if logits_BTV.requires_grad:
                 torch.autograd.backward(logits_BTV, gradient_BTV)
         found.require_finite(found.finite_gradients, "the gradient of {place} is not finite in sample {sample}")
         expected = set(product(self._layers, SIDES))
