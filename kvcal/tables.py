@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from kvcal.run.formats import Tuned
     from kvcal.run.pipeline import Result
     from kvcal.stages.allocate.record import Allocation
+    from kvcal.stages.estimate import Estimate
     from kvcal.stages.evaluate import Evaluation, Row
     from kvcal.stages.evaluate.gates import GateResult
     from kvcal.stages.prefix import PackedPrefix
     from kvcal.stages.profile.record import Profile
-    from kvcal.stages.search import Estimate
     from kvcal.stages.search.record import SearchReport
     from kvcal.stages.verify import Check
 
@@ -117,17 +117,14 @@ def pools_table(report: SearchReport, measured: Row | None = None) -> View:
     return "The plan that ships, by pool", headers, rows
 
 
-def estimate_table(estimate: Estimate) -> View:
-    """The size of a search."""
-    minutes = estimate.seconds / 60
-    rows = [
-        ("plans at most", str(estimate.cost.plans)),
-        ("texts of the selection", str(estimate.num_texts)),
-        ("times a plan is measured on a text, at most", str(estimate.cost.texts)),
-        ("time without fits", f"{minutes:.1f} min" if minutes >= 2 else f"{estimate.seconds:.0f} s"),
-        ("memory", format_bytes(estimate.nbytes)),
-    ]
-    return "The search, before it begins", ("", "estimate"), rows
+def estimates_table(estimates: Sequence[Estimate]) -> View:
+    """The size of stages: time from one timed step, memory from shapes."""
+    rows = []
+    for stage, steps, seconds, nbytes in estimates:
+        duration = f"{seconds / 60:.1f} min" if seconds >= 120 else f"{seconds:.2g} s"
+        counts = ", ".join(f"{count} {name}" for name, count in steps.items())
+        rows.append((stage, counts, duration, format_bytes(nbytes)))
+    return "Before it begins (estimates)", ("stage", "steps", "time", "memory"), rows
 
 
 def plan_table(plan: Plan, workload: Workload) -> View:

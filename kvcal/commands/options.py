@@ -73,6 +73,9 @@ PlanArgument = Annotated[Path, typer.Argument(help="A plan.safetensors file.", s
 PlanOption = Annotated[Path, typer.Option("--plan", help="A plan.safetensors file.", show_default=False)]
 FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the artifacts.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder of the results; made if needed.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Say how many steps, how long and how much memory each stage takes, and stop.")
+]
 ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP, autocompletion=complete_model)]
 OtherModel = Annotated[
     str | None,

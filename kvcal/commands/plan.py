@@ -10,6 +10,7 @@ import typer
 from kvcal import console
 from kvcal.commands.options import (
     BudgetOptions,
+    DryRun,
     ModelArgument,
     OutputOptions,
     PlanArgument,
@@ -54,6 +55,7 @@ def plan(
         str | None, typer.Option(help="Name of this plan's folder in --out; default: recipe, budget and workload.")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the plan here.")] = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Make a plan for a budget, from the model: profile, allocate (or search), compile, verify. Tells what was gained
     and what to do next.
@@ -68,11 +70,12 @@ def plan(
 
     from kvcal import tables as views
     from kvcal.charts.report import write_report
-    from kvcal.folder import Folder, max_context
+    from kvcal.folder import Folder, Job, max_context
     from kvcal.heat_map import heat_map
     from kvcal.plan.plan import save_plan
     from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
+    from kvcal.run.formats import estimate_stages
     from kvcal.stages import allocate as allocation_stage
     from kvcal.stages import profile as profile_stage
     from kvcal.stages.gain import gain_of
@@ -94,6 +97,10 @@ def plan(
         folder = Folder.create(out or Path("artifacts") / loaded.identity.id.rpartition("/")[2])
         folder = folder.named(name or f"{chosen.name}-{budget_name(chosen.allocate)}")
         Folder.create(folder.path)
+        if dry_run:
+            estimates = estimate_stages(Job(chosen, loaded, folder, reporter))
+            given.show({"stages": [estimate._asdict() for estimate in estimates]}, views.estimates_table(estimates))
+            return
         made = pipeline.build_plan(loaded, folder, chosen, reporter=reporter)
         checks = verify_plan(made, loaded, max_context(loaded), reporter)
         reporter.say(f"verify: {len(checks)} checks passed")

@@ -12,6 +12,7 @@ import typer
 from kvcal import distributed
 from kvcal.commands.options import (
     BudgetOptions,
+    DryRun,
     KvBudget,
     ModelOption,
     OtherModel,
@@ -92,9 +93,7 @@ def search(
     recipe: RecipeArgument = "best",
     model: OtherModel = None,
     out: Out = Path("artifacts/search"),
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say how many plans, how long and how much memory, and stop.")
-    ] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Compare the systems' plans and compose all their formats, layer by layer, on measured KL, and write the plan. The
     recipe needs [search]. Resumes after the last group of plans if interrupted; another budget in the same folder
@@ -108,8 +107,7 @@ def search(
     from kvcal.charts.report import write_report
     from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
-    from kvcal.run.formats import search_data
-    from kvcal.stages import search as search_stage
+    from kvcal.run.formats import estimate_stages
     from kvcal.stages.search.record import load as load_search
     from kvcal.strict import dump
 
@@ -121,9 +119,8 @@ def search(
     with given.reporting() as reporter:
         loaded = given.load(model or base.model, base.data, reporter)
         if dry_run:
-            data = search_data(pipeline.Job(base, loaded, folder, reporter))
-            estimate = search_stage.dry_run(loaded, base, data, folder.search, reporter)
-            given.show({**estimate._asdict(), "cost": estimate.cost._asdict()}, views.estimate_table(estimate))
+            estimates = estimate_stages(pipeline.Job(base, loaded, folder, reporter))
+            given.show({"stages": [estimate._asdict() for estimate in estimates]}, views.estimates_table(estimates))
             return
         plan = pipeline.build_plan(loaded, folder, base, reporter=reporter)
         write_report(folder)

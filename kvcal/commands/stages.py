@@ -12,6 +12,7 @@ import typer
 from kvcal import distributed
 from kvcal.commands.options import (
     BudgetOptions,
+    DryRun,
     FolderArgument,
     ModelArgument,
     ModelOption,
@@ -33,6 +34,7 @@ def profile(
     out: Out,
     given: RecipeOptions,
     recipe: RecipeOption = "default",
+    dry_run: DryRun = False,
 ) -> None:
     """Measure each layer's sensitivity to KV quantization, for the recipe's candidates. Resumes if interrupted.
 
@@ -40,13 +42,17 @@ def profile(
     """
     from kvcal import tables as views
     from kvcal.charts.allocation import draw_profile
-    from kvcal.folder import Folder
-    from kvcal.run.formats import profile_folder
+    from kvcal.folder import Folder, Job
+    from kvcal.run.formats import estimate_stages, profile_folder
 
     base = given.recipe(recipe)
     folder = Folder.create(distributed.own_folder(out))
     with given.reporting() as reporter:
         loaded = given.load(model, base.data, reporter)
+        if dry_run:
+            estimates = estimate_stages(Job(replace(base, search=None), loaded, folder, reporter))
+            given.show({"stages": [estimate._asdict() for estimate in estimates]}, views.estimates_table(estimates))
+            return
         result = profile_folder(loaded, folder, base, reporter)
         picture = folder.profile.with_suffix(".png")
         draw_profile(result, picture)

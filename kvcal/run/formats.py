@@ -42,6 +42,7 @@ from kvcal.stages import profile as profile_stage
 from kvcal.stages import search as search_stage
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.compile import compile_plan
+from kvcal.stages.estimate import Estimate
 from kvcal.stages.profile.record import Profile
 from kvcal.stages.search import step_times
 from kvcal.stages.search.record import SearchRecord
@@ -74,6 +75,15 @@ def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter
         return profile_stage.run_profile(loaded, data, recipe.profile, recipe.cache, inputs, path, reporter)
 
     return current_or("profile", path, profile_stage.load, inputs, make, reporter, data.description)
+
+
+def estimate_stages(job: Job) -> list[Estimate]:
+    """The sizes of the stages that take long: the search, where the recipe has one, or the profile. Raises as they
+    do."""
+    if job.recipe.search is not None:
+        return [search_stage.dry_run(job.loaded, job.recipe, search_data(job), job.folder.search, job.reporter)]
+    data = sequences(job.recipe.data, job.loaded, "fit", job.folder, job.reporter)
+    return profile_stage.dry_run(job.loaded, data, job.recipe.profile, job.recipe.cache)
 
 
 def allocate_folder(

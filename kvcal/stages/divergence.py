@@ -49,6 +49,7 @@ from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import CacheSpec
 from kvcal.stages.batches import require_smaller
 from kvcal.stages.checkpoint import Checkpoint, Declare, Mean, State, Statistic
+from kvcal.stages.estimate import parameter_bytes, seconds_of
 
 # Tokens fed at once where no page ends sooner: bounds the logits and the attention's scratch.
 MAX_CHUNK_TOKENS = 256
@@ -221,6 +222,25 @@ def _is_within_memory(feed_group: Callable[[Sequence[Plan]], None], plans: Seque
     except torch.OutOfMemoryError:  # whose traceback holds the group's tensors until here
         return False
     return True
+
+
+def lockstep_bytes(loaded: LoadedModel, batch: int, width: int) -> int:
+    """Bytes of the model's device while ``LOCKSTEP`` plans and the reference are fed ``batch`` texts of at most
+    ``width`` tokens: weights, caches at 16 bits, the logits of one chunk for two of them, and what compares them."""
+    reference = unquantized_plan(loaded.identity, loaded.geometry)
+    vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
+    num_logits = batch * min(width, MAX_CHUNK_TOKENS) * vocab_size
+    compared = 4 * 8 * min(num_logits, max(MAX_COMPARED, vocab_size))
+    cached = (LOCKSTEP + 1) * reference.nbytes((width,) * batch)
+    return parameter_bytes(loaded.model) + cached + 4 * num_logits * loaded.model.dtype.itemsize + compared
+
+
+def seconds_a_plan(loaded: LoadedModel, texts: Sequence[Text]) -> float:
+    """Seconds that a plan of which every layer is run takes on texts fed at once; timed."""
+    reference = unquantized_plan(loaded.identity, loaded.geometry)
+    first = next(layer.geometry.index for layer in reference.layers if layer.is_paged)
+    plan = one_side_plan(reference, first, "v", Format(2, "token", 128))
+    return seconds_of(lambda: deviations(loaded.model, reference, [plan], *padded_texts(texts))) / 2
 
 
 def cache_share(reference: Plan, plan: Plan) -> float:

@@ -86,6 +86,25 @@ def commands(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.
     return Commands(capsys, model, recipe, folder)
 
 
+def test_dry_runs_tell_the_sizes_of_stages_and_keep_nothing(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_llama(tmp_path / "tiny", tokenizer, dtype=torch.float32)
+    recipe, folder = tmp_path / "small.toml", tmp_path / "out"
+    recipe.write_text(RECIPE)
+    options = ("--out", folder, "--recipe", recipe, "--dry-run")
+    for command in (("profile", model), ("plan", model, "--bits", "3")):
+        done = run_kvcal(capsys, *command, *options, "--json")
+        gradients, *others = json.loads(done.out)["stages"]
+        assert (
+            done.code == 0 and gradients["stage"] == "gradients" and {one["stage"] for one in others} <= {"divergence"}
+        )
+        assert gradients["steps"]["tokens"] > 0 < gradients["seconds"] and gradients["nbytes"] > 10**5
+        assert not [path for path in folder.rglob("*") if path.is_file()]
+    shown = run_kvcal(capsys, "profile", model, *options)
+    assert "Before it begins" in shown.out and "tokens at once" in shown.out
+
+
 def reserve_of(done: Outcome) -> str:
     found = re.search(r"--reserve (\d+)", " ".join(done.err.split()))
     assert found is not None, done.err

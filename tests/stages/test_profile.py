@@ -28,6 +28,7 @@ from kvcal.stages import checkpoint as checkpoint_module
 from kvcal.stages import divergence, profile
 from kvcal.stages.allocate import allocate
 from kvcal.stages.divergence import divergences, one_side_plan, unquantized_plan
+from kvcal.stages.estimate import graph_bytes, parameter_bytes
 from kvcal.stages.profile.observers import GradientPass
 from kvcal.stages.profile.sensitivity import Candidate
 
@@ -457,3 +458,58 @@ def test_combined_is_the_sum_of_both_costs_as_shares_of_their_totals(tmp_path: P
             assert share == pytest.approx(expected)
             shares += share
     assert shares == pytest.approx(2)
+
+
+def test_a_dry_run_tells_the_size_of_a_profile(monkeypatch) -> None:
+    """Steps and memory from shapes, of as many tokens at once as the device's memory holds."""
+    loaded = loaded_model()
+    monkeypatch.setitem(profile.BATCH_TOKENS, "cpu", 400)
+    gradients, kl = profile.dry_run(loaded, DATA, SPEC, CACHE)
+    assert gradients.steps == {"sequences": 4, "tokens": 610, "tokens at once": 400}
+    assert kl.steps == {"plans": 8, "texts": 2} and min(gradients.seconds, kl.seconds) > 0
+    assert gradients.nbytes == profile.gradient_bytes(loaded.model, 400)
+    reference = unquantized_plan(loaded.identity, loaded.geometry)
+    held = parameter_bytes(loaded.model) + (divergence.LOCKSTEP + 1) * reference.nbytes([175])
+    assert held < kl.nbytes < held + 175 * 64 * (16 + 32) + 1
+    [alone] = profile.dry_run(loaded, DATA, replace(SPEC, kl_samples=0), CACHE)
+    assert alone.stage == "gradients"
+
+
+@pytest.mark.parametrize(("total", "width", "expected"), [(10**9, 200, 8192), (4 * 10**7, 200, 4096), (1, 1500, 2048)])
+def test_batches_fit_the_memory_that_a_device_has_in_all(monkeypatch, total: int, width: int, expected: int) -> None:
+    """Never what is free at the moment; and one sequence at least."""
+
+    class Device:
+        type = "cuda"
+
+    class Properties:
+        total_memory = total
+
+    model = loaded_model().model
+    monkeypatch.setattr(type(model), "device", Device())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties())
+    found = profile.batch_tokens(model, width)
+    assert found == expected
+    if 1 < total < 10**9:
+        assert profile.gradient_bytes(model, found) <= 0.85 * total < profile.gradient_bytes(model, 2 * found)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "qwen2"])
+def test_the_graph_of_a_backward_is_as_large_as_estimated(name: str) -> None:
+    """Within a third, in bfloat16, against what autograd keeps for a forward of 300 tokens, weights left out."""
+    model, held = built(name).to(torch.bfloat16), {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = storage.nbytes(), tensor  # which lives, so that no other takes its place
+        return tensor
+
+    model.requires_grad_(False)
+    embedded = model.get_input_embeddings()(torch.arange(300)[None] % 64).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.get_decoder()(inputs_embeds=embedded, use_cache=False)
+    found = sum(nbytes for nbytes, _ in held.values()) / 300
+    assert found / 1.33 < graph_bytes(model) < found * 1.33, (found, graph_bytes(model))
+    model.to(torch.float32).requires_grad_(True)

@@ -364,8 +364,8 @@ def test_a_dry_run_says_the_size_of_a_search_and_measures_nothing(
     data = formats.search_data(pipeline.Job(recipe, loaded, folder, Silent()))
     estimate = search_stage.dry_run(loaded, recipe, data, folder.search, Silent())
     measured = load_search(whole / "search.safetensors").report.num_plans
-    assert measured <= estimate.cost.plans + 2  # the reference, and refitted predictors
-    assert estimate.cost.texts >= estimate.cost.plans and estimate.num_texts == 3
+    assert measured <= estimate.steps["plans"] + 2  # the reference, and refitted predictors
+    assert estimate.steps["plans times texts"] >= estimate.steps["plans"] and estimate.steps["texts"] == 3
     assert estimate.seconds > 0 and estimate.nbytes > 10**6
     assert not list((tmp_path / "out").iterdir())
 
@@ -376,8 +376,8 @@ def test_the_commands_take_what_a_plan_is_for_and_print_every_pool(
     recipe_of(tmp_path, 4.0)
     command = ("search", str(tmp_path / "small.toml"), "--model", loaded.source)
     found = run_kvcal(capsys, *command, "--for", "decode", "--bits", "6", "--out", str(tmp_path), "--dry-run", "--json")
-    estimate = json.loads(found.out)
-    assert found.code == 0 and estimate["cost"]["plans"] > 10 and estimate["num_texts"] == 3
+    [estimate] = json.loads(found.out)["stages"]
+    assert found.code == 0 and estimate["steps"]["plans"] > 10 and estimate["steps"]["texts"] == 3
     found = run_kvcal(capsys, "run", str(tmp_path / "small.toml"), "--model", loaded.source, "--out", str(whole))
     assert found.code == 0 and "search.safetensors is current" in found.err
     for line in ("Plans by score", "by pool", "select", "validate", "report"):

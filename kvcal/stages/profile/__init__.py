@@ -15,15 +15,19 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import PreTrainedModel
+
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations
 from kvcal.models.load import LoadedModel, weight_bytes
+from kvcal.models.streamed import is_streamed
 from kvcal.models.taps import check_taps
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.recipe import CacheSpec, ProfileSpec
-from kvcal.stages.batches import Batch, for_each_batch
+from kvcal.stages.batches import Batch, for_each_batch, longest_first
 from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic, require_steps, summed
 from kvcal.stages.divergence import (
     LOCKSTEP,
@@ -32,18 +36,23 @@ from kvcal.stages.divergence import (
     cache_share,
     divergences,
     kl_texts,
+    lockstep_bytes,
     one_side_plan,
     padded_texts,
+    seconds_a_plan,
     unquantized_plan,
 )
-from kvcal.stages.profile.observers import OBSERVERS, GradientPass
+from kvcal.stages.estimate import Estimate, graph_bytes, parameter_bytes, seconds_of
+from kvcal.stages.profile.observers import MAX_LOGITS, OBSERVERS, GradientPass
 from kvcal.stages.profile.record import KIND, SCHEMA, Profile, ProfileSetup, load, save
 
-__all__ = ["KIND", "SCHEMA", "Profile", "ProfileSetup", "load", "run_profile", "save"]
+__all__ = ["KIND", "SCHEMA", "Profile", "ProfileSetup", "dry_run", "load", "run_profile", "save"]
 
 GRADIENTS, DIVERGENCES = "gradient samples", "divergence steps"
 # Tokens of a batch of gradients, padding included.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
+# Of a device's memory, for gradients by estimate; fragments and kernels' scratch take the rest.
+MEMORY_SHARE = 0.85
 # Texts fed at once: 1.5 times faster than one by one on a CPU, and as many logits of one chunk are held.
 KL_BATCH = 4
 
@@ -68,8 +77,78 @@ def run_profile(
         UnsupportedModel: keys, values or their projections cannot be found.
         ArtifactError: a file cannot be written.
     """
+    setup = _setup_of(loaded, data, spec, cache)
+    check_taps(loaded.model, loaded.geometry)  # before the long part, as the next line: they may raise
+    texts = kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if setup.layers else []
+    totals, steps = setup.totals(), _divergence_steps(setup, texts)
+    start = State({name: Mean.empty(total.extents) for name, total in totals.items()}, {GRADIENTS: 0, DIVERGENCES: 0})
+
+    def declare(done: Mapping[str, int], _: Collection[str]) -> dict[str, Statistic]:
+        require_steps(done, {GRADIENTS: len(data.sequences), DIVERGENCES: len(steps)})
+        counts: dict[str, int | None] = dict.fromkeys(totals, done[GRADIENTS])
+        counts |= {_kl_name(*place): 0 for place in product(_indices(setup), SIDES)}
+        counts |= {_kl_name(*place): None for places, _ in steps[: done[DIVERGENCES]] for place in places}
+        return {name: Statistic(total, counts[name]) for name, total in totals.items()}
+
+    with Checkpoint(path, KIND, inputs, start, declare, reporter) as checkpoint:
+        measure = partial(gradient_means, _gradient_pass(loaded, setup))
+        most_tokens = batch_tokens(loaded.model, max(map(len, data.sequences)))
+        most_tokens = for_each_batch(data, most_tokens, measure, GRADIENTS, checkpoint, reporter, "profile: gradients")
+        room = Room(LOCKSTEP, reporter)
+        runs = [range(number, number + 1) for number in range(len(steps))]
+        kl_means = summed(lambda number: divergence_means(loaded, setup, steps[number], room))
+        checkpoint.run(DIVERGENCES, runs, kl_means, reporter, "profile: divergence")
+        profile = Profile(replace(setup, batch_tokens=most_tokens), checkpoint.state.means)
+        save(profile, inputs, path)
+    return profile
+
+
+def dry_run(loaded: LoadedModel, data: TokenDataset, spec: ProfileSpec, cache: CacheSpec) -> list[Estimate]:
+    """The size of a profile, from one timed batch of one sequence and one timed plan. Raises as ``run_profile``."""
+    setup = _setup_of(loaded, data, spec, cache)
+    longest = longest_first(data)[0]
+    width = len(data.sequences[longest])
+    most_tokens = batch_tokens(loaded.model, width)
+    gradients = _gradient_pass(loaded, setup)
+    seconds = seconds_of(lambda: gradients.measure(Batch.of(data, (longest,)))) * data.num_tokens / width
+    steps = {"sequences": len(data.sequences), "tokens": data.num_tokens, "tokens at once": max(most_tokens, width)}
+    estimates = [Estimate("gradients", steps, seconds, gradient_bytes(loaded.model, max(most_tokens, width)))]
+    texts = kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if setup.layers else []
+    if texts:
+        reference = unquantized_plan(loaded.identity, loaded.geometry)
+        plans = [plan for place in product(_indices(setup), SIDES) for plan in _plans_of(setup, reference, place)]
+        num_groups = len(_divergence_steps(setup, texts[:1]))
+        whole_plans = num_groups + sum(cache_share(reference, plan) for plan in plans)
+        batch = texts[:KL_BATCH]
+        seconds = seconds_a_plan(loaded, batch) * len(texts) / len(batch) * whole_plans
+        nbytes = lockstep_bytes(loaded, len(batch), max(len(text.tokens_T) for text in texts))
+        estimates.append(Estimate("divergence", {"plans": len(plans), "texts": len(texts)}, seconds, nbytes))
+    return estimates
+
+
+def batch_tokens(model: PreTrainedModel, width: int) -> int:
+    """Tokens of a batch of gradients, padding included: ``BATCH_TOKENS``, halved until the estimated peak fits into the
+    memory that the device has in all, but not below ``width``, one sequence. Never by what is free: bytes of a profile
+    depend on it. A streamed model holds one layer's graph."""
+    most_tokens = BATCH_TOKENS[model.device.type]
+    if model.device.type == "cuda" and not is_streamed(model):
+        memory = MEMORY_SHARE * torch.cuda.get_device_properties(model.device).total_memory
+        while most_tokens >= 2 * width and gradient_bytes(model, most_tokens) > memory:
+            most_tokens //= 2
+    return most_tokens
+
+
+def gradient_bytes(model: PreTrainedModel, num_tokens: int) -> int:
+    """Bytes of the device while gradients of a batch are measured: weights, the graph, logits with their gradient, and
+    the fp32 parts of the loss."""
+    num_logits = num_tokens * model.config.get_text_config(decoder=True).vocab_size
+    logits = 2 * model.dtype.itemsize * num_logits + 3 * 4 * min(MAX_LOGITS, num_logits)
+    return parameter_bytes(model) + num_tokens * graph_bytes(model) + logits
+
+
+def _setup_of(loaded: LoadedModel, data: TokenDataset, spec: ProfileSpec, cache: CacheSpec) -> ProfileSetup:
     config = loaded.model.config.get_text_config(decoder=True)
-    setup = ProfileSetup(
+    return ProfileSetup(
         loaded.identity,
         loaded.geometry,
         weight_bytes(loaded.model),
@@ -83,36 +162,16 @@ def run_profile(
         data.num_loss_tokens,
         getattr(config, "max_position_embeddings", None),
     )
-    check_taps(loaded.model, loaded.geometry)  # before the long part, as the next line: they may raise
-    texts = kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if setup.layers else []
-    totals, steps = setup.totals(), _divergence_steps(setup, texts)
-    start = State({name: Mean.empty(total.extents) for name, total in totals.items()}, {GRADIENTS: 0, DIVERGENCES: 0})
 
-    def declare(done: Mapping[str, int], _: Collection[str]) -> dict[str, Statistic]:
-        require_steps(done, {GRADIENTS: len(data.sequences), DIVERGENCES: len(steps)})
-        counts: dict[str, int | None] = dict.fromkeys(totals, done[GRADIENTS])
-        counts |= {_kl_name(*place): 0 for place in product((layer.index for layer in setup.layers), SIDES)}
-        counts |= {_kl_name(*place): None for places, _ in steps[: done[DIVERGENCES]] for place in places}
-        return {name: Statistic(total, counts[name]) for name, total in totals.items()}
 
-    with Checkpoint(path, KIND, inputs, start, declare, reporter) as checkpoint:
-        gradients = GradientPass(
-            loaded.model,
-            loaded.geometry,
-            {side: setup.candidates(side) for side in SIDES},
-            cache.num_sink_tokens,
-            cache.param_dtype,
-        )
-        measure = partial(gradient_means, gradients)
-        most_tokens = BATCH_TOKENS[loaded.model.device.type]
-        most_tokens = for_each_batch(data, most_tokens, measure, GRADIENTS, checkpoint, reporter, "profile: gradients")
-        room = Room(LOCKSTEP, reporter)
-        runs = [range(number, number + 1) for number in range(len(steps))]
-        kl_means = summed(lambda number: divergence_means(loaded, setup, steps[number], room))
-        checkpoint.run(DIVERGENCES, runs, kl_means, reporter, "profile: divergence")
-        profile = Profile(replace(setup, batch_tokens=most_tokens), checkpoint.state.means)
-        save(profile, inputs, path)
-    return profile
+def _gradient_pass(loaded: LoadedModel, setup: ProfileSetup) -> GradientPass:
+    candidates = {side: setup.candidates(side) for side in SIDES}
+    cache = setup.cache
+    return GradientPass(loaded.model, loaded.geometry, candidates, cache.num_sink_tokens, cache.param_dtype)
+
+
+def _indices(setup: ProfileSetup) -> list[int]:
+    return [layer.index for layer in setup.layers]
 
 
 def gradient_means(gradients: GradientPass, batch: Batch) -> dict[str, Mean]:

@@ -53,7 +53,8 @@ class ProfileSetup:
     """The model, data and settings of a profile. ``weight_bytes``: of the model in its checkpoint's dtype;
     ``num_tokens`` and ``num_loss_tokens``: of the ``num_samples`` sequences behind the gradients; ``max_positions``: of
     the model, None where its config states none, or an older profile does not say; ``batch_tokens``: the most tokens of
-    a batch of gradients, padding included, on which the last bits depend; None in an older profile."""
+    a batch of gradients, padding included, on which the last bits depend (a longer sequence is a batch of its own), or
+    None in an older profile."""
 
     identity: ModelIdentity
     geometry: Geometry

@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -31,7 +30,6 @@ from kvcal.artifact import tensors_sha256
 from kvcal.data.pools import Purpose
 from kvcal.errors import ArtifactError
 from kvcal.folder import compute_dtype, model_inputs
-from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.variants import stored_form
 from kvcal.models.load import LoadedModel, weight_bytes
 from kvcal.plan.layer import LayerPlan, bare_layers
@@ -45,17 +43,16 @@ from kvcal.stages.allocate.record import Allocation, layer_bytes, layers_in
 from kvcal.stages.checkpoint import Checkpoint, State
 from kvcal.stages.divergence import (
     LOCKSTEP,
-    MAX_CHUNK_TOKENS,
     PHASE,
     KLMeter,
     Text,
     declare_plans,
-    deviations,
     kl_texts,
-    padded_texts,
+    lockstep_bytes,
     plan_digest,
-    unquantized_plan,
+    seconds_a_plan,
 )
+from kvcal.stages.estimate import Estimate
 from kvcal.stages.search.compose import FINALISTS, Candidate, Outcome, search
 from kvcal.stages.search.compositions import (
     OptionTensors,
@@ -66,7 +63,7 @@ from kvcal.stages.search.compositions import (
     styles_of,
     system_plans,
 )
-from kvcal.stages.search.cost import Estimate, planned
+from kvcal.stages.search.cost import planned
 from kvcal.stages.search.fits import Fits, SearchData
 from kvcal.stages.search.judge import Pool, better, tiers_of
 from kvcal.stages.search.problem import Choice, Problem, problem_of
@@ -455,17 +452,8 @@ def dry_run(loaded: LoadedModel, recipe: Recipe, data: SearchData, path: Path, r
     num_validate = len(job.texts("validate"))
     cost = planned(job.problem, tiers, len(job.systems), job.spec.refine_rounds)
     batch = texts[: min(job._batch, tiers[0])]
-    tokens_BT, mask_BT = padded_texts(batch)
-    reference = unquantized_plan(loaded.identity, loaded.geometry)
-    deviations(loaded.model, reference, [reference], tokens_BT[:, :2], mask_BT[:, :2])  # compiles what has to be
-    started = time.perf_counter()
-    deviations(loaded.model, reference, [job.reference.plan], tokens_BT, mask_BT)
-    each = (time.perf_counter() - started) / 2 * (1 + 1 / LOCKSTEP) / len(batch)
+    each = seconds_a_plan(loaded, batch) * (1 + 1 / LOCKSTEP) / len(batch)
     validated = num_validate * (len(job.systems) + 2 * FINALISTS)
-    width = max(text.tokens_T.numel() for text in texts)
-    cached = reference.nbytes((width,) * min(job._batch, len(texts)))
-    vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
-    itemsize = CACHE_DTYPES[str(loaded.model.dtype).removeprefix("torch.")].itemsize
-    logits = 2 * min(job._batch, len(texts)) * MAX_CHUNK_TOKENS * vocab_size * itemsize
-    nbytes = weight_bytes(loaded.model) + (LOCKSTEP + 1) * cached + logits
-    return Estimate(cost, len(texts), each * (cost.texts + validated), nbytes)
+    steps = {"plans": cost.plans, "texts": len(texts), "plans times texts": cost.texts + validated}
+    nbytes = lockstep_bytes(loaded, min(job._batch, len(texts)), max(text.tokens_T.numel() for text in texts))
+    return Estimate("search, at most, without fits", steps, each * (cost.texts + validated), nbytes)

@@ -19,16 +19,6 @@ class Cost(NamedTuple):
     texts: int
 
 
-class Estimate(NamedTuple):
-    """The size of a search. ``seconds``: without fits of λ, predictors and error feedback; ``nbytes``: weights, as many
-    caches as are fed side by side, at most at 16 bits, and logits."""
-
-    cost: Cost
-    num_texts: int
-    seconds: float
-    nbytes: int
-
-
 def planned(problem: Problem, tiers: Sequence[int], num_systems: int, num_rounds: int) -> Cost:
     """The cost of a search at most, on the texts of the selection; the validation sees a dozen plans."""
     steps = [after - before for before, after in zip((0, *tiers), tiers, strict=False)]
