@@ -188,15 +188,17 @@ class Checkpoint:
         merge: Merge = added,
     ) -> range | None:
         """A pass over the steps of ``phase``, from where it is. ``runs``: all steps by number, in runs that one process
-        measures at once. Rank 0 merges what ``measure`` returns of each run, in their order; at the end all ranks have
-        the statistics. The pass ends early with a run of which ``measure`` returns None, and returns that run.
+        measures at once; rank 0's count, whose device may have more memory. Rank 0 merges what ``measure`` returns of
+        each run, in their order; at the end all ranks have the statistics. The pass ends early with a run of which
+        ``measure`` returns None, and returns that run.
 
         Raises:
             What ``measure`` raises, on all ranks.
         """
         done, changed = self.state.done[phase], set[str]()
         total = runs[-1].stop if runs else done
-        left = [range(max(done, run.start), run.stop) for run in runs if run.stop > done]
+        mine = [[max(done, run.start), run.stop] for run in runs if run.stop > done]
+        left = [range(*run) for run in from_first(f"{label}, the steps", lambda: Parcel(mine)).value]
 
         def step(run: range) -> Parcel:
             reporter(run.start, total, label)
@@ -246,7 +248,8 @@ class Checkpoint:
             parcel = packed(state.means)
             return Parcel({"counts": parcel.value, "done": dict(state.done)}, parcel.tensors)
 
-        found = from_first(f"resuming {self.path.name}", make)
+        # Ranks whose model, data or settings are others do not come to the same place.
+        found = from_first(f"{self.path.name}, made from {artifact.sha256_json(self._inputs)}", make)
         if before:
             return before[0]
         if found.value is None:

@@ -102,7 +102,7 @@ def given(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeniz
 def alone(tmp_path_factory: pytest.TempPathFactory, given: tuple[Path, Path]) -> Iterator[Path]:
     """The folder of one process; what runs in this one computes on one thread, too, as torchrun's ranks do."""
     folder, (model, recipe) = tmp_path_factory.mktemp("alone"), given
-    done = kvcal_process("run", recipe, "--model", model, "--out", folder)
+    done = kvcal_process("run", recipe, "--model", model, "--out", folder, "--device", "cpu")
     assert done.code == 0, done.err
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -111,7 +111,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory, given: tuple[Path, Path]) ->
 
 
 def digests(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safetensors"))}
+    paths = sorted(folder.rglob("*.safetensors"))
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 def without_seconds(value: Any) -> Any:
@@ -132,7 +133,8 @@ def test_artifacts_do_not_depend_on_the_number_of_ranks(
 ) -> None:
     """Five sequences, three batches of them, and three plans: ranks are not equally busy anywhere."""
     model, recipe = given
-    done = torchrun(num_ranks, "-m", "kvcal", "run", recipe, "--model", model, "--out", tmp_path, "--json")
+    arguments = ["run", recipe, "--model", model, "--out", tmp_path, "--json", "--device", "cpu"]
+    done = torchrun(num_ranks, "-m", "kvcal", *arguments)
     assert done.returncode == 0, done.stderr
     names = {"profile", "allocation", "reparam", "predictors", "feedback", "plan"}
     assert {name.removesuffix(".safetensors") for name in digests(alone)} == names
@@ -140,6 +142,18 @@ def test_artifacts_do_not_depend_on_the_number_of_ranks(
     assert rows(tmp_path) == rows(alone)
     assert json.loads(done.stdout)  # rank 0's alone
     assert done.stderr.count("evaluate: 16-bit (1 of 3)") == 1
+
+
+@pytest.mark.gpu
+def test_two_gpus_make_what_one_makes(given: tuple[Path, Path], tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("fewer than two GPUs")
+    model, recipe = given
+    for num_ranks in (1, 2):
+        done = torchrun(num_ranks, "-m", "kvcal", "run", recipe, "--model", model, "--out", tmp_path / str(num_ranks))
+        assert done.returncode == 0, done.stderr
+    assert digests(tmp_path / "2") == digests(tmp_path / "1") and digests(tmp_path / "1")
+    assert rows(tmp_path / "2") == rows(tmp_path / "1")
 
 
 @pytest.mark.parametrize("command", ["search", "tune", "compare"])
@@ -153,7 +167,9 @@ def test_plans_and_trials_do_not_depend_on_the_number_of_ranks(
     if command == "compare":
         small, fixed = write_recipes(tmp_path)
         arguments = [command, small, fixed, "--recipe", small, "--bits", 5, "--bits", 1, "--batch", 2, "--context", 512]
-    arguments += ["--model", given[0], "--json", "--out"]
+    if command == "tune":
+        arguments += ["--workers", 2]
+    arguments += ["--model", given[0], "--device", "cpu", "--json", "--out"]
     done = run_kvcal(capsys, *arguments, tmp_path / "one")
     assert done.code == 0, done.err
     both = torchrun(2, "-m", "kvcal", *arguments, tmp_path / "two")
@@ -183,7 +199,7 @@ def test_a_rank_that_fails_ends_all_and_the_run_resumes(
     model, recipe = given
     for name in ("profile", "allocation"):
         shutil.copy(alone / f"{name}.safetensors", tmp_path)
-    arguments = ["reparam", tmp_path, "--model", model, "--recipe", recipe]
+    arguments = ["reparam", tmp_path, "--model", model, "--recipe", recipe, "--device", "cpu"]
     failed = torchrun(2, ROOT / "tests/support/failing_ranks.py", how, *arguments)
     assert failed.returncode != 0
     assert len(re.findall("^error: ", failed.stderr, re.M)) == 1

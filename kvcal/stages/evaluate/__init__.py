@@ -23,7 +23,7 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from kvcal.artifact import differing_input
+from kvcal.artifact import differing_input, sha256_json
 from kvcal.data.pools import require_unseen
 from kvcal.data.sequences import TokenDataset
 from kvcal.distributed import Parcel, in_turn
@@ -160,7 +160,8 @@ def evaluate(
         reporter(number, len(plans), "evaluate: plans")
         return Parcel(dump(_measure(loaded, name, plan, spec, data, reference, reporter)))
 
-    for digest, sent in zip(numbers, in_turn("evaluate", list(numbers.values()), measure), strict=True):
+    what = f"an evaluation with {sha256_json(inputs)}"
+    for digest, sent in zip(numbers, in_turn(what, list(numbers.values()), measure), strict=True):
         measured[digest] = parse(Row, sent.value, "a rank's row", ArtifactError)
         save()
     return save()
