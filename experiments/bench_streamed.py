@@ -3,11 +3,12 @@
 Writes a Llama checkpoint of random weights with that shape, but as few layers as a disk holds: a layer's time does not
 depend on how many there are. Then it measures
 
-- loads: a forward of few tokens, with the files on the disk alone, then in the page cache;
+- reading a layer's file from the disk of --disk, where it is not in the page cache;
+- loads: a forward of few tokens, with the files in memory (the page cache, or a folder of /dev/shm);
 - the gradients of a profile, streamed;
 - the same with all layers on the device, which is the time without any waiting, and must give the same bytes.
 
-Example: python experiments/bench_streamed.py /scratch/llama-70b-20 --layers 20 --sequences 16 --memory 24GB
+Example: python experiments/bench_streamed.py /dev/shm/llama-70b-20 --disk /scratch --layers 20 --memory 24GB
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
@@ -54,7 +56,7 @@ FULL_SEQUENCES = 128
 
 
 def write_checkpoint(folder: Path, config: LlamaConfig, device: torch.device) -> None:
-    """One shard a layer, and one for the rest, written through to the disk, and not in the page cache."""
+    """One shard a layer, and one for the rest."""
     folder.mkdir(parents=True)
     config.save_pretrained(folder)
     with torch.device("meta"):
@@ -70,9 +72,6 @@ def write_checkpoint(folder: Path, config: LlamaConfig, device: torch.device) ->
             weight = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
             tensors[name] = (weight.fill_(1.0) if weight.ndim == 1 else weight.normal_(0, 0.02)).cpu()
         save_file(tensors, folder / file, {"format": "pt"})
-        with (folder / file).open("rb") as written:
-            os.fsync(written.fileno())
-            os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     places = {name: file for file, parameters in shards.items() for name in parameters}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
@@ -83,6 +82,25 @@ def open_model(folder: Path, memory: int, num_tokens: int, device: torch.device)
     residence = stream(model, device, memory, num_tokens)
     print(residence, flush=True)
     return model, residence
+
+
+def seconds_from_disk(shard: Path, disk: Path) -> float:
+    """Of reading a copy of ``shard`` in the folder ``disk`` into pinned memory, as streamed layers are."""
+    path = disk / shard.name
+    shutil.copyfile(shard, path)
+    try:
+        with path.open("rb") as written:
+            os.fsync(written.fileno())
+            os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with safe_open(path, "pt") as opened:
+            mapped = [opened.get_tensor(name) for name in opened.keys()]  # noqa: SIM118
+            pinned = [torch.empty_like(tensor, pin_memory=True) for tensor in mapped]
+            start = time.perf_counter()
+            for tensor, place in zip(mapped, pinned, strict=True):
+                place.copy_(tensor)
+            return time.perf_counter() - start
+    finally:
+        path.unlink()
 
 
 def seconds_of_forward(model: PreTrainedModel) -> float:
@@ -130,6 +148,7 @@ def measure(model: PreTrainedModel, num_sequences: int, seq_len: int) -> tuple[b
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="of the checkpoint; written, and removed at the end")
+    parser.add_argument("--disk", type=Path, help="a folder on the disk whose speed is measured")
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=2048)
@@ -145,10 +164,14 @@ def main() -> None:
     nbytes = sum(path.stat().st_size for path in given.folder.glob("*.safetensors"))
     show("written", seconds=time.perf_counter() - start, nbytes=nbytes)
     try:
+        if given.disk is not None:
+            shard = given.folder / "model-0.safetensors"
+            seconds = seconds_from_disk(shard, given.disk)
+            show("a layer read from the disk", seconds=seconds, GB_s=shard.stat().st_size / seconds / 1e9)
         model, residence = open_model(given.folder, parse_bytes(given.memory), given.seq_len, device)
-        for what in ("disk", "page cache", "page cache"):
+        for number in (1, 2):
             seconds = seconds_of_forward(model) / (given.layers - residence.num_kept)
-            show(f"loads from the {what}", seconds_a_layer=seconds, GB_s=residence.shapes.layer / seconds / 1e9)
+            show(f"loads, forward {number}", seconds_a_layer=seconds, GB_s=residence.shapes.layer / seconds / 1e9)
         bytes_streamed, figures = measure(model, given.sequences, given.seq_len)
         scale = FULL_SEQUENCES / given.sequences / given.layers
         show("streamed", **figures, seconds_a_layer_of_all_sequences=figures["seconds"] * scale)

@@ -1,8 +1,7 @@
 """How many decoder layers of a model stay on a device of so many bytes, and how many take turns there.
 
 It is decided from shapes, before anything runs. Two places come first, so that a layer arrives while another computes;
-then half of what is left holds layers that stay. The other half is for activations, whose size follows from batches:
-they should have as much room as weights, since a larger batch loads every layer for more tokens.
+then the activations of a large batch, since half of it would load every layer twice as often; then layers that stay.
 """
 
 from __future__ import annotations
@@ -15,14 +14,18 @@ from kvcal.quantities import format_bytes
 PREFETCHING = 2  # places
 # Tokens of a sequence that memory must at least hold, where the caller names none.
 NUM_TOKENS = 2048
+# Tokens of a batch that stages run at once, if memory lets them.
+BATCH_TOKENS = 16384
+# Logits whose fp32 copies a loss holds at once.
+MAX_LOGITS = 1 << 27
 
 
 @dataclass(frozen=True)
 class Shapes:
     """What decides how many layers fit a device, in bytes. ``fixed``: of all that is never streamed; ``layer``: of the
     largest layer's matrices; and of a token: ``activations`` of a layer with a graph, ``scores`` for each token that it
-    may attend to, its ``hidden`` state, and its ``logits`` with their fp32 copies and gradients. ``num_tokens``: of a
-    sequence."""
+    may attend to, its ``hidden`` state, and its ``logits``. ``num_tokens``: of a sequence; ``vocab_size``: logits of a
+    token."""
 
     num_layers: int
     num_tokens: int
@@ -32,20 +35,19 @@ class Shapes:
     scores: int
     hidden: int
     logits: int
+    vocab_size: int
 
-    def running(self, num_tokens: int) -> int:
-        """Bytes of one sequence in a layer, with a graph: activations, its input and output, and their gradients."""
-        return num_tokens * (self.activations + num_tokens * self.scores + 4 * self.hidden)
-
-    @property
-    def working(self) -> int:
-        """Bytes that one sequence takes at most beside the weights."""
-        return max(self.running(self.num_tokens), self.num_tokens * (self.logits + 2 * self.hidden))
+    def working(self, num_tokens: int) -> int:
+        """Bytes of so many tokens beside the weights: in a layer, with its input and output, and the gradients of all;
+        or behind the last layer, with logits, their gradients and two fp32 copies."""
+        in_layer = num_tokens * (self.activations + self.num_tokens * self.scores + 4 * self.hidden)
+        at_head = num_tokens * 2 * (self.logits + self.hidden) + 8 * min(num_tokens * self.vocab_size, MAX_LOGITS)
+        return max(in_layer, at_head)
 
     @property
     def least(self) -> int:
         """Bytes of memory that hold one layer, and a sequence in it."""
-        return self.fixed + self.layer + self.working
+        return self.fixed + self.layer + self.working(self.num_tokens)
 
 
 @dataclass(frozen=True)
@@ -73,22 +75,23 @@ class Residence:
 
 
 def residence(shapes: Shapes, memory: int) -> Residence:
-    """The layers that ``memory`` bytes hold: two places if they fit, so that loading is hidden; half of what is left
-    then is for layers that stay, half for activations.
+    """The layers that ``memory`` bytes hold: all, or two places (one where no second fits), and as many that stay as
+    leave room for a batch.
 
     Raises UsageError where not one layer fits, with the least memory that would do.
     """
+    sequence = shapes.working(shapes.num_tokens)
     if memory < shapes.least:
         raise UsageError(
             f"--memory {format_bytes(memory)} holds not one of {shapes.num_layers} layers: {shapes.least} bytes are "
             f"needed: {format_bytes(shapes.fixed)} of embeddings, head and norms, {format_bytes(shapes.layer)} of a "
-            f"layer, {format_bytes(shapes.working)} of activations of one sequence",
+            f"layer, {format_bytes(sequence)} of activations of one sequence",
             hint=f"give --memory {shapes.least}B or more, or shorter sequences",
         )
-    room = memory - shapes.fixed - shapes.working
-    if room // shapes.layer >= shapes.num_layers:
+    num_layers = (memory - shapes.fixed - sequence) // shapes.layer
+    if num_layers >= shapes.num_layers:
         return Residence(memory, shapes, shapes.num_layers, 0)
-    num_places = min(PREFETCHING, room // shapes.layer)
-    spare = memory - shapes.fixed - num_places * shapes.layer
-    num_kept = min(spare // 2, spare - shapes.working) // shapes.layer
-    return Residence(memory, shapes, min(num_kept, shapes.num_layers - num_places), num_places)
+    num_places = min(PREFETCHING, num_layers)
+    batch = shapes.working(max(BATCH_TOKENS, shapes.num_tokens))
+    num_kept = (memory - shapes.fixed - batch) // shapes.layer - num_places
+    return Residence(memory, shapes, max(0, num_kept), num_places)

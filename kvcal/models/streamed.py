@@ -145,7 +145,8 @@ def _shapes(
         activations=2 * itemsize * max(map(channels, layers)) + 8 * 4 * config.hidden_size,
         scores=config.num_attention_heads * 2 * (4 + itemsize) if is_eager else 0,
         hidden=config.hidden_size * itemsize,
-        logits=config.vocab_size * (2 * itemsize + 3 * 4),  # fp32: a copy, log-probabilities, their gradient
+        logits=config.vocab_size * itemsize,
+        vocab_size=config.vocab_size,
     )
 
 

@@ -29,8 +29,18 @@ FAMILIES = ("llama", "tied", "gemma3", "gpt_oss", "qwen3_moe", "phi3", "gpt2", "
 NUM_TOKENS = 200
 SPEC = ProfileSpec(num_bits=(2, 4), group_sizes=(32,), kl_group_size=32, kl_num_bits=(2,), kl_samples=2, kl_tokens=170)
 CACHE = CacheSpec(num_sink_tokens=4, k_recent_window=16, v_recent_window=8)
-# One sequence takes 800 bytes, the least memory is 6800.
-SHAPES = Shapes(num_layers=10, num_tokens=100, fixed=5000, layer=1000, activations=4, scores=0, hidden=1, logits=2)
+# 12 bytes a token, in a layer and behind the last: 1,200 a sequence, so that the least memory is 106,200.
+SHAPES = Shapes(
+    num_layers=10,
+    num_tokens=100,
+    fixed=5000,
+    layer=100_000,
+    activations=4,
+    scores=0,
+    hidden=2,
+    logits=0,
+    vocab_size=1,
+)
 
 
 def data_of(*lengths: int) -> TokenDataset:
@@ -72,13 +82,13 @@ def shapes_of(folder: Path, num_tokens: int = NUM_TOKENS) -> Shapes:
 
 def with_places(folder: Path, num_kept: int, num_places: int) -> LoadedModel:
     """A model with as many layers that stay, and that take turns."""
-    num_tokens, shapes = NUM_TOKENS, shapes_of(folder)
+    shapes = shapes_of(folder, 10 if num_kept else NUM_TOKENS)
     memory = shapes.least + (num_places - 1) * shapes.layer
-    if num_kept:  # few tokens, so that one layer fits half of what activations leave
-        num_tokens = 10
-        shapes = shapes_of(folder, num_tokens)
-        memory = shapes.fixed + (num_places + 2 * num_kept) * shapes.layer
-    loaded = open_model(folder, memory, num_tokens)
+    if num_kept:
+        memory = shapes.fixed + shapes.working(10) + (num_places + num_kept) * shapes.layer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvcal.models.residence.BATCH_TOKENS", 10)
+        loaded = open_model(folder, memory, 10 if num_kept else NUM_TOKENS)
     found = loaded.residence
     assert found is not None and (found.num_kept, found.num_places) == (num_kept, num_places)
     return loaded
@@ -202,13 +212,22 @@ def test_the_least_memory_is_named_and_suffices(saved) -> None:
 
 @pytest.mark.parametrize(
     ("memory", "num_kept", "num_places"),
-    [(6800, 0, 1), (7800, 0, 2), (8999, 0, 2), (9000, 1, 2), (13000, 3, 2), (15799, 4, 2), (15800, 10, 0)],
+    [
+        (106_200, 0, 1),
+        (206_199, 0, 1),
+        (206_200, 0, 2),
+        (501_607, 0, 2),  # a batch of 16,384 tokens takes 196,608 bytes
+        (501_608, 1, 2),
+        (1_006_199, 6, 2),
+        (1_006_200, 10, 0),
+    ],
 )
 def test_residence_by_hand(memory: int, num_kept: int, num_places: int) -> None:
-    """Two places first, then layers that stay in half of what is left; at last, all."""
+    """Two places first, then a batch, then layers that stay; at last, all."""
+    assert SHAPES.least == 106_200
     found = residence(SHAPES, memory)
     assert (found.num_kept, found.num_places) == (num_kept, num_places)
-    assert SHAPES.working <= found.working == memory - 5000 - 1000 * (num_kept + num_places)
+    assert 1200 <= found.working == memory - 5000 - 100_000 * (num_kept + num_places)
 
 
 def test_an_input_that_needs_a_gradient_of_its_own_is_refused(saved) -> None:
