@@ -64,6 +64,7 @@ COMMANDS = {
     "predictors": "kvcal fit-predictors",
     "kv-quantization-plan": "kvcal compile",
     "prefix": "kvcal pack-prefix",
+    "step-times": "kvcal bench",
 }
 _MAKE_AGAIN = "delete the file and run the stage that makes it again"
 

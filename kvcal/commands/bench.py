@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,7 +42,6 @@ class PairOptions(OutputOptions):
         list[str] | None, typer.Option(help="A recipe with [formats], predictors included: path or name; repeatable.")
     ] = None
     context: Annotated[list[int] | None, typer.Option(help="Tokens of each sequence; may be repeated.", min=1)] = None
-
     plan: Annotated[
         Path | None, typer.Option(help="Time this plan's layers instead of formats; layers alike share a measurement.")
     ] = None
@@ -96,6 +95,10 @@ def kernels(
     given: GridOptions,
     out: Out = OUT,
     quick: Annotated[bool, typer.Option("--quick", help="Two sizes, four formats, fewer replays.")] = False,
+    search: Annotated[
+        str | None,
+        typer.Option(help="A recipe with [search]: time all pairs of formats that it may choose for decoding."),
+    ] = None,
 ) -> None:
     """Time decode attention over a packed cache, against the fastest 16-bit attention of this machine.
 
@@ -114,20 +117,27 @@ def kernels(
 
     Example: `kvcal bench kernels --plan plan.safetensors` (all of a plan's layers, at its workload)
 
+    Example: `kvcal bench kernels --search best --batch 8 --context 32768` (the table for `kvcal search --step-times`)
+
     Example: `kvcal bench kernels --quick --format higgs --format aqua --batch 8 --context 8192` (reconstruct + decode)
     """
     from kvcal.bench.kernels import PICTURE, bench_kernels
+    from kvcal.bench.search_options import search_pairs
     from kvcal.bench.shape import DEFAULT_PAIRS, POINTS, QUICK_PAIRS, QUICK_POINTS
     from kvcal.charts.kernels import draw_kernels
     from kvcal.stages.search.step_times import FILE
 
+    if search is not None and given.plan is not None:
+        raise UsageError("--plan and --search: a plan has its own formats", hint="time them in runs of their own")
     pairs, points = (QUICK_PAIRS, QUICK_POINTS) if quick else (DEFAULT_PAIRS, POINTS)
     with given.reporting() as reporter:
-        job = _job("kernels", given, out, pairs, points, reporter, quick)
+        job = _job("kernels", given, out, () if search else pairs, points, reporter, quick)
+        if search is not None:
+            job = replace(job, pairs=(*job.pairs, *search_pairs(search, job.heads)))
         report = bench_kernels(job)
     given.show(report.document(), *(table.text() for table in report.tables()))
     reporter.say(f"table: {job.folder / report.file}")
-    if report.plan is None:  # kinds of layers are no curves over the context
+    if report.plan is None and search is None:  # which are no curves over the context, or too many
         draw_kernels(report, job.folder / PICTURE)
         reporter.say(f"picture: {job.folder / PICTURE}")
     if (job.folder / FILE).exists():

@@ -12,6 +12,7 @@ from bench_cases import DECODE, MACHINE, read_report, times
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedModel, StaticCache
 
 from kvcal.bench import baselines, e2e, prefill
+from kvcal.bench.case import NOBODY, random_plan
 from kvcal.bench.device import ran_out
 from kvcal.bench.e2e import (
     FASTEST_16,
@@ -41,12 +42,14 @@ from kvcal.bench.model import (
     shape_config,
     time_steps,
 )
+from kvcal.bench.plan_layers import timed_plan, whole_plan
 from kvcal.bench.record import Interrupted
 from kvcal.bench.shape import PAIRS, RAW_PAIR, Heads, Pair, recipe_pair
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.commands.bench import _model
 from kvcal.errors import SlowPath, UnsupportedModel, UsageError
 from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.plan.plan import save_plan
 from kvcal.progress import Silent
 from kvcal.store.workspace import step_workspace
 
@@ -296,10 +299,51 @@ def test_a_run_measures_each_batch_once_and_fills_each_memory(
     two, raw = (max(e.batch for e in found.rows if e.plan == plan) for plan in ("2", FASTEST_16))
     assert two > raw
     assert found.rows[0].tokens_per_s == 1000.0, "128 steps of 1 sequence in 128 ms"
+    assert [(entry.plan, entry.context) for entry in found.prompts] == [(prefill.DYNAMIC_16, 1024), ("2", 1024)]
+    assert [found.to_first_token(entry) for entry in found.prompts] == [1.0, 1.0], "2 ms each"
     kernels = {entry.plan: entry.kernel.name for entry in found.rows if entry.kernel is not None}
     assert kernels == {
         TRANSFORMERS_16: "sdpa of transformers, with its mask", FASTEST_16: "SDPA FLASH, enable_gqa", "2": "decode",
     }  # fmt: skip
+
+
+def test_a_plan_file_is_timed_as_it_is(device: Device, model: PreTrainedModel, tmp_path: Path) -> None:
+    heads = heads_of(model.config)
+    layers = (PAIRS["2"].layers(heads, 2)[0], PAIRS["4"].layers(heads, 2)[1])
+    save_plan(random_plan(NOBODY, layers, 1, 1024), tmp_path / "mixed.safetensors")
+    job = replace(
+        step_job(model, tmp_path, (whole_plan(tmp_path / "mixed.safetensors"),)),
+        plan=timed_plan(tmp_path / "mixed.safetensors"),
+    )
+    found = bench_e2e(job)
+    assert read_report(StepReport, tmp_path / "e2e.json") == found and found.plan == job.plan
+    mine = [entry for entry in found.rows if entry.plan == "mixed"]
+    assert mine and all(entry.kernel is not None and entry.kernel.name == "decode" for entry in mine)
+    sizes = [cache_bytes("tiny", model, pair, 1024)[1] for pair in (PAIRS["2"], job.pairs[0], PAIRS["4"])]
+    assert sizes[0] < sizes[1] < sizes[2] and 2 * sizes[1] == sizes[0] + sizes[2]
+
+
+def test_a_prompt_fills_the_cache_that_it_is_timed_with(model: PreTrainedModel) -> None:
+    for stored in (None, PAIRS["2"]):
+        new_cache = prefill.caches(model, "tiny", stored, 300)
+        cache = new_cache()
+        with prefill.attached(model):
+            model(input_ids=torch.randint(0, 64, (1, 300)), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        assert cache.get_seq_length() == 300
+        if stored is not None:
+            parts = [part for layer in cache.paged_layers for part in layer.parts]
+            assert len(parts) == 4 and all(part.pool.records.flatten(1).any(1).sum() == 2 for part in parts), "packed"
+        assert new_cache().get_seq_length() == 0
+
+
+def test_a_prompt_that_runs_out_of_memory_is_a_row(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(prefill, "collect", lambda: None)
+    monkeypatch.setattr(prefill, "time_prefill", full)
+    ((row,), text) = next(iter(prefill.measure_prefill(model, "tiny", PAIRS["2"], 1024)))
+    assert (row.plan, row.times, row.reason) == ("2", None, "out of memory") and "out of memory" in text
 
 
 def test_a_batch_that_runs_out_of_memory_is_tried_again_smaller(

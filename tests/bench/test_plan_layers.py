@@ -10,13 +10,14 @@ import torch
 from bench_cases import CEILING, MACHINE, Clock, read_report, times
 from cli_cases import run_kvcal
 
-from kvcal.bench import baselines, kernels
+from kvcal.bench import baselines, kernels, search_options
 from kvcal.bench.case import NOBODY, random_plan
 from kvcal.bench.e2e import StepReport
 from kvcal.bench.kernels import Job, bench_kernels, bench_layer
 from kvcal.bench.plan_layers import timed_plan, whole_plan
 from kvcal.bench.prefill import DYNAMIC_16, PrefillRow
 from kvcal.bench.record import Baseline, LayerReport
+from kvcal.bench.search_options import search_pairs
 from kvcal.bench.shape import PAIRS, Heads, Pair, Point, bits_per_value
 from kvcal.errors import UsageError
 from kvcal.plan.layer import LayerPlan
@@ -117,6 +118,27 @@ def test_what_ran_becomes_the_table_of_step_times(clock: Clock, plan_file: Path,
     assert len(found) == 5, "2 bits with and without λ are one layer"
 
 
+def test_a_recipes_search_gives_all_pairs_that_attention_reads_as_stored() -> None:
+    pairs = search_pairs("best", Heads())
+    assert len({(pair.k, pair.v) for pair in pairs}) == len({pair.name for pair in pairs}) == len(pairs) > 100
+    assert {2, 3, 4} <= {pair.k.num_bits for pair in pairs} & {pair.v.num_bits for pair in pairs}
+    assert all(not form_reasons(HEADS.layer(pair, 1), ()) for pair in pairs)
+    with pytest.raises(UsageError, match="the recipe has no .search."):
+        search_pairs("kitty", Heads())
+
+
+def test_the_command_times_a_recipes_search(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of which two pairs are enough here."""
+    monkeypatch.setattr("kvcal.bench.device.require_gpu", lambda what: CPU)
+    monkeypatch.setattr(search_options, "search_pairs", lambda name, heads: search_pairs(name, heads)[:2])
+    size = ["--batch", "1", "--context", "256", "--heads", "2", "--head-dim", "64"]
+    found = run_kvcal(capsys, "bench", "kernels", "--search", "best", *size, "--quick", "--out", str(tmp_path))
+    assert found.code == 0, found.err
+    assert len(step_times.load(tmp_path / step_times.FILE).times) == 3 and not (tmp_path / "kernels.png").exists()
+
+
 def test_a_plan_of_other_heads_is_refused(tmp_path: Path) -> None:
     wide = PAIRS["2"].layers(Heads(4, 64, 2), 2)
     path = tmp_path / "two.safetensors"
@@ -138,6 +160,7 @@ def test_a_whole_plan_stands_for_the_models_layers(plan_file: Path) -> None:
         (["--format", "2"], "a plan has its own formats"),
         (["--recipe", "kitty"], "a plan has its own formats"),
         (["--heads", "4"], "a plan has its own heads"),
+        (["--search", "best"], "a plan has its own formats"),
     ],
 )
 def test_a_plan_goes_with_no_other_formats(
