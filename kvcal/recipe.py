@@ -163,6 +163,9 @@ class CacheSpec:
         )
 
 
+Engine = Literal["vllm", "sglang"]
+
+
 @dataclass(frozen=True, config=STRICT)
 class AllocateSpec:
     """[allocate]: the budget, in exactly one of four ways, for ``batch`` sequences of ``context`` tokens."""
@@ -179,6 +182,9 @@ class AllocateSpec:
     )
     objective: Objective = knob("combined", "The cost that is minimised, of those a profile measures.")
     tp: Ranks = knob(1, "Ranks of tensor parallelism, which get the same bytes of each layer: heads of the same order.")
+    engine: Annotated[Engine | None, Field(exclude_if=lambda engine: engine is None)] = knob(
+        None, "Count bytes as this serving engine does: whole blocks of 128 tokens, a ring for each sequence, padding."
+    )
 
     def __post_init__(self) -> None:
         given = [name for name in BUDGET_KINDS if getattr(self, name) is not None]
@@ -437,6 +443,13 @@ class Recipe:
             raise ValueError("[search] needs the budget of [allocate], and none of [formats] and [importance]")
         if self.search is not None and self.allocate is not None and self.allocate.tp > 1:
             raise ValueError(f"allocate.tp = {self.allocate.tp}: [search] does not give ranks equal bytes; expected 1")
+        if self.allocate is not None and self.allocate.engine is not None:
+            refused = [name for name in ("search", "progressive", "predictors") if getattr(self, name) is not None]
+            if refused:
+                raise ValueError(
+                    f"allocate.engine = {self.allocate.engine!r} and [{refused[0]}]: a plan for an engine has neither "
+                    "searched, shrinking nor predicted pages"
+                )
         if len(given) != 1:
             raise ValueError(
                 f"{' and '.join(given) or 'nothing'} given; expected one of [formats], [importance], [allocate]"

@@ -169,6 +169,8 @@ def budget_table(allocation: Allocation) -> View:
     rows.append(("cache, chosen formats", format_bytes(split.paged), str(split.paged)))
     if split.reserved:
         rows.append(("reserved for transforms", format_bytes(split.reserved), str(split.reserved)))
+    if split.engine:
+        rows.append(("rings and padding of the engine", format_bytes(split.engine), str(split.engine)))
     left = split.budget - split.cache - split.overhead - split.reserved
     rows.append(("left over", format_bytes(left), str(left)))
     if allocation.loss is not None:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from inspect import Parameter
 from pathlib import Path
 from string import ascii_letters, digits
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -235,6 +235,11 @@ class BudgetOptions(WorkloadOptions):
         typer.Option(
             "--tp", help="Ranks of tensor parallelism: of heads with their own bits, each gets equal bytes.", min=1
         ),
+    ] = None
+
+    engine: Annotated[
+        Literal["vllm", "sglang"] | None,
+        typer.Option("--for-engine", help="Count bytes as this serving engine does: blocks, rings and padding."),
     ] = None
 
     def kinds(self) -> list[str]:

@@ -20,6 +20,7 @@ from kvcal.errors import InfeasibleBudget, UnsupportedModel
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.plan import Plan
+from kvcal.recipe import Engine
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,8 @@ def vllm_capacity(plan: Plan, memory: int, num_ranks: int, context: int) -> Capa
     """
     shard = HeadShard(plan, 0, num_ranks)
     indices = list(shard.blocks)
-    rings = {shard.ring_bytes(index) for index in indices}
-    if len(rings) != 1:
-        raise UnsupportedModel("layers of different heads or head sizes: how vLLM packs their rings is not predicted")
-    block_bytes, ring_blocks = vllm_blocks([shard.block_bytes(index) for index in indices], rings.pop())
+    ring = _equal([shard.ring_bytes(index) for index in indices])
+    block_bytes, ring_blocks = vllm_blocks([shard.block_bytes(index) for index in indices], ring)
     needed = -(-context // PAGE_TOKENS) + ring_blocks
     return _capacity(shard, memory, 0, block_bytes, needed, ring_blocks, context)
 
@@ -71,6 +70,26 @@ def sglang_capacity(plan: Plan, memory: int, num_ranks: int, context: int, max_r
     rings = (max_requests + 1) * sum(map(shard.ring_bytes, shard.blocks))
     block_bytes, needed = token_bytes * PAGE_TOKENS, -(-context // PAGE_TOKENS)
     return _capacity(shard, memory, rings, block_bytes, needed, 0, context)
+
+
+def engine_bytes(engine: Engine, plan: Plan, num_ranks: int) -> int:
+    """Bytes of the cache on all ranks, of which each can hold all sequences of the plan's workload at once: with rings,
+    padding, and vLLM's block that is nobody's. Errors as of :func:`vllm_capacity`."""
+    batch, context = plan.workload.batch, plan.workload.context
+    shard, blocks = HeadShard(plan, 0, num_ranks), -(-context // PAGE_TOKENS)
+    pages, rings = ([of(index) for index in shard.blocks] for of in (shard.block_bytes, shard.ring_bytes))
+    if engine == "sglang":
+        token_bytes = -(-sum(pages) // PAGE_TOKENS)
+        return num_ranks * (batch * blocks * PAGE_TOKENS * token_bytes + (batch + 1) * sum(rings))
+    block_bytes, ring_blocks = vllm_blocks(pages, _equal(rings))
+    return num_ranks * (1 + batch * (blocks + ring_blocks)) * block_bytes
+
+
+def _equal(rings: Sequence[int]) -> int:
+    """Bytes of a ring of every layer. UnsupportedModel where they differ."""
+    if len(set(rings)) != 1:
+        raise UnsupportedModel("layers of different heads or head sizes: how vLLM packs their rings is not predicted")
+    return rings[0]
 
 
 def _capacity(

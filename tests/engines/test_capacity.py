@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from cli_cases import run_kvcal, save_llama
 from consumers import consumed
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.engines.capacity import sglang_capacity, vllm_blocks, vllm_capacity
 from kvcal.engines.shard import HeadShard
-from kvcal.errors import InfeasibleBudget, UnsupportedModel
-from kvcal.geometry import AttentionGeometry, ModelIdentity
+from kvcal.errors import InfeasibleBudget, UnsupportedModel, UsageError
+from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
 from kvcal.models.config import read_sizes
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import Format
+from kvcal.plan.page_format import SIDES, Format
 from kvcal.plan.plan import Plan, Workload, save_plan
+from kvcal.recipe import AllocateSpec, CacheSpec, Engine, ProfileSpec
+from kvcal.recipe_files import load_recipe, with_knobs
+from kvcal.stages.allocate import Split, allocate
+from kvcal.stages.checkpoint import Mean
+from kvcal.stages.profile.record import Profile, ProfileSetup
 
 IDENTITY = ModelIdentity("meta-llama/Llama-3.1-8B", "llama", "a" * 64, "b" * 64, "c" * 64)
 
@@ -77,7 +84,11 @@ PLANNER = """
 import json, sys
 from types import SimpleNamespace as Some
 import torch
-from vllm.v1.core import kv_cache_utils as planner
+from vllm.v1.core import kv_cache_utils
+try:
+    from vllm.v1.core import kv_cache_planning as planner  # 0.33
+except ImportError:
+    planner = kv_cache_utils
 from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec, KVCacheLayout
 
 def spec(cls, nbytes):
@@ -96,7 +107,7 @@ for pages, ring, memory, context in json.load(sys.stdin):
     specs |= {f"model.layers.{n}.attn.ring": spec(CircularBufferSpec, ring) for n in range(len(pages))}
     groups = planner.get_kv_cache_groups(config, specs)
     made = planner.get_kv_cache_config_from_groups(config, groups, memory)
-    found.append([made.num_blocks, *planner.get_kv_cache_capacity(config, made)])
+    found.append([made.num_blocks, *kv_cache_utils.get_kv_cache_capacity(config, made)])
 print(json.dumps(found))
 """
 
@@ -122,6 +133,68 @@ def test_blocks_and_concurrency_are_those_of_vllms_own_planner() -> None:
         assert int(concurrency * context) == tokens
     found = vllm_capacity(plan, 40 * 10**9, 4, 32768)
     assert [found.num_blocks, found.num_tokens, found.concurrency] == expected[-1]
+
+
+def allocated(engine: Engine, tp: int, nbytes: int, num_sink_tokens: int = 0) -> tuple[Plan, Split]:
+    """A plan of 12 layers with formats for each head, for 3 sequences of 1000 tokens in so many bytes."""
+    geometry = Geometry("llama", "bfloat16", tuple(AttentionGeometry(index, 8, 4, 64, 64) for index in range(12)))
+    spec = ProfileSpec(num_bits=(2, 3, 4), k_axes=("channel",), group_sizes=(64,), kl_samples=0)
+    cache = CacheSpec(num_sink_tokens=num_sink_tokens, k_recent_window=0, v_recent_window=0)
+    setup = ProfileSetup(IDENTITY, geometry, 10**6, 500, spec, cache, "f", "none", 1, 10, 9)
+    heads_N1, bits_C = torch.arange(1.0, 5.0).double().unsqueeze(1), torch.tensor([2.0, 3.0, 4.0]).double()
+    means = {f"sensitivity.{side}.{n}": Mean((n + 1) * heads_N1 * 4.0**-bits_C, 1) for n in range(12) for side in SIDES}
+    wanted = {"objective": "sensitivity", "granularity": "head", "kv_budget": f"{nbytes}B", "tp": tp, "engine": engine}
+    found = allocate(Profile(setup, means), AllocateSpec(batch=3, context=1000, **wanted), cache, {})
+    return Plan(IDENTITY, "bfloat16", found.layers, Workload(3, 1000), {}), found.split
+
+
+BUDGETS = (16_000_000, 18_123_457, 22_000_000, 29_999_999)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("nbytes", BUDGETS)
+def test_a_plan_for_an_engine_takes_the_bytes_that_its_sequences_take_there(tp: int, nbytes: int) -> None:
+    """8 ranks of 4 KV heads hold each twice."""
+    nbytes *= 1 + tp // 8
+    plan, split = allocated("vllm", tp, nbytes)
+    taken = split.cache + split.engine
+    assert taken <= nbytes == split.budget and taken % tp == 0
+    found = vllm_capacity(plan, taken // tp, tp, 1000)
+    assert found.num_blocks == 1 + 3 * found.blocks_per_request  # one is nobody's
+    assert found.num_blocks * found.block_bytes == taken // tp
+    plan, split = allocated("sglang", tp, nbytes)
+    taken = split.cache + split.engine
+    assert taken <= nbytes
+    assert sglang_capacity(plan, taken // tp, tp, 1000, 3).num_blocks == 3 * 8
+
+
+def test_a_budget_for_an_engine_buys_more_bits_the_larger_it_is() -> None:
+    taken = [allocated("vllm", 1, nbytes)[1].paged for nbytes in BUDGETS]
+    assert taken == sorted(set(taken))
+    with pytest.raises(InfeasibleBudget) as refused:
+        allocated("vllm", 1, 5_000_000)
+    smallest = refused.value.smallest_bytes
+    assert allocated("vllm", 1, smallest)[1].budget == smallest
+    with pytest.raises(InfeasibleBudget):
+        allocated("vllm", 1, smallest - 1)
+
+
+def test_a_plan_for_an_engine_has_no_tokens_beside_its_pages() -> None:
+    with pytest.raises(UnsupportedModel, match="k keeps 1 sink token"):
+        allocated("vllm", 1, BUDGETS[-1], num_sink_tokens=1)
+    with pytest.raises(UsageError, match=r"allocate.engine = 'vllm' and \[search\]"):
+        with_knobs(load_recipe("best"), {"allocate.engine": "vllm", "allocate.bits": 3.0})
+
+
+def test_vllms_own_planner_has_the_blocks_that_a_plan_was_allocated_for() -> None:
+    cases = []
+    for tp, nbytes in itertools.product((1, 2), BUDGETS):
+        plan, split = allocated("vllm", tp, nbytes)
+        shard = HeadShard(plan, 0, tp)
+        pages = [shard.block_bytes(n) for n in range(12)]
+        cases.append((pages, shard.ring_bytes(0), (split.cache + split.engine) // tp, 1000))
+    for num_blocks, _, concurrency in json.loads(consumed(("vllm",), PLANNER, json.dumps(cases))):
+        assert (num_blocks - 1) / num_blocks * concurrency == pytest.approx(3)
 
 
 # SGLang's own sizing, of a pool whose token and rings take these bytes; cases are (token, rings, memory).

@@ -52,8 +52,8 @@ class Served:
         torch.manual_seed(seed)
         config = hf.LlamaConfig(
             hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=8,
-            num_key_value_heads=2, head_dim=head_dim, vocab_size=VOCABULARY, max_position_embeddings=4096, bos_token_id=1,
-            eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
+            num_key_value_heads=2, head_dim=head_dim, vocab_size=VOCABULARY, max_position_embeddings=4096,
+            bos_token_id=1, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
         )  # fmt: skip
         self.model = hf.LlamaForCausalLM(config).eval()
         with torch.no_grad():
@@ -99,8 +99,6 @@ def version(request: pytest.FixtureRequest) -> str:
     except Unavailable as reason:
         pytest.skip(str(reason))
     return request.param
-
-
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:

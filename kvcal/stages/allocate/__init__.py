@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvcal.engines.capacity import engine_bytes
 from kvcal.engines.shard import rank_heads
+from kvcal.engines.support import require_served
 from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.geometry import ModelIdentity
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, UNIFORM, Format, Side
-from kvcal.plan.plan import Workload
+from kvcal.plan.plan import Plan, Workload
 from kvcal.recipe import AllocateSpec, CacheSpec
-from kvcal.stages.allocate.budget import ModelSizes, infeasible, reserved_bytes, resolve_budget
+from kvcal.stages.allocate.budget import ModelSizes, infeasible, reserved_bytes, resolve_budget, workload_of
 from kvcal.stages.allocate.record import (
     KIND,
     SCHEMA,
@@ -64,18 +67,33 @@ def allocate(
     sizes = ModelSizes(setup.geometry, setup.weight_bytes, setup.vocab_size)
     budget = resolve_budget(sizes, spec, layers, fixed)
     capacity = budget.cache - fixed - reserved
-    smallest = sum(min(option.nbytes for option in unit.options) for unit in problem.units)
-    if capacity < smallest:
-        bits = 8 * (smallest + reserved) / num_values(layers, workload)
-        raise infeasible(spec, budget, budget.total - capacity + smallest, bits, reserved)
+    smallest = problem.nbytes(problem.smallest)
     # Beyond the largest options' bytes nothing is left to spend a capacity on.
-    most = sum(unit.options[number].nbytes for unit, number in zip(problem.units, problem.largest, strict=True))
-    solution = solve(problem.units, min(capacity, most))
+    most = problem.nbytes(problem.largest)
+    beside = _beside_pages(problem, spec, setup.identity, problem.smallest)
+    if capacity < smallest + beside:
+        bits = 8 * (smallest + reserved + beside) / num_values(layers, workload)
+        raise infeasible(spec, budget, budget.total - capacity + smallest + beside, bits, reserved)
+    while True:  # what lies beside the pages follows from the choice
+        solution = solve(problem.units, max(smallest, min(capacity - beside, most)))
+        beside = _beside_pages(problem, spec, setup.identity, solution.choice)
+        if solution.nbytes + beside <= capacity:
+            break
     layers = problem.layers_of(solution.choice)
-    split = budget.split(fixed, layer_bytes(layers, cache_dtype, workload)[1], reserved)
+    split = budget.split(fixed, layer_bytes(layers, cache_dtype, workload)[1], reserved, beside)
     assert split.paged == solution.nbytes, "the solver's bytes are not the plan's"
     proven = solution.loss, solution.bound, solution.gap, solution.proof
     return Allocation(setup.identity, cache_dtype, layers, workload, provenance, split, *proven)
+
+
+def _beside_pages(problem: Problem, spec: AllocateSpec, model: ModelIdentity, choice: Sequence[int]) -> int:
+    """Bytes that an engine takes beside the pages of a choice; 0 without one."""
+    if spec.engine is None:
+        return 0
+    workload = Workload(spec.batch, spec.context)
+    plan = Plan(model, problem.geometry.cache_dtype, problem.layers_of(choice), workload, {})
+    require_served(plan, is_cuda=False)
+    return engine_bytes(spec.engine, plan, spec.tp) - problem.nbytes(choice)
 
 
 def pareto(
@@ -124,7 +142,7 @@ class Problem:
                 f"objective = {spec.objective!r} is measured per layer, and granularity = 'head' was asked for",
                 hint="use objective = 'sensitivity' for heads",
             )
-        self.workload = Workload(spec.batch, spec.context)
+        self.workload = workload_of(spec)
         self.geometry = profile.geometry
         self.units: list[Unit] = []
         self._formats: list[list[dict[tuple[int, Side, int], Format]]] = []  # of (cache index, side, head)
@@ -176,9 +194,18 @@ class Problem:
         self._formats.append(formats)
 
     @property
+    def smallest(self) -> list[int]:
+        """The choice of every unit's smallest option."""
+        return [min(range(len(unit.options)), key=lambda n: unit.options[n].nbytes) for unit in self.units]
+
+    @property
     def largest(self) -> list[int]:
         """The choice of every unit's largest option."""
         return [max(range(len(unit.options)), key=lambda n: unit.options[n].nbytes) for unit in self.units]
+
+    def nbytes(self, choice: Sequence[int]) -> int:
+        """Bytes of a choice."""
+        return sum(unit.options[number].nbytes for unit, number in zip(self.units, choice, strict=True))
 
     def formats(self, position: int) -> Sequence[Mapping[tuple[int, Side, int], Format]]:
         """Of every option of a unit: the format of each (cache index, side, head) in it."""

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from kvcal.errors import InfeasibleBudget, UsageError
 from kvcal.geometry import CacheDtype, Geometry
 from kvcal.pages.feedback import factor_spec
+from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import SIDES
+from kvcal.plan.page_format import SIDES, num_pages
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import needed_nbytes, tensors_nbytes
 from kvcal.quantities import format_bytes, parse_bytes
@@ -51,8 +52,14 @@ class Budget:
         """The bytes left for the cache; may be negative."""
         return self.total - (self.weights or 0) - (self.workspace or 0)
 
-    def split(self, fixed: int, paged: int, reserved: int) -> Split:
-        return Split(self.total, self.weights, self.workspace, fixed, paged, reserved, self.kind, self.logits)
+    def split(self, fixed: int, paged: int, reserved: int, engine: int = 0) -> Split:
+        return Split(self.total, self.weights, self.workspace, fixed, paged, reserved, self.kind, self.logits, engine)
+
+
+def workload_of(spec: AllocateSpec) -> Workload:
+    """The load whose bytes the budget holds: for an engine, of full pages."""
+    pages = num_pages(spec.context + PAGE_TOKENS - 1)
+    return Workload(spec.batch, spec.context if spec.engine is None else PAGE_TOKENS * pages)
 
 
 def workspace_bytes(layers: Sequence[LayerPlan], cache_dtype: CacheDtype, workload: Workload) -> int:
@@ -64,7 +71,7 @@ def workspace_bytes(layers: Sequence[LayerPlan], cache_dtype: CacheDtype, worklo
 def resolve_budget(sizes: ModelSizes, spec: AllocateSpec, layers: tuple[LayerPlan, ...], fixed: int) -> Budget:
     """The budget in bytes. ``layers``: in the formats, among those to be chosen from, that need the most workspace;
     ``fixed``: bytes of bounded layers and states, which bits per value do not count."""
-    workload = Workload(spec.batch, spec.context)
+    workload = workload_of(spec)
     if spec.budget is not None:
         total = parse_bytes(spec.budget)
         if spec.workspace != "auto":

@@ -38,7 +38,8 @@ class Split:
     ``fixed`` are bounded layers and states, ``paged`` the chosen formats, ``reserved`` what transforms will take.
 
     ``kind``: how the budget was stated; None where formats were fixed without one, and it is their own bytes.
-    ``logits``: this much of the workspace, where it depends on the plan; None where it was stated in bytes."""
+    ``logits``: this much of the workspace, where it depends on the plan; None where it was stated in bytes.
+    ``engine``: what a serving engine takes beside pages: rings and padding."""
 
     budget: Annotated[int, Field(ge=0, le=10**36)]
     weights: NumBytes | None
@@ -48,6 +49,7 @@ class Split:
     reserved: NumBytes = 0
     kind: BudgetKind | None = None
     logits: NumBytes | None = None
+    engine: Annotated[NumBytes, Field(exclude_if=lambda nbytes: nbytes == 0)] = 0
 
     @property
     def cache(self) -> int:
@@ -55,8 +57,8 @@ class Split:
 
     @property
     def overhead(self) -> int:
-        """Of a whole device: what is no cache."""
-        return (self.weights or 0) + (self.workspace or 0)
+        """What is no record of keys and values."""
+        return (self.weights or 0) + (self.workspace or 0) + self.engine
 
 
 @dataclass(frozen=True, config=STRICT)
