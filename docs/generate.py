@@ -68,6 +68,21 @@ MODELS_END = """
 Also not supported: encoder-decoders, models whose layers share one cache, checkpoints that lack weights. Remote code
 never runs. An unsupported model ends with exit code 4.
 """
+EVERY_FAMILY = """
+## Every family of transformers {version}
+
+`python tests/support/model_families.py --out docs/families.json` builds every family that transformers lists for causal
+language models with a tiny config and random weights, saves and loads it, and goes from its profile to a plan and to
+tokens generated through its cache. Of {total} families, {supported} are supported, {refused} are refused, and {unbuilt}
+are not built: their configs stay large or inconsistent with sizes made small by name, or need what is not installed.
+Nothing is said about them. A checkpoint's own config may differ: the model itself is measured when it is loaded.
+
+{names}
+
+| refused | class | reason |
+|---|---|---|
+{rows}
+"""
 
 
 def recipe_keys() -> str:
@@ -178,7 +193,7 @@ def _about(name: str, model: Any) -> dict[str, str]:
 
 
 def models(content: str) -> str:
-    """The page of supported and refused models, from the content of families.json."""
+    """The page of supported and refused models, from the contents of kvcal's families.json and of this folder's."""
     listed = json.loads(content)
     lines = [MODELS_OPENING]
     lines += [
@@ -190,7 +205,29 @@ def models(content: str) -> str:
     for one in listed["refused"]:
         reason = one["reason"].replace("|", "\\|")
         lines.append(f"| `{one['class']}` | {reason} | {one['fails_in']} |")
-    return "\n".join([*lines, MODELS_END])
+    return "\n".join([*lines, MODELS_END]) + every_family((DOCS / "families.json").read_text())
+
+
+def every_family(content: str) -> str:
+    """The page's part on all families, from the content of docs/families.json."""
+    listed = json.loads(content)
+    of_outcome: dict[str, list[dict[str, str]]] = {"supported": [], "refused": [], "not built": []}
+    for one in listed["families"]:
+        of_outcome[one["outcome"]].append(one)
+    by_layers: dict[str, list[str]] = {}
+    for one in of_outcome["supported"]:
+        by_layers.setdefault(one["layers"], []).append(f"`{one['model_type']}`")
+    parts = [f"Supported, with {layers} layers: {', '.join(names)}." for layers, names in sorted(by_layers.items())]
+    parts.append(f"Not built: {', '.join(one['model_type'] for one in of_outcome['not built'])}.")
+    rows = (
+        f"| `{one['model_type']}` | `{one['model_class']}` | {one['reason'].replace('|', '/')} |"
+        for one in of_outcome["refused"]
+    )
+    supported, refused, unbuilt = map(len, of_outcome.values())
+    return EVERY_FAMILY.format(
+        version=listed["transformers"], total=len(listed["families"]), supported=supported, refused=refused,
+        unbuilt=unbuilt, names="\n\n".join(parts), rows="\n".join(rows),
+    )  # fmt: skip
 
 
 def _layers(windows: list[Any]) -> str:

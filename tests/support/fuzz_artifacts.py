@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import gc
 import json
 import random
 import re
@@ -179,11 +178,9 @@ def key_of(subject: Subject) -> str:
 
 
 def fuzz_shards(seed: int, command_every: int) -> Callable[[Shard, Callable[[int], None]], Any]:
-    """A worker's function. What exists by then is garbage to no collection: they would take a third of the time."""
+    """A worker's function."""
     torch.set_num_threads(1)
     of_key = {key_of(subject): subject for subject in subjects()}
-    gc.collect()
-    gc.freeze()
 
     def work(shard: Shard, tell: Callable[[int], None]) -> tuple[Counter[str], list[tuple[str, str]]]:
         return fuzz(of_key[shard.key], range(shard.first, shard.last), seed, command_every, tell)
