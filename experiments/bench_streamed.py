@@ -9,6 +9,8 @@ depend on how many there are. Then it measures
 - the same with all layers on the device, which is the time without any waiting, and must give the same bytes.
 
 Example: python experiments/bench_streamed.py /dev/shm/llama-70b-20 --disk /scratch --layers 20 --memory 24GB
+
+Without a GPU: python experiments/bench_streamed.py /dev/shm/llama --shrink 8 --layers 8 --sequences 4 --seq-len 256 --memory 320MB
 """
 
 from __future__ import annotations
@@ -52,15 +54,16 @@ SHAPE = {
     "eos_token_id": 1,
     "pad_token_id": None,
 }
+SHRUNK = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 FULL_SEQUENCES = 128
 
 
-def write_checkpoint(folder: Path, config: LlamaConfig, device: torch.device) -> None:
+def write_checkpoint(folder: Path, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
     """One shard a layer, and one for the rest."""
     folder.mkdir(parents=True)
     config.save_pretrained(folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     shards: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
         number = name.split(".")[2] if name.startswith("model.layers.") else "rest"
@@ -69,7 +72,7 @@ def write_checkpoint(folder: Path, config: LlamaConfig, device: torch.device) ->
     for file, parameters in shards.items():
         tensors = {}
         for name, parameter in parameters.items():
-            weight = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
+            weight = torch.empty(parameter.shape, dtype=dtype, device=device)
             tensors[name] = (weight.fill_(1.0) if weight.ndim == 1 else weight.normal_(0, 0.02)).cpu()
         save_file(tensors, folder / file, {"format": "pt"})
     places = {name: file for file, parameters in shards.items() for name in parameters}
@@ -78,7 +81,7 @@ def write_checkpoint(folder: Path, config: LlamaConfig, device: torch.device) ->
 
 def open_model(folder: Path, memory: int, num_tokens: int, device: torch.device) -> tuple[PreTrainedModel, Residence]:
     """As ``kvcal.models.load`` does, but for the hash of the weights, which takes long and tells nothing here."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     residence = stream(model, device, memory, num_tokens)
     print(residence, flush=True)
     return model, residence
@@ -94,7 +97,7 @@ def seconds_from_disk(shard: Path, disk: Path) -> float:
             os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         with safe_open(path, "pt") as opened:
             mapped = [opened.get_tensor(name) for name in opened.keys()]  # noqa: SIM118
-            pinned = [torch.empty_like(tensor, pin_memory=True) for tensor in mapped]
+            pinned = [torch.empty_like(tensor, pin_memory=torch.cuda.is_available()) for tensor in mapped]
             start = time.perf_counter()
             for tensor, place in zip(mapped, pinned, strict=True):
                 place.copy_(tensor)
@@ -107,8 +110,13 @@ def seconds_of_forward(model: PreTrainedModel) -> float:
     start = time.perf_counter()
     with torch.no_grad():
         model(input_ids=torch.arange(3, 35, device=model.device)[None], use_cache=False)
-    torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - start
+
+
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 class Timer(Silent):
@@ -119,7 +127,7 @@ class Timer(Silent):
 
     def __call__(self, done: int, total: int, label: str) -> None:
         if label == "profile: gradients":
-            torch.cuda.synchronize()
+            wait()
             self.times.append((done, time.perf_counter()))
 
 
@@ -127,10 +135,13 @@ def measure(model: PreTrainedModel, num_sequences: int, seq_len: int) -> tuple[b
     """The profile's bytes; seconds and memory of its gradients."""
     loaded = LoadedModel(model, None, ModelIdentity("70b", "llama", "c", "w", "t"), geometry_of(model), "70b")
     generator = torch.Generator().manual_seed(0)
-    tokens = tuple(torch.randint(3, 128000, (seq_len,), generator=generator) for _ in range(num_sequences))
+    tokens = tuple(
+        torch.randint(3, model.config.vocab_size, (seq_len,), generator=generator) for _ in range(num_sequences)
+    )
     data = TokenDataset(tokens, tuple(torch.arange(seq_len) > 0 for _ in tokens), "f", "random tokens")
     timer = Timer()
-    torch.cuda.reset_peak_memory_stats()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as out:
         path = Path(out) / "profile.safetensors"
         run_profile(loaded, data, ProfileSpec(kl_samples=0), CacheSpec(), {}, path, timer)
@@ -140,8 +151,7 @@ def measure(model: PreTrainedModel, num_sequences: int, seq_len: int) -> tuple[b
     return content, {
         "seconds": seconds[-1][1],
         "steps": seconds,
-        "peak allocated GB": torch.cuda.max_memory_allocated() / 1e9,
-        "peak reserved GB": torch.cuda.max_memory_reserved() / 1e9,
+        "peak GB": torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else None,
     }
 
 
@@ -153,14 +163,17 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--memory", default="24GB")
+    parser.add_argument("--shrink", type=int, default=1, help="divides the shape, for a CPU: in fp32 there")
     given = parser.parse_args()
-    device = torch.device("cuda:0")
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    shape = SHAPE | {name: SHAPE[name] // given.shrink for name in SHRUNK}
 
     def show(what: str, **figures: object) -> None:
         print(json.dumps({"what": what, **figures}), flush=True)
 
     start = time.perf_counter()
-    write_checkpoint(given.folder, LlamaConfig(**SHAPE, num_hidden_layers=given.layers), device)
+    write_checkpoint(given.folder, LlamaConfig(**shape, num_hidden_layers=given.layers, dtype=dtype), dtype, device)
     nbytes = sum(path.stat().st_size for path in given.folder.glob("*.safetensors"))
     show("written", seconds=time.perf_counter() - start, nbytes=nbytes)
     try:
@@ -169,8 +182,11 @@ def main() -> None:
             seconds = seconds_from_disk(shard, given.disk)
             show("a layer read from the disk", seconds=seconds, GB_s=shard.stat().st_size / seconds / 1e9)
         model, residence = open_model(given.folder, parse_bytes(given.memory), given.seq_len, device)
+        num_streamed = given.layers - residence.num_kept
+        if num_streamed == 0:
+            parser.error(f"--memory {given.memory} holds all {given.layers} layers: nothing is streamed")
         for number in (1, 2):
-            seconds = seconds_of_forward(model) / (given.layers - residence.num_kept)
+            seconds = seconds_of_forward(model) / num_streamed
             show(f"loads, forward {number}", seconds_a_layer=seconds, GB_s=residence.shapes.layer / seconds / 1e9)
         bytes_streamed, figures = measure(model, given.sequences, given.seq_len)
         scale = FULL_SEQUENCES / given.sequences / given.layers
@@ -178,7 +194,7 @@ def main() -> None:
         del model
         gc.collect()
         torch.cuda.empty_cache()
-        model, _ = open_model(given.folder, torch.cuda.get_device_properties(0).total_memory, given.seq_len, device)
+        model, _ = open_model(given.folder, 1 << 40, given.seq_len, device)
         bytes_whole, whole = measure(model, given.sequences, given.seq_len)
         show("on the device", **whole, seconds_a_layer_of_all_sequences=whole["seconds"] * scale)
         show("compared", same_bytes=bytes_streamed == bytes_whole, waiting=1 - whole["seconds"] / figures["seconds"])

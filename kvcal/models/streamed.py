@@ -12,8 +12,8 @@ backward, the last layer first, the layer runs again with a graph. Hooks on modu
 model, so that what a layer's backward gives is measured and freed before the layer before it runs. A tapped layer
 (``kvcal.models.taps``) is observed in both runs: without a graph, then with one.
 
-Each forward, and each backward, loads every layer once. So batches should be large: a layer of a 70B takes longer to
-load than to run for some thousand tokens.
+Each forward, and each backward, loads every layer once. So batches should be large; stages that feed few tokens at a
+time, through caches, load as often as they call the model.
 
 accelerate's offloading was not used: its hooks make every parameter anew at each call, which loses hooks on parameters
 and the tensors of a graph, keep each layer in the graph until the backward, and read without prefetching or pinning.
@@ -29,6 +29,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,9 +37,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
-from kvcal.errors import UnsupportedModel
+from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.models.residence import NUM_TOKENS, Residence, Shapes, residence
 
 ALIGNMENT = 256  # bytes: of a matrix in a layer's place
@@ -160,6 +161,7 @@ class _Place:
         if device.type == "cuda":
             self.pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             self.arrived, self.left = torch.cuda.Event(), torch.cuda.Event()
+            self.left.record(torch.cuda.current_stream(device))  # by what had this memory before
 
 
 def _views(buffer: Tensor, matrices: Sequence[nn.Parameter]) -> Iterator[Tensor]:
@@ -189,7 +191,7 @@ class _Streamer:
     def run(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A layer's call: run again in the backward if there may be one."""
         hidden_BTC, *others = args or (kwargs.pop("hidden_states"),)
-        call = partial(_call, forward, others, kwargs)
+        call = _Call(forward, others, kwargs)
         if not torch.is_grad_enabled():
             following = number + 1 if number + 1 < len(self._layers) else 0  # of the next forward
             return self.forward(number, call, hidden_BTC, max(following, self._residence.num_kept))
@@ -201,13 +203,13 @@ class _Streamer:
         anchor = torch.empty(0, device=self._device, requires_grad=True)
         return _Rerun.apply(self, number, call, hidden_BTC, anchor)
 
-    def forward(self, number: int, call: Callable[[Tensor], Any], hidden_BTC: Tensor, following: int) -> Any:
+    def forward(self, number: int, call: _Call, hidden_BTC: Tensor, following: int) -> Any:
         """The layer's output without a graph. ``following``: the layer to be fetched meanwhile, if there is one."""
         with self._present(number, following), torch.no_grad():
             return call(hidden_BTC)
 
     def backward(
-        self, number: int, call: Callable[[Tensor], Any], kept_BTC: Tensor, output_grad_BTC: Tensor, needs_grad: bool
+        self, number: int, call: _Call, kept_BTC: Tensor, output_grad_BTC: Tensor, needs_grad: bool
     ) -> Tensor | None:
         """The gradient of the layer's input, ``kept_BTC`` in host memory; parameters accumulate theirs."""
         with self._present(number, number - 1):
@@ -282,15 +284,27 @@ class _Streamer:
             place.arrived.record(self._copies)
 
 
-def _call(forward: Callable[..., Any], others: Sequence[Any], kwargs: dict[str, Any], hidden_BTC: Tensor) -> Any:
-    return forward(hidden_BTC, *others, **kwargs)
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A layer's forward with all arguments but the first, its input."""
+
+    forward: Callable[..., Any]
+    others: Sequence[Any]
+    kwargs: dict[str, Any]
+
+    def __call__(self, hidden_BTC: Tensor) -> Any:
+        return self.forward(hidden_BTC, *self.others, **self.kwargs)
+
+    @property
+    def has_cache(self) -> bool:
+        return any(isinstance(value, Cache) for value in (*self.others, *self.kwargs.values()))
 
 
 class _Rerun(torch.autograd.Function):
     """A layer that keeps nothing but its input, in host memory, and runs again in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, streamer: _Streamer, number: int, call: Any, hidden_BTC: Tensor, anchor: Tensor) -> Any:
+    def forward(ctx: Any, streamer: _Streamer, number: int, call: _Call, hidden_BTC: Tensor, anchor: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.streamer, ctx.number, ctx.call, ctx.kept_BTC = streamer, number, call, streamer.kept(hidden_BTC)
         return streamer.forward(number, call, hidden_BTC, number + 1)
@@ -299,6 +313,8 @@ class _Rerun(torch.autograd.Function):
     def backward(ctx: Any, output_grad_BTC: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
         if any(other is not None for other in others):
             raise UnsupportedModel("a layer with several outputs cannot be streamed", hint="leave --memory out")
+        if ctx.call.has_cache:  # which would be fed again
+            raise UsageError("a streamed model has no backward through a cache", hint="call it with use_cache=False")
         gradient = None
         if output_grad_BTC is not None:
             gradient = ctx.streamer.backward(

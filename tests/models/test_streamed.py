@@ -237,6 +237,12 @@ def test_an_input_that_needs_a_gradient_of_its_own_is_refused(saved) -> None:
         loaded.model.model.layers[0](hidden, position_embeddings=(other, other))
 
 
+def test_a_backward_through_a_cache_is_refused(saved) -> None:
+    logits = with_places(saved("llama"), 0, 1).model(input_ids=torch.arange(3, 9)[None], use_cache=True).logits
+    with pytest.raises(UsageError, match="no backward through a cache"):
+        logits.mean().backward()
+
+
 def test_a_model_without_a_list_of_layers_is_refused(saved) -> None:
     model = open_model(saved("llama")).model
     model.config.num_hidden_layers = 4
