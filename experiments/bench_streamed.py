@@ -8,9 +8,12 @@ depend on how many there are. Then it measures
 - the gradients of a profile, streamed;
 - the same with all layers on the device, which is the time without any waiting, and must give the same bytes.
 
+Seconds of all 128 sequences are those of the measured ones, scaled: batches are alike, and take their time in turn.
+
 Example: python experiments/bench_streamed.py /dev/shm/llama-70b-20 --disk /scratch --layers 20 --memory 24GB
 
-Without a GPU: python experiments/bench_streamed.py /dev/shm/llama --shrink 8 --layers 8 --sequences 4 --seq-len 256 --memory 320MB
+Without a GPU, only the comparison of bytes says something: --shrink 8 --layers 8 --sequences 4 --seq-len 256
+--memory 320MB
 """
 
 from __future__ import annotations
