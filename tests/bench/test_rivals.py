@@ -147,7 +147,6 @@ def test_factors_over_rivals_stand_beside_those_over_16_bits() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("rival", RIVALS, ids=[rival.name for rival in RIVALS])
 def test_a_rival_that_is_installed_is_right_on_the_gpu(rival: rivals.Rival) -> None:
     pytest.importorskip(rival.package.partition("-")[0], reason=f"{rival.package} is not installed")
