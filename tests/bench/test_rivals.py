@@ -144,3 +144,11 @@ def test_factors_over_rivals_stand_beside_those_over_16_bits() -> None:
     assert (shown["factor"], shown["over fp8"], shown["over int4"]) == ("2.00x", "1.20x", "–")
     starred = [line[1] for line in report.tables()[1].text()[2] if line[1].endswith(" *")]
     assert starred == ["SDPA FLASH *", "SDPA CUDNN *", "XQA *"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rival", RIVALS, ids=[rival.name for rival in RIVALS])
+def test_a_rival_that_is_installed_is_right_on_the_gpu(rival: rivals.Rival) -> None:
+    pytest.importorskip(rival.package.partition("-")[0], reason=f"{rival.package} is not installed")
+    data = Kv(Heads(8, 128, 4), Point(2, 4096), 2, torch.device("cuda"))
+    assert len(checked(rival, data, expected_output(data))) == 2

@@ -49,6 +49,8 @@ from kvcal.stages.prefix import load_prefix, pack_prefix
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.reparam import record as reparam_record
 from kvcal.stages.search import record as search_record
+from kvcal.stages.search import step_times
+from kvcal.stages.search.speed import is_no_slower, speed_of
 from kvcal.stages.tune.record import (
     Outcome,
     Search,
@@ -75,6 +77,7 @@ KINDS = (
     "comparison",
     "evaluation",
     "tuning",
+    "step-times",
 )
 KINDS += ("prefix", *(f"{name}.partial" for name in STAGES))
 
@@ -281,6 +284,23 @@ def open_feedback(path: Path) -> None:
     use_plan(replace(plan, layers=found.apply(plan.layers), tensors=found.tensors()))
 
 
+def step_times_result() -> step_times.StepTimes:
+    """Of 2 bits, a lattice on a prediction, and 16 bits."""
+    lattice = form_plan("lattice d=2", "float32").layers
+    layers = [step_times.timed_as(layer) for layer in (llama_plan(*KIVI_2).layers[0], *lattice)]
+    found = [step_times.StepTime(Workload(2, 1000), layer, 5.0 + n) for n, layer in enumerate(layers)]
+    found += [step_times.StepTime(time.workload, step_times.unquantized(time.layer), 20.0) for time in found]
+    return step_times.merged("GPU", found)
+
+
+def open_step_times(path: Path) -> None:
+    found = step_times.load(path)
+    same_again(path, lambda again: step_times.save(found, {}, again))
+    for time in found.times:
+        speed = speed_of("decode", "float32", time.workload, [time.layer], found)
+        assert speed.us(time.layer) and is_no_slower(speed, [time.layer]) in (True, False)
+
+
 @functools.cache
 def prefix_plans() -> dict[str, Plan]:
     """Of ``loaded_llama``, of which a prompt of 300 tokens is packed."""
@@ -365,6 +385,7 @@ def subjects() -> list[Subject]:
         Subject("comparison", "", functools.partial(save_comparison, comparison()), open_comparison),
         Subject("evaluation", "", functools.partial(save_evaluation, evaluation(*_rows())), open_evaluation),
         Subject("tuning", "", functools.partial(save_tuning, tuning()), open_tuning),
+        Subject("step-times", "", _saved(step_times.save, step_times_result()), open_step_times),
     ]
     for name, plan in prefix_plans().items():
         write = functools.partial(pack_prefix, loaded_llama(), plan, random_ids(1, 300)[0])
