@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import resource
 import subprocess
 import sys
@@ -25,6 +26,9 @@ from typing import Any
 from shared import print_table
 
 PHASES = ("gradients", "divergence")
+SWEEPS = ("samples", "seq_len", "layers")
+# Freed tensors go back to the system at once: a peak is of what lives, not of how an allocator happens to cut its heap.
+ENVIRONMENT = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
 def measure(given: argparse.Namespace) -> None:
@@ -90,19 +94,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("threads", 1), ("hidden", 256), ("samples", 8), ("seq-len", 512), ("layers", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--sweeps", nargs="+", choices=SWEEPS, default=SWEEPS)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         measure(given)
         return
-    for name in ("samples", "seq_len", "layers"):
+    for name in given.sweeps:
         middle = getattr(given, name)
         sizes = [middle // 2, middle, 2 * middle, 4 * middle]
         rows: list[dict[str, Any]] = []
         for size in sizes:
             numbers = {**vars(given), name: size}
-            options = [f"--{key.replace('_', '-')}={value}" for key, value in numbers.items() if key != "one"]
-            done = subprocess.run([sys.executable, __file__, "--one", *options], check=True, capture_output=True)
+            options = [
+                f"--{key.replace('_', '-')}={value}" for key, value in numbers.items() if key not in ("one", "sweeps")
+            ]
+            command = [sys.executable, __file__, "--one", *options]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=ENVIRONMENT)
             rows.append({name: size, **json.loads(done.stdout)})
             print(rows[-1], file=sys.stderr, flush=True)
         table = [list(row.values()) for row in rows]
