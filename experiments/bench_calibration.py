@@ -28,6 +28,7 @@ from shared import layers_with, print_table
 from transformers import LlamaConfig
 
 from kvcal.bench.model import random_model
+from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
 from kvcal.geometry import ModelIdentity
 from kvcal.models.geometry import geometry_of
@@ -187,17 +188,18 @@ class Bench:
         num_plans = sum(len(setup.kl_candidates(side)) for places, _ in steps for _, side in places)
         profile.divergence_means(self.loaded, setup, (steps[0][0][:1], texts), Room(LOCKSTEP))  # a warm-up
 
-        def all_steps() -> None:
-            for number, step in enumerate(steps):
-                if number < len(steps) // 2 or time.perf_counter() < self.given.deadline:
-                    profile.divergence_means(self.loaded, setup, step, Room(LOCKSTEP))
-
-        self.say("divergence", f"{num_plans} plans, {len(steps)} groups, shared", num_plans, timed(all_steps))
-        with patch("kvcal.models.layer_inputs.decoder_layers", lambda _: None):
+        for number, step in enumerate(steps):
+            if time.perf_counter() < self.given.deadline:
+                count = sum(len(setup.kl_candidates(side)) for _, side in step[0])
+                measured = timed(lambda: profile.divergence_means(self.loaded, setup, step, Room(LOCKSTEP)))  # noqa: B023
+                name = f"group {number + 1} of {len(steps)}, {count} of {num_plans} plans"
+                self.say("divergence", name, count, measured)
+        whole = patch("kvcal.models.layer_inputs.decoder_layers", lambda _: None)
+        with whole, patch("kvcal.cache.plan_cache.PlanCache.for_measurement", PlanCache):
             places = steps[-1][0][:4]
             count = sum(len(setup.kl_candidates(side)) for _, side in places)
             measured = timed(lambda: profile.divergence_means(self.loaded, setup, (places, texts), Room(LOCKSTEP)))
-            self.say("divergence", f"{count} plans, nothing shared", count, measured)
+            self.say("divergence", f"{count} plans, whole, in pages", count, measured)
 
     def allocation(self) -> None:
         """A whole profile of two sequences, and the exact solver on it."""

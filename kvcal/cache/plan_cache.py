@@ -27,6 +27,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from kvcal.cache.build import cache_layers, held_tensors, require_state
+from kvcal.cache.dense_layer import DenseLayer
 from kvcal.cache.paged_layer import DYNAMIC_HINT, NO_PAGE, PagedLayer
 from kvcal.cache.sliding_window import BoundedLayer, StaticWindow, require_left_padding
 from kvcal.cache.snapshot import Mark, copy_layers
@@ -213,12 +214,22 @@ class PlanCache(Cache):
         rows = self.padding.rows
         return [] if rows is None else rows.lengths(int(self.get_seq_length()))
 
+    @classmethod
+    def for_measurement(cls, plan: Plan, config: PretrainedConfig) -> PlanCache:
+        """A dynamic cache without padding whose plain 16-bit layers are dense (kvcal.cache.dense_layer): the same keys
+        and values, but ``nbytes`` does not count these layers. Raises as the constructor."""
+        cache = cls(plan, config)
+        for number, layer in enumerate(cache.layers):
+            if isinstance(layer, PagedLayer) and DenseLayer.can_stand_for(layer):
+                cache.layers[number] = DenseLayer(layer)
+        return cache
+
     def skip(self, num_layers: int, batch: int, tokens: int) -> None:
         """Count ``tokens`` more columns, of ``batch`` rows, as fed to the first layers of a dynamic cache, of which it
         stores nothing: a forward that begins behind them never reads them."""
         self.padding.resolve(batch)
         for layer in self.layers[:num_layers]:
-            if isinstance(layer, PagedLayer | BoundedLayer):
+            if isinstance(layer, PagedLayer | BoundedLayer | DenseLayer):
                 layer.skip(tokens)
 
     def tokens_to_next_page(self) -> int:

@@ -267,7 +267,7 @@ def deviations(
     columns: list[list[Tensor]] = []
 
     def feed_group(group: Sequence[Plan]) -> None:
-        caches = [PlanCache(plan, model.config) for plan in (reference, *group)]
+        caches = [PlanCache.for_measurement(plan, model.config) for plan in (reference, *group)]
         chunks: list[list[tuple[Tensor, ...]]] = [[] for _ in group]
         with closing(lockstep(model, caches, tokens_BT)) as fed:
             for number, start, logits_BTV in fed:

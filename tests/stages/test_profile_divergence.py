@@ -11,6 +11,7 @@ from predictor_runs import HEAD_DIM, loaded_llama, plan_of_random_predictors
 from test_profile import CACHE, Listener, loaded_model
 from tiny_models import TINY_MODELS, measured
 
+from kvcal.cache.dense_layer import DenseLayer
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import DataSpec, load_sequences
 from kvcal.errors import NonFiniteActivations, UsageError
@@ -151,6 +152,7 @@ def test_layers_that_plans_share_run_once_and_give_the_same_bits(name: str, monk
         with monkeypatch.context() as patch:
             if not is_shared:
                 patch.setattr(layer_inputs, "decoder_layers", lambda _: None)
+                patch.setattr(PlanCache, "for_measurement", PlanCache)  # whose 16-bit layers have pages
             found.append(deviations(model, reference, plans, tokens_BT, mask_BT, Room(100.0)))
         assert list(decoder_layers(model)) == own
     for part, expected in zip(*found, strict=True):
@@ -162,6 +164,24 @@ def test_layers_that_plans_share_run_once_and_give_the_same_bits(name: str, monk
     begins = [0, *sorted(2 * paged), paged[-1], paged[-1], geometry.layers[-1].index]
     expected = [num_chunks * sum(begin <= index for begin in begins) for index in range(len(own))]
     assert [calls[0].count(index) for index in range(len(own))] == expected
+
+
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "float32"])
+def test_dense_layers_give_what_16_bit_pages_give(cache_dtype: str) -> None:
+    """In another dtype than the model's, too. Layers with transforms, or that others are predicted from, have pages."""
+    loaded = loaded_model()
+    _, plan = plans_of(loaded)
+    plan = replace(plan, cache_dtype=cache_dtype)
+    tokens_BT, logits = tokens_of(2, 300), []
+    for make in (PlanCache, PlanCache.for_measurement):
+        cache = make(plan, loaded.model.config)
+        assert [isinstance(layer, DenseLayer) for layer in cache.layers] == [make != PlanCache, False]
+        logits.append(torch.cat([x for _, x in feed(loaded.model, cache, tokens_BT)], 1))
+        assert cache.get_seq_length() == 300
+    assert torch.equal(*logits)
+    predicted = plan_of_random_predictors(loaded_llama(), RAW, Format(2, "token", 32), RAW, RAW)
+    cache = PlanCache.for_measurement(predicted, loaded_llama().model.config)
+    assert not any(isinstance(layer, DenseLayer) for layer in cache.layers)
 
 
 def test_a_layer_that_returns_more_than_hidden_states_is_noticed() -> None:

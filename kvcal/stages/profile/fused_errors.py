@@ -59,13 +59,12 @@ def fused_errors(
         tokens, span, channels, dim = TOKENS_AT_ONCE, group_size, 1 << (group_size - 1).bit_length(), 1
     grid = (-(-(T - num_sink_tokens) // tokens), -(-D // span), B * N)
     sums = x_BNTD.new_empty(B, N, grid[0] * grid[1], len(all_bits), 2, dtype=torch.float64)
-    levels = torch.tensor([2.0**bits - 1 for bits in all_bits]).to(x_BNTD.device)
     triton_type = _triton_types()
     _kernel()[grid](
         x_BNTD,
         g_BNTD,
         lengths_B,
-        levels,
+        _levels(tuple(all_bits), x_BNTD.device),
         sums,
         N,
         D,
@@ -85,6 +84,13 @@ def fused_errors(
     return sums_BNC2[..., 0], sums_BNC2[..., 1].sum(1)
 
 
+@cache
+def _levels(all_bits: tuple[int, ...], device: torch.device) -> Tensor:
+    """The largest code of each number of bits, fp32."""
+    return torch.tensor([2.0**bits - 1 for bits in all_bits], device=device)
+
+
+@cache
 def _triton_types() -> dict[torch.dtype, Any]:
     import triton.language as tl
 

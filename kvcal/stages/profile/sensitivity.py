@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -82,61 +83,31 @@ def quantization_errors(
         NonFiniteActivations: pages of another quantizer than "uniform" cannot hold x.
     """
     B, N, T, D = x_BNTD.shape
-    weighted_BNC = x_BNTD.new_zeros(B, N, len(formats), dtype=torch.float64)
-    squared_BC = weighted_BNC.new_zeros(B, len(formats))
+    found = [(x_BNTD.new_zeros(B, N, 0, dtype=torch.float64), x_BNTD.new_zeros(B, 0, dtype=torch.float64))]
     if num_sink_tokens >= T:
-        return Errors(weighted_BNC, squared_BC, squared_BC.new_zeros(B))
-    values = _Values.behind_sinks(x_BNTD, g_BNTD, lengths_B, num_sink_tokens, cache_dtype)
-    columns_of: dict[tuple[str, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        nothing = x_BNTD.new_zeros(B, N, len(formats), dtype=torch.float64)
+        return Errors(nothing, nothing[:, 0], nothing.new_zeros(B))
+    columns_of: dict[tuple[str, str, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for column, (num_bits, axis, size, quantizer) in enumerate(formats):
-        if quantizer != UNIFORM:
-            fmt = Format(num_bits, axis, size, param_dtype=_name(param_dtype), quantizer=quantizer)  # type: ignore[arg-type]
-            read_BNTD = torch.stack([_read_back(fmt, side, x_NTD, _name(cache_dtype)) for x_NTD in values.x_BNTD])
-            error_BNTD = (read_BNTD - values.x_BNTD).abs()
-            squared_BC[:, column] = values.squares(error_BNTD)
-            weighted_BNC[..., column] = error_BNTD.mul_(values.weight_BNTD).sum(-1).sum(-1, dtype=torch.float64)
-            continue
-        # Groups longer than a token's channels are all the same group.
-        columns_of[axis, min(size, D) if axis == "token" else size][num_bits].append(column)
-    for (axis, size), columns_of_bits in columns_of.items():
+        # Uniform groups longer than a token's channels are all the same group.
+        size = min(size, D) if (quantizer, axis) == (UNIFORM, "token") else size
+        columns_of[quantizer, axis, size][num_bits].append(column)
+    values = _Values(x_BNTD, g_BNTD, lengths_B, num_sink_tokens, cache_dtype)
+    place_of: dict[int, int] = {}  # of a column, in what is found
+    for (quantizer, axis, size), columns_of_bits in columns_of.items():
+        for place, columns in enumerate(columns_of_bits.values(), start=sum(part.shape[1] for _, part in found)):
+            place_of |= dict.fromkeys(columns, place)
         all_bits = tuple(columns_of_bits)
-        if is_fused(x_BNTD, axis, size):
-            weighted_BNb, squared_Bb = fused_errors(
-                x_BNTD, g_BNTD, lengths_B, all_bits, axis, size, num_sink_tokens, cache_dtype, param_dtype
-            )
+        if quantizer != UNIFORM:
+            found.append(_page_errors(values, all_bits, axis, size, quantizer, param_dtype, side))
+        elif is_fused(x_BNTD, axis, size):
+            dtypes = (cache_dtype, param_dtype)
+            found.append(fused_errors(x_BNTD, g_BNTD, lengths_B, all_bits, axis, size, num_sink_tokens, *dtypes))
         else:
-            weighted_BNb, squared_Bb = _group_errors(values, all_bits, axis, size, param_dtype)
-        for number, columns in enumerate(columns_of_bits.values()):
-            weighted_BNC[..., columns] = weighted_BNb[..., number, None]
-            squared_BC[:, columns] = squared_Bb[:, number, None]
+            found.append(_group_errors(values, all_bits, axis, size, param_dtype))
+    places = torch.tensor([place_of[column] for column in range(len(formats))], dtype=torch.int64, device=x_BNTD.device)
+    weighted_BNC, squared_BC = (torch.cat(parts, -1)[..., places] for parts in zip(*found, strict=True))
     return Errors(weighted_BNC, squared_BC, values.squares(values.x_BNTD))
-
-
-@dataclass(frozen=True, eq=False)
-class _Values:
-    """Keys or values behind the sinks, as a cache holds them, fp32; |gradients|; and which tokens are no padding.
-    Padding is the last token again, which moves no group's range; it has weight 0, and no part in sums of squares."""
-
-    x_BNTD: Tensor
-    weight_BNTD: Tensor
-    is_real_BT: Tensor
-
-    @classmethod
-    def behind_sinks(
-        cls, x_BNTD: Tensor, g_BNTD: Tensor, lengths_B: Tensor, num_sink_tokens: int, cache_dtype: torch.dtype
-    ) -> _Values:
-        token_T = torch.arange(x_BNTD.shape[2] - num_sink_tokens, device=x_BNTD.device)
-        lengths_B1 = (lengths_B - num_sink_tokens).clamp(min=0)[:, None]
-        read_BT = token_T.minimum((lengths_B1 - 1).clamp(min=0)) + num_sink_tokens
-        is_real_BT = token_T < lengths_B1
-        weight_BNTD = g_BNTD[:, :, num_sink_tokens:].float().abs() * is_real_BT[:, None, :, None]
-        x_BNTD = x_BNTD.take_along_dim(read_BT[:, None, :, None], 2).to(cache_dtype).float()
-        return cls(x_BNTD, weight_BNTD, is_real_BT)
-
-    def squares(self, x_BNTD: Tensor) -> Tensor:
-        """The sum of squares over heads, channels and real tokens, fp64 [B]."""
-        norm_BNT = torch.linalg.vector_norm(x_BNTD, dim=-1).double()
-        return norm_BNT.square().mul_(self.is_real_BT[:, None]).sum((1, 2))
 
 
 def range_refusal(candidate: Candidate, param_dtype: torch.dtype) -> NonFiniteActivations:
@@ -145,6 +116,63 @@ def range_refusal(candidate: Candidate, param_dtype: torch.dtype) -> NonFiniteAc
         f"a group of {candidate.group_size} values holds NaN, infinity, or a range beyond {_name(param_dtype)}",
         hint="a range too large for float16 fits with param_dtype = 'bfloat16'",
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Values:
+    """Keys or values and their gradients. Padding is read as the last token again, which moves no group's range; it has
+    weight 0, and no part in sums of squares."""
+
+    raw_BNTD: Tensor
+    g_BNTD: Tensor
+    lengths_B: Tensor
+    num_sink_tokens: int
+    cache_dtype: torch.dtype
+
+    @cached_property
+    def is_real_BT(self) -> Tensor:
+        """Which tokens behind the sinks are no padding."""
+        tokens = torch.arange(self.num_sink_tokens, self.raw_BNTD.shape[2], device=self.raw_BNTD.device)
+        return tokens < self.lengths_B[:, None]
+
+    @cached_property
+    def x_BNTD(self) -> Tensor:
+        """Behind the sinks, as a cache holds them, fp32."""
+        token_T = torch.arange(self.num_sink_tokens, self.raw_BNTD.shape[2], device=self.raw_BNTD.device)
+        last_B1 = (self.lengths_B - 1).clamp(min=self.num_sink_tokens)[:, None]
+        read_B1T1 = token_T.minimum(last_B1)[:, None, :, None]
+        return self.raw_BNTD.take_along_dim(read_B1T1, 2).to(self.cache_dtype).float()
+
+    @cached_property
+    def weight_BNTD(self) -> Tensor:
+        """|gradients| behind the sinks, fp32."""
+        return self.g_BNTD[:, :, self.num_sink_tokens :].float().abs() * self.is_real_BT[:, None, :, None]
+
+    def squares(self, x_BNTD: Tensor) -> Tensor:
+        """The sum of squares over heads, channels and real tokens, fp64 [B]."""
+        norm_BNT = torch.linalg.vector_norm(x_BNTD, dim=-1).double()
+        return norm_BNT.square().mul_(self.is_real_BT[:, None]).sum((1, 2))
+
+
+def _page_errors(
+    values: _Values,
+    all_bits: Sequence[int],
+    axis: str,
+    size: int,
+    quantizer: str,
+    param_dtype: torch.dtype,
+    side: Side,
+) -> tuple[Tensor, Tensor]:
+    """As ``_group_errors``, of pages that another quantizer packs."""
+    weighted, squared = [], []
+    for num_bits in all_bits:
+        fmt = Format(num_bits, axis, size, param_dtype=_name(param_dtype), quantizer=quantizer)  # type: ignore[arg-type]
+        cache_dtype = _name(values.cache_dtype)
+        read_BNTD = torch.stack([_read_back(fmt, side, x_NTD, cache_dtype) for x_NTD in values.x_BNTD])
+        error_BNTD = (read_BNTD - values.x_BNTD).abs()
+        squared.append(values.squares(error_BNTD))
+        weighted.append(error_BNTD.mul_(values.weight_BNTD).sum(-1).sum(-1, dtype=torch.float64))
+    return torch.stack(weighted, -1), torch.stack(squared, -1)
 
 
 def _group_errors(
