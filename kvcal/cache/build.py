@@ -69,12 +69,15 @@ def held_tensors(layer: object) -> list[Tensor]:
     return []
 
 
-def require_state(geometry: StateGeometry, states: list[Tensor]) -> None:
-    """ArtifactError unless the state of a layer, tensors [B, ...], takes the plan's bytes per sequence."""
+def require_state(index: int, geometry: StateGeometry | None, states: list[Tensor]) -> None:
+    """ArtifactError unless the state of a layer, tensors [B, ...], takes the plan's bytes per sequence; ``geometry`` is
+    None where the plan has no such layer."""
+    if geometry is None:
+        raise ArtifactError(f"layer {index} keeps a state, which the plan does not know", hint=ANOTHER_MODEL)
     found = sum(state.nbytes // state.shape[0] for state in states)
     if found != geometry.bytes_per_sequence:
         raise ArtifactError(
-            f"layer {geometry.index} keeps a state of {found} bytes per sequence, but the plan is for "
+            f"layer {index} keeps a state of {found} bytes per sequence, but the plan is for "
             f"{geometry.bytes_per_sequence}",
             hint=f"{ANOTHER_MODEL}, or with the model in another dtype",
         )

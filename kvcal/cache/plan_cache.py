@@ -85,9 +85,6 @@ class PlanCache(Cache):
         self._mark: Mark | None = None
         indices = [layer.geometry.index for layer in plan.layers if isinstance(layer.geometry, AttentionGeometry)]
         self._first_index, self._last_index = min(indices, default=-1), max(indices, default=-1)
-        self._unseen_states = {
-            layer.geometry.index: layer.geometry for layer in plan.layers if isinstance(layer.geometry, StateGeometry)
-        }
         self._is_unfinished = False  # some layers hold the tokens of a forward pass that did not reach the last one
         if max_tokens is not None:
             self.static = StepState(self.state, max_tokens, in_prompt=attention_mask is not None)
@@ -98,6 +95,12 @@ class PlanCache(Cache):
                 hint="compile a plan for this model, or load the model the plan names: " + plan.model.id,
             )
         super().__init__(layers=self._empty_layers())
+        planned = {one.geometry.index: one.geometry for one in plan.layers if isinstance(one.geometry, StateGeometry)}
+        self._unseen_states = {
+            index: planned.get(index)
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer, LinearAttentionCacheLayerMixin)
+        }
 
     def _empty_layers(self) -> list[Any]:
         """Those of a cache without tokens."""
@@ -160,13 +163,14 @@ class PlanCache(Cache):
         return found
 
     def _require_states(self) -> None:
-        """ArtifactError where a state that has come to be is not of the plan's size; each is looked at once."""
+        """ArtifactError where a state that has come to be is none of the plan's, or not of the plan's size; each is
+        looked at once."""
         for index, geometry in list(self._unseen_states.items()):
             layer = self.layers[index]
             assert isinstance(layer, LinearAttentionCacheLayerMixin)
             states = held_tensors(layer)
             if states and not layer.record_past:  # which keeps a larger state until the next crop
-                require_state(geometry, states)
+                require_state(index, geometry, states)
                 del self._unseen_states[index]
 
     def _require_finished(self) -> None:

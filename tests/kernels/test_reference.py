@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -29,6 +30,8 @@ class History:
         self.x = {"k": states(2, num_tokens, HEADS, DIM), "v": states(2, num_tokens, HEADS, DIM, 1)}
         self.q = states(2, num_tokens, HEADS * group, DIM, 2)
         self.ahead = ahead
+        # A page's record and what it reads back as depend on the tokens alone.
+        self.record, self.page = functools.cache(self._record), functools.cache(self._page)
 
     def feed(self, start: int, stop: int) -> None:
         for step in range(start, stop):
@@ -48,7 +51,7 @@ class History:
             total = total + self.q[row, token].float().abs().unflatten(0, (HEADS, self.group)).sum(1)
         return total / (128 * self.group)
 
-    def record(self, side: Side, row: int, page: int) -> Tensor:
+    def _record(self, side: Side, row: int, page: int) -> Tensor:
         """[n, record_bytes]."""
         num_sinks, end = self.variant.format(side).num_sink_tokens, 128 * page + 127
         tokens = [max(token, min(num_sinks, end)) for token in range(128 * page, end + 1)]
@@ -72,12 +75,16 @@ class History:
         fmt, page = self.variant.format(side), token // 128
         if token < fmt.num_sink_tokens or page >= fmt.pages_read(length):
             return self.x[side][row, token].double()
+        return self.page(side, row, page)[:, token % 128]
+
+    def _page(self, side: Side, row: int, page: int) -> Tensor:
+        """[n, 128, D] fp64: as it is read back."""
         layout, record = self.variant.layout(side), self.record(side, row, page)
-        value = layout.decode_pages(record, HEADS, self.operands(side))[:, token % 128].double()
+        values = layout.decode_pages(record, HEADS, self.operands(side)).double()
         rescale, offset, *_ = self.paged.transform
         if side == "k" and self.variant.rescale:
-            value = value * rescale.double()
-        return value + offset.double() if side == "k" and self.variant.offset else value
+            values = values * rescale.double()[:, None]
+        return values + offset.double()[:, None] if side == "k" and self.variant.offset else values
 
     def attention(self, row: int, length: int) -> Tensor:
         """[n G, D] fp64."""

@@ -41,7 +41,9 @@ def test_every_step_stores_and_reads_what_the_dynamic_cache_does(name: str) -> N
     static.allocate(3, "cpu")
     starts = {at for layer in plan.layers for f in (*layer.k, *layer.v) for at in f.shrink_at if 0 < at < LENGTH}
     held, count, seen = static.nbytes, 0, set()
-    for stop, found, expected in fed_alike(static, dynamic, ids, range(40, LENGTH), mask):
+    # Before 120 tokens nothing is packed: two plans go there in single steps.
+    cuts = range(40, LENGTH) if name in ("mixed", "from the start") else (40, *range(120, LENGTH))
+    for stop, found, expected in fed_alike(static, dynamic, ids, cuts, mask):
         real = mask[:, stop - found.shape[1] : stop].bool()
         torch.testing.assert_close(found[real], expected[real], atol=1e-4, rtol=1e-4)
         if name in ("unlike", "two at once") or stop % 7 == 0 or not starts.isdisjoint({stop - 1, stop, stop + 1}):
@@ -83,6 +85,7 @@ def test_memory_is_what_the_plan_says_at_its_worst_and_within_the_budget(batch: 
         own = [layer.side_nbytes(side, "float32", [count] * batch, count) for layer in layers for side in ("k", "v")
                for count in range(1, 561)]  # fmt: skip
         assert sum(max(own[i : i + 560]) for i in range(0, len(own), 560)) > budget  # each with memory of its own
+    if (max_tokens, batch) == (560, 1):
         states = torch.zeros(batch, 2, 1, 8)
         for _ in range(560):
             for layer in static.paged_layers:

@@ -9,10 +9,11 @@ generations before, so that they can run in parallel. Every trial has a sampler 
 and the trial's number. So a trial's thresholds are a function of the seed, its number, and the trials before its
 generation, and a study that was interrupted, however often, goes on to the bytes of one that was not.
 
-Workers are spawned, not forked: CUDA does not survive a fork. Each loads the model for itself, once, and measures one
-setting after the other; its outcomes are read in the order of the settings, so that they do not depend on which worker
-was faster. Whatever ends the search ends the workers. The ranks of torchrun (kvcal.distributed), on one node or more, are
-workers, too: they measure the trials of a generation in turn.
+Workers are forked from a server that has imported what they need and used no device: CUDA does not survive a fork, and
+a process that imports it all anew takes seconds. Each loads the model for itself, once, and measures one setting after
+the other; its outcomes are read in the order of the settings, so that they do not depend on which worker was faster.
+Whatever ends the search ends the workers. The ranks of torchrun (kvcal.distributed), on one node or more, are workers,
+too: they measure the trials of a generation in turn.
 """
 
 from __future__ import annotations
@@ -180,7 +181,8 @@ def _measuring(evaluate: Evaluate, workers: int) -> Iterator[Measure]:
     if workers == 1:
         yield partial(map, evaluate)
         return
-    context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
+    context, others = multiprocessing.get_context("forkserver"), set(multiprocessing.active_children())
+    context.set_forkserver_preload(["kvcal.stages.tune.objective"])
     executor = ProcessPoolExecutor(workers, context, _start_worker, (evaluate, workers))
     try:
         yield partial(executor.map, _measure)
