@@ -213,6 +213,31 @@ def test_a_rank_that_fails_ends_all_and_the_run_resumes(
     assert digests(tmp_path)["reparam.safetensors"] == digests(alone)["reparam.safetensors"]
 
 
+def test_what_ranks_tell_each_other(tmp_path: Path) -> None:
+    (tmp_path / "artifacts").mkdir()
+    (tmp_path / "batches").mkdir()
+    artifact.write(tmp_path / "artifacts/old.safetensors", artifact.Artifact("kind", 1, {}, {}, {}))
+    done = torchrun(3, ROOT / "tests/support/rank_checks.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    squares = [[[item, item % 3], {"square": item**2}] for item in range(5)]
+    for rank, report in enumerate(reports):
+        assert report["files"] == ["made.safetensors", "old.safetensors"]
+        assert report["is_changed"] == (rank > 0) and report["made"] == reports[0]["made"]
+        assert report["all"] == squares
+        assert report["first"] == (squares if rank == 0 else [[value, {}] for value, _ in squares])
+        assert report["one"] == [[[7, 0], {"square": 49}]]
+        assert report["nested"] == [[[[item, owner] for item in range(owner)], {}] for owner in range(3)]
+        assert report["failing"] == ["InfeasibleBudget", "item 3", "a hint", "a place"]
+        kind, message, *_ = report["elsewhere"]
+        assert kind == "UsageError" and f"rank {rank} is at place {min(rank, 1)}, 0 of 6" in message
+        most, total, count, steps, widths = report["batches"]
+        assert (most, count, steps) == (16, 12, 12) and total == pytest.approx(288)
+        # Rank 1 has no memory for the second four; the third four, measured beside them, are measured again.
+        assert widths == [[4, 2, 2], [2], [4, 2]][rank]
+    assert not list(tmp_path.glob("**/*.partial*"))
+
+
 def test_a_command_for_one_process_refuses_several(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,8 +11,8 @@ generation, and a study that was interrupted, however often, goes on to the byte
 
 Workers are spawned, not forked: CUDA does not survive a fork. Each loads the model for itself, once, and measures one
 setting after the other; its outcomes are read in the order of the settings, so that they do not depend on which worker
-was faster. Whatever ends the search ends the workers. The ranks of torchrun (kvcal.distributed), on one node or more, are
-workers, too: they measure the trials of a generation in turn.
+was faster. Whatever ends the search ends the workers. The ranks of torchrun (kvcal.distributed) are workers, too: they
+measure the trials of a generation in turn.
 """
 
 from __future__ import annotations
