@@ -1,4 +1,4 @@
-"""What ranks tell each other, without a model: `torchrun ... rank_checks.py FOLDER`. Each rank writes what it has seen to
+"""Messages between ranks, without a model: `torchrun ... rank_checks.py FOLDER`. Each rank writes what it has seen to
 FOLDER/RANK.json."""
 
 from __future__ import annotations
