@@ -156,7 +156,7 @@ def test_two_gpus_make_what_one_makes(given: tuple[Path, Path], tmp_path: Path) 
     assert rows(tmp_path / "2") == rows(tmp_path / "1")
 
 
-@pytest.mark.parametrize("command", ["search", "tune", "compare"])
+@pytest.mark.parametrize("command", ["plan", "search", "tune", "compare"])
 def test_plans_and_trials_do_not_depend_on_the_number_of_ranks(
     command: str, given: tuple[Path, Path], alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,9 +167,12 @@ def test_plans_and_trials_do_not_depend_on_the_number_of_ranks(
     if command == "compare":
         small, fixed = write_recipes(tmp_path)
         arguments = [command, small, fixed, "--recipe", small, "--bits", 5, "--bits", 1, "--batch", 2, "--context", 512]
+    if command == "plan":
+        arguments = [command, given[0], "--recipe", given[1], "--bits", 10, "--name", "small"]
     if command == "tune":
         arguments += ["--workers", 2]
-    arguments += ["--model", given[0], "--device", "cpu", "--json", "--out"]
+    arguments += [] if command == "plan" else ["--model", given[0]]
+    arguments += ["--device", "cpu", "--json", "--out"]
     done = run_kvcal(capsys, *arguments, tmp_path / "one")
     assert done.code == 0, done.err
     both = torchrun(2, "-m", "kvcal", *arguments, tmp_path / "two")
