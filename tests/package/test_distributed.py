@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +229,7 @@ def test_what_ranks_tell_each_other(tmp_path: Path) -> None:
     for rank, report in enumerate(reports):
         assert report["files"] == ["made.safetensors", "old.safetensors"]
         assert report["is_changed"] == (rank > 0) and report["made"] == reports[0]["made"]
-        assert report["all"] == squares
+        assert report["environment"] == [] and report["all"] == squares
         assert report["first"] == (squares if rank == 0 else [[value, {}] for value, _ in squares])
         assert report["one"] == [[[7, 0], {"square": 49}]]
         assert report["nested"] == [[[[item, owner] for item in range(owner)], {}] for owner in range(3)]
@@ -329,17 +331,17 @@ def test_a_run_sums_up_its_items_in_order() -> None:
 
 def test_a_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert distributed.device("auto") == "auto"
-    monkeypatch.setattr(distributed, "size", lambda: 2)
+    ranks = distributed._Ranks(rank=3, size=4, local=1, store=None, stack=ExitStack())
+    monkeypatch.setattr(distributed, "_ranks", ranks)
     assert distributed.device("cpu") == "cpu"
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setenv("LOCAL_RANK", "1")
     assert distributed.device("auto") == distributed.device("cuda") == "cuda:1" and chosen == [1, 1]
     with pytest.raises(UsageError, match="a GPU of its own"):
         distributed.device("cuda:0")
-    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr(distributed, "_ranks", replace(ranks, local=2))
     with pytest.raises(UsageError, match="which has 2 GPUs"):
         distributed.device("auto")
 

@@ -4,6 +4,7 @@ FOLDER/RANK.json."""
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +85,7 @@ with distributed.joined():
         "files": sorted(path.name for path in own.iterdir()),
         "is_changed": same_file(own / "made.safetensors"),
         "made": (own / "made.safetensors").read_bytes().hex(),
+        "environment": sorted(os.environ.keys() & {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}),
         "all": seen(in_turn("all", range(5), number)),
         "first": seen(in_turn("first", range(5), number, for_all=False)),
         "one": seen([from_first("one", lambda: number(7))]),
