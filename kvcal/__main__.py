@@ -128,7 +128,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
 }
 RUNTIME_PANELS = ("First", "Serving engines", "Plans")
 # The commands that torchrun may start in several processes: those that measure.
-RANKED = ("run", "search", "tune", "compare", "profile", "reparam", "fit-predictors", "feedback", "eval")
+RANKED = ("plan", "run", "search", "tune", "compare", "profile", "reparam", "fit-predictors", "feedback", "eval")
 for panel, commands in PANELS.items():
     for name, command in commands.items():
         checked = command if panel in RUNTIME_PANELS else needs_compile(command)

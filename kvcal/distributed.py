@@ -37,6 +37,8 @@ from kvcal.lazy_torch import Tensor, torch
 
 # The longest wait for another rank that is at work: an item may be a whole evaluation. A dead one is noticed at once.
 TIMEOUT = timedelta(days=1)
+# What libraries split their own work by, such as lm-eval and accelerate: here each rank works by itself.
+ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # Of a message sent at once.
 PIECE_BYTES = 1 << 28
 ERRORS = {kind.__name__: kind for kind in KvcalError.__subclasses__()}
@@ -54,10 +56,12 @@ class Parcel:
 
 @dataclass(frozen=True, eq=False)
 class _Ranks:
-    """This process among ``size``. ``store``: shared by all; ``stack``: ends with the command."""
+    """This process among ``size``. ``local``: its number on its node; ``store``: of all; ``stack``: ends with the
+    command."""
 
     rank: int
     size: int
+    local: int
     store: Any
     stack: ExitStack
 
@@ -93,11 +97,11 @@ def device(name: str) -> str:
     Raises:
         UsageError: one GPU for all ranks, or fewer than there are ranks on this node.
     """
-    if size() == 1 or name == "cpu" or not torch.cuda.is_available():
+    if _ranks is None or name == "cpu" or not torch.cuda.is_available():
         return name
     if name not in ("auto", "cuda"):
         raise UsageError(f"--device {name}: every rank takes a GPU of its own", hint="leave --device out, or give cuda")
-    local, count = _number("LOCAL_RANK", 0), torch.cuda.device_count()
+    local, count = _ranks.local, torch.cuda.device_count()
     if local >= count:
         raise UsageError(
             f"rank {rank()} is number {local} on its node, which has {count} GPUs",
@@ -156,9 +160,12 @@ def _join(stack: ExitStack) -> _Ranks:
             hint="start the command by torchrun; GLOO_SOCKET_IFNAME names the network interface, such as eth0",
         ) from None
     signal.signal(signal.SIGTERM, _end)
+    local = _number("LOCAL_RANK", 0)
+    for name in ENVIRONMENT:
+        os.environ.pop(name, None)
     if number > 0:
         stack.enter_context(redirect_stdout(StringIO()))
-    return _Ranks(number, count, store, stack)
+    return _Ranks(number, count, local, store, stack)
 
 
 def _end(*_: object) -> NoReturn:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcal import console
+from kvcal import console, distributed
 from kvcal.commands.options import (
     BudgetOptions,
     DryRun,
@@ -94,7 +94,8 @@ def plan(
     assert chosen.allocate is not None
     with given.reporting() as reporter:
         loaded = given.load(model, chosen.data, reporter)
-        folder = Folder.create(out or Path("artifacts") / loaded.identity.id.rpartition("/")[2])
+        out = out or Path("artifacts") / loaded.identity.id.rpartition("/")[2]
+        folder = Folder.create(distributed.own_folder(out, "*"))
         folder = folder.named(name or f"{chosen.name}-{budget_name(chosen.allocate)}")
         Folder.create(folder.path)
         if dry_run:
@@ -109,7 +110,7 @@ def plan(
         vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
         gain = gain_of(made, allocation, vocab_size, profile)
         path = output or folder.plan
-        if output is not None:
+        if output is not None and distributed.rank() == 0:
             save_plan(made, output)
         write_report(folder)
     value = {

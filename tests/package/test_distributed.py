@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +158,7 @@ def test_two_gpus_make_what_one_makes(given: tuple[Path, Path], tmp_path: Path) 
     assert rows(tmp_path / "2") == rows(tmp_path / "1")
 
 
-@pytest.mark.parametrize("command", ["search", "tune", "compare"])
+@pytest.mark.parametrize("command", ["plan", "search", "tune", "compare"])
 def test_plans_and_trials_do_not_depend_on_the_number_of_ranks(
     command: str, given: tuple[Path, Path], alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,9 +169,12 @@ def test_plans_and_trials_do_not_depend_on_the_number_of_ranks(
     if command == "compare":
         small, fixed = write_recipes(tmp_path)
         arguments = [command, small, fixed, "--recipe", small, "--bits", 5, "--bits", 1, "--batch", 2, "--context", 512]
+    if command == "plan":
+        arguments = [command, given[0], "--recipe", given[1], "--bits", 10, "--name", "small"]
     if command == "tune":
         arguments += ["--workers", 2]
-    arguments += ["--model", given[0], "--device", "cpu", "--json", "--out"]
+    arguments += [] if command == "plan" else ["--model", given[0]]
+    arguments += ["--device", "cpu", "--json", "--out"]
     done = run_kvcal(capsys, *arguments, tmp_path / "one")
     assert done.code == 0, done.err
     both = torchrun(2, "-m", "kvcal", *arguments, tmp_path / "two")
@@ -211,6 +216,31 @@ def test_a_rank_that_fails_ends_all_and_the_run_resumes(
     resumed = run_kvcal(capsys, *arguments)  # by one process
     assert resumed.code == 0 and "reparam.partial.safetensors: goes on after" in resumed.err
     assert digests(tmp_path)["reparam.safetensors"] == digests(alone)["reparam.safetensors"]
+
+
+def test_what_ranks_tell_each_other(tmp_path: Path) -> None:
+    (tmp_path / "artifacts").mkdir()
+    (tmp_path / "batches").mkdir()
+    artifact.write(tmp_path / "artifacts/old.safetensors", artifact.Artifact("kind", 1, {}, {}, {}))
+    done = torchrun(3, ROOT / "tests/support/rank_checks.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    squares = [[[item, item % 3], {"square": item**2}] for item in range(5)]
+    for rank, report in enumerate(reports):
+        assert report["files"] == ["made.safetensors", "old.safetensors"]
+        assert report["is_changed"] == (rank > 0) and report["made"] == reports[0]["made"]
+        assert report["environment"] == [] and report["all"] == squares
+        assert report["first"] == (squares if rank == 0 else [[value, {}] for value, _ in squares])
+        assert report["one"] == [[[7, 0], {"square": 49}]]
+        assert report["nested"] == [[[[item, owner] for item in range(owner)], {}] for owner in range(3)]
+        assert report["failing"] == ["InfeasibleBudget", "item 3", "a hint", "a place"]
+        kind, message, *_ = report["elsewhere"]
+        assert kind == "UsageError" and f"rank {rank} is at place {min(rank, 1)}, 0 of 6" in message
+        most, total, count, steps, widths = report["batches"]
+        assert (most, count, steps) == (16, 12, 12) and total == pytest.approx(288)
+        # Rank 1 has no memory for the second four; the third four, measured beside them, are measured again.
+        assert widths == [[4, 2, 2], [2], [4, 2]][rank]
+    assert not list(tmp_path.glob("**/*.partial*"))
 
 
 def test_a_command_for_one_process_refuses_several(
@@ -301,17 +331,17 @@ def test_a_run_sums_up_its_items_in_order() -> None:
 
 def test_a_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert distributed.device("auto") == "auto"
-    monkeypatch.setattr(distributed, "size", lambda: 2)
+    ranks = distributed._Ranks(rank=3, size=4, local=1, store=None, stack=ExitStack())
+    monkeypatch.setattr(distributed, "_ranks", ranks)
     assert distributed.device("cpu") == "cpu"
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setenv("LOCAL_RANK", "1")
     assert distributed.device("auto") == distributed.device("cuda") == "cuda:1" and chosen == [1, 1]
     with pytest.raises(UsageError, match="a GPU of its own"):
         distributed.device("cuda:0")
-    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr(distributed, "_ranks", replace(ranks, local=2))
     with pytest.raises(UsageError, match="which has 2 GPUs"):
         distributed.device("auto")
 

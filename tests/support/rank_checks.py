@@ -1,0 +1,97 @@
+"""Messages between ranks, without a model: `torchrun ... rank_checks.py FOLDER`. Each rank writes what it has seen to
+FOLDER/RANK.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcal import distributed
+from kvcal.artifact import Artifact, write
+from kvcal.data.sequences import TokenDataset
+from kvcal.distributed import Parcel, from_first, in_turn, own_folder, rank, same_file
+from kvcal.errors import InfeasibleBudget, KvcalError
+from kvcal.progress import SILENT
+from kvcal.stages.batches import Batch, for_each_batch
+from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic
+
+folder = Path(sys.argv[1])
+
+
+def number(item: int) -> Parcel:
+    return Parcel([item, rank()], {"square": torch.tensor(item**2)})
+
+
+def failing(item: int) -> Parcel:
+    if item >= 3:
+        raise InfeasibleBudget(f"item {item}", 7, "a hint").at("a place")
+    return number(item)
+
+
+def nested(item: int) -> Parcel:
+    """Measures items of its own, for itself."""
+    return Parcel([parcel.value for parcel in in_turn("within", range(item), number)])
+
+
+def caught(call: Callable[[], object]) -> list[Any]:
+    try:
+        call()
+    except KvcalError as error:
+        return [type(error).__name__, error.message, error.hint, error.place]
+    return []
+
+
+def seen(parcels: Any) -> list[Any]:
+    return [[parcel.value, {name: int(tensor) for name, tensor in parcel.tensors.items()}] for parcel in parcels]
+
+
+def batch_sums() -> list[Any]:
+    """A pass over 12 sequences in batches of four, of which rank 1 has no memory for more than two."""
+    data = TokenDataset(
+        tuple(torch.arange(n, n + 8) for n in range(12)),
+        tuple(torch.ones(8, dtype=torch.bool) for _ in range(12)),
+        "",
+        "",
+    )
+    start = State({"sum": Mean.empty(())}, {"steps": 0})
+    widths: list[int] = []
+
+    def measure(batch: Batch) -> dict[str, Mean]:
+        if rank() == 1 and len(batch.numbers) > 2:
+            raise torch.OutOfMemoryError("none left")
+        widths.append(len(batch.numbers))
+        return {"sum": Mean.of(batch.tokens_BT.double().sum(1) / 3)}
+
+    def declared(*_: object) -> dict[str, Statistic]:
+        return {"sum": Statistic.of(())}
+
+    target = own_folder(folder / "batches") / "sums.safetensors"
+    with Checkpoint(target, "sums", {}, start, declared, SILENT) as checkpoint:
+        most = for_each_batch(data, 32, measure, "steps", checkpoint, SILENT, "sums")
+        mean = checkpoint.state.means["sum"]
+        return [most, float(mean.total), mean.count, checkpoint.state.done["steps"], widths]
+
+
+with distributed.joined():
+    own = own_folder(folder / "artifacts")
+    write(own / "made.safetensors", Artifact("kind", 1, {}, {"rank": rank()}, {}))
+    report = {
+        "files": sorted(path.name for path in own.iterdir()),
+        "is_changed": same_file(own / "made.safetensors"),
+        "made": (own / "made.safetensors").read_bytes().hex(),
+        "environment": sorted(os.environ.keys() & {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}),
+        "all": seen(in_turn("all", range(5), number)),
+        "first": seen(in_turn("first", range(5), number, for_all=False)),
+        "one": seen([from_first("one", lambda: number(7))]),
+        "nested": seen(in_turn("nested", range(3), nested)),
+        "batches": batch_sums(),
+        "failing": caught(lambda: list(in_turn("failing", range(6), failing))),
+        "elsewhere": caught(lambda: list(in_turn(f"place {min(rank(), 1)}", range(6), number))),
+    }
+    (folder / f"{rank()}.json").write_text(json.dumps(report))
