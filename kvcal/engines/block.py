@@ -1,7 +1,9 @@
 """The memory that an engine lends one layer: opaque blocks of 128 tokens, and one ring a request.
 
     block   for every head range, the records of its heads' keys, then of their values: a page of each
-    ring    keys [N, 128, D] and then values [N, 128, D] of the newest tokens in the cache's dtype; token t at t mod 128
+    ring    keys [N, 128, D], then values [N, 128, D] of the newest tokens in the cache's dtype, token t at t mod 128;
+            where any layer of the plan chooses channels by queries, the sums of |q| since the last page, fp32 [N, D],
+            and the tokens at which they begin, int32 [N]: vLLM packs rings best that are equal in all layers
 
 A page is packed in the step that fills it, directly into its block; from then on the block alone holds these tokens.
 The engine knows both by their sizes. Blocks are shared between requests, rings are not.
@@ -12,9 +14,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES, CacheDtype
+from kvcal.kernels.operands import QueryStatistic
 from kvcal.kernels.variants import HeadRange, head_ranges, page_layout
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan
@@ -23,11 +27,12 @@ from kvcal.plan.page_format import SIDES, Side
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """See the module's docstring. ``layer``: a paged layer that ``kvcal.engines.support`` takes, as this rank has
-    it."""
+    """See the module's docstring. ``layer``: a paged layer that ``kvcal.engines.support`` takes, as this rank has it;
+    ``has_statistic``: its ring has room for sums of queries."""
 
     layer: LayerPlan
     cache_dtype: CacheDtype
+    has_statistic: bool = False
 
     @functools.cached_property
     def ranges(self) -> tuple[HeadRange, ...]:
@@ -42,7 +47,13 @@ class BlockLayout:
     @functools.cached_property
     def ring_bytes(self) -> int:
         """Bytes of a request's ring."""
-        return sum(self._ring_bytes(side) for side in SIDES)
+        of_queries = self._query_sum_bytes + self._query_since_bytes if self.has_statistic else 0
+        return sum(self._ring_bytes(side) for side in SIDES) + of_queries
+
+    @functools.cached_property
+    def needs_queries(self) -> bool:
+        """Whether channels are chosen by queries in any head."""
+        return any(fmt.needs_queries for fmt in self.layer.k)
 
     def offset(self, pair: HeadRange, side: Side) -> int:
         """The byte of a block at which the records of a head range's keys, or values, begin."""
@@ -67,6 +78,22 @@ class BlockLayout:
         first = self._ring_bytes("k") if side == "v" else 0
         held = rings[:, first : first + self._ring_bytes(side)].view(CACHE_DTYPES[self.cache_dtype])
         return held.unflatten(1, (self.layer.attention.num_kv_heads, PAGE_TOKENS, self.layer.head_dim(side)))
+
+    def statistic(self, rings: Tensor) -> QueryStatistic:
+        """The query statistic in rings that have one, views [rings, N, D] and [rings, N]."""
+        first = sum(self._ring_bytes(side) for side in SIDES)
+        heads, since = self.layer.attention.num_kv_heads, first + self._query_sum_bytes
+        sums = rings[:, first:since].view(torch.float32).unflatten(1, (heads, -1))
+        return QueryStatistic(sums, rings[:, since : since + 4 * heads].view(torch.int32))
+
+    @property
+    def _query_sum_bytes(self) -> int:
+        return 4 * self.layer.attention.num_kv_heads * self.layer.head_dim("k")
+
+    @property
+    def _query_since_bytes(self) -> int:
+        """What follows begins at a multiple of 16."""
+        return -(-4 * self.layer.attention.num_kv_heads // 16) * 16
 
     def _records(self, pair: HeadRange, side: Side) -> int:
         return pair.num_heads * self.record_bytes(pair, side)

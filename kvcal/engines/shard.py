@@ -89,7 +89,8 @@ class HeadShard:
 
     def _blocks_of(self, rank: int) -> dict[int, BlockLayout]:
         layers = [_layer_of(layer, rank, self.size) for layer in self.plan.layers]
-        return {layer.geometry.index: BlockLayout(layer, self.plan.cache_dtype) for layer in layers}
+        rest = self.plan.cache_dtype, self.plan.needs_queries
+        return {layer.geometry.index: BlockLayout(layer, *rest) for layer in layers}
 
     def _whole(self, index: int) -> LayerPlan:
         return next(layer for layer in self.plan.layers if layer.geometry.index == index)
@@ -98,6 +99,12 @@ class HeadShard:
 def _layer_of(layer: LayerPlan, rank: int, size: int) -> LayerPlan:
     whole = layer.attention
     heads = rank_heads(whole, rank, size)
+    if size > whole.num_kv_heads and any(fmt.needs_queries for fmt in layer.k):
+        raise UnsupportedModel(
+            f"layer {whole.index} chooses channels by queries, and {size} ranks share the queries of each of its "
+            f"{whole.num_kv_heads} KV heads: their pages would differ",
+            hint=f"choose a tensor parallel size of at most {whole.num_kv_heads}",
+        )
     geometry = dataclasses.replace(
         whole, num_query_heads=whole.num_query_heads // size, num_kv_heads=heads.stop - heads.start
     )

@@ -36,6 +36,7 @@ from kvcal.kernels.decode import workspace_bytes
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import HeadRange, Variant, variant_of
 from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.scores import query_sum
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.tensors import transforms_of_heads
 
@@ -129,6 +130,7 @@ class PagedStep:
         self._tensors = {name: tensor.to(scratch.device) for name, tensor in shard.tensors(index).items()}
         self._ranges: list[_RangeMemory] = []
         self._rings: dict[Side, Tensor] = {}
+        self._statistic = QueryStatistic(scratch.nothing, scratch.no_window)
         geometry = self.layout.layer.attention
         for pair in self.layout.ranges:  # now, so that an engine's measurement of free memory counts it
             scratch.workspace(pair.num_heads, geometry.group_heads, geometry.k_head_dim)
@@ -142,6 +144,8 @@ class PagedStep:
         more], bytes side by side, with strides between them of multiples of 16."""
         layer, group = self.layout.layer, self.layout.layer.attention.group_heads
         self._rings = {side: self.layout.ring(rings, side) for side in SIDES}
+        if self.layout.needs_queries:
+            self._statistic = self.layout.statistic(rings)
         self._ranges = []
         for pair in self.layout.ranges:
             variant = variant_of(layer, pair, self.layout.cache_dtype)
@@ -176,19 +180,31 @@ class PagedStep:
     ) -> Tensor:
         """Store k, v [B, N, D], one token a sequence, and attend from q [B, H, D] to all tokens of each: [B, H, D].
         ``softcap`` 0 for none; ``s_aux`` [H]: logits of sinks without a key."""
-        self.append(k, v, decodes)
+        self.append(q, k, v, decodes)
         return self.attend(q, decodes, scale, softcap, s_aux)
 
-    def append(self, k: Tensor, v: Tensor, decodes: Decodes) -> None:
+    def append(self, q: Tensor, k: Tensor, v: Tensor, decodes: Decodes) -> None:
         """The first half of :meth:`decode`."""
         scratch, none = self.scratch, self.scratch.nothing
-        statistic = list(QueryStatistic(none, scratch.no_window))
+        if self.layout.needs_queries:
+            self._begin_sums(decodes)
         for held in self._ranges:
-            heads = held.pair.heads
+            heads, of_queries = held.pair.heads, [none, scratch.no_window]
+            if held.pair.k.needs_queries:
+                of_queries = [part[:, heads] for part in self._statistic]
             ops.append(
-                k[:, heads], v[:, heads], none, list(held.k), list(held.v), statistic, self._place(decodes),
-                list(held.transform), scratch.error, [held.variant.number], none, [],
+                k[:, heads], v[:, heads], q[:, held.queries] if held.pair.k.needs_queries else none, list(held.k),
+                list(held.v), of_queries, self._place(decodes), list(held.transform), scratch.error,
+                [held.variant.number], none, [],
             )  # fmt: skip
+
+    def _begin_sums(self, decodes: Decodes) -> None:
+        """Of sequences at the end of a page: one that begins behind shared blocks has another one's in its ring."""
+        rings, lengths = decodes.rings.long(), decodes.lengths.unsqueeze(1)
+        is_new = lengths % PAGE_TOKENS == 0
+        sums, since = (part[rings] for part in self._statistic)
+        self._statistic.sum[rings] = sums.masked_fill(is_new.unsqueeze(2), 0.0)
+        self._statistic.since[rings] = torch.where(is_new, lengths, since)
 
     def attend(
         self, q: Tensor, decodes: Decodes, scale: float, softcap: float = 0.0, s_aux: Tensor | None = None
@@ -221,14 +237,32 @@ class PagedStep:
     ) -> Tensor:
         """Store k, v [T, N, D], and attend from q [T, H, D] to the past and, each up to its own token, to k and v:
         [T, H, D]. ``softcap``, ``s_aux`` as for :meth:`decode`."""
-        return self.attend_chunk(q, k, v, chunk, self.store(k, v, chunk), scale, softcap, s_aux)
+        return self.attend_chunk(q, k, v, chunk, self.store(q, k, v, chunk), scale, softcap, s_aux)
 
-    def store(self, k: Tensor, v: Tensor, chunk: Chunk) -> Tail:
+    def store(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Tail:
         """The first half of :meth:`extend`. Returns what it may overwrite of the past."""
         tail = Tail(self._in_ring("k", chunk), self._in_ring("v", chunk))
-        self._store("k", k.to(self.dtype), tail.keys, chunk)
+        query_mean = self._observe(q, chunk) if self.layout.needs_queries else None
+        self._store("k", k.to(self.dtype), tail.keys, chunk, query_mean)
         self._store("v", v.to(self.dtype), tail.values, chunk)
         return tail
+
+    def _observe(self, q: Tensor, chunk: Chunk) -> Tensor:
+        """Count the queries of a chunk [T, H, D]; returns their mean |q| since the last page, fp32 [1, N, D]. A page
+        that the chunk fills begins the sums anew, behind the whole chunk."""
+        geometry, ring = self.layout.layer.attention, chunk.ring.long()
+        statistic = QueryStatistic(*(part[ring] for part in self._statistic))
+        if chunk.num_past % PAGE_TOKENS == 0:
+            statistic.begin(slice(0, 1), chunk.num_past)
+        are_real = torch.ones(1, len(q), dtype=torch.bool, device=q.device)
+        statistic.sum.add_(query_sum(q.transpose(0, 1).unsqueeze(0), are_real, geometry.num_kv_heads))
+        total = chunk.num_past + len(q)
+        mean = statistic.mean(slice(0, 1), total, geometry.group_heads)
+        if total // PAGE_TOKENS > chunk.num_past // PAGE_TOKENS:
+            statistic.begin(slice(0, 1), total)
+        for part, own in zip(self._statistic, statistic, strict=True):
+            part[ring] = own
+        return mean
 
     def attend_chunk(
         self,
@@ -277,7 +311,7 @@ class PagedStep:
         """[N, less than 128, D] in the cache's dtype: a copy of the tokens behind the last page."""
         return self._rings[side].index_select(0, chunk.ring)[0, :, : chunk.num_past % PAGE_TOKENS]
 
-    def _store(self, side: Side, new: Tensor, tail: Tensor, chunk: Chunk) -> None:
+    def _store(self, side: Side, new: Tensor, tail: Tensor, chunk: Chunk, query_mean: Tensor | None = None) -> None:
         """Pack the pages that new [T, N, D] fill behind tail [N, ..., D], and put the tokens behind them into the
         ring."""
         total = chunk.num_past + len(new)
@@ -288,8 +322,11 @@ class PagedStep:
                 tokens = torch.cat([tail, tokens], dim=1)
             slots = chunk.table[first:stop].unsqueeze(0)
             for held in self._ranges:
+                mean = self.scratch.nothing
+                if query_mean is not None and held.pair.k.needs_queries:
+                    mean = query_mean[:, held.pair.heads]
                 ops.pack(
-                    tokens[held.pair.heads].unsqueeze(0), held.memory(side).pages, slots, first, self.scratch.nothing,
+                    tokens[held.pair.heads].unsqueeze(0), held.memory(side).pages, slots, first, mean,
                     held.of_side(side), self.scratch.error, SIDES.index(side), held.variant.number,
                 )  # fmt: skip
         begin = max(chunk.num_past, PAGE_TOKENS * stop)

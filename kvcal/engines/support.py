@@ -37,8 +37,8 @@ def refusals(layer: LayerPlan, cache_dtype: CacheDtype, is_cuda: bool) -> Iterat
             form = stored_form(layer, side, fmt)
             if form is not None:
                 yield f"{side} pages {form}, which the kernels cannot read from a block"
-            if fmt.needs_queries:
-                yield f"{side} channels are chosen by queries, whose sums the ring does not carry"
+            if fmt.keeps_queries:
+                yield f"{side} channels are chosen by the queries of all tokens, which a prefix hit has lost"
     yield from (choice.refusals if is_cuda else choice.storage_refusals)(layer, cache_dtype)
 
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from engine_replay import begin_sums
 from sglang_environment import python_with_sglang, run_sglang
 from test_vllm import LENGTHS, Served, prompts
 from vllm_environment import Unavailable
 
-from kvcal import PlanCache
+from kvcal import PlanCache, attached
 from kvcal.engines.contract import CONTRACTS
 
 pytestmark = pytest.mark.engines
@@ -52,14 +53,19 @@ def serve(
 @torch.no_grad()
 def expected(served: Served, prompt: list[int], cached: int, chunk: int = 4096) -> list[int]:
     """Greedy tokens behind ``cached`` tokens that were computed before, all in chunks of at most ``chunk``."""
-    cache = PlanCache(served.plan, served.model.config)
-    cuts = sorted({*range(0, cached, chunk), *range(cached, len(prompt), chunk)})
-    for start, stop in zip(cuts, cuts[1:], strict=False):
-        served.model(torch.tensor([prompt[start:stop]]), past_key_values=cache)
-    ids = torch.tensor([prompt])
-    return served.model.generate(ids, past_key_values=cache, max_new_tokens=TOKENS, do_sample=False)[
-        0, len(prompt) :
-    ].tolist()
+    model, ids = served.model, torch.tensor([prompt])
+    cache = PlanCache(served.plan, model.config)
+    with attached(model):
+        if cached:
+            for part in ids.split(chunk, dim=1):
+                model(part, past_key_values=cache)
+            cache.crop(cached)
+            begin_sums(cache, cached)
+        cuts = range(cached, len(prompt), chunk)
+        for start, stop in zip(cuts, cuts[1:], strict=False):
+            model(ids[:, start:stop], past_key_values=cache)
+        options = {"max_new_tokens": TOKENS, "do_sample": False, "past_key_values": cache}
+        return model.generate(ids, **options)[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("chunk", [4096, 256])

@@ -28,6 +28,7 @@ from kvcal import Plan, PlanCache
 from kvcal.engines import prefill
 from kvcal.engines import step as stepping
 from kvcal.engines.shard import HeadShard
+from kvcal.errors import UnsupportedModel
 from kvcal.plan.page_format import SIDES
 
 TOLERANCE = 2e-5
@@ -53,6 +54,9 @@ class Both:
             for own, theirs in zip(self.tokens, shared.tokens, strict=True):
                 own[: PAGE * pages] = theirs[: PAGE * pages]
             self.by_cache(slice(0, PAGE * pages))
+            there = min(pages, shared.length // PAGE)
+            for own, theirs in zip(self.cache.layers[0].parts, shared.cache.layers[0].parts, strict=True):
+                own.pool.records[:there] = theirs.pool.records[:there]  # channels chosen in other chunks
 
     @property
     def length(self) -> int:
@@ -138,9 +142,9 @@ def test_a_sequence_begins_behind_blocks_that_are_filled_in_the_same_step() -> N
     others[0].sequence.grow(1)
     lengths, rings = (torch.tensor([n], dtype=torch.int32) for n in (256, others[0].sequence.ring))
     place = stepping.Decodes(lengths, others[0].sequence.table.unsqueeze(0), rings)
-    step.append(*given[0][1:], place)
+    step.append(*given[0], place)
     chunks = [both.sequence.chunk(len(q)) for both, (q, _, _) in zip(every[1:], given[1:], strict=True)]
-    tails = [step.store(k, v, chunk) for (_, k, v), chunk in zip(given[1:], chunks, strict=True)]
+    tails = [step.store(*x, chunk) for x, chunk in zip(given[1:], chunks, strict=True)]
     found = [step.attend(given[0][0], place, 1.0)]
     found += [step.attend_chunk(*x, chunk, tail, 1.0) for x, chunk, tail in zip(given[1:], chunks, tails, strict=True)]
     expected = [first.by_cache(new[2])]
@@ -185,13 +189,17 @@ def test_softcap_and_sink_logits_of_a_chunk_are_those_of_single_steps() -> None:
     torch.testing.assert_close(*results, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["2 bits by channel", "per head", "per head, λ"])
+@pytest.mark.parametrize("name", ["2 bits by channel", "per head", "per head, λ", "query_range"])
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_shards_together_are_the_whole(name: str, size: int) -> None:
     """Blocks of all ranks have the same bytes; 8 ranks of 4 KV heads hold each twice."""
     plan = PLANS[name]
     q, k, v = random_tokens(300, 4, 2)
     whole = _served(HeadShard(plan), q, k, v)
+    if size == 8 and plan.needs_queries:
+        with pytest.raises(UnsupportedModel, match="8 ranks share the queries of each of its 4 KV heads"):
+            HeadShard(plan, 0, size).block_bytes(0)
+        return
     parts = []
     for rank in range(size):
         shard = HeadShard(plan, rank, size)
@@ -217,6 +225,7 @@ def test_blocks_and_rings_take_the_bytes_of_the_plan(name: str) -> None:
         assert shard.block_bytes(0) % 16 == 0
         for pages in (0, 1, 5):
             expected = plan.layers[0].nbytes(dtype, (PAGE * pages,), PAGE * pages)
+            expected += 16 * shard.blocks[0].needs_queries  # the tokens at which sums begin
             assert pages * shard.block_bytes(0) + shard.ring_bytes(0) == expected
 
 

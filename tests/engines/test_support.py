@@ -21,7 +21,7 @@ REFUSED = {
     "sinks": (replace(K, num_sink_tokens=4), V, "k keeps 4 sink tokens"),
     "window": (K, replace(V, recent_window=128), "v keeps a window of 128 tokens"),
     "window rule": (K, replace(V, window_rule=WindowRule("clamped", 0.2, 64)), "v keeps a window of 64 tokens"),
-    "query score": (boosted("query_magnitude"), V, "k channels are chosen by queries"),
+    "all queries": (boosted("running_query_range"), V, "k channels are chosen by the queries of all tokens"),
     "shrinking": (K, replace(V, num_bits=4, shrink_at=(256,), param_dtype="float32"), "v pages shrink"),
 }
 

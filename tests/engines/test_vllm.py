@@ -15,6 +15,7 @@ from engine_replay import Replay, assert_replayed
 from vllm_environment import Unavailable, python_with_vllm, run_in
 
 from kvcal import Plan
+from kvcal.cache.attached import attached_for
 from kvcal.engines.contract import CONTRACTS
 from kvcal.geometry import CacheDtype
 from kvcal.models.geometry import geometry_of
@@ -38,13 +39,13 @@ def fmt(num_bits: int, axis: str = "channel", **more: Any) -> Format:
 FORMATS = [
     ((fmt(4),), (fmt(4, "token"),)),
     ((fmt(2, boost=Boost("magnitude", (Tier(4, 0.25),))),), (fmt(2, "token"),)),
-    ((fmt(3),), (fmt(2, "token"),)),
+    ((fmt(2, boost=Boost("query_magnitude", (Tier(8, 0.125),))),), (fmt(2, "token"),)),
     ((fmt(4), fmt(2)), (fmt(3, "token"), fmt(2, "token"))),
 ]
 
 
 class Served:
-    """A random Llama of 4 layers in a folder, and a plan for it, with λ and offset in layer 2."""
+    """A random Llama of 4 layers in a folder, and a plan for it, with λ, offset and channels by queries in layer 2."""
 
     def __init__(
         self, folder: Path, seed: int = 0, layers: int = 4, head_dim: int = 16, cache_dtype: CacheDtype = "float32"
@@ -132,7 +133,8 @@ def test_16_bits_give_other_tokens(served: Served) -> None:
 
         cache = PlanCache(plan, served.model.config)
         options = {"max_new_tokens": TOKENS, "do_sample": False, "past_key_values": cache}
-        tokens.append(served.model.generate(torch.tensor([prompt]), **options)[0, 300:].tolist())
+        with attached_for(served.model, plan):
+            tokens.append(served.model.generate(torch.tensor([prompt]), **options)[0, 300:].tolist())
     assert tokens[0] != tokens[1]
 
 
@@ -211,6 +213,10 @@ def test_what_is_not_served_is_refused_at_start(version: str, tmp_path: Path, se
             served.arguments(served.write("sinks", dataclasses.replace(served.plan, layers=(sinks, *others)))),
             "layers 0: k keeps 4 sink tokens",
         ),
+        (
+            served.arguments(sliding_plan(tmp_path / "sliding"), model=str(tmp_path / "sliding")),
+            "layers 0, 1: it has a sliding window; only full attention is served",
+        ),
         (served.arguments(str(tmp_path / "nothing")), "nothing"),
         (served.arguments(block_size=64), "blocks of 64 tokens, expected 128"),
         (served.arguments(additional_config={"kvcal_plam": "x"}), "'kvcal_plam', expected 'kvcal_plan'"),
@@ -222,5 +228,25 @@ def test_what_is_not_served_is_refused_at_start(version: str, tmp_path: Path, se
         assert text in start["message"], start
 
 
+def sliding_plan(folder: Path) -> str:
+    """A random Mistral in ``folder``, and a plan for its two layers, which both have a window."""
+    config = hf.MistralConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=VOCABULARY, sliding_window=64, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = hf.MistralForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    layers = tuple(map(LayerPlan, geometry_of(model, cache_dtype="float32").layers))
+    plan = Plan(identity_of(folder, "sliding"), "float32", layers, Workload(2, 300), {})
+    path = folder / "plans" / "plan.safetensors"
+    path.parent.mkdir()
+    save_plan(plan, path)
+    return str(path)
+
+
 def test_the_contract_is_what_the_installed_version_has(version: str, tmp_path: Path) -> None:
-    assert run_in(version, tmp_path, "contract_host.py") == {"missing": []}
+    found = run_in(version, tmp_path, "contract_host.py")
+    assert found == {
+        "missing": [],
+        "doctor": {"name": "plans in vllm", "status": "ok", "found": f"{version}+cpu", "note": ""},
+    }

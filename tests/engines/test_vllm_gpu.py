@@ -1,5 +1,5 @@
-"""A plan in vLLM on a GPU: tokens are those of ``PlanCache`` on a CPU, and CUDA graphs give what the eager run gives, bit
-for bit. vLLM is the one of the interpreter that runs the tests."""
+"""A plan in vLLM on a GPU: tokens are those of ``PlanCache`` on a CPU, and CUDA graphs give the eager run's to the bit.
+vLLM is the one of the interpreter that runs the tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="no vLLM in this environment"),
 ]
 
-# All tokens of a step in one product of fixed size; steps that only decode are replayed.
+# Steps that only decode are replayed.
 GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 
 
@@ -32,7 +32,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 def serve(folder: Path, served: Served, requests: list[dict], runner: int = 2, **more: Any) -> dict[str, Any]:
     """What vLLM did; ``runner``: vLLM has two model runners on a GPU, of which the second is the usual one."""
     paths = [*installed_checkout(folder / "meta", has_stubs=False), os.environ.get("PYTHONPATH", "")]
-    variables = {"PYTHONPATH": os.pathsep.join(paths), "VLLM_USE_V2_MODEL_RUNNER": str(runner - 1)}
+    variables = {
+        "PYTHONPATH": os.pathsep.join(paths), "VLLM_USE_V2_MODEL_RUNNER": str(runner - 1),
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }  # fmt: skip
     on_gpu = {"attention_backend": "KVCAL", "compilation_config": {}, "gpu_memory_utilization": 0.1}
     given = {"llm": served.arguments(**on_gpu | more), "requests": requests}
     found = answer_of(Path(sys.executable), folder, "vllm_host.py", given, variables)
@@ -48,7 +51,7 @@ def twice(*lengths: int, tokens: int = TOKENS) -> list[dict]:
 @pytest.mark.parametrize("runner", [1, 2])
 def test_cold_and_behind_cached_prefixes(runner: int, tmp_path: Path, served: Served) -> None:
     found = serve(tmp_path, served, twice(*LENGTHS), runner)
-    replay = assert_replayed(found, served.model, served.plan)
+    replay = assert_replayed(found, served.model, served.plan, is_greedy=False)  # of equal logits, either is right
     assert sorted(replay.cached.values()) == [0, 0, 0, 0, 0, 128, 256, 640]
 
 

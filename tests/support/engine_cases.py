@@ -23,6 +23,7 @@ def boosted(score: str, *tiers: Tier) -> Format:
     return Format(2, "channel", 32, boost=Boost(score, tiers or (Tier(4, 0.25),)))
 
 
+BY_QUERIES = ("query_magnitude", "query_range")
 V2 = Format(2, "token", 32)
 # Every kind of format that an engine takes: formats of K and V, one for all heads or one for each.
 TAKEN: dict[str, tuple[Format | list[Format], Format | list[Format]]] = {
@@ -31,7 +32,7 @@ TAKEN: dict[str, tuple[Format | list[Format], Format | list[Format]]] = {
     "16 bits": (RAW, RAW),
     "keys of 16 bits": (RAW, V2),
     "values of 16 bits": (Format(2, "channel", 128), RAW),
-    **{score: (boosted(score), V2) for score in ("magnitude", "variance", "range", "random")},
+    **{score: (boosted(score), V2) for score in ("magnitude", "variance", "range", "random", *BY_QUERIES)},
     "three tiers": (boosted("magnitude", Tier(16, 0.125), Tier(8, 0.125, 0.5), Tier(4, 0.25)), V2),
     "rotated": (Format(4, "token", 64, quantizer="rotated"), Format(2, "token", 32, quantizer="rotated")),
     "rotated values": (boosted("magnitude"), Format(3, "token", 64, quantizer="rotated")),

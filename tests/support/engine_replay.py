@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcal import Plan, PlanCache
+from kvcal.cache.attached import attached_for
 
 # Of log-probabilities, at most and in the middle of a request. Products of other shapes differ in their last bits, so
 # that single codes of a long past come out one step apart; 16 bits in place of a plan are tenths to units away.
@@ -66,16 +67,25 @@ class Replay:
                 for layer, theirs in zip(found.layers, writer.layers, strict=True):
                     for part, other in zip(layer.parts, theirs.parts, strict=True):
                         part.pool.records[page] = other.pool.records[page]
+            begin_sums(found, tokens)
         self.cached[name] = self.cached.get(name, 0) + tokens
         self._caches[name] = found
         return found
+
+
+def begin_sums(cache: PlanCache, tokens: int) -> None:
+    """As a request that begins behind so many cached tokens: it counts its own queries alone."""
+    for part in (part for layer in cache.layers for part in layer.parts):
+        part.query_sum.zero_()
+        part.query_since.fill_(tokens)
 
 
 def assert_replayed(found: dict[str, Any], model: PreTrainedModel, plan: Plan, is_greedy: bool = True) -> Replay:
     """Every output token is the one that ``PlanCache`` gives: the most likely one where ``is_greedy``, and, but for
     requests that were aborted, of the same log-probability."""
     replay = Replay(model, plan)
-    results = replay.run(found)
+    with attached_for(model, plan):
+        results = replay.run(found)
     finished = 0
     for name, (_, output) in found["requests"].items():
         answered, chances = found["outputs"].get(name, [output, [None] * len(output)])

@@ -190,11 +190,11 @@ class PlanImpl(AttentionImpl[PlanMetadata]):
         step, more = plan.step, (self.scale, self.softcap, self.sinks)
         decodes = Decodes(attn_metadata.lengths[:count], table[:count], ring.rings[:count])
         if count:
-            step.append(key[:count], value[:count], decodes)
+            step.append(query[:count], key[:count], value[:count], decodes)
         stored = []
         for row, tokens, num_past in attn_metadata.chunks:
             chunk = Chunk(num_past, table[row], ring.rings[row : row + 1])
-            stored.append((tokens, chunk, step.store(key[tokens], value[tokens], chunk)))
+            stored.append((tokens, chunk, step.store(query[tokens], key[tokens], value[tokens], chunk)))
         if count:
             output[:count] = step.attend(query[:count], decodes, *more)
         for tokens, chunk, tail in stored:
