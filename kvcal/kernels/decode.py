@@ -19,13 +19,15 @@ from kvcal.kernels.choice import FOLDED_HEAD_DIMS, is_plain
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, Regions
 from kvcal.kernels.variants import DTYPES, Defines, Variant
-from kvcal.pages.record_layout import RAW_BITS, padded_channels
+from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS, padded_channels
 from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.page_format import SIDES
 
 MAX_ROWS = 512  # sequences of a launch
 TILE_HEADS = 4  # query heads of a tile of the tensor core; a pass over the cache serves one or two tiles
 SWAP_BYTES = 644 * 4
+MOST_HEADS = 2 * TILE_HEADS
+MAX_WIDE_GROUPS = 3  # of channels, of values: rows of a tile
 MAX_WARPS = 12  # 168 registers a thread
 MAX_RAW_WARPS = 16  # values of 16 bits are read without a copy on its way: only more warps hide memory
 SCHEDULERS = 4  # of an SM: warps come in multiples
@@ -53,12 +55,15 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
     boosted = layout.num_slots if isinstance(layout, TieredLayout) else 0
     is_packed = variant.num_bits("v") != RAW_BITS
     records = [0 if variant.num_bits(side) == RAW_BITS else variant.layout(side).record_bytes for side in SIDES]
-    heads = pass_heads(variant.group_heads)
+    heads, eights = pass_heads(variant), wide_tiles(variant)
     tiles = heads // TILE_HEADS
     parts = 2 if variant.rescale and variant.k.axis == "token" else 1  # of the query (QUERY_PARTS)
-    shared = ((16 + 8 * parts) * tiles + 32) * dim + 11 * heads * 4 + 2 * MAX_ROWS * 4 + 64 + 128
+    limbs = 128 * tiles * -(-dim // 64) * 4  # QUERY_WORDS
+    dense = 32 * max(1, eights) * dim
+    halves = eights * (32 * dim + 32) if variant.k.axis == "channel" else 0
+    shared = 16 * tiles * dim + parts * limbs + dense + halves + 11 * heads * 4 + 2 * MAX_ROWS * 4 + 64 + 64 + 128 + 16
     slots = max(sum(-(-record // 128) * 128 for record in records) if is_packed else 0, heads * dim * 4)
-    each = slots + tiles * SWAP_BYTES + 2 * heads * 4 + 4 * boosted
+    each = slots + (16 * dim if eights else tiles * SWAP_BYTES) + 2 * heads * 4 + 4 * boosted
     room = shared_room(capability)
     warps = min(MAX_WARPS if is_packed else MAX_RAW_WARPS, (room - shared) // each)
     warps -= warps % SCHEDULERS if warps > SCHEDULERS else 0
@@ -71,9 +76,25 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
     return warps, shared + warps * each
 
 
-def pass_heads(group_heads: int) -> int:
+def wide_tiles(variant: Variant) -> int:
+    """``WIDE`` of the source: tiles of 8 query heads that meet codes that were expanded once; 0 where it cannot, or where
+    a group is small enough for tiles of 4."""
+    k, v = variant.k, variant.v
+    is_wide = (
+        variant.group_heads > TILE_HEADS
+        and RAW_BITS not in (variant.num_bits("k"), variant.num_bits("v"))
+        and k.window_rule is None and v.window_rule is None and k.recent_window == v.recent_window
+        and (k.axis == "token" or k.group_size >= PAGE_TOKENS)
+        and v.param_dtype == "float16" and -(-variant.head_dim // v.group_size) <= MAX_WIDE_GROUPS
+    )  # fmt: skip
+    return int(is_wide)
+
+
+def pass_heads(variant: Variant) -> int:
     """Query heads of a group that one pass of the fast kernel over the cache serves."""
-    return TILE_HEADS if group_heads <= TILE_HEADS else 2 * TILE_HEADS
+    return 2 * TILE_HEADS * wide_tiles(variant) or (
+        TILE_HEADS if variant.group_heads <= TILE_HEADS else 2 * TILE_HEADS
+    )
 
 
 def decode_defines(
@@ -85,6 +106,7 @@ def decode_defines(
     return _call_defines(variant, q_dtype, softcap, is_staged) | {
         "HAS_WINDOW_RULE": int(any(rule is not None for rule in rules)),
         "WARPS": warps,
+        "WIDE": wide_tiles(variant),
         "SHARED_BYTES": shared,
     }
 
@@ -169,7 +191,7 @@ def _launch(
         return Launch(compiled, grid, PLAIN_THREADS, shape.shared_bytes, passes, shape.part_floats(dim))
     defines = decode_defines(variant, DTYPE_NAMES[q_dtype], softcap, capability, is_staged)
     compiled = kernel("decode", "decode", defines | row_defines(has_rows), device_index)
-    heads = pass_heads(group)
+    heads = pass_heads(variant)
     passes, floats = -(-group // heads), heads * (dim + 2)
     return Launch(compiled, num_sms, defines["WARPS"] * 32, defines["SHARED_BYTES"], passes, floats, follows=True)
 
@@ -187,8 +209,8 @@ def workspace_bytes(batch: int, num_kv_heads: int, group_heads: int, head_dim: i
     heads = batch * num_kv_heads
     floats = (heads * -(-group_heads // shape.heads) + num_sms * shape.blocks) * shape.part_floats(head_dim)
     if head_dim in FOLDED_HEAD_DIMS:
-        per_pass = pass_heads(group_heads)
-        floats = max(floats, (heads * -(-group_heads // per_pass) + num_sms) * per_pass * (head_dim + 2))
+        # A pass of as many heads as any makes the largest parts.
+        floats = max(floats, (heads * -(-group_heads // MOST_HEADS) + num_sms) * MOST_HEADS * (head_dim + 2))
     return _counter_bytes(heads, group_heads) + 4 * floats
 
 

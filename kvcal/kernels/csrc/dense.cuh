@@ -64,37 +64,41 @@ struct DenseKeys {
 
 // Their values: tokens 2 quad, + 1, + 8 and + 9; 0 from ``stop`` on.
 struct DenseValues {
-    uint4 rows[DIM / 64][4];
+    uint4 rows[DENSE_PARTS][4];
 
     __device__ __forceinline__ void load(const Head& head, int token, int stop, int slot, int lane) {
 #pragma unroll
-        for (int part = 0; part < DIM / 64; part++)
+        for (int part = 0; part < DENSE_PARTS; part++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int at = token + 2 * (lane & 3) + i / 2 * 8 + i % 2;
-                rows[part][i] = at < stop ? *reinterpret_cast<const uint4*>(head.value(token, at, slot) + 64 * part + 8 * (lane >> 2)) : make_uint4(0, 0, 0, 0);
+                rows[part][i] = at < stop && (DIM % 64 == 0 || 64 * part + 8 * (lane >> 2) < DIM) ? *reinterpret_cast<const uint4*>(head.value(token, at, slot) + 64 * part + 8 * (lane >> 2)) : make_uint4(0, 0, 0, 0);
             }
     }
 };
 
 // Scores of a tile of keys; as packed_scores has them, s[n][0] and s[n][1].
 __device__ __forceinline__ void tile_scores(float (&s)[QUERY_TILES][2], const DenseKeys& keys, int token, int stop, const Shared& shared, int lane, float scale) {
-    float acc[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-    for (int j = 0; j < DIM / 32; j++) {
-        const uint4 a = keys.low[j], b = keys.high[j], q = *reinterpret_cast<const uint4*>(shared.query_dense[j][lane]);
-        mma_dense(acc, a.x, b.x, a.y, b.y, q.x, q.y);
-        mma_dense(acc, a.z, b.z, a.w, b.w, q.z, q.w);
+    for (int eight = 0; eight < EIGHTS; eight++) {
+        float acc[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+        for (int j = 0; j < DIM / 32; j++) {
+            const uint4 a = keys.low[j], b = keys.high[j], q = *reinterpret_cast<const uint4*>(shared.query_dense[eight][j][lane]);
+            mma_dense(acc, a.x, b.x, a.y, b.y, q.x, q.y);
+            mma_dense(acc, a.z, b.z, a.w, b.w, q.z, q.w);
 #if SPLIT_QUERY
-        const uint4 r = *reinterpret_cast<const uint4*>(shared.query_rest[j][lane]);
-        mma_dense(acc, a.x, b.x, a.y, b.y, r.x, r.y);
-        mma_dense(acc, a.z, b.z, a.w, b.w, r.z, r.w);
+            const uint4 r = *reinterpret_cast<const uint4*>(shared.query_rest[eight][j][lane]);
+            mma_dense(acc, a.x, b.x, a.y, b.y, r.x, r.y);
+            mma_dense(acc, a.z, b.z, a.w, b.w, r.z, r.w);
 #endif
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int n = 2 * eight; n < MIN2(2 * eight + 2, QUERY_TILES); n++)
+                s[n][half] = token + 8 * half + (lane >> 2) < stop ? acc[2 * half + n % 2] * scale : -INFINITY;
     }
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-#pragma unroll
-        for (int n = 0; n < QUERY_TILES; n++) s[n][half] = token + 8 * half + (lane >> 2) < stop ? acc[2 * half + n] * scale : -INFINITY;
 }
 
 // Scores of COUNT tiles of tokens that are not packed, from ``token``; those from ``stop`` on are left out.
@@ -111,19 +115,19 @@ void dense_scores(float (&s)[QUERY_TILES][2 * COUNT], const Head& head, int toke
     }
 }
 
-// Probabilities of the heads n at tokens g and g + 8 of a tile, times its values, added to ``out``.
-__device__ __forceinline__ void add_values(float (&out)[TILES][4], const float (&p)[QUERY_TILES][2], const DenseValues& values) {
+// Probabilities of the heads n, of eight, at tokens g and g + 8 of a tile, times its values, added to ``out``.
+__device__ __forceinline__ void add_values(float (&out)[4 * DENSE_PARTS][4], const float (&p)[2][2], const DenseValues& values) {
     u32 b[2], rest[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const float p0 = p[0][half], p1 = QUERY_TILES > 1 ? p[QUERY_TILES - 1][half] : 0.f;
+        const float p0 = p[0][half], p1 = p[1][half];
         b[half] = transpose(dense_pair(p0, p1));
 #if DTYPE == 1  // 8 bits of a probability are too few: the rest goes in a second product
         rest[half] = transpose(bhalves(p0 - dense_to_float((u16)(bhalves(p0, 0.f) & 0xffffu)), p1 - dense_to_float((u16)(bhalves(p1, 0.f) & 0xffffu))));
 #endif
     }
 #pragma unroll
-    for (int part = 0; part < DIM / 64; part++)
+    for (int part = 0; part < DENSE_PARTS; part++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const u32 w0 = (&values.rows[part][0].x)[i], w1 = (&values.rows[part][1].x)[i], w2 = (&values.rows[part][2].x)[i], w3 = (&values.rows[part][3].x)[i];
@@ -136,8 +140,8 @@ __device__ __forceinline__ void add_values(float (&out)[TILES][4], const float (
 }
 
 // UNIT tokens whose values are not packed. Keys lie in a page of codes where ``from`` says that some may, and are left out
-// before it. out: P V of heads quad and quad + 4, of channels 64 (t / 4) + 8 g + 2 (t % 4) and the next one.
-__device__ __forceinline__ void dense_unit(State& state, float (&out)[TILES][4], const Head& head, int token, int from, int stop, int slot,
+// before it. out: P V of heads quad and quad + 4 of every eight, of channels 64 (t / 4) + 8 g + 2 (t % 4) and the next one.
+__device__ __forceinline__ void dense_unit(State& state, float (&out)[EIGHTS][4 * DENSE_PARTS][4], const Head& head, int token, int from, int stop, int slot,
                                            Shared& shared, int warp, int lane, float scale, float softcap) {
     float s[QUERY_TILES][UNIT / 8];
     DenseValues values;
@@ -159,32 +163,36 @@ __device__ __forceinline__ void dense_unit(State& state, float (&out)[TILES][4],
     float down[QUERY_TILES];
     if (state.raise(s, down, lane))
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
+        for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) out[t][i] *= i % 2 < QUERY_TILES ? down[i % 2 < QUERY_TILES ? i % 2 : 0] : 1.f;
+            for (int t = 0; t < 4 * DENSE_PARTS; t++) { out[n / 2][t][n % 2] *= down[n]; out[n / 2][t][n % 2 + 2] *= down[n]; }
 #pragma unroll
     for (int t = 0; t < UNIT / 16; t++) {
         if (!DENSE_IS_RARE) values.load(head, token + 16 * t, stop, slot, lane);
-        float p[QUERY_TILES][2];
 #pragma unroll
-        for (int n = 0; n < QUERY_TILES; n++)
+        for (int eight = 0; eight < EIGHTS; eight++) {
+            float p[2][2] = {};
 #pragma unroll
-            for (int half = 0; half < 2; half++) { p[n][half] = exp2_(s[n][2 * t + half] - state.max_[n]); state.sum[n] += p[n][half]; }
-        add_values(out, p, values);
+            for (int n = 2 * eight; n < MIN2(2 * eight + 2, QUERY_TILES); n++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) { p[n % 2][half] = exp2_(s[n][2 * t + half] - state.max_[n]); state.sum[n] += p[n % 2][half]; }
+            add_values(out[eight], p, values);
+        }
     }
 }
 
 // What dense units left in ``out`` is added to the state, in its order of channels.
-__device__ __forceinline__ void reorder(State& state, const float (&out)[TILES][4], float* swap, int lane) {
-    static_assert(4 * DIM <= SWAP_WORDS, "four heads at a time");
+__device__ __forceinline__ void reorder(State& state, const float (&out)[EIGHTS][4 * DENSE_PARTS][4], float* swap, int lane) {
+    static_assert(4 * DIM <= SWAP_ROOM, "four heads at a time");
     const int g = lane >> 2, quad = lane & 3;
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++) {
         __syncwarp();
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
+        for (int t = 0; t < 4 * DENSE_PARTS; t++)
 #pragma unroll
-            for (int i = 0; i < 2; i++) swap[quad * DIM + 64 * (t / 4) + 8 * g + 2 * (t % 4) + i] = out[t][2 * i + n];
+            for (int i = 0; i < 2; i++)
+                if (DIM % 64 == 0 || 64 * (t / 4) + 8 * g < DIM) swap[quad * DIM + 64 * (t / 4) + 8 * g + 2 * (t % 4) + i] = out[n / 2][t][2 * i + n % 2];
         __syncwarp();
 #pragma unroll
         for (int t = 0; t < TILES; t++)

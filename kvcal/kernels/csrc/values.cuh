@@ -2,11 +2,13 @@
 
 #include "softmax.cuh"
 #include "keys.cuh"
+#include "wide_values.cuh"
 #include "hadamard.cuh"
 
 namespace decode_ {
 
 #if V_BITS != 16
+#if !WIDE
 // Probabilities of a page times its values, taken into ``state``. s: scores of all 128 tokens.
 __device__ __forceinline__ void packed_values(State& state, const float (&s)[QUERY_TILES][PAGE / 8], const u8* record, float* swap, int lane) {
     constexpr int LIFT = V_LIFT, PER = TILES / V_GROUPS;
@@ -63,6 +65,13 @@ __device__ __forceinline__ void packed_values(State& state, const float (&s)[QUE
     }
 }
 
+#endif
+
+// The zeros that packed values add to all channels of a group, of heads 4 n + quad.
+__device__ __forceinline__ float zeros_of(const State& state, int group, int n, int lane) {
+    return WIDE ? state.zero[group][n] : to_scores(sum_of_lanes(state.zero[group][n]), lane);
+}
+
 // What packed values have added up to, rotated back; zeros are taken in.
 __device__ __forceinline__ void unrotate(State& state, const signed char* signs, float* swap, int lane) {
     const int g = lane >> 2, quad = lane & 3;
@@ -71,7 +80,7 @@ __device__ __forceinline__ void unrotate(State& state, const signed char* signs,
         float zero[V_GROUPS];
 #pragma unroll
         for (int i = 0; i < V_GROUPS; i++) {
-            zero[i] = to_scores(sum_of_lanes(state.zero[i][n]), lane);
+            zero[i] = zeros_of(state, i, n, lane);
             state.zero[i][n] = 0.f;
         }
         __syncwarp();
