@@ -15,19 +15,18 @@ import torch
 from torch import Tensor
 
 from kvcal.errors import UsageError
-from kvcal.kernels.choice import FOLDED_HEAD_DIMS, is_plain
+from kvcal.kernels.choice import MAX_STAGED_DIM, MAX_WIDE_TILES, TILE_HEADS, WIDE_HEAD_DIMS, is_plain, wide_tiles
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, Regions
 from kvcal.kernels.variants import DTYPES, Defines, Variant
-from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS, padded_channels
+from kvcal.pages.record_layout import RAW_BITS, padded_channels
 from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.page_format import SIDES
 
 MAX_ROWS = 512  # sequences of a launch
-TILE_HEADS = 4  # query heads of a tile of the tensor core; a pass over the cache serves one or two tiles
 SWAP_BYTES = 644 * 4
-MOST_HEADS = 2 * TILE_HEADS
-MAX_WIDE_GROUPS = 3  # of channels, of values: rows of a tile
+MAX_LARGE_WARPS = 8  # 255 registers a thread, for 16 query heads or more than 128 channels
+MOST_HEADS = 2 * TILE_HEADS * MAX_WIDE_TILES
 MAX_WARPS = 12  # 168 registers a thread
 MAX_RAW_WARPS = 16  # values of 16 bits are read without a copy on its way: only more warps hide memory
 SCHEDULERS = 4  # of an SM: warps come in multiples
@@ -65,7 +64,8 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
     slots = max(sum(-(-record // 128) * 128 for record in records) if is_packed else 0, heads * dim * 4)
     each = slots + (16 * dim if eights else tiles * SWAP_BYTES) + 2 * heads * 4 + 4 * boosted
     room = shared_room(capability)
-    warps = min(MAX_WARPS if is_packed else MAX_RAW_WARPS, (room - shared) // each)
+    most = MAX_LARGE_WARPS if eights > 1 or dim > MAX_STAGED_DIM else MAX_WARPS if is_packed else MAX_RAW_WARPS
+    warps = min(most, (room - shared) // each)
     warps -= warps % SCHEDULERS if warps > SCHEDULERS else 0
     if warps < 1:
         raise UsageError(
@@ -74,20 +74,6 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
             hint="take fewer bits, or the dynamic PlanCache",
         )
     return warps, shared + warps * each
-
-
-def wide_tiles(variant: Variant) -> int:
-    """``WIDE`` of the source: tiles of 8 query heads that meet codes that were expanded once; 0 where it cannot, or where
-    a group is small enough for tiles of 4."""
-    k, v = variant.k, variant.v
-    is_wide = (
-        variant.group_heads > TILE_HEADS
-        and RAW_BITS not in (variant.num_bits("k"), variant.num_bits("v"))
-        and k.window_rule is None and v.window_rule is None and k.recent_window == v.recent_window
-        and (k.axis == "token" or k.group_size >= PAGE_TOKENS)
-        and v.param_dtype == "float16" and -(-variant.head_dim // v.group_size) <= MAX_WIDE_GROUPS
-    )  # fmt: skip
-    return int(is_wide)
 
 
 def pass_heads(variant: Variant) -> int:
@@ -208,7 +194,7 @@ def workspace_bytes(batch: int, num_kv_heads: int, group_heads: int, head_dim: i
     shape = plain_shape(head_dim, group_heads, shared_room(torch.cuda.get_device_capability(device)))
     heads = batch * num_kv_heads
     floats = (heads * -(-group_heads // shape.heads) + num_sms * shape.blocks) * shape.part_floats(head_dim)
-    if head_dim in FOLDED_HEAD_DIMS:
+    if head_dim in WIDE_HEAD_DIMS:
         # A pass of as many heads as any makes the largest parts.
         floats = max(floats, (heads * -(-group_heads // MOST_HEADS) + num_sms) * MOST_HEADS * (head_dim + 2))
     return _counter_bytes(heads, group_heads) + 4 * floats

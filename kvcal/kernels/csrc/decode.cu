@@ -232,19 +232,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
 #endif
 #endif
         if (first_dense < last) {  // last, for what they ask for to be there
-            float out[EIGHTS][4 * DENSE_PARTS][4];
-#pragma unroll
-            for (int i = 0; i < EIGHTS * DENSE_PARTS * 16; i++) out[i / (DENSE_PARTS * 16)][i / 4 % (4 * DENSE_PARTS)][i % 4] = 0.f;
+            DenseOut sum;
+            sum.start();
             if (V_PACKED) slot = dense_slot_of(first_dense);
 #pragma unroll 1
             for (int unit = first_dense; unit < last; unit += WARPS) {
                 int from, stop;
                 const int token = dense_tokens(unit, from, stop);
                 next_slot = dense_slot_of(unit + WARPS);
-                dense_unit(state, out, head, token, from, stop, slot, shared, warp, lane, log2_scale, softcap);
+                dense_unit(state, sum, head, token, from, stop, slot, shared, warp, lane, log2_scale, softcap);
                 slot = next_slot;
             }
-            reorder(state, out, shared.swap[warp], lane);
+            if (DenseOut::IS_KEPT) reorder(state, sum.out, 0, shared.swap[warp], lane);
         }
 
         // This warp's part, head by head, where its records were.

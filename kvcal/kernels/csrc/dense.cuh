@@ -139,13 +139,53 @@ __device__ __forceinline__ void add_values(float (&out)[4 * DENSE_PARTS][4], con
         }
 }
 
+// What dense units left in ``out`` for an eight is added to the state, in its order of channels.
+__device__ __forceinline__ void reorder(State& state, const float (&out)[4 * DENSE_PARTS][4], int eight, float* swap, int lane) {
+    static_assert(4 * DIM <= SWAP_ROOM, "four heads at a time");
+    const int g = lane >> 2, quad = lane & 3;
+#pragma unroll
+    for (int n = 2 * eight; n < MIN2(2 * eight + 2, QUERY_TILES); n++) {
+        __syncwarp();
+#pragma unroll
+        for (int t = 0; t < 4 * DENSE_PARTS; t++)
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                if (DIM % 64 == 0 || 64 * (t / 4) + 8 * g < DIM) swap[quad * DIM + 64 * (t / 4) + 8 * g + 2 * (t % 4) + i] = out[t][2 * i + n % 2];
+        __syncwarp();
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) state.out[n][t][half] += swap[quad * DIM + 16 * t + 8 * half + g];
+    }
+    __syncwarp();
+}
+
+// P V of dense units: of heads quad and quad + 4, of channels 64 (t / 4) + 8 g + 2 (t % 4) and the next one. Of two eights, every
+// unit's goes to the state at once: there are no registers for it.
+struct DenseOut {
+    static constexpr bool IS_KEPT = EIGHTS == 1;
+    float out[4 * DENSE_PARTS][4];
+
+    __device__ __forceinline__ void start() {
+#pragma unroll
+        for (int i = 0; i < DENSE_PARTS * 16; i++) out[i / 4][i % 4] = 0.f;
+    }
+    __device__ __forceinline__ void scale(const float (&down)[QUERY_TILES]) {
+#pragma unroll
+        for (int t = 0; t < 4 * DENSE_PARTS; t++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) out[t][i] *= i % 2 < QUERY_TILES ? down[i % 2 < QUERY_TILES ? i % 2 : 0] : 1.f;
+    }
+};
+
 // UNIT tokens whose values are not packed. Keys lie in a page of codes where ``from`` says that some may, and are left out
-// before it. out: P V of heads quad and quad + 4 of every eight, of channels 64 (t / 4) + 8 g + 2 (t % 4) and the next one.
-__device__ __forceinline__ void dense_unit(State& state, float (&out)[EIGHTS][4 * DENSE_PARTS][4], const Head& head, int token, int from, int stop, int slot,
+// before it.
+__device__ __forceinline__ void dense_unit(State& state, DenseOut& sum, const Head& head, int token, int from, int stop, int slot,
                                            Shared& shared, int warp, int lane, float scale, float softcap) {
     float s[QUERY_TILES][UNIT / 8];
     DenseValues values;
-    if (DENSE_IS_RARE) values.load(head, token, stop, slot, lane);  // together with the keys
+    constexpr bool IS_LOADED = DENSE_IS_RARE && WIDE < 2;  // together with the keys, if there are registers
+    if (IS_LOADED) values.load(head, token, stop, slot, lane);
 #if K_LEADS
     if (from >= 0 && token / PAGE < head.num_k_pages) {
         packed_scores<UNIT / 16>(s, head.k_page(slot), token % PAGE / 16, shared, warp, lane, scale);
@@ -161,14 +201,10 @@ __device__ __forceinline__ void dense_unit(State& state, float (&out)[EIGHTS][4 
         dense_scores<UNIT / 16>(s, head, token, stop, slot, shared, lane, scale);
     cap(s, softcap);
     float down[QUERY_TILES];
-    if (state.raise(s, down, lane))
-#pragma unroll
-        for (int n = 0; n < QUERY_TILES; n++)
-#pragma unroll
-            for (int t = 0; t < 4 * DENSE_PARTS; t++) { out[n / 2][t][n % 2] *= down[n]; out[n / 2][t][n % 2 + 2] *= down[n]; }
+    if (state.raise(s, down, lane) && DenseOut::IS_KEPT) sum.scale(down);
 #pragma unroll
     for (int t = 0; t < UNIT / 16; t++) {
-        if (!DENSE_IS_RARE) values.load(head, token + 16 * t, stop, slot, lane);
+        if (!IS_LOADED) values.load(head, token + 16 * t, stop, slot, lane);
 #pragma unroll
         for (int eight = 0; eight < EIGHTS; eight++) {
             float p[2][2] = {};
@@ -176,30 +212,11 @@ __device__ __forceinline__ void dense_unit(State& state, float (&out)[EIGHTS][4 
             for (int n = 2 * eight; n < MIN2(2 * eight + 2, QUERY_TILES); n++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) { p[n % 2][half] = exp2_(s[n][2 * t + half] - state.max_[n]); state.sum[n] += p[n % 2][half]; }
-            add_values(out[eight], p, values);
+            if (!DenseOut::IS_KEPT) sum.start();
+            add_values(sum.out, p, values);
+            if (!DenseOut::IS_KEPT) reorder(state, sum.out, eight, shared.swap[warp], lane);
         }
     }
-}
-
-// What dense units left in ``out`` is added to the state, in its order of channels.
-__device__ __forceinline__ void reorder(State& state, const float (&out)[EIGHTS][4 * DENSE_PARTS][4], float* swap, int lane) {
-    static_assert(4 * DIM <= SWAP_ROOM, "four heads at a time");
-    const int g = lane >> 2, quad = lane & 3;
-#pragma unroll
-    for (int n = 0; n < QUERY_TILES; n++) {
-        __syncwarp();
-#pragma unroll
-        for (int t = 0; t < 4 * DENSE_PARTS; t++)
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-                if (DIM % 64 == 0 || 64 * (t / 4) + 8 * g < DIM) swap[quad * DIM + 64 * (t / 4) + 8 * g + 2 * (t % 4) + i] = out[n / 2][t][2 * i + n % 2];
-        __syncwarp();
-#pragma unroll
-        for (int t = 0; t < TILES; t++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) state.out[n][t][half] += swap[quad * DIM + 16 * t + 8 * half + g];
-    }
-    __syncwarp();
 }
 
 }  // namespace decode_

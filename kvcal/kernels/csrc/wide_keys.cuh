@@ -325,9 +325,7 @@ __device__ __forceinline__ void wide_scores(float (&s)[QUERY_TILES][PAGE / 8], f
     }
 #pragma unroll
     for (int group = 0; group < K_GROUPS; group++) {
-        // A lane's channels are all in one group: the others contribute nothing to it.
-        static_assert(K_GROUPS == 1 || K_GROUP % QUARTER == 0, "a quarter lies in one group");
-        const bool mine = K_GROUPS == 1 || quad * QUARTER / K_GROUP == group;
+        // Channels of other groups contribute nothing to it.
         const u8 *scales = record + K_SCALE + group * PAGE * (K_PARAM == KV_FLOAT32 ? 4 : 2), *zeros = scales + (K_ZERO - K_SCALE);
 #pragma unroll 1
         for (int part = 0; part < QUERY_PARTS; part++) {
@@ -337,17 +335,23 @@ __device__ __forceinline__ void wide_scores(float (&s)[QUERY_TILES][PAGE / 8], f
                 const uint4 v = *reinterpret_cast<const uint4*>(shared.query_limbs[part][i / 4][lane]);
                 u32 (&op)[QUERY_WORDS] = query.op[i / (2 * QUERY_WORDS)][i / QUERY_WORDS % 2];
                 const int at = i % QUERY_WORDS;
+                const bool mine = is_of_group(group, at / 4, lane);
                 op[at] = mine ? v.x : 0u; op[at + 1] = mine ? v.y : 0u; op[at + 2] = mine ? v.z : 0u; op[at + 3] = mine ? v.w : 0u;
             }
             float token_scale[2][8], token_zero[2][8];  // of tokens that follow one another
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
+            for (int half = 0; half < 2 && WIDE == 1; half++) {
                 load_numbers<K_PARAM>(token_scale[half], scales, lane_token(lane) + 16 * half);
                 load_numbers<K_PARAM>(token_zero[half], zeros, lane_token(lane) + 16 * half);
             }
             for_tiles([&](auto tile) {
                 int acc[WIDE][2][4];
                 tile_products<tile.value>(acc, query, record, lane);
+#pragma unroll
+                for (int half = 0; half < 2 && WIDE > 1; half++) {  // one by one: there are no registers for all
+                    token_scale[half][tile.value] = number_at<K_PARAM>(scales, lane_token(lane) + 16 * half + tile.value);
+                    token_zero[half][tile.value] = number_at<K_PARAM>(zeros, lane_token(lane) + 16 * half + tile.value);
+                }
 #pragma unroll
                 for (int n = 0; n < QUERY_TILES; n++) {
                     const float unit = shared.query_unit[part][4 * n + quad] * (scale / (1 << K_LIFT));

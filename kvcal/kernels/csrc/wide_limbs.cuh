@@ -63,6 +63,12 @@ __device__ __forceinline__ void prepare_halves(Shared& shared, u32 eight, u32 la
 #endif
 
 #if K_AXIS
+// Whether word ``word`` of a lane's quarter is of a channel group.
+__device__ __forceinline__ bool is_of_group(int group, int word, int lane) {
+    static_assert(K_GROUPS == 1 || (K_GROUP % 16 == 0 && QUARTER % 16 == 0), "whole words");
+    return K_GROUPS == 1 || ((lane & 3) * QUARTER + 16 * word) / K_GROUP == group;
+}
+
 // Operands of an eight, for all pages of a head.
 __device__ __forceinline__ void prepare_wide_limbs(Shared& shared, u32 eight, u32 lane) {
     const u32 g = lane / 4, head = 8 * eight + g / 2 + g % 2 * 4;
@@ -80,13 +86,14 @@ __device__ __forceinline__ void prepare_wide_limbs(Shared& shared, u32 eight, u3
 #pragma unroll
         for (int i = 0; i < 4 * QUERY_WORDS; i++) x[i] = fmaf(-rounded(x[i], up), unit, x[i]);
     }
-    float rest = 0.f;
-#pragma unroll
-    for (int i = 0; i < 4 * QUERY_WORDS; i++) rest += x[i];
+    // What is left of the sum over a channel group; a word of 16 channels is in one of them.
 #pragma unroll
     for (int group = 0; group < K_GROUPS; group++) {
-        const float sum = sum_of_column((int)(lane & 3) * QUARTER / K_GROUP == group ? rest : 0.f);
-        if (lane % 4 == 0) shared.query_lost[group][head] = sum;
+        float rest = 0.f;
+#pragma unroll
+        for (int i = 0; i < 4 * QUERY_WORDS; i++) rest += is_of_group(group, i / 16, lane) ? x[i] : 0.f;
+        rest = sum_of_column(rest);
+        if (lane % 4 == 0) shared.query_lost[group][head] = rest;
     }
 }
 #endif
