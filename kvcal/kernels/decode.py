@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from kvcal.errors import UsageError
-from kvcal.kernels.choice import MAX_STAGED_DIM, MAX_WIDE_TILES, TILE_HEADS, WIDE_HEAD_DIMS, is_plain, wide_tiles
+from kvcal.kernels.choice import (
+    FOLDED_HEAD_DIMS,
+    MAX_STAGED_DIM,
+    MAX_WIDE_TILES,
+    TILE_HEADS,
+    WIDE_HEAD_DIMS,
+    is_plain,
+    wide_tiles,
+)
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, Regions
 from kvcal.kernels.variants import DTYPES, Defines, Variant
@@ -26,7 +34,6 @@ from kvcal.plan.page_format import SIDES
 MAX_ROWS = 512  # sequences of a launch
 SWAP_BYTES = 644 * 4
 MAX_LARGE_WARPS = 8  # 255 registers a thread, for 16 query heads or more than 128 channels
-MOST_HEADS = 2 * TILE_HEADS * MAX_WIDE_TILES
 MAX_WARPS = 12  # 168 registers a thread
 MAX_RAW_WARPS = 16  # values of 16 bits are read without a copy on its way: only more warps hide memory
 SCHEDULERS = 4  # of an SM: warps come in multiples
@@ -78,9 +85,14 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
 
 def pass_heads(variant: Variant) -> int:
     """Query heads of a group that one pass of the fast kernel over the cache serves."""
-    return 2 * TILE_HEADS * wide_tiles(variant) or (
-        TILE_HEADS if variant.group_heads <= TILE_HEADS else 2 * TILE_HEADS
-    )
+    return 2 * TILE_HEADS * wide_tiles(variant) or (TILE_HEADS if variant.group_heads <= TILE_HEADS else 2 * TILE_HEADS)
+
+
+def _most_pass_heads(group_heads: int, head_dim: int) -> int:
+    """The most query heads of a pass, whatever the formats: its parts are the largest, too."""
+    if group_heads <= TILE_HEADS and head_dim in FOLDED_HEAD_DIMS:
+        return TILE_HEADS
+    return 2 * TILE_HEADS * min(MAX_WIDE_TILES, -(-group_heads // (2 * TILE_HEADS)))
 
 
 def decode_defines(
@@ -195,8 +207,8 @@ def workspace_bytes(batch: int, num_kv_heads: int, group_heads: int, head_dim: i
     heads = batch * num_kv_heads
     floats = (heads * -(-group_heads // shape.heads) + num_sms * shape.blocks) * shape.part_floats(head_dim)
     if head_dim in WIDE_HEAD_DIMS:
-        # A pass of as many heads as any makes the largest parts.
-        floats = max(floats, (heads * -(-group_heads // MOST_HEADS) + num_sms) * MOST_HEADS * (head_dim + 2))
+        per_pass = _most_pass_heads(group_heads, head_dim)
+        floats = max(floats, (heads * -(-group_heads // per_pass) + num_sms) * per_pass * (head_dim + 2))
     return _counter_bytes(heads, group_heads) + 4 * floats
 
 

@@ -41,18 +41,18 @@ template <int BYTES, int COUNT> __device__ __forceinline__ void load_bytes(u32 (
     }
 }
 
-// Bytes of a lane's quarter of the row of one token: at[w][e], of channels 16 w + 4 j + e, times 2^K_LIFT. planes: of that row.
-template <int TOKEN> __device__ __forceinline__ void key_bytes(u32 (&at)[QUERY_WORDS / 4][4], const u8* record, int lane) {
+// Bytes of a lane's quarter of the row of a token, lane_token + ``token``: at[w][e], of channels 16 w + 4 j + e, times 2^K_LIFT.
+__device__ __forceinline__ void key_bytes(u32 (&at)[QUERY_WORDS / 4][4], const u8* record, int token, int lane) {
     constexpr int WORDS = QUERY_WORDS / 4, PLANES = K_BITS / 2, PLANE = PAGE * DIM / 4;
     typedef Rows<DIM, 2> Two;
     u32 word[PLANES + 1][WORDS], last[WORDS];
     const int lane_place = Two::place(lane_token(lane)) + (lane & 3) * Two::QUAD;
 #pragma unroll
-    for (int p = 0; p < PLANES; p++) load_bytes<Two::SEGMENT>(word[p], record + p * PLANE + Two::place(TOKEN) + lane_place);
+    for (int p = 0; p < PLANES; p++) load_bytes<Two::SEGMENT>(word[p], record + p * PLANE + Two::place(token) + lane_place);
     if constexpr (K_BITS % 2) {
         typedef Rows<DIM, 1> One;
         u32 bits[(One::SEGMENT + 3) / 4];
-        load_bytes<One::SEGMENT>(bits, record + PLANES * PLANE + One::place(TOKEN) + One::place(lane_token(lane)) + (lane & 3) * One::QUAD);
+        load_bytes<One::SEGMENT>(bits, record + PLANES * PLANE + One::place(token) + One::place(lane_token(lane)) + (lane & 3) * One::QUAD);
 #pragma unroll
         for (int w = 0; w < WORDS; w++) last[w] = w % 2 ? spread<1>(bits[w / 2]) : spread<0>(bits[w / 2]);
     }
@@ -103,8 +103,8 @@ template <int COLUMNS, int FIRST_SLOT, int ROOM, int PLANES> struct WideTier {
         }
     }
 
-    // acc += high planes of a token in row g, and of the sixteenth behind it.
-    template <int TOKEN> __device__ __forceinline__ void multiply(int (&acc)[WIDE][2][4], const u8* high, int lane) const {
+    // acc += high planes of a tile's tokens.
+    __device__ __forceinline__ void multiply(int (&acc)[WIDE][2][4], const u8* high, int tile, int lane) const {
         constexpr int LIFT = K_LIFT + K_BITS;
         const int lane_place = Two::place(lane_token(lane)) + (INTERLEAVED ? (lane & 3) * Two::QUAD : (lane & 3));
 #pragma unroll
@@ -113,7 +113,7 @@ template <int COLUMNS, int FIRST_SLOT, int ROOM, int PLANES> struct WideTier {
             const bool is_there = INTERLEAVED || 4 * step + (lane & 3) < ROW;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const u8* at = high + Two::place(TOKEN + 16 * half) + lane_place + (INTERLEAVED ? step : 4 * step);
+                const u8* at = high + Two::place(tile + 16 * half) + lane_place + (INTERLEAVED ? step : 4 * step);
                 bytes[half] = four_bytes<LIFT>(is_there ? at[0] : 0);
                 if (PLANES > 1) bytes[half] |= four_bytes<LIFT + 2 * (PLANES > 1)>(is_there ? at[PAGE * ROW] : 0);
                 if (PLANES > 2) bytes[half] |= four_bytes<LIFT + 4 * (PLANES > 2)>(is_there ? at[2 * PAGE * ROW] : 0);
@@ -128,7 +128,7 @@ template <int COLUMNS, int FIRST_SLOT, int ROOM, int PLANES> struct WideTier {
 template <> struct WideTier<0, 0, 0, 0> {  // of 16 bits, or none
     static constexpr bool TAKES_ZEROS = false;
     __device__ __forceinline__ void prepare(float (&)[WIDE], const u8*, const float (&)[WIDE], const Shared&, int, int) {}
-    template <int TOKEN> __device__ __forceinline__ void multiply(int (&)[WIDE][2][4], const u8*, int) const {}
+    __device__ __forceinline__ void multiply(int (&)[WIDE][2][4], const u8*, int, int) const {}
 };
 #define WIDE_TIER(i) WideTier<K_TIER##i##_COLUMNS, K_TIER##i##_COLUMNS ? K_TIER##i##_SLOT : 0, K_TIER##i##_COLUMNS ? K_TIER##i##_ROOM : 0, \
     K_TIER##i##_COLUMNS ? (K_TIER##i##_BITS - K_BITS) / 2 : 0>
@@ -157,12 +157,12 @@ struct WideQuery {
 };
 
 // acc = Magic + products of the tokens of a tile with both limbs of the query.
-template <int TILE> __device__ __forceinline__ void tile_products(int (&acc)[WIDE][2][4], const WideQuery& query, const u8* record, int lane) {
+__device__ __forceinline__ void tile_products(int (&acc)[WIDE][2][4], const WideQuery& query, const u8* record, int tile, int lane) {
     constexpr int magic = Magic<true>::bits;
     const int start[4] = {magic, magic, magic, magic};
     u32 low[QUERY_WORDS / 4][4], high[QUERY_WORDS / 4][4];
-    key_bytes<TILE>(low, record, lane);
-    key_bytes<TILE + 16>(high, record, lane);
+    key_bytes(low, record, tile, lane);
+    key_bytes(high, record, tile + 16, lane);
 #pragma unroll
     for (int w = 0; w < QUERY_WORDS / 4; w++)
 #pragma unroll
@@ -176,16 +176,10 @@ template <int TILE> __device__ __forceinline__ void tile_products(int (&acc)[WID
                     else mma<true>(acc[eight][limb], low[w][e], high[w][e], low[w][e + 1], high[w][e + 1], op[4 * w + e], op[4 * w + e + 1], acc[eight][limb]);
                 }
 #if K_TIERS > 0
-    query.tier0.multiply<TILE>(acc, record + K_TIER0_HIGH, lane);
-    query.tier1.multiply<TILE>(acc, record + K_TIER1_HIGH, lane);
-    query.tier2.multiply<TILE>(acc, record + K_TIER2_HIGH, lane);
+    query.tier0.multiply(acc, record + K_TIER0_HIGH, tile, lane);
+    query.tier1.multiply(acc, record + K_TIER1_HIGH, tile, lane);
+    query.tier2.multiply(acc, record + K_TIER2_HIGH, tile, lane);
 #endif
-}
-
-// ``body(tile)`` for tiles FIRST to 7, each a constant.
-template <int TILE> struct TileNumber { static constexpr int value = TILE; };
-template <int FIRST = 0, class Body> __device__ __forceinline__ void for_tiles(const Body& body) {
-    if constexpr (FIRST < 8) { body(TileNumber<FIRST>()); for_tiles<FIRST + 1>(body); }
 }
 
 #if K_AXIS == 0
@@ -294,17 +288,18 @@ __device__ __forceinline__ void wide_scores(float (&s)[QUERY_TILES][PAGE / 8], f
         step[n] = unit * (scale / (1 << K_LIFT));
         from[n] = add * scale - Magic<true>::number * step[n];
     }
-    for_tiles([&](auto tile) {
+#pragma unroll
+    for (int tile = 0; tile < 8; tile++) {
         int acc[WIDE][2][4];
-        tile_products<tile.value>(acc, query, record, lane);
+        tile_products(acc, query, record, tile, lane);
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int at = 2 * half + n % 2;
-                s[n][2 * tile.value + half] = fmaf(__int_as_float(acc[n / 2][0][at]) - Magic<true>::number, 256.f, __int_as_float(acc[n / 2][1][at]));
+                s[n][2 * tile + half] = fmaf(__int_as_float(acc[n / 2][0][at]) - Magic<true>::number, 256.f, __int_as_float(acc[n / 2][1][at]));
             }
-    });
+    }
 #if !LAZY_SCORES
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++) {
@@ -344,13 +339,14 @@ __device__ __forceinline__ void wide_scores(float (&s)[QUERY_TILES][PAGE / 8], f
                 load_numbers<K_PARAM>(token_scale[half], scales, lane_token(lane) + 16 * half);
                 load_numbers<K_PARAM>(token_zero[half], zeros, lane_token(lane) + 16 * half);
             }
-            for_tiles([&](auto tile) {
+#pragma unroll
+            for (int tile = 0; tile < 8; tile++) {
                 int acc[WIDE][2][4];
-                tile_products<tile.value>(acc, query, record, lane);
+                tile_products(acc, query, record, tile, lane);
 #pragma unroll
                 for (int half = 0; half < 2 && WIDE > 1; half++) {  // one by one: there are no registers for all
-                    token_scale[half][tile.value] = number_at<K_PARAM>(scales, lane_token(lane) + 16 * half + tile.value);
-                    token_zero[half][tile.value] = number_at<K_PARAM>(zeros, lane_token(lane) + 16 * half + tile.value);
+                    token_scale[half][tile] = number_at<K_PARAM>(scales, lane_token(lane) + 16 * half + tile);
+                    token_zero[half][tile] = number_at<K_PARAM>(zeros, lane_token(lane) + 16 * half + tile);
                 }
 #pragma unroll
                 for (int n = 0; n < QUERY_TILES; n++) {
@@ -361,11 +357,11 @@ __device__ __forceinline__ void wide_scores(float (&s)[QUERY_TILES][PAGE / 8], f
                     for (int half = 0; half < 2; half++) {
                         const int at = 2 * half + n % 2;
                         const float dot = sum_of_limbs<true>(acc[n / 2][0][at], acc[n / 2][1][at], unit, centre);
-                        float& to = s[n][2 * tile.value + half];
-                        to = fmaf(dot, token_scale[half][tile.value], fmaf(token_zero[half][tile.value], sum, to));
+                        float& to = s[n][2 * tile + half];
+                        to = fmaf(dot, token_scale[half][tile], fmaf(token_zero[half][tile], sum, to));
                     }
                 }
-            });
+            }
         }
     }
 #endif
