@@ -4,7 +4,7 @@
 // The algebra is folded, so that a code costs no multiplication of its own: scales go to the operand that is not the
 // cache, per-channel key scales into the query, once a page, value scales into the probabilities; zeros into one sum a
 // head. Per-token key scales multiply the scores. Where pages are rotated, so is the query, and what values have added up
-// to is rotated back, once a warp and head.
+// to is rotated back, once a head; what is not packed joins it rotated.
 //
 // Codes are bytes and that operand is in fixed point of two bytes, so that the tensor core's integer products are
 // exact (limbs.cuh). The cache is the A operand of mma.m16n8k32 (16 tokens, or 16 channels, by 32); N are the high and low
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     static_assert(sizeof(Shared) <= SHARED_BYTES, "kvcal.kernels.decode asks for less shared memory than the kernel takes");
     extern __shared__ unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    const Args a = {q, q_row, q_head, heads, k_rescale, k_offset, k_signs, s_aux, parts, counters, out};
+    const Args a = {q, q_row, q_head, heads, k_rescale, k_offset, k_signs, v_signs, s_aux, parts, counters, out};
     // Pages that are read behind so many tokens.
     auto k_pages_behind = [&](int tokens) {
         return WHOLE_RING ? 0 : min((int)table_width, kv_pages(tokens, K_WINDOW, K_RING, HAS_WINDOW_RULE ? k_read_at : nullptr, (int)k_events));
@@ -94,9 +94,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         u32 all = total * per_row, heads_in_all = (u32)rows * per_row, grid = gridDim.x;
         u32 blocks = min(grid, all), extra = EXTRA_UNITS;
         if (total == (int)rows * of_first) {
-            const u32 each = (heads_in_all + grid - 1) / grid;
-            const u32 even = heads_in_all <= grid ? grid / heads_in_all * heads_in_all : heads_in_all % each ? grid : heads_in_all / each;
-            if (even * 10 >= grid * 9) { blocks = min(even, all); extra = 0; }
+            const u32 each = (heads_in_all + grid - 1) / grid, of_head = grid / max(heads_in_all, 1u);
+            const u32 even = of_head ? of_head * heads_in_all : heads_in_all % each ? grid : heads_in_all / each;
+            // A head that leaves warps idle has no more parts than are merged at twice.
+            const u32 few = of_head ? max(2u * MERGED, ((u32)of_first + WARPS - 1) / WARPS) * heads_in_all : even;
+            if (even * 10 >= grid * 9) { blocks = min(min(even, few), all); extra = 0; }
         }
         all += extra * heads_in_all;
         const u32 unit = first_unit(all, blocks, min(blockIdx.x + lane, blocks));  // in lane 1 the next block's
@@ -136,11 +138,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         const int first_dense = first_packed + (max(0, cut.pages - first_packed) + WARPS - 1) / WARPS * WARPS;
         auto slot_of = [&](int unit) { return V_PACKED && unit < stop_packed ? head.slots[FIRST_PAGE + unit] : 0; };
         auto fetch_keys = [&](int unit, int slot) {
-            if (K_PACKED && V_PACKED && unit < min(stop_packed, head.num_k_pages - FIRST_PAGE)) load_record<K_RECORD>(k_slot, head.k_page(slot), lane);
+            if (K_PACKED && V_PACKED && unit < min(stop_packed, head.num_k_pages - FIRST_PAGE)) load_record<K_RECORD, TURNED_BYTES>(k_slot, head.k_page(slot), lane);
             commit();
         };
         auto fetch_values = [&](int unit, int slot) {
-            if (V_PACKED && unit < stop_packed) load_record<V_RECORD>(v_slot, head.v_page(slot), lane);
+            if (V_PACKED && unit < stop_packed) load_record<V_RECORD, 0>(v_slot, head.v_page(slot), lane);
             commit();
         };
         // Tokens of a unit that is not packed: the first one, and as ``dense_unit`` has it, from and stop.
@@ -227,9 +229,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
 #if WIDE
         take_rows(state, lane);
 #endif
-#if V_ROTATED
-        if (first_packed < stop_packed) unrotate(state, v_signs, shared.swap[warp], lane);
-#endif
 #endif
         if (first_dense < last) {  // last, for what they ask for to be there
             DenseOut sum;
@@ -240,10 +239,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
                 int from, stop;
                 const int token = dense_tokens(unit, from, stop);
                 next_slot = dense_slot_of(unit + WARPS);
-                dense_unit(state, sum, head, token, from, stop, slot, shared, warp, lane, log2_scale, softcap);
+                dense_unit(state, sum, head, v_signs, token, from, stop, slot, shared, warp, lane, log2_scale, softcap);
                 slot = next_slot;
             }
-            if (DenseOut::IS_KEPT) reorder(state, sum.out, 0, shared.swap[warp], lane);
+            if (DenseOut::IS_KEPT) reorder(state, sum.out, 0, v_signs, shared.swap[warp], lane);
         }
 
         // This warp's part, head by head, where its records were.

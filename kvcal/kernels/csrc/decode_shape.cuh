@@ -25,6 +25,11 @@
 #ifndef K_RAW_SLOTS
 #define K_RAW_SLOTS 0
 #endif
+// Planes of keys that wide tiles read lie so that lanes meet different banks: halves of 128 bytes are exchanged in every second
+// TURN bytes, which lanes g that differ in the bit TURN_LANE read at a time.
+#define TURN (DIM == 128 ? 1024 : 512)
+#define TURN_LANE (DIM == 256 ? 4 : 8)
+#define TURNED_BYTES (WIDE && (DIM == 64 || DIM == 128 || DIM == 256) ? K_BITS / 2 * PAGE * DIM / 4 : 0)
 #define DENSE_PARTS ((DIM + 63) / 64)                        // of values that are not packed, 64 channels each
 #define K_GROUPS (K_AXIS == 0 ? PAGE / K_GROUP : (DIM + K_GROUP - 1) / K_GROUP)
 #define V_GROUPS ((DIM + V_GROUP - 1) / V_GROUP)
@@ -59,6 +64,7 @@
 #define UNITS_IN_A_ROW (!K_PACKED && !V_PACKED && K_SINKS + V_SINKS == 0 && K_RING % UNIT + V_RING % UNIT == 0 && !WHOLE_RING)
 // Units in whose time a block does what it does once a head: where heads are not dealt whole, they count for more.
 #define EXTRA_UNITS 16
+#define MERGED 16  // parts that are loaded at a time
 #define INFINITY __int_as_float(0x7f800000)
 #define LOG2E 1.4426950408889634f
 
@@ -126,7 +132,7 @@ struct __align__(128) Shared {
 // What the query, and the merge of parts, are told.
 struct Args {
     const void* q; i64 q_row, q_head, heads;
-    const float *k_rescale, *k_offset; const signed char* k_signs; const float* s_aux; float* parts; int* counters; void* out;
+    const float *k_rescale, *k_offset; const signed char *k_signs, *v_signs; const float* s_aux; float* parts; int* counters; void* out;
 };
 
 // How the tokens of a sequence are cut in units: pages of packed values from FIRST_PAGE on, sinks, and tokens from

@@ -2,6 +2,7 @@
 
 #include "softmax.cuh"
 #include "keys.cuh"
+#include "hadamard.cuh"
 
 namespace decode_ {
 
@@ -139,8 +140,9 @@ __device__ __forceinline__ void add_values(float (&out)[4 * DENSE_PARTS][4], con
         }
 }
 
-// What dense units left in ``out`` for an eight is added to the state, in its order of channels.
-__device__ __forceinline__ void reorder(State& state, const float (&out)[4 * DENSE_PARTS][4], int eight, float* swap, int lane) {
+// What dense units left in ``out`` for an eight is added to the state, in its order of channels; rotated where packed values
+// are, of which there are more.
+__device__ __forceinline__ void reorder(State& state, const float (&out)[4 * DENSE_PARTS][4], int eight, const signed char* signs, float* swap, int lane) {
     static_assert(4 * DIM <= SWAP_ROOM, "four heads at a time");
     const int g = lane >> 2, quad = lane & 3;
 #pragma unroll
@@ -152,6 +154,18 @@ __device__ __forceinline__ void reorder(State& state, const float (&out)[4 * DEN
             for (int i = 0; i < 2; i++)
                 if (DIM % 64 == 0 || 64 * (t / 4) + 8 * g < DIM) swap[quad * DIM + 64 * (t / 4) + 8 * g + 2 * (t % 4) + i] = out[t][2 * i + n % 2];
         __syncwarp();
+#if V_ROTATED
+#pragma unroll 1
+        for (int h = 0; h < 4; h++) {
+            float x[DIM / 32];
+#pragma unroll
+            for (int i = 0; i < DIM / 32; i++) x[i] = swap[h * DIM + 32 * i + lane] * signs[32 * i + lane];
+            hadamard<32>(x, lane);
+#pragma unroll
+            for (int i = 0; i < DIM / 32; i++) swap[h * DIM + 32 * i + lane] = x[i];
+        }
+        __syncwarp();
+#endif
 #pragma unroll
         for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -180,7 +194,7 @@ struct DenseOut {
 
 // UNIT tokens whose values are not packed. Keys lie in a page of codes where ``from`` says that some may, and are left out
 // before it.
-__device__ __forceinline__ void dense_unit(State& state, DenseOut& sum, const Head& head, int token, int from, int stop, int slot,
+__device__ __forceinline__ void dense_unit(State& state, DenseOut& sum, const Head& head, const signed char* v_signs, int token, int from, int stop, int slot,
                                            Shared& shared, int warp, int lane, float scale, float softcap) {
     float s[QUERY_TILES][UNIT / 8];
     DenseValues values;
@@ -214,7 +228,7 @@ __device__ __forceinline__ void dense_unit(State& state, DenseOut& sum, const He
                 for (int half = 0; half < 2; half++) { p[n % 2][half] = exp2_(s[n][2 * t + half] - state.max_[n]); state.sum[n] += p[n % 2][half]; }
             if (!DenseOut::IS_KEPT) sum.start();
             add_values(sum.out, p, values);
-            if (!DenseOut::IS_KEPT) reorder(state, sum.out, eight, shared.swap[warp], lane);
+            if (!DenseOut::IS_KEPT) reorder(state, sum.out, eight, v_signs, shared.swap[warp], lane);
         }
     }
 }

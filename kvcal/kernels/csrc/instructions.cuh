@@ -79,15 +79,17 @@ __device__ __forceinline__ int count_up(int* counter) {
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
 template <int N> __device__ __forceinline__ void wait_all_but() { asm volatile("cp.async.wait_group %0;" :: "n"(N)); }
 
-// A record, from byte AT on, by a warp: ``to`` and ``from`` are this lane's.
-template <int BYTES, int AT = 0> __device__ __forceinline__ void load_lane(u32 to, const u8* from, int lane) {
+// A record, from byte AT on, by a warp: ``to`` and ``from`` are this lane's, and ``turned`` is ``to`` with halves of 128 bytes
+// exchanged: for every second TURN bytes of the first TURNED ones.
+template <int BYTES, int TURNED, int AT> __device__ __forceinline__ void load_lane(u32 to, u32 turned, const u8* from, int lane) {
     if constexpr (AT < BYTES) {
-        if (AT + 512 <= BYTES || AT + lane * 16 < BYTES) copy16<AT>(to, from);
-        load_lane<BYTES, AT + 512>(to, from, lane);
+        if (AT + 512 <= BYTES || AT + lane * 16 < BYTES) copy16<AT>(AT < TURNED && AT / TURN % 2 ? turned : to, from);
+        load_lane<BYTES, TURNED, AT + 512>(to, turned, from, lane);
     }
 }
-template <int BYTES> __device__ __forceinline__ void load_record(u8* slot, const u8* record, int lane) {
-    load_lane<BYTES>((u32)__cvta_generic_to_shared(slot) + lane * 16, record + lane * 16, lane);
+template <int BYTES, int TURNED> __device__ __forceinline__ void load_record(u8* slot, const u8* record, int lane) {
+    const u32 to = (u32)__cvta_generic_to_shared(slot);
+    load_lane<BYTES, TURNED, 0>(to + lane * 16, to + (lane * 16 ^ 64), record + lane * 16, lane);
 }
 
 }  // namespace decode_

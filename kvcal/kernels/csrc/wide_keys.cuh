@@ -46,7 +46,8 @@ __device__ __forceinline__ void key_bytes(u32 (&at)[QUERY_WORDS / 4][4], const u
     constexpr int WORDS = QUERY_WORDS / 4, PLANES = K_BITS / 2, PLANE = PAGE * DIM / 4;
     typedef Rows<DIM, 2> Two;
     u32 word[PLANES + 1][WORDS], last[WORDS];
-    const int lane_place = Two::place(lane_token(lane)) + (lane & 3) * Two::QUAD;
+    const int turn = TURNED_BYTES && lane & TURN_LANE ? token % 2 ? -64 : 64 : 0;  // tokens of a tile have one of two halves
+    const int lane_place = Two::place(lane_token(lane)) + (lane & 3) * Two::QUAD + turn;
 #pragma unroll
     for (int p = 0; p < PLANES; p++) load_bytes<Two::SEGMENT>(word[p], record + p * PLANE + Two::place(token) + lane_place);
     if constexpr (K_BITS % 2) {

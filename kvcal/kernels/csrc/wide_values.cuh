@@ -65,7 +65,7 @@ __device__ __forceinline__ void load_pairs(u32 (&at)[16], const u8* from) {
 __device__ __forceinline__ void wide_values(State& state, const float (&s)[QUERY_TILES][PAGE / 8], const float (&step)[QUERY_TILES],
                                             const float (&from)[QUERY_TILES], const u8* record, const Shared& shared, int lane) {
     static_assert(V_PARAM == KV_FLOAT16 && V_GROUPS <= 3, "two rows a group, and one, of the tile of zeros");
-    constexpr int PER = MIN2(V_GROUP / 16, TILES), PLANES = V_BITS / 2, PLANE = PAGE * DIM / 4, SIDE = WIDE > 1 || TILES % 4 || PER % 4 ? 2 : 4;
+    constexpr int PER = MIN2(V_GROUP / 16, TILES), PLANES = V_BITS / 2, PLANE = PAGE * DIM / 4, SIDE = WIDE > 1 || TILES % 4 || PER % 4 ? 2 : AT_ONCE;
     const int g = lane >> 2, quad = lane & 3;
     u32 p[WIDE][16];  // of columns i and i + 8 of word w, at 8 w + i
 #pragma unroll
