@@ -29,7 +29,10 @@ VARIANTS = {
     "16 bits": (RAW, RAW, 2600, 32, 440),
 }
 # Head size and query heads of a group: instructions at most, of 2 bits and of Kitty.
-SHAPES = {(64, 4): (3100, 3400), (64, 8): (3850, 4150), (128, 1): (3800, 4300), (128, 8): (4900, 5400)}
+SHAPES = {
+    (64, 4): (3500, 3800), (64, 8): (4200, 4500), (128, 1): (4300, 4700), (128, 8): (4950, 5300), (128, 16): (6500, 6900),
+    (96, 4): (4800, 5200), (192, 4): (6400, 6900), (256, 7): (7600, 8200),
+}  # fmt: skip
 # Warps of a block, by compute capability: each has a page in work, and two records in shared memory.
 WARPS = {(8, 0): 12, (8, 9): 4, (9, 0): 12, (12, 0): 4}
 
