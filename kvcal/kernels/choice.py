@@ -25,7 +25,7 @@ FOLDED_HEAD_DIMS = (64, 128)
 WIDE_HEAD_DIMS = (64, 96, 128, 192, 256)
 WORD_CHANNELS = 64  # sixteen for each lane of a quad
 TILE_HEADS = 4  # query heads of a tile of the tensor core otherwise
-MAX_WIDE_TILES = 2
+MAX_WIDE_BITS = 3  # where there are other tiles
 MAX_WIDE_GROUPS = 3  # of channels, of values: rows of a tile
 # The kernels load tokens 8 channels at a time, and keep a tile of them in shared memory.
 CHANNELS_AT_ONCE, MAX_HEAD_DIM = 8, 512
@@ -37,27 +37,29 @@ def is_plain(variant: Variant) -> bool:
     return variant.plain or any(plain_reasons(variant))
 
 
-def wide_tiles(variant: Variant) -> int:
-    """``WIDE`` of the fast kernel: tiles of 8 query heads that meet codes that were expanded once. 0 where tiles of 4 do: for
-    groups so small, and for what wide tiles do not take (windows that differ, groups of fewer than 128 tokens, scales of
-    values that are no halves)."""
+def is_wide(variant: Variant) -> bool:
+    """``WIDE`` of the fast kernel: tiles of 8 query heads, whose codes are expanded once, in place of tiles of 4.
+
+    Heads of 96, 192 and 256 have no other tiles. Others keep tiles of 4 for groups of up to 4, and for pages of 4 bits
+    and more, which wait for memory. Wide tiles do not take windows that differ, groups of fewer than 128 tokens, and
+    scales of values that are no halves."""
     k, v, dim = variant.k, variant.v, variant.head_dim
+    bits = variant.num_bits("k"), variant.num_bits("v")
     is_able = (
         dim in WIDE_HEAD_DIMS
-        and RAW_BITS not in (variant.num_bits("k"), variant.num_bits("v"))
+        and RAW_BITS not in bits
         and k.window_rule is None and v.window_rule is None and k.recent_window == v.recent_window
         and v.param_dtype == "float16" and -(-dim // v.group_size) <= MAX_WIDE_GROUPS
         and (k.group_size >= PAGE_TOKENS if k.axis == "channel" else dim % WORD_CHANNELS == 0 or k.group_size >= dim)
-        and (variant.num_bits("k") % 2 == 0 or dim % WORD_CHANNELS == 0)
+        and (bits[0] % 2 == 0 or dim % WORD_CHANNELS == 0)
     )  # fmt: skip
-    if not is_able or (variant.group_heads <= TILE_HEADS and dim in FOLDED_HEAD_DIMS):
-        return 0
-    return min(MAX_WIDE_TILES, -(-variant.group_heads // (2 * TILE_HEADS)))
+    has_others = dim in FOLDED_HEAD_DIMS and (variant.group_heads <= TILE_HEADS or max(bits) > MAX_WIDE_BITS)
+    return is_able and not has_others
 
 
 def plain_reasons(variant: Variant) -> Iterator[str]:
     """Why the folded kernel cannot serve the variant; nothing if it can."""
-    if variant.head_dim not in FOLDED_HEAD_DIMS and not wide_tiles(variant):
+    if variant.head_dim not in FOLDED_HEAD_DIMS and not is_wide(variant):
         of_formats = " with these formats" if variant.head_dim in WIDE_HEAD_DIMS else ""
         sizes = FOLDED_HEAD_DIMS if of_formats else WIDE_HEAD_DIMS
         yield f"head size {variant.head_dim}{of_formats}, where the fast kernel takes {', '.join(map(str, sizes))}"

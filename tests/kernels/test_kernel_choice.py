@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvcal.errors import UsageError
 from kvcal.geometry import AttentionGeometry
 from kvcal.kernels import decode
-from kvcal.kernels.choice import MAX_HEAD_DIM, is_plain, plain_reasons, refusals, slow_reasons, wide_tiles
+from kvcal.kernels.choice import MAX_HEAD_DIM, is_plain, is_wide, plain_reasons, refusals, slow_reasons
 from kvcal.kernels.compile import cubin, resources
 from kvcal.kernels.decode import MAX_HEADS, plain_defines, plain_shape
 from kvcal.kernels.variants import VARIANTS, Variant
@@ -65,24 +65,20 @@ def test_the_plain_kernel_serves_what_the_folded_one_does_not() -> None:
 def test_tiles_of_eight_heads_serve_larger_groups() -> None:
     """Of formats that they take; others are served by tiles of four."""
     rotated = Format(2, quantizer="rotated")
-    for pair in ((K, V), (replace(K, boost=KITTY), V), (rotated, rotated), (Format(4, "channel"), Format(1))):
-        assert [wide_tiles(variant(*pair, group=group)) for group in (1, 4, 5, 8, 9, 16, 17)] == [0, 0, 1, 1, 2, 2, 2]
-    for pair in (
+    for pair in ((K, V), (replace(K, boost=KITTY), V), (rotated, rotated), (Format(3, "channel"), Format(1))):
+        assert [is_wide(variant(*pair, group=group)) for group in (1, 4, 5, 8, 16)] == [False, False, True, True, True]
+        assert is_wide(variant(*pair, dim=64, group=8)) and is_wide(variant(*pair, dim=256, group=1))
+    for k, v in (
         (replace(K, group_size=32), V),
         (RAW, V),
         (K, replace(V, param_dtype="bfloat16")),
         (K, replace(V, group_size=32)),
+        (K, replace(V, recent_window=9)),
+        (Format(4, "channel"), V),
     ):
-        assert wide_tiles(variant(*pair, group=8)) == 0 and decode.pass_heads(variant(*pair, group=8)) == 8
-    assert [decode.pass_heads(variant(K, V, group=group)) for group in (1, 4, 5, 8, 9, 16, 17)] == [
-        4,
-        4,
-        8,
-        8,
-        16,
-        16,
-        16,
-    ]
+        assert not is_wide(variant(k, v, group=8)) and decode.pass_heads(variant(k, v, group=8)) == 8
+    assert [decode.pass_heads(variant(K, V, group=group)) for group in (1, 4, 5, 8, 16)] == [4, 4, 8, 8, 8]
+    assert decode.pass_heads(variant(K, V, 256, 1)) == 8
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -181,7 +177,7 @@ def test_the_workspace_covers_both_kernels(fake_gpu: FakeTensorMode) -> None:
         (64, 1, 4),
         (128, 4, 4),
         (128, 7, 8),
-        (128, 16, 16),
+        (128, 16, 8),
         (80, 4, 0),
         (256, 2, 8),
         (512, 16, 0),

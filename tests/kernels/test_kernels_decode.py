@@ -263,11 +263,13 @@ def test_query_groups(name: str, group: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_every_format_for_large_groups(name: str, group: int) -> None:
     case = Case(variant_of(*CASES[name], group=group), LENGTHS, heads=2, seed=15)
-    assert relative_error(case.run(0.05), case.expected(0.05)) <= TOLERANCE
+    assert relative_error(case.run(0.035), case.expected(0.035)) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("dim", "group"), ((64, 8), (96, 1), (96, 7), (192, 4), (256, 4), (256, 8), (256, 16)))
-@pytest.mark.parametrize("name", ("1 bits", "2 bits", "3 bits", "4 bits", "8 bits", "Kitty", "K per token", "sinks and windows"))
+@pytest.mark.parametrize(
+    "name", ("1 bits", "2 bits", "3 bits", "4 bits", "8 bits", "Kitty", "K per token", "sinks and windows")
+)
 def test_head_sizes(name: str, dim: int, group: int) -> None:
     variant = variant_of(*CASES[name], dim=dim, group=group)
     if is_plain(variant):

@@ -123,17 +123,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             continue;
         }
         const int head_index = in_row / PASSES, pass = in_row % PASSES;
-        auto head_of = [&](int row, int head_index) {
-            const int before = shared.lengths[row], stored = kv_row_of(ring_rows, row);
-            const Head head = {k_sinks + kv_row_start(stored, k_sink_row) + (i64)head_index * (K_SINKS * DIM),
-                               k_ring + kv_row_start(stored, k_ring_row) + (i64)head_index * (K_RING * DIM),
-                               v_sinks + kv_row_start(stored, v_sink_row) + (i64)head_index * (V_SINKS * DIM),
-                               v_ring + kv_row_start(stored, v_ring_row) + (i64)head_index * (V_RING * DIM),
-                               k_pages + head_index * K_RECORD, v_pages + head_index * V_RECORD, (u32)k_page_stride, (u32)v_page_stride,
-                               slots_of(table, table_row, row), k_pages_behind(before), v_pages_behind(before), before + 1};
-            return head;
-        };
-        const Head head = head_of(row, head_index);
+        const int before = shared.lengths[row], stored = kv_row_of(ring_rows, row);
+        const Head head = {k_sinks + kv_row_start(stored, k_sink_row) + (i64)head_index * (K_SINKS * DIM),
+                           k_ring + kv_row_start(stored, k_ring_row) + (i64)head_index * (K_RING * DIM),
+                           v_sinks + kv_row_start(stored, v_sink_row) + (i64)head_index * (V_SINKS * DIM),
+                           v_ring + kv_row_start(stored, v_ring_row) + (i64)head_index * (V_RING * DIM),
+                           k_pages + head_index * K_RECORD, v_pages + head_index * V_RECORD, (u32)k_page_stride, (u32)v_page_stride,
+                           slots_of(table, table_row, row), k_pages_behind(before), v_pages_behind(before), before + 1};
         const Cut cut(head.num_k_pages, head.num_v_pages);
         u8 *k_slot = shared.slots[warp], *v_slot = k_slot + K_SLOT;
 
@@ -235,22 +231,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
 #endif
 #endif
         if (first_dense < last) {  // last, for what they ask for to be there
-#if WIDE > 1 && K_AXIS == 0  // found again: pages leave no registers for it
-            const int virtual_head = *(volatile int*)&shared.virtual_head;
-            const Head head = head_of(virtual_head / per_row, virtual_head % per_row / PASSES);
-#endif
-            DenseOut sum;
-            sum.start();
+            float out[4 * DENSE_PARTS][4];
+#pragma unroll
+            for (int i = 0; i < 16 * DENSE_PARTS; i++) out[i / 4][i % 4] = 0.f;
             if (V_PACKED) slot = dense_slot_of(first_dense);
 #pragma unroll 1
             for (int unit = first_dense; unit < last; unit += WARPS) {
                 int from, stop;
                 const int token = dense_tokens(unit, from, stop);
                 next_slot = dense_slot_of(unit + WARPS);
-                dense_unit(state, sum, head, v_signs, token, from, stop, slot, shared, warp, lane, log2_scale, softcap);
+                dense_unit(state, out, head, token, from, stop, slot, shared, warp, lane, log2_scale, softcap);
                 slot = next_slot;
             }
-            if (DenseOut::IS_KEPT) reorder(state, sum.out, 0, v_signs, shared.swap[warp], lane);
+            reorder(state, out, v_signs, shared.swap[warp], lane);
         }
 
         // This warp's part, head by head, where its records were.

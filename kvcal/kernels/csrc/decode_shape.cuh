@@ -4,11 +4,9 @@
 #include "stage.cuh"
 
 #define MAX_ROWS 512
-// Query heads that one pass over the cache serves, in fours: two columns of the tensor core's tile each. WIDE (0, 1 or 2):
-// such tiles of a column for each of 8 heads (wide_keys.cuh), which keys meet twice, limb by limb.
-#define QUERY_TILES (WIDE ? 2 * WIDE : GROUP_HEADS > 4 ? 2 : 1)
-#define HEADS (4 * QUERY_TILES)
-#define EIGHTS ((QUERY_TILES + 1) / 2)             // tiles of 8 heads of what is not packed
+#define QUERY_TILES (WIDE || GROUP_HEADS > 4 ? 2 : 1)  // of 4 query heads: two columns of the tensor core's tile each; if
+                                                  // WIDE, two tiles of a column for each of 8 heads (wide_keys.cuh)
+#define HEADS (4 * QUERY_TILES)                   // that one pass over the cache serves
 #define PASSES ((GROUP_HEADS + HEADS - 1) / HEADS)
 #define DIM K_DIM
 #define PAGE 128
@@ -100,13 +98,13 @@ struct __align__(128) Shared {
 #if WIDE
     u32 ones[16];                                 // 32 tokens of 1, in half precision
 #if K_ZEROS_BY_HALVES
-    u32 query_halves[2 * WIDE][QUARTER / 8][32][4];  // the query in half precision, and what that leaves, as operands
+    u32 query_halves[2][QUARTER / 8][32][4];  // the query in half precision, and what that leaves, as operands
     float query_power[HEADS];                     // in units of this
 #endif
 #endif
-    u32 query_dense[EIGHTS][DIM / 32][32][4];     // as it came, for keys that are not packed
+    u32 query_dense[DIM / 32][32][4];     // as it came, for keys that are not packed
 #if SPLIT_QUERY
-    u32 query_rest[EIGHTS][DIM / 32][32][4];      // what its first half leaves
+    u32 query_rest[DIM / 32][32][4];      // what its first half leaves
 #endif
     float query_offset[HEADS];                    // q . offset
 #if K_AXIS

@@ -63,6 +63,9 @@ struct DenseKeys {
     }
 };
 
+// Whether eight channels from ``first`` + 8 g on are there: the last of DENSE_PARTS may be short.
+__device__ __forceinline__ bool is_channel(int first, int lane) { return DIM % 64 == 0 || first + 8 * (lane >> 2) < DIM; }
+
 // Their values: tokens 2 quad, + 1, + 8 and + 9; 0 from ``stop`` on.
 struct DenseValues {
     uint4 rows[DENSE_PARTS][4];
@@ -73,33 +76,29 @@ struct DenseValues {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int at = token + 2 * (lane & 3) + i / 2 * 8 + i % 2;
-                rows[part][i] = at < stop && (DIM % 64 == 0 || 64 * part + 8 * (lane >> 2) < DIM) ? *reinterpret_cast<const uint4*>(head.value(token, at, slot) + 64 * part + 8 * (lane >> 2)) : make_uint4(0, 0, 0, 0);
+                rows[part][i] = at < stop && is_channel(64 * part, lane) ? *reinterpret_cast<const uint4*>(head.value(token, at, slot) + 64 * part + 8 * (lane >> 2)) : make_uint4(0, 0, 0, 0);
             }
     }
 };
 
 // Scores of a tile of keys; as packed_scores has them, s[n][0] and s[n][1].
 __device__ __forceinline__ void tile_scores(float (&s)[QUERY_TILES][2], const DenseKeys& keys, int token, int stop, const Shared& shared, int lane, float scale) {
+    float acc[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-    for (int eight = 0; eight < EIGHTS; eight++) {
-        float acc[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-        for (int j = 0; j < DIM / 32; j++) {
-            const uint4 a = keys.low[j], b = keys.high[j], q = *reinterpret_cast<const uint4*>(shared.query_dense[eight][j][lane]);
-            mma_dense(acc, a.x, b.x, a.y, b.y, q.x, q.y);
-            mma_dense(acc, a.z, b.z, a.w, b.w, q.z, q.w);
+    for (int j = 0; j < DIM / 32; j++) {
+        const uint4 a = keys.low[j], b = keys.high[j], q = *reinterpret_cast<const uint4*>(shared.query_dense[j][lane]);
+        mma_dense(acc, a.x, b.x, a.y, b.y, q.x, q.y);
+        mma_dense(acc, a.z, b.z, a.w, b.w, q.z, q.w);
 #if SPLIT_QUERY
-            const uint4 r = *reinterpret_cast<const uint4*>(shared.query_rest[eight][j][lane]);
-            mma_dense(acc, a.x, b.x, a.y, b.y, r.x, r.y);
-            mma_dense(acc, a.z, b.z, a.w, b.w, r.z, r.w);
+        const uint4 r = *reinterpret_cast<const uint4*>(shared.query_rest[j][lane]);
+        mma_dense(acc, a.x, b.x, a.y, b.y, r.x, r.y);
+        mma_dense(acc, a.z, b.z, a.w, b.w, r.z, r.w);
 #endif
-        }
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-#pragma unroll
-            for (int n = 2 * eight; n < MIN2(2 * eight + 2, QUERY_TILES); n++)
-                s[n][half] = token + 8 * half + (lane >> 2) < stop ? acc[2 * half + n % 2] * scale : -INFINITY;
     }
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; n++) s[n][half] = token + 8 * half + (lane >> 2) < stop ? acc[2 * half + n] * scale : -INFINITY;
 }
 
 // Scores of COUNT tiles of tokens that are not packed, from ``token``; those from ``stop`` on are left out.
@@ -116,12 +115,12 @@ void dense_scores(float (&s)[QUERY_TILES][2 * COUNT], const Head& head, int toke
     }
 }
 
-// Probabilities of the heads n, of eight, at tokens g and g + 8 of a tile, times its values, added to ``out``.
-__device__ __forceinline__ void add_values(float (&out)[4 * DENSE_PARTS][4], const float (&p)[2][2], const DenseValues& values) {
+// Probabilities of the heads n at tokens g and g + 8 of a tile, times its values, added to ``out``.
+__device__ __forceinline__ void add_values(float (&out)[4 * DENSE_PARTS][4], const float (&p)[QUERY_TILES][2], const DenseValues& values) {
     u32 b[2], rest[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const float p0 = p[0][half], p1 = p[1][half];
+        const float p0 = p[0][half], p1 = QUERY_TILES > 1 ? p[QUERY_TILES - 1][half] : 0.f;
         b[half] = transpose(dense_pair(p0, p1));
 #if DTYPE == 1  // 8 bits of a probability are too few: the rest goes in a second product
         rest[half] = transpose(bhalves(p0 - dense_to_float((u16)(bhalves(p0, 0.f) & 0xffffu)), p1 - dense_to_float((u16)(bhalves(p1, 0.f) & 0xffffu))));
@@ -140,19 +139,58 @@ __device__ __forceinline__ void add_values(float (&out)[4 * DENSE_PARTS][4], con
         }
 }
 
-// What dense units left in ``out`` for an eight is added to the state, in its order of channels; rotated where packed values
-// are, of which there are more.
-__device__ __forceinline__ void reorder(State& state, const float (&out)[4 * DENSE_PARTS][4], int eight, const signed char* signs, float* swap, int lane) {
+// UNIT tokens whose values are not packed. Keys lie in a page of codes where ``from`` says that some may, and are left out
+// before it. out: P V of heads quad and quad + 4, of channels 64 (t / 4) + 8 g + 2 (t % 4) and the next one.
+__device__ __forceinline__ void dense_unit(State& state, float (&out)[4 * DENSE_PARTS][4], const Head& head, int token, int from, int stop, int slot,
+                                           Shared& shared, int warp, int lane, float scale, float softcap) {
+    float s[QUERY_TILES][UNIT / 8];
+    DenseValues values;
+    if (DENSE_IS_RARE) values.load(head, token, stop, slot, lane);  // together with the keys
+#if K_LEADS
+    if (from >= 0 && token / PAGE < head.num_k_pages) {
+        packed_scores<UNIT / 16>(s, head.k_page(slot), token % PAGE / 16, shared, warp, lane, scale);
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; n++)
+#pragma unroll
+            for (int i = 0; i < UNIT / 8; i++) {
+                const int at = token + 8 * i + (lane >> 2);
+                if (at >= stop || (BASE % UNIT && at < from)) s[n][i] = -INFINITY;
+            }
+    } else
+#endif
+        dense_scores<UNIT / 16>(s, head, token, stop, slot, shared, lane, scale);
+    cap(s, softcap);
+    float down[QUERY_TILES];
+    if (state.raise(s, down, lane))
+#pragma unroll
+        for (int t = 0; t < 4 * DENSE_PARTS; t++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) out[t][i] *= i % 2 < QUERY_TILES ? down[i % 2 < QUERY_TILES ? i % 2 : 0] : 1.f;
+#pragma unroll
+    for (int t = 0; t < UNIT / 16; t++) {
+        if (!DENSE_IS_RARE) values.load(head, token + 16 * t, stop, slot, lane);
+        float p[QUERY_TILES][2];
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; n++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) { p[n][half] = exp2_(s[n][2 * t + half] - state.max_[n]); state.sum[n] += p[n][half]; }
+        add_values(out, p, values);
+    }
+}
+
+// What dense units left in ``out`` is added to the state, in its order of channels; rotated where packed values are, of which
+// there are more.
+__device__ __forceinline__ void reorder(State& state, const float (&out)[4 * DENSE_PARTS][4], const signed char* signs, float* swap, int lane) {
     static_assert(4 * DIM <= SWAP_ROOM, "four heads at a time");
     const int g = lane >> 2, quad = lane & 3;
 #pragma unroll
-    for (int n = 2 * eight; n < MIN2(2 * eight + 2, QUERY_TILES); n++) {
+    for (int n = 0; n < QUERY_TILES; n++) {
         __syncwarp();
 #pragma unroll
         for (int t = 0; t < 4 * DENSE_PARTS; t++)
 #pragma unroll
             for (int i = 0; i < 2; i++)
-                if (DIM % 64 == 0 || 64 * (t / 4) + 8 * g < DIM) swap[quad * DIM + 64 * (t / 4) + 8 * g + 2 * (t % 4) + i] = out[t][2 * i + n % 2];
+                if (is_channel(t / 4 * 64, lane)) swap[quad * DIM + 64 * (t / 4) + 8 * g + 2 * (t % 4) + i] = out[t][2 * i + n];
         __syncwarp();
 #if V_ROTATED
 #pragma unroll 1
@@ -172,65 +210,6 @@ __device__ __forceinline__ void reorder(State& state, const float (&out)[4 * DEN
             for (int half = 0; half < 2; half++) state.out[n][t][half] += swap[quad * DIM + 16 * t + 8 * half + g];
     }
     __syncwarp();
-}
-
-// P V of dense units: of heads quad and quad + 4, of channels 64 (t / 4) + 8 g + 2 (t % 4) and the next one. Of two eights, every
-// unit's goes to the state at once: there are no registers for it.
-struct DenseOut {
-    static constexpr bool IS_KEPT = EIGHTS == 1;
-    float out[4 * DENSE_PARTS][4];
-
-    __device__ __forceinline__ void start() {
-#pragma unroll
-        for (int i = 0; i < DENSE_PARTS * 16; i++) out[i / 4][i % 4] = 0.f;
-    }
-    __device__ __forceinline__ void scale(const float (&down)[QUERY_TILES]) {
-#pragma unroll
-        for (int t = 0; t < 4 * DENSE_PARTS; t++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) out[t][i] *= i % 2 < QUERY_TILES ? down[i % 2 < QUERY_TILES ? i % 2 : 0] : 1.f;
-    }
-};
-
-// UNIT tokens whose values are not packed. Keys lie in a page of codes where ``from`` says that some may, and are left out
-// before it.
-__device__ __forceinline__ void dense_unit(State& state, DenseOut& sum, const Head& head, const signed char* v_signs, int token, int from, int stop, int slot,
-                                           Shared& shared, int warp, int lane, float scale, float softcap) {
-    float s[QUERY_TILES][UNIT / 8];
-    DenseValues values;
-    constexpr bool IS_LOADED = DENSE_IS_RARE && WIDE < 2;  // together with the keys, if there are registers
-    if (IS_LOADED) values.load(head, token, stop, slot, lane);
-#if K_LEADS
-    if (from >= 0 && token / PAGE < head.num_k_pages) {
-        packed_scores<UNIT / 16>(s, head.k_page(slot), token % PAGE / 16, shared, warp, lane, scale);
-#pragma unroll
-        for (int n = 0; n < QUERY_TILES; n++)
-#pragma unroll
-            for (int i = 0; i < UNIT / 8; i++) {
-                const int at = token + 8 * i + (lane >> 2);
-                if (at >= stop || (BASE % UNIT && at < from)) s[n][i] = -INFINITY;
-            }
-    } else
-#endif
-        dense_scores<UNIT / 16>(s, head, token, stop, slot, shared, lane, scale);
-    cap(s, softcap);
-    float down[QUERY_TILES];
-    if (state.raise(s, down, lane) && DenseOut::IS_KEPT) sum.scale(down);
-#pragma unroll
-    for (int t = 0; t < UNIT / 16; t++) {
-        if (!IS_LOADED) values.load(head, token + 16 * t, stop, slot, lane);
-#pragma unroll
-        for (int eight = 0; eight < EIGHTS; eight++) {
-            float p[2][2] = {};
-#pragma unroll
-            for (int n = 2 * eight; n < MIN2(2 * eight + 2, QUERY_TILES); n++)
-#pragma unroll
-                for (int half = 0; half < 2; half++) { p[n % 2][half] = exp2_(s[n][2 * t + half] - state.max_[n]); state.sum[n] += p[n % 2][half]; }
-            if (!DenseOut::IS_KEPT) sum.start();
-            add_values(sum.out, p, values);
-            if (!DenseOut::IS_KEPT) reorder(state, sum.out, eight, v_signs, shared.swap[warp], lane);
-        }
-    }
 }
 
 }  // namespace decode_

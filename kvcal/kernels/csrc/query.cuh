@@ -59,19 +59,19 @@ __device__ __forceinline__ void prepare_query(float (&raw)[DIM / 32], const Args
         for (int i = 0; i < DIM / 32; i++) {
             const u32 c = i * 32 + lane;
             // Keys that are not packed: two columns are heads h and h + 4.
-            const u32 j = c / 32, quad = c % 32 / 8, word = c % 8 / 2, eight = h / 8, column = 2 * (h % 4) + h / 4 % 2;
+            const u32 j = c / 32, quad = c % 32 / 8, word = c % 8 / 2, column = 2 * (h % 4) + h / 4;
 #if WIDE
             const u32 rest = c % QUARTER;
-            shared.query[eight * (DIM / 16) + rest / 4][column * 4 + c / QUARTER][rest % 4] = folded[i];
+            shared.query[rest / 4][column * 4 + c / QUARTER][rest % 4] = folded[i];
 #else
             // Column c belongs to one of the two lanes of its head and quarter.
             const u32 part = c / (DIM / 8), rest = c % (DIM / 8);
             shared.query[h / 4 * (DIM / 32) + rest / 4][(2 * (h % 4) + part % 2) * 4 + part / 2][rest % 4] = folded[i];
 #endif
             const u16 dense = (u16)(dense_pair(raw[i], 0.f) & 0xffffu);
-            reinterpret_cast<u16*>(&shared.query_dense[eight][j][column * 4 + quad][word])[c % 2] = dense;
+            reinterpret_cast<u16*>(&shared.query_dense[j][column * 4 + quad][word])[c % 2] = dense;
 #if SPLIT_QUERY
-            reinterpret_cast<u16*>(&shared.query_rest[eight][j][column * 4 + quad][word])[c % 2] =
+            reinterpret_cast<u16*>(&shared.query_rest[j][column * 4 + quad][word])[c % 2] =
                 (u16)(dense_pair(raw[i] - dense_to_float(dense), 0.f) & 0xffffu);
 #endif
         }
@@ -79,9 +79,9 @@ __device__ __forceinline__ void prepare_query(float (&raw)[DIM / 32], const Args
 #if QUERY_TILES == 1  // columns of no head
     for (u32 i = thread; i < DIM / 32 * 64; i += WARPS * 32) {
         const u32 j = i / 64, at = i % 64, empty = (at / 16 * 2 + 1) * 4 + at % 16 / 4;
-        shared.query_dense[0][j][empty][at % 4] = 0;
+        shared.query_dense[j][empty][at % 4] = 0;
 #if SPLIT_QUERY
-        shared.query_rest[0][j][empty][at % 4] = 0;
+        shared.query_rest[j][empty][at % 4] = 0;
 #endif
     }
 #endif
@@ -90,10 +90,10 @@ __device__ __forceinline__ void prepare_query(float (&raw)[DIM / 32], const Args
 #endif
 #if WIDE && K_AXIS
     __syncthreads();
-    if (warp < WIDE) prepare_wide_limbs(shared, warp, lane);
+    if (warp == 0) prepare_wide_limbs(shared, lane);
 #elif K_ZEROS_BY_HALVES
     __syncthreads();
-    if (warp < WIDE) prepare_halves(shared, warp, lane);
+    if (warp == 0) prepare_halves(shared, lane);
 #elif K_AXIS && K_PACKED
     __syncthreads();
     for (u32 n = warp; n < QUERY_TILES; n += WARPS) {

@@ -17,8 +17,7 @@ __device__ __forceinline__ u32 places_of(u32 channel) {
 }
 // Of the head of ``column`` of tile n.
 __device__ __forceinline__ float query_at(const Shared& shared, int n, int column, u32 places) {
-    constexpr int ROWS = WIDE ? DIM / 16 : DIM / 32;
-    return *reinterpret_cast<const float*>(reinterpret_cast<const u8*>(shared.query[n * ROWS][4 * column]) + (places & 0xffffu));
+    return *reinterpret_cast<const float*>(reinterpret_cast<const u8*>(shared.query[n * (DIM / 32)][4 * column]) + (places & 0xffffu));
 }
 
 // Channels of a page's slots.
@@ -126,7 +125,7 @@ void add_raw_slots(float (&s)[QUERY_TILES][2 * COUNT], const u8* record, const S
         const u16* values = reinterpret_cast<const u16*>(record + K_RAW) + slot * PAGE + first * 16 + lane_token(lane);
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; n++) {
-            const float q = query_at(shared, WIDE ? n / 2 : n, 2 * quad + (WIDE ? n % 2 : 0), places) * scale;
+            const float q = query_at(shared, WIDE ? 0 : n, 2 * quad + (WIDE ? n : 0), places) * scale;
 #pragma unroll
             for (int i = 0; i < 2 * COUNT; i++) s[n][i] = fmaf(q, dense_to_float(values[score_token(i)]), s[n][i]);
         }

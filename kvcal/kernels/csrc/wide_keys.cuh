@@ -1,5 +1,5 @@
-// Scores of packed keys for 8 heads a tile of columns, or 16: codes become bytes once, and meet the high and the low limbs of
-// all heads. (Limbs in neighbouring columns, as in keys.cuh, serve 4 heads a tile.)
+// Scores of packed keys for 8 heads a tile of columns: codes become bytes once, and meet the high and the low limbs of all
+// heads. (Limbs in neighbouring columns, as in keys.cuh, serve 4 heads a tile.)
 //
 // A page's tokens lie in the rows of the tiles so that scores come out as tensor cores take probabilities: row g of tile
 // t is token 32 (g / 2) + 8 (g % 2) + t, and row g + 8 the sixteenth behind it (wide_values.cuh). All of them lie in one
@@ -17,7 +17,7 @@ template <int COLUMNS, int WIDTH> struct Rows {
     static constexpr int SEGMENT = COLUMNS * WIDTH / 32, R = kv_rows_per_load(PAGE, COLUMNS, WIDTH);
     static constexpr int QUAD = R ? R * SEGMENT : SEGMENT;
     static __device__ __forceinline__ constexpr int place(int token) {
-        return R ? (token / (8 * (R ? R : 1)) * 8 + token % 8) * 4 * QUAD + token / 8 % (R ? R : 1) * SEGMENT : token * 4 * SEGMENT;
+        return R ? (token / (8 * (R ? R : 1)) * 8 + token % 8) * 4 * QUAD + token / 8 % (R ? R : 1) * SEGMENT : token * (COLUMNS * WIDTH / 8);
     }
 };
 
@@ -72,40 +72,30 @@ template <int COLUMNS, int FIRST_SLOT, int ROOM, int PLANES> struct WideTier {
     static constexpr int ROW = COLUMNS / 4, STEPS = (ROW + 3) / 4;
     static constexpr bool INTERLEAVED = kv_rows_per_load(PAGE, COLUMNS, 2) > 0, TAKES_ZEROS = PLANES > 1;
     typedef Rows<COLUMNS, 2> Two;
-    u32 op[STEPS][WIDE][2];
+    u32 op[STEPS][2];
 
     // Operands of the query; ``zero`` gets what rounding takes, times the mean code.
-    __device__ __forceinline__ void prepare(float (&zero)[WIDE], const u8* scale, const float (&up)[WIDE], const Shared& shared, int warp, int lane) {
+    __device__ __forceinline__ void prepare(float& zero, const u8* scale, float up, const Shared& shared, int warp, int lane) {
         constexpr float MEAN = MEAN_CODE(2 * PLANES) * (1 << K_BITS);
         const u32* channels = shared.channels[warp] + FIRST_SLOT;
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
             const int slot = INTERLEAVED ? (lane & 3) * (COLUMNS / 4) + 4 * step : 16 * step + 4 * (lane & 3);
-            float x[WIDE][4];
+            float x[4];
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 // Read anyway: a branch would wait for one channel after the other.
                 const u32 found = slot + j < ROOM ? channels[slot + j] : NO_CHANNEL, places = found == NO_CHANNEL ? 0 : found;
-                const float factor = number_at<K_PARAM>(scale + (places >> 16), 0);
-#pragma unroll
-                for (int eight = 0; eight < WIDE; eight++) {
-                    const float product = query_at(shared, eight, lane >> 2, places) * factor;
-                    x[eight][j] = found == NO_CHANNEL ? 0.f : product;
-                }
+                const float product = query_at(shared, 0, lane >> 2, places) * number_at<K_PARAM>(scale + (places >> 16), 0);
+                x[j] = found == NO_CHANNEL ? 0.f : product;
             }
-#pragma unroll
-            for (int eight = 0; eight < WIDE; eight++) {
-                const u32 a = permute(fixed<true>(x[eight][0], up[eight]), fixed<true>(x[eight][1], up[eight]), 0x5140);
-                const u32 b = permute(fixed<true>(x[eight][2], up[eight]), fixed<true>(x[eight][3], up[eight]), 0x5140);
-                op[step][eight][0] = permute(a, b, 0x7632);
-                op[step][eight][1] = permute(a, b, 0x5410) ^ 0x80808080u;
-                if (PLANES > 1) zero[eight] = fmaf(lost(x[eight], up[eight]), __fdividef(MEAN, up[eight]), zero[eight]);
-            }
+            four_limbs(x, up, op[step][0], op[step][1]);
+            if (PLANES > 1) zero = fmaf(lost(x, up), __fdividef(MEAN, up), zero);
         }
     }
 
     // acc += high planes of a tile's tokens.
-    __device__ __forceinline__ void multiply(int (&acc)[WIDE][2][4], const u8* high, int tile, int lane) const {
+    __device__ __forceinline__ void multiply(int (&acc)[2][4], const u8* high, int tile, int lane) const {
         constexpr int LIFT = K_LIFT + K_BITS;
         const int lane_place = Two::place(lane_token(lane)) + (INTERLEAVED ? (lane & 3) * Two::QUAD : (lane & 3));
 #pragma unroll
@@ -120,16 +110,14 @@ template <int COLUMNS, int FIRST_SLOT, int ROOM, int PLANES> struct WideTier {
                 if (PLANES > 2) bytes[half] |= four_bytes<LIFT + 4 * (PLANES > 2)>(is_there ? at[2 * PAGE * ROW] : 0);
             }
 #pragma unroll
-            for (int eight = 0; eight < WIDE; eight++)
-#pragma unroll
-                for (int limb = 0; limb < 2; limb++) mma_half(acc[eight][limb], bytes[0], bytes[1], op[step][eight][limb]);
+            for (int limb = 0; limb < 2; limb++) mma_half(acc[limb], bytes[0], bytes[1], op[step][limb]);
         }
     }
 };
 template <> struct WideTier<0, 0, 0, 0> {  // of 16 bits, or none
     static constexpr bool TAKES_ZEROS = false;
-    __device__ __forceinline__ void prepare(float (&)[WIDE], const u8*, const float (&)[WIDE], const Shared&, int, int) {}
-    __device__ __forceinline__ void multiply(int (&)[WIDE][2][4], const u8*, int, int) const {}
+    __device__ __forceinline__ void prepare(float&, const u8*, float, const Shared&, int, int) {}
+    __device__ __forceinline__ void multiply(int (&)[2][4], const u8*, int, int) const {}
 };
 #define WIDE_TIER(i) WideTier<K_TIER##i##_COLUMNS, K_TIER##i##_COLUMNS ? K_TIER##i##_SLOT : 0, K_TIER##i##_COLUMNS ? K_TIER##i##_ROOM : 0, \
     K_TIER##i##_COLUMNS ? (K_TIER##i##_BITS - K_BITS) / 2 : 0>
@@ -149,16 +137,16 @@ typedef WideTier<0, 0, 0, 0> Tier2;
 #define TIERS_TAKE_ZEROS (Tier0::TAKES_ZEROS || Tier1::TAKES_ZEROS || Tier2::TAKES_ZEROS)
 #endif
 
-// The operands of a page's keys.
+// The operands of a page's keys: high limbs, low limbs.
 struct WideQuery {
-    u32 op[WIDE][2][QUERY_WORDS];
+    u32 op[2][QUERY_WORDS];
 #if K_TIERS > 0
     Tier0 tier0; Tier1 tier1; Tier2 tier2;
 #endif
 };
 
 // acc = Magic + products of the tokens of a tile with both limbs of the query.
-__device__ __forceinline__ void tile_products(int (&acc)[WIDE][2][4], const WideQuery& query, const u8* record, int tile, int lane) {
+__device__ __forceinline__ void tile_products(int (&acc)[2][4], const WideQuery& query, const u8* record, int tile, int lane) {
     constexpr int magic = Magic<true>::bits;
     const int start[4] = {magic, magic, magic, magic};
     u32 low[QUERY_WORDS / 4][4], high[QUERY_WORDS / 4][4];
@@ -169,13 +157,11 @@ __device__ __forceinline__ void tile_products(int (&acc)[WIDE][2][4], const Wide
 #pragma unroll
         for (int e = 0; e < 4; e += 2)
 #pragma unroll
-            for (int eight = 0; eight < WIDE; eight++)
-#pragma unroll
-                for (int limb = 0; limb < 2; limb++) {
-                    const u32 (&op)[QUERY_WORDS] = query.op[eight][limb];
-                    if (w == 0 && e == 0) mma<true>(acc[eight][limb], low[0][0], high[0][0], low[0][1], high[0][1], op[0], op[1], start);
-                    else mma<true>(acc[eight][limb], low[w][e], high[w][e], low[w][e + 1], high[w][e + 1], op[4 * w + e], op[4 * w + e + 1], acc[eight][limb]);
-                }
+            for (int limb = 0; limb < 2; limb++) {
+                const u32 (&op)[QUERY_WORDS] = query.op[limb];
+                if (w == 0 && e == 0) mma<true>(acc[limb], low[0][0], high[0][0], low[0][1], high[0][1], op[0], op[1], start);
+                else mma<true>(acc[limb], low[w][e], high[w][e], low[w][e + 1], high[w][e + 1], op[4 * w + e], op[4 * w + e + 1], acc[limb]);
+            }
 #if K_TIERS > 0
     query.tier0.multiply(acc, record + K_TIER0_HIGH, tile, lane);
     query.tier1.multiply(acc, record + K_TIER1_HIGH, tile, lane);
@@ -184,68 +170,62 @@ __device__ __forceinline__ void tile_products(int (&acc)[WIDE][2][4], const Wide
 }
 
 #if K_AXIS == 0
-// Sums over the channels, for scores of head 4 n + quad: of the query times ``middle``, the code that is halfway, and of the
-// query in fixed point, in its units.
-__device__ __forceinline__ void sum_channels(float (&middle)[QUERY_TILES], float (&fixed_sum)[QUERY_TILES], const WideQuery& query, const u8* record, const Shared& shared, int lane) {
+// Sums over the channels, for scores of head 4 n + quad: of the query times ``middle``, what the code halfway stands for, and
+// of the query in fixed point, in its units.
+__device__ __forceinline__ void sum_channels(float (&middle)[2], float (&fixed_sum)[2], const WideQuery& query, const u8* record, const Shared& shared, int lane) {
     const int g = lane >> 2, quad = lane & 3;
+    int acc[2][4];
+    const int start[4] = {Magic<true>::bits, Magic<true>::bits, Magic<true>::bits, Magic<true>::bits};
+    const u32 one = in_every_byte(1);
 #pragma unroll
-    for (int eight = 0; eight < WIDE; eight++) {
-        int acc[2][4];
-        const int start[4] = {Magic<true>::bits, Magic<true>::bits, Magic<true>::bits, Magic<true>::bits};
-        const u32 one = in_every_byte(1);
+    for (int limb = 0; limb < 2; limb++)
 #pragma unroll
-        for (int limb = 0; limb < 2; limb++)
+        for (int i = 0; i < QUERY_WORDS; i += 2) {
+            const u32 (&op)[QUERY_WORDS] = query.op[limb];
+            if (i == 0) mma<true>(acc[limb], one, one, one, one, op[0], op[1], start);
+            else mma<true>(acc[limb], one, one, one, one, op[i], op[i + 1], acc[limb]);
+        }
 #pragma unroll
-            for (int i = 0; i < QUERY_WORDS; i += 2) {
-                const u32 (&op)[QUERY_WORDS] = query.op[eight][limb];
-                if (i == 0) mma<true>(acc[limb], one, one, one, one, op[0], op[1], start);
-                else mma<true>(acc[limb], one, one, one, one, op[i], op[i + 1], acc[limb]);
-            }
-#pragma unroll
-        for (int n = 0; n < 2; n++)
-            fixed_sum[2 * eight + n] = sum_of_limbs<true>(acc[0][n], acc[1][n], 1.f, 0.f);
+    for (int n = 0; n < 2; n++) fixed_sum[n] = sum_of_limbs<true>(acc[0][n], acc[1][n], 1.f, 0.f);
 #if K_ZEROS_BY_HALVES
-        // Row 0: with zeros, 1: with scales. A load is an operand as it comes: half of it counts in rows g, the other in g + 8.
-        float sums[2][4], sum[2];
-        const u8* row = record + (g ? K_SCALE : K_ZERO) + quad * QUARTER * 2;
+    // Row 0: with zeros, 1: with scales. A load is an operand as it comes: half of it counts in rows g, the other in g + 8.
+    float sums[2][4], sum[2];
+    const u8* row = record + (g ? K_SCALE : K_ZERO) + quad * QUARTER * 2;
 #pragma unroll
-        for (int i = 0; i < QUARTER / 8; i++) {
-            const uint4 a = *reinterpret_cast<const uint4*>(row + 16 * i);
+    for (int i = 0; i < QUARTER / 8; i++) {
+        const uint4 a = *reinterpret_cast<const uint4*>(row + 16 * i);
 #pragma unroll
-            for (int part = 0; part < 2; part++) {
-                const uint4 b = *reinterpret_cast<const uint4*>(shared.query_halves[2 * eight + part][i][lane]);
-                mma_fp16(sums[0], a.x, a.y, a.z, a.w, b.x, b.z, i + part == 0);
-                mma_fp16(sums[1], a.x, a.y, a.z, a.w, b.y, b.w, i + part == 0);
-            }
+        for (int part = 0; part < 2; part++) {
+            const uint4 b = *reinterpret_cast<const uint4*>(shared.query_halves[part][i][lane]);
+            mma_fp16(sums[0], a.x, a.y, a.z, a.w, b.x, b.z, i + part == 0);
+            mma_fp16(sums[1], a.x, a.y, a.z, a.w, b.y, b.w, i + part == 0);
         }
-#pragma unroll
-        for (int n = 0; n < 2; n++) sum[n] = sums[0][n] + sums[1][2 + n];
-#pragma unroll
-        for (int n = 0; n < 2; n++)
-            middle[2 * eight + n] = fmaf(__shfl_sync(0xffffffffu, sum[n], 4 + quad), MEAN_CODE(K_BITS), __shfl_sync(0xffffffffu, sum[n], quad)) *
-                                    shared.query_power[8 * eight + 4 * n + quad];
-#else
-        float x[QUARTER], sum = 0.f;
-        load_quarter(x, shared, eight, 0, lane);
-#pragma unroll
-        for (int i = 0; i < QUARTER; i += 8) {
-            float scale[8], zero[8];
-            load_numbers<K_PARAM>(scale, record + K_SCALE, quad * QUARTER + i);
-            load_numbers<K_PARAM>(zero, record + K_ZERO, quad * QUARTER + i);
-#pragma unroll
-            for (int k = 0; k < 8; k++) sum = fmaf(x[i + k], fmaf(scale[k], MEAN_CODE(K_BITS), zero[k]), sum);
-        }
-        sum = sum_of_column(sum);
-#pragma unroll
-        for (int n = 0; n < 2; n++) middle[2 * eight + n] = to_wide_scores(sum, n, lane);
-#endif
     }
+#pragma unroll
+    for (int n = 0; n < 2; n++) sum[n] = sums[0][n] + sums[1][2 + n];
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+        middle[n] = fmaf(__shfl_sync(0xffffffffu, sum[n], 4 + quad), MEAN_CODE(K_BITS), __shfl_sync(0xffffffffu, sum[n], quad)) * shared.query_power[4 * n + quad];
+#else
+    float x[QUARTER], sum = 0.f;
+    load_quarter(x, shared, lane);
+#pragma unroll
+    for (int i = 0; i < QUARTER; i += 8) {
+        float scale[8], zero[8];
+        load_numbers<K_PARAM>(scale, record + K_SCALE, quad * QUARTER + i);
+        load_numbers<K_PARAM>(zero, record + K_ZERO, quad * QUARTER + i);
+#pragma unroll
+        for (int k = 0; k < 8; k++) sum = fmaf(x[i + k], fmaf(scale[k], MEAN_CODE(K_BITS), zero[k]), sum);
+    }
+    sum = sum_of_column(sum);
+#pragma unroll
+    for (int n = 0; n < 2; n++) middle[n] = to_wide_scores(sum, n, lane);
+#endif
 }
 #endif
 
 // Scores of a page, in log2 units: s[n][i] step[n] + from[n] is of token lane_token + score_token(i) and head 4 n + quad.
-__device__ __forceinline__ void wide_scores(float (&s)[QUERY_TILES][PAGE / 8], float (&step)[QUERY_TILES], float (&from)[QUERY_TILES],
-                                            const u8* record, Shared& shared, int warp, int lane, float scale) {
+__device__ __forceinline__ void wide_scores(float (&s)[2][PAGE / 8], float (&step)[2], float (&from)[2], const u8* record, Shared& shared, int warp, int lane, float scale) {
     const int quad = lane & 3;
     WideQuery query;
 #if K_AXIS == 0
@@ -253,57 +233,50 @@ __device__ __forceinline__ void wide_scores(float (&s)[QUERY_TILES][PAGE / 8], f
 #if K_TIERS > 0
     list_channels(shared.channels[warp], record, lane);
 #endif
-    float x[WIDE][4 * QUERY_WORDS], up[WIDE];
-#pragma unroll
-    for (int eight = 0; eight < WIDE; eight++) load_quarter(x[eight], shared, eight, 0, lane);
+    float x[4 * QUERY_WORDS];
+    load_quarter(x, shared, lane);
 #pragma unroll
     for (int i = 0; i < QUARTER; i += 8) {
         float param[8];
         load_numbers<K_PARAM>(param, record + K_SCALE, quad * QUARTER + i);
 #pragma unroll
-        for (int eight = 0; eight < WIDE; eight++)
-#pragma unroll
-            for (int k = 0; k < 8; k++) x[eight][i + k] *= param[k];
+        for (int k = 0; k < 8; k++) x[i + k] *= param[k];
     }
-#pragma unroll
-    for (int eight = 0; eight < WIDE; eight++) {
-        up[eight] = __fdividef(LARGEST<true>, largest_of_column(x[eight]));
-        wide_limbs(x[eight], up[eight], query.op[eight]);
-    }
+    const float up = __fdividef(LARGEST<true>, largest_of_column(x));
+    wide_limbs(x, up, query.op);
     // A rounding error of the query is to meet code - mean: what it has of the mean is taken away, and added as it was.
-    float middle[QUERY_TILES], fixed_sum[QUERY_TILES];
+    float middle[2], fixed_sum[2];
     sum_channels(middle, fixed_sum, query, record, shared, lane);
 #if K_TIERS > 0
-    float zero[WIDE] = {};
+    float zero = 0.f;
     query.tier0.prepare(zero, record + K_SCALE, up, shared, warp, lane);
     query.tier1.prepare(zero, record + K_SCALE, up, shared, warp, lane);
     query.tier2.prepare(zero, record + K_SCALE, up, shared, warp, lane);
+    if (TIERS_TAKE_ZEROS) zero = sum_of_column(zero);
 #endif
 #pragma unroll
-    for (int n = 0; n < QUERY_TILES; n++) {
-        const float unit = to_wide_scores(__fdividef(1.f, up[n / 2]), n, lane);
+    for (int n = 0; n < 2; n++) {
+        const float unit = to_wide_scores(__fdividef(1.f, up), n, lane);
         float add = fmaf(fixed_sum[n] * unit, -MEAN_CODE(K_BITS), middle[n]) + shared.query_offset[4 * n + quad];
 #if K_TIERS > 0
-        if (TIERS_TAKE_ZEROS) add += to_wide_scores(sum_of_column(zero[n / 2]), n, lane);
+        if (TIERS_TAKE_ZEROS) add += to_wide_scores(zero, n, lane);
 #endif
         step[n] = unit * (scale / (1 << K_LIFT));
         from[n] = add * scale - Magic<true>::number * step[n];
     }
 #pragma unroll
     for (int tile = 0; tile < 8; tile++) {
-        int acc[WIDE][2][4];
+        int acc[2][4];
         tile_products(acc, query, record, tile, lane);
 #pragma unroll
-        for (int n = 0; n < QUERY_TILES; n++)
+        for (int n = 0; n < 2; n++)
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int at = 2 * half + n % 2;
-                s[n][2 * tile + half] = fmaf(__int_as_float(acc[n / 2][0][at]) - Magic<true>::number, 256.f, __int_as_float(acc[n / 2][1][at]));
-            }
+            for (int half = 0; half < 2; half++)
+                s[n][2 * tile + half] = fmaf(__int_as_float(acc[0][2 * half + n]) - Magic<true>::number, 256.f, __int_as_float(acc[1][2 * half + n]));
     }
 #if !LAZY_SCORES
 #pragma unroll
-    for (int n = 0; n < QUERY_TILES; n++) {
+    for (int n = 0; n < 2; n++) {
 #pragma unroll
         for (int i = 0; i < PAGE / 8; i++) s[n][i] = fmaf(s[n][i], step[n], from[n]);
         step[n] = 1.f; from[n] = 0.f;
@@ -314,50 +287,43 @@ __device__ __forceinline__ void wide_scores(float (&s)[QUERY_TILES][PAGE / 8], f
 #endif
 #else
 #pragma unroll
-    for (int n = 0; n < QUERY_TILES; n++) {
+    for (int n = 0; n < 2; n++) {
 #pragma unroll
         for (int i = 0; i < PAGE / 8; i++) s[n][i] = shared.query_offset[4 * n + quad] * scale;
         step[n] = 1.f; from[n] = 0.f;
     }
 #pragma unroll
     for (int group = 0; group < K_GROUPS; group++) {
-        // Channels of other groups contribute nothing to it.
         const u8 *scales = record + K_SCALE + group * PAGE * (K_PARAM == KV_FLOAT32 ? 4 : 2), *zeros = scales + (K_ZERO - K_SCALE);
 #pragma unroll 1
         for (int part = 0; part < QUERY_PARTS; part++) {
             if (QUERY_PARTS > 1) __syncwarp();  // codes are read again: there are no registers for them
 #pragma unroll
-            for (int i = 0; i < 2 * WIDE * QUERY_WORDS; i += 4) {
+            for (int i = 0; i < 2 * QUERY_WORDS; i += 4) {
                 const uint4 v = *reinterpret_cast<const uint4*>(shared.query_limbs[part][i / 4][lane]);
-                u32 (&op)[QUERY_WORDS] = query.op[i / (2 * QUERY_WORDS)][i / QUERY_WORDS % 2];
+                u32 (&op)[QUERY_WORDS] = query.op[i / QUERY_WORDS];
                 const int at = i % QUERY_WORDS;
-                const bool mine = is_of_group(group, at / 4, lane);
+                const bool mine = is_of_group(group, at / 4, lane);  // channels of other groups contribute nothing to it
                 op[at] = mine ? v.x : 0u; op[at + 1] = mine ? v.y : 0u; op[at + 2] = mine ? v.z : 0u; op[at + 3] = mine ? v.w : 0u;
             }
             float token_scale[2][8], token_zero[2][8];  // of tokens that follow one another
 #pragma unroll
-            for (int half = 0; half < 2 && WIDE == 1; half++) {
+            for (int half = 0; half < 2; half++) {
                 load_numbers<K_PARAM>(token_scale[half], scales, lane_token(lane) + 16 * half);
                 load_numbers<K_PARAM>(token_zero[half], zeros, lane_token(lane) + 16 * half);
             }
 #pragma unroll
             for (int tile = 0; tile < 8; tile++) {
-                int acc[WIDE][2][4];
+                int acc[2][4];
                 tile_products(acc, query, record, tile, lane);
 #pragma unroll
-                for (int half = 0; half < 2 && WIDE > 1; half++) {  // one by one: there are no registers for all
-                    token_scale[half][tile] = number_at<K_PARAM>(scales, lane_token(lane) + 16 * half + tile);
-                    token_zero[half][tile] = number_at<K_PARAM>(zeros, lane_token(lane) + 16 * half + tile);
-                }
-#pragma unroll
-                for (int n = 0; n < QUERY_TILES; n++) {
+                for (int n = 0; n < 2; n++) {
                     const float unit = shared.query_unit[part][4 * n + quad] * (scale / (1 << K_LIFT));
                     const float sum = part == 0 ? shared.query_sum[group][4 * n + quad] * scale : 0.f;
                     const float centre = part == 0 ? shared.query_lost[group][4 * n + quad] * (MEAN_CODE(K_BITS) * scale) : 0.f;
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
-                        const int at = 2 * half + n % 2;
-                        const float dot = sum_of_limbs<true>(acc[n / 2][0][at], acc[n / 2][1][at], unit, centre);
+                        const float dot = sum_of_limbs<true>(acc[0][2 * half + n], acc[1][2 * half + n], unit, centre);
                         float& to = s[n][2 * tile + half];
                         to = fmaf(dot, token_scale[half][tile], fmaf(token_zero[half][tile], sum, to));
                     }

@@ -1,4 +1,4 @@
-// Probabilities of 8 heads a tile of columns, or 16, times packed values, in half precision with sums in fp32.
+// Probabilities of 8 heads a tile of columns times packed values, in half precision with sums in fp32.
 //
 // A code of up to 8 bits is a half below the normal ones as it lies in its word: one AND leaves two of them, whose powers of
 // two go to the probabilities. A probability is rounded to half precision once. That number is the probability: also of the
@@ -62,70 +62,59 @@ __device__ __forceinline__ void load_pairs(u32 (&at)[16], const u8* from) {
 }
 
 // Probabilities of a page times its values, taken into ``state``. s, step, from: scores of all 128 tokens.
-__device__ __forceinline__ void wide_values(State& state, const float (&s)[QUERY_TILES][PAGE / 8], const float (&step)[QUERY_TILES],
-                                            const float (&from)[QUERY_TILES], const u8* record, const Shared& shared, int lane) {
+__device__ __forceinline__ void wide_values(State& state, const float (&s)[2][PAGE / 8], const float (&step)[2], const float (&from)[2],
+                                            const u8* record, const Shared& shared, int lane) {
     static_assert(V_PARAM == KV_FLOAT16 && V_GROUPS <= 3, "two rows a group, and one, of the tile of zeros");
-    constexpr int PER = MIN2(V_GROUP / 16, TILES), PLANES = V_BITS / 2, PLANE = PAGE * DIM / 4, SIDE = WIDE > 1 || TILES % 4 || PER % 4 ? 2 : AT_ONCE;
+    constexpr int PER = MIN2(V_GROUP / 16, TILES), PLANES = V_BITS / 2, PLANE = PAGE * DIM / 4, SIDE = TILES % 4 || PER % 4 ? 2 : AT_ONCE;
     const int g = lane >> 2, quad = lane & 3;
-    u32 p[WIDE][16];  // of columns i and i + 8 of word w, at 8 w + i
-#pragma unroll
-    for (int eight = 0; eight < WIDE; eight++) {
-        const int n = 2 * eight;
-        const float low = from[n] - state.max_[n], high = from[n + 1] - state.max_[n + 1];
+    u32 p[16];  // of columns i and i + 8 of word w, at 8 w + i
+    {
+        const float low = from[0] - state.max_[0], high = from[1] - state.max_[1];
 #pragma unroll
         for (int i = 0; i < 16; i++)
-            p[eight][i % 2 * 8 + i / 2] = transpose(halves(exp2_(LAZY_SCORES ? fmaf(s[n][i], step[n], low) : s[n][i] + low),
-                                                           exp2_(LAZY_SCORES ? fmaf(s[n + 1][i], step[n + 1], high) : s[n + 1][i] + high)));
+            p[i % 2 * 8 + i / 2] = transpose(halves(exp2_(LAZY_SCORES ? fmaf(s[0][i], step[0], low) : s[0][i] + low),
+                                                    exp2_(LAZY_SCORES ? fmaf(s[1][i], step[1], high) : s[1][i] + high)));
     }
     {  // Row 2 i: zeros of group i; 2 i + 1: its scales; all others: 1.
         u32 row[16];
         const u8* from = g < 2 * V_GROUPS ? record + (g % 2 ? V_SCALE : V_ZERO) + g / 2 * PAGE * 2 + quad * 64 : reinterpret_cast<const u8*>(shared.ones);
         load_pairs(row, from);
+        float sum[2][4];  // four pairs are an operand, of which two count in rows g, two in g + 8
 #pragma unroll
-        for (int eight = 0; eight < WIDE; eight++) {
-            float sum[2][4];  // four pairs are an operand, of which two count in rows g, two in g + 8
+        for (int i = 0; i < 16; i += 4)
 #pragma unroll
-            for (int i = 0; i < 16; i += 4)
+            for (int half = 0; half < 2; half++)
+                mma_fp16(sum[half], row[i], row[i + 1], row[i + 2], row[i + 3], p[i + half], p[i + 2 + half], i == 0);
 #pragma unroll
-                for (int half = 0; half < 2; half++)
-                    mma_fp16(sum[half], row[i], row[i + 1], row[i + 2], row[i + 3], p[eight][i + half], p[eight][i + 2 + half], i == 0);
-#pragma unroll
-            for (int n = 0; n < 2; n++) state.rows[2 * eight + n] += sum[0][n] + sum[1][2 + n];
-        }
+        for (int n = 0; n < 2; n++) state.rows[n] += sum[0][n] + sum[1][2 + n];
     }
 #pragma unroll
     for (int group = 0; group < V_GROUPS; group++) {
-        u32 op[WIDE][16];
-        float unit;
+        u32 op[16];
+        const u8* scales = record + V_SCALE + group * PAGE * 2;
+        const uint2 four = *reinterpret_cast<const uint2*>(scales + lane * 8);
+        const u32 top = largest_of_warp(max(max(four.x & 0xffffu, four.x >> 16), max(four.y & 0xffffu, four.y >> 16)));
+        // 2^up: scales are below 2^15 with it, and it is a normal half itself.
+        const int up = max(-1, min(15, 29 - (int)(top >> 10)));
+        const float unit = __uint_as_float((u32)(127 + 24 - up) << 23);
         {
-            const u8* scales = record + V_SCALE + group * PAGE * 2;
-            const uint2 four = *reinterpret_cast<const uint2*>(scales + lane * 8);
-            const u32 top = largest_of_warp(max(max(four.x & 0xffffu, four.x >> 16), max(four.y & 0xffffu, four.y >> 16)));
-            // 2^up: below 2^15 with it, and a normal half itself.
-            const int up = max(-1, min(15, 29 - (int)(top >> 10)));
-            unit = __uint_as_float((u32)(127 + 24 - up) << 23);
             u32 scale[16];
             load_pairs(scale, scales + quad * 64);
-            const u32 power = (u32)(15 + up) * 0x04000400u, code = (1 << V_BITS) - 1, all = code * 0x00010001u;
-            float sum[WIDE][4];
+            const u32 power = (u32)(15 + up) * 0x04000400u, all = ((1 << V_BITS) - 1) * 0x00010001u;
 #pragma unroll
-            for (int i = 0; i < 16; i++) scale[i] = multiply_halves(scale[i], power);
+            for (int i = 0; i < 16; i++) op[i] = multiply_halves(p[i], multiply_halves(scale[i], power));
+            float sum[4];
 #pragma unroll
-            for (int eight = 0; eight < WIDE; eight++) {
+            for (int i = 0; i < 16; i += 2) mma_fp16(sum, all, all, all, all, op[i], op[i + 1], i == 0);
 #pragma unroll
-                for (int i = 0; i < 16; i++) op[eight][i] = multiply_halves(p[eight][i], scale[i]);
+            for (int i = 0; i < 16; i++)
+                if (pair_shift<V_BITS>(i % 8)) op[i] = multiply_halves(op[i], (u32)(15 - pair_shift<V_BITS>(i % 8)) * 0x04000400u);
 #pragma unroll
-                for (int i = 0; i < 16; i += 2) mma_fp16(sum[eight], all, all, all, all, op[eight][i], op[eight][i + 1], i == 0);
-#pragma unroll
-                for (int i = 0; i < 16; i++)
-                    if (pair_shift<V_BITS>(i % 8)) op[eight][i] = multiply_halves(op[eight][i], (u32)(15 - pair_shift<V_BITS>(i % 8)) * 0x04000400u);
-#pragma unroll
-                for (int n = 0; n < 2; n++) state.zero[group][2 * eight + n] = fmaf(sum[eight][n], -.5f * unit, state.zero[group][2 * eight + n]);
-            }
+            for (int n = 0; n < 2; n++) state.zero[group][n] = fmaf(sum[n], -.5f * unit, state.zero[group][n]);
         }
 #pragma unroll
         for (int first = group * PER; first < MIN2((group + 1) * PER, TILES); first += SIDE) {
-            float acc[SIDE][WIDE][4];
+            float acc[SIDE][4];
             u32 lo[PLANES + 1][SIDE][2], hi[PLANES + 1][SIDE][2];
 #pragma unroll
             for (int plane = 0; plane < PLANES; plane++) load_words<PAGE, SIDE>(lo[plane], hi[plane], record + plane * PLANE, first, lane);
@@ -145,17 +134,15 @@ __device__ __forceinline__ void wide_values(State& state, const float (&s)[QUERY
                 for (int i = 0; i < 8; i += 2)
 #pragma unroll
                     for (int t = 0; t < SIDE; t++)
-#pragma unroll
-                        for (int eight = 0; eight < WIDE; eight++)
-                            mma_fp16(acc[t][eight], low[t][i], high[t][i], low[t][i + 1], high[t][i + 1], op[eight][8 * w + i], op[eight][8 * w + i + 1], w + i == 0);
+                        mma_fp16(acc[t], low[t][i], high[t][i], low[t][i + 1], high[t][i + 1], op[8 * w + i], op[8 * w + i + 1], w + i == 0);
             }
 #pragma unroll
             for (int t = 0; t < SIDE; t++)
 #pragma unroll
-                for (int n = 0; n < QUERY_TILES; n++)
-#pragma unroll
-                    for (int half = 0; half < 2; half++)
-                        state.out[n][first + t][half] = fmaf(acc[t][n / 2][2 * half + n % 2], unit, state.out[n][first + t][half]);
+                for (int i = 0; i < 4; i++) {
+                    float& to = state.out[i % 2][first + t][i / 2];
+                    to = fmaf(acc[t][i], unit, to);
+                }
         }
     }
 }
