@@ -25,7 +25,7 @@ FOLDED_HEAD_DIMS = (64, 128)
 WIDE_HEAD_DIMS = (64, 96, 128, 192, 256)
 WORD_CHANNELS = 64  # sixteen for each lane of a quad
 TILE_HEADS = 4  # query heads of a tile of the tensor core otherwise
-MAX_WIDE_BITS = 3  # where there are other tiles
+MAX_WIDE_BITS = 3  # of 128 channels: more of them wait for memory
 MAX_WIDE_GROUPS = 3  # of channels, of values: rows of a tile
 # The kernels load tokens 8 channels at a time, and keep a tile of them in shared memory.
 CHANNELS_AT_ONCE, MAX_HEAD_DIM = 8, 512
@@ -40,9 +40,9 @@ def is_plain(variant: Variant) -> bool:
 def is_wide(variant: Variant) -> bool:
     """``WIDE`` of the fast kernel: tiles of 8 query heads, whose codes are expanded once, in place of tiles of 4.
 
-    Heads of 96, 192 and 256 have no other tiles. Others keep tiles of 4 for groups of up to 4, and for pages of 4 bits
-    and more, which wait for memory. Wide tiles do not take windows that differ, groups of fewer than 128 tokens, and
-    scales of values that are no halves."""
+    Heads of 96, 192 and 256 have no other tiles. Others keep tiles of 4 for groups of up to 4, and 128 channels for
+    pages of 4 bits and more, which wait for memory. Wide tiles do not take windows that differ, groups of fewer than
+    128 tokens, and scales of values that are no halves."""
     k, v, dim = variant.k, variant.v, variant.head_dim
     bits = variant.num_bits("k"), variant.num_bits("v")
     is_able = (
@@ -53,7 +53,8 @@ def is_wide(variant: Variant) -> bool:
         and (k.group_size >= PAGE_TOKENS if k.axis == "channel" else dim % WORD_CHANNELS == 0 or k.group_size >= dim)
         and (bits[0] % 2 == 0 or dim % WORD_CHANNELS == 0)
     )  # fmt: skip
-    has_others = dim in FOLDED_HEAD_DIMS and (variant.group_heads <= TILE_HEADS or max(bits) > MAX_WIDE_BITS)
+    waits = dim == MAX_STAGED_DIM and max(bits) > MAX_WIDE_BITS
+    has_others = dim in FOLDED_HEAD_DIMS and (variant.group_heads <= TILE_HEADS or waits)
     return is_able and not has_others
 
 

@@ -21,7 +21,7 @@ ROTATED = Format(2, quantizer="rotated")
 # name: (K, V, instructions of decode at most, bytes of local memory of decode at most, instructions of append at most)
 VARIANTS = {
     "2 bits": (Format(2, "channel"), Format(2), 4350, 0, 1800),
-    "3 bits": (Format(3, "channel"), Format(3), 4900, 0, 2000),
+    "3 bits": (Format(3, "channel"), Format(3), 5450, 0, 2000),
     "4 bits": (Format(4, "channel"), Format(4), 4500, 0, 1900),
     "Kitty": (Format(2, "channel", boost=KITTY), Format(2), 4800, 0, 3200),
     "rotated 2 bits": (ROTATED, ROTATED, 5000, 0, 5700),
