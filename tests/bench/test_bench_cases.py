@@ -348,7 +348,7 @@ def test_unknown_formats_and_recipes_without_formats_are_refused() -> None:
 def test_head_sizes_that_no_kernel_takes_are_refused(head_dim: int) -> None:
     with pytest.raises(UsageError, match=f"--head-dim {head_dim}: expected a multiple of 8 up to 512") as caught:
         chosen_heads(8, head_dim, 4)
-    assert "64 and 128 are served by decode" in (caught.value.hint or "")
+    assert "64, 96, 128, 192, 256 are served by decode" in (caught.value.hint or "")
     assert chosen_heads(8, 96, 4) == Heads(8, 96, 4)
 
 

@@ -9,7 +9,8 @@
 // Codes are bytes and that operand is in fixed point of two bytes, so that the tensor core's integer products are
 // exact (limbs.cuh). The cache is the A operand of mma.m16n8k32 (16 tokens, or 16 channels, by 32); N are the high and low
 // bytes of 4 query heads of a group, and a second tile of 4 where a group has more. The planes' bytes lie so that a lane's
-// 16-byte load is its operand (kvcal/pages/packing.py), four codes a mask (codes.cuh). Lane = 4 g + quad.
+// 16-byte load is its operand (kvcal/pages/packing.py), four codes a mask (codes.cuh). Lane = 4 g + quad. If WIDE, N are 8
+// heads: their limbs are two operands, and values meet probabilities in half precision (wide_keys.cuh, wide_values.cuh).
 //
 // Work: a row's tokens are cut in units: a page of packed values each, and UNIT tokens each of what is not packed (sinks,
 // ring, 16-bit pages). All units of all rows and heads are dealt evenly to a fixed grid, from lengths on the device, so
