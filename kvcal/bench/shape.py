@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 from kvcal.errors import UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype
-from kvcal.kernels.choice import CHANNELS_AT_ONCE, FOLDED_HEAD_DIMS, MAX_HEAD_DIM
+from kvcal.kernels.choice import CHANNELS_AT_ONCE, MAX_HEAD_DIM, WIDE_HEAD_DIMS
 from kvcal.kernels.variants import stored_form
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
 from kvcal.plan.layer import LayerPlan
@@ -267,7 +267,7 @@ def chosen_heads(num_kv_heads: int, head_dim: int, group: int) -> Heads:
     if head_dim % CHANNELS_AT_ONCE or head_dim > MAX_HEAD_DIM:
         raise UsageError(
             f"--head-dim {head_dim}: expected a multiple of {CHANNELS_AT_ONCE} up to {MAX_HEAD_DIM}",
-            hint=f"{' and '.join(map(str, FOLDED_HEAD_DIMS))} are served by decode, all others by decode_plain",
+            hint=f"{', '.join(map(str, WIDE_HEAD_DIMS))} are served by decode, all others by decode_plain",
         )
     return Heads(num_kv_heads, head_dim, group)
 

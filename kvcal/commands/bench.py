@@ -105,9 +105,9 @@ def kernels(
     Baselines (every backend of torch's SDPA, FlexAttention, FlashInfer where installed) run in the same run on the same
     sizes; beside every factor stand what its bytes allow, the target, and the share of the measured read bandwidth.
 
-    Every row names its kernel. `decode` runs on tensor cores, for heads of 64 and 128; `decode_plain` takes every other
-    head size, and keys and values with different sinks; `reconstruct +` stands before it where pages are not read as
-    they are stored: in every step they become pages of 16 bits, and both are timed together.
+    Every row names its kernel. `decode` runs on tensor cores, for heads of 64, 96, 128, 192 and 256; `decode_plain`
+    takes every other head size, and keys and values with different sinks; `reconstruct +` stands before it where pages
+    are not read as they are stored: in every step they become pages of 16 bits, and both are timed together.
 
     Example: `kvcal bench kernels --out bench`
 

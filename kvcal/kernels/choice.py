@@ -16,11 +16,17 @@ from kvcal.errors import SlowPath
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.variants import SCORES, Variant, head_ranges, page_layout, stored_form, variant_of
 from kvcal.pages.layouts import LAYOUTS
-from kvcal.pages.record_layout import RAW_BITS
+from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
 from kvcal.plan.layer import LayerPlan, takes_feedback
 from kvcal.plan.page_format import SIDES, Format, Side
 
 FOLDED_HEAD_DIMS = (64, 128)
+# The fast kernel's passes of 8 query heads a tile (csrc/wide_keys.cuh) take more of them.
+WIDE_HEAD_DIMS = (64, 96, 128, 192, 256)
+WORD_CHANNELS = 64  # sixteen for each lane of a quad
+TILE_HEADS = 4  # query heads of a tile of the tensor core otherwise
+MAX_WIDE_BITS = 3  # of 128 channels: more of them wait for memory
+MAX_WIDE_GROUPS = 3  # of channels, of values: rows of a tile
 # The kernels load tokens 8 channels at a time, and keep a tile of them in shared memory.
 CHANNELS_AT_ONCE, MAX_HEAD_DIM = 8, 512
 MAX_STAGED_DIM = 128  # tokens that lie in shared memory make room for their codes, or for themselves rotated
@@ -31,10 +37,33 @@ def is_plain(variant: Variant) -> bool:
     return variant.plain or any(plain_reasons(variant))
 
 
+def is_wide(variant: Variant) -> bool:
+    """``WIDE`` of the fast kernel: tiles of 8 query heads, whose codes are expanded once, in place of tiles of 4.
+
+    Heads of 96, 192 and 256 have no other tiles. Others keep tiles of 4 for groups of up to 4, and 128 channels for
+    pages of 4 bits and more, which wait for memory. Wide tiles do not take windows that differ, groups of fewer than
+    128 tokens, and scales of values that are no halves."""
+    k, v, dim = variant.k, variant.v, variant.head_dim
+    bits = variant.num_bits("k"), variant.num_bits("v")
+    is_able = (
+        dim in WIDE_HEAD_DIMS
+        and RAW_BITS not in bits
+        and k.window_rule is None and v.window_rule is None and k.recent_window == v.recent_window
+        and v.param_dtype == "float16" and -(-dim // v.group_size) <= MAX_WIDE_GROUPS
+        and (k.group_size >= PAGE_TOKENS if k.axis == "channel" else dim % WORD_CHANNELS == 0 or k.group_size >= dim)
+        and (bits[0] % 2 == 0 or dim % WORD_CHANNELS == 0)
+    )  # fmt: skip
+    waits = dim == MAX_STAGED_DIM and max(bits) > MAX_WIDE_BITS
+    has_others = dim in FOLDED_HEAD_DIMS and (variant.group_heads <= TILE_HEADS or waits)
+    return is_able and not has_others
+
+
 def plain_reasons(variant: Variant) -> Iterator[str]:
     """Why the folded kernel cannot serve the variant; nothing if it can."""
-    if variant.head_dim not in FOLDED_HEAD_DIMS:
-        yield f"head size {variant.head_dim}, where the fast kernel takes {' and '.join(map(str, FOLDED_HEAD_DIMS))}"
+    if variant.head_dim not in FOLDED_HEAD_DIMS and not is_wide(variant):
+        of_formats = " with these formats" if variant.head_dim in WIDE_HEAD_DIMS else ""
+        sizes = FOLDED_HEAD_DIMS if of_formats else WIDE_HEAD_DIMS
+        yield f"head size {variant.head_dim}{of_formats}, where the fast kernel takes {', '.join(map(str, sizes))}"
     sinks = (variant.k.num_sink_tokens, variant.v.num_sink_tokens)
     if sinks[0] != sinks[1] and RAW_BITS not in (variant.num_bits("k"), variant.num_bits("v")):
         yield f"{sinks[0]} sink tokens of keys and {sinks[1]} of values, whose 16-bit copies cover different tokens"

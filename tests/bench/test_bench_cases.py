@@ -252,7 +252,7 @@ def test_a_lattices_records_hold_random_codes_and_scales_of_their_own(lattice_di
     ("name", "head_dim", "kernel"),
     [
         ("2", 64, "decode"), ("16", 128, "decode"), ("2-window", 128, "decode"), ("kitty", 64, "decode"),
-        ("2", 96, "decode_plain"), ("2", 256, "decode_plain"), ("2-uneven", 128, "decode_plain"),
+        ("2", 96, "decode"), ("2", 256, "decode"), ("2", 80, "decode_plain"), ("2-uneven", 128, "decode_plain"),
         ("2-rotated", 128, "decode"), ("kitty-rotated", 64, "decode"), ("2-rotated", 80, "decode_plain"),
         ("higgs", 64, "reconstruct + decode"), ("pre-rope", 128, "reconstruct + decode"),
         ("aqua", 64, "reconstruct + decode"), ("higgs", 96, "reconstruct + decode_plain"),
@@ -348,7 +348,7 @@ def test_unknown_formats_and_recipes_without_formats_are_refused() -> None:
 def test_head_sizes_that_no_kernel_takes_are_refused(head_dim: int) -> None:
     with pytest.raises(UsageError, match=f"--head-dim {head_dim}: expected a multiple of 8 up to 512") as caught:
         chosen_heads(8, head_dim, 4)
-    assert "64 and 128 are served by decode" in (caught.value.hint or "")
+    assert "64, 96, 128, 192, 256 are served by decode" in (caught.value.hint or "")
     assert chosen_heads(8, 96, 4) == Heads(8, 96, 4)
 
 

@@ -6,6 +6,7 @@ Its arithmetic is fp32 throughout, so it is held to a thirtieth of what the fold
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from test_kernels_decode import CASES, ROTATED, TOLERANCE, Case, k_format, relat
 from test_kernels_decode import LENGTHS as FOLDED_LENGTHS
 
 from kvcal.errors import UsageError
+from kvcal.kernels.variants import Variant
 from kvcal.plan.page_format import Format
 
 pytestmark = [
@@ -37,6 +39,11 @@ SINKS = {
 }
 
 
+def plain_variant_of(*formats: Format, **more: Any) -> Variant:
+    """Served by the plain kernel, also where the fast one could."""
+    return dataclasses.replace(variant_of(*formats, **more), plain=True)
+
+
 def assert_exact(case: Case, scale: float, softcap: float = 0.0, s_aux: torch.Tensor | None = None) -> None:
     found = case.run(scale, softcap, s_aux)
     assert relative_error(found, case.expected(scale, softcap, s_aux)) <= SHARE * TOLERANCE
@@ -45,7 +52,7 @@ def assert_exact(case: Case, scale: float, softcap: float = 0.0, s_aux: torch.Te
 @pytest.mark.parametrize("name", ("2 bits", "K per token, groups of 32", "sinks of both"))
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_every_head_size(dim: int, name: str) -> None:
-    case = Case(variant_of(*(CASES | SINKS)[name], dim=dim), LENGTHS, heads=2, seed=1)
+    case = Case(plain_variant_of(*(CASES | SINKS)[name], dim=dim), LENGTHS, heads=2, seed=1)
     assert_exact(case, 0.4 * dim**-0.5)
 
 
@@ -56,14 +63,14 @@ def test_every_format(name: str) -> None:
 
 @pytest.mark.parametrize(("dim", "group"), ((40, 1), (40, 3), (80, 8), (80, 12), (256, 16), (40, 17), (512, 16)))
 def test_query_groups(dim: int, group: int) -> None:
-    case = Case(variant_of(*SINKS["sinks of keys"], dim=dim, group=group), LENGTHS, heads=3, seed=3)
+    case = Case(plain_variant_of(*SINKS["sinks of keys"], dim=dim, group=group), LENGTHS, heads=3, seed=3)
     assert_exact(case, 0.4 * dim**-0.5)
 
 
 @pytest.mark.parametrize("name", ("2 bits", "16 bits", "MixKVQ"))
 def test_half_precision(name: str) -> None:
     for cache, dtype, precision in (("float16", torch.float16, 2.0**-11), ("bfloat16", torch.bfloat16, 2.0**-8)):
-        case = Case(variant_of(*CASES[name], dim=96, dtype=cache), LENGTHS, heads=2, seed=4)
+        case = Case(plain_variant_of(*CASES[name], dim=96, dtype=cache), LENGTHS, heads=2, seed=4)
         found = case.run(0.05, dtype=dtype)
         assert found.dtype == dtype
         allowed = precision + SHARE * TOLERANCE
@@ -80,7 +87,7 @@ def test_rescaled_keys(rescale: bool, offset: bool, key: Format) -> None:
 
 @pytest.mark.parametrize("name", ("2 bits", "sinks of values", "16 bits"))
 def test_softcap_and_sink_logits(name: str) -> None:
-    case = Case(variant_of(*(CASES | SINKS)[name], dim=256), LENGTHS, heads=2, seed=6)
+    case = Case(plain_variant_of(*(CASES | SINKS)[name], dim=256), LENGTHS, heads=2, seed=6)
     s_aux = torch.linspace(-2, 3, 8, device="cuda")
     for softcap, aux in ((2.0, None), (30.0, s_aux), (0.0, s_aux)):
         assert_exact(case, 0.05, softcap, aux)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvcal.errors import UsageError
 from kvcal.geometry import AttentionGeometry
 from kvcal.kernels import decode
-from kvcal.kernels.choice import MAX_HEAD_DIM, is_plain, plain_reasons, refusals, slow_reasons
+from kvcal.kernels.choice import MAX_HEAD_DIM, is_plain, is_wide, plain_reasons, refusals, slow_reasons
 from kvcal.kernels.compile import cubin, resources
 from kvcal.kernels.decode import MAX_HEADS, plain_defines, plain_shape
 from kvcal.kernels.variants import VARIANTS, Variant
@@ -36,9 +36,21 @@ def test_the_plain_kernel_serves_what_the_folded_one_does_not() -> None:
     for dim in (64, 128):
         for pair in ((K, V), (K_SINKS, replace(V, num_sink_tokens=4)), (RAW, V_SINKS), (K_SINKS, RAW), MIXKVQ, TOKENS):
             assert not is_plain(variant(*pair, dim=dim))
-    for dim in (16, 32, 72, 80, 96, 256, 512):
+    for dim in (96, 192, 256):
+        for pair in ((K, V), (K_SINKS, replace(V, num_sink_tokens=4)), (replace(K, boost=KITTY), V), (Format(4), V)):
+            assert not is_plain(variant(*pair, dim=dim))
+        for pair in (
+            (RAW, V),
+            (K, RAW),
+            MIXKVQ,
+            (K, Format(2, param_dtype="float32")),
+            (K_SINKS, replace(V, recent_window=9)),
+        ):
+            reason, *_ = plain_reasons(variant(*pair, dim=dim))
+            assert reason == f"head size {dim} with these formats, where the fast kernel takes 64, 128"
+    for dim in (16, 32, 72, 80, 160, 512):
         (reason,) = plain_reasons(variant(K, V, dim))
-        assert reason == f"head size {dim}, where the fast kernel takes 64 and 128"
+        assert reason == f"head size {dim}, where the fast kernel takes 64, 96, 128, 192, 256"
         assert is_plain(variant(K, V, dim))
     (reason,) = plain_reasons(variant(K_SINKS, V_SINKS))
     assert "4 sink tokens of keys and 9 of values" in reason
@@ -48,6 +60,26 @@ def test_the_plain_kernel_serves_what_the_folded_one_does_not() -> None:
     asked = replace(variant(K, V), plain=True)
     assert is_plain(asked) and not list(plain_reasons(asked))
     assert VARIANTS[asked.number] == asked != variant(K, V)
+
+
+def test_tiles_of_eight_heads_serve_larger_groups() -> None:
+    """Of formats that they take; others are served by tiles of four."""
+    rotated = Format(2, quantizer="rotated")
+    for pair in ((K, V), (replace(K, boost=KITTY), V), (rotated, rotated), (Format(3, "channel"), Format(1))):
+        assert [is_wide(variant(*pair, group=group)) for group in (1, 4, 5, 8, 16)] == [False, False, True, True, True]
+        assert is_wide(variant(*pair, dim=64, group=8)) and is_wide(variant(*pair, dim=256, group=1))
+    for k, v in (
+        (replace(K, group_size=32), V),
+        (RAW, V),
+        (K, replace(V, param_dtype="bfloat16")),
+        (K, replace(V, group_size=32)),
+        (K, replace(V, recent_window=9)),
+        (Format(4, "channel"), V),
+    ):
+        assert not is_wide(variant(k, v, group=8)) and decode.pass_heads(variant(k, v, group=8)) == 8
+    assert [decode.pass_heads(variant(K, V, group=group)) for group in (1, 4, 5, 8, 16)] == [4, 4, 8, 8, 8]
+    assert decode.pass_heads(variant(K, V, 256, 1)) == 8
+    assert is_wide(variant(Format(4, "channel"), Format(4), 64, 8))
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -141,13 +173,21 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
 
 def test_the_workspace_covers_both_kernels(fake_gpu: FakeTensorMode) -> None:
     device = torch.device("cuda")
-    for dim, group in ((64, 1), (128, 4), (128, 16), (80, 4), (512, 16)):
+    # The most query heads of a pass of the fast kernel.
+    for dim, group, heads in (
+        (64, 1, 4),
+        (128, 4, 4),
+        (128, 7, 8),
+        (128, 16, 8),
+        (80, 4, 0),
+        (256, 2, 8),
+        (512, 16, 0),
+    ):
         shape = plain_shape(dim, group, ROOMS[2])
         held = decode.workspace_bytes(3, 2, group, dim, device)
         counters = -(-6 * -(-group // 8) * 4 // 256) * 256
         plain = 4 * (6 * -(-group // shape.heads) + 132 * shape.blocks) * shape.heads * (dim + 4)
-        heads = decode.pass_heads(group)
-        folded = 4 * (6 * -(-group // heads) + 132) * heads * (dim + 2) if dim in (64, 128) else 0
+        folded = 4 * (6 * -(-group // heads) + 132) * heads * (dim + 2) if heads else 0
         assert held == counters + max(plain, folded)
 
 

@@ -20,16 +20,19 @@ KITTY = Boost("magnitude", (Tier(4, 0.125),))
 ROTATED = Format(2, quantizer="rotated")
 # name: (K, V, instructions of decode at most, bytes of local memory of decode at most, instructions of append at most)
 VARIANTS = {
-    "2 bits": (Format(2, "channel"), Format(2), 3800, 0, 1800),
-    "3 bits": (Format(3, "channel"), Format(3), 4900, 0, 2000),
+    "2 bits": (Format(2, "channel"), Format(2), 4350, 0, 1800),
+    "3 bits": (Format(3, "channel"), Format(3), 5450, 0, 2000),
     "4 bits": (Format(4, "channel"), Format(4), 4500, 0, 1900),
-    "Kitty": (Format(2, "channel", boost=KITTY), Format(2), 4200, 0, 3200),
+    "Kitty": (Format(2, "channel", boost=KITTY), Format(2), 4800, 0, 3200),
     "rotated 2 bits": (ROTATED, ROTATED, 5000, 0, 5700),
     "rotated values": (Format(2, "channel", boost=KITTY), ROTATED, 5000, 0, 4800),
-    "16 bits": (RAW, RAW, 2600, 32, 440),
+    "16 bits": (RAW, RAW, 2900, 32, 440),
 }
 # Head size and query heads of a group: instructions at most, of 2 bits and of Kitty.
-SHAPES = {(64, 4): (3100, 3400), (64, 8): (3850, 4150), (128, 1): (3800, 4300), (128, 8): (4900, 5400)}
+SHAPES = {
+    (64, 4): (3450, 3750), (64, 8): (3900, 4200), (128, 1): (4400, 4850), (128, 8): (4950, 5300),
+    (96, 4): (4750, 5050), (192, 4): (6350, 6900), (256, 7): (7550, 8050),
+}  # fmt: skip
 # Warps of a block, by compute capability: each has a page in work, and two records in shared memory.
 WARPS = {(8, 0): 12, (8, 9): 4, (9, 0): 12, (12, 0): 4}
 

@@ -16,6 +16,7 @@ from kernel_oracle import PAIRS, Paged, pair_variant, read_at, states
 from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
+from kvcal.kernels.choice import is_plain
 from kvcal.kernels.operands import Memory, PageTransform, Place, Regions
 from kvcal.kernels.variants import Variant
 from kvcal.pages.hadamard import random_signs
@@ -251,11 +252,30 @@ def test_every_format(name: str, dim: int) -> None:
     assert relative_error(case.run(0.4 * dim**-0.5), case.expected(0.4 * dim**-0.5)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("group", (1, 2, 3, 4, 7, 8, 12, 16))
-@pytest.mark.parametrize("name", ("Kitty", "rotated 2 bits"))
+@pytest.mark.parametrize("group", (1, 2, 3, 4, 5, 7, 8, 12, 16, 17))
+@pytest.mark.parametrize("name", ("2 bits", "4 bits", "Kitty", "rotated 2 bits"))
 def test_query_groups(name: str, group: int) -> None:
     case = Case(variant_of(*CASES[name], group=group), LENGTHS, heads=3, seed=2)
     assert relative_error(case.run(0.06), case.expected(0.06)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("group", (8, 16))
+@pytest.mark.parametrize("name", CASES)
+def test_every_format_for_large_groups(name: str, group: int) -> None:
+    case = Case(variant_of(*CASES[name], group=group), LENGTHS, heads=2, seed=15)
+    assert relative_error(case.run(0.035), case.expected(0.035)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("dim", "group"), ((64, 8), (96, 1), (96, 7), (192, 4), (256, 4), (256, 8), (256, 16)))
+@pytest.mark.parametrize(
+    "name", ("1 bits", "2 bits", "3 bits", "4 bits", "8 bits", "Kitty", "K per token", "sinks and windows")
+)
+def test_head_sizes(name: str, dim: int, group: int) -> None:
+    variant = variant_of(*CASES[name], dim=dim, group=group)
+    if is_plain(variant):
+        pytest.skip("the plain kernel serves it")
+    case, scale = Case(variant, LENGTHS, heads=2, seed=16), 0.4 * dim**-0.5
+    assert relative_error(case.run(scale), case.expected(scale)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", ("2 bits", "16 bits", "MixKVQ", "sinks and windows"))
@@ -274,7 +294,7 @@ def test_bfloat16_output_is_the_rounded_result() -> None:
 
 @pytest.mark.parametrize(("rescale", "offset"), ((False, True), (True, False), (True, True)))
 @pytest.mark.parametrize("key", (k_format(3), k_format(3, "token"), k_format(3, "token", **ROTATED)), ids=str)
-@pytest.mark.parametrize("group", (4, 12))
+@pytest.mark.parametrize("group", (4, 8, 12))
 def test_rescaled_keys(rescale: bool, offset: bool, key: Format, group: int) -> None:
     formats = dataclasses.replace(key, num_sink_tokens=4), v_format(3, num_sink_tokens=4)
     case = Case(variant_of(*formats, group=group, rescale=rescale, offset=offset), LENGTHS, heads=2, seed=5)
@@ -304,6 +324,16 @@ def test_many_and_long_rows(batch: int, heads: int, length: int) -> None:
     lengths = tuple((length * (row + 1)) // batch for row in range(batch))
     case = Case(variant_of(*CASES["2 bits"]), lengths, heads=heads, seed=8)
     assert relative_error(case.run(0.06), case.expected(0.06)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("group", (4, 8))
+def test_lengths_that_differ_much(group: int) -> None:
+    """A block has parts of many heads, and begins and ends within what a head counts for beyond its units."""
+    lengths = (130, 40_000, 3, 900, 5_000, 20_000, 128, 260)
+    case = Case(variant_of(*CASES["2 bits"], group=group), lengths, heads=3, seed=17)
+    first = case.run(0.06)
+    assert relative_error(first, case.expected(0.06)) <= TOLERANCE
+    assert all(torch.equal(first, case.run(0.06)) for _ in range(5))
 
 
 def test_repeats_bit_for_bit_and_leaves_counters_at_zero() -> None:

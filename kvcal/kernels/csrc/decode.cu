@@ -4,12 +4,13 @@
 // The algebra is folded, so that a code costs no multiplication of its own: scales go to the operand that is not the
 // cache, per-channel key scales into the query, once a page, value scales into the probabilities; zeros into one sum a
 // head. Per-token key scales multiply the scores. Where pages are rotated, so is the query, and what values have added up
-// to is rotated back, once a warp and head.
+// to is rotated back, once a head; what is not packed joins it rotated.
 //
 // Codes are bytes and that operand is in fixed point of two bytes, so that the tensor core's integer products are
 // exact (limbs.cuh). The cache is the A operand of mma.m16n8k32 (16 tokens, or 16 channels, by 32); N are the high and low
 // bytes of 4 query heads of a group, and a second tile of 4 where a group has more. The planes' bytes lie so that a lane's
-// 16-byte load is its operand (kvcal/pages/packing.py), four codes a mask (codes.cuh). Lane = 4 g + quad.
+// 16-byte load is its operand (kvcal/pages/packing.py), four codes a mask (codes.cuh). Lane = 4 g + quad. If WIDE, N are 8
+// heads: their limbs are two operands, and values meet probabilities in half precision (wide_keys.cuh, wide_values.cuh).
 //
 // Work: a row's tokens are cut in units: a page of packed values each, and UNIT tokens each of what is not packed (sinks,
 // ring, 16-bit pages). All units of all rows and heads are dealt evenly to a fixed grid, from lengths on the device, so
@@ -67,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     static_assert(sizeof(Shared) <= SHARED_BYTES, "kvcal.kernels.decode asks for less shared memory than the kernel takes");
     extern __shared__ unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    const Args a = {q, q_row, q_head, heads, k_rescale, k_offset, k_signs, s_aux, parts, counters, out};
+    const Args a = {q, q_row, q_head, heads, k_rescale, k_offset, k_signs, v_signs, s_aux, parts, counters, out};
     // Pages that are read behind so many tokens.
     auto k_pages_behind = [&](int tokens) {
         return WHOLE_RING ? 0 : min((int)table_width, kv_pages(tokens, K_WINDOW, K_RING, HAS_WINDOW_RULE ? k_read_at : nullptr, (int)k_events));
@@ -91,28 +92,37 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             if (from == 0) of_first = __shfl_sync(0xffffffffu, count, 0);
         }
         // Equal rows: so many blocks that none has parts of two heads, if that leaves few of them idle.
-        const u32 all = total * per_row, heads_in_all = (u32)rows * per_row, grid = gridDim.x;
-        u32 blocks = min(grid, all);
+        u32 all = total * per_row, heads_in_all = (u32)rows * per_row, grid = gridDim.x;
+        u32 blocks = min(grid, all), extra = EXTRA_UNITS;
         if (total == (int)rows * of_first) {
-            const u32 each = (heads_in_all + grid - 1) / grid;
-            const u32 even = heads_in_all <= grid ? grid / heads_in_all * heads_in_all : heads_in_all % each ? grid : heads_in_all / each;
-            if (even * 10 >= grid * 9) blocks = min(even, all);
+            const u32 each = (heads_in_all + grid - 1) / grid, of_head = grid / max(heads_in_all, 1u);
+            const u32 even = of_head ? of_head * heads_in_all : heads_in_all % each ? grid : heads_in_all / each;
+            // A head that leaves warps idle has no more parts than are merged at twice.
+            const u32 few = of_head ? max(2u * MERGED, ((u32)of_first + WARPS - 1) / WARPS) * heads_in_all : even;
+            if (even * 10 >= grid * 9) { blocks = min(min(even, few), all); extra = 0; }
         }
+        all += extra * heads_in_all;
         const u32 unit = first_unit(all, blocks, min(blockIdx.x + lane, blocks));  // in lane 1 the next block's
-        if (lane == 0) { shared.all = all; shared.blocks = blocks; shared.position = unit; }
+        if (lane == 0) { shared.all = all; shared.blocks = blocks; shared.position = unit; shared.extra = extra; }
         if (lane == 1) shared.end = unit;
     }
     __syncthreads();
     const float log2_scale = scale * LOG2E;
     // What a block is at lies in shared memory: the loop over pages needs the registers.
     while (*(volatile int*)&shared.position < *(volatile int*)&shared.end) {
-        const int position = shared.position;
+        const int position = shared.position, extra = shared.extra;
+        auto units_before = [&](int row) { return row ? shared.units[row - 1] + row * extra : 0; };
         int row = 0;
-        for (int high = (int)rows - 1; row < high;) { int middle = (row + high) / 2; if ((i64)shared.units[middle] * per_row <= position) row = middle + 1; else high = middle; }
-        const int row_start = row ? shared.units[row - 1] * per_row : 0;
-        const int units = shared.units[row] - (row ? shared.units[row - 1] : 0);
-        const int in_row = (u32)(position - row_start) / (u32)units, first = position - row_start - in_row * units;
-        const int last = min(units, first + (shared.end - position));
+        for (int high = (int)rows - 1; row < high;) { int middle = (row + high) / 2; if ((i64)units_before(middle + 1) * per_row <= position) row = middle + 1; else high = middle; }
+        const int row_start = units_before(row) * per_row, units = units_before(row + 1) - units_before(row);
+        const int in_row = (u32)(position - row_start) / (u32)units, start = row_start + in_row * units;
+        const int first = max(0, position - start - extra), last = min(units, shared.end - start) - extra;
+        if (last <= first) {  // all of it is extra
+            __syncthreads();
+            if (thread == 0) shared.position = min(shared.end, start + units);
+            __syncthreads();
+            continue;
+        }
         const int head_index = in_row / PASSES, pass = in_row % PASSES;
         const int before = shared.lengths[row], stored = kv_row_of(ring_rows, row);
         const Head head = {k_sinks + kv_row_start(stored, k_sink_row) + (i64)head_index * (K_SINKS * DIM),
@@ -129,11 +139,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         const int first_dense = first_packed + (max(0, cut.pages - first_packed) + WARPS - 1) / WARPS * WARPS;
         auto slot_of = [&](int unit) { return V_PACKED && unit < stop_packed ? head.slots[FIRST_PAGE + unit] : 0; };
         auto fetch_keys = [&](int unit, int slot) {
-            if (K_PACKED && V_PACKED && unit < min(stop_packed, head.num_k_pages - FIRST_PAGE)) load_record<K_RECORD>(k_slot, head.k_page(slot), lane);
+            if (K_PACKED && V_PACKED && unit < min(stop_packed, head.num_k_pages - FIRST_PAGE)) load_record<K_RECORD, TURNED_BYTES>(k_slot, head.k_page(slot), lane);
             commit();
         };
         auto fetch_values = [&](int unit, int slot) {
-            if (V_PACKED && unit < stop_packed) load_record<V_RECORD>(v_slot, head.v_page(slot), lane);
+            if (V_PACKED && unit < stop_packed) load_record<V_RECORD, 0>(v_slot, head.v_page(slot), lane);
             commit();
         };
         // Tokens of a unit that is not packed: the first one, and as ``dense_unit`` has it, from and stop.
@@ -163,10 +173,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         fetch_values(first_packed, slot);
         prepare_query(query, a, shared, row, head_index, pass, thread);
         if (thread == WARPS * 32 - 1) {
-            const int start = row_start + in_row * units;
             shared.virtual_head = row * per_row + in_row;
             shared.head_start = start; shared.head_units = units;
-            shared.first_block = block_of(shared.all, shared.blocks, start);
+            shared.num_warps = min(WARPS, last - first);
+            shared.first_block = block_of(shared.all, shared.blocks, start + extra);
             shared.num_blocks = block_of(shared.all, shared.blocks, start + units - 1) - shared.first_block + 1;
         }
         __syncthreads();
@@ -178,25 +188,38 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             float s[QUERY_TILES][PAGE / 8];
             wait_all_but<1>();
             __syncwarp();
+#if WIDE
+            float step[QUERY_TILES], from[QUERY_TILES];
+            wide_scores(s, step, from, k_slot, shared, warp, lane, log2_scale);
+#else
 #if K_BITS != 16
             if (!K_LAGS || page < head.num_k_pages) packed_scores<PAGE / 16>(s, k_slot, 0, shared, warp, lane, log2_scale);
             else
 #endif
                 dense_scores<PAGE / 16>(s, head, page * PAGE, head.num_tokens, slot, shared, lane, log2_scale);
+#endif
             __syncwarp();
             fetch_keys(unit + WARPS, next_slot);
             if (BASE % PAGE && unit == 0) {  // sinks are read elsewhere
 #pragma unroll
                 for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll
-                    for (int i = 0; i < kv_ceil_div(BASE % PAGE, 8); i++)
-                        if (8 * i + (lane >> 2) < BASE % PAGE) s[n][i] = -INFINITY;
+                    for (int i = 0; i < (WIDE ? PAGE / 8 : kv_ceil_div(BASE % PAGE, 8)); i++)
+                        if (score_token(i) + lane_token(lane) < BASE % PAGE) s[n][i] = -INFINITY;
             }
             cap(s, softcap);
             float down[QUERY_TILES];
+#if LAZY_SCORES
+            state.raise(s, step, from, down, lane);
+#else
             state.raise(s, down, lane);
+#endif
             wait_all_but<1>();
+#if WIDE
+            wide_values(state, s, step, from, v_slot, shared, lane);
+#else
             packed_values(state, s, v_slot, shared.swap[warp], lane);
+#endif
             __syncwarp();
             fetch_values(unit + WARPS, next_slot);
             slot = next_slot;
@@ -204,16 +227,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         }
         wait_all_but<0>();
         __syncwarp();
-#if V_ROTATED
-        if (first_packed < stop_packed) unrotate(state, v_signs, shared.swap[warp], lane);
+#if WIDE
+        take_rows(state, lane);
 #endif
 #endif
         if (first_dense < last) {  // last, for what they ask for to be there
-            float out[TILES][4];
+            float out[4 * DENSE_PARTS][4];
 #pragma unroll
-            for (int t = 0; t < TILES; t++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) out[t][i] = 0.f;
+            for (int i = 0; i < 16 * DENSE_PARTS; i++) out[i / 4][i % 4] = 0.f;
             if (V_PACKED) slot = dense_slot_of(first_dense);
 #pragma unroll 1
             for (int unit = first_dense; unit < last; unit += WARPS) {
@@ -223,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
                 dense_unit(state, out, head, token, from, stop, slot, shared, warp, lane, log2_scale, softcap);
                 slot = next_slot;
             }
-            reorder(state, out, shared.swap[warp], lane);
+            reorder(state, out, v_signs, shared.swap[warp], lane);
         }
 
         // This warp's part, head by head, where its records were.
@@ -236,12 +257,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
                 for (int mask = 4; mask < 32; mask *= 2) state.sum[n] += shuffle(state.sum[n], mask);
                 float zero[V_GROUPS];
 #pragma unroll
-                for (int i = 0; i < V_GROUPS; i++) zero[i] = to_scores(sum_of_lanes(state.zero[i][n]), lane);
+                for (int i = 0; i < V_GROUPS; i++) zero[i] = V_PACKED ? zeros_of(state, i, n, lane) : 0.f;
 #pragma unroll
                 for (int t = 0; t < TILES; t++)
 #pragma unroll
                     for (int half = 0; half < 2; half++)
-                        part[(4 * n + quad) * DIM + 16 * t + 8 * half + g] = state.out[n][t][half] + (V_PACKED ? zero[16 * t / V_GROUP] : 0.f);
+                        part[(4 * n + quad) * DIM + 16 * t + 8 * half + g] = state.out[n][t][half] + zero[16 * t / V_GROUP];
                 if (g == 0) { shared.max_[warp][4 * n + quad] = state.max_[n]; shared.sum[warp][4 * n + quad] = state.sum[n]; }
             }
         }

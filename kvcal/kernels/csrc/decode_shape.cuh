@@ -4,7 +4,8 @@
 #include "stage.cuh"
 
 #define MAX_ROWS 512
-#define QUERY_TILES (GROUP_HEADS > 4 ? 2 : 1)      // of 4 query heads: two columns of the tensor core's tile each
+#define QUERY_TILES (WIDE || GROUP_HEADS > 4 ? 2 : 1)  // of 4 query heads: two columns of the tensor core's tile each; if
+                                                  // WIDE, two tiles of a column for each of 8 heads (wide_keys.cuh)
 #define HEADS (4 * QUERY_TILES)                   // that one pass over the cache serves
 #define PASSES ((GROUP_HEADS + HEADS - 1) / HEADS)
 #define DIM K_DIM
@@ -14,9 +15,24 @@
 #define BASE (V_PACKED ? V_SINKS : K_PACKED ? K_SINKS : 0)  // tokens before it are read from sinks, the others from pages
 #define FIRST_PAGE (BASE / PAGE)                             // that is read
 #define TILES (DIM / 16)
+#define QUARTER (DIM / 4)                                    // channels of a lane of a quad
+#define QUERY_WORDS ((QUARTER + 15) / 16 * 4)                // of four channels, of a lane's column: whole words of 16 codes
+#define K_ZEROS_BY_HALVES (WIDE && K_AXIS == 0 && K_PARAM == 0)  // zeros of keys are an operand, too
+// Whether a page's scores stay sums of products until they are exponents.
+#define LAZY_SCORES (WIDE && K_AXIS == 0 && !HAS_SOFTCAP && K_RAW_SLOTS == 0 && BASE % PAGE == 0)
+#ifndef K_RAW_SLOTS
+#define K_RAW_SLOTS 0
+#endif
+// Planes of keys that wide tiles read lie so that lanes meet different banks: halves of 128 bytes are exchanged in every second
+// TURN bytes, which lanes g that differ in the bit TURN_LANE read at a time.
+#define TURN (DIM == 128 ? 1024 : 512)
+#define TURN_LANE (DIM == 256 ? 4 : 8)
+#define TURNED_BYTES (WIDE && (DIM == 64 || DIM == 128 || DIM == 256) ? K_BITS / 2 * PAGE * DIM / 4 : 0)
+#define DENSE_PARTS ((DIM + 63) / 64)                        // of values that are not packed, 64 channels each
 #define K_GROUPS (K_AXIS == 0 ? PAGE / K_GROUP : (DIM + K_GROUP - 1) / K_GROUP)
 #define V_GROUPS ((DIM + V_GROUP - 1) / V_GROUP)
 #define MAX2(a, b) ((a) > (b) ? (a) : (b))
+#define MIN2(a, b) ((a) < (b) ? (a) : (b))
 // A tier's bits, where its codes have planes; tiers run from most bits to fewest, 16 bits first.
 #if K_TIERS > 0 && K_TIER0_BITS != 16
 #define K_WIDEST K_TIER0_BITS
@@ -44,6 +60,9 @@
 #define DENSE_READS_PAGES (!K_PACKED || !V_PACKED || K_LEADS)
 // Whether such a unit lies in one page, or in the ring without a turn of it.
 #define UNITS_IN_A_ROW (!K_PACKED && !V_PACKED && K_SINKS + V_SINKS == 0 && K_RING % UNIT + V_RING % UNIT == 0 && !WHOLE_RING)
+// Units in whose time a block does what it does once a head: where heads are not dealt whole, they count for more.
+#define EXTRA_UNITS 16
+#define MERGED 16  // parts that are loaded at a time
 #define INFINITY __int_as_float(0x7f800000)
 #define LOG2E 1.4426950408889634f
 
@@ -64,16 +83,28 @@ namespace decode_ {
 // Probabilities of 4 heads on their way from the lanes that computed them to the lanes that multiply them: words between
 // parts of 4 tokens, and between heads, which keep both sides free of bank conflicts.
 constexpr int SWAP_PART = 164, SWAP_HEAD = 40, SWAP_WORDS = 3 * SWAP_PART + 3 * SWAP_HEAD + 32;
+constexpr int SWAP_ROOM = WIDE ? 4 * DIM : QUERY_TILES * SWAP_WORDS;
+
+// The token of score ``i`` of a page: by tiles of 16, or where pages are wide, as tensor cores take values (wide_values.cuh).
+__device__ __forceinline__ constexpr int lane_token(int lane) { return WIDE ? lane / 8 * 32 + lane / 4 % 2 * 8 : lane / 4; }
+__device__ __forceinline__ constexpr int score_token(int i) { return WIDE ? i % 2 * 16 + i / 2 : 8 * i; }
 
 struct __align__(128) Shared {
     unsigned char slots[WARPS][SLOT_BYTES];
-    float query[QUERY_TILES][DIM / 32][32][4];    // as pages meet it: the columns of every lane (limbs.cuh)
+    float query[QUERY_TILES * DIM / 32][32][4];   // as pages meet it: the columns of every lane (limbs.cuh, wide_keys.cuh)
 #if K_AXIS && K_PACKED
-    u32 query_limbs[QUERY_PARTS][QUERY_TILES][DIM / 64][32][4];  // the same as operands
+    u32 query_limbs[QUERY_PARTS][QUERY_TILES * QUERY_WORDS / 4][32][4];  // the same as operands
 #endif
-    u32 query_dense[DIM / 32][32][4];             // as it came, for keys that are not packed
+#if WIDE
+    u32 ones[16];                                 // 32 tokens of 1, in half precision
+#if K_ZEROS_BY_HALVES
+    u32 query_halves[2][QUARTER / 8][32][4];  // the query in half precision, and what that leaves, as operands
+    float query_power[HEADS];                     // in units of this
+#endif
+#endif
+    u32 query_dense[DIM / 32][32][4];     // as it came, for keys that are not packed
 #if SPLIT_QUERY
-    u32 query_rest[DIM / 32][32][4];              // what its first half leaves
+    u32 query_rest[DIM / 32][32][4];      // what its first half leaves
 #endif
     float query_offset[HEADS];                    // q . offset
 #if K_AXIS
@@ -87,17 +118,19 @@ struct __align__(128) Shared {
 #endif
     int is_last;
     int all, blocks, position, end;               // units, and the block's part of them that is left
+    int extra;                                    // units that a head counts for beyond its own
     int virtual_head, first_block, num_blocks;    // that have parts of it
+    int num_warps;                                // of this block, likewise
     int head_start, head_units;
     int units[MAX_ROWS];                          // running sums
     int lengths[MAX_ROWS];
-    float swap[WARPS][QUERY_TILES * SWAP_WORDS] __attribute__((aligned(16)));
+    float swap[WARPS][SWAP_ROOM] __attribute__((aligned(16)));
 };
 
 // What the query, and the merge of parts, are told.
 struct Args {
     const void* q; i64 q_row, q_head, heads;
-    const float *k_rescale, *k_offset; const signed char* k_signs; const float* s_aux; float* parts; int* counters; void* out;
+    const float *k_rescale, *k_offset; const signed char *k_signs, *v_signs; const float* s_aux; float* parts; int* counters; void* out;
 };
 
 // How the tokens of a sequence are cut in units: pages of packed values from FIRST_PAGE on, sinks, and tokens from

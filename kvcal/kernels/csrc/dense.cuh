@@ -2,6 +2,7 @@
 
 #include "softmax.cuh"
 #include "keys.cuh"
+#include "hadamard.cuh"
 
 namespace decode_ {
 
@@ -62,17 +63,20 @@ struct DenseKeys {
     }
 };
 
+// Whether eight channels from ``first`` + 8 g on are there: the last of DENSE_PARTS may be short.
+__device__ __forceinline__ bool is_channel(int first, int lane) { return DIM % 64 == 0 || first + 8 * (lane >> 2) < DIM; }
+
 // Their values: tokens 2 quad, + 1, + 8 and + 9; 0 from ``stop`` on.
 struct DenseValues {
-    uint4 rows[DIM / 64][4];
+    uint4 rows[DENSE_PARTS][4];
 
     __device__ __forceinline__ void load(const Head& head, int token, int stop, int slot, int lane) {
 #pragma unroll
-        for (int part = 0; part < DIM / 64; part++)
+        for (int part = 0; part < DENSE_PARTS; part++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int at = token + 2 * (lane & 3) + i / 2 * 8 + i % 2;
-                rows[part][i] = at < stop ? *reinterpret_cast<const uint4*>(head.value(token, at, slot) + 64 * part + 8 * (lane >> 2)) : make_uint4(0, 0, 0, 0);
+                rows[part][i] = at < stop && is_channel(64 * part, lane) ? *reinterpret_cast<const uint4*>(head.value(token, at, slot) + 64 * part + 8 * (lane >> 2)) : make_uint4(0, 0, 0, 0);
             }
     }
 };
@@ -112,7 +116,7 @@ void dense_scores(float (&s)[QUERY_TILES][2 * COUNT], const Head& head, int toke
 }
 
 // Probabilities of the heads n at tokens g and g + 8 of a tile, times its values, added to ``out``.
-__device__ __forceinline__ void add_values(float (&out)[TILES][4], const float (&p)[QUERY_TILES][2], const DenseValues& values) {
+__device__ __forceinline__ void add_values(float (&out)[4 * DENSE_PARTS][4], const float (&p)[QUERY_TILES][2], const DenseValues& values) {
     u32 b[2], rest[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -123,7 +127,7 @@ __device__ __forceinline__ void add_values(float (&out)[TILES][4], const float (
 #endif
     }
 #pragma unroll
-    for (int part = 0; part < DIM / 64; part++)
+    for (int part = 0; part < DENSE_PARTS; part++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const u32 w0 = (&values.rows[part][0].x)[i], w1 = (&values.rows[part][1].x)[i], w2 = (&values.rows[part][2].x)[i], w3 = (&values.rows[part][3].x)[i];
@@ -137,7 +141,7 @@ __device__ __forceinline__ void add_values(float (&out)[TILES][4], const float (
 
 // UNIT tokens whose values are not packed. Keys lie in a page of codes where ``from`` says that some may, and are left out
 // before it. out: P V of heads quad and quad + 4, of channels 64 (t / 4) + 8 g + 2 (t % 4) and the next one.
-__device__ __forceinline__ void dense_unit(State& state, float (&out)[TILES][4], const Head& head, int token, int from, int stop, int slot,
+__device__ __forceinline__ void dense_unit(State& state, float (&out)[4 * DENSE_PARTS][4], const Head& head, int token, int from, int stop, int slot,
                                            Shared& shared, int warp, int lane, float scale, float softcap) {
     float s[QUERY_TILES][UNIT / 8];
     DenseValues values;
@@ -159,7 +163,7 @@ __device__ __forceinline__ void dense_unit(State& state, float (&out)[TILES][4],
     float down[QUERY_TILES];
     if (state.raise(s, down, lane))
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
+        for (int t = 0; t < 4 * DENSE_PARTS; t++)
 #pragma unroll
             for (int i = 0; i < 4; i++) out[t][i] *= i % 2 < QUERY_TILES ? down[i % 2 < QUERY_TILES ? i % 2 : 0] : 1.f;
 #pragma unroll
@@ -174,18 +178,32 @@ __device__ __forceinline__ void dense_unit(State& state, float (&out)[TILES][4],
     }
 }
 
-// What dense units left in ``out`` is added to the state, in its order of channels.
-__device__ __forceinline__ void reorder(State& state, const float (&out)[TILES][4], float* swap, int lane) {
-    static_assert(4 * DIM <= SWAP_WORDS, "four heads at a time");
+// What dense units left in ``out`` is added to the state, in its order of channels; rotated where packed values are, of which
+// there are more.
+__device__ __forceinline__ void reorder(State& state, const float (&out)[4 * DENSE_PARTS][4], const signed char* signs, float* swap, int lane) {
+    static_assert(4 * DIM <= SWAP_ROOM, "four heads at a time");
     const int g = lane >> 2, quad = lane & 3;
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++) {
         __syncwarp();
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
+        for (int t = 0; t < 4 * DENSE_PARTS; t++)
 #pragma unroll
-            for (int i = 0; i < 2; i++) swap[quad * DIM + 64 * (t / 4) + 8 * g + 2 * (t % 4) + i] = out[t][2 * i + n];
+            for (int i = 0; i < 2; i++)
+                if (is_channel(t / 4 * 64, lane)) swap[quad * DIM + 64 * (t / 4) + 8 * g + 2 * (t % 4) + i] = out[t][2 * i + n];
         __syncwarp();
+#if V_ROTATED
+#pragma unroll 1
+        for (int h = 0; h < 4; h++) {
+            float x[DIM / 32];
+#pragma unroll
+            for (int i = 0; i < DIM / 32; i++) x[i] = swap[h * DIM + 32 * i + lane] * signs[32 * i + lane];
+            hadamard<32>(x, lane);
+#pragma unroll
+            for (int i = 0; i < DIM / 32; i++) swap[h * DIM + 32 * i + lane] = x[i];
+        }
+        __syncwarp();
+#endif
 #pragma unroll
         for (int t = 0; t < TILES; t++)
 #pragma unroll

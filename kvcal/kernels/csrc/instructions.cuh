@@ -31,6 +31,17 @@ __device__ __forceinline__ void mma_half(int (&d)[4], u32 a0, u32 a1, u32 b0) {
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]) : "r"(a0), "r"(a1), "r"(b0));
 }
 
+// Halves, summed in fp32; products of two of them; the largest of a warp.
+__device__ __forceinline__ void mma_fp16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, bool from_zero) {
+#define MMA_HALVES(c0, c1, c2, c3) asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};" \
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) \
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c0), "f"(c1), "f"(c2), "f"(c3))
+    if (from_zero) MMA_HALVES(0.f, 0.f, 0.f, 0.f); else MMA_HALVES(d[0], d[1], d[2], d[3]);
+#undef MMA_HALVES
+}
+__device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) { u32 d; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
+__device__ __forceinline__ u32 largest_of_warp(u32 x) { u32 d; asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(d) : "r"(x)); return d; }
+
 // The cache's dtype.
 __device__ __forceinline__ void mma_dense(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #if DTYPE == 1
@@ -50,12 +61,12 @@ template <int TYPE> __device__ __forceinline__ float number_at(const void* p, i6
     else return kv_float_of<TYPE>(reinterpret_cast<const u16*>(p)[index]);
 }
 
-// To shared memory, and first to leave the L2 cache: a record is read once a step, what else is there more often.
-__device__ __forceinline__ void copy16(u8* to, const u8* from) {
-    const u32 address = (u32)__cvta_generic_to_shared(to);
+// To shared memory, and first to leave the L2 cache: a record is read once a step, what else is there more often. AT: bytes
+// from both, which cost no instruction.
+template <int AT> __device__ __forceinline__ void copy16(u32 to, const u8* from) {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" :: "r"(address), "l"(from), "l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0 + %3], [%1 + %3], 16, %2;" :: "r"(to), "l"(from), "l"(policy), "n"(AT));
 }
 __device__ __forceinline__ void prefetch(const void* line) { asm volatile("prefetch.global.L2 [%0];" :: "l"(line)); }
 
@@ -68,10 +79,17 @@ __device__ __forceinline__ int count_up(int* counter) {
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
 template <int N> __device__ __forceinline__ void wait_all_but() { asm volatile("cp.async.wait_group %0;" :: "n"(N)); }
 
-template <int BYTES> __device__ __forceinline__ void load_record(u8* slot, const u8* record, int lane) {
-#pragma unroll
-    for (int at = 0; at < BYTES; at += 512)
-        if (at + 512 <= BYTES || at + lane * 16 < BYTES) copy16(slot + at + lane * 16, record + at + lane * 16);
+// A record, from byte AT on, by a warp: ``to`` and ``from`` are this lane's, and ``turned`` is ``to`` with halves of 128 bytes
+// exchanged: for every second TURN bytes of the first TURNED ones.
+template <int BYTES, int TURNED, int AT> __device__ __forceinline__ void load_lane(u32 to, u32 turned, const u8* from, int lane) {
+    if constexpr (AT < BYTES) {
+        if (AT + 512 <= BYTES || AT + lane * 16 < BYTES) copy16<AT>(AT < TURNED && AT / TURN % 2 ? turned : to, from);
+        load_lane<BYTES, TURNED, AT + 512>(to, turned, from, lane);
+    }
+}
+template <int BYTES, int TURNED> __device__ __forceinline__ void load_record(u8* slot, const u8* record, int lane) {
+    const u32 to = (u32)__cvta_generic_to_shared(slot);
+    load_lane<BYTES, TURNED, 0>(to + lane * 16, to + (lane * 16 ^ 64), record + lane * 16, lane);
 }
 
 }  // namespace decode_

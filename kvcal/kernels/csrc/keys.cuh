@@ -4,7 +4,7 @@
 
 namespace decode_ {
 
-#if K_BITS != 16
+#if K_BITS != 16 && !WIDE
 // Scores of COUNT tiles of 16 tokens of a packed page, from tile ``first``, in log2 units: s[n][2 t + half] is of token
 // 16 (first + t) + 8 half + g and head 4 n + quad.
 template <int COUNT> __device__ __forceinline__
@@ -75,7 +75,7 @@ void packed_scores(float (&s)[QUERY_TILES][2 * COUNT], const u8* record, int fir
             for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll
                 for (int i = 0; i < DIM / 16; i += 4) {
-                    const uint4 v = *reinterpret_cast<const uint4*>(shared.query_limbs[part][n][i / 4][lane]);
+                    const uint4 v = *reinterpret_cast<const uint4*>(shared.query_limbs[part][n * (QUERY_WORDS / 4) + i / 4][lane]);
                     op[n][i] = mine ? v.x : 0u; op[n][i + 1] = mine ? v.y : 0u; op[n][i + 2] = mine ? v.z : 0u; op[n][i + 3] = mine ? v.w : 0u;
                 }
             int acc[QUERY_TILES][COUNT][4];

@@ -32,7 +32,7 @@ __device__ __forceinline__ float from_scores(float x, int lane) { return __shfl_
 // The query of the heads of tile n, this lane's columns.
 __device__ __forceinline__ void load_query(float (&x)[DIM / 8], const Shared& shared, int n, int lane) {
 #pragma unroll
-    for (int i = 0; i < DIM / 32; i++) *reinterpret_cast<float4*>(x + 4 * i) = *reinterpret_cast<const float4*>(shared.query[n][i][lane]);
+    for (int i = 0; i < DIM / 32; i++) *reinterpret_cast<float4*>(x + 4 * i) = *reinterpret_cast<const float4*>(shared.query[n * (DIM / 32) + i][lane]);
 }
 
 // Numbers first, first + 1, ... of dtype TYPE, which lie at multiples of 16 bytes.

@@ -1,6 +1,7 @@
 // Parts of a softmax become one, in a fixed order.
 
 #include "instructions.cuh"
+#include "hadamard.cuh"
 
 namespace decode_ {
 
@@ -8,9 +9,9 @@ namespace decode_ {
 struct Merged { float top, sum, value[4]; };
 
 // Merge ``count`` parts, in order: max and sum of this head at m and l, channels at o; ``stride`` and ``o_stride`` floats
-// lie between parts. Eight are loaded at a time, then taken in.
+// lie between parts. MERGED are loaded at a time, then taken in: each time waits for memory once.
 __device__ __forceinline__ Merged merge(const float* m, const float* l, const float* o, int count, int stride, int o_stride) {
-    constexpr int TAKEN = 8;
+    constexpr int TAKEN = MERGED;
     Merged merged = {-INFINITY, 0.f, {0.f, 0.f, 0.f, 0.f}};
 #pragma unroll 1
     for (int from = 0; from < count; from += TAKEN) {
@@ -73,13 +74,18 @@ __device__ __forceinline__ void finish(const Args& a, Shared& shared, u32 thread
     const int virtual_head = shared.virtual_head, num_blocks = shared.num_blocks;
     float* part = a.parts + (i64)(blockIdx.x + virtual_head) * PART;
     const float *m = shared.max_[0], *l = shared.sum[0], *o = reinterpret_cast<const float*>(shared.slots[0]);
-    int count = WARPS, stride = HEADS, o_stride = SLOT_BYTES / 4;
+    int count = shared.num_warps, stride = HEADS, o_stride = SLOT_BYTES / 4;
 #pragma unroll 1
     for (bool is_result = num_blocks == 1;; is_result = true) {
         for (u32 item = thread; item < HEADS * DIM / 4; item += WARPS * 32) {
             const u32 h = item * 4 / DIM;
-            const Merged merged = merge(m + h, l + h, o + item * 4, count, stride, o_stride);
+            Merged merged = merge(m + h, l + h, o + item * 4, count, stride, o_stride);
             if (is_result) {
+#if V_ROTATED  // rotated back: neighbouring lanes have four channels each, and the order of bits does not matter
+                hadamard<kv_min(kv_hadamard_block(DIM), 128) / 4>(merged.value, (int)thread % 32);
+#pragma unroll
+                for (int i = 0; i < 4; i++) merged.value[i] *= a.v_signs[item * 4 % DIM + i];
+#endif
                 write_result(a, virtual_head, merged, h, item * 4 % DIM);
             } else {
                 if (item * 4 % DIM == 0) { part[h] = merged.top; part[HEADS + h] = merged.sum; }

@@ -1,6 +1,6 @@
 // The query of a head, in the orders in which the operands want it.
 
-#include "limbs.cuh"
+#include "wide_limbs.cuh"
 #include "hadamard.cuh"
 
 namespace decode_ {
@@ -58,11 +58,16 @@ __device__ __forceinline__ void prepare_query(float (&raw)[DIM / 32], const Args
 #pragma unroll
         for (int i = 0; i < DIM / 32; i++) {
             const u32 c = i * 32 + lane;
-            // Column c belongs to one of the two lanes of its head and quarter.
-            const u32 part = c / (DIM / 8), rest = c % (DIM / 8);
-            shared.query[h / 4][rest / 4][(2 * (h % 4) + part % 2) * 4 + part / 2][rest % 4] = folded[i];
             // Keys that are not packed: two columns are heads h and h + 4.
             const u32 j = c / 32, quad = c % 32 / 8, word = c % 8 / 2, column = 2 * (h % 4) + h / 4;
+#if WIDE
+            const u32 rest = c % QUARTER;
+            shared.query[rest / 4][column * 4 + c / QUARTER][rest % 4] = folded[i];
+#else
+            // Column c belongs to one of the two lanes of its head and quarter.
+            const u32 part = c / (DIM / 8), rest = c % (DIM / 8);
+            shared.query[h / 4 * (DIM / 32) + rest / 4][(2 * (h % 4) + part % 2) * 4 + part / 2][rest % 4] = folded[i];
+#endif
             const u16 dense = (u16)(dense_pair(raw[i], 0.f) & 0xffffu);
             reinterpret_cast<u16*>(&shared.query_dense[j][column * 4 + quad][word])[c % 2] = dense;
 #if SPLIT_QUERY
@@ -80,7 +85,16 @@ __device__ __forceinline__ void prepare_query(float (&raw)[DIM / 32], const Args
 #endif
     }
 #endif
-#if K_AXIS && K_PACKED
+#if WIDE
+    if (thread < 16) shared.ones[thread] = 0x3c003c00u;
+#endif
+#if WIDE && K_AXIS
+    __syncthreads();
+    if (warp == 0) prepare_wide_limbs(shared, lane);
+#elif K_ZEROS_BY_HALVES
+    __syncthreads();
+    if (warp == 0) prepare_halves(shared, lane);
+#elif K_AXIS && K_PACKED
     __syncthreads();
     for (u32 n = warp; n < QUERY_TILES; n += WARPS) {
         float x[DIM / 8];
@@ -91,7 +105,7 @@ __device__ __forceinline__ void prepare_query(float (&raw)[DIM / 32], const Args
             u32 op[DIM / 16];
             limbs<true>(x, up, op, lane);
 #pragma unroll
-            for (int i = 0; i < DIM / 16; i++) shared.query_limbs[part][n][i / 4][lane][i % 4] = op[i];
+            for (int i = 0; i < DIM / 16; i++) shared.query_limbs[part][n * (QUERY_WORDS / 4) + i / 4][lane][i % 4] = op[i];
             if ((lane & 7) == 0) shared.query_unit[part][n * 4 + lane / 8] = unit;
 #pragma unroll
             for (int i = 0; i < DIM / 8; i++) x[i] = fmaf(-rounded(x[i], up), unit, x[i]);

@@ -8,11 +8,17 @@ namespace decode_ {
 // of this lane's tokens (limbs.cuh). P V so far, in ``out[n][t][half]``, is of channel 16 t + 8 half + g.
 struct State {
     float max_[QUERY_TILES], sum[QUERY_TILES], zero[V_GROUPS][QUERY_TILES], out[QUERY_TILES][TILES][2];
+#if WIDE
+    float rows[QUERY_TILES];
+#endif
 
     __device__ __forceinline__ void start() {
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; n++) {
             max_[n] = -INFINITY; sum[n] = 0.f;
+#if WIDE
+            rows[n] = 0.f;
+#endif
 #pragma unroll
             for (int i = 0; i < V_GROUPS; i++) zero[i][n] = 0.f;
 #pragma unroll
@@ -23,12 +29,35 @@ struct State {
     // The new maximum over the scores; what was summed is scaled down to it. Whether it was, by ``down`` for each head.
     template <int COUNT> __device__ __forceinline__ bool raise(const float (&s)[QUERY_TILES][COUNT], float (&down)[QUERY_TILES], int lane) {
         float top[QUERY_TILES];
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; n++) {
+            top[n] = s[n][0];
+#pragma unroll
+            for (int i = 1; i < COUNT; i++) top[n] = fmaxf(top[n], s[n][i]);
+        }
+        return raise_to(top, down, lane);
+    }
+
+    // The same; scores are s step + from.
+    template <int COUNT> __device__ __forceinline__ bool raise(const float (&s)[QUERY_TILES][COUNT], const float (&step)[QUERY_TILES],
+                                                               const float (&from)[QUERY_TILES], float (&down)[QUERY_TILES], int lane) {
+        float top[QUERY_TILES];
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; n++) {
+            top[n] = s[n][0];
+#pragma unroll
+            for (int i = 1; i < COUNT; i++) top[n] = fmaxf(top[n], s[n][i]);
+            top[n] = fmaf(top[n], step[n], from[n]);
+        }
+        return raise_to(top, down, lane);
+    }
+
+    // The same; ``top``: the largest score of each lane.
+    __device__ __forceinline__ bool raise_to(float (&top)[QUERY_TILES], float (&down)[QUERY_TILES], int lane) {
         bool is_higher = false;
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; n++) {
-            top[n] = max_[n];
-#pragma unroll
-            for (int i = 0; i < COUNT; i++) top[n] = fmaxf(top[n], s[n][i]);
+            top[n] = fmaxf(top[n], max_[n]);
 #pragma unroll
             for (int mask = 4; mask < 32; mask *= 2) top[n] = fmaxf(top[n], shuffle(top[n], mask));
             is_higher |= top[n] != max_[n];
@@ -39,7 +68,12 @@ struct State {
             down[n] = exp2_(max_[n] - top[n]);
             max_[n] = top[n];
             sum[n] *= down[n];
+#if WIDE
+            const float zero_down = down[n];
+            rows[n] *= zero_down;
+#else
             const float zero_down = from_scores(down[n], lane);
+#endif
 #pragma unroll
             for (int i = 0; i < V_GROUPS; i++) zero[i][n] *= zero_down;
 #pragma unroll

@@ -10,12 +10,14 @@ namespace decode_ {
 // query of the first head of a tile.
 constexpr u32 NO_CHANNEL = ~0u;
 __device__ __forceinline__ u32 places_of(u32 channel) {
-    const u32 part = channel / (DIM / 8), rest = channel % (DIM / 8);
-    const u32 query = ((rest / 4 * 32 + part % 2 * 4 + part / 2) * 4 + rest % 4) * 4;
+    constexpr u32 PER = WIDE ? QUARTER : DIM / 8;
+    const u32 part = channel / PER, rest = channel % PER;
+    const u32 query = ((rest / 4 * 32 + (WIDE ? part : part % 2 * 4 + part / 2)) * 4 + rest % 4) * 4;
     return channel * (K_PARAM == KV_FLOAT32 ? 4 : 2) << 16 | query;
 }
-__device__ __forceinline__ float query_at(const Shared& shared, int n, int head, u32 places) {
-    return *reinterpret_cast<const float*>(reinterpret_cast<const u8*>(shared.query[n][0][8 * head]) + (places & 0xffffu));
+// Of the head of ``column`` of tile n.
+__device__ __forceinline__ float query_at(const Shared& shared, int n, int column, u32 places) {
+    return *reinterpret_cast<const float*>(reinterpret_cast<const u8*>(shared.query[n * (DIM / 32)][4 * column]) + (places & 0xffffu));
 }
 
 // Channels of a page's slots.
@@ -37,6 +39,7 @@ template <int LIFT> __device__ __forceinline__ u32 four_bytes(u32 byte) {
     return nibbles * 65u & in_every_byte(3 << LIFT);
 }
 
+#if !WIDE
 // acc[n][t] += high planes of one tier of tokens of tile first + t; codes have K_BITS bits less. up: the query's units;
 // ``zero`` gets what rounding takes, times the mean code.
 template <int COLUMNS, int FIRST_SLOT, int ROOM, int PLANES, int LIFT, int COUNT> __device__ __forceinline__
@@ -60,7 +63,7 @@ void multiply_tier(int (&acc)[QUERY_TILES][COUNT][4], float (&zero)[QUERY_TILES]
             const float factor = number_at<K_PARAM>(scale + (places >> 16), 0);
 #pragma unroll
             for (int n = 0; n < QUERY_TILES; n++) {
-                const float product = query_at(shared, n, g / 2, places) * factor;
+                const float product = query_at(shared, n, g / 2 * 2, places) * factor;
                 x[n][j] = found == NO_CHANNEL ? 0.f : product;
             }
         }
@@ -108,21 +111,23 @@ void multiply_tiers(int (&acc)[QUERY_TILES][COUNT][4], float (&zero)[QUERY_TILES
 #undef TIER_PLANES
 }
 
+#endif
+
 #if K_RAW_SLOTS > 0
 // s += query times the channels of the 16-bit tier.
 template <int COUNT> __device__ __forceinline__
 void add_raw_slots(float (&s)[QUERY_TILES][2 * COUNT], const u8* record, const Shared& shared, int warp, int first, int lane, float scale) {
-    const int g = lane >> 2, quad = lane & 3;
+    const int quad = lane & 3;
 #pragma unroll
     for (int slot = 0; slot < K_RAW_SLOTS; slot++) {
         const u32 places = shared.channels[warp][slot];
         if (places == NO_CHANNEL) continue;
-        const u16* values = reinterpret_cast<const u16*>(record + K_RAW) + slot * PAGE + first * 16 + g;
+        const u16* values = reinterpret_cast<const u16*>(record + K_RAW) + slot * PAGE + first * 16 + lane_token(lane);
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; n++) {
-            const float q = query_at(shared, n, quad, places) * scale;
+            const float q = query_at(shared, WIDE ? 0 : n, 2 * quad + (WIDE ? n : 0), places) * scale;
 #pragma unroll
-            for (int i = 0; i < 2 * COUNT; i++) s[n][i] = fmaf(q, dense_to_float(values[i * 8]), s[n][i]);
+            for (int i = 0; i < 2 * COUNT; i++) s[n][i] = fmaf(q, dense_to_float(values[score_token(i)]), s[n][i]);
         }
     }
 }

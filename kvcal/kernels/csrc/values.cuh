@@ -2,11 +2,17 @@
 
 #include "softmax.cuh"
 #include "keys.cuh"
-#include "hadamard.cuh"
+#include "wide_values.cuh"
 
 namespace decode_ {
 
+// The zeros that packed values add to all channels of a group, of heads 4 n + quad.
+__device__ __forceinline__ float zeros_of(const State& state, int group, int n, int lane) {
+    return WIDE ? state.zero[group][n] : to_scores(sum_of_lanes(state.zero[group][n]), lane);
+}
+
 #if V_BITS != 16
+#if !WIDE
 // Probabilities of a page times its values, taken into ``state``. s: scores of all 128 tokens.
 __device__ __forceinline__ void packed_values(State& state, const float (&s)[QUERY_TILES][PAGE / 8], const u8* record, float* swap, int lane) {
     constexpr int LIFT = V_LIFT, PER = TILES / V_GROUPS;
@@ -63,40 +69,7 @@ __device__ __forceinline__ void packed_values(State& state, const float (&s)[QUE
     }
 }
 
-// What packed values have added up to, rotated back; zeros are taken in.
-__device__ __forceinline__ void unrotate(State& state, const signed char* signs, float* swap, int lane) {
-    const int g = lane >> 2, quad = lane & 3;
-#pragma unroll
-    for (int n = 0; n < QUERY_TILES; n++) {
-        float zero[V_GROUPS];
-#pragma unroll
-        for (int i = 0; i < V_GROUPS; i++) {
-            zero[i] = to_scores(sum_of_lanes(state.zero[i][n]), lane);
-            state.zero[i][n] = 0.f;
-        }
-        __syncwarp();
-#pragma unroll
-        for (int t = 0; t < TILES; t++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) swap[quad * DIM + 16 * t + 8 * half + g] = state.out[n][t][half] + zero[16 * t / V_GROUP];
-        __syncwarp();
-#pragma unroll 1
-        for (int h = 0; h < 4; h++) {
-            float x[DIM / 32];
-#pragma unroll
-            for (int i = 0; i < DIM / 32; i++) x[i] = swap[h * DIM + 32 * i + lane];
-            hadamard<32>(x, lane);
-#pragma unroll
-            for (int i = 0; i < DIM / 32; i++) swap[h * DIM + 32 * i + lane] = x[i] * signs[32 * i + lane];
-        }
-        __syncwarp();
-#pragma unroll
-        for (int t = 0; t < TILES; t++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) state.out[n][t][half] = swap[quad * DIM + 16 * t + 8 * half + g];
-    }
-    __syncwarp();
-}
+#endif
 #endif
 
 }  // namespace decode_
