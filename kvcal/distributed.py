@@ -31,7 +31,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, TypeVar
 
-from kvcal.artifact import read_inputs
 from kvcal.errors import ArtifactError, KvcalError, RankFailed, UsageError
 from kvcal.lazy_torch import Tensor, torch
 
@@ -270,6 +269,8 @@ def same_file(path: Path) -> bool:
 
 def _kept(folder: Path, below: Sequence[str]) -> list[Path]:
     """Artifacts and JSON files, relative to ``folder``."""
+    from kvcal.artifact import read_inputs
+
     found: list[Path] = []
     for prefix in ("", *(f"{pattern}/" for pattern in below)):
         found += folder.glob(f"{prefix}*.json")
