@@ -277,7 +277,7 @@ def test_an_unfinished_stage_of_another_model(
 
     out = ("--out", tmp_path / "out", "--recipe", files[1])
     with monkeypatch.context() as patched:
-        patched.setattr(profile_stage, "_measure_divergences", interrupt)
+        patched.setattr(profile_stage, "divergence_means", interrupt)
         assert run_kvcal(capsys, "profile", files[0], *out).code == 130
     partial = tmp_path / "out" / "profile.partial.safetensors"
     before = partial.read_bytes()
@@ -329,7 +329,7 @@ def test_interrupt_in_every_stage_and_resume(
 
     with monkeypatch.context() as patched:
         if stage == "profile":
-            patched.setattr(profile_stage, "_measure_divergences", interrupt)
+            patched.setattr(profile_stage, "divergence_means", interrupt)
         elif stage == "allocate":
             patched.setattr(formats.allocation_stage, "save", interrupt)
         elif stage == "compile":
