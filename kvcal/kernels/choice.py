@@ -25,6 +25,7 @@ FOLDED_HEAD_DIMS = (64, 128)
 WIDE_HEAD_DIMS = (64, 96, 128, 192, 256)
 WORD_CHANNELS = 64  # sixteen for each lane of a quad
 TILE_HEADS = 4  # query heads of a tile of the tensor core otherwise
+MAX_LARGE_BITS = 4  # of more than 128 channels: shared memory of 99 KiB has room for one page of a head
 MAX_WIDE_BITS = 3  # of 128 channels: more of them wait for memory
 MAX_WIDE_GROUPS = 3  # of channels, of values: rows of a tile
 # The kernels load tokens 8 channels at a time, and keep a tile of them in shared memory.
@@ -51,7 +52,7 @@ def is_wide(variant: Variant) -> bool:
         and k.window_rule is None and v.window_rule is None and k.recent_window == v.recent_window
         and v.param_dtype == "float16" and -(-dim // v.group_size) <= MAX_WIDE_GROUPS
         and (k.group_size >= PAGE_TOKENS if k.axis == "channel" else dim % WORD_CHANNELS == 0 or k.group_size >= dim)
-        and (bits[0] % 2 == 0 or dim % WORD_CHANNELS == 0)
+        and (bits[0] % 2 == 0 or dim % WORD_CHANNELS == 0) and (dim <= MAX_STAGED_DIM or max(bits) <= MAX_LARGE_BITS)
     )  # fmt: skip
     waits = dim == MAX_STAGED_DIM and max(bits) > MAX_WIDE_BITS
     has_others = dim in FOLDED_HEAD_DIMS and (variant.group_heads <= TILE_HEADS or waits)

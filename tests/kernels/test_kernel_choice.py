@@ -80,6 +80,7 @@ def test_tiles_of_eight_heads_serve_larger_groups() -> None:
     assert [decode.pass_heads(variant(K, V, group=group)) for group in (1, 4, 5, 8, 16)] == [4, 4, 8, 8, 8]
     assert decode.pass_heads(variant(K, V, 256, 1)) == 8
     assert is_wide(variant(Format(4, "channel"), Format(4), 64, 8))
+    assert is_plain(variant(Format(8, "channel"), Format(8), 256, 8))
 
 
 @pytest.mark.parametrize("room", ROOMS)
