@@ -60,6 +60,13 @@ REFUSED_OPENING = """
 Full-attention layers are quantized. Sliding-window layers keep their window at 16 bits, and state layers keep their
 state, as the model stores them; both count towards the budget. Predictors need keys before RoPE.
 
+Multi-head latent attention (DeepSeek-V2 and V3, Kimi, GLM-4.7-Flash, MiniCPM3) caches a latent and a rotary key, one of
+each for all query heads. A plan stores the latent behind its norm, as the model caches it, in the formats of keys: per
+channel or per token, rotated, on a lattice, or with more bits for the best channels by magnitude. The rotary key stays
+at 16 bits; `formats.rotary` or `allocate.rotary` ask for less. λ, predictors, error feedback and query scores are made
+for keys and values of heads: latents have none. The dynamic cache stores latents on any device, in torch; static caches
+and engines refuse them.
+
 ## Not supported, with the reason
 
 | class | reason | fails in |
@@ -175,6 +182,8 @@ def families() -> str:
         heads, kv_heads, _, windows = contract.SHAPES[name]
         model = built(name)
         pre = "no: keys are normalised after RoPE" if name in contract.WITHOUT_K_PRE else "yes"
+        if name in contract.LATENTS:
+            pre = "none: a latent and a rotary key"
         without = len(contract.WITHOUT_ROPE.get(name, ()))
         if without:
             pre += ", without RoPE in " + ("all layers" if without == len(windows) else "some layers")

@@ -23,8 +23,21 @@ HeadDim = Annotated[int, Field(ge=1, le=2**14)]
 
 
 @dataclass(frozen=True, config=STRICT)
+class ExpandedHeads:
+    """Sizes of the key and the value that multi-head latent attention makes of a latent for every query head."""
+
+    k_head_dim: HeadDim
+    v_head_dim: HeadDim
+
+
+@dataclass(frozen=True, config=STRICT)
 class AttentionGeometry:
-    """One attention layer. ``window`` is the sliding window in tokens, None for full attention."""
+    """One attention layer. ``window`` is the sliding window in tokens, None for full attention.
+
+    Multi-head latent attention (``expanded`` is not None) caches one latent and one rotary key for all query heads. The
+    latent takes the place of the keys, the rotary key that of the values: ``k_head_dim`` is the latent's size,
+    ``v_head_dim`` the rotary key's.
+    """
 
     index: Index
     num_query_heads: NumHeads
@@ -32,6 +45,24 @@ class AttentionGeometry:
     k_head_dim: HeadDim
     v_head_dim: HeadDim
     window: Positive | None = None
+    # Left out of JSON where there is none: plans of other attention stay the same bytes.
+    expanded: Annotated[ExpandedHeads | None, Field(exclude_if=lambda heads: heads is None)] = None
+
+    def __post_init__(self) -> None:
+        if self.expanded is not None and self.num_kv_heads != 1:
+            raise ValueError(f"layer {self.index} caches {self.num_kv_heads} latents, expected one for all query heads")
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether it caches a latent and a rotary key."""
+        return self.expanded is not None
+
+    @property
+    def attended(self) -> tuple[int, int, int]:
+        """KV heads of the attention call, and their key and value head sizes: expanded ones of a latent."""
+        if self.expanded is None:
+            return self.num_kv_heads, self.k_head_dim, self.v_head_dim
+        return self.num_query_heads, self.expanded.k_head_dim, self.expanded.v_head_dim
 
     @property
     def group_heads(self) -> int:
@@ -71,6 +102,11 @@ class Geometry:
     model_type: str
     cache_dtype: CacheDtype
     layers: tuple[LayerGeometry, ...]
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether some layer caches a latent."""
+        return any(isinstance(layer, AttentionGeometry) and layer.is_latent for layer in self.layers)
 
     def __post_init__(self) -> None:
         indices = [layer.index for layer in self.layers]

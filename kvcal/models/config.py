@@ -17,14 +17,22 @@ from __future__ import annotations
 import functools
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args
 
 from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype, Geometry, LayerGeometry, StateGeometry
+from kvcal.geometry import (
+    CACHE_DTYPES,
+    AttentionGeometry,
+    CacheDtype,
+    ExpandedHeads,
+    Geometry,
+    LayerGeometry,
+    StateGeometry,
+)
 from kvcal.models.files import Location, locate, read_json, require_sizes, weight_files
 from kvcal.stored_tensor import ITEM_BYTES
 
@@ -111,12 +119,6 @@ def read_sizes(source: str) -> ModelSizes:
 
 def _require_served(model_type: str, content: dict[str, Any], model_id: str) -> None:
     """UnsupportedModel for a family that is not served, or that cannot be calibrated."""
-    latent = content.get("kv_lora_rank")
-    if latent is not None:
-        raise UnsupportedModel(
-            f"{model_id}: config.json: kv_lora_rank = {latent}: {model_type} caches latents (multi-head latent "
-            "attention), not keys and values"
-        )
     for one in families()["refused"]:
         if one["model_type"] == model_type:
             served = "served" if one["fails_in"] == EVERY_COMMAND else "calibrated"
@@ -174,9 +176,14 @@ def _with_defaults(location: Location) -> tuple[dict[str, Any], list[Any], list[
     return stated, per_layer, kinds, checkpoint_dtype(config)
 
 
+_DELTA_RULE_KEYS = (
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)  # fmt: skip
+_LATENT_KEYS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 _LAYER_KEYS = (
-    "head_dim", "multi_query", "sliding_window", "linear_num_key_heads", "linear_num_value_heads",
-    "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+    "head_dim", "multi_query", "sliding_window", *_DELTA_RULE_KEYS, "linear_num_heads", "linear_head_dim",
+    *_LATENT_KEYS,
 )  # fmt: skip
 
 
@@ -189,6 +196,10 @@ def _layer(index: int, kind: str, keys: dict[str, Any], dtype: str, place: str) 
     if kind not in (FULL, SLIDING):
         raise UnsupportedModel(f"{place}: layer {index} is of the type {kind!r}; supported: {FULL}, {SLIDING}")
     heads = _number(keys, "num_attention_heads", place)
+    window = _number(keys, "sliding_window", place) if kind == SLIDING else None
+    latent = latent_sizes(keys)
+    if latent is not None:
+        return AttentionGeometry(index, heads, 1, *latent[:2], window, latent[2])
     if keys.get("multi_query"):
         raise UnsupportedModel(f"{place}: multi_query: how many heads are cached is known once the model has run")
     kv_heads = heads if keys.get("num_key_value_heads") is None else _number(keys, "num_key_value_heads", place)
@@ -196,14 +207,24 @@ def _layer(index: int, kind: str, keys: dict[str, Any], dtype: str, place: str) 
         raise UnsupportedModel(f"{place}: {heads} query heads over {kv_heads} KV heads")
     hidden = _number(keys, "hidden_size", place)
     head_dim = hidden // heads if keys.get("head_dim") is None else _number(keys, "head_dim", place)
-    window = _number(keys, "sliding_window", place) if kind == SLIDING else None
     return AttentionGeometry(index, heads, kv_heads, head_dim, head_dim, window)
+
+
+def latent_sizes(keys: Mapping[str, Any]) -> tuple[int, int, ExpandedHeads] | None:
+    """Of multi-head latent attention: channels of the latent and of the rotary key, and the heads that are made of
+    them, by the keys of a configuration; None for other attention. Taps compare the heads with the attention's own."""
+    latent, rotary, plain, value = sizes = [keys.get(name) for name in _LATENT_KEYS]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    return latent, rotary, ExpandedHeads(plain + rotary, value)  # type: ignore[return-value, operator, arg-type]
 
 
 def _delta_rule_bytes(index: int, keys: dict[str, Any], dtype: str, place: str) -> int:
     """Bytes of the convolution's state, in the cache's dtype, and of the recurrent one, in fp32, of a gated delta
-    rule (Qwen3-Next)."""
-    names = [name for name in _LAYER_KEYS if name.startswith("linear_")]
+    rule (Qwen3-Next; Kimi Linear, whose keys and values have the same heads)."""
+    names = list(_DELTA_RULE_KEYS)
+    if keys.get("linear_num_heads") is not None:
+        names = [*["linear_num_heads"] * 2, *["linear_head_dim"] * 2, names[-1]]
     if any(keys.get(name) is None for name in names):
         raise UnsupportedModel(
             f"{place}: layer {index} keeps a state, whose bytes are known once the model has run",

@@ -5,12 +5,14 @@ the model hands to ``Cache.update``: head counts and dimensions are those of the
 (full attention, sliding window, state) is the class of the official cache layer, and the bytes of a state layer are
 those of the tensors that it holds.
 
-Not served, and named with the layer: multi-head latent attention (the cache holds latents, DeepSeek-V2/V3),
-encoder-decoders, layers that reuse another layer's keys, layers that hold both keys and a state (Falcon-H1), states
-that modules keep beside the cache (RecurrentGemma), indexed or compressed caches (DeepSeek-V3.2/V4), models that are
-not causal. Chunked attention (Llama-4) counts as bounded, as transformers itself caches it: a window of one chunk.
+Multi-head latent attention (DeepSeek-V2/V3, Kimi) hands over a latent and a rotary key, which are cached as they are.
 
-Left out: latent plans for MLA, and query heads that differ from layer to layer (an error of the taps).
+Not served, and named with the layer: encoder-decoders, layers that reuse another layer's keys, layers that hold both
+keys and a state (Falcon-H1), states that modules keep beside the cache (RecurrentGemma), indexed or compressed caches
+(DeepSeek-V3.2/V4), models that are not causal. Chunked attention (Llama-4) counts as bounded, as transformers itself
+caches it: a window of one chunk.
+
+Left out: query heads that differ from layer to layer (an error of the taps).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from transformers.cache_utils import (
 
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype, Geometry, LayerGeometry, StateGeometry
+from kvcal.models.config import latent_sizes
 
 # Layer types without any attention: transformers gives them a placeholder for a cache layer.
 LAYERS_WITHOUT_ATTENTION = ("moe", "mlp")
@@ -185,18 +188,15 @@ def _attention_geometry(
 ) -> AttentionGeometry:
     place = f"layer {index} of {config.model_type}"
     k_shape, v_shape = tuple(k_post_BNTD.shape), tuple(v_BNTD.shape)
-    latent_dim = config.to_dict().get("kv_lora_rank")
-    if latent_dim is not None and latent_dim in (k_shape[-1], v_shape[-1]):
-        raise UnsupportedModel(
-            f"{place} caches latents of {latent_dim} channels (multi-head latent attention), not keys and values"
-        )
     is_four_dim = len(k_shape) == len(v_shape) == 4
     if not is_four_dim or (k_shape[0], k_shape[2]) != (1, 2) or k_shape[:3] != v_shape[:3]:
         raise UnsupportedModel(f"{place} caches shapes {k_shape}, {v_shape}; supported: (B, N, T, D) alike")
     num_query_heads, num_kv_heads = config.num_attention_heads, k_shape[1]
     if not isinstance(num_query_heads, int) or num_query_heads % num_kv_heads:
         raise UnsupportedModel(f"{place}: {num_query_heads} query heads over {num_kv_heads} KV heads")
-    return AttentionGeometry(index, num_query_heads, num_kv_heads, k_shape[-1], v_shape[-1], window)
+    cached, latent = (num_kv_heads, k_shape[-1], v_shape[-1]), latent_sizes(config.to_dict())
+    expanded = latent[2] if latent is not None and cached == (1, *latent[:2]) else None
+    return AttentionGeometry(index, num_query_heads, *cached, window, expanded)
 
 
 def _state_bytes(layer: object) -> int:

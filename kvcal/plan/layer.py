@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from kvcal.errors import UnsupportedModel
 from kvcal.geometry import AttentionGeometry, Geometry, LayerGeometry, StateGeometry
 from kvcal.pages.layouts import LAYOUTS
 from kvcal.pages.record_layout import AXES, RAW_BITS, Layout
@@ -17,6 +18,8 @@ from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.stored_tensor import ITEM_BYTES
 from kvcal.strict import STRICT
 
+Pages = Literal["post", "pre"]
+QUERIES_AND_LATENTS = "a score by queries has none, since queries meet keys that are expanded from a latent"
 # Left out of JSON where there is none: plans without the key stay the same bytes.
 Feedback = Annotated[bool, Field(exclude_if=lambda has_feedback: not has_feedback)]
 
@@ -49,6 +52,9 @@ class LayerPlan:
     (subtracted before), ``k_pages`` "pre" (pages hold K before RoPE), predictors (AQUA-KV: pages hold the residual).
     ``k_feedback``, ``v_feedback``: codes are chosen with error feedback (kvcal.pages.feedback), whose factor the plan
     holds; pages are read as without it.
+
+    Of latent attention, ``k`` is the latent's format and ``v`` the rotary key's; such a layer takes no transforms,
+    which are made for keys and values of heads.
     """
 
     geometry: LayerGeometry
@@ -56,7 +62,7 @@ class LayerPlan:
     v: tuple[Format, ...] = ()
     k_rescale: bool = False
     k_offset: bool = False
-    k_pages: Literal["post", "pre"] = "post"
+    k_pages: Pages = "post"
     k_predictor: Predictor | None = None
     v_predictor: Predictor | None = None
     k_feedback: Feedback = False
@@ -86,6 +92,11 @@ class LayerPlan:
         has_feedback = self.k_feedback or self.v_feedback
         if (transformed or has_feedback or self.predictor("v") is not None) and not self.is_paged:
             return ["is bounded and takes no transforms"]
+        if self.is_paged and self.attention.is_latent:
+            if transformed or has_feedback or self.predictor("v") is not None:
+                return ["caches latents, which take no λ, offsets, predictors, error feedback or keys before RoPE"]
+            if any(fmt.needs_queries for fmt in self.k):
+                return [f"caches latents: {QUERIES_AND_LATENTS}"]
         if self.k_pages == "pre" and (self.k_rescale or self.k_offset):
             found.append("has k_pages 'pre': k_rescale and k_offset are for keys after RoPE")
         if self.k_predictor is not None and self.k_pages != "pre":
@@ -109,6 +120,11 @@ class LayerPlan:
     def is_paged(self) -> bool:
         """Full attention: grows with tokens, stored in pages."""
         return isinstance(self.geometry, AttentionGeometry) and self.geometry.window is None
+
+    @property
+    def takes_transforms(self) -> bool:
+        """Whether its pages may hold transformed or predicted keys and values, or codes of error feedback."""
+        return self.is_paged and not self.attention.is_latent
 
     @property
     def attention(self) -> AttentionGeometry:
@@ -167,6 +183,23 @@ class LayerPlan:
         assert window is not None
         values = len(lengths) * min(columns, window - 1) * self.geometry.values_per_token
         return values * ITEM_BYTES[cache_dtype]
+
+
+def in_formats(layer: LayerPlan, k: Format, v: Format, rotary: Format = RAW, k_pages: Pages = "post") -> LayerPlan:
+    """A paged layer in these formats. Of latent attention, the latent is stored as keys are and the rotary key in
+    ``rotary``; a latent has no RoPE, so that its ``k_pages`` are the same before and after.
+
+    Raises:
+        UnsupportedModel: a query score for a latent.
+    """
+    if not layer.attention.is_latent:
+        return LayerPlan(layer.geometry, (k,), (v,), k_pages=k_pages)
+    if k.needs_queries:
+        raise UnsupportedModel(
+            f"layer {layer.geometry.index} caches latents (multi-head latent attention): {QUERIES_AND_LATENTS}",
+            hint="take a score of keys alone: magnitude, variance or range",
+        )
+    return LayerPlan(layer.geometry, (k,), (rotary,))
 
 
 def takes_feedback(fmt: Format) -> bool:

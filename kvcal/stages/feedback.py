@@ -115,6 +115,7 @@ def feedback_places(layers: tuple[LayerPlan, ...], sides: Collection[Side]) -> l
         for layer in layers
         for side in SIDES
         if side in sides
+        and layer.takes_transforms
         and any(map(takes_feedback, layer.formats(side)))
         and not any(fmt.shrink_at for fmt in layer.formats(side))
     ]

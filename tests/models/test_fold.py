@@ -31,7 +31,8 @@ MODELS = TINY_MODELS | {"cohere": cohere, "phi": phi, "phi_with_norm": phi_with_
 # One norm weight for all heads: λ must be shared.
 SHARED = {"qwen3", "qwen3_moe", "gemma3", "qwen3_next", "phi_with_norm"}
 # Norms with weights for every head take a λ of their own for each.
-UNFOLDED = {"llama4", "mistral_all_sliding", "qwen3_moe", "smollm3"}  # the first cannot be; others like these are
+LATENT = {"deepseek_v2", "deepseek_v3", "kimi_linear"}  # without λ
+UNFOLDED = {"llama4", "mistral_all_sliding", "qwen3_moe", "smollm3"} | LATENT  # llama4 cannot be; others like these are
 FOLDED = sorted((set(SUPPORTED) | {"cohere", "phi", "phi_with_norm"}) - UNFOLDED)
 
 

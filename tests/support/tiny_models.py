@@ -163,18 +163,34 @@ def mpt() -> PreTrainedModel:
     return _build(hf.MptConfig(**_IDS, d_model=32, n_layers=2, n_heads=4, max_seq_len=512))
 
 
+# Multi-head latent attention: a latent of 32, a rotary key of 8, and heads of 16 + 8 and 24 made of them.
+_LATENT = _SHAPE | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+}
+_ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+
+
+def deepseek_v2() -> PreTrainedModel:
+    """As V2-Lite: queries without a latent of their own, YaRN."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+    rope |= {"mscale": 0.707, "mscale_all_dim": 0.707}
+    return _build(hf.DeepseekV2Config(**_IDS, **_LATENT, **_ROUTED, q_lora_rank=None, rope_parameters=rope))
+
+
 def deepseek_v3() -> PreTrainedModel:
-    latent = {
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 16,
-    }
-    experts = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16}
-    return _build(
-        hf.DeepseekV3Config(**_IDS, **_SHAPE | {"num_key_value_heads": 4}, **latent, **experts, num_experts_per_tok=2)
-    )
+    return _build(hf.DeepseekV3Config(**_IDS, **_LATENT, **_ROUTED, q_lora_rank=16, n_group=2, topk_group=1))
+
+
+def kimi_linear() -> PreTrainedModel:
+    """Latent attention beside gated delta rules."""
+    experts = {"num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 16}
+    layer_types = ["linear_attention", "full_attention", "linear_attention"]
+    delta = {"linear_head_dim": 16, "linear_num_heads": 2, "layer_types": layer_types}
+    return _build(hf.KimiLinearConfig(**_IDS, **_LATENT, **experts, **delta))
 
 
 def llama4() -> PreTrainedModel:
@@ -220,7 +236,9 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "gptj": gptj,
     "bloom": bloom,
     "mpt": mpt,
+    "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "kimi_linear": kimi_linear,
     "llama4": llama4,
     "falcon_h1": falcon_h1,
     "recurrent_gemma": recurrent_gemma,
@@ -233,7 +251,6 @@ UNSUPPORTED = {
     "gptj",
     "bloom",
     "mpt",
-    "deepseek_v3",
     "falcon_h1",
     "recurrent_gemma",
     "bert_decoder_without_mask",
