@@ -19,7 +19,8 @@ from kvcal.stored_tensor import ITEM_BYTES
 from kvcal.strict import STRICT
 
 Pages = Literal["post", "pre"]
-QUERIES_AND_LATENTS = "a score by queries has none, since queries meet keys that are expanded from a latent"
+LATENTS = "latents take no λ, offsets, predictors or error feedback, which are made for keys and values of heads"
+QUERIES_AND_LATENTS = "they take no score by queries, which meet the keys of heads that a latent is expanded to"
 # Left out of JSON where there is none: plans without the key stay the same bytes.
 Feedback = Annotated[bool, Field(exclude_if=lambda has_feedback: not has_feedback)]
 
@@ -94,7 +95,7 @@ class LayerPlan:
             return ["is bounded and takes no transforms"]
         if self.is_paged and self.attention.is_latent:
             if transformed or has_feedback or self.predictor("v") is not None:
-                return ["caches latents, which take no λ, offsets, predictors, error feedback or keys before RoPE"]
+                return [f"caches latents: {LATENTS}"]
             if any(fmt.needs_queries for fmt in self.k):
                 return [f"caches latents: {QUERIES_AND_LATENTS}"]
         if self.k_pages == "pre" and (self.k_rescale or self.k_offset):
