@@ -32,7 +32,8 @@ class ExpandedHeads:
 
 @dataclass(frozen=True, config=STRICT)
 class AttentionGeometry:
-    """One attention layer. ``window`` is the sliding window in tokens, None for full attention.
+    """One attention layer. ``window`` is the sliding window in tokens, None for full attention. ``state_bytes``: of the
+    state that it keeps beside keys and values, of a sequence (Falcon-H1, Zamba2).
 
     Multi-head latent attention (``expanded`` is not None) caches one latent and one rotary key for all query heads. The
     latent takes the place of the keys, the rotary key that of the values: ``k_head_dim`` is the latent's size,
@@ -47,6 +48,7 @@ class AttentionGeometry:
     window: Positive | None = None
     # Left out of JSON where there is none: plans of other attention stay the same bytes.
     expanded: Annotated[ExpandedHeads | None, Field(exclude_if=lambda heads: heads is None)] = None
+    state_bytes: Annotated[NumBytes, Field(exclude_if=lambda num_bytes: num_bytes == 0)] = 0
 
     def __post_init__(self) -> None:
         if self.expanded is not None and self.num_kv_heads != 1:
@@ -81,6 +83,10 @@ class StateGeometry:
 
     index: Index
     bytes_per_sequence: Annotated[NumBytes, Field(ge=1)]
+
+    @property
+    def state_bytes(self) -> int:
+        return self.bytes_per_sequence
 
 
 def _kind(layer: object) -> str:

@@ -91,6 +91,8 @@ def storage_refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
     if geometry.is_latent:
         yield LATENTS
         return
+    if geometry.state_bytes:
+        yield "it keeps a state beside its keys and values"
     if geometry.window == 1:
         yield "its sliding window of 1 token keeps nothing"
     if geometry.k_head_dim != geometry.v_head_dim:

@@ -52,7 +52,7 @@ DIRECT: dict[str, tuple[str, ...]] = {
     "smollm3": ("use_sliding_window",),
     "stablelm": (),
 }
-FULL, SLIDING, STATE = "full_attention", "sliding_attention", "linear_attention"
+FULL, SLIDING, STATE, HYBRID = "full_attention", "sliding_attention", "linear_attention", "hybrid"
 EVERY_COMMAND = "every command"
 _MAX_HEADER_BYTES = 100_000_000  # of a safetensors file: the format's own limit
 
@@ -147,7 +147,12 @@ def _with_defaults(location: Location) -> tuple[dict[str, Any], list[Any], list[
     """The language model's configuration as transformers reads it: as a whole, for each layer, and each one's kind; and
     the checkpoint's dtype. Refuses what loading refuses before it reads weights."""
     from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+    from transformers.cache_utils import (
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+        LinearAttentionAndFullAttentionLayer,
+        LinearAttentionLayer,
+    )
 
     from kvcal.models.geometry import LAYERS_WITHOUT_ATTENTION, checkpoint_dtype
     from kvcal.models.load import read_config
@@ -156,6 +161,7 @@ def _with_defaults(location: Location) -> tuple[dict[str, Any], list[Any], list[
     text = config.get_text_config(decoder=True)
     types = getattr(text, "layer_types", None) or []
     names: dict[Any, str] = {DynamicLayer: FULL, DynamicSlidingWindowLayer: SLIDING, LinearAttentionLayer: STATE}
+    names[LinearAttentionAndFullAttentionLayer] = HYBRID
     kinds, per_layer = [], []
     caches = DynamicCache(config=text).layers
     for index, (cache, layer) in enumerate(zip(caches, text.per_layer_config, strict=True)):
@@ -191,6 +197,8 @@ def _layer(index: int, kind: str, keys: dict[str, Any], dtype: str, place: str) 
     """One layer's geometry; None for a layer that caches nothing."""
     if kind == "none":
         return None
+    if kind == HYBRID:
+        raise _unknown_state(index, place)
     if kind == STATE:
         return StateGeometry(index, _delta_rule_bytes(index, keys, dtype, place))
     if kind not in (FULL, SLIDING):
@@ -226,13 +234,17 @@ def _delta_rule_bytes(index: int, keys: dict[str, Any], dtype: str, place: str) 
     if keys.get("linear_num_heads") is not None:
         names = [*["linear_num_heads"] * 2, *["linear_head_dim"] * 2, names[-1]]
     if any(keys.get(name) is None for name in names):
-        raise UnsupportedModel(
-            f"{place}: layer {index} keeps a state, whose bytes are known once the model has run",
-            hint="`kvcal profile` or `kvcal run` measures it",
-        )
+        raise _unknown_state(index, place)
     k_heads, v_heads, k_dim, v_dim, kernel = (_number(keys, name, place) for name in names)
     channels = 2 * k_heads * k_dim + v_heads * v_dim
     return kernel * channels * ITEM_BYTES[dtype] + 4 * v_heads * k_dim * v_dim
+
+
+def _unknown_state(index: int, place: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{place}: layer {index} keeps a state, whose bytes are known once the model has run",
+        hint="`kvcal profile` or `kvcal run` measures it",
+    )
 
 
 def _number(keys: dict[str, Any], name: str, place: str) -> int:

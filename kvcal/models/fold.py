@@ -79,7 +79,7 @@ def fold(model: PreTrainedModel, lambdas: Mapping[int, Tensor], geometry: Geomet
 def check_lambdas(model: PreTrainedModel, geometry: Geometry, lambdas: Mapping[int, Tensor]) -> None:
     """ArtifactError unless each of ``lambdas`` fits its layer, is positive, and commutes with its rotation."""
     layers = {layer.index: layer for layer in attention_layers(geometry)}
-    pairs = rotary_pairs(model, geometry)
+    pairs = rotary_pairs(model, geometry, lambdas)
     for index, lambda_ND in lambdas.items():
         layer = layers.get(index)
         if layer is None:

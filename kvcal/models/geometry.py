@@ -7,8 +7,8 @@ those of the tensors that it holds.
 
 Multi-head latent attention (DeepSeek-V2/V3, Kimi) hands over a latent and a rotary key, which are cached as they are.
 
-Not served, and named with the layer: encoder-decoders, layers that reuse another layer's keys, layers that hold both
-keys and a state (Falcon-H1), states that modules keep beside the cache (RecurrentGemma), indexed or compressed caches
+Not served, and named with the layer: encoder-decoders, layers that reuse another layer's keys, layers that hold both a
+sliding window and a state, states that modules keep beside the cache (RecurrentGemma), indexed or compressed caches
 (DeepSeek-V3.2/V4), models that are not causal. Chunked attention (Llama-4) counts as bounded, as transformers itself
 caches it: a window of one chunk.
 
@@ -17,6 +17,7 @@ Left out: query heads that differ from layer to layer (an error of the taps).
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any, get_args
 
@@ -26,6 +27,7 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
@@ -36,6 +38,8 @@ from kvcal.models.config import latent_sizes
 
 # Layer types without any attention: transformers gives them a placeholder for a cache layer.
 LAYERS_WITHOUT_ATTENTION = ("moe", "mlp")
+# The official cache layers of keys and values that are served; the last one also keeps a state.
+ATTENTION_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer)
 
 
 class RecordingCache(DynamicCache):
@@ -168,11 +172,9 @@ def _layer_geometry(config: PreTrainedConfig, cache: RecordingCache, index: int)
     if type(layer) is LinearAttentionLayer:
         num_bytes = _state_bytes(layer)  # none in a layer without attention, up to transformers 5.16
         return StateGeometry(index=index, bytes_per_sequence=num_bytes) if num_bytes else None
-    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-        raise UnsupportedModel(
-            f"{place} is cached by {type(layer).__name__}; supported: DynamicLayer, "
-            "DynamicSlidingWindowLayer, LinearAttentionLayer"
-        )
+    if type(layer) not in ATTENTION_LAYERS:
+        supported = ", ".join(one.__name__ for one in (*ATTENTION_LAYERS, LinearAttentionLayer))
+        raise UnsupportedModel(f"{place} is cached by {type(layer).__name__}; supported: {supported}")
     calls = cache.new_kv.get(index, [])
     if len(calls) != 2:
         raise UnsupportedModel(
@@ -180,7 +182,8 @@ def _layer_geometry(config: PreTrainedConfig, cache: RecordingCache, index: int)
             "or holds several caches"
         )
     window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-    return _attention_geometry(config, index, *calls[0], window)
+    geometry = _attention_geometry(config, index, *calls[0], window)
+    return dataclasses.replace(geometry, state_bytes=_state_bytes(layer))
 
 
 def _attention_geometry(
@@ -200,8 +203,8 @@ def _attention_geometry(
 
 
 def _state_bytes(layer: object) -> int:
-    """Bytes of a LinearAttentionLayer's convolution and recurrent states; 0 for any other layer."""
-    if type(layer) is not LinearAttentionLayer:
+    """Bytes of a layer's convolution and recurrent states; 0 for a layer without any."""
+    if not isinstance(layer, LinearAttentionLayer):
         return 0
     states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
     return sum(state.nbytes for state in states if state is not None)

@@ -135,7 +135,13 @@ def output_weights(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tens
 def _modules_by_layer(model: PreTrainedModel, layers: tuple[AttentionGeometry, ...]) -> dict[int, nn.Module]:
     """The attention modules by their ``layer_idx``, which must be the cache's indices. Cross-attention, which a decoder
     by itself does not call, carries the same ones: of two modules the one that is called counts."""
-    indexed = [(index, module) for module in attention_modules(model) if (index := layer_index(module)) is not None]
+    attention = attention_modules(model)
+    indexed = [(index, module) for module in attention if (index := layer_index(module)) is not None]
+    if len(indexed) < len(attention):
+        raise UnsupportedModel(
+            f"{type(model).__name__}: several layers call the same attention module, whose weights are no layer's own",
+            hint="a recipe with [formats], such as kivi-2, compiles a plan without calibration",
+        )
     if len({index for index, _ in indexed}) < len(indexed):
         called = _called(model, [module for _, module in indexed])
         indexed = [(index, module) for index, module in indexed if module in called]

@@ -173,17 +173,22 @@ class LayerPlan:
             for fmt, heads in self.runs(side)
         )
 
+    def state_nbytes(self, num_sequences: int) -> int:
+        """Bytes of the state of so many sequences; 0 without one."""
+        return self.geometry.state_bytes * num_sequences
+
     def nbytes(self, cache_dtype: str, lengths: Sequence[int], columns: int) -> int:
         """Bytes of the layer's cache; ``columns`` is the padded length: what a sliding window holds, and what says
         when pages shrink."""
+        state = self.state_nbytes(len(lengths))
         if isinstance(self.geometry, StateGeometry):
-            return self.geometry.bytes_per_sequence * len(lengths)
+            return state
         if self.is_paged:
-            return sum(self.side_nbytes(side, cache_dtype, lengths, columns) for side in SIDES)
+            return state + sum(self.side_nbytes(side, cache_dtype, lengths, columns) for side in SIDES)
         window = self.geometry.window
         assert window is not None
         values = len(lengths) * min(columns, window - 1) * self.geometry.values_per_token
-        return values * ITEM_BYTES[cache_dtype]
+        return state + values * ITEM_BYTES[cache_dtype]
 
 
 def in_formats(layer: LayerPlan, k: Format, v: Format, rotary: Format = RAW, k_pages: Pages = "post") -> LayerPlan:

@@ -117,7 +117,8 @@ def test_families(name: str) -> None:
     """Every model the adapter takes either decodes from a static cache as from the dynamic one, or is refused."""
     model, inputs = built(name), batch()
     plan = model_plan(model, Format(4, "channel", 32), Format(4, "token", 32))
-    reason = "it attends in chunks" if name == "llama4" else "it caches latents" if plan.geometry.has_latents else None
+    reasons = {"llama4": "it attends in chunks", "falcon_h1": "it keeps a state beside its keys and values"}
+    reason = "it caches latents" if plan.geometry.has_latents else reasons.get(name)
     if reason is not None:
         with pytest.raises(UnsupportedModel, match=rf"static cache cannot hold layer \d: {reason}"):
             PlanCache(plan, model.config, inputs["attention_mask"], max_tokens=40)
@@ -130,6 +131,15 @@ def test_families(name: str) -> None:
             result = model.generate(**inputs, past_key_values=cache, **options)
         found.append(torch.stack(result.logits))
     torch.testing.assert_close(found[1], found[0], atol=1e-3, rtol=1e-3)
+
+
+def test_a_shared_attention_module_cannot_be_attached() -> None:
+    """Zamba2's layers call one block: which layer's cache a call belongs to is not known there."""
+    with (
+        pytest.raises(UnsupportedModel, match="several layers of Zamba2ForCausalLM call the same attention"),
+        attached(built("zamba2")),
+    ):
+        pytest.fail("it was attached")
 
 
 def test_a_compiled_step_is_one_graph_that_serves_every_step() -> None:

@@ -16,6 +16,7 @@ from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, ExpandedHeads, Geometry, StateGeometry
 from kvcal.models.attention import _LISTENING
 from kvcal.models.geometry import attention_layers, geometry_of
+from kvcal.models.projections import kv_projections
 from kvcal.models.taps import Captured, check_taps, tap
 
 # name -> (who refuses, a part of the reason)
@@ -24,7 +25,7 @@ REFUSED = {
     "gptj": (tap, "GPTJForCausalLM bypasses"),
     "bloom": (tap, "BloomForCausalLM bypasses"),
     "mpt": (tap, "MptForCausalLM bypasses"),
-    "falcon_h1": (geometry_of, "layer 0 of falcon_h1 is cached by LinearAttentionAndFullAttentionLayer"),
+    "zamba2": (kv_projections, "Zamba2ForCausalLM: several layers call the same attention module"),
     "recurrent_gemma": (geometry_of, "RecurrentGemmaForCausalLM keeps a state in model.layers.0"),
     "bert_decoder_without_mask": (geometry_of, "BertLMHeadModel is not causal"),
 }
@@ -48,14 +49,18 @@ SHAPES = {
     "stablelm": (4, 1, 16, [None] * 3),
     "smollm3": (4, 1, 16, [None] * 3),
     "qwen3_next": (4, 1, 16, ["state", None, "state", None]),
-    "llama4": (4, 1, 16, [8] * 3),
+    "llama4": (4, 1, 16, [8, 8, 8, None]),
     "deepseek_v2": (4, 1, LATENT, [None] * 3),
     "deepseek_v3": (4, 1, LATENT, [None] * 3),
     "kimi_linear": (4, 1, LATENT, ["state", None, "state"]),
+    "falcon_h1": (4, 1, 16, [None] * 3),
 }
+# Bytes of the state beside keys and values: fp32, 4 heads of 16 with 8 numbers each, and 4 taps of a convolution over
+# their channels and twice 8.
+BESIDE = {"falcon_h1": 4 * (4 * 16 * 8 + 4 * (4 * 16 + 2 * 8))}
 LATENTS = {name for name, (_, _, dims, _) in SHAPES.items() if dims == LATENT}
 WITHOUT_K_PRE = {"llama4"}  # its keys are normalised after RoPE
-WITHOUT_ROPE = {"gpt2": {0, 1}, "smollm3": {1}}
+WITHOUT_ROPE = {"gpt2": {0, 1}, "smollm3": {1}, "llama4": {3}}
 
 
 class Recorder(DynamicCache):
@@ -99,6 +104,8 @@ def test_refusal_says_why(name):
     with pytest.raises(UnsupportedModel) as error:
         if refuse is geometry_of:
             geometry_of(model)
+        elif refuse is kv_projections:
+            kv_projections(model, measured(name))
         else:
             with tap(model, lambda captured: None, measured(name)):
                 pytest.fail("the tap was entered")
@@ -118,7 +125,8 @@ def test_geometry(name):
             assert isinstance(layer, StateGeometry)
         else:
             k_dim, v_dim, expanded = head_dim if name in LATENTS else (head_dim, head_dim, None)
-            expected = AttentionGeometry(layer.index, num_query_heads, num_kv_heads, k_dim, v_dim, window, expanded)
+            shape = (num_query_heads, num_kv_heads, k_dim, v_dim, window, expanded, BESIDE.get(name, 0))
+            expected = AttentionGeometry(layer.index, *shape)
             assert layer == expected
 
 
@@ -298,7 +306,7 @@ def test_k_pre_is_k_post_without_rope_and_none_after_a_norm():
     for captured in captured_by(built("gpt2"), measured("gpt2"), batch())[0]:
         assert captured.k_pre_BNTD is captured.k_post_BNTD
     for captured in captured_by(built("llama4"), measured("llama4"), batch())[0]:
-        assert captured.k_pre_BNTD is None
+        assert captured.k_pre_BNTD is (captured.k_post_BNTD if captured.layer == 3 else None)
 
 
 @pytest.mark.parametrize("name", SUPPORTED)

@@ -194,15 +194,35 @@ def kimi_linear() -> PreTrainedModel:
 
 
 def llama4() -> PreTrainedModel:
+    """Three layers that attend in chunks, with a norm behind RoPE; then one of full attention, without both."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 64}
     return _build(
-        hf.Llama4TextConfig(**_IDS, **_SHAPE, **experts, head_dim=16, attention_chunk_size=8, use_qk_norm=True)
+        hf.Llama4TextConfig(
+            **_IDS,
+            **_SHAPE | {"num_hidden_layers": 4},
+            **experts,
+            head_dim=16,
+            attention_chunk_size=8,
+            use_qk_norm=True,
+        )
     )
 
 
 def falcon_h1() -> PreTrainedModel:
     mamba = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
     return _build(hf.FalconH1Config(**_IDS, **_SHAPE, **mamba))
+
+
+def zamba2() -> PreTrainedModel:
+    """Layers of a state alone, then with a state and the attention block that such layers share."""
+    shape = _SHAPE | {"num_hidden_layers": 4, "num_key_value_heads": 4}
+    mamba = {"mamba_d_state": 8, "n_mamba_heads": 4, "mamba_headdim": 32, "mamba_ngroups": 1}
+    kinds = ["mamba", "hybrid", "mamba", "hybrid"]
+    return _build(
+        hf.Zamba2Config(
+            **_IDS, **shape, **mamba, layers_block_type=kinds, num_mem_blocks=1, use_mem_rope=True, adapter_rank=8
+        )
+    )
 
 
 def recurrent_gemma() -> PreTrainedModel:
@@ -241,6 +261,7 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "kimi_linear": kimi_linear,
     "llama4": llama4,
     "falcon_h1": falcon_h1,
+    "zamba2": zamba2,
     "recurrent_gemma": recurrent_gemma,
     "bert_decoder_without_mask": bert_decoder_without_mask,
 }
@@ -251,7 +272,7 @@ UNSUPPORTED = {
     "gptj",
     "bloom",
     "mpt",
-    "falcon_h1",
+    "zamba2",
     "recurrent_gemma",
     "bert_decoder_without_mask",
 }

@@ -142,10 +142,12 @@ def made_progressive(allocation: Allocation, spec: ProgressiveSpec, reserved: in
 
 
 def layer_bytes(layers: tuple[LayerPlan, ...], cache_dtype: str, workload: Workload) -> tuple[int, int]:
-    """Bytes of (bounded and state layers, paged layers)."""
+    """Bytes of (windows and states, pages)."""
     sizes = {True: 0, False: 0}
     for layer in layers:
-        sizes[layer.is_paged] += layer.nbytes(cache_dtype, workload.lengths, workload.context)
+        state = layer.state_nbytes(workload.batch)
+        sizes[layer.is_paged] += layer.nbytes(cache_dtype, workload.lengths, workload.context) - state
+        sizes[False] += state
     return sizes[False], sizes[True]
 
 

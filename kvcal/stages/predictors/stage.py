@@ -110,7 +110,8 @@ def run_fit_predictors(
     has_work = any(target.shape is not None for target in targets)
     splits = split_sequences(data, spec.holdout_share) if has_work else {}
     device = loaded.model.device
-    maps = rotary_maps(loaded.model, loaded.geometry) if has_work else {}
+    indices = [layer.geometry.index for layer in paged]
+    maps = rotary_maps(loaded.model, loaded.geometry, indices) if has_work else {}
     tables = {index: rotary.tensor().to(device) for index, rotary in maps.items()}
     on_device = {name: tensor.to(device) for name, tensor in tensors.items()}
     declare = partial(_declared, paged, targets, splits)

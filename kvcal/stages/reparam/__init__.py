@@ -81,7 +81,7 @@ def run_reparam(
     """
     searched = {layer.geometry.index: layer for layer in layers if searched_heads(layer) is not None}
     check_taps(loaded.model, loaded.geometry)
-    pairs = rotary_pairs(loaded.model, loaded.geometry)
+    pairs = rotary_pairs(loaded.model, loaded.geometry, searched)
     tensors = {name: t.to(loaded.model.device) for name, t in lattice_tensors(layers).items()}
     if loaded.geometry.has_latents:
         reporter.say(f"reparam: {LATENTS}")
