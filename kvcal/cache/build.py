@@ -26,6 +26,7 @@ from kvcal.cache.sliding_window import BoundedLayer, StaticWindow, require_left_
 from kvcal.errors import ArtifactError, UnsupportedModel
 from kvcal.geometry import AttentionGeometry, StateGeometry
 from kvcal.kernels.choice import storage_refusals
+from kvcal.models.geometry import sharing_layers
 from kvcal.plan.layer import LayerPlan
 from kvcal.store.state import PlanState, StepState
 
@@ -41,6 +42,13 @@ def cache_layers(
         UnsupportedModel: a static cache cannot hold a layer, with the reason.
     """
     layers: list[Any] = DynamicCache(config=config).layers
+    sharing = [] if static is None else sharing_layers(config)
+    if sharing:
+        raise UnsupportedModel(
+            f"a static cache cannot hold layer {sharing[0]}: it reads another layer's keys and values, of which a step "
+            "hands on the new ones alone",
+            hint=DYNAMIC_HINT,
+        )
     by_index = {layer.geometry.index: layer for layer in state.plan.layers}
     for index, native in enumerate(layers):
         if index in by_index:

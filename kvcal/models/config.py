@@ -148,29 +148,29 @@ def _with_defaults(location: Location) -> tuple[dict[str, Any], list[Any], list[
     the checkpoint's dtype. Refuses what loading refuses before it reads weights."""
     from transformers import DynamicCache
     from transformers.cache_utils import (
+        CacheLayerMixin,
         DynamicLayer,
         DynamicSlidingWindowLayer,
         LinearAttentionAndFullAttentionLayer,
+        LinearAttentionCacheLayerMixin,
         LinearAttentionLayer,
     )
 
-    from kvcal.models.geometry import LAYERS_WITHOUT_ATTENTION, checkpoint_dtype
+    from kvcal.models.geometry import checkpoint_dtype
     from kvcal.models.load import read_config
 
     config = read_config(location)
     text = config.get_text_config(decoder=True)
-    types = getattr(text, "layer_types", None) or []
     names: dict[Any, str] = {DynamicLayer: FULL, DynamicSlidingWindowLayer: SLIDING, LinearAttentionLayer: STATE}
     names[LinearAttentionAndFullAttentionLayer] = HYBRID
     kinds, per_layer = [], []
     caches = DynamicCache(config=text).layers
-    for index, (cache, layer) in enumerate(zip(caches, text.per_layer_config, strict=True)):
+    for index, (cache, layer) in enumerate(zip(caches, text.per_layer_config, strict=False)):
         keys = {name: getattr(layer, name, None) for name in (*SHAPE_KEYS, *_LAYER_KEYS)}
         if type(cache) is DynamicSlidingWindowLayer:
             keys["sliding_window"] = cache.sliding_window
-        kind = names.get(type(cache))
-        if kind is None and index < len(types) and types[index] in LAYERS_WITHOUT_ATTENTION:
-            kind = "none"
+        is_placeholder = not isinstance(cache, CacheLayerMixin | LinearAttentionCacheLayerMixin)
+        kind = "none" if is_placeholder else names.get(type(cache))
         if kind is None:
             raise UnsupportedModel(
                 f"{location.id}: layer {index} is cached by {type(cache).__name__}; supported: "

@@ -7,10 +7,11 @@ those of the tensors that it holds.
 
 Multi-head latent attention (DeepSeek-V2/V3, Kimi) hands over a latent and a rotary key, which are cached as they are.
 
-Not served, and named with the layer: encoder-decoders, layers that reuse another layer's keys, layers that hold both a
-sliding window and a state, states that modules keep beside the cache (RecurrentGemma), indexed or compressed caches
-(DeepSeek-V3.2/V4), models that are not causal. Chunked attention (Llama-4) counts as bounded, as transformers itself
-caches it: a window of one chunk.
+Layers that read the keys and values of an earlier one (Gemma 3n), as the forward hands them on, cache nothing.
+
+Not served, and named with the layer: encoder-decoders, layers that hold both a sliding window and a state, states that
+modules keep beside the cache (RecurrentGemma), indexed or compressed caches (DeepSeek-V3.2/V4), models that are not
+causal. Chunked attention (Llama-4) counts as bounded, as transformers itself caches it: a window of one chunk.
 
 Left out: query heads that differ from layer to layer (an error of the taps).
 """
@@ -92,11 +93,6 @@ def geometry_of(model: PreTrainedModel, cache_dtype: CacheDtype | None = None) -
         raise
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise UnsupportedModel(f"{name} does not run with transformers' DynamicCache: {error}") from error
-    if len(cache.layers) < config.num_hidden_layers:
-        raise UnsupportedModel(
-            f"{config.model_type}: the cache has {len(cache.layers)} layers for the model's "
-            f"{config.num_hidden_layers}; the others reuse their keys and values"
-        )
     measured = (_layer_geometry(config, cache, index) for index in range(len(cache.layers)))
     layers = tuple(layer for layer in measured if layer is not None)
     if not layers:
@@ -113,6 +109,20 @@ def checkpoint_dtype(config: PreTrainedConfig) -> CacheDtype:
         if CACHE_DTYPES[name] == dtype or name == dtype:
             return name
     raise UnsupportedModel(f"checkpoint dtype {dtype}; supported: {', '.join(CACHE_DTYPES)}")
+
+
+def sharing_layers(config: PreTrainedConfig) -> list[int]:
+    """Layers that read what an earlier one has cached, by the model's configuration: those that have attention, and in
+    the official cache a placeholder, or no place at its end."""
+    text = config.get_text_config(decoder=True)
+    types, layers = getattr(text, "layer_types", None) or [], DynamicCache(config=text).layers
+    kinds = CacheLayerMixin | LinearAttentionCacheLayerMixin
+    return [
+        index
+        for index in range(text.num_hidden_layers)
+        if (index >= len(layers) or not isinstance(layers[index], kinds))
+        and not (index < len(types) and types[index] in LAYERS_WITHOUT_ATTENTION)
+    ]
 
 
 def attention_layers(geometry: Geometry) -> tuple[AttentionGeometry, ...]:
@@ -161,14 +171,12 @@ def _module_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _layer_geometry(config: PreTrainedConfig, cache: RecordingCache, index: int) -> LayerGeometry | None:
-    """One layer's geometry; None for a layer without attention."""
+    """One layer's geometry; None for a layer that caches nothing: it has no attention, or reads what an earlier layer
+    has cached."""
     layer = cache.layers[index]
     place = f"layer {index} of {config.model_type}"
     if not isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin):  # a placeholder
-        layer_types = getattr(config, "layer_types", None) or []
-        if index < len(layer_types) and layer_types[index] in LAYERS_WITHOUT_ATTENTION:
-            return None
-        raise UnsupportedModel(f"{place} reuses another layer's keys and values")
+        return None
     if type(layer) is LinearAttentionLayer:
         num_bytes = _state_bytes(layer)  # none in a layer without attention, up to transformers 5.16
         return StateGeometry(index=index, bytes_per_sequence=num_bytes) if num_bytes else None
@@ -178,8 +186,8 @@ def _layer_geometry(config: PreTrainedConfig, cache: RecordingCache, index: int)
     calls = cache.new_kv.get(index, [])
     if len(calls) != 2:
         raise UnsupportedModel(
-            f"{place} called Cache.update {len(calls)} times in 2 forwards: it reuses another layer's keys, "
-            "or holds several caches"
+            f"{place} called Cache.update {len(calls)} times in 2 forwards: it reads another layer's keys from the "
+            "cache, or holds several caches"
         )
     window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
     geometry = _attention_geometry(config, index, *calls[0], window)

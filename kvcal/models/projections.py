@@ -32,7 +32,7 @@ from transformers.pytorch_utils import Conv1D
 from kvcal.errors import UnsupportedModel
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.models.attention import attention_modules, layer_index
-from kvcal.models.geometry import attention_layers, probe_ids
+from kvcal.models.geometry import attention_layers, probe_ids, sharing_layers
 from kvcal.models.load import LoadedModel
 from kvcal.models.streamed import stored
 from kvcal.models.taps import Captured, tap
@@ -133,11 +133,12 @@ def output_weights(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tens
 
 
 def _modules_by_layer(model: PreTrainedModel, layers: tuple[AttentionGeometry, ...]) -> dict[int, nn.Module]:
-    """The attention modules by their ``layer_idx``, which must be the cache's indices. Cross-attention, which a decoder
-    by itself does not call, carries the same ones: of two modules the one that is called counts."""
-    attention = attention_modules(model)
-    indexed = [(index, module) for module in attention if (index := layer_index(module)) is not None]
-    if len(indexed) < len(attention):
+    """The attention modules of ``layers`` by their ``layer_idx``, which must be the cache's indices. Cross-attention,
+    which a decoder by itself does not call, carries the same ones: of two modules the one that is called counts."""
+    attention, sharing = attention_modules(model), sharing_layers(model.config)
+    numbered = [(index, module) for module in attention if (index := layer_index(module)) is not None]
+    indexed = [(index, module) for index, module in numbered if index not in sharing]
+    if len(numbered) < len(attention):
         raise UnsupportedModel(
             f"{type(model).__name__}: several layers call the same attention module, whose weights are no layer's own",
             hint="a recipe with [formats], such as kivi-2, compiles a plan without calibration",

@@ -47,7 +47,7 @@ from kvcal.models.attention import (
     require_base,
     substituted,
 )
-from kvcal.models.geometry import RecordingCache, attention_layers, geometry_of, probe_ids
+from kvcal.models.geometry import RecordingCache, attention_layers, geometry_of, probe_ids, sharing_layers
 from kvcal.models.streamed import runs_again
 
 _ROTARY_NAME = re.compile(r"_?apply_\w*(rotary|rope)")
@@ -169,7 +169,7 @@ class _Recorder(threading.local):
             "Rotary" in type(module).__name__ for module in model.get_decoder().modules()
         )
         self._name, self._layers, self._on_attention = type(model).__name__, layers, on_attention
-        self._next = 0
+        self._next, self._sharing = 0, sharing_layers(model.config)
         # (rotary function, its arguments, number of an output, that output)
         self._rotated: deque[tuple[Callable, inspect.BoundArguments, int, Tensor]] = deque(maxlen=8)
         # What a layer of latent attention has handed to the cache since the last attention call.
@@ -204,7 +204,10 @@ class _Recorder(threading.local):
             )
 
     def observe(self, module: nn.Module, q_post_BHTD: Tensor, k_post_BNTD: Tensor, v_BNTD: Tensor) -> None:
-        """One attention call: check it against the geometry, hand it to the observer."""
+        """One attention call: check it against the geometry, hand it to the observer. That of a layer which reads what
+        an earlier one has cached is passed over: its gradients reach the tensors of that one."""
+        if layer_index(module) in self._sharing:
+            return
         layer = self._layer_of(module)
         B, _, T, _ = q_post_BHTD.shape
         shapes = tuple(tuple(tensor.shape) for tensor in (q_post_BHTD, k_post_BNTD, v_BNTD))
@@ -334,8 +337,10 @@ def rereading(model: PreTrainedModel, on_block: OnBlock, geometry: Geometry) -> 
     with ExitStack() as restore:
         restore.enter_context(torch.no_grad())
         restore.enter_context(tap(model, captured.append, geometry))
+        sharing = sharing_layers(model.config)
         for module in attention_modules(model):
-            restore.callback(module.register_forward_hook(run_block, with_kwargs=True).remove)
+            if layer_index(module) not in sharing:
+                restore.callback(module.register_forward_hook(run_block, with_kwargs=True).remove)
         yield
 
 

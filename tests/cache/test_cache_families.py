@@ -16,7 +16,7 @@ from kvcal.plan.plan import Format
 
 LATENT = ("deepseek_v2", "deepseek_v3", "kimi_linear")
 HYBRID = ("falcon_h1", "zamba2")
-FAMILIES = ("qwen2", "qwen3", "gemma3", "mistral_all_sliding", "gpt_oss", "qwen3_next", *LATENT, *HYBRID)
+FAMILIES = ("qwen2", "qwen3", "gemma3", "mistral_all_sliding", "gpt_oss", "qwen3_next", "gemma3n", *LATENT, *HYBRID)
 WITH_PAGES = tuple(name for name in FAMILIES if name != "mistral_all_sliding")
 SLIDING = ("gemma3", "mistral_all_sliding", "gpt_oss")
 TWO_BITS = (Format(2, "channel", 32, 4), Format(2, "token", 32, 0, 32))

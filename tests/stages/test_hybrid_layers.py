@@ -73,7 +73,6 @@ def test_states_and_pages_go_on_together(name: str) -> None:
     with torch.no_grad():
         expected = model(input_ids=torch.cat([ids, step], 1), use_cache=False).logits[:, -1:]
     assert (feed(model, cache, step) - expected).abs().max() > 0.05 * expected.abs().max()
-    assert PAGE_TOKENS < 200
 
 
 def test_a_state_of_another_size_is_another_model(tmp_path: Path) -> None:

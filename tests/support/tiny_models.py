@@ -86,6 +86,25 @@ def gemma3() -> PreTrainedModel:
     )
 
 
+def gemma3n() -> PreTrainedModel:
+    """Its last two layers read what the first two have cached."""
+    shape = _SHAPE | {"num_hidden_layers": 4, "intermediate_size": [96] * 4}
+    extra = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE, "altup_num_inputs": 2}
+    return _build(
+        hf.Gemma3nTextConfig(
+            **_IDS,
+            **shape,
+            **extra,
+            head_dim=16,
+            sliding_window=6,
+            layer_types=["full_attention", "sliding_attention"] * 2,
+            num_kv_shared_layers=2,
+            laurel_rank=8,
+            activation_sparsity_pattern=[0.0] * 4,
+        )
+    )
+
+
 def glm4() -> PreTrainedModel:
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     return _build(hf.Glm4Config(**_IDS, **_SHAPE, head_dim=16, rope_parameters=rope))
@@ -244,6 +263,7 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3_moe": qwen3_moe,
     "phi3": phi3,
     "gemma3": gemma3,
+    "gemma3n": gemma3n,
     "glm4": glm4,
     "olmo2": olmo2,
     "gpt_neox": gpt_neox,
