@@ -62,8 +62,8 @@ state, as the model stores them; both count towards the budget. Predictors need 
 
 Some layers have both pages and a state (Falcon-H1, Zamba2): a dynamic cache stores the one and keeps the other. Layers
 of Zamba2 call one attention block, so that recipes with [formats] alone serve it. Layers that read what an earlier one
-has cached (Gemma 3n) take no bytes, and a static cache refuses them; λ, query scores and error feedback go by the queries
-of the layer that caches.
+has cached (Gemma 3n) take no bytes, and a static cache refuses them; λ, query scores and error feedback go by the
+queries of the layer that caches.
 
 Multi-head latent attention (DeepSeek-V2 and V3, Kimi, GLM-4.7-Flash, MiniCPM3) caches a latent and a rotary key, one of
 each for all query heads. A plan stores the latent behind its norm, as the model caches it, in the formats of keys: per

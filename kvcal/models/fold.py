@@ -66,8 +66,8 @@ def fold(model: PreTrainedModel, lambdas: Mapping[int, Tensor], geometry: Geomet
     sharing = sharing_layers(model.config)
     if sharing:
         raise UnsupportedModel(
-            f"layer {sharing[0]} of {geometry.model_type} reads another layer's keys with queries of its own, into which "
-            "λ is not folded",
+            f"layer {sharing[0]} of {geometry.model_type} reads another layer's keys with queries of its own, which λ "
+            "is not folded into",
             _HINT,
         )
     edits = _edits(model, geometry, lambdas)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from cache_cases import model_plan
 from cli_cases import RECIPE, run_kvcal
-from test_observers import FEW, Watched, reference_errors, sample_of
+from test_observers import FEW, Watched, measure, reference_errors, sample_of
 from test_profile import Listener, data_of
 from tiny_models import TINY_MODELS, built, measured
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
@@ -46,6 +46,7 @@ from kvcal.stages.evaluate import load_evaluation
 from kvcal.stages.predictors.record import find_targets
 from kvcal.stages.profile.observers import GradientPass
 from kvcal.stages.search.compositions import options_of, styles_of, system_plans
+from kvcal.stages.search.speed import Unbounded
 from kvcal.store.workspace import step_workspace
 
 LATENT = ("deepseek_v2", "deepseek_v3")
@@ -78,7 +79,7 @@ def test_the_sensitivity_is_of_what_is_cached(name: str) -> None:
     the norms' and the rotation's own included."""
     tokens_T, mask_T = sample_of(4 + 128 + 20)
     model = TINY_MODELS[name]()
-    found = GradientPass(model, measured(name), FEW, 4, "float16").measure(0, tokens_T, mask_T)
+    found = measure(GradientPass(model, measured(name), FEW, 4, "float16"), 0, tokens_T, mask_T)
     cache = Watched(model.config)
     logits_TV = model(input_ids=tokens_T.unsqueeze(0), past_key_values=cache, use_cache=True).logits[0]
     torch.nn.functional.cross_entropy(logits_TV[:-1], tokens_T[1:], reduction="none")[mask_T[1:]].mean().backward()
@@ -86,7 +87,7 @@ def test_the_sensitivity_is_of_what_is_cached(name: str) -> None:
         gradient = layer.self_attn.kv_a_proj_with_mqa.weight.grad
         for side, rows in (("k", gradient[:32]), ("v", gradient[32:])):
             expected = reference_errors(cache, number, number, FEW[side], side)
-            torch.testing.assert_close(found.errors[number, side].weighted_NC, expected, rtol=2e-3, atol=0)
+            torch.testing.assert_close(found.errors[number, side].weighted_BNC, expected, rtol=2e-3, atol=0)
             assert found.weight_grad_norms[number, side] == pytest.approx(float(rows.norm()), rel=1e-3)
 
 
@@ -190,7 +191,7 @@ def test_a_search_offers_latents_what_they_can_have() -> None:
     assert systems.keys() == {"kivi-2", "kitty", "pm-kvq-2", "aqua-kv", "kvmix (few bits)", "kvmix (more bits)"}
     for side in SIDES:
         styles = styles_of(side, spec, CACHE, predictors, systems.values())
-        options = options_of(bare_layers(geometry)[1], side, 0, styles, predictors, "float32", "storage")
+        options = options_of(bare_layers(geometry)[1], side, 0, styles, predictors, Unbounded())
         names = {option.name for option in options}
         assert not any("λ" in name or "predicted" in name or "query" in name for name in names)
         assert names == {"16"} if side == "v" else len(names) > 5 and any("rotated" in name for name in names)
