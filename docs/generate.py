@@ -70,7 +70,7 @@ each for all query heads. A plan stores the latent behind its norm, as the model
 channel or per token, rotated, on a lattice, or with more bits for the best channels by magnitude. The rotary key stays
 at 16 bits; `formats.rotary` or `allocate.rotary` ask for less. λ, predictors, error feedback and query scores are made
 for keys and values of heads: latents have none. The dynamic cache stores latents on any device, in torch; static caches
-and engines refuse them.
+and engines refuse them. Models that also cache the keys of an indexer (DeepSeek-V3.2, GLM-5) are refused.
 
 ## Not supported, with the reason
 

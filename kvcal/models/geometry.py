@@ -180,6 +180,12 @@ def _layer_geometry(config: PreTrainedConfig, cache: RecordingCache, index: int)
     if type(layer) is LinearAttentionLayer:
         num_bytes = _state_bytes(layer)  # none in a layer without attention, up to transformers 5.16
         return StateGeometry(index=index, bytes_per_sequence=num_bytes) if num_bytes else None
+    if type(layer).__name__ == "DynamicIndexedLayer":  # which transformers does not export everywhere
+        raise UnsupportedModel(
+            f"{place} caches the keys of a sparse-attention indexer beside its latents (DynamicIndexedLayer), for "
+            "which plans have no entry",
+            hint="latent attention without an indexer is served: DeepSeek-V2 and V3, Kimi, GLM-4.7-Flash",
+        )
     if type(layer) not in ATTENTION_LAYERS:
         supported = ", ".join(one.__name__ for one in (*ATTENTION_LAYERS, LinearAttentionLayer))
         raise UnsupportedModel(f"{place} is cached by {type(layer).__name__}; supported: {supported}")

@@ -77,7 +77,8 @@ def test_windows_that_a_configuration_switches(
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_what_is_not_served_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="is not causal|keeps a state|bypasses transformers|the same attention"):
+    reasons = "is not causal|keeps a state|sparse-attention indexer|bypasses transformers|the same attention"
+    with pytest.raises(UnsupportedModel, match=reasons):
         read_sizes(saved(name, tmp_path))
 
 

@@ -25,6 +25,7 @@ REFUSED = {
     "gptj": (tap, "GPTJForCausalLM bypasses"),
     "bloom": (tap, "BloomForCausalLM bypasses"),
     "mpt": (tap, "MptForCausalLM bypasses"),
+    "glm_moe_dsa": (geometry_of, "layer 0 of glm_moe_dsa caches the keys of a sparse-attention indexer beside"),
     "zamba2": (kv_projections, "Zamba2ForCausalLM: several layers call the same attention module"),
     "recurrent_gemma": (geometry_of, "RecurrentGemmaForCausalLM keeps a state in model.layers.0"),
     "bert_decoder_without_mask": (geometry_of, "BertLMHeadModel is not causal"),

@@ -204,6 +204,12 @@ def deepseek_v3() -> PreTrainedModel:
     return _build(hf.DeepseekV3Config(**_IDS, **_LATENT, **_ROUTED, q_lora_rank=16, n_group=2, topk_group=1))
 
 
+def glm_moe_dsa() -> PreTrainedModel:
+    """GLM-5: latents, and an indexer that chooses the tokens to attend to."""
+    indexer = {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 16}
+    return _build(hf.GlmMoeDsaConfig(**_IDS, **_LATENT, **_ROUTED, **indexer, q_lora_rank=16))
+
+
 def kimi_linear() -> PreTrainedModel:
     """Latent attention beside gated delta rules."""
     experts = {"num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 16}
@@ -278,6 +284,7 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "mpt": mpt,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "glm_moe_dsa": glm_moe_dsa,
     "kimi_linear": kimi_linear,
     "llama4": llama4,
     "falcon_h1": falcon_h1,
@@ -292,6 +299,7 @@ UNSUPPORTED = {
     "gptj",
     "bloom",
     "mpt",
+    "glm_moe_dsa",
     "zamba2",
     "recurrent_gemma",
     "bert_decoder_without_mask",
