@@ -6,7 +6,8 @@ a model of another shape without loading anything else.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
@@ -28,6 +29,19 @@ class ExpandedHeads:
 
     k_head_dim: HeadDim
     v_head_dim: HeadDim
+
+
+# The keys of a configuration that tell the sizes of latent attention.
+LATENT_KEYS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+
+
+def latent_sizes(keys: Mapping[str, Any]) -> tuple[int, int, ExpandedHeads] | None:
+    """Of multi-head latent attention: channels of the latent and of the rotary key, and the heads that are made of
+    them, by the keys of a configuration; None for other attention. Taps compare the heads with the attention's own."""
+    latent, rotary, plain, value = sizes = [keys.get(name) for name in LATENT_KEYS]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    return latent, rotary, ExpandedHeads(plain + rotary, value)  # type: ignore[return-value, operator, arg-type]
 
 
 @dataclass(frozen=True, config=STRICT)

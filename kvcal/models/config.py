@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -26,12 +26,13 @@ from typing import Any, get_args
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import (
     CACHE_DTYPES,
+    LATENT_KEYS,
     AttentionGeometry,
     CacheDtype,
-    ExpandedHeads,
     Geometry,
     LayerGeometry,
     StateGeometry,
+    latent_sizes,
 )
 from kvcal.models.files import Location, locate, read_json, require_sizes, weight_files
 from kvcal.stored_tensor import ITEM_BYTES
@@ -186,10 +187,9 @@ _DELTA_RULE_KEYS = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )  # fmt: skip
-_LATENT_KEYS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 _LAYER_KEYS = (
     "head_dim", "multi_query", "sliding_window", *_DELTA_RULE_KEYS, "linear_num_heads", "linear_head_dim",
-    *_LATENT_KEYS,
+    *LATENT_KEYS,
 )  # fmt: skip
 
 
@@ -216,15 +216,6 @@ def _layer(index: int, kind: str, keys: dict[str, Any], dtype: str, place: str) 
     hidden = _number(keys, "hidden_size", place)
     head_dim = hidden // heads if keys.get("head_dim") is None else _number(keys, "head_dim", place)
     return AttentionGeometry(index, heads, kv_heads, head_dim, head_dim, window)
-
-
-def latent_sizes(keys: Mapping[str, Any]) -> tuple[int, int, ExpandedHeads] | None:
-    """Of multi-head latent attention: channels of the latent and of the rotary key, and the heads that are made of
-    them, by the keys of a configuration; None for other attention. Taps compare the heads with the attention's own."""
-    latent, rotary, plain, value = sizes = [keys.get(name) for name in _LATENT_KEYS]
-    if not all(isinstance(size, int) for size in sizes):
-        return None
-    return latent, rotary, ExpandedHeads(plain + rotary, value)  # type: ignore[return-value, operator, arg-type]
 
 
 def _delta_rule_bytes(index: int, keys: dict[str, Any], dtype: str, place: str) -> int:

@@ -34,8 +34,15 @@ from transformers.cache_utils import (
 )
 
 from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype, Geometry, LayerGeometry, StateGeometry
-from kvcal.models.config import latent_sizes
+from kvcal.geometry import (
+    CACHE_DTYPES,
+    AttentionGeometry,
+    CacheDtype,
+    Geometry,
+    LayerGeometry,
+    StateGeometry,
+    latent_sizes,
+)
 
 # Layer types without any attention: transformers gives them a placeholder for a cache layer.
 LAYERS_WITHOUT_ATTENTION = ("moe", "mlp")
