@@ -60,12 +60,24 @@ REFUSED_OPENING = """
 Full-attention layers are quantized. Sliding-window layers keep their window at 16 bits, and state layers keep their
 state, as the model stores them; both count towards the budget. Predictors need keys before RoPE.
 
+Some layers have both pages and a state (Falcon-H1, Zamba2): a dynamic cache stores the one and keeps the other. Layers
+of Zamba2 call one attention block, so that recipes with [formats] alone serve it. Layers that read what an earlier one
+has cached (Gemma 3n) take no bytes, and a static cache refuses them; λ, query scores and error feedback go by the
+queries of the layer that caches.
+
+Multi-head latent attention (DeepSeek-V2 and V3, Kimi, GLM-4.7-Flash, MiniCPM3) caches a latent and a rotary key, one of
+each for all query heads. A plan stores the latent behind its norm, as the model caches it, in the formats of keys: per
+channel or per token, rotated, on a lattice, or with more bits for the best channels by magnitude. The rotary key stays
+at 16 bits; `formats.rotary` or `allocate.rotary` ask for less. λ, predictors, error feedback and query scores are made
+for keys and values of heads: latents have none. The dynamic cache stores latents on any device, in torch; static caches
+and engines refuse them. Models that also cache the keys of an indexer (DeepSeek-V3.2, GLM-5) are refused.
+
 ## Not supported, with the reason
 
 | class | reason | fails in |
 |---|---|---|"""
 MODELS_END = """
-Also not supported: encoder-decoders, models whose layers share one cache, checkpoints that lack weights. Remote code
+Also not supported: encoder-decoders, checkpoints that lack weights. Remote code
 never runs. An unsupported model ends with exit code 4.
 """
 EVERY_FAMILY = """
@@ -175,16 +187,19 @@ def families() -> str:
         heads, kv_heads, _, windows = contract.SHAPES[name]
         model = built(name)
         pre = "no: keys are normalised after RoPE" if name in contract.WITHOUT_K_PRE else "yes"
+        if name in contract.LATENTS:
+            pre = "none: a latent and a rotary key"
         without = len(contract.WITHOUT_ROPE.get(name, ()))
         if without:
             pre += ", without RoPE in " + ("all layers" if without == len(windows) else "some layers")
-        about = _about(name, model) | {"heads": f"{heads} : {kv_heads}", "layers": _layers(windows)}
+        layers = _layers(windows) + (", with a state each" if name in contract.BESIDE else "")
+        about = _about(name, model) | {"heads": f"{heads} : {kv_heads}", "layers": layers}
         supported.append(about | {"keys_before_rope": pre})
     for name in sorted(contract.REFUSED):
-        is_geometry = contract.REFUSED[name][0] is contract.geometry_of
+        refuse = contract.REFUSED[name][0]
         about = _about(name, TINY_MODELS[name]())
-        fails_in = EVERY_COMMAND if is_geometry else "calibration"
-        refused.append(about | {"reason": _reason(name, is_geometry), "fails_in": fails_in})
+        fails_in = EVERY_COMMAND if refuse is contract.geometry_of else "calibration"
+        refused.append(about | {"reason": _reason(name, refuse), "fails_in": fails_in})
     return json.dumps({"supported": supported, "refused": refused}, indent=1) + "\n"
 
 
@@ -235,12 +250,14 @@ def _layers(windows: list[Any]) -> str:
     return " and ".join(kind for kind in ("full", "sliding", "state") if kind in kinds)
 
 
-def _reason(name: str, is_geometry: bool) -> str:
+def _reason(name: str, refuse: Any) -> str:
     import test_models_contract as contract
 
     try:
-        if is_geometry:
-            contract.geometry_of(contract.built(name))
+        if refuse is contract.geometry_of:
+            refuse(contract.built(name))
+        elif refuse is contract.kv_projections:
+            refuse(contract.built(name), contract.measured(name))
         else:
             with contract.tap(contract.built(name), lambda captured: None, contract.measured(name)):
                 pass

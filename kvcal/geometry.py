@@ -6,7 +6,8 @@ a model of another shape without loading anything else.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
@@ -23,8 +24,35 @@ HeadDim = Annotated[int, Field(ge=1, le=2**14)]
 
 
 @dataclass(frozen=True, config=STRICT)
+class ExpandedHeads:
+    """Sizes of the key and the value that multi-head latent attention makes of a latent for every query head."""
+
+    k_head_dim: HeadDim
+    v_head_dim: HeadDim
+
+
+# The keys of a configuration that tell the sizes of latent attention.
+LATENT_KEYS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+
+
+def latent_sizes(keys: Mapping[str, Any]) -> tuple[int, int, ExpandedHeads] | None:
+    """Of multi-head latent attention: channels of the latent and of the rotary key, and the heads that are made of
+    them, by the keys of a configuration; None for other attention. Taps compare the heads with the attention's own."""
+    latent, rotary, plain, value = sizes = [keys.get(name) for name in LATENT_KEYS]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    return latent, rotary, ExpandedHeads(plain + rotary, value)  # type: ignore[return-value, operator, arg-type]
+
+
+@dataclass(frozen=True, config=STRICT)
 class AttentionGeometry:
-    """One attention layer. ``window`` is the sliding window in tokens, None for full attention."""
+    """One attention layer. ``window`` is the sliding window in tokens, None for full attention. ``state_bytes``: of the
+    state that it keeps beside keys and values, of a sequence (Falcon-H1, Zamba2).
+
+    Multi-head latent attention (``expanded`` is not None) caches one latent and one rotary key for all query heads. The
+    latent takes the place of the keys, the rotary key that of the values: ``k_head_dim`` is the latent's size,
+    ``v_head_dim`` the rotary key's.
+    """
 
     index: Index
     num_query_heads: NumHeads
@@ -32,6 +60,25 @@ class AttentionGeometry:
     k_head_dim: HeadDim
     v_head_dim: HeadDim
     window: Positive | None = None
+    # Left out of JSON where there is none: plans of other attention stay the same bytes.
+    expanded: Annotated[ExpandedHeads | None, Field(exclude_if=lambda heads: heads is None)] = None
+    state_bytes: Annotated[NumBytes, Field(exclude_if=lambda num_bytes: num_bytes == 0)] = 0
+
+    def __post_init__(self) -> None:
+        if self.expanded is not None and self.num_kv_heads != 1:
+            raise ValueError(f"layer {self.index} caches {self.num_kv_heads} latents, expected one for all query heads")
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether it caches a latent and a rotary key."""
+        return self.expanded is not None
+
+    @property
+    def attended(self) -> tuple[int, int, int]:
+        """KV heads of the attention call, and their key and value head sizes: expanded ones of a latent."""
+        if self.expanded is None:
+            return self.num_kv_heads, self.k_head_dim, self.v_head_dim
+        return self.num_query_heads, self.expanded.k_head_dim, self.expanded.v_head_dim
 
     @property
     def group_heads(self) -> int:
@@ -50,6 +97,10 @@ class StateGeometry:
 
     index: Index
     bytes_per_sequence: Annotated[NumBytes, Field(ge=1)]
+
+    @property
+    def state_bytes(self) -> int:
+        return self.bytes_per_sequence
 
 
 def _kind(layer: object) -> str:
@@ -71,6 +122,11 @@ class Geometry:
     model_type: str
     cache_dtype: CacheDtype
     layers: tuple[LayerGeometry, ...]
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether some layer caches a latent."""
+        return any(isinstance(layer, AttentionGeometry) and layer.is_latent for layer in self.layers)
 
     def __post_init__(self) -> None:
         indices = [layer.index for layer in self.layers]

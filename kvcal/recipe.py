@@ -20,6 +20,7 @@ from kvcal.data.sequences import DataSpec
 from kvcal.data.tasks import TASKS, require_lengths
 from kvcal.errors import UsageError
 from kvcal.pages.record_layout import AXES, PAGE_TOKENS
+from kvcal.plan.layer import in_formats
 from kvcal.plan.page_format import UNIFORM
 from kvcal.plan.plan import RAW, Boost, Format, LayerPlan, Side
 from kvcal.quantities import MAX_BATCH, MAX_SEED, parse_bytes
@@ -53,11 +54,14 @@ class FormatsSpec:
     first_k: Format | None = knob(None, "Format of the first layer's keys, if it differs.")
     first_v: Format | None = knob(None, "Format of the first layer's values, if it differs.")
     k_pages: Literal["post", "pre"] = knob("post", "Pages hold keys after or before RoPE.")
+    rotary: Annotated[Format | None, Field(exclude_if=lambda fmt: fmt is None)] = knob(
+        None, "Format of latent attention's rotary keys; default: 16 bits. Its latents are stored as keys are."
+    )
 
     def __post_init__(self) -> None:
         sides: tuple[tuple[Side, tuple[Format | None, ...]], ...] = (
             ("k", (self.k, self.first_k)),
-            ("v", (self.v, self.first_v)),
+            ("v", (self.v, self.first_v, self.rotary)),
         )
         for side, formats in sides:
             for fmt in formats:
@@ -71,14 +75,14 @@ class FormatsSpec:
 
 
 def fixed_layers(formats: FormatsSpec, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
-    """The given layers with every paged one in the recipe's formats."""
+    """The given layers with every paged one in the recipe's formats. UnsupportedModel as ``in_formats``."""
     first = next((layer.geometry.index for layer in layers if layer.is_paged), None)
     fixed = []
     for layer in layers:
         k, v = formats.k, formats.v
         if layer.geometry.index == first:
             k, v = formats.first_k or k, formats.first_v or v
-        fixed.append(LayerPlan(layer.geometry, (k,), (v,), k_pages=formats.k_pages) if layer.is_paged else layer)
+        fixed.append(in_formats(layer, k, v, formats.rotary or RAW, formats.k_pages) if layer.is_paged else layer)
     return tuple(fixed)
 
 
@@ -181,6 +185,9 @@ class AllocateSpec:
         "layer", "A format for each layer's K and V, for a block (K and V alike, PM-KVQ) or for each head."
     )
     objective: Objective = knob("combined", "The cost that is minimised, of those a profile measures.")
+    rotary: Annotated[bool, Field(exclude_if=lambda is_chosen: not is_chosen)] = knob(
+        False, "Choose a format for latent attention's rotary keys, too, instead of 16 bits."
+    )
     tp: Ranks = knob(1, "Ranks of tensor parallelism, which get the same bytes of each layer: heads of the same order.")
     engine: Annotated[Engine | None, Field(exclude_if=lambda engine: engine is None)] = knob(
         None, "Count bytes as this serving engine does: whole blocks of 128 tokens, a ring for each sequence, padding."

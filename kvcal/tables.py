@@ -38,8 +38,11 @@ def format_name(fmt: Format) -> str:
 
 
 def side_name(layer: LayerPlan, side: Side) -> str:
-    """The formats of a layer's K or V, and what is done to its pages."""
+    """The formats of a layer's K or V, and what is done to its pages; of latent attention, of the latent or the rotary
+    key."""
     name = " | ".join(format_name(fmt) for fmt in layer.formats(side))
+    if layer.attention.is_latent:
+        name = f"{'latent' if side == 'k' else 'rotary key'} {name}"
     if side == "k":
         name += (" λ" if layer.k_rescale else "") + (" offset" if layer.k_offset else "")
         name += " before RoPE" if layer.k_pages == "pre" else ""

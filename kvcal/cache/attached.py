@@ -30,7 +30,15 @@ from transformers import PreTrainedModel
 from kvcal.cache.paged_layer import DYNAMIC_HINT, PagedLayer
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.models.attention import EAGER, INTERFACE, OURS, attention_modules, forward_of, replaced_attention
+from kvcal.models.attention import (
+    EAGER,
+    INTERFACE,
+    OURS,
+    attention_modules,
+    forward_of,
+    layer_index,
+    replaced_attention,
+)
 from kvcal.plan.plan import Plan
 from kvcal.store.state import Serving
 
@@ -55,10 +63,17 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
     """See the module's docstring. The attention implementation is restored on exit, also after an error.
 
     Raises:
-        UnsupportedModel: the model bypasses the attention interface, or does not let its implementation be set.
+        UnsupportedModel: the model bypasses the attention interface, does not let its implementation be set, or calls
+            one attention module in several layers (Zamba2).
         UsageError: its attention is neither sdpa nor eager, or is observed or attached already.
     """
     modules, serving, current = attention_modules(model), Serving(), CurrentCache()
+    if any(layer_index(module) is None for module in modules):
+        raise UnsupportedModel(
+            f"several layers of {type(model).__name__} call the same attention module, so that it cannot tell their "
+            "caches apart",
+            hint="a dynamic PlanCache whose plan has no score by queries needs no attached()",
+        )
 
     def note_cache(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("past_key_values")

@@ -2,7 +2,7 @@
 
 The model's configuration says which layers there are, as it does to transformers' ``DynamicCache``; the plan has to
 agree with it, layer by layer. Full attention is stored in pages, a sliding window at 16 bits, either of them dynamic or
-static.
+static. A layer of both kinds (Falcon-H1, Zamba2) is ours with the state that transformers' own keeps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
 )
 
 from kvcal.cache.paged_layer import ANOTHER_MODEL, DYNAMIC_HINT, Allocate, PagedLayer
@@ -24,6 +26,7 @@ from kvcal.cache.sliding_window import BoundedLayer, StaticWindow, require_left_
 from kvcal.errors import ArtifactError, UnsupportedModel
 from kvcal.geometry import AttentionGeometry, StateGeometry
 from kvcal.kernels.choice import storage_refusals
+from kvcal.models.geometry import sharing_layers
 from kvcal.plan.layer import LayerPlan
 from kvcal.store.state import PlanState, StepState
 
@@ -39,6 +42,13 @@ def cache_layers(
         UnsupportedModel: a static cache cannot hold a layer, with the reason.
     """
     layers: list[Any] = DynamicCache(config=config).layers
+    sharing = [] if static is None else sharing_layers(config)
+    if sharing:
+        raise UnsupportedModel(
+            f"a static cache cannot hold layer {sharing[0]}: it reads another layer's keys and values, of which a step "
+            "hands on the new ones alone",
+            hint=DYNAMIC_HINT,
+        )
     by_index = {layer.geometry.index: layer for layer in state.plan.layers}
     for index, native in enumerate(layers):
         if index in by_index:
@@ -48,6 +58,8 @@ def cache_layers(
             _require_query_heads(config, plan)
             if static is not None:
                 layers[index] = _static_layer(plan, config, state, static, allocate)
+            elif isinstance(native, LinearAttentionLayer):
+                layers[index] = HybridLayer(plan, state, keep_decoded, native.number_of_states)
             elif plan.is_paged:
                 layers[index] = PagedLayer(plan, state, keep_decoded=keep_decoded)
             else:
@@ -61,24 +73,53 @@ def cache_layers(
 
 def held_tensors(layer: object) -> list[Tensor]:
     """Tensors that a layer holds on the device."""
-    if isinstance(layer, PagedLayer | BoundedLayer):
-        return layer.tensors
+    held = layer.tensors if isinstance(layer, PagedLayer | BoundedLayer) else []
+    return [*held, *state_tensors(layer)]
+
+
+def state_tensors(layer: object) -> list[Tensor]:
+    """Tensors of the state that a layer keeps."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
         return [state for state in states if state is not None]
     return []
 
 
-def require_state(index: int, geometry: StateGeometry | None, states: list[Tensor]) -> None:
+class HybridLayer(LinearAttentionLayer, PagedLayer):
+    """A full-attention layer of a dynamic cache that also keeps a state, as transformers stores it."""
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, plan: LayerPlan, state: PlanState, keep_decoded: bool, number_of_states: int) -> None:
+        PagedLayer.__init__(self, plan, state, keep_decoded=keep_decoded)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *key_value: Tensor, **states: Any) -> None:  # type: ignore[override]
+        """Of pages with keys and values, of a state with its tensors, by their names."""
+        if key_value:
+            PagedLayer.lazy_initialization(self, *key_value)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **states)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
+        PagedLayer.reorder_cache(self, beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Of no tokens: the cache refuses to take any back from a state."""
+        PagedLayer.crop(self, tokens_to_remove)
+
+
+def require_state(index: int, geometry: AttentionGeometry | StateGeometry | None, states: list[Tensor]) -> None:
     """ArtifactError unless the state of a layer, tensors [B, ...], takes the plan's bytes per sequence; ``geometry`` is
     None where the plan has no such layer."""
     if geometry is None:
         raise ArtifactError(f"layer {index} keeps a state, which the plan does not know", hint=ANOTHER_MODEL)
     found = sum(state.nbytes // state.shape[0] for state in states)
-    if found != geometry.bytes_per_sequence:
+    if found != geometry.state_bytes:
         raise ArtifactError(
-            f"layer {index} keeps a state of {found} bytes per sequence, but the plan is for "
-            f"{geometry.bytes_per_sequence}",
+            f"layer {index} keeps a state of {found} bytes per sequence, but the plan is for {geometry.state_bytes}",
             hint=f"{ANOTHER_MODEL}, or with the model in another dtype",
         )
 
@@ -90,7 +131,9 @@ def _is_ours(native: object, plan: LayerPlan) -> bool:
         ArtifactError: the plan has another kind of layer there.
     """
     geometry = plan.geometry
-    if type(native) is DynamicLayer and plan.is_paged:
+    has_state = isinstance(geometry, AttentionGeometry) and geometry.state_bytes > 0
+    paged = LinearAttentionAndFullAttentionLayer if has_state else DynamicLayer
+    if type(native) is paged and plan.is_paged:
         return True
     if type(native) is DynamicSlidingWindowLayer and isinstance(geometry, AttentionGeometry) and geometry.window:
         if geometry.window == native.sliding_window:

@@ -26,11 +26,11 @@ class DenseLayer(DynamicLayer):
 
     @staticmethod
     def can_stand_for(layer: PagedLayer) -> bool:
-        """Whether an empty layer holds plain 16-bit keys and values, and no other reads its pages."""
+        """Whether an empty layer holds plain 16-bit keys and values and no state, and no other reads its pages."""
         plan, state, index = layer.plan, layer.state, layer.plan.geometry.index
         is_read = index in state.later_sources or any((index, side) in state.sources for side in SIDES)
         is_transformed = plan.k_rescale or plan.k_offset or plan.k_pages == "pre"
-        return {*plan.k, *plan.v} == {RAW} and not (is_transformed or is_read)
+        return {*plan.k, *plan.v} == {RAW} and not (is_transformed or is_read or plan.geometry.state_bytes)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As ``PagedLayer.update``."""

@@ -26,13 +26,13 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from kvcal.cache.build import cache_layers, held_tensors, require_state
+from kvcal.cache.build import cache_layers, held_tensors, require_state, state_tensors
 from kvcal.cache.dense_layer import DenseLayer
 from kvcal.cache.paged_layer import DYNAMIC_HINT, NO_PAGE, PagedLayer
 from kvcal.cache.sliding_window import BoundedLayer, StaticWindow, require_left_padding
 from kvcal.cache.snapshot import Mark, copy_layers
 from kvcal.errors import ArtifactError, KvcalError, NonFiniteActivations, UnsupportedModel, UsageError
-from kvcal.geometry import AttentionGeometry, StateGeometry
+from kvcal.geometry import AttentionGeometry
 from kvcal.kernels.choice import slow_path
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan
@@ -95,7 +95,7 @@ class PlanCache(Cache):
                 hint="compile a plan for this model, or load the model the plan names: " + plan.model.id,
             )
         super().__init__(layers=self._empty_layers())
-        planned = {one.geometry.index: one.geometry for one in plan.layers if isinstance(one.geometry, StateGeometry)}
+        planned = {one.geometry.index: one.geometry for one in plan.layers if one.geometry.state_bytes}
         self._unseen_states = {
             index: planned.get(index)
             for index, layer in enumerate(self.layers)
@@ -168,7 +168,7 @@ class PlanCache(Cache):
         for index, geometry in list(self._unseen_states.items()):
             layer = self.layers[index]
             assert isinstance(layer, LinearAttentionCacheLayerMixin)
-            states = held_tensors(layer)
+            states = state_tensors(layer)
             if states and not layer.record_past:  # which keeps a larger state until the next crop
                 require_state(index, geometry, states)
                 del self._unseen_states[index]

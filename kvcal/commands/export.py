@@ -37,13 +37,14 @@ def export(
     from dataclasses import asdict
 
     from kvcal.artifact import write_text_atomic
-    from kvcal.exports.export import dropped, planned_bits
+    from kvcal.exports.export import dropped, planned_bits, require_heads
     from kvcal.exports.exporters import EXPORTERS
     from kvcal.plan.plan import load_plan
 
     if to not in EXPORTERS:
         raise UsageError(f"--to {to}; allowed: {', '.join(EXPORTERS)}", did_you_mean(to, EXPORTERS))
     loaded = load_plan(plan)
+    require_heads(loaded)
     made = EXPORTERS[to](loaded)
     lost = dropped(loaded, made)
     is_written = not (strict and lost)

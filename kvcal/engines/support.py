@@ -26,6 +26,9 @@ def refusals(layer: LayerPlan, cache_dtype: CacheDtype, is_cuda: bool) -> Iterat
         is_state = isinstance(layer.geometry, StateGeometry)
         yield f"it {'keeps a state' if is_state else 'has a sliding window'}; only full attention is served"
         return
+    if layer.attention.is_latent:
+        yield choice.LATENTS
+        return
     for side in SIDES:
         for fmt in dict.fromkeys(layer.formats(side)):
             if fmt.num_sink_tokens:

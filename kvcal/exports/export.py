@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvcal.errors import UnsupportedModel
 from kvcal.geometry import AttentionGeometry
 from kvcal.pages.record_layout import RAW_BITS
 from kvcal.plan.layer import LayerPlan
@@ -72,6 +73,16 @@ class Exporter(Protocol):
     def __call__(self, plan: Plan) -> Export:
         """The plan for this target. UnsupportedModel where the target could only store something else."""
         ...
+
+
+def require_heads(plan: Plan) -> None:
+    """UnsupportedModel for a plan of latents: the targets' bits are those of keys and values of heads."""
+    if plan.geometry.has_latents:
+        raise UnsupportedModel(
+            f"{plan.model.id} caches latents and rotary keys (multi-head latent attention); exports are for keys and "
+            "values of heads",
+            hint="serve the plan with PlanCache(plan, model.config), in transformers",
+        )
 
 
 def planned_bits(plan: Plan) -> dict[int, Bits]:

@@ -30,6 +30,7 @@ MAX_WIDE_BITS = 3  # of 128 channels: more of them wait for memory
 MAX_WIDE_GROUPS = 3  # of channels, of values: rows of a tile
 # The kernels load tokens 8 channels at a time, and keep a tile of them in shared memory.
 CHANNELS_AT_ONCE, MAX_HEAD_DIM = 8, 512
+LATENTS = "it caches latents (multi-head latent attention), which are expanded in torch: the kernels read keys of heads"
 MAX_STAGED_DIM = 128  # tokens that lie in shared memory make room for their codes, or for themselves rotated
 
 
@@ -88,6 +89,11 @@ def slow_path(layers: Mapping[int, Sequence[str]]) -> SlowPath:
 def storage_refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
     """Why a cache of fixed size cannot hold this layer, on any device; nothing if it can."""
     geometry = plan.attention
+    if geometry.is_latent:
+        yield LATENTS
+        return
+    if geometry.state_bytes:
+        yield "it keeps a state beside its keys and values"
     if geometry.window == 1:
         yield "its sliding window of 1 token keeps nothing"
     if geometry.k_head_dim != geometry.v_head_dim:
@@ -123,6 +129,9 @@ def _growths(side: Side, fmt: Format, head_dim: int, cache_dtype: str) -> Iterat
 def refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
     """Why the kernels cannot serve this layer; nothing if they can."""
     geometry = plan.attention
+    if geometry.is_latent:
+        yield LATENTS
+        return
     if cache_dtype == "float32":
         yield "the cache holds float32; the kernels take bfloat16 and float16"
     if geometry.k_head_dim % CHANNELS_AT_ONCE or geometry.k_head_dim > MAX_HEAD_DIM:

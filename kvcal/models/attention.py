@@ -156,9 +156,9 @@ def forward_of(module: nn.Module) -> FunctionType:
 
 
 def layer_index(module: nn.Module) -> int | None:
-    """The cache index that an attention module carries; None if it carries none."""
+    """The cache index that an attention module carries; None if it carries none, as one that several layers call."""
     index = vars(module).get("layer_idx")
-    return index if isinstance(index, int) else None
+    return index if isinstance(index, int) and index >= 0 else None
 
 
 def _observed_attention(base: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype, Geometry, LayerGeometry, StateGeometry
+from kvcal.geometry import (
+    CACHE_DTYPES,
+    LATENT_KEYS,
+    AttentionGeometry,
+    CacheDtype,
+    Geometry,
+    LayerGeometry,
+    StateGeometry,
+    latent_sizes,
+)
 from kvcal.models.files import Location, locate, read_json, require_sizes, weight_files
 from kvcal.stored_tensor import ITEM_BYTES
 
@@ -44,7 +53,7 @@ DIRECT: dict[str, tuple[str, ...]] = {
     "smollm3": ("use_sliding_window",),
     "stablelm": (),
 }
-FULL, SLIDING, STATE = "full_attention", "sliding_attention", "linear_attention"
+FULL, SLIDING, STATE, HYBRID = "full_attention", "sliding_attention", "linear_attention", "hybrid"
 EVERY_COMMAND = "every command"
 _MAX_HEADER_BYTES = 100_000_000  # of a safetensors file: the format's own limit
 
@@ -111,12 +120,6 @@ def read_sizes(source: str) -> ModelSizes:
 
 def _require_served(model_type: str, content: dict[str, Any], model_id: str) -> None:
     """UnsupportedModel for a family that is not served, or that cannot be calibrated."""
-    latent = content.get("kv_lora_rank")
-    if latent is not None:
-        raise UnsupportedModel(
-            f"{model_id}: config.json: kv_lora_rank = {latent}: {model_type} caches latents (multi-head latent "
-            "attention), not keys and values"
-        )
     for one in families()["refused"]:
         if one["model_type"] == model_type:
             served = "served" if one["fails_in"] == EVERY_COMMAND else "calibrated"
@@ -145,24 +148,30 @@ def _with_defaults(location: Location) -> tuple[dict[str, Any], list[Any], list[
     """The language model's configuration as transformers reads it: as a whole, for each layer, and each one's kind; and
     the checkpoint's dtype. Refuses what loading refuses before it reads weights."""
     from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+    from transformers.cache_utils import (
+        CacheLayerMixin,
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+        LinearAttentionAndFullAttentionLayer,
+        LinearAttentionCacheLayerMixin,
+        LinearAttentionLayer,
+    )
 
-    from kvcal.models.geometry import LAYERS_WITHOUT_ATTENTION, checkpoint_dtype
+    from kvcal.models.geometry import checkpoint_dtype
     from kvcal.models.load import read_config
 
     config = read_config(location)
     text = config.get_text_config(decoder=True)
-    types = getattr(text, "layer_types", None) or []
     names: dict[Any, str] = {DynamicLayer: FULL, DynamicSlidingWindowLayer: SLIDING, LinearAttentionLayer: STATE}
+    names[LinearAttentionAndFullAttentionLayer] = HYBRID
     kinds, per_layer = [], []
     caches = DynamicCache(config=text).layers
-    for index, (cache, layer) in enumerate(zip(caches, text.per_layer_config, strict=True)):
+    for index, (cache, layer) in enumerate(zip(caches, text.per_layer_config, strict=False)):
         keys = {name: getattr(layer, name, None) for name in (*SHAPE_KEYS, *_LAYER_KEYS)}
         if type(cache) is DynamicSlidingWindowLayer:
             keys["sliding_window"] = cache.sliding_window
-        kind = names.get(type(cache))
-        if kind is None and index < len(types) and types[index] in LAYERS_WITHOUT_ATTENTION:
-            kind = "none"
+        is_placeholder = not isinstance(cache, CacheLayerMixin | LinearAttentionCacheLayerMixin)
+        kind = "none" if is_placeholder else names.get(type(cache))
         if kind is None:
             raise UnsupportedModel(
                 f"{location.id}: layer {index} is cached by {type(cache).__name__}; supported: "
@@ -174,9 +183,13 @@ def _with_defaults(location: Location) -> tuple[dict[str, Any], list[Any], list[
     return stated, per_layer, kinds, checkpoint_dtype(config)
 
 
+_DELTA_RULE_KEYS = (
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)  # fmt: skip
 _LAYER_KEYS = (
-    "head_dim", "multi_query", "sliding_window", "linear_num_key_heads", "linear_num_value_heads",
-    "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+    "head_dim", "multi_query", "sliding_window", *_DELTA_RULE_KEYS, "linear_num_heads", "linear_head_dim",
+    *LATENT_KEYS,
 )  # fmt: skip
 
 
@@ -184,11 +197,17 @@ def _layer(index: int, kind: str, keys: dict[str, Any], dtype: str, place: str) 
     """One layer's geometry; None for a layer that caches nothing."""
     if kind == "none":
         return None
+    if kind == HYBRID:
+        raise _unknown_state(index, place)
     if kind == STATE:
         return StateGeometry(index, _delta_rule_bytes(index, keys, dtype, place))
     if kind not in (FULL, SLIDING):
         raise UnsupportedModel(f"{place}: layer {index} is of the type {kind!r}; supported: {FULL}, {SLIDING}")
     heads = _number(keys, "num_attention_heads", place)
+    window = _number(keys, "sliding_window", place) if kind == SLIDING else None
+    latent = latent_sizes(keys)
+    if latent is not None:
+        return AttentionGeometry(index, heads, 1, *latent[:2], window, latent[2])
     if keys.get("multi_query"):
         raise UnsupportedModel(f"{place}: multi_query: how many heads are cached is known once the model has run")
     kv_heads = heads if keys.get("num_key_value_heads") is None else _number(keys, "num_key_value_heads", place)
@@ -196,22 +215,27 @@ def _layer(index: int, kind: str, keys: dict[str, Any], dtype: str, place: str) 
         raise UnsupportedModel(f"{place}: {heads} query heads over {kv_heads} KV heads")
     hidden = _number(keys, "hidden_size", place)
     head_dim = hidden // heads if keys.get("head_dim") is None else _number(keys, "head_dim", place)
-    window = _number(keys, "sliding_window", place) if kind == SLIDING else None
     return AttentionGeometry(index, heads, kv_heads, head_dim, head_dim, window)
 
 
 def _delta_rule_bytes(index: int, keys: dict[str, Any], dtype: str, place: str) -> int:
     """Bytes of the convolution's state, in the cache's dtype, and of the recurrent one, in fp32, of a gated delta
-    rule (Qwen3-Next)."""
-    names = [name for name in _LAYER_KEYS if name.startswith("linear_")]
+    rule (Qwen3-Next; Kimi Linear, whose keys and values have the same heads)."""
+    names = list(_DELTA_RULE_KEYS)
+    if keys.get("linear_num_heads") is not None:
+        names = [*["linear_num_heads"] * 2, *["linear_head_dim"] * 2, names[-1]]
     if any(keys.get(name) is None for name in names):
-        raise UnsupportedModel(
-            f"{place}: layer {index} keeps a state, whose bytes are known once the model has run",
-            hint="`kvcal profile` or `kvcal run` measures it",
-        )
+        raise _unknown_state(index, place)
     k_heads, v_heads, k_dim, v_dim, kernel = (_number(keys, name, place) for name in names)
     channels = 2 * k_heads * k_dim + v_heads * v_dim
     return kernel * channels * ITEM_BYTES[dtype] + 4 * v_heads * k_dim * v_dim
+
+
+def _unknown_state(index: int, place: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{place}: layer {index} keeps a state, whose bytes are known once the model has run",
+        hint="`kvcal profile` or `kvcal run` measures it",
+    )
 
 
 def _number(keys: dict[str, Any], name: str, place: str) -> int:

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, Geometry
 from kvcal.models.attention import attention_modules, layer_index
-from kvcal.models.geometry import attention_layers, checkpoint_dtype, geometry_of, probe_ids
+from kvcal.models.geometry import attention_layers, checkpoint_dtype, geometry_of, probe_ids, sharing_layers
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import LayerProjections, output_dim, projections, query_key_norms
 from kvcal.models.rope import rotary_pairs
@@ -63,6 +63,13 @@ def fold(model: PreTrainedModel, lambdas: Mapping[int, Tensor], geometry: Geomet
     check_lambdas(model, geometry, lambdas)
     if model.config.get_text_config(decoder=True).to_dict().get("clip_qkv") is not None:
         raise UnsupportedModel(f"{geometry.model_type} clips its projections: λ would change what is clipped", _HINT)
+    sharing = sharing_layers(model.config)
+    if sharing:
+        raise UnsupportedModel(
+            f"layer {sharing[0]} of {geometry.model_type} reads another layer's keys with queries of its own, which λ "
+            "is not folded into",
+            _HINT,
+        )
     edits = _edits(model, geometry, lambdas)
     saved = {edit.parameter: edit.parameter.detach().clone() for edit in edits}
     before = _probe(model, geometry)
@@ -79,7 +86,7 @@ def fold(model: PreTrainedModel, lambdas: Mapping[int, Tensor], geometry: Geomet
 def check_lambdas(model: PreTrainedModel, geometry: Geometry, lambdas: Mapping[int, Tensor]) -> None:
     """ArtifactError unless each of ``lambdas`` fits its layer, is positive, and commutes with its rotation."""
     layers = {layer.index: layer for layer in attention_layers(geometry)}
-    pairs = rotary_pairs(model, geometry)
+    pairs = rotary_pairs(model, geometry, lambdas)
     for index, lambda_ND in lambdas.items():
         layer = layers.get(index)
         if layer is None:

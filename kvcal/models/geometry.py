@@ -5,16 +5,20 @@ the model hands to ``Cache.update``: head counts and dimensions are those of the
 (full attention, sliding window, state) is the class of the official cache layer, and the bytes of a state layer are
 those of the tensors that it holds.
 
-Not served, and named with the layer: multi-head latent attention (the cache holds latents, DeepSeek-V2/V3),
-encoder-decoders, layers that reuse another layer's keys, layers that hold both keys and a state (Falcon-H1), states
-that modules keep beside the cache (RecurrentGemma), indexed or compressed caches (DeepSeek-V3.2/V4), models that are
-not causal. Chunked attention (Llama-4) counts as bounded, as transformers itself caches it: a window of one chunk.
+Multi-head latent attention (DeepSeek-V2/V3, Kimi) hands over a latent and a rotary key, which are cached as they are.
 
-Left out: latent plans for MLA, and query heads that differ from layer to layer (an error of the taps).
+Layers that read the keys and values of an earlier one (Gemma 3n), as the forward hands them on, cache nothing.
+
+Not served, and named with the layer: encoder-decoders, layers that hold both a sliding window and a state, states that
+modules keep beside the cache (RecurrentGemma), indexed or compressed caches (DeepSeek-V3.2/V4), models that are not
+causal. Chunked attention (Llama-4) counts as bounded, as transformers itself caches it: a window of one chunk.
+
+Left out: query heads that differ from layer to layer (an error of the taps).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any, get_args
 
@@ -24,15 +28,26 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
 
 from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.geometry import CACHE_DTYPES, AttentionGeometry, CacheDtype, Geometry, LayerGeometry, StateGeometry
+from kvcal.geometry import (
+    CACHE_DTYPES,
+    AttentionGeometry,
+    CacheDtype,
+    Geometry,
+    LayerGeometry,
+    StateGeometry,
+    latent_sizes,
+)
 
 # Layer types without any attention: transformers gives them a placeholder for a cache layer.
 LAYERS_WITHOUT_ATTENTION = ("moe", "mlp")
+# The official cache layers of keys and values that are served; the last one also keeps a state.
+ATTENTION_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer)
 
 
 class RecordingCache(DynamicCache):
@@ -85,11 +100,6 @@ def geometry_of(model: PreTrainedModel, cache_dtype: CacheDtype | None = None) -
         raise
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise UnsupportedModel(f"{name} does not run with transformers' DynamicCache: {error}") from error
-    if len(cache.layers) < config.num_hidden_layers:
-        raise UnsupportedModel(
-            f"{config.model_type}: the cache has {len(cache.layers)} layers for the model's "
-            f"{config.num_hidden_layers}; the others reuse their keys and values"
-        )
     measured = (_layer_geometry(config, cache, index) for index in range(len(cache.layers)))
     layers = tuple(layer for layer in measured if layer is not None)
     if not layers:
@@ -106,6 +116,20 @@ def checkpoint_dtype(config: PreTrainedConfig) -> CacheDtype:
         if CACHE_DTYPES[name] == dtype or name == dtype:
             return name
     raise UnsupportedModel(f"checkpoint dtype {dtype}; supported: {', '.join(CACHE_DTYPES)}")
+
+
+def sharing_layers(config: PreTrainedConfig) -> list[int]:
+    """Layers that read what an earlier one has cached, by the model's configuration: those that have attention, and in
+    the official cache a placeholder, or no place at its end."""
+    text = config.get_text_config(decoder=True)
+    types, layers = getattr(text, "layer_types", None) or [], DynamicCache(config=text).layers
+    kinds = CacheLayerMixin | LinearAttentionCacheLayerMixin
+    return [
+        index
+        for index in range(text.num_hidden_layers)
+        if (index >= len(layers) or not isinstance(layers[index], kinds))
+        and not (index < len(types) and types[index] in LAYERS_WITHOUT_ATTENTION)
+    ]
 
 
 def attention_layers(geometry: Geometry) -> tuple[AttentionGeometry, ...]:
@@ -154,30 +178,33 @@ def _module_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _layer_geometry(config: PreTrainedConfig, cache: RecordingCache, index: int) -> LayerGeometry | None:
-    """One layer's geometry; None for a layer without attention."""
+    """One layer's geometry; None for a layer that caches nothing: it has no attention, or reads what an earlier layer
+    has cached."""
     layer = cache.layers[index]
     place = f"layer {index} of {config.model_type}"
     if not isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin):  # a placeholder
-        layer_types = getattr(config, "layer_types", None) or []
-        if index < len(layer_types) and layer_types[index] in LAYERS_WITHOUT_ATTENTION:
-            return None
-        raise UnsupportedModel(f"{place} reuses another layer's keys and values")
+        return None
     if type(layer) is LinearAttentionLayer:
         num_bytes = _state_bytes(layer)  # none in a layer without attention, up to transformers 5.16
         return StateGeometry(index=index, bytes_per_sequence=num_bytes) if num_bytes else None
-    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+    if type(layer).__name__ == "DynamicIndexedLayer":  # which transformers does not export everywhere
         raise UnsupportedModel(
-            f"{place} is cached by {type(layer).__name__}; supported: DynamicLayer, "
-            "DynamicSlidingWindowLayer, LinearAttentionLayer"
+            f"{place} caches the keys of a sparse-attention indexer beside its latents (DynamicIndexedLayer), for "
+            "which plans have no entry",
+            hint="latent attention without an indexer is served: DeepSeek-V2 and V3, Kimi, GLM-4.7-Flash",
         )
+    if type(layer) not in ATTENTION_LAYERS:
+        supported = ", ".join(one.__name__ for one in (*ATTENTION_LAYERS, LinearAttentionLayer))
+        raise UnsupportedModel(f"{place} is cached by {type(layer).__name__}; supported: {supported}")
     calls = cache.new_kv.get(index, [])
     if len(calls) != 2:
         raise UnsupportedModel(
-            f"{place} called Cache.update {len(calls)} times in 2 forwards: it reuses another layer's keys, "
-            "or holds several caches"
+            f"{place} called Cache.update {len(calls)} times in 2 forwards: it reads another layer's keys from the "
+            "cache, or holds several caches"
         )
     window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-    return _attention_geometry(config, index, *calls[0], window)
+    geometry = _attention_geometry(config, index, *calls[0], window)
+    return dataclasses.replace(geometry, state_bytes=_state_bytes(layer))
 
 
 def _attention_geometry(
@@ -185,23 +212,20 @@ def _attention_geometry(
 ) -> AttentionGeometry:
     place = f"layer {index} of {config.model_type}"
     k_shape, v_shape = tuple(k_post_BNTD.shape), tuple(v_BNTD.shape)
-    latent_dim = config.to_dict().get("kv_lora_rank")
-    if latent_dim is not None and latent_dim in (k_shape[-1], v_shape[-1]):
-        raise UnsupportedModel(
-            f"{place} caches latents of {latent_dim} channels (multi-head latent attention), not keys and values"
-        )
     is_four_dim = len(k_shape) == len(v_shape) == 4
     if not is_four_dim or (k_shape[0], k_shape[2]) != (1, 2) or k_shape[:3] != v_shape[:3]:
         raise UnsupportedModel(f"{place} caches shapes {k_shape}, {v_shape}; supported: (B, N, T, D) alike")
     num_query_heads, num_kv_heads = config.num_attention_heads, k_shape[1]
     if not isinstance(num_query_heads, int) or num_query_heads % num_kv_heads:
         raise UnsupportedModel(f"{place}: {num_query_heads} query heads over {num_kv_heads} KV heads")
-    return AttentionGeometry(index, num_query_heads, num_kv_heads, k_shape[-1], v_shape[-1], window)
+    cached, latent = (num_kv_heads, k_shape[-1], v_shape[-1]), latent_sizes(config.to_dict())
+    expanded = latent[2] if latent is not None and cached == (1, *latent[:2]) else None
+    return AttentionGeometry(index, num_query_heads, *cached, window, expanded)
 
 
 def _state_bytes(layer: object) -> int:
-    """Bytes of a LinearAttentionLayer's convolution and recurrent states; 0 for any other layer."""
-    if type(layer) is not LinearAttentionLayer:
+    """Bytes of a layer's convolution and recurrent states; 0 for a layer without any."""
+    if not isinstance(layer, LinearAttentionLayer):
         return 0
     states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
     return sum(state.nbytes for state in states if state is not None)

@@ -4,7 +4,7 @@ Two plans that store their first L layers alike give the same hidden states in f
 forward need not run these layers: it takes what the first one kept. The decoder's list of layers is replaced, within
 the context, by modules which pass on what they are given until the forward's first layer, and run the model's own
 layers from there on. Embeddings, masks and positions are made anew; nothing else that layers hand to one another may
-matter, so that models whose layers return more than hidden states run as a whole.
+matter, so that models run as a whole whose layers return more than hidden states, or read another layer's keys.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvcal.models.attention import attention_modules, layer_index
+from kvcal.models.geometry import sharing_layers
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
@@ -77,7 +78,7 @@ def kept_inputs(model: PreTrainedModel) -> Iterator[LayerInputs]:
     """Within the context, forwards of ``model`` keep inputs of its layers and begin at the layer that the yielded
     object says. The list of layers is restored on exit, also after an error."""
     layers = decoder_layers(model)
-    inputs = LayerInputs(can_begin_later=layers is not None)
+    inputs = LayerInputs(can_begin_later=layers is not None and not sharing_layers(model.config))
     own = list(layers or ())
     try:
         for index, layer in enumerate(own):

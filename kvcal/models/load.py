@@ -36,7 +36,7 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.geometry import CACHE_DTYPES, Geometry, ModelIdentity, StateGeometry
+from kvcal.geometry import CACHE_DTYPES, Geometry, ModelIdentity
 from kvcal.models.files import Location, locate, read_json, require_sizes, tokenizer_files, weight_files
 from kvcal.models.geometry import checkpoint_dtype, geometry_of
 from kvcal.models.residence import NUM_TOKENS, Residence
@@ -102,7 +102,7 @@ def load(
         model.to(target)
         model.config.dtype = CACHE_DTYPES[stored_dtype]
         geometry = geometry_of(model, stored_dtype)
-        if not any(isinstance(layer, StateGeometry) for layer in geometry.layers):
+        if not any(layer.state_bytes for layer in geometry.layers):
             break
     return LoadedModel(model, tokenizer, identity_of(location.folder, location.id), geometry, source, residence)
 

@@ -9,7 +9,10 @@ A large bias of a key projection (Qwen2.x) is added before RoPE and turns with t
 keys' energy in some layers, costs bits in every format, and a static offset removes it only from channels that turn
 slowly. So every way to a plan warns.
 
-Left out: scores of biases (the paper scores weights), latent attention, and quantized or adapter-wrapped projections.
+Of latent attention, the projection of what is cached takes their place: its outputs become the latent and the rotary
+key.
+
+Left out: scores of biases (the paper scores weights), and quantized or adapter-wrapped projections.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from transformers.pytorch_utils import Conv1D
 from kvcal.errors import UnsupportedModel
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.models.attention import attention_modules, layer_index
-from kvcal.models.geometry import attention_layers, probe_ids
+from kvcal.models.geometry import attention_layers, probe_ids, sharing_layers
 from kvcal.models.load import LoadedModel
 from kvcal.models.streamed import stored
 from kvcal.models.taps import Captured, tap
@@ -40,6 +43,7 @@ Channels = tuple[Tensor, Tensor, Tensor]
 
 # Names of the attention module's children. Separate: (query, key, value). Fused: all three in one.
 SEPARATE_NAMES = (("q_proj", "k_proj", "v_proj"), ("query_proj", "key_proj", "value_proj"), ("query", "key", "value"))
+LATENT_NAME = "kv_a_proj_with_mqa"  # of latent attention: the latent before its norm, then the rotary key before RoPE
 FUSED_NAMES = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "wqkv", "qkv")
 # What reads the heads' outputs, all heads in a row.
 OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
@@ -116,7 +120,7 @@ def output_weights(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tens
     layers = {layer.index: layer for layer in attention_layers(geometry)}
     found: dict[int, Tensor] = {}
     for index, module in _modules_by_layer(model, tuple(layers.values())).items():
-        heads = layers[index].num_query_heads, layers[index].v_head_dim
+        heads = layers[index].num_query_heads, layers[index].attended[2]
         child = _child(module, *OUTPUT_NAMES)
         if child is None or child.weight.shape[1 - output_dim(child)] != math.prod(heads):
             raise UnsupportedModel(
@@ -129,9 +133,16 @@ def output_weights(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tens
 
 
 def _modules_by_layer(model: PreTrainedModel, layers: tuple[AttentionGeometry, ...]) -> dict[int, nn.Module]:
-    """The attention modules by their ``layer_idx``, which must be the cache's indices. Cross-attention, which a decoder
-    by itself does not call, carries the same ones: of two modules the one that is called counts."""
-    indexed = [(index, module) for module in attention_modules(model) if (index := layer_index(module)) is not None]
+    """The attention modules of ``layers`` by their ``layer_idx``, which must be the cache's indices. Cross-attention,
+    which a decoder by itself does not call, carries the same ones: of two modules the one that is called counts."""
+    attention, sharing = attention_modules(model), sharing_layers(model.config)
+    numbered = [(index, module) for module in attention if (index := layer_index(module)) is not None]
+    indexed = [(index, module) for index, module in numbered if index not in sharing]
+    if len(numbered) < len(attention):
+        raise UnsupportedModel(
+            f"{type(model).__name__}: several layers call the same attention module, whose weights are no layer's own",
+            hint="a recipe with [formats], such as kivi-2, compiles a plan without calibration",
+        )
     if len({index for index, _ in indexed}) < len(indexed):
         called = _called(model, [module for _, module in indexed])
         indexed = [(index, module) for index, module in indexed if module in called]
@@ -167,6 +178,8 @@ def _count(num_heads: int, head_dim: int) -> Tensor:
 
 
 def _separate(module: nn.Module, layer: AttentionGeometry) -> LayerProjections:
+    if layer.is_latent:
+        return _latent(module, layer)
     channels = [
         _count(layer.num_query_heads, layer.k_head_dim),
         _count(layer.num_kv_heads, layer.k_head_dim),
@@ -185,6 +198,17 @@ def _separate(module: nn.Module, layer: AttentionGeometry) -> LayerProjections:
         f"layer {layer.index}: {type(module).__name__} has the children "
         f"{', '.join(name for name, _ in module.named_children())}; known projections: {', '.join(known)}"
     )
+
+
+def _latent(module: nn.Module, layer: AttentionGeometry) -> LayerProjections:
+    child = _child(module, LATENT_NAME)
+    latent, rotary = _count(1, layer.k_head_dim), layer.k_head_dim + _count(1, layer.v_head_dim)
+    if child is None or child.weight.shape[output_dim(child)] != latent.numel() + rotary.numel():
+        raise UnsupportedModel(
+            f"layer {layer.index}: {type(module).__name__} has the children "
+            f"{', '.join(name for name, _ in module.named_children())}; known projection of a latent: {LATENT_NAME}"
+        )
+    return LayerProjections(None, child, child, None, latent, rotary)
 
 
 def _measure_fused(model: PreTrainedModel, geometry: Geometry, fused: Mapping[int, Projection]) -> dict[int, Channels]:
@@ -240,9 +264,10 @@ def query_key_norms(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
 
 
 def key_biases(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tensor]:
-    """{layer: the bias that is added to its keys before RoPE, [N, D]}, of the layers that have one and no QK-norm after
-    it. UnsupportedModel for a model whose projections are in no known order."""
+    """{layer: the bias that is added to its keys before RoPE, [N, D]}, of the layers that have one and no norm after
+    it, as latents have. UnsupportedModel for a model whose projections are in no known order."""
     normed = {layer_index(module) for module in attention_modules(model) if query_key_norms(module) is not None}
+    normed |= {layer.index for layer in attention_layers(geometry) if layer.is_latent}
     return {
         index: found.key.bias.detach()[found.k_channels_ND.to(found.key.bias.device)]
         for index, found in projections(model, geometry).items()

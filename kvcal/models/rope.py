@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from kvcal.errors import UnsupportedModel
 from kvcal.geometry import Geometry
-from kvcal.models.geometry import probe_ids
+from kvcal.models.geometry import attention_layers, probe_ids
 from kvcal.models.taps import Captured, tap
 
 FP32_EPS = torch.finfo(torch.float32).eps
@@ -60,14 +60,18 @@ def inputs_at(model: PreTrainedModel, tokens_BT: Tensor, positions_T: Tensor) ->
     return {"input_ids": tokens_BT, "position_ids": positions_BT, "attention_mask": torch.ones_like(tokens_BT)}
 
 
-def observe_turns(model: PreTrainedModel, geometry: Geometry, positions: Sequence[int] | None) -> dict[int, Turn]:
-    """Every layer's rotation at ``positions``; None: those of an ordinary forward of four tokens."""
+def observe_turns(
+    model: PreTrainedModel, geometry: Geometry, positions: Sequence[int] | None, indices: Collection[int]
+) -> dict[int, Turn]:
+    """The rotations of layers ``indices`` at ``positions``; None: those of an ordinary forward of four tokens."""
     positions_T = torch.arange(4) if positions is None else torch.tensor(positions)
     tokens_BT = probe_ids(model, 1, len(positions_T))
     inputs = {"input_ids": tokens_BT} if positions is None else inputs_at(model, tokens_BT, positions_T)
     turns: dict[int, Turn] = {}
 
     def measure(captured: Captured) -> None:
+        if captured.layer not in indices:
+            return
         matrices = _matrices(captured, f"layer {captured.layer} of {geometry.model_type}").cpu()
         eps = max(FP32_EPS, torch.finfo(captured.k_post_BNTD.dtype).eps)
         turns[captured.layer] = Turn(positions_T.double(), matrices, eps)
@@ -80,7 +84,10 @@ def observe_turns(model: PreTrainedModel, geometry: Geometry, positions: Sequenc
 def _matrices(captured: Captured, place: str) -> Tensor:
     """The rotation of the layer's key at every position of the probe, fp64 [T, D, D], out x in."""
     if captured.k_pre_BNTD is None:
-        raise UnsupportedModel(f"{place} changes its keys after RoPE, or rotates by unknown means")
+        raise UnsupportedModel(
+            f"{place} changes its keys after RoPE, or rotates by unknown means",
+            hint="store keys as they are cached: leave out [reparam], [predictors] and k_pages = 'pre'",
+        )
     _, _, T, D = captured.k_post_BNTD.shape
     device, rotation = captured.k_post_BNTD.device, captured.rotation
     matrices_TDD = torch.eye(D, dtype=torch.float64, device=device).repeat(T, 1, 1)
@@ -112,18 +119,28 @@ class RotaryMap:
         return torch.stack([*self.pairs.double().unbind(1), self.frequency, amplitude], dim=1)
 
 
-def rotary_pairs(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tensor]:
-    """{layer: pairs int64 [P, 2]}, first channel below the second, for every attention layer; see ``RotaryMap``. Raises
-    UnsupportedModel: a layer's rotation cannot be observed, or mixes channels otherwise than in pairs."""
-    turns = observe_turns(model, geometry, None)
+def rotary_pairs(
+    model: PreTrainedModel, geometry: Geometry, indices: Collection[int] | None = None
+) -> dict[int, Tensor]:
+    """{layer: pairs int64 [P, 2]}, first channel below the second, for attention layers ``indices``, None for all; see
+    ``RotaryMap``. Raises UnsupportedModel: the rotation of one cannot be observed, or mixes channels otherwise than in
+    pairs."""
+    turns = observe_turns(model, geometry, None, _indices(geometry) if indices is None else indices)
     return {index: _pairs(turn, f"layer {index} of {geometry.model_type}") for index, turn in turns.items()}
 
 
-def rotary_maps(model: PreTrainedModel, geometry: Geometry) -> dict[int, RotaryMap]:
-    """The rotation of every attention layer, by cache index. Raises UnsupportedModel: as ``rotary_pairs``; or angles
-    are not position x frequency; or they are known to less than fp32 precision and no buffer of the model tells
-    them."""
-    small = observe_turns(model, geometry, None)
+def _indices(geometry: Geometry) -> list[int]:
+    return [layer.index for layer in attention_layers(geometry)]
+
+
+def rotary_maps(
+    model: PreTrainedModel, geometry: Geometry, indices: Collection[int] | None = None
+) -> dict[int, RotaryMap]:
+    """The rotations of attention layers ``indices``, None for all, by cache index. Raises UnsupportedModel: as
+    ``rotary_pairs``; or angles are not position x frequency; or they are known to less than fp32 precision and no
+    buffer of the model tells them."""
+    indices = _indices(geometry) if indices is None else indices
+    small = observe_turns(model, geometry, None, indices)
     if all(not _pairs(turn, f"layer {index}").numel() for index, turn in small.items()):
         nothing = torch.empty(0, dtype=torch.float64)
         return {index: RotaryMap(torch.empty(0, 2, dtype=torch.int64), nothing, 1.0) for index in small}
@@ -134,14 +151,14 @@ def rotary_maps(model: PreTrainedModel, geometry: Geometry) -> dict[int, RotaryM
     ladder = sorted({0, 3, context // 3, context - 1, *(2**i for i in range(context.bit_length() - 1))})
     try:
         # Far positions first, small ones last: frequencies that grow with the length then show, and shrink back.
-        far = observe_turns(model, geometry, [0, 1, 3, context + 1, 2 * context])
-        near = observe_turns(model, geometry, ladder)
+        far = observe_turns(model, geometry, [0, 1, 3, context + 1, 2 * context], indices)
+        near = observe_turns(model, geometry, ladder, indices)
     except torch.OutOfMemoryError:
         raise
     except (IndexError, RuntimeError) as error:
         raise UnsupportedModel(f"{geometry.model_type} does not run at chosen positions: {error}") from error
     finally:
-        small = observe_turns(model, geometry, None)
+        small = observe_turns(model, geometry, None, indices)
     buffers = [buffer.double().cpu() for name, buffer in model.named_buffers() if "inv_freq" in name.split(".")[-1]]
     return {
         index: _map(near[index], [small[index], far[index]], buffers, f"layer {index} of {geometry.model_type}")
@@ -181,7 +198,8 @@ def _map(near: Turn, others: Sequence[Turn], buffers: Sequence[Tensor], place: s
     if not _explains(frequency, turns, angles):
         raise UnsupportedModel(
             f"{place}: its rotary angles are not position x frequency (dynamic or longrope scaling change them with "
-            "the length)"
+            "the length)",
+            hint="store keys after RoPE: leave out [predictors] and k_pages = 'pre'; λ needs no angles",
         )
     own = []
     for buffer in buffers:

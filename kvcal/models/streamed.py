@@ -40,6 +40,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import Cache, PreTrainedModel
 
 from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.models.geometry import sharing_layers
 from kvcal.models.residence import NUM_TOKENS, Residence, Shapes, residence
 
 ALIGNMENT = 256  # bytes: of a matrix in a layer's place
@@ -76,8 +77,15 @@ def stream(model: PreTrainedModel, device: torch.device, memory: int, num_tokens
 
     Raises:
         UsageError: not one layer fits.
-        UnsupportedModel: no list of decoder layers is found.
+        UnsupportedModel: no list of decoder layers is found, or a layer reads what another one has cached.
     """
+    sharing = sharing_layers(model.config)
+    if sharing:
+        raise UnsupportedModel(
+            f"layer {sharing[0]} of {type(model).__name__} reads another layer's keys and values: where layers are "
+            "streamed, gradients would not reach them",
+            hint="leave out --memory: the model has to fit the device",
+        )
     layers = _decoder_layers(model)
     matrices = [_matrices(model, layer) for layer in layers]
     plan = residence(_shapes(model, layers, matrices, num_tokens), memory)

@@ -5,6 +5,9 @@ are the inputs of the model file's own rotary function, whose calls are recorded
 key made it. Nothing is kept: tensors that the observer does not store are freed. Every forward must hand over every
 attention layer, once and in order, or it ends with UnsupportedModel; ``check_taps`` compares with what is cached.
 
+Latent attention hands its latent and its rotary key to the cache, and attends to what it makes of them. So its modules
+are called with a stand-in for a cache, which notes both and returns them.
+
 ``rereading`` also runs an attention block again with other keys: the output of the model's own attention to keys read
 back from a cache. A calibration forward has exact keys. In decoding, a query reads from pages what was packed before
 it, and everything later exactly. So the block's module is called again with the very arguments of the forward, and its
@@ -44,7 +47,7 @@ from kvcal.models.attention import (
     require_base,
     substituted,
 )
-from kvcal.models.geometry import RecordingCache, attention_layers, geometry_of, probe_ids
+from kvcal.models.geometry import RecordingCache, attention_layers, geometry_of, probe_ids, sharing_layers
 from kvcal.models.streamed import runs_again
 
 _ROTARY_NAME = re.compile(r"_?apply_\w*(rotary|rope)")
@@ -84,6 +87,9 @@ class Captured:
     is None. k_pre is None where the model changes its keys between RoPE and the cache (the norm of Llama-4 and HunYuan)
     or rotates by unknown means. Hooks on q_post, k_post and v receive the loss's gradients; so does k_pre, except where
     RoPE turns a slice of the key and k_pre is put together.
+
+    Of latent attention, k_pre and k_post are the latent, which has no RoPE, and v is the rotary key after RoPE; queries
+    are those of the expanded heads.
     """
 
     layer: int
@@ -117,6 +123,9 @@ def tap(model: PreTrainedModel, on_attention: Observer, geometry: Geometry | Non
         restore.enter_context(recorder.recording(forward_of(module) for module in modules))
         restore.callback(model.register_forward_pre_hook(recorder.start, with_kwargs=True).remove)
         restore.callback(model.register_forward_hook(recorder.finish).remove)
+        for module in modules:
+            if recorder.is_latent(module):
+                restore.callback(module.register_forward_pre_hook(recorder.lend, with_kwargs=True).remove)
         yield
 
 
@@ -160,15 +169,30 @@ class _Recorder(threading.local):
             "Rotary" in type(module).__name__ for module in model.get_decoder().modules()
         )
         self._name, self._layers, self._on_attention = type(model).__name__, layers, on_attention
-        self._next = 0
+        self._next, self._sharing = 0, sharing_layers(model.config)
         # (rotary function, its arguments, number of an output, that output)
         self._rotated: deque[tuple[Callable, inspect.BoundArguments, int, Tensor]] = deque(maxlen=8)
+        # What a layer of latent attention has handed to the cache since the last attention call.
+        self._handed: tuple[Tensor, Tensor] | None = None
+
+    def is_latent(self, module: nn.Module) -> bool:
+        """Whether an attention module caches a latent."""
+        return any(layer.is_latent and layer.index == layer_index(module) for layer in self._layers)
+
+    def lend(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Before a module of latent attention: itself in place of a cache."""
+        return args, {**kwargs, "past_key_values": self}
+
+    def update(self, latent_B1TD: Tensor, rotary_B1TD: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        """As ``Cache.update`` of a cache without tokens."""
+        self._handed = latent_B1TD, rotary_B1TD
+        return self._handed
 
     def start(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """Before a forward: only without a cache are the attended tokens the new ones alone."""
         if kwargs.get("use_cache") is not False or kwargs.get("past_key_values") is not None:
             raise UsageError("a tapped forward needs use_cache=False and no past_key_values")
-        self._next = 0
+        self._next, self._handed = 0, None
         self._rotated.clear()  # what an aborted forward left
 
     def finish(self, model: nn.Module, args: tuple, output: object) -> None:
@@ -180,18 +204,25 @@ class _Recorder(threading.local):
             )
 
     def observe(self, module: nn.Module, q_post_BHTD: Tensor, k_post_BNTD: Tensor, v_BNTD: Tensor) -> None:
-        """One attention call: check it against the geometry, hand it to the observer."""
+        """One attention call: check it against the geometry, hand it to the observer. That of a layer which reads what
+        an earlier one has cached is passed over: its gradients reach the tensors of that one."""
+        if layer_index(module) in self._sharing:
+            return
         layer = self._layer_of(module)
         B, _, T, _ = q_post_BHTD.shape
         shapes = tuple(tuple(tensor.shape) for tensor in (q_post_BHTD, k_post_BNTD, v_BNTD))
-        expected = (
-            (B, layer.num_query_heads, T, layer.k_head_dim),
-            (B, layer.num_kv_heads, T, layer.k_head_dim),
-            (B, layer.num_kv_heads, T, layer.v_head_dim),
-        )
+        heads, k_dim, v_dim = layer.attended
+        expected = ((B, layer.num_query_heads, T, k_dim), (B, heads, T, k_dim), (B, heads, T, v_dim))
         if shapes != expected:
             place = f"layer {layer.index} of {self._name}"
             raise UnsupportedModel(f"{place} attends with shapes {shapes}, its cache says {expected}")
+        if layer.is_latent:
+            if self._handed is None:
+                raise UnsupportedModel(f"layer {layer.index} of {self._name} attends without handing its latent over")
+            (latent_B1TD, rotary_B1TD), self._handed = self._handed, None
+            self._rotated.clear()
+            self._on_attention(Captured(layer.index, q_post_BHTD, latent_B1TD, latent_B1TD, rotary_B1TD))
+            return
         k_pre_BNTD, rotation = self._take(k_post_BNTD, forward_of(module))
         self._on_attention(Captured(layer.index, q_post_BHTD, k_pre_BNTD, k_post_BNTD, v_BNTD, rotation))
 
@@ -306,8 +337,10 @@ def rereading(model: PreTrainedModel, on_block: OnBlock, geometry: Geometry) -> 
     with ExitStack() as restore:
         restore.enter_context(torch.no_grad())
         restore.enter_context(tap(model, captured.append, geometry))
+        sharing = sharing_layers(model.config)
         for module in attention_modules(model):
-            restore.callback(module.register_forward_hook(run_block, with_kwargs=True).remove)
+            if layer_index(module) not in sharing:
+                restore.callback(module.register_forward_hook(run_block, with_kwargs=True).remove)
         yield
 
 

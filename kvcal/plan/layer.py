@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from kvcal.errors import UnsupportedModel
 from kvcal.geometry import AttentionGeometry, Geometry, LayerGeometry, StateGeometry
 from kvcal.pages.layouts import LAYOUTS
 from kvcal.pages.record_layout import AXES, RAW_BITS, Layout
@@ -17,6 +18,9 @@ from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.stored_tensor import ITEM_BYTES
 from kvcal.strict import STRICT
 
+Pages = Literal["post", "pre"]
+LATENTS = "latents take no λ, offsets, predictors or error feedback, which are made for keys and values of heads"
+QUERIES_AND_LATENTS = "they take no score by queries, which meet the keys of heads that a latent is expanded to"
 # Left out of JSON where there is none: plans without the key stay the same bytes.
 Feedback = Annotated[bool, Field(exclude_if=lambda has_feedback: not has_feedback)]
 
@@ -49,6 +53,9 @@ class LayerPlan:
     (subtracted before), ``k_pages`` "pre" (pages hold K before RoPE), predictors (AQUA-KV: pages hold the residual).
     ``k_feedback``, ``v_feedback``: codes are chosen with error feedback (kvcal.pages.feedback), whose factor the plan
     holds; pages are read as without it.
+
+    Of latent attention, ``k`` is the latent's format and ``v`` the rotary key's; such a layer takes no transforms,
+    which are made for keys and values of heads.
     """
 
     geometry: LayerGeometry
@@ -56,7 +63,7 @@ class LayerPlan:
     v: tuple[Format, ...] = ()
     k_rescale: bool = False
     k_offset: bool = False
-    k_pages: Literal["post", "pre"] = "post"
+    k_pages: Pages = "post"
     k_predictor: Predictor | None = None
     v_predictor: Predictor | None = None
     k_feedback: Feedback = False
@@ -86,6 +93,11 @@ class LayerPlan:
         has_feedback = self.k_feedback or self.v_feedback
         if (transformed or has_feedback or self.predictor("v") is not None) and not self.is_paged:
             return ["is bounded and takes no transforms"]
+        if self.is_paged and self.attention.is_latent:
+            if transformed or has_feedback or self.predictor("v") is not None:
+                return [f"caches latents: {LATENTS}"]
+            if any(fmt.needs_queries for fmt in self.k):
+                return [f"caches latents: {QUERIES_AND_LATENTS}"]
         if self.k_pages == "pre" and (self.k_rescale or self.k_offset):
             found.append("has k_pages 'pre': k_rescale and k_offset are for keys after RoPE")
         if self.k_predictor is not None and self.k_pages != "pre":
@@ -109,6 +121,11 @@ class LayerPlan:
     def is_paged(self) -> bool:
         """Full attention: grows with tokens, stored in pages."""
         return isinstance(self.geometry, AttentionGeometry) and self.geometry.window is None
+
+    @property
+    def takes_transforms(self) -> bool:
+        """Whether its pages may hold transformed or predicted keys and values, or codes of error feedback."""
+        return self.is_paged and not self.attention.is_latent
 
     @property
     def attention(self) -> AttentionGeometry:
@@ -156,17 +173,39 @@ class LayerPlan:
             for fmt, heads in self.runs(side)
         )
 
+    def state_nbytes(self, num_sequences: int) -> int:
+        """Bytes of the state of so many sequences; 0 without one."""
+        return self.geometry.state_bytes * num_sequences
+
     def nbytes(self, cache_dtype: str, lengths: Sequence[int], columns: int) -> int:
         """Bytes of the layer's cache; ``columns`` is the padded length: what a sliding window holds, and what says
         when pages shrink."""
+        state = self.state_nbytes(len(lengths))
         if isinstance(self.geometry, StateGeometry):
-            return self.geometry.bytes_per_sequence * len(lengths)
+            return state
         if self.is_paged:
-            return sum(self.side_nbytes(side, cache_dtype, lengths, columns) for side in SIDES)
+            return state + sum(self.side_nbytes(side, cache_dtype, lengths, columns) for side in SIDES)
         window = self.geometry.window
         assert window is not None
         values = len(lengths) * min(columns, window - 1) * self.geometry.values_per_token
-        return values * ITEM_BYTES[cache_dtype]
+        return state + values * ITEM_BYTES[cache_dtype]
+
+
+def in_formats(layer: LayerPlan, k: Format, v: Format, rotary: Format = RAW, k_pages: Pages = "post") -> LayerPlan:
+    """A paged layer in these formats. Of latent attention, the latent is stored as keys are and the rotary key in
+    ``rotary``; a latent has no RoPE, so that its ``k_pages`` are the same before and after.
+
+    Raises:
+        UnsupportedModel: a query score for a latent.
+    """
+    if not layer.attention.is_latent:
+        return LayerPlan(layer.geometry, (k,), (v,), k_pages=k_pages)
+    if k.needs_queries:
+        raise UnsupportedModel(
+            f"layer {layer.geometry.index} caches latents (multi-head latent attention): {QUERIES_AND_LATENTS}",
+            hint="take a score of keys alone: magnitude, variance or range",
+        )
+    return LayerPlan(layer.geometry, (k,), (rotary,))
 
 
 def takes_feedback(fmt: Format) -> bool:

@@ -122,7 +122,10 @@ class Plan:
         dtype and nothing else, states of linear attention as they are. ``unquantized`` takes more: its ring."""
         columns, itemsize = max(lengths), ITEM_BYTES[self.cache_dtype]
         paged = sum(layer.attention.values_per_token for layer in self.layers if layer.is_paged)
-        others = (layer.nbytes(self.cache_dtype, lengths, columns) for layer in self.layers if not layer.is_paged)
+        others = (
+            layer.state_nbytes(len(lengths)) if layer.is_paged else layer.nbytes(self.cache_dtype, lengths, columns)
+            for layer in self.layers
+        )
         return sum(lengths) * paged * itemsize + sum(others)
 
     @property
@@ -147,6 +150,7 @@ class Plan:
         paged = [layer for layer in self.layers if layer.is_paged]
         values = sum(layer.attention.values_per_token for layer in paged)
         nbytes = sum(layer.nbytes(self.cache_dtype, workload.lengths, workload.context) for layer in paged)
+        nbytes -= sum(layer.state_nbytes(workload.batch) for layer in paged)
         nbytes += tensors_nbytes(self.tensors)
         return 8 * nbytes / (values * workload.batch * workload.context) if values else float(RAW_BITS)
 

@@ -34,7 +34,7 @@ from kvcal.models.taps import Captured, check_taps, tap
 from kvcal.pages.feedback import factor_spec, feedback_factor
 from kvcal.pages.hadamard import rotate as rotate_channels
 from kvcal.pages.transforms import rotate as rotate_positions
-from kvcal.plan.layer import LayerPlan, bare_layers, takes_feedback
+from kvcal.plan.layer import LATENTS, LayerPlan, bare_layers, takes_feedback
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Reporter
@@ -115,6 +115,7 @@ def feedback_places(layers: tuple[LayerPlan, ...], sides: Collection[Side]) -> l
         for layer in layers
         for side in SIDES
         if side in sides
+        and layer.takes_transforms
         and any(map(takes_feedback, layer.formats(side)))
         and not any(fmt.shrink_at for fmt in layer.formats(side))
     ]
@@ -140,7 +141,9 @@ def run_feedback(
         ArtifactError: a file cannot be written; a Hessian that is none.
     """
     places = feedback_places(layers, spec.sides)
-    if not places:
+    if loaded.geometry.has_latents:
+        reporter.say(f"feedback: {LATENTS}")
+    elif not places:
         reporter.say("feedback: no layer has codes that could be chosen, nothing to calibrate")
     scale = fitting_scale(loaded, data.sequences, spec.position_scale, reporter, "feedback")
     calibration = _Calibration(loaded, {layer.geometry.index: layer for layer in layers}, tensors, places, scale)

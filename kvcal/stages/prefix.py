@@ -42,7 +42,7 @@ from kvcal.cache.plan_cache import PlanCache
 from kvcal.cache.sliding_window import BoundedLayer
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.folder import max_context
-from kvcal.geometry import CACHE_DTYPES, ModelIdentity, StateGeometry
+from kvcal.geometry import CACHE_DTYPES, ModelIdentity
 from kvcal.models.load import LoadedModel
 from kvcal.pages.codec import ENCODE_PAGES
 from kvcal.pages.record_layout import PAGE_TOKENS
@@ -102,7 +102,7 @@ def pack_prefix(loaded: LoadedModel, plan: Plan, tokens_T: Tensor, path: str | P
         UnsupportedModel: a layer keeps a state.
     """
     require_same_model(plan, loaded)
-    states = [layer.geometry.index for layer in plan.layers if isinstance(layer.geometry, StateGeometry)]
+    states = [layer.geometry.index for layer in plan.layers if layer.geometry.state_bytes]
     if states:
         raise UnsupportedModel(f"layers {states} keep a state of linear attention, which a prefix file does not hold")
     limit = max_context(loaded)

@@ -138,4 +138,6 @@ def _shared(layer: LayerGeometry, devices: int) -> LayerGeometry:
             "devices cannot share evenly",
             hint="choose a divisor of the query heads that divides the KV heads, or is a multiple of them",
         )
-    return replace(layer, num_query_heads=queries // devices, num_kv_heads=max(1, heads // devices))
+    state_bytes = -(-layer.state_bytes // devices)
+    heads = max(1, heads // devices)
+    return replace(layer, num_query_heads=queries // devices, num_kv_heads=heads, state_bytes=state_bytes)

@@ -8,7 +8,8 @@ count. A static cache allocates a part of it once (``kvcal.store.form_workspace`
                bits, in the cache's dtype. Layers follow one another, so the largest layer's are room enough
     turns      static cache: cosine and sine of every position, one table for all layers of the same RoPE
     passing    static cache: what a step that reconstructs pages computes with on the way, some pages at a time
-    unpacked   dynamic cache: keys and values of one layer as attention reads them, one side's pages on their way there
+    unpacked   dynamic cache: keys and values of one layer as attention reads them, one side's pages on their way there;
+               of latent attention, the latents and the heads that they are expanded to
     reading    dynamic cache: scratch of the pages that are decoded at once
     packing    dynamic cache: what storing takes for a moment (``transient_bytes``)
 
@@ -213,9 +214,13 @@ def raw_record_bytes(layer: LayerPlan, side: Side, cache_dtype: CacheDtype) -> i
 
 
 def _dense(layer: LayerPlan, cache_dtype: CacheDtype) -> int:
-    """One token's keys and values, and the larger of them again."""
-    values = layer.attention.num_kv_heads * sum(layer.head_dim(side) for side in SIDES)
-    return (values + _side_values(layer)) * ITEM_BYTES[cache_dtype]
+    """One token's keys and values, and the larger of them again. A latent's heads are made when all is unpacked: keys
+    and values without RoPE by the projection, and keys with it once more."""
+    geometry, passing = layer.attention, _side_values(layer)
+    if geometry.expanded is not None:
+        keys, values = geometry.expanded.k_head_dim, geometry.expanded.v_head_dim
+        passing = max(passing, geometry.num_query_heads * (2 * keys - geometry.v_head_dim + values))
+    return (geometry.values_per_token + passing) * ITEM_BYTES[cache_dtype]
 
 
 def _side_values(layer: LayerPlan) -> int:

@@ -117,8 +117,11 @@ def test_families(name: str) -> None:
     """Every model the adapter takes either decodes from a static cache as from the dynamic one, or is refused."""
     model, inputs = built(name), batch()
     plan = model_plan(model, Format(4, "channel", 32), Format(4, "token", 32))
-    if name == "llama4":
-        with pytest.raises(UnsupportedModel, match="static cache cannot hold layer 0: it attends in chunks"):
+    reasons = {"llama4": "it attends in chunks", "falcon_h1": "it keeps a state beside its keys and values"}
+    reasons["gemma3n"] = "it reads another layer's keys and values"
+    reason = "it caches latents" if plan.geometry.has_latents else reasons.get(name)
+    if reason is not None:
+        with pytest.raises(UnsupportedModel, match=rf"static cache cannot hold layer \d: {reason}"):
             PlanCache(plan, model.config, inputs["attention_mask"], max_tokens=40)
         return
     options = {"max_new_tokens": 20, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
@@ -129,6 +132,15 @@ def test_families(name: str) -> None:
             result = model.generate(**inputs, past_key_values=cache, **options)
         found.append(torch.stack(result.logits))
     torch.testing.assert_close(found[1], found[0], atol=1e-3, rtol=1e-3)
+
+
+def test_a_shared_attention_module_cannot_be_attached() -> None:
+    """Zamba2's layers call one block: which layer's cache a call belongs to is not known there."""
+    with (
+        pytest.raises(UnsupportedModel, match="several layers of Zamba2ForCausalLM call the same attention"),
+        attached(built("zamba2")),
+    ):
+        pytest.fail("it was attached")
 
 
 def test_a_compiled_step_is_one_graph_that_serves_every_step() -> None:

@@ -1,4 +1,4 @@
-"""Other families through the same cache: biases, QK-norm, sliding windows, attention sinks, linear attention."""
+"""Other families, one cache: biases, QK-norm, sliding windows, attention sinks, linear attention, latents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from kvcal import PlanCache
 from kvcal.errors import UsageError
 from kvcal.plan.plan import Format
 
-FAMILIES = ("qwen2", "qwen3", "gemma3", "mistral_all_sliding", "gpt_oss", "qwen3_next")
+LATENT = ("deepseek_v2", "deepseek_v3", "kimi_linear")
+HYBRID = ("falcon_h1", "zamba2")
+FAMILIES = ("qwen2", "qwen3", "gemma3", "mistral_all_sliding", "gpt_oss", "qwen3_next", "gemma3n", *LATENT, *HYBRID)
 WITH_PAGES = tuple(name for name in FAMILIES if name != "mistral_all_sliding")
 SLIDING = ("gemma3", "mistral_all_sliding", "gpt_oss")
 TWO_BITS = (Format(2, "channel", 32, 4), Format(2, "token", 32, 0, 32))

@@ -151,7 +151,7 @@ def test_models_are_those_of_the_contract_tests(capsys: pytest.CaptureFixture[st
     listed = json.loads(run_kvcal(capsys, "models", "--json").out)
     assert listed == {"embedded": ["reasoner-10m"], **families()}
     table = run_kvcal(capsys, "models").out
-    assert "Qwen3NextForCausalLM" in table and "falcon_h1 is cached by" in table
+    assert "Qwen3NextForCausalLM" in table and "keeps a state in" in table
 
 
 def test_doctor_tells_versions_and_what_follows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from test_rotary import cohere, phi
-from tiny_models import _IDS, _SHAPE, SUPPORTED, TINY_MODELS, _build, batch, captured_by
+from tiny_models import _IDS, _SHAPE, SUPPORTED, TINY_MODELS, _build, batch, built, captured_by, measured
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -31,7 +31,8 @@ MODELS = TINY_MODELS | {"cohere": cohere, "phi": phi, "phi_with_norm": phi_with_
 # One norm weight for all heads: λ must be shared.
 SHARED = {"qwen3", "qwen3_moe", "gemma3", "qwen3_next", "phi_with_norm"}
 # Norms with weights for every head take a λ of their own for each.
-UNFOLDED = {"llama4", "mistral_all_sliding", "qwen3_moe", "smollm3"}  # the first cannot be; others like these are
+LATENT = {"deepseek_v2", "deepseek_v3", "kimi_linear"}  # without λ
+UNFOLDED = {"llama4", "gemma3n", "mistral_all_sliding", "qwen3_moe", "smollm3"} | LATENT  # the first two cannot be
 FOLDED = sorted((set(SUPPORTED) | {"cohere", "phi", "phi_with_norm"}) - UNFOLDED)
 
 
@@ -57,6 +58,13 @@ def lambdas_for(model: PreTrainedModel, geometry: Geometry, shared: bool, exact:
         lambda_ND[:, b] = lambda_ND[:, a]
         found[layer.index] = lambda_ND.expand(layer.num_kv_heads, -1).contiguous()
     return found
+
+
+def test_queries_of_other_layers_would_meet_folded_keys():
+    model, geometry = built("gemma3n"), measured("gemma3n")
+    lambdas = lambdas_for(model, geometry, shared=True)
+    with pytest.raises(UnsupportedModel, match="layer 2 of gemma3n_text reads another layer's keys"):
+        fold(model, lambdas, geometry)
 
 
 @pytest.mark.parametrize("name", FOLDED)

@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 from cli_cases import save_family, save_llama
 from safetensors.torch import load_file
+from test_models_contract import BESIDE
 from tiny_models import SUPPORTED, TINY_MODELS, UNSUPPORTED, built, measured
 from transformers import PreTrainedTokenizerBase
 
@@ -30,7 +31,7 @@ def saved(name: str, folder: Path) -> str:
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own, about models without an optional package
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", sorted(set(SUPPORTED) - set(BESIDE)))
 def test_the_configuration_tells_what_running_the_model_measures(name: str, tmp_path: Path) -> None:
     sizes = read_sizes(saved(name, tmp_path))
     assert sizes.geometry == measured(name)
@@ -76,7 +77,14 @@ def test_windows_that_a_configuration_switches(
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_what_is_not_served_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="latent|is not causal|cached by|keeps a state|bypasses transformers"):
+    reasons = "is not causal|keeps a state|sparse-attention indexer|bypasses transformers|the same attention"
+    with pytest.raises(UnsupportedModel, match=reasons):
+        read_sizes(saved(name, tmp_path))
+
+
+@pytest.mark.parametrize("name", sorted(BESIDE))
+def test_a_state_that_a_configuration_does_not_tell(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="layer 0 keeps a state, whose bytes are known once the model has run"):
         read_sizes(saved(name, tmp_path))
 
 
@@ -103,7 +111,6 @@ def test_states_take_what_a_bfloat16_model_keeps(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, UnsupportedModel, "8 query heads over 3 KV heads"),
         ({"dtype": "float8_e4m3fn"}, UnsupportedModel, "checkpoint dtype float8_e4m3fn; supported: bfloat16"),
         ({"layer_types": ["full_attention", "magic"]}, UnsupportedModel, "layer 1 is of the type 'magic'"),
-        ({"kv_lora_rank": 512}, UnsupportedModel, "kv_lora_rank = 512: llama caches latents"),
         ({"model_type": "t5"}, UnsupportedModel, "no decoder-only causal language model"),
         ({"model_type": "magic"}, UnsupportedModel, "magic"),
     ],

@@ -13,9 +13,10 @@ from tiny_models import SUPPORTED, TINY_MODELS, batch, built, captured_by, measu
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.geometry import AttentionGeometry, Geometry, StateGeometry
+from kvcal.geometry import AttentionGeometry, ExpandedHeads, Geometry, StateGeometry
 from kvcal.models.attention import _LISTENING
 from kvcal.models.geometry import attention_layers, geometry_of
+from kvcal.models.projections import kv_projections
 from kvcal.models.taps import Captured, check_taps, tap
 
 # name -> (who refuses, a part of the reason)
@@ -24,12 +25,14 @@ REFUSED = {
     "gptj": (tap, "GPTJForCausalLM bypasses"),
     "bloom": (tap, "BloomForCausalLM bypasses"),
     "mpt": (tap, "MptForCausalLM bypasses"),
-    "deepseek_v3": (geometry_of, "layer 0 of deepseek_v3 caches latents of 16 channels"),
-    "falcon_h1": (geometry_of, "layer 0 of falcon_h1 is cached by LinearAttentionAndFullAttentionLayer"),
+    "glm_moe_dsa": (geometry_of, "layer 0 of glm_moe_dsa caches the keys of a sparse-attention indexer beside"),
+    "zamba2": (kv_projections, "Zamba2ForCausalLM: several layers call the same attention module"),
     "recurrent_gemma": (geometry_of, "RecurrentGemmaForCausalLM keeps a state in model.layers.0"),
     "bert_decoder_without_mask": (geometry_of, "BertLMHeadModel is not causal"),
 }
-# (query heads, KV heads, head dim, window of each layer; None: full; "state": no attention)
+# Of latent attention: channels of the latent and of the rotary key, and the heads made of them.
+LATENT = (32, 8, ExpandedHeads(24, 24))
+# (query heads, KV heads, head dim or LATENT, window of each layer; None: full; "state": no attention)
 SHAPES = {
     "llama": (4, 1, 16, [None] * 3),
     "llama_mha_yarn": (4, 4, 16, [None] * 3),
@@ -39,6 +42,7 @@ SHAPES = {
     "qwen3_moe": (4, 1, 16, [None] * 3),
     "phi3": (8, 2, 8, [None] * 3),
     "gemma3": (4, 1, 16, [6, 6, None, 6]),
+    "gemma3n": (4, 1, 16, [None, 6]),
     "glm4": (4, 1, 16, [None] * 3),
     "olmo2": (4, 4, 16, [None] * 3),
     "gpt_neox": (4, 4, 16, [None] * 3),
@@ -47,10 +51,18 @@ SHAPES = {
     "stablelm": (4, 1, 16, [None] * 3),
     "smollm3": (4, 1, 16, [None] * 3),
     "qwen3_next": (4, 1, 16, ["state", None, "state", None]),
-    "llama4": (4, 1, 16, [8] * 3),
+    "llama4": (4, 1, 16, [8, 8, 8, None]),
+    "deepseek_v2": (4, 1, LATENT, [None] * 3),
+    "deepseek_v3": (4, 1, LATENT, [None] * 3),
+    "kimi_linear": (4, 1, LATENT, ["state", None, "state"]),
+    "falcon_h1": (4, 1, 16, [None] * 3),
 }
+# Bytes of the state beside keys and values: fp32, 4 heads of 16 with 8 numbers each, and 4 taps of a convolution over
+# their channels and twice 8.
+BESIDE = {"falcon_h1": 4 * (4 * 16 * 8 + 4 * (4 * 16 + 2 * 8))}
+LATENTS = {name for name, (_, _, dims, _) in SHAPES.items() if dims == LATENT}
 WITHOUT_K_PRE = {"llama4"}  # its keys are normalised after RoPE
-WITHOUT_ROPE = {"gpt2": {0, 1}, "smollm3": {1}}
+WITHOUT_ROPE = {"gpt2": {0, 1}, "smollm3": {1}, "llama4": {3}}
 
 
 class Recorder(DynamicCache):
@@ -62,6 +74,21 @@ class Recorder(DynamicCache):
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         self.handed[layer_idx] = (key_states, value_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+class Nudging(DynamicCache):
+    """Adds ``step`` to one coordinate of the values of one layer."""
+
+    def __init__(self, config, layer: int, coordinate: tuple[int, ...], step: float) -> None:
+        super().__init__(config=config)
+        self.change = layer, coordinate, step
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        layer, coordinate, step = self.change
+        if layer_idx == layer:
+            value_states = value_states.clone()
+            value_states[coordinate] += step
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
@@ -79,6 +106,8 @@ def test_refusal_says_why(name):
     with pytest.raises(UnsupportedModel) as error:
         if refuse is geometry_of:
             geometry_of(model)
+        elif refuse is kv_projections:
+            kv_projections(model, measured(name))
         else:
             with tap(model, lambda captured: None, measured(name)):
                 pytest.fail("the tap was entered")
@@ -97,7 +126,10 @@ def test_geometry(name):
         if window == "state":
             assert isinstance(layer, StateGeometry)
         else:
-            assert layer == AttentionGeometry(layer.index, num_query_heads, num_kv_heads, head_dim, head_dim, window)
+            k_dim, v_dim, expanded = head_dim if name in LATENTS else (head_dim, head_dim, None)
+            shape = (num_query_heads, num_kv_heads, k_dim, v_dim, window, expanded, BESIDE.get(name, 0))
+            expected = AttentionGeometry(layer.index, *shape)
+            assert layer == expected
 
 
 def test_state_bytes_are_those_of_the_official_cache():
@@ -126,7 +158,7 @@ def test_taps_are_bitwise_what_the_model_caches(name):
         keys, values = cache.handed[captured.layer]
         assert torch.equal(captured.k_post_BNTD, keys)
         assert torch.equal(captured.v_BNTD, values)
-        assert captured.q_post_BHTD.shape == (2, layer.num_query_heads, 9, layer.k_head_dim)
+        assert captured.q_post_BHTD.shape == (2, layer.num_query_heads, 9, layer.attended[1])
 
 
 IMPLEMENTATIONS = [
@@ -203,12 +235,12 @@ def rotary_tables(model: PreTrainedModel, inputs: dict) -> list[tuple[torch.Tens
     return tables
 
 
-@pytest.mark.parametrize("name", [name for name in SUPPORTED if name not in WITHOUT_K_PRE | {"gpt2"}])
+@pytest.mark.parametrize("name", [name for name in SUPPORTED if name not in WITHOUT_K_PRE | LATENTS | {"gpt2"}])
 def test_k_pre_rotated_by_hand_is_k_post(name):
     model, geometry, inputs = built(name), measured(name), batch()
     inputs["position_ids"] = torch.arange(9).expand(2, 9) + 40  # far enough that every channel turns
     seen, _ = captured_by(model, geometry, inputs)
-    tables = rotary_tables(model, inputs)
+    tables = rotary_tables(model, inputs)[: len(seen)]  # layers that read another one's keys come last
     assert len(tables) == len(seen)
     for captured, (cos, sin) in zip(seen, tables, strict=True):
         if captured.layer in WITHOUT_ROPE.get(name, ()):
@@ -217,6 +249,38 @@ def test_k_pre_rotated_by_hand_is_k_post(name):
         expected = rotated_by_hand(name, captured.k_pre_BNTD, cos, sin)
         torch.testing.assert_close(captured.k_post_BNTD, expected, atol=1e-5, rtol=1e-5)
         assert (captured.k_post_BNTD - captured.k_pre_BNTD).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", sorted(LATENTS))
+def test_a_latent_is_normed_and_its_rotary_key_turned_by_hand(name):
+    """From the projection's output: the norm of the first 32 channels, and RoPE of the last 8, in interleaved pairs;
+    Kimi's do not turn."""
+    model, geometry, inputs = built(name), measured(name), batch()
+    attention = model.model.layers[1].self_attn
+    outputs, tables = [], []
+    hooks = [
+        attention.kv_a_proj_with_mqa.register_forward_hook(lambda module, args, output: outputs.append(output)),
+        attention.register_forward_pre_hook(
+            lambda module, args, kwargs: tables.append(kwargs.get("position_embeddings")), with_kwargs=True
+        ),
+    ]
+    seen, _ = captured_by(model, geometry, inputs)
+    for hook in hooks:
+        hook.remove()
+    captured = next(one for one in seen if one.layer == 1)
+    latent, rotary = outputs[0].split([32, 8], dim=-1)
+    normed = latent * torch.rsqrt(latent.pow(2).mean(-1, keepdim=True) + attention.kv_a_layernorm.variance_epsilon)
+    torch.testing.assert_close(captured.k_post_BNTD[:, 0], normed * attention.kv_a_layernorm.weight)
+    assert captured.k_pre_BNTD is captured.k_post_BNTD and captured.rotation is None
+    if name == "kimi_linear":
+        turned = rotary
+    elif name == "deepseek_v2":  # a table of complex numbers, pairs stay where they are
+        pairs = torch.view_as_complex(rotary.unflatten(-1, (4, 2)).contiguous()) * tables[0]
+        turned = torch.view_as_real(pairs).flatten(-2)
+    else:  # pairs come apart: their first channels, then their second ones
+        (cos, sin), a, b = (table[..., :4] for table in tables[0]), rotary[..., ::2], rotary[..., 1::2]
+        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    torch.testing.assert_close(captured.v_BNTD[:, 0], turned)
 
 
 def test_gemma3_layers_use_two_rope_bases():
@@ -244,12 +308,13 @@ def test_k_pre_is_k_post_without_rope_and_none_after_a_norm():
     for captured in captured_by(built("gpt2"), measured("gpt2"), batch())[0]:
         assert captured.k_pre_BNTD is captured.k_post_BNTD
     for captured in captured_by(built("llama4"), measured("llama4"), batch())[0]:
-        assert captured.k_pre_BNTD is None
+        assert captured.k_pre_BNTD is (captured.k_post_BNTD if captured.layer == 3 else None)
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_gradients_reach_the_observed_tensors(name):
-    """The gradient that a hook on V hears is the loss's: compare one coordinate with a finite difference."""
+    """The gradient that a hook on V hears is the loss's: compare one coordinate with a finite difference. It is taken
+    where the cache is given V, before latents are expanded."""
     model, geometry, inputs = built(name), measured(name), batch()
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     gradients: dict[int, torch.Tensor] = {}
@@ -268,13 +333,9 @@ def test_gradients_reach_the_observed_tensors(name):
     coordinate = tuple(int(i) for i in torch.unravel_index(gradients[last].abs().argmax(), gradients[last].shape))
     losses = []
     for step in (-1e-2, 1e-2):
-
-        def nudge(captured: Captured, step: float = step) -> None:
-            if captured.layer == last:
-                captured.v_BNTD[coordinate] += step
-
-        with torch.no_grad(), tap(model, nudge, geometry):
-            losses.append(model(**inputs, labels=labels, use_cache=False).loss.double())
+        cache = Nudging(model.config, last, coordinate, step)
+        with torch.no_grad():
+            losses.append(model(**inputs, labels=labels, past_key_values=cache, use_cache=True).loss.double())
     slope = float(losses[1] - losses[0]) / 2e-2
     assert slope == pytest.approx(float(gradients[last][coordinate]), rel=0.05, abs=2e-5)
 

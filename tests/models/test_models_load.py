@@ -160,8 +160,8 @@ def test_other_kinds_of_model(folder: Path, model_type: str, part: str):
 
 
 def test_model_that_the_geometry_refuses(tmp_path: Path):
-    TINY_MODELS["deepseek_v3"]().save_pretrained(tmp_path / "mla")
-    refused(tmp_path / "mla", UnsupportedModel, "caches latents", need_tokenizer=False)
+    TINY_MODELS["recurrent_gemma"]().save_pretrained(tmp_path / "states")
+    refused(tmp_path / "states", UnsupportedModel, "keeps a state in", need_tokenizer=False)
 
 
 def test_unsupported_checkpoint_dtype(folder: Path):

@@ -38,7 +38,8 @@ def test_projection_gradient_norms(name):
     model.zero_grad(set_to_none=True)
     for projection in projections:
         heads, layer = projection.channels_ND, layers[projection.layer]
-        assert heads.shape == (layer.num_kv_heads, layer.k_head_dim)
+        head_dim = layer.k_head_dim if projection.side == "k" else layer.v_head_dim
+        assert heads.shape == (layer.num_kv_heads, head_dim)
         x, gradient = (
             tensor.unflatten(0, (2, -1)) if tensor.dim() == 2 else tensor for tensor in flows[projection.module]
         )

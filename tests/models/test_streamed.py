@@ -295,3 +295,12 @@ def test_a_gpu_gives_the_bits_of_the_whole_model(num_places: int, saved) -> None
     assert len(results[0]) == 9
     for whole, streamed in zip(*results, strict=True):
         assert torch.equal(whole, streamed)
+
+
+def test_layers_that_read_another_ones_keys_are_refused() -> None:
+    """The gradient of their reads would be lost, and with it a part of the sensitivity."""
+    model = TINY_MODELS["gemma3n"]()
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    with pytest.raises(UnsupportedModel, match="layer 2 of Gemma3nForCausalLM reads another layer's keys and values"):
+        stream(model, torch.device("cpu"), 1 << 30)
+    assert before == [parameter.data_ptr() for parameter in model.parameters()]

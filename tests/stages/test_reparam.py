@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from kvcal.errors import ArtifactError, NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.models.fold import fold
+from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
 from kvcal.models.rope import rotary_pairs
 from kvcal.models.taps import tap
@@ -235,13 +237,37 @@ def test_only_heads_per_token_are_searched(tmp_path, outliers):
     assert reparam.load(tmp_path / "none" / "reparam.safetensors").layers == ()
 
 
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+def test_lambda_needs_pairs_and_no_angles(tmp_path, scaling):
+    """Frequencies that change with the length leave the pairs as they are, and λ is equal on each."""
+    rope = {"rope_type": scaling, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}
+    if scaling == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    model = _build(hf.LlamaConfig(**_IDS, **_SHAPE | {"num_hidden_layers": 2}, rope_parameters=rope))
+    record = run(tmp_path, loaded_with(model))
+    assert [layer.index for layer in record.layers] == [0, 1] and any(layer.alpha > 0 for layer in record.layers)
+    for layer in record.layers:
+        a, b = rotary_pairs(model, geometry_of(model))[layer.index].unbind(1)
+        assert len(a) == 8 and torch.equal(record.lambdas[layer.index][:, a], record.lambdas[layer.index][:, b])
+        assert layer.error <= layer.error_at_zero
+
+
+def test_llama4_has_lambda_where_it_keeps_pages(tmp_path):
+    """Its layers with a norm behind RoPE are chunked and stay at 16 bits; the full ones have no RoPE, and no pairs."""
+    record = run(tmp_path, loaded_with(built("llama4")))
+    assert [layer.index for layer in record.layers] == [3] and record.lambdas.keys() == {3}
+
+
 def test_refusals(tmp_path, outliers):
     with pytest.raises(UsageError, match="none reads a quantized page"):
         run(tmp_path, outliers, data=data_of(100, 144))
     with pytest.raises(UsageError, match="a sequence of 513 tokens"):
         run(tmp_path, outliers, data=data_of(513))
-    with pytest.raises(UnsupportedModel, match="changes its keys after RoPE"):
-        run(tmp_path, loaded_with(built("llama4")))
+    config = copy.deepcopy(built("llama4").config)
+    config.layer_types = ["full_attention"] * config.num_hidden_layers
+    with pytest.raises(UnsupportedModel, match="layer 0 of llama4_text changes its keys after RoPE") as caught:
+        run(tmp_path, loaded_with(type(built("llama4"))(config).eval()))
+    assert "leave out [reparam]" in str(caught.value.hint)
     broken = outlier_model()
     with torch.no_grad():
         broken.model.layers[1].self_attn.k_proj.weight[0, 0] = float("inf")

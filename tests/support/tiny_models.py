@@ -86,6 +86,25 @@ def gemma3() -> PreTrainedModel:
     )
 
 
+def gemma3n() -> PreTrainedModel:
+    """Its last two layers read what the first two have cached."""
+    shape = _SHAPE | {"num_hidden_layers": 4, "intermediate_size": [96] * 4}
+    extra = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE, "altup_num_inputs": 2}
+    return _build(
+        hf.Gemma3nTextConfig(
+            **_IDS,
+            **shape,
+            **extra,
+            head_dim=16,
+            sliding_window=6,
+            layer_types=["full_attention", "sliding_attention"] * 2,
+            num_kv_shared_layers=2,
+            laurel_rank=8,
+            activation_sparsity_pattern=[0.0] * 4,
+        )
+    )
+
+
 def glm4() -> PreTrainedModel:
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     return _build(hf.Glm4Config(**_IDS, **_SHAPE, head_dim=16, rope_parameters=rope))
@@ -163,30 +182,72 @@ def mpt() -> PreTrainedModel:
     return _build(hf.MptConfig(**_IDS, d_model=32, n_layers=2, n_heads=4, max_seq_len=512))
 
 
+# Multi-head latent attention: a latent of 32, a rotary key of 8, and heads of 16 + 8 and 24 made of them.
+_LATENT = _SHAPE | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+}
+_ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+
+
+def deepseek_v2() -> PreTrainedModel:
+    """As V2-Lite: queries without a latent of their own, YaRN."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+    rope |= {"mscale": 0.707, "mscale_all_dim": 0.707}
+    return _build(hf.DeepseekV2Config(**_IDS, **_LATENT, **_ROUTED, q_lora_rank=None, rope_parameters=rope))
+
+
 def deepseek_v3() -> PreTrainedModel:
-    latent = {
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 16,
-    }
-    experts = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16}
-    return _build(
-        hf.DeepseekV3Config(**_IDS, **_SHAPE | {"num_key_value_heads": 4}, **latent, **experts, num_experts_per_tok=2)
-    )
+    return _build(hf.DeepseekV3Config(**_IDS, **_LATENT, **_ROUTED, q_lora_rank=16, n_group=2, topk_group=1))
+
+
+def glm_moe_dsa() -> PreTrainedModel:
+    """GLM-5: latents, and an indexer that chooses the tokens to attend to."""
+    indexer = {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 16}
+    return _build(hf.GlmMoeDsaConfig(**_IDS, **_LATENT, **_ROUTED, **indexer, q_lora_rank=16))
+
+
+def kimi_linear() -> PreTrainedModel:
+    """Latent attention beside gated delta rules."""
+    experts = {"num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 16}
+    layer_types = ["linear_attention", "full_attention", "linear_attention"]
+    delta = {"linear_head_dim": 16, "linear_num_heads": 2, "layer_types": layer_types}
+    return _build(hf.KimiLinearConfig(**_IDS, **_LATENT, **experts, **delta))
 
 
 def llama4() -> PreTrainedModel:
+    """Three layers that attend in chunks, with a norm behind RoPE; then one of full attention, without both."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 64}
     return _build(
-        hf.Llama4TextConfig(**_IDS, **_SHAPE, **experts, head_dim=16, attention_chunk_size=8, use_qk_norm=True)
+        hf.Llama4TextConfig(
+            **_IDS,
+            **_SHAPE | {"num_hidden_layers": 4},
+            **experts,
+            head_dim=16,
+            attention_chunk_size=8,
+            use_qk_norm=True,
+        )
     )
 
 
 def falcon_h1() -> PreTrainedModel:
     mamba = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
     return _build(hf.FalconH1Config(**_IDS, **_SHAPE, **mamba))
+
+
+def zamba2() -> PreTrainedModel:
+    """Layers of a state alone, then with a state and the attention block that such layers share."""
+    shape = _SHAPE | {"num_hidden_layers": 4, "num_key_value_heads": 4}
+    mamba = {"mamba_d_state": 8, "n_mamba_heads": 4, "mamba_headdim": 32, "mamba_ngroups": 1}
+    kinds = ["mamba", "hybrid", "mamba", "hybrid"]
+    return _build(
+        hf.Zamba2Config(
+            **_IDS, **shape, **mamba, layers_block_type=kinds, num_mem_blocks=1, use_mem_rope=True, adapter_rank=8
+        )
+    )
 
 
 def recurrent_gemma() -> PreTrainedModel:
@@ -208,6 +269,7 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3_moe": qwen3_moe,
     "phi3": phi3,
     "gemma3": gemma3,
+    "gemma3n": gemma3n,
     "glm4": glm4,
     "olmo2": olmo2,
     "gpt_neox": gpt_neox,
@@ -220,9 +282,13 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "gptj": gptj,
     "bloom": bloom,
     "mpt": mpt,
+    "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "glm_moe_dsa": glm_moe_dsa,
+    "kimi_linear": kimi_linear,
     "llama4": llama4,
     "falcon_h1": falcon_h1,
+    "zamba2": zamba2,
     "recurrent_gemma": recurrent_gemma,
     "bert_decoder_without_mask": bert_decoder_without_mask,
 }
@@ -233,8 +299,8 @@ UNSUPPORTED = {
     "gptj",
     "bloom",
     "mpt",
-    "deepseek_v3",
-    "falcon_h1",
+    "glm_moe_dsa",
+    "zamba2",
     "recurrent_gemma",
     "bert_decoder_without_mask",
 }

@@ -3,7 +3,7 @@
 A unit of the integer program is one layer's K or V, or one head's, or a layer's K and V together; its options are the
 profile's candidates, each with its measured loss and with the bytes that ``Format.nbytes`` predicts for the runtime at
 the workload. What does not depend on the choice (bounded layers, states) is taken off the budget first. 16 bits is
-always an option, with loss 0.
+always an option, with loss 0, and the only one of rotary keys of latent attention, unless the recipe asks for more.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Problem:
         every = tuple(range(layer.attention.num_kv_heads))
         if spec.granularity == "head":
             return [[(side, heads)] for side in SIDES for heads in _alike(layer, costs[side], spec.tp)]
-        if spec.granularity == "block":
+        if spec.granularity == "block" and (spec.rotary or not layer.attention.is_latent):
             return [[(side, every) for side in SIDES]]
         return [[(side, every)] for side in SIDES]
 
@@ -168,7 +168,8 @@ class Problem:
         self, profile: Profile, spec: AllocateSpec, cache: CacheSpec, layer: LayerPlan, side: Side
     ) -> dict[str, _Cost]:
         """By name, equal for keys and values."""
-        losses = profile.losses(spec.objective, layer.geometry.index, side)
+        is_fixed = side == "v" and layer.attention.is_latent and not spec.rotary
+        losses = {} if is_fixed else profile.losses(spec.objective, layer.geometry.index, side)
         costs = {cache.format(side, *candidate): loss for candidate, loss in losses.items()}
         costs[RAW] = [0.0] * layer.attention.num_kv_heads
         dim, cache_dtype, lengths = layer.head_dim(side), self.geometry.cache_dtype, self.workload.lengths

@@ -106,13 +106,13 @@ def reserved_bytes(
     can be, and, with a ``device_workload``, the workspace that these need; and all factors of error feedback."""
     k, v = (cache.format(side, 2, "token", 128) for side in SIDES)
     layers = layers_in(geometry, k, v)
-    lambdas = sum(layer.attention.num_kv_heads * layer.head_dim("k") for layer in layers if layer.is_paged)
+    lambdas = sum(layer.attention.num_kv_heads * layer.head_dim("k") for layer in layers if layer.takes_transforms)
     total = 0 if reparam is None else FLOAT_BYTES * lambdas * (2 if reparam.offset else 1)
     total += sum(
         factor_spec(layer.attention.num_kv_heads, layer.head_dim(side)).nbytes
         for layer in layers
         for side in (() if feedback is None else feedback.sides)
-        if layer.is_paged
+        if layer.takes_transforms
     )
     if predictors is None:
         return total
@@ -168,7 +168,7 @@ def require_budget(allocation: Allocation, plan: Plan) -> None:
 
 def spared_lambdas(layers: Sequence[LayerPlan]) -> int:
     """Bytes of λ and offsets that other layers have: with other formats, these may gain by them, too."""
-    post = [layer for layer in layers if layer.is_paged and layer.k_pages == "post"]
+    post = [layer for layer in layers if layer.takes_transforms and layer.k_pages == "post"]
     given = [[layer.k_rescale for layer in post], [layer.k_offset for layer in post]]
     sizes = [FLOAT_BYTES * layer.attention.num_kv_heads * layer.head_dim("k") for layer in post]
     return sum(size for has in given if any(has) for size, is_there in zip(sizes, has, strict=True) if not is_there)

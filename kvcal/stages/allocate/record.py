@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from kvcal import artifact
 from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
-from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.layer import LayerPlan, Pages, bare_layers, in_formats
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import check_layers, needed_tensors
@@ -111,13 +111,13 @@ def fixed_allocation(
 def important_allocation(
     profile: Profile, spec: ImportanceSpec, cache: CacheSpec, workload: Workload, provenance: dict[str, Any]
 ) -> Allocation:
-    """KVmix: formats by the gradient norms of the profile."""
+    """KVmix: formats by the gradient norms of the profile; rotary keys stay at 16 bits."""
     formats = importance_formats(importance_scores(profile), spec, cache.num_sink_tokens, cache.param_dtype)
     layers = []
     for layer in bare_layers(profile.geometry):
         if layer.is_paged:
             k, v = formats[layer.geometry.index]
-            layer = LayerPlan(layer.geometry, (k,), (v,))
+            layer = in_formats(layer, k, v)
         layers.append(layer)
     return unbudgeted(tuple(layers), profile.setup.identity, profile.geometry.cache_dtype, workload, provenance)
 
@@ -142,10 +142,12 @@ def made_progressive(allocation: Allocation, spec: ProgressiveSpec, reserved: in
 
 
 def layer_bytes(layers: tuple[LayerPlan, ...], cache_dtype: str, workload: Workload) -> tuple[int, int]:
-    """Bytes of (bounded and state layers, paged layers)."""
+    """Bytes of (windows and states, pages)."""
     sizes = {True: 0, False: 0}
     for layer in layers:
-        sizes[layer.is_paged] += layer.nbytes(cache_dtype, workload.lengths, workload.context)
+        state = layer.state_nbytes(workload.batch)
+        sizes[layer.is_paged] += layer.nbytes(cache_dtype, workload.lengths, workload.context) - state
+        sizes[False] += state
     return sizes[False], sizes[True]
 
 
@@ -161,13 +163,11 @@ def one_or_each(formats: tuple[Format, ...]) -> tuple[Format, ...]:
     return formats[:1] if len(set(formats)) == 1 else formats
 
 
-def layers_in(
-    geometry: Geometry, k: Format, v: Format, k_pages: Literal["post", "pre"] = "post"
-) -> tuple[LayerPlan, ...]:
-    """All layers, the paged ones in the formats ``k`` and ``v``."""
+def layers_in(geometry: Geometry, k: Format, v: Format, k_pages: Pages = "post") -> tuple[LayerPlan, ...]:
+    """All layers, the paged ones in the formats ``k`` and ``v``, rotary keys at 16 bits. UnsupportedModel as
+    ``in_formats``."""
     return tuple(
-        LayerPlan(layer.geometry, (k,), (v,), k_pages=k_pages) if layer.is_paged else layer
-        for layer in bare_layers(geometry)
+        in_formats(layer, k, v, k_pages=k_pages) if layer.is_paged else layer for layer in bare_layers(geometry)
     )
 
 

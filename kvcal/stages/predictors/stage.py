@@ -32,7 +32,7 @@ from kvcal.distributed import Parcel, from_first
 from kvcal.errors import NonFiniteActivations
 from kvcal.models.load import LoadedModel
 from kvcal.models.rope import rotary_maps
-from kvcal.plan.layer import LayerPlan
+from kvcal.plan.layer import LATENTS, LayerPlan
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import needed_tensors
 from kvcal.progress import Reporter
@@ -103,12 +103,15 @@ def run_fit_predictors(
         NonFiniteActivations: NaN or infinity, naming layer and sequence.
         ArtifactError: a file cannot be written.
     """
+    if loaded.geometry.has_latents:
+        reporter.say(f"predictors: {LATENTS}")
     targets = find_targets(layers, spec, loaded.geometry.cache_dtype)
     paged = [layer for layer in layers if layer.is_paged]
     has_work = any(target.shape is not None for target in targets)
     splits = split_sequences(data, spec.holdout_share) if has_work else {}
     device = loaded.model.device
-    maps = rotary_maps(loaded.model, loaded.geometry) if has_work else {}
+    indices = [layer.geometry.index for layer in paged]
+    maps = rotary_maps(loaded.model, loaded.geometry, indices) if has_work else {}
     tables = {index: rotary.tensor().to(device) for index, rotary in maps.items()}
     on_device = {name: tensor.to(device) for name, tensor in tensors.items()}
     declare = partial(_declared, paged, targets, splits)

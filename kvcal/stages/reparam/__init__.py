@@ -14,7 +14,7 @@ Two passes over the data, one sequence at a time, which an interrupted run conti
 
 Left out: one α per head, α chosen on the loss instead of layer by layer, and far positions for the keys alone, with the
 model at its ordinary ones (experiments/show_reparam.py measures the difference). Layers whose keys are per channel,
-before RoPE, 16 bits or in a sliding window stay as they are.
+before RoPE, 16 bits or in a sliding window stay as they are, and so do latents.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvcal.models.load import LoadedModel
 from kvcal.models.projections import bias_findings
 from kvcal.models.rope import rotary_pairs
 from kvcal.models.taps import Captured, Reread, check_taps, rereading
-from kvcal.plan.layer import LayerPlan
+from kvcal.plan.layer import LATENTS, LayerPlan
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Reporter
 from kvcal.recipe import ReparamSpec
@@ -81,11 +81,13 @@ def run_reparam(
     """
     searched = {layer.geometry.index: layer for layer in layers if searched_heads(layer) is not None}
     check_taps(loaded.model, loaded.geometry)
-    pairs = rotary_pairs(loaded.model, loaded.geometry)
+    pairs = rotary_pairs(loaded.model, loaded.geometry, searched)
     tensors = {name: t.to(loaded.model.device) for name, t in lattice_tensors(layers).items()}
+    if loaded.geometry.has_latents:
+        reporter.say(f"reparam: {LATENTS}")
     if searched:
         _require_pages(data, searched)
-    else:
+    elif any(layer.takes_transforms for layer in layers):
         reporter.say("reparam: no layer quantizes its keys per token, nothing to search")
     scale = fitting_scale(loaded, data.sequences, spec.position_scale, reporter)
     search = _Search(loaded, searched, pairs, tensors, data, spec, scale)

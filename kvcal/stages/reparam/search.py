@@ -173,8 +173,8 @@ def is_searched(fmt: Format) -> bool:
 
 def searched_heads(layer: LayerPlan) -> Tensor | None:
     """bool [N]: the KV heads of a layer whose keys λ can help; None if there are none, or the layer has other
-    transforms of its keys."""
-    if not layer.is_paged or layer.k_pages == "pre" or layer.k_rescale or layer.k_offset:
+    transforms of its keys, or caches latents."""
+    if not layer.takes_transforms or layer.k_pages == "pre" or layer.k_rescale or layer.k_offset:
         return None
     heads = torch.tensor([is_searched(fmt) for fmt in layer.head_formats("k")])
     return heads if bool(heads.any()) else None

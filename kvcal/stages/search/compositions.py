@@ -139,10 +139,13 @@ def system_plans(
     geometry: Geometry, spec: SearchSpec, predictors: PredictorSpec | None
 ) -> dict[str, tuple[LayerPlan, ...]]:
     """The layers of every system's own plan, by name: final formats of a recipe whose pages shrink, thresholds as they
-    are, of [importance] one plan for either class of layers. AQUA-KV's are missing without ``predictors``."""
+    are, of [importance] one plan for either class of layers. AQUA-KV's are missing without ``predictors``, and plans
+    that choose channels by queries for a model with latents."""
     plans: dict[str, tuple[LayerPlan, ...]] = {}
     for name in spec.systems:
         recipe = load_recipe(name)
+        if recipe.formats is not None and recipe.formats.k.needs_queries and geometry.has_latents:
+            continue
         if recipe.importance is not None:
             for label, is_important in (("few bits", False), ("more bits", True)):
                 k, v = (
@@ -162,7 +165,7 @@ def _transformed(recipe: Recipe, geometry: Geometry, predictors: PredictorSpec |
     assert recipe.formats is not None
     layers, source = [], None
     for layer in fixed_layers(recipe.formats, bare_layers(geometry)):
-        if layer.is_paged:
+        if layer.takes_transforms:
             if recipe.reparam is not None and is_searched(layer.k[0]):
                 layer = replace(layer, k_rescale=True)
             if recipe.predictors is not None and predictors is not None and source is not None:
@@ -210,6 +213,8 @@ def options_of(
     predicted. UsageError for a style that no layer can have."""
     options = []
     for style in styles:
+        if layer.attention.is_latent and not fits_latent(style, side):
+            continue
         predictor = None
         if style.predicted:
             if source is None or predictors is None:
@@ -227,6 +232,12 @@ def options_of(
         if speed.offers(alone, side):
             options.append(option)
     return tuple(options)
+
+
+def fits_latent(style: Style, side: Side) -> bool:
+    """Whether a layer of latent attention can have it: no transforms, no query scores, rotary keys at 16 bits."""
+    is_plain = not (style.rescale or style.predicted or style.format.needs_queries)
+    return is_plain if side == "k" else style == RAW_OPTION.style
 
 
 def alone_in(layer: LayerPlan, side: Side, option: Composition) -> LayerPlan:

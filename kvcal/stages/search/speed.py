@@ -5,8 +5,9 @@
   does not have takes the bytes of its cache at the slowest rate of those that it has, if attention reads its pages as
   they are stored; otherwise the plan must not have it. Heads with formats of their own take their share of a layer all
   of whose heads have them. Pages that are decoded first may pay where the table shows it.
-- ``ByBytes``, without a table: the bytes of the layer's cache. Pages that attention does not read as they are stored,
-  or only with a slower kernel than 16 bits, are left out: bytes do not tell their time.
+- ``ByBytes``, without a table, or for latents, which have no kernels to time: the bytes of the layer's cache. Pages
+  that attention does not read as they are stored, or only with a slower kernel than 16 bits, are left out: bytes do not
+  tell their time.
 - ``Unbounded``: for storage time does not count.
 """
 
@@ -47,7 +48,7 @@ def speed_of(
     of ``layers``."""
     if serve == "storage":
         return Unbounded()
-    if times is None:
+    if times is None or any(layer.is_paged and layer.attention.is_latent for layer in layers):
         return ByBytes(cache_dtype, workload)
     for layer in layers:
         if layer.is_paged and not times.at(workload, layer):
