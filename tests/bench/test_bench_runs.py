@@ -65,7 +65,7 @@ def test_a_run_measures_every_size_and_format(clock: Clock, tmp_path: Path) -> N
 
 
 def test_heads_that_only_the_plain_kernel_takes_are_measured(clock: Clock, tmp_path: Path) -> None:
-    report = bench_kernels(Job(CPU, JOB_PAIRS, POINTS[:1], Heads(2, 96, 2), tmp_path, Silent(), True))
+    report = bench_kernels(Job(CPU, JOB_PAIRS, POINTS[:1], Heads(2, 80, 2), tmp_path, Silent(), True))
     names = ["decode_plain", "decode_plain", *["reconstruct + decode_plain"] * 2, "decode_plain"]
     assert [row.kernel.name if row.kernel else None for row in report.rows] == names
     assert all(row.times is not None and row.reason is None for row in report.rows)

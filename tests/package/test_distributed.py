@@ -309,7 +309,8 @@ def test_all_errors_of_the_package_are_known() -> None:
     def kinds(kind: type[KvcalError]) -> set[str]:
         return {kind.__name__}.union(*map(kinds, kind.__subclasses__()))
 
-    assert kinds(KvcalError) - {"KvcalError"} == distributed.ERRORS.keys()
+    # A benchmark is not dealt out: it alone raises Interrupted.
+    assert kinds(KvcalError) - {"KvcalError", "Interrupted"} == distributed.ERRORS.keys() - {"Interrupted"}
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, MAX_SHARDS, MAX_SHARDS + 1, 300, 512])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_observers import gqa_model, measure
-from tiny_models import built, measured
+from tiny_models import TINY_MODELS, built, measured
 
 from kvcal import artifact
 from kvcal.data.sequences import TokenDataset
@@ -497,7 +497,7 @@ def test_batches_fit_the_memory_that_a_device_has_in_all(monkeypatch, total: int
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "qwen2"])
 def test_the_graph_of_a_backward_is_as_large_as_estimated(name: str) -> None:
     """Within a third, in bfloat16, against what autograd keeps for a forward of 300 tokens, weights left out."""
-    model, held = built(name).to(torch.bfloat16), {}
+    model, held = TINY_MODELS[name]().to(torch.bfloat16), {}
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -512,4 +512,3 @@ def test_the_graph_of_a_backward_is_as_large_as_estimated(name: str) -> None:
         model.get_decoder()(inputs_embeds=embedded, use_cache=False)
     found = sum(nbytes for nbytes, _ in held.values()) / 300
     assert found / 1.33 < graph_bytes(model) < found * 1.33, (found, graph_bytes(model))
-    model.to(torch.float32).requires_grad_(True)
