@@ -47,7 +47,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, eq=False)
 class Parcel:
-    """What ranks send each other: a JSON value, and tensors on the CPU."""
+    """A message between ranks: a JSON value, and tensors on the CPU."""
 
     value: Any = None
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -229,7 +229,7 @@ def in_turn(
 
 
 def from_first(what: str, make: Callable[[], Parcel]) -> Parcel:
-    """What rank 0 makes, for all ranks. Raises as ``in_turn``."""
+    """The parcel that rank 0 makes, for all ranks. Raises as ``in_turn``."""
     if _ranks is None or _is_measuring:
         return make()
     _require_same_place(what)

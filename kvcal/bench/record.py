@@ -221,7 +221,7 @@ class LayerReport(Report):
         return sum(times) if times and len(times) == len(found) else None
 
     def plan_factor(self, point: Point, bits: int = RAW_BITS) -> float | None:
-        """How many times as long as the plan's layers the fastest baseline of so many bits takes in as many."""
+        """The time of the fastest baseline of so many bits in as many layers, over that of the plan's layers."""
         us, best = self.plan_us(point), self.fastest(point, bits)
         if us is None or best is None or best.times is None or self.plan is None:
             return None

@@ -47,7 +47,7 @@ class PairOptions(OutputOptions):
     ] = None
 
     def stored(self, default: Sequence[str]) -> tuple[tuple[Stored, ...], TimedPlan | None]:
-        """What is to be timed, and the plan that it belongs to. UsageError: a plan and formats."""
+        """The pairs to be timed, and the plan that they belong to. UsageError: a plan and formats."""
         from kvcal.bench.plan_layers import timed_plan
         from kvcal.bench.shape import chosen_pairs
 

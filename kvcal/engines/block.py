@@ -92,7 +92,7 @@ class BlockLayout:
 
     @property
     def _query_since_bytes(self) -> int:
-        """What follows begins at a multiple of 16."""
+        """Bytes of the token counts at which sums began; rounded up, as a multiple of 16 follows."""
         return -(-4 * self.layer.attention.num_kv_heads // 16) * 16
 
     def _records(self, pair: HeadRange, side: Side) -> int:

@@ -34,7 +34,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
 
 
 class LayerInputs:
-    """What the layers of a model share within ``kept_inputs``. ``first``: the layer at which the next forward begins,
+    """State that the layers of a model share within ``kept_inputs``. ``first``: the layer at which the next forward begins,
     with ``hidden``; 0 for a whole one. ``wanted``: layers whose inputs the next forward puts into ``kept``;
     ``can_begin_later``: whether layers returned hidden states alone so far."""
 

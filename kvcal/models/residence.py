@@ -1,4 +1,4 @@
-"""How many decoder layers of a model stay on a device of so many bytes, and how many take turns there.
+"""Residence: the decoder layers of a model that stay on a device of so many bytes, and those that take turns there.
 
 It is decided from shapes, before anything runs. Two places come first, so that a layer arrives while another computes;
 then the activations of a large batch, since half of it would load every layer twice as often; then layers that stay.
@@ -22,7 +22,7 @@ MAX_LOGITS = 1 << 27
 
 @dataclass(frozen=True)
 class Shapes:
-    """What decides how many layers fit a device, in bytes. ``fixed``: of all that is never streamed; ``layer``: of the
+    """Sizes in bytes that decide how many layers fit. ``fixed``: of all that is never streamed; ``layer``: of the
     largest layer's matrices; and of a token: ``activations`` of a layer with a graph, ``scores`` for each token that it
     may attend to, its ``hidden`` state, and its ``logits``. ``num_tokens``: of a sequence; ``vocab_size``: logits of a
     token."""
@@ -52,7 +52,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Residence:
-    """How a model's layers share ``memory`` bytes of a device. The first ``num_kept`` layers stay there; the others
+    """The shares of a model's layers in ``memory`` bytes of a device. The first ``num_kept`` layers stay there; others
     take turns in ``num_places`` places."""
 
     memory: int

@@ -436,7 +436,7 @@ class KLMeter:
         return found.statistics(len(texts))
 
     def _keep(self, digests: Sequence[str], start: int, stop: int, found_PNS: Tensor) -> None:
-        """What was measured on texts ``start`` to ``stop``."""
+        """The measurements of texts ``start`` to ``stop``."""
         state, means = self._checkpoint.state, dict[str, Mean]()
         for digest, found_NS in zip(digests, found_PNS, strict=True):
             known = state.means.get(digest, Mean.empty((len(self.texts), len(STATISTICS))))

@@ -97,7 +97,7 @@ def next_token_losses(logits_BTV: Tensor, tokens_BT: Tensor, loss_mask_BT: Tenso
 
 @dataclass(eq=False)
 class _Pass:
-    """What the hooks of one forward and backward of ``batch`` collect. ``lengths_B`` int64, on the model's device;
+    """Findings of the hooks of one forward and backward of ``batch``. ``lengths_B`` int64, on the model's device;
     ``finite`` [B] bool: of keys or values, then of their gradients, in the order of the hooks."""
 
     batch: Batch

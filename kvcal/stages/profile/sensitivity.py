@@ -131,7 +131,7 @@ class _Values:
 
     @cached_property
     def is_real_BT(self) -> Tensor:
-        """Which tokens behind the sinks are no padding."""
+        """Mask of the tokens behind the sinks that are no padding."""
         tokens = torch.arange(self.num_sink_tokens, self.raw_BNTD.shape[2], device=self.raw_BNTD.device)
         return tokens < self.lengths_B[:, None]
 
