@@ -34,7 +34,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
 
 
 class LayerInputs:
-    """State that the layers of a model share within ``kept_inputs``. ``first``: the layer at which the next forward begins,
+    """State that layers share within ``kept_inputs``. ``first``: the layer at which the next forward begins,
     with ``hidden``; 0 for a whole one. ``wanted``: layers whose inputs the next forward puts into ``kept``;
     ``can_begin_later``: whether layers returned hidden states alone so far."""
 
