@@ -57,7 +57,7 @@ class Split:
 
     @property
     def overhead(self) -> int:
-        """What is no record of keys and values."""
+        """Bytes of all that is no record of keys and values."""
         return (self.weights or 0) + (self.workspace or 0) + self.engine
 
 
