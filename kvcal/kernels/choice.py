@@ -16,9 +16,7 @@ from kvcal.errors import SlowPath
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.variants import SCORES, Variant, head_ranges, page_layout, stored_form, variant_of
 from kvcal.pages.layouts import LAYOUTS
-from kvcal.pages.packing import plane_widths, rows_per_load
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
-from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.layer import LayerPlan, takes_feedback
 from kvcal.plan.page_format import SIDES, Format, Side
 
@@ -46,7 +44,7 @@ def is_wide(variant: Variant) -> bool:
 
     Heads of 96, 192 and 256 have no other tiles. Others keep tiles of 4 for groups of up to 4, and 128 channels for
     pages of 4 bits and more, which wait for memory. Wide tiles do not take windows that differ, groups of fewer than
-    128 tokens, scales of values that are no halves, and high planes whose rows follow one another."""
+    128 tokens, and scales of values that are no halves."""
     k, v, dim = variant.k, variant.v, variant.head_dim
     bits = variant.num_bits("k"), variant.num_bits("v")
     is_able = (
@@ -56,24 +54,10 @@ def is_wide(variant: Variant) -> bool:
         and v.param_dtype == "float16" and -(-dim // v.group_size) <= MAX_WIDE_GROUPS
         and (k.group_size >= PAGE_TOKENS if k.axis == "channel" else dim % WORD_CHANNELS == 0 or k.group_size >= dim)
         and (bits[0] % 2 == 0 or dim % WORD_CHANNELS == 0) and (dim <= MAX_STAGED_DIM or max(bits) <= MAX_LARGE_BITS)
-        and _interleaves_high_planes(variant)
     )  # fmt: skip
     waits = dim == MAX_STAGED_DIM and max(bits) > MAX_WIDE_BITS
     has_others = dim in FOLDED_HEAD_DIMS and (variant.group_heads <= TILE_HEADS or waits)
     return is_able and not has_others
-
-
-def _interleaves_high_planes(variant: Variant) -> bool:
-    """Whether a load takes several rows of each high plane of boosted keys, as of 16 or 32 slots but not of 12."""
-    layout = variant.layout("k")
-    if not isinstance(layout, TieredLayout):
-        return True
-    return all(
-        rows_per_load(PAGE_TOKENS, layout.padded_slots(bits, room), width)
-        for bits, room, _ in layout.tiers
-        if bits != RAW_BITS and room
-        for width in plane_widths(bits - layout.num_bits)
-    )
 
 
 def plain_reasons(variant: Variant) -> Iterator[str]:

@@ -91,7 +91,7 @@ def stream(model: PreTrainedModel, device: torch.device, memory: int, num_tokens
     plan = residence(_shapes(model, layers, matrices, num_tokens), memory)
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, memory / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory / total), device.index)
     for parameter in (parameter for of_layer in matrices[plan.num_kept :] for parameter in of_layer):
         _STORED[parameter] = parameter.data
         parameter.data = _absent(parameter, device)

@@ -37,9 +37,9 @@ def test_the_plain_kernel_serves_what_the_folded_one_does_not() -> None:
         for pair in ((K, V), (K_SINKS, replace(V, num_sink_tokens=4)), (RAW, V_SINKS), (K_SINKS, RAW), MIXKVQ, TOKENS):
             assert not is_plain(variant(*pair, dim=dim))
     for dim in (96, 192, 256):
-        for pair in ((K, V), (K_SINKS, replace(V, num_sink_tokens=4)), (Format(4), V)):
+        boosted = (replace(K, boost=KITTY), V)  # rows of 12, 24 and 32 slots
+        for pair in ((K, V), (K_SINKS, replace(V, num_sink_tokens=4)), (Format(4), V), boosted):
             assert not is_plain(variant(*pair, dim=dim))
-        assert is_plain(variant(replace(K, boost=KITTY), V, dim=dim)) == (dim < 256)  # rows of 12 and 24 slots
         for pair in (
             (RAW, V),
             (K, RAW),
@@ -68,8 +68,7 @@ def test_tiles_of_eight_heads_serve_larger_groups() -> None:
     rotated = Format(2, quantizer="rotated")
     for pair in ((K, V), (replace(K, boost=KITTY), V), (rotated, rotated), (Format(3, "channel"), Format(1))):
         assert [is_wide(variant(*pair, group=group)) for group in (1, 4, 5, 8, 16)] == [False, False, True, True, True]
-        assert is_wide(variant(*pair, dim=64, group=8)) == (pair[0].boost is None)  # rows of 8 slots
-        assert is_wide(variant(*pair, dim=256, group=1))
+        assert is_wide(variant(*pair, dim=64, group=8)) and is_wide(variant(*pair, dim=256, group=1))
     for k, v in (
         (replace(K, group_size=32), V),
         (RAW, V),
