@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -133,13 +134,13 @@ def measure(given: argparse.Namespace, loaded: LoadedModel, files: set[str]) -> 
     return kl
 
 
-def solve(given: argparse.Namespace, loaded: LoadedModel, files: set[str]) -> dict[str, dict[str, list[int]]]:
+def solve(given: argparse.Namespace, loaded: LoadedModel, files: Sequence[str]) -> dict[str, dict[str, list[int]]]:
     """Solved and posed problems by plan file, "" for 16 bits, and task; a file beside --out holds what is known."""
     kept = given.out.with_suffix(".solved.json")
     solved = json.loads(kept.read_text()) if kept.exists() else {}
     limits = {name: max(2, round(given.limits * getattr(EvaluateSpec(), name))) for name in LIMITS}
     spec = EvaluateSpec(num_problems=given.problems, batch=given.problems * len(TASKS), seed=given.seed, **limits)
-    for file in ("", *sorted(files)):
+    for file in ("", *files):
         if file not in solved:
             plan = load_plan(file) if file else unquantized_plan(loaded.identity, loaded.geometry)
             found = measure_tasks(loaded, plan, spec, TerminalReporter())
@@ -180,7 +181,8 @@ def main() -> None:
     kl = measure(given, loaded, wanted)
     small = {file for file in wanted if load_plan(file).bits_per_value() <= max(given.bits)}
     small |= {body["plans"]["system kivi-2"] for body in found.values()}
-    solved = solve(given, loaded, small) if given.problems else {}
+    first = {body["plans"][role] for body in found.values() for role in ("shipped", "system kivi-2")}
+    solved = solve(given, loaded, sorted(small, key=lambda file: (file not in first, file))) if given.problems else {}
     for (data, bits), body in found.items():
         files = body["plans"]
         plans = {file: load_plan(file) for file in files.values()}

@@ -1,0 +1,102 @@
+"""Seconds of a profile by one process, and by torchrun's ranks with a GPU each, on a random model of a shape.
+
+    python experiments/bench_ranks.py --layers 32 --sequences 32
+    torchrun --nproc-per-node 2 experiments/bench_ranks.py --layers 32 --sequences 32
+
+and with a 70B's layers streamed from a checkpoint that is written first, where it is missing:
+
+    torchrun --nproc-per-node 2 experiments/bench_ranks.py --streamed /dev/shm/llama-70b --memory 16GB --layers 10
+
+The sha256 of the profile is printed: it must not depend on the number of ranks. Gradients are timed behind the first
+batch of every rank, the divergence as a whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from bench_streamed import SHAPE, open_model, wait, write_checkpoint
+from transformers import LlamaConfig, PreTrainedModel
+
+from kvcal import distributed
+from kvcal.bench.model import random_model
+from kvcal.data.sequences import TokenDataset
+from kvcal.geometry import ModelIdentity
+from kvcal.models.geometry import geometry_of
+from kvcal.models.load import LoadedModel
+from kvcal.progress import Silent
+from kvcal.quantities import parse_bytes
+from kvcal.recipe import CacheSpec, ProfileSpec
+from kvcal.stages.profile import run_profile
+
+
+class Timer(Silent):
+    """Times at which a part of each phase was done, by its label."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[tuple[int, float]]] = {}
+
+    def __call__(self, done: int, total: int, label: str) -> None:
+        wait()
+        self.times.setdefault(label, []).append((done, time.perf_counter()))
+
+
+def model_of(given: argparse.Namespace, device: torch.device) -> PreTrainedModel:
+    if given.streamed is None:
+        sizes = {"hidden_size": given.hidden, "intermediate_size": given.hidden * 7 // 2, "vocab_size": given.vocab}
+        heads = {
+            "num_attention_heads": given.hidden // 128,
+            "num_key_value_heads": given.hidden // 512,
+            "head_dim": 128,
+        }
+        config = LlamaConfig(**sizes, **heads, num_hidden_layers=given.layers, max_position_embeddings=131072)
+        torch.manual_seed(0)
+        return random_model(config, device)
+
+    def written() -> distributed.Parcel:
+        if not given.streamed.exists():
+            config = LlamaConfig(**SHAPE, num_hidden_layers=given.layers, dtype=torch.bfloat16)
+            write_checkpoint(given.streamed, config, torch.bfloat16, device)
+        return distributed.Parcel()
+
+    distributed.from_first("checkpoint", written)
+    return open_model(given.streamed, parse_bytes(given.memory), given.seq_len, device)[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("layers", 32), ("hidden", 4096), ("vocab", 128256), ("sequences", 32), ("seq-len", 2048)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--kl-samples", type=int, default=3, help="texts of the divergence; 0: none")
+    parser.add_argument("--streamed", type=Path, help="folder of the checkpoint of a 70B's shape")
+    parser.add_argument("--memory", default="24GB", help="of a GPU, where layers are streamed")
+    given = parser.parse_args()
+    with distributed.joined(), tempfile.TemporaryDirectory() as out:
+        name = distributed.device("cuda") if torch.cuda.is_available() else "cpu"
+        model = model_of(given, torch.device(name if name != "cuda" else "cuda:0"))
+        loaded = LoadedModel(model, None, ModelIdentity("random", "llama", "c", "w", "t"), geometry_of(model), "random")
+        generator = torch.Generator().manual_seed(0)
+        vocab, count = model.config.vocab_size, given.sequences
+        tokens = tuple(torch.randint(3, vocab, (given.seq_len,), generator=generator) for _ in range(count))
+        data = TokenDataset(tokens, tuple(torch.arange(given.seq_len) > 0 for _ in tokens), "f", "random tokens")
+        timer, path = Timer(), Path(out) / "profile.safetensors"
+        start = time.perf_counter()
+        run_profile(loaded, data, ProfileSpec(kl_samples=given.kl_samples), CacheSpec(), {}, path, timer)
+        figures = {"ranks": distributed.size(), "seconds": round(time.perf_counter() - start, 2)}
+        for label, steps in timer.times.items():
+            figures[label] = [(done, round(at - start, 2)) for done, at in steps]
+        figures["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        if torch.cuda.is_available():
+            figures["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
+        if distributed.rank() == 0:
+            print(json.dumps(figures), flush=True)
+
+
+if __name__ == "__main__":
+    main()
