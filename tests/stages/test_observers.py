@@ -94,6 +94,15 @@ def next_token_loss(logits_TV: Tensor, tokens_T: Tensor, mask_T: Tensor) -> Tens
     return next_token_losses(logits_TV[None], tokens_T[None], mask_T[None])[0][0]
 
 
+@pytest.mark.gpu
+def test_losses_on_a_gpu_have_the_same_bits_each_time() -> None:
+    torch.manual_seed(0)
+    logits_BTV, tokens_BT = torch.randn(4, 2048, 64).cuda() * 3, torch.randint(64, (4, 2048)).cuda()
+    mask_BT = torch.rand(4, 2048).cuda() > 0.1
+    first, *others = (next_token_losses(logits_BTV, tokens_BT, mask_BT) for _ in range(20))
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
 class Watched(DynamicCache):
     """Keeps the keys and values that a model caches, with their gradients, and adds ``nudges`` to them first."""
 

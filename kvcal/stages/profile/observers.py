@@ -80,19 +80,20 @@ OBSERVERS: dict[str, Observer] = {
 def next_token_losses(logits_BTV: Tensor, tokens_BT: Tensor, loss_mask_BT: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy in nats, the mean over the tokens that a sequence's mask marks, each predicted from the one before
     it: fp64 [B]; NaN for a sequence that has none. And the gradient of their sum with respect to the logits, in their
-    dtype and shape, computed a part at a time: autograd would hold four fp32 tensors as large as the logits."""
+    dtype and shape, computed a part at a time: autograd would hold four fp32 tensors as large as the logits. No sum is
+    taken by atomics: the same input gives the same bits."""
     B, T, V = logits_BTV.shape
     row_n, position_n = loss_mask_BT[:, 1:].nonzero().unbind(1)
     count_B = loss_mask_BT[:, 1:].sum(1)
-    losses_B = logits_BTV.new_zeros(B, dtype=torch.float64)
+    losses_BT = logits_BTV.new_zeros(B, T, dtype=torch.float64)
     gradient_BTV = torch.zeros_like(logits_BTV)
     for row_m, position_m in zip(*(x_n.split(max(1, MAX_LOGITS // V)) for x_n in (row_n, position_n)), strict=True):
         target_m1 = tokens_BT[row_m, position_m + 1].unsqueeze(1)
         log_p_mV = logits_BTV[row_m, position_m].float().log_softmax(-1)
-        losses_B.index_add_(0, row_m, -log_p_mV.gather(1, target_m1).squeeze(1).double())
+        losses_BT[row_m, position_m] = -log_p_mV.gather(1, target_m1).squeeze(1).double()
         slope_mV = log_p_mV.exp_().scatter_add_(1, target_m1, -torch.ones_like(target_m1, dtype=torch.float32))
         gradient_BTV[row_m, position_m] = slope_mV.div_(count_B[row_m].unsqueeze(1)).to(gradient_BTV.dtype)
-    return losses_B / count_B, gradient_BTV
+    return losses_BT.sum(1) / count_B, gradient_BTV
 
 
 @dataclass(eq=False)
