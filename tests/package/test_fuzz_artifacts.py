@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import fuzz_artifacts
 import pytest
 import shards
 import torch
-from artifact_mutations import content_of, sealed
+from artifact_mutations import canonical, content_of, sealed
 from artifact_subjects import KINDS, subjects
 from cli_cases import Outcome
 from fuzz_artifacts import fuzz, left, outcome, outcome_of_command
@@ -44,11 +45,11 @@ def test_a_prefix_with_more_tokens_than_it_holds_takes_no_memory(name: str, tmp_
     name_of = "values alone, from keys that queries chose"
     [subject] = [one for one in subjects() if (one.kind, one.name) == ("prefix", name_of)]
     subject.write(tmp_path / "file")
-    head, tensors = content_of((tmp_path / "file").read_bytes())
-    body = dict(head["body"])
+    content = content_of((tmp_path / "file").read_bytes())
+    body = json.loads(content.body)
     assert body["query_since"]
     body[name] = 2**33 if name == "num_tokens" else dict.fromkeys(body["query_since"], 2**63 - 1)
-    (tmp_path / "file").write_bytes(sealed(head | {"body": body}, tensors))
+    (tmp_path / "file").write_bytes(sealed(replace(content, body=canonical(body))))
     found, message = outcome(subject, tmp_path / "file")
     assert found == "refused" and name in message
 

@@ -1,12 +1,16 @@
-"""Mutations of an artifact's JSON and tensors, under a digest that is right again: only its content can betray it."""
+"""Mutations of an artifact's JSON and tensors, under a digest that is right again: only its content can betray it.
+
+Every second file carries two of them.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import safetensors.torch
@@ -16,7 +20,17 @@ from torch import Tensor
 from kvcal.artifact import METADATA_KEY
 
 Place = tuple[Any, ...]
-Content = tuple[dict[str, Any], dict[str, Tensor]]
+MUTATIONS = (1, 2)  # of a file
+
+
+@dataclass(frozen=True)
+class Content:
+    """An artifact without its digest. ``body``: canonical JSON; ``head``: what else its JSON holds."""
+
+    body: str
+    head: dict[str, Any]
+    tensors: dict[str, Tensor]
+
 
 SMALL = [-1, 0, 1, 2, 3, 5, 7, 100, 127, 129, 1000, 4097]
 NUMBERS = [*SMALL, -5, 2**15 + 1, 2**31, 2**40, 2**63, 10**8, 10**18, 10**30, -(10**18)]
@@ -55,17 +69,28 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int
 VALUES = [0.0, -1.0, 1.0, 2.0, 0.5, 7.0, 1e-30, 1e4, 7e4, 1e9, 3e38, -3e38, 1e308, float("nan"), float("inf")]
 
 
-def places(value: Any, at: Place = ()) -> Iterator[Place]:
-    """Paths to all values within ``value``, but itself."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield (*at, key)
-        yield from places(item, (*at, key))
+@functools.lru_cache(64)
+def places_in(text: str) -> list[Place]:
+    """Paths to all values within the JSON value that ``text`` spells, but itself."""
+    found: list[Place] = []
+
+    def visit(value: Any, at: Place) -> None:
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, item in items:
+            found.append((*at, key))
+            visit(item, found[-1])
+
+    visit(json.loads(text), ())
+    return found
 
 
-def mutated_json(body: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    body = copy.deepcopy(body)
-    *way, key = rng.choice(list(places(body)))
+def mutated_json(text: str, rng: random.Random) -> str:
+    """The canonical JSON of another object than ``text`` spells."""
+    body = json.loads(text)
+    found = places_in(text)
+    if not found:
+        return text
+    *way, key = rng.choice(found)
     parent: Any = body
     for step in way:
         parent = parent[step]
@@ -82,10 +107,10 @@ def mutated_json(body: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     elif kind == 2:
         rng.shuffle(parent)
     elif kind == 3:
-        parent[key] = _deep(rng.choice([10, 500]), parent[key])
+        parent[key] = _deep(rng.choice([10, 400 if _is_short(parent[key]) else 10]), parent[key])
     else:
         parent[key] = _other(parent[key], rng)
-    return body
+    return canonical(body)
 
 
 def _deep(depth: int, value: Any) -> Any:
@@ -107,8 +132,13 @@ def _other(value: Any, rng: random.Random) -> Any:
     if isinstance(value, str):
         return rng.choice([*STRINGS, value + "x", value[:-1]])
     if isinstance(value, list) and value:
-        return rng.choice([value * 2, value[:-1], value[1:], [], value * 1000])
+        return rng.choice([value * 2, value[:-1], value[1:], [], value * (1000 if _is_short(value) else 2)])
     return rng.choice([*OTHERS, *NUMBERS, *FLOATS, *STRINGS])
+
+
+def _is_short(value: Any) -> bool:
+    """Whether a thousand of it are no large file, nor it within 400 lists."""
+    return len(canonical(value)) < 300
 
 
 def mutated_tensors(tensors: dict[str, Tensor], rng: random.Random) -> dict[str, Tensor]:
@@ -154,44 +184,50 @@ def _with_value(tensor: Tensor, rng: random.Random) -> Tensor:
 
 
 def content_of(data: bytes) -> Content:
-    """An artifact's JSON without its digest, and its tensors."""
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     head = json.loads(header["__metadata__"][METADATA_KEY])
     del head["digest"]
-    return head, safetensors.torch.load(data)
+    return Content(canonical(head.pop("body")), head, safetensors.torch.load(data))
 
 
-def sealed(head: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
+def sealed(content: Content) -> bytes:
     """The artifact with the digest that its content deserves, whatever the content."""
-    tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-    digest = hashlib.sha256(_canonical(head))
+    tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in content.tensors.items()}
+    others = canonical(content.head)[1:]  # "body" and "digest" are the first keys
+    digest = hashlib.sha256(f'{{"body":{content.body},{others}'.encode("ascii"))
     for name in sorted(tensors):
         tensor = tensors[name]
-        digest.update(_canonical([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]))
+        digest.update(canonical([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]).encode("ascii"))
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    text = _canonical(head | {"digest": digest.hexdigest()}).decode("ascii")
+    text = f'{{"body":{content.body},"digest":"{digest.hexdigest()}",{others}'
     return safetensors.torch.save(tensors, {METADATA_KEY: text})
 
 
 def mutated_artifact(content: Content, rng: random.Random) -> bytes:
-    head, tensors = content
     if rng.random() < 0.02:
-        raw = sealed(head, tensors)
+        raw = sealed(content)
         return raw[: rng.randrange(len(raw))]
-    if tensors and rng.random() < 0.4:
-        return sealed(head, mutated_tensors(tensors, rng))
-    return sealed(head | {"body": mutated_json(head["body"], rng)}, tensors)
+    for _ in range(rng.choice(MUTATIONS)):
+        if content.tensors and rng.random() < 0.4:
+            content = replace(content, tensors=mutated_tensors(content.tensors, rng))
+        else:
+            content = replace(content, body=mutated_json(content.body, rng))
+    return sealed(content)
 
 
 def mutated_side_file(text: str, rng: random.Random) -> str:
     """A JSON file of kind, schema, digest and body, sealed again."""
-    content = json.loads(text)
     if rng.random() < 0.02:
         return text[: rng.randrange(len(text))]
-    body = mutated_json(content["body"], rng)
-    content |= {"body": body, "digest": hashlib.sha256(_canonical(body)).hexdigest()}
-    return json.dumps(content, indent=1, sort_keys=True) + "\n"
+    content = json.loads(text)
+    body = canonical(content["body"])
+    for _ in range(rng.choice(MUTATIONS)):
+        body = mutated_json(body, rng)
+    content |= {"body": json.loads(body), "digest": hashlib.sha256(body.encode("ascii")).hexdigest()}
+    indent = None if "[" * 100 in body else 1  # in so many lists it would be blanks, mostly
+    return json.dumps(content, indent=indent, sort_keys=True) + "\n"
 
 
-def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
+def canonical(value: Any) -> str:
+    """JSON as artifacts spell it; NaN and infinity, too."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

@@ -24,7 +24,7 @@ from kvcal.cache.attached import attached_for
 from kvcal.geometry import ModelIdentity
 from kvcal.pages.feedback import factor_spec
 from kvcal.plan.page_format import SIDES, Format, WindowRule
-from kvcal.plan.plan import Workload, plan_bytes, save_plan
+from kvcal.plan.plan import DEFAULT_WORKLOAD, Workload, plan_bytes, save_plan
 from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, ProfileSpec, ReparamSpec
 from kvcal.stages import feedback as feedback_stage
 from kvcal.stages.allocate import allocate, pareto
@@ -124,8 +124,10 @@ def use_plan(plan: Plan) -> None:
     views.plan_table(plan, plan.workload)
     views.layer_table(plan.layers, plan.cache_dtype, plan.workload)
     nameless = replace(plan, model=ModelIdentity("", plan.model.model_type, "", "", ""), provenance={})
+    if not plan.is_progressive:
+        nameless = replace(nameless, workload=DEFAULT_WORKLOAD)
     content = hashlib.sha256(plan_bytes(nameless)).digest()
-    if content not in _CACHED:  # names and provenance change no cache
+    if content not in _CACHED:  # names, provenance and a workload without a schedule change no cache
         use_cache(plan)
         _CACHED.add(content)
 
@@ -133,13 +135,13 @@ def use_plan(plan: Plan) -> None:
 _CACHED: set[bytes] = set()
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def use_cache(plan: Plan) -> None:
     model = model_for(plan)
     cache = PlanCache(plan, model.config)
     tokens = min(300, plan.workload.context if cache.state.is_scheduled else 300)
     with attached_for(model, plan):
-        logits = feed(model, cache, random_ids(1, tokens), [cut for cut in (tokens - 20, tokens - 1) if cut > 0])
+        logits = feed(model, cache, random_ids(1, tokens), [tokens - 20] if tokens > 20 else [])
     assert cache.nbytes == plan.nbytes([tokens]), f"{cache.nbytes} bytes, {plan.nbytes([tokens])} predicted"
     assert bool(torch.isfinite(logits).all()), "logits are not finite"
 

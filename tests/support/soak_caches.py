@@ -1,25 +1,28 @@
 """Tokens without end through caches that are reset again and again: of ragged batches, and of pages that shrink.
 
-    python tests/support/soak_caches.py --count 1000000 --seed 0 [--device cuda] [--rows 4] [--processes 4]
+    python tests/support/soak_caches.py --count 1000000 --seed 0 [--device cuda] [--rows 64] [--processes 4]
+        [--seconds 120]
 
-Each round has its own padding, prompts, chunks and steps. Free memory is poisoned before it: all of a static cache, and
-what a dynamic one takes anew, holds NaN. After every chunk the logits are finite, the cache's bytes are the predicted
-ones and, of the pages that shrink, within their budget; at its end a row of the ragged batch is as it is alone. Prints
-tokens (of all rows, padding apart), rounds, what was wrong, and how much the most memory behind the first tenth is
-above the most in it: of the process, or of the GPU.
+Each round has its own padding, prompts of up to eight lengths, chunks and steps. Free memory is poisoned before it: all
+of a static cache, and what a dynamic one takes anew, holds NaN. After every chunk the logits are finite, the cache's
+bytes are the predicted ones and, of the pages that shrink, within their budget; at its end a row of the ragged batch is
+as it is alone. Prints tokens (of all rows, padding apart), rounds, what was wrong, and how much the most memory behind
+the first tenth is above the most in it: of the process, or of the GPU. While it runs, stderr tells every tenth.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import multiprocessing
 import random
 import resource
 import sys
+import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
@@ -35,6 +38,7 @@ from kvcal.cache.build import held_tensors
 from kvcal.models.geometry import geometry_of
 
 ROWS, CONTEXT = 4, 560
+MOST_LENGTHS = 8  # of prompts in a batch, beyond which rows share them
 KINDS = ("ragged", "progressive", "ragged, static", "progressive, static")
 
 
@@ -78,8 +82,18 @@ def poison(cache: PlanCache) -> None:
             tensor.view(torch.uint8).fill_(255)
 
 
-def soak(kind: str, num_tokens: int, seed: int, device: str = "cpu", most_rows: int = ROWS) -> Counter[str]:
-    """Counts of "tokens", "rounds" and "wrong", and "grown" KiB."""
+def soak(
+    kind: str,
+    num_tokens: int,
+    seed: int,
+    device: str = "cpu",
+    most_rows: int = ROWS,
+    seconds: float = math.inf,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Counter[str]:
+    """Counts of "tokens", "rounds" and "wrong", and "grown" KiB. After ``seconds`` no round is begun. ``tell`` takes a
+    line behind every tenth."""
+    deadline, told = time.monotonic() + seconds, 0
     rng, counts, grown_from = random.Random(f"{seed} {kind}"), Counter({"wrong": 0, "grown": 0}), 0
     case = case_of(kind, device, most_rows)
     model, plan, budget, is_static = case.model, case.plan, case.budget_bytes, kind.endswith("static")
@@ -91,9 +105,12 @@ def soak(kind: str, num_tokens: int, seed: int, device: str = "cpu", most_rows: 
         cache.allocate(most_rows, device)
     held = cache.nbytes
     with attached(model) if is_static else contextlib.nullcontext(), poisoned():
-        while counts["tokens"] < num_tokens:
+        while counts["tokens"] < num_tokens and time.monotonic() < deadline:
             rows, seed_of_round = most_rows if is_static else rng.randint(1, most_rows), rng.getrandbits(31)
-            prompts = [random_ids(1, rng.randint(1, CONTEXT // 2), seed_of_round + row)[0] for row in range(rows)]
+            some = [rng.randint(1, CONTEXT // 2) for _ in range(min(rows, MOST_LENGTHS))]
+            numbers = [*range(len(some)), *rng.choices(range(len(some)), k=rows - len(some))]
+            lengths = [some[number] for number in sorted(numbers)]
+            prompts = [random_ids(1, length, seed_of_round + row)[0] for row, length in enumerate(lengths)]
             width = max(map(len, prompts))
             ids, mask = padded(prompts, width, "left")
             more = random_ids(rows, rng.randint(1, CONTEXT - width), seed_of_round)
@@ -104,11 +121,11 @@ def soak(kind: str, num_tokens: int, seed: int, device: str = "cpu", most_rows: 
                 poison(cache)
             parts, start = [], 0
             for stop in cuts:
-                lengths = mask[:, :stop].sum(1).tolist()
+                held_tokens = mask[:, :stop].sum(1).tolist()
                 parts.append(feed(model, cache, ids[:, start:stop], mask=mask[:, :stop].to(device)))
                 start = stop
-                is_right = cache.lengths == lengths
-                is_right &= cache.nbytes == (held if is_static else plan.nbytes(lengths, stop))
+                is_right = cache.lengths == held_tokens
+                is_right &= cache.nbytes == (held if is_static else plan.nbytes(held_tokens, stop))
                 counts["wrong"] += not is_right
                 counts["wrong"] += budget is not None and cache.nbytes > budget
             logits = torch.cat(parts, 1)
@@ -123,8 +140,15 @@ def soak(kind: str, num_tokens: int, seed: int, device: str = "cpu", most_rows: 
             counts["rounds"] += 1
             if not grown_from and counts["tokens"] > num_tokens / 10:
                 grown_from = most_memory(device)
+            if counts["tokens"] >= (told + 1) * num_tokens / 10:
+                told = 10 * counts["tokens"] // num_tokens
+                tell(f"{kind}: {counts['tokens']} tokens, {counts['rounds']} rounds, {counts['wrong']} wrong")
     counts["grown"] = (most_memory(device) - grown_from) // 1024
     return counts
+
+
+def tell_on_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def differs(found: Tensor, expected: Tensor, tolerance: float) -> bool:
@@ -157,11 +181,13 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rows", type=int, default=ROWS, help="of the largest batch")
     parser.add_argument("--processes", type=int, default=1, help="kinds of caches that run at a time")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of a kind; begin no round after so many")
     options = parser.parse_args()
     each, wrong = -(-options.count // len(KINDS)), 0
     print(f"{'cache':20}{'tokens':>10}{'rounds':>8}{'wrong':>7}{'grown MiB':>11}")
     with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-        found = [pool.submit(soak, kind, each, options.seed, options.device, options.rows) for kind in KINDS]
+        others = options.seed, options.device, options.rows, options.seconds, tell_on_stderr
+        found = [pool.submit(soak, kind, each, *others) for kind in KINDS]
         for kind, future in zip(KINDS, found, strict=True):
             counts = future.result()
             wrong += counts["wrong"]
