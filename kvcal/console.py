@@ -29,6 +29,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcal.errors import ArtifactError, KvcalError
+from kvcal.forecast import Forecast, Pace, Phase, seconds_of_steps
+from kvcal.quantities import format_seconds
 
 View = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # a table: title, headers, rows
 # Without a terminal, a line of progress at most this often.
@@ -56,16 +58,15 @@ class Work:
     bar: TaskID
 
     def seconds_left(self, now: float) -> float | None:
-        """The mean time of the steps that were taken, for those that are left, less the time since the last of them;
-        None before the first. Steps of an earlier run do not count as fast ones."""
-        if self.done == self.first:
-            return None
-        each = (self.updated - self.started) / (self.done - self.first)
-        return max(0.0, each * (self.total - self.done) - (now - self.updated))
+        """By the mean time of the steps that were taken, and of the current one if it is slower (kvcal.forecast); None
+        before the first. Steps of an earlier run do not count as fast ones."""
+        pace = Pace(self.updated - self.started, self.done - self.first)
+        return seconds_of_steps(pace, 1, self.total - self.done, now - self.updated)
 
 
 class TerminalReporter:
-    """A Reporter: bars with the remaining time on a terminal, else a line now and then.
+    """A Reporter: bars with the remaining time on a terminal, that of the whole command above those of its parts; else
+    a line now and then, and one for each phase of the command.
 
     Work goes on within other work: a label that is not finished keeps its bar while others come and go below it, such
     as the plans of an evaluation above the tokens of one."""
@@ -84,13 +85,23 @@ class TerminalReporter:
         )
         self._open: list[Work] = []
         self._printed = clock()
+        self._forecast: Forecast | None = None
+        self._whole: TaskID | None = None  # the bar of all phases
 
     def say(self, message: str) -> None:
         if not self._quiet:
             stderr.print(message, highlight=False, markup=False, soft_wrap=True)
 
+    def expect(self, phases: Sequence[Phase]) -> None:
+        self._forecast = Forecast(phases)
+        if self._whole is not None:
+            self._bars.remove_task(self._whole)
+        self._whole = self._bars.add_task("all stages", total=len(phases))
+
     def __call__(self, done: int, total: int, label: str) -> None:
         now = self._clock()
+        if self._forecast is not None and self._forecast.step(done, total, label, now):
+            self._begin_phase(self._forecast, now)
         self._close_after(label)
         if not self._open or self._open[-1].label != label:
             self._open.append(Work(label, done, done, total, now, now, self._bars.add_task(label, total=total)))
@@ -103,10 +114,26 @@ class TerminalReporter:
         work.done, work.total = done, total
         self._bars.update(work.bar, completed=done, total=total)
         if not stderr.is_terminal and now - self._printed > PLAIN_SECONDS and done:
-            self.say("; ".join(map(self.line, self._open)))
+            self.say("; ".join([*map(self.line, self._open), *self._whole_line(now)]))
             self._printed = now
         if done >= total and len(self._open) > 1:
             self._bars.remove_task(self._open.pop().bar)
+
+    def _begin_phase(self, forecast: Forecast, now: float) -> None:
+        """Move the bar of all phases; without a terminal, one line."""
+        if self._whole is not None:
+            self._bars.update(self._whole, completed=forecast.number)
+        if stderr.is_terminal:
+            return
+        parts = [f"stage {forecast.number + 1} of {len(forecast.phases)}: {forecast.phases[forecast.number].label}"]
+        if forecast.last_seconds:
+            parts.append(f"the one before took {format_seconds(forecast.last_seconds)}")
+        self.say("; ".join([*parts, *self._whole_line(now)]))
+        self._printed = now
+
+    def _whole_line(self, now: float) -> list[str]:
+        left = None if self._forecast is None else self._forecast.seconds_left(now)
+        return [] if left is None else [f"about {format_seconds(left)} left in all"]
 
     def _close_after(self, label: str) -> None:
         """Remove what was begun after ``label``; of others, what is finished."""
@@ -118,10 +145,13 @@ class TerminalReporter:
     def line(self, work: Work) -> str:
         """Such as "evaluate: text: 300 of 900, about 20 s left"."""
         left = work.seconds_left(self._clock())
-        return f"{work.label}: {work.done} of {work.total}" + ("" if left is None else f", about {left:.0f} s left")
+        text = "" if left is None else f", about {format_seconds(left)} left"
+        return f"{work.label}: {work.done} of {work.total}{text}"
 
     def seconds_left(self, bar: TaskID) -> float | None:
         """Of the work with this bar."""
+        if bar == self._whole and self._forecast is not None:
+            return self._forecast.seconds_left(self._clock())
         return next((work.seconds_left(self._clock()) for work in self._open if work.bar == bar), None)
 
     @contextmanager

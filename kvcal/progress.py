@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
+
+from kvcal.forecast import Phase
 
 
 class Reporter(Protocol):
@@ -14,6 +17,9 @@ class Reporter(Protocol):
     def __call__(self, done: int, total: int, label: str) -> None:
         """``done`` of ``total`` steps of the work named ``label``."""
 
+    def expect(self, phases: Sequence[Phase]) -> None:
+        """The phases of the whole command, in order, before the first of them begins."""
+
 
 class Silent:
     """A Reporter that keeps still."""
@@ -22,6 +28,9 @@ class Silent:
         pass
 
     def __call__(self, done: int, total: int, label: str) -> None:
+        pass
+
+    def expect(self, phases: Sequence[Phase]) -> None:
         pass
 
 

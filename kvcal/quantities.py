@@ -55,6 +55,13 @@ def parse_bytes(text: str) -> int:
     return nbytes
 
 
+def format_seconds(seconds: float) -> str:
+    """For people: "0.42 s", "95 s", "12.3 min" or "5.1 h"."""
+    if seconds >= 7200:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.1f} min" if seconds >= 120 else f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
 def format_bytes(nbytes: int) -> str:
     """``nbytes`` for people: exact below 100,000 (``12345 B``), else 4 digits and a decimal unit.
 

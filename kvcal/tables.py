@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvcal.console import View
 from kvcal.pages.layouts import LAYOUTS
 from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, plan_record
-from kvcal.quantities import format_bytes
+from kvcal.quantities import format_bytes, format_seconds
 from kvcal.strict import dump
 
 if TYPE_CHECKING:
@@ -124,9 +124,8 @@ def estimates_table(estimates: Sequence[Estimate]) -> View:
     """The size of stages: time from one timed step, memory from shapes."""
     rows = []
     for stage, steps, seconds, nbytes in estimates:
-        duration = f"{seconds / 60:.1f} min" if seconds >= 120 else f"{seconds:.2g} s"
         counts = ", ".join(f"{count} {name}" for name, count in steps.items())
-        rows.append((stage, counts, duration, format_bytes(nbytes)))
+        rows.append((stage, counts, format_seconds(seconds), format_bytes(nbytes)))
     return "Before it begins (estimates)", ("stage", "steps", "time", "memory"), rows
 
 

@@ -24,6 +24,7 @@ from kvcal.plan.tensors import tensors_nbytes
 from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
+from kvcal.run.expected import expected_phases
 from kvcal.run.formats import allocate_recipe, fix_folder, formats_plan, profile_folder, search_folder, tune_folder
 from kvcal.run.transform import Transforms, feedback_folder, fit_predictors_folder, reparam_folder
 from kvcal.stages import allocate as allocation_stage
@@ -76,15 +77,21 @@ def run(
 ) -> Result:
     """All stages, as in ``build_plan`` and ``evaluate_plan``. Raises what the stages raise; whatever was finished stays
     and is reused by the next run."""
-    plan = build_plan(loaded, folder, recipe, workload, reporter)
+    plan = build_plan(loaded, folder, recipe, workload, reporter, evaluates=True)
     evaluation = evaluate_plan(recipe, loaded, plan, folder, reporter)
     return Result(folder, allocation_stage.load(folder.allocation)[0], plan, evaluation)
 
 
 def build_plan(
-    loaded: LoadedModel, folder: Folder, recipe: Recipe, workload: Workload | None = None, reporter: Reporter = SILENT
+    loaded: LoadedModel,
+    folder: Folder,
+    recipe: Recipe,
+    workload: Workload | None = None,
+    reporter: Reporter = SILENT,
+    evaluates: bool = False,
 ) -> Plan:
     """All stages of a recipe up to its plan, for ``workload`` (default: the recipe's, or 8 x 4,096 tokens).
+    ``evaluates``: the reporter is told that ``evaluate_plan`` follows.
 
     Raises:
         What the stages raise; whatever was finished stays.
@@ -95,7 +102,9 @@ def build_plan(
     seq_len = min(recipe.data.seq_len, max_context(loaded) or recipe.data.seq_len)
     one_sample = DataSpec("math", num_samples=1, seq_len=seq_len)
     warn_of_biases(loaded, lambda: sequences(one_sample, loaded).sequences[0], reporter)
-    run_stages(Job(recipe, loaded, folder, reporter, workload or DEFAULT_WORKLOAD))
+    job = Job(recipe, loaded, folder, reporter, workload or DEFAULT_WORKLOAD)
+    reporter.expect(expected_phases(job, evaluates))
+    run_stages(job)
     return compile_folder(folder, reporter=reporter, recipe=recipe)
 
 

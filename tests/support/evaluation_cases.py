@@ -13,6 +13,7 @@ from kvcal.geometry import ModelIdentity
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import RAW, Format, LayerPlan, Plan, Workload
+from kvcal.progress import Silent
 from kvcal.recipe import EvaluateSpec
 
 RAW_PAIR = (RAW, RAW)
@@ -21,7 +22,7 @@ COARSE = (Format(1, "channel", 128), Format(2, "token", 64, 3, 20))
 SMALL = {"max_steps": 6, "max_size": 22, "max_hops": 5, "max_digits": 2}
 
 
-class Notes:
+class Notes(Silent):
     """A Reporter that keeps the messages, and can interrupt at a message."""
 
     def __init__(self, interrupt_at: str | None = None) -> None:

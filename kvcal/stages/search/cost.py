@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvcal.plan.page_format import SIDES
+from kvcal.recipe import SearchSpec
 from kvcal.stages.search.compose import FINALISTS, MAX_COMPOSED, MAX_SINGLES, MAX_UNIFORM
 from kvcal.stages.search.problem import Problem, shared_styles
 
@@ -38,3 +39,10 @@ def planned(problem: Problem, tiers: Sequence[int], num_systems: int, num_rounds
     plans = styles + whole + num_rounds * (singles + MAX_COMPOSED) + FINISHED
     texts = tiers[0] * (styles + num_rounds * singles) + halved(whole) + num_rounds * halved(MAX_COMPOSED)
     return Cost(plans, texts + FINISHED * tiers[-1])
+
+
+def expected_plans(spec: SearchSpec, num_layers: int) -> int:
+    """Plans that a search measures, about, before its problem is known."""
+    singles = num_layers * (len(spec.keys) + len(spec.values))
+    styles = len(spec.keys) + len(spec.values)
+    return styles + MAX_UNIFORM + len(spec.systems) + spec.refine_rounds * (singles + MAX_COMPOSED) + FINISHED
