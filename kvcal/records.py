@@ -118,7 +118,8 @@ def read_json(path: str | Path, kind: str, schema: int, record: type[Record], hi
         ArtifactError: missing, unreadable, not JSON, of another kind or version, corrupt, or as ``record_of``.
     """
     try:
-        content = json.loads(read_bytes(path, kind).decode("utf-8"), parse_constant=_refuse_constant)
+        text = read_bytes(path, kind).decode("utf-8")
+        content = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as broken:
         raise ArtifactError(f"{path} is truncated or not JSON: {broken}", hint) from None
     require_shallow(content, path)
@@ -130,7 +131,10 @@ def read_json(path: str | Path, kind: str, schema: int, record: type[Record], hi
     body = content["body"]
     if content["digest"] != sha256_json(body):
         raise ArtifactError(f"{path} is corrupt: its content does not have the digest it states", hint)
-    return record_of(record, body, path, hint)
+    found = record_of(record, body, path, hint)
+    if not text.endswith("\n"):
+        raise ArtifactError(f"{path} is truncated: its last line has no end", hint)
+    return found
 
 
 def _refuse_constant(name: str) -> None:

@@ -62,7 +62,7 @@ def expected_phases(job: Job, evaluates: bool) -> list[Phase]:
     if evaluates:
         plans = len(recipe.evaluate.against) + 1
         phases.append(Phase("evaluate: plans", plans * (tokens(recipe.evaluate.data) + _generated(recipe.evaluate))))
-    return phases
+    return [phase for phase in phases if phase.work]
 
 
 def _generated(spec: EvaluateSpec) -> float:
