@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli_cases import RECIPE, Outcome, kvcal_process, run_kvcal, save_family, save_llama
+from cli_cases import RECIPE, Outcome, kvcal_process, made_by_kvcal, run_kvcal, save_family, save_llama
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
@@ -23,8 +23,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedToke
     model = save_llama(folder / "tiny-llama", tokenizer)
     recipe = folder / "small.toml"
     recipe.write_text(RECIPE)
-    done = kvcal_process("run", recipe, "--model", model, "--out", folder / "out", hash_seed=1)
-    assert done.code == 0, done.err
+    made_by_kvcal("run", recipe, "--model", model, "--out", folder / "out")
     return model, recipe, folder / "out"
 
 
@@ -56,14 +55,17 @@ def test_second_run_skips_and_prints_the_table(finished: Run, capsys: pytest.Cap
     assert sha256(out / "plan.safetensors") == before
 
 
-def test_same_recipe_same_bytes_in_another_process(finished: Run, tmp_path: Path) -> None:
+def test_same_recipe_same_bytes_in_another_process(
+    finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With another seed of hashes; the first run's profile is what `kvcal profile` writes."""
     model, recipe, out = finished
-    done = kvcal_process("profile", model, "--out", tmp_path, "--recipe", recipe, hash_seed=7)
+    done = kvcal_process("run", recipe, "--model", model, "--out", tmp_path, hash_seed=7)
     assert done.code == 0, done.err
-    shutil.copy(recipe, tmp_path / "small.toml")
-    done = kvcal_process("run", tmp_path / "small.toml", "--model", model, "--out", tmp_path, hash_seed=7)
-    assert done.code == 0, done.err
-    assert sha256(tmp_path / "plan.safetensors") == sha256(out / "plan.safetensors")
+    for name in ("profile.safetensors", "plan.safetensors"):
+        assert sha256(tmp_path / name) == sha256(out / name)
+    assert run_kvcal(capsys, "profile", model, "--out", tmp_path / "profiled", "--recipe", recipe).code == 0
+    assert sha256(tmp_path / "profiled" / "profile.safetensors") == sha256(out / "profile.safetensors")
 
 
 def test_changed_knob_is_named(finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from cli_cases import RECIPE, kvcal_process, run_kvcal, save_llama
+from cli_cases import RECIPE, made_by_kvcal, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.charts.allocation import draw_profile
@@ -47,12 +47,9 @@ def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     (folder / "small.toml").write_text(SMALL)
     (folder / "searched.toml").write_text(RECIPE.replace('same_bytes_as = "kivi-2"', "bits = 5.0") + SEARCH)
     small = ("--recipe", folder / "small.toml", "--out", folder / "plans", "--name", "a", "--bits", 4.5)
-    for arguments in (
-        ("plan", model, *small, *SIZES),
-        ("search", folder / "searched.toml", "--model", model, "--out", folder / "searched", *SIZES),
-    ):
-        done = kvcal_process(*arguments, "--quiet")
-        assert done.code == 0, done.err
+    made_by_kvcal("plan", model, *small, *SIZES, "--quiet")
+    searched = ("--model", model, "--out", folder / "searched", *SIZES)
+    made_by_kvcal("search", folder / "searched.toml", *searched, "--quiet")
     return folder
 
 

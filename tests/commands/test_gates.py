@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_cases import RECIPE, Outcome, kvcal_process, run_kvcal, save_llama
+from cli_cases import RECIPE, Outcome, made_by_kvcal, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.errors import GateFailed, UsageError
@@ -20,9 +20,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     folder = tmp_path_factory.mktemp("gates")
     model = save_llama(folder / "model", tokenizer)
     (folder / "small.toml").write_text(RECIPE)
-    done = kvcal_process("run", "uniform-2", "--model", model, "--out", folder / "run", "--set", "evaluate.tasks=[]",
-                         "--set", "evaluate.against=[]", "--samples", 1, "--seq-len", 200)  # fmt: skip
-    assert done.code == 0, done.err
+    made_by_kvcal("run", "uniform-2", "--model", model, "--out", folder / "run", "--set", "evaluate.tasks=[]",
+                  "--set", "evaluate.against=[]", "--samples", 1, "--seq-len", 200)  # fmt: skip
     return folder
 
 
@@ -124,8 +123,7 @@ def test_errors_are_json_where_results_are(
 
 
 def test_an_infeasible_budget_tells_the_smallest_one(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = kvcal_process("profile", made / "model", "--out", made / "run", "--recipe", made / "small.toml")
-    assert done.code == 0, done.err
+    made_by_kvcal("profile", made / "model", "--out", made / "run", "--recipe", made / "small.toml")
     done = run_kvcal(capsys, "allocate", made / "run", "--kv-budget", "20KB", "--json")
     error = json.loads(done.err.splitlines()[-1])["error"]
     assert (done.code, error["kind"]) == (3, "InfeasibleBudget") and not done.out

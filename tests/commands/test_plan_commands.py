@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli_cases import RECIPE, kvcal_process, run_kvcal, save_llama
+from cli_cases import RECIPE, made_by_kvcal, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.folder import Folder
@@ -31,8 +31,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     model = save_llama(folder / "model", tokenizer)
     (folder / "small.toml").write_text(RECIPE)
     arguments = ("--recipe", folder / "small.toml", "--out", folder / "plans", "--bits", 4, *SIZES)
-    done = kvcal_process("plan", model, *arguments, "-o", folder / "first.safetensors", "--json")
-    assert done.code == 0, done.err
+    done = made_by_kvcal("plan", model, *arguments, "-o", folder / "first.safetensors", "--json")
     (folder / "first.json").write_text(done.out)
     return folder
 

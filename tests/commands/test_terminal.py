@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_cases import RECIPE, run_kvcal, save_llama
+from cli_cases import RECIPE, made_by_kvcal, run_kvcal, save_llama
 from rich.cells import cell_len
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
@@ -60,8 +60,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
     model = save_llama(folder / "model", tokenizer)
     (folder / "small.toml").write_text(RECIPE)
     command = ["plan", model, "--recipe", folder / "small.toml", "--bits", "8", "--out", folder, "--name", "tiny"]
-    code = "import sys; from kvcal.__main__ import main; sys.argv[0] = 'kvcal'; main()"
-    subprocess.run([sys.executable, "-c", code, *map(str, command)], cwd=ROOT, check=True, capture_output=True)
+    made_by_kvcal(*command)
     return {"model": model, "folder": folder, "plan": PLAN}
 
 

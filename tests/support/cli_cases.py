@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -104,25 +107,36 @@ def save_falcon(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
     return folder
 
 
-def run_kvcal(capsys: pytest.CaptureFixture[str], *arguments: object) -> Outcome:
-    """Run the command in this process."""
-    capsys.readouterr()
+def exit_code(*arguments: object) -> int:
+    """Of the command in this process."""
     before, sys.argv = sys.argv, ["kvcal", *map(str, arguments)]
-    code = 0
     try:
         cli.main()
     except SystemExit as end:
-        code = int(end.code or 0)
+        return int(end.code or 0)
     finally:
         sys.argv = before
+    return 0
+
+
+def run_kvcal(capsys: pytest.CaptureFixture[str], *arguments: object) -> Outcome:
+    """Run the command in this process, within a test."""
+    capsys.readouterr()
+    code = exit_code(*arguments)
     captured = capsys.readouterr()
     return Outcome(code, captured.out, captured.err)
 
 
-def kvcal_process(*arguments: object, hash_seed: int = 0) -> Outcome:
-    """Run the command in a process of its own."""
-    import os
+def made_by_kvcal(*arguments: object) -> Outcome:
+    """Run the command in this process, in a fixture that several tests share; it must end well."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = exit_code(*arguments)
+    assert code == 0, err.getvalue()
+    return Outcome(code, out.getvalue(), err.getvalue())
 
+
+def kvcal_process(*arguments: object, hash_seed: int = 0) -> Outcome:
+    """Run the command in a process of its own: for what depends on one, since its imports take seconds."""
     done = subprocess.run(
         [sys.executable, "-m", "kvcal", *map(str, arguments)],
         capture_output=True,
