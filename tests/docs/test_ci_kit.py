@@ -6,13 +6,15 @@ import json
 import os
 import re
 import subprocess
-import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from cli_cases import RECIPE, Outcome, run_kvcal
+from kvcal_server import installed
 from test_claims import require_parses
 
 from kvcal.plan.plan import load_plan
@@ -124,19 +126,26 @@ def test_the_container_installs_what_its_device_needs(
     assert second == f"install|--no-cache-dir|--constraint|requirements.lock|.[{extras}]|"
 
 
-def run_script(folder: Path, **variables: str) -> Outcome:
-    """ci/plan.sh in ``folder``, with this checkout's command."""
-    (folder / "bin").mkdir(exist_ok=True)
-    (folder / "bin/kvcal").write_text(f'#!/bin/sh\nexec {sys.executable} -m kvcal "$@"\n')
-    (folder / "bin/kvcal").chmod(0o755)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        [CI / "plan.sh"], cwd=folder, env=environment | variables, capture_output=True, text=True, timeout=900
-    )
-    return Outcome(done.returncode, done.stdout, done.stderr)
+Script = Callable[..., Outcome]
 
 
-def test_the_script_makes_a_plan_and_fails_its_gates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def run_script() -> Iterator[Script]:
+    """Runs ci/plan.sh in a folder with variables, and with this checkout's command."""
+    with tempfile.TemporaryDirectory() as name, installed(Path(name)) as programs:
+        path = {"PATH": f"{programs}:{os.environ['PATH']}"}
+
+        def run(folder: Path, **variables: str) -> Outcome:
+            environment = os.environ | path | variables
+            done = subprocess.run([CI / "plan.sh"], cwd=folder, env=environment, capture_output=True, text=True)
+            return Outcome(done.returncode, done.stdout, done.stderr)
+
+        yield run
+
+
+def test_the_script_makes_a_plan_and_fails_its_gates(
+    run_script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "small.toml").write_text(RECIPE)
     few = "--recipe small.toml --set evaluate.against=[]"
     variables = {"MODEL": "reasoner-10m", "BUDGET": "--bits 4 --batch 8 --context 4096", "OUT": "out",
@@ -159,7 +168,7 @@ def test_the_script_makes_a_plan_and_fails_its_gates(tmp_path: Path, capsys: pyt
     assert run_kvcal(capsys, "inspect", out / "plan.safetensors").code == 0
 
 
-def test_the_script_names_what_is_missing(tmp_path: Path) -> None:
+def test_the_script_names_what_is_missing(run_script: Script, tmp_path: Path) -> None:
     assert "set MODEL, such as" in run_script(tmp_path, MODEL="").err
     assert "set BUDGET, such as" in run_script(tmp_path, MODEL="reasoner-10m").err
     done = run_script(tmp_path, MODEL="no-such/model/here", BUDGET="--bits 3")

@@ -1,4 +1,4 @@
-"""Every example runs as its docstring says, on the embedded model. Two have a process of their own: its imports take
+"""Every example runs as its docstring says, on the embedded model. One has a process of its own: its imports take
 longer than most examples."""
 
 from __future__ import annotations
@@ -15,20 +15,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_cases import made_by_kvcal
 
 from kvcal import load_plan
 from kvcal.data.tasks import problems
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {"generate", "budget", "own_data", "gpu_graph"}
-
-
-def run_alone(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """The example in a process of its own."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, ROOT / "examples" / f"{name}.py", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
 @pytest.fixture
@@ -58,7 +51,10 @@ def test_an_examples_docstring_says_how_to_run_it(name: str) -> None:
 
 
 def test_generate_multiplies_through_a_packed_cache() -> None:
-    done = run_alone("generate")
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, ROOT / "examples" / "generate.py"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     out = done.stdout
     assert "Answer: 49926" in out and 314 * 159 == 49926
@@ -78,10 +74,9 @@ def test_generate_takes_a_plan_and_budget_writes_one(run_example: Callable[..., 
     assert "as the plan predicts" in out
 
 
-def test_budget_says_the_smallest_feasible_budget() -> None:
-    done = run_alone("budget", "--kv-budget", "1MB")
-    assert done.returncode == 1
-    assert "the smallest feasible one is" in done.stderr and "hint: " in done.stderr
+def test_budget_says_the_smallest_feasible_budget(run_example: Callable[..., str]) -> None:
+    with pytest.raises(SystemExit, match=r"the smallest feasible one is(.|\n)*hint: "):
+        run_example("budget", "--kv-budget", "1MB")
 
 
 def test_own_data_profiles_every_layer_of_a_jsonl(run_example: Callable[..., str], tmp_path: Path) -> None:
@@ -93,7 +88,15 @@ def test_own_data_profiles_every_layer_of_a_jsonl(run_example: Callable[..., str
     assert [f"layer {index}: " in out for index in range(10)] == [True] * 10
 
 
-def test_own_data_writes_a_sample_by_itself(run_example: Callable[..., str]) -> None:
+def test_own_data_writes_a_sample_by_itself(run_example: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command that it runs is run in this process here, and in one of its own above."""
+
+    def run(command: list[str], stdout: int, text: bool) -> subprocess.CompletedProcess[str]:
+        assert command[:3] == [sys.executable, "-m", "kvcal"] and (stdout, text) == (subprocess.PIPE, True)
+        done = made_by_kvcal(*command[3:])
+        return subprocess.CompletedProcess(command, done.code, done.out)
+
+    monkeypatch.setattr(subprocess, "run", run)
     assert run_example("own_data").startswith("sensitivity to 2 bits on ledgers.jsonl\nlayer 0: K ")
 
 

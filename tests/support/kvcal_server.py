@@ -1,0 +1,86 @@
+"""A ``kvcal`` for scripts that a test runs: each call is a process of its own, forked from one that has imported what
+commands import. Imports take seconds, and a script calls many commands.
+
+    python tests/support/kvcal_server.py SOCKET     serves the program of ``installed``, until it is killed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import cli_cases
+
+CLIENT = """#!{python} -IS
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect({socket!r})
+    socket.send_fds(server, [json.dumps([os.getcwd(), *sys.argv[1:]]).encode()], [0, 1, 2])
+    sys.exit(int(server.recv(8)))
+"""
+
+
+@contextlib.contextmanager
+def installed(folder: Path) -> Iterator[Path]:
+    """A folder for PATH with a program ``kvcal``. ``folder`` has a short name: that of a socket
+    takes 100 bytes."""
+    address, program = folder / "socket", folder / "bin" / "kvcal"
+    program.parent.mkdir()
+    program.write_text(CLIENT.format(python=sys.executable, socket=str(address)))
+    program.chmod(0o755)
+    root = str(Path(__file__).parents[2])
+    server = subprocess.Popen([sys.executable, __file__, address], env={**os.environ, "PYTHONPATH": root})
+    try:
+        while not address.exists() and server.poll() is None:
+            time.sleep(0.05)
+        yield program.parent
+    finally:
+        server.kill()
+        server.wait()
+
+
+def answer(client: socket.socket) -> None:
+    """Run one call with the caller's folder and streams; reply with its exit code."""
+    message, streams, _, _ = socket.recv_fds(client, 1 << 16, 3)
+    folder, *arguments = json.loads(message)
+    os.chdir(folder)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    code = cli_cases.exit_code(*arguments)
+    sys.stdout.flush()
+    client.sendall(str(code).encode())
+
+
+def serve(address: str) -> None:
+    """Fork a process for each connection, one at a time."""
+    for name in ("kvcal.charts.report", "kvcal.run.pipeline", "kvcal.stages.compare"):
+        importlib.import_module(name)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{address}.new")
+        server.listen()
+        os.rename(f"{address}.new", address)
+        while True:
+            client, _ = server.accept()
+            child = os.fork()
+            if child == 0:
+                try:
+                    answer(client)
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(0)
+            client.close()
+            os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
