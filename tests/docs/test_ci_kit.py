@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import yaml
-from cli_cases import RECIPE, Outcome, run_kvcal
+from cli_cases import RECIPE, Outcome, run_kvcal, save_llama
 from kvcal_server import installed
 from test_claims import require_parses
+from transformers import PreTrainedTokenizerBase
 
 from kvcal.plan.plan import load_plan
 
@@ -144,11 +145,12 @@ def run_script() -> Iterator[Script]:
 
 
 def test_the_script_makes_a_plan_and_fails_its_gates(
-    run_script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_script: Script, tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    save_llama(tmp_path / "tiny", tokenizer)
     (tmp_path / "small.toml").write_text(RECIPE)
     few = "--recipe small.toml --set evaluate.against=[]"
-    variables = {"MODEL": "reasoner-10m", "BUDGET": "--bits 4 --batch 8 --context 4096", "OUT": "out",
+    variables = {"MODEL": "tiny", "BUDGET": "--bits 4 --batch 8 --context 4096", "OUT": "out",
                  "PLAN_OPTIONS": "--recipe small.toml", "EVAL_OPTIONS": few}  # fmt: skip
     done = run_script(tmp_path, **variables, GATES="--max-kl 100 --min-accuracy chain=0 --max-bytes 60MB")
     assert done.code == 0, done.err
@@ -157,7 +159,7 @@ def test_the_script_makes_a_plan_and_fails_its_gates(
     value = json.loads((out / "evaluation.json").read_text())
     assert [one["passed"] for one in value["gates"]] == [True] * 3
     assert json.loads((out / "plan.json").read_text())["plan"] == "out/plan.safetensors"
-    assert json.loads((out / "size.json").read_text())["model"] == "reasoner-10m"
+    assert json.loads((out / "size.json").read_text())["model"] == "tiny"
     report = (out / "report.txt").read_text()
     assert "all-in bits per value" in report and "16-bit" in report and "max_kl" in report
 
