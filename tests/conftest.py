@@ -7,7 +7,9 @@ import os
 # Before the libraries read it: a test that would need the hub fails at once instead of waiting for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import time  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
+from contextlib import suppress  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
@@ -15,6 +17,9 @@ import torch  # noqa: E402
 from transformers import AutoTokenizer, PreTrainedTokenizerBase  # noqa: E402
 
 from kvcal.embedded import model_folder  # noqa: E402
+
+KERNELS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvcal-tests" / "kernels"
+KEPT_SECONDS = 7 * 24 * 3600
 
 
 @pytest.fixture(scope="session")
@@ -33,8 +38,16 @@ def real_data() -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Lattices' grids are made once for all tests, away from the user's own."""
+    """Lattices' grids are made once for all tests, away from the user's own. Compiled kernels outlast the tests: the
+    name of each is the digest of all that it depends on, and compiling them takes minutes."""
     home = tmp_path_factory.mktemp("cache")
+    KERNELS.mkdir(parents=True, exist_ok=True)
+    for file in KERNELS.iterdir():
+        with suppress(FileNotFoundError):  # another worker's
+            if time.time() - file.stat().st_mtime > KEPT_SECONDS:
+                file.unlink()
+    (home / "kvcal").mkdir()
+    (home / "kvcal" / "kernels").symlink_to(KERNELS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(home))
         yield home

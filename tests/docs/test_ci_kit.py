@@ -133,8 +133,8 @@ Script = Callable[..., Outcome]
 @pytest.fixture(scope="module")
 def run_script() -> Iterator[Script]:
     """Runs ci/plan.sh in a folder with variables, and with this checkout's command."""
-    with tempfile.TemporaryDirectory() as name, installed(Path(name)) as programs:
-        path = {"PATH": f"{programs}:{os.environ['PATH']}"}
+    with tempfile.TemporaryDirectory() as name, installed(Path(name)) as program:
+        path = {"PATH": f"{program.parent}:{os.environ['PATH']}"}
 
         def run(folder: Path, **variables: str) -> Outcome:
             environment = os.environ | path | variables

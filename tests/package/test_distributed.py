@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 import tune_cases
-from cli_cases import RECIPE, kvcal_process, run_kvcal, save_llama
+from cli_cases import RECIPE, made_by_kvcal, run_kvcal, save_llama
 from compare_cases import write_recipes
+from kvcal_server import installed
 from transformers import PreTrainedTokenizerBase
 
 from kvcal import artifact, distributed
@@ -104,12 +106,18 @@ def given(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeniz
 def alone(tmp_path_factory: pytest.TempPathFactory, given: tuple[Path, Path]) -> Iterator[Path]:
     """The folder of one process; what runs in this one computes on one thread, too, as torchrun's ranks do."""
     folder, (model, recipe) = tmp_path_factory.mktemp("alone"), given
-    done = kvcal_process("run", recipe, "--model", model, "--out", folder, "--device", "cpu")
-    assert done.code == 0, done.err
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    made_by_kvcal("run", recipe, "--model", model, "--out", folder, "--device", "cpu")
     yield folder
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def kvcal() -> Iterator[Path]:
+    """The program, for torchrun to start: it imports nothing."""
+    with tempfile.TemporaryDirectory() as name, installed(Path(name)) as program:
+        yield program
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -131,12 +139,12 @@ def rows(folder: Path) -> Any:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_artifacts_do_not_depend_on_the_number_of_ranks(
-    num_ranks: int, given: tuple[Path, Path], alone: Path, tmp_path: Path
+    num_ranks: int, given: tuple[Path, Path], alone: Path, kvcal: Path, tmp_path: Path
 ) -> None:
     """Five sequences, three batches of them, and three plans: ranks are not equally busy anywhere."""
     model, recipe = given
     arguments = ["run", recipe, "--model", model, "--out", tmp_path, "--json", "--device", "cpu"]
-    done = torchrun(num_ranks, "-m", "kvcal", *arguments)
+    done = torchrun(num_ranks, *(["-m", "kvcal"] if num_ranks == 2 else ["--no-python", kvcal]), *arguments)
     assert done.returncode == 0, done.stderr
     names = {"profile", "allocation", "reparam", "predictors", "feedback", "plan"}
     assert {name.removesuffix(".safetensors") for name in digests(alone)} == names
@@ -160,7 +168,7 @@ def test_two_gpus_make_what_one_makes(given: tuple[Path, Path], tmp_path: Path) 
 
 @pytest.mark.parametrize("command", ["plan", "search", "tune", "compare"])
 def test_plans_and_trials_do_not_depend_on_the_number_of_ranks(
-    command: str, given: tuple[Path, Path], alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, given: tuple[Path, Path], alone: Path, kvcal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Here with one process and with two."""
     (tmp_path / "search.toml").write_text(SEARCH)
@@ -177,7 +185,7 @@ def test_plans_and_trials_do_not_depend_on_the_number_of_ranks(
     arguments += ["--device", "cpu", "--json", "--out"]
     done = run_kvcal(capsys, *arguments, tmp_path / "one")
     assert done.code == 0, done.err
-    both = torchrun(2, "-m", "kvcal", *arguments, tmp_path / "two")
+    both = torchrun(2, "--no-python", kvcal, *arguments, tmp_path / "two")
     assert both.returncode == 0, both.stderr
     assert digests(tmp_path / "two") == digests(tmp_path / "one") and digests(tmp_path / "one")
     printed = both.stdout.replace(str(tmp_path / "two"), str(tmp_path / "one"))

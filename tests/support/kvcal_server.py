@@ -1,5 +1,5 @@
-"""A ``kvcal`` for scripts that a test runs: each call is a process of its own, forked from one that has imported what
-commands import. Imports take seconds, and a script calls many commands.
+"""A ``kvcal`` for a script or torchrun that a test runs: each call is a process of its own, forked from one that has
+imported what commands import. That takes seconds, and a script calls many commands.
 
     python tests/support/kvcal_server.py SOCKET     serves the program of ``installed``, until it is killed
 """
@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,35 +25,36 @@ CLIENT = """#!{python} -IS
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({socket!r})
-    socket.send_fds(server, [json.dumps([os.getcwd(), *sys.argv[1:]]).encode()], [0, 1, 2])
+    socket.send_fds(server, [json.dumps([os.getcwd(), dict(os.environ), sys.argv[1:]]).encode()], [0, 1, 2])
     sys.exit(int(server.recv(8)))
 """
 
 
 @contextlib.contextmanager
 def installed(folder: Path) -> Iterator[Path]:
-    """A folder for PATH with a program ``kvcal``. ``folder`` has a short name: that of a socket
-    takes 100 bytes."""
+    """The program ``kvcal``, in a folder of its own. ``folder`` has a short name: that of a socket takes 100 bytes."""
     address, program = folder / "socket", folder / "bin" / "kvcal"
     program.parent.mkdir()
     program.write_text(CLIENT.format(python=sys.executable, socket=str(address)))
     program.chmod(0o755)
-    root = str(Path(__file__).parents[2])
-    server = subprocess.Popen([sys.executable, __file__, address], env={**os.environ, "PYTHONPATH": root})
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen([sys.executable, __file__, address], env=environment, start_new_session=True)
     try:
         while not address.exists() and server.poll() is None:
             time.sleep(0.05)
-        yield program.parent
+        yield program
     finally:
-        server.kill()
+        os.killpg(server.pid, signal.SIGKILL)  # and what it forked
         server.wait()
 
 
 def answer(client: socket.socket) -> None:
-    """Run one call with the caller's folder and streams; reply with its exit code."""
-    message, streams, _, _ = socket.recv_fds(client, 1 << 16, 3)
-    folder, *arguments = json.loads(message)
+    """Run one call with the caller's folder, environment and streams; reply with its exit code."""
+    message, streams, _, _ = socket.recv_fds(client, 1 << 20, 3)
+    folder, environment, arguments = json.loads(message)
     os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
     code = cli_cases.exit_code(*arguments)
@@ -61,7 +63,7 @@ def answer(client: socket.socket) -> None:
 
 
 def serve(address: str) -> None:
-    """Fork a process for each connection, one at a time."""
+    """Fork a process for each connection."""
     for name in ("kvcal.charts.report", "kvcal.run.pipeline", "kvcal.stages.compare"):
         importlib.import_module(name)
     with socket.socket(socket.AF_UNIX) as server:
@@ -70,8 +72,7 @@ def serve(address: str) -> None:
         os.rename(f"{address}.new", address)
         while True:
             client, _ = server.accept()
-            child = os.fork()
-            if child == 0:
+            if os.fork() == 0:
                 try:
                     answer(client)
                 except BaseException:
@@ -79,7 +80,9 @@ def serve(address: str) -> None:
                 finally:
                     os._exit(0)
             client.close()
-            os.waitpid(child, 0)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:  # those that ended
+                    pass
 
 
 if __name__ == "__main__":
