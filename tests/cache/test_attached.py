@@ -18,8 +18,8 @@ from kvcal.cache.attached import _ATTACHED
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.plan.page_format import Format, num_pages
 
-# Every prompt goes on to where a page is packed or comes to be read.
-STEPS = {1: 140, 63: 75, 127: 8, 128: 8, 129: 8, 300: 95}
+# Every prompt goes on to where a page is packed or comes to be read: at 128, or at 384 and, behind a window of 9, 393.
+STEPS = {1: 140, 111: 27, 127: 8, 128: 8, 129: 8, 375: 20}
 RAGGED = (300, 130, 3)
 
 
