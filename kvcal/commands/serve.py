@@ -124,7 +124,7 @@ def serve_args(
     Example: `kvcal serve-args plan.safetensors --engine vllm --tp 2`
     """
     from kvcal.engines.shard import HeadShard
-    from kvcal.engines.support import require_served
+    from kvcal.engines.support import NO_PREFIXES, require_served, unquantized_copies
     from kvcal.plan.plan import load_plan
 
     _require_engine(engine)
@@ -147,6 +147,7 @@ def serve_args(
         if kv_memory is not None:
             found = _capacity(engine, loaded, parse_bytes(kv_memory), tp, context or 1, max_requests)
             words += ["--max-total-tokens", str(found.num_blocks * 128)]
+    words += [NO_PREFIXES[engine]] if unquantized_copies(loaded) else []
     if given.json:
         console.print_json({"engine": engine, "arguments": words})
     else:

@@ -1,12 +1,14 @@
 """The memory that an engine lends one layer: opaque blocks of 128 tokens, and one ring a request.
 
     block   for every head range, the records of its heads' keys, then of their values: a page of each
-    ring    keys [N, 128, D], then values [N, 128, D] of the newest tokens in the cache's dtype, token t at t mod 128;
-            where any layer of the plan chooses channels by queries, the sums of |q| since the last page, fp32 [N, D],
-            and the tokens at which they begin, int32 [N]: vLLM packs rings best that are equal in all layers
+    ring    for every head range, of its keys, then of its values, in the cache's dtype: the first tokens
+            [n, sinks, D], and the newest ones [n, 128 + window, D], token t at t modulo their number; behind all
+            ranges, where channels are chosen by queries, the sums of |q| since the last page, fp32 [N, D], and the
+            tokens at which they begin, int32 [N]
 
-A page is packed in the step that fills it, directly into its block; from then on the block alone holds these tokens.
-The engine knows both by their sizes. Blocks are shared between requests, rings are not.
+A page is packed in the step that fills it, directly into its block. From then on the block alone holds these tokens,
+but for sinks and the window, which the ring goes on to hold at 16 bits, and attention prefers. The engine knows block
+and ring by their sizes. Blocks are shared between requests, rings are not.
 """
 
 from __future__ import annotations
@@ -20,19 +22,18 @@ from torch import Tensor
 from kvcal.geometry import CACHE_DTYPES, CacheDtype
 from kvcal.kernels.operands import QueryStatistic
 from kvcal.kernels.variants import HeadRange, head_ranges, page_layout
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.record_layout import aligned_size
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """See the module's docstring. ``layer``: a paged layer that ``kvcal.engines.support`` takes, as this rank has it;
-    ``has_statistic``: its ring has room for sums of queries."""
+    """See the module's docstring. ``layer``: a paged layer that ``kvcal.engines.support`` takes, as this rank has
+    it."""
 
     layer: LayerPlan
     cache_dtype: CacheDtype
-    has_statistic: bool = False
 
     @functools.cached_property
     def ranges(self) -> tuple[HeadRange, ...]:
@@ -46,9 +47,9 @@ class BlockLayout:
 
     @functools.cached_property
     def ring_bytes(self) -> int:
-        """Bytes of a request's ring."""
-        of_queries = self._query_sum_bytes + self._query_since_bytes if self.has_statistic else 0
-        return sum(self._ring_bytes(side) for side in SIDES) + of_queries
+        """Bytes of a request's ring: a multiple of 16."""
+        of_queries = self._query_sum_bytes + self._query_since_bytes if self.needs_queries else 0
+        return aligned_size(self._unquantized_bytes + of_queries)
 
     @functools.cached_property
     def needs_queries(self) -> bool:
@@ -72,16 +73,25 @@ class BlockLayout:
         first, record = self.offset(pair, side), self.record_bytes(pair, side)
         return blocks[:, first : first + pair.num_heads * record].unflatten(1, (pair.num_heads, record))
 
-    def ring(self, rings: Tensor, side: Side) -> Tensor:
-        """The keys, or values, in rings, uint8 [rings, ring_bytes or more]: a view [rings, N, 128, D] in the cache's
-        dtype."""
-        first = self._ring_bytes("k") if side == "v" else 0
-        held = rings[:, first : first + self._ring_bytes(side)].view(CACHE_DTYPES[self.cache_dtype])
-        return held.unflatten(1, (self.layer.attention.num_kv_heads, PAGE_TOKENS, self.layer.head_dim(side)))
+    def unquantized(self, rings: Tensor, pair: HeadRange, side: Side) -> tuple[Tensor, Tensor]:
+        """The sinks and the newest tokens of a head range in rings, uint8 [rings, ring_bytes or more]: views [rings, n,
+        sinks, D] and [rings, n, ring_tokens, D] in the cache's dtype."""
+        before = self.ranges[: self.ranges.index(pair)]
+        first = sum(sum(self._tokens(other, each)) for other in before for each in SIDES)
+        first += sum(self._tokens(pair, "k")) if side == "v" else 0
+        shape, views = (pair.num_heads, -1, self.layer.head_dim(side)), []
+        for nbytes in self._tokens(pair, side):
+            views.append(rings[:, first : first + nbytes].view(CACHE_DTYPES[self.cache_dtype]))
+            first += nbytes
+        sinks, newest = (
+            view.unflatten(1, shape) if view.shape[1] else view.new_empty(len(rings), pair.num_heads, 0, shape[2])
+            for view in views
+        )
+        return sinks, newest
 
     def statistic(self, rings: Tensor) -> QueryStatistic:
         """The query statistic in rings that have one, views [rings, N, D] and [rings, N]."""
-        first = sum(self._ring_bytes(side) for side in SIDES)
+        first = self._unquantized_bytes
         heads, since = self.layer.attention.num_kv_heads, first + self._query_sum_bytes
         sums = rings[:, first:since].view(torch.float32).unflatten(1, (heads, -1))
         return QueryStatistic(sums, rings[:, since : since + 4 * heads].view(torch.int32))
@@ -93,11 +103,16 @@ class BlockLayout:
     @property
     def _query_since_bytes(self) -> int:
         """Bytes of the token counts at which sums began; rounded up, as a multiple of 16 follows."""
-        return -(-4 * self.layer.attention.num_kv_heads // 16) * 16
+        return aligned_size(4 * self.layer.attention.num_kv_heads)
 
     def _records(self, pair: HeadRange, side: Side) -> int:
         return pair.num_heads * self.record_bytes(pair, side)
 
-    def _ring_bytes(self, side: Side) -> int:
-        values = PAGE_TOKENS * self.layer.attention.num_kv_heads * self.layer.head_dim(side)
-        return values * CACHE_DTYPES[self.cache_dtype].itemsize
+    @property
+    def _unquantized_bytes(self) -> int:
+        return sum(sum(self._tokens(pair, side)) for pair in self.ranges for side in SIDES)
+
+    def _tokens(self, pair: HeadRange, side: Side) -> tuple[int, int]:
+        """Bytes of the sinks, and of the newest tokens, of a head range."""
+        fmt, token = pair.format(side), self.layer.head_dim(side) * CACHE_DTYPES[self.cache_dtype].itemsize
+        return pair.num_heads * fmt.num_sink_tokens * token, pair.num_heads * fmt.ring_tokens * token

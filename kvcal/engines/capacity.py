@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcal.engines.shard import HeadShard
-from kvcal.errors import InfeasibleBudget, UnsupportedModel
+from kvcal.errors import InfeasibleBudget
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.plan import Plan
@@ -52,13 +52,13 @@ def vllm_capacity(plan: Plan, memory: int, num_ranks: int, context: int) -> Capa
     """``memory``: bytes of the cache on one of ``num_ranks``.
 
     Raises:
-        UnsupportedModel: heads that the ranks cannot share equally, or layers whose rings differ.
+        UnsupportedModel: heads that the ranks cannot share equally.
         InfeasibleBudget: not one request of the context fits.
     """
     shard = HeadShard(plan, 0, num_ranks)
     indices = list(shard.blocks)
-    ring = _equal([shard.ring_bytes(index) for index in indices])
-    block_bytes, ring_blocks = vllm_blocks([shard.block_bytes(index) for index in indices], ring)
+    pages = [shard.block_bytes(index) for index in indices]
+    block_bytes, ring_blocks = vllm_blocks(pages, shard.largest_ring_bytes)
     needed = -(-context // PAGE_TOKENS) + ring_blocks
     return _capacity(shard, memory, 0, block_bytes, needed, ring_blocks, context)
 
@@ -81,15 +81,8 @@ def engine_bytes(engine: Engine, plan: Plan, num_ranks: int) -> int:
     if engine == "sglang":
         token_bytes = -(-sum(pages) // PAGE_TOKENS)
         return num_ranks * (batch * blocks * PAGE_TOKENS * token_bytes + (batch + 1) * sum(rings))
-    block_bytes, ring_blocks = vllm_blocks(pages, _equal(rings))
+    block_bytes, ring_blocks = vllm_blocks(pages, shard.largest_ring_bytes)
     return num_ranks * (1 + batch * (blocks + ring_blocks)) * block_bytes
-
-
-def _equal(rings: Sequence[int]) -> int:
-    """Bytes of a ring of every layer. UnsupportedModel where they differ."""
-    if len(set(rings)) != 1:
-        raise UnsupportedModel("layers of different heads or head sizes: how vLLM packs their rings is not predicted")
-    return rings[0]
 
 
 def _capacity(

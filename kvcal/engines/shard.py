@@ -79,6 +79,11 @@ class HeadShard:
         """Bytes of a request's ring of a layer, equal on all ranks."""
         return max(each[index].ring_bytes for each in self._every_rank)
 
+    @functools.cached_property
+    def largest_ring_bytes(self) -> int:
+        """Bytes of a request's largest ring, equal on all ranks: vLLM packs rings best that are equal in all layers."""
+        return max(map(self.ring_bytes, self.blocks))
+
     def tensors(self, index: int) -> dict[str, Tensor]:
         """The transforms of a layer's heads of this rank, [n, ...] each, by the last part of their names."""
         return layer_transforms(self.plan.tensors, index, self.heads(index))
@@ -89,8 +94,7 @@ class HeadShard:
 
     def _blocks_of(self, rank: int) -> dict[int, BlockLayout]:
         layers = [_layer_of(layer, rank, self.size) for layer in self.plan.layers]
-        rest = self.plan.cache_dtype, self.plan.needs_queries
-        return {layer.geometry.index: BlockLayout(layer, *rest) for layer in layers}
+        return {layer.geometry.index: BlockLayout(layer, self.plan.cache_dtype) for layer in layers}
 
     def _whole(self, index: int) -> LayerPlan:
         return next(layer for layer in self.plan.layers if layer.geometry.index == index)

@@ -11,7 +11,8 @@ sequence in them. Two kinds of sequences are served:
 
 Either packs every page that its tokens fill, into the page's block, before it returns. A full block may be shared,
 hashed, moved or kept from then on; nothing in it depends on the sequence that filled it. A sequence that begins behind
-shared blocks begins at a multiple of 128, where a ring holds nothing that is read.
+shared blocks begins at a multiple of 128, where a ring without sinks and windows holds nothing that is read. With them
+no sequence may begin there: the ring does not have the tokens that it should.
 
 An engine may let a sequence begin behind blocks that another one fills in the same step. Then all tokens of the step
 must be stored before any attention is computed: each call has a half that stores and a half that attends.
@@ -35,9 +36,9 @@ from kvcal.kernels import ops
 from kvcal.kernels.decode import workspace_bytes
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import HeadRange, Variant, variant_of
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.record_layout import PAGE_TOKENS, without_sinks
 from kvcal.pages.scores import query_sum
-from kvcal.plan.page_format import SIDES, Side
+from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.plan.tensors import transforms_of_heads
 
 # Of a chunk's output, while parts are merged: the sum, the part in 16 and in 32 bits, and a product.
@@ -62,23 +63,27 @@ class Chunk(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """Keys and values [N, less than 128, D] of a chunk's past that no page holds yet."""
+    """Keys and values [N, ..., D] of a chunk's past from token ``first`` on, a multiple of 128: of every head, those
+    that are not read from pages, and maybe some before them."""
 
+    first: int
     keys: Tensor
     values: Tensor
 
 
 class Scratch:
-    """Scratch that all layers of a rank share, of at most ``max_rows`` sequences a decode; counted by no plan.
-    ``error`` int32 [1]: bits that are set when a page cannot be stored (kvcal.kernels.ops)."""
+    """Scratch that all layers of a rank share, of at most ``max_rows`` sequences a decode, of at most ``max_tokens``
+    each; counted by no plan. ``error`` int32 [1]: bits that are set when a page cannot be stored
+    (kvcal.kernels.ops)."""
 
-    def __init__(self, max_rows: int, device: torch.device) -> None:
-        self.max_rows, self.device = max_rows, device
+    def __init__(self, max_rows: int, max_tokens: int, device: torch.device) -> None:
+        self.max_rows, self.max_tokens, self.device = max_rows, max_tokens, device
         self.error = torch.zeros(1, dtype=torch.int32, device=device)
         self.nothing = torch.empty(0, device=device)
-        self.no_window = torch.empty(0, dtype=torch.int32, device=device)
+        self.none = torch.empty(0, dtype=torch.int32, device=device)
         self._workspaces: dict[tuple[int, int, int], Tensor] = {}
         self._past: dict[tuple[Side, int, int, torch.dtype], Tensor] = {}
+        self._read_at: dict[Format, Tensor] = {}
 
     def workspace(self, num_kv_heads: int, group_heads: int, head_dim: int) -> Tensor:
         """uint8: scratch of ``decode`` for a head range of this shape; the reference needs none."""
@@ -87,6 +92,13 @@ class Scratch:
             needed = workspace_bytes(self.max_rows, *shape, self.device) if self.device.type == "cuda" else 0
             self._workspaces[shape] = torch.zeros(needed, dtype=torch.uint8, device=self.device)
         return self._workspaces[shape]
+
+    def read_at(self, fmt: Format) -> Tensor:
+        """int32: ``Format.read_at``, for all sequences."""
+        if fmt not in self._read_at:
+            starts = fmt.read_at(self.max_tokens)
+            self._read_at[fmt] = torch.tensor(starts, dtype=torch.int32, device=self.device)
+        return self._read_at[fmt]
 
     def past(self, side: Side, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
         """[N, TILE_TOKENS, D]: room for a tile of decoded pages."""
@@ -106,6 +118,7 @@ class _RangeMemory:
     transform: PageTransform
     k: Memory
     v: Memory
+    read_at: tuple[Tensor, Tensor]  # of keys and values: ``Place.k_read_at``, ``v_read_at``
     workspace: Tensor
 
     def memory(self, side: Side) -> Memory:
@@ -113,6 +126,9 @@ class _RangeMemory:
 
     def of_side(self, side: Side) -> list[Tensor]:
         return list(self.transform if side == "k" else self.transform.of_values)
+
+    def place(self, decodes: Decodes) -> list[Tensor]:
+        return list(Place(decodes.lengths, decodes.table, *self.read_at, decodes.rings))
 
 
 class PagedStep:
@@ -129,8 +145,7 @@ class PagedStep:
         self._first_head = shard.heads(index).start
         self._tensors = {name: tensor.to(scratch.device) for name, tensor in shard.tensors(index).items()}
         self._ranges: list[_RangeMemory] = []
-        self._rings: dict[Side, Tensor] = {}
-        self._statistic = QueryStatistic(scratch.nothing, scratch.no_window)
+        self._statistic = QueryStatistic(scratch.nothing, scratch.none)
         geometry = self.layout.layer.attention
         for pair in self.layout.ranges:  # now, so that an engine's measurement of free memory counts it
             scratch.workspace(pair.num_heads, geometry.group_heads, geometry.k_head_dim)
@@ -143,7 +158,6 @@ class PagedStep:
         """The layer's memory: blocks, uint8 [blocks, block_bytes or more], and rings, uint8 [rings, ring_bytes or
         more], bytes side by side, with strides between them of multiples of 16."""
         layer, group = self.layout.layer, self.layout.layer.attention.group_heads
-        self._rings = {side: self.layout.ring(rings, side) for side in SIDES}
         if self.layout.needs_queries:
             self._statistic = self.layout.statistic(rings)
         self._ranges = []
@@ -153,8 +167,8 @@ class PagedStep:
                 variant = dataclasses.replace(variant, first_head=self._first_head + pair.heads.start)
             of_heads = transforms_of_heads(self._tensors, pair.heads)
             memory = {
-                side: Memory(ring[:, pair.heads, :0], ring[:, pair.heads], self.layout.pages(blocks, pair, side))
-                for side, ring in self._rings.items()
+                side: Memory(*self.layout.unquantized(rings, pair, side), self.layout.pages(blocks, pair, side))
+                for side in SIDES
             }
             self._ranges.append(
                 _RangeMemory(
@@ -164,6 +178,7 @@ class PagedStep:
                     PageTransform.of_variant(variant, of_heads, self.scratch.nothing),
                     memory["k"],
                     memory["v"],
+                    (self.scratch.read_at(pair.k), self.scratch.read_at(pair.v)),
                     self.scratch.workspace(pair.num_heads, group, variant.head_dim),
                 )
             )
@@ -189,12 +204,12 @@ class PagedStep:
         if self.layout.needs_queries:
             self._begin_sums(decodes)
         for held in self._ranges:
-            heads, of_queries = held.pair.heads, [none, scratch.no_window]
+            heads, of_queries = held.pair.heads, [none, scratch.none]
             if held.pair.k.needs_queries:
                 of_queries = [part[:, heads] for part in self._statistic]
             ops.append(
                 k[:, heads], v[:, heads], q[:, held.queries] if held.pair.k.needs_queries else none, list(held.k),
-                list(held.v), of_queries, self._place(decodes), list(held.transform), scratch.error,
+                list(held.v), of_queries, held.place(decodes), list(held.transform), scratch.error,
                 [held.variant.number], none, [],
             )  # fmt: skip
 
@@ -215,15 +230,11 @@ class PagedStep:
             sinks = none if s_aux is None else s_aux[held.queries]
             found.append(
                 ops.decode(
-                    q[:, held.queries], list(held.k), list(held.v), self._place(decodes), list(held.transform), sinks,
+                    q[:, held.queries], list(held.k), list(held.v), held.place(decodes), list(held.transform), sinks,
                     held.workspace, scale, softcap, [held.variant.number], none, [],
                 )
             )  # fmt: skip
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
-
-    def _place(self, decodes: Decodes) -> list[Tensor]:
-        no_window = self.scratch.no_window
-        return list(Place(decodes.lengths, decodes.table, no_window, no_window, decodes.rings))
 
     def extend(
         self,
@@ -241,10 +252,14 @@ class PagedStep:
 
     def store(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Tail:
         """The first half of :meth:`extend`. Returns what it may overwrite of the past."""
-        tail = Tail(self._in_ring("k", chunk), self._in_ring("v", chunk))
+        first = PAGE_TOKENS * min(
+            held.pair.format(side).pages_read(chunk.num_past) for held in self._ranges for side in SIDES
+        )
+        tail = Tail(first, *(self._tail(side, first, chunk, q.dtype) for side in SIDES))
         query_mean = self._observe(q, chunk) if self.layout.needs_queries else None
-        self._store("k", k.to(self.dtype), tail.keys, chunk, query_mean)
-        self._store("v", v.to(self.dtype), tail.values, chunk)
+        for held in self._ranges:
+            self._store(held, "k", k[:, held.pair.heads], chunk, query_mean)
+            self._store(held, "v", v[:, held.pair.heads], chunk)
         return tail
 
     def _observe(self, q: Tensor, chunk: Chunk) -> Tensor:
@@ -285,50 +300,79 @@ class PagedStep:
         layer, geometry = self.layout.layer, self.layout.layer.attention
         for side in SIDES:
             self.scratch.past(side, geometry.num_kv_heads, layer.head_dim(side), dtype)
+            tail = max(fmt.ring_tokens for fmt in layer.formats(side))
+            torch.empty(geometry.num_kv_heads, tail, layer.head_dim(side), dtype=dtype, device=self.scratch.device)
         values = num_tokens * geometry.num_query_heads * geometry.k_head_dim
         torch.empty(FLOATS_OF_A_VALUE * values, dtype=torch.float32, device=self.scratch.device)
 
     def _past(self, chunk: Chunk, tail: Tail, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values [N, S, D] of the chunk's past: tiles of pages, valid until the next, then the ring."""
+        """Keys and values [N, S, D] of the chunk's past: tiles of pages, valid until the next, then the tail."""
         layer = self.layout.layer
-        pages, at_once = chunk.num_past // PAGE_TOKENS, TILE_TOKENS // PAGE_TOKENS
-        rooms: dict[Side, Tensor] = {}
-        for side in SIDES if pages else ():
-            rooms[side] = self.scratch.past(side, layer.attention.num_kv_heads, layer.head_dim(side), dtype)
-        for first in range(0, pages, at_once):
-            slots = chunk.table[first : min(first + at_once, pages)].unsqueeze(0)
-            tile = {side: room[:, : slots.shape[1] * PAGE_TOKENS] for side, room in rooms.items()}
-            for side, held in ((side, held) for side in SIDES for held in self._ranges):
-                ops.unpack(
-                    held.memory(side).pages, slots, tile[side][held.pair.heads].unsqueeze(0), held.of_side(side),
-                    SIDES.index(side), held.variant.number,
-                )  # fmt: skip
+        for first in range(0, tail.first, TILE_TOKENS):
+            tile = {}
+            for side in SIDES:
+                room = self.scratch.past(side, layer.attention.num_kv_heads, layer.head_dim(side), dtype)
+                tile[side] = room[:, : min(TILE_TOKENS, tail.first - first)]
+                for held in self._ranges:
+                    self._unpack(held, side, chunk, first, tile[side][held.pair.heads])
             yield tile["k"], tile["v"]
-        if tail.keys.shape[1]:
-            yield tail.keys.to(dtype), tail.values.to(dtype)
+        if chunk.num_past > tail.first:
+            yield tail.keys, tail.values
 
-    def _in_ring(self, side: Side, chunk: Chunk) -> Tensor:
-        """[N, less than 128, D] in the cache's dtype: a copy of the tokens behind the last page."""
-        return self._rings[side].index_select(0, chunk.ring)[0, :, : chunk.num_past % PAGE_TOKENS]
+    def _tail(self, side: Side, first: int, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        """[N, ..., D]: a copy of the past from token ``first`` on, as it is read."""
+        layer = self.layout.layer
+        shape = layer.attention.num_kv_heads, chunk.num_past - first, layer.head_dim(side)
+        out = torch.empty(shape, dtype=dtype, device=self.scratch.device)
+        for held in self._ranges:
+            paged = PAGE_TOKENS * held.pair.format(side).pages_read(chunk.num_past) - first
+            own = out[held.pair.heads]
+            own[:, paged:] = _newest(held.memory(side), chunk, first + paged)
+            self._unpack(held, side, chunk, first, own[:, :paged])
+        return out
 
-    def _store(self, side: Side, new: Tensor, tail: Tensor, chunk: Chunk, query_mean: Tensor | None = None) -> None:
-        """Pack the pages that new [T, N, D] fill behind tail [N, ..., D], and put the tokens behind them into the
-        ring."""
-        total = chunk.num_past + len(new)
-        first, stop = chunk.num_past // PAGE_TOKENS, total // PAGE_TOKENS
+    def _unpack(self, held: _RangeMemory, side: Side, chunk: Chunk, first: int, out: Tensor) -> None:
+        """Write the tokens from ``first`` on, of whole pages, to out [n, ..., D]; sinks as the ring has them."""
+        memory, begin = held.memory(side), first // PAGE_TOKENS
+        if out.shape[1]:
+            slots = chunk.table[begin : begin + out.shape[1] // PAGE_TOKENS].unsqueeze(0)
+            ops.unpack(
+                memory.pages, slots, out.unsqueeze(0), held.of_side(side), SIDES.index(side), held.variant.number
+            )
+        sinks = memory.sinks[:, :, first : first + out.shape[1]]
+        if sinks.shape[2]:
+            out[:, : sinks.shape[2]] = sinks.index_select(0, chunk.ring)[0]
+
+    def _store(
+        self, held: _RangeMemory, side: Side, new: Tensor, chunk: Chunk, query_mean: Tensor | None = None
+    ) -> None:
+        """Pack the pages that new [T, n, D] of a head range fill, and put the tokens into the ring that it goes on to
+        hold."""
+        memory, fmt, new = held.memory(side), held.pair.format(side), new.to(self.dtype)
+        past, total = chunk.num_past, chunk.num_past + len(new)
+        first, stop = past // PAGE_TOKENS, total // PAGE_TOKENS
         if first < stop:
-            tokens = new[: PAGE_TOKENS * stop - chunk.num_past].transpose(0, 1)
-            if tail.shape[1]:
-                tokens = torch.cat([tail, tokens], dim=1)
-            slots = chunk.table[first:stop].unsqueeze(0)
-            for held in self._ranges:
-                mean = self.scratch.nothing
-                if query_mean is not None and held.pair.k.needs_queries:
-                    mean = query_mean[:, held.pair.heads]
-                ops.pack(
-                    tokens[held.pair.heads].unsqueeze(0), held.memory(side).pages, slots, first, mean,
-                    held.of_side(side), self.scratch.error, SIDES.index(side), held.variant.number,
-                )  # fmt: skip
-        begin = max(chunk.num_past, PAGE_TOKENS * stop)
-        places = torch.arange(begin, total, device=new.device) % PAGE_TOKENS
-        self._rings[side][chunk.ring.long(), :, places] = new[begin - chunk.num_past :]
+            tokens = new[: PAGE_TOKENS * stop - past].transpose(0, 1)
+            if past % PAGE_TOKENS:
+                tokens = torch.cat([_newest(memory, chunk, PAGE_TOKENS * first), tokens], dim=1)
+            mean = self.scratch.nothing
+            if query_mean is not None and held.pair.k.needs_queries:
+                mean = query_mean[:, held.pair.heads]
+            ops.pack(
+                without_sinks(tokens, fmt.num_sink_tokens, first).unsqueeze(0), memory.pages,
+                chunk.table[first:stop].unsqueeze(0), first, mean, held.of_side(side), self.scratch.error,
+                SIDES.index(side), held.variant.number,
+            )  # fmt: skip
+        ring = chunk.ring.long()
+        if past < fmt.num_sink_tokens:
+            sinks = new[: fmt.num_sink_tokens - past].transpose(0, 1)
+            memory.sinks[ring, :, past : past + sinks.shape[1]] = sinks
+        begin = max(past, PAGE_TOKENS * fmt.pages_read(total))
+        places = torch.arange(begin, total, device=new.device) % fmt.ring_tokens
+        memory.ring[ring, :, places] = new[begin - past :]
+
+
+def _newest(memory: Memory, chunk: Chunk, first: int) -> Tensor:
+    """[n, ..., D] in the cache's dtype: a copy of a chunk's past from token ``first`` on, with sinks as such."""
+    places = torch.arange(first, chunk.num_past, device=memory.ring.device) % memory.ring.shape[2]
+    return memory.ring.index_select(0, chunk.ring)[0].index_select(1, places)

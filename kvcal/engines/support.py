@@ -1,8 +1,9 @@
 """Refusals: layers of a plan that an engine does not take, each with its reason.
 
-An engine takes pages that its prefix cache can share: a block holds 128 tokens and nothing of the request that wrote
-them. So sinks and windows, which are kept at 16 bits beside the pages, are refused; and what the kernels cannot read as
-it is stored. Refused at start, a plan is never served wrongly.
+A block holds 128 tokens and nothing of the request that wrote them. Sinks and windows, which a plan keeps at 16 bits
+beside its pages, lie in the ring of a request: one that begins behind blocks of another would not have them. So such a
+plan is served where prefixes are not cached. What the kernels cannot read as it is stored is refused everywhere. It is
+refused at start: a plan is never served wrongly.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan
 
-HINT = "allocate a plan of uniform or boosted pages with num_sink_tokens = 0 and recent_window = 0"
+HINT = "allocate a plan of uniform or boosted pages"
+# By engine: the option under which no request begins behind blocks of another.
+NO_PREFIXES = {"vllm": "--no-enable-prefix-caching", "sglang": "--disable-radix-cache"}
 
 
 def refusals(layer: LayerPlan, cache_dtype: CacheDtype, is_cuda: bool) -> Iterator[str]:
@@ -31,10 +34,6 @@ def refusals(layer: LayerPlan, cache_dtype: CacheDtype, is_cuda: bool) -> Iterat
         return
     for side in SIDES:
         for fmt in dict.fromkeys(layer.formats(side)):
-            if fmt.num_sink_tokens:
-                yield f"{side} keeps {fmt.num_sink_tokens} sink tokens at 16 bits, which a shared block cannot hold"
-            if fmt.max_window:
-                yield f"{side} keeps a window of {fmt.max_window} tokens at 16 bits, which a prefix hit has lost"
             if fmt.shrink_at:
                 yield f"{side} pages shrink, and an engine's blocks stay as they are"
             form = stored_form(layer, side, fmt)
@@ -43,6 +42,27 @@ def refusals(layer: LayerPlan, cache_dtype: CacheDtype, is_cuda: bool) -> Iterat
             if fmt.keeps_queries:
                 yield f"{side} channels are chosen by the queries of all tokens, which a prefix hit has lost"
     yield from (choice.refusals if is_cuda else choice.storage_refusals)(layer, cache_dtype)
+
+
+def unquantized_copies(plan: Plan) -> list[str]:
+    """What a plan keeps at 16 bits beside its pages, once; nothing for a plan that can be served behind cached
+    prefixes."""
+    found = []
+    for layer in (layer for layer in plan.layers if layer.is_paged):
+        for side, fmt in [("k", fmt) for fmt in layer.k] + [("v", fmt) for fmt in layer.v]:
+            found += [f"{side} keeps {fmt.num_sink_tokens} sink tokens"] if fmt.num_sink_tokens else []
+            found += [f"{side} keeps a window of {fmt.max_window} tokens"] if fmt.max_window else []
+    return list(dict.fromkeys(found))
+
+
+def require_no_prefixes(plan: Plan, engine: str) -> None:
+    """UnsupportedModel (exit code 4) for a plan with sinks or windows in an engine that caches prefixes."""
+    if copies := unquantized_copies(plan):
+        raise UnsupportedModel(
+            f"{', '.join(copies)} at 16 bits, which a request behind a cached prefix does not have; expected "
+            f"{NO_PREFIXES[engine]}",
+            hint="or allocate a plan with num_sink_tokens = 0, k_recent_window = 0 and v_recent_window = 0",
+        )
 
 
 def require_served(plan: Plan, is_cuda: bool) -> None:

@@ -33,6 +33,7 @@ from kvcal.strict import STRICT
 Side = Literal["k", "v"]
 SIDES: tuple[Side, Side] = ("k", "v")
 QUERY_ITEM_BYTES = 4  # the running query statistic is a sum in fp32 for every channel of a KV head
+NEVER = 2**31 - 1  # beyond all token counts
 MAX_UNQUANTIZED = 2**20  # tokens of sinks, and of a window
 Unquantized = Annotated[int, Field(ge=0, le=MAX_UNQUANTIZED)]
 
@@ -221,6 +222,14 @@ class Format:
         # Where the paged window jumps up, pages that were read just before it stay so: the ring has lost their tokens.
         jumps = range(PAGE_TOKENS - 1, min(num_tokens, self.window_rule.last_jump), PAGE_TOKENS)
         return max(self._beyond_window(count) for count in (*jumps, num_tokens))
+
+    def read_at(self, max_tokens: int) -> list[int]:
+        """Of a window that follows a rule: the tokens from which page i of at most ``max_tokens`` is read, ascending,
+        and one number beyond all; nothing without a rule."""
+        if self.window_rule is None:
+            return []
+        counts, pages = range(max_tokens + 1), range(self.pages_read(max_tokens))
+        return [*(bisect_left(counts, page + 1, key=self.pages_read) for page in pages), NEVER]
 
     def _beyond_window(self, num_tokens: int) -> int:
         assert self.window_rule is not None

@@ -10,7 +10,6 @@ eager step beyond ``max_tokens`` fail before it is computed.
 
 from __future__ import annotations
 
-import bisect
 import copy
 import itertools
 from collections.abc import Mapping, Sequence
@@ -80,9 +79,6 @@ class PlanState:
                 f"{workload.batch} of {workload.context}",
                 hint="allocate again with the batch and context you need",
             )
-
-
-NEVER = 2**31 - 1
 
 
 @dataclass
@@ -174,11 +170,8 @@ class StepState:
     def read_at(self, fmt: Format) -> Tensor:
         """int32: tokens from which page i of a sequence is read, and one beyond all; empty without a window rule."""
         if fmt not in self._read_at:
-            starts: list[int] = []
-            if fmt.window_rule is not None:
-                counts, pages = range(self.max_tokens + 1), range(fmt.pages_read(self.max_tokens))
-                starts = [*(bisect.bisect_left(counts, page + 1, key=fmt.pages_read) for page in pages), NEVER]
-            self._read_at[fmt] = fixed(torch.tensor(starts, dtype=torch.int32, device=self.lengths.device))
+            starts = torch.tensor(fmt.read_at(self.max_tokens), dtype=torch.int32, device=self.lengths.device)
+            self._read_at[fmt] = fixed(starts)
         return self._read_at[fmt]
 
     def workspace(self, num_kv_heads: int, group_heads: int, head_dim: int) -> Tensor:

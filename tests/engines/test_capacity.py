@@ -70,13 +70,20 @@ def test_a_memory_without_room_for_one_request_is_refused() -> None:
     assert refused.value.smallest_bytes == needed
 
 
-def test_layers_of_unequal_rings_are_not_predicted() -> None:
+def test_all_rings_have_the_bytes_of_the_largest_in_vllm() -> None:
+    """Layers of other heads, and with tokens at 16 bits beside their pages: sinks and a window."""
+    beside = Format(2, "channel", num_sink_tokens=4, recent_window=128)
     layers = [
-        LayerPlan(AttentionGeometry(n, 8, heads, 64, 64), (Format(2, "channel"),), (Format(2),))
-        for n, heads in enumerate((2, 4))
+        LayerPlan(AttentionGeometry(n, 8, heads, 64, 64), (k,), (Format(2),))
+        for n, (heads, k) in enumerate(((2, Format(2, "channel")), (4, beside)))
     ]
-    with pytest.raises(UnsupportedModel, match="layers of different heads"):
-        vllm_capacity(Plan(IDENTITY, "bfloat16", tuple(layers), Workload(1, 256), {}), 10**9, 1, 1024)
+    shard = HeadShard(Plan(IDENTITY, "bfloat16", tuple(layers), Workload(1, 256), {}))
+    rings = [shard.ring_bytes(index) for index in (0, 1)]
+    assert rings == [2 * 2 * 128 * 64 * 2, 4 * (4 + 256 + 128) * 64 * 2]
+    found = vllm_capacity(shard.plan, 10**9, 1, 1024)
+    assert shard.largest_ring_bytes == rings[1] == found.block_bytes and found.ring_blocks == 2
+    fitting = sglang_capacity(shard.plan, 10**9, 1, 1024, 7)
+    assert fitting.num_blocks == (10**9 - 8 * sum(rings)) // fitting.block_bytes
 
 
 # What vLLM needs of its configuration to plan a cache; cases are (pages, ring, memory, context).
@@ -179,9 +186,17 @@ def test_a_budget_for_an_engine_buys_more_bits_the_larger_it_is() -> None:
         allocated("vllm", 1, smallest - 1)
 
 
-def test_a_plan_for_an_engine_has_no_tokens_beside_its_pages() -> None:
-    with pytest.raises(UnsupportedModel, match="k keeps 1 sink token"):
-        allocated("vllm", 1, BUDGETS[-1], num_sink_tokens=1)
+def test_a_plan_for_an_engine_pays_for_tokens_beside_its_pages() -> None:
+    """Each of the 3 sequences has 16-bit copies of its first 100 tokens, in 2 blocks more of rings."""
+    plain, with_sinks = (allocated("vllm", 1, BUDGETS[-1], sinks)[0] for sinks in (0, 100))
+    blocks = [vllm_capacity(plan, BUDGETS[-1], 1, 1000) for plan in (plain, with_sinks)]
+    assert blocks[1].ring_blocks > blocks[0].ring_blocks and blocks[1].concurrency >= 3
+    assert with_sinks.nbytes((896,)) < plain.nbytes((896,)) + 12 * 4 * 2 * 100 * 64 * 2
+    shard = HeadShard(with_sinks)
+    assert shard.largest_ring_bytes == 2 * 4 * 228 * 64 * 2
+
+
+def test_a_plan_for_an_engine_is_not_searched() -> None:
     with pytest.raises(UsageError, match=r"allocate.engine = 'vllm' and \[search\]"):
         with_knobs(load_recipe("best"), {"allocate.engine": "vllm", "allocate.bits": 3.0})
 
@@ -282,6 +297,19 @@ def test_serve_args_are_one_command_line(
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("engine", "option"), [("vllm", "--no-enable-prefix-caching"), ("sglang", "--disable-radix-cache")]
+)
+def test_serve_args_turn_prefix_caching_off_for_tokens_beside_the_pages(
+    engine: str, option: str, plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer = LayerPlan(AttentionGeometry(0, 4, 2, 64, 64), (Format(2, "channel", 128, 4),), (Format(4),))
+    path = tmp_path / "sinks.safetensors"
+    save_plan(Plan(IDENTITY, "bfloat16", (layer,), Workload(1, 256), {}), path)
+    assert shlex.split(run_kvcal(capsys, "serve-args", path, "--engine", engine).out)[-1] == option
+    assert option not in run_kvcal(capsys, "serve-args", plan_path, "--engine", engine).out
+
+
 def test_serve_args_of_sglang(model: Path, plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shared = ("serve-args", plan_path, "--engine", "sglang", "--max-requests", 8)
     words = shlex.split(run_kvcal(capsys, *shared).out)
@@ -316,14 +344,11 @@ def test_serve_args_of_sglang(model: Path, plan_path: Path, capsys: pytest.Captu
         ("capacity reasoner-10m --plan {plan} --context 8 --kv-memory 1GB", 5, "layers or heads are others than those"),
         ("serve-args {plan} --engine llama", 2, "--engine llama; allowed: vllm, sglang"),
         ("serve-args {plan} --tp 3", 4, "3 ranks cannot share equally"),
-        ("serve-args {sinks}", 4, "keeps 4 sink tokens at 16 bits"),
     ],
 )
 def test_refusals(
-    words: str, code: int, says: str, model: Path, plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str, code: int, says: str, model: Path, plan_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    layer = LayerPlan(AttentionGeometry(0, 4, 2, 64, 64), (Format(2, "channel", 128, 4),), (Format(4),))
-    save_plan(Plan(IDENTITY, "bfloat16", (layer,), Workload(1, 256), {}), tmp_path / "sinks.safetensors")
-    names = {"model": model, "plan": plan_path, "sinks": tmp_path / "sinks.safetensors"}
+    names = {"model": model, "plan": plan_path}
     done = run_kvcal(capsys, *(word.format(**names) for word in words.split()))
     assert done.code == code and says in done.err, done.err

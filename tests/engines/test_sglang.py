@@ -14,7 +14,7 @@ from sglang_environment import python_with_sglang, run_sglang
 from test_vllm import LENGTHS, Served, prompts
 from vllm_environment import Unavailable
 
-from kvcal import PlanCache, attached
+from kvcal import Plan, PlanCache, attached
 from kvcal.engines.contract import CONTRACTS
 
 pytestmark = pytest.mark.engines
@@ -42,19 +42,20 @@ def arguments(served: Served, **more: Any) -> dict[str, Any]:
 
 
 def serve(
-    served: Served, folder: Path, rounds: list[list[list[int]]], together: bool = False, **more: Any
-) -> list[list[dict]]:
+    served: Served, folder: Path, rounds: list[list[list[int]]], together: bool = False, plan: Plan | None = None,
+    **more: Any,
+) -> list[list[dict]]:  # fmt: skip
     given = {"engine": arguments(served, **more), "rounds": rounds, "tokens": TOKENS, "together": together}
-    found, log = run_sglang(VERSION, folder, served.write("plan.safetensors"), given)
+    found, log = run_sglang(VERSION, folder, served.write("plan.safetensors", plan), given)
     assert found is not None, log[-4000:]
     return found
 
 
 @torch.no_grad()
-def expected(served: Served, prompt: list[int], cached: int, chunk: int = 4096) -> list[int]:
+def expected(served: Served, prompt: list[int], cached: int, chunk: int = 4096, plan: Plan | None = None) -> list[int]:
     """Greedy tokens behind ``cached`` tokens that were computed before, all in chunks of at most ``chunk``."""
     model, ids = served.model, torch.tensor([prompt])
-    cache = PlanCache(served.plan, model.config)
+    cache = PlanCache(plan or served.plan, model.config)
     with attached(model):
         if cached:
             for part in ids.split(chunk, dim=1):
@@ -89,6 +90,21 @@ def test_requests_together_and_pages_that_are_used_again(served: Served, tmp_pat
             assert one["cached"] == 0 and one["output"] == expected(served, prompt, 0)
 
 
+def test_sinks_and_windows_without_the_radix_tree(served: Served, tmp_path: Path) -> None:
+    """Prompts in chunks; requests that decode together, and whose rings the next round has."""
+    plan, without = served.with_copies(), {"disable_radix_cache": True, "chunked_prefill_size": 256}
+    given = prompts(*LENGTHS)
+    (alone, again) = serve(served, tmp_path, [given, given], plan=plan, **without)
+    assert alone == again
+    for prompt, one in zip(given, alone, strict=True):
+        assert one["cached"] == 0 and one["output"] == expected(served, prompt, 0, 256, plan)
+    rounds = [prompts(60, 20, 100, 70, seed=seed) for seed in range(3)]
+    found = serve(served, tmp_path, rounds, together=True, plan=plan, max_total_tokens=1536, **without)
+    for given, round_ in zip(rounds, found, strict=True):
+        for prompt, one in zip(given, round_, strict=True):
+            assert one["output"] == expected(served, prompt, 0, plan=plan)
+
+
 def test_two_ranks_hold_a_head_each(served: Served, tmp_path: Path) -> None:
     """Of unequal bits in one layer; cold, and behind prefixes."""
     given = prompts(130, 300)
@@ -119,8 +135,5 @@ def test_a_plan_of_another_model_and_a_plan_with_sinks_are_refused(served: Serve
     other = served.write("other.safetensors", dataclasses.replace(served.plan, model=identity))
     found, log = run_sglang(VERSION, tmp_path, other, given)
     assert found is None and "the plan is for tiny, of sha256 of config.json 0000" in log, log[-4000:]
-    layer = served.plan.layers[0]
-    sinks = dataclasses.replace(layer, k=(dataclasses.replace(layer.k[0], num_sink_tokens=4),))
-    plan = dataclasses.replace(served.plan, layers=(sinks, *served.plan.layers[1:]))
-    found, log = run_sglang(VERSION, tmp_path, served.write("sinks.safetensors", plan), given)
-    assert found is None and "layers 0: k keeps 4 sink tokens at 16 bits" in log, log[-4000:]
+    found, log = run_sglang(VERSION, tmp_path, served.write("copies.safetensors", served.with_copies()), given)
+    assert found is None and "k keeps 4 sink tokens" in log and "--disable-radix-cache" in log, log[-4000:]

@@ -13,6 +13,7 @@ from engine_cases import (
     POISON,
     TAKEN,
     TRANSFORMED,
+    UNSHARED,
     Memory,
     Sequence,
     cache_records,
@@ -33,6 +34,7 @@ from kvcal.plan.page_format import SIDES
 
 TOLERANCE = 2e-5
 PLANS = {name: plan_for(name) for name in TAKEN} | {f"{n}, λ": transformed(plan_for(n)) for n in TRANSFORMED}
+BESIDE = {name: plan_for(name) for name in UNSHARED} | {"windows, λ": transformed(plan_for("windows"))}
 
 
 def config(plan: Plan):
@@ -114,9 +116,31 @@ def test_ragged_sequences_are_what_the_cache_gives(name: str) -> None:
     assert int(memory.scratch.error) == 0
 
 
+@pytest.mark.parametrize("name", BESIDE)
+def test_sinks_and_windows_are_those_of_the_cache(name: str) -> None:
+    """Prompts that end within the sinks, at and behind the end of a page, decoded over the next page; chunks that begin
+    and end anywhere; nothing that nobody wrote is read."""
+    plan = BESIDE[name]
+    memory = Memory(HeadShard(plan))
+    every = [Both(memory, plan, seed) for seed in range(5)]
+    for both, prompt in zip(every, (1, 3, 128, 255, 700), strict=True):
+        both.extend(prompt)
+    for _ in range(135):
+        decode_all(every[:4])
+    for count in (1, 100, 28, 300, 2, 60):
+        every[0].extend(count)
+        every[4].extend(count // 5 + 1)
+    decode_all(every)
+    for both in every:
+        both.check_pages()
+    untouched = memory.blocks[[0, *memory.free_blocks]], memory.rings[[0, *memory.free_rings]]
+    assert all(bool((part == POISON).all()) for part in untouched)
+    assert int(memory.scratch.error) == 0
+
+
 def test_a_ring_and_a_block_serve_another_request_after_the_first() -> None:
     """As an engine hands them out again, with what they held."""
-    plan = PLANS["per head"]
+    plan = BESIDE["per head, with sinks"]
     memory = Memory(HeadShard(plan), num_blocks=4, num_rings=2)
     for seed in range(3):
         both = Both(memory, plan, seed)
@@ -189,11 +213,13 @@ def test_softcap_and_sink_logits_of_a_chunk_are_those_of_single_steps() -> None:
     torch.testing.assert_close(*results, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["2 bits by channel", "per head", "per head, λ", "query_range"])
+@pytest.mark.parametrize(
+    "name", ["2 bits by channel", "per head", "per head, λ", "query_range", "per head, with sinks", "sinks and window"]
+)
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_shards_together_are_the_whole(name: str, size: int) -> None:
     """Blocks of all ranks have the same bytes; 8 ranks of 4 KV heads hold each twice."""
-    plan = PLANS[name]
+    plan = (PLANS | BESIDE)[name]
     q, k, v = random_tokens(300, 4, 2)
     whole = _served(HeadShard(plan), q, k, v)
     if size == 8 and plan.needs_queries:
@@ -217,10 +243,10 @@ def _served(shard: HeadShard, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", PLANS | BESIDE)
 def test_blocks_and_rings_take_the_bytes_of_the_plan(name: str) -> None:
     for dtype in ("float32", "bfloat16"):
-        plan = dataclasses.replace(PLANS[name], cache_dtype=dtype)
+        plan = dataclasses.replace((PLANS | BESIDE)[name], cache_dtype=dtype)
         shard = HeadShard(plan)
         assert shard.block_bytes(0) % 16 == 0
         for pages in (0, 1, 5):

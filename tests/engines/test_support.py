@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from cache_cases import llama_plan
-from engine_cases import TAKEN, boosted, plan_for
+from engine_cases import TAKEN, UNSHARED, boosted, plan_for
 
 from kvcal.engines.shard import HeadShard, rank_heads, require_equal_plans
-from kvcal.engines.support import require_served
+from kvcal.engines.support import require_no_prefixes, require_served
 from kvcal.errors import ArtifactError, UnsupportedModel
 from kvcal.geometry import AttentionGeometry, StateGeometry
 from kvcal.plan.layer import LayerPlan
@@ -18,15 +18,12 @@ from kvcal.plan.page_format import Format, WindowRule
 
 K, V = Format(2, "channel", 32), Format(2, "token", 32)
 REFUSED = {
-    "sinks": (replace(K, num_sink_tokens=4), V, "k keeps 4 sink tokens"),
-    "window": (K, replace(V, recent_window=128), "v keeps a window of 128 tokens"),
-    "window rule": (K, replace(V, window_rule=WindowRule("clamped", 0.2, 64)), "v keeps a window of 64 tokens"),
     "all queries": (boosted("running_query_range"), V, "k channels are chosen by the queries of all tokens"),
     "shrinking": (K, replace(V, num_bits=4, shrink_at=(256,), param_dtype="float32"), "v pages shrink"),
 }
 
 
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("name", TAKEN | UNSHARED)
 def test_every_taken_format_is_served(name: str) -> None:
     require_served(plan_for(name), is_cuda=False)
     require_served(plan_for(name, cache_dtype="bfloat16"), is_cuda=True)
@@ -41,7 +38,28 @@ def test_a_format_that_a_block_cannot_hold_is_refused_with_its_layers(name: str)
     with pytest.raises(UnsupportedModel, match=f"layers 0, 2: {reason}") as refused:
         require_served(mixed, is_cuda=False)
     assert refused.value.exit_code == 4
-    assert "num_sink_tokens = 0" in str(refused.value.hint)
+    assert "uniform or boosted pages" in str(refused.value.hint)
+
+
+BESIDE_PAGES = {
+    "sinks": (replace(K, num_sink_tokens=4), V, "k keeps 4 sink tokens"),
+    "window": (K, replace(V, recent_window=128), "v keeps a window of 128 tokens"),
+    "window rule": (K, replace(V, window_rule=WindowRule("clamped", 0.2, 64)), "v keeps a window of 64 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_PAGES)
+@pytest.mark.parametrize(
+    ("engine", "option"), [("vllm", "--no-enable-prefix-caching"), ("sglang", "--disable-radix-cache")]
+)
+def test_tokens_beside_the_pages_are_refused_behind_cached_prefixes(name: str, engine: str, option: str) -> None:
+    k, v, reason = BESIDE_PAGES[name]
+    plan = llama_plan(k, v)
+    require_served(plan, is_cuda=False)
+    with pytest.raises(UnsupportedModel, match=f"{reason} at 16 bits, which a request behind") as refused:
+        require_no_prefixes(plan, engine)
+    assert option in str(refused.value)
+    require_no_prefixes(llama_plan(K, V), engine)
 
 
 def test_layers_without_pages_are_refused() -> None:

@@ -17,6 +17,7 @@ from vllm_environment import Unavailable, python_with_vllm, run_in
 from kvcal import Plan
 from kvcal.cache.attached import attached_for
 from kvcal.engines.contract import CONTRACTS
+from kvcal.engines.shard import HeadShard
 from kvcal.geometry import CacheDtype
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import identity_of
@@ -72,6 +73,19 @@ class Served:
             }  # fmt: skip
         self.plan = Plan(identity_of(folder, "tiny"), cache_dtype, tuple(planned), Workload(2, 300), {}, tensors)
 
+    def with_copies(self) -> Plan:
+        """The plan with sinks in layers 0 and 2, and windows in layers 1 to 3, others for keys than for values, and
+        for single heads."""
+        more: list[tuple[dict[str, int], dict[str, int]]] = [
+            ({"num_sink_tokens": 4}, {"num_sink_tokens": 4}), ({"recent_window": 128}, {"recent_window": 200}),
+            ({"num_sink_tokens": 5, "recent_window": 64}, {}), ({}, {"recent_window": 32}),
+        ]  # fmt: skip
+        layers = []
+        for layer, (k, v) in zip(self.plan.layers, more, strict=True):
+            keys = (*layer.k[:-1], dataclasses.replace(layer.k[-1], **k))
+            layers.append(dataclasses.replace(layer, k=keys, v=(*layer.v[:-1], dataclasses.replace(layer.v[-1], **v))))
+        return dataclasses.replace(self.plan, layers=tuple(layers))
+
     def write(self, name: str, plan: Plan | None = None) -> str:
         path = self.folder / "plans" / name  # vLLM takes every file of tensors beside a configuration for weights
         path.parent.mkdir(exist_ok=True)
@@ -107,11 +121,14 @@ def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     return [[chosen.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
 
 
-def serve(version: str, folder: Path, served: Served, requests: list[dict], **arguments: Any) -> tuple[dict, Replay]:
-    found = run_in(version, folder, "vllm_host.py", {"llm": served.arguments(**arguments), "requests": requests})
+def serve(
+    version: str, folder: Path, served: Served, requests: list[dict], plan: Plan | None = None, **arguments: Any
+) -> tuple[dict, Replay]:
+    given = served.arguments(served.write("plan.safetensors", plan), **arguments)
+    found = run_in(version, folder, "vllm_host.py", {"llm": given, "requests": requests})
     assert "error" not in found, found
     is_greedy = not any(request.get("temperature") for request in requests)
-    return found, assert_replayed(found, served.model, served.plan, is_greedy)
+    return found, assert_replayed(found, served.model, plan or served.plan, is_greedy)
 
 
 def test_cold_and_behind_cached_prefixes(version: str, tmp_path: Path, served: Served) -> None:
@@ -151,12 +168,12 @@ def test_blocks_run_short(version: str, tmp_path: Path, served: Served) -> None:
     assert replay.restarts > 0
 
 
-def test_200_random_requests(version: str, tmp_path: Path, served: Served) -> None:
-    """Shared prefixes, few blocks, aborts anywhere, samples that share the blocks of their prompt."""
+def random_requests(count: int) -> list[dict]:
+    """Shared prefixes, aborts anywhere, two samples of some prompts."""
     chosen = random.Random(7)
     prefixes = prompts(128, 260, 400, seed=3)
     requests = []
-    for number in range(200):
+    for number in range(count):
         prefix = chosen.choice([[], *prefixes])
         ids = prefix + prompts(chosen.randrange(1, 150), seed=100 + number)[0]
         request = {"prompt": ids, "tokens": chosen.randrange(1, 30), "at": number * 2, "temperature": 1.0}
@@ -165,8 +182,25 @@ def test_200_random_requests(version: str, tmp_path: Path, served: Served) -> No
         if chosen.random() < 0.1:
             request["n"] = 2
         requests.append(request)
-    _, replay = serve(version, tmp_path, served, requests, **SHORT, max_num_batched_tokens=512)
+    return requests
+
+
+def test_200_random_requests(version: str, tmp_path: Path, served: Served) -> None:
+    """Few blocks, and samples that share the blocks of their prompt."""
+    _, replay = serve(version, tmp_path, served, random_requests(200), **SHORT, max_num_batched_tokens=512)
     assert sum(replay.cached.values()) > 1000
+
+
+def test_sinks_and_windows_without_prefix_caching(version: str, tmp_path: Path, served: Served) -> None:
+    """Prompts in chunks; requests that lose their blocks and are computed again; aborts, and samples."""
+    plan, without = served.with_copies(), {"enable_prefix_caching": False, "max_num_batched_tokens": 256}
+    given = [*prompts(*LENGTHS), *prompts(300, 310, 320, 330)]
+    requests = [{"prompt": ids, "tokens": 100, "at": 120 * (n // 4)} for n, ids in enumerate(given)]
+    found, replay = serve(version, tmp_path, served, requests, plan, **SHORT, **without)
+    assert replay.restarts > 0 and sum(len(output) for _, output in found["requests"].values()) == 800
+    rings = 4 * HeadShard(plan).largest_ring_bytes
+    assert any(f"and {rings} a request" in line for line in found["log"]), found["log"]
+    serve(version, tmp_path, served, random_requests(60), plan, **SHORT, **without)
 
 
 def test_the_log_says_predicted_and_allocated_bytes(version: str, tmp_path: Path, served: Served) -> None:
@@ -199,8 +233,6 @@ def test_ranks_with_unequal_plans_are_refused(
 
 def test_what_is_not_served_is_refused_at_start(version: str, tmp_path: Path, served: Served) -> None:
     other = Served(tmp_path / "other", layers=2)
-    first, *others = served.plan.layers
-    sinks = dataclasses.replace(first, k=(fmt(4, num_sink_tokens=4),))
     drafts = {"method": "draft_model", "model": str(served.folder), "num_speculative_tokens": 2}
     foreign = dataclasses.replace(served.plan.model, config_sha256="0" * 64)
     refused = [
@@ -210,8 +242,8 @@ def test_what_is_not_served_is_refused_at_start(version: str, tmp_path: Path, se
             "sha256 of config",
         ),
         (
-            served.arguments(served.write("sinks", dataclasses.replace(served.plan, layers=(sinks, *others)))),
-            "layers 0: k keeps 4 sink tokens",
+            served.arguments(served.write("copies", served.with_copies())),
+            "v keeps a window of 32 tokens at 16 bits, which a request behind a cached prefix does not have",
         ),
         (
             served.arguments(sliding_plan(tmp_path / "sliding"), model=str(tmp_path / "sliding")),

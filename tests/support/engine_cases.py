@@ -13,7 +13,7 @@ from torch import Tensor
 from kvcal import Plan, PlanCache
 from kvcal.engines.shard import HeadShard
 from kvcal.engines.step import Chunk, Decodes, PagedStep, Scratch
-from kvcal.plan.page_format import RAW, Boost, Format, Side, Tier
+from kvcal.plan.page_format import RAW, Boost, Format, Side, Tier, WindowRule
 
 PAGE = 128
 POISON = 255  # a NaN in every dtype
@@ -41,11 +41,28 @@ TAKEN: dict[str, tuple[Format | list[Format], Format | list[Format]]] = {
         [Format(2, "token", 32), Format(8, "token", 64), Format(3, "token", 32), Format(3, "token", 32)],
     ),
 }
+# With tokens at 16 bits beside the pages: engines take them where prefixes are not cached.
+UNSHARED: dict[str, tuple[Format | list[Format], Format | list[Format]]] = {
+    "sinks": (Format(2, "channel", 64, num_sink_tokens=4), Format(2, "token", 32, num_sink_tokens=130)),
+    "windows": (Format(2, "channel", 32, recent_window=64), Format(2, "token", 32, recent_window=300)),
+    "sinks and window": (
+        replace(boosted("query_magnitude"), num_sink_tokens=5, recent_window=128),
+        Format(3, "token", 32, num_sink_tokens=5, recent_window=128),
+    ),
+    "window rules": (
+        Format(4, "channel", 32, window_rule=WindowRule("paged", 0.6, 200)),
+        Format(2, "token", 64, window_rule=WindowRule("clamped", 0.5, 200), num_sink_tokens=1),
+    ),
+    "per head, with sinks": (
+        [Format(4, num_sink_tokens=3), RAW, boosted("random"), Format(2, "channel", 32, recent_window=7)],
+        [Format(2, "token", 32, recent_window=200), V2, RAW, Format(2, "token", 32, num_sink_tokens=40)],
+    ),
+}
 TRANSFORMED = ("2 bits by channel", "three tiers", "per head")
 
 
 def plan_for(name: str, num_kv_heads: int = 4, cache_dtype: str = "float32", num_layers: int = 1) -> Plan:
-    return llama_plan(*TAKEN[name], num_kv_heads, cache_dtype, num_layers)
+    return llama_plan(*(TAKEN | UNSHARED)[name], num_kv_heads, cache_dtype, num_layers)
 
 
 def transformed(plan: Plan) -> Plan:
@@ -71,7 +88,7 @@ class Memory:
         self, shard: HeadShard, num_blocks: int = 64, num_rings: int = 9, device: str = "cpu", gap: int = 48
     ) -> None:
         self.device = torch.device(device)
-        self.scratch = Scratch(num_rings, self.device)
+        self.scratch = Scratch(num_rings, 4096, self.device)
         self.step = PagedStep(shard, 0, self.scratch)
         sizes = (num_blocks, shard.block_bytes(0)), (num_rings, shard.ring_bytes(0))
         self.blocks, self.rings = (

@@ -39,7 +39,7 @@ class PlanAttentionBackend(AttentionBackend):
             require_parts("sglang")
             raise UsageError("the attention backend kvcal needs a plan", hint="set KVCAL_PLAN=plan.safetensors")
         self._rows: Tensor = runner.req_to_token_pool.req_to_token
-        self._scratch = Scratch(len(self._rows), pool.serving.device)
+        self._scratch = Scratch(len(self._rows), self._rows.shape[1], pool.serving.device)
         self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=self._scratch.device.type == "cuda")
         self._reported = 0
         shard = pool.serving.shard

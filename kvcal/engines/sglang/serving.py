@@ -20,7 +20,7 @@ from kvcal.engines.contract import require_parts
 from kvcal.engines.served_model import ServedModel, require_model
 from kvcal.engines.sglang import BACKEND, PLAN_VARIABLE
 from kvcal.engines.shard import HeadShard, require_equal_plans
-from kvcal.engines.support import require_served
+from kvcal.engines.support import require_no_prefixes, require_served
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.plan import load_plan
@@ -53,6 +53,8 @@ class Serving:
         self.path, self.device = os.environ[PLAN_VARIABLE], torch.device(kvc.device)
         plan = load_plan(self.path)
         require_served(plan, self.device.type == "cuda")
+        if not args.disable_radix_cache:
+            require_no_prefixes(plan, "sglang")
         for name, value in OPTIONS.items():
             if getattr(args, name) != value:
                 option = f"--{name.replace('_', '-')}"

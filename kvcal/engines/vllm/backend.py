@@ -56,7 +56,7 @@ class PlanLayer:
         self.index, self.serving = index, serving
         self.block_bytes = serving.shard.block_bytes(index)
         self.step = PagedStep(serving.shard, index, serving.scratch)
-        self.ring = RingLayer(attention.layer_name, serving.shard.ring_bytes(index), config)
+        self.ring = RingLayer(attention.layer_name, serving.shard.largest_ring_bytes, config)
         self._bound: tuple[Tensor, Tensor] | None = None
 
     def bind(self, blocks: Tensor) -> None:

@@ -23,7 +23,7 @@ from kvcal.engines.contract import require_parts
 from kvcal.engines.served_model import ServedModel, require_model
 from kvcal.engines.shard import HeadShard, require_equal_plans
 from kvcal.engines.step import Scratch
-from kvcal.engines.support import require_served
+from kvcal.engines.support import require_no_prefixes, require_served
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.plan import load_plan
@@ -48,6 +48,8 @@ class Serving:
         self.device = torch.device(config.device_config.device)
         plan = load_plan(path)
         require_served(plan, self.device.type == "cuda")
+        if config.cache_config.enable_prefix_caching:
+            require_no_prefixes(plan, "vllm")
         for reason in _refused_options(config):
             raise UnsupportedModel(f"vLLM was started with {reason}, which is not served with a plan")
         if config.cache_config.block_size != PAGE_TOKENS:
@@ -59,7 +61,7 @@ class Serving:
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         require_equal_plans(plan.sha256, get_world_group())
         self.shard = HeadShard(plan, rank, size)
-        self.scratch = Scratch(config.scheduler_config.max_num_seqs, self.device)
+        self.scratch = Scratch(config.scheduler_config.max_num_seqs, config.model_config.max_model_len, self.device)
         self._unbound = {layer.geometry.index for layer in plan.layers}
         self._allocated = 0
         self._reported = 0
@@ -73,7 +75,7 @@ class Serving:
             shard = self.shard
             indices = list(shard.blocks)
             predicted = sum(map(shard.block_bytes, indices))
-            rings = sum(map(shard.ring_bytes, indices))
+            rings = len(indices) * shard.largest_ring_bytes
             logger.info(
                 "%d blocks of %d tokens: the plan takes %d bytes a block and %d a request, vLLM allocated %d a block",
                 len(blocks), PAGE_TOKENS, predicted, rings, self._allocated,
