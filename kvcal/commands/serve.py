@@ -70,7 +70,7 @@ def capacity(
         raise UsageError("expected exactly one of --memory and --kv-memory")
     loaded, facts = load_plan(plan), read_sizes(model)
     _require_geometry(loaded, facts, plan)
-    require_served(loaded, is_cuda=True)
+    require_served(loaded, True, engine)
     if kv_memory is not None:
         nbytes = parse_bytes(kv_memory)
     else:
@@ -129,7 +129,7 @@ def serve_args(
 
     _require_engine(engine)
     loaded = load_plan(plan)
-    require_served(loaded, is_cuda=True)
+    require_served(loaded, True, engine)
     HeadShard(loaded, 0, tp).blocks  # noqa: B018 - refuses ranks that cannot share the heads
     name, path = model or loaded.model.id, str(plan.resolve())
     if engine == "vllm":

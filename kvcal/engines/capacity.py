@@ -105,12 +105,12 @@ def _capacity(
 
 def vllm_blocks(pages: Sequence[int], ring: int) -> tuple[int, int]:
     """vLLM's packing: bytes of a block of the pool, and the blocks that the rings of a request take. ``pages``: bytes
-    of every layer's block of 128 tokens; ``ring``: bytes of a layer's ring."""
+    of every layer's block of 128 tokens, 0 of a sliding window; ``ring``: bytes of a layer's ring."""
     count = len(pages)
     groups = -(-count // max(max(sum(pages), ring) // ring, 1))
-    sizes = Counter(pages)
+    sizes = Counter(size for size in pages if size)
     if len(sizes) > 1 and len(set(sizes.values())) == 1:  # pages that vLLM takes for a repeating pattern of layers
-        groups = max(groups, -(-count // _repeats(sizes[pages[0]], count)))
+        groups = max(groups, -(-count // _repeats(next(iter(sizes.values())), count)))
     return max(sum(pages), -(-count // groups) * ring), groups
 
 

@@ -73,7 +73,7 @@ CONTRACTS = {
             Part(
                 "vllm.model_executor.layers.attention", "Attention",
                 ("num_heads", "head_size", "scale", "attn_backend"),
-                ("layer_name", "num_heads", "num_kv_heads", "head_size"),
+                ("layer_name", "num_heads", "num_kv_heads", "head_size", "sliding_window"),
             ),
             Part("vllm.model_executor.layers.attention", "Attention.get_kv_cache_spec", ("vllm_config",)),
             Part("vllm.model_executor.layers.attention_layer_base", "AttentionLayerBase.get_kv_cache_spec"),
@@ -90,12 +90,13 @@ CONTRACTS = {
                     "model_config", "parallel_config", "scheduler_config", "speculative_config",
                 ),
             ),
-            Part("vllm.config", "CacheConfig", fields=("block_size", "cache_dtype")),
+            Part("vllm.config", "CacheConfig", fields=("block_size", "cache_dtype", "enable_prefix_caching")),
             Part("vllm.config", "CompilationConfig", fields=("static_forward_context",)),
             Part("vllm.config", "DeviceConfig", fields=("device",)),
             Part(
                 "vllm.config", "ModelConfig",
-                fields=("model", "hf_config", "hf_text_config", "get_total_num_kv_heads", "get_head_size"),
+                fields=("model", "hf_config", "hf_text_config", "get_total_num_kv_heads", "get_head_size",
+                        "max_model_len"),
             ),
             Part(
                 "vllm.config", "ParallelConfig", fields=("pipeline_parallel_size", "decode_context_parallel_size"),

@@ -54,15 +54,49 @@ def attend_chunk(
     found = attend_part(queries, k.transpose(0, 1), v.transpose(0, 1), True, scale, softcap)
     for keys, values in past:
         found = found.merged(attend_part(queries, keys, values, False, scale, softcap))
-    out = found.out
-    if s_aux is not None:
-        out = out * torch.sigmoid(found.lse - s_aux.float().unsqueeze(-1)).unsqueeze(-1)
-    return out.transpose(0, 1).to(q.dtype)
+    return _with_sink_logits(found, s_aux).transpose(0, 1).to(q.dtype)
 
 
-def attend_part(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, softcap: float) -> Part:
-    """Attention of q [H, T, D] to k, v [N, S, D]: to all, or, where T = S, each to the tokens up to its own."""
-    if q.is_cuda and q.dtype in FLASH_DTYPES and not softcap and q.shape[-1] <= FLASH_MAX_DIM:
+def attend_window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    past: tuple[Tensor, Tensor],
+    window: int,
+    scale: float,
+    softcap: float,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Attention [T, H, D] of q [T, H, D] to the last ``window`` tokens up to each one's own: of ``past``, keys and
+    values [N, S, D], S 0 or more, less than ``window``, and of k, v [T, N, D]. Else as :func:`attend_chunk`."""
+    queries = q.transpose(0, 1)
+    keys, values = (torch.cat([before, x.transpose(0, 1)], dim=1) for before, x in zip(past, (k, v), strict=True))
+    behind, parts = past[0].shape[1], []
+    for first in range(0, len(q), window):  # queries of which each sees all up to its own among themselves
+        begin, stop = behind + first, behind + min(first + window, len(q))
+        own = queries[:, first : first + window]
+        found = attend_part(own, keys[:, begin:stop], values[:, begin:stop], True, scale, softcap)
+        seen = slice(max(0, begin - window + 1), begin)
+        if begin:
+            early = slice(0, window - 1)  # the last of a whole window of them sees nothing before
+            part = attend_part(own[:, early], keys[:, seen], values[:, seen], False, scale, softcap, window)
+            found.out[:, early], found.lse[:, early] = Part(found.out[:, early], found.lse[:, early]).merged(part)
+        parts.append(_with_sink_logits(found, s_aux))
+    return torch.cat(parts, dim=1).transpose(0, 1).to(q.dtype)
+
+
+def _with_sink_logits(found: Part, s_aux: Tensor | None) -> Tensor:
+    if s_aux is None:
+        return found.out
+    return found.out * torch.sigmoid(found.lse - s_aux.float().unsqueeze(-1)).unsqueeze(-1)
+
+
+def attend_part(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, softcap: float, window: int | None = None
+) -> Part:
+    """Attention of q [H, T, D] to k, v [N, S, D]: to all; where T = S, each to the tokens up to its own; of a
+    ``window``, each to the last so many up to its own, which are behind the keys (fewer queries than that)."""
+    if q.is_cuda and q.dtype in FLASH_DTYPES and not softcap and q.shape[-1] <= FLASH_MAX_DIM and window is None:
         batched = (x.unsqueeze(0) for x in (q, k, v))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*batched, 0.0, is_causal, scale=scale)
         return Part(out[0].float(), lse[0])
@@ -76,9 +110,11 @@ def attend_part(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, 
         scores = (taken.flatten(1, 2) @ keys).unflatten(1, taken.shape[1:3]) * scale  # [N, G, t, S]
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
+        pairs = torch.ones(taken.shape[2], past, dtype=torch.bool, device=q.device)
         if is_causal:
-            is_later = torch.ones(taken.shape[2], past, dtype=torch.bool, device=q.device).triu(first + 1)
-            scores = scores.masked_fill(is_later, -torch.inf)
+            scores = scores.masked_fill(pairs.triu(first + 1), -torch.inf)
+        if window is not None:
+            scores = scores.masked_fill(pairs.tril(past + first - window), -torch.inf)
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp()
         parts.append(((weights.flatten(1, 2) @ values).view(num_heads, -1, dim), lse.flatten(0, 1)))

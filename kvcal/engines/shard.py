@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcal.engines.block import BlockLayout
+from kvcal.engines.window import WindowLayout
 from kvcal.errors import ArtifactError, UnsupportedModel
 from kvcal.geometry import AttentionGeometry
 from kvcal.plan.layer import LayerPlan, takes_feedback
@@ -63,7 +64,7 @@ class HeadShard:
     size: int = 1
 
     @functools.cached_property
-    def blocks(self) -> dict[int, BlockLayout]:
+    def blocks(self) -> dict[int, BlockLayout | WindowLayout]:
         """The rank's layout of every layer, by the layer's index."""
         return self._blocks_of(self.rank)
 
@@ -72,7 +73,7 @@ class HeadShard:
         return rank_heads(self._whole(index).attention, self.rank, self.size)
 
     def block_bytes(self, index: int) -> int:
-        """Bytes of a layer's block, equal on all ranks."""
+        """Bytes of a layer's block, equal on all ranks; 0 of a sliding window, which has none."""
         return max(each[index].block_bytes for each in self._every_rank)
 
     def ring_bytes(self, index: int) -> int:
@@ -89,12 +90,16 @@ class HeadShard:
         return layer_transforms(self.plan.tensors, index, self.heads(index))
 
     @functools.cached_property
-    def _every_rank(self) -> list[dict[int, BlockLayout]]:
+    def _every_rank(self) -> list[dict[int, BlockLayout | WindowLayout]]:
         return [self._blocks_of(rank) for rank in range(self.size)]
 
-    def _blocks_of(self, rank: int) -> dict[int, BlockLayout]:
+    def _blocks_of(self, rank: int) -> dict[int, BlockLayout | WindowLayout]:
         layers = [_layer_of(layer, rank, self.size) for layer in self.plan.layers]
-        return {layer.geometry.index: BlockLayout(layer, self.plan.cache_dtype) for layer in layers}
+        layouts: dict[int, BlockLayout | WindowLayout] = {}
+        for layer in layers:
+            layout = BlockLayout if layer.is_paged else WindowLayout
+            layouts[layer.geometry.index] = layout(layer, self.plan.cache_dtype)
+        return layouts
 
     def _whole(self, index: int) -> LayerPlan:
         return next(layer for layer in self.plan.layers if layer.geometry.index == index)

@@ -23,89 +23,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvcal.engines.block import BlockLayout
 from kvcal.engines.prefill import TILE_TOKENS, attend_chunk
+from kvcal.engines.scratch import FLOATS_OF_A_VALUE, Chunk, Decodes, Scratch, Tail
 from kvcal.engines.shard import HeadShard
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import ops
-from kvcal.kernels.decode import workspace_bytes
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import HeadRange, Variant, variant_of
 from kvcal.pages.record_layout import PAGE_TOKENS, without_sinks
 from kvcal.pages.scores import query_sum
-from kvcal.plan.page_format import SIDES, Format, Side
+from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.tensors import transforms_of_heads
-
-# Of a chunk's output, while parts are merged: the sum, the part in 16 and in 32 bits, and a product.
-FLOATS_OF_A_VALUE = 4
-
-
-class Decodes(NamedTuple):
-    """Sequences that get one token each, all int32 on the device. Rows of length 0 whose blocks and rings nobody else
-    has may fill a batch up."""
-
-    lengths: Tensor  # [B]: tokens of each sequence before the step
-    table: Tensor  # [B, pages], channels side by side: the block of every page, the token's own included
-    rings: Tensor  # [B]: each sequence's ring
-
-
-class Chunk(NamedTuple):
-    """New tokens of one sequence behind the ``num_past`` that are stored."""
-
-    num_past: int
-    table: Tensor  # [pages] int32 on the device: the block of every page, those of the new tokens included
-    ring: Tensor  # [1] int32 on the device
-
-
-class Tail(NamedTuple):
-    """Keys and values [N, ..., D] of a chunk's past from token ``first`` on, a multiple of 128: of every head, those
-    that are not read from pages, and maybe some before them."""
-
-    first: int
-    keys: Tensor
-    values: Tensor
-
-
-class Scratch:
-    """Scratch that all layers of a rank share, of at most ``max_rows`` sequences a decode, of at most ``max_tokens``
-    each; counted by no plan. ``error`` int32 [1]: bits that are set when a page cannot be stored
-    (kvcal.kernels.ops)."""
-
-    def __init__(self, max_rows: int, max_tokens: int, device: torch.device) -> None:
-        self.max_rows, self.max_tokens, self.device = max_rows, max_tokens, device
-        self.error = torch.zeros(1, dtype=torch.int32, device=device)
-        self.nothing = torch.empty(0, device=device)
-        self.none = torch.empty(0, dtype=torch.int32, device=device)
-        self._workspaces: dict[tuple[int, int, int], Tensor] = {}
-        self._past: dict[tuple[Side, int, int, torch.dtype], Tensor] = {}
-        self._read_at: dict[Format, Tensor] = {}
-
-    def workspace(self, num_kv_heads: int, group_heads: int, head_dim: int) -> Tensor:
-        """uint8: scratch of ``decode`` for a head range of this shape; the reference needs none."""
-        shape = (num_kv_heads, group_heads, head_dim)
-        if shape not in self._workspaces:
-            needed = workspace_bytes(self.max_rows, *shape, self.device) if self.device.type == "cuda" else 0
-            self._workspaces[shape] = torch.zeros(needed, dtype=torch.uint8, device=self.device)
-        return self._workspaces[shape]
-
-    def read_at(self, fmt: Format) -> Tensor:
-        """int32: ``Format.read_at``, for all sequences."""
-        if fmt not in self._read_at:
-            starts = fmt.read_at(self.max_tokens)
-            self._read_at[fmt] = torch.tensor(starts, dtype=torch.int32, device=self.device)
-        return self._read_at[fmt]
-
-    def past(self, side: Side, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-        """[N, TILE_TOKENS, D]: room for a tile of decoded pages."""
-        key = (side, num_kv_heads, head_dim, dtype)
-        if key not in self._past:
-            self._past[key] = torch.empty(num_kv_heads, TILE_TOKENS, head_dim, dtype=dtype, device=self.device)
-        return self._past[key]
 
 
 @dataclass(frozen=True)
@@ -139,7 +72,9 @@ class PagedStep:
     """
 
     def __init__(self, shard: HeadShard, index: int, scratch: Scratch) -> None:
-        self.layout: BlockLayout = shard.blocks[index]
+        layout = shard.blocks[index]
+        assert isinstance(layout, BlockLayout), f"layer {index} has a sliding window"
+        self.layout = layout
         self.scratch = scratch
         self.dtype = CACHE_DTYPES[shard.plan.cache_dtype]
         self._first_head = shard.heads(index).start

@@ -1,9 +1,9 @@
 """Refusals: layers of a plan that an engine does not take, each with its reason.
 
 A block holds 128 tokens and nothing of the request that wrote them. Sinks and windows, which a plan keeps at 16 bits
-beside its pages, lie in the ring of a request: one that begins behind blocks of another would not have them. So such a
-plan is served where prefixes are not cached. What the kernels cannot read as it is stored is refused everywhere. It is
-refused at start: a plan is never served wrongly.
+beside its pages, lie in the ring of a request, and so do layers with a sliding window: one that begins behind blocks of
+another would not have them. So such a plan is served where prefixes are not cached. What the kernels cannot read as it
+is stored is refused everywhere. It is refused at start: a plan is never served wrongly.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ HINT = "allocate a plan of uniform or boosted pages"
 NO_PREFIXES = {"vllm": "--no-enable-prefix-caching", "sglang": "--disable-radix-cache"}
 
 
-def refusals(layer: LayerPlan, cache_dtype: CacheDtype, is_cuda: bool) -> Iterator[str]:
+def refusals(layer: LayerPlan, cache_dtype: CacheDtype, is_cuda: bool, engine: str) -> Iterator[str]:
     """Why an engine cannot serve this layer; nothing if it can."""
-    if not layer.is_paged:
-        is_state = isinstance(layer.geometry, StateGeometry)
-        yield f"it {'keeps a state' if is_state else 'has a sliding window'}; only full attention is served"
+    if isinstance(layer.geometry, StateGeometry):
+        yield "it keeps a state, which is not served"
+        return
+    if not layer.is_paged and engine != "vllm":
+        yield "it has a sliding window, which is served in vLLM alone"
         return
     if layer.attention.is_latent:
         yield choice.LATENTS
         return
-    for side in SIDES:
+    for side in SIDES if layer.is_paged else ():
         for fmt in dict.fromkeys(layer.formats(side)):
             if fmt.shrink_at:
                 yield f"{side} pages shrink, and an engine's blocks stay as they are"
@@ -48,7 +50,10 @@ def unquantized_copies(plan: Plan) -> list[str]:
     """What a plan keeps at 16 bits beside its pages, once; nothing for a plan that can be served behind cached
     prefixes."""
     found = []
-    for layer in (layer for layer in plan.layers if layer.is_paged):
+    for layer in plan.layers:
+        if not layer.is_paged:
+            found.append(f"layers keep a sliding window of {layer.attention.window} tokens")
+            continue
         for side, fmt in [("k", fmt) for fmt in layer.k] + [("v", fmt) for fmt in layer.v]:
             found += [f"{side} keeps {fmt.num_sink_tokens} sink tokens"] if fmt.num_sink_tokens else []
             found += [f"{side} keeps a window of {fmt.max_window} tokens"] if fmt.max_window else []
@@ -65,11 +70,15 @@ def require_no_prefixes(plan: Plan, engine: str) -> None:
         )
 
 
-def require_served(plan: Plan, is_cuda: bool) -> None:
+def require_served(plan: Plan, is_cuda: bool, engine: str = "vllm") -> None:
     """UnsupportedModel (exit code 4) unless an engine can serve every layer: all reasons, with their layers."""
     by_reason: dict[str, list[int]] = {}
+    if not any(layer.is_paged for layer in plan.layers):
+        raise UnsupportedModel(
+            "an engine cannot serve this plan: no layer has full attention, whose blocks it hands out"
+        )
     for layer in plan.layers:
-        for reason in dict.fromkeys(refusals(layer, plan.cache_dtype, is_cuda)):
+        for reason in dict.fromkeys(refusals(layer, plan.cache_dtype, is_cuda, engine)):
             by_reason.setdefault(reason, []).append(layer.geometry.index)
     if by_reason:
         parts = [f"layers {', '.join(map(str, found))}: {reason}" for reason, found in by_reason.items()]

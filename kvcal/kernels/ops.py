@@ -112,7 +112,7 @@ WORD_BYTES = 16  # of a load
 @torch.library.custom_op("kvcal::append_window", mutates_args=("k_leaving", "k_ring", "v_leaving", "v_ring", "error"))
 def append_window(
     k_new: Tensor, v_new: Tensor, k_leaving: Tensor, k_ring: Tensor, v_leaving: Tensor, v_ring: Tensor,
-    lengths: Tensor, error: Tensor, max_tokens: int,
+    lengths: Tensor, error: Tensor, max_tokens: int, rows: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Put the step's token of a sliding-window layer in the ring, and what ``decode`` would miss in the place.
 
@@ -130,17 +130,19 @@ def append_window(
     layers of a shape share it.
 
         k_new, v_new            [B, n, D]        the step's token, any float dtype and strides
-        k_leaving, v_leaving    [B, n, 1, D]     cache dtype
-        k_ring, v_ring          [B, n, ring, D]  cache dtype, 1 token or more
+        k_leaving, v_leaving    [R, n, 1, D]     cache dtype; heads side by side, rows maybe further apart
+        k_ring, v_ring          [R, n, ring, D]  alike, 1 token or more
         lengths                 [B] int32        tokens that every row held before the step
+        rows                    [B] int32        each sequence's row of place and ring; none: in their order
         error                   [1] int32        gets the bit NO_ROOM where a row has ``max_tokens`` already
     """
     if not k_new.is_cuda:
-        every_row, slots = torch.arange(len(lengths)), lengths.long() % k_ring.shape[2]
+        every_row = torch.arange(len(lengths)) if rows is None else rows.long()
+        slots = lengths.long() % k_ring.shape[2]
         is_full = (lengths >= k_ring.shape[2]).view(-1, 1, 1)
         for new, leaving, ring in ((k_new, k_leaving, k_ring), (v_new, v_leaving, v_ring)):
             stored = new.to(ring.dtype)
-            leaving[:, :, 0] = torch.where(is_full, ring[every_row, :, slots], stored)
+            leaving[every_row, :, 0] = torch.where(is_full, ring[every_row, :, slots], stored)
             ring[every_row, :, slots] = stored
         if bool((lengths >= max_tokens).any()):
             error.bitwise_or_(NO_ROOM)
@@ -154,6 +156,11 @@ def append_window(
         0,
         k_new.data_ptr(), k_new.stride(0) // in_word, k_new.stride(1) // in_word,
         v_new.data_ptr(), v_new.stride(0) // in_word, v_new.stride(1) // in_word,
-        k_leaving.data_ptr(), k_ring.data_ptr(), v_leaving.data_ptr(), v_ring.data_ptr(),
-        lengths.data_ptr(), k_ring.shape[2], dim // in_word, max_tokens, error.data_ptr(),
+        *(
+            number
+            for held in (k_leaving, k_ring, v_leaving, v_ring)
+            for number in (held.data_ptr(), held.stride(0) // in_word)
+        ),
+        lengths.data_ptr(), 0 if rows is None else rows.data_ptr(), k_ring.shape[2], dim // in_word, max_tokens,
+        error.data_ptr(),
     )  # fmt: skip

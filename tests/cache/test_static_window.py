@@ -318,6 +318,20 @@ def test_the_operator_declares_what_it_does(ring: int) -> None:
     assert int(error) == NO_ROOM
 
 
+def test_each_sequence_has_its_own_row() -> None:
+    """Two sequences in rows 3 and 1 of four, further apart than their heads are long."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(2, 2, 8, generator=generator) for _ in range(2))
+    room = [torch.randn(4, 2 * n * 8 + 5, generator=generator)[:, 5:].unflatten(1, (2, n, 8)) for n in (1, 5, 1, 5)]
+    rows, lengths = torch.tensor([3, 1], dtype=torch.int32), torch.tensor([12, 3], dtype=torch.int32)
+    packed, errors = [part[[3, 1]] for part in room], torch.zeros(2, 1, dtype=torch.int32)
+    others = [part[[0, 2]] for part in room]
+    append_window(k, v, *room, lengths, errors[0], 99, rows)
+    append_window(k, v, *packed, lengths, errors[1], 99)
+    for found, expected, untouched in zip(room, packed, others, strict=True):
+        assert torch.equal(found[[3, 1]], expected) and torch.equal(found[[0, 2]], untouched)
+
+
 def test_full_layers_are_not_windows() -> None:
     model = built("gemma3")
     cache = PlanCache(model_plan(model), model.config, max_tokens=40)

@@ -110,7 +110,7 @@ for pages, ring, memory, context in json.load(sys.stdin):
                   scheduler_config=Some(disable_hybrid_kv_cache_manager=False, max_num_batched_tokens=8192),
                   parallel_config=Some(decode_context_parallel_size=1, prefill_context_parallel_size=1),
                   attention_config=Some(hisparse_config=None), kv_transfer_config=None)
-    specs = {f"model.layers.{n}.attn": spec(FullAttentionSpec, nbytes) for n, nbytes in enumerate(pages)}
+    specs = {f"model.layers.{n}.attn": spec(FullAttentionSpec, nbytes) for n, nbytes in enumerate(pages) if nbytes}
     specs |= {f"model.layers.{n}.attn.ring": spec(CircularBufferSpec, ring) for n in range(len(pages))}
     groups = planner.get_kv_cache_groups(config, specs)
     made = planner.get_kv_cache_config_from_groups(config, groups, memory)
@@ -120,12 +120,15 @@ print(json.dumps(found))
 
 
 def test_blocks_and_concurrency_are_those_of_vllms_own_planner() -> None:
-    """Random layers, among them patterns that repeat, equal ones, and rings beyond a block."""
+    """Random layers, among them patterns that repeat, equal ones, rings beyond a block, and layers that are nothing but
+    a ring."""
     draw, cases = random.Random(0), []
     for _ in range(200):
         count, ring = draw.choice([1, 2, 3, 4, 8, 12, 32, 80]), 16 * draw.randint(1, 400)
         sizes = [16 * draw.randint(1, 200) for _ in range(draw.randint(1, 4))]
         pages = draw.choices(sizes, k=count) if draw.random() < 0.6 else (sizes * count)[:count]
+        if draw.random() < 0.3:
+            pages[1:] = (size * (draw.random() < 0.4) for size in pages[1:])
         cases.append((pages, ring, 10**6 * draw.randint(1, 50), draw.randint(1, 5000)))
     cases += [([ring] * count, ring, 10**6, 1000) for count in (1, 5, 32) for ring in (64, 4096)]
     plan = eight_billion([2, 2, 3, 4])

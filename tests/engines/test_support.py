@@ -63,11 +63,20 @@ def test_tokens_beside_the_pages_are_refused_behind_cached_prefixes(name: str, e
 
 
 def test_layers_without_pages_are_refused() -> None:
+    """A sliding window lies in the ring, in vLLM; nothing has a state, and blocks are for layers with pages."""
     plan = llama_plan(K, V, num_layers=3)
     window = LayerPlan(AttentionGeometry(1, 8, 2, 8, 8, window=64))
     layers = (plan.layers[0], window, LayerPlan(StateGeometry(2, 64)))
-    with pytest.raises(UnsupportedModel, match="layers 1: it has a sliding window.*layers 2: it keeps a state"):
+    with pytest.raises(UnsupportedModel, match="layers 2: it keeps a state"):
         require_served(replace(plan, layers=layers), is_cuda=False)
+    mixed = replace(plan, layers=layers[:2])
+    require_served(mixed, is_cuda=False)
+    with pytest.raises(UnsupportedModel, match="layers 1: it has a sliding window, which is served in vLLM alone"):
+        require_served(mixed, False, "sglang")
+    with pytest.raises(UnsupportedModel, match="layers keep a sliding window of 64 tokens at 16 bits"):
+        require_no_prefixes(mixed, "vllm")
+    with pytest.raises(UnsupportedModel, match="no layer has full attention"):
+        require_served(replace(plan, layers=(window,)), is_cuda=False)
 
 
 def test_what_the_kernels_do_not_take_is_refused_on_a_gpu_alone() -> None:

@@ -16,6 +16,7 @@ from vllm_environment import Unavailable, python_with_vllm, run_in
 
 from kvcal import Plan
 from kvcal.cache.attached import attached_for
+from kvcal.engines.capacity import vllm_capacity
 from kvcal.engines.contract import CONTRACTS
 from kvcal.engines.shard import HeadShard
 from kvcal.geometry import CacheDtype
@@ -46,27 +47,37 @@ FORMATS = [
 
 
 class Served:
-    """A random Llama of 4 layers in a folder, and a plan for it, with λ, offset and channels by queries in layer 2."""
+    """A random Llama of 4 layers in a folder, and a plan for it, with λ, offset and channels by queries in layer 2. Or
+    Gemma-3, whose layers 0 and 2 have a sliding ``window``."""
 
     def __init__(
-        self, folder: Path, seed: int = 0, layers: int = 4, head_dim: int = 16, cache_dtype: CacheDtype = "float32"
-    ) -> None:
+        self, folder: Path, seed: int = 0, layers: int = 4, head_dim: int = 16, cache_dtype: CacheDtype = "float32",
+        window: int | None = None,
+    ) -> None:  # fmt: skip
         torch.manual_seed(seed)
-        config = hf.LlamaConfig(
-            hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=8,
-            num_key_value_heads=2, head_dim=head_dim, vocab_size=VOCABULARY, max_position_embeddings=4096,
-            bos_token_id=1, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
-        )  # fmt: skip
-        self.model = hf.LlamaForCausalLM(config).eval()
+        shape: dict[str, Any] = {
+            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": layers, "num_attention_heads": 8,
+            "num_key_value_heads": 2, "head_dim": head_dim, "vocab_size": VOCABULARY, "max_position_embeddings": 4096,
+            "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+        }  # fmt: skip
+        if window is None:
+            self.model = hf.LlamaForCausalLM(hf.LlamaConfig(**shape, tie_word_embeddings=False)).eval()
+        else:
+            kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+            more = {"sliding_window": window, "layer_types": kinds, "query_pre_attn_scalar": head_dim}
+            self.model = hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**shape, **more)).eval()
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.15)
         self.folder = folder
         self.model.save_pretrained(folder)
         geometry = geometry_of(self.model, cache_dtype=cache_dtype)
-        planned = [LayerPlan(*given[:1], *given[1]) for given in zip(geometry.layers, FORMATS, strict=False)]
+        planned = [
+            LayerPlan(layer, *formats) if window is None or layer.window is None else LayerPlan(layer)
+            for layer, formats in zip(geometry.layers, FORMATS, strict=False)
+        ]
         tensors = {}
-        if layers > 2:
+        if planned[2:] and planned[2].is_paged:
             planned[2] = dataclasses.replace(planned[2], k_rescale=True, k_offset=True)
             tensors = {
                 "layers.2.k_rescale": torch.rand(2, head_dim) + 0.5, "layers.2.k_offset": torch.randn(2, head_dim),
@@ -191,6 +202,22 @@ def test_200_random_requests(version: str, tmp_path: Path, served: Served) -> No
     assert sum(replay.cached.values()) > 1000
 
 
+def test_layers_with_a_sliding_window(version: str, tmp_path: Path) -> None:
+    """Gemma-3 without prefix caching: prompts and answers shorter and longer than the window, in chunks; lost blocks,
+    aborts, samples. With it, the plan is refused."""
+    gemma, without = Served(tmp_path / "gemma", window=96), {"enable_prefix_caching": False}
+    requests = [{"prompt": ids, "tokens": 120, "at": 5 * n} for n, ids in enumerate(prompts(*LENGTHS, 97))]
+    found, _ = serve(version, tmp_path, gemma, requests, **without, max_num_batched_tokens=256)
+    shard = HeadShard(gemma.plan)
+    capacity = vllm_capacity(gemma.plan, 64 << 20, 1, 2048)
+    assert shard.block_bytes(0) == shard.block_bytes(2) == 0
+    says = f"{capacity.num_blocks} blocks of 128 tokens: the plan takes"
+    assert any(line.startswith(says) and line.endswith(f"{capacity.block_bytes} a block") for line in found["log"])
+    serve(version, tmp_path, gemma, random_requests(60), **without, **SHORT, max_num_batched_tokens=512)
+    refused = run_in(version, tmp_path, "vllm_host.py", {"starts": [gemma.arguments()]})
+    assert "layers keep a sliding window of 96 tokens at 16 bits" in refused["starts"][0]["message"]
+
+
 def test_sinks_and_windows_without_prefix_caching(version: str, tmp_path: Path, served: Served) -> None:
     """Prompts in chunks; requests that lose their blocks and are computed again; aborts, and samples."""
     plan, without = served.with_copies(), {"enable_prefix_caching": False, "max_num_batched_tokens": 256}
@@ -247,7 +274,7 @@ def test_what_is_not_served_is_refused_at_start(version: str, tmp_path: Path, se
         ),
         (
             served.arguments(sliding_plan(tmp_path / "sliding"), model=str(tmp_path / "sliding")),
-            "layers 0, 1: it has a sliding window; only full attention is served",
+            "no layer has full attention",
         ),
         (served.arguments(str(tmp_path / "nothing")), "nothing"),
         (served.arguments(block_size=64), "blocks of 64 tokens, expected 128"),

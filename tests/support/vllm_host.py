@@ -80,8 +80,11 @@ def serve(scenario: dict) -> dict:
 
 def pages_of(scheduler: object, name: str) -> list[int]:
     """The blocks of a request's pages; those of its rings are in other groups."""
-    groups = scheduler.kv_cache_config.kv_cache_groups
-    (number,) = [n for n, group in enumerate(groups) if not group.layer_names[0].endswith(".kvcal_ring")]
+    from vllm.v1.kv_cache_interface import CircularBufferSpec
+
+    specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
+    firsts = [next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec for spec in specs]
+    (number,) = [n for n, spec in enumerate(firsts) if not isinstance(spec, CircularBufferSpec)]
     return list(scheduler.kv_cache_manager.get_block_ids(name)[number])
 
 

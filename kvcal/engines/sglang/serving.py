@@ -52,7 +52,7 @@ class Serving:
         args = kvc.server_args
         self.path, self.device = os.environ[PLAN_VARIABLE], torch.device(kvc.device)
         plan = load_plan(self.path)
-        require_served(plan, self.device.type == "cuda")
+        require_served(plan, self.device.type == "cuda", "sglang")
         if not args.disable_radix_cache:
             require_no_prefixes(plan, "sglang")
         for name, value in OPTIONS.items():

@@ -27,12 +27,14 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import KVCacheLayout
+from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
 
-from kvcal.engines.step import Chunk, Decodes, PagedStep
+from kvcal.engines.scratch import Chunk, Decodes
+from kvcal.engines.step import PagedStep
 from kvcal.engines.vllm import BACKEND
-from kvcal.engines.vllm.ring import RingLayer, RingMetadata
+from kvcal.engines.vllm.ring import RingLayer, RingMetadata, rings_of
 from kvcal.engines.vllm.serving import Serving
+from kvcal.engines.window import WindowLayout, WindowStep
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.pages.record_layout import PAGE_TOKENS
 
@@ -45,28 +47,45 @@ class PlanLayer:
         index = extract_layer_index(attention.layer_name)
         if index not in serving.shard.blocks:
             raise ArtifactError(f"vLLM's layer {attention.layer_name} is not in the plan {serving.path}")
-        planned = serving.shard.blocks[index].layer.attention
-        expected = (planned.num_query_heads, planned.num_kv_heads, planned.k_head_dim)
-        found = (attention.num_heads, attention.num_kv_heads, attention.head_size)
+        layout = serving.shard.blocks[index]
+        planned = layout.layer.attention
+        expected = (planned.num_query_heads, planned.num_kv_heads, planned.k_head_dim, planned.window)
+        found = (attention.num_heads, attention.num_kv_heads, attention.head_size, attention.sliding_window)
         if found != expected:
             raise ArtifactError(
                 f"vLLM's layer {attention.layer_name} has {found[0]} query heads and {found[1]} KV heads of size "
-                f"{found[2]}; the plan has {expected[0]}, {expected[1]} of {expected[2]} there"
+                f"{found[2]}, and the window {found[3]}; the plan has {expected[0]}, {expected[1]} of {expected[2]} "
+                f"and the window {expected[3]} there"
             )
         self.index, self.serving = index, serving
         self.block_bytes = serving.shard.block_bytes(index)
-        self.step = PagedStep(serving.shard, index, serving.scratch)
-        self.ring = RingLayer(attention.layer_name, serving.shard.largest_ring_bytes, config)
+        self.step: PagedStep | WindowStep
+        self.ring: RingLayer | None = None  # of a layer with blocks; one with a sliding window is its own
+        if isinstance(layout, WindowLayout):
+            self.step = WindowStep(layout, serving.scratch)
+        else:
+            self.step = PagedStep(serving.shard, index, serving.scratch)
+            self.ring = RingLayer(attention.layer_name, serving.shard.largest_ring_bytes, config)
         self._bound: tuple[Tensor, Tensor] | None = None
 
-    def bind(self, blocks: Tensor) -> None:
+    def bind(self, memory: Tensor) -> None:
         """vLLM's memory of the layer, as it is now."""
-        rings = self.ring.kv_cache
-        if self._bound is None or self._bound[0] is not blocks or self._bound[1] is not rings:
-            self._bound = blocks, rings
-            by_block = _as_bytes(blocks)
-            self.step.bind(by_block, _as_bytes(rings))
-            self.serving.bound(self.index, by_block)
+        rings = memory if self.ring is None else self.ring.kv_cache
+        if self._bound is None or self._bound[0] is not memory or self._bound[1] is not rings:
+            self._bound = memory, rings
+            if isinstance(self.step, WindowStep):
+                self.step.bind(_as_bytes(rings))
+            else:
+                self.step.bind(_as_bytes(memory), _as_bytes(rings))
+            self.serving.bound(self.index, _as_bytes(memory))
+
+    def rings(self, metadata: PlanMetadata) -> Tensor:
+        """int32 [B]: the ring of every request of the batch."""
+        if self.ring is None:
+            return metadata.table[:, 0]
+        by_layer: Any = get_forward_context().attn_metadata
+        found: RingMetadata = by_layer[self.ring.name]
+        return found.rings
 
 
 def _as_bytes(cache: Tensor) -> Tensor:
@@ -85,7 +104,7 @@ class NewTokens(NamedTuple):
 @dataclass
 class PlanMetadata(AttentionMetadata):
     """``num_decodes`` requests of one token, the first ones; ``lengths`` int32 [B]: tokens of every request before the
-    step; ``table`` int32 [B, pages]."""
+    step; ``table`` int32 [B, pages], or of layers with a sliding window their rings, [B, 1]."""
 
     num_decodes: int
     lengths: Tensor
@@ -102,6 +121,9 @@ class PlanMetadataBuilder(AttentionMetadataBuilder[PlanMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1)
         self._lengths = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
+        most = vllm_config.scheduler_config.max_num_seqs
+        is_ring = isinstance(kv_cache_spec, CircularBufferSpec)
+        self._rings = torch.zeros(most, dtype=torch.int32, device=device) if is_ring else None
         attention: Any = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         self._serving: Serving = attention.kvcal_layer.serving
 
@@ -115,8 +137,9 @@ class PlanMetadataBuilder(AttentionMetadataBuilder[PlanMetadata]):
         lengths = self._lengths[:batch]
         torch.sub(given.seq_lens[:batch], (given.query_start_loc[1:] - given.query_start_loc[:-1])[:batch], out=lengths)
         lengths.clamp_(min=0)  # of padding
+        table = given.block_table_tensor if self._rings is None else rings_of(given, self._rings).unsqueeze(1)
         if given.max_query_len <= 1:
-            return PlanMetadata(batch, lengths, given.block_table_tensor, [])
+            return PlanMetadata(batch, lengths, table, [])
         num_decodes = int((counts == 1).int().cumprod(0).sum())
         assert given.seq_lens_cpu_upper_bound is not None, "vLLM gives exact lengths of requests with a prompt"
         totals, bounds = given.seq_lens_cpu_upper_bound.tolist(), starts.tolist()
@@ -125,7 +148,7 @@ class PlanMetadataBuilder(AttentionMetadataBuilder[PlanMetadata]):
             for row in range(num_decodes, batch)
             if bounds[row] < bounds[row + 1]
         ]
-        return PlanMetadata(num_decodes, lengths, given.block_table_tensor, chunks)
+        return PlanMetadata(num_decodes, lengths, table, chunks)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PlanMetadata:
         """Of requests without a past: no page is read while a graph is captured."""
@@ -151,10 +174,9 @@ class PlanImpl(AttentionImpl[PlanMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """UsageError for attention that is more than the plan's: ALiBi, windows, shared layers, encoders."""
+        """UsageError for attention that is more than the plan's: ALiBi, shared layers, encoders."""
         refused = {
             "ALiBi": alibi_slopes is not None,
-            f"a sliding window of {sliding_window} tokens": sliding_window is not None,
             f"attention of the kind {attn_type!r}": attn_type != AttentionType.DECODER,
             "keys and values of another layer": kv_sharing_target_layer_name is not None,
         }
@@ -184,16 +206,15 @@ class PlanImpl(AttentionImpl[PlanMetadata]):
             plan.step.rehearse(len(query), query.dtype)
             return output.fill_(0)
         plan.bind(kv_cache)
-        by_layer: Any = get_forward_context().attn_metadata
-        ring: RingMetadata = by_layer[plan.ring.name]
+        rings = plan.rings(attn_metadata)
         count, table = attn_metadata.num_decodes, attn_metadata.table
         step, more = plan.step, (self.scale, self.softcap, self.sinks)
-        decodes = Decodes(attn_metadata.lengths[:count], table[:count], ring.rings[:count])
+        decodes = Decodes(attn_metadata.lengths[:count], table[:count], rings[:count])
         if count:
             step.append(query[:count], key[:count], value[:count], decodes)
         stored = []
         for row, tokens, num_past in attn_metadata.chunks:
-            chunk = Chunk(num_past, table[row], ring.rings[row : row + 1])
+            chunk = Chunk(num_past, table[row], rings[row : row + 1])
             stored.append((tokens, chunk, step.store(query[tokens], key[tokens], value[tokens], chunk)))
         if count:
             output[:count] = step.attend(query[:count], decodes, *more)

@@ -52,6 +52,10 @@ def _with_block(original: Any) -> Any:
         spec = original(self, vllm_config)
         if self.kvcal_layer is None:
             return spec
+        if self.kvcal_layer.ring is None:
+            from kvcal.engines.vllm.ring import ring_spec
+
+            return ring_spec(self.kvcal_layer.serving.shard.largest_ring_bytes)
         # One head slot of one state: the block is bytes to vLLM.
         return dataclasses.replace(
             spec, dtype=torch.uint8, num_head_slots=1, tokens_per_state=PAGE_TOKENS,

@@ -1,7 +1,8 @@
 """A layer of vLLM's that owns the rings: one block of 16-bit tokens a request, for the life of the request.
 
 vLLM allocates such blocks for models that compress keys in groups (``CircularBufferSpec``): never hashed, never shared,
-freed with the request. Each attention layer of a plan has one such layer beside it.
+freed with the request. Each full-attention layer of a plan has one such layer beside it; one with a sliding window has
+a ring and nothing else.
 """
 
 from __future__ import annotations
@@ -27,6 +28,14 @@ from kvcal.pages.record_layout import PAGE_TOKENS
 SUFFIX = ".kvcal_ring"
 
 
+def ring_spec(ring_bytes: int) -> CircularBufferSpec:
+    """One ring of so many bytes for each request."""
+    return CircularBufferSpec(
+        block_size=PAGE_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.uint8, num_head_slots=1,
+        tokens_per_state=PAGE_TOKENS, state_content_bytes=ring_bytes,
+    )  # fmt: skip
+
+
 class RingLayer(nn.Module, AttentionLayerBase):
     """The rings of the attention layer ``prefix``, of ``ring_bytes`` each. ``kv_cache``: vLLM's memory of them, once
     allocated, uint8 [rings, ..., ring_bytes]."""
@@ -41,10 +50,7 @@ class RingLayer(nn.Module, AttentionLayerBase):
         return RingBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> CircularBufferSpec:
-        return CircularBufferSpec(
-            block_size=PAGE_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.uint8, num_head_slots=1,
-            tokens_per_state=PAGE_TOKENS, state_content_bytes=self.ring_bytes,
-        )  # fmt: skip
+        return ring_spec(self.ring_bytes)
 
 
 @dataclass
@@ -52,6 +58,13 @@ class RingMetadata(AttentionMetadata):
     """``rings`` int32 [B]: the ring of every request of the batch, 0 (nobody's) for padding."""
 
     rings: Tensor
+
+
+def rings_of(given: CommonAttentionMetadata, fixed: Tensor) -> Tensor:
+    """``RingMetadata.rings`` of a batch, written to ``fixed``, int32 of one dimension."""
+    rings = fixed[: given.num_reqs]
+    rings.copy_(given.block_table_tensor[: given.num_reqs, 0])
+    return rings.mul_(given.seq_lens[: given.num_reqs] > 0)
 
 
 class RingMetadataBuilder(AttentionMetadataBuilder[RingMetadata]):
@@ -68,11 +81,7 @@ class RingMetadataBuilder(AttentionMetadataBuilder[RingMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> RingMetadata:
-        given = common_attn_metadata
-        rings = self._rings[: given.num_reqs]
-        rings.copy_(given.block_table_tensor[: given.num_reqs, 0])
-        rings.mul_(given.seq_lens[: given.num_reqs] > 0)
-        return RingMetadata(rings)
+        return RingMetadata(rings_of(common_attn_metadata, self._rings))
 
 
 class RingBackend(AttentionBackend):

@@ -92,7 +92,7 @@ def _beside_pages(problem: Problem, spec: AllocateSpec, model: ModelIdentity, ch
         return 0
     workload = Workload(spec.batch, spec.context)
     plan = Plan(model, problem.geometry.cache_dtype, problem.layers_of(choice), workload, {})
-    require_served(plan, is_cuda=False)
+    require_served(plan, is_cuda=False, engine=spec.engine)
     return engine_bytes(spec.engine, plan, spec.tp) - problem.nbytes(choice)
 
 

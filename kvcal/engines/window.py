@@ -1,0 +1,136 @@
+"""Layers with a sliding window, in an engine's memory: 16 bits, in the ring of a request, and no blocks.
+
+    ring    keys [N, 1, D], keys [N, W - 1, D], values alike, in the cache's dtype: of a window of W tokens, the last
+            W - 1 of the past, token t at t modulo their number. The one before them is scratch of a step: the token
+            that attention reads for the last time (kvcal.kernels.ops, ``append_window``)
+
+So a request takes the same bytes however long it is, and one that begins behind blocks of another would not have its
+window. Calls are those of ``kvcal.engines.step.PagedStep``, whose places they take.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcal.engines.prefill import attend_window
+from kvcal.engines.scratch import FLOATS_OF_A_VALUE, Chunk, Decodes, Scratch, Tail
+from kvcal.geometry import CACHE_DTYPES, CacheDtype
+from kvcal.kernels import ops
+from kvcal.kernels.operands import Memory, PageTransform, Place
+from kvcal.kernels.variants import window_variant
+from kvcal.pages.record_layout import aligned_size
+from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import SIDES, Side
+
+
+@dataclass(frozen=True)
+class WindowLayout:
+    """See the module's docstring. ``layer``: one with a sliding window, as this rank has it."""
+
+    layer: LayerPlan
+    cache_dtype: CacheDtype
+    block_bytes: int = 0
+
+    @property
+    def ring_tokens(self) -> int:
+        """W - 1."""
+        assert self.layer.attention.window is not None
+        return self.layer.attention.window - 1
+
+    @functools.cached_property
+    def ring_bytes(self) -> int:
+        """Bytes of a request's ring: a multiple of 16."""
+        return aligned_size(sum(self._bytes(side) for side in SIDES))
+
+    def memory(self, rings: Tensor, side: Side) -> Memory:
+        """The keys, or values, in rings, uint8 [rings, ring_bytes or more]: views [rings, N, 1, D] and
+        [rings, N, W - 1, D] in the cache's dtype, and no pages."""
+        heads, dim = self.layer.attention.num_kv_heads, self.layer.head_dim(side)
+        first = self._bytes("k") if side == "v" else 0
+        held = rings[:, first : first + self._bytes(side)].view(CACHE_DTYPES[self.cache_dtype])
+        leaving, window = held[:, : heads * dim], held[:, heads * dim :]
+        no_pages = torch.empty(0, heads, 0, dtype=torch.uint8, device=rings.device)
+        return Memory(leaving.unflatten(1, (heads, 1, dim)), window.unflatten(1, (heads, -1, dim)), no_pages)
+
+    def _bytes(self, side: Side) -> int:
+        token = self.layer.attention.num_kv_heads * self.layer.head_dim(side) * CACHE_DTYPES[self.cache_dtype].itemsize
+        return (1 + self.ring_tokens) * token
+
+
+class WindowStep:
+    """See the module's docstring: a layer of a shard, of the calls of ``PagedStep``. Built once; ``bind`` before the
+    first step."""
+
+    def __init__(self, layout: WindowLayout, scratch: Scratch) -> None:
+        self.layout, self.scratch = layout, scratch
+        self.dtype = CACHE_DTYPES[layout.cache_dtype]
+        geometry = layout.layer.attention
+        self._variant = window_variant(geometry, layout.ring_tokens, layout.cache_dtype).number
+        self._workspace = scratch.workspace(geometry.num_kv_heads, geometry.group_heads, geometry.k_head_dim)
+        self._memory: dict[Side, Memory] = {}
+
+    def bind(self, rings: Tensor) -> None:
+        """The layer's memory: rings, uint8 [rings, ring_bytes or more], bytes side by side, with strides between them
+        of multiples of 16."""
+        self._memory = {side: self.layout.memory(rings, side) for side in SIDES}
+
+    def append(self, q: Tensor, k: Tensor, v: Tensor, decodes: Decodes) -> None:
+        """Store k, v [B, N, D], one token a sequence."""
+        keys, values = self._memory["k"], self._memory["v"]
+        ops.append_window(
+            k, v, keys.sinks, keys.ring, values.sinks, values.ring, decodes.lengths, self.scratch.error,
+            self.scratch.max_tokens, decodes.rings,
+        )  # fmt: skip
+
+    def attend(
+        self, q: Tensor, decodes: Decodes, scale: float, softcap: float = 0.0, s_aux: Tensor | None = None
+    ) -> Tensor:
+        """From q [B, H, D] to the window that each sequence's token ends: [B, H, D]."""
+        nothing, none = self.scratch.nothing, self.scratch.none
+        place = Place(decodes.lengths, decodes.table[:, :0], none, none, decodes.rings)
+        attended: Tensor = ops.decode(
+            q, list(self._memory["k"]), list(self._memory["v"]), list(place), list(PageTransform(*[nothing] * 6)),
+            nothing if s_aux is None else s_aux, self._workspace, scale, softcap, [self._variant], nothing, [],
+        )  # fmt: skip
+        return attended
+
+    def store(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Tail:
+        """Store k, v [T, N, D]. Returns what attention reads of the past."""
+        size, total = self.layout.ring_tokens, chunk.num_past + len(k)
+        first = max(0, chunk.num_past - size)
+        tail = Tail(first, *(self._past(side, first, chunk).to(q.dtype) for side in SIDES))
+        begin = max(chunk.num_past, total - size)
+        places = torch.arange(begin, total, device=k.device) % size
+        for side, new in zip(SIDES, (k, v), strict=True):
+            self._memory[side].ring[chunk.ring.long(), :, places] = new[begin - chunk.num_past :].to(self.dtype)
+        return tail
+
+    def attend_chunk(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        chunk: Chunk,
+        tail: Tail,
+        scale: float,
+        softcap: float = 0.0,
+        s_aux: Tensor | None = None,
+    ) -> Tensor:
+        """From q [T, H, D] to the window that each of the tokens k, v ends: [T, H, D]."""
+        keys, values = (new.to(self.dtype).to(q.dtype) for new in (k, v))
+        return attend_window(q, keys, values, tail[1:], self.layout.ring_tokens + 1, scale, softcap, s_aux)
+
+    def rehearse(self, num_tokens: int, dtype: torch.dtype) -> None:
+        """As ``PagedStep.rehearse``."""
+        geometry = self.layout.layer.attention
+        values = num_tokens * geometry.num_query_heads * geometry.k_head_dim
+        torch.empty(FLOATS_OF_A_VALUE * values, dtype=torch.float32, device=self.scratch.device)
+
+    def _past(self, side: Side, first: int, chunk: Chunk) -> Tensor:
+        ring = self._memory[side].ring
+        places = torch.arange(first, chunk.num_past, device=ring.device) % self.layout.ring_tokens
+        return ring.index_select(0, chunk.ring)[0].index_select(1, places)
