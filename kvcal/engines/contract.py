@@ -116,6 +116,7 @@ CONTRACTS = {
                  "state_content_bytes"),
             ),
             Part(CACHE, "KVCacheLayout.BLHNC"),
+            Part("vllm.v1.attention.backends.fa_utils", "get_flash_attn_version"),
             Part(BACKEND, "AttentionBackend.get_supported_kernel_block_sizes"),
             Part(BACKEND, "AttentionBackend.supported_kv_cache_layouts"),
             Part(BACKEND, "AttentionBackend.supports_sink"),

@@ -6,13 +6,13 @@ the keys,
 
     l = log(exp(l1) + exp(l2))      o = o1 exp(l1 - l) + o2 exp(l2 - l)      (Milakov and Gimelshein 2018)
 
-Tiles are served by torch's FlashAttention on CUDA in 16 bits, by products in fp32 elsewhere. Left out: chunks of
-several sequences in one call.
+Tiles are served by FlashAttention on CUDA in 16 bits, torch's or the engine's, by products in fp32 elsewhere. Left out:
+chunks of several sequences in one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,17 @@ TILE_TOKENS = 8192
 # Scores in fp32 that products in torch have at once: 64 MB.
 SCORES_AT_ONCE = 2**24
 FLASH_DTYPES, FLASH_MAX_DIM = (torch.float16, torch.bfloat16), 256
+
+# On CUDA in 16 bits: q [H, T, D], k and v [N, S, D], whether it is causal (T = S), the scale -> attention [H, T, D],
+# and the log-sum-exp of its scores, [H, T] fp32.
+Flash = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
+
+
+def torch_flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """torch's FlashAttention-2."""
+    batched = (x.unsqueeze(0) for x in (q, k, v))
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*batched, 0.0, is_causal, scale=scale)
+    return out[0], lse[0]
 
 
 class Part(NamedTuple):
@@ -47,13 +58,14 @@ def attend_chunk(
     scale: float,
     softcap: float,
     s_aux: Tensor | None,
+    flash: Flash = torch_flash,
 ) -> Tensor:
     """Attention [T, H, D] in q's dtype of q [T, H, D], causal over k, v [T, N, D] and to all of ``past``: tiles of keys
     and values [N, S, D]. ``softcap`` 0 for none; ``s_aux`` [H]: logits of sinks without a key."""
     queries = q.transpose(0, 1)
-    found = attend_part(queries, k.transpose(0, 1), v.transpose(0, 1), True, scale, softcap)
+    found = attend_part(queries, k.transpose(0, 1), v.transpose(0, 1), True, scale, softcap, flash=flash)
     for keys, values in past:
-        found = found.merged(attend_part(queries, keys, values, False, scale, softcap))
+        found = found.merged(attend_part(queries, keys, values, False, scale, softcap, flash=flash))
     return _with_sink_logits(found, s_aux).transpose(0, 1).to(q.dtype)
 
 
@@ -66,6 +78,7 @@ def attend_window(
     scale: float,
     softcap: float,
     s_aux: Tensor | None,
+    flash: Flash = torch_flash,
 ) -> Tensor:
     """Attention [T, H, D] of q [T, H, D] to the last ``window`` tokens up to each one's own: of ``past``, keys and
     values [N, S, D], S 0 or more, less than ``window``, and of k, v [T, N, D]. Else as :func:`attend_chunk`."""
@@ -75,7 +88,7 @@ def attend_window(
     for first in range(0, len(q), window):  # queries of which each sees all up to its own among themselves
         begin, stop = behind + first, behind + min(first + window, len(q))
         own = queries[:, first : first + window]
-        found = attend_part(own, keys[:, begin:stop], values[:, begin:stop], True, scale, softcap)
+        found = attend_part(own, keys[:, begin:stop], values[:, begin:stop], True, scale, softcap, flash=flash)
         seen = slice(max(0, begin - window + 1), begin)
         if begin:
             early = slice(0, window - 1)  # the last of a whole window of them sees nothing before
@@ -92,14 +105,14 @@ def _with_sink_logits(found: Part, s_aux: Tensor | None) -> Tensor:
 
 
 def attend_part(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, softcap: float, window: int | None = None
-) -> Part:
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, softcap: float, window: int | None = None,
+    flash: Flash = torch_flash,
+) -> Part:  # fmt: skip
     """Attention of q [H, T, D] to k, v [N, S, D]: to all; where T = S, each to the tokens up to its own; of a
     ``window``, each to the last so many up to its own, which are behind the keys (fewer queries than that)."""
     if q.is_cuda and q.dtype in FLASH_DTYPES and not softcap and q.shape[-1] <= FLASH_MAX_DIM and window is None:
-        batched = (x.unsqueeze(0) for x in (q, k, v))
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*batched, 0.0, is_causal, scale=scale)
-        return Part(out[0].float(), lse[0])
+        out, lse = flash(q, k, v, is_causal, scale)
+        return Part(out.float(), lse)
     (num_heads, tokens, dim), past = q.shape, k.shape[1]
     keys, values = k.float().transpose(-1, -2), v.float()
     by_group = q.unflatten(0, (k.shape[0], -1))  # [N, G, T, D]

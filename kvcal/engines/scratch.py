@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcal.engines.prefill import TILE_TOKENS
+from kvcal.engines.prefill import TILE_TOKENS, Flash, torch_flash
 from kvcal.kernels.decode import workspace_bytes
 from kvcal.plan.page_format import Format, Side
 
@@ -43,11 +43,11 @@ class Tail(NamedTuple):
 
 class Scratch:
     """Scratch that all layers of a rank share, of at most ``max_rows`` sequences a decode, of at most ``max_tokens``
-    each; counted by no plan. ``error`` int32 [1]: bits that are set when a page cannot be stored
-    (kvcal.kernels.ops)."""
+    each; counted by no plan. ``flash``: what attends to parts of a prompt on CUDA, in 16 bits. ``error`` int32 [1]:
+    bits that are set when a page cannot be stored (kvcal.kernels.ops)."""
 
-    def __init__(self, max_rows: int, max_tokens: int, device: torch.device) -> None:
-        self.max_rows, self.max_tokens, self.device = max_rows, max_tokens, device
+    def __init__(self, max_rows: int, max_tokens: int, device: torch.device, flash: Flash = torch_flash) -> None:
+        self.max_rows, self.max_tokens, self.device, self.flash = max_rows, max_tokens, device, flash
         self.error = torch.zeros(1, dtype=torch.int32, device=device)
         self.nothing = torch.empty(0, device=device)
         self.none = torch.empty(0, dtype=torch.int32, device=device)

@@ -227,7 +227,8 @@ class PagedStep:
     ) -> Tensor:
         """The second half of :meth:`extend`, of what :meth:`store` returned."""
         keys, values = (new.to(self.dtype).to(q.dtype) for new in (k, v))
-        return attend_chunk(q, keys, values, self._past(chunk, tail, q.dtype), scale, softcap, s_aux)
+        past = self._past(chunk, tail, q.dtype)
+        return attend_chunk(q, keys, values, past, scale, softcap, s_aux, self.scratch.flash)
 
     def rehearse(self, num_tokens: int, dtype: torch.dtype) -> None:
         """Allocate for a moment what :meth:`extend` of so many tokens in ``dtype`` takes beside its result, for an

@@ -122,7 +122,8 @@ class WindowStep:
     ) -> Tensor:
         """From q [T, H, D] to the window that each of the tokens k, v ends: [T, H, D]."""
         keys, values = (new.to(self.dtype).to(q.dtype) for new in (k, v))
-        return attend_window(q, keys, values, tail[1:], self.layout.ring_tokens + 1, scale, softcap, s_aux)
+        window = self.layout.ring_tokens + 1
+        return attend_window(q, keys, values, tail[1:], window, scale, softcap, s_aux, self.scratch.flash)
 
     def rehearse(self, num_tokens: int, dtype: torch.dtype) -> None:
         """As ``PagedStep.rehearse``."""

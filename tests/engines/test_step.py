@@ -26,7 +26,7 @@ from tiny_models import built
 from torch import Tensor
 
 from kvcal import Plan, PlanCache
-from kvcal.engines import prefill
+from kvcal.engines import prefill, scratch
 from kvcal.engines import step as stepping
 from kvcal.engines.shard import HeadShard
 from kvcal.errors import UnsupportedModel
@@ -165,7 +165,7 @@ def test_a_sequence_begins_behind_blocks_that_are_filled_in_the_same_step() -> N
     given = [[x[rows] for x in both.tokens] for both, rows in zip(every, new, strict=True)]
     others[0].sequence.grow(1)
     lengths, rings = (torch.tensor([n], dtype=torch.int32) for n in (256, others[0].sequence.ring))
-    place = stepping.Decodes(lengths, others[0].sequence.table.unsqueeze(0), rings)
+    place = scratch.Decodes(lengths, others[0].sequence.table.unsqueeze(0), rings)
     step.append(*given[0], place)
     chunks = [both.sequence.chunk(len(q)) for both, (q, _, _) in zip(every[1:], given[1:], strict=True)]
     tails = [step.store(*x, chunk) for x, chunk in zip(given[1:], chunks, strict=True)]
@@ -182,7 +182,8 @@ def test_a_sequence_begins_behind_blocks_that_are_filled_in_the_same_step() -> N
 
 def test_past_pages_are_decoded_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 2 pages, and scores of a few queries at once."""
-    monkeypatch.setattr(stepping, "TILE_TOKENS", 256)
+    for module in (stepping, scratch):
+        monkeypatch.setattr(module, "TILE_TOKENS", 256)
     monkeypatch.setattr(prefill, "SCORES_AT_ONCE", 8 * 256 * 7)
     plan = PLANS["three tiers, λ"]
     both = Both(Memory(HeadShard(plan)), plan, 1)
@@ -203,10 +204,10 @@ def test_softcap_and_sink_logits_of_a_chunk_are_those_of_single_steps() -> None:
             sequence.grow(stop - start)
             step, ring = sequence.memory.step, torch.tensor([sequence.ring], dtype=torch.int32)
             if stop - start == 1:
-                place = stepping.Decodes(torch.tensor([start], dtype=torch.int32), sequence.table.unsqueeze(0), ring)
+                place = scratch.Decodes(torch.tensor([start], dtype=torch.int32), sequence.table.unsqueeze(0), ring)
                 found.append(step.decode(q[new], k[new], v[new], place, 0.7, 5.0, s_aux))
             else:
-                chunk = stepping.Chunk(start, sequence.table, ring)
+                chunk = scratch.Chunk(start, sequence.table, ring)
                 found.append(step.extend(q[new], k[new], v[new], chunk, 0.7, 5.0, s_aux))
             sequence.length = start = stop
         results.append(torch.cat(found))

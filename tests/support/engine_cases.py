@@ -11,8 +11,9 @@ from kernel_oracle import feedback_of
 from torch import Tensor
 
 from kvcal import Plan, PlanCache
+from kvcal.engines.scratch import Chunk, Decodes, Scratch
 from kvcal.engines.shard import HeadShard
-from kvcal.engines.step import Chunk, Decodes, PagedStep, Scratch
+from kvcal.engines.step import PagedStep
 from kvcal.plan.page_format import RAW, Boost, Format, Side, Tier, WindowRule
 
 PAGE = 128

@@ -14,8 +14,9 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from kvcal.engines.contract import require_parts
+from kvcal.engines.scratch import Chunk, Decodes, Scratch
 from kvcal.engines.sglang.pool import PlanPool
-from kvcal.engines.step import Chunk, Decodes, PagedStep, Scratch
+from kvcal.engines.step import PagedStep
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.pages.record_layout import PAGE_TOKENS
 

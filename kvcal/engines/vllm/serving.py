@@ -20,10 +20,12 @@ from vllm.distributed import (
 )
 
 from kvcal.engines.contract import require_parts
+from kvcal.engines.prefill import torch_flash
+from kvcal.engines.scratch import Scratch
 from kvcal.engines.served_model import ServedModel, require_model
 from kvcal.engines.shard import HeadShard, require_equal_plans
-from kvcal.engines.step import Scratch
 from kvcal.engines.support import require_no_prefixes, require_served
+from kvcal.engines.vllm.flash import flash_attention
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.plan import load_plan
@@ -61,7 +63,9 @@ class Serving:
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         require_equal_plans(plan.sha256, get_world_group())
         self.shard = HeadShard(plan, rank, size)
-        self.scratch = Scratch(config.scheduler_config.max_num_seqs, config.model_config.max_model_len, self.device)
+        flash = flash_attention() if self.device.type == "cuda" else torch_flash
+        most = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
+        self.scratch = Scratch(*most, self.device, flash)
         self._unbound = {layer.geometry.index for layer in plan.layers}
         self._allocated = 0
         self._reported = 0
