@@ -25,7 +25,7 @@ from kvcal.cache.paged_layer import ANOTHER_MODEL, DYNAMIC_HINT, Allocate, Paged
 from kvcal.cache.sliding_window import BoundedLayer, StaticWindow, require_left_padding, window_refusals
 from kvcal.errors import ArtifactError, UnsupportedModel
 from kvcal.geometry import AttentionGeometry, StateGeometry
-from kvcal.kernels.choice import storage_refusals
+from kvcal.kernels.choice import draft_refusals, storage_refusals
 from kvcal.models.geometry import sharing_layers
 from kvcal.plan.layer import LayerPlan
 from kvcal.store.state import PlanState, StepState
@@ -39,7 +39,8 @@ def cache_layers(
 
     Raises:
         ArtifactError: the plan's layers are not the model's.
-        UnsupportedModel: a static cache cannot hold a layer, with the reason.
+        UnsupportedModel: a static cache cannot hold a layer, or a cache with lookahead cannot take drafts back there,
+            with the reason.
     """
     layers: list[Any] = DynamicCache(config=config).layers
     sharing = [] if static is None else sharing_layers(config)
@@ -56,6 +57,11 @@ def cache_layers(
             if not _is_ours(native, plan):
                 continue
             _require_query_heads(config, plan)
+            for reason in draft_refusals(plan, static is not None) if state.lookahead else ():
+                raise UnsupportedModel(
+                    f"layer {index} cannot verify drafts: {reason}",
+                    hint="leave lookahead out: drafts then come as prompts do",
+                )
             if static is not None:
                 layers[index] = _static_layer(plan, config, state, static, allocate)
             elif isinstance(native, LinearAttentionLayer):

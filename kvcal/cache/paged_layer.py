@@ -9,11 +9,13 @@ Where attention is needed for storing (query scores; a static cache, whose conte
 stored by ``observe``, once the attention of the same update is called.
 
 One token for every row of a static cache is a step: ``update`` hands over the new keys and values alone, and ``attend``
-stores them and reads packed pages, without a dense copy of the past. A step never waits for the device.
+stores them and reads packed pages, without a dense copy of the past. A step never waits for the device. So is a token
+with up to ``lookahead`` drafts behind it, each of which attends as if it came alone; a ``crop`` takes back rejected ones.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +26,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvcal.cache.decoded import DecodedCopy
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
-from kvcal.kernels.choice import refusals, slow_reasons
+from kvcal.kernels.choice import refusals, slow_reasons, step_refusals
 from kvcal.pages.scores import query_sum
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Side
@@ -138,7 +140,11 @@ class PagedLayer(CacheLayerMixin):
         """
         self.padding.resolve(batch)
         if self.static is not None and device.type == "cuda":
-            for reason in refusals(self.plan, self.state.plan.cache_dtype):
+            refused = itertools.chain(
+                refusals(self.plan, self.state.plan.cache_dtype),
+                step_refusals(self.plan, self.state.plan.cache_dtype) if self.state.lookahead else (),
+            )
+            for reason in refused:
                 raise UnsupportedModel(
                     f"the kernels cannot serve layer {self.plan.geometry.index}: {reason}", hint=DYNAMIC_HINT
                 )
@@ -172,7 +178,7 @@ class PagedLayer(CacheLayerMixin):
             self._require_served(self.static, key_states)
             if self.static.is_step(key_states.shape[2]):
                 if not torch.compiler.is_compiling():
-                    self.static.require_room(self.static.longest + 1)
+                    self.static.require_room(self.static.longest + key_states.shape[2])
                 return key_states, value_states
         return self._update(key_states, value_states)
 
@@ -264,17 +270,19 @@ class PagedLayer(CacheLayerMixin):
     def attend(
         self, q: Tensor, k_new: Tensor, v_new: Tensor, s_aux: Tensor | None, scale: float, softcap: float
     ) -> Tensor:
-        """A step: store k_new, v_new [B, N, 1, D], and attend from q [B, N G, 1, D] to all tokens.
+        """A step: store k_new, v_new [B, N, S, D], and attend from q [B, N G, S, D] to all tokens up to each one.
 
-        Returns [B, 1, N G, D] in q's dtype, as attention functions do. ``softcap`` 0 for none.
+        Returns [B, S, N G, D] in q's dtype, as attention functions do. ``softcap`` 0 for none.
         """
         assert self.static is not None
         if self._is_first and self.static.phases is not None:
             self.static.phases.advance()
-        attended = self._step(q.squeeze(2), k_new.squeeze(2), v_new.squeeze(2), s_aux, scale, softcap)
+        tokens = q.shape[2]
+        given = (x.squeeze(2) if tokens == 1 else x.transpose(1, 2) for x in (q, k_new, v_new))
+        attended = self._step(*given, s_aux, scale, softcap)
         if self._is_last:
-            self.static.advance_step()
-        return attended.unsqueeze(1)
+            self.static.advance_step(tokens)
+        return attended.unsqueeze(1) if tokens == 1 else attended
 
     def _step(
         self, q: Tensor, k_new: Tensor, v_new: Tensor, s_aux: Tensor | None, scale: float, softcap: float

@@ -33,7 +33,7 @@ from kvcal.cache.sliding_window import BoundedLayer, StaticWindow, require_left_
 from kvcal.cache.snapshot import Mark, copy_layers
 from kvcal.errors import ArtifactError, KvcalError, NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry
-from kvcal.kernels.choice import slow_path
+from kvcal.kernels.choice import MAX_DRAFTS, slow_path
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan
 from kvcal.store.padding import Padding
@@ -52,7 +52,8 @@ class PlanCache(Cache):
     (assisted decoding), sliding-window layers hold the tokens of the last update on top, until the next crop or update.
     While it stores new tokens, a dynamic cache takes up to ``kvcal.store.workspace.transient_bytes`` more. A static
     cache takes ``plan.nbytes`` of rows of ``max_tokens``, from the first update on, and ``workspace_nbytes`` on top;
-    where pages shrink, the most that ``plan.nbytes`` says of rows of 1 ... ``max_tokens``."""
+    where pages shrink, the most that ``plan.nbytes`` says of rows of 1 ... ``max_tokens``. With ``lookahead``, every
+    sequence of either takes the bytes of so many more tokens at 16 bits in each full-attention layer."""
 
     def __init__(
         self,
@@ -61,22 +62,27 @@ class PlanCache(Cache):
         attention_mask: Tensor | None = None,
         max_tokens: int | None = None,
         keep_decoded: bool = False,
+        lookahead: int = 0,
     ) -> None:
         """config: the model's; attention_mask [B, columns] of the prompt, 0 at padding; max_tokens: tokens that every
         sequence has room for, which makes the cache static; keep_decoded: a dynamic cache decodes every page once and
-        keeps a dense copy, for evaluation on machines where decoding dominates (kvcal.cache.decoded).
+        keeps a dense copy, for evaluation on machines where decoding dominates (kvcal.cache.decoded); lookahead: draft
+        tokens a step, up to 7, that can be taken back as if they had never been there (``crop``). A static cache
+        verifies a token with as many drafts in one step.
 
         Raises:
             ArtifactError: the plan's layers are not the model's.
-            UsageError: max_tokens is no integer of 1 or more, or goes with keep_decoded; another argument is of another
-                type.
+            UsageError: max_tokens is no integer of 1 or more, or goes with keep_decoded; lookahead is none of 0 to 7;
+                another argument is of another type.
             UnsupportedModel: a static cache cannot hold a layer, with the reason.
         """
         _require_type("plan", plan, Plan, "PlanCache(load_plan(path), model.config)")
         _require_type("config", config, PretrainedConfig, "PlanCache(plan, model.config)")
         self.plan = plan
         self.config = config
-        self.state = PlanState(plan, attention_mask)
+        if not isinstance(lookahead, int) or not 0 <= lookahead <= MAX_DRAFTS:
+            raise UsageError(f"lookahead = {lookahead!r}, expected an integer of 0 to {MAX_DRAFTS}")
+        self.state = PlanState(plan, attention_mask, lookahead)
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
             raise UsageError(f"max_tokens = {max_tokens!r}, expected an integer of 1 or more")
         if max_tokens is not None and keep_decoded:

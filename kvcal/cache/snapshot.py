@@ -108,18 +108,24 @@ def copy_layers(state: StepState, ours: Sequence[object], theirs: Sequence[objec
             _copy_window(their, our, rows, row, origin)
         else:
             assert isinstance(their, PagedLayer)
-            _copy_parts(their, our, num_pages(lengths[origin]), row, origin)
+            _copy_parts(their, our, lengths[origin], row, origin)
     state.shared.padding.rows = rows.select(origins)
     state.set_columns(columns)
 
 
-def _copy_parts(source: PagedLayer, target: PagedLayer, pages: int, row: int, origin: int) -> None:
+def _copy_parts(source: PagedLayer, target: PagedLayer, length: int, row: int, origin: int) -> None:
+    pages = num_pages(length)
     for ours, theirs in zip(target.parts, source.parts, strict=True):
-        for new, old in zip(
-            (*ours.overwritten, ours.query_since), (*theirs.overwritten, theirs.query_since), strict=True
+        for new, old in (
+            (ours.sinks, theirs.sinks),
+            (ours.query_sum, theirs.query_sum),
+            (ours.query_since, theirs.query_since),
         ):
             if new.numel():
                 new[row] = old[origin]
+        first = max(0, length - min(ours.ring.shape[2], theirs.ring.shape[2]))  # one of them may have room for drafts
+        tokens = theirs.ring[origin].index_select(1, theirs.places(first, length))
+        ours.ring[row].index_copy_(1, ours.places(first, length), tokens.to(ours.ring.device))
         if pages:
             records = theirs.pool.records[theirs.pool.slots([(origin, 0, pages)])]
             ours.pool.records[ours.pool.slots([(row, 0, pages)])] = records.to(ours.pool.records.device)

@@ -5,7 +5,8 @@ lie in their order. The plain one (``csrc/decode_plain.cu``) takes everything, m
 layers that it serves (``SlowPath``), and a ``Variant`` can ask for it where both would do (``plain``): they must agree.
 
 ``storage_refusals`` are what a cache of fixed size cannot hold on any device, layer by layer, each with its reason;
-``refusals`` adds what the kernels alone cannot do.
+``refusals`` adds what the kernels alone cannot do. ``draft_refusals`` and ``step_refusals`` are the same of steps with
+drafts.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ MAX_WIDE_GROUPS = 3  # of channels, of values: rows of a tile
 # The kernels load tokens 8 channels at a time, and keep a tile of them in shared memory.
 CHANNELS_AT_ONCE, MAX_HEAD_DIM = 8, 512
 LATENTS = "it caches latents (multi-head latent attention), which are expanded in torch: the kernels read keys of heads"
+MAX_DRAFTS = 7  # that a step verifies beside its token
 MAX_STAGED_DIM = 128  # tokens that lie in shared memory make room for their codes, or for themselves rotated
 
 
@@ -56,7 +58,7 @@ def is_wide(variant: Variant) -> bool:
         and (bits[0] % 2 == 0 or dim % WORD_CHANNELS == 0) and (dim <= MAX_STAGED_DIM or max(bits) <= MAX_LARGE_BITS)
     )  # fmt: skip
     waits = dim == MAX_STAGED_DIM and max(bits) > MAX_WIDE_BITS
-    has_others = dim in FOLDED_HEAD_DIMS and (variant.group_heads <= TILE_HEADS or waits)
+    has_others = dim in FOLDED_HEAD_DIMS and (variant.group_queries <= TILE_HEADS or waits)
     return is_able and not has_others
 
 
@@ -142,3 +144,31 @@ def refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
         if any(fmt.quantizer == "rotated" for fmt in (*plan.k, *plan.v)):
             yield f"head size {geometry.k_head_dim}; of rotated pages the kernels take up to {MAX_STAGED_DIM}"
     yield from storage_refusals(plan, cache_dtype)
+
+
+def draft_refusals(plan: LayerPlan, is_static: bool) -> Iterator[str]:
+    """Why rejected drafts would leave a trace in this layer, or why a static cache cannot verify them on any device;
+    nothing if they leave none and it can."""
+    if any(fmt.needs_queries for fmt in plan.k):
+        yield "its channels are chosen by queries, of which those of rejected drafts stay counted"
+    if any(fmt.shrink_at for fmt in (*plan.k, *plan.v)):
+        yield "its pages shrink, and what they lose does not come back"
+    if not is_static:
+        return
+    if not plan.is_paged:
+        yield "its sliding window has no room for drafts"
+    for side in SIDES:
+        forms = (stored_form(plan, side, fmt) for fmt in plan.formats(side))
+        yield from (f"{side} pages {form}" for form in dict.fromkeys(forms) if form is not None)
+
+
+def step_refusals(plan: LayerPlan, cache_dtype: CacheDtype) -> Iterator[str]:
+    """Why the kernels cannot verify drafts in this layer; nothing if they can."""
+    for pair in head_ranges(plan):
+        yield from plain_reasons(variant_of(plan, pair, cache_dtype))
+        if (pair.k.num_bits == RAW_BITS) != (pair.v.num_bits == RAW_BITS):
+            yield "keys or values alone have 16 bits"
+        elif pair.k.window_rule is not None or pair.v.window_rule is not None:
+            yield "its recent windows follow a rule"
+        elif pair.k.recent_window != pair.v.recent_window and pair.k.num_bits != RAW_BITS:
+            yield f"the recent windows of keys ({pair.k.recent_window}) and values ({pair.v.recent_window}) differ"

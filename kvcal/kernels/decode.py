@@ -66,6 +66,7 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
     limbs = 128 * tiles * -(-dim // 64) * 4  # QUERY_WORDS
     halves = 32 * dim + 32 if is_wide(variant) and variant.k.axis == "channel" else 0
     shared = (16 * tiles + 32) * dim + parts * limbs + halves + 11 * heads * 4 + 2 * MAX_ROWS * 4 + 64 + 64 + 128 + 16
+    shared += 8 * heads + 4 if variant.query_tokens > 1 else 0  # seen_from, seen_to, shared_pages
     slots = max(sum(-(-record // 128) * 128 for record in records) if is_packed else 0, heads * dim * 4)
     each = slots + (16 * dim if is_wide(variant) else tiles * SWAP_BYTES) + 2 * heads * 4 + 4 * boosted
     room = shared_room(capability)
@@ -83,7 +84,7 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
 
 def pass_heads(variant: Variant) -> int:
     """Query heads of a group that one pass of the fast kernel over the cache serves."""
-    return TILE_HEADS if variant.group_heads <= TILE_HEADS and not is_wide(variant) else 2 * TILE_HEADS
+    return TILE_HEADS if variant.group_queries <= TILE_HEADS and not is_wide(variant) else 2 * TILE_HEADS
 
 
 def decode_defines(
@@ -170,7 +171,7 @@ def _launch(
 ) -> Launch:
     capability = torch.cuda.get_device_capability(device_index)
     num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
-    dim, group = variant.head_dim, variant.group_heads
+    dim, group = variant.head_dim, variant.group_queries
     if is_plain(variant):
         room = shared_room(capability)
         shape = plain_shape(dim, group, room)
@@ -214,7 +215,7 @@ def launch_decode(
     q: Tensor, k: Memory, v: Memory, place: Place, transform: PageTransform, s_aux: Tensor, workspace: Tensor,
     scale: float, softcap: float, variants: Sequence[Variant], regions: Regions | None = None,
 ) -> Tensor:  # fmt: skip
-    """[B, n G, D] in q's dtype: see ``kvcal.kernels.ops.decode``.
+    """Like q in shape and dtype: see ``kvcal.kernels.ops.decode``.
 
     Follows ``append`` on the same stream, or another ``decode`` of the same step: ``lengths`` and ``table`` were not
     written since. With ``regions`` there is a launch for every variant, of which the one for the present bits writes
@@ -228,7 +229,7 @@ def launch_decode(
         q = q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sink_logits = s_aux.float() if s_aux.numel() else s_aux
-    counters = _counter_bytes(batch * num_heads, variants[0].group_heads)
+    counters = _counter_bytes(batch * num_heads, variants[0].group_queries)
     every = (q, out, place.lengths, place.table, place.rows)
     memory = (k.sinks, k.ring, v.sinks, v.ring)
     counted = workspace.data_ptr() + workspace.numel() - counters
@@ -248,7 +249,7 @@ def launch_decode(
                 (launch.grid, 1, 1),
                 launch.threads,
                 launch.shared_bytes,
-                q_rows, q.stride(0), q.stride(1),
+                q_rows, q.stride(0), q.stride(-2),
                 k_sinks, k.sinks.stride(0), k_ring, k.ring.stride(0), k.pages.data_ptr(), k.pages.stride(0),
                 v_sinks, v.sinks.stride(0), v_ring, v.ring.stride(0), v.pages.data_ptr(), v.pages.stride(0),
                 lengths, ring_rows, min(batch - first, MAX_ROWS), num_heads, table, *table_shape(place.table),
@@ -256,7 +257,7 @@ def launch_decode(
                 *map(_pointer, (transform.rescale, transform.offset, transform.k_signs, transform.v_signs)),
                 _pointer(sink_logits),
                 workspace.data_ptr(), counted, out_rows, float(scale), float(softcap),
-                *region_addresses(regions), follows=launch.follows,
+                *region_addresses(regions), *q.stride()[1:-2], follows=launch.follows,
             )  # fmt: skip
     return out
 

@@ -5,6 +5,10 @@ One call serves one head range of one layer. Lists of tensors are the groups of 
 
     k_new, v_new   [B, n, D]     the step's token, any float dtype and strides; stored in the cache's dtype
     q              [B, n G, D]   its queries after RoPE; for the query sum, CUDA rounds them as k_new
+
+Of S tokens that a step verifies (``Variant.query_tokens``), these are [B, S, n, D] and [B, S, n G, D]. All of them are
+stored, and the page that they complete is packed; then each attends to the tokens up to its own, as stored by then.
+
     error          [1] int32     bits that are set, never cleared: 1 when a page cannot be stored (NaN, infinity; its
                                  record is then undefined), 2 when there is no room for it
     s_aux          [n G]         logits of attention sinks without a key (gpt-oss)
@@ -40,7 +44,7 @@ def append(
     place: Sequence[Tensor], transform: Sequence[Tensor], error: Tensor, variants: Sequence[int], present: Tensor,
     regions: Sequence[int],
 ) -> None:  # fmt: skip
-    """Store the step's token and count its queries; then pack the page that it completes, if it does."""
+    """Store the step's tokens and count their queries; then pack the page that they complete, if they do."""
     statistic, of_keys = QueryStatistic(*queries), PageTransform(*transform)
     if k_new.is_cuda:
         launch_append(
@@ -58,8 +62,8 @@ def decode(
     s_aux: Tensor, workspace: Tensor, scale: float, softcap: float, variants: Sequence[int], present: Tensor,
     regions: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    """[B, n G, D] in q's dtype: attention of the step's queries over the ``lengths`` + 1 tokens of every sequence,
-    after ``append``. ``softcap`` 0 for none."""
+    """Like q in shape and dtype: attention of the step's queries over the ``lengths`` + 1 tokens of every sequence (of
+    query s: + 1 + s), after ``append``. ``softcap`` 0 for none."""
     if q.is_cuda:
         return launch_decode(
             q, Memory(*k), Memory(*v), Place(*place), PageTransform(*transform), s_aux, workspace, scale, softcap,

@@ -54,16 +54,18 @@ def launch_append(
             q.data_ptr(), *q.stride()[:2], queries.sum.data_ptr(), queries.sum.stride(0), queries.since.data_ptr(),
             queries.since.stride(0),
         )  # fmt: skip
-    batch, heads = k_new.shape[:2]
+    batch, heads = k_new.shape[0], k_new.shape[-2]
     for variant in variants:
         _append_kernel(variant, regions is not None, place.rows.numel() > 0, k_new.get_device()).launch(
             (heads, batch, 2),
             THREADS,
             0,
-            k_new.data_ptr(), *k_new.stride()[:2], v_new.data_ptr(), *v_new.stride()[:2], *of_queries,
+            k_new.data_ptr(), k_new.stride(0), k_new.stride(-2), v_new.data_ptr(), v_new.stride(0), v_new.stride(-2),
+            *of_queries,
             *(number for tensor in (*k, *v) for number in (tensor.data_ptr(), tensor.stride(0))),
             place.lengths.data_ptr(), place.rows.data_ptr(), place.table.data_ptr(), *table_shape(place.table),
             *map(Tensor.data_ptr, transform), variant.first_head, error.data_ptr(), *region_addresses(regions),
+            *k_new.stride()[1:-2], *v_new.stride()[1:-2],
         )  # fmt: skip
 
 

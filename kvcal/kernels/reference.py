@@ -51,7 +51,11 @@ def append(
     k_new: Tensor, v_new: Tensor, q: Tensor, k: Memory, v: Memory, queries: QueryStatistic, place: Place,
     transform: PageTransform, error: Tensor, variant: Variant,
 ) -> None:  # fmt: skip
-    """As ``ops.append``."""
+    """As ``ops.append``: of several tokens, one after the other."""
+    if k_new.dim() == 4:
+        for number, (k_token, v_token) in enumerate(zip(k_new.unbind(1), v_new.unbind(1), strict=True)):
+            append(k_token, v_token, q, k, v, queries, _later(place, number), transform, error, variant)
+        return
     needs_queries = variant.k.needs_queries
     if needs_queries:
         summed = q.float().abs().unflatten(1, (k_new.shape[1], -1)).sum(2)
@@ -130,6 +134,12 @@ def decode(
     softcap: float, variant: Variant,
 ) -> Tensor:  # fmt: skip
     """As ``ops.decode``: fp32 from decoded pages, rounded to q's dtype at the end."""
+    if q.dim() == 4:
+        rows = (
+            decode(queries, k, v, _later(place, number), transform, s_aux, scale, softcap, variant)
+            for number, queries in enumerate(q.unbind(1))
+        )
+        return torch.stack(list(rows), dim=1)
     parts = []
     for sequence, held in enumerate(place.lengths.tolist()):
         keys = tokens("k", k, place, sequence, held, transform, variant)
@@ -143,6 +153,11 @@ def decode(
         weights = scores.softmax(-1)[..., : keys.shape[1]]
         parts.append((weights @ values).flatten(0, 1))
     return torch.stack(parts).to(q.dtype)
+
+
+def _later(place: Place, tokens: int) -> Place:
+    """The place of a token so many tokens on."""
+    return place._replace(lengths=place.lengths + tokens)
 
 
 def tokens(

@@ -87,7 +87,8 @@ class Variant:
     where those are not the format's own: more before they shrink, 16 where a stored form was decoded into tokens.
     ``ring_tokens``: of a sliding window, whose ring has so many tokens, with one sink and no pages
     (kvcal.kernels.ops). ``plain``: ``decode`` is to be served by the plain kernel, also where the other
-    one could (kvcal.kernels.choice)."""
+    one could (kvcal.kernels.choice). ``lookahead``: draft tokens that rings have room for beyond the format's own.
+    ``query_tokens``: tokens of a step, 1 + drafts."""
 
     k: Format
     v: Format
@@ -103,6 +104,8 @@ class Variant:
     plain: bool = False
     k_feedback: bool = False
     v_feedback: bool = False
+    lookahead: int = 0
+    query_tokens: int = 1
 
     def __hash__(self) -> int:
         return self._hash  # kernels are looked up by it at every launch
@@ -113,6 +116,11 @@ class Variant:
 
     def format(self, side: Side) -> Format:
         return self.k if side == "k" else self.v
+
+    @property
+    def group_queries(self) -> int:
+        """Query vectors of a step that share a KV head."""
+        return self.group_heads * self.query_tokens
 
     def num_bits(self, side: Side) -> int:
         """Bits of the pages that the kernels read."""
@@ -133,15 +141,18 @@ class Variant:
         """The macros."""
         found = {
             "DTYPE": DTYPES[self.cache_dtype],
-            "GROUP_HEADS": self.group_heads,
+            "GROUP_HEADS": self.group_queries,
             "K_RESCALE": int(self.rescale),
             "K_OFFSET": int(self.offset),
             "K_FEEDBACK": int(self.k_feedback),
             "V_FEEDBACK": int(self.v_feedback),
             "WHOLE_RING": int(self.ring_tokens is not None),
         }
+        if self.query_tokens > 1:
+            found["QUERY_TOKENS"] = self.query_tokens
         for side in SIDES:
             found |= side_defines(side, self.format(side), self.head_dim, self.cache_dtype, self.num_bits(side))
+            found[f"{side.upper()}_RING"] += self.lookahead
             if self.ring_tokens is not None:
                 found |= {f"{side.upper()}_SINKS": 1, f"{side.upper()}_RING": self.ring_tokens}
         return found

@@ -1,7 +1,7 @@
 """The memory of one full-attention layer: the parts that hold its keys and values, and its steps by the kernels.
 
 A dynamic cache reads and writes parts through the host (``read``, ``write``), a static one does so with prompts. One
-token for every sequence of a static cache is a step (``attend``): it stores the token and attends to all of them, by
+token for every sequence of a static cache, or a few with drafts, is a step (``attend``): it stores the token and attends to all of them, by
 two operators a head range (``HeadStep``); between them, what the kernels cannot read as it is stored is reconstructed
 (kvcal.store.dequantize). A step waits for nothing and knows no lengths on the host, so that it may be captured in a
 CUDA graph. Nothing here knows of transformers or of who owns the memory.
@@ -38,7 +38,8 @@ from kvcal.store.state import PlanState, StepState
 @dataclass(frozen=True)
 class HeadStep:
     """KV heads ``heads`` of a layer; ``queries`` are theirs. ``variants``: one, or where pages shrink, one for each
-    pair of bits that keys and values come to have; ``regions``: where those pages lie, else empty."""
+    pair of bits that keys and values come to have; ``regions``: where those pages lie, else empty. ``with_drafts``: the
+    variants of steps of 2, 3, ... tokens."""
 
     heads: slice
     queries: slice
@@ -50,27 +51,34 @@ class HeadStep:
     transform: PageTransform
     workspace: Tensor
     variants: tuple[int, ...]
+    with_drafts: tuple[int, ...]
     present: Tensor
     regions: tuple[int, ...]
     needs_queries: bool
 
     def append(self, k_new: Tensor, v_new: Tensor, q: Tensor) -> None:
-        """Store one token of every row: k_new, v_new [B, N, D] and queries q [B, N G, D] of all heads of the layer."""
-        scored = q[:, self.queries] if self.needs_queries else self.state.nothing
+        """Store one token of every row: k_new, v_new [B, N, D] and queries q [B, N G, D] of all heads of the layer. Of S
+        tokens: [B, S, N, D] and [B, S, N G, D]."""
+        scored = q[..., self.queries, :] if self.needs_queries else self.state.nothing
         ops.append(
-            k_new[:, self.heads], v_new[:, self.heads], scored, list(self.k), list(self.v), list(self.statistic),
-            list(self.place), list(self.transform), self.state.error, list(self.variants), self.present,
+            k_new[..., self.heads, :], v_new[..., self.heads, :], scored, list(self.k), list(self.v), list(self.statistic),
+            list(self.place), list(self.transform), self.state.error, self._variants(k_new), self.present,
             list(self.regions),
         )  # fmt: skip
 
     def decode(self, q: Tensor, s_aux: Tensor | None, scale: float, softcap: float) -> Tensor:
-        """Attention [B, n G, D] of these heads' queries, of q [B, N G, D] and s_aux [N G] of all heads."""
+        """Attention [B, n G, D] of these heads' queries, of q [B, N G, D] and s_aux [N G] of all heads; of S tokens
+        [B, S, n G, D] and [B, S, N G, D]."""
         sinks = self.state.nothing if s_aux is None else s_aux[self.queries]
         attended: Tensor = ops.decode(
-            q[:, self.queries], list(self.k), list(self.v), list(self.place), list(self.transform), sinks,
-            self.workspace, scale, softcap, list(self.variants), self.present, list(self.regions),
+            q[..., self.queries, :], list(self.k), list(self.v), list(self.place), list(self.transform), sinks,
+            self.workspace, scale, softcap, self._variants(q), self.present, list(self.regions),
         )  # fmt: skip
         return attended
+
+    def _variants(self, x: Tensor) -> list[int]:
+        """Of a step of x [B, .., D], or of x [B, S, .., D]."""
+        return list(self.variants) if x.dim() == 3 else [self.with_drafts[x.shape[1] - 2]]
 
 
 def phased_variants(variant: Variant, pools: Sequence[RegionPool]) -> list[Variant]:
@@ -119,7 +127,9 @@ class LayerStore:
             for fmt, heads in _parts(plan, side, (plan.geometry.index, side) in state.sources):
                 codec = PageCodec.of_layer(plan, side, fmt, heads, self.cache_dtype, tensors)
                 pool, kernels, predict = self._pool(codec), self._kernels(codec), self.prediction.of(side)
-                self.sides[side].append(PagedTensor(codec, group, batch, device, pool, predict, kernels))
+                self.sides[side].append(
+                    PagedTensor(codec, group, batch, device, pool, predict, kernels, state.lookahead)
+                )
         self.prediction.attach(self.sides)
         self.forms: list[StepForm] = [] if static is None else step_forms(plan, static, self.sides)
         self.steps = [] if static is None else [self._head_step(pair, static) for pair in head_ranges(plan)]
@@ -202,13 +212,13 @@ class LayerStore:
         self, q: Tensor, k_new: Tensor, v_new: Tensor, s_aux: Tensor | None, scale: float, softcap: float
     ) -> Tensor:
         """Store k_new, v_new [B, N, D], and attend from q [B, N G, D] to all tokens: [B, N G, D] in q's dtype.
-        ``softcap`` 0 for none."""
+        Of S tokens: [B, S, N, D] and [B, S, N G, D]. ``softcap`` 0 for none."""
         for step in self.steps:
             step.append(k_new, v_new, q)
         if self.forms:
             self._reconstruct()
         parts = [step.decode(q, s_aux, scale, softcap) for step in self.steps]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
 
     @torch.compiler.disable
     def _reconstruct(self) -> None:
@@ -251,7 +261,8 @@ class LayerStore:
         return PageTransform.of_variant(variant, of_heads, static.nothing)
 
     def _head_step(self, pair: HeadRange, static: StepState) -> HeadStep:
-        variant, group = variant_of(self.plan, pair, self.cache_dtype), self.plan.attention.group_heads
+        lookahead, group = static.shared.lookahead, self.plan.attention.group_heads
+        variant = replace(variant_of(self.plan, pair, self.cache_dtype), lookahead=lookahead)
         variants, present, regions = [variant], static.nothing, tuple[int, ...]()
         if static.phases is not None:
             pools = self._regions(pair, static)
@@ -267,8 +278,9 @@ class LayerStore:
             QueryStatistic(k_part.query_sum, k_part.query_since),
             static.place(pair.k, pair.v),
             self._transform(variant, pair.heads, static),
-            static.workspace(pair.num_heads, group, variant.head_dim),
+            static.workspace(pair.num_heads, group * (1 + lookahead), variant.head_dim),
             tuple(v.number for v in variants),
+            tuple(replace(variant, query_tokens=2 + drafts).number for drafts in range(lookahead)),
             present,
             regions,
             pair.k.needs_queries,

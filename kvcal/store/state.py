@@ -47,10 +47,11 @@ class Source(Protocol):
 
 class PlanState:
     """``sources``: (layer, side) of the pages that something is predicted from; ``later_sources``: layers that a
-    later one is predicted from; ``predictions``: every layer's, by its index."""
+    later one is predicted from; ``predictions``: every layer's, by its index; ``lookahead``: draft tokens that rings
+    have room for."""
 
-    def __init__(self, plan: Plan, attention_mask: Tensor | None) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, attention_mask: Tensor | None, lookahead: int = 0) -> None:
+        self.plan, self.lookahead = plan, lookahead
         self.padding = Padding(attention_mask)
         self.tensors: Mapping[str, Tensor] = plan.tensors
         self.sources: set[tuple[int, Side]] = set()
@@ -203,8 +204,8 @@ class StepState:
         return self.forms.nbytes + sum(tensor.untyped_storage().nbytes() for tensor in (*numbers, *tables))
 
     def is_step(self, tokens: int) -> bool:
-        """Whether an update of so many columns is a step of the kernels: one token for every row."""
-        return tokens == 1 and not self.in_prompt
+        """Whether an update of so many columns is a step of the kernels: one token for every row, and drafts."""
+        return tokens <= 1 + self.shared.lookahead and not self.in_prompt
 
     def require_served(self) -> None:
         """UsageError outside ``kvcal.attached``: new tokens are stored by the attention."""
@@ -223,12 +224,12 @@ class StepState:
                 hint="build the PlanCache with more max_tokens, or without it: a dynamic cache grows",
             )
 
-    def advance_step(self) -> None:
-        """One more token in every row: at the end of a step. Nothing here waits for the device."""
-        self.lengths.add_(1)
-        self.columns.add_(1)
+    def advance_step(self, tokens: int) -> None:
+        """So many more tokens in every row: at the end of a step. Nothing here waits for the device."""
+        self.lengths.add_(tokens)
+        self.columns.add_(tokens)
         if not torch.compiler.is_compiling() and not _is_capturing(self.lengths.device):
-            self.longest += 1
+            self.longest += tokens
 
     def set_columns(self, columns: int) -> None:
         """So many columns have been fed: after a prompt or a crop."""

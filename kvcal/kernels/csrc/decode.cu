@@ -1,4 +1,4 @@
-// Attention of one new token per sequence over the packed cache of one head range: dequantization, Q K^T, online
+// Attention of the new tokens of each sequence, mostly one, over the packed cache of one head range: dequantization, Q K^T, online
 // softmax and P V in one pass, and the merge of the parts.
 //
 // The algebra is folded, so that a code costs no multiplication of its own: scales go to the operand that is not the
@@ -18,6 +18,9 @@
 // softmax, and room for one record of keys and one of values: while one is in work, the other is on its way, and the table
 // was asked for the slot of the one behind it before that. Parts of a
 // head that several blocks share are merged in the order of the blocks by whichever comes last: bitwise repeatable.
+//
+// Several tokens of a sequence (QUERY_TOKENS) are more query heads of each group: all of them meet the same pages, but for
+// one that comes to be read in between, and see unpacked tokens up to their own.
 //
 // What runs once a head costs as much as many pages: its code comes from memory, and so does the query. Hence short code
 // there, few divisions, and requests in the order in which they are waited for.
@@ -46,8 +49,8 @@ __device__ __forceinline__ u32 block_of(u32 all, u32 blocks, u32 unit) {
 }  // namespace decode_
 
 // grid: any number of blocks, 32 WARPS threads; dynamic shared memory: SHARED_BYTES. parts: (grid + rows heads PASSES)
-// x HEADS (DIM + 2) floats; counters: rows heads PASSES ints, 0 before and after. q [rows, heads GROUP_HEADS, DIM] in Q_DTYPE (as
-// DTYPE), with strides in elements; out the same, contiguous. lengths: tokens of every row before this one. ring_rows: each one's row of sinks and ring, or 0: in their order. The memory is that of
+// x HEADS (DIM + 2) floats; counters: rows heads PASSES ints, 0 before and after. q [rows, QUERY_TOKENS, heads TOKEN_HEADS, DIM] in
+// Q_DTYPE (as DTYPE), with strides in elements; out the same, contiguous. lengths: tokens of every row before these. ring_rows: each one's row of sinks and ring, or 0: in their order. The memory is that of
 // kvcal/kernels/operands.py: sinks and rings k_sink_row, ... elements from row to row, pages k_page_stride, ... bytes from slot to
 // slot, the slots in table [rows, table_width], table_row elements from row to row.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
@@ -56,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     const int* lengths, const int* ring_rows, i64 rows, i64 heads, const int* table, i64 table_row, i64 table_width,
     const int* k_read_at, i64 k_events, const int* v_read_at, i64 v_events, const float* k_rescale, const float* k_offset,
     const signed char* k_signs, const signed char* v_signs, const float* s_aux, float* parts, int* counters, void* out,
-    float scale, float softcap STAGE_PARAMETERS) {
+    float scale, float softcap STAGE_PARAMETERS QUERY_PARAMETERS) {
     using namespace decode_;
     kv_let_next_start();
 #ifdef STAGED
@@ -68,7 +71,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     static_assert(sizeof(Shared) <= SHARED_BYTES, "kvcal.kernels.decode asks for less shared memory than the kernel takes");
     extern __shared__ unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    const Args a = {q, q_row, q_head, heads, k_rescale, k_offset, k_signs, v_signs, s_aux, parts, counters, out};
+#if QUERY_TOKENS == 1
+    const i64 q_token = 0;
+#endif
+    const Args a = {q, q_row, q_head, q_token, heads, k_rescale, k_offset, k_signs, v_signs, s_aux, parts, counters, out};
     // Pages that are read behind so many tokens.
     auto k_pages_behind = [&](int tokens) {
         return WHOLE_RING ? 0 : min((int)table_width, kv_pages(tokens, K_WINDOW, K_RING, HAS_WINDOW_RULE ? k_read_at : nullptr, (int)k_events));
@@ -83,8 +89,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         const int room = WHOLE_RING ? 1 + K_RING : (int)table_width * PAGE + min(K_RING, V_RING);
         int total = 0, of_first = 0;
         for (int from = 0; from < rows; from += 32) {
-            int row = from + lane, count = 0, tokens = row < rows ? min(lengths[row], room - 1) : 0;
-            if (row < rows) count = Cut(K_LEADS ? k_pages_behind(tokens) : 0, v_pages_behind(tokens)).units(tokens + 1);
+            int row = from + lane, count = 0, tokens = row < rows ? min(lengths[row], room - QUERY_TOKENS) : 0;
+            const int last = tokens + QUERY_TOKENS - 1;
+            if (row < rows) count = Cut(K_LEADS ? k_pages_behind(last) : 0, v_pages_behind(last), v_pages_behind(tokens)).units(last + 1);
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) { int other = __shfl_up_sync(0xffffffffu, count, step); if (lane >= step) count += other; }
             if (row < rows) { shared.units[row] = total + count; shared.lengths[row] = tokens; }
@@ -124,14 +131,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             continue;
         }
         const int head_index = in_row / PASSES, pass = in_row % PASSES;
-        const int before = shared.lengths[row], stored = kv_row_of(ring_rows, row);
+        const int before = shared.lengths[row], before_last = before + QUERY_TOKENS - 1, stored = kv_row_of(ring_rows, row);
         const Head head = {k_sinks + kv_row_start(stored, k_sink_row) + (i64)head_index * (K_SINKS * DIM),
                            k_ring + kv_row_start(stored, k_ring_row) + (i64)head_index * (K_RING * DIM),
                            v_sinks + kv_row_start(stored, v_sink_row) + (i64)head_index * (V_SINKS * DIM),
                            v_ring + kv_row_start(stored, v_ring_row) + (i64)head_index * (V_RING * DIM),
                            k_pages + head_index * K_RECORD, v_pages + head_index * V_RECORD, (u32)k_page_stride, (u32)v_page_stride,
-                           slots_of(table, table_row, row), k_pages_behind(before), v_pages_behind(before), before + 1};
-        const Cut cut(head.num_k_pages, head.num_v_pages);
+                           slots_of(table, table_row, row), k_pages_behind(before_last), v_pages_behind(before_last), before_last + 1};
+        const Cut cut(head.num_k_pages, head.num_v_pages, QUERY_TOKENS > 1 ? v_pages_behind(before) : head.num_v_pages);
         u8 *k_slot = shared.slots[warp], *v_slot = k_slot + K_SLOT;
 
         // Units first + warp, + WARPS, ...: pages, then what is not packed. The next record is on its way while one is in work.
@@ -172,6 +179,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         fetch_keys(first_packed, slot);
         fetch_values(first_packed, slot);
         prepare_query(query, a, shared, row, head_index, pass, thread);
+#if QUERY_TOKENS > 1
+        if (thread < HEADS) {
+            const int tokens = before + min((pass * HEADS + (int)thread) / TOKEN_HEADS, QUERY_TOKENS - 1);
+            shared.seen_from[thread] = V_PACKED ? v_pages_behind(tokens) * PAGE : 0;
+            shared.seen_to[thread] = tokens + 1;
+        }
+        if (thread == 0) shared.shared_pages = v_pages_behind(before);
+#endif
         if (thread == WARPS * 32 - 1) {
             shared.virtual_head = row * per_row + in_row;
             shared.head_start = start; shared.head_units = units;
@@ -208,6 +223,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
                         if (score_token(i) + lane_token(lane) < BASE % PAGE) s[n][i] = -INFINITY;
             }
             cap(s, softcap);
+#if QUERY_TOKENS > 1
+            if (page >= shared.shared_pages)
+#pragma unroll
+                for (int n = 0; n < QUERY_TILES; n++)
+                    if (shared.seen_from[4 * n + (lane & 3)] <= page * PAGE) {  // still in the ring for this query
+#pragma unroll
+                        for (int i = 0; i < PAGE / 8; i++) s[n][i] = LAZY_SCORES ? 0.f : UNSEEN;
+#if WIDE
+                        step[n] = LAZY_SCORES ? 0.f : step[n]; from[n] = LAZY_SCORES ? UNSEEN : from[n];
+#endif
+                    }
+#endif
             float down[QUERY_TILES];
 #if LAZY_SCORES
             state.raise(s, step, from, down, lane);

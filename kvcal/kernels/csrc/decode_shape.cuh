@@ -3,6 +3,15 @@
 #include "common.cuh"
 #include "stage.cuh"
 
+#ifndef QUERY_TOKENS
+#define QUERY_TOKENS 1                            // of a step: drafts that are verified come several at a time
+#endif
+#define TOKEN_HEADS (GROUP_HEADS / QUERY_TOKENS)  // of the GROUP_HEADS queries that share a KV head, those of one token
+#if QUERY_TOKENS > 1
+#define QUERY_PARAMETERS , i64 q_token
+#else
+#define QUERY_PARAMETERS
+#endif
 #define MAX_ROWS 512
 #define QUERY_TILES (WIDE || GROUP_HEADS > 4 ? 2 : 1)  // of 4 query heads: two columns of the tensor core's tile each; if
                                                   // WIDE, two tiles of a column for each of 8 heads (wide_keys.cuh)
@@ -64,6 +73,9 @@
 #define EXTRA_UNITS 16
 #define MERGED 16  // parts that are loaded at a time
 #define INFINITY __int_as_float(0x7f800000)
+// A score of a token that some queries see and others do not. Finite, since a warp may see none for a query: what it then
+// sums up has no weight beside what another warp sees.
+#define UNSEEN -1e30f
 #define LOG2E 1.4426950408889634f
 
 // Per token, a rescaling of keys is in the query, whose numbers may then be of any size: what 16 bits of the largest one
@@ -113,6 +125,10 @@ struct __align__(128) Shared {
     float query_unit[QUERY_PARTS][HEADS];         // of query_limbs
 #endif
     float max_[WARPS][HEADS], sum[WARPS][HEADS];
+#if QUERY_TOKENS > 1
+    int seen_from[HEADS], seen_to[HEADS];         // tokens that each query meets unpacked, beside the sinks
+    int shared_pages;                             // that all queries meet
+#endif
 #if K_TIERS > 0
     u32 channels[WARPS][K_SLOTS];
 #endif
@@ -129,21 +145,23 @@ struct __align__(128) Shared {
 
 // What the query, and the merge of parts, are told.
 struct Args {
-    const void* q; i64 q_row, q_head, heads;
+    const void* q; i64 q_row, q_head, q_token, heads;
     const float *k_rescale, *k_offset; const signed char *k_signs, *v_signs; const float* s_aux; float* parts; int* counters; void* out;
 };
 
 // How the tokens of a sequence are cut in units: pages of packed values from FIRST_PAGE on, sinks, and tokens from
 // ``start`` on, of which those before ``from`` are left out. While no page has a token behind the sinks, all tokens from 0
-// on are one run, and no key is read from a page of codes (from = -1).
+// on are one run, and no key is read from a page of codes (from = -1). Of several query tokens, the first meets ``v_first``
+// pages and the last ``v_pages``: what is a page for some and not for others is a unit of both kinds.
 struct Cut {
     int pages, sinks, start, from;
 
-    __device__ __forceinline__ Cut(int k_pages, int v_pages) {
+    __device__ __forceinline__ Cut(int k_pages, int v_pages, int v_first) {
         const bool has_pages = V_PACKED && v_pages > FIRST_PAGE, is_split = has_pages || (K_LEADS && k_pages > FIRST_PAGE);
         pages = has_pages ? v_pages - FIRST_PAGE : 0;
         sinks = is_split ? (BASE + UNIT - 1) / UNIT : 0;
-        start = has_pages ? v_pages * PAGE : is_split ? BASE / UNIT * UNIT : 0;
+        start = has_pages ? v_first * PAGE : is_split ? BASE / UNIT * UNIT : 0;
+        if (QUERY_TOKENS > 1 && has_pages) start = max(start, BASE / UNIT * UNIT);
         from = is_split ? BASE : -1;
     }
     __device__ __forceinline__ int units(int tokens) const { return pages + sinks + (tokens - start + UNIT - 1) / UNIT; }

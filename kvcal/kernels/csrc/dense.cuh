@@ -160,6 +160,17 @@ __device__ __forceinline__ void dense_unit(State& state, float (&out)[4 * DENSE_
 #endif
         dense_scores<UNIT / 16>(s, head, token, stop, slot, shared, lane, scale);
     cap(s, softcap);
+#if QUERY_TOKENS > 1
+#pragma unroll
+    for (int n = 0; n < QUERY_TILES; n++) {
+        const int column = 4 * n + (lane & 3), seen_from = shared.seen_from[column], seen_to = shared.seen_to[column];
+#pragma unroll
+        for (int i = 0; i < UNIT / 8; i++) {
+            const int at = token + 8 * i + (lane >> 2);
+            if (at >= seen_to || at < from || (at >= BASE && at < seen_from)) s[n][i] = UNSEEN;
+        }
+    }
+#endif
     float down[QUERY_TILES];
     if (state.raise(s, down, lane))
 #pragma unroll

@@ -22,10 +22,19 @@ constexpr int FACTOR = S::dim * (S::dim - 1) / 2;
 
 // ---- one decode step
 
-// One side of a head range: the new token of every sequence, and its memory. `k_` and `v_` arguments of ``append``.
+#ifndef QUERY_TOKENS
+#define QUERY_TOKENS 1  // that the step stores
+#endif
+#if QUERY_TOKENS > 1
+#define TOKEN_PARAMETERS , long long k_token_stride, long long v_token_stride
+#else
+#define TOKEN_PARAMETERS
+#endif
+
+// One side of a head range: the new tokens of every sequence, and its memory. `k_` and `v_` arguments of ``append``.
 struct Store {
     const unsigned short* incoming;
-    long long row_stride, head_stride;
+    long long row_stride, head_stride, token_stride;
     unsigned short* sinks;
     long long sink_stride;
     unsigned short* ring;
@@ -48,18 +57,20 @@ KV_INLINE void append_side(
     const float* rescale, const float* offset, const unsigned short* feedback, const signed char* signs, int first_head,
     int* error) {
     const int head = blockIdx.x, page = tokens / KV_PAGE_TOKENS;
-    const bool is_complete = tokens % KV_PAGE_TOKENS == KV_PAGE_TOKENS - 1;
+    const bool is_complete = tokens % KV_PAGE_TOKENS >= KV_PAGE_TOKENS - QUERY_TOKENS;
     unsigned short* ring = store.ring + kv_row_start(row, store.ring_stride) + (long long)head * S::ring * S::dim;
-    const uint4* incoming = (const uint4*)(store.incoming + blockIdx.y * store.row_stride + head * store.head_stride);
-    for (int load = threadIdx.x; load < S::dim / 8; load += blockDim.x) {
-        const uint4 token = incoming[load];
-        ((uint4*)(ring + tokens % S::ring * S::dim))[load] = token;
-        if (tokens < S::sinks) {
+    const unsigned short* incoming = store.incoming + blockIdx.y * store.row_stride + head * store.head_stride;
+    for (int load = threadIdx.x; load < QUERY_TOKENS * (S::dim / 8); load += blockDim.x) {
+        const int number = load / (S::dim / 8), at = tokens + number, part = load % (S::dim / 8);
+        const uint4 token = ((const uint4*)(incoming + number * store.token_stride))[part];
+        ((uint4*)(ring + at % S::ring * S::dim))[part] = token;
+        if (at < S::sinks) {
             const long long first = kv_row_start(row, store.sink_stride) + (long long)head * S::sinks * S::dim;
-            ((uint4*)(store.sinks + first + tokens * S::dim))[load] = token;
+            ((uint4*)(store.sinks + first + at * S::dim))[part] = token;
         }
     }
     if constexpr (S::needs_queries) {
+        static_assert(QUERY_TOKENS == 1, "queries of tokens that are taken back would stay counted");
         for (int channel = threadIdx.x; channel < S::dim; channel += blockDim.x) {
             float sum = 0.0f;
             for (int member = 0; member < GROUP_HEADS; ++member) {
@@ -98,9 +109,9 @@ KV_INLINE void append_side(
     }
 }
 
-// Grid (n heads, B sequences, 2 sides), 256 threads. Stores every sequence's new token, and packs the page that it
-// completes, if it does.
-//   k_new, v_new  [B, n, D] in DTYPE, by strides in elements; q [B, n GROUP_HEADS, D] likewise, for query scores
+// Grid (n heads, B sequences, 2 sides), 256 threads. Stores every sequence's new tokens, and packs the page that they
+// complete, if they do; the ring has room for the page and the tokens behind it.
+//   k_new, v_new  [B, QUERY_TOKENS, n, D] in DTYPE, by strides in elements; q [B, n GROUP_HEADS, D] likewise, for query scores
 //   query_sum     [B, n, D] fp32, sum of |q| since it was last 0; query_since [B, n] int32, the sequence's tokens then
 //   k_sinks ...   the memory of the head range, as kvcal/kernels/operands.py has it
 //   lengths       [B] int32, tokens before this step
@@ -120,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
     long long v_sink_stride, unsigned short* v_ring, long long v_ring_stride, unsigned char* v_pages,
     long long v_page_stride, const int* lengths, const int* rows, const int* table, long long table_stride, long long table_width,
     const float* k_rescale, const float* k_offset, const unsigned short* k_feedback, const unsigned short* v_feedback,
-    const signed char* k_signs, const signed char* v_signs, long long first_head, int* error STAGE_PARAMETERS) {
+    const signed char* k_signs, const signed char* v_signs, long long first_head, int* error STAGE_PARAMETERS TOKEN_PARAMETERS) {
     kv_let_next_start();
 #ifdef STAGED
     if (k_region->bits != K_BITS || v_region->bits != V_BITS) {
@@ -130,12 +141,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
     v_pages += v_region->base, v_page_stride = v_region->heads * V_RECORD;
     table_stride = table_width = k_region->pages;  // a stage has room for the same tokens everywhere
 #endif
+#if QUERY_TOKENS == 1
+    const long long k_token_stride = 0, v_token_stride = 0;
+#endif
     __shared__ union { Scratch<Keys> k; Scratch<Values> v; } scratch;
     const int head = blockIdx.x, sequence = blockIdx.y, tokens = lengths[sequence], row = kv_row_of(rows, sequence);
     const Slots slots = slots_of(table, table_stride, sequence);
     if (blockIdx.z == 0) {
         const Store store{
-            k_new, k_row_stride, k_head_stride, k_sinks, k_sink_stride, k_ring, k_ring_stride, k_pages, k_page_stride};
+            k_new, k_row_stride, k_head_stride, k_token_stride, k_sinks, k_sink_stride, k_ring, k_ring_stride, k_pages,
+            k_page_stride};
         const Queries queries{
             q + sequence * q_row_stride + (long long)head * GROUP_HEADS * q_head_stride, q_head_stride,
             query_sum + row * query_sum_stride + head * Keys::dim, query_since + row * query_since_stride + head};
@@ -144,7 +159,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(
             (int)first_head, error);
     } else {
         const Store store{
-            v_new, v_row_stride, v_head_stride, v_sinks, v_sink_stride, v_ring, v_ring_stride, v_pages, v_page_stride};
+            v_new, v_row_stride, v_head_stride, v_token_stride, v_sinks, v_sink_stride, v_ring, v_ring_stride, v_pages,
+            v_page_stride};
         append_side<Values>(
             store, scratch.v, Queries{}, row, tokens, slots, (int)table_width, k_rescale, k_offset, v_feedback, v_signs,
             (int)first_head, error);
