@@ -9,8 +9,9 @@ Where attention is needed for storing (query scores; a static cache, whose conte
 stored by ``observe``, once the attention of the same update is called.
 
 One token for every row of a static cache is a step: ``update`` hands over the new keys and values alone, and ``attend``
-stores them and reads packed pages, without a dense copy of the past. A step never waits for the device. So is a token
-with up to ``lookahead`` drafts behind it, each of which attends as if it came alone; a ``crop`` takes back rejected ones.
+stores them and reads packed pages, without a dense copy of the past. A step never waits for the device. A token with
+up to ``lookahead`` drafts behind it is a step, too: each attends as if it came alone, and ``crop`` takes back rejected
+ones.
 """
 
 from __future__ import annotations

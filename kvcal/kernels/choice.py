@@ -166,9 +166,9 @@ def step_refusals(plan: LayerPlan, cache_dtype: CacheDtype) -> Iterator[str]:
     """Why the kernels cannot verify drafts in this layer; nothing if they can."""
     for pair in head_ranges(plan):
         yield from plain_reasons(variant_of(plan, pair, cache_dtype))
-        if (pair.k.num_bits == RAW_BITS) != (pair.v.num_bits == RAW_BITS):
-            yield "keys or values alone have 16 bits"
-        elif pair.k.window_rule is not None or pair.v.window_rule is not None:
+        if pair.k.window_rule is not None or pair.v.window_rule is not None:
             yield "its recent windows follow a rule"
-        elif pair.k.recent_window != pair.v.recent_window and pair.k.num_bits != RAW_BITS:
-            yield f"the recent windows of keys ({pair.k.recent_window}) and values ({pair.v.recent_window}) differ"
+        elif pair.v.num_bits != RAW_BITS and pair.k.num_bits == RAW_BITS:
+            yield "keys of 16 bits with packed values"
+        elif pair.v.num_bits != RAW_BITS and pair.k.recent_window > pair.v.recent_window:
+            yield f"{pair.k.recent_window} recent tokens of keys, more than {pair.v.recent_window} of values"

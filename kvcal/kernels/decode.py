@@ -66,7 +66,7 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
     limbs = 128 * tiles * -(-dim // 64) * 4  # QUERY_WORDS
     halves = 32 * dim + 32 if is_wide(variant) and variant.k.axis == "channel" else 0
     shared = (16 * tiles + 32) * dim + parts * limbs + halves + 11 * heads * 4 + 2 * MAX_ROWS * 4 + 64 + 64 + 128 + 16
-    shared += 8 * heads + 4 if variant.query_tokens > 1 else 0  # seen_from, seen_to, shared_pages
+    shared += 12 * heads + 8 if variant.query_tokens > 1 else 0  # seen_from ... shared_key_pages
     slots = max(sum(-(-record // 128) * 128 for record in records) if is_packed else 0, heads * dim * 4)
     each = slots + (16 * dim if is_wide(variant) else tiles * SWAP_BYTES) + 2 * heads * 4 + 4 * boosted
     room = shared_room(capability)

@@ -1,10 +1,10 @@
 """The memory of one full-attention layer: the parts that hold its keys and values, and its steps by the kernels.
 
 A dynamic cache reads and writes parts through the host (``read``, ``write``), a static one does so with prompts. One
-token for every sequence of a static cache, or a few with drafts, is a step (``attend``): it stores the token and attends to all of them, by
-two operators a head range (``HeadStep``); between them, what the kernels cannot read as it is stored is reconstructed
-(kvcal.store.dequantize). A step waits for nothing and knows no lengths on the host, so that it may be captured in a
-CUDA graph. Nothing here knows of transformers or of who owns the memory.
+token for every sequence of a static cache, or a few where drafts are verified, is a step (``attend``): it stores them
+and attends to all tokens, by two operators a head range (``HeadStep``); between them, what the kernels cannot read as
+it is stored is reconstructed (kvcal.store.dequantize). A step waits for nothing and knows no lengths on the host, so
+that it may be captured in a CUDA graph. Nothing here knows of transformers or of who owns the memory.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class HeadStep:
     needs_queries: bool
 
     def append(self, k_new: Tensor, v_new: Tensor, q: Tensor) -> None:
-        """Store one token of every row: k_new, v_new [B, N, D] and queries q [B, N G, D] of all heads of the layer. Of S
-        tokens: [B, S, N, D] and [B, S, N G, D]."""
+        """Store one token of every row: k_new, v_new [B, N, D] and queries q [B, N G, D] of all heads of the layer; or
+        S tokens, [B, S, N, D] and [B, S, N G, D]."""
         scored = q[..., self.queries, :] if self.needs_queries else self.state.nothing
         ops.append(
-            k_new[..., self.heads, :], v_new[..., self.heads, :], scored, list(self.k), list(self.v), list(self.statistic),
-            list(self.place), list(self.transform), self.state.error, self._variants(k_new), self.present,
-            list(self.regions),
+            k_new[..., self.heads, :], v_new[..., self.heads, :], scored, list(self.k), list(self.v),
+            list(self.statistic), list(self.place), list(self.transform), self.state.error, self._variants(k_new),
+            self.present, list(self.regions),
         )  # fmt: skip
 
     def decode(self, q: Tensor, s_aux: Tensor | None, scale: float, softcap: float) -> Tensor:

@@ -54,12 +54,12 @@ class KernelCodec:
 class PagedTensor:
     """See the module's docstring. ``codec`` says which KV heads (n of them) are held here, and how.
 
-    Tensors: sinks [B, n, num_sink_tokens, D] and ring [B, n, ring_tokens + lookahead, D] in the cache's dtype; for query scores
-    query_sum [B, n, D] fp32, the sum of |q| over the queries of each sequence since it had query_since (int32 [B, n])
-    tokens, mostly those at its last page. ``predict`` says what a predictor says about pages, [M, n, 128, D] fp32; None
-    without one. ``keep`` gets every page that is decoded, before its transforms are undone. ``group_heads``:
-    query heads of a KV head, over which |q| is summed. ``lookahead``: draft tokens that the ring has room for, so that
-    no crop by as many needs a page.
+    Tensors: sinks [B, n, num_sink_tokens, D] and ring [B, n, ring_tokens + lookahead, D] in the cache's dtype; for
+    query scores query_sum [B, n, D] fp32, the sum of |q| over the queries of each sequence since it had query_since
+    (int32 [B, n]) tokens, mostly those at its last page. ``predict`` says what a predictor says about pages, [M, n,
+    128, D] fp32; None without one. ``keep`` gets every page that is decoded, before its transforms are undone.
+    ``group_heads``: query heads of a KV head, over which |q| is summed. ``lookahead``: draft tokens that the ring has
+    room for, so that no crop by as many needs a page.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class PagedTensor:
         channels = codec.head_dim if fmt.needs_queries else 0
         with torch.inference_mode(False):  # or nothing could be written to them outside of inference mode
             self.sinks = fixed(torch.zeros(*shape, fmt.num_sink_tokens, codec.head_dim, dtype=dtype, device=device))
-            self.ring = fixed(torch.zeros(*shape, fmt.ring_tokens + lookahead, codec.head_dim, dtype=dtype, device=device))
+            ring_tokens = fmt.ring_tokens + lookahead
+            self.ring = fixed(torch.zeros(*shape, ring_tokens, codec.head_dim, dtype=dtype, device=device))
             self.query_sum = fixed(torch.zeros(*shape, channels, dtype=torch.float32, device=device))
             counted = shape if fmt.needs_queries else (0,)
             self.query_since = fixed(torch.zeros(*counted, dtype=torch.int32, device=device))

@@ -1,4 +1,4 @@
-"""Draft tokens that a cache verifies several at a time, and takes back: the bytes and results of one token at a time."""
+"""Draft tokens, which a cache verifies several at a time and takes back: bytes and results of one token at a time."""
 
 from __future__ import annotations
 

@@ -184,8 +184,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             const int tokens = before + min((pass * HEADS + (int)thread) / TOKEN_HEADS, QUERY_TOKENS - 1);
             shared.seen_from[thread] = V_PACKED ? v_pages_behind(tokens) * PAGE : 0;
             shared.seen_to[thread] = tokens + 1;
+            shared.packed_keys[thread] = k_pages_behind(tokens) * PAGE;
         }
-        if (thread == 0) shared.shared_pages = v_pages_behind(before);
+        if (thread == 0) { shared.shared_pages = v_pages_behind(before); shared.shared_key_pages = k_pages_behind(before); }
 #endif
         if (thread == WARPS * 32 - 1) {
             shared.virtual_head = row * per_row + in_row;

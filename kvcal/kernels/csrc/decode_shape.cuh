@@ -126,8 +126,9 @@ struct __align__(128) Shared {
 #endif
     float max_[WARPS][HEADS], sum[WARPS][HEADS];
 #if QUERY_TOKENS > 1
-    int seen_from[HEADS], seen_to[HEADS];         // tokens that each query meets unpacked, beside the sinks
-    int shared_pages;                             // that all queries meet
+    int seen_from[HEADS], seen_to[HEADS];         // tokens whose values each query meets unpacked, beside the sinks
+    int packed_keys[HEADS];                       // and those whose keys it does not, before that
+    int shared_pages, shared_key_pages;           // that all queries meet
 #endif
 #if K_TIERS > 0
     u32 channels[WARPS][K_SLOTS];

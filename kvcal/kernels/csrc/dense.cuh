@@ -149,6 +149,17 @@ __device__ __forceinline__ void dense_unit(State& state, float (&out)[4 * DENSE_
 #if K_LEADS
     if (from >= 0 && token / PAGE < head.num_k_pages) {
         packed_scores<UNIT / 16>(s, head.k_page(slot), token % PAGE / 16, shared, warp, lane, scale);
+#if QUERY_TOKENS > 1
+        if (token / PAGE >= shared.shared_key_pages) {  // a page for some queries, still in the ring for others
+            float unpacked[QUERY_TILES][UNIT / 8];
+            dense_scores<UNIT / 16>(unpacked, head, token, stop, slot, shared, lane, scale);
+#pragma unroll
+            for (int n = 0; n < QUERY_TILES; n++)
+#pragma unroll
+                for (int i = 0; i < UNIT / 8; i++)
+                    if (token >= shared.packed_keys[4 * n + (lane & 3)]) s[n][i] = unpacked[n][i];
+        }
+#endif
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll
