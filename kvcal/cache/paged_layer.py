@@ -279,8 +279,8 @@ class PagedLayer(CacheLayerMixin):
         if self._is_first and self.static.phases is not None:
             self.static.phases.advance()
         tokens = q.shape[2]
-        given = (x.squeeze(2) if tokens == 1 else x.transpose(1, 2) for x in (q, k_new, v_new))
-        attended = self._step(*given, s_aux, scale, softcap)
+        q, k_new, v_new = (x.squeeze(2) if tokens == 1 else x.transpose(1, 2) for x in (q, k_new, v_new))
+        attended = self._step(q, k_new, v_new, s_aux, scale, softcap)
         if self._is_last:
             self.static.advance_step(tokens)
         return attended.unsqueeze(1) if tokens == 1 else attended

@@ -116,11 +116,8 @@ def copy_layers(state: StepState, ours: Sequence[object], theirs: Sequence[objec
 def _copy_parts(source: PagedLayer, target: PagedLayer, length: int, row: int, origin: int) -> None:
     pages = num_pages(length)
     for ours, theirs in zip(target.parts, source.parts, strict=True):
-        for new, old in (
-            (ours.sinks, theirs.sinks),
-            (ours.query_sum, theirs.query_sum),
-            (ours.query_since, theirs.query_since),
-        ):
+        copied = (ours.sinks, ours.query_sum, ours.query_since), (theirs.sinks, theirs.query_sum, theirs.query_since)
+        for new, old in zip(*copied, strict=True):
             if new.numel():
                 new[row] = old[origin]
         first = max(0, length - min(ours.ring.shape[2], theirs.ring.shape[2]))  # one of them may have room for drafts
