@@ -78,6 +78,20 @@ def test_decode_stays_in_its_budget_for_other_heads(shape: tuple[int, int], capa
         assert_decode(variant(*VARIANTS[name][:2], *shape), capability, instructions, 32)
 
 
+# Query heads of a group and tokens of a step: instructions at most, of 2 bits and of Kitty.
+STEPS = {(1, 4): (4500, 5200), (4, 2): (5250, 5700), (4, 8): (5250, 5700), (7, 2): (5250, 5700)}
+
+
+@pytest.mark.parametrize("shape", STEPS)
+def test_steps_with_drafts_stay_in_their_budgets(shape: tuple[int, int]) -> None:
+    for name, instructions in zip(("2 bits", "Kitty"), STEPS[shape], strict=True):
+        k, v, *_, of_append = VARIANTS[name]
+        of_step = replace(variant(k, v, 128, shape[0]), lookahead=7, query_tokens=shape[1])
+        assert_decode(of_step, (9, 0), instructions, 32)
+        found = resources(cubin("pack", of_step.defines, "sm_90"))["append"]
+        assert found.local_bytes == 0 and found.registers <= 96 and found.instructions <= of_append
+
+
 @pytest.mark.parametrize("capability", WARPS)
 def test_a_block_is_as_large_as_its_shared_memory_lets_it(capability: tuple[int, int]) -> None:
     two_bits = variant(*VARIANTS["2 bits"][:2])
