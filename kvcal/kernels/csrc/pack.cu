@@ -56,6 +56,7 @@ KV_INLINE void append_side(
     const Store& store, Scratch<S>& scratch, const Queries& queries, int row, int tokens, Slots slots, int num_slots,
     const float* rescale, const float* offset, const unsigned short* feedback, const signed char* signs, int first_head,
     int* error) {
+    static_assert(QUERY_TOKENS == 1 || !S::needs_queries, "queries of tokens that are taken back would stay counted");
     const int head = blockIdx.x, page = tokens / KV_PAGE_TOKENS;
     const bool is_complete = tokens % KV_PAGE_TOKENS >= KV_PAGE_TOKENS - QUERY_TOKENS;
     unsigned short* ring = store.ring + kv_row_start(row, store.ring_stride) + (long long)head * S::ring * S::dim;
@@ -70,7 +71,6 @@ KV_INLINE void append_side(
         }
     }
     if constexpr (S::needs_queries) {
-        static_assert(QUERY_TOKENS == 1, "queries of tokens that are taken back would stay counted");
         for (int channel = threadIdx.x; channel < S::dim; channel += blockDim.x) {
             float sum = 0.0f;
             for (int member = 0; member < GROUP_HEADS; ++member) {
