@@ -43,6 +43,7 @@ from kvcal.kernels.variants import VARIANTS, Variant, side_defines, stored_form
 from kvcal.pages.grids import gaussian_grid
 from kvcal.pages.lattice import LatticeLayout
 from kvcal.pages.record_layout import PAGE_TOKENS, PARAM_DTYPES, RAW_BITS
+from kvcal.pages.rotated_lattice import LEVELS
 from kvcal.pages.tiered import NO_SLOT
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Format, Side
@@ -149,7 +150,8 @@ def fill_pages(
         part.random_(0, 256, generator=generator)
         param_dtype = PARAM_DTYPES[fmt.param_dtype]
         num_params = (defines["ZERO"] - defines["SCALE"]) // param_dtype.itemsize
-        for offset, middle in ((defines["SCALE"], CODE_RANGE / (2**fmt.num_bits - 1)), (defines["ZERO"], ZERO)):
+        levels = LEVELS if defines["POINTS"] else 2**fmt.num_bits - 1
+        for offset, middle in ((defines["SCALE"], CODE_RANGE / levels), (defines["ZERO"], ZERO)):
             _write_params(part, offset, num_params, middle, param_dtype, generator)
         if defines["TIERS"]:
             # As many random channels as there are slots, each once.

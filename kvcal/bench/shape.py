@@ -181,6 +181,7 @@ def uniform(num_bits: int, num_sink_tokens: int = 0, recent_window: int = 0) -> 
 RAW_PAIR = Pair("16", RAW, RAW)
 KITTY = Format(2, "channel", 128, boost=Boost("magnitude", (Tier(4, 0.125),)))
 LATTICE, ROTATED = Format(2, lattice_dim=2), Format(2, quantizer="rotated")
+ROTATED_LATTICE = Format(2, quantizer="rotated-lattice")
 PAIRS = {
     **{str(bits): Pair(str(bits), *uniform(bits)) for bits in (1, 2, 3, 4, 8)},
     "2-window": Pair("2-window", *uniform(2, 32, 128)),
@@ -192,6 +193,7 @@ PAIRS = {
     "aqua": Pair("aqua", LATTICE, LATTICE, predictors=PredictorSpec()),
     "2-rotated": Pair("2-rotated", ROTATED, ROTATED),
     "kitty-rotated": Pair("kitty-rotated", KITTY, ROTATED),
+    "2-lattice": Pair("2-lattice", ROTATED_LATTICE, ROTATED_LATTICE),
 }
 DEFAULT_PAIRS = ("2", "2-window", "kitty", "3", "4", "8", "16")
 QUICK_PAIRS = ("2", "kitty", "4", "16")

@@ -18,6 +18,8 @@ from kvcal.geometry import CacheDtype
 from kvcal.kernels.variants import SCORES, Variant, head_ranges, page_layout, stored_form, variant_of
 from kvcal.pages.layouts import LAYOUTS
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
+from kvcal.pages.rotated import RotatedLayout
+from kvcal.pages.rotated_lattice import RotatedLatticeLayout
 from kvcal.plan.layer import LayerPlan, takes_feedback
 from kvcal.plan.page_format import SIDES, Format, Side
 
@@ -56,6 +58,7 @@ def is_wide(variant: Variant) -> bool:
         and v.param_dtype == "float16" and -(-dim // v.group_size) <= MAX_WIDE_GROUPS
         and (k.group_size >= PAGE_TOKENS if k.axis == "channel" else dim % WORD_CHANNELS == 0 or k.group_size >= dim)
         and (bits[0] % 2 == 0 or dim % WORD_CHANNELS == 0) and (dim <= MAX_STAGED_DIM or max(bits) <= MAX_LARGE_BITS)
+        and (dim % WORD_CHANNELS == 0 or not isinstance(variant.layout("k"), RotatedLatticeLayout))
     )  # fmt: skip
     waits = dim == MAX_STAGED_DIM and max(bits) > MAX_WIDE_BITS
     has_others = dim in FOLDED_HEAD_DIMS and (variant.group_queries <= TILE_HEADS or waits)
@@ -141,7 +144,7 @@ def refusals(plan: LayerPlan, cache_dtype: str) -> Iterator[str]:
     if geometry.k_head_dim > MAX_STAGED_DIM:
         if plan.k_feedback or plan.v_feedback:
             yield f"head size {geometry.k_head_dim}; with error feedback the kernels take up to {MAX_STAGED_DIM}"
-        if any(fmt.quantizer == "rotated" for fmt in (*plan.k, *plan.v)):
+        if any(issubclass(LAYOUTS[fmt.layout_name], RotatedLayout) for fmt in (*plan.k, *plan.v)):
             yield f"head size {geometry.k_head_dim}; of rotated pages the kernels take up to {MAX_STAGED_DIM}"
     yield from storage_refusals(plan, cache_dtype)
 

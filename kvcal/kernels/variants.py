@@ -26,7 +26,8 @@ from pydantic.dataclasses import dataclass as strict_dataclass
 
 from kvcal.geometry import AttentionGeometry, CacheDtype
 from kvcal.pages.record_layout import RAW_BITS
-from kvcal.pages.rotated import STEPS, RotatedLayout
+from kvcal.pages.rotated import RotatedLayout
+from kvcal.pages.rotated_lattice import RotatedLatticeLayout, coordinate_bytes
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import PageLayout
 from kvcal.plan.layer import LayerPlan, takes_feedback
@@ -223,10 +224,10 @@ def side_defines(side: Side, fmt: Format, head_dim: int, cache_dtype: str, num_b
     """The macros of the pages, sinks and ring of one side, whose pages have ``num_bits``."""
     layout = page_layout(side, fmt, head_dim, cache_dtype, num_bits)
     found = _tier_defines(fmt, layout) if isinstance(layout, TieredLayout) else record_defines(layout) | {"TIERS": 0}
-    is_rotated = isinstance(layout, RotatedLayout)
     found |= {
-        "ROTATED": int(is_rotated),
-        "STEP": _double_bits(STEPS[num_bits]) if is_rotated else 0,
+        "ROTATED": int(isinstance(layout, RotatedLayout)),
+        "STEP": _double_bits(layout.gaussian_step) if isinstance(layout, RotatedLayout) else 0,
+        "POINTS": int(isinstance(layout, RotatedLatticeLayout)),
         "DIM": head_dim,
         "AXIS": AXES[fmt.axis],
         "GROUP": fmt.group_size,
@@ -235,7 +236,11 @@ def side_defines(side: Side, fmt: Format, head_dim: int, cache_dtype: str, num_b
         "WINDOW": fmt.recent_window,
         "RING": fmt.ring_tokens,
     }
-    return {f"{side.upper()}_{name}": value for name, value in found.items()}
+    points = {}
+    if isinstance(layout, RotatedLatticeLayout):
+        names = [f"POINTS_{axis}_{half}" for axis in "XY" for half in ("LOW", "HIGH")]
+        points = dict(zip(names, (*coordinate_bytes(0), *coordinate_bytes(1)), strict=True))
+    return {f"{side.upper()}_{name}": value for name, value in found.items()} | points
 
 
 def record_defines(layout: PageLayout) -> Defines:

@@ -48,6 +48,16 @@ class RotatedLayout(PageLayout):
     def label(cls, fmt: Knobs) -> str:
         return f"rotated g{fmt.group_size}"
 
+    @property
+    def levels(self) -> int:
+        """The largest code."""
+        return 2**self.num_bits - 1
+
+    @property
+    def gaussian_step(self) -> float:
+        """Between neighbouring codes, in standard deviations."""
+        return STEPS[self.num_bits]
+
     def plan_tensors(self, prefix: str) -> dict[str, tuple[str, TensorSpec]]:
         return {"signs": (f"{prefix}_signs", TensorSpec("int8", (self.head_dim,), -1, 1))}
 
@@ -58,13 +68,16 @@ class RotatedLayout(PageLayout):
         rotated = rotate(x, operands["signs"]).to(CACHE_DTYPES[self.cache_dtype]).float()
         scale, zero = self._gaussian_grid(rotated)
         step, start = (expand_groups(params, self.group_size, -1, self.head_dim) for params in (scale, zero))
-        levels = x.new_full((), 2**self.num_bits - 1, dtype=torch.float32)
         if operands.get("feedback") is None:
-            steps = (rotated - start) / torch.where(step == 0, torch.inf, step)
-            codes = steps.round_().clamp_(0.0, 2.0**self.num_bits - 1).to(torch.uint8)
+            codes = self._rounded((rotated - start) / torch.where(step == 0, torch.inf, step))
         else:
+            levels = x.new_full((), self.levels, dtype=torch.float32)
             codes, _ = round_with_feedback(rotated, step, start, levels, operands["feedback"])
         return self.pack(*(self._turned(part) for part in (codes, scale, zero)))
+
+    def _rounded(self, steps: Tensor) -> Tensor:
+        """Codes [..., 128, head_dim] uint8 of values in steps from the zero, fp32, which may be overwritten."""
+        return steps.round_().clamp_(0.0, float(self.levels)).to(torch.uint8)
 
     def decode_pages(self, records: Tensor, num_heads: int, operands: Mapping[str, Tensor]) -> Tensor:
         return unrotate(self.decode(records), operands["signs"])
@@ -83,8 +96,8 @@ class RotatedLayout(PageLayout):
         counts = (self.head_dim - size * torch.arange(groups, device=rotated.device)).clamp_(max=size)
         rms = (sums.squeeze(-1) / counts).sqrt_()
         param_dtype = PARAM_DTYPES[self.param_dtype]
-        scale = (rms * STEPS[self.num_bits]).float().to(param_dtype)
-        zero = (scale.double() * (-(2**self.num_bits - 1) / 2)).float().to(param_dtype)
+        scale = (rms * self.gaussian_step).float().to(param_dtype)
+        zero = (scale.double() * (-self.levels / 2)).float().to(param_dtype)
         require_finite(
             scale.double() + zero.double(),
             f"keys or values cannot be quantized: a group of {size} values holds NaN, infinity, or has a norm beyond "

@@ -216,7 +216,7 @@ class PageLayout(Layout):
     def fields(self, records: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Inverse of :meth:`pack`: codes, scale and zero of records [..., record_bytes]."""
         offset = sum(self.plane_sizes)
-        codes = packing.unpack_planes(records[..., :offset], *self._plane_shape, self.num_bits)
+        codes = self._codes(packing.unpack_planes(records[..., :offset], *self._plane_shape, self.num_bits))
         codes = codes[..., : self.head_dim] if self.side == "k" else codes[..., : self.head_dim, :]
         params = records[..., offset : offset + 2 * self.param_size].contiguous()
         scale, zero = params.view(PARAM_DTYPES[self.param_dtype]).unflatten(-1, (2, *self._param_shape)).unbind(-3)
@@ -225,6 +225,10 @@ class PageLayout(Layout):
         if self._group_dim == -1:
             scale, zero = scale.transpose(-1, -2), zero.transpose(-1, -2)
         return codes, scale, zero
+
+    def _codes(self, stored: Tensor) -> Tensor:
+        """Codes of what the planes store, [..., rows, columns] uint8 both: the same here."""
+        return stored
 
     def _param_bytes(self, params: Tensor) -> Tensor:
         if self._group_dim == -1:

@@ -32,7 +32,7 @@ pytestmark = [
 
 KITTY = Boost("magnitude", (Tier(4, 0.125),))
 MIXKVQ = Boost("magnitude", (Tier(16, 1 / 64), Tier(4, 0.25)))
-ROTATED = {"quantizer": "rotated"}
+ROTATED, POINTS = {"quantizer": "rotated"}, {"quantizer": "rotated-lattice"}
 EMPTY_ROOM = Boost("magnitude", (Tier(16, 1 / 32, 1e9), Tier(8, 0.25, 2.0)))
 # Of a row and head, relative, against fp64 over what the pages hold; outputs in fp32 or fp16.
 TOLERANCE = 1e-3
@@ -90,6 +90,14 @@ CASES = {
     "rotated, sinks and windows": (
         k_format(3, "token", 64, num_sink_tokens=37, recent_window=40, **ROTATED),
         v_format(4, 32, num_sink_tokens=37, recent_window=300, **ROTATED),
+    ),
+    "points": (k_format(2, "token", **POINTS), v_format(2, **POINTS)),
+    "K points, groups of 32": (k_format(2, "token", 32, **POINTS), v_format(3, **ROTATED)),
+    "V points": (k_format(2, boost=KITTY), v_format(2, 64, **POINTS)),
+    "K points, V 16": (k_format(2, "token", num_sink_tokens=5, **POINTS), RAW),
+    "points, sinks and windows": (
+        k_format(2, "token", 64, num_sink_tokens=37, recent_window=40, **POINTS),
+        v_format(2, num_sink_tokens=37, recent_window=300, param_dtype="bfloat16", **POINTS),
     ),
     "fp32 params": (k_format(2, param_dtype="float32"), v_format(3, param_dtype="float32")),
 }

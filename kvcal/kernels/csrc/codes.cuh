@@ -9,6 +9,10 @@
 
 namespace decode_ {
 
+// Planes of 2 bits, and whether one of 1 bit is behind them: points take one plane.
+__device__ __forceinline__ constexpr int planes_of(int bits) { return bits == POINT_BITS ? 1 : bits / 2; }
+__device__ __forceinline__ constexpr bool has_last(int bits) { return bits != POINT_BITS && bits % 2; }
+
 __device__ __forceinline__ u32 shifted(u32 word, int left) { return left >= 0 ? word << left : word >> -left; }
 // Bits of a where the mask has ones, of b elsewhere.
 __device__ __forceinline__ u32 choose(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
@@ -18,7 +22,10 @@ __device__ __forceinline__ constexpr u32 in_every_byte(u32 byte) { return byte *
 // column 4 j + e is bit 4 + e of byte j. at[e] = bytes of columns 4 j + e, times 2^LIFT.
 template <int BITS, int LIFT> __device__ __forceinline__ void bytes_of(const u32* word, u32 last, u32 (&at)[4]) {
     static_assert(BITS + LIFT <= 8, "a byte holds the code");
-    if constexpr (BITS == 1) {
+    if constexpr (BITS == POINT_BITS) {
+        static_assert(LIFT == 0, "coordinates are not shifted");
+        kv_coordinates(word[0], at);
+    } else if constexpr (BITS == 1) {
 #pragma unroll
         for (int e = 0; e < 4; e++) at[e] = shifted(last, LIFT - 4 - e) & in_every_byte(1 << LIFT);
     } else if constexpr (BITS == 2) {
@@ -98,7 +105,7 @@ void load_bits(u32 (&lo)[COUNT][COLUMNS / 64], u32 (&hi)[COUNT][COLUMNS / 64], c
 // rows a plane; op[n][4 w + e]: bytes of columns 16 w + 4 j + e of the lane's quarter.
 template <bool IS_SIGNED, int BITS, int LIFT, int COLUMNS, int ROWS, int COUNT> __device__ __forceinline__
 void multiply(int (&acc)[QUERY_TILES][COUNT][4], const u8* planes, int first, const u32 (&op)[QUERY_TILES][COLUMNS / 16], int lane) {
-    constexpr int SIDE = COUNT < AT_ONCE ? COUNT : AT_ONCE, WORDS = COLUMNS / 64, PLANES = BITS / 2;
+    constexpr int SIDE = COUNT < AT_ONCE ? COUNT : AT_ONCE, WORDS = COLUMNS / 64, PLANES = planes_of(BITS);
     constexpr int PLANE = ROWS * COLUMNS / 4;
     constexpr int magic = Magic<IS_SIGNED>::bits;
     const int start[4] = {magic, magic, magic, magic};
@@ -107,7 +114,7 @@ void multiply(int (&acc)[QUERY_TILES][COUNT][4], const u8* planes, int first, co
         u32 lo[PLANES + 1][SIDE][WORDS], hi[PLANES + 1][SIDE][WORDS];
 #pragma unroll
         for (int p = 0; p < PLANES; p++) load_words<COLUMNS, SIDE>(lo[p], hi[p], planes + p * PLANE, first + from, lane);
-        if (BITS % 2) load_bits<COLUMNS, SIDE>(lo[PLANES], hi[PLANES], planes + PLANES * PLANE, first + from, lane);
+        if (has_last(BITS)) load_bits<COLUMNS, SIDE>(lo[PLANES], hi[PLANES], planes + PLANES * PLANE, first + from, lane);
 #pragma unroll
         for (int w = 0; w < WORDS; w++) {
             u32 low[SIDE][4], high[SIDE][4];
@@ -116,8 +123,8 @@ void multiply(int (&acc)[QUERY_TILES][COUNT][4], const u8* planes, int first, co
                 u32 low_words[4] = {}, high_words[4] = {};
 #pragma unroll
                 for (int p = 0; p < PLANES; p++) { low_words[p] = lo[p][t][w]; high_words[p] = hi[p][t][w]; }
-                bytes_of<BITS, LIFT>(low_words, BITS % 2 ? lo[PLANES][t][w] : 0, low[t]);
-                bytes_of<BITS, LIFT>(high_words, BITS % 2 ? hi[PLANES][t][w] : 0, high[t]);
+                bytes_of<BITS, LIFT>(low_words, has_last(BITS) ? lo[PLANES][t][w] : 0, low[t]);
+                bytes_of<BITS, LIFT>(high_words, has_last(BITS) ? hi[PLANES][t][w] : 0, high[t]);
             }
 #pragma unroll
             for (int e = 0; e < 4; e += 2)

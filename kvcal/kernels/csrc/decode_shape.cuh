@@ -1,6 +1,6 @@
 // What `decode` is compiled for: sizes from the macros of a variant, the shared memory of a block, its arguments.
 
-#include "common.cuh"
+#include "points.cuh"
 #include "stage.cuh"
 
 #ifndef QUERY_TOKENS
@@ -19,6 +19,8 @@
 #define PASSES ((GROUP_HEADS + HEADS - 1) / HEADS)
 #define DIM K_DIM
 #define PAGE 128
+#define K_CODE_BITS (K_POINTS ? POINT_BITS : K_BITS)          // of a byte that a tensor core takes
+#define V_CODE_BITS (V_POINTS ? POINT_BITS : V_BITS)
 #define K_PACKED (K_BITS != 16)
 #define V_PACKED (V_BITS != 16)
 #define BASE (V_PACKED ? V_SINKS : K_PACKED ? K_SINKS : 0)  // tokens before it are read from sinks, the others from pages
@@ -48,12 +50,12 @@
 #elif K_TIERS > 1
 #define K_WIDEST K_TIER1_BITS
 #else
-#define K_WIDEST K_BITS
+#define K_WIDEST K_CODE_BITS
 #endif
 // Powers of two of the bytes that hold codes (codes.cuh), with room for the highest bits of a tier.
-#define LIFT_OF(bits) ((bits) == 1 ? 7 : (bits) == 2 ? 6 : (bits) == 8 ? 0 : 4)
+#define LIFT_OF(bits) ((bits) == 1 ? 7 : (bits) == 2 ? 6 : (bits) >= POINT_BITS ? 0 : 4)
 #define K_LIFT LIFT_OF(K_WIDEST)
-#define V_LIFT LIFT_OF(V_BITS)
+#define V_LIFT LIFT_OF(V_CODE_BITS)
 // Records of keys and of values, each at a multiple of 128 bytes; at the end of a head, what its warp found.
 #define ALIGNED(bytes) (((bytes) + 127) / 128 * 128)
 #define K_SLOT (K_PACKED && V_PACKED ? ALIGNED(K_RECORD) : 0)

@@ -37,6 +37,13 @@ KV_INLINE int place_of_params(int token, int channel) {
     return S::axis == 0 ? token / S::group * Page<S>::others + channel : channel / S::group * Page<S>::others + token;
 }
 
+// A token's channel in steps from the zero.
+template <class S, class From, class Room>
+KV_INLINE float steps_at(const From& source, const Room& scratch, int token, int channel) {
+    const int i = place_of_params<S>(token, channel);
+    return __fdiv_rn(__fsub_rn(value<S>(source, scratch, token, channel), scratch.params.zero[i]), scratch.params.step[i]);
+}
+
 template <class S, class From, class Room>
 KV_INLINE unsigned code_at(const From& source, const Room& scratch, int token, int channel) {
     if constexpr (S::has_feedback) {
@@ -222,7 +229,7 @@ template <class S, class From, class Room>
 KV_INLINE void store_params(const From& source, Room& scratch, unsigned char* record, int* error) {
     for (int i = threadIdx.x; i < Page<S>::groups * Page<S>::others; i += blockDim.x) {
         int first = i / Page<S>::others * S::group, other = i % Page<S>::others;
-        unsigned levels = (1u << S::bits) - 1;
+        unsigned levels = (1u << S::code_bits) - 1;
         if constexpr (S::tiers) {
             levels = other < S::dim ? scratch.level[other] : 0;
         }
@@ -314,13 +321,24 @@ KV_INLINE void store_planes(const From& source, const Room& scratch, unsigned ch
     for (int unit = threadIdx.x; unit < ROWS * COLUMNS / 16; unit += blockDim.x) {
         int row, column;
         kv_unit_place<ROWS, COLUMNS>(unit, row, column);
-        unsigned code[16];
+        if constexpr (S::has_points) {
+            float x[16];
 #pragma unroll
-        for (int i = 0; i < 16; ++i) {
-            int token = S::side == 0 ? row : column + i, channel = S::side == 0 ? column + i : row;
-            code[i] = channel < S::dim ? code_at<S>(source, scratch, token, channel) : 0;
+            for (int i = 0; i < 16; ++i) {
+                int token = S::side == 0 ? row : column + i, channel = S::side == 0 ? column + i : row;
+                // Beyond the channels nothing is near any point, and the index is 0.
+                x[i] = channel < S::dim ? steps_at<S>(source, scratch, token, channel) : __uint_as_float(0x7f800000u);
+            }
+            kv_store_unit<ROWS, COLUMNS, 2>(record, row, column, kv_nearest_points(x));
+        } else {
+            unsigned code[16];
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {
+                int token = S::side == 0 ? row : column + i, channel = S::side == 0 ? column + i : row;
+                code[i] = channel < S::dim ? code_at<S>(source, scratch, token, channel) : 0;
+            }
+            kv_store_codes<ROWS, COLUMNS, S::bits>(record, row, column, code);
         }
-        kv_store_codes<ROWS, COLUMNS, S::bits>(record, row, column, code);
     }
 }
 

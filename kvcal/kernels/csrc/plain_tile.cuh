@@ -71,7 +71,7 @@ KV_INLINE void load_params(const unsigned char* field, int first, float* x) {
 template <class S>
 KV_INLINE void load_keys(const unsigned char* record, int token, int channel, float* x) {
     unsigned code[16];
-    kv_load_codes<Page<S>::rows, Page<S>::columns, S::bits>(record, token, channel, code);
+    load_codes<S>(record, token, channel, code);
     unsigned slots[4] = {~0u, ~0u, ~0u, ~0u};  // no slot
     if constexpr (S::tiers > 0) {
         const uint4 words = *(const uint4*)(record + S::index + channel);
@@ -221,7 +221,7 @@ KV_INLINE void load_value_tile(
                 const int place = channel / S::group * Page<S>::others + column;
                 unsigned code[16];
                 float scale[16], zero[16];
-                kv_load_codes<Page<S>::rows, Page<S>::columns, S::bits>(record, channel, column, code);
+                load_codes<S>(record, channel, column, code);
                 load_params<S::param>(record + S::scale, place, scale);
                 load_params<S::param>(record + S::zero, place, zero);
 #pragma unroll

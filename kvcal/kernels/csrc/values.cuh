@@ -56,7 +56,7 @@ __device__ __forceinline__ void packed_values(State& state, const float (&s)[QUE
             unit[n] = to_scores(top, lane) * (1.f / (LARGEST<false> * (1 << LIFT)));
         }
         int acc[QUERY_TILES][PER][4];
-        multiply<false, V_BITS, LIFT, PAGE, DIM>(acc, record, group * PER, op, lane);
+        multiply<false, V_CODE_BITS, LIFT, PAGE, DIM>(acc, record, group * PER, op, lane);
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll

@@ -23,7 +23,12 @@ template <int BITS> __device__ __forceinline__ constexpr u32 pair_mask(int i) { 
 
 // word: of every plane of 2 bits, ``last``: of a plane of 1 bit, as ``bytes_of`` has them.
 template <int BITS> __device__ __forceinline__ void pairs_of(const u32* word, u32 last, u32 (&at)[8]) {
-    if constexpr (BITS == 1) {
+    if constexpr (BITS == POINT_BITS) {
+        u32 bytes[4];
+        kv_coordinates(word[0], bytes);
+#pragma unroll
+        for (int i = 0; i < 8; i++) at[i] = bytes[i % 4] >> i / 4 * 8 & 0x00ff00ffu;
+    } else if constexpr (BITS == 1) {
 #pragma unroll
         for (int i = 0; i < 8; i++) at[i] = shifted(last, -(i / 4 * 8)) & pair_mask<1>(i);
     } else if constexpr (BITS == 2) {
@@ -65,7 +70,7 @@ __device__ __forceinline__ void load_pairs(u32 (&at)[16], const u8* from) {
 __device__ __forceinline__ void wide_values(State& state, const float (&s)[2][PAGE / 8], const float (&step)[2], const float (&from)[2],
                                             const u8* record, const Shared& shared, int lane) {
     static_assert(V_PARAM == KV_FLOAT16 && V_GROUPS <= 3, "two rows a group, and one, of the tile of zeros");
-    constexpr int PER = MIN2(V_GROUP / 16, TILES), PLANES = V_BITS / 2, PLANE = PAGE * DIM / 4, SIDE = TILES % 4 || PER % 4 ? 2 : AT_ONCE;
+    constexpr int PER = MIN2(V_GROUP / 16, TILES), PLANES = planes_of(V_CODE_BITS), PLANE = PAGE * DIM / 4, SIDE = TILES % 4 || PER % 4 ? 2 : AT_ONCE;
     const int g = lane >> 2, quad = lane & 3;
     u32 p[16];  // of columns i and i + 8 of word w, at 8 w + i
     {
@@ -100,7 +105,7 @@ __device__ __forceinline__ void wide_values(State& state, const float (&s)[2][PA
         {
             u32 scale[16];
             load_pairs(scale, scales + quad * 64);
-            const u32 power = (u32)(15 + up) * 0x04000400u, all = ((1 << V_BITS) - 1) * 0x00010001u;
+            const u32 power = (u32)(15 + up) * 0x04000400u, all = ((1 << V_CODE_BITS) - 1) * 0x00010001u;
 #pragma unroll
             for (int i = 0; i < 16; i++) op[i] = multiply_halves(p[i], multiply_halves(scale[i], power));
             float sum[4];
@@ -108,7 +113,7 @@ __device__ __forceinline__ void wide_values(State& state, const float (&s)[2][PA
             for (int i = 0; i < 16; i += 2) mma_fp16(sum, all, all, all, all, op[i], op[i + 1], i == 0);
 #pragma unroll
             for (int i = 0; i < 16; i++)
-                if (pair_shift<V_BITS>(i % 8)) op[i] = multiply_halves(op[i], (u32)(15 - pair_shift<V_BITS>(i % 8)) * 0x04000400u);
+                if (pair_shift<V_CODE_BITS>(i % 8)) op[i] = multiply_halves(op[i], (u32)(15 - pair_shift<V_CODE_BITS>(i % 8)) * 0x04000400u);
 #pragma unroll
             for (int n = 0; n < 2; n++) state.zero[group][n] = fmaf(sum[n], -.5f * unit, state.zero[group][n]);
         }
@@ -118,7 +123,7 @@ __device__ __forceinline__ void wide_values(State& state, const float (&s)[2][PA
             u32 lo[PLANES + 1][SIDE][2], hi[PLANES + 1][SIDE][2];
 #pragma unroll
             for (int plane = 0; plane < PLANES; plane++) load_words<PAGE, SIDE>(lo[plane], hi[plane], record + plane * PLANE, first, lane);
-            if (V_BITS % 2) load_bits<PAGE, SIDE>(lo[PLANES], hi[PLANES], record + PLANES * PLANE, first, lane);
+            if (has_last(V_CODE_BITS)) load_bits<PAGE, SIDE>(lo[PLANES], hi[PLANES], record + PLANES * PLANE, first, lane);
 #pragma unroll
             for (int w = 0; w < 2; w++) {
                 u32 low[SIDE][8], high[SIDE][8];
@@ -127,8 +132,8 @@ __device__ __forceinline__ void wide_values(State& state, const float (&s)[2][PA
                     u32 low_words[4] = {}, high_words[4] = {};
 #pragma unroll
                     for (int plane = 0; plane < PLANES; plane++) { low_words[plane] = lo[plane][t][w]; high_words[plane] = hi[plane][t][w]; }
-                    pairs_of<V_BITS>(low_words, V_BITS % 2 ? lo[PLANES][t][w] : 0, low[t]);
-                    pairs_of<V_BITS>(high_words, V_BITS % 2 ? hi[PLANES][t][w] : 0, high[t]);
+                    pairs_of<V_CODE_BITS>(low_words, has_last(V_CODE_BITS) ? lo[PLANES][t][w] : 0, low[t]);
+                    pairs_of<V_CODE_BITS>(high_words, has_last(V_CODE_BITS) ? hi[PLANES][t][w] : 0, high[t]);
                 }
 #pragma unroll
                 for (int i = 0; i < 8; i += 2)
@@ -154,7 +159,7 @@ __device__ __forceinline__ void take_rows(State& state, int lane) {
 #pragma unroll
         for (int i = 0; i < V_GROUPS; i++)
             state.zero[i][n] += __shfl_sync(0xffffffffu, state.rows[n], 8 * i + (lane & 3)) +
-                                MEAN_CODE(V_BITS) * __shfl_sync(0xffffffffu, state.rows[n], 8 * i + 4 + (lane & 3));
+                                MEAN_CODE(V_CODE_BITS) * __shfl_sync(0xffffffffu, state.rows[n], 8 * i + 4 + (lane & 3));
         const float sum = __shfl_sync(0xffffffffu, state.rows[n], 8 * V_GROUPS + (lane & 3));
         if (lane < 4) state.sum[n] += sum;
         state.rows[n] = 0.f;
