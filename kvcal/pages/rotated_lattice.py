@@ -6,15 +6,15 @@ scale from the zero, become the index of the nearest point of
 
     the grid of kvcal.pages.grids, (2, 16), in steps of 0.0316 standard deviations: integers from 0 to 127.
 
-Its squared error is .1077 of the variance, where 2 bits a number leave .119 and the grid before it was rounded .1076. So a
+Its squared error is .1077 of the variance. Codes of 2 bits leave .119, and the grid before it was rounded .1076. A
 kernel multiplies coordinates as it does codes, and makes them of an index by byte permutes. An index has 4 bits for
-2 values: it lies in their places of a plane of 2 bits. A word of such a plane, 16 columns, has the indices of pairs
-0, 2, 4, 6, 1, 3, 5, 7, lowest bits first. Then a permute by one half of the word gives columns 4 j or 4 j + 2, in the
-order of tensor cores' operands.
+2 values, and lies in their places of a plane of 2 bits. A word of such a plane, 16 columns, has the indices of pairs
+0, 2, 4, 6, 1, 3, 5, 7, lowest bits first. A permute by one half of the word then gives coordinates in the order of
+tensor cores' operands: of columns 4 j + e, for j = 0 to 3.
 
-A lattice for all heads in a row (kvcal.pages.lattice) has as good points and half of the parameters, but its rotation
-spans heads, so that no query can be rotated alike. Left out: 64 points (an index of 6 bits, 128 bytes of coordinates: 16
-permutes for what 4 do at 16 points) and 256, error feedback, which rounds one channel at a time.
+A lattice for all heads in a row (kvcal.pages.lattice) has the same points and half of the parameters, but its rotation
+spans heads, so that no query can be rotated alike. Left out: 64 and 256 points, which take 8 and 32 permutes for what 2
+do here (docs/kernels.md), and error feedback, which rounds one channel at a time.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def recipe_of(toml: str) -> Recipe:
 
 
 def test_the_name_is_unknown_without_its_line() -> None:
-    with pytest.raises(ValueError, match=r"quantizer = 'absmax', expected one of \['uniform', 'rotated'\]"):
+    with pytest.raises(ValueError, match=r"quantizer = 'absmax', expected one of \['uniform', 'rotated', 'rotated-lattice'\]"):
         Format(4, quantizer="absmax")
 
 

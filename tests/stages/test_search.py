@@ -309,17 +309,20 @@ def solved(which: Problem, seed: int) -> Choice:
 
 @pytest.mark.parametrize("per_head", [False, True])
 def test_rotated_pages_are_options_for_decoding(per_head: bool) -> None:
-    keys = (KeyChoice(2), KeyChoice(3, "token", quantizer="rotated"))
-    values = (ValueChoice(2, quantizer="rotated"), ValueChoice(4, quantizer="rotated"), ValueChoice(4))
+    lattice = {"quantizer": "rotated-lattice"}
+    keys = (KeyChoice(2), KeyChoice(3, "token", quantizer="rotated"), KeyChoice(2, "token", **lattice))
+    values = (ValueChoice(2, **lattice), ValueChoice(4, quantizer="rotated"), ValueChoice(4))
     spec = SearchSpec("decode", (), keys, values)
     wide = wide_problem(spec, per_head)
-    assert [{o.format.quantizer for o in row} for row in wide.options] == [{"uniform", "rotated"}] * len(wide.units)
+    assert [{o.format.quantizer for o in row} for row in wide.options] == [
+        {"uniform", "rotated", "rotated-lattice"}
+    ] * len(wide.units)
     for seed in range(4):
         choice = solved(wide, seed)
         layers, tensors = composed_layers(GEOMETRY, wide.chosen(choice), OptionTensors({}, {}))
         plan = Plan(IDENTITY, "bfloat16", layers, WORKLOAD, {}, tensors)
         formats = [fmt for layer in layers for side in SIDES for fmt in layer.formats(side)]
-        signs = 64 * sum(fmt.quantizer == "rotated" for fmt in formats)
+        signs = 64 * sum(fmt.quantizer != "uniform" for fmt in formats)
         assert plan.predicted_bytes <= wide.size(choice) <= plan.predicted_bytes + signs * per_head
         assert wide.choice_of(layers) == choice
     large = Geometry("llama", "bfloat16", tuple(AttentionGeometry(index, 8, 2, 256, 256) for index in range(2)))

@@ -35,6 +35,10 @@ CASES = {
     "query scores": (Format(2, "channel", 32, boost=MIXKVQ), Format(2, "token", 32)),
     "unequal sinks": (Format(2, "channel", 32, 4), Format(2, "token", 32)),
     "rotated pages": (Format(2, num_sink_tokens=4, quantizer="rotated"), Format(3, quantizer="rotated")),
+    "points of each head": (
+        Format(2, num_sink_tokens=4, quantizer="rotated-lattice"),
+        Format(2, quantizer="rotated-lattice"),
+    ),
     "a lattice": (Format(2, lattice_dim=2), Format(3, lattice_dim=2)),
     "a prediction": (Format(2, "channel", 32, 4), Format(2, "token", 32, 4)),
     "a sliding window": None,
