@@ -151,8 +151,9 @@ def fill_pages(
         param_dtype = PARAM_DTYPES[fmt.param_dtype]
         num_params = (defines["ZERO"] - defines["SCALE"]) // param_dtype.itemsize
         levels = LEVELS if defines["POINTS"] else 2**fmt.num_bits - 1
-        for offset, middle in ((defines["SCALE"], CODE_RANGE / levels), (defines["ZERO"], ZERO)):
-            _write_params(part, offset, num_params, middle, param_dtype, generator)
+        _write_params(part, defines["SCALE"], num_params, CODE_RANGE / levels, param_dtype, generator)
+        if not defines["POINTS"]:
+            _write_params(part, defines["ZERO"], num_params, ZERO, param_dtype, generator)
         if defines["TIERS"]:
             # As many random channels as there are slots, each once.
             place = torch.rand(*part.shape[:-1], head_dim, device=part.device, generator=generator).argsort(-1)

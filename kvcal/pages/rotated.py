@@ -82,6 +82,9 @@ class RotatedLayout(PageLayout):
     def decode_pages(self, records: Tensor, num_heads: int, operands: Mapping[str, Tensor]) -> Tensor:
         return unrotate(self.decode(records), operands["signs"])
 
+    def _zero(self, scale: Tensor) -> Tensor:
+        return (scale.double() * (-self.levels / 2)).float().to(scale.dtype)
+
     def _gaussian_grid(self, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """rotated [..., 128, head_dim] fp32 -> scale and zero [..., 128, num_groups] in ``param_dtype``.
 
@@ -97,7 +100,7 @@ class RotatedLayout(PageLayout):
         rms = (sums.squeeze(-1) / counts).sqrt_()
         param_dtype = PARAM_DTYPES[self.param_dtype]
         scale = (rms * self.gaussian_step).float().to(param_dtype)
-        zero = (scale.double() * (-self.levels / 2)).float().to(param_dtype)
+        zero = self._zero(scale)
         require_finite(
             scale.double() + zero.double(),
             f"keys or values cannot be quantized: a group of {size} values holds NaN, infinity, or has a norm beyond "

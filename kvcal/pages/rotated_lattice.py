@@ -1,6 +1,7 @@
 """Rotated pages whose codes are points of a lattice: HIGGS's grid of 16 points in 2 dimensions, for each KV head.
 
-A token is rotated, and each group has a scale and a zero, as in a rotated page of 7 bits. A code is not a number but a
+A token is rotated, and each group has a scale, as in a rotated page. Points lie around 0, so that a record needs no zeros:
+they are -63.5 scales. A code is not a number but a
 point: two neighbours along the columns of a plane (channels of a key, tokens of a channel of a value), in units of the
 scale from the zero, become the index of the nearest point of
 
@@ -38,9 +39,10 @@ POINTS = (
 
 @dataclass(frozen=True)
 class RotatedLatticeLayout(RotatedLayout):
-    """Shape of a page's record: that of uniform codes of 2 bits per token."""
+    """Shape of a page's record: that of uniform codes of 2 bits per token, without zeros."""
 
     takes_feedback: ClassVar[bool] = False
+    has_zeros: ClassVar[bool] = False
 
     @classmethod
     def conflicts(cls, fmt: Knobs) -> Iterator[str]:
@@ -58,6 +60,9 @@ class RotatedLatticeLayout(RotatedLayout):
     @property
     def gaussian_step(self) -> float:
         return STEP
+
+    def _zero(self, scale: Tensor) -> Tensor:
+        return scale.float() * scale.new_full((), -LEVELS / 2, dtype=torch.float32)
 
     def _rounded(self, steps: Tensor) -> Tensor:
         """What planes store of the nearest points; of equally near ones the first."""

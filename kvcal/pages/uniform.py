@@ -117,6 +117,7 @@ class PageLayout(Layout):
     cache_dtype: str
     has_kernels: ClassVar[bool] = True
     takes_feedback: ClassVar[bool] = True
+    has_zeros: ClassVar[bool] = True  # or they follow from the scales, and a record has none
 
     @classmethod
     def of(cls, fmt: Knobs, side: str, num_heads: int, head_dim: int, cache_dtype: str, num_bits: int) -> PageLayout:
@@ -150,7 +151,7 @@ class PageLayout(Layout):
 
     @property
     def param_size(self) -> int:
-        """Bytes of the scales; the zeros take as many."""
+        """Bytes of the scales; zeros take as many."""
         groups, others = self._param_shape
         return groups * others * ITEM_BYTES[self.param_dtype]
 
@@ -160,7 +161,7 @@ class PageLayout(Layout):
         if self.num_bits == RAW_BITS:
             size = PAGE_TOKENS * self.head_dim * ITEM_BYTES[self.cache_dtype]
         else:
-            size = sum(self.plane_sizes) + 2 * self.param_size
+            size = sum(self.plane_sizes) + (1 + self.has_zeros) * self.param_size
         return aligned_size(size)
 
     def encode_pages(self, x: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
@@ -199,9 +200,8 @@ class PageLayout(Layout):
         """Fields as :meth:`quantize` gives them -> records [..., record_bytes]."""
         rows, columns = self._plane_shape
         codes = torch.nn.functional.pad(codes, (0, columns - codes.shape[-1], 0, rows - codes.shape[-2]))
-        return join_fields(
-            [*packing.pack_planes(codes, self.num_bits), self._param_bytes(scale), self._param_bytes(zero)]
-        )
+        params = [self._param_bytes(param) for param in ([scale, zero] if self.has_zeros else [scale])]
+        return join_fields([*packing.pack_planes(codes, self.num_bits), *params])
 
     def decode(self, records: Tensor) -> Tensor:
         """Records [..., record_bytes] -> [..., 128, head_dim]: fp32 from codes, the cache's dtype from 16-bit pages."""
@@ -218,13 +218,18 @@ class PageLayout(Layout):
         offset = sum(self.plane_sizes)
         codes = self._codes(packing.unpack_planes(records[..., :offset], *self._plane_shape, self.num_bits))
         codes = codes[..., : self.head_dim] if self.side == "k" else codes[..., : self.head_dim, :]
-        params = records[..., offset : offset + 2 * self.param_size].contiguous()
-        scale, zero = params.view(PARAM_DTYPES[self.param_dtype]).unflatten(-1, (2, *self._param_shape)).unbind(-3)
+        params = records[..., offset : offset + (1 + self.has_zeros) * self.param_size].contiguous()
+        params = params.view(PARAM_DTYPES[self.param_dtype]).unflatten(-1, (-1, *self._param_shape))
+        scale, zero = params.unbind(-3) if self.has_zeros else (params.squeeze(-3), self._zero(params.squeeze(-3)))
         if self.axis == "channel":
             scale, zero = scale[..., : self.head_dim], zero[..., : self.head_dim]
         if self._group_dim == -1:
             scale, zero = scale.transpose(-1, -2), zero.transpose(-1, -2)
         return codes, scale, zero
+
+    def _zero(self, scale: Tensor) -> Tensor:
+        """The zeros of these scales, where a record has none."""
+        raise NotImplementedError
 
     def _codes(self, stored: Tensor) -> Tensor:
         """Codes of what the planes store, [..., rows, columns] uint8 both: the same here."""

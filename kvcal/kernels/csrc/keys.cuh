@@ -83,14 +83,16 @@ void packed_scores(float (&s)[QUERY_TILES][2 * COUNT], const u8* record, int fir
 #pragma unroll
             for (int i = 0; i < 2 * COUNT; i++) {
                 const int token = first * 16 + i * 8 + g;
-                const float token_scale = number_at<K_PARAM>(record + K_SCALE + at, token), token_zero = number_at<K_PARAM>(record + K_ZERO + at, token);
+                const float token_scale = number_at<K_PARAM>(record + K_SCALE + at, token);
+                const float token_zero = K_POINTS ? 0.f : number_at<K_PARAM>(record + K_ZERO + at, token);
 #pragma unroll
                 for (int n = 0; n < QUERY_TILES; n++) {
                     const float unit = shared.query_unit[part][4 * n + quad] * (scale / (1 << LIFT));
                     const float sum = part == 0 ? shared.query_sum[group][4 * n + quad] * scale : 0.f;
-                    const float centre = part == 0 ? shared.query_lost[group][4 * n + quad] * (MEAN_CODE(K_CODE_BITS) * scale) : 0.f;
+                    const float lost = part == 0 ? shared.query_lost[group][4 * n + quad] * (MEAN_CODE(K_CODE_BITS) * scale) : 0.f;
+                    const float centre = K_POINTS ? fmaf(sum, POINT_ZERO, lost) : lost;
                     const float dot = sum_of_limbs<true>(acc[n][i / 2][i % 2 * 2], acc[n][i / 2][i % 2 * 2 + 1], unit, centre);
-                    s[n][i] = fmaf(dot, token_scale, fmaf(token_zero, sum, s[n][i]));
+                    s[n][i] = fmaf(dot, token_scale, K_POINTS ? s[n][i] : fmaf(token_zero, sum, s[n][i]));
                 }
             }
         }

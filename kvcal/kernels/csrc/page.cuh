@@ -254,7 +254,10 @@ KV_INLINE void store_params(const From& source, Room& scratch, unsigned char* re
         if constexpr (S::is_rotated) {
             low = __fmul_rn(scale, -0.5f * levels);
         }
-        float zero = kv_store_param<S::param>(record + S::zero, i, low);
+        float zero = low;
+        if constexpr (!S::has_points) {
+            zero = kv_store_param<S::param>(record + S::zero, i, low);
+        }
         if (!kv_finite(scale) || !kv_finite(zero)) {
             atomicOr(error, NON_FINITE);
         }

@@ -96,7 +96,7 @@ KV_INLINE void load_keys(const unsigned char* record, int token, int channel, fl
     } else {
         const int place = channel / S::group * Page<S>::others + token;
         const float scale = kv_load_param<S::param>(record + S::scale, place);
-        const float zero = kv_load_param<S::param>(record + S::zero, place);
+        const float zero = zero_of<S>(record, place, scale);
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
             x[i] = fmaf((float)code[i], scale, zero);
@@ -223,7 +223,14 @@ KV_INLINE void load_value_tile(
                 float scale[16], zero[16];
                 load_codes<S>(record, channel, column, code);
                 load_params<S::param>(record + S::scale, place, scale);
-                load_params<S::param>(record + S::zero, place, zero);
+                if constexpr (S::has_points) {
+#pragma unroll
+                    for (int k = 0; k < 16; ++k) {
+                        zero[k] = __fmul_rn(scale[k], POINT_ZERO);
+                    }
+                } else {
+                    load_params<S::param>(record + S::zero, place, zero);
+                }
 #pragma unroll
                 for (int k = 0; k < 16; ++k) {
                     if (first + row + k >= S::sinks) {

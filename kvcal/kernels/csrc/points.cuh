@@ -13,7 +13,8 @@
 #define POINTS_Y_HIGH 0
 #endif
 
-constexpr int POINT_BITS = 7;  // of a coordinate, which takes a code's place; the indices of two are stored in 2 bits each
+constexpr int POINT_BITS = 7;  // of a coordinate, which takes a code's place; the index of two has 4 bits
+constexpr float POINT_ZERO = -.5f * ((1 << POINT_BITS) - 1);  // in steps: records have no zeros
 
 // Bytes LOW[nibble], or 0 where a nibble is 8 or more: what it replicates then is the sign of one.
 template <long long LOW>

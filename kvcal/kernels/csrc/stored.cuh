@@ -19,6 +19,16 @@ KV_INLINE unsigned read_code(const unsigned char* planes, int row, int column) {
     return code;
 }
 
+// Zero number i of a record, beside its scale.
+template <class S>
+KV_INLINE float zero_of(const unsigned char* record, int i, float scale) {
+    if constexpr (S::has_points) {
+        return __fmul_rn(scale, POINT_ZERO);
+    } else {
+        return kv_load_param<S::param>(record + S::zero, i);
+    }
+}
+
 // What a channel's slot, in one of tiers I, I + 1, ..., adds to its code.
 template <class S, int I>
 KV_INLINE unsigned high_bits(const unsigned char* record, int token, int slot) {
@@ -76,6 +86,6 @@ KV_INLINE float stored_value(const unsigned char* record, int token, int channel
         const int i =
             S::axis == 0 ? token / S::group * Page<S>::others + channel : channel / S::group * Page<S>::others + token;
         const float scale = kv_load_param<S::param>(record + S::scale, i);
-        return __fadd_rn(__fmul_rn((float)code, scale), kv_load_param<S::param>(record + S::zero, i));
+        return __fadd_rn(__fmul_rn((float)code, scale), zero_of<S>(record, i, scale));
     }
 }

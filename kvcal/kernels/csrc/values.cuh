@@ -40,17 +40,23 @@ __device__ __forceinline__ void packed_values(State& state, const float (&s)[QUE
         const int at = group * PAGE * (V_PARAM == KV_FLOAT32 ? 4 : 2), column = quad * 32 + g % 2 * 16;
         float param[PAGE / 8], unit[QUERY_TILES];
         u32 op[QUERY_TILES][PAGE / 16];
+#if !V_POINTS
         load_numbers<V_PARAM>(param, record + V_ZERO + at, column);
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; n++)
 #pragma unroll
             for (int i = 0; i < PAGE / 8; i++) state.zero[group][n] = fmaf(p[n][i], param[i], state.zero[group][n]);
+#endif
         load_numbers<V_PARAM>(param, record + V_SCALE + at, column);
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; n++) {
             float x[PAGE / 8];
 #pragma unroll
             for (int i = 0; i < PAGE / 8; i++) x[i] = p[n][i] * param[i];
+#if V_POINTS  // the zero of a token is in steps of its scale
+#pragma unroll
+            for (int i = 0; i < PAGE / 8; i++) state.zero[group][n] = fmaf(x[i], POINT_ZERO, state.zero[group][n]);
+#endif
             const float top = largest_of(x);
             limbs<false>(x, __fdividef(LARGEST<false>, top), op[n], lane);
             unit[n] = to_scores(top, lane) * (1.f / (LARGEST<false> * (1 << LIFT)));

@@ -310,7 +310,7 @@ __device__ __forceinline__ void wide_scores(float (&s)[2][PAGE / 8], float (&ste
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 load_numbers<K_PARAM>(token_scale[half], scales, lane_token(lane) + 16 * half);
-                load_numbers<K_PARAM>(token_zero[half], zeros, lane_token(lane) + 16 * half);
+                if (!K_POINTS) load_numbers<K_PARAM>(token_zero[half], zeros, lane_token(lane) + 16 * half);
             }
 #pragma unroll
             for (int tile = 0; tile < 8; tile++) {
@@ -320,12 +320,13 @@ __device__ __forceinline__ void wide_scores(float (&s)[2][PAGE / 8], float (&ste
                 for (int n = 0; n < 2; n++) {
                     const float unit = shared.query_unit[part][4 * n + quad] * (scale / (1 << K_LIFT));
                     const float sum = part == 0 ? shared.query_sum[group][4 * n + quad] * scale : 0.f;
-                    const float centre = part == 0 ? shared.query_lost[group][4 * n + quad] * (MEAN_CODE(K_CODE_BITS) * scale) : 0.f;
+                    const float lost = part == 0 ? shared.query_lost[group][4 * n + quad] * (MEAN_CODE(K_CODE_BITS) * scale) : 0.f;
+                    const float centre = K_POINTS ? fmaf(sum, POINT_ZERO, lost) : lost;
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
                         const float dot = sum_of_limbs<true>(acc[0][2 * half + n], acc[1][2 * half + n], unit, centre);
                         float& to = s[n][2 * tile + half];
-                        to = fmaf(dot, token_scale[half][tile], fmaf(token_zero[half][tile], sum, to));
+                        to = fmaf(dot, token_scale[half][tile], K_POINTS ? to : fmaf(token_zero[half][tile], sum, to));
                     }
                 }
             }

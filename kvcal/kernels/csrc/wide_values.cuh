@@ -27,7 +27,7 @@ template <int BITS> __device__ __forceinline__ void pairs_of(const u32* word, u3
         u32 bytes[4];
         kv_coordinates(word[0], bytes);
 #pragma unroll
-        for (int i = 0; i < 8; i++) at[i] = bytes[i % 4] >> i / 4 * 8 & 0x00ff00ffu;
+        for (int i = 0; i < 8; i++) at[i] = permute(bytes[i % 4], 0, i < 4 ? 0x4240 : 0x4341);
     } else if constexpr (BITS == 1) {
 #pragma unroll
         for (int i = 0; i < 8; i++) at[i] = shifted(last, -(i / 4 * 8)) & pair_mask<1>(i);
@@ -80,9 +80,9 @@ __device__ __forceinline__ void wide_values(State& state, const float (&s)[2][PA
             p[i % 2 * 8 + i / 2] = transpose(halves(exp2_(LAZY_SCORES ? fmaf(s[0][i], step[0], low) : s[0][i] + low),
                                                     exp2_(LAZY_SCORES ? fmaf(s[1][i], step[1], high) : s[1][i] + high)));
     }
-    {  // Row 2 i: zeros of group i; 2 i + 1: its scales; all others: 1.
+    {  // Row 2 i: zeros of group i; 2 i + 1: its scales; all others: 1. (Zeros and mean codes of points add up to nothing.)
         u32 row[16];
-        const u8* from = g < 2 * V_GROUPS ? record + (g % 2 ? V_SCALE : V_ZERO) + g / 2 * PAGE * 2 + quad * 64 : reinterpret_cast<const u8*>(shared.ones);
+        const u8* from = !V_POINTS && g < 2 * V_GROUPS ? record + (g % 2 ? V_SCALE : V_ZERO) + g / 2 * PAGE * 2 + quad * 64 : reinterpret_cast<const u8*>(shared.ones);
         load_pairs(row, from);
         float sum[2][4];  // four pairs are an operand, of which two count in rows g, two in g + 8
 #pragma unroll
@@ -157,7 +157,7 @@ __device__ __forceinline__ void take_rows(State& state, int lane) {
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++) {
 #pragma unroll
-        for (int i = 0; i < V_GROUPS; i++)
+        for (int i = 0; i < (V_POINTS ? 0 : V_GROUPS); i++)
             state.zero[i][n] += __shfl_sync(0xffffffffu, state.rows[n], 8 * i + (lane & 3)) +
                                 MEAN_CODE(V_CODE_BITS) * __shfl_sync(0xffffffffu, state.rows[n], 8 * i + 4 + (lane & 3));
         const float sum = __shfl_sync(0xffffffffu, state.rows[n], 8 * V_GROUPS + (lane & 3));
