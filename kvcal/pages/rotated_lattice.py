@@ -1,15 +1,16 @@
 """Rotated pages whose codes are points of a lattice: HIGGS's grid of 16 points in 2 dimensions, for each KV head.
 
-A token is rotated, and each group has a scale, as in a rotated page. Points lie around 0, so that a record needs no zeros:
-they are -63.5 scales. A code is not a number but a
-point: two neighbours along the columns of a plane (channels of a key, tokens of a channel of a value), in units of the
-scale from the zero, become the index of the nearest point of
+A token is rotated, and each group has a scale, as in a rotated page. A code is not a number but a point: two neighbours
+along the columns of a plane (channels of a key, tokens of a channel of a value), divided by their scales, become the
+index of the nearest point of
 
-    the grid of kvcal.pages.grids, (2, 16), in steps of 0.0316 standard deviations: integers from 0 to 127.
+    the grid of kvcal.pages.grids, (2, 16), in steps of 0.0316 standard deviations: integers from 0 to 127, less 63.5.
 
-Its squared error is .1077 of the variance. Codes of 2 bits leave .119, and the grid before it was rounded .1076. A
-kernel multiplies coordinates as it does codes, and makes them of an index by byte permutes. An index has 4 bits for
-2 values, and lies in their places of a plane of 2 bits. A word of such a plane, 16 columns, has the indices of pairs
+A group's zero is thus -63.5 scales, and the record has none. The squared error is .1077 of the variance. Codes of 2 bits
+leave .119, and the grid before it was rounded .1076.
+
+A kernel multiplies coordinates as it does codes, and makes them of an index by byte permutes. An index has 4 bits for 2
+values, and lies in their places of a plane of 2 bits. A word of such a plane, 16 columns, has the indices of pairs
 0, 2, 4, 6, 1, 3, 5, 7, lowest bits first. A permute by one half of the word then gives coordinates in the order of
 tensor cores' operands: of columns 4 j + e, for j = 0 to 3.
 
@@ -24,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvcal.errors import UsageError
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages.record_layout import Knobs
 from kvcal.pages.rotated import RotatedLayout
@@ -43,6 +45,13 @@ class RotatedLatticeLayout(RotatedLayout):
 
     takes_feedback: ClassVar[bool] = False
     has_zeros: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.head_dim % 2:
+            raise UsageError(
+                f"head size {self.head_dim} cannot be cut in pairs of channels; allowed: even ones",
+                hint="take quantizer = 'rotated'",
+            )
 
     @classmethod
     def conflicts(cls, fmt: Knobs) -> Iterator[str]:
