@@ -237,7 +237,7 @@ class KeyChoice:
     axis: Axis = knob("channel", "What a group shares its scale along.")
     group_size: GroupSize = knob(128, "Values that share a scale.")
     boost: Boost | None = knob(None, "Channels with more bits.")
-    quantizer: str = knob("uniform", "How values become codes: uniform, or rotated (Hadamard, per token).")
+    quantizer: str = knob("uniform", "How values become codes: uniform, or per token rotated or rotated-lattice.")
     lattice_dim: Literal[2, 4] | None = knob(None, "HIGGS's lattice of this dimension instead of scales.")
     rescale: bool = knob(False, "With the layer's λ.")
     predicted: bool = knob(False, "As the residual of a prediction.")
@@ -251,7 +251,7 @@ class ValueChoice:
 
     num_bits: Literal[1, 2, 3, 4, 8, 16] = Field(description="Bits of a code.")
     group_size: GroupSize = knob(128, "Values that share a scale.")
-    quantizer: str = knob("uniform", "How values become codes: uniform, or rotated (Hadamard, per token).")
+    quantizer: str = knob("uniform", "How values become codes: uniform, or per token rotated or rotated-lattice.")
     lattice_dim: Literal[2, 4] | None = knob(None, "HIGGS's lattice of this dimension instead of scales.")
     predicted: bool = knob(False, "As the residual of a prediction.")
     num_sink_tokens: SizeOrNone | None = knob(None, "First tokens kept at 16 bits; default: [cache]'s.")

@@ -28,8 +28,9 @@ bench = typer.Typer(
 )
 
 FORMATS_HELP = """Bits; 2-window (32 sinks, the 128 most recent tokens); kitty; 16 (through the same kernel); 2-uneven
-(32 sinks of keys alone: decode_plain); 2-rotated, kitty-rotated (rotated pages, of K and V, or of V); pre-rope (keys
-before RoPE), higgs (a lattice) or aqua (residuals of predictors on it): dequantised in every step. May be repeated."""
+(32 sinks of keys alone: decode_plain); 2-rotated, kitty-rotated (rotated pages, of K and V, or of V); 2-lattice
+(points of a lattice for each head); pre-rope (keys before RoPE), higgs (a lattice for all heads) or aqua (residuals of
+predictors on it): dequantised in every step. May be repeated."""
 OUT = Path("artifacts/bench")
 
 

@@ -6,7 +6,7 @@ index of the nearest point of
 
     the grid of kvcal.pages.grids, (2, 16), in steps of 0.0316 standard deviations: integers from 0 to 127, less 63.5.
 
-A group's zero is thus -63.5 scales, and the record has none. The squared error is .1077 of the variance. Codes of 2 bits
+A zero is thus -63.5 scales, and the record has none. The squared error is .1077 of the variance. Codes of 2 bits
 leave .119, and the grid before it was rounded .1076.
 
 A kernel multiplies coordinates as it does codes, and makes them of an index by byte permutes. An index has 4 bits for 2

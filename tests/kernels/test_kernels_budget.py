@@ -26,7 +26,7 @@ VARIANTS = {
     "Kitty": (Format(2, "channel", boost=KITTY), Format(2), 4800, 0, 3200),
     "rotated 2 bits": (ROTATED, ROTATED, 5000, 0, 5700),
     "rotated values": (Format(2, "channel", boost=KITTY), ROTATED, 5000, 0, 4800),
-    "points": (POINTS, POINTS, 5700, 0, 9000),
+    "points": (POINTS, POINTS, 5700, 0, 5700),
     "16 bits": (RAW, RAW, 2900, 32, 440),
 }
 # Head size and query heads of a group: instructions at most, of 2 bits and, where the fast kernel takes it, of Kitty.
