@@ -71,10 +71,15 @@ def cases() -> list[Case]:
         if bits == 4:  # all are near 0
             del found[-5:-3], found[-2]
         if bits == 2:
-            boosted = replace(k, boost=boost)
+            boosted, points = replace(k, boost=boost), replace(v, quantizer="rotated-lattice")
             found += [
                 Case("K and V rotated, feedback on both", bits, turned, turned, ("k", "v")),
+                Case("K and V rotated", bits, turned, turned),
+                Case("V rotated, on a lattice", bits, k, points),
+                Case("K and V rotated, on a lattice", bits, points, points),
                 Case("12.5 % of K at 4 bits", bits, boosted, v),
+                Case("12.5 % of K at 4 bits, V rotated", bits, boosted, turned),
+                Case("12.5 % of K at 4 bits, V rotated, on a lattice", bits, boosted, points),
                 Case("12.5 % of K at 4 bits, feedback on both", bits, boosted, v, ("k", "v")),
                 Case("12.5 % of K at 4 bits, V rotated, feedback on both", bits, boosted, turned, ("k", "v")),
             ]
