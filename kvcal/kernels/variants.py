@@ -27,7 +27,7 @@ from pydantic.dataclasses import dataclass as strict_dataclass
 from kvcal.geometry import AttentionGeometry, CacheDtype
 from kvcal.pages.record_layout import RAW_BITS
 from kvcal.pages.rotated import RotatedLayout
-from kvcal.pages.rotated_lattice import RotatedLatticeLayout, coordinate_bytes
+from kvcal.pages.rotated_lattice import RotatedLatticeLayout, X, Y
 from kvcal.pages.tiered import TieredLayout
 from kvcal.pages.uniform import PageLayout
 from kvcal.plan.layer import LayerPlan, takes_feedback
@@ -238,8 +238,7 @@ def side_defines(side: Side, fmt: Format, head_dim: int, cache_dtype: str, num_b
     }
     points = {}
     if isinstance(layout, RotatedLatticeLayout):
-        names = [f"POINTS_{axis}_{half}" for axis in "XY" for half in ("LOW", "HIGH")]
-        points = dict(zip(names, (*coordinate_bytes(0), *coordinate_bytes(1)), strict=True))
+        points = {"POINTS_X": int.from_bytes(X, "little"), "POINTS_Y": int.from_bytes(Y, "little")}
     return {f"{side.upper()}_{name}": value for name, value in found.items()} | points
 
 
