@@ -23,6 +23,7 @@ ENGINES = ("vllm", "sglang")
 UTILIZATION = 0.92  # vLLM's own default share of a device
 OVERHEAD = "3GB"
 MAX_REQUESTS = 64
+WASTEFUL = 1.5  # bytes of a block, by those of its pages
 
 EngineOption = Annotated[str, typer.Option("--engine", help="vllm or sglang.")]
 RequestsOption = Annotated[
@@ -91,12 +92,18 @@ def capacity(
     rows = [
         ("memory for the cache, on each rank", format_bytes(nbytes)),
         ("block of 128 tokens, all layers", format_bytes(found.block_bytes)),
+        ("of which padding", format_bytes(found.block_bytes - found.page_bytes)),
         ("blocks", str(found.num_blocks)),
         ("blocks of a request", f"{found.blocks_per_request}, {found.ring_blocks} of them for rings"),
         (f"requests of {context} tokens at once", f"{found.concurrency:.2f}"),
         ("tokens", f"{found.num_tokens}, {found.num_tokens / max(1, found.raw_tokens):.2f}x of 16 bits"),
     ]
     given.show(value, (f"{facts.id} with {plan.name} in {engine}", ("", ""), rows))
+    if found.block_bytes > WASTEFUL * found.page_bytes:
+        given.reporter().say(
+            "note: a ring is larger than the pages of a block, and vLLM gives every block its bytes: long windows "
+            "beside few full-attention layers cost more than a plan saves"
+        )
     if memory is not None:
         given.reporter().say(
             f"note: {overhead} of overhead is assumed; `kvcal serve-args {plan} --engine {engine} "

@@ -1,9 +1,10 @@
 """Tokens and requests of a plan that fit into an engine's memory, by the engine's own rule, before it is started.
 
 vLLM's pool has blocks of one size, that of all layers' pages side by side. A request takes a block for every 128 tokens
-that it has begun, and blocks for its rings: as many rings lie in one as there is room for (vLLM's
-``_get_packed_kv_cache_groups``). SGLang's pool has pages of 128 tokens, whose bytes it rounds up token by token; beside
-it lies a ring for every request that may run, from the start.
+that it has begun, and blocks for its rings, which are all that a layer with a sliding window has: as many rings lie in
+one as there is room for (vLLM's ``_get_packed_kv_cache_groups``), and a ring that is larger makes all blocks as large.
+SGLang's pool has pages of 128 tokens, whose bytes it rounds up token by token; beside it lies a ring for every request
+that may run, from the start.
 
 Bytes are those of one rank; all ranks have the same. Left out: what weights, activations and graphs take, which
 engines measure when they start.
@@ -25,12 +26,14 @@ from kvcal.recipe import Engine
 
 @dataclass(frozen=True)
 class Capacity:
-    """``block_bytes`` of 128 tokens of all layers, padding included; ``num_blocks`` in the pool, with the one that
-    engines keep for nobody; a request of the context takes ``blocks_per_request``, of which ``ring_blocks`` whatever
-    its length. ``raw_tokens``: tokens at 16 bits in the same memory."""
+    """``block_bytes`` of 128 tokens of all layers, padding included, of which pages are ``page_bytes``; ``num_blocks``
+    in the pool, with the one that engines keep for nobody; a request of the context takes ``blocks_per_request``, of
+    which ``ring_blocks`` whatever its length. ``raw_tokens``: tokens at 16 bits in the same memory, without sliding
+    windows."""
 
     memory: int
     block_bytes: int
+    page_bytes: int
     num_blocks: int
     blocks_per_request: int
     ring_blocks: int
@@ -89,7 +92,7 @@ def _capacity(
     shard: HeadShard, memory: int, fixed: int, block_bytes: int, needed: int, ring_blocks: int, context: int
 ) -> Capacity:
     """``fixed``: bytes of the memory that are no blocks."""
-    layers = [block.layer.attention for block in shard.blocks.values()]
+    layers = [block.layer.attention for block in shard.blocks.values() if block.layer.is_paged]
     raw = sum(layer.values_per_token for layer in layers) * CACHE_DTYPES[shard.plan.cache_dtype].itemsize
     num_blocks = max(0, memory - fixed) // block_bytes
     if num_blocks < needed:
@@ -100,7 +103,8 @@ def _capacity(
             smallest_bytes=smallest,
             hint=f"give the cache {smallest} bytes on each rank, or a shorter context",
         )
-    return Capacity(memory, block_bytes, num_blocks, needed, ring_blocks, context, memory // raw)
+    page_bytes = sum(map(shard.block_bytes, shard.blocks))
+    return Capacity(memory, block_bytes, page_bytes, num_blocks, needed, ring_blocks, context, memory // raw)
 
 
 def vllm_blocks(pages: Sequence[int], ring: int) -> tuple[int, int]:

@@ -86,6 +86,24 @@ def test_all_rings_have_the_bytes_of_the_largest_in_vllm() -> None:
     assert fitting.num_blocks == (10**9 - 8 * sum(rings)) // fitting.block_bytes
 
 
+def test_sliding_windows_take_rings_and_no_blocks() -> None:
+    """Gemma-3-4B's shape: of 34 layers, every sixth has full attention, the others a window of 1,024 tokens."""
+    layers = []
+    for index in range(34):
+        is_full = index % 6 == 5
+        geometry = AttentionGeometry(index, 8, 4, 256, 256, None if is_full else 1024)
+        layers.append(LayerPlan(geometry, *(((Format(2, "channel"),), (Format(2),)) if is_full else ())))
+    plan = Plan(IDENTITY, "bfloat16", tuple(layers), Workload(1, 256), {})
+    shard, found = HeadShard(plan), vllm_capacity(plan, 20 * 10**9, 1, 32768)
+    ring = 2 * 1024 * 4 * 256 * 2
+    assert shard.largest_ring_bytes == shard.ring_bytes(0) == ring == 8 * shard.ring_bytes(5)
+    assert (
+        5 * shard.block_bytes(5) == found.page_bytes < found.block_bytes == ring
+        and found.blocks_per_request == 256 + 34
+    )
+    assert found.raw_tokens == 20 * 10**9 // (5 * 2 * 4 * 256 * 2)
+
+
 # What vLLM needs of its configuration to plan a cache; cases are (pages, ring, memory, context).
 PLANNER = """
 import json, sys
@@ -280,6 +298,22 @@ def test_capacity_of_a_device_and_of_the_cache_alone(
     assert str(value["num_blocks"]) in done.out and f"{value['concurrency']:.2f}" in done.out
     done = run_kvcal(capsys, *shared, *device)
     assert "100MB of overhead is assumed" in done.err and "--engine vllm --kv-memory 250000000" in done.err
+
+
+def test_capacity_tells_rings_that_are_larger_than_the_pages_of_a_block(
+    model: Path, plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    geometry = read_sizes(str(model)).geometry
+    sinks = Format(2, "channel", num_sink_tokens=2000)
+    layers = tuple(LayerPlan(layer, (sinks,), (Format(4),)) for layer in geometry.layers)
+    path = tmp_path / "sinks.safetensors"
+    save_plan(Plan(IDENTITY, geometry.cache_dtype, layers, Workload(1, 256), {}), path)
+    sized = ("--kv-memory", "100MB", "--context", 1000, "--json")
+    done = run_kvcal(capsys, "capacity", model, "--plan", path, *sized)
+    value = json.loads(done.out)
+    assert value["block_bytes"] > 1.5 * value["page_bytes"] and "larger than the pages of a block" in done.err
+    sglang = run_kvcal(capsys, "capacity", model, "--plan", path, *sized, "--engine", "sglang", "--max-requests", 1)
+    assert "larger than" not in sglang.err and json.loads(sglang.out)["page_bytes"] == value["page_bytes"]
 
 
 def test_serve_args_are_one_command_line(

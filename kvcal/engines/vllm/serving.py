@@ -33,6 +33,7 @@ from kvcal.plan.plan import load_plan
 logger = logging.getLogger("vllm.kvcal")
 
 PLAN_KEY = "kvcal_plan"
+WASTEFUL = 1.5  # bytes of a block, by those of its pages
 
 
 class Serving:
@@ -84,6 +85,8 @@ class Serving:
                 "%d blocks of %d tokens: the plan takes %d bytes a block and %d a request, vLLM allocated %d a block",
                 len(blocks), PAGE_TOKENS, predicted, rings, self._allocated,
             )  # fmt: skip
+            if self._allocated > WASTEFUL * predicted:
+                logger.warning("rings are larger than the pages of a block, and vLLM gives every block their bytes")
 
     def report_errors(self) -> None:
         """Log pages that could not be stored, once a kind. Waits for nothing: on CUDA an error is seen some steps
