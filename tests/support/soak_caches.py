@@ -1,6 +1,6 @@
 """Tokens without end through caches that are reset again and again: of ragged batches, and of pages that shrink.
 
-    python tests/support/soak_caches.py --count 1000000 --seed 0 [--device cuda] [--rows 64] [--processes 4]
+    python tests/support/soak_caches.py --count 1000000 --seed 0 [--device cuda] [--rows 384] [--processes 2]
         [--seconds 120]
 
 Each round has its own padding, prompts of up to eight lengths, chunks and steps. Free memory is poisoned before it: all
@@ -95,6 +95,8 @@ def soak(
     line behind every tenth."""
     deadline, told = time.monotonic() + seconds, 0
     rng, counts, grown_from = random.Random(f"{seed} {kind}"), Counter({"wrong": 0, "grown": 0}), 0
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     case = case_of(kind, device, most_rows)
     model, plan, budget, is_static = case.model, case.plan, case.budget_bytes, kind.endswith("static")
     cache, alone = (
@@ -180,20 +182,33 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rows", type=int, default=ROWS, help="of the largest batch")
-    parser.add_argument("--processes", type=int, default=1, help="kinds of caches that run at a time")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="of a kind; begin no round after so many")
+    parser.add_argument("--processes", type=int, default=1, help="kinds of caches that run at a time, on a CPU")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="in all; no round begins after a kind's share")
     options = parser.parse_args()
-    each, wrong = -(-options.count // len(KINDS)), 0
-    print(f"{'cache':20}{'tokens':>10}{'rounds':>8}{'wrong':>7}{'grown MiB':>11}")
-    with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-        others = options.seed, options.device, options.rows, options.seconds, tell_on_stderr
-        found = [pool.submit(soak, kind, each, *others) for kind in KINDS]
-        for kind, future in zip(KINDS, found, strict=True):
-            counts = future.result()
-            wrong += counts["wrong"]
-            row = f"{counts['tokens']:>10}{counts['rounds']:>8}{counts['wrong']:>7}{counts['grown'] / 1024:>11.1f}"
-            print(f"{kind:20}{row}", flush=True)
+    wrong = 0
+    print(f"{'cache':20}{'tokens':>10}{'rounds':>8}{'wrong':>7}{'grown MiB':>11}", flush=True)
+    for kind, counts in soaked(options):
+        wrong += counts["wrong"]
+        row = f"{counts['tokens']:>10}{counts['rounds']:>8}{counts['wrong']:>7}{counts['grown'] / 1024:>11.1f}"
+        print(f"{kind:20}{row}", flush=True)
     return int(wrong > 0)
+
+
+def soaked(options: argparse.Namespace) -> Iterator[tuple[str, Counter[str]]]:
+    """Each kind with its counts. On a CPU each has a process of its own; processes of one GPU would wait for each other
+    at every step."""
+    each, start = -(-options.count // len(KINDS)), time.monotonic()
+    others = options.seed, options.device, options.rows
+    if options.device == "cuda":
+        for number, kind in enumerate(KINDS):
+            share = (options.seconds - (time.monotonic() - start)) / (len(KINDS) - number)
+            yield kind, soak(kind, each, *others, share, tell_on_stderr)
+        return
+    share = options.seconds * options.processes / len(KINDS)
+    with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        found = [pool.submit(soak, kind, each, *others, share, tell_on_stderr) for kind in KINDS]
+        for kind, future in zip(KINDS, found, strict=True):
+            yield kind, future.result()
 
 
 if __name__ == "__main__":
