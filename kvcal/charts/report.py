@@ -3,8 +3,6 @@
 Parts come in the order of a reader's questions: what the plan takes, why each layer has its bits, what another budget
 would give, what was measured, how the folder came about. A part whose artifact is missing is left out. The page states
 no date and no path, so that equal artifacts give equal bytes.
-
-Left out: KL by position, which no stage records.
 """
 
 from __future__ import annotations
@@ -303,9 +301,34 @@ def _evaluation_part(evaluation: Evaluation) -> str:
     ]
     charts += [_accuracy_bars([(row.name, row) for row in rows])] if rows[0].tasks else []
     seconds = bars([_bar(row.name, row.seconds, None, 1, "s") for row in rows], "seconds to measure")
-    return section(
-        "evaluation", "Evaluation", [whole, side_by_side([*charts, seconds])], f"{evaluation.data}; ± standard errors."
-    )
+    parts = [whole, side_by_side([*charts, seconds])]
+    by_part = [chart for chart in (_kl_by_position(rows), _kl_by_kind(rows)) if chart]
+    if by_part:
+        parts += ["<h3>KL by position and by kind of text</h3>", side_by_side(by_part)]
+    return section("evaluation", "Evaluation", parts, f"{evaluation.data}; ± standard errors.")
+
+
+def _kl_by_position(rows: Sequence[Row]) -> str:
+    """A line for each row, over the positions of its texts; nothing for rows that did not note them."""
+    series = [
+        Series(row.name, number, [
+            Point((part.start + part.stop) / 2, part.kl, part.kl_se or 0.0,
+                  f"{row.name}, tokens {part.start} to {part.stop - 1}: {_with(part.kl, part.kl_se)}")
+            for part in row.text.kl_by_position
+        ], is_joined=True)
+        for number, row in enumerate(rows)
+    ]  # fmt: skip
+    return scatter(series, "position in the text, tokens", KL)
+
+
+def _kl_by_kind(rows: Sequence[Row]) -> str:
+    """A bar for each row and kind; nothing for texts of one kind."""
+    found = [
+        _bar(f"{row.name}: {part.kind}", part.kl, part.kl_se, number, "nats per token")
+        for number, row in enumerate(rows)
+        for part in row.text.kl_by_kind
+    ]
+    return bars(found, KL) if found else ""
 
 
 def _bar(name: str, value: float, error: float | None, colour: int, unit: str) -> tuple[str, list[Part]]:

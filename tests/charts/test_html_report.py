@@ -25,6 +25,7 @@ from kvcal.stages.allocate.record import save as save_allocation
 from kvcal.stages.compare.record import Calibration, Comparison, Entry, StageTime, save_comparison, with_shares
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate import save_evaluation
+from kvcal.stages.evaluate.text import PartKL
 from kvcal.stages.search.record import save as save_search
 from kvcal.stages.tune.record import Outcome, Search, Threshold, Trial, Tuning, pareto_front, save_tuning
 
@@ -180,6 +181,19 @@ def test_memory_and_evaluation_state_the_records_figures(tmp_path: Path) -> None
     assert "m: 0.05 ± 0.01 nats per token" in found.sections["evaluation"]
     assert "m, chain: 75 ± 15 %" in found.sections["evaluation"]
     assert cells["nested.key"] == ["m"] and cells["plan sha256"] == [plan.sha256]
+
+
+def test_kl_by_position_is_a_line_and_by_kind_a_bar(tmp_path: Path) -> None:
+    parts = tuple(PartKL(0.01 * n, 0.001, 100, start=64 * n, stop=64 * n + 64) for n in range(8))
+    kinds = (PartKL(0.02, None, 300, kind="code"), PartKL(0.03, 0.001, 500, kind="<prose>"))
+    found = row("m", UNIFORM, 0.05, 6)
+    save_evaluation(evaluation(found), Folder(tmp_path).evaluation)
+    assert "KL by position" not in report_html(Folder(tmp_path))
+    text = replace(found.text, kl_by_position=parts, kl_by_kind=kinds)
+    save_evaluation(evaluation(replace(found, text=text)), Folder(tmp_path).evaluation)
+    shown = require_alone(report_html(Folder(tmp_path))).sections["evaluation"]
+    assert "m, tokens 64 to 127: 0.01 ± 0.001" in shown and "m, tokens 448 to 511: 0.07 ± 0.001" in shown
+    assert "m: code: 0.02 nats per token" in shown and "m: <prose>: 0.03 ± 0.001 nats per token" in shown
 
 
 def test_a_search_has_kl_by_kind_pools_side_by_side_and_choices(tmp_path: Path) -> None:

@@ -151,3 +151,27 @@ def test_wrong_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlanCache, "nbytes", property(lambda cache: 12345))
     with pytest.raises(ArtifactError, match=r"12345 bytes of cache, the plan predicts \d+"):
         measure(loaded, make_plan(loaded), text(140))
+
+
+def test_kl_by_position_and_by_kind_is_that_of_the_tokens_there() -> None:
+    loaded = tiny()
+    data = replace(text(300, 300, 150), kinds=("prose", "code", "prose"))
+    plan = make_plan(loaded, COARSE)
+    quality = measure(loaded, plan, data)
+    sums, counts = torch.zeros(3, 8, dtype=torch.float64), torch.zeros(3, 8, dtype=torch.float64)
+    for number, (tokens_T, mask_T) in enumerate(zip(data.sequences, data.loss_masks, strict=True)):
+        found = token_kl(plain_logits(loaded, tokens_T), stepwise_logits(loaded, plan, tokens_T), mask_T)
+        for position, kl in zip(mask_T[1:].nonzero().flatten().tolist(), found, strict=True):
+            sums[number, position // 38] += kl
+            counts[number, position // 38] += 1
+    assert [(part.start, part.stop) for part in quality.kl_by_position] == [(38 * n, 38 * n + 38) for n in range(8)]
+    for n, part in enumerate(quality.kl_by_position):
+        assert part.num_loss_tokens == counts[:, n].sum()
+        assert part.kl == pytest.approx(float(sums[:, n].sum() / counts[:, n].sum()), rel=1e-4, abs=1e-9)
+    assert [part.kind for part in quality.kl_by_kind] == ["code", "prose"]
+    for part, rows in zip(quality.kl_by_kind, ([1], [0, 2]), strict=True):
+        assert part.kl == pytest.approx(float(sums[rows].sum() / counts[rows].sum()), rel=1e-4)
+        assert (part.kl_se is None) == (len(rows) == 1)
+    total = sum(part.kl * part.num_loss_tokens for part in quality.kl_by_position)
+    assert total == pytest.approx(quality.kl * data.num_loss_tokens)
+    assert measure(loaded, plan, text(300, 300, 150)).kl_by_kind == ()
