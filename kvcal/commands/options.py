@@ -209,6 +209,35 @@ class RecipeOptions(ModelOptions):
 
 
 @dataclass(frozen=True)
+class TaskOptions:
+    """The tasks of an evaluation."""
+
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME",
+            help="Tasks: ledger, chain, times, and those of lm-eval (NAME or NAME:METRIC); '' is none.",
+        ),
+    ] = None
+    include_path: Annotated[str | None, typer.Option(help="A folder with lm-eval task files (YAML) of your own.")] = (
+        None
+    )
+    limit: Annotated[int | None, typer.Option(help="Problems of each task at most.", min=1)] = None
+
+    def knobs(self) -> dict[str, Any]:
+        """The knobs of [evaluate] that were given, by dotted name."""
+        from kvcal.data.tasks import TASKS
+        from kvcal.recipe import LM_EVAL
+
+        names = None
+        if self.tasks is not None:
+            given = [name.strip() for name in self.tasks.split(",") if name.strip()]
+            names = [name if name in TASKS else LM_EVAL + name.removeprefix(LM_EVAL) for name in given]
+        values = {"tasks": names, "include_path": self.include_path, "num_problems": self.limit}
+        return {f"evaluate.{key}": value for key, value in values.items()}
+
+
+@dataclass(frozen=True)
 class WorkloadOptions:
     """The workload that a plan's bytes are counted for."""
 

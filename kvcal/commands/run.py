@@ -21,6 +21,7 @@ from kvcal.commands.options import (
     RecipeOption,
     RecipeOptions,
     ServeOptions,
+    TaskOptions,
     WorkloadOptions,
     is_model,
     spread,
@@ -201,6 +202,7 @@ def compare(
     given: RecipeOptions,
     served: ServeOptions,
     sizes: WorkloadOptions,
+    posed: TaskOptions,
     bits: Annotated[
         list[float] | None,
         typer.Option(help="All-in bits per cached value for the recipes with [allocate]; may be repeated."),
@@ -218,6 +220,8 @@ def compare(
     Example: `kvcal compare pm-kvq kitty best --model reasoner-10m --bits 2.25 --bits 2.5 --bits 3`
 
     Example: `kvcal compare mine.toml --model Qwen/Qwen3-8B --bits 2.5 --batch 16 --context 32768 --json`
+
+    Example: `kvcal compare best kitty --model M --bits 2.5 --data texts.jsonl --tasks gsm8k,arc_easy --limit 200`
     """
     from kvcal.charts.comparison import draw_comparison
     from kvcal.charts.report import write_report
@@ -226,10 +230,13 @@ def compare(
     from kvcal.stages.compare import FILE
     from kvcal.stages.compare import compare as compare_points
     from kvcal.stages.compare.record import comparison_columns, comparison_title, points_of
+    from kvcal.stages.evaluate.harness import require_tasks
     from kvcal.strict import dump
 
     evaluating = [text for text in given.sets or () if text.startswith(("evaluate.", "data."))]
-    spec = replace(given, sets=evaluating, samples=None).recipe(recipe).evaluate
+    spec = replace(given, sets=evaluating, samples=None).recipe(recipe, posed.knobs()).evaluate
+    if spec.harness_tasks:
+        require_tasks(spec)
     points = _changed(points_of(recipes, bits or ()), given, served)
     workload = sizes.workload(DEFAULT_WORKLOAD)
     folder = pipeline.Folder.create(distributed.own_folder(out, "plans/*"))

@@ -106,4 +106,18 @@ def test_no_recipe_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     done = run_kvcal(capsys, "compare", "--model", "reasoner-10m")
     assert done.code == 2 and "Missing argument" in done.err
     done = run_kvcal(capsys, "compare", "--help")
-    assert done.code == 0 and done.out.count("Example") == 2
+    assert done.code == 0 and done.out.count("Example") == 3
+
+
+def test_the_tasks_and_their_limit_are_those_of_the_command_line(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small_recipes = write_recipes(tmp_path)
+    model = save_llama(tmp_path / "tiny-llama", tokenizer)
+    arguments = ["compare", small_recipes[1], "--model", model, "--recipe", small_recipes[0], "--batch", 2]
+    done = run_kvcal(capsys, *arguments, "--tasks", "times,chain", "--limit", 2, "--out", tmp_path / "out", "--json")
+    assert done.code == 0, done.err
+    for _, row in load_comparison(tmp_path / "out" / "compare.json").measured:
+        assert [(task.task, task.num_problems) for task in row.tasks] == [("times", 2), ("chain", 2)]
+    done = run_kvcal(capsys, *arguments, "--tasks", "no-such-task", "--out", tmp_path / "other")
+    assert done.code == 2 and not (tmp_path / "other").exists()
