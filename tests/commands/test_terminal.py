@@ -166,7 +166,7 @@ def test_the_remaining_time_survives_slow_steps_and_other_work(capsys: pytest.Ca
     reporter(4, 10, "plans")  # ends what is within
     assert lines() == ["plans: 4 of 10, about 22.0 min left"]
     reporter(0, 4, "text")
-    clock.now = 910.0
+    clock.now = 230.0
     reporter(2, 4, "text")
     assert lines()[1] == "text: 2 of 4, about 10 s left"  # begun anew
     reporter(10, 10, "plans")
