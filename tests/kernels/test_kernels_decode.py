@@ -261,7 +261,7 @@ def test_every_format(name: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize("group", (1, 2, 3, 4, 5, 7, 8, 12, 16, 17))
-@pytest.mark.parametrize("name", ("2 bits", "4 bits", "Kitty", "rotated 2 bits"))
+@pytest.mark.parametrize("name", ("2 bits", "4 bits", "Kitty", "rotated 2 bits", "points"))
 def test_query_groups(name: str, group: int) -> None:
     case = Case(variant_of(*CASES[name], group=group), LENGTHS, heads=3, seed=2)
     assert relative_error(case.run(0.06), case.expected(0.06)) <= TOLERANCE
@@ -318,7 +318,7 @@ def test_softcap_and_sink_logits(name: str) -> None:
 
 
 @pytest.mark.parametrize("outlier", (1.0, 100.0, 1000.0))
-@pytest.mark.parametrize("name", ("2 bits", "4 bits", "K per token", "Kitty", "rotated 2 bits"))
+@pytest.mark.parametrize("name", ("2 bits", "4 bits", "K per token", "Kitty", "rotated 2 bits", "points"))
 def test_outliers_and_sharp_or_flat_attention(name: str, outlier: float) -> None:
     case = Case(variant_of(*CASES[name]), (5, 600, 1300), heads=2, seed=7, outlier=outlier)
     for scale in (0.0, 1e-3, 0.02 / outlier, 0.5 / outlier):
@@ -361,7 +361,9 @@ def test_rows_beyond_one_launch(batch: int, name: str) -> None:
     assert all(torch.equal(case.run(0.06, workspace=workspace), first) for _ in range(3))
 
 
-@pytest.mark.parametrize("name", ("2 bits", "4 bits", "Kitty", "sinks and windows", "rotated 2 bits", "16 bits"))
+@pytest.mark.parametrize(
+    "name", ("2 bits", "4 bits", "Kitty", "sinks and windows", "rotated 2 bits", "points", "16 bits")
+)
 def test_the_sum_that_is_divided_by(name: str) -> None:
     """A sink logit as large as the log-sum-exp of a head's scores takes half of the weight."""
     case, scale = Case(variant_of(*CASES[name]), (1000,), heads=2, seed=14), 0.1
