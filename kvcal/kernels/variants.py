@@ -8,8 +8,8 @@ Bit widths, groups, offsets and head sizes are constants of a kernel, so that ev
 unrolls. All offsets come from the layouts in ``kvcal.pages``: the bit layout is defined there and nowhere else. Names
 of macros are as in ``csrc``, and so are the numbers of dtypes, axes and scores (``csrc/common.cuh``, ``side.cuh``).
 
-Lattices, residuals of a prediction and keys before RoPE do not fold into a query: they are stored forms, which are
-reconstructed into pages of 16 bits before the kernels read them (``stored_form``).
+Lattices for all heads, residuals of a prediction and keys before RoPE do not fold into a query: they are stored forms,
+which are reconstructed into pages of 16 bits before the kernels read them (``stored_form``).
 """
 
 from __future__ import annotations
