@@ -33,7 +33,7 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Silent
 from kvcal.recipe import FeedbackSpec
-from kvcal.stages.divergence import divergences, unquantized_plan
+from kvcal.stages.divergence import deviations, unquantized_plan
 from kvcal.stages.feedback import output_products, query_products, run_feedback
 
 DAMPINGS = (0.003, 0.01, 0.1)
@@ -112,7 +112,7 @@ def measure(loaded: LoadedModel, plans: Sequence[Plan], data: TokenDataset) -> t
     """Sums of KL [P, texts] and counts [texts] of the loss tokens."""
     reference, columns = unquantized_plan(loaded.identity, loaded.geometry), []
     for tokens_T, mask_T in zip(data.sequences, data.loss_masks, strict=True):
-        columns.append(divergences(loaded.model, reference, plans, tokens_T[None], mask_T[None]).sum(1))
+        columns.append(deviations(loaded.model, reference, plans, tokens_T[None], mask_T[None]).kl_Pn.sum(1))
     return torch.stack(columns, 1), torch.tensor([int(mask.sum()) for mask in data.loss_masks], dtype=torch.float64)
 
 

@@ -29,7 +29,7 @@ from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload
 from kvcal.recipe import EvaluateSpec, FormatsSpec, fixed_layers
 from kvcal.recipe_files import load_recipe
-from kvcal.stages.divergence import divergences, unquantized_plan
+from kvcal.stages.divergence import deviations, unquantized_plan
 from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
 
 SHARES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
@@ -94,7 +94,7 @@ def kl_sums(loaded: LoadedModel, plans: Sequence[Plan], data: TokenDataset, repo
     reference = unquantized_plan(loaded.identity, loaded.geometry)
     columns = []
     for number, (tokens_T, mask_T) in enumerate(zip(data.sequences, data.loss_masks, strict=True)):
-        found_Pn = divergences(loaded.model, reference, plans, tokens_T.unsqueeze(0), mask_T.unsqueeze(0))
+        found_Pn = deviations(loaded.model, reference, plans, tokens_T.unsqueeze(0), mask_T.unsqueeze(0)).kl_Pn
         columns.append(found_Pn.sum(1))
         reporter(number + 1, len(data.sequences), "KL of sequences")
     return torch.stack(columns, 1)

@@ -38,7 +38,7 @@ from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload
 from kvcal.recipe import Recipe, TuneSpec, fixed_layers
 from kvcal.recipe_files import load_recipe
-from kvcal.stages.divergence import divergences, unquantized_plan
+from kvcal.stages.divergence import deviations, unquantized_plan
 from kvcal.stages.evaluate.tasks import measure_tasks
 from kvcal.stages.tune.objective import Origin, TaskObjective
 from kvcal.stages.tune.record import Outcome, Tuning
@@ -64,7 +64,7 @@ def kl_by_text(loaded: LoadedModel, plans: Sequence[Plan], data: TokenDataset, r
     """Mean KL to 16 bits over each text's loss tokens, [plans, texts] fp64."""
     reference, columns = unquantized_plan(loaded.identity, loaded.geometry), []
     for number, (tokens, mask) in enumerate(zip(data.sequences, data.loss_masks, strict=True)):
-        columns.append(divergences(loaded.model, reference, plans, tokens[None], mask[None]).mean(1))
+        columns.append(deviations(loaded.model, reference, plans, tokens[None], mask[None]).kl_Pn.mean(1))
         reporter(number + 1, len(data.sequences), "scores: texts")
     return torch.stack(columns, dim=1)
 

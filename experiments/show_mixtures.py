@@ -29,7 +29,7 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.recipe import CacheSpec
 from kvcal.stages.allocate.record import layer_bytes, num_values
 from kvcal.stages.allocate.solver import Option, Unit, solve
-from kvcal.stages.divergence import divergences, one_side_plan, unquantized_plan
+from kvcal.stages.divergence import deviations, one_side_plan, unquantized_plan
 
 SOURCES = ("samples", "python:docs", "python:code", "math", "dialogues", "tasks")
 WORKLOAD = Workload(8, 4096)
@@ -40,7 +40,7 @@ def kl_of(loaded: LoadedModel, plans: list[Plan], data: TokenDataset) -> Tensor:
     """Mean KL in nats per loss token, [texts, plans] fp64."""
     reference = unquantized_plan(loaded.identity, loaded.geometry)
     texts = zip(data.sequences, data.loss_masks, strict=True)
-    found = [divergences(loaded.model, reference, plans, ids[None], mask[None]).mean(1) for ids, mask in texts]
+    found = [deviations(loaded.model, reference, plans, ids[None], mask[None]).kl_Pn.mean(1) for ids, mask in texts]
     return torch.stack(found)
 
 

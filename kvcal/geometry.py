@@ -31,19 +31,6 @@ class ExpandedHeads:
     v_head_dim: HeadDim
 
 
-# The keys of a configuration that tell the sizes of latent attention.
-LATENT_KEYS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-
-
-def latent_sizes(keys: Mapping[str, Any]) -> tuple[int, int, ExpandedHeads] | None:
-    """Of multi-head latent attention: channels of the latent and of the rotary key, and the heads that are made of
-    them, by the keys of a configuration; None for other attention. Taps compare the heads with the attention's own."""
-    latent, rotary, plain, value = sizes = [keys.get(name) for name in LATENT_KEYS]
-    if not all(isinstance(size, int) for size in sizes):
-        return None
-    return latent, rotary, ExpandedHeads(plain + rotary, value)  # type: ignore[return-value, operator, arg-type]
-
-
 @dataclass(frozen=True, config=STRICT)
 class AttentionGeometry:
     """One attention layer. ``window`` is the sliding window in tokens, None for full attention. ``state_bytes``: of the
@@ -89,6 +76,22 @@ class AttentionGeometry:
     def values_per_token(self) -> int:
         """Cached values of a token: its keys and its values."""
         return self.num_kv_heads * (self.k_head_dim + self.v_head_dim)
+
+
+# The keys of a configuration that tell the sizes of latent attention.
+LATENT_KEYS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+
+
+def latent_geometry(
+    index: int, num_query_heads: int, window: int | None, keys: Mapping[str, Any]
+) -> AttentionGeometry | None:
+    """A layer of multi-head latent attention by the keys of a configuration; None for other attention. Taps compare the
+    heads with the attention's own."""
+    sizes = [size for name in LATENT_KEYS if isinstance(size := keys.get(name), int) and size > 0]
+    if len(sizes) < len(LATENT_KEYS):
+        return None
+    latent, rotary, plain, value = sizes
+    return AttentionGeometry(index, num_query_heads, 1, latent, rotary, window, ExpandedHeads(plain + rotary, value))
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -32,7 +32,7 @@ from kvcal.geometry import (
     Geometry,
     LayerGeometry,
     StateGeometry,
-    latent_sizes,
+    latent_geometry,
 )
 from kvcal.models.files import Location, locate, read_json, require_sizes, weight_files
 from kvcal.stored_tensor import ITEM_BYTES
@@ -205,9 +205,8 @@ def _layer(index: int, kind: str, keys: dict[str, Any], dtype: str, place: str) 
         raise UnsupportedModel(f"{place}: layer {index} is of the type {kind!r}; supported: {FULL}, {SLIDING}")
     heads = _number(keys, "num_attention_heads", place)
     window = _number(keys, "sliding_window", place) if kind == SLIDING else None
-    latent = latent_sizes(keys)
-    if latent is not None:
-        return AttentionGeometry(index, heads, 1, *latent[:2], window, latent[2])
+    if (latent := latent_geometry(index, heads, window, keys)) is not None:
+        return latent
     if keys.get("multi_query"):
         raise UnsupportedModel(f"{place}: multi_query: how many heads are cached is known once the model has run")
     kv_heads = heads if keys.get("num_key_value_heads") is None else _number(keys, "num_key_value_heads", place)

@@ -41,7 +41,7 @@ from kvcal.geometry import (
     Geometry,
     LayerGeometry,
     StateGeometry,
-    latent_sizes,
+    latent_geometry,
 )
 
 # Layer types without any attention: transformers gives them a placeholder for a cache layer.
@@ -218,9 +218,9 @@ def _attention_geometry(
     num_query_heads, num_kv_heads = config.num_attention_heads, k_shape[1]
     if not isinstance(num_query_heads, int) or num_query_heads % num_kv_heads:
         raise UnsupportedModel(f"{place}: {num_query_heads} query heads over {num_kv_heads} KV heads")
-    cached, latent = (num_kv_heads, k_shape[-1], v_shape[-1]), latent_sizes(config.to_dict())
-    expanded = latent[2] if latent is not None and cached == (1, *latent[:2]) else None
-    return AttentionGeometry(index, num_query_heads, *cached, window, expanded)
+    measured = AttentionGeometry(index, num_query_heads, num_kv_heads, k_shape[-1], v_shape[-1], window)
+    latent = latent_geometry(index, num_query_heads, window, config.to_dict())
+    return latent if latent is not None and dataclasses.replace(latent, expanded=None) == measured else measured
 
 
 def _state_bytes(layer: object) -> int:

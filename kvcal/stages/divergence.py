@@ -156,22 +156,10 @@ def _tensors_of(plan: Plan, layer: LayerPlan) -> dict[str, int]:
     return {name: id(tensor) for name, tensor in plan.tensors.items() if name.startswith(prefix)}
 
 
-def divergences(
-    model: PreTrainedModel,
-    reference: Plan,
-    plans: Sequence[Plan],
-    tokens_BT: Tensor,
-    loss_mask_BT: Tensor,
-    room: Room | None = None,
-) -> Tensor:
-    """KL(reference || plan) in nats of the next-token distributions, [P, n] fp64: ``deviations`` without the rest."""
-    return deviations(model, reference, plans, tokens_BT, loss_mask_BT, room).kl_Pn
-
-
 class Deviations(NamedTuple):
-    """Of P plans at n loss tokens, on the CPU. ``kl_Pn``: fp64, nats; ``flips_Pn``: whether the most likely token is
-    another than at 16 bits; ``is_sure_n``: whether that one has a probability of ``SURE`` or more at 16 bits;
-    ``sequence_n``: which sequence of the batch the token is in."""
+    """Of P plans at n loss tokens, on the CPU. ``kl_Pn``: KL(reference || plan) of the next-token distributions, fp64,
+    nats; ``flips_Pn``: whether the most likely token is another than at 16 bits; ``is_sure_n``: whether that one has a
+    probability of ``SURE`` or more at 16 bits; ``sequence_n``: which sequence of the batch the token is in."""
 
     kl_Pn: Tensor
     flips_Pn: Tensor

@@ -22,7 +22,7 @@ from kvcal.recipe_files import load_recipe
 from kvcal.run import pipeline
 from kvcal.run import transform as transform_folder
 from kvcal.run.formats import fix_folder
-from kvcal.stages.divergence import divergences, unquantized_plan
+from kvcal.stages.divergence import deviations, unquantized_plan
 
 RECIPE = """
 [data]
@@ -55,7 +55,7 @@ def model(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
 def kl(loaded: LoadedModel, plan: Plan) -> float:
     tokens = torch.randint(3, 100, (1, 300), generator=torch.Generator().manual_seed(0))
     reference = unquantized_plan(loaded.identity, loaded.geometry)
-    return float(divergences(loaded.model, reference, [plan], tokens, torch.arange(300)[None] > 200).mean())
+    return float(deviations(loaded.model, reference, [plan], tokens, torch.arange(300)[None] > 200).kl_Pn.mean())
 
 
 def test_from_the_command_to_plans_and_folded_weights(tmp_path, model):

@@ -33,7 +33,7 @@ from kvcal.run import formats, pipeline
 from kvcal.stages import profile
 from kvcal.stages.allocate.budget import reserved_bytes
 from kvcal.stages.checkpoint import Checkpoint, State
-from kvcal.stages.divergence import PHASE, KLMeter, declare_plans, divergences, kl_texts, unquantized_plan
+from kvcal.stages.divergence import PHASE, KLMeter, declare_plans, deviations, kl_texts, unquantized_plan
 from kvcal.stages.evaluate import tasks
 from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
 from kvcal.stages.generate import complete
@@ -193,7 +193,7 @@ def test_the_meter_gives_each_plan_its_own_divergence_over_all_texts(tmp_path: P
         assert len(checkpoint.state.means) == 2
     reference = unquantized_plan(small.identity, small.geometry)
     for plan, kl in zip([*plans, plans[0]], found, strict=True):
-        each = [divergences(small.model, reference, [plan], t.tokens_T[None], t.loss_mask_T[None]) for t in texts]
+        each = [deviations(small.model, reference, [plan], t.tokens_T[None], t.loss_mask_T[None]).kl_Pn for t in texts]
         assert kl == pytest.approx(sum(float(kl_n.mean()) for kl_n in each) / 3, rel=1e-4)
     assert found[0] == found[2] != found[1]
 

@@ -41,7 +41,7 @@ from kvcal.recipe import (
 from kvcal.stages import feedback, profile, reparam
 from kvcal.stages.allocate import allocate
 from kvcal.stages.allocate.budget import reserved_bytes
-from kvcal.stages.divergence import divergences, unquantized_plan
+from kvcal.stages.divergence import deviations, unquantized_plan
 from kvcal.stages.evaluate import load_evaluation
 from kvcal.stages.predictors.record import find_targets
 from kvcal.stages.profile.observers import GradientPass
@@ -104,7 +104,7 @@ def test_more_bits_are_nearer_to_16(name: str) -> None:
         Plan(loaded.identity, cache_dtype, layers, Workload(1, 300), {}, tensors=lattice_tensors(layers))
         for layers in (*latents, *rotary, *others)
     ]
-    *kl, rotated, raw = divergences(loaded.model, reference, plans, tokens_BT, mask_BT).mean(1).tolist()
+    *kl, rotated, raw = deviations(loaded.model, reference, plans, tokens_BT, mask_BT).kl_Pn.mean(1).tolist()
     for falling in (kl[:4], kl[4:]):
         assert all(math.isfinite(value) and value > 0 for value in falling)
         assert falling == sorted(falling, reverse=True) and falling[0] > 20 * falling[-1]

@@ -27,7 +27,7 @@ from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec
 from kvcal.stages import checkpoint as checkpoint_module
 from kvcal.stages import divergence, profile
 from kvcal.stages.allocate import allocate
-from kvcal.stages.divergence import divergences, one_side_plan, unquantized_plan
+from kvcal.stages.divergence import deviations, one_side_plan, unquantized_plan
 from kvcal.stages.estimate import graph_bytes, parameter_bytes
 from kvcal.stages.profile.observers import GradientPass
 from kvcal.stages.profile.sensitivity import Candidate
@@ -122,7 +122,7 @@ def test_kl_is_that_of_each_side_alone_per_loss_token(finished) -> None:
     for index, side in ((0, "k"), (1, "v")):
         for column, candidate in enumerate(found.setup.kl_candidates(side)):
             plan = one_side_plan(reference, index, side, CACHE.format(side, *candidate))
-            rows = [divergences(loaded.model, reference, [plan], *text)[0] for text in texts]
+            rows = [deviations(loaded.model, reference, [plan], *text).kl_Pn[0] for text in texts]
             expected = float(torch.cat(rows).mean())
             assert expected > 0
             assert float(found.kl(index, side)[column]) == pytest.approx(expected, rel=1e-4)

@@ -27,7 +27,6 @@ from kvcal.stages.divergence import (
     Room,
     cache_share,
     deviations,
-    divergences,
     feed,
     first_difference,
     kl_divergence,
@@ -114,7 +113,7 @@ def test_kl_counts_the_positions_that_predict_loss_tokens() -> None:
     tokens_T = tokens_of(300)
     mask_T = torch.zeros(300, dtype=torch.bool)
     mask_T[[40, 200, 299]] = True
-    found_1n = divergences(loaded.model, reference, [plan], tokens_T[None], mask_T[None])
+    found_1n = deviations(loaded.model, reference, [plan], tokens_T[None], mask_T[None]).kl_Pn
     logits = [
         torch.cat([x for _, x in feed(loaded.model, PlanCache(p, loaded.model.config), tokens_T[None])], 1)[0]
         for p in (reference, plan)
@@ -123,8 +122,8 @@ def test_kl_counts_the_positions_that_predict_loss_tokens() -> None:
     torch.testing.assert_close(found_1n[0], expected, rtol=1e-3, atol=1e-12)
     assert found_1n[0, 0] < 1e-9 < found_1n[0, 1]  # token 40 is predicted before anything is quantized
     mask_T[:] = False
-    assert divergences(loaded.model, reference, [plan], tokens_T[None], mask_T[None]).shape == (1, 0)
-    assert divergences(loaded.model, reference, [], tokens_T[None], mask_T[None]).shape == (0, 0)
+    assert deviations(loaded.model, reference, [plan], tokens_T[None], mask_T[None]).kl_Pn.shape == (1, 0)
+    assert deviations(loaded.model, reference, [], tokens_T[None], mask_T[None]).kl_Pn.shape == (0, 0)
 
 
 def sharing_plans(loaded: LoadedModel) -> list[Plan]:
@@ -274,7 +273,7 @@ def test_logits_that_are_not_finite_are_refused() -> None:
     with torch.no_grad():
         loaded.model.lm_head.weight[5] = math.inf
     with pytest.raises(NonFiniteActivations, match="not finite"):
-        divergences(loaded.model, reference, [plan], tokens_of(1, 40), torch.arange(40)[None] > 0)
+        deviations(loaded.model, reference, [plan], tokens_of(1, 40), torch.arange(40)[None] > 0)
 
 
 def test_one_side_of_one_layer_alone_is_quantized() -> None:
@@ -301,7 +300,7 @@ def test_on_a_trained_model_kl_is_zero_at_16_bits_and_grows_as_bits_fall() -> No
     plans = [reference]
     for side, axis in (("k", "channel"), ("v", "token")):
         plans += [one_side_plan(reference, 1, side, cache.format(side, b, axis, 64)) for b in (8, 4, 2, 1)]
-    kl_P = divergences(loaded.model, reference, plans, tokens_T[None], mask_T[None]).mean(1)
+    kl_P = deviations(loaded.model, reference, plans, tokens_T[None], mask_T[None]).kl_Pn.mean(1)
     assert float(kl_P[0]) == 0.0
     for side_4 in (kl_P[1:5], kl_P[5:]):
         assert float(side_4[0]) > 0 and (side_4[1:] > 2 * side_4[:-1]).all()

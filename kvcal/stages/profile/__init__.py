@@ -34,7 +34,7 @@ from kvcal.stages.divergence import (
     Room,
     Text,
     cache_share,
-    divergences,
+    deviations,
     kl_texts,
     lockstep_bytes,
     one_side_plan,
@@ -189,7 +189,7 @@ def divergence_means(loaded: LoadedModel, setup: ProfileSetup, step: Step, room:
     reference = unquantized_plan(loaded.identity, loaded.geometry)
     plans = [plan for place in places for plan in _plans_of(setup, reference, place)]
     try:
-        kl_Pn = divergences(loaded.model, reference, plans, *padded_texts(texts), room)
+        kl_Pn = deviations(loaded.model, reference, plans, *padded_texts(texts), room).kl_Pn
     except NonFiniteActivations as error:
         names = ", ".join(f"{side} of layer {index}" for index, side in places)
         samples = [text.sample for text in texts]
