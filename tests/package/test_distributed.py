@@ -226,11 +226,11 @@ def test_a_rank_that_fails_ends_all_and_the_run_resumes(
     assert digests(tmp_path)["reparam.safetensors"] == digests(alone)["reparam.safetensors"]
 
 
-def test_what_ranks_tell_each_other(tmp_path: Path) -> None:
+def test_what_ranks_tell_each_other(kvcal: Path, tmp_path: Path) -> None:
     (tmp_path / "artifacts").mkdir()
     (tmp_path / "batches").mkdir()
     artifact.write(tmp_path / "artifacts/old.safetensors", artifact.Artifact("kind", 1, {}, {}, {}))
-    done = torchrun(3, ROOT / "tests/support/rank_checks.py", tmp_path)
+    done = torchrun(3, "--no-python", kvcal, ROOT / "tests/support/rank_checks.py", tmp_path)
     assert done.returncode == 0, done.stderr
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     squares = [[[item, item % 3], {"square": item**2}] for item in range(5)]

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -49,7 +50,8 @@ def installed(folder: Path) -> Iterator[Path]:
 
 
 def answer(client: socket.socket) -> None:
-    """Run one call with the caller's folder, environment and streams; reply with its exit code."""
+    """Run one call (of kvcal, or of a script of Python) with the caller's folder, environment and streams; reply with
+    its exit code."""
     message, streams, _, _ = socket.recv_fds(client, 1 << 20, 3)
     folder, environment, arguments = json.loads(message)
     os.chdir(folder)
@@ -57,7 +59,11 @@ def answer(client: socket.socket) -> None:
     os.environ.update(environment)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
-    code = cli_cases.exit_code(*arguments)
+    if arguments and arguments[0].endswith(".py"):
+        sys.argv, code = arguments, 0
+        runpy.run_path(arguments[0], run_name="__main__")
+    else:
+        code = cli_cases.exit_code(*arguments)
     sys.stdout.flush()
     client.sendall(str(code).encode())
 
