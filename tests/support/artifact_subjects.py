@@ -44,6 +44,7 @@ from kvcal.stages.compare.record import (
 )
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate import Row, load_evaluation, save_evaluation, table_columns
+from kvcal.stages.evaluate.text import PartKL
 from kvcal.stages.predictors import record as predictor_record
 from kvcal.stages.prefix import load_prefix, pack_prefix
 from kvcal.stages.profile import record as profile_record
@@ -399,4 +400,7 @@ def subjects() -> list[Subject]:
 
 
 def _rows() -> list[Row]:
-    return [row("16-bit", UNIFORM, 0.0, 7), row("x", UNIFORM, 0.1, 5)]
+    found = row("x", UNIFORM, 0.1, 5)
+    spans, kinds = (PartKL(0.1, 0.01, 9, start=0, stop=64),), (PartKL(0.2, None, 9, kind="code"),)
+    found = replace(found, text=replace(found.text, kl_by_position=spans, kl_by_kind=kinds))
+    return [row("16-bit", UNIFORM, 0.0, 7), found]
