@@ -22,12 +22,12 @@ ROTATED, POINTS = Format(2, quantizer="rotated"), Format(2, quantizer="rotated-l
 VARIANTS = {
     "2 bits": (Format(2, "channel"), Format(2), 4350, 0, 1800),
     "3 bits": (Format(3, "channel"), Format(3), 5450, 0, 2000),
-    "4 bits": (Format(4, "channel"), Format(4), 4550, 0, 1900),
+    "4 bits": (Format(4, "channel"), Format(4), 4650, 0, 1900),
     "Kitty": (Format(2, "channel", boost=KITTY), Format(2), 4800, 0, 3200),
     "rotated 2 bits": (ROTATED, ROTATED, 5000, 0, 5700),
     "rotated values": (Format(2, "channel", boost=KITTY), ROTATED, 5000, 0, 4800),
     "points": (POINTS, POINTS, 5700, 0, 5700),
-    "16 bits": (RAW, RAW, 2900, 32, 440),
+    "16 bits": (RAW, RAW, 2900, 32, 500),
 }
 # Head size and query heads of a group: instructions at most, of 2 bits and, where the fast kernel takes it, of Kitty.
 SHAPES = {

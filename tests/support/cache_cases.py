@@ -144,7 +144,7 @@ def feed(
 ) -> Tensor:
     """Logits [B, T, vocabulary] of ``ids`` [B, T], fed in chunks that end at ``cuts`` (columns) and at T."""
     columns, logits = cache.get_seq_length(), []
-    mask = torch.ones(ids.shape[0], columns + ids.shape[1], dtype=torch.long) if mask is None else mask
+    mask = ids.new_ones(ids.shape[0], columns + ids.shape[1]) if mask is None else mask
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     start = 0
     for stop in [cut for cut in cuts if cut < ids.shape[1]] + [ids.shape[1]]:
