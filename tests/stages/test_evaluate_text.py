@@ -155,6 +155,7 @@ def test_wrong_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kl_by_position_and_by_kind_is_that_of_the_tokens_there() -> None:
     loaded = tiny()
+    loaded = replace(loaded, model=deepcopy(loaded.model).double())
     data = replace(text(300, 300, 150), kinds=("prose", "code", "prose"))
     plan = make_plan(loaded, COARSE)
     quality = measure(loaded, plan, data)
