@@ -1,4 +1,4 @@
-"""What all layers of a rank share in an engine: the places of a step's sequences, and scratch, counted by no plan."""
+"""Places of a step's sequences, and scratch: shared by all layers of a rank in an engine, and counted by no plan."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ def refusals(layer: LayerPlan, cache_dtype: CacheDtype, is_cuda: bool, engine: s
 
 
 def unquantized_copies(plan: Plan) -> list[str]:
-    """What a plan keeps at 16 bits beside its pages, once; nothing for a plan that can be served behind cached
-    prefixes."""
+    """Sinks and windows of a plan at 16 bits beside its pages, each named once; none in a plan that can be served
+    behind cached prefixes."""
     found = []
     for layer in plan.layers:
         if not layer.is_paged:

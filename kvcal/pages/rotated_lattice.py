@@ -75,7 +75,7 @@ class RotatedLatticeLayout(RotatedLayout):
         return scale.float() * scale.new_full((), -LEVELS / 2, dtype=torch.float32)
 
     def _rounded(self, steps: Tensor) -> Tensor:
-        """What planes store of the nearest points; of equally near ones the first."""
+        """Indices of the nearest points, as planes store them; of equally near ones the first."""
         columns = self._turned(steps)
         padding = self._plane_shape[1] - columns.shape[-1]
         x, y = columns.unflatten(-1, (-1, 2)).unbind(-1)

@@ -9,7 +9,7 @@ from kvcal.engines.prefill import Flash, torch_flash
 
 
 def flash_attention() -> Flash:
-    """What vLLM would attend with on this GPU; torch's, where vLLM has nothing built for it. Called on CUDA alone."""
+    """The attention that vLLM has built for this GPU, else torch's. Called on CUDA alone."""
     try:
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
     except ImportError:
