@@ -135,7 +135,7 @@ def write_bytes_atomic(path: str | Path, data: bytes) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
+                os.replace(temporary, path)  # while it is locked: unlocked, it is a killed process's
         finally:
             temporary.unlink(missing_ok=True)  # already gone once it was renamed
     except OSError as error:

@@ -320,6 +320,16 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_n
     assert not left.exists() and os.listdir(tmp_path) == ["b"]
 
 
+def test_no_file_is_taken_for_a_killed_process_s_before_it_has_its_name(tmp_path, monkeypatch):
+    def replace(source, target, rename=os.replace):
+        artifact.remove_stale(tmp_path)
+        rename(source, target)
+
+    monkeypatch.setattr(artifact.os, "replace", replace)
+    write_bytes_atomic(tmp_path / "a", b"a")
+    assert (tmp_path / "a").read_bytes() == b"a"
+
+
 def test_stale_files_are_removed_where_a_folder_is_opened(tmp_path):
     new, old, written = (tmp_path / f".kvcal-{name}.tmp" for name in ("new", "old", "written"))
     for path in (new, old, written):

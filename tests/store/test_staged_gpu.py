@@ -103,7 +103,7 @@ class Steps:
         q, k, v = (table[at] for table in self.tables)
         for step in self.layer.store.steps:
             step.append(k, v, q)
-        self.cache.static.advance_step()
+        self.cache.static.advance_step(1)
 
     def capture(self) -> torch.cuda.CUDAGraph:
         self.begin()
