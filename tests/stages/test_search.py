@@ -6,7 +6,6 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,9 +22,7 @@ from kvcal.stages.search import compose as search_module
 from kvcal.stages.search import problem as search_problem
 from kvcal.stages.search.compose import Candidate, search
 from kvcal.stages.search.compositions import (
-    RAW_OPTION,
     OptionTensors,
-    Style,
     Unit,
     choice_style,
     composed_layers,
@@ -137,25 +134,6 @@ def test_additive_costs_without_noise_are_solved_exactly(share: float, monkeypat
         assert kl(outcome.champion.choice) == pytest.approx(brute_force(small, kl), abs=1e-12)
         assert small.size(outcome.champion.choice) <= small.capacity
         assert all(predicted == pytest.approx(found, abs=1e-9) for predicted, found in outcome.proxy)
-
-
-@pytest.mark.parametrize(
-    ("current", "most", "tried"),
-    [(0, 2, [3, 4]), (0, 4, [3, 4, 1, 2]), (1, 2, [3, 0]), (3, 2, [4, 0]), (3, 3, [4, 0, 2]), (5, 2, [4, 3])],
-)
-def test_few_changes_are_those_that_a_price_of_bytes_would_choose(current: int, most: int, tried: list[int]) -> None:
-    """Options 1 and 2 save nothing that a mixture of 0 and 3 would not; option 5 is 16 bits."""
-    styles = [Style(Format(bits, "channel", 128)) for bits in (1, 2, 3, 4, 8)]
-    effects = {("k", style): effect for style, effect in zip(styles, (8.0, 7.9, 7.8, 2.0, 1.0), strict=True)}
-    options = (*(SimpleNamespace(style=style) for style in styles), RAW_OPTION)
-    unit = SimpleNamespace(
-        units=[SimpleNamespace(side="k")],
-        nbytes=[(10, 11, 12, 20, 30, 100)],
-        options=[options],
-        couples=[(0, 1, [(option, 0) for option in range(6)])],
-    )
-    near = search_module._near(unit, 0, current, effects, most)
-    assert near == (tried if current == 5 else [*tried, 5])
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -21,7 +21,7 @@ Left out: pairs of units, beyond what a next round sees.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,7 +163,7 @@ def single_changes(
     number: int,
 ) -> tuple[Change, ...]:
     """Every unit of the background in other options, on the first tier of texts: ``MAX_SINGLES`` in all, or two for
-    each unit (``_near``), and 16 bits; of styles that no other betters in both bytes and effect."""
+    each unit, nearest in bytes, and 16 bits; of styles that no other betters in both bytes and effect."""
     current = background.choice
     assert current is not None
     most = max(2, MAX_SINGLES // len(problem.units))
@@ -194,43 +194,23 @@ def single_changes(
 def _near(
     problem: Problem, position: int, current: int, effects: dict[tuple[Side, Style], float], most: int
 ) -> list[int]:
-    """Numbers of the options to try in a unit. First those that a solver would take at some price of a byte, if the
-    effects of all units added up: by turns the next larger one and the next smaller one; then those between."""
+    """Numbers of the options to try in a unit."""
     side, sizes = problem.units[position].side, problem.nbytes[position]
-    raw = problem.options[position].index(RAW_OPTION)
     effect = [effects.get((side, option.style), math.inf) for option in problem.options[position]]
-    effect[raw] = 0.0
     points = list(zip(sizes, effect, strict=True))
     allowed = [pairs for k, v, pairs in problem.couples if position in (k, v)][0]
     place = SIDES.index(side)
+    raw = problem.options[position].index(RAW_OPTION)
     useful = [
         number
         for number, point in enumerate(points)
-        if any(pair[place] == number for pair in allowed)
+        if number not in (current, raw)
+        and any(pair[place] == number for pair in allowed)
         and not any(other[0] <= point[0] and other[1] <= point[1] and other != point for other in points)
     ]
-    priced = _convex({points[number] for number in useful if math.isfinite(effect[number])})
-    rank: dict[int, tuple[bool, int]] = {}
-    for is_larger in (True, False):
-        beside = [n for n in useful if n not in (current, raw) and (sizes[n] >= sizes[current]) == is_larger]
-        beside.sort(key=lambda n: (points[n] not in priced, abs(sizes[n] - sizes[current]), n))
-        rank |= {number: (points[number] not in priced, step) for step, number in enumerate(beside)}
-    nearest = sorted(rank, key=lambda number: (rank[number], -sizes[number], number))[:most]
+    nearest = sorted(useful, key=lambda number: (abs(sizes[number] - sizes[current]), number))[:most]
     can_be_raw = raw != current and any(pair[place] == raw for pair in allowed)
     return [*nearest, *([raw] if can_be_raw else [])]
-
-
-def _convex(points: Collection[tuple[float, float]]) -> set[tuple[float, float]]:
-    """The corners of the lower left hull of points (bytes, effect)."""
-    corners: list[tuple[float, float]] = []
-    for x, y in sorted(points):
-        while len(corners) > 1:
-            (x0, y0), (x1, y1) = corners[-2:]
-            if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):
-                break
-            corners.pop()
-        corners.append((x, y))
-    return set(corners)
 
 
 def compositions(
