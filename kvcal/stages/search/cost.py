@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvcal.plan.page_format import SIDES
 from kvcal.recipe import SearchSpec
-from kvcal.stages.search.compose import FINALISTS, MAX_COMPOSED, MAX_SINGLES, MAX_UNIFORM
+from kvcal.stages.search.compose import FINALISTS, MAX_COMPOSED, MAX_UNIFORM, singles_of
 from kvcal.stages.search.problem import Problem, shared_styles
 
 FINISHED = 4  # the champion with predictors of its own, and with error feedback of both sides or of one
@@ -33,7 +33,7 @@ def planned(problem: Problem, tiers: Sequence[int], num_systems: int, num_rounds
 
     styles = sum(len(shared_styles(problem, side)) for side in SIDES)
     num_units = len(problem.units)
-    most = [max(2, MAX_SINGLES // num_units) + 1] * num_units
+    most = [singles_of(num_units) + 1] * num_units
     singles = sum(min(limit, len(row) - 1) for limit, row in zip(most, problem.options, strict=True))
     whole = MAX_UNIFORM + num_systems
     plans = styles + whole + num_rounds * (singles + MAX_COMPOSED) + FINISHED
