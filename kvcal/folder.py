@@ -24,12 +24,36 @@ from kvcal.recipe import Recipe
 Made = TypeVar("Made")
 
 
+class _File:
+    """The path of a file by its name in a folder, as an attribute of the folder."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: Folder, owner: type[Folder]) -> Path:
+        return folder.path / self.name
+
+
 @dataclass(frozen=True)
 class Folder:
     """The stages' artifacts in ``path``; of a named allocation, all but the profile, which lies in ``profiled``."""
 
     path: Path
     profiled: Path | None = None
+
+    allocation = _File("allocation.safetensors")
+    search = _File("search.safetensors")
+    reparam = _File("reparam.safetensors")
+    predictors = _File("predictors.safetensors")
+    feedback = _File("feedback.safetensors")
+    plan = _File("plan.safetensors")
+    evaluation = _File("evaluation.json")
+    picture = _File("evaluation.png")
+    report = _File("report.html")
+
+    @property
+    def profile(self) -> Path:
+        return (self.profiled or self.path) / "profile.safetensors"
 
     @classmethod
     def create(cls, path: str | Path) -> Folder:
@@ -46,46 +70,6 @@ class Folder:
         if not re.fullmatch(r"[\w+-][\w.+-]*", name):
             raise UsageError(f"--name {name!r}; allowed: letters, digits and . _ + -, no . first")
         return Folder(self.path / name, self.path)
-
-    @property
-    def profile(self) -> Path:
-        return (self.profiled or self.path) / "profile.safetensors"
-
-    @property
-    def allocation(self) -> Path:
-        return self.path / "allocation.safetensors"
-
-    @property
-    def search(self) -> Path:
-        return self.path / "search.safetensors"
-
-    @property
-    def reparam(self) -> Path:
-        return self.path / "reparam.safetensors"
-
-    @property
-    def predictors(self) -> Path:
-        return self.path / "predictors.safetensors"
-
-    @property
-    def feedback(self) -> Path:
-        return self.path / "feedback.safetensors"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.safetensors"
-
-    @property
-    def evaluation(self) -> Path:
-        return self.path / "evaluation.json"
-
-    @property
-    def picture(self) -> Path:
-        return self.path / "evaluation.png"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
 
     def require_model(self, inputs: Mapping[str, Any]) -> None:
         """ArtifactError when a stage's artifact in the folder, finished or not, was made from another model than the
@@ -210,10 +194,3 @@ def sampler_of(loaded: LoadedModel, folder: Folder | None = None, reporter: Repo
     """The model as a source of text; what it wrote is kept beside the profile of ``folder``."""
     identity = {**model_inputs(loaded), **compute_dtype(loaded), "device": loaded.model.device.type}
     return Sampler(loaded.model, identity, None if folder is None else folder.profile.parent, reporter or Silent())
-
-
-def flat(prefix: str, value: Any) -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"prefix.a.b": 1}."""
-    if not isinstance(value, dict):
-        return {prefix: value}
-    return {name: leaf for key, item in value.items() for name, leaf in flat(f"{prefix}.{key}", item).items()}

@@ -77,6 +77,14 @@ def dump(record: Any) -> Any:
     return TypeAdapter(type(record)).dump_python(record, mode="json")
 
 
+def flat(prefix: str, value: Any) -> dict[str, Any]:
+    """JSON-like data by dotted names: "p", {"a": {"b": 1}} -> {"p.a.b": 1}; without a prefix "a.b"."""
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    start = f"{prefix}." if prefix else ""
+    return {name: leaf for key, item in value.items() for name, leaf in flat(f"{start}{key}", item).items()}
+
+
 def findings(found: ValidationError, record: Any = None, at_most: int = 3) -> str:
     """The first few, each with its place, the value, and what is allowed; of ``record`` also its keys."""
     lines = []

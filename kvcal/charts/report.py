@@ -44,6 +44,7 @@ from kvcal.stages.evaluate import Evaluation, Row, load_evaluation, table_column
 from kvcal.stages.explain import Explanation, UnitReasons, allocation_of, explain, format_name, spec_of
 from kvcal.stages.search.record import KindResult, SearchReport
 from kvcal.stages.tune.record import Tuning, load_tuning
+from kvcal.strict import flat
 
 TUNING = "tune.json"
 # Budgets of the Pareto front where the whole front is too long.
@@ -424,13 +425,6 @@ def _tuning_part(tuning: Tuning, folder: Folder) -> str:
 def _provenance_part(plan: Plan) -> str:
     model = {"model": plan.model.id, "family": plan.model.model_type, "config sha256": plan.model.config_sha256,
              "weights sha256": plan.model.weights_sha256, "tokenizer sha256": plan.model.tokenizer_sha256}  # fmt: skip
-    facts = {**model, "cache dtype": plan.cache_dtype, "plan sha256": plan.sha256, **dict(_flat("", plan.provenance))}
-    return section("provenance", "Provenance", [table(("", "value"), list(facts.items()), text_column=1)])
-
-
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        for key in sorted(value):
-            yield from _flat(f"{prefix}.{key}" if prefix else str(key), value[key])
-    else:
-        yield prefix, str(value)
+    facts = {**model, "cache dtype": plan.cache_dtype, "plan sha256": plan.sha256}
+    rows = [*facts.items(), *((name, str(value)) for name, value in sorted(flat("", plan.provenance).items()))]
+    return section("provenance", "Provenance", [table(("", "value"), rows, text_column=1)])

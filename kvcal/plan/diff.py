@@ -10,6 +10,7 @@ from kvcal.artifact import canonical_json
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.plan import Plan, Workload
 from kvcal.stored_tensor import stored
+from kvcal.strict import flat
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def diff_plans(before: Plan, after: Plan, workload: Workload) -> PlanDiff:
         _changes(_facts(before), _facts(after)),
         tuple(_layers(before, after, workload)),
         _tensors(before, after),
-        _changes(_flat(before.provenance), _flat(after.provenance)),
+        _changes(flat("", before.provenance), flat("", after.provenance)),
     )
 
 
@@ -87,11 +88,3 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, t
     names = sorted(before.keys() | after.keys())
     pairs = {name: (before.get(name), after.get(name)) for name in names}
     return {name: pair for name, pair in pairs.items() if canonical_json(pair[0]) != canonical_json(pair[1])}
-
-
-def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    found: dict[str, Any] = {}
-    for key, value in content.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found

@@ -22,7 +22,6 @@ from kvcal.folder import (
     Job,
     compute_dtype,
     current_or,
-    flat,
     identity_inputs,
     job_sequences,
     max_context,
@@ -50,7 +49,7 @@ from kvcal.stages.tune.objective import HIGHEST_SHARE, Origin, TaskObjective
 from kvcal.stages.tune.record import Trial, Tuning, choose
 from kvcal.stages.tune.study import tune
 from kvcal.stages.tune.tier_capacity import overflow_share, score_quantile, with_thresholds
-from kvcal.strict import dump
+from kvcal.strict import dump, flat
 
 
 def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter: Reporter = SILENT) -> Profile:

@@ -16,7 +16,7 @@ from kvcal.charts.evaluation import draw
 from kvcal.data.pools import shared_sources, with_calibration
 from kvcal.data.sequences import DataSpec
 from kvcal.errors import UsageError
-from kvcal.folder import DEFAULT_WORKLOAD, Folder, Job, compute_dtype, flat, max_context, model_inputs, sequences
+from kvcal.folder import DEFAULT_WORKLOAD, Folder, Job, compute_dtype, max_context, model_inputs, sequences
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import warn_of_biases
 from kvcal.plan.plan import Plan, Workload, plan_bytes, save_plan
@@ -33,7 +33,7 @@ from kvcal.stages.allocate.budget import transform_bytes
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate import Evaluation, evaluate, require_scheduled_texts, scheduled_batch
-from kvcal.strict import dump
+from kvcal.strict import dump, flat
 
 
 class Stage(NamedTuple):

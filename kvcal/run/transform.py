@@ -17,7 +17,7 @@ from kvcal.artifact import read_inputs, sha256_json, tensors_sha256
 from kvcal.data.pools import calibration, data_inputs, with_calibration
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import UsageError
-from kvcal.folder import Folder, Job, compute_dtype, current_or, flat, job_sequences, model_inputs
+from kvcal.folder import Folder, Job, compute_dtype, current_or, job_sequences, model_inputs
 from kvcal.models.fold import fold, save_folded
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import LayerPlan, Plan, save_plan
@@ -34,7 +34,7 @@ from kvcal.stages.predictors import stage as predictor_stage
 from kvcal.stages.predictors.choice import Room
 from kvcal.stages.predictors.record import PredictorRecord
 from kvcal.stages.reparam.record import Reparam
-from kvcal.strict import dump
+from kvcal.strict import dump, flat
 
 Layers = tuple[LayerPlan, ...]
 Record = Reparam | PredictorRecord | FeedbackRecord

@@ -27,7 +27,7 @@ from typing import Any
 from kvcal.artifact import differing_input, write_bytes_atomic
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import KvcalError, RankFailed
-from kvcal.folder import Folder, compute_dtype, flat, model_inputs, require_model
+from kvcal.folder import Folder, compute_dtype, model_inputs, require_model
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan, Workload
 from kvcal.progress import Reporter
@@ -46,7 +46,7 @@ from kvcal.stages.compare.record import (
     with_shares,
 )
 from kvcal.stages.evaluate import Row, evaluate, load_evaluation, scheduled_batch
-from kvcal.strict import dump
+from kvcal.strict import dump, flat
 
 __all__ = ["FILE", "Build", "Point", "compare", "points_of"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvcal.artifact import sha256_json, tensors_sha256
 from kvcal.data.pools import TokenDataset, data_inputs
-from kvcal.folder import compute_dtype, current_or, flat, model_inputs
+from kvcal.folder import compute_dtype, current_or, model_inputs
 from kvcal.models.load import LoadedModel
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, Format
@@ -27,7 +27,7 @@ from kvcal.stages import feedback, reparam
 from kvcal.stages.allocate.record import layers_in
 from kvcal.stages.predictors import stage as fit_predictors
 from kvcal.stages.search.step_times import StepTimes
-from kvcal.strict import dump
+from kvcal.strict import dump, flat
 
 Layers = tuple[LayerPlan, ...]
 
