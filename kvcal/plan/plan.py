@@ -23,7 +23,6 @@ from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
 from kvcal.lazy_torch import Tensor
 from kvcal.pages.record_layout import RAW_BITS
 from kvcal.plan import hub
-from kvcal.plan.card import Columns, plan_card
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
 from kvcal.plan.tensors import check_layers, check_tensors, tensors_nbytes
@@ -164,7 +163,7 @@ class Plan:
         self,
         repository: str,
         *,
-        measured: Columns = (),
+        measured: hub.Columns = (),
         branch: str | None = None,
         private: bool = False,
         message: str = "Add a plan of kvcal",
@@ -180,7 +179,7 @@ class Plan:
             "bits_per_value": self.bits_per_value(),
             "sha256": self.sha256,
         }
-        card = plan_card(repository, plan_record(self), self.layers, sizes, measured)
+        card = hub.plan_card(repository, plan_record(self), self.layers, sizes, measured)
         return hub.push(repository, plan_bytes(self), card, branch, private, message)
 
 
