@@ -29,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcal.errors import ArtifactError, KvcalError
-from kvcal.forecast import Forecast, Pace, Phase, seconds_of_steps
+from kvcal.progress import Forecast, Pace, Phase, seconds_of_steps
 from kvcal.quantities import format_seconds
 
 View = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # a table: title, headers, rows
@@ -58,7 +58,7 @@ class Work:
     bar: TaskID
 
     def seconds_left(self, now: float) -> float | None:
-        """By the mean time of the steps that were taken, and of the current one if it is slower (kvcal.forecast); None
+        """By the mean time of the steps that were taken, and of the current one if it is slower (kvcal.progress); None
         before the first. Steps of an earlier run do not count as fast ones."""
         pace = Pace(self.updated - self.started, self.done - self.first)
         return seconds_of_steps(pace, 1, self.total - self.done, now - self.updated)

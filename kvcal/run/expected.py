@@ -1,7 +1,7 @@
 """The phases of a recipe's stages and their expected work, from shapes alone: for the time that is left of a command.
 
 Work is in tokens through the model, as an evaluation of texts feeds them. The constants below were measured on the
-embedded model on a CPU; the phases of a command that have ended correct them all at once (kvcal.forecast).
+embedded model on a CPU; the phases of a command that have ended correct them all at once (kvcal.progress).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import math
 
 from kvcal.data.sequences import DataSpec
 from kvcal.folder import Job, max_context
-from kvcal.forecast import Phase
 from kvcal.geometry import AttentionGeometry
+from kvcal.progress import Phase
 from kvcal.recipe import EvaluateSpec, FeedbackSpec, ReparamSpec
 from kvcal.stages.search.cost import expected_plans
 

@@ -22,10 +22,10 @@ from kvcal import console, load_plan
 from kvcal.__main__ import app
 from kvcal.commands.options import complete_model, complete_recipe
 from kvcal.console import TerminalReporter
-from kvcal.forecast import Phase
 from kvcal.heat_map import heat_map
 from kvcal.plan.page_format import RAW
 from kvcal.plan.plan import Plan
+from kvcal.progress import Phase
 from kvcal.recipe_names import recipe_names
 
 ROOT = Path(__file__).parents[2]

@@ -17,10 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from kvcal.errors import UsageError
 from kvcal.folder import Folder
-from kvcal.forecast import Forecast, Phase
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Workload, load_plan
-from kvcal.progress import Silent
+from kvcal.progress import Forecast, Phase, Silent
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.recipe_names import recipe_names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcal.forecast import Forecast, Pace, Phase, seconds_of_steps
+from kvcal.progress import Forecast, Pace, Phase, seconds_of_steps
 
 PHASES = [Phase("a", 100.0), Phase("b: ", 50.0, steps=10), Phase("c", 200.0)]
 
