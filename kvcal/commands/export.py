@@ -37,8 +37,8 @@ def export(
     from dataclasses import asdict
 
     from kvcal.artifact import write_text_atomic
+    from kvcal.exports import EXPORTERS
     from kvcal.exports.export import dropped, planned_bits, require_heads
-    from kvcal.exports.exporters import EXPORTERS
     from kvcal.plan.plan import load_plan
 
     if to not in EXPORTERS:

@@ -68,7 +68,7 @@ class Dropped:
 
 
 class Exporter(Protocol):
-    """A target: a file of this package and a line in kvcal.exports.exporters."""
+    """A target: a file of this package and a line in kvcal.exports."""
 
     def __call__(self, plan: Plan) -> Export:
         """The plan for this target. UnsupportedModel where the target could only store something else."""

@@ -12,7 +12,7 @@ from test_exports import MIXED, PLANS
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.commands.export import ranges
-from kvcal.exports.exporters import EXPORTERS
+from kvcal.exports import EXPORTERS
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Plan, load_plan, save_plan
 

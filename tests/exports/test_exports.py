@@ -1,4 +1,4 @@
-"""The contract of kvcal.exports.exporters: nothing of a plan is lost in silence. And each target's own file."""
+"""The contract of kvcal.exports: nothing of a plan is lost in silence. And each target's own file."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import yaml
 from consumers import consumed
 
 from kvcal.errors import UsageError
+from kvcal.exports import EXPORTERS
 from kvcal.exports import export as family
 from kvcal.exports.export import BITS, GROUPS, PARTS, dropped, planned_bits
-from kvcal.exports.exporters import EXPORTERS
 from kvcal.exports.kvtuner import read_kvtuner
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity, StateGeometry
 from kvcal.plan.layer import LayerPlan, Predictor
