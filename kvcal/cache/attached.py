@@ -30,15 +30,7 @@ from transformers import PreTrainedModel
 from kvcal.cache.paged_layer import DYNAMIC_HINT, PagedLayer
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.models.attention import (
-    EAGER,
-    INTERFACE,
-    OURS,
-    attention_modules,
-    forward_of,
-    layer_index,
-    replaced_attention,
-)
+from kvcal.models.attention import OURS, attention_modules, base_attention, layer_index, replaced_attention
 from kvcal.plan.plan import Plan
 from kvcal.store.state import Serving
 
@@ -130,9 +122,8 @@ def _index(module: nn.Module) -> int:
 @torch.compiler.disable
 def _base_attention(base: str, module: nn.Module, *args: Any) -> tuple[Tensor, Tensor | None]:
     """The attention that the model file calls under ``base``; the last of ``args`` are the keyword arguments."""
-    namespace = forward_of(module).__globals__
-    attention: Callable[..., tuple[Tensor, Tensor | None]] = namespace[INTERFACE].get_interface(base, namespace[EAGER])
-    return attention(module, *args[:-1], **args[-1])
+    attended: tuple[Tensor, Tensor | None] = base_attention(base, module)(module, *args[:-1], **args[-1])
+    return attended
 
 
 def _mask(base_mask: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
