@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,29 +40,23 @@ LARGEST_ERROR = 0.4
 VLLM_PAGE, VLLM_SEGMENTS, VLLM_BLOCKS, TURBOQUANT_SPLITS = 16, 16, 128, 32
 TURBOQUANT_PRESET = "turboquant_4bit_nc"
 XQA_PAGE = 128
+FLASHINFER = "flashinfer-python"
 FP32_BYTES, FP16_BYTES = 4, 2
 
 Pages = tuple[Tensor, Tensor]  # keys and values [P, page, N, D]
 
 
-class Rival(Protocol):
-    """Decode attention over a format of its own. ``package``: the distribution that has it; ``bits``: of a code."""
+@dataclass(frozen=True)
+class Rival:
+    """Decode attention over a format of its own. ``package``: the distribution that has it; ``bits``: of a code;
+    ``token_bytes``: of one token's key and value in one head, by the head size. ``calls``: a call for each of the
+    caches, which returns [B, H, D] in any shape of that order; raises what the library raises: FAILURES."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def package(self) -> str: ...
-
-    @property
-    def bits(self) -> int: ...
-
-    def token_bytes(self, head_dim: int) -> int:
-        """Bytes of one token's key and value in one head."""
-
-    def calls(self, kv: Kv) -> list[Call]:
-        """A call for each of the caches, which returns [B, H, D] in any shape of that order. Raises what the library
-        raises: FAILURES."""
+    name: str
+    package: str
+    bits: int
+    token_bytes: Callable[[int], int]
+    calls: Callable[[Kv], list[Call]]
 
 
 class Scaled(NamedTuple):
@@ -103,210 +97,158 @@ def query_starts(kv: Kv) -> Tensor:
     return torch.arange(kv.point.batch + 1, dtype=torch.int32, device=kv.q.device)
 
 
-@dataclass(frozen=True)
-class FlashInfer:
+def flashinfer_e4m3(kv: Kv, page_size: int) -> list[Call]:
     """Batch decode with tensor cores over e4m3, queries in bf16 (Ye et al., 2025, arXiv:2501.01005)."""
-
-    page_size: int
-    package = "flashinfer-python"
-    bits = 8
-
-    @property
-    def name(self) -> str:
-        return f"FlashInfer e4m3, page {self.page_size}"
-
-    def token_bytes(self, head_dim: int) -> int:
-        return 2 * head_dim
-
-    def calls(self, kv: Kv) -> list[Call]:
-        caches = [(scaled(k), scaled(v)) for k, v in pages_of(kv, self.page_size)]
-        pages = [(k.values, v.values) for k, v in caches]
-        scales = [(k.scale, v.scale) for k, v in caches]
-        return flashinfer_calls(kv, "NHD", self.page_size, pages, scales)
+    caches = [(scaled(k), scaled(v)) for k, v in pages_of(kv, page_size)]
+    pages = [(k.values, v.values) for k, v in caches]
+    scales = [(k.scale, v.scale) for k, v in caches]
+    return flashinfer_calls(kv, "NHD", page_size, pages, scales)
 
 
-@dataclass(frozen=True)
-class Xqa:
+def xqa(kv: Kv) -> list[Call]:
     """TensorRT-LLM's XQA through FlashInfer: on Hopper e4m3 is multiplied as it is stored."""
+    from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
-    name = f"XQA (FlashInfer) e4m3, page {XQA_PAGE}"
-    package = "flashinfer-python"
-    bits = 8
+    q, table = kv.q.squeeze(2), block_table(kv, XQA_PAGE)
+    num_tokens = lengths(kv).view(torch.uint32)
+    workspace = torch.zeros(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=q.device)
 
-    def token_bytes(self, head_dim: int) -> int:
-        return 2 * head_dim
+    def attend(k: Scaled, v: Scaled) -> Tensor:
+        out: Tensor = xqa_batch_decode_with_kv_cache(
+            q,
+            (k.values, v.values),
+            workspace,
+            table,
+            num_tokens,
+            kv.point.context,
+            bmm1_scale=k.scale / math.sqrt(kv.heads.head_dim),
+            bmm2_scale=v.scale,
+        )
+        return out
 
-    def calls(self, kv: Kv) -> list[Call]:
-        from flashinfer.decode import xqa_batch_decode_with_kv_cache
-
-        q, table = kv.q.squeeze(2), block_table(kv, XQA_PAGE)
-        num_tokens = lengths(kv).view(torch.uint32)
-        workspace = torch.zeros(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=q.device)
-
-        def attend(k: Scaled, v: Scaled) -> Tensor:
-            out: Tensor = xqa_batch_decode_with_kv_cache(
-                q,
-                (k.values, v.values),
-                workspace,
-                table,
-                num_tokens,
-                kv.point.context,
-                bmm1_scale=k.scale / math.sqrt(kv.heads.head_dim),
-                bmm2_scale=v.scale,
-            )
-            return out
-
-        return [partial(attend, scaled(k), scaled(v)) for k, v in pages_of(kv, XQA_PAGE)]
+    return [partial(attend, scaled(k), scaled(v)) for k, v in pages_of(kv, XQA_PAGE)]
 
 
-@dataclass(frozen=True)
-class FlashAttention3:
+def flash_attention_3(kv: Kv, bits: int, page_size: int | None = None) -> list[Call]:
     """FlashAttention 3 (Shah et al., 2024, arXiv:2407.08608) of vLLM, planned once as vLLM does for a step. Without
     ``page_size``: over one block of memory a sequence, which it reads by TMA."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
-    bits: int
-    page_size: int | None = None
-    package = "vllm"
+    heads, point, num_tokens, starts = kv.heads, kv.point, lengths(kv), query_starts(kv)
+    dtype = E4M3 if bits == 8 else kv.q.dtype
+    plan = get_scheduler_metadata(
+        point.batch,
+        1,
+        point.context,
+        heads.num_query_heads,
+        heads.num_kv_heads,
+        heads.head_dim,
+        num_tokens,
+        qkv_dtype=dtype,
+        cu_seqlens_q=starts,
+        page_size=page_size,
+        causal=True,
+    )
+    table = None if page_size is None else block_table(kv, page_size)
+    q = kv.q.squeeze(2)
 
-    @property
-    def name(self) -> str:
-        stored = "e4m3" if self.bits == 8 else "16 bits"
-        return f"FlashAttention 3 (vLLM) {stored}, {f'page {self.page_size}' if self.page_size else 'no pages'}"
-
-    def token_bytes(self, head_dim: int) -> int:
-        return 2 * head_dim * self.bits // 8
-
-    def calls(self, kv: Kv) -> list[Call]:
-        from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
-
-        heads, point, num_tokens, starts = kv.heads, kv.point, lengths(kv), query_starts(kv)
-        dtype = E4M3 if self.bits == 8 else kv.q.dtype
-        plan = get_scheduler_metadata(
-            point.batch,
-            1,
-            point.context,
-            heads.num_query_heads,
-            heads.num_kv_heads,
-            heads.head_dim,
-            num_tokens,
-            qkv_dtype=dtype,
-            cu_seqlens_q=starts,
-            page_size=self.page_size,
-            causal=True,
-        )
-        table = None if self.page_size is None else block_table(kv, self.page_size)
-        q = kv.q.squeeze(2)
-
-        def attend(k: Scaled, v: Scaled, q: Scaled) -> Call:
-            per_head = partial(torch.full, (point.batch, heads.num_kv_heads), device=num_tokens.device)
-            descale = [per_head(x.scale) for x in (q, k, v)] if self.bits == 8 else [None] * 3
-            return partial(
-                flash_attn_varlen_func,
-                q.values,
-                k.values,
-                v.values,
-                max_seqlen_q=1,
-                cu_seqlens_q=starts,
-                max_seqlen_k=point.context,
-                seqused_k=num_tokens,
-                softmax_scale=1 / math.sqrt(heads.head_dim),
-                causal=True,
-                block_table=table,
-                scheduler_metadata=plan,
-                q_descale=descale[0],
-                k_descale=descale[1],
-                v_descale=descale[2],
-                fa_version=3,
-            )
-
-        def stored(x: Tensor) -> Scaled:
-            return scaled(x) if self.bits == 8 else Scaled(x, 1.0)
-
-        pages = pages_of(kv, self.page_size or point.context)
-        return [attend(stored(k), stored(v), stored(q)) for k, v in pages]
-
-
-@dataclass(frozen=True)
-class VllmTriton:
-    """vLLM's ``unified_attention``: e4m3 with a scale of each tensor, or int4 with scale and zero of each token and
-    head behind its codes, as vLLM's own blocks have them."""
-
-    bits: int
-    package = "vllm"
-
-    @property
-    def name(self) -> str:
-        return "vLLM Triton e4m3" if self.bits == 8 else "vLLM Triton int4_per_token_head"
-
-    def token_bytes(self, head_dim: int) -> int:
-        return 2 * head_dim if self.bits == 8 else head_dim + 2 * FP32_BYTES
-
-    def calls(self, kv: Kv) -> list[Call]:
-        from vllm.v1.attention.ops.triton_unified_attention import unified_attention
-        from vllm.v1.kv_cache_interface import KVQuantMode
-
-        heads, point, device = kv.heads, kv.point, kv.q.device
-        segments = torch.empty(
-            (point.batch, heads.num_query_heads, VLLM_SEGMENTS, 1 << (heads.head_dim - 1).bit_length()), device=device
-        )
-        q, out = kv.q.squeeze(2), torch.empty_like(kv.q.squeeze(2))
-        attend = partial(
-            unified_attention,
-            q=q,
-            out=out,
-            cu_seqlens_q=query_starts(kv),
+    def attend(k: Scaled, v: Scaled, q: Scaled) -> Call:
+        per_head = partial(torch.full, (point.batch, heads.num_kv_heads), device=num_tokens.device)
+        descale = [per_head(x.scale) for x in (q, k, v)] if bits == 8 else [None] * 3
+        return partial(
+            flash_attn_varlen_func,
+            q.values,
+            k.values,
+            v.values,
             max_seqlen_q=1,
-            seqused_k=lengths(kv),
+            cu_seqlens_q=starts,
             max_seqlen_k=point.context,
+            seqused_k=num_tokens,
             softmax_scale=1 / math.sqrt(heads.head_dim),
             causal=True,
-            window_size=(-1, -1),
-            block_table=block_table(kv, VLLM_PAGE),
-            softcap=0.0,
-            q_descale=None,
-            seq_threshold_3D=VLLM_BLOCKS // heads.num_kv_heads,
-            num_par_softmax_segments=VLLM_SEGMENTS,
-            softmax_segm_output=segments,
-            softmax_segm_max=segments[..., 0].contiguous(),
-            softmax_segm_expsum=segments[..., 0].contiguous(),
+            block_table=table,
+            scheduler_metadata=plan,
+            q_descale=descale[0],
+            k_descale=descale[1],
+            v_descale=descale[2],
+            fa_version=3,
         )
 
-        def run(attend: Callable[[], object]) -> Tensor:
-            attend()
-            return out
+    def stored(x: Tensor) -> Scaled:
+        return scaled(x) if bits == 8 else Scaled(x, 1.0)
 
-        def in_e4m3(k: Tensor, v: Tensor) -> Call:
-            stored = scaled(k), scaled(v)
-            scales = [torch.tensor([x.scale], device=device) for x in stored]
-            return partial(
-                run,
-                partial(
-                    attend,
-                    k=stored[0].values,
-                    v=stored[1].values,
-                    k_descale=scales[0],
-                    v_descale=scales[1],
-                    kv_quant_mode=KVQuantMode.FP8_PER_TENSOR,
-                ),
-            )
+    pages = pages_of(kv, page_size or point.context)
+    return [attend(stored(k), stored(v), stored(q)) for k, v in pages]
 
-        def in_int4(k: Tensor, v: Tensor) -> Call:
-            codes, scales = _int4_pages(k, v)
-            return partial(
-                run,
-                partial(
-                    attend,
-                    k=codes[0],
-                    v=codes[1],
-                    k_descale=None,
-                    v_descale=None,
-                    kv_quant_mode=KVQuantMode.INT4_PER_TOKEN_HEAD,
-                    k_scale_cache=scales[0],
-                    v_scale_cache=scales[1],
-                ),
-            )
 
-        return [(in_e4m3 if self.bits == 8 else in_int4)(k, v) for k, v in pages_of(kv, VLLM_PAGE)]
+def vllm_triton(kv: Kv, bits: int) -> list[Call]:
+    """vLLM's ``unified_attention``: e4m3 with a scale of each tensor, or int4 with scale and zero of each token and
+    head behind its codes, as vLLM's own blocks have them."""
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    heads, point, device = kv.heads, kv.point, kv.q.device
+    segments = torch.empty(
+        (point.batch, heads.num_query_heads, VLLM_SEGMENTS, 1 << (heads.head_dim - 1).bit_length()), device=device
+    )
+    q, out = kv.q.squeeze(2), torch.empty_like(kv.q.squeeze(2))
+    attend = partial(
+        unified_attention,
+        q=q,
+        out=out,
+        cu_seqlens_q=query_starts(kv),
+        max_seqlen_q=1,
+        seqused_k=lengths(kv),
+        max_seqlen_k=point.context,
+        softmax_scale=1 / math.sqrt(heads.head_dim),
+        causal=True,
+        window_size=(-1, -1),
+        block_table=block_table(kv, VLLM_PAGE),
+        softcap=0.0,
+        q_descale=None,
+        seq_threshold_3D=VLLM_BLOCKS // heads.num_kv_heads,
+        num_par_softmax_segments=VLLM_SEGMENTS,
+        softmax_segm_output=segments,
+        softmax_segm_max=segments[..., 0].contiguous(),
+        softmax_segm_expsum=segments[..., 0].contiguous(),
+    )
+
+    def run(attend: Callable[[], object]) -> Tensor:
+        attend()
+        return out
+
+    def in_e4m3(k: Tensor, v: Tensor) -> Call:
+        stored = scaled(k), scaled(v)
+        scales = [torch.tensor([x.scale], device=device) for x in stored]
+        return partial(
+            run,
+            partial(
+                attend,
+                k=stored[0].values,
+                v=stored[1].values,
+                k_descale=scales[0],
+                v_descale=scales[1],
+                kv_quant_mode=KVQuantMode.FP8_PER_TENSOR,
+            ),
+        )
+
+    def in_int4(k: Tensor, v: Tensor) -> Call:
+        codes, scales = _int4_pages(k, v)
+        return partial(
+            run,
+            partial(
+                attend,
+                k=codes[0],
+                v=codes[1],
+                k_descale=None,
+                v_descale=None,
+                kv_quant_mode=KVQuantMode.INT4_PER_TOKEN_HEAD,
+                k_scale_cache=scales[0],
+                v_scale_cache=scales[1],
+            ),
+        )
+
+    return [(in_e4m3 if bits == 8 else in_int4)(k, v) for k, v in pages_of(kv, VLLM_PAGE)]
 
 
 def _int4_pages(k: Tensor, v: Tensor) -> tuple[Pages, Pages]:
@@ -327,80 +269,87 @@ def _int4_pages(k: Tensor, v: Tensor) -> tuple[Pages, Pages]:
     return codes, scales
 
 
-@dataclass(frozen=True)
-class TurboQuant:
+def turboquant_bytes(head_dim: int) -> int:
+    """Bytes of one token's key and value in one head."""
+    return head_dim + 3 * FP16_BYTES
+
+
+def turboquant(kv: Kv) -> list[Call]:
     """vLLM's ``turboquant_4bit_nc``: rotated keys as Lloyd-Max codes of 4 bits with their norm, values in 4 bits with
     scale and zero of each token and head."""
+    from vllm.model_executor.layers.quantization.turboquant.centroids import get_centroids
+    from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
+    from vllm.v1.attention.ops.triton_turboquant_decode import triton_turboquant_decode_attention
+    from vllm.v1.attention.ops.triton_turboquant_store import triton_turboquant_store
 
-    name = f"vLLM {TURBOQUANT_PRESET}"
-    package = "vllm"
-    bits = 4
+    heads, point, device = kv.heads, kv.point, kv.q.device
+    config = TurboQuantConfig.from_cache_dtype(TURBOQUANT_PRESET, heads.head_dim)
+    centroids = get_centroids(heads.head_dim, config.centroid_bits).to(device, torch.float32)
+    ordered = centroids.sort().values
+    rotation = torch.ones(1, 1)
+    while rotation.shape[0] < heads.head_dim:
+        rotation = torch.kron(rotation, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
+    rotation = (rotation / math.sqrt(heads.head_dim)).to(device)
+    q, table, num_tokens = kv.q.squeeze(2), block_table(kv, VLLM_PAGE), lengths(kv)
+    per_query = partial(torch.empty, device=device)
+    partials = per_query((point.batch, heads.num_query_heads, TURBOQUANT_SPLITS, heads.head_dim + 1))
+    lse, out = per_query((point.batch, heads.num_query_heads)), torch.empty_like(q)
 
-    def token_bytes(self, head_dim: int) -> int:
-        return head_dim + 3 * FP16_BYTES
+    def attend(k: Tensor, v: Tensor) -> Call:
+        pages, page_size, num_heads, head_dim = k.shape
+        slots = torch.arange(pages * page_size, device=device, dtype=torch.int32)
+        shape = (pages, page_size, num_heads, turboquant_bytes(head_dim))
+        raw = torch.empty(shape, dtype=torch.uint8, device=device)
+        triton_turboquant_store(
+            k.flatten(0, 1),
+            v.flatten(0, 1),
+            raw,
+            slots,
+            rotation,
+            (ordered[:-1] + ordered[1:]) / 2,
+            mse_bits=config.key_mse_bits,
+            key_packed_size=config.key_packed_size,
+            value_quant_bits=config.effective_value_quant_bits,
+        )
+        return partial(
+            triton_turboquant_decode_attention,
+            q,
+            raw,
+            table,
+            num_tokens,
+            rotation,
+            centroids,
+            1 / math.sqrt(head_dim),
+            mse_bits=config.key_mse_bits,
+            key_packed_size=config.key_packed_size,
+            value_quant_bits=config.effective_value_quant_bits,
+            norm_correction=config.norm_correction,
+            PiT=rotation,
+            mid_o_buf=partials,
+            output_buf=out,
+            lse_buf=lse,
+            max_num_kv_splits=TURBOQUANT_SPLITS,
+        )
 
-    def calls(self, kv: Kv) -> list[Call]:
-        from vllm.model_executor.layers.quantization.turboquant.centroids import get_centroids
-        from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
-        from vllm.v1.attention.ops.triton_turboquant_decode import triton_turboquant_decode_attention
-        from vllm.v1.attention.ops.triton_turboquant_store import triton_turboquant_store
-
-        heads, point, device = kv.heads, kv.point, kv.q.device
-        config = TurboQuantConfig.from_cache_dtype(TURBOQUANT_PRESET, heads.head_dim)
-        centroids = get_centroids(heads.head_dim, config.centroid_bits).to(device, torch.float32)
-        ordered = centroids.sort().values
-        rotation = torch.ones(1, 1)
-        while rotation.shape[0] < heads.head_dim:
-            rotation = torch.kron(rotation, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
-        rotation = (rotation / math.sqrt(heads.head_dim)).to(device)
-        q, table, num_tokens = kv.q.squeeze(2), block_table(kv, VLLM_PAGE), lengths(kv)
-        per_query = partial(torch.empty, device=device)
-        partials = per_query((point.batch, heads.num_query_heads, TURBOQUANT_SPLITS, heads.head_dim + 1))
-        lse, out = per_query((point.batch, heads.num_query_heads)), torch.empty_like(q)
-
-        def attend(k: Tensor, v: Tensor) -> Call:
-            pages, page_size, num_heads, head_dim = k.shape
-            slots = torch.arange(pages * page_size, device=device, dtype=torch.int32)
-            shape = (pages, page_size, num_heads, self.token_bytes(head_dim))
-            raw = torch.empty(shape, dtype=torch.uint8, device=device)
-            triton_turboquant_store(
-                k.flatten(0, 1),
-                v.flatten(0, 1),
-                raw,
-                slots,
-                rotation,
-                (ordered[:-1] + ordered[1:]) / 2,
-                mse_bits=config.key_mse_bits,
-                key_packed_size=config.key_packed_size,
-                value_quant_bits=config.effective_value_quant_bits,
-            )
-            return partial(
-                triton_turboquant_decode_attention,
-                q,
-                raw,
-                table,
-                num_tokens,
-                rotation,
-                centroids,
-                1 / math.sqrt(head_dim),
-                mse_bits=config.key_mse_bits,
-                key_packed_size=config.key_packed_size,
-                value_quant_bits=config.effective_value_quant_bits,
-                norm_correction=config.norm_correction,
-                PiT=rotation,
-                mid_o_buf=partials,
-                output_buf=out,
-                lse_buf=lse,
-                max_num_kv_splits=TURBOQUANT_SPLITS,
-            )
-
-        return [attend(k, v) for k, v in pages_of(kv, VLLM_PAGE)]
+    return [attend(k, v) for k, v in pages_of(kv, VLLM_PAGE)]
 
 
-RIVALS: tuple[Rival, ...] = (
-    FlashInfer(16), Xqa(),
-    FlashAttention3(16), FlashAttention3(8), FlashAttention3(8, VLLM_PAGE),
-    VllmTriton(8), VllmTriton(4), TurboQuant(),
+def _in_vllm(name: str, bits: int, token_bytes: Callable[[int], int], calls: Callable[[Kv], list[Call]]) -> Rival:
+    return Rival(name, "vllm", bits, token_bytes, calls)
+
+
+RIVALS = (
+    Rival("FlashInfer e4m3, page 16", FLASHINFER, 8, lambda dim: 2 * dim, partial(flashinfer_e4m3, page_size=16)),
+    Rival(f"XQA (FlashInfer) e4m3, page {XQA_PAGE}", FLASHINFER, 8, lambda dim: 2 * dim, xqa),
+    _in_vllm("FlashAttention 3 (vLLM) 16 bits, no pages", 16, lambda dim: 4 * dim, partial(flash_attention_3, bits=16)),
+    _in_vllm("FlashAttention 3 (vLLM) e4m3, no pages", 8, lambda dim: 2 * dim, partial(flash_attention_3, bits=8)),
+    _in_vllm(
+        f"FlashAttention 3 (vLLM) e4m3, page {VLLM_PAGE}", 8, lambda dim: 2 * dim,
+        partial(flash_attention_3, bits=8, page_size=VLLM_PAGE),
+    ),
+    _in_vllm("vLLM Triton e4m3", 8, lambda dim: 2 * dim, partial(vllm_triton, bits=8)),
+    _in_vllm("vLLM Triton int4_per_token_head", 4, lambda dim: dim + 2 * FP32_BYTES, partial(vllm_triton, bits=4)),
+    _in_vllm(f"vLLM {TURBOQUANT_PRESET}", 4, turboquant_bytes, turboquant),
 )  # fmt: skip
 
 

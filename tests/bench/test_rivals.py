@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 
@@ -18,11 +18,11 @@ import torch
 from bench_cases import SMALL, Clock, kernel_report, times
 from torch import Tensor
 
-from kvcal.bench import baselines, rivals
+from kvcal.bench import baselines
 from kvcal.bench.baselines import Kv
 from kvcal.bench.device import Call
 from kvcal.bench.record import Baseline
-from kvcal.bench.rivals import RIVALS, checked, expected_output, measured_rivals, pages_of, scaled
+from kvcal.bench.rivals import RIVALS, Rival, checked, expected_output, measured_rivals, pages_of, scaled
 from kvcal.bench.shape import Heads, Point
 
 HEADS, POINT = Heads(2, 64, 3), Point(2, 256)
@@ -46,28 +46,21 @@ def attention(q_BHD: Tensor, k_BSND: Tensor, v_BSND: Tensor, scale: float) -> Te
     return torch.einsum("bngs,bsnd->bngd", weights, v_BSND.double()).flatten(1, 2)
 
 
-@dataclass(frozen=True)
-class Oracle:
+def oracle(factor: float = 1.0) -> Rival:
     """A rival over e4m3 with scales of each tensor, times ``factor``."""
 
-    factor: float = 1.0
-    name = "oracle"
-    package = "torch"
-    bits = 8
-
-    def token_bytes(self, head_dim: int) -> int:
-        return 2 * head_dim
-
-    def calls(self, kv: Kv) -> list[Call]:
+    def calls(kv: Kv) -> list[Call]:
         def call(k: Tensor, v: Tensor) -> Tensor:
             tokens = [(x.values.float() * x.scale).view(kv.point.batch, -1, 2, 64) for x in (scaled(k), scaled(v))]
-            return self.factor * attention(kv.q.squeeze(2), tokens[0], tokens[1], 1 / 8)
+            return factor * attention(kv.q.squeeze(2), tokens[0], tokens[1], 1 / 8)
 
         return [partial(call, k, v) for k, v in pages_of(kv, 16)]
 
+    return Rival("oracle", "torch", 8, lambda head_dim: 2 * head_dim, calls)
+
 
 def test_a_right_rival_is_timed_over_its_own_bytes(clock: Clock) -> None:
-    (entry,) = measured_rivals(kv(), 2, [Oracle()])
+    (entry,) = measured_rivals(kv(), 2, [oracle()])
     assert entry.times is not None and entry.times.median_us == 10.0 and entry.reason is None
     assert (entry.name, entry.bits) == ("oracle", 8) and entry.version.startswith("torch ")
     assert entry.nbytes == 2 * 256 * 2 * 2 * 64, "a byte for each key and value"
@@ -75,14 +68,14 @@ def test_a_right_rival_is_timed_over_its_own_bytes(clock: Clock) -> None:
 
 @pytest.mark.parametrize(("factor", "error"), [(2.0, "1"), (math.nan, "nan")])
 def test_a_wrong_rival_has_no_time(clock: Clock, factor: float, error: str) -> None:
-    (entry,) = measured_rivals(kv(), 2, [Oracle(factor)])
+    (entry,) = measured_rivals(kv(), 2, [oracle(factor)])
     assert entry.times is None and f"wrong result: relative error {error}" in (entry.reason or "")
 
 
 def test_the_error_of_e4m3_is_its_rounding() -> None:
     data = kv()
     expected = expected_output(data)
-    output = Oracle().calls(data)[0]()
+    output = oracle().calls(data)[0]()
     assert isinstance(output, Tensor)
     assert 0.01 < float((output[0] - expected).norm() / expected.norm()) < 0.08
 
@@ -96,7 +89,7 @@ def test_absent_libraries_are_rows_with_the_reason(clock: Clock, monkeypatch: py
 
 
 def test_a_length_that_does_not_fill_its_pages_is_a_reason(clock: Clock) -> None:
-    (entry,) = measured_rivals(kv(Point(1, 300)), 2, [Oracle()])
+    (entry,) = measured_rivals(kv(Point(1, 300)), 2, [oracle()])
     assert entry.reason == "ValueError: context 300 is no multiple of the page size 16"
 
 
@@ -127,7 +120,7 @@ def test_flashinfer_is_given_its_pages_and_scales(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     data = kv()
     data.caches[0] = (3 * data.caches[0][0], 0.25 * data.caches[0][1])
-    calls = checked(rivals.FlashInfer(16), data, expected_output(data))
+    calls = checked(RIVALS[0], data, expected_output(data))
     assert len(calls) == 2
 
 
@@ -148,7 +141,7 @@ def test_factors_over_rivals_stand_beside_those_over_16_bits() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rival", RIVALS, ids=[rival.name for rival in RIVALS])
-def test_a_rival_that_is_installed_is_right_on_the_gpu(rival: rivals.Rival) -> None:
+def test_a_rival_that_is_installed_is_right_on_the_gpu(rival: Rival) -> None:
     pytest.importorskip(rival.package.partition("-")[0], reason=f"{rival.package} is not installed")
     data = Kv(Heads(8, 128, 4), Point(2, 4096), 2, torch.device("cuda"))
     assert len(checked(rival, data, expected_output(data))) == 2
