@@ -14,12 +14,13 @@ import math
 import statistics
 import subprocess
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import transformers
 from pydantic.dataclasses import dataclass
 
-from kvcal.errors import KernelError
+from kvcal.errors import KernelError, KvcalError
 from kvcal.kernels.compile import nvrtc_version
 from kvcal.strict import STRICT
 
@@ -32,8 +33,10 @@ CACHES = 32
 # For the read bandwidth: some dozens of times any L2 cache, and 1 ms at the speed of the fastest memory.
 CEILING_BYTES, CEILING_ROW = 4 << 30, 8192
 UNKNOWN = "unknown"
+OUT_OF_MEMORY = "out of memory"
 
 Call = Callable[[], object]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -213,6 +216,19 @@ def ran_out(failed: BaseException | None) -> bool:
     if failed is None or isinstance(failed, torch.OutOfMemoryError):
         return failed is not None
     return ran_out(failed.__cause__ or failed.__context__)
+
+
+def attempted(measure: Callable[[], Result]) -> tuple[Result | None, str | None]:
+    """What ``measure`` gives, or the reason why it cannot: not compiled, not for this GPU, or OUT_OF_MEMORY. The
+    measurements that follow go on."""
+    try:
+        return measure(), None
+    except KvcalError as refused:
+        return None, refused.message
+    except RuntimeError as failed:
+        if not ran_out(failed):
+            raise
+        return None, OUT_OF_MEMORY
 
 
 def collect() -> None:

@@ -7,7 +7,7 @@ off the allocator.
 
 Three questions are kept apart. At the same batch: how much faster is a step? With the same memory: how many tokens a
 second does a device of so many bytes give, when each plan takes as many sequences as fit? And what does packing add to
-the time of a prompt (kvcal.bench.prefill)?
+the time of a prompt (kvcal.bench.model)?
 """
 
 from __future__ import annotations
@@ -24,13 +24,31 @@ from transformers import PreTrainedModel
 
 from kvcal.bench import baselines
 from kvcal.bench.case import KernelUse, refusal
-from kvcal.bench.device import QUICK_REPLAYS, Times, collect, context_bytes, machine_of, num_caches, ran_out
-from kvcal.bench.model import ROOM, Static16, StaticPlan, heads_of, model_plan, time_steps
+from kvcal.bench.device import (
+    OUT_OF_MEMORY,
+    QUICK_REPLAYS,
+    Times,
+    attempted,
+    collect,
+    context_bytes,
+    machine_of,
+    num_caches,
+)  # fmt: skip
+from kvcal.bench.model import (
+    DYNAMIC_16,
+    ROOM,
+    PrefillRow,
+    Static16,
+    StaticPlan,
+    heads_of,
+    measure_prefill,
+    model_plan,
+    time_steps,
+)  # fmt: skip
 from kvcal.bench.plan_layers import TimedPlan
-from kvcal.bench.prefill import DYNAMIC_16, PrefillRow, measure_prefill
 from kvcal.bench.record import KERNELS, Column, Report, Step, Table, measure
 from kvcal.bench.shape import RAW_PAIR, Pair, Point, Stored, raw_bytes
-from kvcal.errors import KvcalError, UsageError
+from kvcal.errors import UsageError
 from kvcal.progress import Reporter
 from kvcal.quantities import format_bytes, parse_bytes
 from kvcal.store.workspace import step_workspace
@@ -46,7 +64,6 @@ MANY = 1024
 TRIES, SMALLER = 4, 0.9
 WHOLE_DEVICE = "all"  # as a limit
 USUAL_MEMORY = (24 * 10**9, 80 * 10**9)
-OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True)
@@ -240,9 +257,8 @@ def attempt(job: StepJob, report: StepReport, row: StepRow, pair: Stored) -> Ste
     """The row measured within its limit of the device's bytes; out of memory is a reason."""
     device = job.model.device
     share = (row.limit_bytes - report.context_bytes) / report.machine.memory_bytes
-    collect()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
-    try:
+
+    def measure() -> StepRow:
         timed = _cache(job, report, row, pair)
         collect()
         times = time_steps(job.model, timed, row.batch, row.context)
@@ -254,14 +270,14 @@ def attempt(job: StepJob, report: StepReport, row: StepRow, pair: Stored) -> Ste
             peak_bytes=times.peak_bytes + report.context_bytes,
             cache_bytes=timed.nbytes,
         )
-    except KvcalError as refused:  # not compiled, or not for this GPU: the other plans go on
-        return replace(row, reason=refused.message)
-    except RuntimeError as failed:
-        if not ran_out(failed):
-            raise
-        return replace(row, reason=OUT_OF_MEMORY)
+
+    collect()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+    try:
+        found, reason = attempted(measure)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
+    return found or replace(row, reason=reason)
 
 
 def _cache(job: StepJob, report: StepReport, row: StepRow, pair: Stored) -> Static16 | StaticPlan:

@@ -34,6 +34,7 @@ from kvcal.bench.device import (
     Call,
     Machine,
     Times,
+    attempted,
     event_ms,
     graph_times,
     machine_of,
@@ -45,7 +46,6 @@ from kvcal.bench.plan_layers import TimedPlan
 from kvcal.bench.record import RIVALS, Baseline, LayerReport, Row, Step, fastest, measure
 from kvcal.bench.rivals import measured_rivals
 from kvcal.bench.shape import Heads, Pair, Point, Stored, bits_per_value, raw_bytes, step_bytes
-from kvcal.errors import KvcalError
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
 from kvcal.plan.plan import Workload
 from kvcal.progress import Reporter
@@ -177,11 +177,13 @@ def measure_pair(
         # Where pages are reconstructed, most bytes are those of a workspace that all caches share, as layers do, and a
         # call takes long: no more caches than its bytes ask for.
         count = num_caches(nbytes.total, machine, job.is_quick or nbytes.reconstructed > 0)
-        try:
+
+        def measure() -> Row:
             case = kernel_case(pair, job.heads, point, count, job.device)
-            row = measured(job, case, replace(row, kernel=kernel_use(case.layers)))
-        except KvcalError as refused:  # not compiled, or not for this GPU: the other formats go on
-            row = replace(row, reason=refused.message)
+            return measured(job, case, replace(row, kernel=kernel_use(case.layers)))
+
+        found, reason = attempted(measure)
+        row = found or replace(row, reason=reason)
     yield [row], f"{point.name}, {pair.name}: {row.reason or f'{row.times} µs'}"
 
 

@@ -1,4 +1,4 @@
-"""Models of public shapes, and the time of their whole decode steps, each step one CUDA graph.
+"""Models of public shapes, the time of their whole decode steps, each step one CUDA graph, and of their prompts.
 
 A step's time depends on sizes, not on what weights and caches hold. So a shape is filled with random weights on the GPU
 itself (a machine without a network has no others), and a cache with random content at the length in question: a prompt
@@ -7,18 +7,24 @@ taken: in others the cache is not what a step's time is about.
 
 Two kinds of cache: transformers' StaticCache, read by its SDPA or by the fastest SDPA backend without a mask (what a
 good 16-bit server does), and a plan's. Over 128 steps every sequence fills one page, so that packing is in the figures.
+
+A prompt is taken in by a model whose cache packs it, or keeps 16 bits (transformers' DynamicCache, whose causal
+attention needs no mask). Attention over the prompt is the model's own (SDPA) either way, over the prompt's own
+keys and values; what a plan adds is storing them as pages. Prompts are not captured in graphs: one is a long call, and
+the host keeps ahead of the device.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic.dataclasses import dataclass as record
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -33,7 +39,8 @@ from transformers.cache_utils import DynamicLayer
 
 from kvcal.bench.baselines import Attention
 from kvcal.bench.case import KernelUse, fill_cache, kernel_use, random_plan, set_length
-from kvcal.bench.device import Times, captured, event_ms, spread
+from kvcal.bench.device import Call, Times, attempted, captured, collect, event_ms, spread
+from kvcal.bench.record import Step
 from kvcal.bench.shape import CACHE_DTYPE, Heads, Stored
 from kvcal.cache.attached import attached
 from kvcal.cache.plan_cache import PlanCache
@@ -41,6 +48,7 @@ from kvcal.errors import SlowPath, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, ModelIdentity
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.plan import Plan
+from kvcal.strict import STRICT
 
 _GQA: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -63,6 +71,8 @@ ENOUGH_MS, FEWEST_STEPS = 5000.0, 16  # of steps that are all alike
 # Tokens that a cache has room for beyond its context: for the steps that are timed, and those that warm up.
 ROOM = 2 * PAGE_TOKENS
 MASKLESS = "kvcal_bench_sdpa"
+DYNAMIC_16 = "16, DynamicCache"
+PROMPTS = 3  # timed, after one that is not
 
 
 def shape_config(shape: str) -> PreTrainedConfig:
@@ -249,3 +259,50 @@ def time_steps(model: PreTrainedModel, timed: Static16 | StaticPlan, batch: int,
 def num_steps(are_equal: bool, slowest_ms: float) -> int:
     """Number of steps to time: a page of them, or where all are alike, as many of these as ENOUGH_MS holds."""
     return max(FEWEST_STEPS, min(PAGE_TOKENS, int(ENOUGH_MS / slowest_ms))) if are_equal else PAGE_TOKENS
+
+
+@record(frozen=True, config=STRICT)
+class PrefillRow:
+    """One prompt of ``context`` tokens. Without ``times`` there is a ``reason``."""
+
+    plan: str
+    context: int
+    times: Times | None = None
+    reason: str | None = None
+
+
+def measure_prefill(model: PreTrainedModel, shape: str, stored_as: Stored | None, context: int) -> Step:
+    """A prompt into a plan's cache; into that of 16 bits without ``stored_as``."""
+    collect()
+    times, reason = attempted(lambda: time_prefill(model, shape, stored_as, context))
+    row = PrefillRow(DYNAMIC_16 if stored_as is None else stored_as.name, context, times, reason)
+    yield [row], f"prompt of {context}, {row.plan}: {row.reason or f'{row.times} µs'}"
+
+
+def time_prefill(model: PreTrainedModel, shape: str, stored_as: Stored | None, context: int) -> Times:
+    """Microseconds from the call with a random prompt to its last logits."""
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(0, vocab_size, (1, context), device=model.device)
+    new_cache = prompt_caches(model, shape, stored_as, context)
+
+    def prompt(cache: Any) -> Call:
+        return lambda: model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    with torch.inference_mode(), warnings.catch_warnings(), attached(model) if stored_as else nullcontext():
+        warnings.simplefilter("ignore", SlowPath)
+        durations = [event_ms([prompt(new_cache())]) for _ in range(PROMPTS + 1)]
+    return spread([1000 * duration for (duration,) in durations[1:]], 1)
+
+
+def prompt_caches(model: PreTrainedModel, shape: str, stored_as: Stored | None, context: int) -> Callable[[], Any]:
+    """An empty cache at every call; a plan's is one and the same, allocated once, as a server has it."""
+    if stored_as is None:
+        return lambda: DynamicCache(config=model.config)
+    plan = model_plan(shape, model.config, stored_as, 1, context + ROOM)
+    cache = PlanCache(plan, model.config, max_tokens=context + ROOM)
+
+    def emptied() -> PlanCache:
+        cache.reset()
+        return cache
+
+    return emptied

@@ -3,6 +3,8 @@
 A layer is timed among others of its kind: it is predicted from one like it, wherever the plan has it predicted from.
 Formats, transforms and predictors are the plan's, tensors are random (kvcal.bench.case). Layers with sliding windows or
 states hold what the model holds without a plan; they are counted and not timed.
+
+A search for decoding may give a layer any of some pairs of formats: what a table of step times should hold.
 """
 
 from __future__ import annotations
@@ -13,16 +15,22 @@ from pathlib import Path
 
 from pydantic.dataclasses import dataclass as record
 
-from kvcal.bench.shape import Heads, Point
+from kvcal.bench.shape import CACHE_DTYPE, Heads, Pair, Point
 from kvcal.errors import UsageError
-from kvcal.geometry import AttentionGeometry
+from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan
-from kvcal.plan.page_format import SIDES, Side
-from kvcal.plan.plan import Plan, load_plan
-from kvcal.stages.search.compositions import Style
+from kvcal.plan.page_format import SIDES, Format, Side
+from kvcal.plan.plan import Plan, Workload, load_plan
+from kvcal.recipe_files import load_recipe
+from kvcal.stages.search.compositions import Style, styles_of, system_plans
+from kvcal.stages.search.problem import problem_of
+from kvcal.stages.search.speed import ByBytes
 from kvcal.stages.search.step_times import placed
 from kvcal.strict import STRICT
+
+# Of the problem of a search, whose options of a layer are all that is asked.
+LOAD, ROOM = Workload(1, 32768), 1 << 50
 
 
 @record(frozen=True, config=STRICT)
@@ -138,3 +146,30 @@ def _styles(layer: LayerPlan, side: Side) -> list[str]:
         style = Style(fmt, side == "k" and layer.k_rescale, layer.predictor(side) is not None)
         counts[str(style)] = counts.get(str(style), 0) + heads.stop - heads.start
     return [style if len(counts) == 1 else f"{style} ({count} heads)" for style, count in counts.items()]
+
+
+def search_pairs(name: str, heads: Heads) -> tuple[Pair, ...]:
+    """Every pair of a recipe with [search] that attention reads as it is stored, once; λ takes no time, and 16 bits are
+    a baseline.
+
+    Raises:
+        UsageError: no such recipe, or none with [search].
+    """
+    recipe = load_recipe(name)
+    spec = recipe.search
+    if spec is None:
+        raise UsageError(f"--search {name}: the recipe has no [search]", hint="for example best; others: --recipe")
+    layers = (
+        AttentionGeometry(index, heads.num_query_heads, heads.num_kv_heads, heads.head_dim, heads.head_dim)
+        for index in range(2)
+    )
+    geometry = Geometry("llama", CACHE_DTYPE, tuple(layers))
+    plans = system_plans(geometry, spec, recipe.predictors).values()
+    styles = {side: styles_of(side, spec, recipe.cache, recipe.predictors, plans) for side in SIDES}
+    problem = problem_of(geometry, styles, recipe.predictors, LOAD, ROOM, False, ByBytes(CACHE_DTYPE, LOAD))
+    k, v, pairs = problem.couples[-1]
+    found: dict[tuple[Format, Format], Pair] = {}
+    for i, j in sorted(pairs):
+        key, value = problem.options[k][i], problem.options[v][j]
+        found.setdefault((key.format, value.format), Pair(f"K {key.name}, V {value.name}", key.format, value.format))
+    return tuple(found.values())

@@ -123,7 +123,7 @@ def kernels(
     Example: `kvcal bench kernels --quick --format higgs --format aqua --batch 8 --context 8192` (reconstruct + decode)
     """
     from kvcal.bench.kernels import PICTURE, bench_kernels
-    from kvcal.bench.search_options import search_pairs
+    from kvcal.bench.plan_layers import search_pairs
     from kvcal.bench.shape import DEFAULT_PAIRS, POINTS, QUICK_PAIRS, QUICK_POINTS
     from kvcal.charts.kernels import draw_kernels
     from kvcal.stages.search.step_times import FILE

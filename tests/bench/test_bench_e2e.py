@@ -11,13 +11,13 @@ import torch
 from bench_cases import DECODE, MACHINE, read_report, times
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedModel, StaticCache
 
-from kvcal.bench import baselines, e2e, prefill
+from kvcal.bench import baselines, e2e
+from kvcal.bench import model as bench_model
 from kvcal.bench.case import NOBODY, random_plan
-from kvcal.bench.device import ran_out
+from kvcal.bench.device import OUT_OF_MEMORY, ran_out
 from kvcal.bench.e2e import (
     FASTEST_16,
     MANY,
-    OUT_OF_MEMORY,
     TRANSFORMERS_16,
     StepJob,
     StepReport,
@@ -273,9 +273,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(e2e, "context_bytes", lambda device: GB // 2)
     monkeypatch.setattr(e2e, "time_steps", found)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *args: None)
-    for module in (e2e, prefill):
+    for module in (e2e, bench_model):
         monkeypatch.setattr(module, "collect", lambda: None)
-    monkeypatch.setattr(prefill, "event_ms", lambda calls: [2.0 for call in calls if call() is not None])
+    monkeypatch.setattr(bench_model, "event_ms", lambda calls: [2.0 for call in calls if call() is not None])
     best = baselines.Baseline(e2e.Point(1, 1024), "SDPA FLASH, enable_gqa", "torch")
     monkeypatch.setattr(baselines, "fastest_sdpa", lambda *args: (best, lambda q, k, v: q))
     return found
@@ -299,7 +299,7 @@ def test_a_run_measures_each_batch_once_and_fills_each_memory(
     two, raw = (max(e.batch for e in found.rows if e.plan == plan) for plan in ("2", FASTEST_16))
     assert two > raw
     assert found.rows[0].tokens_per_s == 1000.0, "128 steps of 1 sequence in 128 ms"
-    assert [(entry.plan, entry.context) for entry in found.prompts] == [(prefill.DYNAMIC_16, 1024), ("2", 1024)]
+    assert [(entry.plan, entry.context) for entry in found.prompts] == [(bench_model.DYNAMIC_16, 1024), ("2", 1024)]
     assert [found.to_first_token(entry) for entry in found.prompts] == [1.0, 1.0], "2 ms each"
     kernels = {entry.plan: entry.kernel.name for entry in found.rows if entry.kernel is not None}
     assert kernels == {
@@ -325,9 +325,9 @@ def test_a_plan_file_is_timed_as_it_is(device: Device, model: PreTrainedModel, t
 
 def test_a_prompt_fills_the_cache_that_it_is_timed_with(model: PreTrainedModel) -> None:
     for stored in (None, PAIRS["2"]):
-        new_cache = prefill.caches(model, "tiny", stored, 300)
+        new_cache = bench_model.prompt_caches(model, "tiny", stored, 300)
         cache = new_cache()
-        with prefill.attached(model):
+        with bench_model.attached(model):
             model(input_ids=torch.randint(0, 64, (1, 300)), past_key_values=cache, use_cache=True, logits_to_keep=1)
         assert cache.get_seq_length() == 300
         if stored is not None:
@@ -340,9 +340,9 @@ def test_a_prompt_that_runs_out_of_memory_is_a_row(model: PreTrainedModel, monke
     def full(*args: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(prefill, "collect", lambda: None)
-    monkeypatch.setattr(prefill, "time_prefill", full)
-    ((row,), text) = next(iter(prefill.measure_prefill(model, "tiny", PAIRS["2"], 1024)))
+    monkeypatch.setattr(bench_model, "collect", lambda: None)
+    monkeypatch.setattr(bench_model, "time_prefill", full)
+    ((row,), text) = next(iter(bench_model.measure_prefill(model, "tiny", PAIRS["2"], 1024)))
     assert (row.plan, row.times, row.reason) == ("2", None, "out of memory") and "out of memory" in text
 
 

@@ -10,14 +10,13 @@ import torch
 from bench_cases import CEILING, MACHINE, Clock, read_report, times
 from cli_cases import run_kvcal
 
-from kvcal.bench import baselines, kernels, search_options
+from kvcal.bench import baselines, kernels, plan_layers
 from kvcal.bench.case import NOBODY, random_plan
 from kvcal.bench.e2e import StepReport
 from kvcal.bench.kernels import Job, bench_kernels, bench_layer
-from kvcal.bench.plan_layers import timed_plan, whole_plan
-from kvcal.bench.prefill import DYNAMIC_16, PrefillRow
+from kvcal.bench.model import DYNAMIC_16, PrefillRow
+from kvcal.bench.plan_layers import search_pairs, timed_plan, whole_plan
 from kvcal.bench.record import Baseline, LayerReport
-from kvcal.bench.search_options import search_pairs
 from kvcal.bench.shape import PAIRS, Heads, Pair, Point, bits_per_value
 from kvcal.errors import UsageError
 from kvcal.plan.layer import LayerPlan
@@ -132,7 +131,7 @@ def test_the_command_times_a_recipes_search(
 ) -> None:
     """Of which two pairs are enough here."""
     monkeypatch.setattr("kvcal.bench.device.require_gpu", lambda what: CPU)
-    monkeypatch.setattr(search_options, "search_pairs", lambda name, heads: search_pairs(name, heads)[:2])
+    monkeypatch.setattr(plan_layers, "search_pairs", lambda name, heads: search_pairs(name, heads)[:2])
     size = ["--batch", "1", "--context", "256", "--heads", "2", "--head-dim", "64"]
     found = run_kvcal(capsys, "bench", "kernels", "--search", "best", *size, "--quick", "--out", str(tmp_path))
     assert found.code == 0, found.err
