@@ -62,6 +62,11 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds >= 120 else f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
+def format_measured(value: float, error: float | None, digits: int = 4, error_digits: int = 2) -> str:
+    """A value with its standard error, such as "0.05123 ± 0.0012"; the value alone without one."""
+    return f"{value:.{digits}g}" + ("" if error is None else f" ± {error:.{error_digits}g}")
+
+
 def format_bytes(nbytes: int) -> str:
     """``nbytes`` for people: exact below 100,000 (``12345 B``), else 4 digits and a decimal unit.
 

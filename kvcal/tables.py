@@ -6,26 +6,29 @@ Results of stages are imported for types alone, so that showing a plan loads no 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvcal.console import View
 from kvcal.pages.layouts import LAYOUTS
 from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, plan_record
-from kvcal.quantities import format_bytes, format_seconds
+from kvcal.quantities import format_bytes, format_measured, format_seconds
 from kvcal.strict import dump
 
 if TYPE_CHECKING:
     from kvcal.run.formats import Tuned
     from kvcal.run.pipeline import Result
     from kvcal.stages.allocate.record import Allocation
+    from kvcal.stages.compare.record import Comparison
     from kvcal.stages.estimate import Estimate
     from kvcal.stages.evaluate import Evaluation, Row
     from kvcal.stages.evaluate.gates import GateResult
+    from kvcal.stages.explain import Explanation, MoreBytes, Risk
     from kvcal.stages.prefix import PackedPrefix
     from kvcal.stages.profile.record import Profile
     from kvcal.stages.search.record import SearchReport
+    from kvcal.stages.tune.record import Tuning
     from kvcal.stages.verify import Check
 
 
@@ -106,17 +109,15 @@ def candidates_table(report: SearchReport) -> View:
 def pools_table(report: SearchReport, measured: Row | None = None) -> View:
     """KL of the plan that ships on each pool: what it was chosen by, what confirmed it and, where it was ``measured``,
     what neither saw."""
-    pools = {"select": report.select, "validate": report.validate}
-    rows = [(name, "all", f"{pool.kl:.4g} ± {pool.kl_error:.2g}", f"{pool.score:.4f}", "", "")
-            for name, pool in pools.items()]  # fmt: skip
-    rows += [
-        (name, k.kind, f"{k.kl:.4g} ± {k.kl_error:.2g}", "", f"{k.tail:.3g}", f"{100 * k.flips:.3g}")
-        for name, pool in pools.items()
-        for k in pool.kinds
-    ]
+    rows = []
+    for name, pool in (("select", report.select), ("validate", report.validate)):
+        rows.append((name, "all", "", format_measured(pool.kl, pool.kl_error), f"{pool.score:.4f}", "", ""))
+        for kind in pool.kinds:
+            kl, tail, flips = format_measured(kind.kl, kind.kl_error), f"{kind.tail:.3g}", f"{100 * kind.flips:.3g}"
+            rows.append((name, kind.kind, str(kind.num_texts), kl, "", tail, flips))
     if measured is not None:
-        rows.append(("report", "all", f"{measured.text.kl:.4g} ± {measured.text.kl_se or 0:.2g}", "", "", ""))
-    headers = ("pool", "kind of text", "KL to 16 bits", "score", "99th percentile", "sure tokens flipped %")
+        rows.append(("report", "all", "", format_measured(measured.text.kl, measured.text.kl_se or 0.0), "", "", ""))
+    headers = ("pool", "kind of text", "texts", "KL to 16 bits", "score", "99th percentile", "sure tokens flipped %")
     return "The plan that ships, by pool", headers, rows
 
 
@@ -210,9 +211,19 @@ def evaluation_table(evaluation: Evaluation) -> View:
     """A row for each plan."""
     from kvcal.stages.evaluate import table_columns
 
-    columns = table_columns(evaluation.rows)
     workload = evaluation.rows[0].workload
     title = f"{evaluation.data}; bytes at batch {workload.batch} x {workload.context} tokens; ± standard errors"
+    return _of_columns(title, table_columns(evaluation.rows))
+
+
+def comparison_table(comparison: Comparison) -> View:
+    """A row for each plan, refused ones included."""
+    from kvcal.stages.compare.record import comparison_columns, comparison_title
+
+    return _of_columns(comparison_title(comparison), comparison_columns(comparison))
+
+
+def _of_columns(title: str, columns: Sequence[tuple[str, Sequence[str]]]) -> View:
     return title, [header for header, _ in columns], list(zip(*(cells for _, cells in columns), strict=True))
 
 
@@ -222,7 +233,7 @@ def gates_table(results: Sequence[GateResult]) -> View:
         (
             one.gate,
             f"{one.limit:.6g}",
-            f"{one.measured:.6g}" + ("" if one.standard_error is None else f" ± {one.standard_error:.2g}"),
+            format_measured(one.measured, one.standard_error, 6),
             "passed" if one.passed else "FAILED",
         )
         for one in results
@@ -304,28 +315,46 @@ def tuned_json(tuned: Tuned) -> dict[str, Any]:
     return {"chosen": dump(tuned.chosen), "predicted_bytes": tuned.plan.predicted_bytes, **dump(tuned.tuning)}
 
 
-def tuned_table(tuned: Tuned) -> View:
-    """The Pareto front, the choice marked."""
-    names = [threshold.name for threshold in tuned.tuning.search.thresholds]
+def tuned_table(tuning: Tuning, chosen: Mapping[str, float] | None, workload: Workload | None) -> View:
+    """The Pareto front, and the trial with the ``chosen`` thresholds, by bits."""
+    names = [threshold.name for threshold in tuning.search.thresholds]
+    numbers = {*tuning.front, *(trial.number for trial in tuning.trials if trial.thresholds == chosen)}
     rows = []
-    for number in tuned.tuning.front:
-        trial = tuned.tuning.trials[number]
+    for trial in sorted((tuning.trials[number] for number in numbers), key=lambda one: one.outcome.bits_per_value):
         outcome = trial.outcome
         error = "" if outcome.accuracy_se is None else f" ± {100 * outcome.accuracy_se:.1f}"
         code_bits = outcome.facts.get("key_code_bits")
-        rows.append(
-            (
-                f"{number}{' (chosen)' if number == tuned.chosen.number else ''}",
-                *(f"{trial.thresholds[name]:.3f}" for name in names),
-                f"{100 * outcome.accuracy:.1f}{error}",
-                f"{outcome.bits_per_value:.3f}",
-                "" if code_bits is None else f"{code_bits:.2f}",
-                format_bytes(outcome.total_bytes),
-            )
-        )
-    workload, count = tuned.plan.workload, len(tuned.tuning.trials)
-    title = f"Pareto front of {count} trials; bits and bytes at {workload.batch} x {workload.context}"
+        cells = [f"{trial.number}{' (chosen)' if trial.thresholds == chosen else ''}"]
+        cells += [f"{trial.thresholds[name]:.3f}" for name in names]
+        cells += [f"{100 * outcome.accuracy:.1f}{error}", f"{outcome.bits_per_value:.3f}"]
+        rows.append((*cells, "" if code_bits is None else f"{code_bits:.2f}", format_bytes(outcome.total_bytes)))
+    title = f"Pareto front of {len(tuning.trials)} trials"
+    title += "" if workload is None else f"; bits and bytes at {workload.batch} x {workload.context}"
     return title, ("trial", *names, "accuracy %", "all-in bits", "code bits of keys", "cache"), rows
+
+
+def more_table(found: Explanation, more: MoreBytes) -> View:
+    """What a budget that is larger by a tenth would change."""
+    change = f"{more.loss_after - more.loss_before:+.3g}" + ("" if more.error is None else f" ± {more.error:.1g}")
+    rows = [
+        ("formats take", format_bytes(more.nbytes_before), format_bytes(more.nbytes_after), ""),
+        (found.measure, f"{more.loss_before:.4g}", f"{more.loss_after:.4g}", change),
+    ]
+    if more.kl_before is not None and more.kl_after is not None:
+        change = f"{more.kl_after - more.kl_before:+.3g}"
+        rows.append(("sum of KLs alone", f"{more.kl_before:.4g}", f"{more.kl_after:.4g}", change))
+    rows += [(swap.unit, swap.before, swap.after, f"{swap.nbytes:+d} bytes") for swap in more.swaps]
+    return f"What 10 % more bytes would buy ({format_bytes(more.capacity)})", ("", "now", "then", "change"), rows
+
+
+def risks_table(risks: Sequence[Risk]) -> View:
+    """Where a plan is most at risk."""
+    rows = [
+        (one.kind, one.what, format_measured(one.value, one.error, 3, 1), one.measure,
+         "" if one.share is None else f"{100 * one.share:.1f}")
+        for one in risks
+    ]  # fmt: skip
+    return "At risk", ("", "where", "value", "of", "share %"), rows
 
 
 def prefix_table(packed: PackedPrefix, name: str) -> View:

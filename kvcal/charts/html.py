@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
+from kvcal.console import View
+
 WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 74, 16, 14, 46
 BAR, LABEL = 22, 190  # a bar's height, and the room for its label, in pixels
@@ -91,6 +93,12 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], text_column: in
         for row in rows
     )
     return f'<div class="wide"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
+
+
+def view(part: View) -> str:
+    """A table of kvcal.tables under its title."""
+    title, headers, rows = part
+    return f"<h3>{escaped(title)}</h3>\n{table(headers, rows)}"
 
 
 class Heat(NamedTuple):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvcal import tables as views
 from kvcal.artifact import write_text_atomic
 from kvcal.charts.html import (
     Heat,
@@ -19,29 +20,28 @@ from kvcal.charts.html import (
     Point,
     Series,
     bars,
-    escaped,
     heat_map,
     page,
     scatter,
     section,
     side_by_side,
     table,
+    view,
 )
 from kvcal.errors import ArtifactError
 from kvcal.folder import Folder
-from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan, load_plan
 from kvcal.plan.tensors import tensors_nbytes
 from kvcal.progress import Silent
-from kvcal.quantities import format_bytes
+from kvcal.quantities import format_bytes, format_measured
 from kvcal.stages import allocate as allocation_stage
 from kvcal.stages import profile as profile_stage
 from kvcal.stages import search as search_stage
 from kvcal.stages.allocate.record import Allocation, num_values
 from kvcal.stages.compare import FILE as COMPARISON
-from kvcal.stages.compare.record import Comparison, comparison_columns, comparison_title, load_comparison
-from kvcal.stages.evaluate import Evaluation, Row, load_evaluation, table_columns
-from kvcal.stages.explain import Explanation, UnitReasons, allocation_of, explain, format_name, spec_of
+from kvcal.stages.compare.record import Comparison, load_comparison
+from kvcal.stages.evaluate import Evaluation, Row, load_evaluation
+from kvcal.stages.explain import Explanation, UnitReasons, allocation_of, explain, spec_of
 from kvcal.stages.search.record import KindResult, SearchReport
 from kvcal.stages.tune.record import Tuning, load_tuning
 from kvcal.strict import flat
@@ -143,13 +143,8 @@ def _memory_part(plan: Plan, allocation: Allocation | None) -> str:
 
 def _formats_part(plan: Plan, why: str = "") -> str:
     """The bits of every layer, where no reasons are known."""
-    rows = []
-    for layer in plan.layers:
-        names = [" | ".join(format_name(fmt) for fmt in layer.formats(side)) for side in SIDES]
-        size = layer.nbytes(plan.cache_dtype, plan.workload.lengths, plan.workload.context)
-        cells = names if layer.is_paged else ["bounded, 16 bits", ""]
-        rows.append((str(layer.geometry.index), *cells, format_bytes(size)))
-    return section("bits", "Bits", [table(("layer", "keys", "values", "bytes"), rows)], why)
+    _, headers, rows = views.layer_table(plan.layers, plan.cache_dtype, plan.workload)
+    return section("bits", "Bits", [table(headers, rows)], why)
 
 
 def _choices_part(found: Explanation) -> str:
@@ -161,21 +156,8 @@ def _choices_part(found: Explanation) -> str:
         "search": "how each option was estimated to change the score beside the plan of the last round",
     }[found.source]
     parts = [side_by_side(maps)] if maps else []
-    more = found.more
-    if more is not None:
-        buys = [(swap.unit, swap.before, swap.after, f"{swap.nbytes:+d}") for swap in more.swaps]
-        says = f"10 % more bytes ({format_bytes(more.capacity)}) would change the {found.measure} by "
-        says += f"{more.loss_after - more.loss_before:+.3g}"
-        says += "" if more.error is None else f" ± {more.error:.1g}, by the estimates"
-        says += f", from {more.loss_before:.4g}" if found.source == "profile" else ""
-        parts.append(f"<h3>{escaped(says)}</h3>")
-        parts.append(table(("unit", "now", "then", "bytes"), buys))
-    rows = [
-        (risk.kind, risk.what, _with(risk.value, risk.error), risk.measure,
-         "" if risk.share is None else f"{100 * risk.share:.1f}")
-        for risk in found.risks
-    ]  # fmt: skip
-    parts += ["<h3>At risk</h3>", table(("", "where", "value", "of", "share %"), rows)] if rows else []
+    parts += [view(views.more_table(found, found.more))] if found.more is not None else []
+    parts += [view(views.risks_table(found.risks))] if found.risks else []
     about = (
         f"Outlined: the choice. Colour and number: {what}; rest the pointer on a cell for bytes, KL and sensitivity."
     )
@@ -250,19 +232,7 @@ def _search_part(report: SearchReport) -> str:
     for kind in kinds:
         for number, (name, pool) in enumerate(pools.items()):
             rows += [_kl_bar(f"{kind}, {name}", one, name, number) for one in pool.kinds if one.kind == kind]
-    numbers = [
-        (name, kind.kind, str(kind.num_texts), f"{kind.kl:.4g} ± {kind.kl_error:.2g}", f"{kind.tail:.3g}",
-         f"{100 * kind.flips:.3g}")
-        for name, pool in pools.items() for kind in pool.kinds
-    ]  # fmt: skip
-    whole = "; ".join(f"{name}: {_with(pool.kl, pool.kl_error)}" for name, pool in pools.items())
-    by_kind = bars(rows, KL)
-    headers = ("pool", "kind", "texts", "KL", "99th percentile", "sure tokens flipped %")
-    plans = []
-    for one in sorted(report.candidates, key=lambda candidate: candidate.select):
-        validate = "-" if one.validate is None else _with(one.validate, one.validate_error or 0.0)
-        plans.append((f"{one.name} (ships)" if one.name == report.shipped else one.name, format_bytes(one.nbytes),
-                      _with(one.select, one.select_error), validate))  # fmt: skip
+    by_kind = side_by_side([bars(rows, KL), view(views.pools_table(report))])
     ships, others = list[Point](), list[Point]()
     for one in report.candidates:
         hover = f"{one.name}: {format_bytes(one.nbytes)}, score {one.select:.4g} ± {one.select_error:.2g}"
@@ -271,29 +241,20 @@ def _search_part(report: SearchReport) -> str:
         [Series("measured on all texts", 1, others), Series("ships", 0, ships, is_large=True)],
         "bytes of the cache", "score (1 is plain 2 bits)",
     )  # fmt: skip
-    table_of_plans = table(("plan", "bytes", "score, select", "score, validate"), plans)
-    return section(
-        "kinds", "KL by kind of text",
-        [side_by_side([by_kind, table(headers, numbers)]), "<h3>Plans of the search</h3>",
-         side_by_side([chart, table_of_plans])],
-        f"The plan that ships, on the texts that it was chosen by (select) and on others (validate). {whole}.",
-    )  # fmt: skip
+    plans = side_by_side([chart, view(views.candidates_table(report))])
+    about = "The plan that ships, on the texts that it was chosen by (select) and on others (validate)."
+    return section("kinds", "KL by kind of text", [by_kind, plans], about)
 
 
 def _kl_bar(label: str, kind: KindResult, pool: str, colour: int) -> tuple[str, list[Part]]:
-    hover = f"{label}: {_with(kind.kl, kind.kl_error)} over {kind.num_texts} texts"
+    hover = f"{label}: {format_measured(kind.kl, kind.kl_error)} over {kind.num_texts} texts"
     return label, [Part(pool, max(0.0, kind.kl), colour, hover, kind.kl_error)]
-
-
-def _with(value: float, error: float | None) -> str:
-    return f"{value:.4g}" + ("" if error is None else f" ± {error:.2g}")
 
 
 def _evaluation_part(evaluation: Evaluation) -> str:
     """The table of an evaluation, KL and accuracy as bars, and the time each row took."""
     rows = evaluation.rows
-    columns = table_columns(rows)
-    whole = table([header for header, _ in columns], list(zip(*(cells for _, cells in columns), strict=True)))
+    title, headers, cells = views.evaluation_table(evaluation)
     charts = [
         bars(
             [_bar(row.name, row.text.kl, row.text.kl_se, number, "nats per token") for number, row in enumerate(rows)],
@@ -302,11 +263,11 @@ def _evaluation_part(evaluation: Evaluation) -> str:
     ]
     charts += [_accuracy_bars([(row.name, row) for row in rows])] if rows[0].tasks else []
     seconds = bars([_bar(row.name, row.seconds, None, 1, "s") for row in rows], "seconds to measure")
-    parts = [whole, side_by_side([*charts, seconds])]
+    parts = [table(headers, cells), side_by_side([*charts, seconds])]
     by_part = [chart for chart in (_kl_by_position(rows), _kl_by_kind(rows)) if chart]
     if by_part:
         parts += ["<h3>KL by position and by kind of text</h3>", side_by_side(by_part)]
-    return section("evaluation", "Evaluation", parts, f"{evaluation.data}; ± standard errors.")
+    return section("evaluation", "Evaluation", parts, f"{title}.")
 
 
 def _kl_by_position(rows: Sequence[Row]) -> str:
@@ -314,7 +275,7 @@ def _kl_by_position(rows: Sequence[Row]) -> str:
     series = [
         Series(row.name, number, [
             Point((part.start + part.stop) / 2, part.kl, part.kl_se or 0.0,
-                  f"{row.name}, tokens {part.start} to {part.stop - 1}: {_with(part.kl, part.kl_se)}")
+                  f"{row.name}, tokens {part.start} to {part.stop - 1}: {format_measured(part.kl, part.kl_se)}")
             for part in row.text.kl_by_position
         ], is_joined=True)
         for number, row in enumerate(rows)
@@ -333,7 +294,7 @@ def _kl_by_kind(rows: Sequence[Row]) -> str:
 
 
 def _bar(name: str, value: float, error: float | None, colour: int, unit: str) -> tuple[str, list[Part]]:
-    return name, [Part("", max(0.0, value), colour, f"{name}: {_with(value, error)} {unit}", error or 0.0)]
+    return name, [Part("", max(0.0, value), colour, f"{name}: {format_measured(value, error)} {unit}", error or 0.0)]
 
 
 def _accuracy_bars(rows: Sequence[tuple[str, Row]]) -> str:
@@ -345,8 +306,7 @@ def _accuracy_bars(rows: Sequence[tuple[str, Row]]) -> str:
 
 
 def _comparison_parts(comparison: Comparison) -> Iterator[str]:
-    headers, columns = zip(*comparison_columns(comparison), strict=True)
-    rows = list(zip(*columns, strict=True))
+    title, headers, rows = views.comparison_table(comparison)
     names = list(dict.fromkeys(entry.recipe for entry in comparison.entries))
     kl, accuracy = [], []
     for number, name in enumerate(names):
@@ -365,7 +325,7 @@ def _comparison_parts(comparison: Comparison) -> Iterator[str]:
     yield section(
         "comparison", "Comparison",
         [side_by_side([chart for chart in charts if chart]), table(headers, rows, last if refused else None)],
-        f"{comparison_title(comparison)}. Rows without KL have none to draw on a logarithmic axis.",
+        f"{title}. Rows without KL have none to draw on a logarithmic axis.",
     )  # fmt: skip
     times, colours = [], dict[str, int]()
     for entry in comparison.entries:
@@ -387,37 +347,30 @@ def _comparison_parts(comparison: Comparison) -> Iterator[str]:
 
 
 def _measured(name: str, row: Row, value: float, error: float | None) -> Point:
-    return Point(
-        row.bits_per_value, value, error or 0.0, f"{name}: {row.bits_per_value:.3f} bits, {_with(value, error)}"
-    )
+    hover = f"{name}: {row.bits_per_value:.3f} bits, {format_measured(value, error)}"
+    return Point(row.bits_per_value, value, error or 0.0, hover)
 
 
 def _tuning_part(tuning: Tuning, folder: Folder) -> str:
     """Trials, their front, and the one that the plan in the folder has."""
-    thresholds = load_plan(folder.plan).provenance.get("thresholds") if folder.plan.is_file() else None
+    plan = load_plan(folder.plan) if folder.plan.is_file() else None
+    thresholds = None if plan is None else plan.provenance.get("thresholds")
     series: dict[str, list[Point]] = {"trial": [], "Pareto front": [], "chosen": []}
-    rows = []
     for trial in tuning.trials:
         outcome, values = trial.outcome, ", ".join(f"{n} {value:.3f}" for n, value in sorted(trial.thresholds.items()))
         error = 100 * (outcome.accuracy_se or 0.0)
-        accuracy = f"{100 * outcome.accuracy:.1f} ± {error:.1f}"
-        hover = f"trial {trial.number}: {outcome.bits_per_value:.3f} bits, {accuracy} %; {values}"
-        is_chosen, is_best = trial.thresholds == thresholds, trial.number in tuning.front
-        point = Point(outcome.bits_per_value, 100 * outcome.accuracy, error if is_best else 0.0, hover)
+        hover = f"trial {trial.number}: {outcome.bits_per_value:.3f} bits, {100 * outcome.accuracy:.1f} ± {error:.1f} %"
+        is_best = trial.number in tuning.front
+        point = Point(outcome.bits_per_value, 100 * outcome.accuracy, error if is_best else 0.0, f"{hover}; {values}")
         series["Pareto front" if is_best else "trial"].append(point)
-        series["chosen"] += [point] if is_chosen else []
-        if is_best or is_chosen:
-            number = f"{trial.number}{' (chosen)' if is_chosen else ''}"
-            rows.append((number, f"{outcome.bits_per_value:.3f}", accuracy,
-                         format_bytes(outcome.total_bytes), values))  # fmt: skip
+        series["chosen"] += [point] if trial.thresholds == thresholds else []
     drawn = [
         Series(name, colour, sorted(series[name]), name == "Pareto front", name == "chosen")
         for name, colour in (("trial", 7), ("Pareto front", 1), ("chosen", 0)) if series[name]
     ]  # fmt: skip
-    rows.sort(key=lambda row: float(row[1]))
-    headers = ("trial", "bits", "accuracy %", "cache", "thresholds")
+    front = view(views.tuned_table(tuning, thresholds, None if plan is None else plan.workload))
     return section(
-        "trials", "Threshold search", [side_by_side([scatter(drawn, BITS, "accuracy, %"), table(headers, rows)])],
+        "trials", "Threshold search", [side_by_side([scatter(drawn, BITS, "accuracy, %"), front])],
         f"{len(tuning.trials)} trials; bars are one standard error.",
     )  # fmt: skip
 

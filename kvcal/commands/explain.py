@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,10 +9,10 @@ import typer
 
 from kvcal import console
 from kvcal.commands.options import FolderArgument, OutputOptions, PlanArgument, spread
-from kvcal.quantities import format_bytes
+from kvcal.quantities import format_bytes, format_measured
 
 if TYPE_CHECKING:
-    from kvcal.stages.explain import Explanation, MoreBytes, Risk, UnitReasons
+    from kvcal.stages.explain import Explanation, UnitReasons
 
 
 @spread
@@ -36,6 +35,7 @@ def explain(
     """
     from dataclasses import asdict
 
+    from kvcal import tables as views
     from kvcal.plan.plan import load_plan
     from kvcal.stages.explain import explain as explain_plan
     from kvcal.stages.explain import folder_of
@@ -43,12 +43,12 @@ def explain(
     with given.reporting() as reporter:
         found = explain_plan(load_plan(plan), folder_of(plan, folder), reporter, layer)
         tables = [_options_table(found, layer is not None), _reasons_table(found)]
-        tables += [] if found.more is None else [_more_table(found, found.more)]
+        tables += [] if found.more is None else [views.more_table(found, found.more)]
         value = asdict(found)
         value["risks"] = [risk._asdict() for risk in found.risks]
         if found.more is not None:
             value["more"]["swaps"] = [swap._asdict() for swap in found.more.swaps]
-        given.show(value, *tables, _risks_table(found.risks))
+        given.show(value, *tables, views.risks_table(found.risks))
         if not found.units:
             reporter.say("the plan that ships is no composition of single options: it won as a whole")
         if found.source == "profile":
@@ -82,9 +82,8 @@ def _options_table(found: Explanation, is_whole: bool) -> console.View:
         for option in sorted(unit.options, key=lambda option: option.nbytes):
             if option.better is not None and not (is_whole or option.is_chosen):
                 continue
-            error = "" if option.error is None else f" ± {option.error:.1g}"
             cells = [name, f"{option.name}{' (chosen)' if option.is_chosen else ''}", format_bytes(option.nbytes)]
-            cells.append(f"{option.loss:.4g}{error}")
+            cells.append(format_measured(option.loss, option.error, 4, 1))
             if is_profile:
                 total = "" if option.total is None else f"{option.total:+.3g}"
                 total = total if option.better is None else f"no better than {option.better}"
@@ -107,26 +106,3 @@ def _reasons_table(found: Explanation) -> console.View:
 
     headers = ("unit", "chosen", f"what the next smaller and the next larger option would change ({found.measure})")
     return "Why", headers, [cells(unit) for unit in found.units]
-
-
-def _more_table(found: Explanation, more: MoreBytes) -> console.View:
-    error = "" if more.error is None else f" ± {more.error:.1g}"
-    gained = f"{more.loss_after - more.loss_before:+.3g}{error}"
-    rows = [
-        ("formats take", format_bytes(more.nbytes_before), format_bytes(more.nbytes_after), ""),
-        (found.measure, f"{more.loss_before:.4g}", f"{more.loss_after:.4g}", gained),
-    ]
-    if more.kl_before is not None and more.kl_after is not None:
-        change = f"{more.kl_after - more.kl_before:+.3g}"
-        rows.append(("sum of KLs alone", f"{more.kl_before:.4g}", f"{more.kl_after:.4g}", change))
-    rows += [(swap.unit, swap.before, swap.after, f"{swap.nbytes:+d} bytes") for swap in more.swaps]
-    return f"What 10 % more bytes would buy ({format_bytes(more.capacity)})", ("", "now", "then", "change"), rows
-
-
-def _risks_table(risks: Sequence[Risk]) -> console.View:
-    rows = []
-    for risk in risks:
-        error = "" if risk.error is None else f" ± {risk.error:.1g}"
-        share = "" if risk.share is None else f"{100 * risk.share:.1f}"
-        rows.append((risk.kind, risk.what, f"{risk.value:.3g}{error}", risk.measure, share))
-    return "At risk", ("", "where", "value", "of", "share %"), rows

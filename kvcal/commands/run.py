@@ -176,7 +176,8 @@ def tune(
         plan = formats_plan(base, loaded, sizes.workload(DEFAULT_WORKLOAD))
         tuned = tune_plan(loaded, origin, plan, base, folder.path, reporter, workers, max_bytes)
         write_report(folder)
-    given.show(views.tuned_json(tuned), views.tuned_table(tuned))
+    table = views.tuned_table(tuned.tuning, tuned.chosen.thresholds, tuned.plan.workload)
+    given.show(views.tuned_json(tuned), table)
     reporter.say(f"plan: {folder.plan}\nstudy: {folder.path / 'tune.json'}\npicture: {folder.path / 'tune.png'}")
     reporter.say(f"report: {folder.report}")
 
@@ -223,13 +224,14 @@ def compare(
 
     Example: `kvcal compare best kitty --model M --bits 2.5 --data texts.jsonl --tasks gsm8k,arc_easy --limit 200`
     """
+    from kvcal import tables as views
     from kvcal.charts.comparison import draw_comparison
     from kvcal.charts.report import write_report
     from kvcal.folder import DEFAULT_WORKLOAD, sequences
     from kvcal.run import pipeline
     from kvcal.stages.compare import FILE
     from kvcal.stages.compare import compare as compare_points
-    from kvcal.stages.compare.record import comparison_columns, comparison_title, points_of
+    from kvcal.stages.compare.record import points_of
     from kvcal.stages.evaluate.harness import require_tasks
     from kvcal.strict import dump
 
@@ -249,9 +251,7 @@ def compare(
         picture = folder.path / "compare.png"
         draw_comparison(comparison, picture)
         write_report(folder)
-    headers, columns = zip(*comparison_columns(comparison), strict=True)
-    table = (comparison_title(comparison), headers, list(zip(*columns, strict=True)))
-    given.show(dump(comparison), table)
+    given.show(dump(comparison), views.comparison_table(comparison))
     reporter.say(f"table: {folder.path / FILE}\npicture: {picture}\nreport: {folder.report}")
     refusals = [entry.refusal for entry in comparison.entries if entry.refusal is not None]
     if refusals and not any(not entry.is_baseline for entry, _ in comparison.measured):

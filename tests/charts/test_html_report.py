@@ -201,11 +201,11 @@ def test_a_search_has_kl_by_kind_pools_side_by_side_and_choices(tmp_path: Path) 
     found = require_alone(report_html(Folder(tmp_path)))
     assert list(found.sections) == ["top", "memory", "choices", "kinds", "provenance"]
     for pool in ("select", "validate"):
-        assert [pool, "prose", "3", "0.25 ± 0.01", "2", "0"] in found.rows
+        assert [pool, "prose", "3", "0.25 ± 0.01", "", "2", "0"] in found.rows
         assert f"code, {pool}: 0.25 ± 0.01 over 3 texts" in found.sections["kinds"]
     hovers = [value for name, value in found.attributes if name == "title"]
     assert "layer 0 K, 2: score 0.4; ± 0.1; 100 B" in hovers and ("class", "heat chosen") in found.attributes
-    assert ["kitty (ships)", "1000 B", "0.5 ± 0", "0.6 ± 0.1"] in found.rows
+    assert ["kitty (ships)", "2", "1000 B", "0.5000 ± 0.0000", "0.6000 ± 0.1000"] in found.rows
 
 
 def test_a_comparison_has_both_charts_and_the_time_by_stage(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_study_marks_the_chosen_trial(tmp_path: Path) -> None:
     tuned(tmp_path)
     found = require_alone(report_html(Folder(tmp_path)))
     assert [cells for cells in found.rows if "(chosen)" in cells[0]] == [
-        ["1 (chosen)", "3.000", "75.0 ± 5.0", "3 MB", "tau_4 1.500"]
+        ["1 (chosen)", "1.500", "75.0 ± 5.0", "3.000", "", "3 MB"]
     ]
     assert "trial 2: 3.500 bits, 60.0 ± 5.0 %" in found.sections["trials"]
 

@@ -26,7 +26,7 @@ LEVELS = (
     {"cache"},
     {"stages", "bench", "charts", "exports", "engines"},
     {"run"},
-    {"commands", "console", "tables", "heat_map", "lm_eval", "__main__"},
+    {"commands", "console", "tables", "heat_map", "lm_eval", "__main__", "charts.html", "charts.report"},
 )
 RUNTIME = (
     "errors", "lazy_torch", "strict", "stored_tensor", "geometry", "artifact", "records", "pages", "models.attention",
