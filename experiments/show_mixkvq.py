@@ -28,7 +28,7 @@ import torch
 from shared import arguments, mean_and_error, print_table
 from torch import Tensor
 
-from kvcal.charts.comparison import draw_tuning
+from kvcal.charts.quality import draw_tuning
 from kvcal.console import TerminalReporter
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.models.load import LoadedModel, load

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcal.artifact import write_bytes_atomic
-from kvcal.stages.evaluate import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 COLOURS = ("#c0392b", "#2471a3", "#148f77", "#d68910", "#7d3c98", "#c2185b", "#6e2c00", "#7d8c0d")
 MARKERS = ("o", "s", "D", "^", "v", "P", "X")
 RED, BLUE, GREY = "#c0392b", "#045a8d", "#4d4d4d"
-# KL below this is rounding (a 16-bit cache against the model without it); the logarithmic axis ends here.
-SMALLEST_KL = 1e-6
 # Places of a label: (dx, dy) in points, best first, and how many times as far away.
 DIRECTIONS, DISTANCES = ((9, 0), (-9, 0), (7, 7), (7, -7), (-7, 7), (-7, -7), (0, 9), (0, -9)), (1, 2, 3, 5, 8)
 # A line counts as this many points where labels are placed: closer than a name is wide, so names stand beside it.
@@ -130,15 +127,3 @@ class Picture:
         png = io.BytesIO()
         self.figure.savefig(png, format="png", metadata={"Software": None})
         write_bytes_atomic(path, png.getvalue())
-
-
-def kl_mark(x: float, row: Row) -> Mark:
-    """A plan's KL on a logarithmic axis, where the lower end of an error bar must stay above zero."""
-    kl, error = max(row.text.kl, SMALLEST_KL), row.text.kl_se or 0.0
-    return Mark(x, kl, min(error, 0.7 * kl), error)
-
-
-def accuracy_mark(x: float, row: Row) -> Mark:
-    """A plan's mean accuracy over tasks in %."""
-    error = 100 * (row.accuracy_se or 0.0)
-    return Mark(x, 100 * (row.accuracy or 0.0), error, error)

@@ -56,11 +56,7 @@ def curves_of(report: LayerReport) -> dict[int, list[Curve]]:
 
 
 def draw_kernels(report: LayerReport, path: str | Path) -> None:
-    """Write the picture, whole or not at all; without a single factor it is not written.
-
-    Raises:
-        ArtifactError: the file cannot be written.
-    """
+    """Write the picture as ``Picture.save`` does; without a single factor it is not written."""
     panels, heads = curves_of(report), report.heads
     if not panels:
         return

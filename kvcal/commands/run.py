@@ -225,7 +225,7 @@ def compare(
     Example: `kvcal compare best kitty --model M --bits 2.5 --data texts.jsonl --tasks gsm8k,arc_easy --limit 200`
     """
     from kvcal import tables as views
-    from kvcal.charts.comparison import draw_comparison
+    from kvcal.charts.quality import draw_comparison
     from kvcal.charts.report import write_report
     from kvcal.folder import DEFAULT_WORKLOAD, sequences
     from kvcal.run import pipeline

@@ -41,7 +41,7 @@ def profile(
     Example: `kvcal profile meta-llama/Llama-3.1-8B --out artifacts/llama --data corpus.jsonl --samples 32`
     """
     from kvcal import tables as views
-    from kvcal.charts.allocation import draw_profile
+    from kvcal.charts.layers import draw_profile
     from kvcal.folder import Folder, Job
     from kvcal.run.formats import estimate_stages, profile_folder
 
@@ -99,7 +99,8 @@ def allocate(
     Example: `kvcal allocate artifacts/llama --bits 2.5 --name small`
     """
     from kvcal import tables as views
-    from kvcal.charts.allocation import draw_formats, draw_front
+    from kvcal.charts.layers import draw_formats
+    from kvcal.charts.quality import draw_front
     from kvcal.folder import Folder
     from kvcal.recipe import BUDGET_KINDS, AllocateSpec
     from kvcal.recipe_files import read_settings
@@ -187,7 +188,7 @@ def fit_predictors(
 
     Example: `kvcal fit-predictors DIR --model M --set predictors.kind=low_rank --set predictors.rank=64`
     """
-    from kvcal.charts.evaluation import draw_predictors
+    from kvcal.charts.layers import draw_predictors
     from kvcal.folder import Folder, Job
     from kvcal.run.transform import fit_predictors_folder
     from kvcal.stages.predictors.record import table_rows

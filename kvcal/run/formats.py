@@ -14,7 +14,7 @@ from typing import Any
 
 from kvcal import artifact
 from kvcal.artifact import read_inputs, sha256_json
-from kvcal.charts.comparison import draw_tuning
+from kvcal.charts.quality import draw_tuning
 from kvcal.data.pools import Purpose, calibration, data_inputs, require_unseen, with_calibration
 from kvcal.errors import InfeasibleBudget
 from kvcal.folder import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from kvcal.charts.evaluation import draw
+from kvcal.charts.quality import draw_evaluation
 from kvcal.data.pools import shared_sources, with_calibration
 from kvcal.data.sequences import DataSpec
 from kvcal.errors import UsageError
@@ -172,7 +172,7 @@ def evaluate_plan(recipe: Recipe, loaded: LoadedModel, plan: Plan, folder: Folde
         **compute_dtype(loaded),
     }
     evaluation = evaluate(loaded, plans, spec, data, inputs, folder.evaluation, reporter)
-    draw(evaluation, plan, folder.picture)
+    draw_evaluation(evaluation, plan, folder.picture)
     return evaluation
 
 

@@ -13,7 +13,7 @@ import pytest
 from cli_cases import RECIPE, made_by_kvcal, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
-from kvcal.charts.allocation import draw_profile
+from kvcal.charts.layers import draw_profile
 from kvcal.folder import Folder
 from kvcal.plan.page_format import RAW, Format
 from kvcal.plan.plan import load_plan

@@ -19,7 +19,7 @@ from predictor_runs import (
 )
 
 from kvcal import artifact
-from kvcal.charts.evaluation import draw_predictors
+from kvcal.charts.layers import draw_predictors
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, Boost, Format, Tier

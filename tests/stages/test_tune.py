@@ -16,7 +16,7 @@ import optuna
 import pytest
 
 from kvcal.artifact import canonical_json
-from kvcal.charts.comparison import draw_tuning
+from kvcal.charts.quality import draw_tuning
 from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
 from kvcal.progress import Silent
 from kvcal.stages.tune import study as tune_module

@@ -11,7 +11,7 @@ import pytest
 from report_cases import K3, K4, UNIFORM, V2, V8, attention, evaluation, plan_of, row
 
 from kvcal.charts import Panel
-from kvcal.charts.evaluation import draw, draw_kl
+from kvcal.charts.quality import draw_evaluation, draw_plans_kl
 from kvcal.errors import ArtifactError
 from kvcal.geometry import StateGeometry
 from kvcal.plan.plan import RAW, LayerPlan, Plan
@@ -60,7 +60,7 @@ def test_table_without_tasks_and_without_rows() -> None:
 def test_picture_is_a_png_of_equal_bytes(tmp_path: Path, plan: Plan, rows: tuple[Row, ...]) -> None:
     paths = [tmp_path / name for name in ("a.png", "b.png")]
     for path in paths:
-        draw(evaluation(*rows), plan, path)
+        draw_evaluation(evaluation(*rows), plan, path)
     first, second = (path.read_bytes() for path in paths)
     assert first[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", first[16:24])
@@ -74,7 +74,7 @@ def test_picture_shows_the_plan(tmp_path: Path) -> None:
     rows = (row("a", UNIFORM, 0.05, 6), row("b", MIXED, 0.01, 8))
     paths = [tmp_path / name for name in ("uniform.png", "mixed.png")]
     for path, plan in zip(paths, (UNIFORM, MIXED), strict=True):
-        draw(evaluation(*rows), plan, path)
+        draw_evaluation(evaluation(*rows), plan, path)
     assert paths[0].read_bytes() != paths[1].read_bytes()
 
 
@@ -88,7 +88,7 @@ def test_labels_do_not_overlap() -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     panel = Panel(axes)
-    draw_kl(panel, rows, "")
+    draw_plans_kl(panel, rows, "")
     panel.place_labels()
     boxes = [text.get_window_extent() for text in axes.texts]
     assert [text.get_text() for text in axes.texts] == [r.name for r in rows]
@@ -104,5 +104,5 @@ def test_full_disk_leaves_the_old_picture(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ArtifactError, match="No space left"):
-        draw(evaluation(row("a", UNIFORM, 0.05, 6)), UNIFORM, path)
+        draw_evaluation(evaluation(row("a", UNIFORM, 0.05, 6)), UNIFORM, path)
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]

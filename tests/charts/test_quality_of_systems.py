@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcal.charts import Panel
-from kvcal.charts import comparison as compare_chart
-from kvcal.charts.comparison import baselines_of, draw_comparison, systems_of
+from kvcal.charts import Panel, quality
+from kvcal.charts.quality import baselines_of, draw_comparison, systems_of
 from kvcal.plan.plan import Workload
 from kvcal.stages.compare.record import (
     Calibration,
@@ -120,7 +119,7 @@ def test_labels_do_not_overlap(panel: str) -> None:
     figure = Figure(figsize=(7.5, 6.5), dpi=110)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    draw = {"kl": compare_chart.draw_kl, "accuracy": compare_chart.draw_accuracy}[panel]
+    draw = {"kl": quality.draw_systems_kl, "accuracy": quality.draw_systems_accuracy}[panel]
     drawn = Panel(axes)
     draw(drawn, systems_of(many()), baselines_of(many()))
     drawn.place_labels()
@@ -129,5 +128,5 @@ def test_labels_do_not_overlap(panel: str) -> None:
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
     lines = {str(line.get_label()).split(" (")[0]: line.get_linestyle() for line in axes.lines}
     names = ["kivi-2", "kivi-4"] + (["16-bit"] if panel == "accuracy" else [])
-    assert {name: lines.get(name) for name in names} == {name: compare_chart.BASELINE_DASHES[name] for name in names}
+    assert {name: lines.get(name) for name in names} == {name: quality.BASELINE_DASHES[name] for name in names}
     assert panel == "accuracy" or "16-bit" not in lines

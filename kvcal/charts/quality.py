@@ -1,24 +1,97 @@
-"""Quality against all-in bits: the comparison of systems, and the trials of a threshold search.
+"""Quality against size: a plan among others, systems at several budgets, the trials of a threshold search, a sweep.
 
-The comparison has KL on the left and accuracy on the right. A system has one colour and one marker in both panels; its
-budgets are joined by a line. The baselines are horizontal lines, KIVI also points where their bits are in sight; 16
-bits has no KL to show on a logarithmic axis, its axis label says it. The trials of a search show their accuracy, the
-Pareto front and the choice.
+KL has a logarithmic axis, and accuracy a panel of its own. A comparison gives each system one colour and one marker in
+both panels; its budgets are joined by a line. The baselines are horizontal lines, KIVI also points where their bits are
+in sight; 16 bits has no KL to show on a logarithmic axis, its axis label says it.
+
+Every ``draw_`` function of a path writes its picture as ``Picture.save`` does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kvcal.charts import BLUE, COLOURS, GREY, MARKERS, RED, SMALLEST_KL, Mark, Panel, Picture, accuracy_mark, kl_mark
+from kvcal.charts import BLUE, COLOURS, GREY, MARKERS, RED, Mark, Panel, Picture
+from kvcal.charts.layers import draw_bits
+from kvcal.plan.plan import Plan
+from kvcal.quantities import format_bytes
 from kvcal.stages.compare.record import BASELINES, RAW_RECIPE, WORST_RECIPE, Comparison
-from kvcal.stages.evaluate import Row
+from kvcal.stages.evaluate import Evaluation, Row
 from kvcal.stages.tune.record import Trial, Tuning
 
+# KL below this is rounding (a 16-bit cache against the model without it); the logarithmic axis ends here.
+SMALLEST_KL = 1e-6
 BASELINE_DASHES = dict(zip(BASELINES, ("-", ":", "--"), strict=True))
 BITS = "bits per cached value, everything counted"
+TRIAL_COLOUR = "#9a9a9a"
+# More labels than this on the front of a search cannot be read: those with the fewest bits are kept.
+MOST_LABELS = 14
+
+
+def kl_mark(x: float, row: Row) -> Mark:
+    """A plan's KL on a logarithmic axis, where the lower end of an error bar must stay above zero."""
+    kl, error = max(row.text.kl, SMALLEST_KL), row.text.kl_se or 0.0
+    return Mark(x, kl, min(error, 0.7 * kl), error)
+
+
+def accuracy_mark(x: float, row: Row) -> Mark:
+    """A plan's mean accuracy over tasks in %."""
+    error = 100 * (row.accuracy_se or 0.0)
+    return Mark(x, 100 * (row.accuracy or 0.0), error, error)
+
+
+def draw_evaluation(evaluation: Evaluation, plan: Plan, path: str | Path) -> None:
+    """Write the picture of ``plan``'s allocation and of all rows' quality against bytes."""
+    rows, digest, workload = evaluation.rows, plan.sha256, plan.workload
+    name = next((row.name for row in rows if row.plan_sha256 == digest), "plan")
+    picture = Picture(
+        13.5,
+        7.2,
+        f"{name} on {plan.model.id}: {plan.bits_per_value():.2f} bits per cached value with everything counted, "
+        f"{format_bytes(plan.predicted_bytes)} at batch {workload.batch} x {workload.context} tokens",
+    )
+    grid = picture.figure.add_gridspec(2, 2, width_ratios=(1, 1.9))
+    draw_bits(picture.panel(grid[:, 0]).axes, plan.layers)
+    has_tasks = any(row.tasks for row in rows)
+    if rows:
+        draw_plans_kl(picture.panel(grid[0, 1] if has_tasks else grid[:, 1]), rows, digest)
+    if has_tasks:
+        draw_plans_accuracy(picture.panel(grid[1, 1]), [row for row in rows if row.tasks], digest)
+    picture.save(path)
+
+
+def draw_plans_kl(panel: Panel, rows: Sequence[Row], digest: str) -> None:
+    """The upper panel; the row of the plan with this digest stands out."""
+    marks = [kl_mark(row.total_bytes, row) for row in rows]
+    panel.log_kl(marks)
+    title = f"KL on texts of {rows[0].text_bits.mean_tokens:.0f} tokens against size (lower left is better)"
+    _draw_plans(panel, title, f"KL to 16 bits (nats per token)\nbelow {SMALLEST_KL:g} drawn there", rows, marks, digest)
+
+
+def draw_plans_accuracy(panel: Panel, rows: Sequence[Row], digest: str) -> None:
+    """The lower panel."""
+    marks = [accuracy_mark(row.total_bytes, row) for row in rows]
+    panel.axes.set_ylim(-8, 116)
+    title = "Accuracy, mean over tasks, against size (upper left is better)"
+    _draw_plans(panel, title, "exact match (%)", rows, marks, digest)
+
+
+def _draw_plans(panel: Panel, title: str, y: str, rows: Sequence[Row], marks: Sequence[Mark], digest: str) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes, workload = panel.axes, rows[0].workload
+    for row, mark in zip(rows, marks, strict=True):
+        is_plan = row.plan_sha256 == digest
+        panel.point(mark, RED if is_plan else GREY, "D" if is_plan else "o", row.name, is_plan)
+    axes.set_xscale("log")
+    axes.set_xlim(min(mark.x for mark in marks) / 1.35, max(mark.x for mark in marks) * 1.35)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(int(size))))
+    size = f"whole cache at {workload.batch} x {workload.context} tokens (bytes, logarithmic); bars: 1 standard error"
+    panel.frame(title, size, y)
 
 
 class System(NamedTuple):
@@ -32,13 +105,10 @@ class System(NamedTuple):
 
 
 def draw_comparison(comparison: Comparison, path: str | Path) -> None:
-    """Write the picture, whole or not at all.
-
-    Raises:
-        ArtifactError: the file cannot be written.
-    """
+    """Write the systems' KL, and their accuracy where it was measured, against bits."""
     systems, baselines, workload = systems_of(comparison), baselines_of(comparison), comparison.workload
-    panels = [draw_kl, draw_accuracy] if any(system.accuracy for system in baselines) else [draw_kl]
+    panels = [draw_systems_kl]
+    panels += [draw_systems_accuracy] if any(system.accuracy for system in baselines) else []
     lengths = "".join(f"texts of {row.text_bits.mean_tokens:.0f} tokens; " for _, row in comparison.measured[:1])
     picture = Picture(
         15 if len(panels) > 1 else 9,
@@ -78,24 +148,26 @@ def _system(name: str, colour: str, marker: str, rows: list[Row]) -> System:
     return System(name, colour, marker, kl, accuracy)
 
 
-def draw_kl(panel: Panel, systems: Sequence[System], baselines: Sequence[System]) -> None:
+def draw_systems_kl(panel: Panel, systems: Sequence[System], baselines: Sequence[System]) -> None:
     """The left panel."""
     raw = [system.kl[0].y for system in baselines if system.name == RAW_RECIPE]
     lines = [(system, system.kl[0]) for system in baselines if system.name != RAW_RECIPE]
     panel.log_kl([mark for system in systems for mark in system.kl] + [mark for _, mark in lines])
     reference = f"; {RAW_RECIPE} has {'at most ' if raw[0] <= SMALLEST_KL else ''}{raw[0]:.2g}" if raw else ""
-    _draw(panel, [(system, system.kl) for system in systems], lines)
+    _draw_systems(panel, [(system, system.kl) for system in systems], lines)
     panel.frame("KL on text (lower left is better)", BITS, f"KL to 16 bits (nats per token{reference})")
 
 
-def draw_accuracy(panel: Panel, systems: Sequence[System], baselines: Sequence[System]) -> None:
+def draw_systems_accuracy(panel: Panel, systems: Sequence[System], baselines: Sequence[System]) -> None:
     """The right panel."""
     panel.axes.set_ylim(-6, 112)
-    _draw(panel, [(system, system.accuracy) for system in systems], [(b, b.accuracy[0]) for b in baselines])
+    _draw_systems(panel, [(system, system.accuracy) for system in systems], [(b, b.accuracy[0]) for b in baselines])
     panel.frame("Accuracy (upper left is better)", BITS, "exact match (%), mean over tasks")
 
 
-def _draw(panel: Panel, curves: Sequence[tuple[System, list[Mark]]], lines: Sequence[tuple[System, Mark]]) -> None:
+def _draw_systems(
+    panel: Panel, curves: Sequence[tuple[System, list[Mark]]], lines: Sequence[tuple[System, Mark]]
+) -> None:
     near = [mark.x for _, curve in curves for mark in curve]
     near += [mark.x for system, mark in lines if system.name == WORST_RECIPE]
     low, high = (min(near), max(near)) if near else (0.0, 16.0)
@@ -115,17 +187,8 @@ def _draw(panel: Panel, curves: Sequence[tuple[System, list[Mark]]], lines: Sequ
         panel.lines += zip(curve, curve[1:], strict=False)
 
 
-TRIAL_COLOUR = "#9a9a9a"
-# More labels than this on the front cannot be read: those with the fewest bits are kept.
-MOST_LABELS = 14
-
-
 def draw_tuning(tuning: Tuning, path: str | Path, chosen: Trial | None = None, max_bits: float | None = None) -> None:
-    """Write the picture, whole or not at all. ``chosen`` is marked, and ``max_bits`` drawn as a line.
-
-    Raises:
-        ArtifactError: the file cannot be written.
-    """
+    """Write the trials' accuracy against bits. ``chosen`` is marked, and ``max_bits`` drawn as a line."""
     picture = Picture(9, 5.5)
     panel = picture.panel()
     axes, marks = panel.axes, []
@@ -153,7 +216,20 @@ def draw_tuning(tuning: Tuning, path: str | Path, chosen: Trial | None = None, m
     if max_bits is not None:
         axes.axvline(max_bits, color=RED, linestyle=":", linewidth=1, label=f"cap: {max_bits:g} bits")
     title = f"Threshold search: {len(tuning.trials)} trials over {', '.join(names)} (upper left is better)"
-    panel.frame(title, "bits per cached value, everything counted", "accuracy (%); bars: 1 standard error")
+    panel.frame(title, BITS, "accuracy (%); bars: 1 standard error")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="lower right", frameon=False)
+    picture.save(path)
+
+
+def draw_front(rows: Sequence[dict[str, Any]], objective: str, path: str | Path) -> None:
+    """Write the Pareto front of a sweep (``allocate.pareto``)."""
+    picture = Picture(9, 5.5)
+    panel = picture.panel()
+    drawn = [(row["bits_per_value"], row["loss"]) for row in rows if row["loss"] > 0]
+    panel.axes.plot(
+        [bits for bits, _ in drawn], [loss for _, loss in drawn], "o-", color=BLUE, markersize=4, linewidth=1
+    )
+    panel.axes.set_yscale("log")
+    panel.frame("Least loss for each budget (lower left is better)", "bits per cached value", f"loss ({objective})")
     picture.save(path)
