@@ -205,8 +205,11 @@ def discard_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def show(part: View | Text) -> None:
+def show(part: View | Text | str) -> None:
     """A table or a text on stdout. Tables fit the terminal; piped output is as wide as it needs to be."""
+    if isinstance(part, str):
+        print_text(part)
+        return
     width = stdout.width if stdout.is_terminal else PIPED_WIDTH
     drawn = StringIO()
     Console(file=drawn, width=width, force_terminal=stdout.is_terminal).print(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcal import console
-from kvcal.commands.options import ModelArgument, OutputOptions, WorkloadOptions, complete_recipe, spread
+from kvcal.commands import options
 from kvcal.quantities import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 MAX_DEVICES = 1024
 
 
-@spread
+@options.spread
 def size(
-    model: ModelArgument,
-    sizes: WorkloadOptions,
-    given: OutputOptions,
+    model: options.ModelArgument,
+    sizes: options.WorkloadOptions,
+    given: options.OutputOptions,
     memory: Annotated[
         str | None, typer.Option(help="Of one device, such as 24GB: also tell what fits, with weights and workspace.")
     ] = None,
@@ -129,11 +129,12 @@ def _remarks(
     return lines
 
 
-@spread
+@options.spread
 def recipes(
-    given: OutputOptions,
+    given: options.OutputOptions,
     name: Annotated[
-        str | None, typer.Argument(help="Print this recipe's file.", show_default=False, autocompletion=complete_recipe)
+        str | None,
+        typer.Argument(help="Print this recipe's file.", show_default=False, autocompletion=options.complete_recipe),
     ] = None,
     ablations: Annotated[bool, typer.Option("--ablations", help="Also list those that vary a system.")] = False,
 ) -> None:
@@ -148,11 +149,7 @@ def recipes(
     from kvcal.strict import dump
 
     if name is not None:
-        recipe = load_recipe(name)
-        if given.json:
-            console.print_json(dump(recipe))
-        else:
-            console.print_text(find_recipe(name).read_text(encoding="utf-8").removesuffix("\n"))
+        given.show(dump(load_recipe(name)), find_recipe(name).read_text(encoding="utf-8").removesuffix("\n"))
         return
     listed = [one for one in recipe_names() if ablations or one not in ablation_names()]
     found = [(one, load_recipe(one)) for one in listed]
@@ -183,8 +180,8 @@ def chooses_by(recipe: Recipe) -> str:
     return f"{choice}; {', '.join(names)}" if names else choice
 
 
-@spread
-def models(given: OutputOptions) -> None:
+@options.spread
+def models(given: options.OutputOptions) -> None:
     """List the embedded models, and the model families that the contract tests run: those that are supported, and those
     that are not, with the reason. Other decoder-only models of transformers are measured when they are loaded.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcal.commands.options import ModelOptions, Out, OutputOptions, needs_compile, spread
+from kvcal.commands import options
 from kvcal.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ OUT = Path("artifacts/bench")
 
 
 @dataclass(frozen=True)
-class PairOptions(OutputOptions):
+class PairOptions(options.OutputOptions):
     """K and V formats to measure, and the lengths of their texts."""
 
     formats: Annotated[list[str] | None, typer.Option("--format", help=FORMATS_HELP)] = None
@@ -90,11 +90,11 @@ class GridOptions(PairOptions):
 
 
 @bench.command()
-@needs_compile
-@spread
+@options.needs_compile
+@options.spread
 def kernels(
     given: GridOptions,
-    out: Out = OUT,
+    out: options.Out = OUT,
     quick: Annotated[bool, typer.Option("--quick", help="Two sizes, four formats, fewer replays.")] = False,
     search: Annotated[
         str | None,
@@ -146,11 +146,11 @@ def kernels(
 
 
 @bench.command()
-@needs_compile
-@spread
+@options.needs_compile
+@options.spread
 def layer(
     given: GridOptions,
-    out: Out = OUT,
+    out: options.Out = OUT,
 ) -> None:
     """Time one layer's cache work in a decode step: storing the token, packing (amortised), attention.
 
@@ -190,8 +190,8 @@ def _job(
 
 
 @bench.command()
-@needs_compile
-@spread
+@options.needs_compile
+@options.spread
 def e2e(
     given: PairOptions,
     shape: Annotated[
@@ -203,7 +203,7 @@ def e2e(
     memory: Annotated[
         list[str] | None, typer.Option(help="Device memory to fill, such as 24GB, or all; may be repeated.")
     ] = None,
-    out: Out = OUT,
+    out: options.Out = OUT,
 ) -> None:
     """Time whole decode steps of a model as CUDA graphs, with the batch grown until the memory is full.
 
@@ -248,4 +248,4 @@ def _model(shape: str, random_weights: bool) -> tuple[PreTrainedModel, str]:
             f"--shape {shape} is a shape without weights",
             hint="add --random-weights, or name a model: its folder or hub id",
         )
-    return ModelOptions(dtype="bfloat16", device="cuda").load(shape).model, "its own weights"
+    return options.ModelOptions(dtype="bfloat16", device="cuda").load(shape).model, "its own weights"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from kvcal.commands.options import OutputOptions, spread
+from kvcal.commands import options
 from kvcal.engines.contract import CONTRACTS, missing_parts, require_parts
 from kvcal.errors import KernelError, UsageError
 
@@ -40,9 +40,9 @@ class Finding:
     note: str = ""
 
 
-@spread
+@options.spread
 def doctor(
-    given: OutputOptions,
+    given: options.OutputOptions,
     *,
     engine: Annotated[
         str | None,

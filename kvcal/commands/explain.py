@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcal import console
-from kvcal.commands.options import FolderArgument, OutputOptions, PlanArgument, spread
+from kvcal.commands import options
 from kvcal.quantities import format_bytes, format_measured
 
 if TYPE_CHECKING:
     from kvcal.stages.explain import Explanation, UnitReasons
 
 
-@spread
+@options.spread
 def explain(
-    plan: PlanArgument,
-    given: OutputOptions,
+    plan: options.PlanArgument,
+    given: options.OutputOptions,
     folder: Annotated[
         Path | None, typer.Option(help="Folder of the plan's artifacts; default: the one it lies in.")
     ] = None,
@@ -55,8 +55,8 @@ def explain(
             reporter.say("note: a profile keeps no KL by kind of text; `kvcal search` does")
 
 
-@spread
-def report(folder: FolderArgument, given: OutputOptions) -> None:
+@options.spread
+def report(folder: options.FolderArgument, given: options.OutputOptions) -> None:
     """Write report.html of what a folder of `kvcal plan`, `run`, `search`, `compare` or `tune` holds: one page, which
     needs no network. These commands write it, too.
 

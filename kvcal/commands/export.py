@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcal.commands.options import ModelOption, ModelOptions, Out, OutputOptions, PlanArgument, WorkloadOptions, spread
+from kvcal.commands import options
 from kvcal.errors import GateFailed, UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from kvcal.plan.plan import Plan
 
 
-@spread
+@options.spread
 def export(
-    plan: PlanArgument,
+    plan: options.PlanArgument,
     to: Annotated[str, typer.Option("--to", help="modelopt, compressed-tensors, vllm-args, kvtuner or ik-llama.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.", show_default=False)],
-    given: OutputOptions,
+    given: options.OutputOptions,
     strict: Annotated[
         bool, typer.Option("--strict", help="Write nothing, and end with exit code 7, if a part is dropped.")
     ] = False,
@@ -94,13 +94,13 @@ def ranges(layers: tuple[int, ...]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
 
 
-@spread
+@options.spread
 def import_kvtuner(
     file: Annotated[Path, typer.Argument(help="KVTuner's YAML of bits.", show_default=False)],
-    model: ModelOption,
-    out: Out,
-    sizes: WorkloadOptions,
-    given: ModelOptions,
+    model: options.ModelOption,
+    out: options.Out,
+    sizes: options.WorkloadOptions,
+    given: options.ModelOptions,
     k_axis: Annotated[str, typer.Option(help="What of keys has its own scale: channel or token.")] = "channel",
     group_size: Annotated[int, typer.Option(help="Values that share a scale: 32, 64 or 128.")] = 32,
 ) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from kvcal.data.sequences import DataSpec
+    from kvcal.folder import Job
     from kvcal.models.load import LoadedModel
     from kvcal.plan.plan import Workload
     from kvcal.progress import Reporter
@@ -110,13 +111,21 @@ class OutputOptions:
     def reporting(self) -> AbstractContextManager[console.TerminalReporter]:
         return self.reporter().running()
 
-    def show(self, value: Any, *parts: console.View | Text) -> None:
+    def show(self, value: Any, *parts: console.View | Text | str) -> None:
         """The result on stdout: ``value`` as JSON, or ``parts`` for people."""
         if self.json:
             console.print_json(value)
             return
         for part in parts:
             console.show(part)
+
+    def show_estimates(self, job: Job) -> None:
+        """The sizes of the stages that take long, instead of running them (--dry-run)."""
+        from kvcal.run.formats import estimate_stages
+        from kvcal.tables import estimates_table
+
+        estimates = estimate_stages(job)
+        self.show({"stages": [estimate._asdict() for estimate in estimates]}, estimates_table(estimates))
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcal import console, distributed
-from kvcal.commands.options import (
-    BudgetOptions,
-    DryRun,
-    ModelArgument,
-    OutputOptions,
-    PlanArgument,
-    RecipeOptions,
-    ServeOptions,
-    WorkloadOptions,
-    complete_recipe,
-    spread,
-)
+from kvcal.commands import options
 from kvcal.errors import UsageError
 from kvcal.quantities import format_bytes
 
@@ -31,18 +20,18 @@ if TYPE_CHECKING:
     from kvcal.stages.gain import Gain
 
 
-@spread
+@options.spread
 def plan(
-    model: ModelArgument,
-    given: RecipeOptions,
-    budgets: BudgetOptions,
-    served: ServeOptions,
+    model: options.ModelArgument,
+    given: options.RecipeOptions,
+    budgets: options.BudgetOptions,
+    served: options.ServeOptions,
     recipe: Annotated[
         str | None,
         typer.Option(
             "--recipe",
             help="A recipe with [allocate]; default: default, with --search: best.",
-            autocompletion=complete_recipe,
+            autocompletion=options.complete_recipe,
         ),
     ] = None,
     search: Annotated[
@@ -55,7 +44,7 @@ def plan(
         str | None, typer.Option(help="Name of this plan's folder in --out; default: recipe, budget and workload.")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the plan here.")] = None,
-    dry_run: DryRun = False,
+    dry_run: options.DryRun = False,
 ) -> None:
     """Make a plan for a budget, from the model: profile, allocate (or search), compile, verify. Tells what was gained
     and what to do next.
@@ -75,7 +64,6 @@ def plan(
     from kvcal.plan.plan import save_plan
     from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
-    from kvcal.run.formats import estimate_stages
     from kvcal.stages import allocate as allocation_stage
     from kvcal.stages import profile as profile_stage
     from kvcal.stages.gain import gain_of
@@ -99,8 +87,7 @@ def plan(
         folder = folder.named(name or f"{chosen.name}-{budget_name(chosen.allocate)}")
         Folder.create(folder.path)
         if dry_run:
-            estimates = estimate_stages(Job(chosen, loaded, folder, reporter))
-            given.show({"stages": [estimate._asdict() for estimate in estimates]}, views.estimates_table(estimates))
+            given.show_estimates(Job(chosen, loaded, folder, reporter))
             return
         made = pipeline.build_plan(loaded, folder, chosen, reporter=reporter)
         checks = verify_plan(made, loaded, max_context(loaded), reporter)
@@ -150,12 +137,12 @@ def _fit(gain: Gain, name: str) -> str:
     return "the plan's alone" if gain.fit is None else str(getattr(gain.fit, name))
 
 
-@spread
+@options.spread
 def diff(
-    before: PlanArgument,
+    before: options.PlanArgument,
     after: Annotated[Path, typer.Argument(help="Another plan.safetensors file.", show_default=False)],
-    sizes: WorkloadOptions,
-    given: OutputOptions,
+    sizes: options.WorkloadOptions,
+    given: options.OutputOptions,
 ) -> None:
     """Compare two plans: formats and bytes of every layer that differs, tensors, model and provenance; and what was
     measured, where an evaluation.json lies beside both.

@@ -11,21 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcal import console, distributed
-from kvcal.commands.options import (
-    ModelOption,
-    ModelOptions,
-    Out,
-    OutputOptions,
-    PlanArgument,
-    PlanOption,
-    RecipeOption,
-    RecipeOptions,
-    TaskOptions,
-    WorkloadOptions,
-    prompt_text,
-    spread,
-)
+from kvcal import distributed
+from kvcal.commands import options
 from kvcal.errors import UsageError
 from kvcal.quantities import MAX_CONTEXT, MAX_SEED, parse_bytes
 
@@ -53,8 +40,8 @@ class GateOptions:
         return Gates(self.max_kl, read_accuracies(self.min_accuracy or ()), max_bytes)
 
 
-@spread
-def inspect(plan: PlanArgument, sizes: WorkloadOptions, given: OutputOptions) -> None:
+@options.spread
+def inspect(plan: options.PlanArgument, sizes: options.WorkloadOptions, given: options.OutputOptions) -> None:
     """Show a plan: formats and bytes of every layer, all-in bits, where it came from.
 
     Example: `kvcal inspect plan.safetensors --batch 32 --context 8192`
@@ -69,11 +56,11 @@ def inspect(plan: PlanArgument, sizes: WorkloadOptions, given: OutputOptions) ->
     given.show(views.plan_json(loaded, workload), views.plan_table(loaded, workload), layers, heat_map(loaded.layers))
 
 
-@spread
+@options.spread
 def verify(
-    plan: PlanArgument,
-    model: ModelOption,
-    given: ModelOptions,
+    plan: options.PlanArgument,
+    model: options.ModelOption,
+    given: options.ModelOptions,
 ) -> None:
     """Check that a plan is sound, is this model's, and that the cache allocates exactly the bytes it predicts.
 
@@ -91,15 +78,15 @@ def verify(
     given.show(views.checks_json(checks), views.checks_table(checks))
 
 
-@spread
+@options.spread
 def eval_command(
-    plan: PlanArgument,
-    model: ModelOption,
-    given: RecipeOptions,
+    plan: options.PlanArgument,
+    model: options.ModelOption,
+    given: options.RecipeOptions,
     limits: GateOptions,
-    posed: TaskOptions,
-    recipe: RecipeOption = "default",
-    out: Out = Path("artifacts/eval"),
+    posed: options.TaskOptions,
+    recipe: options.RecipeOption = "default",
+    out: options.Out = Path("artifacts/eval"),
 ) -> None:
     """Perplexity, KL to 16 bits, top-1 agreement and exact match, through the packed cache, as the recipe's [evaluate]
     says; beside the plan, 16 bits and the baselines of `--set evaluate.against` are measured.
@@ -142,12 +129,12 @@ def eval_command(
     require_passed(plan.name, results)
 
 
-@spread
+@options.spread
 def generate(
-    model: ModelOption,
-    plan: PlanOption,
+    model: options.ModelOption,
+    plan: options.PlanOption,
     prompt: Annotated[str, typer.Option(help="The prompt; - reads stdin.")],
-    given: ModelOptions,
+    given: options.ModelOptions,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.", min=1, max=MAX_CONTEXT)] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy; else 0.001 to 100.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0, max=MAX_SEED)] = 0,
@@ -174,7 +161,7 @@ def generate(
         raise UsageError("--chat with --prefix: a prefix is packed without a chat template", "leave out one of them")
     if not (temperature == 0 or 0.001 <= temperature <= 100):
         raise UsageError(f"--temperature {temperature}; allowed: 0 (greedy), or 0.001 to 100")
-    text = prompt_text(prompt)
+    text = options.prompt_text(prompt)
     loaded_plan = load_plan(plan)
     loaded = given.load(model)
     require_same_model(loaded_plan, loaded)
@@ -183,10 +170,9 @@ def generate(
     else:
         packed = load_prefix(loaded, loaded_plan, prefix)
         result = complete_after(loaded, packed, text, max_new_tokens, temperature, seed)
+    given.show(result, result["text"])
     if given.json:
-        console.print_json(result)
         return
-    console.print_text(result["text"])
     reporter = given.reporter()
     if prefix is not None:
         reporter.say(f"{result['prefix_tokens']} tokens of the prompt came from {prefix}")
@@ -196,12 +182,12 @@ def generate(
     )
 
 
-@spread
+@options.spread
 def pack_prefix(
-    model: ModelOption,
-    plan: PlanOption,
+    model: options.ModelOption,
+    plan: options.PlanOption,
     output: Annotated[Path, typer.Option("--output", "-o", help="The prefix file.", show_default=False)],
-    given: ModelOptions,
+    given: options.ModelOptions,
     prompt: Annotated[str | None, typer.Option(help="The prompt; - reads stdin.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A text file with the prompt.")] = None,
 ) -> None:
@@ -215,7 +201,7 @@ def pack_prefix(
     from kvcal.stages.prefix import pack_prefix as pack
     from kvcal.strict import dump
 
-    text = prompt_text(prompt, prompt_file)
+    text = options.prompt_text(prompt, prompt_file)
     loaded_plan = load_plan(plan)
     with given.reporting() as reporter:
         loaded = given.load(model)
@@ -224,11 +210,11 @@ def pack_prefix(
     given.show({**dump(packed), "path": str(output)}, views.prefix_table(packed, output.name))
 
 
-@spread
+@options.spread
 def push(
-    plan: PlanArgument,
+    plan: options.PlanArgument,
     repository: Annotated[str, typer.Argument(help="On the Hugging Face hub, owner/name; made if needed.")],
-    given: OutputOptions,
+    given: options.OutputOptions,
     evaluation: Annotated[
         Path | None, typer.Option(help="An evaluation.json with this plan's row: its table goes into the card.")
     ] = None,
@@ -255,7 +241,4 @@ def push(
             )
         measured = table_columns(rows)
     commit = loaded.push_to_hub(repository, measured=measured, branch=branch, private=private)
-    if given.json:
-        console.print_json({"repository": repository, "commit": commit})
-        return
-    console.print_text(f'load_plan("{repository}", revision="{commit}")')
+    given.show({"repository": repository, "commit": commit}, f'load_plan("{repository}", revision="{commit}")')

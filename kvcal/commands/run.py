@@ -10,22 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcal import distributed
-from kvcal.commands.options import (
-    BudgetOptions,
-    DryRun,
-    KvBudget,
-    ModelOption,
-    OtherModel,
-    Out,
-    RecipeArgument,
-    RecipeOption,
-    RecipeOptions,
-    ServeOptions,
-    TaskOptions,
-    WorkloadOptions,
-    is_model,
-    spread,
-)
+from kvcal.commands import options
 from kvcal.errors import UsageError
 from kvcal.quantities import MAX_WORKERS
 
@@ -34,14 +19,14 @@ if TYPE_CHECKING:
     from kvcal.stages.compare.record import Point
 
 
-@spread
+@options.spread
 def run(
-    recipe: RecipeArgument,
-    given: RecipeOptions,
-    budgets: BudgetOptions,
-    served: ServeOptions,
-    model: OtherModel = None,
-    out: Out = Path("artifacts/run"),
+    recipe: options.RecipeArgument,
+    given: options.RecipeOptions,
+    budgets: options.BudgetOptions,
+    served: options.ServeOptions,
+    model: options.OtherModel = None,
+    out: options.Out = Path("artifacts/run"),
 ) -> None:
     """Run all stages of a recipe, skipping those that are current, and print the table.
 
@@ -58,7 +43,7 @@ def run(
     from kvcal.run import pipeline
     from kvcal.stages.search.record import load as load_search
 
-    if is_model(recipe):
+    if options.is_model(recipe):
         raise UsageError(
             f"kvcal run {recipe}: a model, where a recipe's name or path is expected",
             hint=f"kvcal plan {recipe} --budget 24GB, or kvcal run default --model {recipe}",
@@ -86,15 +71,15 @@ def run(
     reporter.say(f"plan: {folder.plan}\ntable: {folder.evaluation}\npicture: {folder.picture}\nreport: {folder.report}")
 
 
-@spread
+@options.spread
 def search(
-    given: RecipeOptions,
-    budgets: BudgetOptions,
-    served: ServeOptions,
-    recipe: RecipeArgument = "best",
-    model: OtherModel = None,
-    out: Out = Path("artifacts/search"),
-    dry_run: DryRun = False,
+    given: options.RecipeOptions,
+    budgets: options.BudgetOptions,
+    served: options.ServeOptions,
+    recipe: options.RecipeArgument = "best",
+    model: options.OtherModel = None,
+    out: options.Out = Path("artifacts/search"),
+    dry_run: options.DryRun = False,
 ) -> None:
     """Compare the systems' plans and compose all their formats, layer by layer, on measured KL, and write the plan. The
     recipe needs [search]. Resumes after the last group of plans if interrupted; another budget in the same folder
@@ -108,7 +93,6 @@ def search(
     from kvcal.charts.report import write_report
     from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
-    from kvcal.run.formats import estimate_stages
     from kvcal.stages.search.record import load as load_search
     from kvcal.strict import dump
 
@@ -120,8 +104,7 @@ def search(
     with given.reporting() as reporter:
         loaded = given.load(model or base.model, base.data, reporter)
         if dry_run:
-            estimates = estimate_stages(pipeline.Job(base, loaded, folder, reporter))
-            given.show({"stages": [estimate._asdict() for estimate in estimates]}, views.estimates_table(estimates))
+            given.show_estimates(pipeline.Job(base, loaded, folder, reporter))
             return
         plan = pipeline.build_plan(loaded, folder, base, reporter=reporter)
         write_report(folder)
@@ -133,14 +116,14 @@ def search(
     reporter.say(f"plan: {folder.plan}\nreport: {folder.report}")
 
 
-@spread
+@options.spread
 def tune(
-    given: RecipeOptions,
-    sizes: WorkloadOptions,
-    recipe: RecipeArgument = "mixkvq",
-    model: OtherModel = None,
-    out: Out = Path("artifacts/tune"),
-    kv_budget: KvBudget = None,
+    given: options.RecipeOptions,
+    sizes: options.WorkloadOptions,
+    recipe: options.RecipeArgument = "mixkvq",
+    model: options.OtherModel = None,
+    out: options.Out = Path("artifacts/tune"),
+    kv_budget: options.KvBudget = None,
     workers: Annotated[
         int,
         typer.Option(
@@ -194,22 +177,22 @@ def _require_formats_alone(recipe: Recipe) -> None:
         )
 
 
-@spread
+@options.spread
 def compare(
     recipes: Annotated[
         list[str], typer.Argument(metavar="RECIPE...", help="Recipes: paths, or names of those that come with kvcal.")
     ],
-    model: ModelOption,
-    given: RecipeOptions,
-    served: ServeOptions,
-    sizes: WorkloadOptions,
-    posed: TaskOptions,
+    model: options.ModelOption,
+    given: options.RecipeOptions,
+    served: options.ServeOptions,
+    sizes: options.WorkloadOptions,
+    posed: options.TaskOptions,
     bits: Annotated[
         list[float] | None,
         typer.Option(help="All-in bits per cached value for the recipes with [allocate]; may be repeated."),
     ] = None,
-    recipe: RecipeOption = "default",
-    out: Out = Path("artifacts/compare"),
+    recipe: options.RecipeOption = "default",
+    out: options.Out = Path("artifacts/compare"),
 ) -> None:
     """Build and measure several recipes on one model, beside 16 bits, KIVI-2 and KIVI-4.
 
@@ -258,7 +241,7 @@ def compare(
         raise typer.Exit(refusals[0].exit_code)
 
 
-def _changed(points: Sequence[Point], given: RecipeOptions, served: ServeOptions) -> tuple[Point, ...]:
+def _changed(points: Sequence[Point], given: options.RecipeOptions, served: options.ServeOptions) -> tuple[Point, ...]:
     """The plans to compare, with the knobs of --set in those sections that their recipes have. UsageError for a section
     that none has, and for budgets and workloads, which are the same for all."""
     from kvcal.recipe import BUDGET_KINDS

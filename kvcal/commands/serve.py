@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcal import console
-from kvcal.commands.options import OutputOptions, PlanArgument, PlanOption, spread
+from kvcal.commands import options
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.quantities import MAX_CONTEXT, format_bytes, parse_bytes
 
@@ -32,11 +31,11 @@ RequestsOption = Annotated[
 RanksOption = Annotated[int, typer.Option("--tp", help="Ranks of tensor parallelism.", min=1, max=1024)]
 
 
-@spread
+@options.spread
 def capacity(
     model: Annotated[str, typer.Argument(help="Folder, hub id, or an embedded model's name.")],
-    plan: PlanOption,
-    given: OutputOptions,
+    plan: options.PlanOption,
+    given: options.OutputOptions,
     context: Annotated[int, typer.Option(help="Tokens of a request at most.", min=1, max=MAX_CONTEXT)],
     engine: EngineOption = "vllm",
     memory: Annotated[
@@ -111,10 +110,10 @@ def capacity(
         )
 
 
-@spread
+@options.spread
 def serve_args(
-    plan: PlanArgument,
-    given: OutputOptions,
+    plan: options.PlanArgument,
+    given: options.OutputOptions,
     engine: EngineOption = "vllm",
     model: Annotated[str | None, typer.Option("--model", help="As the engine finds it; default: the plan's.")] = None,
     tp: RanksOption = 1,
@@ -155,10 +154,7 @@ def serve_args(
             found = _capacity(engine, loaded, parse_bytes(kv_memory), tp, context or 1, max_requests)
             words += ["--max-total-tokens", str(found.num_blocks * 128)]
     words += [NO_PREFIXES[engine]] if unquantized_copies(loaded) else []
-    if given.json:
-        console.print_json({"engine": engine, "arguments": words})
-    else:
-        console.print_text(shlex.join(words))
+    given.show({"engine": engine, "arguments": words}, shlex.join(words))
 
 
 def _capacity(engine: str, plan: Plan, memory: int, tp: int, context: int, max_requests: int) -> Capacity:

@@ -3,38 +3,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvcal import distributed
-from kvcal.commands.options import (
-    BudgetOptions,
-    DryRun,
-    FolderArgument,
-    ModelArgument,
-    ModelOption,
-    ModelOptions,
-    Out,
-    OutputOptions,
-    RecipeOption,
-    RecipeOptions,
-    is_model,
-    spread,
-)
+from kvcal.commands import options
 from kvcal.errors import UsageError
 from kvcal.quantities import parse_bytes
 
+if TYPE_CHECKING:
+    from kvcal.folder import Job
+    from kvcal.recipe import Recipe
 
-@spread
+
+@options.spread
 def profile(
-    model: ModelArgument,
-    out: Out,
-    given: RecipeOptions,
-    recipe: RecipeOption = "default",
-    dry_run: DryRun = False,
+    model: options.ModelArgument,
+    out: options.Out,
+    given: options.RecipeOptions,
+    recipe: options.RecipeOption = "default",
+    dry_run: options.DryRun = False,
 ) -> None:
     """Measure each layer's sensitivity to KV quantization, for the recipe's candidates. Resumes if interrupted.
 
@@ -43,15 +36,14 @@ def profile(
     from kvcal import tables as views
     from kvcal.charts.layers import draw_profile
     from kvcal.folder import Folder, Job
-    from kvcal.run.formats import estimate_stages, profile_folder
+    from kvcal.run.formats import profile_folder
 
     base = given.recipe(recipe)
     folder = Folder.create(distributed.own_folder(out))
     with given.reporting() as reporter:
         loaded = given.load(model, base.data, reporter)
         if dry_run:
-            estimates = estimate_stages(Job(replace(base, search=None), loaded, folder, reporter))
-            given.show({"stages": [estimate._asdict() for estimate in estimates]}, views.estimates_table(estimates))
+            given.show_estimates(Job(replace(base, search=None), loaded, folder, reporter))
             return
         result = profile_folder(loaded, folder, base, reporter)
         picture = folder.profile.with_suffix(".png")
@@ -60,11 +52,11 @@ def profile(
     reporter.say(f"profile: {folder.profile}\npicture: {picture}")
 
 
-@spread
+@options.spread
 def allocate(
-    folder: FolderArgument,
-    given: OutputOptions,
-    budgets: BudgetOptions,
+    folder: options.FolderArgument,
+    given: options.OutputOptions,
+    budgets: options.BudgetOptions,
     reserve: Annotated[
         str | None, typer.Option(help="Bytes kept free for what reparam and fit-predictors will take; default none.")
     ] = None,
@@ -141,12 +133,28 @@ def allocate(
         reporter.say(f"allocation: {paths.allocation}\nnext: kvcal compile {paths.path}")
 
 
-@spread
+@contextmanager
+def _job(folder: Path, model: str, given: options.RecipeOptions, recipe: Recipe) -> Iterator[Job]:
+    """A stage's job in the folder of an allocation, within progress."""
+    from kvcal.folder import Folder, Job
+
+    with given.reporting() as reporter:
+        loaded = given.load(model, recipe.data, reporter)
+        yield Job(recipe, loaded, Folder(distributed.own_folder(folder)), reporter)
+
+
+def _with_own_sizes(given: options.RecipeOptions, recipe: str, section: str) -> Recipe:
+    """The recipe; --samples and --seq-len are those of ``section``, which calibrates on text of its own size."""
+    sizes = {f"{section}.num_samples": given.samples, f"{section}.seq_len": given.seq_len}
+    return replace(given, samples=None, seq_len=None).recipe(recipe, sizes, section=section)
+
+
+@options.spread
 def reparam(
-    folder: FolderArgument,
-    model: ModelOption,
-    given: RecipeOptions,
-    recipe: RecipeOption = "pm-kvq",
+    folder: options.FolderArgument,
+    model: options.ModelOption,
+    given: options.RecipeOptions,
+    recipe: options.RecipeOption = "pm-kvq",
 ) -> None:
     """Find the channel factors λ that make each layer's keys easiest to quantize, for the formats of DIR's allocation,
     with the recipe's [reparam] (--samples and --seq-len are its own). `kvcal compile` then puts them into the plan, or
@@ -154,32 +162,31 @@ def reparam(
 
     Example: `kvcal reparam artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl --samples 64`
     """
-    from kvcal.folder import Folder, Job
     from kvcal.run.transform import reparam_folder
     from kvcal.stages.reparam.record import table_rows
     from kvcal.strict import dump
 
-    sizes = {"reparam.num_samples": given.samples, "reparam.seq_len": given.seq_len}
-    base = replace(given, samples=None, seq_len=None).recipe(recipe, sizes, section="reparam")
-    paths = Folder(distributed.own_folder(folder))
-    with given.reporting() as reporter:
-        loaded = given.load(model, base.data, reporter)
-        record = reparam_folder(Job(base, loaded, paths, reporter))
+    with _job(folder, model, given, _with_own_sizes(given, recipe, "reparam")) as job:
+        record = reparam_folder(job)
         for warning in record.warnings:
-            reporter.say(warning)
+            job.reporter.say(warning)
     scale = record.subject.position_scale
-    value = {"layers": [dump(layer) for layer in record.layers], "position_scale": scale, "path": str(paths.reparam)}
+    value = {
+        "layers": [dump(layer) for layer in record.layers],
+        "position_scale": scale,
+        "path": str(job.folder.reparam),
+    }
     title = f"λ from {record.subject.num_tokens} tokens at positions x {scale:.3g}"
     given.show(value, (title, *table_rows(record)))
-    reporter.say(f"reparam: {paths.reparam}")
+    job.reporter.say(f"reparam: {job.folder.reparam}")
 
 
-@spread
+@options.spread
 def fit_predictors(
-    folder: FolderArgument,
-    model: ModelOption,
-    given: RecipeOptions,
-    recipe: RecipeOption = "aqua-kv",
+    folder: options.FolderArgument,
+    model: options.ModelOption,
+    given: options.RecipeOptions,
+    recipe: options.RecipeOption = "aqua-kv",
 ) -> None:
     """Fit predictors of each layer's keys and values from the layer before, as the cache reads it back, with the
     recipe's [predictors] (and after its [reparam]), and say which pay. Resumes if interrupted.
@@ -189,22 +196,17 @@ def fit_predictors(
     Example: `kvcal fit-predictors DIR --model M --set predictors.kind=low_rank --set predictors.rank=64`
     """
     from kvcal.charts.layers import draw_predictors
-    from kvcal.folder import Folder, Job
     from kvcal.run.transform import fit_predictors_folder
     from kvcal.stages.predictors.record import table_rows
     from kvcal.strict import dump
 
-    base = given.recipe(recipe, section="predictors")
-    paths = Folder(distributed.own_folder(folder))
-    picture = paths.path / "predictors.png"
-    with given.reporting() as reporter:
-        loaded = given.load(model, base.data, reporter)
-        record = fit_predictors_folder(Job(base, loaded, paths, reporter))
+    with _job(folder, model, given, given.recipe(recipe, section="predictors")) as job:
+        record, picture = fit_predictors_folder(job), job.folder.path / "predictors.png"
         draw_predictors(record, picture)
     kept, tokens = f"{len(record.kept)} of {len(record.findings)} kept", record.subject.num_held_out_tokens
     value = {"findings": [dump(finding) for finding in record.findings], "nbytes": record.nbytes}
     given.show(value, (f"Predictors: {kept}, on {tokens} held-out tokens", *table_rows(record)))
-    reporter.say(f"predictors: {paths.predictors}\npicture: {picture}")
+    job.reporter.say(f"predictors: {job.folder.predictors}\npicture: {picture}")
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ class EarlierOptions:
 
         given = {field.name.replace("_", "-"): getattr(self, field.name) for field in fields(self)}
         words = "".join(f" --{name} {value}" for name, value in given.items() if value is not None)
-        if not words and (not is_model(str(folder)) or Folder(folder).allocation.exists()):
+        if not words and (not options.is_model(str(folder)) or Folder(folder).allocation.exists()):
             return
         meant = f"kvcal plan {folder}{words or ' --budget 24GB'}"
         if Folder(folder).profile.exists():
@@ -235,12 +237,12 @@ class EarlierOptions:
         )
 
 
-@spread
+@options.spread
 def feedback(
-    folder: FolderArgument,
-    model: ModelOption,
-    given: RecipeOptions,
-    recipe: RecipeOption = "kitty-feedback",
+    folder: options.FolderArgument,
+    model: options.ModelOption,
+    given: options.RecipeOptions,
+    recipe: options.RecipeOption = "kitty-feedback",
 ) -> None:
     """Calibrate error feedback, with which codes make up for the errors of the channels before them, for the formats
     of DIR and the transforms of the recipe, with its [feedback] (--samples and --seq-len are its own). Resumes if
@@ -248,26 +250,21 @@ def feedback(
 
     Example: `kvcal feedback artifacts/llama --model meta-llama/Llama-3.1-8B --data corpus.jsonl --samples 16`
     """
-    from kvcal.folder import Folder, Job
     from kvcal.run.transform import feedback_folder
     from kvcal.stages.feedback import table_rows
     from kvcal.strict import dump
 
-    sizes = {"feedback.num_samples": given.samples, "feedback.seq_len": given.seq_len}
-    base = replace(given, samples=None, seq_len=None).recipe(recipe, sizes, section="feedback")
-    paths = Folder(distributed.own_folder(folder))
-    with given.reporting() as reporter:
-        loaded = given.load(model, base.data, reporter)
-        record = feedback_folder(Job(base, loaded, paths, reporter))
-    value = {"sides": [dump(side) for side in record.sides], "path": str(paths.feedback)}
+    with _job(folder, model, given, _with_own_sizes(given, recipe, "feedback")) as job:
+        record = feedback_folder(job)
+    value = {"sides": [dump(side) for side in record.sides], "path": str(job.folder.feedback)}
     given.show(value, (f"Error feedback from {record.subject.num_tokens} tokens", *table_rows(record)))
-    reporter.say(f"feedback: {paths.feedback}")
+    job.reporter.say(f"feedback: {job.folder.feedback}")
 
 
-@spread
+@options.spread
 def compile_command(
-    folder: FolderArgument,
-    given: ModelOptions,
+    folder: options.FolderArgument,
+    given: options.ModelOptions,
     earlier: EarlierOptions,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The plan; default DIR/plan.safetensors.")
