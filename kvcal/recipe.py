@@ -19,6 +19,7 @@ from kvcal.artifact import sha256_json
 from kvcal.data.sequences import DataSpec
 from kvcal.data.tasks import TASKS, require_lengths
 from kvcal.errors import UsageError
+from kvcal.pages.predictor import Kind, require_sizes
 from kvcal.pages.record_layout import AXES, PAGE_TOKENS
 from kvcal.plan.layer import in_formats
 from kvcal.plan.page_format import UNIFORM
@@ -312,7 +313,7 @@ class ReparamSpec:
 class PredictorSpec:
     """[predictors], AQUA-KV: of which kind, and when one is left out."""
 
-    kind: Literal["linear", "low_rank", "int4"] = knob("linear", "How weights are stored.")
+    kind: Kind = knob("linear", "How weights are stored.")
     rank: Size | None = knob(None, "Rank of low_rank, and of it alone.")
     group_size: Size | None = knob(None, "Weights that share a scale in int4, and in it alone.")
     ridge: Annotated[float, Field(gt=0)] = knob(1e-3, "Penalty of the fit, relative to the variance.")
@@ -325,9 +326,7 @@ class PredictorSpec:
     inputs: Literal["reconstructed", "exact"] = knob("reconstructed", "Fit on what is read back (exact: ablation).")
 
     def __post_init__(self) -> None:
-        for kind, value in (("low_rank", self.rank), ("int4", self.group_size)):
-            if (value is not None) != (self.kind == kind):
-                raise ValueError(f"{kind} takes {'rank' if kind == 'low_rank' else 'group_size'}, other kinds do not")
+        require_sizes(self.kind, self.rank, self.group_size)
         require_sides(self.sides)
 
 

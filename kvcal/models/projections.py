@@ -18,7 +18,7 @@ Left out: scores of biases (the paper scores weights), and quantized or adapter-
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -123,11 +123,7 @@ def output_weights(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tens
         heads = layers[index].num_query_heads, layers[index].attended[2]
         child = _child(module, *OUTPUT_NAMES)
         if child is None or child.weight.shape[1 - output_dim(child)] != math.prod(heads):
-            raise UnsupportedModel(
-                f"layer {index}: {type(module).__name__} has the children "
-                f"{', '.join(name for name, _ in module.named_children())}; known output projections of "
-                f"{math.prod(heads)} inputs: {', '.join(OUTPUT_NAMES)}"
-            )
+            raise _unknown(module, index, f"output projections of {math.prod(heads)} inputs", OUTPUT_NAMES)
         found[index] = stored(child.weight).movedim(output_dim(child), 0).unflatten(1, heads)
     return found
 
@@ -194,21 +190,22 @@ def _separate(module: nn.Module, layer: AttentionGeometry) -> LayerProjections:
         if key is not None and value is not None and all(kv_fit):
             return LayerProjections(query, key, value, channels[0] if q_fits else None, *channels[1:])
     known = [*("+".join(names) for names in SEPARATE_NAMES), *FUSED_NAMES]
-    raise UnsupportedModel(
-        f"layer {layer.index}: {type(module).__name__} has the children "
-        f"{', '.join(name for name, _ in module.named_children())}; known projections: {', '.join(known)}"
-    )
+    raise _unknown(module, layer.index, "projections", known)
 
 
 def _latent(module: nn.Module, layer: AttentionGeometry) -> LayerProjections:
     child = _child(module, LATENT_NAME)
     latent, rotary = _count(1, layer.k_head_dim), layer.k_head_dim + _count(1, layer.v_head_dim)
     if child is None or child.weight.shape[output_dim(child)] != latent.numel() + rotary.numel():
-        raise UnsupportedModel(
-            f"layer {layer.index}: {type(module).__name__} has the children "
-            f"{', '.join(name for name, _ in module.named_children())}; known projection of a latent: {LATENT_NAME}"
-        )
+        raise _unknown(module, layer.index, "projection of a latent", [LATENT_NAME])
     return LayerProjections(None, child, child, None, latent, rotary)
+
+
+def _unknown(module: nn.Module, index: int, what: str, known: Sequence[str]) -> UnsupportedModel:
+    """The refusal of a layer without a child of the known names."""
+    children = ", ".join(name for name, _ in module.named_children())
+    text = f"layer {index}: {type(module).__name__} has the children {children}; known {what}: {', '.join(known)}"
+    return UnsupportedModel(text)
 
 
 def _measure_fused(model: PreTrainedModel, geometry: Geometry, fused: Mapping[int, Projection]) -> dict[int, Channels]:

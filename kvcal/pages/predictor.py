@@ -42,6 +42,15 @@ LEAST_EXPONENT = -100  # of a row or column: what is smaller throughout is round
 _CHUNK_ROWS = 4096  # rows of x that are fp64 at a time
 
 
+def require_sizes(kind: Kind, rank: int | None, group_size: int | None) -> None:
+    """ValueError unless low_rank alone has a rank and int4 alone a group size, each 1 or more."""
+    for name, value, owner in (("rank", rank, "low_rank"), ("group_size", group_size, "int4")):
+        if (value is not None) != (kind == owner):
+            raise ValueError(f"{name} = {value} for a {kind} predictor: {owner} takes a {name}, other kinds none")
+        if value is not None and value < 1:
+            raise ValueError(f"{name} = {value} for a {kind} predictor: expected 1 or more")
+
+
 @dataclass(frozen=True)
 class PredictorShape:
     """All that fixes a predictor's tensors: ``num_inputs`` F, ``num_outputs`` O, ``rank`` of "low_rank" and
@@ -63,14 +72,10 @@ class PredictorShape:
                 f"a predictor of {self.num_outputs} outputs from {self.num_inputs} inputs: "
                 f"expected 1 or more outputs and 1 to {MAX_INPUTS} inputs"
             )
-        for name, value, kind in (("rank", self.rank, "low_rank"), ("group_size", self.group_size, "int4")):
-            if (value is not None) != (self.kind == kind):
-                raise ValueError(f"{name} = {value} for a {self.kind} predictor: {kind} takes one, other kinds none")
-        if self.rank is not None and not 1 <= self.rank <= min(self.num_inputs, self.num_outputs):
-            smallest = min(self.num_inputs, self.num_outputs)
+        require_sizes(self.kind, self.rank, self.group_size)
+        smallest = min(self.num_inputs, self.num_outputs)
+        if self.rank is not None and self.rank > smallest:
             raise ValueError(f"rank = {self.rank}: expected 1 to {smallest}, the smaller side of the weight")
-        if self.group_size is not None and self.group_size < 1:
-            raise ValueError(f"group_size = {self.group_size}: expected 1 or more")
 
     def tensors(self) -> dict[str, TensorSpec]:
         """Every tensor by name: the one definition of what a predictor is made of."""

@@ -13,6 +13,7 @@ from pydantic.dataclasses import dataclass
 from kvcal.errors import UnsupportedModel
 from kvcal.geometry import AttentionGeometry, Geometry, LayerGeometry, StateGeometry
 from kvcal.pages.layouts import LAYOUTS
+from kvcal.pages.predictor import Kind, require_sizes
 from kvcal.pages.record_layout import AXES, RAW_BITS, Layout
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.stored_tensor import ITEM_BYTES
@@ -30,18 +31,13 @@ class Predictor:
     """AQUA-KV's predictor of a layer's keys (from the keys of layer ``source``) or values (from its values, then the
     layer's own keys), all KV heads in a row, keys before RoPE. ``rank`` is of "low_rank", ``group_size`` of "int4"."""
 
-    kind: Literal["linear", "low_rank", "int4"]
+    kind: Kind
     source: int
     rank: int | None = None
     group_size: int | None = None
 
     def __post_init__(self) -> None:
-        for kind, value in (("low_rank", self.rank), ("int4", self.group_size)):
-            if (value is not None) != (self.kind == kind) or (value is not None and value < 1):
-                raise ValueError(
-                    f"a {self.kind} predictor with rank = {self.rank} and group_size = {self.group_size}; expected a "
-                    "rank for low_rank alone and a group_size for int4 alone"
-                )
+        require_sizes(self.kind, self.rank, self.group_size)
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -32,24 +32,9 @@ from kvcal.stored_tensor import ITEM_BYTES
 from kvcal.strict import STRICT, Tokens, dump
 
 __all__ = [
-    "DEFAULT_WORKLOAD",
-    "RAW",
-    "SIDES",
-    "Boost",
-    "Format",
-    "LayerPlan",
-    "Plan",
-    "Predictor",
-    "Side",
-    "Tier",
-    "WindowRule",
-    "Workload",
-    "bare_layers",
-    "load_plan",
-    "plan_bytes",
-    "plan_record",
-    "save_plan",
-]
+    "DEFAULT_WORKLOAD", "RAW", "SIDES", "Boost", "Format", "LayerPlan", "Plan", "Predictor", "Side", "Tier",
+    "WindowRule", "Workload", "bare_layers", "load_plan", "plan_bytes", "plan_record", "save_plan",
+]  # fmt: skip
 
 KIND = "kv-quantization-plan"
 SCHEMA = 3  # pages hold tokens from multiples of 128 on; up to 2, from behind the sinks

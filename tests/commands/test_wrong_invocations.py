@@ -373,7 +373,7 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     ("reparam {run} --model {model} --set reparam.position_scale=nan", 2, "reparam.position_scale = nan"),
     ("reparam {run} --model {model} --set reparam.num_steps=1000000000", 2, "reparam.num_steps = 1000000000"),
     ("fit-predictors {run} --model {model} --set predictors.kind=zap", 2, "kind = 'zap'"),
-    ("fit-predictors {run} --model {model} --set predictors.kind=low_rank", 2, "low_rank takes rank"),
+    ("fit-predictors {run} --model {model} --set predictors.kind=low_rank", 2, "low_rank takes a rank"),
     ("fit-predictors {run} --model {model} --set predictors.min_explained=5", 2, "min_explained = 5"),
     # tune, search, compare, run
     (TUNE + '--set tune.tasks=["zap"]', 2, "tune: tasks ['zap'] unknown"),

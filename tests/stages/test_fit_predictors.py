@@ -396,4 +396,4 @@ def test_a_recipe_and_the_command(
     assert '"nbytes"' in run_kvcal(capsys, *command, "--set", "predictors.kind=low_rank").out
     assert load(folder / "predictors.safetensors").subject.spec == PredictorSpec("low_rank", 3, drop=False)
     refused = run_kvcal(capsys, *command, "--set", "predictors.kind=int4")
-    assert refused.code == 2 and "low_rank takes rank, other kinds do not" in refused.err
+    assert refused.code == 2 and "low_rank takes a rank, other kinds none" in refused.err
