@@ -22,7 +22,6 @@ from kvcal.commands.doctor import doctor
 from kvcal.commands.explain import explain, report
 from kvcal.commands.export import export, import_kvtuner
 from kvcal.commands.options import for_ranks, needs_compile
-from kvcal.commands.plan import diff, plan
 from kvcal.commands.serve import capacity, serve_args
 from kvcal.console import discard_stdout, print_error, print_error_json, print_text
 from kvcal.errors import ArtifactError, KvcalError, UsageError
@@ -96,7 +95,7 @@ def options(
 # Help's panels, and in each the commands by name. Those on plans need no more than the runtime and the command line.
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "First": {
-        "plan": needs_compile(plan),
+        "plan": needs_compile(run.plan),
         "size": about.size,
         "recipes": about.recipes,
         "models": about.models,
@@ -117,7 +116,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "inspect": plans.inspect,
         "explain": needs_compile(explain),
         "report": needs_compile(report),
-        "diff": diff,
+        "diff": plans.diff,
         "verify": plans.verify,
         "generate": plans.generate,
         "pack-prefix": plans.pack_prefix,

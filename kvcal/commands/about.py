@@ -27,9 +27,7 @@ def size(
     memory: Annotated[
         str | None, typer.Option(help="Of one device, such as 24GB: also tell what fits, with weights and workspace.")
     ] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="Bytes of the weights, such as 16GB; default: as their files or index state.")
-    ] = None,
+    weights: options.Weights = None,
     tp: Annotated[
         int,
         typer.Option(

@@ -4,7 +4,6 @@ turns into options. And what they do: change a recipe, load a model, show a resu
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, is_dataclass
@@ -83,6 +82,10 @@ OtherModel = Annotated[
     typer.Option(
         "--model", help="Folder, hub id or embedded name; default: the recipe's.", autocompletion=complete_model
     ),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option("--weights", help="Bytes of the weights, such as 16GB; default: as their files or index state."),
 ]
 KvBudget = Annotated[str | None, typer.Option("--kv-budget", help="The cache alone, such as 1.5GiB.")]
 SETS_HELP = """Change a knob of the recipe, such as `reparam.num_steps=10`: a TOML value or a word, nothing for the
@@ -381,25 +384,3 @@ def _is_installed(package: str) -> bool:
         return find_spec(package) is not None
     except ModuleNotFoundError:
         return False
-
-
-def prompt_text(prompt: str | None, prompt_file: Path | None = None) -> str:
-    """The prompt that a command was given, by itself or in a file; - reads stdin. UsageError for none or both, and for
-    what is not UTF-8."""
-    from kvcal.artifact import require_file
-
-    if (prompt is None) == (prompt_file is None):
-        raise UsageError("expected exactly one of --prompt and --prompt-file")
-    if prompt_file is not None:
-        require_file(prompt_file, UsageError)
-        try:
-            return prompt_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as refused:
-            raise UsageError(f"--prompt-file {prompt_file}: cannot be read: {refused}") from None
-    assert prompt is not None
-    try:
-        text = sys.stdin.read() if prompt == "-" else prompt
-        text.encode("utf-8")  # arguments, and a lenient stdin, have surrogates for bytes that are not text
-    except UnicodeError as refused:
-        raise UsageError(f"--prompt{' -: stdin' if prompt == '-' else ''} is not UTF-8: {refused}") from None
-    return text

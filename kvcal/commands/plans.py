@@ -1,22 +1,25 @@
-"""Commands on a compiled plan: ``kvcal inspect``, ``verify``, ``eval``, ``generate`` and ``pack-prefix``.
-
-``inspect`` loads no transformers.
+"""Commands on compiled plans: ``kvcal inspect``, ``diff``, ``verify``, ``eval``, ``generate``, ``pack-prefix`` and
+``push``. The first two load no transformers.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcal import distributed
+from kvcal import console, distributed
 from kvcal.commands import options
 from kvcal.errors import UsageError
-from kvcal.quantities import MAX_CONTEXT, MAX_SEED, parse_bytes
+from kvcal.quantities import MAX_CONTEXT, MAX_SEED, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from kvcal.plan.diff import PlanDiff
+    from kvcal.plan.plan import Plan, Workload
+    from kvcal.stages.evaluate import Row
     from kvcal.stages.evaluate.gates import Gates
 
 BASELINE = "16-bit"  # always measured beside a plan
@@ -54,6 +57,104 @@ def inspect(plan: options.PlanArgument, sizes: options.WorkloadOptions, given: o
     workload = sizes.workload(loaded.workload)
     layers = views.layer_table(loaded.layers, loaded.cache_dtype, workload)
     given.show(views.plan_json(loaded, workload), views.plan_table(loaded, workload), layers, heat_map(loaded.layers))
+
+
+@options.spread
+def diff(
+    before: options.PlanArgument,
+    after: Annotated[Path, typer.Argument(help="Another plan.safetensors file.", show_default=False)],
+    sizes: options.WorkloadOptions,
+    given: options.OutputOptions,
+) -> None:
+    """Compare two plans: formats and bytes of every layer that differs, tensors, model and provenance; and what was
+    measured, where an evaluation.json lies beside both.
+
+    Example: `kvcal diff artifacts/first/plan.safetensors artifacts/second/plan.safetensors --context 32768`
+    """
+    from kvcal.plan.diff import diff_plans
+    from kvcal.plan.plan import load_plan
+    from kvcal.strict import dump
+
+    plans = load_plan(before), load_plan(after)
+    workload = sizes.workload(plans[0].workload)
+    found = diff_plans(*plans, workload)
+    measured = [_measured(path, one) for path, one in zip((before, after), plans, strict=True)]
+    totals = [(one.nbytes(workload.lengths), one.bits_per_value(workload)) for one in plans]
+    layers = [
+        {
+            "layer": one.index,
+            "before": None if one.before is None else dump(one.before),
+            "after": None if one.after is None else dump(one.after),
+            "bytes": [one.bytes_before, one.bytes_after],
+        }
+        for one in found.layers
+    ]
+    value = {
+        "is_same": found.is_same,
+        "workload": dump(workload),
+        "bytes": [nbytes for nbytes, _ in totals],
+        "bits_per_value": [bits for _, bits in totals],
+        "facts": found.facts,
+        "layers": layers,
+        "tensors": found.tensors,
+        "provenance": found.provenance,
+        "measured": [None if row is None else dump(row) for row in measured],
+    }
+    tables = [_totals_table(totals, measured, workload), _layers_table(found), _values_table(found)]
+    given.show(value, *(table for table in tables if table[2]))
+    given.reporter().say("the plans do the same" if found.is_same else "the plans differ")
+
+
+def _measured(path: Path, plan: Plan) -> Row | None:
+    """The row of the plan in the evaluation beside it; None where there is none."""
+    evaluation = path.with_name("evaluation.json")
+    if not evaluation.is_file():
+        return None
+    from kvcal.stages.evaluate import load_evaluation
+
+    return next((row for row in load_evaluation(evaluation).rows if row.plan_sha256 == plan.sha256), None)
+
+
+def _totals_table(totals: list[tuple[int, float]], measured: list[Row | None], workload: Workload) -> console.View:
+    rows = [
+        ("cache", *(f"{format_bytes(nbytes)} ({nbytes})" for nbytes, _ in totals), f"{totals[1][0] - totals[0][0]:+d}"),
+        ("bits per value", *(f"{bits:.3f}" for _, bits in totals), f"{totals[1][1] - totals[0][1]:+.3f}"),
+    ]
+    if None not in measured:
+        columns: dict[str, Any] = {"KL": lambda row: row.text.kl, "top-1": lambda row: row.text.top1_agreement}
+        columns |= {"accuracy": lambda row: row.accuracy}
+        for name, read in columns.items():
+            values = [read(row) for row in measured]
+            if None not in values:
+                rows.append((name, *(f"{one:.5g}" for one in values), f"{values[1] - values[0]:+.3g}"))
+    return f"Plans at batch {workload.batch} x {workload.context} tokens", ("", "before", "after", "change"), rows
+
+
+def _layers_table(found: PlanDiff) -> console.View:
+    from kvcal.plan.plan import SIDES
+    from kvcal.tables import side_name
+
+    rows = []
+    for one in found.layers:
+        cells = []
+        for side in SIDES:
+            names = [
+                "none" if layer is None or not layer.is_paged else side_name(layer, side)
+                for layer in (one.before, one.after)
+            ]
+            cells.append(names[0] if names[0] == names[1] else " -> ".join(names))
+        rows.append((str(one.index), *cells, f"{one.bytes_after - one.bytes_before:+d}"))
+    return "Layers that differ", ("layer", "K", "V", "bytes"), rows
+
+
+def _values_table(found: PlanDiff) -> console.View:
+    rows = [(name, str(pair[0]), str(pair[1])) for name, pair in (found.facts | found.provenance).items()]
+    rows += [(f"tensor {name}", *_presence(change)) for name, change in found.tensors.items()]
+    return "Model, tensors and provenance", ("", "before", "after"), rows
+
+
+def _presence(change: str) -> tuple[str, str]:
+    return {"added": ("absent", "there"), "removed": ("there", "absent"), "changed": ("there", "other values")}[change]
 
 
 @options.spread
@@ -161,7 +262,7 @@ def generate(
         raise UsageError("--chat with --prefix: a prefix is packed without a chat template", "leave out one of them")
     if not (temperature == 0 or 0.001 <= temperature <= 100):
         raise UsageError(f"--temperature {temperature}; allowed: 0 (greedy), or 0.001 to 100")
-    text = options.prompt_text(prompt)
+    text = _prompt_text(prompt)
     loaded_plan = load_plan(plan)
     loaded = given.load(model)
     require_same_model(loaded_plan, loaded)
@@ -201,13 +302,35 @@ def pack_prefix(
     from kvcal.stages.prefix import pack_prefix as pack
     from kvcal.strict import dump
 
-    text = options.prompt_text(prompt, prompt_file)
+    text = _prompt_text(prompt, prompt_file)
     loaded_plan = load_plan(plan)
     with given.reporting() as reporter:
         loaded = given.load(model)
         packed = pack(loaded, loaded_plan, prompt_tokens(loaded, text, False, 0), output)
         reporter.say(f"prefix: {output}")
     given.show({**dump(packed), "path": str(output)}, views.prefix_table(packed, output.name))
+
+
+def _prompt_text(prompt: str | None, prompt_file: Path | None = None) -> str:
+    """The prompt that a command was given, by itself or in a file; - reads stdin. UsageError for none or both, and for
+    what is not UTF-8."""
+    from kvcal.artifact import require_file
+
+    if (prompt is None) == (prompt_file is None):
+        raise UsageError("expected exactly one of --prompt and --prompt-file")
+    if prompt_file is not None:
+        require_file(prompt_file, UsageError)
+        try:
+            return prompt_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as refused:
+            raise UsageError(f"--prompt-file {prompt_file}: cannot be read: {refused}") from None
+    assert prompt is not None
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode("utf-8")  # arguments, and a lenient stdin, have surrogates for bytes that are not text
+    except UnicodeError as refused:
+        raise UsageError(f"--prompt{' -: stdin' if prompt == '-' else ''} is not UTF-8: {refused}") from None
+    return text
 
 
 @options.spread

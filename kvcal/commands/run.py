@@ -1,4 +1,4 @@
-"""Commands on whole recipes: ``kvcal run``, ``search``, ``tune`` and ``compare``."""
+"""Commands from a model to plans, by whole recipes: ``kvcal plan``, ``run``, ``search``, ``tune`` and ``compare``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,133 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcal import distributed
+from kvcal import console, distributed
 from kvcal.commands import options
 from kvcal.errors import UsageError
-from kvcal.quantities import MAX_WORKERS
+from kvcal.quantities import MAX_WORKERS, format_bytes
 
 if TYPE_CHECKING:
-    from kvcal.recipe import Recipe
+    from kvcal.plan.plan import Workload
+    from kvcal.recipe import AllocateSpec, Recipe
     from kvcal.stages.compare.record import Point
+    from kvcal.stages.gain import Gain
+
+
+@options.spread
+def plan(
+    model: options.ModelArgument,
+    given: options.RecipeOptions,
+    budgets: options.BudgetOptions,
+    served: options.ServeOptions,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe",
+            help="A recipe with [allocate]; default: default, with --search: best.",
+            autocompletion=options.complete_recipe,
+        ),
+    ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Choose among compositions of all systems, on measured KL: hours.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder of the results; default: artifacts/ and the model's name.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of this plan's folder in --out; default: recipe, budget and workload.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the plan here.")] = None,
+    dry_run: options.DryRun = False,
+) -> None:
+    """Make a plan for a budget, from the model: profile, allocate (or search), compile, verify. Tells what was gained
+    and what to do next.
+
+    Resumes if interrupted. The profile is kept for all budgets; each of them has a folder of its own.
+
+    Example: `kvcal plan Qwen/Qwen3-8B --budget 24GB --batch 8 --context 32768 --data corpus.jsonl -o plan.safetensors`
+
+    Example: `kvcal plan reasoner-10m --bits 3 --batch 8 --context 4096`
+    """
+    from dataclasses import asdict
+
+    from kvcal import tables as views
+    from kvcal.charts.report import write_report
+    from kvcal.folder import Folder, Job, max_context
+    from kvcal.heat_map import heat_map
+    from kvcal.plan.plan import save_plan
+    from kvcal.recipe_files import load_recipe
+    from kvcal.run import pipeline
+    from kvcal.stages import allocate as allocation_stage
+    from kvcal.stages import profile as profile_stage
+    from kvcal.stages.gain import gain_of
+    from kvcal.stages.verify import verify_plan
+
+    if not budgets.kinds():
+        raise UsageError(
+            "no budget given; expected one of --budget, --kv-budget and --bits",
+            hint=f"such as --budget 24GB; `kvcal size {model} --memory 24GB` tells what fits",
+        )
+    base = load_recipe(recipe or ("best" if search else "default"))
+    if base.allocate is None or (search and base.search is None):
+        lacking = "allocate" if base.allocate is None else "search"
+        raise UsageError(f"recipe {base.name!r} has no [{lacking}]", hint="`kvcal recipes` lists what each chooses by")
+    chosen = given.change(base, budgets.knobs() | served.knobs(base))
+    assert chosen.allocate is not None
+    with given.reporting() as reporter:
+        loaded = given.load(model, chosen.data, reporter)
+        out = out or Path("artifacts") / loaded.identity.id.rpartition("/")[2]
+        folder = Folder.create(distributed.own_folder(out, "*"))
+        folder = folder.named(name or f"{chosen.name}-{budget_name(chosen.allocate)}")
+        Folder.create(folder.path)
+        if dry_run:
+            given.show_estimates(Job(chosen, loaded, folder, reporter))
+            return
+        made = pipeline.build_plan(loaded, folder, chosen, reporter=reporter)
+        checks = verify_plan(made, loaded, max_context(loaded), reporter)
+        reporter.say(f"verify: {len(checks)} checks passed")
+        allocation = allocation_stage.load(folder.allocation)[0]
+        profile = None if chosen.search else profile_stage.load(folder.profile)
+        vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
+        gain = gain_of(made, allocation, vocab_size, profile)
+        path = output or folder.plan
+        if output is not None and distributed.rank() == 0:
+            save_plan(made, output)
+        write_report(folder)
+    value = {
+        "plan": str(path),
+        "folder": str(folder.path),
+        "report": str(folder.report),
+        "gain": asdict(gain),
+        "checks": views.checks_json(checks),
+    }
+    layers = views.layer_table(made.layers, made.cache_dtype, made.workload)
+    picture = heat_map(made.layers)
+    given.show(value, layers, picture, views.budget_table(allocation), gain_table(gain, made.workload))
+    reporter.say(f"plan: {path}\nreport: {folder.report}\nnext: kvcal eval {path} --model {model} --out {folder.path}")
+
+
+def budget_name(spec: AllocateSpec) -> str:
+    """A folder's name for a budget and its workload, such as "24GB-8x32768"."""
+    size = f"{spec.bits:g}bits" if spec.bits is not None else spec.budget or f"kv-{spec.kv_budget}"
+    return f"{size.replace(' ', '')}-{spec.batch}x{spec.context}"
+
+
+def gain_table(gain: Gain, workload: Workload) -> console.View:
+    """The plan beside 16 bits."""
+    batch, context = workload.batch, workload.context
+    rows = [
+        ("cache", format_bytes(gain.raw_bytes), f"{format_bytes(gain.cache_bytes)}, {gain.ratio:.2f}x smaller"),
+        ("all-in bits per value", "", f"{gain.bits_per_value:.3f}"),
+        (f"largest batch at {context} tokens", str(gain.raw_fit.max_batch), _fit(gain, "max_batch")),
+        (f"largest context at batch {batch}", str(gain.raw_fit.max_context), _fit(gain, "max_context")),
+    ]
+    if gain.expected_kl is not None:
+        rows.append(("expected KL", "0", f"{gain.expected_kl:.3g} nats per token ({gain.kl_source})"))
+    return f"Gain within {format_bytes(gain.budget)}, at {batch} x {context}", ("", "16 bits", "plan"), rows
+
+
+def _fit(gain: Gain, name: str) -> str:
+    return "the plan's alone" if gain.fit is None else str(getattr(gain.fit, name))
 
 
 @options.spread

@@ -44,9 +44,7 @@ def capacity(
     kv_memory: Annotated[str | None, typer.Option(help="Of one device, for the cache alone, such as 50GB.")] = None,
     tp: RanksOption = 1,
     max_requests: RequestsOption = MAX_REQUESTS,
-    weights: Annotated[
-        str | None, typer.Option(help="Bytes of the weights, such as 16GB; default: as their files or index state.")
-    ] = None,
+    weights: options.Weights = None,
     utilization: Annotated[
         float, typer.Option(help="Share of the device that the engine takes.", min=0.01, max=1)
     ] = UTILIZATION,
