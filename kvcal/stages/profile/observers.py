@@ -32,6 +32,7 @@ from kvcal.errors import NonFiniteActivations, UnsupportedModel
 from kvcal.geometry import CACHE_DTYPES, Geometry
 from kvcal.models.geometry import attention_layers
 from kvcal.models.projections import KVProjection, kv_projections
+from kvcal.models.repeatable import repeatable_attention
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.record_layout import PARAM_DTYPES
 from kvcal.plan.page_format import SIDES, Side
@@ -153,6 +154,7 @@ class GradientPass:
         found = _Pass(batch, torch.tensor(batch.lengths, device=self._model.device))
         with ExitStack() as stack, torch.enable_grad():
             stack.enter_context(_untrained(self._model))
+            stack.enter_context(repeatable_attention(self._model))
             for module, projections in self._projections.items():
                 watch = partial(self._watch_projection, found, projections)
                 stack.callback(module.register_forward_hook(watch).remove)
