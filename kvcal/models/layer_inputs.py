@@ -9,16 +9,18 @@ matter, so that models run as a whole whose layers return more than hidden state
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvcal.models.attention import attention_modules, layer_index
 from kvcal.models.geometry import sharing_layers
+from kvcal.models.turns import reach
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
@@ -33,16 +35,41 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
     return None
 
 
+@dataclass(eq=False)
+class Forward:
+    """A forward that begins at layer ``first``, with what ``parent`` has kept there; without one, at layer 0. It puts
+    inputs of the layers ``wanted`` into ``kept``."""
+
+    first: int = 0
+    parent: Forward | None = None
+    wanted: Collection[int] = ()
+    kept: dict[int, Tensor] = field(default_factory=dict)
+
+    def begin(self, layer: int, parent: Forward) -> None:
+        """Begin at ``layer``, whose input the parent keeps; at layer 0 as a whole one."""
+        self.first, self.parent = layer, parent if layer else None
+
+
+class _Thread(threading.local):
+    forward = Forward()
+
+
 class LayerInputs:
-    """State that layers share within ``kept_inputs``. ``first``: the layer at which the next forward begins,
-    with ``hidden``; 0 for a whole one. ``wanted``: layers whose inputs the next forward puts into ``kept``;
-    ``can_begin_later``: whether layers returned hidden states alone so far."""
+    """State that layers share within ``kept_inputs``. ``can_begin_later``: whether layers returned hidden states alone
+    so far."""
 
     def __init__(self, can_begin_later: bool) -> None:
-        self.first, self.hidden = 0, torch.empty(0)
-        self.wanted: Collection[int] = ()
-        self.kept: dict[int, Tensor] = {}
         self.can_begin_later = can_begin_later
+        self._thread = _Thread()
+
+    @property
+    def forward(self) -> Forward:
+        """The next one of this thread, or the one that runs: a whole one where none was set."""
+        return self._thread.forward
+
+    @forward.setter
+    def forward(self, forward: Forward) -> None:
+        self._thread.forward = forward
 
 
 class _Layer(nn.Module):
@@ -60,12 +87,14 @@ class _Layer(nn.Module):
             return getattr(self.layer, name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.index < self.inputs.first:
+        forward = self.inputs.forward
+        if self.index < forward.first:
             return (hidden_states,) if self.returns_tuple else hidden_states
-        if self.index == self.inputs.first > 0:
-            hidden_states = self.inputs.hidden
-        if self.index in self.inputs.wanted:
-            self.inputs.kept[self.index] = hidden_states
+        if self.index == forward.first and forward.parent:
+            reach(self.index)  # the parent, side by side with this forward, may not have come here
+            hidden_states = forward.parent.kept[self.index]
+        if self.index in forward.wanted:
+            forward.kept[self.index] = hidden_states
         output = self.layer(hidden_states, *args, **kwargs)
         self.returns_tuple = isinstance(output, tuple)
         if self.returns_tuple and any(part is not None for part in output[1:]):
@@ -75,8 +104,8 @@ class _Layer(nn.Module):
 
 @contextmanager
 def kept_inputs(model: PreTrainedModel) -> Iterator[LayerInputs]:
-    """Within the context, forwards of ``model`` keep inputs of its layers and begin at the layer that the yielded
-    object says. The list of layers is restored on exit, also after an error."""
+    """Within the context, forwards of ``model`` keep inputs of its layers and begin at a layer, as ``forward`` of the
+    yielded object says for each thread. The list of layers is restored on exit, also after an error."""
     layers = decoder_layers(model)
     inputs = LayerInputs(can_begin_later=layers is not None and not sharing_layers(model.config))
     own = list(layers or ())

@@ -49,7 +49,7 @@ class _Settings:
 
     def __init__(self) -> None:
         self._mode = torch.get_deterministic_debug_mode()
-        self._fill = torch.utils.deterministic.fill_uninitialized_memory
+        self._fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
 
     def watch(self, module: nn.Module, args: object, output: object) -> None:
         """After a block's forward."""
@@ -61,13 +61,13 @@ class _Settings:
 
     def demand(self) -> None:
         """Deterministic algorithms or an error, without the filling of all new memory that comes with them."""
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.set_deterministic_debug_mode("error")
 
     def restore(self) -> None:
         """As it was."""
         torch.set_deterministic_debug_mode(self._mode)
-        torch.utils.deterministic.fill_uninitialized_memory = self._fill
+        torch.utils.deterministic.fill_uninitialized_memory = self._fill  # type: ignore[attr-defined]
 
 
 def _attention_node(output: Node | None) -> Node | None:

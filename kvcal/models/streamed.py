@@ -3,17 +3,20 @@
 transformers loads the model as ever, on the CPU, where its parameters are memory maps of the safetensors files. What is
 no decoder layer (embeddings, final norm, head) then goes to the device, and so do the vectors of all layers (norms,
 biases). A layer's matrices stay in the files: its parameters have their shapes, and the value NaN, until the layer is
-called. Then a thread copies its matrices from the files to pinned memory and on, by a stream of its own, to one of
-``Residence.num_places`` places on the device; the next layer is fetched while one computes. Layers that fit beside them
-stay on the device for good. So a stage needs no change, and its results are the same bits.
+called. Then threads copy its matrices from the files to pinned memory, piece by piece, and a stream of its own copies
+each piece on, to one of ``Residence.num_places`` places on the device; the next layer is fetched while one computes.
+Layers that fit beside them stay on the device for good. So a stage needs no change, and its results are the same bits.
+
+A copy within memory is bound by the core that makes it: one thread brings 16 GB/s, a PCIe link takes 50. So the threads
+are the reader's own, by numpy, whatever number OMP_NUM_THREADS leaves to torch (torchrun sets 1).
 
 With gradients, a layer runs without a graph in the forward, and its input is kept in (pinned) host memory; in the
 backward, the last layer first, the layer runs again with a graph. Hooks on modules and parameters are those of the
 model, so that what a layer's backward gives is measured and freed before the layer before it runs. A tapped layer
 (``kvcal.models.taps``) is observed in both runs: without a graph, then with one.
 
-Each forward, and each backward, loads every layer once. So batches should be large; stages that feed few tokens at a
-time, through caches, load as often as they call the model.
+Each forward, and each backward, loads every layer once. So batches should be large, and calls that could be made side
+by side should be (``kvcal.models.turns``): they load a layer once for all.
 
 accelerate's offloading was not used: its hooks make every parameter anew at each call, which loses hooks on parameters
 and the tensors of a graph, keep each layer in the graph until the backward, and read without prefetching or pinning.
@@ -33,6 +36,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -42,8 +46,12 @@ from transformers import Cache, PreTrainedModel
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.models.geometry import sharing_layers
 from kvcal.models.residence import NUM_TOKENS, Residence, Shapes, residence
+from kvcal.models.turns import reach
 
 ALIGNMENT = 256  # bytes: of a matrix in a layer's place
+# Bytes that a thread copies at once, and the threads, which together are faster than a PCIe link.
+PIECE_BYTES = 1 << 24
+COPY_THREADS = 8
 
 # The values of parameters that are streamed, in host memory.
 _STORED = WeakTensorKeyDictionary()
@@ -93,7 +101,7 @@ def stream(model: PreTrainedModel, device: torch.device, memory: int, num_tokens
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, memory / total), device.index)
     for parameter in (parameter for of_layer in matrices[plan.num_kept :] for parameter in of_layer):
-        _STORED[parameter] = parameter.data
+        _STORED[parameter] = parameter.data.contiguous()
         parameter.data = _absent(parameter, device)
     nn.Module.to(model, device)
     streamer = _Streamer(layers, matrices, plan, device)
@@ -180,6 +188,11 @@ def _views(buffer: Tensor, matrices: Sequence[nn.Parameter]) -> Iterator[Tensor]
         start += _aligned(matrix.numel() * matrix.itemsize)
 
 
+def _bytes(matrix: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, one after the other."""
+    return matrix.view(-1).view(torch.uint8)
+
+
 class _Streamer:
     """Runs the layers of one model, one call at a time."""
 
@@ -193,11 +206,12 @@ class _Streamer:
         self._layers, self._matrices, self._residence, self._device = layers, matrices, residence, device
         self._is_cuda = device.type == "cuda"
         self._places = [_Place(residence.shapes.layer, device) for _ in range(residence.num_places)]  # last used last
-        self._reader = ThreadPoolExecutor(1, "layers")
+        self._reader, self._copiers = ThreadPoolExecutor(1, "layers"), ThreadPoolExecutor(COPY_THREADS, "pieces")
         self._copies = torch.cuda.Stream(device) if self._is_cuda else None
 
     def run(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A layer's call: run again in the backward if there may be one."""
+        reach(number)
         hidden_BTC, *others = args or (kwargs.pop("hidden_states"),)
         call = _Call(forward, others, kwargs)
         if not torch.is_grad_enabled():
@@ -276,20 +290,29 @@ class _Streamer:
 
     def _copy(self, place: _Place, number: int) -> None:
         """In the reader's thread: from the files to the place."""
-        matrices = self._matrices[number]
-        views = _views(place.on_device, matrices)
-        if not self._is_cuda:
-            for matrix, view in zip(matrices, views, strict=True):
-                view.copy_(_STORED[matrix])
+        if self._copies is None:
+            for copied in self._copied(number, place.on_device):
+                copied.result()
             return
-        assert self._copies is not None
         place.arrived.synchronize()  # the layer that was here has left pinned memory
         self._copies.wait_event(place.left)
         with torch.cuda.stream(self._copies):
-            for matrix, view, pinned in zip(matrices, views, _views(place.pinned, matrices), strict=True):
-                pinned.copy_(_STORED[matrix])
-                view.copy_(pinned, non_blocking=True)
+            pieces = zip(*(self._pieces(number, buffer) for buffer in (place.pinned, place.on_device)), strict=True)
+            for copied, (pinned, on_device) in zip(self._copied(number, place.pinned), pieces, strict=True):
+                copied.result()
+                on_device.copy_(pinned, non_blocking=True)
             place.arrived.record(self._copies)
+
+    def _copied(self, number: int, buffer: Tensor) -> list[Future[None]]:
+        """The copies of a layer's pieces to a buffer in host memory, which threads make in their order."""
+        stored = (piece for matrix in self._matrices[number] for piece in _bytes(_STORED[matrix]).split(PIECE_BYTES))
+        pairs = zip(stored, self._pieces(number, buffer), strict=True)
+        return [self._copiers.submit(np.copyto, to.numpy(), piece.numpy()) for piece, to in pairs]
+
+    def _pieces(self, number: int, buffer: Tensor) -> Iterator[Tensor]:
+        """A layer's matrices in a buffer, as bytes, ``PIECE_BYTES`` at most."""
+        for view in _views(buffer, self._matrices[number]):
+            yield from _bytes(view).split(PIECE_BYTES)
 
 
 @dataclass(frozen=True, eq=False)

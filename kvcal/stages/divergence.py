@@ -9,6 +9,8 @@ the logits of more than one chunk: with a large vocabulary the logits of a seque
 that store their first layers alike, as each other or as the reference, run these layers once: a plan begins at its
 first layer that differs, with the hidden states that the other brought there (``kvcal.models.layer_inputs``). Shapes
 are those of a whole forward, so that the logits are the same bits. Hidden states are held for one chunk, on the device.
+Of a streamed model the caches' forwards of a chunk run side by side, so that a layer is loaded once for all of them
+(``kvcal.models.turns``).
 
 The 16-bit reference is fed anew for every group of plans, which costs one plan's time a group, and needs neither a
 limit nor a second way for models whose hidden states and log-probabilities would not fit.
@@ -24,7 +26,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate, zip_longest
+from functools import partial
+from itertools import accumulate, repeat, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -40,8 +43,10 @@ from kvcal.data.sequences import TokenDataset
 from kvcal.distributed import Parcel, in_turn
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.geometry import Geometry, ModelIdentity
-from kvcal.models.layer_inputs import LayerInputs, kept_inputs
+from kvcal.models.layer_inputs import Forward, LayerInputs, kept_inputs
 from kvcal.models.load import LoadedModel
+from kvcal.models.streamed import is_streamed
+from kvcal.models.turns import side_by_side
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.plan.plan import Plan, Workload, plan_record
@@ -93,26 +98,34 @@ def lockstep(
     """
     tokens_BT = tokens_BT.to(model.device)
     begins = _begins([cache.plan for cache in caches])
-    start, (batch, length) = 0, tokens_BT.shape
-    whole = nullcontext(LayerInputs(can_begin_later=False))
+    start, length, numbers = 0, tokens_BT.shape[1], range(len(caches))
+    is_shared = set(begins) != {WHOLE}
     with (
         attached_for(model, *(cache.plan for cache in caches)),
-        whole if set(begins) == {WHOLE} else kept_inputs(model) as inputs,
+        kept_inputs(model) if is_shared else nullcontext(LayerInputs(can_begin_later=False)) as inputs,
     ):
         while start < length:
             free = min(cache.tokens_to_next_page() for cache in caches)
             stop = min(length, start + max(1, min(free, MAX_CHUNK_TOKENS)))
-            hidden: dict[Begin, Tensor] = {WHOLE: tokens_BT}
-            for number, cache in enumerate(caches):
-                begin = begins[number] if inputs.can_begin_later else WHOLE
-                inputs.first, inputs.hidden = begin.layer, hidden[begin]
-                inputs.wanted = {later.layer for later in begins if later.parent == number}
-                with torch.no_grad():
-                    logits_BTV = model(input_ids=tokens_BT[:, start:stop], past_key_values=cache, use_cache=True).logits
-                hidden |= {Begin(layer, number): inputs.kept.pop(layer) for layer in sorted(inputs.kept)}
-                cache.skip(begin.layer, batch, stop - start)
-                yield number, start, logits_BTV
+            chunk_BT = tokens_BT[:, start:stop]
+            forwards = [Forward(wanted={later.layer for later in begins if later.parent == n}) for n in numbers]
+            # The first forward of all shows whether others may begin later.
+            for together in (numbers[:1], numbers[1:]) if is_shared and not start else (numbers,):
+                for number in together if inputs.can_begin_later else ():
+                    forwards[number].begin(begins[number].layer, forwards[begins[number].parent])
+                calls = [partial(_fed, model, caches[n], inputs, forwards[n], chunk_BT) for n in together]
+                logits = side_by_side(calls, model.device) if is_streamed(model) else (call() for call in calls)
+                yield from zip(together, repeat(start), logits, strict=False)
             start = stop
+
+
+def _fed(model: PreTrainedModel, cache: PlanCache, inputs: LayerInputs, forward: Forward, chunk_BT: Tensor) -> Tensor:
+    """The logits of a chunk through one cache."""
+    inputs.forward = forward
+    with torch.no_grad():
+        logits_BTV = model(input_ids=chunk_BT, past_key_values=cache, use_cache=True).logits
+    cache.skip(forward.first, *chunk_BT.shape)
+    return logits_BTV
 
 
 class Begin(NamedTuple):

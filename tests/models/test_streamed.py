@@ -13,15 +13,17 @@ from torch import nn
 
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.models import streamed
 from kvcal.models.fold import fold
 from kvcal.models.load import LoadedModel, load, weight_bytes
 from kvcal.models.projections import key_biases, output_weights
 from kvcal.models.residence import Shapes, residence
-from kvcal.models.streamed import stream
+from kvcal.models.streamed import _Streamer, stream
 from kvcal.models.taps import Captured, tap
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, ProfileSpec
-from kvcal.stages import profile
+from kvcal.stages import divergence, profile
+from kvcal.stages.divergence import deviations, one_side_plan, unquantized_plan
 
 # One of each kind: tied embeddings, sharded index, sliding layers, sinks and merged experts, experts that transformers
 # merges, a fused projection, Conv1D, a state.
@@ -115,6 +117,46 @@ def test_layers_that_stay_change_no_byte(saved, tmp_path: Path) -> None:
     whole = profile_bytes(open_model(saved("gemma3")), tmp_path / "whole")
     assert profile_bytes(with_places(saved("gemma3"), 1, 2), tmp_path / "kept") == whole
     assert profile_bytes(open_model(saved("gemma3"), 1 << 40), tmp_path / "all") == whole
+
+
+def test_matrices_are_copied_in_pieces(saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a number of bytes that divides none of them."""
+    whole = profile_bytes(open_model(saved("phi3")), tmp_path / "whole")
+    monkeypatch.setattr(streamed, "PIECE_BYTES", 999)
+    assert profile_bytes(with_places(saved("phi3"), 0, 1), tmp_path / "pieces") == whole
+
+
+@pytest.mark.parametrize(("family", "num_kept"), [("llama", 0), ("gemma3", 1), ("qwen3_next", 0), ("gpt_oss", 0)])
+def test_plans_share_the_loads_of_a_layer(family: str, num_kept: int, saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as a plan at a time on the whole model; the first forward comes alone."""
+    whole, loaded = open_model(saved(family)), with_places(saved(family), num_kept, 2)
+    reference = unquantized_plan(whole.identity, whole.geometry)
+    paged = [layer.geometry.index for layer in reference.layers if layer.is_paged]
+    plans = [
+        one_side_plan(reference, index, side, CACHE.format(side, 2, "token", 32)) for index in paged for side in "kv"
+    ]
+    texts = (torch.stack(data_of(180, 180).sequences), torch.arange(180).expand(2, -1) > 150)
+    expected, copies, chunks = deviations(whole.model, reference, plans, *texts), [], []
+    copy, fed = _Streamer._copy, divergence._fed
+
+    def counted(streamer: _Streamer, place: object, number: int) -> None:
+        copies.append(number)
+        copy(streamer, place, number)
+
+    def noted(*given: object) -> torch.Tensor:
+        chunks.append(given[-1])
+        return fed(*given)
+
+    monkeypatch.setattr(_Streamer, "_copy", counted)
+    monkeypatch.setattr(divergence, "_fed", noted)
+    found = deviations(loaded.model, reference, plans, *texts)
+    for part, other in zip(found, expected, strict=True):
+        assert torch.equal(part, other)
+    assert found.kl_Pn.amax(1).min() > 0
+    num_chunks = len(chunks) // (len(plans) + 1)
+    assert num_chunks > 1
+    streamed_layers = range(num_kept, loaded.model.config.num_hidden_layers)
+    assert {copies.count(number) for number in streamed_layers} <= {num_chunks + 1, num_chunks + 2}
 
 
 def test_an_interrupted_profile_goes_on_to_the_same_bytes(saved, tmp_path: Path) -> None:
@@ -293,8 +335,8 @@ def test_a_gpu_gives_the_bits_of_the_whole_model(num_places: int, saved) -> None
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert len(results[0]) == 9
-    for whole, streamed in zip(*results, strict=True):
-        assert torch.equal(whole, streamed)
+    for whole, other in zip(*results, strict=True):
+        assert torch.equal(whole, other)
 
 
 def test_layers_that_read_another_ones_keys_are_refused() -> None:
