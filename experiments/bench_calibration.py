@@ -34,12 +34,14 @@ from kvcal.geometry import ModelIdentity
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
 from kvcal.plan.page_format import SIDES, Format
+from kvcal.plan.plan import Workload
 from kvcal.progress import Silent
-from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, ProfileSpec, ReparamSpec
+from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, PredictorSpec, ProfileSpec, ReparamSpec
 from kvcal.stages import feedback, profile
 from kvcal.stages.allocate import allocate
 from kvcal.stages.batches import Batch
 from kvcal.stages.divergence import LOCKSTEP, Room
+from kvcal.stages.predictors.stage import run_fit_predictors
 from kvcal.stages.profile.observers import GradientPass
 from kvcal.stages.profile.record import ProfileSetup
 from kvcal.stages.reparam import run_reparam
@@ -177,6 +179,17 @@ class Bench:
         for label, seconds in clock.seconds.items():
             self.say("λ", label.removeprefix("reparam: "), 1, (seconds, measured[1]), self.forward_flops)
 
+    def predictors(self) -> None:
+        """Of all layers; seconds of two numbers of sequences tell what a sequence adds, and what solving takes."""
+        layers = layers_with(self.loaded, Format(2, "channel", 128), Format(2, "token", 128))
+        for count in self.given.predictor_sequences:
+            data = replace(self.data, sequences=self.data.sequences[:count], loss_masks=self.data.loss_masks[:count])
+            with tempfile.TemporaryDirectory() as folder:
+                given = ({}, data, PredictorSpec(drop=False, min_explained=-1e9), Workload(8, 32768), {})
+                path = Path(folder) / "predictors.safetensors"
+                measured = timed(lambda: run_fit_predictors(self.loaded, layers, *given, path, Silent()))  # noqa: B023
+            self.say("predictors", f"{count} sequences", count, measured, self.forward_flops)
+
     def divergence(self) -> None:
         """Whole, then the first and the last group as if nothing were shared."""
         spec, cache = ProfileSpec(), CacheSpec()
@@ -221,17 +234,20 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--seconds", type=float, default=1e9, help="skip what is left of the divergence after these")
+    stages = ("gradients", "hessians", "divergence", "allocation", "reparam", "predictors")
+    parser.add_argument("--stages", nargs="+", choices=stages, default=stages)
+    parser.add_argument("--predictor-sequences", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     given.deadline = time.perf_counter() + given.seconds
     if given.shape == "8b":
         given.hidden, given.layers, given.heads, given.head_dim, given.vocab = 4096, 32, 32, 128, 128256
     bench = Bench(given)
-    for stage in (bench.gradients, bench.hessians, bench.divergence, bench.allocation, bench.reparam):
+    for stage in given.stages:
         try:
-            stage()
+            getattr(bench, stage)()
         except torch.OutOfMemoryError as error:
-            print(f"{stage.__name__}: {error}", flush=True)
+            print(f"{stage}: {error}", flush=True)
     print_table("Stages", list(bench.rows[0]), [list(row.values()) for row in bench.rows])
 
 

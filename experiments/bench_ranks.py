@@ -7,8 +7,8 @@ and with a 70B's layers streamed from a checkpoint that is written first, where 
 
     torchrun --nproc-per-node 2 experiments/bench_ranks.py --streamed /dev/shm/llama-70b --memory 16GB --layers 10
 
-The sha256 of the profile is printed: it must not depend on the number of ranks. Gradients are timed behind the first
-batch of every rank, the divergence as a whole.
+The sha256 of the profile and of its statistics is printed: none may depend on the number of ranks. Gradients are timed
+behind the first batch of every rank, the divergence as a whole.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import json
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from bench_streamed import SHAPE, open_model, wait, write_checkpoint
+from safetensors.torch import load_file
 from transformers import LlamaConfig, PreTrainedModel
 
 from kvcal import distributed
@@ -69,6 +71,14 @@ def model_of(given: argparse.Namespace, device: torch.device) -> PreTrainedModel
     return open_model(given.streamed, parse_bytes(given.memory), given.seq_len, device)[0]
 
 
+def parts(path: Path) -> dict[str, str]:
+    """The first digits of the sha256 of each statistic of a profile."""
+    digests: dict[str, Any] = {}
+    for name, tensor in sorted(load_file(path).items()):
+        digests.setdefault(name.partition(".")[0], hashlib.sha256()).update(tensor.numpy().tobytes())
+    return {name: digest.hexdigest()[:8] for name, digest in digests.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("layers", 32), ("hidden", 4096), ("vocab", 128256), ("sequences", 32), ("seq-len", 2048)):
@@ -92,6 +102,7 @@ def main() -> None:
         for label, steps in timer.times.items():
             figures[label] = [(done, round(at - start, 2)) for done, at in steps]
         figures["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        figures["parts"] = parts(path)
         if torch.cuda.is_available():
             figures["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
         if distributed.rank() == 0:

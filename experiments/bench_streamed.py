@@ -5,6 +5,7 @@ depend on how many there are. Then it measures
 
 - reading a layer's file from the disk of --disk, where it is not in the page cache;
 - loads: a forward of few tokens, with the files in memory (the page cache, or a folder of /dev/shm);
+- plans that are compared at once: side by side, so that a layer is loaded once for all, and one after the other;
 - the gradients of a profile, streamed;
 - the same with all layers on the device, which is the time without any waiting, and must give the same bytes.
 
@@ -25,8 +26,10 @@ import os
 import shutil
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors import safe_open
@@ -39,9 +42,12 @@ from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
 from kvcal.models.residence import Residence
 from kvcal.models.streamed import stream
+from kvcal.plan.page_format import Format
 from kvcal.progress import Silent
 from kvcal.quantities import parse_bytes
 from kvcal.recipe import CacheSpec, ProfileSpec
+from kvcal.stages import divergence
+from kvcal.stages.divergence import LOCKSTEP, deviations, unquantized_plan
 from kvcal.stages.profile import run_profile
 
 SHAPE = {
@@ -117,6 +123,25 @@ def seconds_of_forward(model: PreTrainedModel) -> float:
     return time.perf_counter() - start
 
 
+def seconds_of_plans(model: PreTrainedModel, num_texts: int, num_tokens: int) -> float:
+    """Of ``LOCKSTEP`` plans, all different in the first layer, and the reference, on texts of random tokens."""
+    geometry = geometry_of(model)
+    reference = unquantized_plan(ModelIdentity("70b", "llama", "c", "w", "t"), geometry)
+    plans = []
+    for number in range(LOCKSTEP):
+        k = Format(2 + number % 3, "channel", 128, 4, 128)
+        v = Format(2 + number // 3 % 3, "token", 128 if number < 9 else 64, 4, 128)
+        layers = tuple(replace(layer, k=(k,), v=(v,)) for layer in reference.layers)
+        plans.append(replace(reference, layers=layers))
+    generator = torch.Generator().manual_seed(1)
+    tokens_BT = torch.randint(3, model.config.vocab_size, (num_texts, num_tokens), generator=generator)
+    wait()
+    start = time.perf_counter()
+    deviations(model, reference, plans, tokens_BT, torch.arange(num_tokens).expand(num_texts, -1) > 200)
+    wait()
+    return time.perf_counter() - start
+
+
 def wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -163,8 +188,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="of the checkpoint; written, and removed at the end")
     parser.add_argument("--disk", type=Path, help="a folder on the disk whose speed is measured")
     parser.add_argument("--layers", type=int, default=20)
-    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--sequences", type=int, default=16, help="of the gradients; 0: none")
     parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--plan-texts", type=int, default=4, help="texts of the plans; 0: no plans")
+    parser.add_argument("--plan-tokens", type=int, default=768, help="tokens of each of these texts")
     parser.add_argument("--memory", default="24GB")
     parser.add_argument("--shrink", type=int, default=1, help="divides the shape, for a CPU: in fp32 there")
     given = parser.parse_args()
@@ -191,6 +218,17 @@ def main() -> None:
         for number in (1, 2):
             seconds = seconds_of_forward(model) / num_streamed
             show(f"loads, forward {number}", seconds_a_layer=seconds, GB_s=residence.shapes.layer / seconds / 1e9)
+        if given.plan_texts:
+            for name in ("warm-up", "side by side", "one by one"):
+                with patch.object(divergence, "is_streamed", lambda _: name != "one by one"):  # noqa: B023
+                    seconds = seconds_of_plans(model, given.plan_texts, given.plan_tokens)
+                show(
+                    f"{LOCKSTEP} plans, {name}",
+                    seconds=seconds,
+                    a_plan_text_layer=seconds / LOCKSTEP / given.plan_texts / given.layers,
+                )
+        if not given.sequences:
+            return
         bytes_streamed, figures = measure(model, given.sequences, given.seq_len)
         scale = FULL_SEQUENCES / given.sequences / given.layers
         show("streamed", **figures, seconds_a_layer_of_all_sequences=figures["seconds"] * scale)
