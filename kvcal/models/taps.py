@@ -104,12 +104,15 @@ Observer = Callable[[Captured], None]
 
 
 @contextmanager
-def tap(model: PreTrainedModel, on_attention: Observer, geometry: Geometry | None = None) -> Iterator[None]:
+def tap(
+    model: PreTrainedModel, on_attention: Observer, geometry: Geometry | None = None, first: int = 0
+) -> Iterator[None]:
     """Within the context, every ``model(..., use_cache=False)`` calls ``on_attention`` once per attention layer, in
     layer order, during the forward; logits are unchanged. With gradients, a streamed model's layers have no graph then,
     and are observed once more, with one, in the backward (``kvcal.models.streamed``).
 
-    ``geometry`` spares its measurement when it is known. Raises UnsupportedModel on entry for a model that bypasses the
+    ``geometry`` spares its measurement when it is known; ``first``: the layer at which forwards begin
+    (``kvcal.models.layer_inputs``). Raises UnsupportedModel on entry for a model that bypasses the
     attention interface, and in the forward for a layer that is missing, of another shape, or one too many; UsageError
     for a forward with a cache, or a model that is tapped already. The attention implementation and the model file are
     restored on exit, also after an error. Contexts of two models of one family must be left in the reverse order of
@@ -117,7 +120,8 @@ def tap(model: PreTrainedModel, on_attention: Observer, geometry: Geometry | Non
     """
     modules = attention_modules(model)
     require_base(model)
-    recorder = _Recorder(model, attention_layers(geometry or geometry_of(model)), on_attention)
+    layers = [layer for layer in attention_layers(geometry or geometry_of(model)) if layer.index >= first]
+    recorder = _Recorder(model, layers, on_attention)
     with ExitStack() as restore:
         restore.enter_context(listen(model, recorder.observe))
         restore.enter_context(recorder.recording(forward_of(module) for module in modules))
@@ -163,7 +167,7 @@ class _Recorder(threading.local):
     """The state of one tap, of each thread: the layer that comes next, and the rotary calls since the last attention
     call, which hold a few tensors until then."""
 
-    def __init__(self, model: PreTrainedModel, layers: tuple[AttentionGeometry, ...], on_attention: Observer) -> None:
+    def __init__(self, model: PreTrainedModel, layers: Sequence[AttentionGeometry], on_attention: Observer) -> None:
         config = model.config.get_text_config(decoder=True).to_dict()
         self._has_rope = bool(config.get("rope_parameters")) or any(
             "Rotary" in type(module).__name__ for module in model.get_decoder().modules()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,7 +40,15 @@ from kvcal.progress import Silent
 from kvcal.recipe import PredictorSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.run.pipeline import Folder, build_plan
-from kvcal.stages.predictors.reconstruct import FIT, HELD_OUT, Reconstruction, Wanted, read_pages, split_sequences
+from kvcal.stages.predictors import stage
+from kvcal.stages.predictors.reconstruct import (
+    FIT,
+    HELD_OUT,
+    Reconstruction,
+    Wanted,
+    read_pages,
+    split_sequences,
+)
 from kvcal.stages.predictors.record import KIND, PredictorRecord, load
 from kvcal.stages.predictors.stage import run_fit_predictors
 
@@ -101,6 +110,32 @@ def predictions(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarr
 def fourteen_bits(rows: np.ndarray) -> np.ndarray:
     unit = np.exp2(np.frexp(np.abs(rows).max(1, keepdims=True))[1] - 14)
     return np.round(rows / unit) * unit
+
+
+@pytest.mark.parametrize("inputs", ["reconstructed", "exact"])
+def test_a_pass_begins_where_the_one_before_has_left_hidden_states(
+    inputs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bytes with room for no sequence's, for some, and for all; layers that are run are fewer."""
+    loaded, calls, contents = loaded_llama(5), [], []
+    spec, data = PredictorSpec(drop=False, inputs=inputs, min_explained=-1e9), sequences([260] * 4)
+    hooks = [
+        layer.register_forward_pre_hook(lambda *_: calls.append(len(contents))) for layer in loaded.model.model.layers
+    ]
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    hidden_bytes = 4 * 260 * loaded.model.config.hidden_size
+    for room in (0, 5 * hidden_bytes, 10**9):
+        monkeypatch.setattr(stage, "STARTS_SHARE", room / memory)
+        path = tmp_path / f"{room}.safetensors"
+        fit(loaded, aqua_layers(loaded), data, spec, path=path)
+        contents.append(path.read_bytes())
+    for hook in hooks:
+        hook.remove()
+    assert contents[0] == contents[1] == contents[2]
+    none, some, every = (calls.count(number) for number in range(3))
+    # Of 4 sequences, pass l ends in layer l, counted from 0, and begins at layer l - 2; the last two end in layer 4.
+    assert none - every == 4 * ((2 + 3 + 4 + 5 + 5) - (2 + 3 + 3 + 3 + 2))
+    assert every < some < none or inputs == "exact" and every == some
 
 
 def test_every_layer_is_fitted_on_what_the_cache_reads_back() -> None:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, CacheDtype, Geometry
+from kvcal.models.layer_inputs import Forward, kept_inputs
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.predictor import LinearPredictor
@@ -58,6 +59,26 @@ class _RawPages:
     stored: Mapping[Side, Tensor]
     query_mean: Tensor | None
     exact: LayerPages
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """Where a forward of a sequence can begin: ``hidden_BTC``, the input of layer ``layer``, and in each way the pages
+    of the wanted layer before it, as read back; None where it is the first."""
+
+    layer: int
+    hidden_BTC: Tensor
+    before: Sequence[LayerPages | None]
+
+    def to(self, device: torch.device) -> Start:
+        """On another device."""
+        before = [pages and {side: x.to(device) for side, x in pages.items()} for pages in self.before]
+        return Start(self.layer, self.hidden_BTC.to(device), before)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return self.hidden_BTC.nbytes + sum(x.nbytes for pages in self.before if pages for x in pages.values())
 
 
 class _Enough(Exception):
@@ -108,16 +129,27 @@ def read_pages(
     tables: Mapping[int, Tensor],
     tokens_T: Tensor,
     receive: Receive,
-) -> None:
+    start: Start | None = None,
+    kept: int | None = None,
+) -> Start | None:
     """One forward of ``tokens_T`` int64, no further than the last of ``wanted`` (in cache order); each of these is
     handed to ``receive``, exact and as read back in each of ``ways``. ``tables``: every layer's rotary table.
+
+    The forward begins at ``start``, if there is one: layers before are not handed over. What is returned can be the
+    start of a later forward, at the wanted layer ``kept``, in the same ways up to there; None where no layer of the
+    model can be begun at.
 
     Raises:
         NonFiniteActivations: NaN or infinity in keys or values.
         UnsupportedModel: a layer's keys before RoPE are not known.
     """
-    remaining = list(wanted)
-    before: list[LayerPages | None] = [None] * len(ways)
+    first = 0 if start is None else start.layer
+    remaining = [layer for layer in wanted if layer.layer.geometry.index >= first]
+    before: list[LayerPages | None] = [None] * len(ways) if start is None else list(start.before)
+    before_kept: list[LayerPages | None] = []
+    forward = Forward(wanted=() if kept is None else (kept,))
+    if start is not None:
+        forward.begin(first, Forward(kept={first: start.hidden_BTC}))
 
     def take(captured: Captured) -> None:
         if captured.layer != remaining[0].layer.geometry.index:
@@ -129,6 +161,8 @@ def read_pages(
                 "rotates them by unknown means: there are no keys before RoPE to predict",
                 hint="leave [predictors] out for this model",
             )
+        if captured.layer == kept:
+            before_kept.extend(before)
         raw = _raw_pages(layer.layer, captured, tables[captured.layer], geometry.cache_dtype)
         for number, way in enumerate(ways):
             before[number] = way._read_back(captured.layer, layer.read_back, raw, before[number])
@@ -136,11 +170,14 @@ def read_pages(
         if not remaining:
             raise _Enough
 
-    try:
-        with tap(model, take, geometry):
+    with kept_inputs(model) as inputs, tap(model, take, geometry, first):
+        inputs.forward = forward
+        try:
             model(input_ids=tokens_T.unsqueeze(0).to(model.device), use_cache=False)
-    except _Enough:
-        return
+        except _Enough:
+            if kept is not None and kept in forward.kept and inputs.can_begin_later:
+                return Start(kept, forward.kept[kept], before_kept)
+            return None
     raise UnsupportedModel(f"layer {remaining[0].layer.geometry.index} of {geometry.model_type} was not observed")
 
 

@@ -75,7 +75,8 @@ class Moments:
 
 @dataclass(frozen=True, eq=False)
 class NormalEquations:
-    """Sums over ``count`` tokens of x x', x y', x, y and y^2, fp64 on the CPU; never changed in place."""
+    """Sums over ``count`` tokens of x x', x y', x, y and y^2, fp64 on one device, the CPU to be solved; never changed
+    in place."""
 
     xx_FF: Tensor
     xy_FO: Tensor
@@ -85,15 +86,15 @@ class NormalEquations:
     count: int
 
     @classmethod
-    def empty(cls, num_inputs: int, num_outputs: int) -> NormalEquations:
+    def empty(cls, num_inputs: int, num_outputs: int, device: torch.device | str = "cpu") -> NormalEquations:
         """No token yet."""
-        x = torch.zeros(num_inputs, dtype=torch.float64)
-        y = torch.zeros(num_outputs, dtype=torch.float64)
+        x = torch.zeros(num_inputs, dtype=torch.float64, device=device)
+        y = torch.zeros(num_outputs, dtype=torch.float64, device=device)
         return cls(torch.outer(x, x), torch.outer(x, y), x, y, y, 0)
 
     def update(self, x_nF: Tensor, y_nO: Tensor) -> NormalEquations:
-        """With n more tokens, any float dtype; the products are computed on the inputs' device. Raises
-        NonFiniteActivations: NaN or infinity among them."""
+        """With n more tokens, any float dtype, on the sums' device. Raises NonFiniteActivations: NaN or infinity among
+        them."""
         seen = self
         for x, y in zip(x_nF.split(_CHUNK_TOKENS), y_nO.split(_CHUNK_TOKENS), strict=True):
             seen = seen.merge(_sums(x.to(torch.float64), y.to(torch.float64)))
@@ -184,7 +185,7 @@ def _sums(x_nF: Tensor, y_nO: Tensor) -> NormalEquations:
             hint="check the checkpoint; a model that overflows in float16 needs --dtype bfloat16 or float32",
         )
     xx_FF, xy_FO, y2_O = x_nF.T @ x_nF, x_nF.T @ y_nO, (y_nO * y_nO).sum(0)
-    return NormalEquations(xx_FF.cpu(), xy_FO.cpu(), x_F.cpu(), y_O.cpu(), y2_O.cpu(), x_nF.shape[0])
+    return NormalEquations(xx_FF, xy_FO, x_F, y_O, y2_O, x_nF.shape[0])
 
 
 def compress(fit: LinearFit, spec: PredictorSpec, cache_dtype: CacheDtype) -> LinearPredictor:

@@ -4,19 +4,21 @@ Layer l's keys are regressed on the keys of the paged layer before it, its value
 keys, all as the cache will read them back: through the layers' own quantizers and the predictors fitted so far. So
 layers are fitted in order, one pass over the data for each: pass l sums up the normal equations of f_key of layer l
 and, one layer behind, of f_value of layer l - 1, whose inputs need f_key of layer l - 1. A forward of pass l ends at
-layer l. Nothing but sums is kept between sequences, so memory does not grow with the number of tokens. An interrupted
-run goes on after the last shard of sequences, and several processes take shards in turn.
+layer l, and begins where that of the pass before has left its hidden states, two layers earlier (``_Starts``): of as
+many sequences as a share of the memory holds, others run from the first layer. Either way gives the same bits. An
+interrupted run goes on after the last shard of sequences, and several processes take shards in turn.
 
 A share of the sequences, evenly spread, is held out: their own normal equations give the explained variance of the
 predictor as it is stored (rounded, of low rank, in 4 bits), and one more pass over them what quantizing residuals
 instead of keys and values really brings. Layers behind a predictor that is left out are fitted to what the cache reads
 back without it.
 
-Left out: hidden states kept on disk between layers, which would make one forward of L / 2 (the paper's way).
+Left out: hidden states kept on disk, where memory does not hold them.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,12 +28,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvcal.data.sequences import TokenDataset
-from kvcal.distributed import Parcel, from_first
+from kvcal.distributed import Parcel, from_first, size
 from kvcal.errors import NonFiniteActivations
 from kvcal.models.load import LoadedModel
 from kvcal.models.rope import rotary_maps
+from kvcal.models.streamed import is_streamed
 from kvcal.plan.layer import LATENTS, LayerPlan
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import needed_tensors
@@ -55,6 +59,7 @@ from kvcal.stages.predictors.reconstruct import (
     LayerPages,
     Receive,
     Reconstruction,
+    Start,
     Wanted,
     num_page_tokens,
     read_pages,
@@ -78,6 +83,7 @@ from kvcal.stages.predictors.regression import NormalEquations, compress
 __all__ = ["KIND", "SCHEMA", "PredictorRecord", "load", "run_fit_predictors", "save"]
 
 PASSES, SEQUENCES = "passes", "sequences of the next one"
+STARTS_SHARE = 0.25  # of the device's memory that is free, or of the host's: for starts of the next pass
 
 
 def run_fit_predictors(
@@ -118,7 +124,20 @@ def run_fit_predictors(
     start = State({}, {PASSES: 0, SEQUENCES: 0})
     with Checkpoint(path, KIND, inputs, start, declare, reporter) as checkpoint:
         fitting = _Fitting(
-            loaded, layers, paged, on_device, tables, data, spec, workload, room, targets, splits, checkpoint, reporter
+            loaded,
+            layers,
+            paged,
+            on_device,
+            tables,
+            data,
+            spec,
+            workload,
+            room,
+            targets,
+            splits,
+            checkpoint,
+            reporter,
+            _Starts(loaded.model),
         )
         record = fitting.run()
         save(record, inputs, path)
@@ -155,6 +174,33 @@ def _declared(
     return declared
 
 
+class _Starts:
+    """Where forwards of the next pass can begin, by sequence: on the device of a model that lies there, or in host
+    memory, up to a share of what there is when the stage begins."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        on_device = model.device.type == "cuda" and not is_streamed(model)
+        self._device = model.device
+        self._place = model.device if on_device else torch.device("cpu")
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // size()  # for all processes of a node
+        self._free = round(STARTS_SHARE * (torch.cuda.mem_get_info(model.device)[0] if on_device else pages))
+        self._found: dict[int, Start] = {}
+
+    def take(self, sequence: int) -> Start | None:
+        """The sequence's, which is kept no longer."""
+        start = self._found.pop(sequence, None)
+        if start is None:
+            return None
+        self._free += start.nbytes
+        return start.to(self._device)
+
+    def keep(self, sequence: int, start: Start | None) -> None:
+        """If there is one, and room for it."""
+        if start is not None and start.nbytes <= self._free:
+            self._free -= start.nbytes
+            self._found[sequence] = start.to(self._place)
+
+
 @dataclass(frozen=True, eq=False)
 class _Fitting:
     """One run of the stage; tensors are on the model's device. Its results lie in the checkpoint's state, so that it
@@ -179,6 +225,7 @@ class _Fitting:
     splits: Mapping[int, str]
     checkpoint: Checkpoint
     reporter: Reporter
+    starts: _Starts
 
     def run(self) -> PredictorRecord:
         """All passes that are not done, then the record."""
@@ -233,7 +280,8 @@ class _Fitting:
             wanted.append(Wanted(self.paged[number - 1], single_sides(self.paged[number - 1], ("k",))))
             wanted += [Wanted(layer, ()) for layer in self.paged[number : number + 1] if layer.geometry.index <= last]
             label = f"predictors: pass {number} of {len(self.paged)}"
-            self._run_pass(label, (FIT, HELD_OUT), wanted, ways, partial(_sum_equations, targets))
+            kept = self.paged[number - 1].geometry.index
+            self._run_pass(label, (FIT, HELD_OUT), wanted, ways, partial(_sum_equations, targets), kept)
         means = {name: mean for name, mean in self.checkpoint.state.means.items() if not name.startswith("sums.")}
         for target in targets:
             means |= unpacked(from_first("a predictor's fit", partial(self._solved, target)))
@@ -266,22 +314,34 @@ class _Fitting:
         self.checkpoint.advance(State(self.checkpoint.state.means, {PASSES: len(self.paged) + 1, SEQUENCES: 0}))
 
     def _run_pass(
-        self, label: str, splits: Sequence[str], wanted: Sequence[Wanted], ways: Sequence[Reconstruction], sums: Sums
+        self,
+        label: str,
+        splits: Sequence[str],
+        wanted: Sequence[Wanted],
+        ways: Sequence[Reconstruction],
+        sums: Sums,
+        kept: int | None = None,
     ) -> None:
-        """Every sequence of ``splits`` that the pass has not seen through the model; its ``sums`` join the state."""
+        """Every sequence of ``splits`` that the pass has not seen through the model; its ``sums`` join the state. The
+        next pass can begin at the layer ``kept``; without one, this pass begins at the first."""
         numbers = [number for number, split in sorted(self.splits.items()) if split in splits]
 
         def measure(item: int) -> dict[str, Mean]:
             found: dict[str, Mean] = {}
             receive = sums(self.splits[numbers[item]], found)
-            tokens_T = self.data.sequences[numbers[item]]
+            tokens_T, start = self.data.sequences[numbers[item]], self.starts.take(numbers[item])
+            given = (wanted, ways, self.tables, tokens_T, receive, None if kept is None else start, kept)
             try:
-                read_pages(self.loaded.model, self.loaded.geometry, wanted, ways, self.tables, tokens_T, receive)
+                self.starts.keep(numbers[item], read_pages(self.loaded.model, self.loaded.geometry, *given))
             except NonFiniteActivations as error:
                 raise NonFiniteActivations(f"sequence {numbers[item]}: {error.message}", error.hint) from error
             return found
 
-        self.checkpoint.run(SEQUENCES, shards(len(numbers)), summed(measure), self.reporter, label)
+        def measure_run(run: range) -> dict[str, Mean]:
+            """Summed where the sums were made."""
+            return {name: Mean(mean.total.cpu(), mean.count) for name, mean in summed(measure)(run).items()}
+
+        self.checkpoint.run(SEQUENCES, shards(len(numbers)), measure_run, self.reporter, label)
 
     def _way(self, findings: Sequence[Finding]) -> Reconstruction:
         """Pages as stored with the predictors of ``findings``."""
@@ -310,7 +370,7 @@ def _sum_equations(targets: Sequence[Target], split: str, found: dict[str, Mean]
             if target.index == index:
                 x = before[0]["k"] if target.side == "k" else torch.cat([before[0]["v"], inputs["k"]], dim=-1)
                 y = exact[target.side]
-                sums = NormalEquations.empty(x.shape[1], y.shape[1]).update(x, y)
+                sums = NormalEquations.empty(x.shape[1], y.shape[1], x.device).update(x, y)
                 for name, total in sums.tensors().items():
                     found[f"sums.{target.side}.{split}.{name}"] = Mean(total, sums.count)
         before[:] = [inputs]
