@@ -2,11 +2,12 @@
 
     python experiments/show_heads.py --plan SEARCHED.plan --bits 2.5 --real FOLDER --work FOLDER --out heads.json
 
-From the plan of a search over layers (without its error feedback), a round over layers and a round over heads: single
-changes on the first texts of *select*, compositions by the solver, the best of them on all texts of *select*, and
-whether the search would take one (``better``). Each round may measure as many single changes as the other. On texts of
-the pool *report*, and on real text where --real names a folder of it, the plan and the best composition of each round
-are compared, whether they are taken or not. Errors are over texts, differences paired by text. λ is left out.
+The plan of a search over layers, without its error feedback, gets --rounds more over layers. From what has the least
+score on *select*, the base, one round goes over layers and one over heads, with as many single changes each: those on
+the first texts of *select*, compositions by the solver, the best of them on all texts of *select*, and whether the
+search would take it (``better``). On texts of the pool *report*, and on real text where --real names a folder of it,
+the base and the best composition of each round are compared, whether they are taken or not. Errors are over texts,
+differences paired by text. λ is left out.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ def recipe_of(given: Namespace, bits: float, granularity: str) -> Recipe:
 
 
 def one_round(
-    given: Namespace, loaded: LoadedModel, start: Plan, bits: float, granularity: str, body: dict[str, Any]
-) -> dict[str, Plan]:
-    """The start and the best composition of a round; ``body`` takes what was measured."""
+    given: Namespace, loaded: LoadedModel, start: Plan, bits: float, granularity: str
+) -> tuple[dict[str, Any], Plan, Plan | None]:
+    """What was measured, the start, and the composition of least score on *select*, if that is less than its own."""
     recipe, reporter = recipe_of(given, bits, granularity), TerminalReporter()
     folder = given.work / f"{bits:g}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +78,7 @@ def one_round(
         composed = compositions(problem, background, changes, make, 1)
         best = halve(select, [candidate for candidate, _ in composed], FINALISTS, "compositions")
         at = score(select.scores([background])[0], select.kinds)
-        body[granularity] = {
+        body = {
             "units": len(problem.units),
             "changes": [
                 (str(problem.units[c.position]), problem.options[c.position][c.option].name, c.measured, c.error)
@@ -87,10 +88,11 @@ def one_round(
             "compositions": [
                 (one.name, gain, select.difference(one, background), validate.difference(one, background), one.nbytes,
                  compose.better(one, background, select, validate))
-                for one, gain in composed if one in best
+                for one in best for candidate, gain in composed if candidate == one
             ],
         }  # fmt: skip
-        return {"start": background.plan} | ({granularity: best[0].plan} if best else {})
+        is_lower = bool(best) and select.difference(best[0], background)[0] < 0
+        return body, background.plan, best[0].plan if is_lower else None
 
 
 def measure(given: Namespace, loaded: LoadedModel, plans: dict[str, Plan]) -> dict[str, dict[str, list[float]]]:
@@ -116,6 +118,7 @@ def main() -> None:
     parser.add_argument("--real", type=Path, help="folder with gutenberg, wikitext2, gsm8k and latex")
     parser.add_argument("--texts", type=int, default=10, help="of each pool of the search")
     parser.add_argument("--tokens", type=int, default=1024, help="of each")
+    parser.add_argument("--rounds", type=int, default=1, help="over layers, before the two that are compared")
     parser.add_argument("--singles", type=int, default=compose.MAX_SINGLES, help="single changes of a round")
     parser.add_argument("--held-out", type=int, default=4, help="texts of a kind that plans are measured on")
     parser.add_argument("--held-out-tokens", type=int, default=2048, help="of each")
@@ -126,21 +129,25 @@ def main() -> None:
     results = {}
     for path, bits in zip(given.plan, given.bits, strict=True):
         body = results[f"{bits:g}"] = dict[str, Any]()
-        plans: dict[str, Plan] = {}
-        for granularity in ("layer", "head"):
-            plans |= one_round(given, loaded, load_plan(path), bits, granularity, body)
+        base, plans = load_plan(path), dict[str, Plan]()
+        for role in (*(f"round {number}" for number in range(1, given.rounds + 1)), "layer", "head"):
+            body[role], start, found = one_round(given, loaded, base, bits, "head" if role == "head" else "layer")
             given.out.write_text(json.dumps(results, indent=1) + "\n")
+            if role.startswith("round"):
+                base = start if found is None else found
+            else:
+                plans |= {"base": start} | ({} if found is None else {role: found})
         body["held out"] = measure(given, loaded, plans)
         given.out.write_text(json.dumps(results, indent=1) + "\n")
         rows = []
         for role, plan in plans.items():
             cells = []
             for of_kind in body["held out"].values():
-                mine, first = (torch.tensor(of_kind[one], dtype=torch.float64) for one in (role, "start"))
+                mine, first = (torch.tensor(of_kind[one], dtype=torch.float64) for one in (role, "base"))
                 (mean, error), (change, off) = mean_and_error(1e3 * mine), mean_and_error(1e3 * (mine - first))
-                cells.append(f"{mean:.1f} ± {error:.1f}" + (f" ({change:+.1f} ± {off:.1f})" if role != "start" else ""))
+                cells.append(f"{mean:.1f} ± {error:.1f}" + (f" ({change:+.1f} ± {off:.1f})" if role != "base" else ""))
             rows.append([role, f"{plan.bits_per_value():.3f}", *cells])
-        print_table(f"{bits:g} bits: KL x 1,000 (less the start's)", ["plan", "bits", *body["held out"]], rows)
+        print_table(f"{bits:g} bits: KL x 1,000 (less the base's)", ["plan", "bits", *body["held out"]], rows)
 
 
 if __name__ == "__main__":
