@@ -57,6 +57,8 @@ class TensorSpec:
             return None
         if found.num_infinite:
             return "holds NaN or infinity; allowed: finite values"
+        if (self.low, self.high) == (-math.inf, math.inf):
+            return None
         by_place = isinstance(self.low, tuple) or isinstance(self.high, tuple)
         values = found.values().reshape(-1, found.shape[-1] if by_place else 1)
         for number, (least, largest) in enumerate(zip(values.min(0).tolist(), values.max(0).tolist(), strict=True)):

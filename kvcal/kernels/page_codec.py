@@ -129,6 +129,8 @@ def unserved(form: Reconstruction) -> str | None:
     """Why torch reconstructs these pages on CUDA, too; None where the kernel does."""
     if isinstance(form.layout, RotatedLayout):
         return "pages are rotated, which the kernel does not undo"
+    if form.cache_dtype == "float32":
+        return "tokens are float32, and the kernel writes 16 bits"
     if form.shared_bytes > SHARED_BYTES:
         return (
             f"a row of {form.row_values} values takes {form.shared_bytes} bytes of shared memory; allowed: "

@@ -26,8 +26,8 @@ the rest of the prompt has read coarser keys and values, and so has what follows
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,12 @@ from kvcal import artifact
 from kvcal.cache.attached import attached_for
 from kvcal.cache.paged_layer import PagedLayer
 from kvcal.cache.plan_cache import PlanCache
+from kvcal.cache.restored import LARGEST, CacheRestorer, require_ranges, value_range
 from kvcal.cache.sliding_window import BoundedLayer
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.folder import max_context
 from kvcal.geometry import CACHE_DTYPES, ModelIdentity
 from kvcal.models.load import LoadedModel
-from kvcal.pages.codec import ENCODE_PAGES
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.page_format import SIDES, num_pages
 from kvcal.plan.plan import Plan
@@ -52,9 +52,12 @@ from kvcal.records import TensorSpec, record_of, refusing, require_tensors
 from kvcal.stages.generate import completion, new_tokens, prompt_tokens
 from kvcal.stages.verify import require_same_model
 from kvcal.store.pages_and_ring import PagedTensor
+from kvcal.store.restore import StoredPart
+from kvcal.store.streaming import on_device, pinned
 from kvcal.strict import STRICT, Count, Positive, dump
 
 KIND = "prefix"
+CHECKED_PAGES = 64  # decoded at once
 SCHEMA = 3  # also of what pages stand for: tokens from multiples of 128 on
 
 
@@ -154,9 +157,15 @@ def complete_prefix(loaded: LoadedModel, prefix: Prefix, max_new_tokens: int) ->
 def named_parts(cache: PlanCache) -> Iterator[tuple[str, PagedTensor]]:
     """Every PagedTensor of a cache by name."""
     for layer in cache.paged_layers:
-        for side in SIDES:
-            for number, part in enumerate(layer.sides[side]):
-                yield f"layers.{layer.plan.geometry.index}.{side}.{number}", part
+        for name, part in parts_of_layer(layer):
+            yield f"layers.{layer.plan.geometry.index}.{name}", part
+
+
+def parts_of_layer(layer: PagedLayer) -> Iterator[tuple[str, PagedTensor]]:
+    """Every PagedTensor of a layer by its name there."""
+    for side in SIDES:
+        for number, part in enumerate(layer.sides[side]):
+            yield f"{side}.{number}", part
 
 
 def held_tensors(cache: PlanCache) -> Iterator[tuple[str, Tensor]]:
@@ -186,45 +195,112 @@ def tokens_sha256(tokens_T: Tensor) -> str:
 
 
 _PACK_AGAIN = "pack the prompt again with this plan and model"
-LARGEST = 2.0**24  # of keys and values: far beyond a model's, and what attention makes of them is finite
 
 
-@torch.no_grad()
-def load_prefix(loaded: LoadedModel, plan: Plan, path: str | Path, into: Plan | None = None) -> Prefix:
-    """Read a prefix back, as stored (``into`` None) or reconstructed once into the pages of ``into``, a plan of the
-    same model.
+@dataclass(frozen=True, eq=False)
+class HeldPrefix:
+    """A prefix in host memory, with all of its file's tensors, which were verified."""
+
+    path: Path
+    subject: PrefixSubject
+    tensors: Mapping[str, Tensor]
+
+    def pinned(self) -> HeldPrefix:
+        """The same in pinned memory, from which loading is fastest."""
+        return replace(self, tensors=pinned(self.tensors))
+
+    def layers(self, plan: Plan) -> list[dict[str, Tensor]]:
+        """The tensors of every layer of its plan, by their names within the layer."""
+        places = [f"layers.{layer.geometry.index}." for layer in plan.layers]
+        return [
+            {name.removeprefix(place): tensor for name, tensor in self.tensors.items() if name.startswith(place)}
+            for place in places
+        ]
+
+
+class PrefixLoader:
+    """Prefixes of a plan, into caches of that plan (``into`` None), or reconstructed once into pages of ``into``, a
+    plan of the same model. Made once for any number of prefixes: it keeps what reconstructing takes of the plan on the
+    device.
 
     Raises:
-        ArtifactError: missing or corrupt file; a prefix of another plan or model; missing or mis-shaped content.
+        ArtifactError: a plan of another model.
         UsageError: ``into`` chooses channels by queries, which no file holds.
     """
-    require_same_model(plan, loaded)
-    stored = artifact.read(path, KIND, SCHEMA)
-    subject = record_of(PrefixSubject, stored.body, path, hint=_PACK_AGAIN)
-    if subject.model != plan.model:
-        found, wanted = subject.model.id, plan.model.id
-        raise ArtifactError(f"{path} is a prefix of the model {found!r}, the plan is for {wanted!r}", _PACK_AGAIN)
-    if subject.plan_sha256 != plan.sha256:
-        raise ArtifactError(
-            f"{path} was packed with the plan {subject.plan_sha256[:16]}, this one is {plan.sha256[:16]}", _PACK_AGAIN
-        )
-    with refusing(path, _PACK_AGAIN):
-        if "tokens" not in stored.tensors or stored.tensors["tokens"].numel() != subject.num_tokens:
-            raise ValueError(f"num_tokens = {subject.num_tokens}, and it does not hold as many tokens")
-        if max(subject.query_since.values(), default=0) > subject.num_tokens:
-            raise ValueError(f"query_since is beyond its {subject.num_tokens} tokens")
-    cache = _empty(loaded, plan, subject.num_tokens)
-    with refusing(path, _PACK_AGAIN):
-        vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
-        require_tensors(stored.tensors, _declared(cache, subject.num_tokens, vocab_size))
-        tokens_T = stored.tensors["tokens"].to(torch.int64)
-        if tokens_sha256(tokens_T) != subject.tokens_sha256:
-            raise ValueError("its tokens are not those that its cache was made from")
-        if subject.query_since.keys() != {name for name, part in named_parts(cache) if part.format.needs_queries}:
-            raise ValueError(f"query_since of {list(subject.query_since)[:4]} are not those of the plan")
-        _fill(cache, subject, stored.tensors, loaded.model.device)
-    logits_V = stored.tensors["logits"]
-    return Prefix(cache if into is None else _reconstructed(loaded, cache, into), tokens_T, logits_V)
+
+    def __init__(self, loaded: LoadedModel, plan: Plan, into: Plan | None = None) -> None:
+        require_same_model(plan, loaded)
+        self._loaded, self._plan, self._restorer = loaded, plan, None
+        if into is not None:
+            require_same_model(into, loaded)
+            if into.needs_queries:
+                raise UsageError(
+                    "the plan to reconstruct into chooses channels by queries, and a prefix holds none",
+                    hint="reconstruct into a plan without query scores, or take the prompt in again",
+                )
+            self._restorer = CacheRestorer(plan, into, loaded.model.config, loaded.model.device)
+
+    def read(self, path: str | Path) -> HeldPrefix:
+        """A file's content, verified but for the values of its pages.
+
+        Raises:
+            ArtifactError: missing or corrupt file; a prefix of another plan or model; missing or mis-shaped content.
+        """
+        plan, stored = self._plan, artifact.read(path, KIND, SCHEMA)
+        subject = record_of(PrefixSubject, stored.body, path, hint=_PACK_AGAIN)
+        if subject.model != plan.model:
+            found, wanted = subject.model.id, plan.model.id
+            raise ArtifactError(f"{path} is a prefix of the model {found!r}, the plan is for {wanted!r}", _PACK_AGAIN)
+        if subject.plan_sha256 != plan.sha256:
+            raise ArtifactError(
+                f"{path} was packed with the plan {subject.plan_sha256[:16]}, this one is {plan.sha256[:16]}",
+                _PACK_AGAIN,
+            )
+        with refusing(path, _PACK_AGAIN):
+            if "tokens" not in stored.tensors or stored.tensors["tokens"].numel() != subject.num_tokens:
+                raise ValueError(f"num_tokens = {subject.num_tokens}, and it does not hold as many tokens")
+            if max(subject.query_since.values(), default=0) > subject.num_tokens:
+                raise ValueError(f"query_since is beyond its {subject.num_tokens} tokens")
+            cache = self._empty(subject.num_tokens, torch.device("cpu"))
+            vocab_size = self._loaded.model.config.get_text_config(decoder=True).vocab_size
+            require_tensors(stored.tensors, declared_tensors(cache, subject.num_tokens, vocab_size))
+            tokens_T = stored.tensors["tokens"].to(torch.int64)
+            if tokens_sha256(tokens_T) != subject.tokens_sha256:
+                raise ValueError("its tokens are not those that its cache was made from")
+            if subject.query_since.keys() != {name for name, part in named_parts(cache) if part.format.needs_queries}:
+                raise ValueError(f"query_since of {list(subject.query_since)[:4]} are not those of the plan")
+        return HeldPrefix(Path(path), subject, stored.tensors)
+
+    @torch.no_grad()
+    def load(self, held: HeldPrefix) -> Prefix:
+        """The prefix in a cache of its own. Tensors come, by way of pinned buffers unless they are pinned, while the
+        device works on those before.
+
+        Raises:
+            ArtifactError: pages that no prompt gives.
+        """
+        layers, num_tokens = held.layers(self._plan), held.subject.num_tokens
+        with refusing(held.path, _PACK_AGAIN):
+            if self._restorer is None:
+                cache = self._empty(num_tokens, self._loaded.model.device)
+                _fill(cache, held.subject, layers, self._loaded.model.device)
+            else:
+                cache = self._restorer.cache(layers, num_tokens)
+        return Prefix(cache, held.tensors["tokens"].to(torch.int64), held.tensors["logits"])
+
+    def _empty(self, num_tokens: int, device: torch.device) -> PlanCache:
+        """The plan's cache with room for a prompt's tokens, which are not there yet."""
+        cache = PlanCache(self._plan, self._loaded.model.config)
+        for layer in cache.paged_layers:
+            layer.create(1, device)
+            layer.resume(num_tokens)
+        return cache
+
+
+def load_prefix(loaded: LoadedModel, plan: Plan, path: str | Path, into: Plan | None = None) -> Prefix:
+    """Read a prefix back, as ``PrefixLoader`` does, with its errors."""
+    loader = PrefixLoader(loaded, plan, into)
+    return loader.load(loader.read(path))
 
 
 @torch.no_grad()
@@ -266,16 +342,7 @@ def _require_beginning(tokens_T: Tensor, known_T: Tensor) -> None:
         )
 
 
-def _empty(loaded: LoadedModel, plan: Plan, num_tokens: int) -> PlanCache:
-    """The plan's cache with room for the prompt's tokens, which are not there yet."""
-    cache = PlanCache(plan, loaded.model.config)
-    for layer in cache.paged_layers:
-        layer.create(1, loaded.model.device)
-        layer.resume(num_tokens)
-    return cache
-
-
-def _declared(cache: PlanCache, num_tokens: int, vocab_size: int) -> dict[str, TensorSpec]:
+def declared_tensors(cache: PlanCache, num_tokens: int, vocab_size: int) -> dict[str, TensorSpec]:
     """Every tensor of the file of a cache of one sequence."""
 
     def unquantized(*shape: int) -> TensorSpec:
@@ -304,46 +371,30 @@ def _declared(cache: PlanCache, num_tokens: int, vocab_size: int) -> dict[str, T
     return declared
 
 
-def _fill(cache: PlanCache, subject: PrefixSubject, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+def _fill(
+    cache: PlanCache, subject: PrefixSubject, layers: Sequence[Mapping[str, Tensor]], device: torch.device
+) -> None:
     """An empty cache becomes what it was after the prompt. ValueError for pages that no prompt gives."""
-    for name, part in named_parts(cache):
-        records = tensors[f"{name}.pages"].to(device)
-        for pages in records.split(ENCODE_PAGES):
-            if not bool((part.codec.decode(pages, part.num_bits).abs() <= LARGEST).all()):
-                raise ValueError(f"tensor '{name}.pages' holds NaN, or values beyond {LARGEST:g}")
-        part.pool.records[:] = records
-        sinks, recent = (tensors[f"{name}.{place}"].to(device) for place in ("sinks", "recent"))
-        part.sinks[0, :, : sinks.shape[1]] = sinks
-        part.ring[0].index_copy_(1, recent_places(part, subject.num_tokens), recent)
-        if part.format.needs_queries:
-            part.query_sum[0] = tensors[f"{name}.query_sum"].to(device)
-            part.query_since[:] = subject.query_since[name]
+    ranges = dict[str, Tensor]()
+    for plan, given in zip(cache.plan.layers, on_device(layers, device), strict=True):
+        index = plan.geometry.index
+        layer = cache.layers[index]
+        if isinstance(layer, BoundedLayer):
+            layer.update(*(given[f"{side}.window"].clone().unsqueeze(0) for side in SIDES))
+            layer.cumulative_length = subject.num_tokens
+            continue
+        assert isinstance(layer, PagedLayer)
+        for name, part in parts_of_layer(layer):
+            records, sinks, recent = (given[f"{name}.{field}"] for field in StoredPart._fields)
+            decoded = [part.codec.decode(pages, part.num_bits) for pages in records.split(CHECKED_PAGES)]
+            ranges[f"layers.{index}.{name}"] = value_range(torch.stack([value_range(pages) for pages in decoded]))
+            part.pool.records[:] = records
+            part.sinks[0, :, : sinks.shape[1]] = sinks
+            part.ring[0].index_copy_(1, recent_places(part, subject.num_tokens), recent)
+            if part.format.needs_queries:
+                part.query_sum[0] = given[f"{name}.query_sum"]
+                part.query_since[:] = subject.query_since[f"layers.{index}.{name}"]
+    require_ranges(ranges)
     for _, part in named_parts(cache):  # what the ring holds of tokens that are read from pages
         read = PAGE_TOKENS * part.format.pages_read(subject.num_tokens)
         part.refill(slice(0, 1), max(0, subject.num_tokens - part.format.ring_tokens), read)
-    for index, layer in enumerate(cache.layers):
-        if isinstance(layer, BoundedLayer):
-            layer.update(*(tensors[f"layers.{index}.{side}.window"].unsqueeze(0).to(device) for side in SIDES))
-            layer.cumulative_length = subject.num_tokens
-
-
-def _reconstructed(loaded: LoadedModel, cache: PlanCache, into: Plan) -> PlanCache:
-    """All tokens read back once, layer by layer, and stored as ``into`` says."""
-    require_same_model(into, loaded)
-    if into.needs_queries:
-        raise UsageError(
-            "the plan to reconstruct into chooses channels by queries, and a prefix holds none",
-            hint="reconstruct into a plan without query scores, or take the prompt in again",
-        )
-    made = PlanCache(into, loaded.model.config)
-    for old, new in zip(cache.layers, made.layers, strict=True):
-        if isinstance(old, PagedLayer) and isinstance(new, PagedLayer):
-            # An update of no tokens returns all that is held, here in fp32.
-            num_heads, device = old.plan.attention.num_kv_heads, loaded.model.device
-            no_tokens = (torch.zeros(1, num_heads, 0, old.plan.head_dim(side), device=device) for side in SIDES)
-            new.update(*old.update(*no_tokens))
-        elif isinstance(old, BoundedLayer) and isinstance(new, BoundedLayer):
-            assert old.keys is not None and old.values is not None
-            new.update(old.keys, old.values)
-            new.cumulative_length = old.cumulative_length
-    return made

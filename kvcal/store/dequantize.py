@@ -73,10 +73,18 @@ class StepForm:
         that sequences hold. The other sides that this one is predicted from come before."""
         if not self.place.table.numel():
             return
-        predict = None if self.predicted is None else prepared(self.predicted.predictor)
+        predict = self._prepared()
         if self.tokens:
             self._encode(predict)
         self._reconstruct(predict)
+
+    def reconstruct(self) -> None:
+        """The pages that sequences hold, all of which are encoded. The other sides come before, as for ``step``."""
+        if self.place.table.numel():
+            self._reconstruct(self._prepared())
+
+    def _prepared(self) -> Predict | None:
+        return None if self.predicted is None else prepared(self.predicted.predictor)
 
     def _encode(self, predict: Predict | None) -> None:
         """Predicts one page of every sequence, complete or not."""

@@ -124,7 +124,7 @@ class LayerStore:
         self.sides: dict[Side, list[PagedTensor]] = {"k": [], "v": []}
         tensors, group = state.tensors_on(device), plan.attention.group_heads
         for side in SIDES:
-            for fmt, heads in _parts(plan, side, (plan.geometry.index, side) in state.sources):
+            for fmt, heads in parts_of(plan, side, (plan.geometry.index, side) in state.sources):
                 codec = PageCodec.of_layer(plan, side, fmt, heads, self.cache_dtype, tensors)
                 pool, kernels, predict = self._pool(codec), self._kernels(codec), self.prediction.of(side)
                 self.sides[side].append(
@@ -302,7 +302,7 @@ class LayerStore:
         return part
 
 
-def _parts(plan: LayerPlan, side: Side, is_source: bool) -> list[tuple[Format, slice]]:
+def parts_of(plan: LayerPlan, side: Side, is_source: bool) -> list[tuple[Format, slice]]:
     """Formats and heads of the parts: the head ranges, or all heads at once where a lattice or a prediction wants them
     in a row."""
     is_lattice = any(fmt.lattice_dim is not None for fmt in plan.formats(side))

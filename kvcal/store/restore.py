@@ -1,0 +1,148 @@
+"""Stored pages of one sequence, reconstructed once into pages of 16 bits, layer by layer.
+
+A static cache reconstructs what its kernels cannot read (lattices, predicted pages, keys before RoPE) in every step
+(kvcal.store.dequantize). Where a prefix comes from host memory or disk, that is done once: the same operators make
+16-bit pages, which then cost no step anything (AQUA-KV's codec mode). They take pages of every format. Layers follow
+one another as they predict one another; nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcal.geometry import CACHE_DTYPES
+from kvcal.kernels.operands import Place
+from kvcal.pages.codec import PageCodec
+from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
+from kvcal.plan.layer import LayerPlan
+from kvcal.plan.page_format import RAW, SIDES, Format, Side, num_pages
+from kvcal.plan.plan import Plan
+from kvcal.store.dequantize import Predicted, StepForm
+from kvcal.store.form_workspace import FormWorkspace
+from kvcal.store.layer_store import parts_of
+from kvcal.store.prediction import predictor_of
+from kvcal.store.state import PlanState
+
+
+class StoredPart(NamedTuple):
+    """The keys, or values, of n heads of one sequence (kvcal.store.pages_and_ring), without empty places. The tokens in
+    ``recent`` are those that no page is read for."""
+
+    pages: Tensor  # uint8 [P, r, record_bytes]
+    sinks: Tensor  # [n, sinks, D] in the cache's dtype
+    recent: Tensor  # [n, tokens, D]
+
+
+class RestoredSide(NamedTuple):
+    """The keys, or values, of a layer in the cache's dtype: full pages, and the tokens behind them."""
+
+    pages: Tensor  # [P, N, 128, D]
+    rest: Tensor  # [N, num_tokens - 128 P, D]
+
+    @property
+    def tokens(self) -> Tensor:
+        """[N, num_tokens, D]."""
+        return torch.cat([self.pages.transpose(0, 1).flatten(1, 2), self.rest], dim=1)
+
+
+class Restorer:
+    """A plan's codecs and predictors on ``device``, for any number of sequences."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.plan, self.device = plan, device
+        state = PlanState(plan, None)
+        tensors = state.tensors_on(device)
+        self._parts: dict[tuple[int, Side], list[PageCodec]] = {}
+        self._predicted: dict[tuple[int, Side], Predicted] = {}
+        for layer in plan.layers:
+            index = layer.geometry.index
+            for side in SIDES if layer.is_paged else ():
+                self._parts[index, side] = [
+                    PageCodec.of_layer(layer, side, fmt, heads, plan.cache_dtype, tensors)
+                    for fmt, heads in parts_of(layer, side, (index, side) in state.sources)
+                ]
+                if layer.predictor(side) is not None:
+                    self._predicted[index, side] = Predicted(predictor_of(layer, side, state, device), ())
+
+    def sequence(self, num_tokens: int) -> SequenceRestorer:
+        """Scratch for one sequence of 1 token or more."""
+        return SequenceRestorer(self, num_tokens)
+
+    def codecs(self, layer: LayerPlan, side: Side, num_tokens: int) -> list[PageCodec]:
+        """Of the parts of a layer's side, as their pages are stored after ``num_tokens``."""
+        found = self._parts[layer.geometry.index, side]
+        return [replace(codec, format=held_format(codec.format, num_tokens)) for codec in found]
+
+    def predicted(self, layer: LayerPlan, side: Side, forms: FormWorkspace) -> Predicted | None:
+        """Of a layer's side, with its inputs in this workspace."""
+        found, index = self._predicted.get((layer.geometry.index, side)), layer.geometry.index
+        predictor = layer.predictor(side)
+        if found is None or predictor is None:
+            return None
+        read = [(predictor.source, side)] + ([(index, "k")] if side == "v" else [])
+        inputs = [forms.kept(*place) for place in read]
+        return replace(found, inputs=tuple(kept for kept in inputs if kept is not None))
+
+
+class SequenceRestorer:
+    """One sequence; layers in the order of the plan."""
+
+    def __init__(self, restorer: Restorer, num_tokens: int) -> None:
+        device, pages = restorer.device, num_pages(num_tokens)
+        self._restorer, self.num_tokens = restorer, num_tokens
+        self._forms = FormWorkspace(restorer.plan, 1, num_tokens, device)
+        self._nothing = torch.empty(0, device=device)
+        in_order = torch.empty(0, dtype=torch.int32, device=device)
+        lengths = torch.full((1,), num_tokens - 1, dtype=torch.int32, device=device)  # before the last one's step
+        table = torch.arange(pages, dtype=torch.int32, device=device).view(1, pages)
+        self._place = Place(lengths, table, in_order, in_order, in_order)
+
+    def restore(self, layer: LayerPlan, side: Side, parts: Sequence[StoredPart], pages: Tensor) -> RestoredSide:
+        """The parts of a side of a layer, by their heads, as they are read. Keys come before values, which may be
+        predicted from them. ``pages`` [P, N, 128, D], heads side by side: is written, and part of what is returned."""
+        index, full = layer.geometry.index, PAGE_TOKENS * len(pages)
+        rest = pages.new_empty(pages.shape[1], self.num_tokens - full, pages.shape[3])
+        codecs = self._restorer.codecs(layer, side, self.num_tokens)
+        for codec, (records, sinks, recent) in zip(codecs, parts, strict=True):
+            own = pages[:, codec.heads]
+            StepForm(
+                codec,
+                records,
+                (own,),
+                self._forms.kept(index, side),
+                self._restorer.predicted(layer, side, self._forms),
+                self._place,
+                self._forms.turns(index),
+                self._nothing,
+                self._nothing,
+            ).reconstruct()
+            begin = self.num_tokens - recent.shape[1]
+            _put(own, begin, recent[:, : max(0, full - begin)])
+            _put(own, 0, sinks[:, :full])  # those behind it are recent, too
+            rest[codec.heads] = recent[:, full - begin :]
+        return RestoredSide(pages, rest)
+
+    def empty_pages(self, layer: LayerPlan, side: Side) -> Tensor:
+        """[P, N, 128, D] in the cache's dtype, for ``restore``."""
+        shape = (num_pages(self.num_tokens), layer.attention.num_kv_heads, PAGE_TOKENS, layer.head_dim(side))
+        return torch.empty(shape, dtype=CACHE_DTYPES[self._restorer.plan.cache_dtype], device=self._restorer.device)
+
+
+def held_format(fmt: Format, num_tokens: int) -> Format:
+    """The format of pages as they are stored after ``num_tokens``: that of pages that have shrunk so far."""
+    if not fmt.shrink_at:
+        return fmt
+    bits: Any = fmt.bits_at(num_tokens)
+    return RAW if bits == RAW_BITS else replace(fmt, num_bits=bits, shrink_at=())
+
+
+def _put(pages: Tensor, first: int, tokens: Tensor) -> None:
+    """Write tokens [n, T, D] to the places ``first`` and on of pages [P, n, 128, D]."""
+    if tokens.shape[1]:
+        at = torch.arange(first, first + tokens.shape[1], device=pages.device)
+        pages[at // PAGE_TOKENS, :, at % PAGE_TOKENS] = tokens.transpose(0, 1)
