@@ -93,6 +93,11 @@ def test_steps_with_drafts_stay_in_their_budgets(shape: tuple[int, int]) -> None
         assert found.local_bytes == 0 and found.registers <= 96 and found.instructions <= of_append
 
 
+def test_a_step_without_drafts_pays_nothing_for_them() -> None:
+    """Which query a thread has divides by the heads of a token: with one token, 80 instructions and a spill."""
+    assert_decode(variant(*VARIANTS["2 bits"][:2], 128, 7), (9, 0), 4575, 0)
+
+
 @pytest.mark.parametrize("capability", WARPS)
 def test_a_block_is_as_large_as_its_shared_memory_lets_it(capability: tuple[int, int]) -> None:
     two_bits = variant(*VARIANTS["2 bits"][:2])

@@ -146,6 +146,9 @@ struct __align__(128) Shared {
     float swap[WARPS][SWAP_ROOM] __attribute__((aligned(16)));
 };
 
+// The token, of several in a step, that a member of a group of queries is of.
+__device__ __forceinline__ int token_of(int member) { return QUERY_TOKENS == 1 ? 0 : member / TOKEN_HEADS; }
+
 // What the query, and the merge of parts, are told.
 struct Args {
     const void* q; i64 q_row, q_head, q_token, heads;

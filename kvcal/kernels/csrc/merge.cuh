@@ -46,10 +46,10 @@ __device__ __forceinline__ Merged merge(const float* m, const float* l, const fl
 __device__ __forceinline__ void write_result(const Args& a, int virtual_head, const Merged& merged, u32 h, u32 first) {
     const int member = virtual_head % PASSES * HEADS + (int)h;
     if (member >= GROUP_HEADS) return;
-    const int of_head = virtual_head / PASSES % (int)a.heads * TOKEN_HEADS + member % TOKEN_HEADS;
+    const int heads = (int)a.heads, kv_head = virtual_head / PASSES, token = token_of(member), of_token = member - token * TOKEN_HEADS;
     float weight = 1.f, sum = merged.sum;
     if (a.s_aux) {  // a sink: weight in the sum, no value
-        const float sink = a.s_aux[of_head] * LOG2E;
+        const float sink = a.s_aux[kv_head % heads * TOKEN_HEADS + of_token] * LOG2E;
         const float higher = fmaxf(merged.top, sink);
         weight = exp2_(merged.top - higher);
         sum = sum * weight + exp2_(sink - higher);
@@ -58,7 +58,9 @@ __device__ __forceinline__ void write_result(const Args& a, int virtual_head, co
     float value[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) value[i] = merged.value[i] * weight;
-    const i64 at = (((i64)(virtual_head / PASSES / (int)a.heads) * QUERY_TOKENS + member / TOKEN_HEADS) * a.heads * TOKEN_HEADS + of_head) * DIM + first;
+    // Without drafts, no division: heads of all rows follow one another.
+    const int before = QUERY_TOKENS == 1 ? 0 : (kv_head / heads * (QUERY_TOKENS - 1) + token) * heads;  // KV heads of other tokens
+    const i64 at = ((i64)(before + kv_head) * TOKEN_HEADS + of_token) * DIM + first;
 #if Q_DTYPE == 2
     *reinterpret_cast<float4*>(reinterpret_cast<float*>(a.out) + at) = make_float4(value[0], value[1], value[2], value[3]);
 #elif Q_DTYPE == 1

@@ -62,7 +62,8 @@ KV_INLINE void append_side(
     unsigned short* ring = store.ring + kv_row_start(row, store.ring_stride) + (long long)head * S::ring * S::dim;
     const unsigned short* incoming = store.incoming + blockIdx.y * store.row_stride + head * store.head_stride;
     for (int load = threadIdx.x; load < QUERY_TOKENS * (S::dim / 8); load += blockDim.x) {
-        const int number = load / (S::dim / 8), at = tokens + number, part = load % (S::dim / 8);
+        const int number = QUERY_TOKENS == 1 ? 0 : load / (S::dim / 8), at = tokens + number;
+        const int part = load - number * (S::dim / 8);
         const uint4 token = ((const uint4*)(incoming + number * store.token_stride))[part];
         ((uint4*)(ring + at % S::ring * S::dim))[part] = token;
         if (at < S::sinks) {

@@ -8,7 +8,8 @@ namespace decode_ {
 // Channels 32 i + lane of query head h of a pass; 0 beyond the group.
 __device__ __forceinline__ void fetch_query(float (&raw)[DIM / 32], const Args& a, int row, int head, int pass, u32 h, u32 lane) {
     const int member = pass * HEADS + (int)h;
-    const i64 from = row * a.q_row + member / TOKEN_HEADS * a.q_token + (i64)(head * TOKEN_HEADS + member % TOKEN_HEADS) * a.q_head + lane;
+    const int token = token_of(member);
+    const i64 from = row * a.q_row + token * a.q_token + (i64)((head - token) * TOKEN_HEADS + member) * a.q_head + lane;
 #pragma unroll
     for (int i = 0; i < DIM / 32; i++) raw[i] = h < HEADS && member < GROUP_HEADS ? number_at<Q_DTYPE>(a.q, from + i * 32) : 0.f;
 }
