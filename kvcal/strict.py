@@ -85,6 +85,11 @@ def flat(prefix: str, value: Any) -> dict[str, Any]:
     return {name: leaf for key, item in value.items() for name, leaf in flat(f"{start}{key}", item).items()}
 
 
+def flat_records(**records: Any) -> dict[str, Any]:
+    """``flat`` of each record, or None, under its name."""
+    return {name: leaf for prefix, record in records.items() for name, leaf in flat(prefix, dump(record)).items()}
+
+
 def findings(found: ValidationError, record: Any = None, at_most: int = 3) -> str:
     """The first few, each with its place, the value, and what is allowed; of ``record`` also its keys."""
     lines = []

@@ -49,7 +49,7 @@ from kvcal.stages.tune.objective import HIGHEST_SHARE, Origin, TaskObjective
 from kvcal.stages.tune.record import Trial, Tuning, choose
 from kvcal.stages.tune.study import tune
 from kvcal.stages.tune.tier_capacity import overflow_share, score_quantile, with_thresholds
-from kvcal.strict import dump, flat
+from kvcal.strict import dump, flat, flat_records
 
 
 def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter: Reporter = SILENT) -> Profile:
@@ -64,8 +64,7 @@ def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter
     data = sequences(recipe.data, loaded, "fit", folder, reporter)
     inputs = {
         **model_inputs(loaded),
-        **flat("profile", dump(recipe.profile)),
-        **flat("cache", dump(recipe.cache)),
+        **flat_records(profile=recipe.profile, cache=recipe.cache),
         **data_inputs(data),
         **compute_dtype(loaded),
     }
@@ -113,9 +112,7 @@ def allocate_folder(
         )
     inputs = {
         **identity_inputs(profile.setup.identity),
-        **flat("allocate", dump(spec)),
-        **flat("cache", dump(profile.cache)),
-        **flat("progressive", dump(progressive)),
+        **flat_records(allocate=spec, cache=profile.cache, progressive=progressive),
         "reserved_bytes": reserved,
         "profile.sha256": _sha256(folder.profile),
         "provenance": sha256_json(provenance),
@@ -152,10 +149,8 @@ def fix_folder(job: Job) -> Allocation:
     recipe, loaded, folder, workload = job.recipe, job.loaded, job.folder, job.workload
     inputs = {
         **model_inputs(loaded),
-        **flat("workload", dump(workload)),
-        **flat("formats", dump(recipe.formats)),
-        **flat("importance", dump(recipe.importance)),
-        **flat("progressive", dump(recipe.progressive)),
+        **flat_records(workload=workload, formats=recipe.formats, importance=recipe.importance),
+        **flat_records(progressive=recipe.progressive),
         "provenance": sha256_json(provenance_of(recipe)),
     }
     if recipe.importance is not None:
@@ -196,7 +191,7 @@ def tune_folder(job: Job) -> Allocation:
     inputs = {
         **model_inputs(loaded),
         "plan.sha256": plan.sha256,
-        **flat("tune", dump(recipe.tune)),
+        **flat_records(tune=recipe.tune),
         **data_inputs(data),
         "provenance": sha256_json(plan.provenance),
         **compute_dtype(loaded),
@@ -236,12 +231,9 @@ def search_folder(job: Job) -> Allocation:
     systems = [load_recipe(name).sha256 for name in recipe.search.systems]
     inputs = {
         **model_inputs(loaded),
-        **flat("search", sha256_json(dump(recipe.search))),
-        **flat("allocate", dump(recipe.allocate)),
-        **flat("cache", dump(recipe.cache)),
-        **flat("reparam", dump(recipe.reparam)),
-        **flat("predictors", dump(recipe.predictors)),
-        **flat("feedback", dump(recipe.feedback)),
+        "search": sha256_json(dump(recipe.search)),
+        **flat_records(allocate=recipe.allocate, cache=recipe.cache, reparam=recipe.reparam),
+        **flat_records(predictors=recipe.predictors, feedback=recipe.feedback),
         **{key: value for name, pool in pools.items() for key, value in data_inputs(pool, name).items()},
         "search.systems.sha256": sha256_json(systems),
         **({} if data.step_times is None else {"step_times.sha256": sha256_json(dump(data.step_times))}),
@@ -365,7 +357,7 @@ def tune_plan(
         **flat("evaluate", limits),
         "evaluate.batch": recipe.evaluate.batch,
         "evaluate.seed": recipe.evaluate.seed,
-        **flat("data", dump(recipe.data)),
+        **flat_records(data=recipe.data),
         "plan.sha256": plan.sha256,
     }
     tuning = tune(search, objective, inputs, folder, reporter, workers)

@@ -33,7 +33,7 @@ from kvcal.stages.allocate.budget import transform_bytes
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate import Evaluation, evaluate, require_scheduled_texts, scheduled_batch
-from kvcal.strict import dump, flat
+from kvcal.strict import flat_records
 
 
 class Stage(NamedTuple):
@@ -167,7 +167,7 @@ def evaluate_plan(recipe: Recipe, loaded: LoadedModel, plan: Plan, folder: Folde
         reporter.say(f"evaluate: the plan was calibrated on {name}; no text is in both samples")
     inputs = {
         **model_inputs(loaded),
-        **flat("evaluate", dump(replace(spec, against=()))),  # rows are kept one by one
+        **flat_records(evaluate=replace(spec, against=())),  # rows are kept one by one
         "data.fingerprint": data.fingerprint,
         **compute_dtype(loaded),
     }

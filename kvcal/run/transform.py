@@ -34,7 +34,7 @@ from kvcal.stages.predictors import stage as predictor_stage
 from kvcal.stages.predictors.choice import Room
 from kvcal.stages.predictors.record import PredictorRecord
 from kvcal.stages.reparam.record import Reparam
-from kvcal.strict import dump, flat
+from kvcal.strict import dump, flat_records
 
 Layers = tuple[LayerPlan, ...]
 Record = Reparam | PredictorRecord | FeedbackRecord
@@ -102,7 +102,7 @@ def reparam_folder(job: Job) -> Reparam:
     data = reparam_data(job)
     allocation = allocation_stage.load(folder.allocation)[0]
     layers = allocation.layers
-    inputs = _transform_inputs("reparam", dump(spec), layers, {}, data, loaded)
+    inputs = _transform_inputs("reparam", spec, layers, {}, data, loaded)
 
     def make() -> Reparam:
         return reparam_stage.run_reparam(loaded, layers, data, spec, inputs, folder.reparam, reporter)
@@ -133,8 +133,8 @@ def fit_predictors_folder(job: Job) -> PredictorRecord:
     if room is not None:
         room.require_some()
     data = job_sequences(job, recipe.data, "fit")
-    inputs = _transform_inputs("predictors", dump(spec), layers, tensors, data, loaded)
-    inputs |= flat("workload", dump(allocation.workload)) | {"budget.left": None if room is None else room.left()}
+    inputs = _transform_inputs("predictors", spec, layers, tensors, data, loaded)
+    inputs |= flat_records(workload=allocation.workload) | {"budget.left": None if room is None else room.left()}
 
     def make() -> PredictorRecord:
         return predictor_stage.run_fit_predictors(
@@ -156,7 +156,7 @@ def feedback_folder(job: Job) -> FeedbackRecord:
     allocation = allocation_stage.load(folder.allocation)[0]
     layers, tensors = Transforms.of(folder, recipe, before="feedback").apply(allocation.layers)
     data = short_data(job, spec)
-    inputs = _transform_inputs("feedback", dump(spec), layers, tensors, data, loaded)
+    inputs = _transform_inputs("feedback", spec, layers, tensors, data, loaded)
 
     def make() -> FeedbackRecord:
         return feedback_stage.run_feedback(loaded, layers, tensors, data, spec, inputs, folder.feedback, reporter)
@@ -218,11 +218,11 @@ def short_data(job: Job, stage: ReparamSpec | FeedbackSpec) -> TokenDataset:
 
 
 def _transform_inputs(
-    name: str, spec: dict[str, Any], layers: Layers, tensors: dict[str, Tensor], data: TokenDataset, loaded: LoadedModel
+    name: str, spec: Any, layers: Layers, tensors: dict[str, Tensor], data: TokenDataset, loaded: LoadedModel
 ) -> dict[str, Any]:
     return {
         **model_inputs(loaded),
-        **flat(name, spec),
+        **flat_records(**{name: spec}),
         "layers": _layers_sha256(layers),
         "tensors": tensors_sha256(tensors),
         **data_inputs(data),
