@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
 from typing import NamedTuple
 
 from kvcal.console import View
@@ -22,34 +23,9 @@ LEFT, RIGHT, TOP, BOTTOM = 74, 16, 14, 46
 BAR, LABEL = 22, 190  # a bar's height, and the room for its label, in pixels
 NUM_COLOURS = 8
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1d2430; --dim: #5d6878; --page: #fff; --rule: #d9dee6; --hot: #f0856d;
-  --cold: #fff; --s0: #c0392b; --s1: #2471a3; --s2: #148f77; --s3: #b9770e; --s4: #7d3c98; --s5: #c2185b; --s6: #6e2c00;
-  --s7: #66720a; --free: #e8ebf0; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e8ee; --dim: #9aa6b6; --page: #14181f; --rule: #39424f;
-  --hot: #8f3522; --cold: #1b212a; --s0: #f1766a; --s1: #63aee0; --s2: #48c9b0; --s3: #f0b64c; --s4: #bb86d6;
-  --s5: #f06b9a; --s6: #cf8a5b; --s7: #b7c34a; --free: #2a313c; } }
-@media print { :root { --ink: #000; --dim: #444; --page: #fff; --rule: #bbb; --hot: #f0856d; --cold: #fff; }
-  section { break-inside: avoid; } }
-* { box-sizing: border-box; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0 auto;
-  max-width: 1100px; padding: 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; border-bottom: 1px solid var(--rule); padding-bottom: .2rem; }
-p, figcaption { color: var(--dim); max-width: 75ch; } figure { margin: 0; overflow-x: auto; }
-svg { max-width: 100%; height: auto; min-width: 420px; }
-svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
-.wide { overflow-x: auto; } .row { display: flex; flex-wrap: wrap; gap: 1.5rem; }
-.row > * { flex: 1 1 420px; min-width: 0; }
-table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { padding: .15rem .5rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
-th { white-space: normal; vertical-align: bottom; } th:first-child, td:first-child { text-align: left; }
-td.text { white-space: normal; text-align: left; overflow-wrap: anywhere; }
-td.heat { background: color-mix(in srgb, var(--hot) calc(var(--h) * 1%), var(--cold)); }
-td.chosen { outline: 2px solid var(--ink); outline-offset: -2px; font-weight: 700; }
-.grid { stroke: var(--rule); } .axis { stroke: var(--dim); } .line { fill: none; stroke-width: 1.5; }
-.mark:hover, .bar:hover { opacity: .6; } .limit { stroke: var(--ink); stroke-dasharray: 4 3; }
-.free { fill: var(--free); }
-""" + "".join(f".f{n} {{ fill: var(--s{n}); }} .s{n} {{ stroke: var(--s{n}); }}\n" for n in range(NUM_COLOURS))
+STYLE = (files("kvcal.charts") / "report.css").read_text("utf-8") + "".join(
+    f".f{n} {{ fill: var(--s{n}); }} .s{n} {{ stroke: var(--s{n}); }}\n" for n in range(NUM_COLOURS)
+)
 
 
 def escaped(value: object) -> str:

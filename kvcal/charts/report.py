@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcal import tables as views
+from kvcal import tables
 from kvcal.artifact import write_text_atomic
 from kvcal.charts.html import (
     Heat,
@@ -143,7 +143,7 @@ def _memory_part(plan: Plan, allocation: Allocation | None) -> str:
 
 def _formats_part(plan: Plan, why: str = "") -> str:
     """The bits of every layer, where no reasons are known."""
-    _, headers, rows = views.layer_table(plan.layers, plan.cache_dtype, plan.workload)
+    _, headers, rows = tables.layer_table(plan.layers, plan.cache_dtype, plan.workload)
     return section("bits", "Bits", [table(headers, rows)], why)
 
 
@@ -156,8 +156,8 @@ def _choices_part(found: Explanation) -> str:
         "search": "how each option was estimated to change the score beside the plan of the last round",
     }[found.source]
     parts = [side_by_side(maps)] if maps else []
-    parts += [view(views.more_table(found, found.more))] if found.more is not None else []
-    parts += [view(views.risks_table(found.risks))] if found.risks else []
+    parts += [view(tables.more_table(found, found.more))] if found.more is not None else []
+    parts += [view(tables.risks_table(found.risks))] if found.risks else []
     about = (
         f"Outlined: the choice. Colour and number: {what}; rest the pointer on a cell for bytes, KL and sensitivity."
     )
@@ -232,7 +232,7 @@ def _search_part(report: SearchReport) -> str:
     for kind in kinds:
         for number, (name, pool) in enumerate(pools.items()):
             rows += [_kl_bar(f"{kind}, {name}", one, name, number) for one in pool.kinds if one.kind == kind]
-    by_kind = side_by_side([bars(rows, KL), view(views.pools_table(report))])
+    by_kind = side_by_side([bars(rows, KL), view(tables.pools_table(report))])
     ships, others = list[Point](), list[Point]()
     for one in report.candidates:
         hover = f"{one.name}: {format_bytes(one.nbytes)}, score {one.select:.4g} ± {one.select_error:.2g}"
@@ -241,7 +241,7 @@ def _search_part(report: SearchReport) -> str:
         [Series("measured on all texts", 1, others), Series("ships", 0, ships, is_large=True)],
         "bytes of the cache", "score (1 is plain 2 bits)",
     )  # fmt: skip
-    plans = side_by_side([chart, view(views.candidates_table(report))])
+    plans = side_by_side([chart, view(tables.candidates_table(report))])
     about = "The plan that ships, on the texts that it was chosen by (select) and on others (validate)."
     return section("kinds", "KL by kind of text", [by_kind, plans], about)
 
@@ -254,7 +254,7 @@ def _kl_bar(label: str, kind: KindResult, pool: str, colour: int) -> tuple[str, 
 def _evaluation_part(evaluation: Evaluation) -> str:
     """The table of an evaluation, KL and accuracy as bars, and the time each row took."""
     rows = evaluation.rows
-    title, headers, cells = views.evaluation_table(evaluation)
+    title, headers, cells = tables.evaluation_table(evaluation)
     charts = [
         bars(
             [_bar(row.name, row.text.kl, row.text.kl_se, number, "nats per token") for number, row in enumerate(rows)],
@@ -306,7 +306,7 @@ def _accuracy_bars(rows: Sequence[tuple[str, Row]]) -> str:
 
 
 def _comparison_parts(comparison: Comparison) -> Iterator[str]:
-    title, headers, rows = views.comparison_table(comparison)
+    title, headers, rows = tables.comparison_table(comparison)
     names = list(dict.fromkeys(entry.recipe for entry in comparison.entries))
     kl, accuracy = [], []
     for number, name in enumerate(names):
@@ -368,7 +368,7 @@ def _tuning_part(tuning: Tuning, folder: Folder) -> str:
         Series(name, colour, sorted(series[name]), name == "Pareto front", name == "chosen")
         for name, colour in (("trial", 7), ("Pareto front", 1), ("chosen", 0)) if series[name]
     ]  # fmt: skip
-    front = view(views.tuned_table(tuning, thresholds, None if plan is None else plan.workload))
+    front = view(tables.tuned_table(tuning, thresholds, None if plan is None else plan.workload))
     return section(
         "trials", "Threshold search", [side_by_side([scatter(drawn, BITS, "accuracy, %"), front])],
         f"{len(tuning.trials)} trials; bars are one standard error.",

@@ -35,20 +35,20 @@ def explain(
     """
     from dataclasses import asdict
 
-    from kvcal import tables as views
+    from kvcal import tables
     from kvcal.plan.plan import load_plan
     from kvcal.stages.explain import explain as explain_plan
     from kvcal.stages.explain import folder_of
 
     with given.reporting() as reporter:
         found = explain_plan(load_plan(plan), folder_of(plan, folder), reporter, layer)
-        tables = [_options_table(found, layer is not None), _reasons_table(found)]
-        tables += [] if found.more is None else [views.more_table(found, found.more)]
+        shown = [_options_table(found, layer is not None), _reasons_table(found)]
+        shown += [] if found.more is None else [tables.more_table(found, found.more)]
         value = asdict(found)
         value["risks"] = [risk._asdict() for risk in found.risks]
         if found.more is not None:
             value["more"]["swaps"] = [swap._asdict() for swap in found.more.swaps]
-        given.show(value, *tables, views.risks_table(found.risks))
+        given.show(value, *shown, tables.risks_table(found.risks))
         if not found.units:
             reporter.say("the plan that ships is no composition of single options: it won as a whole")
         if found.source == "profile":

@@ -112,7 +112,7 @@ def import_kvtuner(
     """
     import hashlib
 
-    from kvcal import tables as views
+    from kvcal import tables
     from kvcal.exports.kvtuner import read_kvtuner
     from kvcal.folder import Folder, model_inputs
     from kvcal.plan.plan import DEFAULT_WORKLOAD
@@ -132,5 +132,5 @@ def import_kvtuner(
         {"recipe": None, "kvtuner": inputs["kvtuner.sha256"]},
     )
     allocation_stage.save(made, inputs, folder.allocation)
-    given.show(dump(made), views.layer_table(made.layers, made.cache_dtype, made.workload))
+    given.show(dump(made), tables.layer_table(made.layers, made.cache_dtype, made.workload))
     reporter.say(f"allocation: {folder.allocation}\nnext: kvcal compile {folder.path}")

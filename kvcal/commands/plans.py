@@ -49,14 +49,14 @@ def inspect(plan: options.PlanArgument, sizes: options.WorkloadOptions, given: o
 
     Example: `kvcal inspect plan.safetensors --batch 32 --context 8192`
     """
-    from kvcal import tables as views
+    from kvcal import tables
     from kvcal.heat_map import heat_map
     from kvcal.plan.plan import load_plan
 
     loaded = load_plan(plan)
     workload = sizes.workload(loaded.workload)
-    layers = views.layer_table(loaded.layers, loaded.cache_dtype, workload)
-    given.show(views.plan_json(loaded, workload), views.plan_table(loaded, workload), layers, heat_map(loaded.layers))
+    layers = tables.layer_table(loaded.layers, loaded.cache_dtype, workload)
+    given.show(tables.plan_json(loaded, workload), tables.plan_table(loaded, workload), layers, heat_map(loaded.layers))
 
 
 @options.spread
@@ -100,8 +100,8 @@ def diff(
         "provenance": found.provenance,
         "measured": [None if row is None else dump(row) for row in measured],
     }
-    tables = [_totals_table(totals, measured, workload), _layers_table(found), _values_table(found)]
-    given.show(value, *(table for table in tables if table[2]))
+    shown = [_totals_table(totals, measured, workload), _layers_table(found), _values_table(found)]
+    given.show(value, *(table for table in shown if table[2]))
     given.reporter().say("the plans do the same" if found.is_same else "the plans differ")
 
 
@@ -167,7 +167,7 @@ def verify(
 
     Example: `kvcal verify plan.safetensors --model Qwen/Qwen3-8B`
     """
-    from kvcal import tables as views
+    from kvcal import tables
     from kvcal.folder import max_context
     from kvcal.plan.plan import load_plan
     from kvcal.stages.verify import verify_plan
@@ -176,7 +176,7 @@ def verify(
     with given.reporting() as reporter:
         loaded = given.load(model)
         checks = verify_plan(loaded_plan, loaded, max_context(loaded), reporter)
-    given.show(views.checks_json(checks), views.checks_table(checks))
+    given.show(tables.checks_json(checks), tables.checks_table(checks))
 
 
 @options.spread
@@ -201,7 +201,7 @@ def eval_command(
 
     Example: `kvcal eval plan.safetensors --model M --max-kl 0.01 --min-accuracy chain=0.9 --max-bytes 1GB --json`
     """
-    from kvcal import tables as views
+    from kvcal import tables
     from kvcal.folder import Folder
     from kvcal.plan.plan import load_plan
     from kvcal.run.pipeline import evaluate_plan
@@ -225,8 +225,8 @@ def eval_command(
         require_same_model(loaded_plan, loaded)
         evaluation = evaluate_plan(base, loaded, loaded_plan, folder, reporter)
     results = list(gates.results(evaluation.rows[-1]))
-    tables = [views.evaluation_table(evaluation), *([views.gates_table(results)] if results else [])]
-    given.show(dump(evaluation) | {"gates": [asdict(one) for one in results]}, *tables)
+    shown = [tables.evaluation_table(evaluation), *([tables.gates_table(results)] if results else [])]
+    given.show(dump(evaluation) | {"gates": [asdict(one) for one in results]}, *shown)
     require_passed(plan.name, results)
 
 
@@ -296,7 +296,7 @@ def pack_prefix(
 
     Example: `kvcal pack-prefix --plan plan.safetensors --model reasoner-10m --prompt-file manual.txt -o manual.kv`
     """
-    from kvcal import tables as views
+    from kvcal import tables
     from kvcal.plan.plan import load_plan
     from kvcal.stages.generate import prompt_tokens
     from kvcal.stages.prefix import pack_prefix as pack
@@ -308,7 +308,7 @@ def pack_prefix(
         loaded = given.load(model)
         packed = pack(loaded, loaded_plan, prompt_tokens(loaded, text, False, 0), output)
         reporter.say(f"prefix: {output}")
-    given.show({**dump(packed), "path": str(output)}, views.prefix_table(packed, output.name))
+    given.show({**dump(packed), "path": str(output)}, tables.prefix_table(packed, output.name))
 
 
 def _prompt_text(prompt: str | None, prompt_file: Path | None = None) -> str:

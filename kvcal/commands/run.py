@@ -58,7 +58,7 @@ def plan(
     """
     from dataclasses import asdict
 
-    from kvcal import tables as views
+    from kvcal import tables
     from kvcal.charts.report import write_report
     from kvcal.folder import Folder, Job, max_context
     from kvcal.heat_map import heat_map
@@ -106,11 +106,11 @@ def plan(
         "folder": str(folder.path),
         "report": str(folder.report),
         "gain": asdict(gain),
-        "checks": views.checks_json(checks),
+        "checks": tables.checks_json(checks),
     }
-    layers = views.layer_table(made.layers, made.cache_dtype, made.workload)
+    layers = tables.layer_table(made.layers, made.cache_dtype, made.workload)
     picture = heat_map(made.layers)
-    given.show(value, layers, picture, views.budget_table(allocation), gain_table(gain, made.workload))
+    given.show(value, layers, picture, tables.budget_table(allocation), gain_table(gain, made.workload))
     reporter.say(f"plan: {path}\nreport: {folder.report}\nnext: kvcal eval {path} --model {model} --out {folder.path}")
 
 
@@ -155,7 +155,7 @@ def run(
 
     Example: `kvcal run default --budget 24GB --batch 8 --context 32768 --set evaluate.tasks=[]`
     """
-    from kvcal import tables as views
+    from kvcal import tables
     from kvcal.charts.report import write_report
     from kvcal.folder import DEFAULT_WORKLOAD
     from kvcal.recipe_files import load_recipe
@@ -182,11 +182,11 @@ def run(
         loaded = given.load(model or chosen.model, chosen.data if chosen.calibrates else None, reporter)
         result = pipeline.run(loaded, folder, chosen, workload, reporter)
         write_report(folder)
-    tables = [views.budget_table(result.allocation), views.evaluation_table(result.evaluation)]
+    shown = [tables.budget_table(result.allocation), tables.evaluation_table(result.evaluation)]
     if chosen.search is not None:
         report, row = load_search(folder.search).report, result.evaluation.rows[-1]
-        tables += [views.candidates_table(report), views.pools_table(report, row)]
-    given.show(views.run_json(result), *tables)
+        shown += [tables.candidates_table(report), tables.pools_table(report, row)]
+    given.show(tables.run_json(result), *shown)
     reporter.say(f"plan: {folder.plan}\ntable: {folder.evaluation}\npicture: {folder.picture}\nreport: {folder.report}")
 
 
@@ -208,7 +208,7 @@ def search(
 
     Example: `kvcal search best --model Qwen/Qwen3-8B --for storage --dry-run`
     """
-    from kvcal import tables as views
+    from kvcal import tables
     from kvcal.charts.report import write_report
     from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
@@ -228,10 +228,10 @@ def search(
         plan = pipeline.build_plan(loaded, folder, base, reporter=reporter)
         write_report(folder)
     searched = load_search(folder.search)
-    value = {"report": dump(searched.report), "plan": views.plan_json(plan, None)}
+    value = {"report": dump(searched.report), "plan": tables.plan_json(plan, None)}
     report = searched.report
-    tables = (views.search_table(report), views.candidates_table(report), views.pools_table(report))
-    given.show(value, *tables, views.budget_table(searched.allocation))
+    shown = (tables.search_table(report), tables.candidates_table(report), tables.pools_table(report))
+    given.show(value, *shown, tables.budget_table(searched.allocation))
     reporter.say(f"plan: {folder.plan}\nreport: {folder.report}")
 
 
@@ -259,7 +259,7 @@ def tune(
 
     Example: `kvcal tune mixkvq --model Qwen/Qwen3-8B --set 'tune.tasks=["lm-eval:gsm8k"]' --set tune.max_bits=3.4`
     """
-    from kvcal import tables as views
+    from kvcal import tables
     from kvcal.charts.report import write_report
     from kvcal.folder import DEFAULT_WORKLOAD, Folder
     from kvcal.quantities import parse_bytes
@@ -278,8 +278,8 @@ def tune(
         plan = formats_plan(base, loaded, sizes.workload(DEFAULT_WORKLOAD))
         tuned = tune_plan(loaded, origin, plan, base, folder.path, reporter, workers, max_bytes)
         write_report(folder)
-    table = views.tuned_table(tuned.tuning, tuned.chosen.thresholds, tuned.plan.workload)
-    given.show(views.tuned_json(tuned), table)
+    table = tables.tuned_table(tuned.tuning, tuned.chosen.thresholds, tuned.plan.workload)
+    given.show(tables.tuned_json(tuned), table)
     reporter.say(f"plan: {folder.plan}\nstudy: {folder.path / 'tune.json'}\npicture: {folder.path / 'tune.png'}")
     reporter.say(f"report: {folder.report}")
 
@@ -326,7 +326,7 @@ def compare(
 
     Example: `kvcal compare best kitty --model M --bits 2.5 --data texts.jsonl --tasks gsm8k,arc_easy --limit 200`
     """
-    from kvcal import tables as views
+    from kvcal import tables
     from kvcal.charts.quality import draw_comparison
     from kvcal.charts.report import write_report
     from kvcal.folder import DEFAULT_WORKLOAD, sequences
@@ -353,7 +353,7 @@ def compare(
         picture = folder.path / "compare.png"
         draw_comparison(comparison, picture)
         write_report(folder)
-    given.show(dump(comparison), views.comparison_table(comparison))
+    given.show(dump(comparison), tables.comparison_table(comparison))
     reporter.say(f"table: {folder.path / FILE}\npicture: {picture}\nreport: {folder.report}")
     refusals = [entry.refusal for entry in comparison.entries if entry.refusal is not None]
     if refusals and not any(not entry.is_baseline for entry, _ in comparison.measured):

@@ -33,7 +33,7 @@ def profile(
 
     Example: `kvcal profile meta-llama/Llama-3.1-8B --out artifacts/llama --data corpus.jsonl --samples 32`
     """
-    from kvcal import tables as views
+    from kvcal import tables
     from kvcal.charts.layers import draw_profile
     from kvcal.folder import Folder, Job
     from kvcal.run.formats import profile_folder
@@ -48,7 +48,7 @@ def profile(
         result = profile_folder(loaded, folder, base, reporter)
         picture = folder.profile.with_suffix(".png")
         draw_profile(result, picture)
-    given.show(views.profile_json(result), views.profile_table(result))
+    given.show(tables.profile_json(result), tables.profile_table(result))
     reporter.say(f"profile: {folder.profile}\npicture: {picture}")
 
 
@@ -90,7 +90,7 @@ def allocate(
 
     Example: `kvcal allocate artifacts/llama --bits 2.5 --name small`
     """
-    from kvcal import tables as views
+    from kvcal import tables
     from kvcal.charts.layers import draw_formats
     from kvcal.charts.quality import draw_front
     from kvcal.folder import Folder
@@ -115,17 +115,17 @@ def allocate(
     if sweep:
         method, rows = sweep_folder(Folder(folder), spec, sweep_points)
         draw_front(rows, spec.objective, folder / "sweep.png")
-        given.show({"method": method, "points": rows}, views.sweep_table(method, rows))
+        given.show({"method": method, "points": rows}, tables.sweep_table(method, rows))
         reporter.say(f"picture: {folder / 'sweep.png'}")
         return
     reserved = 0 if reserve is None else parse_bytes(reserve)
     paths = Folder(folder) if name is None else Folder(folder).named(name)
     before = paths.allocation.read_bytes() if name is None and paths.allocation.is_file() else None
     result = allocate_folder(paths, spec, reporter, reserved=reserved)
-    layers = views.layer_table(result.layers, result.cache_dtype, result.workload)
+    layers = tables.layer_table(result.layers, result.cache_dtype, result.workload)
     picture = paths.allocation.with_suffix(".png")
     draw_formats(result, picture)
-    given.show(dump(result), views.budget_table(result), layers)
+    given.show(dump(result), tables.budget_table(result), layers)
     reporter.say(f"picture: {picture}")
     if before is not None and before != paths.allocation.read_bytes():
         reporter.say("note: the allocation that was here is replaced; --name NAME keeps several side by side")
@@ -279,7 +279,7 @@ def compile_command(
     Example: `kvcal compile artifacts/llama -o plan.safetensors`, or, with λ in the weights instead of the plan,
     `kvcal compile artifacts/llama --fold llama-folded --model meta-llama/Llama-3.1-8B`
     """
-    from kvcal import tables as views
+    from kvcal import tables
     from kvcal.folder import Folder
     from kvcal.run.pipeline import compile_folder
     from kvcal.run.transform import fold_folder
@@ -295,4 +295,4 @@ def compile_command(
     else:
         loaded = given.load(model)
         plan = fold_folder(paths, path, loaded, fold, given.load, reporter)
-    given.show(views.plan_json(plan, None) | {"path": str(path)})
+    given.show(tables.plan_json(plan, None) | {"path": str(path)})
