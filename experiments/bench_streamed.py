@@ -185,12 +185,15 @@ def measure(model: PreTrainedModel, num_sequences: int, seq_len: int) -> tuple[b
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of the checkpoint; written, and removed at the end")
+    parser.add_argument(
+        "folder", type=Path, help="of the checkpoint; written where it is missing, and then removed at the end"
+    )
     parser.add_argument("--disk", type=Path, help="a folder on the disk whose speed is measured")
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--sequences", type=int, default=16, help="of the gradients; 0: none")
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--plan-texts", type=int, default=4, help="texts of the plans; 0: no plans")
+    parser.add_argument("--plan-orders", nargs="*", default=["side by side", "one by one"])
     parser.add_argument("--plan-tokens", type=int, default=768, help="tokens of each of these texts")
     parser.add_argument("--memory", default="24GB")
     parser.add_argument("--shrink", type=int, default=1, help="divides the shape, for a CPU: in fp32 there")
@@ -202,8 +205,9 @@ def main() -> None:
     def show(what: str, **figures: object) -> None:
         print(json.dumps({"what": what, **figures}), flush=True)
 
-    start = time.perf_counter()
-    write_checkpoint(given.folder, LlamaConfig(**shape, num_hidden_layers=given.layers, dtype=dtype), dtype, device)
+    start, is_mine = time.perf_counter(), not given.folder.exists()
+    if is_mine:
+        write_checkpoint(given.folder, LlamaConfig(**shape, num_hidden_layers=given.layers, dtype=dtype), dtype, device)
     nbytes = sum(path.stat().st_size for path in given.folder.glob("*.safetensors"))
     show("written", seconds=time.perf_counter() - start, nbytes=nbytes)
     try:
@@ -219,7 +223,7 @@ def main() -> None:
             seconds = seconds_of_forward(model) / num_streamed
             show(f"loads, forward {number}", seconds_a_layer=seconds, GB_s=residence.shapes.layer / seconds / 1e9)
         if given.plan_texts:
-            for name in ("warm-up", "side by side", "one by one"):
+            for name in ("warm-up", *given.plan_orders):
                 with patch.object(divergence, "is_streamed", lambda _: name != "one by one"):  # noqa: B023
                     seconds = seconds_of_plans(model, given.plan_texts, given.plan_tokens)
                 show(
@@ -240,7 +244,8 @@ def main() -> None:
         show("on the device", **whole, seconds_a_layer_of_all_sequences=whole["seconds"] * scale)
         show("compared", same_bytes=bytes_streamed == bytes_whole, waiting=1 - whole["seconds"] / figures["seconds"])
     finally:
-        shutil.rmtree(given.folder)
+        if is_mine:
+            shutil.rmtree(given.folder)
 
 
 if __name__ == "__main__":
