@@ -20,7 +20,7 @@ from kvcal.models.taps import Captured
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier, WindowRule
 from kvcal.plan.plan import Plan
 from kvcal.stages.predictors import reconstruct
-from kvcal.stages.predictors.reconstruct import Reconstruction, Wanted, read_pages
+from kvcal.stages.predictors.reconstruct import PageReader, Reconstruction, Wanted
 
 LENGTH, KV_HEADS = 700, 2
 BOOST = Boost("query_range", (Tier(4, 0.25),))
@@ -43,7 +43,7 @@ class Replay:
             self.layers.append(Captured(index, q, k, k, v))
 
     @contextmanager
-    def tap(self, model: object, take: object, geometry: object) -> Iterator[None]:
+    def tap(self, model: object, take: object, geometry: object, first: int) -> Iterator[None]:
         self.take = take
         yield
 
@@ -109,7 +109,8 @@ def compare(monkeypatch: pytest.MonkeyPatch, *formats: Format) -> None:
     tables = {index: rotary_table(HEAD_DIM, HEAD_DIM // 2) for index in range(3)}
     wanted = [Wanted(layer, SIDES) for layer in plan.layers]
     way = Reconstruction(plan.layers, {**plan.tensors, "layers.0.rotary": tables[0]}, "float32")
-    read_pages(replay, loaded.geometry, wanted, [way], tables, torch.ones(LENGTH, dtype=torch.int64), receive)
+    with PageReader(replay, loaded.geometry, wanted, [way], tables).reading() as read:
+        read(torch.ones(LENGTH, dtype=torch.int64), receive, None)
     assert {(0, "v"), (1, "k"), (1, "v"), (2, "k")} == expected.keys()
     for key, pages in expected.items():
         assert len(pages) == 5 * 128 and torch.equal(found[key], pages), key

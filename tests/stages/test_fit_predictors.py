@@ -44,9 +44,9 @@ from kvcal.stages.predictors import stage
 from kvcal.stages.predictors.reconstruct import (
     FIT,
     HELD_OUT,
+    PageReader,
     Reconstruction,
     Wanted,
-    read_pages,
     split_sequences,
 )
 from kvcal.stages.predictors.record import KIND, PredictorRecord, load
@@ -199,7 +199,8 @@ def test_pages_are_read_back_as_the_cache_reads_them(k_pages: str) -> None:
     tables = {i: record.stored[f"layers.{i}.rotary"] for i in range(3)}
     way = Reconstruction(plan.layers, plan.tensors, "float32")
     wanted = [Wanted(layer, ("k", "v")) for layer in plan.layers]
-    read_pages(loaded.model, loaded.geometry, wanted, [way], tables, tokens_T, receive)
+    with PageReader(loaded.model, loaded.geometry, wanted, [way], tables).reading() as read:
+        read(tokens_T, receive, None)
     assert found.keys() == expected.keys() and len(found) == 6
     for key, pages in expected.items():
         assert torch.equal(found[key], pages), key

@@ -12,7 +12,8 @@ packed, as in decoding token by token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, CacheDtype, Geometry
-from kvcal.models.layer_inputs import Forward, kept_inputs
+from kvcal.models.layer_inputs import Forward, LayerInputs, kept_inputs
 from kvcal.models.taps import Captured, tap
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.predictor import LinearPredictor
@@ -120,65 +121,95 @@ class Reconstruction:
         return _as_rows(codec.before_rope(codec.decode(records, fmt.num_bits, prediction), ordinals))
 
 
-@torch.no_grad()
-def read_pages(
-    model: PreTrainedModel,
-    geometry: Geometry,
-    wanted: Sequence[Wanted],
-    ways: Sequence[Reconstruction],
-    tables: Mapping[int, Tensor],
-    tokens_T: Tensor,
-    receive: Receive,
-    start: Start | None = None,
-    kept: int | None = None,
-) -> Start | None:
-    """One forward of ``tokens_T`` int64, no further than the last of ``wanted`` (in cache order); each of these is
-    handed to ``receive``, exact and as read back in each of ``ways``. ``tables``: every layer's rotary table.
+@dataclass(frozen=True, eq=False)
+class PageReader:
+    """Forwards of single sequences, no further than the last of ``wanted`` (in cache order); each of these is handed
+    over, exact and as read back in each of ``ways``. ``tables``: every layer's rotary table.
 
-    The forward begins at ``start``, if there is one: layers before are not handed over. What is returned can be the
-    start of a later forward, at the wanted layer ``kept``, in the same ways up to there; None where no layer of the
-    model can be begun at.
+    Forwards begin at layer ``first``, and layers before are not handed over; what a forward returns can be the start of
+    a later one, at the wanted layer ``kept``, in the same ways up to there."""
 
-    Raises:
-        NonFiniteActivations: NaN or infinity in keys or values.
-        UnsupportedModel: a layer's keys before RoPE are not known.
-    """
-    first = 0 if start is None else start.layer
-    remaining = [layer for layer in wanted if layer.layer.geometry.index >= first]
-    before: list[LayerPages | None] = [None] * len(ways) if start is None else list(start.before)
-    before_kept: list[LayerPages | None] = []
-    forward = Forward(wanted=() if kept is None else (kept,))
-    if start is not None:
-        forward.begin(first, Forward(kept={first: start.hidden_BTC}))
+    model: PreTrainedModel
+    geometry: Geometry
+    wanted: Sequence[Wanted]
+    ways: Sequence[Reconstruction]
+    tables: Mapping[int, Tensor]
+    first: int = 0
+    kept: int | None = None
 
-    def take(captured: Captured) -> None:
-        if captured.layer != remaining[0].layer.geometry.index:
+    @contextmanager
+    def reading(self) -> Iterator[Read]:
+        """Within the context, the model is observed, and sequences are read.
+
+        Raises:
+            NonFiniteActivations: NaN or infinity in keys or values.
+            UnsupportedModel: a layer's keys before RoPE are not known.
+        """
+        current: list[_Sequence] = []
+        is_whole = self.first == 0 and self.kept is None
+        with (
+            torch.no_grad(),
+            nullcontext(LayerInputs(False)) if is_whole else kept_inputs(self.model) as inputs,
+            tap(self.model, lambda captured: current[0].take(captured), self.geometry, self.first),
+        ):
+
+            def read(tokens_T: Tensor, receive: Receive, start: Start | None) -> Start | None:
+                sequence = _Sequence(self, receive, start)
+                current[:], inputs.forward = [sequence], sequence.forward
+                try:
+                    self.model(input_ids=tokens_T.unsqueeze(0).to(self.model.device), use_cache=False)
+                except _Enough:
+                    return sequence.start if inputs.can_begin_later else None
+                [missing, *_] = sequence.remaining
+                name = f"layer {missing.layer.geometry.index} of {self.geometry.model_type}"
+                raise UnsupportedModel(f"{name} was not observed")
+
+            yield read
+
+
+# Tokens int64 [T], the receiver of layers, and where the forward begins, of a reader whose ``first`` is no 0 -> where a
+# later one can; None where none was asked for, or layers cannot be begun at.
+Read = Callable[[Tensor, Receive, Start | None], Start | None]
+
+
+class _Sequence:
+    """A forward of one sequence: ``remaining`` layers, and the pages of the layer before, in each way."""
+
+    def __init__(self, reader: PageReader, receive: Receive, start: Start | None) -> None:
+        self._reader, self._receive = reader, receive
+        self.remaining = [wanted for wanted in reader.wanted if wanted.layer.geometry.index >= reader.first]
+        self._before: list[LayerPages | None] = [None] * len(reader.ways) if start is None else list(start.before)
+        self._before_kept: Sequence[LayerPages | None] = ()
+        self.forward = Forward(wanted=() if reader.kept is None else (reader.kept,))
+        if start is not None:
+            self.forward.begin(start.layer, Forward(kept={start.layer: start.hidden_BTC}))
+
+    @property
+    def start(self) -> Start | None:
+        """Of a later forward; None where none was asked for."""
+        kept = self._reader.kept
+        return None if kept is None else Start(kept, self.forward.kept[kept], self._before_kept)
+
+    def take(self, captured: Captured) -> None:
+        """A layer of the forward. ``_Enough``: the last one."""
+        index, reader = captured.layer, self._reader
+        if index != self.remaining[0].layer.geometry.index:
             return
-        layer = remaining.pop(0)
+        wanted = self.remaining.pop(0)
         if captured.k_pre_BNTD is None:
             raise UnsupportedModel(
-                f"layer {captured.layer} of {geometry.model_type} changes its keys between RoPE and the cache, or "
+                f"layer {index} of {reader.geometry.model_type} changes its keys between RoPE and the cache, or "
                 "rotates them by unknown means: there are no keys before RoPE to predict",
                 hint="leave [predictors] out for this model",
             )
-        if captured.layer == kept:
-            before_kept.extend(before)
-        raw = _raw_pages(layer.layer, captured, tables[captured.layer], geometry.cache_dtype)
-        for number, way in enumerate(ways):
-            before[number] = way._read_back(captured.layer, layer.read_back, raw, before[number])
-        receive(captured.layer, raw.exact, [pages for pages in before if pages is not None])
-        if not remaining:
+        if index == reader.kept:
+            self._before_kept = tuple(self._before)
+        raw = _raw_pages(wanted.layer, captured, reader.tables[index], reader.geometry.cache_dtype)
+        for number, way in enumerate(reader.ways):
+            self._before[number] = way._read_back(index, wanted.read_back, raw, self._before[number])
+        self._receive(index, raw.exact, [pages for pages in self._before if pages is not None])
+        if not self.remaining:
             raise _Enough
-
-    with kept_inputs(model) as inputs, tap(model, take, geometry, first):
-        inputs.forward = forward
-        try:
-            model(input_ids=tokens_T.unsqueeze(0).to(model.device), use_cache=False)
-        except _Enough:
-            if kept is not None and kept in forward.kept and inputs.can_begin_later:
-                return Start(kept, forward.kept[kept], before_kept)
-            return None
-    raise UnsupportedModel(f"layer {remaining[0].layer.geometry.index} of {geometry.model_type} was not observed")
 
 
 def num_page_tokens(length: int) -> int:

@@ -22,7 +22,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,10 @@ from kvcal.stages.checkpoint import (
     Mean,
     State,
     Statistic,
+    added,
     packed,
     require_steps,
     shards,
-    summed,
     unpacked,
 )
 from kvcal.stages.predictors.choice import Measured, Room, decide, measure
@@ -57,12 +57,12 @@ from kvcal.stages.predictors.reconstruct import (
     FIT,
     HELD_OUT,
     LayerPages,
+    PageReader,
     Receive,
     Reconstruction,
     Start,
     Wanted,
     num_page_tokens,
-    read_pages,
     single_sides,
     split_sequences,
 )
@@ -175,30 +175,30 @@ def _declared(
 
 
 class _Starts:
-    """Where forwards of the next pass can begin, by sequence: on the device of a model that lies there, or in host
-    memory, up to a share of what there is when the stage begins."""
+    """Where forwards of the next pass can begin, of whole runs of sequences: on the device of a model that lies there,
+    or in host memory, up to a share of what there is when the stage begins."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         on_device = model.device.type == "cuda" and not is_streamed(model)
         self._device = model.device
         self._place = model.device if on_device else torch.device("cpu")
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // size()  # for all processes of a node
-        self._free = round(STARTS_SHARE * (torch.cuda.mem_get_info(model.device)[0] if on_device else pages))
-        self._found: dict[int, Start] = {}
+        host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // size()  # for all processes of a node
+        self._free = round(STARTS_SHARE * (torch.cuda.mem_get_info(model.device)[0] if on_device else host_bytes))
+        self._found: dict[tuple[int, ...], list[Start]] = {}
 
-    def take(self, sequence: int) -> Start | None:
-        """The sequence's, which is kept no longer."""
-        start = self._found.pop(sequence, None)
-        if start is None:
-            return None
-        self._free += start.nbytes
-        return start.to(self._device)
+    def take(self, sequences: tuple[int, ...]) -> list[Start]:
+        """Those of a run of sequences, which are kept no longer; none, or one for each."""
+        starts = self._found.pop(sequences, [])
+        self._free += sum(start.nbytes for start in starts)
+        return [start.to(self._device) for start in starts]
 
-    def keep(self, sequence: int, start: Start | None) -> None:
-        """If there is one, and room for it."""
-        if start is not None and start.nbytes <= self._free:
-            self._free -= start.nbytes
-            self._found[sequence] = start.to(self._place)
+    def keep(self, sequences: tuple[int, ...], starts: Sequence[Start | None]) -> None:
+        """If each sequence has one, and there is room for them."""
+        found = [start for start in starts if start is not None]
+        nbytes = sum(start.nbytes for start in found)
+        if len(found) == len(sequences) and nbytes <= self._free:
+            self._free -= nbytes
+            self._found[sequences] = [start.to(self._place) for start in found]
 
 
 @dataclass(frozen=True, eq=False)
@@ -326,22 +326,26 @@ class _Fitting:
         next pass can begin at the layer ``kept``; without one, this pass begins at the first."""
         numbers = [number for number, split in sorted(self.splits.items()) if split in splits]
 
-        def measure(item: int) -> dict[str, Mean]:
-            found: dict[str, Mean] = {}
-            receive = sums(self.splits[numbers[item]], found)
-            tokens_T, start = self.data.sequences[numbers[item]], self.starts.take(numbers[item])
-            given = (wanted, ways, self.tables, tokens_T, receive, None if kept is None else start, kept)
-            try:
-                self.starts.keep(numbers[item], read_pages(self.loaded.model, self.loaded.geometry, *given))
-            except NonFiniteActivations as error:
-                raise NonFiniteActivations(f"sequence {numbers[item]}: {error.message}", error.hint) from error
-            return found
+        def measure(run: range) -> dict[str, Mean]:
+            """Sums of a run of sequences, where they were made until the end."""
+            sequences = tuple(numbers[item] for item in run)
+            before = [] if kept is None else self.starts.take(sequences)
+            first = before[0].layer if before else 0
+            reader = PageReader(self.loaded.model, self.loaded.geometry, wanted, ways, self.tables, first, kept)
+            means, starts = dict[str, Mean](), list[Start | None]()
+            with reader.reading() as read:
+                for number, start in zip_longest(sequences, before):
+                    found: dict[str, Mean] = {}
+                    receive = sums(self.splits[number], found)
+                    try:
+                        starts.append(read(self.data.sequences[number], receive, start))
+                    except NonFiniteActivations as error:
+                        raise NonFiniteActivations(f"sequence {number}: {error.message}", error.hint) from error
+                    means |= added(means, found)
+            self.starts.keep(sequences, starts)
+            return {name: Mean(mean.total.cpu(), mean.count) for name, mean in means.items()}
 
-        def measure_run(run: range) -> dict[str, Mean]:
-            """Summed where the sums were made."""
-            return {name: Mean(mean.total.cpu(), mean.count) for name, mean in summed(measure)(run).items()}
-
-        self.checkpoint.run(SEQUENCES, shards(len(numbers)), measure_run, self.reporter, label)
+        self.checkpoint.run(SEQUENCES, shards(len(numbers)), measure, self.reporter, label)
 
     def _way(self, findings: Sequence[Finding]) -> Reconstruction:
         """Pages as stored with the predictors of ``findings``."""
