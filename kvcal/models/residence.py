@@ -39,9 +39,9 @@ class Shapes:
 
     def working(self, num_tokens: int) -> int:
         """Bytes of so many tokens beside the weights: in a layer, with its input and output, and the gradients of all;
-        or behind the last layer, with logits, their gradients and two fp32 copies."""
+        or behind the last layer, with logits, their gradients, and as much as three fp32 copies in the loss."""
         in_layer = num_tokens * (self.activations + self.num_tokens * self.scores + 4 * self.hidden)
-        at_head = num_tokens * 2 * (self.logits + self.hidden) + 8 * min(num_tokens * self.vocab_size, MAX_LOGITS)
+        at_head = num_tokens * 2 * (self.logits + self.hidden) + 3 * 4 * min(num_tokens * self.vocab_size, MAX_LOGITS)
         return max(in_layer, at_head)
 
     @property
