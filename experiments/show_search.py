@@ -149,8 +149,9 @@ def solve(given: argparse.Namespace, loaded: LoadedModel, files: Sequence[str]) 
     return dict(solved)
 
 
-def main() -> None:
-    parser = arguments(__doc__)
+def search_arguments(text: str | None) -> argparse.ArgumentParser:
+    """Options of a search that is measured; ``text`` describes the script."""
+    parser = arguments(text)
     parser.add_argument("--data", action="append", required=True, help="calibration's sources; may be given again")
     parser.add_argument("--bits", type=float, nargs="+", default=[2.8, 3.1, 3.5])
     parser.add_argument("--work", type=Path, required=True, help="folder for searches")
@@ -169,7 +170,11 @@ def main() -> None:
     parser.add_argument("--granularity", default="layer", choices=("layer", "head"))
     parser.add_argument("--no-rescale", action="store_true", help="without λ, whose fits take a CPU longest")
     parser.add_argument("--singles", type=int, default=compose.MAX_SINGLES, help="single changes measured in a round")
-    given = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    given = search_arguments(__doc__).parse_args()
     loaded = load(given.model, device=given.device)
     found = {(data, bits): searched(given, loaded, data, bits) for data in given.data for bits in sorted(given.bits)}
     wanted = {
