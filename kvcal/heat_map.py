@@ -2,7 +2,7 @@
 
 Where a layer's heads differ, K (or V) has a row for each KV head. More layers than fit 80 columns go below in further
 blocks. A cell is the bits of a code, of pages that shrink the last ones; "-" is a layer that is not packed (a sliding
-window, a state). Colours are those of the pictures, light to dark; without a terminal the numbers are left.
+window, a state). Pictures have the same colours; without a terminal the numbers are left.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
 
 WIDTH, CELL = 80, 3
-COLOURS = {1: "#f1eef6", 2: "#d0d1e6", 3: "#a6bddb", 4: "#74a9cf", 8: "#2b8cbe", 16: "#045a8d"}
+# Code bits, light to dark: one hue, so that more bits are darker in print, too. None: a bounded layer.
+SHADES = {1: "#f1eef6", 2: "#d0d1e6", 3: "#a6bddb", 4: "#74a9cf", 8: "#2b8cbe", 16: "#045a8d", None: "#e6e6e6"}
 DARK_BITS = 8
 
 
@@ -50,5 +51,5 @@ def _cells(block: Sequence[LayerPlan], side: Side, head: int) -> Iterator[tuple[
         bits = heads[head].num_bits if head < len(heads) else None
         style = Style()
         if bits is not None:
-            style = Style(color="white" if bits >= DARK_BITS else "black", bgcolor=COLOURS[bits])
+            style = Style(color="white" if bits >= DARK_BITS else "black", bgcolor=SHADES[bits])
         yield f"{'-' if bits is None else bits:>{CELL}}", style

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcal.charts import BLUE, COLOURS, MARKERS, RED, Picture
+from kvcal.heat_map import DARK_BITS, SHADES
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import LayerPlan
 from kvcal.quantities import format_bytes
@@ -24,9 +25,6 @@ from kvcal.stages.profile.record import Profile
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Code bits, light to dark: one hue, so that more bits are darker in print, too. None: a bounded layer.
-SHADES = {1: "#f1eef6", 2: "#d0d1e6", 3: "#a6bddb", 4: "#74a9cf", 8: "#2b8cbe", 16: "#045a8d", None: "#e6e6e6"}
-DARK_BITS = 8
 # Beyond these, cells are too small for their numbers, and not every layer is named.
 MOST_NUMBERED_LAYERS, MOST_NUMBERED_HEADS, MOST_NAMED_LAYERS = 48, 8, 32
 GAP = 0.04

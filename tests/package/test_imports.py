@@ -24,9 +24,9 @@ LEVELS = (
     {"kernels"},
     {"store"},
     {"cache"},
-    {"stages", "bench", "charts", "exports", "engines"},
+    {"stages", "bench", "charts", "heat_map", "exports", "engines"},
     {"run"},
-    {"commands", "console", "tables", "heat_map", "lm_eval", "__main__", "charts.html", "charts.report"},
+    {"commands", "console", "tables", "lm_eval", "__main__", "charts.html", "charts.report"},
 )
 RUNTIME = (
     "errors", "lazy_torch", "strict", "stored_tensor", "geometry", "artifact", "records", "pages", "models.attention",
