@@ -5,7 +5,8 @@ A message names the value, the place and the allowed set; the optional hint says
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Self
 
@@ -60,6 +61,13 @@ class NonFiniteActivations(KvcalError):
 
     exit_code = 4
 
+    def __init__(
+        self,
+        message: str,
+        hint: str | None = "check the checkpoint; a model that overflows in float16 needs --dtype bfloat16 or float32",
+    ) -> None:
+        super().__init__(message, hint)
+
 
 class KernelError(KvcalError):
     """A CUDA kernel that cannot be compiled, loaded or run here: no cuda-core, no GPU, one that is too old."""
@@ -77,6 +85,15 @@ class RankFailed(KvcalError):
     """Another process of a command of several (kvcal.distributed) has ended before its work was done."""
 
     exit_code = 8
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """A context whose NonFiniteActivations begin with ``what`` was measured."""
+    try:
+        yield
+    except NonFiniteActivations as error:
+        raise NonFiniteActivations(f"{what}: {error.message}", error.hint) from error
 
 
 class SlowPath(UserWarning):

@@ -41,7 +41,7 @@ from kvcal.cache.attached import attached_for
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
 from kvcal.distributed import Parcel, in_turn
-from kvcal.errors import NonFiniteActivations, UsageError
+from kvcal.errors import NonFiniteActivations, UsageError, naming
 from kvcal.geometry import Geometry, ModelIdentity
 from kvcal.models.layer_inputs import Forward, LayerInputs, kept_inputs
 from kvcal.models.load import LoadedModel
@@ -429,11 +429,8 @@ class KLMeter:
     def _measured(self, digests: Sequence[str], plans: Sequence[Plan], numbers: range) -> Tensor:
         """[P, B, 3] fp64: ``STATISTICS`` on the texts of these numbers, in a batch that depends on nothing else."""
         texts = [self.texts[number] for number in numbers]
-        try:
+        with naming(f"search, plans {', '.join(digest[:8] for digest in digests)}"):
             found = deviations(self._model, self._reference, plans, *padded_texts(texts), self._room)
-        except NonFiniteActivations as error:
-            names = ", ".join(digest[:8] for digest in digests)
-            raise NonFiniteActivations(f"search, plans {names}: {error.message}", error.hint) from error
         return found.statistics(len(texts))
 
     def _keep(self, digests: Sequence[str], start: int, stop: int, found_PNS: Tensor) -> None:

@@ -74,7 +74,7 @@ class PackedCacheLM(HFLM):
         logits_BTV = torch.cat([chunk_BTV for _, chunk_BTV in feed(self.model, cache, inps)], dim=1)
         require_predicted_bytes(cache, self.plan)
         if torch.isnan(logits_BTV).any():
-            raise NonFiniteActivations("the logits hold NaN", hint="check the model in this dtype")
+            raise NonFiniteActivations("the logits hold NaN")
         return logits_BTV
 
     @torch.inference_mode()

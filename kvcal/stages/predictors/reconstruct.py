@@ -223,10 +223,8 @@ def _raw_pages(layer: LayerPlan, captured: Captured, table: Tensor, cache_dtype:
     for side, x_BNTD in zip(SIDES, (captured.k_post_BNTD, captured.v_BNTD), strict=True):
         x_NTD = x_BNTD[0, :, : num_page_tokens(x_BNTD.shape[2])].to(dtype)
         if not torch.isfinite(x_NTD).all():
-            raise NonFiniteActivations(
-                f"the {'keys' if side == 'k' else 'values'} of layer {index} hold NaN or infinity",
-                hint="check the checkpoint; a model that overflows in float16 needs --dtype bfloat16 or float32",
-            )
+            name = "keys" if side == "k" else "values"
+            raise NonFiniteActivations(f"the {name} of layer {index} hold NaN or infinity")
         packed_NTD = without_sinks(x_NTD, layer.formats(side)[0].num_sink_tokens)
         sides[side] = packed_NTD.unflatten(1, (-1, PAGE_TOKENS)).transpose(0, 1)
     positions = page_positions(torch.arange(len(sides["k"]), device=sides["k"].device))

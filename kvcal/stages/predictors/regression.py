@@ -180,10 +180,7 @@ def _sums(x_nF: Tensor, y_nO: Tensor) -> NormalEquations:
     x_F, y_O = x_nF.sum(0), y_nO.sum(0)
     # fp32 numbers cannot overflow a sum in fp64: it is finite exactly when all of them are.
     if not torch.isfinite(x_F.sum() + y_O.sum()):
-        raise NonFiniteActivations(
-            "keys or values to fit a predictor on hold NaN or infinity",
-            hint="check the checkpoint; a model that overflows in float16 needs --dtype bfloat16 or float32",
-        )
+        raise NonFiniteActivations("keys or values to fit a predictor on hold NaN or infinity")
     xx_FF, xy_FO, y2_O = x_nF.T @ x_nF, x_nF.T @ y_nO, (y_nO * y_nO).sum(0)
     return NormalEquations(xx_FF, xy_FO, x_F, y_O, y2_O, x_nF.shape[0])
 

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 
 from kvcal.data.sequences import TokenDataset
 from kvcal.distributed import Parcel, from_first, size
-from kvcal.errors import NonFiniteActivations
+from kvcal.errors import naming
 from kvcal.models.load import LoadedModel
 from kvcal.models.rope import rotary_maps
 from kvcal.models.streamed import is_streamed
@@ -337,10 +337,8 @@ class _Fitting:
                 for number, start in zip_longest(sequences, before):
                     found: dict[str, Mean] = {}
                     receive = sums(self.splits[number], found)
-                    try:
+                    with naming(f"sequence {number}"):
                         starts.append(read(self.data.sequences[number], receive, start))
-                    except NonFiniteActivations as error:
-                        raise NonFiniteActivations(f"sequence {number}: {error.message}", error.hint) from error
                     means |= added(means, found)
             self.starts.keep(sequences, starts)
             return {name: Mean(mean.total.cpu(), mean.count) for name, mean in means.items()}

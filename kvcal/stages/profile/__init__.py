@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcal.data.sequences import TokenDataset
-from kvcal.errors import NonFiniteActivations
+from kvcal.errors import naming
 from kvcal.models.load import LoadedModel, weight_bytes
 from kvcal.models.streamed import is_streamed
 from kvcal.models.taps import check_taps
@@ -188,13 +188,9 @@ def divergence_means(loaded: LoadedModel, setup: ProfileSetup, step: Step, room:
     places, texts = step
     reference = unquantized_plan(loaded.identity, loaded.geometry)
     plans = [plan for place in places for plan in _plans_of(setup, reference, place)]
-    try:
+    names = ", ".join(f"{side} of layer {index}" for index, side in places)
+    with naming(f"samples {[text.sample for text in texts]} with a quantized cache ({names})"):
         kl_Pn = deviations(loaded.model, reference, plans, *padded_texts(texts), room).kl_Pn
-    except NonFiniteActivations as error:
-        names = ", ".join(f"{side} of layer {index}" for index, side in places)
-        samples = [text.sample for text in texts]
-        message = f"samples {samples} with a quantized cache ({names}): {error.message}"
-        raise NonFiniteActivations(message, error.hint) from error
     rows = kl_Pn.split([len(setup.kl_candidates(side)) for _, side in places])
     return {_kl_name(*place): Mean.of(row.T) for place, row in zip(places, rows, strict=True)}
 

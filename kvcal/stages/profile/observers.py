@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvcal.errors import NonFiniteActivations, UnsupportedModel
+from kvcal.errors import NonFiniteActivations, UnsupportedModel, naming
 from kvcal.geometry import CACHE_DTYPES, Geometry
 from kvcal.models.geometry import attention_layers
 from kvcal.models.projections import KVProjection, kv_projections
@@ -41,7 +41,6 @@ from kvcal.stages.profile.sensitivity import Candidate, Errors, quantization_err
 
 LayerSide = tuple[int, Side]  # the layer's cache index first
 NAMES = {"k": "the keys", "v": "the values"}
-HINT = "check the checkpoint; a model that overflows in float16 needs --dtype bfloat16 or float32"
 # Logits whose loss is taken at once: bounds the fp32 scratch to 512 MiB a tensor.
 MAX_LOGITS = 1 << 27
 
@@ -117,7 +116,7 @@ class _Pass:
                 if not flag_B.all():
                     sample = self.batch.numbers[int((~flag_B).nonzero()[0])]
                     place = f"{NAMES[side]} of layer {layer}"
-                    raise NonFiniteActivations(message.format(place=place, sample=sample), HINT)
+                    raise NonFiniteActivations(message.format(place=place, sample=sample))
 
 
 class GradientPass:
@@ -166,7 +165,7 @@ class GradientPass:
             loss_B = loss_B.cpu()
             for number, loss in zip(batch.numbers, loss_B.tolist(), strict=True):
                 if not math.isfinite(loss):
-                    raise NonFiniteActivations(f"the loss of sample {number} is {loss}", HINT)
+                    raise NonFiniteActivations(f"the loss of sample {number} is {loss}")
             if logits_BTV.requires_grad:
                 torch.autograd.backward(logits_BTV, gradient_BTV)
         found.require_finite(found.finite_gradients, "the gradient of {place} is not finite in sample {sample}")
@@ -193,20 +192,9 @@ class GradientPass:
         found.finite_gradients.append((place, g_BNTD.isfinite().flatten(1).all(1)))
         layer, side = place
         cache_dtype = CACHE_DTYPES[self._geometry.cache_dtype]
-        try:
-            found.errors[place] = quantization_errors(
-                x_BNTD,
-                g_BNTD,
-                found.lengths_B,
-                self._candidates[side],
-                self._num_sink_tokens,
-                cache_dtype,
-                self._param_dtype,
-                side,
-            )
-        except NonFiniteActivations as error:  # of a page that cannot be packed
-            message = f"{NAMES[side]} of layer {layer} in samples {list(found.batch.numbers)}: {error.message}"
-            raise NonFiniteActivations(message, error.hint) from error
+        settings = self._candidates[side], self._num_sink_tokens, cache_dtype, self._param_dtype, side
+        with naming(f"{NAMES[side]} of layer {layer} in samples {list(found.batch.numbers)}"):
+            found.errors[place] = quantization_errors(x_BNTD, g_BNTD, found.lengths_B, *settings)
 
     def _watch_projection(
         self, found: _Pass, projections: Sequence[KVProjection], module: nn.Module, args: tuple[Any, ...], out: Tensor
@@ -235,8 +223,7 @@ class GradientPass:
         for (layer, side), norm_B in norms.items():
             for row in (~norm_B.isfinite()).nonzero().flatten().tolist():
                 place = f"the {side} projection of layer {layer}"
-                message = f"{place} has a gradient that is not finite in sample {batch.numbers[row]}"
-                raise NonFiniteActivations(message, HINT)
+                raise NonFiniteActivations(f"{place} has a gradient that is not finite in sample {batch.numbers[row]}")
 
 
 @contextmanager

@@ -19,8 +19,7 @@ before RoPE, 16 bits or in a sliding window stay as they are, and so do latents.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 
 from kvcal.data.sequences import TokenDataset
-from kvcal.errors import NonFiniteActivations, UsageError
+from kvcal.errors import NonFiniteActivations, UsageError, naming
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import bias_findings
 from kvcal.models.rope import rotary_pairs
@@ -114,15 +113,6 @@ def _require_pages(data: TokenDataset, layers: Mapping[int, LayerPlan]) -> None:
         )
 
 
-@contextmanager
-def _naming(sample: int) -> Iterator[None]:
-    """NonFiniteActivations name the sample."""
-    try:
-        yield
-    except NonFiniteActivations as error:
-        raise NonFiniteActivations(f"sample {sample}: {error.message}", error.hint) from error
-
-
 @dataclass(frozen=True, eq=False)
 class _Search:
     """One run of the stage. ``layers``: the searched ones, by index; ``tensors``: the plan's, on the model's device."""
@@ -174,7 +164,7 @@ class _Search:
 
     def statistics(self, sample: int) -> dict[str, Mean]:
         """The statistics of one sequence."""
-        with _naming(sample):
+        with naming(f"sample {sample}"):
             found = key_statistics(self.loaded, self.data.sequences[sample], self.position_scale, self.sinks)
         return {name: mean for index, keys in found.items() for name, mean in keys.stored(index).items()}
 
@@ -190,7 +180,7 @@ class _Search:
                 found[f"energy.{index}"] = Mean(energy.cpu(), 1)
 
         inputs = calibration_inputs(self.loaded, self.data.sequences[sample][None], self.position_scale)
-        with _naming(sample), rereading(self.loaded.model, measure, self.loaded.geometry):
+        with naming(f"sample {sample}"), rereading(self.loaded.model, measure, self.loaded.geometry):
             self.loaded.model(**inputs)
         return found
 
