@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.stats import spearmanr
 from shared import arguments, picked, print_table
 
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
@@ -39,7 +40,6 @@ from kvcal.stages.allocate.importance import (
     importance_formats,
     importance_scores,
     important_layers,
-    rank_correlation,
 )
 from kvcal.stages.evaluate.text import Reference, measure_text
 from kvcal.stages.profile import Profile, run_profile
@@ -128,9 +128,9 @@ def show_scores(first: Scores, second: Scores, alone: Scores) -> Rows:
         rows.append(
             {
                 "side": side,
-                "rank correlation of the sets": rank_correlation(columns[0], columns[1]),
+                "rank correlation of the sets": float(spearmanr(columns[0], columns[1]).statistic),
                 "important in both": f"{len(chosen[0] & chosen[1])} of {len(chosen[0])}",
-                "rank correlation with single KL": rank_correlation(columns[0], columns[2]),
+                "rank correlation with single KL": float(spearmanr(columns[0], columns[2]).statistic),
                 "important by both": f"{len(chosen[0] & chosen[2])} of {len(chosen[0])}",
                 "scores": columns[0],
                 "single KL": columns[2],

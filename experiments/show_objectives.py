@@ -15,7 +15,7 @@ import random
 from itertools import product
 
 import torch
-from kvcal.stages.evaluate.generation import measure_tasks
+from scipy.stats import spearmanr
 from shared import arguments, print_table
 
 from kvcal.console import TerminalReporter
@@ -26,9 +26,9 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Plan, Workload
 from kvcal.recipe import CacheSpec, EvaluateSpec, SearchSpec
-from kvcal.stages.allocate.importance import rank_correlation
 from kvcal.stages.allocate.record import layers_in
 from kvcal.stages.divergence import STATISTICS, deviations, kl_texts, padded_texts, unquantized_plan
+from kvcal.stages.evaluate.tasks import measure_tasks
 from kvcal.stages.search.compositions import system_plans
 
 WITHOUT_FITS = ("kivi-2", "kivi-4", "kitty", "kitty-pro", "mixkvq-capped", "kvmix", "higgs-2")
@@ -88,8 +88,8 @@ def main() -> None:
             ]
             values = found_PNS[:, chosen, number].mean(1).tolist()
             if len(set(values)) > 1 and len(set(drawn)) > 1:
-                samples.append(rank_correlation(values, [-share for share in drawn]))
-        whole = rank_correlation(means[statistic].tolist(), lost)
+                samples.append(float(spearmanr(values, [-share for share in drawn]).statistic))
+        whole = float(spearmanr(means[statistic].tolist(), lost).statistic)
         correlations.append([statistic, whole, float(torch.tensor(samples).std())])
     print_table("Rank correlation with problems lost", ["statistic", "correlation", "error"], correlations)
     given.out.write_text(json.dumps({"plans": rows, "correlations": correlations}, indent=1))

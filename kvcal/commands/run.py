@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvcal.plan.plan import Workload
     from kvcal.recipe import AllocateSpec, Recipe
     from kvcal.stages.compare.record import Point
-    from kvcal.stages.gain import Gain
+    from kvcal.stages.size import Gain
 
 
 @options.spread
@@ -67,7 +67,7 @@ def plan(
     from kvcal.run import pipeline
     from kvcal.stages import allocate as allocation_stage
     from kvcal.stages import profile as profile_stage
-    from kvcal.stages.gain import gain_of
+    from kvcal.stages.size import gain_of
     from kvcal.stages.verify import verify_plan
 
     if not budgets.kinds():

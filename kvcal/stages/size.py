@@ -1,12 +1,17 @@
-"""What a model's cache takes at the same bits in every layer, and what fits in a memory: before anything is measured.
+"""The bytes of a cache, and how far a memory goes with them: at the same bits in every layer, before anything is
+measured, and for a finished plan, which gains on 16 bits.
 
-The rows are recipes with [formats] alone, so that each can be compiled as it stands. Bytes are the plan's own
-(``Plan.nbytes``); what a memory has to hold beside the cache is what a budget of a whole device counts: weights, logits
-and the workspace of a decode step. The largest batch and context are found by bisection, since all of these grow with
-both. Left out: activations of a long prompt, and what the framework itself takes.
+The rows of equal bits are recipes with [formats] alone, so that each can be compiled as it stands. Bytes are the plan's
+own (``Plan.nbytes``); what a memory has to hold beside the cache is what a budget of a whole device counts: weights,
+logits and the workspace of a decode step. The largest batch and context are found by bisection, since all of these grow
+with both. Left out: activations of a long prompt, and what the framework itself takes.
 
 On several devices (tensor parallelism) each holds its share of the KV heads, and copies where there are fewer heads
 than devices; weights and states are divided evenly.
+
+The KL to expect of a finished plan is the one that it was chosen by, on calibration text: measured for the whole plan
+by a search; after a profile, the sum of what each layer's keys and values cause alone, which need not add up.
+`kvcal eval` measures it.
 """
 
 from __future__ import annotations
@@ -14,12 +19,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from kvcal.errors import UsageError
 from kvcal.geometry import AttentionGeometry, Geometry, LayerGeometry, ModelIdentity, StateGeometry
 from kvcal.models.config import ModelSizes
 from kvcal.plan.layer import LayerPlan, bare_layers
-from kvcal.plan.page_format import SIDES
+from kvcal.plan.page_format import RAW, SIDES
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import tensors_nbytes
 from kvcal.quantities import MAX_BATCH, MAX_CONTEXT
@@ -27,7 +33,12 @@ from kvcal.recipe import fixed_layers
 from kvcal.recipe_files import load_recipe
 from kvcal.store.workspace import logits_bytes, step_workspace
 
+if TYPE_CHECKING:  # what measures is not needed for sizes
+    from kvcal.stages.allocate.record import Allocation
+    from kvcal.stages.profile.record import Profile
+
 RECIPES = ("16-bit", "uniform-8", "uniform-4", "uniform-3", "uniform-2")
+KlSource = Literal["measured by the search", "sum of single layers"]
 
 
 @dataclass(frozen=True)
@@ -141,3 +152,63 @@ def _shared(layer: LayerGeometry, devices: int) -> LayerGeometry:
     state_bytes = -(-layer.state_bytes // devices)
     heads = max(1, heads // devices)
     return replace(layer, num_query_heads=queries // devices, num_kv_heads=heads, state_bytes=state_bytes)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Bytes of the cache at the plan's workload, in the plan and in the model's own; ``budget`` in bytes, and how far
+    it goes with the plan and at 16 bits: None where pages shrink on a schedule for the workload alone. ``expected_kl``
+    in nats per token, None where it was not measured for these formats."""
+
+    cache_bytes: int
+    raw_bytes: int
+    bits_per_value: float
+    budget: int
+    fit: Fit | None
+    raw_fit: Fit
+    expected_kl: float | None
+    kl_source: KlSource | None
+
+    @property
+    def ratio(self) -> float:
+        return self.raw_bytes / self.cache_bytes
+
+
+def gain_of(plan: Plan, allocation: Allocation, vocab_size: int, profile: Profile | None) -> Gain:
+    """The gain of ``plan`` within the budget of its ``allocation``; ``profile``: what the allocation was made from;
+    None after a search."""
+    split = allocation.split
+    fit = None if plan.is_progressive else fit_of(plan, split.budget, split.weights, vocab_size)
+    kl = allocation.loss if profile is None else expected_kl(allocation, profile)
+    source: KlSource = "measured by the search" if profile is None else "sum of single layers"
+    return Gain(
+        plan.predicted_bytes,
+        plan.raw_nbytes(plan.workload.lengths),
+        plan.bits_per_value(),
+        split.budget,
+        fit,
+        fit_of(plan.unquantized(), split.budget, split.weights, vocab_size),
+        kl,
+        None if kl is None else source,
+    )
+
+
+def expected_kl(allocation: Allocation, profile: Profile) -> float | None:
+    """The sum of the KL that each layer's keys and values cause alone in their formats; None where one of them was not
+    measured, or a layer's heads differ."""
+    found = list(_single_kls(allocation, profile))
+    return None if any(kl is None for kl in found) else sum(kl for kl in found if kl is not None)
+
+
+def _single_kls(allocation: Allocation, profile: Profile) -> Iterator[float | None]:
+    for layer in allocation.layers:
+        for side in SIDES if layer.is_paged else ():
+            candidates = profile.setup.kl_candidates(side)
+            formats = [profile.cache.format(side, *candidate) for candidate in candidates]
+            chosen = layer.formats(side)
+            if set(chosen) == {RAW}:
+                yield 0.0
+            elif len(chosen) == 1 and chosen[0] in formats:
+                yield float(profile.kl(layer.geometry.index, side)[formats.index(chosen[0])])
+            else:
+                yield None

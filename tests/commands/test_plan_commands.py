@@ -18,8 +18,8 @@ from kvcal.plan.plan import load_plan
 from kvcal.recipe import CacheSpec
 from kvcal.stages.allocate import load as load_allocation
 from kvcal.stages.evaluate import load_evaluation
-from kvcal.stages.gain import expected_kl
 from kvcal.stages.profile import load as load_profile
+from kvcal.stages.size import expected_kl
 
 SIZES = ("--batch", 2, "--context", 4096)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,10 +27,10 @@ from kvcal.stages.allocate.importance import (
     important_layers,
     num_important,
     random_layers,
-    rank_correlation,
     window_rule,
 )
 from kvcal.stages.profile import run_profile
+from kvcal.stages.search.record import SearchReport
 
 NUM_LAYERS = 4
 LENGTHS, PROMPTS = (19, 30, 24), (4, 11, 1)
@@ -164,29 +164,15 @@ def correlation_by_hand(a: list[float], b: list[float]) -> float:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(-4, 4), st.floats(-9, 9, width=16)), min_size=2, max_size=12))
-def test_rank_correlation_with_many_ties(pairs: list[tuple[float, float]]) -> None:
-    a, b = [list(map(float, side)) for side in zip(*pairs, strict=True)]
-    if len(set(a)) == 1 or len(set(b)) == 1:
-        with pytest.raises(ValueError, match="not defined"):
-            rank_correlation(a, b)
-        return
-    assert rank_correlation(a, b) == pytest.approx(correlation_by_hand(a, b), abs=1e-12)
-
-
-def test_rank_correlation_without_ties_is_that_of_squared_differences() -> None:
-    """1 - 6 sum d^2 / (n (n^2 - 1)), for every order of five."""
-    base = [10.0, 20.0, 30.0, 40.0, 50.0]
-    for order in itertools.permutations(range(5)):
-        squares = sum((place - rank) ** 2 for place, rank in enumerate(order))
-        found = rank_correlation(base, [math.exp(rank) for rank in order])
-        assert found == pytest.approx(1 - 6 * squares / (5 * 24), abs=1e-12)
-    assert rank_correlation(base, base) == 1.0 and rank_correlation(base, base[::-1]) == -1.0
-
-
-def test_rank_correlation_of_unequal_lengths_is_refused() -> None:
-    with pytest.raises(ValueError, match="3 and 2 values"):
-        rank_correlation([1.0, 2.0, 3.0], [1.0, 2.0])
+@given(st.lists(st.tuples(st.integers(-4, 4), st.floats(-9, 9, width=16)), max_size=12))
+def test_rank_correlation_of_a_search_with_many_ties(pairs: list[tuple[float, float]]) -> None:
+    proxy = tuple((float(a), b) for a, b in pairs)
+    found = SearchReport.proxy_correlation.fget(SimpleNamespace(proxy=proxy))
+    a, b = [list(side) for side in zip(*proxy, strict=True)] or ([], [])
+    if len(pairs) < 3 or len(set(a)) == 1 or len(set(b)) == 1:
+        assert found is None
+    else:
+        assert found == pytest.approx(correlation_by_hand(a, b), abs=1e-12)
 
 
 def random_scores(layers: list[int], seed: int) -> dict[str, dict[int, float]]:

@@ -18,9 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-import torch
-from torch import Tensor
-
 from kvcal.plan.page_format import SIDES, Format, Side, WindowRule
 from kvcal.recipe import ImportanceSpec
 from kvcal.stages.profile.record import Profile
@@ -99,26 +96,3 @@ def random_layers(layers: Sequence[int], share: float, side: Side, seed: int) ->
     """As many layers as :func:`important_layers` would choose, drawn without their scores; equal in every process."""
     drawn = random.Random(f"importance:{side}:{seed}").sample(sorted(layers), num_important(share, len(layers)))
     return frozenset(drawn)
-
-
-def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's: Pearson's correlation of the ranks, equal values sharing the mean of theirs; -1 to 1.
-
-    Raises:
-        ValueError: lengths differ, or one side has no two different values: the correlation is not defined.
-    """
-    if len(a) != len(b):
-        raise ValueError(f"{len(a)} and {len(b)} values, expected as many of one as of the other")
-    ranks_a, ranks_b = _centred_ranks(a), _centred_ranks(b)
-    squares = (ranks_a * ranks_a).sum() * (ranks_b * ranks_b).sum()
-    if squares == 0:
-        raise ValueError("the rank correlation of values that are all equal is not defined")
-    return float((ranks_a * ranks_b).sum() / squares.sqrt())
-
-
-def _centred_ranks(values: Sequence[float]) -> Tensor:
-    """Ranks less their mean, fp64: multiples of a half, so that sums of their products are exact."""
-    _, place, counts = torch.unique(torch.tensor(values, dtype=torch.float64), return_inverse=True, return_counts=True)
-    last = counts.cumsum(0)
-    mean_ranks = (last - counts + 1 + last).double() / 2
-    return mean_ranks[place] - (len(values) + 1) / 2

@@ -14,7 +14,6 @@ from kvcal import artifact
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.plan import Plan
 from kvcal.records import record_of, refusing
-from kvcal.stages.allocate.importance import rank_correlation
 from kvcal.stages.allocate.record import Allocation
 from kvcal.strict import STRICT, Amount, Count, Number, NumBytes, Positive, dump
 
@@ -110,7 +109,9 @@ class SearchReport:
         predicted, measured = [p for p, _ in self.proxy], [m for _, m in self.proxy]
         if len(self.proxy) < 3 or len(set(predicted)) == 1 or len(set(measured)) == 1:
             return None
-        return rank_correlation(predicted, measured)
+        from scipy.stats import spearmanr  # imported here: it takes half a second
+
+        return float(spearmanr(predicted, measured).statistic)
 
 
 @dataclass(frozen=True, eq=False)
