@@ -13,6 +13,7 @@ of options the decoder reads fast, so "a tenth more bytes" may pair some that a 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import re
@@ -140,7 +141,7 @@ def explain(
     """
     allocation, inputs = allocation_of(plan, folder)
     if "search.sha256" in inputs:
-        if inputs["search.sha256"] != _sha256(folder.search):
+        if not _is_input(folder.search, inputs, "search.sha256"):
             raise ArtifactError(f"{folder.search} is not the search that the plan was made from", "search again")
         return _of_search(search_stage.load(folder.search).report, layer)
     if allocation.loss is None:
@@ -149,7 +150,7 @@ def explain(
             f"{folder.allocation}: nothing was solved for: {name} fixes the formats, or assigns them by a rule",
             hint="a recipe with [allocate], such as default, or [search], such as best, chooses for a reason",
         )
-    if not folder.profile.is_file() or inputs.get("profile.sha256") != _sha256(folder.profile):
+    if not _is_input(folder.profile, inputs, "profile.sha256"):
         what = "is missing" if not folder.profile.is_file() else "is not the one that the plan was made from"
         raise ArtifactError(f"{folder.profile} {what}", hint=f"kvcal allocate {folder.path} chooses from it anew")
     profile = profile_stage.load(folder.profile)
@@ -194,15 +195,13 @@ def _of_profile(
 ) -> Explanation:
     problem = allocation_stage.Problem(profile, spec, profile.cache)
     costs = _Measured(profile)
-    units = []
+    units, layers = [], {planned.geometry.index: planned for planned in allocation.layers}
     for position, unit in enumerate(problem.units):
-        formats, names = (
-            problem.formats(position),
-            [format_name(next(iter(p.values()))) for p in problem.formats(position)],
-        )
+        formats = problem.formats(position)
+        names = [format_name(next(iter(parts.values()))) for parts in formats]
         (index, _, _), sides = next(iter(formats[0])), sorted({side for _, side, _ in formats[0]})
         heads = sorted({head for _, _, head in formats[0]})
-        chosen = allocation_stage.option_name(_layer(allocation, index).head_formats(sides[0])[heads[0]])
+        chosen = allocation_stage.option_name(layers[index].head_formats(sides[0])[heads[0]])
         options = tuple(
             OptionCost(
                 name, option.nbytes, option.loss, None, costs.kl(parts), costs.sensitivity(parts),
@@ -215,8 +214,7 @@ def _of_profile(
             place += f" head{'s' if len(heads) > 1 else ''} {', '.join(map(str, heads))}"
         units.append(UnitReasons(place, index, "".join(sides), options))
     capacity = _capacity(allocation, sum(unit.chosen.nbytes for unit in units))
-    shown = [n for n, unit in enumerate(units) if layer is None or unit.index == layer]
-    _require_layer(shown, layer, [unit.index for unit in units])
+    shown = _shown(units, layer)
     best = math.fsum(unit.chosen.loss for unit in units)
     explained = []
     for count, number in enumerate(shown):
@@ -228,14 +226,13 @@ def _of_profile(
     return Explanation("profile", f"{spec.objective} loss", tuple(explained), _more(units), risks)
 
 
-def _layer(allocation: Allocation, index: int) -> Any:
-    return next(layer for layer in allocation.layers if layer.geometry.index == index)
-
-
-def _require_layer(shown: Sequence[int], layer: int | None, indices: Sequence[int]) -> None:
+def _shown(units: Sequence[UnitReasons], layer: int | None) -> list[int]:
+    """Numbers of the units of a layer, or of all."""
+    shown = [number for number, unit in enumerate(units) if layer is None or unit.index == layer]
     if layer is not None and not shown:
-        named = ", ".join(map(str, sorted(set(indices))))
+        named = ", ".join(map(str, sorted({unit.index for unit in units})))
         raise UsageError(f"--layer {layer}: nothing was chosen there", hint=f"layers with one: {named}")
+    return shown
 
 
 def _capacity(allocation: Allocation, taken: int) -> int:
@@ -246,12 +243,11 @@ def _capacity(allocation: Allocation, taken: int) -> int:
 
 def _better(option: Option, options: Sequence[Option], names: Sequence[str]) -> str | None:
     """Of equal options, the solver and this take the first."""
+    before = True
     for name, other in zip(names, options, strict=True):
-        if other is option:
-            continue
+        before = before and other is not option
         is_equal = (other.nbytes, other.loss) == (option.nbytes, option.loss)
-        is_first = options.index(other) < options.index(option)
-        if other.nbytes <= option.nbytes and other.loss <= option.loss and (is_first or not is_equal):
+        if other.nbytes <= option.nbytes and other.loss <= option.loss and (before or not is_equal):
             return name
     return None
 
@@ -279,19 +275,14 @@ def _with_reason(unit: UnitReasons) -> UnitReasons:
     rivals = sorted((o for o in unit.options if o.better is None and not o.is_chosen), key=lambda option: option.nbytes)
     smaller = [rival for rival in rivals if rival.nbytes < chosen.nbytes][-1:]
     larger = [rival for rival in rivals if rival.nbytes > chosen.nbytes][:1]
-    parts = [
-        f"{rival.name} frees {format_bytes(chosen.nbytes - rival.nbytes)}{_change(rival, chosen)}" for rival in smaller
-    ]
-    parts += [
-        f"{rival.name} takes {format_bytes(rival.nbytes - chosen.nbytes)} more{_change(rival, chosen)}"
-        for rival in larger
-    ]
+    parts = [_against(rival, chosen) for rival in (*smaller, *larger)]
     return replace(unit, reason="; ".join(parts) or "every other option is larger, and no better")
 
 
-def _change(rival: OptionCost, chosen: OptionCost) -> str:
-    error = "" if rival.error is None else f" ± {rival.error:.1g}"
-    here = f": {rival.loss - chosen.loss:+.2g}{error} here"
+def _against(rival: OptionCost, chosen: OptionCost) -> str:
+    more, error = rival.nbytes - chosen.nbytes, "" if rival.error is None else f" ± {rival.error:.1g}"
+    moved = f"takes {format_bytes(more)} more" if more > 0 else f"frees {format_bytes(-more)}"
+    here = f"{rival.name} {moved}: {rival.loss - chosen.loss:+.2g}{error} here"
     if not rival.fits:
         return f"{here}, and nothing fits beside it"
     return here if rival.total is None else f"{here}, {rival.total - rival.loss + chosen.loss:+.2g} elsewhere"
@@ -301,18 +292,15 @@ class _Measured:
     """The measurements of single formats in a profile."""
 
     def __init__(self, profile: Profile) -> None:
-        self._profile = profile
-        self._tables: dict[tuple[str, int, Side], dict[str, list[float]]] = {}
+        self._profile, self._losses = profile, functools.cache(self._read)
 
-    def _losses(self, measure: Literal["kl", "sensitivity"], index: int, side: Side) -> dict[str, list[float]]:
+    def _read(self, measure: Literal["kl", "sensitivity"], index: int, side: Side) -> dict[str, list[float]]:
         """Of every option's name: one value for each KV head (sensitivity), or one in all."""
-        key, profile = (measure, index, side), self._profile
-        if key not in self._tables:
-            is_there = measure == "sensitivity" or profile.setup.kl_candidates(side)
-            losses = profile.losses(measure, index, side) if is_there else {}
-            formats = {candidate: profile.cache.format(side, *candidate) for candidate in losses}
-            self._tables[key] = {allocation_stage.option_name(formats[one]): loss for one, loss in losses.items()}
-        return self._tables[key]
+        profile = self._profile
+        is_there = measure == "sensitivity" or profile.setup.kl_candidates(side)
+        losses = profile.losses(measure, index, side) if is_there else {}
+        name = allocation_stage.option_name
+        return {name(profile.cache.format(side, *candidate)): loss for candidate, loss in losses.items()}
 
     def kl(self, parts: Mapping[tuple[int, Side, int], Format]) -> float | None:
         """Of layers' sides whose heads are all in ``parts``: the sum of their KLs."""
@@ -390,12 +378,9 @@ def _largest(kind: Literal["layer", "head"], costs: Mapping[str, float], measure
 
 def _of_search(report: SearchReport, layer: int | None) -> Explanation:
     units = [_searched(unit) for unit in report.units]
-    shown = [n for n, unit in enumerate(units) if layer is None or unit.index == layer]
-    _require_layer(shown, layer, [unit.index for unit in units])
-    explained = tuple(_with_reason(units[number]) for number in shown)
-    return Explanation(
-        "search", "score", explained, _more(units) if units else None, tuple(_searched_risks(report, units))
-    )
+    explained = tuple(_with_reason(units[number]) for number in _shown(units, layer))
+    risks = tuple(_searched_risks(report, units))
+    return Explanation("search", "score", explained, _more(units) if units else None, risks)
 
 
 def _searched(unit: UnitResult) -> UnitReasons:
@@ -414,13 +399,12 @@ def _searched_risks(report: SearchReport, units: Sequence[UnitReasons]) -> Itera
     for name, pool in (("select", report.select), ("validate", report.validate)):
         for kind in sorted(pool.kinds, key=lambda kind: -kind.kl):
             yield Risk("text", f"{kind.kind} ({name})", "KL, nats per token", kind.kl, kind.kl_error, None)
-    gains = []
-    for unit in units:
-        raw = next((option for option in unit.options if option.name == RAW_NAME), None)
-        if raw is not None and raw.loss < unit.chosen.loss:
-            gains.append(
-                Risk("layer", unit.name, "score above 16 bits there", unit.chosen.loss - raw.loss, raw.error, None)
-            )
+    gains = [
+        Risk("layer", unit.name, "score above 16 bits there", unit.chosen.loss - raw.loss, raw.error, None)
+        for unit in units
+        for raw in unit.options
+        if raw.name == RAW_NAME and raw.loss < unit.chosen.loss
+    ]
     yield from sorted(gains, key=lambda risk: -risk.value)[:MOST_RISKS]
 
 
@@ -429,5 +413,5 @@ def format_name(fmt: Format) -> str:
     return RAW_NAME if fmt.num_bits == RAW.num_bits else f"{fmt.num_bits} {LAYOUTS[fmt.layout_name].label(fmt)}"
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+def _is_input(path: Path, inputs: Mapping[str, Any], name: str) -> bool:
+    return path.is_file() and inputs.get(name) == hashlib.sha256(path.read_bytes()).hexdigest()

@@ -24,13 +24,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvcal.artifact import differing_input, write_bytes_atomic
+from kvcal.artifact import write_bytes_atomic
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import KvcalError, RankFailed
 from kvcal.folder import Folder, compute_dtype, model_inputs, require_model
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan, Workload
-from kvcal.progress import Reporter
+from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import EvaluateSpec, Recipe
 from kvcal.stages.compare.record import (
     BASELINES,
@@ -41,14 +41,11 @@ from kvcal.stages.compare.record import (
     Refusal,
     StageTime,
     load_comparison,
-    points_of,
     save_comparison,
     with_shares,
 )
-from kvcal.stages.evaluate import Row, evaluate, load_evaluation, scheduled_batch
+from kvcal.stages.evaluate import Row, evaluate, kept_rows, scheduled_batch
 from kvcal.strict import dump, flat
-
-__all__ = ["FILE", "Build", "Point", "compare", "points_of"]
 
 FILE = "compare.json"
 
@@ -178,12 +175,11 @@ class _Job:
         remaining, refusals = dict(plans), dict[str, Refusal]()
         while True:
             try:
-                evaluation = evaluate(
-                    self.loaded, list(remaining.items()), spec, self.data, inputs, path, self.reporter
-                )
+                plans_left = list(remaining.items())
+                evaluation = evaluate(self.loaded, plans_left, spec, self.data, inputs, path, self.reporter)
                 return {row.name: row for row in evaluation.rows}, refusals
             except KvcalError as error:
-                measured = _measured(path, inputs)
+                measured = kept_rows(path, inputs, SILENT)
                 name = next((name for name, plan in remaining.items() if plan.sha256 not in measured), None)
                 if name is None or name in BASELINES or isinstance(error, RankFailed):
                     raise
@@ -204,14 +200,6 @@ class _Job:
         )
         save_comparison(comparison, self.folder.path / FILE)
         return comparison
-
-
-def _measured(path: Path, inputs: dict[str, Any]) -> set[str]:
-    """Digests of the plans that the evaluation's file holds for ``inputs``."""
-    if not path.exists():
-        return set()
-    earlier = load_evaluation(path)
-    return {row.plan_sha256 for row in earlier.rows} if differing_input(inputs, earlier.inputs) is None else set()
 
 
 def artifacts(folder: Path) -> dict[str, str]:

@@ -36,7 +36,7 @@ from kvcal.quantities import format_bytes
 from kvcal.recipe import EvaluateSpec
 from kvcal.records import read_json, write_json
 from kvcal.stages.evaluate.harness import measure_harness
-from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
+from kvcal.stages.evaluate.tasks import TaskResult, mean_accuracy, measure_tasks
 from kvcal.stages.evaluate.text import Reference, TextQuality, measure_text
 from kvcal.stages.verify import require_same_model
 from kvcal.strict import STRICT, Amount, NumBytes, dump, parse
@@ -83,14 +83,12 @@ class Row:
     @property
     def accuracy(self) -> float | None:
         """Mean accuracy over tasks, None without tasks."""
-        return sum(task.accuracy for task in self.tasks) / len(self.tasks) if self.tasks else None
+        return mean_accuracy(self.tasks)[0] if self.tasks else None
 
     @property
     def accuracy_se(self) -> float | None:
-        """Standard error of ``accuracy``: the tasks' errors are independent."""
-        if not self.tasks:
-            return None
-        return sum(task.accuracy_se**2 for task in self.tasks) ** 0.5 / len(self.tasks)
+        """Standard error of ``accuracy``."""
+        return mean_accuracy(self.tasks)[1] if self.tasks else None
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -137,7 +135,7 @@ def evaluate(
     for _, plan in plans:
         require_same_model(plan, loaded)
     digests = [plan.sha256 for _, plan in plans]
-    measured = _reusable(path, inputs, reporter)
+    measured = kept_rows(path, inputs, reporter)
     reference = Reference(loaded, data, spec.batch)
 
     def save() -> Evaluation:
@@ -243,7 +241,7 @@ def load_evaluation(path: str | Path) -> Evaluation:
     return read_json(path, KIND, SCHEMA, Evaluation, "delete the file and run the evaluation again")
 
 
-def _reusable(path: Path, inputs: dict[str, Any], reporter: Reporter) -> dict[str, Row]:
+def kept_rows(path: Path, inputs: dict[str, Any], reporter: Reporter) -> dict[str, Row]:
     """Rows of an earlier run with the same inputs, by plan; the reporter is told why there are none."""
     if not path.exists():
         return {}

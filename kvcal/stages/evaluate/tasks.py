@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +94,12 @@ def measure_tasks(
     return tuple(
         _result(loaded, task, [s for s in sequences if s.problem.task == task]) for task in spec.embedded_tasks
     )
+
+
+def mean_accuracy(results: Collection[TaskResult]) -> tuple[float, float]:
+    """Over one task or more, and its standard error: the tasks' errors are independent."""
+    error = sum(result.accuracy_se**2 for result in results) ** 0.5 / len(results)
+    return sum(result.accuracy for result in results) / len(results), error
 
 
 def wilson_se(num_correct: float, num_problems: int) -> float:

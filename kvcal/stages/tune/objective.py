@@ -25,7 +25,7 @@ from kvcal.progress import Silent
 from kvcal.quantities import MAX_SEED
 from kvcal.recipe import EvaluateSpec, TuneSpec
 from kvcal.stages.evaluate.harness import measure_harness, require_lm_eval
-from kvcal.stages.evaluate.tasks import measure_tasks
+from kvcal.stages.evaluate.tasks import mean_accuracy, measure_tasks
 from kvcal.stages.tune.record import Outcome, Search, Threshold
 from kvcal.stages.tune.tier_capacity import Scores, key_code_bits, measure_scores, score_quantile, with_thresholds
 
@@ -134,11 +134,10 @@ class TaskObjective:
         return Outcome(accuracy, error, plan.bits_per_value(), plan.predicted_bytes, facts)
 
     def accuracy(self, plan: Plan) -> tuple[float, float]:
-        """Mean accuracy over the tasks, and its standard error: the tasks' errors are independent."""
+        """Mean accuracy over the tasks, and its standard error."""
         results = measure_tasks(self.loaded, plan, self.tasks, Silent(), "select")
         results += measure_harness(self.loaded, plan, self.tasks, Silent())
-        error = sum(result.accuracy_se**2 for result in results) ** 0.5 / len(results)
-        return sum(result.accuracy for result in results) / len(results), error
+        return mean_accuracy(results)
 
 
 def _capacity_shares(plan: Plan) -> dict[str, float]:
