@@ -41,8 +41,7 @@ from kvcal.recipe_files import load_recipe
 from kvcal.stages.divergence import deviations, unquantized_plan
 from kvcal.stages.evaluate.tasks import measure_tasks
 from kvcal.stages.tune.objective import Origin, TaskObjective
-from kvcal.stages.tune.record import Outcome, Tuning
-from kvcal.stages.tune.study import tune
+from kvcal.stages.tune.study import Outcome, Tuning, tune
 
 SCORES: tuple[Score, ...] = ("query_range", "range", "magnitude", "query_magnitude", "random")
 # (name, tiers): the recipe's rooms, and a single tier.

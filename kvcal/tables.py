@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvcal.stages.prefix import PackedPrefix
     from kvcal.stages.profile.record import Profile
     from kvcal.stages.search.record import SearchReport
-    from kvcal.stages.tune.record import Tuning
+    from kvcal.stages.tune.study import Tuning
     from kvcal.stages.verify import Check
 
 

@@ -19,7 +19,7 @@ from kvcal.plan.plan import Plan
 from kvcal.quantities import format_bytes
 from kvcal.stages.compare.record import BASELINES, RAW_RECIPE, WORST_RECIPE, Comparison
 from kvcal.stages.evaluate import Evaluation, Row
-from kvcal.stages.tune.record import Trial, Tuning
+from kvcal.stages.tune.study import Trial, Tuning
 
 # KL below this is rounding (a 16-bit cache against the model without it); the logarithmic axis ends here.
 SMALLEST_KL = 1e-6

@@ -43,7 +43,7 @@ from kvcal.stages.compare.record import Comparison, load_comparison
 from kvcal.stages.evaluate import Evaluation, Row, load_evaluation
 from kvcal.stages.explain import Explanation, UnitReasons, allocation_of, explain, spec_of
 from kvcal.stages.search.record import KindResult, SearchReport
-from kvcal.stages.tune.record import Tuning, load_tuning
+from kvcal.stages.tune.study import Tuning, load_tuning
 from kvcal.strict import flat
 
 TUNING = "tune.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +66,7 @@ def verify_plan(plan: Plan, loaded: LoadedModel, max_context: int | None, report
             with attached_for(loaded.model, plan):
                 loaded.model(input_ids=tokens_BT[:, fed:count], past_key_values=cache)
             fed = count
-            _compare(cache, plan, [count] * batch)
+            require_predicted_bytes(cache, [count] * batch)
             reporter(number + 1, len(counts), f"verify: batch {batch}")
         checks.append(Check("bytes", f"batch {batch}: allocated = predicted at {_joined(counts)} tokens"))
     lengths = [length for length in RAGGED if length <= (max_context or length)][-most_rows:]
@@ -75,15 +76,21 @@ def verify_plan(plan: Plan, loaded: LoadedModel, max_context: int | None, report
     tokens_BT = _random_tokens(loaded, len(lengths), width)
     with attached_for(loaded.model, plan):
         loaded.model(input_ids=tokens_BT, attention_mask=mask, past_key_values=cache)
-    _compare(cache, plan, lengths)
+    require_predicted_bytes(cache, lengths)
     checks.append(Check("bytes", f"ragged batch of {_joined(lengths)} tokens: allocated = predicted"))
     return checks
 
 
-def _compare(cache: PlanCache, plan: Plan, lengths: list[int]) -> None:
-    predicted = plan.nbytes(lengths)
+def require_predicted_bytes(cache: PlanCache, lengths: Sequence[int] | None = None) -> None:
+    """ArtifactError unless the cache's measured bytes are those that its plan predicts for sequences of these lengths
+    (default: as the cache counts them)."""
+    lengths = cache.lengths if lengths is None else lengths
+    predicted = cache.plan.nbytes(lengths, cache.get_seq_length())
     if cache.nbytes != predicted:
-        raise ArtifactError(f"sequences of {lengths} tokens: {cache.nbytes} bytes allocated, {predicted} predicted")
+        raise ArtifactError(
+            f"sequences of {lengths} tokens take {cache.nbytes} bytes of cache, the plan predicts {predicted}",
+            hint="the byte count is wrong, and so would be every budget: please report this",
+        )
 
 
 def _random_tokens(loaded: LoadedModel, batch: int, length: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate import save_evaluation
 from kvcal.stages.evaluate.text import PartKL
 from kvcal.stages.search.record import save as save_search
-from kvcal.stages.tune.record import Outcome, Search, Threshold, Trial, Tuning, pareto_front, save_tuning
+from kvcal.stages.tune.study import Outcome, Search, Threshold, Trial, Tuning, pareto_front, save_tuning
 
 HOSTILE = """</td></title><script>alert("1")</script><img src='http://x.example/a.png' onerror=alert(1)>&amp;"""
 BROWSERS = (

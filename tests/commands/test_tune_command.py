@@ -29,7 +29,7 @@ from kvcal.stages.allocate.budget import ModelSizes, resolve_budget
 from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
 from kvcal.stages.tune import objective as tune_objective
 from kvcal.stages.tune.objective import Origin, TaskObjective, tuned_bits
-from kvcal.stages.tune.record import Outcome, choose, load_tuning
+from kvcal.stages.tune.study import Outcome, choose, load_tuning
 from kvcal.stages.tune.tier_capacity import measure_scores
 
 UNTUNED = RECIPE[: RECIPE.index("[tune]")]

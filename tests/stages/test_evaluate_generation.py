@@ -13,7 +13,6 @@ from kvcal.data.sequences import encode_problem
 from kvcal.data.tasks import extract_answer, problems
 from kvcal.errors import ArtifactError, NonFiniteActivations, UsageError
 from kvcal.models.load import LoadedModel, load
-from kvcal.plan.plan import Plan
 from kvcal.progress import Silent
 from kvcal.stages.evaluate import tasks
 from kvcal.stages.evaluate.tasks import measure_tasks, wilson_se
@@ -190,8 +189,8 @@ def test_every_segment_compares_what_was_read_with_the_packed_cache(
     """A page that changes behind the copy's back ends the measurement."""
     counted = tasks.require_predicted_bytes
 
-    def flip(cache: PlanCache, plan: Plan) -> None:
-        counted(cache, plan)
+    def flip(cache: PlanCache) -> None:
+        counted(cache)
         pages = cache.paged_layers[0].sides["k"][0].pool.records
         assert len(pages)
         pages[0, 0, 0] ^= 1

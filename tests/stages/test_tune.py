@@ -20,7 +20,7 @@ from kvcal.charts.quality import draw_tuning
 from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
 from kvcal.progress import Silent
 from kvcal.stages.tune import study as tune_module
-from kvcal.stages.tune.record import (
+from kvcal.stages.tune.study import (
     Outcome,
     Search,
     Threshold,
@@ -28,10 +28,11 @@ from kvcal.stages.tune.record import (
     Tuning,
     choose,
     load_tuning,
+    next_thresholds,
     pareto_front,
     save_tuning,
+    tune,
 )
-from kvcal.stages.tune.study import next_thresholds, tune
 
 SEARCH = Search((Threshold("tau_16"), Threshold("tau_4")), num_trials=14, seed=7)
 ONE = Search((Threshold("tau"),))

@@ -52,7 +52,7 @@ from kvcal.stages.reparam import record as reparam_record
 from kvcal.stages.search import record as search_record
 from kvcal.stages.search import step_times
 from kvcal.stages.search.speed import is_no_slower, speed_of
-from kvcal.stages.tune.record import (
+from kvcal.stages.tune.study import (
     Outcome,
     Search,
     Threshold,

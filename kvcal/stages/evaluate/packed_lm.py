@@ -26,8 +26,7 @@ from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Plan, load_plan
 from kvcal.stages.divergence import feed
 from kvcal.stages.evaluate.tasks import PLAIN_DECODING, generate_packed, tokenizer_of
-from kvcal.stages.evaluate.text import require_predicted_bytes
-from kvcal.stages.verify import require_same_model
+from kvcal.stages.verify import require_predicted_bytes, require_same_model
 
 
 @register_model("kvcal")
@@ -72,7 +71,7 @@ class PackedCacheLM(HFLM):
         """Logits [B, T, V] of sequences that are padded on the right."""
         cache = PlanCache(self.plan, self.model.config)
         logits_BTV = torch.cat([chunk_BTV for _, chunk_BTV in feed(self.model, cache, inps)], dim=1)
-        require_predicted_bytes(cache, self.plan)
+        require_predicted_bytes(cache)
         if torch.isnan(logits_BTV).any():
             raise NonFiniteActivations("the logits hold NaN")
         return logits_BTV

@@ -36,7 +36,7 @@ from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.recipe import EvaluateSpec
-from kvcal.stages.evaluate.text import require_predicted_bytes
+from kvcal.stages.verify import require_predicted_bytes
 from kvcal.strict import STRICT, Amount, Count, Share
 
 SEGMENT_TOKENS = 32
@@ -159,7 +159,7 @@ def generate_packed(
     the cache's bytes and its decoded copy are checked."""
     with attached_for(model, cache.plan):
         output = generate(*args, **kwargs, past_key_values=cache, logits_processor=LogitsProcessorList([RefuseNaN()]))
-    require_predicted_bytes(cache, cache.plan)
+    require_predicted_bytes(cache)
     cache.verify_decoded()
     return output
 

@@ -30,11 +30,12 @@ from transformers import DynamicCache
 
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
-from kvcal.errors import ArtifactError, NonFiniteActivations
+from kvcal.errors import NonFiniteActivations
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.stages.divergence import feed, kl_divergence
+from kvcal.stages.verify import require_predicted_bytes
 from kvcal.strict import STRICT, Amount, Count, Number, Share
 
 REFERENCE_BYTES = 2**30
@@ -164,7 +165,7 @@ def measure_text(
             counted = torch.stack([values[:, 1], torch.ones(len(values), dtype=torch.float64)], dim=-1)
             spans.index_put_((numbers, positions // span), counted, accumulate=True)
             reporter(done + stop * len(text.sequences), data.num_tokens, "evaluate: text")
-        require_predicted_bytes(cache, plan)
+        require_predicted_bytes(cache)
         done += text.input_ids_BT.numel()
     counts = torch.tensor([int(mask.sum()) for mask in data.loss_masks], dtype=torch.float64)
     (nll, nll_se), (kl, kl_se), (top1, top1_se) = (_ratio(sums[:, i], counts) for i in range(3))
@@ -200,16 +201,6 @@ def _by_kind(sums: Tensor, kinds: Sequence[str]) -> tuple[PartKL, ...]:
     parts = {kind: sums[[n for n, other in enumerate(kinds) if other == kind]] for kind in sorted(set(kinds))}
     counted = {kind: part for kind, part in parts.items() if part[:, 1].any()}
     return tuple(PartKL(*_part(part), kind=kind) for kind, part in counted.items()) if len(counted) > 1 else ()
-
-
-def require_predicted_bytes(cache: PlanCache, plan: Plan) -> None:
-    """ArtifactError unless the cache's measured bytes are those that the plan predicts for what it holds."""
-    predicted = plan.nbytes(cache.lengths, cache.get_seq_length())
-    if cache.nbytes != predicted:
-        raise ArtifactError(
-            f"sequences of {cache.lengths} tokens take {cache.nbytes} bytes of cache, the plan predicts {predicted}",
-            hint="the byte count is wrong, and so would be every budget: please report this",
-        )
 
 
 def _token_values(

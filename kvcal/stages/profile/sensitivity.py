@@ -92,19 +92,19 @@ def quantization_errors(
         # Uniform groups longer than a token's channels are all the same group.
         size = min(size, D) if (quantizer, axis) == (UNIFORM, "token") else size
         columns_of[quantizer, axis, size][num_bits].append(column)
-    values = _Values(x_BNTD, g_BNTD, lengths_B, num_sink_tokens, cache_dtype)
+    values = _Values(x_BNTD, g_BNTD, lengths_B, num_sink_tokens, cache_dtype, param_dtype)
     place_of: dict[int, int] = {}  # of a column, in what is found
     for (quantizer, axis, size), columns_of_bits in columns_of.items():
         for place, columns in enumerate(columns_of_bits.values(), start=sum(part.shape[1] for _, part in found)):
             place_of |= dict.fromkeys(columns, place)
         all_bits = tuple(columns_of_bits)
         if quantizer != UNIFORM:
-            found.append(_page_errors(values, all_bits, axis, size, quantizer, param_dtype, side))
+            found.append(_page_errors(values, all_bits, axis, size, quantizer, side))
         elif is_fused(x_BNTD, axis, size):
             dtypes = (cache_dtype, param_dtype)
             found.append(fused_errors(x_BNTD, g_BNTD, lengths_B, all_bits, axis, size, num_sink_tokens, *dtypes))
         else:
-            found.append(_group_errors(values, all_bits, axis, size, param_dtype))
+            found.append(_group_errors(values, all_bits, axis, size))
     places = torch.tensor([place_of[column] for column in range(len(formats))], dtype=torch.int64, device=x_BNTD.device)
     weighted_BNC, squared_BC = (torch.cat(parts, -1)[..., places] for parts in zip(*found, strict=True))
     return Errors(weighted_BNC, squared_BC, values.squares(values.x_BNTD))
@@ -128,6 +128,7 @@ class _Values:
     lengths_B: Tensor
     num_sink_tokens: int
     cache_dtype: torch.dtype
+    param_dtype: torch.dtype
 
     @cached_property
     def is_real_BT(self) -> Tensor:
@@ -155,19 +156,13 @@ class _Values:
 
 
 def _page_errors(
-    values: _Values,
-    all_bits: Sequence[int],
-    axis: str,
-    size: int,
-    quantizer: str,
-    param_dtype: torch.dtype,
-    side: Side,
+    values: _Values, all_bits: Sequence[int], axis: str, size: int, quantizer: str, side: Side
 ) -> tuple[Tensor, Tensor]:
     """As ``_group_errors``, of pages that another quantizer packs."""
     weighted, squared = [], []
+    cache_dtype, param_dtype = _name(values.cache_dtype), _name(values.param_dtype)
     for num_bits in all_bits:
-        fmt = Format(num_bits, axis, size, param_dtype=_name(param_dtype), quantizer=quantizer)  # type: ignore[arg-type]
-        cache_dtype = _name(values.cache_dtype)
+        fmt = Format(num_bits, axis, size, param_dtype=param_dtype, quantizer=quantizer)  # type: ignore[arg-type]
         read_BNTD = torch.stack([_read_back(fmt, side, x_NTD, cache_dtype) for x_NTD in values.x_BNTD])
         error_BNTD = (read_BNTD - values.x_BNTD).abs()
         squared.append(values.squares(error_BNTD))
@@ -175,9 +170,7 @@ def _page_errors(
     return torch.stack(weighted, -1), torch.stack(squared, -1)
 
 
-def _group_errors(
-    values: _Values, all_bits: Sequence[int], axis: str, group_size: int, param_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _group_errors(values: _Values, all_bits: Sequence[int], axis: str, group_size: int) -> tuple[Tensor, Tensor]:
     """Eq. 5, [B, N, C] fp64, and the squared errors, [B, C], for C = len(all_bits) and groups of ``group_size`` along
     ``axis``.
 
@@ -196,12 +189,12 @@ def _group_errors(
     grouped = x_BNTD.contiguous().unflatten(dim, (-1, group_size))
     weight = weight_BNTD.contiguous().unflatten(dim, (-1, group_size))
     minimum, maximum = torch.aminmax(grouped, dim=dim, keepdim=True)
-    zero = minimum.to(param_dtype).float()
+    zero = minimum.to(values.param_dtype).float()
     offset, error = grouped - zero, torch.empty_like(grouped)
     weighted, squared = [], []
     for num_bits in all_bits:
         levels = float(2**num_bits - 1)
-        step = ((maximum - minimum) / maximum.new_full((), levels)).to(param_dtype).float()
+        step = ((maximum - minimum) / maximum.new_full((), levels)).to(values.param_dtype).float()
         torch.div(offset, torch.where(step == 0, torch.inf, step), out=error)
         error.round_().clamp_(0.0, levels).mul_(step).add_(zero).sub_(grouped).abs_()
         squared.append(values.squares(error.flatten(dim - 1, dim).narrow(dim, 0, length)))

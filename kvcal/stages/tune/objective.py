@@ -26,7 +26,7 @@ from kvcal.quantities import MAX_SEED
 from kvcal.recipe import EvaluateSpec, TuneSpec
 from kvcal.stages.evaluate.harness import measure_harness, require_lm_eval
 from kvcal.stages.evaluate.tasks import mean_accuracy, measure_tasks
-from kvcal.stages.tune.record import Outcome, Search, Threshold
+from kvcal.stages.tune.study import Outcome, Search, Threshold
 from kvcal.stages.tune.tier_capacity import Scores, key_code_bits, measure_scores, score_quantile, with_thresholds
 
 # Of all channels of calibration pages: where the search ends when the recipe does not say it.

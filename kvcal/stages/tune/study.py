@@ -2,7 +2,13 @@
 all-in bits down (MixKVQ, App. D).
 
 Callers measure the worth of a setting (``tune.objective``): ``evaluate(thresholds) -> Outcome``. The record
-(``tune.record``) in the study's folder is all that a study keeps; it is brought up to date after every trial.
+``tune.json`` in the study's folder is all that a study keeps; it is brought up to date after every trial. It is JSON
+with sorted keys and a digest, and holds no times: the same trials give the same bytes.
+
+A trial is one setting of the thresholds with its score and its cost, everything counted. The front holds the trials
+that no other one beats or equals with as few bits. The choice is the best accuracy among the trials that fit; of equal
+ones the one with fewer bits, then the earlier one. The paper chooses from the front: with a cap on bits that is the
+same trial, and a cap on bytes means no other thing here.
 
 Trials are drawn in generations of a fixed size: all of one generation are drawn from the finished trials of the
 generations before, so that they can run in parallel. Every trial has a sampler of its own, seeded by the study's seed
@@ -20,6 +26,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import math
 import multiprocessing
 import os
 import signal
@@ -30,21 +37,149 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import optuna
 import torch
-from optuna.distributions import BaseDistribution, FloatDistribution
-from optuna.samplers import TPESampler
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from kvcal import distributed
 from kvcal.artifact import canonical_json, differing_input
 from kvcal.distributed import Parcel, in_turn
-from kvcal.errors import ArtifactError, UsageError
+from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
 from kvcal.progress import Reporter
-from kvcal.stages.tune.record import Outcome, Search, Trial, Tuning, load_tuning, pareto_front, save_tuning
-from kvcal.strict import dump, parse
+from kvcal.quantities import MAX_SEED, MAX_WORKERS, format_bytes
+from kvcal.records import read_json, write_json
+from kvcal.strict import STRICT, Amount, Count, Number, NumBytes, Positive, Share, dump, parse
+
+if TYPE_CHECKING:  # Optuna is imported where trials are drawn: a record is read without it
+    from optuna.distributions import BaseDistribution
+    from optuna.samplers import TPESampler
+
+KIND = "tuning"
+SCHEMA = 2
+
+
+@dataclass(frozen=True, config=STRICT)
+class Threshold:
+    """One searched threshold: a tier takes the channels whose score is above it. Uniform over [low, high]."""
+
+    name: str
+    low: float = 0.1
+    high: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < self.high:
+            raise ValueError(f"{self.name}: expected 0 <= low < high, not {self.low:g} and {self.high:g}")
+
+
+@dataclass(frozen=True, config=STRICT)
+class Search:
+    """The search space. ``num_trials`` may grow from run to run of one study; nothing else may change."""
+
+    thresholds: tuple[Threshold, ...]
+    num_trials: Positive = 30
+    seed: Annotated[int, Field(ge=0, lt=MAX_SEED)] = 0
+
+    def __post_init__(self) -> None:
+        names = [threshold.name for threshold in self.thresholds]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"thresholds {names}: expected at least one, each with its own name")
+
+
+@dataclass(frozen=True, config=STRICT)
+class Outcome:
+    """The worth of one setting. ``accuracy``: higher is better; ``bits_per_value`` and ``total_bytes`` count
+    everything, at the workload of the search. ``facts``: further figures, such as the shares of the tiers."""
+
+    accuracy: Share
+    accuracy_se: Amount | None
+    bits_per_value: Amount
+    total_bytes: NumBytes
+    facts: dict[str, Number]
+
+
+@dataclass(frozen=True, config=STRICT)
+class Trial:
+    """``number``: 0, 1, 2, ... in the order in which the search came upon its finished trials."""
+
+    number: Count
+    thresholds: dict[str, Number]
+    outcome: Outcome
+
+
+@dataclass(frozen=True, config=STRICT)
+class Tuning:
+    """A search so far. ``inputs``: what it was made with, flat; ``generation``: how many trials are drawn at once, for
+    as many workers. ``front``: numbers of the trials on it, by bits."""
+
+    inputs: dict[str, Any]
+    search: Search
+    generation: Annotated[int, Field(ge=1, le=MAX_WORKERS)]
+    trials: tuple[Trial, ...]
+    front: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        ranges = {threshold.name: threshold for threshold in self.search.thresholds}
+        for trial in self.trials:
+            if trial.thresholds.keys() != ranges.keys() or any(
+                not ranges[name].low <= value <= ranges[name].high for name, value in trial.thresholds.items()
+            ):
+                raise ValueError(f"trial {trial.number} has thresholds outside of the search: {trial.thresholds}")
+        if [trial.number for trial in self.trials] != list(range(len(self.trials))):
+            raise ValueError("trials are not numbered 0, 1, 2, ...")
+        if self.front != pareto_front(self.trials):
+            raise ValueError(f"front = {self.front}, expected {pareto_front(self.trials)}")
+
+
+def pareto_front(trials: Sequence[Trial]) -> tuple[int, ...]:
+    """Numbers of the trials that are better than all with as few bits or fewer, from few bits to many; of equal
+    trials the first."""
+    front: list[Trial] = []
+    by_bits = sorted(trials, key=lambda t: (t.outcome.bits_per_value, -t.outcome.accuracy, t.number))
+    for trial in by_bits:
+        if not front or trial.outcome.accuracy > front[-1].outcome.accuracy:
+            front.append(trial)
+    return tuple(trial.number for trial in front)
+
+
+def choose(tuning: Tuning, max_bits: float | None = None, max_bytes: int | None = None) -> Trial:
+    """The best accuracy among the trials within both caps (None: no cap).
+
+    Raises:
+        UsageError: no trial is finished.
+        InfeasibleBudget: no trial fits; says the smallest.
+    """
+    if not tuning.trials:
+        raise UsageError("no trial is finished, there is nothing to choose from")
+    bits = math.inf if max_bits is None else max_bits
+    nbytes = math.inf if max_bytes is None else max_bytes
+    fitting = [t for t in tuning.trials if t.outcome.bits_per_value <= bits and t.outcome.total_bytes <= nbytes]
+    if not fitting:
+        smallest = min(tuning.trials, key=lambda t: (t.outcome.total_bytes, t.outcome.bits_per_value, t.number)).outcome
+        caps = [] if max_bits is None else [f"{max_bits:g} bits"]
+        caps += [] if max_bytes is None else [f"{format_bytes(max_bytes)} ({max_bytes} bytes)"]
+        raise InfeasibleBudget(
+            f"none of {len(tuning.trials)} trials fits {' and '.join(caps)}: the smallest takes "
+            f"{smallest.bits_per_value:.4f} bits, {smallest.total_bytes} bytes",
+            smallest.total_bytes,
+            hint="raise the cap, or search higher thresholds",
+        )
+    return min(fitting, key=lambda t: (-t.outcome.accuracy, t.outcome.bits_per_value, t.number))
+
+
+def save_tuning(tuning: Tuning, path: str | Path) -> None:
+    """Write the JSON file whole or not at all; ArtifactError when it cannot be written."""
+    write_json(path, KIND, SCHEMA, tuning)
+
+
+def load_tuning(path: str | Path) -> Tuning:
+    """Read what ``save_tuning`` wrote. ArtifactError as ``read_json``."""
+    hint = "choose another folder, or delete the file and run kvcal tune again"
+    return read_json(path, KIND, SCHEMA, Tuning, hint)
+
 
 # Measures the plan with these thresholds, by name.
 Evaluate = Callable[[Mapping[str, float]], Outcome]
@@ -99,7 +234,7 @@ def tune(
 
 def _opened(path: Path, search: Search, inputs: dict[str, Any], workers: int, reporter: Reporter) -> Tuning:
     """The study, new, or made with the same inputs and the same Optuna."""
-    inputs = inputs | {"optuna": optuna.__version__}
+    inputs = inputs | {"optuna": version("optuna")}
     if not path.exists():
         if distributed.size() > workers:
             reporter.say(f"tune: draws {workers} trials at once, more ranks would wait: --workers draws more")
@@ -144,6 +279,9 @@ def _alone(folder: Path) -> Iterator[None]:
 def next_thresholds(search: Search, finished: Sequence[Trial], generation: int) -> list[dict[str, float]]:
     """Thresholds, by name, of the trials after ``finished`` up to the end of their generation of ``generation``
     trials; one or more. The first ones do not depend on how many there are."""
+    import optuna
+    from optuna.distributions import FloatDistribution
+
     space: dict[str, BaseDistribution] = {t.name: FloatDistribution(t.low, t.high) for t in search.thresholds}
     first = len(finished) // generation * generation
     verbosity = optuna.logging.get_verbosity()
@@ -165,9 +303,12 @@ def next_thresholds(search: Search, finished: Sequence[Trial], generation: int) 
 def _sampler(seed: int, number: int) -> TPESampler:
     """TPE as Optuna sets it up: 10 random trials, then the estimators. Trials of the same generation count as bad
     ones, so that no two of them are alike."""
+    from optuna.exceptions import ExperimentalWarning
+    from optuna.samplers import TPESampler
+
     digest = hashlib.sha256(canonical_json([seed, number]).encode()).digest()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        warnings.simplefilter("ignore", ExperimentalWarning)
         return TPESampler(seed=int.from_bytes(digest[:4], "little"), constant_liar=True)
 
 
