@@ -94,14 +94,8 @@ class FeedbackRecord:
                 f"error feedback was calibrated for {self.subject.identity.id}, whose layers are not the plan's",
                 hint="run feedback again for this model",
             )
-        return tuple(
-            replace(
-                layer,
-                k_feedback=(layer.geometry.index, "k") in self.factors,
-                v_feedback=(layer.geometry.index, "v") in self.factors,
-            )
-            for layer in layers
-        )
+        fed = [[(layer.geometry.index, side) in self.factors for side in SIDES] for layer in layers]
+        return tuple(replace(layer, k_feedback=k, v_feedback=v) for layer, (k, v) in zip(layers, fed, strict=True))
 
     def tensors(self) -> dict[str, Tensor]:
         """The plan's tensors, for the layers as ``apply`` leaves them."""

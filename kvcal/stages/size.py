@@ -115,10 +115,7 @@ def fit_of(plan: Plan, memory: int, weights: int | None, vocab_size: int) -> Fit
 
 def _without_index(layer: LayerPlan) -> LayerPlan:
     """The key of a layer's bytes, equal for layers that take the same."""
-    geometry = replace(layer.geometry, index=0)
-    return (
-        replace(layer, geometry=geometry, k_predictor=None, v_predictor=None) if layer.is_paged else LayerPlan(geometry)
-    )
+    return replace(layer, geometry=replace(layer.geometry, index=0), k_predictor=None, v_predictor=None)
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:

@@ -67,19 +67,19 @@ def test_streaming_and_merging_equal_one_batch() -> None:
     halves = [NormalEquations.empty(6, 3).update(x[part], y[part]) for part in (slice(2500), slice(2500, None))]
     for other in (stream, halves[0].merge(halves[1])):
         assert other.count == whole.count == 5000
-        for name in ("xx_FF", "xy_FO", "x_F", "y_O", "y2_O"):
-            assert torch.allclose(getattr(other, name), getattr(whole, name), rtol=1e-12)
+        for name in whole.sums:
+            assert torch.allclose(other.sums[name], whole.sums[name], rtol=1e-12)
     direct = x.double().T @ x.double()
-    assert torch.allclose(whole.xx_FF, direct, rtol=1e-12) and whole.xx_FF.dtype == torch.float64
+    assert torch.allclose(whole.sums["xx"], direct, rtol=1e-12) and whole.sums["xx"].dtype == torch.float64
 
 
 def test_an_update_leaves_the_old_statistic_alone() -> None:
     x, y = correlated(10, 3, 2)
     before = NormalEquations.empty(3, 2).update(x, y)
-    kept = before.xx_FF.clone()
+    kept = before.sums["xx"].clone()
     before.update(x, y)
     before.merge(before)
-    assert before.count == 10 and torch.equal(before.xx_FF, kept)
+    assert before.count == 10 and torch.equal(before.sums["xx"], kept)
 
 
 def test_explained_variance_of_held_out_tokens_needs_their_sums_only() -> None:

@@ -90,8 +90,8 @@ def _beside_pages(problem: Problem, spec: AllocateSpec, model: ModelIdentity, ch
     """Bytes that an engine takes beside the pages of a choice; 0 without one."""
     if spec.engine is None:
         return 0
-    workload = Workload(spec.batch, spec.context)
-    plan = Plan(model, problem.geometry.cache_dtype, problem.layers_of(choice), workload, {})
+    layers, workload = problem.layers_of(choice), Workload(spec.batch, spec.context)
+    plan = Plan(model, problem.geometry.cache_dtype, layers, workload, {})
     require_served(plan, is_cuda=False, engine=spec.engine)
     return engine_bytes(spec.engine, plan, spec.tp) - problem.nbytes(choice)
 
@@ -106,19 +106,12 @@ def pareto(
     for point in front.points:
         layers = problem.layers_of(point.choice)
         fixed, paged = layer_bytes(layers, profile.geometry.cache_dtype, problem.workload)
-        k_bits, v_bits = (
-            [[fmt.num_bits for fmt in layer.formats(side)] for layer in layers if layer.is_paged] for side in SIDES
-        )
-        rows.append(
-            {
-                "cache_bytes": fixed + paged,
-                "bits_per_value": 8 * paged / num_values(layers, problem.workload),
-                "loss": point.loss,
-                "gap": point.gap,
-                "k_bits": k_bits,
-                "v_bits": v_bits,
-            }
-        )
+        per_value = 8 * paged / num_values(layers, problem.workload)
+        row: dict[str, Any] = {"cache_bytes": fixed + paged, "bits_per_value": per_value}
+        row |= {"loss": point.loss, "gap": point.gap}
+        for side in SIDES:
+            row[f"{side}_bits"] = [[fmt.num_bits for fmt in layer.formats(side)] for layer in layers if layer.is_paged]
+        rows.append(row)
     return front, rows
 
 

@@ -23,7 +23,7 @@ from kvcal.quantities import format_bytes, parse_bytes
 from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, PredictorSpec, ReparamSpec, fixed_layers
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.allocate.record import Allocation, BudgetKind, Split, layer_bytes, layers_in, num_values
-from kvcal.stages.predictors.record import find_targets, with_predictor
+from kvcal.stages.predictors.record import every_finding, with_predictors
 from kvcal.store.workspace import FLOAT_BYTES, logits_bytes, step_workspace
 
 
@@ -116,12 +116,7 @@ def reserved_bytes(
     )
     if predictors is None:
         return total
-    predicted = {layer.geometry.index: layer for layer in layers}
-    for target in find_targets(layers, predictors, geometry.cache_dtype):
-        if target.shape is not None and target.source is not None:
-            layer = predicted[target.index]
-            predicted[target.index] = with_predictor(layer, target.side, target.source.geometry.index, predictors)
-    every = tuple(predicted.values())
+    every = with_predictors(layers, every_finding(layers, predictors, geometry.cache_dtype), predictors)
     if device_workload is not None:
         before, after = (workspace_bytes(some, geometry.cache_dtype, device_workload) for some in (layers, every))
         total += max(0, after - before)

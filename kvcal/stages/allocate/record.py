@@ -113,13 +113,11 @@ def important_allocation(
 ) -> Allocation:
     """KVmix: formats by the gradient norms of the profile; rotary keys stay at 16 bits."""
     formats = importance_formats(importance_scores(profile), spec, cache.num_sink_tokens, cache.param_dtype)
-    layers = []
-    for layer in bare_layers(profile.geometry):
-        if layer.is_paged:
-            k, v = formats[layer.geometry.index]
-            layer = in_formats(layer, k, v)
-        layers.append(layer)
-    return unbudgeted(tuple(layers), profile.setup.identity, profile.geometry.cache_dtype, workload, provenance)
+    layers = tuple(
+        in_formats(layer, *formats[layer.geometry.index]) if layer.is_paged else layer
+        for layer in bare_layers(profile.geometry)
+    )
+    return unbudgeted(layers, profile.setup.identity, profile.geometry.cache_dtype, workload, provenance)
 
 
 def made_progressive(allocation: Allocation, spec: ProgressiveSpec, reserved: int) -> Allocation:
@@ -153,8 +151,7 @@ def layer_bytes(layers: tuple[LayerPlan, ...], cache_dtype: str, workload: Workl
 
 def num_values(layers: tuple[LayerPlan, ...], workload: Workload) -> int:
     """Values that the paged layers cache at the workload."""
-    paged = [layer.attention for layer in layers if layer.is_paged]
-    per_token = sum(layer.values_per_token for layer in paged)
+    per_token = sum(layer.attention.values_per_token for layer in layers if layer.is_paged)
     return per_token * workload.batch * workload.context
 
 

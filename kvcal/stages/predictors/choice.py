@@ -27,7 +27,7 @@ from kvcal.quantities import format_bytes
 from kvcal.recipe import PredictorSpec
 from kvcal.stages.allocate.budget import bytes_left, reserve_hint, transform_bytes
 from kvcal.stages.allocate.record import Allocation
-from kvcal.stages.predictors.record import Finding, Fit, PredictorRecord, Target, find_targets, with_predictors
+from kvcal.stages.predictors.record import Finding, Fit, PredictorRecord, Target, every_finding, with_predictors
 from kvcal.stages.predictors.regression import LinearFit, NormalEquations, to_int4
 
 # What a perfect predictor is said to save: no more bits are there to be saved.
@@ -108,12 +108,7 @@ class Room:
 
     def require_some(self) -> None:
         """InfeasibleBudget where not one predictor fits, or, where none is to be left out, not all of them."""
-        targets = find_targets(self.layers, self.spec, self.allocation.cache_dtype)
-        every = [
-            Finding(target.index, target.side, target.source.geometry.index, None, None)
-            for target in targets
-            if target.shape is not None and target.source is not None
-        ]
+        every = every_finding(self.layers, self.spec, self.allocation.cache_dtype)
         lefts = [self.left([one]) for one in every] if self.spec.drop else [self.left(every)]
         if not every or max(lefts) >= 0:
             return

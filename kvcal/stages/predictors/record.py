@@ -123,15 +123,11 @@ def with_predictors(
     layers: tuple[LayerPlan, ...], findings: Sequence[Finding], spec: PredictorSpec
 ) -> tuple[LayerPlan, ...]:
     """``layers`` with the predictors of the findings that are kept."""
-    kept = {(finding.layer, finding.side): finding for finding in findings if finding.is_kept}
-    found = []
-    for layer in layers:
-        for side in SIDES:
-            finding = kept.get((layer.geometry.index, side))
-            if finding is not None and finding.source is not None:
-                layer = with_predictor(layer, finding.side, finding.source, spec)
-        found.append(layer)
-    return tuple(found)
+    found = {layer.geometry.index: layer for layer in layers}
+    for finding in findings:
+        if finding.is_kept and finding.source is not None and finding.layer in found:
+            found[finding.layer] = with_predictor(found[finding.layer], finding.side, finding.source, spec)
+    return tuple(found.values())
 
 
 def with_predictor(layer: LayerPlan, side: Side, source: int, spec: PredictorSpec) -> LayerPlan:
@@ -175,6 +171,15 @@ def find_targets(layers: Sequence[LayerPlan], spec: PredictorSpec, cache_dtype: 
             targets.append(Target(layer, source, side, reason, shape))
         source = layer
     return tuple(targets)
+
+
+def every_finding(layers: Sequence[LayerPlan], spec: PredictorSpec, cache_dtype: CacheDtype) -> list[Finding]:
+    """Findings that keep all predictors that can be. UsageError as ``find_targets``."""
+    return [
+        Finding(target.index, target.side, target.source.geometry.index, None, None)
+        for target in find_targets(layers, spec, cache_dtype)
+        if target.shape is not None and target.source is not None
+    ]
 
 
 def _obstacle(

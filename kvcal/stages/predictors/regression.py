@@ -75,22 +75,21 @@ class Moments:
 
 @dataclass(frozen=True, eq=False)
 class NormalEquations:
-    """Sums over ``count`` tokens of x x', x y', x, y and y^2, fp64 on one device, the CPU to be solved; never changed
-    in place."""
+    """``sums`` over ``count`` tokens, fp64 on one device, the CPU to be solved, never changed in place: "xx" [F, F] of
+    x x', "xy" [F, O] of x y', "x" [F], "y" [O], and "y2" [O] of y^2."""
 
-    xx_FF: Tensor
-    xy_FO: Tensor
-    x_F: Tensor
-    y_O: Tensor
-    y2_O: Tensor
+    sums: Mapping[str, Tensor]
     count: int
+
+    @staticmethod
+    def shapes(num_inputs: int, num_outputs: int) -> dict[str, tuple[int, ...]]:
+        F, O = num_inputs, num_outputs  # noqa: E741
+        return {"xx": (F, F), "xy": (F, O), "x": (F,), "y": (O,), "y2": (O,)}
 
     @classmethod
     def empty(cls, num_inputs: int, num_outputs: int, device: torch.device | str = "cpu") -> NormalEquations:
-        """No token yet."""
-        x = torch.zeros(num_inputs, dtype=torch.float64, device=device)
-        y = torch.zeros(num_outputs, dtype=torch.float64, device=device)
-        return cls(torch.outer(x, x), torch.outer(x, y), x, y, y, 0)
+        shapes = cls.shapes(num_inputs, num_outputs)
+        return cls({name: torch.zeros(shape, dtype=torch.float64, device=device) for name, shape in shapes.items()}, 0)
 
     def update(self, x_nF: Tensor, y_nO: Tensor) -> NormalEquations:
         """With n more tokens, any float dtype, on the sums' device. Raises NonFiniteActivations: NaN or infinity among
@@ -102,42 +101,22 @@ class NormalEquations:
 
     def merge(self, other: NormalEquations) -> NormalEquations:
         """The statistic of both sets of tokens."""
-        others = other.tensors()
-        sums = {name: total + others[name] for name, total in self.tensors().items()}
-        return NormalEquations.from_tensors(sums, self.count + other.count)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The sums by name, as a file keeps them; with ``count`` all there is."""
-        return {"xx": self.xx_FF, "xy": self.xy_FO, "x": self.x_F, "y": self.y_O, "y2": self.y2_O}
-
-    @staticmethod
-    def shapes(num_inputs: int, num_outputs: int) -> dict[str, tuple[int, ...]]:
-        """Of :meth:`tensors`."""
-        F, O = num_inputs, num_outputs  # noqa: E741
-        return {"xx": (F, F), "xy": (F, O), "x": (F,), "y": (O,), "y2": (O,)}
-
-    @classmethod
-    def from_tensors(cls, sums: Mapping[str, Tensor], count: int) -> NormalEquations:
-        """Inverse of :meth:`tensors`."""
-        return cls(sums["xx"], sums["xy"], sums["x"], sums["y"], sums["y2"], count)
+        sums = {name: total + other.sums[name] for name, total in self.sums.items()}
+        return NormalEquations(sums, self.count + other.count)
 
     def result(self) -> Moments:
         """Means and covariances. ValueError without a token."""
         if self.count == 0:
             raise ValueError("the moments of no tokens")
-        x_mean, y_mean = self.x_F / self.count, self.y_O / self.count
-        return Moments(
-            x_mean,
-            y_mean,
-            self.xx_FF / self.count - torch.outer(x_mean, x_mean),
-            self.xy_FO / self.count - torch.outer(x_mean, y_mean),
-            (self.y2_O / self.count - y_mean * y_mean).clamp(min=0.0),
-        )
+        mean = {name: total / self.count for name, total in self.sums.items()}
+        x_mean, y_mean = mean["x"], mean["y"]
+        xx_FF, xy_FO = mean["xx"] - torch.outer(x_mean, x_mean), mean["xy"] - torch.outer(x_mean, y_mean)
+        return Moments(x_mean, y_mean, xx_FF, xy_FO, (mean["y2"] - y_mean * y_mean).clamp(min=0.0))
 
     def solve(self, ridge: float = RIDGE) -> LinearFit:
         """The ridge regression of y on x. Raises UsageError: not more tokens than inputs, so that the fit would only
         repeat its own data; or ridge < 0."""
-        num_inputs = self.x_F.shape[0]
+        num_inputs = len(self.sums["x"])
         if not ridge >= 0.0:
             raise UsageError(f"ridge = {ridge} must be 0 or more")
         if self.count <= num_inputs:
@@ -147,7 +126,7 @@ class NormalEquations:
                 hint="use more or longer calibration sequences; ten times as many tokens as inputs is a good number",
             )
         moments = self.result()
-        second_moments = self.xx_FF.diagonal().mean().item() / self.count
+        second_moments = self.sums["xx"].diagonal().mean().item() / self.count
         penalty = max(ridge * moments.xx_FF.diagonal().mean().item(), _SMALLEST_PENALTY * second_moments)
         # Inputs that are all zero predict nothing: any penalty gives weights of 0.
         metric = moments.xx_FF + torch.eye(num_inputs, dtype=torch.float64) * (penalty or 1.0)
@@ -181,8 +160,8 @@ def _sums(x_nF: Tensor, y_nO: Tensor) -> NormalEquations:
     # fp32 numbers cannot overflow a sum in fp64: it is finite exactly when all of them are.
     if not torch.isfinite(x_F.sum() + y_O.sum()):
         raise NonFiniteActivations("keys or values to fit a predictor on hold NaN or infinity")
-    xx_FF, xy_FO, y2_O = x_nF.T @ x_nF, x_nF.T @ y_nO, (y_nO * y_nO).sum(0)
-    return NormalEquations(xx_FF, xy_FO, x_F, y_O, y2_O, x_nF.shape[0])
+    sums = {"xx": x_nF.T @ x_nF, "xy": x_nF.T @ y_nO, "x": x_F, "y": y_O, "y2": (y_nO * y_nO).sum(0)}
+    return NormalEquations(sums, x_nF.shape[0])
 
 
 def compress(fit: LinearFit, spec: PredictorSpec, cache_dtype: CacheDtype) -> LinearPredictor:

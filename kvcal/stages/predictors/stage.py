@@ -294,7 +294,7 @@ class _Fitting:
             prefix = f"sums.{target.side}.{split}."
             found = {n.removeprefix(prefix): m for n, m in self.checkpoint.state.means.items() if n.startswith(prefix)}
             sums = {name: mean.total for name, mean in found.items()}
-            equations[split] = NormalEquations.from_tensors(sums, found["xx"].count)
+            equations[split] = NormalEquations(sums, found["xx"].count)
         fit = equations[FIT].solve(self.spec.ridge)
         predictor = compress(fit, self.spec, self.loaded.geometry.cache_dtype)
         measured = measure(fit, predictor, equations[HELD_OUT], self.spec)
@@ -372,9 +372,9 @@ def _sum_equations(targets: Sequence[Target], split: str, found: dict[str, Mean]
             if target.index == index:
                 x = before[0]["k"] if target.side == "k" else torch.cat([before[0]["v"], inputs["k"]], dim=-1)
                 y = exact[target.side]
-                sums = NormalEquations.empty(x.shape[1], y.shape[1], x.device).update(x, y)
-                for name, total in sums.tensors().items():
-                    found[f"sums.{target.side}.{split}.{name}"] = Mean(total, sums.count)
+                equations = NormalEquations.empty(x.shape[1], y.shape[1], x.device).update(x, y)
+                for name, total in equations.sums.items():
+                    found[f"sums.{target.side}.{split}.{name}"] = Mean(total, equations.count)
         before[:] = [inputs]
 
     return receive

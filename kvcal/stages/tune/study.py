@@ -37,7 +37,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -234,7 +233,9 @@ def tune(
 
 def _opened(path: Path, search: Search, inputs: dict[str, Any], workers: int, reporter: Reporter) -> Tuning:
     """The study, new, or made with the same inputs and the same Optuna."""
-    inputs = inputs | {"optuna": version("optuna")}
+    import optuna
+
+    inputs = inputs | {"optuna": optuna.__version__}
     if not path.exists():
         if distributed.size() > workers:
             reporter.say(f"tune: draws {workers} trials at once, more ranks would wait: --workers draws more")
