@@ -45,9 +45,15 @@ from kvcal.stages.estimate import Estimate
 from kvcal.stages.profile.record import Profile
 from kvcal.stages.search import step_times
 from kvcal.stages.search.record import SearchRecord
-from kvcal.stages.tune.objective import HIGHEST_SHARE, Origin, TaskObjective
+from kvcal.stages.tune.objective import (
+    HIGHEST_SHARE,
+    Origin,
+    TaskObjective,
+    overflow_share,
+    score_quantile,
+    with_thresholds,
+)
 from kvcal.stages.tune.study import Trial, Tuning, choose, tune
-from kvcal.stages.tune.tier_capacity import overflow_share, score_quantile, with_thresholds
 from kvcal.strict import dump, flat, flat_records
 
 

@@ -42,8 +42,7 @@ from kvcal.recipe import FeedbackSpec
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
 from kvcal.stages.batches import Batch, for_each_batch, longest_first
 from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic, require_steps
-from kvcal.stages.reparam.search import calibration_inputs, calibration_positions, fitting_scale
-from kvcal.stages.subject import CalibrationSubject
+from kvcal.stages.reparam.search import CalibrationSubject, calibration_inputs, calibration_positions, fitting_scale
 from kvcal.strict import STRICT, Share, dump
 
 KIND = "feedback"

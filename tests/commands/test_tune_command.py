@@ -28,9 +28,8 @@ from kvcal.run.pipeline import baseline_plan, build_plan
 from kvcal.stages.allocate.budget import ModelSizes, resolve_budget
 from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
 from kvcal.stages.tune import objective as tune_objective
-from kvcal.stages.tune.objective import Origin, TaskObjective, tuned_bits
+from kvcal.stages.tune.objective import Origin, TaskObjective, measure_scores, tuned_bits
 from kvcal.stages.tune.study import Outcome, choose, load_tuning
-from kvcal.stages.tune.tier_capacity import measure_scores
 
 UNTUNED = RECIPE[: RECIPE.index("[tune]")]
 

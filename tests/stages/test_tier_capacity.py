@@ -17,7 +17,7 @@ from kvcal.pages import codec as page_codec
 from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.page_format import Boost, Format, Tier, WindowRule
 from kvcal.progress import Silent
-from kvcal.stages.tune.tier_capacity import (
+from kvcal.stages.tune.objective import (
     fitted_boost,
     key_code_bits,
     measure_scores,

@@ -20,7 +20,7 @@ from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.tensors import offset_spec, rescale_spec
 from kvcal.recipe import ReparamSpec
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
-from kvcal.stages.subject import CalibrationSubject
+from kvcal.stages.reparam.search import CalibrationSubject
 from kvcal.strict import STRICT, Amount, Share, dump
 
 KIND = "reparam"

@@ -25,10 +25,11 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from pydantic.dataclasses import dataclass as record
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations, UsageError
-from kvcal.geometry import CACHE_DTYPES, CacheDtype
+from kvcal.geometry import CACHE_DTYPES, CacheDtype, Geometry, ModelIdentity
 from kvcal.models.load import LoadedModel
 from kvcal.models.rope import inputs_at
 from kvcal.models.taps import Captured, Segment, tap
@@ -38,12 +39,26 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Format
 from kvcal.progress import Reporter
 from kvcal.stages.checkpoint import Mean
+from kvcal.strict import STRICT, Amount, Count
 
 # A channel quieter than this share of its head's loudest counts as that loud: K / λ must not blow up, in later text,
 # what is rare in calibration, and a channel that was always 0 still needs a λ.
 QUIETEST = 2.0**-10
 
 _SUMS = ("largest", "smallest", "total", "square")
+
+
+@record(frozen=True, config=STRICT)
+class CalibrationSubject:
+    """The model and the data of a calibration at far positions; a stage adds its settings. ``position_scale``: the one
+    used, which is the settings' within the model's context; ``num_tokens``: of the data."""
+
+    identity: ModelIdentity
+    geometry: Geometry
+    position_scale: Amount
+    data_fingerprint: str
+    data_description: str
+    num_tokens: Count
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,34 +1,53 @@
 """The worth of a setting of the thresholds: a plan's packed cache on real tasks, and its bytes (MixKVQ, App. D.1).
 
-A trial takes the plan with its thresholds in the key tiers, which have the capacity that calibration pages need (see
-``tier_capacity``) or the recipe's shares, and has the model solve problems through that plan's packed cache; there is
-no simulated score. Tasks are the embedded ones (``measure_tasks``), or "lm-eval:NAME" (``measure_harness``); the
-accuracy is their mean. Bits count everything at the plan's workload: the paper's count key codes alone, and are kept
-as a fact.
+A trial takes the plan with its thresholds in the key tiers, which have the capacity that calibration pages need or the
+recipe's shares, and has the model solve problems through that plan's packed cache; there is no simulated score. Tasks
+are the embedded ones (``measure_tasks``), or "lm-eval:NAME" (``measure_harness``); the accuracy is their mean. Bits
+count everything at the plan's workload: the paper's count key codes alone, and are kept as a fact.
 
 Capacity is fixed by the plan, since a page's bytes must not depend on its scores. So with capacities from shares all
 trials cost the same, and the search is for accuracy alone.
+
+A page is scored as the cache will score it in decoding (MixKVQ, Eq. 6-8): when it is written, with the queries since
+the page before it. Scores hardly depend on the plan, and are measured once, on the model at 16 bits; each setting of
+the thresholds then only counts.
+
+A tier's capacity is what a given share of a layer's calibration pages need, one KV head's page at a time; a tier that
+needs none is left out. A page that needs more keeps the best channels there, and the rest fall to the next tier. Unused
+capacity still takes bytes, and few pages need much: on the embedded model, capacity for 95 % of the pages instead of
+all costs 0.3 to 0.5 bits a value less, and boosts almost the same channels (2.65 code bits instead of 2.67).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from kvcal.data.sequences import DataSpec
+import torch
+from torch import Tensor
+
+from kvcal.data.sequences import DataSpec, TokenDataset
 from kvcal.errors import UsageError
 from kvcal.folder import sequences
+from kvcal.geometry import CACHE_DTYPES
 from kvcal.models.load import LoadedModel, load
+from kvcal.models.taps import Captured, tap
+from kvcal.pages.record_layout import PAGE_TOKENS, without_sinks
+from kvcal.pages.scores import channel_scores
+from kvcal.pages.tiered import MAX_SLOTS
+from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import Plan
-from kvcal.progress import Silent
+from kvcal.progress import Reporter, Silent
 from kvcal.quantities import MAX_SEED
 from kvcal.recipe import EvaluateSpec, TuneSpec
 from kvcal.stages.evaluate.harness import measure_harness, require_lm_eval
 from kvcal.stages.evaluate.tasks import mean_accuracy, measure_tasks
 from kvcal.stages.tune.study import Outcome, Search, Threshold
-from kvcal.stages.tune.tier_capacity import Scores, key_code_bits, measure_scores, score_quantile, with_thresholds
 
+# {layer index: [pages, N, D]}: a score for every channel of a page of keys.
+Scores = Mapping[int, Tensor]
 # Of all channels of calibration pages: where the search ends when the recipe does not say it.
 HIGHEST_SHARE = 0.99
 
@@ -149,3 +168,137 @@ def _capacity_shares(plan: Plan) -> dict[str, float]:
             name = f"room_{tier.num_bits}"
             shares[name] = shares.get(name, 0.0) + tier.share / len(formats)
     return shares
+
+
+@torch.no_grad()
+def measure_scores(loaded: LoadedModel, plan: Plan, data: TokenDataset, reporter: Reporter) -> Scores:
+    """{layer index: [pages, N, D] fp64 on the CPU} for every layer of ``plan`` whose keys are boosted, over all
+    sequences of ``data``.
+
+    Raises:
+        UsageError: no sequence fills a page.
+    """
+    boosted = {layer.geometry.index: layer for layer in plan.layers if layer.is_paged and layer.k[0].boost is not None}
+    pages: dict[int, list[Tensor]] = {index: [] for index in boosted}
+
+    def observe(captured: Captured) -> None:
+        if captured.layer in boosted:
+            fmt = boosted[captured.layer].k[0]
+            k_post_BNTD = captured.k_post_BNTD.to(CACHE_DTYPES[plan.cache_dtype])
+            pages[captured.layer].append(page_scores(fmt, captured.q_post_BHTD[0], k_post_BNTD[0]).cpu())
+
+    with tap(loaded.model, observe, loaded.geometry):
+        for number, tokens_T in enumerate(data.sequences):
+            loaded.model(input_ids=tokens_T[None].to(loaded.model.device), use_cache=False)
+            reporter(number + 1, len(data.sequences), "tune: scores of calibration pages")
+    scores = {index: torch.cat(parts) for index, parts in pages.items()}
+    empty = [index for index, values in scores.items() if not len(values)]
+    if empty:
+        longest = max(sequence.numel() for sequence in data.sequences)
+        raise UsageError(
+            f"calibration sequences of at most {longest} tokens fill no page of layer {empty[0]}",
+            hint="raise seq_len in the recipe's [data]",
+        )
+    return scores
+
+
+def page_scores(fmt: Format, q_post_HTD: Tensor, k_post_NTD: Tensor) -> Tensor:
+    """Scores [P, N, D] fp64 of the P pages that a sequence of T tokens fills."""
+    assert fmt.boost is not None
+    N, T, D = k_post_NTD.shape
+    P, device = T // PAGE_TOKENS, k_post_NTD.device
+    keys_NTD = without_sinks(k_post_NTD[:, : P * PAGE_TOKENS], fmt.num_sink_tokens)
+    pages_PNtD = keys_NTD.unflatten(1, (P, PAGE_TOKENS)).transpose(0, 1)
+    magnitude_NTD = q_post_HTD[:, : P * PAGE_TOKENS].double().abs().unflatten(0, (N, -1)).mean(1)
+    queries_PND = magnitude_NTD.unflatten(1, (P, PAGE_TOKENS)).mean(2).transpose(0, 1)
+    if fmt.keeps_queries:
+        queries_PND = queries_PND.cumsum(0) / torch.arange(1, P + 1, device=device)[:, None, None]
+    page_indices, heads = torch.arange(P, device=device).unsqueeze(-1), torch.arange(N, device=device)
+    return channel_scores(fmt.boost.score, pages_PNtD, queries_PND, page_indices, heads)
+
+
+def taken_channels(tiers: Sequence[Tier], scores_PND: Tensor, is_limited: bool = True) -> list[Tensor]:
+    """Channels that each tier takes, [P, N] int64 a tier; what one does not take is left to the next. Unless
+    ``is_limited``, a tier with a threshold takes all that are above it."""
+    head_dim = scores_PND.shape[-1]
+    taken = torch.zeros(scores_PND.shape[:-1], dtype=torch.int64, device=scores_PND.device)
+    counts = []
+    for tier in tiers:
+        eligible = torch.full_like(taken, head_dim) if tier.above is None else (scores_PND > tier.above).sum(-1)
+        capacity = head_dim if tier.above is not None and not is_limited else tier.num_channels(head_dim)
+        counts.append((eligible - taken).clamp(0, capacity))
+        taken = taken + counts[-1]
+    return counts
+
+
+def fitted_boost(boost: Boost, scores_PND: Tensor, page_share: float = 1.0) -> Boost | None:
+    """``boost`` with the capacity that ``page_share`` of these pages need; None if no tier needs any."""
+    head_dim, free = scores_PND.shape[-1], MAX_SLOTS
+    tiers = []
+    for tier, count in zip(boost.tiers, taken_channels(boost.tiers, scores_PND, is_limited=False), strict=True):
+        needs = count.flatten().sort().values
+        capacity = min(int(needs[math.ceil(page_share * len(needs)) - 1]), free)
+        free -= capacity
+        if capacity:
+            tiers.append(replace(tier, share=capacity / head_dim))
+    return Boost(boost.score, tuple(tiers)) if tiers else None
+
+
+def with_thresholds(
+    plan: Plan, thresholds: Mapping[int, float], scores: Scores | None = None, page_share: float = 1.0
+) -> Plan:
+    """``plan`` with the threshold ``thresholds[num_bits]`` in every tier that has one. ``scores``: capacities are
+    fitted to ``page_share`` of these pages; else they stay as they are."""
+    layers = list(plan.layers)
+    for position, layer in enumerate(layers):
+        if layer.is_paged and (old := layer.k[0].boost) is not None:
+            tiers = (t if t.above is None else replace(t, above=thresholds[t.num_bits]) for t in old.tiers)
+            boost: Boost | None = Boost(old.score, tuple(tiers))
+            if scores is not None and boost is not None:
+                boost = fitted_boost(boost, scores[layer.geometry.index], page_share)
+            layers[position] = replace(layer, k=(replace(layer.k[0], boost=boost),))
+    return replace(plan, layers=tuple(layers))
+
+
+def overflow_share(plan: Plan, unfitted: Plan, scores: Scores) -> float:
+    """Share of the calibration pages, one KV head's page at a time, on which a tier of ``plan`` has no capacity for a
+    channel above the threshold that the tier has in ``unfitted``."""
+    overflowing = pages = 0
+    for layer, other in zip(plan.layers, unfitted.layers, strict=True):
+        if layer.geometry.index not in scores or other.k[0].boost is None:
+            continue
+        scores_PND, boost = scores[layer.geometry.index], layer.k[0].boost
+        capacities = {tier.num_bits: tier.num_channels(scores_PND.shape[-1]) for tier in boost.tiers} if boost else {}
+        taken = torch.zeros(scores_PND.shape[:-1], dtype=torch.int64)
+        has_overflow = torch.zeros_like(taken, dtype=torch.bool)
+        for tier in other.k[0].boost.tiers:
+            capacity = capacities.get(tier.num_bits, 0)
+            need = torch.full_like(taken, capacity) if tier.above is None else (scores_PND > tier.above).sum(-1) - taken
+            has_overflow |= need > capacity
+            taken += need.clamp(0, capacity)
+        overflowing += int(has_overflow.sum())
+        pages += has_overflow.numel()
+    return overflowing / max(pages, 1)
+
+
+def score_quantile(scores: Scores, share: float) -> float:
+    """The score that ``share`` of all channels of calibration pages are at or below; exact, for any number of them."""
+    every = torch.cat([values.flatten() for values in scores.values()]).sort().values
+    return float(every[min(int(share * len(every)), len(every) - 1)])
+
+
+def key_code_bits(plan: Plan, scores: Scores) -> float:
+    """Mean bits of a key's code over all calibration pages and boosted layers of ``plan``, parameters and index not
+    counted: the figure that MixKVQ calls effective bits (Eq. 17)."""
+    total, channels = 0.0, 0
+    for layer in plan.layers:
+        index = layer.geometry.index
+        if index not in scores:
+            continue
+        fmt, pages = layer.k[0], scores[index]
+        channels += pages.numel()
+        total += fmt.num_bits * pages.numel()
+        tiers = fmt.boost.tiers if fmt.boost is not None else ()
+        for tier, count in zip(tiers, taken_channels(tiers, pages), strict=True):
+            total += (tier.num_bits - fmt.num_bits) * int(count.sum())
+    return total / channels
