@@ -222,7 +222,7 @@ class Bench:
             clock, path = Clock(), Path(folder) / "profile.safetensors"
             found = profile.run_profile(self.loaded, data, spec, CacheSpec(), {}, path, clock)
         budget = AllocateSpec(bits=3.0, batch=8, context=32768, objective="sensitivity")
-        self.say("allocation", "3 bits", 1, timed(lambda: allocate(found, budget, CacheSpec(), {})))
+        self.say("allocation", "3 bits", 1, timed(lambda: allocate(found, budget, {})))
 
 
 def main() -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
 from kvcal import artifact, distributed
 from kvcal.artifact import differing_input, read_inputs
 from kvcal.data.pools import Purpose
@@ -174,10 +176,15 @@ def sequences(
     kvcal.data.sequences.load_sequences raises, and ArtifactError for a folder of another model."""
     if folder is not None:
         folder.require_model(model_inputs(loaded))
-    if loaded.tokenizer is None:
-        raise UsageError(f"{loaded.source}: no tokenizer", hint="data cannot be tokenized without one")
     spec, sampler = data_spec(spec, loaded), sampler_of(loaded, folder, reporter)
-    return load_sequences(spec, loaded.tokenizer, max_context(loaded), purpose, sampler)
+    return load_sequences(spec, tokenizer_of(loaded), max_context(loaded), purpose, sampler)
+
+
+def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
+    """The model's tokenizer. UsageError where it has none."""
+    if loaded.tokenizer is None:
+        raise UsageError(f"{loaded.source}: no tokenizer", hint="neither text nor tasks can be tokenized without one")
+    return loaded.tokenizer
 
 
 def job_sequences(job: Job, spec: DataSpec, purpose: Purpose) -> TokenDataset:

@@ -127,7 +127,7 @@ def allocate_folder(
     def make() -> Allocation:
         details = {"objective": spec.objective, "granularity": spec.granularity, "data": profile.data_fingerprint}
         made_from = with_calibration({**provenance, **details}, calibration("profile", read_inputs(folder.profile)))
-        allocation = allocation_stage.allocate(profile, spec, profile.cache, made_from, reserved)
+        allocation = allocation_stage.allocate(profile, spec, made_from, reserved)
         if progressive is not None:
             allocation = allocation_stage.made_progressive(allocation, progressive, reserved)
         allocation_stage.save(allocation, inputs, folder.allocation)
@@ -166,9 +166,7 @@ def fix_folder(job: Job) -> Allocation:
         if recipe.importance is not None:
             profile = profile_stage.load(folder.profile)
             provenance = with_calibration(provenance, calibration("profile", read_inputs(folder.profile)))
-            allocation = allocation_stage.important_allocation(
-                profile, recipe.importance, profile.cache, workload, provenance
-            )
+            allocation = allocation_stage.important_allocation(profile, recipe.importance, workload, provenance)
         else:
             assert recipe.formats is not None
             allocation = allocation_stage.fixed_allocation(
@@ -264,7 +262,7 @@ def search_folder(job: Job) -> Allocation:
 def sweep_folder(folder: Folder, spec: AllocateSpec, num_points: int) -> tuple[str, list[dict[str, Any]]]:
     """The Pareto front of the folder's profile, also kept as sweep.json: ("front" or "grid", a row per point)."""
     profile = profile_stage.load(folder.profile)
-    swept, rows = allocation_stage.pareto(profile, spec, profile.cache, num_points)
+    swept, rows = allocation_stage.pareto(profile, spec, num_points)
     text = json.dumps({"method": swept.method, "points": rows}, indent=2, sort_keys=True)
     artifact.write_text_atomic(folder.path / "sweep.json", text + "\n")
     return swept.method, rows

@@ -16,7 +16,7 @@ from kvcal.charts.quality import draw_evaluation
 from kvcal.data.pools import shared_sources, with_calibration
 from kvcal.data.sequences import DataSpec
 from kvcal.errors import UsageError
-from kvcal.folder import DEFAULT_WORKLOAD, Folder, Job, compute_dtype, max_context, model_inputs, sequences
+from kvcal.folder import DEFAULT_WORKLOAD, Folder, Job, max_context, sequences
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import warn_of_biases
 from kvcal.plan.plan import Plan, Workload, plan_bytes, save_plan
@@ -32,8 +32,7 @@ from kvcal.stages import search as search_stage
 from kvcal.stages.allocate.budget import transform_bytes
 from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.compile import compile_plan
-from kvcal.stages.evaluate import Evaluation, evaluate, require_scheduled_texts, scheduled_batch
-from kvcal.strict import flat_records
+from kvcal.stages.evaluate import Evaluation, evaluate, evaluation_inputs, require_scheduled_texts, scheduled_batch
 
 
 class Stage(NamedTuple):
@@ -165,12 +164,7 @@ def evaluate_plan(recipe: Recipe, loaded: LoadedModel, plan: Plan, folder: Folde
     if data.source is not None and (stages := shared_sources(plan.provenance, data)):
         name = f"{data.source.name}, too ({', '.join(stages)})"
         reporter.say(f"evaluate: the plan was calibrated on {name}; no text is in both samples")
-    inputs = {
-        **model_inputs(loaded),
-        **flat_records(evaluate=replace(spec, against=())),  # rows are kept one by one
-        "data.fingerprint": data.fingerprint,
-        **compute_dtype(loaded),
-    }
+    inputs = evaluation_inputs(loaded, spec, data)
     evaluation = evaluate(loaded, plans, spec, data, inputs, folder.evaluation, reporter)
     draw_evaluation(evaluation, plan, folder.picture)
     return evaluation

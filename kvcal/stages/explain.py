@@ -193,7 +193,7 @@ def spec_of(inputs: Mapping[str, Any]) -> AllocateSpec:
 def _of_profile(
     allocation: Allocation, spec: AllocateSpec, profile: Profile, reporter: Reporter, layer: int | None, priced: bool
 ) -> Explanation:
-    problem = allocation_stage.Problem(profile, spec, profile.cache)
+    problem = allocation_stage.Problem(profile, spec)
     costs = _Measured(profile)
     units, layers = [], {planned.geometry.index: planned for planned in allocation.layers}
     for position, unit in enumerate(problem.units):

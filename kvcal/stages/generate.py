@@ -16,7 +16,7 @@ from kvcal.cache.attached import attached_for
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import prefix_ids
 from kvcal.errors import UsageError
-from kvcal.folder import max_context
+from kvcal.folder import max_context, tokenizer_of
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 
@@ -41,9 +41,7 @@ def complete(
 def prompt_tokens(loaded: LoadedModel, prompt: str, chat: bool, max_new_tokens: int) -> Tensor:
     """Token ids int64 [T]; plain prompts start with what the model's sequences start with. UsageError as ``complete``
     has it."""
-    tokenizer = loaded.tokenizer
-    if tokenizer is None:
-        raise UsageError(f"{loaded.source}: no tokenizer", hint="a prompt cannot be tokenized without one")
+    tokenizer = tokenizer_of(loaded)
     if chat:
         if not tokenizer.chat_template:
             raise UsageError(f"{loaded.source}: the tokenizer has no chat template", hint="leave out --chat")
@@ -88,9 +86,8 @@ def new_tokens(
 
 def completion(loaded: LoadedModel, cache: PlanCache, new_n: Tensor) -> dict[str, Any]:
     """The result of ``complete``: the new tokens' text, and what the cache holds behind them."""
-    assert loaded.tokenizer is not None
     return {
-        "text": loaded.tokenizer.decode(new_n, skip_special_tokens=True),
+        "text": tokenizer_of(loaded).decode(new_n, skip_special_tokens=True),
         "new_tokens": len(new_n),
         "cached_tokens": cache.get_seq_length(),
         "cache_bytes": cache.nbytes,

@@ -172,7 +172,7 @@ def allocated(engine: Engine, tp: int, nbytes: int, num_sink_tokens: int = 0) ->
     heads_N1, bits_C = torch.arange(1.0, 5.0).double().unsqueeze(1), torch.tensor([2.0, 3.0, 4.0]).double()
     means = {f"sensitivity.{side}.{n}": Mean((n + 1) * heads_N1 * 4.0**-bits_C, 1) for n in range(12) for side in SIDES}
     wanted = {"objective": "sensitivity", "granularity": "head", "kv_budget": f"{nbytes}B", "tp": tp, "engine": engine}
-    found = allocate(Profile(setup, means), AllocateSpec(batch=3, context=1000, **wanted), cache, {})
+    found = allocate(Profile(setup, means), AllocateSpec(batch=3, context=1000, **wanted), {})
     return Plan(IDENTITY, "bfloat16", found.layers, Workload(3, 1000), {}), found.split
 
 

@@ -42,7 +42,7 @@ LINEAR = PredictorSpec(drop=False)
 def allocated(reserved: int = 0, **knobs: object) -> Allocation:
     knobs = {"batch": BATCH, "context": CONTEXT, "objective": "sensitivity", **knobs}
     found = profile()
-    return allocate(found, AllocateSpec(**knobs), found.cache, {}, reserved)
+    return allocate(found, AllocateSpec(**knobs), {}, reserved)
 
 
 def rescaled(allocation: Allocation) -> tuple[tuple[LayerPlan, ...], dict[str, torch.Tensor]]:
@@ -247,13 +247,13 @@ def most_bytes(plan: Plan) -> int:
 def test_pages_that_shrink_leave_the_reserved_bytes_at_every_count(shift) -> None:
     found = profile(cache=PROGRESSIVE_CACHE, spec=ProfileSpec(num_bits=(2, 4), k_axes=("token",), kl_samples=0))
     spec = AllocateSpec(kv_budget="900000B", batch=BATCH, context=CONTEXT, objective="sensitivity")
-    allocation = allocate(found, spec, found.cache, {}, LAMBDAS)
+    allocation = allocate(found, spec, {}, LAMBDAS)
     allocation = made_progressive(allocation, ProgressiveSpec(shift=shift), LAMBDAS)
     shrinking = [fmt for layer in allocation.layers for fmt in (*layer.k, *layer.v) if fmt.shrink_at]
     assert shrinking and {fmt.shift for fmt in shrinking} == {shift}
     plan = compile_plan(allocation, *rescaled(allocation))
     assert 900_000 - 40_000 < most_bytes(plan) <= 900_000
-    solved = allocate(found, spec, found.cache, {}, 100_000)
+    solved = allocate(found, spec, {}, 100_000)
     most = [
         most_bytes(Plan(IDENTITY, "bfloat16", progressive.layers, progressive.workload, {}, {}))
         for progressive in (made_progressive(solved, ProgressiveSpec(shift=shift), kept) for kept in (0, 100_000))
@@ -300,7 +300,7 @@ def test_keys_and_values_keep_their_own_formats() -> None:
     )
     spec = AllocateSpec(bits=8.6, batch=BATCH, context=CONTEXT, objective="sensitivity")
     for granularity in ("layer", "head"):
-        layers = allocate(found, replace(spec, granularity=granularity), found.cache, {}).layers
+        layers = allocate(found, replace(spec, granularity=granularity), {}).layers
         assert {fmt.num_bits for layer in layers for fmt in layer.k} == {2}
         assert all(fmt.num_bits >= 8 for layer in layers for fmt in layer.v)
 

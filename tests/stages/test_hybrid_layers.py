@@ -46,7 +46,7 @@ def test_a_budget_takes_states_off_first(tmp_path: Path) -> None:
     cache = CacheSpec(num_sink_tokens=2, k_recent_window=8, v_recent_window=8)
     found = profile.run_profile(loaded, data_of(240), spec, cache, {}, tmp_path / "profile", Listener())
     assert all(bool((found.kl(index, side) > 0).all()) for index in range(3) for side in ("k", "v"))
-    made = allocate(found, AllocateSpec(bits=20.0, batch=2, context=640), cache, {})
+    made = allocate(found, AllocateSpec(bits=20.0, batch=2, context=640), {})
     assert made.split.fixed == 3 * 2 * STATE and made.split.cache <= made.split.budget
     plan = compile_plan(made, made.layers)
     assert plan.predicted_bytes == made.split.cache and plan.bits_per_value() <= 20.0

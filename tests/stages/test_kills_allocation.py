@@ -59,9 +59,9 @@ def test_layers_hold_the_formats_whose_losses_were_added_up(granularity) -> None
     """Keys per token, as values are: nothing but their losses tells them apart."""
     profile = profile_of(LOUD)
     for bits in (4.0, 4.8, 5.8):
-        found = allocate(profile, AllocateSpec(bits=bits, granularity=granularity, **LENGTHS), CACHE, {})
+        found = allocate(profile, AllocateSpec(bits=bits, granularity=granularity, **LENGTHS), {})
         assert loss_of(profile, found) == pytest.approx(found.loss, rel=1e-12)
-    found = allocate(profile, AllocateSpec(bits=4.6, **LENGTHS), CACHE, {})
+    found = allocate(profile, AllocateSpec(bits=4.6, **LENGTHS), {})
     assert [(layer.k[0].num_bits, layer.v[0].num_bits) for layer in found.layers[1:3]] == [(4, 2), (2, 4)]
 
 
@@ -82,8 +82,8 @@ def test_every_rank_gets_the_same_bytes(num_kv_heads: int, tp: int, num_units: i
     profile = sharded_profile(num_kv_heads, (1, 3))
     for bits in (4.0, 5.0, 6.3, 8.0):
         spec = AllocateSpec(bits=bits, granularity="head", tp=tp, **LENGTHS)
-        assert len(Problem(profile, spec, CACHE).units) == num_units
-        found = allocate(profile, spec, CACHE, {})
+        assert len(Problem(profile, spec).units) == num_units
+        found = allocate(profile, spec, {})
         assert loss_of(profile, found) == pytest.approx(found.loss, rel=1e-12)
         for side in SIDES:
             formats = found.layers[0].head_formats(side)
@@ -96,15 +96,15 @@ def test_ranks_put_heads_that_lose_much_together() -> None:
     """Heads 0 and 7 are the loudest of two ranks: they alone get more bits, as without ranks."""
     profile = sharded_profile(8, (0, 7))
     spec = AllocateSpec(bits=4.0, granularity="head", **LENGTHS)
-    alone = allocate(profile, spec, CACHE, {})
+    alone = allocate(profile, spec, {})
     bits = [fmt.num_bits for fmt in alone.layers[0].head_formats("k")]
     assert bits[0] == bits[7] > min(bits) == max(bits[1:7])
-    assert allocate(profile, replace(spec, tp=2), CACHE, {}).layers == alone.layers
+    assert allocate(profile, replace(spec, tp=2), {}).layers == alone.layers
 
 
 def test_heads_that_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="8 query heads and 8 KV heads, which 3 ranks cannot share equally"):
-        allocate(sharded_profile(8, ()), AllocateSpec(bits=4.0, granularity="head", tp=3, **LENGTHS), CACHE, {})
+        allocate(sharded_profile(8, ()), AllocateSpec(bits=4.0, granularity="head", tp=3, **LENGTHS), {})
 
 
 def test_one_rank_is_not_written_down() -> None:
@@ -114,7 +114,7 @@ def test_one_rank_is_not_written_down() -> None:
 
 def test_the_choice_is_the_best_of_all_within_the_budget() -> None:
     profile = profile_of(LOUD)
-    found = allocate(profile, AllocateSpec(bits=5.2, **LENGTHS), CACHE, {})
+    found = allocate(profile, AllocateSpec(bits=5.2, **LENGTHS), {})
     formats = [CACHE.format("k", bits, "token", 32) for bits in (2, 4)] + [RAW]
     best = float("inf")
     for a, b, c, d in itertools.product(formats, repeat=4):
@@ -126,10 +126,10 @@ def test_the_choice_is_the_best_of_all_within_the_budget() -> None:
 
 def test_every_point_of_a_sweep_is_the_allocation_of_its_bytes() -> None:
     profile = profile_of(LOUD)
-    _, rows = pareto(profile, AllocateSpec(bits=4.0, **LENGTHS), CACHE, 8)
+    _, rows = pareto(profile, AllocateSpec(bits=4.0, **LENGTHS), 8)
     assert len(rows) > 3
     for point in rows:
-        found = allocate(profile, AllocateSpec(kv_budget=f"{point['cache_bytes']}B", **LENGTHS), CACHE, {})
+        found = allocate(profile, AllocateSpec(kv_budget=f"{point['cache_bytes']}B", **LENGTHS), {})
         assert found.split.cache == point["cache_bytes"] and found.loss == pytest.approx(point["loss"], rel=1e-9)
         assert point["bits_per_value"] == 8 * found.split.paged / (2 * 2 * 64 * 8000)
 

@@ -120,7 +120,7 @@ def test_rotary_keys_stay_at_16_bits_unless_they_are_asked_for(
         spec = AllocateSpec(
             kv_budget="330KB", **WORKLOAD, granularity=granularity, objective="sensitivity", rotary=rotary
         )
-        found[rotary] = allocate(measured_profile, spec, CACHE, {})
+        found[rotary] = allocate(measured_profile, spec, {})
         taken = sum(layer.nbytes("float32", (640, 640), 640) for layer in found[rotary].layers)
         assert found[rotary].split.paged == taken <= 330_000
     assert all(layer.v == (RAW,) and layer.k[0].num_bits < 16 for layer in found[False].layers)

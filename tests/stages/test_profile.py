@@ -318,7 +318,7 @@ def test_bounded_and_state_layers_are_left_out(name: str, tmp_path: Path) -> Non
     assert len(found.means) == 1 + 10 * len(full)
     if not full:
         with pytest.raises(UnsupportedModel, match="nothing to allocate: every layer of the model is a sliding window"):
-            allocate(found, AllocateSpec(bits=3.0), CacheSpec(), {})
+            allocate(found, AllocateSpec(bits=3.0), {})
     for index, side in product(full, SIDES):
         assert float(found.sensitivity(index, side).min()) > 0 and float(found.kl(index, side)) > 0
 
@@ -351,7 +351,7 @@ def test_importance_is_the_score_times_the_relative_error(finished) -> None:
             assert 0 < relative < 1
             assert loss == pytest.approx(found.grad_norm(index, side) * relative, rel=1e-5)
     budget = AllocateSpec(bits=6.0, batch=1, context=65536, objective="importance")
-    chosen = allocate(found, budget, CACHE, {})
+    chosen = allocate(found, budget, {})
     by_hand = []
     for layer, side in product(bare_layers(found.geometry), SIDES):
         losses = {
@@ -375,7 +375,7 @@ def test_candidates_are_the_recipe_s_and_no_others(tmp_path: Path) -> None:
     for objective in ("sensitivity", "kl", "combined"):
         for bits in range(5, 16):
             budget = AllocateSpec(bits=float(bits), batch=1, context=65536, objective=objective)
-            formats = {fmt for layer in allocate(found, budget, CACHE, {}).layers for fmt in (*layer.k, *layer.v)}
+            formats = {fmt for layer in allocate(found, budget, {}).layers for fmt in (*layer.k, *layer.v)}
             assert {(fmt.num_bits, fmt.group_size) for fmt in formats} <= {*product((2, 4), (32, 64)), (16, 128)}
     assert ProfileSpec().kl_bits == (2, 3, 4) and ProfileSpec().kl_group == 128
     assert ProfileSpec(num_bits=(1, 8)).kl_bits == (1, 8)

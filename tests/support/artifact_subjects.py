@@ -185,8 +185,8 @@ def open_profile(path: Path) -> None:
     views.profile_table(found)
     if found.setup.kl_candidates("k"):
         spec = AllocateSpec(bits=16.0, batch=2, context=512)
-        use_allocation(allocate(found, spec, found.cache, {}))
-        pareto(found, spec, found.cache, 2)
+        use_allocation(allocate(found, spec, {}))
+        pareto(found, spec, 2)
 
 
 def use_allocation(found: allocation_record.Allocation) -> None:
@@ -376,7 +376,7 @@ def _saved(save: Callable, record: object) -> Callable[[Path], None]:
 def subjects() -> list[Subject]:
     """All kinds; plans and prefixes of several features."""
     fitted = fitted_llama()[1]
-    allocation = allocate(profile(), AllocateSpec(bits=16.0, batch=2, context=512), profile().cache, {"recipe": "r"})
+    allocation = allocate(profile(), AllocateSpec(bits=16.0, batch=2, context=512), {"recipe": "r"})
     found = [Subject("plan", name, functools.partial(save_plan, plan), open_plan) for name, plan in plans().items()]
     found += [
         Subject("profile", "", _saved(profile_record.save, profile()), open_profile),

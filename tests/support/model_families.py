@@ -152,7 +152,7 @@ def through_the_stages(folder: Path) -> str:
     loaded = load(str(folder), device="cpu")
     data = sequences([200, 180], 1, vocab_size=VOCABULARY)
     profile = run_profile(loaded, data, PROFILE, CACHE, {}, folder / "profile.safetensors", Silent())
-    allocation = allocate(profile, AllocateSpec(bits=16.0, batch=2, context=4096), CACHE, {})
+    allocation = allocate(profile, AllocateSpec(bits=16.0, batch=2, context=4096), {})
     plan = compile_plan(allocation, allocation.layers)
     model, prompt = loaded.model, sequences([300], 2, vocab_size=VOCABULARY).sequences[0][None]
     cache, mask = PlanCache(plan, model.config), torch.ones_like(prompt)

@@ -19,7 +19,7 @@ from kvcal.geometry import ModelIdentity
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, UNIFORM, Format, Side
 from kvcal.plan.plan import Plan, Workload
-from kvcal.recipe import AllocateSpec, CacheSpec
+from kvcal.recipe import AllocateSpec
 from kvcal.stages.allocate.budget import ModelSizes, infeasible, reserved_bytes, resolve_budget, workload_of
 from kvcal.stages.allocate.record import (
     KIND,
@@ -45,9 +45,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def allocate(
-    profile: Profile, spec: AllocateSpec, cache: CacheSpec, provenance: dict[str, Any], reserved: int = 0
-) -> Allocation:
+def allocate(profile: Profile, spec: AllocateSpec, provenance: dict[str, Any], reserved: int = 0) -> Allocation:
     """Solve one budget, of which ``reserved`` bytes are kept for what transforms take (``budget.transform_bytes``).
 
     Raises:
@@ -55,7 +53,7 @@ def allocate(
         UsageError: an unreadable budget, or an objective that was not profiled.
         UnsupportedModel: no layer of the model has pages.
     """
-    problem = Problem(profile, spec, cache)
+    problem = Problem(profile, spec)
     if not problem.units:
         raise UnsupportedModel(
             "there is nothing to allocate: every layer of the model is a sliding window, kept at 16 bits, or a state",
@@ -96,12 +94,10 @@ def _beside_pages(problem: Problem, spec: AllocateSpec, model: ModelIdentity, ch
     return engine_bytes(spec.engine, plan, spec.tp) - problem.nbytes(choice)
 
 
-def pareto(
-    profile: Profile, spec: AllocateSpec, cache: CacheSpec, num_points: int
-) -> tuple[Sweep, list[dict[str, Any]]]:
+def pareto(profile: Profile, spec: AllocateSpec, num_points: int) -> tuple[Sweep, list[dict[str, Any]]]:
     """All useful budgets: the solver's sweep, and a row for each point: bytes of the whole cache, all-in bits per
     value, loss, and the bits chosen per layer."""
-    problem = Problem(profile, spec, cache)
+    problem = Problem(profile, spec)
     front, rows = sweep(problem.units, num_points=num_points), []
     for point in front.points:
         layers = problem.layers_of(point.choice)
@@ -129,7 +125,7 @@ class _Cost(NamedTuple):
 class Problem:
     """``units`` of the integer program, with the formats behind every option."""
 
-    def __init__(self, profile: Profile, spec: AllocateSpec, cache: CacheSpec) -> None:
+    def __init__(self, profile: Profile, spec: AllocateSpec) -> None:
         if spec.granularity == "head" and spec.objective != "sensitivity":
             raise UsageError(
                 f"objective = {spec.objective!r} is measured per layer, and granularity = 'head' was asked for",
@@ -141,7 +137,7 @@ class Problem:
         self._formats: list[list[dict[tuple[int, Side, int], Format]]] = []  # of (cache index, side, head)
         for layer in bare_layers(profile.geometry):
             if layer.is_paged:
-                costs = {side: self._costs(profile, spec, cache, layer, side) for side in SIDES}
+                costs = {side: self._costs(profile, spec, layer, side) for side in SIDES}
                 for share in self._shares(spec, layer, costs):
                     self._add_unit(layer.geometry.index, share, costs)
 
@@ -157,13 +153,11 @@ class Problem:
             return [[(side, every) for side in SIDES]]
         return [[(side, every)] for side in SIDES]
 
-    def _costs(
-        self, profile: Profile, spec: AllocateSpec, cache: CacheSpec, layer: LayerPlan, side: Side
-    ) -> dict[str, _Cost]:
+    def _costs(self, profile: Profile, spec: AllocateSpec, layer: LayerPlan, side: Side) -> dict[str, _Cost]:
         """By name, equal for keys and values."""
         is_fixed = side == "v" and layer.attention.is_latent and not spec.rotary
         losses = {} if is_fixed else profile.losses(spec.objective, layer.geometry.index, side)
-        costs = {cache.format(side, *candidate): loss for candidate, loss in losses.items()}
+        costs = {profile.cache.format(side, *candidate): loss for candidate, loss in losses.items()}
         costs[RAW] = [0.0] * layer.attention.num_kv_heads
         dim, cache_dtype, lengths = layer.head_dim(side), self.geometry.cache_dtype, self.workload.lengths
         return {

@@ -19,7 +19,7 @@ from kvcal.plan.layer import LayerPlan, Pages, bare_layers, in_formats
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import check_layers, needed_tensors
-from kvcal.recipe import CacheSpec, FormatsSpec, ImportanceSpec, ProgressiveSpec, fixed_layers
+from kvcal.recipe import FormatsSpec, ImportanceSpec, ProgressiveSpec, fixed_layers
 from kvcal.records import record_of, refusing, require_tensors
 from kvcal.stages.allocate.importance import importance_formats, importance_scores
 from kvcal.stages.allocate.schedule import progressive_layers
@@ -109,9 +109,10 @@ def fixed_allocation(
 
 
 def important_allocation(
-    profile: Profile, spec: ImportanceSpec, cache: CacheSpec, workload: Workload, provenance: dict[str, Any]
+    profile: Profile, spec: ImportanceSpec, workload: Workload, provenance: dict[str, Any]
 ) -> Allocation:
     """KVmix: formats by the gradient norms of the profile; rotary keys stay at 16 bits."""
+    cache = profile.cache
     formats = importance_formats(importance_scores(profile), spec, cache.num_sink_tokens, cache.param_dtype)
     layers = tuple(
         in_formats(layer, *formats[layer.geometry.index]) if layer.is_paged else layer

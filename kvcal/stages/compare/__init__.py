@@ -22,12 +22,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from kvcal.artifact import write_bytes_atomic
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import KvcalError, RankFailed
-from kvcal.folder import Folder, compute_dtype, model_inputs, require_model
+from kvcal.folder import Folder, model_inputs, require_model
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan, Workload
 from kvcal.progress import SILENT, Reporter
@@ -44,8 +43,7 @@ from kvcal.stages.compare.record import (
     save_comparison,
     with_shares,
 )
-from kvcal.stages.evaluate import Row, evaluate, kept_rows, scheduled_batch
-from kvcal.strict import dump, flat
+from kvcal.stages.evaluate import Row, evaluate, evaluation_inputs, kept_rows, scheduled_batch
 
 FILE = "compare.json"
 
@@ -160,18 +158,9 @@ class _Job:
                 name = f"{path.stem}.earlier-{hashlib.sha256(content).hexdigest()[:12]}{path.suffix}"
             write_bytes_atomic(folder.path / name, content)
 
-    def inputs(self, spec: EvaluateSpec) -> dict[str, Any]:
-        """Everything but the plans that the rows depend on, flat."""
-        return {
-            **model_inputs(self.loaded),
-            **flat("evaluate", dump(replace(spec, against=()))),
-            "data.fingerprint": self.data.fingerprint,
-            **compute_dtype(self.loaded),
-        }
-
     def measure(self, plans: Mapping[str, Plan], spec: EvaluateSpec) -> tuple[dict[str, Row], dict[str, Refusal]]:
         """Rows and refusals, by name. A plan that cannot be measured is left out, and the others are taken up again."""
-        inputs, path = self.inputs(spec), self.folder.evaluation
+        inputs, path = evaluation_inputs(self.loaded, spec, self.data), self.folder.evaluation
         remaining, refusals = dict(plans), dict[str, Refusal]()
         while True:
             try:
@@ -190,7 +179,7 @@ class _Job:
     def save(self, entries: Mapping[str, Entry], spec: EvaluateSpec) -> Comparison:
         comparison = Comparison(
             model=self.loaded.identity.id,
-            inputs=self.inputs(spec),
+            inputs=evaluation_inputs(self.loaded, spec, self.data),
             data=self.data.description,
             data_fingerprint=self.data.fingerprint,
             task_seed=spec.seed,

@@ -28,7 +28,7 @@ from kvcal.data.pools import require_unseen
 from kvcal.data.sequences import TokenDataset
 from kvcal.distributed import Parcel, in_turn
 from kvcal.errors import ArtifactError, UsageError
-from kvcal.folder import require_model
+from kvcal.folder import compute_dtype, model_inputs, require_model
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan, Workload
 from kvcal.progress import Reporter
@@ -39,7 +39,7 @@ from kvcal.stages.evaluate.harness import measure_harness
 from kvcal.stages.evaluate.tasks import TaskResult, mean_accuracy, measure_tasks
 from kvcal.stages.evaluate.text import Reference, TextQuality, measure_text
 from kvcal.stages.verify import require_same_model
-from kvcal.strict import STRICT, Amount, NumBytes, dump, parse
+from kvcal.strict import STRICT, Amount, NumBytes, dump, flat, parse
 
 KIND = "evaluation"
 SCHEMA = 2
@@ -104,6 +104,12 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         require_same_tasks(self.rows)
+
+
+def evaluation_inputs(loaded: LoadedModel, spec: EvaluateSpec, data: TokenDataset) -> dict[str, Any]:
+    """Everything but the plans that the rows of an evaluation depend on, flat; rows are kept one by one."""
+    settings = flat("evaluate", dump(replace(spec, against=())))
+    return {**model_inputs(loaded), **settings, "data.fingerprint": data.fingerprint, **compute_dtype(loaded)}
 
 
 def require_same_tasks(rows: Sequence[Row]) -> None:

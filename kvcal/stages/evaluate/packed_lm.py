@@ -22,10 +22,11 @@ from torch import Tensor
 
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import NonFiniteActivations
+from kvcal.folder import tokenizer_of
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Plan, load_plan
 from kvcal.stages.divergence import feed
-from kvcal.stages.evaluate.tasks import PLAIN_DECODING, generate_packed, tokenizer_of
+from kvcal.stages.evaluate.tasks import PLAIN_DECODING, generate_packed
 from kvcal.stages.verify import require_predicted_bytes, require_same_model
 
 

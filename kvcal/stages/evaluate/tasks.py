@@ -31,7 +31,7 @@ from kvcal.data.pools import Purpose
 from kvcal.data.sequences import encode_problem
 from kvcal.data.tasks import Problem, extract_answer, problems
 from kvcal.errors import NonFiniteActivations, UsageError
-from kvcal.folder import max_context
+from kvcal.folder import max_context, tokenizer_of
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
@@ -221,9 +221,3 @@ def _room(loaded: LoadedModel, plan: Plan, width: int, max_new_tokens: int) -> i
                 hint="lower max_steps, max_size, max_hops or max_digits in [evaluate], or evaluate without tasks",
             )
     return min(max_new_tokens, *(limit - width for limit in limits.values() if limit is not None))
-
-
-def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
-    if loaded.tokenizer is None:
-        raise UsageError(f"{loaded.source}: no tokenizer", hint="tasks cannot be posed without one")
-    return loaded.tokenizer
