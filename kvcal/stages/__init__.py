@@ -1,1 +1,15 @@
-"""The stages of a run: each takes an artifact and gives an artifact."""
+"""The stages of a run, each from artifacts to an artifact, and what else is measured or told of a model and its plans.
+
+In the order of ``kvcal.run.pipeline``; a folder opens with its stage, and holds what it writes in ``record``:
+
+    profile                    what every format costs in every layer
+    search, tune, allocate     the formats: by measured KL, by tasks, or by the profile within a budget
+    reparam                    λ and offsets of keys
+    predictors                 keys and values from earlier layers
+    feedback                   what codes make good of their own errors
+    compile                    the plan
+    evaluate, compare          texts and tasks through the plan's cache, beside bytes, of one plan or of all recipes
+
+Without an artifact of a run: size, estimate (before), verify, explain (of a plan), generate and prefix (with it).
+What stages share: passes over sequences (batches) that can be interrupted (checkpoint), and KL (divergence).
+"""

@@ -16,6 +16,7 @@ by a search; after a profile, the sum of what each layer's keys and values cause
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -120,14 +121,7 @@ def _without_index(layer: LayerPlan) -> LayerPlan:
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
     """The largest count from 1 to ``most`` that fits, 0 for none; what fits stays so with less."""
-    low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_left(range(1, most + 1), True, key=lambda count: not fits(count))
 
 
 def shared_geometry(geometry: Geometry, devices: int) -> Geometry:

@@ -39,16 +39,14 @@ def importance_formats(
     scores: Scores, spec: ImportanceSpec, num_sink_tokens: int, param_dtype: str
 ) -> dict[int, tuple[Format, Format]]:
     """The formats of K and V of every layer in ``scores``, which holds the same layers for both sides."""
-    layers = sorted(scores["k"])
-    formats: dict[int, list[Format]] = {index: [] for index in layers}
+    layers, formats = sorted(scores["k"]), []
     for side in SIDES:
         if spec.random_seed is None:
             important = important_layers(scores[side], spec.share)
         else:
             important = random_layers(layers, spec.share, side, spec.random_seed)
-        for index in layers:
-            formats[index].append(layer_format(side, index in important, spec, num_sink_tokens, param_dtype))
-    return {index: (k, v) for index, (k, v) in formats.items()}
+        formats.append([layer_format(side, i in important, spec, num_sink_tokens, param_dtype) for i in layers])
+    return dict(zip(layers, zip(*formats, strict=True), strict=True))
 
 
 def layer_format(
