@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kvcal.bench.prefill import time_prefill
 
 from kvcal import artifact
 from kvcal.bench.case import fill_lattice, fill_pages
-from kvcal.bench.model import model_plan, random_model, shape_config
+from kvcal.bench.model import model_plan, random_model, shape_config, time_prefill
 from kvcal.bench.shape import PAIRS
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.models.load import LoadedModel

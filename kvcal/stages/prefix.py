@@ -26,6 +26,7 @@ the rest of the prompt has read coarser keys and values, and so has what follows
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,7 +47,7 @@ from kvcal.folder import max_context
 from kvcal.geometry import CACHE_DTYPES, ModelIdentity
 from kvcal.models.load import LoadedModel
 from kvcal.pages.record_layout import PAGE_TOKENS
-from kvcal.plan.page_format import SIDES, num_pages
+from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
 from kvcal.stages.generate import completion, new_tokens, prompt_tokens
@@ -170,18 +171,22 @@ def parts_of_layer(layer: PagedLayer) -> Iterator[tuple[str, PagedTensor]]:
 
 def held_tensors(cache: PlanCache) -> Iterator[tuple[str, Tensor]]:
     """Tensors of a cache of one sequence, without empty places."""
-    num_tokens = cache.get_seq_length()
+    yield from parts_tensors(cache, cache.get_seq_length())
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, BoundedLayer):
+            assert layer.keys is not None and layer.values is not None
+            yield f"layers.{index}.k.window", layer.keys[0]
+            yield f"layers.{index}.v.window", layer.values[0]
+
+
+def parts_tensors(cache: PlanCache, num_tokens: int) -> Iterator[tuple[str, Tensor]]:
+    """Those of paged layers, of so many tokens."""
     for name, part in named_parts(cache):
         yield f"{name}.pages", part.pool.records
         yield f"{name}.sinks", part.sinks[0, :, :num_tokens]
         yield f"{name}.recent", part.ring[0].index_select(1, recent_places(part, num_tokens))
         if part.format.needs_queries:
             yield f"{name}.query_sum", part.query_sum[0]
-    for index, layer in enumerate(cache.layers):
-        if isinstance(layer, BoundedLayer):
-            assert layer.keys is not None and layer.values is not None
-            yield f"layers.{index}.k.window", layer.keys[0]
-            yield f"layers.{index}.v.window", layer.values[0]
 
 
 def recent_places(part: PagedTensor, num_tokens: int) -> Tensor:
@@ -343,31 +348,23 @@ def _require_beginning(tokens_T: Tensor, known_T: Tensor) -> None:
 
 
 def declared_tensors(cache: PlanCache, num_tokens: int, vocab_size: int) -> dict[str, TensorSpec]:
-    """Every tensor of the file of a cache of one sequence."""
-
-    def unquantized(*shape: int) -> TensorSpec:
-        return TensorSpec(cache.plan.cache_dtype, shape, -LARGEST, LARGEST)
-
+    """Every tensor of the file of a cache of one sequence, which has the shapes of that in ``cache``."""
     declared = {
         "tokens": TensorSpec("int32", (num_tokens,), 0, vocab_size - 1),
         "logits": TensorSpec("float32", (vocab_size,)),
     }
-    for name, part in named_parts(cache):
-        codec, sinks = part.codec, min(part.format.num_sink_tokens, num_tokens)
-        records = (num_pages(num_tokens), codec.records_per_page, codec.record_bytes(part.num_bits))
-        declared[f"{name}.pages"] = TensorSpec("uint8", records)
-        recent = num_tokens - PAGE_TOKENS * part.format.pages_read(num_tokens)
-        for place, tokens in (("sinks", sinks), ("recent", recent)):
-            declared[f"{name}.{place}"] = unquantized(codec.num_heads, tokens, codec.head_dim)
-        if part.format.needs_queries:
-            declared[f"{name}.query_sum"] = TensorSpec("float32", (codec.num_heads, codec.head_dim), low=0.0)
+    ranges = {"pages": (-math.inf, math.inf), "query_sum": (0.0, math.inf)}
+    for name, tensor in parts_tensors(cache, num_tokens):
+        low, high = ranges.get(name.rpartition(".")[2], (-LARGEST, LARGEST))
+        declared[name] = TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), low, high)
     for layer in cache.plan.layers:
         if not layer.is_paged:
             heads, window = layer.attention.num_kv_heads, layer.attention.window
             assert window is not None
             for side in SIDES:
-                held = unquantized(heads, min(num_tokens, window - 1), layer.head_dim(side))
-                declared[f"layers.{layer.geometry.index}.{side}.window"] = held
+                shape = (heads, min(num_tokens, window - 1), layer.head_dim(side))
+                name = f"layers.{layer.geometry.index}.{side}.window"
+                declared[name] = TensorSpec(cache.plan.cache_dtype, shape, -LARGEST, LARGEST)
     return declared
 
 
