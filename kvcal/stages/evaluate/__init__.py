@@ -39,7 +39,7 @@ from kvcal.stages.evaluate.harness import measure_harness
 from kvcal.stages.evaluate.tasks import TaskResult, mean_accuracy, measure_tasks
 from kvcal.stages.evaluate.text import Reference, TextQuality, measure_text
 from kvcal.stages.verify import require_same_model
-from kvcal.strict import STRICT, Amount, NumBytes, dump, flat, parse
+from kvcal.strict import STRICT, Amount, NumBytes, dump, flat_records, parse
 
 KIND = "evaluation"
 SCHEMA = 2
@@ -108,7 +108,7 @@ class Evaluation:
 
 def evaluation_inputs(loaded: LoadedModel, spec: EvaluateSpec, data: TokenDataset) -> dict[str, Any]:
     """Everything but the plans that the rows of an evaluation depend on, flat; rows are kept one by one."""
-    settings = flat("evaluate", dump(replace(spec, against=())))
+    settings = flat_records(evaluate=replace(spec, against=()))
     return {**model_inputs(loaded), **settings, "data.fingerprint": data.fingerprint, **compute_dtype(loaded)}
 
 
