@@ -3,11 +3,11 @@
     python experiments/show_heads.py --plan SEARCHED.plan --bits 2.5 --real FOLDER --work FOLDER --out heads.json
 
 The plan of a search over layers, without its error feedback, gets --rounds more over layers. From what has the least
-score on *select*, the base, one round goes over layers and one over heads, with as many single changes each: those on
-the first texts of *select*, compositions by the solver, the best of them on all texts of *select*, and whether the
-search would take it (``better``). On texts of the pool *report*, and on real text where --real names a folder of it,
-the base and the best composition of each round are compared, whether they are taken or not. Errors are over texts,
-differences paired by text. λ is left out.
+score on *select*, the base, one round goes over layers and one over the heads of all layers, with as many single
+changes each: those on the first texts of *select*, compositions by the solver, the best of them on all texts of
+*select*, and whether the search would take it (``better``). On texts of the pool *report*, and on real text where
+--real names a folder of it, the base and the best composition of each round are compared, whether they are taken or
+not. Errors are over texts, differences paired by text. λ is left out.
 """
 
 from __future__ import annotations
