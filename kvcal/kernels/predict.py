@@ -30,14 +30,14 @@ _OUTPUT_ALIGNMENT = 8  # columns of its products
 _ROW_ALIGNMENT = 32  # rows of its products: it refuses 16 and less
 
 
-def prepared(predictor: LinearPredictor) -> Predict:
+def prepared(predictor: LinearPredictor, rows_at_once: int = ROWS_AT_ONCE) -> Predict:
     """For a few calls, since what is prepared of W is as large as W."""
     if predictor.stored["bias"].device.type == "cpu":
         weights = predictor.weights()
         return lambda parts: predictor.apply(parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1), weights)
     bias = predictor.stored["bias"].double()
     factors = [_factor(weight) for weight in reversed(predictor.factors())]
-    return functools.partial(_predict, factors, bias)
+    return functools.partial(_predict, factors, bias, rows_at_once)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,16 +67,16 @@ def _factor(weight: Tensor) -> _Factor:
     return _Factor(digits, _digits([weight], columns.reciprocal(), high, low), columns)
 
 
-def _predict(factors: Sequence[_Factor], bias: Tensor, parts: Sequence[Tensor]) -> Tensor:
+def _predict(factors: Sequence[_Factor], bias: Tensor, rows_at_once: int, parts: Sequence[Tensor]) -> Tensor:
     """See ``Predict``."""
     shape = parts[0].shape[:-1]
     rows = [part.reshape(-1, part.shape[-1]).contiguous() for part in parts]
     found = rows[0].new_empty(len(rows[0]), len(bias))
-    for start in range(0, len(found), ROWS_AT_ONCE):
-        given = [part[start : start + ROWS_AT_ONCE] for part in rows]
+    for start in range(0, len(found), rows_at_once):
+        given = [part[start : start + rows_at_once] for part in rows]
         for factor in factors[:-1]:
             given = [_applied(factor, None, given, None)]
-        _applied(factors[-1], bias, given, found[start : start + ROWS_AT_ONCE])
+        _applied(factors[-1], bias, given, found[start : start + rows_at_once])
     return found.view(*shape, len(bias))
 
 

@@ -235,7 +235,7 @@ class PrefixLoader:
 
     def __init__(self, loaded: LoadedModel, plan: Plan, into: Plan | None = None) -> None:
         require_same_model(plan, loaded)
-        self._loaded, self._plan, self._restorer = loaded, plan, None
+        self._loaded, self._plan, self._plan_sha256, self._restorer = loaded, plan, plan.sha256, None
         if into is not None:
             require_same_model(into, loaded)
             if into.needs_queries:
@@ -256,9 +256,9 @@ class PrefixLoader:
         if subject.model != plan.model:
             found, wanted = subject.model.id, plan.model.id
             raise ArtifactError(f"{path} is a prefix of the model {found!r}, the plan is for {wanted!r}", _PACK_AGAIN)
-        if subject.plan_sha256 != plan.sha256:
+        if subject.plan_sha256 != self._plan_sha256:
             raise ArtifactError(
-                f"{path} was packed with the plan {subject.plan_sha256[:16]}, this one is {plan.sha256[:16]}",
+                f"{path} was packed with the plan {subject.plan_sha256[:16]}, this one is {self._plan_sha256[:16]}",
                 _PACK_AGAIN,
             )
         with refusing(path, _PACK_AGAIN):

@@ -73,18 +73,10 @@ class StepForm:
         that sequences hold. The other sides that this one is predicted from come before."""
         if not self.place.table.numel():
             return
-        predict = self._prepared()
+        predict = None if self.predicted is None else prepared(self.predicted.predictor)
         if self.tokens:
             self._encode(predict)
-        self._reconstruct(predict)
-
-    def reconstruct(self) -> None:
-        """The pages that sequences hold, all of which are encoded. The other sides come before, as for ``step``."""
-        if self.place.table.numel():
-            self._reconstruct(self._prepared())
-
-    def _prepared(self) -> Predict | None:
-        return None if self.predicted is None else prepared(self.predicted.predictor)
+        self.reconstruct(predict)
 
     def _encode(self, predict: Predict | None) -> None:
         """Predicts one page of every sequence, complete or not."""
@@ -112,12 +104,13 @@ class StepForm:
             encoded = self.codec.encode(x, pages, self.codec.format.num_bits, prediction=told)
         self.records[slots] = torch.where(is_complete[:, None, None], encoded, self.records[slots])
 
-    def _reconstruct(self, predict: Predict | None) -> None:
+    def reconstruct(self, predict: Predict | None, values_at_once: int = VALUES_AT_ONCE) -> None:
+        """The pages that sequences hold; of a predicted side some at a time, which bounds what ``predict`` gives."""
         kept = self.nothing if self.kept is None else self.kept
         stop = self.place.table.numel()
-        at_once = stop
+        at_once = max(1, stop)
         if self.predicted is not None:
-            at_once = max(1, VALUES_AT_ONCE // (PAGE_TOKENS * self.codec.num_heads * self.codec.head_dim))
+            at_once = max(1, values_at_once // (PAGE_TOKENS * self.codec.num_heads * self.codec.head_dim))
         for start in range(0, stop, at_once):
             end, prediction = min(start + at_once, stop), self.nothing
             if self.predicted is not None:

@@ -23,7 +23,7 @@ class FormWorkspace:
         self._tokens = {side: torch.zeros(sizes.tokens[side], dtype=torch.uint8, device=device) for side in SIDES}
         self._slots = [torch.zeros(slot, dtype=torch.float32, device=device) for slot in sizes.slots]
         self._kept = {key: self._slots[number] for key, number in sizes.slot_of.items()}
-        self._turns = _turns(plan, max_tokens, device)
+        self._turns = layer_turns(plan, max_tokens, device)
 
     @property
     def nbytes(self) -> int:
@@ -49,7 +49,7 @@ class FormWorkspace:
         return self._turns.get(index)
 
 
-def _turns(plan: Plan, max_tokens: int, device: torch.device) -> dict[int, Tensor]:
+def layer_turns(plan: Plan, max_tokens: int, device: torch.device) -> dict[int, Tensor]:
     """By the index of every layer with a rotary table; empty on a CPU, where torch computes the angles as it goes."""
     found: dict[int, Tensor] = {}
     by_table: dict[bytes, Tensor] = {}

@@ -26,13 +26,13 @@ from kvcal.store.state import PlanState
 
 
 def predictor_of(layer: LayerPlan, side: Side, state: PlanState, device: torch.device) -> LinearPredictor:
-    """The predictor of a layer that has one, from the plan's tensors on ``device``."""
+    """The predictor of a layer that has one, from the plan's tensors on ``device``, which the plan has checked."""
     predictor = layer.predictor(side)
     assert predictor is not None
     (source,) = [other for other in state.plan.layers if other.geometry.index == predictor.source]
     shape = predictor_shape(layer, source, side, state.plan.cache_dtype)
-    prefix = f"layers.{layer.geometry.index}.{side}_predictor"
-    return LinearPredictor.from_tensors(shape, state.tensors_on(device), prefix)
+    tensors, prefix = state.tensors_on(device), f"layers.{layer.geometry.index}.{side}_predictor"
+    return LinearPredictor(shape, {name: tensors[f"{prefix}.{name}"] for name in shape.tensors()})
 
 
 def predicted(predictor: LinearPredictor, inputs: Sequence[Tensor], num_heads: int) -> Tensor:

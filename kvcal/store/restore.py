@@ -17,16 +17,23 @@ from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.operands import Place
+from kvcal.kernels.predict import Predict, prepared
 from kvcal.pages.codec import PageCodec
+from kvcal.pages.predictor import LinearPredictor
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Format, Side, num_pages
 from kvcal.plan.plan import Plan
 from kvcal.store.dequantize import Predicted, StepForm
-from kvcal.store.form_workspace import FormWorkspace
+from kvcal.store.form_workspace import layer_turns
 from kvcal.store.layer_store import parts_of
 from kvcal.store.prediction import predictor_of
 from kvcal.store.state import PlanState
+from kvcal.store.workspace import kept_slots
+
+# Of a predicted side, values that are reconstructed at once, and rows that are predicted at once: more than in a step,
+# since each launch costs the host as much as some hundred rows cost the device. 0.5 GB of scratch.
+VALUES_AT_ONCE, ROWS_AT_ONCE = 2**25, 2**14
 
 
 class StoredPart(NamedTuple):
@@ -58,7 +65,7 @@ class Restorer:
         state = PlanState(plan, None)
         tensors = state.tensors_on(device)
         self._parts: dict[tuple[int, Side], list[PageCodec]] = {}
-        self._predicted: dict[tuple[int, Side], Predicted] = {}
+        self.predictors: dict[tuple[int, Side], tuple[LinearPredictor, Predict]] = {}
         for layer in plan.layers:
             index = layer.geometry.index
             for side in SIDES if layer.is_paged else ():
@@ -67,7 +74,8 @@ class Restorer:
                     for fmt, heads in parts_of(layer, side, (index, side) in state.sources)
                 ]
                 if layer.predictor(side) is not None:
-                    self._predicted[index, side] = Predicted(predictor_of(layer, side, state, device), ())
+                    predictor = predictor_of(layer, side, state, device)
+                    self.predictors[index, side] = predictor, prepared(predictor, ROWS_AT_ONCE)
 
     def sequence(self, num_tokens: int) -> SequenceRestorer:
         """Scratch for one sequence of 1 token or more."""
@@ -78,16 +86,6 @@ class Restorer:
         found = self._parts[layer.geometry.index, side]
         return [replace(codec, format=held_format(codec.format, num_tokens)) for codec in found]
 
-    def predicted(self, layer: LayerPlan, side: Side, forms: FormWorkspace) -> Predicted | None:
-        """Of a layer's side, with its inputs in this workspace."""
-        found, index = self._predicted.get((layer.geometry.index, side)), layer.geometry.index
-        predictor = layer.predictor(side)
-        if found is None or predictor is None:
-            return None
-        read = [(predictor.source, side)] + ([(index, "k")] if side == "v" else [])
-        inputs = [forms.kept(*place) for place in read]
-        return replace(found, inputs=tuple(kept for kept in inputs if kept is not None))
-
 
 class SequenceRestorer:
     """One sequence; layers in the order of the plan."""
@@ -95,7 +93,11 @@ class SequenceRestorer:
     def __init__(self, restorer: Restorer, num_tokens: int) -> None:
         device, pages = restorer.device, num_pages(num_tokens)
         self._restorer, self.num_tokens = restorer, num_tokens
-        self._forms = FormWorkspace(restorer.plan, 1, num_tokens, device)
+        paged = [layer for layer in restorer.plan.layers if layer.is_paged]
+        slots, slot_of = kept_slots(paged, 1, num_tokens)
+        kept = [torch.empty(slot, dtype=torch.float32, device=device) for slot in slots]
+        self._kept = {key: kept[number] for key, number in slot_of.items()}
+        self._turns = layer_turns(restorer.plan, num_tokens, device)
         self._nothing = torch.empty(0, device=device)
         in_order = torch.empty(0, dtype=torch.int32, device=device)
         lengths = torch.full((1,), num_tokens - 1, dtype=torch.int32, device=device)  # before the last one's step
@@ -108,24 +110,34 @@ class SequenceRestorer:
         index, full = layer.geometry.index, PAGE_TOKENS * len(pages)
         rest = pages.new_empty(pages.shape[1], self.num_tokens - full, pages.shape[3])
         codecs = self._restorer.codecs(layer, side, self.num_tokens)
+        predicted, predict = self._predicted(layer, side)
         for codec, (records, sinks, recent) in zip(codecs, parts, strict=True):
             own = pages[:, codec.heads]
-            StepForm(
+            form = StepForm(
                 codec,
                 records,
                 (own,),
-                self._forms.kept(index, side),
-                self._restorer.predicted(layer, side, self._forms),
+                self._kept.get((index, side)),
+                predicted,
                 self._place,
-                self._forms.turns(index),
+                self._turns.get(index),
                 self._nothing,
                 self._nothing,
-            ).reconstruct()
+            )
+            form.reconstruct(predict, VALUES_AT_ONCE)
             begin = self.num_tokens - recent.shape[1]
             _put(own, begin, recent[:, : max(0, full - begin)])
             _put(own, 0, sinks[:, :full])  # those behind it are recent, too
             rest[codec.heads] = recent[:, full - begin :]
         return RestoredSide(pages, rest)
+
+    def _predicted(self, layer: LayerPlan, side: Side) -> tuple[Predicted | None, Predict | None]:
+        predictor, index = layer.predictor(side), layer.geometry.index
+        if predictor is None:
+            return None, None
+        inputs = [self._kept[predictor.source, side]] + ([self._kept[index, "k"]] if side == "v" else [])
+        fitted, predict = self._restorer.predictors[index, side]
+        return Predicted(fitted, tuple(inputs)), predict
 
     def empty_pages(self, layer: LayerPlan, side: Side) -> Tensor:
         """[P, N, 128, D] in the cache's dtype, for ``restore``."""

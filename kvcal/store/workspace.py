@@ -183,7 +183,7 @@ def step_workspace(
     """Of ``batch`` rows of up to ``max_tokens`` tokens. ``tensors``: the plan's, None before they are known, when all
     rotary tables of a head size count as one."""
     paged = [layer for layer in layers if layer.is_paged]
-    slots, slot_of = _slots(paged, batch, max_tokens)
+    slots, slot_of = kept_slots(paged, batch, max_tokens)
     turns = sum(2 * FLOAT_BYTES * max_tokens * pairs for pairs in _rotary_pairs(layers, cache_dtype, tensors))
     sizes = {side: [sum(form_bytes(layer, side, cache_dtype, batch, max_tokens)) for layer in paged] for side in SIDES}
     return StepWorkspace(
@@ -261,7 +261,7 @@ def _rotary_pairs(
     return list(tables.values())
 
 
-def _slots(
+def kept_slots(
     paged: Sequence[LayerPlan], batch: int, max_tokens: int
 ) -> tuple[tuple[Slot, ...], dict[tuple[int, Side], int]]:
     """A slot for all pages that something is predicted from, shared by those that are not needed at the same time."""
