@@ -9,6 +9,12 @@ default 16-bit ones, which need no predictor again.
     prefix = load_prefix(loaded, plan, "prompt.safetensors")                            # pages as stored
     prefix = load_prefix(loaded, plan, "prompt.safetensors", into=plan.unquantized())    # reconstructed once
 
+A server that loads prefixes again and again keeps a loader, and prefixes in host memory:
+
+    loader = PrefixLoader(loaded, plan, into=plan.unquantized())
+    held = loader.read("prompt.safetensors").pinned()
+    prefix = loader.load(held)                                                          # for each request
+
 The logits behind the last token are stored, too: a prompt attends to itself before it is quantized, which a cache
 alone cannot repeat. With them, generation goes on from the file token by token as it does from the prompt: for ever
 from pages as stored; from reconstructed ones until the plan would have quantized its next page, which 16 bits do not,

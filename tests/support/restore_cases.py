@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcal import Plan, PlanCache
 from kvcal.cache.restored import CacheRestorer
-from kvcal.stages.prefix import held_tensors
+from kvcal.stages.prefix import held_tensors, named_parts
 
 CONFIG = tiny_llama(2, 3).config
 LENGTHS = (3, 127, 128, 300, 520)
@@ -48,12 +48,15 @@ def restored(plan: Plan, into: Plan, given: list[dict[str, Tensor]], num_tokens:
 
 
 def assert_same_bits(found: PlanCache, expected: PlanCache) -> None:
-    """The two hold the same tokens and pages."""
+    """The two hold the same tokens and pages, and rings the same tokens that were packed, for crops."""
     assert found.lengths == expected.lengths
     ours, theirs = (dict(held_tensors(cache)) for cache in (found, expected))
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.equal(_bytes(tensor), _bytes(theirs[name])), name
+    rings = dict(named_parts(expected))
+    for name, part in named_parts(found):
+        assert torch.equal(_bytes(part.ring), _bytes(rings[name].ring)), name
 
 
 def _bytes(tensor: Tensor) -> Tensor:
