@@ -116,8 +116,8 @@ def measured(model: Any, name: str, context: int, folder: Path, is_full: bool) -
         prefix = artifact.Artifact(KIND, SCHEMA, {}, dump(held.subject), held.tensors)
         artifact.write_bytes_atomic(path, artifact.to_bytes(prefix))
         ways["read, in page cache"] = lambda: into.read(path)
-        ways["file, in page cache"] = lambda: into.load(into.read(path))
-        ways["file, from disk"] = lambda: (dropped(path), into.load(into.read(path)))
+        ways["file, in page cache"] = lambda: into.load_file(path)
+        ways["file, from disk"] = lambda: (dropped(path), into.load_file(path))
         ways["in torch"] = lambda: in_torch(stored, held, raw, loaded)
     for way, call in ways.items():
         found[way] = seconds(call, REPEATS if way in ("pinned", "pageable", "as stored, pinned") else 1)

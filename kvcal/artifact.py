@@ -24,8 +24,8 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,13 +179,35 @@ def read(path: str | Path, kind: str, schema: int) -> Artifact:
     differs, or a tensor holds NaN or infinity.
     """
     try:
-        return _read(Path(path), kind, schema)
+        found, verify = _opened(Path(path), kind, schema)
+        verify()
+    except ArtifactError as refused:
+        refused.at(path)
+        raise
+    return found
+
+
+@contextmanager
+def verified_meanwhile(path: str | Path, kind: str, schema: int) -> Iterator[Artifact]:
+    """``read``, whose digest and finite check another thread does until the context ends, and then raises: nothing that
+    is made of the content within it may be used before."""
+    from concurrent.futures import ThreadPoolExecutor  # which commands that only inspect a plan do without
+
+    try:
+        found, verify = _opened(Path(path), kind, schema)
+        with ThreadPoolExecutor(1) as thread:
+            verified = thread.submit(verify)
+            try:
+                yield found
+            finally:
+                verified.result()  # a corrupt file is the reason for whatever else went wrong
     except ArtifactError as refused:
         refused.at(path)
         raise
 
 
-def _read(path: Path, kind: str, schema: int) -> Artifact:
+def _opened(path: Path, kind: str, schema: int) -> tuple[Artifact, Callable[[], None]]:
+    """An artifact of the kind and schema, and what verifies its digest and values."""
     data = read_bytes(path, f"{kind} artifact")
     try:
         parts = safetensors.deserialize(data)
@@ -197,15 +219,18 @@ def _read(path: Path, kind: str, schema: int) -> Artifact:
     _check_head(path, head, kind, schema)
     tensors = {name: _stored(path, name, about) for name, about in parts}
     digest = head.pop("digest")
-    actual = _digest(head, tensors)
-    if digest != actual:
-        raise ArtifactError(
-            f"{path} is corrupt: its content has the digest {actual[:16]}…, "
-            f"expected {_shorten(canonical_json(digest), 0)}",
-            hint=_MAKE_AGAIN,
-        )
-    _check_finite(tensors, str(path))
-    return Artifact(head["kind"], head["schema"], head["inputs"], head["body"], StoredTensors(tensors))
+
+    def verify() -> None:
+        actual = _digest(head, tensors)
+        if digest != actual:
+            raise ArtifactError(
+                f"{path} is corrupt: its content has the digest {actual[:16]}…, "
+                f"expected {_shorten(canonical_json(digest), 0)}",
+                hint=_MAKE_AGAIN,
+            )
+        _check_finite(tensors, str(path))
+
+    return Artifact(head["kind"], head["schema"], head["inputs"], head["body"], StoredTensors(tensors)), verify
 
 
 def _stored(path: Path, name: str, about: Mapping[str, Any]) -> StoredTensor:

@@ -257,7 +257,16 @@ class PrefixLoader:
         Raises:
             ArtifactError: missing or corrupt file; a prefix of another plan or model; missing or mis-shaped content.
         """
-        plan, stored = self._plan, artifact.read(path, KIND, SCHEMA)
+        return self._held(path, artifact.read(path, KIND, SCHEMA))
+
+    def load_file(self, path: str | Path) -> Prefix:
+        """``load`` of ``read``, with their errors; the file's digest is verified while the device works."""
+        with artifact.verified_meanwhile(path, KIND, SCHEMA) as stored:
+            prefix = self.load(self._held(path, stored))
+        return prefix
+
+    def _held(self, path: str | Path, stored: artifact.Artifact) -> HeldPrefix:
+        plan = self._plan
         subject = record_of(PrefixSubject, stored.body, path, hint=_PACK_AGAIN)
         if subject.model != plan.model:
             found, wanted = subject.model.id, plan.model.id
@@ -310,8 +319,7 @@ class PrefixLoader:
 
 def load_prefix(loaded: LoadedModel, plan: Plan, path: str | Path, into: Plan | None = None) -> Prefix:
     """Read a prefix back, as ``PrefixLoader`` does, with its errors."""
-    loader = PrefixLoader(loaded, plan, into)
-    return loader.load(loader.read(path))
+    return PrefixLoader(loaded, plan, into).load_file(path)
 
 
 @torch.no_grad()

@@ -61,7 +61,7 @@ def test_a_file_is_loaded_as_on_a_cpu(tmp_path) -> None:
     for number, length in enumerate((200, 390)):
         pack_prefix(loaded, plan, prompt(length), tmp_path / f"{number}.kv")
     expected = [PrefixLoader(loaded, plan, into) for into in (None, plan.unquantized())]
-    pages = [[loader.load(loader.read(tmp_path / f"{number}.kv")).cache for number in range(2)] for loader in expected]
+    pages = [[loader.load_file(tmp_path / f"{number}.kv").cache for number in range(2)] for loader in expected]
     loaded.model.to("cuda")
     try:
         for into, on_cpu in zip((None, plan.unquantized()), pages, strict=True):
