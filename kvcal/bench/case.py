@@ -124,15 +124,15 @@ def fill_cache(cache: PlanCache, num_tokens: int, generator: Generator = None) -
     set_length(cache, num_tokens)
 
 
-def random_pages(codec: PageCodec) -> Tensor:
-    """Records [NUM_PAGES, r, record_bytes] uint8 on the CPU of random tokens, packed without transforms of keys."""
+def random_pages(codec: PageCodec, count: int = NUM_PAGES) -> Tensor:
+    """Records [count, r, record_bytes] uint8 on the CPU of random tokens, packed without transforms of keys."""
     operands = {name: tensor.cpu() for name, tensor in codec.operands.items()}
     codec = replace(codec, rescale=None, offset=None, rotary=None, is_pre=False, feedback=None, operands=operands)
-    generator, shape = torch.Generator().manual_seed(0), (NUM_PAGES, codec.num_heads)
+    generator, shape = torch.Generator().manual_seed(0), (count, codec.num_heads)
     tokens = torch.empty(*shape, PAGE_TOKENS, codec.head_dim).uniform_(LOWEST, HIGHEST, generator=generator)
     tokens *= torch.rand(*shape, 1, 1, generator=generator) + 0.5
     queries = LARGE_QUERY * (torch.rand(*shape, codec.head_dim, generator=generator) + 0.5)
-    return codec.encode(tokens, torch.arange(NUM_PAGES), codec.format.num_bits, queries)
+    return codec.encode(tokens, torch.arange(count), codec.format.num_bits, queries)
 
 
 def fill_slots(records: Tensor, pages: Tensor, generator: Generator = None) -> None:
