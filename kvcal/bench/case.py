@@ -12,10 +12,9 @@ contract (their largest singular value is about 0.5 at most), so that reconstruc
 a benchmark that feeds its layers in a ring, too.
 
 Attention never reads zeros: a kernel on zeros draws less power and clocks higher, one on random bytes for scales meets
-NaN. So a few pages of random tokens are packed by the codec that packs real ones, and every slot of a pool holds one of
-them, drawn at random. Tokens lie evenly between -0.1 and 0.05, times 0.5 to 1.5 for each page and head, so that codes
-are as even as random bytes at every bit width, and scales and zeros differ; tokens that are not quantized scatter as
-much.
+NaN. So codes are random bytes, and scales and zeros are spread around values that keep what is decoded in about -0.1 to
+0.05, at every bit width; tokens that are not quantized scatter as much. The places of a record's fields are those of
+the layouts that pack real pages.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -40,10 +39,12 @@ from kvcal.geometry import CACHE_DTYPES, ModelIdentity
 from kvcal.kernels import reference
 from kvcal.kernels.choice import is_plain, refusals
 from kvcal.kernels.decode import launch_of
-from kvcal.kernels.variants import VARIANTS, Variant, stored_form
-from kvcal.pages.codec import PageCodec
+from kvcal.kernels.variants import VARIANTS, Variant, side_defines, stored_form
 from kvcal.pages.grids import gaussian_grid
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.lattice import LatticeLayout
+from kvcal.pages.record_layout import PAGE_TOKENS, PARAM_DTYPES, RAW_BITS
+from kvcal.pages.rotated_lattice import LEVELS
+from kvcal.pages.tiered import NO_SLOT
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.plan.plan import Plan, Workload
@@ -56,14 +57,10 @@ from kvcal.strict import STRICT
 THETA = 10_000.0  # RoPE's; angles cost the same with any
 GAIN = 0.25
 INT4_SPREAD = 4.6  # the standard deviation of a random code of 4 bits
-# Random tokens of pages, which are multiplied by 0.5 to 1.5 for each page and head.
-LOWEST, HIGHEST = -0.1, 0.05
-# Mean |q| of channels, beyond what thresholds of scores ask for: all slots of boosted channels are taken.
-LARGE_QUERY = 1e4
-# Standard deviation of tokens in 16 bits.
+# The largest code times the scale, and the zero; each is multiplied by 0.5 to 1.5 at random.
+CODE_RANGE, ZERO = 0.15, -0.1
+# Standard deviation of tokens in 16 bits, and of what a lattice decodes to.
 SPREAD = 0.05
-# Pages that are packed for the slots of a pool.
-NUM_PAGES = 16
 # Filled at once, so that what is drawn does not count beside the caches of a full device.
 PART_BYTES = 16 << 20
 
@@ -108,38 +105,16 @@ def rotary_table(head_dim: int) -> Tensor:
 def fill_cache(cache: PlanCache, num_tokens: int, generator: Generator = None) -> None:
     """Random tokens and pages in all of an allocated static cache, every sequence with ``num_tokens``. Pages of 16 bits
     that a stored form is reconstructed into stay as they are: every step writes them."""
-    packed: dict[tuple[Format, Side, int, int], Tensor] = {}
     for layer in cache.paged_layers:
         for part in layer.parts:
             for tensor in (part.sinks, part.ring):
                 tensor.normal_(std=SPREAD, generator=generator)
             part.query_sum.fill_(1.0)
-            key = part.format, part.codec.side, part.codec.num_heads, part.codec.head_dim
-            if key not in packed:
-                packed[key] = random_pages(part.codec).to(part.pool.records.device)
-            fill_slots(part.pool.records, packed[key], generator)
+            _fill_records(part, generator)
         if isinstance(layer, StaticWindow):
             for tensor in layer.tensors:
                 tensor.normal_(std=SPREAD, generator=generator)
     set_length(cache, num_tokens)
-
-
-def random_pages(codec: PageCodec, count: int = NUM_PAGES) -> Tensor:
-    """Records [count, r, record_bytes] uint8 on the CPU of random tokens, packed without transforms of keys."""
-    operands = {name: tensor.cpu() for name, tensor in codec.operands.items()}
-    codec = replace(codec, rescale=None, offset=None, rotary=None, is_pre=False, feedback=None, operands=operands)
-    generator, shape = torch.Generator().manual_seed(0), (count, codec.num_heads)
-    tokens = torch.empty(*shape, PAGE_TOKENS, codec.head_dim).uniform_(LOWEST, HIGHEST, generator=generator)
-    tokens *= torch.rand(*shape, 1, 1, generator=generator) + 0.5
-    queries = LARGE_QUERY * (torch.rand(*shape, codec.head_dim, generator=generator) + 0.5)
-    return codec.encode(tokens, torch.arange(count), codec.format.num_bits, queries)
-
-
-def fill_slots(records: Tensor, pages: Tensor, generator: Generator = None) -> None:
-    """Overwrite every slot of records [slots, r, record_bytes] with one of ``pages``, on the same device."""
-    for part in records.split(max(1, PART_BYTES // max(1, records[:1].nbytes))):
-        drawn = torch.randint(0, len(pages), (len(part),), generator=generator, device=records.device)
-        torch.index_select(pages, 0, drawn, out=part)
 
 
 def set_length(cache: PlanCache, num_tokens: int) -> None:
@@ -149,6 +124,68 @@ def set_length(cache: PlanCache, num_tokens: int) -> None:
     for layer in cache.paged_layers:
         for tensor in layer.control:
             tensor.zero_()
+
+
+def _fill_records(part: PagedTensor, generator: Generator) -> None:
+    codec, fmt = part.codec, part.format
+    layout = fmt.layout(codec.side, codec.num_heads, codec.head_dim, codec.cache_dtype, fmt.num_bits)
+    if isinstance(layout, LatticeLayout):
+        fill_lattice(part.pool.records, layout, generator)
+    else:
+        fill_pages(part.pool.records, codec.side, fmt, codec.head_dim, codec.cache_dtype, generator)
+
+
+def fill_pages(
+    pages: Tensor, side: Side, fmt: Format, head_dim: int, cache_dtype: str, generator: Generator = None
+) -> None:
+    """Overwrite pages [slots, ..., record_bytes] uint8, contiguous, in place."""
+    dtype, defines = CACHE_DTYPES[cache_dtype], {}
+    if fmt.num_bits != RAW_BITS:
+        of_side = side_defines(side, fmt, head_dim, cache_dtype, fmt.num_bits)
+        defines = {name.partition("_")[2]: value for name, value in of_side.items()}
+    for part in _parts(pages):
+        if not defines:
+            part.view(dtype).normal_(std=SPREAD, generator=generator)
+            continue
+        part.random_(0, 256, generator=generator)
+        param_dtype = PARAM_DTYPES[fmt.param_dtype]
+        num_params = (defines["ZERO"] - defines["SCALE"]) // param_dtype.itemsize
+        levels = LEVELS if defines["POINTS"] else 2**fmt.num_bits - 1
+        _write_params(part, defines["SCALE"], num_params, CODE_RANGE / levels, param_dtype, generator)
+        if not defines["POINTS"]:
+            _write_params(part, defines["ZERO"], num_params, ZERO, param_dtype, generator)
+        if defines["TIERS"]:
+            # As many random channels as there are slots, each once.
+            place = torch.rand(*part.shape[:-1], head_dim, device=part.device, generator=generator).argsort(-1)
+            _write(part, defines["INDEX"], torch.where(place < defines["SLOTS"], place, NO_SLOT).to(torch.uint8))
+            raw = torch.empty(*part.shape[:-1], defines["RAW_SLOTS"] * PAGE_TOKENS, device=part.device, dtype=dtype)
+            _write(part, defines["RAW"], raw.normal_(std=SPREAD, generator=generator))
+
+
+def fill_lattice(records: Tensor, layout: LatticeLayout, generator: Generator = None) -> None:
+    """The same for a lattice's records [slots, ..., record_bytes] uint8, contiguous."""
+    for part in _parts(records):
+        part.random_(0, 256, generator=generator)
+        num_scales, dtype = layout.num_groups * PAGE_TOKENS, PARAM_DTYPES[layout.param_dtype]
+        _write_params(part, sum(layout.plane_sizes), num_scales, SPREAD, dtype, generator)
+
+
+def _parts(records: Tensor) -> Sequence[Tensor]:
+    return records.split(max(1, PART_BYTES // max(1, records[:1].nbytes)))
+
+
+def _write_params(
+    records: Tensor, offset: int, count: int, middle: float, dtype: torch.dtype, generator: Generator
+) -> None:
+    """``count`` parameters of each record: ``middle`` times 0.5 to 1.5."""
+    values = torch.empty(*records.shape[:-1], count, device=records.device)
+    _write(records, offset, values.uniform_(0.5, 1.5, generator=generator).mul_(middle).to(dtype))
+
+
+def _write(records: Tensor, offset: int, values: Tensor) -> None:
+    """Put values [..., n] of any dtype into the records from byte ``offset`` on."""
+    packed = values.view(torch.uint8)
+    records[..., offset : offset + packed.shape[-1]] = packed
 
 
 # Tokens that a cache has room for beyond its context: for the steps of a benchmark.
