@@ -23,12 +23,11 @@ from typing import Any
 import torch
 
 from kvcal import artifact
-from kvcal.bench.case import fill_lattice, fill_pages
+from kvcal.bench.case import fill_slots, random_pages
 from kvcal.bench.model import model_plan, random_model, shape_config, time_prefill
 from kvcal.bench.shape import PAIRS
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.models.load import LoadedModel
-from kvcal.pages.lattice import LatticeLayout
 from kvcal.plan.plan import Plan
 from kvcal.stages.prefix import (
     KIND,
@@ -61,16 +60,15 @@ def seconds(call: Callable[[], Any], repeats: int = REPEATS) -> float:
 def random_prefix(loaded: LoadedModel, plan: Plan, num_tokens: int) -> HeldPrefix:
     """Random pages and tokens of the plan's formats, on the CPU."""
     cache, device = PlanCache(plan, loaded.model.config), loaded.model.device
+    packed: dict[Any, torch.Tensor] = {}
     for layer in cache.paged_layers:
         layer.create(1, device)
         layer.resume(num_tokens)
         for part in layer.parts:
-            codec, fmt = part.codec, part.format
-            layout = fmt.layout(codec.side, codec.num_heads, codec.head_dim, codec.cache_dtype, fmt.num_bits)
-            if isinstance(layout, LatticeLayout):
-                fill_lattice(part.pool.records, layout)
-            else:
-                fill_pages(part.pool.records, codec.side, fmt, codec.head_dim, codec.cache_dtype)
+            key = part.codec.side, part.format
+            if key not in packed:
+                packed[key] = random_pages(part.codec).to(device)
+            fill_slots(part.pool.records, packed[key])
             part.sinks.normal_(std=0.05)
             part.ring.normal_(std=0.05)
     vocabulary = loaded.model.config.vocab_size
