@@ -96,7 +96,7 @@ folder, a hub id, or a public set such as wikitext; may be repeated. Options: we
 
 KEYWORD_ONLY = Parameter.KEYWORD_ONLY
 # Packages of kvcal[compile], by their import names.
-COMPILE_PACKAGES = ("cvxpy", "datasets", "highspy", "huggingface_hub", "jinja2", "matplotlib", "optuna", "scipy")
+COMPILE_PACKAGES = ("cvxpy", "datasets", "highspy", "huggingface_hub", "jinja2", "matplotlib", "optuna")
 # What of [data] says how a source is read: another source has its own.
 SOURCE_KEYS = ("columns", "split", "config", "min_len")
 
