@@ -4,7 +4,8 @@
     ring    for every head range, of its keys, then of its values, in the cache's dtype: the first tokens
             [n, sinks, D], and the newest ones [n, 128 + window, D], token t at t modulo their number; behind all
             ranges, where channels are chosen by queries, the sums of |q| since the last page, fp32 [N, D], and the
-            tokens at which they begin, int32 [N]
+            tokens at which they begin, int32 [N]. Where drafts are verified, ``lookahead`` at a time, there are as many
+            of the newest tokens more: rejected ones then push nothing out that is needed
 
 A page is packed in the step that fills it, directly into its block. From then on the block alone holds these tokens,
 but for sinks and the window, which the ring goes on to hold at 16 bits, and attention prefers. The engine knows block
@@ -34,6 +35,7 @@ class BlockLayout:
 
     layer: LayerPlan
     cache_dtype: CacheDtype
+    lookahead: int = 0
 
     @functools.cached_property
     def ranges(self) -> tuple[HeadRange, ...]:
@@ -115,4 +117,5 @@ class BlockLayout:
     def _tokens(self, pair: HeadRange, side: Side) -> tuple[int, int]:
         """Bytes of the sinks, and of the newest tokens, of a head range."""
         fmt, token = pair.format(side), self.layer.head_dim(side) * CACHE_DTYPES[self.cache_dtype].itemsize
-        return pair.num_heads * fmt.num_sink_tokens * token, pair.num_heads * fmt.ring_tokens * token
+        newest = fmt.ring_tokens + self.lookahead
+        return pair.num_heads * fmt.num_sink_tokens * token, pair.num_heads * newest * token

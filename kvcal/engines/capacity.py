@@ -51,14 +51,14 @@ class Capacity:
         return int(self.concurrency * self.context)
 
 
-def vllm_capacity(plan: Plan, memory: int, num_ranks: int, context: int) -> Capacity:
-    """``memory``: bytes of the cache on one of ``num_ranks``.
+def vllm_capacity(plan: Plan, memory: int, num_ranks: int, context: int, lookahead: int = 0) -> Capacity:
+    """``memory``: bytes of the cache on one of ``num_ranks``; ``lookahead``: drafts that are verified beside a token.
 
     Raises:
         UnsupportedModel: heads that the ranks cannot share equally.
         InfeasibleBudget: not one request of the context fits.
     """
-    shard = HeadShard(plan, 0, num_ranks)
+    shard = HeadShard(plan, 0, num_ranks, lookahead)
     indices = list(shard.blocks)
     pages = [shard.block_bytes(index) for index in indices]
     block_bytes, ring_blocks = vllm_blocks(pages, shard.largest_ring_bytes)

@@ -102,6 +102,7 @@ CONTRACTS = {
                 "vllm.config", "ParallelConfig", fields=("pipeline_parallel_size", "decode_context_parallel_size"),
             ),
             Part("vllm.config", "SchedulerConfig", fields=("max_num_seqs",)),
+            Part("vllm.config", "SpeculativeConfig", fields=("method", "num_speculative_tokens")),
             Part("vllm.distributed", "get_tensor_model_parallel_rank"),
             Part("vllm.distributed", "get_tensor_model_parallel_world_size"),
             Part("vllm.distributed", "get_world_group"),
@@ -123,10 +124,14 @@ CONTRACTS = {
             Part(BACKEND, "AttentionBackend.forward_includes_kv_cache_update"),
             Part(BACKEND, "AttentionType.DECODER"),
             Part(BACKEND, "AttentionMetadata"),
-            Part(BACKEND, "AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE"),
+            Part(BACKEND, "AttentionCGSupport.UNIFORM_BATCH"),
             Part(
                 BACKEND, "AttentionMetadataBuilder", ("kv_cache_spec", "layer_names", "vllm_config", "device"),
-                ("_cudagraph_support", "_init_reorder_batch_threshold", "build_for_cudagraph_capture"),
+                ("_cudagraph_support", "reorder_batch_threshold", "build_for_cudagraph_capture"),
+            ),
+            Part(
+                BACKEND, "AttentionMetadataBuilder._init_reorder_batch_threshold",
+                ("reorder_batch_threshold", "supports_spec_as_decode"),
             ),
             Part(
                 BACKEND, "AttentionMetadataBuilder.build", ("common_prefix_len", "common_attn_metadata", "fast_build"),

@@ -16,11 +16,11 @@ FLOATS_OF_A_VALUE = 4
 
 
 class Decodes(NamedTuple):
-    """Sequences that get one token each, all int32 on the device. Rows of length 0 whose blocks and rings nobody else
-    has may fill a batch up."""
+    """Sequences that get one token each, or a token and drafts, all int32 on the device. Rows of length 0 whose blocks
+    and rings nobody else has may fill a batch up."""
 
     lengths: Tensor  # [B]: tokens of each sequence before the step
-    table: Tensor  # [B, pages], channels side by side: the block of every page, the token's own included
+    table: Tensor  # [B, pages], channels side by side: the block of every page, the first token's own included
     rings: Tensor  # [B]: each sequence's ring
 
 

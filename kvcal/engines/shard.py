@@ -57,11 +57,13 @@ def require_equal_plans(digest: str, group: Any) -> None:
 
 @dataclass(frozen=True)
 class HeadShard:
-    """A plan that ``kvcal.engines.support`` takes, as rank ``rank`` of ``size`` serves it."""
+    """A plan that ``kvcal.engines.support`` takes, as rank ``rank`` of ``size`` serves it; ``lookahead``: drafts that
+    are verified beside a token."""
 
     plan: Plan
     rank: int = 0
     size: int = 1
+    lookahead: int = 0
 
     @functools.cached_property
     def blocks(self) -> dict[int, BlockLayout | WindowLayout]:
@@ -97,8 +99,11 @@ class HeadShard:
         layers = [_layer_of(layer, rank, self.size) for layer in self.plan.layers]
         layouts: dict[int, BlockLayout | WindowLayout] = {}
         for layer in layers:
-            layout = BlockLayout if layer.is_paged else WindowLayout
-            layouts[layer.geometry.index] = layout(layer, self.plan.cache_dtype)
+            layouts[layer.geometry.index] = (
+                BlockLayout(layer, self.plan.cache_dtype, self.lookahead)
+                if layer.is_paged
+                else WindowLayout(layer, self.plan.cache_dtype)
+            )
         return layouts
 
     def _whole(self, index: int) -> LayerPlan:

@@ -3,9 +3,9 @@
 An engine gives every layer its blocks and rings once (``PagedStep.bind``), and with every step the place of each
 sequence in them. Two kinds of sequences are served:
 
-    decode    one token each for many sequences: the operators of kvcal.kernels.ops, with the engine's tables of blocks
-              and of rings as they are. On CUDA these are the kernels; nothing waits for the device, so that the call
-              may be captured in a CUDA graph
+    decode    one token each for many sequences, or as many with drafts behind it: the operators of kvcal.kernels.ops,
+              with the engine's tables of blocks and of rings as they are. On CUDA these are the kernels; nothing waits
+              for the device, so that the call may be captured in a CUDA graph
     extend    a chunk of tokens of one sequence: it attends to its past, page tile by page tile, and to itself at full
               precision. Sizes come from the host
 
@@ -13,6 +13,11 @@ Either packs every page that its tokens fill, into the page's block, before it r
 hashed, moved or kept from then on; nothing in it depends on the sequence that filled it. A sequence that begins behind
 shared blocks begins at a multiple of 128, where a ring without sinks and windows holds nothing that is read. With them
 no sequence may begin there: the ring does not have the tokens that it should.
+
+Drafts are stored, and attend, as tokens that come alone. A sequence takes them back by its length at the next step, of
+which the device alone may know: nothing of this depends on the host. The page that drafts complete is packed with them,
+because later drafts read it. It becomes a page of the sequence when its last token is accepted; until then its block is
+nobody else's, and the token that takes the place of a rejected one packs it again, of tokens that the ring still has.
 
 An engine may let a sequence begin behind blocks that another one fills in the same step. Then all tokens of the step
 must be stored before any attention is computed: each call has a half that stores and a half that attends.
@@ -33,8 +38,9 @@ from kvcal.engines.scratch import FLOATS_OF_A_VALUE, Chunk, Decodes, Scratch, Ta
 from kvcal.engines.shard import HeadShard
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import ops
+from kvcal.kernels.choice import draft_reasons
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
-from kvcal.kernels.variants import HeadRange, Variant, variant_of
+from kvcal.kernels.variants import HeadRange, variant_of
 from kvcal.pages.record_layout import PAGE_TOKENS, without_sinks
 from kvcal.pages.scores import query_sum
 from kvcal.plan.page_format import SIDES, Side
@@ -47,12 +53,12 @@ class _RangeMemory:
 
     pair: HeadRange
     queries: slice
-    variant: Variant
     transform: PageTransform
     k: Memory
     v: Memory
     read_at: tuple[Tensor, Tensor]  # of keys and values: ``Place.k_read_at``, ``v_read_at``
     workspace: Tensor
+    numbers: tuple[int, ...]  # of the variants that take 1, 2, ... tokens of a sequence in one call
 
     def memory(self, side: Side) -> Memory:
         return self.k if side == "k" else self.v
@@ -60,8 +66,17 @@ class _RangeMemory:
     def of_side(self, side: Side) -> list[Tensor]:
         return list(self.transform if side == "k" else self.transform.of_values)
 
-    def place(self, decodes: Decodes) -> list[Tensor]:
-        return list(Place(decodes.lengths, decodes.table, *self.read_at, decodes.rings))
+    def calls(self, decodes: Decodes, *new: Tensor) -> Iterator[tuple[list[Tensor], list[int], tuple[Tensor, ...]]]:
+        """Calls of an operator for new tokens [B, n, D], or S of each sequence, [B, S, n, D]: the place, the variant's
+        number, and the tokens of each call."""
+        place = Place(decodes.lengths, decodes.table, *self.read_at, decodes.rings)
+        tokens = new[0].shape[1] if new[0].dim() == 4 else 1
+        if new[0].dim() == 3 or 1 < tokens <= len(self.numbers):
+            yield list(place), [self.numbers[tokens - 1]], new
+            return
+        for number in range(tokens):
+            later = place._replace(lengths=place.lengths + number)
+            yield list(later), [self.numbers[0]], tuple(x[:, number] for x in new)
 
 
 class PagedStep:
@@ -81,9 +96,8 @@ class PagedStep:
         self._tensors = {name: tensor.to(scratch.device) for name, tensor in shard.tensors(index).items()}
         self._ranges: list[_RangeMemory] = []
         self._statistic = QueryStatistic(scratch.nothing, scratch.none)
-        geometry = self.layout.layer.attention
         for pair in self.layout.ranges:  # now, so that an engine's measurement of free memory counts it
-            scratch.workspace(pair.num_heads, geometry.group_heads, geometry.k_head_dim)
+            self._workspace(pair)
 
     @property
     def is_bound(self) -> bool:
@@ -98,6 +112,8 @@ class PagedStep:
         self._ranges = []
         for pair in self.layout.ranges:
             variant = variant_of(layer, pair, self.layout.cache_dtype)
+            drafts = 0 if any(draft_reasons(variant)) else self.layout.lookahead
+            variant = dataclasses.replace(variant, lookahead=self.layout.lookahead)
             if pair.k.boost is not None and pair.k.boost.score == "random":  # numbered as in the whole layer
                 variant = dataclasses.replace(variant, first_head=self._first_head + pair.heads.start)
             of_heads = transforms_of_heads(self._tensors, pair.heads)
@@ -109,14 +125,19 @@ class PagedStep:
                 _RangeMemory(
                     pair,
                     slice(pair.heads.start * group, pair.heads.stop * group),
-                    variant,
                     PageTransform.of_variant(variant, of_heads, self.scratch.nothing),
                     memory["k"],
                     memory["v"],
                     (self.scratch.read_at(pair.k), self.scratch.read_at(pair.v)),
-                    self.scratch.workspace(pair.num_heads, group, variant.head_dim),
+                    self._workspace(pair),
+                    tuple(dataclasses.replace(variant, query_tokens=1 + n).number for n in range(1 + drafts)),
                 )
             )
+
+    def _workspace(self, pair: HeadRange) -> Tensor:
+        geometry = self.layout.layer.attention
+        queries = geometry.group_heads * (1 + self.layout.lookahead)
+        return self.scratch.workspace(pair.num_heads, queries, geometry.k_head_dim)
 
     def decode(
         self,
@@ -129,7 +150,10 @@ class PagedStep:
         s_aux: Tensor | None = None,
     ) -> Tensor:
         """Store k, v [B, N, D], one token a sequence, and attend from q [B, H, D] to all tokens of each: [B, H, D].
-        ``softcap`` 0 for none; ``s_aux`` [H]: logits of sinks without a key."""
+        ``softcap`` 0 for none; ``s_aux`` [H]: logits of sinks without a key.
+
+        Of a token and up to ``lookahead`` drafts each: k, v [B, S, N, D], and q [B, S, H, D] as attention, each to the
+        tokens up to its own. Rows with fewer drafts may be filled up with finite tokens, which count as rejected."""
         self.append(q, k, v, decodes)
         return self.attend(q, decodes, scale, softcap, s_aux)
 
@@ -139,14 +163,14 @@ class PagedStep:
         if self.layout.needs_queries:
             self._begin_sums(decodes)
         for held in self._ranges:
-            heads, of_queries = held.pair.heads, [none, scratch.none]
+            heads, of_queries, queries = held.pair.heads, [none, scratch.none], none
             if held.pair.k.needs_queries:
-                of_queries = [part[:, heads] for part in self._statistic]
-            ops.append(
-                k[:, heads], v[:, heads], q[:, held.queries] if held.pair.k.needs_queries else none, list(held.k),
-                list(held.v), of_queries, held.place(decodes), list(held.transform), scratch.error,
-                [held.variant.number], none, [],
-            )  # fmt: skip
+                of_queries, queries = [part[:, heads] for part in self._statistic], q[:, held.queries]
+            for place, number, (keys, values) in held.calls(decodes, k[..., heads, :], v[..., heads, :]):
+                ops.append(
+                    keys, values, queries, list(held.k), list(held.v), of_queries, place, list(held.transform),
+                    scratch.error, number, none, [],
+                )  # fmt: skip
 
     def _begin_sums(self, decodes: Decodes) -> None:
         """Of sequences at the end of a page: one that begins behind shared blocks has another one's in its ring."""
@@ -163,13 +187,15 @@ class PagedStep:
         none, found = self.scratch.nothing, []
         for held in self._ranges:
             sinks = none if s_aux is None else s_aux[held.queries]
-            found.append(
+            parts = [
                 ops.decode(
-                    q[:, held.queries], list(held.k), list(held.v), held.place(decodes), list(held.transform), sinks,
-                    held.workspace, scale, softcap, [held.variant.number], none, [],
+                    queries, list(held.k), list(held.v), place, list(held.transform), sinks, held.workspace, scale,
+                    softcap, number, none, [],
                 )
-            )  # fmt: skip
-        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+                for place, number, (queries,) in held.calls(decodes, q[..., held.queries, :])
+            ]  # fmt: skip
+            found.append(parts[0] if len(parts) == 1 else torch.stack(parts, dim=1))
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-2)
 
     def extend(
         self,
@@ -272,9 +298,7 @@ class PagedStep:
         memory, begin = held.memory(side), first // PAGE_TOKENS
         if out.shape[1]:
             slots = chunk.table[begin : begin + out.shape[1] // PAGE_TOKENS].unsqueeze(0)
-            ops.unpack(
-                memory.pages, slots, out.unsqueeze(0), held.of_side(side), SIDES.index(side), held.variant.number
-            )
+            ops.unpack(memory.pages, slots, out.unsqueeze(0), held.of_side(side), SIDES.index(side), held.numbers[0])
         sinks = memory.sinks[:, :, first : first + out.shape[1]]
         if sinks.shape[2]:
             out[:, : sinks.shape[2]] = sinks.index_select(0, chunk.ring)[0]
@@ -297,14 +321,14 @@ class PagedStep:
             ops.pack(
                 without_sinks(tokens, fmt.num_sink_tokens, first).unsqueeze(0), memory.pages,
                 chunk.table[first:stop].unsqueeze(0), first, mean, held.of_side(side), self.scratch.error,
-                SIDES.index(side), held.variant.number,
+                SIDES.index(side), held.numbers[0],
             )  # fmt: skip
         ring = chunk.ring.long()
         if past < fmt.num_sink_tokens:
             sinks = new[: fmt.num_sink_tokens - past].transpose(0, 1)
             memory.sinks[ring, :, past : past + sinks.shape[1]] = sinks
         begin = max(past, PAGE_TOKENS * fmt.pages_read(total))
-        places = torch.arange(begin, total, device=new.device) % fmt.ring_tokens
+        places = torch.arange(begin, total, device=new.device) % memory.ring.shape[2]
         memory.ring[ring, :, places] = new[begin - past :]
 
 

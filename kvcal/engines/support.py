@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvcal.errors import UnsupportedModel
+from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CacheDtype, StateGeometry
 from kvcal.kernels import choice
 from kvcal.kernels.variants import stored_form
@@ -23,8 +23,10 @@ HINT = "allocate a plan of uniform or boosted pages"
 NO_PREFIXES = {"vllm": "--no-enable-prefix-caching", "sglang": "--disable-radix-cache"}
 
 
-def refusals(layer: LayerPlan, cache_dtype: CacheDtype, is_cuda: bool, engine: str) -> Iterator[str]:
-    """Why an engine cannot serve this layer; nothing if it can."""
+def refusals(
+    layer: LayerPlan, cache_dtype: CacheDtype, is_cuda: bool, engine: str, lookahead: int = 0
+) -> Iterator[str]:
+    """Why an engine cannot serve this layer, with so many drafts beside a token; nothing if it can."""
     if isinstance(layer.geometry, StateGeometry):
         yield "it keeps a state, which is not served"
         return
@@ -43,6 +45,8 @@ def refusals(layer: LayerPlan, cache_dtype: CacheDtype, is_cuda: bool, engine: s
                 yield f"{side} pages {form}, which the kernels cannot read from a block"
             if fmt.keeps_queries:
                 yield f"{side} channels are chosen by the queries of all tokens, which a prefix hit has lost"
+    if lookahead:
+        yield from choice.draft_refusals(layer, is_static=True)
     yield from (choice.refusals if is_cuda else choice.storage_refusals)(layer, cache_dtype)
 
 
@@ -70,16 +74,27 @@ def require_no_prefixes(plan: Plan, engine: str) -> None:
         )
 
 
-def require_served(plan: Plan, is_cuda: bool, engine: str = "vllm") -> None:
-    """UnsupportedModel (exit code 4) unless an engine can serve every layer: all reasons, with their layers."""
+def require_served(plan: Plan, is_cuda: bool, engine: str = "vllm", lookahead: int = 0) -> None:
+    """Nothing, where an engine can serve every layer, with so many drafts beside a token.
+
+    Raises:
+        UnsupportedModel: it cannot (exit code 4): all reasons, with their layers.
+        UsageError: more drafts than a step verifies.
+    """
+    if lookahead > choice.MAX_DRAFTS:
+        raise UsageError(
+            f"{lookahead} drafts, expected at most {choice.MAX_DRAFTS}: a ring has no room for more",
+            hint=f"num_speculative_tokens = {choice.MAX_DRAFTS}",
+        )
     by_reason: dict[str, list[int]] = {}
     if not any(layer.is_paged for layer in plan.layers):
         raise UnsupportedModel(
             "an engine cannot serve this plan: no layer has full attention, whose blocks it hands out"
         )
     for layer in plan.layers:
-        for reason in dict.fromkeys(refusals(layer, plan.cache_dtype, is_cuda, engine)):
+        for reason in dict.fromkeys(refusals(layer, plan.cache_dtype, is_cuda, engine, lookahead)):
             by_reason.setdefault(reason, []).append(layer.geometry.index)
     if by_reason:
         parts = [f"layers {', '.join(map(str, found))}: {reason}" for reason, found in by_reason.items()]
-        raise UnsupportedModel(f"an engine cannot serve this plan: {'; '.join(parts)}", hint=HINT)
+        with_drafts = f" with {lookahead} drafts" if lookahead else ""
+        raise UnsupportedModel(f"an engine cannot serve this plan{with_drafts}: {'; '.join(parts)}", hint=HINT)

@@ -168,10 +168,16 @@ def draft_refusals(plan: LayerPlan, is_static: bool) -> Iterator[str]:
 def step_refusals(plan: LayerPlan, cache_dtype: CacheDtype) -> Iterator[str]:
     """Why the kernels cannot verify drafts in this layer; nothing if they can."""
     for pair in head_ranges(plan):
-        yield from plain_reasons(variant_of(plan, pair, cache_dtype))
-        if pair.k.window_rule is not None or pair.v.window_rule is not None:
-            yield "its recent windows follow a rule"
-        elif pair.v.num_bits != RAW_BITS and pair.k.num_bits == RAW_BITS:
-            yield "keys of 16 bits with packed values"
-        elif pair.v.num_bits != RAW_BITS and pair.k.recent_window > pair.v.recent_window:
-            yield f"{pair.k.recent_window} recent tokens of keys, more than {pair.v.recent_window} of values"
+        yield from draft_reasons(variant_of(plan, pair, cache_dtype))
+
+
+def draft_reasons(variant: Variant) -> Iterator[str]:
+    """Why one launch cannot verify drafts of the variant; nothing if it can."""
+    yield from plain_reasons(variant)
+    k, v = variant.k, variant.v
+    if k.window_rule is not None or v.window_rule is not None:
+        yield "its recent windows follow a rule"
+    elif v.num_bits != RAW_BITS and k.num_bits == RAW_BITS:
+        yield "keys of 16 bits with packed values"
+    elif v.num_bits != RAW_BITS and k.recent_window > v.recent_window:
+        yield f"{k.recent_window} recent tokens of keys, more than {v.recent_window} of values"

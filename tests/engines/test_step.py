@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import random
 
 import pytest
 import torch
@@ -138,6 +139,45 @@ def test_sinks_and_windows_are_those_of_the_cache(name: str) -> None:
     assert int(memory.scratch.error) == 0
 
 
+@pytest.mark.parametrize("in_one_call", [False, True])
+@pytest.mark.parametrize("name", [name for name, plan in (PLANS | BESIDE).items() if not plan.needs_queries])
+def test_drafts_are_tokens_that_come_alone(name: str, in_one_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 7 drafts behind a token, of which any number is right, over the ends of two pages; chunks in between. The
+    outputs of right ones are those of single tokens, pages have their bytes, and wrong ones write nowhere else."""
+    if in_one_call:  # as where the fast kernels serve a range
+        monkeypatch.setattr(stepping, "draft_reasons", lambda variant: [])
+    plan = (PLANS | BESIDE)[name]
+    memory = Memory(HeadShard(plan, lookahead=7))
+    every = [Both(memory, plan, seed) for seed in range(4)]
+    for both, prompt in zip(every, (1, 120, 123, 377), strict=True):
+        both.extend(prompt)
+    draw, wrong = random.Random(len(name)), [x.flip(0) for x in every[0].tokens]
+    for number in range(60):
+        drafts, kept = (1 + number) % 8, []
+        given: list[list[Tensor]] = [[], [], []]
+        for both in every:
+            kept.append(draw.randint(1, 1 + drafts))
+            right, other = (slice(n, n + 1 + drafts) for n in (both.length, 7 * number))
+            for parts, x, y in zip(given, both.tokens, wrong, strict=True):
+                parts.append(torch.cat([x[right][: kept[-1]], y[other][kept[-1] :]]))
+        if not drafts:
+            decode_all(every)
+            continue
+        expected = [[both.by_cache(slice(n, n + 1)) for n in range(both.length, both.length + count)]
+                    for both, count in zip(every, kept, strict=True)]  # fmt: skip
+        found = decode([both.sequence for both in every], *map(torch.stack, given), kept=kept)
+        for row, parts in enumerate(expected):
+            torch.testing.assert_close(found[row, : len(parts)], torch.cat(parts), atol=TOLERANCE, rtol=TOLERANCE)
+        if number % 20 == 19:
+            every[0].extend(1 + number)
+    assert all(both.length > 200 for both in every)
+    for both in every:
+        both.check_pages()
+    untouched = memory.blocks[[0, *memory.free_blocks]], memory.rings[[0, *memory.free_rings]]
+    assert all(bool((part == POISON).all()) for part in untouched)
+    assert int(memory.scratch.error) == 0
+
+
 def test_a_ring_and_a_block_serve_another_request_after_the_first() -> None:
     """As an engine hands them out again, with what they held."""
     plan = BESIDE["per head, with sinks"]
@@ -254,6 +294,8 @@ def test_blocks_and_rings_take_the_bytes_of_the_plan(name: str) -> None:
             expected = plan.layers[0].nbytes(dtype, (PAGE * pages,), PAGE * pages)
             expected += 16 * shard.blocks[0].needs_queries  # the tokens at which sums begin
             assert pages * shard.block_bytes(0) + shard.ring_bytes(0) == expected
+        token = sum(layer.attention.values_per_token for layer in plan.layers) * (4 if dtype == "float32" else 2)
+        assert HeadShard(plan, lookahead=5).ring_bytes(0) == shard.ring_bytes(0) + 5 * token
 
 
 def test_nan_in_a_page_sets_the_error_and_nothing_else() -> None:

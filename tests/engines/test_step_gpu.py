@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 import torch
@@ -61,6 +62,40 @@ def test_steps_are_those_of_the_reference(name: str, dim: int) -> None:
     for row in range(4):
         ours, theirs = (s[row] for s in served)
         assert ours.blocks == theirs.blocks
+        full = ours.blocks[: ours.length // 128]
+        for side in SIDES:
+            for a, b in zip(memories[0].pages(side, full), memories[1].pages(side, full), strict=True):
+                assert torch.equal(a, b.cpu())
+    assert int(memories[1].scratch.error) == 0
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    "name", ["2 bits by channel", "keys of 16 bits", "three tiers", "per head", "sinks", "windows", "window rules"]
+)
+def test_drafts_are_those_of_the_reference(name: str, dim: int) -> None:
+    """Up to 7 drafts behind a token, of which any number is right, over the ends of pages; single tokens in between.
+    Pages are the same bytes."""
+    plan, draw = plan_for(name, dim), random.Random(len(name))
+    memories = [Memory(HeadShard(plan, lookahead=7), device=device) for device in ("cpu", "cuda")]
+    x, wrong = [tokens(800, dim, seed) for seed in range(3)], tokens(800, dim, 9)
+    served = [[Sequence(memory, plan) for _ in range(3)] for memory in memories]
+    for row, prompt in enumerate((1, 120, 377)):
+        for every in served:
+            every[row].extend(*(t[:prompt].to(every[row].memory.device) for t in x[row]), scale=0.1)
+    for step in range(40):
+        drafts = (0, 7, 7, 7)[step % 4]
+        kept = [draw.randint(1, 1 + drafts) for _ in x]
+        new = [
+            torch.stack([torch.cat([t[part][n : n + count], wrong[part][7 * step : 7 * step + 1 + drafts - count]])
+                         for t, n, count in zip(x, [s.length for s in served[0]], kept, strict=True)])
+            for part in range(3)
+        ]  # fmt: skip
+        new = new if drafts else [t.squeeze(1) for t in new]
+        results = [decode(s, *(t.to(s[0].memory.device) for t in new), scale=0.1, kept=kept).cpu() for s in served]
+        torch.testing.assert_close(*results, atol=TOLERANCE, rtol=TOLERANCE)
+    for ours, theirs in zip(*served, strict=True):
+        assert ours.blocks == theirs.blocks and ours.length == theirs.length
         full = ours.blocks[: ours.length // 128]
         for side in SIDES:
             for a, b in zip(memories[0].pages(side, full), memories[1].pages(side, full), strict=True):

@@ -139,7 +139,8 @@ def serve(
     found = run_in(version, folder, "vllm_host.py", {"llm": given, "requests": requests})
     assert "error" not in found, found
     is_greedy = not any(request.get("temperature") for request in requests)
-    return found, assert_replayed(found, served.model, plan or served.plan, is_greedy)
+    alone = ALONE if "speculative_config" in arguments else 1
+    return found, assert_replayed(found, served.model, plan or served.plan, is_greedy, alone)
 
 
 def test_cold_and_behind_cached_prefixes(version: str, tmp_path: Path, served: Served) -> None:
@@ -179,7 +180,47 @@ def test_blocks_run_short(version: str, tmp_path: Path, served: Served) -> None:
     assert replay.restarts > 0
 
 
-def random_requests(count: int) -> list[dict]:
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+ALONE = 6  # a token with its drafts
+
+
+def without_queries(served: Served, plan: Plan | None = None) -> Plan:
+    """The plan, but that no channels are chosen by queries, as rejected drafts would stay counted."""
+    chosen = FORMATS[1][0][0].boost
+    layers = [
+        dataclasses.replace(layer, k=(dataclasses.replace(layer.k[0], boost=chosen),)) if layer.k[0].needs_queries
+        else layer for layer in (plan or served.plan).layers
+    ]  # fmt: skip
+    return dataclasses.replace(plan or served.plan, layers=tuple(layers))
+
+
+def test_drafts_change_no_token(version: str, tmp_path: Path, served: Served) -> None:
+    """Prompts that repeat themselves, and others; cold, and behind cached prefixes; some of these are answers."""
+    plan = without_queries(served)
+    given = [*prompts(*LENGTHS), prompts(9, seed=5)[0] * 15]
+    requests = [{"prompt": ids, "tokens": 140, "at": at} for at in (0, 150) for ids in given]
+    requests += [{"prompt": ids, "behind": n, "tokens": 60, "at": 310} for n, ids in enumerate(prompts(3, 50, 20))]
+    found, replay = serve(version, tmp_path / "drafts", served, requests, plan, speculative_config=DRAFTS)
+    plain, _ = serve(version, tmp_path / "plain", served, requests, plan)
+    tokens, expected = ({n: ids for n, (ids, _) in each["outputs"].items()} for each in (found, plain))
+    assert tokens == expected
+    assert len(found["steps"]) < len(plain["steps"])
+    assert replay.accepted > 100 and replay.rejected > 100 and replay.split > 0, vars(replay)
+    assert sorted(replay.cached.values()) == [0, 0, 0, 0, 0, 0, 128, 128, 128, 256, 256, 384, 640]
+
+
+def test_random_requests_with_drafts(version: str, tmp_path: Path, served: Served) -> None:
+    """Prompts in chunks, few blocks, aborts and samples; then the same with sinks and windows, without prefixes."""
+    more = {**SHORT, "max_num_batched_tokens": 256, "speculative_config": DRAFTS}
+    _, replay = serve(version, tmp_path, served, random_requests(60, temperature=0.2), without_queries(served), **more)
+    assert replay.accepted > 20 and replay.rejected > 100 and sum(replay.cached.values()) > 1000, vars(replay)
+    greedy = [{"prompt": ids, "tokens": 150} for ids in prompts(300, 310, 320, 330)]
+    plan = without_queries(served, served.with_copies())
+    _, replay = serve(version, tmp_path, served, greedy, plan, **more, enable_prefix_caching=False)
+    assert replay.restarts > 0 and replay.split > 0 and replay.accepted > 20, vars(replay)
+
+
+def random_requests(count: int, temperature: float = 1.0) -> list[dict]:
     """Shared prefixes, aborts anywhere, two samples of some prompts."""
     chosen = random.Random(7)
     prefixes = prompts(128, 260, 400, seed=3)
@@ -187,7 +228,8 @@ def random_requests(count: int) -> list[dict]:
     for number in range(count):
         prefix = chosen.choice([[], *prefixes])
         ids = prefix + prompts(chosen.randrange(1, 150), seed=100 + number)[0]
-        request = {"prompt": ids, "tokens": chosen.randrange(1, 30), "at": number * 2, "temperature": 1.0}
+        request = {"prompt": ids, "tokens": chosen.randrange(1, 30), "at": number * 2}
+        request["temperature"] = temperature
         if chosen.random() < 0.2:
             request["abort"] = request["at"] + chosen.randrange(1, 40)
         if chosen.random() < 0.1:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engine_replay import assert_replayed
-from test_vllm import LENGTHS, TOKENS, Served, prompts
+from test_vllm import ALONE, DRAFTS, LENGTHS, TOKENS, Served, prompts, without_queries
 from vllm_environment import answer_of, installed_checkout
 
 pytestmark = [
@@ -60,3 +60,41 @@ def test_graphs_give_what_the_eager_run_gives(dtype: str, tmp_path: Path, served
     """Tokens and log-probabilities, over the ends of pages."""
     runs = [serve(tmp_path, served, twice(*LENGTHS), dtype=dtype, **more) for more in ({}, GRAPHS)]
     assert runs[0]["outputs"] == runs[1]["outputs"]
+
+
+@pytest.mark.parametrize("runner", [1, 2])
+def test_drafts_change_no_token(runner: int, tmp_path: Path, served: Served) -> None:
+    """Of n-grams; over the ends of pages, cold and behind cached prefixes."""
+    plan = served.write("drafts.safetensors", without_queries(served))
+    given = {"additional_config": {"kvcal_plan": plan}, "speculative_config": DRAFTS}
+    found = serve(tmp_path, served, twice(5, 120, 250, 380), runner, **given)
+    replay = assert_replayed(found, served.model, without_queries(served), False, alone=ALONE)
+    assert replay.accepted > 20 and replay.rejected > 20 and replay.split > 0, vars(replay)
+
+
+@pytest.mark.parametrize("runner", [1, 2])
+def test_graphs_verify_drafts_as_the_eager_run_does(runner: int, tmp_path: Path, served: Served) -> None:
+    plan = served.write("drafts.safetensors", without_queries(served))
+    given = {"additional_config": {"kvcal_plan": plan}, "speculative_config": DRAFTS, "dtype": "bfloat16"}
+    runs = [serve(tmp_path, served, twice(5, 120, 250, 380), runner, **given, **more) for more in ({}, GRAPHS)]
+    assert runs[0]["outputs"] == runs[1]["outputs"]
+
+
+@pytest.mark.parametrize("drafts", [{}, {"speculative_config": DRAFTS}], ids=["alone", "drafts"])
+def test_sinks_and_windows(drafts: dict[str, Any], tmp_path: Path, served: Served) -> None:
+    """Without prefix caching; prompts in chunks."""
+    plan = without_queries(served, served.with_copies()) if drafts else served.with_copies()
+    given = {"additional_config": {"kvcal_plan": served.write(f"copies{len(drafts)}.safetensors", plan)}, **drafts}
+    requests = [{"prompt": ids, "tokens": TOKENS, "at": 5 * n} for n, ids in enumerate(prompts(5, 120, 250, 380))]
+    found = serve(tmp_path, served, requests, **given, enable_prefix_caching=False, max_num_batched_tokens=256)
+    assert_replayed(found, served.model, plan, False, alone=ALONE if drafts else 1)
+
+
+def test_layers_with_a_sliding_window(tmp_path: Path) -> None:
+    """Gemma-3 without prefix caching, prompts and answers shorter and longer than the window; eager and in graphs."""
+    gemma = Served(tmp_path / "gemma", head_dim=64, cache_dtype="bfloat16", window=96)
+    requests = [{"prompt": ids, "tokens": TOKENS, "at": 5 * n} for n, ids in enumerate(prompts(5, 80, 250, 380))]
+    more = {"enable_prefix_caching": False, "max_num_batched_tokens": 256}
+    runs = [serve(tmp_path, gemma, requests, **more, **graphs) for graphs in ({}, GRAPHS)]
+    assert runs[0]["outputs"] == runs[1]["outputs"]
+    assert_replayed(runs[0], gemma.model, gemma.plan, False)

@@ -137,8 +137,11 @@ class Sequence:
         return Chunk(self.length, self.table, torch.tensor([self.ring], dtype=torch.int32, device=self.memory.device))
 
 
-def decode(sequences: list[Sequence], q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0) -> Tensor:
-    """One token of every sequence: q [B, H, D], k, v [B, N, D]."""
+def decode(
+    sequences: list[Sequence], q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, kept: list[int] | None = None
+) -> Tensor:
+    """One token of every sequence: q [B, H, D], k, v [B, N, D]. Or S, [B, S, ...], of which the first ``kept`` of each
+    stay; there is a block for the first of them."""
     for sequence in sequences:
         sequence.grow(1)
     width = max(len(sequence.blocks) for sequence in sequences)
@@ -149,8 +152,8 @@ def decode(sequences: list[Sequence], q: Tensor, k: Tensor, v: Tensor, scale: fl
     lengths = torch.tensor([each.length for each in sequences], dtype=torch.int32, device=device)
     rings = torch.tensor([each.ring for each in sequences], dtype=torch.int32, device=device)
     place = Decodes(lengths, table, rings)
-    for sequence in sequences:
-        sequence.length += 1
+    for sequence, tokens in zip(sequences, kept or [1] * len(sequences), strict=True):
+        sequence.length += tokens
     return sequences[0].memory.step.decode(q, k, v, place, scale)
 
 

@@ -2,6 +2,7 @@
 
 An engine cuts prompts into chunks, begins behind blocks that others filled, and drops a request's blocks to compute
 them again later. All of that changes which tokens are seen packed. So the steps are replayed as they were recorded.
+Drafts leave no trace: those that were right are fed as single tokens, and the others not at all.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ PAGE = 128
 
 
 class Replay:
-    """``steps``, ``requests``: as vllm_host records them. ``cached``: tokens of every request that came from blocks of
-    others; ``restarts``: how often a request was computed again; ``distances``: of log-probabilities, of all tokens."""
+    """``steps``, ``requests``: as vllm_host records them. ``alone``: new tokens of a request, at most, that the engine
+    serves as it serves a token and its drafts. ``cached``: tokens of every request that came from blocks of others;
+    ``restarts``: how often a request was computed again; ``distances``: of log-probabilities, of all tokens;
+    ``accepted``, ``rejected``: drafts, and ``split``: pages whose last token was a draft that was rejected."""
 
-    def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
-        self.model, self.plan = model, plan
+    def __init__(self, model: PreTrainedModel, plan: Plan, alone: int = 1) -> None:
+        self.model, self.plan, self.alone = model, plan, alone
         self._writers: dict[int, PlanCache] = {}  # by block: the cache that filled it last
         self._caches: dict[str, PlanCache] = {}
         self.cached: dict[str, int] = {}
         self.restarts = 0
         self.distances: list[float] = []
+        self.accepted = self.rejected = self.split = 0
 
     @torch.no_grad()
     def run(self, found: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
@@ -40,16 +44,22 @@ class Replay:
         results: dict[str, list[torch.Tensor]] = {name: [] for name in found["requests"]}
         ids = {name: prompt + output for name, (prompt, output) in found["requests"].items()}
         for step in found["steps"]:
-            for name, first, count, blocks in step:  # those that fill blocks come before those that begin behind them
-                new = torch.tensor([ids[name][first : first + count]])
-                if new.shape[1] < count:  # the engine went on behind the end, without a result
+            # Those that fill blocks come before those that begin behind them.
+            for name, first, count, blocks, drafts, right in step:
+                self.rejected, self.accepted = self.rejected + count - right, self.accepted + drafts - count + right
+                self.split += (first + count) // PAGE > (first + right) // PAGE
+                new = torch.tensor([ids[name][first : first + right]])
+                if drafts:  # the request ends with its last token, maybe before the drafts that were right
+                    right = min(right, new.shape[1])
+                if new.shape[1] < right:  # the engine went on behind the end, without a result
                     continue
                 cache = self._cache_at(name, first, blocks)
-                logits = self.model(new, past_key_values=cache, logits_to_keep=1).logits[0, -1]
-                self._writers |= {block: cache for block in blocks[first // PAGE : (first + count) // PAGE]}
-                answered = first + count - len(found["requests"][name][0])
-                if answered == len(results[name]):
-                    results[name].append(logits.log_softmax(-1))
+                for part in new.split(1, dim=1) if count <= self.alone else [new]:
+                    logits = self.model(part, past_key_values=cache, logits_to_keep=1).logits[0, -1]
+                    answered = cache.get_seq_length() - len(found["requests"][name][0])
+                    if answered == len(results[name]):
+                        results[name].append(logits.log_softmax(-1))
+                self._writers |= {block: cache for block in blocks[first // PAGE : (first + right) // PAGE]}
         return results
 
     def _cache_at(self, name: str, tokens: int, blocks: list[int]) -> PlanCache:
@@ -80,10 +90,12 @@ def begin_sums(cache: PlanCache, tokens: int) -> None:
         part.query_since.fill_(tokens)
 
 
-def assert_replayed(found: dict[str, Any], model: PreTrainedModel, plan: Plan, is_greedy: bool = True) -> Replay:
+def assert_replayed(
+    found: dict[str, Any], model: PreTrainedModel, plan: Plan, is_greedy: bool = True, alone: int = 1
+) -> Replay:
     """Every output token is the one that ``PlanCache`` gives: the most likely one where ``is_greedy``, and, but for
-    requests that were aborted, of the same log-probability."""
-    replay = Replay(model, plan)
+    requests that were aborted, of the same log-probability. ``alone``: see ``Replay``."""
+    replay = Replay(model, plan, alone)
     with attached_for(model, plan):
         results = replay.run(found)
     finished = 0

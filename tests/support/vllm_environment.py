@@ -108,7 +108,7 @@ def run(command: list[str], variables: Mapping[str, str] = MappingProxyType({}))
 
 def installed_checkout(folder: Path, has_stubs: bool = True) -> list[str]:
     """PYTHONPATH on which vLLM finds the plug-in of this checkout, as if it were installed, and, where ``has_stubs``,
-    the tests' own operators."""
+    the tests' own operators. numba is a stand-in."""
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
     own = {"vllm.general_plugins": {"stubs": "vllm_stubs:register"}} if has_stubs else {}
     for name, groups in ((project["name"], project["entry-points"]), ("kvcal-test-stubs", own)):
@@ -120,7 +120,8 @@ def installed_checkout(folder: Path, has_stubs: bool = True) -> list[str]:
             for group, entries in groups.items()
         )
         (about / "entry_points.txt").write_text(text)
-    return [str(folder), str(CHECKOUT), str(CHECKOUT / "tests" / "support")]
+    support = CHECKOUT / "tests" / "support"
+    return [str(folder), str(CHECKOUT), str(support), str(support / "vllm_stand_ins")]
 
 
 def run_in(wanted: str, folder: Path, program: str, given: Any = None) -> Any:

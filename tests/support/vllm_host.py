@@ -2,8 +2,10 @@
 engine did as JSON, so that all of it can be computed again without vLLM (engine_replay).
 
     {"llm": arguments of LLM,
-     "requests": [{"prompt": [id, ...], "tokens": 40, "at": step, "abort": step, "temperature": 0, "n": 1}, ...]}
-    -> {"steps": [[[request, first token, count, [block of each page]], ...] of each step],
+     "requests": [{"prompt": [id, ...], "tokens": 40, "at": step, "abort": step, "temperature": 0, "n": 1,
+                   "behind": number of a request, whose prompt and answer come before this prompt}, ...]}
+    -> {"steps": [[[request, first token, count, [block of each page], drafts, tokens that the engine took for right],
+                   ...] of each step],
         "requests": {request: [[prompt], [output]]},
         "outputs": {request: [[output], [log-probability of each]]}, "log": [lines of kvcal's]}
     or {"error": name of the class, "message": text, "trace": text} where vLLM does not start
@@ -35,21 +37,33 @@ def serve(scenario: dict) -> dict:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     lines = Lines()
-    steps, seen = [], {}
-    schedule = Scheduler.schedule
+    steps, seen, by_output = [], {}, {}
+    schedule, update = Scheduler.schedule, Scheduler.update_from_output
 
     def recorded(self: Scheduler, *args: object, **kwargs: object) -> object:
         found = schedule(self, *args, **kwargs)
         new = {request.req_id: request.num_computed_tokens for request in found.scheduled_new_reqs}
         cached = found.scheduled_cached_reqs
         starts = new | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        drafts = {name: len(ids) for name, ids in found.scheduled_spec_decode_tokens.items()}
         steps.append(
-            [[name, starts[name], count, pages_of(self, name)] for name, count in found.num_scheduled_tokens.items()]
+            [
+                [name, starts[name], count, pages_of(self, name), drafts.get(name, 0), count]
+                for name, count in found.num_scheduled_tokens.items()
+            ]
         )
+        by_output[id(found)] = found, steps[-1]
         seen.update({name: self.requests[name] for name in found.num_scheduled_tokens})
         return found
 
-    Scheduler.schedule = recorded
+    def answered(self: Scheduler, scheduled: object, output: object) -> object:
+        for entry in by_output.pop(id(scheduled))[1]:
+            name, _, count, _, drafts, _ = entry
+            if drafts:  # of the request's new tokens, one is the model's own
+                entry[-1] = count - drafts - 1 + len(output.sampled_token_ids[output.req_id_to_index[name]])
+        return update(self, scheduled, output)
+
+    Scheduler.schedule, Scheduler.update_from_output = recorded, answered
     engine = LLM(**scenario["llm"]).llm_engine
     logging.getLogger("vllm.kvcal").addHandler(lines)  # vLLM sets up logging while it starts
     waiting, outputs, step = dict(enumerate(scenario["requests"])), {}, 0
@@ -60,7 +74,11 @@ def serve(scenario: dict) -> dict:
                     temperature=given.get("temperature", 0.0), max_tokens=given["tokens"], ignore_eos=True,
                     detokenize=False, n=given.get("n", 1), logprobs=0,
                 )  # fmt: skip
-                engine.add_request(str(number), {"prompt_token_ids": given["prompt"]}, sampling)
+                prompt = given["prompt"]
+                if "behind" in given:
+                    before = given["behind"]
+                    prompt = scenario["requests"][before]["prompt"] + outputs[str(before)][0] + prompt
+                engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
                 del waiting[number]
         aborted = [str(n) for n, given in enumerate(scenario["requests"]) if given.get("abort") == step]
         if aborted:

@@ -1,5 +1,5 @@
-"""The five compiled operators that vLLM calls on a CPU and that its pure-Python build does not have, in torch. It is a
-plug-in of vLLM's, so that every one of its processes has them.
+"""The compiled operators that vLLM calls on a CPU and that its pure-Python build does not have, in torch, and those
+with which it verifies drafts. It is a plug-in of vLLM's, so that every one of its processes has them.
 
 KVCAL_TEST_PLAN_OF_RANK_1: the plan that rank 1 reads in place of the one that it is told.
 """
@@ -37,6 +37,10 @@ def register() -> None:
     from vllm.utils import cpu_triton_utils
 
     cpu_triton_utils._compute_slot_mapping_kernel_impl = _slot_mapping_of_kernel
+    cpu_triton_utils._rejection_greedy_sample_kernel_impl = _verify_greedily
+    cpu_triton_utils._rejection_random_sample_kernel_impl = _verify_by_chance
+    cpu_triton_utils._sample_recovered_tokens_kernel_impl = _recover
+    cpu_triton_utils._expand_kernel_impl = _expand
 
 
 def _read_other_plan() -> None:
@@ -79,3 +83,53 @@ def _slot_mapping(starts: Tensor, positions: Tensor, table: Tensor, slots: Tenso
     blocks = table[row, (at // block_size).clamp(max=table.shape[1] - 1)]
     slots[: len(row)] = blocks.long() * block_size + at % block_size
     slots[len(row) :] = -1
+
+
+# ---- drafts: those of request r end before ``ends[r]``; arguments are those of vLLM's Triton kernels, in their order
+
+
+def _verify_greedily(
+    out: Tensor, ends: Tensor, drafts: Tensor, best: Tensor, bonus: Tensor, is_greedy: Tensor | None, *_: Any,
+    **constants: Any,
+) -> None:  # fmt: skip
+    for row, own in enumerate(_of_requests(ends)):
+        if is_greedy is None or is_greedy[row]:
+            _accept(out[row], drafts[own], best[own], drafts[own] == best[own], bonus[row])
+
+
+def _verify_by_chance(
+    out: Tensor, ends: Tensor, drafts: Tensor, draft_probs: None, probs: Tensor, bonus: Tensor, recovered: Tensor,
+    chances: Tensor, is_greedy: Tensor, *_: Any, **constants: Any,
+) -> None:  # fmt: skip
+    accepted = probs.gather(1, drafts.long().unsqueeze(1)).squeeze(1) >= chances
+    for row, own in enumerate(_of_requests(ends)):
+        if not is_greedy[row]:
+            _accept(out[row], drafts[own], recovered[own], accepted[own], bonus[row])
+
+
+def _accept(out: Tensor, drafts: Tensor, others: Tensor, accepted: Tensor, bonus: Tensor) -> None:
+    """Drafts up to the first that is not accepted, the other token in its place; behind all drafts, the bonus."""
+    right = int(accepted.int().cumprod(0).sum())
+    out[:right] = drafts[:right]
+    out[right] = others[right] if right < len(drafts) else bonus.squeeze()
+
+
+def _recover(
+    out: Tensor, ends: Tensor, drafts: Tensor, draft_probs: None, probs: Tensor, noise: Tensor, *_: Any,
+    **constants: Any,
+) -> None:  # fmt: skip
+    """Tokens in the place of drafts, by the request's noise."""
+    left = probs.scatter(1, drafts.long().unsqueeze(1), 0.0)
+    for row, own in enumerate(_of_requests(ends)):
+        out[own] = (left[own] * noise[row]).argmax(-1).to(out.dtype)
+
+
+def _expand(out: Tensor, given: Tensor, ends: Tensor, replaced: int, by: int, *_: Any, **constants: Any) -> None:
+    """A number of every request, for each of its drafts."""
+    for value, own in zip(given, _of_requests(ends), strict=True):
+        out[own] = by if value == replaced else value
+
+
+def _of_requests(ends: Tensor) -> list[slice]:
+    stops = ends.tolist()
+    return [slice(first, stop) for first, stop in zip([0, *stops], stops, strict=False)]

@@ -1,11 +1,15 @@
 """The attention backend: vLLM's metadata of a batch, as the core's decodes and chunks.
 
-vLLM puts requests with one new token first. They are decodes, served by one call; every other request is a chunk of its
-own. All tokens are stored before any attention is computed: vLLM lets a request begin behind blocks that another one
-fills in the same step.
+vLLM puts requests with one new token, or a token and drafts, first. They are decodes, served by one call; every other
+request is a chunk of its own. All tokens are stored before any attention is computed: vLLM lets a request begin behind
+blocks that another one fills in the same step.
 
-A batch of decodes alone may be captured in a CUDA graph: what changes from step to step lies in tensors of fixed
-addresses, which are written while the metadata is built, outside of the graph.
+Where any has drafts, requests with fewer than the most are filled up with their last token, so that one kernel is
+compiled for all such steps. The ring takes these tokens back, as it does rejected drafts: the next step's lengths say
+how many of its tokens a request has, on the device.
+
+A batch of decodes alone, of equally many tokens, may be captured in a CUDA graph: what changes from step to step lies
+in tensors of fixed addresses, which are written while the metadata is built, outside of the graph.
 """
 
 from __future__ import annotations
@@ -101,12 +105,48 @@ class NewTokens(NamedTuple):
     num_past: int
 
 
+class Decoded(NamedTuple):
+    """The first ``requests`` of a batch, its decodes, of ``tokens`` each. ``taken`` int64 [requests, tokens]: their
+    rows of the batch's queries; ``kept`` int64 [rows]: the number of the token, in a row, that each of these rows is.
+    Both None where no request is filled up."""
+
+    requests: int
+    tokens: int = 1
+    taken: Tensor | None = None
+    kept: Tensor | None = None
+
+    @classmethod
+    def of_counts(cls, counts: Tensor, most: int, device: torch.device) -> Decoded:
+        """Of requests with so many new tokens each, int32 [requests] on the host, at most ``most``."""
+        tokens = most if bool((counts > 1).any()) else 1
+        if bool((counts == tokens).all()):
+            return cls(len(counts), tokens)
+        number, counts = torch.arange(tokens), counts.long().unsqueeze(1)
+        taken = counts.cumsum(0) - counts + number.minimum(counts - 1)
+        kept = (number < counts).flatten().nonzero().flatten()
+        return cls(len(counts), tokens, taken.to(device, non_blocking=True), kept.to(device, non_blocking=True))
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        """Rows x [rows, n, D] of a batch: [requests, n, D], or of several tokens [requests, tokens, n, D]."""
+        if self.tokens == 1:
+            return x[: self.requests]
+        return (
+            x[: self.requests * self.tokens].unflatten(0, (self.requests, -1)) if self.taken is None else x[self.taken]
+        )
+
+    def to_rows(self, attended: Tensor, output: Tensor) -> None:
+        """The other way round, into the first rows of output [rows, H, D]."""
+        rows = attended.flatten(0, -3)
+        rows = rows if self.kept is None else rows[self.kept]
+        output[: len(rows)] = rows
+
+
 @dataclass
 class PlanMetadata(AttentionMetadata):
-    """``num_decodes`` requests of one token, the first ones; ``lengths`` int32 [B]: tokens of every request before the
-    step; ``table`` int32 [B, pages], or of layers with a sliding window their rings, [B, 1]."""
+    """``lengths`` int32 [B]: tokens of every request before the step; ``table`` int32 [B, pages], or of layers with a
+    sliding window their rings, [B, 1]."""
 
-    num_decodes: int
+    decoded: Decoded
     lengths: Tensor
     table: Tensor
     chunks: list[NewTokens]
@@ -115,11 +155,11 @@ class PlanMetadata(AttentionMetadata):
 class PlanMetadataBuilder(AttentionMetadataBuilder[PlanMetadata]):
     """See the module's docstring."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self._lengths = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
         most = vllm_config.scheduler_config.max_num_seqs
         is_ring = isinstance(kv_cache_spec, CircularBufferSpec)
@@ -139,8 +179,10 @@ class PlanMetadataBuilder(AttentionMetadataBuilder[PlanMetadata]):
         lengths.clamp_(min=0)  # of padding
         table = given.block_table_tensor if self._rings is None else rings_of(given, self._rings).unsqueeze(1)
         if given.max_query_len <= 1:
-            return PlanMetadata(batch, lengths, table, [])
-        num_decodes = int((counts == 1).int().cumprod(0).sum())
+            return PlanMetadata(Decoded(batch), lengths, table, [])
+        most = 1 + self._serving.shard.lookahead
+        num_decodes = int(((counts > 0) & (counts <= most)).int().cumprod(0).sum())
+        decoded = Decoded.of_counts(counts[:num_decodes], most, lengths.device)
         assert given.seq_lens_cpu_upper_bound is not None, "vLLM gives exact lengths of requests with a prompt"
         totals, bounds = given.seq_lens_cpu_upper_bound.tolist(), starts.tolist()
         chunks = [
@@ -148,7 +190,7 @@ class PlanMetadataBuilder(AttentionMetadataBuilder[PlanMetadata]):
             for row in range(num_decodes, batch)
             if bounds[row] < bounds[row + 1]
         ]
-        return PlanMetadata(num_decodes, lengths, table, chunks)
+        return PlanMetadata(decoded, lengths, table, chunks)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PlanMetadata:
         """Of requests without a past: no page is read while a graph is captured."""
@@ -207,17 +249,19 @@ class PlanImpl(AttentionImpl[PlanMetadata]):
             return output.fill_(0)
         plan.bind(kv_cache)
         rings = plan.rings(attn_metadata)
-        count, table = attn_metadata.num_decodes, attn_metadata.table
+        decoded, table = attn_metadata.decoded, attn_metadata.table
+        count = decoded.requests
         step, more = plan.step, (self.scale, self.softcap, self.sinks)
         decodes = Decodes(attn_metadata.lengths[:count], table[:count], rings[:count])
+        queries = decoded.of_rows(query)
         if count:
-            step.append(query[:count], key[:count], value[:count], decodes)
+            step.append(queries, decoded.of_rows(key), decoded.of_rows(value), decodes)
         stored = []
         for row, tokens, num_past in attn_metadata.chunks:
             chunk = Chunk(num_past, table[row], rings[row : row + 1])
             stored.append((tokens, chunk, step.store(query[tokens], key[tokens], value[tokens], chunk)))
         if count:
-            output[:count] = step.attend(query[:count], decodes, *more)
+            decoded.to_rows(step.attend(queries, decodes, *more), output)
         for tokens, chunk, tail in stored:
             output[tokens] = step.attend_chunk(query[tokens], key[tokens], value[tokens], chunk, tail, *more)
         return output

@@ -70,11 +70,11 @@ def rings_of(given: CommonAttentionMetadata, fixed: Tensor) -> Tensor:
 class RingMetadataBuilder(AttentionMetadataBuilder[RingMetadata]):
     """Rings lie in a tensor of a fixed address, for CUDA graphs."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         most = vllm_config.scheduler_config.max_num_seqs
         self._rings = torch.zeros(most, dtype=torch.int32, device=device)
 

@@ -34,6 +34,7 @@ logger = logging.getLogger("vllm.kvcal")
 
 PLAN_KEY = "kvcal_plan"
 WASTEFUL = 1.5  # bytes of a block, by those of its pages
+DRAFTS = "ngram"  # vLLM's method of speculative decoding that is served
 
 
 class Serving:
@@ -49,8 +50,8 @@ class Serving:
         require_parts("vllm")
         self.config, self.path = config, path
         self.device = torch.device(config.device_config.device)
-        plan = load_plan(path)
-        require_served(plan, self.device.type == "cuda")
+        plan, lookahead = load_plan(path), _lookahead(config)
+        require_served(plan, self.device.type == "cuda", lookahead=lookahead)
         if config.cache_config.enable_prefix_caching:
             require_no_prefixes(plan, "vllm")
         for reason in _refused_options(config):
@@ -63,7 +64,7 @@ class Serving:
         require_model(plan, _served_model(config), "vLLM")
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         require_equal_plans(plan.sha256, get_world_group())
-        self.shard = HeadShard(plan, rank, size)
+        self.shard = HeadShard(plan, rank, size, lookahead)
         flash = flash_attention() if self.device.type == "cuda" else torch_flash
         most = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
         self.scratch = Scratch(*most, self.device, flash)
@@ -135,12 +136,18 @@ def _refused_options(config: VllmConfig) -> Iterator[str]:
         yield f"pipeline parallelism of {parallel.pipeline_parallel_size}"
     if parallel.decode_context_parallel_size > 1:
         yield f"decode context parallelism of {parallel.decode_context_parallel_size}"
-    if config.speculative_config is not None:
-        yield "speculative decoding"
+    drafts = config.speculative_config
+    if drafts is not None and drafts.method != DRAFTS:
+        yield f"speculative decoding by {drafts.method!r} (expected {DRAFTS!r}: drafts that have no keys of their own)"
     if config.kv_transfer_config is not None:
         yield "a KV connector"
     if config.cache_config.cache_dtype != "auto":
         yield f"--kv-cache-dtype {config.cache_config.cache_dtype}"
+
+
+def _lookahead(config: VllmConfig) -> int:
+    """Drafts that a step verifies beside a token."""
+    return 0 if config.speculative_config is None else config.speculative_config.num_speculative_tokens
 
 
 def _served_model(config: VllmConfig) -> ServedModel:
