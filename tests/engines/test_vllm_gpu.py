@@ -36,7 +36,10 @@ def serve(folder: Path, served: Served, requests: list[dict], runner: int = 2, *
         "PYTHONPATH": os.pathsep.join(paths), "VLLM_USE_V2_MODEL_RUNNER": str(runner - 1),
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }  # fmt: skip
-    on_gpu = {"attention_backend": "KVCAL", "compilation_config": {}, "gpu_memory_utilization": 0.1}
+    on_gpu = {
+        "attention_backend": "KVCAL", "compilation_config": {}, "gpu_memory_utilization": 0.1,
+        "kernel_config": {"enable_jit_warmup": False},
+    }  # fmt: skip
     given = {"llm": served.arguments(**on_gpu | more), "requests": requests}
     found = answer_of(Path(sys.executable), folder, "vllm_host.py", given, variables)
     assert "error" not in found, found["trace"]
