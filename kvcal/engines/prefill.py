@@ -36,6 +36,15 @@ def torch_flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) 
     return out[0], lse[0]
 
 
+class Logits(NamedTuple):
+    """How products of queries and keys become logits: ``softcap`` 0 for none; ``s_aux`` [H]: logits of sinks without a
+    key."""
+
+    scale: float
+    softcap: float = 0.0
+    s_aux: Tensor | None = None
+
+
 class Part(NamedTuple):
     """Attention to a part of the keys: ``out`` [H, T, D] fp32, and the log-sum-exp of its scores, ``lse`` [H, T]
     fp32."""
@@ -55,18 +64,16 @@ def attend_chunk(
     k: Tensor,
     v: Tensor,
     past: Iterable[tuple[Tensor, Tensor]],
-    scale: float,
-    softcap: float,
-    s_aux: Tensor | None,
+    logits: Logits,
     flash: Flash = torch_flash,
 ) -> Tensor:
     """Attention [T, H, D] in q's dtype of q [T, H, D], causal over k, v [T, N, D] and to all of ``past``: tiles of keys
-    and values [N, S, D]. ``softcap`` 0 for none; ``s_aux`` [H]: logits of sinks without a key."""
+    and values [N, S, D]."""
     queries = q.transpose(0, 1)
-    found = attend_part(queries, k.transpose(0, 1), v.transpose(0, 1), True, scale, softcap, flash=flash)
+    found = attend_part(queries, k.transpose(0, 1), v.transpose(0, 1), True, logits, flash=flash)
     for keys, values in past:
-        found = found.merged(attend_part(queries, keys, values, False, scale, softcap, flash=flash))
-    return _with_sink_logits(found, s_aux).transpose(0, 1).to(q.dtype)
+        found = found.merged(attend_part(queries, keys, values, False, logits, flash=flash))
+    return _with_sink_logits(found, logits.s_aux).transpose(0, 1).to(q.dtype)
 
 
 def attend_window(
@@ -75,9 +82,7 @@ def attend_window(
     v: Tensor,
     past: tuple[Tensor, Tensor],
     window: int,
-    scale: float,
-    softcap: float,
-    s_aux: Tensor | None,
+    logits: Logits,
     flash: Flash = torch_flash,
 ) -> Tensor:
     """Attention [T, H, D] of q [T, H, D] to the last ``window`` tokens up to each one's own: of ``past``, keys and
@@ -88,13 +93,13 @@ def attend_window(
     for first in range(0, len(q), window):  # queries of which each sees all up to its own among themselves
         begin, stop = behind + first, behind + min(first + window, len(q))
         own = queries[:, first : first + window]
-        found = attend_part(own, keys[:, begin:stop], values[:, begin:stop], True, scale, softcap, flash=flash)
+        found = attend_part(own, keys[:, begin:stop], values[:, begin:stop], True, logits, flash=flash)
         seen = slice(max(0, begin - window + 1), begin)
         if begin:
             early = slice(0, window - 1)  # the last of a whole window of them sees nothing before
-            part = attend_part(own[:, early], keys[:, seen], values[:, seen], False, scale, softcap, window)
+            part = attend_part(own[:, early], keys[:, seen], values[:, seen], False, logits, window)
             found.out[:, early], found.lse[:, early] = Part(found.out[:, early], found.lse[:, early]).merged(part)
-        parts.append(_with_sink_logits(found, s_aux))
+        parts.append(_with_sink_logits(found, logits.s_aux))
     return torch.cat(parts, dim=1).transpose(0, 1).to(q.dtype)
 
 
@@ -105,11 +110,13 @@ def _with_sink_logits(found: Part, s_aux: Tensor | None) -> Tensor:
 
 
 def attend_part(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, softcap: float, window: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, logits: Logits, window: int | None = None,
     flash: Flash = torch_flash,
 ) -> Part:  # fmt: skip
     """Attention of q [H, T, D] to k, v [N, S, D]: to all; where T = S, each to the tokens up to its own; of a
-    ``window``, each to the last so many up to its own, which are behind the keys (fewer queries than that)."""
+    ``window``, each to the last so many up to its own, which are behind the keys (fewer queries than that). Without the
+    logits of sinks."""
+    scale, softcap, _ = logits
     if q.is_cuda and q.dtype in FLASH_DTYPES and not softcap and q.shape[-1] <= FLASH_MAX_DIM and window is None:
         out, lse = flash(q, k, v, is_causal, scale)
         return Part(out.float(), lse)

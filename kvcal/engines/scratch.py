@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from kvcal.engines.prefill import TILE_TOKENS, Flash, torch_flash
+from kvcal.geometry import AttentionGeometry
 from kvcal.kernels.decode import workspace_bytes
+from kvcal.kernels.operands import Memory
 from kvcal.plan.page_format import Format, Side
 
 # Of a chunk's output, while parts are merged: the sum, the part in 16 and in 32 bits, and a product.
@@ -30,6 +32,16 @@ class Chunk(NamedTuple):
     num_past: int
     table: Tensor  # [pages] int32 on the device: the block of every page, those of the new tokens included
     ring: Tensor  # [1] int32 on the device
+
+    def newest(self, memory: Memory, first: int) -> Tensor:
+        """[n, ..., D] in the cache's dtype: a copy of the past from token ``first`` on, as the ring has it."""
+        places = torch.arange(first, self.num_past, device=memory.ring.device) % memory.ring.shape[2]
+        return memory.ring.index_select(0, self.ring)[0].index_select(1, places)
+
+    def keep(self, memory: Memory, new: Tensor, first: int) -> None:
+        """Put the new tokens [T, n, D] from token ``first`` of the sequence on into the ring."""
+        places = torch.arange(first, self.num_past + len(new), device=new.device) % memory.ring.shape[2]
+        memory.ring[self.ring.long(), :, places] = new[first - self.num_past :]
 
 
 class Tail(NamedTuple):
@@ -69,6 +81,11 @@ class Scratch:
             starts = fmt.read_at(self.max_tokens)
             self._read_at[fmt] = torch.tensor(starts, dtype=torch.int32, device=self.device)
         return self._read_at[fmt]
+
+    def rehearse(self, geometry: AttentionGeometry, num_tokens: int) -> None:
+        """Allocate for a moment what attention of a chunk of so many tokens takes beside its result."""
+        values = num_tokens * geometry.num_query_heads * geometry.k_head_dim
+        torch.empty(FLOATS_OF_A_VALUE * values, dtype=torch.float32, device=self.device)
 
     def past(self, side: Side, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
         """[N, TILE_TOKENS, D]: room for a tile of decoded pages."""

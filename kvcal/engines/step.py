@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from kvcal.engines.block import BlockLayout
-from kvcal.engines.prefill import TILE_TOKENS, attend_chunk
-from kvcal.engines.scratch import FLOATS_OF_A_VALUE, Chunk, Decodes, Scratch, Tail
+from kvcal.engines.prefill import TILE_TOKENS, Logits, attend_chunk
+from kvcal.engines.scratch import Chunk, Decodes, Scratch, Tail
 from kvcal.engines.shard import HeadShard
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import ops
@@ -139,23 +139,13 @@ class PagedStep:
         queries = geometry.group_heads * (1 + self.layout.lookahead)
         return self.scratch.workspace(pair.num_heads, queries, geometry.k_head_dim)
 
-    def decode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decodes: Decodes,
-        scale: float,
-        softcap: float = 0.0,
-        s_aux: Tensor | None = None,
-    ) -> Tensor:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, decodes: Decodes, logits: Logits) -> Tensor:
         """Store k, v [B, N, D], one token a sequence, and attend from q [B, H, D] to all tokens of each: [B, H, D].
-        ``softcap`` 0 for none; ``s_aux`` [H]: logits of sinks without a key.
 
         Of a token and up to ``lookahead`` drafts each: k, v [B, S, N, D], and q [B, S, H, D] as attention, each to the
         tokens up to its own. Rows with fewer drafts may be filled up with finite tokens, which count as rejected."""
         self.append(q, k, v, decodes)
-        return self.attend(q, decodes, scale, softcap, s_aux)
+        return self.attend(q, decodes, logits)
 
     def append(self, q: Tensor, k: Tensor, v: Tensor, decodes: Decodes) -> None:
         """The first half of :meth:`decode`."""
@@ -180,11 +170,9 @@ class PagedStep:
         self._statistic.sum[rings] = sums.masked_fill(is_new.unsqueeze(2), 0.0)
         self._statistic.since[rings] = torch.where(is_new, lengths, since)
 
-    def attend(
-        self, q: Tensor, decodes: Decodes, scale: float, softcap: float = 0.0, s_aux: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, q: Tensor, decodes: Decodes, logits: Logits) -> Tensor:
         """The second half of :meth:`decode`."""
-        none, found = self.scratch.nothing, []
+        none, (scale, softcap, s_aux), found = self.scratch.nothing, logits, []
         for held in self._ranges:
             sinks = none if s_aux is None else s_aux[held.queries]
             parts = [
@@ -197,19 +185,10 @@ class PagedStep:
             found.append(parts[0] if len(parts) == 1 else torch.stack(parts, dim=1))
         return found[0] if len(found) == 1 else torch.cat(found, dim=-2)
 
-    def extend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        chunk: Chunk,
-        scale: float,
-        softcap: float = 0.0,
-        s_aux: Tensor | None = None,
-    ) -> Tensor:
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, logits: Logits) -> Tensor:
         """Store k, v [T, N, D], and attend from q [T, H, D] to the past and, each up to its own token, to k and v:
-        [T, H, D]. ``softcap``, ``s_aux`` as for :meth:`decode`."""
-        return self.attend_chunk(q, k, v, chunk, self.store(q, k, v, chunk), scale, softcap, s_aux)
+        [T, H, D]."""
+        return self.attend_chunk(q, k, v, chunk, self.store(q, k, v, chunk), logits)
 
     def store(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Tail:
         """The first half of :meth:`extend`. Returns what it may overwrite of the past."""
@@ -240,21 +219,10 @@ class PagedStep:
             part[ring] = own
         return mean
 
-    def attend_chunk(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        chunk: Chunk,
-        tail: Tail,
-        scale: float,
-        softcap: float = 0.0,
-        s_aux: Tensor | None = None,
-    ) -> Tensor:
+    def attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, tail: Tail, logits: Logits) -> Tensor:
         """The second half of :meth:`extend`, of what :meth:`store` returned."""
         keys, values = (new.to(self.dtype).to(q.dtype) for new in (k, v))
-        past = self._past(chunk, tail, q.dtype)
-        return attend_chunk(q, keys, values, past, scale, softcap, s_aux, self.scratch.flash)
+        return attend_chunk(q, keys, values, self._past(chunk, tail, q.dtype), logits, self.scratch.flash)
 
     def rehearse(self, num_tokens: int, dtype: torch.dtype) -> None:
         """Allocate for a moment what :meth:`extend` of so many tokens in ``dtype`` takes beside its result, for an
@@ -264,8 +232,7 @@ class PagedStep:
             self.scratch.past(side, geometry.num_kv_heads, layer.head_dim(side), dtype)
             tail = max(fmt.ring_tokens for fmt in layer.formats(side))
             torch.empty(geometry.num_kv_heads, tail, layer.head_dim(side), dtype=dtype, device=self.scratch.device)
-        values = num_tokens * geometry.num_query_heads * geometry.k_head_dim
-        torch.empty(FLOATS_OF_A_VALUE * values, dtype=torch.float32, device=self.scratch.device)
+        self.scratch.rehearse(geometry, num_tokens)
 
     def _past(self, chunk: Chunk, tail: Tail, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values [N, S, D] of the chunk's past: tiles of pages, valid until the next, then the tail."""
@@ -289,7 +256,7 @@ class PagedStep:
         for held in self._ranges:
             paged = PAGE_TOKENS * held.pair.format(side).pages_read(chunk.num_past) - first
             own = out[held.pair.heads]
-            own[:, paged:] = _newest(held.memory(side), chunk, first + paged)
+            own[:, paged:] = chunk.newest(held.memory(side), first + paged)
             self._unpack(held, side, chunk, first, own[:, :paged])
         return out
 
@@ -314,7 +281,7 @@ class PagedStep:
         if first < stop:
             tokens = new[: PAGE_TOKENS * stop - past].transpose(0, 1)
             if past % PAGE_TOKENS:
-                tokens = torch.cat([_newest(memory, chunk, PAGE_TOKENS * first), tokens], dim=1)
+                tokens = torch.cat([chunk.newest(memory, PAGE_TOKENS * first), tokens], dim=1)
             mean = self.scratch.nothing
             if query_mean is not None and held.pair.k.needs_queries:
                 mean = query_mean[:, held.pair.heads]
@@ -323,16 +290,7 @@ class PagedStep:
                 chunk.table[first:stop].unsqueeze(0), first, mean, held.of_side(side), self.scratch.error,
                 SIDES.index(side), held.numbers[0],
             )  # fmt: skip
-        ring = chunk.ring.long()
         if past < fmt.num_sink_tokens:
             sinks = new[: fmt.num_sink_tokens - past].transpose(0, 1)
-            memory.sinks[ring, :, past : past + sinks.shape[1]] = sinks
-        begin = max(past, PAGE_TOKENS * fmt.pages_read(total))
-        places = torch.arange(begin, total, device=new.device) % memory.ring.shape[2]
-        memory.ring[ring, :, places] = new[begin - past :]
-
-
-def _newest(memory: Memory, chunk: Chunk, first: int) -> Tensor:
-    """[n, ..., D] in the cache's dtype: a copy of a chunk's past from token ``first`` on, with sinks as such."""
-    places = torch.arange(first, chunk.num_past, device=memory.ring.device) % memory.ring.shape[2]
-    return memory.ring.index_select(0, chunk.ring)[0].index_select(1, places)
+            memory.sinks[chunk.ring.long(), :, past : past + sinks.shape[1]] = sinks
+        chunk.keep(memory, new, max(past, PAGE_TOKENS * fmt.pages_read(total)))

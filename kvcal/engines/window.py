@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcal.engines.prefill import attend_window
-from kvcal.engines.scratch import FLOATS_OF_A_VALUE, Chunk, Decodes, Scratch, Tail
+from kvcal.engines.prefill import Logits, attend_window
+from kvcal.engines.scratch import Chunk, Decodes, Scratch, Tail
 from kvcal.geometry import CACHE_DTYPES, CacheDtype
 from kvcal.kernels import ops
 from kvcal.kernels.operands import Memory, PageTransform, Place
@@ -86,11 +86,9 @@ class WindowStep:
             self.scratch.max_tokens, decodes.rings,
         )  # fmt: skip
 
-    def attend(
-        self, q: Tensor, decodes: Decodes, scale: float, softcap: float = 0.0, s_aux: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, q: Tensor, decodes: Decodes, logits: Logits) -> Tensor:
         """From q [B, H, D] to the window that each sequence's token ends: [B, H, D]."""
-        nothing, none = self.scratch.nothing, self.scratch.none
+        nothing, none, (scale, softcap, s_aux) = self.scratch.nothing, self.scratch.none, logits
         place = Place(decodes.lengths, decodes.table[:, :0], none, none, decodes.rings)
         attended: Tensor = ops.decode(
             q, list(self._memory["k"]), list(self._memory["v"]), list(place), list(PageTransform(*[nothing] * 6)),
@@ -102,36 +100,17 @@ class WindowStep:
         """Store k, v [T, N, D]. Returns what attention reads of the past."""
         size, total = self.layout.ring_tokens, chunk.num_past + len(k)
         first = max(0, chunk.num_past - size)
-        tail = Tail(first, *(self._past(side, first, chunk).to(q.dtype) for side in SIDES))
-        begin = max(chunk.num_past, total - size)
-        places = torch.arange(begin, total, device=k.device) % size
+        tail = Tail(first, *(chunk.newest(self._memory[side], first).to(q.dtype) for side in SIDES))
         for side, new in zip(SIDES, (k, v), strict=True):
-            self._memory[side].ring[chunk.ring.long(), :, places] = new[begin - chunk.num_past :].to(self.dtype)
+            chunk.keep(self._memory[side], new.to(self.dtype), max(chunk.num_past, total - size))
         return tail
 
-    def attend_chunk(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        chunk: Chunk,
-        tail: Tail,
-        scale: float,
-        softcap: float = 0.0,
-        s_aux: Tensor | None = None,
-    ) -> Tensor:
+    def attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, tail: Tail, logits: Logits) -> Tensor:
         """From q [T, H, D] to the window that each of the tokens k, v ends: [T, H, D]."""
         keys, values = (new.to(self.dtype).to(q.dtype) for new in (k, v))
         window = self.layout.ring_tokens + 1
-        return attend_window(q, keys, values, tail[1:], window, scale, softcap, s_aux, self.scratch.flash)
+        return attend_window(q, keys, values, tail[1:], window, logits, self.scratch.flash)
 
     def rehearse(self, num_tokens: int, dtype: torch.dtype) -> None:
         """As ``PagedStep.rehearse``."""
-        geometry = self.layout.layer.attention
-        values = num_tokens * geometry.num_query_heads * geometry.k_head_dim
-        torch.empty(FLOATS_OF_A_VALUE * values, dtype=torch.float32, device=self.scratch.device)
-
-    def _past(self, side: Side, first: int, chunk: Chunk) -> Tensor:
-        ring = self._memory[side].ring
-        places = torch.arange(first, chunk.num_past, device=ring.device) % self.layout.ring_tokens
-        return ring.index_select(0, chunk.ring)[0].index_select(1, places)
+        self.scratch.rehearse(self.layout.layer.attention, num_tokens)

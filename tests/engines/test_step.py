@@ -203,14 +203,15 @@ def test_a_sequence_begins_behind_blocks_that_are_filled_in_the_same_step() -> N
     new = [slice(256, 257), slice(256, 300), slice(50, 350)]
     every, step = [*others, first], memory.step
     given = [[x[rows] for x in both.tokens] for both, rows in zip(every, new, strict=True)]
+    once = prefill.Logits(1.0)
     others[0].sequence.grow(1)
     lengths, rings = (torch.tensor([n], dtype=torch.int32) for n in (256, others[0].sequence.ring))
     place = scratch.Decodes(lengths, others[0].sequence.table.unsqueeze(0), rings)
     step.append(*given[0], place)
     chunks = [both.sequence.chunk(len(q)) for both, (q, _, _) in zip(every[1:], given[1:], strict=True)]
     tails = [step.store(*x, chunk) for x, chunk in zip(given[1:], chunks, strict=True)]
-    found = [step.attend(given[0][0], place, 1.0)]
-    found += [step.attend_chunk(*x, chunk, tail, 1.0) for x, chunk, tail in zip(given[1:], chunks, tails, strict=True)]
+    found = [step.attend(given[0][0], place, once)]
+    found += [step.attend_chunk(*x, chunk, tail, once) for x, chunk, tail in zip(given[1:], chunks, tails, strict=True)]
     expected = [first.by_cache(new[2])]
     for both, rows in zip(others, new[:2], strict=True):
         both.cache = copy.deepcopy(first.cache)
@@ -235,7 +236,7 @@ def test_past_pages_are_decoded_in_tiles(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_softcap_and_sink_logits_of_a_chunk_are_those_of_single_steps() -> None:
     plan = PLANS["2 bits by channel"]
     q, k, v = random_tokens(150, 4, 5)
-    s_aux = torch.linspace(-1, 2, 8)
+    logits = prefill.Logits(0.7, 5.0, torch.linspace(-1, 2, 8))
     results = []
     for cuts in ((140, 150), (140, *range(141, 151))):
         sequence, start, found = Sequence(Memory(HeadShard(plan)), plan), 0, []
@@ -245,10 +246,10 @@ def test_softcap_and_sink_logits_of_a_chunk_are_those_of_single_steps() -> None:
             step, ring = sequence.memory.step, torch.tensor([sequence.ring], dtype=torch.int32)
             if stop - start == 1:
                 place = scratch.Decodes(torch.tensor([start], dtype=torch.int32), sequence.table.unsqueeze(0), ring)
-                found.append(step.decode(q[new], k[new], v[new], place, 0.7, 5.0, s_aux))
+                found.append(step.decode(q[new], k[new], v[new], place, logits))
             else:
                 chunk = scratch.Chunk(start, sequence.table, ring)
-                found.append(step.extend(q[new], k[new], v[new], chunk, 0.7, 5.0, s_aux))
+                found.append(step.extend(q[new], k[new], v[new], chunk, logits))
             sequence.length = start = stop
         results.append(torch.cat(found))
     torch.testing.assert_close(*results, atol=TOLERANCE, rtol=TOLERANCE)

@@ -12,7 +12,7 @@ from engine_cases import TAKEN, UNSHARED, Memory, Sequence, decode, random_token
 from torch import Tensor
 
 from kvcal import Plan
-from kvcal.engines.prefill import attend_part
+from kvcal.engines.prefill import Logits, attend_part
 from kvcal.engines.scratch import Chunk, Decodes, Scratch
 from kvcal.engines.shard import HeadShard
 from kvcal.engines.window import WindowLayout, WindowStep
@@ -124,17 +124,17 @@ def test_decodes_may_be_captured_in_a_graph() -> None:
     with torch.cuda.stream(stream):  # kernels are compiled before; what is stored is stored again
         for buffer, t in zip(given, x, strict=True):
             buffer[0] = t[120]
-        memory.step.decode(*given, place, 0.1)
+        memory.step.decode(*given, place, Logits(0.1))
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            out = memory.step.decode(*given, place, 0.1)
+            out = memory.step.decode(*given, place, Logits(0.1))
     for token in range(120, 300):
         for buffer, t in zip(given, x, strict=True):
             buffer[0] = t[token]
         lengths[0] = token
         graph.replay()
-        assert torch.equal(out[:1], eager.step.decode(*given, place, 0.1)[:1]), token
+        assert torch.equal(out[:1], eager.step.decode(*given, place, Logits(0.1))[:1]), token
 
 
 @pytest.mark.parametrize("window", [2, 33, 128, 300])
@@ -153,7 +153,7 @@ def test_windows_are_those_of_the_reference(window: int) -> None:
                 if first < stop:
                     new = [part[first:stop].to(device) for part in x]
                     chunk = Chunk(first, table[0], torch.tensor([row], dtype=torch.int32, device=device))
-                    found.append(step.attend_chunk(*new, chunk, step.store(*new, chunk), 0.1))
+                    found.append(step.attend_chunk(*new, chunk, step.store(*new, chunk), Logits(0.1)))
         for number in range(20):
             new = [torch.stack([x[part][n + number] for x, n in zip(every, prompts, strict=True)]) for part in range(3)]
             lengths, places = (
@@ -162,7 +162,7 @@ def test_windows_are_those_of_the_reference(window: int) -> None:
             )
             q, k, v = (x.to(device) for x in new)
             step.append(q, k, v, Decodes(lengths, table, places))
-            found.append(step.attend(q, Decodes(lengths, table, places), 0.1))
+            found.append(step.attend(q, Decodes(lengths, table, places), Logits(0.1)))
         assert int(step.scratch.error) == 0
         outputs.append(torch.cat(found).cpu())
         stored.append(rings.cpu())
@@ -173,8 +173,8 @@ def test_windows_are_those_of_the_reference(window: int) -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_flash_attention_and_products_agree(is_causal: bool) -> None:
     q, k, v = (t.transpose(0, 1).cuda() for t in tokens(200, 128, 1))
-    fast = attend_part(q, k, v, is_causal, 0.1, 0.0)
-    exact = attend_part(q.float(), k.float(), v.float(), is_causal, 0.1, 0.0)
+    fast = attend_part(q, k, v, is_causal, Logits(0.1))
+    exact = attend_part(q.float(), k.float(), v.float(), is_causal, Logits(0.1))
     torch.testing.assert_close(fast.out, exact.out, atol=TOLERANCE, rtol=TOLERANCE)
     torch.testing.assert_close(fast.lse, exact.lse, atol=TOLERANCE, rtol=TOLERANCE)
 

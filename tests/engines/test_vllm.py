@@ -256,8 +256,10 @@ def test_layers_with_a_sliding_window(version: str, tmp_path: Path) -> None:
     says = f"{capacity.num_blocks} blocks of 128 tokens: the plan takes"
     assert any(line.startswith(says) and line.endswith(f"{capacity.block_bytes} a block") for line in found["log"])
     serve(version, tmp_path, gemma, random_requests(60), **without, **SHORT, max_num_batched_tokens=512)
-    refused = run_in(version, tmp_path, "vllm_host.py", {"starts": [gemma.arguments()]})
+    with_drafts = gemma.arguments(**without, speculative_config=DRAFTS)
+    refused = run_in(version, tmp_path, "vllm_host.py", {"starts": [gemma.arguments(), with_drafts]})
     assert "layers keep a sliding window of 96 tokens at 16 bits" in refused["starts"][0]["message"]
+    assert "layers 0, 2: its sliding window has no room for drafts" in refused["starts"][1]["message"]
 
 
 def test_sinks_and_windows_without_prefix_caching(version: str, tmp_path: Path, served: Served) -> None:
@@ -322,7 +324,12 @@ def test_what_is_not_served_is_refused_at_start(version: str, tmp_path: Path, se
         (served.arguments(block_size=64), "blocks of 64 tokens, expected 128"),
         (served.arguments(additional_config={"kvcal_plam": "x"}), "'kvcal_plam', expected 'kvcal_plan'"),
         (served.arguments(kv_cache_dtype="fp8"), "--kv-cache-dtype fp8"),
-        (served.arguments(speculative_config=drafts), "speculative decoding"),
+        (served.arguments(speculative_config=drafts), "drafts of the method 'draft_model'"),
+        (
+            served.arguments(speculative_config=DRAFTS),
+            "with 5 drafts: layers 2: its channels are chosen by queries, of which those of rejected drafts",
+        ),
+        (served.arguments(speculative_config=DRAFTS | {"num_speculative_tokens": 8}), "8 drafts, expected at most 7"),
     ]
     found = run_in(version, tmp_path, "vllm_host.py", {"starts": [arguments for arguments, _ in refused]})
     for start, (_, text) in zip(found["starts"], refused, strict=True):

@@ -8,7 +8,7 @@ from engine_cases import POISON
 from torch import Tensor
 
 from kvcal import Plan
-from kvcal.engines.prefill import attend_window
+from kvcal.engines.prefill import Logits, attend_window
 from kvcal.engines.scratch import Chunk, Decodes, Scratch
 from kvcal.engines.shard import HeadShard
 from kvcal.engines.window import WindowLayout, WindowStep
@@ -52,7 +52,7 @@ def test_chunks_and_steps_attend_to_their_window(window: int, softcap: float, wi
     rings = torch.full((5, step.layout.ring_bytes + 48), POISON, dtype=torch.uint8)[:, 48:]
     step.bind(rings)
     s_aux = torch.linspace(-1, 2, HEADS) if with_sinks else None
-    more = (DIM**-0.5, softcap, s_aux)
+    logits = Logits(DIM**-0.5, softcap, s_aux)
     every = [tokens(300, seed) for seed in range(3)]
     rows = torch.tensor([3, 1, 4], dtype=torch.int32)
     found: list[list[Tensor]] = [[], [], []]
@@ -62,13 +62,13 @@ def test_chunks_and_steps_attend_to_their_window(window: int, softcap: float, wi
             new = [part[start:stop] for part in x]
             chunk = Chunk(start, torch.empty(0, dtype=torch.int32), rows[number : number + 1])
             tail = step.store(*new, chunk)
-            found[number].append(step.attend_chunk(*new, chunk, tail, *more))
+            found[number].append(step.attend_chunk(*new, chunk, tail, logits))
     lengths = [stops[-1] for stops in cuts]
     for _ in range(40):
         q, k, v = (torch.stack([x[part][n] for x, n in zip(every, lengths, strict=True)]) for part in range(3))
         place = Decodes(torch.tensor(lengths, dtype=torch.int32), torch.zeros(3, 1, dtype=torch.int32), rows)
         step.append(q, k, v, place)
-        for parts, out in zip(found, step.attend(q, place, *more).unsqueeze(1), strict=True):
+        for parts, out in zip(found, step.attend(q, place, logits).unsqueeze(1), strict=True):
             parts.append(out)
         lengths = [length + 1 for length in lengths]
     for x, parts, length in zip(every, found, lengths, strict=True):
@@ -81,7 +81,7 @@ def test_a_chunk_longer_than_the_window_is_cut(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("kvcal.engines.prefill.SCORES_AT_ONCE", HEADS * 9 * 5)
     q, k, v = tokens(100, 1)
     past = tuple(x[:20].transpose(0, 1) for x in (k, v))
-    found = attend_window(q[20:], k[20:], v[20:], past, 21, DIM**-0.5, 0.0, None)
+    found = attend_window(q[20:], k[20:], v[20:], past, 21, Logits(DIM**-0.5))
     torch.testing.assert_close(found, reference(q, k, v, 21)[20:], atol=TOLERANCE, rtol=TOLERANCE)
 
 

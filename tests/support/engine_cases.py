@@ -11,6 +11,7 @@ from kernel_oracle import feedback_of
 from torch import Tensor
 
 from kvcal import Plan, PlanCache
+from kvcal.engines.prefill import Logits
 from kvcal.engines.scratch import Chunk, Decodes, Scratch
 from kvcal.engines.shard import HeadShard
 from kvcal.engines.step import PagedStep
@@ -129,7 +130,7 @@ class Sequence:
         """A chunk: q [T, H, D], k, v [T, N, D]."""
         chunk = self.chunk(len(q))
         self.length += len(q)
-        return self.memory.step.extend(q, k, v, chunk, scale)
+        return self.memory.step.extend(q, k, v, chunk, Logits(scale))
 
     def chunk(self, tokens: int) -> Chunk:
         """The place of so many new tokens."""
@@ -154,7 +155,7 @@ def decode(
     place = Decodes(lengths, table, rings)
     for sequence, tokens in zip(sequences, kept or [1] * len(sequences), strict=True):
         sequence.length += tokens
-    return sequences[0].memory.step.decode(q, k, v, place, scale)
+    return sequences[0].memory.step.decode(q, k, v, place, Logits(scale))
 
 
 def cache_records(cache: PlanCache, side: Side) -> list[Tensor]:

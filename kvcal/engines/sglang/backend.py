@@ -14,6 +14,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from kvcal.engines.contract import require_parts
+from kvcal.engines.prefill import Logits
 from kvcal.engines.scratch import Chunk, Decodes, Scratch
 from kvcal.engines.sglang.pool import PlanPool
 from kvcal.engines.step import PagedStep
@@ -90,7 +91,7 @@ class PlanAttentionBackend(AttentionBackend):
         """q [B, H D], k, v [B, N D], one token a request -> [B, H D]."""
         assert self._decodes is not None
         q, k, v = _by_head(layer, q, k, v)
-        return self._step(layer).decode(q, k, v, self._decodes, *_scores(layer, more)).flatten(1)
+        return self._step(layer).decode(q, k, v, self._decodes, _logits(layer, more)).flatten(1)
 
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
@@ -99,7 +100,7 @@ class PlanAttentionBackend(AttentionBackend):
         step, (q, k, v) = self._step(layer), _by_head(layer, q, k, v)
         out = torch.zeros_like(q)
         for tokens, chunk in self._chunks:
-            out[tokens] = step.extend(q[tokens], k[tokens], v[tokens], chunk, *_scores(layer, more))
+            out[tokens] = step.extend(q[tokens], k[tokens], v[tokens], chunk, _logits(layer, more))
         return out.flatten(1)
 
     def _step(self, layer: Any) -> PagedStep:
@@ -133,6 +134,5 @@ def _by_head(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     )
 
 
-def _scores(layer: Any, more: dict[str, Any]) -> tuple[float, float, Tensor | None]:
-    """Scale, softcap and sink logits of a layer."""
-    return float(layer.scaling), float(layer.logit_cap or 0.0), more.get("sinks")
+def _logits(layer: Any, more: dict[str, Any]) -> Logits:
+    return Logits(float(layer.scaling), float(layer.logit_cap or 0.0), more.get("sinks"))

@@ -33,6 +33,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
 
+from kvcal.engines.prefill import Logits
 from kvcal.engines.scratch import Chunk, Decodes
 from kvcal.engines.step import PagedStep
 from kvcal.engines.vllm import BACKEND
@@ -226,8 +227,8 @@ class PlanImpl(AttentionImpl[PlanMetadata]):
             if is_there:
                 raise UsageError(f"a layer of this model has {reason}, which is not served with a plan")
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
-        self.scale, self.softcap = float(scale), logits_soft_cap or 0.0
-        self.kv_cache_dtype, self.sinks = kv_cache_dtype, sinks
+        self.scale, self.kv_cache_dtype, self.sinks = float(scale), kv_cache_dtype, sinks
+        self.logits = Logits(self.scale, logits_soft_cap or 0.0, sinks)
 
     def forward(
         self,
@@ -251,7 +252,7 @@ class PlanImpl(AttentionImpl[PlanMetadata]):
         rings = plan.rings(attn_metadata)
         decoded, table = attn_metadata.decoded, attn_metadata.table
         count = decoded.requests
-        step, more = plan.step, (self.scale, self.softcap, self.sinks)
+        step = plan.step
         decodes = Decodes(attn_metadata.lengths[:count], table[:count], rings[:count])
         queries = decoded.of_rows(query)
         if count:
@@ -261,9 +262,9 @@ class PlanImpl(AttentionImpl[PlanMetadata]):
             chunk = Chunk(num_past, table[row], rings[row : row + 1])
             stored.append((tokens, chunk, step.store(query[tokens], key[tokens], value[tokens], chunk)))
         if count:
-            decoded.to_rows(step.attend(queries, decodes, *more), output)
+            decoded.to_rows(step.attend(queries, decodes, self.logits), output)
         for tokens, chunk, tail in stored:
-            output[tokens] = step.attend_chunk(query[tokens], key[tokens], value[tokens], chunk, tail, *more)
+            output[tokens] = step.attend_chunk(query[tokens], key[tokens], value[tokens], chunk, tail, self.logits)
         return output
 
 

@@ -51,11 +51,11 @@ class Serving:
         self.config, self.path = config, path
         self.device = torch.device(config.device_config.device)
         plan, lookahead = load_plan(path), _lookahead(config)
+        for reason in _refused_options(config):
+            raise UnsupportedModel(f"vLLM was started with {reason}, which is not served with a plan")
         require_served(plan, self.device.type == "cuda", lookahead=lookahead)
         if config.cache_config.enable_prefix_caching:
             require_no_prefixes(plan, "vllm")
-        for reason in _refused_options(config):
-            raise UnsupportedModel(f"vLLM was started with {reason}, which is not served with a plan")
         if config.cache_config.block_size != PAGE_TOKENS:
             raise UsageError(
                 f"blocks of {config.cache_config.block_size} tokens, expected {PAGE_TOKENS}: a page of a plan",
@@ -138,7 +138,7 @@ def _refused_options(config: VllmConfig) -> Iterator[str]:
         yield f"decode context parallelism of {parallel.decode_context_parallel_size}"
     drafts = config.speculative_config
     if drafts is not None and drafts.method != DRAFTS:
-        yield f"speculative decoding by {drafts.method!r} (expected {DRAFTS!r}: drafts that have no keys of their own)"
+        yield f"drafts of the method {drafts.method!r} (expected {DRAFTS!r}, whose drafts come without a model)"
     if config.kv_transfer_config is not None:
         yield "a KV connector"
     if config.cache_config.cache_dtype != "auto":
