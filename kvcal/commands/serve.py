@@ -28,6 +28,10 @@ EngineOption = Annotated[str, typer.Option("--engine", help="vllm or sglang.")]
 RequestsOption = Annotated[
     int, typer.Option("--max-requests", help="Requests that run at once at most: SGLang keeps a ring for each.", min=1)
 ]
+DraftsOption = Annotated[
+    int,
+    typer.Option("--drafts", help="Draft tokens (n-grams) that vLLM verifies beside a token, 0 to 7.", min=0, max=7),
+]
 RanksOption = Annotated[int, typer.Option("--tp", help="Ranks of tensor parallelism.", min=1, max=1024)]
 
 
@@ -44,6 +48,7 @@ def capacity(
     kv_memory: Annotated[str | None, typer.Option(help="Of one device, for the cache alone, such as 50GB.")] = None,
     tp: RanksOption = 1,
     max_requests: RequestsOption = MAX_REQUESTS,
+    drafts: DraftsOption = 0,
     weights: options.Weights = None,
     utilization: Annotated[
         float, typer.Option(help="Share of the device that the engine takes.", min=0.01, max=1)
@@ -63,12 +68,12 @@ def capacity(
     from kvcal.models.config import read_sizes
     from kvcal.plan.plan import load_plan
 
-    _require_engine(engine)
+    _require_engine(engine, drafts)
     if (memory is None) == (kv_memory is None):
         raise UsageError("expected exactly one of --memory and --kv-memory")
     loaded, facts = load_plan(plan), read_sizes(model)
     _require_geometry(loaded, facts, plan)
-    require_served(loaded, True, engine)
+    require_served(loaded, True, engine, drafts)
     if kv_memory is not None:
         nbytes = parse_bytes(kv_memory)
     else:
@@ -84,7 +89,7 @@ def capacity(
                 f"{overhead} of overhead",
                 hint="raise --memory, --utilization or --tp",
             )
-    found = _capacity(engine, loaded, nbytes, tp, context, max_requests)
+    found = _capacity(engine, loaded, nbytes, tp, context, max_requests, drafts)
     value = asdict(found) | {"engine": engine, "tp": tp, "concurrency": found.concurrency, "tokens": found.num_tokens}
     rows = [
         ("memory for the cache, on each rank", format_bytes(nbytes)),
@@ -116,6 +121,7 @@ def serve_args(
     model: Annotated[str | None, typer.Option("--model", help="As the engine finds it; default: the plan's.")] = None,
     tp: RanksOption = 1,
     max_requests: RequestsOption = MAX_REQUESTS,
+    drafts: DraftsOption = 0,
     context: Annotated[
         int | None, typer.Option(help="Tokens of a request at most; default: the model's.", min=1, max=MAX_CONTEXT)
     ] = None,
@@ -131,9 +137,9 @@ def serve_args(
     from kvcal.engines.support import NO_PREFIXES, require_served, unquantized_copies
     from kvcal.plan.plan import load_plan
 
-    _require_engine(engine)
+    _require_engine(engine, drafts)
     loaded = load_plan(plan)
-    require_served(loaded, True, engine)
+    require_served(loaded, True, engine, drafts)
     HeadShard(loaded, 0, tp).blocks  # noqa: B018 - refuses ranks that cannot share the heads
     name, path = model or loaded.model.id, str(plan.resolve())
     if engine == "vllm":
@@ -142,6 +148,8 @@ def serve_args(
         words += ["--tensor-parallel-size", str(tp)] if tp > 1 else []
         words += ["--max-model-len", str(context)] if context is not None else []
         words += ["--kv-cache-memory-bytes", str(parse_bytes(kv_memory))] if kv_memory is not None else []
+        by_ngrams = json.dumps({"method": "ngram", "num_speculative_tokens": drafts})
+        words += ["--speculative-config", by_ngrams] if drafts else []
     else:
         words = ["env", f"KVCAL_PLAN={path}", "python", "-m", "sglang.launch_server", "--model-path", name]
         words += ["--attention-backend", "kvcal", "--page-size", "128", "--max-running-requests", str(max_requests)]
@@ -155,17 +163,21 @@ def serve_args(
     given.show({"engine": engine, "arguments": words}, shlex.join(words))
 
 
-def _capacity(engine: str, plan: Plan, memory: int, tp: int, context: int, max_requests: int) -> Capacity:
+def _capacity(
+    engine: str, plan: Plan, memory: int, tp: int, context: int, max_requests: int, drafts: int = 0
+) -> Capacity:
     from kvcal.engines.capacity import sglang_capacity, vllm_capacity
 
     if engine == "vllm":
-        return vllm_capacity(plan, memory, tp, context)
+        return vllm_capacity(plan, memory, tp, context, drafts)
     return sglang_capacity(plan, memory, tp, context, max_requests)
 
 
-def _require_engine(engine: str) -> None:
+def _require_engine(engine: str, drafts: int) -> None:
     if engine not in ENGINES:
         raise UsageError(f"--engine {engine}; allowed: {', '.join(ENGINES)}")
+    if drafts and engine != "vllm":
+        raise UsageError(f"--drafts {drafts} with --engine {engine}; plans are served with drafts in vllm alone")
 
 
 def _require_geometry(plan: Plan, facts: ModelSizes, path: Path) -> None:

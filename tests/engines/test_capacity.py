@@ -21,7 +21,7 @@ from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity
 from kvcal.models.config import read_sizes
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Format
-from kvcal.plan.plan import Plan, Workload, save_plan
+from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
 from kvcal.recipe import AllocateSpec, CacheSpec, Engine, ProfileSpec
 from kvcal.recipe_files import load_recipe, with_knobs
 from kvcal.stages.allocate import Split, allocate
@@ -347,6 +347,20 @@ def test_serve_args_turn_prefix_caching_off_for_tokens_beside_the_pages(
     assert option not in run_kvcal(capsys, "serve-args", plan_path, "--engine", engine).out
 
 
+def test_drafts_take_a_place_in_every_ring(model: Path, plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ("capacity", model, "--plan", plan_path, "--kv-memory", "1GB", "--context", 1000)
+    plain, more = (json.loads(run_kvcal(capsys, *line, "--drafts", n, "--json").out) for n in (0, 7))
+    plan = load_plan(plan_path)
+    rings = [HeadShard(plan, lookahead=n).largest_ring_bytes for n in (0, 7)]
+    pages = [HeadShard(plan).block_bytes(index) for index in range(len(plan.layers))]
+    for value, ring in zip((plain, more), rings, strict=True):
+        assert (value["block_bytes"], value["ring_blocks"]) == vllm_blocks(pages, ring)
+    assert more["num_blocks"] * more["block_bytes"] <= 10**9 and rings[1] > rings[0]
+    words = json.loads(run_kvcal(capsys, "serve-args", plan_path, "--drafts", 5, "--json").out)["arguments"]
+    given = json.loads(words[words.index("--speculative-config") + 1])
+    assert given == {"method": "ngram", "num_speculative_tokens": 5}
+
+
 def test_serve_args_of_sglang(model: Path, plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shared = ("serve-args", plan_path, "--engine", "sglang", "--max-requests", 8)
     words = shlex.split(run_kvcal(capsys, *shared).out)
@@ -381,6 +395,7 @@ def test_serve_args_of_sglang(model: Path, plan_path: Path, capsys: pytest.Captu
         ("capacity reasoner-10m --plan {plan} --context 8 --kv-memory 1GB", 5, "layers or heads are others than those"),
         ("serve-args {plan} --engine llama", 2, "--engine llama; allowed: vllm, sglang"),
         ("serve-args {plan} --tp 3", 4, "3 ranks cannot share equally"),
+        ("serve-args {plan} --engine sglang --drafts 2", 2, "plans are served with drafts in vllm alone"),
     ],
 )
 def test_refusals(

@@ -11,7 +11,7 @@ from engine_cases import TAKEN, UNSHARED, boosted, plan_for
 
 from kvcal.engines.shard import HeadShard, rank_heads, require_equal_plans
 from kvcal.engines.support import require_no_prefixes, require_served
-from kvcal.errors import ArtifactError, UnsupportedModel
+from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, StateGeometry
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Format, WindowRule
@@ -62,11 +62,30 @@ def test_tokens_beside_the_pages_are_refused_behind_cached_prefixes(name: str, e
     require_no_prefixes(llama_plan(K, V), engine)
 
 
+@pytest.mark.parametrize("name", TAKEN | UNSHARED)
+def test_drafts_are_served_but_for_channels_by_queries(name: str) -> None:
+    """On a GPU, too: formats that one launch does not take drafts of are served token by token."""
+    for is_cuda, dtype in ((False, "float32"), (True, "bfloat16")):
+        plan = plan_for(name, cache_dtype=dtype)
+        if plan.needs_queries:
+            with pytest.raises(UnsupportedModel, match="with 7 drafts: .* those of rejected drafts stay counted"):
+                require_served(plan, is_cuda, lookahead=7)
+        else:
+            require_served(plan, is_cuda, lookahead=7)
+
+
+def test_more_drafts_than_a_ring_has_room_for_are_refused() -> None:
+    with pytest.raises(UsageError, match="8 drafts, expected at most 7"):
+        require_served(llama_plan(K, V), is_cuda=False, lookahead=8)
+
+
 def test_layers_without_pages_are_refused() -> None:
     """A sliding window lies in the ring, in vLLM; nothing has a state, and blocks are for layers with pages."""
     plan = llama_plan(K, V, num_layers=3)
     window = LayerPlan(AttentionGeometry(1, 8, 2, 8, 8, window=64))
     layers = (plan.layers[0], window, LayerPlan(StateGeometry(2, 64)))
+    with pytest.raises(UnsupportedModel, match="layers 1: its sliding window has no room for drafts"):
+        require_served(replace(plan, layers=(*layers[:2], plan.layers[2])), is_cuda=False, lookahead=1)
     with pytest.raises(UnsupportedModel, match="layers 2: it keeps a state"):
         require_served(replace(plan, layers=layers), is_cuda=False)
     mixed = replace(plan, layers=layers[:2])
