@@ -127,7 +127,7 @@ CONTRACTS = {
             Part(BACKEND, "AttentionCGSupport.UNIFORM_BATCH"),
             Part(
                 BACKEND, "AttentionMetadataBuilder", ("kv_cache_spec", "layer_names", "vllm_config", "device"),
-                ("_cudagraph_support", "reorder_batch_threshold", "build_for_cudagraph_capture"),
+                ("_cudagraph_support", "build_for_cudagraph_capture"),
             ),
             Part(
                 BACKEND, "AttentionMetadataBuilder._init_reorder_batch_threshold",

@@ -205,6 +205,8 @@ def test_drafts_change_no_token(version: str, tmp_path: Path, served: Served) ->
     tokens, expected = ({n: ids for n, (ids, _) in each["outputs"].items()} for each in (found, plain))
     assert tokens == expected
     assert len(found["steps"]) < len(plain["steps"])
+    assert_capacity(plain, plan)
+    assert_capacity(found, plan, ALONE - 1)
     assert replay.accepted > 100 and replay.rejected > 100 and replay.split > 0, vars(replay)
     assert sorted(replay.cached.values()) == [0, 0, 0, 0, 0, 0, 128, 128, 128, 256, 256, 384, 640]
 
@@ -218,6 +220,13 @@ def test_random_requests_with_drafts(version: str, tmp_path: Path, served: Serve
     plan = without_queries(served, served.with_copies())
     _, replay = serve(version, tmp_path, served, greedy, plan, **more, enable_prefix_caching=False)
     assert replay.restarts > 0 and replay.split > 0 and replay.accepted > 20, vars(replay)
+
+
+def assert_capacity(found: dict[str, Any], plan: Plan, lookahead: int = 0) -> None:
+    """vLLM has the blocks that kvcal predicts, of the bytes that it predicts."""
+    capacity = vllm_capacity(plan, 64 << 20, 1, 2048, lookahead)
+    says = f"{capacity.num_blocks} blocks of 128 tokens: the plan takes"
+    assert any(line.startswith(says) and line.endswith(f"{capacity.block_bytes} a block") for line in found["log"])
 
 
 def random_requests(count: int, temperature: float = 1.0) -> list[dict]:
@@ -251,10 +260,8 @@ def test_layers_with_a_sliding_window(version: str, tmp_path: Path) -> None:
     requests = [{"prompt": ids, "tokens": 120, "at": 5 * n} for n, ids in enumerate(prompts(*LENGTHS, 97))]
     found, _ = serve(version, tmp_path, gemma, requests, **without, max_num_batched_tokens=256)
     shard = HeadShard(gemma.plan)
-    capacity = vllm_capacity(gemma.plan, 64 << 20, 1, 2048)
     assert shard.block_bytes(0) == shard.block_bytes(2) == 0
-    says = f"{capacity.num_blocks} blocks of 128 tokens: the plan takes"
-    assert any(line.startswith(says) and line.endswith(f"{capacity.block_bytes} a block") for line in found["log"])
+    assert_capacity(found, gemma.plan)
     serve(version, tmp_path, gemma, random_requests(60), **without, **SHORT, max_num_batched_tokens=512)
     with_drafts = gemma.arguments(**without, speculative_config=DRAFTS)
     refused = run_in(version, tmp_path, "vllm_host.py", {"starts": [gemma.arguments(), with_drafts]})
