@@ -4,10 +4,6 @@ vLLM puts requests with one new token, or a token and drafts, first. They are de
 request is a chunk of its own. All tokens are stored before any attention is computed: vLLM lets a request begin behind
 blocks that another one fills in the same step.
 
-Where any has drafts, requests with fewer than the most are filled up with their last token, so that one kernel is
-compiled for all such steps. The ring takes these tokens back, as it does rejected drafts: the next step's lengths say
-how many of its tokens a request has, on the device.
-
 A batch of decodes alone, of equally many tokens, may be captured in a CUDA graph: what changes from step to step lies
 in tensors of fixed addresses, which are written while the metadata is built, outside of the graph.
 """
@@ -33,6 +29,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
 
+from kvcal.engines.drafts import Decoded
 from kvcal.engines.prefill import Logits
 from kvcal.engines.scratch import Chunk, Decodes
 from kvcal.engines.step import PagedStep
@@ -104,42 +101,6 @@ class NewTokens(NamedTuple):
     row: int
     tokens: slice
     num_past: int
-
-
-class Decoded(NamedTuple):
-    """The first ``requests`` of a batch, its decodes, of ``tokens`` each. ``taken`` int64 [requests, tokens]: their
-    rows of the batch's queries; ``kept`` int64 [rows]: the number of the token, in a row, that each of these rows is.
-    Both None where no request is filled up."""
-
-    requests: int
-    tokens: int = 1
-    taken: Tensor | None = None
-    kept: Tensor | None = None
-
-    @classmethod
-    def of_counts(cls, counts: Tensor, most: int, device: torch.device) -> Decoded:
-        """Of requests with so many new tokens each, int32 [requests] on the host, at most ``most``."""
-        tokens = most if bool((counts > 1).any()) else 1
-        if bool((counts == tokens).all()):
-            return cls(len(counts), tokens)
-        number, counts = torch.arange(tokens), counts.long().unsqueeze(1)
-        taken = counts.cumsum(0) - counts + number.minimum(counts - 1)
-        kept = (number < counts).flatten().nonzero().flatten()
-        return cls(len(counts), tokens, taken.to(device, non_blocking=True), kept.to(device, non_blocking=True))
-
-    def of_rows(self, x: Tensor) -> Tensor:
-        """Rows x [rows, n, D] of a batch: [requests, n, D], or of several tokens [requests, tokens, n, D]."""
-        if self.tokens == 1:
-            return x[: self.requests]
-        return (
-            x[: self.requests * self.tokens].unflatten(0, (self.requests, -1)) if self.taken is None else x[self.taken]
-        )
-
-    def to_rows(self, attended: Tensor, output: Tensor) -> None:
-        """The other way round, into the first rows of output [rows, H, D]."""
-        rows = attended.flatten(0, -3)
-        rows = rows if self.kept is None else rows[self.kept]
-        output[: len(rows)] = rows
 
 
 @dataclass
