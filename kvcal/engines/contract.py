@@ -102,7 +102,10 @@ CONTRACTS = {
                 "vllm.config", "ParallelConfig", fields=("pipeline_parallel_size", "decode_context_parallel_size"),
             ),
             Part("vllm.config", "SchedulerConfig", fields=("max_num_seqs",)),
-            Part("vllm.config", "SpeculativeConfig", fields=("method", "num_speculative_tokens")),
+            Part(
+                "vllm.config", "SpeculativeConfig",
+                fields=("method", "num_speculative_tokens", "num_speculative_tokens_per_batch_size"),
+            ),
             Part("vllm.distributed", "get_tensor_model_parallel_rank"),
             Part("vllm.distributed", "get_tensor_model_parallel_world_size"),
             Part("vllm.distributed", "get_world_group"),

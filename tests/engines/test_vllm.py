@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from engine_replay import Replay, assert_replayed
+from engine_replay import MOST, Replay, assert_replayed
 from vllm_environment import Unavailable, python_with_vllm, run_in
 
 from kvcal import Plan
@@ -202,8 +202,14 @@ def test_drafts_change_no_token(version: str, tmp_path: Path, served: Served) ->
     requests += [{"prompt": ids, "behind": n, "tokens": 60, "at": 310} for n, ids in enumerate(prompts(3, 50, 20))]
     found, replay = serve(version, tmp_path / "drafts", served, requests, plan, speculative_config=DRAFTS)
     plain, _ = serve(version, tmp_path / "plain", served, requests, plan)
-    tokens, expected = ({n: ids for n, (ids, _) in each["outputs"].items()} for each in (found, plain))
-    assert tokens == expected
+    equal = 0
+    for name, (tokens, chances) in plain["outputs"].items():
+        ours, our_chances = found["outputs"][name]
+        if found["requests"][name][0] == plain["requests"][name][0]:  # not behind an answer that differs
+            first = next((n for n, (a, b) in enumerate(zip(tokens, ours, strict=True)) if a != b), None)
+            assert first is None or abs(chances[first] - our_chances[first]) <= 2 * MOST, (name, first)  # a tie
+            equal += first is None
+    assert equal >= 10
     assert len(found["steps"]) < len(plain["steps"])
     assert_capacity(plain, plan)
     assert_capacity(found, plan, ALONE - 1)
@@ -335,6 +341,12 @@ def test_what_is_not_served_is_refused_at_start(version: str, tmp_path: Path, se
         (
             served.arguments(speculative_config=DRAFTS),
             "with 5 drafts: layers 2: its channels are chosen by queries, of which those of rejected drafts",
+        ),
+        (
+            served.arguments(
+                speculative_config=DRAFTS | {"num_speculative_tokens_per_batch_size": [(1, 2, 5), (3, 4, 2)]}
+            ),
+            "drafts whose number follows the batch",
         ),
         (served.arguments(speculative_config=DRAFTS | {"num_speculative_tokens": 8}), "8 drafts, expected at most 7"),
     ]

@@ -93,8 +93,9 @@ def begin_sums(cache: PlanCache, tokens: int) -> None:
 def assert_replayed(
     found: dict[str, Any], model: PreTrainedModel, plan: Plan, is_greedy: bool = True, alone: int = 1
 ) -> Replay:
-    """Every output token is the one that ``PlanCache`` gives: the most likely one where ``is_greedy``, and, but for
-    requests that were aborted, of the same log-probability. ``alone``: see ``Replay``."""
+    """Every output token is the one that ``PlanCache`` gives: the most likely one where ``is_greedy``, or as likely as
+    far as single codes decide, and, but for requests that were aborted, of the same log-probability. ``alone``: see
+    ``Replay``."""
     replay = Replay(model, plan, alone)
     with attached_for(model, plan):
         results = replay.run(found)
@@ -106,7 +107,7 @@ def assert_replayed(
         assert len(results[name]) >= len(output), name
         distances = []
         for position, (token, chance, row) in enumerate(zip(output, chances, results[name], strict=False)):
-            assert not is_greedy or int(row.argmax()) == token, (name, position)
+            assert not is_greedy or float(row.max() - row[token]) <= 2 * MOST, (name, position)
             distances.append(0.0 if chance is None else abs(float(row[token]) - chance))
         replay.distances += distances
         assert max(distances, default=0) <= MOST and statistics.median([0.0, *distances]) <= MEDIAN, (name, distances)

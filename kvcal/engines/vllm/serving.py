@@ -139,6 +139,8 @@ def _refused_options(config: VllmConfig) -> Iterator[str]:
     drafts = config.speculative_config
     if drafts is not None and drafts.method != DRAFTS:
         yield f"drafts of the method {drafts.method!r} (expected {DRAFTS!r}, whose drafts come without a model)"
+    if drafts is not None and drafts.num_speculative_tokens_per_batch_size is not None:
+        yield "drafts whose number follows the batch"
     if config.kv_transfer_config is not None:
         yield "a KV connector"
     if config.cache_config.cache_dtype != "auto":
