@@ -193,8 +193,13 @@ class AllocateSpec:
     engine: Annotated[Engine | None, Field(exclude_if=lambda engine: engine is None)] = knob(
         None, "Count bytes as this serving engine does: whole blocks of 128 tokens, a ring for each sequence, padding."
     )
+    drafts: Annotated[int, Field(ge=0, le=7, exclude_if=lambda drafts: drafts == 0)] = knob(
+        0, "Draft tokens beside each token, with engine = vllm: rings have room for them."
+    )
 
     def __post_init__(self) -> None:
+        if self.drafts and self.engine != "vllm":
+            raise ValueError(f"drafts = {self.drafts} and engine = {self.engine!r}: expected engine = 'vllm'")
         given = [name for name in BUDGET_KINDS if getattr(self, name) is not None]
         if len(given) != 1:
             kinds = ", ".join(f"{name} ({of})" for name, of in BUDGET_KINDS.items())

@@ -282,6 +282,9 @@ class BudgetOptions(WorkloadOptions):
         Literal["vllm", "sglang"] | None,
         typer.Option("--for-engine", help="Count bytes as this serving engine does: blocks, rings and padding."),
     ] = None
+    drafts: Annotated[
+        int | None, typer.Option(help="Draft tokens beside each token, with --for-engine vllm.", min=0, max=7)
+    ] = None
 
     def kinds(self) -> list[str]:
         """The kinds of budget that were given."""

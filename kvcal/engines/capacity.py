@@ -75,11 +75,11 @@ def sglang_capacity(plan: Plan, memory: int, num_ranks: int, context: int, max_r
     return _capacity(shard, memory, rings, block_bytes, needed, 0, context)
 
 
-def engine_bytes(engine: Engine, plan: Plan, num_ranks: int) -> int:
+def engine_bytes(engine: Engine, plan: Plan, num_ranks: int, lookahead: int = 0) -> int:
     """Bytes of the cache on all ranks, of which each can hold all sequences of the plan's workload at once: with rings,
-    padding, and vLLM's block that is nobody's. Errors as of :func:`vllm_capacity`."""
+    padding, and vLLM's block that is nobody's. ``lookahead``, and errors, as of :func:`vllm_capacity`."""
     batch, context = plan.workload.batch, plan.workload.context
-    shard, blocks = HeadShard(plan, 0, num_ranks), -(-context // PAGE_TOKENS)
+    shard, blocks = HeadShard(plan, 0, num_ranks, lookahead), -(-context // PAGE_TOKENS)
     pages, rings = ([of(index) for index in shard.blocks] for of in (shard.block_bytes, shard.ring_bytes))
     if engine == "sglang":
         token_bytes = -(-sum(pages) // PAGE_TOKENS)

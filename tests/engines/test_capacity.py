@@ -163,7 +163,7 @@ def test_blocks_and_concurrency_are_those_of_vllms_own_planner() -> None:
     assert [found.num_blocks, found.num_tokens, found.concurrency] == expected[-1]
 
 
-def allocated(engine: Engine, tp: int, nbytes: int, num_sink_tokens: int = 0) -> tuple[Plan, Split]:
+def allocated(engine: Engine, tp: int, nbytes: int, num_sink_tokens: int = 0, drafts: int = 0) -> tuple[Plan, Split]:
     """A plan of 12 layers with formats for each head, for 3 sequences of 1000 tokens in so many bytes."""
     geometry = Geometry("llama", "bfloat16", tuple(AttentionGeometry(index, 8, 4, 64, 64) for index in range(12)))
     spec = ProfileSpec(num_bits=(2, 3, 4), k_axes=("channel",), group_sizes=(64,), kl_samples=0)
@@ -172,6 +172,7 @@ def allocated(engine: Engine, tp: int, nbytes: int, num_sink_tokens: int = 0) ->
     heads_N1, bits_C = torch.arange(1.0, 5.0).double().unsqueeze(1), torch.tensor([2.0, 3.0, 4.0]).double()
     means = {f"sensitivity.{side}.{n}": Mean((n + 1) * heads_N1 * 4.0**-bits_C, 1) for n in range(12) for side in SIDES}
     wanted = {"objective": "sensitivity", "granularity": "head", "kv_budget": f"{nbytes}B", "tp": tp, "engine": engine}
+    wanted["drafts"] = drafts
     found = allocate(Profile(setup, means), AllocateSpec(batch=3, context=1000, **wanted), {})
     return Plan(IDENTITY, "bfloat16", found.layers, Workload(3, 1000), {}), found.split
 
@@ -194,6 +195,19 @@ def test_a_plan_for_an_engine_takes_the_bytes_that_its_sequences_take_there(tp: 
     taken = split.cache + split.engine
     assert taken <= nbytes
     assert sglang_capacity(plan, taken // tp, tp, 1000, 3).num_blocks == 3 * 8
+
+
+def test_a_plan_for_an_engine_has_room_for_drafts() -> None:
+    """But where padding has it: rings lie in whole blocks."""
+    more = 0
+    for nbytes in BUDGETS:
+        plan, split = allocated("vllm", 1, nbytes, drafts=7)
+        found = vllm_capacity(plan, split.cache + split.engine, 1, 1000, 7)
+        assert found.num_blocks == 1 + 3 * found.blocks_per_request and found.memory <= nbytes
+        more += split.engine - allocated("vllm", 1, nbytes)[1].engine
+    assert more > 0
+    with pytest.raises(ValueError, match="drafts = 7 and engine = 'sglang': expected engine = 'vllm'"):
+        allocated("sglang", 1, BUDGETS[0], drafts=7)
 
 
 def test_a_budget_for_an_engine_buys_more_bits_the_larger_it_is() -> None:

@@ -90,8 +90,8 @@ def _beside_pages(problem: Problem, spec: AllocateSpec, model: ModelIdentity, ch
         return 0
     layers, workload = problem.layers_of(choice), Workload(spec.batch, spec.context)
     plan = Plan(model, problem.geometry.cache_dtype, layers, workload, {})
-    require_served(plan, is_cuda=False, engine=spec.engine)
-    return engine_bytes(spec.engine, plan, spec.tp) - problem.nbytes(choice)
+    require_served(plan, is_cuda=False, engine=spec.engine, lookahead=spec.drafts)
+    return engine_bytes(spec.engine, plan, spec.tp, spec.drafts) - problem.nbytes(choice)
 
 
 def pareto(profile: Profile, spec: AllocateSpec, num_points: int) -> tuple[Sweep, list[dict[str, Any]]]:
