@@ -20,7 +20,7 @@ from kvcal.plan.tensors import check_layers, tensors_nbytes
 from kvcal.recipe import CacheSpec, KeyChoice, PredictorSpec, SearchSpec, ValueChoice
 from kvcal.stages.search import compose as search_module
 from kvcal.stages.search import problem as search_problem
-from kvcal.stages.search.compose import Candidate, search
+from kvcal.stages.search.compose import Candidate, Change, search
 from kvcal.stages.search.compositions import (
     OptionTensors,
     Unit,
@@ -134,6 +134,22 @@ def test_additive_costs_without_noise_are_solved_exactly(share: float, monkeypat
         assert kl(outcome.champion.choice) == pytest.approx(brute_force(small, kl), abs=1e-12)
         assert small.size(outcome.champion.choice) <= small.capacity
         assert all(predicted == pytest.approx(found, abs=1e-9) for predicted, found in outcome.proxy)
+
+
+def test_a_change_that_is_shrunk_away_is_tried_as_it_was_measured() -> None:
+    """The layer that matters most is an outlier of its group, with the largest error."""
+    small = problem(0.5)
+    background = maker(small)("the smallest", small.smallest)
+    pairs = [(n, o) for n, row in enumerate(small.options) for o in range(len(row)) if o != small.smallest[n]]
+    tried = [(*small.smallest[:n], o, *small.smallest[n + 1 :]) for n, o in pairs]
+    outlier = max(range(len(tried)), key=lambda at: (small.size(tried[at]) <= small.capacity, at))
+    changes = [
+        Change(*pair, -9.0, 3.0, -0.5, 0.5) if at == outlier else Change(*pair, -1.0, 0.1, -1.0 - at / 100, 0.1)
+        for at, pair in enumerate(pairs)
+    ]
+    found = search_module.compositions(small, background, changes, maker(small), 1)
+    assert tried[outlier] in {candidate.choice for candidate, _ in found}
+    assert len(found) <= search_module.MAX_COMPOSED
 
 
 @pytest.mark.parametrize("seed", range(6))

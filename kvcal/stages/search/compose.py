@@ -5,8 +5,9 @@
    and one for all values (the ``MAX_UNIFORM`` best by the sum of 1). Many on few texts, few on all (``judge.halve``).
 3. From the simplest on, a plan gives way to another only if that is better (``judge.better``): the champion.
 4. In each round, single changes of the champion are measured on few texts, shrunk towards what the same change does in
-   all layers, and added up by the exact solver, with penalties of 0 to 4 of their own errors for a unit that changes.
-   The plans that it finds and the best single change are measured as in 2, and must beat the champion as in 3.
+   all layers, and added up by the exact solver, with penalties of 0 to 4 of their own errors for a unit that changes;
+   once more as they were measured. The plans that it finds and the best single changes, shrunk and measured, are
+   measured as in 2, and must beat the champion as in 3.
 5. The champion is finished: what fits and encodes its pages anew has to win as in 3.
 6. No plan that was compared whole may be significantly better than the champion on the texts of the validation, and no
    plan of a smaller budget better at all: it would ship instead, unless a plan of 2, 4 or 5 is better (as in 3) than
@@ -36,7 +37,7 @@ MAX_UNIFORM, MAX_SINGLES, FINALISTS = 24, 320, 4
 MIN_SINGLES = 4
 # Penalties of a unit that changes, in standard deviations of its estimate.
 CAUTION = (0.0, 0.5, 1.0, 2.0, 4.0)
-MAX_COMPOSED = len(CAUTION) + 1
+MAX_COMPOSED = len(CAUTION) + 3
 
 
 @dataclass(frozen=True)
@@ -224,24 +225,27 @@ def _near(
 def compositions(
     problem: Problem, background: Candidate, changes: Sequence[Change], make: Make, number: int
 ) -> list[tuple[Candidate, float]]:
-    """Plans that the solver finds from bold to cautious, and the best single change, each with the estimated change of
-    the score. Changes do not add up: what one does alone, a dozen may undo."""
+    """Plans that the solver finds from bold to cautious and from what was measured itself, and the best single changes,
+    each with the estimated change of the score. Changes do not add up: what one does alone, a dozen may undo; and the
+    layer that matters most is the one that an estimate shrinks most."""
     current = background.choice
     assert current is not None
+    guesses = [[c.estimate + caution * c.deviation for c in changes] for caution in CAUTION]
     found: dict[Choice, float] = {}
-    for caution in CAUTION:
+    for guess in (*guesses, [c.measured for c in changes]):
         losses: list[dict[int, float]] = [{option: 0.0} for option in current]
-        for change in changes:
-            losses[change.position][change.option] = change.estimate + caution * change.deviation
+        for change, loss in zip(changes, guess, strict=True):
+            losses[change.position][change.option] = loss
         choice = problem.solve(losses)
         if choice is not None and choice != current:
             taken = {(position, option) for position, option in enumerate(choice)}
             found[choice] = sum(c.estimate for c in changes if (c.position, c.option) in taken)
-    alone = {(*current[: c.position], c.option, *current[c.position + 1 :]): c.estimate for c in changes}
+    alone = {(*current[: c.position], c.option, *current[c.position + 1 :]): c for c in changes}
     fitting = [choice for choice in alone if problem.size(choice) <= problem.capacity and problem.is_allowed(choice)]
-    if fitting:
-        best = min(fitting, key=alone.__getitem__)
-        found.setdefault(best, alone[best])
+    for key in (lambda choice: alone[choice].estimate, lambda choice: alone[choice].measured):
+        if fitting:
+            best = min(fitting, key=key)
+            found.setdefault(best, alone[best].estimate)
     return [(make(f"composition {number}.{n}", choice), gain) for n, (choice, gain) in enumerate(found.items(), 1)]
 
 
