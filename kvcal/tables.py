@@ -334,7 +334,7 @@ def tuned_table(tuning: Tuning, chosen: Mapping[str, float] | None, workload: Wo
 
 
 def more_table(found: Explanation, more: MoreBytes) -> View:
-    """What a budget that is larger by a tenth would change."""
+    """The change that a budget larger by a tenth would make."""
     change = f"{more.loss_after - more.loss_before:+.3g}" + ("" if more.error is None else f" ± {more.error:.1g}")
     rows = [
         ("formats take", format_bytes(more.nbytes_before), format_bytes(more.nbytes_after), ""),
@@ -348,7 +348,7 @@ def more_table(found: Explanation, more: MoreBytes) -> View:
 
 
 def risks_table(risks: Sequence[Risk]) -> View:
-    """Where a plan is most at risk."""
+    """The heads, layers and kinds of text at which a plan is most at risk."""
     rows = [
         (one.kind, one.what, format_measured(one.value, one.error, 3, 1), one.measure,
          "" if one.share is None else f"{100 * one.share:.1f}")

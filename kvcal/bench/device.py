@@ -219,8 +219,8 @@ def ran_out(failed: BaseException | None) -> bool:
 
 
 def attempted(measure: Callable[[], Result]) -> tuple[Result | None, str | None]:
-    """What ``measure`` gives, or the reason why it cannot: not compiled, not for this GPU, or OUT_OF_MEMORY. The
-    measurements that follow go on."""
+    """A measurement, or the reason why there is none: not compiled, not for this GPU, or OUT_OF_MEMORY. Those that
+    follow go on."""
     try:
         return measure(), None
     except KvcalError as refused:

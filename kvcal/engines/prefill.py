@@ -37,8 +37,8 @@ def torch_flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) 
 
 
 class Logits(NamedTuple):
-    """How products of queries and keys become logits: ``softcap`` 0 for none; ``s_aux`` [H]: logits of sinks without a
-    key."""
+    """The way from products of queries and keys to logits: ``softcap`` 0 for none; ``s_aux`` [H]: logits of sinks
+    without a key."""
 
     scale: float
     softcap: float = 0.0

@@ -34,7 +34,7 @@ _CURRENT = _Current()
 
 
 def reach(layer: int) -> None:
-    """Where a call comes to a layer: wait for the turn. Nothing for a call that is not side by side with others."""
+    """Wait for the turn, as a call comes to a layer. Nothing for a call that is not side by side with others."""
     if _CURRENT.turn is not None:
         _CURRENT.turn.stop_at(layer)
 

@@ -64,8 +64,8 @@ class _RawPages:
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """Where a forward of a sequence can begin: ``hidden_BTC``, the input of layer ``layer``, and in each way the pages
-    of the wanted layer before it, as read back; None where it is the first."""
+    """A place where a forward of a sequence can begin: ``hidden_BTC``, the input of layer ``layer``, and in each way
+    the pages of the wanted layer before it, as read back; None where it is the first."""
 
     layer: int
     hidden_BTC: Tensor

@@ -175,8 +175,8 @@ def _declared(
 
 
 class _Starts:
-    """Where forwards of the next pass can begin, of whole runs of sequences: on the device of a model that lies there,
-    or in host memory, up to a share of what there is when the stage begins."""
+    """Places where forwards of the next pass can begin, of whole runs of sequences: on the device of a model that lies
+    there, or in host memory, up to a share of what there is when the stage begins."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         on_device = model.device.type == "cuda" and not is_streamed(model)
