@@ -17,7 +17,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,6 +145,7 @@ class Bench:
             for candidates in (wanted, {side: () for side in SIDES})
         )
         in_torch = patch("kvcal.stages.profile.sensitivity.is_fused", lambda *_: False)
+        variants: list[tuple[str, GradientPass, AbstractContextManager[object]]]
         variants = [("no candidates", none, nullcontext()), ("", full, nullcontext()), ("torch", full, in_torch)]
         warm = Batch.of(self.data, (0,))
         full.measure(warm)  # compiles what has to be

@@ -42,8 +42,9 @@ def texts_of_length(loaded: LoadedModel, spec: DataSpec, count: int, purpose: st
 
 def picked(data: TokenDataset, numbers: Sequence[int]) -> TokenDataset:
     """The sequences of these numbers."""
-    sequences, masks = (tuple(part[number] for number in numbers) for part in (data.sequences, data.loss_masks))
-    return replace(data, sequences=sequences, loss_masks=masks)
+    parts = (data.sequences, data.loss_masks, data.kinds)
+    sequences, masks, kinds = (tuple(part[number] for number in numbers) for part in parts)
+    return replace(data, sequences=sequences, loss_masks=masks, kinds=kinds)
 
 
 def layers_with(loaded: LoadedModel, k: Format, v: Format) -> tuple[LayerPlan, ...]:

@@ -35,6 +35,7 @@ from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, ProfileSpec
 from kvcal.stages.allocate.solver import Option, Unit, solve
 from kvcal.stages.profile import Profile, run_profile
+from kvcal.stages.profile.sensitivity import Candidate
 
 Axis = Literal["token", "channel"]
 AXES: tuple[Axis, ...] = ("token", "channel")
@@ -87,7 +88,7 @@ def solved(
         index = layer.geometry.index
         losses = {
             b: sum(
-                sum(profile.losses(objective, index, side)[b, axis if side == "k" else "token", GROUP])
+                sum(profile.losses(objective, index, side)[Candidate(b, axis if side == "k" else "token", GROUP)])
                 for side in SIDES
             )
             for b in BITS
@@ -95,7 +96,7 @@ def solved(
         options = tuple(Option(f"{b} bits", sizes[b][number], losses[b]) for b in BITS)
         units.append(Unit(f"layer {index}", options))
     found = solve(units, sum(size for size, is_paged in layer_sizes(uniform) if is_paged))
-    assert found.proven
+    assert found.proof != "none"
     return tuple(BITS[option] for option in found.choice)
 
 

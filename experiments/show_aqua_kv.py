@@ -82,7 +82,7 @@ def make_cases(loaded: LoadedModel, quick: bool) -> list[Case]:
         cases.append(Case(f"{backbone}, {3 if quick else 4} bits", dim, 3 if quick else 4))
     if quick:
         return cases
-    outputs = min(layer.num_kv_heads * layer.k_head_dim for layer in loaded.geometry.layers)  # type: ignore[union-attr]
+    outputs = min(layer.num_kv_heads * layer.k_head_dim for layer in loaded.geometry.layers)
     ablations = {
         "keys alone predicted": PredictorSpec(sides=("k",)),
         "values alone predicted": PredictorSpec(sides=("v",)),
@@ -169,7 +169,7 @@ def show_quality(
             f"{row['kl']:.5f} ± {row['kl_se'] or 0.0:.5f}",
             f"{row['perplexity']:.4f} ± {row['perplexity_se'] or 0.0:.4f}",
             f"{row['top1_agreement']:.2%}",
-            *(f"{row[n]['accuracy']:.1%} ± {row[n]['accuracy_se']:.1%}" for n in names),  # type: ignore[index]
+            *(f"{row[n]['accuracy']:.1%} ± {row[n]['accuracy_se']:.1%}" for n in names),
         ]
         for row in rows
     ]

@@ -146,16 +146,21 @@ def measure(loaded: LoadedModel, cases: Sequence[Case], data: TokenDataset, prob
     head_dim, results = head_dim_of(loaded), []
     for number, (case, plan) in enumerate(zip(cases, plans, strict=True)):
         other = compared_with(case, cases)
-        change = (None, None) if other is None else ratio_and_error(sums[number] - sums[other], counts)
+        change, change_se = (None, None) if other is None else ratio_and_error(sums[number] - sums[other], counts)
+        kl, kl_se = ratio_and_error(sums[number], counts)
+        k_page_bytes, bits = page_bits(case, head_dim, loaded.geometry.cache_dtype)
         asked = problems and case.sweep == "recipe"
         results.append(
             Result(
                 case.sweep,
                 case.score,
                 case.share,
-                *page_bits(case, head_dim, loaded.geometry.cache_dtype),
-                *ratio_and_error(sums[number], counts),
-                *change,
+                k_page_bytes,
+                bits,
+                kl,
+                kl_se,
+                change,
+                change_se,
                 measure_tasks(loaded, plan, EvaluateSpec(num_problems=problems), reporter) if asked else (),
             )
         )

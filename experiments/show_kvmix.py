@@ -178,7 +178,7 @@ def captured(loaded: LoadedModel, tokens_T: torch.Tensor) -> dict[Side, list[tor
             if found.layer in paged:
                 whole = x_BNTD.shape[2] // PAGE_TOKENS * PAGE_TOKENS
                 pages = x_BNTD[0, :, :whole].unflatten(1, (-1, PAGE_TOKENS))
-                seen[side].append(pages.to(dtype).float())  # type: ignore[index]
+                seen[side].append(pages.to(dtype).float())
 
     with torch.no_grad(), tap(loaded.model, take, loaded.geometry):
         loaded.model(input_ids=tokens_T.unsqueeze(0).to(loaded.model.device), use_cache=False)

@@ -11,8 +11,11 @@ and problems; the plans stay the same, so that they are no errors over plans.
 from __future__ import annotations
 
 import json
+import math
 import random
+from collections.abc import Sequence
 from itertools import product
+from statistics import stdev
 
 import torch
 from scipy.stats import spearmanr
@@ -48,7 +51,9 @@ def main() -> None:
         if not any(fmt.lattice_dim for layer in layers for fmt in layer.k)
     }
     data = load_sequences(
-        DataSpec(num_samples=2 * given.texts, seq_len=given.tokens, min_len=300), loaded.tokenizer, purpose="select"
+        DataSpec(num_samples=2 * given.texts, seq_len=given.tokens, min_len=min(300, given.tokens)),
+        loaded.tokenizer,
+        purpose="select",
     )
     texts = kl_texts(data, given.texts, given.tokens, CacheSpec(0, 0, 0))
     reference = unquantized_plan(loaded.identity, loaded.geometry)
@@ -87,12 +92,17 @@ def main() -> None:
                 for row in solved
             ]
             values = found_PNS[:, chosen, number].mean(1).tolist()
-            if len(set(values)) > 1 and len(set(drawn)) > 1:
-                samples.append(float(spearmanr(values, [-share for share in drawn]).statistic))
-        whole = float(spearmanr(means[statistic].tolist(), lost).statistic)
-        correlations.append([statistic, whole, float(torch.tensor(samples).std())])
+            samples.append(correlation(values, [-share for share in drawn]))
+        defined = [sample for sample in samples if not math.isnan(sample)]
+        error = stdev(defined) if len(defined) > 1 else math.nan
+        correlations.append([statistic, correlation(means[statistic].tolist(), lost), error])
     print_table("Rank correlation with problems lost", ["statistic", "correlation", "error"], correlations)
     given.out.write_text(json.dumps({"plans": rows, "correlations": correlations}, indent=1))
+
+
+def correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's; nan where either is constant."""
+    return float(spearmanr(first, second).statistic) if len(set(first)) > 1 and len(set(second)) > 1 else math.nan
 
 
 def layers_of(geometry: Geometry) -> dict[str, tuple[LayerPlan, ...]]:

@@ -60,8 +60,8 @@ def searched(given: argparse.Namespace, loaded: LoadedModel, data: str, bits: fl
     if given.no_rescale:
         assert recipe.search is not None
         keys = tuple(choice for choice in recipe.search.keys if not choice.rescale)
-        systems = tuple(name for name in recipe.search.systems if load_recipe(name).reparam is None)
-        recipe = replace(recipe, search=replace(recipe.search, keys=keys, systems=systems))
+        plain = tuple(name for name in recipe.search.systems if load_recipe(name).reparam is None)
+        recipe = replace(recipe, search=replace(recipe.search, keys=keys, systems=plain))
     sources = data.split()
     spec = DataSpec(
         sources[0] if len(sources) == 1 else tuple(sources),

@@ -1,0 +1,76 @@
+"""Scripts that print the tables of the docs: each runs to its end on a small model, as its docstring calls it."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+SMALL = "--texts 1 --tokens 256"
+HELD_OUT = "--held-out 1 --held-out-tokens 256"
+SCRIPTS = {
+    "show_allocation": "--quick",
+    "show_aqua_kv": "--quick",
+    "show_feedback": "--fit math --on tasks --texts 1 --tokens 512",
+    "show_kitty": "--quick",
+    "show_kvmix": "--quick",
+    "show_mixkvq": "--quick",
+    "show_mixtures": f"--bits 5 {SMALL} {HELD_OUT}",
+    "show_objectives": f"{SMALL} --problems 1",
+    "show_progressive": "--quick",
+    "show_reparam": "--quick",
+    "show_safeguards": f"--data math --bits 4 --work guards --kinds tasks {SMALL} {HELD_OUT}",
+}
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """A random Llama of two layers and two KV heads of 64, with the embedded tokenizer."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=8192, bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("small")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[str, str], Any]:
+    """Runs a script with these arguments in an empty folder; the JSON that it writes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+
+    def run_one(script: str, arguments: str) -> Any:
+        out = tmp_path / f"{script}.json"
+        given = [*arguments.split(), "--model", str(small_model), "--device", "cpu", "--out", str(out)]
+        monkeypatch.setattr(sys, "argv", [script, *given])
+        runpy.run_path(str(EXPERIMENTS / f"{script}.py"), run_name="__main__")
+        assert "|---" in capsys.readouterr().out
+        return json.loads(out.read_text(encoding="utf-8"))
+
+    return run_one
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_runs_to_its_end(script: str, run: Callable[[str, str], Any]) -> None:
+    assert run(script, SCRIPTS[script])
+
+
+def test_heads_start_from_a_plan_of_a_search(run: Callable[[str, str], Any]) -> None:
+    run("show_search", f"--data math --bits 4 --work search {SMALL} {HELD_OUT}")
+    plan = next(Path("search").rglob("*.plan"))
+    assert run("show_heads", f"--plan {plan} --bits 4 --data math --work heads --kinds tasks {SMALL} {HELD_OUT}")
