@@ -239,8 +239,10 @@ class LayerStore:
 
     def _kernels(self, codec: PageCodec) -> KernelCodec | None:
         """The kernels that pack prompts of a static cache, where they read pages as they are stored."""
+        if self.static is None or stored_form(self.plan, codec.side, codec.format) is not None:
+            return None
         pairs = [pair for pair in head_ranges(self.plan) if pair.heads == codec.heads]
-        if self.static is None or not pairs or stored_form(self.plan, codec.side, codec.format) is not None:
+        if not pairs:
             return None
         variant, error = variant_of(self.plan, pairs[0], self.cache_dtype), self.static.error
         transform = self._transform(variant, codec.heads, self.static)

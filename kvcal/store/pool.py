@@ -70,10 +70,11 @@ class GrowingPool:
     def resize(self, counts: Sequence[int]) -> None:
         if list(counts) == self.counts:
             return
-        old = self.records.split(self.counts)
-        self.records = self.records.new_empty(sum(counts), *self.records.shape[1:])
-        for before, after in zip(old, self.records.split(list(counts)), strict=True):
-            after[: len(before)] = before[: len(after)]
+        old = self.records
+        self.records = old.new_empty(sum(counts), *old.shape[1:])
+        if len(old):
+            for before, after in zip(old.split(self.counts), self.records.split(list(counts)), strict=True):
+                after[: len(before)] = before[: len(after)]
         self.counts = list(counts)
 
     def select(self, indices: list[int]) -> None:

@@ -83,8 +83,8 @@ class Restorer:
 
     def codecs(self, layer: LayerPlan, side: Side, num_tokens: int) -> list[PageCodec]:
         """Of the parts of a layer's side, as their pages are stored after ``num_tokens``."""
-        found = self._parts[layer.geometry.index, side]
-        return [replace(codec, format=held_format(codec.format, num_tokens)) for codec in found]
+        found = [(codec, held_format(codec.format, num_tokens)) for codec in self._parts[layer.geometry.index, side]]
+        return [codec if fmt == codec.format else replace(codec, format=fmt) for codec, fmt in found]
 
 
 class SequenceRestorer:
@@ -155,6 +155,9 @@ def held_format(fmt: Format, num_tokens: int) -> Format:
 
 def _put(pages: Tensor, first: int, tokens: Tensor) -> None:
     """Write tokens [n, T, D] to the places ``first`` and on of pages [P, n, 128, D]."""
-    if tokens.shape[1]:
-        at = torch.arange(first, first + tokens.shape[1], device=pages.device)
-        pages[at // PAGE_TOKENS, :, at % PAGE_TOKENS] = tokens.transpose(0, 1)
+    at, stop = first, first + tokens.shape[1]
+    while at < stop:
+        page, place = divmod(at, PAGE_TOKENS)
+        count = min(stop - at, PAGE_TOKENS - place)
+        pages[page, :, place : place + count] = tokens[:, at - first : at - first + count]
+        at += count
