@@ -11,6 +11,7 @@ are read by the dynamic cache and stored again.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from kvcal import artifact
-from kvcal.bench.case import fill_slots, random_pages
+from kvcal.bench.case import SPREAD, fill_records
 from kvcal.bench.model import model_plan, random_model, shape_config, time_prefill
 from kvcal.bench.shape import PAIRS
 from kvcal.cache.plan_cache import PlanCache
@@ -44,33 +45,30 @@ from kvcal.strict import dump
 REPEATS = 5
 
 
-def seconds(call: Callable[[], Any], repeats: int = REPEATS) -> float:
-    """Median, from the call until the device is done; one more call before."""
+def seconds(call: Callable[[], Any], before: Callable[[], None] = lambda: None) -> list[float]:
+    """Of REPEATS calls and one more before, from the call until the device is done; in order of length."""
     times = []
-    for _ in range(repeats + 1):
+    for _ in range(REPEATS + 1):
+        before()
         torch.cuda.synchronize()
         start = time.perf_counter()
         found = call()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
         del found
-    return statistics.median(times[1:])
+    return sorted(times[1:])
 
 
 def random_prefix(loaded: LoadedModel, plan: Plan, num_tokens: int) -> HeldPrefix:
     """Random pages and tokens of the plan's formats, on the CPU."""
     cache, device = PlanCache(plan, loaded.model.config), loaded.model.device
-    packed: dict[Any, torch.Tensor] = {}
     for layer in cache.paged_layers:
         layer.create(1, device)
         layer.resume(num_tokens)
         for part in layer.parts:
-            key = part.codec.side, part.format
-            if key not in packed:
-                packed[key] = random_pages(part.codec).to(device)
-            fill_slots(part.pool.records, packed[key])
-            part.sinks.normal_(std=0.05)
-            part.ring.normal_(std=0.05)
+            fill_records(part)
+            part.sinks.normal_(std=SPREAD)
+            part.ring.normal_(std=SPREAD)
     vocabulary = loaded.model.config.vocab_size
     tokens = torch.randint(0, vocabulary, (num_tokens,), dtype=torch.int32)
     names = [name for name, part in named_parts(cache) if part.format.needs_queries]
@@ -78,7 +76,7 @@ def random_prefix(loaded: LoadedModel, plan: Plan, num_tokens: int) -> HeldPrefi
         plan.model, plan.sha256, "bfloat16", num_tokens, tokens_sha256(tokens), dict.fromkeys(names, 0)
     )
     held = {name: tensor.cpu().contiguous() for name, tensor in held_tensors(cache)}
-    return HeldPrefix(Path("random"), subject, {**held, "tokens": tokens, "logits": torch.zeros(vocabulary)})
+    return HeldPrefix(Path("random"), subject, tokens, torch.zeros(vocabulary), held)
 
 
 @torch.no_grad()
@@ -99,27 +97,31 @@ def dropped(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measured(model: Any, name: str, context: int, folder: Path, is_full: bool) -> dict[str, float]:
+def measured(model: Any, name: str, context: int, folder: Path, is_full: bool) -> dict[str, Any]:
     """Seconds of every way to load a prefix of one format."""
     plan = model_plan("random", model.config, PAIRS[name], 1, context)
     loaded = LoadedModel(model, None, plan.model, plan.geometry, "random")
     raw, path = plan.unquantized(), folder / "prefix.kv"
     held = random_prefix(loaded, plan, context)
     pinned, into, stored = held.pinned(), PrefixLoader(loaded, plan, raw), PrefixLoader(loaded, plan)
-    nbytes = raw.nbytes([context])
-    found = {"output_gb": nbytes / 1e9, "file_gb": sum(tensor.nbytes for tensor in held.tensors.values()) / 1e9}
-    ways = {"pinned": lambda: into.load(pinned), "pageable": lambda: into.load(held)}
+    gigabytes = raw.nbytes([context]) / 1e9
+    found = {"output_gb": gigabytes, "file_gb": sum(tensor.nbytes for tensor in held.tensors.values()) / 1e9}
+    ways: dict[str, Callable[[], Any]] = {"pinned": lambda: into.load(pinned), "pageable": lambda: into.load(held)}
     ways["as stored, pinned"] = lambda: stored.load(pinned)
     if is_full:
-        prefix = artifact.Artifact(KIND, SCHEMA, {}, dump(held.subject), held.tensors)
-        artifact.write_bytes_atomic(path, artifact.to_bytes(prefix))
+        tensors = {**held.tensors, "tokens": held.tokens_T, "logits": held.logits_V}
+        prefix = artifact.Artifact(KIND, SCHEMA, {}, dump(held.subject), tensors)
+        artifact.write(path, prefix)
         ways["read, in page cache"] = lambda: into.read(path)
         ways["file, in page cache"] = lambda: into.load_file(path)
-        ways["file, from disk"] = lambda: (dropped(path), into.load_file(path))
+        ways["file, from disk"] = lambda: into.load_file(path)
         ways["in torch"] = lambda: in_torch(stored, held, raw, loaded)
     for way, call in ways.items():
-        found[way] = seconds(call, REPEATS if way in ("pinned", "pageable", "as stored, pinned") else 1)
-        print(f"{name}, {way}: {1e3 * found[way]:.1f} ms, {nbytes / 1e9 / found[way]:.1f} GB/s", flush=True)
+        times = seconds(call, functools.partial(dropped, path)) if way == "file, from disk" else seconds(call)
+        least, median, most = times[0], statistics.median(times), times[-1]
+        found[way] = {"median": median, "least": least, "most": most}
+        spread = f"{1e3 * median:.1f} ms ({1e3 * least:.1f} to {1e3 * most:.1f})"
+        print(f"{name}, {way}: {spread}, {gigabytes / median:.1f} GB/s", flush=True)
     path.unlink(missing_ok=True)
     return found
 

@@ -8,9 +8,13 @@ order, the canonical JSON of [name, dtype, shape] and the tensor's bytes (little
 all that a reader gets, so a flipped bit is refused and never read as another plan. ``inputs`` says what the
 artifact was made from; a stage is skipped when they equal what it would use now.
 
+One sha256 is one thread's work, at 1 to 2 GB a second. So the tensors of LARGE_KINDS have a digest each: ``digest``
+is {"content", "tensors"}, where "tensors" has, by name, the sha256 over that JSON and those bytes of one tensor, and
+"content" is the sha256 over the canonical JSON of [the JSON without ``digest``, "tensors"]. Threads verify them one by
+one (``opened``), each before it is used.
+
 The finite check, the atomic rename and one error per way to be wrong follow safetensors' own rule of
-validating before use. Left out: lazy loading (reading verifies all bytes, so all bytes are read) and
-compression.
+validating before use. Left out: compression.
 """
 
 from __future__ import annotations
@@ -28,13 +32,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import safetensors
 
 from kvcal.errors import ArtifactError, KvcalError
 from kvcal.lazy_torch import Tensor, torch
-from kvcal.stored_tensor import DTYPES, NAMES, StoredTensor, StoredTensors, stored
+from kvcal.stored_tensor import DTYPES, ITEM_BYTES, NAMES, StoredTensor, StoredTensors, stored
 
 
 def require_file(path: str | Path, error: type[KvcalError]) -> None:
@@ -66,6 +70,7 @@ COMMANDS = {
     "prefix": "kvcal pack-prefix",
     "step-times": "kvcal bench",
 }
+LARGE_KINDS = {"prefix"}
 _MAKE_AGAIN = "delete the file and run the stage that makes it again"
 
 
@@ -106,7 +111,7 @@ def to_bytes(artifact: Artifact) -> bytes:
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in artifact.tensors.items()
     }
-    return save(tensors, {METADATA_KEY: canonical_json(head | {"digest": _digest(head, parts)})})
+    return save(tensors, {METADATA_KEY: canonical_json(head | {"digest": _digests(head, parts)})})
 
 
 def write(path: str | Path, artifact: Artifact) -> None:
@@ -159,9 +164,16 @@ def remove_stale(folder: Path) -> None:
 
 def read_bytes(path: str | Path, kind: str) -> bytes:
     """The bytes of a regular file. ArtifactError when there is none, or the system refuses."""
+    with _reading(path, kind):
+        return Path(path).read_bytes()
+
+
+@contextmanager
+def _reading(path: str | Path, kind: str) -> Iterator[None]:
+    """The errors of ``read_bytes`` in place of the system's."""
     require_file(path, ArtifactError)
     try:
-        return Path(path).read_bytes()
+        yield
     except FileNotFoundError:
         command = COMMANDS.get(kind.removesuffix(" artifact"))
         hint = f"check the path, or make it first: {command}" if command else "check the path"
@@ -178,70 +190,120 @@ def read(path: str | Path, kind: str, schema: int) -> Artifact:
     has other metadata than the one key, its JSON is not canonical, its kind, schema version or digest
     differs, or a tensor holds NaN or infinity.
     """
+    path = Path(path)
     try:
-        found, verify = _opened(Path(path), kind, schema)
-        verify()
+        data = read_bytes(path, f"{kind} artifact")
+        with _container(path, len(data)):
+            parts = safetensors.deserialize(data)
+        head = _read_head(path, data)
+        _check_head(path, head, kind, schema)
+        tensors = {name: _stored(path, name, about) for name, about in parts}
+        stated = head.pop("digest")
+        _require_digest(path, "its content", _digests(head, tensors), stated)
+        _check_finite(tensors, str(path))
     except ArtifactError as refused:
         refused.at(path)
         raise
-    return found
+    return Artifact(head["kind"], head["schema"], head["inputs"], head["body"], StoredTensors(tensors))
+
+
+@dataclass(frozen=True)
+class UnreadTensor:
+    """A tensor of an open file: ``like``, but for its bytes, which begin at ``start``, and have this ``digest``.
+    ``fault``: of a tensor's values, as the end of a sentence, beyond NaN and infinity."""
+
+    path: Path
+    file: int
+    name: str
+    like: StoredTensor
+    start: int
+    digest: Any
+    fault: Callable[[StoredTensor], str | None] = lambda found: None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.like.dtype)
+        return dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.like.shape
+
+    @property
+    def nbytes(self) -> int:
+        return ITEM_BYTES[self.like.dtype] * math.prod(self.shape)
+
+    def read_into(self, memory: Tensor) -> None:
+        """Read and verify the tensor, in any thread. ``memory``: a contiguous one like it, on the CPU.
+
+        Raises:
+            ArtifactError: the system refuses, other bytes than the digest's, or values that are not allowed.
+        """
+        found, size = StoredTensor.of(memory), 0
+        try:
+            while size < found.nbytes and (count := os.preadv(self.file, [found.data[size:]], self.start + size)):
+                size += count
+        except OSError as error:
+            raise ArtifactError(f"cannot read {self.path}: {error.strerror}", "check the disk") from error
+        _require_digest(self.path, f"the tensor '{self.name}'", _digest({}, {self.name: found}), self.digest)
+        _check_finite({self.name: found}, str(self.path))
+        fault = self.fault(found)
+        if fault is not None:
+            raise ArtifactError(f"{self.path}: the tensor '{self.name}' {fault}", _MAKE_AGAIN)
 
 
 @contextmanager
-def verified_meanwhile(path: str | Path, kind: str, schema: int) -> Iterator[Artifact]:
-    """``read``, whose digest and finite check another thread does until the context ends, and then raises: nothing that
-    is made of the content within it may be used before."""
-    from concurrent.futures import ThreadPoolExecutor  # which commands that only inspect a plan do without
+def opened(path: str | Path, kind: str, schema: int) -> Iterator[tuple[dict[str, Any], dict[str, UnreadTensor]]]:
+    """The body of an artifact of one of LARGE_KINDS, and its tensors, which may be read until the context ends.
 
+    ArtifactError as ``read``, but for what tensors hold, whose ``read_into`` raises it.
+    """
+    path = Path(path)
     try:
-        found, verify = _opened(Path(path), kind, schema)
-        with ThreadPoolExecutor(1) as thread:
-            verified = thread.submit(verify)
-            try:
-                yield found
-            finally:
-                verified.result()  # a corrupt file is the reason for whatever else went wrong
+        with _reading(path, f"{kind} artifact"):
+            file = open(path, "rb")  # noqa: SIM115
+        with file:
+            with _container(path, os.fstat(file.fileno()).st_size), safetensors.safe_open(path, framework="numpy"):
+                pass  # the header is sound
+            data = _header(file)
+            head = _read_head(path, data)
+            _check_head(path, head, kind, schema)
+            parts = json.loads(data[8:])
+            del parts["__metadata__"]
+            digest = head.pop("digest")
+            stated = digest.get("tensors") if isinstance(digest, dict) else None
+            each = {name: stated.get(name) for name in parts} if isinstance(stated, dict) else {}
+            _require_digest(path, "its content", _with_content(head, each), digest)
+            tensors = {}
+            for name, about in parts.items():
+                like, start = _stored(path, name, about), len(data) + about["data_offsets"][0]
+                tensors[name] = UnreadTensor(path, file.fileno(), name, like, start, each[name])
+            yield head["body"], tensors
     except ArtifactError as refused:
         refused.at(path)
         raise
 
 
-def _opened(path: Path, kind: str, schema: int) -> tuple[Artifact, Callable[[], None]]:
-    """An artifact of the kind and schema, and what verifies its digest and values."""
-    data = read_bytes(path, f"{kind} artifact")
+@contextmanager
+def _container(path: Path, size: int) -> Iterator[None]:
+    """ArtifactError in place of safetensors' own."""
     try:
-        parts = safetensors.deserialize(data)
+        yield
     except safetensors.SafetensorError as error:
         raise ArtifactError(
-            f"{path} is truncated or is not a safetensors file ({len(data)} bytes): {error}", hint=_MAKE_AGAIN
+            f"{path} is truncated or is not a safetensors file ({size} bytes): {error}", hint=_MAKE_AGAIN
         ) from error
-    head = _read_head(path, data)
-    _check_head(path, head, kind, schema)
-    tensors = {name: _stored(path, name, about) for name, about in parts}
-    digest = head.pop("digest")
-
-    def verify() -> None:
-        actual = _digest(head, tensors)
-        if digest != actual:
-            raise ArtifactError(
-                f"{path} is corrupt: its content has the digest {actual[:16]}…, "
-                f"expected {_shorten(canonical_json(digest), 0)}",
-                hint=_MAKE_AGAIN,
-            )
-        _check_finite(tensors, str(path))
-
-    return Artifact(head["kind"], head["schema"], head["inputs"], head["body"], StoredTensors(tensors)), verify
 
 
 def _stored(path: Path, name: str, about: Mapping[str, Any]) -> StoredTensor:
-    """A tensor as safetensors has read it."""
+    """A tensor as safetensors has read it, or as a header states it, without its bytes."""
     dtype = NAMES.get(about["dtype"])
     if dtype is None:
         raise ArtifactError(
             f"{path}: the tensor '{name}' has the dtype {about['dtype']}; allowed: {', '.join(DTYPES)}",
             hint=_MAKE_AGAIN,
         )
-    return StoredTensor(dtype, tuple(about["shape"]), about["data"])
+    return StoredTensor(dtype, tuple(about["shape"]), about.get("data", b""))
 
 
 def read_inputs(path: Path) -> dict[str, Any]:
@@ -250,14 +312,18 @@ def read_inputs(path: Path) -> dict[str, Any]:
     require_file(path, ArtifactError)
     try:
         with open(path, "rb") as file:
-            size = file.read(8)
-            header = file.read(min(int.from_bytes(size, "little"), os.fstat(file.fileno()).st_size))
-            inputs = _read_head(path, size + header)["inputs"]
+            inputs = _read_head(path, _header(file))["inputs"]
     except (OSError, ValueError, LookupError, AttributeError, RecursionError, OverflowError) as wrong:
         raise ArtifactError(f"{path} has no artifact's header: {wrong}", hint=_MAKE_AGAIN) from None
     if not isinstance(inputs, dict):
         raise ArtifactError(f"{path} has no artifact's header: inputs are no object", hint=_MAKE_AGAIN)
     return inputs
+
+
+def _header(file: BinaryIO) -> bytes:
+    """A file's bytes up to its tensors'."""
+    size = file.read(8)
+    return size + file.read(min(int.from_bytes(size, "little"), os.fstat(file.fileno()).st_size))
 
 
 def differing_input(expected: dict[str, Any], found: dict[str, Any]) -> str | None:
@@ -275,6 +341,27 @@ def differing_input(expected: dict[str, Any], found: dict[str, Any]) -> str | No
 def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
     """Hex sha256 over names, dtypes, shapes and bytes, in order of the names."""
     return _digest({}, stored(tensors))
+
+
+def _digests(head: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> Any:
+    """The JSON value of ``digest``. The tensors of LARGE_KINDS are shared by threads."""
+    if head["kind"] not in LARGE_KINDS:
+        return _digest(head, tensors)
+    from concurrent.futures import ThreadPoolExecutor  # which commands that only inspect a plan do without
+
+    with ThreadPoolExecutor() as threads:
+        each = threads.map(lambda name: _digest({}, {name: tensors[name]}), tensors)
+        return _with_content(head, dict(zip(tensors, each, strict=True)))
+
+
+def _with_content(head: dict[str, Any], each: dict[str, Any]) -> dict[str, Any]:
+    return {"content": sha256_json([head, each]), "tensors": each}
+
+
+def _require_digest(path: Path, what: str, found: Any, stated: Any) -> None:
+    if found != stated:
+        found, stated = (_shorten(canonical_json(digest), 0) for digest in (found, stated))
+        raise ArtifactError(f"{path} is corrupt: {what} has the digest {found}, expected {stated}", hint=_MAKE_AGAIN)
 
 
 def _digest(head: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> str:

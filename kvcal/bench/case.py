@@ -110,7 +110,7 @@ def fill_cache(cache: PlanCache, num_tokens: int, generator: Generator = None) -
             for tensor in (part.sinks, part.ring):
                 tensor.normal_(std=SPREAD, generator=generator)
             part.query_sum.fill_(1.0)
-            _fill_records(part, generator)
+            fill_records(part, generator)
         if isinstance(layer, StaticWindow):
             for tensor in layer.tensors:
                 tensor.normal_(std=SPREAD, generator=generator)
@@ -126,7 +126,8 @@ def set_length(cache: PlanCache, num_tokens: int) -> None:
             tensor.zero_()
 
 
-def _fill_records(part: PagedTensor, generator: Generator) -> None:
+def fill_records(part: PagedTensor, generator: Generator = None) -> None:
+    """Random pages in all of a part."""
     codec, fmt = part.codec, part.format
     layout = fmt.layout(codec.side, codec.num_heads, codec.head_dim, codec.cache_dtype, fmt.num_bits)
     if isinstance(layout, LatticeLayout):

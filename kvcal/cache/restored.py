@@ -21,7 +21,7 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Side
 from kvcal.plan.plan import Plan
 from kvcal.store.restore import RestoredSide, Restorer, SequenceRestorer, StoredPart
-from kvcal.store.streaming import on_device
+from kvcal.store.streaming import Source, on_device
 
 LARGEST = 2.0**24  # of keys and values: far beyond a model's, and what attention makes of them is finite
 
@@ -34,10 +34,10 @@ class CacheRestorer:
         self._plan, self._into, self._config, self._device = plan, into, config, device
         self._restorer = Restorer(plan, device)
 
-    def cache(self, layers: Sequence[Mapping[str, Tensor]], num_tokens: int) -> PlanCache:
+    def cache(self, layers: Sequence[Source], num_tokens: int) -> PlanCache:
         """The cache that holds a sequence of ``num_tokens``. ``layers``: of every layer of the plan, tensors on the
-        CPU, by side, number of the part, and field of ``StoredPart``: "k.0.pages"; of a sliding window "k.window" and
-        "v.window" [N, T, D].
+        CPU or unread, by side, number of the part, and field of ``StoredPart``: "k.0.pages"; of a sliding window
+        "k.window" and "v.window" [N, T, D].
 
         Raises:
             ValueError: pages that no prompt gives.

@@ -34,6 +34,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,12 +61,13 @@ from kvcal.stages.generate import completion, new_tokens, prompt_tokens
 from kvcal.stages.verify import require_same_model
 from kvcal.store.pages_and_ring import PagedTensor
 from kvcal.store.restore import StoredPart
-from kvcal.store.streaming import on_device, pinned
+from kvcal.store.streaming import Source, Unread, in_memory, on_device
+from kvcal.stored_tensor import StoredTensors
 from kvcal.strict import STRICT, Count, Positive, dump
 
 KIND = "prefix"
 CHECKED_PAGES = 64  # decoded at once
-SCHEMA = 3  # also of what pages stand for: tokens from multiples of 128 on
+SCHEMA = 4  # also of what pages stand for: tokens from multiples of 128 on
 
 
 @record(frozen=True, config=STRICT)
@@ -210,23 +212,33 @@ _PACK_AGAIN = "pack the prompt again with this plan and model"
 
 @dataclass(frozen=True, eq=False)
 class HeldPrefix:
-    """A prefix in host memory, with all of its file's tensors, which were verified."""
+    """A prefix of a file: its tokens int32 [T], its logits [V] fp32, and the tensors of its cache, in host memory or
+    still to be read."""
 
     path: Path
     subject: PrefixSubject
-    tensors: Mapping[str, Tensor]
+    tokens_T: Tensor
+    logits_V: Tensor
+    tensors: Source
 
     def pinned(self) -> HeldPrefix:
         """The same in pinned memory, from which loading is fastest."""
-        return replace(self, tensors=pinned(self.tensors))
+        return self._in_memory(pin=True)
 
-    def layers(self, plan: Plan) -> list[dict[str, Tensor]]:
+    def read(self) -> HeldPrefix:
+        """The same in host memory."""
+        return self._in_memory(pin=False)
+
+    def _in_memory(self, pin: bool) -> HeldPrefix:
+        return replace(self, tensors=in_memory(self.tensors, pin))
+
+    def layers(self, plan: Plan) -> list[Source]:
         """The tensors of every layer of its plan, by their names within the layer."""
-        places = [f"layers.{layer.geometry.index}." for layer in plan.layers]
-        return [
-            {name.removeprefix(place): tensor for name, tensor in self.tensors.items() if name.startswith(place)}
-            for place in places
-        ]
+        found: dict[str, dict[str, Tensor | Unread]] = {str(layer.geometry.index): {} for layer in plan.layers}
+        for name, tensor in self.tensors.items():
+            _, index, within = name.split(".", 2)
+            found[index][within] = tensor
+        return list(found.values())
 
 
 class PrefixLoader:
@@ -252,22 +264,46 @@ class PrefixLoader:
             self._restorer = CacheRestorer(plan, into, loaded.model.config, loaded.model.device)
 
     def read(self, path: str | Path) -> HeldPrefix:
-        """A file's content, verified but for the values of its pages.
+        """A file's content in host memory, verified but for the values of its pages.
 
         Raises:
             ArtifactError: missing or corrupt file; a prefix of another plan or model; missing or mis-shaped content.
         """
-        return self._held(path, artifact.read(path, KIND, SCHEMA))
+        with self._opened(path) as held:
+            return held.read()
 
     def load_file(self, path: str | Path) -> Prefix:
-        """``load`` of ``read``, with their errors; the file's digest is verified while the device works."""
-        with artifact.verified_meanwhile(path, KIND, SCHEMA) as stored:
-            prefix = self.load(self._held(path, stored))
-        return prefix
+        """``load`` of ``read``, with their errors. Each tensor is read and verified while the device works on those
+        before."""
+        with self._opened(path) as held:
+            return self.load(held)
 
-    def _held(self, path: str | Path, stored: artifact.Artifact) -> HeldPrefix:
+    @contextmanager
+    def _opened(self, path: str | Path) -> Iterator[HeldPrefix]:
+        """A file whose tensors are still to be read."""
+        with artifact.opened(path, KIND, SCHEMA) as (body, unread):
+            subject = self._subject(path, body)
+            with refusing(path, _PACK_AGAIN):
+                if "tokens" not in unread or math.prod(unread["tokens"].shape) != subject.num_tokens:
+                    raise ValueError(f"num_tokens = {subject.num_tokens}, and it does not hold as many tokens")
+                if max(subject.query_since.values(), default=0) > subject.num_tokens:
+                    raise ValueError(f"query_since is beyond its {subject.num_tokens} tokens")
+                cache = self._empty(subject.num_tokens, torch.device("meta"))
+                vocab_size = self._loaded.model.config.get_text_config(decoder=True).vocab_size
+                declared = declared_tensors(cache, subject.num_tokens, vocab_size)
+                require_tensors(StoredTensors({name: tensor.like for name, tensor in unread.items()}), declared)
+                tensors = {name: replace(tensor, fault=declared[name].fault) for name, tensor in unread.items()}
+                prompt = in_memory({name: tensors.pop(name) for name in ("tokens", "logits")}, pin=False)
+                if tokens_sha256(prompt["tokens"]) != subject.tokens_sha256:
+                    raise ValueError("its tokens are not those that its cache was made from")
+                with_queries = {name for name, part in named_parts(cache) if part.format.needs_queries}
+                if subject.query_since.keys() != with_queries:
+                    raise ValueError(f"query_since of {list(subject.query_since)[:4]} are not those of the plan")
+            yield HeldPrefix(Path(path), subject, prompt["tokens"], prompt["logits"], tensors)
+
+    def _subject(self, path: str | Path, body: Mapping[str, Any]) -> PrefixSubject:
         plan = self._plan
-        subject = record_of(PrefixSubject, stored.body, path, hint=_PACK_AGAIN)
+        subject = record_of(PrefixSubject, body, path, hint=_PACK_AGAIN)
         if subject.model != plan.model:
             found, wanted = subject.model.id, plan.model.id
             raise ArtifactError(f"{path} is a prefix of the model {found!r}, the plan is for {wanted!r}", _PACK_AGAIN)
@@ -276,20 +312,7 @@ class PrefixLoader:
                 f"{path} was packed with the plan {subject.plan_sha256[:16]}, this one is {self._plan_sha256[:16]}",
                 _PACK_AGAIN,
             )
-        with refusing(path, _PACK_AGAIN):
-            if "tokens" not in stored.tensors or stored.tensors["tokens"].numel() != subject.num_tokens:
-                raise ValueError(f"num_tokens = {subject.num_tokens}, and it does not hold as many tokens")
-            if max(subject.query_since.values(), default=0) > subject.num_tokens:
-                raise ValueError(f"query_since is beyond its {subject.num_tokens} tokens")
-            cache = self._empty(subject.num_tokens, torch.device("cpu"))
-            vocab_size = self._loaded.model.config.get_text_config(decoder=True).vocab_size
-            require_tensors(stored.tensors, declared_tensors(cache, subject.num_tokens, vocab_size))
-            tokens_T = stored.tensors["tokens"].to(torch.int64)
-            if tokens_sha256(tokens_T) != subject.tokens_sha256:
-                raise ValueError("its tokens are not those that its cache was made from")
-            if subject.query_since.keys() != {name for name, part in named_parts(cache) if part.format.needs_queries}:
-                raise ValueError(f"query_since of {list(subject.query_since)[:4]} are not those of the plan")
-        return HeldPrefix(Path(path), subject, stored.tensors)
+        return subject
 
     @torch.no_grad()
     def load(self, held: HeldPrefix) -> Prefix:
@@ -306,7 +329,7 @@ class PrefixLoader:
                 _fill(cache, held.subject, layers, self._loaded.model.device)
             else:
                 cache = self._restorer.cache(layers, num_tokens)
-        return Prefix(cache, held.tensors["tokens"].to(torch.int64), held.tensors["logits"])
+        return Prefix(cache, held.tokens_T.to(torch.int64), held.logits_V)
 
     def _empty(self, num_tokens: int, device: torch.device) -> PlanCache:
         """The plan's cache with room for a prompt's tokens, which are not there yet."""
@@ -382,9 +405,7 @@ def declared_tensors(cache: PlanCache, num_tokens: int, vocab_size: int) -> dict
     return declared
 
 
-def _fill(
-    cache: PlanCache, subject: PrefixSubject, layers: Sequence[Mapping[str, Tensor]], device: torch.device
-) -> None:
+def _fill(cache: PlanCache, subject: PrefixSubject, layers: Sequence[Source], device: torch.device) -> None:
     """An empty cache becomes what it was after the prompt. ValueError for pages that no prompt gives."""
     ranges = dict[str, Tensor]()
     for plan, given in zip(cache.plan.layers, on_device(layers, device), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -38,11 +39,13 @@ from kvcal.stages.generate import prompt_tokens
 from kvcal.stages.prefix import (
     KIND,
     SCHEMA,
+    PrefixLoader,
     complete_prefix,
     held_tensors,
     load_prefix,
     pack_prefix,
 )
+from kvcal.store.streaming import in_memory
 
 
 def generated(
@@ -227,6 +230,48 @@ def test_a_flipped_bit_is_refused(tmp_path: Path, place: float) -> None:
         load_prefix(loaded, plan, path)
     with pytest.raises(ArtifactError, match="does not exist"):
         load_prefix(loaded, plan, tmp_path / "none.kv")
+
+
+@pytest.mark.parametrize("name", ["tokens", "layers.0.k.0.recent", "layers.1.v.0.pages", "layers.2.v.0.sinks"])
+def test_a_flipped_bit_is_refused_by_the_name_of_its_tensor(tmp_path: Path, name: str) -> None:
+    """Before anything is loaded; from disk and into memory."""
+    loaded, plan = aqua()
+    path = tmp_path / "p.kv"
+    pack_prefix(loaded, plan, prompt(300), path)
+    with artifact.opened(path, KIND, SCHEMA) as (_, tensors):
+        place = tensors[name].start + tensors[name].nbytes // 2
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(bytes(data))
+    loader = PrefixLoader(loaded, plan, plan.unquantized())
+    for use in (loader.load_file, loader.read):
+        with pytest.raises(ArtifactError, match=f"p.kv is corrupt: the tensor '{name}' has the digest") as refused:
+            use(path)
+        assert refused.value.place == str(path)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    loaded, plan = aqua()
+    path = tmp_path / "p.kv"
+    pack_prefix(loaded, plan, prompt(300), path)
+    with artifact.opened(path, KIND, SCHEMA) as (_, tensors):
+        last = max(tensors.values(), key=lambda tensor: tensor.start)
+        os.truncate(path, last.start + last.nbytes - 1)
+        with pytest.raises(ArtifactError, match=f"the tensor '{last.name}' has the digest"):
+            in_memory({"last": last}, pin=False)
+
+
+def test_a_prefix_that_was_read_is_loaded_as_its_file(tmp_path: Path) -> None:
+    loaded, plan = aqua()
+    pack_prefix(loaded, plan, prompt(300), tmp_path / "p.kv")
+    loader = PrefixLoader(loaded, plan, plan.unquantized())
+    with torch.inference_mode():
+        held = loader.read(tmp_path / "p.kv")
+        ways = [loader.load(held), loader.load_file(tmp_path / "p.kv")]
+    (tmp_path / "p.kv").unlink()
+    expected, found = (dict(held_tensors(prefix.cache)) for prefix in ways)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert torch.equal(ways[0].logits_V, ways[1].logits_V) and torch.equal(ways[0].tokens_T, prompt(300))
 
 
 @pytest.mark.parametrize(

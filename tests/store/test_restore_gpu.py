@@ -14,7 +14,7 @@ from restore_cases import LENGTHS, assert_same_bits, filled, grouped, read_and_s
 from kvcal import Plan
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.stages.prefix import PrefixLoader, pack_prefix
-from kvcal.store.streaming import on_device, pinned
+from kvcal.store.streaming import in_memory, on_device
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +33,7 @@ def test_restored_pages_are_the_cpus(name: str) -> None:
         cache = filled(plan, num_tokens, DIM)
         given = grouped(cache)
         expected = read_and_stored(cache, plan.unquantized())
-        for groups in (given, [pinned(group) for group in given]):
+        for groups in (given, [in_memory(group, pin=True) for group in given]):
             assert_same_bits(restored(plan, plan.unquantized(), groups, num_tokens, "cuda"), expected)
 
 
@@ -44,7 +44,7 @@ def test_no_group_overwrites_one_that_is_still_computed_with(is_pinned: bool) ->
     sizes = [1 + 99_991 * number % 1_000_000 for number in range(40)]
     groups = [{"a": torch.randint(0, 255, (n,), generator=generator, dtype=torch.uint8)} for n in sizes]
     groups = [{**group, "b": torch.randn(n % 97, generator=generator)} for group, n in zip(groups, sizes, strict=True)]
-    given = [pinned(group) for group in groups] if is_pinned else groups
+    given = [in_memory(group, pin=True) for group in groups] if is_pinned else groups
     load, found = torch.randn(2048, 2048, device="cuda"), []
     for group in on_device(given, torch.device("cuda")):
         for _ in range(20):

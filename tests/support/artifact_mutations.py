@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from kvcal.artifact import METADATA_KEY
+from kvcal.artifact import LARGE_KINDS, METADATA_KEY
 
 Place = tuple[Any, ...]
 MUTATIONS = (1, 2)  # of a file
@@ -194,13 +194,26 @@ def sealed(content: Content) -> bytes:
     """The artifact with the digest that its content deserves, whatever the content."""
     tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in content.tensors.items()}
     others = canonical(content.head)[1:]  # "body" and "digest" are the first keys
-    digest = hashlib.sha256(f'{{"body":{content.body},{others}'.encode("ascii"))
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(canonical([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]).encode("ascii"))
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    text = f'{{"body":{content.body},"digest":"{digest.hexdigest()}",{others}'
+    head, of_tensors = (
+        f'{{"body":{content.body},{others}',
+        {name: _described(name, tensors[name]) for name in sorted(tensors)},
+    )
+    if content.head["kind"] in LARGE_KINDS:
+        each = canonical({name: _sha256(b"{}", described) for name, described in of_tensors.items()})
+        digest = f'{{"content":"{_sha256(f"[{head},{each}]".encode("ascii"))}","tensors":{each}}}'
+    else:
+        digest = f'"{_sha256(head.encode("ascii"), *of_tensors.values())}"'
+    text = f'{{"body":{content.body},"digest":{digest},{others}'
     return safetensors.torch.save(tensors, {METADATA_KEY: text})
+
+
+def _described(name: str, tensor: Tensor) -> bytes:
+    head = canonical([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)])
+    return head.encode("ascii") + tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _sha256(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def mutated_artifact(content: Content, rng: random.Random) -> bytes:
