@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_replay import begin_sums
-from sglang_environment import python_with_sglang, run_sglang
+from engine_replay import assert_replayed, begin_sums
+from sglang_environment import python_with_sglang, recorded, run_sglang
 from test_vllm import LENGTHS, Served, prompts
 from vllm_environment import Unavailable
 
@@ -48,7 +48,7 @@ def serve(
     given = {"engine": arguments(served, **more), "rounds": rounds, "tokens": TOKENS, "together": together}
     found, log = run_sglang(VERSION, folder, served.write("plan.safetensors", plan), given)
     assert found is not None, log[-4000:]
-    return found
+    return found["rounds"]
 
 
 @torch.no_grad()
@@ -105,6 +105,16 @@ def test_sinks_and_windows_without_the_radix_tree(served: Served, tmp_path: Path
             assert one["output"] == expected(served, prompt, 0, plan=plan)
 
 
+def test_requests_that_are_retracted(served: Served, tmp_path: Path) -> None:
+    """Eight pages are too few for four requests: SGLang takes those of one back, and computes it again later."""
+    rounds = [prompts(100, 110, 90, 105, seed=7)]
+    few = arguments(served, max_total_tokens=1024, schedule_conservativeness=0.01)
+    given = {"engine": few, "rounds": rounds, "tokens": 200, "together": True}
+    found, log = run_sglang(VERSION, tmp_path, served.write("plan.safetensors"), given)
+    assert found is not None and "Retract requests" in log, log[-4000:]
+    assert assert_replayed(recorded(found, rounds), served.model, served.plan).restarts > 0
+
+
 def test_two_ranks_hold_a_head_each(served: Served, tmp_path: Path) -> None:
     """Of unequal bits in one layer; cold, and behind prefixes."""
     given = prompts(130, 300)
@@ -118,6 +128,7 @@ def test_two_ranks_hold_a_head_each(served: Served, tmp_path: Path) -> None:
     [
         ({"page_size": 64}, "--page-size 64, expected 128 with a plan"),
         ({"max_running_requests": None}, "a plan needs --max-running-requests"),
+        ({"disable_cuda_graph": False}, "started with CUDA graphs (give --disable-prefill-cuda-graph --disable-decode"),
         ({"prefill_attention_backend": "torch_native"}, "started with --prefill-attention-backend torch_native, which"),
     ],
 )

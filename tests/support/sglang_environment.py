@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from sglang_recorder import VARIABLE
 from vllm_environment import CHECKOUT, environment, installed_checkout, run
 
 # What a model without images, tools or a server makes SGLang import.
@@ -32,20 +33,59 @@ def _fill(pip: list[str], folder: Path, wanted: str) -> None:
     run([*pip, "install", *NEEDED])
 
 
-def run_sglang(wanted: str, folder: Path, plan: str | None, given: Any, seconds: int = 900) -> tuple[Any, str]:
-    """What sglang_host.py answers, None where SGLang did not start, and what was logged."""
-    support = CHECKOUT / "tests" / "support"
+def run_sglang(wanted: str, folder: Path, plan: str | None, given: Any) -> tuple[Any, str]:
+    """What sglang_host.py answers on a CPU, None where SGLang did not start, and what was logged."""
     # SGLang wants cores for each rank, where there are more ranks than memories.
     cores = "|".join(["0"] * given["engine"].get("tp_size", 1))
-    paths = [*installed_checkout(folder / "meta"), str(support / "sglang_stand_ins")]
+    stand_ins = [str(CHECKOUT / "tests" / "support" / "sglang_stand_ins")]
+    variables = {"SGLANG_CPU_OMP_THREADS_BIND": cores} | ({} if plan is None else {"KVCAL_PLAN": plan})
+    return answer_of_sglang(python_with_sglang(wanted), folder, given, stand_ins, variables)
+
+
+def answer_of_sglang(
+    python: Path, folder: Path, given: Any, paths: list[str], variables: dict[str, str], seconds: int = 900
+) -> tuple[Any, str]:
+    """What sglang_host.py answers with this interpreter, and what was logged."""
     # The radix tree's compiled core is built for one torch.
-    variables = {
-        "PYTHONPATH": os.pathsep.join(paths), "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
-        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores,
-    } | ({} if plan is None else {"KVCAL_PLAN": plan})  # fmt: skip
+    shared = {
+        "PYTHONPATH": os.pathsep.join([*installed_checkout(folder / "meta"), *paths]), "OMP_NUM_THREADS": "1",
+        "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python", "HF_HUB_OFFLINE": "1", VARIABLE: str(folder / "steps"),
+    }  # fmt: skip
+    (folder / "steps").unlink(missing_ok=True)
     done = subprocess.run(
-        [str(python_with_sglang(wanted)), str(support / "sglang_host.py")], input=json.dumps(given),
-        env=os.environ | variables, capture_output=True, text=True, timeout=seconds,
+        [str(python), str(CHECKOUT / "tests" / "support" / "sglang_host.py")], input=json.dumps(given),
+        env=os.environ | shared | variables, capture_output=True, text=True, timeout=seconds,
     )  # fmt: skip
     answers = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return (json.loads(answers[-1].removeprefix("RESULT ")) if answers else None), done.stderr
+
+
+def recorded(found: Any, rounds: list[list[list[int]]]) -> dict[str, Any]:
+    """An answer of sglang_host.py, as ``engine_replay`` has those of vLLM."""
+    served = {
+        f"{number}.{place}": (prompt, one["output"], one["chances"])
+        for number, (prompts, answers) in enumerate(zip(rounds, found["rounds"], strict=True))
+        for place, (prompt, one) in enumerate(zip(prompts, answers, strict=True))
+    }
+    return {
+        "steps": _without_discarded(found["steps"]),
+        "requests": {name: [prompt, output] for name, (prompt, output, _) in served.items()},
+        "outputs": {name: [output, chances] for name, (_, output, chances) in served.items()},
+    }
+
+
+def _without_discarded(steps: list[list[list[Any]]]) -> list[list[list[Any]]]:
+    """Steps without those whose token SGLang dropped: it takes a request's pages back while a step computes its next
+    token, and computes that token again, behind the tokens that it knows."""
+    places: dict[str, list[tuple[int, int]]] = {}  # of each request, by step: its first token and the one behind
+    kept: list[list[list[Any]]] = []
+    for step in reversed(steps):
+        kept.append([])
+        for one in step:
+            name, first, count, *_ = one
+            later = places.setdefault(name, [])
+            is_taken_back = bool(later) and later[-1][0] != first + count
+            if not (is_taken_back and first + count in {end for _, end in later}):
+                kept[-1].append(one)
+            later.append((first, first + count))
+    return kept[::-1]

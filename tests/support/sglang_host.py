@@ -2,7 +2,8 @@
 came out.
 
     {"engine": arguments of Engine, "rounds": [[[id, ...], ...] of each round], "tokens": 40, "together": false}
-    -> [[{"output": [id, ...], "cached": tokens} of each prompt] of each round]
+    -> {"rounds": [[{"output": [id, ...], "chances": [log-probability, ...], "cached": tokens} of each prompt] of each
+        round], "steps": what SGLang computed (sglang_recorder); request p of round r has the name "r.p"}
 
 A round's prompts are served one after the other, or all ``together``.
 """
@@ -10,7 +11,11 @@ A round's prompts are served one after the other, or all ``together``.
 from __future__ import annotations
 
 import json
+import os
 import sys
+from pathlib import Path
+
+from sglang_recorder import VARIABLE
 
 
 def main() -> None:
@@ -18,15 +23,28 @@ def main() -> None:
 
     given = json.load(sys.stdin)
     engine = Engine(**given["engine"])
-    sampling = {"temperature": 0.0, "max_new_tokens": given["tokens"], "ignore_eos": True}
+    sampling = {"temperature": 0.0, "max_new_tokens": given["tokens"]}
     rounds = []
-    for prompts in given["rounds"]:
+    for number, prompts in enumerate(given["rounds"]):
+        names = [f"{number}.{prompt}" for prompt in range(len(prompts))]
+        options = {"sampling_params": sampling, "return_logprob": True, "logprob_start_len": -1}
         if given["together"]:
-            found = engine.generate(input_ids=prompts, sampling_params=sampling)
+            found = engine.generate(input_ids=prompts, rid=names, **options)
         else:
-            found = [engine.generate(input_ids=prompt, sampling_params=sampling) for prompt in prompts]
-        rounds.append([{"output": one["output_ids"], "cached": one["meta_info"]["cached_tokens"]} for one in found])
-    print("RESULT " + json.dumps(rounds), flush=True)
+            found = [
+                engine.generate(input_ids=prompt, rid=name, **options)
+                for name, prompt in zip(names, prompts, strict=True)
+            ]
+        rounds.append([
+            {
+                "output": one["output_ids"], "cached": one["meta_info"]["cached_tokens"],
+                "chances": [chance for chance, *_ in one["meta_info"]["output_token_logprobs"]],
+            }
+            for one in found
+        ])  # fmt: skip
+    path = Path(os.environ[VARIABLE])
+    steps = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    print("RESULT " + json.dumps({"rounds": rounds, "steps": steps}), flush=True)
     engine.shutdown()
 
 

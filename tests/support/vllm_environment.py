@@ -110,7 +110,8 @@ def installed_checkout(folder: Path, has_stubs: bool = True) -> list[str]:
     """PYTHONPATH on which vLLM finds the plug-in of this checkout, as if it were installed, and, where ``has_stubs``,
     the tests' own operators. numba is a stand-in."""
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
-    own = {"vllm.general_plugins": {"stubs": "vllm_stubs:register"}} if has_stubs else {}
+    own = {"sglang.srt.plugins": {"recorder": "sglang_recorder:register"}}
+    own |= {"vllm.general_plugins": {"stubs": "vllm_stubs:register"}} if has_stubs else {}
     for name, groups in ((project["name"], project["entry-points"]), ("kvcal-test-stubs", own)):
         about = folder / f"{name.replace('-', '_')}-{project['version']}.dist-info"
         about.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,39 @@
+"""What SGLang computes, step by step: a plug-in of the tests, which writes a line of JSON for every step to the file
+that the environment names."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+VARIABLE, PAGE = "KVCAL_TEST_STEPS", 128
+
+
+def register() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    worker = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
+    HookRegistry.register(worker, _recorded, HookType.AROUND)
+
+
+def _recorded(original: Any, worker: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
+    from sglang.srt.runtime_context import get_parallel
+
+    if batch is not None and VARIABLE in os.environ and get_parallel().tp_rank == 0:
+        with open(os.environ[VARIABLE], "a") as file:
+            file.write(json.dumps(_step(batch)) + "\n")
+    return original(worker, batch, *args, **kwargs)
+
+
+def _step(batch: Any) -> list[list[Any]]:
+    """Of each request, as ``engine_replay.Replay`` has it: its name, first token, count, pages; no drafts."""
+    if batch.forward_mode.is_decode():
+        places = [(length - 1, 1) for length in batch.seq_lens_cpu.tolist()]
+    else:
+        places = list(zip(batch.prefix_lens, batch.extend_lens, strict=True))
+    rows = batch.req_to_token_pool.req_to_token[batch.req_pool_indices, ::PAGE].cpu() // PAGE
+    return [
+        [request.rid, first, count, row[: -(-(first + count) // PAGE)].tolist(), 0, count]
+        for request, (first, count), row in zip(batch.reqs, places, rows, strict=True)
+    ]
