@@ -35,6 +35,7 @@ from kvcal.pages.record_layout import (
     aligned_size,
     join_fields,
     require_finite,
+    sum_by_halves,
 )
 from kvcal.records import TensorSpec
 from kvcal.stored_tensor import ITEM_BYTES
@@ -175,13 +176,9 @@ class LatticeLayout(Layout):
     def _scale(self, rotated: Tensor) -> Tensor:
         """rotated [..., num_groups, group_size] fp32 -> norm / sqrt(group_size) [..., num_groups] in ``param_dtype``.
 
-        Squares of fp32 numbers are exact in fp64; halves are added until one number is left.
+        Squares of fp32 numbers are exact in fp64.
         """
-        sums = rotated.double().square_()
-        while sums.shape[-1] > 1:
-            low, high = sums.unflatten(-1, (2, -1)).unbind(-2)
-            sums = low + high
-        mean_square = sums.squeeze(-1) * (1.0 / self.group_size)  # a power of two: exact
+        mean_square = sum_by_halves(rotated.double().square_(), -1) * (1.0 / self.group_size)  # a power of two: exact
         scale = mean_square.sqrt_().float().to(PARAM_DTYPES[self.param_dtype])
         require_finite(
             scale,

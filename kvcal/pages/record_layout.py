@@ -142,6 +142,15 @@ def join_fields(fields: list[Tensor]) -> Tensor:
     return torch.nn.functional.pad(record, (0, aligned_size(record.shape[-1]) - record.shape[-1]))
 
 
+def sum_by_halves(x: Tensor, dim: int) -> Tensor:
+    """Sum of x along ``dim``, whose size is a power of two, without it: halves are added to each other until one number
+    is left, so that every device rounds alike."""
+    while x.shape[dim] > 1:
+        first, second = x.chunk(2, dim)
+        x = first + second
+    return x.squeeze(dim)
+
+
 _NOTED: ContextVar[tuple[Tensor, int] | None] = ContextVar("noted", default=None)
 
 

@@ -25,7 +25,7 @@ from kvcal.geometry import CACHE_DTYPES
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages.feedback import round_with_feedback
 from kvcal.pages.hadamard import random_signs, rotate, unrotate
-from kvcal.pages.record_layout import PARAM_DTYPES, RAW_BITS, Knobs, require_finite
+from kvcal.pages.record_layout import PARAM_DTYPES, RAW_BITS, Knobs, require_finite, sum_by_halves
 from kvcal.pages.uniform import PageLayout, expand_groups, num_groups
 from kvcal.records import TensorSpec
 
@@ -88,16 +88,13 @@ class RotatedLayout(PageLayout):
     def _gaussian_grid(self, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """rotated [..., 128, head_dim] fp32 -> scale and zero [..., 128, num_groups] in ``param_dtype``.
 
-        Squares of fp32 numbers are exact in fp64; halves are added until one number is left."""
+        Squares of fp32 numbers are exact in fp64."""
         groups, size = num_groups(self.head_dim, self.group_size), min(self.group_size, self.head_dim)
         sums = torch.nn.functional.pad(rotated.double().square_(), (0, groups * size - self.head_dim))
         sums = sums.unflatten(-1, (groups, size))
         sums = torch.nn.functional.pad(sums, (0, (1 << (size - 1).bit_length()) - size))
-        while sums.shape[-1] > 1:
-            low, high = sums.unflatten(-1, (2, -1)).unbind(-2)
-            sums = low + high
         counts = (self.head_dim - size * torch.arange(groups, device=rotated.device)).clamp_(max=size)
-        rms = (sums.squeeze(-1) / counts).sqrt_()
+        rms = (sum_by_halves(sums, -1) / counts).sqrt_()
         param_dtype = PARAM_DTYPES[self.param_dtype]
         scale = (rms * self.gaussian_step).float().to(param_dtype)
         zero = self._zero(scale)

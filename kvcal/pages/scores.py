@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from kvcal.errors import UsageError
 from kvcal.lazy_torch import Tensor, torch
-from kvcal.pages.record_layout import PAGE_TOKENS
+from kvcal.pages.record_layout import PAGE_TOKENS, sum_by_halves
 
 RANGE_LEVELS = 2**2 - 1
 HASH_BITS = 32
@@ -106,11 +106,8 @@ def _random(page: Page) -> Tensor:
 
 
 def _mean(x: Tensor) -> Tensor:
-    """Mean of x [..., 128, D] fp64 over tokens; halves are added to each other, the same order on every device."""
-    while x.shape[-2] > 1:
-        first, second = x.chunk(2, dim=-2)
-        x = first + second
-    return x.squeeze(-2) * (1 / PAGE_TOKENS)  # exact: a power of two
+    """Mean of x [..., 128, D] fp64 over tokens, the same on every device."""
+    return sum_by_halves(x, -2) * (1 / PAGE_TOKENS)  # exact: a power of two
 
 
 def _mixed(state: Tensor) -> Tensor:
