@@ -160,7 +160,7 @@ def _contract(engine: str) -> Finding:
 
 def _cache_folder() -> Finding:
     """The folder of compiled kernels and grids."""
-    from kvcal.pages.grids import cache_folder
+    from kvcal.user_cache import cache_folder
 
     folder = cache_folder()
     nearest = next(path for path in (folder, *folder.parents) if path.exists())

@@ -3,11 +3,10 @@
 The sources are CUDA C++ without any header, so that NVRTC, a library of 58 MB that pip installs, is all it takes: no
 CUDA toolkit, and no GPU until something is to be run. A plan's formats are compiled in as macros
 (``kvcal.kernels.variants``), since offsets and widths that the compiler knows cost the inner loops no instruction.
-A variant therefore is compiled when it is first needed, and kept in ``kernels`` under the folder of kvcal's other
-caches. The file's name is the sha256 of all that the result depends on (text, macros, architecture, NVRTC's version),
-and its first 32 bytes are the sha256 over that name and the rest. A file that does not agree is made again, without a
-word: nothing is lost but a second or two. A folder that cannot be written to costs that at every start, and is a
-warning.
+A variant therefore is compiled when it is first needed, and kept in ``kernels`` of the user's cache folder. The file's
+name is the sha256 of all that the result depends on (text, macros, architecture, NVRTC's version), and its first 32
+bytes are the sha256 over that name and the rest. A file that does not agree is made again, without a word: nothing is
+lost but a second or two.
 
 Nothing here is imported with kvcal: cuda.core is an extra, and asked for by the first call. Left out: evicting old
 files (tens of KB each), and PTX for GPUs that are newer than NVRTC.
@@ -18,16 +17,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-import warnings
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 
-from kvcal.artifact import sha256_json, write_bytes_atomic
-from kvcal.errors import ArtifactError, KernelError
+from kvcal.artifact import sha256_json
+from kvcal.errors import KernelError
 from kvcal.kernels.launch import Kernel, Resources, resources
 from kvcal.lazy_torch import torch
-from kvcal.pages.grids import cache_folder
+from kvcal.user_cache import cache_folder, keep
 
 __all__ = ["Kernel", "Resources", "cubin", "kernel", "resources"]
 
@@ -82,7 +80,7 @@ def cubin_of_text(text: str, name: str, defines: Mapping[str, int], arch: str) -
     code = _read(path)
     if code is None:
         code = _compile(text, name, macros, arch)
-        _write(path, code)
+        keep(path, _digest(path, code) + code, "compiled kernels")
     return code
 
 
@@ -157,28 +155,6 @@ def _read(path: Path) -> bytes | None:
     return code if data == _digest(path, code) + code else None
 
 
-def _write(path: Path, code: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes_atomic(path, _digest(path, code) + code)
-    except (OSError, ArtifactError) as error:
-        _warn_once(path.parent, str(error))
-
-
 def _digest(path: Path, code: bytes) -> bytes:
     """Covers the name, so that one variant's file is never taken for another's."""
     return hashlib.sha256(path.name.encode() + code).digest()
-
-
-_warned: set[Path] = set()
-
-
-def _warn_once(folder: Path, reason: str) -> None:
-    if folder not in _warned:
-        _warned.add(folder)
-        warnings.warn(
-            f"compiled kernels are not kept in {folder} and will be compiled at every start: {reason}; hint: set "
-            "XDG_CACHE_HOME to a folder that can be written",
-            RuntimeWarning,
-            stacklevel=2,
-        )

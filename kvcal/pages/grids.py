@@ -18,8 +18,6 @@ folder. A plan carries the grids that it uses; reading one needs none of this. L
 
 from __future__ import annotations
 
-import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from kvcal.artifact import Artifact
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.records import TensorSpec, refusing, require_tensors
+from kvcal.user_cache import cache_folder, keep
 
 GRIDS = ((2, 16), (2, 64), (2, 256), (4, 256))  # (dim, num_points)
 KIND = "gaussian-grid"
@@ -71,23 +70,8 @@ def gaussian_grid(dim: int, num_points: int) -> Tensor:
     if cached is not None:
         return cached
     grid = _generate(dim, num_points)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        artifact.write(path, Artifact(KIND, SCHEMA, inputs, {}, {"grid": grid}))
-    except (OSError, ArtifactError) as error:
-        warnings.warn(
-            f"the grid is not kept in {path.parent} and will be made again: {error}; hint: set XDG_CACHE_HOME to a "
-            "folder that can be written",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    keep(path, artifact.to_bytes(Artifact(KIND, SCHEMA, inputs, {}, {"grid": grid})), "grids")
     return grid
-
-
-def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/kvcal, or ~/.cache/kvcal where the variable is unset or (as its standard asks) not absolute."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (folder if folder.is_absolute() else Path.home() / ".cache") / "kvcal"
 
 
 def nearest_point(vectors: Tensor, grid: Tensor) -> Tensor:

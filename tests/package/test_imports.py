@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "kvcal"
 # A module may import its own level and those before it. Names are files or folders directly under kvcal/.
 LEVELS = (
     {"errors", "quantities", "progress", "embedded", "lazy_torch", "recipe_names"},
-    {"strict", "stored_tensor", "artifact", "records", "distributed"},
+    {"strict", "stored_tensor", "artifact", "records", "distributed", "user_cache"},
     {"geometry"},
     {"data", "pages", "models"},
     {"plan"},
@@ -29,9 +29,9 @@ LEVELS = (
     {"commands", "console", "tables", "lm_eval", "__main__", "charts.html", "charts.report"},
 )
 RUNTIME = (
-    "errors", "lazy_torch", "strict", "stored_tensor", "geometry", "artifact", "records", "pages", "models.attention",
-    "plan", "kernels", "store", "cache", "engines.support", "engines.block", "engines.shard", "engines.step",
-    "engines.prefill",
+    "errors", "lazy_torch", "strict", "stored_tensor", "geometry", "artifact", "records", "user_cache", "pages",
+    "models.attention", "plan", "kernels", "store", "cache", "engines.support", "engines.block", "engines.shard",
+    "engines.step", "engines.prefill",
 )  # fmt: skip
 TOO_HEAVY_FOR_THE_RUNTIME = {"cvxpy", "datasets", "highspy", "matplotlib", "optuna", "rich", "typer"}
 

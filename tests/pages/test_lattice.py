@@ -17,10 +17,11 @@ from oracles import PAGE, to_float32
 
 from kvcal import artifact
 from kvcal.errors import NonFiniteActivations, UsageError
-from kvcal.pages import grids as grids
+from kvcal.pages import grids
 from kvcal.pages.grids import GRIDS, gaussian_grid, mean_squared_error, nearest_point
 from kvcal.pages.hadamard import random_signs
 from kvcal.pages.lattice import LatticeLayout
+from kvcal.user_cache import cache_folder
 
 EXPECTED_MSE = {(2, 16): 0.107, (2, 64): 0.030, (2, 256): 0.0077, (4, 256): 0.097}
 GRID_2_16_SHA256 = "68c85dc02ef426185782a152ac9c470be546032acb9bf54839c82c4746255043"
@@ -278,16 +279,16 @@ def test_another_process_makes_the_same_grid(tmp_path):
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **settings}, check=True)
     gaussian_grid(2, 16)
     name = "kvcal/gaussian-grid-d2-n16.safetensors"
-    assert (tmp_path / name).read_bytes() == (grids.cache_folder().parent / name).read_bytes()
+    assert (tmp_path / name).read_bytes() == (cache_folder().parent / name).read_bytes()
     assert os.listdir(tmp_path / "kvcal") == [Path(name).name]
     assert hashlib.sha256(gaussian_grid(2, 16).numpy().tobytes()).hexdigest() == GRID_2_16_SHA256
 
 
 def test_a_grid_is_read_from_the_cache_and_made_again_when_the_file_is_wrong(tmp_path, monkeypatch):
     grid = gaussian_grid(2, 16)
-    good = (grids.cache_folder() / "gaussian-grid-d2-n16.safetensors").read_bytes()
+    good = (cache_folder() / "gaussian-grid-d2-n16.safetensors").read_bytes()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = grids.cache_folder() / "gaussian-grid-d2-n16.safetensors"
+    path = cache_folder() / "gaussian-grid-d2-n16.safetensors"
     path.parent.mkdir()
     path.write_bytes(good)
     found = artifact.read(path, grids.KIND, grids.SCHEMA)
@@ -330,7 +331,7 @@ def test_the_cache_folder_is_under_home_without_an_absolute_setting(tmp_path, mo
         monkeypatch.delenv("XDG_CACHE_HOME")
     else:
         monkeypatch.setenv("XDG_CACHE_HOME", value)
-    assert grids.cache_folder() == tmp_path / ".cache" / "kvcal"
+    assert cache_folder() == tmp_path / ".cache" / "kvcal"
 
 
 @pytest.mark.gpu
