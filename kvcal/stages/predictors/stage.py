@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
@@ -111,67 +111,11 @@ def run_fit_predictors(
     """
     if loaded.geometry.has_latents:
         reporter.say(f"predictors: {LATENTS}")
-    targets = find_targets(layers, spec, loaded.geometry.cache_dtype)
-    paged = [layer for layer in layers if layer.is_paged]
-    has_work = any(target.shape is not None for target in targets)
-    splits = split_sequences(data, spec.holdout_share) if has_work else {}
-    device = loaded.model.device
-    indices = [layer.geometry.index for layer in paged]
-    maps = rotary_maps(loaded.model, loaded.geometry, indices) if has_work else {}
-    tables = {index: rotary.tensor().to(device) for index, rotary in maps.items()}
-    on_device = {name: tensor.to(device) for name, tensor in tensors.items()}
-    declare = partial(_declared, paged, targets, splits)
-    start = State({}, {PASSES: 0, SEQUENCES: 0})
-    with Checkpoint(path, KIND, inputs, start, declare, reporter) as checkpoint:
-        fitting = _Fitting(
-            loaded,
-            layers,
-            paged,
-            on_device,
-            tables,
-            data,
-            spec,
-            workload,
-            room,
-            targets,
-            splits,
-            checkpoint,
-            reporter,
-            _Starts(loaded.model),
-        )
+    fitting = _Fitting(loaded, layers, tensors, data, spec, workload, inputs, path, reporter, room)
+    with fitting.checkpoint:
         record = fitting.run()
         save(record, inputs, path)
     return record
-
-
-def _declared(
-    paged: Sequence[LayerPlan],
-    targets: Sequence[Target],
-    splits: Mapping[int, str],
-    done: Mapping[str, int],
-    names: Collection[str],
-) -> dict[str, Statistic]:
-    """See ``_Fitting`` for the names. Keys of paged layer l, counted from 0, are fitted in pass l, values in the next;
-    the last pass measures errors, of the predictors that are kept."""
-    position = {layer.geometry.index: n for n, layer in enumerate(paged)}
-    require_steps(done, {PASSES: len(position) + 1, SEQUENCES: len(splits)})
-    seen = {split for _, split in sorted(splits.items())[: done[SEQUENCES]]}
-    declared: dict[str, Statistic] = {}
-    for target in targets:
-        if target.shape is None:
-            continue
-        name, number = f"{target.index}.{target.side}", position[target.index] + (target.side == "v")
-        if number <= done[PASSES]:
-            for part, spec in target.shape.tensors().items():
-                declared[f"fitted.layers.{target.index}.{target.side}_predictor.{part}"] = Statistic(spec, 1)
-            declared[f"facts.{name}"] = Statistic.of((3 if target.shape.group_size is None else 4,), 1)
-        elif number == done[PASSES] + 1:
-            shapes = NormalEquations.shapes(target.shape.num_inputs, target.shape.num_outputs)
-            for split, (part, shape) in product(seen, shapes.items()):
-                declared[f"sums.{target.side}.{split}.{part}"] = Statistic.of(shape)
-        if f"errors.{name}" in names and sum(done.values()) > len(position):
-            declared[f"errors.{name}"] = Statistic.of((2,), low=0.0)
-    return declared
 
 
 class _Starts:
@@ -201,7 +145,6 @@ class _Starts:
             self._found[sequences] = [start.to(self._place) for start in found]
 
 
-@dataclass(frozen=True, eq=False)
 class _Fitting:
     """One run of the stage; tensors are on the model's device. Its results lie in the checkpoint's state, so that it
     can be taken up again:
@@ -212,20 +155,48 @@ class _Fitting:
     ``errors.{layer}.{side}``      squared error per held-out token [2]: without any predictor, and with those kept
     """
 
-    loaded: LoadedModel
-    layers: tuple[LayerPlan, ...]
-    paged: Sequence[LayerPlan]
-    tensors: Mapping[str, Tensor]
-    tables: Mapping[int, Tensor]
-    data: TokenDataset
-    spec: PredictorSpec
-    workload: Workload
-    room: Room | None
-    targets: Sequence[Target]
-    splits: Mapping[int, str]
-    checkpoint: Checkpoint
-    reporter: Reporter
-    starts: _Starts
+    def __init__(
+        self, loaded: LoadedModel, layers: tuple[LayerPlan, ...], tensors: Mapping[str, Tensor], data: TokenDataset,
+        spec: PredictorSpec, workload: Workload, inputs: dict[str, Any], path: Path, reporter: Reporter,
+        room: Room | None,
+    ) -> None:  # fmt: skip
+        """As ``run_fit_predictors``."""
+        self.loaded, self.layers, self.data, self.spec = loaded, layers, data, spec
+        self.workload, self.room, self.reporter, device = workload, room, reporter, loaded.model.device
+        self.paged = [layer for layer in layers if layer.is_paged]
+        self.targets = find_targets(layers, spec, loaded.geometry.cache_dtype)
+        has_work = any(target.shape is not None for target in self.targets)
+        self.splits = split_sequences(data, spec.holdout_share) if has_work else {}
+        indices = [layer.geometry.index for layer in self.paged]
+        maps = rotary_maps(loaded.model, loaded.geometry, indices) if has_work else {}
+        self.tables = {index: rotary.tensor().to(device) for index, rotary in maps.items()}
+        self.tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+        start = State({}, {PASSES: 0, SEQUENCES: 0})
+        self.checkpoint = Checkpoint(path, KIND, inputs, start, self._declared, reporter)
+        self.starts = _Starts(loaded.model)
+
+    def _declared(self, done: Mapping[str, int], names: Collection[str]) -> dict[str, Statistic]:
+        """Keys of paged layer l, counted from 0, are fitted in pass l, values in the next; the last pass measures
+        errors, of the predictors that are kept."""
+        position = {layer.geometry.index: n for n, layer in enumerate(self.paged)}
+        require_steps(done, {PASSES: len(position) + 1, SEQUENCES: len(self.splits)})
+        seen = {split for _, split in sorted(self.splits.items())[: done[SEQUENCES]]}
+        declared: dict[str, Statistic] = {}
+        for target in self.targets:
+            if target.shape is None:
+                continue
+            name, number = f"{target.index}.{target.side}", position[target.index] + (target.side == "v")
+            if number <= done[PASSES]:
+                for part, spec in target.shape.tensors().items():
+                    declared[f"fitted.layers.{target.index}.{target.side}_predictor.{part}"] = Statistic(spec, 1)
+                declared[f"facts.{name}"] = Statistic.of((3 if target.shape.group_size is None else 4,), 1)
+            elif number == done[PASSES] + 1:
+                shapes = NormalEquations.shapes(target.shape.num_inputs, target.shape.num_outputs)
+                for split, (part, shape) in product(seen, shapes.items()):
+                    declared[f"sums.{target.side}.{split}.{part}"] = Statistic.of(shape)
+            if f"errors.{name}" in names and sum(done.values()) > len(position):
+                declared[f"errors.{name}"] = Statistic.of((2,), low=0.0)
+        return declared
 
     def run(self) -> PredictorRecord:
         """All passes that are not done, then the record."""
