@@ -99,6 +99,11 @@ def sha256_json(obj: Any) -> str:
     return hashlib.sha256(canonical_json(obj).encode("ascii")).hexdigest()
 
 
+def sha256_file(path: Path) -> str:
+    """Hex sha256 of a file's bytes."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def to_bytes(artifact: Artifact) -> bytes:
     """The file's bytes: the same in any process for the same content. ArtifactError on non-finite content."""
     from safetensors.torch import save

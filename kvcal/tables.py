@@ -11,7 +11,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvcal.console import View
-from kvcal.pages.layouts import LAYOUTS
 from kvcal.plan.plan import SIDES, Format, LayerPlan, Plan, Side, Workload, plan_record
 from kvcal.quantities import format_bytes, format_measured, format_seconds
 from kvcal.strict import dump
@@ -32,18 +31,10 @@ if TYPE_CHECKING:
     from kvcal.stages.verify import Check
 
 
-def format_name(fmt: Format) -> str:
-    """A Format in a table's cell: "3 channel g64", "16", "2 channel g128 +12.5%@4 magnitude", "16>8>4>2 token g128"."""
-    if fmt.num_bits == 16:
-        return "16"
-    bits = ">".join(str(fmt.start_bits >> n) for n in range(len(fmt.shrink_at) + 1))
-    return f"{bits} {LAYOUTS[fmt.layout_name].label(fmt)}"
-
-
 def side_name(layer: LayerPlan, side: Side) -> str:
     """The formats of a layer's K or V, and what is done to its pages; of latent attention, of the latent or the rotary
     key."""
-    name = " | ".join(format_name(fmt) for fmt in layer.formats(side))
+    name = " | ".join(fmt.label for fmt in layer.formats(side))
     if layer.attention.is_latent:
         name = f"{'latent' if side == 'k' else 'rotary key'} {name}"
     if side == "k":

@@ -18,7 +18,6 @@ from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import LayerPlan
 from kvcal.quantities import format_bytes
 from kvcal.stages.allocate.record import Allocation
-from kvcal.stages.explain import format_name
 from kvcal.stages.predictors.record import PredictorRecord
 from kvcal.stages.profile.record import Profile
 
@@ -88,7 +87,7 @@ def draw_profile(profile: Profile, path: str | Path) -> None:
         costs = [profile.losses("kl" if has_kl else "sensitivity", index, side) for index in indices]
         for place, candidate in enumerate(costs[0] if costs else ()):
             values = [sum(cost[candidate]) or float("nan") for cost in costs]
-            name = format_name(profile.cache.format(side, *candidate))
+            name = profile.cache.format(side, *candidate).label
             colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
             panel.axes.plot(indices, values, marker=marker, color=colour, linewidth=1, label=name)
         panel.axes.set_yscale("log")

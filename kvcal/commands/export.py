@@ -110,9 +110,8 @@ def import_kvtuner(
 
     Example: `kvcal import-kvtuner bits.yaml --model Qwen/Qwen2.5-3B-Instruct --out artifacts/kvtuner`
     """
-    import hashlib
-
     from kvcal import tables
+    from kvcal.artifact import sha256_file
     from kvcal.exports.kvtuner import read_kvtuner
     from kvcal.folder import Folder, model_inputs
     from kvcal.plan.plan import DEFAULT_WORKLOAD
@@ -122,7 +121,7 @@ def import_kvtuner(
     folder, reporter = Folder.create(out), given.reporter()
     loaded = given.load(model)
     layers = read_kvtuner(file, loaded.geometry, k_axis, group_size)
-    inputs = {**model_inputs(loaded), "kvtuner.sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    inputs = {**model_inputs(loaded), "kvtuner.sha256": sha256_file(file)}
     folder.require_model(inputs)
     made = allocation_stage.unbudgeted(
         layers,

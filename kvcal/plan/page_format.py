@@ -187,6 +187,14 @@ class Format:
         return TIERED if self.boost is not None else LATTICE if self.lattice_dim is not None else self.quantizer
 
     @property
+    def label(self) -> str:
+        """For people: "3 channel g64", "16", "2 channel g128 +12.5%@4 magnitude", "16>8>4>2 token g128"."""
+        if self.num_bits == RAW_BITS:
+            return str(RAW_BITS)
+        bits = ">".join(str(self.start_bits >> n) for n in range(len(self.shrink_at) + 1))
+        return f"{bits} {LAYOUTS[self.layout_name].label(self)}"
+
+    @property
     def start_bits(self) -> int:
         """Bits that a page is written with."""
         return self.num_bits << len(self.shrink_at)

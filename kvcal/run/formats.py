@@ -6,14 +6,13 @@ Each leaves one artifact, and reuses it as long as it was made from the same inp
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvcal import artifact
-from kvcal.artifact import read_inputs, sha256_json
+from kvcal.artifact import read_inputs, sha256_file, sha256_json
 from kvcal.charts.quality import draw_tuning
 from kvcal.data.pools import Purpose, calibration, data_inputs, require_unseen, with_calibration
 from kvcal.errors import InfeasibleBudget
@@ -119,7 +118,7 @@ def allocate_folder(
         **identity_inputs(profile.setup.identity),
         **flat_records(allocate=spec, cache=profile.cache, progressive=progressive),
         "reserved_bytes": reserved,
-        "profile.sha256": _sha256(folder.profile),
+        "profile.sha256": sha256_file(folder.profile),
         "provenance": sha256_json(provenance),
         **_baseline_inputs(spec),
     }
@@ -159,7 +158,7 @@ def fix_folder(job: Job) -> Allocation:
         "provenance": sha256_json(provenance_of(recipe)),
     }
     if recipe.importance is not None:
-        inputs["profile.sha256"] = _sha256(folder.profile)
+        inputs["profile.sha256"] = sha256_file(folder.profile)
 
     def make() -> Allocation:
         provenance = provenance_of(recipe)
@@ -253,7 +252,7 @@ def search_folder(job: Job) -> Allocation:
 
     made_on = f"fits on {data.fit.description}; plans on {data.select.description} and {data.validate.description}"
     allocation = current_or("search", folder.search, search_stage.load, inputs, make, job.reporter, made_on).allocation
-    made_from = {**model_inputs(loaded), "search.sha256": _sha256(folder.search)}
+    made_from = {**model_inputs(loaded), "search.sha256": sha256_file(folder.search)}
     allocation_stage.save(allocation, made_from, folder.allocation)
     tell_doubts(allocation, max_context(loaded), job.reporter)
     return allocation
@@ -304,10 +303,6 @@ def _baseline_inputs(spec: AllocateSpec) -> dict[str, Any]:
     if spec.same_bytes_as is None:
         return {}
     return {"allocate.same_bytes_as.sha256": load_recipe(spec.same_bytes_as).sha256}
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ of options the decoder reads fast, so "a tenth more bytes" may pair some that a 
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from kvcal.artifact import sha256_file
 from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
 from kvcal.folder import Folder
-from kvcal.pages.layouts import LAYOUTS
 from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
@@ -39,7 +38,6 @@ from kvcal.stages.profile.record import Profile
 from kvcal.stages.search.record import SearchReport, UnitResult
 from kvcal.strict import parse
 
-RAW_NAME = "16"
 # "The next 10 % of bytes".
 MORE = 1.1
 # Named at most, of layers and of heads at risk.
@@ -198,7 +196,7 @@ def _of_profile(
     units, layers = [], {planned.geometry.index: planned for planned in allocation.layers}
     for position, unit in enumerate(problem.units):
         formats = problem.formats(position)
-        names = [format_name(next(iter(parts.values()))) for parts in formats]
+        names = [next(iter(parts.values())).label for parts in formats]
         (index, _, _), sides = next(iter(formats[0])), sorted({side for _, side, _ in formats[0]})
         heads = sorted({head for _, _, head in formats[0]})
         chosen = allocation_stage.option_name(layers[index].head_formats(sides[0])[heads[0]])
@@ -403,15 +401,10 @@ def _searched_risks(report: SearchReport, units: Sequence[UnitReasons]) -> Itera
         Risk("layer", unit.name, "score above 16 bits there", unit.chosen.loss - raw.loss, raw.error, None)
         for unit in units
         for raw in unit.options
-        if raw.name == RAW_NAME and raw.loss < unit.chosen.loss
+        if raw.name == RAW.label and raw.loss < unit.chosen.loss
     ]
     yield from sorted(gains, key=lambda risk: -risk.value)[:MOST_RISKS]
 
 
-def format_name(fmt: Format) -> str:
-    """Such as "3 channel g128"; of pages that shrink, their final bits."""
-    return RAW_NAME if fmt.num_bits == RAW.num_bits else f"{fmt.num_bits} {LAYOUTS[fmt.layout_name].label(fmt)}"
-
-
 def _is_input(path: Path, inputs: Mapping[str, Any], name: str) -> bool:
-    return path.is_file() and inputs.get(name) == hashlib.sha256(path.read_bytes()).hexdigest()
+    return path.is_file() and inputs.get(name) == sha256_file(path)

@@ -33,7 +33,7 @@ from kvcal.run.pipeline import build_plan
 from kvcal.stages import profile as profile_stage
 from kvcal.stages.verify import verify_plan
 from kvcal.strict import dump, parse
-from kvcal.tables import format_name, layer_table, profile_table
+from kvcal.tables import layer_table, profile_table
 
 PAGE = (Path(__file__).parents[2] / "docs" / "adding.md").read_text(encoding="utf-8")
 FILE, LINE, SCORE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -156,7 +156,7 @@ def test_a_new_score_chooses_channels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(scores.SCORES, name, scores.SCORES["random"])  # undone when the test ends
     exec(SCORE, vars(scores) | {})
     fmt = Format(2, "channel", boost=Boost("peak", (Tier(4, 0.125),)))
-    assert format_name(fmt) == "2 channel g128 +12.5%@4 peak" and not fmt.needs_queries
+    assert fmt.label == "2 channel g128 +12.5%@4 peak" and not fmt.needs_queries
     assert Format(2, "channel", boost=Boost("query_peak", (Tier(4, 0.125),))).needs_queries
     keys = torch.randn(128, 8, generator=torch.Generator().manual_seed(0))
     keys[5, 3] = 40.0

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kvcal.artifact import write_bytes_atomic
+from kvcal.artifact import sha256_file, write_bytes_atomic
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import KvcalError, RankFailed
 from kvcal.folder import Folder, model_inputs, require_model
@@ -195,7 +195,7 @@ def artifacts(folder: Path) -> dict[str, str]:
     """The sha256 of every finished artifact in ``folder``, by file name, the oldest first."""
     files = [path for path in folder.glob("*.safetensors") if ".partial." not in path.name]
     files.sort(key=lambda path: (path.stat().st_mtime_ns, path.name))
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {path.name: sha256_file(path) for path in files}
 
 
 @contextmanager
