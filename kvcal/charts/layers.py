@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcal.charts import BLUE, COLOURS, MARKERS, RED, Picture
-from kvcal.heat_map import DARK_BITS, SHADES
+from kvcal.charts.heat_map import DARK_BITS, SHADES
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.plan import LayerPlan
 from kvcal.quantities import format_bytes

@@ -50,7 +50,7 @@ def inspect(plan: options.PlanArgument, sizes: options.WorkloadOptions, given: o
     Example: `kvcal inspect plan.safetensors --batch 32 --context 8192`
     """
     from kvcal import tables
-    from kvcal.heat_map import heat_map
+    from kvcal.charts.heat_map import heat_map
     from kvcal.plan.plan import load_plan
 
     loaded = load_plan(plan)

@@ -59,9 +59,9 @@ def plan(
     from dataclasses import asdict
 
     from kvcal import tables
+    from kvcal.charts.heat_map import heat_map
     from kvcal.charts.report import write_report
     from kvcal.folder import Folder, Job, max_context
-    from kvcal.heat_map import heat_map
     from kvcal.plan.plan import save_plan
     from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline

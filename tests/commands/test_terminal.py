@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 from kvcal import console, load_plan
 from kvcal.__main__ import app
+from kvcal.charts.heat_map import heat_map
 from kvcal.commands.options import complete_model, complete_recipe
 from kvcal.console import TerminalReporter
-from kvcal.heat_map import heat_map
 from kvcal.plan.page_format import RAW
 from kvcal.plan.plan import Plan
 from kvcal.progress import Phase
