@@ -5,10 +5,6 @@ KVmix scores a layer by s_k = ‖∂L/∂W_k‖₂ and s_v = ‖∂L/∂W_v‖�
 For a fused matrix the order is therefore measured: its output in a tiny forward is compared with the values that the
 attention receives, under each known order.
 
-A large bias of a key projection (Qwen2.x) is added before RoPE and turns with the position. It makes up most of the
-keys' energy in some layers, costs bits in every format, and a static offset removes it only from channels that turn
-slowly. So every way to a plan warns.
-
 Of latent attention, the projection of what is cached takes their place: its outputs become the latent and the rotary
 key.
 
@@ -18,7 +14,7 @@ Left out: scores of biases (the paper scores weights), and quantized or adapter-
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -33,10 +29,8 @@ from kvcal.errors import UnsupportedModel
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.models.attention import attention_modules, layer_index
 from kvcal.models.geometry import attention_layers, probe_ids, sharing_layers
-from kvcal.models.load import LoadedModel
 from kvcal.models.streamed import stored
 from kvcal.models.taps import Captured, tap
-from kvcal.progress import Reporter
 
 Projection = nn.Linear | Conv1D
 Channels = tuple[Tensor, Tensor, Tensor]
@@ -49,8 +43,6 @@ FUSED_NAMES = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "wqkv", "qkv")
 OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 # (query, key) norms between projection and RoPE.
 NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
-# A bias that is more than this share of the keys' energy is worth a warning.
-LARGE_BIAS = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,64 +250,3 @@ def query_key_norms(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     """The (query, key) norms of an attention module; None without."""
     children = dict(module.named_children())
     return next(((children[q], children[k]) for q, k in NORM_NAMES if q in children and k in children), None)
-
-
-def key_biases(model: PreTrainedModel, geometry: Geometry) -> dict[int, Tensor]:
-    """{layer: the bias that is added to its keys before RoPE, [N, D]}, of the layers that have one and no norm after
-    it, as latents have. UnsupportedModel for a model whose projections are in no known order."""
-    normed = {layer_index(module) for module in attention_modules(model) if query_key_norms(module) is not None}
-    normed |= {layer.index for layer in attention_layers(geometry) if layer.is_latent}
-    return {
-        index: found.key.bias.detach()[found.k_channels_ND.to(found.key.bias.device)]
-        for index, found in projections(model, geometry).items()
-        if found.key.bias is not None and index not in normed
-    }
-
-
-def bias_findings(loaded: LoadedModel, mean_squares: Mapping[int, float]) -> dict[int, tuple[float | None, str | None]]:
-    """{layer: (share of the bias in its keys' energy, warning)} for every layer of ``mean_squares``, the mean of ‖K‖²
-    over tokens, all KV heads together; rotations do not change it. No share without a bias that reaches the keys; a
-    warning for a large share, or where the model's projections are unknown."""
-    try:
-        biases = key_biases(loaded.model, loaded.geometry)
-    except UnsupportedModel as unknown:
-        return dict.fromkeys(mean_squares, (None, _unchecked(unknown)))
-    found: dict[int, tuple[float | None, str | None]] = {}
-    for index, mean_square in mean_squares.items():
-        has_share = index in biases and mean_square > 0
-        share = float(biases[index].double().square().sum()) / mean_square if has_share else None
-        warning = None
-        if share is not None and share > LARGE_BIAS:
-            warning = (
-                f"layer {index}: the bias of its key projection is {share:.0%} of its keys' energy; it is added before "
-                "RoPE and turns with the position, so that an offset removes it only from slow channels"
-            )
-        found[index] = share, warning
-    return found
-
-
-@torch.no_grad()
-def warn_of_biases(loaded: LoadedModel, sample: Callable[[], Tensor], reporter: Reporter) -> None:
-    """Say which layers' keys are mostly bias, measured on ``sample()``, tokens [T], in the layers with full attention;
-    a model without biases is not run."""
-    paged = {layer.index for layer in attention_layers(loaded.geometry) if layer.window is None}
-    mean_squares: dict[int, float] = {}
-
-    def observe(captured: Captured) -> None:
-        if captured.layer in paged:
-            mean_squares[captured.layer] = float(captured.k_post_BNTD[0].double().square().sum((0, 2)).mean())
-
-    try:
-        if key_biases(loaded.model, loaded.geometry):
-            with tap(loaded.model, observe, loaded.geometry):
-                loaded.model(input_ids=sample()[None].to(loaded.model.device), use_cache=False)
-    except UnsupportedModel as unknown:
-        reporter.say(_unchecked(unknown))
-        return
-    for _, warning in bias_findings(loaded, mean_squares).values():
-        if warning is not None:
-            reporter.say(warning)
-
-
-def _unchecked(unknown: UnsupportedModel) -> str:
-    return f"large biases of key projections could not be checked: {unknown.message}"

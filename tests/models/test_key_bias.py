@@ -11,7 +11,7 @@ from evaluation_cases import Notes, as_loaded
 from reparam_cases import outlier_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Qwen2Config
 
-from kvcal.models.projections import LARGE_BIAS, bias_findings, warn_of_biases
+from kvcal.models.key_bias import LARGE_BIAS, bias_findings, warn_of_biases
 from kvcal.models.taps import tap
 from kvcal.run import pipeline
 

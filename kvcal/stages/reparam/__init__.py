@@ -30,8 +30,8 @@ from torch import Tensor
 
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UsageError, naming
+from kvcal.models.key_bias import bias_findings
 from kvcal.models.load import LoadedModel
-from kvcal.models.projections import bias_findings
 from kvcal.models.rope import rotary_pairs
 from kvcal.models.taps import Captured, Reread, check_taps, rereading
 from kvcal.plan.layer import LATENTS, LayerPlan
