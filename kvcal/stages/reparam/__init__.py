@@ -32,8 +32,9 @@ from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UsageError, naming
 from kvcal.models.key_bias import bias_findings
 from kvcal.models.load import LoadedModel
+from kvcal.models.rereading import Reread, rereading
 from kvcal.models.rope import rotary_pairs
-from kvcal.models.taps import Captured, Reread, check_taps, rereading
+from kvcal.models.taps import Captured, check_taps
 from kvcal.plan.layer import LATENTS, LayerPlan
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Reporter
