@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from bench_cases import CEILING, MACHINE, Clock, read_report, times
-from cli_cases import run_kvcal
+from cli_cases import ran_well, run_kvcal
 
 from kvcal.bench import baselines, device, kernels
 from kvcal.bench.device import Machine, Times
@@ -255,11 +255,9 @@ def test_the_drivers_version_is_nvidia_smis_or_unknown(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("command", ["kernels", "layer", "e2e"])
-def test_without_a_gpu_the_command_says_so(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_the_command_says_so(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    outcome = run_kvcal(capsys, "bench", command, "--out", tmp_path / "out")
+    outcome = run_kvcal("bench", command, "--out", tmp_path / "out")
     assert outcome.code == 6
     assert f"kvcal bench {command} needs a CUDA device" in outcome.err and "hint:" in outcome.err
     assert not (tmp_path / "out").exists()
@@ -278,34 +276,31 @@ def test_without_a_gpu_the_command_says_so(
         (("e2e", "--memory", "24gb"), "unknown unit 'gb'"),
     ],
 )
-def test_wrong_arguments_are_usage_errors(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    outcome = run_kvcal(capsys, "bench", *arguments)
+def test_wrong_arguments_are_usage_errors(arguments: tuple[str, ...], message: str) -> None:
+    outcome = run_kvcal("bench", *arguments)
     assert outcome.code == 2
     assert message in outcome.err
 
 
 def test_the_command_writes_the_table_the_document_and_the_picture(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvcal.bench.device.require_gpu", lambda what: torch.device("cpu"))
     arguments = ("bench", "kernels", "--format", "2", "--batch", 1, "--context", 256, "--heads", 2, "--head-dim", 64)
-    outcome = run_kvcal(capsys, *arguments, "--out", tmp_path)
-    assert outcome.code == 0, outcome.err
+    outcome = ran_well(*arguments, "--out", tmp_path)
     assert "1 x 256" in outcome.out and "Baselines" in outcome.out and "1.00x" in outcome.out
     assert "decode_plain (every head size" in outcome.out
     assert (tmp_path / "kernels.png").exists()
-    as_json = run_kvcal(capsys, *arguments, "--out", tmp_path, "--json")
-    assert json.loads(as_json.out) == json.loads((tmp_path / "kernels.json").read_text())
+    as_json = run_kvcal(*arguments, "--out", tmp_path, "--json")
+    assert as_json.json == json.loads((tmp_path / "kernels.json").read_text())
 
 
 def test_ctrl_c_ends_the_command_with_130_and_says_where_the_measurements_are(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvcal.bench.device.require_gpu", lambda what: torch.device("cpu"))
     clock.until = 0
-    outcome = run_kvcal(capsys, "bench", "kernels", "--context", 256, "--out", tmp_path)
+    outcome = run_kvcal("bench", "kernels", "--context", 256, "--out", tmp_path)
     assert outcome.code == 130
     assert "interrupted before anything was measured" in outcome.err and "goes on from there" not in outcome.err
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from bench_cases import CEILING, MACHINE, Clock, read_report, times
-from cli_cases import run_kvcal
+from cli_cases import ran_well, run_kvcal
 
 from kvcal.bench import baselines, kernels, plan_layers
 from kvcal.bench.case import NOBODY, random_plan
@@ -126,15 +126,12 @@ def test_a_recipes_search_gives_all_pairs_that_attention_reads_as_stored() -> No
         search_pairs("kitty", Heads())
 
 
-def test_the_command_times_a_recipes_search(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_times_a_recipes_search(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which two pairs are enough here."""
     monkeypatch.setattr("kvcal.bench.device.require_gpu", lambda what: CPU)
     monkeypatch.setattr(plan_layers, "search_pairs", lambda name, heads: search_pairs(name, heads)[:2])
     size = ["--batch", "1", "--context", "256", "--heads", "2", "--head-dim", "64"]
-    found = run_kvcal(capsys, "bench", "kernels", "--search", "best", *size, "--quick", "--out", str(tmp_path))
-    assert found.code == 0, found.err
+    ran_well("bench", "kernels", "--search", "best", *size, "--quick", "--out", str(tmp_path))
     assert len(step_times.load(tmp_path / step_times.FILE).times) == 3 and not (tmp_path / "kernels.png").exists()
 
 
@@ -162,19 +159,17 @@ def test_a_whole_plan_stands_for_the_models_layers(plan_file: Path) -> None:
         (["--search", "best"], "a plan has its own formats"),
     ],
 )
-def test_a_plan_goes_with_no_other_formats(
-    given: list[str], message: str, plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = run_kvcal(capsys, "bench", "kernels", "--plan", str(plan_file), *given, "--out", str(tmp_path / "out"))
+def test_a_plan_goes_with_no_other_formats(given: list[str], message: str, plan_file: Path, tmp_path: Path) -> None:
+    found = run_kvcal("bench", "kernels", "--plan", str(plan_file), *given, "--out", str(tmp_path / "out"))
     assert found.code == 2 and message in found.err
 
 
 def test_the_command_times_a_plan_at_its_workload(
-    clock: Clock, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    clock: Clock, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvcal.bench.device.require_gpu", lambda what: CPU)
-    found = run_kvcal(capsys, "bench", "kernels", "--plan", str(plan_file), "--quick", "--out", str(tmp_path / "out"))
-    assert found.code == 0 and "All 5 layers of some.safetensors" in found.out
+    found = ran_well("bench", "kernels", "--plan", str(plan_file), "--quick", "--out", str(tmp_path / "out"))
+    assert "All 5 layers of some.safetensors" in found.out
     assert "step times, for `kvcal search --step-times`" in found.err
 
 

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from cli_cases import run_kvcal, save_falcon, save_family
+from cli_cases import ran_well, run_kvcal, save_falcon, save_family
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.commands import doctor as doctor_command
@@ -25,33 +25,30 @@ from kvcal.stages.size import RECIPES
 ROOT = Path(__file__).parents[2]
 
 
-def sized(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
-    done = run_kvcal(capsys, "size", *arguments, "--json")
-    assert done.code == 0, done.err
-    return json.loads(done.out)
+def sized(*arguments: object) -> dict:
+    return ran_well("size", *arguments, "--json").json
 
 
 def test_size_tells_the_bytes_of_the_plan_that_the_recipe_makes(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     model = save_family(tmp_path / "gemma3", tokenizer, "gemma3")
-    rows = {row["recipe"]: row for row in sized(capsys, model, "--batch", 8, "--context", 4096)["rows"]}
+    rows = {row["recipe"]: row for row in sized(model, "--batch", 8, "--context", 4096)["rows"]}
     assert tuple(rows) == RECIPES and all(row["fit"] is None for row in rows.values())
     for name in ("16-bit", "uniform-3"):
         out = tmp_path / name
-        done = run_kvcal(capsys, "run", name, "--model", model, "--out", out, "--set", "evaluate.tasks=[]", "--set",
-                         "evaluate.against=[]", "--samples", 1, "--seq-len", 200)  # fmt: skip
-        assert done.code == 0, done.err
+        ran_well("run", name, "--model", model, "--out", out, "--set", "evaluate.tasks=[]", "--set",
+                 "evaluate.against=[]", "--samples", 1, "--seq-len", 200)  # fmt: skip
         plan = load_plan(out / "plan.safetensors")
         assert rows[name]["cache_bytes"] == plan.predicted_bytes
         assert rows[name]["bits_per_value"] == plan.bits_per_value()
 
 
 @pytest.mark.parametrize("batch", [1, 40])
-def test_what_fits_is_what_a_budget_of_the_device_counts(batch: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fits_is_what_a_budget_of_the_device_counts(batch: int) -> None:
     """Weights, workspace and cache; one sequence or one token more does not fit."""
     memory, context = 900_000_000, 2000
-    value = sized(capsys, "reasoner-10m", "--memory", "900MB", "--batch", batch, "--context", context)
+    value = sized("reasoner-10m", "--memory", "900MB", "--batch", batch, "--context", context)
     facts = read_sizes("reasoner-10m")
     sizes = ModelSizes(facts.geometry, facts.weight_bytes or 0, facts.vocab_size)
 
@@ -71,42 +68,40 @@ def test_what_fits_is_what_a_budget_of_the_device_counts(batch: int, capsys: pyt
     assert value["finest_that_fits"] == (fitting[0] if fitting else None)
 
 
-def test_size_says_what_to_do_next(capsys: pytest.CaptureFixture[str]) -> None:
-    small = run_kvcal(capsys, "size", "reasoner-10m", "--memory", "24GB")
-    assert small.code == 0 and "16 bits fit already" in small.err and "weights 19.47 MB" in small.out
-    tight = run_kvcal(capsys, "size", "reasoner-10m", "--memory", "800MB", "--batch", 48, "--context", 4096)
+def test_size_says_what_to_do_next() -> None:
+    small = ran_well("size", "reasoner-10m", "--memory", "24GB")
+    assert "16 bits fit already" in small.err and "weights 19.47 MB" in small.out
+    tight = run_kvcal("size", "reasoner-10m", "--memory", "800MB", "--batch", 48, "--context", 4096)
     assert "kvcal plan reasoner-10m --budget 800MB --batch 48 --context 4096" in tight.err
-    nothing = run_kvcal(capsys, "size", "reasoner-10m", "--memory", "30MB", "--context", 5000)
+    nothing = run_kvcal("size", "reasoner-10m", "--memory", "30MB", "--context", 5000)
     assert "nothing fits, 2 bits included" in nothing.err and "4096 positions, fewer than the context" in nothing.err
-    assert not run_kvcal(capsys, "size", "reasoner-10m", "--memory", "24GB", "--quiet").err
+    assert not run_kvcal("size", "reasoner-10m", "--memory", "24GB", "--quiet").err
 
 
-def test_devices_share_heads_and_weights(capsys: pytest.CaptureFixture[str]) -> None:
+def test_devices_share_heads_and_weights() -> None:
     """Two KV heads on two devices are halved; on four, each holds a copy."""
-    rows = {tp: sized(capsys, "reasoner-10m", "--tp", tp, "--memory", "1GB")["rows"] for tp in (1, 2, 4)}
+    rows = {tp: sized("reasoner-10m", "--tp", tp, "--memory", "1GB")["rows"] for tp in (1, 2, 4)}
     for one, two, four in zip(*rows.values(), strict=True):
         assert one["cache_bytes"] == 2 * two["cache_bytes"] and two["cache_bytes"] == four["cache_bytes"]
         assert one["fit"]["total"] > two["fit"]["total"] > four["fit"]["total"]  # weights go on being shared
-    done = run_kvcal(capsys, "size", "reasoner-10m", "--tp", 3)
+    done = run_kvcal("size", "reasoner-10m", "--tp", 3)
     assert done.code == 2 and "--tp 3: layer 0 has 8 query heads and 2 KV heads" in done.err
 
 
-def test_weights_that_are_not_here_are_stated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_that_are_not_here_are_stated(tmp_path: Path) -> None:
     content = json.loads((ROOT / "kvcal/embedded/reasoner-10m/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(content))
-    assert sized(capsys, tmp_path)["weight_bytes"] is None
-    done = run_kvcal(capsys, "size", tmp_path, "--memory", "1GB")
+    assert sized(tmp_path)["weight_bytes"] is None
+    done = run_kvcal("size", tmp_path, "--memory", "1GB")
     assert done.code == 2 and "weights are not here" in done.err and "--weights 16GB" in done.err
-    stated = sized(capsys, tmp_path, "--memory", "1GB", "--weights", "19474944")
-    assert stated["rows"] == sized(capsys, "reasoner-10m", "--memory", "1GB")["rows"]
+    stated = sized(tmp_path, "--memory", "1GB", "--weights", "19474944")
+    assert stated["rows"] == sized("reasoner-10m", "--memory", "1GB")["rows"]
 
 
-def test_a_model_that_is_refused_is_refused_by_size(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = run_kvcal(capsys, "size", save_falcon(tmp_path / "falcon", tokenizer))
+def test_a_model_that_is_refused_is_refused_by_size(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    done = run_kvcal("size", save_falcon(tmp_path / "falcon", tokenizer))
     assert done.code == 4 and "bypasses transformers' AttentionInterface" in done.err and not done.out
-    done = run_kvcal(capsys, "size", "no/such/model/at/all")
+    done = run_kvcal("size", "no/such/model/at/all")
     assert done.code == 2 and "was not found" in done.err
 
 
@@ -127,8 +122,8 @@ def test_size_reads_a_large_configuration_without_torch_and_transformers(tmp_pat
     assert row["cache_bytes"] == 80 * 2 * 8 * 128 * 2 * 8 * (4096 + 128)  # layers, K and V, heads, channels, bytes
 
 
-def test_every_recipe_is_listed_with_what_it_chooses_by(capsys: pytest.CaptureFixture[str]) -> None:
-    listed = json.loads(run_kvcal(capsys, "recipes", "--ablations", "--json").out)
+def test_every_recipe_is_listed_with_what_it_chooses_by() -> None:
+    listed = run_kvcal("recipes", "--ablations", "--json").json
     assert tuple(one["name"] for one in listed) == recipe_names()
     chosen = {one["name"]: one["chooses_by"] for one in listed}
     assert chosen["default"] == "integer program, combined"
@@ -136,38 +131,38 @@ def test_every_recipe_is_listed_with_what_it_chooses_by(capsys: pytest.CaptureFi
     assert chosen["mixkvq"] == "task accuracy, thresholds" and chosen["kvmix"] == "gradient norms"
     assert chosen["kivi-2"] == "fixed formats" and chosen["pm-kvq-2"] == "fixed formats; progressive, λ"
     assert all(one["description"] for one in listed)
-    table = run_kvcal(capsys, "recipes").out
+    table = run_kvcal("recipes").out
     assert "pm-kvq-2" in table and "pm-kvq-2-offset" not in table
 
 
-def test_a_recipe_is_printed_as_its_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_kvcal(capsys, "recipes", "default").out == find_recipe("default").read_text()
-    assert json.loads(run_kvcal(capsys, "recipes", "default", "--json").out)["allocate"]["batch"] == 8
-    done = run_kvcal(capsys, "recipes", "nonsense")
+def test_a_recipe_is_printed_as_its_file() -> None:
+    assert run_kvcal("recipes", "default").out == find_recipe("default").read_text()
+    assert run_kvcal("recipes", "default", "--json").json["allocate"]["batch"] == 8
+    done = run_kvcal("recipes", "nonsense")
     assert done.code == 2 and "'nonsense' is neither a file nor one of" in done.err
 
 
-def test_models_are_those_of_the_contract_tests(capsys: pytest.CaptureFixture[str]) -> None:
-    listed = json.loads(run_kvcal(capsys, "models", "--json").out)
+def test_models_are_those_of_the_contract_tests() -> None:
+    listed = run_kvcal("models", "--json").json
     assert listed == {"embedded": ["reasoner-10m"], **families()}
-    table = run_kvcal(capsys, "models").out
+    table = run_kvcal("models").out
     assert "Qwen3NextForCausalLM" in table and "keeps a state in" in table
 
 
-def test_doctor_tells_versions_and_what_follows(capsys: pytest.CaptureFixture[str]) -> None:
-    done = run_kvcal(capsys, "doctor", "--json")
-    value = json.loads(done.out)
+def test_doctor_tells_versions_and_what_follows() -> None:
+    done = run_kvcal("doctor", "--json")
+    value = done.json
     found = {one["name"]: one for one in value["findings"]}
     assert done.code == 0 and value["is_usable"]
     assert found["torch"]["found"] == version("torch") and found["transformers"]["status"] == "ok"
     assert {"python", "kvcal", "NVIDIA driver", "NVRTC", "vllm", "sglang", "cache folder"} <= set(found)
 
 
-def test_doctor_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    done = run_kvcal(capsys, "doctor")
-    assert done.code == 0 and "none that torch sees" in done.out and "slow" in done.out
+    done = ran_well("doctor")
+    assert "none that torch sees" in done.out and "slow" in done.out
 
 
 @pytest.mark.parametrize(
@@ -181,17 +176,17 @@ def test_doctor_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: p
     ],
 )
 def test_doctor_compares_packages_with_the_requirements(
-    requirement: str, status: str | None, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    requirement: str, status: str | None, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor_command, "requires", lambda name: [requirement])
-    done = run_kvcal(capsys, "doctor", "--json")
+    done = run_kvcal("doctor", "--json")
     name = requirement.partition(">")[0].partition("<")[0]
-    found = [one for one in json.loads(done.out)["findings"] if one["name"] == name]
+    found = [one for one in done.json["findings"] if one["name"] == name]
     assert done.code == code and [one["status"] for one in found] == ([] if status is None else [status])
     assert (code == 2) == ("kvcal is not usable here" in done.err)
 
 
 @pytest.mark.parametrize("command", ["size", "recipes", "models", "doctor"])
-def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    done = run_kvcal(capsys, command, "--help")
-    assert done.code == 0 and "Example" in done.out
+def test_help_has_an_example(command: str) -> None:
+    done = ran_well(command, "--help")
+    assert "Example" in done.out

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from cli_cases import Outcome, run_kvcal, save_llama
+from cli_cases import Outcome, ran_well, run_kvcal, save_llama
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
@@ -48,17 +47,17 @@ BUDGET = 1_200_000
 class Commands:
     """The commands in one folder, of one model."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str], model: Path, recipe: Path, folder: Path) -> None:
-        self.capsys, self.model, self.recipe, self.folder = capsys, model, recipe, folder
+    def __init__(self, model: Path, recipe: Path, folder: Path) -> None:
+        self.model, self.recipe, self.folder = model, recipe, folder
 
     def __call__(self, command: str, *options: object) -> Outcome:
         if command in ("reparam", "fit-predictors"):
             options = ("--model", self.model, "--recipe", self.recipe, *options)
-        return run_kvcal(self.capsys, command, self.folder, *options)
+        return run_kvcal(command, self.folder, *options)
 
     def exact_budget(self) -> int:
         """Of which an allocation leaves nothing."""
-        split = json.loads(self("allocate", "--kv-budget", f"{BUDGET}B", *WORKLOAD, "--json").out)["split"]
+        split = self("allocate", "--kv-budget", f"{BUDGET}B", *WORKLOAD, "--json").json["split"]
         return split["fixed"] + split["paged"]
 
     @property
@@ -77,31 +76,28 @@ def with_loud_channels(model: Path) -> Path:
 
 
 @pytest.fixture
-def commands(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]) -> Commands:
+def commands(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Commands:
     model = with_loud_channels(save_llama(tmp_path / "tiny", tokenizer, dtype=torch.float32))
     recipe, folder = tmp_path / "small.toml", tmp_path / "out"
     recipe.write_text(RECIPE)
-    done = run_kvcal(capsys, "profile", model, "--out", folder, "--recipe", recipe)
-    assert done.code == 0, done.err
-    return Commands(capsys, model, recipe, folder)
+    ran_well("profile", model, "--out", folder, "--recipe", recipe)
+    return Commands(model, recipe, folder)
 
 
-def test_dry_runs_tell_the_sizes_of_stages_and_keep_nothing(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_runs_tell_the_sizes_of_stages_and_keep_nothing(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     model = save_llama(tmp_path / "tiny", tokenizer, dtype=torch.float32)
     recipe, folder = tmp_path / "small.toml", tmp_path / "out"
     recipe.write_text(RECIPE)
     options = ("--out", folder, "--recipe", recipe, "--dry-run")
     for command in (("profile", model), ("plan", model, "--bits", "3")):
-        done = run_kvcal(capsys, *command, *options, "--json")
-        gradients, *others = json.loads(done.out)["stages"]
+        done = run_kvcal(*command, *options, "--json")
+        gradients, *others = done.json["stages"]
         assert (
             done.code == 0 and gradients["stage"] == "gradients" and {one["stage"] for one in others} <= {"divergence"}
         )
         assert gradients["steps"]["tokens"] > 0 < gradients["seconds"] and gradients["nbytes"] > 10**5
         assert not [path for path in folder.rglob("*") if path.is_file()]
-    shown = run_kvcal(capsys, "profile", model, *options)
+    shown = run_kvcal("profile", model, *options)
     assert "Before it begins" in shown.out and "tokens at once" in shown.out
 
 
@@ -128,7 +124,7 @@ def test_predictors_within_the_budget(commands: Commands) -> None:
     assert again.code == 0 and "reserved for transforms" in again.out
     fitted = commands("fit-predictors", "--set", "predictors.drop=false", "--json")
     assert fitted.code == 0, fitted.err
-    kept = [finding for finding in json.loads(fitted.out)["findings"] if finding["reason"] is None]
+    kept = [finding for finding in fitted.json["findings"] if finding["reason"] is None]
     assert len(kept) == 2
     done = commands("compile", "--json")
     assert done.code == 0, done.err
@@ -150,18 +146,15 @@ def test_lambda_within_the_budget(commands: Commands) -> None:
     assert commands("reparam", "--set", "reparam.num_steps=2", "--samples", 2, "--seq-len", 256).code == 0
     done = commands("compile")
     assert done.code == 0 and commands.plan_bytes <= budget, done.err
-    shown = run_kvcal(commands.capsys, "inspect", commands.folder / "plan.safetensors").out
+    shown = run_kvcal("inspect", commands.folder / "plan.safetensors").out
     assert "none, made stage by stage: profile, allocate, reparam" in shown
 
 
 @pytest.mark.parametrize("reparam", [True, False])
 def test_a_recipe_reserves_what_follows(commands: Commands, reparam: bool) -> None:
     commands.recipe.write_text(RECIPE + (REPARAM if reparam else PREDICTORS))
-    done = run_kvcal(
-        commands.capsys, "run", commands.recipe, "--model", commands.model, "--out", commands.folder, "--json"
-    )
-    assert done.code == 0, done.err
-    split, plan = json.loads(done.out)["allocation"]["split"], load_plan(commands.folder / "plan.safetensors")
+    done = ran_well("run", commands.recipe, "--model", commands.model, "--out", commands.folder, "--json")
+    split, plan = done.json["allocation"]["split"], load_plan(commands.folder / "plan.safetensors")
     tensors = sum(tensor.nbytes for tensor in plan.tensors.values())
     spent = f"transforms take {tensors} of the {split['reserved']} bytes"
     assert (spent in " ".join(done.err.split())) == (tensors < split["reserved"])
@@ -173,7 +166,7 @@ def test_a_recipe_reserves_what_follows(commands: Commands, reparam: bool) -> No
 def test_a_budget_that_16_bits_fit_and_a_context_beyond_the_model_are_told(commands: Commands, budget: str) -> None:
     done = commands("allocate", "--kv-budget", budget, *WORKLOAD, "--json")
     assert done.code == 0 and "16 bits fit" in done.err and "nothing to quantize" in done.err
-    assert json.loads(done.out)["loss"] == 0 and "positions" not in done.err
+    assert done.json["loss"] == 0 and "positions" not in done.err
     again = commands("allocate", "--kv-budget", budget, *WORKLOAD)
     assert again.code == 0 and "nothing to quantize" in again.err
     far = commands("allocate", "--bits", 10, "--batch", 1, "--context", 1025, "--set", "allocate.objective=sensitivity")
@@ -182,6 +175,6 @@ def test_a_budget_that_16_bits_fit_and_a_context_beyond_the_model_are_told(comma
     assert commands("compile").code == 0
 
 
-def test_the_help_names_every_granularity(capsys: pytest.CaptureFixture[str]) -> None:
-    text = " ".join(run_kvcal(capsys, "allocate", "--help").out.replace("│", " ").split())
+def test_the_help_names_every_granularity() -> None:
+    text = " ".join(run_kvcal("allocate", "--help").out.replace("│", " ").split())
     assert "granularity (layer, block: K and V alike, head)" in text and "--reserve" in text

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli_cases import RECIPE, Outcome, kvcal_process, made_by_kvcal, run_kvcal, save_family, save_llama
+from cli_cases import RECIPE, Outcome, kvcal_process, ran_well, run_kvcal, save_family, save_llama
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
@@ -23,7 +23,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedToke
     model = save_llama(folder / "tiny-llama", tokenizer)
     recipe = folder / "small.toml"
     recipe.write_text(RECIPE)
-    made_by_kvcal("run", recipe, "--model", model, "--out", folder / "out")
+    ran_well("run", recipe, "--model", model, "--out", folder / "out")
     return model, recipe, folder / "out"
 
 
@@ -43,11 +43,10 @@ def test_run_makes_every_artifact(finished: Run) -> None:
     }
 
 
-def test_second_run_skips_and_prints_the_table(finished: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_second_run_skips_and_prints_the_table(finished: Run) -> None:
     model, recipe, out = finished
     before = sha256(out / "plan.safetensors")
-    again = run_kvcal(capsys, "run", recipe, "--model", model, "--out", out)
-    assert again.code == 0
+    again = ran_well("run", recipe, "--model", model, "--out", out)
     for stage in ("profile: profile.safetensors is current", "allocate: allocation.safetensors is current"):
         assert stage in again.err
     assert again.err.count("is measured already") == 3
@@ -55,92 +54,86 @@ def test_second_run_skips_and_prints_the_table(finished: Run, capsys: pytest.Cap
     assert sha256(out / "plan.safetensors") == before
 
 
-def test_same_recipe_same_bytes_in_another_process(
-    finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_same_recipe_same_bytes_in_another_process(finished: Run, tmp_path: Path) -> None:
     """With another seed of hashes; the first run's profile is what `kvcal profile` writes."""
     model, recipe, out = finished
     done = kvcal_process("run", recipe, "--model", model, "--out", tmp_path, hash_seed=7)
     assert done.code == 0, done.err
     for name in ("profile.safetensors", "plan.safetensors"):
         assert sha256(tmp_path / name) == sha256(out / name)
-    assert run_kvcal(capsys, "profile", model, "--out", tmp_path / "profiled", "--recipe", recipe).code == 0
+    ran_well("profile", model, "--out", tmp_path / "profiled", "--recipe", recipe)
     assert sha256(tmp_path / "profiled" / "profile.safetensors") == sha256(out / "profile.safetensors")
 
 
-def test_changed_knob_is_named(finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_knob_is_named(finished: Run, tmp_path: Path) -> None:
     model, recipe, out = finished
     copy = shutil.copytree(out, tmp_path / "out")
     changed = tmp_path / "small.toml"
     changed.write_text(RECIPE.replace("context = 512", "context = 600"))
-    again = run_kvcal(capsys, "run", changed, "--model", model, "--out", copy)
-    assert again.code == 0
+    again = ran_well("run", changed, "--model", model, "--out", copy)
     assert "allocate: runs again, allocate.context is 512, expected 600" in again.err
     assert "profile: profile.safetensors is current" in again.err
 
 
-def test_run_json(finished: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_json(finished: Run) -> None:
     model, recipe, out = finished
-    result = json.loads(run_kvcal(capsys, "run", recipe, "--model", model, "--out", out, "--json").out)
+    result = run_kvcal("run", recipe, "--model", model, "--out", out, "--json").json
     rows = {row["name"]: row for row in result["evaluation"]["rows"]}
     assert rows["small"]["total_bytes"] <= rows["kivi-2"]["total_bytes"] < rows["16-bit"]["total_bytes"]
     assert rows["16-bit"]["text"]["kl"] < 1e-3
     assert result["allocation"]["split"]["budget"] == rows["kivi-2"]["total_bytes"]
 
 
-def test_fixed_recipe_needs_no_profile(finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fixed_recipe_needs_no_profile(finished: Run, tmp_path: Path) -> None:
     recipe = tmp_path / "fixed.toml"
     recipe.write_text('[formats]\nk = { num_bits = 16 }\nv = { num_bits = 16 }\n[evaluate]\ntasks = []\n'
                       'data = { num_samples = 1, seq_len = 200 }\n')  # fmt: skip
-    done = run_kvcal(capsys, "run", recipe, "--model", finished[0], "--out", tmp_path / "out")
-    assert done.code == 0, done.err
+    ran_well("run", recipe, "--model", finished[0], "--out", tmp_path / "out")
     assert not (tmp_path / "out" / "profile.safetensors").exists()
     assert load_plan(tmp_path / "out" / "plan.safetensors").bits_per_value() > 16  # the last page is not full
 
 
-def test_allocate_whole_device(finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_allocate_whole_device(finished: Run, tmp_path: Path) -> None:
     copy = shutil.copytree(finished[2], tmp_path / "out")
-    done = run_kvcal(capsys, "allocate", copy, "--budget", "100MB", "--batch", 2, "--context", 512, "--json")
-    split = json.loads(done.out)["split"]
+    done = run_kvcal("allocate", copy, "--budget", "100MB", "--batch", 2, "--context", 512, "--json")
+    split = done.json["split"]
     assert done.code == 0 and split["budget"] == 100_000_000
     parts = split["weights"] + split["workspace"] + split["fixed"] + split["paged"]
     assert parts <= split["budget"]
     tensors = load_file(finished[0] / "model.safetensors").values()
     buffers = 4 * 8 * 2  # the rotary frequencies and their originals, fp32, for half of 16 channels
     assert split["weights"] == sum(tensor.nbytes for tensor in tensors) + buffers
-    table = run_kvcal(capsys, "allocate", copy, "--budget", "100MB", "--batch", 2, "--context", 512).out
+    table = run_kvcal("allocate", copy, "--budget", "100MB", "--batch", 2, "--context", 512).out
     assert "weights" in table and "workspace" in table and "left over" in table
 
 
-def test_infeasible_budget_names_the_smallest(
-    finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_infeasible_budget_names_the_smallest(finished: Run, tmp_path: Path) -> None:
     copy = shutil.copytree(finished[2], tmp_path / "out")
-    done = run_kvcal(capsys, "allocate", copy, "--kv-budget", "20KB", "--batch", 2, "--context", 512)
+    done = run_kvcal("allocate", copy, "--kv-budget", "20KB", "--batch", 2, "--context", 512)
     assert done.code == 3 and "too small" in done.err
     smallest = int(done.err.split(" bytes")[0].split("= ")[-1])
-    assert run_kvcal(capsys, "allocate", copy, "--kv-budget", smallest, "--batch", 2, "--context", 512).code == 0
-    assert run_kvcal(capsys, "allocate", copy, "--kv-budget", smallest - 1, "--batch", 2, "--context", 512).code == 3
+    ran_well("allocate", copy, "--kv-budget", smallest, "--batch", 2, "--context", 512)
+    assert run_kvcal("allocate", copy, "--kv-budget", smallest - 1, "--batch", 2, "--context", 512).code == 3
 
 
-def test_infeasible_bits_name_the_smallest(finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_infeasible_bits_name_the_smallest(finished: Run, tmp_path: Path) -> None:
     copy = shutil.copytree(finished[2], tmp_path / "out")
-    done = run_kvcal(capsys, "allocate", copy, "--bits", 2, "--batch", 1, "--context", 4096)
+    done = run_kvcal("allocate", copy, "--bits", 2, "--batch", 1, "--context", 4096)
     assert done.code == 3
     smallest = float(done.err.split(" bits per cached value")[0].split(", ")[-1])
-    assert run_kvcal(capsys, "allocate", copy, "--bits", smallest, "--batch", 1, "--context", 4096).code == 0
-    assert run_kvcal(capsys, "allocate", copy, "--bits", smallest - 0.002, "--batch", 1, "--context", 4096).code == 3
+    ran_well("allocate", copy, "--bits", smallest, "--batch", 1, "--context", 4096)
+    assert run_kvcal("allocate", copy, "--bits", smallest - 0.002, "--batch", 1, "--context", 4096).code == 3
 
 
-def test_budget_below_weights(finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_budget_below_weights(finished: Run, tmp_path: Path) -> None:
     copy = shutil.copytree(finished[2], tmp_path / "out")
     before = sha256(copy / "allocation.safetensors")
-    done = run_kvcal(capsys, "allocate", copy, "--budget", "10KB")
+    done = run_kvcal("allocate", copy, "--budget", "10KB")
     assert done.code == 3 and "weights" in done.err
     assert sha256(copy / "allocation.safetensors") == before
 
 
-def test_heads_and_bits(finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_heads_and_bits(finished: Run, tmp_path: Path) -> None:
     copy = shutil.copytree(finished[2], tmp_path / "out")
     arguments = (
         "allocate",
@@ -155,69 +148,64 @@ def test_heads_and_bits(finished: Run, tmp_path: Path, capsys: pytest.CaptureFix
         "allocate.granularity=head",
         "--json",
     )
-    done = run_kvcal(capsys, *arguments)
-    assert done.code == 0, done.err
-    assert run_kvcal(capsys, "compile", copy, "-o", tmp_path / "heads.safetensors").code == 0
+    ran_well(*arguments)
+    ran_well("compile", copy, "-o", tmp_path / "heads.safetensors")
     plan = load_plan(tmp_path / "heads.safetensors")
     assert plan.bits_per_value() <= 6
     assert all(len(layer.k) in (1, 2) for layer in plan.layers)
 
 
-def test_sweep(finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep(finished: Run, tmp_path: Path) -> None:
     copy = shutil.copytree(finished[2], tmp_path / "out")
-    done = run_kvcal(capsys, "allocate", copy, "--sweep", "--batch", 2, "--context", 512, "--json")
-    points = json.loads(done.out)["points"]
+    points = run_kvcal("allocate", copy, "--sweep", "--batch", 2, "--context", 512, "--json").json["points"]
     assert len(points) > 3 and json.loads((copy / "sweep.json").read_text())["points"] == points
     costs = [(point["cache_bytes"], -point["loss"]) for point in points]
     assert costs == sorted(costs) and points[-1]["loss"] == 0
     middle = points[len(points) // 2]
-    one = run_kvcal(
-        capsys, "allocate", copy, "--kv-budget", middle["cache_bytes"], "--batch", 2, "--context", 512, "--json"
-    )
-    assert json.loads(one.out)["loss"] == pytest.approx(middle["loss"])
+    one = run_kvcal("allocate", copy, "--kv-budget", middle["cache_bytes"], "--batch", 2, "--context", 512, "--json")
+    assert one.json["loss"] == pytest.approx(middle["loss"])
 
 
-def test_two_budgets_are_a_usage_error(finished: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    done = run_kvcal(capsys, "allocate", finished[2], "--bits", "4", "--kv-budget", "1GB")
+def test_two_budgets_are_a_usage_error(finished: Run) -> None:
+    done = run_kvcal("allocate", finished[2], "--bits", "4", "--kv-budget", "1GB")
     assert done.code == 2 and "kv_budget and bits given; expected exactly one of budget (of the" in done.err
-    done = run_kvcal(capsys, "allocate", finished[2])
+    done = run_kvcal("allocate", finished[2])
     assert done.code == 2 and "allocate: no budget given; expected exactly one of budget (of the" in done.err
 
 
-def test_a_batch_beyond_all_reason_is_refused_at_once(finished: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_batch_beyond_all_reason_is_refused_at_once(finished: Run) -> None:
     path = finished[2] / "plan.safetensors"
     for command in (("inspect", path), ("allocate", finished[2], "--bits", 4)):
-        done = run_kvcal(capsys, *command, "--batch", 10**9)
+        done = run_kvcal(*command, "--batch", 10**9)
         assert done.code == 2 and "1000000" in done.err
-    assert run_kvcal(capsys, "inspect", path, "--batch", 10**6).code == 0
+    ran_well("inspect", path, "--batch", 10**6)
 
 
-def test_inspect(finished: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect(finished: Run) -> None:
     path = finished[2] / "plan.safetensors"
-    text = run_kvcal(capsys, "inspect", path, "--batch", 4, "--context", 300)
-    assert text.code == 0 and "batch 4 x 300" in text.out
-    shown = json.loads(run_kvcal(capsys, "inspect", path, "--batch", 4, "--context", 300, "--json").out)
+    text = ran_well("inspect", path, "--batch", 4, "--context", 300)
+    assert "batch 4 x 300" in text.out
+    shown = run_kvcal("inspect", path, "--batch", 4, "--context", 300, "--json").json
     assert shown["bytes"] == load_plan(path).nbytes([300] * 4) == sum(shown["layer_bytes"])
 
 
-def test_verify(finished: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify(finished: Run) -> None:
     model, _, out = finished
-    done = run_kvcal(capsys, "verify", out / "plan.safetensors", "--model", model, "--json")
-    assert done.code == 0, done.err
-    assert [check["name"] for check in json.loads(done.out)] == ["file", "model", "bytes", "bytes", "bytes"]
+    done = ran_well("verify", out / "plan.safetensors", "--model", model, "--json")
+    assert [check["name"] for check in done.json] == ["file", "model", "bytes", "bytes", "bytes"]
 
 
-def test_generate(finished: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate(finished: Run) -> None:
     model, _, out = finished
     arguments = ("--model", model, "--plan", out / "plan.safetensors", "--prompt", "Times. 12 x 34", "--json")
-    greedy = [run_kvcal(capsys, "generate", *arguments, "--max-new-tokens", 5) for _ in range(2)]
+    greedy = [run_kvcal("generate", *arguments, "--max-new-tokens", 5) for _ in range(2)]
     assert greedy[0] == greedy[1] and json.loads(greedy[0].out)["new_tokens"] <= 5
-    sampled = [run_kvcal(capsys, "generate", *arguments, "--max-new-tokens", 20, "--temperature", 5, "--seed", s).out
+    sampled = [run_kvcal("generate", *arguments, "--max-new-tokens", 20, "--temperature", 5, "--seed", s).out
                for s in (1, 1, 2)]  # fmt: skip
     assert sampled[0] == sampled[1] != sampled[2]
 
 
-def test_eval(finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval(finished: Run, tmp_path: Path) -> None:
     model, recipe, out = finished
     arguments = (
         "eval",
@@ -231,27 +219,26 @@ def test_eval(finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "--set",
         "evaluate.tasks=[]",
     )
-    done: Outcome = run_kvcal(capsys, *arguments, "--set", 'evaluate.against=["16-bit"]', "--json")
+    done: Outcome = run_kvcal(*arguments, "--set", 'evaluate.against=["16-bit"]', "--json")
     assert done.code == 0, done.err
-    assert [row["name"] for row in json.loads(done.out)["rows"]] == ["16-bit", "plan"]
+    assert [row["name"] for row in done.json["rows"]] == ["16-bit", "plan"]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3"])
 def test_other_families_go_through_the_same_commands(
-    family: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+    family: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     model = save_family(tmp_path / family, tokenizer, family)
     (tmp_path / "small.toml").write_text(RECIPE)
     out = tmp_path / "out"
-    done = run_kvcal(capsys, "run", tmp_path / "small.toml", "--model", model, "--out", out, "--json")
-    assert done.code == 0, done.err
-    rows = {row["name"]: row for row in json.loads(done.out)["evaluation"]["rows"]}
+    done = ran_well("run", tmp_path / "small.toml", "--model", model, "--out", out, "--json")
+    rows = {row["name"]: row for row in done.json["evaluation"]["rows"]}
     assert rows["small"]["total_bytes"] <= rows["kivi-2"]["total_bytes"]
     assert rows["16-bit"]["text"]["kl"] < 1e-9 < rows["small"]["text"]["kl"]  # fp32 checkpoints: nothing is rounded
-    assert run_kvcal(capsys, "verify", out / "plan.safetensors", "--model", model).code == 0
+    ran_well("verify", out / "plan.safetensors", "--model", model)
 
 
 @pytest.mark.parametrize("command", ["run", "profile", "allocate", "compile", "inspect", "verify", "eval", "generate"])
-def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    done = run_kvcal(capsys, command, "--help")
-    assert done.code == 0 and "Example" in done.out
+def test_help_has_an_example(command: str) -> None:
+    done = ran_well(command, "--help")
+    assert "Example" in done.out

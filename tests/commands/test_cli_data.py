@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_cases import RECIPE, Outcome, run_kvcal, save_llama
+from cli_cases import RECIPE, Outcome, ran_well, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.__main__ import PANELS
@@ -44,24 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
 @pytest.fixture(scope="module")
 def done(folder: Path) -> Outcome:
     """`kvcal run` on the file, once for all tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        return run_here(patch, folder, "run", folder / "small.toml", "--data", folder / "pairs.jsonl", *NO_TASKS)
-
-
-def run_here(patch: pytest.MonkeyPatch, folder: Path, *arguments: object) -> Outcome:
-    """As run_kvcal, in a fixture of the module."""
-    from kvcal import console
-
-    said: list[str] = []
-    patch.setattr(console.TerminalReporter, "say", lambda self, message: said.append(message))
-    patch.setattr(
-        "sys.argv", ["kvcal", *map(str, arguments), "--model", str(folder / "tiny"), "--out", str(folder / "out")]
-    )
-    from kvcal import __main__ as cli
-
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    return Outcome(int(end.value.code or 0), "", "\n".join(said))
+    given = ("--model", folder / "tiny", "--out", folder / "out", "--data", folder / "pairs.jsonl")
+    return ran_well("run", folder / "small.toml", *given, *NO_TASKS)
 
 
 def test_options_are_spelled_alike() -> None:
@@ -117,38 +101,31 @@ def test_data_may_be_given_several_times() -> None:
         (["math", "tasks", "dialogues"], ["num_samples = 2 leaves no sequence for dialogues", "raise num_samples"]),
     ],
 )
-def test_data_that_cannot_be_meant(
-    data: list[str], words: list[str], folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_data_that_cannot_be_meant(data: list[str], words: list[str], folder: Path, tmp_path: Path) -> None:
     given = [option for source in data for option in ("--data", source)]
-    told = run_kvcal(
-        capsys, "run", folder / "small.toml", "--model", folder / "tiny", "--out", tmp_path, *NO_TASKS, *given
-    )
+    told = run_kvcal("run", folder / "small.toml", "--model", folder / "tiny", "--out", tmp_path, *NO_TASKS, *given)
     assert told.code == 2 and all(word in " ".join(told.err.split()) for word in words), told.err
 
 
-def test_run_on_several_sources(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_run_on_several_sources(folder: Path, tmp_path: Path) -> None:
     """A file and the model's own samples among the sources; a second run samples nothing again."""
     arguments = ("run", folder / "small.toml", "--model", folder / "tiny", "--out", tmp_path, *NO_TASKS)
     arguments += ("--data", f"{folder / 'pairs.jsonl'},weight=2,kind=dialogue", "--data", "samples", "--data", "math")
     arguments += ("--samples", 4, "--set", "evaluate.data.num_samples=4")
-    done = run_kvcal(capsys, *arguments)
-    assert done.code == 0, done.err
+    done = ran_well(*arguments)
     assert "profile: pairs.jsonl 2, samples 1, math 1 (pool fit): 4 sequences" in done.err and TOY not in done.err
     record = load_plan(tmp_path / "plan.safetensors").provenance["calibration"]["profile"]
     assert [(part["source"], part["num_sequences"]) for part in record["parts"]] == [
         ("pairs.jsonl", 2), ("samples", 1), ("math", 1),
     ]  # fmt: skip
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("samples-*.safetensors")}
-    again = run_kvcal(capsys, *arguments)
-    assert again.code == 0 and "profile: profile.safetensors is current, skipped" in again.err
+    again = ran_well(*arguments)
+    assert "profile: profile.safetensors is current, skipped" in again.err
     assert len(kept) == 2 and kept == {path: path.stat().st_mtime_ns for path in kept}
     assert "the plan was calibrated on pairs.jsonl 2, samples 1, math 1, too (profile)" in " ".join(again.err.split())
 
 
-def test_a_model_of_the_users_is_calibrated_on_the_mixture(
-    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_model_of_the_users_is_calibrated_on_the_mixture(folder: Path, tmp_path: Path) -> None:
     text = (
         (folder / "small.toml")
         .read_text()
@@ -160,8 +137,8 @@ def test_a_model_of_the_users_is_calibrated_on_the_mixture(
         (folder / "tiny", "samples 1, python:code 1, dialogues 1, tasks 1"),
         ("reasoner-10m", "tasks"),
     ):
-        told = run_kvcal(capsys, "profile", model, "--recipe", tmp_path / "small.toml", "--out", tmp_path / source[:5])
-        assert told.code == 0 and f"profile: {source}" in told.err
+        told = ran_well("profile", model, "--recipe", tmp_path / "small.toml", "--out", tmp_path / source[:5])
+        assert f"profile: {source}" in told.err
         assert (MIXED in told.err) == (source != "tasks") and TOY not in told.err
 
 
@@ -206,17 +183,13 @@ def test_run_calibrates_and_evaluates_on_the_file(folder: Path, done: Outcome) -
     assert "evaluate: the plan was calibrated on pairs.jsonl, too (profile); no text is in both samples" in done.err
 
 
-def test_eval_says_that_the_plan_saw_the_source(
-    folder: Path, done: Outcome, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_eval_says_that_the_plan_saw_the_source(folder: Path, done: Outcome, tmp_path: Path) -> None:
     shown = ("eval", folder / "out" / "plan.safetensors", "--model", folder / "tiny", "--recipe", folder / "small.toml")
     shown += (*NO_TASKS, "--out", tmp_path)
-    again = run_kvcal(capsys, *shown, "--data", folder / "pairs.jsonl")
-    assert again.code == 0 and "calibrated on pairs.jsonl, too" in again.err
-    other = run_kvcal(
-        capsys, *shown, "--data", folder / "renamed.jsonl", "--set", 'data.columns=["q","a"]', "--samples", 3
-    )
-    assert other.code == 0 and "calibrated on" not in other.err and "3 sequences" in other.out
+    again = ran_well(*shown, "--data", folder / "pairs.jsonl")
+    assert "calibrated on pairs.jsonl, too" in again.err
+    other = ran_well(*shown, "--data", folder / "renamed.jsonl", "--set", 'data.columns=["q","a"]', "--samples", 3)
+    assert "calibrated on" not in other.err and "3 sequences" in other.out
 
 
 @pytest.mark.parametrize(
@@ -224,7 +197,7 @@ def test_eval_says_that_the_plan_saw_the_source(
     [(("search", "best"), "kvcal.run.pipeline.build_plan"), (("tune", "mixkvq"), "kvcal.run.formats.tune_plan")],
 )
 def test_search_and_tune_get_the_given_data(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     arguments: tuple[str, ...], stage: str,
 ) -> None:  # fmt: skip
     given: list[Recipe] = []
@@ -235,54 +208,47 @@ def test_search_and_tune_get_the_given_data(
 
     monkeypatch.setattr(stage, stop)
     common = ("--model", folder / "tiny", "--out", tmp_path, "--set", "data.seed=5")
-    told = run_kvcal(capsys, *arguments, *common, "--data", folder / "pairs.jsonl", "--samples", 3, "--seq-len", 200)
+    told = run_kvcal(*arguments, *common, "--data", folder / "pairs.jsonl", "--samples", 3, "--seq-len", 200)
     assert told.code == 2 and "seen" in told.err and TOY not in told.err and MIXED not in told.err
     assert given[0].data == DataSpec(str(folder / "pairs.jsonl"), 3, 200, 5)
-    assert MIXED in run_kvcal(capsys, *arguments, *common).err
-    assert TOY in run_kvcal(capsys, *arguments, *common, "--data", "tasks").err
+    assert MIXED in run_kvcal(*arguments, *common).err
+    assert TOY in run_kvcal(*arguments, *common, "--data", "tasks").err
 
 
-def test_compare_measures_on_the_file(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_compare_measures_on_the_file(folder: Path, tmp_path: Path) -> None:
     arguments = ("compare", "uniform-4", "--model", folder / "tiny", "--recipe", folder / "small.toml")
     arguments += ("--batch", 2, "--context", 256, "--out", tmp_path, *NO_TASKS)
-    shown = run_kvcal(capsys, *arguments, "--data", folder / "renamed.jsonl", *COLUMNS)
-    assert shown.code == 0 and "renamed.jsonl (pool report): 2 sequences" in shown.out and TOY not in shown.err
+    shown = ran_well(*arguments, "--data", folder / "renamed.jsonl", *COLUMNS)
+    assert "renamed.jsonl (pool report): 2 sequences" in shown.out and TOY not in shown.err
     assert "bits at 2 x 256" in shown.out and "bits at measured length (mean " in shown.out
 
 
-def test_a_plan_is_not_measured_on_its_own_sequences(
-    folder: Path, done: Outcome, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_plan_is_not_measured_on_its_own_sequences(folder: Path, done: Outcome, tmp_path: Path) -> None:
     """Records that are equal up to the cut lie in every pool: only the digests can tell."""
     records = [json.dumps({"question": "again?", "answer": "and again " * 300 + str(i)}) for i in range(80)]
     (tmp_path / "same.jsonl").write_text("\n".join(records))
     arguments = ("run", folder / "small.toml", "--model", folder / "tiny", "--out", tmp_path / "out", *NO_TASKS)
-    found = run_kvcal(capsys, *arguments, "--data", tmp_path / "same.jsonl", "--seq-len", 224)
+    found = run_kvcal(*arguments, "--data", tmp_path / "same.jsonl", "--seq-len", 224)
     assert found.code == 2 and "2 of 2 sequences of same.jsonl" in found.err, found.err
     assert "pool fit of same.jsonl" in found.err and "raise seq_len" in found.err
 
 
-def test_toy_data_are_told(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_toy_data_are_told(folder: Path, tmp_path: Path) -> None:
     arguments = ("profile", folder / "tiny", "--recipe", folder / "small.toml", "--out")
-    toy = run_kvcal(capsys, *arguments, tmp_path / "toy")
-    assert toy.code == 0 and f"note: tiny is calibrated on the {TOY}" in toy.err and "--data" in toy.err
-    own = run_kvcal(
-        capsys, *arguments, tmp_path / "own", "--data", folder / "renamed.jsonl", "--set", 'data.columns=["q","a"]'
-    )
-    assert own.code == 0 and TOY not in own.err and "renamed.jsonl" in own.out
+    toy = ran_well(*arguments, tmp_path / "toy")
+    assert f"note: tiny is calibrated on the {TOY}" in toy.err and "--data" in toy.err
+    own = ran_well(*arguments, tmp_path / "own", "--data", folder / "renamed.jsonl", "--set", 'data.columns=["q","a"]')
+    assert TOY not in own.err and "renamed.jsonl" in own.out
 
 
-def test_a_recipe_without_calibration_has_nothing_to_tell(
-    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_recipe_without_calibration_has_nothing_to_tell(folder: Path, tmp_path: Path) -> None:
     arguments = ("run", "kivi-2", "--model", folder / "tiny", "--out", tmp_path / "out", *NO_TASKS)
-    told = run_kvcal(capsys, *arguments, "--set", f"evaluate.data.source={folder / 'pairs.jsonl'}")
-    assert told.code == 0 and TOY not in told.err and "pairs.jsonl (pool report): 16 sequences" in told.out
+    told = ran_well(*arguments, "--set", f"evaluate.data.source={folder / 'pairs.jsonl'}")
+    assert TOY not in told.err and "pairs.jsonl (pool report): 16 sequences" in told.out
 
 
-def test_an_unknown_task_is_a_usage_error(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_unknown_task_is_a_usage_error(folder: Path, tmp_path: Path) -> None:
     told = run_kvcal(
-        capsys,
         "run",
         folder / "small.toml",
         "--model",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_cases import RECIPE, run_kvcal, save_falcon, save_llama
+from cli_cases import RECIPE, ran_well, run_kvcal, save_falcon, save_llama
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
@@ -109,10 +109,9 @@ def test_refusals(
     files: Files,
     run_folder: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     places = {"tmp": tmp_path, "model": files[0], "recipe": files[1], "run": run_folder}
-    done = run_kvcal(capsys, *(argument.format(**places) for argument in arguments))
+    done = run_kvcal(*(argument.format(**places) for argument in arguments))
     assert (done.code, says.format(**places) in done.err) == (code, True), done.err
     assert "Traceback" not in done.err and done.out == ""
     assert no_temporary_files(tmp_path)
@@ -139,13 +138,11 @@ def test_refusals(
         ("max_size = 20", "max_size = 12", "max_size = 12 is out of range: choose 20 to 5000"),
     ],
 )
-def test_bad_recipes(
-    old: str, new: str, says: str, files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_recipes(old: str, new: str, says: str, files: Files, tmp_path: Path) -> None:
     recipe = tmp_path / "bad.toml"
     assert old in RECIPE
     recipe.write_text(RECIPE.replace(old, new))
-    done = run_kvcal(capsys, "run", recipe, "--model", files[0], "--out", tmp_path / "out")
+    done = run_kvcal("run", recipe, "--model", files[0], "--out", tmp_path / "out")
     assert done.code == 2 and says in done.err and str(recipe) in done.err
     assert not (tmp_path / "out").exists()
 
@@ -157,7 +154,6 @@ def test_a_prompt_that_is_no_text(
     run_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """As a terminal's stdin is read, and as a lenient one is."""
     for errors in ("strict", "surrogateescape"):
@@ -165,47 +161,43 @@ def test_a_prompt_that_is_no_text(
         monkeypatch.setattr(sys, "stdin", stdin)
         output = ("-o", tmp_path / "p.kv") if command == "pack-prefix" else ()
         given = ("--model", files[0], "--plan", run_folder / "plan.safetensors", "--prompt", "-", *output)
-        done = run_kvcal(capsys, command, *given)
+        done = run_kvcal(command, *given)
         assert done.code == 2 and "stdin is not UTF-8" in done.err, done.err
 
 
-def test_unsupported_model(
-    files: Files, tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unsupported_model(files: Files, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     falcon = save_falcon(tmp_path / "falcon", tokenizer)
-    done = run_kvcal(capsys, "profile", falcon, "--out", tmp_path / "out", "--recipe", files[1])
+    done = run_kvcal("profile", falcon, "--out", tmp_path / "out", "--recipe", files[1])
     assert done.code == 4 and "bypasses" in done.err
 
 
-def test_missing_tokenizer(files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_tokenizer(files: Files, tmp_path: Path) -> None:
     bare = shutil.copytree(files[0], tmp_path / "bare")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (bare / name).unlink()
-    done = run_kvcal(capsys, "profile", bare, "--out", tmp_path / "out", "--recipe", files[1])
+    done = run_kvcal("profile", bare, "--out", tmp_path / "out", "--recipe", files[1])
     assert done.code == 2 and "tokenizer" in done.err
 
 
-def test_empty_data(files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_data(files: Files, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     arguments = ("--out", tmp_path / "out", "--recipe", files[1], "--data", tmp_path / "empty.txt")
-    done = run_kvcal(capsys, "profile", files[0], *arguments)
+    done = run_kvcal("profile", files[0], *arguments)
     assert done.code == 2 and "empty" in done.err
 
 
-def test_nan_activations(files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nan_activations(files: Files, tmp_path: Path) -> None:
     broken = shutil.copytree(files[0], tmp_path / "broken")
     weights = load_file(broken / "model.safetensors")
     weights["model.layers.1.self_attn.k_proj.weight"][3, 5] = torch.nan
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    done = run_kvcal(capsys, "profile", broken, "--out", tmp_path / "out", "--recipe", files[1])
+    done = run_kvcal("profile", broken, "--out", tmp_path / "out", "--recipe", files[1])
     assert done.code == 4 and "layer 1" in done.err
     assert not (tmp_path / "out" / "profile.safetensors").exists()
 
 
 @pytest.mark.parametrize("stage", ["profile", "allocation", "plan"])
-def test_truncated_and_flipped_artifacts(
-    stage: str, files: Files, run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_truncated_and_flipped_artifacts(stage: str, files: Files, run_folder: Path, tmp_path: Path) -> None:
     commands = {
         "profile": ("allocate", "{}", "--bits", 4),
         "allocation": ("compile", "{}"),
@@ -215,7 +207,7 @@ def test_truncated_and_flipped_artifacts(
         copy = Path(shutil.copytree(run_folder, tmp_path / str(number)))
         path = copy / f"{stage}.safetensors"
         path.write_bytes(damage(path.read_bytes()))
-        done = run_kvcal(capsys, *(str(argument).format(copy) for argument in commands[stage]))
+        done = run_kvcal(*(str(argument).format(copy) for argument in commands[stage]))
         assert done.code == 5 and path.name in done.err, done.err
 
 
@@ -250,17 +242,16 @@ def test_folder_of_another_model(
     run_folder: Path,
     other_model: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Whatever else differs, too: the folder is left alone. `kvcal allocate`'s model is its profile's."""
     folder = Path(shutil.copytree(run_folder, tmp_path / "out"))
     if command.startswith("allocate"):
-        run_kvcal(capsys, "profile", other_model, "--recipe", files[1], "--out", tmp_path / "of-other")
+        run_kvcal("profile", other_model, "--recipe", files[1], "--out", tmp_path / "of-other")
         shutil.copy(tmp_path / "of-other" / "profile.safetensors", folder)
     (text := tmp_path / "text.txt").write_text("one two three four five six seven\n" * 4000)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     places = {"recipe": files[1], "other": other_model, "run": folder, "text": text}
-    done = run_kvcal(capsys, *(argument.format(**places) for argument in command.split()))
+    done = run_kvcal(*(argument.format(**places) for argument in command.split()))
     assert done.code == 5 and "was made from another model: model.weights_sha256" in done.err, done.err
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
@@ -269,7 +260,6 @@ def test_an_unfinished_stage_of_another_model(
     files: Files,
     other_model: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def interrupt(*arguments: object) -> None:
@@ -278,20 +268,19 @@ def test_an_unfinished_stage_of_another_model(
     out = ("--out", tmp_path / "out", "--recipe", files[1])
     with monkeypatch.context() as patched:
         patched.setattr(profile_stage, "divergence_means", interrupt)
-        assert run_kvcal(capsys, "profile", files[0], *out).code == 130
+        assert run_kvcal("profile", files[0], *out).code == 130
     partial = tmp_path / "out" / "profile.partial.safetensors"
     before = partial.read_bytes()
-    done = run_kvcal(capsys, "profile", other_model, *out)
+    done = run_kvcal("profile", other_model, *out)
     assert done.code == 5 and f"{partial} was made from another model" in done.err
     assert partial.read_bytes() == before
-    assert "goes on after" in run_kvcal(capsys, "profile", files[0], *out).err
+    assert "goes on after" in run_kvcal("profile", files[0], *out).err
 
 
 def test_full_disk(
     files: Files,
     run_folder: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     copy = Path(shutil.copytree(run_folder, tmp_path / "out"))
@@ -307,7 +296,7 @@ def test_full_disk(
         ("profile", files[0], "--out", copy, "--recipe", files[1], "--set", "data.seed=9"),
         ("eval", copy / "plan.safetensors", "--model", files[0], "--recipe", files[1], "--out", copy),
     ):
-        done = run_kvcal(capsys, *arguments)
+        done = run_kvcal(*arguments)
         assert done.code == 5 and "No space left" in done.err, done.err
     assert {path.name: path.read_bytes() for path in copy.iterdir()} == before
 
@@ -318,7 +307,6 @@ def test_interrupt_in_every_stage_and_resume(
     files: Files,
     run_folder: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ctrl-C at a stage's first write of a result (and, for the profile, after its first sample)."""
@@ -336,11 +324,10 @@ def test_interrupt_in_every_stage_and_resume(
             patched.setattr(pipeline, "save_plan", interrupt)
         else:
             patched.setattr("kvcal.stages.evaluate.measure_tasks", interrupt)
-        stopped = run_kvcal(capsys, "run", files[1], "--model", files[0], "--out", out)
+        stopped = run_kvcal("run", files[1], "--model", files[0], "--out", out)
     assert stopped.code == 130 and "interrupted" in stopped.err
     assert no_temporary_files(out)
-    done = run_kvcal(capsys, "run", files[1], "--model", files[0], "--out", out)
-    assert done.code == 0, done.err
+    done = ran_well("run", files[1], "--model", files[0], "--out", out)
     if stage == "profile":
         assert "goes on after" in done.err
     assert (out / "plan.safetensors").read_bytes() == (run_folder / "plan.safetensors").read_bytes()

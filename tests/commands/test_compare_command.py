@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from cli_cases import Outcome, run_kvcal, save_llama
+from cli_cases import Outcome, ran_well, run_kvcal, save_llama
 from compare_cases import BASELINE_NAMES, by_name, write_recipes
 from transformers import PreTrainedTokenizerBase
 
@@ -25,31 +24,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedToke
     model = save_llama(folder / "tiny-llama", tokenizer)
     arguments: list[object] = ["compare", *small_recipes, "--model", model, "--recipe", small_recipes[0]]
     arguments += ["--batch", 2, "--context", 4096, "--out", folder / "out"]
-    with pytest.MonkeyPatch.context() as patch:
-        done = _capture(patch, *arguments, "--bits", 5, "--bits", 1, "--bits", 4, "--json")
+    done = run_kvcal(*arguments, "--bits", 5, "--bits", 1, "--bits", 4, "--json")
     return folder / "out", arguments, done
-
-
-def _capture(patch: pytest.MonkeyPatch, *arguments: object) -> Outcome:
-    """run_kvcal for a fixture of the module, which cannot have capsys."""
-    import io
-    import sys
-
-    class Streams:
-        def readouterr(self) -> Streams:
-            self.out, self.err = sys.stdout.getvalue(), sys.stderr.getvalue()  # type: ignore[attr-defined]
-            return self
-
-    patch.setattr(sys, "stdout", io.StringIO())
-    patch.setattr(sys, "stderr", io.StringIO())
-    return run_kvcal(Streams(), *arguments)  # type: ignore[arg-type]
 
 
 def test_command_measures_every_recipe(finished: Finished) -> None:
     out, _, done = finished
     assert done.code == 0, done.err
     stored = load_comparison(out / "compare.json")
-    assert json.loads(done.out) == dump(stored)
+    assert done.json == dump(stored)
     assert {path.name for path in out.iterdir()} == {
         "compare.json", "compare.png", "evaluation.json", "plans", "report.html"
     }  # fmt: skip
@@ -69,11 +52,11 @@ def test_command_measures_every_recipe(finished: Finished) -> None:
     assert len(profiles) == 1
 
 
-def test_second_command_prints_the_table(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+def test_second_command_prints_the_table(finished: Finished) -> None:
     out, arguments, _ = finished
     before, picture = load_comparison(out / "compare.json"), (out / "compare.png").read_bytes()
-    done = run_kvcal(capsys, *arguments, "--bits", 5, "--bits", 1, "--bits", 4)
-    assert done.code == 0 and done.err.count("is measured already") == 6
+    done = ran_well(*arguments, "--bits", 5, "--bits", 1, "--bits", 4)
+    assert done.err.count("is measured already") == 6
     assert "profile: profile.safetensors is current" in done.err
     for words in ("plan", "chain %", "recovered", "calibration s", "small @ 5", "too small", "(kept)"):
         assert words in done.out
@@ -81,10 +64,10 @@ def test_second_command_prints_the_table(finished: Finished, capsys: pytest.Capt
     assert (out / "compare.png").read_bytes() == picture
 
 
-def test_nothing_measured_is_the_error_of_the_recipe(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_measured_is_the_error_of_the_recipe(finished: Finished) -> None:
     out, arguments, _ = finished
     only_small = [argument for argument in arguments if not str(argument).endswith("fixed.toml")]
-    done = run_kvcal(capsys, *only_small, "--bits", 1, "--quiet")
+    done = run_kvcal(*only_small, "--bits", 1, "--quiet")
     assert done.code == 3 and "too small" in done.out and "kivi-2" in done.out
 
 
@@ -97,27 +80,26 @@ def test_nothing_measured_is_the_error_of_the_recipe(finished: Finished, capsys:
         (["--batch", 0], "batch"),
     ],
 )
-def test_bad_arguments(finished: Finished, capsys: pytest.CaptureFixture[str], extra: list[object], says: str) -> None:
-    done = run_kvcal(capsys, *finished[1], *extra)
+def test_bad_arguments(finished: Finished, extra: list[object], says: str) -> None:
+    done = run_kvcal(*finished[1], *extra)
     assert done.code == 2 and says in done.err and done.out == ""
 
 
-def test_no_recipe_and_help(capsys: pytest.CaptureFixture[str]) -> None:
-    done = run_kvcal(capsys, "compare", "--model", "reasoner-10m")
+def test_no_recipe_and_help() -> None:
+    done = run_kvcal("compare", "--model", "reasoner-10m")
     assert done.code == 2 and "Missing argument" in done.err
-    done = run_kvcal(capsys, "compare", "--help")
-    assert done.code == 0 and done.out.count("Example") == 3
+    done = ran_well("compare", "--help")
+    assert done.out.count("Example") == 3
 
 
 def test_the_tasks_and_their_limit_are_those_of_the_command_line(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     small_recipes = write_recipes(tmp_path)
     model = save_llama(tmp_path / "tiny-llama", tokenizer)
     arguments = ["compare", small_recipes[1], "--model", model, "--recipe", small_recipes[0], "--batch", 2]
-    done = run_kvcal(capsys, *arguments, "--tasks", "times,chain", "--limit", 2, "--out", tmp_path / "out", "--json")
-    assert done.code == 0, done.err
+    done = ran_well(*arguments, "--tasks", "times,chain", "--limit", 2, "--out", tmp_path / "out", "--json")
     for _, row in load_comparison(tmp_path / "out" / "compare.json").measured:
         assert [(task.task, task.num_problems) for task in row.tasks] == [("times", 2), ("chain", 2)]
-    done = run_kvcal(capsys, *arguments, "--tasks", "no-such-task", "--out", tmp_path / "other")
+    done = run_kvcal(*arguments, "--tasks", "no-such-task", "--out", tmp_path / "other")
     assert done.code == 2 and not (tmp_path / "other").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from itertools import product
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from cli_cases import RECIPE, made_by_kvcal, run_kvcal, save_llama
+from cli_cases import RECIPE, ran_well, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.charts.layers import draw_profile
@@ -47,16 +46,14 @@ def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     (folder / "small.toml").write_text(SMALL)
     (folder / "searched.toml").write_text(RECIPE.replace('same_bytes_as = "kivi-2"', "bits = 5.0") + SEARCH)
     small = ("--recipe", folder / "small.toml", "--out", folder / "plans", "--name", "a", "--bits", 4.5)
-    made_by_kvcal("plan", model, *small, *SIZES, "--quiet")
+    ran_well("plan", model, *small, *SIZES, "--quiet")
     searched = ("--model", model, "--out", folder / "searched", *SIZES)
-    made_by_kvcal("search", folder / "searched.toml", *searched, "--quiet")
+    ran_well("search", folder / "searched.toml", *searched, "--quiet")
     return folder
 
 
-def explained(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    done = run_kvcal(capsys, "explain", *arguments, "--json")
-    assert done.code == 0, done.err
-    return json.loads(done.out)
+def explained(*arguments: object) -> dict[str, Any]:
+    return ran_well("explain", *arguments, "--json").json
 
 
 class Way(NamedTuple):
@@ -81,9 +78,9 @@ def ways_of(profile: Profile, lengths: tuple[int, ...]) -> list[list[Way]]:
     return units
 
 
-def test_every_figure_is_that_of_all_plans(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_figure_is_that_of_all_plans(made: Path) -> None:
     path = made / "plans" / "a" / "plan.safetensors"
-    value = explained(capsys, path)
+    value = explained(path)
     plan, profile = load_plan(path), load_profile(made / "plans" / "profile.safetensors")
     allocation, _ = load_allocation(path.with_name("allocation.safetensors"))
     units = ways_of(profile, plan.workload.lengths)
@@ -127,9 +124,9 @@ def test_every_figure_is_that_of_all_plans(made: Path, capsys: pytest.CaptureFix
     assert sum(swap["nbytes"] for swap in more["swaps"]) == more["nbytes_after"] - taken
 
 
-def test_risks_are_shares_of_what_was_measured(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_risks_are_shares_of_what_was_measured(made: Path) -> None:
     path = made / "plans" / "a" / "plan.safetensors"
-    risks = [risk for risk in explained(capsys, path)["risks"] if risk["kind"] == "head"]
+    risks = [risk for risk in explained(path)["risks"] if risk["kind"] == "head"]
     plan, profile = load_plan(path), load_profile(made / "plans" / "profile.safetensors")
     heads = {}
     for layer in plan.layers:
@@ -145,20 +142,20 @@ def test_risks_are_shares_of_what_was_measured(made: Path, capsys: pytest.Captur
     assert [risk["share"] for risk in risks] == pytest.approx([heads[name] / sum(heads.values()) for name in worst])
 
 
-def test_one_layer_shows_what_others_better_too(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_layer_shows_what_others_better_too(made: Path) -> None:
     path = made / "plans" / "a" / "plan.safetensors"
-    done = run_kvcal(capsys, "explain", path, "--layer", 1)
-    assert done.code == 0 and "layer 0" not in done.out.split("What 10 %")[0]
+    done = ran_well("explain", path, "--layer", 1)
+    assert "layer 0" not in done.out.split("What 10 %")[0]
     assert "no better than" in done.out and "(chosen)" in done.out and "elsewhere" in done.out
-    assert "no better than" not in run_kvcal(capsys, "explain", path).out
-    assert explained(capsys, path, "--layer", 1)["more"] == explained(capsys, path)["more"]
-    done = run_kvcal(capsys, "explain", path, "--layer", 7)
+    assert "no better than" not in run_kvcal("explain", path).out
+    assert explained(path, "--layer", 1)["more"] == explained(path)["more"]
+    done = run_kvcal("explain", path, "--layer", 7)
     assert done.code == 2 and "--layer 7: nothing was chosen there" in done.err and "layers with one: 0, 1" in done.err
 
 
-def test_a_search_is_explained_by_its_estimates(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_is_explained_by_its_estimates(made: Path) -> None:
     folder = Folder(made / "searched")
-    value, report = explained(capsys, folder.plan), load_search(folder.search).report
+    value, report = explained(folder.plan), load_search(folder.search).report
     assert value["source"] == "search" and len(value["units"]) == len(report.units) > 0
     for unit, kept in zip(value["units"], report.units, strict=True):
         by_name = {option["name"]: option for option in unit["options"]}
@@ -175,57 +172,54 @@ def test_a_search_is_explained_by_its_estimates(made: Path, capsys: pytest.Captu
     texts = [(risk["what"], risk["value"], risk["error"]) for risk in value["risks"] if risk["kind"] == "text"]
     pools = (("select", report.select), ("validate", report.validate))
     assert texts == [(f"{k.kind} ({name})", k.kl, k.kl_error) for name, pool in pools for k in pool.kinds]
-    assert "±" in run_kvcal(capsys, "explain", folder.plan).out
+    assert "±" in run_kvcal("explain", folder.plan).out
 
 
-def test_a_plan_elsewhere_needs_its_folder(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_elsewhere_needs_its_folder(made: Path, tmp_path: Path) -> None:
     path = made / "plans" / "a" / "plan.safetensors"
     shutil.copy(path, tmp_path / "p.safetensors")
-    done = run_kvcal(capsys, "explain", tmp_path / "p.safetensors")
+    done = run_kvcal("explain", tmp_path / "p.safetensors")
     assert done.code == 5 and "allocation.safetensors is missing" in done.err and "hint: give --folder" in done.err
-    there = explained(capsys, tmp_path / "p.safetensors", "--folder", path.parent)
-    assert there == explained(capsys, path)
+    there = explained(tmp_path / "p.safetensors", "--folder", path.parent)
+    assert there == explained(path)
 
 
-def test_artifacts_of_something_else_are_refused(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_artifacts_of_something_else_are_refused(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "plans", tmp_path / "plans")
     path = tmp_path / "plans" / "a" / "plan.safetensors"
     shutil.copy(made / "plans" / "profile.safetensors", tmp_path / "profile.safetensors")
     (tmp_path / "plans" / "profile.safetensors").unlink()
-    done = run_kvcal(capsys, "explain", path)
+    done = run_kvcal("explain", path)
     assert done.code == 5 and "profile.safetensors is missing" in done.err
-    done = run_kvcal(capsys, "allocate", tmp_path, "--bits", 9, "--name", "plans", *SIZES)
-    assert done.code == 0
-    done = run_kvcal(capsys, "explain", path, "--folder", tmp_path / "plans")
+    done = ran_well("allocate", tmp_path, "--bits", 9, "--name", "plans", *SIZES)
+    done = run_kvcal("explain", path, "--folder", tmp_path / "plans")
     assert done.code == 5 and "allocation.safetensors is of another plan" in done.err
 
     shutil.copy(made / "searched" / "plan.safetensors", tmp_path / "plan.safetensors")
     shutil.copy(made / "searched" / "allocation.safetensors", tmp_path / "allocation.safetensors")
-    done = run_kvcal(capsys, "explain", tmp_path / "plan.safetensors")
+    done = run_kvcal("explain", tmp_path / "plan.safetensors")
     assert done.code == 5 and "is not the search that the plan was made from" in done.err
 
 
-def test_fixed_formats_have_no_reason(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fixed_formats_have_no_reason(made: Path, tmp_path: Path) -> None:
     few = ("--set", "evaluate.tasks=[]", "--set", "evaluate.against=[]", "--samples", 1, "--seq-len", 200)
-    assert run_kvcal(capsys, "run", "kivi-2", "--model", made / "model", "--out", tmp_path, *few).code == 0
-    done = run_kvcal(capsys, "explain", tmp_path / "plan.safetensors")
+    ran_well("run", "kivi-2", "--model", made / "model", "--out", tmp_path, *few)
+    done = run_kvcal("explain", tmp_path / "plan.safetensors")
     assert done.code == 5 and "nothing was solved for: kivi-2 fixes the formats" in done.err
     page = (tmp_path / "report.html").read_text()
     assert 'id="bits"' in page and "nothing was solved for" in page
 
 
-def test_reports_lie_beside_plans_and_are_written_anew(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_lie_beside_plans_and_are_written_anew(made: Path) -> None:
     for folder in (made / "plans" / "a", made / "searched"):
         path = folder / "report.html"
         before = path.read_bytes()
         path.unlink()
-        done = run_kvcal(capsys, "report", folder)
-        assert done.code == 0 and f"report: {path}" in done.err
+        done = ran_well("report", folder)
+        assert f"report: {path}" in done.err
         assert path.read_bytes() == before
     value, page = (
-        explained(capsys, made / "plans" / "a" / "plan.safetensors"),
+        explained(made / "plans" / "a" / "plan.safetensors"),
         (made / "plans/a/report.html").read_text(),
     )
     for unit in value["units"]:
@@ -238,20 +232,18 @@ def test_reports_lie_beside_plans_and_are_written_anew(made: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("granularity", ["block", "head"])
-def test_blocks_and_heads_are_units_of_their_own(
-    granularity: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_blocks_and_heads_are_units_of_their_own(granularity: str, made: Path, tmp_path: Path) -> None:
     shutil.copy(made / "plans" / "profile.safetensors", tmp_path)
     sets = ("--set", f"allocate.granularity={granularity}", "--set", "allocate.objective=sensitivity")
-    assert run_kvcal(capsys, "allocate", tmp_path, "--bits", 6, *SIZES, *sets).code == 0
-    assert run_kvcal(capsys, "compile", tmp_path).code == 0
-    assert run_kvcal(capsys, "allocate", tmp_path, "--sweep", *SIZES, *sets).code == 0
+    ran_well("allocate", tmp_path, "--bits", 6, *SIZES, *sets)
+    ran_well("compile", tmp_path)
+    ran_well("allocate", tmp_path, "--sweep", *SIZES, *sets)
     for name in ("allocation.png", "sweep.png"):
         assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     for number in (1, 2):
         draw_profile(load_profile(tmp_path / "profile.safetensors"), tmp_path / f"profile{number}.png")
     assert (tmp_path / "profile1.png").read_bytes() == (tmp_path / "profile2.png").read_bytes()
-    value, plan = explained(capsys, tmp_path / "plan.safetensors"), load_plan(tmp_path / "plan.safetensors")
+    value, plan = explained(tmp_path / "plan.safetensors"), load_plan(tmp_path / "plan.safetensors")
     names = [unit["name"] for unit in value["units"]]
     expected = {"block": ["layer 0 K and V", "layer 1 K and V"],
                 "head": [f"layer {n} {s} head {h}" for n in (0, 1) for s in "KV" for h in (0, 1)]}  # fmt: skip
@@ -266,6 +258,6 @@ def test_blocks_and_heads_are_units_of_their_own(
 
 
 @pytest.mark.parametrize("command", ["explain", "report"])
-def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    done = run_kvcal(capsys, command, "--help")
-    assert done.code == 0 and "Example" in done.out
+def test_help_has_an_example(command: str) -> None:
+    done = ran_well(command, "--help")
+    assert "Example" in done.out

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_cases import RECIPE, Outcome, made_by_kvcal, run_kvcal, save_llama
+from cli_cases import RECIPE, Outcome, ran_well, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.errors import GateFailed, UsageError
@@ -20,50 +20,50 @@ def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     folder = tmp_path_factory.mktemp("gates")
     model = save_llama(folder / "model", tokenizer)
     (folder / "small.toml").write_text(RECIPE)
-    made_by_kvcal("run", "uniform-2", "--model", model, "--out", folder / "run", "--set", "evaluate.tasks=[]",
-                  "--set", "evaluate.against=[]", "--samples", 1, "--seq-len", 200)  # fmt: skip
+    ran_well("run", "uniform-2", "--model", model, "--out", folder / "run", "--set", "evaluate.tasks=[]",
+             "--set", "evaluate.against=[]", "--samples", 1, "--seq-len", 200)  # fmt: skip
     return folder
 
 
-def evaluated(capsys: pytest.CaptureFixture[str], made: Path, *arguments: object) -> Outcome:
+def evaluated(made: Path, *arguments: object) -> Outcome:
     """`kvcal eval` of the plan; what one call measured, the next one keeps."""
     plan = made / "run" / "plan.safetensors"
     return run_kvcal(
-        capsys, "eval", plan, "--model", made / "model", "--recipe", made / "small.toml", "--out", made / "eval",
+        "eval", plan, "--model", made / "model", "--recipe", made / "small.toml", "--out", made / "eval",
         "--set", "evaluate.against=[]", *arguments,
     )  # fmt: skip
 
 
-def test_a_row_of_16_bits_is_always_there(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = evaluated(capsys, made, "--json")
+def test_a_row_of_16_bits_is_always_there(made: Path) -> None:
+    done = evaluated(made, "--json")
     assert done.code == 0, done.err
-    value = json.loads(done.out)
+    value = done.json
     assert [row["name"] for row in value["rows"]] == ["16-bit", "plan"] and value["gates"] == []
-    again = evaluated(capsys, made, "--set", 'evaluate.against=["kivi-2", "16-bit"]', "--json")
-    assert [row["name"] for row in json.loads(again.out)["rows"]] == ["kivi-2", "16-bit", "plan"]
+    again = evaluated(made, "--set", 'evaluate.against=["kivi-2", "16-bit"]', "--json")
+    assert [row["name"] for row in again.json["rows"]] == ["kivi-2", "16-bit", "plan"]
 
 
-def test_gates_that_pass_and_gates_that_fail(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    row = json.loads(evaluated(capsys, made, "--json").out)["rows"][-1]
+def test_gates_that_pass_and_gates_that_fail(made: Path) -> None:
+    row = json.loads(evaluated(made, "--json").out)["rows"][-1]
     kl, nbytes = row["text"]["kl"], row["total_bytes"]
     assert kl > 0 and nbytes == load_plan(made / "run" / "plan.safetensors").predicted_bytes
     wide = ("--max-kl", 2 * kl, "--min-accuracy", "chain=0", "--min-accuracy", "0", "--max-bytes", nbytes)
-    done = evaluated(capsys, made, *wide, "--json")
+    done = evaluated(made, *wide, "--json")
     assert done.code == 0, done.err
-    gates = json.loads(done.out)["gates"]
+    gates = done.json["gates"]
     assert [one["gate"] for one in gates] == ["max_kl", "min_accuracy chain", "min_accuracy all", "max_bytes"]
     assert all(one["passed"] for one in gates) and gates[0]["measured"] == kl
     assert gates[0]["standard_error"] == row["text"]["kl_se"]
 
     narrow = ("--max-kl", kl / 2, "--min-accuracy", "chain=0", "--max-bytes", nbytes - 1)
-    done = evaluated(capsys, made, *narrow, "--json")
+    done = evaluated(made, *narrow, "--json")
     assert done.code == 7
-    assert [one["passed"] for one in json.loads(done.out)["gates"]] == [False, True, False]
+    assert [one["passed"] for one in done.json["gates"]] == [False, True, False]
     error = json.loads(done.err.splitlines()[-1])["error"]
     assert error["kind"] == "GateFailed" and error["exit_code"] == 7
     assert "plan.safetensors fails 2 of 3 gates: max_kl:" in error["message"] and "max_bytes:" in error["message"]
 
-    done = evaluated(capsys, made, *narrow)
+    done = evaluated(made, *narrow)
     assert done.code == 7 and "16-bit" in done.out and "FAILED" in done.out and "passed" in done.out
     assert "error: plan.safetensors fails 2 of 3 gates" in done.err
 
@@ -82,9 +82,9 @@ def test_gates_that_pass_and_gates_that_fail(made: Path, capsys: pytest.CaptureF
     ],
 )
 def test_a_limit_that_cannot_be_held_is_refused_before_anything_is_measured(
-    limits: tuple[str, ...], says: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    limits: tuple[str, ...], says: str, made: Path, tmp_path: Path
 ) -> None:
-    done = evaluated(capsys, made, "--out", tmp_path / "out", *limits)
+    done = evaluated(made, "--out", tmp_path / "out", *limits)
     assert done.code == 2 and says in done.err and not (tmp_path / "out").exists()
 
 
@@ -109,11 +109,10 @@ def test_limits_are_read_by_task() -> None:
 )
 def test_errors_are_json_where_results_are(
     command: tuple[str, ...], code: int, kind: str, place: str | None, says: str, made: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     (tmp_path / "wrong.toml").write_text("zap = 1\n[allocate]\nbits = 3\n")
     places = {"tmp": tmp_path, "made": made}
-    done = run_kvcal(capsys, *(word.format(**places) for word in command), "--json")
+    done = run_kvcal(*(word.format(**places) for word in command), "--json")
     assert done.code == code and not done.out
     (line,) = done.err.splitlines()
     error = json.loads(line)["error"]
@@ -122,16 +121,16 @@ def test_errors_are_json_where_results_are(
     assert error["hint"] is None or isinstance(error["hint"], str)
 
 
-def test_an_infeasible_budget_tells_the_smallest_one(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made_by_kvcal("profile", made / "model", "--out", made / "run", "--recipe", made / "small.toml")
-    done = run_kvcal(capsys, "allocate", made / "run", "--kv-budget", "20KB", "--json")
+def test_an_infeasible_budget_tells_the_smallest_one(made: Path) -> None:
+    ran_well("profile", made / "model", "--out", made / "run", "--recipe", made / "small.toml")
+    done = run_kvcal("allocate", made / "run", "--kv-budget", "20KB", "--json")
     error = json.loads(done.err.splitlines()[-1])["error"]
     assert (done.code, error["kind"]) == (3, "InfeasibleBudget") and not done.out
     smallest = error["smallest_bytes"]
-    assert run_kvcal(capsys, "allocate", made / "run", "--kv-budget", smallest, "--json").code == 0
+    ran_well("allocate", made / "run", "--kv-budget", smallest, "--json")
 
 
-def test_help_and_version_end_well_beside_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_version_end_well_beside_json() -> None:
     for arguments in (("size", "--help", "--json"), ("--version",)):
-        done = run_kvcal(capsys, *arguments)
-        assert done.code == 0 and done.out and not done.err
+        done = ran_well(*arguments)
+        assert done.out and not done.err

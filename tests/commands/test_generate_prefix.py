@@ -3,7 +3,6 @@ prompt, plan or model is refused."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,12 +43,11 @@ class Case:
         self,
         folder: Path,
         tokenizer: PreTrainedTokenizerBase,
-        capsys: pytest.CaptureFixture[str],
         k: Format = COARSE,
         v: Format = VALUES,
         prefix: str = MANUAL,
     ) -> None:
-        self.capsys, self.plan_file, self.prefix_file = capsys, folder / "plan.safetensors", folder / "p.kv"
+        self.plan_file, self.prefix_file = folder / "plan.safetensors", folder / "p.kv"
         self.model = attentive(save_llama(folder / "model", tokenizer))
         self.loaded: LoadedModel = load(str(self.model), device="cpu")
         layers = tuple(LayerPlan(layer.geometry, (k,), (v,)) for layer in bare_layers(self.loaded.geometry))
@@ -60,13 +58,13 @@ class Case:
 
     def run(self, command: str, *arguments: object) -> Outcome:
         where = ("--model", self.model, "--plan", self.plan_file, "--device", "cpu")
-        return run_kvcal(self.capsys, command, *where, *arguments)
+        return run_kvcal(command, *where, *arguments)
 
     def generate(self, prompt: str, *arguments: object, with_prefix: bool = True) -> dict[str, object]:
         prefix = ("--prefix", self.prefix_file) if with_prefix else ()
         done = self.run("generate", "--prompt", prompt, *prefix, "--max-new-tokens", 24, "--json", *arguments)
         assert done.code == 0, done.err
-        found: dict[str, object] = json.loads(done.out)
+        found: dict[str, object] = done.json
         assert found.pop("prefix_tokens", 0) == (
             len(prompt_tokens(self.loaded, MANUAL, False, 0)) if with_prefix else 0
         )
@@ -89,8 +87,8 @@ class Case:
 
 
 @pytest.fixture
-def case(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]) -> Case:
-    return Case(tmp_path, tokenizer, capsys)
+def case(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Case:
+    return Case(tmp_path, tokenizer)
 
 
 def test_the_whole_prefix_gives_what_the_prompt_gives(case: Case) -> None:
@@ -102,9 +100,9 @@ def test_the_whole_prefix_gives_what_the_prompt_gives(case: Case) -> None:
 
 @pytest.mark.parametrize("k", [COARSE, HEARING], ids=["coarse", "hearing queries"])
 def test_a_longer_prompt_gives_what_it_gives_in_two_parts(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str], k: Format
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, k: Format
 ) -> None:
-    case = Case(tmp_path, tokenizer, capsys, k)
+    case = Case(tmp_path, tokenizer, k)
     greedy = case.generate(MANUAL + QUESTION)
     assert greedy["text"] == case.in_two_parts()
     whole = case.generate(MANUAL + QUESTION, with_prefix=False)
@@ -116,9 +114,9 @@ def test_a_longer_prompt_gives_what_it_gives_in_two_parts(
 
 
 def test_at_16_bits_a_longer_prompt_gives_what_it_gives_in_one_part(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    case = Case(tmp_path, tokenizer, capsys, RAW, RAW)
+    case = Case(tmp_path, tokenizer, RAW, RAW)
     assert case.generate(MANUAL + QUESTION) == case.generate(MANUAL + QUESTION, with_prefix=False)
 
 
@@ -146,11 +144,9 @@ def test_prompts_that_are_refused(case: Case, prompt: str, arguments: tuple[obje
     assert done.code == 2 and message in done.err, done.err
 
 
-def test_a_prefix_whose_last_word_goes_on_is_refused(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prefix_whose_last_word_goes_on_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """The text begins with the prefix's, its tokens do not: "Times" is one, "Timestep" begins otherwise."""
-    case = Case(tmp_path, tokenizer, capsys, prefix="3 + 4 Times")
+    case = Case(tmp_path, tokenizer, prefix="3 + 4 Times")
     done = case.run("generate", "--prompt", "3 + 4 Timestep", "--prefix", case.prefix_file)
     assert done.code == 2 and "does not begin with the prefix" in done.err and "cannot join its last word" in done.err
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from cli_cases import run_kvcal, save_family
+from cli_cases import ran_well, run_kvcal, save_family
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.models.load import load
@@ -53,14 +53,13 @@ def least(model: Path) -> int:
     return found.shapes.least
 
 
-def test_a_run_writes_the_same_bytes(model: Path, least: int, tmp_path: Path, capsys) -> None:
+def test_a_run_writes_the_same_bytes(model: Path, least: int, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE)
     folders = []
     for name, options in (("whole", []), ("streamed", ["--memory", f"{least}B"])):
         folders.append(tmp_path / name)
-        done = run_kvcal(capsys, "run", recipe, "--model", model, "--device", "cpu", *options, "--out", folders[-1])
-        assert done.code == 0, done.err
+        done = ran_well("run", recipe, "--model", model, "--device", "cpu", *options, "--out", folders[-1])
     assert "memory: 0 of 3 layers of" in done.err and "the other 3 take turns in 1 places" in done.err
     whole, streamed = ({path.name: path for path in folder.glob("*.safetensors")} for folder in folders)
     assert (
@@ -73,12 +72,11 @@ def test_a_run_writes_the_same_bytes(model: Path, least: int, tmp_path: Path, ca
     texts = [(folder / "evaluation.json").read_text() for folder in folders]
     evaluations = [re.sub(r'"(seconds|digest)": \S+', "", text) for text in texts]
     assert evaluations[0] == evaluations[1]
-    verified = run_kvcal(capsys, "verify", whole["plan.safetensors"], "--model", model, "--memory", "200MB")
-    assert verified.code == 0, verified.err
+    ran_well("verify", whole["plan.safetensors"], "--model", model, "--memory", "200MB")
 
 
 @pytest.mark.parametrize(("memory", "message"), [("much", "cannot read 'much'"), ("100KB", "not one of 3 layers")])
-def test_memory_that_cannot_be_used_is_refused(memory: str, message: str, model: Path, tmp_path: Path, capsys) -> None:
+def test_memory_that_cannot_be_used_is_refused(memory: str, message: str, model: Path, tmp_path: Path) -> None:
     given = ["--model", model, "--device", "cpu", "--memory", memory, "--out", tmp_path / "out"]
-    done = run_kvcal(capsys, "run", "uniform-4", *given)
+    done = run_kvcal("run", "uniform-4", *given)
     assert done.code != 0 and message in done.err and "hint" in done.err

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli_cases import RECIPE, made_by_kvcal, run_kvcal, save_llama
+from cli_cases import RECIPE, ran_well, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.folder import Folder
@@ -31,7 +31,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     model = save_llama(folder / "model", tokenizer)
     (folder / "small.toml").write_text(RECIPE)
     arguments = ("--recipe", folder / "small.toml", "--out", folder / "plans", "--bits", 4, *SIZES)
-    done = made_by_kvcal("plan", model, *arguments, "-o", folder / "first.safetensors", "--json")
+    done = ran_well("plan", model, *arguments, "-o", folder / "first.safetensors", "--json")
     (folder / "first.json").write_text(done.out)
     return folder
 
@@ -75,39 +75,35 @@ def test_expected_kl_is_the_sum_of_the_chosen_formats(made: Path) -> None:
     assert CacheSpec().num_sink_tokens != profile.cache.num_sink_tokens  # formats are the profile's own
 
 
-def test_another_budget_leaves_the_first_and_uses_its_profile(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_budget_leaves_the_first_and_uses_its_profile(made: Path, tmp_path: Path) -> None:
     before = (made / "plans" / "small-4bits-2x4096" / "plan.safetensors").read_bytes()
     arguments = ("plan", made / "model", "--recipe", made / "small.toml", "--out", made / "plans", *SIZES)
-    done = run_kvcal(capsys, *arguments, "--kv-budget", "550KB")
-    assert done.code == 0, done.err
+    done = ran_well(*arguments, "--kv-budget", "550KB")
     assert "profile: profile.safetensors is current, skipped" in done.err and "verify: 5 checks passed" in done.err
     assert "expected KL" in done.out and "largest batch at 4096 tokens" in done.out
     small = made / "plans" / "small-kv-550KB-2x4096"
     assert f"next: kvcal eval {small}/plan.safetensors --model {made / 'model'}" in done.err
     assert load_plan(small / "plan.safetensors").predicted_bytes <= 550_000
     assert (made / "plans" / "small-4bits-2x4096" / "plan.safetensors").read_bytes() == before
-    again = run_kvcal(capsys, *arguments, "--kv-budget", "550KB")
+    again = run_kvcal(*arguments, "--kv-budget", "550KB")
     assert (
         "allocate: allocation.safetensors is current" in again.err
         and "compile: plan.safetensors is current" in again.err
     )
 
 
-def test_a_budget_of_the_device_counts_weights(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = run_kvcal(capsys, "plan", made / "model", "--recipe", made / "small.toml", "--out", made / "plans", *SIZES,
-                     "--budget", "20MB", "--name", "device", "--json")  # fmt: skip
-    assert done.code == 0, done.err
-    value = json.loads(done.out)
-    sized = run_kvcal(capsys, "size", made / "model", "--memory", "20MB", *SIZES, "--json")
-    raw = next(row for row in json.loads(sized.out)["rows"] if row["recipe"] == "16-bit")
+def test_a_budget_of_the_device_counts_weights(made: Path) -> None:
+    done = ran_well("plan", made / "model", "--recipe", made / "small.toml", "--out", made / "plans", *SIZES,
+                    "--budget", "20MB", "--name", "device", "--json")  # fmt: skip
+    value = done.json
+    sized = run_kvcal("size", made / "model", "--memory", "20MB", *SIZES, "--json")
+    raw = next(row for row in sized.json["rows"] if row["recipe"] == "16-bit")
     total = value["gain"]["raw_fit"]["total"]
     # The loaded model also counts its rotary frequencies: twice 8 numbers of 4 bytes.
     assert total == raw["fit"]["total"] + 64 and (made / "plans" / "device" / "plan.safetensors").is_file()
 
 
-def test_a_searched_plan(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_searched_plan(made: Path, tmp_path: Path) -> None:
     """Its KL is the one that the search measured for the plan."""
     search = """[search]
 keys = [{ num_bits = 2 }, { num_bits = 4 }]
@@ -118,18 +114,15 @@ kl_tokens = 256
 refine_rounds = 1
 """
     (tmp_path / "searched.toml").write_text(RECIPE + search)
-    done = run_kvcal(capsys, "plan", made / "model", "--recipe", tmp_path / "searched.toml", "--search", "--bits", 5,
-                     *SIZES, "--out", tmp_path / "out", "--name", "one", "--json")  # fmt: skip
-    assert done.code == 0, done.err
-    gain = json.loads(done.out)["gain"]
+    done = ran_well("plan", made / "model", "--recipe", tmp_path / "searched.toml", "--search", "--bits", 5,
+                    *SIZES, "--out", tmp_path / "out", "--name", "one", "--json")  # fmt: skip
+    gain = done.json["gain"]
     allocation = load_allocation(tmp_path / "out" / "one" / "allocation.safetensors")[0]
     assert gain["expected_kl"] == allocation.loss and gain["kl_source"] == "measured by the search"
     assert gain["cache_bytes"] <= gain["budget"] and not (tmp_path / "out" / "profile.safetensors").exists()
 
 
-def test_a_plan_whose_pages_shrink_is_for_its_workload_alone(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_whose_pages_shrink_is_for_its_workload_alone(made: Path, tmp_path: Path) -> None:
     few = ("--samples", 1, "--seq-len", 512, "--set", "reparam.num_samples=1", "--set", "reparam.num_steps=2")
     arguments = (
         "plan",
@@ -143,12 +136,11 @@ def test_a_plan_whose_pages_shrink_is_for_its_workload_alone(
         "--set",
         "data.min_len=1",
     )
-    done = run_kvcal(capsys, *arguments, *few, "--set", "reparam.seq_len=512", *SIZES)
-    assert done.code == 0, done.err
+    done = ran_well(*arguments, *few, "--set", "reparam.seq_len=512", *SIZES)
     assert "the plan's alone" in done.out and "expected KL" not in done.out
     path = next(tmp_path.glob("pm-kvq-*/plan.safetensors"))
-    verified = run_kvcal(capsys, "verify", path, "--model", made / "model")  # for batches of 2, not of 3
-    assert verified.code == 0 and "batch 2: allocated = predicted" in verified.out, verified.err
+    verified = ran_well("verify", path, "--model", made / "model")  # for batches of 2, not of 3
+    assert "batch 2: allocated = predicted" in verified.out
     assert "ragged batch of 64, 129 tokens" in verified.out
 
 
@@ -163,83 +155,77 @@ def test_a_plan_whose_pages_shrink_is_for_its_workload_alone(
         (("--budget", "24gb"), "unknown unit 'gb'"),
     ],
 )
-def test_a_plan_that_cannot_be_made(
-    arguments: tuple[object, ...], says: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = run_kvcal(capsys, "plan", made / "model", "--out", tmp_path / "out", *arguments)
+def test_a_plan_that_cannot_be_made(arguments: tuple[object, ...], says: str, made: Path, tmp_path: Path) -> None:
+    done = run_kvcal("plan", made / "model", "--out", tmp_path / "out", *arguments)
     assert done.code == 2 and says in done.err and not list(tmp_path.glob("out/*"))
 
 
-def test_named_allocations_lie_side_by_side(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_named_allocations_lie_side_by_side(made: Path, tmp_path: Path) -> None:
     shutil.copy(made / "plans" / "profile.safetensors", tmp_path)
     for name, bits in (("small", 4), ("large", 9)):
-        done = run_kvcal(capsys, "allocate", tmp_path, "--bits", bits, "--name", name, *SIZES)
-        assert done.code == 0 and f"next: kvcal compile {tmp_path / name}" in done.err
+        done = ran_well("allocate", tmp_path, "--bits", bits, "--name", name, *SIZES)
+        assert f"next: kvcal compile {tmp_path / name}" in done.err
     assert not Folder(tmp_path).allocation.exists()
     notes = [
-        run_kvcal(capsys, "allocate", tmp_path, "--bits", bits, *SIZES).err.count("--name NAME keeps several")
+        run_kvcal("allocate", tmp_path, "--bits", bits, *SIZES).err.count("--name NAME keeps several")
         for bits in (4, 4, 9)
     ]
     assert notes == [0, 0, 1]
     for name in ("small", "large"):
-        assert run_kvcal(capsys, "compile", tmp_path / name).code == 0
+        ran_well("compile", tmp_path / name)
     small, large = (load_plan(tmp_path / name / "plan.safetensors") for name in ("small", "large"))
     assert small.bits_per_value() <= 4 < large.bits_per_value() <= 9
-    again = run_kvcal(capsys, "allocate", tmp_path, "--bits", 4, "--name", "small", *SIZES)
+    again = run_kvcal("allocate", tmp_path, "--bits", 4, "--name", "small", *SIZES)
     assert "allocation.safetensors is current" in again.err
-    done = run_kvcal(capsys, "allocate", tmp_path / "none", "--bits", 3, "--name", "x")
+    done = run_kvcal("allocate", tmp_path / "none", "--bits", 3, "--name", "x")
     assert done.code == 5 and not (tmp_path / "none").exists()
 
 
-def test_the_difference_of_two_plans(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_difference_of_two_plans(made: Path, tmp_path: Path) -> None:
     shutil.copy(made / "plans" / "profile.safetensors", tmp_path)
     for name, bits in (("a", 4), ("b", 9)):
-        assert run_kvcal(capsys, "allocate", tmp_path, "--bits", bits, "--name", name, *SIZES).code == 0
-        assert run_kvcal(capsys, "compile", tmp_path / name).code == 0
+        ran_well("allocate", tmp_path, "--bits", bits, "--name", name, *SIZES)
+        ran_well("compile", tmp_path / name)
     paths = [tmp_path / name / "plan.safetensors" for name in ("a", "b")]
     plans = [load_plan(path) for path in paths]
-    done = run_kvcal(capsys, "diff", *paths, "--context", 1024, "--json")
-    assert done.code == 0, done.err
-    value = json.loads(done.out)
+    value = ran_well("diff", *paths, "--context", 1024, "--json").json
     assert not value["is_same"] and value["bytes"] == [plan.nbytes((1024, 1024)) for plan in plans]
     changed = [one.geometry.index for one, other in zip(*(plan.layers for plan in plans), strict=True) if one != other]
     assert [layer["layer"] for layer in value["layers"]] == changed != []
     sums = [sum(layer["bytes"][side] for layer in value["layers"]) for side in (0, 1)]
     assert sums[1] - sums[0] == value["bytes"][1] - value["bytes"][0] > 0
     assert value["facts"] == {} and value["tensors"] == {} and value["measured"] == [None, None]
-    text = run_kvcal(capsys, "diff", *paths)
+    text = run_kvcal("diff", *paths)
     assert "->" in text.out and "the plans differ" in text.err
 
-    same = run_kvcal(capsys, "diff", paths[0], paths[0])
-    assert same.code == 0 and "the plans do the same" in same.err and "Layers that differ" not in same.out
-    done = run_kvcal(capsys, "diff", paths[0], tmp_path / "none")
+    same = ran_well("diff", paths[0], paths[0])
+    assert "the plans do the same" in same.err and "Layers that differ" not in same.out
+    done = run_kvcal("diff", paths[0], tmp_path / "none")
     assert done.code == 5 and "does not exist" in done.err
 
 
 def test_a_difference_shows_models_tensors_and_what_was_measured(
-    made: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+    made: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """A plan with a lattice of another model, with four layers for two."""
     other = save_llama(tmp_path / "other", tokenizer, num_layers=4)
     few = ("--set", "evaluate.tasks=[]", "--set", "evaluate.against=[]", "--samples", 1, "--seq-len", 200)
     for name, model, recipe in (("a", made / "model", "uniform-2"), ("b", other, "higgs-2")):
-        done = run_kvcal(capsys, "run", recipe, "--model", model, "--out", tmp_path / name, *few)
-        assert done.code == 0, done.err
+        ran_well("run", recipe, "--model", model, "--out", tmp_path / name, *few)
     paths = [tmp_path / name / "plan.safetensors" for name in ("a", "b")]
-    value = json.loads(run_kvcal(capsys, "diff", *paths, "--json").out)
+    value = run_kvcal("diff", *paths, "--json").json
     assert value["facts"]["model.id"] == ["model", "other"] and "model.weights_sha256" in value["facts"]
     assert set(value["tensors"].values()) == {"added"} and "lattice.d2.b2" in value["tensors"]
     assert value["layers"][3]["before"] is None and value["provenance"]["recipe"] == ["uniform-2", "higgs-2"]
     kls = [load_evaluation(path.parent / "evaluation.json").rows[-1].text.kl for path in paths]
     assert [row["text"]["kl"] for row in value["measured"]] == kls
-    table = run_kvcal(capsys, "diff", *paths).out
+    table = run_kvcal("diff", *paths).out
     assert "KL" in table and "tensor lattice.d2.b2" in table and "none -> 2 lattice" in " ".join(table.split())
 
 
-def test_expected_kl_of_formats_that_were_not_measured(made: Path, tmp_path: Path, capsys) -> None:
+def test_expected_kl_of_formats_that_were_not_measured(made: Path, tmp_path: Path) -> None:
     shutil.copy(made / "plans" / "profile.safetensors", tmp_path)
-    done = run_kvcal(capsys, "allocate", tmp_path, "--bits", 4.5, *SIZES, "--set", "allocate.objective=sensitivity")
-    assert done.code == 0, done.err
+    ran_well("allocate", tmp_path, "--bits", 4.5, *SIZES, "--set", "allocate.objective=sensitivity")
     allocation, profile = load_allocation(Folder(tmp_path).allocation)[0], load_profile(Folder(tmp_path).profile)
     sizes = {fmt.group_size for layer in allocation.layers for fmt in (*layer.k, *layer.v) if fmt.num_bits != 16}
     bits = {fmt.num_bits for layer in allocation.layers for fmt in (*layer.k, *layer.v)} - {16}
@@ -266,30 +252,27 @@ FIRST = [  # what is typed, exit code, what is said
 
 
 @pytest.mark.parametrize(("typed", "code", "says"), FIRST)
-def test_what_everyone_types_first_is_answered(
-    typed: tuple[str, ...], code: int, says: str, made: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_everyone_types_first_is_answered(typed: tuple[str, ...], code: int, says: str, made: Path) -> None:
     places = {"model": made / "model", "plans": made / "plans"}
-    done = run_kvcal(capsys, *(word.format(**places) for word in typed))
+    done = run_kvcal(*(word.format(**places) for word in typed))
     assert done.code == code and says.format(**places) in done.err and "No such option" not in done.err
 
 
-def test_run_takes_a_budget_and_a_workload(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_takes_a_budget_and_a_workload(made: Path, tmp_path: Path) -> None:
     shutil.copy(made / "plans" / "profile.safetensors", tmp_path)
     few = ("--set", "evaluate.tasks=[]", "--set", "evaluate.against=[]")
-    done = run_kvcal(capsys, "run", made / "small.toml", "--model", made / "model", "--out", tmp_path, *few,
-                     "--kv-budget", "550KB", "--context", 300)  # fmt: skip
-    assert done.code == 0 and "profile: profile.safetensors is current" in done.err
+    done = ran_well("run", made / "small.toml", "--model", made / "model", "--out", tmp_path, *few,
+                    "--kv-budget", "550KB", "--context", 300)  # fmt: skip
+    assert "profile: profile.safetensors is current" in done.err
     plan = load_plan(tmp_path / "plan.safetensors")
     assert plan.predicted_bytes <= 550_000 and (plan.workload.batch, plan.workload.context) == (2, 300)
-    done = run_kvcal(capsys, "run", "uniform-4", "--model", made / "model", "--out", tmp_path / "u", *few,
-                     "--samples", 1, "--seq-len", 200, "--batch", 3, "--context", 700)  # fmt: skip
-    assert done.code == 0, done.err
+    done = ran_well("run", "uniform-4", "--model", made / "model", "--out", tmp_path / "u", *few,
+                    "--samples", 1, "--seq-len", 200, "--batch", 3, "--context", 700)  # fmt: skip
     workload = load_plan(tmp_path / "u" / "plan.safetensors").workload
     assert (workload.batch, workload.context) == (3, 700)
 
 
 @pytest.mark.parametrize("command", ["plan", "diff"])
-def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    done = run_kvcal(capsys, command, "--help")
-    assert done.code == 0 and "Example" in done.out
+def test_help_has_an_example(command: str) -> None:
+    done = ran_well(command, "--help")
+    assert "Example" in done.out

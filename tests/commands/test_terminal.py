@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_cases import RECIPE, made_by_kvcal, run_kvcal, save_llama
+from cli_cases import RECIPE, ran_well, run_kvcal, save_llama
 from rich.cells import cell_len
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
@@ -60,7 +60,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
     model = save_llama(folder / "model", tokenizer)
     (folder / "small.toml").write_text(RECIPE)
     command = ["plan", model, "--recipe", folder / "small.toml", "--bits", "8", "--out", folder, "--name", "tiny"]
-    made_by_kvcal(*command)
+    ran_well(*command)
     return {"model": model, "folder": folder, "plan": PLAN}
 
 
@@ -71,16 +71,14 @@ def words(text: str) -> set[str]:
 
 @pytest.mark.parametrize("line", LINES)
 def test_tables_fit_80_columns(
-    narrow: None, line: str, places: dict[str, Path], capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    narrow: None, line: str, places: dict[str, Path], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """And break no word that the wide table has; words of more than 24 characters may be broken."""
     arguments = line.format(**places).split()
-    done = run_kvcal(capsys, *arguments)
-    assert done.code == 0, done.err
+    done = ran_well(*arguments)
     assert max(cell_len(row) for row in ESCAPE.sub("", done.out).splitlines()) <= 80
     monkeypatch.setattr(console, "stdout", Console(width=400, force_terminal=False))
-    wide = words(run_kvcal(capsys, *arguments).out)
+    wide = words(run_kvcal(*arguments).out)
     long = "".join(word for word in wide if len(word) > 24)
     new = {word for word in words(done.out) - wide if word.rstrip(",") not in wide and word not in long}
     assert new <= {"not", "shown", "in", "80", "columns:"}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from cli_cases import run_kvcal, save_llama
+from cli_cases import ran_well, run_kvcal, save_llama
 from evaluation_cases import as_loaded, make_plan, wordy_llama
 from transformers import PreTrainedTokenizerBase
 from tune_cases import DATA, LIMITS, PAIR, RECIPE, SPEC, K
@@ -96,9 +95,7 @@ def test_a_trial_is_the_tasks_through_the_packed_cache(whole: Path, model: Path)
         assert 2 <= trial.outcome.facts["key_code_bits"] <= 16
 
 
-def test_interrupted_and_resumed_through_the_command(
-    whole: Path, model: Path, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_and_resumed_through_the_command(whole: Path, model: Path, recipe: Path, tmp_path: Path) -> None:
     original, calls = TaskObjective.__call__, []
 
     def interrupt(self: TaskObjective, thresholds: Mapping[str, float]) -> Outcome:
@@ -110,44 +107,41 @@ def test_interrupted_and_resumed_through_the_command(
     command = ("tune", recipe, "--model", model, "--out", tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TaskObjective, "__call__", interrupt)
-        stopped = run_kvcal(capsys, *command)
+        stopped = run_kvcal(*command)
     assert stopped.code == 130 and f"2 of 4 trials are kept in {tmp_path}" in stopped.err
-    resumed = run_kvcal(capsys, *command, "--json")
-    assert resumed.code == 0 and f"goes on after 2 trials in {tmp_path}" in resumed.err
+    resumed = ran_well(*command, "--json")
+    assert f"goes on after 2 trials in {tmp_path}" in resumed.err
     for name in ("tune.json", "tune.png", "plan.safetensors"):
         assert (tmp_path / name).read_bytes() == (whole / name).read_bytes()
-    shown = json.loads(resumed.out)
+    shown = resumed.json
     assert shown["chosen"]["number"] in shown["front"] and len(shown["trials"]) == 4
-    table = run_kvcal(capsys, *command, "--quiet")  # nothing is left to do
-    assert table.code == 0 and "Pareto front of 4 trials" in table.out and "(chosen)" in table.out
+    table = ran_well(*command, "--quiet")  # nothing is left to do
+    assert "Pareto front of 4 trials" in table.out and "(chosen)" in table.out
     assert "tau_16" in table.out and table.err == ""
 
 
 def test_a_study_of_something_else_is_refused(
-    whole: Path, model: Path, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    tokenizer: PreTrainedTokenizerBase,
+    whole: Path, model: Path, recipe: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase,
 ) -> None:  # fmt: skip
     other = save_llama(tmp_path / "other", tokenizer, seed=1)
-    refused = run_kvcal(capsys, "tune", recipe, "--model", other, "--out", whole)
+    refused = run_kvcal("tune", recipe, "--model", other, "--out", whole)
     assert refused.code == 5 and "model.weights_sha256 is" in refused.err
-    refused = run_kvcal(capsys, "tune", recipe, "--model", model, "--out", whole, "--set", 'tune.tasks=["times"]')
+    refused = run_kvcal("tune", recipe, "--model", model, "--out", whole, "--set", 'tune.tasks=["times"]')
     assert refused.code == 5 and 'tune.tasks is ["chain"], expected ["times"]' in refused.err
     changed = tmp_path / "changed.toml"
     changed.write_text(RECIPE.replace("share = 0.2", "share = 0.3"))
-    refused = run_kvcal(capsys, "tune", changed, "--model", model, "--out", whole)
+    refused = run_kvcal("tune", changed, "--model", model, "--out", whole)
     assert refused.code == 5 and "plan.sha256 is" in refused.err
 
 
-def test_a_cap_that_nothing_fits_says_the_smallest(
-    whole: Path, model: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cap_that_nothing_fits_says_the_smallest(whole: Path, model: Path, recipe: Path) -> None:
     smallest = min(trial.outcome.total_bytes for trial in load_tuning(whole / "tune.json").trials)
     command = ("tune", recipe, "--model", model, "--out", whole, "--json")
-    refused = run_kvcal(capsys, *command, "--set", "tune.max_bits=1.5")
+    refused = run_kvcal(*command, "--set", "tune.max_bits=1.5")
     assert refused.code == 3 and f"{smallest} bytes" in refused.err and '"hint": "raise the cap' in refused.err
-    fitting = run_kvcal(capsys, *command, "--kv-budget", smallest)
-    assert fitting.code == 0 and json.loads(fitting.out)["predicted_bytes"] == smallest
-    run_kvcal(capsys, *command)  # the whole study's own choice again
+    fitting = ran_well(*command, "--kv-budget", smallest)
+    assert fitting.json["predicted_bytes"] == smallest
+    run_kvcal(*command)  # the whole study's own choice again
 
 
 @pytest.mark.parametrize(
@@ -165,13 +159,13 @@ def test_a_cap_that_nothing_fits_says_the_smallest(
 )  # fmt: skip
 def test_refusals(
     content: str, arguments: tuple[str, ...], reason: str, model: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "lm_eval" else find(name, *a))
     path = tmp_path / "recipe.toml"
     path.write_text(content)
-    refused = run_kvcal(capsys, "tune", path, "--model", model, "--out", tmp_path / "out", *arguments)
+    refused = run_kvcal("tune", path, "--model", model, "--out", tmp_path / "out", *arguments)
     assert refused.code == 2 and reason in refused.err
     assert not (tmp_path / "out" / "tune.json").exists()
 
@@ -274,18 +268,15 @@ def test_what_cannot_be_tuned_is_refused(tokenizer: PreTrainedTokenizerBase) -> 
         tuned_bits(type(per_head)(per_head.model, per_head.cache_dtype, (changed,), per_head.workload, {}))
 
 
-def test_run_tunes_and_fits_the_rooms(
-    model: Path, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_tunes_and_fits_the_rooms(model: Path, recipe: Path, tmp_path: Path) -> None:
     """The row that carries the recipe's name is the tuned plan; a second run makes nothing again."""
     command = ("run", recipe, "--model", model, "--out", tmp_path, "--json")
-    done = run_kvcal(capsys, *command)
-    assert done.code == 0, done.err
+    done = ran_well(*command)
     tuning, plan = load_tuning(tmp_path / "tune.json"), load_plan(tmp_path / "plan.safetensors")
     chosen = choose(tuning)
     assert plan.provenance["thresholds"] == chosen.thresholds and plan.predicted_bytes == chosen.outcome.total_bytes
     assert plan.provenance["calibration"]["tune"]["purpose"] == "fit"
-    shown = json.loads(done.out)
+    shown = done.json
     assert {row["name"]: row["total_bytes"] for row in shown["evaluation"]["rows"]}["tiny"] == plan.predicted_bytes
     loaded = load(str(model))
     scores = measure_scores(loaded, make_plan(loaded, PAIR), sequences(DATA, loaded), Silent())
@@ -302,8 +293,8 @@ def test_run_tunes_and_fits_the_rooms(
     assert share == sum(needs.values()) / num_pages <= 2 * (1 - SPEC.page_share) + 2 / num_pages
     assert f"{share:.1%} of the calibration pages" in done.err
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    again = run_kvcal(capsys, *command)
-    assert again.code == 0 and json.loads(again.out) == shown
+    again = ran_well(*command)
+    assert again.json == shown
     for stage in ("tune: allocation.safetensors", "compile: plan.safetensors"):
         assert f"{stage} is current, skipped" in again.err
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -66,11 +66,9 @@ def put(path: Path, content: object) -> None:
         path.write_bytes(content if isinstance(content, bytes) else str(content).encode())
 
 
-def wrong(
-    capsys: pytest.CaptureFixture[str], places: dict[str, Path], command: str | tuple[str, ...], code: int, says: str
-) -> Outcome:
+def wrong(places: dict[str, Path], command: str | tuple[str, ...], code: int, says: str) -> Outcome:
     words = command.split() if isinstance(command, str) else command
-    done = run_kvcal(capsys, *(word.format(**places) for word in words))
+    done = run_kvcal(*(word.format(**places) for word in words))
     assert done.code == code, done
     assert says.format(**places) in " ".join(done.err.replace("│", " ").split()), done.err
     assert "Traceback" not in done.err
@@ -108,13 +106,11 @@ CONFIG = {  # what config.json says: exit code, what the error names
 
 
 @pytest.mark.parametrize("edit", CONFIG)
-def test_a_configuration_that_builds_no_model(
-    edit: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_configuration_that_builds_no_model(edit: str, made: Path, tmp_path: Path) -> None:
     code, says = CONFIG[edit]
     shutil.copytree(made / "model", tmp_path / "m")
     put(tmp_path / "m" / "config.json", json.loads(edit))
-    wrong(capsys, {"m": tmp_path / "m", "run": made / "run"}, "verify {run}/plan.safetensors --model {m}", code, says)
+    wrong({"m": tmp_path / "m", "run": made / "run"}, "verify {run}/plan.safetensors --model {m}", code, says)
 
 
 INDEX = "model.safetensors.index.json"
@@ -147,22 +143,22 @@ MODEL_FILES: list[tuple[dict[str, object], int, str]] = [
 
 @pytest.mark.parametrize(("files", "code", "says"), MODEL_FILES)
 def test_a_damaged_folder_of_a_model(
-    files: dict[str, object], code: int, says: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: dict[str, object], code: int, says: str, made: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(made / "model", tmp_path / "m")
     for name, content in files.items():
         put(tmp_path / "m" / name, content)
-    wrong(capsys, {"m": tmp_path / "m", "run": made / "run"}, "verify {run}/plan.safetensors --model {m}", code, says)
+    wrong({"m": tmp_path / "m", "run": made / "run"}, "verify {run}/plan.safetensors --model {m}", code, says)
 
 
 @pytest.mark.parametrize(
     "template", ["{% zap", "{{ messages[7].x }}", "{{ 1 + messages }}", '{{ raise_exception("no") }}']
 )
-def test_a_broken_chat_template(template: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_chat_template(template: str, made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "model", tmp_path / "m")
     put(tmp_path / "m" / "chat_template.jinja", template)
     command = "generate --model {m} --plan {run}/plan.safetensors --prompt a --chat"
-    wrong(capsys, {"m": tmp_path / "m", "run": made / "run"}, command, 2, "the chat template fails")
+    wrong({"m": tmp_path / "m", "run": made / "run"}, command, 2, "the chat template fails")
 
 
 BUDGET = 'same_bytes_as = "kivi-2"'
@@ -228,13 +224,13 @@ RECIPES: list[tuple[str, str, str]] = [  # old, new, what the error says
 
 @pytest.mark.parametrize(("old", "new", "says"), RECIPES)
 def test_a_recipe_is_checked_whole_before_anything_runs(
-    old: str, new: str, says: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    old: str, new: str, says: str, made: Path, tmp_path: Path
 ) -> None:
     assert old in RECIPE
     recipe = tmp_path / "wrong.toml"
     recipe.write_text(RECIPE.replace(old, new, 1))
     command = "run {recipe} --model {made}/no-model --out {out}"  # a model would be looked for later
-    wrong(capsys, {"recipe": recipe, "made": made, "out": tmp_path / "out"}, command, 2, says)
+    wrong({"recipe": recipe, "made": made, "out": tmp_path / "out"}, command, 2, says)
     assert not (tmp_path / "out").exists()
 
 
@@ -415,13 +411,13 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
 @pytest.mark.parametrize(("command", "code", "says"), COMMANDS, ids=lambda value: str(value)[:60])
 def test_a_wrong_command(
     command: str | tuple[str, ...], code: int, says: str, made: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     for name, content in FILES.items():
         put(tmp_path / name, content)
     places = {"tmp": tmp_path, "model": made / "model", "recipe": made / "small.toml", "run": made / "run"}
-    done = wrong(capsys, places | {"plan": made / "run" / "plan.safetensors"}, command, code, says)
+    done = wrong(places | {"plan": made / "run" / "plan.safetensors"}, command, code, says)
     assert done.out == ""
 
 
@@ -456,23 +452,21 @@ def test_stdout_that_takes_nothing(command: str, code: int, says: str, made: Pat
     assert done.stderr if says else not done.stderr
 
 
-def test_memory_that_is_not_there(
-    made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_is_not_there(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = made / "run" / "plan.safetensors"
 
     def refuse(*arguments: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4480000000000000 bytes.")
 
     monkeypatch.setattr("kvcal.plan.plan.load_plan", refuse)
-    wrong(capsys, {"plan": plan}, "inspect {plan}", 2, "error: not enough memory: DefaultCPUAllocator")
+    wrong({"plan": plan}, "inspect {plan}", 2, "error: not enough memory: DefaultCPUAllocator")
 
     def fail(*arguments: object) -> None:
         raise RuntimeError("a mistake in the program")
 
     monkeypatch.setattr("kvcal.plan.plan.load_plan", fail)
     with pytest.raises(RuntimeError, match="a mistake in the program"):
-        run_kvcal(capsys, "inspect", plan)
+        run_kvcal("inspect", plan)
 
 
 def test_a_line_of_megabytes_is_read_in_parts(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from cli_cases import RECIPE, Outcome, run_kvcal, save_llama
+from cli_cases import RECIPE, Outcome, ran_well, save_llama
 from kvcal_server import installed
 from test_claims import require_parses
 from transformers import PreTrainedTokenizerBase
@@ -145,7 +145,7 @@ def run_script() -> Iterator[Script]:
 
 
 def test_the_script_makes_a_plan_and_fails_its_gates(
-    run_script: Script, tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+    run_script: Script, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     save_llama(tmp_path / "tiny", tokenizer)
     (tmp_path / "small.toml").write_text(RECIPE)
@@ -167,7 +167,7 @@ def test_the_script_makes_a_plan_and_fails_its_gates(
     assert again.code == 7 and "profile: profile.safetensors is current" in again.err
     assert json.loads((out / "evaluation.json").read_text())["gates"][0]["passed"] is False
     assert "FAILED" in (out / "report.txt").read_text()
-    assert run_kvcal(capsys, "inspect", out / "plan.safetensors").code == 0
+    ran_well("inspect", out / "plan.safetensors")
 
 
 def test_the_script_names_what_is_missing(run_script: Script, tmp_path: Path) -> None:

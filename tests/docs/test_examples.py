@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_cases import made_by_kvcal
+from cli_cases import ran_well
 
 from kvcal import load_plan
 from kvcal.data.tasks import problems
@@ -93,7 +93,7 @@ def test_own_data_writes_a_sample_by_itself(run_example: Callable[..., str], mon
 
     def run(command: list[str], stdout: int, text: bool) -> subprocess.CompletedProcess[str]:
         assert command[:3] == [sys.executable, "-m", "kvcal"] and (stdout, text) == (subprocess.PIPE, True)
-        done = made_by_kvcal(*command[3:])
+        done = ran_well(*command[3:])
         return subprocess.CompletedProcess(command, done.code, done.out)
 
     monkeypatch.setattr(subprocess, "run", run)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_cases import run_kvcal, save_llama
+from cli_cases import ran_well, run_kvcal, save_llama
 from consumers import consumed
 from transformers import PreTrainedTokenizerBase
 
@@ -295,27 +295,23 @@ def plan_path(model: Path) -> Path:
     return path
 
 
-def test_capacity_of_a_device_and_of_the_cache_alone(
-    model: Path, plan_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_capacity_of_a_device_and_of_the_cache_alone(model: Path, plan_path: Path) -> None:
     shared = ("capacity", model, "--plan", plan_path, "--context", 1000, "--tp", 2)
-    done = run_kvcal(capsys, *shared, "--kv-memory", "100MB", "--json")
-    assert done.code == 0, done.err
-    value = json.loads(done.out)
+    value = ran_well(*shared, "--kv-memory", "100MB", "--json").json
     assert value["memory"] == 10**8 and value["num_blocks"] == 10**8 // value["block_bytes"]
     assert value["blocks_per_request"] == 8 + value["ring_blocks"] and value["tp"] == 2
     assert value["tokens"] == int(value["concurrency"] * 1000)
     device = ("--memory", "1GB", "--weights", "300MB", "--overhead", "100MB", "--utilization", 0.5)
-    done = run_kvcal(capsys, *shared, *device, "--json")
-    assert json.loads(done.out)["memory"] == 250_000_000
-    done = run_kvcal(capsys, *shared, "--kv-memory", "100MB")
+    done = run_kvcal(*shared, *device, "--json")
+    assert done.json["memory"] == 250_000_000
+    done = run_kvcal(*shared, "--kv-memory", "100MB")
     assert str(value["num_blocks"]) in done.out and f"{value['concurrency']:.2f}" in done.out
-    done = run_kvcal(capsys, *shared, *device)
+    done = run_kvcal(*shared, *device)
     assert "100MB of overhead is assumed" in done.err and "--engine vllm --kv-memory 250000000" in done.err
 
 
 def test_capacity_tells_rings_that_are_larger_than_the_pages_of_a_block(
-    model: Path, plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, plan_path: Path, tmp_path: Path
 ) -> None:
     geometry = read_sizes(str(model)).geometry
     sinks = Format(2, "channel", num_sink_tokens=2000)
@@ -323,26 +319,22 @@ def test_capacity_tells_rings_that_are_larger_than_the_pages_of_a_block(
     path = tmp_path / "sinks.safetensors"
     save_plan(Plan(IDENTITY, geometry.cache_dtype, layers, Workload(1, 256), {}), path)
     sized = ("--kv-memory", "100MB", "--context", 1000, "--json")
-    done = run_kvcal(capsys, "capacity", model, "--plan", path, *sized)
-    value = json.loads(done.out)
+    done = run_kvcal("capacity", model, "--plan", path, *sized)
+    value = done.json
     assert value["block_bytes"] > 1.5 * value["page_bytes"] and "larger than the pages of a block" in done.err
-    sglang = run_kvcal(capsys, "capacity", model, "--plan", path, *sized, "--engine", "sglang", "--max-requests", 1)
-    assert "larger than" not in sglang.err and json.loads(sglang.out)["page_bytes"] == value["page_bytes"]
+    sglang = run_kvcal("capacity", model, "--plan", path, *sized, "--engine", "sglang", "--max-requests", 1)
+    assert "larger than" not in sglang.err and sglang.json["page_bytes"] == value["page_bytes"]
 
 
-def test_serve_args_are_one_command_line(
-    model: Path, plan_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_serve_args_are_one_command_line(model: Path, plan_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(plan_path.parent)
-    done = run_kvcal(capsys, "serve-args", plan_path.name)
-    assert done.code == 0, done.err
-    words = shlex.split(done.out)
+    words = shlex.split(ran_well("serve-args", plan_path.name).out)
     assert words[:3] == ["vllm", "serve", "meta-llama/Llama-3.1-8B"]
     given = dict(zip(words[3::2], words[4::2], strict=True))
     assert json.loads(given.pop("--additional-config")) == {"kvcal_plan": str(plan_path)}
     assert given == {"--attention-backend": "KVCAL", "--block-size": "128"}
     more = ("--model", model, "--tp", 2, "--context", 4096, "--kv-memory", "1GB", "--json")
-    value = json.loads(run_kvcal(capsys, "serve-args", plan_path.name, *more).out)
+    value = run_kvcal("serve-args", plan_path.name, *more).json
     assert value["arguments"][2] == str(model) and value["arguments"][-6:] == [
         "--tensor-parallel-size", "2", "--max-model-len", "4096", "--kv-cache-memory-bytes", "1000000000",
     ]  # fmt: skip
@@ -352,32 +344,32 @@ def test_serve_args_are_one_command_line(
     ("engine", "option"), [("vllm", "--no-enable-prefix-caching"), ("sglang", "--disable-radix-cache")]
 )
 def test_serve_args_turn_prefix_caching_off_for_tokens_beside_the_pages(
-    engine: str, option: str, plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    engine: str, option: str, plan_path: Path, tmp_path: Path
 ) -> None:
     layer = LayerPlan(AttentionGeometry(0, 4, 2, 64, 64), (Format(2, "channel", 128, 4),), (Format(4),))
     path = tmp_path / "sinks.safetensors"
     save_plan(Plan(IDENTITY, "bfloat16", (layer,), Workload(1, 256), {}), path)
-    assert shlex.split(run_kvcal(capsys, "serve-args", path, "--engine", engine).out)[-1] == option
-    assert option not in run_kvcal(capsys, "serve-args", plan_path, "--engine", engine).out
+    assert shlex.split(run_kvcal("serve-args", path, "--engine", engine).out)[-1] == option
+    assert option not in run_kvcal("serve-args", plan_path, "--engine", engine).out
 
 
-def test_drafts_take_a_place_in_every_ring(model: Path, plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drafts_take_a_place_in_every_ring(model: Path, plan_path: Path) -> None:
     line = ("capacity", model, "--plan", plan_path, "--kv-memory", "1GB", "--context", 1000)
-    plain, more = (json.loads(run_kvcal(capsys, *line, "--drafts", n, "--json").out) for n in (0, 7))
+    plain, more = (run_kvcal(*line, "--drafts", n, "--json").json for n in (0, 7))
     plan = load_plan(plan_path)
     rings = [HeadShard(plan, lookahead=n).largest_ring_bytes for n in (0, 7)]
     pages = [HeadShard(plan).block_bytes(index) for index in range(len(plan.layers))]
     for value, ring in zip((plain, more), rings, strict=True):
         assert (value["block_bytes"], value["ring_blocks"]) == vllm_blocks(pages, ring)
     assert more["num_blocks"] * more["block_bytes"] <= 10**9 and rings[1] > rings[0]
-    words = json.loads(run_kvcal(capsys, "serve-args", plan_path, "--drafts", 5, "--json").out)["arguments"]
+    words = run_kvcal("serve-args", plan_path, "--drafts", 5, "--json").json["arguments"]
     given = json.loads(words[words.index("--speculative-config") + 1])
     assert given == {"method": "ngram", "num_speculative_tokens": 5}
 
 
-def test_serve_args_of_sglang(model: Path, plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_args_of_sglang(model: Path, plan_path: Path) -> None:
     shared = ("serve-args", plan_path, "--engine", "sglang", "--max-requests", 8)
-    words = shlex.split(run_kvcal(capsys, *shared).out)
+    words = shlex.split(run_kvcal(*shared).out)
     assert words[:7] == [
         "env", f"KVCAL_PLAN={plan_path}", "python", "-m", "sglang.launch_server", "--model-path", IDENTITY.id,
     ]  # fmt: skip
@@ -385,9 +377,9 @@ def test_serve_args_of_sglang(model: Path, plan_path: Path, capsys: pytest.Captu
         "--attention-backend", "kvcal", "--page-size", "128", "--max-running-requests", "8",
         "--disable-prefill-cuda-graph", "--disable-decode-cuda-graph",
     ]  # fmt: skip
-    words = shlex.split(run_kvcal(capsys, *shared, "--tp", 2, "--context", 512, "--kv-memory", "10MB").out)
+    words = shlex.split(run_kvcal(*shared, "--tp", 2, "--context", 512, "--kv-memory", "10MB").out)
     sized = ("capacity", model, "--plan", plan_path, "--engine", "sglang", "--max-requests", 8, "--tp", 2)
-    value = json.loads(run_kvcal(capsys, *sized, "--context", 512, "--kv-memory", "10MB", "--json").out)
+    value = run_kvcal(*sized, "--context", 512, "--kv-memory", "10MB", "--json").json
     assert words[15:] == [
         "--tp-size", "2", "--context-length", "512", "--max-total-tokens", str(128 * value["num_blocks"]),
     ]  # fmt: skip
@@ -412,9 +404,7 @@ def test_serve_args_of_sglang(model: Path, plan_path: Path, capsys: pytest.Captu
         ("serve-args {plan} --engine sglang --drafts 2", 2, "plans are served with drafts in vllm alone"),
     ],
 )
-def test_refusals(
-    words: str, code: int, says: str, model: Path, plan_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refusals(words: str, code: int, says: str, model: Path, plan_path: Path) -> None:
     names = {"model": model, "plan": plan_path}
-    done = run_kvcal(capsys, *(word.format(**names) for word in words.split()))
+    done = run_kvcal(*(word.format(**names) for word in words.split()))
     assert done.code == code and says in done.err, done.err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 from cli_cases import run_kvcal
@@ -61,33 +60,27 @@ def test_every_part_of_the_contract_names_a_module_of_the_engine() -> None:
     assert dataclasses.is_dataclass(Part)
 
 
-def test_doctor_names_what_the_engine_lacks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_names_what_the_engine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, "0.33.0", *(part for part, _ in MISSING.values()))
     monkeypatch.setattr(doctor_command, "_software", lambda: iter(()))
-    done = run_kvcal(capsys, "doctor", "--engine", "vllm", "--json")
-    found = {one["name"]: one for one in json.loads(done.out)["findings"]}["plans in vllm"]
+    done = run_kvcal("doctor", "--engine", "vllm", "--json")
+    found = {one["name"]: one for one in done.json["findings"]}["plans in vllm"]
     assert done.code == 4 and found["status"] == "refused"
     assert all(text in found["note"] and text in done.err for _, text in MISSING.values())
 
 
-def test_doctor_is_content_with_an_engine_that_has_all_parts(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_is_content_with_an_engine_that_has_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_command, "_software", lambda: iter(()))
     for version, note in (("0.32.0+cpu", ""), ("0.40.0", "all parts are there; tried versions: 0.32.0")):
         installed(monkeypatch, version, GOOD)
-        done = run_kvcal(capsys, "doctor", "--engine", "vllm", "--json")
-        found = {one["name"]: one for one in json.loads(done.out)["findings"]}["plans in vllm"]
+        done = run_kvcal("doctor", "--engine", "vllm", "--json")
+        found = {one["name"]: one for one in done.json["findings"]}["plans in vllm"]
         assert (done.code, found["status"], found["note"]) == (0, "ok", note)
 
 
 @pytest.mark.parametrize(("engine", "text"), [("vlm", "no plug-in for the engine 'vlm'; allowed: vllm, sglang")])
-def test_an_engine_without_a_plug_in_is_a_wrong_argument(
-    engine: str, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_without_a_plug_in_is_a_wrong_argument(engine: str, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         missing_parts(engine)
-    done = run_kvcal(capsys, "doctor", "--engine", engine)
+    done = run_kvcal("doctor", "--engine", engine)
     assert done.code == 2 and text in done.err

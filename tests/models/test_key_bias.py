@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_cases import RECIPE, run_kvcal, save_falcon, save_family
+from cli_cases import RECIPE, exit_code, save_falcon, save_family
 from evaluation_cases import Notes, as_loaded
 from reparam_cases import outlier_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Qwen2Config
@@ -44,7 +44,7 @@ def test_every_command_warns(
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(FIXED if command == "run" else f"{RECIPE}[search]\n")
     with pytest.raises(Reached):
-        run_kvcal(capsys, command, recipe, "--model", folder, "--out", tmp_path / "out")
+        exit_code(command, recipe, "--model", folder, "--out", tmp_path / "out")
     said = capsys.readouterr().err
     assert "layer 1: the bias of its key projection is 1" in said and "layer 0" not in said
 
@@ -55,7 +55,7 @@ def test_unknown_projections_are_told(
     folder = save_falcon(tmp_path / "model", tokenizer)
     (tmp_path / "fixed.toml").write_text(FIXED)
     with pytest.raises(Reached):
-        run_kvcal(capsys, "run", tmp_path / "fixed.toml", "--model", folder, "--out", tmp_path / "out")
+        exit_code("run", tmp_path / "fixed.toml", "--model", folder, "--out", tmp_path / "out")
     assert "biases of key projections could not be checked: " in capsys.readouterr().err
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import tune_cases
-from cli_cases import RECIPE, made_by_kvcal, run_kvcal, save_llama
+from cli_cases import RECIPE, ran_well, run_kvcal, save_llama
 from compare_cases import write_recipes
 from kvcal_server import installed
 from transformers import PreTrainedTokenizerBase
@@ -108,7 +108,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, given: tuple[Path, Path]) ->
     folder, (model, recipe) = tmp_path_factory.mktemp("alone"), given
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    made_by_kvcal("run", recipe, "--model", model, "--out", folder, "--device", "cpu")
+    ran_well("run", recipe, "--model", model, "--out", folder, "--device", "cpu")
     yield folder
     torch.set_num_threads(threads)
 
@@ -168,7 +168,7 @@ def test_two_gpus_make_what_one_makes(given: tuple[Path, Path], tmp_path: Path) 
 
 @pytest.mark.parametrize("command", ["plan", "search", "tune", "compare"])
 def test_plans_and_trials_do_not_depend_on_the_number_of_ranks(
-    command: str, given: tuple[Path, Path], alone: Path, kvcal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, given: tuple[Path, Path], alone: Path, kvcal: Path, tmp_path: Path
 ) -> None:
     """Here with one process and with two."""
     (tmp_path / "search.toml").write_text(SEARCH)
@@ -183,13 +183,12 @@ def test_plans_and_trials_do_not_depend_on_the_number_of_ranks(
         arguments += ["--workers", 2]
     arguments += [] if command == "plan" else ["--model", given[0]]
     arguments += ["--device", "cpu", "--json", "--out"]
-    done = run_kvcal(capsys, *arguments, tmp_path / "one")
-    assert done.code == 0, done.err
+    done = ran_well(*arguments, tmp_path / "one")
     both = torchrun(2, "--no-python", kvcal, *arguments, tmp_path / "two")
     assert both.returncode == 0, both.stderr
     assert digests(tmp_path / "two") == digests(tmp_path / "one") and digests(tmp_path / "one")
     printed = both.stdout.replace(str(tmp_path / "two"), str(tmp_path / "one"))
-    assert without_seconds(json.loads(printed)) == without_seconds(json.loads(done.out))
+    assert without_seconds(json.loads(printed)) == without_seconds(done.json)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +206,6 @@ def test_a_rank_that_fails_ends_all_and_the_run_resumes(
     given: tuple[Path, Path],
     alone: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     model, recipe = given
     for name in ("profile", "allocation"):
@@ -221,8 +219,8 @@ def test_a_rank_that_fails_ends_all_and_the_run_resumes(
     assert re.search(rf"exitcode  : {code} ", root_cause), failed.stderr
     partial = artifact.read(tmp_path / "reparam.partial.safetensors", "reparam-partial", 1)
     assert partial.body["done"]["statistics samples"] in (2, 3)  # of the round that failed, what comes before
-    resumed = run_kvcal(capsys, *arguments)  # by one process
-    assert resumed.code == 0 and "reparam.partial.safetensors: goes on after" in resumed.err
+    resumed = ran_well(*arguments)  # by one process
+    assert "reparam.partial.safetensors: goes on after" in resumed.err
     assert digests(tmp_path)["reparam.safetensors"] == digests(alone)["reparam.safetensors"]
 
 
@@ -251,14 +249,12 @@ def test_what_ranks_tell_each_other(kvcal: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("**/*.partial*"))
 
 
-def test_a_command_for_one_process_refuses_several(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_for_one_process_refuses_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refused = run_kvcal(capsys, "recipes")
+    refused = run_kvcal("recipes")
     assert refused.code == 2 and "torchrun has started 2" in refused.err
     monkeypatch.setenv("WORLD_SIZE", "two")
-    refused = run_kvcal(capsys, "recipes")
+    refused = run_kvcal("recipes")
     assert refused.code == 2 and "WORLD_SIZE = 'two'" in refused.err
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from cli_cases import run_kvcal
+from cli_cases import ran_well, run_kvcal
 from evaluation_cases import make_plan, tiny
 from hub_server import Hub, hub_server
 from report_cases import UNIFORM, row
@@ -119,18 +119,14 @@ def test_errors_name_the_repository_the_revision_and_the_mend(
         plan.push_to_hub("me/plans")
 
 
-def test_the_command_pushes_what_was_measured(
-    hub: Hub, plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_pushes_what_was_measured(hub: Hub, plan: Plan, tmp_path: Path) -> None:
     path, evaluation = tmp_path / "plan.safetensors", tmp_path / "evaluation.json"
     save_plan(plan, path)
     measured = replace(row("mine", UNIFORM, 0.125, None), plan_sha256=plan.sha256)
     save_evaluation(Evaluation({}, "texts", "0" * 64, 0, (measured,)), evaluation)
-    done = run_kvcal(capsys, "push", path, "me/plans", "--evaluation", evaluation, "--json")
-    assert done.code == 0, done.err
-    commit = json.loads(done.out)["commit"]
+    commit = ran_well("push", path, "me/plans", "--evaluation", evaluation, "--json").json["commit"]
     assert "| mine |" in hub.commits["me/plans"][commit]["README.md"].decode()
     assert load_plan("me/plans", commit) == plan
     save_evaluation(Evaluation({}, "texts", "0" * 64, 0, (replace(measured, plan_sha256="1" * 64),)), evaluation)
-    done = run_kvcal(capsys, "push", path, "me/plans", "--evaluation", evaluation)
+    done = run_kvcal("push", path, "me/plans", "--evaluation", evaluation)
     assert done.code == 2 and "has no row of" in done.err and "kvcal eval" in done.err

@@ -413,9 +413,7 @@ drop = false
 
 
 @pytest.mark.parametrize("quantizer", ['axis = "token", group_size = 64', "lattice_dim = 2"])
-def test_a_recipe_and_the_command(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str], quantizer: str
-) -> None:
+def test_a_recipe_and_the_command(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, quantizer: str) -> None:
     """From a recipe to a plan that holds its predictors; the command finds them current, then fits others."""
     model, recipe, folder = str(save_llama(tmp_path / "model", tokenizer)), tmp_path / "small.toml", tmp_path / "run"
     recipe.write_text(RECIPE.format(quantizer=quantizer))
@@ -425,11 +423,11 @@ def test_a_recipe_and_the_command(
     assert plan.predicted_bytes == load_plan(folder / "plan.safetensors").predicted_bytes
     assert len(plan.provenance["calibration"]["predictors"]["sequences"]) == 4
     command = ("fit-predictors", folder, "--model", model, "--recipe", recipe, "--device", "cpu")
-    shown = run_kvcal(capsys, *command)
+    shown = run_kvcal(*command)
     assert "is current, skipped" in shown.err and "2 of 4 kept" in shown.out
     assert (folder / "predictors.png").stat().st_size > 1000
     command += ("--json", "--quiet", "--set", "predictors.drop=false", "--set", "predictors.rank=3")
-    assert '"nbytes"' in run_kvcal(capsys, *command, "--set", "predictors.kind=low_rank").out
+    assert '"nbytes"' in run_kvcal(*command, "--set", "predictors.kind=low_rank").out
     assert load(folder / "predictors.safetensors").subject.spec == PredictorSpec("low_rank", 3, drop=False)
-    refused = run_kvcal(capsys, *command, "--set", "predictors.kind=int4")
+    refused = run_kvcal(*command, "--set", "predictors.kind=int4")
     assert refused.code == 2 and "low_rank takes a rank, other kinds none" in refused.err

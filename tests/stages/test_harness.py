@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_cases import run_kvcal
+from cli_cases import ran_well, run_kvcal
 
 from kvcal.data.tasks import problems
 from kvcal.errors import ArtifactError, UsageError
@@ -68,14 +68,12 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.filterwarnings("ignore")
 def test_eval_poses_tasks_of_the_harness_beside_its_own(
-    tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     command = ("eval", PLAN, "--model", "reasoner-10m", "--out", tmp_path, "--samples", 1, "--seq-len", 200,
                "--include-path", tasks, "--limit", 3, "--json", "--set", "evaluate.max_new_tokens=1")  # fmt: skip
-    done = run_kvcal(capsys, *command, "--tasks", "chain,tiny_ends,tiny_sums", "--min-accuracy", "tiny_ends=0.5")
-    assert done.code == 0, done.err
-    value = json.loads(done.out)
+    value = ran_well(*command, "--tasks", "chain,tiny_ends,tiny_sums", "--min-accuracy", "tiny_ends=0.5").json
     for row in value["rows"]:
         own, ends, sums = row["tasks"]
         assert [task["task"] for task in row["tasks"]] == ["chain", "tiny_ends", "tiny_sums"]
@@ -85,7 +83,7 @@ def test_eval_poses_tasks_of_the_harness_beside_its_own(
         assert ends["accuracy_se"] > 0 and len(ends["lengths"]) == 6 and min(ends["lengths"]) > 128
         assert ends["generated_tokens"] == 0 < sums["generated_tokens"] and len(sums["lengths"]) == 3
     assert [gate["gate"] for gate in value["gates"]] == ["min_accuracy tiny_ends"]
-    wrong = run_kvcal(capsys, *command, "--tasks", "chain,nope")
+    wrong = run_kvcal(*command, "--tasks", "chain,nope")
     assert wrong.code == 2 and "neither kvcal nor lm-eval has a task 'nope'" in wrong.err
 
 

@@ -5,7 +5,6 @@ The models are transformers' own modules, tiny, with random weights: a latent of
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from cache_cases import model_plan
-from cli_cases import RECIPE, run_kvcal
+from cli_cases import RECIPE, ran_well, run_kvcal
 from test_observers import FEW, Watched, measure, reference_errors, sample_of
 from test_profile import Listener, data_of
 from tiny_models import TINY_MODELS, built, measured
@@ -250,35 +249,32 @@ def save_model(name: str, folder: Path, tokenizer: PreTrainedTokenizerBase) -> P
 
 
 @pytest.mark.parametrize("name", LATENT)
-def test_from_a_model_to_text(
-    name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_from_a_model_to_text(name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Profile, allocate, compile, evaluate, verify, inspect, generate, size, export."""
     model, out, recipe = save_model(name, tmp_path / name, tokenizer), tmp_path / "out", tmp_path / "tiny.toml"
     recipe.write_text(RECIPE.replace('same_bytes_as = "kivi-2"', 'kv_budget = "290KB"'))
-    done = run_kvcal(capsys, "run", recipe, "--model", model, "--out", out, "--json", "-q")
-    assert done.code == 0, done.err
+    ran_well("run", recipe, "--model", model, "--out", out, "--json", "-q")
     plan = load_plan(out / "plan.safetensors")
     assert all(layer.attention.is_latent and layer.k[0].num_bits < 16 and layer.v == (RAW,) for layer in plan.layers)
     rows = {row.name: row for row in load_evaluation(out / "evaluation.json").rows}
     assert rows["tiny"].text.kl > 0 and rows["16-bit"].text.kl < 1e-6
 
-    verified = run_kvcal(capsys, "verify", out / "plan.safetensors", "--model", model)
-    assert verified.code == 0 and "allocated = predicted" in verified.out
-    inspected = run_kvcal(capsys, "inspect", out / "plan.safetensors")
-    assert inspected.code == 0 and "latent" in inspected.out and "rotary key 16" in inspected.out
+    verified = ran_well("verify", out / "plan.safetensors", "--model", model)
+    assert "allocated = predicted" in verified.out
+    inspected = ran_well("inspect", out / "plan.safetensors")
+    assert "latent" in inspected.out and "rotary key 16" in inspected.out
     command = ("generate", "--plan", out / "plan.safetensors", "--model", model, "--prompt", "the beginning", "--json")
-    told = json.loads(run_kvcal(capsys, *command, "--max-new-tokens", 140).out)
+    told = run_kvcal(*command, "--max-new-tokens", 140).json
     assert told["cache_bytes"] == plan.nbytes([told["cached_tokens"]]) and told["cached_tokens"] > 128
 
-    sized = json.loads(run_kvcal(capsys, "size", model, "--batch", 1, "--context", 256, "--json").out)
+    sized = run_kvcal("size", model, "--batch", 1, "--context", 256, "--json").json
     whole = unquantized_plan(plan.model, plan.geometry)
     assert sized["rows"][0]["cache_bytes"] == whole.nbytes([256])
     cache = DynamicCache(config=AutoModelForCausalLM.from_pretrained(model).config)
     AutoModelForCausalLM.from_pretrained(model)(input_ids=torch.ones(1, 256, dtype=torch.int64), past_key_values=cache)
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert held == whole.raw_nbytes([256]) == 256 * 3 * (32 + 8) * 4
-    exported = run_kvcal(capsys, "export", out / "plan.safetensors", "--to", "kvtuner", "-o", tmp_path / "x.yaml")
+    exported = run_kvcal("export", out / "plan.safetensors", "--to", "kvtuner", "-o", tmp_path / "x.yaml")
     assert exported.code == 4 and "caches latents and rotary keys" in exported.err
 
 

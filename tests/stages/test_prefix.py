@@ -318,7 +318,7 @@ def test_prompts_that_cannot_be_packed(tmp_path: Path) -> None:
 # --- the command ---
 
 
-def test_the_command(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     model = str(save_llama(tmp_path / "model", tokenizer))
     loaded = load(model, device="cpu")
     layers = tuple(LayerPlan(layer.geometry, (REST,), (RAW,)) for layer in bare_layers(loaded.geometry))
@@ -328,17 +328,17 @@ def test_the_command(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys:
     (tmp_path / "prompt.txt").write_text(text)
     out = tmp_path / "p.kv"
     command = ("pack-prefix", "--model", model, "--plan", tmp_path / "plan.safetensors", "-o", out, "--quiet")
-    shown = run_kvcal(capsys, *command, "--device", "cpu", "--prompt-file", tmp_path / "prompt.txt", "--json")
+    shown = run_kvcal(*command, "--device", "cpu", "--prompt-file", tmp_path / "prompt.txt", "--json")
     assert f'"path": "{out}"' in shown.out
     tokens_T = prompt_tokens(loaded, text, False, 0)
     prefix = load_prefix(loaded, plan, out)
     assert torch.equal(prefix.tokens_T, tokens_T)
     assert complete_prefix(loaded, prefix, 5).tolist() == generated(loaded, plan, tokens_T, 5)
-    assert "bits per value" in run_kvcal(capsys, *command, "--device", "cpu", "--prompt", "Times.").out
+    assert "bits per value" in run_kvcal(*command, "--device", "cpu", "--prompt", "Times.").out
     for wrong in ((), ("--prompt", "a", "--prompt-file", out)):
-        refused = run_kvcal(capsys, *command, *wrong)
+        refused = run_kvcal(*command, *wrong)
         assert refused.code == 2 and "exactly one of --prompt" in refused.err
-    refused = run_kvcal(capsys, *command, "--prompt-file", tmp_path / "none.txt")
+    refused = run_kvcal(*command, "--prompt-file", tmp_path / "none.txt")
     assert refused.code == 2 and "cannot be read" in refused.err
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cli_cases import run_kvcal, save_llama
+from cli_cases import ran_well, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal import artifact
@@ -371,15 +370,15 @@ def test_a_dry_run_says_the_size_of_a_search_and_measures_nothing(
 
 
 def test_the_commands_take_what_a_plan_is_for_and_print_every_pool(
-    whole: Path, tmp_path: Path, loaded: LoadedModel, capsys: pytest.CaptureFixture[str]
+    whole: Path, tmp_path: Path, loaded: LoadedModel
 ) -> None:
     recipe_of(tmp_path, 4.0)
     command = ("search", str(tmp_path / "small.toml"), "--model", loaded.source)
-    found = run_kvcal(capsys, *command, "--for", "decode", "--bits", "6", "--out", str(tmp_path), "--dry-run", "--json")
-    [estimate] = json.loads(found.out)["stages"]
+    found = run_kvcal(*command, "--for", "decode", "--bits", "6", "--out", str(tmp_path), "--dry-run", "--json")
+    [estimate] = found.json["stages"]
     assert found.code == 0 and estimate["steps"]["plans"] > 10 and estimate["steps"]["texts"] == 2
-    found = run_kvcal(capsys, "run", str(tmp_path / "small.toml"), "--model", loaded.source, "--out", str(whole))
-    assert found.code == 0 and "search.safetensors is current" in found.err
+    found = ran_well("run", str(tmp_path / "small.toml"), "--model", loaded.source, "--out", str(whole))
+    assert "search.safetensors is current" in found.err
     for line in ("Plans by score", "by pool", "select", "validate", "report"):
         assert line in found.out
 

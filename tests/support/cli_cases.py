@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import transformers as hf
 import typer
@@ -61,6 +62,11 @@ class Outcome:
     code: int
     out: str
     err: str
+
+    @property
+    def json(self) -> Any:
+        """What ``--json`` printed."""
+        return json.loads(self.out)
 
 
 def save_llama(
@@ -127,20 +133,18 @@ def exit_code(*arguments: object) -> int:
     return 0
 
 
-def run_kvcal(capsys: pytest.CaptureFixture[str], *arguments: object) -> Outcome:
-    """Run the command in this process, within a test."""
-    capsys.readouterr()
-    code = exit_code(*arguments)
-    captured = capsys.readouterr()
-    return Outcome(code, captured.out, captured.err)
-
-
-def made_by_kvcal(*arguments: object) -> Outcome:
-    """Run the command in this process, in a fixture that several tests share; it must end well."""
+def run_kvcal(*arguments: object) -> Outcome:
+    """Run the command in this process."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         code = exit_code(*arguments)
-    assert code == 0, err.getvalue()
     return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def ran_well(*arguments: object) -> Outcome:
+    """Run the command in this process; it must end well."""
+    done = run_kvcal(*arguments)
+    assert done.code == 0, done.err
+    return done
 
 
 def kvcal_process(*arguments: object, hash_seed: int = 0) -> Outcome:
