@@ -7,4 +7,6 @@ build.py                    which layer stores what
 decoded.py                  a dense copy for evaluation (``keep_decoded``)
 restored.py                 caches made of another plan's stored pages
 snapshot.py                 ``mark``, ``rewind`` and ``copy_from``
+
+Elsewhere: files of packed prefixes (``kvcal.stages.prefix``).
 """

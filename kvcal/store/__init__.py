@@ -8,4 +8,6 @@ state.py, padding.py          what layers share: plan, tensors, lengths, table o
 dequantize.py, prediction.py  pages that are reconstructed first; predictions from other layers
 restore.py, streaming.py      pages that are reconstructed once; tensors that come to a device while it computes
 workspace.py                  scratch of a step, and its bytes
+
+Elsewhere: how codes shrink (``kvcal.pages.shrink``), and the kernels that shrink them (``kvcal.kernels.shrink``).
 """
