@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from bench_cases import CEILING, MACHINE, Clock, read_report, times
+from bench_cases import CEILING, MACHINE, Clock, installed_clock, read_report, times
 from cli_cases import ran_well, run_kvcal
 
 from kvcal.bench import baselines, device, kernels
 from kvcal.bench.device import Machine, Times
 from kvcal.bench.kernels import Job, bench_kernels, bench_layer
-from kvcal.bench.record import Baseline, Interrupted, LayerReport, Row
+from kvcal.bench.record import Interrupted, LayerReport, Row
 from kvcal.bench.shape import PAIRS, Heads, Point, StepBytes, raw_bytes
 from kvcal.errors import KernelError
 from kvcal.progress import Silent
@@ -31,18 +31,7 @@ KERNELS = ("decode", "decode_plain", "reconstruct + decode", "reconstruct + deco
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """No GPU and no compiler: FlexAttention refuses, FlashInfer is absent, QuantizedCache has no device to count."""
-    found = Clock()
-    monkeypatch.setattr(kernels, "machine_of", lambda device: MACHINE)
-    monkeypatch.setattr(kernels, "measure_read_ceiling", lambda device: CEILING)
-    monkeypatch.setattr(kernels, "num_caches", lambda *args: 2)
-    for module in (kernels, baselines):
-        monkeypatch.setattr(module, "graph_times", found)
-    monkeypatch.setattr(kernels, "event_ms", lambda calls: [0.01 for call in calls if call() is None])
-    monkeypatch.setattr(
-        baselines, "flex", lambda kv, replays: Baseline(kv.point, "FlexAttention", "torch", reason="no compiler")
-    )
-    return found
+    return installed_clock(monkeypatch)
 
 
 def job(folder: Path, is_quick: bool = False) -> Job:

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_cases import CEILING, MACHINE, Clock, read_report, times
+from bench_cases import MACHINE, Clock, installed_clock, read_report, times
 from cli_cases import ran_well, run_kvcal
 
-from kvcal.bench import baselines, kernels, plan_layers
+from kvcal.bench import plan_layers
 from kvcal.bench.case import NOBODY, random_plan
 from kvcal.bench.e2e import StepReport
 from kvcal.bench.kernels import Job, bench_kernels, bench_layer
 from kvcal.bench.model import DYNAMIC_16, PrefillRow
 from kvcal.bench.plan_layers import search_pairs, timed_plan, whole_plan
-from kvcal.bench.record import Baseline, LayerReport
+from kvcal.bench.record import LayerReport
 from kvcal.bench.shape import PAIRS, Heads, Pair, Point, bits_per_value
 from kvcal.errors import UsageError
 from kvcal.plan.layer import LayerPlan
@@ -46,17 +46,7 @@ def plan_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(kernels, "machine_of", lambda device: MACHINE)
-    monkeypatch.setattr(kernels, "measure_read_ceiling", lambda device: CEILING)
-    monkeypatch.setattr(kernels, "num_caches", lambda *args: 2)
-    for module in (kernels, baselines):
-        monkeypatch.setattr(module, "graph_times", found)
-    monkeypatch.setattr(kernels, "event_ms", lambda calls: [0.01 for call in calls if call() is None])
-    monkeypatch.setattr(
-        baselines, "flex", lambda kv, replays: Baseline(kv.point, "FlexAttention", "torch", reason="no compiler")
-    )
-    return found
+    return installed_clock(monkeypatch)
 
 
 def test_layers_alike_are_one_kind_in_the_order_of_the_plan(plan_file: Path) -> None:

@@ -8,10 +8,20 @@ from contextlib import ExitStack
 import pytest
 import torch
 from cache_cases import HEAD_DIM, feed, model_plan, padded, random_ids, random_qkv, tiny_llama
-from static_cases import FORMATS, QUERY, TRANSFORMED, assert_same_pages, drifting_ids, listened, plan_for
+from static_cases import (
+    FORMATS,
+    QUERY,
+    TRANSFORMED,
+    assert_generate_compiles_one_graph,
+    assert_same_pages,
+    drifting_ids,
+    listened,
+    plan_for,
+)
 from tiny_models import SUPPORTED, batch, built
 from torch import Tensor
-from transformers import CompileConfig, DynamicCache, StaticCache
+from torch._dynamo.testing import CompileCounter
+from transformers import DynamicCache, StaticCache
 
 from kvcal import PlanCache, attached
 from kvcal.cache.attached import _ATTACHED
@@ -146,11 +156,7 @@ def test_a_shared_attention_module_cannot_be_attached() -> None:
 def test_a_compiled_step_is_one_graph_that_serves_every_step() -> None:
     model, plan = tiny_llama(2, 2), plan_for("per head", num_layers=2)
     ids = random_ids(2, 200)
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
+    backend = CompileCounter()
 
     def step(token: Tensor, position: Tensor, cache: PlanCache) -> Tensor:
         return model(token, position_ids=position, past_key_values=cache).logits
@@ -162,29 +168,12 @@ def test_a_compiled_step_is_one_graph_that_serves_every_step() -> None:
         feed(model, caches[1], ids[:, :120])
         found = [compiled(ids[:, i : i + 1], torch.full((2, 1), i), caches[1]) for i in range(120, 200)]
     assert torch.equal(torch.cat(found, dim=1), expected)
-    assert len(graphs) == 1 and caches[1].lengths == [200, 200]
+    assert backend.frame_count == 1 and caches[1].lengths == [200, 200]
 
 
 def test_generate_compiles_the_step_by_itself() -> None:
     model, plan = tiny_llama(2, 2), plan_for("kivi", num_layers=2)
-    ids = random_ids(2, 120)
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    config = CompileConfig(backend=backend, mode=None, fullgraph=True)
-    config._compile_all_devices = True  # transformers compiles for GPUs alone otherwise
-    cache = PlanCache(plan, model.config, max_tokens=200)
-    options = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    with attached(model):
-        expected = model.generate(ids, past_key_values=cache, **options)
-        assert not graphs
-        cache.reset()
-        assert torch.equal(model.generate(ids, past_key_values=cache, compile_config=config, **options), expected)
-    assert len(graphs) == 1
-    del model._compiled_call, model._last_compile_config  # the model is shared with other tests
+    assert_generate_compiles_one_graph(model, plan, random_ids(2, 120), 40)
 
 
 def test_scaling_softcap_and_sinks_of_attention() -> None:

@@ -8,6 +8,7 @@ from cache_cases import (
     KIVI_2,
     SINKS_3,
     assert_exact_bytes,
+    checked_crops,
     feed,
     llama_plan,
     padded,
@@ -131,15 +132,7 @@ def test_prompt_lookup_with_a_16_bit_plan_is_greedy_decoding(draft):
 @pytest.mark.parametrize("plan", QUANTIZED)
 def test_prompt_lookup_with_quantized_plans(plan, monkeypatch):
     """Tokens are rejected, before and after pages fill; bytes are exact after every crop."""
-    crops = []
-    crop = PlanCache.crop
-
-    def checked_crop(cache: PlanCache, tokens_to_remove: int) -> None:
-        crop(cache, tokens_to_remove)
-        crops.append(tokens_to_remove)
-        assert_exact_bytes(cache, [cache.get_seq_length()])
-
-    monkeypatch.setattr(PlanCache, "crop", checked_crop)
+    crops = checked_crops(monkeypatch)
     cache = plan_cache(QUANTIZED[plan])
     found = generate(cache, repetitive_prompt(), new_tokens=90, prompt_lookup_num_tokens=5)
     assert found.shape[1] == PROMPT + 90

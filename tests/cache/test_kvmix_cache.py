@@ -15,6 +15,7 @@ from cache_cases import (
     VOCAB_SIZE,
     assert_exact_bytes,
     attended,
+    checked_crops,
     llama_plan,
     padded,
     random_ids,
@@ -249,14 +250,7 @@ def test_generate_keeps_bytes_exact_and_rows_apart(window: str) -> None:
 
 def test_rejected_drafts_leave_bytes_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt lookup: tokens are cropped away again, across pages and across jumps of the window."""
-    crops, crop = [], PlanCache.crop
-
-    def checked_crop(cache: PlanCache, tokens_to_remove: int) -> None:
-        crop(cache, tokens_to_remove)
-        crops.append(tokens_to_remove)
-        assert_exact_bytes(cache, [cache.get_seq_length()])
-
-    monkeypatch.setattr(PlanCache, "crop", checked_crop)
+    crops = checked_crops(monkeypatch)
     plan = kvmix_plan("paged", high_window_share=0.6)
     ids = random_ids(1, 20).repeat(1, 6)
     cache = PlanCache(plan, tiny_llama().config)

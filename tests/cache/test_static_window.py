@@ -8,9 +8,10 @@ import pytest
 import torch
 import transformers as hf
 from cache_cases import feed, model_plan, padded, random_ids, tiny_llama
+from static_cases import assert_generate_compiles_one_graph
 from tiny_models import built
 from torch import Tensor
-from transformers import CompileConfig, DynamicCache
+from transformers import DynamicCache
 
 from kvcal import Plan, PlanCache, attached
 from kvcal.cache.paged_layer import PagedLayer
@@ -186,24 +187,8 @@ def test_beams_reorder_rings() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_step_compiles_into_one_graph(name: str) -> None:
-    model, plan, ids = built(name), model_plan(built(name)), random_ids(2, 9)
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    config = CompileConfig(backend=backend, mode=None, fullgraph=True)
-    config._compile_all_devices = True  # transformers compiles for GPUs alone otherwise
-    cache = PlanCache(plan, model.config, max_tokens=60)
-    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
-    with attached(model):
-        expected = model.generate(ids, past_key_values=cache, **options)
-        assert not graphs
-        cache.reset()
-        assert torch.equal(model.generate(ids, past_key_values=cache, compile_config=config, **options), expected)
-    assert len(graphs) == 1
-    del model._compiled_call, model._last_compile_config  # the model is shared with other tests
+    model = built(name)
+    assert_generate_compiles_one_graph(model, model_plan(model), random_ids(2, 9), 30)
 
 
 def test_memory_stays_where_it_is_and_is_used_again() -> None:

@@ -12,6 +12,7 @@ import torch
 from cache_cases import attended, feed, llama_plan, padded, random_ids, random_qkv, tiny_llama
 from form_cases import with_tensors
 from staged_cases import SCHEDULES, assert_same_bytes, caches, fed_alike, mixed_plan, staged_plan, transformed
+from torch._dynamo.testing import CompileCounter
 
 from kvcal import Plan, PlanCache, attached
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
@@ -233,11 +234,7 @@ def test_records_only_ever_slide_where_nothing_is_left_to_read() -> None:
 def test_a_compiled_step_is_one_graph_that_serves_every_stage() -> None:
     """Also where nothing was packed, and no kernel's key was asked for, before it was compiled."""
     plan, model = staged_plan((140,), (140, 150)), tiny_llama(2, 1)
-    ids, graphs = random_ids(2, 160), []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
+    ids, backend = random_ids(2, 160), CompileCounter()
 
     def step(token: torch.Tensor, position: torch.Tensor, cache: PlanCache) -> torch.Tensor:
         return model(token, position_ids=position, past_key_values=cache).logits
@@ -250,7 +247,7 @@ def test_a_compiled_step_is_one_graph_that_serves_every_stage() -> None:
         for i in range(120, 160):
             token, position = ids[:, i : i + 1], torch.full((2, 1), i)
             assert torch.equal(compiled(token, position, static), step(token, position, eager))
-    assert len(graphs) == 1 and int(static.static.phases.stage) == 2
+    assert backend.frame_count == 1 and int(static.static.phases.stage) == 2
 
 
 def test_the_operators_declare_what_they_do() -> None:

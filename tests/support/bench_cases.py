@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
+
+from kvcal.bench import baselines, kernels
 from kvcal.bench.case import KernelUse
 from kvcal.bench.device import Call, Machine, ReadCeiling, Times
 from kvcal.bench.record import SCHEMA, Baseline, LayerReport, Report, Row
@@ -89,3 +92,18 @@ class Clock:
         for call in calls:
             call()
         return Times(10.0, 9.0, 11.0, replays, len(calls))
+
+
+def installed_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """No GPU and no compiler: FlexAttention refuses, FlashInfer is absent, QuantizedCache has no device to count."""
+    found = Clock()
+    monkeypatch.setattr(kernels, "machine_of", lambda device: MACHINE)
+    monkeypatch.setattr(kernels, "measure_read_ceiling", lambda device: CEILING)
+    monkeypatch.setattr(kernels, "num_caches", lambda *args: 2)
+    for module in (kernels, baselines):
+        monkeypatch.setattr(module, "graph_times", found)
+    monkeypatch.setattr(kernels, "event_ms", lambda calls: [0.01 for call in calls if call() is None])
+    monkeypatch.setattr(
+        baselines, "flex", lambda kv, replays: Baseline(kv.point, "FlexAttention", "torch", reason="no compiler")
+    )
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import pytest
 import torch
 import transformers as hf
 from torch import Tensor
@@ -198,3 +199,16 @@ def assert_exact_bytes(cache: PlanCache, lengths: Sequence[int], columns: int | 
     """Measured bytes equal the plan's prediction for these lengths, and the cache knows the lengths."""
     assert cache.lengths == list(lengths)
     assert cache.nbytes == cache.plan.nbytes(lengths, columns)
+
+
+def checked_crops(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What ``PlanCache.crop`` is called with from here on; bytes are exact after each call."""
+    crops, crop = list[int](), PlanCache.crop
+
+    def checked_crop(cache: PlanCache, tokens_to_remove: int) -> None:
+        crop(cache, tokens_to_remove)
+        crops.append(tokens_to_remove)
+        assert_exact_bytes(cache, [cache.get_seq_length()])
+
+    monkeypatch.setattr(PlanCache, "crop", checked_crop)
+    return crops

@@ -17,8 +17,10 @@ from cache_cases import (
     tiny_llama,
 )
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from transformers import CompileConfig, PreTrainedModel
 
-from kvcal import Plan, PlanCache
+from kvcal import Plan, PlanCache, attached
 from kvcal.cache.attached import attached_for
 from kvcal.cache.paged_layer import PagedLayer
 from kvcal.pages.feedback import factor_spec
@@ -126,3 +128,20 @@ def assert_same_queries(our: PagedTensor, their: PagedTensor, lengths: list[int]
 def pages_of(part: PagedTensor, row: int, length: int) -> Tensor:
     """[pages, r, record_bytes]: what is stored of one row of so many tokens."""
     return part.pool.records[part.pool.slots([(row, 0, num_pages(length))])]
+
+
+def assert_generate_compiles_one_graph(model: PreTrainedModel, plan: Plan, ids: Tensor, num_new: int) -> None:
+    """``generate`` compiles the step of a static cache by itself, and gives what it gives uncompiled."""
+    counter = CompileCounter()  # transformers copies an object that is the backend
+    config = CompileConfig(backend=lambda *given: counter(*given), mode=None, fullgraph=True)
+    config._compile_all_devices = True  # transformers compiles for GPUs alone otherwise
+    cache = PlanCache(plan, model.config, max_tokens=ids.shape[1] + num_new)
+    options = {"max_new_tokens": num_new, "do_sample": False, "eos_token_id": None}
+    options["attention_mask"] = torch.ones_like(ids)
+    with attached(model):
+        expected = model.generate(ids, past_key_values=cache, **options)
+        assert not counter.frame_count
+        cache.reset()
+        assert torch.equal(model.generate(ids, past_key_values=cache, compile_config=config, **options), expected)
+    assert counter.frame_count == 1
+    del model._compiled_call, model._last_compile_config  # the model is shared with other tests
