@@ -68,7 +68,7 @@ PUBLIC = {
 
 def read_part(text: str) -> Part:
     """A source by its spelling. UsageError for an unknown option, kind or generated source, and a weight that is not
-    above 0."""
+    from 1e-6 to 1e6."""
     source, options = text, dict[str, str]()
     while found := _OPTION.search(source):
         name, value = found.groups()
@@ -105,8 +105,8 @@ def _weight(text: str, value: str) -> float:
         weight = float(value)
     except ValueError:
         weight = math.nan
-    if not 0 < weight < math.inf:
-        raise UsageError(f"source = {text!r}: weight = {value}; expected a number above 0", hint="such as weight=2")
+    if not 1e-6 <= weight <= 1e6:  # so that no sum or share of them overflows
+        raise UsageError(f"source = {text!r}: weight = {value}; allowed: 1e-6 to 1e6", hint="such as weight=2")
     return weight
 
 

@@ -66,9 +66,10 @@ def test_a_source_is_spelled_with_its_options(text: str, part: Part) -> None:
     [
         ([], ["empty", "mixture"]),
         (["", "tasks"], ["empty"]),
-        (["a.txt,weight=0"], ["weight = 0", "above 0"]),
-        (["a.txt,weight=-1"], ["weight = -1", "above 0"]),
+        (["a.txt,weight=0"], ["weight = 0", "1e-6 to 1e6"]),
+        (["a.txt,weight=-1"], ["weight = -1", "1e-6 to 1e6"]),
         (["a.txt,weight=inf"], ["weight = inf"]),
+        (["a.txt,weight=1e308"], ["weight = 1e308", "1e-6 to 1e6"]),
         (["a.txt,weight=two"], ["weight = two"]),
         (["a.txt,weight="], ["weight is empty"]),
         (["a.txt,weight=1,weight=2"], ["weight is given twice"]),
