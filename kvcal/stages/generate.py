@@ -58,9 +58,9 @@ def prompt_tokens(loaded: LoadedModel, prompt: str, chat: bool, max_new_tokens: 
         raise UsageError("the prompt is empty", hint="give --prompt TEXT, or - to read it from stdin")
     limit = max_context(loaded)
     if limit is not None and len(tokens) + max_new_tokens > limit:
+        new, mend = (f" + {max_new_tokens} new ones", " or lower --max-new-tokens") if max_new_tokens else ("", "")
         raise UsageError(
-            f"{len(tokens)} prompt tokens + {max_new_tokens} new ones exceed the model's context of {limit}",
-            hint="shorten the prompt or lower --max-new-tokens",
+            f"{len(tokens)} prompt tokens{new} exceed the model's context of {limit}", f"shorten the prompt{mend}"
         )
     return torch.tensor(tokens)
 

@@ -320,6 +320,9 @@ def test_short_sequences_are_passed_over(tokenizer: PreTrainedTokenizerBase) -> 
     with pytest.raises(UsageError) as caught:
         load_sequences(DataSpec("tasks:times", num_samples=1, seq_len=4000, min_len=3000), tokenizer)
     assert_says(caught.value, ["seq_len = 4000 and min_len = 3000", "lower num_samples"])
+    with pytest.raises(UsageError) as caught:
+        load_sequences(DataSpec("tasks:ledger", num_samples=1, seq_len=8), tokenizer)
+    assert_says(caught.value, ["raise seq_len where replies begin behind it"])
 
 
 def test_blank_records_and_files_are_passed_over(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
