@@ -209,7 +209,8 @@ class Bench:
                 name = f"group {number + 1} of {len(steps)}, {count} of {num_plans} plans"
                 self.say("divergence", name, count, measured)
         whole = patch("kvcal.models.layer_inputs.decoder_layers", lambda _: None)
-        with whole, patch("kvcal.cache.plan_cache.PlanCache.for_measurement", PlanCache):
+        paged = patch.object(PlanCache, "for_measurement", lambda plan, config, _: PlanCache(plan, config))
+        with whole, paged:
             places = steps[-1][0][:4]
             count = sum(len(setup.kl_candidates(side)) for _, side in places)
             measured = timed(lambda: profile.divergence_means(self.loaded, setup, (places, texts), Room(LOCKSTEP)))

@@ -52,6 +52,7 @@ def search_of(shape: str, num_layers: int, num_tokens: int | None, folder: Path)
     """A search in a random model that needs no fits."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = LlamaConfig(**SHAPES[shape], num_hidden_layers=num_layers, max_position_embeddings=131072)
+    torch.manual_seed(0)
     model = random_model(config, device)
     loaded = LoadedModel(model, None, ModelIdentity("random", "llama", "c", "w", "t"), geometry_of(model), "random")
     recipe, generator = load_recipe("best"), torch.Generator().manual_seed(0)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvcal.cache.dense_layer import DenseLayer
 from kvcal.cache.paged_layer import DYNAMIC_HINT, PagedLayer
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import UnsupportedModel, UsageError
@@ -98,7 +99,7 @@ def _attention(
     current = _ATTACHED.get(module)
     cache = None if current is None else current.cache
     layer = None if cache is None else cache.layers[_index(module)]
-    if not isinstance(layer, PagedLayer):
+    if not isinstance(layer, PagedLayer | DenseLayer):
         return _base_attention(base, module, query, key, value, attention_mask, kwargs)
     if layer.static is not None and layer.static.is_step(query.shape[2]):
         _require_plain(module, attention_mask, kwargs)

@@ -292,10 +292,7 @@ class PagedLayer(CacheLayerMixin):
 
     def tokens_to_next_page(self) -> int:
         """New tokens that are stored and read together as one by one (evaluation cuts its chunks there)."""
-        rows, columns = self.padding.rows, self.columns
-        formats = {fmt for fmt in (*self.plan.k, *self.plan.v) if fmt != RAW}
-        lengths = {0} if rows is None else set(rows.lengths(columns))
-        return min((fmt.tokens_to_next_event(n, columns) for fmt in formats for n in lengths), default=NO_PAGE)
+        return tokens_to_next_event(self.plan, self.padding.rows, self.columns)
 
     def past_columns(self, columns: int) -> int:
         """Number of the last of so many columns that a prompt attends to."""
@@ -351,6 +348,13 @@ class PagedLayer(CacheLayerMixin):
     def _forget_decoded(self) -> None:
         if self.decoded is not None:
             self.decoded = DecodedCopy()
+
+
+def tokens_to_next_event(plan: LayerPlan, rows: Rows | None, columns: int) -> int:
+    """New tokens behind ``columns`` that the layer stores and reads together as one by one."""
+    formats = {fmt for fmt in (*plan.k, *plan.v) if fmt != RAW}
+    lengths = {0} if rows is None else set(rows.lengths(columns))
+    return min((fmt.tokens_to_next_event(n, columns) for fmt in formats for n in lengths), default=NO_PAGE)
 
 
 def require_shapes(geometry: AttentionGeometry, key_states: Tensor, value_states: Tensor) -> None:

@@ -27,7 +27,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from kvcal.cache.build import cache_layers, held_tensors, require_state, state_tensors
-from kvcal.cache.dense_layer import DenseLayer
+from kvcal.cache.dense_layer import DenseLayer, Unread
 from kvcal.cache.paged_layer import DYNAMIC_HINT, NO_PAGE, PagedLayer
 from kvcal.cache.sliding_window import BoundedLayer, StaticWindow, require_left_padding
 from kvcal.cache.snapshot import Mark, copy_layers
@@ -225,13 +225,14 @@ class PlanCache(Cache):
         return [] if rows is None else rows.lengths(int(self.get_seq_length()))
 
     @classmethod
-    def for_measurement(cls, plan: Plan, config: PretrainedConfig) -> PlanCache:
-        """A dynamic cache without padding whose plain 16-bit layers are dense (kvcal.cache.dense_layer): the same keys
-        and values, but ``nbytes`` does not count these layers. Raises as the constructor."""
-        cache = cls(plan, config)
+    def for_measurement(cls, plan: Plan, config: PretrainedConfig, unread: Unread | None = None) -> PlanCache:
+        """A dynamic cache without padding whose layers are dense where they can be (kvcal.cache.dense_layer): the same
+        keys and values, but ``nbytes`` does not count these layers. ``unread``: of all caches that are fed in lockstep,
+        chunk by chunk. Raises as the constructor."""
+        cache, unread = cls(plan, config), unread or Unread()
         for number, layer in enumerate(cache.layers):
             if isinstance(layer, PagedLayer) and DenseLayer.can_stand_for(layer):
-                cache.layers[number] = DenseLayer(layer)
+                cache.layers[number] = DenseLayer(layer, unread)
         return cache
 
     def skip(self, num_layers: int, batch: int, tokens: int) -> None:
@@ -244,7 +245,8 @@ class PlanCache(Cache):
 
     def tokens_to_next_page(self) -> int:
         """New tokens until some page is quantized; a chunk of at most this many is exactly like single steps."""
-        found = [layer.tokens_to_next_page() for layer in self.paged_layers]
+        layers = (layer for layer in self.layers if isinstance(layer, PagedLayer | DenseLayer))
+        found = [layer.tokens_to_next_page() for layer in layers]
         if self.static is not None and self.static.phases is not None and self.static.is_allocated:
             found.append(self.static.phases.tokens_to_next_stage())
         return min(found, default=NO_PAGE)

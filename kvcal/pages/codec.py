@@ -13,8 +13,8 @@ which are also their RoPE positions. Predictions are arguments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from kvcal.geometry import CacheDtype
 from kvcal.lazy_torch import Tensor, torch
@@ -84,6 +84,31 @@ class PageCodec:
         )
 
     @property
+    def kind(self) -> object:
+        """Equal for codecs that can be ``joined``."""
+        whole = [self.rotary if self.is_pre else None, self.feedback]
+        whole += [] if self.grid is None else [self.grid, self.signs]
+        what = self.side, self.format, self.heads.start, self.heads.stop, self.head_dim, self.cache_dtype, self.is_pre
+        return *what, self.rescale is None, self.offset is None, *map(id, whole)
+
+    @staticmethod
+    def joined(codecs: Sequence[PageCodec], count: int) -> PageCodec:
+        """One codec for pages of several of a ``kind``, ``count`` pages of each, in order, which are encoded at once:
+        λ, offset and signs of a head get a row for each page."""
+
+        def rows(tensors: Sequence[Tensor | None]) -> Tensor | None:
+            found = [x for x in tensors if x is not None]
+            return torch.stack(found).repeat_interleave(count, 0) if found else None
+
+        one, operands = codecs[0], codecs[0].operands
+        if one.grid is None and one.signs is not None:
+            signs = rows([codec.signs for codec in codecs])
+            assert signs is not None
+            operands = {"signs": signs[:, None, None]}
+        rescale, offset = rows([codec.rescale for codec in codecs]), rows([codec.offset for codec in codecs])
+        return replace(one, rescale=rescale, offset=offset, operands=operands)
+
+    @property
     def num_heads(self) -> int:
         return self.heads.stop - self.heads.start
 
@@ -112,8 +137,9 @@ class PageCodec:
         num_bits: int,
         query_mean: Tensor | None = None,
         prediction: Tensor | None = None,
+        at_once: int = ENCODE_PAGES,
     ) -> Tensor:
-        """x [M, n, 128, D], keys after RoPE or values -> records [M, r, record_bytes] uint8.
+        """x [M, n, 128, D], keys after RoPE or values -> records [M, r, record_bytes] uint8, ``at_once`` at a time.
         ``query_mean`` [M, n, D]: the mean |q| of each page's channels, for query scores.
 
         Raises:
@@ -122,7 +148,7 @@ class PageCodec:
         if x.shape[0] == 0:
             return x.new_empty(0, self.records_per_page, self.record_bytes(num_bits), dtype=torch.uint8)
         parts = []
-        for part in torch.arange(x.shape[0], device=x.device).split(ENCODE_PAGES):
+        for part in torch.arange(x.shape[0], device=x.device).split(at_once):
             page = x[part]
             for transform in self._transforms(page_index[part], num_bits):
                 page = transform.apply(page)

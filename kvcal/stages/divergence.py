@@ -38,6 +38,7 @@ from transformers import PreTrainedModel
 
 from kvcal.artifact import sha256_json, tensors_sha256
 from kvcal.cache.attached import attached_for
+from kvcal.cache.dense_layer import Unread
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
 from kvcal.distributed import Parcel, in_turn
@@ -271,7 +272,8 @@ def deviations(
     columns: list[list[Tensor]] = []
 
     def feed_group(group: Sequence[Plan]) -> None:
-        caches = [PlanCache.for_measurement(plan, model.config) for plan in (reference, *group)]
+        unread = Unread()
+        caches = [PlanCache.for_measurement(plan, model.config, unread) for plan in (reference, *group)]
         chunks: list[list[tuple[Tensor, ...]]] = [[] for _ in group]
         with closing(lockstep(model, caches, tokens_BT)) as fed:
             for number, start, logits_BTV in fed:

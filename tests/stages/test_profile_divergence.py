@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cache_cases import llama_plan, tiny_llama
 from predictor_runs import HEAD_DIM, loaded_llama, plan_of_random_predictors
+from static_cases import FORMATS, TRANSFORMED, drifting_ids, plan_for
 from test_profile import CACHE, Listener, loaded_model
 from tiny_models import TINY_MODELS, measured
 
-from kvcal.cache.dense_layer import DenseLayer
+from kvcal.cache.dense_layer import DenseLayer, Unread
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import DataSpec, load_sequences
 from kvcal.errors import NonFiniteActivations, UsageError
@@ -19,6 +21,7 @@ from kvcal.geometry import ModelIdentity
 from kvcal.models import layer_inputs
 from kvcal.models.layer_inputs import decoder_layers
 from kvcal.models.load import LoadedModel, load
+from kvcal.pages.codec import PageCodec
 from kvcal.plan.plan import RAW, Format, Plan
 from kvcal.plan.tensors import needed_tensors
 from kvcal.recipe import CacheSpec
@@ -155,7 +158,7 @@ def test_layers_that_plans_share_run_once_and_give_the_same_bits(name: str, monk
         with monkeypatch.context() as patch:
             if not is_shared:
                 patch.setattr(layer_inputs, "decoder_layers", lambda _: None)
-                patch.setattr(PlanCache, "for_measurement", PlanCache)  # whose 16-bit layers have pages
+                patch.setattr(PlanCache, "for_measurement", lambda plan, config, _: PlanCache(plan, config))  # of pages
             found.append(deviations(model, reference, plans, tokens_BT, mask_BT, Room(100.0)))
         assert list(decoder_layers(model)) == own
     for part, expected in zip(*found, strict=True):
@@ -169,19 +172,33 @@ def test_layers_that_plans_share_run_once_and_give_the_same_bits(name: str, monk
     assert [calls[0].count(index) for index in range(len(own))] == expected
 
 
+LATTICE = Format(2, "token", 128, 5, lattice_dim=2)
+
+
 @pytest.mark.parametrize("cache_dtype", ["bfloat16", "float32"])
-def test_dense_layers_give_what_16_bit_pages_give(cache_dtype: str) -> None:
-    """In another dtype than the model's, too. Layers with transforms, or that others are predicted from, have pages."""
-    loaded = loaded_model()
-    _, plan = plans_of(loaded)
-    plan = replace(plan, cache_dtype=cache_dtype)
-    tokens_BT, logits = tokens_of(2, 300), []
-    for make in (PlanCache, PlanCache.for_measurement):
-        cache = make(plan, loaded.model.config)
-        assert [isinstance(layer, DenseLayer) for layer in cache.layers] == [make != PlanCache, False]
-        logits.append(torch.cat([x for _, x in feed(loaded.model, cache, tokens_BT)], 1))
-        assert cache.get_seq_length() == 300
-    assert torch.equal(*logits)
+@pytest.mark.parametrize("name", [*FORMATS, *TRANSFORMED, "per head", "lattice"])
+def test_dense_layers_give_what_pages_give(name: str, cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another dtype than the model's, too; pages of several layers and caches are read back by one call."""
+    plan = llama_plan(LATTICE, LATTICE, 2, cache_dtype, 3) if name == "lattice" else plan_for(name, 2, 3, cache_dtype)
+    plans = [plan, plan, plan_for("uniform" if name == "points" else "points", 2, 3, cache_dtype)]
+    model, unread = tiny_llama(2, 3), Unread()
+    dense = [PlanCache.for_measurement(one, model.config, unread) for one in plans]
+    assert all(isinstance(layer, DenseLayer) for cache in dense for layer in cache.layers)
+    found, num_pages, encode = [], [], PageCodec.encode
+    for caches in ([PlanCache(one, model.config) for one in plans], dense):
+        logits: list[list[torch.Tensor]] = [[] for _ in plans]
+        for number, _, logits_BTV in lockstep(model, caches, drifting_ids(2, 600)):
+            logits[number].append(logits_BTV)
+        found.append([torch.cat(chunks, 1) for chunks in logits])
+        assert {cache.get_seq_length() for cache in caches} == {600}
+        monkeypatch.setattr(PageCodec, "encode", lambda *a, **b: num_pages.append(len(a[1])) or encode(*a, **b))
+    for expected, logits_BTV in zip(*found, strict=True):
+        assert torch.equal(logits_BTV, expected)
+    own = name in ("feedback", "rotated, feedback", "lattice")  # tensors of a layer that not every page can have
+    assert own or max(num_pages) == 2 * (3 if name == "16 bits" else 4)  # sequences; layers, one of the second cache
+
+
+def test_layers_that_are_predicted_have_pages() -> None:
     predicted = plan_of_random_predictors(loaded_llama(), RAW, Format(2, "token", 32), RAW, RAW)
     cache = PlanCache.for_measurement(predicted, loaded_llama().model.config)
     assert not any(isinstance(layer, DenseLayer) for layer in cache.layers)
