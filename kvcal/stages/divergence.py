@@ -48,8 +48,9 @@ from kvcal.models.layer_inputs import Forward, LayerInputs, kept_inputs
 from kvcal.models.load import LoadedModel
 from kvcal.models.streamed import is_streamed
 from kvcal.models.turns import side_by_side
+from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan, bare_layers
-from kvcal.plan.page_format import SIDES, Format, Side
+from kvcal.plan.page_format import RAW, SIDES, Format, Side
 from kvcal.plan.plan import Plan, Workload, plan_record
 from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import CacheSpec
@@ -353,6 +354,12 @@ def padded_texts(texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
     return tokens_BT, pad_sequence([text.loss_mask_T for text in texts], batch_first=True)
 
 
+def chunk_ends(plan: Plan) -> list[int]:
+    """The places in a page at which chunks of the plan's cache end: plans of one group end theirs at all of them."""
+    formats = {fmt for layer in plan.layers if layer.is_paged for side in SIDES for fmt in layer.formats(side)}
+    return sorted({fmt.tokens_to_next_event(0, 0) % PAGE_TOKENS for fmt in formats if fmt != RAW})
+
+
 PHASE = "groups of plans"
 
 
@@ -406,7 +413,8 @@ class KLMeter:
         digests = [plan_digest(plan) for plan in plans]
         plan_of = {digest: plan for digest, plan in zip(reversed(digests), reversed(plans), strict=True)}
         parts = [(a, b) for a, b in zip((0, *self.tiers), self.tiers, strict=False) if a < num_texts]
-        missing = [[d for d in dict.fromkeys(digests) if self._num_measured(d) < stop] for _, stop in parts]
+        in_order = sorted(dict.fromkeys(digests), key=lambda digest: chunk_ends(plan_of[digest]))
+        missing = [[digest for digest in in_order if self._num_measured(digest) < stop] for _, stop in parts]
         groups = [
             (wanted[first : first + LOCKSTEP], *part)
             for part, wanted in zip(parts, missing, strict=True)

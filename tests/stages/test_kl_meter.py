@@ -13,13 +13,22 @@ from torch import Tensor
 
 from kvcal.models.load import LoadedModel
 from kvcal.plan.page_format import Format
-from kvcal.plan.plan import Workload
+from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec
 from kvcal.stages import divergence as kl_meter
 from kvcal.stages.checkpoint import Checkpoint, State
-from kvcal.stages.divergence import PHASE, KLMeter, Text, declare_plans, kl_texts, plan_digest, unquantized_plan
+from kvcal.stages.divergence import (
+    PHASE,
+    KLMeter,
+    Text,
+    declare_plans,
+    kl_texts,
+    one_side_plan,
+    plan_digest,
+    unquantized_plan,
+)
 
 
 def meter_of(loaded: LoadedModel, texts: Sequence[Text], tiers: Sequence[int], checkpoint: Checkpoint) -> KLMeter:
@@ -153,3 +162,25 @@ def test_every_layers_side_has_random_signs_of_its_own() -> None:
     signs = {name: tuple(x.tolist()) for name, x in lattice_tensors(layers).items() if name.endswith("_signs")}
     assert sorted(signs) == [f"layers.{index}.{side}_signs" for index in range(3) for side in "kv"]
     assert len(set(signs.values())) == 6 and all(set(row) == {-1, 1} and len(row) == 16 for row in signs.values())
+
+
+def test_plans_whose_chunks_end_alike_are_fed_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is not fed in the smaller chunks of another one's window."""
+    loaded, groups, original = loaded_llama(), list[list[list[int]]](), kl_meter.deviations
+
+    def noted(model: object, reference: object, plans: Sequence[Plan], *others: object) -> object:
+        groups.append([kl_meter.chunk_ends(plan) for plan in plans])
+        return original(model, reference, plans, *others)
+
+    monkeypatch.setattr(kl_meter, "deviations", noted)
+    monkeypatch.setattr(kl_meter, "LOCKSTEP", 2)
+    reference = unquantized_plan(loaded.identity, loaded.geometry)
+    plans = [one_side_plan(reference, layer, "v", Format(2, "token", 32, 0, window))
+             for layer in range(2) for window in (14, 0)]  # fmt: skip
+    [tokens_T] = sequences([300]).sequences
+    with checkpoint_of(tmp_path, 1) as checkpoint:
+        meter = meter_of(loaded, [Text(0, tokens_T, torch.arange(300) > 130)], (1,), checkpoint)
+        together = meter.measure(plans, 1, "plans")
+        assert groups == [[[0], [0]], [[14], [14]]]
+        for plan, found in zip(plans, together, strict=True):
+            assert torch.equal(meter.measure([plan], 1, "one")[0], found)
