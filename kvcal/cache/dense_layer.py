@@ -93,7 +93,7 @@ class _Part:
         first, self._num_tokens = num_pages(self._num_tokens), self._num_tokens + new.shape[2]
         count = num_pages(self._num_tokens) - first
         tokens = torch.cat([self._tail, new], dim=2) if self._tail.numel() else new
-        self._tail = tokens[:, :, PAGE_TOKENS * count :]
+        self._tail = tokens[:, :, PAGE_TOKENS * count :].clone()
         if query_sum is not None:
             self._query_sum = self._query_sum.to(query_sum.device) + query_sum
         if not count:
