@@ -35,10 +35,11 @@ from kvcal.plan.plan import Workload, load_plan, save_plan
 from kvcal.recipe import EvaluateSpec
 from kvcal.recipe_files import load_recipe, with_knobs
 from kvcal.run.formats import search_data
-from kvcal.stages.divergence import deviations, kl_texts, padded_texts, plan_digest, unquantized_plan
+from kvcal.stages.divergence import deviations, kl_texts, padded_texts, unquantized_plan
 from kvcal.stages.evaluate.tasks import measure_tasks
 from kvcal.stages.search import KL_BATCH, Search, compose, run_search
 from kvcal.stages.search.compose import Candidate
+from kvcal.stages.search.kl_meter import plan_digest
 
 LIMITS = ("max_steps", "max_size", "max_hops", "max_digits")
 

@@ -33,11 +33,12 @@ from kvcal.run import formats, pipeline
 from kvcal.stages import profile
 from kvcal.stages.allocate.budget import reserved_bytes
 from kvcal.stages.checkpoint import Checkpoint, State
-from kvcal.stages.divergence import PHASE, KLMeter, declare_plans, deviations, kl_texts, unquantized_plan
+from kvcal.stages.divergence import deviations, kl_texts, unquantized_plan
 from kvcal.stages.evaluate import tasks
 from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
 from kvcal.stages.generate import complete
 from kvcal.stages.prefix import load_prefix, named_parts, pack_prefix
+from kvcal.stages.search.kl_meter import PHASE, KLMeter, declare_plans
 from kvcal.stages.verify import verify_plan
 
 RECIPE = """

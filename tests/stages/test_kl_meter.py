@@ -17,18 +17,11 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec
-from kvcal.stages import divergence as kl_meter
+from kvcal.stages import divergence
 from kvcal.stages.checkpoint import Checkpoint, State
-from kvcal.stages.divergence import (
-    PHASE,
-    KLMeter,
-    Text,
-    declare_plans,
-    kl_texts,
-    one_side_plan,
-    plan_digest,
-    unquantized_plan,
-)
+from kvcal.stages.divergence import Text, kl_texts, one_side_plan, unquantized_plan
+from kvcal.stages.search import kl_meter
+from kvcal.stages.search.kl_meter import PHASE, KLMeter, declare_plans, plan_digest
 
 
 def meter_of(loaded: LoadedModel, texts: Sequence[Text], tiers: Sequence[int], checkpoint: Checkpoint) -> KLMeter:
@@ -109,7 +102,7 @@ def test_texts_are_measured_tier_by_tier_and_known_by_the_next_process(
 
 def test_plans_that_are_fed_in_other_chunks_are_told_apart_by_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two plans a lockstep, whose pages end at other tokens: every text of a batch has its own statistics."""
-    monkeypatch.setattr(kl_meter, "LOCKSTEP", 2)
+    monkeypatch.setattr(divergence, "LOCKSTEP", 2)
     loaded, reference = loaded_llama(), unquantized_plan(loaded_llama().identity, loaded_llama().geometry)
     formats = [Format(2, "channel", 32, recent_window=window) for window in (0, 0, 20, 50)]
     plans = [plan_of_random_predictors(loaded, k, replace(k, axis="token")) for k in formats]
@@ -117,9 +110,9 @@ def test_plans_that_are_fed_in_other_chunks_are_told_apart_by_text(monkeypatch: 
         Text(n, tokens_T, torch.arange(len(tokens_T)) > 60)
         for n, tokens_T in enumerate(sequences([400, 260]).sequences)
     ]
-    together = kl_meter.deviations(loaded.model, reference, plans, *kl_meter.padded_texts(texts)).statistics(2)
+    together = divergence.deviations(loaded.model, reference, plans, *divergence.padded_texts(texts)).statistics(2)
     for number, text in enumerate(texts):
-        alone = kl_meter.deviations(loaded.model, reference, plans, text.tokens_T[None], text.loss_mask_T[None])
+        alone = divergence.deviations(loaded.model, reference, plans, text.tokens_T[None], text.loss_mask_T[None])
         torch.testing.assert_close(together[:, number, 0], alone.kl_Pn.mean(1), rtol=1e-3, atol=1e-9)
 
 
@@ -134,9 +127,9 @@ def test_sure_tokens_and_flips_are_those_of_the_logits(monkeypatch: pytest.Monke
         yield 0, 0, wanted
         yield 1, 0, found
 
-    monkeypatch.setattr(kl_meter, "lockstep", lockstep)
+    monkeypatch.setattr(divergence, "lockstep", lockstep)
     plan = unquantized_plan(loaded.identity, loaded.geometry)
-    seen = kl_meter.deviations(loaded.model, plan, [plan], torch.zeros(1, 5).long(), torch.arange(5)[None] > 0)
+    seen = divergence.deviations(loaded.model, plan, [plan], torch.zeros(1, 5).long(), torch.arange(5)[None] > 0)
     assert seen.is_sure_n.tolist() == [True, True, False, False]
     assert seen.flips_Pn.tolist() == [[False, True, True, False]]
     assert seen.statistics(1)[0, 0, 2] == 0.5

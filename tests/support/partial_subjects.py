@@ -20,11 +20,12 @@ from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, FeedbackSpec, PredictorSpec, ProfileSpec, ReparamSpec
 from kvcal.stages import feedback, profile, reparam
 from kvcal.stages.checkpoint import Checkpoint, State
-from kvcal.stages.divergence import PHASE, KLMeter, Text, declare_plans
+from kvcal.stages.divergence import Text
 from kvcal.stages.predictors import record as predictor_record
 from kvcal.stages.predictors import stage as fit_predictors
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.reparam import record as reparam_record
+from kvcal.stages.search.kl_meter import PHASE, KLMeter, declare_plans
 
 DATA = sequences([200, 180, 190], 1)
 SPEC = ProfileSpec(

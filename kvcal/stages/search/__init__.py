@@ -41,17 +41,7 @@ from kvcal.recipe import Recipe, SearchSpec
 from kvcal.stages.allocate.budget import Budget, ModelSizes, reserved_bytes, resolve_budget, workspace_bytes
 from kvcal.stages.allocate.record import Allocation, layer_bytes, layers_in
 from kvcal.stages.checkpoint import Checkpoint, State
-from kvcal.stages.divergence import (
-    LOCKSTEP,
-    PHASE,
-    KLMeter,
-    Text,
-    declare_plans,
-    kl_texts,
-    lockstep_bytes,
-    plan_digest,
-    seconds_a_plan,
-)
+from kvcal.stages.divergence import LOCKSTEP, Text, kl_texts, lockstep_bytes, seconds_a_plan
 from kvcal.stages.estimate import Estimate
 from kvcal.stages.search.compose import FINALISTS, Candidate, Outcome, search
 from kvcal.stages.search.compositions import (
@@ -66,6 +56,7 @@ from kvcal.stages.search.compositions import (
 from kvcal.stages.search.cost import planned
 from kvcal.stages.search.fits import Fits, SearchData
 from kvcal.stages.search.judge import Pool, better, tiers_of
+from kvcal.stages.search.kl_meter import PHASE, KLMeter, declare_plans, plan_digest
 from kvcal.stages.search.problem import Choice, Problem, problem_of
 from kvcal.stages.search.record import (
     KIND,
