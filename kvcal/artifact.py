@@ -167,6 +167,25 @@ def remove_stale(folder: Path) -> None:
                 path.unlink()
 
 
+def require_output(path: Path, kind: str) -> None:
+    """ArtifactError, before the work, where a file of the kind could not be written to ``path``, or would replace a
+    safetensors file of another kind: a model's weights, a profile."""
+    require_file(path, ArtifactError)
+    if not path.parent.is_dir():
+        raise ArtifactError(f"cannot write {path}: {path.parent} is no folder", hint="make the folder first")
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+        there = json.loads(metadata.get(METADATA_KEY, "{}")).get("kind", "safetensors file of another program")
+    except (OSError, safetensors.SafetensorError, ValueError, AttributeError, RecursionError):
+        return  # nothing, or nothing whole
+    if there != kind:
+        raise ArtifactError(
+            f"{path} is a {there}, which a {kind} would replace",
+            hint="give another path; if the file is not needed, delete it first",
+        )
+
+
 def read_bytes(path: str | Path, kind: str) -> bytes:
     """The bytes of a regular file. ArtifactError when there is none, or the system refuses."""
     with _reading(path, kind):

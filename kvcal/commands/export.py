@@ -36,13 +36,14 @@ def export(
     """
     from dataclasses import asdict
 
-    from kvcal.artifact import write_text_atomic
+    from kvcal.artifact import require_output, write_text_atomic
     from kvcal.exports import EXPORTERS
     from kvcal.exports.export import dropped, planned_bits, require_heads
     from kvcal.plan.plan import load_plan
 
     if to not in EXPORTERS:
         raise UsageError(f"--to {to}; allowed: {', '.join(EXPORTERS)}", did_you_mean(to, EXPORTERS))
+    require_output(output, f"{to} file")
     loaded = load_plan(plan)
     require_heads(loaded)
     made = EXPORTERS[to](loaded)

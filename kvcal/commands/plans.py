@@ -297,11 +297,14 @@ def pack_prefix(
     Example: `kvcal pack-prefix --plan plan.safetensors --model reasoner-10m --prompt-file manual.txt -o manual.kv`
     """
     from kvcal import tables
+    from kvcal.artifact import require_output
     from kvcal.plan.plan import load_plan
     from kvcal.stages.generate import prompt_tokens
+    from kvcal.stages.prefix import KIND
     from kvcal.stages.prefix import pack_prefix as pack
     from kvcal.strict import dump
 
+    require_output(output, KIND)
     text = _prompt_text(prompt, prompt_file)
     loaded_plan = load_plan(plan)
     with given.reporting() as reporter:

@@ -59,10 +59,11 @@ def plan(
     from dataclasses import asdict
 
     from kvcal import tables
+    from kvcal.artifact import require_output
     from kvcal.charts.heat_map import heat_map
     from kvcal.charts.report import write_report
     from kvcal.folder import Folder, Job, max_context
-    from kvcal.plan.plan import save_plan
+    from kvcal.plan.plan import KIND, save_plan
     from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
     from kvcal.stages import allocate as allocation_stage
@@ -81,6 +82,8 @@ def plan(
         raise UsageError(f"recipe {base.name!r} has no [{lacking}]", hint="`kvcal recipes` lists what each chooses by")
     chosen = given.change(base, budgets.knobs() | served.knobs(base))
     assert chosen.allocate is not None
+    if output is not None and distributed.rank() == 0:
+        require_output(output, KIND)
     with given.reporting() as reporter:
         loaded = given.load(model, chosen.data, reporter)
         out = out or Path("artifacts") / loaded.identity.id.rpartition("/")[2]

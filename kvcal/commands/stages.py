@@ -280,7 +280,9 @@ def compile_command(
     `kvcal compile artifacts/llama --fold llama-folded --model meta-llama/Llama-3.1-8B`
     """
     from kvcal import tables
+    from kvcal.artifact import require_output
     from kvcal.folder import Folder
+    from kvcal.plan.plan import KIND
     from kvcal.run.pipeline import compile_folder
     from kvcal.run.transform import fold_folder
 
@@ -288,6 +290,8 @@ def compile_command(
     paths = Folder(folder)
     reporter = given.reporter()
     path = output or paths.plan
+    if output is not None:
+        require_output(output, KIND)
     if fold is None:
         plan = compile_folder(paths, path, reporter)
     elif model is None:

@@ -337,3 +337,21 @@ def test_the_commands_of_hints_exist() -> None:
     from typer.main import get_command
 
     assert {command.removeprefix("kvcal ") for command in COMMANDS.values()} <= set(get_command(app).commands)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plan no-model --bits 3",
+        "compile no-folder",
+        "pack-prefix --plan no-plan --model no-model --prompt text",
+        "export no-plan --to kvtuner",
+    ],
+)
+def test_an_output_that_would_replace_weights_is_refused_before_any_work(tmp_path: Path, command: str) -> None:
+    weights = tmp_path / "model.safetensors"
+    save_file({"weight": torch.ones(2)}, weights)
+    before = weights.read_bytes()
+    done = run_kvcal(*command.split(), "-o", weights)
+    assert done.code == 5 and f"{weights} is a safetensors file of another program" in done.err
+    assert weights.read_bytes() == before

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 from kvcal import artifact
-from kvcal.artifact import Artifact, differing_input, read, to_bytes, write, write_bytes_atomic
+from kvcal.artifact import Artifact, differing_input, read, require_output, to_bytes, write, write_bytes_atomic
 from kvcal.errors import ArtifactError
 from kvcal.folder import Folder
 from kvcal.stored_tensor import stored
@@ -351,6 +351,35 @@ class TestFailedWrites:
     def test_no_such_folder(self, path):
         with pytest.raises(ArtifactError, match="cannot write .*No such file or directory"):
             write(path.parent / "none" / "a", example())
+
+
+@pytest.mark.parametrize("other", ["artifact", "weights"])
+def test_an_output_replaces_no_safetensors_file_of_another_kind(tmp_path, other):
+    path = tmp_path / "plan.safetensors"
+    if other == "artifact":
+        write(path, example())
+    else:
+        safetensors.torch.save_file({"weight": torch.ones(1)}, path, {"format": "pt"})
+    before = path.read_bytes()
+    with pytest.raises(ArtifactError, match=f"{path} is a .*, which a plan would replace"):
+        require_output(path, "plan")
+    assert path.read_bytes() == before
+
+
+def test_an_output_may_replace_its_own_kind_and_what_is_broken(tmp_path):
+    path = tmp_path / "plan.safetensors"
+    require_output(path, example().kind)
+    write(path, example())
+    require_output(path, example().kind)
+    path.write_bytes(path.read_bytes()[:-1])
+    require_output(path, "plan")
+    path.write_text("bits")
+    require_output(path, "plan")
+
+
+def test_an_output_needs_a_folder(tmp_path):
+    with pytest.raises(ArtifactError, match=f"cannot write .*: {tmp_path / 'none'} is no folder"):
+        require_output(tmp_path / "none" / "a", "plan")
 
 
 WRITES_AND_STOPS = """
