@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -104,7 +104,9 @@ def load(
         geometry = geometry_of(model, stored_dtype)
         if not any(layer.state_bytes for layer in geometry.layers):
             break
-    return LoadedModel(model, tokenizer, identity_of(location.folder, location.id), geometry, source, residence)
+    # A multimodal checkpoint's config.json names its wrapper, such as gemma3; caches are those of its gemma3_text.
+    identity = replace(identity_of(location.folder, location.id), model_type=geometry.model_type)
+    return LoadedModel(model, tokenizer, identity, geometry, source, residence)
 
 
 def weight_bytes(model: PreTrainedModel) -> int:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
+import transformers as hf
+from cache_cases import model_plan
 from tiny_models import TINY_MODELS
 
 from kvcal.embedded import MODEL_NAME, model_folder
 from kvcal.errors import KvcalError, UnsupportedModel, UsageError
 from kvcal.models.files import embedded_models
 from kvcal.models.load import identity_of, load, weight_bytes
+from kvcal.progress import Silent
+from kvcal.stages.verify import verify_plan
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +40,21 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 
 def edit_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_multimodal_checkpoint_is_of_the_type_of_its_language_model(tmp_path: Path) -> None:
+    """The type that a cache compares with its plan's."""
+    text = TINY_MODELS["gemma3"]().config
+    vision = hf.SiglipVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    config = hf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    hf.Gemma3ForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "gemma3"
+    loaded = load(str(tmp_path), need_tokenizer=False)
+    assert loaded.identity.model_type == loaded.geometry.model_type == "gemma3_text"
+    plan = replace(model_plan(loaded.model), model=loaded.identity, cache_dtype="bfloat16")
+    assert len(verify_plan(plan, loaded, 200, Silent())) > 2
 
 
 def refused(source: Path | str, kind: type[KvcalError], *parts: str, **options) -> KvcalError:
