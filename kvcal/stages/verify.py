@@ -37,7 +37,10 @@ def require_same_model(plan: Plan, loaded: LoadedModel) -> None:
                 hint="compile a plan for this model, or name the model the plan was made for",
             )
     if plan.geometry != loaded.geometry:
-        raise ArtifactError(f"the plan's layers are not those that {loaded.source!r} caches")
+        raise ArtifactError(
+            f"the plan's layers are not those that {loaded.source!r} caches",
+            hint="a layer's state has the bytes of the dtype that computes it: leave out --dtype, or compile again",
+        )
 
 
 @torch.inference_mode()

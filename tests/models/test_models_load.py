@@ -15,11 +15,11 @@ from cache_cases import model_plan
 from tiny_models import TINY_MODELS
 
 from kvcal.embedded import MODEL_NAME, model_folder
-from kvcal.errors import KvcalError, UnsupportedModel, UsageError
+from kvcal.errors import ArtifactError, KvcalError, UnsupportedModel, UsageError
 from kvcal.models.files import embedded_models
 from kvcal.models.load import identity_of, load, weight_bytes
 from kvcal.progress import Silent
-from kvcal.stages.verify import verify_plan
+from kvcal.stages.verify import require_same_model, verify_plan
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,14 @@ def test_a_multimodal_checkpoint_is_of_the_type_of_its_language_model(tmp_path: 
     assert loaded.identity.model_type == loaded.geometry.model_type == "gemma3_text"
     plan = replace(model_plan(loaded.model), model=loaded.identity, cache_dtype="bfloat16")
     assert len(verify_plan(plan, loaded, 200, Silent())) > 2
+
+
+def test_a_plan_of_other_layers_is_refused_with_the_dtype_that_may_be_the_reason(saved: Path) -> None:
+    loaded = load(str(saved))
+    plan = replace(model_plan(loaded.model), model=loaded.identity)  # its cache is in float32
+    with pytest.raises(ArtifactError, match="are not those that") as caught:
+        require_same_model(plan, loaded)
+    assert "leave out --dtype" in caught.value.hint
 
 
 def refused(source: Path | str, kind: type[KvcalError], *parts: str, **options) -> KvcalError:
