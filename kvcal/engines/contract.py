@@ -95,7 +95,7 @@ CONTRACTS = {
             Part("vllm.config", "DeviceConfig", fields=("device",)),
             Part(
                 "vllm.config", "ModelConfig",
-                fields=("model", "hf_config", "hf_text_config", "get_total_num_kv_heads", "get_head_size",
+                fields=("model", "hf_text_config", "get_total_num_kv_heads", "get_head_size",
                         "max_model_len"),
             ),
             Part(
@@ -210,7 +210,7 @@ CONTRACTS = {
             ),
             Part(
                 "sglang.srt.configs.model_config", "ModelConfig",
-                fields=("hf_config", "hf_text_config", "model_path", "get_total_num_kv_heads"),
+                fields=("hf_text_config", "model_path", "get_total_num_kv_heads"),
             ),
         ),
     ),

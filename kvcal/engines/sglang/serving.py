@@ -119,7 +119,7 @@ def _served_model(config: Any) -> ServedModel:
     text = config.hf_text_config
     return ServedModel(
         config.model_path,
-        config.hf_config.model_type,
+        text.model_type,
         text.num_hidden_layers,
         text.num_attention_heads,
         config.get_total_num_kv_heads(),

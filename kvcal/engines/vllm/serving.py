@@ -158,7 +158,7 @@ def _served_model(config: VllmConfig) -> ServedModel:
     text = model.hf_text_config
     return ServedModel(
         model.model,
-        model.hf_config.model_type,
+        text.model_type,
         text.num_hidden_layers,
         text.num_attention_heads,
         model.get_total_num_kv_heads(),
