@@ -92,9 +92,9 @@ class RotatedLayout(PageLayout):
         groups, size = num_groups(self.head_dim, self.group_size), min(self.group_size, self.head_dim)
         sums = torch.nn.functional.pad(rotated.double().square_(), (0, groups * size - self.head_dim))
         sums = sums.unflatten(-1, (groups, size))
-        sums = torch.nn.functional.pad(sums, (0, (1 << (size - 1).bit_length()) - size))
+        missing = (1 << (size - 1).bit_length()) - size
         counts = (self.head_dim - size * torch.arange(groups, device=rotated.device)).clamp_(max=size)
-        rms = (sum_by_halves(sums, -1) / counts).sqrt_()
+        rms = (sum_by_halves(torch.nn.functional.pad(sums, (0, missing)), -1) / counts).sqrt_()
         param_dtype = PARAM_DTYPES[self.param_dtype]
         scale = (rms * self.gaussian_step).float().to(param_dtype)
         zero = self._zero(scale)

@@ -26,6 +26,7 @@ from kvcal.errors import UsageError
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.pages.record_layout import PAGE_TOKENS, sum_by_halves
 
+PER_TOKEN = 1 / PAGE_TOKENS  # a power of two: products are exact
 RANGE_LEVELS = 2**2 - 1
 HASH_BITS = 32
 # Below 2^31, so that its product with 32 bits stays inside an int64.
@@ -78,12 +79,12 @@ def query_sum(q_post_BHTD: Tensor, real_BT: Tensor, num_kv_heads: int) -> Tensor
 
 
 def _magnitude(page: Page) -> Tensor:
-    return _mean(page.keys.abs())
+    return sum_by_halves(page.keys.abs(), -2) * PER_TOKEN
 
 
 def _variance(page: Page) -> Tensor:
-    deviation = page.keys - _mean(page.keys).unsqueeze(-2)
-    return _mean(deviation * deviation)
+    deviation = page.keys - (sum_by_halves(page.keys, -2) * PER_TOKEN).unsqueeze(-2)
+    return sum_by_halves(deviation.square_(), -2) * PER_TOKEN
 
 
 def _range(page: Page) -> Tensor:
@@ -103,11 +104,6 @@ def _random(page: Page) -> Tensor:
         state = _mixed(state + number.unsqueeze(-1))
     state = _mixed(state + torch.arange(head_dim, device=device))
     return state.double() * 2.0**-HASH_BITS
-
-
-def _mean(x: Tensor) -> Tensor:
-    """Mean of x [..., 128, D] fp64 over tokens, the same on every device."""
-    return sum_by_halves(x, -2) * (1 / PAGE_TOKENS)  # exact: a power of two
 
 
 def _mixed(state: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def test_data_may_be_given_several_times() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (["a.txt,weight=0"], ["weight = 0", "above 0"]),
+        (["a.txt,weight=0"], ["weight = 0", "1e-6 to 1e6"]),
         (["mixture", "tasks"], ["'tasks'", "twice", "mixture"]),
         (["tasks,kind=verse"], ["unknown kind 'verse'", "prose, math, code"]),
         (["a.txt,colums=q"], ["unknown option 'colums'", "weight, kind, columns"]),
