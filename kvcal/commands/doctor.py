@@ -50,8 +50,8 @@ def doctor(
     ] = None,
 ) -> None:
     """Check this machine: versions, GPU, driver, compiler of the kernels, optional engines; what would be slow or
-    refused, and why. Exit code 0 when kvcal is usable, with or without a GPU; 2 when it is not; 4 when plans cannot be
-    served in the engine of `--engine`.
+    refused, and why. Exit code 0 when kvcal is usable, with or without a GPU; 2 when it is not, or the engine of
+    `--engine` is not installed; 4 when that engine cannot serve plans.
 
     Example: `kvcal doctor`
 

@@ -71,15 +71,15 @@ def plan(
     from kvcal.stages.size import gain_of
     from kvcal.stages.verify import verify_plan
 
+    base = load_recipe(recipe or ("best" if search else "default"))
+    if base.allocate is None or (search and base.search is None):
+        lacking = "allocate" if base.allocate is None else "search"
+        raise UsageError(f"recipe {base.name!r} has no [{lacking}]", hint="`kvcal recipes` lists what each chooses by")
     if not budgets.kinds():
         raise UsageError(
             "no budget given; expected one of --budget, --kv-budget and --bits",
             hint=f"such as --budget 24GB; `kvcal size {model} --memory 24GB` tells what fits",
         )
-    base = load_recipe(recipe or ("best" if search else "default"))
-    if base.allocate is None or (search and base.search is None):
-        lacking = "allocate" if base.allocate is None else "search"
-        raise UsageError(f"recipe {base.name!r} has no [{lacking}]", hint="`kvcal recipes` lists what each chooses by")
     chosen = given.change(base, budgets.knobs() | served.knobs(base))
     assert chosen.allocate is not None
     if output is not None and distributed.rank() == 0:

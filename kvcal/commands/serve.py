@@ -87,7 +87,7 @@ def capacity(
             raise UsageError(
                 f"--memory {memory}: {utilization:g} of it is less than {format_bytes(share)} of weights and "
                 f"{overhead} of overhead",
-                hint="raise --memory, --utilization or --tp",
+                hint="raise --memory, --utilization or --tp, or lower --overhead",
             )
     found = _capacity(engine, loaded, nbytes, tp, context, max_requests, drafts)
     value = asdict(found) | {"engine": engine, "tp": tp, "concurrency": found.concurrency, "tokens": found.num_tokens}

@@ -150,7 +150,7 @@ def test_a_plan_whose_pages_shrink_is_for_its_workload_alone(made: Path, tmp_pat
         ((), "no budget given; expected one of --budget, --kv-budget and --bits"),
         (("--bits", 3, "--budget", "1GB"), "budget and bits given"),
         (("--bits", 3, "--search", "--recipe", "default"), "recipe 'default' has no [search]"),
-        (("--bits", 3, "--recipe", "kivi-2"), "recipe 'kivi-2' has no [allocate]"),
+        (("--recipe", "kivi-2"), "recipe 'kivi-2' has no [allocate]"),
         (("--bits", 3, "--name", "../up"), "--name '../up'; allowed: letters"),
         (("--budget", "24gb"), "unknown unit 'gb'"),
     ],

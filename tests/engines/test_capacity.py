@@ -390,7 +390,7 @@ def test_serve_args_of_sglang(model: Path, plan_path: Path) -> None:
     [
         ("capacity {model} --plan {plan} --context 8", 2, "expected exactly one of --memory and --kv-memory"),
         ("capacity {model} --plan {plan} --context 8 --memory 1GB --kv-memory 1GB", 2, "expected exactly one of"),
-        ("capacity {model} --plan {plan} --context 8 --memory 1GB", 2, "of overhead"),
+        ("capacity {model} --plan {plan} --context 8 --memory 1GB", 2, "or lower --overhead"),
         ("capacity {model} --plan {plan} --context 8 --kv-memory 1KB", 3, "a request of 8 tokens takes"),
         ("capacity {model} --plan {plan} --context 8 --kv-memory 1GB --tp 3", 4, "3 ranks cannot share equally"),
         (
