@@ -268,7 +268,9 @@ class UnreadTensor:
             while size < found.nbytes and (count := os.preadv(self.file, [found.data[size:]], self.start + size)):
                 size += count
         except OSError as error:
-            raise ArtifactError(f"cannot read {self.path}: {error.strerror}", "check the disk") from error
+            raise ArtifactError(
+                f"cannot read the tensor '{self.name}' of {self.path}: {error.strerror}", "check the disk"
+            ) from error
         _require_digest(self.path, f"the tensor '{self.name}'", _digest({}, {self.name: found}), self.digest)
         _check_finite({self.name: found}, str(self.path))
         fault = self.fault(found)
@@ -287,12 +289,12 @@ def opened(path: str | Path, kind: str, schema: int) -> Iterator[tuple[dict[str,
         with _reading(path, f"{kind} artifact"):
             file = open(path, "rb")  # noqa: SIM115
         with file:
-            with _container(path, os.fstat(file.fileno()).st_size), safetensors.safe_open(path, framework="numpy"):
-                pass  # the header is sound
-            data = _header(file)
-            head = _read_head(path, data)
+            size = os.fstat(file.fileno()).st_size
+            with _reading(path, f"{kind} artifact"), _container(path, size):
+                with safetensors.safe_open(path, framework="numpy"):
+                    data = _header(file)  # a sound one, unless the file has just changed
+                head, parts = _read_head(path, data), json.loads(data[8:])
             _check_head(path, head, kind, schema)
-            parts = json.loads(data[8:])
             del parts["__metadata__"]
             digest = head.pop("digest")
             stated = digest.get("tensors") if isinstance(digest, dict) else None
@@ -313,7 +315,7 @@ def _container(path: Path, size: int) -> Iterator[None]:
     """ArtifactError in place of safetensors' own."""
     try:
         yield
-    except safetensors.SafetensorError as error:
+    except (safetensors.SafetensorError, ValueError) as error:
         raise ArtifactError(
             f"{path} is truncated or is not a safetensors file ({size} bytes): {error}", hint=_MAKE_AGAIN
         ) from error

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors
 import torch
 from cache_cases import feed
 from cli_cases import run_kvcal, save_llama
@@ -259,6 +263,56 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None
         os.truncate(path, last.start + last.nbytes - 1)
         with pytest.raises(ArtifactError, match=f"the tensor '{last.name}' has the digest"):
             in_memory({"last": last}, pin=False)
+
+
+@pytest.mark.parametrize("change", [os.unlink, lambda path: os.truncate(path, 100), lambda path: os.truncate(path, 0)])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_file_that_changes_before_its_header_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], is_late: bool
+) -> None:
+    loaded, plan = aqua()
+    path, safe_open = tmp_path / "p.kv", safetensors.safe_open
+    pack_prefix(loaded, plan, prompt(140), path)
+
+    def changed(*given: Any, **options: Any) -> Any:
+        if not is_late:
+            change(path)
+        found = safe_open(*given, **options)
+        if is_late:
+            change(path)
+        return found
+
+    monkeypatch.setattr(safetensors, "safe_open", changed)
+    if is_late and change is os.unlink:
+        assert load_prefix(loaded, plan, path).cache.lengths == [140]
+        return
+    with pytest.raises(ArtifactError, match="is truncated|does not exist") as refused:
+        load_prefix(loaded, plan, path)
+    assert refused.value.place == str(path)
+
+
+def test_a_disk_that_fails_is_named_with_its_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that come in small parts are all read; an error that comes once others were read leaves nothing open."""
+    loaded, plan = aqua()
+    path, preadv = tmp_path / "p.kv", os.preadv
+    pack_prefix(loaded, plan, prompt(140), path)
+    with artifact.opened(path, KIND, SCHEMA) as (_, tensors):
+        broken = tensors["layers.2.v.0.sinks"]
+
+    def in_parts(file: int, buffers: list[memoryview], start: int) -> int:
+        if start == broken.start and is_broken:
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(file, [buffers[0][:97]], start)
+
+    monkeypatch.setattr(os, "preadv", in_parts)
+    loader, is_broken = PrefixLoader(loaded, plan, plan.unquantized()), False
+    assert loader.load_file(path).cache.lengths == loader.load(loader.read(path)).cache.lengths == [140]
+    is_broken, threads, files = True, threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for use in (loader.load_file, loader.read):
+        with pytest.raises(ArtifactError, match=f"cannot read the tensor '{broken.name}' of {path}: Input") as refused:
+            use(path)
+        assert refused.value.place == str(path)
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
 
 
 def test_a_prefix_that_was_read_is_loaded_as_its_file(tmp_path: Path) -> None:
