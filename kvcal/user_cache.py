@@ -16,9 +16,12 @@ _warned: set[Path] = set()
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/kvcal, or ~/.cache/kvcal where the variable is unset or (as its standard asks) not absolute."""
+    """$XDG_CACHE_HOME/kvcal, or ~/.cache/kvcal where the variable is unset or (as its standard asks) not absolute. The
+    home of a user without one is /."""
     folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (folder if folder.is_absolute() else Path.home() / ".cache") / "kvcal"
+    if not folder.is_absolute():
+        folder = Path("/", os.path.expanduser("~").removeprefix("~"), ".cache")
+    return folder / "kvcal"
 
 
 def keep(path: Path, data: bytes, what: str) -> None:

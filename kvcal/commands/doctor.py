@@ -163,7 +163,7 @@ def _cache_folder() -> Finding:
     from kvcal.user_cache import cache_folder
 
     folder = cache_folder()
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # False where one may not look
     if os.access(nearest, os.W_OK | os.X_OK):
         return Finding("cache folder", str(folder))
     note = "kernels are compiled again at every start: set XDG_CACHE_HOME to a folder that can be written"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_cases import ran_well, run_kvcal, save_falcon, save_family
@@ -163,6 +166,24 @@ def test_doctor_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     done = ran_well("doctor")
     assert "none that torch sees" in done.out and "slow" in done.out
+
+
+def test_doctor_where_the_cache_folder_may_not_be_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Such as that of a user who becomes another one and keeps HOME."""
+    closed, stat = tmp_path / "closed", os.stat
+
+    def refusing(path: Any, **given: Any) -> os.stat_result:
+        if isinstance(path, str | Path) and closed in Path(path).parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **given)
+
+    closed.mkdir(mode=0)
+    monkeypatch.setattr("os.stat", refusing)
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != closed)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(closed / "cache"))
+    found = {one["name"]: one for one in ran_well("doctor", "--json").json["findings"]}
+    assert found["cache folder"]["found"] == str(closed / "cache" / "kvcal")
+    assert found["cache folder"]["status"] == "slow"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import pwd
 import subprocess
 import sys
 from dataclasses import replace
@@ -332,6 +333,18 @@ def test_the_cache_folder_is_under_home_without_an_absolute_setting(tmp_path, mo
     else:
         monkeypatch.setenv("XDG_CACHE_HOME", value)
     assert cache_folder() == tmp_path / ".cache" / "kvcal"
+
+
+def test_the_cache_folder_of_a_user_without_a_home(monkeypatch):
+    """Such as a container's user who is in no list of users."""
+
+    def unknown(uid):
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert cache_folder() == Path("/.cache/kvcal")
 
 
 @pytest.mark.gpu
