@@ -11,8 +11,10 @@ import torch
 from predictor_runs import loaded_llama, plan_of_random_predictors, sequences
 from torch import Tensor
 
+from kvcal.cache.attached import attached_for
+from kvcal.cache.plan_cache import PlanCache
 from kvcal.models.load import LoadedModel
-from kvcal.plan.page_format import Format
+from kvcal.plan.page_format import Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Silent
@@ -177,3 +179,18 @@ def test_plans_whose_chunks_end_alike_are_fed_together(tmp_path: Path, monkeypat
         assert groups == [[[0], [0]], [[14], [14]]]
         for plan, found in zip(plans, together, strict=True):
             assert torch.equal(meter.measure([plan], 1, "one")[0], found)
+
+
+def test_chunks_end_where_pages_are_read_and_where_queries_pack_them() -> None:
+    boost = Boost("query_range", (Tier(4, 0.5),))
+    reference = unquantized_plan(loaded_llama().identity, loaded_llama().geometry)
+    formats = [Format(2, "channel", 32, 0, 33), Format(2, "channel", 32, 0, 161, boost=boost)]
+    plans = [reference, *(one_side_plan(reference, 1, "k", fmt) for fmt in formats)]
+    assert [kl_meter.chunk_ends(plan) for plan in plans] == [[], [33], [0, 33]]
+    cache, ends = PlanCache(plans[2], loaded_llama().model.config), set[int]()
+    with attached_for(loaded_llama().model, plans[2]):
+        for _ in range(6):
+            stop = cache.get_seq_length() + cache.tokens_to_next_page()
+            loaded_llama().model(torch.full((1, stop - cache.get_seq_length()), 5), past_key_values=cache)
+            ends.add(stop % 128)
+    assert sorted(ends) == [0, 33]

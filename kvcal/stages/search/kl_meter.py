@@ -28,9 +28,11 @@ PHASE = "groups of plans"
 
 
 def chunk_ends(plan: Plan) -> list[int]:
-    """The places in a page at which chunks of the plan's cache end: plans of one group end theirs at all of them."""
+    """The places in a page at which chunks of the plan's cache end: plans of one group end theirs at all of them. Of a
+    window that follows a rule, where it ends them once it is as long as it can be."""
     formats = {fmt for layer in plan.layers if layer.is_paged for side in SIDES for fmt in layer.formats(side)}
-    return sorted({fmt.tokens_to_next_event(0, 0) % PAGE_TOKENS for fmt in formats if fmt != RAW})
+    read = {fmt.max_window % PAGE_TOKENS for fmt in formats if fmt != RAW}
+    return sorted(read | {0 for fmt in formats if fmt.needs_queries})
 
 
 def declare_plans(num_texts: int) -> Declare:
