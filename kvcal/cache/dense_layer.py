@@ -1,18 +1,18 @@
 """A full-attention layer as dense tensors, for measuring plans: what a ``PagedLayer`` gives, bit for bit, without
 records, tables and byte counts, which take the host longer than the layer takes a GPU.
 
-A page is encoded and decoded once, when attention comes to read it, and written over the exact tokens. By then other
-layers have pages, too, and so do other caches that are fed the same chunks: those that are stored alike go through one
-call of the codec (``Unread``).
+Tokens stay exact until attention comes to read their page. Then the page is encoded, decoded and written over them. By
+then pages of other layers are due, too, and of other caches that are fed the same chunks: those that are stored alike
+go through one call of the codec (``Unread``). A page that is never read is never encoded, whatever it holds.
 
 Left out: padding on the left, pages that shrink, layers that are predicted or that others are predicted from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,115 +20,101 @@ from transformers.cache_utils import DynamicLayer
 
 from kvcal.cache.paged_layer import PagedLayer, require_shapes, tokens_to_next_event
 from kvcal.geometry import CACHE_DTYPES
-from kvcal.pages.codec import PageCodec
+from kvcal.pages.codec import ENCODE_PAGES, PageCodec
 from kvcal.pages.record_layout import PAGE_TOKENS, without_sinks
 from kvcal.pages.scores import query_sum
 from kvcal.plan.page_format import RAW, SIDES, Side, num_pages
 
-# Values that the codec takes at once, by device: bounds its scratch, on a CPU to what its caches hold.
+# Values that the codec takes at once of several layers, by device: bounds its scratch, on a CPU to what caches hold.
 VALUES_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
 class Unread:
-    """Pages that layers have packed and nobody has read back; of one cache, or of several that are fed in lockstep."""
+    """Pages that hold exact tokens still; of one cache, or of several that are fed in lockstep."""
 
     def __init__(self) -> None:
-        self._pages: list[_Pages] = []
+        self._layers: list[weakref.ref[DenseLayer]] = []  # which hold this object, and are freed with their cache
 
-    def add(self, pages: _Pages) -> None:
-        """Pages of layers that have come as far as each other."""
-        self._pages.append(pages)
+    def add(self, layer: DenseLayer) -> None:
+        """A layer that comes as far as the others with every chunk."""
+        self._layers.append(weakref.ref(layer))
 
-    def read_back(self) -> None:
-        """Hand all pages to their parts, decoded. NonFiniteActivations: NaN or infinity in one."""
-        alike: dict[object, list[_Pages]] = {}
-        for pages in self._pages:
-            alike.setdefault((pages.codec.kind, pages.tokens.shape, pages.part.dtype), []).append(pages)
-        self._pages = []
-        for group in alike.values():
-            most = VALUES_AT_ONCE.get(group[0].tokens.device.type, VALUES_AT_ONCE["cpu"])
-            count = max(1, most // group[0].tokens.numel())
-            for first in range(0, len(group), count):
-                _read_back(group[first : first + count])
+    def read_back(self, num_tokens: int) -> None:
+        """Decode what attention reads of ``num_tokens`` tokens. NonFiniteActivations: NaN or infinity in a page."""
+        alike: dict[object, list[_Page]] = {}
+        for layer in filter(None, (held() for held in self._layers)):
+            for page in layer.take_due(num_tokens):
+                tokens = page.tokens
+                kind = page.number, page.part.codec.kind, len(tokens), tokens.dtype, tokens.device
+                alike.setdefault(kind, []).append(page)
+        for pages in alike.values():
+            tokens = pages[0].tokens
+            count = max(1, values_at_once(tokens.device) // tokens.numel())
+            for first in range(0, len(pages), count):
+                _read_back(pages[first : first + count])
 
 
-@dataclass(frozen=True, eq=False)
-class _Pages:
-    """P pages of each of B sequences, from ``first`` on: ``tokens`` [B P, n, 128, D] as the codec takes them;
-    ``query_mean`` [B P, n, D] for query scores."""
+def values_at_once(device: torch.device) -> int:
+    """``VALUES_AT_ONCE`` of a device."""
+    return VALUES_AT_ONCE.get(device.type, VALUES_AT_ONCE["cpu"])
 
-    codec: PageCodec
+
+class _Page(NamedTuple):
+    """Page ``number`` of each of B sequences; ``tokens`` [B, n, 128, D]: where they lie."""
+
     part: _Part
-    first: int
+    number: int
     tokens: Tensor
-    ordinals: Tensor
-    query_mean: Tensor | None
 
 
-def _read_back(group: list[_Pages]) -> None:
-    """Pages of one kind and shape."""
-    codec = PageCodec.joined([pages.codec for pages in group], len(group[0].tokens))
-    means = [pages.query_mean for pages in group if pages.query_mean is not None]
-    tokens, ordinals = (torch.cat(parts) for parts in zip(*((p.tokens, p.ordinals) for p in group), strict=True))
-    num_bits = codec.format.num_bits
-    records = codec.encode(tokens, ordinals, num_bits, torch.cat(means) if means else None, at_once=len(tokens))
-    decoded = codec.restore(codec.decode(records, num_bits), ordinals, num_bits).to(group[0].part.dtype)
-    for pages, of_layer in zip(group, decoded.split(len(group[0].tokens)), strict=True):
-        pages.part.take(of_layer, pages.first)
+def _read_back(pages: Sequence[_Page]) -> None:
+    """Write pages of one kind over their tokens, but for sinks."""
+    number, rows = pages[0].number, len(pages[0].tokens)
+    codec = PageCodec.joined([page.part.codec for page in pages], rows)
+    fmt, cache_dtype = codec.format, CACHE_DTYPES[codec.cache_dtype]
+    tokens = torch.cat([without_sinks(page.tokens, fmt.num_sink_tokens, number) for page in pages]).to(cache_dtype)
+    mean = torch.cat([page.part.query_means.pop(number) for page in pages]) if fmt.needs_queries else None
+    ordinals = torch.full((len(tokens),), number, device=tokens.device)
+    at_once = ENCODE_PAGES if len(pages) == 1 else len(tokens)
+    records = codec.encode(tokens, ordinals, fmt.num_bits, mean, at_once=at_once)
+    decoded = codec.restore(codec.decode(records, fmt.num_bits), ordinals, fmt.num_bits)
+    sinks = min(PAGE_TOKENS, max(0, fmt.num_sink_tokens - PAGE_TOKENS * number))
+    for page, found in zip(pages, decoded.split(rows), strict=True):
+        page.tokens[:, :, sinks:] = found[:, :, sinks:]
 
 
 class _Part:
-    """Heads of one side in one format, stored as ``codec`` says, and read in ``dtype``. Tokens behind the last whole
-    page are in ``tail`` [B, n, < 128, D], pages that attention does not read yet in ``decoded`` [B, n, 128, D]."""
+    """Heads of one side of a layer, stored as ``codec`` says. ``query_means`` [B, n, D]: of whole pages that were not
+    read back, by number."""
 
-    def __init__(self, codec: PageCodec, group_heads: int, dtype: torch.dtype) -> None:
-        self.codec, self.dtype, self._group_heads = codec, dtype, group_heads
-        self._num_tokens, self._num_decoded, self._tail = 0, 0, torch.empty(0)
+    def __init__(self, side: Side, codec: PageCodec, group_heads: int) -> None:
+        self.side, self.codec, self._group_heads = side, codec, group_heads
+        self._num_read = 0
         self._query_sum, self._query_since = torch.zeros(()), 0
-        self._decoded: dict[int, Tensor] = {}
+        self.query_means: dict[int, Tensor] = {}
 
-    def pack(self, new: Tensor, query_sum: Tensor | None) -> _Pages | None:
-        """The pages that new tokens [B, n, T, D] in the cache's dtype complete; ``query_sum`` [B, n, D]: of theirs."""
-        fmt = self.codec.format
-        first, self._num_tokens = num_pages(self._num_tokens), self._num_tokens + new.shape[2]
-        count = num_pages(self._num_tokens) - first
-        tokens = torch.cat([self._tail, new], dim=2) if self._tail.numel() else new
-        self._tail = tokens[:, :, PAGE_TOKENS * count :].clone()
-        if query_sum is not None:
-            self._query_sum = self._query_sum.to(query_sum.device) + query_sum
-        if not count:
-            return None
-        mean = None
-        if fmt.needs_queries:
-            num_queries = (self._num_tokens - self._query_since) * self._group_heads
-            # By a tensor: CUDA divides by a Python number as a product with its rounded reciprocal.
-            mean = (self._query_sum / self._query_sum.new_full((), num_queries)).repeat_interleave(count, dim=0)
-            if not fmt.keeps_queries:
-                self._query_sum, self._query_since = torch.zeros(()), self._num_tokens
-        whole = without_sinks(tokens[:, :, : PAGE_TOKENS * count], fmt.num_sink_tokens, first)
-        pages = whole.unflatten(2, (-1, PAGE_TOKENS)).transpose(1, 2).flatten(0, 1)
-        ordinals = torch.arange(first, first + count, device=new.device).repeat(len(new))
-        return _Pages(self.codec, self, first, pages, ordinals, mean)
+    def is_behind(self, num_tokens: int) -> bool:
+        """Whether attention reads a page of ``num_tokens`` tokens that was not read back."""
+        return self.codec.format.pages_read(num_tokens) > self._num_read
 
-    def take(self, pages: Tensor, first: int) -> None:
-        """Decoded pages [B P, n, 128, D] of all sequences, from ``first`` on."""
-        of_rows = pages.unflatten(0, (len(self._tail), -1))
-        self._decoded |= {first + number: page for number, page in enumerate(of_rows.unbind(1))}
-        self._num_decoded = first + of_rows.shape[1]
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether attention now reads a page that was not read back."""
-        return self.codec.format.pages_read(self._num_tokens) > self._num_decoded
-
-    def read(self, dense_BNSD: Tensor) -> None:
-        """Write the pages that attention now reads over the exact tokens, but for sinks."""
-        fmt = self.codec.format
-        for number in [number for number in self._decoded if number < fmt.pages_read(self._num_tokens)]:
+    def take_due(self, num_tokens: int, dense_BNSD: Tensor) -> Iterator[_Page]:
+        """The pages that are to be read back now."""
+        first, self._num_read = self._num_read, self.codec.format.pages_read(num_tokens)
+        for number in range(first, self._num_read):
             begin = PAGE_TOKENS * number
-            sinks = min(PAGE_TOKENS, max(0, fmt.num_sink_tokens - begin))
-            page = self._decoded.pop(number)[:, :, sinks:]
-            dense_BNSD[:, self.codec.heads, begin + sinks : begin + PAGE_TOKENS] = page
+            yield _Page(self, number, dense_BNSD[:, self.codec.heads, begin : begin + PAGE_TOKENS])
+
+    def observe(self, num_tokens: int, num_new: int, query_sum: Tensor) -> None:
+        """Take ``query_sum`` [B, n, D], the sum of |q| over the ``num_new`` last of ``num_tokens`` tokens."""
+        self._query_sum = self._query_sum.to(query_sum.device) + query_sum
+        completed = range(num_pages(num_tokens - num_new), num_pages(num_tokens))
+        if completed:
+            num_queries = (num_tokens - self._query_since) * self._group_heads
+            # By a tensor: CUDA divides by a Python number as a product with its rounded reciprocal.
+            mean = self._query_sum / self._query_sum.new_full((), num_queries)
+            self.query_means |= dict.fromkeys(completed, mean)
+            if not self.codec.format.keeps_queries:
+                self._query_sum, self._query_since = torch.zeros(()), num_tokens
 
 
 class DenseLayer(DynamicLayer):
@@ -139,9 +125,9 @@ class DenseLayer(DynamicLayer):
     def __init__(self, layer: PagedLayer, unread: Unread) -> None:
         super().__init__()
         self.plan, self.padding, self._state = layer.plan, layer.padding, layer.state
-        self._unread, self._skipped = unread, 0
-        self._parts: list[tuple[Side, _Part]] = []
-        self._unseen: dict[Side, Tensor] | None = None
+        self._unread, self._skipped, self._is_observed = unread, 0, True
+        self._parts: list[_Part] = []
+        self._needs_queries = any(fmt.needs_queries for fmt in layer.plan.k)
 
     @staticmethod
     def can_stand_for(layer: PagedLayer) -> bool:
@@ -153,52 +139,47 @@ class DenseLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        self._parts = list(self._parts_of(key_states))
+        self._parts = list(self._parts_on(key_states.device))
+        self._unread.add(self)
 
-    def _parts_of(self, states: Tensor) -> Iterator[tuple[Side, _Part]]:
+    def _parts_on(self, device: torch.device) -> Iterator[_Part]:
         """Those that differ from the exact tokens."""
-        plan, cache_dtype = self.plan, self._state.plan.cache_dtype
-        tensors = self._state.tensors_on(states.device)
+        tensors = self._state.tensors_on(device)
         for side in SIDES:
-            for fmt, heads in plan.runs(side):
-                codec = PageCodec.of_layer(plan, side, fmt, heads, cache_dtype, tensors)
+            for fmt, heads in self.plan.runs(side):
+                codec = PageCodec.of_layer(self.plan, side, fmt, heads, self._state.plan.cache_dtype, tensors)
                 if fmt != RAW or codec.is_pre:
-                    yield side, _Part(codec, plan.attention.group_heads, states.dtype)
+                    yield _Part(side, codec, self.plan.attention.group_heads)
+
+    def take_due(self, num_tokens: int) -> Iterator[_Page]:
+        """As of its parts."""
+        for part in self._parts:
+            dense_BNSD = self.keys if part.side == "k" else self.values
+            assert dense_BNSD is not None
+            yield from part.take_due(num_tokens, dense_BNSD)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As ``PagedLayer.update``."""
         require_shapes(self.plan.attention, key_states, value_states)
         self.padding.resolve(key_states.shape[0])
-        assert self._unseen is None, "queries were not observed"
-        if any(part.is_behind for _, part in self._parts):
-            self._unread.read_back()
-        for side, part in self._parts:
-            dense_BNSD = self.keys if side == "k" else self.values
-            assert dense_BNSD is not None
-            part.read(dense_BNSD)
-        cache_dtype = CACHE_DTYPES[self._state.plan.cache_dtype]
-        new: dict[Side, Tensor] = {"k": key_states.to(cache_dtype), "v": value_states.to(cache_dtype)}
-        whole = super().update(new["k"].to(key_states.dtype), new["v"].to(value_states.dtype))
-        if any(fmt.needs_queries for fmt in self.plan.k):
-            self._unseen = new
-        else:
-            self._pack(new, None)
-        return whole
+        assert self._is_observed, "queries were not observed"
+        num_tokens, cache_dtype = self.get_seq_length(), CACHE_DTYPES[self._state.plan.cache_dtype]
+        if any(part.is_behind(num_tokens) for part in self._parts):
+            self._unread.read_back(num_tokens)
+        self._is_observed = not self._needs_queries
+        # In the model's dtype, which holds what the cache's dtype has left of its numbers.
+        return super().update(*(x.to(cache_dtype).to(x.dtype) for x in (key_states, value_states)))
 
     def observe(self, q_post_BHTD: Tensor) -> None:
         """Take the queries of the last update, where pages are packed by them."""
-        if self._unseen is not None:
-            new, self._unseen = self._unseen, None
-            is_real_BT = torch.ones(len(q_post_BHTD), q_post_BHTD.shape[2], dtype=torch.bool, device=q_post_BHTD.device)
-            self._pack(new, query_sum(q_post_BHTD, is_real_BT, new["k"].shape[1]))
-
-    def _pack(self, new: dict[Side, Tensor], per_head: Tensor | None) -> None:
-        for side, part in self._parts:
-            heads, needs_queries = part.codec.heads, part.codec.format.needs_queries
-            of_heads = per_head[:, heads] if per_head is not None and needs_queries else None
-            pages = part.pack(new[side][:, heads], of_heads)
-            if pages is not None:
-                self._unread.add(pages)
+        if self._is_observed:
+            return
+        self._is_observed = True
+        is_real_BT = torch.ones(len(q_post_BHTD), q_post_BHTD.shape[2], dtype=torch.bool, device=q_post_BHTD.device)
+        per_head = query_sum(q_post_BHTD, is_real_BT, self.plan.attention.num_kv_heads)
+        for part in self._parts:
+            if part.codec.format.needs_queries:
+                part.observe(self.get_seq_length(), q_post_BHTD.shape[2], per_head[:, part.codec.heads])
 
     def tokens_to_next_page(self) -> int:
         """As ``PagedLayer.tokens_to_next_page``."""

@@ -94,7 +94,9 @@ class PageCodec:
     @staticmethod
     def joined(codecs: Sequence[PageCodec], count: int) -> PageCodec:
         """One codec for pages of several of a ``kind``, ``count`` pages of each, in order, which are encoded at once:
-        λ, offset and signs of a head get a row for each page."""
+        λ, offset and signs of a head get a row for each page. Of one it is that one."""
+        if len(codecs) == 1:
+            return codecs[0]
 
         def rows(tensors: Sequence[Tensor | None]) -> Tensor | None:
             found = [x for x in tensors if x is not None]

@@ -35,7 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from kvcal.cache.attached import attached_for
-from kvcal.cache.dense_layer import Unread
+from kvcal.cache.dense_layer import Unread, values_at_once
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UsageError
@@ -44,6 +44,7 @@ from kvcal.models.layer_inputs import Forward, LayerInputs, kept_inputs
 from kvcal.models.load import LoadedModel
 from kvcal.models.streamed import is_streamed
 from kvcal.models.turns import side_by_side
+from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.plan.plan import Plan, Workload
@@ -51,6 +52,8 @@ from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import CacheSpec
 from kvcal.stages.batches import require_smaller
 from kvcal.stages.estimate import parameter_bytes, seconds_of
+from kvcal.store.workspace import SCRATCH_BYTES
+from kvcal.stored_tensor import ITEM_BYTES
 
 # Tokens fed at once where no page ends sooner: bounds the logits and the attention's scratch.
 MAX_CHUNK_TOKENS = 256
@@ -223,13 +226,20 @@ def _is_within_memory(feed_group: Callable[[Sequence[Plan]], None], plans: Seque
 
 def lockstep_bytes(loaded: LoadedModel, batch: int, width: int) -> int:
     """Bytes of the model's device while ``LOCKSTEP`` plans and the reference are fed ``batch`` texts of at most
-    ``width`` tokens: weights, caches at 16 bits, the logits of one chunk for two of them, and what compares them."""
+    ``width`` tokens: weights, caches at 16 bits (in the model's dtype where that is wider), the layer that grows once
+    more, the scratch of pages that are read back, the logits of one chunk for two of them, and what compares them."""
     reference = unquantized_plan(loaded.identity, loaded.geometry)
+    itemsize, cache_itemsize = loaded.model.dtype.itemsize, ITEM_BYTES[reference.cache_dtype]
+    paged = [layer for layer in reference.layers if layer.is_paged]
+    per_token = [batch * layer.attention.num_kv_heads * layer.head_dim(side) for layer in paged for side in SIDES]
+    at_once = min(sum(per_token) * PAGE_TOKENS * (LOCKSTEP + 1), values_at_once(loaded.model.device))
+    widest = max(per_token, default=0)
+    passing = widest * width * itemsize + SCRATCH_BYTES * max(widest * PAGE_TOKENS, at_once)
     vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
     num_logits = batch * min(width, MAX_CHUNK_TOKENS) * vocab_size
     compared = 4 * 8 * min(num_logits, max(MAX_COMPARED, vocab_size))
-    cached = (LOCKSTEP + 1) * reference.nbytes((width,) * batch)
-    return parameter_bytes(loaded.model) + cached + 4 * num_logits * loaded.model.dtype.itemsize + compared
+    cached = (LOCKSTEP + 1) * reference.nbytes((width,) * batch) * max(itemsize, cache_itemsize) // cache_itemsize
+    return parameter_bytes(loaded.model) + cached + passing + 4 * num_logits * itemsize + compared
 
 
 def seconds_a_plan(loaded: LoadedModel, texts: Sequence[Text]) -> float:
