@@ -3,7 +3,7 @@ records, tables and byte counts, which take the host longer than the layer takes
 
 Tokens stay exact until attention comes to read their page. Then the page is encoded, decoded and written over them. By
 then pages of other layers are due, too, and of other caches that are fed the same chunks: those that are stored alike
-go through one call of the codec (``Unread``). A page that is never read is never encoded, whatever it holds.
+go through one call of the codec (``UnreadPages``). A page that is never read is never encoded, whatever it holds.
 
 Left out: padding on the left, pages that shrink, layers that are predicted or that others are predicted from.
 """
@@ -29,7 +29,7 @@ from kvcal.plan.page_format import RAW, SIDES, Side, num_pages
 VALUES_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
-class Unread:
+class UnreadPages:
     """Pages that hold exact tokens still; of one cache, or of several that are fed in lockstep."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class DenseLayer(DynamicLayer):
 
     static = None
 
-    def __init__(self, layer: PagedLayer, unread: Unread) -> None:
+    def __init__(self, layer: PagedLayer, unread: UnreadPages) -> None:
         super().__init__()
         self.plan, self.padding, self._state = layer.plan, layer.padding, layer.state
         self._unread, self._skipped, self._is_observed = unread, 0, True

@@ -27,7 +27,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from kvcal.cache.build import cache_layers, held_tensors, require_state, state_tensors
-from kvcal.cache.dense_layer import DenseLayer, Unread
+from kvcal.cache.dense_layer import DenseLayer, UnreadPages
 from kvcal.cache.paged_layer import DYNAMIC_HINT, NO_PAGE, PagedLayer
 from kvcal.cache.sliding_window import BoundedLayer, StaticWindow, require_left_padding
 from kvcal.cache.snapshot import Mark, copy_layers
@@ -225,11 +225,11 @@ class PlanCache(Cache):
         return [] if rows is None else rows.lengths(int(self.get_seq_length()))
 
     @classmethod
-    def for_measurement(cls, plan: Plan, config: PretrainedConfig, unread: Unread | None = None) -> PlanCache:
+    def for_measurement(cls, plan: Plan, config: PretrainedConfig, unread: UnreadPages | None = None) -> PlanCache:
         """A dynamic cache without padding whose layers are dense where they can be (kvcal.cache.dense_layer): the same
         keys and values, but ``nbytes`` does not count these layers. ``unread``: of all caches that are fed in lockstep,
         chunk by chunk. Raises as the constructor."""
-        cache, unread = cls(plan, config), unread or Unread()
+        cache, unread = cls(plan, config), unread or UnreadPages()
         for number, layer in enumerate(cache.layers):
             if isinstance(layer, PagedLayer) and DenseLayer.can_stand_for(layer):
                 cache.layers[number] = DenseLayer(layer, unread)

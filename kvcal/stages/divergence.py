@@ -35,7 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from kvcal.cache.attached import attached_for
-from kvcal.cache.dense_layer import Unread, values_at_once
+from kvcal.cache.dense_layer import UnreadPages, values_at_once
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UsageError
@@ -277,7 +277,7 @@ def deviations(
     columns: list[list[Tensor]] = []
 
     def feed_group(group: Sequence[Plan]) -> None:
-        unread = Unread()
+        unread = UnreadPages()
         caches = [PlanCache.for_measurement(plan, model.config, unread) for plan in (reference, *group)]
         chunks: list[list[tuple[Tensor, ...]]] = [[] for _ in group]
         with closing(lockstep(model, caches, tokens_BT)) as fed:

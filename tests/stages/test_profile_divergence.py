@@ -16,7 +16,7 @@ from static_cases import FORMATS, TRANSFORMED, drifting_ids, plan_for
 from test_profile import CACHE, Listener, loaded_model
 from tiny_models import TINY_MODELS, measured
 
-from kvcal.cache.dense_layer import DenseLayer, Unread
+from kvcal.cache.dense_layer import DenseLayer, UnreadPages
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import DataSpec, load_sequences
 from kvcal.errors import NonFiniteActivations, UsageError
@@ -187,7 +187,7 @@ def test_dense_layers_give_what_pages_give(name: str, cache_dtype: str, monkeypa
     """In another dtype than the model's, too; pages of several layers and caches are read back by one call."""
     plan = llama_plan(LATTICE, LATTICE, 2, cache_dtype, 3) if name == "lattice" else plan_for(name, 2, 3, cache_dtype)
     plans = [plan, plan, plan_for("uniform" if name == "points" else "points", 2, 3, cache_dtype)]
-    model, unread = tiny_llama(2, 3), Unread()
+    model, unread = tiny_llama(2, 3), UnreadPages()
     dense = [PlanCache.for_measurement(one, model.config, unread) for one in plans]
     assert all(isinstance(layer, DenseLayer) for cache in dense for layer in cache.layers)
     found, num_pages, encode = [], [], PageCodec.encode
