@@ -132,13 +132,16 @@ def write_text_atomic(path: str | Path, text: str) -> None:
 
 def write_bytes_atomic(path: str | Path, data: bytes) -> None:
     """Writes a temporary file beside ``path``, syncs it and renames it over ``path``; on any failure,
-    Ctrl-C included, the temporary file is removed. What killed processes left there is removed, too.
+    Ctrl-C included, the temporary file is removed. What killed processes left there is removed, too. A file with
+    these bytes stays as it is, so that a finished run can be repeated where nothing can be written.
     ArtifactError with the path and the system's reason."""
     path = Path(path)
     require_file(path, ArtifactError)
     temporary = path.parent / f".kvcal-{secrets.token_hex(8)}.tmp"
     try:
         remove_stale(path.parent)
+        if path.is_file() and path.stat().st_size == len(data) and path.read_bytes() == data:
+            return
         try:
             with open(temporary, "xb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)

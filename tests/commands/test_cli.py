@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -52,6 +54,20 @@ def test_second_run_skips_and_prints_the_table(finished: Run) -> None:
     assert again.err.count("is measured already") == 3
     assert "kivi-2" in again.out and "16-bit" in again.out and "small" in again.out
     assert sha256(out / "plan.safetensors") == before
+
+
+def test_a_finished_run_is_repeated_where_nothing_can_be_written(
+    finished: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: object, target: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    model, recipe, out = finished
+    before = run_kvcal("run", recipe, "--model", model, "--out", out)
+    monkeypatch.setattr(os, "replace", refuse)
+    assert run_kvcal("run", recipe, "--model", model, "--out", out) == before
+    changed = run_kvcal("run", recipe, "--model", model, "--out", out, "--set", "evaluate.max_size=21")
+    assert changed.code == 5 and "Read-only file system" in changed.err
 
 
 def test_same_recipe_same_bytes_in_another_process(finished: Run, tmp_path: Path) -> None:

@@ -353,6 +353,16 @@ class TestFailedWrites:
             write(path.parent / "none" / "a", example())
 
 
+def test_a_file_with_the_same_bytes_stays_as_it_is(tmp_path):
+    path = tmp_path / "a"
+    write_bytes_atomic(path, b"old")
+    before = path.stat().st_ino
+    write_bytes_atomic(path, b"old")
+    assert path.stat().st_ino == before
+    write_bytes_atomic(path, b"new")  # as long
+    assert path.read_bytes() == b"new" and path.stat().st_ino != before
+
+
 @pytest.mark.parametrize("other", ["artifact", "weights"])
 def test_an_output_replaces_no_safetensors_file_of_another_kind(tmp_path, other):
     path = tmp_path / "plan.safetensors"

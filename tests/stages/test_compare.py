@@ -115,6 +115,15 @@ def test_interrupted_run_goes_on(tmp_path: Path, small_recipes: tuple[str, str])
     assert by_name(done)["small @ 3"].calibration.seconds == by_name(stored)["small @ 3"].calibration.seconds
 
 
+def test_an_interrupted_repetition_keeps_the_rows(
+    first: tuple[Path, Comparison], small_recipes: tuple[str, str]
+) -> None:
+    content = (first[0] / "compare.json").read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        run(first[0], small_recipes, [1, 3], Notes(interrupt_at="compare: fixed"))
+    assert (first[0] / "compare.json").read_bytes() == content
+
+
 def test_a_plan_that_cannot_be_measured_is_a_row(tmp_path: Path, small_recipes: tuple[str, str]) -> None:
     """Its schedule ends before the texts do; the others are measured, one sequence at a time as it would need."""
     notes = Notes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -11,6 +12,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -237,6 +239,22 @@ def test_one_command_at_a_study(tmp_path: Path) -> None:
 
     tune(Search(SEARCH.thresholds, 1, 7), second, INPUTS, tmp_path, Silent())
     tune(Search(SEARCH.thresholds, 2, 7), Tiers(), INPUTS, tmp_path, Silent())
+
+
+def test_a_finished_study_is_read_where_nothing_can_be_written(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_a_read_only_disk(path: Path, mode: str = "r", **options: Any) -> Any:
+        if set(mode) & set("wax"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return opened(path, mode, **options)
+
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", on_a_read_only_disk)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert tune(SEARCH, refuse, INPUTS, whole, Silent()) == load_tuning(whole / "tune.json")
+    with pytest.raises(ArtifactError, match="cannot write to .*Read-only file system"):
+        tune(SEARCH, refuse, INPUTS, tmp_path, Silent())
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

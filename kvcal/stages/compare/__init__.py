@@ -75,10 +75,12 @@ def compare(
     plans: dict[str, Plan] = {}
     for number, point in enumerate(points):
         reporter.say(f"compare: {point.name} ({number + 1} of {len(points)})")
+        known = len(job.seconds)
         try:
             entries[point.name], plan = job.build_point(point)
         finally:  # what was finished has its time, whatever happened then
-            job.save(entries, spec)
+            if len(job.seconds) > known:  # else an earlier run's rows stay until there are new ones
+                job.save(entries, spec)
         if plan is not None:
             plans[point.name] = plan
     spec = scheduled_batch(spec, plans.items(), reporter)

@@ -262,9 +262,11 @@ def _identity(inputs: dict[str, Any], search: Search) -> dict[str, Any]:
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """One command at a study: a second one would run the first one's trial again."""
+    lock = folder / "tune.lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "tune.lock").open("w")
+        # Open for writing, as network drives demand; a finished study may lie where nothing can be written.
+        file = lock.open("r" if lock.exists() and not os.access(lock, os.W_OK) else "w")
     except OSError as error:
         raise ArtifactError(f"cannot write to {folder}: {error.strerror}", "check the folder") from None
     with file:
