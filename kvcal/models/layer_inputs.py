@@ -78,7 +78,7 @@ class _Layer(nn.Module):
     def __init__(self, layer: nn.Module, index: int, inputs: LayerInputs) -> None:
         super().__init__()
         self.layer, self.index, self.inputs = layer, index, inputs
-        self.returns_tuple = False
+        self.beside: tuple[None, ...] | None = None  # hidden states in what the layer returns, if that is a tuple
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -89,16 +89,16 @@ class _Layer(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         forward = self.inputs.forward
         if self.index < forward.first:
-            return (hidden_states,) if self.returns_tuple else hidden_states
+            return hidden_states if self.beside is None else (hidden_states, *self.beside)
         if self.index == forward.first and forward.parent:
             reach(self.index)  # the parent, side by side with this forward, may not have come here
             hidden_states = forward.parent.kept[self.index]
         if self.index in forward.wanted:
             forward.kept[self.index] = hidden_states
         output = self.layer(hidden_states, *args, **kwargs)
-        self.returns_tuple = isinstance(output, tuple)
-        if self.returns_tuple and any(part is not None for part in output[1:]):
-            self.inputs.can_begin_later = False
+        if isinstance(output, tuple):
+            self.beside = (None,) * (len(output) - 1)
+            self.inputs.can_begin_later &= all(part is None for part in output[1:])
         return output
 
 
