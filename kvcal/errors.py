@@ -50,6 +50,10 @@ class UnsupportedModel(KvcalError):
     exit_code = 4
 
 
+# The hint for a model that is served, but whose queries, keys, values or weights no stage can find.
+WITHOUT_CALIBRATION = "a recipe with [formats], such as kivi-2, compiles a plan without calibration"
+
+
 class ArtifactError(KvcalError):
     """A stale, mismatched, truncated or corrupt file, or one that could not be written."""
 

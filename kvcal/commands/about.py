@@ -111,7 +111,7 @@ def _remarks(
     if not facts.is_tested:
         lines.append(
             f"note: the contract tests build no model of the type {facts.geometry.model_type!r}; its layers are as "
-            "config.json states them, and `kvcal profile` measures them"
+            "config.json states them, and `kvcal profile` tells whether they are supported"
         )
     if facts.max_positions is not None and workload.context > facts.max_positions:
         lines.append(f"note: the model has {facts.max_positions} positions, fewer than the context")

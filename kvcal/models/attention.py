@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.errors import WITHOUT_CALIBRATION, UnsupportedModel, UsageError
 
 # The model files' names of the AttentionInterface and of the function that they fall back to.
 INTERFACE, EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
@@ -145,7 +145,8 @@ def attention_modules(model: PreTrainedModel) -> tuple[nn.Module, ...]:
         named = sorted(name for name in classes if "Attention" in name) or ["no attention class"]
         raise UnsupportedModel(
             f"{type(model).__name__} bypasses transformers' AttentionInterface ({', '.join(named)}): "
-            "its queries, keys and values cannot be observed"
+            "its queries, keys and values cannot be observed",
+            hint=WITHOUT_CALIBRATION,
         )
     return found
 

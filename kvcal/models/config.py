@@ -23,7 +23,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args
 
-from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.errors import WITHOUT_CALIBRATION, UnsupportedModel, UsageError
 from kvcal.geometry import (
     CACHE_DTYPES,
     LATENT_KEYS,
@@ -55,6 +55,8 @@ DIRECT: dict[str, tuple[str, ...]] = {
 }
 FULL, SLIDING, STATE, HYBRID = "full_attention", "sliding_attention", "linear_attention", "hybrid"
 EVERY_COMMAND = "every command"
+_ONCE_RUN = "known once the model has run"
+_MEASURED = "if the model is supported, `kvcal plan` with a --budget measures and counts its cache"
 _MAX_HEADER_BYTES = 100_000_000  # of a safetensors file: the format's own limit
 
 
@@ -122,8 +124,10 @@ def _require_served(model_type: str, content: dict[str, Any], model_id: str) -> 
     """UnsupportedModel for a family that is not served, or that cannot be calibrated."""
     for one in families()["refused"]:
         if one["model_type"] == model_type:
-            served = "served" if one["fails_in"] == EVERY_COMMAND else "calibrated"
-            raise UnsupportedModel(f"{model_id}: models of the type {model_type!r} are not {served}: {one['reason']}")
+            about = f"{model_id}: models of the type {model_type!r} are not"
+            if one["fails_in"] == EVERY_COMMAND:
+                raise UnsupportedModel(f"{about} served: {one['reason']}")
+            raise UnsupportedModel(f"{about} calibrated: {one['reason']}", hint=WITHOUT_CALIBRATION)
 
 
 def _is_direct(content: dict[str, Any]) -> bool:
@@ -165,8 +169,11 @@ def _with_defaults(location: Location) -> tuple[dict[str, Any], list[Any], list[
     names: dict[Any, str] = {DynamicLayer: FULL, DynamicSlidingWindowLayer: SLIDING, LinearAttentionLayer: STATE}
     names[LinearAttentionAndFullAttentionLayer] = HYBRID
     kinds, per_layer = [], []
-    caches = DynamicCache(config=text).layers
-    for index, (cache, layer) in enumerate(zip(caches, text.per_layer_config, strict=False)):
+    try:
+        layers = zip(DynamicCache(config=text).layers, text.per_layer_config, strict=False)
+    except AttributeError as lacking:
+        raise UnsupportedModel(f"{location.id}: config.json does not tell what each layer caches: {lacking}") from None
+    for index, (cache, layer) in enumerate(layers):
         keys = {name: getattr(layer, name, None) for name in (*SHAPE_KEYS, *_LAYER_KEYS)}
         if type(cache) is DynamicSlidingWindowLayer:
             keys["sliding_window"] = cache.sliding_window
@@ -208,7 +215,7 @@ def _layer(index: int, kind: str, keys: dict[str, Any], dtype: str, place: str) 
     if (latent := latent_geometry(index, heads, window, keys)) is not None:
         return latent
     if keys.get("multi_query"):
-        raise UnsupportedModel(f"{place}: multi_query: how many heads are cached is known once the model has run")
+        raise UnsupportedModel(f"{place}: multi_query: how many heads are cached is {_ONCE_RUN}", hint=_MEASURED)
     kv_heads = heads if keys.get("num_key_value_heads") is None else _number(keys, "num_key_value_heads", place)
     if heads % kv_heads:
         raise UnsupportedModel(f"{place}: {heads} query heads over {kv_heads} KV heads")
@@ -231,10 +238,7 @@ def _delta_rule_bytes(index: int, keys: dict[str, Any], dtype: str, place: str) 
 
 
 def _unknown_state(index: int, place: str) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"{place}: layer {index} keeps a state, whose bytes are known once the model has run",
-        hint="`kvcal profile` or `kvcal run` measures it",
-    )
+    return UnsupportedModel(f"{place}: layer {index} keeps a state, whose bytes are {_ONCE_RUN}", hint=_MEASURED)
 
 
 def _number(keys: dict[str, Any], name: str, place: str) -> int:

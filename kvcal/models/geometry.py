@@ -81,8 +81,7 @@ def geometry_of(model: PreTrainedModel, cache_dtype: CacheDtype | None = None) -
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder; supported: decoder-only language models")
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedModel(f"{name}.forward takes no past_key_values: it has no key-value cache")
+    require_cache(model)
     if (model.tp_size or 1) > 1:
         raise UnsupportedModel(
             f"{name} is split over {model.tp_size} processes (tp_plan): each has some of the heads, and its geometry "
@@ -107,6 +106,12 @@ def geometry_of(model: PreTrainedModel, cache_dtype: CacheDtype | None = None) -
     return Geometry(
         model_type=config.model_type, cache_dtype=cache_dtype or checkpoint_dtype(model.config), layers=layers
     )
+
+
+def require_cache(model: PreTrainedModel) -> None:
+    """UnsupportedModel for a model without keys and values to cache, such as Mamba."""
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModel(f"{type(model).__name__}.forward takes no past_key_values: it has no key-value cache")
 
 
 def checkpoint_dtype(config: PreTrainedConfig) -> CacheDtype:

@@ -38,7 +38,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, Geometry, ModelIdentity
 from kvcal.models.files import Location, locate, read_json, require_sizes, tokenizer_files, weight_files
-from kvcal.models.geometry import checkpoint_dtype, geometry_of
+from kvcal.models.geometry import checkpoint_dtype, geometry_of, require_cache
 from kvcal.models.residence import NUM_TOKENS, Residence
 from kvcal.models.streamed import stream
 
@@ -152,11 +152,12 @@ def read_config(location: Location) -> PreTrainedConfig:
         )
     try:
         with torch.device("meta"):  # shapes alone, so that what fails later is the weights'
-            AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config)
     except (ValueError, ImportError) as error:
         raise UnsupportedModel(f"{location.id}: config.json: {_reason(error)}") from error
     except (*CONFIG_ERRORS, LookupError, RuntimeError) as error:
         raise UsageError(f"{broken} {_reason(error)}", hint) from error
+    require_cache(model)
     return config
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from kvcal.errors import UnsupportedModel
+from kvcal.errors import WITHOUT_CALIBRATION, UnsupportedModel
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.models.attention import attention_modules, layer_index
 from kvcal.models.geometry import attention_layers, probe_ids, sharing_layers
@@ -129,7 +129,7 @@ def _modules_by_layer(model: PreTrainedModel, layers: tuple[AttentionGeometry, .
     if len(numbered) < len(attention):
         raise UnsupportedModel(
             f"{type(model).__name__}: several layers call the same attention module, whose weights are no layer's own",
-            hint="a recipe with [formats], such as kivi-2, compiles a plan without calibration",
+            hint=WITHOUT_CALIBRATION,
         )
     if len({index for index, _ in indexed}) < len(indexed):
         called = _called(model, [module for _, module in indexed])
@@ -197,7 +197,7 @@ def _unknown(module: nn.Module, index: int, what: str, known: Sequence[str]) -> 
     """The refusal of a layer without a child of the known names."""
     children = ", ".join(name for name, _ in module.named_children())
     text = f"layer {index}: {type(module).__name__} has the children {children}; known {what}: {', '.join(known)}"
-    return UnsupportedModel(text)
+    return UnsupportedModel(text, hint=WITHOUT_CALIBRATION)
 
 
 def _measure_fused(model: PreTrainedModel, geometry: Geometry, fused: Mapping[int, Projection]) -> dict[int, Channels]:

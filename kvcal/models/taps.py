@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.errors import WITHOUT_CALIBRATION, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.models.attention import attention_modules, forward_of, layer_index, listen, require_base
 from kvcal.models.geometry import RecordingCache, attention_layers, geometry_of, probe_ids, sharing_layers
@@ -188,7 +188,8 @@ class _Recorder(threading.local):
         if self._next != len(self._layers):
             raise UnsupportedModel(
                 f"{self._name}: {self._next} of {len(self._layers)} attention layers were observed; layer "
-                f"{self._layers[self._next].index} did not come through the attention interface"
+                f"{self._layers[self._next].index} did not come through the attention interface",
+                hint=WITHOUT_CALIBRATION,
             )
 
     def observe(self, module: nn.Module, q_post_BHTD: Tensor, k_post_BNTD: Tensor, v_BNTD: Tensor) -> None:
@@ -203,7 +204,9 @@ class _Recorder(threading.local):
         expected = ((B, layer.num_query_heads, T, k_dim), (B, heads, T, k_dim), (B, heads, T, v_dim))
         if shapes != expected:
             place = f"layer {layer.index} of {self._name}"
-            raise UnsupportedModel(f"{place} attends with shapes {shapes}, its cache says {expected}")
+            raise UnsupportedModel(
+                f"{place} attends with shapes {shapes}, its cache says {expected}", hint=WITHOUT_CALIBRATION
+            )
         if layer.is_latent:
             if self._handed is None:
                 raise UnsupportedModel(f"layer {layer.index} of {self._name} attends without handing its latent over")
@@ -219,7 +222,9 @@ class _Recorder(threading.local):
         if runs_again():
             return next(layer for layer in self._layers if layer.index == layer_index(module))
         if self._next == len(self._layers):
-            raise UnsupportedModel(f"{self._name} attends more often than its {self._next} caching layers")
+            raise UnsupportedModel(
+                f"{self._name} attends more often than its {self._next} caching layers", hint=WITHOUT_CALIBRATION
+            )
         self._next += 1
         return self._layers[self._next - 1]
 

@@ -16,7 +16,7 @@ from tiny_models import SUPPORTED, TINY_MODELS, UNSUPPORTED, built, measured
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.embedded import model_folder
-from kvcal.errors import UnsupportedModel, UsageError
+from kvcal.errors import WITHOUT_CALIBRATION, UnsupportedModel, UsageError
 from kvcal.geometry import StateGeometry
 from kvcal.models import config as model_config
 from kvcal.models.config import DIRECT, checkpoint_bytes, read_sizes
@@ -78,14 +78,32 @@ def test_windows_that_a_configuration_switches(
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_what_is_not_served_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     reasons = "is not causal|keeps a state|sparse-attention indexer|bypasses transformers|the same attention"
-    with pytest.raises(UnsupportedModel, match=reasons):
+    with pytest.raises(UnsupportedModel, match=reasons) as caught:
         read_sizes(saved(name, tmp_path))
+    assert caught.value.hint == (WITHOUT_CALIBRATION if "not calibrated" in caught.value.message else None)
+
+
+@pytest.mark.parametrize("config", [hf.MambaConfig, hf.Mamba2Config, hf.FalconMambaConfig, hf.RwkvConfig])
+def test_models_of_states_alone_have_nothing_to_quantize(config: type[hf.PreTrainedConfig], tmp_path: Path) -> None:
+    """And no advice to load them."""
+    config(hidden_size=64, num_hidden_layers=2, num_heads=8, head_dim=16, vocab_size=96).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="takes no past_key_values: it has no key-value cache") as caught:
+        read_sizes(str(tmp_path))
+    assert caught.value.hint is None
+
+
+def test_a_configuration_without_its_layers(tmp_path: Path) -> None:
+    hf.BltConfig().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="does not tell what each layer caches: .*num_hidden_layers"):
+        read_sizes(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", sorted(BESIDE))
 def test_a_state_that_a_configuration_does_not_tell(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="layer 0 keeps a state, whose bytes are known once the model has run"):
+    says = "layer 0 keeps a state, whose bytes are known once the model has run"
+    with pytest.raises(UnsupportedModel, match=says) as caught:
         read_sizes(saved(name, tmp_path))
+    assert caught.value.hint is not None and "`kvcal plan` with a --budget" in caught.value.hint
 
 
 def test_heads_that_a_configuration_hides(tmp_path: Path) -> None:

@@ -12,12 +12,18 @@ import torch
 from tiny_models import SUPPORTED, TINY_MODELS, batch, built, captured_by, measured
 from transformers import DynamicCache, PreTrainedModel
 
-from kvcal.errors import UnsupportedModel, UsageError
-from kvcal.geometry import AttentionGeometry, ExpandedHeads, Geometry, StateGeometry
+from kvcal import PlanCache
+from kvcal.cache.attached import attached_for
+from kvcal.errors import WITHOUT_CALIBRATION, UnsupportedModel, UsageError
+from kvcal.geometry import AttentionGeometry, ExpandedHeads, Geometry, ModelIdentity, StateGeometry
 from kvcal.models.attention import _LISTENING
 from kvcal.models.geometry import attention_layers, geometry_of
+from kvcal.models.load import LoadedModel
 from kvcal.models.projections import kv_projections
 from kvcal.models.taps import Captured, check_taps, tap
+from kvcal.plan.plan import Workload
+from kvcal.recipe_files import load_recipe
+from kvcal.run.formats import formats_plan
 
 # name -> (who refuses, a part of the reason)
 REFUSED = {
@@ -113,7 +119,21 @@ def test_refusal_says_why(name):
                 pytest.fail("the tap was entered")
     assert reason in error.value.message
     assert error.value.exit_code == 4
+    assert error.value.hint == WITHOUT_CALIBRATION or refuse is geometry_of
     assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("name", sorted(name for name, (refuse, _) in REFUSED.items() if refuse is not geometry_of))
+def test_formats_serve_what_cannot_be_calibrated(name):
+    """As the hint says."""
+    model, geometry = built(name), measured(name)
+    loaded = LoadedModel(model, None, ModelIdentity(name, geometry.model_type, "c", "w", "t"), geometry, name)
+    plan = formats_plan(load_recipe("kivi-2"), loaded, Workload(1, 512))
+    cache = PlanCache(plan, model.config)
+    with torch.no_grad(), attached_for(model, plan):
+        model(input_ids=torch.arange(300)[None] % 60, past_key_values=cache)
+        model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+    assert cache.nbytes == plan.nbytes([301]) < plan.unquantized().nbytes([301])
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
