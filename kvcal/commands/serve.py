@@ -71,9 +71,10 @@ def capacity(
     _require_engine(engine, drafts)
     if (memory is None) == (kv_memory is None):
         raise UsageError("expected exactly one of --memory and --kv-memory")
-    loaded, facts = load_plan(plan), read_sizes(model)
-    _require_geometry(loaded, facts, plan)
+    loaded = load_plan(plan)
     require_served(loaded, True, engine, drafts)
+    facts = read_sizes(model)
+    _require_geometry(loaded, facts, plan)
     if kv_memory is not None:
         nbytes = parse_bytes(kv_memory)
     else:

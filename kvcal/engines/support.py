@@ -9,6 +9,7 @@ is stored is refused everywhere. It is refused at start: a plan is never served 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import CacheDtype, StateGeometry
@@ -18,7 +19,11 @@ from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan
 
-HINT = "allocate a plan of uniform or boosted pages"
+# What else would be served.
+FORMATS = "allocate a plan of uniform or boosted pages"
+DTYPE = "the cache has the checkpoint's dtype: convert the model to bfloat16, and make its plan anew"
+DRAFTS = "serve it without drafts"
+NO_PLAN = "{} serves no plan of this model; `PlanCache` does, in transformers"
 # By engine: the option under which no request begins behind blocks of another.
 NO_PREFIXES = {"vllm": "--no-enable-prefix-caching", "sglang": "--disable-radix-cache"}
 
@@ -86,15 +91,41 @@ def require_served(plan: Plan, is_cuda: bool, engine: str = "vllm", lookahead: i
             f"{lookahead} drafts, expected at most {choice.MAX_DRAFTS}: a ring has no room for more",
             hint=f"num_speculative_tokens = {choice.MAX_DRAFTS}",
         )
-    by_reason: dict[str, list[int]] = {}
     if not any(layer.is_paged for layer in plan.layers):
         raise UnsupportedModel(
-            "an engine cannot serve this plan: no layer has full attention, whose blocks it hands out"
+            "an engine cannot serve this plan: no layer has full attention, whose blocks it hands out",
+            hint=NO_PLAN.format(engine),
         )
-    for layer in plan.layers:
-        for reason in dict.fromkeys(refusals(layer, plan.cache_dtype, is_cuda, engine, lookahead)):
-            by_reason.setdefault(reason, []).append(layer.geometry.index)
+    by_reason = _by_reason(plan, is_cuda, engine, lookahead)
     if by_reason:
         parts = [f"layers {', '.join(map(str, found))}: {reason}" for reason, found in by_reason.items()]
         with_drafts = f" with {lookahead} drafts" if lookahead else ""
-        raise UnsupportedModel(f"an engine cannot serve this plan{with_drafts}: {'; '.join(parts)}", hint=HINT)
+        raise UnsupportedModel(
+            f"an engine cannot serve this plan{with_drafts}: {'; '.join(parts)}",
+            hint=_mend(plan, is_cuda, engine, lookahead),
+        )
+
+
+def _by_reason(plan: Plan, is_cuda: bool, engine: str, lookahead: int) -> dict[str, list[int]]:
+    """The layers of each reason."""
+    by_reason: dict[str, list[int]] = {}
+    for layer in plan.layers:
+        for reason in dict.fromkeys(refusals(layer, plan.cache_dtype, is_cuda, engine, lookahead)):
+            by_reason.setdefault(reason, []).append(layer.geometry.index)
+    return by_reason
+
+
+def _mend(plan: Plan, is_cuda: bool, engine: str, lookahead: int) -> str:
+    """The smallest change with which nothing is refused."""
+    plain, halved = plan.unquantized(), replace(plan, cache_dtype="bfloat16")
+    changed = (
+        (DRAFTS, plan, 0),
+        (FORMATS, plain, lookahead),
+        (DTYPE, halved, lookahead),
+        (f"{FORMATS}; {DRAFTS}", plain, 0),
+        (f"{DTYPE}; {FORMATS}", halved.unquantized(), 0),
+    )
+    for hint, other, drafts in changed:
+        if not _by_reason(other, is_cuda, engine, drafts):
+            return hint
+    return NO_PLAN.format(engine)

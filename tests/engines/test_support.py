@@ -6,15 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cache_cases import llama_plan
+from cache_cases import llama_plan, plan_of
 from engine_cases import TAKEN, UNSHARED, boosted, plan_for
 
 from kvcal.engines.shard import HeadShard, rank_heads, require_equal_plans
-from kvcal.engines.support import require_no_prefixes, require_served
+from kvcal.engines.support import DRAFTS, DTYPE, FORMATS, NO_PLAN, require_no_prefixes, require_served
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
-from kvcal.geometry import AttentionGeometry, StateGeometry
+from kvcal.geometry import AttentionGeometry, ExpandedHeads, Geometry, StateGeometry
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import Format, WindowRule
+from kvcal.plan.plan import Plan
 
 K, V = Format(2, "channel", 32), Format(2, "token", 32)
 REFUSED = {
@@ -103,6 +104,38 @@ def test_what_the_kernels_do_not_take_is_refused_on_a_gpu_alone() -> None:
     require_served(plan, is_cuda=False)
     with pytest.raises(UnsupportedModel, match="the cache holds float32"):
         require_served(plan, is_cuda=True)
+
+
+def beside_a_paged_layer(other: AttentionGeometry | StateGeometry, cache_dtype: str = "bfloat16") -> Plan:
+    return plan_of(Geometry("llama", cache_dtype, (AttentionGeometry(0, 8, 2, 8, 8), other)), K, V)
+
+
+SHRINKING, BY_QUERIES = REFUSED["shrinking"][:2], (boosted("query_range"), V)
+NO_LAYER = replace(llama_plan(K, V), layers=(LayerPlan(AttentionGeometry(0, 8, 2, 8, 8, 64)),))
+STATE, WITH_STATE = StateGeometry(1, 64), AttentionGeometry(1, 8, 2, 8, 8, state_bytes=64)
+LATENT, WINDOW = AttentionGeometry(1, 8, 1, 32, 8, None, ExpandedHeads(24, 16)), AttentionGeometry(1, 8, 2, 8, 8, 64)
+MENDS = [
+    (llama_plan(*SHRINKING, cache_dtype="bfloat16"), "vllm", 0, FORMATS),
+    (llama_plan(K, V), "vllm", 0, DTYPE),
+    (llama_plan(*SHRINKING), "sglang", 0, f"{DTYPE}; {FORMATS}"),
+    (llama_plan(*BY_QUERIES, cache_dtype="bfloat16"), "vllm", 5, DRAFTS),
+    (llama_plan(boosted("running_query_range"), V, cache_dtype="bfloat16"), "vllm", 5, FORMATS),
+    (beside_a_paged_layer(WINDOW), "vllm", 5, DRAFTS),
+    (beside_a_paged_layer(WINDOW), "sglang", 0, NO_PLAN.format("sglang")),
+    (NO_LAYER, "vllm", 0, NO_PLAN.format("vllm")),
+    *(
+        (beside_a_paged_layer(one, dtype), "vllm", 0, NO_PLAN.format("vllm"))
+        for one in (STATE, WITH_STATE, LATENT)
+        for dtype in ("bfloat16", "float32")
+    ),
+]
+
+
+@pytest.mark.parametrize(("plan", "engine", "drafts", "hint"), MENDS)
+def test_the_hint_is_what_would_be_served(plan: Plan, engine: str, drafts: int, hint: str) -> None:
+    with pytest.raises(UnsupportedModel) as refused:
+        require_served(plan, True, engine, drafts)
+    assert refused.value.hint == hint
 
 
 @pytest.mark.parametrize(
