@@ -66,12 +66,18 @@ COMMANDS = {
     "search": "kvcal search",
     "reparam": "kvcal reparam",
     "predictors": "kvcal fit-predictors",
+    "feedback": "kvcal feedback",
     "kv-quantization-plan": "kvcal compile",
     "prefix": "kvcal pack-prefix",
     "step-times": "kvcal bench",
 }
 LARGE_KINDS = {"prefix"}
 _MAKE_AGAIN = "delete the file and run the stage that makes it again"
+
+
+def make_again(kind: str | None) -> str:
+    """The hint for a file that is refused: the command that makes one of this kind, if there is one."""
+    return f"{_MAKE_AGAIN}: {COMMANDS[kind]}" if kind in COMMANDS else _MAKE_AGAIN
 
 
 @dataclass(frozen=True)
@@ -229,6 +235,7 @@ def read(path: str | Path, kind: str, schema: int) -> Artifact:
         _require_digest(path, "its content", _digests(head, tensors), stated)
         _check_finite(tensors, str(path))
     except ArtifactError as refused:
+        refused.hint = make_again(kind) if refused.hint == _MAKE_AGAIN else refused.hint
         refused.at(path)
         raise
     return Artifact(head["kind"], head["schema"], head["inputs"], head["body"], StoredTensors(tensors))
@@ -309,6 +316,7 @@ def opened(path: str | Path, kind: str, schema: int) -> Iterator[tuple[dict[str,
                 tensors[name] = UnreadTensor(path, file.fileno(), name, like, start, each[name])
             yield head["body"], tensors
     except ArtifactError as refused:
+        refused.hint = make_again(kind) if refused.hint == _MAKE_AGAIN else refused.hint
         refused.at(path)
         raise
 
@@ -338,15 +346,28 @@ def _stored(path: Path, name: str, about: Mapping[str, Any]) -> StoredTensor:
 def read_inputs(path: Path) -> dict[str, Any]:
     """An artifact's ``inputs``, by its header alone, whose digest is not checked. ArtifactError when there is none, or
     the system refuses."""
-    require_file(path, ArtifactError)
-    try:
-        with open(path, "rb") as file:
-            inputs = _read_head(path, _header(file))["inputs"]
-    except (OSError, ValueError, LookupError, AttributeError, RecursionError, OverflowError) as wrong:
-        raise ArtifactError(f"{path} has no artifact's header: {wrong}", hint=_MAKE_AGAIN) from None
+    inputs = _unverified_head(path).get("inputs")
     if not isinstance(inputs, dict):
         raise ArtifactError(f"{path} has no artifact's header: inputs are no object", hint=_MAKE_AGAIN)
     return inputs
+
+
+def kind_of(path: Path) -> str | None:
+    """An artifact's kind as its header states it; None where there is none."""
+    try:
+        kind = _unverified_head(path).get("kind")
+    except ArtifactError:
+        return None
+    return kind if isinstance(kind, str) else None
+
+
+def _unverified_head(path: Path) -> dict[str, Any]:
+    require_file(path, ArtifactError)
+    try:
+        with open(path, "rb") as file:
+            return _read_head(path, _header(file))
+    except (OSError, ValueError, LookupError, AttributeError, RecursionError, OverflowError) as wrong:
+        raise ArtifactError(f"{path} has no artifact's header: {wrong}", hint=_MAKE_AGAIN) from None
 
 
 def _header(file: BinaryIO) -> bytes:
@@ -455,7 +476,9 @@ def _check_head(path: Path, head: dict[str, Any], kind: str, schema: int) -> Non
         found = _shorten(canonical_json(head["schema"]), 0)
         raise ArtifactError(
             f"{path} has the {kind} schema version {found}; this kvcal reads version {schema} only",
-            hint="make it again with this version of kvcal, or use the version that wrote it",
+            hint="make it again with this version of kvcal"
+            + (f" ({COMMANDS[kind]})" if kind in COMMANDS else "")
+            + ", or use the version that wrote it",
         )
 
 

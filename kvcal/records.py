@@ -18,7 +18,15 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from kvcal.artifact import differing_input, read_bytes, require_shallow, sha256_json, write_text_atomic
+from kvcal.artifact import (
+    differing_input,
+    kind_of,
+    make_again,
+    read_bytes,
+    require_shallow,
+    sha256_json,
+    write_text_atomic,
+)
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.lazy_torch import Tensor
 from kvcal.stored_tensor import ITEM_BYTES, StoredTensor, stored
@@ -84,25 +92,34 @@ Record = TypeVar("Record")
 
 @contextmanager
 def refusing(place: str | Path, hint: str | None = None) -> Iterator[None]:
-    """ValueError and UsageError become ArtifactError: here the values come from the file ``place``, not from a user."""
+    """ValueError and UsageError become ArtifactError: here the values come from the file ``place``, not from a user.
+    Without a ``hint``, that of a path is how to make the file again."""
     try:
         yield
     except ValidationError as wrong:
-        raise ArtifactError(f"{place}: {findings(wrong)}", hint) from None
+        raise ArtifactError(f"{place}: {findings(wrong)}", hint or _how_to_make(place)) from None
     except (ValueError, UsageError) as wrong:
-        raise ArtifactError(f"{place}: {wrong}", hint) from None
+        raise ArtifactError(f"{place}: {wrong}", hint or _how_to_make(place)) from None
+
+
+def _how_to_make(place: str | Path) -> str | None:
+    return make_again(kind_of(place)) if isinstance(place, Path) else None
 
 
 def record_of(record: type[Record], body: Mapping[str, Any], place: str | Path, hint: str | None = None) -> Record:
-    """The record that ``body`` spells.
+    """The record that ``body`` spells; ``hint`` as in ``refusing``.
 
     Raises:
         ArtifactError: unknown or missing keys, values out of range, or another spelling than ``dump``'s.
     """
-    found = parse(record, body, str(place), ArtifactError, hint)
-    difference = differing_input(dump(found), dict(body))
-    if difference is not None:
-        raise ArtifactError(f"{place}: {difference}", hint)
+    try:
+        found = parse(record, body, str(place), ArtifactError, hint)
+        difference = differing_input(dump(found), dict(body))
+        if difference is not None:
+            raise ArtifactError(f"{place}: {difference}", hint)
+    except ArtifactError as refused:
+        refused.hint = hint or _how_to_make(place) or refused.hint
+        raise
     return found
 
 

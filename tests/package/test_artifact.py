@@ -241,6 +241,10 @@ def test_wrong_kind_and_schema(tmp_path):
         read(path, "plan", 3)
     with pytest.raises(ArtifactError, match="schema version 3; this kvcal reads version 4 only"):
         read(path, "demo", 4)
+    write(path, replace(example(), kind="profile"))
+    with pytest.raises(ArtifactError, match="schema version 3") as caught:
+        read(path, "profile", 4)
+    assert "make it again with this version of kvcal (kvcal profile)" in caught.value.hint
     for schema in (True, 1.0, "1", None):
         save(path, sealed(HEAD | {"schema": schema}))
         with pytest.raises(ArtifactError, match="schema version"):
