@@ -16,10 +16,11 @@ from transformers import Cache, DynamicCache
 
 from kvcal import Plan, PlanCache
 from kvcal.models.load import LoadedModel, load
-from kvcal.plan.plan import LayerPlan, Workload
+from kvcal.plan.layer import LayerPlan, bare_layers
+from kvcal.plan.plan import Workload
 from kvcal.recipe import fixed_layers
 from kvcal.recipe_files import load_recipe
-from kvcal.stages.divergence import bare_layers, feed
+from kvcal.stages.divergence import feed
 
 pytestmark = pytest.mark.bench
 BATCH, PROMPT, STEPS = 24, 600, 12

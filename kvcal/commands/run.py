@@ -160,7 +160,8 @@ def run(
     """
     from kvcal import tables
     from kvcal.charts.report import write_report
-    from kvcal.folder import DEFAULT_WORKLOAD
+    from kvcal.folder import Folder
+    from kvcal.plan.plan import DEFAULT_WORKLOAD
     from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
     from kvcal.stages.search.record import load as load_search
@@ -180,7 +181,7 @@ def run(
         )
     chosen = given.change(base, {**({} if is_fixed else budgets.knobs()), **served.knobs(base)})
     workload = budgets.workload(DEFAULT_WORKLOAD) if is_fixed else None
-    folder = pipeline.Folder.create(distributed.own_folder(out))
+    folder = Folder.create(distributed.own_folder(out))
     with given.reporting() as reporter:
         loaded = given.load(model or chosen.model, chosen.data if chosen.calibrates else None, reporter)
         result = pipeline.run(loaded, folder, chosen, workload, reporter)
@@ -213,6 +214,7 @@ def search(
     """
     from kvcal import tables
     from kvcal.charts.report import write_report
+    from kvcal.folder import Folder, Job
     from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
     from kvcal.stages.search.record import load as load_search
@@ -222,11 +224,11 @@ def search(
     if base.search is None:
         raise UsageError(f"recipe {base.name!r} has no [search]", hint="use `kvcal run`, or the recipe best")
     base = given.change(base, budgets.knobs() | served.knobs(base))
-    folder = pipeline.Folder.create(distributed.own_folder(out))
+    folder = Folder.create(distributed.own_folder(out))
     with given.reporting() as reporter:
         loaded = given.load(model or base.model, base.data, reporter)
         if dry_run:
-            given.show_estimates(pipeline.Job(base, loaded, folder, reporter))
+            given.show_estimates(Job(base, loaded, folder, reporter))
             return
         plan = pipeline.build_plan(loaded, folder, base, reporter=reporter)
         write_report(folder)
@@ -264,7 +266,8 @@ def tune(
     """
     from kvcal import tables
     from kvcal.charts.report import write_report
-    from kvcal.folder import DEFAULT_WORKLOAD, Folder
+    from kvcal.folder import Folder
+    from kvcal.plan.plan import DEFAULT_WORKLOAD
     from kvcal.quantities import parse_bytes
     from kvcal.recipe_files import load_recipe
     from kvcal.run.formats import formats_plan, tune_plan
@@ -332,7 +335,8 @@ def compare(
     from kvcal import tables
     from kvcal.charts.quality import draw_comparison
     from kvcal.charts.report import write_report
-    from kvcal.folder import DEFAULT_WORKLOAD, sequences
+    from kvcal.folder import Folder, sequences
+    from kvcal.plan.plan import DEFAULT_WORKLOAD
     from kvcal.run import pipeline
     from kvcal.stages.compare import FILE
     from kvcal.stages.compare import compare as compare_points
@@ -346,7 +350,7 @@ def compare(
         require_tasks(spec)
     points = _changed(points_of(recipes, bits or ()), given, served)
     workload = sizes.workload(DEFAULT_WORKLOAD)
-    folder = pipeline.Folder.create(distributed.own_folder(out, "plans/*"))
+    folder = Folder.create(distributed.own_folder(out, "plans/*"))
     calibrations = [point.recipe.data for point in points if point.recipe.calibrates]
     toy = next((data for data in calibrations if data.is_toy or data.source == "auto"), None)
     with given.reporting() as reporter:

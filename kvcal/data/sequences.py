@@ -52,6 +52,8 @@ from kvcal.strict import STRICT, dump, knob
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+__all__ = ["DataSpec", "TokenDataset", "encode_problem", "load_sequences", "prefix_ids"]
+
 CANDIDATES = 4
 MAX_SAMPLES = 1_000_000
 TokensAndMask = tuple[Tensor, Tensor]  # int64 [T], and whether each is a target of the loss, bool [T]

@@ -20,12 +20,12 @@ from kvcal.geometry import CacheDtype
 from kvcal.kernels.variants import DTYPES, Defines, Numbering, side_defines
 from kvcal.lazy_torch import Tensor
 from kvcal.pages.lattice import LatticeLayout
-from kvcal.pages.record_layout import PAGE_TOKENS, PARAM_DTYPES, RAW_BITS
+from kvcal.pages.record_layout import PAGE_TOKENS, PARAM_DTYPES, RAW_BITS, Layout
 from kvcal.pages.rotated import RotatedLayout
-from kvcal.pages.shrink import Transform
 from kvcal.pages.tiered import TieredLayout
+from kvcal.pages.transforms import Transform
 from kvcal.pages.uniform import PageLayout
-from kvcal.plan.page_format import SIDES, Format, Layout, Side
+from kvcal.plan.page_format import SIDES, Format, Side
 from kvcal.strict import STRICT
 
 THREADS = 256

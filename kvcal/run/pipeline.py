@@ -16,10 +16,10 @@ from kvcal.charts.quality import draw_evaluation
 from kvcal.data.pools import shared_sources, with_calibration
 from kvcal.data.sequences import DataSpec
 from kvcal.errors import UsageError
-from kvcal.folder import DEFAULT_WORKLOAD, Folder, Job, max_context, sequences
+from kvcal.folder import Folder, Job, max_context, sequences
 from kvcal.models.key_bias import warn_of_biases
 from kvcal.models.load import LoadedModel
-from kvcal.plan.plan import Plan, Workload, plan_bytes, save_plan
+from kvcal.plan.plan import DEFAULT_WORKLOAD, Plan, Workload, plan_bytes, save_plan
 from kvcal.plan.tensors import tensors_nbytes
 from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import Recipe

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kvcal import PlanCache
 from kvcal.commands.stages import reparam
-from kvcal.folder import Job
+from kvcal.folder import Folder, Job
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Plan, Workload, load_plan
 from kvcal.progress import Silent
@@ -61,7 +61,7 @@ def kl(loaded: LoadedModel, plan: Plan) -> float:
 def test_from_the_command_to_plans_and_folded_weights(tmp_path, model):
     recipe = tmp_path / "small.toml"
     recipe.write_text(RECIPE)
-    folder = pipeline.Folder.create(tmp_path / "out")
+    folder = Folder.create(tmp_path / "out")
     loaded = load(str(model), device="cpu")
     fix_folder(Job(load_recipe(str(recipe)), loaded, folder, Silent(), Workload(1, 512)))
     plain = pipeline.compile_folder(folder, tmp_path / "plain.safetensors")

@@ -79,6 +79,40 @@ def test_a_module_imports_only_its_own_level_or_lower(module: str) -> None:
     assert not wrong, f"{module} imports upwards: {wrong}"
 
 
+def names_of(path: Path) -> set[str]:
+    """Names that a module defines or lists in ``__all__``."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            found |= set(ast.literal_eval(node.value))
+    return found
+
+
+def test_names_are_imported_from_their_home() -> None:
+    """Or from a module that lists them in ``__all__``."""
+    homes = {name: names_of(path) for name, path in MODULES.items()}
+    root = PACKAGE.parent
+    for path in (
+        path
+        for folder in ("kvcal", "tests", "experiments", "examples", "docs")
+        for path in root.glob(f"{folder}/**/*.py")
+    ):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module in homes:
+                wrong = [
+                    one.name
+                    for one in node.names
+                    if f"{node.module}.{one.name}" not in MODULES and one.name not in homes[node.module]
+                ]
+                assert not wrong, f"{path.relative_to(root)}:{node.lineno}: {wrong} from {node.module}"
+
+
 def test_no_import_cycle() -> None:
     """Peel off the modules whose imports have all been peeled off; what never comes off is a cycle."""
     remaining = dict(GRAPH)

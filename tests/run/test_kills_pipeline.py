@@ -21,7 +21,7 @@ from kvcal import PlanCache
 from kvcal.data.pools import Purpose
 from kvcal.data.sequences import encode_problem
 from kvcal.errors import ArtifactError, InfeasibleBudget
-from kvcal.folder import Job
+from kvcal.folder import Folder, Job
 from kvcal.models import load as loading
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Workload
@@ -87,7 +87,7 @@ def recipe_of(folder: Path, budget: str, old: str = "", new: str = "") -> Recipe
 
 def test_the_smallest_budget_that_is_named_has_room_for_lambda(tmp_path: Path, loaded: LoadedModel) -> None:
     """Also for what the search then leaves at 1, which takes no bytes."""
-    folder = pipeline.Folder.create(tmp_path / "out")
+    folder = Folder.create(tmp_path / "out")
     with pytest.raises(InfeasibleBudget) as refused:
         pipeline.build_plan(loaded, folder, recipe_of(tmp_path, '"1B"'))
     smallest = refused.value.smallest_bytes
@@ -100,7 +100,7 @@ def test_the_smallest_budget_that_is_named_has_room_for_lambda(tmp_path: Path, l
 
 def test_formats_that_shrink_leave_room_for_lambda(tmp_path: Path, loaded: LoadedModel) -> None:
     """Also where the recipe fixes them, and the bits are those of [progressive]."""
-    folder, recipe = pipeline.Folder.create(tmp_path / "out"), load_recipe("pm-kvq-2-offset")
+    folder, recipe = Folder.create(tmp_path / "out"), load_recipe("pm-kvq-2-offset")
     recipe = replace(recipe, progressive=ProgressiveSpec(bits=9.0))
     allocation = formats.fix_folder(Job(recipe, loaded, folder, Silent(), Workload(2, 4000)))
     assert allocation.split.reserved == reserved_bytes(loaded.geometry, recipe.cache, recipe.reparam) > 0
@@ -109,7 +109,7 @@ def test_formats_that_shrink_leave_room_for_lambda(tmp_path: Path, loaded: Loade
 def test_an_evaluation_feeds_no_more_sequences_than_the_schedule_has(tmp_path: Path, loaded: LoadedModel) -> None:
     shrinking = (replace(fmt, param_dtype="float32", shrink_at=(128, 192, 256)) for fmt in KIVI_2)
     plan = replace(make_plan(loaded, tuple(shrinking)), workload=Workload(1, 512))
-    recipe, folder = recipe_of(tmp_path, '"9MB"'), pipeline.Folder.create(tmp_path / "out")
+    recipe, folder = recipe_of(tmp_path, '"9MB"'), Folder.create(tmp_path / "out")
     data = replace(recipe.data, seq_len=200)
     recipe = replace(recipe, evaluate=replace(recipe.evaluate, against=(), tasks=(), data=data, batch=2))
     found = pipeline.evaluate_plan(recipe, loaded, plan, folder, Silent())
@@ -117,7 +117,7 @@ def test_an_evaluation_feeds_no_more_sequences_than_the_schedule_has(tmp_path: P
 
 
 def test_a_plan_is_for_the_workload_asked_for(tmp_path: Path, loaded: LoadedModel) -> None:
-    folder, recipe = pipeline.Folder.create(tmp_path / "out"), replace(recipe_of(tmp_path, '"9MB"'), reparam=None)
+    folder, recipe = Folder.create(tmp_path / "out"), replace(recipe_of(tmp_path, '"9MB"'), reparam=None)
     plan = pipeline.build_plan(loaded, folder, recipe, Workload(3, 700))
     assert plan.workload == Workload(3, 700)
     baseline = pipeline.build_plan(loaded, folder, load_recipe("kivi-2"), Workload(3, 700))
@@ -126,7 +126,7 @@ def test_a_plan_is_for_the_workload_asked_for(tmp_path: Path, loaded: LoadedMode
 
 @pytest.mark.parametrize(("old", "new"), [("num_bits = [2, 4]", "num_bits = [2, 3]"), ("_tokens = 1", "_tokens = 2")])
 def test_a_profile_of_other_settings_is_made_again(tmp_path: Path, loaded: LoadedModel, old: str, new: str) -> None:
-    folder = pipeline.Folder.create(tmp_path / "out")
+    folder = Folder.create(tmp_path / "out")
     for recipe in (recipe_of(tmp_path, '"9MB"'), recipe_of(tmp_path, '"9MB"', old, new)):
         formats.profile_folder(loaded, folder, recipe)
         subject = profile.load(folder.profile).setup
@@ -135,7 +135,7 @@ def test_a_profile_of_other_settings_is_made_again(tmp_path: Path, loaded: Loade
 
 def test_a_profile_in_another_dtype_is_made_again(tmp_path: Path, loaded: LoadedModel) -> None:
     """Of the same checkpoint: the model computes otherwise."""
-    folder, notes = pipeline.Folder.create(tmp_path / "out"), Notes()
+    folder, notes = Folder.create(tmp_path / "out"), Notes()
     recipe = recipe_of(tmp_path, '"9MB"')
     formats.profile_folder(loaded, folder, recipe)
     formats.profile_folder(load(loaded.source, device="cpu", dtype="bfloat16"), folder, recipe, notes)

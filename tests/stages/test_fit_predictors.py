@@ -34,12 +34,13 @@ from transformers import PreTrainedTokenizerBase
 
 from kvcal import PlanCache, artifact, load_plan
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
+from kvcal.folder import Folder
 from kvcal.models.load import load as load_model
 from kvcal.models.taps import Captured, tap
 from kvcal.progress import Silent
 from kvcal.recipe import PredictorSpec
 from kvcal.recipe_files import load_recipe
-from kvcal.run.pipeline import Folder, build_plan
+from kvcal.run.pipeline import build_plan
 from kvcal.stages.predictors import stage
 from kvcal.stages.predictors.reconstruct import (
     FIT,

@@ -15,7 +15,7 @@ from kvcal import artifact
 from kvcal.data.pools import Purpose, TokenDataset
 from kvcal.data.sequences import DataSpec
 from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
-from kvcal.folder import Job, job_sequences, sequences
+from kvcal.folder import Folder, Job, job_sequences, sequences
 from kvcal.kernels.variants import stored_form
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.layer import bare_layers
@@ -107,7 +107,7 @@ def recipe_of(folder: Path, bits: float, *changes: tuple[str, str]) -> Recipe:
 
 
 def built(recipe: Recipe, loaded: LoadedModel, folder: Path, reporter: Silent | None = None) -> SearchRecord:
-    made = pipeline.Folder.create(folder)
+    made = Folder.create(folder)
     pipeline.build_plan(loaded, made, recipe, reporter=reporter or Silent())
     return load_search(made.search)
 
@@ -272,7 +272,7 @@ def test_error_feedback_ships_if_it_is_better(
 def test_the_bytes_of_feedback_are_kept_free(loaded: LoadedModel, tmp_path: Path) -> None:
     capacities = []
     for changes in ((), (("[search]", FEEDBACK),)):
-        job = Job(recipe_of(tmp_path, 4.0, *changes), loaded, pipeline.Folder.create(tmp_path), Silent())
+        job = Job(recipe_of(tmp_path, 4.0, *changes), loaded, Folder.create(tmp_path), Silent())
         data, path = formats.search_data(job), tmp_path / "search.safetensors"
         search = search_stage.Search(loaded, job.recipe, data, path, Silent())
         capacities.append(search.problem.capacity)
@@ -360,8 +360,8 @@ def test_a_dry_run_says_the_size_of_a_search_and_measures_nothing(
 ) -> None:
     monkeypatch.setattr(fit_predictors, "run_fit_predictors", lambda *a: pytest.fail("predictors were fitted"))
     monkeypatch.setattr(KLMeter, "measure", lambda *a: pytest.fail("a plan was measured"))
-    recipe, folder = recipe_of(tmp_path, 4.0), pipeline.Folder.create(tmp_path / "out")
-    data = formats.search_data(pipeline.Job(recipe, loaded, folder, Silent()))
+    recipe, folder = recipe_of(tmp_path, 4.0), Folder.create(tmp_path / "out")
+    data = formats.search_data(Job(recipe, loaded, folder, Silent()))
     estimate = search_stage.dry_run(loaded, recipe, data, folder.search, Silent())
     measured = load_search(whole / "search.safetensors").report.num_plans
     assert measured <= estimate.steps["plans"] + 2  # the reference, and refitted predictors
