@@ -18,6 +18,7 @@ from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.geometry import ModelIdentity
 from kvcal.models.files import embedded_models
+from kvcal.models.geometry import num_embeddings
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import DEFAULT_WORKLOAD, Workload
 from kvcal.progress import Reporter, Silent
@@ -181,9 +182,15 @@ def sequences(
 
 
 def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
-    """The model's tokenizer. UsageError where it has none."""
+    """The model's tokenizer. UsageError where it has none, or one with more tokens than the model has embeddings."""
     if loaded.tokenizer is None:
         raise UsageError(f"{loaded.source}: no tokenizer", hint="neither text nor tasks can be tokenized without one")
+    num_embedded, num_tokens = num_embeddings(loaded.model), loaded.tokenizer.vocab_size
+    if num_tokens > num_embedded:
+        raise UsageError(
+            f"{loaded.source}: the tokenizer has {num_tokens} tokens, and the model embeddings for {num_embedded}",
+            hint="the tokenizer is another model's: copy or download both again",
+        )
     return loaded.tokenizer
 
 

@@ -144,9 +144,13 @@ def attention_layers(geometry: Geometry) -> tuple[AttentionGeometry, ...]:
 
 def probe_ids(model: PreTrainedModel, batch: int, length: int) -> torch.Tensor:
     """Token ids (batch, length), int64, for a forward whose text does not matter: counted up from 3."""
-    num_tokens = model.get_input_embeddings().get_parameter("weight").shape[0]
-    ids = torch.arange(3, 3 + batch * length, device=model.device) % num_tokens
+    ids = torch.arange(3, 3 + batch * length, device=model.device) % num_embeddings(model)
     return ids.view(batch, length)
+
+
+def num_embeddings(model: PreTrainedModel) -> int:
+    """Token ids that the model takes: from 0 to this, exclusive."""
+    return int(model.get_input_embeddings().get_parameter("weight").shape[0])
 
 
 def _run_probe(model: PreTrainedModel, cache: RecordingCache) -> None:

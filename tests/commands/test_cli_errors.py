@@ -333,6 +333,13 @@ def test_interrupt_in_every_stage_and_resume(
     assert (out / "plan.safetensors").read_bytes() == (run_folder / "plan.safetensors").read_bytes()
 
 
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Its tokens have no embeddings, which torch tells with an IndexError."""
+    model = save_llama(tmp_path / "model", tokenizer, vocab_size=100)
+    done = run_kvcal("profile", model, "--data", "tasks", "--out", tmp_path / "out")
+    assert done.code == 2 and f"has {tokenizer.vocab_size} tokens, and the model embeddings for 100" in done.err
+
+
 def test_the_commands_of_hints_exist() -> None:
     from typer.main import get_command
 

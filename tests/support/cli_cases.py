@@ -76,11 +76,12 @@ def save_llama(
     dtype: torch.dtype = torch.bfloat16,
     num_layers: int = 2,
     head_dim: int = 16,
+    vocab_size: int | None = None,
 ) -> Path:
-    """A random Llama with the embedded tokenizer."""
+    """A random Llama with the embedded tokenizer, and an embedding for each of its tokens unless told otherwise."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers,
+        vocab_size=vocab_size or len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers,
         num_attention_heads=4, num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=1024, bos_token_id=0,
         eos_token_id=0, pad_token_id=1,
     )  # fmt: skip
