@@ -23,11 +23,11 @@ from pathlib import Path
 
 from kvcal.artifact import sha256_json
 from kvcal.errors import KernelError
-from kvcal.kernels.launch import Kernel, Resources, resources
+from kvcal.kernels.launch import Kernel
 from kvcal.lazy_torch import torch
 from kvcal.user_cache import cache_folder, keep
 
-__all__ = ["Kernel", "Resources", "cubin", "kernel", "resources"]
+__all__ = ["Kernel", "cubin", "kernel"]
 
 OLDEST = 80  # compute capability 8.0: mma.sync for bf16 and cp.async
 _FORMAT = 1  # of a cached file; part of its name
@@ -148,7 +148,7 @@ def _compile(text: str, name: str, macros: list[tuple[str, str]], arch: str) -> 
 def _read(path: Path) -> bytes | None:
     """The cubin in the file, or None when there is none or it is not what was written."""
     try:
-        data = path.read_bytes()
+        data = path.read_bytes() if path.is_file() else b""  # a pipe would be waited for
     except OSError:  # a folder that cannot be used at all is told when it comes to writing
         return None
     code = data[hashlib.sha256().digest_size :]

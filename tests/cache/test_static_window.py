@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from cache_cases import feed, model_plan, padded, random_ids, tiny_llama
+from cubin_resources import resources
 from static_cases import assert_generate_compiles_one_graph
 from tiny_models import built
 from torch import Tensor
@@ -19,7 +20,7 @@ from kvcal.cache.sliding_window import BoundedLayer, StaticWindow
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry
 from kvcal.kernels.choice import refusals
-from kvcal.kernels.compile import cubin, resources
+from kvcal.kernels.compile import cubin
 from kvcal.kernels.decode import decode_defines
 from kvcal.kernels.ops import append_window
 from kvcal.kernels.reference import NO_ROOM

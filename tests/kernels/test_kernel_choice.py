@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cubin_resources import resources
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcal.errors import UsageError
 from kvcal.geometry import AttentionGeometry
 from kvcal.kernels import decode
 from kvcal.kernels.choice import MAX_HEAD_DIM, is_plain, is_wide, plain_reasons, refusals, slow_reasons
-from kvcal.kernels.compile import cubin, resources
+from kvcal.kernels.compile import cubin
 from kvcal.kernels.decode import MAX_HEADS, plain_defines, plain_shape
 from kvcal.kernels.variants import VARIANTS, Variant
 from kvcal.plan.layer import LayerPlan

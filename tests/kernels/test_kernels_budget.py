@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from cubin_resources import resources
 
-from kvcal.kernels.compile import cubin, resources
+from kvcal.kernels.compile import cubin
 from kvcal.kernels.decode import block_shape, decode_defines, row_defines
 from kvcal.kernels.page_codec import Reconstruction, encoding_defines, encoding_shared_bytes
 from kvcal.kernels.variants import Variant

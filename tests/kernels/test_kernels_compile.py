@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from cubin_resources import resources
 
 from kvcal.errors import KernelError
 from kvcal.kernels import compile as compiling
-from kvcal.kernels.compile import cubin, cubin_of_text, kernel, resources
+from kvcal.kernels.compile import cubin, cubin_of_text, kernel
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_120")
 # `plain` keeps all in registers; `arrays` indexes 64 local floats by a value that no compiler can know.
@@ -86,11 +88,6 @@ def test_values_that_find_no_register_are_local_bytes(cache: Path) -> None:
     assert many.registers == 64 and many.local_bytes >= (96 - 64) * 4
 
 
-def test_bytes_that_are_no_cubin_have_no_resources() -> None:
-    with pytest.raises(KernelError, match=r"5 bytes that begin with b'hell'"):
-        resources(b"hello")
-
-
 def test_a_macro_reaches_the_code_negative_or_not(cache: Path) -> None:
     text = 'extern "C" __global__ void k(long long* x) { x[0] = 7 -N; }'  # 7 --1 would not parse
     code = {n: cubin_of_text(text, "k.cu", {"N": n}, "sm_90") for n in (-1, 1, 2)}
@@ -137,6 +134,18 @@ def test_a_damaged_file_is_made_again(cache: Path, compiled: list[str], damage: 
     compiled.clear()
     assert cubin_of_text(SOURCE, "tiny.cu", {"ADD": 1}, "sm_90") == good
     assert compiled == ["tiny.cu"] and path.read_bytes() == data
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_neither_read_nor_replaced(cache: Path, compiled: list[str], make: Callable) -> None:
+    """Nobody writes to the pipe."""
+    good = cubin_of_text(SOURCE, "tiny.cu", {"ADD": 1}, "sm_90")
+    (path,) = cache.iterdir()
+    path.unlink()
+    make(path)
+    with pytest.warns(RuntimeWarning, match=f"{path.name} is a .*; expected a regular file"):
+        assert cubin_of_text(SOURCE, "tiny.cu", {"ADD": 1}, "sm_90") == good
+    assert compiled == ["tiny.cu"] * 2 and not path.is_file()
 
 
 def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,19 @@ extern "C" __global__ void plain(float* x, long long n, float by) {
   if (threadIdx.x < n) x[threadIdx.x] *= by + ADD;
 }
 """
-STACK = """
-extern "C" __global__ void stack(float* x, long long n) {
-  float own[64];
-  #pragma unroll 1
-  for (int i = 0; i < 64; ++i) own[i] = x[i * n];
-  x[0] = own[n & 63];
+# Its own bytes of shared memory and those that a launch adds are all used: x gets the sum of both.
+STATIC = """
+extern "C" __global__ void fill(int* x, long long words) {
+  __shared__ int own[OWN];
+  extern __shared__ int given[];
+  for (int i = threadIdx.x; i < OWN; i += blockDim.x) own[i] = 1;
+  for (int i = threadIdx.x; i < words; i += blockDim.x) given[i] = 2;
+  __syncthreads();
+  if (threadIdx.x) return;
+  int sum = 0;
+  for (int i = 0; i < OWN; ++i) sum += own[i];
+  for (int i = 0; i < words; ++i) sum += given[i];
+  x[0] = sum;
 }
 """
 # Each thread sends its number through dynamic shared memory and back; x gets the last thread's first.
@@ -61,8 +68,7 @@ def on_gpu(text: str, entry: str, macros: dict[str, int]) -> Kernel:
 @pytest.mark.gpu
 def test_a_launch_runs_on_the_current_stream_and_in_a_graph(cache: None) -> None:
     plain = on_gpu(PLAIN, "plain", {"ADD": 1})
-    assert plain.registers > 0 and plain.local_bytes == 0 and plain.max_threads == 1024
-    assert on_gpu(STACK, "stack", {}).local_bytes == 256
+    assert 4 <= plain.registers <= 16
     x = torch.ones(64, device="cuda")
     plain.launch((1, 1, 1), 64, 0, x.data_ptr(), 60, 1.5)
     assert x.tolist() == [2.5] * 60 + [1.0] * 4
@@ -96,8 +102,21 @@ def test_more_shared_memory_than_is_free_for_all(cache: None) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("own", [256, 11 * 1024])
+def test_all_that_a_kernels_own_shared_memory_leaves(cache: None, own: int) -> None:
+    """To the last word, as free for all and as the device allows; a word more is refused."""
+    fill, x = on_gpu(STATIC, "fill", {"OWN": own}), torch.zeros(1, dtype=torch.int32, device="cuda")
+    most = torch.cuda.get_device_properties(fill.device_index).shared_memory_per_block_optin
+    for words in (48 * 256 - own, most // 4 - own):
+        fill.launch((1, 1, 1), 256, 4 * words, x.data_ptr(), words)
+        assert x.item() == own + 2 * words
+    with pytest.raises(KernelError, match=f"beside its own {4 * own}; allowed on GPU .*: up to {most - 4 * own}"):
+        fill.launch((1, 1, 1), 256, most - 4 * own + 4, x.data_ptr(), words)
+
+
+@pytest.mark.gpu
 def test_an_entry_that_the_source_lacks(cache: None) -> None:
-    with pytest.raises(KernelError, match="no entry 'other'; allowed: reverse"):
+    with pytest.raises(KernelError, match="does not load the kernel 'other'.*NOT_FOUND"):
         on_gpu(DYNAMIC, "other", {})
 
 

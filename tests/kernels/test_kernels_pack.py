@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cubin_resources import resources
 from kernel_oracle import (
     GROUP_HEADS,
     HEADS,
@@ -30,7 +31,7 @@ from torch import Tensor
 from kvcal.errors import NonFiniteActivations
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import ops
-from kvcal.kernels.compile import cubin, resources
+from kvcal.kernels.compile import cubin
 from kvcal.kernels.reference import NO_ROOM, NON_FINITE
 from kvcal.kernels.variants import Variant
 from kvcal.plan.page_format import SIDES, Format, Tier

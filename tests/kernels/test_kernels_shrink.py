@@ -7,12 +7,13 @@ import random
 
 import pytest
 import torch
+from cubin_resources import resources
 from kernel_oracle import Case
 from torch import Tensor
 
 from kvcal.errors import NonFiniteActivations
 from kvcal.geometry import CACHE_DTYPES
-from kvcal.kernels.compile import cubin, resources
+from kvcal.kernels.compile import cubin
 from kvcal.kernels.operands import BASE, HEADS, PAGES, RECORD, Region, Stages, layout_table, region_pages, stage_starts
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.kernels.shrink import Shrinking, new_tickets, shrink, slide

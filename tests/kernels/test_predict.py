@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
+from cubin_resources import resources
 from predictor_cases import fitted
 from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
-from kvcal.kernels.compile import cubin, resources
+from kvcal.kernels.compile import cubin
 from kvcal.kernels.predict import ROWS_AT_ONCE, _Factor, digits_defines, prepared
 from kvcal.pages.predictor import MAX_INPUTS, LinearPredictor, PredictorShape
 from kvcal.stages.predictors.regression import to_int4, to_linear, to_low_rank

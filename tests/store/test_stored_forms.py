@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 import torch
 from cache_cases import HEAD_DIM, feed, padded, random_ids, tiny_llama
+from cubin_resources import resources
 from form_cases import (
     NAMES,
     advance,
@@ -31,7 +32,7 @@ from kvcal.errors import NonFiniteActivations, SlowPath, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.kernels import reconstruct, variants
 from kvcal.kernels.choice import refusals
-from kvcal.kernels.compile import cubin, resources
+from kvcal.kernels.compile import cubin
 from kvcal.kernels.decode import decode_defines
 from kvcal.kernels.variants import VARIANTS, head_ranges, variant_of
 from kvcal.models.geometry import geometry_of
