@@ -1,15 +1,14 @@
-"""The page of a stored form that a step completes: the operator ``kvcal::encode_page``.
+"""The page of a stored form that a step completes, from 16 bits to its records.
 
 ``append`` has packed 128 tokens of some sequences into 16-bit pages. Here they become records, the inverse of
-``kvcal::reconstruct``: offset and λ applied, or keys turned back to before RoPE; the prediction subtracted; encoded.
+kvcal.kernels.reconstruct: offset and λ applied, or keys turned back to before RoPE; the prediction subtracted; encoded.
 
     tokens      [slots, n, 128, D] in the cache's dtype, of every head range: together N heads
     records     [slots, r, record_bytes] uint8: on a lattice r = 1, else N
-    place       a list as in kvcal.kernels.ops: page n // 128 of a sequence is complete if token n, the step's, ends it
-    coding      ``PageCoding``, a list
+    place       as in kvcal.kernels.ops: page n // 128 of a sequence is complete if token n, the step's, ends it
     prediction  [B, 128, N, D] fp32: of the page that each sequence completes, anything where none is
     error       [1] int32: gets the bit NON_FINITE
-    form        the number of a ``Reconstruction``; the promise of equal bytes everywhere is kvcal.kernels.reconstruct's
+    form        the promise of equal bytes everywhere is kvcal.kernels.reconstruct's
 
 Channels with more bits than others are left out: their scores are the page codec's (kvcal.pages.codec).
 
@@ -29,7 +28,6 @@ from torch import Tensor
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.operands import Place
 from kvcal.kernels.page_codec import (
-    FORMS,
     THREADS,
     PageCoding,
     Reconstruction,
@@ -56,15 +54,14 @@ def completed_pages(place: Place) -> tuple[Tensor, Tensor, Tensor]:
     return page, place.table.gather(1, page.unsqueeze(1)).squeeze(1).long(), is_complete
 
 
-@torch.library.custom_op("kvcal::encode_page", mutates_args=("records", "error"))
 def encode_page(
-    tokens: Sequence[Tensor], records: Tensor, place: Sequence[Tensor], coding: Sequence[Tensor], prediction: Tensor,
-    error: Tensor, form: int,
+    tokens: Sequence[Tensor], records: Tensor, place: Place, coding: PageCoding, prediction: Tensor, error: Tensor,
+    form: Reconstruction,
 ) -> None:  # fmt: skip
     """See the module's docstring."""
-    is_served = records.is_cuda and unencoded(FORMS[form], num_head_ranges=len(tokens)) is None
+    is_served = records.is_cuda and unencoded(form, num_head_ranges=len(tokens)) is None
     encode = _launch if is_served else _encode_in_torch
-    encode(tokens, records, Place(*place), PageCoding(*coding), prediction, error, FORMS[form])
+    encode(tokens, records, place, coding, prediction, error, form)
 
 
 def _encode_in_torch(

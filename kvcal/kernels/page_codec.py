@@ -17,7 +17,7 @@ from typing import NamedTuple
 from pydantic.dataclasses import dataclass as strict_dataclass
 
 from kvcal.geometry import CacheDtype
-from kvcal.kernels.variants import DTYPES, Defines, Numbering, side_defines
+from kvcal.kernels.variants import DTYPES, Defines, side_defines
 from kvcal.lazy_torch import Tensor
 from kvcal.pages.lattice import LatticeLayout
 from kvcal.pages.record_layout import PAGE_TOKENS, PARAM_DTYPES, RAW_BITS, Layout
@@ -60,11 +60,6 @@ class Reconstruction:
     @functools.cached_property
     def layout(self) -> Layout:
         return self.format.layout(self.side, self.num_heads, self.head_dim, self.cache_dtype, self.format.num_bits)
-
-    @property
-    def number(self) -> int:
-        """The form as an operator is handed it; ``FORMS[number]`` is the form."""
-        return FORMS.number(self)
 
     @property
     def is_lattice(self) -> bool:
@@ -122,9 +117,7 @@ def tile_floats(tokens: int, width: int) -> int:
     return tokens * (-(-(last + last // 32 * 4 + 1) // 4) * 4)
 
 
-FORMS: Numbering[Reconstruction] = Numbering()
-
-
+@functools.cache
 def unserved(form: Reconstruction) -> str | None:
     """Why torch reconstructs these pages on CUDA, too; None where the kernel does."""
     if isinstance(form.layout, RotatedLayout):

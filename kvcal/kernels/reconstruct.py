@@ -1,4 +1,4 @@
-"""Pages that the attention kernels cannot read, in every step: the operator ``kvcal::reconstruct``.
+"""Pages that the attention kernels cannot read, in every step, as 16-bit ones.
 
 A stored form (kvcal.store.dequantize) is one side of N neighbouring heads in one format, whose records are points of
 a lattice, residuals of a prediction, or keys before RoPE. What is made of them:
@@ -7,16 +7,13 @@ a lattice, residuals of a prediction, or keys before RoPE. What is made of them:
     tokens   for ``decode``, 16 bits: keys after RoPE, with λ and offset undone, or values
     kept     for predictors, fp32: keys before RoPE, or values
 
-Pages of sequence b have numbers b P + 0, 1, ... for a table of P. Those from ``start`` to ``stop`` - 1 that are
-complete behind the step's token are wanted, others may be left as they are.
+Pages of sequence b have numbers b P + 0, 1, ... for a table of P. Those of ``numbers`` that are complete behind the
+step's token are wanted, others may be left as they are.
 
-    records     [slots, r, record_bytes] uint8: on a lattice r = 1, of all N heads, else n, whose slots may be further
-                apart than these heads are long
-    tokens      [slots, n, 128, D] in the cache's dtype, of n heads from the ``first_head``-th of the N on
-    place, coding  lists as in kvcal.kernels.encode
-    prediction  [stop - start, 128, N, D] fp32
+    heads       ``HeadPages`` of n of the N heads
+    place       as in kvcal.kernels.ops
+    prediction  [pages of ``numbers``, 128, N, D] fp32
     kept        [B, P, 128, N, D] fp32: these heads' part is written
-    form        the number of a ``Reconstruction``
 
 On CUDA this is ``csrc/reconstruct.cu``; on a CPU, and for what that does not take (``unserved``), torch. Both give the
 same bits: records are encoded against predictions from what is kept, and must be the same bytes everywhere.
@@ -25,7 +22,6 @@ same bits: records are encoded against predictions from what is kept, and must b
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,7 +29,7 @@ from torch import Tensor
 
 from kvcal.kernels.compile import Kernel, kernel
 from kvcal.kernels.operands import Place
-from kvcal.kernels.page_codec import FORMS, THREADS, VALUES_AT_ONCE, PageCoding, Reconstruction, unserved
+from kvcal.kernels.page_codec import THREADS, VALUES_AT_ONCE, PageCoding, Reconstruction, unserved
 from kvcal.pages.hadamard import norm
 from kvcal.pages.record_layout import PAGE_TOKENS, page_positions
 from kvcal.pages.transforms import cos_sin, rotate, unrotate
@@ -47,23 +43,21 @@ def position_turns(rotary: Tensor, num_positions: int) -> Tensor:
     return torch.stack(cos_sin(rotary, torch.arange(num_positions, device=rotary.device)), dim=-1)
 
 
-@torch.library.custom_op("kvcal::reconstruct", mutates_args=("tokens", "kept"))
+class HeadPages(NamedTuple):
+    """Pages of n heads from the ``first_head``-th of the N on."""
+
+    records: Tensor  # [slots, r, record_bytes] uint8: on a lattice r = 1, of all N heads, else n; slots may lie apart
+    tokens: Tensor  # [slots, n, 128, D] in the cache's dtype
+    first_head: int
+
+
 def reconstruct(
-    records: Tensor, tokens: Tensor, first_head: int, place: Sequence[Tensor], coding: Sequence[Tensor],
-    prediction: Tensor, kept: Tensor, start: int, stop: int, form: int,
+    heads: HeadPages, place: Place, coding: PageCoding, prediction: Tensor, kept: Tensor, numbers: range,
+    form: Reconstruction,
 ) -> None:  # fmt: skip
     """See the module's docstring."""
-    serve = _launch if records.is_cuda and unserved(FORMS[form]) is None else _reconstruct_in_torch
-    heads = HeadPages(records, tokens, first_head)
-    serve(heads, Place(*place), PageCoding(*coding), prediction, kept, range(start, stop), FORMS[form])
-
-
-class HeadPages(NamedTuple):
-    """Pages of one head range: n of the N heads."""
-
-    records: Tensor
-    tokens: Tensor
-    first_head: int
+    serve = _launch if heads.records.is_cuda and unserved(form) is None else _reconstruct_in_torch
+    serve(heads, place, coding, prediction, kept, numbers, form)
 
 
 def _reconstruct_in_torch(

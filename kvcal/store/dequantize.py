@@ -28,7 +28,7 @@ from kvcal.kernels.encode import completed_pages, encode_page
 from kvcal.kernels.operands import Place
 from kvcal.kernels.page_codec import VALUES_AT_ONCE, PageCoding, Reconstruction
 from kvcal.kernels.predict import Predict, prepared
-from kvcal.kernels.reconstruct import reconstruct
+from kvcal.kernels.reconstruct import HeadPages, reconstruct
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.kernels.variants import head_ranges, stored_form
 from kvcal.pages.codec import PageCodec
@@ -87,10 +87,10 @@ class StepForm:
             prediction = self._prediction([kept[rows, pages] for kept in self.predicted.inputs], predict)
         if not is_tiered:
             encode_page(
-                list(self.tokens),
+                self.tokens,
                 self.records,
-                list(self.place),
-                list(self._coding),
+                self.place,
+                self._coding,
                 prediction,
                 self.error,
                 self._form,
@@ -116,11 +116,8 @@ class StepForm:
             if self.predicted is not None:
                 inputs = [source.flatten(0, 1)[start:end] for source in self.predicted.inputs]
                 prediction = self._prediction(inputs, predict)
-            for records, tokens, first_head in self._head_ranges:
-                reconstruct(
-                    records, tokens, first_head, list(self.place), list(self._coding), prediction, kept, start, end,
-                    self._form,
-                )  # fmt: skip
+            for heads in self._head_ranges:
+                reconstruct(heads, self.place, self._coding, prediction, kept, range(start, end), self._form)
 
     def _prediction(self, inputs: Sequence[Tensor], predict: Predict | None) -> Tensor:
         """[M, 128, N, D] fp32 from ``Predicted.inputs`` of M pages."""
@@ -128,8 +125,7 @@ class StepForm:
         return predict([part.flatten(-2) for part in inputs]).unflatten(-1, (self.codec.num_heads, -1))
 
     @functools.cached_property
-    def _form(self) -> int:
-        """The number of what the operators are specialised for."""
+    def _form(self) -> Reconstruction:
         codec, is_coded = self.codec, self.codec.format.num_bits != RAW_BITS
         rotary = codec.rotary if codec.is_pre or self.kept is not None else None
         return Reconstruction(
@@ -142,18 +138,18 @@ class StepForm:
             rescale=codec.rescale is not None and is_coded,
             offset=codec.offset is not None and is_coded,
             num_pairs=0 if rotary is None else len(rotary),
-        ).number
+        )
 
     @functools.cached_property
-    def _head_ranges(self) -> list[tuple[Tensor, Tensor, int]]:
-        """Records, tokens, and the number of the first head, of each."""
+    def _head_ranges(self) -> list[HeadPages]:
         if not self.tokens:
-            return [(self.records, self.nothing, 0)]
+            return [HeadPages(self.records, self.nothing, 0)]
         ranges, first = [], 0
         for tokens in self.tokens:
             num_heads = tokens.shape[1]
             is_lattice = self.codec.format.lattice_dim is not None
-            ranges.append((self.records if is_lattice else self.records[:, first : first + num_heads], tokens, first))
+            records = self.records if is_lattice else self.records[:, first : first + num_heads]
+            ranges.append(HeadPages(records, tokens, first))
             first += num_heads
         return ranges
 

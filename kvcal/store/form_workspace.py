@@ -45,7 +45,7 @@ class FormWorkspace:
         return self._kept.get((index, side))
 
     def turns(self, index: int) -> Tensor | None:
-        """fp32 [max_tokens, pairs, 2] of layer ``index``, for ``kvcal::reconstruct``; None where no kernel asks."""
+        """fp32 [max_tokens, pairs, 2] of layer ``index``, for ``reconstruct``; None where no kernel asks."""
         return self._turns.get(index)
 
 

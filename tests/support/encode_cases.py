@@ -1,4 +1,4 @@
-"""Tokens of stored forms of every kind, those of reconstruct_cases, and calls of ``kvcal::encode_page`` on them."""
+"""Tokens of stored forms of every kind, those of reconstruct_cases, and calls of ``encode_page`` on them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def prepared(
     grid = nothing if page.grid is None else page.grid.to(device)
     turns = position_turns(given["rotary"], PAGE_TOKENS * PAGES) if form.num_pairs else nothing
     coding = PageCoding(grid, *(given.get(key, nothing) for key in PageCoding._fields[1:-1]), turns)
-    operands = (parts, records, list(place), list(coding), prediction, error, form.number)
+    operands = (parts, records, place, coding, prediction, error, form)
     return place, records, error, functools.partial(encode_page, *operands)
 
 

@@ -1,4 +1,4 @@
-"""Stored forms of every kind with random records, and calls of ``kvcal::reconstruct`` on them."""
+"""Stored forms of every kind with random records, and calls of ``reconstruct`` on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcal.geometry import CACHE_DTYPES, AttentionGeometry
 from kvcal.kernels.operands import Place
 from kvcal.kernels.page_codec import PageCoding, Reconstruction
-from kvcal.kernels.reconstruct import position_turns, reconstruct
+from kvcal.kernels.reconstruct import HeadPages, position_turns, reconstruct
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.hadamard import random_signs
 from kvcal.pages.lattice import LatticeLayout
@@ -208,8 +208,7 @@ def prepared(
         target = nothing if case.merely else tokens
         for part in (range(numbers.start, middle), range(middle, numbers.stop)):
             told = given["prediction"][part.start : part.stop] if case.is_predicted else nothing
-            operands = (records, target, first, list(place), list(coding), told, kept)
-            calls.append((*operands, part.start, part.stop, form.number))
+            calls.append((HeadPages(records, target, first), place, coding, told, kept, part, form))
         outputs.append(tokens)
         first += heads
 
