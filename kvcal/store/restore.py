@@ -32,8 +32,8 @@ from kvcal.store.state import PlanState
 from kvcal.store.workspace import kept_slots
 
 # Of a predicted side, values that are reconstructed at once, and rows that are predicted at once: more than in a step,
-# since each launch costs the host as much as some hundred rows cost the device. 0.5 GB of scratch.
-VALUES_AT_ONCE, ROWS_AT_ONCE = 2**25, 2**14
+# since each launch costs the host as much as some hundred rows cost the device. 0.7 GB of scratch.
+VALUES_AT_ONCE, ROWS_AT_ONCE = 2**25, 2**15
 
 
 class StoredPart(NamedTuple):

@@ -1,10 +1,10 @@
 """Tensors that come to a device group by group, from host memory or a file, while it computes with the groups before.
 
-A copy runs beside kernels only from pinned memory, and on a stream of its own. So a group is gathered in a pinned
-buffer, unless its tensors are pinned already, and copied to a buffer on the device, of which there are ``SLOTS`` of
-each: two groups are under way while one is computed with. Streams wait for one another by events; the host waits only
-where it would overwrite a pinned buffer that is still being copied, and for what is still being read. Threads read
-``AHEAD`` groups of a file at a time, and verify them.
+A copy runs beside kernels only from pinned memory, and on a stream of its own. So threads bring what is not pinned to
+pinned buffers, ``AHEAD`` groups at a time: they read it from a file and verify it, or copy it. A group is then copied
+to one of ``SLOTS`` buffers on the device, before the host enqueues what is computed with the group before. Streams and
+threads wait for one another by events; the host waits only for what is still being read. Torch keeps pinned memory for
+the next call.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 SLOTS = 3
-AHEAD, THREADS = 4, 8
+AHEAD, THREADS = 7, 16
 ALIGNMENT = 256  # bytes; of a tensor in a buffer
 
 
@@ -44,49 +45,56 @@ def on_device(groups: Sequence[Source], device: torch.device) -> Iterator[Group]
     the caller has enqueued on the current stream when it asks for the next group may still use it, nothing else.
     Raises what ``read_into`` does, of the first tensor that cannot be read."""
     if device.type != "cuda":
-        yield from _read_ahead(groups)
+        yield from _in_host(groups)
         return
     room = max(map(group_bytes, groups), default=0)
     slots = [_Slot(room, device) for _ in range(min(SLOTS, len(groups)))]
-    copies = torch.cuda.Stream(device)
+    copies, copied = torch.cuda.Stream(device), [torch.cuda.Event(blocking=True) for _ in groups]
     copies.wait_stream(torch.cuda.current_stream(device))  # whose memory the buffers may have been
-    under_way: deque[tuple[_Slot, Group]] = deque()
+    before: tuple[_Slot, Group, torch.cuda.Event] | None = None
     try:
-        for number, group in enumerate(_read_ahead(groups)):
-            if len(under_way) == SLOTS - 1:
-                yield from _hand_over(*under_way.popleft())
+        for number, group in enumerate(_in_host(groups, copied)):
             slot = slots[number % SLOTS]
-            under_way.append((slot, slot.send(group, copies)))
-        while under_way:
-            yield from _hand_over(*under_way.popleft())
+            sent = slot.send(group, copies, copied[number])
+            if before is not None:
+                yield from _hand_over(*before)
+            before = slot, sent, copied[number]
+        if before is not None:
+            yield from _hand_over(*before)
     finally:  # before others get the buffers' memory
         torch.cuda.current_stream(device).wait_stream(copies)
 
 
-def _read_ahead(groups: Sequence[Source]) -> Iterator[Group]:
-    """The groups in host memory, in their order. The memory of what was read is that of a later group, as soon as the
-    next one is asked for."""
-    unread = [{name: one for name, one in group.items() if not isinstance(one, Tensor)} for group in groups]
-    room = max(map(group_bytes, unread), default=0)
-    buffers = [torch.empty(room, dtype=torch.uint8) for _ in range(min(AHEAD, len(groups)))]
+def _in_host(groups: Sequence[Source], copied: Sequence[torch.cuda.Event] | None = None) -> Iterator[Group]:
+    """The groups in host memory, in their order. The memory of what was brought there is that of a later group: as soon
+    as the next one is asked for, or, where all of it is to be pinned, once the group was ``copied`` from it, too."""
+    pin = copied is not None
+    wanted = [{name: one for name, one in group.items() if not _is_there(one, pin)} for group in groups]
+    room, depth = max(map(group_bytes, wanted), default=0), min(AHEAD, len(groups))
+    buffers = torch.empty(depth, room, dtype=torch.uint8, pin_memory=pin and room > 0)
     under_way: deque[tuple[Group, list[Future[None]]]] = deque()
     threads = ThreadPoolExecutor(THREADS)
     try:
         for number, group in enumerate(groups):
-            if len(under_way) == AHEAD:
-                yield _once_read(*under_way.popleft())
-            memory = views(buffers[number % AHEAD], unread[number])
-            reading = [threads.submit(_put, one, memory[name]) for name, one in unread[number].items()]
-            in_host = {name: one for name, one in group.items() if isinstance(one, Tensor)}
-            under_way.append(({**in_host, **memory}, reading))
+            if len(under_way) == depth:
+                yield _once_brought(*under_way.popleft())
+            before = copied[number - depth] if copied is not None and number >= depth else None
+            memory = views(buffers[number % depth], wanted[number])
+            bringing = [threads.submit(_bring, one, memory[name], before) for name, one in wanted[number].items()]
+            there = {name: one for name, one in group.items() if name not in memory and isinstance(one, Tensor)}
+            under_way.append(({**there, **memory}, bringing))
         while under_way:
-            yield _once_read(*under_way.popleft())
+            yield _once_brought(*under_way.popleft())
     finally:
         threads.shutdown(cancel_futures=True)
 
 
-def _once_read(group: Group, reading: Sequence[Future[None]]) -> Group:
-    for one in reading:
+def _is_there(one: Tensor | Unread, pin: bool) -> bool:
+    return isinstance(one, Tensor) and (not pin or one.is_pinned() or not one.numel())
+
+
+def _once_brought(group: Group, bringing: Sequence[Future[None]]) -> Group:
+    for one in bringing:
         one.result()
     return group
 
@@ -96,16 +104,23 @@ def in_memory(tensors: Source, pin: bool) -> dict[str, Tensor]:
     ``read_into`` does."""
     copied = views(torch.empty(group_bytes(tensors), dtype=torch.uint8, pin_memory=pin), tensors)
     with ThreadPoolExecutor(THREADS) as threads:
-        _once_read(copied, [threads.submit(_put, tensor, copied[name]) for name, tensor in tensors.items()])
+        _once_brought(copied, [threads.submit(_bring, tensor, copied[name]) for name, tensor in tensors.items()])
     return copied
 
 
 @torch.inference_mode()  # of the thread: the memory may be its caller's
-def _put(source: Tensor | Unread, memory: Tensor) -> None:
-    if isinstance(source, Tensor):
-        memory.copy_(source)
+def _bring(source: Tensor | Unread, memory: Tensor, before: torch.cuda.Event | None = None) -> None:
+    """``before``: what must have come before the memory is written."""
+    if before is not None:
+        before.synchronize()
+    if isinstance(source, Tensor):  # by numpy, which takes one thread, and leaves Python to others
+        np.copyto(_bytes(memory), _bytes(source))
     else:
         source.read_into(memory)
+
+
+def _bytes(tensor: Tensor) -> np.ndarray:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def views(buffer: Tensor, tensors: Source) -> dict[str, Tensor]:
@@ -126,39 +141,26 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _hand_over(slot: _Slot, group: Group) -> Iterator[Group]:
-    stream = torch.cuda.current_stream(slot.on_device.device)
-    stream.wait_event(slot.copied)
+def _hand_over(slot: _Slot, group: Group, copied: torch.cuda.Event) -> Iterator[Group]:
+    stream = torch.cuda.current_stream(slot.buffer.device)
+    stream.wait_event(copied)
     yield group
     slot.is_free.record(stream)
 
 
 class _Slot:
-    """Buffers of one group. ``copied``: it is on the device; ``is_free``: it is computed with no more."""
+    """The device's buffer of one group. ``is_free``: it is computed with no more."""
 
     def __init__(self, room: int, device: torch.device) -> None:
-        self.room = room
-        self.in_host: Tensor | None = None  # only where something is not pinned
-        self.on_device = torch.empty(room, dtype=torch.uint8, device=device)
-        self.copied, self.is_free = torch.cuda.Event(), torch.cuda.Event()
+        self.buffer = torch.empty(room, dtype=torch.uint8, device=device)
+        self.is_free = torch.cuda.Event()
 
-    def send(self, group: Group, copies: torch.cuda.Stream) -> Group:
+    def send(self, group: Group, copies: torch.cuda.Stream, copied: torch.cuda.Event) -> Group:
         """The group on the device, once ``copied``."""
-        if not all(tensor.is_pinned() for tensor in group.values() if tensor.numel()):
-            group = self._gathered(group)
-        sent = views(self.on_device, group)
+        sent = views(self.buffer, group)
         with torch.cuda.stream(copies):
             copies.wait_event(self.is_free)
             for name, tensor in group.items():
                 sent[name].copy_(tensor, non_blocking=True)
-            self.copied.record(copies)
+            copied.record(copies)
         return sent
-
-    def _gathered(self, group: Group) -> Group:
-        if self.in_host is None:
-            self.in_host = torch.empty(self.room, dtype=torch.uint8, pin_memory=True)
-        self.copied.synchronize()
-        gathered = views(self.in_host, group)
-        for name, tensor in group.items():
-            gathered[name].copy_(tensor)
-        return gathered
