@@ -52,8 +52,9 @@ class Kernel:
                 ) from error
             # The driver would otherwise load the code at the first launch, which fails inside a capture.
             self._ask("load", driver.cuKernelGetFunction(self._kernel.handle))
-            self.registers = self._attribute("NUM_REGS")
-            self._static_shared_bytes = self._attribute("SHARED_SIZE_BYTES")  # without the system's own 1 KiB
+            attributes = driver.CUfunction_attribute
+            self.registers = self._attribute(attributes.CU_FUNC_ATTRIBUTE_NUM_REGS)
+            self._static_shared_bytes = self._attribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)
         self._allowed_shared_bytes = _FREE_SHARED_BYTES - self._static_shared_bytes  # dynamic ones
 
     def launch(
@@ -100,10 +101,9 @@ class Kernel:
         self._ask(f"get {shared_bytes} bytes of shared memory", answer)
         self._allowed_shared_bytes = shared_bytes
 
-    def _attribute(self, name: str) -> int:
-        attribute = self._driver.CUfunction_attribute[f"CU_FUNC_ATTRIBUTE_{name}"]
+    def _attribute(self, attribute: Any) -> int:
         answer = self._driver.cuKernelGetAttribute(attribute, self._kernel.handle, self.device_index)
-        return int(self._ask(f"be asked for {name}", answer))
+        return int(self._ask(f"be asked for {attribute.name}", answer))
 
     def _ask(self, what: str, answer: tuple[Any, ...]) -> Any:
         """The value in the driver's answer (status, value), or None of one without a value."""
