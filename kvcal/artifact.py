@@ -30,10 +30,11 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import safetensors
 
 from kvcal.errors import ArtifactError, KvcalError
@@ -267,13 +268,13 @@ class UnreadTensor:
     def nbytes(self) -> int:
         return ITEM_BYTES[self.like.dtype] * math.prod(self.shape)
 
-    def read_into(self, memory: Tensor) -> None:
-        """Read and verify the tensor, in any thread. ``memory``: a contiguous one like it, on the CPU.
+    def read_into(self, memory: np.ndarray) -> None:
+        """Read and verify the tensor, in any thread. ``memory``: its bytes, uint8 [nbytes].
 
         Raises:
             ArtifactError: the system refuses, other bytes than the digest's, or values that are not allowed.
         """
-        found, size = StoredTensor.of(memory), 0
+        found, size = replace(self.like, data=memory.data), 0
         try:
             while size < found.nbytes and (count := os.preadv(self.file, [found.data[size:]], self.start + size)):
                 size += count

@@ -192,14 +192,19 @@ def parts_tensors(cache: PlanCache, num_tokens: int) -> Iterator[tuple[str, Tens
     for name, part in named_parts(cache):
         yield f"{name}.pages", part.pool.records
         yield f"{name}.sinks", part.sinks[0, :, :num_tokens]
-        yield f"{name}.recent", part.ring[0].index_select(1, recent_places(part, num_tokens))
+        yield f"{name}.recent", recent_tokens(part, num_tokens)
         if part.format.needs_queries:
             yield f"{name}.query_sum", part.query_sum[0]
 
 
-def recent_places(part: PagedTensor, num_tokens: int) -> Tensor:
-    """Places in the ring of the tokens that no page is read for, of a sequence of ``num_tokens``."""
-    return part.places(PAGE_TOKENS * part.format.pages_read(num_tokens), num_tokens)
+def recent_tokens(part: PagedTensor, num_tokens: int) -> Tensor:
+    """[n, T, D]: the tokens that no page is read for, of a sequence of ``num_tokens``. By slices, as places in the
+    ring take 0.1 ms where an empty cache declares shapes."""
+    ring, first = part.ring[0], PAGE_TOKENS * part.format.pages_read(num_tokens)
+    start, count = first % ring.shape[1], num_tokens - first
+    tokens = ring[:, start : start + count]
+    rest = count - tokens.shape[1]
+    return torch.cat([tokens, ring[:, :rest]], dim=1) if rest else tokens
 
 
 def tokens_sha256(tokens_T: Tensor) -> str:
@@ -422,7 +427,7 @@ def _fill(cache: PlanCache, subject: PrefixSubject, layers: Sequence[Source], de
             ranges[f"layers.{index}.{name}"] = value_range(torch.stack([value_range(pages) for pages in decoded]))
             part.pool.records[:] = records
             part.sinks[0, :, : sinks.shape[1]] = sinks
-            part.ring[0].index_copy_(1, recent_places(part, subject.num_tokens), recent)
+            part.ring[0].index_copy_(1, part.places(subject.num_tokens - recent.shape[1], subject.num_tokens), recent)
             if part.format.needs_queries:
                 part.query_sum[0] = given[f"{name}.query_sum"]
                 part.query_since[:] = subject.query_since[f"layers.{index}.{name}"]

@@ -5,13 +5,17 @@ pinned buffers, ``AHEAD`` groups at a time: they read it from a file and verify 
 to one of ``SLOTS`` buffers on the device, before the host enqueues what is computed with the group before. Streams and
 threads wait for one another by events; the host waits only for what is still being read. Torch keeps pinned memory for
 the next call.
+
+A thread that comes back from the system waits for its turn at Python, and the one that launches kernels then waits for
+it. So threads call no torch, and tensors below ``SMALL`` are brought by the caller.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +24,7 @@ from torch import Tensor
 
 SLOTS = 3
 AHEAD, THREADS = 7, 16
+SMALL = 2**16  # bytes
 ALIGNMENT = 256  # bytes; of a tensor in a buffer
 
 
@@ -32,8 +37,8 @@ class Unread(Protocol):
     def shape(self) -> Sequence[int]: ...
     @property
     def nbytes(self) -> int: ...
-    def read_into(self, memory: Tensor) -> None:
-        """Into a tensor of its dtype and shape on the CPU, in any thread."""
+    def read_into(self, memory: np.ndarray) -> None:
+        """Its bytes, uint8 [nbytes], in any thread."""
 
 
 Group = Mapping[str, Tensor]
@@ -72,7 +77,7 @@ def _in_host(groups: Sequence[Source], copied: Sequence[torch.cuda.Event] | None
     wanted = [{name: one for name, one in group.items() if not _is_there(one, pin)} for group in groups]
     room, depth = max(map(group_bytes, wanted), default=0), min(AHEAD, len(groups))
     buffers = torch.empty(depth, room, dtype=torch.uint8, pin_memory=pin and room > 0)
-    under_way: deque[tuple[Group, list[Future[None]]]] = deque()
+    under_way: deque[tuple[Group, list[Callable[[], None]]]] = deque()
     threads = ThreadPoolExecutor(THREADS)
     try:
         for number, group in enumerate(groups):
@@ -80,9 +85,8 @@ def _in_host(groups: Sequence[Source], copied: Sequence[torch.cuda.Event] | None
                 yield _once_brought(*under_way.popleft())
             before = copied[number - depth] if copied is not None and number >= depth else None
             memory = views(buffers[number % depth], wanted[number])
-            bringing = [threads.submit(_bring, one, memory[name], before) for name, one in wanted[number].items()]
             there = {name: one for name, one in group.items() if name not in memory and isinstance(one, Tensor)}
-            under_way.append(({**there, **memory}, bringing))
+            under_way.append(({**there, **memory}, _bringing(wanted[number], memory, threads, before)))
         while under_way:
             yield _once_brought(*under_way.popleft())
     finally:
@@ -93,9 +97,9 @@ def _is_there(one: Tensor | Unread, pin: bool) -> bool:
     return isinstance(one, Tensor) and (not pin or one.is_pinned() or not one.numel())
 
 
-def _once_brought(group: Group, bringing: Sequence[Future[None]]) -> Group:
-    for one in bringing:
-        one.result()
+def _once_brought(group: Group, bringing: Sequence[Callable[[], None]]) -> Group:
+    for call in bringing:
+        call()
     return group
 
 
@@ -104,17 +108,27 @@ def in_memory(tensors: Source, pin: bool) -> dict[str, Tensor]:
     ``read_into`` does."""
     copied = views(torch.empty(group_bytes(tensors), dtype=torch.uint8, pin_memory=pin), tensors)
     with ThreadPoolExecutor(THREADS) as threads:
-        _once_brought(copied, [threads.submit(_bring, tensor, copied[name]) for name, tensor in tensors.items()])
+        _once_brought(copied, _bringing(tensors, copied, threads))
     return copied
 
 
-@torch.inference_mode()  # of the thread: the memory may be its caller's
-def _bring(source: Tensor | Unread, memory: Tensor, before: torch.cuda.Event | None = None) -> None:
-    """``before``: what must have come before the memory is written."""
+def _bringing(
+    tensors: Source, memory: Group, threads: ThreadPoolExecutor, before: torch.cuda.Event | None = None
+) -> list[Callable[[], None]]:
+    """Calls after which the tensors are in ``memory``, which is written to once ``before`` has come."""
+    calls: list[Callable[[], None]] = []
+    for name, one in tensors.items():
+        source, place = _bytes(one) if isinstance(one, Tensor) else one, _bytes(memory[name])
+        bring = functools.partial(_bring, source, place, before)
+        calls.append(bring if len(place) < SMALL else threads.submit(bring).result)
+    return calls
+
+
+def _bring(source: np.ndarray | Unread, memory: np.ndarray, before: torch.cuda.Event | None) -> None:
     if before is not None:
         before.synchronize()
-    if isinstance(source, Tensor):  # by numpy, which takes one thread, and leaves Python to others
-        np.copyto(_bytes(memory), _bytes(source))
+    if isinstance(source, np.ndarray):
+        np.copyto(memory, source)
     else:
         source.read_into(memory)
 

@@ -122,7 +122,7 @@ def read_one_by_one(path):
     with artifact.opened(path, "prefix", 3) as (body, tensors):
         found = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in tensors.items()}
         for name, one in tensors.items():
-            one.read_into(found[name])
+            one.read_into(found[name].view(-1).view(torch.uint8).numpy())
     return body, found
 
 

@@ -5,14 +5,22 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from kvcal.errors import ArtifactError
-from kvcal.store.streaming import AHEAD, ALIGNMENT, in_memory, on_device
+from kvcal.store import streaming
+from kvcal.store.streaming import AHEAD, ALIGNMENT, SMALL, in_memory, on_device
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, params=["by threads", "by the caller"])
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads bring all that these tests have, or nothing of it."""
+    monkeypatch.setattr(streaming, "SMALL", 0 if request.param == "by threads" else SMALL)
 
 
 @dataclass
@@ -36,11 +44,11 @@ class Late:
     def nbytes(self) -> int:
         return self.value.nbytes
 
-    def read_into(self, memory: Tensor) -> None:
+    def read_into(self, memory: np.ndarray) -> None:
         self.reads.append(self.name)
         if self.is_broken:
             raise ArtifactError(f"{self.name} is corrupt")
-        memory.copy_(self.value)
+        memory[:] = self.value.contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def groups_of(count: int) -> list[dict[str, Tensor]]:
