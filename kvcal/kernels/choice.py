@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvcal.errors import SlowPath
 from kvcal.geometry import CacheDtype
+from kvcal.kernels.lifts import key_lift
 from kvcal.kernels.variants import SCORES, Variant, head_ranges, page_layout, stored_form, variant_of
 from kvcal.pages.layouts import LAYOUTS
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
@@ -48,7 +49,7 @@ def is_wide(variant: Variant) -> bool:
 
     Heads of 96, 192 and 256 have no other tiles. Others keep tiles of 4 for groups of up to 4, and 128 channels for
     pages of 4 bits and more, which wait for memory. Wide tiles do not take windows that differ, groups of fewer than
-    128 tokens, and scales of values that are no halves."""
+    128 tokens, scales of values that are no halves, and keys whose codes can add up to too much (``key_lift``)."""
     k, v, dim = variant.k, variant.v, variant.head_dim
     bits = variant.num_bits("k"), variant.num_bits("v")
     is_able = (
@@ -59,6 +60,7 @@ def is_wide(variant: Variant) -> bool:
         and (k.group_size >= PAGE_TOKENS if k.axis == "channel" else dim % WORD_CHANNELS == 0 or k.group_size >= dim)
         and (bits[0] % 2 == 0 or dim % WORD_CHANNELS == 0) and (dim <= MAX_STAGED_DIM or max(bits) <= MAX_LARGE_BITS)
         and (dim % WORD_CHANNELS == 0 or not isinstance(variant.layout("k"), RotatedLatticeLayout))
+        and key_lift(variant) is not None
     )  # fmt: skip
     waits = dim == MAX_STAGED_DIM and max(bits) > MAX_WIDE_BITS
     has_others = dim in FOLDED_HEAD_DIMS and (variant.group_queries <= TILE_HEADS or waits)

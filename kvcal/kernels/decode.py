@@ -24,6 +24,7 @@ from kvcal.kernels.choice import (
     is_wide,
 )
 from kvcal.kernels.compile import Kernel, kernel
+from kvcal.kernels.lifts import key_lift
 from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, Regions
 from kvcal.kernels.variants import DTYPES, Defines, Variant
 from kvcal.pages.record_layout import RAW_BITS, padded_channels
@@ -97,6 +98,7 @@ def decode_defines(
         "HAS_WINDOW_RULE": int(any(rule is not None for rule in rules)),
         "WARPS": warps,
         "WIDE": int(is_wide(variant)),
+        "K_LIFT": key_lift(variant) or 0,
         "SHARED_BYTES": shared,
     }
 

@@ -78,6 +78,7 @@ CASES = {
     ),
     "Kitty": (k_format(2, boost=KITTY), v_format(2)),
     "Kitty 25 %": (k_format(2, boost=dataclasses.replace(KITTY, tiers=(Tier(4, 0.25),))), v_format(2)),
+    "Kitty 90 %": (k_format(2, boost=dataclasses.replace(KITTY, tiers=(Tier(4, 0.9),))), v_format(2)),
     "odd slots": (k_format(2, boost=dataclasses.replace(KITTY, tiers=(Tier(4, 0.34),))), v_format(2)),
     "MixKVQ": (k_format(2, group=32, boost=MIXKVQ), v_format(2, 32)),
     "empty room": (k_format(2, boost=EMPTY_ROOM), v_format(2)),
@@ -110,7 +111,8 @@ def variant_of(k: Format, v: Format, dim: int = 128, group: int = 4, dtype: str 
 
 class Case:
     """A cache after an append: ``lengths`` tokens a row before the step, the new one stored. ``seen``: keys and values
-    as they are read back. ``seed`` of the tokens; pages lie one behind the other unless they are ``scattered``."""
+    as they are read back. ``seed`` of the tokens; pages lie one behind the other unless they are ``scattered``.
+    ``alike``: channels, for the query, too; one token of a page has the largest code in all, another the smallest."""
 
     def __init__(
         self,
@@ -120,6 +122,7 @@ class Case:
         seed: int,
         outlier: float = 8.0,
         scattered: bool = True,
+        alike: bool = False,
     ) -> None:
         self.variant, self.heads = variant, heads
         generator = torch.Generator("cuda").manual_seed(seed)
@@ -136,8 +139,14 @@ class Case:
         k = k + normal(1, heads, 1, dim)
         k[..., ::17] *= outlier
         v[..., 3] = 0.25
+        if alike:
+            k = 0.9 * normal(batch, heads, most, dim).tanh()
+            k[..., 5::PAGE_TOKENS, :], k[..., 6::PAGE_TOKENS, :] = 1.0, -1.0
+            k[..., 5::PAGE_TOKENS, 0] = -1.0  # a range for scales per token
         self.dense = {"k": k.to(dtype), "v": v.to(dtype)}
         self.q = normal(batch, heads * variant.group_heads, dim).to(dtype).float()  # as a model has it
+        if alike:
+            self.q.fill_(1.0)
         self.seen = {side: self.dense[side].double() for side in SIDES}
         num_pages = most // PAGE_TOKENS + 1
         slots = torch.randperm(batch * num_pages) if scattered else torch.arange(batch * num_pages)
@@ -284,6 +293,14 @@ def test_head_sizes(name: str, dim: int, group: int) -> None:
         pytest.skip("the plain kernel serves it")
     case, scale = Case(variant, LENGTHS, heads=2, seed=16), 0.4 * dim**-0.5
     assert relative_error(case.run(scale), case.expected(scale)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("dim", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("name", ("1 bits", "2 bits", "3 bits", "4 bits", "Kitty 90 %", "K per token"))
+def test_the_largest_code_in_all_channels(name: str, dim: int) -> None:
+    """Products of the query's limbs with a token's codes add up to as much as they can."""
+    case = Case(variant_of(*CASES[name], dim=dim, group=8), (300, 700), heads=2, seed=18, alike=True)
+    assert relative_error(case.run(8 / dim), case.expected(8 / dim)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", ("2 bits", "16 bits", "MixKVQ", "sinks and windows"))

@@ -44,18 +44,8 @@
 #define V_GROUPS ((DIM + V_GROUP - 1) / V_GROUP)
 #define MAX2(a, b) ((a) > (b) ? (a) : (b))
 #define MIN2(a, b) ((a) < (b) ? (a) : (b))
-// A tier's bits, where its codes have planes; tiers run from most bits to fewest, 16 bits first.
-#if K_TIERS > 0 && K_TIER0_BITS != 16
-#define K_WIDEST K_TIER0_BITS
-#elif K_TIERS > 1
-#define K_WIDEST K_TIER1_BITS
-#else
-#define K_WIDEST K_CODE_BITS
-#endif
-// Powers of two of the bytes that hold codes (codes.cuh), with room for the highest bits of a tier.
-#define LIFT_OF(bits) ((bits) == 1 ? 7 : (bits) == 2 ? 6 : (bits) >= POINT_BITS ? 0 : 4)
-#define K_LIFT LIFT_OF(K_WIDEST)
-#define V_LIFT LIFT_OF(V_CODE_BITS)
+// Power of two of the bytes that hold codes of values (codes.cuh); K_LIFT, of keys: kvcal/kernels/lifts.py.
+#define V_LIFT (V_CODE_BITS == 1 ? 7 : V_CODE_BITS == 2 ? 6 : V_CODE_BITS >= POINT_BITS ? 0 : 4)
 // Records of keys and of values, each at a multiple of 128 bytes; at the end of a head, what its warp found.
 #define ALIGNED(bytes) (((bytes) + 127) / 128 * 128)
 #define K_SLOT (K_PACKED && V_PACKED ? ALIGNED(K_RECORD) : 0)
