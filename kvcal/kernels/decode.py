@@ -28,6 +28,7 @@ from kvcal.kernels.lifts import key_lift
 from kvcal.kernels.operands import DTYPE_NAMES, Memory, PageTransform, Place, Regions
 from kvcal.kernels.variants import DTYPES, Defines, Variant
 from kvcal.pages.record_layout import RAW_BITS, padded_channels
+from kvcal.pages.rotated import RotatedLayout
 from kvcal.pages.tiered import TieredLayout
 from kvcal.plan.page_format import SIDES
 
@@ -68,6 +69,7 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
     halves = 32 * dim + 32 if is_wide(variant) and variant.k.axis == "channel" else 0
     shared = (16 * tiles + 32) * dim + parts * limbs + halves + 11 * heads * 4 + 2 * MAX_ROWS * 4 + 64 + 64 + 128 + 16
     shared += 12 * heads + 8 if variant.query_tokens > 1 else 0  # seen_from ... shared_key_pages
+    shared += dim if isinstance(variant.layout("v"), RotatedLayout) else 0
     slots = max(sum(-(-record // 128) * 128 for record in records) if is_packed else 0, heads * dim * 4)
     each = slots + (16 * dim if is_wide(variant) else tiles * SWAP_BYTES) + 2 * heads * 4 + 4 * boosted
     room = shared_room(capability)

@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
 #if QUERY_TOKENS == 1
     const i64 q_token = 0;
 #endif
-    const Args a = {q, q_row, q_head, q_token, heads, k_rescale, k_offset, k_signs, v_signs, s_aux, parts, counters, out};
+    const Args a = {q, q_row, q_head, q_token, heads, k_rescale, k_offset, s_aux, parts, counters, out};
     // Pages that are read behind so many tokens.
     auto k_pages_behind = [&](int tokens) {
         return WHOLE_RING ? 0 : min((int)table_width, kv_pages(tokens, K_WINDOW, K_RING, HAS_WINDOW_RULE ? k_read_at : nullptr, (int)k_events));
@@ -167,6 +167,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             return DENSE_READS_PAGES && unit < last && page < max(head.num_k_pages, head.num_v_pages) ? head.slots[page] : 0;
         };
         int slot = V_PACKED ? slot_of(first_packed) : dense_slot_of(first_dense), next_slot = slot_of(first_packed + WARPS);
+        Signs signs;
+        signs.fetch(k_signs, v_signs, thread);
         kv_wait_for_previous();
         // What is waited for first is asked for first: behind the records of all warps, memory takes microseconds.
         float query[DIM / 32];
@@ -178,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         }
         fetch_keys(first_packed, slot);
         fetch_values(first_packed, slot);
-        prepare_query(query, a, shared, row, head_index, pass, thread);
+        prepare_query(query, signs, a, shared, row, head_index, pass, thread);
 #if QUERY_TOKENS > 1
         if (thread < HEADS) {
             const int tokens = before + min((pass * HEADS + (int)thread) / TOKEN_HEADS, QUERY_TOKENS - 1);
@@ -272,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
                 dense_unit(state, out, head, token, from, stop, slot, shared, warp, lane, log2_scale, softcap);
                 slot = next_slot;
             }
-            reorder(state, out, v_signs, shared.swap[warp], lane);
+            reorder(state, out, shared, warp, lane);
         }
 
         // This warp's part, head by head, where its records were.

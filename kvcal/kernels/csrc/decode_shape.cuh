@@ -28,6 +28,8 @@
 #define TILES (DIM / 16)
 #define QUARTER (DIM / 4)                                    // channels of a lane of a quad
 #define QUERY_WORDS ((QUARTER + 15) / 16 * 4)                // of four channels, of a lane's column: whole words of 16 codes
+#define QUERY_IN_LIMBS (K_PACKED && K_AXIS)                   // once a head; else with every page's scales
+#define QUERY_IN_FLOATS (K_PACKED && !K_AXIS)
 #define K_ZEROS_BY_HALVES (WIDE && K_AXIS == 0 && K_PARAM == 0)  // zeros of keys are an operand, too
 // Whether a page's scores stay sums of products until they are exponents.
 #define LAZY_SCORES (WIDE && K_AXIS == 0 && !HAS_SOFTCAP && K_RAW_SLOTS == 0 && BASE % PAGE == 0)
@@ -95,9 +97,14 @@ __device__ __forceinline__ constexpr int score_token(int i) { return WIDE ? i % 
 
 struct __align__(128) Shared {
     unsigned char slots[WARPS][SLOT_BYTES];
+#if QUERY_IN_LIMBS
+    u32 query_limbs[QUERY_PARTS][QUERY_TILES * QUERY_WORDS / 4][32][4];  // the query as operands, for all pages of a head
+#endif
+#if QUERY_IN_FLOATS
     float query[QUERY_TILES * DIM / 32][32][4];   // as pages meet it: the columns of every lane (limbs.cuh, wide_keys.cuh)
-#if K_AXIS && K_PACKED
-    u32 query_limbs[QUERY_PARTS][QUERY_TILES * QUERY_WORDS / 4][32][4];  // the same as operands
+#endif
+#if V_ROTATED
+    signed char v_signs[DIM] __attribute__((aligned(16)));
 #endif
 #if WIDE
     u32 ones[16];                                 // 32 tokens of 1, in half precision
@@ -111,7 +118,7 @@ struct __align__(128) Shared {
     u32 query_rest[DIM / 32][32][4];      // what its first half leaves
 #endif
     float query_offset[HEADS];                    // q . offset
-#if K_AXIS
+#if QUERY_IN_LIMBS
     float query_sum[K_GROUPS][HEADS];             // over channel groups, for per-token zeros
     float query_lost[K_GROUPS][HEADS];            // of what rounding to limbs takes from it
     float query_unit[QUERY_PARTS][HEADS];         // of query_limbs
@@ -142,7 +149,7 @@ __device__ __forceinline__ int token_of(int member) { return QUERY_TOKENS == 1 ?
 // What the query, and the merge of parts, are told.
 struct Args {
     const void* q; i64 q_row, q_head, q_token, heads;
-    const float *k_rescale, *k_offset; const signed char *k_signs, *v_signs; const float* s_aux; float* parts; int* counters; void* out;
+    const float *k_rescale, *k_offset, *s_aux; float* parts; int* counters; void* out;
 };
 
 // How the tokens of a sequence are cut in units: pages of packed values from FIRST_PAGE on, sinks, and tokens from

@@ -202,9 +202,10 @@ __device__ __forceinline__ void dense_unit(State& state, float (&out)[4 * DENSE_
 
 // What dense units left in ``out`` is added to the state, in its order of channels; rotated where packed values are, of which
 // there are more.
-__device__ __forceinline__ void reorder(State& state, const float (&out)[4 * DENSE_PARTS][4], const signed char* signs, float* swap, int lane) {
+__device__ __forceinline__ void reorder(State& state, const float (&out)[4 * DENSE_PARTS][4], Shared& shared, int warp, int lane) {
     static_assert(4 * DIM <= SWAP_ROOM, "four heads at a time");
     const int g = lane >> 2, quad = lane & 3;
+    float* swap = shared.swap[warp];
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++) {
         __syncwarp();
@@ -219,7 +220,7 @@ __device__ __forceinline__ void reorder(State& state, const float (&out)[4 * DEN
         for (int h = 0; h < 4; h++) {
             float x[DIM / 32];
 #pragma unroll
-            for (int i = 0; i < DIM / 32; i++) x[i] = swap[h * DIM + 32 * i + lane] * signs[32 * i + lane];
+            for (int i = 0; i < DIM / 32; i++) x[i] = swap[h * DIM + 32 * i + lane] * shared.v_signs[32 * i + lane];
             hadamard<32>(x, lane);
 #pragma unroll
             for (int i = 0; i < DIM / 32; i++) swap[h * DIM + 32 * i + lane] = x[i];

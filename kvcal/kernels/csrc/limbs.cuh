@@ -29,11 +29,13 @@ __device__ __forceinline__ float to_scores(float x, int lane) { return __shfl_sy
 // And back.
 __device__ __forceinline__ float from_scores(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane >> 3); }
 
+#if QUERY_IN_FLOATS
 // The query of the heads of tile n, this lane's columns.
 __device__ __forceinline__ void load_query(float (&x)[DIM / 8], const Shared& shared, int n, int lane) {
 #pragma unroll
     for (int i = 0; i < DIM / 32; i++) *reinterpret_cast<float4*>(x + 4 * i) = *reinterpret_cast<const float4*>(shared.query[n * (DIM / 32) + i][lane]);
 }
+#endif
 
 // Numbers first, first + 1, ... of dtype TYPE, which lie at multiples of 16 bytes.
 template <int TYPE, int COUNT> __device__ __forceinline__ void load_numbers(float (&x)[COUNT], const u8* from, int first) {

@@ -87,7 +87,7 @@ __device__ __forceinline__ void finish(const Args& a, Shared& shared, u32 thread
 #if V_ROTATED  // rotated back: neighbouring lanes have four channels each, and the order of bits does not matter
                 hadamard<kv_min(kv_hadamard_block(DIM), 128) / 4>(merged.value, (int)thread % 32);
 #pragma unroll
-                for (int i = 0; i < 4; i++) merged.value[i] *= a.v_signs[item * 4 % DIM + i];
+                for (int i = 0; i < 4; i++) merged.value[i] *= shared.v_signs[item * 4 % DIM + i];
 #endif
                 write_result(a, virtual_head, merged, h, item * 4 % DIM);
             } else {

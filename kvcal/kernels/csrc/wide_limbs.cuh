@@ -9,12 +9,14 @@
 namespace decode_ {
 
 #if WIDE
+#if QUERY_IN_FLOATS
 // The query of this lane's column and quarter; 0 beyond it.
 template <int COUNT> __device__ __forceinline__ void load_quarter(float (&x)[COUNT], const Shared& shared, int lane) {
 #pragma unroll
     for (int i = 0; i < COUNT; i += 4)
         *reinterpret_cast<float4*>(x + i) = i < QUARTER ? *reinterpret_cast<const float4*>(shared.query[i / 4][lane]) : make_float4(0.f, 0.f, 0.f, 0.f);
 }
+#endif
 
 // Largest of x over the lanes of a column; more than 0.
 template <int COUNT> __device__ __forceinline__ float largest_of_column(const float (&x)[COUNT]) {
@@ -46,58 +48,11 @@ __device__ __forceinline__ void wide_limbs(const float (&x)[4 * QUERY_WORDS], fl
     }
 }
 
-#if K_ZEROS_BY_HALVES
-// The query in half precision, twice, for the sums with zeros and scales, which are halves themselves.
-__device__ __forceinline__ void prepare_halves(Shared& shared, u32 lane) {
-    const u32 g = lane / 4, head = g / 2 + g % 2 * 4;
-    float x[QUARTER];
-    load_quarter(x, shared, lane);
-    const u32 exponent = __float_as_uint(largest_of_column(x)) >> 23;  // the largest becomes 2^8 or more, below 2^9
-    const float down = __uint_as_float((127 + 8 + 127 - exponent) << 23);
-    if (lane % 4 == 0) shared.query_power[head] = __uint_as_float((exponent - 8) << 23);
-#pragma unroll
-    for (int i = 0; i < QUARTER; i += 2) {
-        const u32 pair = halves(x[i] * down, x[i + 1] * down);
-        const float low = kv_float_of<KV_FLOAT16>((u16)pair), high = kv_float_of<KV_FLOAT16>((u16)(pair >> 16));
-        shared.query_halves[0][i / 8][lane][i / 2 % 4] = pair;
-        shared.query_halves[1][i / 8][lane][i / 2 % 4] = halves(fmaf(x[i], down, -low), fmaf(x[i + 1], down, -high));
-    }
-}
-#endif
-
 #if K_AXIS
 // Whether word ``word`` of a lane's quarter is of a channel group.
 __device__ __forceinline__ bool is_of_group(int group, int word, int lane) {
     static_assert(K_GROUPS == 1 || (K_GROUP % 16 == 0 && QUARTER % 16 == 0), "whole words");
     return K_GROUPS == 1 || ((lane & 3) * QUARTER + 16 * word) / K_GROUP == group;
-}
-
-// Operands for all pages of a head.
-__device__ __forceinline__ void prepare_wide_limbs(Shared& shared, u32 lane) {
-    const u32 g = lane / 4, head = g / 2 + g % 2 * 4;
-    float x[4 * QUERY_WORDS];
-    load_quarter(x, shared, lane);
-#pragma unroll
-    for (int part = 0; part < QUERY_PARTS; part++) {
-        const float top = largest_of_column(x), up = __fdividef(LARGEST<true>, top), unit = top * (1.f / LARGEST<true>);
-        u32 op[2][QUERY_WORDS];
-        wide_limbs(x, up, op);
-#pragma unroll
-        for (int i = 0; i < 2 * QUERY_WORDS; i++)
-            shared.query_limbs[part][i / 4][lane][i % 4] = op[i / QUERY_WORDS][i % QUERY_WORDS];
-        if (lane % 4 == 0) shared.query_unit[part][head] = unit;
-#pragma unroll
-        for (int i = 0; i < 4 * QUERY_WORDS; i++) x[i] = fmaf(-rounded(x[i], up), unit, x[i]);
-    }
-    // What is left of the sum over a channel group; a word of 16 channels is in one of them.
-#pragma unroll
-    for (int group = 0; group < K_GROUPS; group++) {
-        float rest = 0.f;
-#pragma unroll
-        for (int i = 0; i < 4 * QUERY_WORDS; i++) rest += is_of_group(group, i / 16, lane) ? x[i] : 0.f;
-        rest = sum_of_column(rest);
-        if (lane % 4 == 0) shared.query_lost[group][head] = rest;
-    }
 }
 #endif
 #endif
