@@ -55,12 +55,13 @@ class Parcel:
 
 @dataclass(frozen=True, eq=False)
 class _Ranks:
-    """This process among ``size``. ``local``: its number on its node; ``store``: of all; ``stack``: ends with the
-    command."""
+    """This process among ``size``. ``local``: its number among the ``on_node`` of its node; ``store``: of all;
+    ``stack``: ends with the command."""
 
     rank: int
     size: int
     local: int
+    on_node: int
     store: Any
     stack: ExitStack
 
@@ -78,6 +79,11 @@ def rank() -> int:
 def size() -> int:
     """The number of processes."""
     return 1 if _ranks is None else _ranks.size
+
+
+def size_on_node() -> int:
+    """The number of processes on this node."""
+    return 1 if _ranks is None else _ranks.on_node
 
 
 def world_size() -> int:
@@ -159,12 +165,12 @@ def _join(stack: ExitStack) -> _Ranks:
             hint="start the command by torchrun; GLOO_SOCKET_IFNAME names the network interface, such as eth0",
         ) from None
     signal.signal(signal.SIGTERM, _end)
-    local = _number("LOCAL_RANK", 0)
+    local, on_node = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", count)
     for name in ENVIRONMENT:
         os.environ.pop(name, None)
     if number > 0:
         stack.enter_context(redirect_stdout(StringIO()))
-    return _Ranks(number, count, local, store, stack)
+    return _Ranks(number, count, local, on_node, store, stack)
 
 
 def _end(*_: object) -> NoReturn:

@@ -44,6 +44,11 @@ class Shapes:
         at_head = num_tokens * 2 * (self.logits + self.hidden) + 3 * 4 * min(num_tokens * self.vocab_size, MAX_LOGITS)
         return max(in_layer, at_head)
 
+    def waiting(self, num_tokens: int) -> int:
+        """Bytes of so many tokens while another batch is in a layer: their hidden states there, and gradients of these
+        and of the logits."""
+        return num_tokens * (self.logits + 2 * self.hidden)
+
     @property
     def least(self) -> int:
         """Bytes of memory that hold one layer, and a sequence in it."""

@@ -7,16 +7,18 @@ called. Then threads copy its matrices from the files to pinned memory, piece by
 each piece on, to one of ``Residence.num_places`` places on the device; the next layer is fetched while one computes.
 Layers that fit beside them stay on the device for good. So a stage needs no change, and its results are the same bits.
 
-A copy within memory is bound by the core that makes it: one thread brings 16 GB/s, a PCIe link takes 50. So the threads
-are the reader's own, by numpy, whatever number OMP_NUM_THREADS leaves to torch (torchrun sets 1).
+A copy within memory is bound by the core that makes it: one thread brings 6 to 16 GB/s, a PCIe link takes 50. So the
+threads are the reader's own, by numpy, whatever number OMP_NUM_THREADS leaves to torch (torchrun sets 1).
 
 With gradients, a layer runs without a graph in the forward, and its input is kept in (pinned) host memory; in the
 backward, the last layer first, the layer runs again with a graph. Hooks on modules and parameters are those of the
 model, so that what a layer's backward gives is measured and freed before the layer before it runs. A tapped layer
-(``kvcal.models.taps``) is observed in both runs: without a graph, then with one.
+(``kvcal.models.taps``) is observed in both runs: without a graph, then with one, both in the forward's context
+(``contextvars``).
 
 Each forward, and each backward, loads every layer once. So batches should be large, and calls that could be made side
-by side should be (``kvcal.models.turns``): they load a layer once for all.
+by side should be (``kvcal.models.turns``): they load a layer once for all. So does one backward of them all: autograd
+takes the nodes that a thread made last first, so that it comes to a layer of every call before the layer below.
 
 accelerate's offloading was not used: its hooks make every parameter anew at each call, which loses hooks on parameters
 and the tensors of a graph, keep each layer in the graph until the backward, and read without prefetching or pinning.
@@ -28,11 +30,13 @@ instead of a map.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -43,15 +47,17 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import Cache, PreTrainedModel
 
+from kvcal.distributed import size_on_node
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.models.geometry import sharing_layers
 from kvcal.models.residence import NUM_TOKENS, Residence, Shapes, residence
 from kvcal.models.turns import reach
 
 ALIGNMENT = 256  # bytes: of a matrix in a layer's place
-# Bytes that a thread copies at once, and the threads, which together are faster than a PCIe link.
+# Bytes that a thread copies at once.
 PIECE_BYTES = 1 << 24
-COPY_THREADS = 8
+# Threads of a process at most: 8 brought 30.7 GB/s from one host's memory, 16 brought 43.7, 24 brought 47.9.
+MAX_COPY_THREADS = 16
 
 # The values of parameters that are streamed, in host memory.
 _STORED = WeakTensorKeyDictionary()
@@ -167,6 +173,11 @@ def _shapes(
     )
 
 
+def copy_threads() -> int:
+    """Threads that copy matrices: as many as this process has cores, of those that the processes of a node share."""
+    return max(1, min(MAX_COPY_THREADS, len(os.sched_getaffinity(0)) // size_on_node()))
+
+
 class _Place:
     """Room for one layer's matrices on the device, and as much pinned host memory for a CUDA device."""
 
@@ -206,7 +217,7 @@ class _Streamer:
         self._layers, self._matrices, self._residence, self._device = layers, matrices, residence, device
         self._is_cuda = device.type == "cuda"
         self._places = [_Place(residence.shapes.layer, device) for _ in range(residence.num_places)]  # last used last
-        self._reader, self._copiers = ThreadPoolExecutor(1, "layers"), ThreadPoolExecutor(COPY_THREADS, "pieces")
+        self._reader, self._copiers = ThreadPoolExecutor(1, "layers"), ThreadPoolExecutor(copy_threads(), "pieces")
         self._copies = torch.cuda.Stream(device) if self._is_cuda else None
 
     def run(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -317,14 +328,15 @@ class _Streamer:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """A layer's forward with all arguments but the first, its input."""
+    """A layer's forward with all arguments but the first, its input, in the context in which it was called first."""
 
     forward: Callable[..., Any]
     others: Sequence[Any]
     kwargs: dict[str, Any]
+    context: Context = field(default_factory=copy_context)
 
     def __call__(self, hidden_BTC: Tensor) -> Any:
-        return self.forward(hidden_BTC, *self.others, **self.kwargs)
+        return self.context.run(self.forward, hidden_BTC, *self.others, **self.kwargs)
 
     @property
     def has_cache(self) -> bool:

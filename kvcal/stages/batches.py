@@ -6,6 +6,9 @@ Padding repeats a sequence's last token: it brings no token that the data do not
 Batches follow from the data and from the most tokens of a batch alone, never from the memory that is free: other
 shapes round differently, and the same run must give the same bytes. When the device runs out of memory, the rest of the
 stage goes on with half as many tokens in a batch; the reporter says so.
+
+A process may measure several of its batches together, each in its own shapes: a streamed model loads its layers once
+for all of them. Which ones depends on the memory and on the number of processes, the statistics do not.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvcal.data.sequences import TokenDataset
+from kvcal.distributed import size
 from kvcal.errors import UsageError
 from kvcal.progress import Reporter
 from kvcal.stages.checkpoint import Checkpoint, Mean
@@ -54,17 +58,23 @@ def longest_first(data: TokenDataset) -> list[int]:
     return sorted(range(len(data.sequences)), key=lambda number: -len(data.sequences[number]))
 
 
+# From batches to the statistics of each.
+Measure = Callable[[Sequence[Batch]], Sequence[Mapping[str, Mean]]]
+
+
 def for_each_batch(
     data: TokenDataset,
     most_tokens: int,
-    measure: Callable[[Batch], Mapping[str, Mean]],
+    measure: Measure,
     phase: str,
     checkpoint: Checkpoint,
     reporter: Reporter,
     label: str,
+    at_once: int = 1,
 ) -> int:
     """One pass over the sequences that ``checkpoint`` does not count as done in ``phase``, in batches of at most
-    ``most_tokens``, padding included: ``measure`` returns a batch's statistics, which are merged in the batches' order.
+    ``most_tokens``, padding included: ``measure`` takes ``at_once`` batches of a process or fewer, and returns their
+    statistics, which are merged in the batches' order.
 
     Returns the most tokens of a batch at the end: fewer than given, if the device ran out of memory.
 
@@ -73,12 +83,13 @@ def for_each_batch(
     """
     order = longest_first(data)
 
-    def measure_run(run: range) -> Mapping[str, Mean] | None:
-        return _within_memory(measure, Batch.of(data, [order[position] for position in run]))
+    def measure_runs(runs: Sequence[range]) -> Sequence[Mapping[str, Mean] | None]:
+        batches = [Batch.of(data, [order[position] for position in run]) for run in runs]
+        return _within_memory(measure, batches) or [None] * len(runs)
 
     while True:
         runs = _runs([len(data.sequences[number]) for number in order], most_tokens, checkpoint.state.done[phase])
-        too_large = checkpoint.run(phase, runs, measure_run, reporter, label)
+        too_large = checkpoint.run(phase, runs, _looking_ahead(measure_runs, runs, at_once), reporter, label)
         if too_large is None:
             return most_tokens
         width = len(data.sequences[order[too_large.start]])
@@ -97,11 +108,27 @@ def _runs(widths: Sequence[int], most_tokens: int, first: int) -> list[range]:
     return runs
 
 
-def _within_memory(measure: Callable[[Batch], Mapping[str, Mean]], batch: Batch) -> Mapping[str, Mean] | None:
+def _looking_ahead(
+    measure_runs: Callable[[Sequence[range]], Sequence[Mapping[str, Mean] | None]], runs: Sequence[range], at_once: int
+) -> Callable[[range], Mapping[str, Mean] | None]:
+    """The statistics of a run, measured together with those that this process will be asked for next."""
+    found: dict[range, Mapping[str, Mean] | None] = {}
+
+    def measure_run(run: range) -> Mapping[str, Mean] | None:
+        if run not in found:
+            mine = runs[runs.index(run) :: size()][:at_once] if run in runs else [run]  # or rank 0 has other runs
+            found.update(zip(mine, measure_runs(mine), strict=True))
+        return found.pop(run)
+
+    return measure_run
+
+
+def _within_memory(measure: Measure, batches: Sequence[Batch]) -> Sequence[Mapping[str, Mean]]:
+    """Nothing where memory does not suffice."""
     try:
-        return measure(batch)
-    except torch.OutOfMemoryError:  # whose traceback holds the batch's tensors until here
-        return None
+        return measure(batches)
+    except torch.OutOfMemoryError:  # whose traceback holds the batches' tensors until here
+        return ()
 
 
 def require_smaller(most: int, what: str) -> None:

@@ -1,13 +1,21 @@
-"""The size of a stage before it begins: time from one timed step, memory from shapes."""
+"""The size of a stage before it begins: time from one timed step, memory from shapes; and the memory there is."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
+
+from kvcal.distributed import size_on_node
+
+# The most memory that a container may take, of cgroups 2 and 1.
+LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 class Estimate(NamedTuple):
@@ -33,6 +41,15 @@ def seconds_of(call: Callable[[], object]) -> float:
 def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def host_bytes() -> int:
+    """Bytes of memory of the host, or of its container, for each of the processes on this node."""
+    nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in LIMITS:
+        with suppress(OSError, ValueError):  # no file, or no limit
+            nbytes = min(nbytes, int(path.read_text()))
+    return nbytes // size_on_node()
 
 
 def parameter_bytes(model: PreTrainedModel) -> int:

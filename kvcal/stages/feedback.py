@@ -14,7 +14,7 @@ of the loss.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -151,7 +151,7 @@ def run_feedback(
         if total:
             check_taps(loaded.model, loaded.geometry)
             most_tokens = BATCH_TOKENS[loaded.model.device.type]
-            for_each_batch(data, most_tokens, calibration.query_means, SAMPLES, checkpoint, reporter, "feedback")
+            for_each_batch(data, most_tokens, calibration.means_of_each, SAMPLES, checkpoint, reporter, "feedback")
         factors, sides = {}, []
         for place, hessian_NDD in calibration.hessians(checkpoint.state.means).items():
             try:
@@ -192,6 +192,10 @@ class _Calibration:
 
     def declared(self, num_tokens: int) -> dict[str, Statistic]:
         return {name: Statistic.of(mean.total.shape, num_tokens) for name, mean in self.start().means.items()}
+
+    def means_of_each(self, batches: Sequence[Batch]) -> list[dict[str, Mean]]:
+        """The sums of every batch."""
+        return [self.query_means(batch) for batch in batches]
 
     def query_means(self, batch: Batch) -> dict[str, Mean]:
         """The sums over the queries of a batch.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -18,13 +20,14 @@ from kvcal.models.fold import fold
 from kvcal.models.key_bias import key_biases
 from kvcal.models.load import LoadedModel, load, weight_bytes
 from kvcal.models.projections import output_weights
-from kvcal.models.residence import Shapes, residence
-from kvcal.models.streamed import _Streamer, stream
+from kvcal.models.residence import Residence, Shapes, residence
+from kvcal.models.streamed import _Streamer, copy_threads, stream
 from kvcal.models.taps import Captured, tap
 from kvcal.progress import Silent
 from kvcal.recipe import CacheSpec, ProfileSpec
-from kvcal.stages import divergence, profile
+from kvcal.stages import divergence, estimate, profile
 from kvcal.stages.divergence import deviations, one_side_plan, unquantized_plan
+from kvcal.stages.estimate import host_bytes
 
 # One of each kind: tied embeddings, sharded index, sliding layers, sinks and merged experts, experts that transformers
 # merges, a fused projection, Conv1D, a state.
@@ -97,10 +100,16 @@ def with_places(folder: Path, num_kept: int, num_places: int) -> LoadedModel:
     return loaded
 
 
-def profile_bytes(loaded: LoadedModel, folder: Path, reporter: object = None) -> bytes:
+def profile_bytes(
+    loaded: LoadedModel,
+    folder: Path,
+    reporter: object = None,
+    data: TokenDataset = DATA,
+    spec: ProfileSpec = SPEC,
+) -> bytes:
     folder.mkdir(exist_ok=True)
     path = folder / "profile.safetensors"
-    profile.run_profile(loaded, DATA, SPEC, CACHE, {"data.fingerprint": "f"}, path, reporter or Silent())
+    profile.run_profile(loaded, data, spec, CACHE, {"data.fingerprint": "f"}, path, reporter or Silent())
     return path.read_bytes()
 
 
@@ -125,6 +134,86 @@ def test_matrices_are_copied_in_pieces(saved, tmp_path: Path, monkeypatch: pytes
     whole = profile_bytes(open_model(saved("phi3")), tmp_path / "whole")
     monkeypatch.setattr(streamed, "PIECE_BYTES", 999)
     assert profile_bytes(with_places(saved("phi3"), 0, 1), tmp_path / "pieces") == whole
+
+
+@pytest.mark.parametrize(
+    ("family", "num_kept", "num_places"),
+    [("llama", 0, 1), ("llama", 0, 2), ("gemma3", 1, 2), ("qwen3_next", 0, 1), ("qwen3_moe", 0, 1)],
+)
+def test_batches_share_the_loads_of_a_layer(
+    family: str, num_kept: int, num_places: int, saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group of three and one of two give the bytes of one batch after the other on the whole model."""
+    monkeypatch.setitem(profile.BATCH_TOKENS, "cpu", NUM_TOKENS)  # one sequence in a batch
+    data, spec, copies = data_of(170, 110, 180, 180, 120), replace(SPEC, kl_samples=0), []
+    copy = _Streamer._copy
+
+    def counted(streamer: _Streamer, place: object, number: int) -> None:
+        copies.append(number)
+        copy(streamer, place, number)
+
+    monkeypatch.setattr(_Streamer, "_copy", counted)
+    whole = profile_bytes(open_model(saved(family)), tmp_path / "whole", data=data, spec=spec)
+    loads = []
+    for at_once in (1, 3):
+        monkeypatch.setattr(profile, "batches_at_once", lambda *_, number=at_once: number)
+        copies.clear()
+        loaded = with_places(saved(family), num_kept, num_places)
+        assert profile_bytes(loaded, tmp_path / str(at_once), data=data, spec=spec) == whole
+        loads.append(len(copies))
+    # A forward and a backward of each batch, or group; the last layers of one are there when the other begins.
+    num_loads = 2 * (loaded.model.config.num_hidden_layers - num_kept - num_places)
+    assert num_loads > 0 and loads[0] - loads[1] == (5 - 2) * num_loads
+
+
+@pytest.mark.parametrize(
+    ("working", "host", "expected"), [(40_000, 10**6, 5), (40_000, 240_000, 3), (20_000, 10**6, 1), (40_000, 1, 1)]
+)
+def test_as_many_batches_at_once_as_memory_holds(
+    working: int, host: int, expected: int, saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of 1,000 tokens takes 16,000 bytes, and 4,000 while another is in a layer; its layers' inputs, 20,000 of
+    the host's. Shares: 0.85 and 0.25."""
+    loaded = with_places(saved("llama"), 0, 2)
+    monkeypatch.setattr(profile, "host_bytes", lambda: host)
+    found = replace(loaded, residence=Residence(5000 + 200_000 + working, SHAPES, 0, 2))
+    assert profile.batches_at_once(found, 1000) == expected
+    assert profile.gradient_bytes(found, 1000, 3) == 205_000 + 16_000 + 2 * 4000
+    assert profile.batches_at_once(open_model(saved("llama")), 1000) == 1
+    assert profile.batches_at_once(open_model(saved("llama"), 1 << 40), 1000) == 1
+
+
+def test_a_dry_run_times_batches_that_share_loads(saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, timed = with_places(saved("llama"), 0, 2), []
+    monkeypatch.setattr(profile, "batches_at_once", lambda *_: 3)
+    monkeypatch.setitem(profile.BATCH_TOKENS, "cpu", 400)
+    original = profile.GradientPass.measure_together
+
+    def noted(self: profile.GradientPass, batches: list) -> list:
+        timed.append([batch.numbers for batch in batches])
+        return original(self, batches)
+
+    monkeypatch.setattr(profile.GradientPass, "measure_together", noted)
+    [gradients] = profile.dry_run(loaded, DATA, replace(SPEC, kl_samples=0), CACHE)
+    assert timed == [[(2, 2), (0, 0), (1, 1)]] * 2  # the longest is number 2, of 180 tokens
+    assert gradients.steps == {"sequences": 3, "tokens": 410, "tokens at once": 1200}
+    assert gradients.nbytes == profile.gradient_bytes(loaded, 400, 3)
+
+
+@pytest.mark.parametrize(("num_ranks", "expected"), [(1, 16), (2, 16), (4, 8), (64, 1)])
+def test_ranks_of_a_node_share_its_cores(num_ranks: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed, "size_on_node", lambda: num_ranks)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(32))
+    assert copy_threads() == expected
+
+
+def test_ranks_share_the_memory_that_a_container_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "size_on_node", lambda: 2)
+    monkeypatch.setattr(estimate, "LIMITS", (tmp_path / "none", tmp_path / "limit"))
+    (tmp_path / "limit").write_text("max\n")
+    assert host_bytes() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    (tmp_path / "limit").write_text("1000\n")
+    assert host_bytes() == 500
 
 
 @pytest.mark.parametrize(("family", "num_kept"), [("llama", 0), ("gemma3", 1), ("qwen3_next", 0), ("gpt_oss", 0)])

@@ -245,7 +245,10 @@ def test_what_ranks_tell_each_other(kvcal: Path, tmp_path: Path) -> None:
         most, total, count, steps, widths = report["batches"]
         assert (most, count, steps) == (16, 12, 12) and total == pytest.approx(288)
         # Rank 1 has no memory for the second four; the third four, measured beside them, are measured again.
-        assert widths == [[4, 2, 2], [2], [4, 2]][rank]
+        assert widths == [[[4], [2], [2]], [[2]], [[4], [2]]][rank]
+        # Of four sequences each measures three together.
+        assert report["together"] == [8, reports[0]["together"][1], 12, 12, [[1, 1, 1], [1]]]
+        assert report["together"][1] == pytest.approx(288)
     assert not list(tmp_path.glob("**/*.partial*"))
 
 
@@ -336,7 +339,7 @@ def test_a_run_sums_up_its_items_in_order() -> None:
 
 def test_a_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert distributed.device("auto") == "auto"
-    ranks = distributed._Ranks(rank=3, size=4, local=1, store=None, stack=ExitStack())
+    ranks = distributed._Ranks(rank=3, size=4, local=1, on_node=2, store=None, stack=ExitStack())
     monkeypatch.setattr(distributed, "_ranks", ranks)
     assert distributed.device("cpu") == "cpu"
     chosen: list[int] = []

@@ -148,15 +148,15 @@ def test_batches_of_any_size_give_the_same_profile(finished, tmp_path: Path, mon
 
 def test_out_of_memory_halves_the_batch_and_goes_on(finished, tmp_path: Path, monkeypatch) -> None:
     """A device that holds 210 tokens: four sequences, then two, then one at a time."""
-    original, fed = GradientPass.measure, []
+    original, fed = GradientPass.measure_together, []
 
-    def limited(self, batch):
-        fed.append(batch.numbers)
-        if batch.tokens_BT.numel() > 210:
+    def limited(self, batches):
+        fed.extend(batch.numbers for batch in batches)
+        if any(batch.tokens_BT.numel() > 210 for batch in batches):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(self, batch)
+        return original(self, batches)
 
-    monkeypatch.setattr(GradientPass, "measure", limited)
+    monkeypatch.setattr(GradientPass, "measure_together", limited)
     monkeypatch.setitem(profile.BATCH_TOKENS, "cpu", 2048)
     listener = Listener()
     found = run(tmp_path, listener, spec=replace(SPEC, kl_samples=0))
@@ -467,7 +467,7 @@ def test_a_dry_run_tells_the_size_of_a_profile(monkeypatch) -> None:
     gradients, kl = profile.dry_run(loaded, DATA, SPEC, CACHE)
     assert gradients.steps == {"sequences": 4, "tokens": 610, "tokens at once": 400}
     assert kl.steps == {"plans": 8, "texts": 2} and min(gradients.seconds, kl.seconds) > 0
-    assert gradients.nbytes == profile.gradient_bytes(loaded.model, 400)
+    assert gradients.nbytes == profile.gradient_bytes(loaded, 400)
     reference = unquantized_plan(loaded.identity, loaded.geometry)
     cached, page = ((divergence.LOCKSTEP + 1) * reference.nbytes([length]) for length in (175, 128))
     page -= (divergence.LOCKSTEP + 1) * reference.nbytes([127])
@@ -487,13 +487,13 @@ def test_batches_fit_the_memory_that_a_device_has_in_all(monkeypatch, total: int
     class Properties:
         total_memory = total
 
-    model = loaded_model().model
-    monkeypatch.setattr(type(model), "device", Device())
+    loaded = loaded_model()
+    monkeypatch.setattr(type(loaded.model), "device", Device())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties())
-    found = profile.batch_tokens(model, width)
+    found = profile.batch_tokens(loaded, width)
     assert found == expected
     if 1 < total < 10**9:
-        assert profile.gradient_bytes(model, found) <= 0.85 * total < profile.gradient_bytes(model, 2 * found)
+        assert profile.gradient_bytes(loaded, found) <= 0.85 * total < profile.gradient_bytes(loaded, 2 * found)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "qwen2"])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,8 @@ def seen(parcels: Any) -> list[Any]:
     return [[parcel.value, {name: int(tensor) for name, tensor in parcel.tensors.items()}] for parcel in parcels]
 
 
-def batch_sums() -> list[Any]:
-    """A pass over 12 sequences in batches of four, of which rank 1 has no memory for more than two."""
+def batch_sums(most_tokens: int, at_once: int) -> list[Any]:
+    """A pass over 12 sequences of 8 tokens; rank 1 has no memory for more than two in a batch."""
     data = TokenDataset(
         tuple(torch.arange(n, n + 8) for n in range(12)),
         tuple(torch.ones(8, dtype=torch.bool) for _ in range(12)),
@@ -60,20 +60,20 @@ def batch_sums() -> list[Any]:
         "",
     )
     start = State({"sum": Mean.empty(())}, {"steps": 0})
-    widths: list[int] = []
+    widths: list[list[int]] = []
 
-    def measure(batch: Batch) -> dict[str, Mean]:
-        if rank() == 1 and len(batch.numbers) > 2:
+    def measure(batches: Sequence[Batch]) -> list[dict[str, Mean]]:
+        if rank() == 1 and len(batches[0].numbers) > 2:
             raise torch.OutOfMemoryError("none left")
-        widths.append(len(batch.numbers))
-        return {"sum": Mean.of(batch.tokens_BT.double().sum(1) / 3)}
+        widths.append([len(batch.numbers) for batch in batches])
+        return [{"sum": Mean.of(batch.tokens_BT.double().sum(1) / 3)} for batch in batches]
 
     def declared(*_: object) -> dict[str, Statistic]:
         return {"sum": Statistic.of(())}
 
     target = own_folder(folder / "batches") / "sums.safetensors"
     with Checkpoint(target, "sums", {}, start, declared, SILENT) as checkpoint:
-        most = for_each_batch(data, 32, measure, "steps", checkpoint, SILENT, "sums")
+        most = for_each_batch(data, most_tokens, measure, "steps", checkpoint, SILENT, "sums", at_once)
         mean = checkpoint.state.means["sum"]
         return [most, float(mean.total), mean.count, checkpoint.state.done["steps"], widths]
 
@@ -90,7 +90,8 @@ with distributed.joined():
         "first": seen(in_turn("first", range(5), number, for_all=False)),
         "one": seen([from_first("one", lambda: number(7))]),
         "nested": seen(in_turn("nested", range(3), nested)),
-        "batches": batch_sums(),
+        "batches": batch_sums(32, 1),
+        "together": batch_sums(8, 3),
         "failing": caught(lambda: list(in_turn("failing", range(6), failing))),
         "elsewhere": caught(lambda: list(in_turn(f"place {min(rank(), 1)}", range(6), number))),
     }

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import naming
@@ -42,8 +41,8 @@ from kvcal.stages.divergence import (
     seconds_a_plan,
     unquantized_plan,
 )
-from kvcal.stages.estimate import Estimate, graph_bytes, parameter_bytes, seconds_of
-from kvcal.stages.profile.observers import MAX_LOGITS, OBSERVERS, GradientPass
+from kvcal.stages.estimate import Estimate, graph_bytes, host_bytes, parameter_bytes, seconds_of
+from kvcal.stages.profile.observers import MAX_LOGITS, OBSERVERS, BatchGradients, GradientPass
 from kvcal.stages.profile.record import KIND, SCHEMA, Profile, ProfileSetup, load, save
 
 __all__ = ["KIND", "SCHEMA", "Profile", "ProfileSetup", "dry_run", "load", "run_profile", "save"]
@@ -53,6 +52,8 @@ GRADIENTS, DIVERGENCES = "gradient samples", "divergence steps"
 BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 # Of a device's memory, for gradients by estimate; fragments and kernels' scratch take the rest.
 MEMORY_SHARE = 0.85
+# Of the host's, for the inputs of streamed layers until the backward.
+INPUTS_SHARE = 0.25
 # Texts fed at once: 1.5 times faster than one by one on a CPU, and as many logits of one chunk are held.
 KL_BATCH = 4
 
@@ -92,8 +93,9 @@ def run_profile(
 
     with Checkpoint(path, KIND, inputs, start, declare, reporter) as checkpoint:
         measure = partial(gradient_means, _gradient_pass(loaded, setup))
-        most_tokens = batch_tokens(loaded.model, max(map(len, data.sequences)))
-        most_tokens = for_each_batch(data, most_tokens, measure, GRADIENTS, checkpoint, reporter, "profile: gradients")
+        most_tokens = batch_tokens(loaded, max(map(len, data.sequences)))
+        at_once, label = batches_at_once(loaded, most_tokens), "profile: gradients"
+        most_tokens = for_each_batch(data, most_tokens, measure, GRADIENTS, checkpoint, reporter, label, at_once)
         room = Room(LOCKSTEP, reporter)
         runs = [range(number, number + 1) for number in range(len(steps))]
         kl_means = summed(lambda number: divergence_means(loaded, setup, steps[number], room))
@@ -104,15 +106,21 @@ def run_profile(
 
 
 def dry_run(loaded: LoadedModel, data: TokenDataset, spec: ProfileSpec, cache: CacheSpec) -> list[Estimate]:
-    """The size of a profile, from one timed batch of one sequence and one timed plan. Raises as ``run_profile``."""
+    """The size of a profile, from one timed batch of one sequence, or as many as share the loads of a streamed model's
+    layers, and one timed plan. Raises as ``run_profile``."""
     setup = _setup_of(loaded, data, spec, cache)
     longest = longest_first(data)[0]
     width = len(data.sequences[longest])
-    most_tokens = batch_tokens(loaded.model, width)
-    gradients = _gradient_pass(loaded, setup)
-    seconds = seconds_of(lambda: gradients.measure(Batch.of(data, (longest,)))) * data.num_tokens / width
-    steps = {"sequences": len(data.sequences), "tokens": data.num_tokens, "tokens at once": max(most_tokens, width)}
-    estimates = [Estimate("gradients", steps, seconds, gradient_bytes(loaded.model, max(most_tokens, width)))]
+    most_tokens = max(width, batch_tokens(loaded, width))
+    at_once = batches_at_once(loaded, most_tokens)
+    gradients, batches = _gradient_pass(loaded, setup), [Batch.of(data, (longest,))]
+    if at_once > 1:
+        numbers = (longest_first(data) * at_once)[: most_tokens // width * at_once]
+        batches = [Batch.of(data, numbers[first::at_once]) for first in range(at_once)]
+    num_tokens = sum(batch.num_tokens for batch in batches)
+    seconds = seconds_of(lambda: gradients.measure_together(batches)) * data.num_tokens / num_tokens
+    steps = {"sequences": len(data.sequences), "tokens": data.num_tokens, "tokens at once": at_once * most_tokens}
+    estimates = [Estimate("gradients", steps, seconds, gradient_bytes(loaded, most_tokens, at_once))]
     texts = kl_texts(data, spec.kl_samples, spec.kl_tokens, cache) if setup.layers else []
     if texts:
         reference = unquantized_plan(loaded.identity, loaded.geometry)
@@ -126,21 +134,41 @@ def dry_run(loaded: LoadedModel, data: TokenDataset, spec: ProfileSpec, cache: C
     return estimates
 
 
-def batch_tokens(model: PreTrainedModel, width: int) -> int:
+def batch_tokens(loaded: LoadedModel, width: int) -> int:
     """Tokens of a batch of gradients, padding included: ``BATCH_TOKENS``, halved until the estimated peak fits into the
-    memory that the device has in all, but not below ``width``, one sequence. Never by what is free: bytes of a profile
-    depend on it. A streamed model holds one layer's graph."""
-    most_tokens = BATCH_TOKENS[model.device.type]
-    if model.device.type == "cuda" and not is_streamed(model):
-        memory = MEMORY_SHARE * torch.cuda.get_device_properties(model.device).total_memory
-        while most_tokens >= 2 * width and gradient_bytes(model, most_tokens) > memory:
+    memory that the device has in all, or was given, but not below ``width``, one sequence. Never by what is free: bytes
+    of a profile depend on it."""
+    device = loaded.model.device
+    most_tokens = BATCH_TOKENS[device.type]
+    if device.type == "cuda":
+        memory = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
+        if loaded.residence is not None:
+            memory = loaded.residence.memory - (1 - MEMORY_SHARE) * loaded.residence.working
+        while most_tokens >= 2 * width and gradient_bytes(loaded, most_tokens) > memory:
             most_tokens //= 2
     return most_tokens
 
 
-def gradient_bytes(model: PreTrainedModel, num_tokens: int) -> int:
-    """Bytes of the device while gradients of a batch are measured: weights, the graph, logits with their gradient, and
-    the fp32 parts of the loss."""
+def batches_at_once(loaded: LoadedModel, most_tokens: int) -> int:
+    """Batches that share the loads of a streamed model's layers: as many as find room for their layers' inputs in host
+    memory, and for their logits' gradients on the device. Results do not depend on it."""
+    residence = loaded.residence
+    if residence is None or not is_streamed(loaded.model):
+        return 1
+    shapes = residence.shapes
+    by_host = int(INPUTS_SHARE * host_bytes()) // (shapes.num_layers * most_tokens * shapes.hidden)
+    free = int(MEMORY_SHARE * residence.working) - shapes.working(most_tokens)
+    return max(1, min(by_host, 1 + free // shapes.waiting(most_tokens)))
+
+
+def gradient_bytes(loaded: LoadedModel, num_tokens: int, at_once: int = 1) -> int:
+    """Bytes of the device while gradients of batches are measured: weights, the graph, logits with their gradient, and
+    the fp32 parts of the loss; of a streamed model those that its residence counts, of a layer's graph."""
+    model, residence = loaded.model, loaded.residence
+    if residence is not None and is_streamed(model):
+        shapes = residence.shapes
+        weights = residence.memory - residence.working
+        return weights + shapes.working(num_tokens) + (at_once - 1) * shapes.waiting(num_tokens)
     num_logits = num_tokens * model.config.get_text_config(decoder=True).vocab_size
     logits = 2 * model.dtype.itemsize * num_logits + 3 * 4 * min(MAX_LOGITS, num_logits)
     return parameter_bytes(model) + num_tokens * graph_bytes(model) + logits
@@ -174,9 +202,12 @@ def _indices(setup: ProfileSetup) -> list[int]:
     return [layer.index for layer in setup.layers]
 
 
-def gradient_means(gradients: GradientPass, batch: Batch) -> dict[str, Mean]:
-    """The statistics of a batch by name."""
-    found = gradients.measure(batch)
+def gradient_means(gradients: GradientPass, batches: Sequence[Batch]) -> list[dict[str, Mean]]:
+    """The statistics of each batch by name."""
+    return [_means_of(found) for found in gradients.measure_together(batches)]
+
+
+def _means_of(found: BatchGradients) -> dict[str, Mean]:
     means = {"loss": Mean.of(found.loss_B)}
     for place, (name, observer) in product(found.errors, OBSERVERS.items()):
         means[f"{name}.{place[1]}.{place[0]}"] = Mean.of(observer.observe(found, place))

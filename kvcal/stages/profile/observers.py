@@ -10,6 +10,8 @@ No weight is trained: the backward makes gradients of activations alone. The nor
 is taken in the same backward, from the projection's inputs and the gradients of its outputs, while both are there; only
 so can the sequences of a batch be told apart. Beyond the autograd graph and these inputs nothing is kept.
 
+Batches of a streamed model can go side by side, and have one backward: a layer is then loaded twice for all of them.
+
 Layers with a sliding window are not measured: they stay at 16 bits. Left out: gradient checkpointing, and backwards
 through layers that do not fit on one device.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -26,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from transformers import PreTrainedModel
 
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, naming
@@ -34,6 +38,7 @@ from kvcal.models.geometry import attention_layers
 from kvcal.models.projections import KVProjection, kv_projections
 from kvcal.models.repeatable import repeatable_attention
 from kvcal.models.taps import Captured, tap
+from kvcal.models.turns import side_by_side
 from kvcal.pages.record_layout import PARAM_DTYPES
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.stages.batches import Batch
@@ -98,8 +103,8 @@ def next_token_losses(logits_BTV: Tensor, tokens_BT: Tensor, loss_mask_BT: Tenso
 
 @dataclass(eq=False)
 class _Pass:
-    """Findings of the hooks of one forward and backward of ``batch``. ``lengths_B`` int64, on the model's device;
-    ``finite`` [B] bool: of keys or values, then of their gradients, in the order of the hooks."""
+    """Findings of one forward and backward of ``batch``. ``lengths_B`` int64, on the model's device; ``loss_B`` fp64 on
+    the CPU; ``finite`` [B] bool: of keys or values, then of their gradients, in the order of the hooks."""
 
     batch: Batch
     lengths_B: Tensor
@@ -107,6 +112,7 @@ class _Pass:
     finite_gradients: list[tuple[LayerSide, Tensor]] = field(default_factory=list)
     errors: dict[LayerSide, Errors] = field(default_factory=dict)
     norms: dict[LayerSide, Tensor] = field(default_factory=dict)
+    loss_B: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def require_finite(self, flags: Sequence[tuple[LayerSide, Tensor]], message: str) -> None:
         """NonFiniteActivations for the first flag that is False. Waits for the device, once."""
@@ -119,8 +125,12 @@ class _Pass:
                     raise NonFiniteActivations(message.format(place=place, sample=sample))
 
 
+# Of the batch whose forward runs, or runs again in the backward of a streamed layer.
+_PASS: ContextVar[_Pass] = ContextVar("pass")
+
+
 class GradientPass:
-    """Forward and backward of one batch at a time; between two calls the model is as it was."""
+    """Forward and backward of batches; between two calls the model is as it was."""
 
     def __init__(
         self,
@@ -143,42 +153,66 @@ class GradientPass:
                 self._projections.setdefault(projection.module, []).append(projection)
 
     def measure(self, batch: Batch) -> BatchGradients:
-        """Errors and norms of each sequence, which has at least one loss token behind position 0.
+        """Errors and norms of each sequence, which has at least one loss token behind position 0. Raises as
+        ``measure_together``."""
+        return self.measure_together((batch,))[0]
+
+    def measure_together(self, batches: Sequence[Batch]) -> list[BatchGradients]:
+        """As ``measure``, of batches side by side. All gradients of their logits are held at once.
 
         Raises:
             NonFiniteActivations: in keys, values, the loss or gradients, naming layer and sample.
             UnsupportedModel: a layer's keys or values do not come through the taps, or do not reach the loss.
         """
-        tokens_BT, loss_mask_BT = (x.to(self._model.device) for x in (batch.tokens_BT, batch.loss_mask_BT))
-        found = _Pass(batch, torch.tensor(batch.lengths, device=self._model.device))
-        with ExitStack() as stack, torch.enable_grad():
+        device = self._model.device
+        passes = [_Pass(batch, torch.tensor(batch.lengths, device=device)) for batch in batches]
+        with ExitStack() as stack:
             stack.enter_context(_untrained(self._model))
             stack.enter_context(repeatable_attention(self._model))
             for module, projections in self._projections.items():
-                watch = partial(self._watch_projection, found, projections)
+                watch = partial(self._watch_projection, projections)
                 stack.callback(module.register_forward_hook(watch).remove)
-            stack.enter_context(tap(self._model, partial(self._watch, found), self._geometry))
-            logits_BTV = self._model(input_ids=tokens_BT, use_cache=False).logits
-            with torch.no_grad():
-                loss_B, gradient_BTV = next_token_losses(logits_BTV, tokens_BT, loss_mask_BT)
-            found.require_finite(found.finite, "{place} are not finite in sample {sample}")
-            loss_B = loss_B.cpu()
-            for number, loss in zip(batch.numbers, loss_B.tolist(), strict=True):
-                if not math.isfinite(loss):
-                    raise NonFiniteActivations(f"the loss of sample {number} is {loss}")
-            if logits_BTV.requires_grad:
-                torch.autograd.backward(logits_BTV, gradient_BTV)
+            stack.enter_context(tap(self._model, self._watch, self._geometry))
+            forwards = [partial(self._forward, found) for found in passes]
+            ends = list(side_by_side(forwards, device)) if len(passes) > 1 else [forwards[0]()]
+            with_graph = [end for end in ends if end is not None]
+            if with_graph:
+                torch.autograd.backward([edge for edge, _ in with_graph], [gradient for _, gradient in with_graph])
+        return [self._gradients(found) for found in passes]
+
+    def _forward(self, found: _Pass) -> tuple[GradientEdge, Tensor] | None:
+        """The end of a batch's graph and the gradient of its logits, which are not held; None without a graph."""
+        batch, device = found.batch, self._model.device
+        tokens_BT, loss_mask_BT = batch.tokens_BT.to(device), batch.loss_mask_BT.to(device)
+        token = _PASS.set(found)
+        try:
+            with torch.enable_grad():
+                logits_BTV = self._model(input_ids=tokens_BT, use_cache=False).logits
+        finally:
+            _PASS.reset(token)
+        with torch.no_grad():
+            loss_B, gradient_BTV = next_token_losses(logits_BTV, tokens_BT, loss_mask_BT)
+        found.require_finite(found.finite, "{place} are not finite in sample {sample}")
+        found.loss_B = loss_B.cpu()
+        for number, loss in zip(batch.numbers, found.loss_B.tolist(), strict=True):
+            if not math.isfinite(loss):
+                raise NonFiniteActivations(f"the loss of sample {number} is {loss}")
+        return (get_gradient_edge(logits_BTV), gradient_BTV) if logits_BTV.requires_grad else None
+
+    def _gradients(self, found: _Pass) -> BatchGradients:
+        """The findings of a backward."""
         found.require_finite(found.finite_gradients, "the gradient of {place} is not finite in sample {sample}")
         expected = set(product(self._layers, SIDES))
         if missing := sorted((expected - found.errors.keys()) | (expected - found.norms.keys())):
             raise UnsupportedModel(f"the loss does not depend on these keys and values: {missing}")
         errors = {place: Errors(*(tensor.cpu() for tensor in found.errors[place])) for place in sorted(found.errors)}
         norms = {place: norm_B.cpu() for place, norm_B in found.norms.items()}
-        self._require_sums(batch, errors, norms)
-        return BatchGradients(loss_B, errors, norms)
+        self._require_sums(found.batch, errors, norms)
+        return BatchGradients(found.loss_B, errors, norms)
 
-    def _watch(self, found: _Pass, captured: Captured) -> None:
+    def _watch(self, captured: Captured) -> None:
         """In the forward: hook one layer's keys and values."""
+        found = _PASS.get()
         if captured.layer not in self._layers:
             return
         for side, x_BNTD in zip(SIDES, (captured.k_post_BNTD, captured.v_BNTD), strict=True):
@@ -197,12 +231,12 @@ class GradientPass:
             found.errors[place] = quantization_errors(x_BNTD, g_BNTD, found.lengths_B, *settings)
 
     def _watch_projection(
-        self, found: _Pass, projections: Sequence[KVProjection], module: nn.Module, args: tuple[Any, ...], out: Tensor
+        self, projections: Sequence[KVProjection], module: nn.Module, args: tuple[Any, ...], out: Tensor
     ) -> None:
         """In the forward: hook a projection's output, which begins the autograd graph where none has begun."""
         if not out.requires_grad:
             out.requires_grad_()
-        out.register_hook(partial(self._take_norms, found, projections, args[0].detach()))
+        out.register_hook(partial(self._take_norms, _PASS.get(), projections, args[0].detach()))
 
     def _take_norms(self, found: _Pass, projections: Sequence[KVProjection], x: Tensor, g: Tensor) -> None:
         """In the backward: the norms of a projection's weight gradient."""
