@@ -111,10 +111,10 @@ def unpacked(parcel: Parcel) -> dict[str, Mean]:
 MAX_SHARDS = 64
 
 
-def shards(count: int) -> list[range]:
-    """The numbers below ``count`` in up to ``MAX_SHARDS`` runs of one length, the last of what is left. They do not
+def shards(count: int, most: int = MAX_SHARDS) -> list[range]:
+    """The numbers below ``count`` in up to ``most`` runs of one length, the last of what is left. They do not
     depend on the number of processes."""
-    length = max(1, -(-count // MAX_SHARDS))
+    length = max(1, -(-count // most))
     return [range(first, min(first + length, count)) for first in range(0, count, length)]
 
 

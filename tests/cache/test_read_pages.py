@@ -15,10 +15,12 @@ from predictor_runs import loaded_llama, plan_of_random_predictors
 from torch import Tensor
 
 from kvcal import PlanCache
+from kvcal.data.sequences import TokenDataset
 from kvcal.models.load import LoadedModel
 from kvcal.models.taps import Captured
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier, WindowRule
 from kvcal.plan.plan import Plan
+from kvcal.stages.batches import Batch
 from kvcal.stages.predictors import reconstruct
 from kvcal.stages.predictors.reconstruct import PageReader, Reconstruction, Wanted
 
@@ -106,11 +108,12 @@ def compare(monkeypatch: pytest.MonkeyPatch, *formats: Format) -> None:
         found[index, "k"], found[index, "v"] = read_back[0]["k"], read_back[0]["v"]
 
     monkeypatch.setattr(reconstruct, "tap", replay.tap)
+    data = TokenDataset((torch.ones(LENGTH, dtype=torch.int64),), (torch.ones(LENGTH, dtype=torch.bool),), "f", "ones")
     tables = {index: rotary_table(HEAD_DIM, HEAD_DIM // 2) for index in range(3)}
     wanted = [Wanted(layer, SIDES) for layer in plan.layers]
     way = Reconstruction(plan.layers, {**plan.tensors, "layers.0.rotary": tables[0]}, "float32")
     with PageReader(replay, loaded.geometry, wanted, [way], tables).reading() as read:
-        read(torch.ones(LENGTH, dtype=torch.int64), receive, None)
+        read(Batch.of(data, (0,)), receive, None)
     assert {(0, "v"), (1, "k"), (1, "v"), (2, "k")} == expected.keys()
     for key, pages in expected.items():
         assert len(pages) == 5 * 128 and torch.equal(found[key], pages), key
@@ -121,7 +124,7 @@ def test_pages_are_scored_with_the_queries_of_their_own_tokens() -> None:
     q = torch.zeros(1, NUM_HEADS, 300, HEAD_DIM)
     for page, token in enumerate((0, 127, 128, 255, 256)):
         q[0, :, token, page] = -128.0 * torch.arange(1, NUM_HEADS + 1)
-    found = reconstruct._query_means(q, KV_HEADS, 2)
+    [found] = reconstruct._query_means(q, KV_HEADS, 2).transpose(1, 2)
     of_groups = torch.tensor([2.5, 6.5])  # the means of 1, 2, 3, 4 and of 5, 6, 7, 8
     expected = torch.zeros(2, KV_HEADS, HEAD_DIM)
     for page, channels in enumerate((slice(0, 2), slice(2, 4))):

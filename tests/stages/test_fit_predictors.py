@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +41,9 @@ from kvcal.progress import Silent
 from kvcal.recipe import PredictorSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.run.pipeline import build_plan
-from kvcal.stages.predictors import stage
+from kvcal.stages.batches import Batch
+from kvcal.stages.estimate import host_bytes
+from kvcal.stages.predictors import reconstruct, stage, starts
 from kvcal.stages.predictors.reconstruct import (
     FIT,
     HELD_OUT,
@@ -123,10 +125,10 @@ def test_a_pass_begins_where_the_one_before_has_left_hidden_states(
     hooks = [
         layer.register_forward_pre_hook(lambda *_: calls.append(len(contents))) for layer in loaded.model.model.layers
     ]
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = host_bytes()
     hidden_bytes = 4 * 260 * loaded.model.config.hidden_size
     for room in (0, 5 * hidden_bytes, 10**9):
-        monkeypatch.setattr(stage, "STARTS_SHARE", room / memory)
+        monkeypatch.setattr(starts, "STARTS_SHARE", room / memory)
         path = tmp_path / f"{room}.safetensors"
         fit(loaded, aqua_layers(loaded), data, spec, path=path)
         contents.append(path.read_bytes())
@@ -137,6 +139,62 @@ def test_a_pass_begins_where_the_one_before_has_left_hidden_states(
     # Of 4 sequences, pass l ends in layer l, counted from 0, and begins at layer l - 2; the last two end in layer 4.
     assert none - every == 4 * ((2 + 3 + 4 + 5 + 5) - (2 + 3 + 3 + 3 + 2))
     assert every < some < none or inputs == "exact" and every == some
+
+
+def test_sequences_of_a_shard_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any lengths, fitted on and held out: what each of them gives alone, to the rounding of forwards of other
+    shapes, by which a code may flip."""
+    loaded, data = loaded_llama(), sequences([260, 400, 140, 300, 260, 700])
+    monkeypatch.setattr(stage, "NUM_SHARDS", 1)
+    widths: list[list[int]] = []
+    raw_pages, records = reconstruct._raw_pages, []
+
+    def counted(*given: Any) -> Any:
+        widths[-1].append(len(given[-1].numbers))
+        return raw_pages(*given)
+
+    monkeypatch.setattr(reconstruct, "_raw_pages", counted)
+    for most_tokens in (1, 1200, 5000):
+        widths.append([])
+        monkeypatch.setitem(stage.BATCH_TOKENS, "cpu", most_tokens)
+        records.append(fit(loaded, aqua_layers(loaded), data))
+    alone, some, together = records
+    assert {*widths[0]} == {1} and {*widths[1]} == {2, 3, 1} and {*widths[2]} == {6, 2}  # 2 are held out
+    assert alone.subject == some.subject == together.subject
+    for record in (some, together):
+        for finding, expected in zip(record.findings, alone.findings, strict=True):
+            assert (finding.layer, finding.side, finding.is_kept) == (expected.layer, expected.side, expected.is_kept)
+            if expected.fit is not None and finding.fit is not None:
+                assert finding.fit.explained == pytest.approx(expected.fit.explained, rel=1e-3)
+                assert finding.fit.error == pytest.approx(expected.fit.error, rel=1e-3)
+
+
+def test_out_of_memory_halves_the_batch_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that holds three sequences: six, then three at a time, from the shard on that was too large."""
+    loaded, data, spec = loaded_llama(), sequences([260] * 6), PredictorSpec(drop=False)
+    layers, raw_pages, said = aqua_layers(loaded), reconstruct._raw_pages, list[str]()
+    monkeypatch.setattr(stage, "NUM_SHARDS", 1)
+
+    class Listener(Silent):
+        def say(self, message: str) -> None:
+            said.append(message)
+
+    def run_in(most_tokens: int, most_sequences: int) -> bytes:
+        def limited(*given: Any) -> Any:
+            if len(given[-1].numbers) > most_sequences:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return raw_pages(*given)
+
+        path = tmp_path / "predictors.safetensors"
+        monkeypatch.setitem(stage.BATCH_TOKENS, "cpu", most_tokens)
+        monkeypatch.setattr(reconstruct, "_raw_pages", limited)
+        run_fit_predictors(loaded, layers, {}, data, spec, WORKLOAD, {}, path, Listener())
+        return path.read_bytes()
+
+    assert run_in(5000, 3) == run_in(780, 3)
+    assert said == ["predictors: out of memory, goes on with at most 780 tokens in a batch"]
+    with pytest.raises(UsageError, match="one sequence of 260 tokens does not fit into the device's memory"):
+        run_in(5000, 0)
 
 
 def test_every_layer_is_fitted_on_what_the_cache_reads_back() -> None:
@@ -179,7 +237,7 @@ def test_pages_are_read_back_as_the_cache_reads_them(k_pages: str) -> None:
     """Bit for bit what Prediction hands on in a PlanCache that was given the same keys and values."""
     loaded, (layers, record) = loaded_llama(), fitted_llama(k_pages)
     plan = plan_with(loaded, layers, record)
-    tokens_T = sequences([300], seed=5).sequences[0]
+    data = sequences([300], seed=5)
     cache, expected = PlanCache(plan, loaded.model.config), {}
 
     def store(captured: Captured) -> None:
@@ -190,7 +248,7 @@ def test_pages_are_read_back_as_the_cache_reads_them(k_pages: str) -> None:
             expected[captured.layer, side] = pages.transpose(1, 2).flatten(2).flatten(0, 1)
 
     with torch.no_grad(), tap(loaded.model, store, loaded.geometry):
-        loaded.model(input_ids=tokens_T.unsqueeze(0), use_cache=False)
+        loaded.model(input_ids=data.sequences[0].unsqueeze(0), use_cache=False)
     found = {}
 
     def receive(index, exact, read_back) -> None:
@@ -201,7 +259,7 @@ def test_pages_are_read_back_as_the_cache_reads_them(k_pages: str) -> None:
     way = Reconstruction(plan.layers, plan.tensors, "float32")
     wanted = [Wanted(layer, ("k", "v")) for layer in plan.layers]
     with PageReader(loaded.model, loaded.geometry, wanted, [way], tables).reading() as read:
-        read(tokens_T, receive, None)
+        read(Batch.of(data, (0,)), receive, None)
     assert found.keys() == expected.keys() and len(found) == 6
     for key, pages in expected.items():
         assert torch.equal(found[key], pages), key

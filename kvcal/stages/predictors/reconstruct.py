@@ -1,9 +1,10 @@
-"""One sequence's keys and values as the model computes them and as the cache would read them back, layer by layer.
+"""Sequences' keys and values as the model computes them and as the cache would read them back, layer by layer.
 
 AQUA-KV's Alg. 1 fits a layer's predictors on what the layers before it are after quantization. A forward of the model
 gives exact keys and values (the paper's lines 5-7: quantization does not act on the hidden states); the taps hand them
 over layer by layer, and each layer's pages are encoded and decoded by the runtime's own codec, with the predictors
-fitted so far. Only the layer before is kept, and the forward ends with the last layer that is asked for.
+fitted so far. Only the layer before is kept, and the forward ends with the last layer that is asked for. The pages of
+all sequences of a batch go through one call of the codec, whose bits do not depend on how many there are.
 
 Tokens are those of whole pages behind the sinks of their side, also of pages that the sequence's end finds in the
 recent window: these are read as if they had been packed. Query scores take the queries since the page before was
@@ -14,29 +15,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvcal.cache.dense_layer import values_at_once
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, CacheDtype, Geometry
 from kvcal.models.layer_inputs import Forward, LayerInputs, kept_inputs
 from kvcal.models.taps import Captured, tap
-from kvcal.pages.codec import PageCodec
+from kvcal.pages.codec import ENCODE_PAGES, PageCodec
 from kvcal.pages.predictor import LinearPredictor
 from kvcal.pages.record_layout import PAGE_TOKENS, page_positions, without_sinks
 from kvcal.pages.transforms import unrotate
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side, num_pages
 from kvcal.plan.tensors import predictor_shape
+from kvcal.stages.batches import Batch
 
 FIT, HELD_OUT = "fit", "held_out"
 
-# One layer's tokens of whole pages, keys before RoPE and values: fp32 [tokens, N D] each, heads in a row. A 16-bit side
-# has no sinks, so that its tokens may be others than those of the side beside it.
+# One layer's tokens of whole pages, keys before RoPE and values: fp32 [tokens, N D] each, heads in a row, sequence by
+# sequence. A 16-bit side has no sinks, so that its tokens may be others than those of the side beside it.
 LayerPages = Mapping[Side, Tensor]
 
 # Called with a layer's index, its exact pages, and those read back with each of the plans asked for (a side that was
@@ -54,17 +58,19 @@ class Wanted:
 
 @dataclass(frozen=True, eq=False)
 class _RawPages:
-    """One layer's pages as the cache is handed them: K_post, V [P, N, 128, D] in the cache's dtype; for query scores
-    the mean |q| [P, N, D] that each page of keys is scored with; ``exact``: as predictors see them."""
+    """One layer's pages as the cache is handed them: K_post, V [P, N, 128, D] in the cache's dtype, with ``page_index``
+    [P] in their sequences; for query scores the mean |q| [P, N, D] that each page of keys is scored with; ``exact``: as
+    predictors see them."""
 
     stored: Mapping[Side, Tensor]
+    page_index: Tensor
     query_mean: Tensor | None
     exact: LayerPages
 
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """A place where a forward of a sequence can begin: ``hidden_BTC``, the input of layer ``layer``, and in each way
+    """A place where a forward of a batch can begin: ``hidden_BTC``, the input of layer ``layer``, and in each way
     the pages of the wanted layer before it, as read back; None where it is the first."""
 
     layer: int
@@ -82,6 +88,28 @@ class Start:
         return self.hidden_BTC.nbytes + sum(x.nbytes for pages in self.before if pages for x in pages.values())
 
 
+@dataclass(frozen=True, eq=False)
+class _Pages:
+    """The P whole pages of a batch, ``most`` in a sequence: for each ``row`` [P] in the batch and ``index`` [P] in its
+    sequence. ``numbers``: the sequences' in the data."""
+
+    numbers: Sequence[int]
+    most: int
+    row: Tensor
+    index: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device) -> _Pages:
+        counts = [num_pages(length) for length in batch.lengths]
+        row = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        index = torch.cat([torch.arange(count) for count in counts])
+        return cls(batch.numbers, max(counts), row.to(device), index.to(device))
+
+    def chosen(self, x_BHP: Tensor) -> Tensor:
+        """[B, H, most, ...] -> [P, H, ...]."""
+        return x_BHP[self.row, :, self.index]
+
+
 class _Enough(Exception):
     """Ends a forward whose further layers are not needed."""
 
@@ -94,6 +122,8 @@ class Reconstruction:
     layers: Sequence[LayerPlan]
     tensors: Mapping[str, Tensor]
     cache_dtype: CacheDtype
+    # Those that were needed: checking their tensors waits for the device.
+    _predictors: dict[tuple[int, Side], LinearPredictor] = field(default_factory=dict, init=False)
 
     def _read_back(self, index: int, sides: Sequence[Side], raw: _RawPages, before: LayerPages | None) -> LayerPages:
         """Layer ``index`` through its quantizer; ``before``: the pages of the layer before, read back, which is what it
@@ -104,27 +134,37 @@ class Reconstruction:
             found[side] = self._through(index, side, raw, inputs)
         return found
 
+    @cached_property
+    def _by_index(self) -> dict[int, LayerPlan]:
+        return {layer.geometry.index: layer for layer in self.layers}
+
+    def _predictor(self, index: int, side: Side) -> LinearPredictor | None:
+        layer, place = self._by_index[index], (index, side)
+        predictor = layer.predictor(side)
+        if predictor is not None and place not in self._predictors:
+            shape = predictor_shape(layer, self._by_index[predictor.source], side, self.cache_dtype)
+            prefix = f"layers.{index}.{side}_predictor"
+            self._predictors[place] = LinearPredictor.from_tensors(shape, self.tensors, prefix)
+        return self._predictors.get(place)
+
     def _through(self, index: int, side: Side, raw: _RawPages, inputs: Sequence[Tensor]) -> Tensor:
         """Encode and decode one side, [tokens, N D]."""
-        layers = {layer.geometry.index: layer for layer in self.layers}
-        layer, predictor, prediction = layers[index], layers[index].predictor(side), None
+        layer, fitted, prediction = self._by_index[index], self._predictor(index, side), None
         (fmt,), heads = layer.formats(side), layer.attention.num_kv_heads
-        if predictor is not None:
-            shape = predictor_shape(layer, layers[predictor.source], side, self.cache_dtype)
-            fitted = LinearPredictor.from_tensors(shape, self.tensors, f"layers.{index}.{side}_predictor")
+        if fitted is not None:
             predicted = fitted.apply(torch.cat(list(inputs), dim=-1))  # [P * 128, N D]
             prediction = predicted.unflatten(0, (-1, PAGE_TOKENS)).unflatten(-1, (heads, -1)).transpose(1, 2)
         codec = PageCodec.of_layer(layer, side, fmt, slice(0, heads), self.cache_dtype, self.tensors)
-        ordinals = torch.arange(len(raw.stored[side]), device=raw.stored[side].device)
-        query_mean = raw.query_mean if fmt.needs_queries else None
-        records = codec.encode(raw.stored[side], ordinals, fmt.num_bits, query_mean, prediction)
-        return _as_rows(codec.before_rope(codec.decode(records, fmt.num_bits, prediction), ordinals))
+        pages, query_mean = raw.stored[side], raw.query_mean if fmt.needs_queries else None
+        at_once = max(ENCODE_PAGES, values_at_once(pages.device) // pages[:1].numel())
+        records = codec.encode(pages, raw.page_index, fmt.num_bits, query_mean, prediction, at_once)
+        return _as_rows(codec.before_rope(codec.decode(records, fmt.num_bits, prediction), raw.page_index))
 
 
 @dataclass(frozen=True, eq=False)
 class PageReader:
-    """Forwards of single sequences, no further than the last of ``wanted`` (in cache order); each of these is handed
-    over, exact and as read back in each of ``ways``. ``tables``: every layer's rotary table.
+    """Forwards of batches, no further than the last of ``wanted`` (in cache order); each of these is handed over, exact
+    and as read back in each of ``ways``. ``tables``: every layer's rotary table.
 
     Forwards begin at layer ``first``, and layers before are not handed over; what a forward returns can be the start of
     a later one, at the wanted layer ``kept``, in the same ways up to there."""
@@ -139,13 +179,13 @@ class PageReader:
 
     @contextmanager
     def reading(self) -> Iterator[Read]:
-        """Within the context, the model is observed, and sequences are read.
+        """Within the context, the model is observed, and batches are read.
 
         Raises:
             NonFiniteActivations: NaN or infinity in keys or values.
             UnsupportedModel: a layer's keys before RoPE are not known.
         """
-        current: list[_Sequence] = []
+        current: list[_Reading] = []
         is_whole = self.first == 0 and self.kept is None
         with (
             torch.no_grad(),
@@ -153,30 +193,33 @@ class PageReader:
             tap(self.model, lambda captured: current[0].take(captured), self.geometry, self.first),
         ):
 
-            def read(tokens_T: Tensor, receive: Receive, start: Start | None) -> Start | None:
-                sequence = _Sequence(self, receive, start)
-                current[:], inputs.forward = [sequence], sequence.forward
+            def read(batch: Batch, receive: Receive, start: Start | None) -> Start | None:
+                reading = _Reading(self, batch, receive, start)
+                current[:], inputs.forward = [reading], reading.forward
                 try:
-                    self.model(input_ids=tokens_T.unsqueeze(0).to(self.model.device), use_cache=False)
+                    self.model(input_ids=batch.tokens_BT.to(self.model.device), use_cache=False)
                 except _Enough:
-                    return sequence.start if inputs.can_begin_later else None
-                [missing, *_] = sequence.remaining
+                    return reading.start if inputs.can_begin_later else None
+                finally:
+                    current.clear()
+                [missing, *_] = reading.remaining
                 name = f"layer {missing.layer.geometry.index} of {self.geometry.model_type}"
                 raise UnsupportedModel(f"{name} was not observed")
 
             yield read
 
 
-# Tokens int64 [T], the receiver of layers, and where the forward begins, of a reader whose ``first`` is no 0 -> where a
-# later one can; None where none was asked for, or layers cannot be begun at.
-Read = Callable[[Tensor, Receive, Start | None], Start | None]
+# A batch, the receiver of layers, and where the forward begins, of a reader whose ``first`` is no 0 -> where a later
+# one can; None where none was asked for, or layers cannot be begun at.
+Read = Callable[[Batch, Receive, Start | None], Start | None]
 
 
-class _Sequence:
-    """A forward of one sequence: ``remaining`` layers, and the pages of the layer before, in each way."""
+class _Reading:
+    """A forward of one batch: ``remaining`` layers, and the pages of the layer before, in each way."""
 
-    def __init__(self, reader: PageReader, receive: Receive, start: Start | None) -> None:
+    def __init__(self, reader: PageReader, batch: Batch, receive: Receive, start: Start | None) -> None:
         self._reader, self._receive = reader, receive
+        self._pages = _Pages.of(batch, reader.model.device)
         self.remaining = [wanted for wanted in reader.wanted if wanted.layer.geometry.index >= reader.first]
         self._before: list[LayerPages | None] = [None] * len(reader.ways) if start is None else list(start.before)
         self._before_kept: Sequence[LayerPages | None] = ()
@@ -204,7 +247,7 @@ class _Sequence:
             )
         if index == reader.kept:
             self._before_kept = tuple(self._before)
-        raw = _raw_pages(wanted.layer, captured, reader.tables[index], reader.geometry.cache_dtype)
+        raw = _raw_pages(wanted.layer, captured, reader.tables[index], reader.geometry.cache_dtype, self._pages)
         for number, way in enumerate(reader.ways):
             self._before[number] = way._read_back(index, wanted.read_back, raw, self._before[number])
         self._receive(index, raw.exact, [pages for pages in self._before if pages is not None])
@@ -217,29 +260,36 @@ def num_page_tokens(length: int) -> int:
     return PAGE_TOKENS * num_pages(length)
 
 
-def _raw_pages(layer: LayerPlan, captured: Captured, table: Tensor, cache_dtype: CacheDtype) -> _RawPages:
-    index, dtype = captured.layer, CACHE_DTYPES[cache_dtype]
-    sides = {}
+def _raw_pages(
+    layer: LayerPlan, captured: Captured, table: Tensor, cache_dtype: CacheDtype, pages: _Pages
+) -> _RawPages:
+    index, dtype, sides = captured.layer, CACHE_DTYPES[cache_dtype], {}
     for side, x_BNTD in zip(SIDES, (captured.k_post_BNTD, captured.v_BNTD), strict=True):
-        x_NTD = x_BNTD[0, :, : num_page_tokens(x_BNTD.shape[2])].to(dtype)
-        if not torch.isfinite(x_NTD).all():
+        pages_BNPTD = _in_pages(x_BNTD.to(dtype), pages.most)
+        is_finite_P = pages.chosen(torch.isfinite(pages_BNPTD).flatten(3).all(-1)).all(-1)
+        if not is_finite_P.all():
+            sample = pages.numbers[int(pages.row[~is_finite_P][0])]
             name = "keys" if side == "k" else "values"
-            raise NonFiniteActivations(f"the {name} of layer {index} hold NaN or infinity")
-        packed_NTD = without_sinks(x_NTD, layer.formats(side)[0].num_sink_tokens)
-        sides[side] = packed_NTD.unflatten(1, (-1, PAGE_TOKENS)).transpose(0, 1)
-    positions = page_positions(torch.arange(len(sides["k"]), device=sides["k"].device))
-    k_pre = unrotate(sides["k"], table, positions)
+            raise NonFiniteActivations(f"sequence {sample}: the {name} of layer {index} hold NaN or infinity")
+        packed_BNTD = without_sinks(pages_BNPTD.flatten(2, 3), layer.formats(side)[0].num_sink_tokens)
+        sides[side] = pages.chosen(_in_pages(packed_BNTD, pages.most))
+    k_pre = unrotate(sides["k"], table, page_positions(pages.index))
     fmt, query_mean = layer.formats("k")[0], None
     if fmt.needs_queries:
-        query_mean = _query_means(captured.q_post_BHTD, layer.attention.num_kv_heads, len(k_pre))
-    return _RawPages(sides, query_mean, {"k": _as_rows(k_pre), "v": _as_rows(sides["v"].float())})
+        query_mean = pages.chosen(_query_means(captured.q_post_BHTD, layer.attention.num_kv_heads, pages.most))
+    return _RawPages(sides, pages.index, query_mean, {"k": _as_rows(k_pre), "v": _as_rows(sides["v"].float())})
 
 
-def _query_means(q_post_BHTD: Tensor, num_heads: int, num_pages: int) -> Tensor:
-    """fp32 [P, N, D]: the mean |q| of the tokens and the heads of the group that each page is scored with: its own."""
-    magnitude_HTD = q_post_BHTD[0, :, : num_pages * PAGE_TOKENS].float().abs()
-    by_page = magnitude_HTD.unflatten(1, (num_pages, PAGE_TOKENS)).unflatten(0, (num_heads, -1))
-    return by_page.mean((1, 3)).transpose(0, 1)
+def _in_pages(x_BHTD: Tensor, count: int) -> Tensor:
+    """[B, H, T, D] -> [B, H, P, 128, D], the first ``count`` pages."""
+    return x_BHTD[:, :, : count * PAGE_TOKENS].unflatten(2, (count, PAGE_TOKENS))
+
+
+def _query_means(q_post_BHTD: Tensor, num_heads: int, count: int) -> Tensor:
+    """fp32 [B, N, P, D]: the mean |q| of the tokens and the heads of the group that each of the first ``count`` pages
+    is scored with: its own."""
+    by_page = _in_pages(q_post_BHTD, count).float().abs().unflatten(1, (num_heads, -1))
+    return by_page.mean((2, 4))
 
 
 def _as_rows(pages: Tensor) -> Tensor:

@@ -4,9 +4,10 @@ Layer l's keys are regressed on the keys of the paged layer before it, its value
 keys, all as the cache will read them back: through the layers' own quantizers and the predictors fitted so far. So
 layers are fitted in order, one pass over the data for each: pass l sums up the normal equations of f_key of layer l
 and, one layer behind, of f_value of layer l - 1, whose inputs need f_key of layer l - 1. A forward of pass l ends at
-layer l, and begins where that of the pass before has left its hidden states, two layers earlier (``_Starts``): of as
+layer l, and begins where that of the pass before has left its hidden states, two layers earlier (``starts``): of as
 many sequences as a share of the memory holds, others run from the first layer. Either way gives the same bits. An
-interrupted run goes on after the last shard of sequences, and several processes take shards in turn.
+interrupted run goes on after the last shard of sequences, and several processes take shards in turn. The sequences of a
+shard run in batches, halved when the device runs out of memory.
 
 A share of the sequences, evenly spread, is held out: their own normal equations give the explained variance of the
 predictor as it is stored (rounded, of low rank, in 4 bits), and one more pass over them what quantizing residuals
@@ -18,7 +19,6 @@ Left out: hidden states kept on disk, where memory does not hold them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,19 +28,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvcal.data.sequences import TokenDataset
-from kvcal.distributed import Parcel, from_first, size
+from kvcal.distributed import Parcel, from_first
 from kvcal.errors import naming
 from kvcal.models.load import LoadedModel
 from kvcal.models.rope import rotary_maps
-from kvcal.models.streamed import is_streamed
 from kvcal.plan.layer import LATENTS, LayerPlan
 from kvcal.plan.plan import Workload
 from kvcal.plan.tensors import needed_tensors
 from kvcal.progress import Reporter
 from kvcal.recipe import PredictorSpec
+from kvcal.stages.batches import Batch, require_smaller
 from kvcal.stages.checkpoint import (
     Checkpoint,
     Mean,
@@ -79,11 +78,16 @@ from kvcal.stages.predictors.record import (
     with_predictors,
 )
 from kvcal.stages.predictors.regression import NormalEquations, compress
+from kvcal.stages.predictors.starts import Starts
 
 __all__ = ["KIND", "SCHEMA", "PredictorRecord", "load", "run_fit_predictors", "save"]
 
 PASSES, SEQUENCES = "passes", "sequences of the next one"
-STARTS_SHARE = 0.25  # of the device's memory that is free, or of the host's: for starts of the next pass
+# Of a pass, at most: an 8B's normal equations are 134 MB, which take a GPU as long to hand over as 8 sequences of 2,048
+# tokens.
+NUM_SHARDS = 16
+# Tokens of a batch, padding included.
+BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
 def run_fit_predictors(
@@ -118,33 +122,6 @@ def run_fit_predictors(
     return record
 
 
-class _Starts:
-    """Places where forwards of the next pass can begin, of whole runs of sequences: on the device of a model that lies
-    there, or in host memory, up to a share of what there is when the stage begins."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        on_device = model.device.type == "cuda" and not is_streamed(model)
-        self._device = model.device
-        self._place = model.device if on_device else torch.device("cpu")
-        host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // size()  # for all processes of a node
-        self._free = round(STARTS_SHARE * (torch.cuda.mem_get_info(model.device)[0] if on_device else host_bytes))
-        self._found: dict[tuple[int, ...], list[Start]] = {}
-
-    def take(self, sequences: tuple[int, ...]) -> list[Start]:
-        """Those of a run of sequences, which are kept no longer; none, or one for each."""
-        starts = self._found.pop(sequences, [])
-        self._free += sum(start.nbytes for start in starts)
-        return [start.to(self._device) for start in starts]
-
-    def keep(self, sequences: tuple[int, ...], starts: Sequence[Start | None]) -> None:
-        """If each sequence has one, and there is room for them."""
-        found = [start for start in starts if start is not None]
-        nbytes = sum(start.nbytes for start in found)
-        if len(found) == len(sequences) and nbytes <= self._free:
-            self._free -= nbytes
-            self._found[sequences] = [start.to(self._place) for start in found]
-
-
 class _Fitting:
     """One run of the stage; tensors are on the model's device. Its results lie in the checkpoint's state, so that it
     can be taken up again:
@@ -173,7 +150,7 @@ class _Fitting:
         self.tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
         start = State({}, {PASSES: 0, SEQUENCES: 0})
         self.checkpoint = Checkpoint(path, KIND, inputs, start, self._declared, reporter)
-        self.starts = _Starts(loaded.model)
+        self.starts, self.most_tokens = Starts(loaded.model), BATCH_TOKENS[device.type]
 
     def _declared(self, done: Mapping[str, int], names: Collection[str]) -> dict[str, Statistic]:
         """Keys of paged layer l, counted from 0, are fitted in pass l, values in the next; the last pass measures
@@ -298,23 +275,47 @@ class _Fitting:
         numbers = [number for number, split in sorted(self.splits.items()) if split in splits]
 
         def measure(run: range) -> dict[str, Mean]:
-            """Sums of a run of sequences, where they were made until the end."""
-            sequences = tuple(numbers[item] for item in run)
-            before = [] if kept is None else self.starts.take(sequences)
+            """Sums of a shard, where they were made until the end."""
+            batches = _batches(self.data, [numbers[item] for item in run], self.most_tokens)
+            before = [] if kept is None else self.starts.take(batches)
             first = before[0].layer if before else 0
             reader = PageReader(self.loaded.model, self.loaded.geometry, wanted, ways, self.tables, first, kept)
             means, starts = dict[str, Mean](), list[Start | None]()
             with reader.reading() as read:
-                for number, start in zip_longest(sequences, before):
+                for batch, start in zip_longest(batches, before):
                     found: dict[str, Mean] = {}
-                    receive = sums(self.splits[number], found)
-                    with naming(f"sequence {number}"):
-                        starts.append(read(self.data.sequences[number], receive, start))
+                    here = start and start.to(self.loaded.model.device)
+                    with naming(f"sequences {list(batch.numbers)}"):
+                        following = read(batch, sums(self._rows(batch), found), here)
+                    starts.append(following and following.to(self.starts.place))
                     means |= added(means, found)
-            self.starts.keep(sequences, starts)
+            self.starts.keep(batches, starts)
             return {name: Mean(mean.total.cpu(), mean.count) for name, mean in means.items()}
 
-        self.checkpoint.run(SEQUENCES, shards(len(numbers)), measure, self.reporter, label)
+        runs = shards(len(numbers), NUM_SHARDS)
+        self.checkpoint.run(SEQUENCES, runs, partial(self._halving, measure), self.reporter, label)
+
+    def _halving(self, measure: Callable[[range], dict[str, Mean]], run: range) -> dict[str, Mean]:
+        """Measure a shard, in smaller batches from now on where the device runs out of memory."""
+        while True:
+            try:
+                return measure(run)
+            except torch.OutOfMemoryError:  # whose traceback holds the batch's tensors until here
+                pass
+            width = max(len(self.data.sequences[number]) for number in self.splits)
+            self.most_tokens = min(self.most_tokens, len(run) * width) // 2
+            require_smaller(self.most_tokens // width, f"one sequence of {width} tokens")
+            self.reporter.say(f"predictors: out of memory, goes on with at most {self.most_tokens} tokens in a batch")
+
+    def _rows(self, batch: Batch) -> dict[str, list[slice]]:
+        """Of each split, the rows of its sequences' pages."""
+        found: dict[str, list[slice]] = {}
+        first = 0
+        for number, length in zip(batch.numbers, batch.lengths, strict=True):
+            stop = first + num_page_tokens(length)
+            found.setdefault(self.splits[number], []).append(slice(first, stop))
+            first = stop
+        return found
 
     def _way(self, findings: Sequence[Finding]) -> Reconstruction:
         """Pages as stored with the predictors of ``findings``."""
@@ -329,11 +330,26 @@ class _Fitting:
         return rotary | {name.removeprefix("fitted."): tensor.to(device) for name, tensor in fitted.items()}
 
 
-# From a sequence's split, and a place for the sums, to a receiver of its layers.
-Sums = Callable[[str, dict[str, Mean]], Receive]
+def _batches(data: TokenDataset, numbers: Sequence[int], most_tokens: int) -> list[Batch]:
+    """The sequences of these numbers in their order, ``most_tokens`` at once, padding included, or one."""
+    groups: list[list[int]] = []
+    width = 0
+    for number in numbers:
+        width = max(width, len(data.sequences[number]))
+        if not groups or width * (len(groups[-1]) + 1) > most_tokens:
+            groups.append([])
+            width = len(data.sequences[number])
+        groups[-1].append(number)
+    return [Batch.of(data, group) for group in groups]
 
 
-def _sum_equations(targets: Sequence[Target], split: str, found: dict[str, Mean]) -> Receive:
+# The rows of each split, in a layer's pages.
+Rows = Mapping[str, Sequence[slice]]
+# From a batch's rows, and a place for the sums, to a receiver of its layers.
+Sums = Callable[[Rows, dict[str, Mean]], Receive]
+
+
+def _sum_equations(targets: Sequence[Target], rows: Rows, found: dict[str, Mean]) -> Receive:
     """The normal equations of ``targets``."""
     before: list[LayerPages] = []
 
@@ -343,15 +359,17 @@ def _sum_equations(targets: Sequence[Target], split: str, found: dict[str, Mean]
             if target.index == index:
                 x = before[0]["k"] if target.side == "k" else torch.cat([before[0]["v"], inputs["k"]], dim=-1)
                 y = exact[target.side]
-                equations = NormalEquations.empty(x.shape[1], y.shape[1], x.device).update(x, y)
-                for name, total in equations.sums.items():
-                    found[f"sums.{target.side}.{split}.{name}"] = Mean(total, equations.count)
+                for split, slices in rows.items():
+                    mine = [torch.cat([pages[part] for part in slices]) for pages in (x, y)]
+                    equations = NormalEquations.empty(x.shape[1], y.shape[1], x.device).update(*mine)
+                    for name, total in equations.sums.items():
+                        found[f"sums.{target.side}.{split}.{name}"] = Mean(total, equations.count)
         before[:] = [inputs]
 
     return receive
 
 
-def _sum_errors(targets: Sequence[Target], split: str, found: dict[str, Mean]) -> Receive:
+def _sum_errors(targets: Sequence[Target], rows: Rows, found: dict[str, Mean]) -> Receive:
     """The squared errors of what is read back, in each way."""
 
     def receive(index: int, exact: LayerPages, read_back: Sequence[LayerPages]) -> None:
