@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,7 +42,7 @@ from kvcal.stages import feedback, profile
 from kvcal.stages.allocate import allocate
 from kvcal.stages.batches import Batch
 from kvcal.stages.divergence import LOCKSTEP, Room
-from kvcal.stages.predictors.stage import run_fit_predictors
+from kvcal.stages.predictors import stage
 from kvcal.stages.profile.observers import GradientPass
 from kvcal.stages.profile.record import ProfileSetup
 from kvcal.stages.reparam import run_reparam
@@ -181,15 +182,22 @@ class Bench:
             self.say("λ", label.removeprefix("reparam: "), 1, (seconds, measured[1]), self.forward_flops)
 
     def predictors(self) -> None:
-        """Of all layers; seconds of two numbers of sequences tell what a sequence adds, and what solving takes."""
+        """Of all layers, in shards of as many sequences as ``FULL_SEQUENCES`` have; seconds of two numbers of sequences
+        tell what a sequence adds, and what solving takes."""
         layers = layers_with(self.loaded, Format(2, "channel", 128), Format(2, "token", 128))
-        for count in self.given.predictor_sequences:
+        in_shard = FULL_SEQUENCES // stage.NUM_SHARDS
+        for at_once, count in product(self.given.predictor_batches, self.given.predictor_sequences):
             data = replace(self.data, sequences=self.data.sequences[:count], loss_masks=self.data.loss_masks[:count])
-            with tempfile.TemporaryDirectory() as folder:
-                given = ({}, data, PredictorSpec(drop=False, min_explained=-1e9), Workload(8, 32768), {})
+            given = (data, PredictorSpec(drop=False, min_explained=-1e9), Workload(8, 32768), {})
+            device, most_tokens = self.model.device.type, at_once * self.given.seq_len
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                patch.object(stage, "NUM_SHARDS", -(-count // in_shard)),
+                patch.dict(stage.BATCH_TOKENS, {device: most_tokens}),
+            ):
                 path = Path(folder) / "predictors.safetensors"
-                measured = timed(lambda: run_fit_predictors(self.loaded, layers, *given, path, Silent()))  # noqa: B023
-            self.say("predictors", f"{count} sequences", count, measured, self.forward_flops)
+                measured = timed(lambda: stage.run_fit_predictors(self.loaded, layers, {}, *given, path, Silent()))  # noqa: B023
+            self.say("predictors", f"{count} sequences, {at_once} at once", count, measured, self.forward_flops)
 
     def divergence(self) -> None:
         """Whole, then the first and the last group as if nothing were shared."""
@@ -239,17 +247,18 @@ def main() -> None:
     stages = ("gradients", "hessians", "divergence", "allocation", "reparam", "predictors")
     parser.add_argument("--stages", nargs="+", choices=stages, default=stages)
     parser.add_argument("--predictor-sequences", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--predictor-batches", type=int, nargs="+", default=[8], help="sequences at once")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     given.deadline = time.perf_counter() + given.seconds
     if given.shape == "8b":
         given.hidden, given.layers, given.heads, given.head_dim, given.vocab = 4096, 32, 32, 128, 128256
     bench = Bench(given)
-    for stage in given.stages:
+    for name in given.stages:
         try:
-            getattr(bench, stage)()
+            getattr(bench, name)()
         except torch.OutOfMemoryError as error:
-            print(f"{stage}: {error}", flush=True)
+            print(f"{name}: {error}", flush=True)
     print_table("Stages", list(bench.rows[0]), [list(row.values()) for row in bench.rows])
 
 

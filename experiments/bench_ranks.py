@@ -5,10 +5,10 @@
 
 and with a 70B's layers streamed from a checkpoint that is written first, where it is missing:
 
-    torchrun --nproc-per-node 2 experiments/bench_ranks.py --streamed /dev/shm/llama-70b --memory 16GB --layers 10
+    torchrun --nproc-per-node 2 experiments/bench_ranks.py --streamed /dev/shm/llama-70b --layers 11 --of-layers 80
 
 The sha256 of the profile and of its statistics is printed: none may depend on the number of ranks. Gradients are timed
-behind the first batch of every rank, the divergence as a whole.
+behind the first batches of every rank, the divergence as a whole.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from bench_streamed import SHAPE, open_model, wait, write_checkpoint
@@ -32,9 +33,12 @@ from kvcal.data.sequences import TokenDataset
 from kvcal.geometry import ModelIdentity
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel
+from kvcal.models.residence import Residence
+from kvcal.models.streamed import copy_threads
 from kvcal.progress import Silent
 from kvcal.quantities import parse_bytes
 from kvcal.recipe import CacheSpec, ProfileSpec
+from kvcal.stages import profile
 from kvcal.stages.profile import run_profile
 
 
@@ -49,7 +53,7 @@ class Timer(Silent):
         self.times.setdefault(label, []).append((done, time.perf_counter()))
 
 
-def model_of(given: argparse.Namespace, device: torch.device) -> PreTrainedModel:
+def model_of(given: argparse.Namespace, device: torch.device) -> tuple[PreTrainedModel, Residence | None]:
     if given.streamed is None:
         sizes = {"hidden_size": given.hidden, "intermediate_size": given.hidden * 7 // 2, "vocab_size": given.vocab}
         heads = {
@@ -59,7 +63,7 @@ def model_of(given: argparse.Namespace, device: torch.device) -> PreTrainedModel
         }
         config = LlamaConfig(**sizes, **heads, num_hidden_layers=given.layers, max_position_embeddings=131072)
         torch.manual_seed(0)
-        return random_model(config, device)
+        return random_model(config, device), None
 
     def written() -> distributed.Parcel:
         if not given.streamed.exists():
@@ -68,7 +72,7 @@ def model_of(given: argparse.Namespace, device: torch.device) -> PreTrainedModel
         return distributed.Parcel()
 
     distributed.from_first("checkpoint", written)
-    return open_model(given.streamed, parse_bytes(given.memory), given.seq_len, device)[0]
+    return open_model(given.streamed, parse_bytes(given.memory), given.seq_len, device)
 
 
 def parts(path: Path) -> dict[str, str]:
@@ -86,19 +90,25 @@ def main() -> None:
     parser.add_argument("--kl-samples", type=int, default=3, help="texts of the divergence; 0: none")
     parser.add_argument("--streamed", type=Path, help="folder of the checkpoint of a 70B's shape")
     parser.add_argument("--memory", default="24GB", help="of a GPU, where layers are streamed")
+    parser.add_argument("--of-layers", type=int, help="of the model whose inputs the host's memory is to hold")
     given = parser.parse_args()
     with distributed.joined(), tempfile.TemporaryDirectory() as out:
         name = distributed.device("cuda") if torch.cuda.is_available() else "cpu"
-        model = model_of(given, torch.device(name if name != "cuda" else "cuda:0"))
-        loaded = LoadedModel(model, None, ModelIdentity("random", "llama", "c", "w", "t"), geometry_of(model), "random")
+        model, residence = model_of(given, torch.device(name if name != "cuda" else "cuda:0"))
+        identity, geometry = ModelIdentity("random", "llama", "c", "w", "t"), geometry_of(model)
+        loaded = LoadedModel(model, None, identity, geometry, "random", residence)
         generator = torch.Generator().manual_seed(0)
         vocab, count = model.config.vocab_size, given.sequences
         tokens = tuple(torch.randint(3, vocab, (given.seq_len,), generator=generator) for _ in range(count))
         data = TokenDataset(tokens, tuple(torch.arange(given.seq_len) > 0 for _ in tokens), "f", "random tokens")
         timer, path = Timer(), Path(out) / "profile.safetensors"
-        start = time.perf_counter()
-        run_profile(loaded, data, ProfileSpec(kl_samples=given.kl_samples), CacheSpec(), {}, path, timer)
+        share = profile.INPUTS_SHARE * given.layers / (given.of_layers or given.layers)
+        spec, start = ProfileSpec(kl_samples=given.kl_samples), time.perf_counter()
+        with patch.object(profile, "INPUTS_SHARE", share):
+            at_once = profile.batches_at_once(loaded, profile.batch_tokens(loaded, given.seq_len))
+            run_profile(loaded, data, spec, CacheSpec(), {}, path, timer)
         figures = {"ranks": distributed.size(), "seconds": round(time.perf_counter() - start, 2)}
+        figures |= {"batches at once": at_once, "copy threads": copy_threads()}
         for label, steps in timer.times.items():
             figures[label] = [(done, round(at - start, 2)) for done, at in steps]
         figures["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()

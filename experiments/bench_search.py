@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--tokens", type=int, help="of a text, instead of the recipe's")
+    parser.add_argument("--changed", type=int, nargs="*", help="layers that plans change, instead of these three")
     given = parser.parse_args()
     num_layers = given.layers or LAYERS[given.shape]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -114,7 +115,7 @@ def main() -> None:
         measure("warm-up", [background, uniform(job, 6, 4)])
         measure("whole plans", [uniform(job, number, number) for number in range(LOCKSTEP)])
         most = singles_of(2 * LAYERS[given.shape])
-        for layer in (0, num_layers // 2, num_layers - 1):
+        for layer in given.changed if given.changed is not None else (0, num_layers // 2, num_layers - 1):
             measure(f"changes of layer {layer}", changes(job, background, layer, most))
 
 

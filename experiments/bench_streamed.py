@@ -159,9 +159,12 @@ class Timer(Silent):
             self.times.append((done, time.perf_counter()))
 
 
-def measure(model: PreTrainedModel, num_sequences: int, seq_len: int) -> tuple[bytes, dict[str, Any]]:
+def measure(
+    model: PreTrainedModel, residence: Residence, num_sequences: int, seq_len: int
+) -> tuple[bytes, dict[str, Any]]:
     """The profile's bytes; seconds and memory of its gradients."""
-    loaded = LoadedModel(model, None, ModelIdentity("70b", "llama", "c", "w", "t"), geometry_of(model), "70b")
+    identity = ModelIdentity("70b", "llama", "c", "w", "t")
+    loaded = LoadedModel(model, None, identity, geometry_of(model), "70b", residence)
     generator = torch.Generator().manual_seed(0)
     tokens = tuple(
         torch.randint(3, model.config.vocab_size, (seq_len,), generator=generator) for _ in range(num_sequences)
@@ -233,14 +236,14 @@ def main() -> None:
                 )
         if not given.sequences:
             return
-        bytes_streamed, figures = measure(model, given.sequences, given.seq_len)
+        bytes_streamed, figures = measure(model, residence, given.sequences, given.seq_len)
         scale = FULL_SEQUENCES / given.sequences / given.layers
         show("streamed", **figures, seconds_a_layer_of_all_sequences=figures["seconds"] * scale)
         del model
         gc.collect()
         torch.cuda.empty_cache()
-        model, _ = open_model(given.folder, 1 << 40, given.seq_len, device)
-        bytes_whole, whole = measure(model, given.sequences, given.seq_len)
+        model, residence = open_model(given.folder, 1 << 40, given.seq_len, device)
+        bytes_whole, whole = measure(model, residence, given.sequences, given.seq_len)
         show("on the device", **whole, seconds_a_layer_of_all_sequences=whole["seconds"] * scale)
         show("compared", same_bytes=bytes_streamed == bytes_whole, waiting=1 - whole["seconds"] / figures["seconds"])
     finally:
