@@ -37,7 +37,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import safetensors
 
-from kvcal.errors import ArtifactError, KvcalError
+from kvcal.errors import ArtifactError, KvcalError, UsageError
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.stored_tensor import DTYPES, ITEM_BYTES, NAMES, StoredTensor, StoredTensors, stored
 
@@ -54,6 +54,19 @@ def require_file(path: str | Path, error: type[KvcalError]) -> None:
     if not stat.S_ISREG(mode):
         kind = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
         raise error(f"{path} is {kind}; expected a regular file", "check the path")
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that a user names. UsageError where the system refuses, or it is not UTF-8."""
+    require_file(path, UsageError)
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as refused:
+        raise UsageError(f"cannot read {path}: {refused.strerror}", "check the path") from None
+    except UnicodeDecodeError as wrong:
+        raise UsageError(
+            f"{path} is no text in UTF-8: {wrong.reason} at byte {wrong.start}", "save it in UTF-8"
+        ) from None
 
 
 METADATA_KEY = "kvcal"
@@ -236,7 +249,8 @@ def read(path: str | Path, kind: str, schema: int) -> Artifact:
         _require_digest(path, "its content", _digests(head, tensors), stated)
         _check_finite(tensors, str(path))
     except ArtifactError as refused:
-        refused.hint = make_again(kind) if refused.hint == _MAKE_AGAIN else refused.hint
+        if refused.hint and refused.hint.endswith(_MAKE_AGAIN):
+            refused.hint = refused.hint.replace(_MAKE_AGAIN, make_again(kind))
         refused.at(path)
         raise
     return Artifact(head["kind"], head["schema"], head["inputs"], head["body"], StoredTensors(tensors))
@@ -317,7 +331,8 @@ def opened(path: str | Path, kind: str, schema: int) -> Iterator[tuple[dict[str,
                 tensors[name] = UnreadTensor(path, file.fileno(), name, like, start, each[name])
             yield head["body"], tensors
     except ArtifactError as refused:
-        refused.hint = make_again(kind) if refused.hint == _MAKE_AGAIN else refused.hint
+        if refused.hint and refused.hint.endswith(_MAKE_AGAIN):
+            refused.hint = refused.hint.replace(_MAKE_AGAIN, make_again(kind))
         refused.at(path)
         raise
 
@@ -329,7 +344,8 @@ def _container(path: Path, size: int) -> Iterator[None]:
         yield
     except (safetensors.SafetensorError, ValueError) as error:
         raise ArtifactError(
-            f"{path} is truncated or is not a safetensors file ({size} bytes): {error}", hint=_MAKE_AGAIN
+            f"{path} is truncated or is not a safetensors file ({size} bytes): {error}",
+            hint=f"check the path; if it is the right one, {_MAKE_AGAIN}",
         ) from error
 
 

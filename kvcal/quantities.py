@@ -33,6 +33,7 @@ UNITS = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
+EXAMPLES = "for example 24GB (10^9 bytes each), 1.5GiB (2^30 bytes each) or 123456"
 _QUANTITY = re.compile(r"([0-9]{1,40})(\.[0-9]{1,18})? ?([A-Za-z]*)")
 
 
@@ -46,7 +47,8 @@ def parse_bytes(text: str) -> int:
         raise _refusal(text, "not a positive decimal number with an optional unit")
     whole, fraction, unit = match.group(1), match.group(2) or "", match.group(3) or "B"
     if unit not in UNITS:
-        raise _refusal(text, f"unknown unit '{unit}'")
+        alike = [f"{whole}{fraction}{other}" for other in UNITS if other.lower() == unit.lower()]
+        raise _refusal(text, f"unknown unit '{unit}'", f"did you mean {alike[0]}?" if alike else EXAMPLES)
     if unit == "B" and fraction:
         raise _refusal(text, "a fraction of a byte")
     nbytes = int(Fraction(whole + fraction) * UNITS[unit])
@@ -82,9 +84,9 @@ def format_bytes(nbytes: int) -> str:
     return f"{terabytes:.4g} TB" if abs(terabytes) < 1000 else f"{terabytes:.0f} TB"
 
 
-def _refusal(text: str, reason: str) -> UsageError:
+def _refusal(text: str, reason: str, hint: str = EXAMPLES) -> UsageError:
     return UsageError(
         f"cannot read '{text}' as a number of bytes: {reason}; allowed: a positive number, then one of "
         f"{', '.join(UNITS)} or nothing (bytes)",
-        hint="for example 24GB (10^9 bytes each), 1.5GiB (2^30 bytes each) or 123456",
+        hint,
     )

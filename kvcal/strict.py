@@ -111,13 +111,15 @@ def findings(found: ValidationError, record: Any = None, at_most: int = 3) -> st
 
 
 def _suggestion(found: ValidationError, record: Any) -> str | None:
-    """``did_you_mean`` of the first unknown key or word that is like an allowed one."""
+    """``did_you_mean`` of the first unknown key or word that is like an allowed one; or how a list is written."""
     for item in found.errors(include_url=False):
         hint = None
         if item["type"] == "unexpected_keyword_argument":
             hint = did_you_mean(str(item["loc"][-1]), _keys_beside(record, item["loc"]))
         elif item["type"] == "literal_error" and isinstance(item["input"], str):
             hint = did_you_mean(item["input"], re.findall("'([^']*)'", item["ctx"]["expected"]))
+        elif item["type"] == "tuple_type":
+            hint = """a list is written [2, 4] or ["a", "b"]; a shell needs it in single quotes"""
         if hint is not None:
             return hint
     return None

@@ -317,16 +317,12 @@ def pack_prefix(
 def _prompt_text(prompt: str | None, prompt_file: Path | None = None) -> str:
     """The prompt that a command was given, by itself or in a file; - reads stdin. UsageError for none or both, and for
     what is not UTF-8."""
-    from kvcal.artifact import require_file
+    from kvcal.artifact import read_text
 
     if (prompt is None) == (prompt_file is None):
         raise UsageError("expected exactly one of --prompt and --prompt-file")
     if prompt_file is not None:
-        require_file(prompt_file, UsageError)
-        try:
-            return prompt_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as refused:
-            raise UsageError(f"--prompt-file {prompt_file}: cannot be read: {refused}") from None
+        return read_text(prompt_file)
     assert prompt is not None
     try:
         text = sys.stdin.read() if prompt == "-" else prompt

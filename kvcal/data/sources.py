@@ -233,9 +233,11 @@ def _items(records: Iterator[dict[str, Any]], source: str, columns: tuple[str, .
             case [str() as prompt, str() as completion]:
                 yield pool_of([prompt, completion]), Record(prompt + "\n", completion)
             case _:
-                found = ", ".join(f"{n}: {type(v).__name__}" for n, v in zip(columns, values, strict=True))
+                kinds = zip(columns, values, strict=True)
+                found = " and ".join(f"column {name!r} holds {type(value).__name__}" for name, value in kinds)
                 raise UsageError(
-                    f"source = {source}, record {index}: {found}", hint="a column must hold text, or a list of messages"
+                    f"source = {source}, record {index}: {found}; expected text, or a list of messages",
+                    hint="name other columns, such as FILE,columns=prompt+reply",
                 )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kvcal.artifact import require_file
+from kvcal.artifact import read_text
 from kvcal.errors import UsageError
 from kvcal.exports.export import CODES, GROUPS, HEADS, Bits, Export, planned_bits
 from kvcal.geometry import AttentionGeometry, Geometry
@@ -135,11 +135,7 @@ def _heads(path: Path, index: int, content: Any) -> dict[int | None, tuple[Any, 
 
 def _content(path: Path) -> dict[int, Any]:
     """The nested keys and numbers of a file: "key:" opens a mapping, "key: number" is an entry of one."""
-    require_file(path, UsageError)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as refused:
-        raise UsageError(f"{path}: cannot be read: {refused}") from None
+    lines = read_text(path).splitlines()
     opened: list[tuple[int, dict[Any, Any]]] = [(-1, {})]  # the mappings around a line, and their keys' indentation
     for number, line in enumerate(lines, 1):
         line = line.partition("#")[0].rstrip()

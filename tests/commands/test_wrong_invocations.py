@@ -168,7 +168,7 @@ RECIPES: list[tuple[str, str, str]] = [  # old, new, what the error says
     ("num_samples = 2\n", "num_samples = 1_000_000_000_000\n", "num_samples = 1000000000000"),
     ("seq_len = 256\n", "seq_len = nan\n", "data.seq_len = nan: Input should be a valid integer"),
     ("seq_len = 256\n", "seq_len = 1979-05-27\n", "data.seq_len = '1979-05-27': Input should be a valid integer"),
-    ("num_bits = [2, 4]", "num_bits = 2", "profile.num_bits = 2: Input should be a valid array"),
+    ("num_bits = [2, 4]", "num_bits = 2", "Input should be a valid array hint: a list is written [2, 4]"),
     ("kl_samples = 1", "kl_samples = -1", "profile.kl_samples = -1"),
     ("kl_tokens = 256", "kl_tokens = 129", "profile.kl_tokens = 129: the sinks and windows of [cache]"),
     ("num_sink_tokens = 2", "num_sink_tokens = -1", "cache.num_sink_tokens = -1: Input should be greater"),
@@ -284,7 +284,7 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     ("export {plan} --to kvtuner", 2, "Missing option '--output'"),
     ("import-kvtuner {tmp}/fifo --model {model} --out {tmp}/i", 2, "{tmp}/fifo is a pipe"),
     ("import-kvtuner {tmp}/none --model {model} --out {tmp}/i", 2, "No such file"),
-    ("import-kvtuner {tmp}/bin --model {model} --out {tmp}/i", 2, "{tmp}/bin: cannot be read"),
+    ("import-kvtuner {tmp}/bin --model {model} --out {tmp}/i", 2, "{tmp}/bin is no text in UTF-8"),
     ("import-kvtuner {tmp}/x.csv --model {model} --out {tmp}/i --group-size 48", 2, "group_size = 48"),
     ("import-kvtuner {tmp}/x.csv --model {model} --out {tmp}/i", 2, "line 1: 'a,b' is no new layer"),
     # generate, pack-prefix
@@ -305,8 +305,8 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     (PACK, 2, "expected exactly one of --prompt and --prompt-file"),
     (PACK + "--prompt-file {tmp}/fifo", 2, "is a pipe"),
     (PACK + "--prompt-file {tmp}", 2, "is a folder"),
-    (PACK + "--prompt-file {tmp}/bin", 2, "cannot be read"),
-    (PACK + "--prompt-file {tmp}/none", 2, "cannot be read"),
+    (PACK + "--prompt-file {tmp}/bin", 2, "{tmp}/bin is no text in UTF-8"),
+    (PACK + "--prompt-file {tmp}/none", 2, "cannot read {tmp}/none: No such file"),
     (PACK + "--prompt \udcff", 2, "--prompt is not UTF-8"),
     ((*PACK.split(), "--prompt", "3 x 4 " * 3000), 2, "prompt tokens exceed the model's context of 1024"),
     # evaluate

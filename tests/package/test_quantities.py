@@ -39,7 +39,8 @@ def test_anything_else_is_refused_with_the_allowed_set(text):
         parse_bytes(text)
     assert text in caught.value.message
     assert all(unit in caught.value.message for unit in UNITS)
-    assert "1.5GiB" in caught.value.hint
+    meant = {"24gb": "24GB", "24Gb": "24GB", "24Gib": "24GiB", "24  GB": None}.get(text)
+    assert (f"did you mean {meant}?" if meant else "1.5GiB") in caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -393,7 +393,10 @@ def test_the_command(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None
         refused = run_kvcal(*command, *wrong)
         assert refused.code == 2 and "exactly one of --prompt" in refused.err
     refused = run_kvcal(*command, "--prompt-file", tmp_path / "none.txt")
-    assert refused.code == 2 and "cannot be read" in refused.err
+    assert (
+        refused.code == 2
+        and f"cannot read {tmp_path / 'none.txt'}: No such file or directory\nhint: check the path" in refused.err
+    )
 
 
 def test_feeding_on_after_loading(tmp_path: Path) -> None:
