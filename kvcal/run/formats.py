@@ -34,6 +34,7 @@ from kvcal.progress import SILENT, Reporter
 from kvcal.quantities import format_bytes
 from kvcal.recipe import AllocateSpec, Recipe, TuneSpec
 from kvcal.recipe_files import load_recipe
+from kvcal.run.feasible import reserved_for
 from kvcal.run.transform import reparam_data, short_data
 from kvcal.stages import allocate as allocation_stage
 from kvcal.stages import profile as profile_stage
@@ -109,11 +110,7 @@ def allocate_folder(
     progressive = None if recipe is None else recipe.progressive
     provenance = {"recipe": None} if recipe is None else provenance_of(recipe)
     if recipe is not None:
-        is_counted = spec.budget is not None and spec.workspace == "auto"
-        workload = Workload(spec.batch, spec.context) if is_counted else None
-        reserved = allocation_stage.reserved_bytes(
-            profile.geometry, profile.cache, recipe.reparam, recipe.predictors, workload, recipe.feedback
-        )
+        reserved = reserved_for(recipe, spec, profile.geometry, profile.cache)
     inputs = {
         **identity_inputs(profile.setup.identity),
         **flat_records(allocate=spec, cache=profile.cache, progressive=progressive),

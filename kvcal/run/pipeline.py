@@ -25,6 +25,7 @@ from kvcal.progress import SILENT, Reporter
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
 from kvcal.run.expected import expected_phases
+from kvcal.run.feasible import require_feasible
 from kvcal.run.formats import allocate_recipe, fix_folder, formats_plan, profile_folder, search_folder, tune_folder
 from kvcal.run.transform import Transforms, feedback_folder, fit_predictors_folder, reparam_folder
 from kvcal.stages import allocate as allocation_stage
@@ -98,10 +99,12 @@ def build_plan(
     if workload is not None and recipe.allocate is not None:
         spec = replace(recipe.allocate, batch=workload.batch, context=workload.context)
         recipe = replace(recipe, allocate=spec)
+    job = Job(recipe, loaded, folder, reporter, workload or DEFAULT_WORKLOAD)
+    if recipe.allocate is not None and recipe.search is None:
+        require_feasible(job)
     seq_len = min(recipe.data.seq_len, max_context(loaded) or recipe.data.seq_len)
     one_sample = DataSpec("math", num_samples=1, seq_len=seq_len)
     warn_of_biases(loaded, lambda: sequences(one_sample, loaded).sequences[0], reporter)
-    job = Job(recipe, loaded, folder, reporter, workload or DEFAULT_WORKLOAD)
     reporter.expect(expected_phases(job, evaluates))
     run_stages(job)
     return compile_folder(folder, reporter=reporter, recipe=recipe)

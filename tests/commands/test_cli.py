@@ -132,6 +132,25 @@ def test_infeasible_budget_names_the_smallest(finished: Run, tmp_path: Path) -> 
     assert run_kvcal("allocate", copy, "--kv-budget", smallest - 1, "--batch", 2, "--context", 512).code == 3
 
 
+def test_an_infeasible_budget_is_refused_before_anything_is_measured(finished: Run, tmp_path: Path) -> None:
+    """With the allocate stage's own words; heads with bits of their own, and an engine's padding, too."""
+    model, recipe, out = finished
+    copy = shutil.copytree(out, tmp_path / "out")
+    for options in (
+        ["--kv-budget", "20KB"],
+        ["--budget", "1MB"],
+        ["--bits", "4", "--for-engine", "vllm", "--set", "cache.num_sink_tokens=0"],
+        ["--bits", "4", "--set", "allocate.granularity=head", "--set", "allocate.objective=sensitivity"],
+    ):
+        early = run_kvcal("run", recipe, "--model", model, "--out", tmp_path / "new", *options)
+        assert early.code == 3 and not any((tmp_path / "new").iterdir())
+        shutil.rmtree(copy)
+        shutil.copytree(out, copy)
+        if "cache" not in str(options):
+            late = run_kvcal("allocate", copy, *options, "--batch", 2, "--context", 512)
+            assert late.err.splitlines()[-2:] == early.err.splitlines()[-2:]
+
+
 def test_infeasible_bits_name_the_smallest(finished: Run, tmp_path: Path) -> None:
     copy = shutil.copytree(finished[2], tmp_path / "out")
     done = run_kvcal("allocate", copy, "--bits", 2, "--batch", 1, "--context", 4096)

@@ -47,7 +47,7 @@ def test_command_measures_every_recipe(finished: Finished) -> None:
         assert entry.calibration.seconds is not None and entry.calibration.seconds >= 0
         assert (entry.accuracy_recovered is None) == (entries["small @ 5"].accuracy_recovered is None)
     for bits in (1, 4, 5):
-        assert (out / "plans" / f"small@{bits}" / "profile.safetensors").exists()
+        assert (out / "plans" / f"small@{bits}" / "profile.safetensors").exists() == (bits > 1)  # nothing fits 1 bit
     profiles = {entries[f"small @ {bits}"].calibration.stages[0] for bits in (4, 5)}
     assert len(profiles) == 1
 

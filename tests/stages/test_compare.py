@@ -157,12 +157,20 @@ def test_plans_of_one_recipe_share_a_profile(tmp_path: Path, small_recipes: tupl
             made.append(folder.path.name)
         return build(loaded, folder, recipe, workload, reporter)
 
+    def refusing_one_bit(
+        loaded: LoadedModel, folder: Folder, recipe: Recipe, workload: Workload, reporter: Reporter
+    ) -> Plan:
+        """Before anything is measured."""
+        has_one = recipe.allocate is not None and recipe.allocate.bits == 1
+        return (build if has_one else profiling)(loaded, folder, recipe, workload, reporter)
+
     entries = by_name(run(tmp_path, small_recipes, [3, 4], builder=profiling))
     assert made == ["small@3"]
     stages = [{stage.file: stage for stage in entries[f"small @ {b}"].calibration.stages} for b in (3, 4)]
     assert stages[0]["profile.safetensors"] == stages[1]["profile.safetensors"]
     assert all(entry.calibration.seconds is not None for entry in entries.values())
     run(tmp_path, small_recipes, [2], builder=profiling)  # a budget added later, before the others
+    run(tmp_path, small_recipes, [1, 2.5], builder=refusing_one_bit)
     assert made == ["small@3"]
     version = 2.0
     run(tmp_path, small_recipes, [3, 4], builder=profiling)

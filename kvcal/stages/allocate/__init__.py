@@ -20,7 +20,7 @@ from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, UNIFORM, Format, Side
 from kvcal.plan.plan import Plan, Workload
 from kvcal.recipe import AllocateSpec
-from kvcal.stages.allocate.budget import ModelSizes, infeasible, reserved_bytes, resolve_budget, workload_of
+from kvcal.stages.allocate.budget import Budget, ModelSizes, infeasible, reserved_bytes, resolve_budget, workload_of
 from kvcal.stages.allocate.record import (
     KIND,
     SCHEMA,
@@ -41,7 +41,7 @@ from kvcal.stages.profile.record import Profile
 
 __all__ = [
     "KIND", "SCHEMA", "Allocation", "Problem", "Split", "allocate", "fixed_allocation", "important_allocation", "load",
-    "made_progressive", "option_name", "pareto", "reserved_bytes", "save", "unbudgeted",
+    "made_progressive", "option_name", "pareto", "require_feasible", "reserved_bytes", "save", "unbudgeted",
 ]  # fmt: skip
 
 
@@ -54,34 +54,55 @@ def allocate(profile: Profile, spec: AllocateSpec, provenance: dict[str, Any], r
         UnsupportedModel: no layer of the model has pages.
     """
     problem = Problem(profile, spec)
+    room = _room(problem, profile, spec, reserved)
+    smallest = problem.nbytes(problem.smallest)
+    # Beyond the largest options' bytes nothing is left to spend a capacity on.
+    most = problem.nbytes(problem.largest)
+    setup, cache_dtype, workload = profile.setup, profile.geometry.cache_dtype, problem.workload
+    beside = room.beside
+    while True:  # what lies beside the pages follows from the choice
+        solution = solve(problem.units, max(smallest, min(room.capacity - beside, most)))
+        beside = _beside_pages(problem, spec, setup.identity, solution.choice)
+        if solution.nbytes + beside <= room.capacity:
+            break
+    layers = problem.layers_of(solution.choice)
+    split = room.budget.split(room.fixed, layer_bytes(layers, cache_dtype, workload)[1], reserved, beside)
+    assert split.paged == solution.nbytes, "the solver's bytes are not the plan's"
+    proven = solution.loss, solution.bound, solution.gap, solution.proof
+    return Allocation(setup.identity, cache_dtype, layers, workload, provenance, split, *proven)
+
+
+def require_feasible(profile: Profile, spec: AllocateSpec, reserved: int = 0) -> None:
+    """What ``allocate`` raises whatever was measured: the bytes of formats follow from ``profile.setup``."""
+    _room(Problem(profile, spec), profile, spec, reserved)
+
+
+class _Room(NamedTuple):
+    """A budget, what the choice does not change of it (``fixed``), what is left for pages (``capacity``), and what an
+    engine takes beside the smallest ones."""
+
+    budget: Budget
+    fixed: int
+    capacity: int
+    beside: int
+
+
+def _room(problem: Problem, profile: Profile, spec: AllocateSpec, reserved: int) -> _Room:
+    """Raises as ``allocate``."""
     if not problem.units:
         raise UnsupportedModel(
             "there is nothing to allocate: every layer of the model is a sliding window, kept at 16 bits, or a state",
             hint="a recipe with [formats], such as kivi-2, compiles a plan without choices",
         )
-    setup, cache_dtype, workload = profile.setup, profile.geometry.cache_dtype, problem.workload
-    layers = problem.layers_of(problem.largest)
-    fixed, _ = layer_bytes(layers, cache_dtype, workload)
-    sizes = ModelSizes(setup.geometry, setup.weight_bytes, setup.vocab_size)
-    budget = resolve_budget(sizes, spec, layers, fixed)
-    capacity = budget.cache - fixed - reserved
-    smallest = problem.nbytes(problem.smallest)
-    # Beyond the largest options' bytes nothing is left to spend a capacity on.
-    most = problem.nbytes(problem.largest)
+    setup, layers = profile.setup, problem.layers_of(problem.largest)
+    fixed, _ = layer_bytes(layers, profile.geometry.cache_dtype, problem.workload)
+    budget = resolve_budget(ModelSizes(setup.geometry, setup.weight_bytes, setup.vocab_size), spec, layers, fixed)
+    capacity, smallest = budget.cache - fixed - reserved, problem.nbytes(problem.smallest)
     beside = _beside_pages(problem, spec, setup.identity, problem.smallest)
     if capacity < smallest + beside:
-        bits = 8 * (smallest + reserved + beside) / num_values(layers, workload)
+        bits = 8 * (smallest + reserved + beside) / num_values(layers, problem.workload)
         raise infeasible(spec, budget, budget.total - capacity + smallest + beside, bits, reserved)
-    while True:  # what lies beside the pages follows from the choice
-        solution = solve(problem.units, max(smallest, min(capacity - beside, most)))
-        beside = _beside_pages(problem, spec, setup.identity, solution.choice)
-        if solution.nbytes + beside <= capacity:
-            break
-    layers = problem.layers_of(solution.choice)
-    split = budget.split(fixed, layer_bytes(layers, cache_dtype, workload)[1], reserved, beside)
-    assert split.paged == solution.nbytes, "the solver's bytes are not the plan's"
-    proven = solution.loss, solution.bound, solution.gap, solution.proof
-    return Allocation(setup.identity, cache_dtype, layers, workload, provenance, split, *proven)
+    return _Room(budget, fixed, capacity, beside)
 
 
 def _beside_pages(problem: Problem, spec: AllocateSpec, model: ModelIdentity, choice: Sequence[int]) -> int:

@@ -140,10 +140,11 @@ class _Job:
         if point.bits is None:
             return
         source = self.built[point.recipe.name].profile if point.recipe.name in self.built else None
-        if source is None and not folder.profile.exists():
+        if source is None or not source.exists():  # a budget that nothing fits is refused without a profile
             stem = point.folder.rpartition("@")[0]
-            source = min(folder.path.parent.glob(f"{stem}@*/{folder.profile.name}"), default=None)
-        if source is not None and source.exists():
+            found = [] if folder.profile.exists() else folder.path.parent.glob(f"{stem}@*/{folder.profile.name}")
+            source = min(found, default=None)
+        if source is not None:
             content = source.read_bytes()
             if not folder.profile.exists() or folder.profile.read_bytes() != content:
                 write_bytes_atomic(folder.profile, content)
