@@ -117,7 +117,9 @@ def _remarks(
         lines.append(f"note: the model has {facts.max_positions} positions, fewer than the context")
     if memory is None:
         return lines
-    plan = f"kvcal plan {model} --budget {memory} --batch {workload.batch} --context {workload.context}"
+    plan = options.command_line(
+        "plan", model, "--budget", memory, "--batch", workload.batch, "--context", workload.context
+    )
     if fitting is None:
         lines.append("nothing fits, 2 bits included: lower --batch or --context")
     elif fitting.recipe == "16-bit":

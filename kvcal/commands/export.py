@@ -133,4 +133,4 @@ def import_kvtuner(
     )
     allocation_stage.save(made, inputs, folder.allocation)
     given.show(dump(made), tables.layer_table(made.layers, made.cache_dtype, made.workload))
-    reporter.say(f"allocation: {folder.allocation}\nnext: kvcal compile {folder.path}")
+    reporter.say(f"allocation: {folder.allocation}\nnext: {options.command_line('compile', folder.path)}")

@@ -4,6 +4,7 @@ turns into options. And what they do: change a recipe, load a model, show a resu
 from __future__ import annotations
 
 import inspect
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, is_dataclass
@@ -320,6 +321,11 @@ class ServeOptions:
                 )
         knobs = {"search.serve": self.serve, "search.step_times": self.step_times}
         return {name: value for name, value in knobs.items() if value is not None}
+
+
+def command_line(*words: object) -> str:
+    """A command of kvcal, as a shell takes it: also with spaces in a path."""
+    return shlex.join(["kvcal", *map(str, words)])
 
 
 def is_model(text: str) -> bool:

@@ -114,7 +114,8 @@ def plan(
     layers = tables.layer_table(made.layers, made.cache_dtype, made.workload)
     picture = heat_map(made.layers)
     given.show(value, layers, picture, tables.budget_table(allocation), gain_table(gain, made.workload))
-    reporter.say(f"plan: {path}\nreport: {folder.report}\nnext: kvcal eval {path} --model {model} --out {folder.path}")
+    following = options.command_line("eval", path, "--model", model, "--out", folder.path)
+    reporter.say(f"plan: {path}\nreport: {folder.report}\nnext: {following}")
 
 
 def budget_name(spec: AllocateSpec) -> str:

@@ -108,10 +108,8 @@ def capacity(
             "beside few full-attention layers cost more than a plan saves"
         )
     if memory is not None:
-        given.reporter().say(
-            f"note: {overhead} of overhead is assumed; `kvcal serve-args {plan} --engine {engine} "
-            f"--kv-memory {nbytes}` fixes the memory"
-        )
+        fixed = options.command_line("serve-args", plan, "--engine", engine, "--kv-memory", nbytes)
+        given.reporter().say(f"note: {overhead} of overhead is assumed; `{fixed}` fixes the memory")
 
 
 @options.spread
@@ -162,6 +160,8 @@ def serve_args(
             words += ["--max-total-tokens", str(found.num_blocks * 128)]
     words += [NO_PREFIXES[engine]] if unquantized_copies(loaded) else []
     given.show({"engine": engine, "arguments": words}, shlex.join(words))
+    if model is None and "/" not in name:
+        given.reporter().say(f"note: {name!r} is no hub id: --model names the model as {engine} finds it")
 
 
 def _capacity(

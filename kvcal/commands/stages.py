@@ -130,7 +130,7 @@ def allocate(
     if before is not None and before != paths.allocation.read_bytes():
         reporter.say("note: the allocation that was here is replaced; --name NAME keeps several side by side")
     if name is not None:
-        reporter.say(f"allocation: {paths.allocation}\nnext: kvcal compile {paths.path}")
+        reporter.say(f"allocation: {paths.allocation}\nnext: {options.command_line('compile', paths.path)}")
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -328,8 +329,9 @@ def test_capacity_tells_rings_that_are_larger_than_the_pages_of_a_block(
 
 def test_serve_args_are_one_command_line(model: Path, plan_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(plan_path.parent)
-    words = shlex.split(ran_well("serve-args", plan_path.name).out)
-    assert words[:3] == ["vllm", "serve", "meta-llama/Llama-3.1-8B"]
+    done = ran_well("serve-args", plan_path.name)
+    words = shlex.split(done.out)
+    assert not done.err and words[:3] == ["vllm", "serve", "meta-llama/Llama-3.1-8B"]
     given = dict(zip(words[3::2], words[4::2], strict=True))
     assert json.loads(given.pop("--additional-config")) == {"kvcal_plan": str(plan_path)}
     assert given == {"--attention-backend": "KVCAL", "--block-size": "128"}
@@ -338,6 +340,14 @@ def test_serve_args_are_one_command_line(model: Path, plan_path: Path, monkeypat
     assert value["arguments"][2] == str(model) and value["arguments"][-6:] == [
         "--tensor-parallel-size", "2", "--max-model-len", "4096", "--kv-cache-memory-bytes", "1000000000",
     ]  # fmt: skip
+
+
+def test_a_plan_of_a_local_folder_names_no_model_that_an_engine_finds(tmp_path: Path, plan_path: Path) -> None:
+    plan = load_plan(plan_path)
+    save_plan(replace(plan, model=replace(plan.model, id="folder")), tmp_path / "plan")
+    done = ran_well("serve-args", tmp_path / "plan")
+    assert "'folder' is no hub id: --model names the model as vllm finds it" in done.err
+    assert not ran_well("serve-args", tmp_path / "plan", "--model", tmp_path).err
 
 
 @pytest.mark.parametrize(
