@@ -36,16 +36,16 @@ class DraftCase(Case):
         self.held = held
         self.decoded: dict[tuple[Side, int, int], Tensor] = {}
         super().__init__(variant, tuple(length + tokens - 1 for length in held), heads, seed)
-        self.place = self.place._replace(lengths=torch.tensor(held, dtype=torch.int32, device="cuda"))
+        self.place = self.place._replace(lengths=torch.tensor(held, dtype=torch.int32, device=self.device))
         shape = (len(held), tokens, heads * variant.group_heads, variant.head_dim)
-        generator = torch.Generator("cuda").manual_seed(seed)
-        self.q = torch.randn(shape, device="cuda", generator=generator).bfloat16().float()
+        generator = torch.Generator(self.device).manual_seed(seed)
+        self.q = torch.randn(shape, device=self.device, generator=generator).bfloat16().float()
         for side, memory in self.stores.items():
             size = variant.format(side).ring_tokens + variant.lookahead
             x = self.dense[side]
             ring = x.new_full((*memory.ring.shape[:2], size, variant.head_dim), math.nan)
             for row, length in enumerate(held):
-                recent = torch.arange(max(0, length + tokens - size), length + tokens, device="cuda")
+                recent = torch.arange(max(0, length + tokens - size), length + tokens, device=self.device)
                 ring[row, :, recent % size] = x[row, :, recent]
             self.stores[side] = memory._replace(ring=ring)
 
@@ -57,12 +57,14 @@ class DraftCase(Case):
         from kvcal.kernels.decode import workspace_bytes
 
         shape = (self.heads, self.variant.group_queries, self.variant.head_dim)
-        return torch.zeros(workspace_bytes(len(self.held), *shape, self.q.device), dtype=torch.uint8, device="cuda")
+        return torch.zeros(
+            workspace_bytes(len(self.held), *shape, self.q.device), dtype=torch.uint8, device=self.device
+        )
 
     def expected(
         self, scale: float, softcap: float = 0.0, s_aux: Tensor | None = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        found = torch.zeros(self.q.shape, dtype=torch.float64, device="cuda")
+        found = torch.zeros(self.q.shape, dtype=torch.float64, device=self.device)
         for row, length in enumerate(self.held):
             for number in range(self.variant.query_tokens):
                 k, v = (self._seen(side, row, length + number) for side in SIDES)

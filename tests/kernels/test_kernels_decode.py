@@ -114,6 +114,8 @@ class Case:
     as they are read back. ``seed`` of the tokens; pages lie one behind the other unless they are ``scattered``.
     ``alike``: channels, for the query, too; one token of a page has the largest code in all, another the smallest."""
 
+    device = "cuda"
+
     def __init__(
         self,
         variant: Variant,
@@ -125,14 +127,14 @@ class Case:
         alike: bool = False,
     ) -> None:
         self.variant, self.heads = variant, heads
-        generator = torch.Generator("cuda").manual_seed(seed)
+        generator = torch.Generator(self.device).manual_seed(seed)
         batch, dim, most = len(lengths), variant.head_dim, max(lengths) + 1
         dtype = CACHE_DTYPES[variant.cache_dtype]
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, device="cuda", generator=generator)
+            return torch.randn(*shape, device=self.device, generator=generator)
 
-        self.signs = {side: random_signs(dim, seed).cuda() for seed, side in enumerate(SIDES)}
+        self.signs = {side: random_signs(dim, seed).to(self.device) for seed, side in enumerate(SIDES)}
         self.rescale = normal(heads, dim).exp() if variant.rescale else normal(0)
         self.offset = normal(heads, dim) if variant.offset else normal(0)
         k, v = normal(batch, heads, most, dim), normal(batch, heads, most, dim)
@@ -151,8 +153,9 @@ class Case:
         num_pages = most // PAGE_TOKENS + 1
         slots = torch.randperm(batch * num_pages) if scattered else torch.arange(batch * num_pages)
         self.place = Place(
-            torch.tensor(lengths, dtype=torch.int32, device="cuda"), slots.view(batch, num_pages).int().cuda(),
-            *(read_at(variant.format(side), 40).cuda() for side in SIDES),
+            torch.tensor(lengths, dtype=torch.int32, device=self.device),
+            slots.view(batch, num_pages).int().to(self.device),
+            *(read_at(variant.format(side), 40).to(self.device) for side in SIDES),
         )  # fmt: skip
         self.spare = 2 if scattered else 0
         self.stores = {side: self._store(side, lengths) for side in SIDES}
@@ -174,7 +177,7 @@ class Case:
         sinks = x.new_full((batch, all_heads, fmt.num_sink_tokens, dim), math.nan)[:, own]
         ring = x.new_full((batch, all_heads, fmt.ring_tokens, dim), math.nan)[:, own]
         shape = (table.numel(), all_heads, layout.record_bytes)
-        pages = torch.full(shape, 255, dtype=torch.uint8, device="cuda")[:, own]
+        pages = torch.full(shape, 255, dtype=torch.uint8, device=self.device)[:, own]
         for row, length in enumerate(lengths):
             for page in range((length + 1) // PAGE_TOKENS):
                 decoded = self._packed(side, row, page, pages[int(table[row, page])])
@@ -183,7 +186,7 @@ class Case:
                     self.seen[side][row, :, first : (page + 1) * PAGE_TOKENS] = decoded[:, first % PAGE_TOKENS :]
             stored = min(fmt.num_sink_tokens, length + 1)
             sinks[row, :, :stored] = x[row, :, :stored]
-            recent = torch.arange(max(0, length + 1 - fmt.ring_tokens), length + 1, device="cuda")
+            recent = torch.arange(max(0, length + 1 - fmt.ring_tokens), length + 1, device=self.device)
             ring[row, :, recent % fmt.ring_tokens] = x[row, :, recent]
         return Memory(sinks, ring, pages)
 
@@ -191,7 +194,7 @@ class Case:
         """The page's tokens, as they are read back; their record is written."""
         fmt, layout = self.variant.format(side), self.variant.layout(side)
         end = (page + 1) * PAGE_TOKENS
-        tokens = torch.arange(page * PAGE_TOKENS, end, device="cuda").clamp(min=min(fmt.num_sink_tokens, end - 1))
+        tokens = torch.arange(page * PAGE_TOKENS, end, device=self.device).clamp(min=min(fmt.num_sink_tokens, end - 1))
         values = self.dense[side][row][:, tokens]
         if side == "k" and self.variant.offset:
             values = values.float() - self.offset[:, None]
@@ -217,7 +220,7 @@ class Case:
 
         group, device = self.variant.group_heads, self.q.device
         size = workspace_bytes(len(self.lengths), self.heads, group, self.variant.head_dim, device)
-        workspace = torch.full((size,), 255, dtype=torch.uint8, device="cuda")
+        workspace = torch.full((size,), 255, dtype=torch.uint8, device=self.device)
         workspace[-(-(-len(self.lengths) * self.heads * -(-group // 8) * 4 // 256) * 256) :] = 0
         return workspace
 
