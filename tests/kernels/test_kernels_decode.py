@@ -337,10 +337,11 @@ def test_softcap_and_sink_logits(name: str) -> None:
         assert relative_error(case.run(0.1, softcap, aux), case.expected(0.1, softcap, aux)) <= TOLERANCE
 
 
+@pytest.mark.parametrize("group", (4, 8))
 @pytest.mark.parametrize("outlier", (1.0, 100.0, 1000.0))
 @pytest.mark.parametrize("name", ("2 bits", "4 bits", "K per token", "Kitty", "rotated 2 bits", "points"))
-def test_outliers_and_sharp_or_flat_attention(name: str, outlier: float) -> None:
-    case = Case(variant_of(*CASES[name]), (5, 600, 1300), heads=2, seed=7, outlier=outlier)
+def test_outliers_and_sharp_or_flat_attention(name: str, outlier: float, group: int) -> None:
+    case = Case(variant_of(*CASES[name], group=group), (5, 600, 1300), heads=2, seed=7, outlier=outlier)
     for scale in (0.0, 1e-3, 0.02 / outlier, 0.5 / outlier):
         assert relative_error(case.run(scale), case.expected(scale)) <= TOLERANCE
 

@@ -238,16 +238,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
 #endif
                     }
 #endif
-            float down[QUERY_TILES];
-#if LAZY_SCORES
-            state.raise(s, step, from, down, lane);
-#else
-            state.raise(s, down, lane);
-#endif
-            wait_all_but<1>();
 #if WIDE
-            wide_values(state, s, step, from, v_slot, shared, lane);
+            to_exponents(s, state, step, from, lane);
+            wait_all_but<1>();
+            __syncwarp();
+            wide_values(state, s, v_slot, shared, lane);
 #else
+            float down[QUERY_TILES];
+            state.raise(s, down, lane);
+            wait_all_but<1>();
             packed_values(state, s, v_slot, shared.swap[warp], lane);
 #endif
             __syncwarp();

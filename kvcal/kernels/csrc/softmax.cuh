@@ -38,20 +38,6 @@ struct State {
         return raise_to(top, down, lane);
     }
 
-    // The same; scores are s step + from.
-    template <int COUNT> __device__ __forceinline__ bool raise(const float (&s)[QUERY_TILES][COUNT], const float (&step)[QUERY_TILES],
-                                                               const float (&from)[QUERY_TILES], float (&down)[QUERY_TILES], int lane) {
-        float top[QUERY_TILES];
-#pragma unroll
-        for (int n = 0; n < QUERY_TILES; n++) {
-            top[n] = s[n][0];
-#pragma unroll
-            for (int i = 1; i < COUNT; i++) top[n] = fmaxf(top[n], s[n][i]);
-            top[n] = fmaf(top[n], step[n], from[n]);
-        }
-        return raise_to(top, down, lane);
-    }
-
     // The same; ``top``: the largest score of each lane.
     __device__ __forceinline__ bool raise_to(float (&top)[QUERY_TILES], float (&down)[QUERY_TILES], int lane) {
         bool is_higher = false;
@@ -65,7 +51,7 @@ struct State {
         if (!__any_sync(0xffffffffu, is_higher)) return false;
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; n++) {
-            down[n] = exp2_(max_[n] - top[n]);
+            down[n] = WIDE && QUERY_TOKENS > 1 && max_[n] == top[n] ? 1.f : exp2_(max_[n] - top[n]);  // none seen yet
             max_[n] = top[n];
             sum[n] *= down[n];
 #if WIDE

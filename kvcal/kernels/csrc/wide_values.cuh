@@ -66,20 +66,51 @@ __device__ __forceinline__ void load_pairs(u32 (&at)[16], const u8* from) {
     }
 }
 
-// Probabilities of a page times its values, taken into ``state``. s, step, from: scores of all 128 tokens.
-__device__ __forceinline__ void wide_values(State& state, const float (&s)[2][PAGE / 8], const float (&step)[2], const float (&from)[2],
-                                            const u8* record, const Shared& shared, int lane) {
+// Scores s step + from of a page become exponents: what they are above the state's maximum. Where all of them are below it,
+// their largest is not looked for: sums may be relative to any number near it. Else the maximum becomes 1 more than that.
+__device__ __forceinline__ void to_exponents(float (&s)[2][PAGE / 8], State& state, const float (&step)[2], const float (&from)[2], int lane) {
+    u32 are_below = ~0u;  // the sign
+    float base[2];
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        const bool is_first = state.max_[n] == -INFINITY;
+        base[n] = is_first ? 0.f : state.max_[n];
+        are_below = is_first ? 0u : are_below;
+        const float low = from[n] - base[n];
+#pragma unroll
+        for (int i = 0; i < PAGE / 8; i++) {
+            s[n][i] = LAZY_SCORES ? fmaf(s[n][i], step[n], low) : s[n][i] + low;
+            are_below &= __float_as_uint(s[n][i]);
+        }
+    }
+    if (!__any_sync(0xffffffffu, (int)are_below >= 0)) return;
+    float top[2], down[2];
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        top[n] = s[n][0];
+#pragma unroll
+        for (int i = 1; i < PAGE / 8; i++) top[n] = fmaxf(top[n], s[n][i]);
+        top[n] += 1.f + base[n];
+        if (QUERY_TOKENS > 1 && top[n] < .5f * UNSEEN) top[n] = -INFINITY;
+    }
+    state.raise_to(top, down, lane);
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        const float raised = state.max_[n] == -INFINITY ? 0.f : state.max_[n] - base[n];
+#pragma unroll
+        for (int i = 0; i < PAGE / 8; i++) s[n][i] -= raised;
+    }
+}
+
+// Probabilities of a page times its values, taken into ``state``. exponent: of all 128 tokens.
+__device__ __forceinline__ void wide_values(State& state, const float (&exponent)[2][PAGE / 8], const u8* record, const Shared& shared, int lane) {
     static_assert(V_PARAM == KV_FLOAT16 && V_GROUPS <= 3, "two rows a group, and one, of the tile of zeros");
-    constexpr int PER = MIN2(V_GROUP / 16, TILES), PLANES = planes_of(V_CODE_BITS), PLANE = PAGE * DIM / 4, SIDE = TILES % 4 || PER % 4 ? 2 : AT_ONCE;
+    constexpr int PER = MIN2(V_GROUP / 16, TILES), PLANES = planes_of(V_CODE_BITS), PLANE = PAGE * DIM / 4;
+    constexpr int SIDE = TILES % 4 || PER % 4 || K_AXIS ? 2 : AT_ONCE;  // two are 1 to 2 % faster with scales of keys per token
     const int g = lane >> 2, quad = lane & 3;
     u32 p[16];  // of columns i and i + 8 of word w, at 8 w + i
-    {
-        const float low = from[0] - state.max_[0], high = from[1] - state.max_[1];
 #pragma unroll
-        for (int i = 0; i < 16; i++)
-            p[i % 2 * 8 + i / 2] = transpose(halves(exp2_(LAZY_SCORES ? fmaf(s[0][i], step[0], low) : s[0][i] + low),
-                                                    exp2_(LAZY_SCORES ? fmaf(s[1][i], step[1], high) : s[1][i] + high)));
-    }
+    for (int i = 0; i < 16; i++) p[i % 2 * 8 + i / 2] = transpose(halves(exp2_(exponent[0][i]), exp2_(exponent[1][i])));
     {  // Row 2 i: zeros of group i; 2 i + 1: its scales; all others: 1. (Zeros and mean codes of points add up to nothing.)
         u32 row[16];
         const u8* from = !V_POINTS && g < 2 * V_GROUPS ? record + (g % 2 ? V_SCALE : V_ZERO) + g / 2 * PAGE * 2 + quad * 64 : reinterpret_cast<const u8*>(shared.ones);
