@@ -90,9 +90,10 @@ __device__ __forceinline__ void prepare_halves(const float (&x)[DIM / 32], Share
 #pragma unroll
     for (int i = 0; i < DIM / 32; i++) {
         const u32 c = i * 32 + lane, at = c % QUARTER, column = 4 * (2 * (h % 4) + h / 4) + c / QUARTER;
+        const u32 half_at = at / 2 % 2 * 4 + at / 4 % 2 * 2 + at % 2;  // words 0 and 2, 1 and 3 are operands of a product
         const u16 half = (u16)halves(x[i] * down, 0.f);
-        reinterpret_cast<u16*>(shared.query_halves[0][at / 8][column])[at % 8] = half;
-        reinterpret_cast<u16*>(shared.query_halves[1][at / 8][column])[at % 8] = (u16)halves(fmaf(x[i], down, -kv_float_of<KV_FLOAT16>(half)), 0.f);
+        reinterpret_cast<u16*>(shared.query_halves[0][at / 8][column])[half_at] = half;
+        reinterpret_cast<u16*>(shared.query_halves[1][at / 8][column])[half_at] = (u16)halves(fmaf(x[i], down, -kv_float_of<KV_FLOAT16>(half)), 0.f);
     }
 }
 #endif
