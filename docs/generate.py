@@ -50,8 +50,8 @@ MODELS_OPENING = """# Supported models
 kvcal measures a model instead of guessing. It runs the model once, and compares what attention computes with what the
 cache receives. Every decoder-only language model of `transformers` that passes is supported. The contract tests build a
 small random model of each family below; `python docs/generate.py` writes this page from these tests, and
-`kvcal models` prints it. `kvcal size MODEL` tells the bytes of a model's cache before anything is loaded, unless it keeps
-states whose bytes only running it tells (Bamba, Jamba, Falcon-H1).
+`kvcal models` prints it. `kvcal size MODEL` tells the bytes of a model's cache before anything is loaded, unless it
+keeps states whose bytes only running it tells (Bamba, Jamba, Falcon-H1).
 
 ## Supported
 
@@ -80,8 +80,8 @@ and engines refuse them. Models that also cache the keys of an indexer (DeepSeek
 MODELS_END = """
 A model that fails in calibration alone is served by recipes with [formats]: `kvcal run kivi-2 --model MODEL`.
 
-Also not supported: encoder-decoders, models without keys to cache (Mamba, RWKV), checkpoints that lack weights. Remote code
-never runs. An unsupported model ends with exit code 4.
+Also not supported: encoder-decoders, models without keys to cache (Mamba, RWKV), checkpoints that lack weights. Remote
+code never runs. An unsupported model ends with exit code 4.
 """
 EVERY_FAMILY = """
 ## Every family of transformers {version}
