@@ -59,7 +59,7 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
     """(warps, dynamic shared memory) of a block of the fast kernel, of which an SM runs one: ``Shared`` in the source,
     which asserts that this is enough. UsageError where not even one warp fits."""
     dim, layout = variant.head_dim, variant.layout("k")
-    channels = layout.num_slots // 4 * 4 + 4 if isinstance(layout, TieredLayout) else 0
+    boosted = layout.num_slots if isinstance(layout, TieredLayout) else 0
     is_packed = variant.num_bits("v") != RAW_BITS
     records = [0 if variant.num_bits(side) == RAW_BITS else variant.layout(side).record_bytes for side in SIDES]
     heads = pass_heads(variant)
@@ -71,7 +71,7 @@ def block_shape(variant: Variant, capability: tuple[int, int]) -> tuple[int, int
     shared += 12 * heads + 8 if variant.query_tokens > 1 else 0  # seen_from ... shared_key_pages
     shared += dim if isinstance(variant.layout("v"), RotatedLayout) else 0
     slots = max(sum(-(-record // 128) * 128 for record in records) if is_packed else 0, heads * dim * 4)
-    each = slots + (16 * dim if is_wide(variant) else tiles * SWAP_BYTES) + 2 * heads * 4 + 4 * channels
+    each = slots + (16 * dim if is_wide(variant) else tiles * SWAP_BYTES) + 2 * heads * 4 + 4 * boosted
     room = shared_room(capability)
     most = MAX_LARGE_WARPS if dim > MAX_STAGED_DIM else MAX_WARPS if is_packed else MAX_RAW_WARPS
     warps = min(most, (room - shared) // each)

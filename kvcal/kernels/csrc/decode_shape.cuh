@@ -130,7 +130,7 @@ struct __align__(128) Shared {
     int shared_pages, shared_key_pages;           // that all queries meet
 #endif
 #if K_TIERS > 0
-    u32 channels[WARPS][K_SLOTS / 4 * 4 + 4] __attribute__((aligned(16)));
+    u32 channels[WARPS][K_SLOTS];
 #endif
     int is_last;
     int all, blocks, position, end;               // units, and the block's part of them that is left

@@ -20,15 +20,16 @@ __device__ __forceinline__ float query_at(const Shared& shared, int n, int colum
     return *reinterpret_cast<const float*>(reinterpret_cast<const u8*>(shared.query[n * (DIM / 32)][4 * column]) + (places & 0xffffu));
 }
 
-// Channels of a page's slots. Those without one go to a slot of their own, so that nothing branches.
+// Channels of a page's slots.
 __device__ __forceinline__ void list_channels(u32* channels, const u8* record, int lane) {
-    __syncwarp();  // those of the page before were read
-#if K_SLOTS > DIM || K_TIER0_HAS_ABOVE || (K_TIERS > 1 && K_TIER1_HAS_ABOVE) || (K_TIERS > 2 && K_TIER2_HAS_ABOVE)  // slots may stay empty
+    __syncwarp();
     for (int i = lane; i < K_SLOTS; i += 32) channels[i] = NO_CHANNEL;
     __syncwarp();
-#endif
 #pragma unroll
-    for (int i = 0; i < DIM; i += 32) channels[min((int)record[K_INDEX + i + lane], K_SLOTS)] = places_of(i + lane);
+    for (int i = 0; i < DIM; i += 32) {
+        const u8 slot = record[K_INDEX + i + lane];
+        if (slot != 255) channels[slot] = places_of(i + lane);
+    }
     __syncwarp();
 }
 
@@ -58,7 +59,7 @@ void multiply_tier(int (&acc)[QUERY_TILES][COUNT][4], float (&zero)[QUERY_TILES]
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             // Read anyway: a branch would wait for one channel after the other.
-            const u32 found = COLUMNS == ROOM || slot + j < ROOM ? channels[slot + j] : NO_CHANNEL, places = found == NO_CHANNEL ? 0 : found;
+            const u32 found = slot + j < ROOM ? channels[slot + j] : NO_CHANNEL, places = found == NO_CHANNEL ? 0 : found;
             const float factor = number_at<K_PARAM>(scale + (places >> 16), 0);
 #pragma unroll
             for (int n = 0; n < QUERY_TILES; n++) {

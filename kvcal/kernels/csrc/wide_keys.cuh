@@ -85,7 +85,7 @@ template <int COLUMNS, int FIRST_SLOT, int ROOM, int PLANES> struct WideTier {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 // Read anyway: a branch would wait for one channel after the other.
-                const u32 found = COLUMNS == ROOM || slot + j < ROOM ? channels[slot + j] : NO_CHANNEL, places = found == NO_CHANNEL ? 0 : found;
+                const u32 found = slot + j < ROOM ? channels[slot + j] : NO_CHANNEL, places = found == NO_CHANNEL ? 0 : found;
                 const float product = query_at(shared, 0, lane >> 2, places) * number_at<K_PARAM>(scale + (places >> 16), 0);
                 x[j] = found == NO_CHANNEL ? 0.f : product;
             }
