@@ -152,7 +152,7 @@ def serve_args(
     else:
         words = ["env", f"KVCAL_PLAN={path}", "python", "-m", "sglang.launch_server", "--model-path", name]
         words += ["--attention-backend", "kvcal", "--page-size", "128", "--max-running-requests", str(max_requests)]
-        words += ["--disable-prefill-cuda-graph", "--disable-decode-cuda-graph"]
+        words += ["--disable-prefill-cuda-graph"]
         words += ["--tp-size", str(tp)] if tp > 1 else []
         words += ["--context-length", str(context)] if context is not None else []
         if kv_memory is not None:

@@ -385,12 +385,12 @@ def test_serve_args_of_sglang(model: Path, plan_path: Path) -> None:
     ]  # fmt: skip
     assert words[7:] == [
         "--attention-backend", "kvcal", "--page-size", "128", "--max-running-requests", "8",
-        "--disable-prefill-cuda-graph", "--disable-decode-cuda-graph",
+        "--disable-prefill-cuda-graph",
     ]  # fmt: skip
     words = shlex.split(run_kvcal(*shared, "--tp", 2, "--context", 512, "--kv-memory", "10MB").out)
     sized = ("capacity", model, "--plan", plan_path, "--engine", "sglang", "--max-requests", 8, "--tp", 2)
     value = run_kvcal(*sized, "--context", 512, "--kv-memory", "10MB", "--json").json
-    assert words[15:] == [
+    assert words[14:] == [
         "--tp-size", "2", "--context-length", "512", "--max-total-tokens", str(128 * value["num_blocks"]),
     ]  # fmt: skip
 

@@ -128,7 +128,10 @@ def test_two_ranks_hold_a_head_each(served: Served, tmp_path: Path) -> None:
     [
         ({"page_size": 64}, "--page-size 64, expected 128 with a plan"),
         ({"max_running_requests": None}, "a plan needs --max-running-requests"),
-        ({"disable_cuda_graph": False}, "started with CUDA graphs (give --disable-prefill-cuda-graph --disable-decode"),
+        (
+            {"disable_cuda_graph": False, "cuda_graph_backend_prefill": "breakable"},
+            "started with CUDA graphs of prompts",
+        ),
         ({"prefill_attention_backend": "torch_native"}, "started with --prefill-attention-backend torch_native, which"),
     ],
 )

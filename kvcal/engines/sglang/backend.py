@@ -1,7 +1,10 @@
 """The attention backend: SGLang's batch, as the core's decodes and chunks; and the rings.
 
 A request keeps its row of ``req_to_token`` as long as it runs, so that row is its ring, too. Row 0 is for padding. A
-request's pages are every 128th entry of its row. Left out: CUDA graphs.
+request's pages are every 128th entry of its row.
+
+A batch of decodes may be captured in a CUDA graph. Its lengths, blocks and rings are computed in the graph, from
+tensors of SGLang that keep their addresses. Rows that fill a batch up have a length of 0, and the ring of row 0.
 """
 
 from __future__ import annotations
@@ -40,42 +43,52 @@ class PlanAttentionBackend(AttentionBackend):
         if not isinstance(pool, PlanPool):
             require_parts("sglang")
             raise UsageError("the attention backend kvcal needs a plan", hint="set KVCAL_PLAN=plan.safetensors")
-        self._rows: Tensor = runner.req_to_token_pool.req_to_token
-        self._scratch = Scratch(len(self._rows), self._rows.shape[1], pool.serving.device)
+        rows: Tensor = runner.req_to_token_pool.req_to_token
+        self._pages = rows[:, ::PAGE_TOKENS]
+        self._scratch = Scratch(len(rows), rows.shape[1], pool.serving.device)
         self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=self._scratch.device.type == "cuda")
         self._reported = 0
         shard = pool.serving.shard
         self._steps = {index: PagedStep(shard, index, self._scratch) for index in shard.blocks}
         for index, step in self._steps.items():
-            rings = torch.zeros(len(self._rows), shard.ring_bytes(index), dtype=torch.uint8, device=pool.device)
+            rings = torch.zeros(len(rows), shard.ring_bytes(index), dtype=torch.uint8, device=pool.device)
             step.bind(pool.blocks[index], rings)
         self._checked: set[int] = set()
         self._decodes: Decodes | None = None
         self._chunks: list[NewTokens] = []
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Lengths, blocks and rings of a batch, once for all layers."""
+        """Requests with more than one new token: their sizes come from the host."""
         self._report_errors()
-        rows, mode = forward_batch.req_pool_indices, forward_batch.forward_mode
-        self._decodes, self._chunks = None, []
-        if mode.is_idle():
+        self._chunks = []
+        if forward_batch.forward_mode.is_idle() or forward_batch.forward_mode.is_decode():
             return
-        rings = rows.int()
-        pages = self._rows[:, ::PAGE_TOKENS]
-        if mode.is_decode():
-            width = -(-int(forward_batch.seq_lens_cpu.max()) // PAGE_TOKENS)
-            table = pages[:, :width][rows] // PAGE_TOKENS
-            self._decodes = Decodes((forward_batch.seq_lens - 1).int(), table, rings)
-            return
+        table, rings = self._places(forward_batch)
         start = 0
         counts = zip(forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu, strict=True)
         for row, (num_past, count) in enumerate(counts):
             width = -(-(num_past + count) // PAGE_TOKENS)
-            table = pages[rows[row], :width] // PAGE_TOKENS
             if count:
-                chunk = Chunk(int(num_past), table, rings[row : row + 1])
+                chunk = Chunk(int(num_past), table[row, :width], rings[row : row + 1])
                 self._chunks.append(NewTokens(slice(start, start + int(count)), chunk))
             start += int(count)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Lengths, blocks and rings of a batch of decodes, once for all layers."""
+        if forward_batch.forward_mode.is_decode():
+            self._decodes = Decodes((forward_batch.seq_lens - 1).int(), *self._places(forward_batch))
+
+    def _places(self, forward_batch: Any) -> tuple[Tensor, Tensor]:
+        """int32 [B, pages], [B]: blocks and rings of all requests."""
+        rows = forward_batch.req_pool_indices
+        return self._pages[rows] // PAGE_TOKENS, rows.int()
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Nothing is shared by graphs but what all steps share."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The length of rows that fill a batch up, their new token included."""
+        return 1
 
     def _report_errors(self) -> None:
         """Log pages that could not be stored, once a kind; on CUDA some steps later, since nothing waits."""

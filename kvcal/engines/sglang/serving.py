@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from sglang.srt.distributed import get_tp_group
-from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.runtime_context import get_parallel
 
 from kvcal.engines.contract import require_parts
@@ -109,8 +109,10 @@ def _refused_options(kvc: Any) -> Iterator[str]:
     for name in ("prefill_attention_backend", "decode_attention_backend"):
         if getattr(args, name) not in (None, OPTIONS["attention_backend"]):
             yield f"--{name.replace('_', '-')} {getattr(args, name)}"
-    if not cuda_graph_fully_disabled():
-        yield "CUDA graphs (give --disable-prefill-cuda-graph --disable-decode-cuda-graph)"
+    if not check_cuda_graph_backend(Phase.PREFILL, Backend.DISABLED):
+        yield "CUDA graphs of prompts (give --disable-prefill-cuda-graph)"
+    if check_cuda_graph_backend(Phase.DECODE, Backend.BREAKABLE):
+        yield "CUDA graphs of decoding in parts (give --cuda-graph-backend-decode full)"
     if kvc.use_mla_backend:
         yield "multi-head latent attention"
 
