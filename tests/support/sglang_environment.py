@@ -45,19 +45,20 @@ def run_sglang(wanted: str, folder: Path, plan: str | None, given: Any) -> tuple
 def answer_of_sglang(
     python: Path, folder: Path, given: Any, paths: list[str], variables: dict[str, str], seconds: int = 900
 ) -> tuple[Any, str]:
-    """What sglang_host.py answers with this interpreter, and what was logged."""
+    """What sglang_host.py answers with this interpreter, and what was logged, which ``folder`` / log has, too."""
     # The radix tree's compiled core is built for one torch.
     shared = {
         "PYTHONPATH": os.pathsep.join([*installed_checkout(folder / "meta"), *paths]), "OMP_NUM_THREADS": "1",
         "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python", "HF_HUB_OFFLINE": "1", VARIABLE: str(folder / "steps"),
     }  # fmt: skip
     (folder / "steps").unlink(missing_ok=True)
-    done = subprocess.run(
-        [str(python), str(CHECKOUT / "tests" / "support" / "sglang_host.py")], input=json.dumps(given),
-        env=os.environ | shared | variables, capture_output=True, text=True, timeout=seconds,
-    )  # fmt: skip
+    with open(folder / "log", "w") as log:
+        done = subprocess.run(
+            [str(python), str(CHECKOUT / "tests" / "support" / "sglang_host.py")], input=json.dumps(given),
+            env=os.environ | shared | variables, stdout=subprocess.PIPE, stderr=log, text=True, timeout=seconds,
+        )  # fmt: skip
     answers = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return (json.loads(answers[-1].removeprefix("RESULT ")) if answers else None), done.stderr
+    return (json.loads(answers[-1].removeprefix("RESULT ")) if answers else None), (folder / "log").read_text()
 
 
 def recorded(found: Any, rounds: list[list[list[int]]]) -> dict[str, Any]:

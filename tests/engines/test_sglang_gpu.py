@@ -1,0 +1,101 @@
+"""A plan in SGLang on a GPU: tokens are those of ``PlanCache`` on a CPU, and CUDA graphs give the eager run's to the
+bit. SGLang is the one of the interpreter that runs the tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_replay import Replay, assert_replayed
+from sglang_environment import answer_of_sglang, recorded
+from test_sglang import arguments
+from test_vllm import LENGTHS, Served, prompts
+
+from kvcal import Plan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="no SGLang in this environment"),
+]
+
+TOKENS = 20
+EAGER = {"disable_cuda_graph": True}
+# Of steps that only decode.
+GRAPHS = {"disable_cuda_graph": False, "disable_prefill_cuda_graph": True}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """Its model computes in fp32, as the reference does; the kernels store bf16."""
+    return Served(tmp_path_factory.mktemp("model"), head_dim=64, cache_dtype="bfloat16")
+
+
+def serve(
+    served: Served, folder: Path, rounds: list[list[list[int]]], together: bool = False, plan: Plan | None = None,
+    **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What SGLang did."""
+    folder.mkdir(exist_ok=True)
+    on_gpu = {"device": "cuda", "sampling_backend": "pytorch", "mem_fraction_static": 0.5}
+    engine = arguments(served, **on_gpu | more)
+    given = {"engine": engine, "rounds": rounds, "tokens": TOKENS, "together": together}
+    variables = {"KVCAL_PLAN": served.write("copies.safetensors" if plan else "plan.safetensors", plan)}
+    if engine["dtype"] == "float32":  # SGLang's kernels for norms, RoPE and activations are for 16 bits
+        variables["SGLANG_FORCE_FUSED_OP_BACKEND"] = "torch"
+    found, log = answer_of_sglang(
+        Path(sys.executable), folder, given, [os.environ.get("PYTHONPATH", "")], variables, seconds=600
+    )
+    assert found is not None, log[-6000:]
+    return found
+
+
+def replayed(served: Served, found: dict[str, Any], rounds: list[list[list[int]]], plan: Plan | None = None) -> Replay:
+    """Of equal logits, either token is right."""
+    replay = assert_replayed(recorded(found, rounds), served.model, plan or served.plan, is_greedy=False)
+    print(f"log-probabilities differ by at most {max(replay.distances)}, of {len(replay.distances)} tokens")
+    return replay
+
+
+@pytest.mark.parametrize("chunk", [4096, 256])
+def test_cold_and_behind_the_radix_trees_prefixes(chunk: int, tmp_path: Path, served: Served) -> None:
+    rounds = [prompts(*LENGTHS)] * 2
+    found = serve(served, tmp_path, rounds, chunked_prefill_size=chunk)
+    assert [[one["cached"] for one in round_] for round_ in found["rounds"]] == [[0, 0, 0, 0], [0, 128, 256, 640]]
+    replayed(served, found, rounds)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_give_what_the_eager_run_gives(dtype: str, tmp_path: Path, served: Served) -> None:
+    """Tokens and log-probabilities of four requests, three and one, over the ends of pages, cold and cached."""
+    rounds = [prompts(*LENGTHS), prompts(120, 250, 380, seed=1), prompts(*LENGTHS), prompts(125, seed=2)]
+    with ThreadPoolExecutor() as pool:
+        both = {"eager": EAGER, "graphs": GRAPHS | {"cuda_graph_bs_decode": [1, 2, 3, 4]}}
+        eager, graphs = pool.map(
+            lambda name: serve(served, tmp_path / name, rounds, together=True, dtype=dtype, **both[name]), both
+        )
+    assert "cuda graph: True" in (tmp_path / "graphs" / "log").read_text()
+    assert [[one[:3] for one in step] for step in eager["steps"]] == [
+        [one[:3] for one in step] for step in graphs["steps"]
+    ]
+    assert eager["rounds"] == graphs["rounds"]
+    if dtype == "float32":
+        replayed(served, graphs, rounds)
+
+
+def test_a_graph_of_more_requests_than_there_are(tmp_path: Path, served: Served) -> None:
+    rounds = [prompts(5, 120, 250), prompts(380, 125, seed=1), prompts(5, 120, 250)]
+    found = serve(served, tmp_path, rounds, together=True, **GRAPHS, cuda_graph_bs_decode=[4])
+    replayed(served, found, rounds)
+
+
+def test_sinks_and_windows(tmp_path: Path, served: Served) -> None:
+    """Without the radix tree; prompts in chunks, and CUDA graphs."""
+    plan, rounds = served.with_copies(), [prompts(5, 120, 250, 380), prompts(60, 20, 100, 70, seed=1)]
+    without = {"disable_radix_cache": True, "chunked_prefill_size": 256}
+    found = serve(served, tmp_path, rounds, together=True, plan=plan, **without, **GRAPHS)
+    replayed(served, found, rounds, plan)
