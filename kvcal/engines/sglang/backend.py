@@ -35,7 +35,9 @@ class NewTokens(NamedTuple):
 
 
 class PlanAttentionBackend(AttentionBackend):
-    """See the module's docstring."""
+    """See the module's docstring. Of ``needs_cpu_seq_lens``: SGLang copies no lengths of decodes to the host."""
+
+    needs_cpu_seq_lens = False
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
