@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_replay import Replay, assert_replayed
 from sglang_environment import answer_of_sglang, recorded
 from test_sglang import arguments
@@ -99,3 +100,13 @@ def test_sinks_and_windows(tmp_path: Path, served: Served) -> None:
     without = {"disable_radix_cache": True, "chunked_prefill_size": 256}
     found = serve(served, tmp_path, rounds, together=True, plan=plan, **without, **GRAPHS)
     replayed(served, found, rounds, plan)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@pytest.mark.parametrize("graphs", [EAGER, GRAPHS], ids=["eager", "graphs"])
+def test_two_ranks_hold_a_head_each(graphs: dict[str, Any], tmp_path: Path, served: Served) -> None:
+    """Of unequal bits in one layer; cold, and behind prefixes."""
+    rounds = [prompts(5, 130, 300)] * 2
+    found = serve(served, tmp_path, rounds, together=True, tp_size=2, disable_custom_all_reduce=True, **graphs)
+    assert sorted(one["cached"] for one in found["rounds"][1]) == [0, 128, 256]
+    replayed(served, found, rounds)
