@@ -197,7 +197,8 @@ class RecipeOptions(ModelOptions):
     def change(self, recipe: Recipe, others: Mapping[str, Any] | None = None, section: str | None = None) -> Recipe:
         """The recipe with ``section``, in its defaults unless it is there; with the knobs of ``others`` (None: not
         given), --data, --samples and --seq-len; and with --set, which counts most. --data and --seq-len are for
-        calibration and evaluation alike, and so is the way in which --set has the source of --data read.
+        calibration and evaluation alike, --seq-len also for longer texts of [reparam] and [feedback]; and so is the way
+        in which --set has the source of --data read.
 
         Raises:
             UsageError: an unknown knob, or a value out of range.
@@ -215,6 +216,9 @@ class RecipeOptions(ModelOptions):
             if self.data:
                 source = self.data[0] if len(self.data) == 1 else self.data
                 given |= {f"{place}.source": source, **{f"{place}.{key}": None for key in SOURCE_KEYS}}
+        for place, shorter in (("reparam", recipe.reparam), ("feedback", recipe.feedback)):
+            if self.seq_len is not None and shorter is not None:
+                given[f"{place}.seq_len"] = min(shorter.seq_len, self.seq_len)
         if self.data and "evaluate.data.source" not in settings:
             read = {f"data.{key}" for key in SOURCE_KEYS} & settings.keys()
             given |= {f"evaluate.{name}": settings[name] for name in read}

@@ -72,6 +72,10 @@ def test_options_change_what_was_given_and_nothing_else() -> None:
     assert changed.evaluate.data == DataSpec("a.jsonl", evaluate.num_samples, 64, evaluate.seed, ("q", "a"))
     assert RecipeOptions(data=["a.jsonl"]).change(base).evaluate.data.min_len == 0 < evaluate.min_len
     assert RecipeOptions(seq_len=64).change(base).evaluate.data.min_len == 64
+    best = load_recipe("best")  # whose λ has 1,024 tokens and whose Hessians have 2,048
+    shorter = RecipeOptions(seq_len=1500).change(best)
+    assert (shorter.reparam.seq_len, shorter.feedback.seq_len) == (1024, 1500)
+    assert RecipeOptions(seq_len=1500, sets=["feedback.seq_len=1800"]).change(best).feedback.seq_len == 1800
     other = replace(given, sets=[*columns, "evaluate.data.source=b.txt"]).change(base)
     assert (other.evaluate.data.source, other.evaluate.data.columns) == ("b.txt", ())
     hub = RecipeOptions(data=["owner/name"], sets=["data.split=test", "data.config=en"]).change(base)
