@@ -83,14 +83,14 @@ def _source(defines: Defines) -> tuple[str, list[Any]]:
     text = f"""#include "cuda_on_cpu.h"
 {text}
 {given}
-extern "C" void run(i64 num_blocks, {listed}) {{
+extern "C" int run(i64 num_blocks, {listed}) {{
     {" ".join(f"given_{name} = {name};" for _, name in parameters)}
-    cpu::shared = (unsigned char*)aligned_alloc(128, (SHARED_BYTES + 127) / 128 * 128);
-    memset(cpu::shared, 255, SHARED_BYTES);
+    cpu::allocate(SHARED_BYTES);
     cpu::grid.x = (unsigned)num_blocks;
     for (cpu::block.x = 0; cpu::block.x < cpu::grid.x; cpu::block.x++)
         cpu::run_block(WARPS * 32, [] {{ decode({", ".join(f"given_{name}" for _, name in parameters)}); }});
     free(cpu::shared);
+    return cpu::misaligned;
 }}
 """
     return text, [ctypes.c_longlong, *types]
@@ -104,17 +104,30 @@ class EmulatedKernel:
         name = f"decode{len(list(folder.glob('*.cpp')))}"
         (folder / f"{name}.cpp").write_text(text)
         macros = [f"-D{key}={value}{'LL' if abs(value) >= 2**31 else ''}" for key, value in defines.items()]
-        flags = ["-std=c++17", "-O1", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared", "-w"]
-        command = ["g++", *flags, *macros, f"-I{SUPPORT}", f"{name}.cpp", "-o", f"{name}.so"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[:4000]
+        flags = [
+            "-std=c++17",
+            "-O1",
+            "-mf16c",
+            "-ffp-contract=off",
+            "-fno-strict-aliasing",
+            "-fPIC",
+            "-w",
+            "-fsanitize=alignment",
+        ]
+        for command in (
+            ["g++", "-c", *flags, *macros, f"-I{SUPPORT}", f"{name}.cpp", "-o", f"{name}.o"],
+            ["g++", "-shared", f"{name}.o", "-o", f"{name}.so"],
+        ):
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr[:4000]
         self._run = ctypes.CDLL(str(folder / f"{name}.so")).run
         self._run.argtypes = types
 
     def launch(
         self, grid: tuple[int, int, int], threads: int, shared_bytes: int, *args: int | float, follows: bool
     ) -> None:
-        self._run(grid[0], *args)
+        misaligned = self._run(grid[0], *args)
+        assert misaligned == 0, f"{misaligned} loads or stores of misaligned addresses"
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
