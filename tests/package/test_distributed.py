@@ -80,7 +80,7 @@ def torchrun(num_ranks: int, *command: object) -> subprocess.CompletedProcess[st
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         timeout=600,
     )
 
