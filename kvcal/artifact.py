@@ -238,7 +238,7 @@ def read(path: str | Path, kind: str, schema: int) -> Artifact:
     differs, or a tensor holds NaN or infinity.
     """
     path = Path(path)
-    try:
+    with _refused_as(path, kind):
         data = read_bytes(path, f"{kind} artifact")
         with _container(path, len(data)):
             parts = safetensors.deserialize(data)
@@ -248,11 +248,6 @@ def read(path: str | Path, kind: str, schema: int) -> Artifact:
         stated = head.pop("digest")
         _require_digest(path, "its content", _digests(head, tensors), stated)
         _check_finite(tensors, str(path))
-    except ArtifactError as refused:
-        if refused.hint and refused.hint.endswith(_MAKE_AGAIN):
-            refused.hint = refused.hint.replace(_MAKE_AGAIN, make_again(kind))
-        refused.at(path)
-        raise
     return Artifact(head["kind"], head["schema"], head["inputs"], head["body"], StoredTensors(tensors))
 
 
@@ -310,7 +305,7 @@ def opened(path: str | Path, kind: str, schema: int) -> Iterator[tuple[dict[str,
     ArtifactError as ``read``, but for what tensors hold, whose ``read_into`` raises it.
     """
     path = Path(path)
-    try:
+    with _refused_as(path, kind):
         with _reading(path, f"{kind} artifact"):
             file = open(path, "rb")  # noqa: SIM115
         with file:
@@ -330,6 +325,13 @@ def opened(path: str | Path, kind: str, schema: int) -> Iterator[tuple[dict[str,
                 like, start = _stored(path, name, about), len(data) + about["data_offsets"][0]
                 tensors[name] = UnreadTensor(path, file.fileno(), name, like, start, each[name])
             yield head["body"], tensors
+
+
+@contextmanager
+def _refused_as(path: Path, kind: str) -> Iterator[None]:
+    """Gives an ArtifactError the path of an artifact of this kind, and its hint the command that makes one."""
+    try:
+        yield
     except ArtifactError as refused:
         if refused.hint and refused.hint.endswith(_MAKE_AGAIN):
             refused.hint = refused.hint.replace(_MAKE_AGAIN, make_again(kind))

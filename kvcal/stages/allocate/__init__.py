@@ -73,7 +73,7 @@ def allocate(profile: Profile, spec: AllocateSpec, provenance: dict[str, Any], r
 
 
 def require_feasible(profile: Profile, spec: AllocateSpec, reserved: int = 0) -> None:
-    """What ``allocate`` raises whatever was measured: the bytes of formats follow from ``profile.setup``."""
+    """Raises what ``allocate`` will, whatever was measured: the bytes of formats follow from ``profile.setup``."""
     _room(Problem(profile, spec), profile, spec, reserved)
 
 
