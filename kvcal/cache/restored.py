@@ -84,8 +84,9 @@ class CacheRestorer:
 
 
 def _is_plain(layer: PagedLayer) -> bool:
-    """Whether all heads hold 16-bit pages, which are the tokens themselves."""
-    return {*layer.plan.k, *layer.plan.v} == {RAW}
+    """Whether all heads hold 16-bit pages, which are the tokens themselves: not keys before RoPE, nor residuals."""
+    plan = layer.plan
+    return {*plan.k, *plan.v} == {RAW} and plan.k_pages == "post" and plan.v_predictor is None
 
 
 def value_range(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from cache_cases import plan_of
@@ -10,7 +11,7 @@ from form_cases import NAMES, form_plan, with_tensors
 from restore_cases import LENGTHS, assert_same_bits, filled, grouped, read_and_stored, restored, spoiled
 from static_cases import plan_for
 
-from kvcal.plan.layer import LayerPlan
+from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
 from kvcal.plan.page_format import Format
 from kvcal.plan.plan import Workload
 
@@ -40,6 +41,18 @@ def test_another_plan_packs_what_is_restored() -> None:
     layers = [LayerPlan(layer.geometry, (eight,), (four,)) for layer in plan.layers]
     layers[1] = replace(layers[1], k=(Format(16), eight))
     into = replace(plan, layers=tuple(layers), tensors={})
+    for num_tokens in LENGTHS:
+        cache = filled(plan, num_tokens)
+        found = restored(plan, into, grouped(cache), num_tokens, "cpu")
+        assert_same_bits(found, read_and_stored(cache, into))
+
+
+@pytest.mark.parametrize("changed", [{"k_pages": "pre"}, {"v_predictor": Predictor("linear", 0)}])
+def test_pages_of_16_bits_that_hold_other_than_the_tokens(changed: dict[str, Any]) -> None:
+    """Keys before RoPE, or what a prediction leaves of values."""
+    plan = form_plan("int4, lattice")
+    first, *others = bare_layers(plan.geometry)
+    into = with_tensors(plan, [first, *(replace(layer, **changed) for layer in others)])
     for num_tokens in LENGTHS:
         cache = filled(plan, num_tokens)
         found = restored(plan, into, grouped(cache), num_tokens, "cpu")
