@@ -287,7 +287,8 @@ class PrefixLoader:
     def _opened(self, path: str | Path) -> Iterator[HeldPrefix]:
         """A file whose tensors are still to be read."""
         with artifact.opened(path, KIND, SCHEMA) as (body, unread):
-            subject = self._subject(path, body)
+            subject = record_of(PrefixSubject, body, path, hint=_PACK_AGAIN)
+            self._require_plan(path, subject)
             with refusing(path, _PACK_AGAIN):
                 if "tokens" not in unread or math.prod(unread["tokens"].shape) != subject.num_tokens:
                     raise ValueError(f"num_tokens = {subject.num_tokens}, and it does not hold as many tokens")
@@ -306,18 +307,16 @@ class PrefixLoader:
                     raise ValueError(f"query_since of {list(subject.query_since)[:4]} are not those of the plan")
             yield HeldPrefix(Path(path), subject, prompt["tokens"], prompt["logits"], tensors)
 
-    def _subject(self, path: str | Path, body: Mapping[str, Any]) -> PrefixSubject:
-        plan = self._plan
-        subject = record_of(PrefixSubject, body, path, hint=_PACK_AGAIN)
-        if subject.model != plan.model:
-            found, wanted = subject.model.id, plan.model.id
+    def _require_plan(self, path: str | Path, subject: PrefixSubject) -> None:
+        """ArtifactError for a prefix of another plan or model."""
+        if subject.model != self._plan.model:
+            found, wanted = subject.model.id, self._plan.model.id
             raise ArtifactError(f"{path} is a prefix of the model {found!r}, the plan is for {wanted!r}", _PACK_AGAIN)
         if subject.plan_sha256 != self._plan_sha256:
             raise ArtifactError(
                 f"{path} was packed with the plan {subject.plan_sha256[:16]}, this one is {self._plan_sha256[:16]}",
                 _PACK_AGAIN,
             )
-        return subject
 
     @torch.no_grad()
     def load(self, held: HeldPrefix) -> Prefix:
@@ -325,8 +324,9 @@ class PrefixLoader:
         device works on those before.
 
         Raises:
-            ArtifactError: pages that no prompt gives.
+            ArtifactError: pages that no prompt gives, or a prefix of another plan or model.
         """
+        self._require_plan(held.path, held.subject)
         layers, num_tokens = held.layers(self._plan), held.subject.num_tokens
         with refusing(held.path, _PACK_AGAIN):
             if self._restorer is None:

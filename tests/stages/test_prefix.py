@@ -204,6 +204,8 @@ def test_a_prefix_of_another_plan_or_model_is_refused(tmp_path: Path) -> None:
     pack_prefix(loaded, plan, prompt(140), path)
     with pytest.raises(ArtifactError, match="was packed with the plan"):
         load_prefix(loaded, plan_with(loaded, aqua_layers(loaded)), path)
+    with pytest.raises(ArtifactError, match="was packed with the plan"):
+        PrefixLoader(loaded, plan_with(loaded, aqua_layers(loaded))).load(PrefixLoader(loaded, plan).read(path))
     nudged = dict(plan.tensors)
     nudged["layers.1.k_predictor.bias"] = nudged["layers.1.k_predictor.bias"] + 1.0
     with pytest.raises(ArtifactError, match="was packed with the plan"):
