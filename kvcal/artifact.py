@@ -281,7 +281,7 @@ class UnreadTensor:
         """Read and verify the tensor, in any thread. ``memory``: its bytes, uint8 [nbytes].
 
         Raises:
-            ArtifactError: the system refuses, other bytes than the digest's, or values that are not allowed.
+            ArtifactError: the system refuses, fewer or other bytes than the digest's, or values that are not allowed.
         """
         found, size = replace(self.like, data=memory.data), 0
         try:
@@ -291,6 +291,8 @@ class UnreadTensor:
             raise ArtifactError(
                 f"cannot read the tensor '{self.name}' of {self.path}: {error.strerror}", "check the disk"
             ) from error
+        if size < found.nbytes:  # the memory may hold the missing bytes from an earlier read
+            raise ArtifactError(f"{self.path} is truncated: it ends within the tensor '{self.name}'", _MAKE_AGAIN)
         _require_digest(self.path, f"the tensor '{self.name}'", _digest({}, {self.name: found}), self.digest)
         _check_finite({self.name: found}, str(self.path))
         fault = self.fault(found)
