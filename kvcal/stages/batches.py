@@ -8,7 +8,8 @@ shapes round differently, and the same run must give the same bytes. When the de
 stage goes on with half as many tokens in a batch; the reporter says so.
 
 A process may measure several of its batches together, each in its own shapes: a streamed model loads its layers once
-for all of them. Which ones depends on the memory and on the number of processes, the statistics do not.
+for all of them. Which ones depends on the memory and on the number of processes, the statistics do not. So when the
+device runs out of memory, fewer go together before a batch is halved.
 """
 
 from __future__ import annotations
@@ -83,9 +84,8 @@ def for_each_batch(
     """
     order = longest_first(data)
 
-    def measure_runs(runs: Sequence[range]) -> Sequence[Mapping[str, Mean] | None]:
-        batches = [Batch.of(data, [order[position] for position in run]) for run in runs]
-        return _within_memory(measure, batches) or [None] * len(runs)
+    def measure_runs(runs: Sequence[range]) -> Sequence[Mapping[str, Mean]]:
+        return _within_memory(measure, [Batch.of(data, [order[position] for position in run]) for run in runs])
 
     while True:
         runs = _runs([len(data.sequences[number]) for number in order], most_tokens, checkpoint.state.done[phase])
@@ -109,15 +109,20 @@ def _runs(widths: Sequence[int], most_tokens: int, first: int) -> list[range]:
 
 
 def _looking_ahead(
-    measure_runs: Callable[[Sequence[range]], Sequence[Mapping[str, Mean] | None]], runs: Sequence[range], at_once: int
+    measure_runs: Callable[[Sequence[range]], Sequence[Mapping[str, Mean]]], runs: Sequence[range], at_once: int
 ) -> Callable[[range], Mapping[str, Mean] | None]:
-    """The statistics of a run, measured together with those that this process will be asked for next."""
-    found: dict[range, Mapping[str, Mean] | None] = {}
+    """The statistics of a run, measured together with those that this process will be asked for next; with half as many
+    from then on where memory does not suffice. None where it does not suffice for the run alone."""
+    found: dict[range, Mapping[str, Mean]] = {}
 
     def measure_run(run: range) -> Mapping[str, Mean] | None:
-        if run not in found:
+        nonlocal at_once
+        while run not in found:
             mine = runs[runs.index(run) :: size()][:at_once] if run in runs else [run]  # or rank 0 has other runs
-            found.update(zip(mine, measure_runs(mine), strict=True))
+            found.update(zip(mine, measure_runs(mine), strict=False))
+            if run not in found and len(mine) == 1:
+                return None
+            at_once = at_once if run in found else len(mine) // 2
         return found.pop(run)
 
     return measure_run
