@@ -197,6 +197,31 @@ def test_out_of_memory_halves_the_batch_and_goes_on(tmp_path: Path, monkeypatch:
         run_in(5000, 0)
 
 
+def test_smaller_batches_leave_no_start_that_nobody_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of larger ones would hold the device's memory to the end of the stage."""
+    made, raw_pages, calls = [], reconstruct._raw_pages, []
+
+    class Seen(starts.Starts):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(self)
+
+    def limited(*given: Any) -> Any:
+        calls.append(len(given[-1].numbers))
+        if calls[-1] > 2 and len(calls) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return raw_pages(*given)
+
+    monkeypatch.setattr(stage, "NUM_SHARDS", 2)
+    monkeypatch.setattr(stage, "Starts", Seen)
+    monkeypatch.setattr(reconstruct, "_raw_pages", limited)
+    monkeypatch.setitem(stage.BATCH_TOKENS, "cpu", 1040)
+    fit(loaded_llama(5), aqua_layers(loaded_llama(5)), sequences([260] * 8))
+    assert max(calls) == 4 and {len(numbers) for batches in made[0]._found for numbers in batches} == {2}
+    held = sum(start.nbytes for found in made[0]._found.values() for start in found)
+    assert held > 0 and made[0]._free + held == round(starts.STARTS_SHARE * host_bytes())
+
+
 def test_every_layer_is_fitted_on_what_the_cache_reads_back() -> None:
     """Alg. 1 line by line, all pages before RoPE. Keys that go through RoPE and back, and weights that are stored in
     fp32, differ in the last bits, so a code may flip: weights agree to a hundredth of the largest."""

@@ -301,7 +301,7 @@ class _Fitting:
             try:
                 return measure(run)
             except torch.OutOfMemoryError:  # whose traceback holds the batch's tensors until here
-                pass
+                self.starts.drop()
             width = max(len(self.data.sequences[number]) for number in self.splits)
             self.most_tokens = min(self.most_tokens, len(run) * width) // 2
             require_smaller(self.most_tokens // width, f"one sequence of {width} tokens")

@@ -31,6 +31,12 @@ class Starts:
         self._free += sum(start.nbytes for start in starts)
         return starts
 
+    def drop(self) -> None:
+        """All of them: batches to come are others."""
+        for batches in self._found.values():
+            self._free += sum(start.nbytes for start in batches)
+        self._found = {}
+
     def keep(self, batches: Sequence[Batch], starts: Sequence[Start | None]) -> None:
         """Those that lie at ``place``, if each batch has one and there is room for them."""
         found = [start for start in starts if start is not None]
