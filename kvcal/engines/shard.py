@@ -45,12 +45,14 @@ def rank_heads(geometry: AttentionGeometry, rank: int, size: int) -> slice:
 def require_equal_plans(digest: str, group: Any) -> None:
     """ArtifactError unless all ranks of an engine's group of processes (its ``world_size`` and ``cpu_group``) have a
     plan of this sha256."""
-    digests: list[Any] = [None] * group.world_size
+    mine = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)
+    found = [torch.empty_like(mine) for _ in range(group.world_size)]
     if group.world_size > 1:
-        torch.distributed.all_gather_object(digests, digest, group=group.cpu_group)
-        if set(digests) != {digest}:
+        torch.distributed.all_gather(found, mine, group=group.cpu_group)
+        digests = {bytes(each.tolist()).hex() for each in found}
+        if digests != {digest}:
             raise ArtifactError(
-                f"the ranks have unequal plans: {', '.join(sorted({each[:16] for each in digests}))}",
+                f"the ranks have unequal plans: {', '.join(sorted(each[:16] for each in digests))}",
                 hint="give every node the same file",
             )
 
