@@ -21,6 +21,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +110,8 @@ def check_lambdas(model: PreTrainedModel, geometry: Geometry, lambdas: Mapping[i
 
 def save_folded(loaded: LoadedModel, path: Path) -> None:
     """Write a folded model to the folder ``path`` as a checkpoint that ``load`` takes, with its tokenizer, in the dtype
-    that the original is stored in (a bf16 cache must stay one). UsageError if ``path`` exists already."""
+    that the original is stored in (a bf16 cache must stay one), whole or not at all. UsageError if ``path`` exists
+    already."""
     if path.exists():
         raise UsageError(f"{path} exists already", hint="name a folder that does not exist")
     model, stored = loaded.model, CACHE_DTYPES[checkpoint_dtype(loaded.model.config)]
@@ -118,9 +120,13 @@ def save_folded(loaded: LoadedModel, path: Path) -> None:
         for parameter in model.parameters():  # not the buffers: rotary frequencies stay fp32
             if parameter.dtype == loaded.model.dtype:
                 parameter.data = parameter.data.to(stored)
-    model.save_pretrained(path)
-    if loaded.tokenizer is not None:
-        loaded.tokenizer.save_pretrained(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f"{path.name}.partial-", dir=path.parent) as folder:
+        whole = Path(folder) / path.name
+        model.save_pretrained(whole)
+        if loaded.tokenizer is not None:
+            loaded.tokenizer.save_pretrained(whole)
+        whole.rename(path)
 
 
 def _edits(model: PreTrainedModel, geometry: Geometry, lambdas: Mapping[int, Tensor]) -> list[_Edit]:

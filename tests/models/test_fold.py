@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 
 import pytest
 import torch
@@ -229,3 +230,20 @@ def test_saved_checkpoint_loads_with_its_tokenizer_and_dtype(tmp_path, tokenizer
         assert torch.equal(value, kept[name].to(stored).float()), name
     with pytest.raises(UsageError, match="exists already"):
         save_folded(loaded, tmp_path / "folded")
+
+
+def test_a_checkpoint_that_cannot_be_written_whole_leaves_nothing(tmp_path, tokenizer, monkeypatch):
+    """Or the same command would refuse a folder without a tokenizer, or load it."""
+    model = _build(hf.LlamaConfig(**_IDS | {"vocab_size": len(tokenizer)}, **_SHAPE | {"num_hidden_layers": 1}))
+    identity = ModelIdentity("tiny", "llama", "c", "w", "t")
+    loaded = LoadedModel(model, tokenizer, identity, geometry_of(model, "float32"), "tiny")
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk, pytest.raises(OSError, match="No space"):
+        disk.setattr(type(tokenizer), "save_pretrained", full)
+        save_folded(loaded, tmp_path / "models" / "folded")
+    assert list((tmp_path / "models").iterdir()) == []
+    save_folded(loaded, tmp_path / "models" / "folded")
+    assert load(str(tmp_path / "models" / "folded"), device="cpu").tokenizer is not None
