@@ -183,6 +183,10 @@ def _model(location: Location, config: PreTrainedConfig, dtype: torch.dtype) -> 
             f"{location.id}: the checkpoint lacks {len(lacking)} of the model's tensors, first {lacking[0]}",
             hint="the weights do not belong to this config.json, or a file is missing",
         )
+    settings = model.generation_config
+    if settings is not None:  # of ``generate``, which is to use the caches that it is given, as they are
+        settings.use_cache, settings.cache_implementation = True, None
+        settings.prefill_chunk_size, settings.return_dict_in_generate = None, False
     return model.eval()
 
 

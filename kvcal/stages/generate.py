@@ -23,6 +23,9 @@ from kvcal.plan.plan import Plan
 # A template is a small program of the model's author.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
+# Of greedy decoding, whatever the model's own defaults are.
+PLAIN_DECODING: dict[str, Any] = {"num_beams": 1, "repetition_penalty": 1.0, "top_p": 1.0, "top_k": 50}
+
 
 @torch.inference_mode()
 def complete(
@@ -70,7 +73,8 @@ def new_tokens(
 ) -> Tensor:
     """Text behind the tokens, int64 [n]; the first of them may lie in the cache, not all."""
     torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    settings = {"do_sample": True, "temperature": temperature, "num_beams": 1}
+    settings = settings if temperature > 0 else {"do_sample": False, **PLAIN_DECODING}
     input_ids = tokens_T.unsqueeze(0).to(loaded.model.device)
     model: Any = loaded.model  # transformers declares no type for generate
     with attached_for(loaded.model, cache.plan):
@@ -79,7 +83,7 @@ def new_tokens(
             attention_mask=torch.ones_like(input_ids),
             past_key_values=cache,
             max_new_tokens=max_new_tokens,
-            **sampling,
+            **settings,
         )
     return output[0, len(tokens_T) :]
 

@@ -57,7 +57,7 @@ from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.page_format import SIDES
 from kvcal.plan.plan import Plan
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
-from kvcal.stages.generate import completion, new_tokens, prompt_tokens
+from kvcal.stages.generate import PLAIN_DECODING, completion, new_tokens, prompt_tokens
 from kvcal.stages.verify import require_same_model
 from kvcal.store.pages_and_ring import PagedTensor
 from kvcal.store.restore import StoredPart
@@ -131,6 +131,7 @@ def pack_prefix(loaded: LoadedModel, plan: Plan, tokens_T: Tensor, path: str | P
             do_sample=False,
             output_logits=True,
             return_dict_in_generate=True,
+            **PLAIN_DECODING,
         )
     held = dict(held_tensors(cache))
     tensors = {**held, "tokens": tokens_T.to(torch.int32), "logits": output.logits[0][0].float()}

@@ -3,6 +3,7 @@ prompt, plan or model is refused."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from kvcal.models.load import LoadedModel, load
 from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Plan, Workload
+from kvcal.progress import SILENT
+from kvcal.recipe import EvaluateSpec
+from kvcal.stages.evaluate.tasks import measure_tasks
 from kvcal.stages.generate import prompt_tokens
 
 MANUAL = "Times. 12 x 34 = 408\n" * 30
@@ -96,6 +100,27 @@ def test_the_whole_prefix_gives_what_the_prompt_gives(case: Case) -> None:
     cached = case.plan.nbytes([len(prompt_tokens(case.loaded, MANUAL, False, 0)) + 23])
     found = case.generate(MANUAL)
     assert found == case.generate(MANUAL, with_prefix=False) and found["cache_bytes"] == cached
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_cache": False, "return_dict_in_generate": True},
+        {"cache_implementation": "static", "prefill_chunk_size": 64},
+        {"num_beams": 2, "repetition_penalty": 1.5},
+    ],
+)
+def test_settings_of_the_checkpoint_change_neither_caches_nor_greedy_decoding(case: Case, settings: dict) -> None:
+    """Those of generation_config.json, with which models come that were trained without a cache, for example."""
+    expected, packed = case.generate(MANUAL), case.prefix_file.read_bytes()
+    own = case.model / "generation_config.json"
+    own.write_text(json.dumps(json.loads(own.read_text()) | settings))
+    assert case.generate(MANUAL, with_prefix=False) == expected
+    again = case.run("pack-prefix", "--prompt", MANUAL, "-o", case.prefix_file, "--quiet")
+    assert again.code == 0 and case.prefix_file.read_bytes() == packed
+    spec = EvaluateSpec(tasks=("chain",), num_problems=2, batch=2, max_new_tokens=8)
+    results = [measure_tasks(loaded, case.plan, spec, SILENT) for loaded in (case.loaded, load(str(case.model)))]
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("k", [COARSE, HEARING], ids=["coarse", "hearing queries"])

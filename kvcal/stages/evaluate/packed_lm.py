@@ -26,7 +26,8 @@ from kvcal.folder import tokenizer_of
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Plan, load_plan
 from kvcal.stages.divergence import feed
-from kvcal.stages.evaluate.tasks import PLAIN_DECODING, generate_packed
+from kvcal.stages.evaluate.tasks import generate_packed
+from kvcal.stages.generate import PLAIN_DECODING
 from kvcal.stages.verify import require_predicted_bytes, require_same_model
 
 

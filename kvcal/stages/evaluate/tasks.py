@@ -36,12 +36,11 @@ from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
 from kvcal.recipe import EvaluateSpec
+from kvcal.stages.generate import PLAIN_DECODING
 from kvcal.stages.verify import require_predicted_bytes
 from kvcal.strict import STRICT, Amount, Count, Share
 
 SEGMENT_TOKENS = 32
-# Whatever the model's own defaults are.
-PLAIN_DECODING: dict[str, Any] = {"num_beams": 1, "repetition_penalty": 1.0, "top_p": 1.0, "top_k": 50}
 _ANSWER_LINE = re.compile(r"^Answer: \S+[^\S\n]*\n", re.MULTILINE)
 
 
