@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 from engine_replay import assert_replayed
-from test_vllm import ALONE, DRAFTS, LENGTHS, TOKENS, Served, prompts, without_queries
+from test_vllm import (
+    ALONE,
+    DRAFTS,
+    LENGTHS,
+    TOKENS,
+    Served,
+    assert_soaked,
+    prompts,
+    soak_arguments,
+    without_queries,
+)
 from vllm_environment import answer_of, installed_checkout
 
 pytestmark = [
@@ -29,21 +39,27 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     return Served(tmp_path_factory.mktemp("model"), head_dim=64, cache_dtype="bfloat16")
 
 
+ON_GPU: dict[str, Any] = {
+    "attention_backend": "KVCAL", "compilation_config": {}, "gpu_memory_utilization": 0.1,
+    "kernel_config": {"enable_jit_warmup": False},
+}  # fmt: skip
+
+
 def serve(folder: Path, served: Served, requests: list[dict], runner: int = 2, **more: Any) -> dict[str, Any]:
-    """What vLLM did; ``runner``: vLLM has two model runners on a GPU, of which the second is the usual one."""
+    """What vLLM did."""
+    found = run(folder, "vllm_host.py", {"llm": served.arguments(**ON_GPU | more), "requests": requests}, runner)
+    assert "error" not in found, found["trace"]
+    return found
+
+
+def run(folder: Path, program: str, given: dict[str, Any], runner: int = 2) -> dict[str, Any]:
+    """What a program answers; ``runner``: vLLM has two model runners on a GPU, of which the second is the usual one."""
     paths = [*installed_checkout(folder / "meta", has_stubs=False), os.environ.get("PYTHONPATH", "")]
     variables = {
         "PYTHONPATH": os.pathsep.join(paths), "VLLM_USE_V2_MODEL_RUNNER": str(runner - 1),
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }  # fmt: skip
-    on_gpu = {
-        "attention_backend": "KVCAL", "compilation_config": {}, "gpu_memory_utilization": 0.1,
-        "kernel_config": {"enable_jit_warmup": False},
-    }  # fmt: skip
-    given = {"llm": served.arguments(**on_gpu | more), "requests": requests}
-    found = answer_of(Path(sys.executable), folder, "vllm_host.py", given, variables)
-    assert "error" not in found, found["trace"]
-    return found
+    return answer_of(Path(sys.executable), folder, program, given, variables)
 
 
 def twice(*lengths: int, tokens: int = TOKENS) -> list[dict]:
@@ -91,6 +107,11 @@ def test_sinks_and_windows(drafts: dict[str, Any], tmp_path: Path, served: Serve
     requests = [{"prompt": ids, "tokens": TOKENS, "at": 5 * n} for n, ids in enumerate(prompts(5, 120, 250, 380))]
     found = serve(tmp_path, served, requests, **given, enable_prefix_caching=False, max_num_batched_tokens=256)
     assert_replayed(found, served.model, plan, False, alone=ALONE if drafts else 1)
+
+
+def test_nothing_is_left_of_many_requests(tmp_path: Path, served: Served) -> None:
+    arguments = soak_arguments(served, **ON_GPU | GRAPHS, max_num_batched_tokens=512)
+    assert_soaked(run(tmp_path, "vllm_soak.py", arguments), "aborted")
 
 
 def test_layers_with_a_sliding_window(tmp_path: Path) -> None:

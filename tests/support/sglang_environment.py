@@ -33,19 +33,22 @@ def _fill(pip: list[str], folder: Path, wanted: str) -> None:
     run([*pip, "install", *NEEDED])
 
 
-def run_sglang(wanted: str, folder: Path, plan: str | None, given: Any) -> tuple[Any, str]:
-    """What sglang_host.py answers on a CPU, None where SGLang did not start, and what was logged."""
+def run_sglang(
+    wanted: str, folder: Path, plan: str | None, given: Any, program: str = "sglang_host.py"
+) -> tuple[Any, str]:
+    """What a program of tests/support answers on a CPU, None where SGLang did not start, and what was logged."""
     # SGLang wants cores for each rank, where there are more ranks than memories.
     cores = "|".join(["0"] * given["engine"].get("tp_size", 1))
     stand_ins = [str(CHECKOUT / "tests" / "support" / "sglang_stand_ins")]
     variables = {"SGLANG_CPU_OMP_THREADS_BIND": cores} | ({} if plan is None else {"KVCAL_PLAN": plan})
-    return answer_of_sglang(python_with_sglang(wanted), folder, given, stand_ins, variables)
+    return answer_of_sglang(python_with_sglang(wanted), folder, given, stand_ins, variables, program=program)
 
 
 def answer_of_sglang(
-    python: Path, folder: Path, given: Any, paths: list[str], variables: dict[str, str], seconds: int = 900
-) -> tuple[Any, str]:
-    """What sglang_host.py answers with this interpreter, and what was logged, which ``folder`` / log has, too."""
+    python: Path, folder: Path, given: Any, paths: list[str], variables: dict[str, str], seconds: int = 900,
+    program: str = "sglang_host.py",
+) -> tuple[Any, str]:  # fmt: skip
+    """What a program of tests/support answers with this interpreter, and what was logged, as in ``folder`` / log."""
     # The radix tree's compiled core is built for one torch.
     shared = {
         "PYTHONPATH": os.pathsep.join([*installed_checkout(folder / "meta"), *paths]), "OMP_NUM_THREADS": "1",
@@ -54,7 +57,7 @@ def answer_of_sglang(
     (folder / "steps").unlink(missing_ok=True)
     with open(folder / "log", "w") as log:
         done = subprocess.run(
-            [str(python), str(CHECKOUT / "tests" / "support" / "sglang_host.py")], input=json.dumps(given),
+            [str(python), str(CHECKOUT / "tests" / "support" / program)], input=json.dumps(given),
             env=os.environ | shared | variables, stdout=subprocess.PIPE, stderr=log, text=True, timeout=seconds,
         )  # fmt: skip
     answers = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
