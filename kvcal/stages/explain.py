@@ -236,7 +236,7 @@ def _shown(units: Sequence[UnitReasons], layer: int | None) -> list[int]:
 def _capacity(allocation: Allocation, taken: int) -> int:
     """Bytes that the formats could take: a choice that is the best of them is the best of what it takes itself, too."""
     split = allocation.split
-    return max(taken, split.budget - split.overhead - split.fixed - split.reserved)
+    return max(taken, split.for_cache - split.fixed - split.reserved)
 
 
 def _better(option: Option, options: Sequence[Option], names: Sequence[str]) -> str | None:

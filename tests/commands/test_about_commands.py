@@ -24,7 +24,7 @@ from kvcal.plan.plan import Workload, load_plan
 from kvcal.recipe import AllocateSpec, fixed_layers
 from kvcal.recipe_files import find_recipe, load_recipe
 from kvcal.recipe_names import recipe_names
-from kvcal.stages.allocate.budget import ModelSizes, resolve_budget
+from kvcal.stages.allocate.budget import resolve_budget
 from kvcal.stages.size import RECIPES
 
 ROOT = Path(__file__).parents[2]
@@ -55,14 +55,14 @@ def test_what_fits_is_what_a_budget_of_the_device_counts(batch: int) -> None:
     memory, context = 900_000_000, 2000
     value = sized("reasoner-10m", "--memory", "900MB", "--batch", batch, "--context", context)
     facts = read_sizes("reasoner-10m")
-    sizes = ModelSizes(facts.geometry, facts.weight_bytes or 0, facts.vocab_size)
 
     def needed(recipe: str, batch: int, context: int) -> int:
         layers = fixed_layers(load_recipe(recipe).formats, bare_layers(facts.geometry))
-        budget = resolve_budget(sizes, AllocateSpec(budget="900MB", batch=batch, context=context), layers, 0)
+        spec = AllocateSpec(budget="900MB", batch=batch, context=context)
+        budget = resolve_budget(spec, layers, "bfloat16", facts.weight_bytes or 0, facts.vocab_size)
         workload = Workload(batch, context)
         cache = sum(layer.nbytes("bfloat16", workload.lengths, context) for layer in layers)
-        return memory - budget.cache + cache
+        return memory - budget.for_cache + cache
 
     for row in value["rows"]:
         name, fit = row["recipe"], row["fit"]

@@ -24,7 +24,7 @@ from kvcal.progress import Silent
 from kvcal.recipe import AllocateSpec, EvaluateSpec, TuneSpec
 from kvcal.recipe_files import load_recipe
 from kvcal.run.pipeline import baseline_plan, build_plan
-from kvcal.stages.allocate.budget import ModelSizes, resolve_budget
+from kvcal.stages.allocate.budget import resolve_budget
 from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
 from kvcal.stages.tune import objective as tune_objective
 from kvcal.stages.tune.objective import Origin, TaskObjective, measure_scores, tuned_bits
@@ -313,9 +313,8 @@ def test_a_baseline_is_all_that_its_recipe_says_or_refused(name: str, model: Pat
     loaded = load(str(model))
     with pytest.raises(UsageError, match=f"'{name}' in evaluate.against needs stages of its own"):
         baseline_plan(load_recipe(name), loaded, Workload(1, 256))
-    sizes = ModelSizes(loaded.geometry, 0, 0)
     with pytest.raises(UsageError, match=f"same_bytes_as = '{name}' is no recipe of \\[formats\\] alone, its"):
-        resolve_budget(sizes, AllocateSpec(same_bytes_as=name), bare_layers(loaded.geometry), 0)
+        resolve_budget(AllocateSpec(same_bytes_as=name), bare_layers(loaded.geometry), "bfloat16", 0, 0)
     assert baseline_plan(load_recipe("kitty"), loaded, Workload(1, 256)).provenance["recipe"] == "kitty"
 
 

@@ -11,13 +11,13 @@ import torch
 
 from kvcal.errors import UnsupportedModel
 from kvcal.geometry import AttentionGeometry, Geometry, ModelIdentity, StateGeometry
-from kvcal.plan.layer import LayerPlan
+from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, Side
 from kvcal.plan.plan import Plan, Workload, load_plan, save_plan
 from kvcal.recipe import AllocateSpec, CacheSpec, ProfileSpec, fixed_layers
 from kvcal.recipe_files import load_recipe
 from kvcal.stages.allocate import Allocation, Problem, allocate, pareto
-from kvcal.stages.allocate.budget import ModelSizes, resolve_budget, workspace_bytes
+from kvcal.stages.allocate.budget import resolve_budget, workspace_bytes
 from kvcal.stages.allocate.record import layer_bytes
 from kvcal.stages.checkpoint import Mean
 from kvcal.stages.profile.record import Profile, ProfileSetup
@@ -150,16 +150,18 @@ def test_a_plan_is_told_by_its_tensors_too(tmp_path: Path) -> None:
 
 def test_what_a_budget_leaves_for_the_cache() -> None:
     """The device's without weights and workspace; bits per value without the layers that are not paged."""
-    sizes, workload = ModelSizes(GEOMETRY, 10**6, vocab_size=500), Workload(2, 4000)
-    layers = tuple(LayerPlan(one, (RAW,), (RAW,)) for one in PAGED)
-    device = resolve_budget(sizes, AllocateSpec(budget="9MB", **LENGTHS), layers, 7)
-    assert device.cache == 9_000_000 - 10**6 - 2 * 4 * 2 * 500 - workspace_bytes(layers, "bfloat16", workload)
-    assert resolve_budget(sizes, AllocateSpec(bits=3.0, **LENGTHS), layers, 7).cache == 3 * 2 * 2 * 64 * 8000 // 8 + 7
+    layers, workload = bare_layers(GEOMETRY), Workload(2, 4000)
+    fixed, _ = layer_bytes(layers, "bfloat16", workload)
+    assert fixed > 0
+
+    def left(**budget: object) -> int:
+        return resolve_budget(AllocateSpec(**budget, **LENGTHS), layers, "bfloat16", 10**6, vocab_size=500).for_cache
+
+    assert left(budget="9MB") == 9_000_000 - 10**6 - 2 * 4 * 2 * 500 - workspace_bytes(layers, "bfloat16", workload)
+    assert left(bits=3.0) == 3 * 2 * 2 * 64 * 8000 // 8 + fixed
     kivi_2 = fixed_layers(load_recipe("kivi-2").formats, layers)
-    assert resolve_budget(sizes, AllocateSpec(same_bytes_as="kivi-2", **LENGTHS), layers, 0).cache == sum(
-        layer.nbytes("bfloat16", (4000, 4000), 4000) for layer in kivi_2
-    )
-    assert resolve_budget(sizes, AllocateSpec(kv_budget="5KB", **LENGTHS), layers, 7).cache == 5000
+    assert left(same_bytes_as="kivi-2") == sum(layer_bytes(kivi_2, "bfloat16", workload))
+    assert left(kv_budget="5KB") == 5000
 
 
 def test_the_first_paged_layer_has_the_first_formats() -> None:

@@ -9,6 +9,7 @@ always an option, with loss 0, and the only one of rotary keys of latent attenti
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvcal.engines.capacity import engine_bytes
@@ -20,7 +21,7 @@ from kvcal.plan.layer import LayerPlan, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, UNIFORM, Format, Side
 from kvcal.plan.plan import Plan, Workload
 from kvcal.recipe import AllocateSpec
-from kvcal.stages.allocate.budget import Budget, ModelSizes, infeasible, reserved_bytes, resolve_budget, workload_of
+from kvcal.stages.allocate.budget import infeasible, reserved_bytes, resolve_budget, workload_of
 from kvcal.stages.allocate.record import (
     KIND,
     SCHEMA,
@@ -54,19 +55,18 @@ def allocate(profile: Profile, spec: AllocateSpec, provenance: dict[str, Any], r
         UnsupportedModel: no layer of the model has pages.
     """
     problem = Problem(profile, spec)
-    room = _room(problem, profile, spec, reserved)
+    split = _split(problem, profile, spec, reserved)
     smallest = problem.nbytes(problem.smallest)
     # Beyond the largest options' bytes nothing is left to spend a capacity on.
     most = problem.nbytes(problem.largest)
     setup, cache_dtype, workload = profile.setup, profile.geometry.cache_dtype, problem.workload
-    beside = room.beside
     while True:  # what lies beside the pages follows from the choice
-        solution = solve(problem.units, max(smallest, min(room.capacity - beside, most)))
-        beside = _beside_pages(problem, spec, setup.identity, solution.choice)
-        if solution.nbytes + beside <= room.capacity:
+        solution = solve(problem.units, max(smallest, min(_capacity(split), most)))
+        split = replace(split, engine=_beside_pages(problem, spec, setup.identity, solution.choice))
+        if solution.nbytes <= _capacity(split):
             break
     layers = problem.layers_of(solution.choice)
-    split = room.budget.split(room.fixed, layer_bytes(layers, cache_dtype, workload)[1], reserved, beside)
+    split = replace(split, paged=layer_bytes(layers, cache_dtype, workload)[1])
     assert split.paged == solution.nbytes, "the solver's bytes are not the plan's"
     proven = solution.loss, solution.bound, solution.gap, solution.proof
     return Allocation(setup.identity, cache_dtype, layers, workload, provenance, split, *proven)
@@ -74,35 +74,30 @@ def allocate(profile: Profile, spec: AllocateSpec, provenance: dict[str, Any], r
 
 def require_feasible(profile: Profile, spec: AllocateSpec, reserved: int = 0) -> None:
     """Raises what ``allocate`` will, whatever was measured: the bytes of formats follow from ``profile.setup``."""
-    _room(Problem(profile, spec), profile, spec, reserved)
+    _split(Problem(profile, spec), profile, spec, reserved)
 
 
-class _Room(NamedTuple):
-    """A budget, what the choice does not change of it (``fixed``), what is left for pages (``capacity``), and what an
-    engine takes beside the smallest ones."""
-
-    budget: Budget
-    fixed: int
-    capacity: int
-    beside: int
-
-
-def _room(problem: Problem, profile: Profile, spec: AllocateSpec, reserved: int) -> _Room:
-    """Raises as ``allocate``."""
+def _split(problem: Problem, profile: Profile, spec: AllocateSpec, reserved: int) -> Split:
+    """The budget, with what an engine takes beside the smallest pages. Raises as ``allocate``."""
     if not problem.units:
         raise UnsupportedModel(
             "there is nothing to allocate: every layer of the model is a sliding window, kept at 16 bits, or a state",
             hint="a recipe with [formats], such as kivi-2, compiles a plan without choices",
         )
     setup, layers = profile.setup, problem.layers_of(problem.largest)
-    fixed, _ = layer_bytes(layers, profile.geometry.cache_dtype, problem.workload)
-    budget = resolve_budget(ModelSizes(setup.geometry, setup.weight_bytes, setup.vocab_size), spec, layers, fixed)
-    capacity, smallest = budget.cache - fixed - reserved, problem.nbytes(problem.smallest)
-    beside = _beside_pages(problem, spec, setup.identity, problem.smallest)
-    if capacity < smallest + beside:
-        bits = 8 * (smallest + reserved + beside) / num_values(layers, problem.workload)
-        raise infeasible(spec, budget, budget.total - capacity + smallest + beside, bits, reserved)
-    return _Room(budget, fixed, capacity, beside)
+    sizes = setup.geometry.cache_dtype, setup.weight_bytes, setup.vocab_size
+    split = resolve_budget(spec, layers, *sizes, reserved)
+    split = replace(split, engine=_beside_pages(problem, spec, setup.identity, problem.smallest))
+    missing = problem.nbytes(problem.smallest) - _capacity(split)
+    if missing > 0:
+        taken = problem.nbytes(problem.smallest) + reserved + split.engine
+        raise infeasible(spec, split, split.budget + missing, 8 * taken / num_values(layers, problem.workload))
+    return split
+
+
+def _capacity(split: Split) -> int:
+    """Bytes that are left for pages."""
+    return split.for_cache - split.fixed - split.reserved
 
 
 def _beside_pages(problem: Problem, spec: AllocateSpec, model: ModelIdentity, choice: Sequence[int]) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvcal.errors import InfeasibleBudget, UsageError
 from kvcal.geometry import CacheDtype, Geometry
@@ -22,38 +21,9 @@ from kvcal.plan.tensors import needed_nbytes, tensors_nbytes
 from kvcal.quantities import format_bytes, parse_bytes
 from kvcal.recipe import AllocateSpec, CacheSpec, FeedbackSpec, PredictorSpec, ReparamSpec, fixed_layers
 from kvcal.recipe_files import load_recipe
-from kvcal.stages.allocate.record import Allocation, BudgetKind, Split, layer_bytes, layers_in, num_values
+from kvcal.stages.allocate.record import Allocation, Split, layer_bytes, layers_in, num_values
 from kvcal.stages.predictors.record import every_finding, with_predictors
 from kvcal.store.workspace import FLOAT_BYTES, logits_bytes, step_workspace
-
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """The sizes of a model that a budget depends on. ``weight_bytes``: in its checkpoint's dtype."""
-
-    geometry: Geometry
-    weight_bytes: int
-    vocab_size: int
-
-
-@dataclass(frozen=True)
-class Budget:
-    """``total`` bytes; ``weights`` and ``workspace`` of them only if the whole device was budgeted. ``logits``: see
-    ``Split``."""
-
-    kind: BudgetKind
-    total: int
-    weights: int | None = None
-    workspace: int | None = None
-    logits: int | None = None
-
-    @property
-    def cache(self) -> int:
-        """The bytes left for the cache; may be negative."""
-        return self.total - (self.weights or 0) - (self.workspace or 0)
-
-    def split(self, fixed: int, paged: int, reserved: int, engine: int = 0) -> Split:
-        return Split(self.total, self.weights, self.workspace, fixed, paged, reserved, self.kind, self.logits, engine)
 
 
 def workload_of(spec: AllocateSpec) -> Workload:
@@ -68,21 +38,32 @@ def workspace_bytes(layers: Sequence[LayerPlan], cache_dtype: CacheDtype, worklo
     return step_workspace(layers, cache_dtype, workload.batch, workload.context).nbytes
 
 
-def resolve_budget(sizes: ModelSizes, spec: AllocateSpec, layers: tuple[LayerPlan, ...], fixed: int) -> Budget:
-    """The budget in bytes. ``layers``: in the formats, among those to be chosen from, that need the most workspace;
-    ``fixed``: bytes of bounded layers and states, which bits per value do not count."""
+def resolve_budget(
+    spec: AllocateSpec,
+    layers: tuple[LayerPlan, ...],
+    cache_dtype: CacheDtype,
+    weight_bytes: int,
+    vocab_size: int,
+    reserved: int = 0,
+) -> Split:
+    """The budget in bytes, before pages are chosen. ``layers``: in the formats, among those to be chosen from, that
+    need the most workspace; ``weight_bytes``: in the checkpoint's dtype. Bits per value do not count bounded layers and
+    states."""
     workload = workload_of(spec)
+    fixed, _ = layer_bytes(layers, cache_dtype, workload)
+    unspent = {"fixed": fixed, "paged": 0, "reserved": reserved}
     if spec.budget is not None:
         total = parse_bytes(spec.budget)
         if spec.workspace != "auto":
-            return Budget("budget", total, sizes.weight_bytes, parse_bytes(spec.workspace))
-        logits = logits_bytes(workload.batch, sizes.vocab_size)
-        workspace = logits + workspace_bytes(layers, sizes.geometry.cache_dtype, workload)
-        return Budget("budget", total, sizes.weight_bytes, workspace, logits)
+            return Split(total, weight_bytes, parse_bytes(spec.workspace), **unspent, kind="budget")
+        logits = logits_bytes(workload.batch, vocab_size)
+        workspace = logits + workspace_bytes(layers, cache_dtype, workload)
+        return Split(total, weight_bytes, workspace, **unspent, kind="budget", logits=logits)
     if spec.kv_budget is not None:
-        return Budget("kv_budget", parse_bytes(spec.kv_budget))
+        return Split(parse_bytes(spec.kv_budget), None, None, **unspent, kind="kv_budget")
     if spec.bits is not None:
-        return Budget("bits", int(spec.bits * num_values(layers, workload) / 8) + fixed)
+        total = int(spec.bits * num_values(layers, workload) / 8) + fixed
+        return Split(total, None, None, **unspent, kind="bits")
     assert spec.same_bytes_as is not None
     other = load_recipe(spec.same_bytes_as)
     if other.formats is None or not other.is_baseline:
@@ -90,8 +71,8 @@ def resolve_budget(sizes: ModelSizes, spec: AllocateSpec, layers: tuple[LayerPla
             f"same_bytes_as = {spec.same_bytes_as!r} is no recipe of [formats] alone, its bytes are not known before",
             hint="name a recipe with [formats], such as kivi-2",
         )
-    total = sum(layer_bytes(fixed_layers(other.formats, layers), sizes.geometry.cache_dtype, workload))
-    return Budget("same_bytes_as", total)
+    total = sum(layer_bytes(fixed_layers(other.formats, layers), cache_dtype, workload))
+    return Split(total, None, None, **unspent, kind="same_bytes_as")
 
 
 def reserved_bytes(
@@ -143,7 +124,7 @@ def bytes_left(allocation: Allocation, layers: tuple[LayerPlan, ...], tensor_byt
     ends = {at - 1 for layer in layers for fmt in (*layer.k, *layer.v) for at in fmt.shrink_at}
     counts = {workload.context, *(end for end in ends if 0 < end < workload.context)}
     most = max(sum(layer_bytes(layers, allocation.cache_dtype, Workload(workload.batch, count))) for count in counts)
-    return split.budget - split.overhead - most - transform_bytes(allocation, layers, tensor_bytes)
+    return split.for_cache - most - transform_bytes(allocation, layers, tensor_bytes)
 
 
 def require_budget(allocation: Allocation, plan: Plan) -> None:
@@ -177,14 +158,14 @@ def reserve_hint(nbytes: int) -> str:
     )
 
 
-def infeasible(spec: AllocateSpec, budget: Budget, smallest: int, bits: float, reserved: int) -> InfeasibleBudget:
+def infeasible(spec: AllocateSpec, split: Split, smallest: int, bits: float) -> InfeasibleBudget:
     """``smallest`` in bytes, ``bits`` what that is per cached value (shown rounded up, so that it is feasible)."""
     rounded_up = math.ceil(bits * 1000) / 1000
-    beside = {"weights": budget.weights, "workspace": budget.workspace, "reserved for transforms": reserved}
+    beside = {"weights": split.weights, "workspace": split.workspace, "reserved for transforms": split.reserved}
     named = " + ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in beside.items() if nbytes)
     device = f" ({named})" if named else ""
     return InfeasibleBudget(
-        f"a budget of {format_bytes(budget.total)} is too small for batch {spec.batch} x {spec.context} tokens: the "
+        f"a budget of {format_bytes(split.budget)} is too small for batch {spec.batch} x {spec.context} tokens: the "
         f"smallest feasible one is {format_bytes(smallest)} = {smallest} bytes{device}, {rounded_up:.3f} bits per "
         "cached value",
         smallest,

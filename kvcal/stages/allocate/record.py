@@ -60,6 +60,11 @@ class Split:
         """Bytes of all that is no record of keys and values."""
         return (self.weights or 0) + (self.workspace or 0) + self.engine
 
+    @property
+    def for_cache(self) -> int:
+        """The bytes that the budget leaves for the cache, reserved ones included; may be negative."""
+        return self.budget - self.overhead
+
 
 @dataclass(frozen=True, config=STRICT)
 class Allocation:
@@ -129,7 +134,7 @@ def made_progressive(allocation: Allocation, spec: ProgressiveSpec, reserved: in
         InfeasibleBudget: the final formats do not fit.
     """
     layers, split = allocation.layers, allocation.split
-    budget, kind = split.budget - split.overhead, split.kind
+    budget, kind = split.for_cache, split.kind
     if spec.bits is not None:
         all_in = int(spec.bits * num_values(layers, allocation.workload) / 8) + split.fixed
         budget, kind = all_in if kind is None else min(budget, all_in), kind or "bits"

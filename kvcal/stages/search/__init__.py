@@ -38,8 +38,8 @@ from kvcal.plan.plan import Plan, Workload
 from kvcal.plan.tensors import lattice_tensors, needed_tensors
 from kvcal.progress import Reporter
 from kvcal.recipe import Recipe, SearchSpec
-from kvcal.stages.allocate.budget import Budget, ModelSizes, reserved_bytes, resolve_budget, workspace_bytes
-from kvcal.stages.allocate.record import Allocation, layer_bytes, layers_in
+from kvcal.stages.allocate.budget import reserved_bytes, resolve_budget, workspace_bytes
+from kvcal.stages.allocate.record import Allocation, Split, layer_bytes, layers_in
 from kvcal.stages.checkpoint import Checkpoint, State
 from kvcal.stages.divergence import LOCKSTEP, Text, kl_texts, lockstep_bytes, seconds_a_plan
 from kvcal.stages.estimate import Estimate
@@ -104,7 +104,7 @@ def run_search(
         select, validate = (job.pool(purpose, stack) for purpose in ("select", "validate"))
         reporter.say(job.announcement(select.meter.tiers))
         systems = [job.candidate(name, layers) for name, layers in job.systems.items()]
-        fitting = [one for one in (*systems, *earlier) if one.nbytes <= job.budget.cache]
+        fitting = [one for one in (*systems, *earlier) if one.nbytes <= job.budget.for_cache]
         outcome = search(
             job.problem,
             job.spec.refine_rounds,
@@ -118,7 +118,7 @@ def run_search(
         report = job.report(outcome, select, validate)
     plan, budget, workload = outcome.champion.plan, job.budget, job.workload
     fixed, paged = layer_bytes(plan.layers, plan.cache_dtype, workload)
-    split = budget.split(fixed, paged, reserved=0)
+    split = replace(budget, fixed=fixed, paged=paged)
     allocation = Allocation(
         loaded.identity, plan.cache_dtype, plan.layers, workload, provenance, split, report.select.kl
     )
@@ -206,25 +206,23 @@ class Search:
         return every | {"k": tuple(style for style in every["k"] if style not in unfitted)}
 
     @cached_property
-    def budget(self) -> Budget:
+    def budget(self) -> Split:
         loaded, geometry, allocate = self.loaded, self.loaded.geometry, self.recipe.allocate
         assert allocate is not None
-        bare = bare_layers(geometry)
-        fixed, _ = layer_bytes(bare, geometry.cache_dtype, self.workload)
         most = most_scratch(geometry, self.styles, self.recipe.predictors, self.speed)
-        extremes = [bare, most, *self.systems.values()]
+        extremes = [bare_layers(geometry), most, *self.systems.values()]
         largest = max(extremes, key=lambda layers: workspace_bytes(layers, geometry.cache_dtype, self.workload))
         vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
-        return resolve_budget(ModelSizes(geometry, weight_bytes(loaded.model), vocab_size), allocate, largest, fixed)
+        return resolve_budget(allocate, largest, geometry.cache_dtype, weight_bytes(loaded.model), vocab_size)
 
     @cached_property
     def reserved(self) -> int:
         """Bytes that are kept free for the factors of error feedback; 0 where it is not tried."""
         nbytes = reserved_bytes(self.loaded.geometry, self.recipe.cache, None, feedback=self.recipe.feedback)
-        if nbytes <= MAX_FEEDBACK_SHARE * self.budget.cache:
+        if nbytes <= MAX_FEEDBACK_SHARE * self.budget.for_cache:
             return nbytes
         self.reporter.say(
-            f"search: no error feedback: its factors would take {nbytes / self.budget.cache:.1%} of the cache"
+            f"search: no error feedback: its factors would take {nbytes / self.budget.for_cache:.1%} of the cache"
         )
         return 0
 
@@ -232,8 +230,7 @@ class Search:
     def problem(self) -> Problem:
         geometry, allocate = self.loaded.geometry, self.recipe.allocate
         assert allocate is not None
-        fixed, _ = layer_bytes(bare_layers(geometry), geometry.cache_dtype, self.workload)
-        room, per_head = self.budget.cache - fixed - self.reserved, allocate.granularity == "head"
+        room, per_head = self.budget.for_cache - self.budget.fixed - self.reserved, allocate.granularity == "head"
         return problem_of(geometry, self.styles, self.recipe.predictors, self.workload, room, per_head, self.speed)
 
     @cached_property
@@ -375,7 +372,7 @@ class Search:
         fitted = replace(fitted, factors=factors)
         layers, tensors = fitted.apply(plan.layers), {**plan.tensors, **fitted.tensors()}
         found = self._as_candidate(f"{champion.name}, feedback {'+'.join(sides).upper()}", None, layers, tensors)
-        return found if found.nbytes <= self.budget.cache and self._serves(layers) else None
+        return found if found.nbytes <= self.budget.for_cache and self._serves(layers) else None
 
     def report(self, outcome: Outcome, select: _Measured, validate: _Measured) -> SearchReport:
         champion, results = outcome.champion, []
