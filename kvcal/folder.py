@@ -107,12 +107,12 @@ def current_or(
     path: Path,
     load: Callable[[Path], Made],
     inputs: dict[str, Any],
-    make: Callable[[], Made],
+    make: Callable[[dict[str, Any], Path, Reporter], Made],
     reporter: Reporter,
     made_on: str | None = None,
 ) -> Made:
-    """The content of ``path`` if it was made from ``inputs``, else what ``make`` makes and writes there. Says which of
-    the two, and on which data (``made_on``). The file is read and verified once.
+    """The content of ``path`` if it was made from ``inputs``, else what ``make`` makes of them and writes there. Says
+    which of the two, and on which data (``made_on``). The file is read and verified once.
 
     Raises:
         ArtifactError: the artifact is corrupt, or the folder's artifacts were made from another model.
@@ -127,7 +127,7 @@ def current_or(
         reporter.say(f"{stage}: runs again, {difference}")
     if made_on is not None:
         reporter.say(f"{stage}: {made_on}")
-    made = make()
+    made = make(inputs, path, reporter)
     return load(path) if distributed.same_file(path) else made
 
 

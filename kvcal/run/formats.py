@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,6 @@ def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter
         UnsupportedModel: keys, values or their projections cannot be found.
         ArtifactError: the folder is another model's, holds a corrupt profile, or cannot be written to.
     """
-    path = folder.profile
     data = sequences(recipe.data, loaded, "fit", folder, reporter)
     inputs = {
         **model_inputs(loaded),
@@ -73,11 +73,8 @@ def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter
         **data_inputs(data),
         **compute_dtype(loaded),
     }
-
-    def make() -> Profile:
-        return profile_stage.run_profile(loaded, data, recipe.profile, recipe.cache, inputs, path, reporter)
-
-    return current_or("profile", path, profile_stage.load, inputs, make, reporter, data.description)
+    make = partial(profile_stage.run_profile, loaded, data, recipe.profile, recipe.cache)
+    return current_or("profile", folder.profile, profile_stage.load, inputs, make, reporter, data.description)
 
 
 def estimate_stages(job: Job) -> list[Estimate]:
@@ -120,13 +117,13 @@ def allocate_folder(
         **_baseline_inputs(spec),
     }
 
-    def make() -> Allocation:
+    def make(inputs: dict[str, Any], path: Path, reporter: Reporter) -> Allocation:
         details = {"objective": spec.objective, "granularity": spec.granularity, "data": profile.data_fingerprint}
         made_from = with_calibration({**provenance, **details}, calibration("profile", read_inputs(folder.profile)))
         allocation = allocation_stage.allocate(profile, spec, made_from, reserved)
         if progressive is not None:
             allocation = allocation_stage.made_progressive(allocation, progressive, reserved)
-        allocation_stage.save(allocation, inputs, folder.allocation)
+        allocation_stage.save(allocation, inputs, path)
         reporter.say(
             f"allocate: {format_bytes(allocation.split.cache)} of cache, loss {allocation.loss:.6g}, "
             f"gap {allocation.gap:.2g} ({allocation.proof} proof)"
@@ -157,7 +154,7 @@ def fix_folder(job: Job) -> Allocation:
     if recipe.importance is not None:
         inputs["profile.sha256"] = sha256_file(folder.profile)
 
-    def make() -> Allocation:
+    def make(inputs: dict[str, Any], path: Path, reporter: Reporter) -> Allocation:
         provenance = provenance_of(recipe)
         if recipe.importance is not None:
             profile = profile_stage.load(folder.profile)
@@ -171,7 +168,7 @@ def fix_folder(job: Job) -> Allocation:
         if recipe.progressive is not None:
             reserved = allocation_stage.reserved_bytes(loaded.geometry, recipe.cache, recipe.reparam)
             allocation = allocation_stage.made_progressive(allocation, recipe.progressive, reserved)
-        allocation_stage.save(allocation, inputs, folder.allocation)
+        allocation_stage.save(allocation, inputs, path)
         return allocation
 
     return current_or("allocate", folder.allocation, _load_allocation, inputs, make, job.reporter)
@@ -196,14 +193,14 @@ def tune_folder(job: Job) -> Allocation:
         **compute_dtype(loaded),
     }
 
-    def make() -> Allocation:
+    def make(inputs: dict[str, Any], path: Path, reporter: Reporter) -> Allocation:
         memory = None if loaded.residence is None else loaded.residence.memory
         dtype = str(loaded.model.dtype).removeprefix("torch.")
         origin = Origin(loaded.source, dtype, str(loaded.model.device), memory)
-        best = tune_plan(loaded, origin, plan, recipe, folder.path, job.reporter).plan
+        best = tune_plan(loaded, origin, plan, recipe, folder.path, reporter).plan
         provenance = with_calibration(best.provenance, calibration("tune", inputs))
         allocation = allocation_stage.unbudgeted(best.layers, best.model, best.cache_dtype, best.workload, provenance)
-        allocation_stage.save(allocation, inputs, folder.allocation)
+        allocation_stage.save(allocation, inputs, path)
         return allocation
 
     return current_or("tune", folder.allocation, _load_allocation, inputs, make, job.reporter, data.description)
@@ -241,11 +238,11 @@ def search_folder(job: Job) -> Allocation:
         **_baseline_inputs(recipe.allocate),
     }
 
-    def make() -> SearchRecord:
+    def make(inputs: dict[str, Any], path: Path, reporter: Reporter) -> SearchRecord:
         provenance = with_calibration(provenance_of(recipe), calibration("search", inputs))
         for pool in pools.values():
             require_unseen(provenance, pool)
-        return search_stage.run_search(loaded, recipe, data, inputs, folder.search, provenance, job.reporter)
+        return search_stage.run_search(loaded, recipe, data, inputs, path, provenance, reporter)
 
     made_on = f"fits on {data.fit.description}; plans on {data.select.description} and {data.validate.description}"
     allocation = current_or("search", folder.search, search_stage.load, inputs, make, job.reporter, made_on).allocation

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +104,7 @@ def reparam_folder(job: Job) -> Reparam:
     allocation = allocation_stage.load(folder.allocation)[0]
     layers = allocation.layers
     inputs = _transform_inputs("reparam", spec, layers, {}, data, loaded)
-
-    def make() -> Reparam:
-        return reparam_stage.run_reparam(loaded, layers, data, spec, inputs, folder.reparam, reporter)
-
+    make = partial(reparam_stage.run_reparam, loaded, layers, data, spec)
     found = current_or("reparam", folder.reparam, reparam_stage.load, inputs, make, reporter, data.description)
     nbytes = tensors_nbytes(found.tensors())
     left = bytes_left(allocation, layers, nbytes)
@@ -135,12 +133,8 @@ def fit_predictors_folder(job: Job) -> PredictorRecord:
     data = job_sequences(job, recipe.data, "fit")
     inputs = _transform_inputs("predictors", spec, layers, tensors, data, loaded)
     inputs |= flat_records(workload=allocation.workload) | {"budget.left": None if room is None else room.left()}
-
-    def make() -> PredictorRecord:
-        return predictor_stage.run_fit_predictors(
-            loaded, layers, tensors, data, spec, allocation.workload, inputs, folder.predictors, reporter, room
-        )
-
+    given = loaded, layers, tensors, data, spec, allocation.workload
+    make = partial(predictor_stage.run_fit_predictors, *given, room=room)
     fitted = current_or("predictors", folder.predictors, predictor_stage.load, inputs, make, reporter, data.description)
     message = None if room is None else room.message(fitted)
     if message is not None:
@@ -157,10 +151,7 @@ def feedback_folder(job: Job) -> FeedbackRecord:
     layers, tensors = Transforms.of(folder, recipe, before="feedback").apply(allocation.layers)
     data = short_data(job, spec)
     inputs = _transform_inputs("feedback", spec, layers, tensors, data, loaded)
-
-    def make() -> FeedbackRecord:
-        return feedback_stage.run_feedback(loaded, layers, tensors, data, spec, inputs, folder.feedback, reporter)
-
+    make = partial(feedback_stage.run_feedback, loaded, layers, tensors, data, spec)
     return current_or("feedback", folder.feedback, feedback_stage.load, inputs, make, reporter, data.description)
 
 

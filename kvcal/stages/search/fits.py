@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,7 @@ class Fits:
             layers = layers_in(self.loaded.geometry, fmt, RAW)
             path = self.beside(f"lambda-{sha256_json(dump(fmt))[:12]}")
             inputs = self._inputs(data, spec, layers, {})
-
-            def fit(layers: Layers = layers, inputs: dict[str, Any] = inputs, path: Path = path) -> reparam.Reparam:
-                return reparam.run_reparam(self.loaded, layers, data, spec, inputs, path, self.reporter)
-
+            fit = partial(reparam.run_reparam, self.loaded, layers, data, spec)
             found[fmt] = dict(current_or("search, λ", path, reparam.load, inputs, fit, self.reporter).lambdas)
         return found
 
@@ -80,12 +78,7 @@ class Fits:
         spec, data = replace(self.recipe.predictors, drop=False), self.data.fit
         inputs = self._inputs(data, spec, layers, tensors)
         path = self.beside(f"predictors-{inputs['fitted.layers.sha256'][:12]}")
-
-        def fit() -> fit_predictors.PredictorRecord:
-            return fit_predictors.run_fit_predictors(
-                self.loaded, layers, tensors, data, spec, self.workload, inputs, path, self.reporter
-            )
-
+        fit = partial(fit_predictors.run_fit_predictors, self.loaded, layers, tensors, data, spec, self.workload)
         return current_or("search, predictors", path, fit_predictors.load, inputs, fit, self.reporter).tensors()
 
     def feedback(self, layers: Layers, tensors: dict[str, Tensor]) -> feedback.FeedbackRecord:
@@ -94,10 +87,7 @@ class Fits:
         assert spec is not None and data is not None
         inputs = self._inputs(data, spec, layers, tensors)
         path = self.beside(f"feedback-{inputs['fitted.layers.sha256'][:12]}")
-
-        def fit() -> feedback.FeedbackRecord:
-            return feedback.run_feedback(self.loaded, layers, tensors, data, spec, inputs, path, self.reporter)
-
+        fit = partial(feedback.run_feedback, self.loaded, layers, tensors, data, spec)
         return current_or("search, feedback", path, feedback.load, inputs, fit, self.reporter)
 
     def beside(self, name: str) -> Path:
