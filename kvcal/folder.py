@@ -161,11 +161,6 @@ def compute_dtype(loaded: LoadedModel) -> dict[str, Any]:
     return {"compute_dtype": str(loaded.model.dtype).removeprefix("torch.")}
 
 
-def max_context(loaded: LoadedModel) -> int | None:
-    """The model's context in tokens, None where its config states none."""
-    return getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-
-
 def sequences(
     spec: DataSpec,
     loaded: LoadedModel,
@@ -178,7 +173,7 @@ def sequences(
     if folder is not None:
         folder.require_model(model_inputs(loaded))
     spec, sampler = data_spec(spec, loaded), sampler_of(loaded, folder, reporter)
-    return load_sequences(spec, tokenizer_of(loaded), max_context(loaded), purpose, sampler)
+    return load_sequences(spec, tokenizer_of(loaded), loaded.max_context, purpose, sampler)
 
 
 def tokenizer_of(loaded: LoadedModel) -> Tokenizer:

@@ -168,14 +168,13 @@ def verify(
     Example: `kvcal verify plan.safetensors --model Qwen/Qwen3-8B`
     """
     from kvcal import tables
-    from kvcal.folder import max_context
     from kvcal.plan.plan import load_plan
     from kvcal.stages.verify import verify_plan
 
     loaded_plan = load_plan(plan)
     with given.reporting() as reporter:
         loaded = given.load(model)
-        checks = verify_plan(loaded_plan, loaded, max_context(loaded), reporter)
+        checks = verify_plan(loaded_plan, loaded, loaded.max_context, reporter)
     given.show(tables.checks_json(checks), tables.checks_table(checks))
 
 

@@ -62,7 +62,7 @@ def plan(
     from kvcal.artifact import require_output
     from kvcal.charts.heat_map import heat_map
     from kvcal.charts.report import write_report
-    from kvcal.folder import Folder, Job, max_context
+    from kvcal.folder import Folder, Job
     from kvcal.plan.plan import KIND, save_plan
     from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
@@ -94,12 +94,11 @@ def plan(
             given.show_estimates(Job(chosen, loaded, folder, reporter))
             return
         made = pipeline.build_plan(loaded, folder, chosen, reporter=reporter)
-        checks = verify_plan(made, loaded, max_context(loaded), reporter)
+        checks = verify_plan(made, loaded, loaded.max_context, reporter)
         reporter.say(f"verify: {len(checks)} checks passed")
         allocation = allocation_stage.load(folder.allocation)[0]
         profile = None if chosen.search else profile_stage.load(folder.profile)
-        vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
-        gain = gain_of(made, allocation, vocab_size, profile)
+        gain = gain_of(made, allocation, loaded.vocab_size, profile)
         path = output or folder.plan
         if output is not None and distributed.rank() == 0:
             save_plan(made, output)

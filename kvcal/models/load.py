@@ -66,6 +66,15 @@ class LoadedModel:
     source: str
     residence: Residence | None = None
 
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.config.get_text_config(decoder=True).vocab_size)
+
+    @property
+    def max_context(self) -> int | None:
+        """The model's context in tokens, None where its config states none."""
+        return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
 
 def load(
     source: str,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from kvcal.data.sequences import DataSpec
-from kvcal.folder import Job, max_context
+from kvcal.folder import Job
 from kvcal.geometry import AttentionGeometry
 from kvcal.progress import Phase
 from kvcal.recipe import EvaluateSpec, FeedbackSpec, ReparamSpec
@@ -24,7 +24,7 @@ GENERATED = 0.5
 
 def expected_phases(job: Job, evaluates: bool) -> list[Phase]:
     """Those of ``run`` (or, without ``evaluates``, of ``build_plan``), in order. One that is skipped tells nothing."""
-    recipe, context = job.recipe, max_context(job.loaded) or math.inf
+    recipe, context = job.recipe, job.loaded.max_context or math.inf
     layers = sum(isinstance(layer, AttentionGeometry) for layer in job.loaded.geometry.layers)
 
     def tokens(spec: DataSpec | ReparamSpec | FeedbackSpec) -> float:

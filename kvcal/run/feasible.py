@@ -22,9 +22,8 @@ def require_feasible(job: Job) -> None:
     """Raises what the allocate stage of a recipe will raise, whatever its profile measures."""
     recipe, loaded = job.recipe, job.loaded
     assert recipe.allocate is not None
-    vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
     setup = ProfileSetup(
-        loaded.identity, loaded.geometry, weight_bytes(loaded.model), vocab_size, recipe.profile, recipe.cache,
+        loaded.identity, loaded.geometry, weight_bytes(loaded.model), loaded.vocab_size, recipe.profile, recipe.cache,
         data_fingerprint="", data_description="", num_samples=1, num_tokens=0, num_loss_tokens=0,
     )  # fmt: skip
     zeros = {name: Mean(torch.zeros(of.extents, dtype=torch.float64), 1) for name, of in setup.totals().items()}

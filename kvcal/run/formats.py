@@ -24,7 +24,6 @@ from kvcal.folder import (
     current_or,
     identity_inputs,
     job_sequences,
-    max_context,
     model_inputs,
     sequences,
 )
@@ -248,7 +247,7 @@ def search_folder(job: Job) -> Allocation:
     allocation = current_or("search", folder.search, search_stage.load, inputs, make, job.reporter, made_on).allocation
     made_from = {**model_inputs(loaded), "search.sha256": sha256_file(folder.search)}
     allocation_stage.save(allocation, made_from, folder.allocation)
-    tell_doubts(allocation, max_context(loaded), job.reporter)
+    tell_doubts(allocation, loaded.max_context, job.reporter)
     return allocation
 
 

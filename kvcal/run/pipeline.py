@@ -16,7 +16,7 @@ from kvcal.charts.quality import draw_evaluation
 from kvcal.data.pools import shared_sources, with_calibration
 from kvcal.data.sequences import DataSpec
 from kvcal.errors import UsageError
-from kvcal.folder import Folder, Job, max_context, sequences
+from kvcal.folder import Folder, Job, sequences
 from kvcal.models.key_bias import warn_of_biases
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import DEFAULT_WORKLOAD, Plan, Workload, plan_bytes, save_plan
@@ -102,7 +102,7 @@ def build_plan(
     job = Job(recipe, loaded, folder, reporter, workload or DEFAULT_WORKLOAD)
     if recipe.allocate is not None and recipe.search is None:
         require_feasible(job)
-    seq_len = min(recipe.data.seq_len, max_context(loaded) or recipe.data.seq_len)
+    seq_len = min(recipe.data.seq_len, loaded.max_context or recipe.data.seq_len)
     one_sample = DataSpec("math", num_samples=1, seq_len=seq_len)
     warn_of_biases(loaded, lambda: sequences(one_sample, loaded).sequences[0], reporter)
     reporter.expect(expected_phases(job, evaluates))

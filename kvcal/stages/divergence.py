@@ -235,9 +235,8 @@ def lockstep_bytes(loaded: LoadedModel, batch: int, width: int) -> int:
     at_once = min(sum(per_token) * PAGE_TOKENS * (LOCKSTEP + 1), values_at_once(loaded.model.device))
     widest = max(per_token, default=0)
     passing = widest * width * itemsize + SCRATCH_BYTES * max(widest * PAGE_TOKENS, at_once)
-    vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
-    num_logits = batch * min(width, MAX_CHUNK_TOKENS) * vocab_size
-    compared = 4 * 8 * min(num_logits, max(MAX_COMPARED, vocab_size))
+    num_logits = batch * min(width, MAX_CHUNK_TOKENS) * loaded.vocab_size
+    compared = 4 * 8 * min(num_logits, max(MAX_COMPARED, loaded.vocab_size))
     cached = (LOCKSTEP + 1) * reference.nbytes((width,) * batch) * max(itemsize, cache_itemsize) // cache_itemsize
     return parameter_bytes(loaded.model) + cached + passing + 4 * num_logits * itemsize + compared
 

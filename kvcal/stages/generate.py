@@ -16,7 +16,7 @@ from kvcal.cache.attached import attached_for
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import prefix_ids
 from kvcal.errors import UsageError
-from kvcal.folder import max_context, tokenizer_of
+from kvcal.folder import tokenizer_of
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 
@@ -59,7 +59,7 @@ def prompt_tokens(loaded: LoadedModel, prompt: str, chat: bool, max_new_tokens: 
         tokens = prefix_ids(tokenizer) + tokenizer(prompt, add_special_tokens=False)["input_ids"]
     if not tokens or not prompt.strip():
         raise UsageError("the prompt is empty", hint="give --prompt TEXT, or - to read it from stdin")
-    limit = max_context(loaded)
+    limit = loaded.max_context
     if limit is not None and len(tokens) + max_new_tokens > limit:
         new, mend = (f" + {max_new_tokens} new ones", " or lower --max-new-tokens") if max_new_tokens else ("", "")
         raise UsageError(

@@ -50,7 +50,6 @@ from kvcal.cache.plan_cache import PlanCache
 from kvcal.cache.restored import LARGEST, CacheRestorer, require_ranges, value_range
 from kvcal.cache.sliding_window import BoundedLayer
 from kvcal.errors import ArtifactError, UnsupportedModel, UsageError
-from kvcal.folder import max_context
 from kvcal.geometry import CACHE_DTYPES, ModelIdentity
 from kvcal.models.load import LoadedModel
 from kvcal.pages.record_layout import PAGE_TOKENS
@@ -117,7 +116,7 @@ def pack_prefix(loaded: LoadedModel, plan: Plan, tokens_T: Tensor, path: str | P
     states = [layer.geometry.index for layer in plan.layers if layer.geometry.state_bytes]
     if states:
         raise UnsupportedModel(f"layers {states} keep a state of linear attention, which a prefix file does not hold")
-    limit = max_context(loaded)
+    limit = loaded.max_context
     if not 0 < len(tokens_T) <= (limit or len(tokens_T)):
         raise UsageError(f"a prompt of {len(tokens_T)} tokens, expected 1 to {limit}, the model's context")
     cache = PlanCache(plan, loaded.model.config)
@@ -296,8 +295,7 @@ class PrefixLoader:
                 if max(subject.query_since.values(), default=0) > subject.num_tokens:
                     raise ValueError(f"query_since is beyond its {subject.num_tokens} tokens")
                 cache = self._empty(subject.num_tokens, torch.device("meta"))
-                vocab_size = self._loaded.model.config.get_text_config(decoder=True).vocab_size
-                declared = declared_tensors(cache, subject.num_tokens, vocab_size)
+                declared = declared_tensors(cache, subject.num_tokens, self._loaded.vocab_size)
                 require_tensors(StoredTensors({name: tensor.like for name, tensor in unread.items()}), declared)
                 tensors = {name: replace(tensor, fault=declared[name].fault) for name, tensor in unread.items()}
                 prompt = in_memory({name: tensors.pop(name) for name in ("tokens", "logits")}, pin=False)

@@ -97,9 +97,8 @@ def require_predicted_bytes(cache: PlanCache, lengths: Sequence[int] | None = No
 
 
 def _random_tokens(loaded: LoadedModel, batch: int, length: int) -> torch.Tensor:
-    vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(vocab_size, (batch, length), generator=generator).to(loaded.model.device)
+    return torch.randint(loaded.vocab_size, (batch, length), generator=generator).to(loaded.model.device)
 
 
 def _joined(counts: list[int]) -> str:

@@ -31,7 +31,7 @@ from kvcal.data.pools import Purpose
 from kvcal.data.sequences import encode_problem
 from kvcal.data.tasks import Problem, extract_answer, problems
 from kvcal.errors import NonFiniteActivations, UsageError
-from kvcal.folder import max_context, tokenizer_of
+from kvcal.folder import tokenizer_of
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
@@ -210,9 +210,8 @@ def _result(loaded: LoadedModel, task: str, sequences: list[Sequence]) -> TaskRe
 def _room(loaded: LoadedModel, plan: Plan, width: int, max_new_tokens: int) -> int:
     """New tokens behind ``width`` columns that the model's context and the plan's schedule allow, at most
     ``max_new_tokens``."""
-    model_context = max_context(loaded)
     schedule = plan.workload.context if plan.is_progressive else None
-    limits = {"the model's context": model_context, "the schedule of pages that shrink": schedule}
+    limits = {"the model's context": loaded.max_context, "the schedule of pages that shrink": schedule}
     for name, limit in limits.items():
         if limit is not None and width >= limit:
             raise UsageError(

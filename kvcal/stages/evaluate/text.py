@@ -111,8 +111,7 @@ class Reference:
     ) -> None:
         self.model = loaded.model
         self.batches = text_batches(data, batch, loaded.model.device)
-        vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
-        self.is_kept = 4 * data.num_loss_tokens * vocab_size <= memory_limit
+        self.is_kept = 4 * data.num_loss_tokens * loaded.vocab_size <= memory_limit
         self._kept: dict[int, Tensor] = {}
 
     def reader(self, number: int) -> Callable[[int, int], Tensor]:

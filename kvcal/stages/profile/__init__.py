@@ -169,18 +169,17 @@ def gradient_bytes(loaded: LoadedModel, num_tokens: int, at_once: int = 1) -> in
         shapes = residence.shapes
         weights = residence.memory - residence.working
         return weights + shapes.working(num_tokens) + (at_once - 1) * shapes.waiting(num_tokens)
-    num_logits = num_tokens * model.config.get_text_config(decoder=True).vocab_size
+    num_logits = num_tokens * loaded.vocab_size
     logits = 2 * model.dtype.itemsize * num_logits + 3 * 4 * min(MAX_LOGITS, num_logits)
     return parameter_bytes(model) + num_tokens * graph_bytes(model) + logits
 
 
 def _setup_of(loaded: LoadedModel, data: TokenDataset, spec: ProfileSpec, cache: CacheSpec) -> ProfileSetup:
-    config = loaded.model.config.get_text_config(decoder=True)
     return ProfileSetup(
         loaded.identity,
         loaded.geometry,
         weight_bytes(loaded.model),
-        config.vocab_size,
+        loaded.vocab_size,
         spec,
         cache,
         data.fingerprint,
@@ -188,7 +187,7 @@ def _setup_of(loaded: LoadedModel, data: TokenDataset, spec: ProfileSpec, cache:
         len(data.sequences),
         data.num_tokens,
         data.num_loss_tokens,
-        getattr(config, "max_position_embeddings", None),
+        loaded.max_context,
     )
 
 

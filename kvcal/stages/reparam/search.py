@@ -168,8 +168,7 @@ def fitting_scale(
 ) -> float:
     """``wanted``, or as much of it as takes the longest sequence to the end of the model's context: what lies beyond is
     never cached. UsageError for a sequence longer than the context."""
-    context = loaded.model.config.get_text_config(decoder=True).to_dict().get("max_position_embeddings")
-    longest = max(len(tokens) for tokens in sequences)
+    context, longest = loaded.max_context, max(map(len, sequences))
     if context is None or round((longest - 1) * wanted) < context:
         return wanted
     if longest > context:

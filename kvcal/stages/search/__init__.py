@@ -212,8 +212,7 @@ class Search:
         most = most_scratch(geometry, self.styles, self.recipe.predictors, self.speed)
         extremes = [bare_layers(geometry), most, *self.systems.values()]
         largest = max(extremes, key=lambda layers: workspace_bytes(layers, geometry.cache_dtype, self.workload))
-        vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
-        return resolve_budget(allocate, largest, geometry.cache_dtype, weight_bytes(loaded.model), vocab_size)
+        return resolve_budget(allocate, largest, geometry.cache_dtype, weight_bytes(loaded.model), loaded.vocab_size)
 
     @cached_property
     def reserved(self) -> int:
