@@ -14,30 +14,11 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from cli_cases import RECIPE, Outcome, run_kvcal, save_llama
-from transformers import PreTrainedTokenizerBase
-
-from kvcal.folder import Folder, Job
-from kvcal.models.load import load
-from kvcal.progress import Silent
-from kvcal.recipe_files import load_recipe
-from kvcal.run.pipeline import compile_folder, run_stages
+from cli_cases import RECIPE, Outcome, run_kvcal
 
 FIFO, ABSENT = object(), object()
 DEEP = "[" * 100_000
 SECONDS = 200  # far beyond any case: a hang
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """A folder with a model, a recipe, and every artifact of it but the evaluation."""
-    folder = tmp_path_factory.mktemp("made")
-    (folder / "small.toml").write_text(RECIPE)
-    loaded, recipe = load(str(save_llama(folder / "model", tokenizer))), load_recipe(str(folder / "small.toml"))
-    run = Folder.create(folder / "run")
-    run_stages(Job(recipe, loaded, run, Silent()))
-    compile_folder(run)
-    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -163,6 +144,13 @@ def test_a_broken_chat_template(template: str, made: Path, tmp_path: Path) -> No
 
 BUDGET = 'same_bytes_as = "kivi-2"'
 AGAINST = 'against = ["16-bit", "kivi-2"]'
+EVALUATED = "num_samples = 2, seq_len = 224"
+KEYS = """
+[search]
+values = [{{ num_bits = 2 }}]
+keys = [{{ num_bits = 2, boost = {{ score = "magnitude", tiers = [{{ {} }}] }} }}]
+[cache]
+"""
 RECIPES: list[tuple[str, str, str]] = [  # old, new, what the error says
     ("num_samples = 2\n", "num_samples = 0\n", "{recipe}: num_samples = 0"),
     ("num_samples = 2\n", "num_samples = 1_000_000_000_000\n", "num_samples = 1000000000000"),
@@ -217,7 +205,21 @@ RECIPES: list[tuple[str, str, str]] = [  # old, new, what the error says
     (RECIPE, "[importance]\nrandom_seed = -4", "importance.random_seed = -4"),
     (RECIPE, "[formats]\nk = { num_bits = 2, num_sink_tokens = 9_999_999 }\nv = { num_bits = 2 }", "tokens = 9999999"),
     (RECIPE, "[formats]\nk = { num_bits = 2, recent_window = 9_999_999 }\nv = { num_bits = 2 }", "window = 9999999: I"),
+    ("context = 512", "contxt = 512", "unknown key 'allocate.contxt' (allowed: budget, kv_budget, bits, same_by"),
+    ("context = 512", "contxt = 512", "hint: did you mean 'context'?"),
+    ("[allocate]", "[alocate]", "unknown key 'alocate' (allowed: name, description, model, formats, data, profile"),
+    ("[allocate]", "[alocate]", "hint: did you mean 'allocate'"),
+    (EVALUATED, "num_sampels = 2", "unknown key 'evaluate.data.num_sampels' (allowed: sou"),
+    (EVALUATED, "num_sampels = 2", "hint: did you mean 'num_samples'?"),
+    ("[cache]", "[tune]\nobjectve = 1\n[cache]", "unknown key 'tune.objectve' (allowed: tasks, "),
+    ("[cache]", KEYS.format("bits = 4"), "'search.keys.0.boost.tiers.0.bits' (allowed: num_bits, share, above)"),
+    ("[cache]", KEYS.format("bits = 4"), "hint: did you mean 'num_bits'?"),
+    ("[cache]", KEYS.format("x = 1"), "unknown key 'search.keys.0.boost.tiers.0.x' (allowed: num_bits, sh"),
+    ("batch = 2", "batch = 0", "allocate.batch = 0: Input should be greater than or equal to 1"),
+    (BUDGET, "", "exactly one of"),
+    ("max_size = 20", "max_size = 12", "max_size = 12 is out of range: choose 20 to 5000"),
     (RECIPE, "", "nothing given; expected one of [formats], [importance], [allocate]"),
+    (RECIPE, "[data", "not TOML"),
     (RECIPE, "a = " + DEEP, "not TOML: maximum recursion depth"),
 ]  # fmt: skip
 
@@ -237,6 +239,7 @@ def test_a_recipe_is_checked_whole_before_anything_runs(
 FILES: dict[str, object] = {
     "fifo": FIFO,
     "empty": "",
+    "empty.txt": "",
     "bin": b"\xff\x00" * 99,
     "fd/profile.safetensors": FIFO,
     "fd/allocation.safetensors": FIFO,
@@ -257,7 +260,7 @@ PROFILE = "profile {model} --recipe {recipe} --out {tmp}/o "
 TUNE = "tune mixkvq --model {model} --out {tmp}/t "
 COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     # plans, and what is none
-    ("inspect {tmp}/none", 5, "does not exist"),
+    ("inspect {tmp}/none", 5, "does not exist hint: check the path, or make it first: kvcal compile"),
     ("inspect {tmp}", 5, "{tmp} is a folder; expected a regular file"),
     ("inspect {tmp}/fifo", 5, "{tmp}/fifo is a pipe; expected a regular file"),
     ("inspect /dev/zero", 5, "/dev/zero is a device or a socket"),
@@ -297,6 +300,8 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     (GENERATE + "--prompt a --max-new-tokens 1" + "0" * 30, 2, "--max-new-tokens"),
     (GENERATE + "--prompt \udcff\udcfe", 2, "--prompt is not UTF-8"),
     ((*GENERATE.split(), "--prompt", " \n"), 2, "the prompt is empty"),
+    (GENERATE + "--prompt a --chat", 2, "no chat template"),
+    (GENERATE + "--prompt a --max-new-tokens 4000", 2, "exceed the model's context"),
     (GENERATE + "--prompt a --prefix {tmp}/fifo", 5, "is a pipe"),
     (GENERATE + "--prompt a --prefix {plan}", 5, "expected"),
     (GENERATE + "--prompt a --device cuda:" + "9" * 30, 2, "this machine has"),
@@ -316,12 +321,17 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     (EVAL + "--set evaluate.num_problems=1000000000000", 2, "evaluate.num_problems = 1000000000000"),
     (EVAL + '--set evaluate.against=["none"]', 2, "recipe 'none' is neither"),
     (EVAL + '--set evaluate.against=["default"]', 2, "evaluate.against: recipe 'default' has no [formats]"),
+    (EVAL + "--model reasoner-10m", 5, "reasoner-10m"),
     (EVAL + "--recipe {tmp}/fifo", 2, "is a pipe"),
     (EVAL + "--recipe {tmp}", 2, "is a folder"),
     (EVAL + "--recipe {plan}", 2, "not TOML"),
     (EVAL + "--out {recipe}/x", 2, "cannot make this folder"),
     (EVAL + "--data {tmp}/fifo", 2, "is a pipe"),
     # profile, and its data
+    ("profile ./no/such/model --out {tmp}/o", 2, "no/such/model"),
+    (PROFILE + "--seq-len 5000", 2, "greater than the model's context"),
+    (PROFILE + "--data {tmp}/empty.txt", 2, "is empty"),
+    (PROFILE + "--data {tmp}/none.txt", 2, "none.txt: no such file"),
     (PROFILE + "--data {tmp}/fifo.txt", 2, "is a pipe"),
     (PROFILE + "--data /dev/zero", 2, "is a device"),
     (PROFILE + "--data {tmp}/fifos", 2, "the folder holds no supported file"),
@@ -353,6 +363,14 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     (PROFILE + "--set cache.param_dtype=int8", 2, "cache.param_dtype = 'int8': Input should be 'float16'"),
     (PROFILE + "--set formats.k.num_bits=2", 2, "formats.v"),
     # allocate, compile, reparam, fit-predictors
+    ("allocate {tmp} --bits 3", 5, "does not exist hint: check the path, or make it first: kvcal profile"),
+    ("compile {tmp}", 5, "does not exist hint: check the path, or make it first: kvcal allocate"),
+    ("reparam {tmp} --model {model}", 5, "does not exist hint: check the path, or make it first: kvcal allocate"),
+    ("allocate {run} --bits 3 --set allocate.granularity=neuron", 2, "neuron"),
+    ("allocate {run} --bits 3 --set allocate.granularity=head --set allocate.objective=kl", 2, "per layer"),
+    ("allocate {run} --set allocate.same_bytes_as=default", 2, "is no recipe of [formats] alone"),
+    ("allocate {run} --bits 1e308", 2, "bits = 1e+308: Input should be less than or equal to 4096"),
+    ("allocate {run} --bits 4.2 --context 256", 3, "raise the bits, or --context"),
     ("allocate {run} --bits nan", 2, "bits"),
     ("allocate {run} --bits inf", 2, "bits = inf: Input should be a finite number"),
     ("allocate {run} --budget 24gb", 2, "unknown unit 'gb'"),
@@ -366,6 +384,7 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     ("compile {tmp}/fd", 5, "is a pipe"),
     ("compile {run} -o /dev/null", 5, "/dev/null is a device or a socket; expected a regular file"),
     ("compile {run} -o {tmp}/fifo", 5, "is a pipe"),
+    ("compile {run} -o {tmp}", 5, "{tmp} is a folder"),
     ("compile {run} --fold {tmp}/f", 2, "--fold needs --model"),
     ("reparam {run} --model {model} --set reparam.position_scale=nan", 2, "reparam.position_scale = nan"),
     ("reparam {run} --model {model} --set reparam.num_steps=1000000000", 2, "reparam.num_steps = 1000000000"),
@@ -402,6 +421,7 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     ("run \udcff", 2, "is neither a file nor one of"),
     ("run kivi-2 --model {model} --device cuda:7", 2, "this machine has"),
     ("run a b", 2, "unexpected extra argument"),
+    ("run", 2, "Missing argument"),
     ("zap", 2, "No such command"),
     ("bench zap", 2, "No such command"),
     ("bench kernels --head-dim 7", 2, "expected a multiple of 8"),
@@ -419,7 +439,7 @@ def test_a_wrong_command(
         put(tmp_path / name, content)
     places = {"tmp": tmp_path, "model": made / "model", "recipe": made / "small.toml", "run": made / "run"}
     done = wrong(places | {"plan": made / "run" / "plan.safetensors"}, command, code, says)
-    assert done.out == ""
+    assert done.out == "" and not list(tmp_path.rglob("*.tmp"))
 
 
 def shell(command: str, made: Path) -> subprocess.CompletedProcess[str]:
