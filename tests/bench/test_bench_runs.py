@@ -252,25 +252,6 @@ def test_without_a_gpu_the_command_says_so(command: str, tmp_path: Path, monkeyp
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("kernels", "--format", "5"), "--format '5' is none of"),
-        (("layer", "--recipe", "best"), "leaves its formats to a solver"),
-        (("kernels", "--recipe", "nothing"), "recipe 'nothing'"),
-        (("kernels", "--context", "64"), "--context 64: expected at least 128"),
-        (("kernels", "--recipe", "pm-kvq-2"), "recipe 'pm-kvq-2' lets pages shrink"),
-        (("kernels", "--head-dim", "100"), "--head-dim 100: expected a multiple of 8 up to 512"),
-        (("layer", "--head-dim", "520"), "--head-dim 520: expected a multiple of 8 up to 512"),
-        (("e2e", "--memory", "24gb"), "unknown unit 'gb'"),
-    ],
-)
-def test_wrong_arguments_are_usage_errors(arguments: tuple[str, ...], message: str) -> None:
-    outcome = run_kvcal("bench", *arguments)
-    assert outcome.code == 2
-    assert message in outcome.err
-
-
 def test_the_command_writes_the_table_the_document_and_the_picture(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from bench_cases import MACHINE, Clock, installed_clock, read_report, times
-from cli_cases import ran_well, run_kvcal
+from cli_cases import ran_well
 
 from kvcal.bench import plan_layers
 from kvcal.bench.case import NOBODY, random_plan
@@ -138,20 +138,6 @@ def test_a_plan_of_other_heads_is_refused(tmp_path: Path) -> None:
 def test_a_whole_plan_stands_for_the_models_layers(plan_file: Path) -> None:
     found = whole_plan(plan_file)
     assert found.name == "some" and found.layers(HEADS, 5) == layers()
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--format", "2"], "a plan has its own formats"),
-        (["--recipe", "kitty"], "a plan has its own formats"),
-        (["--heads", "4"], "a plan has its own heads"),
-        (["--search", "best"], "a plan has its own formats"),
-    ],
-)
-def test_a_plan_goes_with_no_other_formats(given: list[str], message: str, plan_file: Path, tmp_path: Path) -> None:
-    found = run_kvcal("bench", "kernels", "--plan", str(plan_file), *given, "--out", str(tmp_path / "out"))
-    assert found.code == 2 and message in found.err
 
 
 def test_the_command_times_a_plan_at_its_workload(

@@ -214,9 +214,3 @@ def test_doctor_compares_packages_with_the_requirements(
     found = [one for one in done.json["findings"] if one["name"] == name]
     assert done.code == code and [one["status"] for one in found] == ([] if status is None else [status])
     assert (code == 2) == ("kvcal is not usable here" in done.err)
-
-
-@pytest.mark.parametrize("command", ["size", "recipes", "models", "doctor"])
-def test_help_has_an_example(command: str) -> None:
-    done = ran_well(command, "--help")
-    assert "Example" in done.out

@@ -255,9 +255,3 @@ def test_blocks_and_heads_are_units_of_their_own(granularity: str, made: Path, t
         assert chosen["total"] == 0 and all(
             option["total"] is None or option["total"] >= 0 for option in unit["options"]
         )
-
-
-@pytest.mark.parametrize("command", ["explain", "report"])
-def test_help_has_an_example(command: str) -> None:
-    done = ran_well(command, "--help")
-    assert "Example" in done.out

@@ -68,26 +68,6 @@ def test_gates_that_pass_and_gates_that_fail(made: Path) -> None:
     assert "error: plan.safetensors fails 2 of 3 gates" in done.err
 
 
-@pytest.mark.parametrize(
-    ("limits", "says"),
-    [
-        (("--min-accuracy", "times=0.9"), "'times' is not measured; allowed: chain, all"),
-        (("--min-accuracy", "chain=9"), "chain=9.0; expected a share from 0 to 1"),
-        (("--min-accuracy", "chain=nan"), "expected a share from 0 to 1"),
-        (("--min-accuracy", "chain=good"), "'good' is no number"),
-        (("--max-kl", "-1"), "--max-kl -1.0; expected a number from 0 on"),
-        (("--max-kl", "nan"), "--max-kl nan"),
-        (("--max-bytes", "1zap"), "unknown unit 'zap'"),
-        (("--min-accuracy", "0.5", "--set", "evaluate.tasks=[]"), "'all' is not measured; allowed: none"),
-    ],
-)
-def test_a_limit_that_cannot_be_held_is_refused_before_anything_is_measured(
-    limits: tuple[str, ...], says: str, made: Path, tmp_path: Path
-) -> None:
-    done = evaluated(made, "--out", tmp_path / "out", *limits)
-    assert done.code == 2 and says in done.err and not (tmp_path / "out").exists()
-
-
 def test_limits_are_read_by_task() -> None:
     assert read_accuracies(["chain=0.9", "0.5"]) == {"chain": 0.9, "all": 0.5}
     with pytest.raises(UsageError):

@@ -75,8 +75,7 @@ def test_a_run_writes_the_same_bytes(model: Path, least: int, tmp_path: Path) ->
     ran_well("verify", whole["plan.safetensors"], "--model", model, "--memory", "200MB")
 
 
-@pytest.mark.parametrize(("memory", "message"), [("much", "cannot read 'much'"), ("100KB", "not one of 3 layers")])
-def test_memory_that_cannot_be_used_is_refused(memory: str, message: str, model: Path, tmp_path: Path) -> None:
-    given = ["--model", model, "--device", "cpu", "--memory", memory, "--out", tmp_path / "out"]
+def test_memory_for_no_layer_is_refused(model: Path, tmp_path: Path) -> None:
+    given = ["--model", model, "--device", "cpu", "--memory", "100KB", "--out", tmp_path / "out"]
     done = run_kvcal("run", "uniform-4", *given)
-    assert done.code != 0 and message in done.err and "hint" in done.err
+    assert done.code != 0 and "not one of 3 layers" in done.err and "hint" in done.err

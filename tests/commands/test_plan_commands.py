@@ -144,22 +144,6 @@ def test_a_plan_whose_pages_shrink_is_for_its_workload_alone(made: Path, tmp_pat
     assert "ragged batch of 64, 129 tokens" in verified.out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ((), "no budget given; expected one of --budget, --kv-budget and --bits"),
-        (("--bits", 3, "--budget", "1GB"), "budget and bits given"),
-        (("--bits", 3, "--search", "--recipe", "default"), "recipe 'default' has no [search]"),
-        (("--recipe", "kivi-2"), "recipe 'kivi-2' has no [allocate]"),
-        (("--bits", 3, "--name", "../up"), "--name '../up'; allowed: letters"),
-        (("--budget", "24gb"), "unknown unit 'gb'"),
-    ],
-)
-def test_a_plan_that_cannot_be_made(arguments: tuple[object, ...], says: str, made: Path, tmp_path: Path) -> None:
-    done = run_kvcal("plan", made / "model", "--out", tmp_path / "out", *arguments)
-    assert done.code == 2 and says in done.err and not list(tmp_path.glob("out/*"))
-
-
 def test_named_allocations_lie_side_by_side(made: Path, tmp_path: Path) -> None:
     shutil.copy(made / "plans" / "profile.safetensors", tmp_path)
     for name, bits in (("small", 4), ("large", 9)):
@@ -270,9 +254,3 @@ def test_run_takes_a_budget_and_a_workload(made: Path, tmp_path: Path) -> None:
                     "--samples", 1, "--seq-len", 200, "--batch", 3, "--context", 700)  # fmt: skip
     workload = load_plan(tmp_path / "u" / "plan.safetensors").workload
     assert (workload.batch, workload.context) == (3, 700)
-
-
-@pytest.mark.parametrize("command", ["plan", "diff"])
-def test_help_has_an_example(command: str) -> None:
-    done = ran_well(command, "--help")
-    assert "Example" in done.out

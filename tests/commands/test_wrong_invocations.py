@@ -258,6 +258,7 @@ EVAL = "eval {plan} --model {model} --recipe {recipe} --out {tmp}/o "
 PACK = "pack-prefix --model {model} --plan {plan} -o {tmp}/x.kv "
 PROFILE = "profile {model} --recipe {recipe} --out {tmp}/o "
 TUNE = "tune mixkvq --model {model} --out {tmp}/t "
+COMPARE = "compare {recipe} --model {model} --recipe {recipe} --batch 2 --context 4096 --out {tmp}/o "
 COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     # plans, and what is none
     ("inspect {tmp}/none", 5, "does not exist hint: check the path, or make it first: kvcal compile"),
@@ -270,6 +271,7 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     ("inspect {model}/model.safetensors", 5, "is not a kvcal artifact"),
     ("inspect " + "a" * 5000, 5, "File name too long"),
     ("inspect {plan} --batch 0", 2, "--batch"),
+    ("inspect {plan} --batch 1000000000", 2, "1000000"),
     ("inspect {plan} --context 0", 2, "--context"),
     ("inspect {plan} --context 1" + "0" * 40, 2, "--context"),
     ("inspect {plan} --zap", 2, "No such option"),
@@ -327,6 +329,14 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     (EVAL + "--recipe {plan}", 2, "not TOML"),
     (EVAL + "--out {recipe}/x", 2, "cannot make this folder"),
     (EVAL + "--data {tmp}/fifo", 2, "is a pipe"),
+    (EVAL + "--min-accuracy times=0.9", 2, "'times' is not measured; allowed: chain, all"),
+    (EVAL + "--min-accuracy chain=9", 2, "chain=9.0; expected a share from 0 to 1"),
+    (EVAL + "--min-accuracy chain=nan", 2, "expected a share from 0 to 1"),
+    (EVAL + "--min-accuracy chain=good", 2, "'good' is no number"),
+    (EVAL + "--max-kl -1", 2, "--max-kl -1.0; expected a number from 0 on"),
+    (EVAL + "--max-kl nan", 2, "--max-kl nan"),
+    (EVAL + "--max-bytes 1zap", 2, "unknown unit 'zap'"),
+    (EVAL + "--min-accuracy 0.5 --set evaluate.tasks=[]", 2, "'all' is not measured; allowed: none"),
     # profile, and its data
     ("profile ./no/such/model --out {tmp}/o", 2, "no/such/model"),
     (PROFILE + "--seq-len 5000", 2, "greater than the model's context"),
@@ -343,6 +353,12 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     (PROFILE + "--samples 1000000000000", 2, "at most 1000000"),
     (PROFILE + "--samples 0", 2, "--samples"),
     (PROFILE + "--set data.seed=x", 2, "data.seed = 'x': Input should be a valid integer"),
+    (PROFILE + "--memory much", 2, "cannot read 'much' as"),
+    (PROFILE + "--data a.txt,weight=0", 2, "weight = 0; allowed: 1e-6 to 1e6"),
+    (PROFILE + "--data mixture --data tasks", 2, "'tasks'"),
+    (PROFILE + "--data tasks,kind=verse", 2, "unknown kind 'verse'"),
+    (PROFILE + "--data a.txt,colums=q", 2, "unknown option 'colums'"),
+    (PROFILE + "--data math --data tasks --data dialogues", 2, "num_samples = 2 leaves no sequence for dialogues"),
     # knobs
     (PROFILE + "--set data.sed=1", 2, "--set data.sed=1: unknown key 'sed' of [data]; allowed: source, num_samples"),
     (PROFILE + "--set data.sed=1", 2, "did you mean --set data.seed=1?"),
@@ -391,6 +407,16 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     ("fit-predictors {run} --model {model} --set predictors.kind=zap", 2, "kind = 'zap'"),
     ("fit-predictors {run} --model {model} --set predictors.kind=low_rank", 2, "low_rank takes a rank"),
     ("fit-predictors {run} --model {model} --set predictors.min_explained=5", 2, "min_explained = 5"),
+    ("allocate {run} --bits 4 --batch 1000000000", 2, "1000000"),
+    ("allocate {run} --bits 4 --kv-budget 1GB", 2, "kv_budget and bits given; expected exactly one of budget (of the"),
+    ("allocate {run}", 2, "allocate: no budget given; expected exactly one of budget (of the"),
+    # plan
+    ("plan {model} --out {tmp}/o", 2, "no budget given; expected one of --budget, --kv-budget and --bits"),
+    ("plan {model} --out {tmp}/o --bits 3 --budget 1GB", 2, "budget and bits given"),
+    ("plan {model} --out {tmp}/o --bits 3 --search --recipe default", 2, "recipe 'default' has no [search]"),
+    ("plan {model} --out {tmp}/o --recipe kivi-2", 2, "recipe 'kivi-2' has no [allocate]"),
+    ("plan {model} --out {tmp}/o --bits 3 --name ../up", 2, "--name '../up'; allowed: letters"),
+    ("plan {model} --out {tmp}/o --budget 24gb", 2, "unknown unit 'gb'"),
     # tune, search, compare, run
     (TUNE + '--set tune.tasks=["zap"]', 2, "tune: tasks ['zap'] unknown"),
     (TUNE + '--set tune.tasks=["chain","chain"]', 2, "expected each one once"),
@@ -414,6 +440,12 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     ("compare {recipe} --model {model} --bits nan", 2, "--bits"),
     ("compare best --model {model} --set allocate.bits=3", 2, "use --bits, --batch and --context"),
     ("compare kitty --model {model} --set tune.low=0.2", 2, "--set tune.low: none of the recipes has [tune]"),
+    ("compare --model {model}", 2, "Missing argument"),
+    (COMPARE + "--bits 0", 2, "out of range"),
+    (COMPARE + "--bits 3 --bits 3.0", 2, "given twice"),
+    (COMPARE + "no-such-recipe", 2, "no-such-recipe"),
+    (COMPARE + "--batch 0", 2, "batch"),
+    (COMPARE + "--tasks no-such-task", 2, "no-such-task"),
     ("compare kitty kitty --model {model}", 2, "two recipes are named 'kitty'"),
     ("run {tmp}/fifo", 2, "is a pipe"),
     ("run " + "a" * 5000, 5, "File name too long"),
@@ -424,6 +456,14 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     ("run", 2, "Missing argument"),
     ("zap", 2, "No such command"),
     ("bench zap", 2, "No such command"),
+    ("bench kernels --format 5", 2, "--format '5' is none of"),
+    ("bench layer --recipe best", 2, "leaves its formats to a solver"),
+    ("bench kernels --recipe nothing", 2, "recipe 'nothing'"),
+    ("bench kernels --context 64", 2, "--context 64: expected at least 128"),
+    ("bench kernels --plan {plan} --format 2", 2, "a plan has its own formats"),
+    ("bench kernels --plan {plan} --recipe kitty", 2, "a plan has its own formats"),
+    ("bench kernels --plan {plan} --heads 4", 2, "a plan has its own heads"),
+    ("bench kernels --plan {plan} --search best", 2, "a plan has its own formats"),
     ("bench kernels --head-dim 7", 2, "expected a multiple of 8"),
     ("bench e2e --memory zap", 2, "cannot read 'zap'"),
 ]  # fmt: skip
@@ -439,7 +479,7 @@ def test_a_wrong_command(
         put(tmp_path / name, content)
     places = {"tmp": tmp_path, "model": made / "model", "recipe": made / "small.toml", "run": made / "run"}
     done = wrong(places | {"plan": made / "run" / "plan.safetensors"}, command, code, says)
-    assert done.out == "" and not list(tmp_path.rglob("*.tmp"))
+    assert done.out == "" and not list(tmp_path.rglob("*.tmp")) and not list(tmp_path.glob("o/*"))
 
 
 def shell(command: str, made: Path) -> subprocess.CompletedProcess[str]:
