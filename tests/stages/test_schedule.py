@@ -64,10 +64,10 @@ def layer_bytes(layer: LayerPlan, bits: int, num_tokens: int, dtype: str) -> int
     return total
 
 
-def scanned(layers, batch: int, context: int, dtype: str, budget: int, order=None) -> list[list[int]]:
+def scanned(layers, batch: int, context: int, dtype: str, budget: int) -> list[list[int]]:
     """Bits of every layer at 1 ... ``context`` tokens: take steps of the fixed order while the budget is exceeded."""
     bits = [16] * len(layers)
-    steps = [(layer, to) for to in (8, 4, 2, 1) for layer in (order or range(len(layers)))]
+    steps = [(layer, to) for to in (8, 4, 2, 1) for layer in range(len(layers))]
     final = [
         min([fmt.num_bits for fmt in (*layer.k, *layer.v) if fmt.num_bits not in (3, 16)], default=16)
         for layer in layers
@@ -145,17 +145,6 @@ def test_events_that_the_budget_does_not_need_lie_beyond_the_context():
     assert all(min(fmt.shrink_at[-1:]) > 512 for layer in found for fmt in (*layer.k, *layer.v))
     for count in range(513, found[1].v[0].shrink_at[-1]):  # and the budget goes on being kept there
         assert sum(layer.nbytes("bfloat16", (count,), count) for layer in found) <= 3 * final
-
-
-def test_order_says_which_layers_shrink_first():
-    layers, workload = CASES["other layers"], Workload(1, 900)
-    budget = smallest_budget(layers, workload, "bfloat16")
-    forward = progressive_layers(layers, workload, "bfloat16", budget)
-    backward = progressive_layers(layers, workload, "bfloat16", budget, order=[5, 2])
-    assert forward[2].v[0].shrink_at[0] < forward[3].v[0].shrink_at[0]
-    assert backward[2].v[0].shrink_at[0] > backward[3].v[0].shrink_at[0]
-    expected = scanned(layers, 1, 900, "bfloat16", budget, order=[3, 2])
-    assert [[layer.v[0].bits_at(n) for layer in backward[2:]] for n in range(1, 901)] == [at[2:] for at in expected]
 
 
 def test_an_infeasible_budget_says_the_smallest_one():

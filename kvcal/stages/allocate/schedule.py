@@ -2,10 +2,10 @@
 
 Pages are written with 16 bits, and a layer halves its bits when the budget for the tokens so far is used up: at the
 first token count for which the layers as they are would take more bytes than the budget. The order is fixed: all layers
-at 16 bits go to 8 before the first goes to 4, and so on; within a round they follow ``order`` (layer order by default,
-or the least sensitive first), K and V and all heads of a layer together, until each format has its final bits. So a
-state is a prefix of one list of steps, and the schedule that keeps every page as wide as possible for as long as
-possible is found step by step: by bisection, because the bytes of a state never fall as tokens come.
+at 16 bits go to 8 before the first goes to 4, and so on; within a round they follow each other in layer order, K and V
+and all heads of a layer together, until each format has its final bits. So a state is a prefix of one list of steps,
+and the schedule that keeps every page as wide as possible for as long as possible is found step by step: by bisection,
+because the bytes of a state never fall as tokens come.
 
 A step that its layer's record sizes make useless or worse (head sizes far below 16) is taken together with the next
 ones. Where the budget is more than the final formats take at the workload's context, the last steps lie beyond it.
@@ -48,14 +48,12 @@ def progressive_layers(
     workload: Workload,
     cache_dtype: CacheDtype,
     budget_bytes: int,
-    order: Sequence[int] | None = None,
     shift: Shift = "equivalent",
 ) -> tuple[LayerPlan, ...]:
     """``layers`` with ``shrink_at`` (and fp32 scales and zeros, which shrinking needs) in every format that can shrink.
 
     For ``workload.batch`` sequences, at every number of tokens up to ``workload.context``, the bytes of the layers
     (without a plan's tensors) are at most ``budget_bytes``. Sequences of different lengths never take more.
-    ``order``: ``geometry.index`` of the layers, first to shrink first; all layers that can shrink must be in it.
     ``shift``: how codes shrink.
 
     Raises:
@@ -72,23 +70,21 @@ def progressive_layers(
             hint="raise the budget, lower --batch or --context, or take fewer final bits or larger groups",
         )
     counts: list[dict[int, int]] = [{} for _ in layers]
-    for position, narrower in _steps(layers, order):
+    for position, narrower in _steps(layers):
         cost = _Cost(layers, bits, workload.batch, cache_dtype)
         reached = counts[position][narrower] = cost.first_above(budget_bytes, reached, workload.context)
         bits[position] = narrower
     return tuple(_shrinking(layer, at, shift) for layer, at in zip(layers, counts, strict=True))
 
 
-def _steps(layers: Sequence[LayerPlan], order: Sequence[int] | None) -> list[tuple[int, int]]:
+def _steps(layers: Sequence[LayerPlan]) -> list[tuple[int, int]]:
     """(position of the layer, bits its pages then have at most), in the order of shrinking."""
-    ranks = {index: rank for rank, index in enumerate(order or [layer.geometry.index for layer in layers])}
     lowest = {
         position: min(final)
         for position, layer in enumerate(layers)
         if (final := [fmt.num_bits for fmt in (*layer.k, *layer.v) if can_shrink(fmt)])
     }
-    ranked = sorted(lowest, key=lambda position: ranks[layers[position].geometry.index])
-    return [(position, bits) for bits in NARROWER_BITS for position in ranked if bits >= lowest[position]]
+    return [(position, bits) for bits in NARROWER_BITS for position, least in lowest.items() if bits >= least]
 
 
 def _shrinking(layer: LayerPlan, counts: Mapping[int, int], shift: Shift = "equivalent") -> LayerPlan:
