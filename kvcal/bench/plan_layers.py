@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass as record
 
 from kvcal.bench.shape import CACHE_DTYPE, Heads, Pair, Point
 from kvcal.errors import UsageError
-from kvcal.geometry import AttentionGeometry, Geometry
+from kvcal.geometry import Geometry
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Format, Side
@@ -80,11 +80,7 @@ class WholePlan:
     def layers(self, heads: Heads, count: int) -> tuple[LayerPlan, ...]:
         """The plan's own. UsageError: the model has others."""
         theirs = {layer.geometry for layer in self.plan_layers}
-        expected = {
-            AttentionGeometry(index, heads.num_query_heads, heads.num_kv_heads, heads.head_dim, heads.head_dim)
-            for index in range(count)
-        }
-        if theirs != expected:
+        if theirs != {heads.geometry(index) for index in range(count)}:
             raise UsageError(
                 f"--plan {self.name}: it is for {len(theirs)} layers, the shape has {count} of {heads}; or their heads "
                 "differ",
@@ -159,11 +155,7 @@ def search_pairs(name: str, heads: Heads) -> tuple[Pair, ...]:
     spec = recipe.search
     if spec is None:
         raise UsageError(f"--search {name}: the recipe has no [search]", hint="for example best; others: --recipe")
-    layers = (
-        AttentionGeometry(index, heads.num_query_heads, heads.num_kv_heads, heads.head_dim, heads.head_dim)
-        for index in range(2)
-    )
-    geometry = Geometry("llama", CACHE_DTYPE, tuple(layers))
+    geometry = Geometry("llama", CACHE_DTYPE, (heads.geometry(0), heads.geometry(1)))
     plans = system_plans(geometry, spec, recipe.predictors).values()
     styles = {side: styles_of(side, spec, recipe.cache, recipe.predictors, plans) for side in SIDES}
     problem = problem_of(geometry, styles, recipe.predictors, LOAD, ROOM, False, ByBytes(CACHE_DTYPE, LOAD))

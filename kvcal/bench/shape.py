@@ -104,13 +104,14 @@ class Heads:
             hidden_size=self.num_query_heads * self.head_dim,
         )
 
+    def geometry(self, index: int) -> AttentionGeometry:
+        """Of layer ``index`` of a model all of whose layers have these heads."""
+        return AttentionGeometry(index, self.num_query_heads, self.num_kv_heads, self.head_dim, self.head_dim)
+
     def layer(self, pair: Pair, index: int) -> LayerPlan:
-        """Layer ``index`` of a model all of whose layers have these heads and the formats of ``pair``."""
-        geometry = AttentionGeometry(
-            index, self.num_query_heads, self.num_kv_heads, self.head_dim, self.head_dim, window=None
-        )
+        """The same layer with the formats of ``pair``."""
         k, v = pair.first if index == 0 and pair.first is not None else (pair.k, pair.v)
-        layer = LayerPlan(geometry, (k,), (v,), k_pages=pair.k_pages)
+        layer = LayerPlan(self.geometry(index), (k,), (v,), k_pages=pair.k_pages)
         if index and pair.predictors is not None:
             for side in pair.predictors.sides:
                 layer = with_predictor(layer, side, index - 1, pair.predictors)
