@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvcal.console import View
@@ -16,8 +15,6 @@ from kvcal.quantities import format_bytes, format_measured, format_seconds
 from kvcal.strict import dump
 
 if TYPE_CHECKING:
-    from kvcal.run.formats import Tuned
-    from kvcal.run.pipeline import Result
     from kvcal.stages.allocate.record import Allocation
     from kvcal.stages.compare.record import Comparison
     from kvcal.stages.estimate import Estimate
@@ -287,23 +284,6 @@ def plan_json(plan: Plan, workload: Workload | None) -> dict[str, Any]:
         "bits_per_value": plan.bits_per_value(workload),
         "layer_bytes": [p.nbytes(plan.cache_dtype, workload.lengths, workload.context) for p in plan.layers],
     }
-
-
-def checks_json(checks: Sequence[Check]) -> list[dict[str, str]]:
-    return [asdict(check) for check in checks]
-
-
-def run_json(result: Result) -> dict[str, Any]:
-    folder = result.folder
-    return {
-        "allocation": dump(result.allocation),
-        "evaluation": dump(result.evaluation),
-        "files": {name: str(getattr(folder, name)) for name in ("plan", "evaluation", "picture", "report")},
-    }
-
-
-def tuned_json(tuned: Tuned) -> dict[str, Any]:
-    return {"chosen": dump(tuned.chosen), "predicted_bytes": tuned.plan.predicted_bytes, **dump(tuned.tuning)}
 
 
 def tuned_table(tuning: Tuning, chosen: Mapping[str, float] | None, workload: Workload | None) -> View:

@@ -175,7 +175,7 @@ def verify(
     with given.reporting() as reporter:
         loaded = given.load(model)
         checks = verify_plan(loaded_plan, loaded, loaded.max_context, reporter)
-    given.show(tables.checks_json(checks), tables.checks_table(checks))
+    given.show([asdict(check) for check in checks], tables.checks_table(checks))
 
 
 @options.spread

@@ -108,7 +108,7 @@ def plan(
         "folder": str(folder.path),
         "report": str(folder.report),
         "gain": asdict(gain),
-        "checks": tables.checks_json(checks),
+        "checks": [asdict(check) for check in checks],
     }
     layers = tables.layer_table(made.layers, made.cache_dtype, made.workload)
     picture = heat_map(made.layers)
@@ -165,6 +165,7 @@ def run(
     from kvcal.recipe_files import load_recipe
     from kvcal.run import pipeline
     from kvcal.stages.search.record import load as load_search
+    from kvcal.strict import dump
 
     if options.is_model(recipe):
         raise UsageError(
@@ -190,7 +191,12 @@ def run(
     if chosen.search is not None:
         report, row = load_search(folder.search).report, result.evaluation.rows[-1]
         shown += [tables.candidates_table(report), tables.pools_table(report, row)]
-    given.show(tables.run_json(result), *shown)
+    value = {
+        "allocation": dump(result.allocation),
+        "evaluation": dump(result.evaluation),
+        "files": {name: str(getattr(folder, name)) for name in ("plan", "evaluation", "picture", "report")},
+    }
+    given.show(value, *shown)
     reporter.say(f"plan: {folder.plan}\ntable: {folder.evaluation}\npicture: {folder.picture}\nreport: {folder.report}")
 
 
@@ -272,6 +278,7 @@ def tune(
     from kvcal.recipe_files import load_recipe
     from kvcal.run.formats import formats_plan, tune_plan
     from kvcal.stages.tune.objective import Origin
+    from kvcal.strict import dump
 
     base = load_recipe(recipe)
     _require_formats_alone(base)
@@ -285,7 +292,8 @@ def tune(
         tuned = tune_plan(loaded, origin, plan, base, folder.path, reporter, workers, max_bytes)
         write_report(folder)
     table = tables.tuned_table(tuned.tuning, tuned.chosen.thresholds, tuned.plan.workload)
-    given.show(tables.tuned_json(tuned), table)
+    value = {"chosen": dump(tuned.chosen), "predicted_bytes": tuned.plan.predicted_bytes, **dump(tuned.tuning)}
+    given.show(value, table)
     reporter.say(f"plan: {folder.plan}\nstudy: {folder.path / 'tune.json'}\npicture: {folder.path / 'tune.png'}")
     reporter.say(f"report: {folder.report}")
 

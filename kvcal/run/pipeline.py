@@ -66,7 +66,6 @@ STAGES = (
 class Result:
     """The artifacts of a run."""
 
-    folder: Folder
     allocation: Allocation
     plan: Plan
     evaluation: Evaluation
@@ -79,7 +78,7 @@ def run(
     and is reused by the next run."""
     plan = build_plan(loaded, folder, recipe, workload, reporter, evaluates=True)
     evaluation = evaluate_plan(recipe, loaded, plan, folder, reporter)
-    return Result(folder, allocation_stage.load(folder.allocation)[0], plan, evaluation)
+    return Result(allocation_stage.load(folder.allocation)[0], plan, evaluation)
 
 
 def build_plan(
