@@ -139,17 +139,23 @@ def test_sinks_and_windows_are_those_of_the_cache(name: str) -> None:
     assert int(memory.scratch.error) == 0
 
 
-@pytest.mark.parametrize("in_one_call", [False, True])
-@pytest.mark.parametrize("name", [name for name, plan in (PLANS | BESIDE).items() if not plan.needs_queries])
-def test_drafts_are_tokens_that_come_alone(name: str, in_one_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+# Where a step with drafts differs: what a page of a head needs beside its tokens, and where the tokens lie.
+DRAFTED = ["2 bits by channel", "keys by token", "16 bits", "values of 16 bits", "random", "three tiers", "rotated"]
+DRAFTED += ["points", "per head", "per head, λ", *(name for name, plan in BESIDE.items() if not plan.needs_queries)]
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_drafts_are_tokens_that_come_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 7 drafts behind a token, of which any number is right, over the ends of two pages; chunks in between. The
     outputs of right ones are those of single tokens, pages have their bytes, and wrong ones write nowhere else."""
-    if in_one_call:  # as where the fast kernels serve a range
-        monkeypatch.setattr(stepping, "draft_reasons", lambda variant: [])
     plan = (PLANS | BESIDE)[name]
-    memory = Memory(HeadShard(plan, lookahead=7))
-    every = [Both(memory, plan, seed) for seed in range(4)]
-    for both, prompt in zip(every, (1, 120, 123, 377), strict=True):
+    memories = [Memory(HeadShard(plan, lookahead=7))]
+    monkeypatch.setattr(stepping, "draft_reasons", lambda variant: [])  # as where the fast kernels serve a range
+    memories.append(Memory(HeadShard(plan, lookahead=7)))
+    every = [Both(memories[0], plan, seed) for seed in range(4)]
+    in_one_call = [Sequence(memories[1], plan) for _ in every]
+    for both, sequence, prompt in zip(every, in_one_call, (1, 120, 123, 377), strict=True):
+        sequence.extend(*(x[:prompt] for x in both.tokens))
         both.extend(prompt)
     draw, wrong = random.Random(len(name)), [x.flip(0) for x in every[0].tokens]
     for number in range(60):
@@ -160,22 +166,26 @@ def test_drafts_are_tokens_that_come_alone(name: str, in_one_call: bool, monkeyp
             right, other = (slice(n, n + 1 + drafts) for n in (both.length, 7 * number))
             for parts, x, y in zip(given, both.tokens, wrong, strict=True):
                 parts.append(torch.cat([x[right][: kept[-1]], y[other][kept[-1] :]]))
-        if not drafts:
-            decode_all(every)
-            continue
         expected = [[both.by_cache(slice(n, n + 1)) for n in range(both.length, both.length + count)]
                     for both, count in zip(every, kept, strict=True)]  # fmt: skip
-        found = decode([both.sequence for both in every], *map(torch.stack, given), kept=kept)
-        for row, parts in enumerate(expected):
-            torch.testing.assert_close(found[row, : len(parts)], torch.cat(parts), atol=TOLERANCE, rtol=TOLERANCE)
+        for sequences in ([both.sequence for both in every], in_one_call):
+            found = decode(sequences, *map(torch.stack if drafts else torch.cat, given), kept=kept)
+            found = found if drafts else found.unsqueeze(1)
+            for row, parts in enumerate(expected):
+                torch.testing.assert_close(found[row, : len(parts)], torch.cat(parts), atol=TOLERANCE, rtol=TOLERANCE)
         if number % 20 == 19:
+            chunk = slice(every[0].length, every[0].length + 1 + number)
+            in_one_call[0].extend(*(x[chunk] for x in every[0].tokens))
             every[0].extend(1 + number)
     assert all(both.length > 200 for both in every)
-    for both in every:
+    for both, sequence in zip(every, in_one_call, strict=True):
         both.check_pages()
-    untouched = memory.blocks[[0, *memory.free_blocks]], memory.rings[[0, *memory.free_rings]]
-    assert all(bool((part == POISON).all()) for part in untouched)
-    assert int(memory.scratch.error) == 0
+        both.sequence = sequence
+        both.check_pages()
+    for memory in memories:
+        untouched = memory.blocks[[0, *memory.free_blocks]], memory.rings[[0, *memory.free_rings]]
+        assert all(bool((part == POISON).all()) for part in untouched)
+        assert int(memory.scratch.error) == 0
 
 
 def test_a_ring_and_a_block_serve_another_request_after_the_first() -> None:
