@@ -61,7 +61,10 @@ def answer(client: socket.socket) -> None:
         os.dup2(stream, number)
     if arguments and arguments[0].endswith(".py"):
         sys.argv, code = arguments, 0
-        runpy.run_path(arguments[0], run_name="__main__")
+        try:
+            runpy.run_path(arguments[0], run_name="__main__")
+        except SystemExit as end:
+            code = int(end.code or 0)
     else:
         code = cli_cases.exit_code(*arguments)
     sys.stdout.flush()
