@@ -248,7 +248,7 @@ def main() -> None:
                 print_table(f"Predictors: {case.name}", *table_rows(record))
     result["fits"] = fits
     result["quality"] = show_quality(loaded, plans, predictor_bytes, texts, given.problems)
-    result["memory"] = show_memory(given, (4, 8) if given.quick else (8, 16, 32, 64))
+    result["memory"] = show_memory(given, (4,) if given.quick else (8, 16, 32, 64))
     if given.out is not None:
         given.out.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
 

@@ -40,6 +40,7 @@ WITHOUT_FITS = ("kivi-2", "kivi-4", "kitty", "kitty-pro", "mixkvq-capped", "kvmi
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--problems", type=int, default=8, help="of each task")
+    parser.add_argument("--new-tokens", type=int, default=512, help="of a problem's answer, at most")
     parser.add_argument("--texts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=768)
     given = parser.parse_args()
@@ -66,8 +67,8 @@ def main() -> None:
         )
     found_PNS = torch.cat(parts, dim=1)
     spec = EvaluateSpec(
-        num_problems=given.problems, max_steps=16, max_size=48, max_hops=16, max_digits=3, max_new_tokens=512,
-        batch=3 * given.problems,
+        num_problems=given.problems, max_steps=16, max_size=48, max_hops=16, max_digits=3,
+        max_new_tokens=given.new_tokens, batch=3 * given.problems,
     )  # fmt: skip
     solved: list[list[int]] = []
     for name, plan in plans.items():

@@ -24,7 +24,7 @@ SCRIPTS = {
     "show_kvmix": "--quick",
     "show_mixkvq": "--quick",
     "show_mixtures": f"--bits 5 {SMALL} {HELD_OUT}",
-    "show_objectives": f"{SMALL} --problems 1",
+    "show_objectives": f"{SMALL} --problems 1 --new-tokens 32",
     "show_progressive": "--quick",
     "show_reparam": "--quick",
     "show_safeguards": f"--data math --bits 4 --work guards --kinds tasks {SMALL} {HELD_OUT}",
