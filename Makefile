@@ -18,12 +18,15 @@ MODEL_TESTS := tests/cache tests/store $(addprefix tests/models/test_models_,con
   $(addprefix tests/stages/test_,prefix.py evaluate*.py profile*.py reparam*.py \
   *predict*.py feedback*.py) $(addprefix tests/stages/test_run_search.py::test_,an_interrupted_search_writes_the_same_bytes \
   a_larger_budget_starts_from_what_is_known_and_is_never_worse the_plan_that_ships_is_the_plan_that_was_measured)
-# Beside them: bytes, errors, what NVRTC makes, how much memory is taken.
+# Beside them: bytes, errors, what NVRTC makes, how much memory is taken; and two caches of one layer, or without a
+# model, that are fed the same chunks: their bytes depend on no product.
 NO_ARITHMETIC := $(addprefix --ignore=tests/,cache/test_cache_errors.py cache/test_cache_refusals.py \
-  store/test_cache_transient.py) $(addprefix --deselect=tests/store/test_,\
-  stored_forms.py::test_kernels_compile_for_reconstructed_sides \
-  stored_forms.py::test_bytes_are_the_plans_and_scratch_is_counted \
-  staged_cache.py::test_memory_is_what_the_plan_says_at_its_worst_and_within_the_budget)
+  store/test_cache_transient.py store/test_staged_cache.py) $(addprefix --deselect=tests/,\
+  cache/test_attached.py::test_steps_give_the_logits_and_pages_of_the_dynamic_cache \
+  cache/test_static_cache.py::test_bytes_are_the_plans_from_the_first_update_on \
+  cache/test_static_cache.py::test_removed_tokens_leave_what_they_leave_in_the_dynamic_cache \
+  store/test_stored_forms.py::test_kernels_compile_for_reconstructed_sides \
+  store/test_stored_forms.py::test_bytes_are_the_plans_and_scratch_is_counted)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check format lint types test old-cpu gpu engines bench consumers first-user docs clean

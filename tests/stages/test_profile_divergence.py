@@ -181,8 +181,13 @@ def test_layers_that_plans_share_run_once_and_give_the_same_bits(name: str, monk
 LATTICE = Format(2, "token", 128, 5, lattice_dim=2)
 
 
-@pytest.mark.parametrize("cache_dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", [*FORMATS, *TRANSFORMED, "per head", "lattice"])
+@pytest.mark.parametrize(
+    ("name", "cache_dtype"),
+    [
+        *((name, "bfloat16") for name in (*FORMATS, *TRANSFORMED, "per head", "lattice")),
+        *((name, "float32") for name in ("kivi", "rotated, feedback", "points", "lattice", "16 bits")),
+    ],
+)
 def test_dense_layers_give_what_pages_give(name: str, cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In another dtype than the model's, too; pages of several layers and caches are read back by one call."""
     plan = llama_plan(LATTICE, LATTICE, 2, cache_dtype, 3) if name == "lattice" else plan_for(name, 2, 3, cache_dtype)
