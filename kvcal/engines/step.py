@@ -99,10 +99,6 @@ class PagedStep:
         for pair in self.layout.ranges:  # now, so that an engine's measurement of free memory counts it
             self._workspace(pair)
 
-    @property
-    def is_bound(self) -> bool:
-        return bool(self._ranges)
-
     def bind(self, blocks: Tensor, rings: Tensor) -> None:
         """The layer's memory: blocks, uint8 [blocks, block_bytes or more], and rings, uint8 [rings, ring_bytes or
         more], bytes side by side, with strides between them of multiples of 16."""

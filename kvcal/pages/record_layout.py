@@ -24,8 +24,6 @@ PAGE_TOKENS = 128
 CHANNEL_TILE = 16
 RECORD_ALIGNMENT = 16
 RAW_BITS = 16
-NUM_BITS = (1, 2, 3, 4, 8, RAW_BITS)
-GROUP_SIZES = (32, 64, 128)
 AXES = {"k": ("channel", "token"), "v": ("token",)}
 PARAM_DTYPES = Dtypes("float16", "bfloat16", "float32")
 
