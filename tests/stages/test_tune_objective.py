@@ -1,10 +1,12 @@
-"""A trial of the threshold search: the plan that is measured, and the problems that it is measured on."""
+"""A trial of the threshold search: the plan that is measured, the problems that it is measured on, and the error."""
 
 from __future__ import annotations
 
 import pytest
 from evaluation_cases import as_loaded, make_plan, wordy_llama
 from transformers import PreTrainedTokenizerBase
+from tune_cases import LIMITS, PAIR
+from tune_cases import SPEC as TUNE
 
 from kvcal.data.sequences import DataSpec
 from kvcal.data.tasks import problems
@@ -43,3 +45,13 @@ def test_a_trial_measures_the_plan_of_its_thresholds_on_problems_of_its_own(
     assert (asked.tasks, asked.num_problems) == (("chain",), 2)
     own, others = ({p.prompt for p in problems("chain", 50, s)} for s in (asked.seed, evaluated.seed))
     assert own and not own & others
+
+
+def test_the_error_of_a_tuned_accuracy_is_that_of_a_mean(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = [TaskResult(name, 0.5, error, 4, 2, 0, 9, (9,) * 4) for name, error in (("chain", 0.3), ("times", 0.4))]
+    monkeypatch.setattr(tune_objective, "measure_tasks", lambda *args: results)
+    tiny = as_loaded(wordy_llama(len(tokenizer)), tokenizer)
+    objective = TaskObjective(Origin("", "", ""), make_plan(tiny, PAIR), TUNE, LIMITS, DATA, tiny)
+    assert objective.accuracy(objective.plan) == (0.5, pytest.approx(0.25))
