@@ -60,17 +60,7 @@ def test_the_table_of_a_window_rule_says_when_pages_are_read(name: str) -> None:
 
 
 # On, before and behind the boundaries of pages, and of windows of 9 (137, 265) and of 33 (161, 289), too.
-CUTS = [
-    (128,),
-    (127, 128),
-    (1, 129),
-    (64, 256),
-    (256, 257),
-    (50, 100, 150, 200, 250, 300),
-    (137, 265),
-    (265,),
-    (161, 289),
-]
+CUTS = [(128,), (127, 128), (1, 129), (64, 256), (50, 100, 150, 200, 250, 300), (137, 265), (161, 289)]
 
 
 @pytest.mark.parametrize("cuts", CUTS)
@@ -159,7 +149,7 @@ def test_rows_change_places() -> None:
         assert "without max_tokens" in str(error.value.hint)
 
 
-@pytest.mark.parametrize("kept", [259, 257, 256, 255, 140, 129, 128, 127, 40, 3, 1])
+@pytest.mark.parametrize("kept", [259, 256, 255, 140, 128, 127, 3])
 @pytest.mark.parametrize("name", ["uniform", "kivi", "kitty", "queries", "paged window", "per head", *TRANSFORMED])
 def test_removed_tokens_leave_what_they_leave_in_the_dynamic_cache(name: str, kept: int) -> None:
     """Within the ring or into pages: what comes back, and what is packed from it, is the same to the last bit."""
