@@ -7,6 +7,7 @@ Heavy imports happen inside commands, so that --help is quick. Exit codes: 0 ok,
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -42,6 +43,8 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the ``kvcal`` command."""
+    # `datasets` logs what it raises: a line beside the error's own, JSON with --json.
+    os.environ.setdefault("DATASETS_VERBOSITY", "critical")
     try:
         # With --json, typer's own errors are raised instead of drawn, and an exit code is returned.
         code = app(standalone_mode=not _wants_json())

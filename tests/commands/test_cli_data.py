@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_cases import RECIPE, Outcome, ran_well, run_kvcal, save_llama
+from cli_cases import RECIPE, Outcome, kvcal_process, ran_well, run_kvcal, save_llama
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.__main__ import PANELS
@@ -238,3 +238,11 @@ def test_a_recipe_without_calibration_has_nothing_to_tell(folder: Path, tmp_path
     arguments = ("run", "kivi-2", "--model", folder / "tiny", "--out", tmp_path / "out", *NO_TASKS)
     told = ran_well(*arguments, "--set", f"evaluate.data.source={folder / 'pairs.jsonl'}")
     assert TOY not in told.err and "pairs.jsonl (pool report): 16 sequences" in told.out
+
+
+def test_a_file_that_is_no_json_is_one_line_of_json(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\nb\n')
+    given = ("--data", tmp_path / "broken.jsonl", "--seq-len", 64, "--out", tmp_path / "out")
+    done = kvcal_process("profile", folder / "tiny", *given, "--json", "--quiet")
+    error = json.loads(done.err)["error"]
+    assert done.code == error["exit_code"] == 2 and "broken.jsonl cannot be read as json" in error["message"]
