@@ -134,7 +134,7 @@ def searched(folder: Path) -> None:
 def compared(folder: Path, name: str = "a-model") -> None:
     times = tuple(StageTime(f"{stage}.safetensors", stage, 2.5) for stage in ("profile", "plan"))
     entries = [
-        Entry(n, n.split(" @")[0], "r", None, n in ("16-bit", "kivi-2"), Calibration(5.0, False, times), None,
+        Entry(n, n.split(" @")[0], "r", None, n in ("16-bit", "kivi-2"), Calibration(5.0, times), None,
               row(n, UNIFORM, kl, correct))
         for n, kl, correct in (("16-bit", 1e-7, 8), ("kivi-2", 0.05, 3), (f"{name} @ 3", 0.01, 7))
     ]  # fmt: skip

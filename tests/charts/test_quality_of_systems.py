@@ -39,7 +39,7 @@ def row(name: str, bits: float, kl: float, correct: int | None, of: int = 20) ->
 
 def entry(name: str, found: Row | None, bits: float | None = None, seconds: float | None = 2.5) -> Entry:
     refusal = Refusal("build", "too small a budget", None, 3) if found is None else None
-    calibration = Calibration(seconds, name == "fixed", (StageTime("plan.safetensors", "d", seconds),))
+    calibration = Calibration(seconds, (StageTime("plan.safetensors", "d", seconds),))
     recipe = name.split(" @ ")[0]
     return Entry(name, recipe, "r", bits, recipe in ("16-bit", "kivi-2", "kivi-4"), calibration, refusal, found)
 
@@ -77,7 +77,7 @@ def test_table() -> None:
     by_kl, by_tasks = columns["KL recovered %"], columns["tasks recovered %"]
     assert by_kl[:2] == ("100.0", "0.0") and by_kl[3] == "-" and by_kl[4].startswith("75.0 ± ")
     assert by_tasks[:2] == ("100.0", "0.0") and by_tasks[3] == "-" and by_tasks[4].startswith("50.0 ± ")
-    assert columns["calibration s"] == ("2.5", "2.5", "2.5", "-", "2.5 (kept)")
+    assert columns["calibration s"] == ("2.5", "2.5", "2.5", "-", "2.5")
     assert columns["refused"] == ("", "", "", "too small a budget", "")
 
 

@@ -79,27 +79,22 @@ def test_rows_shares_and_a_refused_recipe(first: tuple[Path, Comparison]) -> Non
     assert entries["fixed"].accuracy_recovered is None  # no tasks
     assert all(row.workload == WORKLOAD for row in rows.values())
     assert load_comparison(folder / "compare.json") == comparison
-    assert not entries["fixed"].calibration.is_kept and entries["fixed"].calibration.seconds is not None
+    assert entries["fixed"].calibration.seconds is not None
 
 
 def test_second_run_keeps_plans_rows_and_times(first: tuple[Path, Comparison], small_recipes: tuple[str, str]) -> None:
     folder, comparison = first
     notes = Notes()
-    again = run(folder, small_recipes, [1, 3], notes)
-    assert sum("is measured already, kept" in message for message in notes.messages) == 5
-    for before, after in zip(comparison.entries, again.entries, strict=True):
-        kept = after.row is not None
-        assert after.calibration.is_kept == kept
-        assert after == replace(before, calibration=replace(before.calibration, is_kept=kept))
     content = (folder / "compare.json").read_bytes()
-    assert run(folder, small_recipes, [1, 3]) == again
+    assert run(folder, small_recipes, [1, 3], notes) == comparison
+    assert sum("is measured already, kept" in message for message in notes.messages) == 5
     assert (folder / "compare.json").read_bytes() == content
 
 
 def test_a_recipe_left_out_and_taken_in_again_has_its_time(tmp_path: Path, small_recipes: tuple[str, str]) -> None:
     before = by_name(run(tmp_path, small_recipes, [3]))["fixed"].calibration
     assert list(by_name(run(tmp_path, small_recipes[:1], [3]))) == [*BASELINE_NAMES, "small @ 3"]
-    assert by_name(run(tmp_path, small_recipes, [3]))["fixed"].calibration == replace(before, is_kept=True)
+    assert by_name(run(tmp_path, small_recipes, [3]))["fixed"].calibration == before
     (tmp_path / "compare.json").unlink()
     assert by_name(run(tmp_path, small_recipes, [3]))["fixed"].calibration.seconds is None
 
@@ -111,7 +106,6 @@ def test_interrupted_run_goes_on(tmp_path: Path, small_recipes: tuple[str, str])
     assert list(by_name(stored)) == [*BASELINE_NAMES, "small @ 3"] and stored.measured == ()
     done = run(tmp_path, small_recipes, [3])
     assert len(done.measured) == 5
-    assert [entry.calibration.is_kept for entry in done.entries] == [True] * 4 + [False]
     assert by_name(done)["small @ 3"].calibration.seconds == by_name(stored)["small @ 3"].calibration.seconds
 
 
@@ -188,9 +182,9 @@ def test_files_of_another_model_and_corrupt_ones_are_refused(
     with pytest.raises(ArtifactError, match="made from another model: model.weights_sha256"):
         run(tmp_path, small_recipes, [3], loaded=foreign)
     for wrong, message in (
-        (content.replace(b'"is_kept": false', b'"is_kept": true'), "is corrupt"),
+        (content.replace(b'"task_seed": 1', b'"task_seed": 2'), "is corrupt"),
         (content[:-40], "truncated or not JSON"),
-        (content.replace(b'"comparison"', b'"evaluation"'), "is not a comparison of version 2"),
+        (content.replace(b'"comparison"', b'"evaluation"'), "is not a comparison of version 3"),
     ):
         path.write_bytes(wrong)
         with pytest.raises(ArtifactError, match=message):

@@ -347,9 +347,7 @@ def comparison() -> Comparison:
         "kivi-2": row("kivi-2", UNIFORM, 0.5, 2),
         "x": row("x", UNIFORM, 0.1, 5),
     }
-    calibration = Calibration(
-        2.5, False, (StageTime("plan.safetensors", "0" * 64, 2.5), StageTime("p", "1" * 64, None))
-    )
+    calibration = Calibration(2.5, (StageTime("plan.safetensors", "0" * 64, 2.5), StageTime("p", "1" * 64, None)))
     entries = [Entry(n, n, "s" * 64, None, n != "x", calibration, row=r) for n, r in rows.items()]
     entries.append(Entry("y", "y", "t" * 64, 2.5, False, calibration, Refusal("build", "no", None, 3)))
     return Comparison("m", {"model.x": "y"}, "text", "f", 1, Workload(8, 4096), {"0" * 64: 2.5}, with_shares(entries))

@@ -125,21 +125,21 @@ def run_line(name: str, place: Path, out: Path) -> None:
 
 
 def content(out: Path) -> dict[str, bytes]:
-    """All files of a folder, without its own name, seconds that were measured, and whether an earlier run made a part.
-    Of a report that draws such seconds, its end alone."""
+    """All files of a folder, without its own name and seconds that were measured. Of a report that draws such seconds,
+    its end alone."""
     files = [path for path in sorted(out.rglob("*")) if path.is_file()]
     return {str(path.relative_to(out)): _timeless(path).replace(str(out).encode(), b"OUT") for path in files}
 
 
 def _timeless(path: Path) -> bytes:
     if path.suffix == ".json":
-        return json.dumps(json.loads(path.read_text(), object_pairs_hook=_without_history)).encode()
+        return json.dumps(json.loads(path.read_text(), object_pairs_hook=_without_seconds)).encode()
     draws_seconds = path.name == "report.html" and (path.parent / "evaluation.json").is_file()
     return path.read_bytes()[-8:] if draws_seconds else path.read_bytes()
 
 
-def _without_history(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    return {name: value for name, value in pairs if name not in ("seconds", "stage_seconds", "is_kept", "digest")}
+def _without_seconds(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    return {name: value for name, value in pairs if name not in ("seconds", "stage_seconds", "digest")}
 
 
 def killed(name: str, place: Path, out: Path, seconds: float | None) -> bool:

@@ -70,7 +70,8 @@ def compare(
         ArtifactError: the folder is another model's, or a file of the comparison's own is corrupt or not writable.
         KvcalError: a baseline cannot be built or measured.
     """
-    job = _Job(loaded, workload, data, folder, build, reporter, _earlier_seconds(folder.path / FILE, loaded))
+    seconds, refused = _earlier(folder.path / FILE, loaded, workload)
+    job = _Job(loaded, workload, data, folder, build, reporter, seconds, refused)
     entries: dict[str, Entry] = {}
     plans: dict[str, Plan] = {}
     for number, point in enumerate(points):
@@ -90,19 +91,22 @@ def compare(
     return job.save(entries, spec)
 
 
-def _earlier_seconds(path: Path, loaded: LoadedModel) -> dict[str, float]:
-    """Times of an earlier run in this folder."""
+def _earlier(path: Path, loaded: LoadedModel, workload: Workload) -> tuple[dict[str, float], frozenset[str]]:
+    """An earlier run in this folder: its times, and the recipes (sha256) that could not be built for the workload."""
     if not path.exists():
-        return {}
+        return {}, frozenset()
     earlier = load_comparison(path)
     require_model(path, model_inputs(loaded), earlier.inputs)
-    return dict(earlier.stage_seconds)
+    refused = [entry for entry in earlier.entries if entry.refusal is not None and entry.refusal.stage == "build"]
+    is_same = earlier.workload == workload
+    return dict(earlier.stage_seconds), frozenset(entry.recipe_sha256 for entry in refused if is_same)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """A comparison in work. ``seconds``, which grows: the time of every artifact, by sha256; ``built``: the folder in
-    which a recipe was built last, by the recipe's name."""
+    """A comparison in work. ``seconds``, which grows: the time of every artifact, by sha256; ``refused``: recipes
+    (sha256) that an earlier run could not build; ``built``: the folder in which a recipe was built last, by the
+    recipe's name."""
 
     loaded: LoadedModel
     workload: Workload
@@ -111,6 +115,7 @@ class _Job:
     build: Build
     reporter: Reporter
     seconds: dict[str, float]
+    refused: frozenset[str]
     built: dict[str, Folder] = field(default_factory=dict)
 
     def build_point(self, point: Point) -> tuple[Entry, Plan | None]:
@@ -119,7 +124,7 @@ class _Job:
         self._take_over_profile(point, folder)
         self._take_over_search(point, folder)
         plan, refusal, recipe = None, None, point.recipe
-        with timed(folder.path, self.seconds) as made:
+        with timed(folder.path, self.seconds):
             try:
                 plan = self.build(self.loaded, folder, recipe, self.workload, self.reporter)
             except KvcalError as error:
@@ -130,14 +135,15 @@ class _Job:
         self.built[recipe.name] = folder
         digests = artifacts(folder.path)
         stages = tuple(StageTime(name, digest, self.seconds.get(digest)) for name, digest in digests.items())
-        calibration = Calibration(total(digests, self.seconds), plan is not None and not made, stages)
+        calibration = Calibration(total(digests, self.seconds), stages)
         entry = Entry(point.name, recipe.name, recipe.sha256, point.bits, point.is_baseline, calibration, refusal)
         return entry, plan
 
     def _take_over_profile(self, point: Point, folder: Folder) -> None:
         """Copy the profile of the same recipe at another budget into ``folder``: of this run if there is one, else,
-        where ``folder`` has none, of an earlier run. The build itself finds out whether it is current."""
-        if point.bits is None:
+        where ``folder`` has none, of an earlier run. The build itself finds out whether it is current. A recipe that
+        was refused then needs none: a repeated comparison writes nothing."""
+        if point.bits is None or point.recipe.sha256 in self.refused:
             return
         source = self.built[point.recipe.name].profile if point.recipe.name in self.built else None
         if source is None or not source.exists():  # a budget that nothing fits is refused without a profile
@@ -202,12 +208,12 @@ def artifacts(folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def timed(folder: Path, seconds: dict[str, float]) -> Iterator[list[str]]:
-    """Note in ``seconds``, by sha256, the time of every artifact that is made within; their names are in the list
-    afterwards. Also when it is left by an error: what was finished until then has its time."""
-    before, previous, made = artifacts(folder), time.time(), list[str]()
+def timed(folder: Path, seconds: dict[str, float]) -> Iterator[None]:
+    """Note in ``seconds``, by sha256, the time of every artifact that is made within. Also when it is left by an error:
+    what was finished until then has its time."""
+    before, previous = artifacts(folder), time.time()
     try:
-        yield made
+        yield
     finally:
         for name, digest in artifacts(folder).items():
             if before.get(name) != digest:
@@ -215,7 +221,6 @@ def timed(folder: Path, seconds: dict[str, float]) -> Iterator[list[str]]:
                 # The first time stays. Clocks of files are coarse, and may be behind.
                 seconds.setdefault(digest, round(max(0.0, written - previous), 3))
                 previous = max(previous, written)
-                made.append(name)
 
 
 def total(stages: Mapping[str, str], seconds: Mapping[str, float]) -> float | None:

@@ -38,7 +38,7 @@ from kvcal.stages.evaluate import Row, percent, require_same_tasks, table_column
 from kvcal.strict import STRICT, Amount, Number
 
 KIND = "comparison"
-SCHEMA = 2
+SCHEMA = 3
 RAW_RECIPE, WORST_RECIPE = "16-bit", "kivi-2"
 BASELINES = (RAW_RECIPE, WORST_RECIPE, "kivi-4")
 MIN_BITS, MAX_BITS = 0.1, 16.0
@@ -147,11 +147,9 @@ class StageTime:
 
 @record(frozen=True, config=STRICT)
 class Calibration:
-    """``seconds``: the sum over ``stages``, in the order in which they were made, None where one of them is unknown;
-    ``is_kept``: all of them were current, nothing was made this time."""
+    """``seconds``: the sum over ``stages``, in the order in which they were made, None where one of them is unknown."""
 
     seconds: Amount | None
-    is_kept: bool
     stages: tuple[StageTime, ...]
 
 
@@ -282,5 +280,4 @@ def _share(share: Share | None) -> str:
 
 
 def _calibration(calibration: Calibration) -> str:
-    seconds = NOTHING if calibration.seconds is None else f"{calibration.seconds:.1f}"
-    return f"{seconds} (kept)" if calibration.is_kept else seconds
+    return NOTHING if calibration.seconds is None else f"{calibration.seconds:.1f}"
