@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -21,6 +22,9 @@ from transformers import PreTrainedModel
 from kvcal.models.attention import attention_modules, layer_index
 from kvcal.models.geometry import sharing_layers
 from kvcal.models.turns import reach
+
+# What layers returned beside hidden states, if that was a tuple: also for forwards of a later context.
+_BESIDE: WeakKeyDictionary[nn.Module, tuple[None, ...]] = WeakKeyDictionary()
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
@@ -78,7 +82,6 @@ class _Layer(nn.Module):
     def __init__(self, layer: nn.Module, index: int, inputs: LayerInputs) -> None:
         super().__init__()
         self.layer, self.index, self.inputs = layer, index, inputs
-        self.beside: tuple[None, ...] | None = None  # hidden states in what the layer returns, if that is a tuple
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -89,7 +92,8 @@ class _Layer(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         forward = self.inputs.forward
         if self.index < forward.first:
-            return hidden_states if self.beside is None else (hidden_states, *self.beside)
+            beside = _BESIDE.get(self.layer)
+            return hidden_states if beside is None else (hidden_states, *beside)
         if self.index == forward.first and forward.parent:
             reach(self.index)  # the parent, side by side with this forward, may not have come here
             hidden_states = forward.parent.kept[self.index]
@@ -97,7 +101,7 @@ class _Layer(nn.Module):
             forward.kept[self.index] = hidden_states
         output = self.layer(hidden_states, *args, **kwargs)
         if isinstance(output, tuple):
-            self.beside = (None,) * (len(output) - 1)
+            _BESIDE[self.layer] = (None,) * (len(output) - 1)
             self.inputs.can_begin_later &= all(part is None for part in output[1:])
         return output
 

@@ -264,6 +264,10 @@ def test_a_layer_that_returns_more_than_hidden_states_is_noticed() -> None:
         inputs.forward = layer_inputs.Forward(first=1)
         hidden_states, nothing = wrapped(torch.ones(1, 2, 32), **given)  # as models unpack it, such as Bamba
         assert torch.equal(hidden_states, torch.ones(1, 2, 32)) and nothing is None
+    with layer_inputs.kept_inputs(model) as inputs:
+        wrapped = model.model.layers[0]
+        inputs.forward = layer_inputs.Forward(first=1)
+        assert len(wrapped(torch.ones(1, 2, 32), **given)) == 2  # in a context in which it never ran, too
         inputs.forward = layer_inputs.Forward()
         own[0].register_forward_hook(lambda module, args, output: (output[0], "weights"))
         wrapped(torch.zeros(1, 2, 32), **given)
