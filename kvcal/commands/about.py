@@ -8,6 +8,7 @@ import typer
 
 from kvcal import console
 from kvcal.commands import options
+from kvcal.errors import WITHOUT_CALIBRATION
 from kvcal.quantities import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def size(
         "model": facts.id,
         "model_type": facts.geometry.model_type,
         "is_tested": facts.is_tested,
+        "uncalibrated": facts.uncalibrated,
         "max_positions": facts.max_positions,
         "weight_bytes": facts.weight_bytes,
         "workload": dump(workload),
@@ -108,7 +110,9 @@ def _remarks(
 ) -> list[str]:
     """The notes beside the table."""
     lines = []
-    if not facts.is_tested:
+    if facts.uncalibrated is not None:
+        lines.append(f"note: {facts.uncalibrated}; {WITHOUT_CALIBRATION}")
+    elif not facts.is_tested:
         lines.append(
             f"note: the contract tests build no model of the type {facts.geometry.model_type!r}; its layers are as "
             "config.json states them, and `kvcal profile` tells whether they are supported"
@@ -117,15 +121,17 @@ def _remarks(
         lines.append(f"note: the model has {facts.max_positions} positions, fewer than the context")
     if memory is None:
         return lines
-    plan = options.command_line(
-        "plan", model, "--budget", memory, "--batch", workload.batch, "--context", workload.context
-    )
     if fitting is None:
         lines.append("nothing fits, 2 bits included: lower --batch or --context")
     elif fitting.recipe == "16-bit":
         lines.append("16 bits fit already: nothing has to be quantized at this batch and context")
     else:
-        lines.append(f"{fitting.recipe} fits; to give each layer its own bits within this memory: {plan}")
+        sizes = ("--batch", workload.batch, "--context", workload.context)
+        if facts.uncalibrated is None:
+            following, purpose = ("plan", model, "--budget", memory), "give each layer its own bits within this memory"
+        else:
+            following, purpose = ("run", fitting.recipe, "--model", model), "make its plan"
+        lines.append(f"{fitting.recipe} fits; to {purpose}: {options.command_line(*following, *sizes)}")
     return lines
 
 

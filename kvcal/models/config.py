@@ -23,7 +23,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args
 
-from kvcal.errors import WITHOUT_CALIBRATION, UnsupportedModel, UsageError
+from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.geometry import (
     CACHE_DTYPES,
     LATENT_KEYS,
@@ -64,7 +64,8 @@ _MAX_HEADER_BYTES = 100_000_000  # of a safetensors file: the format's own limit
 class ModelSizes:
     """``geometry``: as the configuration states it. ``weight_bytes``: of the checkpoint, None where neither its files
     nor an index are here. ``max_positions``: the context in tokens, None if it is not stated. ``is_tested``: whether
-    the contract tests measure this model type."""
+    the contract tests measure this model type. ``uncalibrated``: why it is served by recipes with [formats] alone, None
+    for one that is calibrated, or not known."""
 
     id: str
     geometry: Geometry
@@ -72,6 +73,7 @@ class ModelSizes:
     weight_bytes: int | None
     max_positions: int | None
     is_tested: bool
+    uncalibrated: str | None
 
 
 @functools.cache
@@ -91,9 +93,7 @@ def read_sizes(source: str) -> ModelSizes:
     location = locate(source)
     content = read_json(location.folder / "config.json", location.id)
     require_sizes(content, location.id)
-    model_type = content.get("model_type")
-    if isinstance(model_type, str):
-        _require_served(model_type, content, location.id)
+    uncalibrated = _uncalibrated(content.get("model_type"), location.id)
     if _is_direct(content):
         stated, kinds = content, _direct_kinds(content)
         per_layer: Sequence[Any] = [content] * len(kinds)
@@ -117,17 +117,17 @@ def read_sizes(source: str) -> ModelSizes:
         checkpoint_bytes(location),
         stated.get("max_position_embeddings"),
         any(one["model_type"] == stated["model_type"] for one in families()["supported"]),
+        uncalibrated,
     )
 
 
-def _require_served(model_type: str, content: dict[str, Any], model_id: str) -> None:
-    """UnsupportedModel for a family that is not served, or that cannot be calibrated."""
-    for one in families()["refused"]:
-        if one["model_type"] == model_type:
-            about = f"{model_id}: models of the type {model_type!r} are not"
-            if one["fails_in"] == EVERY_COMMAND:
-                raise UnsupportedModel(f"{about} served: {one['reason']}")
-            raise UnsupportedModel(f"{about} calibrated: {one['reason']}", hint=WITHOUT_CALIBRATION)
+def _uncalibrated(model_type: object, model_id: str) -> str | None:
+    """The reason why a family cannot be calibrated, None if it can or is not known. UnsupportedModel for one that is
+    not served at all."""
+    one = next((one for one in families()["refused"] if one["model_type"] == model_type), None)
+    if one is not None and one["fails_in"] == EVERY_COMMAND:
+        raise UnsupportedModel(f"{model_id}: models of the type {model_type!r} are not served: {one['reason']}")
+    return None if one is None else str(one["reason"])
 
 
 def _is_direct(content: dict[str, Any]) -> bool:
@@ -195,8 +195,8 @@ _DELTA_RULE_KEYS = (
     "linear_conv_kernel_dim",
 )  # fmt: skip
 _LAYER_KEYS = (
-    "head_dim", "multi_query", "sliding_window", *_DELTA_RULE_KEYS, "linear_num_heads", "linear_head_dim",
-    *LATENT_KEYS,
+    "head_dim", "multi_query", "new_decoder_architecture", "sliding_window", *_DELTA_RULE_KEYS, "linear_num_heads",
+    "linear_head_dim", *LATENT_KEYS,
 )  # fmt: skip
 
 
@@ -214,7 +214,10 @@ def _layer(index: int, kind: str, keys: dict[str, Any], dtype: str, place: str) 
     window = _number(keys, "sliding_window", place) if kind == SLIDING else None
     if (latent := latent_geometry(index, heads, window, keys)) is not None:
         return latent
-    if keys.get("multi_query"):
+    if keys.get("new_decoder_architecture") is not None:  # Falcon, which caches one head, or a copy for each query's
+        is_one = keys["multi_query"] and not keys["new_decoder_architecture"]
+        keys = keys | {"num_key_value_heads": 1 if is_one else heads}
+    elif keys.get("multi_query"):
         raise UnsupportedModel(f"{place}: multi_query: how many heads are cached is {_ONCE_RUN}", hint=_MEASURED)
     kv_heads = heads if keys.get("num_key_value_heads") is None else _number(keys, "num_key_value_heads", place)
     if heads % kv_heads:

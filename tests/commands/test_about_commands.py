@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cli_cases import ran_well, run_kvcal, save_falcon, save_family
-from transformers import PreTrainedTokenizerBase
+from transformers import FalconForCausalLM, PreTrainedTokenizerBase
 
 from kvcal.commands import doctor as doctor_command
 from kvcal.models.config import families, read_sizes
@@ -110,9 +111,26 @@ def test_weights_that_are_not_here_are_stated(tmp_path: Path) -> None:
     assert stated["rows"] == sized("reasoner-10m", "--memory", "1GB")["rows"]
 
 
-def test_a_model_that_is_refused_is_refused_by_size(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    done = run_kvcal("size", save_falcon(tmp_path / "falcon", tokenizer))
-    assert done.code == 4 and "bypasses transformers' AttentionInterface" in done.err and not done.out
+def test_size_of_a_model_that_cannot_be_calibrated(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Its plans are made by recipes with [formats], of the bytes that are told; capacity takes them, too."""
+    model = save_falcon(tmp_path / "falcon", tokenizer)
+    FalconForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(model)  # as engines take it
+    rows = {row["recipe"]: row for row in sized(model, "--memory", "1GB")["rows"]}
+    done = ran_well("size", model, "--memory", rows["uniform-2"]["fit"]["total"])
+    assert "bypasses transformers' AttentionInterface" in done.err and "recipe with [formats]" in done.err
+    following = done.err.splitlines()[-1]
+    assert f"kvcal run uniform-2 --model {model} --batch 8 --context 4096" in following and "kvcal plan" not in done.err
+    given = ("--set", "evaluate.tasks=[]", "--set", "evaluate.against=[]", "--samples", 1, "--seq-len", 100)
+    ran_well(*shlex.split(following.partition("its plan: kvcal ")[2]), "--out", tmp_path / "out", *given)
+    plan = tmp_path / "out" / "plan.safetensors"
+    assert rows["uniform-2"]["cache_bytes"] == load_plan(plan).predicted_bytes
+    ran_well("capacity", model, "--plan", plan, "--kv-memory", "1GB", "--context", 512)
+
+
+def test_a_model_that_is_refused_is_refused_by_size(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "recurrent_gemma"}')
+    done = run_kvcal("size", tmp_path)
+    assert done.code == 4 and "are not served: RecurrentGemmaForCausalLM keeps a state" in done.err and not done.out
     done = run_kvcal("size", "no/such/model/at/all")
     assert done.code == 2 and "was not found" in done.err
 
