@@ -10,6 +10,7 @@ import torch
 
 from kvcal.folder import Job
 from kvcal.geometry import Geometry
+from kvcal.models.attention import attention_modules
 from kvcal.models.load import weight_bytes
 from kvcal.plan.plan import Workload
 from kvcal.recipe import AllocateSpec, CacheSpec, Recipe
@@ -19,8 +20,10 @@ from kvcal.stages.profile.record import Profile, ProfileSetup
 
 
 def require_feasible(job: Job) -> None:
-    """Raises what the allocate stage of a recipe will raise, whatever its profile measures."""
+    """Raises what the allocate stage of a recipe will raise, whatever its profile measures; before it, the reason why
+    the model has no profile."""
     recipe, loaded = job.recipe, job.loaded
+    attention_modules(loaded.model)
     assert recipe.allocate is not None
     setup = ProfileSetup(
         loaded.identity, loaded.geometry, weight_bytes(loaded.model), loaded.vocab_size, recipe.profile, recipe.cache,

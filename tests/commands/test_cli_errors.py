@@ -39,8 +39,10 @@ def test_a_prompt_that_is_no_text(command: str, made: Path, tmp_path: Path, monk
 
 def test_unsupported_model(made: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     falcon = save_falcon(tmp_path / "falcon", tokenizer)
-    done = run_kvcal("profile", falcon, "--out", tmp_path / "out", "--recipe", made / "small.toml")
-    assert done.code == 4 and "bypasses" in done.err
+    without_fit = ("plan", falcon, "--kv-budget", "1KB", "-o", tmp_path / "plan.safetensors")
+    for command in (("profile", falcon, "--out", tmp_path / "out", "--recipe", made / "small.toml"), without_fit):
+        done = run_kvcal(*command)
+        assert done.code == 4 and "bypasses" in done.err
 
 
 def test_missing_tokenizer(made: Path, tmp_path: Path) -> None:
