@@ -80,7 +80,7 @@ def searched(given: argparse.Namespace, loaded: LoadedModel, data: str, bits: fl
         record = run_search(loaded, recipe, sequences, {"experiment": f"{data} {bits}"}, path, {}, reporter)
         job = Search(loaded, recipe, sequences, path, reporter)
         systems = {name: job.candidate(name, layers) for name, layers in job.systems.items()}
-        fitting = [one for one in (*systems.values(), *seen.values()) if one.nbytes <= job.budget.cache]
+        fitting = [one for one in (*systems.values(), *seen.values()) if one.nbytes <= job.budget.for_cache]
         with ExitStack() as stack:
             select, validate = (job.pool(purpose, stack) for purpose in ("select", "validate"))
             means = select.pool.table(fitting, select.pool.tiers[0], "all plans").mean(1)
