@@ -4,8 +4,10 @@ same tokens in the same chunks. ``make engines`` runs these tests; they are no p
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import random
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 import transformers as hf
 from engine_replay import MOST, Replay, assert_replayed
-from vllm_environment import Unavailable, python_with_vllm, run_in
+from vllm_environment import CHECKOUT, Unavailable, python_with_vllm, run_in, variables_in
 
 from kvcal import Plan
 from kvcal.cache.attached import attached_for
@@ -283,6 +285,24 @@ def assert_soaked(found: dict[str, Any], *counted: str) -> None:
 def test_nothing_is_left_of_many_requests(version: str, tmp_path: Path, served: Served) -> None:
     found = run_in(version, tmp_path, "vllm_soak.py", soak_arguments(served, max_num_batched_tokens=512))
     assert_soaked(found, "aborted", "preempted")
+
+
+def test_the_experiment_times_steps(version: str, tmp_path: Path) -> None:
+    """On a CPU; vLLM's own cache needs its compiled part, which is not there."""
+    out = tmp_path / "speed.json"
+    sizes = {"layers": 3, "context": 512, "memory": 2_000_000, "passes": 2, "steps": 5}
+    options = [str(word) for name, value in sizes.items() for word in (f"--{name}", value)]
+    script = [str(CHECKOUT / "experiments" / "bench_vllm.py"), "--caches", "kvcal", "bfloat16", "--shape", "tiny"]
+    done = subprocess.run(
+        [str(python_with_vllm(version)), *script, *options, "--out", str(out)],
+        env=os.environ | variables_in(tmp_path), capture_output=True, text=True, timeout=600, check=True,
+    )  # fmt: skip
+    found = json.loads(out.read_text())
+    assert found["kvcal"]["sequences"] > 1 and "has no attribute" in found["bfloat16"]["refused"]
+    assert [len(one["step_s"]) for one in found["kvcal"]["passes"]] == [5, 5]
+    for one in found["kvcal"]["passes"]:
+        assert one["tokens_per_s"] * sum(one["step_s"]) == pytest.approx(5 * found["kvcal"]["sequences"])
+    assert "| kvcal | 4 of 488 tokens |" in done.stdout and "| bfloat16 | did not start: " in done.stdout
 
 
 def test_layers_with_a_sliding_window(version: str, tmp_path: Path) -> None:

@@ -127,11 +127,15 @@ def installed_checkout(folder: Path, has_stubs: bool = True) -> list[str]:
 
 def run_in(wanted: str, folder: Path, program: str, given: Any = None) -> Any:
     """What a program of tests/support answers in the environment of this version of vLLM."""
-    variables = {
+    return answer_of(python_with_vllm(wanted), folder, program, given, variables_in(folder))
+
+
+def variables_in(folder: Path) -> dict[str, str]:
+    """Of a process on a CPU that finds this checkout's plug-in; ``folder`` has the files of its installation."""
+    return {
         "PYTHONPATH": os.pathsep.join(installed_checkout(folder / "meta")), "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }  # fmt: skip
-    return answer_of(python_with_vllm(wanted), folder, program, given, variables)
 
 
 def answer_of(python: Path, folder: Path, program: str, given: Any, variables: Mapping[str, str]) -> Any:

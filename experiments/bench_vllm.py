@@ -1,0 +1,251 @@
+"""Tokens a second inside vLLM at equal memory of the cache: a plan's, and those of vLLM's own caches.
+
+    python experiments/bench_vllm.py --caches kvcal bfloat16 fp8 int4_per_token_head turboquant_4bit_nc --out speed.json
+    python experiments/bench_vllm.py --caches kvcal bfloat16 --context 8192 --passes 8
+
+Needs vLLM and kvcal in one environment. The model has Llama-3-8B's shape, fewer layers and dummy weights. The plan has
+2 bits in groups of 128, but for the keys of two layers (4 bits) and the values of one (3 bits): 2.41 bits with scales.
+
+Every cache has a process with an engine of its own, and as many sequences as fit with the whole context. Prompts are
+computed once. Then the engines take turns, so that what else happens on the host meets all of them: in a pass, each
+makes so many steps alone. A cache that vLLM does not start with is reported with vLLM's reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+PAGE = 128
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072, "tie_word_embeddings": False, "rope_theta": 500000.0, "hidden_act": "silu",
+    "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
+}  # fmt: skip
+TINY = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "vocab_size": 512, "torch_dtype": "float32",
+}  # fmt: skip
+WARM_STEPS, FIRST_TOKENS = 10, 3
+BATCHED = 8192  # tokens of a step
+BITS = {"fp8": 8, "int4_per_token_head": 4, "turboquant_4bit_nc": 4}  # scales aside
+LINE = "BENCH "
+
+
+def write_model(folder: Path, layers: int, is_tiny: bool) -> None:
+    """A configuration in ``folder``, and a plan in ``folder`` / plans."""
+    from kvcal.geometry import AttentionGeometry, ModelIdentity
+    from kvcal.models.load import config_sha256
+    from kvcal.plan.layer import LayerPlan
+    from kvcal.plan.page_format import Format
+    from kvcal.plan.plan import Plan, Workload, save_plan
+
+    shape: dict[str, Any] = SHAPE | {"num_hidden_layers": layers} | (TINY if is_tiny else {})
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(shape))
+    heads = shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"], shape["head_dim"]
+    group = min(PAGE, shape["head_dim"])
+    planned = tuple(
+        LayerPlan(
+            AttentionGeometry(layer, *heads),
+            (Format(4 if layer in (0, 1) else 2, "channel", PAGE),),
+            (Format(3 if layer == 0 else 2, "token", group),),
+        )
+        for layer in range(layers)
+    )
+    identity = ModelIdentity("shape", "llama", config_sha256(folder, "shape"), "0" * 64, "0" * 64)
+    (folder / "plans").mkdir()
+    plan = Plan(identity, shape["torch_dtype"], planned, Workload(1, PAGE), {}, {})
+    save_plan(plan, folder / "plans" / "plan.safetensors")
+
+
+class Served:
+    """One engine with one cache of ``nbytes``, and as many sequences of ``context`` tokens as fit into it, of which the
+    last are made in ``steps``."""
+
+    def __init__(self, folder: Path, cache: str, nbytes: int, context: int, steps: int, is_tiny: bool) -> None:
+        from vllm import LLM
+
+        from kvcal.engines.capacity import vllm_capacity
+        from kvcal.plan.plan import load_plan
+
+        plan = folder / "plans" / "plan.safetensors"
+        capacity = vllm_capacity(load_plan(plan), nbytes, 1, context)
+        planned = (capacity.num_blocks - 1) // capacity.blocks_per_request
+        most = planned if cache == "kvcal" else capacity.raw_tokens * 16 // BITS.get(cache, 16) // context
+        # While later prompts are computed, earlier ones already have new tokens.
+        self.room = steps + WARM_STEPS + most * -(-context // BATCHED)
+        self.prompt = context - self.room
+        arguments: dict[str, Any] = {
+            "model": str(folder), "dtype": "float32" if is_tiny else "bfloat16", "load_format": "dummy",
+            "skip_tokenizer_init": True, "max_model_len": context, "max_num_seqs": most,
+            "max_num_batched_tokens": BATCHED, "kv_cache_memory_bytes": nbytes, "gpu_memory_utilization": 0.15,
+            "enable_prefix_caching": False, "disable_log_stats": True,
+        }  # fmt: skip
+        if cache == "kvcal":
+            arguments |= {"block_size": PAGE, "additional_config": {"kvcal_plan": str(plan)}}
+        elif cache != "bfloat16":
+            arguments["kv_cache_dtype"] = cache
+        if is_tiny:
+            arguments |= {"enforce_eager": True, "compilation_config": {"custom_ops": ["none"]}}
+        else:
+            sizes = [1, *range(8, most + 8, 8)]
+            graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+            arguments |= {"compilation_config": graphs, "kernel_config": {"enable_jit_warmup": False}}
+            arguments |= {"attention_backend": "KVCAL"} if cache == "kvcal" else {}
+        self.engine = LLM(**arguments).llm_engine
+        config = self.engine.vllm_config
+        own = (config.cache_config.num_gpu_blocks - 1) // -(-context // config.cache_config.block_size)
+        self.count = planned if cache == "kvcal" else min(most, own)
+        self.random, self.vocabulary, self.added = random.Random(0), config.model_config.get_vocab_size(), 0
+
+    def add(self, count: int) -> None:
+        from vllm import SamplingParams
+
+        ids = [self.random.randrange(3, self.vocabulary) for _ in range(self.prompt)]
+        sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+        self.engine.add_request(str(self.added), {"prompt_token_ids": ids}, sampling)
+        self.added += 1
+
+    def first_token_seconds(self) -> float:
+        """Of one prompt alone."""
+        self.add(1)
+        start = time.perf_counter()
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        return time.perf_counter() - start
+
+    def fill(self) -> None:
+        """Computes the prompts of all sequences that fit."""
+        for _ in range(self.count):
+            self.add(self.room)
+        begun: set[str] = set()
+        while len(begun) < self.count:
+            begun |= {output.request_id for output in self.engine.step()}
+        self.make(WARM_STEPS)
+
+    def make(self, steps: int) -> tuple[int, list[float]]:
+        """New tokens, and seconds of each step."""
+        tokens, seconds = 0, []
+        for _ in range(steps):
+            start = time.perf_counter()
+            tokens += len(self.engine.step())
+            seconds.append(time.perf_counter() - start)
+        return tokens, seconds
+
+
+def serve(folder: Path, given: argparse.Namespace) -> None:
+    """The process of one cache: a line of JSON when it is filled, and one for each line of its input."""
+    served = Served(folder, given.serve, given.memory, given.context, given.passes * given.steps, given.shape == "tiny")
+    first = [served.first_token_seconds() for _ in range(1 + FIRST_TOKENS)][1:]
+    served.fill()
+    print(LINE + json.dumps({"sequences": served.count, "prompt": served.prompt, "first_token_s": first}), flush=True)
+    for _ in sys.stdin:
+        tokens, seconds = served.make(given.steps)
+        print(LINE + json.dumps({"tokens_per_s": tokens / sum(seconds), "step_s": seconds}), flush=True)
+
+
+class Server:
+    """A process of one cache, as the measuring one has it."""
+
+    def __init__(self, folder: Path, cache: str, given: argparse.Namespace) -> None:
+        self.cache, self.passes, self.log = cache, [], folder / f"{cache}.log"
+        options = [("--serve", cache), ("--folder", folder), ("--memory", given.memory), ("--context", given.context)]
+        options += [("--passes", given.passes), ("--steps", given.steps), ("--shape", given.shape)]
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, *(str(word) for option in options for word in option)], text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"},
+            )  # fmt: skip
+
+    def line(self) -> dict[str, Any] | None:
+        """The next answer; None: the process has ended."""
+        assert self.process.stdout is not None
+        found = next((line for line in self.process.stdout if line.startswith(LINE)), None)
+        return None if found is None else json.loads(found.removeprefix(LINE))
+
+    def take_a_turn(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        found = self.line()
+        assert found is not None, f"see {self.log}"
+        self.passes.append(found)
+
+    def reason(self) -> str:
+        """Why vLLM did not start."""
+        errors = [line.strip() for line in self.log.read_text().splitlines() if "Error: " in line]
+        return errors[-1] if errors else f"ended with {self.process.wait()}"
+
+
+def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    servers = [Server(folder, cache, given) for cache in given.caches]  # they start side by side
+    filled = [(server, found) for server in servers if (found := server.line()) is not None]
+    for _ in range(given.passes):
+        for server, _ in filled:
+            server.take_a_turn()
+    for server in servers:
+        assert server.process.stdin is not None
+        server.process.stdin.close()
+        server.process.wait()
+    results: dict[str, Any] = {server.cache: {"refused": server.reason()} for server in servers}
+    return results | {server.cache: {**found, "passes": server.passes} for server, found in filled}
+
+
+def table(results: dict[str, Any]) -> str:
+    """In Markdown. Of tokens a second, the median pass, the least and the most; of steps, median and quartiles."""
+    lines = ["| cache | sequences | step | tokens/s (least, most) | first token |", "|---|---|---|---|---|"]
+    for cache, found in results.items():
+        if "refused" in found:
+            lines.append(f"| {cache} | did not start: {found['refused']} | | | |")
+            continue
+        steps = [1e3 * seconds for one in found["passes"] for seconds in one["step_s"]]
+        low, middle, high = statistics.quantiles(steps, n=4)
+        rates = sorted(one["tokens_per_s"] for one in found["passes"])
+        lines.append(
+            f"| {cache} | {found['sequences']} of {found['prompt']:,} tokens | {middle:.2f} ms ({low:.2f}, {high:.2f}) "
+            f"| {statistics.median(rates):,.0f} ({rates[0]:,.0f}, {rates[-1]:,.0f}) "
+            f"| {statistics.median(found['first_token_s']):.3f} s |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--caches", nargs="+", default=["kvcal", "bfloat16"], help="kvcal, bfloat16, or a --kv-cache-dtype"
+    )
+    parser.add_argument("--memory", type=int, default=12_928_000_000, help="bytes of each cache")
+    parser.add_argument("--context", type=int, default=32768, help="tokens of a sequence, new ones included")
+    parser.add_argument("--passes", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=50, help="of a pass")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--shape", choices=["8B", "tiny"], default="8B", help="tiny: for a CPU")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.serve:
+        return serve(given.folder, given)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "model"
+        write_model(folder, given.layers, given.shape == "tiny")
+        results = measure(folder, given)
+    print(table(results))
+    if given.out:
+        given.out.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
