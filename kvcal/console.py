@@ -212,7 +212,7 @@ def show(part: View | Text | str) -> None:
         return
     width = stdout.width if stdout.is_terminal else PIPED_WIDTH
     drawn = StringIO()
-    Console(file=drawn, width=width, force_terminal=stdout.is_terminal).print(
+    Console(file=drawn, width=width, force_terminal=stdout.is_terminal, markup=False, emoji=False).print(
         part if isinstance(part, Text) else _table(*part, width)
     )
     print_text(drawn.getvalue().removesuffix("\n"))

@@ -104,6 +104,13 @@ def test_any_table_fits_with_its_words_whole(narrow: None, capsys: pytest.Captur
             assert bool(note) or sum(map(len, headers)) <= width * 3
 
 
+def test_brackets_and_colons_of_a_table_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    cell = "pip install 'kvcal[cuda]' :key:"
+    console.show(("of [model]", ("k [bold]",), [(cell,)]))
+    drawn = capsys.readouterr().out
+    assert cell in drawn and "of [model]" in drawn and "k [bold]" in drawn
+
+
 def heads_that_differ(plan: Plan) -> Plan:
     """The plan with 16, 2, 16 and 2 bits in the first four heads of layer 1's keys."""
     layer = plan.layers[1]
