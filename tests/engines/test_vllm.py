@@ -348,6 +348,15 @@ def test_tensor_parallel(version: str, tmp_path: Path, served: Served) -> None:
     assert sorted(replay.cached.values()) == [0, 0, 128, 256]
 
 
+def test_spawned_processes_have_the_backend(version: str, tmp_path: Path, served: Served) -> None:
+    """`vllm serve` spawns its engine, which reads its configuration before it loads plug-ins."""
+    spawned = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    start = {"starts": [served.arguments(attention_backend="KVCAL")]}
+    found = run_in(version, tmp_path, "vllm_host.py", start, spawned)
+    assert "error" not in found["starts"][0], found
+    assert "serving the plan" in (tmp_path / "log").read_text()
+
+
 def test_ranks_with_unequal_plans_are_refused(
     version: str, tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

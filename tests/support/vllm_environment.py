@@ -125,9 +125,11 @@ def installed_checkout(folder: Path, has_stubs: bool = True) -> list[str]:
     return [str(folder), str(CHECKOUT), str(support), str(support / "vllm_stand_ins")]
 
 
-def run_in(wanted: str, folder: Path, program: str, given: Any = None) -> Any:
-    """What a program of tests/support answers in the environment of this version of vLLM."""
-    return answer_of(python_with_vllm(wanted), folder, program, given, variables_in(folder))
+def run_in(
+    wanted: str, folder: Path, program: str, given: Any = None, more: Mapping[str, str] = MappingProxyType({})
+) -> Any:
+    """What a program of tests/support answers in the environment of this version of vLLM; ``more``: its variables."""
+    return answer_of(python_with_vllm(wanted), folder, program, given, variables_in(folder) | more)
 
 
 def variables_in(folder: Path) -> dict[str, str]:

@@ -5,7 +5,10 @@ A process without a plan in its configuration is left as it is.
 
 from __future__ import annotations
 
+import copyreg
 import logging
+from collections.abc import Callable
+from typing import Any
 
 from kvcal.engines.contract import missing_parts
 from kvcal.engines.vllm import BACKEND
@@ -22,10 +25,21 @@ def register() -> None:
     if missing:
         logger.warning("kvcal cannot serve plans in this version of vLLM: %s", "; ".join(missing))
         return
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
     from kvcal.engines.vllm.hooks import wrap_attention
+
+    copyreg.pickle(type(backend(BACKEND)), _reduced)
+    wrap_attention()
+
+
+def backend(name: str) -> Any:
+    """The member of vLLM's backends with this name; KVCAL's is made where it is not yet there."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if BACKEND not in AttentionBackendEnum.__members__:
         register_backend(BACKEND, BACKEND_PATH)
-    wrap_attention()
+    return AttentionBackendEnum[name]
+
+
+def _reduced(member: Any) -> tuple[Callable[[str], Any], tuple[str]]:
+    """A member, pickled. `vllm serve` spawns its engine, which unpickles its configuration before it loads plug-ins."""
+    return backend, (member.name,)
