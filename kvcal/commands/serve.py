@@ -107,8 +107,14 @@ def capacity(
             "note: a ring is larger than the pages of a block, and vLLM gives every block its bytes: long windows "
             "beside few full-attention layers cost more than a plan saves"
         )
+    if engine == "sglang" and found.concurrency > max_requests:
+        given.reporter().say(f"note: sglang runs at most {max_requests} of them at once, which --max-requests states")
     if memory is not None:
-        fixed = options.command_line("serve-args", plan, "--engine", engine, "--kv-memory", nbytes)
+        words: list[object] = ["--kv-memory", nbytes, "--context", context]
+        words += ["--tp", tp] if tp > 1 else []
+        words += ["--drafts", drafts] if drafts else []
+        words += ["--max-requests", max_requests] if engine == "sglang" else []
+        fixed = options.command_line("serve-args", plan, "--engine", engine, *words)
         given.reporter().say(f"note: {overhead} of overhead is assumed; `{fixed}` fixes the memory")
 
 

@@ -311,6 +311,24 @@ def test_capacity_of_a_device_and_of_the_cache_alone(model: Path, plan_path: Pat
     assert "100MB of overhead is assumed" in done.err and "--engine vllm --kv-memory 250000000" in done.err
 
 
+@pytest.mark.parametrize("own", [("vllm", "--drafts", 5), ("sglang", "--max-requests", 8)])
+def test_the_command_that_fixes_the_memory_serves_what_was_counted(
+    own: tuple[object, ...], model: Path, plan_path: Path
+) -> None:
+    sized = ("--memory", "1GB", "--weights", "300MB", "--overhead", "100MB", "--context", 1000, "--tp", 2)
+    done = run_kvcal("capacity", model, "--plan", plan_path, "--engine", *own, *sized, "--json")
+    fixed = shlex.split(done.err.split("`")[1])[1:]
+    words = ran_well(*fixed, "--model", model, "--json").json["arguments"]
+    given = dict(zip(words, words[1:], strict=False))
+    if own[0] == "vllm":
+        assert (given["--tensor-parallel-size"], given["--max-model-len"]) == ("2", "1000")
+        assert int(given["--kv-cache-memory-bytes"]) == done.json["memory"] and '": 5}' in given["--speculative-config"]
+    else:
+        assert (given["--tp-size"], given["--context-length"], given["--max-running-requests"]) == ("2", "1000", "8")
+        assert int(given["--max-total-tokens"]) == 128 * done.json["num_blocks"]
+        assert done.json["concurrency"] > 8 and "sglang runs at most 8 of them at once" in done.err
+
+
 def test_capacity_tells_rings_that_are_larger_than_the_pages_of_a_block(
     model: Path, plan_path: Path, tmp_path: Path
 ) -> None:
