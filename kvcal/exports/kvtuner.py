@@ -88,10 +88,11 @@ def read_kvtuner(path: Path, geometry: Geometry, k_axis: str, group_size: int) -
         UsageError: a file of another shape, or of another model's layers or heads; another axis or group size.
     """
     try:
-        formats = {side: {bits: Format(bits, axis, group_size) for bits in CODE_BITS}  # type: ignore[arg-type]
+        formats = {side: {bits: Format(num_bits=bits, axis=axis, group_size=group_size)  # type: ignore[arg-type]
+                          for bits in CODE_BITS}
                    for side, axis in (("k", k_axis), ("v", "token"))}  # fmt: skip
     except ValidationError as wrong:
-        raise UsageError(f"k_axis = {k_axis!r}, group_size = {group_size}: {findings(wrong)}") from None
+        raise UsageError(f"of the codes, {findings(wrong)}") from None
     bits = {index: _heads(path, index, content) for index, content in _content(path).items()}
     attention = {layer.index: layer.window for layer in geometry.layers if isinstance(layer, AttentionGeometry)}
     paged = {index for index, window in attention.items() if window is None}
