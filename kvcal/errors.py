@@ -22,6 +22,11 @@ class KvcalError(Exception):
         self.hint = hint
         self.place: str | None = None
 
+    @property
+    def __notes__(self) -> list[str]:  # type: ignore[override]
+        """The hint, which Python prints below a traceback: an engine logs nothing else of an error."""
+        return [] if self.hint is None else [f"hint: {self.hint}"]
+
     def at(self, place: object) -> Self:
         """The error with its place, such as a file, for programs: the message names it for people."""
         self.place = str(place)
