@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import pytest
 from cli_cases import run_kvcal
@@ -10,6 +11,7 @@ from cli_cases import run_kvcal
 from kvcal.commands import doctor as doctor_command
 from kvcal.engines import contract
 from kvcal.engines.contract import CONTRACTS, Contract, Part, missing_parts, require_parts
+from kvcal.engines.sglang import PLAN_VARIABLE, plugin
 from kvcal.errors import UnsupportedModel, UsageError
 
 OURS = "kvcal.engines.block"
@@ -84,3 +86,12 @@ def test_an_engine_without_a_plug_in_is_a_wrong_argument(engine: str, text: str)
         missing_parts(engine)
     done = run_kvcal("doctor", "--engine", engine)
     assert done.code == 2 and text in done.err
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_sglang_is_left_as_it_is_without_a_plan(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PLAN_VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(PLAN_VARIABLE, value)
+    monkeypatch.setitem(sys.modules, "sglang", None)  # its import fails
+    plugin.register()

@@ -1,7 +1,7 @@
 """The entry point ``sglang.srt.plugins``: SGLang calls :func:`register` in each of its processes.
 
 SGLang lets a plug-in wrap any of its functions. Three are: which class of pool it makes, what a token of it costs, and
-what is taken off the memory before (the rings). Without KVCAL_PLAN a process is left as it is.
+what is taken off the memory before (the rings). Without KVCAL_PLAN, or with an empty one, a process is left as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SIZES = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 
 def register() -> None:
     """Make the backend known and wrap the functions, where there is a plan."""
-    if PLAN_VARIABLE not in os.environ:
+    if not os.environ.get(PLAN_VARIABLE):
         return
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
