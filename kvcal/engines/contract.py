@@ -86,10 +86,11 @@ CONTRACTS = {
             Part(
                 "vllm.config", "VllmConfig",
                 fields=(
-                    "additional_config", "cache_config", "compilation_config", "device_config", "kv_transfer_config",
-                    "model_config", "parallel_config", "scheduler_config", "speculative_config",
+                    "additional_config", "attention_config", "cache_config", "compilation_config", "device_config",
+                    "kv_transfer_config", "model_config", "parallel_config", "scheduler_config", "speculative_config",
                 ),
             ),
+            Part("vllm.config", "AttentionConfig", fields=("backend",)),
             Part("vllm.config", "CacheConfig", fields=("block_size", "cache_dtype", "enable_prefix_caching")),
             Part("vllm.config", "CompilationConfig", fields=("static_forward_context",)),
             Part("vllm.config", "DeviceConfig", fields=("device",)),

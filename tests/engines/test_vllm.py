@@ -391,6 +391,7 @@ def test_what_is_not_served_is_refused_at_start(version: str, tmp_path: Path, se
         (served.arguments(str(tmp_path / "nothing")), "nothing"),
         (served.arguments(block_size=64), "blocks of 64 tokens, expected 128"),
         (served.arguments(additional_config={"kvcal_plam": "x"}), "'kvcal_plam', expected 'kvcal_plan'"),
+        (served.arguments(attention_backend="KVCAL", additional_config={}), "--attention-backend KVCAL without a plan"),
         (served.arguments(kv_cache_dtype="fp8"), "--kv-cache-dtype fp8"),
         (served.arguments(speculative_config=drafts), "drafts of the method 'draft_model'"),
         (

@@ -25,6 +25,7 @@ from kvcal.engines.scratch import Scratch
 from kvcal.engines.served_model import ServedModel, require_model
 from kvcal.engines.shard import HeadShard, require_equal_plans
 from kvcal.engines.support import require_no_prefixes, require_served
+from kvcal.engines.vllm import BACKEND
 from kvcal.engines.vllm.flash import flash_attention
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.pages.record_layout import PAGE_TOKENS
@@ -108,10 +109,17 @@ _latest: Serving | None = None
 
 
 def serving_of(config: VllmConfig) -> Serving | None:
-    """The plan that ``config`` names, loaded and checked once; None without one."""
+    """The plan that ``config`` names, loaded and checked once; None without one. UsageError where it chooses the
+    plug-in's backend without a plan."""
     global _latest
     path = plan_path(config.additional_config)
     if path is None:
+        chosen = config.attention_config.backend
+        if chosen is not None and chosen.name == BACKEND:
+            raise UsageError(
+                f"--attention-backend {BACKEND} without a plan",
+                hint=f"""--additional-config '{{"{PLAN_KEY}": "plan.safetensors"}}'""",
+            )
         return None
     if _latest is None or _latest.config is not config:
         _latest = Serving(config, path)
