@@ -97,11 +97,12 @@ def _capacity(
     num_blocks = max(0, memory - fixed) // block_bytes
     if num_blocks < needed:
         smallest = needed * block_bytes + fixed
+        beside, fewer = (f" beside {fixed} bytes of rings", ", or fewer requests") if fixed else ("", "")
         raise InfeasibleBudget(
-            f"{memory} bytes are {num_blocks} blocks of {block_bytes} bytes, and a request of {context} tokens takes "
-            f"{needed}",
+            f"{memory} bytes are {num_blocks} blocks of {block_bytes} bytes{beside}, and a request of {context} tokens "
+            f"takes {needed}",
             smallest_bytes=smallest,
-            hint=f"give the cache {smallest} bytes on each rank, or a shorter context",
+            hint=f"give the cache {smallest} bytes on each rank, or a shorter context{fewer}",
         )
     page_bytes = sum(map(shard.block_bytes, shard.blocks))
     return Capacity(memory, block_bytes, page_bytes, num_blocks, needed, ring_blocks, context, memory // raw)

@@ -280,6 +280,8 @@ def test_sglang_takes_rings_off_the_memory_first() -> None:
     with pytest.raises(InfeasibleBudget) as refused:
         sglang_capacity(plan, 1000, 1, 32768, 64)
     assert refused.value.smallest_bytes == 256 * 2_359_296 + rings
+    assert f"beside {rings} bytes of rings" in refused.value.message
+    assert refused.value.hint is not None and refused.value.hint.endswith("or fewer requests")
 
 
 @pytest.fixture(scope="module")
