@@ -147,12 +147,14 @@ def serve_args(
     require_served(loaded, True, engine, drafts)
     HeadShard(loaded, 0, tp).blocks  # noqa: B018 - refuses ranks that cannot share the heads
     name, path = model or loaded.model.id, str(plan.resolve())
+    memory = None if kv_memory is None else parse_bytes(kv_memory)
+    found = None if memory is None else _capacity(engine, loaded, memory, tp, context or 1, max_requests, drafts)
     if engine == "vllm":
         words = ["vllm", "serve", name, "--attention-backend", "KVCAL", "--block-size", "128"]
         words += ["--additional-config", json.dumps({"kvcal_plan": path})]
         words += ["--tensor-parallel-size", str(tp)] if tp > 1 else []
         words += ["--max-model-len", str(context)] if context is not None else []
-        words += ["--kv-cache-memory-bytes", str(parse_bytes(kv_memory))] if kv_memory is not None else []
+        words += ["--kv-cache-memory-bytes", str(memory)] if memory is not None else []
         by_ngrams = json.dumps({"method": "ngram", "num_speculative_tokens": drafts})
         words += ["--speculative-config", by_ngrams] if drafts else []
     else:
@@ -161,9 +163,7 @@ def serve_args(
         words += ["--disable-prefill-cuda-graph"]
         words += ["--tp-size", str(tp)] if tp > 1 else []
         words += ["--context-length", str(context)] if context is not None else []
-        if kv_memory is not None:
-            found = _capacity(engine, loaded, parse_bytes(kv_memory), tp, context or 1, max_requests)
-            words += ["--max-total-tokens", str(found.num_blocks * 128)]
+        words += ["--max-total-tokens", str(found.num_blocks * 128)] if found is not None else []
     words += [NO_PREFIXES[engine]] if unquantized_copies(loaded) else []
     given.show({"engine": engine, "arguments": words}, shlex.join(words))
     if model is None and "/" not in name:

@@ -429,6 +429,7 @@ def test_serve_args_of_sglang(model: Path, plan_path: Path) -> None:
             "none; allowed: vllm, sglang",
         ),
         ("capacity reasoner-10m --plan {plan} --context 8 --kv-memory 1GB", 5, "layers or heads are others than those"),
+        ("serve-args {plan} --context 8 --kv-memory 1KB", 3, "a request of 8 tokens takes"),
         ("serve-args {plan} --engine llama", 2, "--engine llama; allowed: vllm, sglang"),
         ("serve-args {plan} --tp 3", 4, "3 ranks cannot share equally"),
         ("serve-args {plan} --engine sglang --drafts 2", 2, "plans are served with drafts in vllm alone"),
