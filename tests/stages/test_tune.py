@@ -8,8 +8,12 @@ import json
 import math
 import os
 import pickle
+import signal
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -300,6 +304,48 @@ def die(thresholds: Mapping[str, float]) -> Outcome:
 def test_a_worker_that_dies_ends_the_search(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a worker ended before its trial did"):
         tune(SEARCH, die, INPUTS, tmp_path, Silent(), workers=2)
+
+
+STUDY = """
+import sys, time
+from kvcal.progress import Silent
+from kvcal.stages.tune.study import Search, Threshold, tune
+
+def wait(thresholds=None):
+    print("waiting", flush=True)
+    time.sleep(600)
+
+if __name__ != "__main__":
+    if sys.argv[1] == "import":
+        wait()
+else:
+    try:
+        tune(Search((Threshold("tau"),)), wait, {}, sys.argv[2], Silent(), workers=2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize(("moment", "number"), [("import", signal.SIGINT), ("trial", signal.SIGKILL)])
+def test_workers_end_with_the_search(moment: str, number: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C while workers import, and a search that is killed while they measure."""
+    (tmp_path / "study.py").write_text(STUDY)
+    command = [sys.executable, str(tmp_path / "study.py"), moment, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(tune_module.__file__).parents[3])}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as search:
+        try:
+            assert search.stdout.readline().startswith("waiting")
+            if number == signal.SIGINT:  # as a terminal sends it: to all processes
+                os.killpg(search.pid, number)
+            else:
+                search.send_signal(number)
+            errors = search.communicate(timeout=60)[1]  # every process that lives keeps the pipes open
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(search.pid, signal.SIGKILL)
+    assert search.returncode == (130 if number == signal.SIGINT else -number)
+    assert "Traceback" not in errors
 
 
 def trial(number: int, accuracy: float, bits: float, **thresholds: float) -> Trial:

@@ -30,6 +30,7 @@ import math
 import multiprocessing
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -37,6 +38,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -327,6 +329,10 @@ def _measuring(evaluate: Evaluate, workers: int) -> Iterator[Measure]:
         return
     context, others = multiprocessing.get_context("forkserver"), set(multiprocessing.active_children())
     context.set_forkserver_preload(["kvcal.stages.tune.objective"])
+    # Ctrl-C reaches all processes, from their first import on. They inherit that it is ignored: the parent ends them.
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    forkserver.ensure_running()
+    signal.signal(signal.SIGINT, interrupt)
     executor = ProcessPoolExecutor(workers, context, _start_worker, (evaluate, workers))
     try:
         yield partial(executor.map, _measure)
@@ -349,8 +355,16 @@ def _measured_by_ranks(evaluate: Evaluate, settings: Sequence[Mapping[str, float
 def _start_worker(evaluate: Evaluate, workers: int) -> None:
     global _evaluate
     _evaluate = evaluate
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the parent ends its workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
+
+def _end_with_parent() -> None:
+    """Ends this worker when its parent has ended, which may have been killed: an idle worker would wait for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _measure(thresholds: Mapping[str, float]) -> Outcome:
