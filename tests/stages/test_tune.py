@@ -335,7 +335,8 @@ def test_workers_end_with_the_search(moment: str, number: signal.Signals, tmp_pa
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as search:
         try:
-            assert search.stdout.readline().startswith("waiting")
+            assert search.stdout is not None
+            assert search.stdout.read(16).count("waiting") == 2  # both workers
             if number == signal.SIGINT:  # as a terminal sends it: to all processes
                 os.killpg(search.pid, number)
             else:
