@@ -329,10 +329,8 @@ def _measuring(evaluate: Evaluate, workers: int) -> Iterator[Measure]:
         return
     context, others = multiprocessing.get_context("forkserver"), set(multiprocessing.active_children())
     context.set_forkserver_preload(["kvcal.stages.tune.objective"])
-    # Ctrl-C reaches all processes, from their first import on. They inherit that it is ignored: the parent ends them.
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    forkserver.ensure_running()
-    signal.signal(signal.SIGINT, interrupt)
+    with _without_interrupts():
+        forkserver.ensure_running()
     executor = ProcessPoolExecutor(workers, context, _start_worker, (evaluate, workers))
     try:
         yield partial(executor.map, _measure)
@@ -347,6 +345,20 @@ def _measuring(evaluate: Evaluate, workers: int) -> Iterator[Measure]:
         executor.shutdown(cancel_futures=True)
 
 
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes that begin here ignore Ctrl-C, which reaches all processes, from their first import on: the parent ends
+    them. Only a main thread can say so; workers of another one ignore it once they have imported."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
+
+
 def _measured_by_ranks(evaluate: Evaluate, settings: Sequence[Mapping[str, float]]) -> Iterator[Outcome]:
     for parcel in in_turn(LABEL, settings, lambda setting: Parcel(dump(evaluate(setting)))):
         yield parse(Outcome, parcel.value, "a rank's trial", ArtifactError)
@@ -355,6 +367,7 @@ def _measured_by_ranks(evaluate: Evaluate, settings: Sequence[Mapping[str, float
 def _start_worker(evaluate: Evaluate, workers: int) -> None:
     global _evaluate
     _evaluate = evaluate
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
