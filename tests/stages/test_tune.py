@@ -313,13 +313,13 @@ import sys, time
 from kvcal.progress import Silent
 from kvcal.stages.tune.study import Search, Threshold, tune
 
-def wait(thresholds=None):
+def wait(thresholds=None, seconds=600):
     print("waiting", flush=True)
-    time.sleep(600)
+    time.sleep(seconds)
 
 if __name__ != "__main__":
     if sys.argv[1] == "import":
-        wait()
+        wait(seconds=15)  # a worker whose start is interrupted ends when it has imported
 else:
     try:
         tune(Search((Threshold("tau"),)), wait, {}, sys.argv[2], Silent(), workers=2)
@@ -343,7 +343,7 @@ def test_workers_end_with_the_search(moment: str, number: signal.Signals, tmp_pa
                 os.killpg(search.pid, number)
             else:
                 search.send_signal(number)
-            errors = search.communicate(timeout=60)[1]  # every process that lives keeps the pipes open
+            errors = search.communicate(timeout=120)[1]  # every process that lives keeps the pipes open
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(search.pid, signal.SIGKILL)
