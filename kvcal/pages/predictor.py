@@ -9,23 +9,20 @@ values probably are, so that only the residual needs bits (AQUA-KV, section 3.2)
               [O, ceil(F / group_size)];  bias [O] in the cache's dtype:  W = (code - 8) scale.  Symmetric: weights of
               a regression scatter about 0, and a zero a group would cost half a bit a weight at group_size 32.
 
-Encoder and decoder, whatever their batch, device or library, must compute the same prediction to the last bit: the next
-layer's residual builds on it, and pages must be the same bytes everywhere. Sums of a floating-point product are taken
-in another order for another shape, so the product here is exact. Powers of two bring the largest number of every column
-of W to about 1, and x is multiplied by them, so that a number of x counts for what it can contribute. Then a row of x
-becomes integers of at most 2^14 with a power of two of its own, a row of W likewise, and a dot product of at most 2^15
-of them stays below 2^43, where fp64 adds integers without rounding, in any order. What this rounds away, 2^-14 of the
-row's largest contribution, is in the residual. An integer has two digits to the base of 256, each a signed byte: tensor
-cores get the same sums from products of bytes (kvcal.kernels.predict), many times as fast as fp64 on most GPUs.
+Products are fp32, with TF32 off. Their sums depend on shapes and devices in the last bits, so a page that is read back
+differs by this rounding from what its encoder saw, and so do the pages that are predicted from it. Measured over all
+layers of a model whose keys have large biases, the drift is a small share of the error of quantization
+(docs/systems.md).
 
 Left out: MLPs (the paper finds them marginally better at 3.3 times the size).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from kvcal.geometry import CacheDtype
 from kvcal.lazy_torch import Tensor, torch
@@ -36,10 +33,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 MAX_INPUTS = 2**15
 INT4_ZERO = 8  # the code of weight 0; codes are 0 .. 15
 
-INTEGER_BITS = 14  # of x and of W: 2^14 is 64 * 256, so that the upper of two signed digits has room
 LARGEST = 2.0**32  # of weights and biases that a file may hold: far beyond a fit's, and predictions stay finite
-LEAST_EXPONENT = -100  # of a row or column: what is smaller throughout is rounded as if it were not
-_CHUNK_ROWS = 4096  # rows of x that are fp64 at a time
 
 
 def require_sizes(kind: Kind, rank: int | None, group_size: int | None) -> None:
@@ -151,67 +145,27 @@ class LinearPredictor:
         weight = factors[0] @ factors[1] if len(factors) == 2 else factors[0]
         return weight, self.stored["bias"].to("cpu", torch.float64)
 
-    def weights(self) -> tuple[Weight, ...]:
-        """W as the product of these, first the one that is applied first, as ``apply`` takes them. Large: keep them for
-        a few calls at most."""
-        return tuple(_weight(factor) for factor in reversed(self.factors()))
-
-    def apply(self, x: Tensor, weights: Sequence[Weight] | None = None) -> Tensor:
-        """x [..., F] fp32 on the predictor's device -> [..., O] fp32: the same bits for the same row of x, on any
-        device and in any batch. A row with NaN or infinity gives a row of NaN or infinity. ``weights``: what
-        :meth:`weights` gives, for many calls in a row."""
-        rows = x.reshape(-1, x.shape[-1])
-        bias = self.stored["bias"].double()
-        *first, last = self.weights() if weights is None else weights
-        found = x.new_empty(len(rows), self.shape.num_outputs, dtype=torch.float32)
-        for chunk, out in zip(rows.split(_CHUNK_ROWS), found.split(_CHUNK_ROWS), strict=True):
-            for weight in first:
-                sums, unit = _product(chunk, weight)
-                chunk = (sums * unit).float()
-            out.copy_(torch.addcmul(bias, *_product(chunk, last)))  # one rounding: sums times unit is exact
-        return found.view(*x.shape[:-1], self.shape.num_outputs)
+    def apply(self, x: Tensor) -> Tensor:
+        """x [..., F] fp32 on the predictor's device -> [..., O] fp32."""
+        bias = self.stored["bias"].float()
+        with _without_tf32(x.device):
+            *first, last = reversed(self.factors())
+            for factor in first:
+                x = torch.nn.functional.linear(x, factor)
+            return torch.nn.functional.linear(x, last, bias)
 
 
-@dataclass(frozen=True, eq=False)
-class Weight:
-    """A factor of W [O, F], rounded: ``integers`` [O, F] fp64, of at most 2^14, times a power of two for each row;
-    x is multiplied by ``columns`` [F] fp32, powers of two, first."""
-
-    integers: Tensor
-    columns: Tensor
-
-
-def balanced_columns(factor: Tensor) -> Tensor:
-    """factor [O, F] fp32 -> [F] fp32: for each column, the power of two above its largest number."""
-    return _power_of_two(_exponents(torch.linalg.vector_norm(factor, torch.inf, dim=0)).clamp(max=-LEAST_EXPONENT))
-
-
-def _weight(factor: Tensor) -> Weight:
-    columns = balanced_columns(factor)
-    integers, unit = _integers(factor / columns)
-    return Weight(integers.double().mul_(unit), columns)
-
-
-def _product(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
-    """x [n, F] fp32 times W [O, F] -> sums fp64 [n, O] and their unit [n, 1], a power of two."""
-    integers, unit = _integers(x * weight.columns)
-    # Exact: a sum is below 2^15 2^14 2^14 = 2^43 times the power of two of its row of W.
-    return integers.double() @ weight.integers.transpose(-1, -2), unit
-
-
-def _integers(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of x [n, F] fp32 as integers of at most 2^14, in fp32, and their unit [n, 1] fp64, a power of two: x is
-    about integers * unit. Only exact operations but the one rounding, half to even."""
-    exponents = _exponents(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True))
-    unit = ((exponents.long() + (1023 - INTEGER_BITS)) << 52).view(torch.float64)
-    return (x * _power_of_two(INTEGER_BITS - exponents)).round_(), unit
-
-
-def _exponents(largest: Tensor) -> Tensor:
-    """fp32, 0 or more -> the least int32 e, but LEAST_EXPONENT or more, with largest < 2^e; 129 for NaN, infinity."""
-    return ((largest.view(torch.int32) >> 23) - 126).clamp(min=LEAST_EXPONENT)
-
-
-def _power_of_two(exponents: Tensor) -> Tensor:
-    """int32 in -126 .. 127 -> 2^exponents in fp32, exact on every device; a library's pow need not be."""
-    return ((exponents + 127) << 23).view(torch.float32)
+@contextmanager
+def _without_tf32(device: torch.device) -> Iterator[None]:
+    """Within the context, fp32 products have all bits of fp32, whatever the program has chosen."""
+    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    products = backend.matmul
+    before = products.fp32_precision
+    if before in ("none", "ieee"):
+        yield
+        return
+    products.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before

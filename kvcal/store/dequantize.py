@@ -7,7 +7,7 @@ every step the pages of one layer are reconstructed into pages of 16 bits, in a 
 readers as well, before RoPE and in fp32.
 
 A step knows no lengths on the host. The kernel reads them, and reconstructs the pages that sequences hold. Predictions
-(kvcal.kernels.predict) are made of all pages that there is room for, ``VALUES_AT_ONCE`` at a time: their cost is that
+(kvcal.pages.predictor) are made of all pages that there is room for, ``VALUES_AT_ONCE`` at a time: their cost is that
 of full sequences, whatever they hold, which the cache says by ``SlowPath``. A page that ``append`` has just packed, at
 16 bits, is encoded by a kernel (kvcal.kernels.encode), which returns at once where none was; pages whose channels have
 different bits in torch, one of every sequence. What would be cheaper than to predict in every step: to reconstruct once
@@ -27,7 +27,6 @@ from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.encode import completed_pages, encode_page
 from kvcal.kernels.operands import Place
 from kvcal.kernels.page_codec import VALUES_AT_ONCE, PageCoding, Reconstruction
-from kvcal.kernels.predict import Predict, prepared
 from kvcal.kernels.reconstruct import HeadPages, reconstruct
 from kvcal.kernels.reference import NON_FINITE
 from kvcal.kernels.variants import head_ranges, stored_form
@@ -73,18 +72,17 @@ class StepForm:
         that sequences hold. The other sides that this one is predicted from come before."""
         if not self.place.table.numel():
             return
-        predict = None if self.predicted is None else prepared(self.predicted.predictor)
         if self.tokens:
-            self._encode(predict)
-        self.reconstruct(predict)
+            self._encode()
+        self.reconstruct()
 
-    def _encode(self, predict: Predict | None) -> None:
+    def _encode(self) -> None:
         """Predicts one page of every sequence, complete or not."""
         is_tiered, prediction = self.codec.format.boost is not None, self.nothing
         pages, slots, is_complete = completed_pages(self.place)
         if self.predicted is not None:
             rows = torch.arange(len(pages), device=pages.device)
-            prediction = self._prediction([kept[rows, pages] for kept in self.predicted.inputs], predict)
+            prediction = self._prediction([kept[rows, pages] for kept in self.predicted.inputs])
         if not is_tiered:
             encode_page(
                 self.tokens,
@@ -104,8 +102,8 @@ class StepForm:
             encoded = self.codec.encode(x, pages, self.codec.format.num_bits, prediction=told)
         self.records[slots] = torch.where(is_complete[:, None, None], encoded, self.records[slots])
 
-    def reconstruct(self, predict: Predict | None, values_at_once: int = VALUES_AT_ONCE) -> None:
-        """The pages that sequences hold; of a predicted side some at a time, which bounds what ``predict`` gives."""
+    def reconstruct(self, values_at_once: int = VALUES_AT_ONCE) -> None:
+        """The pages that sequences hold; of a predicted side some at a time, which bounds what is predicted."""
         kept = self.nothing if self.kept is None else self.kept
         stop = self.place.table.numel()
         at_once = max(1, stop)
@@ -115,14 +113,15 @@ class StepForm:
             end, prediction = min(start + at_once, stop), self.nothing
             if self.predicted is not None:
                 inputs = [source.flatten(0, 1)[start:end] for source in self.predicted.inputs]
-                prediction = self._prediction(inputs, predict)
+                prediction = self._prediction(inputs)
             for heads in self._head_ranges:
                 reconstruct(heads, self.place, self._coding, prediction, kept, range(start, end), self._form)
 
-    def _prediction(self, inputs: Sequence[Tensor], predict: Predict | None) -> Tensor:
+    def _prediction(self, inputs: Sequence[Tensor]) -> Tensor:
         """[M, 128, N, D] fp32 from ``Predicted.inputs`` of M pages."""
-        assert predict is not None
-        return predict([part.flatten(-2) for part in inputs]).unflatten(-1, (self.codec.num_heads, -1))
+        assert self.predicted is not None
+        x = torch.cat([part.flatten(-2) for part in inputs], dim=-1)
+        return self.predicted.predictor.apply(x).unflatten(-1, (self.codec.num_heads, -1))
 
     @functools.cached_property
     def _form(self) -> Reconstruction:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels.operands import Place
-from kvcal.kernels.predict import Predict, prepared
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.predictor import LinearPredictor
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
@@ -31,9 +30,9 @@ from kvcal.store.prediction import predictor_of
 from kvcal.store.state import PlanState
 from kvcal.store.workspace import kept_slots
 
-# Of a predicted side, values that are reconstructed at once, and rows that are predicted at once: more than in a step,
-# since each launch costs the host as much as some hundred rows cost the device. 0.7 GB of scratch.
-VALUES_AT_ONCE, ROWS_AT_ONCE = 2**25, 2**15
+# Of a predicted side, values that are reconstructed at once: more than in a step, since each launch costs the host as
+# much as some hundred rows cost the device. 0.7 GB of scratch.
+VALUES_AT_ONCE = 2**25
 
 
 class StoredPart(NamedTuple):
@@ -65,7 +64,7 @@ class Restorer:
         state = PlanState(plan, None)
         tensors = state.tensors_on(device)
         self._parts: dict[tuple[int, Side], list[PageCodec]] = {}
-        self.predictors: dict[tuple[int, Side], tuple[LinearPredictor, Predict]] = {}
+        self.predictors: dict[tuple[int, Side], LinearPredictor] = {}
         for layer in plan.layers:
             index = layer.geometry.index
             for side in SIDES if layer.is_paged else ():
@@ -74,8 +73,7 @@ class Restorer:
                     for fmt, heads in parts_of(layer, side, (index, side) in state.sources)
                 ]
                 if layer.predictor(side) is not None:
-                    predictor = predictor_of(layer, side, state, device)
-                    self.predictors[index, side] = predictor, prepared(predictor, ROWS_AT_ONCE)
+                    self.predictors[index, side] = predictor_of(layer, side, state, device)
 
     def sequence(self, num_tokens: int) -> SequenceRestorer:
         """Scratch for one sequence of 1 token or more."""
@@ -110,7 +108,7 @@ class SequenceRestorer:
         index, full = layer.geometry.index, PAGE_TOKENS * len(pages)
         rest = pages.new_empty(pages.shape[1], self.num_tokens - full, pages.shape[3])
         codecs = self._restorer.codecs(layer, side, self.num_tokens)
-        predicted, predict = self._predicted(layer, side)
+        predicted = self._predicted(layer, side)
         for codec, (records, sinks, recent) in zip(codecs, parts, strict=True):
             own = pages[:, codec.heads]
             form = StepForm(
@@ -124,20 +122,19 @@ class SequenceRestorer:
                 self._nothing,
                 self._nothing,
             )
-            form.reconstruct(predict, VALUES_AT_ONCE)
+            form.reconstruct(VALUES_AT_ONCE)
             begin = self.num_tokens - recent.shape[1]
             _put(own, begin, recent[:, : max(0, full - begin)])
             _put(own, 0, sinks[:, :full])  # those behind it are recent, too
             rest[codec.heads] = recent[:, full - begin :]
         return RestoredSide(pages, rest)
 
-    def _predicted(self, layer: LayerPlan, side: Side) -> tuple[Predicted | None, Predict | None]:
+    def _predicted(self, layer: LayerPlan, side: Side) -> Predicted | None:
         predictor, index = layer.predictor(side), layer.geometry.index
         if predictor is None:
-            return None, None
+            return None
         inputs = [self._kept[predictor.source, side]] + ([self._kept[index, "k"]] if side == "v" else [])
-        fitted, predict = self._restorer.predictors[index, side]
-        return Predicted(fitted, tuple(inputs)), predict
+        return Predicted(self._restorer.predictors[index, side], tuple(inputs))
 
     def empty_pages(self, layer: LayerPlan, side: Side) -> Tensor:
         """[P, N, 128, D] in the cache's dtype, for ``restore``."""

@@ -35,7 +35,6 @@ from dataclasses import dataclass
 
 from kvcal.geometry import CacheDtype
 from kvcal.kernels.page_codec import VALUES_AT_ONCE
-from kvcal.kernels.predict import ROWS_AT_ONCE
 from kvcal.kernels.variants import head_ranges, page_layout, stored_form
 from kvcal.lazy_torch import Tensor
 from kvcal.pages.codec import ENCODE_PAGES
@@ -132,9 +131,6 @@ FLOAT_BYTES = 4
 # Room in fp32 for pages that are reconstructed at once, of which torch makes a copy at every turn: inputs, prediction,
 # codes, values, transforms.
 PART_COPIES = 16
-# Of a predictor's weight on the way to its digits: two digits, fp32, fp64.
-WEIGHT_BYTES = 2 + 4 + 8
-SUMS = 3  # int32 products of digits for every output (kvcal.kernels.predict)
 
 Slot = tuple[int, int, int, int, int]  # [B, pages, 128, N, D]
 
@@ -243,8 +239,7 @@ def _passing(
         if predictor is not None:
             (source,) = [other for other in layers if other.geometry.index == predictor.source]
             shape = predictor_shape(layer, source, side, cache_dtype)
-            row = 2 * shape.num_inputs + SUMS * FLOAT_BYTES * shape.num_outputs
-            found += min(ROWS_AT_ONCE, tokens) * row + WEIGHT_BYTES * shape.num_inputs * shape.num_outputs
+            found += 2 * FLOAT_BYTES * shape.num_inputs * shape.num_outputs  # its weight in fp32, and on the way there
         most = max(most, found)
     return most
 
