@@ -65,13 +65,12 @@ def model_of(given: argparse.Namespace, device: torch.device) -> tuple[PreTraine
         torch.manual_seed(0)
         return random_model(config, device), None
 
-    def written() -> distributed.Parcel:
+    def written() -> None:
         if not given.streamed.exists():
             config = LlamaConfig(**SHAPE, num_hidden_layers=given.layers, dtype=torch.bfloat16)
             write_checkpoint(given.streamed, config, torch.bfloat16, device)
-        return distributed.Parcel()
 
-    distributed.from_first("checkpoint", written)
+    distributed.from_first(written)
     return open_model(given.streamed, parse_bytes(given.memory), given.seq_len, device)
 
 

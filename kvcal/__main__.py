@@ -65,7 +65,7 @@ def main() -> None:
     except WrongArguments as refused:
         _fail(UsageError(refused.format_message(), "the same command with --help tells its options"))
     except SystemExit as end:
-        if end.code == 130 and distributed.speaks():  # typer has caught the interrupt
+        if end.code == 130 and distributed.prints_errors():  # typer has caught the interrupt
             print("interrupted: what was finished is kept; the same command resumes from there", file=sys.stderr)
         raise
 
@@ -75,7 +75,7 @@ def _wants_json() -> bool:
 
 
 def _fail(error: KvcalError) -> NoReturn:
-    if distributed.speaks():
+    if distributed.prints_errors():
         print_error_json(error) if _wants_json() else print_error(error)
     sys.exit(error.exit_code)
 

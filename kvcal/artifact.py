@@ -37,6 +37,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import safetensors
 
+from kvcal import distributed
 from kvcal.errors import ArtifactError, KvcalError, UsageError
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.stored_tensor import DTYPES, ITEM_BYTES, NAMES, StoredTensor, StoredTensors, stored
@@ -150,11 +151,13 @@ def write_text_atomic(path: str | Path, text: str) -> None:
     write_bytes_atomic(path, text.encode("utf-8"))
 
 
-def write_bytes_atomic(path: str | Path, data: bytes) -> None:
-    """Writes a temporary file beside ``path``, syncs it and renames it over ``path``; on any failure,
-    Ctrl-C included, the temporary file is removed. What killed processes left there is removed, too. A file with
-    these bytes stays as it is, so that a finished run can be repeated where nothing can be written.
-    ArtifactError with the path and the system's reason."""
+def write_bytes_atomic(path: str | Path, data: bytes, by_all_ranks: bool = False) -> None:
+    """Writes a temporary file beside ``path``, syncs it and renames it over ``path``; on any failure, Ctrl-C included,
+    the temporary file is removed. What killed processes left there is removed, too. A file with these bytes stays as it
+    is, so that a finished run can be repeated where nothing can be written. Of several ranks the first alone writes,
+    unless ``by_all_ranks``. ArtifactError with the path and the system's reason."""
+    if distributed.rank() > 0 and not by_all_ranks:
+        return
     path = Path(path)
     require_file(path, ArtifactError)
     temporary = path.parent / f".kvcal-{secrets.token_hex(8)}.tmp"

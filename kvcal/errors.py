@@ -27,10 +27,20 @@ class KvcalError(Exception):
         """The hint, which Python prints below a traceback: an engine logs nothing else of an error."""
         return [] if self.hint is None else [f"hint: {self.hint}"]
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Errors of one rank are raised on all of them."""
+        return _unpickled, (type(self), self.message, vars(self))
+
     def at(self, place: object) -> Self:
         """The error with its place, such as a file, for programs: the message names it for people."""
         self.place = str(place)
         return self
+
+
+def _unpickled(kind: type[KvcalError], message: str, attributes: dict[str, object]) -> KvcalError:
+    error = kind.__new__(kind, message)
+    vars(error).update(attributes)
+    return error
 
 
 class UsageError(KvcalError):

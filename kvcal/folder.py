@@ -118,9 +118,10 @@ def current_or(
         ArtifactError: the artifact is corrupt, or the folder's artifacts were made from another model.
     """
     Folder(path.parent).require_model(inputs)
-    if path.exists():
-        found = load(path)
-        difference = differing_input(inputs, read_inputs(path))
+    found = load(path) if path.exists() else None
+    difference = None if found is None else differing_input(inputs, read_inputs(path))
+    distributed.require_same(f"what {stage} is made from", (inputs, difference, found is None))
+    if found is not None:
         if difference is None:
             reporter.say(f"{stage}: {path.name} is current, skipped")
             return found
@@ -128,7 +129,8 @@ def current_or(
     if made_on is not None:
         reporter.say(f"{stage}: {made_on}")
     made = make(inputs, path, reporter)
-    return load(path) if distributed.same_file(path) else made
+    distributed.gather(None)  # until rank 0 has written the file
+    return load(path) if distributed.rank() > 0 else made
 
 
 @dataclass(frozen=True)

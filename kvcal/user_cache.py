@@ -29,7 +29,7 @@ def keep(path: Path, data: bytes, what: str) -> None:
     be made again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes_atomic(path, data)
+        write_bytes_atomic(path, data, by_all_ranks=True)
     except (OSError, ArtifactError) as error:
         if path.parent not in _warned:
             _warned.add(path.parent)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcal import console, distributed
+from kvcal import console
 from kvcal.commands import options
 from kvcal.errors import UsageError
 from kvcal.quantities import MAX_CONTEXT, MAX_SEED, format_bytes, parse_bytes
@@ -218,7 +218,7 @@ def eval_command(
     gates.require_measured((*base.evaluate.embedded_tasks, *base.evaluate.harness_tasks))
     if base.evaluate.harness_tasks:
         require_tasks(base.evaluate)
-    folder = Folder.create(distributed.own_folder(out))
+    folder = Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model)
         require_same_model(loaded_plan, loaded)

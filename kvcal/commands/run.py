@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcal import console, distributed
+from kvcal import console
 from kvcal.commands import options
 from kvcal.errors import UsageError
 from kvcal.quantities import MAX_WORKERS, format_bytes
@@ -82,12 +82,12 @@ def plan(
         )
     chosen = given.change(base, budgets.knobs() | served.knobs(base))
     assert chosen.allocate is not None
-    if output is not None and distributed.rank() == 0:
+    if output is not None:
         require_output(output, KIND)
     with given.reporting() as reporter:
         loaded = given.load(model, chosen.data, reporter)
         out = out or Path("artifacts") / loaded.identity.id.rpartition("/")[2]
-        folder = Folder.create(distributed.own_folder(out, "*"))
+        folder = Folder.create(out)
         folder = folder.named(name or f"{chosen.name}-{budget_name(chosen.allocate)}")
         Folder.create(folder.path)
         if dry_run:
@@ -100,7 +100,7 @@ def plan(
         profile = None if chosen.search else profile_stage.load(folder.profile)
         gain = gain_of(made, allocation, loaded.vocab_size, profile)
         path = output or folder.plan
-        if output is not None and distributed.rank() == 0:
+        if output is not None:
             save_plan(made, output)
         write_report(folder)
     value = {
@@ -182,7 +182,7 @@ def run(
         )
     chosen = given.change(base, {**({} if is_fixed else budgets.knobs()), **served.knobs(base)})
     workload = budgets.workload(DEFAULT_WORKLOAD) if is_fixed else None
-    folder = Folder.create(distributed.own_folder(out))
+    folder = Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model or chosen.model, chosen.data if chosen.calibrates else None, reporter)
         result = pipeline.run(loaded, folder, chosen, workload, reporter)
@@ -230,7 +230,7 @@ def search(
     if base.search is None:
         raise UsageError(f"recipe {base.name!r} has no [search]", hint="use `kvcal run`, or the recipe best")
     base = given.change(base, budgets.knobs() | served.knobs(base))
-    folder = Folder.create(distributed.own_folder(out))
+    folder = Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model or base.model, base.data, reporter)
         if dry_run:
@@ -285,7 +285,7 @@ def tune(
     base = given.change(base, section="tune")
     max_bytes = None if kv_budget is None else parse_bytes(kv_budget)
     origin = Origin(model or base.model, given.dtype, given.device, given.memory_bytes)
-    folder = Folder.create(distributed.own_folder(out))
+    folder = Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(origin.source, base.data, reporter)
         plan = formats_plan(base, loaded, sizes.workload(DEFAULT_WORKLOAD))
@@ -358,7 +358,7 @@ def compare(
         require_tasks(spec)
     points = _changed(points_of(recipes, bits or ()), given, served)
     workload = sizes.workload(DEFAULT_WORKLOAD)
-    folder = Folder.create(distributed.own_folder(out, "plans/*"))
+    folder = Folder.create(out)
     calibrations = [point.recipe.data for point in points if point.recipe.calibrates]
     toy = next((data for data in calibrations if data.is_toy or data.source == "auto"), None)
     with given.reporting() as reporter:

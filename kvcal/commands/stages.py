@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcal import distributed
 from kvcal.commands import options
 from kvcal.errors import UsageError
 from kvcal.quantities import parse_bytes
@@ -39,7 +38,7 @@ def profile(
     from kvcal.run.formats import profile_folder
 
     base = given.recipe(recipe)
-    folder = Folder.create(distributed.own_folder(out))
+    folder = Folder.create(out)
     with given.reporting() as reporter:
         loaded = given.load(model, base.data, reporter)
         if dry_run:
@@ -140,7 +139,7 @@ def _job(folder: Path, model: str, given: options.RecipeOptions, recipe: Recipe)
 
     with given.reporting() as reporter:
         loaded = given.load(model, recipe.data, reporter)
-        yield Job(recipe, loaded, Folder(distributed.own_folder(folder)), reporter)
+        yield Job(recipe, loaded, Folder(folder), reporter)
 
 
 def _with_own_sizes(given: options.RecipeOptions, recipe: str, section: str) -> Recipe:

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 from kvcal.artifact import Artifact, differing_input, read, sha256_json, write
 from kvcal.data.pools import Purpose, pool_of
-from kvcal.distributed import Parcel, in_turn
+from kvcal.distributed import map_over_ranks
 from kvcal.errors import ArtifactError, NonFiniteActivations
 from kvcal.lazy_torch import Tensor, torch
 from kvcal.progress import Reporter, Silent
@@ -165,14 +165,13 @@ class Sampler:
         if path is not None and path.exists():
             tokens_NT, written_NT = _load(path, inputs)
 
-        def batch(first: int) -> Parcel:
+        def batch(first: int) -> tuple[Tensor, Tensor]:
             part = slice(first, first + BATCH)
-            new = sample(self.model, openings[part], draws(seeds[part], length), end_ids, self.reporter)
-            return Parcel(tensors={"tokens": new[0], "written": new[1]})
+            return sample(self.model, openings[part], draws(seeds[part], length), end_ids, self.reporter)
 
-        for new in in_turn("samples", range(len(tokens_NT), len(seeds), BATCH), batch):
-            tokens_NT = torch.cat([tokens_NT, new.tensors["tokens"]])
-            written_NT = torch.cat([written_NT, new.tensors["written"]])
+        for tokens, written in map_over_ranks(range(len(tokens_NT), len(seeds), BATCH), batch):
+            tokens_NT = torch.cat([tokens_NT, tokens])
+            written_NT = torch.cat([written_NT, written])
             if path is not None:
                 write(path, Artifact(KIND, SCHEMA, inputs, {}, {"tokens": tokens_NT, "written": written_NT}))
         known[digest] = tokens_NT, written_NT

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvcal import artifact
+from kvcal import artifact, distributed
 from kvcal.artifact import read_inputs, sha256_file, sha256_json
 from kvcal.charts.quality import draw_tuning
 from kvcal.data.pools import Purpose, calibration, data_inputs, require_unseen, with_calibration
@@ -247,6 +247,7 @@ def search_folder(job: Job) -> Allocation:
     allocation = current_or("search", folder.search, search_stage.load, inputs, make, job.reporter, made_on).allocation
     made_from = {**model_inputs(loaded), "search.sha256": sha256_file(folder.search)}
     allocation_stage.save(allocation, made_from, folder.allocation)
+    distributed.gather(None)  # until rank 0 has written the file
     tell_doubts(allocation, loaded.max_context, job.reporter)
     return allocation
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from kvcal.charts.quality import draw_evaluation
 from kvcal.data.pools import shared_sources, with_calibration
 from kvcal.data.sequences import DataSpec
+from kvcal.distributed import gather
 from kvcal.errors import UsageError
 from kvcal.folder import Folder, Job, sequences
 from kvcal.models.key_bias import warn_of_biases
@@ -148,11 +149,12 @@ def compile_folder(
             f"compile: transforms take {taken} of the {reserved} bytes that were reserved for them; "
             f"`kvcal allocate` with --reserve {taken} spends the others on formats"
         )
-    if path.is_file() and path.read_bytes() == plan_bytes(plan):
-        reporter.say(f"compile: {path.name} is current, skipped")
-        return plan
-    save_plan(plan, path)
-    reporter.say(f"compile: {path}")
+    is_current = path.is_file() and path.read_bytes() == plan_bytes(plan)
+    gather(None)  # until all ranks have looked
+    if not is_current:
+        save_plan(plan, path)
+    reporter.say(f"compile: {path.name} is current, skipped" if is_current else f"compile: {path}")
+    gather(None)  # until rank 0 has written the file
     return plan
 
 

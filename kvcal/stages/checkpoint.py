@@ -3,8 +3,7 @@
 The file is written about every ``SAVE_SECONDS`` and when the stage is left by any error, Ctrl-C included, whole or
 not at all. It is taken up again only by a run with the same inputs, which declares what it must hold after the steps
 that it counts; anything else is discarded. Statistics are sums in fp64, and steps come in a fixed order: a resumed run
-gives the same bits as one that was not interrupted. So does one of several processes, which measure steps in turn
-(kvcal.distributed); rank 0 keeps the file.
+gives the same bits as one that was not interrupted. Of several processes (kvcal.distributed) rank 0 keeps the file.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pydantic.dataclasses import dataclass as record
 from torch import Tensor
 
 from kvcal import artifact
-from kvcal.distributed import Parcel, from_first, in_turn, rank, undisturbed
+from kvcal.distributed import from_first, map_over_ranks, rank, require_same
 from kvcal.errors import ArtifactError
 from kvcal.folder import partial_path
 from kvcal.progress import Reporter
@@ -95,18 +94,6 @@ def added(means: Mapping[str, Mean], observed: Mapping[str, Mean]) -> Mapping[st
     return {name: means[name].merge(mean) if name in means else mean for name, mean in observed.items()}
 
 
-def packed(means: Mapping[str, Mean] | None) -> Parcel:
-    """Statistics as processes send them; None as a parcel of None."""
-    if means is None:
-        return Parcel()
-    return Parcel({name: mean.count for name, mean in means.items()}, {n: mean.total for n, mean in means.items()})
-
-
-def unpacked(parcel: Parcel) -> dict[str, Mean]:
-    """The inverse of ``packed``, but for None."""
-    return {name: Mean(total, parcel.value[name]) for name, total in parcel.tensors.items()}
-
-
 # Runs of a pass: as many processes have work, and statistics are sent and merged as often.
 MAX_SHARDS = 64
 
@@ -168,7 +155,8 @@ class Checkpoint:
         self._kind = f"{kind}-partial"
         self._inputs = inputs
         self._declare = declare
-        self.state = self._of_first(start, lambda: self._resumed(start, reporter))
+        require_same(f"what {self.path.name} is made from", inputs)
+        self.state = from_first(lambda: self._resumed(start, reporter))
         self._saved = self.state
         self._saved_at = time.monotonic()
 
@@ -188,35 +176,28 @@ class Checkpoint:
         merge: Merge = added,
     ) -> range | None:
         """A pass over the steps of ``phase``, from where it is. ``runs``: all steps by number, in runs that one process
-        measures at once; rank 0's count, whose device may have more memory. Rank 0 merges what ``measure`` returns of
-        each run, in their order; at the end all ranks have the statistics. The pass ends early with a run of which
+        measures at once; rank 0's count, whose device may have more memory. All ranks merge what ``measure`` returns of
+        each run, in their order. The pass ends early with a run of which
         ``measure`` returns None, and returns that run.
 
         Raises:
             What ``measure`` raises, on all ranks.
         """
-        done, changed = self.state.done[phase], set[str]()
+        done = self.state.done[phase]
         total = runs[-1].stop if runs else done
-        mine = [[max(done, run.start), run.stop] for run in runs if run.stop > done]
-        left = [range(*run) for run in from_first(f"{label}, the steps", lambda: Parcel(mine)).value]
+        left = from_first(lambda: [range(max(done, run.start), run.stop) for run in runs if run.stop > done])
 
-        def step(run: range) -> Parcel:
+        def step(run: range) -> Mapping[str, Mean] | None:
             reporter(run.start, total, label)
-            return packed(measure(run))
+            return measure(run)
 
-        ended = None
-        for run, parcel in zip(left, in_turn(label, left, step, for_all=False), strict=False):
-            if parcel.value is None:
-                ended = run
-                break
-            means = merge(self.state.means, unpacked(parcel))
-            changed |= means.keys()
-            self.advance(State({**self.state.means, **means}, {**self.state.done, phase: run.stop}))
-        else:
-            reporter(total, total, label)
-        found = from_first(f"{label}, the sums", lambda: packed({name: self.state.means[name] for name in changed}))
-        self.state = State({**self.state.means, **unpacked(found)}, self.state.done)
-        return ended
+        for run, found in zip(left, map_over_ranks(left, step), strict=False):
+            if found is None:
+                return run
+            means = {**self.state.means, **merge(self.state.means, found)}
+            self.advance(State(means, {**self.state.done, phase: run.stop}))
+        reporter(total, total, label)
+        return None
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -233,28 +214,8 @@ class Checkpoint:
         means = self.state.means
         body = dump(_StateBody({name: mean.count for name, mean in means.items()}, dict(self.state.done)))
         totals = {name: mean.total for name, mean in means.items()}
-        with undisturbed():
-            artifact.write(self.path, artifact.Artifact(self._kind, SCHEMA, self._inputs, body, totals))
+        artifact.write(self.path, artifact.Artifact(self._kind, SCHEMA, self._inputs, body, totals))
         self._saved, self._saved_at = self.state, time.monotonic()
-
-    def _of_first(self, start: State, resume: Callable[[], State]) -> State:
-        """The state that rank 0 has resumed; ``start`` where it has none, which all ranks have."""
-        before: list[State] = []
-
-        def make() -> Parcel:
-            before.append(state := resume())
-            if state is start:
-                return Parcel()
-            parcel = packed(state.means)
-            return Parcel({"counts": parcel.value, "done": dict(state.done)}, parcel.tensors)
-
-        # Ranks whose model, data or settings are others do not come to the same place.
-        found = from_first(f"{self.path.name}, made from {artifact.sha256_json(self._inputs)}", make)
-        if before:
-            return before[0]
-        if found.value is None:
-            return start
-        return State(unpacked(Parcel(found.value["counts"], found.tensors)), found.value["done"])
 
     def _resumed(self, start: State, reporter: Reporter) -> State:
         if not self.path.exists():

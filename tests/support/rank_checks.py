@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from kvcal import distributed
-from kvcal.artifact import Artifact, write
+from kvcal.artifact import write_text_atomic
 from kvcal.data.sequences import TokenDataset
-from kvcal.distributed import Parcel, from_first, in_turn, own_folder, rank, same_file
+from kvcal.distributed import from_first, gather, map_over_ranks, rank, require_same
 from kvcal.errors import InfeasibleBudget, KvcalError
 from kvcal.progress import SILENT
 from kvcal.stages.batches import Batch, for_each_batch
@@ -24,31 +24,27 @@ from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic
 folder = Path(sys.argv[1])
 
 
-def number(item: int) -> Parcel:
-    return Parcel([item, rank()], {"square": torch.tensor(item**2)})
+def number(item: int) -> list[int]:
+    return [item, rank(), int(torch.tensor(item) ** 2)]
 
 
-def failing(item: int) -> Parcel:
+def failing(item: int) -> list[int]:
     if item >= 3:
         raise InfeasibleBudget(f"item {item}", 7, "a hint").at("a place")
     return number(item)
 
 
-def nested(item: int) -> Parcel:
+def nested(item: int) -> list[list[int]]:
     """Measures items of its own, for itself."""
-    return Parcel([parcel.value for parcel in in_turn("within", range(item), number)])
+    return list(map_over_ranks(range(item), number))
 
 
 def caught(call: Callable[[], object]) -> list[Any]:
     try:
         call()
     except KvcalError as error:
-        return [type(error).__name__, error.message, error.hint, error.place]
+        return [type(error).__name__, error.message, error.hint, error.place, getattr(error, "smallest_bytes", None)]
     return []
-
-
-def seen(parcels: Any) -> list[Any]:
-    return [[parcel.value, {name: int(tensor) for name, tensor in parcel.tensors.items()}] for parcel in parcels]
 
 
 def batch_sums(most_tokens: int, at_once: int) -> list[Any]:
@@ -71,7 +67,7 @@ def batch_sums(most_tokens: int, at_once: int) -> list[Any]:
     def declared(*_: object) -> dict[str, Statistic]:
         return {"sum": Statistic.of(())}
 
-    target = own_folder(folder / "batches") / "sums.safetensors"
+    target = folder / "batches" / "sums.safetensors"
     with Checkpoint(target, "sums", {}, start, declared, SILENT) as checkpoint:
         most = for_each_batch(data, most_tokens, measure, "steps", checkpoint, SILENT, "sums", at_once)
         mean = checkpoint.state.means["sum"]
@@ -79,20 +75,16 @@ def batch_sums(most_tokens: int, at_once: int) -> list[Any]:
 
 
 with distributed.joined():
-    own = own_folder(folder / "artifacts")
-    write(own / "made.safetensors", Artifact("kind", 1, {}, {"rank": rank()}, {}))
+    write_text_atomic(folder / "written", f"by rank {rank()}")
     report = {
-        "files": sorted(path.name for path in own.iterdir()),
-        "is_changed": same_file(own / "made.safetensors"),
-        "made": (own / "made.safetensors").read_bytes().hex(),
         "environment": sorted(os.environ.keys() & {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}),
-        "all": seen(in_turn("all", range(5), number)),
-        "first": seen(in_turn("first", range(5), number, for_all=False)),
-        "one": seen([from_first("one", lambda: number(7))]),
-        "nested": seen(in_turn("nested", range(3), nested)),
+        "all": list(map_over_ranks(range(5), number)),
+        "one": from_first(lambda: number(7)),
+        "gathered": gather(rank()),
+        "nested": list(map_over_ranks(range(3), nested)),
         "batches": batch_sums(32, 1),
         "together": batch_sums(8, 3),
-        "failing": caught(lambda: list(in_turn("failing", range(6), failing))),
-        "elsewhere": caught(lambda: list(in_turn(f"place {min(rank(), 1)}", range(6), number))),
+        "failing": caught(lambda: list(map_over_ranks(range(6), failing))),
+        "elsewhere": caught(lambda: require_same("a number", min(rank(), 1))),
     }
     (folder / f"{rank()}.json").write_text(json.dumps(report))

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from kvcal.artifact import sha256_file, write_bytes_atomic
 from kvcal.data.sequences import TokenDataset
+from kvcal.distributed import gather
 from kvcal.errors import KvcalError, RankFailed
 from kvcal.folder import Folder, model_inputs, require_model
 from kvcal.models.load import LoadedModel
@@ -123,6 +124,7 @@ class _Job:
         folder = Folder.create(self.folder.path / "plans" / point.folder)
         self._take_over_profile(point, folder)
         self._take_over_search(point, folder)
+        gather(None)  # until rank 0 has copied
         plan, refusal, recipe = None, None, point.recipe
         with timed(folder.path, self.seconds):
             try:
@@ -176,10 +178,13 @@ class _Job:
                 plans_left = list(remaining.items())
                 evaluation = evaluate(self.loaded, plans_left, spec, self.data, inputs, path, self.reporter)
                 return {row.name: row for row in evaluation.rows}, refusals
+            except RankFailed:
+                raise
             except KvcalError as error:
+                gather(None)  # until rank 0 has written the rows
                 measured = kept_rows(path, inputs, SILENT)
                 name = next((name for name, plan in remaining.items() if plan.sha256 not in measured), None)
-                if name is None or name in BASELINES or isinstance(error, RankFailed):
+                if name is None or name in BASELINES:
                     raise
                 refusals[name] = Refusal("evaluate", error.message, error.hint, error.exit_code)
                 self.reporter.say(f"compare: {name} cannot be measured: {error.message}")

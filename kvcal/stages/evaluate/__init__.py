@@ -23,11 +23,11 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from kvcal.artifact import differing_input, sha256_json
+from kvcal.artifact import differing_input
 from kvcal.data.pools import require_unseen
 from kvcal.data.sequences import TokenDataset
-from kvcal.distributed import Parcel, in_turn
-from kvcal.errors import ArtifactError, UsageError
+from kvcal.distributed import gather, map_over_ranks
+from kvcal.errors import UsageError
 from kvcal.folder import compute_dtype, model_inputs, require_model
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan, Workload
@@ -39,7 +39,7 @@ from kvcal.stages.evaluate.harness import measure_harness
 from kvcal.stages.evaluate.tasks import TaskResult, mean_accuracy, measure_tasks
 from kvcal.stages.evaluate.text import Reference, TextQuality, measure_text
 from kvcal.stages.verify import require_same_model
-from kvcal.strict import STRICT, Amount, NumBytes, dump, flat_records, parse
+from kvcal.strict import STRICT, Amount, NumBytes, flat_records
 
 KIND = "evaluation"
 SCHEMA = 2
@@ -158,17 +158,19 @@ def evaluate(
         else:
             numbers[digest] = number
 
-    def measure(number: int) -> Parcel:
+    def measure(number: int) -> Row:
         name, plan = plans[number]
         reporter.say(f"evaluate: {name} ({number + 1} of {len(plans)})")
         reporter(number, len(plans), "evaluate: plans")
-        return Parcel(dump(_measure(loaded, name, plan, spec, data, reference, reporter)))
+        return _measure(loaded, name, plan, spec, data, reference, reporter)
 
-    what = f"an evaluation with {sha256_json(inputs)}"
-    for digest, sent in zip(numbers, in_turn(what, list(numbers.values()), measure), strict=True):
-        measured[digest] = parse(Row, sent.value, "a rank's row", ArtifactError)
+    gather(None)  # all ranks have read the rows that are kept
+    for digest, row in zip(numbers, map_over_ranks(list(numbers.values()), measure), strict=True):
+        measured[digest] = row
         save()
-    return save()
+    evaluation = save()
+    gather(None)  # until rank 0 has written the file
+    return evaluation
 
 
 def scheduled_batch(spec: EvaluateSpec, plans: Iterable[tuple[str, Plan]], reporter: Reporter) -> EvaluateSpec:

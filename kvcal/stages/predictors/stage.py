@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from kvcal.data.sequences import TokenDataset
-from kvcal.distributed import Parcel, from_first
+from kvcal.distributed import from_first
 from kvcal.errors import naming
 from kvcal.models.load import LoadedModel
 from kvcal.models.rope import rotary_maps
@@ -46,10 +46,8 @@ from kvcal.stages.checkpoint import (
     State,
     Statistic,
     added,
-    packed,
     require_steps,
     shards,
-    unpacked,
 )
 from kvcal.stages.predictors.choice import Measured, Room, decide, measure
 from kvcal.stages.predictors.reconstruct import (
@@ -232,10 +230,10 @@ class _Fitting:
             self._run_pass(label, (FIT, HELD_OUT), wanted, ways, partial(_sum_equations, targets), kept)
         means = {name: mean for name, mean in self.checkpoint.state.means.items() if not name.startswith("sums.")}
         for target in targets:
-            means |= unpacked(from_first("a predictor's fit", partial(self._solved, target)))
+            means |= from_first(partial(self._solved, target))
         self.checkpoint.advance(State(means, {PASSES: number, SEQUENCES: 0}))
 
-    def _solved(self, target: Target) -> Parcel:
+    def _solved(self, target: Target) -> dict[str, Mean]:
         """The target's predictor and what it explains, from the sums of the pass."""
         equations = {}
         for split in (FIT, HELD_OUT):
@@ -249,7 +247,7 @@ class _Fitting:
         tensors = predictor.tensors(f"fitted.layers.{target.index}.{target.side}_predictor")
         facts = torch.tensor([number for number in measured if number is not None], dtype=torch.float64)
         tensors |= {f"facts.{target.index}.{target.side}": facts}
-        return packed({name: Mean(tensor, 1) for name, tensor in tensors.items()})
+        return {name: Mean(tensor, 1) for name, tensor in tensors.items()}
 
     def _measure_errors(self) -> None:
         """The last pass, over held-out sequences: what the cache reads back without predictors and with them."""

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from kvcal.artifact import tensors_sha256
 from kvcal.data.pools import Purpose
+from kvcal.distributed import rank
 from kvcal.errors import ArtifactError
 from kvcal.folder import compute_dtype, model_inputs
 from kvcal.kernels.variants import stored_form
@@ -318,7 +319,7 @@ class Search:
 
     def keep_earlier(self) -> None:
         """The record that lies where the new one is to be, under a name of its own."""
-        if self.path.exists():
+        if self.path.exists() and rank() == 0:
             digest = hashlib.sha256(self.path.read_bytes()).hexdigest()[:12]
             os.replace(self.path, self.fits.beside(f"earlier-{digest}"))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvcal.artifact import sha256_json, tensors_sha256
-from kvcal.distributed import Parcel, in_turn
+from kvcal.distributed import map_over_ranks
 from kvcal.errors import naming
 from kvcal.models.load import LoadedModel
 from kvcal.pages.record_layout import PAGE_TOKENS
@@ -96,14 +96,14 @@ class KLMeter:
         items = [(number, texts) for number, of_group in enumerate(batches) for texts in of_group]
         label, total = f"search: {what}", sum(map(len, missing))
 
-        def step(item: tuple[int, range]) -> Parcel:
+        def step(item: tuple[int, range]) -> Tensor:
             self._reporter(sum(len(names) for names, *_ in groups[: item[0]]), total, label)
             names = groups[item[0]][0]
-            return Parcel(tensors={"": self._measured(names, [plan_of[name] for name in names], item[1])})
+            return self._measured(names, [plan_of[name] for name in names], item[1])
 
-        found = in_turn(label, items, step)
+        found = map_over_ranks(items, step)
         for (names, start, stop), of_group in zip(groups, batches, strict=True):
-            self._keep(names, start, stop, torch.cat([next(found).tensors[""] for _ in of_group], dim=1))
+            self._keep(names, start, stop, torch.cat([next(found) for _ in of_group], dim=1))
         self._reporter(total, total, label)
         return torch.stack([self._checkpoint.state.means[digest].total[:num_texts] for digest in digests])
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvcal.distributed import Parcel, from_first
+from kvcal.distributed import from_first
 from kvcal.errors import InfeasibleBudget
 from kvcal.geometry import Geometry
 from kvcal.plan.layer import LayerPlan, bare_layers
@@ -161,11 +161,11 @@ class Problem:
             units.append(solver.Unit(f"{self.units[k]}, {self.units[v]}", tuple(options)))
             pairs_of.append(named)
         try:  # by rank 0: the solver's time is limited, and ranks could come to other choices
-            solved = from_first("the choice", lambda: Parcel(list(solver.solve(units, self.capacity).choice)))
+            solved = from_first(lambda: solver.solve(units, self.capacity).choice)
         except InfeasibleBudget:
             return None
         choice = [0] * len(self.units)
-        for (k, v, _), named, number in zip(self.couples, pairs_of, solved.value, strict=True):
+        for (k, v, _), named, number in zip(self.couples, pairs_of, solved, strict=True):
             choice[k], choice[v] = named[number]
         return tuple(choice)
 

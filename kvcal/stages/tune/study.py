@@ -48,12 +48,12 @@ from pydantic.dataclasses import dataclass
 
 from kvcal import distributed
 from kvcal.artifact import canonical_json, differing_input
-from kvcal.distributed import Parcel, in_turn
+from kvcal.distributed import map_over_ranks
 from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
 from kvcal.progress import Reporter
 from kvcal.quantities import MAX_SEED, MAX_WORKERS, format_bytes
 from kvcal.records import read_json, write_json
-from kvcal.strict import STRICT, Amount, Count, Number, NumBytes, Positive, Share, dump, parse
+from kvcal.strict import STRICT, Amount, Count, Number, NumBytes, Positive, Share, dump
 
 if TYPE_CHECKING:  # Optuna is imported where trials are drawn: a record is read without it
     from optuna.distributions import BaseDistribution
@@ -264,6 +264,9 @@ def _identity(inputs: dict[str, Any], search: Search) -> dict[str, Any]:
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """One command at a study: a second one would run the first one's trial again."""
+    if distributed.rank() > 0:
+        yield
+        return
     lock = folder / "tune.lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -322,7 +325,7 @@ def _measuring(evaluate: Evaluate, workers: int) -> Iterator[Measure]:
     """``evaluate`` for many settings: in this process if ``workers`` is 1, else in as many others, which end with the
     context. The calls raise UsageError when a worker dies, and what ``evaluate`` raises."""
     if distributed.size() > 1:
-        yield partial(_measured_by_ranks, evaluate)
+        yield lambda settings: map_over_ranks(settings, evaluate)
         return
     if workers == 1:
         yield partial(map, evaluate)
@@ -357,11 +360,6 @@ def _without_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, interrupt)
-
-
-def _measured_by_ranks(evaluate: Evaluate, settings: Sequence[Mapping[str, float]]) -> Iterator[Outcome]:
-    for parcel in in_turn(LABEL, settings, lambda setting: Parcel(dump(evaluate(setting)))):
-        yield parse(Outcome, parcel.value, "a rank's trial", ArtifactError)
 
 
 def _start_worker(evaluate: Evaluate, workers: int) -> None:
