@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from kvcal.stages.evaluate import Evaluation, Row
     from kvcal.stages.evaluate.gates import GateResult
     from kvcal.stages.explain import Explanation, MoreBytes, Risk
-    from kvcal.stages.prefix import PackedPrefix
     from kvcal.stages.profile.record import Profile
     from kvcal.stages.search.record import SearchReport
     from kvcal.stages.tune.study import Tuning
@@ -326,15 +325,3 @@ def risks_table(risks: Sequence[Risk]) -> View:
         for one in risks
     ]  # fmt: skip
     return "At risk", ("", "where", "value", "of", "share %"), rows
-
-
-def prefix_table(packed: PackedPrefix, name: str) -> View:
-    """Sizes of a packed prefix on disk."""
-    rows = [
-        ("tokens", str(packed.num_tokens), ""),
-        ("file", format_bytes(packed.file_bytes), str(packed.file_bytes)),
-        ("cache in it", format_bytes(packed.packed_bytes), str(packed.packed_bytes)),
-        ("at 16 bits", format_bytes(packed.raw_bytes), f"{packed.raw_bytes / packed.file_bytes:.2f}x the file"),
-        ("bits per value", f"{packed.bits_per_value:.3f}", "sinks and buffer included"),
-    ]
-    return f"Prefix {name}", ("", "size", "bytes"), rows

@@ -5,8 +5,5 @@ attached.py                 ``attached``: gives queries to caches, and steps of 
 paged_layer.py, sliding_window.py  layers of full attention and of sliding windows
 build.py                    which layer stores what
 decoded.py                  a dense copy for evaluation (``keep_decoded``)
-restored.py                 caches made of another plan's stored pages
-snapshot.py                 ``mark``, ``rewind`` and ``copy_from``
-
-Elsewhere: files of packed prefixes (``kvcal.stages.prefix``).
+prefix_file.py              a prompt's packed cache on disk: ``PlanCache.save`` and ``load``
 """

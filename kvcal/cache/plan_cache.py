@@ -13,12 +13,13 @@ kernels within ``kvcal.attached(model)``, and can be compiled, or captured in a 
 crops of pages that have shrunk, and plans that the kernels do not take are refused there. What they cannot read as it
 is stored (lattices, predicted pages, keys before RoPE) is reconstructed in every step: slower, and said so by a
 ``SlowPath`` warning and by ``slow_layers``.
-``mark`` and ``rewind`` serve many requests behind one prompt, which ``copy_from`` may have taken from disk.
+``save`` and ``load`` keep a prompt on disk.
 """
 
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +27,11 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
+from kvcal.cache import prefix_file
 from kvcal.cache.build import cache_layers, held_tensors, require_state, state_tensors
 from kvcal.cache.dense_layer import DenseLayer, UnreadPages
 from kvcal.cache.paged_layer import DYNAMIC_HINT, NO_PAGE, PagedLayer
 from kvcal.cache.sliding_window import BoundedLayer, StaticWindow, require_left_padding
-from kvcal.cache.snapshot import Mark, copy_layers
 from kvcal.errors import ArtifactError, KvcalError, NonFiniteActivations, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry
 from kvcal.kernels.choice import MAX_DRAFTS, slow_path
@@ -88,7 +89,6 @@ class PlanCache(Cache):
         if max_tokens is not None and keep_decoded:
             raise UsageError("keep_decoded is for dynamic caches; this one has max_tokens", hint=DYNAMIC_HINT)
         self.static, self._keep_decoded = None, keep_decoded
-        self._mark: Mark | None = None
         indices = [layer.geometry.index for layer in plan.layers if isinstance(layer.geometry, AttentionGeometry)]
         self._first_index, self._last_index = min(indices, default=-1), max(indices, default=-1)
         self._is_unfinished = False  # some layers hold the tokens of a forward pass that did not reach the last one
@@ -203,13 +203,12 @@ class PlanCache(Cache):
 
     @property
     def workspace_nbytes(self) -> int:
-        """Bytes that a static cache takes beyond ``nbytes``: lengths, page tables, the scratch of its kernels and of
-        what it reconstructs, and what ``mark`` keeps."""
+        """Bytes that a static cache takes beyond ``nbytes``: lengths, page tables, and the scratch of its kernels
+        and of what it reconstructs."""
         if self.static is None or not self.static.is_allocated:
             return 0
         control = (tensor for layer in self.paged_layers for tensor in layer.control)
-        kept = 0 if self._mark is None else self._mark.nbytes
-        return self.static.nbytes + kept + sum(tensor.untyped_storage().nbytes() for tensor in control)
+        return self.static.nbytes + sum(tensor.untyped_storage().nbytes() for tensor in control)
 
     @property
     def nbytes(self) -> int:
@@ -261,56 +260,38 @@ class PlanCache(Cache):
         if self.static is not None:
             self.static.check()
 
-    def mark(self) -> None:
-        """From now on, ``rewind`` brings a static cache back to the tokens that it holds now (kvcal.cache.snapshot).
+    def save(self, path: str | Path, tokens_T: Tensor) -> None:
+        """Write the sequence that a dynamic cache holds, whose token ids ``tokens_T`` [T] are, to a prefix file
+        (kvcal.cache.prefix_file).
 
         Raises:
-            UsageError: the cache is dynamic, or not allocated.
-            UnsupportedModel: a layer keeps a state of linear attention, or the plan has pages shrink.
-            NonFiniteActivations: the cache met NaN or infinity.
+            UsageError: the cache is static, has lookahead, or holds no sequence, several ones, or padding; or other
+                tokens than these.
+            UnsupportedModel: a layer keeps a state of linear attention.
+            ArtifactError: the file cannot be written.
         """
-        if self.static is None or not self.static.is_allocated:
-            raise UsageError(
-                "there is nothing to mark: the cache is dynamic, or has no memory yet",
-                hint="PlanCache(plan, config, max_tokens=...), then the prompt within kvcal.attached(model)",
-            )
-        self._require_restorable()
-        self.static.check()
-        if self._mark is None:
-            self._mark = Mark(self.static, self.paged_layers)
-        self._mark.mark()
+        self._require_finished()
+        if self.static is not None or self.state.lookahead or self.lengths != [int(self.get_seq_length())]:
+            raise UsageError("a prefix is one sequence without padding, in a dynamic cache without lookahead")
+        if self.lengths != [len(tokens_T)]:
+            raise UsageError(f"{len(tokens_T)} token ids, and the cache holds {self.lengths[0]} tokens")
+        states = [n for n, layer in enumerate(self.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        if states:
+            raise UnsupportedModel(f"layers {states} keep a state of linear attention, which no prefix file holds")
+        prefix_file.save(path, self.plan, self.layers, tokens_T)
 
-    def rewind(self) -> None:
-        """Go back to where ``mark`` was called last, as often as needed; nothing here waits for the device.
+    @classmethod
+    def load(
+        cls, path: str | Path, plan: Plan, config: PretrainedConfig, device: torch.device | str = "cpu"
+    ) -> tuple[PlanCache, Tensor]:
+        """The cache that ``save`` wrote, dynamic, on ``device``, and its token ids int64 [T].
 
         Raises:
-            UsageError: never marked, or since then the rows changed places, pages before it were cropped, or the cache
-                was reset.
+            ArtifactError: no such file, a damaged one, or the prefix of another plan or model.
         """
-        if self._mark is None:
-            raise UsageError("the cache was never marked", hint="call mark() behind the prompt to come back to")
-        self._mark.rewind()
-
-    def copy_from(self, other: PlanCache) -> None:
-        """Hold, instead of anything else, what a dynamic cache of the same plan holds, row by row, or its one sequence
-        in every row (kvcal.cache.snapshot). Without memory yet, a row for each of the other's is allocated.
-
-        Raises:
-            UsageError: this cache is dynamic; the other one is static, empty, of another plan or batch, longer than
-                ``max_tokens``.
-            UnsupportedModel: a layer keeps a state, the plan has pages shrink, or a row is padded on the right behind
-                a sliding window's tokens.
-        """
-        rows = other.padding.rows
-        if self.static is None or other.static is not None or rows is None:
-            raise UsageError("copy_from fills a static cache from a dynamic one that holds tokens")
-        if other.plan.sha256 != self.plan.sha256:
-            raise UsageError(f"the other cache's plan is {other.plan.sha256[:16]}, this one's {self.plan.sha256[:16]}")
-        self._require_restorable()
-        if not self.static.is_allocated:
-            self.allocate(rows.batch, next(tensor for layer in other.layers for tensor in held_tensors(layer)).device)
-        self.reset()
-        copy_layers(self.static, self.layers, other.layers, rows, int(other.get_seq_length()))
+        cache = cls(plan, config)
+        cache.padding.resolve(1)
+        return cache, prefix_file.load(path, plan, cache.layers, torch.device(device))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx.tolist())
@@ -359,8 +340,6 @@ class PlanCache(Cache):
                 layer.crop(removed)
         if self.static is not None:
             self.static.set_columns(held + removed)
-        if self._mark is not None:
-            self._mark.crop(after)
 
     def reset(self, attention_mask: Tensor | None = None) -> None:
         """Forget all sequences; the next update may bring another batch (without padding, with the same mask, or with
@@ -380,8 +359,6 @@ class PlanCache(Cache):
             self.state.padding = padding
         self.padding.reset()
         self._is_unfinished = False
-        if self._mark is not None:
-            self._mark.forget()
         if self.static is None:
             self.layers = self._empty_layers()
             return
@@ -413,14 +390,6 @@ class PlanCache(Cache):
                         hint="the packed cache changed under the evaluation: please report this",
                     )
 
-    def _require_restorable(self) -> None:
-        """UnsupportedModel where something does not stay in place, so that it cannot be put back."""
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, LinearAttentionCacheLayerMixin):
-                raise UnsupportedModel(f"layer {index} keeps a state of linear attention, which transformers stores")
-        if self.state.is_scheduled:
-            raise UnsupportedModel("the plan has pages shrink, in place: a static cache cannot go back behind that")
-
     def _select(self, indices: list[int]) -> None:
         rows = self.padding.rows
         if rows is None:
@@ -431,8 +400,6 @@ class PlanCache(Cache):
         indices = [index % rows.batch for index in indices]
         if self.static is not None and len(indices) != rows.batch:
             raise UsageError(f"{len(indices)} sequences of {rows.batch}: a static batch stays", hint=DYNAMIC_HINT)
-        if self._mark is not None and indices != list(range(rows.batch)):
-            self._mark.forget()
         self.padding.rows = rows.select(indices)
         row_indices = torch.LongTensor(indices)
         for layer in self.layers:

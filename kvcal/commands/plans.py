@@ -254,7 +254,6 @@ def generate(
     """
     from kvcal.plan.plan import load_plan
     from kvcal.stages.generate import complete
-    from kvcal.stages.prefix import complete_after, load_prefix
     from kvcal.stages.verify import require_same_model
 
     if chat and prefix is not None:
@@ -265,11 +264,7 @@ def generate(
     loaded_plan = load_plan(plan)
     loaded = given.load(model)
     require_same_model(loaded_plan, loaded)
-    if prefix is None:
-        result = complete(loaded, loaded_plan, text, max_new_tokens, temperature, seed, chat)
-    else:
-        packed = load_prefix(loaded, loaded_plan, prefix)
-        result = complete_after(loaded, packed, text, max_new_tokens, temperature, seed)
+    result = complete(loaded, loaded_plan, text, max_new_tokens, temperature, seed, chat, prefix)
     given.show(result, result["text"])
     if given.json:
         return
@@ -295,22 +290,22 @@ def pack_prefix(
 
     Example: `kvcal pack-prefix --plan plan.safetensors --model reasoner-10m --prompt-file manual.txt -o manual.kv`
     """
-    from kvcal import tables
     from kvcal.artifact import require_output
+    from kvcal.cache.prefix_file import KIND
     from kvcal.plan.plan import load_plan
-    from kvcal.stages.generate import prompt_tokens
-    from kvcal.stages.prefix import KIND
-    from kvcal.stages.prefix import pack_prefix as pack
-    from kvcal.strict import dump
+    from kvcal.stages.generate import pack
+    from kvcal.stages.verify import require_same_model
 
     require_output(output, KIND)
     text = _prompt_text(prompt, prompt_file)
     loaded_plan = load_plan(plan)
     with given.reporting() as reporter:
         loaded = given.load(model)
-        packed = pack(loaded, loaded_plan, prompt_tokens(loaded, text, False, 0), output)
+        require_same_model(loaded_plan, loaded)
+        packed = pack(loaded, loaded_plan, text, output)
         reporter.say(f"prefix: {output}")
-    given.show({**dump(packed), "path": str(output)}, tables.prefix_table(packed, output.name))
+    size = f"{packed['file_bytes']} bytes, {packed['raw_bytes']} in 16 bits"
+    given.show({**packed, "path": str(output)}, f"{output.name}: {packed['num_tokens']} tokens in {size}")
 
 
 def _prompt_text(prompt: str | None, prompt_file: Path | None = None) -> str:

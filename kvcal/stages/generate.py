@@ -1,11 +1,11 @@
 """One completion with a plan's packed cache: what ``kvcal generate`` runs, and what a user of the library writes.
 
-Its steps stand by themselves for prompts whose beginning lies in a file (``prefix``): the prompt's tokens,
-what follows them with a cache that may hold some of them, and the result.
+``pack`` keeps a prompt's cache on disk, with which ``complete`` can begin.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,16 +29,53 @@ PLAIN_DECODING: dict[str, Any] = {"num_beams": 1, "repetition_penalty": 1.0, "to
 
 @torch.inference_mode()
 def complete(
-    loaded: LoadedModel, plan: Plan, prompt: str, max_new_tokens: int, temperature: float, seed: int, chat: bool
-) -> dict[str, Any]:
-    """Text, token counts, and the cache's bytes beside those of 16 bits.
+    loaded: LoadedModel, plan: Plan, prompt: str, max_new_tokens: int, temperature: float, seed: int, chat: bool,
+    prefix: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Text, token counts, and the cache's bytes beside those of 16 bits. ``prefix``: a file of ``pack``, with which the
+    prompt begins.
 
     Raises:
-        UsageError: an empty prompt, no chat template, or more tokens than the model's context.
+        UsageError: an empty prompt, no chat template, more tokens than the model's context, or a prompt that does not
+            begin with the prefix, or ends with it.
+        ArtifactError: as ``PlanCache.load``.
     """
     tokens_T = prompt_tokens(loaded, prompt, chat, max_new_tokens)
+    if prefix is None:
+        cache, known_T = PlanCache(plan, loaded.model.config), tokens_T[:0]
+    else:
+        cache, known_T = PlanCache.load(prefix, plan, loaded.model.config, loaded.model.device)
+        if len(known_T) >= len(tokens_T) or not torch.equal(tokens_T[: len(known_T)], known_T):
+            raise UsageError(
+                f"the prompt does not begin with the {len(known_T)} tokens of the prefix, or has none beyond them",
+                hint="give the packed prompt and what follows it; the packed one has to end where the next text cannot "
+                "join its last word, such as at a line's end",
+            )
+    new_n = new_tokens(loaded, cache, tokens_T, max_new_tokens, temperature, seed)
+    return {
+        "text": tokenizer_of(loaded).decode(new_n, skip_special_tokens=True),
+        "new_tokens": len(new_n),
+        "cached_tokens": cache.get_seq_length(),
+        "cache_bytes": cache.nbytes,
+        "raw_bytes": cache.plan.raw_nbytes(cache.lengths),
+        "prefix_tokens": len(known_T),
+    }
+
+
+@torch.inference_mode()
+def pack(loaded: LoadedModel, plan: Plan, prompt: str, path: Path) -> dict[str, int]:
+    """Take a prompt in and write its packed cache to ``path``: token count, bytes of the file, and at 16 bits.
+
+    Raises:
+        UsageError: an empty prompt, or more tokens than the model's context.
+        UnsupportedModel, ArtifactError: as ``PlanCache.save``.
+    """
+    tokens_T = prompt_tokens(loaded, prompt, False, 0)
     cache = PlanCache(plan, loaded.model.config)
-    return completion(loaded, cache, new_tokens(loaded, cache, tokens_T, max_new_tokens, temperature, seed))
+    new_tokens(loaded, cache, tokens_T, 1, 0.0, 0)
+    cache.save(path, tokens_T)
+    raw_bytes = plan.raw_nbytes([len(tokens_T)])
+    return {"num_tokens": len(tokens_T), "file_bytes": path.stat().st_size, "raw_bytes": raw_bytes}
 
 
 def prompt_tokens(loaded: LoadedModel, prompt: str, chat: bool, max_new_tokens: int) -> Tensor:
@@ -86,14 +123,3 @@ def new_tokens(
             **settings,
         )
     return output[0, len(tokens_T) :]
-
-
-def completion(loaded: LoadedModel, cache: PlanCache, new_n: Tensor) -> dict[str, Any]:
-    """The result of ``complete``: the new tokens' text, and what the cache holds behind them."""
-    return {
-        "text": tokenizer_of(loaded).decode(new_n, skip_special_tokens=True),
-        "new_tokens": len(new_n),
-        "cached_tokens": cache.get_seq_length(),
-        "cache_bytes": cache.nbytes,
-        "raw_bytes": cache.plan.raw_nbytes(cache.lengths),
-    }

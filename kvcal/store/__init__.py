@@ -6,7 +6,6 @@ window.py                     a sliding-window layer of a static cache
 pool.py, shrinking.py         where pages lie, in slots; pages that shrink on a schedule, in one memory
 state.py, padding.py          what layers share: plan, tensors, lengths, table of slots; which columns hold tokens
 dequantize.py, prediction.py  pages that are reconstructed first; predictions from other layers
-restore.py, streaming.py      pages that are reconstructed once; tensors that come to a device while it computes
 workspace.py                  scratch of a step, and its bytes
 
 Elsewhere: how codes shrink (``kvcal.pages.shrink``), and the kernels that shrink them (``kvcal.kernels.shrink``).

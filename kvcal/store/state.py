@@ -118,7 +118,7 @@ class StepState:
         """UsageError: pickle would give every layer scratch of its own, and kernels have their numbers in a process."""
         raise UsageError(
             "a static cache cannot be pickled: its layers share memory",
-            hint="copy.deepcopy keeps it together; kvcal pack-prefix stores a prompt",
+            hint="copy.deepcopy keeps it together; PlanCache.save stores a prompt of a dynamic cache",
         )
 
     @property

@@ -135,24 +135,6 @@ def test_bytes_are_the_plans_and_those_of_the_room(name: str, max_tokens: int | 
     assert cache.nbytes == plan.nbytes([max_tokens or 300] * 2, max_tokens or 300) + room
 
 
-def test_a_prefix_is_copied_into_rings_with_room() -> None:
-    dynamic, static, given = cache_of("kivi", None, lookahead=0), cache_of("kivi", 450), random_qkv(1, 2, 300)
-    attended(dynamic, *given)
-    static.copy_from(dynamic)
-    assert_same_bytes(static, dynamic)
-
-
-def test_marks_hold_with_drafts() -> None:
-    cache, plain = cache_of("kivi", 450), cache_of("kivi", 450, lookahead=0)
-    given = random_qkv(2, 2, 300)
-    for one in (cache, plain):
-        attended(one, *(x[:, :, :250] for x in given))
-    cache.mark()
-    attended(cache, *(x[:, :, 250:] for x in random_qkv(2, 2, 300, seed=4)), range(8, 50, 8))
-    cache.rewind()
-    assert_same_bytes(cache, plain)
-
-
 @pytest.mark.parametrize("wrong", [-1, 8, 1.0])
 def test_a_lookahead_that_is_none(wrong: object) -> None:
     with pytest.raises(UsageError, match="expected an integer of 0 to 7"):

@@ -11,10 +11,7 @@ import torch
 from cache_cases import KIVI_2
 from cli_cases import save_llama
 from evaluation_cases import COARSE, SMALL, Notes, make_plan, spec, text, tiny
-from predictor_runs import BOOSTED, aqua_layers, as_loaded, loaded_llama, plan_with, prompt
 from report_cases import UNIFORM, row
-from tiny_models import VOCAB_SIZE as TINY_VOCAB
-from tiny_models import built
 from transformers import PreTrainedTokenizerBase
 
 from kvcal import PlanCache
@@ -37,7 +34,6 @@ from kvcal.stages.divergence import deviations, kl_texts, unquantized_plan
 from kvcal.stages.evaluate import tasks
 from kvcal.stages.evaluate.tasks import TaskResult, measure_tasks
 from kvcal.stages.generate import complete
-from kvcal.stages.prefix import load_prefix, named_parts, pack_prefix
 from kvcal.stages.search.kl_meter import PHASE, KLMeter, declare_plans
 from kvcal.stages.verify import verify_plan
 
@@ -243,23 +239,3 @@ def test_a_completion_names_its_bytes_beside_those_of_16_bits(loaded: LoadedMode
     layers = plan.geometry.layers
     per_token = sum(layer.num_kv_heads * (layer.k_head_dim + layer.v_head_dim) for layer in layers)
     assert plan.cache_dtype == "float32" and found["raw_bytes"] == 4 * per_token * found["cached_tokens"]
-
-
-def test_a_loaded_prefix_counts_the_queries_of_its_prompt(tmp_path: Path) -> None:
-    """From the last of 200 tokens on, which end a prompt's pages; thresholds of scores depend on it."""
-    small = loaded_llama(2)
-    plan = plan_with(small, tuple(replace(layer, k=(BOOSTED,)) for layer in aqua_layers(small)))
-    pack_prefix(small, plan, prompt(200), tmp_path / "p.kv")
-    parts = dict(named_parts(load_prefix(small, plan, tmp_path / "p.kv").cache))
-    assert {name: part.query_since.tolist() for name, part in parts.items() if part.format.needs_queries} == {
-        "layers.0.k.0": [[200, 200]],
-        "layers.1.k.0": [[200, 200]],
-    }
-
-
-@pytest.mark.parametrize("length", [3, 40])
-def test_raw_bytes_of_a_prefix_are_those_in_the_window(tmp_path: Path, length: int) -> None:
-    """Three layers with a window of 6 tokens, of which 5 stay, and a full one; a KV head of 16 each, bf16."""
-    small = as_loaded(built("gemma3"), "bfloat16")
-    packed = pack_prefix(small, plan_with(small, aqua_layers(small)), prompt(length, TINY_VOCAB), tmp_path / "p.kv")
-    assert packed.raw_bytes == (3 * min(length, 5) + length) * 2 * 16 * 2

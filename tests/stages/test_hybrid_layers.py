@@ -21,7 +21,6 @@ from kvcal.recipe_files import load_recipe
 from kvcal.stages import profile
 from kvcal.stages.allocate import allocate, fixed_allocation
 from kvcal.stages.compile import compile_plan
-from kvcal.stages.prefix import pack_prefix
 from kvcal.stages.verify import verify_plan
 
 STATE = 3328  # bytes of a layer of the tiny Falcon-H1
@@ -95,7 +94,7 @@ def test_zamba2_is_served_by_fixed_formats() -> None:
 
 @pytest.mark.parametrize("name", ["falcon_h1", "zamba2"])
 def test_what_does_not_hold_states_refuses_them(name: str, tmp_path: Path) -> None:
-    model, loaded = built(name), loaded_model(name)
+    model = built(name)
     plan = model_plan(model, *FORMATS)
     with pytest.raises(UnsupportedModel, match="cannot hold layer .: it keeps a state beside its keys and values"):
         PlanCache(plan, model.config, max_tokens=64)
@@ -103,6 +102,5 @@ def test_what_does_not_hold_states_refuses_them(name: str, tmp_path: Path) -> No
     feed(model, cache, random_ids(1, 10))
     with pytest.raises(UnsupportedModel, match="keeps a state of linear attention: no token can be taken back"):
         cache.crop(-1)
-    same = fixed_allocation(load_recipe("kivi-2").formats, loaded.identity, loaded.geometry, Workload(1, 300), {})
-    with pytest.raises(UnsupportedModel, match="keep a state of linear attention, which a prefix file does not hold"):
-        pack_prefix(loaded, compile_plan(same), torch.arange(3, 20), tmp_path / "prefix")
+    with pytest.raises(UnsupportedModel, match="keep a state of linear attention, which no prefix file holds"):
+        cache.save(tmp_path / "prefix", torch.arange(10))

@@ -205,12 +205,6 @@ def test_what_does_not_go_with_pages_that_shrink() -> None:
     lattice = dataclasses.replace(plan.layers[1], v=(Format(2, lattice_dim=2),))
     with pytest.raises(UnsupportedModel, match="layer 1: v pages are on a lattice, and others shrink"):
         caches(with_tensors(plan, [plan.layers[0], lattice], None), 100)
-    static, dynamic = caches(plan, 100)
-    assert len(list(fed_alike(static, dynamic, random_ids(2, 20), [10]))) == 2
-    with pytest.raises(UnsupportedModel, match="pages shrink, in place"):
-        static.mark()
-    with pytest.raises(UnsupportedModel, match="pages shrink, in place"):
-        caches(plan, 100)[0].copy_from(dynamic)
 
 
 def test_records_only_ever_slide_where_nothing_is_left_to_read() -> None:

@@ -46,7 +46,6 @@ from kvcal.stages.compile import compile_plan
 from kvcal.stages.evaluate import Row, load_evaluation, save_evaluation, table_columns
 from kvcal.stages.evaluate.text import PartKL
 from kvcal.stages.predictors import record as predictor_record
-from kvcal.stages.prefix import load_prefix, pack_prefix
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.reparam import record as reparam_record
 from kvcal.stages.search import record as search_record
@@ -80,7 +79,7 @@ KINDS = (
     "tuning",
     "step-times",
 )
-KINDS += ("prefix", *(f"{name}.partial" for name in STAGES))
+KINDS += tuple(f"{name}.partial" for name in STAGES)
 
 
 @dataclass(frozen=True)
@@ -304,29 +303,6 @@ def open_step_times(path: Path) -> None:
         assert speed.us(time.layer) and is_no_slower(speed, [time.layer]) in (True, False)
 
 
-@functools.cache
-def prefix_plans() -> dict[str, Plan]:
-    """Of ``loaded_llama``, of which a prompt of 300 tokens is packed."""
-    loaded = loaded_llama()
-    names = ["lattice d=2", "values alone, from keys that queries chose"]
-    made = {name: replace(form_plan(name, "float32"), model=loaded.identity) for name in names}
-    return made | {"predictors": plan_with(loaded, *fitted_llama())}
-
-
-@torch.no_grad()
-def open_prefix(path: Path, plan: Plan) -> None:
-    loaded = loaded_llama()
-    prefix = load_prefix(loaded, plan, path)
-    tokens = len(prefix.tokens_T)
-    assert tokens and int(prefix.tokens_T.min()) >= 0 and int(prefix.tokens_T.max()) < 64, (
-        "tokens beyond the vocabulary"
-    )
-    assert prefix.cache.nbytes == plan.nbytes([tokens])
-    with attached_for(loaded.model, plan):
-        logits = feed(loaded.model, prefix.cache, random_ids(1, 3))
-    assert bool(torch.isfinite(logits).all()), "logits are not finite"
-
-
 def tuning() -> Tuning:
     outcomes = [Outcome(0.5, 0.1, 3.0, 1000, {"share": 0.1}), Outcome(0.75, None, 4.0, 2000, {})]
     trials = tuple(Trial(i, {"a": 0.5 + i, "b": 1.0}, outcome) for i, outcome in enumerate(outcomes))
@@ -372,7 +348,7 @@ def _saved(save: Callable, record: object) -> Callable[[Path], None]:
 
 @functools.cache
 def subjects() -> list[Subject]:
-    """All kinds; plans and prefixes of several features."""
+    """All kinds; plans of several features."""
     fitted = fitted_llama()[1]
     allocation = allocate(profile(), AllocateSpec(bits=16.0, batch=2, context=512), {"recipe": "r"})
     found = [Subject("plan", name, functools.partial(save_plan, plan), open_plan) for name, plan in plans().items()]
@@ -388,9 +364,6 @@ def subjects() -> list[Subject]:
         Subject("tuning", "", functools.partial(save_tuning, tuning()), open_tuning),
         Subject("step-times", "", _saved(step_times.save, step_times_result()), open_step_times),
     ]
-    for name, plan in prefix_plans().items():
-        write = functools.partial(pack_prefix, loaded_llama(), plan, random_ids(1, 300)[0])
-        found.append(Subject("prefix", name, write, functools.partial(open_prefix, plan=plan)))
     for name in STAGES:
         write, use = functools.partial(write_partial, name), functools.partial(use_partial, name)
         found.append(Subject(f"{name}.partial", "", write, use))
