@@ -311,7 +311,7 @@ def cache_bytes(shape: str, model: PreTrainedModel, pair: Stored, context: int) 
     bytes of each sequence, the workspace of stored forms included)."""
     tokens = context + ROOM
     plan = model_plan(shape, model.config, pair, 1, tokens)
-    one, two, many = (step_workspace(plan.layers, plan.cache_dtype, n, tokens, plan.tensors) for n in (1, 2, MANY))
+    one, two, many = (step_workspace(plan.layers, plan.cache_dtype, n, tokens) for n in (1, 2, MANY))
     first, both = (plan.nbytes((tokens,) * n) + workspace.forms for n, workspace in ((1, one), (2, two)))
     return 2 * first - both + many.passing, both - first
 

@@ -4,9 +4,6 @@ ops.py, operands.py             ``append``, ``decode``, ``pack``, ``unpack``, ``
 reference.py                    the same in torch: what the kernels must give
 variants.py, choice.py          what a kernel is compiled for; which kernel serves it, what none takes
 pack.py, decode.py              launches of these operators
-page_codec.py                   stored forms: pages that the kernels cannot read as they are
-encode.py, reconstruct.py       ``encode_page`` and ``reconstruct`` of these
-predict.py                      linear predictions, to the same bits on every device
 shrink.py                       pages that shrink: the sweeps between the stages of their memory
 compile.py, launch.py           from a source in csrc/ and the macros of a variant to a kernel on a GPU
 """

@@ -28,6 +28,8 @@ from kvcal.plan.page_format import Format, Side
 
 # Pages encoded at once: bounds the scratch of a long prefill to 8 MB a head of 128 (kvcal.store.workspace).
 ENCODE_PAGES = 16
+# Values that are decoded at once: every temporary in fp32 is 32 MB then.
+VALUES_AT_ONCE = 2**23
 
 
 @dataclass(frozen=True, eq=False)

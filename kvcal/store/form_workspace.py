@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcal.kernels.reconstruct import position_turns
 from kvcal.kernels.variants import HeadRange, head_ranges
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import SIDES, Side
@@ -14,22 +13,19 @@ from kvcal.store.workspace import form_bytes, raw_record_bytes, step_workspace
 
 
 class FormWorkspace:
-    """``tokens``, ``kept`` and ``turns`` of a static cache, for all layers. Empty for a plan without stored forms.
+    """``tokens`` and ``kept`` of a static cache, for all layers. Empty for a plan without stored forms.
     Zeroed, so that nothing that is computed from a page that was never written is NaN."""
 
     def __init__(self, plan: Plan, batch: int, max_tokens: int, device: torch.device) -> None:
         self._batch, self._max_tokens, self._dtype = batch, max_tokens, plan.cache_dtype
-        sizes = step_workspace(plan.layers, plan.cache_dtype, batch, max_tokens, plan.tensors)
+        sizes = step_workspace(plan.layers, plan.cache_dtype, batch, max_tokens)
         self._tokens = {side: torch.zeros(sizes.tokens[side], dtype=torch.uint8, device=device) for side in SIDES}
         self._slots = [torch.zeros(slot, dtype=torch.float32, device=device) for slot in sizes.slots]
         self._kept = {key: self._slots[number] for key, number in sizes.slot_of.items()}
-        self._turns = layer_turns(plan, max_tokens, device)
 
     @property
     def nbytes(self) -> int:
-        turns = {tensor.data_ptr(): tensor for tensor in self._turns.values()}
-        tensors = (*self._tokens.values(), *self._slots, *turns.values())
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        return sum(tensor.untyped_storage().nbytes() for tensor in (*self._tokens.values(), *self._slots))
 
     def pages(self, layer: LayerPlan, pair: HeadRange, side: Side) -> Tensor:
         """uint8 [slots, n, record]: 16-bit pages that the kernels meet, of a head range in a stored form."""
@@ -43,21 +39,3 @@ class FormWorkspace:
     def kept(self, index: int, side: Side) -> Tensor | None:
         """fp32 [B, pages, 128, N, D]: pages of layer ``index`` as predictors read them; None where none does."""
         return self._kept.get((index, side))
-
-    def turns(self, index: int) -> Tensor | None:
-        """fp32 [max_tokens, pairs, 2] of layer ``index``, for ``reconstruct``; None where no kernel asks."""
-        return self._turns.get(index)
-
-
-def layer_turns(plan: Plan, max_tokens: int, device: torch.device) -> dict[int, Tensor]:
-    """By the index of every layer with a rotary table; empty on a CPU, where torch computes the angles as it goes."""
-    found: dict[int, Tensor] = {}
-    by_table: dict[bytes, Tensor] = {}
-    for layer in plan.layers if device.type == "cuda" else ():
-        rotary = plan.tensors.get(f"layers.{layer.geometry.index}.rotary")
-        if rotary is not None:
-            table = rotary.cpu().contiguous().numpy().tobytes()
-            if table not in by_table:
-                by_table[table] = position_turns(rotary.to(device), max_tokens)
-            found[layer.geometry.index] = by_table[table]
-    return found

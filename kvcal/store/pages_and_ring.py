@@ -21,9 +21,8 @@ from torch import Tensor
 from kvcal.geometry import CACHE_DTYPES
 from kvcal.kernels import ops
 from kvcal.kernels.operands import PageTransform
-from kvcal.kernels.page_codec import VALUES_AT_ONCE
 from kvcal.kernels.variants import Variant
-from kvcal.pages.codec import ENCODE_PAGES, PageCodec
+from kvcal.pages.codec import ENCODE_PAGES, VALUES_AT_ONCE, PageCodec
 from kvcal.pages.record_layout import PAGE_TOKENS, without_sinks
 from kvcal.plan.page_format import SIDES, num_pages
 from kvcal.store.pool import GrowingPool, Pool, Span, fixed, ordinals_of

@@ -6,7 +6,6 @@ count. A static cache allocates a part of it once (``kvcal.store.form_workspace`
                that many are predicted from stays until the last of them
     tokens     static cache: the pages of ONE layer's stored forms (kvcal.store.dequantize) as the kernels read them: 16
                bits, in the cache's dtype. Layers follow one another, so the largest layer's are room enough
-    turns      static cache: cosine and sine of every position, one table for all layers of the same RoPE
     passing    static cache: what a step that reconstructs pages computes with on the way, some pages at a time
     unpacked   dynamic cache: keys and values of one layer as attention reads them, one side's pages on their way there;
                of latent attention, the latents and the heads that they are expanded to
@@ -34,15 +33,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvcal.geometry import CacheDtype
-from kvcal.kernels.page_codec import VALUES_AT_ONCE
 from kvcal.kernels.variants import head_ranges, page_layout, stored_form
-from kvcal.lazy_torch import Tensor
-from kvcal.pages.codec import ENCODE_PAGES
+from kvcal.pages.codec import ENCODE_PAGES, VALUES_AT_ONCE
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS
 from kvcal.pages.shrink import RECORDS_AT_ONCE
 from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, SIDES, Format, Side, num_pages
-from kvcal.plan.tensors import needed_tensors, predictor_shape
+from kvcal.plan.tensors import predictor_shape
 from kvcal.stored_tensor import ITEM_BYTES
 
 # Scratch for each value that is encoded or converted at once. Measured: 14 to 19 bytes, 29 on a lattice.
@@ -143,7 +140,6 @@ class StepWorkspace:
     tokens: Mapping[Side, int]
     slots: tuple[Slot, ...]
     slot_of: Mapping[tuple[int, Side], int]
-    turns: int
     passing: int
     unpacked: int
     reading: int
@@ -156,7 +152,7 @@ class StepWorkspace:
     @property
     def forms(self) -> int:
         """Of a static cache, allocated once."""
-        return self.kept + sum(self.tokens.values()) + self.turns
+        return self.kept + sum(self.tokens.values())
 
     @property
     def nbytes(self) -> int:
@@ -174,19 +170,15 @@ def step_workspace(
     cache_dtype: CacheDtype,
     batch: int,
     max_tokens: int,
-    tensors: Mapping[str, Tensor] | None = None,
 ) -> StepWorkspace:
-    """Of ``batch`` rows of up to ``max_tokens`` tokens. ``tensors``: the plan's, None before they are known, when all
-    rotary tables of a head size count as one."""
+    """Of ``batch`` rows of up to ``max_tokens`` tokens."""
     paged = [layer for layer in layers if layer.is_paged]
     slots, slot_of = kept_slots(paged, batch, max_tokens)
-    turns = sum(2 * FLOAT_BYTES * max_tokens * pairs for pairs in _rotary_pairs(layers, cache_dtype, tensors))
     sizes = {side: [sum(form_bytes(layer, side, cache_dtype, batch, max_tokens)) for layer in paged] for side in SIDES}
     return StepWorkspace(
         {side: max(sizes[side], default=0) for side in SIDES},
         slots,
         slot_of,
-        turns,
         max((_passing(layer, layers, cache_dtype, batch, max_tokens) for layer in paged), default=0),
         max((_dense(layer, cache_dtype) for layer in paged), default=0) * batch * max_tokens,
         SCRATCH_BYTES
@@ -242,18 +234,6 @@ def _passing(
             found += 2 * FLOAT_BYTES * shape.num_inputs * shape.num_outputs  # its weight in fp32, and on the way there
         most = max(most, found)
     return most
-
-
-def _rotary_pairs(
-    layers: Sequence[LayerPlan], cache_dtype: CacheDtype, tensors: Mapping[str, Tensor] | None
-) -> list[int]:
-    """Pairs of channels of every distinct rotary table."""
-    names = {f"layers.{layer.geometry.index}.rotary": layer for layer in layers if layer.is_paged}
-    needed = [name for name in needed_tensors(layers, cache_dtype) if name in names]
-    if tensors is None:
-        return [dim // 2 for dim in {names[name].attention.k_head_dim for name in needed}]
-    tables = {tensors[name].cpu().contiguous().numpy().tobytes(): len(tensors[name]) for name in needed}
-    return list(tables.values())
 
 
 def kept_slots(

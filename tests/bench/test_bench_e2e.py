@@ -153,7 +153,7 @@ def test_a_sequence_of_stored_forms_costs_its_workspace_too(model: PreTrainedMod
     steps compute with and the tables of angles that kernels take."""
     fixed, each = cache_bytes("tiny", model, pair, 1024)
     whole = model_plan("tiny", model.config, pair, 1, 1280)
-    beside = step_workspace(whole.layers, whole.cache_dtype, MANY, 1280, whole.tensors)
+    beside = step_workspace(whole.layers, whole.cache_dtype, MANY, 1280)
     assert beside.passing > 0
     for batch in (1, 3):
         plan = model_plan("tiny", model.config, pair, batch, 1280)
@@ -161,7 +161,7 @@ def test_a_sequence_of_stored_forms_costs_its_workspace_too(model: PreTrainedMod
         with pytest.warns(SlowPath):
             cache.allocate(batch, "cpu")
         held = cache.nbytes + cache.static.forms.nbytes
-        assert held == fixed - beside.passing - beside.turns + batch * each
+        assert held == fixed - beside.passing + batch * each
 
 
 def test_memory_that_the_device_or_the_weights_do_not_leave_is_refused() -> None:

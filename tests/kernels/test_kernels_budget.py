@@ -13,7 +13,6 @@ from cubin_resources import resources
 
 from kvcal.kernels.compile import cubin
 from kvcal.kernels.decode import block_shape, decode_defines, row_defines
-from kvcal.kernels.page_codec import Reconstruction, encoding_defines, encoding_shared_bytes
 from kvcal.kernels.variants import Variant
 from kvcal.plan.page_format import RAW, Boost, Format, Tier
 
@@ -123,50 +122,3 @@ def test_the_stages_of_pages_that_shrink_compile(capability: tuple[int, int], bi
     assert staged.local_bytes <= plain.local_bytes + 24 and staged.instructions <= plain.instructions + 200
     found = resources(cubin("pack", stage.defines | {"STAGED": 1}, arch))["append"]
     assert found.local_bytes <= 16 and found.registers <= 128
-
-
-LATTICE = Format(2, lattice_dim=2)
-PRE = {"is_pre": True, "num_pairs": 64}
-# name: (what is reconstructed, instructions at most). 32 values of a lattice are some 800 of them.
-FORMS = {
-    "lattice d=2": (Reconstruction("v", LATTICE, 8, 128, "bfloat16"), 1050),
-    "lattice d=4": (Reconstruction("v", Format(2, lattice_dim=4), 8, 128, "bfloat16"), 1050),
-    "lattice, 4 bits": (Reconstruction("v", Format(4, lattice_dim=2), 8, 128, "bfloat16"), 1130),
-    "lattice before RoPE": (Reconstruction("k", LATTICE, 8, 128, "bfloat16", **PRE), 1480),
-    "residuals per token": (Reconstruction("v", Format(2, "token", 64), 8, 128, "bfloat16"), 560),
-    "keys before RoPE": (Reconstruction("k", Format(2, "channel", 32), 8, 128, "bfloat16", **PRE), 920),
-    "Kitty before RoPE": (Reconstruction("k", Format(2, "channel", boost=KITTY), 8, 128, "bfloat16", **PRE), 760),
-}
-
-
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("capability", WARPS)
-def test_reconstruct_stays_in_its_budget(capability: tuple[int, int], name: str) -> None:
-    """64 registers let an SM have four blocks, by as much shared memory as sm_89 and sm_120 have for two."""
-    form, instructions = FORMS[name]
-    found = resources(cubin("reconstruct", form.defines, f"sm_{capability[0]}{capability[1]}"))["reconstruct"]
-    assert found.local_bytes == 0 and found.registers <= 64
-    assert 2 * (form.shared_bytes + 1024) <= 100 * 1024
-    assert found.instructions <= instructions * (1 if capability == (9, 0) else 1.2)
-
-
-# name: instructions at most.
-ENCODED = {
-    "lattice d=2": 2150,
-    "lattice d=4": 2450,
-    "lattice, 4 bits": 2150,
-    "lattice before RoPE": 2650,
-    "residuals per token": 1400,
-    "keys before RoPE": 1550,
-}
-
-
-@pytest.mark.parametrize("name", ENCODED)
-@pytest.mark.parametrize("capability", WARPS)
-def test_encode_page_stays_in_its_budget(capability: tuple[int, int], name: str) -> None:
-    """80 registers let an SM have three blocks; a page of a head is a block's on sm_89 and sm_120."""
-    form = FORMS[name][0]
-    found = resources(cubin("encode_page", encoding_defines(form), f"sm_{capability[0]}{capability[1]}"))["encode_page"]
-    assert found.local_bytes == 0 and found.registers <= 80
-    assert (3 if form.is_lattice else 1) * (encoding_shared_bytes(form) + 1024) <= 100 * 1024
-    assert found.instructions <= ENCODED[name]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from allocation_cases import IDENTITY, VOCABULARY, WEIGHTS, geometry, profile
-from form_cases import NAMES, form_plan, rotary_table, static_of, with_tensors
+from form_cases import NAMES, form_plan, static_of, with_tensors
 
 from kvcal.errors import InfeasibleBudget
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
@@ -161,7 +161,7 @@ def test_a_whole_device_holds_weights_workspace_and_plan(transform) -> None:
         allocation, layers=tuple(replace(layer, k=(Format(2),), v=(Format(2),)) for layer in allocation.layers)
     )
     plan = compile_plan(allocation, *transform(allocation))
-    scratch = step_workspace(plan.layers, "bfloat16", BATCH, CONTEXT, plan.tensors).nbytes
+    scratch = step_workspace(plan.layers, "bfloat16", BATCH, CONTEXT).nbytes
     assert plan.predicted_bytes + WEIGHTS + 2 * 4 * BATCH * VOCABULARY + scratch <= total
 
 
@@ -199,15 +199,12 @@ def test_the_workspace_by_hand() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_static_cache_allocates_what_the_workspace_says(name: str) -> None:
     plan = form_plan(name)
-    said = step_workspace(plan.layers, plan.cache_dtype, 3, 500, plan.tensors)
+    said = step_workspace(plan.layers, plan.cache_dtype, 3, 500)
     forms = static_of(plan, 500, 3).static.forms
     held = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*forms._tokens.values(), *forms._slots)
     }
-    assert said.forms - said.turns == sum(held.values()) == forms.nbytes  # turns are for CUDA alone
-    tables = {bytes(plan.tensors[n].numpy().tobytes()) for n in plan.tensors if n.endswith("rotary")}
-    assert said.turns == len(tables) * 500 * (plan.layers[0].head_dim("k") // 2) * 2 * 4
-    assert step_workspace(plan.layers, plan.cache_dtype, 3, 500).turns == said.turns
+    assert said.forms == sum(held.values()) == forms.nbytes
     assert said.nbytes >= said.forms + said.passing and said.nbytes >= said.kept + said.unpacked + said.packing
 
 
@@ -223,7 +220,7 @@ def test_eight_rows_of_32k_of_a_predicted_8b_model() -> None:
     )
     said = step_workspace(layers, "bfloat16", 8, 32768)
     pages = 8 * (32768 // 128) * 128 * 8 * 128
-    assert said.forms == pages * (2 * 2 + 4 * 4) + 32768 * 64 * 2 * 4
+    assert said.forms == pages * (2 * 2 + 4 * 4)
     assert 5.3e9 < said.forms < 5.5e9 and said.passing < 1 << 30
 
 
@@ -315,13 +312,6 @@ def test_a_budget_beyond_16_bits_is_that_of_16_bits(budget: str) -> None:
     )
     layers = made_progressive(replace(fixed, split=found.split), ProgressiveSpec(), 0).layers
     assert all(min(fmt.shrink_at) > CONTEXT for layer in layers for fmt in (*layer.k, *layer.v))
-
-
-def test_rotary_tables_are_counted_once_for_each_rope() -> None:
-    plan = form_plan("linear")
-    other = {**plan.tensors, "layers.2.rotary": rotary_table(plan.layers[0].head_dim("k"), theta=5e5)}
-    one, two = (step_workspace(plan.layers, "bfloat16", 1, 300, tensors).turns for tensors in (plan.tensors, other))
-    assert two == 2 * one > 0
 
 
 def test_a_search_counts_the_most_workspace_of_its_choices() -> None:

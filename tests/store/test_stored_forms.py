@@ -30,7 +30,7 @@ from kvcal import PlanCache, attached
 from kvcal.cache.attached import attached_for
 from kvcal.errors import NonFiniteActivations, SlowPath, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry
-from kvcal.kernels import reconstruct, variants
+from kvcal.kernels import variants
 from kvcal.kernels.choice import refusals
 from kvcal.kernels.compile import cubin
 from kvcal.kernels.decode import decode_defines
@@ -103,8 +103,7 @@ def test_rows_of_a_padded_batch(name: str) -> None:
 
 
 def test_scratch_in_parts_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (reconstruct, dequantize):  # three pages of both heads
-        monkeypatch.setattr(module, "VALUES_AT_ONCE", 3 * 2 * 128 * HEAD_DIM)
+    monkeypatch.setattr(dequantize, "VALUES_AT_ONCE", 3 * 2 * 128 * HEAD_DIM)  # three pages of both heads
     plan, inputs = form_plan("int4, lattice"), [states(layer, 2, 700) for layer in LAYERS]
     assert compare(static_of(plan, 720, 2), dynamic_of(plan), (600, 640, *range(641, 660), 700), inputs) >= 36
 

@@ -7,24 +7,21 @@ has packed a page by itself. Small, since every access is checked: 2 KV heads, 4
 from __future__ import annotations
 
 import sys
-import warnings
-from dataclasses import replace
 
 import torch
 from form_cases import with_tensors
 from transformers import LlamaConfig, MistralConfig
 
 from kvcal import Plan, PlanCache
-from kvcal.errors import SlowPath
 from kvcal.geometry import AttentionGeometry, ModelIdentity
-from kvcal.plan.layer import LayerPlan, Predictor
+from kvcal.plan.layer import LayerPlan
 from kvcal.plan.page_format import RAW, Boost, Format, Tier
 from kvcal.plan.plan import Workload
 from kvcal.store.state import Serving
 
 KITTY = Boost("magnitude", (Tier(4, 0.125),))
 MIXKVQ = Boost("query_range", (Tier(16, 0.125, 1.5), Tier(4, 0.25, 0.5)))
-# Formats of keys and values; None: a sliding window of 100 tokens. Of "a prediction", the second layer is predicted.
+# Formats of keys and values; None: a sliding window of 100 tokens.
 CASES = {
     "2 bits": (Format(2, "channel"), Format(2)),
     "Kitty": (Format(2, "channel", boost=KITTY), Format(2)),
@@ -39,8 +36,6 @@ CASES = {
         Format(2, num_sink_tokens=4, quantizer="rotated-lattice"),
         Format(2, quantizer="rotated-lattice"),
     ),
-    "a lattice": (Format(2, lattice_dim=2), Format(3, lattice_dim=2)),
-    "a prediction": (Format(2, "channel", 32, 4), Format(2, "token", 32, 4)),
     "a sliding window": None,
 }
 LENGTHS, STEPS, GROUP, HEADS, DIM = (372, 250), 45, 4, 2, 128
@@ -51,14 +46,7 @@ def layers_of(case: str) -> list[LayerPlan]:
     geometry = AttentionGeometry(0, GROUP * HEADS, HEADS, DIM, DIM, None if formats else 100)
     if formats is None:
         return [LayerPlan(geometry)]
-    layer = LayerPlan(geometry, formats[:1], formats[1:])
-    if case != "a prediction":
-        return [layer]
-    told = Predictor("low_rank", 0, rank=12)
-    return [
-        layer,
-        replace(layer, geometry=replace(geometry, index=1), k_predictor=told, v_predictor=told, k_pages="pre"),
-    ]
+    return [LayerPlan(geometry, formats[:1], formats[1:])]
 
 
 def cache_of(case: str) -> PlanCache:
@@ -78,9 +66,7 @@ def cache_of(case: str) -> PlanCache:
 @torch.inference_mode()
 def main(case: str, device: str = "cuda") -> None:
     cache = cache_of(case)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SlowPath)
-        cache.allocate(len(LENGTHS), device)
+    cache.allocate(len(LENGTHS), device)
     cache.static.serving, layers = Serving(), cache.paged_layers
     generator = torch.Generator(device).manual_seed(0)
 
