@@ -29,7 +29,7 @@ NO_ARITHMETIC := $(addprefix --ignore=tests/,cache/test_cache_errors.py cache/te
   store/test_stored_forms.py::test_bytes_are_the_plans_and_scratch_is_counted)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check format lint types test old-cpu gpu engines bench consumers first-user docs clean
+.PHONY: help setup demo check format lint types test old-cpu gpu engines bench first-user docs clean
 
 help:
 	@echo "make demo    set up, run the pipeline on the embedded model, print the table"
@@ -41,7 +41,6 @@ help:
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make lint    format and lint, reading only"
 	@echo "make bench   measure time and memory (experiments)"
-	@echo "make consumers  an interpreter beside this one, with programs that read exports"
 	@echo "make first-user  install the wheel in an empty environment, and go the way of docs/first-user.md"
 	@echo "make docs    build the documentation as a site, in site/; warnings are errors"
 	@echo "make clean   remove caches, the demo's output and the environment"
@@ -95,16 +94,6 @@ engines: $(READY)
 bench: $(READY)
 	$(PYTEST) experiments/bench_*.py -m bench -s
 
-# Other programs' pins would change the environment: theirs is another one, outside of the checkout, that sees this one's
-# packages behind its own. Tests that read exports with their parsers skip without it.
-CONSUMERS ?= $(HOME)/.cache/kvcal-consumers
-consumers: $(READY)
-	@test -x $(CONSUMERS)/bin/python || $(BIN)/python -m venv $(CONSUMERS)
-	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
-	  > "$$($(CONSUMERS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/kvcal.pth"
-	@$(CONSUMERS)/bin/python -m pip install -qq --disable-pip-version-check --no-input --no-deps \
-	  compressed-tensors==0.20.0 loguru psutil
-	@echo "export KVCAL_CONSUMERS=$(CONSUMERS)/bin/python"
 # Minutes, most of them pip's; writes the page's outputs anew.
 first-user: $(READY)
 	PYTHON=$(CURDIR)/$(BIN)/python experiments/first_user.sh

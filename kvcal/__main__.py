@@ -21,7 +21,6 @@ from kvcal.commands import about, plans, run, stages
 from kvcal.commands.bench import bench
 from kvcal.commands.doctor import doctor
 from kvcal.commands.explain import explain, report
-from kvcal.commands.export import export, import_kvtuner
 from kvcal.commands.options import for_ranks, needs_compile
 from kvcal.commands.serve import capacity, serve_args
 from kvcal.console import discard_stdout, print_error, print_error_json, print_text
@@ -37,7 +36,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     epilog="Exit codes: 0 ok, 2 usage, 3 infeasible budget, 4 unsupported model, 5 bad artifact, 6 no GPU kernel, "
-    "7 a gate of eval or export failed, 8 another rank ended, 130 interrupted.",
+    "7 a gate of eval failed, 8 another rank ended, 130 interrupted.",
 )
 
 
@@ -123,9 +122,6 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "verify": plans.verify,
         "generate": plans.generate,
         "pack-prefix": plans.pack_prefix,
-        "export": export,
-        "import-kvtuner": import_kvtuner,
-        "push": plans.push,
     },
 }
 RUNTIME_PANELS = ("First", "Serving engines", "Plans")

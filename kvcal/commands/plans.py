@@ -1,5 +1,5 @@
-"""Commands on compiled plans: ``kvcal inspect``, ``diff``, ``verify``, ``eval``, ``generate``, ``pack-prefix`` and
-``push``. The first two load no transformers.
+"""Commands on compiled plans: ``kvcal inspect``, ``diff``, ``verify``, ``eval``, ``generate`` and
+``pack-prefix``. The first two load no transformers.
 """
 
 from __future__ import annotations
@@ -324,37 +324,3 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None = None) -> str:
     except UnicodeError as refused:
         raise UsageError(f"--prompt{' -: stdin' if prompt == '-' else ''} is not UTF-8: {refused}") from None
     return text
-
-
-@options.spread
-def push(
-    plan: options.PlanArgument,
-    repository: Annotated[str, typer.Argument(help="On the Hugging Face hub, owner/name; made if needed.")],
-    given: options.OutputOptions,
-    evaluation: Annotated[
-        Path | None, typer.Option(help="An evaluation.json with this plan's row: its table goes into the card.")
-    ] = None,
-    branch: Annotated[str | None, typer.Option(help="Default: main.")] = None,
-    private: Annotated[bool, typer.Option("--private", help="A repository that is made is private.")] = False,
-) -> None:
-    """Share a plan on the Hugging Face hub, with a card of its size, provenance and measurements.
-
-    `load_plan("owner/name", revision=COMMIT)` reads it back; the commit is printed. HF_TOKEN says who writes.
-
-    Example: `kvcal push plan.safetensors owner/qwen3-8b-2.5-bits --evaluation artifacts/eval/evaluation.json`
-    """
-    from kvcal.plan.plan import load_plan
-
-    loaded, measured = load_plan(plan), []
-    if evaluation is not None:
-        from kvcal.stages.evaluate import load_evaluation, table_columns
-
-        rows = load_evaluation(evaluation).rows
-        if loaded.sha256 not in {row.plan_sha256 for row in rows}:
-            raise UsageError(
-                f"{evaluation} has no row of {plan}, only of {', '.join(row.name for row in rows)}",
-                hint=f"kvcal eval {plan} --model MODEL --out {evaluation.parent}",
-            )
-        measured = table_columns(rows)
-    commit = loaded.push_to_hub(repository, measured=measured, branch=branch, private=private)
-    given.show({"repository": repository, "commit": commit}, f'load_plan("{repository}", revision="{commit}")')

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,6 @@ from kvcal.errors import ArtifactError, UsageError
 from kvcal.geometry import CacheDtype, Geometry, ModelIdentity
 from kvcal.lazy_torch import Tensor
 from kvcal.pages.record_layout import RAW_BITS
-from kvcal.plan import hub
 from kvcal.plan.layer import LayerPlan, Predictor, bare_layers
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Side, Tier, WindowRule
 from kvcal.plan.tensors import check_layers, check_tensors, tensors_nbytes
@@ -37,6 +37,7 @@ __all__ = [
 ]  # fmt: skip
 
 KIND = "kv-quantization-plan"
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.safetensors)")
 SCHEMA = 3  # pages hold tokens from multiples of 128 on; up to 2, from behind the sinks
 
 
@@ -144,29 +145,6 @@ class Plan:
         empty = dataclasses.replace(self, provenance={})
         return hashlib.sha256(plan_bytes(empty)).hexdigest()
 
-    def push_to_hub(
-        self,
-        repository: str,
-        *,
-        measured: hub.Columns = (),
-        branch: str | None = None,
-        private: bool = False,
-        message: str = "Add a plan of kvcal",
-    ) -> str:
-        """Write the plan and its card to ``repository`` (owner/name) on the Hugging Face hub, made if needed, in one
-        commit; returns the commit's id, which ``load_plan(repository, revision=...)`` takes.
-
-        ``measured``: a table for the card, such as ``table_columns(load_evaluation(path).rows)`` of
-        kvcal.stages.evaluate. Raises UsageError: the name is none, or the hub does not take the files."""
-        sizes = {
-            "total_bytes": self.predicted_bytes,
-            "raw_bytes": self.raw_nbytes(self.workload.lengths),
-            "bits_per_value": self.bits_per_value(),
-            "sha256": self.sha256,
-        }
-        card = hub.plan_card(repository, plan_record(self), self.layers, sizes, measured)
-        return hub.push(repository, plan_bytes(self), card, branch, private, message)
-
 
 def plan_record(plan: Plan) -> dict[str, Any]:
     """All of a plan that is JSON."""
@@ -185,6 +163,18 @@ def save_plan(plan: Plan, path: str | Path) -> None:
     artifact.write_bytes_atomic(path, plan_bytes(plan))
 
 
+def _downloaded(repository: str, revision: str | None) -> Path:
+    """The plan.safetensors of a repository on the Hugging Face hub, from the local cache where it is there."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repository, "plan.safetensors", revision=revision, library_name="kvcal"))
+    except (OSError, ValueError) as error:  # also the hub's own errors, which are OSErrors
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        hint = "no such file here; on the hub check the name, the revision, the network, and HF_TOKEN for a private one"
+        raise UsageError(f"plan {repository} at revision {revision or 'main'!r}: {reason}", hint) from error
+
+
 def load_plan(path: str | Path, revision: str | None = None) -> Plan:
     """Read and validate a plan: a file, or the plan of a repository on the Hugging Face hub, "owner/name", at
     ``revision`` (a commit's id, a tag or a branch; default: the newest).
@@ -194,8 +184,8 @@ def load_plan(path: str | Path, revision: str | None = None) -> Plan:
         ArtifactError: missing, truncated, corrupt or foreign file; unknown version, key or tensor; missing or
             mis-shaped content; predicted bytes that are not what the layers take.
     """
-    if hub.is_hub_id(path):
-        path = hub.fetch(str(path), revision)
+    if isinstance(path, str) and _REPOSITORY.fullmatch(path) and not Path(path).exists():
+        path = _downloaded(path, revision)
     elif revision is not None:
         raise UsageError(f"revision {revision!r} of {path}: a file has none", "give a repository, owner/name")
     stored = artifact.read(path, KIND, SCHEMA)

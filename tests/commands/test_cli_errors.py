@@ -201,7 +201,6 @@ def test_the_commands_of_hints_exist() -> None:
         "plan no-model --bits 3",
         "compile no-folder",
         "pack-prefix --plan no-plan --model no-model --prompt text",
-        "export no-plan --to kvtuner",
     ],
 )
 def test_an_output_that_would_replace_weights_is_refused_before_any_work(tmp_path: Path, command: str) -> None:

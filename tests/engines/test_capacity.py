@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import random
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from cli_cases import ran_well, run_kvcal, save_llama
-from consumers import consumed
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.engines.capacity import sglang_capacity, vllm_blocks, vllm_capacity
@@ -105,65 +102,6 @@ def test_sliding_windows_take_rings_and_no_blocks() -> None:
     assert found.raw_tokens == 20 * 10**9 // (5 * 2 * 4 * 256 * 2)
 
 
-# What vLLM needs of its configuration to plan a cache; cases are (pages, ring, memory, context).
-PLANNER = """
-import json, sys
-from types import SimpleNamespace as Some
-import torch
-from vllm.v1.core import kv_cache_utils
-try:
-    from vllm.v1.core import kv_cache_planning as planner  # 0.33
-except ImportError:
-    planner = kv_cache_utils
-from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec, KVCacheLayout
-
-def spec(cls, nbytes):
-    return cls(block_size=128, num_kv_heads=1, head_size=1, dtype=torch.uint8, num_head_slots=1,
-               tokens_per_state=128, state_content_bytes=nbytes)
-
-found = []
-for pages, ring, memory, context in json.load(sys.stdin):
-    cache = Some(get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLHNC, num_gpu_blocks_override=None,
-                 prefix_cache_retention_interval=None, block_size=128)
-    config = Some(cache_config=cache, model_config=Some(max_model_len=context), speculative_config=None,
-                  scheduler_config=Some(disable_hybrid_kv_cache_manager=False, max_num_batched_tokens=8192),
-                  parallel_config=Some(decode_context_parallel_size=1, prefill_context_parallel_size=1),
-                  attention_config=Some(hisparse_config=None), kv_transfer_config=None)
-    specs = {f"model.layers.{n}.attn": spec(FullAttentionSpec, nbytes) for n, nbytes in enumerate(pages) if nbytes}
-    specs |= {f"model.layers.{n}.attn.ring": spec(CircularBufferSpec, ring) for n in range(len(pages))}
-    groups = planner.get_kv_cache_groups(config, specs)
-    made = planner.get_kv_cache_config_from_groups(config, groups, memory)
-    found.append([made.num_blocks, *kv_cache_utils.get_kv_cache_capacity(config, made)])
-print(json.dumps(found))
-"""
-
-
-def test_blocks_and_concurrency_are_those_of_vllms_own_planner() -> None:
-    """Random layers, among them patterns that repeat, equal ones, rings beyond a block, and layers that are nothing but
-    a ring."""
-    draw, cases = random.Random(0), []
-    for _ in range(200):
-        count, ring = draw.choice([1, 2, 3, 4, 8, 12, 32, 80]), 16 * draw.randint(1, 400)
-        sizes = [16 * draw.randint(1, 200) for _ in range(draw.randint(1, 4))]
-        pages = draw.choices(sizes, k=count) if draw.random() < 0.6 else (sizes * count)[:count]
-        if draw.random() < 0.3:
-            pages[1:] = (size * (draw.random() < 0.4) for size in pages[1:])
-        cases.append((pages, ring, 10**6 * draw.randint(1, 50), draw.randint(1, 5000)))
-    cases += [([ring] * count, ring, 10**6, 1000) for count in (1, 5, 32) for ring in (64, 4096)]
-    plan = eight_billion([2, 2, 3, 4])
-    for ranks in (1, 4):
-        shard = HeadShard(plan, 0, ranks)
-        cases.append(([shard.block_bytes(n) for n in range(32)], shard.ring_bytes(0), 40 * 10**9, 32768))
-    expected = json.loads(consumed(("vllm",), PLANNER, json.dumps(cases)))
-    for (pages, ring, memory, context), (num_blocks, tokens, concurrency) in zip(cases, expected, strict=True):
-        block_bytes, groups = vllm_blocks(pages, ring)
-        assert memory // block_bytes == num_blocks
-        assert num_blocks / (-(-context // 128) + groups) == concurrency
-        assert int(concurrency * context) == tokens
-    found = vllm_capacity(plan, 40 * 10**9, 4, 32768)
-    assert [found.num_blocks, found.num_tokens, found.concurrency] == expected[-1]
-
-
 def allocated(engine: Engine, tp: int, nbytes: int, num_sink_tokens: int = 0, drafts: int = 0) -> tuple[Plan, Split]:
     """A plan of 12 layers with formats for each head, for 3 sequences of 1000 tokens in so many bytes."""
     geometry = Geometry("llama", "bfloat16", tuple(AttentionGeometry(index, 8, 4, 64, 64) for index in range(12)))
@@ -235,40 +173,6 @@ def test_a_plan_for_an_engine_pays_for_tokens_beside_its_pages() -> None:
 def test_a_plan_for_an_engine_is_not_searched() -> None:
     with pytest.raises(UsageError, match=r"allocate.engine = 'vllm' and \[search\]"):
         with_knobs(load_recipe("best"), {"allocate.engine": "vllm", "allocate.bits": 3.0})
-
-
-def test_vllms_own_planner_has_the_blocks_that_a_plan_was_allocated_for() -> None:
-    cases = []
-    for tp, nbytes in itertools.product((1, 2), BUDGETS):
-        plan, split = allocated("vllm", tp, nbytes)
-        shard = HeadShard(plan, 0, tp)
-        pages = [shard.block_bytes(n) for n in range(12)]
-        cases.append((pages, shard.ring_bytes(0), (split.cache + split.engine) // tp, 1000))
-    for num_blocks, _, concurrency in json.loads(consumed(("vllm",), PLANNER, json.dumps(cases))):
-        assert (num_blocks - 1) / num_blocks * concurrency == pytest.approx(3)
-
-
-# SGLang's own sizing, of a pool whose token and rings take these bytes; cases are (token, rings, memory).
-SIZING = """
-import json, sys
-from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
-found = []
-for token, rings, memory in json.load(sys.stdin):
-    sizes = object.__new__(DefaultPoolConfigurator)
-    sizes._cell_size, sizes._fixed_overhead_bytes = token, rings
-    found.append(sizes.calculate_pool_sizes(memory, 128).max_total_num_tokens)
-print(json.dumps(found))
-"""
-
-
-def test_tokens_are_those_of_sglangs_own_sizing() -> None:
-    plan, cases, found = eight_billion([2, 2, 3, 4]), [], []
-    for ranks, requests, memory in ((1, 64, 40 * 10**9), (4, 256, 10**10), (1, 1, 10**9)):
-        shard = HeadShard(plan, 0, ranks)
-        token = -(-sum(shard.block_bytes(n) for n in range(32)) // 128)
-        cases.append((token, (requests + 1) * 32 * shard.ring_bytes(0), memory))
-        found.append(sglang_capacity(plan, memory, ranks, 8192, requests).num_blocks * 128)
-    assert found == json.loads(consumed(("sglang",), SIZING, json.dumps(cases)))
 
 
 def test_sglang_takes_rings_off_the_memory_first() -> None:

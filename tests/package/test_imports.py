@@ -24,7 +24,7 @@ LEVELS = (
     {"kernels"},
     {"store"},
     {"cache"},
-    {"stages", "bench", "charts", "exports", "engines"},
+    {"stages", "bench", "charts", "engines"},
     {"run"},
     {"commands", "console", "tables", "lm_eval", "__main__", "charts.html", "charts.report"},
 )
