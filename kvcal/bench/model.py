@@ -46,6 +46,7 @@ from kvcal.cache.attached import attached
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import SlowPath, UnsupportedModel, UsageError
 from kvcal.geometry import CACHE_DTYPES, ModelIdentity
+from kvcal.models.cache_argument import with_cache
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.plan import Plan
 from kvcal.strict import STRICT
@@ -231,7 +232,11 @@ def time_steps(model: PreTrainedModel, timed: Static16 | StaticPlan, batch: int,
 
         def step() -> None:
             logits = model(
-                input_ids=ids, position_ids=positions, past_key_values=timed.cache, use_cache=True, logits_to_keep=1
+                input_ids=ids,
+                position_ids=positions,
+                use_cache=True,
+                **with_cache(model, timed.cache),
+                logits_to_keep=1,
             ).logits
             ids.copy_(logits[:, -1:].argmax(-1))
             positions.add_(1)
@@ -286,7 +291,7 @@ def time_prefill(model: PreTrainedModel, shape: str, stored_as: Stored | None, c
     new_cache = prompt_caches(model, shape, stored_as, context)
 
     def prompt(cache: Any) -> Call:
-        return lambda: model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return lambda: model(input_ids=ids, use_cache=True, **with_cache(model, cache), logits_to_keep=1)
 
     with torch.inference_mode(), warnings.catch_warnings(), attached(model) if stored_as else nullcontext():
         warnings.simplefilter("ignore", SlowPath)

@@ -32,6 +32,7 @@ from kvcal.cache.paged_layer import DYNAMIC_HINT, PagedLayer
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import UnsupportedModel, UsageError
 from kvcal.models.attention import OURS, attention_modules, base_attention, layer_index, replaced_attention
+from kvcal.models.cache_argument import given_cache
 from kvcal.plan.plan import Plan
 from kvcal.store.state import Serving
 
@@ -69,7 +70,7 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
         )
 
     def note_cache(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        cache = kwargs.get("past_key_values")
+        cache = given_cache(kwargs)
         current.cache = cache if isinstance(cache, PlanCache) else None
         if isinstance(cache, PlanCache) and cache.static is not None:
             cache.static.serving = serving

@@ -27,6 +27,7 @@ from kvcal.data.pools import Purpose, pool_of
 from kvcal.distributed import map_over_ranks
 from kvcal.errors import ArtifactError, NonFiniteActivations
 from kvcal.lazy_torch import Tensor, torch
+from kvcal.models.cache_argument import given_cache, with_cache
 from kvcal.progress import Reporter, Silent
 
 if TYPE_CHECKING:
@@ -103,8 +104,8 @@ def sample(
         if t + 1 < length:
             ids_B1 = tokens_BT[:, t : t + 1].to(model.device)
             with torch.no_grad():
-                output = model(input_ids=ids_B1, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+                output = model(input_ids=ids_B1, use_cache=True, **with_cache(model, cache))
+            cache = given_cache(output)
             cumulative_BV = output.logits[:, -1].double().softmax(-1).cumsum(-1)
             if not bool(torch.isfinite(cumulative_BV[:, -1]).all()):
                 raise NonFiniteActivations(f"sampling: the model's logits are not finite at token {t}")

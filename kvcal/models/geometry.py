@@ -19,7 +19,6 @@ Left out: query heads that differ from layer to layer (an error of the taps).
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from typing import Any, get_args
 
 import torch
@@ -43,6 +42,7 @@ from kvcal.geometry import (
     StateGeometry,
     latent_geometry,
 )
+from kvcal.models.cache_argument import cache_argument, with_cache
 
 # Layer types without any attention: transformers gives them a placeholder for a cache layer.
 LAYERS_WITHOUT_ATTENTION = ("moe", "mlp")
@@ -110,8 +110,8 @@ def geometry_of(model: PreTrainedModel, cache_dtype: CacheDtype | None = None) -
 
 def require_cache(model: PreTrainedModel) -> None:
     """UnsupportedModel for a model without keys and values to cache, such as Mamba."""
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedModel(f"{type(model).__name__}.forward takes no past_key_values: it has no key-value cache")
+    if cache_argument(model) is None:
+        raise UnsupportedModel(f"{type(model).__name__}.forward takes no cache: it has no key-value cache")
 
 
 def checkpoint_dtype(config: PreTrainedConfig) -> CacheDtype:
@@ -157,11 +157,11 @@ def _run_probe(model: PreTrainedModel, cache: RecordingCache) -> None:
     """Two tokens into the cache, then one more; and two tokens of which the last differs, for causality."""
     ids = probe_ids(model, 1, 3)
     ids, other_ids = ids[:, :2], ids[:, ::2]
-    logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    logits = model(input_ids=ids, use_cache=True, **with_cache(model, cache)).logits
     state_bytes = [_state_bytes(layer) for layer in cache.layers]
     kept = _module_tensors(model)
     other_logits = model(input_ids=other_ids, use_cache=False).logits
-    model(input_ids=other_ids[:, 1:], past_key_values=cache, use_cache=True)
+    model(input_ids=other_ids[:, 1:], use_cache=True, **with_cache(model, cache))
 
     if state_bytes != [_state_bytes(layer) for layer in cache.layers]:
         raise UnsupportedModel(f"{type(model).__name__}: a state layer's cache grows with the tokens")

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from kvcal.errors import WITHOUT_CALIBRATION, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, Geometry
 from kvcal.models.attention import attention_modules, forward_of, layer_index, listen, require_base
+from kvcal.models.cache_argument import given_cache, with_cache
 from kvcal.models.geometry import RecordingCache, attention_layers, geometry_of, probe_ids, sharing_layers
 from kvcal.models.streamed import runs_again
 
@@ -128,7 +129,7 @@ def check_taps(model: PreTrainedModel, geometry: Geometry | None = None) -> None
     cache = RecordingCache(model.config.get_text_config(decoder=True))
     seen: list[Captured] = []
     with torch.no_grad():
-        expected = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits
+        expected = model(input_ids=ids, attention_mask=mask, use_cache=True, **with_cache(model, cache)).logits
         with tap(model, seen.append, geometry):
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     for captured in seen:
@@ -169,7 +170,7 @@ class _Recorder(threading.local):
 
     def lend(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Before a module of latent attention: itself in place of a cache."""
-        return args, {**kwargs, "past_key_values": self}
+        return args, {**kwargs, **with_cache(module, self)}
 
     def update(self, latent_B1TD: Tensor, rotary_B1TD: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
         """As ``Cache.update`` of a cache without tokens."""
@@ -178,8 +179,8 @@ class _Recorder(threading.local):
 
     def start(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """Before a forward: only without a cache are the attended tokens the new ones alone."""
-        if kwargs.get("use_cache") is not False or kwargs.get("past_key_values") is not None:
-            raise UsageError("a tapped forward needs use_cache=False and no past_key_values")
+        if kwargs.get("use_cache") is not False or given_cache(kwargs) is not None:
+            raise UsageError("a tapped forward needs use_cache=False and no cache")
         self._next, self._handed = 0, None
         self._rotated.clear()  # what an aborted forward left
 

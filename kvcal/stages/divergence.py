@@ -40,6 +40,7 @@ from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.geometry import Geometry, ModelIdentity
+from kvcal.models.cache_argument import with_cache
 from kvcal.models.layer_inputs import Forward, LayerInputs, kept_inputs
 from kvcal.models.load import LoadedModel
 from kvcal.models.streamed import is_streamed
@@ -122,7 +123,7 @@ def _fed(model: PreTrainedModel, cache: PlanCache, inputs: LayerInputs, forward:
     """The logits of a chunk through one cache."""
     inputs.forward = forward
     with torch.no_grad():
-        logits_BTV = model(input_ids=chunk_BT, past_key_values=cache, use_cache=True).logits
+        logits_BTV = model(input_ids=chunk_BT, use_cache=True, **with_cache(model, cache)).logits
     cache.skip(forward.first, *chunk_BT.shape)
     return logits_BTV
 

@@ -17,6 +17,7 @@ from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import prefix_ids
 from kvcal.errors import UsageError
 from kvcal.folder import tokenizer_of
+from kvcal.models.cache_argument import with_cache
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 
@@ -118,7 +119,7 @@ def new_tokens(
         output: Tensor = model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
-            past_key_values=cache,
+            **with_cache(loaded.model, cache),
             max_new_tokens=max_new_tokens,
             **settings,
         )

@@ -10,6 +10,7 @@ import torch
 from kvcal.cache.attached import attached_for
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.errors import ArtifactError
+from kvcal.models.cache_argument import with_cache
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
@@ -67,7 +68,7 @@ def verify_plan(plan: Plan, loaded: LoadedModel, max_context: int | None, report
         tokens_BT = _random_tokens(loaded, batch, counts[-1])
         for number, count in enumerate(counts):
             with attached_for(loaded.model, plan):
-                loaded.model(input_ids=tokens_BT[:, fed:count], past_key_values=cache)
+                loaded.model(input_ids=tokens_BT[:, fed:count], **with_cache(loaded.model, cache))
             fed = count
             require_predicted_bytes(cache, [count] * batch)
             reporter(number + 1, len(counts), f"verify: batch {batch}")
@@ -78,7 +79,7 @@ def verify_plan(plan: Plan, loaded: LoadedModel, max_context: int | None, report
     cache = PlanCache(plan, loaded.model.config, attention_mask=mask)
     tokens_BT = _random_tokens(loaded, len(lengths), width)
     with attached_for(loaded.model, plan):
-        loaded.model(input_ids=tokens_BT, attention_mask=mask, past_key_values=cache)
+        loaded.model(input_ids=tokens_BT, attention_mask=mask, **with_cache(loaded.model, cache))
     require_predicted_bytes(cache, lengths)
     checks.append(Check("bytes", f"ragged batch of {_joined(lengths)} tokens: allocated = predicted"))
     return checks

@@ -32,6 +32,7 @@ from kvcal.data.sequences import encode_problem
 from kvcal.data.tasks import Problem, extract_answer, problems
 from kvcal.errors import NonFiniteActivations, UsageError
 from kvcal.folder import tokenizer_of
+from kvcal.models.cache_argument import with_cache
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
@@ -157,7 +158,8 @@ def generate_packed(
     """Tokens [B, T] of ``generate(*args, **kwargs)``, which is ``model.generate`` or calls it, through ``cache``; then
     the cache's bytes and its decoded copy are checked."""
     with attached_for(model, cache.plan):
-        output = generate(*args, **kwargs, past_key_values=cache, logits_processor=LogitsProcessorList([RefuseNaN()]))
+        processors = LogitsProcessorList([RefuseNaN()])
+        output = generate(*args, **kwargs, **with_cache(model, cache), logits_processor=processors)
     require_predicted_bytes(cache)
     cache.verify_decoded()
     return output

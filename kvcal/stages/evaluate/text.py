@@ -31,6 +31,7 @@ from transformers import DynamicCache
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import NonFiniteActivations
+from kvcal.models.cache_argument import with_cache
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import Plan
 from kvcal.progress import Reporter
@@ -120,7 +121,7 @@ class Reference:
         batch, cache = self.batches[number], DynamicCache(config=self.model.config)
 
         def compute(start: int, stop: int) -> Tensor:
-            logits_BTV = self.model(input_ids=batch.input_ids_BT[:, start:stop], past_key_values=cache).logits
+            logits_BTV = self.model(input_ids=batch.input_ids_BT[:, start:stop], **with_cache(self.model, cache)).logits
             return logits_BTV.transpose(0, 1)[batch.predicts_TB[start:stop]].float()
 
         if not self.is_kept:
