@@ -36,6 +36,7 @@ def side_name(layer: LayerPlan, side: Side) -> str:
     if side == "k":
         name += (" λ" if layer.k_rescale else "") + (" offset" if layer.k_offset else "")
         name += " before RoPE" if layer.k_pages == "pre" else ""
+    name += " in basis" if layer.basis(side) else ""
     name += " with feedback" if layer.feedback(side) else ""
     predictor = layer.predictor(side)
     return name if predictor is None else f"{name}, {predictor.kind} from layer {predictor.source}"

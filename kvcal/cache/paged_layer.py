@@ -215,11 +215,13 @@ class PagedLayer(CacheLayerMixin):
             self.static.phases.prepare(tokens)
 
     def _whole(self, side: Side, new: Tensor, dtype: torch.dtype, rows: Rows, columns: int) -> Tensor:
-        """The past and new [B, N, T, D] together."""
+        """The past and new [B, N, T, D] together: new tokens as they are read until they are packed."""
+        kept = [part.kept(new[:, part.heads], dtype) for part in self.sides[side]]
+        new = kept[0] if len(kept) == 1 else torch.cat(kept, dim=1)
         if self.decoded is not None:
-            return self.decoded.whole(self.sides[side], side, new.to(dtype), rows, columns)
+            return self.decoded.whole(self.sides[side], side, new, rows, columns)
         if not columns:
-            return new.to(dtype)
+            return new
         whole = self.store.read(side, rows, columns, new.shape[2], dtype)
         whole[:, :, columns:] = new
         return whole

@@ -41,6 +41,7 @@ from kvcal.kernels import ops
 from kvcal.kernels.choice import draft_reasons
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import HeadRange, variant_of
+from kvcal.pages.basis import Basis
 from kvcal.pages.record_layout import PAGE_TOKENS, without_sinks
 from kvcal.pages.scores import query_sum
 from kvcal.plan.page_format import SIDES, Side
@@ -94,6 +95,7 @@ class PagedStep:
         self.dtype = CACHE_DTYPES[shard.plan.cache_dtype]
         self._first_head = shard.heads(index).start
         self._tensors = {name: tensor.to(scratch.device) for name, tensor in shard.tensors(index).items()}
+        self._bases = [Basis.of(self._tensors, side) for side in SIDES]
         self._ranges: list[_RangeMemory] = []
         self._statistic = QueryStatistic(scratch.nothing, scratch.none)
         for pair in self.layout.ranges:  # now, so that an engine's measurement of free memory counts it
@@ -146,6 +148,7 @@ class PagedStep:
     def append(self, q: Tensor, k: Tensor, v: Tensor, decodes: Decodes) -> None:
         """The first half of :meth:`decode`."""
         scratch, none = self.scratch, self.scratch.nothing
+        k, v = self._entered(k, v)
         if self.layout.needs_queries:
             self._begin_sums(decodes)
         for held in self._ranges:
@@ -168,7 +171,8 @@ class PagedStep:
 
     def attend(self, q: Tensor, decodes: Decodes, logits: Logits) -> Tensor:
         """The second half of :meth:`decode`."""
-        none, (scale, softcap, s_aux), found = self.scratch.nothing, logits, []
+        none, (scale, softcap, s_aux), found, (k_basis, v_basis) = self.scratch.nothing, logits, [], self._bases
+        q = q if k_basis is None else k_basis.turned_queries(q)
         for held in self._ranges:
             sinks = none if s_aux is None else s_aux[held.queries]
             parts = [
@@ -179,7 +183,8 @@ class PagedStep:
                 for place, number, (queries,) in held.calls(decodes, q[..., held.queries, :])
             ]  # fmt: skip
             found.append(parts[0] if len(parts) == 1 else torch.stack(parts, dim=1))
-        return found[0] if len(found) == 1 else torch.cat(found, dim=-2)
+        attended = found[0] if len(found) == 1 else torch.cat(found, dim=-2)
+        return attended if v_basis is None else v_basis.outputs(attended)
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, logits: Logits) -> Tensor:
         """Store k, v [T, N, D], and attend from q [T, H, D] to the past and, each up to its own token, to k and v:
@@ -193,6 +198,7 @@ class PagedStep:
         )
         tail = Tail(first, *(self._tail(side, first, chunk, q.dtype) for side in SIDES))
         query_mean = self._observe(q, chunk) if self.layout.needs_queries else None
+        k, v = self._entered(k, v)
         for held in self._ranges:
             self._store(held, "k", k[:, held.pair.heads], chunk, query_mean)
             self._store(held, "v", v[:, held.pair.heads], chunk)
@@ -217,8 +223,16 @@ class PagedStep:
 
     def attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, tail: Tail, logits: Logits) -> Tensor:
         """The second half of :meth:`extend`, of what :meth:`store` returned."""
-        keys, values = (new.to(self.dtype).to(q.dtype) for new in (k, v))
-        return attend_chunk(q, keys, values, self._past(chunk, tail, q.dtype), logits, self.scratch.flash)
+        k_basis, v_basis = self._bases
+        keys, values = (new.to(self.dtype).to(q.dtype) for new in self._entered(k, v))
+        queries = q if k_basis is None else k_basis.turned_queries(q)
+        attended = attend_chunk(queries, keys, values, self._past(chunk, tail, q.dtype), logits, self.scratch.flash)
+        return attended if v_basis is None else v_basis.outputs(attended)
+
+    def _entered(self, *sides: Tensor) -> list[Tensor]:
+        """Keys and values [..., N, D] in the bases in which the layer holds them, and attends."""
+        pairs = zip(sides, self._bases, strict=True)
+        return [x if basis is None else basis.enter(x.to(self.dtype)) for x, basis in pairs]
 
     def rehearse(self, num_tokens: int, dtype: torch.dtype) -> None:
         """Allocate for a moment what :meth:`extend` of so many tokens in ``dtype`` takes beside its result, for an

@@ -152,7 +152,10 @@ class Variant:
         if self.query_tokens > 1:
             found["QUERY_TOKENS"] = self.query_tokens
         for side in SIDES:
-            found |= side_defines(side, self.format(side), self.head_dim, self.cache_dtype, self.num_bits(side))
+            has_feedback = self.k_feedback if side == "k" else self.v_feedback
+            found |= side_defines(
+                side, self.format(side), self.head_dim, self.cache_dtype, self.num_bits(side), has_feedback
+            )
             found[f"{side.upper()}_RING"] += self.lookahead
             if self.ring_tokens is not None:
                 found |= {f"{side.upper()}_SINKS": 1, f"{side.upper()}_RING": self.ring_tokens}
@@ -220,13 +223,15 @@ def page_layout(side: Side, fmt: Format, head_dim: int, cache_dtype: str, num_bi
     return layout
 
 
-def side_defines(side: Side, fmt: Format, head_dim: int, cache_dtype: str, num_bits: int) -> Defines:
+def side_defines(
+    side: Side, fmt: Format, head_dim: int, cache_dtype: str, num_bits: int, has_feedback: bool = False
+) -> Defines:
     """The macros of the pages, sinks and ring of one side, whose pages have ``num_bits``."""
     layout = page_layout(side, fmt, head_dim, cache_dtype, num_bits)
     found = _tier_defines(fmt, layout) if isinstance(layout, TieredLayout) else record_defines(layout) | {"TIERS": 0}
     found |= {
         "ROTATED": int(isinstance(layout, RotatedLayout)),
-        "STEP": _double_bits(layout.gaussian_step) if isinstance(layout, RotatedLayout) else 0,
+        "STEP": _double_bits(layout.gaussian_step(has_feedback)) if isinstance(layout, RotatedLayout) else 0,
         "POINTS": int(isinstance(layout, RotatedLatticeLayout)),
         "DIM": head_dim,
         "AXIS": AXES[fmt.axis],

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from kvcal.geometry import CacheDtype
 from kvcal.lazy_torch import Tensor, torch
+from kvcal.pages.basis import Basis
 from kvcal.pages.record_layout import PAGE_TOKENS, RAW_BITS, Layout, page_positions
 from kvcal.pages.scores import channel_scores
 from kvcal.pages.shrink import convert
@@ -37,7 +38,7 @@ class PageCodec:
     """The codec of the KV heads ``heads`` (n of them) of one side, all in ``format``; :meth:`of_layer` makes one from a
     plan. Tensors are on the pages' device: ``rescale`` and ``offset`` [n, 1, D] fp32, ``rotary`` [pairs, 4] fp64 (where
     ``is_pre``, or for :meth:`before_rope`), ``feedback`` the factor of kvcal.pages.feedback, ``operands`` as the layout
-    names them.
+    names them. Pages are coded in the ``basis``: tokens are given and returned in it.
 
     M pages are encoded or decoded at once: ``page_index`` int64 [M]; ``prediction`` [M, n, 128, D] fp32, None without a
     predictor; r records a page.
@@ -53,6 +54,7 @@ class PageCodec:
     rotary: Tensor | None = None
     is_pre: bool = False
     feedback: Tensor | None = None
+    basis: Basis | None = None
     operands: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -82,13 +84,14 @@ class PageCodec:
             feedback=tensors[f"{prefix}.{side}_feedback"][heads]
             if plan.feedback(side) and layout.takes_feedback
             else None,
+            basis=Basis.of(tensors, f"{prefix}.{side}", heads) if plan.basis(side) else None,
             operands={operand: tensors[name] for operand, (name, _) in named.items()},
         )
 
     @property
     def kind(self) -> object:
         """Equal for codecs that can be ``joined``."""
-        whole = [self.rotary if self.is_pre else None, self.feedback]
+        whole = [self.rotary if self.is_pre else None, self.feedback, self.basis]
         whole += [] if self.grid is None else [self.grid, self.signs]
         what = self.side, self.format, self.heads.start, self.heads.stop, self.head_dim, self.cache_dtype, self.is_pre
         return *what, self.rescale is None, self.offset is None, *map(id, whole)
@@ -184,10 +187,13 @@ class PageCodec:
     def read_back(self, x: Tensor) -> Tensor:
         """x [n, 128 P, D], keys after RoPE or values behind the sinks -> [n, 128 P, D] as its P pages are read, at the
         format's final bits and without queries or prediction."""
+        if self.basis is not None:
+            x = self.basis.enter(x.transpose(0, 1)).transpose(0, 1)
         pages = x.unflatten(1, (-1, PAGE_TOKENS)).transpose(0, 1)
         page_index, num_bits = torch.arange(len(pages), device=x.device), self.format.num_bits
         values = self.restore(self.decode(self.encode(pages, page_index, num_bits), num_bits), page_index)
-        return values.transpose(0, 1).flatten(1, 2)
+        found = values.transpose(0, 1).flatten(1, 2)
+        return found if self.basis is None else self.basis.leave(found.transpose(0, 1)).transpose(0, 1)
 
     def restore(self, stored: Tensor, page_index: Tensor, num_bits: int | None = None) -> Tensor:
         """Output of :meth:`decode` -> keys after RoPE, or values. ``num_bits``: as there, None for the format's own."""

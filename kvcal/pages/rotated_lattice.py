@@ -67,8 +67,7 @@ class RotatedLatticeLayout(RotatedLayout):
     def levels(self) -> int:
         return LEVELS
 
-    @property
-    def gaussian_step(self) -> float:
+    def gaussian_step(self, has_feedback: bool) -> float:
         return STEP
 
     def _zero(self, scale: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ Pages = Literal["post", "pre"]
 LATENTS = "latents take no λ, offsets, predictors or error feedback, which are made for keys and values of heads"
 QUERIES_AND_LATENTS = "they take no score by queries, which meet the keys of heads that a latent is expanded to"
 # Left out of JSON where there is none: plans without the key stay the same bytes.
-Feedback = Annotated[bool, Field(exclude_if=lambda has_feedback: not has_feedback)]
+Present = Annotated[bool, Field(exclude_if=lambda is_there: not is_there)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -48,7 +48,8 @@ class LayerPlan:
     Transforms of pages, whose tensors the plan holds: ``k_rescale`` (PM-KVQ's λ: pages hold K_post / λ), ``k_offset``
     (subtracted before), ``k_pages`` "pre" (pages hold K before RoPE), predictors (AQUA-KV: pages hold the residual).
     ``k_feedback``, ``v_feedback``: codes are chosen with error feedback (kvcal.pages.feedback), whose factor the plan
-    holds; pages are read as without it.
+    holds; pages are read as without it. ``k_basis``, ``v_basis``: the cache holds keys or values in a basis of each
+    head (kvcal.pages.basis), at 16 bits, too.
 
     Of latent attention, ``k`` is the latent's format and ``v`` the rotary key's; such a layer takes no transforms,
     which are made for keys and values of heads.
@@ -62,8 +63,10 @@ class LayerPlan:
     k_pages: Pages = "post"
     k_predictor: Predictor | None = None
     v_predictor: Predictor | None = None
-    k_feedback: Feedback = False
-    v_feedback: Feedback = False
+    k_feedback: Present = False
+    v_feedback: Present = False
+    k_basis: Present = False
+    v_basis: Present = False
 
     def __post_init__(self) -> None:
         index = self.geometry.index
@@ -86,7 +89,7 @@ class LayerPlan:
         """Why these transforms and formats do not go together; usually nothing."""
         found = []
         transformed = self.k_rescale or self.k_offset or self.k_pages == "pre" or self.predictor("k") is not None
-        has_feedback = self.k_feedback or self.v_feedback
+        has_feedback = self.k_feedback or self.v_feedback or self.k_basis or self.v_basis
         if (transformed or has_feedback or self.predictor("v") is not None) and not self.is_paged:
             return ["is bounded and takes no transforms"]
         if self.is_paged and self.attention.is_latent:
@@ -109,6 +112,12 @@ class LayerPlan:
                 found.append(f"has {side}_feedback, and no {side} format whose codes can be chosen with it")
             if self.feedback(side) and any(fmt.shrink_at for fmt in self.formats(side)):
                 found.append(f"has {side}_feedback and {side} pages that shrink, which rounds their codes again")
+            if self.basis(side) and any(fmt.quantizer != "rotated" for fmt in self.formats(side)):
+                found.append(f"has {side}_basis, which is for rotated pages: expected quantizer 'rotated'")
+        if self.k_basis and transformed:
+            found.append("has k_basis, which takes the place of k_rescale, k_offset, k_pages 'pre' and k_predictor")
+        if self.v_basis and self.v_predictor is not None:
+            found.append("has v_basis and a v_predictor; expected one of them")
         if any(fmt.boost for fmt in self.v):
             found.append("has a boost of values; it is for keys per channel")
         return found
@@ -143,6 +152,9 @@ class LayerPlan:
 
     def feedback(self, side: Side) -> bool:
         return self.k_feedback if side == "k" else self.v_feedback
+
+    def basis(self, side: Side) -> bool:
+        return self.k_basis if side == "k" else self.v_basis
 
     def head_formats(self, side: Side) -> tuple[Format, ...]:
         """One Format per KV head."""

@@ -6,6 +6,7 @@
                                                      (2^-8 ... 2^8): where keys before RoPE are stored or predicted from
     layers.{i}.{s}_predictor.*                       see LinearPredictor                         (AQUA-KV Alg. 1)
     layers.{i}.{s}_feedback  fp16 [N, D (D - 1) / 2]   the factor of error feedback       (kvcal.pages.feedback)
+    layers.{i}.{s}_basis, {s}_basis_inverse   fp32 [N, D, D], with k_center fp32 [N, D]      (kvcal.pages.basis)
     layers.{i}.{s}_signs   int8 [N D] of -1 and 1    random signs before the Hadamard transform  (HIGGS)
     lattice.d{d}.b{bits}   fp32 [2^(d bits), d]      the lattice's points, each number up to 16
 
@@ -21,6 +22,7 @@ from typing import Any
 
 from kvcal.geometry import CacheDtype
 from kvcal.lazy_torch import Tensor
+from kvcal.pages.basis import CENTER, MATRICES, basis_specs
 from kvcal.pages.feedback import factor_spec
 from kvcal.pages.predictor import PredictorShape
 from kvcal.plan.layer import LayerPlan
@@ -34,7 +36,8 @@ LARGEST_AMPLITUDE = 2.0**8
 
 
 # Tensors of a layer that its pages are encoded with: by KV heads first, or the same for all heads.
-BY_HEAD, OF_ALL_HEADS = ("k_rescale", "k_offset", "k_feedback", "v_feedback"), ("k_signs", "v_signs")
+OF_BASES = (*(f"{side}_{part}" for side in SIDES for part in MATRICES), f"k_{CENTER}")
+BY_HEAD, OF_ALL_HEADS = ("k_rescale", "k_offset", "k_feedback", "v_feedback", *OF_BASES), ("k_signs", "v_signs")
 
 
 def layer_transforms(tensors: Mapping[str, Tensor], index: int, heads: slice) -> dict[str, Tensor]:
@@ -99,6 +102,9 @@ def needed_tensors(layers: Sequence[LayerPlan], cache_dtype: CacheDtype) -> dict
                 needed |= dict(layout.plan_tensors(f"{prefix}.{side}").values())
             if layer.feedback(side):
                 needed[f"{prefix}.{side}_feedback"] = factor_spec(heads, layer.head_dim(side))
+            if layer.basis(side):
+                specs = basis_specs(side, heads, layer.head_dim(side))
+                needed |= {f"{prefix}.{name}": spec for name, spec in specs.items()}
             predictor = layer.predictor(side)
             if predictor is not None:
                 source = by_index[predictor.source]
@@ -139,6 +145,8 @@ def check_layers(layers: Sequence[LayerPlan]) -> None:
             read = [source.formats(side)] + ([layer.k] if side == "v" else [])
             if any(fmt.shrink_at for formats in (*read, layer.formats(side)) for fmt in formats):
                 raise ValueError(f"{place}, and pages shrink: the prediction would change with them")
+            if source.basis(side) or (side == "v" and layer.k_basis):
+                raise ValueError(f"{place}, and what it reads is held in a basis: expected none there")
             if any(len(formats) != 1 for formats in read):
                 raise ValueError(f"{place}, whose heads have formats of their own; expected one format for all heads")
 

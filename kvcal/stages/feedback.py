@@ -1,4 +1,5 @@
-"""The feedback stage: Hessians of what attention makes of errors in keys and values, and the factors of error feedback.
+"""The feedback stage: Hessians of what attention makes of errors in keys and values, the bases that they ask for, and
+the factors of error feedback.
 
 For keys the Hessian of a KV head is the mean of q q' over the queries after RoPE, summed over its query heads, from one
 forward of each sequence; for values the sum of W_o' W_o over its query heads, which needs no data. Both are taken to
@@ -7,6 +8,10 @@ RoPE is read at any distance; so every query is turned back by ``DISTANCES`` pos
 the first token and its own. Offsets and predictions move keys and values, not their errors. Positions are stretched as
 for λ: a Hessian knows only the turns of RoPE that it has seen.
 
+With ``basis``, rotated pages get a basis (kvcal.pages.basis) from the same forwards, of queries weighted by what
+attention makes of an error, and feedback works in it. The center of keys stays 0 where attention has logits without a
+key, or soft caps: softmax then sees a constant.
+
 The stage comes last, when layers have all their transforms. It keeps sums alone, so memory does not grow with the
 number of sequences, and an interrupted run goes on after the last batch. Left out: Hessians weighted by attention, and
 of the loss.
@@ -14,6 +19,7 @@ of the loss.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,20 +27,22 @@ from typing import Any
 
 import torch
 from pydantic.dataclasses import dataclass as pydantic_dataclass
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcal import artifact
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import ArtifactError, NonFiniteActivations
 from kvcal.folder import partial_path
 from kvcal.geometry import Index
+from kvcal.models.attention import attention_modules, layer_index
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import output_weights
 from kvcal.models.taps import Captured, check_taps, tap
+from kvcal.pages.basis import Basis, basis_specs, fitted_basis, moved_hessian
 from kvcal.pages.feedback import factor_spec, feedback_factor
 from kvcal.pages.hadamard import rotate as rotate_channels
 from kvcal.pages.transforms import rotate as rotate_positions
-from kvcal.plan.layer import LATENTS, LayerPlan, bare_layers, takes_feedback
+from kvcal.plan.layer import LATENTS, LayerPlan, Present, bare_layers, takes_feedback
 from kvcal.plan.page_format import SIDES, Side
 from kvcal.plan.tensors import lattice_tensors
 from kvcal.progress import Reporter
@@ -42,6 +50,7 @@ from kvcal.recipe import FeedbackSpec
 from kvcal.records import TensorSpec, record_of, refusing, require_tensors
 from kvcal.stages.batches import Batch, for_each_batch, longest_first
 from kvcal.stages.checkpoint import Checkpoint, Mean, State, Statistic, require_steps
+from kvcal.stages.moments import mean_and_covariance, moments, weighted_queries
 from kvcal.stages.reparam.search import CalibrationSubject, calibration_inputs, calibration_positions, fitting_scale
 from kvcal.strict import STRICT, Share, dump
 
@@ -58,11 +67,12 @@ Place = tuple[int, Side]  # the layer's cache index first
 @pydantic_dataclass(frozen=True, config=STRICT)
 class SideFeedback:
     """One layer's keys or values. ``share``: of the weighted squared error, what is left with feedback where no code
-    saturates, as a mean over KV heads."""
+    saturates, as a mean over KV heads. ``basis``: whether it has one, in which that share is."""
 
     index: Index
     side: Side
     share: Share
+    basis: Present = False
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
@@ -80,11 +90,13 @@ class _Body:
 
 @dataclass(frozen=True, eq=False)
 class FeedbackRecord:
-    """``factors``: of every layer and side in ``sides``, as a plan stores it (kvcal.pages.feedback)."""
+    """``factors``: of every layer and side in ``sides``, as a plan stores it (kvcal.pages.feedback); ``bases``: of
+    those that have one."""
 
     subject: Subject
     sides: tuple[SideFeedback, ...]
     factors: Mapping[Place, Tensor]
+    bases: Mapping[Place, Basis]
 
     def apply(self, layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
         """The layers with feedback. Raises ArtifactError: they are another model's."""
@@ -93,12 +105,26 @@ class FeedbackRecord:
                 f"error feedback was calibrated for {self.subject.identity.id}, whose layers are not the plan's",
                 hint="run feedback again for this model",
             )
-        fed = [[(layer.geometry.index, side) in self.factors for side in SIDES] for layer in layers]
-        return tuple(replace(layer, k_feedback=k, v_feedback=v) for layer, (k, v) in zip(layers, fed, strict=True))
+        changed = []
+        for layer in layers:
+            k, v = ((layer.geometry.index, side) for side in SIDES)
+            changed.append(
+                replace(
+                    layer,
+                    k_feedback=k in self.factors,
+                    v_feedback=v in self.factors,
+                    k_basis=k in self.bases,
+                    v_basis=v in self.bases,
+                )
+            )
+        return tuple(changed)
 
     def tensors(self) -> dict[str, Tensor]:
         """The plan's tensors, for the layers as ``apply`` leaves them."""
-        return {f"layers.{index}.{side}_feedback": factor for (index, side), factor in self.factors.items()}
+        found = {f"layers.{index}.{side}_feedback": factor for (index, side), factor in self.factors.items()}
+        for (index, side), basis in self.bases.items():
+            found |= basis.tensors(f"layers.{index}.{side}")
+        return found
 
 
 def feedback_places(layers: tuple[LayerPlan, ...], sides: Collection[Side]) -> list[Place]:
@@ -112,6 +138,19 @@ def feedback_places(layers: tuple[LayerPlan, ...], sides: Collection[Side]) -> l
         and any(map(takes_feedback, layer.formats(side)))
         and not any(fmt.shrink_at for fmt in layer.formats(side))
     ]
+
+
+def basis_places(layers: tuple[LayerPlan, ...], sides: Collection[Side]) -> list[Place]:
+    """Layers and sides whose pages take a basis: rotated ones, without other transforms."""
+    by_index = {layer.geometry.index: layer for layer in layers}
+
+    def takes_basis(index: int, side: Side) -> bool:
+        layer = by_index[index]
+        moved = side == "k" and (layer.k_rescale or layer.k_offset or layer.k_pages == "pre")
+        plain = not moved and layer.predictor(side) is None
+        return plain and all(fmt.quantizer == "rotated" for fmt in layer.formats(side))
+
+    return [place for place in feedback_places(layers, sides) if takes_basis(*place)]
 
 
 def run_feedback(
@@ -139,8 +178,10 @@ def run_feedback(
     elif not places:
         reporter.say("feedback: no layer has codes that could be chosen, nothing to calibrate")
     scale = fitting_scale(loaded, data.sequences, spec.position_scale, reporter, "feedback")
-    calibration = _Calibration(loaded, {layer.geometry.index: layer for layer in layers}, tensors, places, scale)
-    total = len(data.sequences) if calibration.key_layers else 0
+    based = basis_places(layers, spec.sides) if spec.basis else []
+    by_index = {layer.geometry.index: layer for layer in layers}
+    calibration = _Calibration(loaded, by_index, tensors, places, based, spec, scale)
+    total = len(data.sequences) if calibration.start().means else 0
 
     def declared(done: Mapping[str, int], _: Collection[str]) -> dict[str, Statistic]:
         require_steps(done, {SAMPLES: total})
@@ -152,9 +193,10 @@ def run_feedback(
             check_taps(loaded.model, loaded.geometry)
             most_tokens = BATCH_TOKENS[loaded.model.device.type]
             for_each_batch(data, most_tokens, calibration.means_of_each, SAMPLES, checkpoint, reporter, "feedback")
-        factors, sides = {}, []
-        for place, hessian_NDD in calibration.hessians(checkpoint.state.means).items():
+        factors, sides, bases = {}, [], {}
+        for place in places:
             try:
+                hessian_NDD, basis = calibration.hessian(place, checkpoint.state.means)
                 factors[place], share_N = feedback_factor(hessian_NDD, spec.damping)
             except torch.linalg.LinAlgError as error:
                 raise ArtifactError(
@@ -162,32 +204,38 @@ def run_feedback(
                     "squares gives it, so that the checkpoint beside this file is damaged, or the damping too small",
                     hint=f"delete {partial_path(path).name}, or raise [feedback] damping",
                 ).at(path) from error
-            sides.append(SideFeedback(*place, min(1.0, float(share_N.mean()))))
+            sides.append(SideFeedback(*place, min(1.0, float(share_N.mean())), basis is not None))
+            if basis is not None:
+                bases[place] = basis
         about_data = (data.fingerprint, data.description, data.num_tokens)
         subject = Subject(loaded.identity, loaded.geometry, scale, *about_data, spec)
-        record = FeedbackRecord(subject, tuple(sides), factors)
+        record = FeedbackRecord(subject, tuple(sides), factors, bases)
         save(record, inputs, path)
     return record
 
 
 @dataclass(frozen=True, eq=False)
 class _Calibration:
-    """Hessians of ``places``. ``layers``: the plan's, by index."""
+    """Hessians of ``places``, of which ``based`` get a basis. ``layers``: the plan's, by index."""
 
     loaded: LoadedModel
     layers: Mapping[int, LayerPlan]
     tensors: Mapping[str, Tensor]
     places: list[Place]
+    based: list[Place]
+    spec: FeedbackSpec
     position_scale: float
 
-    @property
-    def key_layers(self) -> list[int]:
-        return [index for index, side in self.places if side == "k"]
-
     def start(self) -> State:
-        """A sum [N, D, D] over the queries of each layer, without any."""
-        shapes = {index: self.layers[index].attention for index in self.key_layers}
-        means = {f"queries.{i}": Mean.empty((a.num_kv_heads, a.k_head_dim, a.k_head_dim)) for i, a in shapes.items()}
+        """The sums over the tokens of each layer, without any: ``queries`` [N, D, D], and the ``moments`` of what gets
+        a basis [N, D + 1, D + 1]."""
+        means: dict[str, Mean] = {}
+        for index, side in self.places:
+            heads, dim = self.layers[index].attention.num_kv_heads, self.layers[index].head_dim(side)
+            if side == "k":
+                means[f"queries.{index}"] = Mean.empty((heads, dim, dim))
+            if (index, side) in self.based:
+                means[f"moments.{index}.{side}"] = Mean.empty((heads, dim + 1, dim + 1))
         return State(means, {SAMPLES: 0})
 
     def declared(self, num_tokens: int) -> dict[str, Statistic]:
@@ -195,28 +243,24 @@ class _Calibration:
 
     def means_of_each(self, batches: Sequence[Batch]) -> list[dict[str, Mean]]:
         """The sums of every batch."""
-        return [self.query_means(batch) for batch in batches]
+        return [self.batch_means(batch) for batch in batches]
 
-    def query_means(self, batch: Batch) -> dict[str, Mean]:
-        """The sums over the queries of a batch.
+    def batch_means(self, batch: Batch) -> dict[str, Mean]:
+        """The sums over the tokens of a batch.
 
         Raises:
             NonFiniteActivations: NaN or infinity in queries, naming layer and sample.
         """
-        device, width = self.loaded.model.device, batch.tokens_BT.shape[1]
-        real_n = (torch.arange(width) < torch.tensor(batch.lengths)[:, None]).flatten().nonzero().squeeze(1).to(device)
-        position_n = calibration_positions(width, self.position_scale).to(device)[real_n % width]
-        products: dict[int, Tensor] = {}
+        position_T = calibration_positions(batch.tokens_BT.shape[1], self.position_scale)
+        sums: dict[str, Tensor] = {}
         finite: dict[int, Tensor] = {}
 
         def measure(captured: Captured) -> None:
-            if captured.layer in self.key_layers:
-                layer = self.layers[captured.layer]
-                table = self.tensors.get(f"layers.{captured.layer}.rotary") if layer.k_pages == "pre" else None
-                q_post_HnD = captured.q_post_BHTD.transpose(0, 1).flatten(1, 2)[:, real_n]
-                heads = layer.attention.num_kv_heads
-                products[captured.layer] = query_products(q_post_HnD, heads, position_n, table)
+            if any((captured.layer, side) in self.places for side in SIDES):
                 finite[captured.layer] = captured.q_post_BHTD.isfinite().flatten(1).all(1)
+            for row, length in enumerate(batch.lengths):
+                for name, found in self._sequence_sums(captured, row, length, position_T).items():
+                    sums[name] = sums[name] + found if name in sums else found
 
         with torch.no_grad(), tap(self.loaded.model, measure, self.loaded.geometry):
             self.loaded.model(**calibration_inputs(self.loaded, batch.tokens_BT, self.position_scale))
@@ -224,28 +268,80 @@ class _Calibration:
             for number, is_finite in zip(batch.numbers, is_finite_B.tolist(), strict=True):
                 if not is_finite:
                     raise NonFiniteActivations(f"sample {number}: queries of layer {layer} hold NaN or infinity")
-        return {f"queries.{layer}": Mean(total.cpu(), batch.num_tokens) for layer, total in products.items()}
+        return {name: Mean(total.cpu(), batch.num_tokens) for name, total in sums.items()}
 
-    def hessians(self, means: Mapping[str, Mean]) -> dict[Place, Tensor]:
-        """fp64 [N, D, D] of every place, in the space that its pages are stored in."""
-        signs = lattice_tensors(tuple(self.layers.values()))
-        needs_weights = any(side == "v" for _, side in self.places)
-        weights = output_weights(self.loaded.model, self.loaded.geometry) if needs_weights else {}
-        found: dict[Place, Tensor] = {}
-        for index, side in self.places:
+    def _sequence_sums(self, captured: Captured, row: int, length: int, position_T: Tensor) -> dict[str, Tensor]:
+        """The sums over the tokens of one sequence of a batch and layer."""
+        index, found = captured.layer, dict[str, Tensor]()
+        q_HTD = captured.q_post_BHTD[row, :, :length]
+        of_sides = {"k": captured.k_post_BNTD[row, :, :length], "v": captured.v_BNTD[row, :, :length]}
+        if (index, "k") in self.based:
             layer = self.layers[index]
-            if side == "k":
-                hessian = means[f"queries.{index}"].result()
-                if layer.k_rescale:
-                    lambda_ND = self.tensors[f"layers.{index}.k_rescale"].to("cpu", torch.float64)
-                    hessian = lambda_ND.unsqueeze(2) * hessian * lambda_ND.unsqueeze(1)
-            else:
-                hessian = output_products(weights[index], layer.attention.num_kv_heads)
-            for fmt, heads in layer.runs(side):
-                if fmt.quantizer == "rotated":
-                    hessian[heads] = rotated(hessian[heads], signs[f"layers.{index}.{side}_signs"])
-            found[index, side] = hessian
+            (fmt,) = dict.fromkeys(layer.k)
+            module = self._modules[index]
+            scale = getattr(module, "scaling", q_HTD.shape[-1] ** -0.5)
+            found[f"queries.{index}"] = weighted_queries(
+                q_HTD,
+                of_sides["k"],
+                of_sides["v"],
+                self._output_costs(index),
+                scale,
+                fmt.num_sink_tokens,
+                fmt.max_window,
+            )
+        elif (index, "k") in self.places:
+            layer = self.layers[index]
+            table = self.tensors.get(f"layers.{index}.rotary") if layer.k_pages == "pre" else None
+            positions = position_T[:length].to(q_HTD.device)
+            found[f"queries.{index}"] = query_products(q_HTD, layer.attention.num_kv_heads, positions, table)
+        for side in SIDES:
+            if (index, side) in self.based:
+                sinks = max(fmt.num_sink_tokens for fmt in self.layers[index].formats(side))
+                found[f"moments.{index}.{side}"] = moments(of_sides[side][:, sinks:])
         return found
+
+    def hessian(self, place: Place, means: Mapping[str, Mean]) -> tuple[Tensor, Basis | None]:
+        """fp64 [N, D, D] of a place, in the space that its pages are stored in, and the basis that this has."""
+        index, side = place
+        layer, basis = self.layers[index], None
+        if side == "k":
+            hessian = means[f"queries.{index}"].result()
+            if layer.k_rescale:
+                lambda_ND = self.tensors[f"layers.{index}.k_rescale"].to("cpu", torch.float64)
+                hessian = lambda_ND.unsqueeze(2) * hessian * lambda_ND.unsqueeze(1)
+        else:
+            hessian = output_products(self._output_weights[index], layer.attention.num_kv_heads)
+        if place in self.based:
+            center, covariance = mean_and_covariance(
+                means[f"moments.{index}.{side}"].total, side == "k" and self._is_blind(index)
+            )
+            basis = fitted_basis(hessian, covariance, self.spec.exponent, center if side == "k" else None)
+            hessian = moved_hessian(hessian, basis)
+        for fmt, heads in layer.runs(side):
+            if fmt.quantizer == "rotated":
+                signs = lattice_tensors((layer,))[f"layers.{index}.{side}_signs"]
+                hessian[heads] = rotated(hessian[heads], signs)
+        return hessian, basis
+
+    @functools.cached_property
+    def _modules(self) -> dict[int | None, nn.Module]:
+        return {layer_index(module): module for module in attention_modules(self.loaded.model)}
+
+    @functools.cached_property
+    def _output_weights(self) -> Mapping[int, Tensor]:
+        return output_weights(self.loaded.model, self.loaded.geometry)
+
+    @functools.cache  # noqa: B019
+    def _output_costs(self, index: int) -> Tensor:
+        """W_o' W_o of each query head [H, D, D]."""
+        weight_HCD = self._output_weights[index].to(self.loaded.model.device).transpose(0, 1).float()
+        return weight_HCD.mT @ weight_HCD
+
+    def _is_blind(self, index: int) -> bool:
+        """Whether softmax does not see a constant added to all logits."""
+        config = self.loaded.model.config.get_text_config(decoder=True).to_dict()
+        has_sinks = "sinks" in dict(self._modules[index].named_parameters(recurse=False))
+        return not has_sinks and not config.get("attn_logit_softcapping")
 
 
 def query_products(q_post_HTD: Tensor, num_kv_heads: int, position_T: Tensor, rotary: Tensor | None = None) -> Tensor:
@@ -294,7 +390,9 @@ def load(path: Path) -> FeedbackRecord:
     with refusing(path):
         require_tensors(stored.tensors, _declared(body))
     factors = {(s.index, s.side): stored.tensors[f"layers.{s.index}.{s.side}_feedback"] for s in body.sides}
-    return FeedbackRecord(body.subject, body.sides, factors)
+    found = {(s.index, s.side): Basis.of(stored.tensors, f"layers.{s.index}.{s.side}") for s in body.sides}
+    bases = {place: basis for place, basis in found.items() if basis is not None}
+    return FeedbackRecord(body.subject, body.sides, factors, bases)
 
 
 def _declared(body: _Body) -> dict[str, TensorSpec]:
@@ -306,7 +404,11 @@ def _declared(body: _Body) -> dict[str, TensorSpec]:
         if found.index not in paged or name in declared:
             raise ValueError(f"{name} is given twice, or of no layer of full attention")
         layer = paged[found.index]
-        declared[name] = factor_spec(layer.attention.num_kv_heads, layer.head_dim(found.side))
+        shape = layer.attention.num_kv_heads, layer.head_dim(found.side)
+        declared[name] = factor_spec(*shape)
+        if found.basis:
+            specs = basis_specs(found.side, *shape)
+            declared |= {f"layers.{found.index}.{part}": spec for part, spec in specs.items()}
     return declared
 
 

@@ -17,10 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcal.geometry import CacheDtype
+from kvcal.geometry import CACHE_DTYPES, CacheDtype
 from kvcal.kernels import ops
 from kvcal.kernels.operands import Memory, PageTransform, Place, QueryStatistic
 from kvcal.kernels.variants import HeadRange, Variant, head_ranges, stored_form, variant_of
+from kvcal.pages.basis import Basis
 from kvcal.pages.codec import PageCodec
 from kvcal.pages.record_layout import RAW_BITS
 from kvcal.plan.layer import LayerPlan
@@ -113,7 +114,8 @@ class NewTokens(NamedTuple):
 
 
 class LayerStore:
-    """See the module's docstring. ``sides``: the parts; ``static``: the state of a static cache."""
+    """See the module's docstring. ``sides``: the parts; ``static``: the state of a static cache; ``bases`` of keys and
+    of values, None where a side has none."""
 
     def __init__(
         self, plan: LayerPlan, state: PlanState, static: StepState | None, batch: int, device: torch.device
@@ -131,6 +133,8 @@ class LayerStore:
                     PagedTensor(codec, group, batch, device, pool, predict, kernels, state.lookahead)
                 )
         self.prediction.attach(self.sides)
+        index = plan.geometry.index
+        self.bases = [Basis.of(tensors, f"layers.{index}.{side}") if plan.basis(side) else None for side in SIDES]
         self.forms: list[StepForm] = [] if static is None else step_forms(plan, static, self.sides)
         self.steps = [] if static is None else [self._head_step(pair, static) for pair in head_ranges(plan)]
 
@@ -213,12 +217,17 @@ class LayerStore:
     ) -> Tensor:
         """Store k_new, v_new [B, N, D], and attend from q [B, N G, D] to all tokens: [B, N G, D] in q's dtype.
         Of S tokens: [B, S, N, D] and [B, S, N G, D]. ``softcap`` 0 for none."""
+        (k_basis, v_basis), dtype = self.bases, CACHE_DTYPES[self.cache_dtype]
+        if k_basis is not None:
+            k_new, q = k_basis.enter(k_new.to(dtype)), k_basis.turned_queries(q)
+        v_new = v_new if v_basis is None else v_basis.enter(v_new.to(dtype))
         for step in self.steps:
             step.append(k_new, v_new, q)
         if self.forms:
             self._reconstruct()
         parts = [step.decode(q, s_aux, scale, softcap) for step in self.steps]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+        return attended if v_basis is None else v_basis.outputs(attended)
 
     @torch.compiler.disable
     def _reconstruct(self) -> None:

@@ -7,6 +7,7 @@ stretch its ranges: they are packed as copies of the first token behind them.
 
 How many pages there are is a function of the number of tokens alone, after ``crop`` too, so that bytes stay exact.
 Cropping below what the ring holds (assisted decoding that rejects tokens) brings tokens back from pages, as decoded.
+Sinks, ring and pages hold tokens in the codec's basis, where it has one; what is written and read is not in it.
 Where the plan has pages shrink, all of them are converted at once (``set_bits``), down as tokens come, up after a crop.
 """
 
@@ -144,7 +145,7 @@ class PagedTensor:
         Raises:
             NonFiniteActivations: NaN or infinity in a page, where torch packs it.
         """
-        total = num_tokens + x.shape[2]
+        total, x = num_tokens + x.shape[2], self._entered(x)
         sinks = min(max(0, self.format.num_sink_tokens - num_tokens), x.shape[2])
         self.sinks[rows, :, num_tokens : num_tokens + sinks] = x[:, :, :sinks]
         first, stop = num_pages(num_tokens), num_pages(total)
@@ -164,7 +165,7 @@ class PagedTensor:
         is_special = (n < self.format.num_sink_tokens or (n + 1) % PAGE_TOKENS == 0 for n in num_tokens)
         if any(is_special):
             return False
-        every_row = torch.arange(len(num_tokens), device=x.device)
+        every_row, x = torch.arange(len(num_tokens), device=x.device), self._entered(x)
         places = torch.tensor([n % self.ring.shape[2] for n in num_tokens], device=x.device)
         self.ring[every_row, :, places] = x[:, :, 0]
         return True
@@ -183,6 +184,18 @@ class PagedTensor:
         out[:, :, paged:] = self.ring[rows].index_select(2, self.places(paged, num_tokens))
         sinks = min(self.format.num_sink_tokens, num_tokens)
         out[:, :, :sinks] = self.sinks[rows, :, :sinks]
+        if self.codec.basis is not None:
+            out.copy_(self.codec.basis.leave(out.transpose(1, 2)).transpose(1, 2))
+
+    def kept(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x [b, n, T, D] in the cache's dtype, as tokens that stay at 16 bits are read back, in ``dtype``."""
+        basis, held = self.codec.basis, self._entered(x).to(dtype)
+        return held if basis is None else basis.leave(held.transpose(1, 2)).transpose(1, 2)
+
+    def _entered(self, x: Tensor) -> Tensor:
+        """x [b, n, T, D] in the basis in which sinks, ring and pages are held."""
+        basis = self.codec.basis
+        return x if basis is None else basis.enter(x.transpose(1, 2)).transpose(1, 2)
 
     def crop(self, rows: slice, num_tokens: int, kept_tokens: int) -> None:
         """Keep the first ``kept_tokens`` of the ``num_tokens`` tokens of each of ``rows`` (equal ones). What the ring

@@ -28,6 +28,7 @@ from kvcal.kernels.choice import refusals
 from kvcal.models.geometry import geometry_of
 from kvcal.models.load import LoadedModel, load
 from kvcal.models.projections import output_weights
+from kvcal.pages.basis import fitted_basis, moved_hessian
 from kvcal.pages.feedback import feedback_factor
 from kvcal.pages.hadamard import rotate as rotate_channels
 from kvcal.pages.transforms import rotate
@@ -42,6 +43,7 @@ from kvcal.run import pipeline
 from kvcal.run.formats import fix_folder
 from kvcal.stages import checkpoint as checkpoint_module
 from kvcal.stages import feedback
+from kvcal.stages.moments import mean_and_covariance, moments, weighted_queries
 from kvcal.strict import parse
 
 K, V = Format(2, "channel", 128, 2), Format(2, "token", 128, 2)
@@ -307,6 +309,70 @@ def test_what_takes_no_feedback_is_refused() -> None:
     window = bare_layers(geometry_of(built("mistral_all_sliding")))[0]
     with pytest.raises(ValueError, match="is bounded and takes no transforms"):
         replace(window, v_feedback=True)
+
+
+ROTATED = Format(2, "token", 128, 2, 16, quantizer="rotated")
+WITH_BASIS = replace(SPEC, basis=True)
+
+
+def test_a_basis_is_that_of_weighted_queries_and_feedback_works_in_it(tmp_path: Path, llama: LoadedModel) -> None:
+    layers = layers_of(llama, ROTATED, ROTATED)
+    record = run(tmp_path, llama, layers, spec=WITH_BASIS)
+    weights = output_weights(llama.model, llama.geometry)
+    captured = [captured_by(llama.model, llama.geometry, {"input_ids": ids[None]})[0] for ids in DATA.sequences]
+    for layer in layers:
+        index, cost = layer.geometry.index, weights[layer.geometry.index].transpose(0, 1)
+        seen = [(c[index].q_post_BHTD[0], c[index].k_post_BNTD[0], c[index].v_BNTD[0]) for c in captured]
+        queries = sum(weighted_queries(*qkv, cost.mT @ cost, 16**-0.5, 2, 16) for qkv in seen)
+        keys, values = (sum(moments(qkv[at][:, 2:]) for qkv in seen) for at in (1, 2))
+        center, covariance = mean_and_covariance(keys, True)
+        outputs = feedback.output_products(weights[index], 2)
+        expected = {
+            "k": (queries, fitted_basis(queries, covariance, 0.375, center)),
+            "v": (outputs, fitted_basis(outputs, mean_and_covariance(values, False)[1], 0.375)),
+        }
+        for side, (hessian, basis) in expected.items():
+            found = record.bases[index, side]
+            assert (found.center is None) == (side == "v")
+            assert side == "v" or torch.allclose(found.center, basis.center, atol=1e-5)
+            # Eigenvectors have no sign.
+            torch.testing.assert_close(found.matrix.abs(), basis.matrix.abs(), atol=2e-3, rtol=2e-2)
+            signs = lattice_tensors((layer,))[f"layers.{index}.{side}_signs"]
+            costs = feedback.rotated(moved_hessian(hessian, found), signs)
+            factor, _ = feedback_factor(costs, SPEC.damping)
+            torch.testing.assert_close(record.factors[index, side].float(), factor.float(), atol=5e-3, rtol=2e-2)
+    read = feedback.load(tmp_path / "feedback.safetensors")
+    assert read.sides == record.sides and all(side.basis for side in read.sides)
+    assert {n: t.tolist() for n, t in read.tensors().items()} == {n: t.tolist() for n, t in record.tensors().items()}
+
+
+def test_only_rotated_pages_without_transforms_get_a_basis(tmp_path: Path, llama: LoadedModel) -> None:
+    record = run(tmp_path, llama, layers_of(llama, K, ROTATED), spec=WITH_BASIS)
+    assert {side for _, side in record.bases} == {"v"} and {side for _, side in record.factors} == {"k", "v"}
+    layers = layers_of(llama, ROTATED, ROTATED, k_offset=True)
+    assert not feedback.basis_places(layers, ("k",)) and feedback.basis_places(layers, ("v",))
+    layer = layers_of(llama, ROTATED, V)[0]
+    with pytest.raises(ValueError, match="has v_basis, which is for rotated pages"):
+        replace(layer, v_basis=True)
+    with pytest.raises(ValueError, match="has k_basis, which takes the place of k_rescale"):
+        replace(layer, k_basis=True, k_offset=True)
+
+
+def test_a_basis_errs_less_in_a_cache(tmp_path: Path, llama: LoadedModel) -> None:
+    """Of the same bits: logits behind a text, through the packed cache."""
+    layers, signs = layers_of(llama, ROTATED, ROTATED), lattice_tensors(layers_of(llama, ROTATED, ROTATED))
+    ids, errors = random_ids(2, 200, seed=3), {}
+    with torch.no_grad():
+        exact = llama.model(ids).logits[:, -1]
+        for name, spec in (("feedback", SPEC), ("basis", WITH_BASIS)):
+            record = run(tmp_path / name, llama, layers, signs, spec)
+            plan = plan_of(llama, record.apply(layers), signs | record.tensors())
+            cache = PlanCache(plan, llama.model.config)
+            llama.model(ids[:, :-1], past_key_values=cache)
+            found = llama.model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+            errors[name] = float((found - exact).norm() / exact.norm())
+            assert cache.nbytes == plan.nbytes(cache.lengths, 200)
+    assert errors["basis"] < errors["feedback"] < 0.5
 
 
 def test_static_caches_refuse_what_has_no_kernels(tmp_path, llama) -> None:

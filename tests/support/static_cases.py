@@ -23,6 +23,7 @@ from transformers import CompileConfig, PreTrainedModel
 from kvcal import Plan, PlanCache, attached
 from kvcal.cache.attached import attached_for
 from kvcal.cache.paged_layer import PagedLayer
+from kvcal.pages.basis import Basis
 from kvcal.pages.feedback import factor_spec
 from kvcal.plan.page_format import RAW, SIDES, Boost, Format, Tier, WindowRule, num_pages
 from kvcal.store.pages_and_ring import PagedTensor
@@ -57,7 +58,9 @@ FORMATS: dict[str, tuple] = {
 }
 
 # Plans with transforms: the formats that they have.
-TRANSFORMED = {"transformed": "queries", "feedback": "queries", "rotated, feedback": "rotated"}
+TRANSFORMED = {
+    "transformed": "queries", "feedback": "queries", "rotated, feedback": "rotated", "basis": "rotated",
+}  # fmt: skip
 
 
 def plan_for(name: str, num_kv_heads: int = 2, num_layers: int = 1, cache_dtype: str = "bfloat16") -> Plan:
@@ -74,17 +77,29 @@ def plan_for(name: str, num_kv_heads: int = 2, num_layers: int = 1, cache_dtype:
     generator, tensors, has_feedback = torch.Generator().manual_seed(0), dict(plan.tensors), name != "transformed"
     for index in range(num_layers):
         shape = (num_kv_heads, HEAD_DIM)
-        tensors[f"layers.{index}.k_rescale"] = torch.rand(shape, generator=generator) + 0.5
-        tensors[f"layers.{index}.k_offset"] = torch.randn(shape, generator=generator)
+        if name == "basis":
+            tensors |= random_bases(f"layers.{index}", *shape, generator)
+        else:
+            tensors[f"layers.{index}.k_rescale"] = torch.rand(shape, generator=generator) + 0.5
+            tensors[f"layers.{index}.k_offset"] = torch.randn(shape, generator=generator)
         if has_feedback:
             for side in SIDES:
                 factor = torch.randn(factor_spec(*shape).extents, generator=generator) * 0.3
                 tensors[f"layers.{index}.{side}_feedback"] = factor.half()
-    layers = tuple(
-        replace(layer, k_rescale=True, k_offset=True, k_feedback=has_feedback, v_feedback=has_feedback)
-        for layer in plan.layers
-    )
+    changes = dict.fromkeys(("k_basis", "v_basis") if name == "basis" else ("k_rescale", "k_offset"), True)
+    changes |= dict.fromkeys(("k_feedback", "v_feedback"), has_feedback)
+    layers = tuple(replace(layer, **changes) for layer in plan.layers)
     return replace(plan, layers=layers, tensors=tensors)
+
+
+def random_bases(prefix: str, heads: int, dim: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """The tensors of bases of a layer's keys and values."""
+    tensors: dict[str, Tensor] = {}
+    for side in SIDES:
+        matrix = torch.randn(heads, dim, dim, generator=generator).double() + 3 * torch.eye(dim).double()
+        center = torch.randn(heads, dim, generator=generator) if side == "k" else None
+        tensors |= Basis(matrix.float(), torch.linalg.inv(matrix).float(), center).tensors(f"{prefix}.{side}")
+    return tensors
 
 
 def listened(num_kv_heads: int, num_layers: int, plan: Plan) -> AbstractContextManager[None]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from kvcal.errors import InfeasibleBudget, UsageError
 from kvcal.geometry import CacheDtype, Geometry
+from kvcal.pages.basis import basis_specs
 from kvcal.pages.feedback import factor_spec
 from kvcal.pages.record_layout import PAGE_TOKENS
 from kvcal.plan.layer import LayerPlan
@@ -84,17 +85,18 @@ def reserved_bytes(
     feedback: FeedbackSpec | None = None,
 ) -> int:
     """Upper bound of the bytes that the transforms of a recipe take: λ and offset of every layer, all predictors that
-    can be, and, with a ``device_workload``, the workspace that these need; and all factors of error feedback."""
+    can be, and, with a ``device_workload``, the workspace that these need; and all factors of error feedback with
+    their bases."""
     k, v = (cache.format(side, 2, "token", 128) for side in SIDES)
     layers = layers_in(geometry, k, v)
     lambdas = sum(layer.attention.num_kv_heads * layer.head_dim("k") for layer in layers if layer.takes_transforms)
     total = 0 if reparam is None else FLOAT_BYTES * lambdas * (2 if reparam.offset else 1)
-    total += sum(
-        factor_spec(layer.attention.num_kv_heads, layer.head_dim(side)).nbytes
-        for layer in layers
-        for side in (() if feedback is None else feedback.sides)
-        if layer.takes_transforms
-    )
+    for layer in layers:
+        for side in () if feedback is None or not layer.takes_transforms else feedback.sides:
+            shape = layer.attention.num_kv_heads, layer.head_dim(side)
+            total += factor_spec(*shape).nbytes
+            if feedback is not None and feedback.basis:
+                total += sum(spec.nbytes for spec in basis_specs(side, *shape).values())
     if predictors is None:
         return total
     every = with_predictors(layers, every_finding(layers, predictors, geometry.cache_dtype), predictors)

@@ -369,7 +369,9 @@ class Search:
         }
         if {side for _, side in factors} != set(sides):
             return None
-        fitted = replace(fitted, factors=factors)
+        fitted = replace(
+            fitted, factors=factors, bases={place: basis for place, basis in fitted.bases.items() if place in factors}
+        )
         layers, tensors = fitted.apply(plan.layers), {**plan.tensors, **fitted.tensors()}
         found = self._as_candidate(f"{champion.name}, feedback {'+'.join(sides).upper()}", None, layers, tensors)
         return found if found.nbytes <= self.budget.for_cache and self._serves(layers) else None
