@@ -29,7 +29,7 @@ NO_ARITHMETIC := $(addprefix --ignore=tests/,cache/test_cache_errors.py cache/te
   store/test_stored_forms.py::test_bytes_are_the_plans_and_scratch_is_counted)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check format lint types test old-cpu gpu engines bench first-user docs clean
+.PHONY: help setup demo check format lint types test old-cpu gpu engines real bench first-user docs clean
 
 help:
 	@echo "make demo    set up, run the pipeline on the embedded model, print the table"
@@ -40,6 +40,7 @@ help:
 	@echo "make engines set up, then what serves in a real engine"
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make lint    format and lint, reading only"
+	@echo "make real    measure all systems on a pretrained model (MODEL=, OPTIONS=--quick on a CPU)"
 	@echo "make bench   measure time and memory (experiments)"
 	@echo "make first-user  install the wheel in an empty environment, and go the way of docs/first-user.md"
 	@echo "make docs    build the documentation as a site, in site/; warnings are errors"
@@ -90,6 +91,11 @@ gpu: $(READY)
 # The environment of each engine is made at the first run, in a folder of caches; some minutes a version.
 engines: $(READY)
 	$(PYTEST) -m engines -n 2 --dist load tests/engines
+
+# All systems on a pretrained model: make real MODEL=path/to/model.gguf OPTIONS="--data texts". On a CPU: OPTIONS=--quick.
+MODEL ?= smollm2
+real: $(READY)
+	$(BIN)/python experiments/real.py --model $(MODEL) $(OPTIONS)
 
 bench: $(READY)
 	$(PYTEST) experiments/bench_*.py -m bench -s

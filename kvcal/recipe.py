@@ -16,6 +16,7 @@ from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from kvcal.artifact import sha256_json
+from kvcal.data.reading import MIN_TOKENS, READINGS, is_reading
 from kvcal.data.sequences import DataSpec
 from kvcal.data.tasks import TASKS, require_lengths
 from kvcal.errors import UsageError
@@ -363,7 +364,9 @@ class TuneSpec:
     """[tune], MixKVQ's threshold search: Optuna's TPE, accuracy up and all-in bits down; the best accuracy under
     ``max_bits`` is chosen."""
 
-    tasks: tuple[str, ...] = knob(("ledger", "chain", "times"), "Embedded tasks, or lm-eval:NAME[:METRIC].")
+    tasks: tuple[str, ...] = knob(
+        ("ledger", "chain", "times"), "Embedded tasks, retrieval:TOKENS, completion:TOKENS or lm-eval:NAME[:METRIC]."
+    )
     num_problems: Size = knob(16, "Problems of each task.")
     num_trials: Size = knob(30, "Trials in all; a larger number continues the study.")
     low: Annotated[float, Field(gt=0)] = knob(0.1, "Lowest threshold.")
@@ -382,11 +385,19 @@ class TuneSpec:
         _require_tasks(self.tasks)
 
 
+def is_own_task(name: str) -> bool:
+    """Whether a task is generated here, and not lm-eval's."""
+    return name in TASKS or is_reading(name)
+
+
 def _require_tasks(tasks: tuple[str, ...]) -> None:
     """ValueError for a task that is not there, or named twice; lm-eval's are looked up when they run."""
-    unknown = sorted(name for name in tasks if name not in TASKS and (not name.startswith(LM_EVAL) or name == LM_EVAL))
+    unknown = sorted(
+        name for name in tasks if not is_own_task(name) and not name.startswith(LM_EVAL) or name == LM_EVAL
+    )
     if unknown:
-        raise ValueError(f"tasks {unknown} unknown, expected some of {sorted(TASKS)}, or {LM_EVAL}NAME of lm-eval")
+        own = [*sorted(TASKS), *(f"{name}:TOKENS (at least {MIN_TOKENS})" for name in READINGS)]
+        raise ValueError(f"tasks {unknown} unknown, expected some of {own}, or {LM_EVAL}NAME of lm-eval")
     if len(set(tasks)) < len(tasks):
         raise ValueError(f"tasks = {list(tasks)}, expected each one once")
 
@@ -396,7 +407,9 @@ class EvaluateSpec:
     """[evaluate]: perplexity, KL and top-1 on ``data``; exact match by greedy generation on problems of ``tasks``."""
 
     data: DataSpec = knob(DataSpec(seed=1), "Texts to measure on.")
-    tasks: tuple[str, ...] = knob(tuple(TASKS), "Embedded tasks, or lm-eval:NAME[:METRIC]; [] for none.")
+    tasks: tuple[str, ...] = knob(
+        tuple(TASKS), "Embedded tasks, retrieval:TOKENS, completion:TOKENS or lm-eval:NAME[:METRIC]; [] for none."
+    )
     num_problems: Size = knob(16, "Problems of each task.")
     max_steps: int = knob(70, "Transfers in a ledger at most.")
     max_size: int = knob(160, "Words in a chain's table at most.")
@@ -424,7 +437,12 @@ class EvaluateSpec:
     @property
     def harness_tasks(self) -> tuple[str, ...]:
         """Tasks of the lm-evaluation-harness, NAME or NAME:METRIC."""
-        return tuple(name.removeprefix(LM_EVAL) for name in self.tasks if name not in TASKS)
+        return tuple(name.removeprefix(LM_EVAL) for name in self.tasks if not is_own_task(name))
+
+    @property
+    def reading_tasks(self) -> tuple[str, ...]:
+        """retrieval:TOKENS and completion:TOKENS."""
+        return tuple(filter(is_reading, self.tasks))
 
 
 @dataclass(frozen=True, config=STRICT)

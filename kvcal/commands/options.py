@@ -233,7 +233,8 @@ class TaskOptions:
         str | None,
         typer.Option(
             metavar="NAME,NAME",
-            help="Tasks: ledger, chain, times, and those of lm-eval (NAME or NAME:METRIC); '' is none.",
+            help="Tasks: retrieval:TOKENS, completion:TOKENS, those of the embedded model (ledger, chain, times), and "
+            "those of lm-eval (NAME or NAME:METRIC); '' is none.",
         ),
     ] = None
     include_path: Annotated[str | None, typer.Option(help="A folder with lm-eval task files (YAML) of your own.")] = (
@@ -243,13 +244,12 @@ class TaskOptions:
 
     def knobs(self) -> dict[str, Any]:
         """The knobs of [evaluate] that were given, by dotted name."""
-        from kvcal.data.tasks import TASKS
-        from kvcal.recipe import LM_EVAL
+        from kvcal.recipe import LM_EVAL, is_own_task
 
         names = None
         if self.tasks is not None:
             given = [name.strip() for name in self.tasks.split(",") if name.strip()]
-            names = [name if name in TASKS else LM_EVAL + name.removeprefix(LM_EVAL) for name in given]
+            names = [name if is_own_task(name) else LM_EVAL + name.removeprefix(LM_EVAL) for name in given]
         values = {"tasks": names, "include_path": self.include_path, "num_problems": self.limit}
         return {f"evaluate.{key}": value for key, value in values.items()}
 

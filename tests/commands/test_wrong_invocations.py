@@ -308,7 +308,7 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     (PACK + "--prompt \udcff", 2, "--prompt is not UTF-8"),
     ((*PACK.split(), "--prompt", "3 x 4 " * 3000), 2, "prompt tokens exceed the model's context of 1024"),
     # evaluate
-    (EVAL + '--set evaluate.tasks=["foo"]', 2, "tasks ['foo'] unknown, expected some of ['chain', 'ledger', 'times']"),
+    (EVAL + '--set evaluate.tasks=["foo"]', 2, "tasks ['foo'] unknown, expected some of ['chain', 'ledger', 'times', "),
     (EVAL + '--set evaluate.tasks=["none","chain"]', 2, "tasks ['none'] unknown"),
     (EVAL + '--set evaluate.tasks=["chain","chain"]', 2, "expected each one once"),
     (EVAL + "--set evaluate.num_problems=1000000000000", 2, "evaluate.num_problems = 1000000000000"),

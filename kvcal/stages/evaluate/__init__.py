@@ -36,6 +36,7 @@ from kvcal.quantities import format_bytes
 from kvcal.recipe import EvaluateSpec
 from kvcal.records import read_json, write_json
 from kvcal.stages.evaluate.harness import measure_harness
+from kvcal.stages.evaluate.reading import measure_reading
 from kvcal.stages.evaluate.tasks import TaskResult, mean_accuracy, measure_tasks
 from kvcal.stages.evaluate.text import Reference, TextQuality, measure_text
 from kvcal.stages.verify import require_same_model
@@ -273,7 +274,11 @@ def _measure(
     started = time.monotonic()
     require_unseen(plan.provenance, data)
     text = measure_text(loaded, plan, data, spec.batch, reporter, reference)
-    tasks = measure_tasks(loaded, plan, spec, reporter) + measure_harness(loaded, plan, spec, reporter)
+    tasks = tuple(
+        result
+        for measure in (measure_tasks, measure_reading, measure_harness)
+        for result in measure(loaded, plan, spec, reporter)
+    )
     return Row(
         name=name,
         plan_sha256=plan.sha256,

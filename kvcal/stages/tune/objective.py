@@ -43,6 +43,7 @@ from kvcal.progress import Reporter, Silent
 from kvcal.quantities import MAX_SEED
 from kvcal.recipe import EvaluateSpec, TuneSpec
 from kvcal.stages.evaluate.harness import measure_harness, require_lm_eval
+from kvcal.stages.evaluate.reading import measure_reading
 from kvcal.stages.evaluate.tasks import mean_accuracy, measure_tasks
 from kvcal.stages.tune.study import Outcome, Search, Threshold
 
@@ -155,6 +156,7 @@ class TaskObjective:
     def accuracy(self, plan: Plan) -> tuple[float, float]:
         """Mean accuracy over the tasks, and its standard error."""
         results = measure_tasks(self.loaded, plan, self.tasks, Silent(), "select")
+        results += measure_reading(self.loaded, plan, self.tasks, Silent(), "select")
         results += measure_harness(self.loaded, plan, self.tasks, Silent())
         return mean_accuracy(results)
 

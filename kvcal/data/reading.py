@@ -1,0 +1,131 @@
+"""Problems whose answers are read from far back in a long context: codes by key, and lines of source code.
+
+retrieval:TOKENS   RULER's multi-key needle (arXiv 2404.06654): among word problems, ``NUM_KEYS`` sentences give each
+                   animal a code; ``ASKED`` of the codes are asked for, and the others distract.
+completion:TOKENS  a file of an installed package or of the standard library: ``LINES`` lines of its last half, each
+                   predicted from all that is before it.
+
+An answer counts when every token of it is the most likely one after the true tokens before it. That is the exact match
+of greedy decoding, which has written the same up to its first wrong token. So a problem needs no generation, and one
+text holds several. The same seed gives the same problems; those of two purposes share no text. Left out: RULER's other
+needles.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from kvcal.data.dialogues import word_problem
+from kvcal.data.pools import Purpose
+from kvcal.data.sources import Piece, read_source
+from kvcal.errors import UsageError
+from kvcal.lazy_torch import Tensor, torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+NUM_KEYS, ASKED, LINES = 8, 4, 8
+MIN_TOKENS, MIN_LINE = 512, 10
+_COLOURS = ["amber", "black", "blue", "brown", "green", "grey", "orange", "pink", "purple", "red", "white", "yellow"]
+_ANIMALS = ["bear", "camel", "crow", "deer", "eagle", "fox", "goat", "horse", "lion", "owl", "rabbit", "tiger", "wolf"]
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """``tokens_T`` int64; ``answers``: (start, stop) of each answer's tokens, of which none is the first one."""
+
+    tokens_T: Tensor
+    answers: tuple[tuple[int, int], ...]
+
+
+def retrieval(tokenizer: Tokenizer, num_tokens: int, seed: int, purpose: Purpose) -> Iterator[Reading]:
+    """Texts of exactly ``num_tokens`` tokens without end; the keys lie anywhere in them."""
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    start = list(tokenizer("")["input_ids"]) or encode("\n")
+    rng = random.Random(f"{purpose}:retrieval:{num_tokens}:{seed}")
+    while True:
+        keys = rng.sample([f"{colour} {animal}" for colour in _COLOURS for animal in _ANIMALS], NUM_KEYS)
+        codes = {key: str(rng.randint(100, 999)) for key in keys}
+        needles = [encode(f"The code of the {key} is {codes[key]}.\n") for key in keys]
+        questions: list[int] = []
+        answers = []  # from the first question on
+        for key in rng.sample(keys, ASKED):
+            questions += encode(f"Question: what is the code of the {key}?\nAnswer: the code of the {key} is")
+            answer = encode(f" {codes[key]}")
+            answers.append((len(questions), len(questions) + len(answer)))
+            questions += answer + encode(".\n")
+        room = num_tokens - len(start) - len(questions) - sum(map(len, needles))
+        lines: list[list[int]] = []
+        while room > 0:
+            for line in word_problem(rng).splitlines(keepends=True):
+                lines.append(encode(line)[:room])
+                room -= len(lines[-1])
+        for needle in needles:
+            lines.insert(rng.randrange(len(lines)), needle)  # before the last one, which is cut
+        context = start + [token for line in lines for token in line]
+        spans = tuple((len(context) + first, len(context) + stop) for first, stop in answers)
+        yield Reading(torch.tensor(context + questions), spans)
+
+
+def completion(tokenizer: Tokenizer, num_tokens: int, seed: int, purpose: Purpose) -> Iterator[Reading]:
+    """Files of at least ``num_tokens`` tokens, cut there. UsageError for a tokenizer that tells no places of tokens."""
+    if not tokenizer.is_fast:
+        raise UsageError("completion needs a fast tokenizer (tokenizer.json)", hint="choose other tasks")
+    rng = random.Random(f"{purpose}:completion:{seed}")
+    start = list(tokenizer("")["input_ids"])
+    for piece in read_source("python:code", (), None, None, seed, purpose):
+        if not isinstance(piece, Piece) or len(piece.text) < 2 * num_tokens:
+            continue
+        encoded = tokenizer(piece.text[: 16 * num_tokens], add_special_tokens=False, return_offsets_mapping=True)
+        tokens = start + list(encoded["input_ids"])
+        if len(tokens) < num_tokens:
+            continue
+        places = [(0, 0)] * len(start) + [tuple(place) for place in encoded["offset_mapping"]]
+        answers, offset = [], 0
+        for line in piece.text.splitlines(keepends=True):
+            first, stop, offset = (
+                offset + len(line) - len(line.lstrip()),
+                offset + len(line.rstrip()),
+                offset + len(line),
+            )
+            if stop - first >= MIN_LINE and places[num_tokens // 2][0] <= first and stop <= places[num_tokens - 1][1]:
+                inside = [i for i in range(num_tokens // 2, num_tokens) if places[i][0] < stop and places[i][1] > first]
+                answers.append((inside[0], inside[-1] + 1))
+        if len(answers) >= LINES:
+            yield Reading(torch.tensor(tokens[:num_tokens]), tuple(sorted(rng.sample(answers, LINES))))
+
+
+Draw = Callable[["Tokenizer", int, int, Purpose], Iterator[Reading]]
+READINGS: dict[str, Draw] = {"retrieval": retrieval, "completion": completion}
+
+
+def is_reading(task: str) -> bool:
+    """Whether a task is one of this module's, with a length."""
+    name, _, tokens = task.partition(":")
+    return name in READINGS and tokens.isdecimal() and MIN_TOKENS <= int(tokens) < 1 << 24
+
+
+def readings(
+    task: str, num_problems: int, seed: int, tokenizer: Tokenizer, purpose: Purpose = "report"
+) -> tuple[Reading, ...]:
+    """Texts with at least ``num_problems`` answers together, fewer than one text's more.
+
+    Raises:
+        UsageError: as ``completion``, or the installed packages have too few files of this length.
+    """
+    name, _, tokens = task.partition(":")
+    count = -(-num_problems // (ASKED if name == "retrieval" else LINES))
+    found = tuple(islice(READINGS[name](tokenizer, int(tokens), seed, purpose), count))
+    if len(found) < count:
+        raise UsageError(
+            f"{task}: the installed packages hold {len(found)} files so long, {count} were asked for",
+            hint="ask for fewer problems, or for fewer tokens",
+        )
+    return found
