@@ -25,10 +25,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from shared import layers_with, print_table
+from shared import layers_with, print_table, random_model
 from transformers import LlamaConfig
 
-from kvcal.bench.model import random_model
 from kvcal.cache.plan_cache import PlanCache
 from kvcal.data.sequences import TokenDataset
 from kvcal.geometry import ModelIdentity

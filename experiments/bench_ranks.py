@@ -25,10 +25,10 @@ from unittest.mock import patch
 import torch
 from bench_streamed import SHAPE, open_model, wait, write_checkpoint
 from safetensors.torch import load_file
+from shared import random_model
 from transformers import LlamaConfig, PreTrainedModel
 
 from kvcal import distributed
-from kvcal.bench.model import random_model
 from kvcal.data.sequences import TokenDataset
 from kvcal.geometry import ModelIdentity
 from kvcal.models.geometry import geometry_of

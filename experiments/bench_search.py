@@ -21,9 +21,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from shared import random_model
 from transformers import LlamaConfig
 
-from kvcal.bench.model import random_model
 from kvcal.data.mixture import KINDS
 from kvcal.data.sequences import TokenDataset
 from kvcal.geometry import ModelIdentity

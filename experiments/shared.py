@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.models.load import LoadedModel
@@ -27,6 +28,13 @@ def arguments(
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, required=is_out_required, help=out_help)
     return parser
+
+
+def random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
+    """A model of this shape with the library's random initialisation, made in bf16 on the device."""
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    return model.eval().requires_grad_(False)
 
 
 def texts_of_length(loaded: LoadedModel, spec: DataSpec, count: int, purpose: str) -> TokenDataset:

@@ -18,11 +18,10 @@ import typer
 
 from kvcal import distributed
 from kvcal.commands import about, plans, run, stages
-from kvcal.commands.bench import bench
 from kvcal.commands.doctor import doctor
 from kvcal.commands.explain import explain, report
 from kvcal.commands.options import for_ranks, needs_compile
-from kvcal.commands.serve import capacity, serve_args
+from kvcal.commands.serve import bench, capacity, serve_args
 from kvcal.console import discard_stdout, print_error, print_error_json, print_text
 from kvcal.errors import ArtifactError, KvcalError, UsageError
 
@@ -113,7 +112,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "compile": stages.compile_command,
         "eval": plans.eval_command,
     },
-    "Serving engines": {"capacity": capacity, "serve-args": serve_args},
+    "Serving engines": {"bench": bench, "capacity": capacity, "serve-args": serve_args},
     "Plans": {
         "inspect": plans.inspect,
         "explain": needs_compile(explain),
@@ -131,7 +130,6 @@ for panel, commands in PANELS.items():
     for name, command in commands.items():
         checked = command if panel in RUNTIME_PANELS else needs_compile(command)
         app.command(name, rich_help_panel=panel)(for_ranks(checked, name in RANKED))
-app.add_typer(bench, name="bench", rich_help_panel="GPU")
 
 
 if __name__ == "__main__":

@@ -84,7 +84,6 @@ COMMANDS = {
     "feedback": "kvcal feedback",
     "kv-quantization-plan": "kvcal compile",
     "prefix": "kvcal pack-prefix",
-    "step-times": "kvcal bench",
 }
 LARGE_KINDS = {"prefix"}
 _MAKE_AGAIN = "delete the file and run the stage that makes it again"

@@ -286,9 +286,6 @@ class SearchSpec:
     kl_samples: Size = knob(12, "Texts at most of each pool, select and validate, that KL is measured on.")
     kl_tokens: TextTokens = knob(768, "Tokens of each of these texts.")
     refine_rounds: SizeOrNone = knob(2, "Rounds of composing at most; 0 compares whole plans alone.")
-    step_times: Annotated[str | None, Field(exclude_if=lambda path: path is None)] = knob(
-        None, "Table of `kvcal bench kernels` for the GPU that decodes; without one, bytes tell the time of a step."
-    )
 
     def __post_init__(self) -> None:
         if not self.keys or not self.values:

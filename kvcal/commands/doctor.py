@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -22,6 +23,7 @@ from kvcal.errors import KernelError, UsageError
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
+UNKNOWN = "unknown"
 # Extras of kvcal, and what needs them.
 EXTRAS = {"compile": "commands that make plans", "cuda": "static caches on a GPU, and `kvcal bench`"}
 ENGINES = ("vllm", "sglang", "flashinfer-python", "lm_eval")
@@ -106,11 +108,14 @@ def _gpu() -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("import of torch and transformers", "fails", "unusable", " ".join(str(error).split()))
         return
-    from kvcal.bench.device import UNKNOWN, driver_version
     from kvcal.kernels.compile import OLDEST
 
     yield Finding("CUDA of torch", str(torch.version.cuda or "none"), "ok" if torch.version.cuda else "absent")
-    driver = driver_version()
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        driver = UNKNOWN
     yield Finding("NVIDIA driver", driver, "absent" if driver == UNKNOWN else "ok")
     if not torch.cuda.is_available():
         note = "caches run through torch on the CPU; the CUDA kernels and `kvcal bench` are refused"

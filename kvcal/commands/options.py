@@ -309,22 +309,15 @@ class ServeOptions:
         str | None,
         typer.Option("--for", help="What a searched plan is for: decode or storage; default: the recipe's."),
     ] = None
-    step_times: Annotated[
-        str | None,
-        typer.Option(help="Step times of the GPU that decodes (`kvcal bench kernels` writes them); default: bytes."),
-    ] = None
 
     def knobs(self, recipe: Recipe) -> dict[str, Any]:
         """The knobs that were given. UsageError for a recipe without [search]."""
-        given = {"--for": self.serve, "--step-times": self.step_times}
-        for option, value in given.items():
-            if value is not None and recipe.search is None:
-                raise UsageError(
-                    f"{option} {value}: recipe {recipe.name!r} has no [search]",
-                    hint="choose a recipe with it: `kvcal plan MODEL --search`",
-                )
-        knobs = {"search.serve": self.serve, "search.step_times": self.step_times}
-        return {name: value for name, value in knobs.items() if value is not None}
+        if self.serve is not None and recipe.search is None:
+            raise UsageError(
+                f"--for {self.serve}: recipe {recipe.name!r} has no [search]",
+                hint="choose a recipe with it: `kvcal plan MODEL --search`",
+            )
+        return {} if self.serve is None else {"search.serve": self.serve}
 
 
 def command_line(*words: object) -> str:

@@ -389,9 +389,8 @@ def _changed(points: Sequence[Point], given: options.RecipeOptions, served: opti
             raise UsageError(f"--set {name}: the same for all recipes", hint="use --bits, --batch and --context")
         if all(getattr(point.recipe, section) is None for point in points):
             raise UsageError(f"--set {name}: none of the recipes has [{section}]", hint="leave it out")
-    for option, value in (("--for", served.serve), ("--step-times", served.step_times)):
-        if value is not None and all(point.recipe.search is None for point in points):
-            raise UsageError(f"{option} {value}: none of the recipes has [search]", hint=f"leave {option} out")
+    if served.serve is not None and all(point.recipe.search is None for point in points):
+        raise UsageError(f"--for {served.serve}: none of the recipes has [search]", hint="leave --for out")
     changed = []
     for point in points:
         own = [text for text in sets if getattr(point.recipe, text.partition("=")[0].partition(".")[0]) is not None]

@@ -1,4 +1,4 @@
-"""Commands before a plan is served in an engine: ``kvcal capacity`` and ``kvcal serve-args``. No engine is imported."""
+"""Commands before a plan is served: ``kvcal bench``, ``capacity`` and ``serve-args``. No engine is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcal.commands import options
-from kvcal.errors import ArtifactError, UsageError
+from kvcal.errors import ArtifactError, KernelError, UsageError
 from kvcal.quantities import MAX_CONTEXT, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -33,6 +33,42 @@ DraftsOption = Annotated[
     typer.Option("--drafts", help="Draft tokens (n-grams) that vLLM verifies beside a token, 0 to 7.", min=0, max=7),
 ]
 RanksOption = Annotated[int, typer.Option("--tp", help="Ranks of tensor parallelism.", min=1, max=1024)]
+
+
+@options.spread
+def bench(plan: options.PlanArgument, sizes: options.WorkloadOptions, given: options.OutputOptions) -> None:
+    """Time decode attention over a plan's packed pages on this GPU, against torch's fastest attention at 16 bits.
+
+    Layers that differ in nothing but their index share a row. Exit code 6 without a GPU.
+
+    Example: `kvcal bench plan.safetensors --batch 8 --context 32768`
+    """
+    from dataclasses import asdict
+
+    import torch
+
+    from kvcal.bench import time_layers
+    from kvcal.plan.plan import load_plan
+
+    loaded = load_plan(plan)
+    workload = sizes.workload(loaded.workload)
+    if not torch.cuda.is_available():
+        raise KernelError(
+            f"kvcal bench needs a CUDA device, and torch {torch.__version__} sees none",
+            hint="run it on a machine with an NVIDIA GPU and a CUDA build of torch",
+        )
+    times, device = time_layers(loaded, workload, torch.device("cuda")), torch.cuda.get_device_name()
+    value = {"device": device, "workload": asdict(workload), "layers": [asdict(time) for time in times]}
+    rows = [
+        (
+            f"{len(time.layers)} from {time.layers[0]}", time.k, time.v, format_bytes(time.nbytes),
+            "" if time.us is None else f"{time.us:.1f}", "" if time.sdpa_us is None else f"{time.sdpa_us:.1f}",
+            f"{time.sdpa_us / time.us:.2f}x" if time.us and time.sdpa_us else time.reason,
+        )
+        for time in times
+    ]  # fmt: skip
+    title = f"Decode attention of a layer on {device}, batch {workload.batch} x {workload.context} tokens"
+    given.show(value, (title, ("layers", "K", "V", "cache", "µs", "µs at 16 bits", "factor"), rows))
 
 
 @options.spread

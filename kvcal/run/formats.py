@@ -43,7 +43,6 @@ from kvcal.stages.allocate.record import Allocation
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.estimate import Estimate
 from kvcal.stages.profile.record import Profile
-from kvcal.stages.search import step_times
 from kvcal.stages.search.record import SearchRecord
 from kvcal.stages.tune.objective import (
     HIGHEST_SHARE,
@@ -211,9 +210,7 @@ def search_data(job: Job) -> search_stage.SearchData:
     fit, select, validate = (job_sequences(job, job.recipe.data, purpose) for purpose in purposes)
     spec = job.recipe.feedback
     feedback = None if spec is None else short_data(job, spec)
-    path = None if job.recipe.search is None else job.recipe.search.step_times
-    times = None if path is None else step_times.load(path)
-    return search_stage.SearchData(fit, select, validate, reparam_data(job), feedback, times)
+    return search_stage.SearchData(fit, select, validate, reparam_data(job), feedback)
 
 
 def search_folder(job: Job) -> Allocation:
@@ -231,7 +228,6 @@ def search_folder(job: Job) -> Allocation:
         **flat_records(predictors=recipe.predictors, feedback=recipe.feedback),
         **{key: value for name, pool in pools.items() for key, value in data_inputs(pool, name).items()},
         "search.systems.sha256": sha256_json(systems),
-        **({} if data.step_times is None else {"step_times.sha256": sha256_json(dump(data.step_times))}),
         "provenance": sha256_json(provenance_of(recipe)),
         **compute_dtype(loaded),
         **_baseline_inputs(recipe.allocate),

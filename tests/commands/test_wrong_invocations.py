@@ -446,17 +446,6 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     ("run a b", 2, "unexpected extra argument"),
     ("run", 2, "Missing argument"),
     ("zap", 2, "No such command"),
-    ("bench zap", 2, "No such command"),
-    ("bench kernels --format 5", 2, "--format '5' is none of"),
-    ("bench layer --recipe best", 2, "leaves its formats to a solver"),
-    ("bench kernels --recipe nothing", 2, "recipe 'nothing'"),
-    ("bench kernels --context 64", 2, "--context 64: expected at least 128"),
-    ("bench kernels --plan {plan} --format 2", 2, "a plan has its own formats"),
-    ("bench kernels --plan {plan} --recipe kitty", 2, "a plan has its own formats"),
-    ("bench kernels --plan {plan} --heads 4", 2, "a plan has its own heads"),
-    ("bench kernels --plan {plan} --search best", 2, "a plan has its own formats"),
-    ("bench kernels --head-dim 7", 2, "expected a multiple of 8"),
-    ("bench e2e --memory zap", 2, "cannot read 'zap'"),
 ]  # fmt: skip
 
 

@@ -184,7 +184,7 @@ def table_of(text: str, heading: str) -> list[list[str]]:
 
 def test_the_gpu_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
     benchmarks = TEXTS["docs/benchmarks.md"]
-    kernels = {tuple(cells[:2]): cells[3:] for cells in table_of(benchmarks, "### `kvcal bench kernels")}
+    kernels = {tuple(cells[:2]): cells[3:] for cells in table_of(benchmarks, "### Decode attention")}
     rows = {cells[0]: cells[1:] for cells in table_of(README, "## On a GPU")}
     for name, format_ in (("2 bits", "2"), ("Kitty 12.5 %", "kitty"), ("4 bits", "4")):
         for cell, size in zip(rows[name], ("8 x 32K", "32 x 32K"), strict=False):

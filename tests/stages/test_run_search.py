@@ -18,9 +18,8 @@ from kvcal.errors import ArtifactError, InfeasibleBudget, UsageError
 from kvcal.folder import Folder, Job, job_sequences, sequences
 from kvcal.kernels.variants import stored_form
 from kvcal.models.load import LoadedModel, load
-from kvcal.plan.layer import bare_layers
-from kvcal.plan.page_format import RAW, SIDES
-from kvcal.plan.plan import Workload, load_plan
+from kvcal.plan.page_format import SIDES
+from kvcal.plan.plan import load_plan
 from kvcal.progress import Silent
 from kvcal.recipe import Recipe
 from kvcal.recipe_files import load_recipe
@@ -29,17 +28,12 @@ from kvcal.stages import search as search_stage
 from kvcal.stages.divergence import STATISTICS, deviations, kl_texts, unquantized_plan
 from kvcal.stages.predictors import stage as fit_predictors
 from kvcal.stages.predictors.stage import run_fit_predictors
-from kvcal.stages.search import step_times
-from kvcal.stages.search.compositions import choice_style
 from kvcal.stages.search.judge import Pool
 from kvcal.stages.search.kl_meter import KLMeter, plan_digest
 from kvcal.stages.search.record import KIND, SCHEMA, SearchRecord
 from kvcal.stages.search.record import load as load_search
 from kvcal.stages.search.record import save as save_search
-from kvcal.stages.search.speed import Measured, is_no_slower
-from kvcal.stages.search.step_times import StepTime, StepTimes, timed_as
 from kvcal.stages.verify import verify_plan
-from kvcal.strict import dump
 from kvcal.tables import candidates_table, pools_table, search_table
 
 RECIPE = """
@@ -307,31 +301,6 @@ def test_a_search_for_decoding_needs_no_fits_and_stores_what_attention_reads(
     assert all(f.lattice_dim is None for layer in record.layers for side in SIDES for f in layer.formats(side))
     assert any("left out: aqua-kv" in message for message in told.messages)
     assert any("at most" in message and "plans" in message for message in told.messages)
-
-
-def test_a_search_for_decoding_is_held_to_measured_step_times(loaded: LoadedModel, tmp_path: Path) -> None:
-    """Boosted keys are slow on this GPU, and so is what was not measured; keys of 3 bits with values of 4 are fast."""
-    raw = bare_layers(loaded.geometry)[0]
-    decode = recipe_of(tmp_path, 7.0, ('"storage"', '"decode"'))
-    assert decode.search is not None
-    boosted, three = (choice_style(choice, decode.cache).format for choice in decode.search.keys[:2])
-    two, _, four = (choice_style(choice, decode.cache).format for choice in decode.search.values)
-    rows = {(boosted, two): 50.0, (three, four): 5.0, (RAW, RAW): 10.0}
-    layers = [(timed_as(replace(raw, k=(k,), v=(v,))), us) for (k, v), us in rows.items()]
-    workload = Workload(4, 20000)
-    table = StepTimes("Test GPU", tuple(StepTime(workload, layer, us) for layer, us in layers))
-    path = tmp_path / "times.safetensors"
-    step_times.save(table, {}, path)
-    told, named = Told(), ("[search]", f'[search]\nstep_times = "{path}"')
-    record = built(recipe_of(tmp_path, 7.0, ('"storage"', '"decode"'), named), loaded, tmp_path, told)
-    speed = Measured(table, loaded.geometry.cache_dtype, workload)
-    assert is_no_slower(speed, record.layers) and speed.share(record.layers) < 1
-    pairs = {(layer.k[0], layer.v[0]) for layer in record.layers}
-    assert pairs <= {(three, four), (RAW, RAW)} and len(record.layers) == 2
-    assert any("left out: aqua-kv, kitty" in message for message in told.messages)
-    assert any(message.endswith("of the time of 16 bits on Test GPU") for message in told.messages)
-    digest = artifact.read_inputs(tmp_path / "search.safetensors")["step_times.sha256"]
-    assert digest == artifact.sha256_json(dump(table))
 
 
 def test_heads_of_their_own(loaded: LoadedModel, tmp_path: Path) -> None:

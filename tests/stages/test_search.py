@@ -33,7 +33,6 @@ from kvcal.stages.search.cost import planned
 from kvcal.stages.search.judge import SIGNIFICANT, Pool, tiers_of
 from kvcal.stages.search.problem import Choice, Problem, problem_of
 from kvcal.stages.search.speed import slow_because, speed_of
-from kvcal.stages.search.step_times import StepTimes
 
 GEOMETRY = Geometry("llama", "bfloat16", tuple(AttentionGeometry(index, 8, 2, 64, 64) for index in range(3)))
 WORKLOAD = Workload(2, 1000)
@@ -54,11 +53,10 @@ def wide_problem(
     predictors: PredictorSpec | None = None,
     geometry: Geometry = GEOMETRY,
     room: int = 10**9,
-    times: StepTimes | None = None,
 ) -> Problem:
     plans = system_plans(geometry, spec, predictors).values()
     styles = {side: styles_of(side, spec, cache, predictors, plans) for side in SIDES}
-    speed = speed_of(spec.serve, geometry.cache_dtype, WORKLOAD, bare_layers(geometry), times)
+    speed = speed_of(spec.serve, geometry.cache_dtype, WORKLOAD)
     return problem_of(geometry, styles, predictors, WORKLOAD, room, per_head, speed)
 
 

@@ -49,8 +49,6 @@ from kvcal.stages.predictors import record as predictor_record
 from kvcal.stages.profile import record as profile_record
 from kvcal.stages.reparam import record as reparam_record
 from kvcal.stages.search import record as search_record
-from kvcal.stages.search import step_times
-from kvcal.stages.search.speed import is_no_slower, speed_of
 from kvcal.stages.tune.study import (
     Outcome,
     Search,
@@ -77,7 +75,6 @@ KINDS = (
     "comparison",
     "evaluation",
     "tuning",
-    "step-times",
 )
 KINDS += tuple(f"{name}.partial" for name in STAGES)
 
@@ -286,23 +283,6 @@ def open_feedback(path: Path) -> None:
     use_plan(replace(plan, layers=found.apply(plan.layers), tensors=found.tensors()))
 
 
-def step_times_result() -> step_times.StepTimes:
-    """Of 2 bits, a lattice on a prediction, and 16 bits."""
-    lattice = form_plan("lattice d=2", "float32").layers
-    layers = [step_times.timed_as(layer) for layer in (llama_plan(*KIVI_2).layers[0], *lattice)]
-    found = [step_times.StepTime(Workload(2, 1000), layer, 5.0 + n) for n, layer in enumerate(layers)]
-    found += [step_times.StepTime(time.workload, step_times.unquantized(time.layer), 20.0) for time in found]
-    return step_times.merged("GPU", found)
-
-
-def open_step_times(path: Path) -> None:
-    found = step_times.load(path)
-    same_again(path, lambda again: step_times.save(found, {}, again))
-    for time in found.times:
-        speed = speed_of("decode", "float32", time.workload, [time.layer], found)
-        assert speed.us(time.layer) and is_no_slower(speed, [time.layer]) in (True, False)
-
-
 def tuning() -> Tuning:
     outcomes = [Outcome(0.5, 0.1, 3.0, 1000, {"share": 0.1}), Outcome(0.75, None, 4.0, 2000, {})]
     trials = tuple(Trial(i, {"a": 0.5 + i, "b": 1.0}, outcome) for i, outcome in enumerate(outcomes))
@@ -362,7 +342,6 @@ def subjects() -> list[Subject]:
         Subject("comparison", "", functools.partial(save_comparison, comparison()), open_comparison),
         Subject("evaluation", "", functools.partial(save_evaluation, evaluation(*_rows())), open_evaluation),
         Subject("tuning", "", functools.partial(save_tuning, tuning()), open_tuning),
-        Subject("step-times", "", _saved(step_times.save, step_times_result()), open_step_times),
     ]
     for name in STAGES:
         write, use = functools.partial(write_partial, name), functools.partial(use_partial, name)

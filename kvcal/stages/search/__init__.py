@@ -71,7 +71,7 @@ from kvcal.stages.search.record import (
     pool_result,
     save,
 )
-from kvcal.stages.search.speed import Measured, Speed, is_no_slower, speed_of
+from kvcal.stages.search.speed import Speed, is_no_slower, speed_of
 
 __all__ = ["KIND", "SCHEMA", "Search", "SearchData", "SearchRecord", "dry_run", "load", "run_search"]
 
@@ -130,9 +130,6 @@ def run_search(
         f"{n} {p.kl:.4g} ± {p.kl_error:.2g}" for n, p in (("select", report.select), ("validate", report.validate))
     )
     reporter.say(f"search: {report.shipped} ships; KL {kls}; {report.num_plans} plans measured in this folder")
-    if isinstance(job.speed, Measured):
-        share = job.speed.share(plan.layers)
-        reporter.say(f"search: its attention takes {share:.0%} of the time of 16 bits on {job.speed.times.device}")
     return record
 
 
@@ -193,8 +190,7 @@ class Search:
     @cached_property
     def speed(self) -> Speed:
         """The speed of decoding that plans are held to."""
-        geometry, times = self.loaded.geometry, self.data.step_times
-        return speed_of(self.spec.serve, geometry.cache_dtype, self.workload, bare_layers(geometry), times)
+        return speed_of(self.spec.serve, self.loaded.geometry.cache_dtype, self.workload)
 
     @cached_property
     def styles(self) -> dict[Side, tuple[Style, ...]]:

@@ -27,7 +27,6 @@ from kvcal.recipe import Recipe, ReparamSpec
 from kvcal.stages import feedback, reparam
 from kvcal.stages.allocate.record import layers_in
 from kvcal.stages.predictors import stage as fit_predictors
-from kvcal.stages.search.step_times import StepTimes
 from kvcal.strict import dump, flat
 
 Layers = tuple[LayerPlan, ...]
@@ -36,14 +35,13 @@ Layers = tuple[LayerPlan, ...]
 @dataclass(frozen=True, eq=False)
 class SearchData:
     """Sequences by purpose; ``reparam``: for λ, where a style takes it; ``feedback``: for error feedback, None where
-    the recipe does not ask for it; ``step_times``: of the GPU that the plan is for, where they were measured."""
+    the recipe does not ask for it."""
 
     fit: TokenDataset
     select: TokenDataset
     validate: TokenDataset
     reparam: TokenDataset
     feedback: TokenDataset | None = None
-    step_times: StepTimes | None = None
 
 
 @dataclass(frozen=True, eq=False)
