@@ -65,9 +65,10 @@ class Basis:
         return {f"{prefix}_{part}": tensor for part, tensor in found if tensor is not None}
 
     def enter(self, x: Tensor) -> Tensor:
-        """T (x - c)."""
-        centered = x.float() if self.center is None else x.float() - self.center
-        return torch.einsum("...nd,ned->...ne", centered, self.matrix).to(x.dtype)
+        """T (x - c): in fp64, whose order of sums does not reach the result, so that pages are the same bytes for any
+        number of tokens at once and on any device."""
+        centered = x.double() if self.center is None else x.double() - self.center
+        return torch.einsum("...nd,ned->...ne", centered, self.matrix.double()).to(x.dtype)
 
     def leave(self, y: Tensor) -> Tensor:
         """T^-1 y + c."""

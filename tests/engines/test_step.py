@@ -17,6 +17,7 @@ from engine_cases import (
     UNSHARED,
     Memory,
     Sequence,
+    based,
     cache_records,
     decode,
     plan_for,
@@ -35,6 +36,7 @@ from kvcal.plan.page_format import SIDES
 
 TOLERANCE = 2e-5
 PLANS = {name: plan_for(name) for name in TAKEN} | {f"{n}, λ": transformed(plan_for(n)) for n in TRANSFORMED}
+PLANS["rotated, basis"] = based(plan_for("rotated"))
 BESIDE = {name: plan_for(name) for name in UNSHARED} | {"windows, λ": transformed(plan_for("windows"))}
 
 
@@ -141,7 +143,13 @@ def test_sinks_and_windows_are_those_of_the_cache(name: str) -> None:
 
 # Where a step with drafts differs: what a page of a head needs beside its tokens, and where the tokens lie.
 DRAFTED = ["2 bits by channel", "keys by token", "16 bits", "values of 16 bits", "random", "three tiers", "rotated"]
-DRAFTED += ["points", "per head", "per head, λ", *(name for name, plan in BESIDE.items() if not plan.needs_queries)]
+DRAFTED += [
+    "rotated, basis",
+    "points",
+    "per head",
+    "per head, λ",
+    *(name for name, plan in BESIDE.items() if not plan.needs_queries),
+]
 
 
 @pytest.mark.parametrize("name", DRAFTED)
@@ -266,8 +274,12 @@ def test_softcap_and_sink_logits_of_a_chunk_are_those_of_single_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["2 bits by channel", "per head", "per head, λ", "query_range", "per head, with sinks", "sinks and window"]
-)
+    "name",
+    [
+        "2 bits by channel", "per head", "per head, λ", "query_range", "per head, with sinks", "sinks and window",
+        "rotated, basis",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_shards_together_are_the_whole(name: str, size: int) -> None:
     """Blocks of all ranks have the same bytes; 8 ranks of 4 KV heads hold each twice."""

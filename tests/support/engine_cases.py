@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from cache_cases import HEAD_DIM, NUM_HEADS, llama_plan
 from kernel_oracle import feedback_of
+from static_cases import random_bases
 from torch import Tensor
 
 from kvcal import Plan, PlanCache
@@ -81,6 +82,15 @@ def transformed(plan: Plan) -> Plan:
         tensors[f"{prefix}.k_offset"] = torch.randn(heads, HEAD_DIM, generator=generator)
         tensors |= {f"{prefix}.{side}_feedback": feedback_of(heads, HEAD_DIM) for side in ("k", "v")}
     return replace(plan, layers=layers, tensors=tensors)
+
+
+def based(plan: Plan) -> Plan:
+    """Bases of both sides on all layers of rotated pages."""
+    generator, tensors = torch.Generator().manual_seed(4), dict(plan.tensors)
+    for layer in plan.layers:
+        prefix, heads = f"layers.{layer.geometry.index}", layer.attention.num_kv_heads
+        tensors |= random_bases(prefix, heads, HEAD_DIM, generator)
+    return replace(plan, layers=tuple(replace(x, k_basis=True, v_basis=True) for x in plan.layers), tensors=tensors)
 
 
 class Memory:
