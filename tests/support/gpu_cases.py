@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 import transformers as hf
 from cache_cases import plan_of, recipe_formats
-from static_cases import FORMATS, TRANSFORMED, V
+from static_cases import FORMATS, TRANSFORMED, V, random_bases
 from torch import Tensor
 
 from kvcal import Plan, PlanCache, attached
@@ -70,13 +70,17 @@ def plan_for(model: hf.PreTrainedModel, name: str) -> Plan:
     tensors, has = dict(plan.tensors), name != "transformed"
     for index, layer in enumerate(plan.layers):
         shape = (layer.attention.num_kv_heads, layer.attention.k_head_dim)
-        tensors[f"layers.{index}.k_rescale"] = torch.rand(shape, generator=generator) + 0.5
-        tensors[f"layers.{index}.k_offset"] = torch.randn(shape, generator=generator)
+        if name == "basis":
+            tensors |= random_bases(f"layers.{index}", *shape, generator)
+        else:
+            tensors[f"layers.{index}.k_rescale"] = torch.rand(shape, generator=generator) + 0.5
+            tensors[f"layers.{index}.k_offset"] = torch.randn(shape, generator=generator)
         if has:
             for side in SIDES:
                 factor = torch.randn(factor_spec(*shape).extents, generator=generator) * 0.2
                 tensors[f"layers.{index}.{side}_feedback"] = factor.half()
-    layers = [replace(layer, k_rescale=True, k_offset=True, k_feedback=has, v_feedback=has) for layer in plan.layers]
+    changes = dict.fromkeys(("k_basis", "v_basis") if name == "basis" else ("k_rescale", "k_offset"), True)
+    layers = [replace(layer, **changes, k_feedback=has, v_feedback=has) for layer in plan.layers]
     return replace(plan, layers=tuple(layers), tensors=tensors)
 
 
