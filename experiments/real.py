@@ -27,6 +27,7 @@ import time
 import zipfile
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ def main() -> None:
     path = given.out / "real.json"
     if given.show:
         print_results(json.loads(path.read_text()))
+        draw(json.loads(path.read_text()), given.out / "real.png")
         return
     given.out.mkdir(parents=True, exist_ok=True)
     reporter = TerminalReporter()
@@ -116,7 +118,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="of each text; default: 4096, quick: 1024")
     parser.add_argument("--retrieval", type=int, nargs="*", help="further lengths of retrieval; default: 8192 16384")
     parser.add_argument("--problems", type=int, help="of each task; default: 64, quick: 8")
-    parser.add_argument("--gsm8k", type=int, help="problems of GSM8K; default: 128 on a GPU with --data, else 0")
+    parser.add_argument(
+        "--gsm8k", type=int, help="problems of GSM8K; default: 128 on a GPU with --data and lm-eval, else 0"
+    )
     parser.add_argument("--batch", type=int, help="texts at once; default: 16, on a CPU 8")
     parser.add_argument("--show", action="store_true", help="print the tables of --out, and measure nothing")
     parser.add_argument("--device", default="auto")
@@ -126,7 +130,8 @@ def arguments() -> argparse.Namespace:
     has_gsm8k = given.data is not None and (Path(given.data) / "gsm8k/train.jsonl").is_file()
     defaults: dict[str, Any] = {
         "texts": 1 if given.quick else 4, "tokens": 1024 if given.quick else 4096, "problems": 8 if given.quick else 64,
-        "retrieval": [] if given.quick else [8192, 16384], "gsm8k": 128 if is_gpu and has_gsm8k else 0,
+        "retrieval": [] if given.quick else [8192, 16384],
+        "gsm8k": 128 if is_gpu and has_gsm8k and find_spec("lm_eval") else 0,
         "batch": 16 if is_gpu else 8, "name": Path(given.model).stem,
         "plans": ",".join(QUICK if given.quick else (*FIXED, *SYSTEMS, *BUDGETS)),
     }  # fmt: skip
@@ -250,6 +255,7 @@ class Maker:
         self.names = tuple(name for name in self.given.plans.split(",") if name != RAW)
         if RIVAL not in self.names:
             self.names = (RIVAL, *self.names)
+        self.recipes = {name: self.recipe(name) for name in self.names}  # wrong names are refused at once
 
     def plan(self, name: str, workload: Workload) -> Plan | None:
         """A plan for ``PRICED``, whose pages, if they shrink, do so within ``workload``; None where it has failed."""
@@ -264,14 +270,13 @@ class Maker:
         self.reporter.say(f"{self.given.name}: {name}")
         started = time.monotonic()
         noted = self.found["plans"].setdefault(name, {})
-        recipe = self.recipe(name)
         try:
             folder = Folder.create(self.given.out / "plans" / name.partition("@")[0])
             folder = folder.named(name.partition("@")[2] or "own")
             Folder.create(folder.path)
-            plan = build_plan(self.loaded, folder, recipe, PRICED, self.reporter)
-        except KvcalError as error:
-            noted["error"] = f"{type(error).__name__}: {error.message}"
+            plan = build_plan(self.loaded, folder, self.recipes[name], PRICED, self.reporter)
+        except (KvcalError, RuntimeError) as error:  # of a GPU, too: the other plans go on
+            noted["error"] = described(error)
             self.reporter.say(f"{name}: {noted['error']}")
             return None
         noted.pop("error", None)
@@ -296,6 +301,11 @@ class Maker:
         if self.given.quick and recipe.allocate is not None:
             knobs |= {"data.num_samples": 3, "data.seq_len": 512, "profile.kl_samples": 1, "profile.kl_tokens": 256}
         return with_knobs(recipe, knobs)
+
+
+def described(error: Exception) -> str:
+    text = error.message if isinstance(error, KvcalError) else str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {text[:200]}"
 
 
 def scheduled(plan: Plan, workload: Workload) -> Plan:
@@ -347,9 +357,9 @@ def measure_group(
                     kl_n = kl_divergence(of_TRV.flatten(0, 1), logits_TRV.flatten(0, 1))
                     kls.append(kl_n.view(-1, len(rows)))
                     agrees.append(of_TRV.argmax(-1) == logits_TRV.argmax(-1))
-        except KvcalError as error:
-            maker.found["plans"][name]["error"] = f"{type(error).__name__}: {error.message}"
-            maker.reporter.say(f"{name}: {error.message}")
+        except (KvcalError, RuntimeError) as error:  # of a GPU, too: the other plans go on
+            maker.found["plans"].setdefault(name, {})["error"] = described(error)
+            maker.reporter.say(f"{name}: {described(error)}")
             continue
         if name == RAW:
             reference_TRV = torch.cat(kept)

