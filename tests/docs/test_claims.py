@@ -24,7 +24,7 @@ PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("artifacts/*.md"), *ROOT.glob("kvcal/*/*/*.md")]
 )
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
-README = TEXTS["README.md"]
+README, COMMANDS = TEXTS["README.md"], TEXTS["docs/commands.md"]
 COMMAND = re.compile(r"(?:^\$ |^|`)(kvcal [a-z][^`\n]*)", re.M)
 
 
@@ -102,8 +102,8 @@ def test_commands_have_the_options_they_are_given(page: str) -> None:
             assert words[0] in get_command(cli.app).commands, words  # type: ignore[attr-defined]
 
 
-def test_the_readme_names_every_command() -> None:
-    named = {words[0] for words in command_lines(README)}
+def test_the_page_of_commands_names_every_one() -> None:
+    named = {words[0] for words in command_lines(COMMANDS)}
     assert set(get_command(cli.app).commands) <= named  # type: ignore[attr-defined]
 
 
@@ -126,13 +126,13 @@ def test_python_blocks_import_what_exists(page: str) -> None:
                 assert hasattr(importlib.import_module("kvcal"), node.attr), node.attr
 
 
-def test_recipes_and_exit_codes_of_the_readme_are_those_of_the_package() -> None:
+def test_recipes_of_the_readme_and_exit_codes_are_those_of_the_package() -> None:
     section = README.split("## Five systems")[1].split("##")[0]
     recipes = set(re.findall(r"`([\w-]+)`", section)) - {"kvcal"}
     assert {"pm-kvq", "mixkvq", "aqua-kv", "kvmix", "kitty", "kitty-pro", "best"} <= recipes
     assert recipes <= {path.stem for path in (ROOT / "recipes").rglob("*.toml")}
     codes = {error.exit_code for error in errors.KvcalError.__subclasses__()} | {0, 130}
-    sentence = re.search(r"Exit codes: (.*?)\.\n", README, re.S)
+    sentence = re.search(r"Exit codes: (.*?)\.\n", COMMANDS, re.S)
     assert sentence is not None
     assert {int(code) for code in re.findall(r"\b(\d+)\b", sentence[1])} == codes
 
