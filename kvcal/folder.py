@@ -47,6 +47,7 @@ class Folder:
     allocation = _File("allocation.safetensors")
     search = _File("search.safetensors")
     reparam = _File("reparam.safetensors")
+    centre = _File("centre.safetensors")
     predictors = _File("predictors.safetensors")
     feedback = _File("feedback.safetensors")
     plan = _File("plan.safetensors")
@@ -77,7 +78,7 @@ class Folder:
     def require_model(self, inputs: Mapping[str, Any]) -> None:
         """ArtifactError when a stage's artifact in the folder, finished or not, was made from another model than the
         one in ``inputs``. A damaged file is left to the stage that reads it."""
-        for whole in (self.profile, self.search, self.allocation, self.reparam, self.predictors):
+        for whole in (self.profile, self.search, self.allocation, self.reparam, self.centre, self.predictors):
             for path in (whole, partial_path(whole)):
                 try:
                     earlier = read_inputs(path)

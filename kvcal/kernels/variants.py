@@ -173,7 +173,7 @@ def variant_of(plan: LayerPlan, pair: HeadRange, cache_dtype: CacheDtype) -> Var
     return Variant(
         pair.k, pair.v, plan.attention.k_head_dim, cache_dtype,
         plan.attention.num_query_heads // plan.attention.num_kv_heads,
-        rescale=plan.k_rescale and not is_raw, offset=plan.k_offset and not is_raw,
+        rescale=plan.k_rescale and not is_raw, offset=plan.k_offset and plan.k_pages == "post" and not is_raw,
         first_head=pair.heads.start if is_random else 0, k_bits=bits["k"], v_bits=bits["v"],
         k_feedback=plan.k_feedback and takes_feedback(pair.k), v_feedback=plan.v_feedback and takes_feedback(pair.v),
     )  # fmt: skip

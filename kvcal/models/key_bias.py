@@ -1,15 +1,14 @@
-"""Warnings of large biases of key projections.
+"""Large biases of key projections.
 
 Such a bias (Qwen2.x) is added before RoPE and turns with the position. It makes up most of the keys' energy in some
-layers, costs bits in every format, and a static offset removes it only from channels that turn slowly. So every way to
-a plan warns.
+layers, and a static offset removes it only from channels that turn slowly. Keys that are scaled by token lose it in the
+centre stage (kvcal.stages.centre); λ, which is for keys after RoPE, warns of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -19,8 +18,6 @@ from kvcal.models.attention import attention_modules, layer_index
 from kvcal.models.geometry import attention_layers
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import projections, query_key_norms
-from kvcal.models.taps import Captured, tap
-from kvcal.progress import Reporter
 
 # A bias that is more than this share of the keys' energy is worth a warning.
 LARGE_BIAS = 0.5
@@ -58,29 +55,6 @@ def bias_findings(loaded: LoadedModel, mean_squares: Mapping[int, float]) -> dic
             )
         found[index] = share, warning
     return found
-
-
-@torch.no_grad()
-def warn_of_biases(loaded: LoadedModel, sample: Callable[[], Tensor], reporter: Reporter) -> None:
-    """Say which layers' keys are mostly bias, measured on ``sample()``, tokens [T], in the layers with full attention;
-    a model without biases is not run."""
-    paged = {layer.index for layer in attention_layers(loaded.geometry) if layer.window is None}
-    mean_squares: dict[int, float] = {}
-
-    def observe(captured: Captured) -> None:
-        if captured.layer in paged:
-            mean_squares[captured.layer] = float(captured.k_post_BNTD[0].double().square().sum((0, 2)).mean())
-
-    try:
-        if key_biases(loaded.model, loaded.geometry):
-            with tap(loaded.model, observe, loaded.geometry):
-                loaded.model(input_ids=sample()[None].to(loaded.model.device), use_cache=False)
-    except UnsupportedModel as unknown:
-        reporter.say(_unchecked(unknown))
-        return
-    for _, warning in bias_findings(loaded, mean_squares).values():
-        if warning is not None:
-            reporter.say(warning)
 
 
 def _unchecked(unknown: UnsupportedModel) -> str:

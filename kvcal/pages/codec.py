@@ -1,7 +1,11 @@
 """Pages of some KV heads as records of bytes, and back: the only torch encoder and decoder of pages.
 
-    encode   K_post -> [K_pre] or [(K - offset) / λ] -> [- prediction] -> quantizer -> record        (V: the last two)
+    encode   K_post -> [K_pre - mean] or [(K - offset) / λ] -> [- prediction] -> quantizer -> record (V: the last two)
     decode   the same in reverse
+
+The mean of keys before RoPE is an offset, too: one constant, which RoPE turns to every position (keys before RoPE alone
+can lose it). Where a projection has a bias it is most of a key, and a format that scales whole tokens would spend its
+codes on it.
 
 Every transform is undone right after decoding, so that sinks and ring hold K_post and V as the model made them, and
 readers of a page need no transforms of their own. (The kernels fold λ and offset into the query instead.) Pages of
@@ -197,20 +201,22 @@ class PageCodec:
 
     def restore(self, stored: Tensor, page_index: Tensor, num_bits: int | None = None) -> Tensor:
         """Output of :meth:`decode` -> keys after RoPE, or values. ``num_bits``: as there, None for the format's own."""
-        for transform in self._transforms(page_index, self.format.num_bits if num_bits is None else num_bits):
+        for transform in reversed(self._transforms(page_index, self.format.num_bits if num_bits is None else num_bits)):
             stored = transform.undo(stored)
         return stored
 
     def before_rope(self, stored: Tensor, page_index: Tensor, num_bits: int | None = None) -> Tensor:
         """As :meth:`restore`, but what a predictor reads: keys before RoPE, or values. fp32."""
         if self.side == "v" or self.is_pre:
+            for transform in reversed(self._transforms(page_index, num_bits or self.format.num_bits)[1:]):
+                stored = transform.undo(stored)
             return stored.float()
         return self._rope(page_index).apply(self.restore(stored, page_index, num_bits))
 
     def _transforms(self, page_index: Tensor, num_bits: int) -> tuple[Invertible, ...]:
-        """All but the prediction: at most one, so that encoding and decoding have one order."""
+        """All but the prediction, in the order of encoding."""
         if self.is_pre:
-            return (self._rope(page_index),)
+            return (self._rope(page_index), *(() if num_bits == RAW_BITS else (Transform(offset=self.offset),)))
         return () if num_bits == RAW_BITS else (Transform(self.rescale, self.offset),)
 
     def _rope(self, page_index: Tensor) -> BeforeRope:

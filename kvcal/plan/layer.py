@@ -46,7 +46,8 @@ class LayerPlan:
     layers that stay as the model has them: sliding windows (16 bits, bounded) and states.
 
     Transforms of pages, whose tensors the plan holds: ``k_rescale`` (PM-KVQ's λ: pages hold K_post / λ), ``k_offset``
-    (subtracted before), ``k_pages`` "pre" (pages hold K before RoPE), predictors (AQUA-KV: pages hold the residual).
+    (subtracted before; of keys before RoPE their mean), ``k_pages`` "pre" (pages hold K before RoPE), predictors
+    (AQUA-KV: pages hold the residual).
     ``k_feedback``, ``v_feedback``: codes are chosen with error feedback (kvcal.pages.feedback), whose factor the plan
     holds; pages are read as without it. ``k_basis``, ``v_basis``: the cache holds keys or values in a basis of each
     head (kvcal.pages.basis), at 16 bits, too.
@@ -97,8 +98,10 @@ class LayerPlan:
                 return [f"caches latents: {LATENTS}"]
             if any(fmt.needs_queries for fmt in self.k):
                 return [f"caches latents: {QUERIES_AND_LATENTS}"]
-        if self.k_pages == "pre" and (self.k_rescale or self.k_offset):
-            found.append("has k_pages 'pre': k_rescale and k_offset are for keys after RoPE")
+        if self.k_pages == "pre" and self.k_rescale:
+            found.append("has k_pages 'pre': k_rescale is for keys after RoPE")
+        if self.k_predictor is not None and self.k_offset:
+            found.append("has a k_predictor, whose bias holds the mean: expected no k_offset")
         if self.k_predictor is not None and self.k_pages != "pre":
             found.append("has a k_predictor, which predicts keys before RoPE: expected k_pages 'pre'")
         if self.k_pages == "pre" and any(fmt.needs_queries for fmt in self.k):

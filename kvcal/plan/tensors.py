@@ -1,7 +1,7 @@
 """The tensors of a plan: what the transforms of its layers need, by name, with dtypes and shapes.
 
     layers.{i}.k_rescale   fp32 [N, D], 2^-32 ... 2^32   pages hold K_post / λ                   (PM-KVQ Eq. 9)
-    layers.{i}.k_offset    fp32 [N, D], up to 2^20   subtracted from K_post before that
+    layers.{i}.k_offset    fp32 [N, D], up to 2^20   subtracted from K_post before that, or from K_pre
     layers.{i}.rotary      fp64 [pairs, 4]           channel a, channel b, radians per position (0 ... π), amplitude
                                                      (2^-8 ... 2^8): where keys before RoPE are stored or predicted from
     layers.{i}.{s}_predictor.*                       see LinearPredictor                         (AQUA-KV Alg. 1)

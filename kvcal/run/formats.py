@@ -40,6 +40,7 @@ from kvcal.stages import allocate as allocation_stage
 from kvcal.stages import profile as profile_stage
 from kvcal.stages import search as search_stage
 from kvcal.stages.allocate.record import Allocation
+from kvcal.stages.centre import DATA, centring, takes_mean
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.estimate import Estimate
 from kvcal.stages.profile.record import Profile
@@ -258,12 +259,16 @@ def sweep_folder(folder: Folder, spec: AllocateSpec, num_points: int) -> tuple[s
 
 
 def formats_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Plan:
-    """The plan of a recipe's [formats], before any stage."""
+    """The plan of a recipe's [formats], before any stage but the means of keys."""
     assert recipe.formats is not None
     allocation = allocation_stage.fixed_allocation(
         recipe.formats, loaded.identity, loaded.geometry, workload, provenance_of(recipe)
     )
-    return compile_plan(allocation, allocation.layers, lattice_tensors(allocation.layers))
+    layers = allocation.layers
+    if not any(map(takes_mean, layers)):
+        return compile_plan(allocation, layers, lattice_tensors(layers))
+    found = centring(loaded, layers, sequences(DATA, loaded).sequences, SILENT)
+    return compile_plan(allocation, found.apply(layers), lattice_tensors(layers) | found.tensors())
 
 
 def provenance_of(recipe: Recipe) -> dict[str, Any]:

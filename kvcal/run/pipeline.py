@@ -14,11 +14,9 @@ from typing import NamedTuple
 
 from kvcal.charts.quality import draw_evaluation
 from kvcal.data.pools import shared_sources, with_calibration
-from kvcal.data.sequences import DataSpec
 from kvcal.distributed import gather
 from kvcal.errors import UsageError
 from kvcal.folder import Folder, Job, sequences
-from kvcal.models.key_bias import warn_of_biases
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import DEFAULT_WORKLOAD, Plan, Workload, plan_bytes, save_plan
 from kvcal.plan.tensors import tensors_nbytes
@@ -28,7 +26,7 @@ from kvcal.recipe_files import load_recipe
 from kvcal.run.expected import expected_phases
 from kvcal.run.feasible import require_feasible
 from kvcal.run.formats import allocate_recipe, fix_folder, formats_plan, profile_folder, search_folder, tune_folder
-from kvcal.run.transform import Transforms, feedback_folder, fit_predictors_folder, reparam_folder
+from kvcal.run.transform import Transforms, centre_folder, feedback_folder, fit_predictors_folder, reparam_folder
 from kvcal.stages import allocate as allocation_stage
 from kvcal.stages import search as search_stage
 from kvcal.stages.allocate.budget import transform_bytes
@@ -58,6 +56,7 @@ STAGES = (
     Stage("allocate", lambda r: bool(r.allocate and not r.search), allocate_recipe),
     Stage("fix", lambda r: not (r.allocate or r.tune), fix_folder),
     Stage("reparam", lambda r: bool(r.reparam and not r.search), reparam_folder),
+    Stage("centre", lambda r: not (r.predictors or r.search), centre_folder),
     Stage("predictors", lambda r: bool(r.predictors and not r.search), fit_predictors_folder),
     Stage("feedback", lambda r: bool(r.feedback and not r.search), feedback_folder),
 )
@@ -102,9 +101,6 @@ def build_plan(
     job = Job(recipe, loaded, folder, reporter, workload or DEFAULT_WORKLOAD)
     if recipe.allocate is not None and recipe.search is None:
         require_feasible(job)
-    seq_len = min(recipe.data.seq_len, loaded.max_context or recipe.data.seq_len)
-    one_sample = DataSpec("math", num_samples=1, seq_len=seq_len)
-    warn_of_biases(loaded, lambda: sequences(one_sample, loaded).sequences[0], reporter)
     reporter.expect(expected_phases(job, evaluates))
     run_stages(job)
     return compile_folder(folder, reporter=reporter, recipe=recipe)

@@ -18,17 +18,19 @@ from kvcal.artifact import read_inputs, sha256_json, tensors_sha256
 from kvcal.data.pools import calibration, data_inputs, with_calibration
 from kvcal.data.sequences import TokenDataset
 from kvcal.errors import UsageError
-from kvcal.folder import Folder, Job, compute_dtype, current_or, job_sequences, model_inputs
+from kvcal.folder import Folder, Job, compute_dtype, current_or, job_sequences, model_inputs, sequences
 from kvcal.models.fold import fold, save_folded
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import LayerPlan, Plan, save_plan
-from kvcal.plan.tensors import lattice_tensors, tensors_nbytes
+from kvcal.plan.tensors import lattice_tensors, needed_nbytes, needed_tensors, tensors_nbytes
 from kvcal.progress import Reporter
 from kvcal.recipe import FeedbackSpec, Recipe, ReparamSpec
 from kvcal.stages import allocate as allocation_stage
+from kvcal.stages import centre as centre_stage
 from kvcal.stages import feedback as feedback_stage
 from kvcal.stages import reparam as reparam_stage
 from kvcal.stages.allocate.budget import bytes_left, reserve_hint, spared_lambdas
+from kvcal.stages.centre import Centring, takes_mean
 from kvcal.stages.compile import compile_plan
 from kvcal.stages.feedback import FeedbackRecord
 from kvcal.stages.predictors import stage as predictor_stage
@@ -38,7 +40,7 @@ from kvcal.stages.reparam.record import Reparam
 from kvcal.strict import dump, flat_records
 
 Layers = tuple[LayerPlan, ...]
-Record = Reparam | PredictorRecord | FeedbackRecord
+Record = Reparam | Centring | PredictorRecord | FeedbackRecord
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Transforms:
         for stage, load in LOADS.items():
             if stage == before:
                 break
-            if getattr(recipe, stage) is not None:
+            if getattr(recipe, stage, None) is not None or (stage == "centre" and folder.centre.exists()):
                 found = found._with(stage, folder, load(getattr(folder, stage)))
         return found
 
@@ -81,7 +83,8 @@ class Transforms:
         tensors = lattice_tensors(layers)
         for found in self.records:
             layers, tensors = found.apply(layers), tensors | found.tensors()
-        return layers, tensors
+        needed = needed_tensors(layers, "float32")  # names alone: a predicted layer needs no mean any more
+        return layers, {name: tensor for name, tensor in tensors.items() if name in needed}
 
     def _with(self, stage: str, folder: Folder, record: Record) -> Transforms:
         data = calibration(stage, read_inputs(getattr(folder, stage)))
@@ -91,6 +94,7 @@ class Transforms:
 # In order; the names are those of a recipe's sections and of a folder's files.
 LOADS: dict[str, Callable[[Path], Record]] = {
     "reparam": reparam_stage.load,
+    "centre": centre_stage.load,
     "predictors": predictor_stage.load,
     "feedback": feedback_stage.load,
 }
@@ -116,8 +120,30 @@ def reparam_folder(job: Job) -> Reparam:
     return found
 
 
+def centre_folder(job: Job) -> Centring | None:
+    """The centre stage, on the layers as the reparam stage left them; nothing where no keys are scaled by token.
+    Reads the recipe's text where another stage does."""
+    recipe, loaded, folder, reporter = job.recipe, job.loaded, job.folder, job.reporter
+    allocation = allocation_stage.load(folder.allocation)[0]
+    layers, _ = Transforms.of(folder, recipe, before="centre").apply(allocation.layers)
+    # λ has an offset of its own, a basis a center.
+    is_moved = recipe.reparam is not None or (recipe.feedback is not None and recipe.feedback.basis)
+    wanted = tuple(replace(x, k_offset=True, k_pages="pre") if takes_mean(x) and not is_moved else x for x in layers)
+    left = bytes_left(allocation, wanted, needed_nbytes(wanted, allocation.cache_dtype))
+    if left is not None and left < 0 and wanted != layers:
+        reporter.say(f"centre: keys keep their mean, {-left} bytes beyond the budget; {reserve_hint(-left)}")
+    if wanted == layers or (left is not None and left < 0):
+        folder.centre.unlink(missing_ok=True)
+        return None
+    reads = recipe.allocate or recipe.predictors or recipe.feedback
+    data = job_sequences(job, recipe.data, "fit") if reads else sequences(centre_stage.DATA, loaded)
+    inputs = {**model_inputs(loaded), "layers": _layers_sha256(layers), **data_inputs(data), **compute_dtype(loaded)}
+    make = partial(centre_stage.run_centre, loaded, layers, data.sequences)
+    return current_or("centre", folder.centre, centre_stage.load, inputs, make, reporter)
+
+
 def fit_predictors_folder(job: Job) -> PredictorRecord:
-    """The predictor stage, on the layers as the reparam stage left them.
+    """The predictor stage, on the layers as the reparam stage left them, centred.
 
     Raises:
         InfeasibleBudget: the allocation's budget leaves no room for any predictor.
@@ -125,6 +151,7 @@ def fit_predictors_folder(job: Job) -> PredictorRecord:
     recipe, loaded, folder, reporter = job.recipe, job.loaded, job.folder, job.reporter
     spec = recipe.predictors
     assert spec is not None
+    centre_folder(job)
     allocation = allocation_stage.load(folder.allocation)[0]
     layers, tensors = Transforms.of(folder, recipe, before="predictors").apply(allocation.layers)
     room = None if allocation.split.kind is None else Room(allocation, layers, spec)

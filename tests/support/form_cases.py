@@ -55,6 +55,14 @@ LAYERS: dict[str, list[Change]] = {
     "before RoPE, boosted": [_formats(KITTY, V, k_pages="pre")],
     "before RoPE, on a lattice": [_formats(LATTICE_2, LATTICE_4, k_pages="pre")],
     "rotated residuals": [_formats(K, V), _predicted("linear", ROTATED, ROTATED, 0), _predicted("linear", K, V, 1)],
+    "before RoPE, less a constant": [
+        _formats(LATTICE_2, V, k_pages="pre", k_offset=True),
+        _formats((RAW, ROTATED), V, k_pages="pre", k_offset=True),
+    ],
+    "linear, from keys before RoPE less a constant": [
+        _formats(LATTICE_2, V, k_pages="pre", k_offset=True),
+        _predicted("linear", K, V, 0),
+    ],
     "linear": [_formats(K, V), _predicted("linear", K, V, 0), _predicted("linear", K, V, 1)],
     "low rank": [_formats(RAW, RAW), *(_predicted("low_rank", Format(2), Format(3), n, rank=3) for n in (0, 1))],
     "int4, lattice": [

@@ -135,7 +135,7 @@ def with_predictor(layer: LayerPlan, side: Side, source: int, spec: PredictorSpe
     predictor = Predictor(spec.kind, source, spec.rank, spec.group_size)
     if side == "v":
         return replace(layer, v_predictor=predictor)
-    return replace(layer, k_predictor=predictor, k_pages="pre")
+    return replace(layer, k_predictor=predictor, k_pages="pre", k_offset=False)  # its bias holds the mean
 
 
 @dataclass(frozen=True)
