@@ -109,9 +109,10 @@ def geometry_of(model: PreTrainedModel, cache_dtype: CacheDtype | None = None) -
 
 
 def require_cache(model: PreTrainedModel) -> None:
-    """UnsupportedModel for a model without keys and values to cache, such as Mamba."""
-    if cache_argument(model) is None:
-        raise UnsupportedModel(f"{type(model).__name__}.forward takes no cache: it has no key-value cache")
+    """UnsupportedModel for a model without keys and values to cache, such as Mamba, whose cache holds states alone."""
+    types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ("full_attention",))
+    if cache_argument(model) is None or types <= {"linear_attention", *LAYERS_WITHOUT_ATTENTION}:
+        raise UnsupportedModel(f"{type(model).__name__} has no key-value cache")
 
 
 def checkpoint_dtype(config: PreTrainedConfig) -> CacheDtype:

@@ -172,7 +172,7 @@ class _Recorder(threading.local):
         """Before a module of latent attention: itself in place of a cache."""
         return args, {**kwargs, **with_cache(module, self)}
 
-    def update(self, latent_B1TD: Tensor, rotary_B1TD: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    def update(self, latent_B1TD: Tensor, rotary_B1TD: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As ``Cache.update`` of a cache without tokens."""
         self._handed = latent_B1TD, rotary_B1TD
         return self._handed

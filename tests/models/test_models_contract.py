@@ -17,6 +17,7 @@ from kvcal.cache.attached import attached_for
 from kvcal.errors import WITHOUT_CALIBRATION, UnsupportedModel, UsageError
 from kvcal.geometry import AttentionGeometry, ExpandedHeads, Geometry, ModelIdentity, StateGeometry
 from kvcal.models.attention import _LISTENING
+from kvcal.models.cache_argument import given_cache, with_cache
 from kvcal.models.geometry import attention_layers, geometry_of
 from kvcal.models.load import LoadedModel
 from kvcal.models.projections import kv_projections
@@ -28,7 +29,6 @@ from kvcal.run.formats import formats_plan
 # name -> (who refuses, a part of the reason)
 REFUSED = {
     "falcon": (tap, "FalconForCausalLM bypasses transformers' AttentionInterface (FalconAttention)"),
-    "gptj": (tap, "GPTJForCausalLM bypasses"),
     "bloom": (tap, "BloomForCausalLM bypasses"),
     "mpt": (tap, "MptForCausalLM bypasses"),
     "glm_moe_dsa": (geometry_of, "layer 0 of glm_moe_dsa caches the keys of a sparse-attention indexer beside"),
@@ -442,11 +442,12 @@ def test_self_check_finds_a_model_that_caches_something_else(monkeypatch):
     model, geometry = built("llama"), measured("llama")
     original = type(model.model.layers[0].self_attn).forward
 
-    def forward(self, *args, past_key_values=None, **kwargs):
-        if past_key_values is not None:
-            inner = past_key_values.update
-            past_key_values = type("Doubling", (), {"update": lambda _, k, v, i: inner(2 * k, v, i)})()
-        return original(self, *args, past_key_values=past_key_values, **kwargs)
+    def forward(self, *args, **kwargs):
+        if (cache := given_cache(kwargs)) is not None:
+            inner = cache.update
+            doubling = type("Doubling", (), {"update": lambda _, k, v, i, **others: inner(2 * k, v, i)})()
+            kwargs |= with_cache(self, doubling)
+        return original(self, *args, **kwargs)
 
     forward.__wrapped__ = original
     monkeypatch.setattr(type(model.model.layers[0].self_attn), "forward", forward)

@@ -170,10 +170,6 @@ def falcon() -> PreTrainedModel:
     return _build(hf.FalconConfig(**_IDS, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=False))
 
 
-def gptj() -> PreTrainedModel:
-    return _build(hf.GPTJConfig(**_IDS, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=512))
-
-
 def bloom() -> PreTrainedModel:
     return _build(hf.BloomConfig(**_IDS, hidden_size=32, n_layer=2, n_head=4))
 
@@ -279,7 +275,6 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "smollm3": smollm3,
     "qwen3_next": qwen3_next,
     "falcon": falcon,
-    "gptj": gptj,
     "bloom": bloom,
     "mpt": mpt,
     "deepseek_v2": deepseek_v2,
@@ -296,7 +291,6 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 # Refused by the geometry or by the taps; test_models_contract.py says why.
 UNSUPPORTED = {
     "falcon",
-    "gptj",
     "bloom",
     "mpt",
     "glm_moe_dsa",
