@@ -345,11 +345,15 @@ def test_a_model_in_bfloat16_gives_nearly_the_same() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "qwen3_moe", "gemma3", "qwen3_next", "gpt_neox", "gpt_oss", "gpt2"])
 def test_a_ragged_batch_gives_each_sequence_what_it_gives_alone(name: str) -> None:
-    """Padded on the right: behind two pages, within the first, and behind the sinks alone. Forwards of other shapes
-    round otherwise, 1e-6 a value; an error near the middle between two codes may then fall to the other one."""
+    """Padded on the right: behind two pages, within the first, and behind the sinks alone.
+
+    Forwards of other shapes round otherwise: 1e-6 of a value, 1e-5 with room for any CPU. Errors are continuous in the
+    values, since a value in the middle between two codes is as far from both, and with parameters in fp32 only: the
+    next fp16 scale is another one by 1e-3. A sum of squared errors then moves by 2e-5 times the ratio of values to
+    errors, which is below 50 at up to 4 bits (root mean square of both)."""
     model, geometry = built(name), measured(name)
     wanted = {"k": (*FEW["k"], Candidate(4, "channel", 64)), "v": (*FEW["v"], Candidate(2, "token", 128, "rotated"))}
-    gradients = GradientPass(model, geometry, wanted, 4, "float16")
+    gradients = GradientPass(model, geometry, wanted, 4, "float32")
     samples = [sample_of(length, seed=length) for length in (270, 140, 5)]
     samples[2][1][:] = torch.arange(5) > 2
     data = TokenDataset(*(tuple(parts) for parts in zip(*samples, strict=True)), "f", "random")
@@ -359,9 +363,9 @@ def test_a_ragged_batch_gives_each_sequence_what_it_gives_alone(name: str) -> No
         alone, one = measure(gradients, number, *samples[number]), row_of(together, row)
         assert float(one.loss_B) == pytest.approx(float(alone.loss_B), rel=1e-5)
         for place, norm in alone.weight_grad_norms.items():
-            assert float(one.weight_grad_norms[place]) == pytest.approx(float(norm), rel=2e-3)
+            assert float(one.weight_grad_norms[place]) == pytest.approx(float(norm), rel=1e-3)
             for part, expected in zip(one.errors[place], alone.errors[place], strict=True):
-                torch.testing.assert_close(part, expected, rtol=2e-3, atol=1e-12)
+                torch.testing.assert_close(part, expected, rtol=1e-3, atol=1e-12)
 
 
 @pytest.mark.parametrize("head_dim", [16, 40])
