@@ -207,7 +207,7 @@ def _front_part(allocation: Allocation, inputs: Mapping[str, Any], folder: Folde
     """Loss against bytes for all budgets, solved from the profile, and the plan's place."""
     profile = profile_stage.load(folder.profile)
     spec = spec_of(inputs)
-    _, rows = allocation_stage.pareto(profile, spec, FRONT_POINTS)
+    rows = allocation_stage.pareto(profile, spec, FRONT_POINTS)
     points = [
         Point(row["bits_per_value"], row["loss"], 0.0,
               f"{row['bits_per_value']:.3f} bits, {format_bytes(row['cache_bytes'])}: loss {row['loss']:.4g}")

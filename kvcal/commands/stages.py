@@ -112,9 +112,9 @@ def allocate(
     spec = parse(AllocateSpec, knobs, "allocate", UsageError)
     reporter = given.reporter()
     if sweep:
-        method, rows = sweep_folder(Folder(folder), spec, sweep_points)
+        rows = sweep_folder(Folder(folder), spec, sweep_points)
         draw_front(rows, spec.objective, folder / "sweep.png")
-        given.show({"method": method, "points": rows}, tables.sweep_table(method, rows))
+        given.show({"points": rows}, tables.sweep_table(rows))
         reporter.say(f"picture: {folder / 'sweep.png'}")
         return
     reserved = 0 if reserve is None else parse_bytes(reserve)

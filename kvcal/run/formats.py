@@ -125,7 +125,7 @@ def allocate_folder(
         allocation_stage.save(allocation, inputs, path)
         reporter.say(
             f"allocate: {format_bytes(allocation.split.cache)} of cache, loss {allocation.loss:.6g}, "
-            f"gap {allocation.gap:.2g} ({allocation.proof} proof)"
+            f"proven gap {allocation.gap:.2g}"
         )
         return allocation
 
@@ -249,13 +249,13 @@ def search_folder(job: Job) -> Allocation:
     return allocation
 
 
-def sweep_folder(folder: Folder, spec: AllocateSpec, num_points: int) -> tuple[str, list[dict[str, Any]]]:
-    """The Pareto front of the folder's profile, also kept as sweep.json: ("front" or "grid", a row per point)."""
+def sweep_folder(folder: Folder, spec: AllocateSpec, num_points: int) -> list[dict[str, Any]]:
+    """The Pareto front of the folder's profile, a row per point, also kept as sweep.json."""
     profile = profile_stage.load(folder.profile)
-    swept, rows = allocation_stage.pareto(profile, spec, num_points)
-    text = json.dumps({"method": swept.method, "points": rows}, indent=2, sort_keys=True)
+    rows = allocation_stage.pareto(profile, spec, num_points)
+    text = json.dumps({"points": rows}, indent=2, sort_keys=True)
     artifact.write_text_atomic(folder.path / "sweep.json", text + "\n")
-    return swept.method, rows
+    return rows
 
 
 def formats_plan(recipe: Recipe, loaded: LoadedModel, workload: Workload) -> Plan:

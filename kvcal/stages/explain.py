@@ -33,7 +33,7 @@ from kvcal.stages import allocate as allocation_stage
 from kvcal.stages import profile as profile_stage
 from kvcal.stages import search as search_stage
 from kvcal.stages.allocate.record import Allocation
-from kvcal.stages.allocate.solver import Option, Unit, sweep
+from kvcal.stages.allocate.solver import Option, Unit, solve
 from kvcal.stages.profile.record import Profile
 from kvcal.stages.search.record import SearchReport, UnitResult
 from kvcal.strict import parse
@@ -259,7 +259,7 @@ def _priced(unit: UnitReasons, number: int, units: Sequence[Unit], capacity: int
         elif option.better is None:
             fixed = [*units[:number], Unit(unit.name, (solvable,)), *units[number + 1 :]]
             try:
-                loss = sweep(fixed, budgets=[capacity]).points[-1].loss
+                loss = solve(fixed, capacity).loss
                 option = replace(option, total=max(0.0, loss - best))
             except InfeasibleBudget:
                 option = replace(option, fits=False)
@@ -332,7 +332,7 @@ def _more(units: Sequence[UnitReasons]) -> MoreBytes:
         Unit(unit.name, tuple(Option(option.name, option.nbytes, option.loss - low) for option in unit.options))
         for unit, low in zip(units, lowest, strict=True)
     ]
-    choice = sweep(program, budgets=[capacity]).points[-1].choice
+    choice = solve(program, capacity).choice
     after = [unit.options[number] for unit, number in zip(units, choice, strict=True)]
     changed = [(unit, option) for unit, option in zip(units, after, strict=True) if not option.is_chosen]
     errors = [option.error for _, option in changed if option.error is not None]

@@ -121,12 +121,12 @@ def test_the_choice_is_the_best_of_all_within_the_budget() -> None:
         layers = (LayerPlan(PAGED[0], (a,), (b,)), LayerPlan(PAGED[1], (c,), (d,)))
         if layer_bytes(layers, "bfloat16", found.workload)[1] <= found.split.budget - found.split.fixed:
             best = min(best, loss_of(profile, replace(found, layers=layers)))
-    assert found.loss == pytest.approx(best, rel=1e-12)
+    assert found.loss == pytest.approx(best, rel=1e-6)
 
 
 def test_every_point_of_a_sweep_is_the_allocation_of_its_bytes() -> None:
     profile = profile_of(LOUD)
-    _, rows = pareto(profile, AllocateSpec(bits=4.0, **LENGTHS), 8)
+    rows = pareto(profile, AllocateSpec(bits=4.0, **LENGTHS), 8)
     assert len(rows) > 3
     for point in rows:
         found = allocate(profile, AllocateSpec(kv_budget=f"{point['cache_bytes']}B", **LENGTHS), {})

@@ -37,7 +37,7 @@ from kvcal.stages.allocate.record import (
     save,
     unbudgeted,
 )
-from kvcal.stages.allocate.solver import Option, Sweep, Unit, solve, sweep
+from kvcal.stages.allocate.solver import Option, Unit, solve, sweep
 from kvcal.stages.profile.record import Profile
 
 __all__ = [
@@ -110,12 +110,12 @@ def _beside_pages(problem: Problem, spec: AllocateSpec, model: ModelIdentity, ch
     return engine_bytes(spec.engine, plan, spec.tp, spec.drafts) - problem.nbytes(choice)
 
 
-def pareto(profile: Profile, spec: AllocateSpec, num_points: int) -> tuple[Sweep, list[dict[str, Any]]]:
-    """All useful budgets: the solver's sweep, and a row for each point: bytes of the whole cache, all-in bits per
+def pareto(profile: Profile, spec: AllocateSpec, num_points: int) -> list[dict[str, Any]]:
+    """A sweep over useful budgets: a row for each point: bytes of the whole cache, all-in bits per
     value, loss, and the bits chosen per layer."""
     problem = Problem(profile, spec)
-    front, rows = sweep(problem.units, num_points=num_points), []
-    for point in front.points:
+    rows = []
+    for point in sweep(problem.units, num_points):
         layers = problem.layers_of(point.choice)
         fixed, paged = layer_bytes(layers, profile.geometry.cache_dtype, problem.workload)
         per_value = 8 * paged / num_values(layers, problem.workload)
@@ -124,7 +124,7 @@ def pareto(profile: Profile, spec: AllocateSpec, num_points: int) -> tuple[Sweep
         for side in SIDES:
             row[f"{side}_bits"] = [[fmt.num_bits for fmt in layer.formats(side)] for layer in layers if layer.is_paged]
         rows.append(row)
-    return front, rows
+    return rows
 
 
 class _Cost(NamedTuple):
