@@ -24,7 +24,7 @@ import torch
 from shared import random_model
 from transformers import LlamaConfig
 
-from kvcal.data.mixture import KINDS
+from kvcal.data.parts import KINDS
 from kvcal.data.sequences import TokenDataset
 from kvcal.geometry import ModelIdentity
 from kvcal.models.geometry import geometry_of

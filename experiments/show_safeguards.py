@@ -1,6 +1,6 @@
 """What a search ships without each of its safeguards, on texts and kinds of text that calibration never saw.
 
-    python experiments/show_safeguards.py --data "python:docs math dialogues" --bits 2.5 3 --work FOLDER --out kl.json
+    python experiments/show_safeguards.py --data "python:docs python:code" --bits 2.5 3 --work FOLDER --out kl.json
 
 One search with all of them at every budget, and one without each, in a folder of its own that starts with what the
 first measured. Then the plans that ship, on held-out texts of --kinds: KL x 1,000, and paired differences to the plan

@@ -1,6 +1,6 @@
 """Whether plans that a search ships hold on texts, and kinds of text, that calibration never saw.
 
-    python experiments/show_search.py --data mixture --bits 2.8 3.1 3.5 --real FOLDER --work FOLDER --out search.json
+    python experiments/show_search.py --data 'python:docs python:code' --bits 2.8 3.5 --real DIR --work DIR --out a.json
 
 For every --data (several sources in one argument, with spaces between) a search at every budget, smaller ones first and
 in one folder, as ``kvcal search`` would. Then, on the pool *report* of every generated source and on real text where
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +24,12 @@ from unittest import mock
 
 import torch
 from shared import arguments, mean_and_error, print_table
-from show_mixtures import held_out
 
 from kvcal.console import TerminalReporter
-from kvcal.data.sequences import DataSpec
+from kvcal.data.parts import INSTALLED
+from kvcal.data.sequences import DataSpec, TokenDataset
 from kvcal.data.tasks import TASKS
-from kvcal.folder import Folder, Job
+from kvcal.folder import Folder, Job, sequences
 from kvcal.models.load import LoadedModel, load
 from kvcal.plan.plan import Workload, load_plan, save_plan
 from kvcal.recipe import EvaluateSpec
@@ -42,6 +42,24 @@ from kvcal.stages.search.compose import Candidate
 from kvcal.stages.search.kl_meter import plan_digest
 
 LIMITS = ("max_steps", "max_size", "max_hops", "max_digits")
+
+
+def held_out(
+    given: argparse.Namespace, loaded: LoadedModel, folder: Path, kinds: Collection[str] = ()
+) -> dict[str, TokenDataset]:
+    """Texts that no calibration holds, of these kinds, or of all."""
+    names = {source: DataSpec(source) for source in INSTALLED}
+    if given.real is not None:
+        pairs = [json.loads(line) for line in (given.real / "gsm8k/train.jsonl").read_text().splitlines()]
+        joined = [{"text": f"{pair['question']}\n{pair['answer']}\n"} for pair in pairs]
+        (folder / "gsm8k.jsonl").write_text("".join(json.dumps(record) + "\n" for record in joined))
+        paths = {"books": given.real / "gutenberg", "wikitext2": given.real / "wikitext2/wiki.test.raw"}
+        paths |= {"gsm8k": folder / "gsm8k.jsonl", "latex": given.real / "latex"}
+        names |= {name: DataSpec(str(path)) for name, path in paths.items()}
+    size = {"num_samples": given.held_out, "seq_len": given.held_out_tokens, "min_len": given.held_out_tokens}
+    size["seed"] = given.seed
+    chosen = {name: spec for name, spec in names.items() if not kinds or name in kinds}
+    return {name: sequences(replace(spec, **size), loaded, "report") for name, spec in chosen.items()}
 
 
 def searched(given: argparse.Namespace, loaded: LoadedModel, data: str, bits: float) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from kvcal import artifact, distributed
 from kvcal.artifact import differing_input, read_inputs
 from kvcal.data.pools import Purpose
-from kvcal.data.samples import Sampler
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.errors import ArtifactError, UsageError
 from kvcal.geometry import ModelIdentity
@@ -21,8 +20,8 @@ from kvcal.models.files import embedded_models
 from kvcal.models.geometry import num_embeddings
 from kvcal.models.load import LoadedModel
 from kvcal.plan.plan import DEFAULT_WORKLOAD, Workload
-from kvcal.progress import Reporter, Silent
-from kvcal.recipe import Recipe
+from kvcal.progress import Reporter
+from kvcal.recipe import ProfileSpec, Recipe
 
 Made = TypeVar("Made")
 
@@ -169,14 +168,12 @@ def sequences(
     loaded: LoadedModel,
     purpose: Purpose = "fit",
     folder: Folder | None = None,
-    reporter: Reporter | None = None,
 ) -> TokenDataset:
-    """The sequences of a purpose's pool for this model, whose own samples are kept in ``folder``; raises what
-    kvcal.data.sequences.load_sequences raises, and ArtifactError for a folder of another model."""
+    """The sequences of a purpose's pool for this model; raises what kvcal.data.sequences.load_sequences raises, and
+    ArtifactError for a ``folder`` of another model."""
     if folder is not None:
         folder.require_model(model_inputs(loaded))
-    spec, sampler = data_spec(spec, loaded), sampler_of(loaded, folder, reporter)
-    return load_sequences(spec, tokenizer_of(loaded), loaded.max_context, purpose, sampler)
+    return load_sequences(data_spec(spec, loaded), tokenizer_of(loaded), loaded.max_context, purpose)
 
 
 def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
@@ -194,15 +191,15 @@ def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
 
 def job_sequences(job: Job, spec: DataSpec, purpose: Purpose) -> TokenDataset:
     """``sequences`` for a job."""
-    return sequences(spec, job.loaded, purpose, job.folder, job.reporter)
+    return sequences(spec, job.loaded, purpose, job.folder)
+
+
+def profile_spec(spec: ProfileSpec, loaded: LoadedModel) -> ProfileSpec:
+    """``spec`` with the ``kl_measured`` that None stands for."""
+    is_embedded = loaded.source in embedded_models()
+    return spec if spec.kl_measured or is_embedded else replace(spec, kl_measured="lowest")
 
 
 def data_spec(spec: DataSpec, loaded: LoadedModel) -> DataSpec:
     """``spec`` with the source that "auto" stands for."""
     return spec.for_model(loaded.source in embedded_models())
-
-
-def sampler_of(loaded: LoadedModel, folder: Folder | None = None, reporter: Reporter | None = None) -> Sampler:
-    """The model as a source of text; what it wrote is kept beside the profile of ``folder``."""
-    identity = {**model_inputs(loaded), **compute_dtype(loaded), "device": loaded.model.device.type}
-    return Sampler(loaded.model, identity, None if folder is None else folder.profile.parent, reporter or Silent())

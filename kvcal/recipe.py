@@ -93,8 +93,9 @@ class ProfileSpec:
     """[profile]: the measured candidates, just ``quantizers`` x ``num_bits`` x axis x ``group_sizes`` (V: per token
     only) and 16 bits.
 
-    Of these, ``kl_num_bits`` x ``kl_group_size`` x the first of ``k_axes`` are also measured by their KL to the 16-bit
-    cache: one layer's K or V alone, through the packed cache.
+    Of these, ``kl_num_bits`` x ``kl_group_size`` x the first of ``k_axes`` have a KL to the 16-bit cache: one layer's K
+    or V alone, through the packed cache. It is measured for all of their bits, or for the lowest: then the KL at other
+    bits is that one times the ratio of the squared errors.
     """
 
     num_bits: tuple[CandidateBits, ...] = knob((1, 2, 3, 4, 8), "Bits of the candidates.")
@@ -102,6 +103,10 @@ class ProfileSpec:
     group_sizes: tuple[GroupSize, ...] = knob((32, 64, 128), "Values that share a scale.")
     kl_num_bits: tuple[CandidateBits, ...] | None = knob(
         None, "Bits whose KL is measured; default: 2, 3 and 4, or all where none of them is a candidate."
+    )
+    # Left out of JSON by default, as a format's quantizer.
+    kl_measured: Annotated[Literal["all", "lowest"] | None, Field(exclude_if=lambda which: which is None)] = knob(
+        None, "Of kl_num_bits: all or lowest; default: all for an embedded model, lowest for another."
     )
     kl_group_size: GroupSize | None = knob(None, "Group size whose KL is measured; default: the largest.")
     kl_samples: SizeOrNone = knob(3, "Texts that KL is measured on; 0: none is.")

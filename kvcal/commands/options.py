@@ -92,8 +92,8 @@ KvBudget = Annotated[str | None, typer.Option("--kv-budget", help="The cache alo
 SETS_HELP = """Change a knob of the recipe, such as `reparam.num_steps=10`: a TOML value or a word, nothing for the
 default; may be repeated."""
 
-DATA_HELP = """mixture, tasks, samples, dialogues, math, python:code, python:docs, a text, JSONL or parquet file or
-folder, a hub id, or a public set such as wikitext; may be repeated. Options: weight, kind, columns, split, config."""
+DATA_HELP = """tasks, python:docs, python:code, a text, JSONL or parquet file or folder, a hub id, or a public set such
+as wikitext; may be repeated. Options: weight, kind, columns, split, config."""
 
 KEYWORD_ONLY = Parameter.KEYWORD_ONLY
 # Packages of kvcal[compile], by their import names.
@@ -154,7 +154,7 @@ class ModelOptions(OutputOptions):
 
     def load(self, source: str, calibrated_on: DataSpec | None = None, reporter: Reporter | None = None) -> LoadedModel:
         """The model; transformers' own progress bars are off. Says so when one of the user's is calibrated on text that
-        the user did not choose: the embedded model's tasks, or the mixture."""
+        the user did not choose: the embedded model's tasks, or text of the installed packages."""
         from transformers.utils import logging
 
         from kvcal.models.files import embedded_models
@@ -172,10 +172,9 @@ class ModelOptions(OutputOptions):
             advice = "give --data with text such as the model will read"
             if calibrated_on.is_toy:
                 toys = "the embedded toy tasks (ledgers, chains, products)"
-                reporter.say(f"note: {loaded.identity.id} is calibrated on {toys}; {advice}, or --data mixture")
+                reporter.say(f"note: {loaded.identity.id} is calibrated on {toys}; {advice}, or --data python:docs")
             elif calibrated_on.source == "auto":
-                mixture = "a mixture of its own samples, installed packages' text and generated text"
-                reporter.say(f"note: {loaded.identity.id} is calibrated on {mixture}; {advice}")
+                reporter.say(f"note: {loaded.identity.id} is calibrated on installed packages' text; {advice}")
         return loaded
 
 
@@ -187,6 +186,9 @@ class RecipeOptions(ModelOptions):
     data: Annotated[list[str] | None, typer.Option(metavar="SOURCE[,weight=2][,kind=KIND]", help=DATA_HELP)] = None
     samples: Annotated[int | None, typer.Option(help="Sequences, of calibration where there is one.", min=1)] = None
     seq_len: Annotated[int | None, typer.Option(help="Tokens of each at most, also to evaluate.", min=2)] = None
+    thorough: Annotated[bool, typer.Option("--thorough", help="Profile with KL at all bits, on more text: slower.")] = (
+        False
+    )
 
     def recipe(self, name: str, others: Mapping[str, Any] | None = None, section: str | None = None) -> Recipe:
         """The recipe named ``name``, changed; see ``change``."""
@@ -208,6 +210,8 @@ class RecipeOptions(ModelOptions):
         settings = read_settings(self.sets or ())
         given: dict[str, Any] = {} if section is None or getattr(recipe, section) is not None else {section: {}}
         given |= {name: value for name, value in (others or {}).items() if value is not None}
+        if self.thorough:
+            given |= {"profile.kl_measured": "all", "profile.kl_samples": 8, "profile.kl_tokens": 1024}
         if self.samples is not None:
             given["data.num_samples"] = self.samples
         for place, spec in (("data", recipe.data), ("evaluate.data", recipe.evaluate.data)):

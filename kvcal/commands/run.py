@@ -363,7 +363,7 @@ def compare(
     toy = next((data for data in calibrations if data.is_toy or data.source == "auto"), None)
     with given.reporting() as reporter:
         loaded = given.load(model, toy, reporter)
-        texts = sequences(spec.data, loaded, "report", folder, reporter)
+        texts = sequences(spec.data, loaded, "report", folder)
         comparison = compare_points(loaded, points, workload, spec, texts, folder, pipeline.build_plan, reporter)
         picture = folder.path / "compare.png"
         draw_comparison(comparison, picture)

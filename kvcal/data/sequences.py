@@ -5,7 +5,7 @@ exactly ``seq_len`` tokens. Records that have a prompt and a completion (tasks, 
 one record per sequence, cut at ``seq_len``; their loss mask covers the completion, or all that the assistant says,
 since predicting a random prompt says nothing about how well the cache is read. Every sequence starts with what the
 tokenizer puts at position 0 (or with its bos token): many models park their attention there, and a window that begins
-in mid-text has other keys. Sequences of several sources (see kvcal.data.mixture) take turns, in proportion.
+in mid-text has other keys. Sequences of several sources (see kvcal.data.parts) take turns, in proportion.
 
 Choice: of a source, the first ``CANDIDATES`` times as many sequences of the purpose's pool (see kvcal.data.pools) as
 are needed are candidates, of which ``seed`` picks, in stream order. So no more than that is ever tokenized, and the
@@ -17,33 +17,19 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
 from pydantic.dataclasses import dataclass
 
 from kvcal.artifact import sha256_json
-from kvcal.data.dialogues import dialogue, word_problem
-from kvcal.data.mixture import (
-    AUTO,
-    GENERATED,
-    INSTALLED,
-    KINDS,
-    MIXTURE,
-    SAMPLES,
-    TASK_SOURCES,
-    Part,
-    apportion,
-    interleaved,
-    read_parts,
-)
+from kvcal.data.parts import AUTO, INSTALLED, TASK_SOURCES, Part, apportion, interleaved, read_parts
 from kvcal.data.pools import PURPOSES, Purpose, SourceId, SourcePart, TokenDataset, id_bytes
-from kvcal.data.samples import Sampler, openings
-from kvcal.data.sources import Chat, Item, Piece, Record, describe_source, identify_source, read_source
+from kvcal.data.sources import Chat, Item, Record, describe_source, identify_source, read_source
 from kvcal.data.tasks import TASKS, Problem, dealt, mixture, prompt_of
 from kvcal.errors import UsageError
 from kvcal.lazy_torch import Tensor, torch
@@ -73,8 +59,8 @@ class DataSpec:
 
     source: str | tuple[str, ...] = knob(
         AUTO,
-        "A file, a folder, a hub id, mixture, samples, tasks …, or a list of these; auto: tasks for an embedded model, "
-        "mixture for another.",
+        "A file, a folder, a hub id, tasks, python:docs …, or a list of these; auto: tasks for an embedded model, "
+        "python:docs and python:code for another.",
     )
     num_samples: int = knob(16, "Sequences.")
     seq_len: int = knob(1024, "Tokens of each at most.")
@@ -118,7 +104,9 @@ class DataSpec:
 
     def for_model(self, is_embedded: bool) -> DataSpec:
         """With the source that "auto" stands for."""
-        return replace(self, source=TASK_SOURCES[0] if is_embedded else MIXTURE) if self.source == AUTO else self
+        if self.source != AUTO:
+            return self
+        return replace(self, source=TASK_SOURCES[0] if is_embedded else tuple(INSTALLED)[: self.num_samples])
 
 
 def load_sequences(
@@ -126,10 +114,9 @@ def load_sequences(
     tokenizer: PreTrainedTokenizerBase,
     max_context: int | None = None,
     purpose: Purpose = "fit",
-    sampler: Sampler | None = None,
 ) -> TokenDataset:
     """Read, tokenize and choose from what is dealt to ``purpose``. ``max_context``: the model's context in tokens, None
-    if it has no limit; ``sampler``: the model, for the source "samples".
+    if it has no limit.
 
     Raises UsageError: ``seq_len`` beyond the context, a missing path, an unsupported or mixed kind of file, an
     unreadable or empty source, an unknown column, messages without a chat template, a source that gets no sequence, or
@@ -145,7 +132,7 @@ def load_sequences(
         for part, count in zip(spec.parts, apportion(spec.parts, spec.num_samples), strict=True)
         if count
     ]
-    chosen = [_chosen(part, count, spec, tokenizer, purpose, sampler) for part, count, _ in parts]
+    chosen = [_chosen(part, count, spec, tokenizer, purpose) for part, count, _ in parts]
     order = interleaved([count for _, count, _ in parts])
     sequences, masks, kinds = zip(*(chosen[part][index] for part, index in order), strict=True)
     least = f"{spec.min_len} to " if spec.min_len else "at most "
@@ -167,14 +154,12 @@ def _chosen(
     spec: DataSpec,
     tokenizer: PreTrainedTokenizerBase,
     purpose: Purpose,
-    sampler: Sampler | None,
 ) -> list[tuple[Tensor, Tensor, str]]:
     """``count`` sequences of one source with their masks and kinds."""
-    kind = part.kind or GENERATED.get(part.source) or INSTALLED.get(part.source)
-    if part.source in GENERATED:
-        if part.source.partition(":")[0] == SAMPLES:
-            return _samples(part, count, spec, tokenizer, purpose, sampler)
-        items = _generated(part.source, 64 * count, spec.seed, purpose)
+    kind = part.kind or INSTALLED.get(part.source)
+    if part.source in TASK_SOURCES:
+        kind = kind or "reasoning"
+        items = _task_records(part.source, 64 * count, spec.seed, purpose)
         pool = list(islice(_item_sequences(items, part, tokenizer, spec), count))  # drawn by the seed already
     else:
         items = read_source(part.source, part.columns, part.split, part.config, spec.seed, purpose)
@@ -197,61 +182,11 @@ def _chosen(
     return [(*pool[i], kind or name) for i in picked]
 
 
-def _generated(source: str, count: int, seed: int, purpose: Purpose) -> Iterator[Item]:
-    """``count`` items: bounded, since a short seq_len can cut off every completion."""
-    name = f"{source}:{seed}"
-    if source == "dialogues":
-        for messages in islice(dealt(dialogue, purpose, name, list), count):
-            yield Chat(tuple(messages), None)
-    elif source == "math":
-        for text in islice(dealt(word_problem, purpose, name, str), count):
-            yield Piece(text)
-    else:
-        draw = mixture if source == "tasks" else TASKS[source.removeprefix("tasks:")]
-        for problem in islice(dealt(draw, purpose, name, prompt_of), count):
-            yield Record(problem.prompt_text, problem.completion)
-
-
-def _samples(
-    part: Part,
-    count: int,
-    spec: DataSpec,
-    tokenizer: PreTrainedTokenizerBase,
-    purpose: Purpose,
-    sampler: Sampler | None,
-) -> list[tuple[Tensor, Tensor, str]]:
-    """The model's own samples: of all kinds in turn, or of one."""
-    if sampler is None:
-        raise UsageError(f"source = {part.source} needs the model, which is not at hand here", "name another source")
-    one = part.source.partition(":")[2]
-    kinds = [one or KINDS[i % len(KINDS)] for i in range(count)]
-    seeds = [f"{purpose}:{kind}:{spec.seed}:{i}" for i, kind in enumerate(kinds)]
-    is_chat = tokenizer.chat_template is not None
-    prefix = [] if is_chat else prefix_ids(tokenizer)
-
-    def opening_ids(kind: str, seed: str) -> Iterator[list[int]]:
-        for i, text in enumerate(openings(kind, purpose, seed, is_chat)):
-            if is_chat:
-                messages = [{"role": "user", "content": text}]
-                text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-            yield (prefix if i == 0 else []) + _encode(tokenizer, text)
-
-    stated = sampler.model.generation_config.eos_token_id if sampler.model.generation_config is not None else None
-    ends = {*_end_ids(tokenizer), *(stated if isinstance(stated, list) else [] if stated is None else [stated])}
-    asked = {"purpose": purpose, "is_chat": is_chat, "ends": sorted(ends)}
-    rows = [opening_ids(kind, seed) for kind, seed in zip(kinds, seeds, strict=True)]
-    tokens_NT, written_NT = sampler.rows(asked, rows, seeds, spec.seq_len, ends)
-    short = next((i for i, written_T in enumerate(written_NT[:, 1:]) if not written_T.any()), None)
-    if short is not None:
-        raise UsageError(
-            f"seq_len = {spec.seq_len} ends within a sample's opening", hint="ask for a greater seq_len, 64 or more"
-        )
-    written_NT = written_NT.clone()
-    written_NT[:, 0] = False
-    return [
-        (tokens_T, written_T, part.kind or kind)
-        for tokens_T, written_T, kind in zip(tokens_NT, written_NT, kinds, strict=True)
-    ]
+def _task_records(source: str, count: int, seed: int, purpose: Purpose) -> Iterator[Item]:
+    """``count`` problems with their solutions: bounded, since a short seq_len can cut off every completion."""
+    draw = mixture if source == "tasks" else TASKS[source.removeprefix("tasks:")]
+    for problem in islice(dealt(draw, purpose, f"{source}:{seed}", prompt_of), count):
+        yield Record(problem.prompt_text, problem.completion)
 
 
 def prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -294,11 +229,7 @@ def _item_sequences(
             spans = [(item.prompt, False), (item.completion, True)]
             yield from _sequence(_encode_spans(spans, prefix, end, tokenizer), spec)
         elif isinstance(item, Chat):
-            if item.index is None and tokenizer.chat_template is None:  # generated: plain text will do
-                spans = [span for message in item.messages for span in _plain_message(message)]
-                yield from _sequence(_encode_spans(spans, prefix, end, tokenizer), spec)
-            else:
-                yield from _sequence(_encode_spans(_chat_spans(item, part, tokenizer), [], [], tokenizer), spec)
+            yield from _sequence(_encode_spans(_chat_spans(item, part, tokenizer), [], [], tokenizer), spec)
         else:
             pending += _encode(tokenizer, item.text) + end
             num_windows = len(pending) // num_body
@@ -316,11 +247,6 @@ def _encode_spans(
     for text, is_target in spans:
         tokens += [(token, is_target) for token in _encode(tokenizer, text)]
     return tokens + [(token, tokens[-1][1]) for token in end]
-
-
-def _plain_message(message: Mapping[str, Any]) -> list[Span]:
-    role, is_reply = str(message["role"]).capitalize(), message["role"] == "assistant"
-    return [(f"{role}: ", False), (f"{message['content']}\n", is_reply)]
 
 
 def _chat_spans(chat: Chat, part: Part, tokenizer: PreTrainedTokenizerBase) -> list[Span]:
@@ -346,7 +272,7 @@ def _chat_spans(chat: Chat, part: Part, tokenizer: PreTrainedTokenizerBase) -> l
                 spans += [(prompt[len(done) :], False), (answered[len(prompt) :], True)]
                 done = answered
     except TemplateError as error:
-        place = f"source = {part.source}" + (f", record {chat.index}" if chat.index is not None else "")
+        place = f"source = {part.source}, record {chat.index}"
         raise UsageError(
             f"{place}: the chat template does not take its messages: {error}",
             hint="a template wants role and content, and often alternating user and assistant",

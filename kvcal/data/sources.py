@@ -24,7 +24,7 @@ from typing import Any
 
 from kvcal.artifact import require_file
 from kvcal.data.installed import installed_sha256, installed_texts
-from kvcal.data.mixture import GENERATED, INSTALLED, SOURCES
+from kvcal.data.parts import INSTALLED, SOURCES, TASK_SOURCES
 from kvcal.data.pools import Purpose, SourceId, dealt_pieces, pool_of
 from kvcal.errors import UsageError
 
@@ -59,7 +59,7 @@ class Chat:
     records, None for a generated one, which may be rendered as plain text."""
 
     messages: tuple[Mapping[str, Any], ...]
-    index: int | None
+    index: int
 
 
 Item = Piece | Record | Chat
@@ -72,7 +72,7 @@ def identify_source(source: str, split: str | None = None, config: str | None = 
     digest = hashlib.sha256()
     if source in INSTALLED:
         digest.update(f"{source}:{installed_sha256()}".encode())
-    elif source in GENERATED:
+    elif source in TASK_SOURCES:
         digest.update(f"{source}:{config}:{split}".encode())
     elif path.is_file():
         with open(path, "rb") as file:

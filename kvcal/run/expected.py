@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from kvcal.data.sequences import DataSpec
-from kvcal.folder import Job
+from kvcal.folder import Job, profile_spec
 from kvcal.geometry import AttentionGeometry
 from kvcal.progress import Phase
 from kvcal.recipe import EvaluateSpec, FeedbackSpec, ReparamSpec
@@ -32,9 +32,10 @@ def expected_phases(job: Job, evaluates: bool) -> list[Phase]:
 
     phases = []
     if recipe.importance or (recipe.allocate and not recipe.search):
-        spec = recipe.profile
+        spec = profile_spec(recipe.profile, job.loaded)
         places, texts = 2 * layers, min(spec.kl_samples, recipe.data.num_samples)
-        plans = places * (1 + len(spec.kl_bits) * len(spec.quantizers) / 2)  # on the mean, half of the layers are run
+        bits = 1 if spec.kl_measured == "lowest" else len(spec.kl_bits)
+        plans = places * (1 + bits * len(spec.quantizers) / 2)  # on the mean, half of the layers are run
         phases.append(Phase("profile: gradients", GRADIENT * tokens(recipe.data)))
         phases.append(
             Phase("profile: divergence", DIVERGENCE * plans * texts * min(spec.kl_tokens, recipe.data.seq_len))

@@ -25,6 +25,7 @@ from kvcal.folder import (
     identity_inputs,
     job_sequences,
     model_inputs,
+    profile_spec,
     sequences,
 )
 from kvcal.models.load import LoadedModel
@@ -65,15 +66,19 @@ def profile_folder(loaded: LoadedModel, folder: Folder, recipe: Recipe, reporter
         UnsupportedModel: keys, values or their projections cannot be found.
         ArtifactError: the folder is another model's, holds a corrupt profile, or cannot be written to.
     """
-    data = sequences(recipe.data, loaded, "fit", folder, reporter)
+    data, spec = sequences(recipe.data, loaded, "fit", folder), profile_spec(recipe.profile, loaded)
     inputs = {
         **model_inputs(loaded),
-        **flat_records(profile=recipe.profile, cache=recipe.cache),
+        **flat_records(profile=spec, cache=recipe.cache),
         **data_inputs(data),
         **compute_dtype(loaded),
     }
-    make = partial(profile_stage.run_profile, loaded, data, recipe.profile, recipe.cache)
-    return current_or("profile", folder.profile, profile_stage.load, inputs, make, reporter, data.description)
+    make = partial(profile_stage.run_profile, loaded, data, spec, recipe.cache)
+    made_on = data.description
+    if spec.kl_samples and spec.kl_measured == "lowest":
+        texts = f"{spec.kl_samples} texts of {spec.kl_tokens} tokens"
+        made_on += f"; KL at {min(spec.kl_bits)} bits alone, on {texts} (--thorough: at all bits, on more)"
+    return current_or("profile", folder.profile, profile_stage.load, inputs, make, reporter, made_on)
 
 
 def estimate_stages(job: Job) -> list[Estimate]:
@@ -81,8 +86,8 @@ def estimate_stages(job: Job) -> list[Estimate]:
     do."""
     if job.recipe.search is not None:
         return [search_stage.dry_run(job.loaded, job.recipe, search_data(job), job.folder.search, job.reporter)]
-    data = sequences(job.recipe.data, job.loaded, "fit", job.folder, job.reporter)
-    return profile_stage.dry_run(job.loaded, data, job.recipe.profile, job.recipe.cache)
+    data = sequences(job.recipe.data, job.loaded, "fit", job.folder)
+    return profile_stage.dry_run(job.loaded, data, profile_spec(job.recipe.profile, job.loaded), job.recipe.cache)
 
 
 def allocate_folder(

@@ -159,7 +159,7 @@ def evaluate_plan(recipe: Recipe, loaded: LoadedModel, plan: Plan, folder: Folde
     plans = [(name, baseline_plan(load_recipe(name), loaded, plan.workload)) for name in recipe.evaluate.against]
     plans.append((recipe.name, plan))
     spec = scheduled_batch(recipe.evaluate, plans, reporter)
-    data = sequences(spec.data, loaded, "report", folder, reporter)
+    data = sequences(spec.data, loaded, "report", folder)
     require_scheduled_texts(plans, data)
     if data.source is not None and (stages := shared_sources(plan.provenance, data)):
         name = f"{data.source.name}, too ({', '.join(stages)})"

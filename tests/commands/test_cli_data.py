@@ -21,7 +21,7 @@ from kvcal.recipe_files import load_recipe, with_knobs
 from kvcal.recipe_names import recipe_names
 from kvcal.strict import dump
 
-TOY, MIXED = "embedded toy tasks", "calibrated on a mixture of its own samples"
+TOY, NOTE = "embedded toy tasks", "calibrated on installed packages' text"
 COMMANDS = {name: command for panel in PANELS.values() for name, command in panel.items()}
 COLUMNS = ("--set", 'data.columns=["q", "a"]')
 NO_TASKS = ("--set", "evaluate.tasks=[]")
@@ -90,7 +90,7 @@ def test_options_change_what_was_given_and_nothing_else() -> None:
 
 def test_data_may_be_given_several_times() -> None:
     base = load_recipe("default")
-    both = ["mixture", "a.jsonl,weight=2,kind=dialogue"]
+    both = ["python:code", "a.jsonl,weight=2,kind=dialogue"]
     changed = RecipeOptions(data=both).change(base)
     assert changed.data.source == changed.evaluate.data.source == tuple(both)
     assert with_knobs(base, {"data.source": both}).data.parts == changed.data.parts  # as a recipe has it
@@ -101,38 +101,35 @@ def test_data_may_be_given_several_times() -> None:
 
 
 def test_run_on_several_sources(folder: Path, tmp_path: Path) -> None:
-    """A file and the model's own samples among the sources; a second run samples nothing again."""
     arguments = ("run", folder / "small.toml", "--model", folder / "tiny", "--out", tmp_path, *NO_TASKS)
-    arguments += ("--data", f"{folder / 'pairs.jsonl'},weight=2,kind=dialogue", "--data", "samples", "--data", "math")
+    arguments += (
+        "--data",
+        f"{folder / 'pairs.jsonl'},weight=2,kind=dialogue",
+        "--data",
+        "tasks",
+        "--data",
+        "python:code",
+    )
     arguments += ("--samples", 4, "--set", "evaluate.data.num_samples=4")
     done = ran_well(*arguments)
-    assert "profile: pairs.jsonl 2, samples 1, math 1 (pool fit): 4 sequences" in done.err and TOY not in done.err
+    assert "profile: pairs.jsonl 2, tasks 1, python:code 1 (pool fit): 4 sequences" in done.err and TOY not in done.err
     record = load_plan(tmp_path / "plan.safetensors").provenance["calibration"]["profile"]
     assert [(part["source"], part["num_sequences"]) for part in record["parts"]] == [
-        ("pairs.jsonl", 2), ("samples", 1), ("math", 1),
+        ("pairs.jsonl", 2), ("tasks", 1), ("python:code", 1),
     ]  # fmt: skip
-    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("samples-*.safetensors")}
     again = ran_well(*arguments)
     assert "profile: profile.safetensors is current, skipped" in again.err
-    assert len(kept) == 2 and kept == {path: path.stat().st_mtime_ns for path in kept}
-    assert "the plan was calibrated on pairs.jsonl 2, samples 1, math 1, too (profile)" in " ".join(again.err.split())
+    told = "the plan was calibrated on pairs.jsonl 2, tasks 1, python:code 1, too (profile)"
+    assert told in " ".join(again.err.split())
 
 
-def test_a_model_of_the_users_is_calibrated_on_the_mixture(folder: Path, tmp_path: Path) -> None:
-    text = (
-        (folder / "small.toml")
-        .read_text()
-        .replace('source = "tasks"\n', "", 1)
-        .replace("num_samples = 2", "num_samples = 6", 1)
-    )
+def test_a_model_of_the_users_is_calibrated_on_installed_text(folder: Path, tmp_path: Path) -> None:
+    text = (folder / "small.toml").read_text().replace('source = "tasks"\n', "", 1)
     (tmp_path / "small.toml").write_text(text)
-    for model, source in (
-        (folder / "tiny", "samples 1, python:code 1, dialogues 1, tasks 1"),
-        ("reasoner-10m", "tasks"),
-    ):
+    for model, source in ((folder / "tiny", "python:docs 1, python:code 1"), ("reasoner-10m", "tasks")):
         told = ran_well("profile", model, "--recipe", tmp_path / "small.toml", "--out", tmp_path / source[:5])
         assert f"profile: {source}" in told.err
-        assert (MIXED in told.err) == (source != "tasks") and TOY not in told.err
+        assert (NOTE in told.err) == (source != "tasks") and TOY not in told.err
 
 
 def test_any_knob_is_set_and_the_strict_recipe_decides() -> None:
@@ -202,9 +199,9 @@ def test_search_and_tune_get_the_given_data(
     monkeypatch.setattr(stage, stop)
     common = ("--model", folder / "tiny", "--out", tmp_path, "--set", "data.seed=5")
     told = run_kvcal(*arguments, *common, "--data", folder / "pairs.jsonl", "--samples", 3, "--seq-len", 200)
-    assert told.code == 2 and "seen" in told.err and TOY not in told.err and MIXED not in told.err
+    assert told.code == 2 and "seen" in told.err and TOY not in told.err and NOTE not in told.err
     assert given[0].data == DataSpec(str(folder / "pairs.jsonl"), 3, 200, 5)
-    assert MIXED in run_kvcal(*arguments, *common).err
+    assert NOTE in run_kvcal(*arguments, *common).err
     assert TOY in run_kvcal(*arguments, *common, "--data", "tasks").err
 
 

@@ -346,10 +346,10 @@ COMMANDS: list[tuple[str | tuple[str, ...], int, str]] = [
     (PROFILE + "--set data.seed=x", 2, "data.seed = 'x': Input should be a valid integer"),
     (PROFILE + "--memory much", 2, "cannot read 'much' as"),
     (PROFILE + "--data a.txt,weight=0", 2, "weight = 0; allowed: 1e-6 to 1e6"),
-    (PROFILE + "--data mixture --data tasks", 2, "'tasks'"),
+    (PROFILE + "--data tasks --data tasks", 2, "'tasks'"),
     (PROFILE + "--data tasks,kind=verse", 2, "unknown kind 'verse'"),
     (PROFILE + "--data a.txt,colums=q", 2, "unknown option 'colums'"),
-    (PROFILE + "--data math --data tasks --data dialogues", 2, "num_samples = 2 leaves no sequence for dialogues"),
+    (PROFILE + "--data python:code --data tasks --data x.txt", 2, "num_samples = 2 leaves no sequence for x.txt"),
     # knobs
     (PROFILE + "--set data.sed=1", 2, "--set data.sed=1: unknown key 'sed' of [data]; allowed: source, num_samples"),
     (PROFILE + "--set data.sed=1", 2, "did you mean --set data.seed=1?"),

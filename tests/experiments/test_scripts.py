@@ -19,15 +19,14 @@ HELD_OUT = "--held-out 1 --held-out-tokens 256"
 SCRIPTS = {
     "show_allocation": "--quick",
     "show_aqua_kv": "--quick",
-    "show_feedback": "--fit math --on tasks --texts 1 --tokens 512",
+    "show_feedback": "--fit python:docs --on tasks --texts 1 --tokens 512",
     "show_kitty": "--quick",
     "show_kvmix": "--quick",
     "show_mixkvq": "--quick",
-    "show_mixtures": f"--bits 5 {SMALL} {HELD_OUT}",
     "show_objectives": f"{SMALL} --problems 1 --new-tokens 32",
     "show_progressive": "--quick",
     "show_reparam": "--quick",
-    "show_safeguards": f"--data math --bits 4 --work guards --kinds tasks {SMALL} {HELD_OUT}",
+    "show_safeguards": f"--data python:docs --bits 4 --work guards --kinds tasks {SMALL} {HELD_OUT}",
 }
 
 
@@ -70,7 +69,6 @@ def test_runs_to_its_end(script: str, run: Callable[[str, str], Any]) -> None:
     assert run(script, SCRIPTS[script])
 
 
-def test_heads_start_from_a_plan_of_a_search(run: Callable[[str, str], Any]) -> None:
-    run("show_search", f"--data math --bits 4 --work search {SMALL} {HELD_OUT}")
-    plan = next(Path("search").rglob("*.plan"))
-    assert run("show_heads", f"--plan {plan} --bits 4 --data math --work heads --kinds tasks {SMALL} {HELD_OUT}")
+def test_a_search_is_shown_and_its_plan_kept(run: Callable[[str, str], Any]) -> None:
+    assert run("show_search", f"--data tasks --bits 4 --work search {SMALL} {HELD_OUT}")
+    assert next(Path("search").rglob("*.plan"))

@@ -129,6 +129,20 @@ def test_kl_is_that_of_each_side_alone_per_loss_token(finished) -> None:
     assert found.means["kl.k.0"].count == (170 - 7) + (175 - 7)
 
 
+def test_kl_of_the_lowest_bits_is_scaled_by_the_squared_error(finished, tmp_path: Path) -> None:
+    """The lowest is what it is where all are measured."""
+    every, _ = finished
+    lowest = run(tmp_path, spec=replace(SPEC, kl_measured="lowest"))
+    for index, side in product(range(2), SIDES):
+        assert len(lowest.setup.measured(side)) == 1 and lowest.means[f"kl.{side}.{index}"].total.shape == (1,)
+        two, four = (lowest.setup.candidates(side).index(one) for one in lowest.setup.kl_candidates(side))
+        errors = lowest.relative_error(index, side).square()
+        kl_2, kl_4 = lowest.kl(index, side).tolist()
+        assert kl_2 == pytest.approx(float(every.kl(index, side)[0]), rel=1e-4)
+        assert kl_4 == pytest.approx(kl_2 * float(errors[four] / errors[two]), rel=1e-9)
+    assert profile.load(tmp_path / "profile.safetensors").setup == lowest.setup
+
+
 def test_batches_of_any_size_give_the_same_profile(finished, tmp_path: Path, monkeypatch) -> None:
     """To the rounding of forwards of other shapes; the size is in the artifact, which counts no padding."""
     expected, _ = finished

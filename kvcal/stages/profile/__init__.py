@@ -221,7 +221,7 @@ def divergence_means(loaded: LoadedModel, setup: ProfileSetup, step: Step, room:
     names = ", ".join(f"{side} of layer {index}" for index, side in places)
     with naming(f"samples {[text.sample for text in texts]} with a quantized cache ({names})"):
         kl_Pn = deviations(loaded.model, reference, plans, *padded_texts(texts), room).kl_Pn
-    rows = kl_Pn.split([len(setup.kl_candidates(side)) for _, side in places])
+    rows = kl_Pn.split([len(setup.measured(side)) for _, side in places])
     return {_kl_name(*place): Mean.of(row.T) for place, row in zip(places, rows, strict=True)}
 
 
@@ -230,8 +230,8 @@ def _kl_name(index: int, side: Side) -> str:
 
 
 def _plans_of(setup: ProfileSetup, reference: Plan, place: tuple[int, Side]) -> list[Plan]:
-    """A layer's side alone in each of its candidates."""
-    return [one_side_plan(reference, *place, setup.cache.format(place[1], *c)) for c in setup.kl_candidates(place[1])]
+    """A layer's side alone in each of the candidates whose KL is measured."""
+    return [one_side_plan(reference, *place, setup.cache.format(place[1], *c)) for c in setup.measured(place[1])]
 
 
 def _divergence_steps(setup: ProfileSetup, texts: Sequence[Text]) -> list[Step]:

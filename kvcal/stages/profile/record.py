@@ -28,6 +28,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic.dataclasses import dataclass as record
 from torch import Tensor
 
@@ -81,11 +82,16 @@ class ProfileSetup:
         return candidates(side, self.spec.num_bits, self.spec.k_axes, self.spec.group_sizes, self.spec.quantizers)
 
     def kl_candidates(self, side: Side) -> tuple[Candidate, ...]:
-        """Those of ``candidates`` whose KL is measured: the columns of ``Profile.kl``; none without ``kl_samples``."""
+        """Those of ``candidates`` that have a KL: the columns of ``Profile.kl``; none without ``kl_samples``."""
         if self.spec.kl_samples == 0:
             return ()
         spec = self.spec
         return candidates(side, spec.kl_bits, spec.k_axes[:1], (spec.kl_group,), spec.quantizers)
+
+    def measured(self, side: Side) -> tuple[Candidate, ...]:
+        """Those of ``kl_candidates`` whose KL is measured; that of the others is scaled."""
+        lowest = min(self.spec.kl_bits) if self.spec.kl_measured == "lowest" else None
+        return tuple(one for one in self.kl_candidates(side) if lowest in (None, one.num_bits))
 
     def totals(self) -> dict[str, TensorSpec]:
         """The sum of every statistic by name."""
@@ -94,8 +100,8 @@ class ProfileSetup:
             for name, observer in OBSERVERS.items():
                 shape = observer.shape(layer.num_kv_heads, len(self.candidates(side)))
                 totals[f"{name}.{side}.{layer.index}"] = _total(*shape)
-            if self.kl_candidates(side):
-                totals[f"kl.{side}.{layer.index}"] = _total(len(self.kl_candidates(side)))
+            if self.measured(side):
+                totals[f"kl.{side}.{layer.index}"] = _total(len(self.measured(side)))
         return totals
 
 
@@ -139,14 +145,23 @@ class Profile:
         return (self.means[f"squared_error.{side}.{index}"].result() / energy).sqrt()
 
     def kl(self, index: int, side: Side) -> Tensor:
-        """KL to 16 bits in nats per loss token, [C] fp64 for ``setup.kl_candidates(side)``. UsageError for a profile
-        that was made with kl_samples = 0."""
+        """KL to 16 bits in nats per loss token, [C] fp64 for ``setup.kl_candidates(side)``: measured, or scaled from
+        the measured one of the fewest bits by the squared error (KL is quadratic in a small error). UsageError for a
+        profile that was made with kl_samples = 0."""
         if not self.setup.kl_candidates(side):
             raise UsageError(
                 "the profile holds no KL: it was made with kl_samples = 0",
                 hint="use objective = 'sensitivity', or profile again with kl_samples = 1 or more",
             )
-        return self.means[f"kl.{side}.{index}"].result()
+        errors = self.means[f"squared_error.{side}.{index}"].result().clamp(min=TINY).tolist()
+        error_of = dict(zip(self.setup.candidates(side), errors, strict=True))
+        measured = self.setup.measured(side)
+        kl_of = dict(zip(measured, self.means[f"kl.{side}.{index}"].result().tolist(), strict=True))
+        for one in self.setup.kl_candidates(side):
+            if one not in kl_of:
+                lowest = next(other for other in measured if other[1:] == one[1:])
+                kl_of[one] = kl_of[lowest] * error_of[one] / error_of[lowest]
+        return torch.tensor([kl_of[one] for one in self.setup.kl_candidates(side)], dtype=torch.float64)
 
     def losses(self, objective: Objective, index: int, side: Side) -> dict[Candidate, list[float]]:
         """Each candidate's cost: one for each KV head ("sensitivity"), or one for the layer (all others)."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import subprocess
 import sys
 from itertools import islice
@@ -12,22 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_data import TEMPLATE, assert_says, chat_tokenizer, marked, write_jsonl
+from test_data import assert_says, marked, write_jsonl
 from transformers import PreTrainedTokenizerBase
 
 from kvcal.data import installed
-from kvcal.data.dialogues import dialogue, word_problem
-from kvcal.data.mixture import (
-    GENERATED,
-    INSTALLED,
-    KINDS,
-    MIXTURE_WEIGHTS,
-    PUBLIC,
-    Part,
-    apportion,
-    interleaved,
-    read_parts,
-)
+from kvcal.data.parts import KINDS, PUBLIC, Part, apportion, interleaved, read_parts
 from kvcal.data.pools import (
     PURPOSES,
     Purpose,
@@ -40,8 +28,8 @@ from kvcal.data.pools import (
 from kvcal.data.sequences import DataSpec, TokenDataset, load_sequences
 from kvcal.errors import UsageError
 
-OFFLINE = ("dialogues", "math", "python:code", "python:docs", "tasks")
-OFFLINE_KINDS = dict(zip(OFFLINE, ("dialogue", "math", "code", "prose", "reasoning"), strict=True))
+OFFLINE = ("python:code", "python:docs", "tasks")
+OFFLINE_KINDS = dict(zip(OFFLINE, ("code", "prose", "reasoning"), strict=True))
 ROOT = Path(__file__).parents[2]
 
 
@@ -64,7 +52,7 @@ def test_a_source_is_spelled_with_its_options(text: str, part: Part) -> None:
 @pytest.mark.parametrize(
     ("texts", "words"),
     [
-        ([], ["empty", "mixture"]),
+        ([], ["empty", "python:docs"]),
         (["", "tasks"], ["empty"]),
         (["a.txt,weight=0"], ["weight = 0", "1e-6 to 1e6"]),
         (["a.txt,weight=-1"], ["weight = -1", "1e-6 to 1e6"]),
@@ -75,14 +63,11 @@ def test_a_source_is_spelled_with_its_options(text: str, part: Part) -> None:
         (["a.txt,weight=1,weight=2"], ["weight is given twice"]),
         (["a.txt,wight=2"], ["unknown option 'wight'", "weight, kind, columns, split, config"]),
         (["a.txt,kind=poetry"], ["unknown kind 'poetry'", "prose, math, code, dialogue, reasoning"]),
-        (["mixture,kind=code"], ["several kinds"]),
-        (["samples,kind=code"], ["several kinds"]),
-        (["samples:poetry"], ["samples:poetry", "samples:prose"]),
-        (["python:tests"], ["python:tests", "python:code, python:docs"]),
+        (["tasks:sums"], ["tasks:sums", "tasks:chain"]),
+        (["python:tests"], ["python:tests", "python:docs, python:code"]),
         (["tasks,columns=a"], ["for files and data sets"]),
         (["a.txt", "tasks", "a.txt,weight=2"], ["a.txt", "twice"]),
-        (["auto", "a.txt"], ["auto stands for all sources", "mixture or tasks"]),
-        (["tasks", "mixture"], ["'tasks'", "twice, once by the mixture"]),
+        (["auto", "a.txt"], ["auto stands for all sources", "tasks or python:docs"]),
         (["a.jsonl,columns=a+b+c"], ["columns", "a prompt and a completion"]),
     ],
 )
@@ -116,33 +101,28 @@ def test_public_sets_are_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert read_parts(["gsm8k"]) == (Part("gsm8k"),)  # a path comes first
 
 
-def test_the_mixture_has_all_kinds_and_the_weight_of_one_source() -> None:
-    parts = read_parts(["mixture,weight=2", "a.txt"])
-    mixed = [part for part in parts if part.is_shared]
-    assert [part.source for part in mixed] == list(MIXTURE_WEIGHTS)
-    counts = apportion(mixed, 8)
-    kinds = [{**GENERATED, **INSTALLED}[mixed[part].source] or KINDS[index] for part, index in interleaved(counts)]
-    assert sum(counts) == 8 and set(kinds[:5]) == {"prose", "code", "dialogue", "reasoning", "math"}
-    assert sum(part.weight for part in mixed) == pytest.approx(2) and parts[-1].weight == 1
-
-
 def test_auto_depends_on_the_model(tokenizer: PreTrainedTokenizerBase) -> None:
     assert DataSpec().source == "auto" and DataSpec().for_model(True) == DataSpec("tasks")
-    assert DataSpec().for_model(False) == DataSpec("mixture") and not DataSpec().is_toy and DataSpec("tasks").is_toy
-    assert DataSpec("math").for_model(False) == DataSpec("math")
+    assert (
+        DataSpec().for_model(False) == DataSpec(("python:docs", "python:code"))
+        and not DataSpec().is_toy
+        and DataSpec("tasks").is_toy
+    )
+    assert DataSpec(num_samples=1).for_model(False).parts == DataSpec("python:docs").parts
+    assert DataSpec("a.txt").for_model(False) == DataSpec("a.txt")
     known, unknown = (load_sequences(DataSpec(source, 2, 256), tokenizer) for source in ("tasks", "auto"))
     assert known.fingerprint == unknown.fingerprint and known.description == unknown.description
 
 
 def test_sequences_are_apportioned_by_weight() -> None:
     def counts(weights: list[float], n: int) -> list[int]:
-        return apportion([Part(f"{i}", weight, is_shared=True) for i, weight in enumerate(weights)], n)
+        return apportion([Part(f"{i}", weight) for i, weight in enumerate(weights)], n)
 
     assert counts([1, 1, 1], 8) == [3, 3, 2]
     assert counts([2, 1, 1], 8) == [4, 2, 2]
-    assert counts([0.7, 0.2, 0.1], 5) == [4, 1, 0]  # 3.5, 1, .5: of equal remainders the first
-    for n in range(1, 40):
-        weights = [random.Random(n).uniform(0.1, 3) for _ in range(5)]
+    assert counts([0.6, 0.25, 0.15], 10) == [6, 3, 1]  # 6, 2.5, 1.5: of equal remainders the first
+    for n in range(40, 80):
+        weights = [random.Random(n).uniform(0.5, 3) for _ in range(5)]
         found = counts(weights, n)
         assert sum(found) == n
         assert all(abs(count - n * w / sum(weights)) < 1 for count, w in zip(found, weights, strict=True))
@@ -214,7 +194,7 @@ def test_the_provenance_names_every_source_and_the_guard_every_sequence(
     require_unseen(provenance, report)
     require_unseen(provenance, fit)  # the same pool
     code = load_sequences(DataSpec("python:code", 2, 64), tokenizer, None, "report")
-    other = load_sequences(DataSpec("dialogues", 2, 64), tokenizer, None, "report")
+    other = load_sequences(DataSpec("tasks", 2, 64), tokenizer, None, "report")
     assert shared_sources(provenance, report) == shared_sources(provenance, code) == ["profile"]
     assert shared_sources(provenance, other) == []
     alone = with_calibration({}, calibration("profile", data_inputs(code)))
@@ -225,12 +205,12 @@ def test_pools_that_meet_are_refused(tmp_path: Path, tokenizer: PreTrainedTokeni
     """Records that are equal up to the cut, in one of two sources."""
     source = write_jsonl(tmp_path / "same.jsonl", [{"text": "again and again " * 99 + str(i)} for i in range(80)])
     fit, report = (
-        load_sequences(DataSpec((source, "math"), 4, 64), tokenizer, None, purpose) for purpose in ("fit", "report")
+        load_sequences(DataSpec((source, "tasks"), 4, 64), tokenizer, None, purpose) for purpose in ("fit", "report")
     )
     provenance = with_calibration({}, calibration("profile", data_inputs(fit)))
     with pytest.raises(UsageError) as caught:
         require_unseen(provenance, report)
-    assert_says(caught.value, ["of 4 sequences", "same.jsonl 2, math 2", "profile"])
+    assert_says(caught.value, ["of 4 sequences", "same.jsonl 2, tasks 2", "profile"])
 
 
 PRINTS = """
@@ -261,9 +241,6 @@ def test_pools_share_nothing_whatever_the_seed(source: str, tokenizer: PreTraine
         data = [load_sequences(DataSpec(source, 6, 300, seed), tokenizer, None, purpose) for seed in (0, 1)]
         assert all(set(found.kinds) == {OFFLINE_KINDS[source]} for found in data)
         seen[purpose] = {digest for found in data for digest in found.digests}
-        if source == "dialogues":
-            texts = [tokenizer.decode(tokens_T) for found in data for tokens_T in found.sequences]
-            seen[purpose] = {text[:300] for text in texts}
         assert len(seen[purpose]) > 6
     assert sum(map(len, seen.values())) == len(set.union(*seen.values()))
 
@@ -304,39 +281,3 @@ def test_docstrings_are_prose_without_code() -> None:
     code = 'class A:\n    """First line.\n\n    Second."""\n    def f(self):\n        "Third."\n        return 1\n'
     assert installed._docstrings(code) == "First line.\n\nSecond.\n\nThird.\n"
     assert installed._docstrings("def broken(") is None
-
-
-def test_dialogues_are_rendered_by_the_template_or_as_plain_lines() -> None:
-    spec = DataSpec("dialogues", 3, 400)
-    rendered, plain = (load_sequences(spec, chat_tokenizer(template)) for template in (TEMPLATE, None))
-    tokenizer = chat_tokenizer()
-    for tokens_T, mask_T in zip(rendered.sequences, rendered.loss_masks, strict=True):
-        text, target = tokenizer.decode(tokens_T), tokenizer.decode(tokens_T[mask_T])
-        assert text.startswith("<user>") and "<user>" not in target and target.count("</assistant>") > 3
-    for tokens_T, mask_T in zip(plain.sequences, plain.loss_masks, strict=True):
-        text, target = tokenizer.decode(tokens_T), tokenizer.decode(tokens_T[mask_T])
-        assert text.startswith("<eos>User: ") and "\nAssistant: " in text and "User: " not in target
-
-
-def test_a_dialogue_recalls_what_was_said() -> None:
-    num_recalled = 0
-    for seed in range(40):
-        messages = dialogue(random.Random(seed))
-        assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
-        for i, message in enumerate(messages):
-            if recalled := re.match(r"You told me: (.*)\.", message["content"]):
-                assert any(recalled.group(1) in said["content"] for said in messages[: i - 1] if said["role"] == "user")
-                num_recalled += 1
-    assert num_recalled > 50
-
-
-def test_the_solution_of_a_word_problem_is_right() -> None:
-    num_checked = 0
-    for seed in range(200):
-        text = word_problem(random.Random(seed))
-        for left, right in re.findall(r"(\d+ [-+*/] \d+) = (\d+)", text):
-            assert eval(left) == int(right)
-            num_checked += 1
-        last = re.findall(r"(\d+)", text.rsplit("\nAnswer: ", 1)[0].rsplit("\n", 1)[1])
-        assert text.rstrip().endswith(f"Answer: {last[-1]}")
-    assert num_checked > 800

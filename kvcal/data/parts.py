@@ -1,9 +1,9 @@
-"""Sources of several kinds: how one is spelled, what the mixture holds, and how sequences are shared out by weight.
+"""Sources of calibration text: how one is spelled, and how sequences are shared out among several by weight.
 
 A source is spelled alike in a recipe's [data] and after --data, as its name and then options:
 
-    auto                                          the tasks for an embedded model, the mixture for a user's
-    mixture                                       text of all kinds that needs no network
+    auto                                          the tasks for an embedded model, installed text for a user's
+    python:code, python:docs                      text of the installed packages, which needs no network
     my.jsonl,weight=2,kind=dialogue               a path, of any system
     owner/name,config=en,split=test,columns=q+a   a data set on the hub
 
@@ -23,22 +23,18 @@ from kvcal.data.tasks import TASKS
 from kvcal.errors import UsageError
 
 KINDS = ("prose", "math", "code", "dialogue", "reasoning")
-AUTO, MIXTURE, SAMPLES = "auto", "mixture", "samples"
+AUTO = "auto"
 TASK_SOURCES = ("tasks", *(f"tasks:{name}" for name in TASKS))
-# Sources that need neither a file nor a network, and their kind; "" where it differs from sequence to sequence.
-GENERATED = dict.fromkeys(TASK_SOURCES, "reasoning") | {"dialogues": "dialogue", "math": "math", SAMPLES: ""}
-GENERATED |= {f"{SAMPLES}:{kind}": kind for kind in KINDS}
-INSTALLED = {"python:code": "code", "python:docs": "prose"}
-SOURCES = (AUTO, MIXTURE, *GENERATED, *INSTALLED)
-# In this order, so that the first few sequences are of different kinds.
-MIXTURE_WEIGHTS = {"samples": 2.0, "python:code": 1.0, "dialogues": 1.0, "tasks": 1.0, "math": 1.0, "python:docs": 1.0}
+# Sources that need neither a file nor a network, and their kind. A model without data is calibrated on INSTALLED.
+INSTALLED = {"python:docs": "prose", "python:code": "code"}
+SOURCES = (AUTO, *TASK_SOURCES, *INSTALLED)
 _OPTION = re.compile(r",(\w+)=([^,=/\\]*)$")
 
 
 @dataclass(frozen=True)
 class Part:
     """One source of a calibration. ``kind`` is None where the source's own is meant; ``columns``, ``split`` and
-    ``config`` as in DataSpec. ``is_shared``: a part of the mixture, which few sequences may leave out."""
+    ``config`` as in DataSpec."""
 
     source: str
     weight: float = 1.0
@@ -46,7 +42,6 @@ class Part:
     columns: tuple[str, ...] = ()
     split: str | None = None
     config: str | None = None
-    is_shared: bool = False
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -83,15 +78,13 @@ def read_part(text: str) -> Part:
         options[name] = value
         source = source[: found.start()]
     if not source:
-        raise UsageError(f"source = {text!r} is empty", hint="give mixture, tasks, a file, a folder or a hub id")
+        raise UsageError(f"source = {text!r} is empty", hint="give tasks, python:docs, a file, a folder or a hub id")
     family = source.partition(":")[0]
     if ":" in source and source not in SOURCES and family in {name.partition(":")[0] for name in SOURCES}:
         allowed = ", ".join(name for name in SOURCES if name.startswith(family))
         raise UsageError(f"source = {source!r} is unknown", hint=f"choose one of: {allowed}")
     weight, kind = _weight(text, options.get("weight", "1")), options.get("kind")
-    if kind is not None and (kind not in KINDS or source in (MIXTURE, SAMPLES)):
-        if kind in KINDS:
-            raise UsageError(f"source = {text!r}: {source} is of several kinds", hint="leave out its kind")
+    if kind is not None and kind not in KINDS:
         raise UsageError(f"source = {text!r}: unknown kind {kind!r}", hint=f"choose one of: {', '.join(KINDS)}")
     columns = tuple(options["columns"].split("+")) if "columns" in options else ()
     part = Part(source, weight, kind, columns, options.get("split"), options.get("config"))
@@ -111,30 +104,26 @@ def _weight(text: str, value: str) -> float:
 
 
 def read_parts(texts: Sequence[str]) -> tuple[Part, ...]:
-    """The sources, in order, with the mixture's in its place and public sets by their ids; "auto" is the tasks as long
-    as no model is known. UsageError as ``read_part``, and for a source that is given twice."""
+    """The sources, in order, with public sets by their ids; "auto" is the tasks as long as no model is known.
+    UsageError as ``read_part``, and for a source that is given twice."""
     if not texts:
-        raise UsageError("source = [] is empty", hint="give mixture, tasks, a file, a folder or a hub id")
+        raise UsageError("source = [] is empty", hint="give tasks, python:docs, a file, a folder or a hub id")
     parts: list[Part] = []
     for text in texts:
         part = read_part(text)
         if part.source == AUTO:
             if text != AUTO or len(texts) > 1:
                 raise UsageError(
-                    f"source = {text!r}: auto stands for all sources", hint="name mixture or tasks instead"
+                    f"source = {text!r}: auto stands for all sources", hint="name tasks or python:docs instead"
                 )
             parts.append(Part(TASK_SOURCES[0]))
-        elif part.source == MIXTURE:
-            share = part.weight / sum(MIXTURE_WEIGHTS.values())
-            parts += [Part(name, share * weight, is_shared=True) for name, weight in MIXTURE_WEIGHTS.items()]
         else:
             parts.append(_public(part))
     seen: set[tuple[object, ...]] = set()
     for part in parts:
         if part.identity in seen:
-            is_mixed = any(other.is_shared and other.identity == part.identity for other in parts)
             raise UsageError(
-                f"source {part.source!r} is given twice" + (", once by the mixture" if is_mixed else ""),
+                f"source {part.source!r} is given twice",
                 hint="give it once; a weight, such as weight=2, makes it count for more",
             )
         seen.add(part.identity)
@@ -150,14 +139,14 @@ def _public(part: Part) -> Part:
 
 
 def apportion(parts: Sequence[Part], num_samples: int) -> list[int]:
-    """Sequences of each part, in all ``num_samples``. UsageError where a part that is not the mixture's gets none."""
+    """Sequences of each part, in all ``num_samples``. UsageError where a part gets none."""
     total = sum(part.weight for part in parts)
     shares = [num_samples * part.weight / total for part in parts]
     counts = [math.floor(share) for share in shares]
     by_remainder = sorted(range(len(parts)), key=lambda i: (round(counts[i] - shares[i], 9), i))
     for i in by_remainder[: num_samples - sum(counts)]:
         counts[i] += 1
-    empty = [part.source for part, count in zip(parts, counts, strict=True) if not count and not part.is_shared]
+    empty = [part.source for part, count in zip(parts, counts, strict=True) if not count]
     if empty:
         raise UsageError(
             f"num_samples = {num_samples} leaves no sequence for {empty[0]}, one of {len(parts)} sources by weight",
